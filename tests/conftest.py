@@ -1,0 +1,25 @@
+"""Fixtures that every test directory shares: the tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from workbench.model.synth import write_tiny, write_tiny_models
+
+MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
+
+
+@pytest.fixture(scope="session")
+def tiny_models() -> Path:
+    """`data/models`, holding every model of `synth.TINY`; written where missing or out of date."""
+    write_tiny_models(MODELS)
+    return MODELS
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[[str, str], Path]:
+    """`tiny_model(preset, quant)`: the path of one tiny model, written if missing."""
+    return lambda preset, quant: write_tiny(MODELS, preset, quant)

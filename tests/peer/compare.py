@@ -1,0 +1,327 @@
+"""llama.cpp and this engine on the same files in one run: the same logits? and how fast?
+
+`make peer` runs `python -m tests.peer.compare`. It builds llama-cpp-python in an environment of its
+own (`.venv-peer/`, needs a C++ compiler, about ten minutes once), starts one process for each side
+(`worker.py`), and writes `data/results/peer-cpu.json`:
+
+* reference: llama.cpp in F32 throughout against `tests/reference.py`, on the F32 files. This is
+  what entitles the reference to judge the engine.
+* logits: llama.cpp against this engine, every tensor type, teacher-forced tokens, on the F16 cache
+  and quantised activations that both use when they decode.
+* decode: tokens per second, side by side. Both processes live throughout with the model loaded and
+  only one computes at a time; repetitions alternate A B B A, B A A B, so that a drifting clock or a
+  noisy neighbour meets both. Same two threads, same tokens, from an empty cache; a token ends when
+  its float32 logits are on the host; no sampling. The A/A control compares each side with itself:
+  its first runs of the blocks with its second ones.
+
+`--no-speed` and `--no-logits` leave a part out, and then nothing is written unless --out is given.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cyclopts import App
+
+from tests import reference
+from workbench.bench.stats import speedup
+from workbench.model.gguf import model_hash
+from workbench.model.presets import QUANTS
+from workbench.model.synth import tiny_name, write_model, write_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = ROOT / "data" / "results" / "peer-cpu.json"
+MODELS = ROOT / "data" / "models"
+LLAMA_CPP_PYTHON = "0.3.36"
+LLAMA, OURS = "llama.cpp", "workbench"
+LOGITS_MODELS = [(preset, quant) for preset in ("tiny-llama", "tiny-qwen3") for quant in QUANTS]
+SPEED_MODELS = [("llama-3.2-1b", "Q8_0"), ("llama-3.2-1b", "Q4_0")]
+EXACT_MODELS = [("tiny-llama", "F32"), ("tiny-qwen3", "F32")]
+N_LOGITS_TOKENS, N_DECODE_TOKENS, N_CTX, N_UBATCH, THREADS = 16, 32, 512, 512, 2
+
+# NMSE between llama.cpp and this engine. Where weights are quantised both sides round activations
+# to 8 bits, in blocks of 32 or (llama.cpp, K-quants) 256; elsewhere only the F16 cache, and
+# llama.cpp's F16 sums in flash attention and F16 or BF16 activations, separate them.
+NMSE_TOLERANCE = {
+    "F32": 1e-6, "F16": 1e-5, "BF16": 1e-4, "Q8_0": 1e-3, "Q4_0": 1e-3,
+    "Q4_K": 1e-3, "Q5_K": 1e-3, "Q6_K": 1e-3, "MXFP4": 1e-3,
+}  # fmt: skip
+REFERENCE_TOLERANCE = 1e-10  # llama.cpp in F32 throughout against float64
+RATIO_TOLERANCE = 0.5  # decode speed, this engine over llama.cpp
+
+app = App(help=__doc__)
+
+
+class Worker:
+    """A side's process. `ask` sends one request and returns its reply.
+
+    Raises RuntimeError where the side reports an error or its process has died.
+    """
+
+    def __init__(self, side: str, python: Path):
+        self.side = side
+        self._process = subprocess.Popen(
+            [python, Path(__file__).with_name("worker.py"), side],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        reply = json.loads(line) if line else {"error": f"died ({self._process.wait()})"}
+        if "error" in reply:
+            raise RuntimeError(f"{self.side}, {do} {arguments}: {reply['error']}")
+        return reply
+
+    def load(self, model: Path, **options: Any) -> dict[str, Any]:
+        shape = {"threads": THREADS, "n_ctx": N_CTX, "n_ubatch": N_UBATCH}
+        return self.ask("load", model=str(model), **shape, **options)
+
+    def close(self) -> None:
+        """Ends the process; it frees its model when its input ends."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def build(venv: Path) -> Path:
+    """The Python of `venv`, made and given llama-cpp-python where it is missing.
+
+    Raises RuntimeError where there is no compiler; a failing pip or uv raises CalledProcessError.
+    """
+    python = venv / "bin" / "python"
+    wanted = f"llama-cpp-python=={LLAMA_CPP_PYTHON}"
+    probe = "from importlib.metadata import version as v; print(v('llama-cpp-python'))"
+    if python.exists():
+        found = subprocess.run([python, "-c", probe], capture_output=True, text=True)
+        if found.stdout.strip() == LLAMA_CPP_PYTHON:
+            return python
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        raise RuntimeError(f"{wanted} is built from source and needs a C++ compiler; install g++")
+    print(f"building {wanted} in {venv} (about ten minutes, once)", file=sys.stderr)
+    uv = shutil.which("uv")
+    if uv:
+        subprocess.run([uv, "venv", "--clear", "--python", sys.executable, venv], check=True)
+        subprocess.run([uv, "pip", "install", "--python", python, wanted, "numpy"], check=True)
+    else:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", wanted, "numpy"], check=True)
+    return python
+
+
+def model_file(preset: str, quant: str) -> Path:
+    """The file of a synth model under data/models, written where it is missing."""
+    if preset.startswith("tiny-"):
+        return write_tiny(MODELS, preset, quant)
+    return write_model(preset, quant, MODELS / tiny_name(preset, quant))
+
+
+def random_tokens(n: int, n_vocab: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, n_vocab, n).tolist()
+
+
+def compare_logits(
+    sides: dict[str, Worker], preset: str, quant: str, scratch: Path
+) -> dict[str, Any]:
+    """Both sides' logits over the same tokens, token by token: how far apart, and whose argmax."""
+    path = model_file(preset, quant)
+    rows = {}
+    for name, worker in sides.items():
+        n_vocab = worker.load(path)["n_vocab"]
+        tokens = random_tokens(N_LOGITS_TOKENS, n_vocab, seed=1)
+        out = scratch / f"{name}.npy"
+        worker.ask("logits", tokens=tokens, out=str(out), one_by_one=True)
+        rows[name] = np.load(out).astype(np.float64)
+    ours, theirs = rows[OURS], rows[LLAMA]
+    return {
+        "model": path.name,
+        "preset": preset,
+        "quant": quant,
+        "hash": model_hash(path),
+        "n_tokens": len(ours),
+        "nmse": reference.nmse(ours, theirs),
+        "max_abs": float(np.abs(ours - theirs).max()),
+        "rms_logit": float(np.sqrt(np.mean(theirs**2))),
+        "argmax_agreement": float(np.mean(ours.argmax(-1) == theirs.argmax(-1))),
+        "decided_mismatches": reference.decided_argmax_mismatches(ours, theirs),
+    }
+
+
+def check_reference(llama: Worker, preset: str, quant: str, scratch: Path) -> dict[str, Any]:
+    """llama.cpp in F32 throughout against the float64 reference, a whole batch at once."""
+    path = model_file(preset, quant)
+    tokens = random_tokens(40, llama.load(path, exact=True)["n_vocab"], seed=2)
+    out = scratch / "exact.npy"
+    llama.ask("logits", tokens=tokens, out=str(out), one_by_one=False)
+    return {
+        "model": path.name,
+        "hash": model_hash(path),
+        "n_tokens": len(tokens),
+        "nmse": reference.nmse(np.load(out), reference.forward(path, tokens)),
+    }
+
+
+def ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    """Ratio of medians with its 95 % bootstrap interval, as every table of this project has it."""
+    found = speedup(np.array(theirs), np.array(ours))
+    return {"ratio": found.value, "ci95": [found.low, found.high]}
+
+
+def warm_up(worker: Worker, tokens: list[int], most: int = 6) -> int:
+    """Decodes until two runs in a row differ by less than 5 %; returns how many that took."""
+    last = 0.0
+    for n in range(1, most + 1):
+        now = float(sum(worker.ask("decode", tokens=tokens)["token_ns"]))
+        if abs(now - last) < 0.05 * now:
+            return n
+        last = now
+    return most
+
+
+def compare_speed(
+    sides: dict[str, Worker], preset: str, quant: str, n_blocks: int
+) -> dict[str, Any]:
+    """Decode speed of both, in n_blocks blocks of two runs each, alternating ABBA and BAAB."""
+    path = model_file(preset, quant)
+    loaded = {name: worker.load(path) for name, worker in sides.items()}
+    tokens = random_tokens(N_DECODE_TOKENS, loaded[OURS]["n_vocab"], seed=3)
+    warm = {name: warm_up(worker, tokens) for name, worker in sides.items()}
+    samples = []
+    for block in range(n_blocks):
+        first, second = (OURS, LLAMA) if block % 2 == 0 else (LLAMA, OURS)
+        for place, name in enumerate((first, second, second, first)):
+            time.sleep(0.2)  # the other side's threads stop spinning
+            token_ns = sides[name].ask("decode", tokens=tokens)["token_ns"]
+            samples.append(
+                {
+                    "side": name,
+                    "block": block,
+                    "place": place,
+                    "t_s": 1e9 * len(tokens) / sum(token_ns),
+                    "token_ns": token_ns,
+                }
+            )
+        print(f"  {path.name} block {block + 1}/{n_blocks}", file=sys.stderr)
+    speeds = {name: [s["t_s"] for s in samples if s["side"] == name] for name in sides}
+    return {
+        "model": path.name,
+        "preset": preset,
+        "quant": quant,
+        "hash": model_hash(path),
+        "test": f"tg{len(tokens)}",
+        "threads": THREADS,
+        "device": loaded[OURS]["device"],
+        "sync": loaded[OURS]["sync"],
+        "warm_up_runs": warm,
+        "order": "".join("A" if s["side"] == OURS else "B" for s in samples),
+        "median_t_s": {name: float(np.median(s)) for name, s in speeds.items()},
+        **ratio(speeds[OURS], speeds[LLAMA]),
+        "a_a": {name: ratio(s[0::2], s[1::2]) for name, s in speeds.items()},
+        "samples": samples,
+    }
+
+
+def provenance(sides: dict[str, Worker]) -> dict[str, Any]:
+    def git(*arguments: str) -> str:
+        run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        return run.stdout.strip() if run.returncode == 0 else ""
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": names[0] if names else platform.processor(),
+        "n_cores": len(names) or None,
+        "platform": platform.platform(),
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "versions": {
+            "python": platform.python_version(),
+            "llama-cpp-python": LLAMA_CPP_PYTHON,
+            **{name: version(name) for name in ("workbench", "numpy", "numba", "gguf")},
+        },
+        "sides": {name: worker.ask("about") for name, worker in sides.items()},
+    }
+
+
+@app.default
+def main(
+    *,
+    out: Path | None = None,
+    venv: Path = ROOT / ".venv-peer",
+    n_blocks: int = 5,
+    speed: bool = True,
+    logits: bool = True,
+) -> None:
+    """Compare, print a table, and write the result.
+
+    Parameters
+    ----------
+    out: where the result goes; data/results/peer-cpu.json for a whole run.
+    venv: the environment llama-cpp-python is built in.
+    n_blocks: blocks of two runs of each side, in the speed part; at least 5 for a result.
+    """
+    result: dict[str, Any] = {}
+    pythons = {OURS: Path(sys.executable), LLAMA: build(venv)}
+    with (
+        Worker(OURS, pythons[OURS]) as ours,
+        Worker(LLAMA, pythons[LLAMA]) as llama,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
+        sides = {OURS: ours, LLAMA: llama}
+        result |= provenance(sides)
+        if logits:
+            result["reference"] = [
+                check_reference(llama, *model, Path(scratch)) for model in EXACT_MODELS
+            ]
+            for row in result["reference"]:
+                print(f"{row['model']:28} llama.cpp against float64: NMSE {row['nmse']:.2e}")
+            result["logits"] = []
+            for model in LOGITS_MODELS + (SPEED_MODELS if speed else []):
+                row = compare_logits(sides, *model, Path(scratch))
+                result["logits"].append(row)
+                print(
+                    f"{row['model']:28} NMSE {row['nmse']:.2e}  max {row['max_abs']:.2e}  "
+                    f"argmax {row['argmax_agreement']:.0%}  wrong {len(row['decided_mismatches'])}"
+                )
+        if speed:
+            result["decode"] = [compare_speed(sides, *model, n_blocks) for model in SPEED_MODELS]
+            for row in result["decode"]:
+                low, high = row["ci95"]
+                print(
+                    f"{row['model']:28} {row['test']}: {row['median_t_s'][OURS]:.2f} t/s, "
+                    f"llama.cpp {row['median_t_s'][LLAMA]:.2f}; "
+                    f"ratio {row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+                )
+    if out is None and speed and logits:
+        out = RESULT
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part = out.with_name(out.name + ".part")
+        part.write_text(json.dumps(result, indent=1) + "\n")
+        part.replace(out)
+        print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    app()

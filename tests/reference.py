@@ -1,0 +1,187 @@
+"""The slow twin: what a model file computes, in plain float64 NumPy.
+
+It shares nothing with the engine. Files are opened by the `gguf` package and dequantised by its
+`gguf.quants`; every formula is written out from the papers named beside it and checked against
+llama.cpp (`make peer`). There is no KV cache, no quantised activation and no ubatch: all positions
+are computed at once, and nothing is rounded after the weights were (float32, by `gguf.quants`).
+
+Architectures: `llama` and `qwen3`. T is the number of tokens throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+# Which elements of a head rotate together: neighbours (2i, 2i+1), or i with i + n_rot/2. A file's
+# Q and K rows are permuted by the converter to suit, so this follows from the architecture.
+ROPE_PAIRS = {"llama": "adjacent", "qwen3": "halves"}
+
+
+class ModelFile:
+    """Metadata, and weights as float64 arrays (rows, cols), each dequantised once when first used.
+
+    Raises ValueError for an architecture or a RoPE scaling this reference does not know.
+    """
+
+    def __init__(self, path: str | Path):
+        reader = gguf.GGUFReader(path)
+        self._metadata = {name: field.contents() for name, field in reader.fields.items()}
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._weights: dict[str, np.ndarray] = {}
+        self.architecture: str = self._metadata["general.architecture"]
+        if self.architecture not in ROPE_PAIRS:
+            raise ValueError(f"{path}: no reference for architecture {self.architecture!r}")
+        self.rope_scaling: str = self.key("rope.scaling.type", "none")
+        if self.rope_scaling not in ("none", "linear"):
+            raise ValueError(f"{path}: no reference for RoPE scaling {self.rope_scaling!r}")
+        self.n_layer = int(self.key("block_count"))
+        self.n_head = int(self.key("attention.head_count"))
+        self.n_head_kv = int(self.key("attention.head_count_kv", self.n_head))
+        self.head_dim = int(
+            self.key("attention.key_length", self.key("embedding_length") // self.n_head)
+        )
+        self.n_rot = int(self.key("rope.dimension_count", self.head_dim))
+
+    def key(self, name: str, default: Any = None) -> Any:
+        """The architecture's metadata value `name`; ValueError where it is missing without one."""
+        value = self._metadata.get(f"{self.architecture}.{name}", default)
+        if value is None:
+            raise ValueError(f"metadata {self.architecture}.{name} is missing")
+        return value
+
+    def weight(self, name: str) -> np.ndarray | None:
+        """Tensor `name` as float64, or None where the file has none of that name."""
+        if name not in self._weights:
+            tensor = self._tensors.get(name)
+            if tensor is None:
+                return None
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            self._weights[name] = values.astype(np.float64)
+        return self._weights[name]
+
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        """x (T, cols) times `name`.weight (rows, cols) transposed, plus `name`.bias if any."""
+        weight, bias = self.weight(f"{name}.weight"), self.weight(f"{name}.bias")
+        if weight is None:
+            raise ValueError(f"tensor {name}.weight is missing")
+        product = x @ weight.T  # (T, rows)
+        return product if bias is None else product + bias
+
+
+@cache
+def _open(path: str, mtime_ns: int) -> ModelFile:
+    return ModelFile(path)
+
+
+def open_model(path: str | Path) -> ModelFile:
+    """The model file at `path`, opened once a session (again when it was rewritten)."""
+    resolved = Path(path).resolve()
+    return _open(str(resolved), resolved.stat().st_mtime_ns)
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray | None, eps: float) -> np.ndarray:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019)."""
+    assert weight is not None
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def rope(model: ModelFile, x: np.ndarray) -> np.ndarray:
+    """Turns the pairs of each head by their position (Su et al. 2021). x (T, heads, head_dim).
+
+    Pair i at position p turns by p * scale * base^(-2i/n_rot) / factor[i]; factors come from
+    rope_freqs.weight (Llama 3.1), scale is 1/rope.scaling.factor where scaling is linear.
+    """
+    n_rot, half = model.n_rot, model.n_rot // 2
+    frequency = float(model.key("rope.freq_base", 10000.0)) ** (-2.0 * np.arange(half) / n_rot)
+    factors = model.weight("rope_freqs.weight")
+    if factors is not None:
+        frequency = frequency / factors
+    if model.rope_scaling == "linear":
+        frequency = frequency / float(model.key("rope.scaling.factor"))
+    angle = np.arange(len(x))[:, None, None] * frequency  # (T, 1, half)
+    cos, sin = np.cos(angle), np.sin(angle)
+    if ROPE_PAIRS[model.architecture] == "adjacent":
+        first, second = slice(0, n_rot, 2), slice(1, n_rot, 2)
+    else:
+        first, second = slice(0, half), slice(half, n_rot)
+    turned = x.copy()  # elements past n_rot stay
+    turned[..., first] = x[..., first] * cos - x[..., second] * sin
+    turned[..., second] = x[..., first] * sin + x[..., second] * cos
+    return turned
+
+
+def attention(model: ModelFile, block: str, x: np.ndarray) -> np.ndarray:
+    """Causal grouped-query attention of one layer (Ainslie et al. 2023). x (T, n_embd)."""
+    n_tokens, eps = len(x), float(model.key("attention.layer_norm_rms_epsilon"))
+    q = model.linear(f"{block}.attn_q", x).reshape(n_tokens, model.n_head, model.head_dim)
+    k = model.linear(f"{block}.attn_k", x).reshape(n_tokens, model.n_head_kv, model.head_dim)
+    v = model.linear(f"{block}.attn_v", x).reshape(n_tokens, model.n_head_kv, -1)
+    if model.architecture == "qwen3":  # per-head norms, before RoPE
+        q = rms_norm(q, model.weight(f"{block}.attn_q_norm.weight"), eps)
+        k = rms_norm(k, model.weight(f"{block}.attn_k_norm.weight"), eps)
+    q, k = rope(model, q), rope(model, k)
+    # query head h reads KV head h // (n_head / n_head_kv)
+    k = np.repeat(k, model.n_head // model.n_head_kv, axis=1)
+    v = np.repeat(v, model.n_head // model.n_head_kv, axis=1)
+    scores = np.einsum("ihd,jhd->hij", q, k, optimize=True) / np.sqrt(model.head_dim)
+    future = np.triu(np.ones((n_tokens, n_tokens), bool), 1)
+    scores[:, future] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    mixed = np.einsum("hij,jhd->ihd", weights, v, optimize=True)
+    return model.linear(f"{block}.attn_output", mixed.reshape(n_tokens, -1))
+
+
+def feed_forward(model: ModelFile, block: str, x: np.ndarray) -> np.ndarray:
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)). x (T, n_embd)."""
+    gate = model.linear(f"{block}.ffn_gate", x)
+    return model.linear(
+        f"{block}.ffn_down", gate / (1 + np.exp(-gate)) * model.linear(f"{block}.ffn_up", x)
+    )
+
+
+def forward(path: str | Path, tokens: Sequence[int]) -> np.ndarray:
+    """Logits after each of `tokens`, which start at position 0: float64 (T, n_vocab).
+
+    Raises ValueError where the file is of no kind known here, IndexError for a token outside the
+    vocabulary.
+    """
+    model = open_model(path)
+    eps = float(model.key("attention.layer_norm_rms_epsilon"))
+    embedding = model.weight("token_embd.weight")
+    assert embedding is not None
+    x = embedding[np.asarray(tokens)]  # (T, n_embd)
+    for layer in range(model.n_layer):
+        block = f"blk.{layer}"
+        x = x + attention(model, block, rms_norm(x, model.weight(f"{block}.attn_norm.weight"), eps))
+        x = x + feed_forward(
+            model, block, rms_norm(x, model.weight(f"{block}.ffn_norm.weight"), eps)
+        )
+    x = rms_norm(x, model.weight("output_norm.weight"), eps)
+    if model.weight("output.weight") is None:  # tied: the embedding is the head
+        return x @ embedding.T
+    return model.linear("output", x)
+
+
+def nmse(logits: np.ndarray, reference: np.ndarray) -> float:
+    """Normalised mean square error: sum((logits - reference)^2) / sum(reference^2)."""
+    reference = np.asarray(reference, np.float64)
+    return float(np.sum((logits - reference) ** 2) / np.sum(reference**2))
+
+
+def decided_argmax_mismatches(logits: np.ndarray, reference: np.ndarray) -> list[int]:
+    """Rows whose argmax differs although the reference's margin exceeds 4 times the rms difference.
+
+    The margin is between a row's two largest reference logits, the rms difference is the row's
+    own. Where the margin is smaller the choice is within the noise and either token is right.
+    """
+    rms = np.sqrt(np.mean((logits - reference) ** 2, axis=-1))
+    top = np.sort(reference, axis=-1)
+    differs = logits.argmax(axis=-1) != reference.argmax(axis=-1)
+    return np.flatnonzero(differs & (top[:, -1] - top[:, -2] > 4 * rms)).tolist()

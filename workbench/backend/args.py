@@ -1,0 +1,108 @@
+"""The argument order of every kernel, for the CPU and for CUDA alike.
+
+`pack(node, address_of, scratch)` gives the argument list of the kernel that runs `node`: addresses
+and counts as int (64 bits), real parameters as float (float32 on CUDA; on the CPU a float64 in the
+64-bit slot). `address_of(tensor)` is the byte address where the tensor lies for this node's
+backend; an absent optional tensor is address 0. `scratch` is the address of the node's scratch
+range (0 where the backend asked for none).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from workbench.graph.ir import Node, Tensor
+
+AddressOf = Callable[[Tensor], int]
+Args = list[int | float]
+
+
+def _get_rows(n: Node, at, scratch) -> Args:
+    """dst, table, ids, n_ids, cols, table_rows"""
+    table, ids = n.inputs
+    return [at(n.output), at(table), at(ids), ids.shape[0], table.cols, table.shape[0]]
+
+
+def _rms_norm(n: Node, at, scratch) -> Args:
+    """dst, x, rows, cols, eps"""
+    (x,) = n.inputs
+    return [at(n.output), at(x), x.rows, x.cols, float(n.params["eps"])]
+
+
+def _binary(n: Node, at, scratch) -> Args:
+    """dst, a, b, rows, cols, b_rows (1: one row for all; else rows)"""
+    a, b = n.inputs
+    return [at(n.output), at(a), at(b), a.rows, a.cols, 1 if len(b.shape) == 1 else b.rows]
+
+
+def _quantize(n: Node, at, scratch) -> Args:
+    """dst, x, rows, cols"""
+    (x,) = n.inputs
+    return [at(n.output), at(x), x.rows, x.cols]
+
+
+def _mul_mat(n: Node, at, scratch) -> Args:
+    """dst, w, x, w_rows, cols, n_tokens"""
+    w, x = n.inputs
+    return [at(n.output), at(w), at(x), w.shape[0], w.cols, x.shape[0]]
+
+
+def _rope(n: Node, at, scratch) -> Args:
+    """dst, x, positions, freq_factors, n_tokens, n_heads, head_dim, n_rot, neox,
+    theta_base, freq_scale"""
+    x, positions, factors = n.inputs
+    p = n.params
+    return [
+        at(n.output), at(x), at(positions), 0 if factors is None else at(factors),
+        *x.shape, p["n_rot"], int(p["neox"]), float(p["theta_base"]), float(p["freq_scale"]),
+    ]  # fmt: skip
+
+
+def _set_rows(n: Node, at, scratch) -> Args:
+    """cache, x, indices, n_tokens, cols, n_kv (an index outside 0..n_kv-1 is not stored)"""
+    cache, x, indices = n.inputs
+    return [at(cache), at(x), at(indices), x.rows, x.cols, n.params["n_kv"]]
+
+
+def _attention(n: Node, at, scratch) -> Args:
+    """dst, q, k, v, mask, scratch, n_tokens, n_head, n_head_kv, head_dim, n_kv, scale"""
+    q, k, v, mask = n.inputs
+    p = n.params
+    return [
+        at(n.output), at(q), at(k), at(v), at(mask), scratch,
+        q.shape[0], q.shape[1], p["n_head_kv"], q.shape[2], p["n_kv"], float(p["scale"]),
+    ]  # fmt: skip
+
+
+def _swiglu(n: Node, at, scratch) -> Args:
+    """dst, gate, up, rows, cols"""
+    gate, up = n.inputs
+    return [at(n.output), at(gate), at(up), gate.rows, gate.cols]
+
+
+ARGS: dict[str, Callable[[Node, AddressOf, int], Args]] = {
+    "get_rows": _get_rows,
+    "rms_norm": _rms_norm,
+    "mul": _binary,
+    "add": _binary,
+    "quantize": _quantize,
+    "mul_mat": _mul_mat,
+    "rope": _rope,
+    "set_rows": _set_rows,
+    "attention": _attention,
+    "swiglu": _swiglu,
+}
+
+
+def pack(node: Node, address_of: AddressOf, scratch: int = 0) -> Args:
+    """Arguments of the kernel that runs `node`, in the order given by the table's docstrings."""
+    return ARGS[node.op](node, address_of, scratch)
+
+
+def variant(node: Node) -> tuple[str, ...]:
+    """Which kernel of an op: the op's name and the types that select among its variants."""
+    if node.op in ("get_rows", "mul_mat"):
+        table = node.inputs[0]
+        assert table is not None
+        return (node.op, table.dtype.name)
+    return (node.op,)

@@ -1,0 +1,242 @@
+"""What compiled loops need below numba: atomic words, indirect calls, the C library's waits.
+
+Everything takes addresses as int64, so that one loop can walk memory it shares with other threads
+and with Python. All of it is LLVM IR or a symbol of the C library found when the code is loaded:
+nothing here bakes in a pointer, so numba caches what uses it.
+
+A `Signal` is a monotonic int64 counter in shared memory that threads can wait on:
+
+    word 0   value          raised by `publish`, never lowered
+    word 1   wake_at        least value a sleeper wants; NOBODY when none sleeps
+    64 B on  a pthread mutex, 128 B on a pthread condition variable
+
+`await_value` spins, then yields, then sleeps. The publisher pays for a wake-up only where a sleeper
+asked for a value that is now reached: value and wake_at are sequentially consistent, so either the
+sleeper sees the new value or the publisher sees the sleeper (Dekker's argument).
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+I64 = ir.IntType(64)
+ORDER = "seq_cst"
+NOBODY = (1 << 63) - 1
+FOREVER = -1
+
+SIGNAL_BYTES = 192
+WAKE_AT, MUTEX, CONDITION = 8, 64, 128
+
+# The clock of time.perf_counter_ns, and the one pthread_cond_timedwait counts in.
+HOST_CLOCK = time.CLOCK_UPTIME_RAW if sys.platform == "darwin" else time.CLOCK_MONOTONIC
+WALL_CLOCK = time.CLOCK_REALTIME
+
+_word, _int = types.int64, types.int32
+_clock_gettime = types.ExternalFunction("clock_gettime", signature(_int, _int, _word))
+sched_yield = types.ExternalFunction("sched_yield", signature(_int))
+_mutex_init = types.ExternalFunction("pthread_mutex_init", signature(_int, _word, _word))
+_mutex_lock = types.ExternalFunction("pthread_mutex_lock", signature(_int, _word))
+_mutex_unlock = types.ExternalFunction("pthread_mutex_unlock", signature(_int, _word))
+_cond_init = types.ExternalFunction("pthread_cond_init", signature(_int, _word, _word))
+_cond_wait = types.ExternalFunction("pthread_cond_wait", signature(_int, _word, _word))
+_cond_timedwait = types.ExternalFunction(
+    "pthread_cond_timedwait", signature(_int, _word, _word, _word)
+)
+_cond_broadcast = types.ExternalFunction("pthread_cond_broadcast", signature(_int, _word))
+
+
+def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    return builder.inttoptr(address, I64.as_pointer())
+
+
+@intrinsic
+def load(typingctx, address):
+    """The word at `address`, sequentially consistent."""
+
+    def codegen(context, builder, sig, args):
+        return builder.load_atomic(_pointer(builder, args[0]), ORDER, 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store(typingctx, address, value):
+    """Sets the word at `address`, sequentially consistent."""
+
+    def codegen(context, builder, sig, args):
+        builder.store_atomic(args[1], _pointer(builder, args[0]), ORDER, 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def put(typingctx, address, value):
+    """Sets the word at `address`; ordered by the next `store` only."""
+
+    def codegen(context, builder, sig, args):
+        builder.store_atomic(args[1], _pointer(builder, args[0]), "monotonic", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def fetch_add(typingctx, address, value):
+    """Adds to the word at `address`; returns what it was."""
+
+    def codegen(context, builder, sig, args):
+        return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], ORDER)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def swap_if(typingctx, address, expected, value):
+    """Sets the word at `address` if it is `expected`; True where it was."""
+
+    def codegen(context, builder, sig, args):
+        pair = builder.cmpxchg(_pointer(builder, args[0]), args[1], args[2], ORDER)
+        return builder.extract_value(pair, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), codegen
+
+
+# The instruction that tells a core it is in a spin loop: LLVM intrinsic and its operands. A machine
+# that is not listed spins without.
+_PAUSE: dict[str, tuple[str, tuple[int, ...]]] = {
+    "x86_64": ("llvm.x86.sse2.pause", ()),
+    "aarch64": ("llvm.aarch64.hint", (1,)),
+    "arm64": ("llvm.aarch64.hint", (1,)),
+}
+
+
+@intrinsic
+def pause(typingctx):
+    """A spin loop's breath."""
+
+    def codegen(context, builder, sig, args):
+        if platform.machine() in _PAUSE:
+            name, operands = _PAUSE[platform.machine()]
+            word = ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [word] * len(operands))
+            function = cgutils.get_or_insert_function(builder.module, kind, name)
+            builder.call(function, [ir.Constant(word, o) for o in operands])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def call_kernel(typingctx, function, args, lane, n_lanes):
+    """Calls the C function `void(int64 args, int64 lane, int64 n_lanes)` at address `function`."""
+
+    def codegen(context, builder, sig, values):
+        kernel = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
+        builder.call(builder.inttoptr(values[0], kernel.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    word = types.int64
+    return types.void(word, word, word, word), codegen
+
+
+@intrinsic
+def copy_bytes(typingctx, dst, src, nbytes):
+    """memmove: the ranges may overlap."""
+
+    def codegen(context, builder, sig, args):
+        byte = ir.IntType(8).as_pointer()
+        dst, src = (builder.inttoptr(a, byte) for a in args[:2])
+        cgutils.raw_memmove(builder, dst, src, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def _two_words(typingctx):
+    """Address of 16 bytes of the calling function's stack: room for a timespec."""
+
+    def codegen(context, builder, sig, args):
+        room = cgutils.alloca_once(builder, ir.ArrayType(I64, 2))
+        return builder.ptrtoint(room, I64)
+
+    return types.int64(), codegen
+
+
+@njit(cache=True, nogil=True)
+def now_ns():
+    """Nanoseconds of `time.perf_counter_ns`'s clock."""
+    time_ = _two_words()
+    _clock_gettime(HOST_CLOCK, time_)
+    return load(time_) * 1_000_000_000 + load(time_ + 8)
+
+
+@njit(cache=True)
+def init_signal(signal):
+    """Makes the zeroed SIGNAL_BYTES at `signal` a Signal of value 0."""
+    _mutex_init(signal + MUTEX, 0)
+    _cond_init(signal + CONDITION, 0)
+    store(signal + WAKE_AT, NOBODY)
+
+
+@njit(cache=True, nogil=True)
+def wake(signal):
+    """Wakes all that sleep on `signal`; those that want more sleep again."""
+    _mutex_lock(signal + MUTEX)
+    store(signal + WAKE_AT, NOBODY)
+    _cond_broadcast(signal + CONDITION)
+    _mutex_unlock(signal + MUTEX)
+
+
+@njit(cache=True, nogil=True)
+def publish(signal, value):
+    """Raises `signal` to `value`, and wakes those that wait for it."""
+    store(signal, value)
+    if load(signal + WAKE_AT) <= value:
+        wake(signal)
+
+
+@njit(cache=True, nogil=True)
+def await_value(signal, value, yield_ns, timeout_ns):
+    """Waits until `signal` reaches `value`; False where `timeout_ns` passed asleep without it.
+
+    First about 1 us of spinning, for the common case that the other side is about to finish; then
+    `yield_ns` of sched_yield, which leaves the core to any thread that has work; then sleep.
+    timeout_ns = FOREVER never gives up.
+    """
+    for _ in range(20):
+        if load(signal) >= value:
+            return True
+        pause()
+    until = now_ns() + yield_ns
+    while now_ns() < until:
+        sched_yield()
+        if load(signal) >= value:
+            return True
+    deadline = _two_words()
+    if timeout_ns >= 0:
+        _clock_gettime(WALL_CLOCK, deadline)
+        nanoseconds = load(deadline + 8) + timeout_ns
+        put(deadline, load(deadline) + nanoseconds // 1_000_000_000)
+        put(deadline + 8, nanoseconds % 1_000_000_000)
+    _mutex_lock(signal + MUTEX)
+    while True:
+        if value < load(signal + WAKE_AT):
+            store(signal + WAKE_AT, value)
+        if load(signal) >= value:  # published before it could see us
+            break
+        if timeout_ns < 0:
+            _cond_wait(signal + CONDITION, signal + MUTEX)
+        elif _cond_timedwait(signal + CONDITION, signal + MUTEX, deadline) != 0:
+            break
+    _mutex_unlock(signal + MUTEX)
+    return load(signal) >= value

@@ -1,0 +1,120 @@
+"""The Backend protocol: who executes commands, on what memory. And the device table.
+
+A backend *prepares*: `launch`, `copy`, `record`, `wait` and `sync_*` each return a callable of no
+arguments that performs the command when called, as often as wanted, with everything else
+(addresses, packed arguments) bound once. `backend/issue.py` strings them together; nothing here
+knows programs.
+
+Who may overwrite what, and when: see `program/commands.py`. In particular the callables of an
+asynchronous backend return before the work is done, and a copy's source is read late.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from workbench.backend.args import AddressOf
+from workbench.errors import DeviceError
+from workbench.graph.ir import Node, Tensor
+from workbench.program.commands import Capabilities, Space
+
+Issue = Callable[[], Any]
+
+
+class Memory(Protocol):
+    """A block of memory at a fixed address for as long as the object lives.
+
+    `array` is a uint8 view for host and pinned memory, None for device memory the host cannot read.
+    """
+
+    address: int
+    nbytes: int
+    array: np.ndarray | None
+
+    def free(self) -> None:
+        """Gives the memory back, once; later calls do nothing. Safe in any order at teardown."""
+
+
+class Backend(Protocol):
+    """Memory, streams and events of one device; stream 0 computes, stream 1 copies."""
+
+    name: str  # "host", "embedded", "cuda", "null"
+    description: str  # one line for results: what device, how many lanes, which driver
+    capabilities: Capabilities
+
+    def allocate(self, nbytes: int, space: Space) -> Memory:
+        """Zeroed memory, 256-byte aligned (64 on the CPU); raises DeviceError if there is none."""
+
+    def load_weight(self, tensor: Tensor, data: np.ndarray) -> Memory:
+        """Takes a weight from the file's bytes (uint8, read-only map) into this backend's memory.
+
+        The bytes may be repacked; the backend remembers how. `data` may be used in place where the
+        backend computes on host memory; it outlives the backend then.
+        """
+
+    def scratch_bytes(self, node: Node) -> int:
+        """Bytes of scratch `node` needs here, 0 for none."""
+
+    def launch(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue: ...
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
+        """Queues a copy between host and device; with to_host, dst is the host's address."""
+
+    def event(self) -> Any:
+        """A new event, never recorded."""
+
+    def record(self, event: Any, stream: int) -> Issue: ...
+
+    def wait(self, event: Any, stream: int) -> Issue: ...
+
+    def sync_stream(self, stream: int) -> Issue: ...
+
+    def sync_event(self, event: Any) -> Issue: ...
+
+    def synchronize(self) -> None:
+        """Waits for everything queued on every stream; raises DeviceError if any of it failed."""
+
+    def mark(self, stream: int) -> Any:
+        """A point in `stream`, now; two of them around a command give its device span. Traced
+        runs only."""
+
+    def resolve(self, begin: Any, end: Any) -> tuple[int, int]:
+        """Start and end, in ns of the host's clock, of the work queued between two marks. Call it
+        after that work was waited for. (0, 0) where the backend has no clock of its own."""
+
+    def close(self) -> None:
+        """Waits, then gives everything back. Safe to call twice."""
+
+
+# The one table of devices: name -> "module:factory". A factory takes `threads` and returns a
+# Backend, or raises DeviceError with one line that says what is missing.
+DEVICES: dict[str, str] = {
+    "host": "workbench.backend.host:open_backend",
+    "embedded": "workbench.backend.embedded:open_backend",
+    "cuda": "workbench.backend.cuda:open_backend",
+    "null": "workbench.backend.null:open_backend",
+}
+
+
+def open_backend(name: str, threads: int = 0, **options: Any) -> Backend:
+    """The backend called `name`; raises DeviceError where it is unknown or not there."""
+    if name not in DEVICES:
+        raise DeviceError(f"device {name!r} does not exist; choose one of {', '.join(DEVICES)}")
+    module, factory = DEVICES[name].split(":")
+    return getattr(importlib.import_module(module), factory)(threads=threads, **options)
+
+
+def choose_device(wanted: str) -> tuple[str, str]:
+    """Which device to use for `wanted` (`auto` picks), and why, in one line."""
+    if wanted != "auto":
+        return wanted, "as asked"
+    try:
+        cuda = importlib.import_module("workbench.backend.cuda")
+        return "cuda", f"auto: {cuda.probe()}"
+    except (ImportError, DeviceError) as error:
+        reason = str(error).splitlines()[0]
+        return "embedded", f"auto: the embedded device on this CPU, for no GPU is usable ({reason})"

@@ -1,0 +1,118 @@
+"""The instructions LLVM does not find by itself: dot products of bytes, chosen from the CPU's features.
+
+`Isa` is what a kernel is compiled for. The numba cache is keyed by CPU name and features, so the
+choice may be made at compile time. All forms give the same integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from workbench.backend.cpu.vector import Emit, Value
+
+
+class Isa(NamedTuple):
+    """name; dot: how to multiply bytes; float_lanes: float32 elements of one register;
+    tokens: tokens worked on together where there are many."""
+
+    name: str
+    dot: str
+    float_lanes: int
+    tokens: int
+
+    @property
+    def wide_bytes(self) -> bool:
+        """May the unsigned operand of a dot product use all 8 bits?"""
+        return self.dot.startswith("vpdpbusd")
+
+
+ISAS = {
+    isa.name: isa
+    for isa in (
+        Isa("avx512vnni", "vpdpbusd.512", 16, 8),
+        Isa("avxvnni", "vpdpbusd.256", 8, 4),
+        Isa("avx2", "vpmaddubsw", 8, 4),
+        Isa("generic", "generic", 8, 4),
+    )
+}
+
+
+def choose(features: dict[str, bool]) -> Isa:
+    """The best Isa for a CPU with these features (names as LLVM's)."""
+
+    def has(*names: str) -> bool:
+        return all(features.get(name, False) for name in names)
+
+    if has("avx512f", "avx512bw", "avx512vl", "avx512vnni"):
+        return ISAS["avx512vnni"]
+    if has("avx2", "avxvnni"):
+        return ISAS["avxvnni"]
+    if has("avx2", "fma"):
+        return ISAS["avx2"]
+    return ISAS["generic"]
+
+
+def _vpdpbusd(e: Emit, acc: Value, w: Value, x: Value, bits: int, family: str) -> Value:
+    return e.call(
+        f"llvm.x86.{family}.vpdpbusd.{bits}", "i32", bits // 32, acc, w.bits("i32"), x.bits("i32")
+    )
+
+
+def _vpmaddubsw(e: Emit, acc: Value, w: Value, x: Value) -> Value:
+    if w.kind == "i8":  # |w| * (x with the sign of w): the products must fit 16 bits in pairs
+        x = e.call("llvm.x86.avx2.psign.b", "i8", 32, x, w)
+        w = e.call("llvm.x86.avx2.psign.b", "i8", 32, w, w)
+    pairs = e.call("llvm.x86.avx2.pmadd.ub.sw", "i16", 16, w, x)
+    return acc + e.call("llvm.x86.avx2.pmadd.wd", "i32", 8, pairs, e.const("i16", 1, 16))
+
+
+def _generic(e: Emit, acc: Value, w: Value, x: Value) -> Value:
+    products = w.to("i32") * x.to("i32")
+    n = products.n
+    even = products.shuffle(range(0, n, 2)) + products.shuffle(range(1, n, 2))
+    return acc + even.shuffle(range(0, n // 2, 2)) + even.shuffle(range(1, n // 2, 2))
+
+
+_DOT: dict[str, tuple[int, Callable[[Emit, Value, Value, Value], Value]]] = {
+    "vpdpbusd.512": (64, lambda e, acc, w, x: _vpdpbusd(e, acc, w, x, 512, "avx512")),
+    "vpdpbusd.256": (32, lambda e, acc, w, x: _vpdpbusd(e, acc, w, x, 256, "avx512")),
+    "vpmaddubsw": (32, _vpmaddubsw),
+    "generic": (64, _generic),
+}
+
+
+def dot4(e: Emit, isa: Isa, acc: Value, w: Value, x: Value) -> Value:
+    """acc[i] + sum of w[4i..4i+3] * x[4i..4i+3].
+
+    acc i32 x16; w u8 x64, or i8 x64 unless isa.wide_bytes; x i8 x64 in -127..127. Without
+    wide_bytes an unsigned w is at most 127.
+    """
+    width, act = _DOT[isa.dot]
+    if width == w.n:
+        return act(e, acc, w, x)
+    parts = [
+        act(e, _part(acc, i, width // 4), _part(w, i, width), _part(x, i, width))
+        for i in range(w.n // width)
+    ]
+    return parts[0].shuffle(range(acc.n), parts[1])
+
+
+def _part(v: Value, i: int, width: int) -> Value:
+    return v.shuffle(range(i * width, (i + 1) * width))
+
+
+def pair_sums(e: Emit, isa: Isa, pairs: Value, low: int, high: int) -> Value:
+    """low * p[2i] + high * p[2i+1] of i16 pairs, as i32 of half the width."""
+    n = pairs.n
+    factors = e.const("i16", [low, high] * (n // 2), n)
+    if isa.dot == "vpdpbusd.512":
+        return e.call("llvm.x86.avx512.pmaddw.d.512", "i32", n // 2, pairs, factors)
+    if isa.dot != "generic":
+        halves = [
+            e.call("llvm.x86.avx2.pmadd.wd", "i32", 8, _part(pairs, i, 16), _part(factors, i, 16))
+            for i in range(2)
+        ]
+        return halves[0].shuffle(range(16), halves[1])
+    products = pairs.to("i32") * factors.to("i32")
+    return products.shuffle(range(0, n, 2)) + products.shuffle(range(1, n, 2))

@@ -1,0 +1,355 @@
+"""A small assembler of portable vector code: the words all CPU kernels are written in.
+
+A kernel is a Python function that is run once, at compile time, with an `Emit` and writes LLVM IR
+through it. Python's loops and conditions therefore unroll and specialise; loops and conditions of
+the kernel itself are `with emit.loop(...)` and `with emit.when(...)`.
+
+A `Value` is a scalar or a vector of one element kind:
+
+| kind | meaning |
+|---|---|
+| i1 | a condition, or a mask of conditions |
+| i8, i16, i32, i64 | signed integers: `>>` keeps the sign, conversions extend the sign |
+| u8, u16, u32 | unsigned integers |
+| f16, f32, f64 | floating point |
+
+Operators work element by element; a Python number or a scalar meets a vector as a splat. The IR is
+generic LLVM vector code, lowered to whatever the host has; the few instructions LLVM does not find
+by itself (byte dot products) are in `isa.py`. Nothing is contracted or reassociated: `fma` is asked
+for by name, and sums have the order in which they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from llvmlite import ir
+from numba.core import cgutils
+
+_LL: dict[str, ir.Type] = {
+    "i1": ir.IntType(1), "i8": ir.IntType(8), "i16": ir.IntType(16), "i32": ir.IntType(32),
+    "i64": ir.IntType(64), "u8": ir.IntType(8), "u16": ir.IntType(16), "u32": ir.IntType(32),
+    "f16": ir.HalfType(), "f32": ir.FloatType(), "f64": ir.DoubleType(),
+}  # fmt: skip
+_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
+Operand = "Value | int | float"
+
+
+def size_of(kind: str) -> int:
+    """Bytes of one element of `kind`."""
+    return _BYTES[kind[1:]]
+
+
+def ll_type(kind: str, n: int) -> ir.Type:
+    """LLVM type of `n` elements of `kind`; n = 1 is a scalar."""
+    return _LL[kind] if n == 1 else ir.VectorType(_LL[kind], n)
+
+
+class Value:
+    """A scalar (n = 1) or vector (n > 1) of element `kind`, held in the LLVM value `ll`."""
+
+    __slots__ = ("emit", "kind", "ll", "n")
+
+    def __init__(self, emit: Emit, kind: str, n: int, ll: ir.Value):
+        self.emit = emit
+        self.kind = kind
+        self.n = n
+        self.ll = ll
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind[0] == "f"
+
+    def _binary(self, other, name: str, swap: bool = False) -> Value:
+        a, b = self, self.emit.like(self, other)
+        if isinstance(other, Value) and other.n > self.n:
+            a, b = self.emit.splat(self, other.n), other
+        if swap:
+            a, b = b, a
+        return Value(self.emit, a.kind, a.n, getattr(self.emit.builder, name)(a.ll, b.ll))
+
+    def __add__(self, other) -> Value:
+        return self._binary(other, "fadd" if self.is_float else "add")
+
+    def __sub__(self, other) -> Value:
+        return self._binary(other, "fsub" if self.is_float else "sub")
+
+    def __rsub__(self, other) -> Value:
+        return self._binary(other, "fsub" if self.is_float else "sub", swap=True)
+
+    def __mul__(self, other) -> Value:
+        return self._binary(other, "fmul" if self.is_float else "mul")
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __truediv__(self, other) -> Value:
+        return self._binary(other, "fdiv")
+
+    def __floordiv__(self, other) -> Value:
+        """Integer division, truncating; both operands are counts, so never negative."""
+        return self._binary(other, "udiv")
+
+    def __mod__(self, other) -> Value:
+        return self._binary(other, "urem")
+
+    def __and__(self, other) -> Value:
+        return self._binary(other, "and_")
+
+    def __or__(self, other) -> Value:
+        return self._binary(other, "or_")
+
+    def __xor__(self, other) -> Value:
+        return self._binary(other, "xor")
+
+    def __lshift__(self, other) -> Value:
+        return self._binary(other, "shl")
+
+    def __rshift__(self, other) -> Value:
+        return self._binary(other, "ashr" if self.kind[0] == "i" else "lshr")
+
+    def compare(self, op: str, other) -> Value:
+        """Condition `self op other`; op is one of < <= == != > >=. NaN compares false, but !=."""
+        b = self.emit.like(self, other)
+        build = self.emit.builder
+        if not self.is_float:
+            test = build.icmp_signed if self.kind[0] == "i" else build.icmp_unsigned
+        elif op == "!=":
+            test = build.fcmp_unordered
+        else:
+            test = build.fcmp_ordered
+        return Value(self.emit, "i1", self.n, test(op, self.ll, b.ll))
+
+    def to(self, kind: str) -> Value:
+        """The same numbers as `kind`; float to float rounds to nearest even, to int truncates."""
+        if kind == self.kind:
+            return self
+        src, dst = self.kind, kind
+        build, ll = self.emit.builder, ll_type(kind, self.n)
+        if src[0] == "f" and dst[0] == "f":
+            act = build.fpext if size_of(dst) > size_of(src) else build.fptrunc
+        elif src[0] == "f":
+            act = build.fptosi
+        elif dst[0] == "f":
+            act = build.sitofp if src[0] == "i" and src != "i1" else build.uitofp
+        elif src == "i1" or size_of(dst) > size_of(src):
+            act = build.sext if src[0] == "i" and src != "i1" else build.zext
+        elif size_of(dst) < size_of(src):
+            act = build.trunc
+        else:
+            return Value(self.emit, kind, self.n, self.ll)
+        return Value(self.emit, kind, self.n, act(self.ll, ll))
+
+    def bits(self, kind: str) -> Value:
+        """The same bytes seen as elements of `kind`."""
+        n = self.n * size_of(self.kind) // size_of(kind)
+        ll = self.emit.builder.bitcast(self.ll, ll_type(kind, n))
+        return Value(self.emit, kind, n, ll)
+
+    def shuffle(self, order: Sequence[int], other: Value | None = None) -> Value:
+        """Elements of self (0..n-1) and other (n..2n-1) in the given order."""
+        b = ir.Constant(self.ll.type, ir.Undefined) if other is None else other.ll
+        mask = ir.Constant(ir.VectorType(_LL["i32"], len(order)), list(order))
+        out = self.emit.builder.shuffle_vector(self.ll, b, mask)
+        if len(order) == 1:
+            out = self.emit.builder.extract_element(out, ir.Constant(_LL["i32"], 0))
+        return Value(self.emit, self.kind, len(order), out)
+
+    def element(self, i: int) -> Value:
+        out = self.emit.builder.extract_element(self.ll, ir.Constant(_LL["i32"], i))
+        return Value(self.emit, self.kind, 1, out)
+
+
+class Variable:
+    """A mutable slot for a Value, carried through loops (LLVM keeps it in a register)."""
+
+    __slots__ = ("emit", "kind", "n", "slot")
+
+    def __init__(self, emit: Emit, first: Value):
+        self.emit, self.kind, self.n = emit, first.kind, first.n
+        self.slot = cgutils.alloca_once(emit.builder, first.ll.type)
+        self.set(first)
+
+    def get(self) -> Value:
+        return Value(self.emit, self.kind, self.n, self.emit.builder.load(self.slot))
+
+    def set(self, value: Value) -> None:
+        self.emit.builder.store(value.ll, self.slot)
+
+
+class Emit:
+    """Writes a kernel's IR. Addresses are i64 values; loads and stores assume no alignment."""
+
+    __slots__ = ("builder",)
+
+    def __init__(self, builder: ir.IRBuilder):
+        self.builder = builder
+
+    # values
+    def const(self, kind: str, number, n: int = 1) -> Value:
+        """`number` (or a sequence of n numbers) as a constant."""
+        ll = ll_type(kind, n)
+        if n == 1:
+            return Value(self, kind, 1, ir.Constant(ll, number))
+        numbers = list(number) if isinstance(number, (list, tuple)) else [number] * n
+        return Value(self, kind, n, ir.Constant(ll, numbers))
+
+    def splat(self, scalar: Value, n: int) -> Value:
+        if n == 1:
+            return scalar
+        ll = ll_type(scalar.kind, n)
+        one = self.builder.insert_element(
+            ir.Constant(ll, ir.Undefined), scalar.ll, ir.Constant(_LL["i32"], 0)
+        )
+        return Value(self, scalar.kind, n, one).shuffle([0] * n)
+
+    def like(self, model: Value, other) -> Value:
+        """`other` as a value of the model's kind, splatted to its width."""
+        if not isinstance(other, Value):
+            return self.const(model.kind, other, model.n)
+        if other.kind != model.kind and size_of(other.kind) != size_of(model.kind):
+            raise TypeError(f"{model.kind} meets {other.kind}")
+        return self.splat(other, model.n) if other.n < model.n else other
+
+    def var(self, first: Value) -> Variable:
+        return Variable(self, first)
+
+    # memory
+    def _pointer(self, address: Value, ll: ir.Type) -> ir.Value:
+        return self.builder.inttoptr(address.ll, ll.as_pointer())
+
+    def load(self, kind: str, address: Value, n: int = 1) -> Value:
+        ll = ll_type(kind, n)
+        return Value(
+            self, kind, n, self.builder.load(self._pointer(address, ll), align=1)
+        )
+
+    def store(self, value: Value, address: Value) -> None:
+        self.builder.store(value.ll, self._pointer(address, value.ll.type), align=1)
+
+    def stack(self, n_bytes: int) -> Value:
+        """Address of `n_bytes` bytes of the kernel's stack frame, aligned to 64."""
+        block = cgutils.alloca_once(self.builder, ir.ArrayType(_LL["i8"], n_bytes))
+        block.align = 64
+        return Value(self, "i64", 1, self.builder.ptrtoint(block, _LL["i64"]))
+
+    def arguments(self, address: Value, kinds: str) -> list[Value]:
+        """The argument block: one letter per 64-bit slot, i for an integer, f for a float64."""
+        name = {"i": "i64", "f": "f64"}
+        return [self.load(name[k], address + 8 * i) for i, k in enumerate(kinds)]
+
+    # control
+    @contextmanager
+    def loop(self, start, stop: Value, step: int = 1) -> Iterator[Value]:
+        """`for i in range(start, stop, step)`; yields i (i64)."""
+        build = self.builder
+        first = self.like(stop, start)
+        before = build.basic_block
+        head = build.append_basic_block("loop")
+        body = build.append_basic_block("body")
+        after = build.append_basic_block("after")
+        build.branch(head)
+        build.position_at_end(head)
+        i = build.phi(_LL["i64"])
+        i.add_incoming(first.ll, before)
+        build.cbranch(build.icmp_signed("<", i, stop.ll), body, after)
+        build.position_at_end(body)
+        yield Value(self, "i64", 1, i)
+        i.add_incoming(build.add(i, ir.Constant(_LL["i64"], step)), build.basic_block)
+        build.branch(head)
+        build.position_at_end(after)
+
+    @contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        with self.builder.if_then(condition.ll):
+            yield
+
+    @contextmanager
+    def when_else(self, condition: Value) -> Iterator[tuple]:
+        """Two context managers: what to do where the condition holds, and where it does not."""
+        with self.builder.if_else(condition.ll) as both:
+            yield both
+
+    def share(self, n: Value, lane: Value, n_lanes: Value) -> tuple[Value, Value]:
+        """The lane's part start..stop-1 of n items."""
+        return n * lane // n_lanes, n * (lane + 1) // n_lanes
+
+    def flat_loops(self, start: Value, stop: Value, width: int, body) -> None:
+        """body(i, width) over whole vectors from start, then body(i, 1) over what is left."""
+        whole = start + ((stop - start) // width) * width
+        with self.loop(start, whole, width) as i:
+            body(i, width)
+        with self.loop(whole, stop) as i:
+            body(i, 1)
+
+    # functions
+    def call(self, name: str, kind: str, n: int, *args: Value) -> Value:
+        """Call the LLVM intrinsic `name`; it returns n elements of kind."""
+        signature = ir.FunctionType(ll_type(kind, n), [a.ll.type for a in args])
+        function = cgutils.get_or_insert_function(self.builder.module, signature, name)
+        return Value(self, kind, n, self.builder.call(function, [a.ll for a in args]))
+
+    def _generic(self, name: str, *args: Value) -> Value:
+        """An intrinsic whose operands and result are all of the first operand's type."""
+        a = args[0]
+        suffix = ("" if a.n == 1 else f"v{a.n}") + a.kind.replace("u", "i")
+        return self.call(f"llvm.{name}.{suffix}", a.kind, a.n, *args)
+
+    def fma(self, a, b, c: Value) -> Value:
+        """a * b + c, rounded once."""
+        return self._generic("fma", self.like(c, a), self.like(c, b), c)
+
+    def min(self, a: Value, b) -> Value:
+        """Of floats: the other one where one is NaN."""
+        b = self.like(a, b)
+        return self._generic("minnum" if a.is_float else f"{a.kind[0].replace('i', 's')}min", a, b)
+
+    def max(self, a: Value, b) -> Value:
+        """Of floats: the other one where one is NaN."""
+        b = self.like(a, b)
+        return self._generic("maxnum" if a.is_float else f"{a.kind[0].replace('i', 's')}max", a, b)
+
+    def abs(self, a: Value) -> Value:
+        return self._generic("fabs", a)
+
+    def sqrt(self, a: Value) -> Value:
+        return self._generic("sqrt", a)
+
+    def round_even(self, a: Value) -> Value:
+        return self._generic("roundeven", a)
+
+    def select(self, condition: Value, a: Value, b) -> Value:
+        """a where the condition holds, else b."""
+        b = self.like(a, b)
+        if condition.n == 1 or condition.n == a.n:
+            return Value(self, a.kind, a.n, self.builder.select(condition.ll, a.ll, b.ll))
+        raise TypeError("a mask must be as wide as what it selects")
+
+    def reduce(self, a: Value, combine) -> Value:
+        """All elements of a combined by halves: a tree, so the order is fixed."""
+        while a.n > 1:
+            half = a.n // 2
+            a = combine(a.shuffle(range(half)), a.shuffle(range(half, a.n)))
+        return a
+
+    def sum(self, a: Value) -> Value:
+        return self.reduce(a, lambda x, y: x + y)
+
+    def sum_each(self, rows: Sequence[Value]) -> Value:
+        """The sums of n vectors of n elements, as one vector (n a power of two).
+
+        Each round halves the number of vectors: it adds the even to the odd groups of a pair.
+        """
+        rows = list(rows)
+        n, width = len(rows), 1
+        while len(rows) > 1:
+            groups = range(0, n, 2 * width)
+            low = [side + g + i for g in groups for side in (0, n) for i in range(width)]
+            high = [x + width for x in low]
+            rows = [
+                a.shuffle(low, b) + a.shuffle(high, b)
+                for a, b in zip(rows[0::2], rows[1::2], strict=True)
+            ]
+            width *= 2
+        return rows[0]

@@ -1,0 +1,229 @@
+"""Runs a program command by command (eager issue).
+
+`prepare` binds a program to backends and memory once: every command becomes a callable. `run`
+calls them in order. What a step produces asynchronously is returned with what guards it: a
+`Pending`, whose `wait` performs the program's last waits and reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from workbench.backend.base import Backend, Issue, Memory
+from workbench.program.commands import (
+    HOST,
+    RESULT,
+    Buffer,
+    Command,
+    Copy,
+    Launch,
+    Program,
+    Range,
+    Read,
+    Record,
+    Space,
+    Sync,
+    Wait,
+    Write,
+)
+from workbench.trace.spans import Recorder, now_ns
+
+
+class Pending:
+    """Results on their way. They may be read after `wait`, which is when the step ends."""
+
+    def __init__(self, finish: Callable[[], dict[str, np.ndarray]]):
+        self._finish = finish
+
+    def wait(self) -> dict[str, np.ndarray]:
+        """Result arrays by name: uint8 copies the caller owns."""
+        return self._finish()
+
+
+class Prepared:
+    """A program bound to addresses. Lives as long as the memory it was bound to."""
+
+    def __init__(
+        self, program: Program, backends: Sequence[Backend], memory: Mapping[Buffer, Memory]
+    ):
+        self.program = program
+        self._backends = backends
+        self._memory = memory
+        self._events = [backends[-1].event() for _ in range(program.n_events)]
+        self._values: dict[str, np.ndarray] = {}
+        self._results: dict[str, np.ndarray] = {}
+        issue = [self._prepare(command) for command in program.commands]
+        end = len(issue)
+        while (
+            end
+            and isinstance(program.commands[end - 1], Read | Sync)
+            and (program.commands[end - 1].split == RESULT)
+        ):
+            end -= 1
+        self._calls = issue
+        self._head, self._tail = issue[:end], issue[end:]
+        self._end = end
+
+    def run(self, values: Mapping[str, np.ndarray]) -> Pending:
+        """Issues everything up to the last wait. values: each input's array, of its exact bytes."""
+        self._values.update(values)
+        for call in self._head:
+            call()
+        return Pending(self._finish)
+
+    def _finish(self) -> dict[str, np.ndarray]:
+        for call in self._tail:
+            call()
+        results, self._results = self._results, {}
+        return results
+
+    def run_traced(
+        self, values: Mapping[str, np.ndarray], recorder: Recorder, step: int
+    ) -> Pending:
+        """As `run`, with a host span for each command and a device span for asynchronous ones."""
+        self._values.update(values)
+        marks: list[tuple[int, Any, Any]] = []
+        self._traced(range(self._end), recorder, step, marks)
+
+        def finish() -> dict[str, np.ndarray]:
+            self._traced(range(self._end, len(self._calls)), recorder, step, marks)
+            self._device_spans(marks, recorder, step)
+            results, self._results = self._results, {}
+            return results
+
+        return Pending(finish)
+
+    def _traced(self, indices: range, recorder: Recorder, step: int, marks: list) -> None:
+        split, split_start = RESULT, 0
+        for i in indices:
+            command = self.program.commands[i]
+            if command.split != split:
+                self._end_split(recorder, step, split, split_start)
+                split, split_start = command.split, now_ns()
+            name, args = self._describe(command, i, step)
+            backend = self._device_of(command)
+            begin = backend.mark(command.stream.id) if backend else None  # type: ignore[attr-defined]
+            handle = recorder.begin(name)
+            start = now_ns()
+            self._calls[i]()
+            recorder.end(handle, name, command.kind, start, args)
+            if backend:
+                marks.append((i, begin, backend.mark(command.stream.id)))  # type: ignore[attr-defined]
+        self._end_split(recorder, step, split, split_start)
+
+    def _end_split(self, recorder: Recorder, step: int, split: int, start: int) -> None:
+        if split != RESULT:
+            backend = self.program.backends[self.program.splits[split]]
+            recorder.add(
+                f"split {split} ({backend})", "split", "host", start, now_ns(),
+                step=step, split=split, backend=backend,
+            )  # fmt: skip
+
+    def _device_of(self, command: Command) -> Backend | None:
+        """The backend that runs `command` later than the host issues it, if any."""
+        if not isinstance(command, Copy | Launch):
+            return None
+        backend = self._backends[command.stream.backend]
+        return None if backend.capabilities.synchronous else backend
+
+    def _describe(self, command: Command, index: int, step: int) -> tuple[str, dict[str, Any]]:
+        args: dict[str, Any] = {"index": index, "step": step, "split": command.split}
+        stream = getattr(command, "stream", None)
+        args["stream"] = None if stream is None else stream.id
+        match command:
+            case Launch():
+                args["op"] = command.node.op
+                return command.node.name, args
+            case Copy():
+                args["bytes"] = command.src.nbytes
+                return command.name, args
+            case Write() | Read():
+                args["bytes"] = command.staging.nbytes
+                return command.value, args
+            case Sync():
+                blocks = command.blocks
+                if blocks is not None:
+                    return f"wait {blocks.name}", args
+                return ("wait logits" if command.split == RESULT else "wait stream"), args
+        return command.kind, args
+
+    def _device_spans(self, marks: list, recorder: Recorder, step: int) -> None:
+        for i, begin, end in marks:
+            command = self.program.commands[i]
+            backend = self._device_of(command)
+            assert backend is not None
+            name, args = self._describe(command, i, step)
+            start_ns, end_ns = backend.resolve(begin, end)
+            lane = f"{backend.name} stream {args['stream']}"
+            recorder.add(name, "device", lane, start_ns, end_ns, kind=command.kind, **args)
+
+    # preparing -------------------------------------------------------------------------------
+
+    def _address(self, r: Range) -> int:
+        return self._memory[r.buffer].address + r.offset
+
+    def _host_view(self, r: Range) -> np.ndarray:
+        array = self._memory[r.buffer].array
+        assert array is not None, f"{r} is not host memory"
+        return array[r.offset : r.offset + r.nbytes]
+
+    def _prepare(self, command: Command) -> Issue:
+        return _PREPARE[type(command)](self, command)
+
+    def _write(self, c: Write) -> Issue:
+        there, values, name = self._host_view(c.staging), self._values, c.value
+
+        def write() -> None:
+            there[:] = values[name].view(np.uint8).reshape(-1)
+
+        return write
+
+    def _read(self, c: Read) -> Issue:
+        there = self._host_view(c.staging)
+
+        def read() -> None:
+            self._results[c.value] = there.copy()
+
+        return read
+
+    def _copy(self, c: Copy) -> Issue:
+        to_host = c.dst.buffer.space != Space.DEVICE
+        backend = self._backends[c.stream.backend]
+        return backend.copy(
+            self._address(c.dst), self._address(c.src), c.src.nbytes, c.stream.id, to_host
+        )
+
+    def _launch(self, c: Launch) -> Issue:
+        place = self.program.placement[c.stream.backend]
+
+        def address_of(tensor) -> int:
+            return self._address(place[tensor.storage])
+
+        scratch = 0 if c.scratch is None else self._address(c.scratch)
+        return self._backends[c.stream.backend].launch(c.node, address_of, scratch, c.stream.id)
+
+    def _record(self, c: Record) -> Issue:
+        return self._backends[c.stream.backend].record(self._events[c.event], c.stream.id)
+
+    def _wait(self, c: Wait) -> Issue:
+        return self._backends[c.stream.backend].wait(self._events[c.event], c.stream.id)
+
+    def _sync(self, c: Sync) -> Issue:
+        if c.event is not None:
+            return self._backends[-1].sync_event(self._events[c.event])
+        assert c.stream is not None and c.stream.backend != HOST
+        return self._backends[c.stream.backend].sync_stream(c.stream.id)
+
+
+_PREPARE: dict[type[Command], Callable[[Prepared, Any], Issue]] = {
+    Write: Prepared._write,
+    Copy: Prepared._copy,
+    Launch: Prepared._launch,
+    Record: Prepared._record,
+    Wait: Prepared._wait,
+    Sync: Prepared._sync,
+    Read: Prepared._read,
+}

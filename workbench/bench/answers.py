@@ -1,0 +1,101 @@
+"""The same answer? Logits of two engines after the same tokens, by the class that was promised.
+
+Every toggle value declares itself `exact` (logits bit-equal to the baseline's) or `rounding`
+(close, and equal in every decision that the baseline made clearly). Tokens are forced: both engines
+are fed the same ones, whatever they would have chosen, so a difference does not feed on itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from workbench.bench.workload import Tokens
+from workbench.config import EXACT
+
+NMSE_TOLERANCE = 1e-3
+MARGIN_IN_RMS = 4.0
+N_PREFILL, N_STEPS = 24, 12
+
+
+class Answer(NamedTuple):
+    """Whether two engines gave the same answer.
+
+    kind: `exact` or `rounding`. n_rows of logits were compared, n_differ of them broke the rule.
+    nmse: normalised mean square error, the worst of the comparisons (0.0 where bit-equal).
+    """
+
+    kind: str
+    holds: bool
+    n_rows: int
+    n_differ: int
+    nmse: float
+
+    def __str__(self) -> str:
+        if self.kind == EXACT:
+            return "exact: " + (
+                f"bit-equal ({self.n_rows} rows)"
+                if self.holds
+                else f"DIFFERENT in {self.n_differ} of {self.n_rows} rows"
+            )
+        if self.holds:
+            return f"rounding: within tolerance (nmse {self.nmse:.1e}, {self.n_rows} rows)"
+        return (
+            f"rounding: OUT OF TOLERANCE (nmse {self.nmse:.1e}, "
+            f"{self.n_differ} of {self.n_rows} rows)"
+        )
+
+
+def force(engine: Any, tokens: Tokens) -> np.ndarray:
+    """Feeds `tokens` into an empty cache: the prompt in ubatches, then one by one.
+
+    Returns float32 (1 + len(tokens.gen), n_vocab): the logits after the prompt and after each token.
+    """
+    engine.reset()
+    rows = [np.array(engine.prefill(tokens.depth + tokens.prompt), np.float32)[-1:]]
+    rows += [np.array(engine.step((token,)), np.float32)[-1:] for token in tokens.gen]
+    return np.concatenate(rows)
+
+
+def compare(
+    baseline: np.ndarray, toggled: np.ndarray, kind: str, tolerance: float = NMSE_TOLERANCE
+) -> Answer:
+    """Compares logits, both float32 (n_rows, n_vocab), row i of both after the same tokens.
+
+    exact: every row bit-equal. rounding: the normalised mean square error of all rows together is
+    at most `tolerance`, and a row's argmax is the same wherever the baseline's margin (best minus
+    second) exceeds four times the rms of the row's differences. A row with a logit that is no
+    finite number never passes. Raises ValueError where the shapes differ.
+    """
+    a = np.ascontiguousarray(baseline, np.float32)
+    b = np.ascontiguousarray(toggled, np.float32)
+    if a.shape != b.shape or a.ndim != 2:
+        raise ValueError(f"logits of shapes {a.shape} and {b.shape} cannot be compared")
+    finite = np.logical_and(np.isfinite(a).all(axis=1), np.isfinite(b).all(axis=1))
+    x, y = (np.where(finite[:, None], v, 0).astype(np.float64) for v in (a, b))
+    power, error = float(np.sum(x**2)), float(np.sum((x - y) ** 2))
+    nmse = error / power if power else (0.0 if error == 0 and finite.any() else math.inf)
+    if kind == EXACT:
+        broken = ~((a.view(np.uint32) == b.view(np.uint32)).all(axis=1) & finite)
+        return Answer(kind, not broken.any(), len(a), int(broken.sum()), nmse)
+    rms = np.sqrt(np.mean((x - y) ** 2, axis=1))
+    top2 = np.partition(x, -2, axis=1)[:, -2:]
+    decided = top2[:, 1] - top2[:, 0] > MARGIN_IN_RMS * rms
+    broken = ~finite | (decided & (np.argmax(x, axis=1) != np.argmax(y, axis=1)))
+    holds = not broken.any() and nmse <= tolerance
+    return Answer(kind, bool(holds), len(a), int(broken.sum()), nmse)
+
+
+def merge(answers: Iterable[Answer]) -> Answer:
+    """One answer from several comparisons of one arm; it holds where each of them does."""
+    every = list(answers)
+    return Answer(
+        every[0].kind,
+        all(a.holds for a in every),
+        sum(a.n_rows for a in every),
+        sum(a.n_differ for a in every),
+        max(a.nmse for a in every),
+    )

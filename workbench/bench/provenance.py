@@ -1,0 +1,214 @@
+"""Where a number comes from: everything a run folder records about versions, machine and model.
+
+What cannot be found out is `"unknown"` or null, never left out: two run folders are compared key by
+key, perhaps years apart and on machines that no longer exist.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+UNKNOWN = "unknown"
+PACKAGES = (
+    "workbench", "numpy", "numba", "llvmlite", "scipy", "pandas", "pyarrow", "gguf", "tokenizers",
+    "cupy-cuda13x", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc",
+)  # fmt: skip
+_SOURCE = Path(__file__).resolve().parents[2]  # the checkout, where there is one
+
+
+def utc_now() -> str:
+    """The time now as RFC 3339 in UTC to the second: `2025-11-21T00:56:01Z`."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _git(*args: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(_SOURCE), *args], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def commit() -> dict[str, Any]:
+    """The checkout's commit: hash (40 digits or `unknown`), number of commits before it, dirty.
+
+    dirty is true where a tracked file differs from the commit, null where there is no commit.
+    """
+    if _git("rev-parse", "--show-toplevel") != str(_SOURCE):  # installed beside another checkout
+        return {"hash": UNKNOWN, "number": 0, "dirty": None}
+    head = _git("rev-parse", "--verify", "HEAD")
+    if head is None:
+        return {"hash": UNKNOWN, "number": 0, "dirty": None}
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "hash": head,
+        "number": int(_git("rev-list", "--count", "HEAD") or 0),
+        "dirty": None if changed is None else bool(changed),
+    }
+
+
+@cache
+def versions() -> dict[str, str | None]:
+    """Installed versions of what the numbers depend on, and Python's; null: not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def cpu_name() -> str:
+    """The processor's own name, as llama-bench prints it in cpu_info."""
+    info = _read("/proc/cpuinfo") or ""
+    found = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine() or UNKNOWN
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu() -> dict[str, Any]:
+    """Name, cores, what the process may use, frequency governor and limits in MHz, instruction
+    sets that matter to the kernels."""
+    base = "/sys/devices/system/cpu/cpu0/cpufreq/"
+    khz = {k: _read(base + k) for k in ("cpuinfo_max_freq", "scaling_cur_freq")}
+    info = _read("/proc/cpuinfo") or ""
+    now = re.search(r"^cpu MHz\s*:\s*(\d+)", info, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.MULTILINE)
+    wanted = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "asimd", "asimddp")
+    return {
+        "name": cpu_name(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
+        "governor": _read(base + "scaling_governor") or UNKNOWN,
+        "mhz": {k: int(v) // 1000 for k, v in khz.items() if v and v.isdigit()}
+        | ({"now": int(now[1])} if now else {}),
+        "features": [f for f in wanted if flags and f in flags[1].split()],
+    }
+
+
+def _memory_bytes() -> int | None:
+    found = re.search(r"^MemTotal:\s*(\d+) kB", _read("/proc/meminfo") or "", re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def machine() -> dict[str, Any]:
+    """Platform, CPU, memory, load average at this moment, and every NVIDIA GPU the driver shows."""
+    return {
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": cpu(),
+        "memory_bytes": _memory_bytes(),
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "gpus": gpus(),
+    }
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Name, driver, memory, clocks (MHz), power (W), temperature, throttle reasons of every GPU.
+
+    Empty where there is no GPU or no nvidia-ml-py. A query that the driver refuses gives null.
+    """
+    try:
+        import pynvml as nvml  # the module that nvidia-ml-py installs
+    except ImportError:
+        return []
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return []
+    try:
+        driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion)
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        return [_gpu(nvml, handle) | {"driver": driver} for handle in handles]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _ask(nvml: Any, query: Any, *args: Any) -> Any:
+    try:
+        value = query(*args)
+    except nvml.NVMLError:
+        return None
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
+    clocks = {"sm": nvml.NVML_CLOCK_SM, "memory": nvml.NVML_CLOCK_MEM}
+    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    limit = _ask(nvml, nvml.nvmlDeviceGetPowerManagementLimit, handle)
+    draw = _ask(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
+    return {
+        "name": _ask(nvml, nvml.nvmlDeviceGetName, handle),
+        "uuid": _ask(nvml, nvml.nvmlDeviceGetUUID, handle),
+        "memory_bytes": None if memory is None else int(memory.total),
+        "clock_mhz": {
+            k: _ask(nvml, nvml.nvmlDeviceGetClockInfo, handle, c) for k, c in clocks.items()
+        },
+        "max_clock_mhz": {
+            k: _ask(nvml, nvml.nvmlDeviceGetMaxClockInfo, handle, c) for k, c in clocks.items()
+        },
+        "power_limit_w": None if limit is None else limit / 1000,
+        "power_w": None if draw is None else draw / 1000,
+        "temperature_c": _ask(
+            nvml, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU
+        ),
+        "throttle_reasons": _ask(nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
+    }
+
+
+def model(engine: Any) -> dict[str, Any]:
+    """The model file of an engine: what identifies it, and what a token must read of it."""
+    m = engine.model
+    names = (
+        "hash", "architecture", "name", "quant", "n_params", "n_layer", "n_embd", "n_vocab",
+        "file_bytes", "weight_bytes_per_token",
+    )  # fmt: skip
+    return {"file": Path(m.path).name} | {name: getattr(m, name) for name in names}
+
+
+def engine(engine: Any) -> dict[str, Any]:
+    """How an engine was made: its configuration, the device it took and why."""
+    return {
+        "config": engine.config.to_dict(),
+        "device": engine.device,
+        "device_reason": engine.device_reason,
+        "device_description": engine.backend.description,
+    }
+
+
+def collect(engine_: Any | None = None) -> dict[str, Any]:
+    """Everything of this module at once: the part of `run.json` that no experiment chooses."""
+    found = {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": commit(),
+        "versions": dict(versions()),
+        "machine": machine(),
+    }
+    if engine_ is not None:
+        found |= {"model": model(engine_), "engine": engine(engine_)}
+    return found

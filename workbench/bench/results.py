@@ -1,0 +1,288 @@
+"""A run is a folder: `run.json`, `samples.parquet`, and a timeline where there is one.
+
+`run.json`, schema 1; every key is always there:
+
+    schema       int     1
+    run_id       str     the folder's name when it was made; every sample carries it
+    kind         str     what made it: `ab`, `bench`
+    name         str     what the user called it
+    status       str     `complete` or `interrupted`
+    started      str     RFC 3339, UTC
+    duration_s   float   wall-clock seconds, of all sessions where it was resumed
+    command      [str]   the command line
+    commit       {hash, number, dirty}              of the checkout, `unknown` outside one
+    versions     {package: version | null}          Python and what the numbers depend on
+    machine      {platform, machine, cpu, memory_bytes, load_average, gpus}
+    model        {file, hash, architecture, name, quant, n_params, file_bytes, ...}
+    engine       {config, device, device_reason, device_description}
+    seed         int     of every random choice
+    tests        [str]   llama-bench test names
+    repetitions  int     wanted per arm and test
+    arms         [{name, is_control, toggles, sync_mode, program, counters}]   first: the baseline
+    result       {...}   what the experiment concluded; its keys belong to `kind`
+
+`samples.parquet`: one row per timed token, in the order taken; a prompt is one row:
+
+    run_id string, arm string, is_control bool, test string,
+    repetition int32   from 0, within arm and test
+    order int32        running number of the repetition in the run, over all arms
+    token int32        from 0, within the repetition
+    n_tokens int32     tokens this row counts: the prompt's length, or 1
+    ns int64           nanoseconds it took
+
+Folders are written so that a reader never sees half of one, and can be copied between machines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from workbench.bench.provenance import utc_now
+from workbench.errors import UsageError
+
+SCHEMA = 1
+RUN_JSON, SAMPLES = "run.json", "samples.parquet"
+COMPLETE, INTERRUPTED = "complete", "interrupted"
+DEFAULT_ROOT = Path("data/runs")
+
+RUN_KEYS: dict[str, type | tuple[type, ...]] = {
+    "schema": int,
+    "run_id": str,
+    "kind": str,
+    "name": str,
+    "status": str,
+    "started": str,
+    "duration_s": (int, float),
+    "command": list,
+    "commit": dict,
+    "versions": dict,
+    "machine": dict,
+    "model": dict,
+    "engine": dict,
+    "seed": int,
+    "tests": list,
+    "repetitions": int,
+    "arms": list,
+    "result": dict,
+}
+ARM_KEYS = ("name", "is_control", "toggles", "sync_mode", "program", "counters")
+
+SAMPLE_SCHEMA = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("arm", pa.string()),
+        ("is_control", pa.bool_()),
+        ("test", pa.string()),
+        ("repetition", pa.int32()),
+        ("order", pa.int32()),
+        ("token", pa.int32()),
+        ("n_tokens", pa.int32()),
+        ("ns", pa.int64()),
+    ]
+)
+_DTYPES = {
+    "run_id": object,
+    "arm": object,
+    "is_control": bool,
+    "test": object,
+    "repetition": np.int32,
+    "order": np.int32,
+    "token": np.int32,
+    "n_tokens": np.int32,
+    "ns": np.int64,
+}
+
+
+class Run(NamedTuple):
+    """A run folder as read: `run` is run.json, `samples` the table of every timed token."""
+
+    folder: Path
+    run: dict[str, Any]
+    samples: pd.DataFrame
+
+
+class SampleTable:
+    """Collects samples while a run goes on: one `add` per repetition, arrays kept as they come."""
+
+    def __init__(self, run_id: str, earlier: pd.DataFrame | None = None):
+        self.run_id = run_id
+        self._parts: list[pd.DataFrame] = [] if earlier is None or earlier.empty else [earlier]
+        self.n_cells = 0 if not self._parts else int(self._parts[0]["order"].max()) + 1
+
+    def add(
+        self,
+        arm: str,
+        is_control: bool,
+        test: str,
+        repetition: int,
+        token_ns: np.ndarray,
+        token_n: np.ndarray,
+    ) -> None:
+        """One repetition: its times in ns and token counts, both int64 (n_timed,)."""
+        part = pd.DataFrame(
+            {
+                "run_id": self.run_id,
+                "arm": arm,
+                "is_control": is_control,
+                "test": test,
+                "repetition": repetition,
+                "order": self.n_cells,
+                "token": np.arange(len(token_ns)),
+                "n_tokens": token_n,
+                "ns": token_ns,
+            }
+        )
+        self._parts.append(part)
+        self.n_cells += 1
+
+    def frame(self) -> pd.DataFrame:
+        """Every sample so far, in the order taken, with the columns of `samples.parquet`."""
+        if not self._parts:
+            return pd.DataFrame({k: pd.Series(dtype=t) for k, t in _DTYPES.items()})
+        if len(self._parts) > 1:
+            self._parts = [pd.concat(self._parts, ignore_index=True)]
+        return self._parts[0].astype(_DTYPES)[list(_DTYPES)]
+
+
+def rates(samples: pd.DataFrame) -> pd.DataFrame:
+    """Tokens per second of every repetition: columns arm, is_control, test, repetition, order,
+    n_tokens, ns, tps; in the order taken."""
+    keys = ["arm", "is_control", "test", "repetition", "order"]
+    table = samples.groupby(keys, sort=False, as_index=False)[["n_tokens", "ns"]].sum()
+    table["tps"] = table["n_tokens"] * 1e9 / table["ns"]
+    return table.sort_values("order", ignore_index=True)
+
+
+def check_run(run: Mapping[str, Any], where: str | Path) -> None:
+    """Raises UsageError, naming `where` and the key, where `run` is not schema 1."""
+    if run.get("schema") != SCHEMA:
+        raise UsageError(f"{where}: schema {run.get('schema')!r} of run.json is not {SCHEMA}")
+    for key, kind in RUN_KEYS.items():
+        if not isinstance(run.get(key), kind):
+            raise UsageError(f"{where}: run.json has no valid {key!r}")
+    if run["status"] not in (COMPLETE, INTERRUPTED):
+        raise UsageError(f"{where}: status {run['status']!r} of run.json does not exist")
+    for arm in run["arms"]:
+        missing = [key for key in ARM_KEYS if not isinstance(arm, dict) or key not in arm]
+        if missing:
+            raise UsageError(f"{where}: an arm in run.json has no {missing[0]!r}")
+
+
+def new_run_folder(root: str | Path = DEFAULT_ROOT, name: str = "run") -> Path:
+    """A path under `root` that does not exist yet: date, time and `name`. Nothing is created."""
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+    stamp = re.sub(r"[:-]", "", utc_now()).replace("T", "-").rstrip("Z")
+    folder = Path(root) / f"{stamp}-{slug}"
+    number = 2
+    while folder.exists():
+        folder = Path(root) / f"{stamp}-{slug}-{number}"
+        number += 1
+    return folder
+
+
+def write_run(folder: str | Path, run: Mapping[str, Any], samples: pd.DataFrame) -> Path:
+    """Writes `run` and `samples` as a run folder; returns its path.
+
+    A new folder appears whole (written beside, then renamed). In a folder that is there already
+    each file is replaced whole, run.json last; other files (a timeline) stay. Raises UsageError
+    where `run` is not schema 1 or the folder cannot be written.
+    """
+    folder = Path(folder)
+    check_run(run, folder)
+    table = pa.Table.from_pandas(samples, schema=SAMPLE_SCHEMA, preserve_index=False)
+    text = json.dumps(run, indent=1, ensure_ascii=False, default=_plain) + "\n"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            pq.write_table(table, beside / SAMPLES, compression="zstd")
+            (beside / RUN_JSON).write_text(text, encoding="utf-8")
+            if folder.exists():
+                for name in (SAMPLES, RUN_JSON):
+                    os.replace(beside / name, folder / name)
+            else:
+                beside.chmod(0o755)  # mkdtemp's is private
+                beside.rename(folder)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    except OSError as error:
+        raise UsageError(f"run folder {folder} cannot be written: {error}") from error
+    return folder
+
+
+def _plain(value: Any) -> Any:
+    """NumPy scalars and paths as JSON knows them."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} does not belong into run.json")
+
+
+def load_run(folder: str | Path) -> Run:
+    """Reads a run folder; raises UsageError, in one line, where it is none or is damaged."""
+    folder = Path(folder)
+    try:
+        run = json.loads((folder / RUN_JSON).read_text(encoding="utf-8"))
+        if not isinstance(run, dict):
+            raise UsageError(f"{folder}: run.json is no object")
+        check_run(run, folder)
+        samples = pq.read_table(folder / SAMPLES)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{folder} is no run folder: {Path(str(error.filename)).name} is missing"
+        ) from error
+    except (OSError, ValueError, pa.ArrowException) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{folder} cannot be read: {str(error).splitlines()[0]}") from error
+    if samples.schema.names != SAMPLE_SCHEMA.names:
+        raise UsageError(f"{folder}: samples.parquet has columns {samples.schema.names}")
+    return Run(folder, run, samples.to_pandas().astype(_DTYPES))
+
+
+def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
+    """The runs under `root`, oldest first: one row per folder with a run.json, read or not.
+
+    Columns: run_id, started, kind, name, status, model, device, tests, arms, repetitions, commit,
+    duration_s, folder. A folder that cannot be read has the reason as its status.
+    """
+    rows = []
+    for path in sorted(Path(root).glob(f"**/{RUN_JSON}")):
+        try:
+            rows.append(_row(path.parent))
+        except (OSError, ValueError, KeyError) as error:  # UsageError is a ValueError
+            rows.append({"run_id": path.parent.name, "status": f"unreadable: {error}"})
+            rows[-1]["folder"] = str(path.parent)
+    columns = [
+        "run_id", "started", "kind", "name", "status", "model", "device", "tests", "arms",
+        "repetitions", "commit", "duration_s", "folder",
+    ]  # fmt: skip
+    table = pd.DataFrame(rows, columns=columns)
+    return table.sort_values(["started", "run_id"], ignore_index=True, na_position="first")
+
+
+def _row(folder: Path) -> dict[str, Any]:
+    run = json.loads((folder / RUN_JSON).read_text(encoding="utf-8"))
+    check_run(run, folder)
+    same = ("run_id", "started", "kind", "name", "status", "repetitions", "duration_s")
+    return {key: run[key] for key in same} | {
+        "model": f"{run['model'].get('name')} {run['model'].get('quant')}",
+        "device": run["engine"].get("device"),
+        "tests": ", ".join(run["tests"]),
+        "arms": ", ".join(arm["name"] for arm in run["arms"]),
+        "commit": str(run["commit"].get("hash"))[:8],
+        "folder": str(folder),
+    }

@@ -1,0 +1,109 @@
+"""What a comparison says: a ratio of medians, an interval, and a verdict that knows the noise.
+
+The speedup of an arm is (median t/s toggled) / (median t/s baseline). Its interval is a bootstrap
+over *rounds*: a round holds one repetition of every arm, taken one after the other, so what drifts
+over seconds (clocks, neighbours) strikes both sides of a resampled pair alike. The interval is the
+percentile interval of the log ratio; BCa is not used, since its acceleration comes from a
+jackknife, which fails for a median (Efron & Tibshirani, An Introduction to the Bootstrap, ch. 11).
+
+The A/A control is the baseline measured a second time as an arm of its own. Its interval says what
+"no difference" looks like here and now: the A/A band is the smallest interval around 1, symmetric
+in the log, that contains the control's whole interval.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+CONFIDENCE = 0.95
+N_RESAMPLES = 4999
+MIN_REPETITIONS = 5
+
+FASTER, SLOWER, SAME = "faster", "slower", "no difference"
+TOO_FEW = "too few repetitions"
+
+
+class Ratio(NamedTuple):
+    """A speedup with its confidence interval; n pairs went into it. NaN bounds: n is below 2."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    def interval(self) -> str:
+        """`0.987..1.012`, as tables print it."""
+        return "-" if math.isnan(self.low) else f"{self.low:.3f}..{self.high:.3f}"
+
+
+class Band(NamedTuple):
+    """The A/A band: ratios in low..high are what this machine makes of no change at all."""
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return "-" if math.isnan(self.low) else f"{self.low:.3f}..{self.high:.3f}"
+
+
+def speedup(
+    baseline: np.ndarray, toggled: np.ndarray, seed: int = 0, confidence: float = CONFIDENCE
+) -> Ratio:
+    """Ratio of medians toggled/baseline with its paired bootstrap interval.
+
+    baseline, toggled: t/s, one per round, float (n,), entry i of both from round i. The same seed
+    gives the same interval. One pair gives NaN bounds. Raises ValueError where lengths differ,
+    there is nothing, or a rate is not a positive number.
+    """
+    pairs = np.stack([np.asarray(baseline, float), np.asarray(toggled, float)])
+    if pairs.shape[1] == 0 or not np.all(np.isfinite(pairs) & (pairs > 0)):
+        raise ValueError("rates must be positive numbers, and at least one pair of them")
+    logs = np.log(pairs)
+    n = logs.shape[1]
+    value = _log_ratio(logs[0], logs[1])
+    if n < 2:
+        return Ratio(math.exp(value), math.nan, math.nan, n)
+    if np.ptp(logs[0]) == 0 and np.ptp(logs[1]) == 0:
+        return Ratio(math.exp(value), math.exp(value), math.exp(value), n)
+    from scipy.stats import bootstrap  # slow to import, and only a finished comparison needs it
+
+    interval = bootstrap(
+        (logs[0], logs[1]),
+        _log_ratio,
+        paired=True,
+        vectorized=True,
+        n_resamples=N_RESAMPLES,
+        confidence_level=confidence,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return Ratio(math.exp(value), math.exp(interval.low), math.exp(interval.high), n)
+
+
+def _log_ratio(baseline: np.ndarray, toggled: np.ndarray, axis: int = -1) -> np.ndarray:
+    return np.median(toggled, axis=axis) - np.median(baseline, axis=axis)
+
+
+def aa_band(control: Ratio) -> Band:
+    """The band that the A/A control's interval spans around 1; NaN where the control has none."""
+    if math.isnan(control.low):
+        return Band(math.nan, math.nan)
+    half = max(abs(math.log(control.low)), abs(math.log(control.high)))
+    return Band(math.exp(-half), math.exp(half))
+
+
+def verdict(ratio: Ratio, band: Band) -> str:
+    """`faster`, `slower`, `no difference` or `too few repetitions`.
+
+    A difference needs both: the speedup lies outside the A/A band, and its interval excludes 1.
+    """
+    if ratio.n < MIN_REPETITIONS or math.isnan(band.low):
+        return TOO_FEW
+    if ratio.value > band.high and ratio.low > 1:
+        return FASTER
+    if ratio.value < band.low and ratio.high < 1:
+        return SLOWER
+    return SAME

@@ -1,0 +1,230 @@
+"""What is timed: the tests of llama-bench, by their names and with their scope.
+
+    pp512          a prompt of 512 tokens, whole, in ubatches, into an empty cache
+    tg128          128 tokens one by one, the first into an empty cache
+    tg128@d4096    the same behind 4096 cells that were filled untimed
+    pp512+tg128    a prompt and then 128 tokens, timed together
+
+Tokens are random (BOS first), nothing is sampled or tokenised, and a token ends when its float32
+logits are on the host. llama-bench (`tools/llama-bench`) times the same thing: there a token ends
+at `llama_synchronize`, after the copy of the logits.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from workbench.errors import UsageError
+from workbench.trace.spans import now_ns
+
+_NAME = re.compile(r"(?:pp(?P<pp>\d+))?(?P<plus>\+)?(?:tg(?P<tg>\d+))?(?:\s*@\s*d(?P<depth>\d+))?")
+
+
+class Workload(NamedTuple):
+    """One test: tokens prefilled, tokens generated, cells filled (untimed) before either."""
+
+    n_prompt: int = 0
+    n_gen: int = 0
+    n_depth: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that count for t/s: the prompt's and the generated ones, never the depth."""
+        return self.n_prompt + self.n_gen
+
+    @property
+    def n_cells(self) -> int:
+        """KV cells needed, depth included."""
+        return self.n_depth + self.n_prompt + self.n_gen
+
+    @property
+    def name(self) -> str:
+        """`pp512`, `tg128@d4096`, `pp512+tg128`: the names compare-llama-bench.py prints."""
+        parts = [f"pp{self.n_prompt}"] if self.n_prompt else []
+        parts += [f"tg{self.n_gen}"] if self.n_gen else []
+        return "+".join(parts) + (f"@d{self.n_depth}" if self.n_depth else "")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def parse(name: str | Workload) -> Workload:
+    """`tg128@d4096` (or `tg128 @ d4096`, as llama-bench prints it) -> Workload(0, 128, 4096).
+
+    Raises UsageError for anything that is no test name.
+    """
+    if isinstance(name, Workload):
+        return name
+    found = _NAME.fullmatch(str(name).strip())
+    if found is not None:
+        pp, tg, depth = (int(found[key] or 0) for key in ("pp", "tg", "depth"))
+        both = found["pp"] is not None and found["tg"] is not None
+        none_is_zero = all(found[key] is None or int(found[key]) for key in ("pp", "tg"))
+        if pp + tg and none_is_zero and both == bool(found["plus"]):
+            return Workload(pp, tg, depth)
+    raise UsageError(
+        f"test {str(name)!r} does not exist; name it as llama-bench does: "
+        "pp512, tg128, tg128@d4096 or pp512+tg128"
+    )
+
+
+def parse_tests(tests: str | Workload | Sequence[str | Workload]) -> list[Workload]:
+    """`"pp512,tg32"` or a sequence of names -> workloads; raises UsageError where none is named."""
+    names: Sequence[Any]
+    if isinstance(tests, Workload):
+        names = [tests]
+    elif isinstance(tests, str):
+        names = [part for part in tests.split(",") if part.strip()]
+    else:
+        names = tests
+    workloads = list(dict.fromkeys(parse(name) for name in names))
+    if not workloads:
+        raise UsageError("no test was named; name at least one, such as tg32")
+    return workloads
+
+
+class Sample(NamedTuple):
+    """One repetition, with a time for every token it timed.
+
+    ns_total: from the first call to the last logits on the host. token_ns, token_n: int64 arrays
+    of one length; entry i took token_ns[i] and counted token_n[i] tokens. A prompt is one entry
+    (of n_prompt tokens), every generated token is one. token_ns sums up to ns_total.
+    last_logits: float32 (n_vocab,), the last token's, this repetition's own copy.
+    """
+
+    ns_total: int
+    token_ns: np.ndarray
+    token_n: np.ndarray
+    last_logits: np.ndarray
+
+    @property
+    def tokens_per_second(self) -> float:
+        return float(self.token_n.sum()) * 1e9 / self.ns_total
+
+
+class Tokens(NamedTuple):
+    """The token ids of one repetition, made before the clock starts."""
+
+    depth: list[int]
+    prompt: list[int]
+    gen: list[int]
+
+
+def draw_tokens(
+    workload: Workload, n_vocab: int, seed: int, repetition: int = 0, bos: int | None = None
+) -> Tokens:
+    """Random tokens: uniform ids that follow from test, seed and repetition alone.
+
+    BOS goes first into an empty cache and first into the generation, as in llama-bench.
+    """
+    rng = np.random.default_rng([seed, *workload, repetition])
+    depth, prompt, gen = (
+        rng.integers(0, n_vocab, n).tolist()
+        for n in (workload.n_depth, workload.n_prompt, workload.n_gen)
+    )
+    if bos is not None:
+        for ids in (depth or prompt, gen):
+            ids[:1] = [bos] * len(ids[:1])
+    return Tokens(depth, prompt, gen)
+
+
+def bos_token(engine: Any) -> int | None:
+    """The id of BOS where the model's file names one and does not say to leave it out, else None.
+
+    Read from the metadata: a tokenizer, which a random-weight model may lack, is not needed.
+    """
+    get = engine.model.file.get
+    bos = get("tokenizer.ggml.bos_token_id", int, -1)
+    wanted = get("tokenizer.ggml.add_bos_token", bool, True)
+    return bos if wanted and 0 <= bos < engine.model.n_vocab else None
+
+
+def check_fits(engine: Any, workload: Workload) -> None:
+    """Raises UsageError where the test is longer than the engine's context."""
+    if workload.n_cells > engine.config.n_ctx:
+        raise UsageError(
+            f"test {workload.name} needs {workload.n_cells} KV cells, but the engine has "
+            f"n_ctx={engine.config.n_ctx}; load it with n_ctx={workload.n_cells} or more"
+        )
+
+
+def check_untraced(engine: Any) -> None:
+    """Raises UsageError while the engine is traced: no throughput comes from a traced run."""
+    if engine.recorder is not None:
+        raise UsageError(
+            "the engine has a recorder, and a traced run is slower than the engine is; "
+            "set engine.recorder = None before timing it"
+        )
+
+
+def run(engine: Any, workload: Workload, tokens: Tokens) -> Sample:
+    """One repetition on `engine`, timed; the cache is emptied first and left filled.
+
+    Filling to n_depth is not timed. The garbage collector has run before the clock starts and stays
+    on: a step that makes garbage pays for it. Raises UsageError where the test does not fit the
+    context or the engine is being traced.
+    """
+    check_fits(engine, workload)
+    check_untraced(engine)
+    engine.reset()
+    if tokens.depth:
+        engine.prefill(tokens.depth)
+    stamps = [0] * (1 + bool(tokens.prompt) + len(tokens.gen))
+    step, i = engine.step, 0
+    logits = None
+    gc.collect()
+    stamps[0] = now_ns()
+    if tokens.prompt:
+        logits = engine.prefill(tokens.prompt)
+        i = 1
+        stamps[1] = now_ns()
+    for token in tokens.gen:
+        logits = step((token,))
+        i += 1
+        stamps[i] = now_ns()
+    counts = ([len(tokens.prompt)] if tokens.prompt else []) + [1] * len(tokens.gen)
+    return Sample(
+        stamps[-1] - stamps[0],
+        np.diff(np.array(stamps, np.int64)),
+        np.array(counts, np.int64),
+        np.array(logits, np.float32).reshape(-1, engine.model.n_vocab)[-1],
+    )
+
+
+WARM_MIN, WARM_MAX, WARM_SECONDS, WARM_CHANGE = 2, 8, 30.0, 0.05
+
+
+class WarmUp(NamedTuple):
+    """How warming up went: rounds run, and whether the times had settled at the end."""
+
+    rounds: int
+    stable: bool
+
+
+def warm_up(
+    engines: Sequence[Any], workload: Workload, seed: int, bos: int | None, once: bool = False
+) -> WarmUp:
+    """Runs the whole test on every engine in turn, untimed, until the times have settled.
+
+    The rule: at least 2 rounds; settled when no engine's time differs by more than 5 % from its
+    round before; given up after 8 rounds or 30 s. `once`: one round, whatever it takes.
+    """
+    start, before = now_ns(), [0] * len(engines)
+    for n in range(1, WARM_MAX + 1):
+        tokens = draw_tokens(workload, engines[0].model.n_vocab, seed, _WARM_UP + n, bos)
+        times = [run(engine, workload, tokens).ns_total for engine in engines]
+        change = max(abs(t - b) / t for t, b in zip(times, before, strict=True))
+        before = times
+        stable = n >= WARM_MIN and change <= WARM_CHANGE
+        tired = n >= WARM_MIN and now_ns() - start > WARM_SECONDS * 1e9
+        if stable or tired or once:
+            break
+    return WarmUp(n, stable)
+
+
+_WARM_UP = 1 << 30  # repetition numbers of warm-up rounds start here: other tokens than the timed

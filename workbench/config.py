@@ -1,0 +1,159 @@
+"""Toggles and EngineConfig: every decision of an engine, frozen, validated once.
+
+No environment variable is read here or anywhere in the package: two engines with different toggles
+live side by side in one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from workbench.errors import UsageError
+
+
+class SyncMode(StrEnum):
+    """Where `program.lower` puts the host's waits before a split (llama.cpp #17795).
+
+    Letters: `s` the host waits, `c` blocking copy, `a` asynchronous copy, `g` the split's work.
+
+    * PER_COPY `scsc...g`: before the change; for every input a wait on the split's stream, then a
+      blocking copy.
+    * BLOCKING_COPIES `sccccsg`: one wait before all blocking copies, one after.
+    * COPY_BOUNDARY `saaaasg`: what was merged; asynchronous copies between two waits.
+    * WRITE_READ_BOUNDARY `aaaasg`: only the wait between the copies and the graph that reads them.
+    * IMPLICIT `aaaag`: no wait; stream order alone keeps copies before the graph.
+    * AUTO: of the modes that are safe under the backend's capabilities, the one with the fewest
+      waits; the choice is named in every result.
+    """
+
+    PER_COPY = "per_copy"
+    BLOCKING_COPIES = "blocking_copies"
+    COPY_BOUNDARY = "copy_boundary"
+    WRITE_READ_BOUNDARY = "write_read_boundary"
+    IMPLICIT = "implicit"
+    AUTO = "auto"
+
+
+class CopyStream(StrEnum):
+    """Which stream input copies ride: their OWN (llama.cpp's blocking copies), or COMPUTE.
+
+    On its own stream, nothing but the host's waits orders a copy against the device's work.
+    """
+
+    OWN = "own"
+    COMPUTE = "compute"
+
+
+class GraphReuse(StrEnum):
+    """What happens to the graph and program of a step (llama.cpp #8366).
+
+    * REBUILD: built from nothing for every step.
+    * SET_ROWS: kept by step shape; cache stores go through a row-index input, so no address in
+      the program changes from token to token.
+    """
+
+    REBUILD = "rebuild"
+    SET_ROWS = "set_rows"
+
+
+EXACT, ROUNDING = "exact", "rounding"
+
+
+def _toggle(values: type[StrEnum], off: StrEnum, room: str, answer: str) -> Any:
+    return field(default=off.value, metadata={"values": values, "room": room, "answer": answer})
+
+
+@dataclass(frozen=True)
+class Toggles:
+    """One field per mechanism; `Toggles()` is everything off, the baseline.
+
+    Values are plain strings (the enum members compare equal to them). Variants are made with
+    `dataclasses.replace`. Each field's metadata names the room that reads it and its correctness
+    class: `exact` (logits bit-equal to the baseline's) or `rounding`.
+
+    Raises UsageError for a value that does not exist and for two toggles that clash.
+    """
+
+    sync: str = _toggle(SyncMode, SyncMode.PER_COPY, "program/lower.py", EXACT)
+    copy_stream: str = _toggle(CopyStream, CopyStream.OWN, "program/lower.py", EXACT)
+    graph_reuse: str = _toggle(GraphReuse, GraphReuse.REBUILD, "engine/reuse.py", EXACT)
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            values = [v.value for v in f.metadata["values"]]
+            if getattr(self, f.name) not in values:
+                raise UsageError(
+                    f"toggle {f.name}={getattr(self, f.name)!r} does not exist; "
+                    f"choose one of {', '.join(values)}"
+                )
+        if self.sync == SyncMode.IMPLICIT and self.copy_stream == CopyStream.OWN:
+            raise UsageError(
+                "toggles sync=implicit and copy_stream=own clash: with no wait, nothing orders a "
+                "copy on its own stream before the graph that reads it; use copy_stream=compute, "
+                "or sync=write_read_boundary"
+            )
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [f.name for f in dataclasses.fields(cls)]
+
+    @classmethod
+    def values(cls, name: str) -> list[str]:
+        """The values toggle `name` can take; raises UsageError for an unknown name."""
+        for f in dataclasses.fields(cls):
+            if f.name == name:
+                return [v.value for v in f.metadata["values"]]
+        raise UsageError(f"toggle {name!r} does not exist; choose one of {', '.join(cls.names())}")
+
+    @classmethod
+    def answer_class(cls, name: str) -> str:
+        """`exact` or `rounding`: what flipping toggle `name` may do to the logits."""
+        cls.values(name)
+        return next(f for f in dataclasses.fields(cls) if f.name == name).metadata["answer"]
+
+    def to_dict(self) -> dict[str, str]:
+        return dataclasses.asdict(self)
+
+    def _repr_html_(self) -> str:
+        base = Toggles()
+        rows = "".join(
+            f"<tr><td>{n}</td><td>{'<b>' + v + '</b>' if v != getattr(base, n) else v}</td></tr>"
+            for n, v in self.to_dict().items()
+        )
+        return f"<table><tr><th>toggle</th><th>value</th></tr>{rows}</table>"
+
+
+DEVICES = ("auto", "embedded", "cuda", "host")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is built with, apart from its toggles.
+
+    n_ctx: cells in the KV cache. n_ubatch: most tokens computed together. n_kv_pad: the KV extent
+    of a step is rounded up to a multiple of this (llama.cpp: 256). threads: compute threads of the
+    host backend and lanes of the embedded device; 0 means every core this process may use.
+    """
+
+    device: str = "auto"
+    n_ctx: int = 2048
+    n_ubatch: int = 512
+    n_kv_pad: int = 256
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise UsageError(
+                f"device {self.device!r} does not exist; choose one of {', '.join(DEVICES)}"
+            )
+        for name in ("n_ctx", "n_ubatch", "n_kv_pad"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.threads < 0:
+            raise UsageError(f"threads={self.threads} must be 0 (every core) or more")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)

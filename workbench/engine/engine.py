@@ -1,0 +1,359 @@
+"""The engine: tokens in, tokens out. `Engine.step` reads as a sentence; the rooms do the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.backend.base import Backend, Memory
+from workbench.backend.issue import Prepared
+from workbench.config import EngineConfig, Toggles
+from workbench.engine.batch import Outputs, check_ids, make_batch
+from workbench.engine.kv_cache import KVCache
+from workbench.engine.loaded import Loaded
+from workbench.engine.memory import Workspace
+from workbench.engine.reuse import POLICIES, Programs
+from workbench.errors import UsageError
+from workbench.graph.ir import StepShape
+from workbench.model.decoder import Model, build_graph
+from workbench.model.sampler import Sampler, Sampling
+from workbench.program.commands import DEVICE, HOST, Buffer, Program, Range, Space
+from workbench.program.lower import choose_sync, lower
+from workbench.program.split import split
+from workbench.trace.spans import Recorder, now_ns
+
+if TYPE_CHECKING:
+    from workbench.model.tokenizer import Tokenizer
+
+
+@dataclass
+class Generation:
+    """What `generate` made. prefill_us: the prompt, in all; token_us: each token after it."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str | None = None
+    prefill_us: float = 0.0
+    token_us: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e6 * len(self.token_us) / sum(self.token_us) if self.token_us else 0.0
+
+    def _repr_html_(self) -> str:
+        said = self.text if self.text is not None else " ".join(map(str, self.tokens))
+        return f"<p>{said}<br><small>{self.tokens_per_second:.1f} t/s</small></p>"
+
+
+class Engine:
+    """One sequence of one model under one set of toggles.
+
+    Not for use from several threads at once. `variant` makes another engine on the same weights.
+    """
+
+    def __init__(self, loaded: Loaded, config: EngineConfig, toggles: Toggles):
+        """Use `Engine.load`. Raises DeviceError where the device cannot honour a toggle."""
+        self.sync_mode = choose_sync(
+            toggles.sync, toggles.copy_stream, loaded.backend.capabilities, loaded.device
+        )
+        self.config = config
+        self.toggles = toggles
+        self.recorder: Recorder | None = None
+        self.n_steps = 0
+        self._ns = dict.fromkeys(
+            ("graph_ns", "split_ns", "lower_ns", "prepare_ns", "batch_ns", "issue_ns", "wait_ns"), 0
+        )
+        self._loaded: Loaded | None = loaded.share()
+        self.cache = KVCache(config.n_ctx, config.n_kv_pad)
+        self._cache_tensors = loaded.model.caches(self.cache.n_cells)
+        self._programs: Programs = POLICIES[toggles.graph_reuse](self._build)
+        self._workspace = Workspace(loaded.backends, self._programs.clear)
+        self._cache_memory: list[Memory] = []
+        try:
+            self._place_cache()
+            # reserve for the largest step, so that memory grows later only for many outputs
+            largest = StepShape(config.n_ubatch, 1, self.cache.n_cells)
+            self._workspace.bind(self._lower(largest).buffers)
+        except BaseException:
+            self.close()
+            raise
+        self._ns = dict.fromkeys(self._ns, 0)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        toggles: Toggles | None = None,
+        config: EngineConfig | None = None,
+        **fields: Any,
+    ) -> Engine:
+        """Opens a GGUF file on a device. `fields` are those of EngineConfig (device, n_ctx, ...).
+
+        Raises ModelFileError for a file that cannot be believed, DeviceError for a device that is
+        not there or cannot do what a toggle asks, UsageError for impossible settings.
+        """
+        if config is None:
+            config = _config(fields)
+        elif fields:
+            raise UsageError("give either config or its fields, not both")
+        loaded = Loaded(path, config).share()
+        try:
+            return cls(loaded, config, toggles or Toggles())
+        finally:
+            loaded.release()
+
+    def variant(self, toggles: Toggles) -> Engine:
+        """An engine with other toggles on the same backends and weights; its cache is its own."""
+        return Engine(self._open, self.config, toggles)
+
+    # the step -----------------------------------------------------------------------------------
+
+    def step(self, tokens: Sequence[int], outputs: Outputs = "last") -> np.ndarray:
+        """Computes up to n_ubatch tokens; returns their logits, float32 (n_outputs, n_vocab).
+
+        The logits are on the host when this returns. Raises UsageError for ids outside the
+        vocabulary and for a full context; nothing has changed then.
+        """
+        if self.recorder is not None:
+            return self._traced_step(self.recorder, tokens, outputs)
+        ns, t0 = self._ns, now_ns()
+        batch = make_batch(tokens, self.cache, self.model.n_vocab, self.config.n_ubatch, outputs)
+        ns["batch_ns"] += now_ns() - t0
+        program = self._programs.get(batch.shape)  # built or reused
+        t1 = now_ns()
+        pending = program.run(batch.values)
+        t2 = now_ns()
+        logits = self._logits(pending.wait(), batch.shape)
+        ns["issue_ns"] += t2 - t1
+        ns["wait_ns"] += now_ns() - t2
+        self.cache.store(batch.positions, batch.cells)
+        self.n_steps += 1
+        return logits
+
+    def _traced_step(
+        self, recorder: Recorder, tokens: Sequence[int], outputs: Outputs
+    ) -> np.ndarray:
+        n = self.n_steps
+        with recorder.span(
+            f"step {n}", "step", step=n, n_tokens=len(tokens), n_past=self.cache.n_used
+        ):
+            batch = make_batch(
+                tokens, self.cache, self.model.n_vocab, self.config.n_ubatch, outputs
+            )
+            program = self._programs.get(batch.shape)
+            pending = program.run_traced(batch.values, recorder, n)
+            logits = self._logits(pending.wait(), batch.shape)
+            self.cache.store(batch.positions, batch.cells)
+            self.n_steps += 1
+        return logits
+
+    def _logits(self, results: dict[str, np.ndarray], shape: StepShape) -> np.ndarray:
+        size = (shape.n_outputs, self.model.n_vocab)
+        if shape.n_outputs == 0:
+            return np.empty(size, np.float32)
+        (raw,) = results.values()
+        return raw.view(np.float32).reshape(size)
+
+    def prefill(self, tokens: Sequence[int], outputs: Outputs = "last") -> np.ndarray:
+        """Computes a prompt in ubatches; returns the logits asked for, as `step` does.
+
+        Raises UsageError, before anything is computed, for a prompt that does not fit the context.
+        """
+        if not len(tokens):
+            raise UsageError("the prompt is empty; give at least one token")
+        check_ids(tokens, self.model.n_vocab)
+        self.cache.find(len(tokens))
+        n = self.config.n_ubatch
+        parts = [tokens[i : i + n] for i in range(0, len(tokens), n)]
+        rows = [
+            self.step(part, "none" if outputs == "last" and part is not parts[-1] else outputs)
+            for part in parts
+        ]
+        return rows[-1] if outputs == "last" else np.concatenate(rows)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        max_tokens: int = 32,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        on_text: Callable[[str], None] | None = None,
+        stop_at_eos: bool = True,
+    ) -> Generation:
+        """Continues `prompt` (tokenised by the model's own tokenizer) or `tokens` from here.
+
+        on_text is given each piece of text as soon as it is known. Generation ends after
+        max_tokens, at an end-of-generation token, or when the context is full.
+        """
+        if (prompt is None) == (tokens is None):
+            raise UsageError("give either a prompt or token ids")
+        if max_tokens < 0:
+            raise UsageError(f"max_tokens={max_tokens} must be 0 or more")
+        from workbench.model.tokenizer import StreamDecoder
+
+        as_text = prompt is not None or on_text is not None
+        ids = self.tokenizer.encode(prompt) if prompt is not None else list(tokens or ())
+        stops = self.tokenizer.eog_ids if stop_at_eos and as_text else frozenset()
+        decoder = StreamDecoder(self.tokenizer) if as_text else None
+        sampler = Sampler(sampling or Sampling(), seed)
+        made, pieces = Generation(), []
+
+        def say(piece: str) -> None:
+            pieces.append(piece)
+            if on_text is not None and piece:
+                on_text(piece)
+
+        start = now_ns()
+        logits = self.prefill(ids)
+        made.prefill_us = (now_ns() - start) / 1e3
+        while len(made.tokens) < max_tokens:
+            token = sampler(logits[-1])
+            if token in stops:
+                break
+            made.tokens.append(token)
+            if decoder is not None:
+                say(decoder.feed(token))
+            if len(made.tokens) == max_tokens or self.cache.n_used == self.config.n_ctx:
+                break
+            start = now_ns()
+            logits = self.step([token])
+            made.token_us.append((now_ns() - start) / 1e3)
+        if decoder is not None:
+            say(decoder.flush())
+            made.text = "".join(pieces)
+        return made
+
+    def reset(self) -> None:
+        """Forgets the sequence."""
+        self.cache.clear()
+
+    # what is behind -----------------------------------------------------------------------------
+
+    def program(self, n_tokens: int = 1, n_outputs: int = 1, n_past: int = 0) -> Program:
+        """The program a step of this shape would issue."""
+        pad = self.config.n_kv_pad
+        if n_past + n_tokens > self.cache.n_cells:
+            raise UsageError(
+                f"{n_past} + {n_tokens} tokens do not fit the context of {self.config.n_ctx}"
+            )
+        return self._lower(StepShape(n_tokens, n_outputs, -(-(n_past + n_tokens) // pad) * pad))
+
+    def _lower(self, shape: StepShape) -> Program:
+        """Graph, splits and program of a step shape: everything but addresses."""
+        loaded, ns, t0 = self._open, self._ns, now_ns()
+        graph = build_graph(self.model, shape, self._cache_tensors)
+        t1 = now_ns()
+        splits = split(graph, loaded.backend_of)
+        t2 = now_ns()
+        program = lower(
+            graph,
+            splits,
+            self._residents,
+            [b.name for b in loaded.backends],
+            [b.scratch_bytes for b in loaded.backends],
+            self.sync_mode,
+            self.toggles.copy_stream,
+        )
+        ns["graph_ns"] += t1 - t0
+        ns["split_ns"] += t2 - t1
+        ns["lower_ns"] += now_ns() - t2
+        return program
+
+    def _build(self, shape: StepShape) -> Prepared:
+        program = self._lower(shape)
+        start = now_ns()
+        memory = self._memory | self._workspace.bind(program.buffers)
+        prepared = Prepared(program, self._open.backends, memory)
+        self._ns["prepare_ns"] += now_ns() - start
+        return prepared
+
+    def _place_cache(self) -> None:
+        loaded = self._open
+        b = DEVICE if len(loaded.backends) > 1 else HOST
+        space = Space.DEVICE if b == DEVICE else Space.HOST
+        self._residents = [dict(r) for r in loaded.residents]
+        self._memory = dict(loaded.memory)
+        for pair in self._cache_tensors:
+            for tensor in pair:
+                memory = loaded.backend.allocate(tensor.nbytes, space)
+                self._cache_memory.append(memory)
+                buffer = Buffer(tensor.name, space, tensor.nbytes, b)
+                self._memory[buffer] = memory
+                self._residents[b][tensor] = Range(buffer, 0, tensor.nbytes)
+
+    @property
+    def _open(self) -> Loaded:
+        if self._loaded is None:
+            raise UsageError("this engine is closed; load the model again")
+        return self._loaded
+
+    @property
+    def model(self) -> Model:
+        return self._open.model
+
+    @property
+    def device(self) -> str:
+        return self._open.device
+
+    @property
+    def device_reason(self) -> str:
+        return self._open.device_reason
+
+    @property
+    def backend(self) -> Backend:
+        return self._open.backend
+
+    @property
+    def n_past(self) -> int:
+        """Live cells."""
+        return self.cache.n_used
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        from workbench.model.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.model.file)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Steps, programs built and reused, and ns spent by phase (sums, untraced steps)."""
+        return {
+            "steps": self.n_steps,
+            "programs_built": self._programs.built,
+            "programs_reused": self._programs.reused,
+            **self._ns,
+        }
+
+    def close(self) -> None:
+        """Gives memory back, and with the last engine of a model its backends. Twice is fine."""
+        if self._loaded is None:
+            return
+        loaded, self._loaded = self._loaded, None
+        for backend in loaded.backends:
+            backend.synchronize()
+        self._programs.clear()
+        self._workspace.free()
+        for memory in self._cache_memory:
+            memory.free()
+        loaded.release()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _config(fields: dict[str, Any]) -> EngineConfig:
+    known = EngineConfig.__dataclass_fields__
+    for name in fields:
+        if name not in known:
+            raise UsageError(f"setting {name!r} does not exist; choose one of {', '.join(known)}")
+    return EngineConfig(**fields)

@@ -1,0 +1,56 @@
+"""The KV cache: which cells hold which positions, and what attention may see of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workbench.errors import UsageError
+
+EMPTY = -1
+
+
+class KVCache:
+    """Cells of one sequence. K and V of each layer lie at the same cell, on the device.
+
+    n_ctx is what the user asked for; `n_cells` is padded, so that every padded extent exists.
+    """
+
+    def __init__(self, n_ctx: int, pad: int):
+        self.n_ctx = n_ctx
+        self.pad = pad
+        self.n_cells = -(-n_ctx // pad) * pad
+        self.positions = np.full(self.n_cells, EMPTY, dtype=np.int32)
+        self.n_used = 0
+
+    def clear(self) -> None:
+        self.positions[:] = EMPTY
+        self.n_used = 0
+
+    def find(self, n: int) -> np.ndarray:
+        """Indices of n free cells, (n,) int64; raises UsageError when the context is full."""
+        if self.n_used + n > self.n_ctx:
+            raise UsageError(
+                f"{self.n_used} + {n} tokens do not fit the context of {self.n_ctx}; "
+                "use a longer context (--n-ctx) or fewer tokens"
+            )
+        return np.arange(self.n_used, self.n_used + n, dtype=np.int64)
+
+    def extent(self, n_new: int) -> int:
+        """Cells attention looks at once n_new more are filled: padded, at least one pad."""
+        return -(-(self.n_used + n_new) // self.pad) * self.pad
+
+    def mask(self, positions: np.ndarray, cells: np.ndarray, n_kv: int) -> np.ndarray:
+        """(T, n_kv) float16: 0 where a token sees a cell, -inf elsewhere.
+
+        positions (T,) int32 are the tokens' own, cells (T,) int64 where they will be stored. A
+        token sees cells of its sequence that hold its own position or an earlier one.
+        """
+        held = self.positions[:n_kv].copy()
+        held[cells] = positions
+        sees = (held[None, :] >= 0) & (held[None, :] <= positions[:, None])
+        return np.where(sees, np.float16(0), np.float16(-np.inf))
+
+    def store(self, positions: np.ndarray, cells: np.ndarray) -> None:
+        """Notes that `cells` now hold `positions`."""
+        self.positions[cells] = positions
+        self.n_used += len(cells)

@@ -1,0 +1,73 @@
+"""ROOM #8366: step shape -> prepared program, built or reused.
+
+Topology follows from the step shape, and cache stores go through a row-index input, so a program
+that was built for a shape is right for every step of that shape: the question is only what
+rebuilding it costs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+from workbench.backend.issue import Prepared
+from workbench.config import GraphReuse
+from workbench.graph.ir import StepShape
+
+KEPT = 64  # most programs kept; the least recently used goes first
+
+
+class Programs(Protocol):
+    built: int
+    reused: int
+
+    def get(self, shape: StepShape) -> Prepared: ...
+
+    def clear(self) -> None: ...
+
+
+class Rebuild:
+    """Builds graph and program anew for every step."""
+
+    def __init__(self, build: Callable[[StepShape], Prepared]):
+        self._build = build
+        self.built = self.reused = 0
+
+    def get(self, shape: StepShape) -> Prepared:
+        self.built += 1
+        return self._build(shape)
+
+    def clear(self) -> None:
+        """Nothing is kept."""
+
+
+class KeepByShape:
+    """Builds once for each step shape and keeps the program."""
+
+    def __init__(self, build: Callable[[StepShape], Prepared]):
+        self._build = build
+        self._kept: OrderedDict[StepShape, Prepared] = OrderedDict()
+        self.built = self.reused = 0
+
+    def get(self, shape: StepShape) -> Prepared:
+        kept = self._kept.get(shape)
+        if kept is not None:
+            self._kept.move_to_end(shape)
+            self.reused += 1
+            return kept
+        self.built += 1
+        made = self._build(shape)
+        self._kept[shape] = made
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return made
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+POLICIES: dict[str, Callable[[Callable[[StepShape], Prepared]], Programs]] = {
+    GraphReuse.REBUILD: Rebuild,
+    GraphReuse.SET_ROWS: KeepByShape,
+}

@@ -1,0 +1,117 @@
+"""The arena: which offset each activation gets, from lifetimes.
+
+Nodes are walked in order. A tensor is given room when the node that makes it is reached and gives
+it back after the last node that reads it, so that tensors which are never alive together share
+bytes. Inputs come first and keep their bytes for the whole step: their copies are in flight while
+the step before may still compute. This is right where the nodes run in order, on one stream.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from workbench.graph.ir import Kind, Node, Tensor
+
+ALIGN = 256  # bytes: what the widest device wants
+
+
+class Placed(NamedTuple):
+    """Offsets in bytes by storage tensor, scratch offsets by node, and the bytes needed in all."""
+
+    offsets: dict[Tensor, int]
+    scratch: dict[Node, tuple[int, int]]  # node -> offset, bytes
+    nbytes: int
+
+
+class FreeList:
+    """Free ranges of an unbounded arena, best fit, neighbours merged."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset
+        self.end = 0
+
+    def take(self, nbytes: int) -> int:
+        """An offset with `nbytes` (rounded up to ALIGN) free behind it; may grow the end."""
+        need = _aligned(nbytes)
+        best = -1
+        for i, (_, size) in enumerate(self._free):
+            if size >= need and (best < 0 or size < self._free[best][1]):
+                best = i
+        if best >= 0:
+            offset, size = self._free.pop(best)
+            if size > need:
+                insort(self._free, (offset + need, size - need))
+            return offset
+        if self._free and sum(self._free[-1]) == self.end:  # the last gap can grow
+            offset, _ = self._free.pop()
+        else:
+            offset = self.end
+        self.end = offset + need
+        return offset
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Returns a range that `take` gave."""
+        size = _aligned(nbytes)
+        merged: list[tuple[int, int]] = []
+        for start, length in self._free:
+            if start + length == offset:
+                offset, size = start, size + length
+            elif offset + size == start:
+                size += length
+            else:
+                merged.append((start, length))
+        self._free = merged
+        insort(self._free, (offset, size))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def plan(
+    nodes: Sequence[Node],
+    inputs: Iterable[Tensor],
+    keep: Iterable[Tensor],
+    scratch_bytes: Callable[[Node], int],
+) -> Placed:
+    """Offsets for every activation that `nodes` make, for `inputs`, and for scratch.
+
+    inputs: tensors written before the first node (kept all through). keep: tensors that are read
+    after the last node. Weights and caches live elsewhere and are passed over.
+    """
+    last_use: dict[Tensor, int] = {}
+    for i, node in enumerate(nodes):
+        for t in node.inputs:
+            if t is not None:
+                last_use[t.storage] = i
+    for t in keep:
+        last_use[t.storage] = len(nodes)
+
+    free = FreeList()
+    offsets: dict[Tensor, int] = {}
+    scratch: dict[Node, tuple[int, int]] = {}
+    kept = set()
+    for t in inputs:
+        offsets[t.storage] = free.take(t.nbytes)
+        kept.add(t.storage)
+
+    made_here: set[Tensor] = set()
+    for i, node in enumerate(nodes):
+        out = node.output.storage
+        if out.kind in (Kind.ACTIVATION, Kind.OUTPUT) and out not in offsets:
+            offsets[out] = free.take(out.nbytes)
+            made_here.add(out)
+        need = scratch_bytes(node)
+        if need:
+            offset = free.take(need)
+            scratch[node] = (offset, need)
+            free.give(offset, need)
+        for s in {t.storage for t in node.inputs if t is not None}:
+            if last_use[s] == i and s in made_here:
+                free.give(offsets[s], s.nbytes)
+        if out in made_here and last_use.get(out, -1) < i:  # made and never read
+            free.give(offsets[out], out.nbytes)
+            made_here.discard(out)
+    return Placed(offsets, scratch, free.end)

@@ -1,0 +1,189 @@
+"""The graph: what one step computes. Pure data; no device, no program, no values.
+
+A graph follows from the step shape alone. Two steps of one shape have the same topology key, and
+may share everything built from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from workbench.errors import UsageError
+
+
+class DType(NamedTuple):
+    """An element type: `block` elements are stored in `block_bytes` bytes.
+
+    Names and block geometry are ggml's (`ggml-common.h`), but for Q8_ACT, see `row_bytes`.
+    """
+
+    name: str
+    block: int
+    block_bytes: int
+
+    def row_bytes(self, cols: int) -> int:
+        """Bytes of one row of `cols` elements; raises UsageError where cols does not fit blocks.
+
+        A row of Q8_ACT (activations quantised to 8 bits in blocks of 32) is three planes, one
+        behind the other: `cols` int8 quants, `cols/32` float32 scales, `cols/16` int16 sums of
+        the quants of each half block; then padding to a multiple of 64 bytes.
+        """
+        if cols % self.block:
+            raise UsageError(f"a row of {cols} {self.name} elements is no multiple of {self.block}")
+        if self.name == "Q8_ACT":
+            return -(-(cols + cols // 32 * 4 + cols // 16 * 2) // 64) * 64
+        return cols // self.block * self.block_bytes
+
+
+F32 = DType("F32", 1, 4)
+F16 = DType("F16", 1, 2)
+BF16 = DType("BF16", 1, 2)
+I32 = DType("I32", 1, 4)
+I64 = DType("I64", 1, 8)
+Q8_0 = DType("Q8_0", 32, 34)
+Q4_0 = DType("Q4_0", 32, 18)
+Q4_K = DType("Q4_K", 256, 144)
+Q5_K = DType("Q5_K", 256, 176)
+Q6_K = DType("Q6_K", 256, 210)
+MXFP4 = DType("MXFP4", 32, 17)
+Q8_ACT = DType("Q8_ACT", 32, 40)
+
+DTYPES = {
+    d.name: d for d in (F32, F16, BF16, I32, I64, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4, Q8_ACT)
+}
+WEIGHT_DTYPES = (F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4)
+QUANTISED = frozenset((Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4))
+
+
+class Kind(StrEnum):
+    WEIGHT = "weight"  # from the model file; never written
+    CACHE = "cache"  # K or V of one layer; outlives the step
+    INPUT = "input"  # written by the host before the step
+    ACTIVATION = "activation"  # lives inside the step
+    OUTPUT = "output"  # an activation the host reads after the step
+
+
+class Tensor:
+    """A typed array of the graph. Immutable by convention; identity is the object itself.
+
+    shape is in numpy order: the last axis is contiguous. A weight of `rows` outputs and `cols`
+    inputs has shape (rows, cols). A view shares the storage of `storage`, from its first byte;
+    every other tensor is its own storage.
+    """
+
+    __slots__ = ("dtype", "kind", "name", "nbytes", "shape", "storage")
+
+    def __init__(
+        self, name: str, dtype: DType, shape: tuple[int, ...], kind: Kind = Kind.ACTIVATION
+    ):
+        self.name = name
+        self.dtype = dtype
+        self.shape = shape
+        self.kind = kind
+        n = dtype.row_bytes(shape[-1])
+        for extent in shape[:-1]:
+            n *= extent
+        self.nbytes = n
+        self.storage = self
+
+    def view(self, *shape: int) -> Tensor:
+        """The same elements under another shape of equal size."""
+        other = Tensor(self.name, self.dtype, shape, self.kind)
+        if other.nbytes != self.nbytes:
+            raise UsageError(f"{self!r} cannot be viewed as {list(shape)}: sizes differ")
+        other.storage = self.storage
+        return other
+
+    @property
+    def rows(self) -> int:
+        """Product of all axes but the last."""
+        n = 1
+        for extent in self.shape[:-1]:
+            n *= extent
+        return n
+
+    @property
+    def cols(self) -> int:
+        return self.shape[-1]
+
+    def __repr__(self) -> str:
+        return f"{self.name}:{self.dtype.name}{list(self.shape)}"
+
+
+class Node:
+    """One op with its sources. `inputs` may hold None where the op's table entry allows it.
+
+    A node whose op stores into one of its inputs (set_rows) has that input as its output.
+    """
+
+    __slots__ = ("inputs", "layer", "name", "op", "output", "params")
+
+    def __init__(
+        self,
+        op: str,
+        name: str,
+        output: Tensor,
+        inputs: tuple[Tensor | None, ...],
+        params: Mapping[str, Any],
+        layer: int,
+    ):
+        self.op = op
+        self.name = name
+        self.output = output
+        self.inputs = inputs
+        self.params = params
+        self.layer = layer  # -1 outside the layers
+
+    def __repr__(self) -> str:
+        return f"{self.output.name} = {self.op}({', '.join(map(repr, self.inputs))})"
+
+
+class StepShape(NamedTuple):
+    """Everything the topology of a step follows from.
+
+    n_tokens computed together, n_outputs rows of logits wanted, n_kv cells attention looks at
+    (padded).
+    """
+
+    n_tokens: int
+    n_outputs: int
+    n_kv: int
+
+
+class Graph:
+    """Ordered nodes, with the inputs the host writes and the outputs it reads."""
+
+    __slots__ = ("inputs", "nodes", "outputs", "shape")
+
+    def __init__(
+        self, nodes: list[Node], inputs: list[Tensor], outputs: list[Tensor], shape: StepShape
+    ):
+        self.nodes = nodes
+        self.inputs = inputs
+        self.outputs = outputs
+        self.shape = shape
+
+    def topology_key(self) -> tuple:
+        """What must match for reuse: ops, shapes, types, parameters, wiring; no names, no values.
+
+        The slow twin of the step shape: tests require that equal step shapes give equal keys.
+        """
+        number: dict[Tensor, int] = {}
+        rows = []
+        for node in self.nodes:
+            for t in (*node.inputs, node.output):
+                if t is not None and t.storage not in number:
+                    number[t.storage] = len(number)
+            rows.append(
+                (
+                    node.op,
+                    tuple(sorted(node.params.items())),
+                    tuple(
+                        None if t is None else (number[t.storage], t.dtype.name, t.shape)
+                        for t in (*node.inputs, node.output)
+                    ),
+                )
+            )
+        return tuple(rows)

@@ -1,0 +1,209 @@
+"""The op table: for each op its shape rule, its cost, and what it reads and writes.
+
+Backends implement exactly these ops (`backend/args.py` gives the argument order of their kernels).
+Activations are float32, row-major and contiguous; Q8_ACT is the one exception (see `DType`).
+
+    op         inputs -> output; params
+    get_rows   table (n, cols) any weight type, ids (T,) I32 -> (T, cols) F32
+    rms_norm   x (..., cols) F32 -> like x; eps
+    mul, add   a (..., cols) F32, b (cols,) or like a, F32 -> like a
+    quantize   x (T, cols) F32 -> (T, cols) Q8_ACT
+    mul_mat    w (rows, cols), x (T, cols) F32, or Q8_ACT where w is quantised -> (T, rows) F32
+    rope       x (T, heads, head_dim) F32, positions (T,) I32, freq_factors (n_rot/2,) F32 or None
+               -> like x; n_rot, neox, theta_base, freq_scale
+    set_rows   cache (cells, cols) F16, x (T, cols) F32, indices (T,) I64 -> the cache; n_kv
+    attention  q (T, heads, head_dim) F32, k and v (cells, kv_heads * head_dim) F16,
+               mask (T, n_kv) F16 -> (T, heads * head_dim) F32; n_kv, n_head_kv, scale
+    swiglu     gate, up (T, cols) F32 -> like gate
+
+* rms_norm: x / sqrt(mean(x^2 over the last axis) + eps). No weight: `mul` follows.
+* rope: pair i of the first n_rot elements of each head turns by
+  position * freq_scale * theta_base^(-2i/n_rot) / freq_factors[i]; neox pairs element i with
+  i + n_rot/2, otherwise 2i with 2i + 1. Elements past n_rot are copied.
+* attention: softmax(scale * q.k + mask) v over cells 0..n_kv-1, query head h reading kv head
+  h // (heads / kv_heads). mask is 0 or -inf; a row all -inf gives zeros.
+* swiglu: silu(gate) * up.
+* quantize: per block of 32, scale = max|x| / 127, quants = round-half-even(x / scale); scale 0
+  gives quants 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from workbench.errors import UsageError
+from workbench.graph.ir import F16, F32, I32, I64, Q8_ACT, QUANTISED, DType, Node, Tensor
+
+Access = tuple[Tensor, int, int]  # storage, byte offset, bytes
+
+
+class Op(NamedTuple):
+    name: str
+    infer: Callable[..., tuple[DType, tuple[int, ...]]]  # (inputs, params) -> type, shape
+    flops: Callable[[Node], int]
+    stores: bool = False  # the output is input 0, stored into
+    value_dependent: bool = False  # the declared ranges are a superset of those touched
+
+
+def _need(condition: bool, op: str, inputs, why: str) -> None:
+    if not condition:
+        raise UsageError(f"{op}({', '.join(map(repr, inputs))}): {why}")
+
+
+def _get_rows(inputs, params):
+    table, ids = inputs
+    _need(
+        len(table.shape) == 2 and ids.dtype == I32, "get_rows", inputs, "wants (n, cols), I32 ids"
+    )
+    return F32, (ids.shape[0], table.cols)
+
+
+def _like_first(op):
+    def infer(inputs, params):
+        _need(inputs[0].dtype == F32, op, inputs, "wants F32")
+        return F32, inputs[0].shape
+
+    return infer
+
+
+def _broadcast(op):
+    def infer(inputs, params):
+        a, b = inputs
+        _need(
+            a.dtype == F32 and b.dtype == F32 and (b.shape == a.shape or b.shape == (a.cols,)),
+            op,
+            inputs,
+            "wants F32 of one shape, or a row as the second",
+        )
+        return F32, a.shape
+
+    return infer
+
+
+def _quantize(inputs, params):
+    (x,) = inputs
+    _need(x.dtype == F32 and len(x.shape) == 2, "quantize", inputs, "wants (T, cols) F32")
+    return Q8_ACT, x.shape
+
+
+def _mul_mat(inputs, params):
+    w, x = inputs
+    _need(w.cols == x.cols, "mul_mat", inputs, "columns differ")
+    want = Q8_ACT if w.dtype in QUANTISED else F32
+    _need(x.dtype == want, "mul_mat", inputs, f"activations must be {want.name}")
+    return F32, (x.shape[0], w.shape[0])
+
+
+def _rope(inputs, params):
+    x, positions, factors = inputs
+    _need(
+        x.dtype == F32 and len(x.shape) == 3 and positions.dtype == I32,
+        "rope",
+        inputs,
+        "wants (T, heads, head_dim) F32 and I32 positions",
+    )
+    _need(params["n_rot"] <= x.cols and params["n_rot"] % 2 == 0, "rope", inputs, "bad n_rot")
+    _need(
+        factors is None or factors.shape == (params["n_rot"] // 2,),
+        "rope",
+        inputs,
+        "wants n_rot/2 frequency factors",
+    )
+    return F32, x.shape
+
+
+def _set_rows(inputs, params):
+    cache, x, indices = inputs
+    _need(
+        cache.dtype == F16 and x.dtype == F32 and indices.dtype == I64 and cache.cols == x.cols,
+        "set_rows",
+        inputs,
+        "wants F16 cache, F32 rows, I64 indices",
+    )
+    return cache.dtype, cache.shape
+
+
+def _attention(inputs, params):
+    q, k, v, mask = inputs
+    _need(
+        q.dtype == F32
+        and k.dtype == F16
+        and v.dtype == F16
+        and mask.dtype == F16
+        and mask.shape == (q.shape[0], params["n_kv"])
+        and k.shape[0] >= params["n_kv"]
+        and k.cols == params["n_head_kv"] * q.cols
+        and q.shape[1] % params["n_head_kv"] == 0,
+        "attention",
+        inputs,
+        "shapes or types do not fit",
+    )
+    return F32, (q.shape[0], q.shape[1] * q.shape[2])
+
+
+def _per_element(n: int) -> Callable[[Node], int]:
+    return lambda node: n * node.output.rows * node.output.cols
+
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        Op("get_rows", _get_rows, lambda node: 0, value_dependent=True),
+        Op("rms_norm", _like_first("rms_norm"), _per_element(3)),
+        Op("mul", _broadcast("mul"), _per_element(1)),
+        Op("add", _broadcast("add"), _per_element(1)),
+        Op("quantize", _quantize, _per_element(3)),
+        Op(
+            "mul_mat", _mul_mat,
+            lambda node: 2 * node.inputs[0].shape[0] * node.inputs[0].cols * node.output.rows,
+        ),
+        Op("rope", _rope, _per_element(6)),
+        Op("set_rows", _set_rows, lambda node: 0, stores=True, value_dependent=True),
+        Op(
+            "attention", _attention,
+            lambda node: 4 * node.output.rows * node.output.cols * node.params["n_kv"],
+            value_dependent=True,
+        ),
+        Op("swiglu", _like_first("swiglu"), _per_element(5)),
+    )
+}  # fmt: skip
+
+
+def make(op: str, name: str, *inputs: Tensor | None, layer: int = -1, **params) -> Node:
+    """A node of `op`, its output inferred and named `name`; raises UsageError on a wrong shape."""
+    entry = OPS[op]
+    dtype, shape = entry.infer(inputs, params)
+    output = inputs[0] if entry.stores else Tensor(name, dtype, shape)
+    assert output is not None
+    return Node(op, name, output, inputs, params, layer)
+
+
+def reads(node: Node) -> list[Access]:
+    """Byte ranges the node may read, per tensor. A superset where the op is value-dependent."""
+    if node.op == "attention":
+        q, k, v, mask = node.inputs
+        n = node.params["n_kv"] * k.dtype.row_bytes(k.cols)
+        return [(q.storage, 0, q.nbytes), (k, 0, n), (v, 0, n), (mask, 0, mask.nbytes)]
+    sources = node.inputs[1:] if OPS[node.op].stores else node.inputs
+    return [(t.storage, 0, t.nbytes) for t in sources if t is not None]
+
+
+def writes(node: Node) -> list[Access]:
+    """Byte ranges the node may write. set_rows stores below row n_kv only."""
+    if node.op == "set_rows":
+        cache = node.output
+        return [(cache, 0, node.params["n_kv"] * cache.dtype.row_bytes(cache.cols))]
+    return [(node.output, 0, node.output.nbytes)]
+
+
+def touched_bytes(node: Node) -> int:
+    """Bytes a step must move for this node: sources and result once, a gather only its rows."""
+    if node.op == "get_rows":
+        table, ids = node.inputs
+        row = table.dtype.row_bytes(table.cols)
+        return ids.shape[0] * row + ids.nbytes + node.output.nbytes
+    if node.op == "set_rows":
+        _, x, indices = node.inputs
+        return x.nbytes + indices.nbytes + x.rows * node.output.dtype.row_bytes(x.cols)
+    return sum(n for _, _, n in reads(node)) + sum(n for _, _, n in writes(node))

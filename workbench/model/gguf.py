@@ -1,0 +1,173 @@
+"""Opens GGUF model files (versions 2 and 3, little endian) by memory map.
+
+`open_gguf` gives metadata, the tensor list and read-only views of tensor bytes; `model_hash` names
+a file for provenance. The parser is `gguf_walk`; a file that cannot be believed raises
+ModelFileError, one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import stat
+import struct
+from typing import Any, TypeVar, overload
+
+import numpy as np
+
+from workbench.errors import ModelFileError
+from workbench.model.gguf_walk import DAMAGED, REWRITE, StringArray, TensorInfo, Walk, shown
+
+__all__ = ["REQUIRED", "GGUFFile", "StringArray", "TensorInfo", "model_hash", "open_gguf"]
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+
+REQUIRED: Any = _Required()
+
+
+class GGUFFile:
+    """An open model file. A context manager.
+
+    metadata maps keys to int, float, bool or str; arrays are numpy arrays (numbers, bools),
+    StringArray, or a list of arrays (nested). tensors are in file order. What was handed out stays
+    valid after `close`: the map goes when the last view of it goes. The file must not be shortened
+    meanwhile: reading a mapped page that is gone kills the process, as with any memory map.
+    """
+
+    __slots__ = (
+        "_map", "alignment", "data_offset", "file_bytes", "metadata", "path", "tensors", "version",
+    )  # fmt: skip
+
+    def __init__(self, path: str, source: mmap.mmap, walk: Walk):
+        self._map: mmap.mmap | None = source
+        self.path = path
+        self.file_bytes = walk.size
+        self.version = walk.version
+        self.metadata: dict[str, Any] = walk.metadata
+        self.alignment = walk.alignment
+        self.tensors: dict[str, TensorInfo] = walk.tensors
+        self.data_offset = walk.data_offset  # where tensor data starts
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the map. Safe to call twice."""
+        self._map = None
+
+    def bytes_at(self, offset: int, n: int) -> bytes:
+        """A copy of up to n raw bytes of the file; fewer at its end."""
+        return self._opened()[offset : offset + n]
+
+    def data(self, name: str) -> np.ndarray:
+        """The bytes of tensor `name`: uint8 (nbytes,), read-only, not copied.
+
+        Raises ModelFileError where the file has no such tensor, ValueError once closed.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            raise ModelFileError(
+                f"{shown(self.path)}: tensor {name!r} is missing; {REWRITE}, or use another model"
+            )
+        return np.frombuffer(self._opened(), np.uint8, info.nbytes, info.offset)
+
+    @overload
+    def get(self, key: str, kind: type[T]) -> T: ...
+    @overload
+    def get(self, key: str, kind: type[T], default: D) -> T | D: ...
+    def get(self, key: str, kind: type[Any], default: Any = REQUIRED) -> Any:
+        """The metadata value of `key`, which must be of `kind`; `default` where it is absent.
+
+        kind: int, float (takes integers too), bool, str, np.ndarray, StringArray, or list (any
+        array, as a list). Raises ModelFileError that names a missing or wrongly typed key.
+        """
+        if key not in self.metadata:
+            if default is REQUIRED:
+                raise ModelFileError(
+                    f"{shown(self.path)}: metadata key {key!r} is missing; {REWRITE}, or use "
+                    f"another model"
+                )
+            return default
+        value = self.metadata[key]
+        if kind is float and type(value) is int:
+            return float(value)
+        if kind is list and isinstance(value, np.ndarray | StringArray):
+            return value.tolist()
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ModelFileError(
+                f"{shown(self.path)}: metadata key {key!r} holds {type(value).__name__}, "
+                f"{kind.__name__} is wanted; {REWRITE}"
+            )
+        return value
+
+    def _opened(self) -> mmap.mmap:
+        if self._map is None:
+            raise ValueError(f"{self.path} was closed")
+        return self._map
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
+    """Maps the file at `path` and reads its metadata and tensor list; no tensor data is touched.
+
+    Raises ModelFileError for a file that is absent, not a file, or that cannot be believed.
+    """
+    path = os.fspath(path)
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise ModelFileError(f"{shown(path)} is a directory; name the .gguf file in it")
+        if not stat.S_ISREG(mode):  # opening a pipe would wait for its writer
+            raise ModelFileError(f"{shown(path)} is no regular file; name a .gguf file")
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise ModelFileError(f"{shown(path)} is empty (0 bytes); {DAMAGED}")
+            source = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ModelFileError(
+            f"{shown(path)}: no such file; check the path, or write a model with "
+            f"`workbench model synth`"
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        why = getattr(error, "strerror", None) or error
+        raise ModelFileError(
+            f"{shown(path)} cannot be opened: {why}; check path and permissions"
+        ) from None
+    return GGUFFile(path, source, Walk(path, source))
+
+
+def model_hash(model: str | os.PathLike[str] | GGUFFile) -> str:
+    """The identity of a model file for provenance: 64 hex digits, quick for files of any size.
+
+    SHA-256 over the file's size, everything before the tensor data (metadata and tensor list), the
+    first 4 KiB of every tensor, and 256 evenly spaced blocks of 64 KiB of the data, its first and
+    last bytes among them; all of the data where that is no more than 16 MiB. It depends on nothing
+    but the file's bytes. A change that misses every block goes unseen: it tells models apart, and
+    is no proof against tampering. Raises ModelFileError as `open_gguf` does.
+    """
+    if not isinstance(model, GGUFFile):
+        with open_gguf(model) as file:
+            return model_hash(file)
+    n_blocks, block = 256, 64 << 10
+    digest = hashlib.sha256(b"workbench model hash 1\0" + struct.pack("<Q", model.file_bytes))
+    data, size = min(model.data_offset, model.file_bytes), model.file_bytes
+    for start in range(0, data, 1 << 20):
+        digest.update(model.bytes_at(start, min(1 << 20, data - start)))
+    if size - data <= n_blocks * block:
+        digest.update(model.bytes_at(data, size - data))
+        return digest.hexdigest()
+    for info in model.tensors.values():
+        digest.update(model.bytes_at(info.offset, min(4096, info.nbytes)))
+    for i in range(n_blocks):
+        digest.update(model.bytes_at(data + (size - data - block) * i // (n_blocks - 1), block))
+    return digest.hexdigest()

@@ -1,0 +1,125 @@
+"""Hyper-parameters of a model, read from GGUF metadata and checked against one another.
+
+Key names follow the GGUF specification (`docs/gguf.md` of ggml): `<architecture>.<key>`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workbench.errors import ModelFileError
+from workbench.model.gguf import GGUFFile
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What sets one architecture apart, as data.
+
+    neox: RoPE pairs element i with i + n_rot/2 (otherwise 2i with 2i + 1). qk_norm: every query
+    and key head is RMS-normalised with a weight of its own before RoPE.
+    """
+
+    neox: bool
+    qk_norm: bool
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(neox=False, qk_norm=False),
+    "qwen3": Architecture(neox=True, qk_norm=True),
+}
+
+
+@dataclass(frozen=True)
+class HParams:
+    """Sizes in elements; eps, theta_base and freq_scale as in `graph.ops`."""
+
+    architecture: str
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_rot: int
+    n_ctx_train: int
+    eps: float
+    theta_base: float
+    freq_scale: float
+
+    @property
+    def traits(self) -> Architecture:
+        return ARCHITECTURES[self.architecture]
+
+    @property
+    def n_embd_q(self) -> int:
+        return self.n_head * self.head_dim
+
+    @property
+    def n_embd_kv(self) -> int:
+        return self.n_head_kv * self.head_dim
+
+
+def read_hparams(file: GGUFFile) -> HParams:
+    """Raises ModelFileError for an unknown architecture, a missing key or an impossible size."""
+    arch = file.get("general.architecture", str)
+    if arch not in ARCHITECTURES:
+        raise ModelFileError(
+            f"{file.path}: architecture {arch!r} is not supported; use a model of "
+            f"{' or '.join(ARCHITECTURES)}"
+        )
+
+    def number(key: str, default: int | None = None) -> int:
+        name = f"{arch}.{key}"
+        value = file.get(name, int) if default is None else file.get(name, int, default)
+        if not 0 < value < 1 << 31:
+            raise ModelFileError(f"{file.path}: {name} = {value} is not a possible size")
+        return value
+
+    n_embd, n_head = number("embedding_length"), number("attention.head_count")
+    head_dim = number("attention.key_length", max(1, n_embd // n_head))
+    h = HParams(
+        architecture=arch,
+        n_layer=number("block_count"),
+        n_embd=n_embd,
+        n_ff=number("feed_forward_length"),
+        n_head=n_head,
+        n_head_kv=number("attention.head_count_kv", n_head),
+        head_dim=head_dim,
+        n_rot=number("rope.dimension_count", head_dim),
+        n_ctx_train=number("context_length"),
+        eps=float(file.get(f"{arch}.attention.layer_norm_rms_epsilon", float)),
+        theta_base=float(file.get(f"{arch}.rope.freq_base", float, 10000.0)),
+        freq_scale=_freq_scale(file, arch),
+    )
+    problems = {
+        "attention.head_count is no multiple of head_count_kv": h.n_head % h.n_head_kv != 0,
+        "rope.dimension_count is odd or above the head size": h.n_rot % 2 or h.n_rot > h.head_dim,
+        "attention.value_length differs from key_length": number("attention.value_length", head_dim)
+        != head_dim,
+        "block_count is above 4096": h.n_layer > 4096,
+        "expert_count is not 0 (mixtures of experts are not supported)": file.get(
+            f"{arch}.expert_count", int, 0
+        )
+        != 0,
+        "layer_norm_rms_epsilon is not a small positive number": not 0 < h.eps < 1,
+        "rope.freq_base is not positive": not h.theta_base > 0,
+    }
+    for what, wrong in problems.items():
+        if wrong:
+            raise ModelFileError(f"{file.path}: {arch}.{what}; the file is damaged or unsupported")
+    return h
+
+
+def _freq_scale(file: GGUFFile, arch: str) -> float:
+    kind = file.get(f"{arch}.rope.scaling.type", str, "none")
+    if kind == "none":
+        return 1.0
+    if kind != "linear":
+        raise ModelFileError(
+            f"{file.path}: {arch}.rope.scaling.type {kind!r} is not supported; "
+            "use a model with none or linear scaling"
+        )
+    factor = float(file.get(f"{arch}.rope.scaling.factor", float, 1.0))
+    if not factor > 0:
+        raise ModelFileError(f"{file.path}: {arch}.rope.scaling.factor = {factor} must be above 0")
+    return 1.0 / factor

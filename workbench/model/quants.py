@@ -1,0 +1,341 @@
+"""What the bytes of a weight mean: block layouts, and the reference everything else is tested by.
+
+`BLOCKS` describes each quantised type's block as a packed NumPy structure, so that
+`BLOCKS[Q4_K].fields["qs"]` is `(type, byte offset)`; layouts are ggml's (`ggml-common.h`).
+`dequantize` is bit-equal to `gguf.quants.dequantize`. Value i of a block:
+
+| type | value | where quant i lies |
+|---|---|---|
+| Q8_0 | d * qs[i] | |
+| Q4_0 | d * (q - 8) | low nibbles of qs: 0..15, high nibbles: 16..31 |
+| MXFP4 | 2^(e - 128) * MXFP4_VALUES[q] | as Q4_0; MXFP4_VALUES are twice e2m1's |
+| Q4_K | (d * sc[i/32]) * q - (dmin * m[i/32]) | 32 bytes of qs hold 64 values: low nibbles first |
+| Q5_K | as Q4_K | as Q4_K; the fifth bit of value i is bit i/32 of qh[i % 32] |
+| Q6_K | (d * scales[i/16]) * (q - 32) | two halves of 128 values, see below |
+
+`sc` and `m` of Q4_K and Q5_K are eight 6-bit numbers each in 12 bytes, see `unpack_scales`. Half h
+of a Q6_K block has 64 bytes of ql (values 0..63 in low nibbles, 64..127 in high ones) and 32 of qh,
+of which bits 2k and 2k + 1 of byte j are the high bits of value 32k + j. Products are float32, in
+the order the brackets give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.errors import UsageError
+from workbench.graph.ir import (
+    BF16,
+    F16,
+    F32,
+    MXFP4,
+    Q4_0,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+    Q8_ACT,
+    WEIGHT_DTYPES,
+    DType,
+)
+
+BLOCKS: dict[DType, np.dtype] = {
+    Q8_0: np.dtype([("d", "<f2"), ("qs", "i1", 32)]),
+    Q4_0: np.dtype([("d", "<f2"), ("qs", "u1", 16)]),
+    MXFP4: np.dtype([("e", "u1"), ("qs", "u1", 16)]),
+    Q4_K: np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)]),
+    Q5_K: np.dtype(
+        [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)]
+    ),
+    Q6_K: np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")]),
+}
+MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
+_CHUNK = 4096  # blocks dequantised together: temporaries stay in the cache
+
+
+def unpack_scales(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """sc and m, uint8 (n, 8) each, of Q4_K or Q5_K `scales`, uint8 (n, 12).
+
+    Bytes 0..3 hold sc 0..3 in their low six bits, bytes 4..7 m 0..3; their top two bits are the
+    high bits of sc 4..7 and m 4..7, whose low four are the low and high nibbles of bytes 8..11.
+    """
+    a, b, c = scales[:, 0:4], scales[:, 4:8], scales[:, 8:12]
+    sc = np.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=1)
+    m = np.concatenate([b & 63, (c >> 4) | (b >> 6 << 4)], axis=1)
+    return sc, m
+
+
+def _f32(a: np.ndarray) -> np.ndarray:
+    return a.astype(np.float32)
+
+
+def _nibbles(qs: np.ndarray, run: int) -> np.ndarray:
+    """Nibbles of uint8 (n, b), (n, 2b): of every `run` bytes the low ones, then the high ones."""
+    runs = qs.reshape(len(qs), -1, 1, run)
+    return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(qs), -1)
+
+
+def _q8_0(b: np.ndarray) -> np.ndarray:
+    return _f32(b["d"])[:, None] * b["qs"]
+
+
+def _q4_0(b: np.ndarray) -> np.ndarray:
+    return _f32(b["d"])[:, None] * (_nibbles(b["qs"], 16).astype(np.int8) - np.int8(8))
+
+
+def e8m0_half(e: np.ndarray) -> np.ndarray:
+    """2^(e - 128) as float32, for uint8 exponents e (e < 2 gives subnormal numbers)."""
+    e = e.astype(np.uint32)
+    bits = np.where(e < 2, np.uint32(0x00200000) << np.minimum(e, 1), (e - 1) << 23)
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def _mxfp4(b: np.ndarray) -> np.ndarray:
+    return e8m0_half(b["e"])[:, None] * MXFP4_VALUES[_nibbles(b["qs"], 16)]
+
+
+def _scale_min(b: np.ndarray, q: np.ndarray) -> np.ndarray:
+    sc, m = unpack_scales(b["scales"])
+    d = _f32(b["d"])[:, None] * sc
+    dm = _f32(b["dmin"])[:, None] * m
+    return (d[:, :, None] * _f32(q.reshape(-1, 8, 32)) - dm[:, :, None]).reshape(-1, 256)
+
+
+def _q4_k(b: np.ndarray) -> np.ndarray:
+    return _scale_min(b, _nibbles(b["qs"], 32))
+
+
+def _q5_k(b: np.ndarray) -> np.ndarray:
+    high = b["qh"][:, None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # (n, 8, 32)
+    return _scale_min(b, _nibbles(b["qs"], 32) | high.reshape(-1, 256) << 4)
+
+
+def _q6_k(b: np.ndarray) -> np.ndarray:
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    high = b["qh"].reshape(-1, 2, 1, 32) >> shifts & 3  # (n, 2, 4, 32)
+    q = (_nibbles(b["ql"], 64) | high.reshape(-1, 256) << 4).astype(np.int8) - np.int8(32)
+    d = _f32(b["d"])[:, None] * b["scales"]
+    return (d[:, :, None] * _f32(q.reshape(-1, 16, 16))).reshape(-1, 256)
+
+
+_DEQUANTIZE: dict[DType, Callable[[np.ndarray], np.ndarray]] = {
+    Q8_0: _q8_0,
+    Q4_0: _q4_0,
+    MXFP4: _mxfp4,
+    Q4_K: _q4_k,
+    Q5_K: _q5_k,
+    Q6_K: _q6_k,
+}  # blocks (n,) of BLOCKS[dtype] -> float32 (n, dtype.block)
+
+
+def dequantize(data: np.ndarray, dtype: DType, shape: tuple[int, ...]) -> np.ndarray:
+    """The weights in `data`, uint8 of any shape in file order, as a new float32 array of `shape`.
+
+    Raises UsageError where data, type and shape do not fit one another.
+    """
+    if dtype not in WEIGHT_DTYPES:
+        raise UsageError(f"{dtype.name} is no weight type; types are {_names()}")
+    rows = math.prod(shape[:-1])
+    if data.dtype != np.uint8 or data.size != rows * dtype.row_bytes(shape[-1]):
+        raise UsageError(
+            f"{data.size} items of {data.dtype} are not {dtype.name} {list(shape)}: want "
+            f"{rows * dtype.row_bytes(shape[-1])} bytes as uint8"
+        )
+    data = np.ascontiguousarray(data).reshape(-1)
+    if dtype == F32:
+        return data.view("<f4").astype(np.float32).reshape(shape)
+    if dtype == F16:
+        return data.view("<f2").astype(np.float32).reshape(shape)
+    if dtype == BF16:
+        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    blocks = data.view(BLOCKS[dtype])
+    out = np.empty((len(blocks), dtype.block), np.float32)
+    for i in range(0, len(blocks), _CHUNK):
+        out[i : i + _CHUNK] = _DEQUANTIZE[dtype](blocks[i : i + _CHUNK])
+    return out.reshape(shape)
+
+
+class ActivationPlanes(NamedTuple):
+    """Byte offsets of the planes in a row of Q8_ACT, and its size (a multiple of 64)."""
+
+    quants: int  # int8 (cols,)
+    scales: int  # float32 (cols/32,)
+    sums: int  # int16 (cols/16,): of the quants of each half block
+    row_bytes: int
+
+
+def activation_planes(cols: int) -> ActivationPlanes:
+    """Where the planes of a Q8_ACT row of `cols` lie; UsageError where cols is not n * 32."""
+    return ActivationPlanes(0, cols, cols + cols // 8, Q8_ACT.row_bytes(cols))
+
+
+def quantize_activations(x: np.ndarray) -> np.ndarray:
+    """float32 (T, cols), finite, to Q8_ACT rows: uint8 (T, row_bytes), padding zero.
+
+    Per block of 32, in float32: scale = max|x| / 127; quant = x / scale (a true division, not a
+    product with 1/scale) rounded half to even; all quants 0 where scale is 0. Quants are clamped
+    to +-127, which only changes a block whose scale is subnormal and so has lost digits.
+    """
+    n, cols = x.shape
+    planes = activation_planes(cols)
+    blocks = x.astype(np.float32, copy=False).reshape(n, -1, 32)
+    scale = np.abs(blocks).max(axis=2) / np.float32(127)
+    ratio = blocks / np.where(scale == 0, np.float32(1), scale)[:, :, None]
+    ratio[scale == 0] = 0
+    quants = np.clip(np.rint(ratio), -127, 127).astype(np.int8).reshape(n, cols)
+    out = np.zeros((n, planes.row_bytes), np.uint8)
+    packed = unpack_activations(out, cols)
+    packed[0][:] = quants
+    packed[1][:] = scale
+    packed[2][:] = quants.reshape(n, -1, 16).sum(axis=2, dtype=np.int16)
+    return out
+
+
+def unpack_activations(rows: np.ndarray, cols: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Views of Q8_ACT rows, uint8 (T, row_bytes): quants, scales and sums.
+
+    quants int8 (T, cols), scales float32 (T, cols/32), sums int16 (T, cols/16).
+    """
+    p = activation_planes(cols)
+    return (
+        rows[:, p.quants : p.scales].view(np.int8),
+        rows[:, p.scales : p.sums].view("<f4"),
+        rows[:, p.sums : p.sums + cols // 8].view("<i2"),
+    )
+
+
+def random_blocks(
+    rng: np.random.Generator, dtype: DType, rows: int, cols: int, std: float
+) -> np.ndarray:
+    """Random weights of mean about 0 and standard deviation about `std`: uint8 (rows, row_bytes).
+
+    F32, F16 and BF16 are normal (16-bit types by 65536 equally likely values). Quants of the other
+    types are uniform random bits; a block's scale is one of 256 within 25 % of a middle (MXFP4: the
+    two powers of two around it), drawn by random bits too; Q4_0, whose quants have mean -1/2, and
+    Q8_0 have scales of both signs. Every block is one a quantiser could have written: finite, no
+    -128 in Q8_0. rng must draw 64 bits at a time (`numpy.random.default_rng`, SFC64, Philox).
+    Raises UsageError for a std whose scales a type cannot hold.
+    """
+    n_bytes = rows * dtype.row_bytes(cols)
+    if dtype not in WEIGHT_DTYPES or not 0 < std < math.inf:
+        raise UsageError(f"random {dtype.name} of std {std}: want one of {_names()} and std > 0")
+    if dtype == F32:
+        values = rng.standard_normal((rows, cols), np.float32)
+        values *= np.float32(std)
+        return values.view(np.uint8)
+    raw = rng.bit_generator.random_raw(-(-n_bytes // 8)).view(np.uint8)[:n_bytes]
+    if dtype in (F16, BF16):
+        table, words = _normal_table(dtype, std), raw.view("<u2")
+        for i in range(0, len(words), 1 << 16):
+            words[i : i + (1 << 16)] = table[words[i : i + (1 << 16)]]
+    else:
+        _FINISH[dtype](raw.view(BLOCKS[dtype]), std)
+    return raw.reshape(rows, -1)
+
+
+@lru_cache(1)
+def _normal_quantiles() -> np.ndarray:
+    """65536 equally likely values of mean 0 and standard deviation 1, float64."""
+    inverse = NormalDist().inv_cdf
+    half = np.array([inverse((i + 0.5) / 65536) for i in range(32768)])
+    values = np.concatenate([half, -half[::-1]])
+    return values / values.std()
+
+
+@lru_cache(8)
+def _normal_table(dtype: DType, std: float) -> np.ndarray:
+    """The quantiles times std, as uint16 patterns of F16 or BF16."""
+    values = (_normal_quantiles() * std).astype(np.float32)
+    if dtype == F16:
+        return values.astype("<f2").view("<u2")
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")  # round half to even
+
+
+def _scales(rms: float, signed: bool) -> np.ndarray:
+    """256 float16 scales between 0.75 and 1.25 of a middle with that root mean square."""
+    spread = np.linspace(0.75, 1.25, 256)
+    if signed:
+        spread[1::2] *= -1
+    with np.errstate(over="ignore"):
+        scales = (spread * (rms / math.sqrt(np.mean(spread**2)))).astype("<f2")
+    if not (np.isfinite(scales).all() and np.abs(scales).min() > 1e-6):
+        raise UsageError(f"block scales around {rms:.3g} do not fit float16; choose another std")
+    return scales
+
+
+def _draw(table: np.ndarray, field: np.ndarray) -> None:
+    """Replaces the random bits in `field` by entries of table, which their low 8 bits choose."""
+    for i in range(0, len(field), 1 << 16):
+        part = field[i : i + (1 << 16)]
+        part[:] = table[part.view(f"u{part.itemsize}") & 255]
+
+
+def _finish_q8_0(b: np.ndarray, std: float) -> None:
+    every = b.view(np.int8)  # d's random bits too, which is as well: contiguous is faster
+    np.maximum(every, -127, out=every)
+    _draw(_scales(std / _rms(np.maximum(np.arange(-128, 128), -127)), True), b["d"])
+
+
+def _finish_q4_0(b: np.ndarray, std: float) -> None:
+    _draw(_scales(std / _rms(np.arange(16) - 8), True), b["d"])
+
+
+def _finish_mxfp4(b: np.ndarray, std: float) -> None:
+    target = (std / _rms(MXFP4_VALUES)) ** 2  # mean square of 2^(e - 128)
+    low = math.floor(math.log2(target) / 2)
+    n_high = round(256 * (target / 4.0**low - 1) / 3)
+    exponents = np.full(256, low + 128)
+    exponents[:n_high] += 1
+    if not 2 <= exponents.min() <= exponents.max() < 255:
+        raise UsageError(f"MXFP4 scales around 2^{low} do not fit a byte; choose another std")
+    _draw(exponents.astype(np.uint8), b["e"])
+
+
+def _finish_k45(b: np.ndarray, std: float, levels: int) -> None:
+    """Q4_K, Q5_K: sc and m drawn from 48..63, dmin = d * mean(q), so that means cancel."""
+    b["scales"][:, :8] |= 0xF0
+    q, s = np.arange(levels), np.arange(48.0, 64)
+    mean_q, mean_s, square_s = q.mean(), s.mean(), np.mean(s**2)
+    # E (sc q - mean_q m)^2 for independent sc, m and q, sc and m alike
+    variance = square_s * np.mean(q**2) + mean_q**2 * (square_s - 2 * mean_s**2)
+    d = _scales(std / math.sqrt(variance), False)
+    b["dmin"] = b["d"]  # the same random bits, so the same entry
+    _draw((d * np.float32(mean_q)).astype("<f2"), b["dmin"])
+    _draw(d, b["d"])
+
+
+def _finish_q6_k(b: np.ndarray, std: float) -> None:
+    """Scales drawn from -128..-65 and 64..127: of both signs, since q has mean -1/2."""
+    s = np.arange(256, dtype=np.uint8)
+    table = np.where(s < 128, s & 63 | 64, s & 63 | 128).astype(np.uint8).view(np.int8)
+    for i in range(0, len(b), _CHUNK):
+        part = b["scales"][i : i + _CHUNK]
+        part[:] = table[part.view(np.uint8)]
+    unit = _rms(table) * _rms(np.arange(64) - 32)
+    _draw(_scales(std / unit, False), b["d"])
+
+
+_FINISH: dict[DType, Callable[[np.ndarray, float], None]] = {
+    Q8_0: _finish_q8_0,
+    Q4_0: _finish_q4_0,
+    MXFP4: _finish_mxfp4,
+    Q4_K: lambda b, std: _finish_k45(b, std, 16),
+    Q5_K: lambda b, std: _finish_k45(b, std, 32),
+    Q6_K: _finish_q6_k,
+}  # turns blocks of random bits into valid ones, in place
+
+
+def _rms(values: np.ndarray) -> float:
+    return math.sqrt(np.mean(np.asarray(values, np.float64) ** 2))
+
+
+def _names() -> str:
+    return ", ".join(d.name for d in WEIGHT_DTYPES)

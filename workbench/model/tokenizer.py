@@ -1,0 +1,321 @@
+"""Text to token ids and back, rebuilt from a GGUF file's own metadata.
+
+`tokenizer.ggml.model` says which kind: `gpt2` is byte-level BPE (run by the `tokenizers` package),
+`llama` is SentencePiece BPE (run by `sentencepiece`). Both packages are imported when a tokenizer
+is built, not with this module.
+
+Before either runs, control and user-defined tokens are cut out of the text: each is one token
+wherever its text stands, the longest first, as in llama.cpp. `decode` gives back the text that was
+encoded.
+"""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from workbench.errors import ModelFileError, UsageError
+from workbench.model.gguf import GGUFFile
+from workbench.model.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
+
+_KEY = "tokenizer.ggml."
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_REWRITE = "convert the model again with a current converter"
+
+# --- what every tokenizer is -----------------------------------------------------------------
+
+# Texts that end a turn, whatever the file calls them.
+_EOG_TEXTS = frozenset({
+    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<|end|>",
+    "<|return|>", "<|call|>", "<end_of_turn>", "<end_of_utterance>", "</s>", "<eos>", "<EOT>",
+    "_<EOT>", "[EOT]", "[EOS]", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
+})  # fmt: skip
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. `None` stands for a special token that the file does not name."""
+
+    n_vocab: int
+    bos_id: int | None
+    eos_id: int | None
+    eog_ids: frozenset[int]  # any of these ends generation
+
+    def encode(self, text: str, add_bos: bool | None = None) -> list[int]:
+        """Token ids of `text`. add_bos: None does as the file says (EOS at the end included, where
+        it asks for one), True puts BOS first, False adds nothing. Lone surrogates become `?`.
+
+        Raises UsageError for add_bos=True with a model that has no BOS.
+        """
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """The text of `ids`; bytes that are no UTF-8 become U+FFFD. Control tokens print nothing
+        unless `special`. Raises UsageError for an id outside the vocabulary."""
+
+    def piece(self, token: int, special: bool = False) -> bytes:
+        """The bytes one token stands for, leading space included; see `decode`."""
+
+    def starts_text(self, token: int) -> bool:
+        """Whether text after this token begins afresh, so that a prefix space is not part of it."""
+
+    @property
+    def space_prefix(self) -> bool:
+        """Whether `encode` puts a space before each text."""
+
+
+class StreamDecoder:
+    """Text from ids that come one at a time; never half a UTF-8 character.
+
+    `feed` returns what is certain: bytes of an unfinished character are held until it is complete
+    or turns out not to be UTF-8. `flush` ends the stream. at_start: the first id begins a text (as
+    in `decode`); False where the ids continue a prompt, as in generation.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False, at_start: bool = False):
+        self._tokenizer = tokenizer
+        self._special = special
+        self._at_start = at_start
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        piece = self._tokenizer.piece(token, self._special)
+        if self._tokenizer.starts_text(token):
+            self._at_start = True
+        else:
+            if self._at_start and self._tokenizer.space_prefix:
+                piece = piece.removeprefix(b" ")
+            self._at_start = False
+        return self._utf8.decode(piece)
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+def load_tokenizer(gguf: GGUFFile) -> Tokenizer:
+    """The tokenizer that `gguf` describes.
+
+    Raises ModelFileError where the description is missing, inconsistent, or of a kind or
+    pre-tokenizer that is not known.
+    """
+    kind = gguf.get(_KEY + "model", str)
+    if kind not in _ENCODERS:
+        raise ModelFileError(
+            f"{gguf.path}: tokenizer {kind!r} (metadata key '{_KEY}model') is not known; use "
+            f"--tokens with ids, or a model with one of {', '.join(_ENCODERS)}"
+        )
+    return _GGUFTokenizer(gguf, kind)
+
+
+class _GGUFTokenizer:
+    """Everything but the merging itself: special tokens, ends, pieces."""
+
+    def __init__(self, gguf: GGUFFile, kind: str):
+        self._path = gguf.path
+        tokens = gguf.get(_KEY + "tokens", list)
+        n = self.n_vocab = len(tokens)
+        if n == 0 or not all(isinstance(t, str) for t in tokens):
+            raise self._bad("tokens", "is no list of strings, or an empty one")
+        tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(tokens)]
+        self._ids = {token: i for i, token in enumerate(tokens)}
+        if len(self._ids) < n:
+            twice = next(t for i, t in enumerate(tokens) if self._ids[t] != i)
+            raise self._bad("tokens", f"holds {twice!r} twice")
+        self._tokens = tokens
+        self._types = self._types_of(gguf, kind)
+
+        specials = [i for i, t in enumerate(self._types) if t in (2, _CONTROL, _USER_DEFINED)]
+        specials.sort(key=lambda i: len(tokens[i].encode()), reverse=True)
+        self._specials = [(tokens[i], i) for i in specials]
+        self._literal = frozenset(specials)
+        self._silent = frozenset(i for i in specials if self._types[i] != _USER_DEFINED)
+
+        spm = kind == "llama"
+        self.bos_id = self._id(gguf, "bos_token_id", 1 if spm and n > 1 else None)
+        self.eos_id = self._id(gguf, "eos_token_id", 2 if spm and n > 2 else None)
+        ends = {self.eos_id, *(self._id(gguf, f"{e}_token_id", None) for e in ("eot", "eom"))}
+        ends |= {self._ids[t] for t in _EOG_TEXTS if t in self._ids}
+        self.eog_ids = frozenset(i for i in ends if i is not None)
+        pre = PRE_TOKENIZERS.get(gguf.get(_KEY + "pre", str, "default"))
+        default = self.bos_id is not None and (spm or (pre is not None and pre.add_bos))
+        self._add_bos = gguf.get(_KEY + "add_bos_token", bool, default)
+        self._add_eos = gguf.get(_KEY + "add_eos_token", bool, False)
+        for key, wanted, found in (
+            ("add_bos_token", self._add_bos, self.bos_id),
+            ("add_eos_token", self._add_eos, self.eos_id),
+        ):
+            if wanted and found is None:
+                raise self._bad(key, "asks for a token that the file does not name")
+        self.space_prefix = spm and gguf.get(_KEY + "add_space_prefix", bool, True)
+        self._encode_text, self._normal_piece = _ENCODERS[kind](self, gguf)
+
+    def encode(self, text: str, add_bos: bool | None = None) -> list[int]:
+        if add_bos and self.bos_id is None:
+            raise UsageError(f"{self._path} names no BOS token; leave add_bos unset")
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        ids: list[int] = []
+        if add_bos if add_bos is not None else self._add_bos:
+            ids.append(self.bos_id)  # type: ignore[arg-type]  # checked above and at load
+        for part in self._parts(text):
+            if isinstance(part, int):
+                ids.append(part)
+            elif self.space_prefix and (not ids or self.starts_text(ids[-1])):
+                ids += self._encode_text(" " + part)
+            else:
+                ids += self._encode_text(part)
+        if add_bos is None and self._add_eos:
+            ids.append(self.eos_id)  # type: ignore[arg-type]
+        return ids
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        stream = StreamDecoder(self, special=special, at_start=True)
+        return "".join([stream.feed(i) for i in ids]) + stream.flush()
+
+    def piece(self, token: int, special: bool = False) -> bytes:
+        if not 0 <= token < self.n_vocab:
+            raise UsageError(f"token id {token} is not in 0..{self.n_vocab - 1}, the vocabulary")
+        if token in self._literal:
+            shown = special or token not in self._silent
+            return self._tokens[token].encode() if shown else b""
+        return self._normal_piece(token)
+
+    def starts_text(self, token: int) -> bool:
+        return token in self._literal
+
+    def _parts(self, text: str) -> Iterator[str | int]:
+        """Texts and special token ids, in order. Longest special token first over the whole text,
+        not leftmost first: that is llama.cpp's order, and tells where two of them overlap."""
+        parts: list[str | int] = [text] if text else []
+        for token, i in self._specials:
+            if token in text:
+                parts = [p for part in parts for p in _cut(part, token, i)]
+        yield from parts
+
+    def _types_of(self, gguf: GGUFFile, kind: str) -> list[int]:
+        key = _KEY + "token_type"
+        if kind == "gpt2" and key not in gguf.metadata:
+            return [_NORMAL] * self.n_vocab
+        return self._numbers(gguf, "token_type", (int,))
+
+    def _numbers(self, gguf: GGUFFile, name: str, types: tuple[type, ...]) -> list[Any]:
+        """A metadata array with one number for each token."""
+        values = gguf.get(_KEY + name, list)
+        if len(values) != self.n_vocab:
+            raise self._bad(name, f"has {len(values)} entries for {self.n_vocab} tokens")
+        if not all(isinstance(v, types) for v in values):
+            raise self._bad(name, f"holds more than {' and '.join(t.__name__ for t in types)}")
+        return values
+
+    def _id(self, gguf: GGUFFile, name: str, default: int | None) -> int | None:
+        value = gguf.get(_KEY + name, int, default)
+        if value is not None and not 0 <= value < self.n_vocab:
+            raise self._bad(name, f"is {value}, outside the vocabulary of {self.n_vocab}")
+        return value
+
+    def _bad(self, name: str, what: str) -> ModelFileError:
+        return ModelFileError(f"{self._path}: metadata key '{_KEY}{name}' {what}; {_REWRITE}")
+
+
+def _cut(part: str | int, token: str, i: int) -> Iterator[str | int]:
+    """The pieces of a text between occurrences of `token`, and its id `i` for each of those."""
+    if isinstance(part, int):
+        yield part
+        return
+    for n, text in enumerate(part.split(token)):
+        if n:
+            yield i
+        if text:
+            yield text
+
+
+# --- the two kinds ---------------------------------------------------------------------------
+
+# What a kind gives: text without special tokens -> ids, and a normal token's bytes.
+_Codec = tuple[Callable[[str], list[int]], Callable[[int], bytes]]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: themselves where visible, else from U+0100 up."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in visible]
+    return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+def _bpe(base: _GGUFTokenizer, gguf: GGUFFile) -> _Codec:
+    import tokenizers
+    from tokenizers import models
+
+    pre = gguf.get(_KEY + "pre", str, "default")
+    split = pre_tokenizer(pre)
+    merges = []
+    for rank, merge in enumerate(gguf.get(_KEY + "merges", list)):
+        # The first space may itself be a token's text, so it is looked for from index 1.
+        cut = merge.find(" ", 1) if isinstance(merge, str) else -1
+        if cut < 0:
+            raise base._bad("merges", f"holds {merge!r} at {rank}, which is no pair of tokens")
+        pair = merge[:cut], merge[cut + 1 :]
+        for text in (*pair, "".join(pair)):
+            if text not in base._ids:
+                raise base._bad("merges", f"merges to or from {text!r}, which is no token")
+        merges.append(pair)
+    ignore = PRE_TOKENIZERS[pre].ignore_merges
+    bpe = tokenizers.Tokenizer(models.BPE(base._ids, merges, ignore_merges=ignore))
+    bpe.pre_tokenizer = split
+    alphabet = _byte_alphabet()
+
+    def piece(token: int) -> bytes:
+        text = base._tokens[token]
+        try:
+            return bytes([alphabet[c] for c in text])
+        except KeyError:  # not written in the byte alphabet: the text itself
+            return text.encode()
+
+    return lambda text: bpe.encode(text, add_special_tokens=False).ids, piece
+
+
+def _spm(base: _GGUFTokenizer, gguf: GGUFFile) -> _Codec:
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+
+    pb2: Any = sentencepiece_model_pb2
+    scores = base._numbers(gguf, "scores", (float, int))
+    proto = pb2.ModelProto()
+    bytes_of: dict[int, bytes] = {}
+    for i, (text, score, kind) in enumerate(zip(base._tokens, scores, base._types, strict=True)):
+        if not math.isfinite(score):
+            raise base._bad("scores", f"holds {score} at {i}")
+        if not _NORMAL <= kind <= _BYTE:
+            raise base._bad("token_type", f"holds {kind} at {i}, which is no type")
+        if kind == _BYTE:
+            bytes_of[i] = _byte_token(base, text, i)
+        proto.pieces.add(piece=text, score=score, type=kind)
+    if base._types.count(_UNKNOWN) != 1:
+        raise base._bad("token_type", f"names {base._types.count(_UNKNOWN)} unknown tokens, not 1")
+    proto.trainer_spec.model_type = pb2.TrainerSpec.BPE
+    proto.trainer_spec.byte_fallback = len(set(bytes_of.values())) == 256
+    proto.trainer_spec.unk_id = base._types.index(_UNKNOWN)
+    proto.normalizer_spec.name = "identity"
+    proto.normalizer_spec.add_dummy_prefix = False  # `encode` does, after special tokens too
+    proto.normalizer_spec.remove_extra_whitespaces = False
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.LoadFromSerializedProto(proto.SerializeToString())
+    except RuntimeError as error:
+        raise base._bad("tokens", f"makes no SentencePiece model ({error})") from None
+
+    def piece(token: int) -> bytes:
+        return bytes_of.get(token) or base._tokens[token].replace("▁", " ").encode()
+
+    return processor.EncodeAsIds, piece
+
+
+def _byte_token(base: _GGUFTokenizer, text: str, i: int) -> bytes:
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        try:
+            return bytes([int(text[3:5], 16)])
+        except ValueError:
+            pass
+    raise base._bad("tokens", f"holds {text!r} at {i} as a byte token, which is no <0x..>")
+
+
+_ENCODERS: dict[str, Callable[[_GGUFTokenizer, GGUFFile], _Codec]] = {"gpt2": _bpe, "llama": _spm}

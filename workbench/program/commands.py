@@ -1,0 +1,404 @@
+"""A token is a program, and a program is data: the commands, and what a backend can do.
+
+A `Program` is the ordered list of everything the host issues for one step. Each command names the
+byte ranges it reads and writes, so that one program has many readers (issue, capture, check, draw)
+that know nothing of each other.
+
+Contracts (host order is list order):
+
+* A Copy runs after everything already queued on its stream. Until something recorded after it has
+  been waited for, its source is neither written nor freed, and its destination is neither read nor
+  written except by later work on the same stream. The source counts as read late, whatever memory
+  it is in.
+* A Wait or a Sync refers to the event's latest Record in host order, and to nothing if there is
+  none (as in CUDA).
+* A Launch on the host backend's stream runs to its end before the next command is issued.
+* Staging memory is written by Write alone; a caller's array is the caller's again at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar, NamedTuple
+
+from workbench.graph.ir import Node, StepShape, Tensor
+
+HOST = 0  # index of the host backend in every program
+DEVICE = 1
+
+
+class Space(StrEnum):
+    HOST = "host"  # pageable host memory
+    PINNED = "pinned"  # page-locked host memory
+    DEVICE = "device"
+
+
+class Buffer:
+    """A block of memory the program refers to. `backend` is the index of the one that owns it."""
+
+    __slots__ = ("backend", "name", "nbytes", "space")
+
+    def __init__(self, name: str, space: Space, nbytes: int, backend: int):
+        self.name = name
+        self.space = space
+        self.nbytes = nbytes
+        self.backend = backend
+
+    def __repr__(self) -> str:
+        return f"{self.name}[{self.nbytes}]"
+
+
+class Range(NamedTuple):
+    """Bytes offset..offset+nbytes-1 of a buffer."""
+
+    buffer: Buffer
+    offset: int
+    nbytes: int
+
+    def __repr__(self) -> str:
+        return f"{self.buffer.name}+{self.offset}:{self.nbytes}"
+
+
+class Stream(NamedTuple):
+    """Stream `id` of backend number `backend`; id 0 is the compute stream, 1 the copy stream."""
+
+    backend: int
+    id: int
+
+
+COMPUTE_STREAM, COPY_STREAM = 0, 1
+RESULT = -1  # the split number of commands outside every split: input writes, the logits wait
+
+
+class Command:
+    """What all commands share: the number of the split they serve, and the ranges they touch."""
+
+    __slots__ = ("split",)
+    kind: ClassVar[str]
+    split: int
+
+    @property
+    def reads(self) -> tuple[Range, ...]:
+        return ()
+
+    @property
+    def writes(self) -> tuple[Range, ...]:
+        return ()
+
+
+class Write(Command):
+    """The host puts the step's value named `value` into staging memory."""
+
+    __slots__ = ("staging", "value")
+    kind = "write"
+
+    def __init__(self, staging: Range, value: str, split: int = RESULT):
+        self.staging = staging
+        self.value = value
+        self.split = split
+
+    @property
+    def writes(self) -> tuple[Range, ...]:
+        return (self.staging,)
+
+
+class Copy(Command):
+    """Asynchronous copy in stream order; `name` is the tensor's."""
+
+    __slots__ = ("dst", "name", "src", "stream")
+    kind = "copy"
+
+    def __init__(self, dst: Range, src: Range, stream: Stream, name: str, split: int):
+        self.dst = dst
+        self.src = src
+        self.stream = stream
+        self.name = name
+        self.split = split
+
+    @property
+    def reads(self) -> tuple[Range, ...]:
+        return (self.src,)
+
+    @property
+    def writes(self) -> tuple[Range, ...]:
+        return (self.dst,)
+
+
+class Launch(Command):
+    """One kernel: `node` computed on `stream`. `scratch` is written and read by it alone."""
+
+    __slots__ = ("_reads", "_writes", "node", "scratch", "stream")
+    kind = "launch"
+
+    def __init__(
+        self,
+        node: Node,
+        stream: Stream,
+        reads: tuple[Range, ...],
+        writes: tuple[Range, ...],
+        scratch: Range | None,
+        split: int,
+    ):
+        self.node = node
+        self.stream = stream
+        self._reads = reads
+        self._writes = writes
+        self.scratch = scratch
+        self.split = split
+
+    @property
+    def reads(self) -> tuple[Range, ...]:
+        return self._reads
+
+    @property
+    def writes(self) -> tuple[Range, ...]:
+        return self._writes
+
+
+class Record(Command):
+    """Event number `event` becomes the point reached by `stream`."""
+
+    __slots__ = ("event", "stream")
+    kind = "record"
+
+    def __init__(self, event: int, stream: Stream, split: int):
+        self.event = event
+        self.stream = stream
+        self.split = split
+
+
+class Wait(Command):
+    """Later work on `stream` waits for `event`; the host does not."""
+
+    __slots__ = ("event", "stream")
+    kind = "wait"
+
+    def __init__(self, event: int, stream: Stream, split: int):
+        self.event = event
+        self.stream = stream
+        self.split = split
+
+
+class Sync(Command):
+    """The host waits, for a stream (everything queued on it) or for an event: one is not None.
+
+    `blocks` names the Copy of which this wait is the second half: copy and wait together are one
+    blocking copy, the letter `c`.
+    """
+
+    __slots__ = ("blocks", "event", "stream")
+    kind = "sync"
+
+    def __init__(
+        self,
+        split: int,
+        *,
+        stream: Stream | None = None,
+        event: int | None = None,
+        blocks: Copy | None = None,
+    ):
+        self.stream = stream
+        self.event = event
+        self.blocks = blocks
+        self.split = split
+
+
+class Read(Command):
+    """The host takes the result named `value` out of staging memory."""
+
+    __slots__ = ("staging", "value")
+    kind = "read"
+
+    def __init__(self, staging: Range, value: str, split: int = RESULT):
+        self.staging = staging
+        self.value = value
+        self.split = split
+
+    @property
+    def reads(self) -> tuple[Range, ...]:
+        return (self.staging,)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do; `lower` asks this and never a backend's name.
+
+    asynchronous_copies: a copy call returns before the copy is done. events: Record, Wait and Sync
+    on events. one_order: copies and launches on one stream run in issue order. capture: a split
+    can be captured as a plan. n_streams: most streams usable side by side (0: no streams, every
+    launch runs inside the call).
+    """
+
+    asynchronous_copies: bool
+    events: bool
+    one_order: bool
+    capture: bool
+    n_streams: int
+
+    @property
+    def synchronous(self) -> bool:
+        return self.n_streams == 0
+
+
+class Program:
+    """The commands of one step, with the names needed to read them.
+
+    placement[b][tensor] is where backend b finds a tensor. sync is the mode the program was
+    lowered with (never `auto`). splits are the backends' indices in split order.
+    """
+
+    __slots__ = (
+        "backends", "buffers", "commands", "copy_stream", "n_events", "placement", "shape",
+        "splits", "sync",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        commands: list[Command],
+        buffers: list[Buffer],
+        placement: list[dict[Tensor, Range]],
+        splits: list[int],
+        backends: tuple[str, ...],
+        shape: StepShape,
+        sync: str,
+        copy_stream: str,
+        n_events: int,
+    ):
+        self.commands = commands
+        self.buffers = buffers
+        self.placement = placement
+        self.splits = splits
+        self.backends = backends
+        self.shape = shape
+        self.sync = sync
+        self.copy_stream = copy_stream
+        self.n_events = n_events
+
+    def pattern(self, fold: bool = False) -> str:
+        """The program's order in the letters of the threads, one group per split.
+
+        `c` a Copy followed at once by a Sync on it (a blocking copy), `a` a Copy without, `s` any
+        other Sync, `r` Record, `w` Wait, `g` the device work of a split, `h` a host split.
+        Writes, Reads and the logits wait are not printed. With fold, every run of copies is
+        written as four, and every run of sync-and-copy pairs as `scsc`, as the threads do.
+        """
+        groups = ["" for _ in self.splits]
+        blocked = {c.blocks for c in self.commands if isinstance(c, Sync)}
+        for command in self.commands:
+            if command.split == RESULT:
+                continue
+            letter = _letter(command, blocked)
+            # the launches of a split are one letter; a blocking copy's wait is part of its `c`
+            if letter and not (letter in "gh" and groups[command.split].endswith(letter)):
+                groups[command.split] += letter
+        return " ".join(_fold(g) if fold else g for g in groups)
+
+    def counts(self) -> dict[str, int]:
+        """Per step: waits of the host, copies, launches, records, stream waits, bytes copied.
+
+        waits counts every Sync, the logits wait included; copies likewise.
+        """
+        n = dict.fromkeys(("waits", "copies", "launches", "records", "stream_waits"), 0)
+        names = {
+            "sync": "waits", "copy": "copies", "launch": "launches",
+            "record": "records", "wait": "stream_waits",
+        }  # fmt: skip
+        copied = 0
+        for command in self.commands:
+            name = names.get(command.kind)
+            if name:
+                n[name] += 1
+            if isinstance(command, Copy):
+                copied += command.src.nbytes
+        return n | {"copied_bytes": copied}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON-able values: ranges as [buffer name, offset, bytes]."""
+        return {
+            "pattern": self.pattern(),
+            "folded_pattern": self.pattern(fold=True),
+            "sync": self.sync,
+            "copy_stream": self.copy_stream,
+            "shape": self.shape._asdict(),
+            "backends": list(self.backends),
+            "splits": [self.backends[b] for b in self.splits],
+            "counts": self.counts(),
+            "buffers": [
+                {
+                    "name": b.name,
+                    "space": str(b.space),
+                    "bytes": b.nbytes,
+                    "backend": self.backends[b.backend],
+                }
+                for b in self.buffers
+            ],
+            "commands": [self._command_dict(c) for c in self.commands],
+        }
+
+    def _command_dict(self, c: Command) -> dict[str, Any]:
+        d: dict[str, Any] = {"kind": c.kind, "split": c.split}
+        stream = getattr(c, "stream", None)
+        if stream is not None:
+            d["stream"] = f"{self.backends[stream.backend]}:{stream.id}"
+        match c:
+            case Launch():
+                d |= {"op": c.node.op, "name": c.node.name}
+                if c.scratch is not None:
+                    d["scratch"] = _range_list((c.scratch,))[0]
+            case Copy():
+                d["name"] = c.name
+            case Write() | Read():
+                d["value"] = c.value
+            case Record() | Wait():
+                d["event"] = c.event
+            case Sync():
+                if c.event is not None:
+                    d["event"] = c.event
+                if c.blocks is not None:
+                    d["blocks"] = c.blocks.name
+        return d | {"reads": _range_list(c.reads), "writes": _range_list(c.writes)}
+
+    def _repr_html_(self) -> str:
+        counts = ", ".join(f"{v} {k}" for k, v in self.counts().items())
+        return f"<p><code>{self.pattern(fold=True)}</code> ({self.sync}, {counts})</p>"
+
+
+def _letter(command: Command, blocked: set[Copy | None]) -> str:
+    match command:
+        case Launch():
+            return "h" if command.stream.backend == HOST else "g"
+        case Copy():
+            return "c" if command in blocked else "a"
+        case Sync():
+            return "" if command.blocks is not None else "s"
+        case Record():
+            return "r"
+        case Wait():
+            return "w"
+    return ""
+
+
+def _range_list(ranges: Iterable[Range]) -> list[list[Any]]:
+    return [[r.buffer.name, r.offset, r.nbytes] for r in ranges]
+
+
+def _fold(group: str) -> str:
+    """`scscscg` -> `scscg`, `saag` -> `saaaag`: runs as the threads write them."""
+    out, i = "", 0
+    while i < len(group):
+        pairs = 0
+        while group.startswith("sc", i + 2 * pairs):
+            pairs += 1
+        if pairs and group[i + 2 * pairs : i + 2 * pairs + 1] != "c":
+            out += "scsc"
+            i += 2 * pairs
+        elif group[i] in "ac":
+            run = len(group) - i - len(group[i:].lstrip(group[i]))
+            out += group[i] * 4
+            i += run
+        else:
+            out += group[i]
+            i += 1
+    return out

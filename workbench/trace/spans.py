@@ -1,0 +1,92 @@
+"""Spans: what the host and the device did, and when. A leaf: every layer may import it.
+
+One call site feeds both sinks: the recorder (spans for timelines and tests) and NVTX ranges (for
+nsys and other tools). An engine without a recorder takes the untraced path and pays nothing.
+Times are nanoseconds of `time.perf_counter_ns`, which is the monotonic clock; device spans are
+brought to the same clock by the backend that measured them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+now_ns = time.perf_counter_ns
+
+HOST_LANE = "host"
+# span categories, in the order they nest
+CATEGORIES = (
+    "step",
+    "split",
+    "write",
+    "copy",
+    "launch",
+    "record",
+    "wait",
+    "sync",
+    "read",
+    "device",
+)
+
+
+class Span(NamedTuple):
+    """A traced interval. lane is `host` or `<backend> stream <id>`; args say which command."""
+
+    name: str
+    category: str
+    lane: str
+    start_ns: int
+    end_ns: int
+    args: dict[str, Any]
+
+
+class Recorder:
+    """Collects spans, and mirrors the host's as NVTX ranges where `nvtx` is set."""
+
+    def __init__(self, nvtx: bool = True, record: bool = True):
+        self.spans: list[Span] = []
+        self.record = record
+        self._nvtx = _nvtx_domain() if nvtx else None
+
+    @contextmanager
+    def span(self, name: str, category: str, **args: Any) -> Iterator[None]:
+        """A span of the host lane around the body; it is kept when the body raises, too."""
+        handle = self.begin(name)
+        start = now_ns()
+        try:
+            yield
+        finally:
+            self.end(handle, name, category, start, args)
+
+    def begin(self, name: str) -> Any:
+        """Opens an NVTX range; the hot loop's form of `span` (no generator)."""
+        if self._nvtx is not None:
+            self._nvtx.push_range(self._nvtx.get_event_attributes(message=name))
+        return None
+
+    def end(
+        self, handle: Any, name: str, category: str, start_ns: int, args: dict[str, Any]
+    ) -> None:
+        end_ns = now_ns()
+        if self._nvtx is not None:
+            self._nvtx.pop_range()
+        if self.record:
+            self.spans.append(Span(name, category, HOST_LANE, start_ns, end_ns, args))
+
+    def add(
+        self, name: str, category: str, lane: str, start_ns: int, end_ns: int, **args: Any
+    ) -> None:
+        """A span measured elsewhere: the device's."""
+        if self.record:
+            self.spans.append(Span(name, category, lane, start_ns, end_ns, args))
+
+
+def _nvtx_domain() -> Any:
+    """The package's NVTX domain, or None where the nvtx package has no build (macOS)."""
+    try:
+        import nvtx
+    except ImportError:
+        return None
+    return nvtx.get_domain("workbench")
