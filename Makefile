@@ -1,4 +1,4 @@
-# The whole tool in five targets: setup, report, test, lab, peer. Everything is installed into .venv/.
+# setup, report, test, lab, peer. Everything is installed into .venv/.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -6,7 +6,76 @@ BIN := .venv/bin
 NOTEBOOKS ?= 00_tour 02_sync_modes
 REPORT_ARGS ?=
 PYTEST_ARGS ?=
-HAVE_GPU := $(shell [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null 2>&1 && echo yes)
+HAVE_GPU := $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi; } >/dev/null 2>&1 && echo yes)
 comma := ,
 GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu,)
-comma := ,
+
+.PHONY: help setup report test test-slow lint bench lab peer models clean
+
+help:
+	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
+	@echo "make test     all tests but the slow ones"
+	@echo "make lab      JupyterLab on the notebooks"
+	@echo "make setup    only prepare .venv/, with the workbench command in it"
+	@echo "make lint     ruff and mypy;  make bench  benchmarks;  make peer  compare with llama.cpp"
+
+setup: .venv/.lab
+	@echo "ready: $(BIN)/workbench --help"
+
+# uv where there is one, else the standard library's venv; what is missing is said in one line.
+.venv/bin/python:
+	@if command -v uv >/dev/null 2>&1; then uv venv -q --seed --python '>=3.11' .venv; \
+	elif $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	  $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	    echo "missing: the venv module of $(PYTHON); install it (Debian: python3-venv), or uv"; exit 1; }; \
+	  $(PYTHON) -m venv .venv; \
+	else echo "missing: Python 3.11 or later, or uv; install either, or name one: make PYTHON=..."; exit 1; fi
+
+# what pip writes on stderr is shown only where it fails
+INSTALL = if command -v uv >/dev/null 2>&1; then \
+    uv pip install -q --python $(BIN)/python -c constraints.txt -e '.[$(1)]'; \
+  else log=$$(mktemp); \
+    $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[$(1)]' 2>$$log || \
+      { cat $$log >&2; rm -f $$log; exit 1; }; rm -f $$log; fi
+
+.venv/.lab: .venv/bin/python pyproject.toml constraints.txt
+	@echo "installing into .venv/ (a minute or two the first time)"
+	@$(call INSTALL,lab$(GPU_EXTRA))
+	@touch $@
+
+.venv/.dev: .venv/.lab
+	@echo "installing what the tests need"
+	@$(call INSTALL,lab$(comma)dev$(GPU_EXTRA))
+	@touch $@
+
+report: .venv/.lab
+	@$(BIN)/workbench report $(NOTEBOOKS) $(REPORT_ARGS)
+
+test: .venv/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: .venv/.dev
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check workbench tests
+	$(BIN)/mypy
+
+bench: .venv/.dev
+	$(BIN)/python -m pytest tests/bench --benchmark-enable --benchmark-only $(PYTEST_ARGS)
+
+lab: .venv/.lab
+	$(BIN)/jupyter lab --notebook-dir=notebooks
+
+models: .venv/.lab
+	@$(BIN)/workbench model tiny
+
+peer: .venv/.dev
+	@[ -d .venv-peer ] || $(BIN)/python -m venv .venv-peer
+	@echo "building llama-cpp-python in .venv-peer/ (needs a C++ compiler; minutes the first time)"
+	@.venv-peer/bin/python -m pip install -q --disable-pip-version-check llama-cpp-python
+	$(BIN)/python tests/peer/compare.py
+
+clean:
+	rm -rf .venv .venv-peer reports data/runs data/models

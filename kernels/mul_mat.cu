@@ -5,7 +5,7 @@
 // used: what limits these kernels is how many bytes are in flight. Activations are read through L1
 // and serve all ROWS rows of the warp; weights pass L1 by.
 //
-//   mul_mat_<TYPE>_n1, _n2, _n4, _n8    N = 1, 2, 4, 8 tokens together
+//   mul_mat_<TYPE>_n1, _n4, _n8    N = 1, 4, 8 tokens together
 //
 // More than 8 tokens run as tiles of 8: blocks of one group of rows lie next to each other in the
 // grid, so that the second tile finds the weights in L2.
@@ -218,7 +218,7 @@ DEVICE void multiply_quantised(float* dst, const u8* w, const u8* x, i64 rows, i
         multiply_quantised<TYPE, N, 2, UNROLL>(dst, w, x, rows, cols, n_tokens);                \
     }
 #define ALL(KIND, TYPE, UNROLL)                                                                 \
-    KIND(TYPE, 1, UNROLL) KIND(TYPE, 2, UNROLL) KIND(TYPE, 4, 1) KIND(TYPE, 8, 1)
+    KIND(TYPE, 1, UNROLL) KIND(TYPE, 4, 1) KIND(TYPE, 8, 1)
 
 ALL(FLOAT, F32, 2)
 ALL(FLOAT, F16, 4)

@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from workbench.bench.ab import ab
-    from workbench.bench.results import runs
+    from workbench.bench.results import new_run_folder, runs
     from workbench.config import EngineConfig, Toggles
     from workbench.engine.engine import Engine
     from workbench.model.sampler import Sampling
@@ -21,11 +21,21 @@ _LAZY = {
     "Sampling": "workbench.model.sampler",
     "Toggles": "workbench.config",
     "ab": "workbench.bench.ab",
+    "new_run_folder": "workbench.bench.results",
     "profile": "workbench.trace.profile",
     "runs": "workbench.bench.results",
 }
 
-__all__ = ["Engine", "EngineConfig", "Sampling", "Toggles", "ab", "profile", "runs"]
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "Sampling",
+    "Toggles",
+    "ab",
+    "new_run_folder",
+    "profile",
+    "runs",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -126,7 +126,7 @@ class Toggles:
         return f"<table><tr><th>toggle</th><th>value</th></tr>{rows}</table>"
 
 
-DEVICES = ("auto", "embedded", "cuda", "host")
+DEVICES = ("auto", "embedded", "cuda", "host", "null")  # null computes nothing
 
 
 @dataclass(frozen=True)

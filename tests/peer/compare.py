@@ -19,15 +19,12 @@ own (`.venv-peer/`, needs a C++ compiler, about ten minutes once), starts one pr
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +32,7 @@ import numpy as np
 from cyclopts import App
 
 from tests import reference
+from workbench.bench import provenance
 from workbench.bench.stats import speedup
 from workbench.model.gguf import model_hash
 from workbench.model.presets import QUANTS
@@ -240,26 +238,13 @@ def compare_speed(
     }
 
 
-def provenance(sides: dict[str, Worker]) -> dict[str, Any]:
-    def git(*arguments: str) -> str:
-        run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-        return run.stdout.strip() if run.returncode == 0 else ""
-
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+def describe(sides: dict[str, Worker]) -> dict[str, Any]:
+    """Where and with what this was run."""
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": names[0] if names else platform.processor(),
-        "n_cores": len(names) or None,
-        "platform": platform.platform(),
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "versions": {
-            "python": platform.python_version(),
-            "llama-cpp-python": LLAMA_CPP_PYTHON,
-            **{name: version(name) for name in ("workbench", "numpy", "numba", "gguf")},
-        },
+        "date": provenance.utc_now(),
+        "commit": provenance.commit(),
+        "machine": provenance.machine(),
+        "versions": {**provenance.versions(), "llama-cpp-python": LLAMA_CPP_PYTHON},
         "sides": {name: worker.ask("about") for name, worker in sides.items()},
     }
 
@@ -289,7 +274,7 @@ def main(
         tempfile.TemporaryDirectory() as scratch,
     ):
         sides = {OURS: ours, LLAMA: llama}
-        result |= provenance(sides)
+        result |= describe(sides)
         if logits:
             result["reference"] = [
                 check_reference(llama, *model, Path(scratch)) for model in EXACT_MODELS

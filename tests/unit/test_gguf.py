@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import tracemalloc
-from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 
+from tests.unit.gguf_files import GOOD, build, items, pair, tensor, text, u32, write
 from workbench.errors import ModelFileError
-from workbench.graph.ir import F32, Q4_0, Q6_K, Q8_0, WEIGHT_DTYPES
-from workbench.model.gguf import StringArray, model_hash, open_gguf
-from workbench.model.inspect import summary
-from workbench.model.quants import random_blocks
-
-# --- files, made with the gguf package --------------------------------------------------------
-
-
-def write(path: Path, tensors=(), keys=None, arch="llama") -> Path:
-    """A model file by gguf's writer: (name, dtype, shape) tensors, `keys(writer)` for metadata."""
-    rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, arch)
-    if keys:
-        keys(writer)
-    for name, dtype, shape in tensors:
-        rows = int(np.prod(shape[:-1]))
-        data = random_blocks(rng, dtype, rows, shape[-1], 0.1)
-        data = data.reshape(*shape[:-1], -1)
-        kind = gguf.GGMLQuantizationType[dtype.name]
-        writer.add_tensor(name, data.view(np.float32) if dtype == F32 else data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+from workbench.graph.ir import F32, Q4_0, WEIGHT_DTYPES
+from workbench.model.gguf import StringArray, open_gguf
 
 
 def test_reads_what_gguf_wrote(tmp_path):
@@ -129,47 +105,6 @@ def test_get_is_typed(tmp_path):
             file.data("w")
 
 
-# --- files, made byte by byte -----------------------------------------------------------------
-
-
-def text(s: str | bytes) -> bytes:
-    s = s.encode() if isinstance(s, str) else s
-    return struct.pack("<Q", len(s)) + s
-
-
-def pair(key: str | bytes, kind: int, value: bytes) -> bytes:
-    return text(key) + struct.pack("<I", kind) + value
-
-
-def u32(key: str, value: int) -> bytes:
-    return pair(key, 4, struct.pack("<I", value))
-
-
-def items(kind: int, n: int, data: bytes = b"") -> bytes:
-    return struct.pack("<IQ", kind, n) + data
-
-
-def tensor(name="w", dims=(8,), kind=0, offset=0) -> bytes:
-    head = struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
-    return text(name) + head + struct.pack("<IQ", kind, offset)
-
-
-def build(
-    keys=(), tensors=(), data=b"", magic=b"GGUF", version=3, n_tensors=None, n_keys=None, align=32
-) -> bytes:
-    """A file from its parts; counts are those of the parts unless given."""
-    n_tensors = len(tensors) if n_tensors is None else n_tensors
-    n_keys = len(keys) if n_keys is None else n_keys
-    head = magic + struct.pack("<IQQ", version, n_tensors, n_keys)
-    head += b"".join(keys) + b"".join(tensors)
-    return head + bytes(-len(head) % align) + data
-
-
-GOOD = build(
-    [u32("a", 1), pair("s", 8, text("x")), pair("l", 9, items(8, 2, text("p") + text("é")))],
-    [tensor("w", (8, 2), 0, 0), tensor("v", (32,), 2, 64)],
-    bytes(64 + 18),
-)
 HUGE, NEGATIVE = 2**62, 2**64 - 5
 ROW = bytes(32)
 
@@ -244,9 +179,9 @@ BAD = {
     "offset < 0": (build((), [tensor(offset=2**64 - 32)], ROW), "past the end of the file", 24),
     "overlap": (
         build((), [tensor("v", (9,)), tensor("w", (8,), offset=32)], ROW * 2),
-        "tensors v and w overlap", 128 + 32,
+        "tensors v and w overlap", 96 + 32,
     ),
-    "same place": (build((), [tensor("v"), tensor("w")], ROW), "tensors v and w overlap", 128),
+    "same place": (build((), [tensor("v"), tensor("w")], ROW), "tensors v and w overlap", 96),
 }  # name -> file, part of the message, byte offset that it names  # fmt: skip
 
 
@@ -277,9 +212,7 @@ def test_truncated_anywhere(tmp_path):
     path = tmp_path / "m.gguf"
     for n in range(1, len(GOOD)):
         path.write_bytes(GOOD[:n])
-        with pytest.raises(
-            ModelFileError, match=r" at byte \d+; .*download or write it again|GGUF"
-        ):
+        with pytest.raises(ModelFileError, match=r" at byte \d+; (the file is|convert)"):
             open_gguf(path)
 
 
@@ -365,135 +298,3 @@ def test_many_keys_and_tensors_cost_under_a_kilobyte_each(tmp_path):
     tracemalloc.stop()
     assert len(file.tensors) == len(file.metadata) == n
     assert peak < 2 * n * 1024
-
-
-# --- model_hash and inspect -------------------------------------------------------------------
-
-
-def test_hash_tells_files_apart(tmp_path):
-    path, other = tmp_path / "m.gguf", tmp_path / "elsewhere.gguf"
-    path.write_bytes(GOOD)
-    first = model_hash(path)
-    assert len(first) == 64 and first == model_hash(str(path))
-    with open_gguf(path) as file:
-        assert model_hash(file) == first
-    other.write_bytes(GOOD)
-    assert model_hash(other) == first  # the bytes alone
-    seen = {first}
-    for at in range(GOOD.index(b"s\x08"), len(GOOD), 7):  # any byte that still gives a model
-        changed = bytearray(GOOD)
-        changed[at] ^= 1
-        other.write_bytes(changed)
-        try:
-            seen.add(model_hash(other))
-        except ModelFileError:
-            continue
-    assert len(seen) > 10
-    other.write_bytes(GOOD + b"\0")
-    assert model_hash(other) not in seen
-
-
-def test_hash_of_a_large_file_reads_samples(tmp_path):
-    """A sparse file of 1 GiB: blocks from its first byte to its last, and every tensor's start."""
-    n = 1 << 28
-    path = tmp_path / "m.gguf"
-    path.write_bytes(build((), [tensor("v", (n - 64,)), tensor("w", (64,), offset=4 * (n - 64))]))
-    start = path.stat().st_size
-    os.truncate(path, start + 4 * n)
-    first = model_hash(path)
-    seen = {first}
-    for at in (start, start + 4 * n - 1, start + 4 * n - 256):
-        with open(path, "r+b") as file:
-            file.seek(at)
-            file.write(b"\1")
-        seen.add(model_hash(path))
-    assert len(seen) == 4
-
-
-TINY = [
-    ("token_embd.weight", Q4_0, (100, 256)),
-    ("blk.0.attn_q.weight", Q4_0, (256, 256)),
-    ("blk.1.attn_q.weight", Q4_0, (256, 256)),
-    ("blk.0.attn_norm.weight", F32, (256,)),
-    ("blk.1.attn_norm.weight", F32, (256,)),
-    ("output_norm.weight", F32, (256,)),
-]
-
-
-def _llama(writer):
-    writer.add_name("tiny")
-    writer.add_block_count(2)
-    writer.add_array("llama.attention.head_count_kv", [2, 4])
-    writer.add_token_list([str(i) for i in range(100)])
-
-
-def test_summary_of_an_untied_model(tmp_path):
-    path = write(tmp_path / "m.gguf", [*TINY, ("output.weight", Q6_K, (100, 256))], _llama)
-    s = summary(path)
-    row, matrix = 256 // 32 * 18, 256 * 256 // 32 * 18
-    assert s.weight_bytes_per_token == row + 2 * matrix + 3 * 1024 + 100 * 210
-    assert not s.tied_output
-    assert (s.architecture, s.name, s.version) == ("llama", "tiny", 3)
-    assert s.parameters == 2 * 100 * 256 + 2 * 256 * 256 + 3 * 256
-    assert s.hash == model_hash(path) and s.file_bytes == path.stat().st_size
-    assert s.hyperparameters == {"layers": 2, "kv_heads": "2..4", "vocabulary": 100}
-    assert [(t.dtype, t.n_tensors) for t in s.types] == [("Q4_0", 3), ("Q6_K", 1), ("F32", 3)]
-    assert [(t.name, t.n_tensors, t.bytes) for t in s.tensors][1:3] == [
-        ("blk.*.attn_q.weight", 2, 2 * matrix), ("blk.*.attn_norm.weight", 2, 2048),
-    ]  # fmt: skip
-    assert json.loads(json.dumps(s.to_dict()))["tensors"][0]["shape"] == [100, 256]
-    printed = "\n".join(s.lines())
-    for part in ("tiny (llama)", s.hash, "blk.*.attn_q.weight", "256 x 256", "Q6_K", "read per"):
-        assert part in printed
-
-
-def test_summary_of_a_tied_model_reads_the_whole_embedding(tmp_path):
-    s = summary(write(tmp_path / "m.gguf", TINY, _llama))
-    matrix = 256 * 256 // 32 * 18
-    assert s.tied_output
-    assert s.weight_bytes_per_token == 100 * 144 + 2 * matrix + 3 * 1024
-
-
-def test_summary_counts_the_experts_used(tmp_path):
-    def keys(writer):
-        writer.add_expert_count(8)
-        writer.add_expert_used_count(2)
-
-    s = summary(write(tmp_path / "m.gguf", [("blk.0.ffn_up_exps.weight", Q8_0, (8, 4, 32))], keys))
-    assert s.weight_bytes_per_token == 2 * 4 * 34
-    assert s.tensors[0].bytes == 8 * 4 * 34
-
-
-def test_summary_wants_an_architecture(tmp_path):
-    (tmp_path / "m.gguf").write_bytes(GOOD)
-    with pytest.raises(ModelFileError, match=r"'general\.architecture' is missing"):
-        summary(tmp_path / "m.gguf")
-
-
-@pytest.mark.parametrize(
-    ("preset", "expected"), [("llama-3-8b Q4_0", 4.36e9), ("llama-3.2-1b BF16", 2.47e9)]
-)
-def test_weight_bytes_of_real_shapes(preset, expected, tmp_path):
-    """Files of the real shapes, sparse: only header and tensor list are written."""
-    big = preset.startswith("llama-3-8b")
-    n_layer, d, ff, kv = (32, 4096, 14336, 1024) if big else (16, 2048, 8192, 512)
-    kind = 2 if big else 30  # Q4_0, BF16
-    layer = {"attn_q": (d, d), "attn_k": (d, kv), "attn_v": (d, kv), "attn_output": (d, d),
-             "ffn_gate": (d, ff), "ffn_up": (d, ff), "ffn_down": (ff, d)}  # fmt: skip
-    shapes = {"token_embd": ((d, 128256), kind), "output_norm": ((d,), 0), "rope_freqs": ((64,), 0)}
-    if big:
-        shapes["output"] = ((d, 128256), 14)  # Q6_K
-    for i in range(n_layer):
-        shapes |= {f"blk.{i}.{name}": (dims, kind) for name, dims in layer.items()}
-        shapes |= {f"blk.{i}.{name}": ((d,), 0) for name in ("attn_norm", "ffn_norm")}
-    infos, offset = [], 0
-    for name, (dims, of) in shapes.items():
-        infos.append(tensor(f"{name}.weight", dims, of, offset))
-        block, block_bytes = {0: (1, 4), 2: (32, 18), 14: (256, 210), 30: (1, 2)}[of]
-        offset += -(-int(np.prod(dims)) // block * block_bytes // 32) * 32
-    path = tmp_path / "m.gguf"
-    path.write_bytes(build([pair("general.architecture", 8, text("llama"))], infos))
-    os.truncate(path, path.stat().st_size + offset)
-    s = summary(path)
-    assert abs(s.weight_bytes_per_token - expected) < 0.005e9
-    assert f"{expected / 1e9:.2f} GB" in s.lines()[-1]

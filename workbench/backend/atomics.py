@@ -20,12 +20,16 @@ from __future__ import annotations
 import platform
 import sys
 import time
+from typing import Any
 
 from llvmlite import ir
 from numba import njit
 from numba.core import cgutils, types
 from numba.core.typing import signature
-from numba.extending import intrinsic
+from numba.extending import intrinsic as numba_intrinsic
+
+# what it returns is called by compiled code only, without the first argument it is declared with
+intrinsic: Any = numba_intrinsic
 
 I64 = ir.IntType(64)
 ORDER = "seq_cst"
@@ -40,17 +44,16 @@ HOST_CLOCK = time.CLOCK_UPTIME_RAW if sys.platform == "darwin" else time.CLOCK_M
 WALL_CLOCK = time.CLOCK_REALTIME
 
 _word, _int = types.int64, types.int32
-_clock_gettime = types.ExternalFunction("clock_gettime", signature(_int, _int, _word))
-sched_yield = types.ExternalFunction("sched_yield", signature(_int))
-_mutex_init = types.ExternalFunction("pthread_mutex_init", signature(_int, _word, _word))
-_mutex_lock = types.ExternalFunction("pthread_mutex_lock", signature(_int, _word))
-_mutex_unlock = types.ExternalFunction("pthread_mutex_unlock", signature(_int, _word))
-_cond_init = types.ExternalFunction("pthread_cond_init", signature(_int, _word, _word))
-_cond_wait = types.ExternalFunction("pthread_cond_wait", signature(_int, _word, _word))
-_cond_timedwait = types.ExternalFunction(
-    "pthread_cond_timedwait", signature(_int, _word, _word, _word)
-)
-_cond_broadcast = types.ExternalFunction("pthread_cond_broadcast", signature(_int, _word))
+_external: Any = types.ExternalFunction
+_clock_gettime = _external("clock_gettime", signature(_int, _int, _word))
+sched_yield = _external("sched_yield", signature(_int))
+_mutex_init = _external("pthread_mutex_init", signature(_int, _word, _word))
+_mutex_lock = _external("pthread_mutex_lock", signature(_int, _word))
+_mutex_unlock = _external("pthread_mutex_unlock", signature(_int, _word))
+_cond_init = _external("pthread_cond_init", signature(_int, _word, _word))
+_cond_wait = _external("pthread_cond_wait", signature(_int, _word, _word))
+_cond_timedwait = _external("pthread_cond_timedwait", signature(_int, _word, _word, _word))
+_cond_broadcast = _external("pthread_cond_broadcast", signature(_int, _word))
 
 
 def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:

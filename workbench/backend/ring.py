@@ -1,20 +1,21 @@
 """The compiled loop behind every stream of a CPU device: lanes that take entries from a ring.
 
-Python fills the ring; lanes (threads in compiled code, without the GIL from start to shutdown) empty
-it. An entry is a kernel's address, the number of parts it is split into, and its arguments, which
-are copied into the ring by the push, as a GPU's launch copies its parameters.
+Python fills the ring; lanes (threads in compiled code, without the GIL from start to shutdown)
+empty it. An entry is a kernel's address, the number of parts it is split into, and its arguments,
+which are copied into the ring by the push, as a GPU's launch copies its parameters.
 
     host    push 0 | push 1 | push 2 | ... Python ...      | sync ........|
     lane 0         | 0: a  c  | 1 | 2: a  c  e  |
     lane 1         | 0: b  d  |   | 2: b   d    |            completed = 3, the host wakes
 
 Order: an entry starts when the one before is complete, whatever lane ran it. Within an entry lanes
-*claim* parts from one atomic word (entry << 16 | next part) until none is left, and whoever finishes
-the last part completes the entry. So a lane that the system has put aside delays at most the one
-part it holds, and an entry of one part never crosses threads: the lane that completed an entry
-claims the first part of the next with the same store. (A static share per lane with a barrier
-between entries has neither property: on two cores, with the host on one of them, every barrier waits
-for a descheduled lane.) Results do not depend on who runs a part: kernels compute disjoint rows.
+*claim* parts from one atomic word (entry << 16 | next part) until none is left, and whoever
+finishes the last part completes the entry. So a lane that the system has put aside delays at most
+the one part it holds, and an entry of one part never crosses threads: the lane that completed an
+entry claims the first part of the next with the same store. (A static share per lane with a barrier
+between entries has neither property: on two cores, with the host on one of them, every barrier
+waits for a descheduled lane.) Results do not depend on who runs a part: kernels compute disjoint
+rows.
 
 How a wait waits: see `atomics.await_value`; idle lanes and hosts sleep on a condition variable.
 
@@ -71,7 +72,7 @@ LANE_YIELD_NS = 200_000  # an idle lane yields this long before it sleeps
 HOST_YIELD_NS = 30_000  # a waiting host likewise
 SLICE_NS = 20_000_000  # a waiting host returns to Python this often, for Ctrl-C
 
-KERNEL = "void(int64, int64, int64)"
+KERNEL = "void(int64, int64, int64)"  # args, lane, n_lanes
 
 
 @njit("int64(int64, int64)", cache=True)
@@ -130,9 +131,7 @@ def run_lane(control, until, yield_ns):
             put(control + FINISHED, 0)
             entry += 1
             more = (
-                entry < until
-                and load(control + ISSUED) > entry
-                and load(control + STATE) == OPEN
+                entry < until and load(control + ISSUED) > entry and load(control + STATE) == OPEN
             )
             store(control + COMPLETED, entry)
             store(control + CLAIM, entry << PART_BITS | (1 if more else 0))
@@ -181,6 +180,10 @@ def await_kernel(args, lane, n_lanes):
             return
 
 
+# their addresses in this process (numba gives every cfunc one)
+COPY, AWAIT = (int(kernel.address or 0) for kernel in (copy_kernel, await_kernel))
+
+
 def aligned_zeros(nbytes: int, alignment: int = 64) -> np.ndarray:
     """A zeroed uint8 array (nbytes,) whose address is a multiple of `alignment`. Pages are touched
     only when used. Raises DeviceError where there is no such memory."""
@@ -195,10 +198,12 @@ def aligned_zeros(nbytes: int, alignment: int = 64) -> np.ndarray:
 
 
 def command_block(function: int, parts: int, args: Sequence[int | float]) -> np.ndarray:
-    """What `push` takes, int64: function, parts, number of arguments, arguments (a float's bits)."""
+    """What `push` takes, int64: function, parts, count of arguments, arguments (floats as bits)."""
     if len(args) > MAX_ARGS:
         raise DeviceError(f"a kernel with {len(args)} arguments; the ring takes {MAX_ARGS}")
-    words = (struct.unpack("<q", struct.pack("<d", a))[0] if isinstance(a, float) else a for a in args)
+    words = (
+        struct.unpack("<q", struct.pack("<d", a))[0] if isinstance(a, float) else a for a in args
+    )
     return np.array([function, parts, len(args), *words], np.int64)
 
 
@@ -233,7 +238,7 @@ class Ring:
         words[STAMPS // 8] = self.stamps.ctypes.data
         init_signal(self.address + ISSUED)
         init_signal(self.address + COMPLETED)
-        self._words = memoryview(words)
+        self.words = memoryview(words.data)
         self._threads: list[threading.Thread] = []
         self.closed = False
 
@@ -253,18 +258,16 @@ class Ring:
     @property
     def issued(self) -> int:
         """Entries pushed so far: the sequence number of the next one."""
-        return self._words[ISSUED // 8]
+        return self.words[ISSUED // 8]
 
     @property
     def completed(self) -> int:
-        return self._words[COMPLETED // 8]
+        return self.words[COMPLETED // 8]
 
-    def prepare(
-        self, function: int, parts: int, args: Sequence[int | float]
-    ) -> Callable[[], None]:
+    def prepare(self, function: int, parts: int, args: Sequence[int | float]) -> Callable[[], None]:
         """A callable that queues this kernel, as often as it is called. Arguments are bound now."""
         block = command_block(function, parts, args)
-        control, address, slow = self.address, int(block.ctypes.data), self._push_slowly
+        control, address, slow = self.address, int(block.ctypes.data), self.push_slowly
 
         def issue(_block: np.ndarray = block) -> None:
             if push(control, address):
@@ -276,7 +279,7 @@ class Ring:
         """Queues a kernel once."""
         self.prepare(function, parts, args)()
 
-    def _push_slowly(self, command: int) -> None:
+    def push_slowly(self, command: int) -> None:
         """A push that found the ring full: waits for room, a slice at a time."""
         while True:
             self._check()
@@ -329,5 +332,5 @@ class Ring:
 
 
 def _lane(control: int, yield_ns: int, memory: tuple[np.ndarray, ...]) -> None:
-    """A lane's thread: one call into compiled code, which returns at shutdown. It holds `memory`."""
+    """A lane's thread: one call into compiled code, until shutdown. It holds `memory`."""
     run_lane(control, NOBODY, yield_ns)

@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 def force(engine: Any, tokens: Tokens) -> np.ndarray:
     """Feeds `tokens` into an empty cache: the prompt in ubatches, then one by one.
 
-    Returns float32 (1 + len(tokens.gen), n_vocab): the logits after the prompt and after each token.
+    Returns float32 (1 + len(tokens.gen), n_vocab): the logits after the prompt and each token.
     """
     engine.reset()
     rows = [np.array(engine.prefill(tokens.depth + tokens.prompt), np.float32)[-1:]]

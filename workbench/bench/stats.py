@@ -34,10 +34,6 @@ class Ratio(NamedTuple):
     high: float
     n: int
 
-    def interval(self) -> str:
-        """`0.987..1.012`, as tables print it."""
-        return "-" if math.isnan(self.low) else f"{self.low:.3f}..{self.high:.3f}"
-
 
 class Band(NamedTuple):
     """The A/A band: ratios in low..high are what this machine makes of no change at all."""
@@ -45,8 +41,10 @@ class Band(NamedTuple):
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return "-" if math.isnan(self.low) else f"{self.low:.3f}..{self.high:.3f}"
+
+def interval(low: float, high: float) -> str:
+    """`0.987..1.012`, as tables print it; `-` where there is none."""
+    return "-" if math.isnan(low) else f"{low:.3f}..{high:.3f}"
 
 
 def speedup(
@@ -70,7 +68,7 @@ def speedup(
         return Ratio(math.exp(value), math.exp(value), math.exp(value), n)
     from scipy.stats import bootstrap  # slow to import, and only a finished comparison needs it
 
-    interval = bootstrap(
+    bounds = bootstrap(
         (logs[0], logs[1]),
         _log_ratio,
         paired=True,
@@ -80,7 +78,7 @@ def speedup(
         method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval
-    return Ratio(math.exp(value), math.exp(interval.low), math.exp(interval.high), n)
+    return Ratio(math.exp(value), math.exp(bounds.low), math.exp(bounds.high), n)
 
 
 def _log_ratio(baseline: np.ndarray, toggled: np.ndarray, axis: int = -1) -> np.ndarray:

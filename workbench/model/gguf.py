@@ -12,7 +12,7 @@ import mmap
 import os
 import stat
 import struct
-from typing import Any, TypeVar, overload
+from typing import Any, BinaryIO, TypeVar, overload
 
 import numpy as np
 
@@ -66,10 +66,6 @@ class GGUFFile:
         """Lets go of the map. Safe to call twice."""
         self._map = None
 
-    def bytes_at(self, offset: int, n: int) -> bytes:
-        """A copy of up to n raw bytes of the file; fewer at its end."""
-        return self._opened()[offset : offset + n]
-
     def data(self, name: str) -> np.ndarray:
         """The bytes of tensor `name`: uint8 (nbytes,), read-only, not copied.
 
@@ -122,17 +118,21 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
 
     Raises ModelFileError for a file that is absent, not a file, or that cannot be believed.
     """
+    with _open(path) as file:
+        source = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     path = os.fspath(path)
+    return GGUFFile(path, source, Walk(path, source))
+
+
+def _open(path: str | os.PathLike[str]) -> BinaryIO:
+    """A regular file that holds something, for reading; ModelFileError for anything else."""
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
             raise ModelFileError(f"{shown(path)} is a directory; name the .gguf file in it")
         if not stat.S_ISREG(mode):  # opening a pipe would wait for its writer
             raise ModelFileError(f"{shown(path)} is no regular file; name a .gguf file")
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                raise ModelFileError(f"{shown(path)} is empty (0 bytes); {DAMAGED}")
-            source = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        file = open(path, "rb")  # noqa: SIM115 (the caller closes it)
     except FileNotFoundError:
         raise ModelFileError(
             f"{shown(path)}: no such file; check the path, or write a model with "
@@ -143,7 +143,10 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
         raise ModelFileError(
             f"{shown(path)} cannot be opened: {why}; check path and permissions"
         ) from None
-    return GGUFFile(path, source, Walk(path, source))
+    if os.fstat(file.fileno()).st_size == 0:
+        file.close()
+        raise ModelFileError(f"{shown(path)} is empty (0 bytes); {DAMAGED}")
+    return file
 
 
 def model_hash(model: str | os.PathLike[str] | GGUFFile) -> str:
@@ -156,18 +159,25 @@ def model_hash(model: str | os.PathLike[str] | GGUFFile) -> str:
     is no proof against tampering. Raises ModelFileError as `open_gguf` does.
     """
     if not isinstance(model, GGUFFile):
-        with open_gguf(model) as file:
-            return model_hash(file)
+        with open_gguf(model) as opened:
+            return model_hash(opened)
     n_blocks, block = 256, 64 << 10
-    digest = hashlib.sha256(b"workbench model hash 1\0" + struct.pack("<Q", model.file_bytes))
-    data, size = min(model.data_offset, model.file_bytes), model.file_bytes
-    for start in range(0, data, 1 << 20):
-        digest.update(model.bytes_at(start, min(1 << 20, data - start)))
-    if size - data <= n_blocks * block:
-        digest.update(model.bytes_at(data, size - data))
-        return digest.hexdigest()
-    for info in model.tensors.values():
-        digest.update(model.bytes_at(info.offset, min(4096, info.nbytes)))
-    for i in range(n_blocks):
-        digest.update(model.bytes_at(data + (size - data - block) * i // (n_blocks - 1), block))
+    size, data = model.file_bytes, min(model.data_offset, model.file_bytes)
+    digest = hashlib.sha256(b"workbench model hash 1\0" + struct.pack("<Q", size))
+    # Read, not mapped: a fault far from the last one makes Linux read megabytes around it.
+    with _open(model.path) as file:
+
+        def update(offset: int, n: int) -> None:
+            file.seek(offset)
+            for start in range(0, n, 1 << 20):
+                digest.update(file.read(min(1 << 20, n - start)))
+
+        update(0, data)
+        if size - data <= n_blocks * block:
+            update(data, size - data)
+        else:
+            for info in model.tensors.values():
+                update(info.offset, min(4096, info.nbytes))
+            for i in range(n_blocks):
+                update(data + (size - data - block) * i // (n_blocks - 1), block)
     return digest.hexdigest()

@@ -180,7 +180,7 @@ class Walk:
         magic = self.map[:4]
         if magic != b"GGUF":
             do = "convert the model with llama.cpp's convert_hf_to_gguf.py"
-            self.fail(f"not a GGUF file: {magic!r} stands for b'GGUF'", 0, do)
+            self.fail(f"not a GGUF file: {magic!r} instead of b'GGUF'", 0, do)
         self.pos = 4
         version = self._take(_U32, "the version")
         if version in (0x02000000, 0x03000000):

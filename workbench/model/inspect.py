@@ -80,7 +80,7 @@ class ModelSummary:
         out = [
             f"{what}, {_size(self.file_bytes)}",
             f"sha256 of samples {self.hash}",
-            f"parameters {self.parameters / 1e9:.3f} B" + (", tied output" * self.tied_output),
+            f"parameters {self.parameters:,}" + (", tied output" * self.tied_output),
             numbers,
             "",
             f"{'type':6} {'tensors':>8} {'parameters':>15} {'size':>10}",
@@ -97,7 +97,7 @@ class ModelSummary:
             for t in self.tensors
         ]
         each = self.weight_bytes_per_token
-        return [*out, "", f"weights read per token {each / 1e9:.2f} GB ({each:,} bytes)"]
+        return [*out, "", f"weights read per token {_size(each)} ({each:,} bytes)"]
 
 
 def summary(path: str | os.PathLike[str]) -> ModelSummary:

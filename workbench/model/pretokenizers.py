@@ -80,8 +80,8 @@ def pre_tokenizer(name: str) -> Any:
 
     if name not in PRE_TOKENIZERS:
         raise ModelFileError(
-            f"pre-tokenizer {name!r} (metadata key 'tokenizer.ggml.pre') is not known; use --tokens with "
-            f"ids, or a model with one of {', '.join(PRE_TOKENIZERS)}"
+            f"pre-tokenizer {name!r} (metadata key 'tokenizer.ggml.pre') is not known; use --tokens "
+            f"with ids, or a model with one of {', '.join(PRE_TOKENIZERS)}"
         )
     splits = [
         pre_tokenizers.Split(Regex(p), behavior="isolated") for p in PRE_TOKENIZERS[name].patterns

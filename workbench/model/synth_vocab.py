@@ -101,29 +101,25 @@ def _train_bpe(pre: str, n_tokens: int) -> tuple[list[str], list[str]]:
 def _fill_bpe(tokens: list[str], merges: list[str], n_tokens: int, every_split: bool) -> None:
     """Extend both lists in place to `n_tokens` with words of one, two and three syllables.
 
-    Each word is a merge of two earlier tokens, as BPE wants it.
-    every_split: list each way of splitting a word in two, as converters from tiktoken do; that
-    gives about two merges a token, as Llama 3 has.
+    Each word is a merge of two earlier tokens, as BPE wants it; the long ones begin with a space
+    ("Ġ" in the byte alphabet). every_split: list each way of splitting a word into two tokens, as
+    converters from tiktoken do; that gives about two merges a token, as Llama 3 has.
     """
     known = set(tokens)
     syllables = _syllables()
-
-    def add(left: str, right: str) -> None:
-        if left + right not in known and len(tokens) < n_tokens:
-            known.add(left + right)
-            tokens.append(left + right)
-            merges.append(f"{left} {right}")
-            if every_split and len(left) == 4:
-                merges.append(f"{left[:2]} {left[2:]}{right}")
-
-    for length in (1, 2, 3):
-        if len(tokens) == n_tokens:
-            return
+    for space, length in (("", 1), ("Ġ", 1), ("", 2), ("Ġ", 2), ("Ġ", 3)):
         for word in itertools.product(syllables, repeat=length):
-            text = "".join(word)
-            add(text[:1], text[1:]) if length == 1 else add(text[:-2], text[-2:])
             if len(tokens) == n_tokens:
                 return
+            text = space + "".join(word)
+            if text in known:
+                continue
+            parts = [space, *word] if space else list(word) if length > 1 else list(text)
+            cuts = [("".join(parts[:k]), "".join(parts[k:])) for k in range(len(parts) - 1, 0, -1)]
+            pairs = [f"{left} {right}" for left, right in cuts if left in known and right in known]
+            merges += pairs if every_split else pairs[:1]
+            known.add(text)
+            tokens.append(text)
 
 
 def _spm_vocab(n_vocab: int) -> Vocab:

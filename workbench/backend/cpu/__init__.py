@@ -1,0 +1,125 @@
+"""CPU kernels for the host backend and the embedded device.
+
+A kernel is `void kernel(int64 args, int64 lane, int64 n_lanes)`: `args` is the address of a block of
+64-bit slots in the order of `backend/args.py` (a real parameter is a float64), and the call does
+lane's share of the work. Lanes write disjoint bytes, need nothing from each other, and the result
+is the same bit for bit whatever n_lanes is. Importing this package loads no compiler; kernels are
+compiled when first asked for, and cached on disk.
+
+Layouts of weights: `file` (the blocks of the model file) and `rows16` (repack.py; quantised types
+only). Both give the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING
+
+from workbench.graph.ir import QUANTISED, DType, Node
+
+if TYPE_CHECKING:
+    from workbench.backend.cpu.compile import Body
+    from workbench.backend.cpu.isa import Isa
+
+GROUP = 16
+LAYOUTS = ("file", "rows16")
+
+
+def _body(variant: tuple[str, ...], layout: str, isa: Isa) -> Body:
+    """What writes the code of a kernel; raises KeyError for a variant that is not in the table."""
+    from workbench.backend.cpu import (
+        attention,
+        elementwise,
+        get_rows,
+        matvec,
+        matvec_kquants,
+        repack,
+    )
+
+    op = variant[0]
+    if op == "mul_mat":
+        dtype = variant[1]
+        if dtype in matvec.FLOAT_LOADS:
+            return matvec.float_body(dtype, isa)
+        unit = {**matvec.UNITS, **matvec_kquants.UNITS}[dtype]
+        return matvec.quantised_body(dtype, layout, isa, unit)
+    if op == "get_rows":
+        return get_rows.get_rows_body(variant[1])
+    if op == "repack":
+        return repack.repack_body(repack.FORMATS[variant[1]])
+    return {
+        "rms_norm": elementwise.rms_norm,
+        "mul": elementwise.binary_body(lambda a, b: a * b),
+        "add": elementwise.binary_body(lambda a, b: a + b),
+        "quantize": elementwise.quantize,
+        "rope": elementwise.rope,
+        "set_rows": elementwise.set_rows,
+        "attention": attention.attention,
+        "swiglu": elementwise.swiglu,
+    }[op]
+
+
+@cache
+def kernel(variant: tuple[str, ...], layout: str = "file", isa: str | None = None):
+    """The numba CFunc of a variant (`backend.args.variant`), compiled or from the cache.
+
+    isa names another instruction set than this CPU's best (tests). Raises KeyError for a variant
+    or layout there is no kernel for.
+    """
+    from workbench.backend.cpu import compile as compiler
+    from workbench.backend.cpu.isa import ISAS
+
+    if layout != "file" and (layout not in LAYOUTS or variant[0] != "mul_mat"):
+        raise KeyError((variant, layout))
+    chosen = ISAS[isa] if isa else compiler.host_isa()
+    name = "_".join((*variant, layout, chosen.name))
+    return compiler.compile_kernel(name, _body(variant, layout, chosen))
+
+
+def kernel_address(variant: tuple[str, ...], layout: str = "file") -> int:
+    """Address of the compiled kernel; compiles on first use (up to a few seconds), then cached."""
+    return kernel(variant, layout).address
+
+
+def warm(variants: Iterable[tuple[tuple[str, ...], str]]) -> None:
+    """Compile (or load) the kernels of (variant, layout) pairs."""
+    for variant, layout in variants:
+        kernel_address(variant, layout)
+
+
+def scratch_bytes(node: Node, n_lanes: int) -> int:
+    """Bytes of scratch that a launch of `node` on n_lanes needs; 0 for most ops. Any alignment."""
+    if node.op != "attention":
+        return 0
+    from workbench.backend.cpu.attention import scratch_bytes as of_attention
+
+    q = node.inputs[0]
+    assert q is not None
+    n_tokens, n_head, head_dim = q.shape
+    return of_attention(n_tokens, n_head, node.params["n_head_kv"], head_dim, n_lanes)
+
+
+def weight_layout(dtype: DType, rows: int, cols: int) -> str:
+    """The fastest layout for a (rows, cols) weight that may be repacked: rows16, or file."""
+    return "rows16" if dtype in QUANTISED else "file"
+
+
+def repacked_bytes(dtype: DType, rows: int, cols: int, layout: str) -> int:
+    """Size of a weight in a layout; rows16 rounds rows up to 16."""
+    if layout == "rows16":
+        rows = -(-rows // GROUP) * GROUP
+    return rows * dtype.row_bytes(cols)
+
+
+def repack(dst: int, src: int, dtype: DType, rows: int, cols: int, layout: str) -> None:
+    """Bring a weight from the file's layout at address src into `layout` at dst (about 10 GB/s).
+
+    The ranges must not overlap; dst has `repacked_bytes`. Runs without the GIL.
+    """
+    if layout == "file":
+        ctypes.memmove(dst, src, rows * dtype.row_bytes(cols))
+        return
+    args = (ctypes.c_int64 * 4)(dst, src, rows, cols)
+    kernel(("repack", dtype.name)).ctypes(ctypes.addressof(args), 0, 1)

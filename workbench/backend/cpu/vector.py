@@ -10,7 +10,7 @@ A `Value` is a scalar or a vector of one element kind:
 |---|---|
 | i1 | a condition, or a mask of conditions |
 | i8, i16, i32, i64 | signed integers: `>>` keeps the sign, conversions extend the sign |
-| u8, u16, u32 | unsigned integers |
+| u8, u16, u32, u64 | unsigned integers |
 | f16, f32, f64 | floating point |
 
 Operators work element by element; a Python number or a scalar meets a vector as a splat. The IR is
@@ -30,6 +30,7 @@ from numba.core import cgutils
 _LL: dict[str, ir.Type] = {
     "i1": ir.IntType(1), "i8": ir.IntType(8), "i16": ir.IntType(16), "i32": ir.IntType(32),
     "i64": ir.IntType(64), "u8": ir.IntType(8), "u16": ir.IntType(16), "u32": ir.IntType(32),
+    "u64": ir.IntType(64),
     "f16": ir.HalfType(), "f32": ir.FloatType(), "f64": ir.DoubleType(),
 }  # fmt: skip
 _BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}

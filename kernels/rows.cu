@@ -1,0 +1,39 @@
+// Gathering rows of a table, and storing rows into the KV cache.
+//
+//   get_rows_<TYPE>   dst[t] = table[ids[t]] as floats, one thread per element; an id outside the
+//                     table gives zeros and reads nothing
+//   set_rows          cache[indices[t]] = x[t] as halves; an index outside 0..n_kv-1 is not stored
+//
+// Block: 256 threads. Grid: (rows, ceil(cols / 256)).
+#include "weights.cuh"
+
+// Arguments: dst, table, ids, n_ids, cols, table_rows.
+#define GET_ROWS(TYPE, BLOCK)                                                                    \
+    extern "C" __global__ void get_rows_##TYPE(float* __restrict__ dst,                          \
+                                               const u8* __restrict__ table,                     \
+                                               const int* __restrict__ ids, i64 n_ids, i64 cols, \
+                                               i64 table_rows) {                                 \
+        const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, id = ids[blockIdx.x];                 \
+        if (c >= cols) return;                                                                   \
+        const bool there = id >= 0 && id < table_rows;                                           \
+        dst[blockIdx.x * cols + c] =                                                             \
+            there ? TYPE::value(table, table_rows * cols / BLOCK, id * cols + c) : 0.f;          \
+    }
+GET_ROWS(F32, 1)
+GET_ROWS(F16, 1)
+GET_ROWS(BF16, 1)
+GET_ROWS(Q8_0, 32)
+GET_ROWS(Q4_0, 32)
+GET_ROWS(MXFP4, 32)
+GET_ROWS(Q4_K, 256)
+GET_ROWS(Q5_K, 256)
+GET_ROWS(Q6_K, 256)
+
+// Arguments: cache, x, indices, n_tokens, cols, n_kv. Two tokens with one index leave elements of either.
+extern "C" __global__ void set_rows(u16* __restrict__ cache, const float* __restrict__ x,
+                                    const i64* __restrict__ indices, i64 n_tokens, i64 cols,
+                                    i64 n_kv) {
+    const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, row = indices[blockIdx.x];
+    if (c < cols && row >= 0 && row < n_kv)
+        cache[row * cols + c] = float_to_half(x[blockIdx.x * cols + c]);
+}

@@ -1,0 +1,160 @@
+"""The engine's logits against the float64 reference: every type, both architectures, both devices.
+
+Tolerances are about three times what was measured over the architectures, devices and ways of
+feeding below. What is allowed to differ: K and V are kept in F16 (2**-11 relative, the floor of
+every row), products of F32, F16 and BF16 weights are float32 sums, and activations that meet a
+quantised weight are rounded to 8 bits in blocks of 32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests import reference
+from workbench.config import Toggles
+from workbench.errors import UsageError
+
+# NMSE against float64, by the type of the file
+TOLERANCE = {
+    "F32": 3e-7, "F16": 3e-7, "BF16": 3e-7, "Q8_0": 1e-3, "Q4_0": 1e-3,
+    "Q4_K": 1e-3, "Q5_K": 1e-3, "Q6_K": 1e-3, "MXFP4": 1e-3,
+}  # fmt: skip
+# NMSE between two ways of feeding the same tokens, where only the order of float32 sums can differ.
+FEEDING_TOLERANCE = 1e-9
+
+N_CTX, N_TOKENS, N_LONG = 512, 24, 300  # N_LONG crosses one n_kv_pad of 256
+VARIANTS = [
+    ("tiny-llama-bias", "F32"),
+    ("tiny-llama-bias", "Q8_0"),
+    ("tiny-llama-spm", "F16"),
+    ("tiny-llama-spm", "Q4_0"),
+]
+ALL = [(p, q) for p in ("tiny-llama", "tiny-qwen3") for q in TOLERANCE] + VARIANTS
+
+GetEngine = Callable[..., wb.Engine]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model) -> Iterator[GetEngine]:
+    """`engine(preset, quant, device, n_ubatch)`: an empty engine, one each for the whole module."""
+    engines: dict[tuple, wb.Engine] = {}
+
+    def get(preset: str, quant: str, device: str = "embedded", n_ubatch: int = 512) -> wb.Engine:
+        key = (preset, quant, device, n_ubatch)
+        if key not in engines:
+            toggles = Toggles(graph_reuse="set_rows")
+            engines[key] = wb.Engine.load(
+                tiny_model(preset, quant),
+                device=device, toggles=toggles, n_ctx=N_CTX, n_ubatch=n_ubatch, threads=2,
+            )  # fmt: skip
+        engines[key].reset()
+        return engines[key]
+
+    yield get
+    for made in engines.values():
+        made.close()
+
+
+def tokens_for(preset: str, n: int) -> list[int]:
+    n_vocab = 640 if preset == "tiny-llama-spm" else 1024
+    return np.random.default_rng(5).integers(0, n_vocab, n).tolist()
+
+
+def one_by_one(engine: wb.Engine, tokens: list[int]) -> np.ndarray:
+    return np.concatenate([engine.step([token]) for token in tokens])
+
+
+def check(logits: np.ndarray, wanted: np.ndarray, quant: str) -> None:
+    assert logits.dtype == np.float32 and logits.shape == wanted.shape
+    assert np.isfinite(logits).all()
+    assert reference.nmse(logits, wanted) <= TOLERANCE[quant]
+    assert reference.decided_argmax_mismatches(logits, wanted) == []
+
+
+@pytest.mark.parametrize("device", ["embedded", "host"])
+@pytest.mark.parametrize(("preset", "quant"), ALL)
+def test_logits_are_the_reference_s(engine, tiny_model, preset, quant, device):
+    tokens = tokens_for(preset, N_TOKENS)
+    wanted = reference.forward(tiny_model(preset, quant), tokens)
+    check(engine(preset, quant, device).prefill(tokens, outputs="all"), wanted, quant)
+
+
+@pytest.mark.parametrize(("preset", "quant"), ALL)
+def test_ways_of_feeding_agree(engine, tiny_model, preset, quant):
+    """In one go, token by token, and in ubatches of 7: the same logits, and all the reference's."""
+    tokens = tokens_for(preset, N_TOKENS)
+    wanted = reference.forward(tiny_model(preset, quant), tokens)
+    whole = engine(preset, quant).prefill(tokens, outputs="all")
+    single = one_by_one(engine(preset, quant), tokens)
+    sevens = engine(preset, quant, n_ubatch=7).prefill(tokens, outputs="all")
+    for other in (single, sevens):
+        check(other, wanted, quant)
+        assert reference.nmse(other, whole) <= FEEDING_TOLERANCE
+
+
+@pytest.mark.parametrize("device", ["embedded", "host"])
+@pytest.mark.parametrize(("preset", "quant"), [("tiny-llama", "Q4_0"), ("tiny-qwen3", "F16")])
+def test_beyond_one_pad_of_the_cache(engine, tiny_model, preset, quant, device):
+    """Prefill up to just below 256 cells, decode across, and go on in a ubatch."""
+    tokens = tokens_for(preset, N_LONG)
+    wanted = reference.forward(tiny_model(preset, quant), tokens)
+    used = engine(preset, quant, device)
+    logits = np.concatenate(
+        [
+            used.prefill(tokens[:250], outputs="all"),
+            one_by_one(used, tokens[250:262]),
+            used.prefill(tokens[262:], outputs="all"),
+        ]
+    )
+    assert used.n_past == N_LONG
+    check(logits, wanted, quant)
+
+
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3"])
+def test_only_the_rows_asked_for(engine, preset):
+    """`last` is the last row of `all`, `none` is empty, and neither changes what follows."""
+    tokens = tokens_for(preset, N_TOKENS)
+    every = engine(preset, "F32").prefill(tokens, outputs="all")
+    used = engine(preset, "F32")
+    nothing = used.step(tokens[:10], outputs="none")
+    assert nothing.shape == (0, every.shape[1])
+    last = used.step(tokens[10:], outputs="last")
+    assert last.shape == (1, every.shape[1])
+    assert reference.nmse(last, every[-1:]) <= FEEDING_TOLERANCE
+
+
+def legal_toggles() -> list[Toggles]:
+    """Every combination of toggle values but those that clash."""
+    names = Toggles.names()
+    made = []
+    for values in itertools.product(*map(Toggles.values, names)):
+        try:
+            made.append(Toggles(**dict(zip(names, values, strict=True))))
+        except UsageError:
+            continue
+    return made
+
+
+@pytest.mark.parametrize(("preset", "quant"), [("tiny-llama", "Q4_0"), ("tiny-qwen3", "Q8_0")])
+def test_bit_equal_under_every_toggle(engine, preset, quant):
+    """Sync mode, copy stream and graph reuse are exact: prefill in ubatches, decode past 256."""
+    tokens = tokens_for(preset, N_LONG)
+    shared = engine(preset, quant, n_ubatch=64)
+
+    def run(toggles: Toggles) -> np.ndarray:
+        with shared.variant(toggles) as variant:
+            return np.concatenate(
+                [variant.prefill(tokens[:250], outputs="all"), one_by_one(variant, tokens[250:270])]
+            )
+
+    wanted = run(Toggles())
+    assert len(np.unique(wanted.argmax(axis=-1))) > 100  # the tokens differ, so mix-ups would show
+    combinations = legal_toggles()
+    assert len(combinations) == 22
+    for toggles in combinations:
+        assert np.array_equal(run(toggles), wanted), toggles

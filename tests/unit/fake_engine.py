@@ -1,0 +1,113 @@
+"""An engine whose clock is a counter: it computes nothing, and takes exactly as long as it is told.
+
+It has what workbench.bench asks of an engine, and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from workbench.config import EngineConfig, Toggles
+
+N_VOCAB = 50
+BOS = 7
+
+
+@dataclass
+class Clock:
+    """Nanoseconds that pass only when the engine computes; `install` makes it the bench's clock."""
+
+    now: int = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+    def install(self, monkeypatch) -> Clock:
+        monkeypatch.setattr("workbench.bench.workload.now_ns", self)
+        return self
+
+
+@dataclass
+class FakeFile:
+    metadata: dict = field(default_factory=lambda: {"tokenizer.ggml.bos_token_id": BOS})
+
+    def get(self, key, kind, default=None):
+        return self.metadata.get(key, default)
+
+
+class FakeProgram:
+    def __init__(self, waits: int):
+        self.waits = waits
+
+    def pattern(self, fold: bool = False) -> str:
+        return "s" * self.waits + "g"
+
+    def counts(self) -> dict[str, int]:
+        return {"waits": self.waits, "copies": 3, "launches": 5, "copied_bytes": 99}
+
+
+class FakeEngine:
+    """ns_of(toggles, n_tokens, nth step of all engines) is what a step takes.
+
+    The logits of a step are a function of the tokens in the cache alone, but for `wrong`: engines
+    with a sync mode named there add an error of that size.
+    """
+
+    def __init__(self, clock, toggles=None, ns_of=None, wrong=None, n_ctx=256, shared=None):
+        self.clock = clock
+        self.toggles = toggles or Toggles()
+        self.config = EngineConfig(n_ctx=n_ctx, n_ubatch=16)
+        self.ns_of = ns_of or (lambda toggles, n_tokens, nth: 1_000_000 * n_tokens)
+        self.wrong = wrong or {}
+        self.shared = shared or SimpleNamespace(steps=0, variants=[], stop_at=None, error=None)
+        self.recorder = None
+        self.closed = False
+        self.calls: list[list[int]] = []
+        self.live: list[int] = []
+        self.device, self.device_reason = "embedded", "as asked"
+        self.sync_mode = "copy_boundary" if self.toggles.sync == "auto" else self.toggles.sync
+        self.backend = SimpleNamespace(description="a clock that counts")
+        self.model = SimpleNamespace(
+            path=Path("models/fake.gguf"), hash="h" * 64, architecture="llama", name="fake",
+            quant="Q4_0", n_params=1_236_000_000, n_layer=2, n_embd=8, n_vocab=N_VOCAB,
+            file_bytes=770_000_000, weight_bytes_per_token=700_000_000, file=FakeFile(),
+            weights=[SimpleNamespace(nbytes=500_000_000), SimpleNamespace(nbytes=260_000_000)],
+        )  # fmt: skip
+        self.counters = {"steps": 0, "wait_ns": 0}
+
+    def variant(self, toggles):
+        made = FakeEngine(
+            self.clock, toggles, self.ns_of, self.wrong, self.config.n_ctx, self.shared
+        )
+        self.shared.variants.append(made)
+        return made
+
+    def reset(self):
+        self.live = []
+
+    def step(self, tokens, outputs="last"):
+        shared = self.shared
+        shared.steps += 1
+        if shared.stop_at == shared.steps:
+            raise shared.error
+        self.calls.append(list(tokens))
+        self.live += tokens
+        self.clock.now += int(self.ns_of(self.toggles, len(tokens), shared.steps))
+        self.counters = {"steps": self.counters["steps"] + 1, "wait_ns": self.clock.now}
+        rng = np.random.default_rng(self.live)
+        logits = rng.standard_normal((1, N_VOCAB)).astype(np.float32)
+        return logits + np.float32(self.wrong.get(self.toggles.sync, 0))
+
+    def prefill(self, tokens, outputs="last"):
+        n = self.config.n_ubatch
+        return [self.step(tokens[i : i + n]) for i in range(0, len(tokens), n)][-1]
+
+    def program(self, n_tokens=1, n_outputs=1, n_past=0):
+        return FakeProgram({"per_copy": 9}.get(self.toggles.sync, 2))
+
+    def close(self):
+        self.closed = True

@@ -1,0 +1,76 @@
+"""Model files for the tests of the reader: by the gguf package, or byte by byte."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from workbench.graph.ir import F32
+from workbench.model.quants import random_blocks
+
+# --- files, made with the gguf package --------------------------------------------------------
+
+
+def write(path: Path, tensors=(), keys=None, arch="llama") -> Path:
+    """A model file by gguf's writer: (name, dtype, shape) tensors, `keys(writer)` for metadata."""
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, arch)
+    if keys:
+        keys(writer)
+    for name, dtype, shape in tensors:
+        rows = int(np.prod(shape[:-1]))
+        data = random_blocks(rng, dtype, rows, shape[-1], 0.1)
+        data = data.reshape(*shape[:-1], -1)
+        kind = gguf.GGMLQuantizationType[dtype.name]
+        writer.add_tensor(name, data.view(np.float32) if dtype == F32 else data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+# --- files, made byte by byte -----------------------------------------------------------------
+
+
+def text(s: str | bytes) -> bytes:
+    s = s.encode() if isinstance(s, str) else s
+    return struct.pack("<Q", len(s)) + s
+
+
+def pair(key: str | bytes, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def u32(key: str, value: int) -> bytes:
+    return pair(key, 4, struct.pack("<I", value))
+
+
+def items(kind: int, n: int, data: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, n) + data
+
+
+def tensor(name="w", dims=(8,), kind=0, offset=0) -> bytes:
+    head = struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
+    return text(name) + head + struct.pack("<IQ", kind, offset)
+
+
+def build(
+    keys=(), tensors=(), data=b"", magic=b"GGUF", version=3, n_tensors=None, n_keys=None, align=32
+) -> bytes:
+    """A file from its parts; counts are those of the parts unless given."""
+    n_tensors = len(tensors) if n_tensors is None else n_tensors
+    n_keys = len(keys) if n_keys is None else n_keys
+    head = magic + struct.pack("<IQQ", version, n_tensors, n_keys)
+    head += b"".join(keys) + b"".join(tensors)
+    return head + bytes(-len(head) % align) + data
+
+
+GOOD = build(
+    [u32("a", 1), pair("s", 8, text("x")), pair("l", 9, items(8, 2, text("p") + text("é")))],
+    [tensor("w", (8, 2), 0, 0), tensor("v", (32,), 2, 64)],
+    bytes(64 + 18),
+)

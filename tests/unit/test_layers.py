@@ -1,0 +1,147 @@
+"""The house: imports point down only, pure layers stay pure, and each toggle has one room."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workbench.config import Toggles
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "workbench"
+
+# from the top; a layer may import itself and what stands below it
+LAYERS = [
+    ("cli", "lab"),
+    ("report",),
+    ("bench",),
+    ("trace",),
+    ("engine",),
+    ("backend",),
+    ("program",),
+    ("model",),
+    ("graph",),
+    ("config",),
+    ("errors", "trace.spans"),
+]
+RANK = {name: len(LAYERS) - i for i, names in enumerate(LAYERS) for name in names}
+# the two places that may name modules in strings
+STRING_IMPORTS = {"__init__.py", "backend/base.py"}
+DEVICE_LIBRARIES = ("cupy", "cuda", "numba")
+
+
+def modules() -> list[Path]:
+    return sorted(p for p in PACKAGE.rglob("*.py"))
+
+
+def layer_of(module: str) -> str:
+    parts = module.split(".")[1:]
+    if parts[:2] == ["trace", "spans"]:
+        return "trace.spans"
+    return parts[0] if parts else ""
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{a.name}" for a in node.names}
+            found.add(node.module)
+    return {m for m in found if m.split(".")[0] == "workbench"}
+
+
+def test_every_layer_has_a_rank():
+    for path in modules():
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if path.name != "__init__.py":
+            assert layer_of(name) in RANK, f"{path} stands in no layer of DESIGN section 3"
+
+
+def test_imports_point_down():
+    upward = []
+    for path in modules():
+        own = layer_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        if path == PACKAGE / "__init__.py":
+            continue
+        for module in imports(path):
+            other = layer_of(module)
+            if other not in RANK:  # names imported from a module, or the package itself
+                continue
+            if own != other and RANK[other] >= RANK[own]:
+                upward.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not upward
+
+
+def test_only_two_places_name_modules_in_strings():
+    pattern = re.compile(r"importlib\.import_module|__import__\(")
+    users = {str(p.relative_to(PACKAGE)) for p in modules() if pattern.search(p.read_text())}
+    assert users == STRING_IMPORTS
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(out.stdout.split())
+
+
+@pytest.mark.parametrize("layer", ["graph", "model", "program", "config", "trace.spans"])
+def test_pure_layers_load_no_device_and_nothing_above(layer):
+    if "." in layer or layer == "config":
+        names = [f"workbench.{layer}"]
+    else:
+        names = [f"workbench.{layer}.{p.stem}" for p in sorted((PACKAGE / layer).glob("[a-z]*.py"))]
+    loaded = loaded_after("\n".join(f"import {n}" for n in names))
+    assert not [m for m in loaded if m.split(".")[0] in DEVICE_LIBRARIES]
+    above = [
+        m
+        for m in loaded
+        if m.startswith("workbench.")
+        and layer_of(m) in RANK
+        and RANK[layer_of(m)] > RANK[layer]
+        and m != "workbench.trace"  # the package of the leaf trace.spans
+    ]
+    assert not above
+
+
+def test_import_workbench_is_light():
+    heavy = {"pandas", "matplotlib", "scipy", "cupy", "numba", "cuda"}
+    assert not heavy & {m.split(".")[0] for m in loaded_after("import workbench")}
+
+
+def test_public_names_resolve():
+    import workbench
+
+    for name in workbench.__all__:
+        assert getattr(workbench, name) is not None
+    with pytest.raises(AttributeError):
+        workbench.nonsense  # noqa: B018
+
+
+def test_toggles_are_read_in_their_room_and_where_the_engine_chooses():
+    for field in dataclasses.fields(Toggles):
+        room = field.metadata["room"]
+        assert (PACKAGE / room).exists(), f"{field.name}: no room {room}"
+        readers = {
+            str(p.relative_to(PACKAGE))
+            for p in modules()
+            if re.search(rf"toggles\.{field.name}\b", p.read_text())
+        }
+        assert readers <= {room, "engine/engine.py"}, field.name
+
+
+def test_no_environment_variables_are_read():
+    pattern = re.compile(r"os\.environ|os\.getenv|getenv\(")
+    assert not [p for p in modules() if pattern.search(p.read_text())]
+
+
+def test_files_hold_one_room():
+    long = {str(p): n for p in modules() if (n := len(p.read_text().splitlines())) > 450}
+    assert not long

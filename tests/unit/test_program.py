@@ -1,0 +1,256 @@
+"""Programs: the patterns of #17795 letter for letter, commands and ranges, and step shapes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from workbench.config import CopyStream, SyncMode
+from workbench.errors import DeviceError, UsageError
+from workbench.graph import ops
+from workbench.graph.ir import F32, I32, Q8_ACT, StepShape, Tensor
+from workbench.model.decoder import Model, build_graph
+from workbench.program.commands import (
+    DEVICE,
+    HOST,
+    RESULT,
+    Buffer,
+    Capabilities,
+    Copy,
+    Launch,
+    Program,
+    Range,
+    Read,
+    Space,
+    Sync,
+    Write,
+)
+from workbench.program.lower import RULES, choose_sync, lower
+from workbench.program.split import split
+
+ASYNC = Capabilities(True, True, True, False, 2)
+SYNCHRONOUS = Capabilities(False, False, True, False, 0)
+DECODE = StepShape(1, 1, 256)
+# the patterns as the thread writes them, for the device split of a step with six inputs
+PATTERNS = {
+    SyncMode.PER_COPY: ("scscscscscscg", "scscg"),
+    SyncMode.BLOCKING_COPIES: ("sccccccsg", "sccccsg"),
+    SyncMode.COPY_BOUNDARY: ("saaaaaasg", "saaaasg"),
+    SyncMode.WRITE_READ_BOUNDARY: ("aaaaaasg", "aaaasg"),
+    SyncMode.IMPLICIT: ("aaaaaag", "aaaag"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    m = Model(tiny_model("tiny-llama", "Q8_0"))
+    yield m
+    m.close()
+
+
+class House:
+    """A model placed on a host and a device that exist only as names."""
+
+    def __init__(self, model: Model, n_cells: int = 512, on_host=()):
+        self.model, self.on_host = model, on_host
+        self.caches = model.caches(n_cells)
+        tensors = [*model.weights, *(t for pair in self.caches for t in pair)]
+        self.residents = [
+            {t: Range(Buffer(t.name, Space.DEVICE, t.nbytes, b), 0, t.nbytes) for t in tensors}
+            for b in (HOST, DEVICE)
+        ]
+
+    def backend_of(self, node) -> int:
+        embeds = node.op == "get_rows" and node.inputs[0] is self.model.embedding
+        return HOST if embeds or node.layer in self.on_host else DEVICE
+
+    def graph(self, shape: StepShape):
+        return build_graph(self.model, shape, self.caches)
+
+    def program(self, sync, copy_stream="own", shape=DECODE) -> Program:
+        graph = self.graph(shape)
+        splits = split(graph, self.backend_of)
+        none = [lambda node: 0] * 2
+        return lower(graph, splits, self.residents, ["host", "dev"], none, sync, copy_stream)
+
+
+@pytest.fixture(scope="module")
+def house(model):
+    return House(model)
+
+
+@pytest.mark.parametrize("copy_stream", list(CopyStream))
+@pytest.mark.parametrize("sync", list(RULES))
+def test_patterns_are_those_of_the_thread(house, sync, copy_stream):
+    program = house.program(sync, copy_stream)
+    whole, folded = PATTERNS[sync]
+    assert program.pattern() == f"h {whole}"
+    assert program.pattern(fold=True) == f"h {folded}"
+
+
+def test_waits_fall_from_two_per_input_to_the_logits_wait(house):
+    waits = {sync: house.program(sync).counts()["waits"] for sync in RULES}
+    assert waits == {
+        "per_copy": 13,  # for each of 6 inputs a wait and the blocking copy's own; the logits
+        "blocking_copies": 9,
+        "copy_boundary": 3,
+        "write_read_boundary": 2,
+        "implicit": 1,
+    }
+
+
+def test_modes_move_waits_and_nothing_else(house):
+    def work(program):
+        kept = [c for c in program.commands if not isinstance(c, Sync)]
+        return [(c.kind, c.split, c.reads, c.writes) for c in map(_plain, kept)]
+
+    first, *others = [work(house.program(sync, "own")) for sync in RULES]
+    assert all(other == first for other in others)
+
+
+class _plain:
+    """A command with its ranges by name, so that two programs' commands compare equal."""
+
+    def __init__(self, c):
+        self.kind, self.split = c.kind, c.split
+        self.reads = [(r.buffer.name, r.offset, r.nbytes) for r in c.reads]
+        self.writes = [(r.buffer.name, r.offset, r.nbytes) for r in c.writes]
+
+
+@pytest.mark.parametrize("stream", [("own", 1), ("compute", 0)])
+def test_copy_stream_decides_which_stream_input_copies_ride(house, stream):
+    name, number = stream
+    program = house.program("copy_boundary", name)
+    rides = {c.stream.id for c in program.commands if isinstance(c, Copy) and c.split != RESULT}
+    assert rides == {number}
+
+
+def test_user_inputs_and_the_embedding_are_copied_once(house):
+    copies = [c for c in house.program("copy_boundary").commands if isinstance(c, Copy)]
+    assert [c.name for c in copies] == [
+        "inp_embd",
+        "inp_pos",
+        "attn_inp_k_idxs",
+        "attn_inp_v_idxs",
+        "attn_inp_kq_mask",
+        "inp_out_ids",
+        "result_output",
+    ]
+
+
+def test_every_input_is_written_before_and_every_result_read_after(house):
+    program = house.program("implicit", "compute")
+    kinds = [type(c) for c in program.commands]
+    assert kinds[:6] == [Write] * 6
+    assert kinds[-2:] == [Sync, Read]
+
+
+def test_launches_stay_inside_their_buffers(house):
+    program = house.program("per_copy", shape=StepShape(5, 2, 512))
+    for command in program.commands:
+        for r in (*command.reads, *command.writes):
+            assert r.offset >= 0 and r.offset + r.nbytes <= r.buffer.nbytes, command
+
+
+def test_arena_does_not_hold_every_activation(house):
+    """Activations share memory: the device arena is far smaller than their sum."""
+    program = house.program("per_copy", shape=StepShape(32, 1, 256))
+    (arena,) = [b for b in program.buffers if b.name == "arena.1"]
+    made = sum(n.output.nbytes for n in house.graph(StepShape(32, 1, 256)).nodes)
+    assert arena.nbytes < made / 3
+
+
+def test_layers_may_lie_on_the_host_between_device_splits(model):
+    house = House(model, on_host=(1,))
+    program = house.program("copy_boundary")
+    first, second, third, last = program.pattern(fold=True).split()
+    assert (first, second) == ("h", "saaaasg")
+    assert third.startswith("c") and third.endswith("h")  # brought to the host, then computed
+    assert last.startswith("sa") and last.endswith("sg")
+
+
+def test_program_without_outputs_ends_at_the_cache_stores(house):
+    program = house.program("copy_boundary", shape=StepShape(4, 0, 256))
+    launches = [c for c in program.commands if isinstance(c, Launch)]
+    assert launches[-1].node.op == "set_rows"
+    assert isinstance(program.commands[-1], Sync)
+
+
+def test_equal_step_shapes_give_equal_topology_keys(house):
+    shapes = [
+        StepShape(1, 1, 256),
+        StepShape(1, 1, 512),
+        StepShape(2, 1, 256),
+        StepShape(2, 2, 256),
+    ]
+    keys = [house.graph(s).topology_key() for s in shapes]
+    assert keys == [house.graph(s).topology_key() for s in shapes]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_program_is_json(house):
+    d = json.loads(json.dumps(house.program("copy_boundary").to_dict()))
+    assert d["folded_pattern"] == "h saaaasg"
+    assert len(d["commands"]) == len(house.program("copy_boundary").commands)
+    assert {c["kind"] for c in d["commands"]} == {
+        "write",
+        "copy",
+        "launch",
+        "record",
+        "sync",
+        "read",
+    }
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "copy_stream", "chosen"),
+    [
+        (ASYNC, "compute", "implicit"),
+        (ASYNC, "own", "write_read_boundary"),
+        (SYNCHRONOUS, "own", "blocking_copies"),
+        (Capabilities(True, True, False, False, 2), "compute", "write_read_boundary"),
+    ],
+)
+def test_auto_chooses_the_safe_mode_with_fewest_waits(capabilities, copy_stream, chosen):
+    assert choose_sync("auto", copy_stream, capabilities, "dev") == chosen
+
+
+@pytest.mark.parametrize("sync", ["copy_boundary", "write_read_boundary", "implicit"])
+def test_a_mode_the_device_cannot_honour_is_refused(sync):
+    with pytest.raises(DeviceError, match=f"cannot honour sync={sync}: .*; use sync=auto"):
+        choose_sync(sync, "compute", SYNCHRONOUS, "dev")
+
+
+def test_own_copy_stream_needs_two_streams():
+    with pytest.raises(DeviceError, match="copy_stream=own needs two streams"):
+        choose_sync("per_copy", "own", Capabilities(True, True, True, False, 1), "dev")
+
+
+# ops ---------------------------------------------------------------------------------------------
+
+
+def test_ops_refuse_shapes_that_do_not_fit():
+    w, x = Tensor("w", F32, (8, 32)), Tensor("x", F32, (2, 64))
+    with pytest.raises(UsageError, match=r"mul_mat.*columns differ"):
+        ops.make("mul_mat", "y", w, x)
+    with pytest.raises(UsageError, match=r"mul.*wants F32 of one shape"):
+        ops.make("mul", "y", x, w)
+
+
+def test_op_costs():
+    w, x = Tensor("w", F32, (8, 32)), Tensor("x", F32, (2, 32))
+    node = ops.make("mul_mat", "y", w, x)
+    assert (node.output.shape, ops.OPS["mul_mat"].flops(node)) == ((2, 8), 2 * 2 * 8 * 32)
+    assert ops.touched_bytes(node) == w.nbytes + x.nbytes + node.output.nbytes
+    table, ids = Tensor("t", F32, (1000, 32)), Tensor("i", I32, (3,))
+    rows = ops.make("get_rows", "r", table, ids)
+    assert ops.touched_bytes(rows) == 3 * 32 * 4 * 2 + 12  # the rows gathered, not the table
+    assert ops.reads(rows)[0] == (table, 0, table.nbytes)  # the declaration is a superset
+
+
+def test_quantised_activation_rows_are_padded_to_64_bytes():
+    assert Q8_ACT.row_bytes(256) == 320
+    assert Q8_ACT.row_bytes(32) == 64
+    with pytest.raises(UsageError):
+        Q8_ACT.row_bytes(33)

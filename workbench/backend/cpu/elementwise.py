@@ -1,0 +1,186 @@
+"""Every op but mul_mat and attention. Argument order: backend/args.py; maths: graph/ops.py.
+
+Lanes share flat ranges of elements, or rows where a row is summed. A vector of elements and a single
+one at the end go through the same arithmetic, so results do not depend on who computes what.
+"""
+
+from __future__ import annotations
+
+from workbench.backend.cpu.mathfn import exp, sine_cosine
+from workbench.backend.cpu.vector import Emit, Value
+
+LANES = 16  # float32 elements worked on together; narrower machines split them
+
+
+def binary_body(combine):
+    """Kernel: dst = combine(a, b), b one row for all or as many rows as a."""
+
+    def body(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+        dst, a, b, rows, cols, b_rows = e.arguments(args, "iiiiii")
+        start, stop = e.share(rows * cols, lane, n_lanes)
+        row_step = e.select(b_rows.compare("==", 1), e.const("i64", 0), cols)
+        with e.when(start.compare("<", stop)):
+            last_row = (stop - 1) // cols
+            with e.loop(start // cols, last_row + 1) as row:
+                first = e.max(start - row * cols, 0)
+                last = e.min(stop - row * cols, cols)
+
+                def step(c: Value, n: int, row=row) -> None:
+                    at = (row * cols + c) * 4
+                    left = e.load("f32", a + at, n)
+                    e.store(combine(left, e.load("f32", b + (row * row_step + c) * 4, n)), dst + at)
+
+                e.flat_loops(first, last, LANES, step)
+
+    return body
+
+
+def swiglu(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    dst, gate, up, rows, cols = e.arguments(args, "iiiii")
+    start, stop = e.share(rows * cols, lane, n_lanes)
+
+    def step(i: Value, n: int) -> None:
+        g, u = e.load("f32", gate + i * 4, n), e.load("f32", up + i * 4, n)
+        e.store(g / (exp(e, 0.0 - g) + 1.0) * u, dst + i * 4)
+
+    e.flat_loops(start, stop, LANES, step)
+
+
+def rms_norm(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    """Squares are added as float64, eight sums side by side."""
+    dst, x, rows, cols, eps = e.arguments(args, "iiiif")
+    start, stop = e.share(rows, lane, n_lanes)
+    with e.loop(start, stop) as row:
+        source, target = x + row * cols * 4, dst + row * cols * 4
+        wide = e.var(e.const("f64", 0.0, 8))
+        rest = e.var(e.const("f64", 0.0))
+
+        def add(c: Value, n: int, source=source, wide=wide, rest=rest) -> None:
+            v = e.load("f32", source + c * 4, n).to("f64")
+            total = wide if n > 1 else rest
+            total.set(e.fma(v, v, total.get()))
+
+        zero = e.const("i64", 0)
+        e.flat_loops(zero, cols, 8, add)
+        mean = (e.sum(wide.get()) + rest.get()) / cols.to("f64")
+        factor = (e.const("f64", 1.0) / e.sqrt(mean + eps)).to("f32")
+
+        def scale(c: Value, n: int, source=source, target=target, factor=factor) -> None:
+            e.store(e.load("f32", source + c * 4, n) * factor, target + c * 4)
+
+        e.flat_loops(zero, cols, LANES, scale)
+
+
+def quantize(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    """F32 to Q8_ACT (layout: DType.row_bytes). Lanes share blocks of 32.
+
+    Quants are held within -127..127, which only matters where the scale is denormal. A block with
+    a NaN gets the scale NaN, so the NaN is not lost.
+    """
+    dst, x, rows, cols = e.arguments(args, "iiii")
+    n_blocks = cols // 32
+    used = cols + n_blocks * 6
+    row_bytes = (used + 63) // 64 * 64
+    start, stop = e.share(rows * n_blocks, lane, n_lanes)
+    with e.loop(start, stop) as block:
+        row, b = block // n_blocks, block % n_blocks
+        target = dst + row * row_bytes
+        halves = [e.load("f32", x + (block * 32 + h * 16) * 4, 16) for h in range(2)]
+        most = e.reduce(e.max(e.abs(halves[0]), e.abs(halves[1])), e.max)
+        scale = most / 127.0
+        nan = halves[0].compare("!=", halves[0]).to("u8") | halves[1].compare(
+            "!=", halves[1]
+        ).to("u8")
+        any_nan = e.reduce(nan, lambda p, q: p | q).compare("!=", 0)
+        divisor = e.select(scale.compare("==", 0.0), e.const("f32", 1.0), scale)
+        for h, values in enumerate(halves):
+            ratio = e.select(scale.compare("==", 0.0), e.like(values, 0.0), values / divisor)
+            quants = e.round_even(e.max(e.min(ratio, 127.0), -127.0)).to("i32")
+            e.store(quants.to("i8"), target + b * 32 + h * 16)
+            e.store(e.sum(quants).to("i16"), target + cols + n_blocks * 4 + b * 4 + 2 * h)
+        e.store(e.select(any_nan, e.const("f32", float("nan")), scale), target + cols + b * 4)
+        with e.when((b + 1).compare("==", n_blocks)), e.loop(used, row_bytes) as i:
+            e.store(e.const("u8", 0), target + i)
+
+
+def set_rows(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    """F32 rows into an F16 cache. Lanes share columns: two tokens may name one cell, the last wins."""
+    cache, x, indices, n_tokens, cols, n_kv = e.arguments(args, "iiiiii")
+    start, stop = e.share(cols, lane, n_lanes)
+    with e.loop(0, n_tokens) as t:
+        index = e.load("i64", indices + t * 8)
+        with e.when(index.compare(">=", 0)), e.when(index.compare("<", n_kv)):
+
+            def step(c: Value, n: int, t=t, index=index) -> None:
+                values = e.load("f32", x + (t * cols + c) * 4, n)
+                e.store(values.to("f16"), cache + (index * cols + c) * 2)
+
+            e.flat_loops(start, stop, LANES, step)
+
+
+_PAIRS = 8  # angles worked on together, as float64
+
+
+def rope(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    """Lanes share (token, head). Angles are float64; each token's serve all its heads of the lane."""
+    (dst, x, positions, factors, n_tokens, n_heads, head_dim, n_rot, neox, theta_base,
+     freq_scale) = e.arguments(args, "iiiiiiiiiff")  # fmt: skip
+    start, stop = e.share(n_tokens * n_heads, lane, n_lanes)
+    half = n_rot // 2
+    ratio = e.call("llvm.pow.f64", "f64", 1, theta_base, e.const("f64", -2.0) / n_rot.to("f64"))
+    powers = [e.const("f64", 1.0)]
+    for _ in range(_PAIRS):
+        powers.append(powers[-1] * ratio)
+    first_powers = e.stack(8 * _PAIRS)
+    for i, power in enumerate(powers[:-1]):
+        e.store(power, first_powers + 8 * i)
+    is_neox = neox.compare("!=", 0)
+    last_token = (stop + n_heads - 1) // n_heads
+    with e.loop(start // n_heads, last_token) as token:
+        position = e.load("i32", positions + token * 4).to("f64") * freq_scale
+        first = e.max(start - token * n_heads, 0)
+        last = e.min(stop - token * n_heads, n_heads)
+        base = token * n_heads * head_dim
+        frequency = e.var(e.load("f64", first_powers, _PAIRS))
+
+        def turn(i: Value, n: int, freq: Value, position=position, base=base, first=first,
+                 last=last) -> None:  # fmt: skip
+            divisor = e.var(e.const("f64", 1.0, n))
+            with e.when(factors.compare("!=", 0)):
+                divisor.set(e.load("f32", factors + i * 4, n).to("f64"))
+            sine, cosine = sine_cosine(e, freq * position / divisor.get())
+            sine, cosine = sine.to("f32"), cosine.to("f32")
+            with e.loop(first, last) as head:
+                at = (base + head * head_dim) * 4
+                with e.when_else(is_neox) as (apart, adjacent):
+                    with apart:
+                        a = e.load("f32", x + at + i * 4, n)
+                        b = e.load("f32", x + at + (i + half) * 4, n)
+                        e.store(e.fma(a, cosine, 0.0 - b * sine), dst + at + i * 4)
+                        e.store(e.fma(a, sine, b * cosine), dst + at + (i + half) * 4)
+                    with adjacent:
+                        both = e.load("f32", x + at + i * 8, 2 * n)
+                        a, b = both.shuffle(range(0, 2 * n, 2)), both.shuffle(range(1, 2 * n, 2))
+                        c, d = e.fma(a, cosine, 0.0 - b * sine), e.fma(a, sine, b * cosine)
+                        if n == 1:
+                            e.store(c, dst + at + i * 8)
+                            e.store(d, dst + at + i * 8 + 4)
+                        else:
+                            order = [k // 2 + n * (k % 2) for k in range(2 * n)]
+                            e.store(c.shuffle(order, d), dst + at + i * 8)
+
+        whole = half // _PAIRS * _PAIRS
+        with e.loop(0, whole, _PAIRS) as i:
+            turn(i, _PAIRS, frequency.get())
+            frequency.set(frequency.get() * powers[_PAIRS])
+        rest = e.stack(8 * _PAIRS)
+        e.store(frequency.get(), rest)
+        with e.loop(whole, half) as i:
+            turn(i, 1, e.load("f64", rest + (i - whole) * 8))
+        with e.loop(first, last) as head:
+            at = (base + head * head_dim) * 4
+
+            def copy(c: Value, n: int, at=at) -> None:
+                e.store(e.load("f32", x + at + c * 4, n), dst + at + c * 4)
+
+            e.flat_loops(n_rot, head_dim, LANES, copy)

@@ -1,0 +1,124 @@
+"""get_rows: rows of a weight table, dequantised to float32.
+
+Block formats lie as in the file. The arithmetic, and so every bit, is that of ggml's reference
+dequantisation (`ggml-quants.c`, and its NumPy twin in the `gguf` package).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from workbench.backend.cpu.matvec import FLOAT_LOADS, e8m0_half
+from workbench.backend.cpu.repack import FORMATS
+from workbench.backend.cpu.vector import Emit, Value
+
+_E2M1 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
+
+
+def _half(e: Emit, at: Value) -> Value:
+    return e.load("f16", at).to("f32")
+
+
+def _store(e: Emit, quants: Value, scale: Value, dst: Value, less: Value | None = None) -> None:
+    """quants (integers, any width) * scale - less, as float32."""
+    kind = "i32" if quants.kind[0] == "i" else "u32"
+    values = quants.to(kind).to("i32").to("f32") * scale
+    e.store(values if less is None else values - less, dst)
+
+
+def _q8_0(e: Emit, at: Value, dst: Value) -> None:
+    _store(e, e.load("i8", at + 2, 32), _half(e, at), dst)
+
+
+def _q4_0(e: Emit, at: Value, dst: Value) -> None:
+    raw, d = e.load("u8", at + 2, 16), _half(e, at)
+    for half, q in enumerate((raw & 15, raw >> 4)):
+        _store(e, q.to("i8") - 8, d, dst + 64 * half)
+
+
+def _mxfp4(e: Emit, at: Value, dst: Value) -> None:
+    scale = e8m0_half(e, e.load("u8", at).to("u32"))
+    raw = e.load("u8", at + 1, 16)
+    for half, code in enumerate((raw & 15, raw >> 4)):
+        value = e.const("i8", 0, 16)
+        for c, v in enumerate(_E2M1):
+            value = e.select(code.compare("==", c), e.const("i8", v, 16), value)
+        _store(e, value, scale, dst + 64 * half)
+
+
+def _q45_k(e: Emit, at: Value, dst: Value, fifth: bool) -> None:
+    d, dmin = _half(e, at), _half(e, at + 2)
+    quants = at + (48 if fifth else 16)
+
+    def byte(i: int) -> Value:
+        return e.load("u8", at + 4 + i)
+
+    for j in range(8):
+        if j < 4:
+            scale, least = byte(j) & 63, byte(j + 4) & 63
+        else:
+            scale = (byte(j + 4) & 15) | ((byte(j - 4) >> 6) << 4)
+            least = (byte(j + 4) >> 4) | ((byte(j) >> 6) << 4)
+        raw = e.load("u8", quants + 32 * (j // 2), 32)
+        q = raw >> 4 if j % 2 else raw & 15
+        if fifth:
+            q = q | (((e.load("u8", at + 16, 32) >> j) & 1) << 4)
+        less = dmin * least.to("u32").to("f32")
+        _store(e, q, d * scale.to("u32").to("f32"), dst + 128 * j, less)
+
+
+def _q6_k(e: Emit, at: Value, dst: Value) -> None:
+    d = _half(e, at + 208)
+    for j in range(16):  # 16 columns: half n, part k of it, half h of the part
+        n, k, h = j // 8, j // 2 % 4, j % 2
+        low = e.load("u8", at + 64 * n + 32 * (k % 2) + 16 * h, 16)
+        high = e.load("u8", at + 128 + 32 * n + 16 * h, 16)
+        q = (low >> 4 if k // 2 else low & 15) | (((high >> (2 * k)) & 3) << 4)
+        scale = d * e.load("i8", at + 192 + j).to("i32").to("f32")
+        _store(e, q.to("i8") - 32, scale, dst + 64 * j)
+
+
+DEQUANTISE: dict[str, Callable[[Emit, Value, Value], None]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "MXFP4": _mxfp4,
+    "Q4_K": lambda e, at, dst: _q45_k(e, at, dst, fifth=False),
+    "Q5_K": lambda e, at, dst: _q45_k(e, at, dst, fifth=True),
+    "Q6_K": _q6_k,
+}
+
+
+def get_rows_body(dtype: str):
+    """Kernel get_rows for a table of `dtype`. Lanes share ids; an id outside the table gives NaN."""
+
+    def copy_row(e: Emit, dst: Value, source: Value, cols: Value) -> None:
+        if dtype in FLOAT_LOADS:
+            size, load = FLOAT_LOADS[dtype]
+
+            def step(c: Value, n: int) -> None:
+                e.store(load(e, source + c * size, n), dst + c * 4)
+
+            e.flat_loops(e.const("i64", 0), cols, 16, step)
+            return
+        fmt = FORMATS[dtype]
+        with e.loop(0, cols // fmt.cols) as b:
+            DEQUANTISE[dtype](e, source + b * fmt.block_bytes, dst + b * (fmt.cols * 4))
+
+    def body(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+        dst, table, ids, n_ids, cols, table_rows = e.arguments(args, "iiiiii")
+        if dtype in FLOAT_LOADS:
+            row_bytes = cols * FLOAT_LOADS[dtype][0]
+        else:
+            row_bytes = cols // FORMATS[dtype].cols * FORMATS[dtype].block_bytes
+        start, stop = e.share(n_ids, lane, n_lanes)
+        with e.loop(start, stop) as i:
+            index = e.load("i32", ids + i * 4).to("i64")
+            target = dst + i * cols * 4
+            # as an unsigned number, a negative id lies past the end too
+            with e.when_else(index.to("u64").compare("<", table_rows)) as (inside, outside):
+                with inside:
+                    copy_row(e, target, table + index * row_bytes, cols)
+                with outside, e.loop(0, cols) as c:
+                    e.store(e.const("f32", float("nan")), target + c * 4)
+
+    return body

@@ -1,0 +1,303 @@
+"""The embedded device: a real asynchronous device on this machine's cores.
+
+It keeps a GPU's contract, so that breaking the contract gives wrong numbers here as there:
+
+* Memory of its own; the host sees none of it but through copies.
+* Two streams, each a FIFO with threads of its own (`ring.py`): stream 0 computes on `lanes`
+  threads, stream 1 copies on one. A launch or a copy returns when it is queued.
+* A copy reads its source when it runs. With `pageable="snapshot"`, a copy out of memory that is
+  not pinned takes its bytes at the call instead, as CUDA may; the default is `late`, for CUDA need
+  not.
+* An event is a point in a stream: the number of entries queued before it. Wait and Sync take the
+  latest Record in host order, and mean nothing where there is none.
+
+A ring takes 4095 entries; a push that finds it full waits for room, as on a GPU. Every entry is
+stamped with start and end on the clock of `time.perf_counter_ns`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import threading
+import weakref
+from collections import deque
+
+import numpy as np
+
+from workbench.backend import cpu, share
+from workbench.backend.args import AddressOf
+from workbench.backend.base import Issue
+from workbench.backend.ring import (
+    AWAIT,
+    COMPLETED,
+    COPY,
+    MAX_PARTS,
+    Ring,
+    Signal,
+    aligned_zeros,
+    command_block,
+    push,
+)
+from workbench.errors import DeviceError
+from workbench.graph.ir import Node, Tensor
+from workbench.program.commands import COMPUTE_STREAM, Capabilities, Space
+
+COPY_PART_BYTES = 1 << 18  # less of a copy is not worth a second lane
+COPY_YIELD_NS = 20_000  # the copy stream's thread sleeps early: it shares its core with a lane
+PAGEABLE = ("late", "snapshot")
+
+Point = tuple[Ring, int]  # a stream, and how many of its entries come before
+
+
+class Event:
+    """A point in a stream; None until recorded."""
+
+    __slots__ = ("point",)
+
+    def __init__(self) -> None:
+        self.point: Point | None = None
+
+
+class DeviceMemory:
+    """Memory of the embedded device. Freed memory is kept until the work queued so far is done, so
+    that a careless free gives wrong numbers and never a crash."""
+
+    def __init__(self, device: EmbeddedDevice, block: np.ndarray, space: Space):
+        self._device = device
+        self._block: np.ndarray | None = block
+        self.address = int(block.ctypes.data)
+        self.nbytes = block.nbytes
+        self.array = None if space == Space.DEVICE else block
+
+    def free(self) -> None:
+        if self._block is not None:
+            self._device._retire(self._block)
+            self._block = self.array = None
+
+    def __del__(self) -> None:
+        self.free()
+
+
+class Gate:
+    """Holds a stream: what is queued behind it starts when it is opened. Opens at `with`'s end."""
+
+    def __init__(self, ring: Ring):
+        self._signal = Signal()
+        ring.push(AWAIT, 1, (self._signal.address, 1, ring.address))
+        self._passed = (ring, ring.issued)
+
+    @property
+    def passed(self) -> bool:
+        """Has the stream gone through?"""
+        return self._passed[0].completed >= self._passed[1]
+
+    def open(self) -> None:
+        self._signal.publish(1)
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.open()
+
+
+class EmbeddedDevice:
+    """See the module. Any thread may call; one program is run by one thread at a time."""
+
+    name = "embedded"
+    capabilities = Capabilities(
+        asynchronous_copies=True, events=True, one_order=True, capture=False, n_streams=2
+    )
+
+    def __init__(self, threads: int = 0, pageable: str = "late"):
+        if pageable not in PAGEABLE:
+            raise DeviceError(f"pageable={pageable!r}; choose one of {', '.join(PAGEABLE)}")
+        self.lanes = share.n_lanes(threads)
+        self.description = f"embedded device, {self.lanes} lanes, {share.cpu_name()}"
+        self.pageable = pageable
+        self.streams = (
+            Ring("embedded stream 0", self.lanes),
+            Ring("embedded stream 1", 1, COPY_YIELD_NS),
+        )
+        self._layouts: dict[int, str] = {}  # weight address -> layout, where not the file's
+        self._pinned: dict[int, int] = {}  # address -> bytes
+        self._retired: deque[tuple[object, tuple[int, ...]]] = deque()
+        self._reaping = threading.Lock()
+        self._gates: list[Gate] = []
+        # also at interpreter exit, and where nobody closed: never wait for a stuck stream there
+        self._end = weakref.finalize(self, _shut_down, self.streams)
+        for ring in self.streams:
+            ring.start()
+
+    # memory ----------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, space: Space) -> DeviceMemory:
+        """Zeroed, 64-byte aligned; DEVICE memory has no `array`. Raises DeviceError."""
+        memory = DeviceMemory(self, aligned_zeros(nbytes), space)
+        if space == Space.PINNED:
+            self._pinned[memory.address] = nbytes
+        return memory
+
+    def load_weight(self, tensor: Tensor, data: np.ndarray) -> DeviceMemory:
+        """Copies a weight into device memory, in the layout its kernel prefers."""
+        if data.nbytes != tensor.nbytes:
+            raise DeviceError(f"weight {tensor!r} wants {tensor.nbytes} bytes, not {data.nbytes}")
+        rows, cols = tensor.rows, tensor.cols
+        layout = cpu.weight_layout(tensor.dtype, rows, cols)
+        if layout == "file":
+            memory = self.allocate(tensor.nbytes, Space.DEVICE)
+            ctypes.memmove(memory.address, data.ctypes.data, tensor.nbytes)
+            return memory
+        nbytes = cpu.repacked_bytes(tensor.dtype, rows, cols, layout)
+        memory = self.allocate(nbytes, Space.DEVICE)
+        cpu.repack(memory.address, data.ctypes.data, tensor.dtype, rows, cols, layout)
+        self._layouts[memory.address] = layout
+        return memory
+
+    def _retire(self, block: np.ndarray) -> None:
+        """Keeps `block` until everything queued by now is done."""
+        address = int(block.ctypes.data)
+        self._layouts.pop(address, None)
+        self._pinned.pop(address, None)
+        self._keep(block)
+
+    def _keep(self, thing: object) -> None:
+        """`_retire` for anything. A finalizer may call it at any moment, inside itself too: so
+        append first, and let one caller at a time take from the other end."""
+        self._retired.append((thing, tuple(ring.issued for ring in self.streams)))
+        if self._reaping.acquire(blocking=False):
+            done = tuple(ring.completed for ring in self.streams)
+            while self._retired and all(map(operator.ge, done, self._retired[0][1])):
+                self._retired.popleft()
+            self._reaping.release()
+
+    # commands --------------------------------------------------------------------------------
+
+    def scratch_bytes(self, node: Node) -> int:
+        return cpu.scratch_bytes(node, share.n_parts(node, self.lanes))
+
+    def launch(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
+        weight = node.inputs[0]
+        layout = self._layouts.get(address_of(weight), "file") if weight is not None else "file"
+        ring = self.streams[stream]
+        return ring.prepare(*share.bind(node, address_of, scratch, layout, ring.n_lanes))
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
+        ring = self.streams[stream]
+        if self.pageable == "snapshot" and not to_host and not self._is_pinned(src):
+            return self._copy_snapshot(dst, src, nbytes, ring)
+        parts = max(1, min(nbytes // COPY_PART_BYTES, ring.n_lanes, MAX_PARTS))
+        return ring.prepare(COPY, parts, (dst, src, nbytes))
+
+    def _is_pinned(self, address: int) -> bool:
+        return any(start <= address < start + n for start, n in self._pinned.items())
+
+    def _copy_snapshot(self, dst: int, src: int, nbytes: int, ring: Ring) -> Issue:
+        def issue() -> None:
+            taken = np.empty(nbytes, np.uint8)
+            ctypes.memmove(taken.ctypes.data, src, nbytes)
+            ring.push(COPY, 1, (dst, int(taken.ctypes.data), nbytes))
+            self._keep(taken)
+
+        return issue
+
+    def event(self) -> Event:
+        return Event()
+
+    def record(self, event: Event, stream: int) -> Issue:
+        ring = self.streams[stream]
+        words = ring.words
+
+        def issue() -> None:
+            event.point = (ring, words[0])
+
+        return issue
+
+    def wait(self, event: Event, stream: int) -> Issue:
+        ring = self.streams[stream]
+        block = command_block(AWAIT, 1, (0, 0, ring.address))
+        args = memoryview(block.data)[3:]
+        address = int(block.ctypes.data)
+
+        def issue() -> None:
+            point = event.point
+            if point is None or point[0] is ring:  # no record, or one that stream order keeps
+                return
+            args[0] = point[0].address + COMPLETED
+            args[1] = point[1]
+            if push(ring.address, address):
+                ring.push_slowly(address)
+
+        return issue
+
+    def sync_stream(self, stream: int) -> Issue:
+        ring = self.streams[stream]
+        words, wait = ring.words, ring.wait
+
+        def issue() -> None:
+            wait(words[0])
+
+        return issue
+
+    def sync_event(self, event: Event) -> Issue:
+        def issue() -> None:
+            point = event.point
+            if point is not None:
+                point[0].wait(point[1])
+
+        return issue
+
+    def synchronize(self) -> None:
+        for ring in self.streams:
+            ring.wait(ring.issued)
+
+    def gate(self, stream: int = COMPUTE_STREAM) -> Gate:
+        """Holds `stream` from here on until the gate is opened (or the device closed). For tests
+        of what happens in between."""
+        gate = Gate(self.streams[stream])
+        self._gates = [g for g in self._gates if not g.passed]
+        self._gates.append(gate)
+        return gate
+
+    # time ------------------------------------------------------------------------------------
+
+    def mark(self, stream: int) -> Point:
+        ring = self.streams[stream]
+        return ring, ring.issued
+
+    def resolve(self, begin: Point, end: Point) -> tuple[int, int]:
+        """First start and last end of the entries between two marks of one stream; where there are
+        none, the end of the entry before, twice ((0, 0) if there was none)."""
+        ring, first = begin
+        last = end[1] - 1
+        if last >= first:
+            return ring.stamp(first)[0], ring.stamp(last)[1]
+        before = ring.stamp(last)[1] if last >= 0 else 0
+        return before, before
+
+    def close(self) -> None:
+        """Opens every gate, waits for what is queued, and ends the threads. Idempotent."""
+        for gate in self._gates:
+            gate.open()
+        try:
+            for ring in self.streams:
+                ring.close()
+        finally:
+            self._end()
+            self._gates.clear()
+            self._retired.clear()
+
+
+def _shut_down(streams: tuple[Ring, ...]) -> None:
+    for ring in streams:
+        ring.close(drain=False)
+
+
+def open_backend(threads: int = 0, pageable: str = "late") -> EmbeddedDevice:
+    """The embedded device with `threads` lanes (0: every core this process may use).
+
+    pageable: when a copy reads a source that is not pinned, `late` or `snapshot` (see the module).
+    Raises DeviceError for a wrong option.
+    """
+    return EmbeddedDevice(threads, pageable)

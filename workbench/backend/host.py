@@ -1,0 +1,131 @@
+"""The host backend: synchronous, on host memory, with weights where the file's map has them.
+
+What llama.cpp's CPU backend is to its scheduler: no streams, no events, and a launch has run to its
+end when the call returns. Large kernels are shared with helper threads (the compiled lanes of
+`ring.py`; the caller is one of them), small ones run inline.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from typing import Any
+
+import numpy as np
+
+from workbench.backend import cpu, share
+from workbench.backend.args import AddressOf
+from workbench.backend.base import Issue
+from workbench.backend.ring import Ring, aligned_zeros, command_block, push, run_inline, run_lane
+from workbench.errors import DeviceError
+from workbench.graph.ir import Node, Tensor
+from workbench.program.commands import Capabilities, Space
+
+
+class HostMemory:
+    """A numpy array as Memory. `free` lets go of it; who else holds the array keeps it."""
+
+    def __init__(self, array: np.ndarray):
+        self.array: np.ndarray | None = array
+        self.address = int(array.ctypes.data)
+        self.nbytes = array.nbytes
+
+    def free(self) -> None:
+        self.array = None
+
+
+def _nothing() -> None:
+    """A command that a synchronous backend has fulfilled before it is asked."""
+
+
+class HostBackend:
+    """See the module. Not to be launched on after `close`."""
+
+    name = "host"
+    capabilities = Capabilities(
+        asynchronous_copies=False, events=False, one_order=True, capture=False, n_streams=0
+    )
+
+    def __init__(self, threads: int):
+        self.n_threads = share.n_lanes(threads)
+        self.description = f"host, {self.n_threads} threads, {share.cpu_name()}"
+        self._ring = Ring("the host backend", self.n_threads - 1)
+        self._helpers = False
+        self._end = weakref.finalize(self, self._ring.close, drain=False)
+
+    def allocate(self, nbytes: int, space: Space) -> HostMemory:
+        """Zeroed, 64-byte aligned; every space is host memory here. Raises DeviceError."""
+        return HostMemory(aligned_zeros(nbytes))
+
+    def load_weight(self, tensor: Tensor, data: np.ndarray) -> HostMemory:
+        """The file's bytes themselves; they must outlive the backend."""
+        return HostMemory(data)
+
+    def scratch_bytes(self, node: Node) -> int:
+        return cpu.scratch_bytes(node, share.n_parts(node, self.n_threads))
+
+    def launch(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
+        """A callable that computes `node` to its end."""
+        return self.run_kernel(*share.bind(node, address_of, scratch, "file", self.n_threads))
+
+    def run_kernel(self, function: int, parts: int, args: list[int | float]) -> Issue:
+        """A callable that runs the kernel at address `function`, shared where parts > 1."""
+        block = command_block(function, parts, args)
+        address = int(block.ctypes.data)
+        if parts == 1:
+
+            def inline(_block: np.ndarray = block) -> None:
+                run_inline(address)
+
+            return inline
+        if not self._helpers:
+            self._helpers = True
+            self._ring.start()
+        ring, control, yield_ns = self._ring, self._ring.address, self._ring.yield_ns
+
+        def shared(_block: np.ndarray = block) -> None:
+            if push(control, address):
+                raise DeviceError("the host backend is closed; open a new one")
+            run_lane(control, ring.issued, yield_ns)
+
+        return shared
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
+        return functools.partial(ctypes.memmove, dst, src, nbytes)
+
+    def event(self) -> Any:
+        return None
+
+    def record(self, event: Any, stream: int) -> Issue:
+        return _nothing
+
+    def wait(self, event: Any, stream: int) -> Issue:
+        return _nothing
+
+    def sync_stream(self, stream: int) -> Issue:
+        return _nothing
+
+    def sync_event(self, event: Any) -> Issue:
+        return _nothing
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way between two calls."""
+
+    def mark(self, stream: int) -> Any:
+        return None
+
+    def resolve(self, begin: Any, end: Any) -> tuple[int, int]:
+        """(0, 0): the host's own spans tell when it computed."""
+        return 0, 0
+
+    def close(self) -> None:
+        self._end()
+
+
+def open_backend(threads: int = 0) -> HostBackend:
+    """The host backend with `threads` threads, the caller's included (0: every core).
+
+    Raises DeviceError for a number of threads that cannot be.
+    """
+    return HostBackend(threads)

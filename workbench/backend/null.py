@@ -1,0 +1,127 @@
+"""The null backend: logs what it is asked, computes nothing. Scheduling is tested with it.
+
+`log` holds one tuple per call, in order: `("prepare", kind, *details)` when a command is prepared
+and `("issue", kind, *details)` each time the prepared callable is called. Details by kind:
+
+    launch        op, name of the node, stream
+    copy          dst, src, bytes, stream, to_host
+    record, wait  event, stream
+    sync_stream   stream
+    sync_event    event
+
+and `("allocate", space, bytes)`, `("load_weight", name)`, `("synchronize",)`, `("close",)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from workbench.backend.args import AddressOf
+from workbench.backend.base import Issue
+from workbench.errors import DeviceError
+from workbench.graph.ir import Node, Tensor
+from workbench.program.commands import Capabilities, Space
+
+
+class NullMemory:
+    """Real addresses over zeroed pages that cost nothing until somebody touches them."""
+
+    def __init__(self, nbytes: int, space: Space):
+        try:
+            block = np.zeros(nbytes + 256, np.uint8)
+        except (MemoryError, ValueError) as error:
+            raise DeviceError(f"no address space for {nbytes} bytes; ask for less") from error
+        start = -block.ctypes.data % 256
+        self._block: np.ndarray | None = block[start : start + nbytes]
+        self.address = int(self._block.ctypes.data)
+        self.nbytes = nbytes
+        self.array = None if space == Space.DEVICE else self._block
+
+    def free(self) -> None:
+        self._block = self.array = None
+
+
+class NullBackend:
+    """A backend with any capabilities. Events are numbered from 0."""
+
+    def __init__(self, name: str, capabilities: Capabilities):
+        self.name = name
+        self.description = f"{name} (computes nothing)"
+        self.capabilities = capabilities
+        self.log: list[tuple[Any, ...]] = []
+        self._n_events = 0
+
+    def _prepare(self, *command: Any) -> Issue:
+        log, entry = self.log, ("issue", *command)
+        log.append(("prepare", *command))
+
+        def issue() -> None:
+            log.append(entry)
+
+        return issue
+
+    def allocate(self, nbytes: int, space: Space) -> NullMemory:
+        self.log.append(("allocate", space, nbytes))
+        return NullMemory(nbytes, space)
+
+    def load_weight(self, tensor: Tensor, data: np.ndarray) -> NullMemory:
+        self.log.append(("load_weight", tensor.name))
+        return NullMemory(tensor.nbytes, Space.DEVICE)
+
+    def scratch_bytes(self, node: Node) -> int:
+        return 0
+
+    def launch(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
+        for tensor in (*node.inputs, node.output):
+            if tensor is not None:
+                address_of(tensor)  # a tensor without a place shows here, as on a real backend
+        return self._prepare("launch", node.op, node.name, stream)
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
+        return self._prepare("copy", dst, src, nbytes, stream, to_host)
+
+    def event(self) -> int:
+        self._n_events += 1
+        return self._n_events - 1
+
+    def record(self, event: int, stream: int) -> Issue:
+        return self._prepare("record", event, stream)
+
+    def wait(self, event: int, stream: int) -> Issue:
+        return self._prepare("wait", event, stream)
+
+    def sync_stream(self, stream: int) -> Issue:
+        return self._prepare("sync_stream", stream)
+
+    def sync_event(self, event: int) -> Issue:
+        return self._prepare("sync_event", event)
+
+    def synchronize(self) -> None:
+        self.log.append(("synchronize",))
+
+    def mark(self, stream: int) -> None:
+        return None
+
+    def resolve(self, begin: Any, end: Any) -> tuple[int, int]:
+        return 0, 0
+
+    def close(self) -> None:
+        self.log.append(("close",))
+
+
+def open_backend(
+    threads: int = 0,
+    *,
+    name: str = "null",
+    asynchronous_copies: bool = True,
+    events: bool = True,
+    one_order: bool = True,
+    capture: bool = False,
+    n_streams: int = 2,
+) -> NullBackend:
+    """A null backend with these capabilities; `threads` changes nothing, for there are none."""
+    return NullBackend(
+        name, Capabilities(asynchronous_copies, events, one_order, capture, n_streams)
+    )

@@ -1,0 +1,71 @@
+"""What the CPU backends share: which cores there are, and how a node becomes an entry of a ring."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+from workbench.backend import cpu
+from workbench.backend.args import AddressOf, Args, pack, variant
+from workbench.backend.cpu.compile import host_isa
+from workbench.backend.ring import MAX_PARTS
+from workbench.errors import DeviceError
+from workbench.graph import ops
+from workbench.graph.ir import Node
+
+MAX_LANES = 1024
+# What one lane does in a microsecond, roughly: the grain below needs no better.
+BYTES_PER_US, FLOPS_PER_US = 8_000, 30_000
+PART_US = 10  # a part shorter than this costs more to hand over than it saves
+PARTS_PER_LANE = 4  # so that a lane the system put aside leaves its share to the others
+
+
+def n_lanes(threads: int) -> int:
+    """`threads`, or every core this process may use where it is 0."""
+    if not 0 <= threads <= MAX_LANES:
+        raise DeviceError(f"threads={threads}; choose 0 (every core) to {MAX_LANES}")
+    if threads:
+        return threads
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@cache
+def cpu_name() -> str:
+    """The processor's name and the instructions its kernels use: `AMD EPYC (avx512vnni)`."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name} ({host_isa().name})"
+
+
+def n_parts(node: Node, lanes: int) -> int:
+    """Into how many row ranges a node is split; 1 where sharing it would not pay.
+
+    From shapes alone. Kernels compute rows alike whoever computes them, so it changes no result.
+    """
+    if lanes == 1:
+        return 1
+    us = max(ops.touched_bytes(node) / BYTES_PER_US, ops.OPS[node.op].flops(node) / FLOPS_PER_US)
+    return max(1, min(int(us / PART_US), PARTS_PER_LANE * lanes, MAX_PARTS))
+
+
+def bind(
+    node: Node, address_of: AddressOf, scratch: int, layout: str, lanes: int
+) -> tuple[int, int, Args]:
+    """Kernel address, parts and arguments of `node`; `layout` is that of its weight.
+
+    Raises DeviceError where there is no such kernel.
+    """
+    try:
+        function = cpu.kernel_address(variant(node), layout)
+    except KeyError:
+        raise DeviceError(
+            f"no CPU kernel computes {node!r} with weights in layout {layout}; "
+            f"place that node on the host backend"
+        ) from None
+    return function, n_parts(node, lanes), pack(node, address_of, scratch)

@@ -1,0 +1,362 @@
+"""Is the toggled engine faster, and is its answer the same? One comparison, interleaved.
+
+    round 0   A B A'        every arm runs the test once per round; each second round runs
+    round 1   A' B A        backwards (ABBA), and each pair of rounds starts one arm further on, so
+    round 2   B A' A        that no arm always follows the same one. A' is the A/A control: the
+    round 3   A A' B        baseline again, an engine of its own.
+
+Before that every arm is warmed up until its times settle (`workload.warm_up`) and its logits are
+compared with the baseline's; the last logits of every timed repetition are compared, too, since all
+arms of a round are fed the same tokens. Nothing here draws, and nothing is timed while traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from workbench.bench import answers, provenance, results
+from workbench.bench.comparison import AB
+from workbench.bench.results import SampleTable
+from workbench.bench.stats import MIN_REPETITIONS
+from workbench.bench.workload import (
+    Sample,
+    Workload,
+    bos_token,
+    check_fits,
+    check_untraced,
+    draw_tokens,
+    parse_tests,
+    run,
+    warm_up,
+)
+from workbench.config import EXACT, Toggles
+from workbench.errors import UsageError
+
+CHECKPOINT_SECONDS = 10.0
+
+
+class Arm(NamedTuple):
+    """One side of the comparison. `answer` is the class its logits are held to."""
+
+    name: str
+    toggles: Toggles
+    is_control: bool
+    answer: str
+
+
+def parse_toggle_spec(spec: str) -> tuple[str, list[str]]:
+    """`sync=per_copy,copy_boundary` -> ("sync", ["per_copy", "copy_boundary"]); the first is the
+    baseline. Raises UsageError for a toggle or a value that does not exist, or one given twice."""
+    name, equals, rest = spec.partition("=")
+    name, values = name.strip(), [v.strip() for v in rest.split(",") if v.strip()]
+    known = Toggles.values(name)
+    if not equals or not values:
+        raise UsageError(f"toggle {spec!r} has no values; write {name}={known[0]},{known[-1]}")
+    for value in values:
+        if value not in known:
+            raise UsageError(
+                f"toggle {name}={value!r} does not exist; choose one of {', '.join(known)}"
+            )
+    if len(set(values)) < len(values):
+        raise UsageError(f"toggle {spec!r} names a value twice; the A/A control is added anyway")
+    return name, values
+
+
+def make_arms(toggle: str, values: Sequence[str], background: Toggles) -> list[Arm]:
+    """The arms in order: baseline (the first value), the toggled ones, the A/A control.
+
+    A single value is compared with the background's own. Raises UsageError where that leaves
+    nothing to compare, and for toggles that clash.
+    """
+    own = getattr(background, toggle)
+    values = list(values) if len(values) > 1 else [own, *values]
+    if len(set(values)) < len(values):
+        raise UsageError(
+            f"toggle {toggle}={values[0]} is what the background has; name another value"
+        )
+    kind = Toggles.answer_class(toggle)
+    arms = [
+        Arm(value, dataclasses.replace(background, **{toggle: value}), False, kind)
+        for value in values
+    ]
+    return [*arms, Arm(f"{values[0]} (A/A)", arms[0].toggles, True, EXACT)]
+
+
+def order_of(round_: int, n_arms: int) -> list[int]:
+    """The order in which round number `round_` runs the arms: rotated, and backwards if odd."""
+    first = (round_ // 2) % n_arms
+    order = [(first + i) % n_arms for i in range(n_arms)]
+    return order[::-1] if round_ % 2 else order
+
+
+def ab(
+    engine: Any,
+    toggle: str,
+    values: Sequence[str] | None = None,
+    tests: str | Workload | Sequence[str | Workload] = "tg32",
+    rounds: int = 10,
+    seed: int = 0,
+    background: Toggles | None = None,
+    out: str | Path | None = None,
+    *,
+    name: str | None = None,
+    smoke: bool = False,
+    resume: bool = False,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> AB:
+    """Compares values of one toggle on the weights of `engine`.
+
+    toggle: `"sync=per_copy,copy_boundary"` or the name alone, with `values`; the first value is the
+    baseline. background: all other toggles (default: the engine's). tests: llama-bench test names.
+    rounds: repetitions of every arm, at least 5; fewer only with smoke=True, which also warms up
+    once and whose verdict is "too few repetitions". out: a run folder, written whole at the end and
+    every 10 s on the way. resume: continue the run in `out`, skipping what it holds.
+    progress(done, total, what) is called between repetitions.
+
+    Ctrl-C ends the measuring: what is finished is kept, saved and returned, marked interrupted. So
+    is it saved when the device fails, before the error is raised. Raises UsageError for a request
+    that cannot be measured, DeviceError where the device cannot honour a value.
+    """
+    spec = toggle if values is None else f"{toggle}={','.join(values)}"
+    if rounds < MIN_REPETITIONS and not (smoke and rounds > 0):
+        raise UsageError(
+            f"rounds={rounds} is too few to compare anything; take {MIN_REPETITIONS} or more "
+            "(smoke=True runs fewer and gives no verdict)"
+        )
+    toggle, chosen = parse_toggle_spec(spec)
+    workloads = parse_tests(tests)
+    check_untraced(engine)
+    for workload in workloads:
+        check_fits(engine, workload)
+    arms = make_arms(toggle, chosen, background or engine.toggles)
+    experiment = _Experiment(engine, toggle, arms, workloads, rounds, seed, smoke)
+    experiment.open(Path(out) if out is not None else None, name or spec, resume)
+    return experiment.measure(progress)
+
+
+class _Experiment:
+    """The state of one comparison while it is measured; it lives in `ab`."""
+
+    def __init__(
+        self,
+        engine: Any,
+        toggle: str,
+        arms: list[Arm],
+        workloads: list[Workload],
+        rounds: int,
+        seed: int,
+        smoke: bool,
+    ):
+        self.engine, self.toggle, self.arms, self.workloads = engine, toggle, arms, workloads
+        self.rounds, self.seed, self.smoke = rounds, seed, smoke
+        self.bos = bos_token(engine)
+        self.answers: list[list[answers.Answer]] = [[] for _ in arms]
+        self.warm_ups: dict[str, dict[str, Any]] = {}
+        self.done: set[tuple[str, str, int]] = set()
+        self.begun = self.saved = time.monotonic()
+
+    # the run folder -----------------------------------------------------------------------------
+
+    def open(self, out: Path | None, name: str, resume: bool) -> None:
+        """Takes or makes the run this experiment writes to. Raises UsageError where it cannot."""
+        self.out = out
+        earlier: results.Run | None = None
+        if resume:
+            if out is None:
+                raise UsageError("resume needs the run folder to continue; give it as out")
+            earlier = results.load_run(out)
+        elif out is not None and out.exists():
+            raise UsageError(f"{out} exists already; resume it, or choose another folder")
+        run_id = (out or results.new_run_folder(name=name)).name
+        self.record = self._new_record(run_id, name)
+        self.duration_before = 0.0
+        samples = None
+        if earlier is not None:
+            self._check_same(earlier.run, out)
+            run_id, samples = earlier.run["run_id"], earlier.samples
+            self.record |= {k: earlier.run[k] for k in ("run_id", "name", "started")}
+            self.record["result"]["sessions"] = [
+                *earlier.run["result"]["sessions"],
+                *self.record["result"]["sessions"],
+            ]
+            self.duration_before = earlier.run["duration_s"]
+            cells = samples[["arm", "test", "repetition"]].drop_duplicates()
+            self.done = set(cells.itertuples(index=False, name=None))
+            for arm, old in zip(self.record["arms"], earlier.run["arms"], strict=True):
+                arm["counters"] = old["counters"]
+        self.samples = SampleTable(run_id, samples)
+
+    def _new_record(self, run_id: str, name: str) -> dict[str, Any]:
+        now = provenance.utc_now()
+        found = provenance.collect(self.engine)
+        return {
+            "schema": results.SCHEMA,
+            "run_id": run_id,
+            "kind": "ab",
+            "name": name,
+            "status": results.INTERRUPTED,
+            "started": now,
+            "duration_s": 0.0,
+            **found,
+            "seed": self.seed,
+            "tests": [w.name for w in self.workloads],
+            "repetitions": self.rounds,
+            "arms": [
+                {
+                    "name": arm.name,
+                    "is_control": arm.is_control,
+                    "toggles": arm.toggles.to_dict(),
+                    "sync_mode": "",
+                    "program": {},
+                    "counters": {},
+                }
+                for arm in self.arms
+            ],
+            "result": {
+                "toggle": self.toggle,
+                "smoke": self.smoke,
+                "warm_up": {},
+                "answers": {},
+                "sessions": [{"started": now, "commit": found["commit"]}],
+            },
+        }
+
+    def _check_same(self, old: dict[str, Any], out: Path | None) -> None:
+        """Raises UsageError, naming the difference, where `old` measured something else."""
+
+        def identity(record: dict[str, Any]) -> dict[str, Any]:
+            return {
+                "arms": [(a["name"], a["toggles"]) for a in record["arms"]],
+                "tests": record["tests"],
+                "seed": record["seed"],
+                "model": record["model"].get("hash"),
+                "engine": record["engine"]["config"],
+                "device": record["engine"]["device_description"],
+                "commit": record["commit"]["hash"],
+            }
+
+        was, now = identity(old), identity(self.record)
+        for key, value in was.items():
+            if now[key] != value:
+                raise UsageError(
+                    f"{out} cannot be resumed: its {key} is {value}, and now it would be {now[key]}"
+                )
+
+    def save(self, status: str) -> AB:
+        """The result so far, written to the run folder where there is one."""
+        result = self.record["result"]
+        result["warm_up"] = self.warm_ups
+        result["answers"] = {
+            arm.name: answers.merge(every)._asdict()
+            for arm, every in zip(self.arms, self.answers, strict=True)
+            if every
+        }
+        seconds = self.duration_before + time.monotonic() - self.begun
+        self.record |= {"status": status, "duration_s": round(seconds, 3)}
+        made = AB(self.record, self.samples.frame())
+        if self.out is not None:
+            made.save(self.out)
+        self.saved = time.monotonic()
+        return made
+
+    # measuring ----------------------------------------------------------------------------------
+
+    def measure(self, progress: Callable[[int, int, str], None] | None) -> AB:
+        self.begun = self.saved = time.monotonic()
+        with ExitStack() as stack:
+            self.engines = []
+            for arm in self.arms:
+                variant = self.engine.variant(arm.toggles)
+                stack.callback(variant.close)
+                self.engines.append(variant)
+            try:
+                self._check_answers()
+                for workload in self.workloads:
+                    self._measure_test(workload, progress)
+            except KeyboardInterrupt:
+                if not self.samples.n_cells:
+                    raise
+                return self.save(results.INTERRUPTED)
+            except Exception:
+                if self.samples.n_cells:
+                    self.save(results.INTERRUPTED)
+                raise
+            return self.save(results.COMPLETE)
+
+    def _check_answers(self) -> None:
+        """Feeds the same tokens to every arm, and compares the logits with the baseline's."""
+        room = self.engine.config.n_ctx
+        n_steps = min(answers.N_STEPS, room - 1)
+        fixed = Workload(min(answers.N_PREFILL, room - n_steps), n_steps)
+        tokens = draw_tokens(fixed, self.engine.model.n_vocab, self.seed, bos=self.bos)
+        baseline = answers.force(self.engines[0], tokens)
+        for i, arm in enumerate(self.arms[1:], 1):
+            forced = answers.force(self.engines[i], tokens)
+            self.answers[i].append(answers.compare(baseline, forced, arm.answer))
+
+    def _measure_test(
+        self, workload: Workload, progress: Callable[[int, int, str], None] | None
+    ) -> None:
+        test = workload.name
+        for engine, record in zip(self.engines, self.record["arms"], strict=True):
+            record["sync_mode"] = engine.sync_mode
+            record["program"][test] = describe(engine, workload)
+        if all((a.name, test, r) in self.done for a in self.arms for r in range(self.rounds)):
+            return
+        warm = warm_up(self.engines, workload, self.seed, self.bos, once=self.smoke)
+        self.warm_ups[test] = warm._asdict()
+        total = self.rounds * len(self.arms)
+        for round_ in range(self.rounds):
+            tokens = draw_tokens(workload, self.engine.model.n_vocab, self.seed, round_, self.bos)
+            taken: dict[int, Sample] = {}
+            for nth, i in enumerate(order_of(round_, len(self.arms))):
+                arm = self.arms[i]
+                if (arm.name, test, round_) in self.done:
+                    continue
+                if progress is not None:
+                    progress(round_ * len(self.arms) + nth, total, f"{test} {arm.name}")
+                before = self.engines[i].counters
+                taken[i] = sample = run(self.engines[i], workload, tokens)
+                self.samples.add(
+                    arm.name, arm.is_control, test, round_, sample.token_ns, sample.token_n
+                )
+                _accumulate(self.record["arms"][i]["counters"], before, self.engines[i].counters)
+            self._compare_round(taken)
+            if self.out is not None and time.monotonic() - self.saved > CHECKPOINT_SECONDS:
+                self.save(results.INTERRUPTED)
+        if progress is not None:
+            progress(total, total, test)
+
+    def _compare_round(self, taken: dict[int, Sample]) -> None:
+        """Holds every arm's last logits of a round against the baseline's of the same round."""
+        if 0 not in taken:
+            return
+        row = taken[0].last_logits[None]
+        for i, sample in taken.items():
+            if i:
+                found = answers.compare(row, sample.last_logits[None], self.arms[i].answer)
+                self.answers[i].append(found)
+
+
+def describe(engine: Any, workload: Workload) -> dict[str, Any]:
+    """What a token of the test (or its first ubatch, if it generates none) issues: the pattern, and
+    per step the waits, copies, launches and bytes. It is the proof that a toggle removed work."""
+    n_tokens = 1 if workload.n_gen else min(workload.n_prompt, engine.config.n_ubatch)
+    n_past = workload.n_depth + (workload.n_prompt if workload.n_gen else 0)
+    program = engine.program(n_tokens=n_tokens, n_outputs=1, n_past=n_past)
+    return {
+        "n_tokens": n_tokens,
+        "pattern": program.pattern(),
+        "folded_pattern": program.pattern(fold=True),
+        "counts": program.counts(),
+    }
+
+
+def _accumulate(sums: dict[str, float], before: dict[str, Any], after: dict[str, Any]) -> None:
+    for key, value in after.items():
+        sums[key] = sums.get(key, 0) + value - before[key]

@@ -1,0 +1,197 @@
+"""`workbench bench`: llama-bench's measurement, reported under its field names.
+
+What this engine has no counterpart for has the value that llama-bench prints when the option is
+off. To let compare-llama-bench.py compare two of our files, give each its own `build` (default: the
+commit), since it tells the sides apart by build_commit alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from workbench.bench import provenance, results
+from workbench.bench.ab import describe
+from workbench.bench.llama_format import FIELDS, FORMATS, BenchRow, format_rows
+from workbench.bench.workload import (
+    Workload,
+    bos_token,
+    check_fits,
+    check_untraced,
+    draw_tokens,
+    run,
+    warm_up,
+)
+from workbench.errors import UsageError
+
+__all__ = ["FIELDS", "FORMATS", "BenchRow", "bench", "format_rows", "workloads"]
+
+# what llama-bench says of an option that is off, or that this engine does not have
+_OFF: dict[str, Any] = {
+    "cpu_mask": "0x0", "cpu_strict": False, "poll": 0, "type_k": "f16", "type_v": "f16",
+    "n_cpu_moe": 0, "split_mode": "none", "main_gpu": 0, "no_kv_offload": False, "flash_attn": 1,
+    "tensor_split": "0.00", "tensor_buft_overrides": "none", "load_mode": "mmap",
+    "lazy_mode": "off", "embeddings": False, "no_op_offload": 0, "no_host": False, "repack": True,
+    "fit_target": 0, "fit_min_ctx": 0,
+}  # fmt: skip
+
+
+ARM = "engine"
+
+
+def workloads(
+    n_prompt: Sequence[int] = (512,),
+    n_gen: Sequence[int] = (128,),
+    depth: Sequence[int] = (0,),
+    pg: Sequence[tuple[int, int]] = (),
+) -> list[Workload]:
+    """llama-bench's test matrix in its order: per depth the prompts, the generations, the pairs.
+
+    A 0 leaves its test out. Raises UsageError for a negative number and for no test at all.
+    """
+    for value in (*n_prompt, *n_gen, *depth, *(n for pair in pg for n in pair)):
+        if value < 0:
+            raise UsageError(f"{value} tokens cannot be measured; give 0 or more")
+    tests: list[Workload] = []
+    for d in depth:
+        tests += [Workload(p, 0, d) for p in n_prompt if p]
+        tests += [Workload(0, g, d) for g in n_gen if g]
+        tests += [Workload(p, g, d) for p, g in pg if p or g]
+    if not tests:
+        raise UsageError("there is no test to run; give -p or -n a number above 0")
+    return list(dict.fromkeys(tests))
+
+
+def bench(
+    engine: Any,
+    n_prompt: Sequence[int] = (512,),
+    n_gen: Sequence[int] = (128,),
+    depth: Sequence[int] = (0,),
+    repetitions: int = 5,
+    pg: Sequence[tuple[int, int]] = (),
+    *,
+    seed: int = 0,
+    build: str | None = None,
+    out: str | Path | None = None,
+    on_row: Callable[[BenchRow], None] | None = None,
+) -> list[BenchRow]:
+    """Measures every test of the matrix on `engine`, as llama-bench does; one row per test.
+
+    The engine's context must hold the longest test. build: goes to build_commit, instead of the
+    commit. out: a run folder to write, too (per-token times). on_row(row) is called as soon as a
+    test is done. Ctrl-C writes the run folder with what is finished before it goes on.
+    Raises UsageError for tests that do not fit and for fewer than 1 repetition.
+    """
+    tests = workloads(n_prompt, n_gen, depth, pg)
+    if repetitions < 1:
+        raise UsageError(f"repetitions={repetitions}: give 1 or more")
+    check_untraced(engine)
+    for test in tests:
+        check_fits(engine, test)
+    if out is not None and Path(out).exists():
+        raise UsageError(f"{out} exists already; choose another folder")
+    bos, rows = bos_token(engine), []
+    record = _new_record(engine, tests, repetitions, seed, out) if out is not None else {}
+    commit, begun = provenance.commit(), time.monotonic()
+    try:
+        for test in tests:
+            fields = describe_engine(engine, test, commit, build)
+            warm = warm_up([engine], test, seed, bos, once=repetitions == 1)
+            row = BenchRow(test, [], fields, engine.toggles.to_dict())
+            rows.append(row)
+            for repetition in range(repetitions):
+                tokens = draw_tokens(test, engine.model.n_vocab, seed, repetition, bos)
+                row.samples.append(run(engine, test, tokens))
+            if record:
+                record["result"]["warm_up"][test.name] = warm._asdict()
+                record["arms"][0]["program"][test.name] = describe(engine, test)
+                record["arms"][0]["counters"] = engine.counters
+            if on_row is not None:
+                on_row(row)
+        if record:
+            record["status"] = results.COMPLETE
+    finally:
+        if record and any(row.samples for row in rows):
+            _write(Path(out or ""), record, rows, begun)
+    return rows
+
+
+def describe_engine(
+    engine: Any, test: Workload, commit: dict[str, Any], build: str | None = None
+) -> dict[str, Any]:
+    """Every field of a row that is known before it is measured."""
+    model, gpu = engine.model, engine.device == "cuda"
+    cuda_names = ", ".join(str(g["name"]) for g in provenance.gpus())
+    return _OFF | {
+        "build_commit": build or _short(commit["hash"]),
+        "build_number": commit["number"],
+        "cpu_info": provenance.cpu_name(),
+        "gpu_info": (cuda_names or engine.backend.description) if gpu else "",
+        "backends": {"cuda": "CUDA", "host": "CPU"}.get(engine.device, engine.device),
+        "model_filename": str(model.path),
+        "model_type": model_type(model),
+        "model_size": sum(t.nbytes for t in model.weights),
+        "model_n_params": model.n_params,
+        "n_batch": engine.config.n_ubatch,  # a prompt is submitted ubatch by ubatch
+        "n_ubatch": engine.config.n_ubatch,
+        "n_threads": engine.config.threads or provenance.usable_cores(),
+        "n_gpu_layers": 99 if gpu else 0,
+        "devices": engine.device,
+        "n_prompt": test.n_prompt,
+        "n_gen": test.n_gen,
+        "n_depth": test.n_depth,
+        "test_time": provenance.utc_now(),
+    }
+
+
+def _short(commit: str) -> str:
+    return commit if commit == provenance.UNKNOWN else commit[:8]
+
+
+def model_type(model: Any) -> str:
+    """`llama 1B Q4_0`: architecture, size and type, in the way of `llama_model_desc`."""
+    n = model.n_params
+    size = f"{n / 1e9:.0f}B" if n >= 0.95e9 else f"{n / 1e6:.0f}M" if n >= 0.95e6 else "?B"
+    return f"{model.architecture} {size} {model.quant}"
+
+
+def _new_record(
+    engine: Any, tests: Sequence[Workload], repetitions: int, seed: int, out: str | Path
+) -> dict[str, Any]:
+    name = Path(out).name
+    return {
+        "schema": results.SCHEMA,
+        "run_id": name,
+        "kind": "bench",
+        "name": name,
+        "status": results.INTERRUPTED,
+        "started": provenance.utc_now(),
+        "duration_s": 0.0,
+        **provenance.collect(engine),
+        "seed": seed,
+        "tests": [test.name for test in tests],
+        "repetitions": repetitions,
+        "arms": [
+            {
+                "name": ARM,
+                "is_control": False,
+                "toggles": engine.toggles.to_dict(),
+                "sync_mode": engine.sync_mode,
+                "program": {},
+                "counters": {},
+            }
+        ],
+        "result": {"warm_up": {}},
+    }
+
+
+def _write(out: Path, record: dict[str, Any], rows: Sequence[BenchRow], begun: float) -> None:
+    """The run folder of what was measured; rows cut short keep the repetitions they have."""
+    samples = results.SampleTable(record["run_id"])
+    for row in rows:
+        for repetition, s in enumerate(row.samples):
+            samples.add(ARM, False, row.workload.name, repetition, s.token_ns, s.token_n)
+    record["duration_s"] = round(time.monotonic() - begun, 3)
+    results.write_run(out, record, samples.frame())

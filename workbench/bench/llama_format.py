@@ -1,0 +1,200 @@
+"""llama-bench's rows and its five formats: md, csv, json, jsonl, sql.
+
+FIELDS is the contract: names, order and types of the columns that `tools/llama-bench` writes
+(`test::get_fields`, `get_field_type`) and that `scripts/compare-llama-bench.py` reads
+(LLAMA_BENCH_DB_FIELDS). The script takes JSON and CSV files by the pair, and JSONL or SQLite as one
+file that holds both sides; it tells them apart by build_commit alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from workbench.bench.workload import Sample, Workload
+from workbench.config import Toggles
+from workbench.errors import UsageError
+
+FIELDS: dict[str, type] = {
+    "build_commit": str, "build_number": int, "cpu_info": str, "gpu_info": str, "backends": str,
+    "model_filename": str, "model_type": str, "model_size": int, "model_n_params": int,
+    "n_batch": int, "n_ubatch": int, "n_threads": int, "cpu_mask": str, "cpu_strict": bool,
+    "poll": int, "type_k": str, "type_v": str, "n_gpu_layers": int, "n_cpu_moe": int,
+    "split_mode": str, "main_gpu": int, "no_kv_offload": bool, "flash_attn": int, "devices": str,
+    "tensor_split": str, "tensor_buft_overrides": str, "load_mode": str, "lazy_mode": str,
+    "embeddings": bool, "no_op_offload": int, "no_host": bool, "repack": bool, "fit_target": int,
+    "fit_min_ctx": int, "n_prompt": int, "n_gen": int, "n_depth": int, "test_time": str,
+    "avg_ns": int, "stddev_ns": int, "avg_ts": float, "stddev_ts": float,
+}  # fmt: skip
+SQL_TYPES: dict[type, str] = {str: "TEXT", int: "INTEGER", bool: "INTEGER", float: "REAL"}
+TABLE = "llama_bench"
+FORMATS = ("md", "csv", "json", "jsonl", "sql")
+
+
+class BenchRow(NamedTuple):
+    """One test, measured. `fields` holds every name of FIELDS but the four statistics.
+
+    samples: the repetitions, in the order taken. toggles: the engine's, all of them.
+    """
+
+    workload: Workload
+    samples: list[Sample]
+    fields: dict[str, Any]
+    toggles: dict[str, str]
+
+    @property
+    def samples_ns(self) -> list[int]:
+        return [s.ns_total for s in self.samples]
+
+    @property
+    def samples_ts(self) -> list[float]:
+        """Tokens per second of each repetition: (n_prompt + n_gen) / time."""
+        return [1e9 * self.workload.n_tokens / ns for ns in self.samples_ns]
+
+    def values(self) -> dict[str, Any]:
+        """The row under llama-bench's names, in its order and types."""
+        ns, ts = np.array(self.samples_ns, float), np.array(self.samples_ts)
+        found = self.fields | {
+            "avg_ns": int(ns.mean()),
+            "stddev_ns": int(_stddev(ns)),
+            "avg_ts": float(ts.mean()),
+            "stddev_ts": _stddev(ts),
+        }
+        return {name: kind(found[name]) for name, kind in FIELDS.items()}
+
+
+def _stddev(values: np.ndarray) -> float:
+    """Of the sample (n - 1); 0 for one repetition, as llama-bench says."""
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0
+
+
+def format_rows(rows: Sequence[BenchRow], fmt: str = "md") -> str:
+    """Rows as text in one of FORMATS, ending in a newline; raises UsageError for another format."""
+    writers: dict[str, Callable[[Sequence[BenchRow]], str]] = {
+        "md": _md, "csv": _csv, "json": _json, "jsonl": _jsonl, "sql": _sql,
+    }  # fmt: skip
+    if fmt not in writers:
+        raise UsageError(f"format {fmt!r} does not exist; choose one of {', '.join(FORMATS)}")
+    return writers[fmt](rows)
+
+
+def _plain(value: Any) -> str:
+    """A value as llama-bench prints it in csv and sql: booleans 0 and 1, reals with six digits."""
+    if isinstance(value, bool):
+        return str(int(value))
+    return f"{value:.6f}" if isinstance(value, float) else str(value)
+
+
+def _csv(rows: Iterable[BenchRow]) -> str:
+    text = io.StringIO()
+    text.write(",".join(FIELDS) + "\n")
+    writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
+    writer.writerows([_plain(v) for v in row.values().values()] for row in rows)
+    return text.getvalue()
+
+
+def _object(row: BenchRow) -> dict[str, Any]:
+    """llama-bench's JSON object, and behind it what it does not have: each token's time."""
+    return row.values() | {
+        "samples_ns": row.samples_ns,
+        "samples_ts": row.samples_ts,
+        "token_ns": [s.token_ns.tolist() for s in row.samples],
+        "toggles": row.toggles,
+    }
+
+
+def _json(rows: Iterable[BenchRow]) -> str:
+    lines = [
+        "  {\n"
+        + ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in _object(row).items())
+        + "\n  }"
+        for row in rows
+    ]
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
+def _jsonl(rows: Iterable[BenchRow]) -> str:
+    return "".join(json.dumps(_object(row)) + "\n" for row in rows)
+
+
+def _sql(rows: Iterable[BenchRow]) -> str:
+    columns = ",\n".join(f"  {name} {SQL_TYPES[kind]}" for name, kind in FIELDS.items())
+    text = [f"CREATE TABLE IF NOT EXISTS {TABLE} (\n{columns}\n);\n\n"]
+    for row in rows:
+        values = ", ".join("'" + _plain(v).replace("'", "''") + "'" for v in row.values().values())
+        text.append(f"INSERT INTO {TABLE} ({', '.join(FIELDS)}) VALUES ({values});\n")
+    return "".join(text)
+
+
+class _Column(NamedTuple):
+    """A column of the md table: heading, width (negative: left), text of a row."""
+
+    heading: str
+    width: int
+    text: Callable[[BenchRow], str]
+
+
+def _field(name: str, heading: str, width: int) -> _Column:
+    return _Column(heading, width, lambda row: _plain(row.values()[name]))
+
+
+def _toggle(name: str) -> _Column:
+    return _Column(name, -10, lambda row: row.toggles[name])
+
+
+def _md(rows: Sequence[BenchRow]) -> str:
+    """llama-bench's table: threads on a CPU, ngl on a GPU, else only options that differ or are on.
+
+    Toggles that are not off come in columns of their own, behind llama-bench's.
+    """
+    if not rows:
+        return ""
+    columns = [
+        _Column("model", -30, lambda row: row.fields["model_type"]),
+        _Column("size", 10, lambda row: _bytes(row.fields["model_size"])),
+        _Column("params", 10, lambda row: _count(row.fields["model_n_params"])),
+        _Column("backend", -10, lambda row: row.fields["backends"]),
+    ]
+    on_gpu = any(row.fields["gpu_info"] for row in rows)
+    columns.append(
+        _field("n_gpu_layers", "ngl", 3) if on_gpu else _field("n_threads", "threads", 7)
+    )
+    if any(row.fields["n_ubatch"] != 512 for row in rows):
+        columns.append(_field("n_ubatch", "n_ubatch", 8))
+    columns += [
+        _toggle(name)
+        for name, off in Toggles().to_dict().items()
+        if any(row.toggles[name] != off for row in rows)
+    ]
+    columns.append(_Column("test", 15, lambda row: row.workload.name.replace("@", " @ ")))
+    columns.append(_Column("t/s", 20, _rate))
+    lines = []
+    cells = [[c.heading for c in columns]] + [[c.text(row) for c in columns] for row in rows]
+    for line in cells:
+        padded = (
+            t.rjust(c.width) if c.width > 0 else t.ljust(-c.width)
+            for t, c in zip(line, columns, strict=True)
+        )
+        lines.append("| " + " | ".join(padded) + " |")
+    rule = ("-" * (abs(c.width) - 1) + ("-" if c.width < 0 else ":") for c in columns)
+    lines.insert(1, "| " + " | ".join(rule) + " |")
+    first = rows[0].fields
+    return "\n".join(lines) + f"\n\nbuild: {first['build_commit']} ({first['build_number']})\n"
+
+
+def _rate(row: BenchRow) -> str:
+    values = row.values()
+    return f"{values['avg_ts']:.2f} ± {values['stddev_ts']:.2f}"
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 2**20:.2f} MiB" if n < 2**30 else f"{n / 2**30:.2f} GiB"
+
+
+def _count(n: int) -> str:
+    return f"{n / 1e6:.2f} M" if n < 1e9 else f"{n / 1e9:.2f} B"

@@ -1,0 +1,288 @@
+"""The `workbench` command. Data goes to stdout, everything else to stderr.
+
+Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted. Every error is one line: `error: what
+is wrong, where, what to do`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+
+from workbench import __version__
+from workbench.config import EngineConfig, Toggles
+from workbench.errors import UsageError, WorkbenchError
+
+app = App(
+    name="workbench",
+    version=__version__,
+    help="Where the time between tokens goes: an LLM engine in which scheduling is a switch.",
+)
+model_app = App(name="model", help="Write and inspect model files.")
+app.command(model_app)
+
+ModelPath = Annotated[Path, Parameter(name=["--model", "-m"], help="GGUF file")]
+EngineFlags = Annotated[EngineConfig, Parameter(name="*")]
+ToggleFlags = Annotated[Toggles, Parameter(name="*")]
+Ids = Annotated[str | None, Parameter(help="token ids, as 1,2,3")]
+DEFAULT_CONFIG, DEFAULT_TOGGLES = EngineConfig(), Toggles()
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def load(model: Path, config: EngineConfig, toggles: Toggles) -> Any:
+    from workbench.engine.engine import Engine
+
+    engine = Engine.load(model, config=config, toggles=toggles)
+    say(f"device: {engine.backend.description} ({engine.device_reason}); sync={engine.sync_mode}")
+    return engine
+
+
+def parse_ids(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(
+            f"--tokens {text!r} is no list of token ids; write them as 1,2,3"
+        ) from None
+
+
+@app.command
+def run(
+    *,
+    model: ModelPath,
+    prompt: Annotated[str | None, Parameter(name=["--prompt", "-p"])] = None,
+    tokens: Ids = None,
+    n_predict: Annotated[int, Parameter(name=["--n-predict", "-n"])] = 32,
+    temperature: Annotated[float, Parameter(name=["--temperature", "--temp"])] = 0.0,
+    top_k: int = 40,
+    top_p: float = 0.95,
+    seed: int = 0,
+    config: EngineFlags = DEFAULT_CONFIG,
+    toggles: ToggleFlags = DEFAULT_TOGGLES,
+) -> None:
+    """Continue a prompt, or token ids; text appears as it is made (with --tokens: ids)."""
+    from workbench.model.sampler import Sampling
+
+    ids, sampling = parse_ids(tokens), Sampling(temperature, top_k, top_p)
+    if (prompt is None) == (ids is None):
+        raise UsageError("give either a prompt (-p) or token ids (--tokens)")
+    with load(model, config, toggles) as engine:
+        made = engine.generate(
+            prompt,
+            tokens=ids,
+            max_tokens=n_predict,
+            sampling=sampling,
+            seed=seed,
+            on_text=None if prompt is None else lambda s: print(s, end="", flush=True),
+        )
+        print("" if prompt is not None else ",".join(map(str, made.tokens)))
+        say(
+            f"prompt {made.prefill_us / 1e3:.1f} ms; {len(made.tokens)} tokens, "
+            f"{made.tokens_per_second:.1f} t/s; {engine.counters['programs_built']} programs "
+            f"built, {engine.counters['programs_reused']} reused"
+        )
+
+
+@app.command
+def logits(
+    *,
+    model: ModelPath,
+    tokens: Annotated[str, Parameter(help="token ids, as 1,2,3")],
+    out: Annotated[Path, Parameter(name=["--out", "-o"], help="file to write (.npy)")],
+    config: EngineFlags = DEFAULT_CONFIG,
+    toggles: ToggleFlags = DEFAULT_TOGGLES,
+) -> None:
+    """Write the logits of every token: float32, one row per token, vocabulary wide."""
+    import numpy as np
+
+    if not out.parent.is_dir():
+        raise UsageError(f"the folder {out.parent} does not exist; make it first")
+    with load(model, config, toggles) as engine:
+        rows = engine.prefill(parse_ids(tokens), outputs="all")
+    part = out.with_name(out.name + ".part")  # never a half-written file under the real name
+    with open(part, "wb") as f:
+        np.save(f, rows)
+    os.replace(part, out)
+    say(f"wrote {rows.shape[0]} x {rows.shape[1]} float32 to {out}")
+
+
+@app.command
+def program(
+    *,
+    model: ModelPath,
+    n_tokens: int = 1,
+    n_past: int = 0,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    config: EngineFlags = DEFAULT_CONFIG,
+    toggles: ToggleFlags = DEFAULT_TOGGLES,
+) -> None:
+    """Print the program of one step: its pattern, and per token its waits, copies and launches."""
+    with load(model, config, toggles) as engine:
+        made = engine.program(n_tokens, 1, n_past)
+    if as_json:
+        print(json.dumps(made.to_dict(), indent=1))
+        return
+    print(f"pattern   {made.pattern()}")
+    print(f"folded    {made.pattern(fold=True)}")
+    for name, n in made.counts().items():
+        print(f"{name:<15}{n:>10}")
+
+
+# bench -------------------------------------------------------------------------------------------
+
+
+@app.command
+def bench(
+    *,
+    model: ModelPath,
+    n_prompt: Annotated[str, Parameter(name=["--n-prompt", "-p"])] = "512",
+    n_gen: Annotated[str, Parameter(name=["--n-gen", "-n"])] = "128",
+    n_depth: Annotated[str, Parameter(name=["--n-depth", "-d"])] = "0",
+    repetitions: Annotated[int, Parameter(name=["--repetitions", "-r"])] = 5,
+    output: Annotated[str, Parameter(name=["--output", "-o"])] = "md",
+    config: EngineFlags = DEFAULT_CONFIG,
+    toggles: ToggleFlags = DEFAULT_TOGGLES,
+) -> None:
+    """llama-bench's tests under its names: md, csv, json, jsonl or sql (lists as 512,1024)."""
+    from workbench.bench import llama_bench
+
+    llama_bench.check_format(output)
+    sizes = [parse_sizes(flag, text) for flag, text in (("-p", n_prompt), ("-n", n_gen))]
+    depths = parse_sizes("-d", n_depth)
+    needed = max(depths) + max(sizes[0] + sizes[1])
+    if needed > config.n_ctx:
+        config = _with(config, n_ctx=needed)
+    with load(model, config, toggles) as engine:
+        rows = llama_bench.bench(engine, *sizes, depths, repetitions)
+    print(llama_bench.format_rows(rows, output))
+
+
+@app.command
+def ab(
+    *,
+    model: ModelPath,
+    toggle: Annotated[str, Parameter(help="as sync=per_copy,copy_boundary")],
+    test: Annotated[str, Parameter(help="as tg32 or pp64,tg32")] = "tg32",
+    rounds: int = 10,
+    seed: int = 0,
+    out: Annotated[Path | None, Parameter(name=["--out", "-o"], help="run folder to write")] = None,
+    config: EngineFlags = DEFAULT_CONFIG,
+    toggles: ToggleFlags = DEFAULT_TOGGLES,
+) -> None:
+    """Compare the values of one toggle, interleaved, with an A/A control; prints the table."""
+    from workbench.bench.ab import ab as compare
+    from workbench.report.tables import markdown
+
+    with load(model, config, toggles) as engine:
+        result = compare(engine, toggle, tests=test.split(","), rounds=rounds, seed=seed, out=out)
+    print(markdown(result.table()))
+    for line in result.verdict:
+        print(line)
+
+
+def parse_sizes(flag: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{flag} {text!r} is no list of sizes; write them as 512,1024") from None
+
+
+def _with(config: EngineConfig, **fields: Any) -> EngineConfig:
+    import dataclasses
+
+    return dataclasses.replace(config, **fields)
+
+
+@app.command
+def report(
+    *notebooks: str,
+    out: Path = Path("reports"),
+    device: str = "auto",
+    parameter: Annotated[
+        list[tuple[str, str]] | None,
+        Parameter(name=["--parameter", "-p"], help="a notebook parameter, as: -p repeats 5"),
+    ] = None,
+) -> None:
+    """Run notebooks into offline HTML reports, and print the speedup table."""
+    from workbench.report.render import render_all
+
+    render_all(notebooks, out, device, dict(parameter or []))
+
+
+# model files -------------------------------------------------------------------------------------
+
+
+@model_app.command
+def synth(
+    preset: str,
+    quant: str,
+    out: Path,
+    /,
+    *,
+    head: str | None = None,
+    seed: int = 0,
+    force: bool = False,
+) -> None:
+    """Write a model of a real shape with random weights (--head TYPE sets the head's type)."""
+    from workbench.model.synth import write_model
+
+    say(f"wrote {write_model(preset, quant, out, head=head, seed=seed, force=force)}")
+
+
+@model_app.command
+def tiny(out: Path = Path("data/models"), /) -> None:
+    """Write the tiny models that tests and notebooks use."""
+    from workbench.model.synth import write_tiny_models
+
+    say(f"{len(write_tiny_models(out))} tiny models in {out}")
+
+
+@model_app.command
+def inspect(
+    file: Path,
+    /,
+    *,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> None:
+    """Print shapes, types, sizes, and the bytes of weights read per token."""
+    from workbench.model.inspect import summary
+
+    found = summary(file)
+    print(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The console script."""
+    try:
+        app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
+        sys.stdout.flush()
+    except WorkbenchError as error:
+        fail(str(error), error.exit_status)
+    except CycloptsError as error:
+        cause = error.__cause__
+        message = cause if isinstance(cause, WorkbenchError) else error
+        fail(str(message), 2)
+    except KeyboardInterrupt:
+        fail("interrupted; what was finished is kept", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no second complaint
+        sys.exit(1)
+
+
+def fail(message: str, status: int) -> None:
+    say("error: " + " ".join(message.split()))
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Tables for people: what `compare-llama-bench.py` prints, with what it leaves out beside it.
+
+Comparisons go in (`wb.ab(...)`, or `AB.load(folder)` from a run folder), frames come out. All
+numbers are the comparison's own (`AB.summary`); nothing is measured or estimated here but the
+geometric mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import pandas as pd
+
+GEOMETRIC_MEAN = "geometric mean"
+# columns of the speedup table that are left out where every row says the same
+IF_VARYING = ("Model", "Device", "Toggle", "Background", "answer")
+
+
+class Comparison(Protocol):
+    """What is asked of a comparison; `bench.comparison.AB` is one."""
+
+    run: dict[str, Any]
+
+    @property
+    def model(self) -> str: ...
+
+    def summary(self) -> pd.DataFrame: ...
+
+
+class Issued(Protocol):
+    """What is asked of a program; `program.commands.Program` is one."""
+
+    def pattern(self, fold: bool = False) -> str: ...
+
+    def counts(self) -> dict[str, int]: ...
+
+
+def summary(*comparisons: Comparison) -> pd.DataFrame:
+    """The summaries of several comparisons as one frame of numbers, with where each row is from.
+
+    Columns: model, device, toggle, baseline, background, commit, run_id; then those of
+    `AB.summary()`. Rows of one device stand together, devices in the order in which they come.
+    """
+    parts = []
+    for comparison in comparisons:
+        run = comparison.run
+        baseline, toggle = run["arms"][0], run["result"]["toggle"]
+        others = (f"{k}={v}" for k, v in baseline["toggles"].items() if k != toggle)
+        origin = {
+            "model": comparison.model,
+            "device": _device(run),
+            "toggle": toggle,
+            "baseline": baseline["name"],
+            "background": ", ".join(others),
+            "commit": str(run["commit"]["hash"])[:8],
+            "run_id": run["run_id"],
+        }
+        part = comparison.summary()
+        parts.append(pd.DataFrame(origin, index=part.index).join(part))
+    if not parts:
+        return pd.DataFrame()
+    table = pd.concat(parts, ignore_index=True)
+    order = {device: n for n, device in enumerate(dict.fromkeys(table["device"]))}
+    return table.sort_values("device", key=lambda d: d.map(order), kind="stable", ignore_index=True)
+
+
+def speedup_table(*comparisons: Comparison) -> pd.DataFrame:
+    """The speedup table of one or more comparisons: a row per test and toggled arm.
+
+    Columns: Model, Device, Toggle, Background (each where it varies), Test, Baseline, Toggled,
+    t/s baseline, t/s toggled, Speedup, 95% CI, n, verdict, answer (where it varies). An arm
+    measured in several tests has its geometric mean in a row of its own at the end of its device;
+    the A/A controls are in the table, too. `attrs["constant"]` has the columns left out.
+    """
+    numbers = summary(*comparisons)
+    rows = []
+    for device in dict.fromkeys(numbers.get("device", ())):
+        part = numbers[numbers["device"] == device]
+        rows += [_row(row) for row in part.to_dict("records")]
+        arms = part[~part["is_control"]].groupby(
+            ["model", "toggle", "background", "baseline", "label"], sort=False
+        )
+        for (model, toggle, background, baseline, label), arm in arms:
+            if len(arm) > 1:
+                mean = math.exp(np.log(arm["speedup"]).mean())
+                rows.append(
+                    {
+                        "Model": model,
+                        "Device": device,
+                        "Toggle": toggle,
+                        "Background": background,
+                        "Test": GEOMETRIC_MEAN,
+                        "Baseline": baseline,
+                        "Toggled": label,
+                        "Speedup": f"{mean:.3f}",
+                    }
+                )
+    columns = [
+        "Model", "Device", "Toggle", "Background", "Test", "Baseline", "Toggled",
+        "t/s baseline", "t/s toggled", "Speedup", "95% CI", "n", "verdict", "answer",
+    ]  # fmt: skip
+    return _without_constants(pd.DataFrame(rows, columns=columns).fillna(""))
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "Model": row["model"],
+        "Device": row["device"],
+        "Toggle": row["toggle"],
+        "Background": row["background"],
+        "Test": row["test"],
+        "Baseline": row["baseline"],
+        "Toggled": row["label"],
+        "t/s baseline": f"{row['tps_baseline']:.2f}",
+        "t/s toggled": f"{row['tps_toggled']:.2f}",
+        "Speedup": f"{row['speedup']:.3f}",
+        "95% CI": "-" if math.isnan(row["low"]) else f"{row['low']:.3f}..{row['high']:.3f}",
+        "n": str(row["n"]),
+        "verdict": row["verdict"],
+        "answer": row["answer"],
+    }
+
+
+def _without_constants(table: pd.DataFrame) -> pd.DataFrame:
+    """Leaves out the IF_VARYING columns that say one thing in every row that says anything."""
+    constant = {}
+    for column in IF_VARYING:
+        values = [v for v in dict.fromkeys(table[column]) if v != ""]
+        if len(values) <= 1:
+            constant[column] = values[0] if values else ""
+    made = table.drop(columns=list(constant))
+    made.attrs["constant"] = constant
+    return made
+
+
+def counts_table(programs: Mapping[str, Issued]) -> pd.DataFrame:
+    """What each program issues for one step, by its label: the pattern, then its counts."""
+    rows = [
+        {"program": label, "pattern": program.pattern(fold=True)} | program.counts()
+        for label, program in programs.items()
+    ]
+    return pd.DataFrame(rows)
+
+
+def provenance(run: Mapping[str, Any]) -> pd.DataFrame:
+    """What a reader needs to believe a run or to run it again: columns `what` and `value`.
+
+    run: run.json as a dict. A key that the run has not is shown as `unknown`.
+    """
+    commit, model, engine = (run.get(k) or {} for k in ("commit", "model", "engine"))
+    machine, versions = run.get("machine") or {}, run.get("versions") or {}
+    cpu = machine.get("cpu") or {}
+    gpus = [
+        f"{g.get('name')}, driver {g.get('driver')}, clocks {g.get('clock_mhz')} MHz, "
+        f"throttle reasons {g.get('throttle_reasons')}"
+        for g in machine.get("gpus") or []
+    ]
+    dirty = {True: " with uncommitted changes", False: "", None: " (state unknown)"}
+    rows = {
+        "run": f"{run.get('run_id', 'unknown')} ({run.get('status', 'unknown')})",
+        "started": f"{run.get('started', 'unknown')}, took {run.get('duration_s', 'unknown')} s",
+        "command": " ".join(map(str, run.get("command") or ["unknown"])),
+        "commit": f"{commit.get('hash', 'unknown')}{dirty[commit.get('dirty')]}",
+        "model": f"{model.get('name')} {model.get('quant')}, {model.get('file')}",
+        "model hash": model.get("hash", "unknown"),
+        "device": f"{_device(run)} ({engine.get('device_reason', 'unknown')})",
+        "engine": ", ".join(f"{k}={v}" for k, v in (engine.get("config") or {}).items()),
+        "seed": run.get("seed", "unknown"),
+        "CPU": f"{cpu.get('name')}, {cpu.get('usable_cores')} of {cpu.get('cores')} cores, "
+        f"governor {cpu.get('governor')}",
+        "GPU": "; ".join(gpus) or "none",
+        "load average": machine.get("load_average"),
+        "versions": ", ".join(f"{k} {v}" for k, v in versions.items() if v is not None),
+    }
+    return pd.DataFrame({"what": list(rows), "value": [str(v) for v in rows.values()]})
+
+
+def _device(run: Mapping[str, Any]) -> str:
+    engine = run.get("engine") or {}
+    return str(engine.get("device_description") or engine.get("device") or "unknown")
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """The frame as a Markdown table, numbers to the right; what did not vary stands below it.
+
+    Needs no package beyond pandas. A `|` inside a cell is escaped.
+    """
+    columns = [str(c) for c in table.columns]
+    cells = [[_cell(v) for v in row] for row in table.to_numpy(dtype=object)]
+    right = [
+        bool(cells) and all(_is_number(row[i]) for row in cells if row[i])
+        for i in range(len(columns))
+    ]
+    widths = [max(len(c), 3, *(len(row[i]) for row in cells)) if cells else max(len(c), 3)
+              for i, c in enumerate(columns)]  # fmt: skip
+
+    def line(values: list[str]) -> str:
+        padded = [
+            v.rjust(w) if r else v.ljust(w) for v, w, r in zip(values, widths, right, strict=True)
+        ]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = "|" + "|".join(
+        "-" * (w + 1) + (":" if r else "-") for w, r in zip(widths, right, strict=True)
+    )
+    text = "\n".join([line(columns), rule + "|", *map(line, cells)])
+    constant = {k: v for k, v in table.attrs.get("constant", {}).items() if v}
+    below = "; ".join(f"{name}: {value}" for name, value in constant.items())
+    return f"{text}\n\n{below}" if below else text
+
+
+def _cell(value: Any) -> str:
+    if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    text = f"{value:.2f}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

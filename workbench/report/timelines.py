@@ -1,0 +1,289 @@
+"""Timelines of one token or a few: the host's lane on top, a row per stream below it.
+
+Every kind of span has a height or a hatch besides its colour, so the picture can be read in grey.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
+
+from workbench.report.style import (
+    BLUE,
+    FONT,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PALE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    picture,
+    plain_axes,
+)  # fmt: skip
+
+NOTE = "traced: shows where time goes, not throughput"
+
+
+class Look(NamedTuple):
+    """How a kind of span is drawn: its word, colour, second tint, hatch, height (of the lane's)."""
+
+    word: str
+    colour: str
+    tint: str
+    hatch: str
+    height: float
+
+
+# what a span is (a device span: its kind) -> its look
+LOOKS = {
+    "launch": Look("launch", BLUE, "#4796CC", "", 1.0),
+    "copy": Look("copy", ORANGE, ORANGE, "////", 1.0),
+    "sync": Look("sync (the host waits)", "white", "white", "xxxx", 0.7),
+    "write": Look("write", GREY, GREY, "", 0.45),
+    "read": Look("read", PURPLE, PURPLE, "", 0.45),
+    "record": Look("record", GREEN, GREEN, "", 0.25),
+    "wait": Look("wait (of a stream)", SKY, SKY, "....", 0.25),
+}
+EDGES = {"sync": VERMILION, "copy": "#8A5A00"}
+LANE, BRACKET, SPACE = 0.8, 0.26, 0.3  # heights, in rows
+MOST_SYNC_LINES = 40  # more would hide what they mark
+
+
+def timeline(
+    frame: Any,
+    steps: int | Iterable[int] | None = None,
+    title: str | None = None,
+    window_us: tuple[float, float] | None = None,
+) -> Figure:
+    """Draws the spans of one or more steps: a row per lane, the host's on top, on one time axis.
+
+    frame: a profile, a timeline, or the frame of either (columns: `trace.profile.COLUMNS`).
+    steps: the step or steps to draw, None for all there are. Time is in us from their start;
+    window_us draws that much of it only. Raises ValueError for steps that are not there.
+    The host's row has three storeys: steps, splits, commands. A triangle and a dashed line mark
+    each point where the host stops to wait and goes on.
+    """
+    part = _steps(_frame(frame), steps)
+    lanes = _lanes(part)
+    fig = picture(11, 1.35 + 0.52 * (len(lanes) + 1))
+    ax = fig.add_subplot()
+    _draw(ax, part, lanes, window_us or (0, _extent_us(part)))
+    if title is None:
+        names = part.loc[part["category"] == "step", "name"]
+        title = names.iloc[0] if len(names) == 1 else f"{len(names)} steps"
+    ax.set_title(title, loc="left", fontsize=FONT + 2, fontweight="bold")
+    _finish(fig, [ax], part)
+    return fig
+
+
+def timeline_pair(
+    before: Any,
+    after: Any,
+    labels: Sequence[str] = ("off", "on"),
+    step: int | None = None,
+    window_us: tuple[float, float] | None = None,
+) -> Figure:
+    """The same token twice on one time axis, before above after, each from its own start.
+
+    before, after: as for `timeline`. step: its number, by default the last that both have (or,
+    where they share none, the last of each). window_us draws that much of the time axis only. The
+    end of each step is marked with its time.
+    """
+    frames = [_frame(before), _frame(after)]
+    common = set.intersection(*(set(f["step"].dropna()) for f in frames))
+    parts = []
+    for frame in frames:
+        number = step if step is not None else max(common or set(frame["step"].dropna()), default=0)
+        parts.append(_steps(frame, int(number)))
+    lanes = _lanes(pd.concat(parts))
+    ends = [_extent_us(p) for p in parts]
+    fig = picture(11, 2.0 + 1.04 * (len(lanes) + 1))
+    axes = list(fig.subplots(2, 1, sharex=True))
+    for ax, part, label, end in zip(axes, parts, labels, ends, strict=True):
+        _draw(ax, part, lanes, window_us or (0, max(ends)), own_end=end)
+        ax.set_title(label, loc="left", fontsize=FONT + 2, fontweight="bold")
+    axes[0].tick_params(labelbottom=False)
+    axes[0].set_xlabel("")
+    _finish(fig, axes, pd.concat(parts))
+    return fig
+
+
+def _frame(source: Any) -> pd.DataFrame:
+    return source if isinstance(source, pd.DataFrame) else source.to_frame()
+
+
+def _steps(frame: pd.DataFrame, steps: int | Iterable[int] | None) -> pd.DataFrame:
+    """The rows of the wanted steps, time counted from their start."""
+    if steps is not None:
+        wanted = [steps] if isinstance(steps, int | np.integer) else list(steps)
+        frame = frame[frame["step"].isin(wanted)]
+        if frame.empty:
+            raise ValueError(f"steps {wanted} are not in this timeline")
+    start = frame["start_us"].min() if len(frame) else 0.0
+    return frame.assign(start_us=frame["start_us"] - start)
+
+
+def _extent_us(part: pd.DataFrame) -> float:
+    return float((part["start_us"] + part["dur_us"]).max()) if len(part) else 1.0
+
+
+def _clip(part: pd.DataFrame, first: float, last: float) -> pd.DataFrame:
+    """What of the spans lies in first..last us."""
+    starts, ends = part["start_us"], part["start_us"] + part["dur_us"]
+    seen = part[(ends >= first) & (starts <= last)]
+    starts, ends = starts[seen.index].clip(lower=first), ends[seen.index].clip(upper=last)
+    return seen.assign(start_us=starts, dur_us=ends - starts)
+
+
+def _lanes(part: pd.DataFrame) -> list[str]:
+    return sorted(part["lane"].unique(), key=lambda lane: (lane != "host", lane))
+
+
+def _draw(
+    ax: Axes,
+    part: pd.DataFrame,
+    lanes: list[str],
+    window: tuple[float, float],
+    own_end: float | None = None,
+) -> None:
+    """One timeline on one axes, which shows `window` us; own_end marks where this one ends."""
+    first, last = window
+    width = last - first
+    part = _clip(part, first, last)
+    top = 0.0
+    centres = []
+    for lane in lanes:
+        spans = part[part["lane"] == lane]
+        if lane == "host":
+            top = commands_top = _brackets(ax, spans, top, width)
+        bottom = top - LANE
+        centres.append((top + bottom) / 2)
+        end = own_end if own_end is not None else last
+        ax.fill_between([0, end], bottom, top, color=PALE, lw=0, zorder=0)
+        kinds = spans["kind"].where(spans["category"] == "device", spans["category"])
+        for kind, look in LOOKS.items():
+            _boxes(ax, spans[kinds == kind], look, kind, bottom, width)
+        if lane != "host" and len(spans):
+            ax.annotate(
+                f"{len(spans)} spans\n{_time(_busy_us(spans))} busy", (1.005, centres[-1]),
+                xycoords=("axes fraction", "data"), fontsize=FONT - 1, va="center", color=INK,
+            )  # fmt: skip
+        top = bottom - SPACE
+    if "host" in lanes:
+        _sync_points(ax, part[part["category"] == "sync"], commands_top, top + SPACE)
+    ax.set_yticks(centres, lanes, fontsize=FONT)
+    ax.set_ylim(top + SPACE - 0.1, 0.1)
+    ax.set_xlim(first, last + 0.002 * width)
+    if own_end is not None and own_end <= last:
+        ax.axvline(own_end, color=INK, lw=1)
+        side = "left" if own_end - first < 0.85 * width else "right"
+        ax.annotate(
+            f" {_time(own_end)} ", (own_end, 1.0), xycoords=("data", "axes fraction"), ha=side,
+            va="bottom", fontsize=FONT, fontweight="bold",
+        )  # fmt: skip
+    unit = 1e3 if width >= 20_000 else 1
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / unit:,.4g}"))
+    ax.set_xlabel(f"time ({'ms' if unit > 1 else 'us'})", fontsize=FONT)
+    plain_axes(ax)
+
+
+def _brackets(ax: Axes, spans: pd.DataFrame, top: float, width: float) -> float:
+    """The storeys of steps and splits above the host's commands; returns where they end."""
+    for category in ("step", "split"):
+        rows = spans[spans["category"] == category]
+        for row in rows.itertuples():
+            ax.broken_barh(
+                [(row.start_us, row.dur_us)], (top - BRACKET, BRACKET * 0.86),
+                facecolor="white", edgecolor=INK, lw=0.6, zorder=2,
+            )  # fmt: skip
+            _label(ax, row.name, row.start_us, row.dur_us, top - BRACKET * 0.57, width, INK)
+        top -= BRACKET
+    return top - 0.12
+
+
+def _boxes(
+    ax: Axes, rows: pd.DataFrame, look: Look, kind: str, bottom: float, width: float
+) -> None:
+    """All spans of one kind in a lane; neighbouring launches alternate between two tints."""
+    if rows.empty:
+        return
+    height = LANE * look.height
+    tints = [look.colour, look.tint]
+    edge = EDGES.get(kind)
+    # an outline keeps what is thinner than a pixel visible, and must not drown what is just wider
+    narrow = rows["dur_us"].median() < 0.005 * width
+    ax.broken_barh(
+        list(zip(rows["start_us"], rows["dur_us"], strict=True)),
+        (bottom, height),
+        facecolors=[tints[i % 2] for i in range(len(rows))],
+        edgecolors=edge or "none",
+        linewidth=(0.3 if narrow else 0.7) if edge else 0,
+        hatch=look.hatch or None,
+        snap=False,  # to whole pixels: gaps of a third of one would show as one or as none
+        zorder=3,
+    )
+    if kind == "launch":
+        for op, start, dur in zip(rows["op"], rows["start_us"], rows["dur_us"], strict=True):
+            _label(ax, op, start, dur, bottom + height / 2, width, "white")
+
+
+def _label(
+    ax: Axes, text: Any, start: float, dur: float, y: float, width: float, colour: str
+) -> None:
+    """Writes `text` into a span that is wide enough for it."""
+    if isinstance(text, str) and dur / width > 0.0085 * len(text):
+        ax.text(
+            start + dur / 2, y, text, fontsize=FONT - 1.5, color=colour, ha="center", va="center",
+            clip_on=True, zorder=4,
+        )  # fmt: skip
+
+
+def _sync_points(ax: Axes, syncs: pd.DataFrame, top: float, bottom: float) -> None:
+    """A triangle where the host begins to wait; a line through all lanes where it goes on."""
+    ax.plot(
+        syncs["start_us"], np.full(len(syncs), top + 0.04), "v", color=VERMILION, ms=4, mew=0,
+        zorder=5,
+    )  # fmt: skip
+    if len(syncs) <= MOST_SYNC_LINES:
+        ends = syncs["start_us"] + syncs["dur_us"]
+        ax.vlines(ends, bottom, top, color=VERMILION, lw=0.6, ls=(0, (3, 3)), alpha=0.7, zorder=1)
+
+
+def _busy_us(spans: pd.DataFrame) -> float:
+    """Time of a lane covered by at least one span."""
+    ordered = spans.sort_values("start_us")
+    starts = ordered["start_us"].to_numpy()
+    ends = starts + ordered["dur_us"].to_numpy()
+    reached = np.concatenate(([starts[0]], np.maximum.accumulate(ends)[:-1]))
+    return float(np.clip(ends - np.maximum(starts, reached), 0, None).sum())
+
+
+def _time(us: float) -> str:
+    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.0f} us"
+
+
+def _finish(fig: Figure, axes: list[Axes], part: pd.DataFrame) -> None:
+    """One legend for all axes, of the kinds that occur, and the note that this run was traced."""
+    kinds = set(part["category"]) | set(part.loc[part["category"] == "device", "kind"])
+    handles = [
+        Patch(
+            facecolor=look.colour, hatch=look.hatch, label=look.word, lw=0.7,
+            edgecolor=EDGES.get(kind, look.colour),
+        )
+        for kind, look in LOOKS.items() if kind in kinds
+    ]  # fmt: skip
+    handles.append(Patch(facecolor=PALE, label="idle"))
+    fig.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), fontsize=FONT,
+        frameon=False, title=NOTE, title_fontsize=FONT - 1,
+    )  # fmt: skip
+    axes[-1].tick_params(axis="x", labelsize=FONT)
