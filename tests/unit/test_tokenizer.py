@@ -283,6 +283,32 @@ def test_metadata_that_cannot_be_believed_is_refused_by_name(tmp_path, keys, nam
     assert "\n" not in str(caught.value)
 
 
+VALUES = st.one_of(
+    st.integers(-3, 300),
+    st.booleans(),
+    st.floats(width=32),
+    st.text(max_size=6).filter(bool),
+    st.lists(st.text(max_size=4), min_size=1, max_size=6),
+    st.lists(st.integers(-2, 9), min_size=1, max_size=6),
+    st.lists(st.integers(-2, 9), min_size=261, max_size=264),
+)
+KEYS = sorted({*bpe_keys(), *spm_keys(), "add_bos_token", "add_space_prefix", "eot_token_id"})
+
+
+@given(st.sampled_from([bpe_keys(), spm_keys()]), st.dictionaries(st.sampled_from(KEYS), VALUES))
+@hypothesis_settings(max_examples=150, deadline=None)
+def test_any_metadata_loads_or_is_refused(tmp_path_factory, keys, changes):
+    file = describe(tmp_path_factory.mktemp("fuzz") / "v.gguf", keys | changes)
+    try:
+        tokenizer = load_tokenizer(file)
+    except ModelFileError as error:
+        assert "\n" not in str(error)
+    else:
+        ids = tokenizer.encode("hey <s>\u00e9")
+        assert all(0 <= i < tokenizer.n_vocab for i in ids)
+        assert isinstance(tokenizer.decode(ids), str)
+
+
 def test_importing_the_module_loads_neither_package():
     code = (
         "import sys, workbench.model.tokenizer, workbench.model.synth;"

@@ -326,9 +326,11 @@ class Ring:
                 self.wait(self.issued)
         finally:
             self.closed = True
+            issued = self.issued
             stop(self.address)
             for thread in self._threads:
                 thread.join()
+            self.words[ISSUED // 8] = issued  # `stop` raised it to wake the lanes
 
 
 def _lane(control: int, yield_ns: int, memory: tuple[np.ndarray, ...]) -> None:

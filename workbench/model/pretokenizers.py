@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from workbench.errors import ModelFileError
+from workbench.model.gguf_walk import shown
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -80,8 +81,8 @@ def pre_tokenizer(name: str) -> Any:
 
     if name not in PRE_TOKENIZERS:
         raise ModelFileError(
-            f"pre-tokenizer {name!r} (metadata key 'tokenizer.ggml.pre') is not known; use --tokens "
-            f"with ids, or a model with one of {', '.join(PRE_TOKENIZERS)}"
+            f"pre-tokenizer {shown(name)!r} (metadata key 'tokenizer.ggml.pre') is not known; use "
+            f"--tokens with ids, or a model with one of {', '.join(PRE_TOKENIZERS)}"
         )
     splits = [
         pre_tokenizers.Split(Regex(p), behavior="isolated") for p in PRE_TOKENIZERS[name].patterns

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import codecs
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from workbench.errors import ModelFileError, UsageError
 from workbench.model.gguf import GGUFFile
+from workbench.model.gguf_walk import shown
 from workbench.model.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
 
 _KEY = "tokenizer.ggml."
@@ -101,7 +103,7 @@ def load_tokenizer(gguf: GGUFFile) -> Tokenizer:
     kind = gguf.get(_KEY + "model", str)
     if kind not in _ENCODERS:
         raise ModelFileError(
-            f"{gguf.path}: tokenizer {kind!r} (metadata key '{_KEY}model') is not known; use "
+            f"{shown(gguf.path)}: tokenizer {shown(kind)!r} (metadata key '{_KEY}model') is not known; use "
             f"--tokens with ids, or a model with one of {', '.join(_ENCODERS)}"
         )
     return _GGUFTokenizer(gguf, kind)
@@ -111,7 +113,7 @@ class _GGUFTokenizer:
     """Everything but the merging itself: special tokens, ends, pieces."""
 
     def __init__(self, gguf: GGUFFile, kind: str):
-        self._path = gguf.path
+        self._path = shown(gguf.path)
         tokens = gguf.get(_KEY + "tokens", list)
         n = self.n_vocab = len(tokens)
         if n == 0 or not all(isinstance(t, str) for t in tokens):
@@ -120,11 +122,13 @@ class _GGUFTokenizer:
         self._ids = {token: i for i, token in enumerate(tokens)}
         if len(self._ids) < n:
             twice = next(t for i, t in enumerate(tokens) if self._ids[t] != i)
-            raise self._bad("tokens", f"holds {twice!r} twice")
+            raise self._bad("tokens", f"holds {shown(twice)!r} twice")
         self._tokens = tokens
         self._types = self._types_of(gguf, kind)
 
-        specials = [i for i, t in enumerate(self._types) if t in (2, _CONTROL, _USER_DEFINED)]
+        specials = [
+            i for i, t in enumerate(self._types) if t in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        ]
         specials.sort(key=lambda i: len(tokens[i].encode()), reverse=True)
         self._specials = [(tokens[i], i) for i in specials]
         self._literal = frozenset(specials)
@@ -252,11 +256,13 @@ def _bpe(base: _GGUFTokenizer, gguf: GGUFFile) -> _Codec:
         # The first space may itself be a token's text, so it is looked for from index 1.
         cut = merge.find(" ", 1) if isinstance(merge, str) else -1
         if cut < 0:
-            raise base._bad("merges", f"holds {merge!r} at {rank}, which is no pair of tokens")
+            raise base._bad(
+                "merges", f"holds {shown(merge)!r} at {rank}, which is no pair of tokens"
+            )
         pair = merge[:cut], merge[cut + 1 :]
         for text in (*pair, "".join(pair)):
             if text not in base._ids:
-                raise base._bad("merges", f"merges to or from {text!r}, which is no token")
+                raise base._bad("merges", f"merges to or from {shown(text)!r}, which is no token")
         merges.append(pair)
     ignore = PRE_TOKENIZERS[pre].ignore_merges
     bpe = tokenizers.Tokenizer(models.BPE(base._ids, merges, ignore_merges=ignore))
@@ -310,12 +316,10 @@ def _spm(base: _GGUFTokenizer, gguf: GGUFFile) -> _Codec:
 
 
 def _byte_token(base: _GGUFTokenizer, text: str, i: int) -> bytes:
-    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-        try:
-            return bytes([int(text[3:5], 16)])
-        except ValueError:
-            pass
-    raise base._bad("tokens", f"holds {text!r} at {i} as a byte token, which is no <0x..>")
+    match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", text)
+    if match is None:
+        raise base._bad("tokens", f"holds {shown(text)!r} at {i} as a byte token, not <0x..>")
+    return bytes.fromhex(match[1])
 
 
 _ENCODERS: dict[str, Callable[[_GGUFTokenizer, GGUFFile], _Codec]] = {"gpt2": _bpe, "llama": _spm}

@@ -1,0 +1,95 @@
+"""How the CPU kernel tests run a kernel: by its node, between guards, over several lane counts."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from workbench.backend import args, cpu
+from workbench.graph.ir import Node, Tensor
+
+GUARD = 256  # bytes before and after every output
+LANES = (1, 2, 3, 5)
+
+
+class Arena:
+    """Which array holds which tensor; an output gets memory of its own between guards."""
+
+    def __init__(self, arrays: dict[Tensor, np.ndarray]):
+        self.arrays = {t: np.ascontiguousarray(a) for t, a in arrays.items()}
+
+    def address(self, tensor: Tensor) -> int:
+        return int(self.arrays[tensor].ctypes.data)
+
+
+def slots(values: args.Args) -> np.ndarray:
+    """An argument block: int64, real parameters as the bits of a float64."""
+    bits = [
+        struct.unpack("<q", struct.pack("<d", v))[0] if isinstance(v, float) else v for v in values
+    ]
+    return np.array(bits, np.int64)
+
+
+def run(
+    node: Node,
+    arrays: dict[Tensor, np.ndarray],
+    n_lanes: int = 1,
+    layout: str = "file",
+    isa: str | None = None,
+    start: np.ndarray | int = 0xFF,
+) -> np.ndarray:
+    """The node's output as uint8 bytes, computed by n_lanes one after the other.
+
+    `start`: what the output holds before; 0xFF in every byte is a NaN in every float type.
+    Asserts that the bytes around output and scratch stay as they were.
+    """
+    out, arena = node.output, Arena(arrays)
+    padded = np.full(out.nbytes + 2 * GUARD, 0xA5, np.uint8)
+    body = padded[GUARD : GUARD + out.nbytes]
+    body[:] = start if isinstance(start, int) else start.view(np.uint8).reshape(-1)
+    n_scratch = cpu.scratch_bytes(node, n_lanes)
+    scratch = np.full(n_scratch + 2 * GUARD, 0xFF, np.uint8)
+
+    def address_of(tensor: Tensor) -> int:
+        return int(body.ctypes.data) if tensor is out else arena.address(tensor)
+
+    block = slots(args.pack(node, address_of, int(scratch.ctypes.data) + GUARD))
+    call = cpu.kernel(args.variant(node), layout, isa).ctypes
+    for lane in range(n_lanes):
+        call(int(block.ctypes.data), lane, n_lanes)
+    for outside in (padded[:GUARD], padded[GUARD + out.nbytes :]):
+        assert (outside == 0xA5).all(), "bytes beside the output were written"
+    for outside in (scratch[:GUARD], scratch[GUARD + n_scratch :]):
+        assert (outside == 0xFF).all(), "bytes beside the scratch were written"
+    return body.copy()
+
+
+def run_lanes(node: Node, arrays: dict[Tensor, np.ndarray], layout: str = "file") -> np.ndarray:
+    """As `run`, and asserts that every number of lanes gives these bytes, whatever lay there."""
+    first = run(node, arrays, 1, layout)
+    for n_lanes in LANES[1:]:
+        assert np.array_equal(run(node, arrays, n_lanes, layout, start=0x5A), first), n_lanes
+    return first
+
+
+def written_by(node: Node, arrays: dict[Tensor, np.ndarray], n_lanes: int, layout: str):
+    """Per lane, which bytes of the output it wrote: bool (n_lanes, nbytes)."""
+    block_of = cpu.kernel(args.variant(node), layout).ctypes
+    arena, out = Arena(arrays), node.output
+    scratch = np.zeros(max(1, cpu.scratch_bytes(node, n_lanes)), np.uint8)
+    written = np.zeros((n_lanes, out.nbytes), bool)
+    for lane in range(n_lanes):
+        for fill in (0x00, 0xFF):  # a byte that happens to equal one of them differs from the other
+            body = np.full(out.nbytes, fill, np.uint8)
+            place = {out: body}
+            block = slots(
+                args.pack(
+                    node,
+                    lambda t, place=place: int(place.get(t, arena.arrays.get(t)).ctypes.data),
+                    int(scratch.ctypes.data),
+                )
+            )
+            block_of(int(block.ctypes.data), lane, n_lanes)
+            written[lane] |= body != fill
+    return written

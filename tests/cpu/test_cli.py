@@ -1,0 +1,169 @@
+"""The command: what it prints, its exit status, and one line for every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from workbench.cli import main
+
+
+@pytest.fixture
+def call(capsys):
+    """Runs the command in this process; returns (exit status, stdout, stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        status = 0
+        try:
+            main([str(a) for a in arguments])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model("tiny-llama", "Q8_0")
+
+
+def test_run_prints_text_on_stdout_and_the_rest_on_stderr(call, model):
+    status, out, err = call("run", "-m", model, "-p", "The engine", "-n", 8, "--device", "embedded")
+    assert status == 0
+    assert out.endswith("\n") and len(out) > 1
+    assert "device: embedded" in err and "t/s" in err
+
+
+def test_run_with_ids_prints_ids(call, model):
+    ask = ("run", "-m", model, "--tokens", "1,2,3", "-n", 5, "--device", "embedded")
+    status, out, _ = call(*ask)
+    assert status == 0
+    assert len(out.split(",")) == 5
+    assert call(*ask, "--graph-reuse", "set_rows", "--sync", "copy_boundary")[1] == out
+
+
+def test_logits_are_one_float32_row_per_token(call, model, tmp_path):
+    out = tmp_path / "out.npy"
+    ask = ("logits", "-m", model, "--tokens", "1,2,3", "-o", out, "--device")
+    assert call(*ask, "embedded")[0] == 0
+    rows = np.load(out)
+    assert rows.dtype == np.float32 and rows.shape == (3, 1024)
+    assert call(*ask, "host")[0] == 0
+    assert np.abs(np.load(out) - rows).max() < 1e-4 * np.abs(rows).max()
+    assert [p.name for p in tmp_path.iterdir()] == ["out.npy"]
+
+
+def test_program_prints_pattern_and_counts(call, model):
+    ask = ("program", "-m", model, "--device", "embedded", "--sync", "copy_boundary")
+    status, out, _ = call(*ask)
+    assert status == 0
+    assert "folded    h saaaasg" in out
+    for name, n in (("waits", 3), ("copies", 7)):
+        assert [line for line in out.splitlines() if line.split() == [name, str(n)]]
+    made = json.loads(call(*ask, "--json")[1])
+    assert made["folded_pattern"] == "h saaaasg"
+    assert made["counts"]["launches"] == sum(c["kind"] == "launch" for c in made["commands"])
+
+
+def test_inspect(call, model):
+    assert "tiny-llama" in call("model", "inspect", model)[1]
+    assert json.loads(call("model", "inspect", model, "--json")[1])["architecture"] == "llama"
+
+
+def test_bench_speaks_llama_bench(call, model):
+    ask = ("bench", "-m", model, "-p", 16, "-n", 4, "-r", 2, "--device", "embedded", "-o")
+    rows = json.loads(call(*ask, "json")[1])
+    assert [(r["n_prompt"], r["n_gen"]) for r in rows] == [(16, 0), (0, 4)]
+    assert "tg4" in call(*ask, "md")[1]
+
+
+BAD = {
+    "a model that is not there": (["-m", "/no/such.gguf", "--tokens", "1"], 1, "no such file"),
+    "an id that is no number": (["-m", "MODEL", "--tokens", "1,x"], 2, "no list of token ids"),
+    "an id outside the vocabulary": (["-m", "MODEL", "--tokens", "1,99999"], 2, "token id 99999"),
+    "a negative id": (["-m", "MODEL", "--tokens=-4"], 2, "token id -4"),
+    "a prompt longer than the context": (
+        ["-m", "MODEL", "--tokens", "1,2,3,4,5", "--n-ctx", "4"], 2, "do not fit the context of 4",
+    ),
+    "a toggle value that does not exist": (
+        ["-m", "MODEL", "--tokens", "1", "--sync", "never"], 2, "sync='never' does not exist",
+    ),
+    "two toggles that clash": (
+        ["-m", "MODEL", "--tokens", "1", "--sync", "implicit"], 2, "copy_stream=own clash",
+    ),
+    "a device that does not exist": (
+        ["-m", "MODEL", "--tokens", "1", "--device", "abacus"], 2, "device 'abacus' does not exist",
+    ),
+    "a mode the device cannot honour": (
+        ["-m", "MODEL", "--tokens", "1", "--device", "host", "--sync", "copy_boundary"],
+        1, "the host device cannot honour sync=copy_boundary",
+    ),
+    "a flag that does not exist": (["-m", "MODEL", "--speed", "11"], 2, "--speed"),
+    "a missing model": (["--tokens", "1"], 2, "--model"),
+    "neither prompt nor ids": (["-m", "MODEL"], 2, "either a prompt (-p) or token ids"),
+    "a temperature below zero": (
+        ["-m", "MODEL", "--tokens", "1", "--temp=-1"], 2, "temperature=-1.0 must be 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_gives_one_line(call, model, what):
+    arguments, status, says = BAD[what]
+    got, out, err = call("run", *[model if a == "MODEL" else a for a in arguments])
+    errors = [line for line in err.splitlines() if not line.startswith("device:")]
+    assert got == status
+    assert out == ""
+    assert len(errors) == 1 and errors[0].startswith("error: ") and says in errors[0], err
+
+
+def test_a_gpu_that_is_not_there(call, model):
+    from workbench.backend.base import choose_device
+
+    if choose_device("auto")[0] == "cuda":
+        pytest.skip("there is a GPU here")
+    status, _, err = call("run", "-m", model, "--tokens", "1", "--device", "cuda")
+    assert status == 1
+    (line,) = err.splitlines()
+    assert line.startswith("error: ") and "--device" in line
+
+
+@pytest.mark.parametrize("damage", ["truncated", "magic", "version", "empty"])
+def test_damaged_files_are_refused_with_an_offset(call, model, tmp_path, damage):
+    data = bytearray(model.read_bytes())
+    if damage == "truncated":
+        data = data[: len(data) // 2]
+    elif damage == "magic":
+        data[:4] = b"JUNK"
+    elif damage == "version":
+        data[4:8] = (99).to_bytes(4, "little")
+    else:
+        data = bytearray()
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(data)
+    out = tmp_path / "out.npy"
+    status, _, err = call("logits", "-m", bad, "--tokens", "1", "-o", out, "--device", "embedded")
+    (line,) = err.splitlines()
+    assert status == 1 and line.startswith(f"error: {bad}")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_nothing_half_written_where_the_folder_is_missing(call, model, tmp_path):
+    out = tmp_path / "nowhere" / "out.npy"
+    status, _, err = call("logits", "-m", model, "--tokens", "1", "-o", out)
+    assert status == 2 and "make it first" in err and not out.parent.exists()
+
+
+def test_the_console_script_exits_with_the_status():
+    done = subprocess.run(
+        [sys.executable, "-m", "workbench.cli", "run", "-m", "/no/such.gguf", "--tokens", "1"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")

@@ -1,0 +1,166 @@
+"""mul_mat and repacking on the CPU against float64 products of the same blocks and activations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kernel_runs import run, run_lanes, written_by
+
+from workbench.backend import cpu
+from workbench.graph import ops
+from workbench.graph.ir import F32, Q8_ACT, QUANTISED, WEIGHT_DTYPES, DType, Node, Tensor
+from workbench.model.quants import (
+    dequantize,
+    quantize_activations,
+    random_blocks,
+    unpack_activations,
+)
+
+NAMES = [d.name for d in WEIGHT_DTYPES]
+BY_NAME = {d.name: d for d in WEIGHT_DTYPES}
+CASES = [(1, 1, 1), (3, 2, 2), (7, 1, 3), (17, 3, 5), (33, 2, 9), (33, 9, 17), (48, 1, 1)]
+
+
+class Case:
+    """A product of random blocks and activations, and its twin in float64."""
+
+    def __init__(self, dtype: DType, rows: int, cols: int, n_tokens: int, seed: int = 0):
+        rng = np.random.default_rng([seed, rows, cols, n_tokens])
+        self.dtype, self.rows, self.cols = dtype, rows, cols
+        self.blocks = random_blocks(rng, dtype, rows, cols, 0.5)
+        x = rng.standard_normal((n_tokens, cols)).astype(np.float32)
+        quantised = dtype in QUANTISED
+        self.w = Tensor("w", dtype, (rows, cols))
+        self.x = Tensor("x", Q8_ACT if quantised else F32, (n_tokens, cols))
+        self.node: Node = ops.make("mul_mat", "y", self.w, self.x)
+        self.activations = quantize_activations(x) if quantised else x
+        exact = x.astype(np.float64)
+        if quantised:
+            quants, scales, _ = unpack_activations(self.activations, cols)
+            exact = quants * np.repeat(scales.astype(np.float64), 32, axis=1)
+        weights = dequantize(self.blocks, dtype, (rows, cols)).astype(np.float64)
+        self.twin = exact @ weights.T
+        self.norm = np.abs(exact) @ np.abs(weights).T
+
+    def arrays(self, layout: str = "file") -> dict[Tensor, np.ndarray]:
+        return {self.w: self.weights(layout), self.x: self.activations}
+
+    def weights(self, layout: str) -> np.ndarray:
+        size = cpu.repacked_bytes(self.dtype, self.rows, self.cols, layout)
+        guarded = np.full(size + 128, 0xA5, np.uint8)
+        source = np.ascontiguousarray(self.blocks)
+        cpu.repack(
+            int(guarded.ctypes.data) + 64, int(source.ctypes.data), self.dtype, self.rows,
+            self.cols, layout,
+        )  # fmt: skip
+        assert (guarded[:64] == 0xA5).all() and (guarded[-64:] == 0xA5).all()
+        return guarded[64:-64].copy()
+
+    def check(self, out: np.ndarray) -> None:
+        y = out.view(np.float32).reshape(self.twin.shape)
+        assert (np.abs(y - self.twin) <= 1e-6 * self.norm).all()
+
+
+def layouts(dtype: DType) -> tuple[str, ...]:
+    return cpu.LAYOUTS if dtype in QUANTISED else ("file",)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows,blocks,n_tokens", CASES)
+def test_product_is_the_twins(name: str, rows: int, blocks: int, n_tokens: int) -> None:
+    dtype = BY_NAME[name]
+    case = Case(dtype, rows, blocks * max(dtype.block, 32), n_tokens)
+    results = [run_lanes(case.node, case.arrays(layout), layout) for layout in layouts(dtype)]
+    case.check(results[0])
+    assert all(np.array_equal(r, results[0]) for r in results), "layouts must give the same bits"
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("cols", [1, 5, 16, 31, 100])
+def test_float_weights_have_any_number_of_columns(name: str, cols: int) -> None:
+    case = Case(BY_NAME[name], 6, cols, 6)
+    case.check(run_lanes(case.node, case.arrays()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_more_tokens_than_one_chunk(name: str) -> None:
+    case = Case(BY_NAME[name], 19, 256, 71)
+    case.check(run(case.node, case.arrays()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_alone_has_the_bits_it_has_in_a_batch(name: str) -> None:
+    case = Case(BY_NAME[name], 18, 256, 13)
+    batch = run(case.node, case.arrays()).reshape(13, -1)
+    for t in (0, 5, 12):
+        one = Tensor("one", case.x.dtype, (1, 256))
+        node = ops.make("mul_mat", "y", case.w, one)
+        arrays = {case.w: case.blocks, one: case.activations[t : t + 1]}
+        assert np.array_equal(run(node, arrays), batch[t])
+
+
+@pytest.mark.parametrize("name", ["F16", "Q8_0", "Q6_K"])
+def test_lanes_write_disjoint_bytes_and_all_of_them(name: str) -> None:
+    case = Case(BY_NAME[name], 83, 256, 3)
+    for layout in layouts(case.dtype):
+        written = written_by(case.node, case.arrays(layout), 3, layout)
+        assert (written.sum(axis=0) == 1).all()
+        assert written.any(axis=1).all()
+
+
+@pytest.mark.parametrize("name", [d.name for d in WEIGHT_DTYPES if d in QUANTISED])
+def test_extreme_quants_do_not_saturate(name: str) -> None:
+    """All weight bits set or clear against activations of +-127: the largest integer sums."""
+    dtype = BY_NAME[name]
+    x = np.ones((2, 256), np.float32)
+    x[1] = -1
+    for fill in (0x00, 0x7F, 0x80, 0xFF):
+        case = Case(dtype, 16, 256, 2)
+        blocks = case.blocks.reshape(-1, dtype.block_bytes)
+        heads = {"Q6_K": slice(0, 208), "Q4_K": slice(4, 144), "Q5_K": slice(4, 176)}
+        blocks[:, heads.get(name, slice(1 if name == "MXFP4" else 2, None))] = fill
+        case.activations = quantize_activations(x)
+        exact = x.astype(np.float64)  # 127 * float32(1 / 127) is 1 to 1e-7
+        weights = dequantize(case.blocks, dtype, (16, 256)).astype(np.float64)
+        case.twin, case.norm = exact @ weights.T, np.abs(exact) @ np.abs(weights).T
+        for layout in cpu.LAYOUTS:
+            case.check(run(case.node, case.arrays(layout), layout=layout))
+
+
+@pytest.mark.parametrize("isa", ["avx2", "generic"])
+@pytest.mark.parametrize("name", ["Q8_0", "MXFP4", "Q4_K", "Q6_K"])
+def test_other_instruction_sets_give_the_same_bits(name: str, isa: str) -> None:
+    """Integer sums are exact however they are formed, and the float work is the same."""
+    case = Case(BY_NAME[name], 33, 256, 5)
+    arrays = case.arrays("rows16")
+    best = run(case.node, arrays, layout="rows16")
+    case.check(best)
+    assert np.array_equal(run(case.node, arrays, layout="rows16", isa=isa), best)
+
+
+def test_rows16_interleaves_blocks_of_16_rows() -> None:
+    """The documented order for Q4_0: 16 scales, then word i of every row for each i."""
+    case = Case(BY_NAME["Q4_0"], 20, 64, 1)
+    packed = case.weights("rows16").reshape(2, 2, 288)  # groups, blocks of 32 columns
+    rows = case.blocks.reshape(20, 2, 18)
+    for group, first in enumerate((0, 16)):
+        members = np.minimum(np.arange(first, first + 16), 19)  # the last row fills the group
+        for block in range(2):
+            heads = packed[group, block, :32].reshape(16, 2)
+            words = packed[group, block, 32:].reshape(4, 16, 4)
+            assert np.array_equal(heads, rows[members, block, :2])
+            assert np.array_equal(
+                words.transpose(1, 0, 2).reshape(16, 16), rows[members, block, 2:]
+            )
+
+
+def test_weight_layouts_and_their_sizes() -> None:
+    for dtype in WEIGHT_DTYPES:
+        layout = cpu.weight_layout(dtype, 17, 256)
+        rows = 32 if layout == "rows16" else 17
+        assert cpu.repacked_bytes(dtype, 17, 256, layout) == rows * dtype.row_bytes(256)
+        assert (layout == "rows16") == (dtype in QUANTISED)
+    with pytest.raises(KeyError):
+        cpu.kernel(("mul_mat", "Q4_0"), "rows4")
+    with pytest.raises(KeyError):
+        cpu.kernel(("rms_norm",), "rows16")

@@ -1,0 +1,178 @@
+"""The engine on the CPU devices: steps, cache, programs by shape, variants, refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from workbench.config import Toggles
+from workbench.engine.engine import Engine
+from workbench.errors import DeviceError, UsageError
+from workbench.model.sampler import Sampling
+
+PROMPT = [1, 17, 300, 4, 99, 512, 7]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=300) as e:
+        yield e
+
+
+@pytest.fixture(autouse=True)
+def fresh(engine):
+    engine.reset()
+
+
+def test_prefill_is_the_same_as_steps(engine):
+    whole = engine.prefill(PROMPT, outputs="all")
+    engine.reset()
+    single = np.concatenate([engine.step([t]) for t in PROMPT])
+    assert whole.shape == (len(PROMPT), engine.model.n_vocab)
+    assert np.abs(whole - single).max() < 1e-3 * np.abs(whole).max()
+    assert engine.n_past == len(PROMPT)
+
+
+def test_only_the_rows_asked_for_are_computed(engine):
+    everything = engine.prefill(PROMPT, outputs="all")
+    engine.reset()
+    last = engine.prefill(PROMPT)
+    assert np.array_equal(last[0], everything[-1])
+    engine.reset()
+    assert engine.step(PROMPT, outputs="none").shape == (0, engine.model.n_vocab)
+    assert engine.n_past == len(PROMPT)
+
+
+def test_reset_forgets(engine):
+    first = engine.prefill(PROMPT)
+    engine.reset()
+    engine.prefill([5, 6, 7, 8, 9])
+    engine.reset()
+    assert np.array_equal(engine.prefill(PROMPT), first)
+
+
+def test_generation_is_greedy_by_default_and_seeded_otherwise(engine):
+    def tokens(**kwargs):
+        engine.reset()
+        return engine.generate(tokens=PROMPT, max_tokens=12, **kwargs).tokens
+
+    greedy = tokens()
+    engine.reset()
+    assert greedy[0] == int(np.argmax(engine.prefill(PROMPT)[0]))
+    assert tokens() == greedy
+    hot = Sampling(temperature=5.0, top_k=0, top_p=1.0)
+    assert tokens(sampling=hot, seed=3) == tokens(sampling=hot, seed=3)
+    assert tokens(sampling=hot, seed=3) != tokens(sampling=hot, seed=4)
+
+
+def test_text_streams_in_pieces_that_make_the_whole(engine):
+    pieces: list[str] = []
+    made = engine.generate("The engine", max_tokens=20, on_text=pieces.append, stop_at_eos=False)
+    assert "".join(pieces) == made.text
+    assert len(made.tokens) == 20
+    assert len(made.token_us) == 19
+
+
+def test_generation_stops_where_the_context_ends(tiny_model):
+    with Engine.load(tiny_model("tiny-llama", "F16"), device="embedded", n_ctx=16) as e:
+        made = e.generate(tokens=PROMPT, max_tokens=100)
+        assert e.n_past == 16
+        assert len(made.tokens) == 16 - len(PROMPT) + 1
+
+
+def test_programs_are_kept_by_step_shape(engine):
+    n = 20
+    for reuse, built in (("rebuild", n), ("set_rows", 2)):  # one crossing of the 256 cells
+        with engine.variant(Toggles(graph_reuse=reuse)) as e:
+            e.prefill(list(range(1, 247)))
+            before = e.counters
+            for t in range(n):
+                e.step([t])
+            after = e.counters
+            assert after["programs_built"] - before["programs_built"] == built
+            assert after["programs_reused"] - before["programs_reused"] == n - built
+
+
+def test_growing_memory_drops_kept_programs(tiny_model):
+    """Logits of many rows need more room than was reserved; kept programs must not see it move."""
+    toggles = Toggles(graph_reuse="set_rows")
+    path = tiny_model("tiny-llama", "F16")
+    with Engine.load(path, device="embedded", toggles=toggles, n_ctx=256, n_ubatch=64) as e:
+        first = e.step([3])
+        e.reset()
+        everything = e.prefill(list(range(64)), outputs="all")
+        e.reset()
+        assert np.array_equal(e.step([3]), first)
+        assert everything.shape[0] == 64
+
+
+def test_a_variant_shares_weights_and_nothing_else(engine):
+    engine.prefill(PROMPT)
+    with engine.variant(Toggles(sync="copy_boundary")) as other:
+        assert other.n_past == 0
+        assert np.array_equal(other.prefill(PROMPT), engine.variant(Toggles()).prefill(PROMPT))
+        assert other.backend is engine.backend
+    assert engine.n_past == len(PROMPT)
+
+
+def test_an_engine_outlives_the_one_it_came_from(tiny_model):
+    first = Engine.load(tiny_model("tiny-llama", "F16"), device="embedded", n_ctx=64)
+    second = first.variant(Toggles())
+    first.close()
+    first.close()
+    assert second.prefill(PROMPT).shape == (1, second.model.n_vocab)
+    second.close()
+    with pytest.raises(UsageError, match="closed"):
+        second.step([1])
+
+
+def test_auto_is_named(engine):
+    with engine.variant(Toggles(sync="auto", copy_stream="compute")) as e:
+        assert e.sync_mode == "implicit"
+        assert e.program().sync == "implicit"
+
+
+def test_the_host_device_has_one_split_and_no_copies(tiny_model):
+    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64) as e:
+        program = e.program()
+        assert program.pattern() == "h"
+        assert program.counts()["copies"] == program.counts()["waits"] == 0
+        with pytest.raises(DeviceError, match="host device cannot honour sync=copy_boundary"):
+            e.variant(Toggles(sync="copy_boundary"))
+
+
+def test_host_and_embedded_agree(engine, tiny_model):
+    on_device = engine.prefill(PROMPT, outputs="all")
+    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64) as e:
+        on_host = e.prefill(PROMPT, outputs="all")
+    assert np.abs(on_host - on_device).max() <= 1e-4 * np.abs(on_device).max()
+
+
+def test_bad_requests_change_nothing(engine):
+    engine.prefill(PROMPT)
+    n_vocab = engine.model.n_vocab
+    for tokens, says in (
+        (
+            [1, n_vocab],
+            rf"token id {n_vocab} at place 1 is outside the vocabulary of 0..{n_vocab - 1}",
+        ),
+        ([-1], "token id -1"),
+        ([1] * 300, "do not fit the context of 300"),
+        ([], "empty"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            engine.prefill(tokens)
+        assert engine.n_past == len(PROMPT)
+    with pytest.raises(UsageError, match="either a prompt or token ids"):
+        engine.generate("x", tokens=[1])
+    with pytest.raises(UsageError, match="'n_contexts' does not exist"):
+        Engine.load(engine.model.path, n_contexts=4)
+
+
+def test_counters_say_where_the_host_time_goes(engine):
+    with engine.variant(Toggles()) as e:
+        e.step([1])
+        counted = e.counters
+        assert counted["steps"] == counted["programs_built"] == 1
+        for phase in ("graph_ns", "split_ns", "lower_ns", "prepare_ns", "batch_ns", "issue_ns"):
+            assert counted[phase] > 0, phase

@@ -1,0 +1,189 @@
+"""Breaking the contract of an asynchronous copy gives wrong numbers; the wait mends it (#17795).
+
+Each case takes the program of a decode step, removes the waits around its input copies, and holds a
+stream with a gate. That is what a busy GPU does by itself. Step n is issued, then the host writes the
+inputs of step n + 1 into the same staging memory, then the gate opens:
+
+    host     W W W W . C C C C . g g g . | W' W' W' W' | open . S R
+    stream                     [gate   ..................... ] c' c' c' c' g' g' g'
+
+The copies read what is there when they run: c' instead of c. With the wait kept, the host cannot reach
+W' before the copies are done, whenever the gate opens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from workbench.config import CopyStream, SyncMode, Toggles
+from workbench.engine.batch import Batch, make_batch
+from workbench.program.commands import (
+    COMPUTE_STREAM,
+    COPY_STREAM,
+    RESULT,
+    Command,
+    Program,
+    Sync,
+    Write,
+)
+
+PROMPT, NEXT = [5, 900, 17, 403, 77], [250, 611]
+MODELS = [("tiny-llama", "F32"), ("tiny-qwen3", "Q8_0")]
+GATE_S = 0.05  # how long the gate stays closed where the host waits behind it
+
+pytestmark = pytest.mark.parametrize(("preset", "quant"), MODELS)
+
+
+def is_input_wait(command: Command) -> bool:
+    return isinstance(command, Sync) and command.split != RESULT
+
+
+class Step:
+    """An engine that has read PROMPT, about to decode NEXT[0] with surgery on its program."""
+
+    def __init__(self, engine: wb.Engine):
+        self.engine = engine
+        engine.prefill(PROMPT)
+        self.batch = self._batch(NEXT[0])
+
+    def _batch(self, token: int) -> Batch:
+        config, model = self.engine.config, self.engine.model
+        return make_batch([token], self.engine.cache, model.n_vocab, config.n_ubatch, "last")
+
+    def following(self) -> Batch:
+        """The inputs of the step after this one; they have its shape."""
+        cache, now = self.engine.cache, self.batch
+        cache.store(now.positions, now.cells)
+        after = self._batch(NEXT[1])
+        cache.positions[now.cells] = -1
+        cache.n_used -= len(now.cells)
+        assert after.shape == now.shape
+        return after
+
+    def prepare(self, monkeypatch: pytest.MonkeyPatch, keep: Callable[[Command], bool]):
+        """The step's program with only the commands that `keep` keeps, bound to its memory."""
+        whole = self.engine._lower
+
+        def lower(shape) -> Program:
+            program = whole(shape)
+            program.commands = [c for c in program.commands if keep(c)]
+            return program
+
+        with monkeypatch.context() as patch:
+            patch.setattr(self.engine, "_lower", lower)
+            return self.engine._build(self.batch.shape)
+
+    def logits(self, pending) -> np.ndarray:
+        (raw,) = pending.wait().values()
+        return raw.view(np.float32)
+
+
+@pytest.fixture
+def step(tiny_model, preset, quant) -> Iterator[Callable[[str, str], Step]]:
+    """`step(sync, copy_stream)`: a Step under these toggles."""
+    engine = wb.Engine.load(tiny_model(preset, quant), device="embedded", n_ctx=256, threads=2)
+
+    def make(sync: str, copy_stream: str) -> Step:
+        made = engine.variant(Toggles(sync=sync, copy_stream=copy_stream))
+        variants.append(made)
+        return Step(made)
+
+    variants: list[wb.Engine] = []
+    yield make
+    for variant in variants:
+        variant.close()
+    engine.close()
+
+
+@pytest.fixture
+def right(step) -> np.ndarray:
+    """Logits of the step with every wait in place and nothing held."""
+    return step(SyncMode.PER_COPY, CopyStream.OWN).engine.step([NEXT[0]])[0]
+
+
+@contextmanager
+def held(engine: wb.Engine, stream: int) -> Iterator[Callable[[], None]]:
+    """A gate holds `stream`; it opens when the yielded function is called, or by itself after
+    GATE_S, which a host that waits for the stream is blocked for."""
+    gate = engine.backend.gate(stream)  # type: ignore[attr-defined]
+    timer = threading.Timer(GATE_S, gate.open)
+    timer.start()
+    try:
+        yield gate.open
+    finally:
+        gate.open()
+        timer.cancel()
+        timer.join()
+
+
+def overwritten(step: Step, monkeypatch, stream: int, keep: Callable[[Command], bool]):
+    """Issues the step behind a gate, overwrites staging with the next step's inputs, and only then
+    opens the gate (a host that has to wait for the stream meets it open). Returns the logits."""
+    after = step.following()
+    issue = step.prepare(monkeypatch, keep)
+    rewrite = step.prepare(monkeypatch, lambda command: isinstance(command, Write))
+    with held(step.engine, stream) as open_gate:
+        pending = issue.run(step.batch.values)
+        rewrite.run(after.values)
+        open_gate()
+        return step.logits(pending)
+
+
+def everything(command: Command) -> bool:
+    return True
+
+
+def no_input_waits(command: Command) -> bool:
+    return not is_input_wait(command)
+
+
+@pytest.mark.parametrize(
+    ("sync", "copy_stream", "stream"),
+    [
+        (SyncMode.WRITE_READ_BOUNDARY, CopyStream.COMPUTE, COMPUTE_STREAM),
+        (SyncMode.COPY_BOUNDARY, CopyStream.COMPUTE, COMPUTE_STREAM),
+        (SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN, COPY_STREAM),
+        (SyncMode.BLOCKING_COPIES, CopyStream.OWN, COPY_STREAM),
+        (SyncMode.PER_COPY, CopyStream.OWN, COPY_STREAM),
+    ],
+)
+def test_staging_overwritten_before_the_copy(step, right, monkeypatch, sync, copy_stream, stream):
+    """Without the waits the late copy takes the next step's inputs; with them it cannot."""
+    wrong = overwritten(step(sync, copy_stream), monkeypatch, stream, no_input_waits)
+    assert np.abs(wrong - right).max() > 1e-3
+    restored = overwritten(step(sync, copy_stream), monkeypatch, stream, everything)
+    assert np.array_equal(restored, right)
+
+
+def test_the_write_is_what_harms(step, right, monkeypatch):
+    """The same gate and the same missing waits with staging left alone: the logits are right."""
+    late = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.COMPUTE)
+    issue = late.prepare(monkeypatch, no_input_waits)
+    with held(late.engine, COMPUTE_STREAM) as open_gate:
+        pending = issue.run(late.batch.values)
+        open_gate()
+        assert np.array_equal(late.logits(pending), right)
+
+
+def test_launch_before_its_copy_has_landed(step, right, monkeypatch):
+    """Copies on a stream of their own: without the wait the launches read the step before's
+    inputs. (Stream order would have kept them apart: see the test above.)"""
+    early = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
+    issue = early.prepare(monkeypatch, no_input_waits)
+    gate = early.engine.backend.gate(COPY_STREAM)
+    try:
+        wrong = early.logits(issue.run(early.batch.values))  # waits for the compute stream alone
+    finally:
+        gate.open()
+    assert np.abs(wrong - right).max() > 1e-3
+    waiting = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
+    issue = waiting.prepare(monkeypatch, everything)
+    with held(waiting.engine, COPY_STREAM):
+        restored = waiting.logits(issue.run(waiting.batch.values))
+    assert np.array_equal(restored, right)

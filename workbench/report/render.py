@@ -1,0 +1,276 @@
+"""Notebooks to pages: papermill runs them, nbconvert writes HTML that needs nothing but itself.
+
+A report is one file, opens offline, prints, and stays below 5 MB: pictures are data URIs, and what
+nbconvert would load from the network (MathJax, RequireJS, Mermaid, widgets) is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import gzip
+import html
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, TextIO
+
+from workbench.errors import UsageError, WorkbenchError
+
+MOST_REPORT_BYTES = 5_000_000
+MOST_TRACE_BYTES = 8_000_000  # of gzipped trace inside a page
+CPU_BANNER = "CPU timings say nothing of GPU speed"
+KERNEL = "python3"
+
+# what nbconvert would load from a network, by the name of the exporter's setting
+NETWORK_SETTINGS = (
+    "require_js_url",
+    "mathjax_url",
+    "mermaid_js_url",
+    "mermaid_layout_elk_js_url",
+    "jquery_url",
+    "jupyter_widgets_base_url",
+    "widget_renderer_url",
+)
+# how a page makes a browser load something from a network
+LOADS = re.compile(
+    r"""<(?:script|img|iframe|source|audio|video|embed)\b[^>]*?\bsrc\s*=\s*["']?(?:https?:)?//[^"'>\s]+
+      | <link\b[^>]*?\bhref\s*=\s*["']?(?:https?:)?//[^"'>\s]+
+      | @import\s+(?:url\()?\s*["']?(?:https?:)?//[^"')\s]+
+      | \burl\(\s*["']?(?:https?:)?//[^"')]+
+      | \bimport\s*\(\s*["'`](?:https?:)?//[^"'`]+
+      | \bfrom\s+["'](?:https?:)?//[^"']+["']""",
+    re.IGNORECASE | re.VERBOSE,
+)
+# the script block of nbconvert's page that fetches Mermaid, however its URL is set
+MERMAID = re.compile(
+    r"<script type=\"module\">(?:(?!</script>).)*mermaid(?:(?!</script>).)*</script>", re.DOTALL
+)
+
+PAGE_CSS = """<style>
+.wb-banner{font:bold 15px sans-serif;color:#fff;background:#b00020;padding:10px 14px;margin:8px}
+.wb-trace{font:14px sans-serif;margin:8px}
+@media print{.jp-Cell{break-inside:avoid}.wb-banner{color:#b00020;border:2px solid}}
+</style>"""
+
+
+def render_notebook(
+    path: str | PathLike[str],
+    out_html: str | PathLike[str],
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    device: str | None = None,
+    runs_dir: str | PathLike[str] = "data/runs",
+    trace: str | PathLike[str] | None = None,
+    timeout_s: int = 600,
+    progress: TextIO | None = None,
+) -> Path:
+    """Runs a notebook with `parameters` and writes it as a page; returns the page's path.
+
+    device: what it runs on, for the banner of a page whose timings are a CPU's; by default the
+    parameter of that name. The executed notebook is kept under runs_dir. trace: a Perfetto file to
+    put into the page as a download. A line per cell goes to `progress` (default: stderr).
+
+    Raises UsageError where there is no such notebook, WorkbenchError naming the cell and its error
+    where one fails; the page then shows everything up to there.
+    """
+    source, target = Path(path), Path(out_html)
+    if not source.is_file():
+        raise UsageError(f"notebook {source} does not exist; the notebooks are in notebooks/")
+    parameters = dict(parameters or {})
+    executed = Path(runs_dir) / f"{target.stem}.ipynb"
+    executed.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    failure = _execute(source, executed, parameters, timeout_s, progress or sys.stderr)
+    head = banner_html(device if device is not None else parameters.get("device"))
+    tail = "" if trace is None else trace_download_html(trace)
+    page = export_html(executed, source.stem, head, tail)
+    partial = target.with_name(target.name + ".partial")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(target)
+    size = target.stat().st_size
+    if size > MOST_REPORT_BYTES:
+        print(
+            f"{target} has {size / 1e6:.1f} MB; reports should stay below "
+            f"{MOST_REPORT_BYTES / 1e6:.0f}: draw fewer or smaller pictures",
+            file=progress or sys.stderr,
+        )
+    if failure is not None:
+        raise WorkbenchError(f"{source.name}: {failure}; see {target}")
+    return target
+
+
+def render_all(
+    notebooks: Sequence[str | PathLike[str]],
+    out_dir: str | PathLike[str] = "reports",
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    device: str | None = None,
+    runs_dir: str | PathLike[str] = "data/runs",
+    timeout_s: int = 600,
+) -> list[Path]:
+    """Renders each notebook to `<out_dir>/<name>.html` and prints where the reports are.
+
+    A parameter that a notebook does not have is not given to it. Raises as `render_notebook` does,
+    after the notebooks before the failing one have been written and named.
+    """
+    pages: list[Path] = []
+    try:
+        for path in notebooks:
+            known = _parameters_of(path)
+            chosen = {k: v for k, v in (parameters or {}).items() if k in known}
+            page = Path(out_dir) / f"{Path(path).stem}.html"
+            pages.append(
+                render_notebook(
+                    path, page, chosen, device=device, runs_dir=runs_dir, timeout_s=timeout_s
+                )
+            )
+    finally:
+        for page in pages:
+            print(page.resolve())
+    return pages
+
+
+def export_html(executed: str | PathLike[str], title: str, head: str = "", tail: str = "") -> str:
+    """An executed notebook as one offline page; head and tail are HTML put around its cells."""
+    import nbformat
+    from nbconvert import HTMLExporter
+
+    exporter = HTMLExporter(
+        template_name="lab", embed_images=True, **dict.fromkeys(NETWORK_SETTINGS, "")
+    )
+    notebook = nbformat.read(executed, as_version=4)
+    page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": title}})
+    page = MERMAID.sub("", page)
+    page = page.replace("</head>", PAGE_CSS + "</head>", 1)
+    page = re.sub(r"(<body\b[^>]*>)", lambda m: m[1] + head, page, count=1)
+    before, body_end, after = page.rpartition("</body>")
+    return before + tail + body_end + after
+
+
+def network_loads(page: str) -> list[str]:
+    """What a browser would fetch from a network to show this page: nothing, for a report.
+
+    Links that a reader may follow are no loads.
+    """
+    return [m[0][:200] for m in LOADS.finditer(page)]
+
+
+def banner_html(device: str | None) -> str:
+    """The red line for a page whose timings are those of a CPU; empty for a GPU's."""
+    if device == "cuda":
+        return ""
+    words = {"embedded": "the embedded device", "host": "the host backend"}
+    what = words.get(str(device), f"device {device or 'not named'}")
+    return f'<div class="wb-banner">Ran on {html.escape(what)}: {CPU_BANNER}.</div>'
+
+
+def trace_download_html(path: str | PathLike[str]) -> str:
+    """A Perfetto trace inside a page: a download, and a button that hands it to ui.perfetto.dev.
+
+    The trace is embedded gzipped where that is at most MOST_TRACE_BYTES; else a link to the file
+    beside the page. The button opens Perfetto's page and posts the trace to its window: it stays in
+    the browser, and only the viewer comes from the network.
+    """
+    path = Path(path)
+    data = path.read_bytes()
+    if data[:2] != b"\x1f\x8b":
+        data = gzip.compress(data, mtime=0)
+    name = html.escape(path.name if path.suffix == ".gz" else path.name + ".gz", quote=True)
+    if len(data) > MOST_TRACE_BYTES:
+        size = f"{len(data) / 1e6:.0f} MB"
+        return f'<p class="wb-trace">Timeline: <a href="{name}">{name}</a> ({size})</p>'
+    text = base64.b64encode(data).decode()
+    return TRACE_HTML.replace("%NAME%", name).replace("%DATA%", text)
+
+
+# Perfetto takes a trace by message: PING until it answers PONG, then the buffer.
+TRACE_HTML = """<p class="wb-trace">Timeline <b>%NAME%</b>: <a id="wb-trace-save">Download</a>
+<button id="wb-trace-open">Open in Perfetto</button> (the trace stays in this browser; the viewer
+comes from the network)</p>
+<script type="application/octet-stream" id="wb-trace-data">%DATA%</script>
+<script>(() => {
+  const $ = id => document.getElementById(id);
+  const bytes = Uint8Array.from(atob($("wb-trace-data").textContent), c => c.charCodeAt(0));
+  const packed = new Blob([bytes], {type: "application/gzip"});
+  $("wb-trace-save").href = URL.createObjectURL(packed);
+  $("wb-trace-save").download = "%NAME%";
+  $("wb-trace-open").onclick = async () => {
+    const viewer = window.open("https://ui.perfetto.dev");
+    const stream = packed.stream().pipeThrough(new DecompressionStream("gzip"));
+    const buffer = await new Response(stream).arrayBuffer();
+    const ping = setInterval(() => viewer.postMessage("PING", "*"), 100);
+    window.addEventListener("message", e => {
+      if (e.source !== viewer || e.data !== "PONG") return;
+      clearInterval(ping);
+      const perfetto = {buffer, title: "%NAME%", fileName: "%NAME%"};
+      viewer.postMessage({perfetto}, "https://ui.perfetto.dev");
+    });
+  };
+})();</script>"""
+
+
+def _execute(
+    source: Path, executed: Path, parameters: dict[str, Any], timeout_s: int, progress: TextIO
+) -> str | None:
+    """Runs the notebook, keeping every cell that ended; returns what failed, in one line."""
+    import papermill
+
+    papermill.engines.papermill_engines.register(_ENGINE, _plain_engine(source.stem, progress))
+    try:
+        papermill.execute_notebook(
+            str(source),
+            str(executed),
+            parameters=parameters,
+            engine_name=_ENGINE,
+            kernel_name=KERNEL,
+            language="python",
+            progress_bar=False,
+            execution_timeout=timeout_s,
+        )
+    except papermill.PapermillExecutionError as error:
+        message = re.sub(r"\x1b\[[0-9;]*m", "", f"{error.ename}: {error.evalue}")
+        return f"cell {error.cell_index} failed: {message.splitlines()[0]}"
+    except papermill.exceptions.PapermillException as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+_ENGINE = "workbench"
+
+
+def _plain_engine(name: str, progress: TextIO) -> type:
+    """A papermill engine that prints a line per code cell: bars do not survive a log file."""
+    from papermill.engines import NBClientEngine
+
+    class PlainEngine(NBClientEngine):
+        @classmethod
+        def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **kwargs: Any) -> Any:
+            n_cells = len(nb_man.nb.cells)
+            cell_start = nb_man.cell_start
+
+            def start(cell: Any, cell_index: int | None = None, **more: Any) -> Any:
+                if cell.cell_type == "code":
+                    print(f"{name}: cell {(cell_index or 0) + 1}/{n_cells}", file=progress)
+                return cell_start(cell, cell_index, **more)
+
+            nb_man.cell_start = start
+            return super().execute_managed_notebook(nb_man, kernel_name, **kwargs)
+
+    return PlainEngine
+
+
+def _parameters_of(path: str | PathLike[str]) -> set[str]:
+    """Names that the notebook's cell tagged `parameters` assigns; empty where there is none."""
+    import nbformat
+
+    if not Path(path).is_file():
+        raise UsageError(f"notebook {path} does not exist; the notebooks are in notebooks/")
+    cells = nbformat.read(path, as_version=4).cells
+    tagged = [c.source for c in cells if "parameters" in c.metadata.get("tags", ())]
+    tree = ast.parse(tagged[0]) if tagged else ast.Module([], [])
+    targets = [t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
+    targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
+    return {t.id for t in targets if isinstance(t, ast.Name)}
