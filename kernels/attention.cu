@@ -218,7 +218,7 @@ DEVICE void attention_tile(float* dst, const float* q, const u16* k, const u16* 
 #pragma unroll
             for (int j = 0; j < QUERIES; j++) {
                 const float share = __shfl_sync(~0u, p[j], cell);
-                if (share == 0.f) continue;  // the same in all lanes; whatever an excluded cell holds
+                if (share == 0.f) continue;  // in all lanes; an excluded cell may hold anything
 #pragma unroll
                 for (int i = 0; i < D; i++) acc[j][i] += share * value[i];
             }

@@ -38,7 +38,8 @@ extern "C" __global__ void gate(const volatile int* open, i64 timeout_ns) {
 
 // Reads `n` 16-byte words once, with 4 loads in flight per thread: what reading memory can reach.
 // `sink` is written only if the words add up to `never`. Block: 256 threads.
-extern "C" __global__ void read_memory(const uint4* __restrict__ words, i64 n, i64 never, int* sink) {
+extern "C" __global__ void read_memory(const uint4* __restrict__ words, i64 n, i64 never,
+                                       int* sink) {
     const i64 stride = i64(gridDim.x) * blockDim.x;
     u32 sum = 0;
     i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -38,7 +38,8 @@ struct Place {
 };
 
 template <int N, int ROWS>
-DEVICE void store(float (&acc)[ROWS][N], float* dst, const Place<N, ROWS>& at, i64 rows, i64 n_tokens) {
+DEVICE void store(float (&acc)[ROWS][N], float* dst, const Place<N, ROWS>& at, i64 rows,
+                  i64 n_tokens) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
 #pragma unroll
@@ -53,7 +54,8 @@ DEVICE void store(float (&acc)[ROWS][N], float* dst, const Place<N, ROWS>& at, i
 // float weights -----------------------------------------------------------------------------------
 
 template <class W, int N, int ROWS, int UNROLL>
-DEVICE void multiply_float(float* dst, const u8* w, const float* x, i64 rows, i64 cols, i64 n_tokens) {
+DEVICE void multiply_float(float* dst, const u8* w, const float* x, i64 rows, i64 cols,
+                           i64 n_tokens) {
     const Place<N, ROWS> at(n_tokens);
     if (at.row >= rows) return;
     float acc[ROWS][N] = {};
@@ -84,7 +86,8 @@ DEVICE void multiply_float(float* dst, const u8* w, const float* x, i64 rows, i6
             const int u = base + 32 * i;
             if (u < units) {
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) raw[i][r] = W::load8(line[r] + i64(u) * 8 * W::bytes);
+                for (int r = 0; r < ROWS; r++)
+                    raw[i][r] = W::load8(line[r] + i64(u) * 8 * W::bytes);
             }
         }
 #pragma unroll
@@ -121,7 +124,8 @@ DEVICE int dot16(const int (&q)[4], int4 x, int sum) {
 
 // Adds to acc[r] what a unit's two half blocks, of one block of activations, contribute.
 template <class W, int ROWS>
-DEVICE void add_block(const Unit (&unit)[ROWS], const u8* x, i64 cols, int at, float* acc, int stride) {
+DEVICE void add_block(const Unit (&unit)[ROWS], const u8* x, i64 cols, int at, float* acc,
+                      int stride) {
     const int4 lo = *reinterpret_cast<const int4*>(x + at);
     const int4 hi = *reinterpret_cast<const int4*>(x + at + 16);
     const float scale = *reinterpret_cast<const float*>(x + cols + at / 8);
@@ -157,7 +161,8 @@ DEVICE void add_halves(const Unit (&unit)[ROWS], const u8* x, i64 cols, int at_l
 }
 
 template <class W, int N, int ROWS, int UNROLL>
-DEVICE void multiply_quantised(float* dst, const u8* w, const u8* x, i64 rows, i64 cols, i64 n_tokens) {
+DEVICE void multiply_quantised(float* dst, const u8* w, const u8* x, i64 rows, i64 cols,
+                               i64 n_tokens) {
     const Place<N, ROWS> at(n_tokens);
     if (at.row >= rows) return;
     float acc[ROWS][N] = {};

@@ -29,7 +29,8 @@ GET_ROWS(Q4_K, 256)
 GET_ROWS(Q5_K, 256)
 GET_ROWS(Q6_K, 256)
 
-// Arguments: cache, x, indices, n_tokens, cols, n_kv. Two tokens with one index leave elements of either.
+// Arguments: cache, x, indices, n_tokens, cols, n_kv. Two tokens with one index leave a row made of
+// elements of either.
 extern "C" __global__ void set_rows(u16* __restrict__ cache, const float* __restrict__ x,
                                     const i64* __restrict__ indices, i64 n_tokens, i64 cols,
                                     i64 n_kv) {

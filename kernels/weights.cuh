@@ -2,8 +2,8 @@
 //
 // Values are ggml's (ggml-common.h names the blocks). Bytes lie as the backend's load_weight leaves
 // them. F32, F16, BF16, Q4_K and Q5_K are as in the file: their rows or blocks are multiples of 16
-// bytes (or fall back to scalar loads). Q8_0, Q4_0, MXFP4 and Q6_K, whose blocks have odd sizes, are
-// split into planes, each holding one field of every block in file order:
+// bytes (float rows that are not take scalar loads). Q8_0, Q4_0, MXFP4 and Q6_K, whose blocks have
+// odd sizes, are split into planes, each holding one field of every block in file order:
 //
 //   Q8_0    32 B quants | 2 B scale                       per 32 weights
 //   Q4_0    16 B quants | 2 B scale
@@ -54,7 +54,9 @@ struct F32 {
 struct F16 {
     static constexpr int bytes = 2;
     using Raw = uint4;
-    static DEVICE float value(const u8* w, i64, i64 i) { return half_to_float(load_u16(w + 2 * i)); }
+    static DEVICE float value(const u8* w, i64, i64 i) {
+        return half_to_float(load_u16(w + 2 * i));
+    }
     static DEVICE Raw load8(const u8* p) { return stream16(p); }
     static DEVICE void decode8(const Raw& r, float* f) { halves_to_floats(r, f); }
 };
@@ -216,7 +218,8 @@ struct Q4_K : K45 {  // 16 B head, 128 B quants
     static DEVICE float value(const u8* w, i64, i64 at) {
         const u8* block = w + at / 256 * 144;
         const int i = at % 256;
-        return affine(block, i, (__ldg(block + 16 + i / 64 * 32 + i % 32) >> (i / 32 % 2 * 4)) & 15);
+        const int byte = __ldg(block + 16 + i / 64 * 32 + i % 32);
+        return affine(block, i, (byte >> (i / 32 % 2 * 4)) & 15);
     }
     static DEVICE Raw load(const u8* w, i64, i64 u) {
         const u8* block = w + u / 8 * 144;

@@ -5,6 +5,11 @@ It shares nothing with the engine. Files are opened by the `gguf` package and de
 llama.cpp (`make peer`). There is no KV cache, no quantised activation and no ubatch: all positions
 are computed at once, and nothing is rounded after the weights were (float32, by `gguf.quants`).
 
+`rounded=True` makes the two roundings that the engine is meant to make, and no others: K and V to
+F16, and activations that meet a quantised weight to 8 bits in blocks of 32. What is left between
+such logits and the engine's is the order of float32 sums, and values that it tips over a rounding
+edge; so this is the sharper test of the engine, and the plain one that of its arithmetic.
+
 Architectures: `llama` and `qwen3`. T is the number of tokens throughout.
 """
 
@@ -21,6 +26,12 @@ import numpy as np
 # Which elements of a head rotate together: neighbours (2i, 2i+1), or i with i + n_rot/2. A file's
 # Q and K rows are permuted by the converter to suit, so this follows from the architecture.
 ROPE_PAIRS = {"llama": "adjacent", "qwen3": "halves"}
+
+UNQUANTISED = (
+    gguf.GGMLQuantizationType.F32,
+    gguf.GGMLQuantizationType.F16,
+    gguf.GGMLQuantizationType.BF16,
+)
 
 
 class ModelFile:
@@ -65,11 +76,13 @@ class ModelFile:
             self._weights[name] = values.astype(np.float64)
         return self._weights[name]
 
-    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+    def linear(self, name: str, x: np.ndarray, rounded: bool) -> np.ndarray:
         """x (T, cols) times `name`.weight (rows, cols) transposed, plus `name`.bias if any."""
         weight, bias = self.weight(f"{name}.weight"), self.weight(f"{name}.bias")
         if weight is None:
             raise ValueError(f"tensor {name}.weight is missing")
+        if rounded and self._tensors[f"{name}.weight"].tensor_type not in UNQUANTISED:
+            x = round_to_8_bits(x)
         product = x @ weight.T  # (T, rows)
         return product if bias is None else product + bias
 
@@ -83,6 +96,13 @@ def open_model(path: str | Path) -> ModelFile:
     """The model file at `path`, opened once a session (again when it was rewritten)."""
     resolved = Path(path).resolve()
     return _open(str(resolved), resolved.stat().st_mtime_ns)
+
+
+def round_to_8_bits(x: np.ndarray) -> np.ndarray:
+    """x (T, cols), each block of 32 rounded to whole multiples of max|x| / 127 (ties to even)."""
+    blocks = x.reshape(len(x), -1, 32)
+    step = np.abs(blocks).max(axis=-1, keepdims=True) / 127
+    return (np.rint(blocks / np.where(step == 0, 1, step)) * step).reshape(x.shape)
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray | None, eps: float) -> np.ndarray:
@@ -116,16 +136,20 @@ def rope(model: ModelFile, x: np.ndarray) -> np.ndarray:
     return turned
 
 
-def attention(model: ModelFile, block: str, x: np.ndarray) -> np.ndarray:
+def attention(model: ModelFile, block: str, x: np.ndarray, rounded: bool) -> np.ndarray:
     """Causal grouped-query attention of one layer (Ainslie et al. 2023). x (T, n_embd)."""
     n_tokens, eps = len(x), float(model.key("attention.layer_norm_rms_epsilon"))
-    q = model.linear(f"{block}.attn_q", x).reshape(n_tokens, model.n_head, model.head_dim)
-    k = model.linear(f"{block}.attn_k", x).reshape(n_tokens, model.n_head_kv, model.head_dim)
-    v = model.linear(f"{block}.attn_v", x).reshape(n_tokens, model.n_head_kv, -1)
+    q = model.linear(f"{block}.attn_q", x, rounded).reshape(n_tokens, model.n_head, model.head_dim)
+    k = model.linear(f"{block}.attn_k", x, rounded).reshape(
+        n_tokens, model.n_head_kv, model.head_dim
+    )
+    v = model.linear(f"{block}.attn_v", x, rounded).reshape(n_tokens, model.n_head_kv, -1)
     if model.architecture == "qwen3":  # per-head norms, before RoPE
         q = rms_norm(q, model.weight(f"{block}.attn_q_norm.weight"), eps)
         k = rms_norm(k, model.weight(f"{block}.attn_k_norm.weight"), eps)
     q, k = rope(model, q), rope(model, k)
+    if rounded:
+        k, v = k.astype(np.float16).astype(float), v.astype(np.float16).astype(float)
     # query head h reads KV head h // (n_head / n_head_kv)
     k = np.repeat(k, model.n_head // model.n_head_kv, axis=1)
     v = np.repeat(v, model.n_head // model.n_head_kv, axis=1)
@@ -135,38 +159,35 @@ def attention(model: ModelFile, block: str, x: np.ndarray) -> np.ndarray:
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     mixed = np.einsum("hij,jhd->ihd", weights, v, optimize=True)
-    return model.linear(f"{block}.attn_output", mixed.reshape(n_tokens, -1))
+    return model.linear(f"{block}.attn_output", mixed.reshape(n_tokens, -1), rounded)
 
 
-def feed_forward(model: ModelFile, block: str, x: np.ndarray) -> np.ndarray:
+def feed_forward(model: ModelFile, block: str, x: np.ndarray, rounded: bool) -> np.ndarray:
     """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)). x (T, n_embd)."""
-    gate = model.linear(f"{block}.ffn_gate", x)
-    return model.linear(
-        f"{block}.ffn_down", gate / (1 + np.exp(-gate)) * model.linear(f"{block}.ffn_up", x)
-    )
+    gate, up = (model.linear(f"{block}.ffn_{name}", x, rounded) for name in ("gate", "up"))
+    return model.linear(f"{block}.ffn_down", gate / (1 + np.exp(-gate)) * up, rounded)
 
 
-def forward(path: str | Path, tokens: Sequence[int]) -> np.ndarray:
+def forward(path: str | Path, tokens: Sequence[int], rounded: bool = False) -> np.ndarray:
     """Logits after each of `tokens`, which start at position 0: float64 (T, n_vocab).
 
-    Raises ValueError where the file is of no kind known here, IndexError for a token outside the
-    vocabulary.
+    rounded: see the module. Raises ValueError where the file is of no kind known here, IndexError
+    for a token outside the vocabulary.
     """
     model = open_model(path)
     eps = float(model.key("attention.layer_norm_rms_epsilon"))
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return rms_norm(x, model.weight(f"{name}.weight"), eps)
+
     embedding = model.weight("token_embd.weight")
     assert embedding is not None
     x = embedding[np.asarray(tokens)]  # (T, n_embd)
-    for layer in range(model.n_layer):
-        block = f"blk.{layer}"
-        x = x + attention(model, block, rms_norm(x, model.weight(f"{block}.attn_norm.weight"), eps))
-        x = x + feed_forward(
-            model, block, rms_norm(x, model.weight(f"{block}.ffn_norm.weight"), eps)
-        )
-    x = rms_norm(x, model.weight("output_norm.weight"), eps)
-    if model.weight("output.weight") is None:  # tied: the embedding is the head
-        return x @ embedding.T
-    return model.linear("output", x)
+    for block in (f"blk.{layer}" for layer in range(model.n_layer)):
+        x = x + attention(model, block, norm(x, f"{block}.attn_norm"), rounded)
+        x = x + feed_forward(model, block, norm(x, f"{block}.ffn_norm"), rounded)
+    tied = model.weight("output.weight") is None  # then the embedding is the head
+    return model.linear("token_embd" if tied else "output", norm(x, "output_norm"), rounded)
 
 
 def nmse(logits: np.ndarray, reference: np.ndarray) -> float:

@@ -6,6 +6,7 @@ is wrong, where, what to do`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -31,6 +32,8 @@ EngineFlags = Annotated[EngineConfig, Parameter(name="*")]
 ToggleFlags = Annotated[Toggles, Parameter(name="*")]
 Ids = Annotated[str | None, Parameter(help="token ids, as 1,2,3")]
 DEFAULT_CONFIG, DEFAULT_TOGGLES = EngineConfig(), Toggles()
+NOTEBOOKS, MODELS, RUNS = Path("notebooks"), Path("data/models"), Path("data/runs")
+DEFAULT_NOTEBOOKS = ("00_tour", "02_sync_modes")
 
 
 def say(line: str) -> None:
@@ -150,21 +153,23 @@ def bench(
     n_depth: Annotated[str, Parameter(name=["--n-depth", "-d"])] = "0",
     repetitions: Annotated[int, Parameter(name=["--repetitions", "-r"])] = 5,
     output: Annotated[str, Parameter(name=["--output", "-o"])] = "md",
+    out: Annotated[Path | None, Parameter(help="run folder to write, too")] = None,
     config: EngineFlags = DEFAULT_CONFIG,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
     """llama-bench's tests under its names: md, csv, json, jsonl or sql (lists as 512,1024)."""
     from workbench.bench import llama_bench
 
-    llama_bench.check_format(output)
-    sizes = [parse_sizes(flag, text) for flag, text in (("-p", n_prompt), ("-n", n_gen))]
+    if output not in llama_bench.FORMATS:
+        raise UsageError(f"-o {output!r}: choose one of {', '.join(llama_bench.FORMATS)}")
+    prompts, gens = parse_sizes("-p", n_prompt), parse_sizes("-n", n_gen)
     depths = parse_sizes("-d", n_depth)
-    needed = max(depths) + max(sizes[0] + sizes[1])
-    if needed > config.n_ctx:
-        config = _with(config, n_ctx=needed)
+    needed = max(depths) + max(prompts + gens)
+    if needed > config.n_ctx:  # as llama-bench: the context is what the tests need
+        config = dataclasses.replace(config, n_ctx=needed)
     with load(model, config, toggles) as engine:
-        rows = llama_bench.bench(engine, *sizes, depths, repetitions)
-    print(llama_bench.format_rows(rows, output))
+        rows = llama_bench.bench(engine, prompts, gens, depths, repetitions, out=out)
+    print(llama_bench.format_rows(rows, output), end="")
 
 
 @app.command
@@ -176,6 +181,7 @@ def ab(
     rounds: int = 10,
     seed: int = 0,
     out: Annotated[Path | None, Parameter(name=["--out", "-o"], help="run folder to write")] = None,
+    resume: Annotated[bool, Parameter(negative="", help="continue the run in --out")] = False,
     config: EngineFlags = DEFAULT_CONFIG,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
@@ -184,10 +190,13 @@ def ab(
     from workbench.report.tables import markdown
 
     with load(model, config, toggles) as engine:
-        result = compare(engine, toggle, tests=test.split(","), rounds=rounds, seed=seed, out=out)
+        result = compare(
+            engine, toggle, tests=test, rounds=rounds, seed=seed, out=out, resume=resume
+        )
     print(markdown(result.table()))
-    for line in result.verdict:
-        print(line)
+    print(result.verdict)
+    if result.interrupted:
+        raise KeyboardInterrupt
 
 
 def parse_sizes(flag: str, text: str) -> list[int]:
@@ -195,12 +204,6 @@ def parse_sizes(flag: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"{flag} {text!r} is no list of sizes; write them as 512,1024") from None
-
-
-def _with(config: EngineConfig, **fields: Any) -> EngineConfig:
-    import dataclasses
-
-    return dataclasses.replace(config, **fields)
 
 
 @app.command
@@ -214,9 +217,41 @@ def report(
     ] = None,
 ) -> None:
     """Run notebooks into offline HTML reports, and print the speedup table."""
+    from workbench.backend.base import choose_device
+    from workbench.bench import results
+    from workbench.bench.comparison import AB
+    from workbench.model.synth import write_tiny_models
     from workbench.report.render import render_all
+    from workbench.report.tables import markdown, speedup_table
 
-    render_all(notebooks, out, device, dict(parameter or []))
+    chosen, reason = choose_device(device)
+    say(f"device: {chosen} ({reason})")
+    write_tiny_models(MODELS)
+    before = set(results.runs(RUNS)["folder"])
+    pages = render_all(
+        [NOTEBOOKS / f"{Path(name).stem}.ipynb" for name in notebooks or DEFAULT_NOTEBOOKS],
+        out,
+        {"device": chosen} | {name: _literal(text) for name, text in parameter or []},
+        device=chosen,
+        runs_dir=RUNS,
+    )
+    made = results.runs(RUNS)
+    fresh = made[(made["kind"] == "ab") & ~made["folder"].isin(before)]["folder"]
+    comparisons = [AB.load(folder) for folder in fresh]
+    if comparisons:
+        print(markdown(speedup_table(*comparisons)))
+        print(comparisons[-1].caption)
+    print(f"{len(pages)} reports in {out.resolve()}")
+
+
+def _literal(text: str) -> str | int | float:
+    """A notebook parameter as a number where it is one."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 # model files -------------------------------------------------------------------------------------
@@ -240,7 +275,7 @@ def synth(
 
 
 @model_app.command
-def tiny(out: Path = Path("data/models"), /) -> None:
+def tiny(out: Path = MODELS, /) -> None:
     """Write the tiny models that tests and notebooks use."""
     from workbench.model.synth import write_tiny_models
 

@@ -3,85 +3,17 @@
 from __future__ import annotations
 
 import gzip
-from collections import defaultdict
+import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
+
+sys.path.insert(0, str(Path(__file__).parent))
+from perfetto_decode import decode
 
 from workbench.trace import perfetto
 from workbench.trace.spans import HOST_LANE, Recorder, Span
-
-
-class Slice(NamedTuple):
-    track: int
-    name: str
-    category: str
-    start_ns: int
-    end_ns: int
-    depth: int
-    args: dict[str, Any]
-    starts: list[int]
-    ends: list[int]
-
-
-class Decoded(NamedTuple):
-    processes: dict[int, str]  # pid -> name
-    tracks: dict[int, tuple[str, str]]  # uuid -> (process, thread)
-    slices: list[Slice]
-
-
-def decode(data: bytes) -> Decoded:
-    """Reads a trace as the format defines it, resolving interned names as packets are read."""
-    trace = Trace.FromString(data)
-    processes: dict[int, str] = {}
-    tracks: dict[int, tuple[str, str]] = {}
-    names: dict[str, dict[int, str]] = defaultdict(dict)
-    open_: dict[int, list[tuple[TrackEvent, int]]] = defaultdict(list)
-    last: dict[int, int] = {}
-    slices = []
-    for packet in trace.packet:
-        for table in ("event_names", "event_categories", "debug_annotation_names"):
-            for entry in getattr(packet.interned_data, table):
-                names[table][entry.iid] = entry.name
-        if packet.HasField("track_descriptor"):
-            d = packet.track_descriptor
-            if d.HasField("process"):
-                processes[d.process.pid] = d.process.process_name
-            else:
-                tracks[d.uuid] = (processes[d.thread.pid], d.thread.thread_name)
-                assert d.thread.tid != d.thread.pid
-        if packet.HasField("track_event"):
-            event, at = packet.track_event, packet.timestamp
-            assert at >= last.get(event.track_uuid, 0), "a track's packets are in order of time"
-            last[event.track_uuid] = at
-            stack = open_[event.track_uuid]
-            if event.type == TrackEvent.TYPE_SLICE_BEGIN:
-                stack.append((event, at))
-                continue
-            assert event.type == TrackEvent.TYPE_SLICE_END
-            begun, start = stack.pop()
-            args = {}
-            for a in begun.debug_annotations:
-                args[names["debug_annotation_names"][a.name_iid]] = getattr(
-                    a, a.WhichOneof("value")
-                )
-            slices.append(
-                Slice(
-                    event.track_uuid,
-                    names["event_names"][begun.name_iid],
-                    names["event_categories"][begun.category_iids[0]],
-                    start,
-                    at,
-                    len(stack),
-                    args,
-                    list(begun.flow_ids),
-                    list(begun.terminating_flow_ids),
-                )
-            )
-    assert not any(open_.values()), "every slice that begins ends"
-    return Decoded(processes, tracks, slices)
 
 
 def token(step: int, at: int, n_launches: int = 4) -> list[Span]:

@@ -260,7 +260,7 @@ def test_lone_surrogates_and_ids_outside_the_vocabulary(tmp_path):
         (bpe_keys(merges=None), "tokenizer.ggml.merges"),
         (bpe_keys(merges=["he"]), "merges' holds 'he' at 0"),
         (bpe_keys(merges=["h e", "e y"]), "merges' merges to or from 'ey'"),
-        (bpe_keys(merges=[1, 2]), "merges' holds 1 at 0"),
+        (bpe_keys(merges=[1, 2]), "merges' holds '1' at 0"),
         (bpe_keys(bos_token_id=261), "bos_token_id' is 261, outside"),
         (bpe_keys(bos_token_id=-1), "bos_token_id' is -1, outside"),
         (bpe_keys(eos_token_id="x"), "eos_token_id"),

@@ -72,7 +72,7 @@ class DeviceMemory:
 
     def free(self) -> None:
         if self._block is not None:
-            self._device._retire(self._block)
+            self._device._retire(self.address, self._block)
             self._block = self.array = None
 
     def __del__(self) -> None:
@@ -155,9 +155,8 @@ class EmbeddedDevice:
         self._layouts[memory.address] = layout
         return memory
 
-    def _retire(self, block: np.ndarray) -> None:
-        """Keeps `block` until everything queued by now is done."""
-        address = int(block.ctypes.data)
+    def _retire(self, address: int, block: np.ndarray) -> None:
+        """Forgets the memory at `address`, but keeps `block` until all queued by now is done."""
         self._layouts.pop(address, None)
         self._pinned.pop(address, None)
         self._keep(block)

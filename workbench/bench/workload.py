@@ -165,8 +165,8 @@ def check_untraced(engine: Any) -> None:
 def run(engine: Any, workload: Workload, tokens: Tokens) -> Sample:
     """One repetition on `engine`, timed; the cache is emptied first and left filled.
 
-    Filling to n_depth is not timed. The garbage collector has run before the clock starts and stays
-    on: a step that makes garbage pays for it. Raises UsageError where the test does not fit the
+    Filling to n_depth is not timed. The young garbage is collected before the clock starts, and the
+    collector stays on: a step that makes garbage pays for it, and not for another's. Raises UsageError where the test does not fit the
     context or the engine is being traced.
     """
     check_fits(engine, workload)
@@ -177,7 +177,7 @@ def run(engine: Any, workload: Workload, tokens: Tokens) -> Sample:
     stamps = [0] * (1 + bool(tokens.prompt) + len(tokens.gen))
     step, i = engine.step, 0
     logits = None
-    gc.collect()
+    gc.collect(1)  # a full collection takes tens of ms, more than many a repetition
     stamps[0] = now_ns()
     if tokens.prompt:
         logits = engine.prefill(tokens.prompt)

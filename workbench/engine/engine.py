@@ -344,6 +344,16 @@ class Engine:
             memory.free()
         loaded.release()
 
+    def _repr_html_(self) -> str:
+        if self._loaded is None:
+            return "<p>a closed engine</p>"
+        m = self.model
+        return (
+            f"<p><b>{m.name}</b> {m.quant}, {m.n_layer} layers, "
+            f"{m.weight_bytes_per_token / 1e6:.1f} MB of weights a token<br>"
+            f"{self.backend.description} ({self.device_reason})</p>{self.toggles._repr_html_()}"
+        )
+
     def __enter__(self) -> Engine:
         return self
 

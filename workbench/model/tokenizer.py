@@ -103,8 +103,8 @@ def load_tokenizer(gguf: GGUFFile) -> Tokenizer:
     kind = gguf.get(_KEY + "model", str)
     if kind not in _ENCODERS:
         raise ModelFileError(
-            f"{shown(gguf.path)}: tokenizer {shown(kind)!r} (metadata key '{_KEY}model') is not known; use "
-            f"--tokens with ids, or a model with one of {', '.join(_ENCODERS)}"
+            f"{shown(gguf.path)}: tokenizer {shown(kind)!r} (metadata key '{_KEY}model') is not "
+            f"known; use --tokens with ids, or a model with one of {', '.join(_ENCODERS)}"
         )
     return _GGUFTokenizer(gguf, kind)
 

@@ -69,6 +69,7 @@ def render_notebook(
 ) -> Path:
     """Runs a notebook with `parameters` and writes it as a page; returns the page's path.
 
+    It runs in its own directory, as in JupyterLab: relative paths in parameters start there.
     device: what it runs on, for the banner of a page whose timings are a CPU's; by default the
     parameter of that name. The executed notebook is kept under runs_dir. trace: a Perfetto file to
     put into the page as a download. A line per cell goes to `progress` (default: stderr).
@@ -221,18 +222,20 @@ def _execute(
     papermill.engines.papermill_engines.register(_ENGINE, _plain_engine(source.stem, progress))
     try:
         papermill.execute_notebook(
-            str(source),
-            str(executed),
+            str(source.resolve()),
+            str(executed.resolve()),
+            cwd=str(source.resolve().parent),
             parameters=parameters,
             engine_name=_ENGINE,
             kernel_name=KERNEL,
             language="python",
             progress_bar=False,
             execution_timeout=timeout_s,
+            extra_arguments=["--IPKernelApp.log_level=ERROR"],
         )
     except papermill.PapermillExecutionError as error:
         message = re.sub(r"\x1b\[[0-9;]*m", "", f"{error.ename}: {error.evalue}")
-        return f"cell {error.cell_index} failed: {message.splitlines()[0]}"
+        return f"cell {error.cell_index + 1} failed: {message.splitlines()[0]}"
     except papermill.exceptions.PapermillException as error:
         return str(error).splitlines()[0]
     return None

@@ -174,7 +174,7 @@ def _draw(
             _boxes(ax, spans[kinds == kind], look, kind, bottom, width)
         if lane != "host" and len(spans):
             ax.annotate(
-                f"{len(spans)} spans\n{_time(_busy_us(spans))} busy", (1.005, centres[-1]),
+                f"{len(spans)} span{'s'[: len(spans) != 1]}\n{_time(_busy_us(spans))} busy", (1.005, centres[-1]),
                 xycoords=("axes fraction", "data"), fontsize=FONT - 1, va="center", color=INK,
             )  # fmt: skip
         top = bottom - SPACE
@@ -281,7 +281,7 @@ def _finish(fig: Figure, axes: list[Axes], part: pd.DataFrame) -> None:
         )
         for kind, look in LOOKS.items() if kind in kinds
     ]  # fmt: skip
-    handles.append(Patch(facecolor=PALE, label="idle"))
+    handles.append(Patch(facecolor=PALE, label="no span: a stream idle, the host in Python"))
     fig.legend(
         handles=handles, loc="outside lower center", ncols=len(handles), fontsize=FONT,
         frameon=False, title=NOTE, title_fontsize=FONT - 1,

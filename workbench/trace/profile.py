@@ -95,7 +95,8 @@ class Timeline:
         * n_tokens, n_past: of the step.
         * waits, copies, launches, copied_bytes: the host's commands, as `Program.counts()`.
         * step_us: the step on the host, from its first command to its last.
-        * host_us: host time in commands other than waits. wait_us: in waits.
+        * host_us: host time in commands other than waits. wait_us: in waits. The rest of step_us
+          is Python between the commands, the recording of spans included.
         * device_us: time in which at least one stream had work of this step.
         * idle_us: time between the step's first and last device work with no stream at work.
         * gap_us: from the last device work of the step before to the first of this one; missing

@@ -6,7 +6,7 @@ lane's share of the work. Lanes write disjoint bytes, need nothing from each oth
 is the same bit for bit whatever n_lanes is. Importing this package loads no compiler; kernels are
 compiled when first asked for, and cached on disk.
 
-Layouts of weights: `file` (the blocks of the model file) and `rows16` (repack.py; quantised types
+Layouts of weights: `file` (the blocks of the model file) and `rows16` (interleave.py; quantised types
 only). Both give the same bits.
 """
 
@@ -35,7 +35,7 @@ def _body(variant: tuple[str, ...], layout: str, isa: Isa) -> Body:
         get_rows,
         matvec,
         matvec_kquants,
-        repack,
+        interleave,
     )
 
     op = variant[0]
@@ -48,7 +48,7 @@ def _body(variant: tuple[str, ...], layout: str, isa: Isa) -> Body:
     if op == "get_rows":
         return get_rows.get_rows_body(variant[1])
     if op == "repack":
-        return repack.repack_body(repack.FORMATS[variant[1]])
+        return interleave.repack_body(interleave.FORMATS[variant[1]])
     return {
         "rms_norm": elementwise.rms_norm,
         "mul": elementwise.binary_body(lambda a, b: a * b),

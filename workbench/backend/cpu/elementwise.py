@@ -79,7 +79,7 @@ def quantize(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
     """
     dst, x, rows, cols = e.arguments(args, "iiii")
     n_blocks = cols // 32
-    used = cols + n_blocks * 6
+    used = cols + n_blocks * 8
     row_bytes = (used + 63) // 64 * 64
     start, stop = e.share(rows * n_blocks, lane, n_lanes)
     with e.loop(start, stop) as block:

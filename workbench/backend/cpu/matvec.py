@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from workbench.backend.cpu.isa import Isa, dot4, pair_sums
-from workbench.backend.cpu.repack import FORMATS, GROUP, Format, pack_unit, row_addresses
+from workbench.backend.cpu.interleave import FORMATS, GROUP, Format, pack_unit, row_addresses
 from workbench.backend.cpu.vector import Emit, Value, Variable
 
 CHUNK = 64  # tokens whose activations stay in the second cache level while all rows pass
@@ -168,7 +168,7 @@ def quantised_body(dtype: str, layout: str, isa: Isa, unit: Unit):
         dst, w, x, n_rows, cols, n_tokens = e.arguments(args, "iiiiii")
         n_units = cols // fmt.cols
         row_bytes = n_units * fmt.block_bytes
-        x_bytes = (cols + (cols // 32) * 6 + 63) // 64 * 64
+        x_bytes = (cols + cols // 4 + 63) // 64 * 64  # DType.row_bytes of Q8_ACT
         tile = e.stack(TILE_COLS // fmt.cols * unit_bytes) if layout == "file" else None
         start, stop = e.share((n_rows + (GROUP - 1)) // GROUP, lane, n_lanes)
 

@@ -1,0 +1,88 @@
+"""What the embedded device costs: a push, a wait, an entry. `pytest tests/bench --benchmark-enable`.
+
+Every group runs with 1 and 2 lanes. Kernels do nothing, so that only the device's own time is left.
+"""
+
+from __future__ import annotations
+
+import pytest
+from numba import cfunc
+
+from workbench.backend.embedded import open_backend
+from workbench.backend.ring import KERNEL
+from workbench.program.commands import Space
+
+CHAIN = 1000
+
+
+@cfunc(KERNEL, cache=True)
+def nothing(args, lane, n_lanes):
+    """No work at all."""
+
+
+@pytest.fixture(params=[1, 2], ids=lambda n: f"{n} lanes")
+def device(request):
+    backend = open_backend(threads=request.param)
+    yield backend
+    backend.close()
+
+
+def test_push(benchmark, device):
+    """Host time of 1000 launches, device running beside it."""
+    call = device.streams[0].prepare(nothing.address, 1, [0] * 8)
+
+    def push() -> None:
+        for _ in range(CHAIN):
+            call()
+
+    benchmark.group = f"push x {CHAIN}"
+    benchmark.pedantic(push, setup=device.synchronize, rounds=200)
+    assert device.streams[0].issued >= CHAIN
+
+
+def test_launch_and_sync(benchmark, device):
+    """One launch and the wait for it, while the lanes are awake."""
+    call, sync = device.streams[0].prepare(nothing.address, 1, [0] * 8), device.sync_stream(0)
+
+    def step() -> None:
+        call()
+        sync()
+
+    benchmark.group = "launch and sync"
+    benchmark(step)
+    assert device.streams[0].completed == device.streams[0].issued
+
+
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_chain(benchmark, device, parts):
+    """1000 entries queued behind a gate, from opening it to the last one's end."""
+    call = device.streams[0].prepare(nothing.address, parts, [0] * 8)
+
+    def setup():
+        gate = device.gate(0)
+        for _ in range(CHAIN):
+            call()
+        return (gate,), {}
+
+    def run(gate) -> None:
+        gate.open()
+        device.synchronize()
+
+    benchmark.group = f"chain x {CHAIN}"
+    benchmark.pedantic(run, setup=setup, rounds=100)
+    assert device.streams[0].completed == device.streams[0].issued
+
+
+def test_small_copy(benchmark, device):
+    """An asynchronous copy of 4 KB to the device and the wait for it."""
+    source, there = device.allocate(4096, Space.PINNED), device.allocate(4096, Space.DEVICE)
+    copy = device.copy(there.address, source.address, 4096, 1, to_host=False)
+    sync = device.sync_stream(1)
+
+    def step() -> None:
+        copy()
+        sync()
+
+    benchmark.group = "copy 4 KB and sync"
+    benchmark(step)
+    assert device.streams[1].completed == device.streams[1].issued

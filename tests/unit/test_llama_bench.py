@@ -1,0 +1,153 @@
+"""llama-bench's fields, units and formats, on an engine that computes nothing."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import sqlite3
+
+import pytest
+from fake_engine import Clock, FakeEngine
+
+from workbench.bench.llama_bench import bench, workloads
+from workbench.bench.llama_format import FIELDS, FORMATS, SQL_TYPES, format_rows
+from workbench.bench.results import load_run
+from workbench.config import Toggles
+from workbench.errors import UsageError
+
+# what scripts/compare-llama-bench.py joins two sides on: none may be missing or null
+KEY_PROPERTIES = [
+    "cpu_info", "gpu_info", "backends", "n_gpu_layers", "n_cpu_moe", "tensor_buft_overrides",
+    "model_filename", "model_type", "n_batch", "n_ubatch", "embeddings", "cpu_mask", "cpu_strict",
+    "poll", "n_threads", "type_k", "type_v", "load_mode", "no_kv_offload", "split_mode", "main_gpu",
+    "tensor_split", "flash_attn", "n_prompt", "n_gen", "n_depth", "fit_target", "fit_min_ctx",
+    "build_commit", "test_time", "avg_ts",
+]  # fmt: skip
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    clock = Clock().install(monkeypatch)
+    engine = FakeEngine(clock, ns_of=lambda toggles, n, nth: 1_000_000 * n + 1000 * nth)
+    return bench(engine, [16], [4], [0, 8], 3, pg=[(16, 4)], build="abcdef12")
+
+
+def test_the_matrix_is_llama_benchs():
+    names = [w.name for w in workloads([512, 0], [128], [0, 64], [(16, 4)])]
+    assert names == [
+        "pp512", "tg128", "pp16+tg4", "pp512@d64", "tg128@d64", "pp16+tg4@d64",
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match="no test"):
+        workloads([0], [0])
+    with pytest.raises(UsageError, match="-1 tokens"):
+        workloads([-1])
+
+
+def test_values_and_units(rows):
+    assert [r.workload.name for r in rows][:3] == ["pp16", "tg4", "pp16+tg4"]
+    values = rows[1].values()
+    assert list(values) == list(FIELDS)
+    assert {name: type(v) for name, v in values.items()} == FIELDS
+    ns = rows[1].samples_ns
+    assert values["avg_ns"] == sum(ns) // 3
+    assert values["avg_ts"] == pytest.approx(sum(4e9 / t for t in ns) / 3)
+    mean = sum(ns) / 3
+    assert values["stddev_ns"] == int((sum((t - mean) ** 2 for t in ns) / 2) ** 0.5)
+    assert values["build_commit"] == "abcdef12" and values["model_type"] == "llama 1B Q4_0"
+    assert values["n_batch"] == values["n_ubatch"] == 16
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", values["test_time"])
+    assert all(values[key] is not None for key in KEY_PROPERTIES)
+
+
+def test_one_repetition_has_no_deviation(monkeypatch):
+    (row,) = bench(FakeEngine(Clock().install(monkeypatch)), [], [2], repetitions=1)
+    assert row.values()["stddev_ns"] == 0 and row.values()["stddev_ts"] == 0.0
+
+
+def test_json_and_jsonl(rows):
+    listed = json.loads(format_rows(rows, "json"))
+    lines = [json.loads(line) for line in format_rows(rows, "jsonl").splitlines()]
+    assert listed == lines and len(lines) == 6
+    for entry, row in zip(lines, rows, strict=True):
+        assert {k: entry[k] for k in FIELDS} == row.values()
+        assert entry["samples_ns"] == row.samples_ns and entry["samples_ts"] == row.samples_ts
+        assert [sum(times) for times in entry["token_ns"]] == row.samples_ns
+        assert entry["toggles"] == Toggles().to_dict()
+        assert entry["cpu_strict"] is False
+
+
+def test_csv(rows):
+    text = format_rows(rows, "csv")
+    assert text.splitlines()[0] == ",".join(FIELDS)  # the heading is not quoted, all else is
+    assert text.splitlines()[1].count('"') == 2 * len(FIELDS)
+    read = list(csv.DictReader(io.StringIO(text)))
+    assert [r["n_gen"] for r in read] == ["0", "4", "4", "0", "4", "4"]
+    assert float(read[0]["avg_ts"]) == pytest.approx(rows[0].values()["avg_ts"], abs=1e-6)
+    assert read[0]["cpu_strict"] == "0"
+
+
+def test_sql_loads(rows):
+    """SQLite takes the table that the script reads, twice over, with text and integer types."""
+    db = sqlite3.connect(":memory:")
+    rows[0].fields["cpu_info"] = "O'Neill"
+    db.executescript(format_rows(rows, "sql"))
+    db.executescript(format_rows(rows, "sql"))
+    columns = [(name, kind) for _, name, kind, *_ in db.execute("PRAGMA table_info(llama_bench)")]
+    assert columns == [(name, SQL_TYPES[kind]) for name, kind in FIELDS.items()]
+    found = db.execute("SELECT cpu_info, n_gen, avg_ns, avg_ts FROM llama_bench").fetchall()
+    assert len(found) == 12 and found[0][0] == "O'Neill"
+    v = rows[1].values()
+    assert found[1][1:3] == (4, v["avg_ns"]) and found[1][3] == pytest.approx(v["avg_ts"])
+
+
+def test_md(rows):
+    text = format_rows(rows, "md")
+    head, rule, *body, empty, build = text.splitlines()
+    names = [cell.strip() for cell in head.strip("|").split("|")]
+    assert names == ["model", "size", "params", "backend", "threads", "n_ubatch", "test", "t/s"]
+    assert len({len(line) for line in (head, rule, *body)}) == 1 and empty == ""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in body]
+    assert [c[-2] for c in cells] == [
+        "pp16", "tg4", "pp16+tg4", "pp16 @ d8", "tg4 @ d8", "pp16+tg4 @ d8",
+    ]  # fmt: skip
+    assert cells[0][:3] == ["llama 1B Q4_0", "724.79 MiB", "1.24 B"]
+    v = rows[0].values()
+    assert cells[0][-1] == f"{v['avg_ts']:.2f} ± {v['stddev_ts']:.2f}"
+    assert build == "build: abcdef12 (" + str(v["build_number"]) + ")"
+    assert format_rows([], "md") == ""
+
+
+def test_md_shows_the_toggles_that_are_on(monkeypatch):
+    engine = FakeEngine(Clock().install(monkeypatch), Toggles(sync="copy_boundary"))
+    text = format_rows(bench(engine, [], [2], repetitions=1), "md")
+    assert "| sync " in text and "copy_boundary" in text and "copy_stream" not in text
+
+
+def test_refusals(monkeypatch, rows, tmp_path):
+    clock = Clock().install(monkeypatch)
+    with pytest.raises(UsageError, match=", ".join(FORMATS)):
+        format_rows(rows, "xml")
+    with pytest.raises(UsageError, match="n_ctx"):
+        bench(FakeEngine(clock, n_ctx=8), [16])
+    with pytest.raises(UsageError, match="repetitions"):
+        bench(FakeEngine(clock), [4], repetitions=0)
+    with pytest.raises(UsageError, match="exists"):
+        bench(FakeEngine(clock), [4], [0], out=tmp_path)
+
+
+def test_a_run_folder_is_written_also_when_interrupted(monkeypatch, tmp_path):
+    clock = Clock().install(monkeypatch)
+    seen = []
+    bench(FakeEngine(clock), [4], [2], repetitions=3, out=tmp_path / "whole", on_row=seen.append)
+    whole = load_run(tmp_path / "whole")
+    assert whole.run["status"] == "complete" and whole.run["kind"] == "bench" and len(seen) == 2
+    assert whole.samples.groupby("test")["repetition"].nunique().to_dict() == {"pp4": 3, "tg2": 3}
+    engine = FakeEngine(clock)
+    engine.shared.stop_at, engine.shared.error = 12, KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        bench(engine, [4], [2], repetitions=3, out=tmp_path / "cut")
+    cut = load_run(tmp_path / "cut")
+    assert cut.run["status"] == "interrupted"
+    assert cut.samples.groupby("test")["repetition"].nunique().to_dict() == {"pp4": 3, "tg2": 1}

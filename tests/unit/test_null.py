@@ -1,0 +1,70 @@
+"""The null backend logs commands in order, and can claim any capabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from workbench.backend.null import open_backend
+from workbench.errors import DeviceError
+from workbench.graph.ir import F32, Kind, Tensor
+from workbench.graph.ops import make
+from workbench.program.commands import Space
+
+
+def test_log_has_each_command_prepared_and_issued():
+    null = open_backend()
+    a, b = (Tensor(n, F32, (2, 4)) for n in "ab")
+    node = make("add", "sum", a, b)
+    event = null.event()
+    launch = null.launch(node, lambda t: 0, 0, 1)
+    commands = [
+        launch, null.copy(1, 2, 3, 0, True), null.record(event, 0), null.wait(event, 1),
+        null.sync_event(event), null.sync_stream(1), launch,
+    ]  # fmt: skip
+    details = [
+        ("launch", "add", "sum", 1), ("copy", 1, 2, 3, 0, True), ("record", 0, 0), ("wait", 0, 1),
+        ("sync_event", 0), ("sync_stream", 1),
+    ]  # fmt: skip
+    assert null.log == [("prepare", *d) for d in details]
+    null.log.clear()
+    for command in commands:
+        command()
+    null.synchronize()
+    null.close()
+    assert null.log == [("issue", *d) for d in (*details, details[0])] + [
+        ("synchronize",), ("close",)
+    ]  # fmt: skip
+    assert null.event() == 1
+
+
+def test_a_tensor_without_a_place_is_seen():
+    node = make("add", "sum", Tensor("a", F32, (4,)), Tensor("b", F32, (4,)))
+    with pytest.raises(KeyError):
+        open_backend().launch(node, {}.__getitem__, 0, 0)
+
+
+def test_memory_is_real_and_lazy():
+    null = open_backend()
+    host, device = null.allocate(100, Space.PINNED), null.allocate(1 << 36, Space.DEVICE)
+    assert host.array.nbytes == 100 and host.address % 256 == 0 and not host.array.any()
+    assert device.array is None and device.nbytes == 1 << 36
+    device.free()
+    device.free()
+    weight = null.load_weight(Tensor("w", F32, (8,), Kind.WEIGHT), np.zeros(32, np.uint8))
+    assert weight.nbytes == 32
+    assert null.log[-1] == ("load_weight", "w")
+    with pytest.raises(DeviceError, match="address space"):
+        null.allocate(1 << 62, Space.HOST)
+
+
+def test_capabilities_are_as_asked():
+    assert not open_backend().capabilities.synchronous
+    null = open_backend(
+        name="slow", asynchronous_copies=False, events=False, one_order=False, n_streams=0
+    )
+    assert null.name == "slow" and null.capabilities.synchronous
+    assert not any(
+        (null.capabilities.events, null.capabilities.one_order, null.capabilities.capture)
+    )
+    assert null.resolve(null.mark(0), null.mark(0)) == (0, 0)

@@ -1,0 +1,210 @@
+"""The CUDA driver as the cuda backend sees it: what is there, checked calls, memory, events.
+
+Importing this module loads neither CuPy nor the driver; `Driver` and `libraries` do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from workbench.backend import kernels
+from workbench.backend.base import Issue
+from workbench.errors import DeviceError
+from workbench.program.commands import Space
+
+ALIGN = 256
+INSTALL = "pip install 'workbench[gpu]'"
+
+
+def libraries() -> tuple[Any, Any]:
+    """cupy and cuda.bindings.driver, or DeviceError with what is not installed."""
+    found = []
+    for module, package in (("cupy", "CuPy"), ("cuda.bindings.driver", "cuda-bindings")):
+        try:
+            found.append(importlib.import_module(module))
+        except ImportError as error:
+            reason = (str(error).strip().splitlines() or ["not installed"])[0]
+            raise DeviceError(f"cuda needs {package} ({reason}); {INSTALL}") from None
+    return found[0], found[1]
+
+
+def device_properties(cupy: Any, index: int) -> dict[str, Any]:
+    """Of GPU `index`; DeviceError where there is no driver, no such GPU, or too old a one."""
+    runtime = cupy.cuda.runtime
+    try:
+        count = runtime.getDeviceCount()
+        if index >= count:
+            raise DeviceError(f"GPU {index} does not exist: this machine has {count}")
+        properties = runtime.getDeviceProperties(index)
+    except runtime.CUDARuntimeError as error:
+        raise DeviceError(f"no usable NVIDIA GPU ({error})") from None
+    if (properties["major"], properties["minor"]) < kernels.OLDEST:
+        raise DeviceError(
+            f"{properties['name'].decode()} has compute capability {properties['major']}."
+            f"{properties['minor']}; the kernels need {kernels.OLDEST[0]}.{kernels.OLDEST[1]}"
+        )
+    return properties
+
+
+def describe(cupy: Any, properties: dict[str, Any]) -> str:
+    version = cupy.cuda.runtime.driverGetVersion()
+    return (
+        f"{properties['name'].decode()} (sm_{properties['major']}{properties['minor']}, "
+        f"{properties['multiProcessorCount']} SMs, {properties['totalGlobalMem'] / 2**30:.0f} GiB)"
+        f", {_driver_version()}CUDA {version // 1000}.{version % 1000 // 10}"
+    )
+
+
+def _driver_version() -> str:
+    """`driver 580.95, `, or nothing where NVML's Python package is not installed."""
+    try:
+        import pynvml
+    except ImportError:
+        return ""
+    try:
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return ""
+    return f"driver {version}, "
+
+
+class CudaMemory:
+    """Memory of one space, given back by `free`, at the latest when the object goes; not before the
+    device is idle, for queued work may still use it."""
+
+    def __init__(self, address: int, nbytes: int, array: np.ndarray | None, release: Callable):
+        self.address = address
+        self.nbytes = nbytes
+        self.array = array
+        self._release = weakref.finalize(self, release, address)
+        self._release.atexit = False  # the driver gives everything back then
+
+    def free(self) -> None:
+        self.array = None
+        self._release()
+
+
+class CudaEvent:
+    """An event of the program (no timing), or of a mark (timing)."""
+
+    __slots__ = ("handle", "owner")
+
+    def __init__(self, cupy: Any, api: Any, timing: bool = False):
+        self.owner = cupy.cuda.Event(disable_timing=not timing)  # destroyed with this object
+        self.handle = api.CUevent(self.owner.ptr)
+
+
+class Mark:
+    """A recorded timing event; goes back to the pool when nobody holds the mark any more."""
+
+    __slots__ = ("event", "pool")
+
+    def __init__(self, event: CudaEvent, pool: list[CudaEvent]):
+        self.event = event
+        self.pool = pool
+
+    def __del__(self) -> None:
+        self.pool.append(self.event)
+
+
+class Driver:
+    """One GPU through CuPy (`cupy`) and cuda-bindings' driver API (`api`), every call checked."""
+
+    def __init__(self, index: int):
+        self.cupy, self.api = libraries()
+        self.properties = device_properties(self.cupy, index)
+        self.description = describe(self.cupy, self.properties)
+        self._device = self.cupy.cuda.Device(index)
+        try:
+            self.attach()
+        except self.cupy.cuda.runtime.CUDARuntimeError as error:
+            raise DeviceError(f"{self.description} cannot be used ({error})") from None
+        self.call("cuInit", "opening the device", 0)
+
+    def attach(self) -> None:
+        """Makes the device the calling thread's."""
+        self._device.use()
+
+    def call(self, function: str, what: str, *args: Any) -> Any:
+        """Calls a function of the driver API; raises DeviceError, naming `what`, if it fails.
+        Returns what the function gives besides its status."""
+        error, *values = getattr(self.api, function)(*args)
+        if error:
+            raise self.failure(error, function, what)
+        return values[0] if values else None
+
+    def failure(self, error: Any, function: str, what: str) -> DeviceError:
+        _, text = self.api.cuGetErrorString(error)
+        name = getattr(error, "name", str(error))
+        return DeviceError(
+            f"{function} failed at {what}: {name}, {(text or b'no description').decode()} "
+            f"(on {self.description})"
+        )
+
+    def prepared(self, function: str, what: str, *args: Any, keep: Any = None) -> Issue:
+        """A callable that makes one checked driver call; `keep`, whose handle is among `args`,
+        lives as long as it."""
+        call, failure = getattr(self.api, function), self.failure
+
+        def issue(_keep: Any = keep) -> None:
+            error = call(*args)[0]
+            if error:
+                raise failure(error, function, what)
+
+        return issue
+
+    def allocate(self, nbytes: int, space: Space) -> CudaMemory:
+        """ALIGN-aligned memory with whatever it holds; raises DeviceError if there is none."""
+        runtime = self.cupy.cuda.runtime
+        need = max(-(-nbytes // ALIGN) * ALIGN, ALIGN)
+        try:
+            if space == Space.DEVICE:
+                release = functools.partial(_free_device, runtime)
+                return CudaMemory(runtime.malloc(need), nbytes, None, release)
+            if space == Space.PINNED:
+                address = runtime.hostAlloc(need, 0)
+                release = functools.partial(_free_pinned, runtime)
+                return CudaMemory(address, nbytes, _host_view(address, nbytes), release)
+            block = np.empty(need + ALIGN, np.uint8)
+            start = -block.ctypes.data % ALIGN
+            view = block[start : start + nbytes]
+            return CudaMemory(block.ctypes.data + start, nbytes, view, _nothing)
+        except (runtime.CUDARuntimeError, MemoryError) as error:
+            raise DeviceError(
+                f"cannot allocate {nbytes / 2**20:.1f} MiB of {space} memory ({error}); use a "
+                "smaller model or n_ctx"
+            ) from None
+
+    def event(self, timing: bool = False) -> CudaEvent:
+        return CudaEvent(self.cupy, self.api, timing)
+
+
+def _free_device(runtime: Any, address: int) -> None:
+    # Where a failed kernel has taken the context down, the memory is gone with it.
+    with contextlib.suppress(runtime.CUDARuntimeError):
+        runtime.free(address)
+
+
+def _free_pinned(runtime: Any, address: int) -> None:
+    with contextlib.suppress(runtime.CUDARuntimeError):
+        runtime.deviceSynchronize()  # a queued copy may still read it
+        runtime.freeHost(address)
+
+
+def _host_view(address: int, nbytes: int) -> np.ndarray:
+    """uint8 (nbytes,) at a host address, which the caller keeps alive."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def _nothing(address: int) -> None:
+    """Host memory goes with its array."""
