@@ -1,4 +1,4 @@
-"""What the embedded device costs: a push, a wait, an entry. `pytest tests/bench --benchmark-enable`.
+"""What the embedded device costs: a push, a wait, an entry (`pytest --benchmark-enable`).
 
 Every group runs with 1 and 2 lanes. Kernels do nothing, so that only the device's own time is left.
 """

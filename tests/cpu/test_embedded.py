@@ -11,18 +11,25 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 from numba import cfunc
 
+from workbench.backend import embedded
 from workbench.backend.atomics import fetch_add, load, now_ns, put, store
-from workbench.backend.embedded import Event, open_backend
-from workbench.backend.ring import KERNEL, MAX_ARGS, RING_SIZE, Ring
+from workbench.backend.embedded import Event
+from workbench.backend.ring import KERNEL, MAX_ARGS, RING_SIZE
 from workbench.errors import DeviceError
 from workbench.graph.ir import F16, F32, Q8_0, Kind, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Space
+
+
+def open_backend(**options) -> Any:
+    return embedded.open_backend(**options)
+
 
 # test kernels ------------------------------------------------------------------------------------
 
@@ -335,55 +342,72 @@ def test_two_streams_run_side_by_side(two):
     assert max(start0, start1) < min(end0, end1)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_the_device_runs_while_python_is_busy(lanes):
-    """About 5 ms of kernels are queued; the host then does nothing but Python, and looks once.
+@pytest.fixture
+def no_handover():
+    """Python keeps the GIL unless it asks for something that gives it up."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(interval)
 
-    A worker that needs the GIL would have stood still. The time allowed is what one lane needs on
-    its own, and a third more; on one core, host and device must share it. Best of 20 tries, for
-    the machine may be busy with other things.
+
+def queue_work(ring, lanes: int, sink: np.ndarray, n: int) -> tuple[int, int]:
+    """Queues n kernels that keep one lane busy for about 50 us each: first entry, end."""
+    call = ring.prepare(work.address, 4 * lanes, (address(sink), 40_000))
+    first = ring.issued
+    for _ in range(n):
+        call()
+    return first, ring.issued
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_the_device_runs_while_python_has_the_gil(lanes, no_handover):
+    """5 ms of kernels are queued; the host then does nothing but Python, and never gives the GIL up.
+
+    A worker that needs the GIL would not run one kernel. How fast ours is beside a busy host is the
+    next test's matter: on a loaded machine, the host's 5 ms here become as many as the device needs.
     """
     backend = open_backend(threads=lanes)
-    ring, sink, n = backend.streams[0], np.zeros(64, np.int64), 100
-    call = ring.prepare(work.address, 4 * lanes, (address(sink), 40_000))
-    alone = one_lane_alone(ring.name, n)
-    cores = len(os.sched_getaffinity(0))
-    allowed = int(alone * (1.35 if cores > 1 else 2.7))
-    tries = []
-    for _ in range(20):
-        call()
-        backend.synchronize()
-        begin = backend.mark(0)
+    ring, sink = backend.streams[0], np.zeros(64, np.int64)
+    start = time.perf_counter_ns()
+    first, end = queue_work(ring, lanes, sink, 100)
+    while (now := time.perf_counter_ns()) < start + 5_000_000 or (
+        ring.completed < end and now < start + 5_000_000_000
+    ):
+        pass
+    assert ring.completed == end
+    assert start <= ring.stamp(first)[0] < ring.stamp(end - 1)[1] <= time.perf_counter_ns()
+    backend.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_the_device_is_as_fast_beside_busy_python(lanes, no_handover):
+    """The kernels' spans lie within the time one lane needs with the host asleep, and a third more
+    (with one core, twice that: host and device share it). The best of up to 200 tries each, for the
+    machine may be busy with other things."""
+    backend, reference = open_backend(threads=lanes), open_backend(threads=1)
+    sink, cores = np.zeros(64, np.int64), len(os.sched_getaffinity(0))
+    allowed, tries = 1.35 if cores > 1 else 2.7, []
+    alone = best = 1 << 62
+    for _ in range(200):
+        ring = reference.streams[0]
+        first, end = queue_work(ring, 1, sink, 100)
+        ring.wait(end)
+        alone = min(alone, ring.stamp(end - 1)[1] - ring.stamp(first)[0])
+        ring = backend.streams[0]
         start = time.perf_counter_ns()
-        for _ in range(n):
-            call()
-        end = backend.mark(0)
-        while time.perf_counter_ns() < start + allowed:
+        first, end = queue_work(ring, lanes, sink, 100)
+        while time.perf_counter_ns() < start + allowed * alone:
             pass
-        stop, done = time.perf_counter_ns(), ring.completed
-        backend.synchronize()
-        first, last = backend.resolve(begin, end)
-        tries.append((done - begin[1], start <= first and last <= stop))
-        if tries[-1] == (n, True):
+        ring.wait(end)
+        tries.append(ring.stamp(end - 1)[1] - start)
+        best = min(best, tries[-1])
+        if best <= allowed * alone:
             break
     backend.close()
-    assert tries[-1] == (n, True), tries
-
-
-def one_lane_alone(name: str, n: int) -> int:
-    """ns that one lane takes for n of the kernels, with the host asleep; best of 5."""
-    ring, sink = Ring(name, 1), np.zeros(64, np.int64)
-    ring.start()
-    call = ring.prepare(work.address, 1, (address(sink), 40_000))
-    best = 1 << 62
-    for _ in range(5):
-        first = ring.issued
-        for _ in range(n):
-            call()
-        ring.wait(ring.issued)
-        best = min(best, ring.stamp(ring.issued - 1)[1] - ring.stamp(first)[0])
-    ring.close()
-    return best
+    reference.close()
+    assert best <= allowed * alone, (alone, tries)
 
 
 def test_an_idle_device_costs_next_to_nothing(two):

@@ -1,9 +1,10 @@
 """The engine's logits against the float64 reference: every type, both architectures, both devices.
 
-Tolerances are about three times what was measured over the architectures, devices and ways of
-feeding below. What is allowed to differ: K and V are kept in F16 (2**-11 relative, the floor of
-every row), products of F32, F16 and BF16 weights are float32 sums, and activations that meet a
-quantised weight are rounded to 8 bits in blocks of 32.
+Two references, two kinds of tolerance. Against float64 throughout, the engine's own roundings show:
+K and V are kept in F16, and activations that meet a quantised weight have 8 bits. Against a
+reference that makes the same two roundings almost nothing is left, except where a sum in another
+order tipped a value over a rounding edge, which every later row then inherits; so there it is the
+best rows that are judged, and to a thousand-millionth of the plain tolerance.
 """
 
 from __future__ import annotations
@@ -19,15 +20,21 @@ from tests import reference
 from workbench.config import Toggles
 from workbench.errors import UsageError
 
-# NMSE against float64, by the type of the file
+# NMSE against float64, by the type of the file: three times what was measured (2.1e-7 and 3.4e-4)
+# over the presets, devices and ways of feeding below. llama.cpp itself measures 7e-7 for F32 (its
+# attention sums in F16), 3e-5 for BF16, 3e-4 to 8e-4 for the quantised types.
 TOLERANCE = {
-    "F32": 3e-7, "F16": 3e-7, "BF16": 3e-7, "Q8_0": 1e-3, "Q4_0": 1e-3,
+    "F32": 6e-7, "F16": 6e-7, "BF16": 6e-7, "Q8_0": 1e-3, "Q4_0": 1e-3,
     "Q4_K": 1e-3, "Q5_K": 1e-3, "Q6_K": 1e-3, "MXFP4": 1e-3,
 }  # fmt: skip
-# NMSE between two ways of feeding the same tokens, where only the order of float32 sums can differ.
-FEEDING_TOLERANCE = 1e-9
+# NMSE of the lower quartile of rows against the rounded reference. Measured: 4e-14 for F32, F16 and
+# BF16, 1e-14 for the others, one outlier of 2e-13.
+SHARP_TOLERANCE = 1e-12
+# NMSE between two ways of feeding the same tokens. Measured: 0, for every row is computed alike
+# whatever stands beside it; that is not promised (DESIGN: other batch sizes are `rounding`).
+FEEDING_TOLERANCE = 1e-6
 
-N_CTX, N_TOKENS, N_LONG = 512, 24, 300  # N_LONG crosses one n_kv_pad of 256
+N_CTX, N_TOKENS, N_LONG = 512, 16, 300  # N_LONG crosses one n_kv_pad of 256
 VARIANTS = [
     ("tiny-llama-bias", "F32"),
     ("tiny-llama-bias", "Q8_0"),
@@ -70,10 +77,13 @@ def one_by_one(engine: wb.Engine, tokens: list[int]) -> np.ndarray:
 
 
 def check(logits: np.ndarray, wanted: np.ndarray, quant: str) -> None:
+    """Shape, type, NMSE and argmax. A margin of four rms differences is 2.8 standard deviations of
+    the difference of two logits, so about one row in ten thousand breaks the argmax rule by chance
+    (measured: 2 of 13200); hence one in a hundred is let pass, which is none in a short run."""
     assert logits.dtype == np.float32 and logits.shape == wanted.shape
     assert np.isfinite(logits).all()
     assert reference.nmse(logits, wanted) <= TOLERANCE[quant]
-    assert reference.decided_argmax_mismatches(logits, wanted) == []
+    assert len(reference.decided_argmax_mismatches(logits, wanted)) <= len(wanted) // 100
 
 
 @pytest.mark.parametrize("device", ["embedded", "host"])
@@ -82,6 +92,18 @@ def test_logits_are_the_reference_s(engine, tiny_model, preset, quant, device):
     tokens = tokens_for(preset, N_TOKENS)
     wanted = reference.forward(tiny_model(preset, quant), tokens)
     check(engine(preset, quant, device).prefill(tokens, outputs="all"), wanted, quant)
+
+
+@pytest.mark.parametrize(("preset", "quant"), ALL)
+def test_it_rounds_where_it_should_and_nowhere_else(engine, tiny_model, preset, quant):
+    """Twelve short sequences, so that a tipped value spoils few rows."""
+    used, rows = engine(preset, quant), []
+    for tokens in np.reshape(tokens_for(preset, 36), (12, 3)).tolist():
+        used.reset()
+        logits = used.prefill(tokens, outputs="all")
+        wanted = reference.forward(tiny_model(preset, quant), tokens, rounded=True)
+        rows += [reference.nmse(*pair) for pair in zip(logits, wanted, strict=True)]
+    assert np.quantile(rows, 0.25) <= SHARP_TOLERANCE
 
 
 @pytest.mark.parametrize(("preset", "quant"), ALL)

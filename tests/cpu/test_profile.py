@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,8 @@ from workbench.trace.spans import HOST_LANE
 
 UNIT = Path(__file__).resolve().parents[1] / "unit"
 sys.path.insert(0, str(UNIT))
-import nvtx_injection
-from perfetto_decode import decode
+import nvtx_injection  # noqa: E402
+from perfetto_decode import decode  # noqa: E402
 
 PROMPT = [1, 17, 300, 4]
 MODES = [
@@ -79,9 +80,7 @@ def test_device_spans_are_the_asynchronous_commands(engine):
         assert host.start_ns <= span.end_ns, "nothing runs to its end before it is issued"
     for lane in {s.lane for s in device}:
         ends = [(s.start_ns, s.end_ns) for s in device if s.lane == lane]
-        assert all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False)), (
-            "a stream is a queue"
-        )
+        assert all(a[1] <= b[0] for a, b in pairwise(ends)), "a stream is a queue"
 
 
 def test_summary_counts_what_the_program_counts(engine):

@@ -230,6 +230,23 @@ def test_refuses_what_it_does_not_know(tmp_path):
         reference.forward(write_model(tmp_path / "b.gguf", "llama", metadata=yarn), TOKENS)
 
 
+def test_round_to_8_bits():
+    x = np.zeros((2, 64))
+    x[0, :4] = [127, 2.5, 3.5, -0.4]  # steps of 1, ties to even
+    x[1, 32:35] = [-1.27, 0.019, 0.0]  # steps of 0.01; the first block stays 0
+    wanted = np.zeros((2, 64))
+    wanted[0, :4] = [127, 2, 4, 0]
+    wanted[1, 32:35] = [-1.27, 0.02, 0.0]
+    np.testing.assert_allclose(reference.round_to_8_bits(x), wanted, atol=1e-15)
+
+
+def test_rounded_keeps_the_cache_in_f16_and_f32_products_whole(tmp_path):
+    path = write_model(tmp_path / "m.gguf", "llama")
+    plain = reference.forward(path, TOKENS)
+    rounded = reference.forward(path, TOKENS, rounded=True)
+    assert 1e-10 < reference.nmse(rounded, plain) < 1e-6  # 2**-11 squared is 2.4e-7
+
+
 def test_nmse_and_argmax_rule():
     wanted = np.array([[0.0, 1.0, 3.0], [0.0, 3.0, 3.01]])
     assert reference.nmse(wanted, wanted) == 0

@@ -120,8 +120,10 @@ def test_warm_up_ends_when_times_settle(monkeypatch):
     assert warm_up([slow_start], Workload(0, 4), 0, None) == (3, True)
     steady = FakeEngine(clock)
     assert warm_up([steady, steady], Workload(0, 4), 0, None) == (2, True)
-    restless = FakeEngine(clock, ns_of=lambda toggles, n, nth: 1000 * nth**2)
-    assert warm_up([restless], Workload(0, 4), 0, None) == (WARM_MAX, False)
-    endless = FakeEngine(clock, ns_of=lambda toggles, n, nth: 10**10 * nth)
+    noisy = FakeEngine(clock, ns_of=lambda toggles, n, nth: 1000 if nth <= 4 else 1000 * nth)
+    assert warm_up([steady, noisy], Workload(0, 4), 0, None) == (2, True)  # slower is no warm-up
+    improving = FakeEngine(clock, ns_of=lambda toggles, n, nth: 10**6 * 0.97**nth)
+    assert warm_up([steady, improving], Workload(0, 4), 0, None) == (WARM_MAX, False)
+    endless = FakeEngine(clock, ns_of=lambda toggles, n, nth: 10**11 / nth)
     assert warm_up([endless], Workload(0, 4), 0, None) == (2, False)
     assert warm_up([steady], Workload(0, 4), 0, None, once=True) == (1, False)

@@ -40,7 +40,10 @@ SIGNAL_BYTES = 192
 WAKE_AT, MUTEX, CONDITION = 8, 64, 128
 
 # The clock of time.perf_counter_ns, and the one pthread_cond_timedwait counts in.
-HOST_CLOCK = time.CLOCK_UPTIME_RAW if sys.platform == "darwin" else time.CLOCK_MONOTONIC
+if sys.platform == "darwin":
+    HOST_CLOCK = time.CLOCK_UPTIME_RAW
+else:
+    HOST_CLOCK = time.CLOCK_MONOTONIC
 WALL_CLOCK = time.CLOCK_REALTIME
 
 _word, _int = types.int64, types.int32

@@ -82,19 +82,22 @@ class Prepared:
 
     def run_traced(
         self, values: Mapping[str, np.ndarray], recorder: Recorder, step: int
-    ) -> Pending:
-        """As `run`, with a host span for each command and a device span for asynchronous ones."""
+    ) -> tuple[Pending, Callable[[], None]]:
+        """As `run`, with a host span for each command and a device span for asynchronous ones.
+
+        The second result adds the device spans; call it once the step is over, for reading the
+        device's clocks takes time that is not the step's.
+        """
         self._values.update(values)
         marks: list[tuple[int, Any, Any]] = []
         self._traced(range(self._end), recorder, step, marks)
 
         def finish() -> dict[str, np.ndarray]:
             self._traced(range(self._end, len(self._calls)), recorder, step, marks)
-            self._device_spans(marks, recorder, step)
             results, self._results = self._results, {}
             return results
 
-        return Pending(finish)
+        return Pending(finish), lambda: self._device_spans(marks, recorder, step)
 
     def _traced(self, indices: range, recorder: Recorder, step: int, marks: list) -> None:
         split, split_start = RESULT, 0

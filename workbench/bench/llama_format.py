@@ -2,8 +2,11 @@
 
 FIELDS is the contract: names, order and types of the columns that `tools/llama-bench` writes
 (`test::get_fields`, `get_field_type`) and that `scripts/compare-llama-bench.py` reads
-(LLAMA_BENCH_DB_FIELDS). The script takes JSON and CSV files by the pair, and JSONL or SQLite as one
-file that holds both sides; it tells them apart by build_commit alone.
+(LLAMA_BENCH_DB_FIELDS). The script takes CSV and JSON files by the pair, and JSONL or SQLite as one
+file that holds both sides; it tells them apart by build_commit alone, and wants `-t llama-bench`
+with everything but SQLite:
+
+    compare-llama-bench.py -t llama-bench -b <build A> -c <build B> -i a.json -i b.json
 """
 
 from __future__ import annotations
@@ -144,7 +147,8 @@ def _field(name: str, heading: str, width: int) -> _Column:
 
 
 def _toggle(name: str) -> _Column:
-    return _Column(name, -10, lambda row: row.toggles[name])
+    width = max(map(len, (name, *Toggles.values(name))))
+    return _Column(name, -width, lambda row: row.toggles[name])
 
 
 def _md(rows: Sequence[BenchRow]) -> str:

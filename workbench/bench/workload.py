@@ -166,8 +166,8 @@ def run(engine: Any, workload: Workload, tokens: Tokens) -> Sample:
     """One repetition on `engine`, timed; the cache is emptied first and left filled.
 
     Filling to n_depth is not timed. The young garbage is collected before the clock starts, and the
-    collector stays on: a step that makes garbage pays for it, and not for another's. Raises UsageError where the test does not fit the
-    context or the engine is being traced.
+    collector stays on: a step that makes garbage pays for it, and not for another's. Raises
+    UsageError where the test does not fit the context or the engine is being traced.
     """
     check_fits(engine, workload)
     check_untraced(engine)
@@ -196,7 +196,7 @@ def run(engine: Any, workload: Workload, tokens: Tokens) -> Sample:
     )
 
 
-WARM_MIN, WARM_MAX, WARM_SECONDS, WARM_CHANGE = 2, 8, 30.0, 0.05
+WARM_MIN, WARM_MAX, WARM_SECONDS, WARM_GAIN = 2, 8, 30.0, 0.05
 
 
 class WarmUp(NamedTuple):
@@ -211,16 +211,17 @@ def warm_up(
 ) -> WarmUp:
     """Runs the whole test on every engine in turn, untimed, until the times have settled.
 
-    The rule: at least 2 rounds; settled when no engine's time differs by more than 5 % from its
-    round before; given up after 8 rounds or 30 s. `once`: one round, whatever it takes.
+    The rule: at least 2 rounds; settled when no engine beats its own best round so far by more than
+    5 % (noise slows rounds down, warming up makes them faster); given up after 8 rounds or 30 s.
+    `once`: one round, whatever it takes.
     """
-    start, before = now_ns(), [0] * len(engines)
+    start, best = now_ns(), [0] * len(engines)
     for n in range(1, WARM_MAX + 1):
         tokens = draw_tokens(workload, engines[0].model.n_vocab, seed, _WARM_UP + n, bos)
         times = [run(engine, workload, tokens).ns_total for engine in engines]
-        change = max(abs(t - b) / t for t, b in zip(times, before, strict=True))
-        before = times
-        stable = n >= WARM_MIN and change <= WARM_CHANGE
+        gain = max(1 - t / b if b else 1.0 for t, b in zip(times, best, strict=True))
+        best = [min(t, b or t) for t, b in zip(times, best, strict=True)]
+        stable = n >= WARM_MIN and gain <= WARM_GAIN
         tired = n >= WARM_MIN and now_ns() - start > WARM_SECONDS * 1e9
         if stable or tired or once:
             break

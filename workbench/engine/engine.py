@@ -25,7 +25,7 @@ from workbench.model.sampler import Sampler, Sampling
 from workbench.program.commands import DEVICE, HOST, Buffer, Program, Range, Space
 from workbench.program.lower import choose_sync, lower
 from workbench.program.split import split
-from workbench.trace.spans import Recorder, now_ns
+from workbench.trace.spans import HOST_LANE, Recorder, now_ns
 
 if TYPE_CHECKING:
     from workbench.model.tokenizer import Tokenizer
@@ -121,16 +121,17 @@ class Engine:
         """
         if self.recorder is not None:
             return self._traced_step(self.recorder, tokens, outputs)
-        ns, t0 = self._ns, now_ns()
+        t0 = now_ns()
         batch = make_batch(tokens, self.cache, self.model.n_vocab, self.config.n_ubatch, outputs)
-        ns["batch_ns"] += now_ns() - t0
-        program = self._programs.get(batch.shape)  # built or reused
         t1 = now_ns()
-        pending = program.run(batch.values)
+        program = self._programs.get(batch.shape)  # built or reused
         t2 = now_ns()
+        pending = program.run(batch.values)
+        t3 = now_ns()
         logits = self._logits(pending.wait(), batch.shape)
-        ns["issue_ns"] += t2 - t1
-        ns["wait_ns"] += now_ns() - t2
+        self._spent("batch", t0, t1)
+        self._spent("issue", t2, t3)
+        self._spent("wait", t3, now_ns())
         self.cache.store(batch.positions, batch.cells)
         self.n_steps += 1
         return logits
@@ -142,14 +143,15 @@ class Engine:
         with recorder.span(
             f"step {n}", "step", step=n, n_tokens=len(tokens), n_past=self.cache.n_used
         ):
-            batch = make_batch(
-                tokens, self.cache, self.model.n_vocab, self.config.n_ubatch, outputs
-            )
+            t0, v = now_ns(), self.model.n_vocab
+            batch = make_batch(tokens, self.cache, v, self.config.n_ubatch, outputs)
+            self._spent("batch", t0, now_ns())
             program = self._programs.get(batch.shape)
-            pending = program.run_traced(batch.values, recorder, n)
+            pending, add_device_spans = program.run_traced(batch.values, recorder, n)
             logits = self._logits(pending.wait(), batch.shape)
             self.cache.store(batch.positions, batch.cells)
             self.n_steps += 1
+        add_device_spans()
         return logits
 
     def _logits(self, results: dict[str, np.ndarray], shape: StepShape) -> np.ndarray:
@@ -247,7 +249,7 @@ class Engine:
 
     def _lower(self, shape: StepShape) -> Program:
         """Graph, splits and program of a step shape: everything but addresses."""
-        loaded, ns, t0 = self._open, self._ns, now_ns()
+        loaded, t0 = self._open, now_ns()
         graph = build_graph(self.model, shape, self._cache_tensors)
         t1 = now_ns()
         splits = split(graph, loaded.backend_of)
@@ -261,9 +263,9 @@ class Engine:
             self.sync_mode,
             self.toggles.copy_stream,
         )
-        ns["graph_ns"] += t1 - t0
-        ns["split_ns"] += t2 - t1
-        ns["lower_ns"] += now_ns() - t2
+        self._spent("graph", t0, t1)
+        self._spent("split", t1, t2)
+        self._spent("lower", t2, now_ns())
         return program
 
     def _build(self, shape: StepShape) -> Prepared:
@@ -271,8 +273,14 @@ class Engine:
         start = now_ns()
         memory = self._memory | self._workspace.bind(program.buffers)
         prepared = Prepared(program, self._open.backends, memory)
-        self._ns["prepare_ns"] += now_ns() - start
+        self._spent("prepare", start, now_ns())
         return prepared
+
+    def _spent(self, phase: str, start_ns: int, end_ns: int) -> None:
+        """Counts host time of a phase, and shows it in a trace."""
+        self._ns[f"{phase}_ns"] += end_ns - start_ns
+        if self.recorder is not None:
+            self.recorder.add(phase, "build", HOST_LANE, start_ns, end_ns, step=self.n_steps)
 
     def _place_cache(self) -> None:
         loaded = self._open

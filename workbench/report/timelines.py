@@ -173,8 +173,9 @@ def _draw(
         for kind, look in LOOKS.items():
             _boxes(ax, spans[kinds == kind], look, kind, bottom, width)
         if lane != "host" and len(spans):
+            busy, plural = _time(_busy_us(spans)), "" if len(spans) == 1 else "s"
             ax.annotate(
-                f"{len(spans)} span{'s'[: len(spans) != 1]}\n{_time(_busy_us(spans))} busy", (1.005, centres[-1]),
+                f"{len(spans)} span{plural}\n{busy} busy", (1.005, centres[-1]),
                 xycoords=("axes fraction", "data"), fontsize=FONT - 1, va="center", color=INK,
             )  # fmt: skip
         top = bottom - SPACE

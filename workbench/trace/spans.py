@@ -16,19 +16,10 @@ from typing import Any, NamedTuple
 now_ns = time.perf_counter_ns
 
 HOST_LANE = "host"
-# span categories, in the order they nest
+# span categories; build is the host making a step's inputs, graph and program
 CATEGORIES = (
-    "step",
-    "split",
-    "write",
-    "copy",
-    "launch",
-    "record",
-    "wait",
-    "sync",
-    "read",
-    "device",
-)
+    "step", "build", "split", "write", "copy", "launch", "record", "wait", "sync", "read", "device",
+)  # fmt: skip
 
 
 class Span(NamedTuple):

@@ -33,9 +33,9 @@ def _body(variant: tuple[str, ...], layout: str, isa: Isa) -> Body:
         attention,
         elementwise,
         get_rows,
+        interleave,
         matvec,
         matvec_kquants,
-        interleave,
     )
 
     op = variant[0]

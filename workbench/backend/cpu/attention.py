@@ -83,8 +83,10 @@ def attention(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
             with e.loop(0, n_block) as t:
                 row = _mask_row(e, mask + ((token0 + t) * n_kv + cell0) * 2, n_cells)
                 seen = row.compare("==", 0.0)
+                hidden = e.sum(row.compare("!=", 0.0).to("u32"))
+                all_seen = hidden.compare("==", 0)
                 with e.loop(h0, h1) as h:
-                    _tile(e, state(t, h), k_tile, v_tile, dim, seen)
+                    _tile(e, state(t, h), k_tile, v_tile, dim, seen, all_seen)
 
         with e.loop(0, n_block) as t, e.loop(h0, h1) as h:
             at = state(t, h)
@@ -100,9 +102,7 @@ def attention(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
 
 def _fill(e: Emit, base: Value, start: Value, stop: Value) -> None:
     """Zeros in float32 elements start..stop-1."""
-    e.flat_loops(
-        start, stop, CELLS, lambda c, n: e.store(e.const("f32", 0.0, n), base + c * 4)
-    )
+    e.flat_loops(start, stop, CELLS, lambda c, n: e.store(e.const("f32", 0.0, n), base + c * 4))
 
 
 def _widen(e: Emit, src: Value, dst: Value, head_dim: Value, dim: Value) -> None:
@@ -129,8 +129,14 @@ def _mask_row(e: Emit, at: Value, n_cells: Value) -> Value:
     return row.get()
 
 
-def _tile(e: Emit, at: Value, k_tile: Value, v_tile: Value, dim: Value, seen: Value) -> None:
-    """Take 16 cells into one (token, head): its q, output, sums and maximum are at `at`."""
+def _tile(
+    e: Emit, at: Value, k_tile: Value, v_tile: Value, dim: Value, seen: Value, all_seen: Value
+) -> None:
+    """Take 16 cells into one (token, head): its q, output, sums and maximum are at `at`.
+
+    A hidden cell has weight 0, but 0 times an infinity would be NaN: where there are hidden cells,
+    values of weight 0 are taken as 0.
+    """
     products = [e.var(e.const("f32", 0.0, CELLS)) for _ in range(CELLS)]
     with e.loop(0, dim, CELLS) as d:
         q = e.load("f32", at + d * 4, CELLS)
@@ -150,10 +156,19 @@ def _tile(e: Emit, at: Value, k_tile: Value, v_tile: Value, dim: Value, seen: Va
         sums = e.load("f32", sums_at, CELLS)
         e.store(e.fma(sums, shrink, weights), sums_at)
         each = [e.splat(weights.element(c), CELLS) for c in range(CELLS)]
-        used = [e.splat(seen.element(c), CELLS) for c in range(CELLS)]
-        with e.loop(0, dim, CELLS) as d:
-            total = e.load("f32", output + d * 4, CELLS) * shrink
-            for c in range(CELLS):
-                v = e.load("f32", v_tile + dim * (4 * c) + d * 4, CELLS)
-                total = e.fma(each[c], e.select(used[c], v, 0.0), total)
-            e.store(total, output + d * 4)
+
+        def add_values(guard: bool) -> None:
+            keep = [w.compare("!=", 0.0) if guard else None for w in each]
+            with e.loop(0, dim, CELLS) as d:
+                total = e.load("f32", output + d * 4, CELLS) * shrink
+                for c in range(CELLS):
+                    v = e.load("f32", v_tile + dim * (4 * c) + d * 4, CELLS)
+                    kept = keep[c]
+                    total = e.fma(each[c], v if kept is None else e.select(kept, v, 0.0), total)
+                e.store(total, output + d * 4)
+
+        with e.when_else(all_seen) as (plain, guarded):
+            with plain:
+                add_values(guard=False)
+            with guarded:
+                add_values(guard=True)

@@ -65,4 +65,3 @@ def compile_kernel(name: str, body: Body):
     function.__qualname__ = f"{name}_{source_digest()}"
     function.__module__ = __name__
     return cfunc("void(int64,int64,int64)", cache=True)(function)
-

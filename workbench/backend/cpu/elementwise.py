@@ -88,9 +88,9 @@ def quantize(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
         halves = [e.load("f32", x + (block * 32 + h * 16) * 4, 16) for h in range(2)]
         most = e.reduce(e.max(e.abs(halves[0]), e.abs(halves[1])), e.max)
         scale = most / 127.0
-        nan = halves[0].compare("!=", halves[0]).to("u8") | halves[1].compare(
-            "!=", halves[1]
-        ).to("u8")
+        nan = halves[0].compare("!=", halves[0]).to("u8") | halves[1].compare("!=", halves[1]).to(
+            "u8"
+        )
         any_nan = e.reduce(nan, lambda p, q: p | q).compare("!=", 0)
         divisor = e.select(scale.compare("==", 0.0), e.const("f32", 1.0), scale)
         for h, values in enumerate(halves):

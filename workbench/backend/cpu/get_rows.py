@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from workbench.backend.cpu.matvec import FLOAT_LOADS, e8m0_half
 from workbench.backend.cpu.interleave import FORMATS
+from workbench.backend.cpu.matvec import FLOAT_LOADS, e8m0_half
 from workbench.backend.cpu.vector import Emit, Value
 
 _E2M1 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]

@@ -67,9 +67,7 @@ def _transpose(fours: list[Value]) -> list[Value]:
     pairs = [a.shuffle(range(8), b) for a, b in zip(fours[0::2], fours[1::2], strict=True)]
     quads = [a.shuffle(range(16), b) for a, b in zip(pairs[0::2], pairs[1::2], strict=True)]
     two_words = [[4 * r + w for w in half for r in range(8)] for half in ((0, 1), (2, 3))]
-    upper, lower = (
-        [quads[i].shuffle(order, quads[i + 1]) for order in two_words] for i in (0, 2)
-    )
+    upper, lower = ([quads[i].shuffle(order, quads[i + 1]) for order in two_words] for i in (0, 2))
     halves = ([*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)])
     return [upper[w // 2].shuffle(halves[w % 2], lower[w // 2]) for w in range(4)]
 

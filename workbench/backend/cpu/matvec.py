@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from workbench.backend.cpu.isa import Isa, dot4, pair_sums
 from workbench.backend.cpu.interleave import FORMATS, GROUP, Format, pack_unit, row_addresses
+from workbench.backend.cpu.isa import Isa, dot4, pair_sums
 from workbench.backend.cpu.vector import Emit, Value, Variable
 
 CHUNK = 64  # tokens whose activations stay in the second cache level while all rows pass

@@ -6,9 +6,9 @@ every 32, so integer sums end there and are added up as float32.
 
 from __future__ import annotations
 
+from workbench.backend.cpu.interleave import GROUP
 from workbench.backend.cpu.isa import pair_sums
 from workbench.backend.cpu.matvec import Dot, Unit, nibbles
-from workbench.backend.cpu.interleave import GROUP
 from workbench.backend.cpu.vector import Value, Variable
 
 

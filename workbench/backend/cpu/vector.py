@@ -222,9 +222,7 @@ class Emit:
 
     def load(self, kind: str, address: Value, n: int = 1) -> Value:
         ll = ll_type(kind, n)
-        return Value(
-            self, kind, n, self.builder.load(self._pointer(address, ll), align=1)
-        )
+        return Value(self, kind, n, self.builder.load(self._pointer(address, ll), align=1))
 
     def store(self, value: Value, address: Value) -> None:
         self.builder.store(value.ll, self._pointer(address, value.ll.type), align=1)

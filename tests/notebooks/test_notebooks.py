@@ -1,0 +1,73 @@
+"""The notebooks: they run from top to bottom on a laptop, and keep the shape they all have."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from workbench.report.render import network_loads, render_notebook
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
+MOST_BYTES = 250_000
+
+
+def code_cells(path: Path) -> list:
+    return [c for c in nbformat.read(path, 4).cells if c.cell_type == "code"]
+
+
+def by_name(path: Path) -> str:
+    return path.stem
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+def test_it_runs_on_the_embedded_device(path, tiny_models, tmp_path):
+    page = render_notebook(
+        path,
+        tmp_path / "page.html",
+        {"device": "embedded", "repeats": 1, "workload": "tg8", "runs": str(tmp_path)},
+        runs_dir=tmp_path,
+    )
+    text = page.read_text()
+    assert network_loads(text) == []
+    assert "CPU timings say nothing of GPU speed" in text
+    assert "data:image/png;base64" in text
+    assert list(tmp_path.glob("*/run.json"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+def test_it_reads_as_prose(path):
+    cells = code_cells(path)
+    assert len(cells) <= 12
+    for cell in cells:
+        assert len(cell.source.splitlines()) <= 8, cell.source
+        for node in ast.walk(ast.parse(cell.source)):
+            assert not isinstance(node, ast.FunctionDef | ast.Lambda | ast.For | ast.While)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+def test_it_asks_a_question_and_has_one_cell_of_parameters(path):
+    first = nbformat.read(path, 4).cells[0]
+    assert first.cell_type == "markdown"
+    assert first.source.splitlines()[0].endswith("?")
+    tagged = [c for c in code_cells(path) if "parameters" in c.metadata.get("tags", [])]
+    (cell,) = tagged
+    names = set()
+    for statement in ast.parse(cell.source).body:
+        assert isinstance(statement, ast.Assign)
+        assert isinstance(statement.value, ast.Constant), "plain literals only"
+        names |= {t.id for t in statement.targets if isinstance(t, ast.Name)}
+    assert {"model", "device", "workload", "repeats", "seed"} <= names
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+def test_committed_outputs_are_of_one_run_and_small(path):
+    assert path.stat().st_size <= MOST_BYTES
+    outputs = [o for c in code_cells(path) for o in c.outputs]
+    assert outputs, "a workbench whose plots vanish is an empty shell"
+    assert not [o for o in outputs if o.output_type == "error"]
+    for output in outputs:
+        assert set(output.get("data", {})) <= {"text/plain", "text/html", "image/png"}
+    assert not [c for c in code_cells(path) if c.execution_count]

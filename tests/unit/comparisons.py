@@ -1,0 +1,92 @@
+"""Made-up comparisons with known speedups: what `wb.ab` would have measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from workbench.bench.comparison import AB
+
+# arm -> factor on the baseline's t/s
+FACTORS = {
+    "per_copy": 1.0,
+    "copy_boundary": 1.05,
+    "write_read_boundary": 0.95,
+    "blocking_copies": 1.0,
+    "per_copy (A/A)": 1.0,
+}
+TESTS = {"tg32": (32, 1, 100.0), "pp512": (1, 512, 2000.0)}  # rows, tokens a row, t/s
+
+
+def comparison(
+    device: str = "embedded",
+    model: str = "tiny",
+    rounds: int = 10,
+    tests: tuple = ("tg32", "pp512"),
+) -> AB:
+    rng = np.random.default_rng(7)
+    samples: list[dict[str, Any]] = []
+    order = 0
+    for test in tests:
+        n_rows, n_tokens, tps = TESTS[test]
+        for repetition in range(rounds):
+            for arm, factor in FACTORS.items():
+                for token in range(n_rows):
+                    noise = 1 + 0.01 * rng.random()
+                    samples.append(
+                        {
+                            "run_id": "run", "arm": arm, "is_control": "A/A" in arm, "test": test,
+                            "repetition": repetition, "order": order, "token": token,
+                            "n_tokens": n_tokens, "ns": int(noise * 1e9 * n_tokens / tps / factor),
+                        }
+                    )  # fmt: skip
+                order += 1
+    arms = [
+        {
+            "name": arm,
+            "is_control": "A/A" in arm,
+            "toggles": {"sync": arm.split()[0], "copy_stream": "own"},
+            "sync_mode": arm.split()[0],
+            "program": {},
+            "counters": {},
+        }
+        for arm in FACTORS
+    ]
+    run = {
+        "run_id": "20261121-000000-sync",
+        "kind": "ab",
+        "status": "complete",
+        "started": "2026-11-21T00:00:00Z",
+        "duration_s": 12.5,
+        "command": ["workbench", "ab", "--toggle", "sync=a|b"],
+        "commit": {"hash": "0123456789" * 4, "number": 3, "dirty": True},
+        "versions": {"python": "3.11.9", "cupy-cuda13x": None},
+        "machine": {
+            "cpu": {"name": "A CPU", "cores": 4, "usable_cores": 2, "governor": "unknown"},
+            "load_average": [0.1, 0.2, 0.3],
+            "gpus": [],
+        },
+        "model": {"name": model, "quant": "Q8_0", "file": "m.gguf", "hash": "abc"},
+        "engine": {
+            "config": {"n_ctx": 2048, "threads": 0},
+            "device": device,
+            "device_reason": "as asked",
+            "device_description": f"{device}, 2 lanes",
+        },
+        "seed": 0,
+        "tests": list(tests),
+        "arms": arms,
+        "repetitions": rounds,
+        "result": {
+            "toggle": "sync",
+            "smoke": False,
+            "warm_up": {},
+            "answers": {
+                arm: {"kind": "exact", "holds": True, "n_rows": 9, "n_differ": 0, "nmse": 0.0}
+                for arm in list(FACTORS)[1:]
+            },
+        },
+    }
+    return AB(run, pd.DataFrame(samples))

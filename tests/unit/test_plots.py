@@ -1,0 +1,157 @@
+"""The pictures: what is on them, that they show themselves, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.collections import PolyCollection
+
+sys.path.insert(0, str(Path(__file__).parent))
+from comparisons import comparison
+from test_perfetto import token
+
+from workbench.report import plots, tables
+from workbench.trace.profile import Timeline
+
+matplotlib.use("agg")
+
+
+def timeline(n_tokens: int = 3, n_launches: int = 600) -> Timeline:
+    """Tokens of the size of a 32-layer model's."""
+    spans = [token(n, 10**9 + n * 10**8, n_launches) for n in range(n_tokens)]
+    return Timeline([s for part in spans for s in part])
+
+
+def n_boxes(ax) -> int:
+    return sum(len(c.get_paths()) for c in ax.collections if isinstance(c, PolyCollection))
+
+
+def texts(fig) -> list[str]:
+    legends = [t.get_text() for legend in fig.legends for t in legend.get_texts()]
+    found = [t.get_text() for ax in fig.axes for t in ax.texts]
+    return legends + found + [ax.get_title(loc="left") for ax in fig.axes]
+
+
+def test_timeline_draws_every_span_of_the_step() -> None:
+    source = timeline()
+    fig = plots.timeline(source, steps=1)
+    (ax,) = fig.axes
+    n_spans = int((source.to_frame()["step"] == 1).sum())
+    n_lanes = 3  # each has a background of its own
+    assert n_boxes(ax) == n_spans + n_lanes
+    assert [t.get_text() for t in ax.get_yticklabels()] == [
+        "host", "embedded stream 0", "embedded stream 1",
+    ]  # fmt: skip
+    ys = ax.get_yticks()
+    assert list(ys) == sorted(ys, reverse=True), "the host's lane is on top"
+    assert ax.get_xlim()[0] == 0  # time counts from the step's start
+    said = texts(fig)
+    assert {"launch", "copy", "write", "sync (the host waits)"} <= set(said)
+    assert "600 spans\n30 us busy" in said and "step" in said
+    assert plots.timeline(source.to_frame(), steps=[1]).axes[0].get_xlim() == ax.get_xlim()
+
+
+def test_kinds_differ_without_colour() -> None:
+    from workbench.report.timelines import LOOKS
+
+    assert len({(look.height, look.hatch) for look in LOOKS.values()}) >= len(LOOKS) - 1
+
+
+def test_timeline_of_all_steps_and_of_none() -> None:
+    fig = plots.timeline(timeline(), title="three tokens")
+    assert texts(fig)[-1] == "three tokens"
+    assert fig.axes[0].get_xlim()[1] > 2 * 10**5  # us: the third token begins at 2e5
+    assert plots.timeline(Timeline([])).axes
+    with pytest.raises(ValueError, match=r"steps \[9\]"):
+        plots.timeline(timeline(), steps=9)
+
+
+def test_window_draws_what_lies_in_it() -> None:
+    fig = plots.timeline(timeline(), steps=0, window_us=(0.0, 0.2))
+    (ax,) = fig.axes
+    assert ax.get_xlim()[0] == 0 and ax.get_xlim()[1] < 0.21
+    # the device has begun no launch but the first two by 200 ns
+    assert "2 spans\n0 us busy" in texts(fig)
+
+
+def test_pair_shares_one_time_axis_and_marks_both_ends() -> None:
+    slow, fast = timeline(n_launches=600), timeline(n_launches=200)
+    fig = plots.timeline_pair(slow, fast, ("off: per_copy", "on: implicit"))
+    above, below = fig.axes
+    assert above.get_xlim() == below.get_xlim()
+    assert above.get_position().y0 > below.get_position().y0
+    said = texts(fig)
+    assert said[-2:] == ["off: per_copy", "on: implicit"]
+    assert " 30 us " in said and " 10 us " in said  # their own ends
+    assert n_boxes(above) > n_boxes(below) > 200
+    with pytest.raises(ValueError, match="not in this timeline"):
+        plots.timeline_pair(slow, fast, step=7)
+
+
+def test_figures_show_themselves_and_leave_no_state() -> None:
+    import matplotlib.pyplot as plt
+
+    before = plt.get_fignums()
+    figures = [
+        plots.timeline(timeline(1)),
+        plots.timeline_pair(timeline(1), timeline(1)),
+        plots.speedup(comparison()),
+        plots.per_token(comparison().samples),
+    ]
+    for fig in figures:
+        png = fig._repr_png_()
+        assert png[:4] == b"\x89PNG"
+        assert len(png) < 120_000, "a notebook may hold 250 kB of outputs"
+        pixels = plt.imread(io.BytesIO(png))
+        assert np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0).shape[0] > 10
+    assert plt.get_fignums() == before
+
+
+def test_speedup_has_a_row_for_each_arm_and_its_verdict() -> None:
+    found = comparison()
+    fig = plots.speedup(found)
+    (ax,) = fig.axes
+    rows = found.summary()
+    assert [t.get_text() for t in ax.get_yticklabels()] == [
+        f"{t}  {label}" for t, label in zip(rows["test"], rows["label"], strict=True)
+    ]
+    said = [t.get_text() for t in ax.texts]
+    assert [s.split("  ")[1] for s in said] == list(rows["verdict"])
+    low, high = ax.get_xlim()
+    assert low <= 0.98 and high >= 1.02
+    markers = {line.get_marker() for line in ax.lines} - {"None", None}
+    assert {">", "<", "o"} <= markers, "faster, slower and no difference differ in shape"
+    several = tables.summary(found, comparison(device="cuda", model="other"))
+    labels = [t.get_text() for t in plots.speedup(several).axes[0].get_yticklabels()]
+    assert len(set(labels)) == len(several)
+
+
+def test_per_token_draws_each_arm_of_a_generating_test() -> None:
+    samples = comparison().samples
+    fig = plots.per_token(samples)
+    left, right = fig.axes
+    assert left.get_title(loc="left") == "tg32"
+    assert len(left.lines) == len(right.lines) == samples["arm"].nunique()
+    styles = {(line.get_linestyle(), line.get_marker()) for line in left.lines}
+    assert len(styles) == len(left.lines)
+    assert len(right.lines[0].get_xdata()) == 32
+    for line in left.lines:
+        y = np.asarray(line.get_ydata())
+        assert y[-1] == 1 and (np.diff(y) >= 0).all()
+    with pytest.raises(ValueError, match="no test that times single tokens"):
+        plots.per_token(samples[samples["test"] == "pp512"])
+    with pytest.raises(ValueError, match="pp512"):
+        plots.per_token(samples, test="pp512")
+
+
+def test_an_interval_that_is_missing_is_not_drawn() -> None:
+    rows = comparison().summary().assign(low=np.nan, high=np.nan, band_low=np.nan, band_high=np.nan)
+    fig = plots.speedup(rows)
+    assert not [c for c in fig.axes[0].collections if isinstance(c, PolyCollection)]
+    assert isinstance(rows, pd.DataFrame) and len(fig.axes[0].texts) == len(rows)
