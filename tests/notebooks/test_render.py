@@ -82,6 +82,7 @@ def test_page_shows_parameters_pictures_tables_and_the_banner(
     folder, page, said = rendered
     assert "n is 3 and device embedded" in page
     assert page.count("data:image/png;base64,") >= 1 and "1.19" in page
+    assert 'alt="timeline; time (us)"' in page and render.NO_ALT not in page
     assert f"Ran on the embedded device: {render.CPU_BANNER}." in page
     assert page.index('class="wb-banner"') < page.index("A question?")
     lines = said.splitlines()
@@ -101,7 +102,7 @@ def test_a_failing_notebook_leaves_its_page_and_names_the_cell(
 ) -> None:
     bad = notebook(tmp_path / "bad.ipynb", "print('before')", "raise OSError('no\\nway')", "1")
     with pytest.raises(
-        WorkbenchError, match=r"^bad.ipynb: cell 4 failed: OSError: no; see .*html$"
+        WorkbenchError, match=r"^bad.ipynb: cell 5 failed: OSError: no; see .*html$"
     ):
         render.render_all(
             [bad], tmp_path / "reports", {"device": "cuda", "unknown": 1}, runs_dir=tmp_path

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from fake_engine import Clock, FakeEngine
 
-from workbench.bench.ab import ab, make_arms, order_of, parse_toggle_spec
-from workbench.bench.comparison import AB
+from workbench.bench.ab import ab, make_arms, parse_toggle_spec
+from workbench.bench.comparison import AB, order_of
 from workbench.bench.results import load_run
 from workbench.config import Toggles
 from workbench.errors import DeviceError, UsageError
@@ -68,7 +68,10 @@ def test_the_order_is_a_rotating_palindrome(monkeypatch):
     letters = {"per_copy": "A", "copy_boundary": "B", "per_copy (A/A)": "C"}
     order = "".join(cells["arm"].map(letters))
     assert order == "ABCCBABCAACBCABBAC"
-    assert cells["order"].tolist() == list(range(18))
+    assert cells["order"].tolist() == list(range(18)) and found.interleaved
+    one_sided = found.samples.sort_values(["arm", "order"], ignore_index=True)
+    one_sided["order"] = range(len(one_sided))
+    assert not AB(found.run, one_sided).interleaved
     for k in (2, 3, 5):  # every arm takes every place equally often
         places = [order_of(r, k).index(0) for r in range(2 * k)]
         assert sorted(places) == sorted(list(range(k)) * 2)
@@ -99,6 +102,21 @@ def test_a_wrong_answer_is_seen(monkeypatch):
     assert not found.answer("copy_boundary").holds
     assert found.answer("per_copy (A/A)").holds
     assert "DIFFERENT in 18 of 18 rows" in found.verdict  # 13 forced, 5 timed
+    assert "not repeatable" not in found.verdict
+
+
+def test_an_engine_that_is_not_repeatable_is_called_that(monkeypatch):
+    engine = engine_of(monkeypatch)
+    make = engine.variant
+
+    def variant(toggles):
+        made = make(toggles)
+        if len(engine.shared.variants) == 3:  # the A/A control
+            made.wrong = {"per_copy": 1e-3}
+        return made
+
+    monkeypatch.setattr(engine, "variant", variant)
+    assert "the engine is not repeatable" in ab(engine, SPEC, tests="tg2", rounds=5).verdict
 
 
 def test_a_noisy_machine_sees_no_difference(monkeypatch):
@@ -190,7 +208,8 @@ class TestInterruption:
         cut = self.interrupted(monkeypatch, tmp_path / "r", KeyboardInterrupt())
         engine = engine_of(monkeypatch, 1.5)
         whole = ab(engine, SPEC, tests="tg2", rounds=5, out=tmp_path / "r", resume=True)
-        assert not whole.interrupted and whole.run["started"] == cut.run["started"]
+        assert not whole.interrupted and whole.interleaved
+        assert whole.run["started"] == cut.run["started"]
         assert whole.samples.iloc[:8].equals(cut.samples)
         cells = whole.samples[["arm", "repetition"]].drop_duplicates()
         assert len(cells) == 15 and len(whole.samples) == 30
@@ -200,12 +219,14 @@ class TestInterruption:
         assert len(whole.run["result"]["sessions"]) == 2
         assert [a["counters"]["steps"] for a in whole.run["arms"]] == [10, 10, 10]
         assert whole.summary()["verdict"][0] == "faster"
+        assert whole.answer("copy_boundary").n_rows > cut.answer("copy_boundary").n_rows > 13
 
     def test_a_finished_run_is_not_measured_again(self, monkeypatch, tmp_path):
         done = ab(engine_of(monkeypatch), SPEC, tests="tg2", rounds=5, out=tmp_path / "r")
         engine = engine_of(monkeypatch)
         again = ab(engine, SPEC, tests="tg2", rounds=5, out=tmp_path / "r", resume=True)
         assert again.samples.equals(done.samples)
+        assert again.run["result"]["warm_up"] == done.run["result"]["warm_up"] != {}
 
     @pytest.mark.parametrize(
         ("change", "key"),

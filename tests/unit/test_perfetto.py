@@ -25,13 +25,16 @@ def token(step: int, at: int, n_launches: int = 4) -> list[Span]:
     ]
     copy = {"index": 2, "step": step, "split": 1, "stream": 1, "bytes": 4096}
     spans.append(Span("embd", "copy", HOST_LANE, at + 100, at + 110, copy))
-    device = [Span("embd", "device", "embedded stream 1", at + 111, at + 140, copy)]
+    device = [
+        Span("embd", "device", "embedded stream 1", at + 111, at + 140, copy | {"kind": "copy"})
+    ]
     for i in range(n_launches):
         args = {"index": 3 + i, "step": step, "split": 1, "stream": 0, "op": "mul_mat"}
         start = at + 110 + 10 * i
         spans.append(Span(f"node-{i}", "launch", HOST_LANE, start, start + 10, args))
         start = at + 150 + 50 * i
-        device.append(Span(f"node-{i}", "device", "embedded stream 0", start, start + 50, args))
+        kind = args | {"kind": "launch"}
+        device.append(Span(f"node-{i}", "device", "embedded stream 0", start, start + 50, kind))
     start_sync, end = spans[-1].end_ns + 10, device[-1].end_ns
     spans += [
         Span("split 1", "split", HOST_LANE, at + 100, at + 110 + 10 * n_launches, {"split": 1}),

@@ -105,7 +105,8 @@ def test_figures_show_themselves_and_leave_no_state() -> None:
         plots.per_token(comparison().samples),
     ]
     for fig in figures:
-        png = fig._repr_png_()
+        png, metadata = fig._repr_png_()
+        assert len(metadata["alt"]) > 5
         assert png[:4] == b"\x89PNG"
         assert len(png) < 120_000, "a notebook may hold 250 kB of outputs"
         pixels = plt.imread(io.BytesIO(png))

@@ -144,6 +144,9 @@ def test_a_logit_that_is_no_number_never_passes(kind):
     a[1, 2] = np.nan
     found = answers.compare(a, a.copy(), kind)
     assert not found.holds and found.n_differ == 1
+    nothing = answers.compare(a[1:], a[1:], kind)  # no finite row at all
+    assert nothing.nmse == np.inf and nothing.to_dict()["nmse"] is None
+    assert answers.Answer.from_dict(nothing.to_dict()) == nothing
 
 
 def test_answers_merge():

@@ -131,10 +131,13 @@ def test_window_of_a_recorder_that_stamps_real_times() -> None:
     engine = SimpleNamespace(recorder=None)
     with profile(engine, window=(1, 1), nvtx=False) as prof:
         for n in range(3):
-            recorder = engine.recorder
-            with recorder.span("step", "step", step=n), recorder.span("split", "split", split=0):
-                with recorder.span("node", "launch", step=n, index=0):
-                    pass
+            span = engine.recorder.span
+            with (
+                span("step", "step", step=n),
+                span("split", "split", split=0),
+                span("node", "launch", step=n, index=0),
+            ):
+                pass
     assert [s.category for s in prof.recorder.spans] == ["launch", "split", "step"]
     assert set(prof.to_frame()["step"]) == {1}
 

@@ -69,6 +69,8 @@ def test_tokens_follow_from_seed_test_and_repetition():
     assert a.depth[0] == a.gen[0] == BOS  # BOS into the empty cache, and before the generation
     assert draw_tokens(Workload(30), N_VOCAB, 1, 0, BOS).prompt[0] == BOS
     without = draw_tokens(Workload(900), N_VOCAB, 1)
+    with pytest.raises(UsageError, match="seed=-1"):
+        draw_tokens(w, N_VOCAB, -1)
     assert min(without.prompt) == 0 and max(without.prompt) == N_VOCAB - 1
 
 

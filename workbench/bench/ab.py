@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workbench.bench import answers, provenance, results
-from workbench.bench.comparison import AB
+from workbench.bench.comparison import AB, order_of
 from workbench.bench.results import SampleTable
 from workbench.bench.stats import MIN_REPETITIONS
 from workbench.bench.workload import (
@@ -85,13 +85,6 @@ def make_arms(toggle: str, values: Sequence[str], background: Toggles) -> list[A
         for value in values
     ]
     return [*arms, Arm(f"{values[0]} (A/A)", arms[0].toggles, True, EXACT)]
-
-
-def order_of(round_: int, n_arms: int) -> list[int]:
-    """The order in which round number `round_` runs the arms: rotated, and backwards if odd."""
-    first = (round_ // 2) % n_arms
-    order = [(first + i) % n_arms for i in range(n_arms)]
-    return order[::-1] if round_ % 2 else order
 
 
 def ab(
@@ -189,6 +182,11 @@ class _Experiment:
             self.done = set(cells.itertuples(index=False, name=None))
             for arm, old in zip(self.record["arms"], earlier.run["arms"], strict=True):
                 arm["counters"] = old["counters"]
+            found = earlier.run["result"]
+            self.warm_ups = dict(found["warm_up"])
+            for known, arm in zip(self.answers, self.arms, strict=True):
+                if arm.name in found["answers"]:
+                    known.append(answers.Answer.from_dict(found["answers"][arm.name]))
         self.samples = SampleTable(run_id, samples)
 
     def _new_record(self, run_id: str, name: str) -> dict[str, Any]:
@@ -251,8 +249,9 @@ class _Experiment:
         """The result so far, written to the run folder where there is one."""
         result = self.record["result"]
         result["warm_up"] = self.warm_ups
+        result["state_after"] = provenance.state()
         result["answers"] = {
-            arm.name: answers.merge(every)._asdict()
+            arm.name: answers.merge(every).to_dict()
             for arm, every in zip(self.arms, self.answers, strict=True)
             if every
         }

@@ -48,6 +48,14 @@ class Answer(NamedTuple):
             f"{self.n_differ} of {self.n_rows} rows)"
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """For run.json, which knows no infinity: null stands for it."""
+        return self._asdict() | {"nmse": self.nmse if math.isfinite(self.nmse) else None}
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Answer:
+        return cls(**(found | {"nmse": math.inf if found["nmse"] is None else found["nmse"]}))
+
 
 def force(engine: Any, tokens: Tokens) -> np.ndarray:
     """Feeds `tokens` into an empty cache: the prompt in ubatches, then one by one.

@@ -21,6 +21,13 @@ from workbench.errors import UsageError
 CONTROL = "A/A control"
 
 
+def order_of(round_: int, n_arms: int) -> list[int]:
+    """The order in which round number `round_` runs the arms: rotated, and backwards if odd."""
+    first = (round_ // 2) % n_arms
+    order = [(first + i) % n_arms for i in range(n_arms)]
+    return order[::-1] if round_ % 2 else order
+
+
 class AB:
     """A finished or interrupted comparison.
 
@@ -50,13 +57,25 @@ class AB:
         return self.run["status"] == results.INTERRUPTED
 
     @property
+    def interleaved(self) -> bool:
+        """Whether the samples were taken in the order of `order_of`, round by round."""
+        names = [arm["name"] for arm in self.run["arms"]]
+        cells = results.rates(self.samples)
+        return bool(len(cells)) and all(
+            rows["arm"].tolist()
+            == [names[i] for i in order_of(int(round_), len(names))][: len(rows)]
+            and rows["order"].diff().iloc[1:].eq(1).all()
+            for (_, round_), rows in cells.groupby(["test", "repetition"])
+        )
+
+    @property
     def model(self) -> str:
         return f"{self.run['model']['name']} {self.run['model']['quant']}"
 
     def answer(self, arm: str) -> Answer | None:
         """Whether `arm` gave the baseline's answer; None for an arm that was never compared."""
         found = self.run["result"]["answers"].get(arm)
-        return None if found is None else Answer(**found)
+        return None if found is None else Answer.from_dict(found)
 
     def label(self, arm: dict[str, Any]) -> str:
         """The arm's value; for sync=auto also the mode that was chosen."""
@@ -163,6 +182,9 @@ class AB:
                 f"{row.speedup:.3f}x (95% CI {stats.interval(row.low, row.high)}, n={row.n}, "
                 f"A/A band {stats.interval(row.band_low, row.band_high)}); {row.answer}"
             )
+        control = self.answer(self.run["arms"][-1]["name"])
+        if control is not None and not control.holds:
+            lines.append(f"the A/A control's own answer is {control}: the engine is not repeatable")
         for test, warm in self.run["result"]["warm_up"].items():
             if not (warm["stable"] or self.run["result"]["smoke"]):
                 lines.append(f"{test}: times had not settled after {warm['rounds']} warm-up rounds")

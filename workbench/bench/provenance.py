@@ -123,9 +123,13 @@ def machine() -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu": cpu(),
         "memory_bytes": _memory_bytes(),
-        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
-        "gpus": gpus(),
-    }
+    } | state()
+
+
+def state() -> dict[str, Any]:
+    """What changes while measuring: load average, and clocks and temperatures of every GPU."""
+    load = list(os.getloadavg()) if hasattr(os, "getloadavg") else None
+    return {"load_average": load, "gpus": gpus()}
 
 
 def gpus() -> list[dict[str, Any]]:

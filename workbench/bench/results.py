@@ -261,6 +261,8 @@ def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
     """
     rows = []
     for path in sorted(Path(root).glob(f"**/{RUN_JSON}")):
+        if path.parent.name.startswith("."):  # what a killed `write_run` left
+            continue
         try:
             rows.append(_row(path.parent))
         except (OSError, ValueError, KeyError) as error:  # UsageError is a ValueError

@@ -121,7 +121,10 @@ def draw_tokens(
     """Random tokens: uniform ids that follow from test, seed and repetition alone.
 
     BOS goes first into an empty cache and first into the generation, as in llama-bench.
+    Raises UsageError for a negative seed.
     """
+    if seed < 0:
+        raise UsageError(f"seed={seed} must be 0 or more")
     rng = np.random.default_rng([seed, *workload, repetition])
     depth, prompt, gen = (
         rng.integers(0, n_vocab, n).tolist()

@@ -10,6 +10,7 @@ import ast
 import base64
 import gzip
 import html
+import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,10 +45,14 @@ LOADS = re.compile(
       | \bfrom\s+["'](?:https?:)?//[^"']+["']""",
     re.IGNORECASE | re.VERBOSE,
 )
-# the script block of nbconvert's page that fetches Mermaid, however its URL is set
-MERMAID = re.compile(
-    r"<script type=\"module\">(?:(?!</script>).)*mermaid(?:(?!</script>).)*</script>", re.DOTALL
+# what the empty settings leave behind: scripts of no address, and the block that fetches Mermaid
+LEFTOVERS = re.compile(
+    r"""<script\b[^>]*?\bsrc=(?:""|'')[^>]*>\s*</script>
+      | <script\ type="module">(?:(?!</script>).)*mermaid(?:(?!</script>).)*</script>""",
+    re.DOTALL | re.VERBOSE,
 )
+
+NO_ALT = 'alt="No description has been provided for this image"'
 
 PAGE_CSS = """<style>
 .wb-banner{font:bold 15px sans-serif;color:#fff;background:#b00020;padding:10px 14px;margin:8px}
@@ -140,15 +145,33 @@ def export_html(executed: str | PathLike[str], title: str, head: str = "", tail:
     from nbconvert import HTMLExporter
 
     exporter = HTMLExporter(
-        template_name="lab", embed_images=True, **dict.fromkeys(NETWORK_SETTINGS, "")
+        template_name="lab",
+        embed_images=True,
+        log=logging.Logger("nbconvert", logging.ERROR),  # it warns of what is put right below
+        **dict.fromkeys(NETWORK_SETTINGS, ""),
     )
     notebook = nbformat.read(executed, as_version=4)
     page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": title}})
-    page = MERMAID.sub("", page)
+    page = _describe_images(LEFTOVERS.sub("", page), notebook)
     page = page.replace("</head>", PAGE_CSS + "</head>", 1)
     page = re.sub(r"(<body\b[^>]*>)", lambda m: m[1] + head, page, count=1)
     before, body_end, after = page.rpartition("</body>")
     return before + tail + body_end + after
+
+
+def _describe_images(page: str, notebook: Any) -> str:
+    """Gives each picture the text that its output carries; nbconvert's lab template drops it."""
+    texts = [
+        output.metadata.get("image/png", {}).get("alt", "a picture")
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+        if "image/png" in output.get("data", {})
+    ]
+    parts = page.split(NO_ALT)
+    if len(parts) != len(texts) + 1:  # some template that does describe them
+        return page
+    described = [f'alt="{html.escape(text, quote=True)}"' for text in texts]
+    return parts[0] + "".join(a + part for a, part in zip(described, parts[1:], strict=True))
 
 
 def network_loads(page: str) -> list[str]:

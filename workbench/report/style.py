@@ -17,10 +17,12 @@ FONT = 8
 class Picture(Figure):
     """A figure that shows itself as the last line of a cell, without pyplot."""
 
-    def _repr_png_(self) -> bytes:
+    def _repr_png_(self) -> tuple[bytes, dict[str, str]]:
+        """The image, and as metadata the text for those who cannot see it: titles and axes."""
         out = io.BytesIO()
         self.savefig(out, format="png")
-        return out.getvalue()
+        words = [w for ax in self.axes for w in (ax.get_title(loc="left"), ax.get_xlabel()) if w]
+        return out.getvalue(), {"alt": "; ".join(dict.fromkeys(words))}
 
 
 def picture(width: float, height: float) -> Picture:

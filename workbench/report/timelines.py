@@ -79,7 +79,7 @@ def timeline(
     _draw(ax, part, lanes, window_us or (0, _extent_us(part)))
     if title is None:
         names = part.loc[part["category"] == "step", "name"]
-        title = names.iloc[0] if len(names) == 1 else f"{len(names)} steps"
+        title = f"{len(names)} steps" if len(names) > 1 else next(iter(names), "timeline")
     ax.set_title(title, loc="left", fontsize=FONT + 2, fontweight="bold")
     _finish(fig, [ax], part)
     return fig

@@ -1,0 +1,70 @@
+"""Runs the GPU tests and records what came of them: `python tests/gpu/record.py [--out FILE]`.
+
+Writes data/results/gpu-tests.json (or FILE): date, device, driver, hash of the sources tested
+(`tests/gpu/hashing.py`), counts and duration. Exits as pytest does; a failed run is recorded too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.gpu.hashing import source_hash  # noqa: E402
+from workbench.backend.cuda import probe  # noqa: E402
+
+OUT = ROOT / "data" / "results" / "gpu-tests.json"
+
+
+class Counts:
+    """A pytest plugin that counts each test once, as passed, failed or skipped."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        worst = self.outcomes.get(report.nodeid, "passed")
+        if report.outcome != "passed" and worst != "failed":
+            worst = report.outcome
+        self.outcomes[report.nodeid] = worst
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("pytest_args", nargs="*", help="more arguments for pytest")
+    args = parser.parse_args()
+    device, _, driver = probe().partition(", driver ")
+    counts, start = Counts(), time.perf_counter()
+    status = pytest.main(
+        [str(ROOT / "tests" / "gpu"), "-m", "gpu", "-p", "no:cacheprovider", *args.pytest_args],
+        plugins=[counts],
+    )
+    found = Counter(counts.outcomes.values())
+    record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "driver": driver,
+        "source_hash": source_hash(),
+        "passed": found["passed"],
+        "failed": found["failed"],
+        "skipped": found["skipped"],
+        "duration_s": round(time.perf_counter() - start, 1),
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record))
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""Every CUDA kernel against a plain NumPy twin, with poisoned outputs and guarded memory."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+
+from tests.gpu.conftest import Compute, distance
+from workbench.backend import kernels
+from workbench.backend.cuda import BOUNCE_BYTES, CudaBackend
+from workbench.graph.ir import (
+    DTYPES,
+    F16,
+    F32,
+    I32,
+    I64,
+    QUANTISED,
+    WEIGHT_DTYPES,
+    DType,
+    Kind,
+    Tensor,
+)
+from workbench.graph.ops import make
+from workbench.model.quants import (
+    dequantize,
+    quantize_activations,
+    random_blocks,
+    unpack_activations,
+)
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 2e-6  # float32 sums of a few thousand terms, relative to the norm of the result
+TYPES = [d.name for d in WEIGHT_DTYPES]
+
+
+def generator(*key: object) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(repr(key).encode()))
+
+
+def weight(rng: np.random.Generator, dtype: DType, rows: int, cols: int):
+    """A random weight tensor, its file bytes and its values (float64)."""
+    data = random_blocks(rng, dtype, rows, cols, cols**-0.5).reshape(-1)
+    tensor = Tensor("w", dtype, (rows, cols), Kind.WEIGHT)
+    return tensor, data, dequantize(data, dtype, (rows, cols)).astype(np.float64)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+# products ---------------------------------------------------------------------------------------
+
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17)
+
+
+def product(compute: Compute, dtype: DType, rows: int, cols: int, tokens: int) -> float:
+    """Distance of one product from float64 arithmetic on the same (quantised) operands."""
+    rng = generator(dtype, rows, cols, tokens)
+    w, data, values = weight(rng, dtype, rows, cols)
+    x = normal(rng, tokens, cols)
+    if dtype in QUANTISED:
+        packed = quantize_activations(x)
+        quants, scales, _ = unpack_activations(packed, cols)
+        acts = quants.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, axis=1)
+        node = make("mul_mat", "y", w, Tensor("x", DTYPES["Q8_ACT"], (tokens, cols)))
+        found = compute(node, {w: data, node.inputs[1]: packed})
+    else:
+        acts = x.astype(np.float64)
+        node = make("mul_mat", "y", w, Tensor("x", F32, (tokens, cols)))
+        found = compute(node, {w: data, node.inputs[1]: x})
+    return distance(found.view(np.float32).reshape(tokens, rows), acts @ values.T)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("name", TYPES)
+def test_mul_mat_tokens(compute: Compute, name: str, tokens: int):
+    assert product(compute, DTYPES[name], 67, 1280, tokens) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_mul_mat_odd_shapes(compute: Compute, name: str):
+    dtype = DTYPES[name]
+    widths = {1: (1, 7, 8, 33, 1000, 4103), 32: (32, 96, 1120), 256: (256, 768, 5888)}
+    for cols in widths[dtype.block]:
+        for rows in (1, 8, 17):
+            for tokens in (1, 3, 11):
+                got = product(compute, dtype, rows, cols, tokens)
+                assert got < TOLERANCE, (rows, cols, tokens)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_mul_mat_large(compute: Compute, name: str):
+    """More than one bounce buffer of weights, in the shape of a feed-forward layer."""
+    assert product(compute, DTYPES[name], 3000, 8192, 2) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", sorted(kernels.PLANES))
+def test_planes_hold_the_files_bytes(backend: CudaBackend, name: str):
+    dtype = DTYPES[name]
+    cols = 4096
+    rows = 2 * BOUNCE_BYTES // dtype.row_bytes(cols) + 3  # two bounce buffers and a bit
+    data = generator(name).integers(0, 256, rows * dtype.row_bytes(cols), np.uint8)
+    memory = backend.load_weight(Tensor("w", dtype, (rows, cols), Kind.WEIGHT), data)
+    found = np.empty_like(data)
+    backend.copy(found.ctypes.data, memory.address, data.nbytes, 0, to_host=True)()
+    backend.sync_stream(0)()
+    memory.free()
+    blocks = data.reshape(-1, dtype.block_bytes)
+    planes = [blocks[:, at : at + n].ravel() for at, n in kernels.PLANES[name]]
+    assert np.array_equal(found, np.concatenate(planes))
+
+
+# rows -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_get_rows(compute: Compute, name: str):
+    dtype, rows, cols = DTYPES[name], 19, 768
+    w, data, values = weight(generator(name), dtype, rows, cols)
+    ids = np.array([0, 18, 7, 7, 19, -1, 3], np.int32)  # two of them outside
+    node = make("get_rows", "y", w, Tensor("ids", I32, ids.shape))
+    found = compute(node, {w: data, node.inputs[1]: ids}).view(np.float32).reshape(-1, cols)
+    expected = np.where(((ids >= 0) & (ids < rows))[:, None], values[ids % rows], 0.0)
+    assert distance(found, expected) < 1e-7
+    if dtype.block < 256:  # one product of two floats, or none
+        assert np.array_equal(found, expected.astype(np.float32))
+
+
+def test_set_rows(compute: Compute):
+    rng = generator("set_rows")
+    cells, n_kv, cols = 20, 13, 300
+    cache = Tensor("cache", F16, (cells, cols), Kind.CACHE)
+    before = rng.standard_normal((cells, cols)).astype(np.float16)
+    x = normal(rng, 6, cols) * 1000
+    indices = np.array([4, 12, 13, -1, 0, 1 << 40], np.int64)  # the last below n_kv is 12
+    node = make(
+        "set_rows", "k", cache, Tensor("x", F32, x.shape), Tensor("i", I64, (6,)), n_kv=n_kv
+    )
+    found = compute(node, {cache: before, node.inputs[1]: x, node.inputs[2]: indices})
+    expected = before.copy()
+    for token in (0, 1, 4):
+        expected[indices[token]] = x[token].astype(np.float16)
+    assert np.array_equal(found.view(np.float16).reshape(cells, cols), expected)
+
+
+# element-wise -----------------------------------------------------------------------------------
+
+SHAPES = [(1, 1), (3, 33), (1, 4096), (5, 5001), (70, 128), (2, 8192)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm(compute: Compute, shape: tuple[int, int]):
+    x = normal(generator(shape), *shape) * 7
+    node = make("rms_norm", "y", Tensor("x", F32, shape), eps=1e-5)
+    found = compute(node, {node.inputs[0]: x}).view(np.float32)
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5)
+    assert distance(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("op", ["mul", "add"])
+@pytest.mark.parametrize("one_row", [True, False])
+def test_mul_and_add(compute: Compute, op: str, shape: tuple[int, int], one_row: bool):
+    rng = generator(op, shape, one_row)
+    a, b = normal(rng, *shape), normal(rng, *(shape[1:] if one_row else shape))
+    node = make(op, "y", Tensor("a", F32, a.shape), Tensor("b", F32, b.shape))
+    found = compute(node, dict(zip(node.inputs, (a, b), strict=True)))
+    expected = a * b if op == "mul" else a + b
+    assert np.array_equal(found.view(np.float32).reshape(shape), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_swiglu(compute: Compute, shape: tuple[int, int]):
+    rng = generator("swiglu", shape)
+    gate, up = normal(rng, *shape) * 20, normal(rng, *shape)
+    gate.flat[0] = -1e4  # exp overflows; silu is 0
+    node = make("swiglu", "y", Tensor("g", F32, shape), Tensor("u", F32, shape))
+    found = compute(node, dict(zip(node.inputs, (gate, up), strict=True))).view(np.float32)
+    wide = gate.astype(np.float64)
+    expected = wide / (1 + np.exp(-np.maximum(wide, -700))) * up
+    assert np.abs(found.reshape(shape) - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (3, 96), (1, 4096), (4, 1120), (33, 14336)])
+def test_quantize_is_bit_equal(compute: Compute, shape: tuple[int, int]):
+    x = normal(generator(shape), *shape)
+    x[0, :32] = 0
+    x[-1, -32:] *= np.float32(1e-38)  # quants of a subnormal scale
+    x[:, 5] = 127.0  # ties: scale 1 exactly
+    x[:, 6:9] = [0.5, 1.5, -2.5]
+    node = make("quantize", "q", Tensor("x", F32, shape))
+    found = compute(node, {node.inputs[0]: x})
+    assert np.array_equal(found.reshape(shape[0], -1), quantize_activations(x))
+
+
+# rope -------------------------------------------------------------------------------------------
+
+
+def rotated(x, positions, factors, n_rot, neox, theta_base, freq_scale):
+    """The op table's rope in float64; x (T, heads, head_dim)."""
+    y = x.astype(np.float64)
+    i = np.arange(n_rot // 2)
+    angle = positions[:, None] * freq_scale * theta_base ** (-2.0 * i / n_rot)
+    if factors is not None:
+        angle = angle / factors.astype(np.float64)
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    first, second = (i, i + n_rot // 2) if neox else (2 * i, 2 * i + 1)
+    a, b = y[:, :, first], y[:, :, second]
+    y[:, :, first], y[:, :, second] = a * cos - b * sin, a * sin + b * cos
+    return y
+
+
+@pytest.mark.parametrize("neox", [False, True])
+@pytest.mark.parametrize("with_factors", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "n_rot"), [(1, 64, 64), (6, 80, 32), (32, 128, 128), (5, 256, 256)]
+)
+def test_rope(compute: Compute, neox, with_factors, heads, head_dim, n_rot):
+    rng = generator(neox, with_factors, heads)
+    positions = np.array([0, 1, 77, 8191, 131071], np.int32)
+    x = normal(rng, len(positions), heads, head_dim)
+    factors = rng.uniform(1, 32, n_rot // 2).astype(np.float32) if with_factors else None
+    f = None if factors is None else Tensor("f", F32, factors.shape, Kind.WEIGHT)
+    scale = 0.25 if with_factors else 1.0
+    node = make(
+        "rope", "y", Tensor("x", F32, x.shape), Tensor("p", I32, positions.shape), f,
+        n_rot=n_rot, neox=neox, theta_base=500000.0, freq_scale=scale,
+    )  # fmt: skip
+    arrays = {node.inputs[0]: x, node.inputs[1]: positions}
+    if f is not None:
+        arrays[f] = factors
+    found = compute(node, arrays).view(np.float32)
+    expected = rotated(x, positions, factors, n_rot, neox, 500000.0, scale)
+    assert distance(found, expected) < 3e-7
+
+
+# attention --------------------------------------------------------------------------------------
+
+
+def attended(q, k, v, mask, heads_kv, scale):
+    """The op table's attention in float64; a row of -inf gives zeros."""
+    tokens, heads, head_dim = q.shape
+    n_kv, group = mask.shape[1], heads // heads_kv
+    k, v = (np.nan_to_num(a[:n_kv].astype(np.float64)).reshape(n_kv, heads_kv, -1) for a in (k, v))
+    out = np.zeros((tokens, heads, head_dim))
+    for h in range(heads):
+        scores = q[:, h].astype(np.float64) @ k[:, h // group].T * scale + mask
+        most = scores.max(axis=1, keepdims=True)
+        p = np.exp(scores - np.where(np.isfinite(most), most, 0))
+        total = p.sum(axis=1, keepdims=True)
+        out[:, h] = np.divide(p, total, out=np.zeros_like(p), where=total > 0) @ v[:, h // group]
+    return out
+
+
+def attention_distance(compute: Compute, tokens, heads, heads_kv, head_dim, n_kv, cells=None):
+    """Causal mask with holes; the last token sees nothing, and cells nobody sees hold NaN."""
+    rng = generator(tokens, heads, head_dim, n_kv)
+    cells = cells or n_kv + 3
+    q = normal(rng, tokens, heads, head_dim)
+    k, v = (rng.standard_normal((cells, heads_kv * head_dim)).astype(np.float16) for _ in "kv")
+    live = max(1, n_kv - 5)
+    mask = np.full((tokens, n_kv), -np.inf, np.float16)
+    for t in range(tokens):
+        mask[t, : max(1, live - tokens + t + 1)] = 0
+    mask[:, rng.random(n_kv) < 0.1] = -np.inf
+    if tokens > 1:
+        mask[-1] = -np.inf
+    unseen = np.isinf(mask).all(axis=0)
+    k[:n_kv][unseen] = v[:n_kv][unseen] = np.nan
+    k[n_kv:] = v[n_kv:] = np.nan
+    scale = float(np.float32(head_dim**-0.5))
+    cache = [Tensor(n, F16, k.shape, Kind.CACHE) for n in "kv"]
+    node = make(
+        "attention", "y", Tensor("q", F32, q.shape), *cache, Tensor("m", F16, mask.shape),
+        n_kv=n_kv, n_head_kv=heads_kv, scale=scale,
+    )  # fmt: skip
+    found = compute(node, dict(zip(node.inputs, (q, k, v, mask), strict=True))).view(np.float32)
+    if tokens > 1:
+        assert not found.reshape(tokens, -1)[-1].any(), "a row that sees nothing is not zero"
+    return distance(found, attended(q, k, v, mask, heads_kv, scale))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 17, 40])
+@pytest.mark.parametrize("head_dim", [8, 32, 40, 64, 80, 128, 192, 256])
+def test_attention_head_dims(compute: Compute, tokens: int, head_dim: int):
+    assert attention_distance(compute, tokens, 4, 2, head_dim, 96) < TOLERANCE
+
+
+@pytest.mark.parametrize("n_kv", [1, 31, 256, 257, 300, 1024, 5000, 20000])
+@pytest.mark.parametrize("tokens", [1, 3, 12])
+def test_attention_lengths(compute: Compute, tokens: int, n_kv: int):
+    assert attention_distance(compute, tokens, 8, 2, 64, n_kv) < TOLERANCE
+
+
+@pytest.mark.parametrize(("heads", "heads_kv"), [(1, 1), (8, 8), (32, 8), (15, 5)])
+def test_attention_groups(compute: Compute, heads: int, heads_kv: int):
+    for tokens in (1, 33):
+        assert attention_distance(compute, tokens, heads, heads_kv, 128, 320) < TOLERANCE
