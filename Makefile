@@ -72,10 +72,8 @@ models: .venv/.lab
 	@$(BIN)/workbench model tiny
 
 peer: .venv/.dev
-	@[ -d .venv-peer ] || $(BIN)/python -m venv .venv-peer
-	@echo "building llama-cpp-python in .venv-peer/ (needs a C++ compiler; minutes the first time)"
-	@.venv-peer/bin/python -m pip install -q --disable-pip-version-check llama-cpp-python
-	$(BIN)/python tests/peer/compare.py
+	@echo "llama-cpp-python is built in .venv-peer/ (needs a C++ compiler; minutes the first time)"
+	$(BIN)/python -m tests.peer.compare
 
 clean:
 	rm -rf .venv .venv-peer reports data/runs data/models

@@ -51,8 +51,7 @@ def cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
         return Tensor("c", F16, shape), rng.standard_normal(shape).astype(np.float16)
 
     def case(name, op, *given, **params):
-        node = ops.make(op, "out", *(g and g[0] for g in given), **params)
-        return name, node, dict(g for g in given if g is not None)
+        return name, ops.make(op, "out", *(t for t, _ in given), **params), dict(given)
 
     def weight(dtype: DType, rows: int, cols: int) -> tuple[Tensor, np.ndarray]:
         blocks = random_blocks(rng, dtype, rows, cols, cols**-0.5)
@@ -65,7 +64,7 @@ def cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
     yield case("quantize", "quantize", f32(T, 96))
     rope = {"n_rot": 16, "theta_base": 1e4, "freq_scale": 1.0}
     positions, factors = ints(I32, [4, 0, 300]), (Tensor("f", F32, (8,)), np.full(8, 2, np.float32))
-    yield case("rope", "rope", f32(T, 4, 32), positions, None, neox=False, **rope)
+    yield case("rope", "rope", f32(T, 4, 32), positions, neox=False, **rope)
     yield case("rope neox", "rope", f32(T, 4, 32), positions, factors, neox=True, **rope)
     rows = ints(I64, [5, 63, 0])
     yield case("set_rows", "set_rows", f16(CELLS, 64), f32(T, 64), rows, n_kv=N_KV)

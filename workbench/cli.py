@@ -151,7 +151,10 @@ def bench(
     n_prompt: Annotated[str, Parameter(name=["--n-prompt", "-p"])] = "512",
     n_gen: Annotated[str, Parameter(name=["--n-gen", "-n"])] = "128",
     n_depth: Annotated[str, Parameter(name=["--n-depth", "-d"])] = "0",
+    pg: Annotated[str | None, Parameter(name=["--pg", "-pg"], help="as 512,128")] = None,
     repetitions: Annotated[int, Parameter(name=["--repetitions", "-r"])] = 5,
+    seed: int = 0,
+    build: Annotated[str | None, Parameter(help="build_commit, to tell two files apart")] = None,
     output: Annotated[str, Parameter(name=["--output", "-o"])] = "md",
     out: Annotated[Path | None, Parameter(help="run folder to write, too")] = None,
     config: EngineFlags = DEFAULT_CONFIG,
@@ -164,12 +167,23 @@ def bench(
         raise UsageError(f"-o {output!r}: choose one of {', '.join(llama_bench.FORMATS)}")
     prompts, gens = parse_sizes("-p", n_prompt), parse_sizes("-n", n_gen)
     depths = parse_sizes("-d", n_depth)
-    needed = max(depths) + max(prompts + gens)
+    pairs = [_pair(pg)] if pg else []
+    needed = max(depths) + max(prompts + gens + [sum(pair) for pair in pairs])
     if needed > config.n_ctx:  # as llama-bench: the context is what the tests need
         config = dataclasses.replace(config, n_ctx=needed)
     with load(model, config, toggles) as engine:
-        rows = llama_bench.bench(engine, prompts, gens, depths, repetitions, out=out)
+        rows = llama_bench.bench(
+            engine, prompts, gens, depths, repetitions, pairs, seed=seed, build=build, out=out,
+            on_row=lambda row: say(f"{row.workload.name}: {row.values()['avg_ts']:.2f} t/s"),
+        )  # fmt: skip
     print(llama_bench.format_rows(rows, output), end="")
+
+
+def _pair(text: str) -> tuple[int, int]:
+    sizes = parse_sizes("-pg", text)
+    if len(sizes) != 2:
+        raise UsageError(f"-pg {text!r} is no pair of sizes; write it as 512,128")
+    return sizes[0], sizes[1]
 
 
 @app.command

@@ -147,7 +147,9 @@ def test_get_rows_of_any_bits(name: str) -> None:
     ids = np.arange(64, dtype=np.int32)
     t = Tensor("ids", I32, ids.shape)
     out = run(ops.make("get_rows", "y", table, t), {table: raw, t: ids})
-    assert np.array_equal(floats(out, (64, 256)), dequantize(raw, table.dtype, (64, 256)))
+    with np.errstate(over="ignore"):  # the largest exponents give infinities
+        twin = dequantize(raw, table.dtype, (64, 256))
+    assert np.array_equal(floats(out, (64, 256)), twin)
 
 
 def test_get_rows_outside_the_table_is_nan() -> None:
@@ -190,7 +192,9 @@ def test_rope(
     node = ops.make(
         "rope", "y", tx, tp, tf, n_rot=n_rot, neox=neox, theta_base=500000.0, freq_scale=0.25
     )
-    arrays = {tx: x, tp: positions} | ({tf: factors} if tf is not None else {})
+    arrays: dict[Tensor, np.ndarray] = {tx: x, tp: positions}
+    if tf is not None and factors is not None:
+        arrays[tf] = factors
     out = floats(run_lanes(node, arrays), x.shape)
 
     pairs = np.arange(n_rot // 2)
@@ -288,7 +292,6 @@ def _lane_cases() -> dict[str, tuple[Node, dict[Tensor, np.ndarray]]]:
     x, p = normal(7, 64), np.arange(7, dtype=np.int32)
     tx, tp = f32("x", x), Tensor("p", I32, p.shape)
     heads = f32("heads", x.reshape(7, 4, 16))
-    rope = {"n_rot": 16, "neox": True, "theta_base": 1e4, "freq_scale": 1.0}
     attention, arrays, _ = attention_case(9, 4, 2, 16, 32, causal(9, 32, 3))
     return {
         "add": (ops.make("add", "y", tx, tx), {tx: x}),
@@ -296,7 +299,9 @@ def _lane_cases() -> dict[str, tuple[Node, dict[Tensor, np.ndarray]]]:
         "swiglu": (ops.make("swiglu", "y", tx, tx), {tx: x}),
         "quantize": (ops.make("quantize", "y", tx), {tx: x}),
         "rope": (
-            ops.make("rope", "y", heads, tp, None, **rope),
+            ops.make(
+                "rope", "y", heads, tp, None, n_rot=16, neox=True, theta_base=1e4, freq_scale=1.0
+            ),
             {heads: x.reshape(7, 4, 16), tp: p},
         ),
         "attention": (attention, arrays),

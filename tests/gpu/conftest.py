@@ -1,19 +1,15 @@
-"""What the GPU tests share: the backend, and a harness that runs one node with guarded memory."""
+"""What the GPU tests share: the backend, and `compute`, which runs one node in guarded memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from tests.gpu.harness import POISON, Compute, Guarded
 from workbench.backend.cuda import CudaBackend, open_backend
 from workbench.graph.ir import Kind, Node, Tensor
-from workbench.program.commands import Space
-
-GUARD = 512  # bytes before and behind every tensor
-GUARD_BYTE, POISON = 0xA5, 0xFF  # 0xFF in every byte: NaN as float and as half
-Compute = Callable[..., np.ndarray]
 
 
 @pytest.fixture(scope="session")
@@ -21,37 +17,6 @@ def backend() -> Iterator[CudaBackend]:
     made = open_backend()
     yield made
     made.close()
-
-
-class Guarded:
-    """Device memory for one tensor between two guards."""
-
-    def __init__(self, backend: CudaBackend, content: np.ndarray):
-        self.backend = backend
-        self.nbytes = content.nbytes
-        self.image = np.full(content.nbytes + 2 * GUARD, GUARD_BYTE, np.uint8)
-        self.image[GUARD : GUARD + self.nbytes] = content
-        self.memory = backend.allocate(self.image.nbytes, Space.DEVICE)
-        self.upload()
-
-    @property
-    def address(self) -> int:
-        return self.memory.address + GUARD
-
-    def upload(self) -> None:
-        self.backend.copy(
-            self.memory.address, self.image.ctypes.data, self.image.nbytes, 0, to_host=False
-        )()
-        self.backend.sync_stream(0)()
-
-    def download(self) -> np.ndarray:
-        """The tensor's bytes; fails where a guard was touched."""
-        found = np.zeros_like(self.image)
-        self.backend.copy(found.ctypes.data, self.memory.address, found.nbytes, 0, to_host=True)()
-        self.backend.sync_stream(0)()
-        assert (found[:GUARD] == GUARD_BYTE).all(), "written before the tensor"
-        assert (found[GUARD + self.nbytes :] == GUARD_BYTE).all(), "written behind the tensor"
-        return found[GUARD : GUARD + self.nbytes]
 
 
 @pytest.fixture
@@ -98,13 +63,3 @@ def compute(backend: CudaBackend) -> Iterator[Compute]:
     yield run
     for memory in weights:
         memory.free()
-
-
-def distance(found: np.ndarray, expected: np.ndarray) -> float:
-    """||found - expected|| / ||expected|| in float64; inf where found holds a NaN."""
-    found, expected = found.astype(np.float64).ravel(), expected.astype(np.float64).ravel()
-    assert found.shape == expected.shape
-    if not np.isfinite(found).all():
-        return float("inf")
-    norm = float(np.linalg.norm(expected))
-    return float(np.linalg.norm(found - expected)) / (norm or 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -197,7 +198,7 @@ def test_marks_are_reused(backend: CudaBackend):
     for _ in range(3):
         marks = [backend.mark(COMPUTE_STREAM) for _ in range(10)]
         backend.synchronize()
-        times = [backend.resolve(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+        times = [backend.resolve(a, b) for a, b in pairwise(marks)]
         assert all(start <= end for start, end in times)
         assert times == sorted(times)
         marks.clear()

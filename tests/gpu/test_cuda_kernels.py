@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from tests.gpu.conftest import Compute, distance
+from tests.gpu.harness import Compute, distance
 from workbench.backend import kernels
 from workbench.backend.cuda import BOUNCE_BYTES, CudaBackend
 from workbench.graph.ir import (
@@ -224,15 +224,14 @@ def test_rope(compute: Compute, neox, with_factors, heads, head_dim, n_rot):
     positions = np.array([0, 1, 77, 8191, 131071], np.int32)
     x = normal(rng, len(positions), heads, head_dim)
     factors = rng.uniform(1, 32, n_rot // 2).astype(np.float32) if with_factors else None
-    f = None if factors is None else Tensor("f", F32, factors.shape, Kind.WEIGHT)
+    given = [] if factors is None else [Tensor("f", F32, factors.shape, Kind.WEIGHT)]
     scale = 0.25 if with_factors else 1.0
     node = make(
-        "rope", "y", Tensor("x", F32, x.shape), Tensor("p", I32, positions.shape), f,
+        "rope", "y", Tensor("x", F32, x.shape), Tensor("p", I32, positions.shape), *given,
         n_rot=n_rot, neox=neox, theta_base=500000.0, freq_scale=scale,
     )  # fmt: skip
     arrays = {node.inputs[0]: x, node.inputs[1]: positions}
-    if f is not None:
-        arrays[f] = factors
+    arrays |= dict.fromkeys(given, factors)
     found = compute(node, arrays).view(np.float32)
     expected = rotated(x, positions, factors, n_rot, neox, 500000.0, scale)
     assert distance(found, expected) < 3e-7

@@ -6,8 +6,8 @@ own (`.venv-peer/`, needs a C++ compiler, about ten minutes once), starts one pr
 
 * reference: llama.cpp in F32 throughout against `tests/reference.py`, on the F32 files. This is
   what entitles the reference to judge the engine.
-* logits: llama.cpp against this engine, every tensor type, teacher-forced tokens, on the F16 cache
-  and quantised activations that both use when they decode.
+* logits: llama.cpp against this engine, every tensor type, teacher-forced token by token, with the
+  F16 cache and the quantised activations that both use when they decode.
 * decode: tokens per second, side by side. Both processes live throughout with the model loaded and
   only one computes at a time; repetitions alternate A B B A, B A A B, so that a drifting clock or a
   noisy neighbour meets both. Same two threads, same tokens, from an empty cache; a token ends when
@@ -47,13 +47,15 @@ LOGITS_MODELS = [(preset, quant) for preset in ("tiny-llama", "tiny-qwen3") for 
 SPEED_MODELS = [("llama-3.2-1b", "Q8_0"), ("llama-3.2-1b", "Q4_0")]
 EXACT_MODELS = [("tiny-llama", "F32"), ("tiny-qwen3", "F32")]
 N_LOGITS_TOKENS, N_DECODE_TOKENS, N_CTX, N_UBATCH, THREADS = 16, 32, 512, 512, 2
+MIN_BLOCKS = 5
 
-# NMSE between llama.cpp and this engine. Where weights are quantised both sides round activations
-# to 8 bits, in blocks of 32 or (llama.cpp, K-quants) 256; elsewhere only the F16 cache, and
-# llama.cpp's F16 sums in flash attention and F16 or BF16 activations, separate them.
+# NMSE between llama.cpp and this engine: three times what was measured, and about the sum of what
+# separates each from float64. For F32, F16 and BF16 that is llama.cpp's: sums in F16 inside flash
+# attention, activations in the type of the weights. Where weights are quantised both round
+# activations to 8 bits: here in blocks of 32, there in blocks of 256 for K-quants.
 NMSE_TOLERANCE = {
-    "F32": 1e-6, "F16": 1e-5, "BF16": 1e-4, "Q8_0": 1e-3, "Q4_0": 1e-3,
-    "Q4_K": 1e-3, "Q5_K": 1e-3, "Q6_K": 1e-3, "MXFP4": 1e-3,
+    "F32": 2e-6, "F16": 3e-6, "BF16": 1e-4, "Q8_0": 2e-3, "Q4_0": 2e-3, "MXFP4": 2e-3,
+    "Q4_K": 3e-3, "Q5_K": 3e-3, "Q6_K": 3e-3,
 }  # fmt: skip
 REFERENCE_TOLERANCE = 1e-10  # llama.cpp in F32 throughout against float64
 RATIO_TOLERANCE = 0.5  # decode speed, this engine over llama.cpp
@@ -254,7 +256,7 @@ def main(
     *,
     out: Path | None = None,
     venv: Path = ROOT / ".venv-peer",
-    n_blocks: int = 5,
+    n_blocks: int = MIN_BLOCKS,
     speed: bool = True,
     logits: bool = True,
 ) -> None:
@@ -266,6 +268,9 @@ def main(
     venv: the environment llama-cpp-python is built in.
     n_blocks: blocks of two runs of each side, in the speed part; at least 5 for a result.
     """
+    whole = speed and logits
+    if out is None and whole and n_blocks < MIN_BLOCKS:
+        raise RuntimeError(f"a result needs {MIN_BLOCKS} blocks, not {n_blocks}; give --out")
     result: dict[str, Any] = {}
     pythons = {OURS: Path(sys.executable), LLAMA: build(venv)}
     with (
@@ -298,7 +303,7 @@ def main(
                     f"llama.cpp {row['median_t_s'][LLAMA]:.2f}; "
                     f"ratio {row['ratio']:.2f} ({low:.2f} to {high:.2f})"
                 )
-    if out is None and speed and logits:
+    if out is None and whole:
         out = RESULT
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -309,4 +314,7 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        sys.exit(f"error: {error}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import stat
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from workbench.backend import cuda, cuda_driver, kernels
+from workbench.backend import cuda, kernels
 from workbench.backend.args import pack
 from workbench.errors import DeviceError
 from workbench.graph.ir import F16, F32, I32, I64, Q8_ACT, QUANTISED, WEIGHT_DTYPES, Kind, Tensor
@@ -28,7 +30,7 @@ def nodes(tokens: int = 1, n_kv: int = 256):
     heads = Tensor("h", F32, (tokens, 10, 128))
     positions = Tensor("p", I32, (tokens,))
     rope = {"n_rot": 128, "neox": True, "theta_base": 1e4, "freq_scale": 1.0}
-    yield make("rope", "r", heads, positions, None, **rope)
+    yield make("rope", "r", heads, positions, **rope)
     cache = Tensor("k", F16, (n_kv, 1280), Kind.CACHE)
     yield make("set_rows", "k", cache, x, Tensor("i", I64, (tokens,)), n_kv=n_kv)
     mask = Tensor("mask", F16, (tokens, n_kv))
@@ -164,13 +166,14 @@ def test_the_cache_needs_no_home(tmp_path: Path, monkeypatch):
     assert kernels.cache_dir() == folder
 
 
-def test_a_missing_library_is_one_line(monkeypatch):
-    def missing(name: str):
-        raise ImportError(f"No module named {name!r}\nand a second line")
-
-    monkeypatch.setattr(cuda_driver.importlib, "import_module", missing)
+@pytest.mark.parametrize(
+    ("module", "package"), [("cupy", "CuPy"), ("cuda.bindings", "cuda-bindings")]
+)
+def test_a_missing_library_is_one_line(monkeypatch, module: str, package: str):
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, module, None)
     for act in (cuda.probe, cuda.open_backend):
         with pytest.raises(DeviceError) as caught:
             act()
-        assert str(caught.value).startswith("cuda needs CuPy (No module named 'cupy')")
+        assert str(caught.value).startswith(f"cuda needs {package} (")
         assert "\n" not in str(caught.value)

@@ -18,6 +18,7 @@ from test_perfetto import token
 
 from workbench.report import plots, tables
 from workbench.trace.profile import Timeline
+from workbench.trace.spans import Span
 
 matplotlib.use("agg")
 
@@ -92,6 +93,25 @@ def test_pair_shares_one_time_axis_and_marks_both_ends() -> None:
     assert n_boxes(above) > n_boxes(below) > 200
     with pytest.raises(ValueError, match="not in this timeline"):
         plots.timeline_pair(slow, fast, step=7)
+
+
+def test_pair_takes_a_token_that_is_typical_of_both() -> None:
+    def steps(*durations_us: int, first: int = 0) -> Timeline:
+        return Timeline(
+            [
+                Span(f"step {n}", "step", "host", n * 10**6, n * 10**6 + 1000 * us, {"step": n})
+                for n, us in enumerate(durations_us, start=first)
+            ]
+        )
+
+    def drawn(before: Timeline, after: Timeline) -> list[str]:
+        axes = plots.timeline_pair(before, after).axes
+        return [t.get_text() for ax in axes for t in ax.texts if t.get_text().startswith("step")]
+
+    assert drawn(steps(100, 100, 900, 101), steps(700, 50, 50, 51)) == ["step 1", "step 1"]
+    assert drawn(steps(9, 5, 5), steps(2, 2, 8, first=10)) == ["step 1", "step 10"]
+    with pytest.raises(ValueError, match="holds no step"):
+        drawn(steps(1), Timeline([]))
 
 
 def test_figures_show_themselves_and_leave_no_state() -> None:

@@ -34,7 +34,7 @@ class FakeEngine:
     """Makes steps of one copy, two launches and a wait, as the engine's traced path records them.
 
     Times are made up, so that the figures below can be worked out by hand (us):
-    host   step 0..100: copy 10..14, launch 20..23, launch 25..28, sync 30..95
+    host   step 0..100: graph 2..5, copy 10..14, launch 20..23, launch 25..28, sync 30..95
     device copy 12..20, launch 40..60, launch 55..80
     """
 
@@ -54,6 +54,7 @@ class FakeEngine:
             r.add(name, category, HOST_LANE, at + 1000 * start, at + 1000 * end, **args)
 
         common = {"step": n, "split": 1}
+        host("graph", "build", 2, 5, step=n)
         host("embd", "copy", 10, 14, index=0, bytes=256, **common)
         for i, (start, node) in enumerate(((20, "q"), (25, "k")), start=1):
             host(node, "launch", start, start + 3, index=i, op="mul_mat", **common)
@@ -76,9 +77,9 @@ def test_frame_has_the_documented_columns() -> None:
         engine.step()
     frame = prof.to_frame()
     assert {c: str(t) for c, t in frame.dtypes.items()} == COLUMNS
-    assert len(frame) == len(prof.recorder.spans) == 9
+    assert len(frame) == len(prof.recorder.spans) == 10
     assert frame["start_us"].is_monotonic_increasing and frame["start_us"][0] == 0
-    assert list(frame["name"][:3]) == ["step 40", "split 1", "embd"]
+    assert list(frame["name"][:4]) == ["step 40", "graph", "split 1", "embd"]
     # the split's span names no step: it lies in one
     assert (frame["step"] == 40).all()
     split = frame[frame["category"] == "split"].iloc[0]
@@ -100,7 +101,7 @@ def test_summary_worked_out_by_hand() -> None:
     row = table.loc[41]
     assert (row.n_tokens, row.n_past) == (1, 41)
     assert (row.waits, row.copies, row.launches, row.copied_bytes) == (1, 1, 2, 256)
-    assert (row.step_us, row.host_us, row.wait_us) == (100, 4 + 3 + 3, 65)
+    assert (row.step_us, row.build_us, row.host_us, row.wait_us) == (100, 3, 4 + 3 + 3, 65)
     # device work 12..20 and 40..80 (the launches overlap), then nothing until 1012
     assert (row.device_us, row.idle_us, row.gap_us) == (48, 20, 1012 - 80)
     assert np.isnan(table.loc[40].gap_us)
@@ -121,9 +122,9 @@ def test_window_bounds_what_is_kept() -> None:
         for _ in range(9):
             engine.step()
     assert list(prof.summary().index) == [42, 43, 44]
-    assert len(prof.recorder.spans) == 3 * 9
+    assert len(prof.recorder.spans) == 3 * 10
     assert prof.timeline.categories()["spans"].to_dict() == {
-        "step": 3, "split": 3, "copy": 3, "launch": 6, "sync": 3, "device": 9,
+        "step": 3, "build": 3, "split": 3, "copy": 3, "launch": 6, "sync": 3, "device": 9,
     }  # fmt: skip
 
 
@@ -155,10 +156,10 @@ def test_the_recorder_before_is_put_back_and_a_failing_body_keeps_its_trace() ->
         engine.step()
         raise OSError
     assert engine.recorder is before and not before.spans
-    assert len(prof.timeline) == 9
+    assert len(prof.timeline) == 10
     with profile(engine, nvtx=False) as second:
         engine.step()
-    assert len(prof.timeline) == len(second.timeline) == 9
+    assert len(prof.timeline) == len(second.timeline) == 10
 
 
 def test_html_is_a_table_by_category(tmp_path: Any) -> None:

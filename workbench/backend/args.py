@@ -50,10 +50,10 @@ def _mul_mat(n: Node, at, scratch) -> Args:
 def _rope(n: Node, at, scratch) -> Args:
     """dst, x, positions, freq_factors, n_tokens, n_heads, head_dim, n_rot, neox,
     theta_base, freq_scale"""
-    x, positions, factors = n.inputs
+    x, positions, *factors = n.inputs
     p = n.params
     return [
-        at(n.output), at(x), at(positions), 0 if factors is None else at(factors),
+        at(n.output), at(x), at(positions), at(factors[0]) if factors else 0,
         *x.shape, p["n_rot"], int(p["neox"]), float(p["theta_base"]), float(p["freq_scale"]),
     ]  # fmt: skip
 
@@ -102,7 +102,5 @@ def pack(node: Node, address_of: AddressOf, scratch: int = 0) -> Args:
 def variant(node: Node) -> tuple[str, ...]:
     """Which kernel of an op: the op's name and the types that select among its variants."""
     if node.op in ("get_rows", "mul_mat"):
-        table = node.inputs[0]
-        assert table is not None
-        return (node.op, table.dtype.name)
+        return (node.op, node.inputs[0].dtype.name)
     return (node.op,)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,14 +25,16 @@ INSTALL = "pip install 'workbench[gpu]'"
 
 def libraries() -> tuple[Any, Any]:
     """cupy and cuda.bindings.driver, or DeviceError with what is not installed."""
-    found = []
-    for module, package in (("cupy", "CuPy"), ("cuda.bindings.driver", "cuda-bindings")):
-        try:
-            found.append(importlib.import_module(module))
-        except ImportError as error:
-            reason = (str(error).strip().splitlines() or ["not installed"])[0]
-            raise DeviceError(f"cuda needs {package} ({reason}); {INSTALL}") from None
-    return found[0], found[1]
+    package = "CuPy"
+    try:
+        import cupy
+
+        package = "cuda-bindings"
+        from cuda.bindings import driver
+    except ImportError as error:
+        reason = (str(error).strip().splitlines() or ["not installed"])[0]
+        raise DeviceError(f"cuda needs {package} ({reason}); {INSTALL}") from None
+    return cupy, driver
 
 
 def device_properties(cupy: Any, index: int) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def scratch_bytes(node: Node) -> int:
     """What attention's shares need: per token, head and share, head_dim + 2 floats."""
     if node.op != "attention":
         return 0
-    tokens, heads, head_dim = node.inputs[0].shape  # type: ignore[union-attr]
+    tokens, heads, head_dim = node.inputs[0].shape
     shares = n_shares(node.params["n_kv"])
     if tokens > FEW_TOKENS or shares == 1:
         return 0

@@ -84,8 +84,7 @@ def plan(
     last_use: dict[Tensor, int] = {}
     for i, node in enumerate(nodes):
         for t in node.inputs:
-            if t is not None:
-                last_use[t.storage] = i
+            last_use[t.storage] = i
     for t in keep:
         last_use[t.storage] = len(nodes)
 
@@ -108,7 +107,7 @@ def plan(
             offset = free.take(need)
             scratch[node] = (offset, need)
             free.give(offset, need)
-        for s in {t.storage for t in node.inputs if t is not None}:
+        for s in {t.storage for t in node.inputs}:
             if last_use[s] == i and s in made_here:
                 free.give(offsets[s], s.nbytes)
         if out in made_here and last_use.get(out, -1) < i:  # made and never read

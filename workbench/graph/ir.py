@@ -113,7 +113,7 @@ class Tensor:
 
 
 class Node:
-    """One op with its sources. `inputs` may hold None where the op's table entry allows it.
+    """One op with its sources; an optional source that is absent is left out of `inputs`.
 
     A node whose op stores into one of its inputs (set_rows) has that input as its output.
     """
@@ -125,7 +125,7 @@ class Node:
         op: str,
         name: str,
         output: Tensor,
-        inputs: tuple[Tensor | None, ...],
+        inputs: tuple[Tensor, ...],
         params: Mapping[str, Any],
         layer: int,
     ):
@@ -174,14 +174,14 @@ class Graph:
         rows = []
         for node in self.nodes:
             for t in (*node.inputs, node.output):
-                if t is not None and t.storage not in number:
+                if t.storage not in number:
                     number[t.storage] = len(number)
             rows.append(
                 (
                     node.op,
                     tuple(sorted(node.params.items())),
                     tuple(
-                        None if t is None else (number[t.storage], t.dtype.name, t.shape)
+                        (number[t.storage], t.dtype.name, t.shape)
                         for t in (*node.inputs, node.output)
                     ),
                 )

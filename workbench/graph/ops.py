@@ -9,7 +9,7 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
     mul, add   a (..., cols) F32, b (cols,) or like a, F32 -> like a
     quantize   x (T, cols) F32 -> (T, cols) Q8_ACT
     mul_mat    w (rows, cols), x (T, cols) F32, or Q8_ACT where w is quantised -> (T, rows) F32
-    rope       x (T, heads, head_dim) F32, positions (T,) I32, freq_factors (n_rot/2,) F32 or None
+    rope       x (T, heads, head_dim) F32, positions (T,) I32, freq_factors (n_rot/2,) F32 or none
                -> like x; n_rot, neox, theta_base, freq_scale
     set_rows   cache (cells, cols) F16, x (T, cols) F32, indices (T,) I64 -> the cache; n_kv
     attention  q (T, heads, head_dim) F32, k and v (cells, kv_heads * head_dim) F16,
@@ -96,7 +96,7 @@ def _mul_mat(inputs, params):
 
 
 def _rope(inputs, params):
-    x, positions, factors = inputs
+    x, positions, *factors = inputs
     _need(
         x.dtype == F32 and len(x.shape) == 3 and positions.dtype == I32,
         "rope",
@@ -105,7 +105,7 @@ def _rope(inputs, params):
     )
     _need(params["n_rot"] <= x.cols and params["n_rot"] % 2 == 0, "rope", inputs, "bad n_rot")
     _need(
-        factors is None or factors.shape == (params["n_rot"] // 2,),
+        all(f.shape == (params["n_rot"] // 2,) for f in factors),
         "rope",
         inputs,
         "wants n_rot/2 frequency factors",
@@ -170,12 +170,14 @@ OPS: dict[str, Op] = {
 }  # fmt: skip
 
 
-def make(op: str, name: str, *inputs: Tensor | None, layer: int = -1, **params) -> Node:
-    """A node of `op`, its output inferred and named `name`; raises UsageError on a wrong shape."""
-    entry = OPS[op]
+def make(op: str, name: str, *sources: Tensor | None, layer: int = -1, **params) -> Node:
+    """A node of `op`, its output inferred and named `name`; an absent source may be None.
+
+    Raises UsageError on a wrong shape or type.
+    """
+    entry, inputs = OPS[op], tuple([t for t in sources if t is not None])
     dtype, shape = entry.infer(inputs, params)
     output = inputs[0] if entry.stores else Tensor(name, dtype, shape)
-    assert output is not None
     return Node(op, name, output, inputs, params, layer)
 
 
@@ -186,7 +188,7 @@ def reads(node: Node) -> list[Access]:
         n = node.params["n_kv"] * k.dtype.row_bytes(k.cols)
         return [(q.storage, 0, q.nbytes), (k, 0, n), (v, 0, n), (mask, 0, mask.nbytes)]
     sources = node.inputs[1:] if OPS[node.op].stores else node.inputs
-    return [(t.storage, 0, t.nbytes) for t in sources if t is not None]
+    return [(t.storage, 0, t.nbytes) for t in sources]
 
 
 def writes(node: Node) -> list[Access]:

@@ -30,8 +30,6 @@ def split(graph: Graph, backend_of: Callable[[Node], int]) -> list[Split]:
         current = splits[-1]
         here = present.setdefault(b, set())
         for t in node.inputs:
-            if t is None:
-                continue
             s = t.storage
             foreign = s.kind == Kind.INPUT or made_by.get(s, b) != b
             if foreign and s not in here:

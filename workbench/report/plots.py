@@ -27,7 +27,7 @@ from workbench.report.style import (
     VERMILION,
     picture,
     plain_axes,
-)  # fmt: skip
+)
 from workbench.report.timelines import timeline, timeline_pair
 
 __all__ = ["per_token", "speedup", "timeline", "timeline_pair"]

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 # Okabe and Ito's colours (https://jfly.uni-koeln.de/color/), told apart by the colour-blind
 BLUE, SKY, ORANGE, VERMILION = "#0072B2", "#56B4E9", "#E69F00", "#D55E00"
+YELLOW = "#F0E442"
 GREEN, PURPLE, GREY, PALE, INK = "#009E73", "#CC79A7", "#8C8C8C", "#E8E8E8", "#222222"
 BAND = "#DCDCDC"
 FONT = 8

@@ -26,9 +26,10 @@ from workbench.report.style import (
     PURPLE,
     SKY,
     VERMILION,
+    YELLOW,
     picture,
     plain_axes,
-)  # fmt: skip
+)
 
 NOTE = "traced: shows where time goes, not throughput"
 
@@ -48,12 +49,15 @@ LOOKS = {
     "launch": Look("launch", BLUE, "#4796CC", "", 1.0),
     "copy": Look("copy", ORANGE, ORANGE, "////", 1.0),
     "sync": Look("sync (the host waits)", "white", "white", "xxxx", 0.7),
+    "build": Look("build (batch, graph, program)", YELLOW, YELLOW, "\\\\", 0.6),
     "write": Look("write", GREY, GREY, "", 0.45),
     "read": Look("read", PURPLE, PURPLE, "", 0.45),
     "record": Look("record", GREEN, GREEN, "", 0.25),
     "wait": Look("wait (of a stream)", SKY, SKY, "....", 0.25),
 }
-EDGES = {"sync": VERMILION, "copy": "#8A5A00"}
+EDGES = {"sync": VERMILION, "copy": "#8A5A00", "build": "#8F8600"}
+# kind -> the column that names its wide spans, and the text's colour
+LABELS = {"launch": ("op", "white"), "build": ("name", INK)}
 LANE, BRACKET, SPACE = 0.8, 0.26, 0.3  # heights, in rows
 MOST_SYNC_LINES = 40  # more would hide what they mark
 
@@ -94,16 +98,14 @@ def timeline_pair(
 ) -> Figure:
     """The same token twice on one time axis, before above after, each from its own start.
 
-    before, after: as for `timeline`. step: its number, by default the last that both have (or,
-    where they share none, the last of each). window_us draws that much of the time axis only. The
-    end of each step is marked with its time.
+    before, after: as for `timeline`. step: its number; by default the token that both have whose
+    times lie nearest to the medians (where they share none, each one's own), so that a token that
+    was disturbed does not stand for all. window_us draws that much of the time axis only. The end
+    of each step is marked with its time. Raises ValueError for a step that one of them has not.
     """
     frames = [_frame(before), _frame(after)]
-    common = set.intersection(*(set(f["step"].dropna()) for f in frames))
-    parts = []
-    for frame in frames:
-        number = step if step is not None else max(common or set(frame["step"].dropna()), default=0)
-        parts.append(_steps(frame, int(number)))
+    numbers = [step, step] if step is not None else _typical(frames)
+    parts = [_steps(frame, number) for frame, number in zip(frames, numbers, strict=True)]
     lanes = _lanes(pd.concat(parts))
     ends = [_extent_us(p) for p in parts]
     fig = picture(11, 2.0 + 1.04 * (len(lanes) + 1))
@@ -130,6 +132,20 @@ def _steps(frame: pd.DataFrame, steps: int | Iterable[int] | None) -> pd.DataFra
             raise ValueError(f"steps {wanted} are not in this timeline")
     start = frame["start_us"].min() if len(frame) else 0.0
     return frame.assign(start_us=frame["start_us"] - start)
+
+
+def _typical(frames: list[pd.DataFrame]) -> list[int]:
+    """For each frame the number of a typical step, the same for all where they share any."""
+    if not all((f["category"] == "step").any() for f in frames):
+        raise ValueError("a timeline holds no step")
+    off = []  # how far each step's time is from the median's, by step number
+    for frame in frames:
+        steps = frame[frame["category"] == "step"].set_index("step")["dur_us"]
+        off.append((steps / steps.median() - 1).abs())
+    worst = pd.concat(off, axis=1, join="inner").max(axis=1)
+    if len(worst):
+        return [int(worst.idxmin())] * len(frames)
+    return [int(o.idxmin()) for o in off]
 
 
 def _extent_us(part: pd.DataFrame) -> float:
@@ -232,9 +248,10 @@ def _boxes(
         snap=False,  # to whole pixels: gaps of a third of one would show as one or as none
         zorder=3,
     )
-    if kind == "launch":
-        for op, start, dur in zip(rows["op"], rows["start_us"], rows["dur_us"], strict=True):
-            _label(ax, op, start, dur, bottom + height / 2, width, "white")
+    if kind in LABELS:
+        column, colour = LABELS[kind]
+        for text, start, dur in zip(rows[column], rows["start_us"], rows["dur_us"], strict=True):
+            _label(ax, text, start, dur, bottom + height / 2, width, colour)
 
 
 def _label(

@@ -36,7 +36,7 @@ COLUMNS = {
     "dur_us": "float64",
     "step": "Int64",  # number of the engine's step, <NA> outside every step
     "split": "Int64",  # number of the split, -1 for commands outside every split
-    "index": "Int64",  # position in program.commands, <NA> for steps and splits
+    "index": "Int64",  # position in program.commands, <NA> for what is no command
     "bytes": "Int64",  # bytes moved, of copies, writes and reads
     "op": "str",  # of launches
     "kind": "str",  # device spans: "copy" or "launch"; elsewhere the category
@@ -94,9 +94,9 @@ class Timeline:
 
         * n_tokens, n_past: of the step.
         * waits, copies, launches, copied_bytes: the host's commands, as `Program.counts()`.
-        * step_us: the step on the host, from its first command to its last.
-        * host_us: host time in commands other than waits. wait_us: in waits. The rest of step_us
-          is Python between the commands, the recording of spans included.
+        * step_us: the step on the host. build_us: of that, making batch, graph and program.
+          host_us: in commands other than waits. wait_us: in waits. The rest of step_us is Python
+          between the commands, the recording of spans included.
         * device_us: time in which at least one stream had work of this step.
         * idle_us: time between the step's first and last device work with no stream at work.
         * gap_us: from the last device work of the step before to the first of this one; missing
@@ -112,7 +112,7 @@ class Timeline:
             start, end, busy = _extent(device)
             shape = shapes.get(int(step), {})
             copies = host["category"] == "copy"
-            commands = host[~host["category"].isin(["step", "split"])]
+            commands = host[~host["category"].isin(["step", "split", "build"])]
             syncs = commands["category"] == "sync"
             rows.append(
                 {
@@ -124,6 +124,7 @@ class Timeline:
                     "launches": int((host["category"] == "launch").sum()),
                     "copied_bytes": int(host.loc[copies, "bytes"].fillna(0).sum()),
                     "step_us": float(host.loc[host["category"] == "step", "dur_us"].sum()),
+                    "build_us": float(host.loc[host["category"] == "build", "dur_us"].sum()),
                     "host_us": float(commands.loc[~syncs, "dur_us"].sum()),
                     "wait_us": float(commands.loc[syncs, "dur_us"].sum()),
                     "device_us": busy,
@@ -150,7 +151,7 @@ class Timeline:
 
 SUMMARY_COLUMNS = [
     "step", "n_tokens", "n_past", "waits", "copies", "launches", "copied_bytes",
-    "step_us", "host_us", "wait_us", "device_us", "idle_us", "gap_us",
+    "step_us", "build_us", "host_us", "wait_us", "device_us", "idle_us", "gap_us",
 ]  # fmt: skip
 
 

@@ -1,13 +1,13 @@
 """CPU kernels for the host backend and the embedded device.
 
-A kernel is `void kernel(int64 args, int64 lane, int64 n_lanes)`: `args` is the address of a block of
-64-bit slots in the order of `backend/args.py` (a real parameter is a float64), and the call does
+A kernel is `void kernel(int64 args, int64 lane, int64 n_lanes)`: `args` is the address of a block
+of 64-bit slots in the order of `backend/args.py` (a real parameter is a float64), and the call does
 lane's share of the work. Lanes write disjoint bytes, need nothing from each other, and the result
 is the same bit for bit whatever n_lanes is. Importing this package loads no compiler; kernels are
 compiled when first asked for, and cached on disk.
 
-Layouts of weights: `file` (the blocks of the model file) and `rows16` (interleave.py; quantised types
-only). Both give the same bits.
+Layouts of weights: `file` (the blocks of the model file) and `rows16` (interleave.py; quantised
+types only). Both give the same bits.
 """
 
 from __future__ import annotations

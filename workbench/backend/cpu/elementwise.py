@@ -1,7 +1,7 @@
 """Every op but mul_mat and attention. Argument order: backend/args.py; maths: graph/ops.py.
 
-Lanes share flat ranges of elements, or rows where a row is summed. A vector of elements and a single
-one at the end go through the same arithmetic, so results do not depend on who computes what.
+Lanes share flat ranges of elements, or rows where a row is summed. A vector of elements and a
+single one at the end go through the same arithmetic, so results do not depend on who computes what.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def quantize(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
 
 
 def set_rows(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
-    """F32 rows into an F16 cache. Lanes share columns: two tokens may name one cell, the last wins."""
+    """F32 rows into an F16 cache. Lanes share columns: of two tokens in one cell the last wins."""
     cache, x, indices, n_tokens, cols, n_kv = e.arguments(args, "iiiiii")
     start, stop = e.share(cols, lane, n_lanes)
     with e.loop(0, n_tokens) as t:
@@ -122,7 +122,7 @@ _PAIRS = 8  # angles worked on together, as float64
 
 
 def rope(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
-    """Lanes share (token, head). Angles are float64; each token's serve all its heads of the lane."""
+    """Lanes share (token, head). Angles are float64, and serve all heads of a token in the lane."""
     (dst, x, positions, factors, n_tokens, n_heads, head_dim, n_rot, neox, theta_base,
      freq_scale) = e.arguments(args, "iiiiiiiiiff")  # fmt: skip
     start, stop = e.share(n_tokens * n_heads, lane, n_lanes)
@@ -132,8 +132,8 @@ def rope(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
     for _ in range(_PAIRS):
         powers.append(powers[-1] * ratio)
     first_powers = e.stack(8 * _PAIRS)
-    for i, power in enumerate(powers[:-1]):
-        e.store(power, first_powers + 8 * i)
+    for exponent, power in enumerate(powers[:-1]):
+        e.store(power, first_powers + 8 * exponent)
     is_neox = neox.compare("!=", 0)
     last_token = (stop + n_heads - 1) // n_heads
     with e.loop(start // n_heads, last_token) as token:

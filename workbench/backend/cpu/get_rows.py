@@ -89,7 +89,7 @@ DEQUANTISE: dict[str, Callable[[Emit, Value, Value], None]] = {
 
 
 def get_rows_body(dtype: str):
-    """Kernel get_rows for a table of `dtype`. Lanes share ids; an id outside the table gives NaN."""
+    """Kernel get_rows for tables of `dtype`. Lanes share ids; an id outside the table gives NaN."""
 
     def copy_row(e: Emit, dst: Value, source: Value, cols: Value) -> None:
         if dtype in FLOAT_LOADS:

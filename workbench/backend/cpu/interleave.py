@@ -2,8 +2,8 @@
 
 A block of a file row is one small `head` (its scale) and words of 32 bits. Layout `rows16` puts the
 blocks of 16 consecutive rows together: the 16 heads, then word 0 of the 16 rows, word 1, and so on.
-Nothing is decoded and nothing grows; the last rows are repeated to fill a group of 16. A dot product
-then needs no sum across a vector: lane i of every accumulator belongs to row i.
+Nothing is decoded and nothing grows, but that the last row is repeated to fill a group of 16. A dot
+product then needs no sum across a vector: lane i of every accumulator belongs to row i.
 
 The same packing brings file blocks into that order on the fly, a tile at a time, where weights
 stay as they are in the file; both layouts therefore give the same bits.

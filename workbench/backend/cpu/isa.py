@@ -1,4 +1,4 @@
-"""The instructions LLVM does not find by itself: dot products of bytes, chosen from the CPU's features.
+"""The instructions LLVM does not find by itself: dot products of bytes, by the CPU's features.
 
 `Isa` is what a kernel is compiled for. The numba cache is keyed by CPU name and features, so the
 choice may be made at compile time. All forms give the same integers.

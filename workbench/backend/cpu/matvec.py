@@ -8,8 +8,8 @@ one fma per 16 rows. Weights are unpacked once for up to `isa.tokens` tokens.
 Stored quants are unsigned with an offset (q - 8 for Q4_0): the sums of activations that Q8_ACT
 carries give the correction, from which the integer sum starts.
 
-F32, F16 and BF16 weights meet float32 activations: 4 rows at a time, each with its own accumulators,
-summed across the vector at the end.
+F32, F16 and BF16 weights meet float32 activations: 4 rows at a time, each with accumulators of its
+own, summed across the vector at the end.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from workbench.backend.cpu.vector import Emit, Value, Variable
 CHUNK = 64  # tokens whose activations stay in the second cache level while all rows pass
 TILE_COLS = 256  # columns packed at a time where weights lie as in the file
 FLOAT_ROWS = 4
+LINE = 64  # bytes asked for at a time
+PREFETCH = 4096  # bytes ahead of use
 
 
 class Token(NamedTuple):
@@ -180,7 +182,10 @@ def quantised_body(dtype: str, layout: str, isa: Isa, unit: Unit):
             if tile is None:
                 packed = w + group * row_bytes * GROUP
                 with e.loop(0, n_units) as u:
-                    unit(dot, packed + u * unit_bytes, u * (fmt.cols // 32), acc)
+                    at = packed + u * unit_bytes
+                    for line in range(0, unit_bytes, LINE):
+                        e.prefetch(at + (PREFETCH + line))
+                    unit(dot, at, u * (fmt.cols // 32), acc)
             else:
                 _from_file(dot, fmt, unit, tile, w, group, n_rows, n_units, acc)
             for t, a in zip(indices, acc, strict=True):
@@ -201,8 +206,13 @@ def _from_file(
     """Pack a tile of 16 rows x TILE_COLS columns, multiply it, and so on along the rows."""
     e, n_tile, unit_bytes = dot.e, TILE_COLS // fmt.cols, fmt.block_bytes * GROUP
     rows = row_addresses(e, w, group * GROUP, n_rows, n_units * fmt.block_bytes)
+    next_group = n_units * (fmt.block_bytes * GROUP)
     with e.loop(0, n_units, n_tile) as first:
         last = e.min(first + n_tile, n_units)
+        ahead = e.select(last.compare("<", n_units), last * fmt.block_bytes, next_group)
+        for row in rows:
+            for line in range(0, n_tile * fmt.block_bytes, LINE):
+                e.prefetch(row + ahead + line)
         with e.loop(first, last) as u:
             pack_unit(e, fmt, tile + (u - first) * unit_bytes, rows, u * fmt.block_bytes)
         with e.loop(first, last) as u:

@@ -1,4 +1,4 @@
-"""Products of packed Q4_K, Q5_K and Q6_K units: 16 rows x 256 columns (see interleave.py, matvec.py).
+"""Products of packed Q4_K, Q5_K and Q6_K units of 16 rows x 256 columns: see matvec.py.
 
 A super-block has scales of its own for every 32 (Q6_K: 16) columns. Activations have theirs for
 every 32, so integer sums end there and are added up as float32.
@@ -52,14 +52,14 @@ def _with_mins(dot: Dot, packed: Value, sub: Value, acc: list[Variable], words_o
         e.store(dmin * least.to("i32").to("f32"), scales + (128 * j + 64))
     with e.loop(0, e.const("i64", 4)) as pair:
         for odd in range(2):
-            j = pair * 2 + odd
-            scale = e.load("f32", scales + j * 128, GROUP)
-            least = e.load("f32", scales + j * 128 + 64, GROUP)
-            totals = dot.sub_block(sub + j, words_of(pair, odd), 0)
+            block = pair * 2 + odd
+            scale = e.load("f32", scales + block * 128, GROUP)
+            least = e.load("f32", scales + block * 128 + 64, GROUP)
+            totals = dot.sub_block(sub + block, words_of(pair, odd), 0)
             for t, total, a in zip(dot.tokens, totals, acc, strict=True):
-                sums = pair_sums(e, dot.isa, dot.sums(t, sub + j), -1, -1).to("f32")
+                sums = pair_sums(e, dot.isa, dot.sums(t, sub + block), -1, -1).to("f32")
                 value = e.fma(total.to("f32"), scale, least * sums)
-                a.set(e.fma(value, dot.scale(t, sub + j), a.get()))
+                a.set(e.fma(value, dot.scale(t, sub + block), a.get()))
 
 
 def q4_k(dot: Dot, packed: Value, sub: Value, acc: list[Variable]) -> None:

@@ -227,6 +227,15 @@ class Emit:
     def store(self, value: Value, address: Value) -> None:
         self.builder.store(value.ll, self._pointer(address, value.ll.type), align=1)
 
+    def prefetch(self, address: Value) -> None:
+        """Ask for the cache line at `address`, which need not be anybody's memory."""
+        byte = _LL["i8"].as_pointer()
+        flags = [ir.Constant(_LL["i32"], flag) for flag in (0, 3, 1)]  # read, keep, data
+        signature = ir.FunctionType(ir.VoidType(), [byte, *(flag.type for flag in flags)])
+        name = "llvm.prefetch.p0"
+        function = cgutils.get_or_insert_function(self.builder.module, signature, name)
+        self.builder.call(function, [self._pointer(address, _LL["i8"]), *flags])
+
     def stack(self, n_bytes: int) -> Value:
         """Address of `n_bytes` bytes of the kernel's stack frame, aligned to 64."""
         block = cgutils.alloca_once(self.builder, ir.ArrayType(_LL["i8"], n_bytes))

@@ -1,0 +1,130 @@
+"""How fast the CPU kernels read weights, beside how fast this machine reads memory at all.
+
+`pytest tests/bench/test_bench_cpu_kernels.py --benchmark-enable --benchmark-json=F`: GB/s and
+GMAC/s are in the `extra_info` of each result. Two threads; for decode the weights are cold: calls
+rotate over more than 200 MB. Without `--benchmark-enable` each runs once, small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from workbench.backend import cpu
+from workbench.backend.cpu.compile import compile_kernel
+from workbench.backend.cpu.vector import Emit, Value
+from workbench.graph.ir import DTYPES, QUANTISED, WEIGHT_DTYPES
+from workbench.model.quants import quantize_activations, random_blocks
+
+N_THREADS = 2
+COLD_BYTES = 256 << 20
+SHAPES = [(8192, 2048), (2048, 8192)]
+WEIGHTS = [
+    (d.name, layout)
+    for d in WEIGHT_DTYPES
+    for layout in (cpu.LAYOUTS if d in QUANTISED else ("file",))
+]
+
+
+def read_body(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    """Kernel: sums (n_lanes x 8 u64), source, bytes. Reads everything, four loads at a time."""
+    sums, source, n_bytes = e.arguments(args, "iii")
+    start, stop = e.share(n_bytes // 256, lane, n_lanes)
+    parts = [e.var(e.const("u64", 0, 8)) for _ in range(4)]
+    with e.loop(start, stop) as i:
+        for k, part in enumerate(parts):
+            part.set(part.get() + e.load("u64", source + i * 256 + 64 * k, 8))
+    total = parts[0].get() + parts[1].get() + parts[2].get() + parts[3].get()
+    e.store(total, sums + lane * 64)
+
+
+def measure(benchmark, kernel: Callable, blocks: list[np.ndarray], gigas: dict[str, float]) -> None:
+    """Run `kernel` on all argument blocks, in order, on every thread; report giga-units per s."""
+    addresses = [int(block.ctypes.data) for block in blocks]
+
+    def lane_work(lane: int) -> None:
+        for address in addresses:
+            kernel(address, lane, N_THREADS)
+
+    with ThreadPoolExecutor(N_THREADS) as pool:
+        benchmark(lambda: list(pool.map(lane_work, range(N_THREADS))))
+    if benchmark.enabled:
+        for unit, amount in gigas.items():
+            benchmark.extra_info[unit] = round(amount / benchmark.stats.stats.min, 2)
+
+
+def test_read_bandwidth(benchmark) -> None:
+    """The ceiling: a sum over cold memory."""
+    source = np.ones(COLD_BYTES if benchmark.enabled else 1 << 16, np.uint8)
+    sums = np.zeros((N_THREADS, 8), np.uint64)
+    block = np.array([sums.ctypes.data, source.ctypes.data, source.nbytes], np.int64)
+    kernel = compile_kernel("bench_read", read_body).ctypes
+    benchmark.group = "read"
+    measure(benchmark, kernel, [block], {"GB/s": source.nbytes / 1e9})
+    assert sums.sum() == source.view(np.uint64).sum(dtype=np.uint64)
+
+
+@pytest.mark.parametrize("rows,cols", SHAPES)
+@pytest.mark.parametrize("name,layout", WEIGHTS)
+def test_decode(benchmark, name: str, layout: str, rows: int, cols: int) -> None:
+    """One token against cold weights."""
+    if not benchmark.enabled:
+        rows, cols = rows // 64, cols // 8
+    _mul_mat(benchmark, name, layout, rows, cols, n_tokens=1, cold=True)
+
+
+@pytest.mark.parametrize("n_tokens", [4, 64, 512])
+@pytest.mark.parametrize("name", [d.name for d in WEIGHT_DTYPES])
+def test_prefill(benchmark, name: str, n_tokens: int) -> None:
+    """Many tokens against one matrix, in the layout the embedded device uses."""
+    rows, cols = (2048, 2048) if benchmark.enabled else (32, 256)
+    layout = cpu.weight_layout(DTYPES[name], rows, cols)
+    _mul_mat(benchmark, name, layout, rows, cols, n_tokens, cold=False)
+
+
+@pytest.mark.parametrize("name", [d.name for d in WEIGHT_DTYPES if d in QUANTISED])
+def test_repack(benchmark, name: str) -> None:
+    """From file blocks to rows16, on one thread."""
+    rows, cols = (16384, 2048) if benchmark.enabled else (32, 256)
+    dtype = DTYPES[name]
+    source = random_blocks(np.random.default_rng(0), dtype, rows, cols, 0.02)
+    target = np.zeros(cpu.repacked_bytes(dtype, rows, cols, "rows16"), np.uint8)
+    benchmark.group = "repack"
+    benchmark(
+        lambda: cpu.repack(target.ctypes.data, source.ctypes.data, dtype, rows, cols, "rows16")
+    )
+    if benchmark.enabled:
+        benchmark.extra_info["GB/s"] = round(source.nbytes / 1e9 / benchmark.stats.stats.min, 2)
+    assert target.any()
+
+
+def _mul_mat(
+    benchmark, name: str, layout: str, rows: int, cols: int, n_tokens: int, cold: bool
+) -> None:
+    dtype, rng = DTYPES[name], np.random.default_rng(0)
+    blocks = random_blocks(rng, dtype, rows, cols, 0.02)
+    nbytes = cpu.repacked_bytes(dtype, rows, cols, layout)
+    copies = -(-COLD_BYTES // nbytes) if cold and benchmark.enabled else 1
+    weights = np.empty((copies, nbytes), np.uint8)
+    cpu.repack(weights.ctypes.data, blocks.ctypes.data, dtype, rows, cols, layout)
+    weights[1:] = weights[0]
+    x = rng.standard_normal((n_tokens, cols)).astype(np.float32)
+    activations = quantize_activations(x) if dtype in QUANTISED else x
+    y = np.full((n_tokens, rows), np.nan, np.float32)
+    arguments = [
+        np.array(
+            [y.ctypes.data, w.ctypes.data, activations.ctypes.data, rows, cols, n_tokens], np.int64
+        )
+        for w in weights
+    ]
+    benchmark.group = f"mul_mat, {n_tokens} tokens"
+    kernel = cpu.kernel(("mul_mat", name), layout).ctypes
+    gigas = {
+        "GB/s": copies * nbytes / 1e9,
+        "GMAC/s": copies * rows * cols * n_tokens / 1e9,
+    }
+    measure(benchmark, kernel, arguments, gigas)
+    assert np.isfinite(y).all()

@@ -1,0 +1,19 @@
+"""Every op on the cuda backend against its declaration (see tests/ranges.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import ranges
+from workbench.backend.cuda import CudaBackend
+
+pytestmark = pytest.mark.gpu
+
+CASES = {name: (node, values) for name, node, values in ranges.cases()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_declared_ranges_hold(backend: CudaBackend, name: str, monkeypatch):
+    # a table on the GPU is in planes too, where its type has them
+    monkeypatch.setattr(ranges, "backend_keeps", lambda node, tensor: True)
+    ranges.check(backend, *CASES[name])
