@@ -16,7 +16,7 @@
 // head_dim, n_kv, scale.
 #include "common.cuh"
 
-#define SPLIT_WARPS 8
+#define SPLIT_WARPS 16
 #define IN_FLIGHT 4  // cells requested by a group of lanes before the first is used
 
 // Per share: head_dim sums, then the maximum and the sum of weights.
@@ -25,7 +25,7 @@ DEVICE i64 share_floats(i64 head_dim) { return head_dim + 2; }
 // Weights of two running sums under their common maximum; a maximum of -inf weighs nothing.
 DEVICE float rescale(float own, float most) { return own == NEG_INFINITY ? 0.f : expf(own - most); }
 
-// Grid: (n_tokens * n_head, shares); 256 threads. With one share the result goes to dst, with more
+// Grid: (n_tokens * n_head, shares); 512 threads. With one share the result goes to dst, with more
 // to scratch (n_tokens * n_head, shares, head_dim + 2).
 extern "C" __global__ void __launch_bounds__(32 * SPLIT_WARPS)
     attention_split(float* __restrict__ dst, const float* __restrict__ q,
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT_WARPS)
                     const u16* __restrict__ mask, float* __restrict__ scratch, i64 n_tokens,
                     i64 n_head, i64 n_head_kv, i64 head_dim, i64 n_kv, float scale) {
     __shared__ float sums[SPLIT_WARPS][256];
-    __shared__ float maxima[SPLIT_WARPS], weights[SPLIT_WARPS];
+    __shared__ float maxima[SPLIT_WARPS], weights[SPLIT_WARPS], factors[SPLIT_WARPS];
     const int dim = int(head_dim), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const i64 token = blockIdx.x / n_head, head = blockIdx.x % n_head;
     const i64 head_kv = head / (n_head / n_head_kv), row = n_head_kv * head_dim;
@@ -114,12 +114,15 @@ extern "C" __global__ void __launch_bounds__(32 * SPLIT_WARPS)
     __syncthreads();
     most = NEG_INFINITY;
     for (int w = 0; w < SPLIT_WARPS; w++) most = fmaxf(most, maxima[w]);
-    weight = 0;
-    for (int w = 0; w < SPLIT_WARPS; w++) weight += weights[w] * rescale(maxima[w], most);
+    if (threadIdx.x < SPLIT_WARPS) factors[threadIdx.x] = rescale(maxima[threadIdx.x], most);
+    __syncthreads();
     if (threadIdx.x < dim) {
         float sum = 0;
-        for (int w = 0; w < SPLIT_WARPS; w++)
-            sum += sums[w][threadIdx.x] * rescale(maxima[w], most);
+        weight = 0;
+        for (int w = 0; w < SPLIT_WARPS; w++) {
+            weight += weights[w] * factors[w];
+            sum += sums[w][threadIdx.x] * factors[w];
+        }
         if (gridDim.y == 1) {
             dst[blockIdx.x * head_dim + threadIdx.x] = weight > 0 ? sum / weight : 0.f;
         } else {

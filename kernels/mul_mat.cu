@@ -208,22 +208,22 @@ DEVICE void multiply_quantised(float* dst, const u8* w, const u8* x, i64 rows, i
     store(acc, dst, at, rows, n_tokens);
 }
 
-// the kernels: ROWS is 2 everywhere (ROWS_PER_BLOCK = 8 in workbench/backend/kernels.py) ----------
+// the kernels (ROWS and N are repeated in workbench/backend/kernels.py) ---------------------------
 
-#define FLOAT(TYPE, N, UNROLL)                                                                  \
+#define FLOAT(TYPE, N, ROWS, UNROLL)                                                            \
     extern "C" __global__ void LIMITS mul_mat_##TYPE##_n##N(                                    \
         float* __restrict__ dst, const u8* __restrict__ w, const float* __restrict__ x,         \
         i64 rows, i64 cols, i64 n_tokens) {                                                     \
-        multiply_float<TYPE, N, 2, UNROLL>(dst, w, x, rows, cols, n_tokens);                    \
+        multiply_float<TYPE, N, ROWS, UNROLL>(dst, w, x, rows, cols, n_tokens);                 \
     }
-#define QUANTISED(TYPE, N, UNROLL)                                                              \
+#define QUANTISED(TYPE, N, ROWS, UNROLL)                                                        \
     extern "C" __global__ void LIMITS mul_mat_##TYPE##_n##N(                                    \
         float* __restrict__ dst, const u8* __restrict__ w, const u8* __restrict__ x, i64 rows,  \
         i64 cols, i64 n_tokens) {                                                               \
-        multiply_quantised<TYPE, N, 2, UNROLL>(dst, w, x, rows, cols, n_tokens);                \
+        multiply_quantised<TYPE, N, ROWS, UNROLL>(dst, w, x, rows, cols, n_tokens);             \
     }
 #define ALL(KIND, TYPE, UNROLL)                                                                 \
-    KIND(TYPE, 1, UNROLL) KIND(TYPE, 4, 1) KIND(TYPE, 8, 1)
+    KIND(TYPE, 1, 2, UNROLL) KIND(TYPE, 4, 2, 1) KIND(TYPE, 8, 4, 1)
 
 ALL(FLOAT, F32, 2)
 ALL(FLOAT, F16, 4)

@@ -87,9 +87,15 @@ class Step:
 
 
 @pytest.fixture
-def step(tiny_model, preset, quant) -> Iterator[Callable[[str, str], Step]]:
+def device() -> str:
+    """The asynchronous device that is tricked; tests/gpu runs the same cases on cuda."""
+    return "embedded"
+
+
+@pytest.fixture
+def step(tiny_model, preset, quant, device) -> Iterator[Callable[[str, str], Step]]:
     """`step(sync, copy_stream)`: a Step under these toggles."""
-    engine = wb.Engine.load(tiny_model(preset, quant), device="embedded", n_ctx=256, threads=2)
+    engine = wb.Engine.load(tiny_model(preset, quant), device=device, n_ctx=256, threads=2)
 
     def make(sync: str, copy_stream: str) -> Step:
         made = engine.variant(Toggles(sync=sync, copy_stream=copy_stream))

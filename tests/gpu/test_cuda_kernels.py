@@ -32,7 +32,9 @@ from workbench.model.quants import (
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCE = 2e-6  # float32 sums of a few thousand terms, relative to the norm of the result
+# float32 sums of some thousand terms, relative to the norm of the result; attention rescales its
+# sums at every 32 cells besides
+TOLERANCE, ATTENTION_TOLERANCE = 2e-6, 5e-6
 TYPES = [d.name for d in WEIGHT_DTYPES]
 
 
@@ -286,16 +288,16 @@ def attention_distance(compute: Compute, tokens, heads, heads_kv, head_dim, n_kv
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 17, 40])
 @pytest.mark.parametrize("head_dim", [8, 32, 40, 64, 80, 128, 192, 256])
 def test_attention_head_dims(compute: Compute, tokens: int, head_dim: int):
-    assert attention_distance(compute, tokens, 4, 2, head_dim, 96) < TOLERANCE
+    assert attention_distance(compute, tokens, 4, 2, head_dim, 96) < ATTENTION_TOLERANCE
 
 
 @pytest.mark.parametrize("n_kv", [1, 31, 256, 257, 300, 1024, 5000, 20000])
 @pytest.mark.parametrize("tokens", [1, 3, 12])
 def test_attention_lengths(compute: Compute, tokens: int, n_kv: int):
-    assert attention_distance(compute, tokens, 8, 2, 64, n_kv) < TOLERANCE
+    assert attention_distance(compute, tokens, 8, 2, 64, n_kv) < ATTENTION_TOLERANCE
 
 
 @pytest.mark.parametrize(("heads", "heads_kv"), [(1, 1), (8, 8), (32, 8), (15, 5)])
 def test_attention_groups(compute: Compute, heads: int, heads_kv: int):
     for tokens in (1, 33):
-        assert attention_distance(compute, tokens, heads, heads_kv, 128, 320) < TOLERANCE
+        assert attention_distance(compute, tokens, heads, heads_kv, 128, 320) < ATTENTION_TOLERANCE

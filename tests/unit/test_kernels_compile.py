@@ -98,10 +98,10 @@ MACROS = {
 def test_constants_are_those_of_the_sources():
     text = {p.stem: p.read_text() for p in kernels.source_files()}
     warps = int(re.search(r"#define WARPS (\d+)", text["mul_mat"])[1])
-    rows = {int(r) for r in re.findall(r"multiply_\w+<TYPE, N, (\d+), UNROLL>", text["mul_mat"])}
-    assert {warps * r for r in rows} == {kernels.ROWS_PER_BLOCK}
-    together = tuple(int(n) for n in re.findall(r"KIND\(TYPE, (\d+),", text["mul_mat"]))
-    assert together == kernels.TOKENS_TOGETHER
+    made = re.findall(r"KIND\(TYPE, (\d+), (\d+),", text["mul_mat"])
+    assert {int(n): warps * int(rows) for n, rows in made} == kernels.MUL_MAT_ROWS
+    split = int(re.search(r"#define SPLIT_WARPS (\d+)", text["attention"])[1])
+    assert 32 * split == kernels.SPLIT_THREADS
     assert int(re.search(r"#define HEADS (\d+)", text["rope"])[1]) == kernels.ROPE_HEADS
     tiles = re.findall(r"^TILE\((\d+), (\d+)\)", text["attention"], re.M)
     assert {32 * int(d): (f"attention_tile_d{d}", 4 * int(q)) for d, q in tiles} == kernels.TILES

@@ -13,6 +13,8 @@ opened it; another thread calls `attach()` once before it issues anything.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import struct
 import time
 import weakref
@@ -202,15 +204,16 @@ class CudaBackend:
         """A callable that launches `kernel`. The argument block is the values, 8 bytes each, then
         their addresses: what cuLaunchKernel calls kernelParams."""
         n = len(kernel.args)
-        block = np.empty(2 * n, np.uint64)
-        block[:n] = [_bits(a) for a in kernel.args]
-        address = block.__array_interface__["data"][0]
-        block[n:] = range(address, address + 8 * n, 8)
+        kind, layout = _argument_block(n)
+        block = kind()
+        address = ctypes.addressof(block)
+        values = [a if type(a) is int else _bits(a) for a in kernel.args]
+        layout.pack_into(block, 0, *values, *range(address, address + 8 * n, 8))
         function, launch = self._function(kernel), self._driver.api.cuLaunchKernel
         failure = self._driver.failure
         (x, y), threads, params = kernel.grid, kernel.block, address + 8 * n
 
-        def issue(_block: np.ndarray = block) -> None:
+        def issue(_block: Any = block) -> None:
             error = launch(function, x, y, 1, threads, 1, 1, 0, stream, params, 0)[0]
             if error:
                 raise failure(error, "cuLaunchKernel", what)
@@ -337,11 +340,15 @@ class CudaBackend:
             self._streams.clear()
 
 
-def _bits(argument: int | float) -> int:
-    """An argument as the 8 bytes a kernel reads: a float as float32 in the low four."""
-    if isinstance(argument, float):
-        return struct.unpack("<I", struct.pack("<f", argument))[0]
-    return argument & 0xFFFFFFFFFFFFFFFF
+@functools.cache
+def _argument_block(n: int) -> tuple[Any, struct.Struct]:
+    """Type and layout of a block of n arguments and their n addresses."""
+    return ctypes.c_int64 * (2 * n), struct.Struct(f"<{2 * n}q")
+
+
+def _bits(argument: float) -> int:
+    """The 8 bytes a kernel reads for a real argument: a float32 in the low four."""
+    return struct.unpack("<I", struct.pack("<f", argument))[0]
 
 
 def _in_order(issues: list[Issue]) -> Issue:

@@ -100,30 +100,34 @@ class Prepared:
         return Pending(finish), lambda: self._device_spans(marks, recorder, step)
 
     def _traced(self, indices: range, recorder: Recorder, step: int, marks: list) -> None:
-        split, split_start = RESULT, 0
+        split, handle, split_start = RESULT, None, 0
         for i in indices:
             command = self.program.commands[i]
             if command.split != split:
-                self._end_split(recorder, step, split, split_start)
+                self._end_split(recorder, step, split, handle, split_start)
                 split, split_start = command.split, now_ns()
+                handle = None if split == RESULT else recorder.begin(self._split_name(split))
             name, args = self._describe(command, i, step)
             backend = self._device_of(command)
             begin = backend.mark(command.stream.id) if backend else None  # type: ignore[attr-defined]
-            handle = recorder.begin(name)
+            command_handle = recorder.begin(name)
             start = now_ns()
             self._calls[i]()
-            recorder.end(handle, name, command.kind, start, args)
+            recorder.end(command_handle, name, command.kind, start, args)
             if backend:
                 marks.append((i, begin, backend.mark(command.stream.id)))  # type: ignore[attr-defined]
-        self._end_split(recorder, step, split, split_start)
+        self._end_split(recorder, step, split, handle, split_start)
 
-    def _end_split(self, recorder: Recorder, step: int, split: int, start: int) -> None:
+    def _split_name(self, split: int) -> str:
+        return f"split {split} ({self.program.backends[self.program.splits[split]]})"
+
+    def _end_split(
+        self, recorder: Recorder, step: int, split: int, handle: Any, start: int
+    ) -> None:
         if split != RESULT:
             backend = self.program.backends[self.program.splits[split]]
-            recorder.add(
-                f"split {split} ({backend})", "split", "host", start, now_ns(),
-                step=step, split=split, backend=backend,
-            )  # fmt: skip
+            args = {"step": step, "split": split, "backend": backend}
+            recorder.end(handle, self._split_name(split), "split", start, args)
 
     def _device_of(self, command: Command) -> Backend | None:
         """The backend that runs `command` later than the host issues it, if any."""

@@ -163,10 +163,10 @@ class Kernel(NamedTuple):
     args: Args
 
 
-ROWS_PER_BLOCK = 8  # mul_mat: 4 warps of 2 rows
-TOKENS_TOGETHER = (1, 4, 8)  # mul_mat: the kernels there are; more tokens are tiles of the last
+# mul_mat: tokens together -> rows of a block (4 warps); more tokens are tiles of the last
+MUL_MAT_ROWS = {1: 8, 4: 8, 8: 16}
 ROPE_HEADS, ROPE_THREADS = 4, 64  # rope: heads and threads of a block
-FEW_TOKENS = 8  # attention: up to here attention_split
+FEW_TOKENS, SPLIT_THREADS = 8, 512  # attention: up to so many tokens attention_split
 SHARE_CELLS, MOST_SHARES = 256, 32  # attention_split: least cells of a share, most shares
 # attention_tile: widest head_dim -> kernel, query tokens of a block
 TILES = {
@@ -221,8 +221,8 @@ def _quantize(node: Node, a: Args) -> list[Kernel]:
 
 def _mul_mat(node: Node, a: Args) -> list[Kernel]:
     rows, tokens = int(a[3]), int(a[5])
-    together = next((n for n in TOKENS_TOGETHER if n >= tokens), TOKENS_TOGETHER[-1])
-    blocks = _blocks(rows, ROWS_PER_BLOCK) * _blocks(tokens, together)
+    together = 1 if tokens == 1 else 4 if tokens <= 4 else 8
+    blocks = _blocks(rows, MUL_MAT_ROWS[together]) * _blocks(tokens, together)
     return [Kernel("mul_mat", f"{'_'.join(variant(node))}_n{together}", (blocks, 1), 128, a)]
 
 
@@ -248,7 +248,7 @@ def _attention(node: Node, a: Args) -> list[Kernel]:
         function, tile = next(TILES[d] for d in TILES if head_dim <= d)
         return [Kernel("attention", function, (_blocks(tokens, tile), heads), 128, a)]
     shares = n_shares(n_kv)
-    split = Kernel("attention", "attention_split", (tokens * heads, shares), 256, a)
+    split = Kernel("attention", "attention_split", (tokens * heads, shares), SPLIT_THREADS, a)
     if shares == 1:
         return [split]
     combine: Args = [dst, scratch, shares, head_dim]

@@ -25,7 +25,7 @@ CHUNK = 64  # tokens whose activations stay in the second cache level while all 
 TILE_COLS = 256  # columns packed at a time where weights lie as in the file
 FLOAT_ROWS = 4
 LINE = 64  # bytes asked for at a time
-PREFETCH = 4096  # bytes ahead of use
+PREFETCH = 8192  # bytes ahead of use
 
 
 class Token(NamedTuple):
@@ -267,6 +267,8 @@ def float_body(dtype: str, isa: Isa):
                 acc = wide if width > 1 else total
                 columns = [load_f32(e, at + c * 4, width) for at in xs]
                 for r, at in enumerate(ws):
+                    if width > 1:
+                        e.prefetch(at + c * size + 2048)
                     weights = load(e, at + c * size, width)
                     for i, values in enumerate(columns):
                         acc[r][i].set(e.fma(weights, values, acc[r][i].get()))

@@ -1,0 +1,80 @@
+"""The engine on the GPU: logits against the float64 reference, bit-equal under every toggle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests import reference
+from tests.cpu.test_logits import (  # noqa: F401 - `engine` is a fixture
+    ALL,
+    N_LONG,
+    N_TOKENS,
+    check,
+    engine,
+    legal_toggles,
+    one_by_one,
+    tokens_for,
+)
+from workbench.config import Toggles
+from workbench.trace.profile import profile
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("preset", "quant"), ALL)
+def test_logits_are_the_reference_s(engine, tiny_model, preset, quant):  # noqa: F811
+    """A prompt of 16 in one go, then token by token: both the reference's, and each other's."""
+    tokens = tokens_for(preset, N_TOKENS)
+    wanted = reference.forward(tiny_model(preset, quant), tokens)
+    whole = engine(preset, quant, "cuda").prefill(tokens, outputs="all")
+    single = one_by_one(engine(preset, quant, "cuda"), tokens)
+    check(whole, wanted, quant)
+    check(single, wanted, quant)
+
+
+@pytest.mark.parametrize(
+    ("preset", "quant"), [("tiny-llama", "F32"), ("tiny-llama", "Q4_0"), ("tiny-qwen3", "F16")]
+)
+def test_beyond_one_pad_of_the_cache(engine, tiny_model, preset, quant):  # noqa: F811
+    tokens = tokens_for(preset, N_LONG)
+    wanted = reference.forward(tiny_model(preset, quant), tokens)
+    used = engine(preset, quant, "cuda")
+    first = used.prefill(tokens[:250], outputs="all")
+    rows = [first, one_by_one(used, tokens[250:262]), used.prefill(tokens[262:], outputs="all")]
+    check(np.concatenate(rows), wanted, quant)
+
+
+@pytest.mark.parametrize(("preset", "quant"), [("tiny-llama", "Q4_0"), ("tiny-qwen3", "Q8_0")])
+def test_bit_equal_under_every_toggle(engine, preset, quant):  # noqa: F811
+    tokens = tokens_for(preset, N_LONG)
+    shared = engine(preset, quant, "cuda", n_ubatch=64)
+
+    def run(toggles: Toggles) -> np.ndarray:
+        with shared.variant(toggles) as variant:
+            first = variant.prefill(tokens[:250], outputs="all")
+            return np.concatenate([first, one_by_one(variant, tokens[250:270])])
+
+    wanted = run(Toggles())
+    for toggles in legal_toggles():
+        assert np.array_equal(run(toggles), wanted), toggles
+
+
+def test_the_device_s_spans_lie_inside_the_step(engine):  # noqa: F811
+    """Launches run after they are issued and before the logits' wait is over; tracing changes
+    nothing."""
+    used = engine("tiny-llama", "Q8_0", "cuda")
+    plain = used.prefill([1, 2, 3])
+    used.reset()
+    used.prefill([1, 2, 3])  # warm: events made
+    used.reset()
+    with profile(used) as trace:
+        traced = used.prefill([1, 2, 3])
+    assert np.array_equal(traced, plain)
+    frame = trace.to_frame()
+    device = frame[frame["category"] == "device"]
+    (step,) = frame[frame["category"] == "step"].itertuples()
+    slack_us = 200  # the two clocks are aligned to about that
+    assert device["start_us"].min() > step.start_us - slack_us
+    assert (device["start_us"] + device["dur_us"]).max() < step.start_us + step.dur_us + slack_us
+    assert len(device) == sum(used.program(3).counts()[k] for k in ("launches", "copies")) - 1
