@@ -10,7 +10,7 @@ HAVE_GPU := $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-sm
 comma := ,
 GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu,)
 
-.PHONY: help setup report test test-slow lint bench lab peer models clean
+.PHONY: help setup report test test-slow lint bench lab peer models readme clean
 
 help:
 	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
@@ -74,6 +74,9 @@ models: .venv/.lab
 peer: .venv/.dev
 	@echo "llama-cpp-python is built in .venv-peer/ (needs a C++ compiler; minutes the first time)"
 	$(BIN)/python -m tests.peer.compare
+
+readme: .venv/.dev
+	$(BIN)/python -m workbench.report.readme
 
 clean:
 	rm -rf .venv .venv-peer reports data/runs data/models

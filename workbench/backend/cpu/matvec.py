@@ -25,7 +25,8 @@ CHUNK = 64  # tokens whose activations stay in the second cache level while all 
 TILE_COLS = 256  # columns packed at a time where weights lie as in the file
 FLOAT_ROWS = 4
 LINE = 64  # bytes asked for at a time
-PREFETCH = 8192  # bytes ahead of use
+PREFETCH = 8192  # bytes ahead of use; the CPU does not foresee the order of K-quants by itself
+ROW_PREFETCH = 2048  # the same along a row of floats
 
 
 class Token(NamedTuple):
@@ -268,7 +269,7 @@ def float_body(dtype: str, isa: Isa):
                 columns = [load_f32(e, at + c * 4, width) for at in xs]
                 for r, at in enumerate(ws):
                     if width > 1:
-                        e.prefetch(at + c * size + 2048)
+                        e.prefetch(at + c * size + ROW_PREFETCH)
                     weights = load(e, at + c * size, width)
                     for i, values in enumerate(columns):
                         acc[r][i].set(e.fma(weights, values, acc[r][i].get()))

@@ -1,0 +1,98 @@
+"""Recorded runs: README's numbers come from them, their order alternates, their commit is ours."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from workbench.bench.comparison import AB
+from workbench.bench.results import load_run
+from workbench.errors import WorkbenchError
+from workbench.report import readme
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "data" / "results"
+RUNS = sorted(p.parent for p in RESULTS.glob("*/run.json"))
+MODELS = {"llama-3.2-1b F16", "llama-3-8b Q4_0"}
+
+
+def name(folder: Path) -> str:
+    return folder.name
+
+
+def is_ancestor(commit: str) -> bool:
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        return True  # a shallow clone or an unpacked archive lacks the history to ask
+    return git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
+
+
+def test_readme_is_what_the_runs_say():
+    text = (ROOT / "README.md").read_text()
+    assert set(re.findall(r"<!-- begin (\S+) -->", text)) == set(readme.BLOCKS)
+    assert readme.fill(text, RESULTS) == text, "README is out of date: run `make readme`"
+
+
+def test_an_unknown_block_is_refused():
+    with pytest.raises(WorkbenchError, match="'speed' is not one of"):
+        readme.fill("<!-- begin speed -->\n<!-- end speed -->", RESULTS)
+
+
+@pytest.mark.parametrize("folder", RUNS, ids=name)
+def test_a_run_is_whole_small_and_of_this_history(folder):
+    run = load_run(folder).run
+    assert run["status"] == "complete"
+    assert not run["commit"]["dirty"]
+    assert is_ancestor(run["commit"]["hash"])
+    assert sum(p.stat().st_size for p in folder.iterdir()) < 2_000_000
+
+
+@pytest.mark.parametrize("folder", RUNS, ids=name)
+def test_a_comparison_is_interleaved_repeated_and_right(folder):
+    found = load_run(folder)
+    if found.run["kind"] != "ab":
+        return
+    ab = AB(found.run, found.samples)
+    assert ab.interleaved
+    assert found.run["repetitions"] >= 5
+    summary = ab.summary()
+    assert summary["is_control"].any()
+    assert summary["answer"].str.startswith("exact: bit-equal").all()
+
+
+def sync_runs() -> dict[tuple[str, str], AB]:
+    found = {}
+    for ab in readme.comparisons(RESULTS, "cuda"):
+        if ab.run["result"]["toggle"] == "sync":
+            toggles = ab.run["arms"][0]["toggles"]
+            if toggles["graph_reuse"] == "set_rows":
+                key = ab.model.replace(" with random weights", ""), toggles["copy_stream"]
+                found[key] = ab
+    return found
+
+
+@pytest.mark.parametrize("copy_stream", ["own", "compute"])
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_every_sync_mode_was_measured_on_a_gpu(model, copy_stream):
+    ab = sync_runs()[model, copy_stream]
+    modes = {"per_copy", "blocking_copies", "copy_boundary", "write_read_boundary"}
+    if copy_stream == "compute":  # on its own stream the engine refuses `implicit`
+        modes.add("implicit")
+    assert {arm["name"] for arm in ab.run["arms"] if not arm["is_control"]} == modes
+    assert ab.run["tests"] == ["tg128"]
+
+
+def test_the_gpu_tests_passed_on_these_sources():
+    from tests.gpu.hashing import source_hash
+
+    found = json.loads((RESULTS / "gpu-tests.json").read_text())
+    assert found["failed"] == 0 and found["passed"] > 100
+    assert found["source_hash"] == source_hash(), (
+        "kernels/ or the cuda backend changed after the last recorded run of tests/gpu"
+    )
