@@ -27,7 +27,7 @@ DEVICE float rescale(float own, float most) { return own == NEG_INFINITY ? 0.f :
 
 // Grid: (n_tokens * n_head, shares); 512 threads. With one share the result goes to dst, with more
 // to scratch (n_tokens * n_head, shares, head_dim + 2).
-extern "C" __global__ void __launch_bounds__(32 * SPLIT_WARPS)
+extern "C" __global__ void __launch_bounds__(32 * SPLIT_WARPS, 2)
     attention_split(float* __restrict__ dst, const float* __restrict__ q,
                     const u16* __restrict__ k, const u16* __restrict__ v,
                     const u16* __restrict__ mask, float* __restrict__ scratch, i64 n_tokens,

@@ -222,15 +222,15 @@ DEVICE void multiply_quantised(float* dst, const u8* w, const u8* x, i64 rows, i
         i64 cols, i64 n_tokens) {                                                               \
         multiply_quantised<TYPE, N, ROWS, UNROLL>(dst, w, x, rows, cols, n_tokens);             \
     }
-#define ALL(KIND, TYPE, UNROLL)                                                                 \
-    KIND(TYPE, 1, 2, UNROLL) KIND(TYPE, 4, 2, 1) KIND(TYPE, 8, 4, 1)
+#define ALL(KIND, TYPE, UNROLL, ROWS_8)                                                         \
+    KIND(TYPE, 1, 2, UNROLL) KIND(TYPE, 4, 2, 1) KIND(TYPE, 8, ROWS_8, 1)
 
-ALL(FLOAT, F32, 2)
-ALL(FLOAT, F16, 4)
-ALL(FLOAT, BF16, 4)
-ALL(QUANTISED, Q8_0, 2)
-ALL(QUANTISED, Q4_0, 4)
-ALL(QUANTISED, MXFP4, 4)
-ALL(QUANTISED, Q4_K, 2)
-ALL(QUANTISED, Q5_K, 2)
-ALL(QUANTISED, Q6_K, 2)
+ALL(FLOAT, F32, 2, 4)
+ALL(FLOAT, F16, 4, 4)
+ALL(FLOAT, BF16, 4, 4)
+ALL(QUANTISED, Q8_0, 2, 4)
+ALL(QUANTISED, Q4_0, 4, 4)
+ALL(QUANTISED, MXFP4, 4, 4)
+ALL(QUANTISED, Q4_K, 2, 2)
+ALL(QUANTISED, Q5_K, 2, 2)
+ALL(QUANTISED, Q6_K, 2, 2)

@@ -15,7 +15,7 @@ from kernel_runs import run, run_lanes, written_by
 
 from workbench.backend import args, cpu
 from workbench.graph import ops
-from workbench.graph.ir import F16, F32, I32, I64, WEIGHT_DTYPES, Node, Tensor
+from workbench.graph.ir import F16, F32, I32, I64, QUANTISED, WEIGHT_DTYPES, Node, Tensor
 from workbench.model.quants import dequantize, quantize_activations, random_blocks
 
 RNG = np.random.default_rng(7)
@@ -133,6 +133,11 @@ def test_get_rows_gives_the_reference_bits(name: str) -> None:
     out = run_lanes(ops.make("get_rows", "y", table, t), {table: raw, t: ids})
     twin = dequantize(raw, table.dtype, (11, 512))[ids]
     assert np.array_equal(out, twin.view(np.uint8).reshape(-1))
+    if table.dtype in QUANTISED:
+        packed = np.zeros(cpu.repacked_bytes(table.dtype, 11, 512, "rows16"), np.uint8)
+        cpu.repack(packed.ctypes.data, raw.ctypes.data, table.dtype, 11, 512, "rows16")
+        node = ops.make("get_rows", "y", table, t)
+        assert np.array_equal(run(node, {table: packed, t: ids}, layout="rows16"), out)
     other = gguf.dequantize(raw, gguf.GGMLQuantizationType[name]).reshape(11, 512)[ids]
     assert np.array_equal(floats(out, (5, 512)), other)
 

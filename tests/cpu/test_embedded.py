@@ -362,10 +362,11 @@ def queue_work(ring, lanes: int, sink: np.ndarray, n: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_the_device_runs_while_python_has_the_gil(lanes, no_handover):
-    """5 ms of kernels are queued; the host then does nothing but Python, and never gives the GIL up.
+    """5 ms of kernels are queued; the host then does nothing but Python and never gives the GIL up.
 
-    A worker that needs the GIL would not run one kernel. How fast ours is beside a busy host is the
-    next test's matter: on a loaded machine, the host's 5 ms here become as many as the device needs.
+    A worker that needs the GIL would not run one kernel. How fast ours is beside a busy host is
+    the next test's matter: where the machine is loaded, the host's 5 ms become as many as the
+    device needs.
     """
     backend = open_backend(threads=lanes)
     ring, sink = backend.streams[0], np.zeros(64, np.int64)

@@ -13,7 +13,18 @@ import pytest
 from workbench.backend import cuda, kernels
 from workbench.backend.args import pack
 from workbench.errors import DeviceError
-from workbench.graph.ir import F16, F32, I32, I64, Q8_ACT, QUANTISED, WEIGHT_DTYPES, Kind, Tensor
+from workbench.graph.ir import (
+    DTYPES,
+    F16,
+    F32,
+    I32,
+    I64,
+    Q8_ACT,
+    QUANTISED,
+    WEIGHT_DTYPES,
+    Kind,
+    Tensor,
+)
 from workbench.graph.ops import OPS, make
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -98,8 +109,11 @@ MACROS = {
 def test_constants_are_those_of_the_sources():
     text = {p.stem: p.read_text() for p in kernels.source_files()}
     warps = int(re.search(r"#define WARPS (\d+)", text["mul_mat"])[1])
-    made = re.findall(r"KIND\(TYPE, (\d+), (\d+),", text["mul_mat"])
-    assert {int(n): warps * int(rows) for n, rows in made} == kernels.MUL_MAT_ROWS
+    made = dict(re.findall(r"KIND\(TYPE, (\d+), (\w+),", text["mul_mat"]))
+    for name, rows_8 in re.findall(r"^ALL\(\w+, (\w+), \d, (\d)\)", text["mul_mat"], re.M):
+        found = {int(n): warps * int(rows.replace("ROWS_8", rows_8)) for n, rows in made.items()}
+        k_type = DTYPES[name].block == 256
+        assert found == (kernels.MUL_MAT_ROWS_K if k_type else kernels.MUL_MAT_ROWS)
     split = int(re.search(r"#define SPLIT_WARPS (\d+)", text["attention"])[1])
     assert 32 * split == kernels.SPLIT_THREADS
     assert int(re.search(r"#define HEADS (\d+)", text["rope"])[1]) == kernels.ROPE_HEADS

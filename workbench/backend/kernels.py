@@ -163,8 +163,9 @@ class Kernel(NamedTuple):
     args: Args
 
 
-# mul_mat: tokens together -> rows of a block (4 warps); more tokens are tiles of the last
+# mul_mat: rows of a block (4 warps) by tokens together; more tokens are tiles of 8
 MUL_MAT_ROWS = {1: 8, 4: 8, 8: 16}
+MUL_MAT_ROWS_K = {1: 8, 4: 8, 8: 8}  # types with blocks of 256: their units need more registers
 ROPE_HEADS, ROPE_THREADS = 4, 64  # rope: heads and threads of a block
 FEW_TOKENS, SPLIT_THREADS = 8, 512  # attention: up to so many tokens attention_split
 SHARE_CELLS, MOST_SHARES = 256, 32  # attention_split: least cells of a share, most shares
@@ -222,7 +223,8 @@ def _quantize(node: Node, a: Args) -> list[Kernel]:
 def _mul_mat(node: Node, a: Args) -> list[Kernel]:
     rows, tokens = int(a[3]), int(a[5])
     together = 1 if tokens == 1 else 4 if tokens <= 4 else 8
-    blocks = _blocks(rows, MUL_MAT_ROWS[together]) * _blocks(tokens, together)
+    per_block = MUL_MAT_ROWS_K if node.inputs[0].dtype.block == 256 else MUL_MAT_ROWS
+    blocks = _blocks(rows, per_block[together]) * _blocks(tokens, together)
     return [Kernel("mul_mat", f"{'_'.join(variant(node))}_n{together}", (blocks, 1), 128, a)]
 
 

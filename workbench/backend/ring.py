@@ -106,6 +106,8 @@ def run_lane(control, until, yield_ns):
     while load(control + STATE) == OPEN and load(control + COMPLETED) < until:
         claim = load(control + CLAIM)
         entry, part = claim >> PART_BITS, claim & MAX_PARTS
+        if entry >= until:
+            return  # completed since the test above
         if load(control + ISSUED) <= entry:
             await_value(control + ISSUED, entry + 1, yield_ns, FOREVER)
             continue

@@ -17,11 +17,11 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING
 
-from workbench.graph.ir import QUANTISED, DType, Node
+from workbench.graph.ir import DTYPES, QUANTISED, DType, Node
 
 if TYPE_CHECKING:
-    from workbench.backend.cpu.compile import Body
     from workbench.backend.cpu.isa import Isa
+    from workbench.backend.cpu.vector import Body
 
 GROUP = 16
 LAYOUTS = ("file", "rows16")
@@ -46,7 +46,7 @@ def _body(variant: tuple[str, ...], layout: str, isa: Isa) -> Body:
         unit = {**matvec.UNITS, **matvec_kquants.UNITS}[dtype]
         return matvec.quantised_body(dtype, layout, isa, unit)
     if op == "get_rows":
-        return get_rows.get_rows_body(variant[1])
+        return get_rows.get_rows_body(variant[1], layout)
     if op == "repack":
         return interleave.repack_body(interleave.FORMATS[variant[1]])
     return {
@@ -71,7 +71,8 @@ def kernel(variant: tuple[str, ...], layout: str = "file", isa: str | None = Non
     from workbench.backend.cpu import compile as compiler
     from workbench.backend.cpu.isa import ISAS
 
-    if layout != "file" and (layout not in LAYOUTS or variant[0] != "mul_mat"):
+    quantised = variant[0] in ("mul_mat", "get_rows") and DTYPES[variant[1]] in QUANTISED
+    if layout not in (LAYOUTS if quantised else LAYOUTS[:1]):
         raise KeyError((variant, layout))
     chosen = ISAS[isa] if isa else compiler.host_isa()
     name = "_".join((*variant, layout, chosen.name))

@@ -7,7 +7,6 @@ a call of the intrinsic that writes its code; numba compiles, links and caches i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import FunctionType
@@ -17,9 +16,7 @@ from numba import cfunc, types
 from numba.extending import intrinsic
 
 from workbench.backend.cpu.isa import Isa, choose
-from workbench.backend.cpu.vector import Emit, Value
-
-Body = Callable[[Emit, Value, Value, Value], None]  # emit, args, lane, n_lanes
+from workbench.backend.cpu.vector import Body, Emit, Value
 
 
 @cache

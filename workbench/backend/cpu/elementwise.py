@@ -6,13 +6,15 @@ single one at the end go through the same arithmetic, so results do not depend o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from workbench.backend.cpu.mathfn import exp, sine_cosine
-from workbench.backend.cpu.vector import Emit, Value
+from workbench.backend.cpu.vector import Body, Emit, Value
 
 LANES = 16  # float32 elements worked on together; narrower machines split them
 
 
-def binary_body(combine):
+def binary_body(combine: Callable[[Value, Value], Value]) -> Body:
     """Kernel: dst = combine(a, b), b one row for all or as many rows as a."""
 
     def body(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:

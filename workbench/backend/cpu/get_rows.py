@@ -1,16 +1,16 @@
 """get_rows: rows of a weight table, dequantised to float32.
 
-Block formats lie as in the file. The arithmetic, and so every bit, is that of ggml's reference
-dequantisation (`ggml-quants.c`, and its NumPy twin in the `gguf` package).
+A table in layout rows16 has its blocks put together again, one by one. The arithmetic, and so every
+bit, is that of ggml's reference dequantisation (`ggml-quants.c`; in NumPy, the `gguf` package).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from workbench.backend.cpu.interleave import FORMATS
+from workbench.backend.cpu.interleave import FORMATS, GROUP, unpack_block
 from workbench.backend.cpu.matvec import FLOAT_LOADS, e8m0_half
-from workbench.backend.cpu.vector import Emit, Value
+from workbench.backend.cpu.vector import Body, Emit, Value
 
 _E2M1 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 
@@ -88,28 +88,38 @@ DEQUANTISE: dict[str, Callable[[Emit, Value, Value], None]] = {
 }
 
 
-def get_rows_body(dtype: str):
+def get_rows_body(dtype: str, layout: str) -> Body:
     """Kernel get_rows for tables of `dtype`. Lanes share ids; an id outside the table gives NaN."""
 
-    def copy_row(e: Emit, dst: Value, source: Value, cols: Value) -> None:
+    def row_bytes(cols: Value) -> Value:
         if dtype in FLOAT_LOADS:
-            size, load = FLOAT_LOADS[dtype]
+            return cols * FLOAT_LOADS[dtype][0]
+        return cols // FORMATS[dtype].cols * FORMATS[dtype].block_bytes
 
-            def step(c: Value, n: int) -> None:
-                e.store(load(e, source + c * size, n), dst + c * 4)
+    def float_row(e: Emit, dst: Value, table: Value, index: Value, cols: Value) -> None:
+        size, load = FLOAT_LOADS[dtype]
+        source = table + index * row_bytes(cols)
 
-            e.flat_loops(e.const("i64", 0), cols, 16, step)
-            return
+        def step(c: Value, n: int) -> None:
+            e.store(load(e, source + c * size, n), dst + c * 4)
+
+        e.flat_loops(e.const("i64", 0), cols, 16, step)
+
+    def block_row(e: Emit, dst: Value, table: Value, index: Value, cols: Value) -> None:
         fmt = FORMATS[dtype]
+        packed = layout == "rows16"
+        source = table + (index // GROUP * GROUP if packed else index) * row_bytes(cols)
+        block = e.stack(fmt.block_bytes)
         with e.loop(0, cols // fmt.cols) as b:
-            DEQUANTISE[dtype](e, source + b * fmt.block_bytes, dst + b * (fmt.cols * 4))
+            if packed:
+                unit = source + b * (fmt.block_bytes * GROUP)
+                unpack_block(e, fmt, unit, index % GROUP, block)
+            at = block if packed else source + b * fmt.block_bytes
+            DEQUANTISE[dtype](e, at, dst + b * (fmt.cols * 4))
 
     def body(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
         dst, table, ids, n_ids, cols, table_rows = e.arguments(args, "iiiiii")
-        if dtype in FLOAT_LOADS:
-            row_bytes = cols * FLOAT_LOADS[dtype][0]
-        else:
-            row_bytes = cols // FORMATS[dtype].cols * FORMATS[dtype].block_bytes
+        copy_row = float_row if dtype in FLOAT_LOADS else block_row
         start, stop = e.share(n_ids, lane, n_lanes)
         with e.loop(start, stop) as i:
             index = e.load("i32", ids + i * 4).to("i64")
@@ -117,7 +127,7 @@ def get_rows_body(dtype: str):
             # as an unsigned number, a negative id lies past the end too
             with e.when_else(index.to("u64").compare("<", table_rows)) as (inside, outside):
                 with inside:
-                    copy_row(e, target, table + index * row_bytes, cols)
+                    copy_row(e, target, table, index, cols)
                 with outside, e.loop(0, cols) as c:
                     e.store(e.const("f32", float("nan")), target + c * 4)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from workbench.backend.cpu.vector import Emit, Value
+from workbench.backend.cpu.vector import Body, Emit, Value
 
 GROUP = 16  # rows interleaved
 
@@ -44,7 +44,9 @@ FORMATS = {
 }
 
 
-def row_addresses(e: Emit, base: Value, first: Value, n_rows: Value, row_bytes: Value):
+def row_addresses(
+    e: Emit, base: Value, first: Value, n_rows: Value, row_bytes: Value
+) -> list[Value]:
     """Addresses of rows first..first+15, the last row standing in for rows past the end."""
     last = n_rows - 1
     return [base + e.min(first + r, last) * row_bytes for r in range(GROUP)]
@@ -62,6 +64,16 @@ def pack_unit(e: Emit, fmt: Format, dst: Value, rows: list[Value], offset: Value
             e.store(column, dst + (fmt.head_bytes + 64 * (word + i)))
 
 
+def unpack_block(e: Emit, fmt: Format, packed: Value, lane: Value, dst: Value) -> None:
+    """Write the file block of row `lane` (0..15) of the packed unit at `packed` to `dst`."""
+    if fmt.head_kind:
+        size = fmt.head_bytes // GROUP
+        e.store(e.load(fmt.head_kind, packed + lane * size), dst + fmt.head_at)
+    for word in range(fmt.n_words):
+        value = e.load("u32", packed + lane * 4 + (fmt.head_bytes + 64 * word))
+        e.store(value, dst + (fmt.words_at + 4 * word))
+
+
 def _transpose(fours: list[Value]) -> list[Value]:
     """16 rows of 4 words to 4 columns of 16 words."""
     pairs = [a.shuffle(range(8), b) for a, b in zip(fours[0::2], fours[1::2], strict=True)]
@@ -72,7 +84,7 @@ def _transpose(fours: list[Value]) -> list[Value]:
     return [upper[w // 2].shuffle(halves[w % 2], lower[w // 2]) for w in range(4)]
 
 
-def repack_body(fmt: Format):
+def repack_body(fmt: Format) -> Body:
     """Kernel: dst, src, n_rows, cols. Lanes share the groups of rows."""
 
     def body(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from workbench.backend.cpu.interleave import FORMATS, GROUP, Format, pack_unit, row_addresses
 from workbench.backend.cpu.isa import Isa, dot4, pair_sums
-from workbench.backend.cpu.vector import Emit, Value, Variable
+from workbench.backend.cpu.vector import Body, Emit, Value, Variable
 
 CHUNK = 64  # tokens whose activations stay in the second cache level while all rows pass
 TILE_COLS = 256  # columns packed at a time where weights lie as in the file
@@ -37,6 +37,9 @@ class Token(NamedTuple):
     sums: Value
 
 
+Words = Callable[[int], Value]  # c -> columns 4c..4c+3 of 16 rows, as bytes x64
+
+
 class Dot(NamedTuple):
     """What is needed to multiply one packed unit: `unit(dot, packed, sub, accumulators)`."""
 
@@ -44,7 +47,7 @@ class Dot(NamedTuple):
     isa: Isa
     tokens: list[Token]
 
-    def sub_block(self, sub: Value, words: Callable[[int], Value], offset: int) -> list[Value]:
+    def sub_block(self, sub: Value, words: Words, offset: int) -> list[Value]:
         """Per token: the i32 x16 sums over 32 columns of (words - offset) * quants.
 
         words(c) gives columns 4c..4c+3 of 16 rows. sub: index of the block of 32.
@@ -58,7 +61,9 @@ class Dot(NamedTuple):
         ]
         return self.add_products(sums, sub, words, range(8))
 
-    def add_products(self, sums: list[Value], sub: Value, words, columns) -> list[Value]:
+    def add_products(
+        self, sums: list[Value], sub: Value, words: Words, columns: range
+    ) -> list[Value]:
         """Add the products of the given words (4 columns each) to the sums of every token."""
         for c in columns:
             w = words(c)
@@ -102,7 +107,7 @@ def q8_0(dot: Dot, packed: Value, sub: Value, acc: list[Variable]) -> None:
     _add_scaled(dot, sums, _half_scales(dot, packed), sub, acc)
 
 
-def _from_nibbles(dot: Dot, first: Value, decode) -> Callable[[int], Value]:
+def _from_nibbles(dot: Dot, first: Value, decode: Callable[[Value], Value]) -> Words:
     """Columns 0..15 lie in the low halves of 4 words, columns 16..31 in the high ones."""
     raw = [dot.e.load("u32", first + 64 * c, GROUP) for c in range(4)]
     return lambda c: decode(nibbles(raw[c % 4], c // 4))
@@ -147,7 +152,9 @@ def mxfp4(dot: Dot, packed: Value, sub: Value, acc: list[Variable]) -> None:
 UNITS: dict[str, Unit] = {"Q8_0": q8_0, "Q4_0": q4_0, "MXFP4": mxfp4}
 
 
-def token_blocks(e: Emit, start: Value, stop: Value, most: int, block) -> None:
+def token_blocks(
+    e: Emit, start: Value, stop: Value, most: int, block: Callable[[list[Value]], None]
+) -> None:
     """block(tokens) over tokens start..stop-1, where tokens are 1, 4 or `most` indices.
 
     A last block that is not full repeats its last token: same values to the same place.
@@ -162,7 +169,7 @@ def token_blocks(e: Emit, start: Value, stop: Value, most: int, block) -> None:
         block([e.min(t + i, stop - 1) for i in range(4)])
 
 
-def quantised_body(dtype: str, layout: str, isa: Isa, unit: Unit):
+def quantised_body(dtype: str, layout: str, isa: Isa, unit: Unit) -> Body:
     """Kernel mul_mat for a quantised type; layout is file or rows16."""
     fmt = FORMATS[dtype]
     unit_bytes = fmt.block_bytes * GROUP
@@ -248,7 +255,7 @@ def load_f32(e: Emit, at: Value, n: int) -> Value:
 FLOAT_LOADS = {"F32": (4, load_f32), "F16": (2, load_f16), "BF16": (2, load_bf16)}
 
 
-def float_body(dtype: str, isa: Isa):
+def float_body(dtype: str, isa: Isa) -> Body:
     """Kernel mul_mat for F32, F16 or BF16 weights; lanes share groups of FLOAT_ROWS rows."""
     size, load = FLOAT_LOADS[dtype]
     n = isa.float_lanes

@@ -6,9 +6,11 @@ every 32, so integer sums end there and are added up as float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from workbench.backend.cpu.interleave import GROUP
 from workbench.backend.cpu.isa import pair_sums
-from workbench.backend.cpu.matvec import Dot, Unit, nibbles
+from workbench.backend.cpu.matvec import Dot, Unit, Words, nibbles
 from workbench.backend.cpu.vector import Value, Variable
 
 
@@ -33,7 +35,13 @@ def six_bit_scales(words: tuple[Value, Value, Value], j: int) -> tuple[Value, Va
     )
 
 
-def _with_mins(dot: Dot, packed: Value, sub: Value, acc: list[Variable], words_of) -> None:
+def _with_mins(
+    dot: Dot,
+    packed: Value,
+    sub: Value,
+    acc: list[Variable],
+    words_of: Callable[[Value, int], Words],
+) -> None:
     """acc += x_scale * (d * scale * sum(q * x) - dmin * min * sum(x)), per block of 32 columns.
 
     words_of(pair, odd) gives the words of sub-block 2 * pair + odd of 256 columns. All scales are
@@ -63,7 +71,7 @@ def _with_mins(dot: Dot, packed: Value, sub: Value, acc: list[Variable], words_o
 
 
 def q4_k(dot: Dot, packed: Value, sub: Value, acc: list[Variable]) -> None:
-    def words_of(pair: Value, odd: int):
+    def words_of(pair: Value, odd: int) -> Words:
         return lambda c: nibbles(_word(dot, packed, pair * 8 + (4 + c)), odd)
 
     _with_mins(dot, packed, sub, acc, words_of)
@@ -72,7 +80,7 @@ def q4_k(dot: Dot, packed: Value, sub: Value, acc: list[Variable]) -> None:
 def q5_k(dot: Dot, packed: Value, sub: Value, acc: list[Variable]) -> None:
     """Bit j of a byte of the fifth bits belongs to sub-block j."""
 
-    def words_of(pair: Value, odd: int):
+    def words_of(pair: Value, odd: int) -> Words:
         by = (pair * 2 + odd).to("u32")
 
         def words(c: int) -> Value:
@@ -117,7 +125,7 @@ def q6_k(dot: Dot, packed: Value, sub: Value, acc: list[Variable]) -> None:
 
 
 def _q6_k_block(
-    dot: Dot, d: Value, four_scales: Value, odd: int, sub: Value, words, acc: list[Variable]
+    dot: Dot, d: Value, four_scales: Value, odd: int, sub: Value, words: Words, acc: list[Variable]
 ) -> None:
     """32 columns: two halves of 16, each with its own integer scale, then one float product."""
     halves = []

@@ -21,8 +21,9 @@ for by name, and sums have the order in which they are written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -34,7 +35,8 @@ _LL: dict[str, ir.Type] = {
     "f16": ir.HalfType(), "f32": ir.FloatType(), "f64": ir.DoubleType(),
 }  # fmt: skip
 _BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
-Operand = "Value | int | float"
+Operand: TypeAlias = "Value | int | float"
+Body: TypeAlias = "Callable[[Emit, Value, Value, Value], None]"  # emit, args, lane, n_lanes
 
 
 def size_of(kind: str) -> int:
@@ -62,7 +64,7 @@ class Value:
     def is_float(self) -> bool:
         return self.kind[0] == "f"
 
-    def _binary(self, other, name: str, swap: bool = False) -> Value:
+    def _binary(self, other: Operand, name: str, swap: bool = False) -> Value:
         a, b = self, self.emit.like(self, other)
         if isinstance(other, Value) and other.n > self.n:
             a, b = self.emit.splat(self, other.n), other
@@ -70,47 +72,47 @@ class Value:
             a, b = b, a
         return Value(self.emit, a.kind, a.n, getattr(self.emit.builder, name)(a.ll, b.ll))
 
-    def __add__(self, other) -> Value:
+    def __add__(self, other: Operand) -> Value:
         return self._binary(other, "fadd" if self.is_float else "add")
 
-    def __sub__(self, other) -> Value:
+    def __sub__(self, other: Operand) -> Value:
         return self._binary(other, "fsub" if self.is_float else "sub")
 
-    def __rsub__(self, other) -> Value:
+    def __rsub__(self, other: Operand) -> Value:
         return self._binary(other, "fsub" if self.is_float else "sub", swap=True)
 
-    def __mul__(self, other) -> Value:
+    def __mul__(self, other: Operand) -> Value:
         return self._binary(other, "fmul" if self.is_float else "mul")
 
     __radd__ = __add__
     __rmul__ = __mul__
 
-    def __truediv__(self, other) -> Value:
+    def __truediv__(self, other: Operand) -> Value:
         return self._binary(other, "fdiv")
 
-    def __floordiv__(self, other) -> Value:
+    def __floordiv__(self, other: Operand) -> Value:
         """Integer division, truncating; both operands are counts, so never negative."""
         return self._binary(other, "udiv")
 
-    def __mod__(self, other) -> Value:
+    def __mod__(self, other: Operand) -> Value:
         return self._binary(other, "urem")
 
-    def __and__(self, other) -> Value:
+    def __and__(self, other: Operand) -> Value:
         return self._binary(other, "and_")
 
-    def __or__(self, other) -> Value:
+    def __or__(self, other: Operand) -> Value:
         return self._binary(other, "or_")
 
-    def __xor__(self, other) -> Value:
+    def __xor__(self, other: Operand) -> Value:
         return self._binary(other, "xor")
 
-    def __lshift__(self, other) -> Value:
+    def __lshift__(self, other: Operand) -> Value:
         return self._binary(other, "shl")
 
-    def __rshift__(self, other) -> Value:
+    def __rshift__(self, other: Operand) -> Value:
         return self._binary(other, "ashr" if self.kind[0] == "i" else "lshr")
 
-    def compare(self, op: str, other) -> Value:
+    def compare(self, op: str, other: Operand) -> Value:
         """Condition `self op other`; op is one of < <= == != > >=. NaN compares false, but !=."""
         b = self.emit.like(self, other)
         build = self.emit.builder
@@ -188,7 +190,7 @@ class Emit:
         self.builder = builder
 
     # values
-    def const(self, kind: str, number, n: int = 1) -> Value:
+    def const(self, kind: str, number: float | Sequence[float], n: int = 1) -> Value:
         """`number` (or a sequence of n numbers) as a constant."""
         ll = ll_type(kind, n)
         if n == 1:
@@ -205,7 +207,7 @@ class Emit:
         )
         return Value(self, scalar.kind, n, one).shuffle([0] * n)
 
-    def like(self, model: Value, other) -> Value:
+    def like(self, model: Value, other: Operand) -> Value:
         """`other` as a value of the model's kind, splatted to its width."""
         if not isinstance(other, Value):
             return self.const(model.kind, other, model.n)
@@ -249,7 +251,7 @@ class Emit:
 
     # control
     @contextmanager
-    def loop(self, start, stop: Value, step: int = 1) -> Iterator[Value]:
+    def loop(self, start: Operand, stop: Value, step: int = 1) -> Iterator[Value]:
         """`for i in range(start, stop, step)`; yields i (i64)."""
         build = self.builder
         first = self.like(stop, start)
@@ -283,7 +285,9 @@ class Emit:
         """The lane's part start..stop-1 of n items."""
         return n * lane // n_lanes, n * (lane + 1) // n_lanes
 
-    def flat_loops(self, start: Value, stop: Value, width: int, body) -> None:
+    def flat_loops(
+        self, start: Value, stop: Value, width: int, body: Callable[[Value, int], None]
+    ) -> None:
         """body(i, width) over whole vectors from start, then body(i, 1) over what is left."""
         whole = start + ((stop - start) // width) * width
         with self.loop(start, whole, width) as i:
@@ -304,16 +308,16 @@ class Emit:
         suffix = ("" if a.n == 1 else f"v{a.n}") + a.kind.replace("u", "i")
         return self.call(f"llvm.{name}.{suffix}", a.kind, a.n, *args)
 
-    def fma(self, a, b, c: Value) -> Value:
+    def fma(self, a: Operand, b: Operand, c: Value) -> Value:
         """a * b + c, rounded once."""
         return self._generic("fma", self.like(c, a), self.like(c, b), c)
 
-    def min(self, a: Value, b) -> Value:
+    def min(self, a: Value, b: Operand) -> Value:
         """Of floats: the other one where one is NaN."""
         b = self.like(a, b)
         return self._generic("minnum" if a.is_float else f"{a.kind[0].replace('i', 's')}min", a, b)
 
-    def max(self, a: Value, b) -> Value:
+    def max(self, a: Value, b: Operand) -> Value:
         """Of floats: the other one where one is NaN."""
         b = self.like(a, b)
         return self._generic("maxnum" if a.is_float else f"{a.kind[0].replace('i', 's')}max", a, b)
@@ -327,14 +331,14 @@ class Emit:
     def round_even(self, a: Value) -> Value:
         return self._generic("roundeven", a)
 
-    def select(self, condition: Value, a: Value, b) -> Value:
+    def select(self, condition: Value, a: Value, b: Operand) -> Value:
         """a where the condition holds, else b."""
         b = self.like(a, b)
         if condition.n == 1 or condition.n == a.n:
             return Value(self, a.kind, a.n, self.builder.select(condition.ll, a.ll, b.ll))
         raise TypeError("a mask must be as wide as what it selects")
 
-    def reduce(self, a: Value, combine) -> Value:
+    def reduce(self, a: Value, combine: Callable[[Value, Value], Value]) -> Value:
         """All elements of a combined by halves: a tree, so the order is fixed."""
         while a.n > 1:
             half = a.n // 2
