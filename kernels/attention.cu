@@ -17,7 +17,7 @@
 #include "common.cuh"
 
 #define SPLIT_WARPS 16
-#define IN_FLIGHT 4  // cells requested by a group of lanes before the first is used
+#define IN_FLIGHT 2  // cells requested by a group of lanes before the first is used
 
 // Per share: head_dim sums, then the maximum and the sum of weights.
 DEVICE i64 share_floats(i64 head_dim) { return head_dim + 2; }

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-BACKEND = ("args", "base", "cuda", "cuda_driver", "issue", "kernels")
+BACKEND = ("args", "cuda", "cuda_driver", "kernels")
 
 
 def source_hash() -> str:

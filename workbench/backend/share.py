@@ -9,7 +9,7 @@ from pathlib import Path
 
 from workbench.backend import cpu
 from workbench.backend.args import AddressOf, Args, pack, variant
-from workbench.backend.cpu.compile import host_isa
+from workbench.backend.cpu.compile import host_isas
 from workbench.backend.ring import MAX_PARTS
 from workbench.errors import DeviceError
 from workbench.graph import ops
@@ -40,7 +40,7 @@ def cpu_name() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name} ({host_isa().name})"
+    return f"{name} ({host_isas()[0].name})"
 
 
 def n_parts(node: Node, lanes: int) -> int:

@@ -23,8 +23,9 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
 * attention: softmax(scale * q.k + mask) v over cells 0..n_kv-1, query head h reading kv head
   h // (heads / kv_heads). mask is 0 or -inf; a row all -inf gives zeros.
 * swiglu: silu(gate) * up.
-* quantize: per block of 32, scale = max|x| / 127, quants = round-half-even(x / scale); scale 0
-  gives quants 0.
+* quantize: per block of 32, scale = max|x| / 127, quants = round-half-even(x / scale) clamped to
+  +-127 (which only a subnormal scale can exceed); scale 0 gives quants 0.
+* get_rows: an id outside the table gives a row of NaN; the engine refuses such ids before that.
 """
 
 from __future__ import annotations

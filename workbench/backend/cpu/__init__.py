@@ -74,7 +74,7 @@ def kernel(variant: tuple[str, ...], layout: str = "file", isa: str | None = Non
     quantised = variant[0] in ("mul_mat", "get_rows") and DTYPES[variant[1]] in QUANTISED
     if layout not in (LAYOUTS if quantised else LAYOUTS[:1]):
         raise KeyError((variant, layout))
-    chosen = ISAS[isa] if isa else compiler.host_isa()
+    chosen = ISAS[isa] if isa else compiler.host_isas()[0]
     name = "_".join((*variant, layout, chosen.name))
     return compiler.compile_kernel(name, _body(variant, layout, chosen))
 

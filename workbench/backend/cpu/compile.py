@@ -15,14 +15,14 @@ import llvmlite.binding as llvm
 from numba import cfunc, types
 from numba.extending import intrinsic
 
-from workbench.backend.cpu.isa import Isa, choose
+from workbench.backend.cpu.isa import Isa, available
 from workbench.backend.cpu.vector import Body, Emit, Value
 
 
 @cache
-def host_isa() -> Isa:
-    """What kernels are compiled for on this machine."""
-    return choose(dict(llvm.get_host_cpu_features()))
+def host_isas() -> list[Isa]:
+    """What this machine can run; kernels are compiled for the first."""
+    return available(dict(llvm.get_host_cpu_features()))
 
 
 @cache

@@ -6,17 +6,18 @@ choice may be made at compile time. All forms give the same integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from workbench.backend.cpu.vector import Emit, Value
 
 
 class Isa(NamedTuple):
-    """name; dot: how to multiply bytes; float_lanes: float32 elements of one register;
-    tokens: tokens worked on together where there are many."""
+    """name; needs: CPU features (LLVM's names); dot: how to multiply bytes; float_lanes: float32
+    elements of one register; tokens: tokens worked on together where there are many."""
 
     name: str
+    needs: tuple[str, ...]
     dot: str
     float_lanes: int
     tokens: int
@@ -27,30 +28,21 @@ class Isa(NamedTuple):
         return self.dot.startswith("vpdpbusd")
 
 
-ISAS = {
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512vnni")
+ISAS = {  # the best first
     isa.name: isa
     for isa in (
-        Isa("avx512vnni", "vpdpbusd.512", 16, 8),
-        Isa("avxvnni", "vpdpbusd.256", 8, 4),
-        Isa("avx2", "vpmaddubsw", 8, 4),
-        Isa("generic", "generic", 8, 4),
+        Isa("avx512vnni", _AVX512, "vpdpbusd.512", 16, 8),
+        Isa("avxvnni", ("avx2", "fma", "avxvnni"), "vpdpbusd.256", 8, 4),
+        Isa("avx2", ("avx2", "fma"), "vpmaddubsw", 8, 4),
+        Isa("generic", (), "generic", 8, 4),
     )
 }
 
 
-def choose(features: dict[str, bool]) -> Isa:
-    """The best Isa for a CPU with these features (names as LLVM's)."""
-
-    def has(*names: str) -> bool:
-        return all(features.get(name, False) for name in names)
-
-    if has("avx512f", "avx512bw", "avx512vl", "avx512vnni"):
-        return ISAS["avx512vnni"]
-    if has("avx2", "avxvnni"):
-        return ISAS["avxvnni"]
-    if has("avx2", "fma"):
-        return ISAS["avx2"]
-    return ISAS["generic"]
+def available(features: Mapping[str, bool]) -> list[Isa]:
+    """What a CPU with these features can run, the best first."""
+    return [isa for isa in ISAS.values() if all(features.get(f, False) for f in isa.needs)]
 
 
 def _vpdpbusd(e: Emit, acc: Value, w: Value, x: Value, bits: int, family: str) -> Value:
