@@ -9,7 +9,7 @@ import pytest
 from numba import cfunc
 
 from workbench.backend.embedded import open_backend
-from workbench.backend.ring import KERNEL
+from workbench.backend.loops import KERNEL
 from workbench.program.commands import Space
 
 CHAIN = 1000

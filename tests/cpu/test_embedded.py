@@ -1,4 +1,4 @@
-"""The embedded device keeps a GPU's contract: order, late reads, events, and no GIL in its workers.
+"""The embedded device keeps a GPU's contract: order, late reads, events, a clean end.
 
 Own small kernels stand in for the real ones where only order matters; the device runs both alike.
 """
@@ -6,72 +6,19 @@ Own small kernels stand in for the real ones where only order matters; the devic
 from __future__ import annotations
 
 import _thread
-import os
 import subprocess
 import sys
 import threading
 import time
-from typing import Any
 
 import numpy as np
 import pytest
-from numba import cfunc
+from device_kernels import address, append, count_parts, open_backend, rotate, spin
 
-from workbench.backend import embedded
-from workbench.backend.atomics import fetch_add, load, now_ns, put, store
 from workbench.backend.embedded import Event
-from workbench.backend.ring import KERNEL, MAX_ARGS, RING_SIZE
+from workbench.backend.loops import MAX_ARGS, RING_SIZE
 from workbench.errors import DeviceError
-from workbench.graph.ir import F16, F32, Q8_0, Kind, Tensor
-from workbench.graph.ops import make
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Space
-
-
-def open_backend(**options) -> Any:
-    return embedded.open_backend(**options)
-
-
-# test kernels ------------------------------------------------------------------------------------
-
-
-@cfunc(KERNEL, cache=True)
-def append(args, lane, n_lanes):
-    """args: log, value. log[0] counts the values behind it."""
-    log = load(args)
-    n = load(log) + 1
-    put(log + 8 * n, load(args + 8))
-    store(log, n)
-
-
-@cfunc(KERNEL, cache=True)
-def work(args, lane, n_lanes):
-    """args: sink, rounds. A chain of integer steps, shared evenly by the lanes."""
-    x = load(args) + lane
-    for _ in range(load(args + 8) // n_lanes):
-        x = x * 6364136223846793005 + 1442695040888963407
-        x ^= x >> 29
-    put(load(args) + 8 * lane, x)
-
-
-@cfunc(KERNEL, cache=True)
-def spin(args, lane, n_lanes):
-    """args: nanoseconds. Occupies its lane that long."""
-    end = now_ns() + load(args)
-    while now_ns() < end:
-        pass
-
-
-@cfunc(KERNEL, cache=True)
-def rotate(args, lane, n_lanes):
-    """args: words, shift. words[(lane + shift) % n_lanes] += 1, and not atomically."""
-    word = load(args) + 8 * ((lane + load(args + 8)) % n_lanes)
-    put(word, load(word) + 1)
-
-
-@cfunc(KERNEL, cache=True)
-def count_parts(args, lane, n_lanes):
-    """args: words. words[lane] += 1."""
-    fetch_add(load(args) + 8 * lane, 1)
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} lanes")
@@ -86,10 +33,6 @@ def two():
     backend = open_backend(threads=2)
     yield backend
     backend.close()
-
-
-def address(array: np.ndarray) -> int:
-    return int(array.ctypes.data)
 
 
 def pinned(backend, values) -> tuple:
@@ -306,129 +249,6 @@ def test_sync_stream_waits_for_what_was_queued(two):
     assert time.perf_counter_ns() - start >= 5_000_000
 
 
-# time --------------------------------------------------------------------------------------------
-
-
-def test_spans_are_on_the_host_clock(device):
-    before = time.perf_counter_ns()
-    begin = device.mark(COMPUTE_STREAM)
-    device.streams[0].push(spin.address, 1, (1_000_000,))
-    device.streams[0].push(spin.address, 2, (1_000_000,))
-    end = device.mark(COMPUTE_STREAM)
-    device.synchronize()
-    after = time.perf_counter_ns()
-    start_ns, end_ns = device.resolve(begin, end)
-    assert before <= start_ns < end_ns <= after
-    assert end_ns - start_ns >= 2_000_000
-    assert device.resolve(end, end) == (end_ns, end_ns)
-
-
-def test_marks_of_unfinished_work_are_refused(two):
-    with two.gate(0):
-        begin = two.mark(0)
-        two.streams[0].push(spin.address, 1, (0,))
-        end = two.mark(0)
-        with pytest.raises(DeviceError, match="no stamp"):
-            two.resolve(begin, end)
-
-
-def test_two_streams_run_side_by_side(two):
-    begin = [two.mark(s) for s in (0, 1)]
-    for ring in two.streams:
-        ring.push(spin.address, 1, (20_000_000,))
-    end = [two.mark(s) for s in (0, 1)]
-    two.synchronize()
-    (start0, end0), (start1, end1) = map(two.resolve, begin, end)
-    assert max(start0, start1) < min(end0, end1)
-
-
-@pytest.fixture
-def no_handover():
-    """Python keeps the GIL unless it asks for something that gives it up."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)
-    yield
-    sys.setswitchinterval(interval)
-
-
-def queue_work(ring, lanes: int, sink: np.ndarray, n: int) -> tuple[int, int]:
-    """Queues n kernels that keep one lane busy for about 50 us each: first entry, end."""
-    call = ring.prepare(work.address, 4 * lanes, (address(sink), 40_000))
-    first = ring.issued
-    for _ in range(n):
-        call()
-    return first, ring.issued
-
-
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_the_device_runs_while_python_has_the_gil(lanes, no_handover):
-    """5 ms of kernels are queued; the host then does nothing but Python and never gives the GIL up.
-
-    A worker that needs the GIL would not run one kernel. How fast ours is beside a busy host is
-    the next test's matter: where the machine is loaded, the host's 5 ms become as many as the
-    device needs.
-    """
-    backend = open_backend(threads=lanes)
-    ring, sink = backend.streams[0], np.zeros(64, np.int64)
-    start = time.perf_counter_ns()
-    first, end = queue_work(ring, lanes, sink, 100)
-    while (now := time.perf_counter_ns()) < start + 5_000_000 or (
-        ring.completed < end and now < start + 5_000_000_000
-    ):
-        pass
-    assert ring.completed == end
-    assert start <= ring.stamp(first)[0] < ring.stamp(end - 1)[1] <= time.perf_counter_ns()
-    backend.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_the_device_is_as_fast_beside_busy_python(lanes, no_handover):
-    """The kernels' spans lie within the time one lane needs with the host asleep, and a third more
-    (with one core, twice that: host and device share it). The best of up to 200 tries each, for the
-    machine may be busy with other things."""
-    backend, reference = open_backend(threads=lanes), open_backend(threads=1)
-    sink, cores = np.zeros(64, np.int64), len(os.sched_getaffinity(0))
-    allowed, tries = 1.35 if cores > 1 else 2.7, []
-    alone = best = 1 << 62
-    for _ in range(200):
-        ring = reference.streams[0]
-        first, end = queue_work(ring, 1, sink, 100)
-        ring.wait(end)
-        alone = min(alone, ring.stamp(end - 1)[1] - ring.stamp(first)[0])
-        ring = backend.streams[0]
-        start = time.perf_counter_ns()
-        first, end = queue_work(ring, lanes, sink, 100)
-        while time.perf_counter_ns() < start + allowed * alone:
-            pass
-        ring.wait(end)
-        tries.append(ring.stamp(end - 1)[1] - start)
-        best = min(best, tries[-1])
-        if best <= allowed * alone:
-            break
-    backend.close()
-    reference.close()
-    assert best <= allowed * alone, (alone, tries)
-
-
-def test_an_idle_device_costs_next_to_nothing(two):
-    two.streams[0].push(spin.address, 1, (0,))
-    two.synchronize()
-    time.sleep(0.02)  # past the time it stays awake
-    cpu, wall = time.process_time(), time.perf_counter()
-    time.sleep(0.5)
-    assert (time.process_time() - cpu) / (time.perf_counter() - wall) < 0.03
-
-
-def test_a_waiting_host_sleeps(two):
-    two.streams[0].push(spin.address, 1, (0,))
-    with two.gate(0) as gate:
-        threading.Timer(0.3, gate.open).start()
-        cpu = time.process_time()
-        two.synchronize()
-        assert time.process_time() - cpu < 0.05
-
-
 # ends --------------------------------------------------------------------------------------------
 
 
@@ -507,74 +327,3 @@ def test_options():
     assert backend.capabilities.n_streams == len(backend.streams)
     assert isinstance(backend.event(), Event)
     backend.close()
-
-
-# real kernels ------------------------------------------------------------------------------------
-
-
-def forward(backend, rng) -> bytes:
-    """A chain that splits: rms_norm, quantize, mul_mat with a Q8_0 weight, attention over it."""
-    tokens, cols, heads, n_kv = 5, 1024, 16, 256
-    x = Tensor("x", F32, (tokens, cols), Kind.INPUT)
-    w = Tensor("w", Q8_0, (cols, cols), Kind.WEIGHT)
-    k, v = (Tensor(n, F16, (n_kv, cols // 4), Kind.CACHE) for n in "kv")
-    mask = Tensor("mask", F16, (tokens, n_kv), Kind.INPUT)
-    norm = make("rms_norm", "norm", x, eps=1e-5)
-    quantised = make("quantize", "quantised", norm.output)
-    product = make("mul_mat", "product", w, quantised.output)
-    attention = make(
-        "attention", "attention", product.output.view(tokens, heads, cols // heads), k, v, mask,
-        n_kv=n_kv, n_head_kv=heads // 4, scale=0.125,
-    )  # fmt: skip
-    values = {
-        x: rng.standard_normal(x.shape, np.float32),
-        k: rng.standard_normal(k.shape, np.float32).astype(np.float16),
-        v: rng.standard_normal(v.shape, np.float32).astype(np.float16),
-        mask: np.zeros(mask.shape, np.float16),
-    }
-    blocks = np.zeros((cols * cols // 32, 34), np.uint8)
-    blocks[:, :2] = np.full(len(blocks), 0.01, np.float16).view(np.uint8).reshape(-1, 2)
-    blocks[:, 2:] = rng.integers(0, 256, (len(blocks), 32), np.uint8)
-    memory = {w: backend.load_weight(w, blocks.reshape(-1))}
-    for tensor, value in values.items():
-        staging = backend.allocate(tensor.nbytes, Space.PINNED)
-        memory[tensor] = backend.allocate(tensor.nbytes, Space.DEVICE)
-        staging.array[:] = value.view(np.uint8).reshape(-1)
-        backend.copy(memory[tensor].address, staging.address, tensor.nbytes, 0, to_host=False)()
-    nodes = (norm, quantised, product, attention)
-    for node in nodes:
-        memory[node.output] = backend.allocate(node.output.nbytes, Space.DEVICE)
-        scratch = backend.allocate(max(1, backend.scratch_bytes(node)), Space.DEVICE)
-        backend.launch(node, lambda t: memory[t.storage].address, scratch.address, 0)()
-    result = backend.allocate(attention.output.nbytes, Space.PINNED)
-    last = memory[attention.output].address
-    backend.copy(result.address, last, attention.output.nbytes, 0, to_host=True)()
-    backend.synchronize()
-    return result.array.tobytes()
-
-
-def test_results_are_the_same_bits_for_any_number_of_lanes():
-    from workbench.backend.host import open_backend as open_host
-
-    results = []
-    for lanes in (1, 2, 3):
-        for open_one in (open_backend, open_host):
-            backend = open_one(threads=lanes)
-            results.append(forward(backend, np.random.default_rng(0)))
-            backend.close()
-    assert np.isfinite(np.frombuffer(results[0], np.float32)).all()
-    assert np.frombuffer(results[0], np.float32).any()
-    assert all(r == results[0] for r in results)
-
-
-def test_a_weight_of_the_wrong_size_is_refused(two):
-    with pytest.raises(DeviceError, match="wants"):
-        two.load_weight(Tensor("w", F32, (4, 4), Kind.WEIGHT), np.zeros(60, np.uint8))
-
-
-def test_a_repacked_weight_has_no_gather(two):
-    w, ids = Tensor("w", Q8_0, (64, 64), Kind.WEIGHT), Tensor("ids", F32, (1,))
-    memory = two.load_weight(w, np.zeros(w.nbytes, np.uint8))
-    node = make("get_rows", "rows", w, Tensor("ids", ids.dtype._replace(name="I32"), (1,)))
-    with pytest.raises(DeviceError, match="place that node on the host"):
-        two.launch(node, lambda t: memory.address, 0, 0)

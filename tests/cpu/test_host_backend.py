@@ -6,21 +6,13 @@ import threading
 
 import numpy as np
 import pytest
-from numba import cfunc
+from device_kernels import count_parts
 
-from workbench.backend.atomics import fetch_add, load
 from workbench.backend.host import open_backend
-from workbench.backend.ring import KERNEL
 from workbench.errors import DeviceError
 from workbench.graph.ir import F32, Kind, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import Space
-
-
-@cfunc(KERNEL, cache=True)
-def count_parts(args, lane, n_lanes):
-    """args: words. words[lane] += 1."""
-    fetch_add(load(args) + 8 * lane, 1)
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} threads")

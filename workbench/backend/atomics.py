@@ -3,27 +3,14 @@
 Everything takes addresses as int64, so that one loop can walk memory it shares with other threads
 and with Python. All of it is LLVM IR or a symbol of the C library found when the code is loaded:
 nothing here bakes in a pointer, so numba caches what uses it.
-
-A `Signal` is a monotonic int64 counter in shared memory that threads can wait on:
-
-    word 0   value          raised by `publish`, never lowered
-    word 1   wake_at        least value a sleeper wants; NOBODY when none sleeps
-    64 B on  a pthread mutex, 128 B on a pthread condition variable
-
-`await_value` spins, then yields, then sleeps. The publisher pays for a wake-up only where a sleeper
-asked for a value that is now reached: value and wake_at are sequentially consistent, so either the
-sleeper sees the new value or the publisher sees the sleeper (Dekker's argument).
 """
 
 from __future__ import annotations
 
 import platform
-import sys
-import time
 from typing import Any
 
 from llvmlite import ir
-from numba import njit
 from numba.core import cgutils, types
 from numba.core.typing import signature
 from numba.extending import intrinsic as numba_intrinsic
@@ -33,30 +20,18 @@ intrinsic: Any = numba_intrinsic
 
 I64 = ir.IntType(64)
 ORDER = "seq_cst"
-NOBODY = (1 << 63) - 1
-FOREVER = -1
-
-SIGNAL_BYTES = 192
-WAKE_AT, MUTEX, CONDITION = 8, 64, 128
-
-# The clock of time.perf_counter_ns, and the one pthread_cond_timedwait counts in.
-if sys.platform == "darwin":
-    HOST_CLOCK = time.CLOCK_UPTIME_RAW
-else:
-    HOST_CLOCK = time.CLOCK_MONOTONIC
-WALL_CLOCK = time.CLOCK_REALTIME
 
 _word, _int = types.int64, types.int32
 _external: Any = types.ExternalFunction
-_clock_gettime = _external("clock_gettime", signature(_int, _int, _word))
+clock_gettime = _external("clock_gettime", signature(_int, _int, _word))
 sched_yield = _external("sched_yield", signature(_int))
-_mutex_init = _external("pthread_mutex_init", signature(_int, _word, _word))
-_mutex_lock = _external("pthread_mutex_lock", signature(_int, _word))
-_mutex_unlock = _external("pthread_mutex_unlock", signature(_int, _word))
-_cond_init = _external("pthread_cond_init", signature(_int, _word, _word))
-_cond_wait = _external("pthread_cond_wait", signature(_int, _word, _word))
-_cond_timedwait = _external("pthread_cond_timedwait", signature(_int, _word, _word, _word))
-_cond_broadcast = _external("pthread_cond_broadcast", signature(_int, _word))
+mutex_init = _external("pthread_mutex_init", signature(_int, _word, _word))
+mutex_lock = _external("pthread_mutex_lock", signature(_int, _word))
+mutex_unlock = _external("pthread_mutex_unlock", signature(_int, _word))
+cond_init = _external("pthread_cond_init", signature(_int, _word, _word))
+cond_wait = _external("pthread_cond_wait", signature(_int, _word, _word))
+cond_timedwait = _external("pthread_cond_timedwait", signature(_int, _word, _word, _word))
+cond_broadcast = _external("pthread_cond_broadcast", signature(_int, _word))
 
 
 def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -168,7 +143,7 @@ def copy_bytes(typingctx, dst, src, nbytes):
 
 
 @intrinsic
-def _two_words(typingctx):
+def two_words(typingctx):
     """Address of 16 bytes of the calling function's stack: room for a timespec."""
 
     def codegen(context, builder, sig, args):
@@ -176,73 +151,3 @@ def _two_words(typingctx):
         return builder.ptrtoint(room, I64)
 
     return types.int64(), codegen
-
-
-@njit(cache=True, nogil=True)
-def now_ns():
-    """Nanoseconds of `time.perf_counter_ns`'s clock."""
-    time_ = _two_words()
-    _clock_gettime(HOST_CLOCK, time_)
-    return load(time_) * 1_000_000_000 + load(time_ + 8)
-
-
-@njit(cache=True)
-def init_signal(signal):
-    """Makes the zeroed SIGNAL_BYTES at `signal` a Signal of value 0."""
-    _mutex_init(signal + MUTEX, 0)
-    _cond_init(signal + CONDITION, 0)
-    store(signal + WAKE_AT, NOBODY)
-
-
-@njit(cache=True, nogil=True)
-def wake(signal):
-    """Wakes all that sleep on `signal`; those that want more sleep again."""
-    _mutex_lock(signal + MUTEX)
-    store(signal + WAKE_AT, NOBODY)
-    _cond_broadcast(signal + CONDITION)
-    _mutex_unlock(signal + MUTEX)
-
-
-@njit(cache=True, nogil=True)
-def publish(signal, value):
-    """Raises `signal` to `value`, and wakes those that wait for it."""
-    store(signal, value)
-    if load(signal + WAKE_AT) <= value:
-        wake(signal)
-
-
-@njit(cache=True, nogil=True)
-def await_value(signal, value, yield_ns, timeout_ns):
-    """Waits until `signal` reaches `value`; False where `timeout_ns` passed asleep without it.
-
-    First about 1 us of spinning, for the common case that the other side is about to finish; then
-    `yield_ns` of sched_yield, which leaves the core to any thread that has work; then sleep.
-    timeout_ns = FOREVER never gives up.
-    """
-    for _ in range(20):
-        if load(signal) >= value:
-            return True
-        pause()
-    until = now_ns() + yield_ns
-    while now_ns() < until:
-        sched_yield()
-        if load(signal) >= value:
-            return True
-    deadline = _two_words()
-    if timeout_ns >= 0:
-        _clock_gettime(WALL_CLOCK, deadline)
-        nanoseconds = load(deadline + 8) + timeout_ns
-        put(deadline, load(deadline) + nanoseconds // 1_000_000_000)
-        put(deadline + 8, nanoseconds % 1_000_000_000)
-    _mutex_lock(signal + MUTEX)
-    while True:
-        if value < load(signal + WAKE_AT):
-            store(signal + WAKE_AT, value)
-        if load(signal) >= value:  # published before it could see us
-            break
-        if timeout_ns < 0:
-            _cond_wait(signal + CONDITION, signal + MUTEX)
-        elif _cond_timedwait(signal + CONDITION, signal + MUTEX, deadline) != 0:
-            break
-    _mutex_unlock(signal + MUTEX)
-    return load(signal) >= value

@@ -3,7 +3,7 @@
 It keeps a GPU's contract, so that breaking the contract gives wrong numbers here as there:
 
 * Memory of its own; the host sees none of it but through copies.
-* Two streams, each a FIFO with threads of its own (`ring.py`): stream 0 computes on `lanes`
+* Two streams, each a FIFO with threads of its own (`loops.py`): stream 0 computes on `lanes`
   threads, stream 1 copies on one. A launch or a copy returns when it is queued.
 * A copy reads its source when it runs. With `pageable="snapshot"`, a copy out of memory that is
   not pinned takes its bytes at the call instead, as CUDA may; the default is `late`, for CUDA need
@@ -28,17 +28,8 @@ import numpy as np
 from workbench.backend import cpu, share
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Issue
-from workbench.backend.ring import (
-    AWAIT,
-    COMPLETED,
-    COPY,
-    MAX_PARTS,
-    Ring,
-    Signal,
-    aligned_zeros,
-    command_block,
-    push,
-)
+from workbench.backend.loops import AWAIT, COMPLETED, COPY, MAX_PARTS, push
+from workbench.backend.ring import Ring, Signal, aligned_zeros, command_block
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.commands import COMPUTE_STREAM, Capabilities, Space

@@ -2,7 +2,7 @@
 
 What llama.cpp's CPU backend is to its scheduler: no streams, no events, and a launch has run to its
 end when the call returns. Large kernels are shared with helper threads (the compiled lanes of
-`ring.py`; the caller is one of them), small ones run inline.
+`loops.py`; the caller is one of them), small ones run inline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 from workbench.backend import cpu, share
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Issue
-from workbench.backend.ring import Ring, aligned_zeros, command_block, push, run_inline, run_lane
+from workbench.backend.loops import push, run_inline, run_lane
+from workbench.backend.ring import Ring, aligned_zeros, command_block
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.commands import Capabilities, Space

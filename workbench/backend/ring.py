@@ -1,26 +1,6 @@
-"""The compiled loop behind every stream of a CPU device: lanes that take entries from a ring.
+"""The host's side of a stream: filling the ring, waiting for it, reading its stamps, ending it.
 
-Python fills the ring; lanes (threads in compiled code, without the GIL from start to shutdown)
-empty it. An entry is a kernel's address, the number of parts it is split into, and its arguments,
-which are copied into the ring by the push, as a GPU's launch copies its parameters.
-
-    host    push 0 | push 1 | push 2 | ... Python ...      | sync ........|
-    lane 0         | 0: a  c  | 1 | 2: a  c  e  |
-    lane 1         | 0: b  d  |   | 2: b   d    |            completed = 3, the host wakes
-
-Order: an entry starts when the one before is complete, whatever lane ran it. Within an entry lanes
-*claim* parts from one atomic word (entry << 16 | next part) until none is left, and whoever
-finishes the last part completes the entry. So a lane that the system has put aside delays at most
-the one part it holds, and an entry of one part never crosses threads: the lane that completed an
-entry claims the first part of the next with the same store. (A static share per lane with a barrier
-between entries has neither property: on two cores, with the host on one of them, every barrier
-waits for a descheduled lane.) Results do not depend on who runs a part: kernels compute disjoint
-rows.
-
-How a wait waits: see `atomics.await_value`; idle lanes and hosts sleep on a condition variable.
-
-Layout of a stream's control block (bytes; words apart by a cache line where different threads write
-them) and of a ring slot: the constants below.
+What runs the entries is in `loops.py`.
 """
 
 from __future__ import annotations
@@ -30,160 +10,31 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numba import cfunc, njit
 
-from workbench.backend.atomics import (
-    FOREVER,
+from workbench.backend.loops import (
+    COMPLETED,
+    CONTROL_BYTES,
+    HOST_YIELD_NS,
+    ISSUED,
+    LANE_YIELD_NS,
+    MAX_ARGS,
     NOBODY,
+    PUSHED,
+    RING_SIZE,
     SIGNAL_BYTES,
-    WAKE_AT,
-    await_value,
-    call_kernel,
-    copy_bytes,
-    fetch_add,
+    SLICE_NS,
+    SLOT_BYTES,
+    SLOTS,
+    STAMP_SIZE,
+    STAMPS,
     init_signal,
-    load,
-    now_ns,
     publish,
-    put,
-    sched_yield,
-    store,
-    swap_if,
-    wake,
+    push,
+    run_lane,
+    stop,
+    wait_slice,
 )
 from workbench.errors import DeviceError
-
-# control block: two signals, then words
-ISSUED, COMPLETED = 0, SIGNAL_BYTES
-CLAIM, FINISHED = 384, 448
-SLOTS, STAMPS, STATE = 512, 520, 528
-CONTROL_BYTES = 576
-OPEN, STOPPED = 0, 1
-
-RING_SIZE = 4096  # entries; one slot stays empty (see `push`)
-STAMP_SIZE = 1 << 16  # entries whose start and end are remembered
-SLOT_BYTES, PARTS, ARGS = 256, 8, 16
-MAX_ARGS = (SLOT_BYTES - ARGS) // 8
-PART_BITS = 16
-MAX_PARTS = (1 << PART_BITS) - 1
-PUSHED, FULL, CLOSED = 0, 1, 2
-
-LANE_YIELD_NS = 200_000  # an idle lane yields this long before it sleeps
-HOST_YIELD_NS = 30_000  # a waiting host likewise
-SLICE_NS = 20_000_000  # a waiting host returns to Python this often, for Ctrl-C
-
-KERNEL = "void(int64, int64, int64)"  # args, lane, n_lanes
-
-
-@njit("int64(int64, int64)", cache=True)
-def push(control, command):
-    """Queues the command block at `command`: function, parts, number of arguments, arguments.
-
-    Returns PUSHED, FULL or CLOSED. Holds the GIL: Python threads push one after the other.
-
-    A slot is refilled only when the entry *behind* its old one is complete too. That entry's claim
-    proves that the claim word had left the old one, so a lane that lags behind can read a refilled
-    slot, but never claim from it.
-    """
-    entry = load(control + ISSUED)
-    if load(control + STATE) != OPEN:
-        return CLOSED
-    if entry - load(control + COMPLETED) >= RING_SIZE - 1:
-        return FULL
-    slot = load(control + SLOTS) + (entry & (RING_SIZE - 1)) * SLOT_BYTES
-    put(slot, load(command))
-    put(slot + PARTS, load(command + 8))
-    for i in range(load(command + 16)):
-        put(slot + ARGS + 8 * i, load(command + 24 + 8 * i))
-    publish(control + ISSUED, entry + 1)
-    return PUSHED
-
-
-@njit("void(int64, int64, int64)", cache=True, nogil=True)
-def run_lane(control, until, yield_ns):
-    """Runs parts of entries until entry `until - 1` is complete, or the stream is stopped."""
-    slots, stamps = load(control + SLOTS), load(control + STAMPS)
-    while load(control + STATE) == OPEN and load(control + COMPLETED) < until:
-        claim = load(control + CLAIM)
-        entry, part = claim >> PART_BITS, claim & MAX_PARTS
-        if entry >= until:
-            return  # completed since the test above
-        if load(control + ISSUED) <= entry:
-            await_value(control + ISSUED, entry + 1, yield_ns, FOREVER)
-            continue
-        slot = slots + (entry & (RING_SIZE - 1)) * SLOT_BYTES
-        parts = load(slot + PARTS)
-        if part >= parts:
-            if load(control + COMPLETED) > entry:
-                sched_yield()  # complete, but put aside before it could move the claim word
-            else:
-                await_value(control + COMPLETED, entry + 1, yield_ns, FOREVER)
-            continue
-        if not swap_if(control + CLAIM, claim, claim + 1):
-            continue
-        while True:
-            stamp = stamps + (entry & (STAMP_SIZE - 1)) * 16
-            if part == 0:
-                put(stamp, now_ns())
-            call_kernel(load(slot), slot + ARGS, part, parts)
-            if parts > 1 and fetch_add(control + FINISHED, 1) < parts - 1:
-                break
-            # every part is done: complete the entry, and keep the next one if it is there
-            put(stamp + 8, now_ns())
-            put(control + FINISHED, 0)
-            entry += 1
-            more = (
-                entry < until and load(control + ISSUED) > entry and load(control + STATE) == OPEN
-            )
-            store(control + COMPLETED, entry)
-            store(control + CLAIM, entry << PART_BITS | (1 if more else 0))
-            if load(control + COMPLETED + WAKE_AT) <= entry:
-                wake(control + COMPLETED)
-            if not more:
-                break
-            slot = slots + (entry & (RING_SIZE - 1)) * SLOT_BYTES
-            part, parts = 0, load(slot + PARTS)
-
-
-@njit("boolean(int64, int64, int64, int64)", cache=True, nogil=True)
-def wait_slice(signal, value, yield_ns, timeout_ns):
-    """`await_value` as the host calls it: without the GIL."""
-    return await_value(signal, value, yield_ns, timeout_ns)
-
-
-@njit("void(int64)", cache=True, nogil=True)
-def stop(control):
-    """Makes the lanes leave after the parts they hold. No entry that still waits is run."""
-    store(control + STATE, STOPPED)
-    publish(control + ISSUED, NOBODY - 1)
-
-
-@njit("void(int64)", cache=True, nogil=True)
-def run_inline(command):
-    """Runs a command block's kernel here and now, as one part."""
-    call_kernel(load(command), command + 24, 0, 1)
-
-
-@cfunc(KERNEL, cache=True)
-def copy_kernel(args, lane, n_lanes):
-    """args: dst, src, nbytes. Shares are multiples of 64 bytes."""
-    dst, src, nbytes = load(args), load(args + 8), load(args + 16)
-    share = ((nbytes + n_lanes - 1) // n_lanes + 63) & ~63
-    start = min(lane * share, nbytes)
-    copy_bytes(dst + start, src + start, min(share, nbytes - start))
-
-
-@cfunc(KERNEL, cache=True)
-def await_kernel(args, lane, n_lanes):
-    """args: signal, value, control of the stream this runs on (given up when that is stopped)."""
-    signal, value, control = load(args), load(args + 8), load(args + 16)
-    while not await_value(signal, value, LANE_YIELD_NS, SLICE_NS):
-        if load(control + STATE) != OPEN:
-            return
-
-
-# their addresses in this process (numba gives every cfunc one)
-COPY, AWAIT = (int(kernel.address or 0) for kernel in (copy_kernel, await_kernel))
 
 
 def aligned_zeros(nbytes: int, alignment: int = 64) -> np.ndarray:

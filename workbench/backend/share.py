@@ -10,7 +10,7 @@ from pathlib import Path
 from workbench.backend import cpu
 from workbench.backend.args import AddressOf, Args, pack, variant
 from workbench.backend.cpu.compile import host_isas
-from workbench.backend.ring import MAX_PARTS
+from workbench.backend.loops import MAX_PARTS
 from workbench.errors import DeviceError
 from workbench.graph import ops
 from workbench.graph.ir import Node
@@ -57,15 +57,6 @@ def n_parts(node: Node, lanes: int) -> int:
 def bind(
     node: Node, address_of: AddressOf, scratch: int, layout: str, lanes: int
 ) -> tuple[int, int, Args]:
-    """Kernel address, parts and arguments of `node`; `layout` is that of its weight.
-
-    Raises DeviceError where there is no such kernel.
-    """
-    try:
-        function = cpu.kernel_address(variant(node), layout)
-    except KeyError:
-        raise DeviceError(
-            f"no CPU kernel computes {node!r} with weights in layout {layout}; "
-            f"place that node on the host backend"
-        ) from None
+    """Kernel address, parts and arguments of `node`; `layout` is that of its weight."""
+    function = cpu.kernel_address(variant(node), layout)
     return function, n_parts(node, lanes), pack(node, address_of, scratch)

@@ -25,7 +25,7 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
 * swiglu: silu(gate) * up.
 * quantize: per block of 32, scale = max|x| / 127, quants = round-half-even(x / scale) clamped to
   +-127 (which only a subnormal scale can exceed); scale 0 gives quants 0.
-* get_rows: an id outside the table gives a row of NaN; the engine refuses such ids before that.
+* get_rows: an id outside the table reads nothing; the engine refuses such ids before that.
 """
 
 from __future__ import annotations

@@ -1,0 +1,69 @@
+"""Small kernels and openers for the tests of streams, where only order and time matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cfunc
+
+from workbench.backend import embedded
+from workbench.backend.atomics import fetch_add, load, put, store
+from workbench.backend.loops import KERNEL, now_ns
+
+
+def open_backend(**options) -> Any:
+    return embedded.open_backend(**options)
+
+
+@cfunc(KERNEL, cache=True)
+def append(args, lane, n_lanes):
+    """args: log, value. log[0] counts the values behind it."""
+    log = load(args)
+    n = load(log) + 1
+    put(log + 8 * n, load(args + 8))
+    store(log, n)
+
+
+@cfunc(KERNEL, cache=True)
+def work(args, lane, n_lanes):
+    """args: sink, rounds. A chain of integer steps, shared evenly by the lanes."""
+    x = load(args) + lane
+    for _ in range(load(args + 8) // n_lanes):
+        x = x * 6364136223846793005 + 1442695040888963407
+        x ^= x >> 29
+    put(load(args) + 8 * lane, x)
+
+
+@cfunc(KERNEL, cache=True)
+def spin(args, lane, n_lanes):
+    """args: nanoseconds. Occupies its lane that long."""
+    end = now_ns() + load(args)
+    while now_ns() < end:
+        pass
+
+
+@cfunc(KERNEL, cache=True)
+def rotate(args, lane, n_lanes):
+    """args: words, shift. words[(lane + shift) % n_lanes] += 1, and not atomically."""
+    word = load(args) + 8 * ((lane + load(args + 8)) % n_lanes)
+    put(word, load(word) + 1)
+
+
+@cfunc(KERNEL, cache=True)
+def count_parts(args, lane, n_lanes):
+    """args: words. words[lane] += 1."""
+    fetch_add(load(args) + 8 * lane, 1)
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.ctypes.data)
+
+
+def queue_work(ring, lanes: int, sink: np.ndarray, n: int) -> tuple[int, int]:
+    """Queues n kernels that keep one lane busy for about 50 us each: first entry, end."""
+    call = ring.prepare(work.address, 4 * lanes, (address(sink), 40_000))
+    first = ring.issued
+    for _ in range(n):
+        call()
+    return first, ring.issued

@@ -1,0 +1,84 @@
+"""Records the GPU runs of data/results: `python -m tests.gpu.measure [--out DIR] [--models DIR]`.
+
+For llama-3.2-1b F16 and llama-3-8b Q4_0, tg128 under every sync mode on both copy streams with
+programs kept, and graph reuse itself; then the timelines of one token, before and after, and the
+picture of both. Needs a GPU, about 8 GB of disk for the models, and some minutes. The tree must be
+committed: a run names its commit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from cyclopts import App
+
+import workbench as wb
+from workbench.bench.llama_bench import bench, format_rows
+from workbench.model.synth import write_model
+from workbench.report import plots
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = [("llama-3.2-1b", "F16"), ("llama-3-8b", "Q4_0")]
+KEPT = {"graph_reuse": "set_rows"}
+ON_OWN = "sync=per_copy,blocking_copies,copy_boundary,write_read_boundary"
+# run name -> toggle and values, background
+COMPARISONS = {
+    "graph-reuse": ("graph_reuse=rebuild,set_rows", {}),
+    "sync-own": (ON_OWN, {"copy_stream": "own", **KEPT}),
+    "sync-compute": (f"{ON_OWN},implicit", {"copy_stream": "compute", **KEPT}),
+}
+
+app = App(help=__doc__)
+
+
+@app.default
+def measure(
+    *, out: Path = ROOT / "data" / "results", models: Path = ROOT / "data" / "models",
+    rounds: int = 20, device: str = "cuda", test: str = "tg128",
+) -> None:  # fmt: skip
+    for preset, quant in MODELS:
+        path = write_model(preset, quant, models / f"{preset}-{quant}.gguf")
+        with wb.Engine.load(path, device=device, n_ctx=1024) as engine:
+            print(engine.backend.description)
+            for name, (toggle, fields) in COMPARISONS.items():
+                folder = out / f"{device}-{name}-{preset}-{quant.lower()}"
+                shutil.rmtree(folder, ignore_errors=True)
+                found = wb.ab(
+                    engine, toggle, tests=test, rounds=rounds,
+                    background=wb.Toggles(**fields), out=folder, name=folder.name,
+                )  # fmt: skip
+                print(found.verdict, flush=True)
+            kept = engine.variant(wb.Toggles(**KEPT))
+            folder = out / f"{device}-bench-{preset}-{quant.lower()}"
+            shutil.rmtree(folder, ignore_errors=True)
+            print(format_rows(bench(kept, out=folder)), flush=True)
+            if preset == MODELS[0][0]:
+                picture(engine, out, device, preset, quant)
+
+
+def picture(engine: wb.Engine, out: Path, device: str, preset: str, quant: str) -> None:
+    """One token with every wait, and the same with none but the logits': traces and picture."""
+    sides = {
+        "sync-own": wb.Toggles(sync="per_copy", **KEPT),
+        "sync-compute": wb.Toggles(sync="implicit", copy_stream="compute", **KEPT),
+    }
+    traces = []
+    for name, toggles in sides.items():
+        with engine.variant(toggles) as side:
+            side.generate(tokens=[1, 2, 3], max_tokens=8)
+            with wb.profile(side, window=(8, 8)) as trace:
+                side.generate(tokens=[1, 2, 3], max_tokens=20)
+            trace.save(out / f"{device}-{name}-{preset}-{quant.lower()}" / "timeline.pftrace.gz")
+            traces.append(trace)
+    labels = [f"sync={t.sync}, copy_stream={t.copy_stream}" for t in sides.values()]
+    plots.timeline_pair(*traces, labels).savefig(out / "timeline-pair.png")
+    plots.timeline_pair(*traces, labels, window_us=(0, 400)).savefig(out / "timeline-start.png")
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
