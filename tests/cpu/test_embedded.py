@@ -279,6 +279,17 @@ def test_close_drains_and_is_idempotent(device):
     device.synchronize()  # nothing was left undone
 
 
+def test_closing_runs_nothing_twice():
+    """Idle lanes are woken by the close itself; the ring still holds the old entries then."""
+    for n in range(100):
+        words = np.zeros(8, np.int64)
+        backend = open_backend(threads=3)
+        for _ in range(n % 4 + 1):
+            backend.streams[0].push(count_parts.address, 8, (address(words),))
+        backend.close()
+        np.testing.assert_array_equal(words, n % 4 + 1)
+
+
 def lane_threads() -> int:
     return sum(t.name.startswith("embedded stream") for t in threading.enumerate())
 

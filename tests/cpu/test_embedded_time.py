@@ -103,23 +103,25 @@ def denied_ns(ring) -> int:
 
 def test_the_device_is_as_fast_beside_busy_python(no_handover):
     """One lane does its 5 ms in the same time, a third more at most, whether the host sleeps or is
-    busy in Python; time in which other processes had its core set aside. The best of 20 tries."""
+    busy in Python; less the time in which others had the lane's core. The best of 20 tries."""
     backend = open_backend(threads=1)
     ring, sink = backend.streams[0], np.zeros(64, np.int64)
-    took = {"asleep": 1 << 62, "busy": 1 << 62}
+    asleep = busy = 1 << 62
     for _ in range(20):
-        for host in took:
-            denied, start = denied_ns(ring), time.perf_counter_ns()
-            _, end = queue_work(ring, 1, sink, 100)
-            until = start + (5_000_000_000 if host == "busy" else 0)
-            while ring.completed < end and time.perf_counter_ns() < until:
-                pass
-            ring.wait(end)
-            span = ring.stamp(end - 1)[1] - start
-            time.sleep(0.001)  # the lane goes to sleep: its account is up to date
-            took[host] = min(took[host], span - (denied_ns(ring) - denied))
+        start = time.perf_counter_ns()
+        _, end = queue_work(ring, 1, sink, 100)
+        ring.wait(end)
+        asleep = min(asleep, ring.stamp(end - 1)[1] - start)
+
+        denied, start = denied_ns(ring), time.perf_counter_ns()
+        _, end = queue_work(ring, 1, sink, 100)
+        while ring.completed < end and time.perf_counter_ns() < start + 5_000_000_000:
+            pass
+        ring.wait(end)
+        denied = denied_ns(ring) - denied
+        busy = min(busy, ring.stamp(end - 1)[1] - start - denied)
     backend.close()
-    assert took["busy"] <= 1.35 * took["asleep"], took
+    assert busy <= 1.35 * asleep
 
 
 def test_an_idle_device_costs_next_to_nothing(two):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
+import workbench as wb
 from tests import reference
 from tests.cpu.test_logits import (  # noqa: F401 - `engine` is a fixture
     ALL,
@@ -78,3 +81,17 @@ def test_the_device_s_spans_lie_inside_the_step(engine):  # noqa: F811
     assert device["start_us"].min() > step.start_us - slack_us
     assert (device["start_us"] + device["dur_us"]).max() < step.start_us + step.dur_us + slack_us
     assert len(device) == sum(used.program(3).counts()[k] for k in ("launches", "copies")) - 1
+
+
+def test_a_dropped_program_leaves_no_cycles(tiny_model):
+    """As tests/cpu/test_garbage.py: launches bound for one token die with its program."""
+    with wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="cuda", n_ctx=64) as rebuilding:
+        rebuilding.step([1])
+        gc.collect()
+        gc.disable()
+        try:
+            for token in range(5):
+                rebuilding.step([token])
+            assert gc.collect() < 20
+        finally:
+            gc.enable()

@@ -77,7 +77,8 @@ class Prepared:
     def _finish(self) -> dict[str, np.ndarray]:
         for call in self._tail:
             call()
-        results, self._results = self._results, {}
+        results = dict(self._results)
+        self._results.clear()
         return results
 
     def run_traced(
@@ -94,7 +95,8 @@ class Prepared:
 
         def finish() -> dict[str, np.ndarray]:
             self._traced(range(self._end, len(self._calls)), recorder, step, marks)
-            results, self._results = self._results, {}
+            results = dict(self._results)
+            self._results.clear()
             return results
 
         return Pending(finish), lambda: self._device_spans(marks, recorder, step)
@@ -189,10 +191,10 @@ class Prepared:
         return write
 
     def _read(self, c: Read) -> Issue:
-        there = self._host_view(c.staging)
+        there, results, name = self._host_view(c.staging), self._results, c.value
 
         def read() -> None:
-            self._results[c.value] = there.copy()
+            results[name] = there.copy()
 
         return read
 

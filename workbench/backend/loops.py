@@ -196,7 +196,7 @@ def push(control, command):
 def run_lane(control, until, yield_ns):
     """Runs parts of entries until entry `until - 1` is complete, or the stream is stopped."""
     slots, stamps = load(control + SLOTS), load(control + STAMPS)
-    while load(control + STATE) == OPEN and load(control + COMPLETED) < until:
+    while load(control + COMPLETED) < until:
         claim = load(control + CLAIM)
         entry, part = claim >> PART_BITS, claim & MAX_PARTS
         if entry >= until:
@@ -204,6 +204,10 @@ def run_lane(control, until, yield_ns):
         if load(control + ISSUED) <= entry:
             await_value(control + ISSUED, entry + 1, yield_ns, FOREVER)
             continue
+        if (
+            load(control + STATE) != OPEN
+        ):  # after reading ISSUED, which `stop` raises without entries
+            return
         slot = slots + (entry & (RING_SIZE - 1)) * SLOT_BYTES
         parts = load(slot + PARTS)
         if part >= parts:

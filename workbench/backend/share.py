@@ -17,8 +17,8 @@ from workbench.graph.ir import Node
 
 MAX_LANES = 1024
 # What one lane does in a microsecond, roughly: the grain below needs no better.
-BYTES_PER_US, FLOPS_PER_US = 8_000, 30_000
-PART_US = 10  # a part shorter than this costs more to hand over than it saves
+BYTES_PER_US, FLOPS_PER_US = 20_000, 100_000
+PART_US = 8  # a part shorter than this costs more to hand over than it saves
 PARTS_PER_LANE = 4  # so that a lane the system put aside leaves its share to the others
 
 

@@ -73,7 +73,7 @@ class Tensor:
     every other tensor is its own storage.
     """
 
-    __slots__ = ("dtype", "kind", "name", "nbytes", "shape", "storage")
+    __slots__ = ("_storage", "dtype", "kind", "name", "nbytes", "shape")
 
     def __init__(
         self, name: str, dtype: DType, shape: tuple[int, ...], kind: Kind = Kind.ACTIVATION
@@ -86,14 +86,20 @@ class Tensor:
         for extent in shape[:-1]:
             n *= extent
         self.nbytes = n
-        self.storage = self
+        # not self: a graph must be free of reference cycles, or rebuilding one for every token
+        # leaves the collector hundreds of dead nodes a time
+        self._storage: Tensor | None = None
+
+    @property
+    def storage(self) -> Tensor:
+        return self._storage or self
 
     def view(self, *shape: int) -> Tensor:
         """The same elements under another shape of equal size."""
         other = Tensor(self.name, self.dtype, shape, self.kind)
         if other.nbytes != self.nbytes:
             raise UsageError(f"{self!r} cannot be viewed as {list(shape)}: sizes differ")
-        other.storage = self.storage
+        other._storage = self.storage
         return other
 
     @property
