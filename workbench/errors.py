@@ -1,7 +1,7 @@
 """The errors a user can cause, and the one line each of them prints.
 
-Every message says what is wrong, where, and what to do. `cli.main` prints it after `error: ` and exits
-with `exit_status`; nothing else in the package prints an error.
+Every message says what is wrong, where, and what to do. `cli.main` prints it after `error: ` and
+exits with `exit_status`; nothing else in the package prints an error.
 """
 
 from __future__ import annotations

@@ -70,7 +70,11 @@ class FakeEngine:
         self.live: list[int] = []
         self.device, self.device_reason = "embedded", "as asked"
         self.sync_mode = "copy_boundary" if self.toggles.sync == "auto" else self.toggles.sync
-        self.backend = SimpleNamespace(description="a clock that counts")
+        self.backend = SimpleNamespace(
+            description="a clock that counts",
+            waiting="never",
+            sync_stream=lambda stream: lambda: None,
+        )
         self.model = SimpleNamespace(
             path=Path("models/fake.gguf"), hash="h" * 64, architecture="llama", name="fake",
             quant="Q4_0", n_params=1_236_000_000, n_layer=2, n_embd=8, n_vocab=N_VOCAB,

@@ -44,6 +44,7 @@ class Backend(Protocol):
 
     name: str  # "host", "embedded", "cuda", "null"
     description: str  # one line for results: what device, how many lanes, which driver
+    waiting: str  # how a wait of the host waits, for results
     capabilities: Capabilities
 
     def allocate(self, nbytes: int, space: Space) -> Memory:

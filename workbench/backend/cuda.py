@@ -102,6 +102,7 @@ class CudaBackend:
     def __init__(self, device: int = 0):
         self._driver = Driver(device)
         self.description = self._driver.description
+        self.waiting = "the driver's choice of spinning or yielding (no device flags set)"
         self._streams: dict[int, tuple[Any, Any]] = {}  # id -> CuPy's stream, CUstream
         self._memory: weakref.WeakSet[CudaMemory] = weakref.WeakSet()
         self._gates: list[Gate] = []

@@ -28,7 +28,15 @@ import numpy as np
 from workbench.backend import cpu, share
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Issue
-from workbench.backend.loops import AWAIT, COMPLETED, COPY, MAX_PARTS, push
+from workbench.backend.loops import (
+    AWAIT,
+    COMPLETED,
+    COPY,
+    HOST_YIELD_NS,
+    LANE_YIELD_NS,
+    MAX_PARTS,
+    push,
+)
 from workbench.backend.ring import Ring, Signal, aligned_zeros, command_block
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
@@ -106,6 +114,11 @@ class EmbeddedDevice:
             raise DeviceError(f"pageable={pageable!r}; choose one of {', '.join(PAGEABLE)}")
         self.lanes = share.n_lanes(threads)
         self.description = f"embedded device, {self.lanes} lanes, {share.cpu_name()}"
+        self.waiting = (
+            f"yields for {HOST_YIELD_NS // 1000} us, then sleeps on a condition variable; idle "
+            f"lanes yield for {LANE_YIELD_NS // 1000} us, the copy stream for "
+            f"{COPY_YIELD_NS // 1000} us"
+        )
         self.pageable = pageable
         self.streams = (
             Ring("embedded stream 0", self.lanes),
@@ -168,8 +181,7 @@ class EmbeddedDevice:
         return cpu.scratch_bytes(node, share.n_parts(node, self.lanes))
 
     def launch(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
-        weight = node.inputs[0]
-        layout = self._layouts.get(address_of(weight), "file") if weight is not None else "file"
+        layout = self._layouts.get(address_of(node.inputs[0]), "file")
         ring = self.streams[stream]
         return ring.prepare(*share.bind(node, address_of, scratch, layout, ring.n_lanes))
 

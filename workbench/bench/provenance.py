@@ -11,8 +11,10 @@ import importlib.metadata
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -202,7 +204,20 @@ def engine(engine: Any) -> dict[str, Any]:
         "device": engine.device,
         "device_reason": engine.device_reason,
         "device_description": engine.backend.description,
+        "waiting": engine.backend.waiting,
+        "idle_sync_us": _idle_sync_us(engine.backend),
     }
+
+
+def _idle_sync_us(backend: Any) -> float:
+    """What a host wait costs on a stream with nothing queued: median of 200, in us."""
+    sync = backend.sync_stream(0)
+    taken = []
+    for _ in range(200):
+        start = time.perf_counter_ns()
+        sync()
+        taken.append(time.perf_counter_ns() - start)
+    return statistics.median(taken) / 1e3
 
 
 def collect(engine_: Any | None = None) -> dict[str, Any]:

@@ -14,7 +14,8 @@
     versions     {package: version | null}          Python and what the numbers depend on
     machine      {platform, machine, cpu, memory_bytes, load_average, gpus}
     model        {file, hash, architecture, name, quant, n_params, file_bytes, ...}
-    engine       {config, device, device_reason, device_description}
+    engine       {config, device, device_reason, device_description,
+                  waiting: how a host wait waits, idle_sync_us: what one costs on an idle stream}
     seed         int     of every random choice
     tests        [str]   llama-bench test names
     repetitions  int     wanted per arm and test
