@@ -23,6 +23,7 @@ import pytest
 import workbench as wb
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.batch import Batch, make_batch
+from workbench.engine.kv_cache import EMPTY
 from workbench.program.commands import (
     COMPUTE_STREAM,
     COPY_STREAM,
@@ -63,7 +64,7 @@ class Step:
         cache, now = self.engine.cache, self.batch
         cache.store(now.positions, now.cells)
         after = self._batch(NEXT[1])
-        cache.positions[now.cells] = -1
+        cache.positions[now.cells] = EMPTY
         cache.n_used -= len(now.cells)
         assert after.shape == now.shape
         return after

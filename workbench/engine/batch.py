@@ -59,11 +59,10 @@ _ROWS = {
 
 def check_ids(tokens: Sequence[int], n_vocab: int) -> np.ndarray:
     """Token ids as (T,) int32; raises UsageError naming the first outside 0..n_vocab-1."""
-    ids = np.asarray(tokens, dtype=np.int64)
-    wrong = np.flatnonzero((ids < 0) | (ids >= n_vocab))
-    if len(wrong):
-        raise UsageError(
-            f"token id {ids[wrong[0]]} at place {wrong[0]} is outside the vocabulary of "
-            f"0..{n_vocab - 1}; use ids of this model's tokenizer"
-        )
-    return ids.astype(np.int32)
+    for place, token in enumerate(tokens):
+        if not 0 <= token < n_vocab:
+            raise UsageError(
+                f"token id {token} at place {place} is outside the vocabulary of "
+                f"0..{n_vocab - 1}; use ids of this model's tokenizer"
+            )
+    return np.array(tokens, dtype=np.int32)

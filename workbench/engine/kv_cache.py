@@ -6,7 +6,8 @@ import numpy as np
 
 from workbench.errors import UsageError
 
-EMPTY = -1
+EMPTY = np.iinfo(np.int32).max  # a position no token ever sees
+_MASK = np.array([-np.inf, 0], np.float16)
 
 
 class KVCache:
@@ -20,6 +21,7 @@ class KVCache:
         self.pad = pad
         self.n_cells = -(-n_ctx // pad) * pad
         self.positions = np.full(self.n_cells, EMPTY, dtype=np.int32)
+        self._held = np.empty_like(self.positions)
         self.n_used = 0
 
     def clear(self) -> None:
@@ -45,10 +47,10 @@ class KVCache:
         positions (T,) int32 are the tokens' own, cells (T,) int64 where they will be stored. A
         token sees cells of its sequence that hold its own position or an earlier one.
         """
-        held = self.positions[:n_kv].copy()
+        held = self._held[:n_kv]
+        np.copyto(held, self.positions[:n_kv])
         held[cells] = positions
-        sees = (held[None, :] >= 0) & (held[None, :] <= positions[:, None])
-        return np.where(sees, np.float16(0), np.float16(-np.inf))
+        return _MASK.take(held <= positions[:, None])
 
     def store(self, positions: np.ndarray, cells: np.ndarray) -> None:
         """Notes that `cells` now hold `positions`."""
