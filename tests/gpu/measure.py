@@ -21,7 +21,7 @@ from workbench.report import plots
 
 ROOT = Path(__file__).resolve().parents[2]
 # preset, type, rounds of each comparison: the smaller the token, the more it takes to see a wait
-MODELS = [("llama-3.2-1b", "F16", 40), ("llama-3-8b", "Q4_0", 20)]
+MODELS = [("llama-3.2-1b", "F16", 30), ("llama-3-8b", "Q4_0", 10)]
 KEPT = {"graph_reuse": "set_rows"}
 ON_OWN = "sync=per_copy,blocking_copies,copy_boundary,write_read_boundary"
 # run name -> toggle and values, test, background. Rebuilding is slow enough to be seen in tg32.

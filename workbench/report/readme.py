@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from workbench.bench import results
 from workbench.bench.comparison import AB
 from workbench.errors import WorkbenchError
 from workbench.report.tables import markdown
@@ -23,20 +24,20 @@ README = Path("README.md")
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
-def comparisons(results: Path, device: str) -> list[AB]:
+def comparisons(folder: Path, device: str) -> list[AB]:
     """The recorded comparisons on `device`, by folder name."""
-    found = [AB.load(run.parent) for run in sorted(results.glob("*/run.json"))]
+    found = [AB.load(run.parent) for run in sorted(folder.glob("*/run.json"))]
     return [ab for ab in found if ab.run["engine"]["device"] == device]
 
 
-def speedups(results: Path, device: str) -> str:
+def speedups(folder: Path, device: str) -> str:
     """One row per mechanism, workload and model: baseline and best-known toggled rates.
 
     Every toggled arm is a row, those near 1.00 too. +- is half the range that holds the middle
     half of the repetitions.
     """
     rows = []
-    for ab in comparisons(results, device):
+    for ab in comparisons(folder, device):
         toggle = ab.run["result"]["toggle"]
         background = ab.run["arms"][0]["toggles"]
         others = ", ".join(v for k, v in background.items() if k != toggle)
@@ -57,16 +58,14 @@ def speedups(results: Path, device: str) -> str:
                 }
             )
     if not rows:
-        raise WorkbenchError(f"{results} holds no comparison on {device}; record one first")
-    return markdown(pd.DataFrame(rows)) + "\n\n" + _caption(comparisons(results, device))
+        raise WorkbenchError(f"{folder} holds no comparison on {device}; record one first")
+    return markdown(pd.DataFrame(rows)) + "\n\n" + _caption(comparisons(folder, device))
 
 
 def _rate(ab: AB, arm: str, test: str) -> str:
     """Median tokens per second of an arm, and half its interquartile range."""
-    whole = ab.samples[
-        (ab.samples["arm"] == arm) & (ab.samples["test"] == test) & (ab.samples["token"] == -1)
-    ]
-    tps = 1e9 * whole["n_tokens"] / whole["ns"]
+    rates = results.rates(ab.samples)
+    tps = rates.loc[(rates["arm"] == arm) & (rates["test"] == test), "tps"]
     low, mid, high = tps.quantile([0.25, 0.5, 0.75])
     return f"{mid:.1f} ± {(high - low) / 2:.1f}"
 
@@ -82,9 +81,9 @@ def _caption(found: list[AB]) -> str:
     )
 
 
-def peer(results: Path) -> str:
+def peer(folder: Path) -> str:
     """Decode on two CPU threads beside llama.cpp's, from `make peer`."""
-    found = json.loads((results / "peer-cpu.json").read_text())
+    found = json.loads((folder / "peer-cpu.json").read_text())
     rows = [
         {
             "Model": f"{row['preset']} {row['quant']}",
@@ -106,19 +105,19 @@ def peer(results: Path) -> str:
 
 
 BLOCKS: dict[str, Callable[[Path], str]] = {
-    "speedups-cuda": lambda results: speedups(results, "cuda"),
+    "speedups-cuda": lambda folder: speedups(folder, "cuda"),
     "peer-cpu": peer,
 }
 
 
-def fill(text: str, results: Path = RESULTS) -> str:
+def fill(text: str, folder: Path = RESULTS) -> str:
     """`text` with every block regenerated; raises WorkbenchError for a block nobody fills."""
 
     def block(match: re.Match[str]) -> str:
         name = match.group(2)
         if name not in BLOCKS:
             raise WorkbenchError(f"README block {name!r} is not one of {', '.join(BLOCKS)}")
-        return f"{match.group(1)}{BLOCKS[name](results)}\n{match.group(3)}"
+        return f"{match.group(1)}{BLOCKS[name](folder)}\n{match.group(3)}"
 
     return BLOCK.sub(block, text)
 
