@@ -1,9 +1,9 @@
 """Records the GPU runs of data/results: `python -m tests.gpu.measure [--out DIR] [--models DIR]`.
 
 For llama-3.2-1b F16 and llama-3-8b Q4_0, tg128 under every sync mode on both copy streams with
-programs kept, and graph reuse itself; then the timelines of one token, before and after, and the
-picture of both. Needs a GPU, about 8 GB of disk for the models, and some minutes. The tree must be
-committed: a run names its commit.
+programs kept, and graph reuse itself; then the timelines of some tokens before and after. Needs
+a GPU, about 8 GB of disk for the models, and some minutes. The tree must be committed: a run names
+its commit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from cyclopts import App
 import workbench as wb
 from workbench.bench.llama_bench import bench, format_rows
 from workbench.model.synth import write_model
-from workbench.report import plots
 
 ROOT = Path(__file__).resolve().parents[2]
 # preset, type, rounds of each comparison: the smaller the token, the more it takes to see a wait
@@ -56,26 +55,21 @@ def measure(
             shutil.rmtree(folder, ignore_errors=True)
             print(format_rows(bench(kept, out=folder)), flush=True)
             if preset == MODELS[0][0]:
-                picture(engine, out, device, preset, quant)
+                trace_both(engine, out, device, f"{preset}-{quant.lower()}")
 
 
-def picture(engine: wb.Engine, out: Path, device: str, preset: str, quant: str) -> None:
-    """One token with every wait, and the same with none but the logits': traces and picture."""
+def trace_both(engine: wb.Engine, out: Path, device: str, model: str) -> None:
+    """A few tokens with every wait, and with none but the logits', as traces beside their runs."""
     sides = {
         "sync-own": wb.Toggles(sync="per_copy", **KEPT),
         "sync-compute": wb.Toggles(sync="implicit", copy_stream="compute", **KEPT),
     }
-    traces = []
     for name, toggles in sides.items():
         with engine.variant(toggles) as side:
             side.generate(tokens=[1, 2, 3], max_tokens=8)
             with wb.profile(side, window=(8, 8)) as trace:
                 side.generate(tokens=[1, 2, 3], max_tokens=20)
-            trace.save(out / f"{device}-{name}-{preset}-{quant.lower()}" / "timeline.pftrace.gz")
-            traces.append(trace)
-    labels = [f"sync={t.sync}, copy_stream={t.copy_stream}" for t in sides.values()]
-    plots.timeline_pair(*traces, labels).savefig(out / "timeline-pair.png")
-    plots.timeline_pair(*traces, labels, window_us=(0, 400)).savefig(out / "timeline-start.png")
+            trace.save(out / f"{device}-{name}-{model}" / "timeline.pftrace.gz")
 
 
 if __name__ == "__main__":

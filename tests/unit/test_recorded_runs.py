@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import subprocess
 from pathlib import Path
 
+import nbformat
 import pytest
 
 from workbench.bench.comparison import AB
@@ -86,6 +88,29 @@ def test_every_sync_mode_was_measured_on_a_gpu(model, copy_stream):
         modes.add("implicit")
     assert {arm["name"] for arm in ab.run["arms"] if not arm["is_control"]} == modes
     assert ab.run["tests"] == ["tg128"]
+
+
+@pytest.mark.parametrize(
+    ("notebook", "runs"),
+    [("00_tour", ["tour"]), ("02_sync_modes", ["sync-off", "sync-on"])],
+)
+def test_notebooks_say_what_their_runs_say(notebook, runs):
+    """The sentences and tables committed with a notebook are those of its run folders."""
+    cells = nbformat.read(ROOT / "notebooks" / f"{notebook}.ipynb", 4).cells
+    outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs]
+    said = "".join(o.text for o in outputs if o.output_type == "stream")
+    shown = "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
+    found = [AB.load(RESULTS / f"notebook-{run}") for run in runs]
+    assert said.split("\n") == "\n".join([*(ab.verdict for ab in found), ""]).split("\n")
+    for ab in found:
+        assert ab._repr_html_() in shown
+
+
+def test_readme_s_picture_is_the_notebook_s():
+    cells = nbformat.read(ROOT / "notebooks" / "02_sync_modes.ipynb", 4).cells
+    outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs if "data" in o]
+    first = next(o.data["image/png"] for o in outputs if "image/png" in o.data)
+    assert base64.b64decode(first) == (RESULTS / "timeline-pair.png").read_bytes()
 
 
 def test_the_gpu_tests_passed_on_these_sources():

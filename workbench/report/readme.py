@@ -25,41 +25,81 @@ BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
 def comparisons(folder: Path, device: str) -> list[AB]:
-    """The recorded comparisons on `device`, by folder name."""
-    found = [AB.load(run.parent) for run in sorted(folder.glob("*/run.json"))]
-    return [ab for ab in found if ab.run["engine"]["device"] == device]
+    """The comparisons recorded for this page: run folders named `<device>-...`, by name."""
+    runs = sorted(folder.glob(f"{device}-*/run.json"))
+    found = [AB.load(run.parent) for run in runs if _is_ab(run)]
+    if not found:
+        raise WorkbenchError(f"{folder} holds no comparison on {device}; record one first")
+    return found
 
 
-def speedups(folder: Path, device: str) -> str:
-    """One row per mechanism, workload and model: baseline and best-known toggled rates.
+def _is_ab(run: Path) -> bool:
+    return json.loads(run.read_text())["kind"] == "ab"
 
-    Every toggled arm is a row, those near 1.00 too. +- is half the range that holds the middle
-    half of the repetitions.
-    """
+
+def headline(folder: Path, device: str) -> str:
+    """One row per comparison: the baseline against the value that removes the most."""
     rows = []
     for ab in comparisons(folder, device):
-        toggle = ab.run["result"]["toggle"]
-        background = ab.run["arms"][0]["toggles"]
-        others = ", ".join(v for k, v in background.items() if k != toggle)
+        row = [r for r in ab.summary().to_dict("records") if not r["is_control"]][-1]
+        rows.append(
+            {
+                "mechanism": _mechanism(ab, row["label"]),
+                "with": _background(ab),
+                "Model": _model(ab),
+                "Test": row["test"],
+                "t/s baseline": _rate(ab, ab.run["arms"][0]["name"], row["test"]),
+                "t/s toggled": _rate(ab, row["arm"], row["test"]),
+                "GB/s": f"{row['tps_toggled'] * _weight_bytes(ab) / 1e9:.0f}",
+                "Speedup": f"{row['speedup']:.2f}",
+                "95% CI": f"{row['low']:.2f}..{row['high']:.2f}",
+                "verdict": row["verdict"],
+            }
+        )
+    return markdown(pd.DataFrame(rows)) + "\n\n" + _caption(comparisons(folder, device))
+
+
+def every_arm(folder: Path, device: str) -> str:
+    """Every arm of every comparison, the A/A controls included."""
+    rows = []
+    for ab in comparisons(folder, device):
         for row in ab.summary().to_dict("records"):
             rows.append(
                 {
-                    "mechanism": "A/A control"
-                    if row["is_control"]
-                    else f"{toggle}: {ab.label(ab.run['arms'][0])} -> {row['label']}",
-                    "with": others,
-                    "Model": ab.model.replace(" with random weights", ""),
-                    "Test": row["test"],
-                    "t/s baseline": _rate(ab, ab.run["arms"][0]["name"], row["test"]),
-                    "t/s toggled": _rate(ab, row["arm"], row["test"]),
+                    "mechanism": _mechanism(ab, row["label"]),
+                    "with": _background(ab),
+                    "Model": _model(ab),
+                    "t/s": _rate(ab, row["arm"], row["test"]),
                     "Speedup": f"{row['speedup']:.3f}",
                     "95% CI": f"{row['low']:.3f}..{row['high']:.3f}",
+                    "A/A band": f"{row['band_low']:.3f}..{row['band_high']:.3f}",
+                    "us a token": f"{_token_us(ab, row['arm']):.0f}",
                     "verdict": row["verdict"],
                 }
             )
-    if not rows:
-        raise WorkbenchError(f"{folder} holds no comparison on {device}; record one first")
-    return markdown(pd.DataFrame(rows)) + "\n\n" + _caption(comparisons(folder, device))
+    return markdown(pd.DataFrame(rows))
+
+
+def _mechanism(ab: AB, label: str) -> str:
+    return f"{ab.run['result']['toggle']}: {ab.label(ab.run['arms'][0])} -> {label}"
+
+
+def _background(ab: AB) -> str:
+    toggle, toggles = ab.run["result"]["toggle"], ab.run["arms"][0]["toggles"]
+    return ", ".join(value for name, value in toggles.items() if name != toggle)
+
+
+def _model(ab: AB) -> str:
+    return ab.model.replace(" with random weights", "")
+
+
+def _weight_bytes(ab: AB) -> int:
+    return ab.run["model"]["weight_bytes_per_token"]
+
+
+def _token_us(ab: AB, arm: str) -> float:
+    """The median token of an arm, whatever its neighbours suffered."""
+    return float(ab.samples.loc[ab.samples["arm"] == arm, "ns"].median()) / 1e3
 
 
 def _rate(ab: AB, arm: str, test: str) -> str:
@@ -105,7 +145,8 @@ def peer(folder: Path) -> str:
 
 
 BLOCKS: dict[str, Callable[[Path], str]] = {
-    "speedups-cuda": lambda folder: speedups(folder, "cuda"),
+    "headline-cuda": lambda folder: headline(folder, "cuda"),
+    "every-arm-cuda": lambda folder: every_arm(folder, "cuda"),
     "peer-cpu": peer,
 }
 
