@@ -66,7 +66,7 @@ bench: .venv/.dev
 	$(BIN)/python -m pytest tests/bench --benchmark-enable --benchmark-only $(PYTEST_ARGS)
 
 lab: .venv/.lab
-	$(BIN)/jupyter lab --notebook-dir=notebooks
+	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 models: .venv/.lab
 	@$(BIN)/workbench model tiny

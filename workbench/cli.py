@@ -23,6 +23,8 @@ app = App(
     name="workbench",
     version=__version__,
     help="Where the time between tokens goes: an LLM engine in which scheduling is a switch.",
+    result_action="return_none",
+    suppress_keyboard_interrupt=False,  # `main` says in one line what an interruption left
 )
 model_app = App(name="model", help="Write and inspect model files.")
 app.command(model_app)
@@ -94,6 +96,8 @@ def run(
             f"{made.tokens_per_second:.1f} t/s; {engine.counters['programs_built']} programs "
             f"built, {engine.counters['programs_reused']} reused"
         )
+    if made.interrupted:
+        raise KeyboardInterrupt
 
 
 @app.command
@@ -313,7 +317,7 @@ def inspect(
 def main(arguments: list[str] | None = None) -> None:
     """The console script."""
     try:
-        app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
+        app(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except WorkbenchError as error:
         fail(str(error), error.exit_status)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -167,3 +169,19 @@ def test_the_console_script_exits_with_the_status():
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+
+
+def test_ctrl_c_keeps_the_tokens_made_so_far(model):
+    ask = ["run", "-m", str(model), "--tokens", "1,2,3", "-n", "100000", "--n-ctx", "120000"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "workbench.cli", *ask, "--device", "embedded"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert running.stderr is not None
+    running.stderr.readline()  # the device is named: loaded, and about to generate
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert out.count(",") > 0
+    assert err.splitlines()[-1] == "error: interrupted; what was finished is kept"

@@ -33,12 +33,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Generation:
-    """What `generate` made. prefill_us: the prompt, in all; token_us: each token after it."""
+    """What `generate` made. prefill_us: the prompt, in all; token_us: each token after it.
+
+    interrupted: Ctrl-C ended it; what was made until then is here.
+    """
 
     tokens: list[int] = field(default_factory=list)
     text: str | None = None
     prefill_us: float = 0.0
     token_us: list[float] = field(default_factory=list)
+    interrupted: bool = False
 
     @property
     def tokens_per_second(self) -> float:
@@ -192,7 +196,8 @@ class Engine:
         """Continues `prompt` (tokenised by the model's own tokenizer) or `tokens` from here.
 
         on_text is given each piece of text as soon as it is known. Generation ends after
-        max_tokens, at an end-of-generation token, or when the context is full.
+        max_tokens, at an end-of-generation token, when the context is full, or at Ctrl-C, which
+        keeps the tokens made so far.
         """
         if (prompt is None) == (tokens is None):
             raise UsageError("give either a prompt or token ids")
@@ -212,21 +217,25 @@ class Engine:
             if on_text is not None and piece:
                 on_text(piece)
 
-        start = now_ns()
-        logits = self.prefill(ids)
-        made.prefill_us = (now_ns() - start) / 1e3
-        while len(made.tokens) < max_tokens:
-            token = sampler(logits[-1])
-            if token in stops:
-                break
-            made.tokens.append(token)
-            if decoder is not None:
-                say(decoder.feed(token))
-            if len(made.tokens) == max_tokens or self.cache.n_used == self.config.n_ctx:
-                break
+        try:
             start = now_ns()
-            logits = self.step([token])
-            made.token_us.append((now_ns() - start) / 1e3)
+            logits = self.prefill(ids)
+            made.prefill_us = (now_ns() - start) / 1e3
+            while len(made.tokens) < max_tokens:
+                token = sampler(logits[-1])
+                if token in stops:
+                    break
+                made.tokens.append(token)
+                if decoder is not None:
+                    say(decoder.feed(token))
+                if len(made.tokens) == max_tokens or self.cache.n_used == self.config.n_ctx:
+                    break
+                start = now_ns()
+                logits = self.step([token])
+                made.token_us.append((now_ns() - start) / 1e3)
+        except KeyboardInterrupt:
+            made.interrupted = True
+            self.backend.synchronize()  # the step cut short still reads staging memory
         if decoder is not None:
             say(decoder.flush())
             made.text = "".join(pieces)
