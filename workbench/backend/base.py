@@ -117,5 +117,5 @@ def choose_device(wanted: str) -> tuple[str, str]:
         cuda = importlib.import_module("workbench.backend.cuda")
         return "cuda", f"auto: {cuda.probe()}"
     except (ImportError, DeviceError) as error:
-        reason = str(error).splitlines()[0]
-        return "embedded", f"auto: the embedded device on this CPU, for no GPU is usable ({reason})"
+        reason = str(error).splitlines()[0].partition(";")[0]
+        return "embedded", f"auto; no GPU: {reason}"

@@ -20,7 +20,8 @@ from workbench.errors import DeviceError
 from workbench.program.commands import Space
 
 ALIGN = 256
-INSTALL = "pip install 'workbench[gpu]'"
+ELSE = "check nvidia-smi, or use --device embedded"
+INSTALL = "pip install -e '.[gpu]' in the checkout, or use --device embedded"
 
 
 def libraries() -> tuple[Any, Any]:
@@ -43,14 +44,14 @@ def device_properties(cupy: Any, index: int) -> dict[str, Any]:
     try:
         count = runtime.getDeviceCount()
         if index >= count:
-            raise DeviceError(f"GPU {index} does not exist: this machine has {count}")
+            raise DeviceError(f"GPU {index} does not exist, this machine has {count}; {ELSE}")
         properties = runtime.getDeviceProperties(index)
     except runtime.CUDARuntimeError as error:
-        raise DeviceError(f"no usable NVIDIA GPU ({error})") from None
+        raise DeviceError(f"no usable NVIDIA GPU ({error}); {ELSE}") from None
     if (properties["major"], properties["minor"]) < kernels.OLDEST:
         raise DeviceError(
             f"{properties['name'].decode()} has compute capability {properties['major']}."
-            f"{properties['minor']}; the kernels need {kernels.OLDEST[0]}.{kernels.OLDEST[1]}"
+            f"{properties['minor']}, the kernels need {kernels.OLDEST[0]}.{kernels.OLDEST[1]}; {ELSE}"
         )
     return properties
 

@@ -57,7 +57,7 @@ def _nvrtc() -> Any:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DeviceError(
             f"NVRTC, which compiles the kernels, is not usable ({reason}); "
-            "pip install 'workbench[gpu]'"
+            "pip install -e '.[gpu]' in the checkout"
         ) from None
     return nvrtc
 
