@@ -51,7 +51,8 @@ def device_properties(cupy: Any, index: int) -> dict[str, Any]:
     if (properties["major"], properties["minor"]) < kernels.OLDEST:
         raise DeviceError(
             f"{properties['name'].decode()} has compute capability {properties['major']}."
-            f"{properties['minor']}, the kernels need {kernels.OLDEST[0]}.{kernels.OLDEST[1]}; {ELSE}"
+            f"{properties['minor']}, the kernels need {kernels.OLDEST[0]}.{kernels.OLDEST[1]}; "
+            f"{ELSE}"
         )
     return properties
 
