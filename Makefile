@@ -17,7 +17,7 @@ help:
 	@echo "make test     all tests but the slow ones"
 	@echo "make lab      JupyterLab on the notebooks"
 	@echo "make setup    only prepare .venv/, with the workbench command in it"
-	@echo "make lint     ruff and mypy;  make bench  benchmarks;  make peer  compare with llama.cpp"
+	@echo "make lint     ruff and mypy;  make bench  benchmarks, recorded;  make peer  compare with llama.cpp"
 
 setup: .venv/.lab
 	@echo "ready: $(BIN)/workbench --help"
@@ -63,7 +63,7 @@ lint: .venv/.dev
 	$(BIN)/mypy
 
 bench: .venv/.dev
-	$(BIN)/python -m pytest tests/bench --benchmark-enable --benchmark-only $(PYTEST_ARGS)
+	$(BIN)/python -m tests.bench.record
 
 lab: .venv/.lab
 	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "workbench"
 
 # from the top; a layer may import itself and what stands below it
 LAYERS = [
-    ("cli", "lab"),
+    ("cli",),
     ("report",),
     ("bench",),
     ("trace",),

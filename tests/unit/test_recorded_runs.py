@@ -121,3 +121,18 @@ def test_the_gpu_tests_passed_on_these_sources():
     assert found["source_hash"] == source_hash(), (
         "kernels/ or the cuda backend changed after the last recorded run of tests/gpu"
     )
+
+
+MOST_US = {
+    "test_bench_program.py::test_build_from_nothing": 20_000,
+    "test_bench_program.py::test_reuse": 100,
+    "test_bench_program.py::test_import": 500_000,
+    "test_bench_gguf.py::test_open": 500_000,
+}
+
+
+@pytest.mark.parametrize("benchmark_name", MOST_US)
+def test_recorded_benchmarks_meet_their_requirements(benchmark_name):
+    found = json.loads((RESULTS / "benchmarks.json").read_text())
+    assert not found["commit"]["dirty"] and is_ancestor(found["commit"]["hash"])
+    assert found["benchmarks"][benchmark_name]["median_us"] <= MOST_US[benchmark_name]
