@@ -10,7 +10,7 @@ HAVE_GPU := $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-sm
 comma := ,
 GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu,)
 
-.PHONY: help setup report test test-slow lint bench lab peer models readme clean
+.PHONY: help setup report test test-slow test-gpu lint bench lab peer models readme clean
 
 help:
 	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
@@ -56,6 +56,9 @@ test: .venv/.dev
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+test-gpu: .venv/.dev
+	$(BIN)/python tests/gpu/record.py
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
