@@ -31,7 +31,7 @@ TOLERANCE = {
 # BF16, 1e-14 for the others, one outlier of 2e-13.
 SHARP_TOLERANCE = 1e-12
 # NMSE between two ways of feeding the same tokens. Measured: 0, for every row is computed alike
-# whatever stands beside it; that is not promised (DESIGN: other batch sizes are `rounding`).
+# whatever stands beside it; that is not promised: other batch sizes are a `rounding` change.
 FEEDING_TOLERANCE = 1e-6
 
 N_CTX, N_TOKENS, N_LONG = 512, 16, 300  # N_LONG crosses one n_kv_pad of 256

@@ -62,7 +62,7 @@ def test_every_layer_has_a_rank():
     for path in modules():
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         if path.name != "__init__.py":
-            assert layer_of(name) in RANK, f"{path} stands in no layer of DESIGN section 3"
+            assert layer_of(name) in RANK, f"{path} stands in no layer"
 
 
 def test_imports_point_down():
