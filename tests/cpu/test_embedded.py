@@ -21,20 +21,6 @@ from workbench.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Space
 
 
-@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} lanes")
-def device(request):
-    backend = open_backend(threads=request.param)
-    yield backend
-    backend.close()
-
-
-@pytest.fixture
-def two():
-    backend = open_backend(threads=2)
-    yield backend
-    backend.close()
-
-
 def pinned(backend, values) -> tuple:
     """Pinned memory holding float32 `values`, and its view."""
     values = np.asarray(values, np.float32)

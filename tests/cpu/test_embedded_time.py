@@ -15,20 +15,6 @@ from workbench.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM
 
 
-@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} lanes")
-def device(request):
-    backend = open_backend(threads=request.param)
-    yield backend
-    backend.close()
-
-
-@pytest.fixture
-def two():
-    backend = open_backend(threads=2)
-    yield backend
-    backend.close()
-
-
 def test_spans_are_on_the_host_clock(device):
     before = time.perf_counter_ns()
     begin = device.mark(COMPUTE_STREAM)
