@@ -3,14 +3,14 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
-NOTEBOOKS ?= 00_tour 02_sync_modes
+NOTEBOOKS ?= 00_tour 02_sync_modes 03_fusion
 REPORT_ARGS ?=
 PYTEST_ARGS ?=
 HAVE_GPU := $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi; } >/dev/null 2>&1 && echo yes)
 comma := ,
 GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu,)
 
-.PHONY: help setup report test test-slow test-gpu lint bench lab peer models readme clean
+.PHONY: help setup report test test-slow test-gpu sanitize lint bench lab peer models readme clean
 
 help:
 	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
@@ -59,6 +59,9 @@ test-slow: .venv/.dev
 
 test-gpu: .venv/.dev
 	$(BIN)/python tests/gpu/record.py
+
+sanitize: .venv/.dev
+	$(BIN)/python -m tests.gpu.sanitize
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -1,254 +1,380 @@
 // attention: softmax(scale * q.k + mask) v, over cells 0 .. n_kv - 1 of a cache of halves.
 //
-//   attention_split    few query tokens: a block has one head of one token and one share of the
-//                      cells; 16-byte loads, lanes side by side along a cell's head_dim
-//   attention_combine  adds the shares of attention_split, in order
-//   attention_tile_d1, _d2, _d4, _d8   many query tokens: a block has one head and a tile of query
-//                      tokens, and goes through all cells 32 at a time, K and V in shared memory;
-//                      head_dim up to 32, 64, 128, 256
+//   attention_decode   few query rows: a block has 8 * ROW_SETS rows of one kv head and one share
+//                      of the cells, each warp its own tiles of 16 cells. CLUSTER blocks merge
+//                      what they found in shared memory, the last of several clusters merges these
+//                      (attention_merge.cuh); below sm_90 the last block merges all. One launch.
+//   attention_prefill  many query rows: a block has 16 rows per warp and goes through all cells,
+//                      its warps sharing tiles of TILE_CELLS cells
 //
-// All of them keep a running maximum and sum (online softmax). Cells that the mask excludes are
-// read like any other and count for nothing, whatever they hold: not to read them is a mechanism
-// of its own. A query whose every cell is excluded gives zeros. head_dim is a multiple of 8, at
-// most 256. Query head h reads kv head h / (n_head / n_head_kv).
+// Compiled for each use (workbench/backend/cuda_attention.py chooses): PREFILL picks the kernel;
+// HEAD_DIM; WARPS of a block; STAGES tiles in shared memory per warp (decode) or block (prefill);
+// decode: ROW_SETS, CLUSTER; prefill: TILE_CELLS.
 //
-// Arguments of all but the combine: dst, q, k, v, mask, scratch, n_tokens, n_head, n_head_kv,
-// head_dim, n_kv, scale.
-#include "common.cuh"
+// Both form K q and V^T p with mma.sync (attention_rows.cuh) from tiles that cp.async brings. Rows
+// are those of a kv head: all query heads of its group, for several tokens, so that K and V are
+// read once for them. Cells that the mask excludes are read like any other and count for nothing,
+// whatever they hold: not to read them is a mechanism of its own. A query whose every cell is
+// excluded gives zeros.
+//
+// Masked cells: scores are replaced, so K may hold anything. V is multiplied with weights of zero,
+// which NaN and infinity survive; rather than clear V in every tile, the sums are looked at once,
+// at the end: if one is not finite all is done again, row by row, with V cleared where a row's
+// weight is zero. Finite values give the same bits on both ways, and only a broken cache pays.
+//
+// Rounding: q * scale * log2(e) and the weights (0 .. 1, under the running maximum) to halves;
+// everything else is float. A weight under 2^-25 of its row's largest counts as zero.
+//
+// Why it is so:
+//   * decode of a long cache is bound by the memory: a warp waits for its own copies and for no
+//     other warp, and asks for all its STAGES tiles, 8 KB each at head_dim 128, before it has its
+//     queries: 64 KB a block at head_dim 128, where about 40 KB a multiprocessor keep the memory
+//     busy;
+//   * decode of a short one is bound by what follows one another: copy, product, maximum, product,
+//     merging. So: a tile a warp if blocks allow; blocks of a cluster merge within their shared
+//     memory, without the two round trips to L2, the fences and the counter of a last block; each
+//     block of a cluster merges its part of the columns, all loads of a merge under way at once,
+//     and so divisions and quantisation are spread too;
+//   * at most as many blocks as run at once, tiles dealt out to within one, so that no block runs
+//     alone at the end;
+//   * few rows a block while cells are few: blocks that read a cell again find it in L2;
+//   * scores transposed (cells by rows): 8 rows are the unit, not 16, which halves the products
+//     and registers of a single token; weights come out transposed and movmatrix turns them back;
+//   * the mask comes with the tile, and ldmatrix lays it out as the scores lie; a tile with nothing
+//     masked skips it;
+//   * shared memory stays under 99 KB, what every architecture from sm_80 on allows a block.
+//
+// Versions, in us on one H100 80GB HBM3: 32 heads, 8 kv heads, head_dim 128 / 64, caches not in L2,
+// launched programmatically one after another; read: what reading K and V takes.
+//                                           1 token, n_kv          8 tokens, n_kv
+//                                           256      4096      16384     256     4096    16384
+//   read                                    0.3/0.2  5.4/2.7   22/11     the same
+//   1  attention_simple.cu                  7.5/5.0  22/16     65/41     8.9/6.2 122/84  401/242
+//   2  tensor cores; 4 warps; the last of
+//      up to 33 blocks merges all           6.3/5.4  13.1/8.9  34/18     16/9.6  26/16   49/27
+//   2  the best of warps 2, 4, 8, stages
+//      2, 3, 4 and 1 to 66 blocks           5.1/3.7  10.9/8.1  29/17     not tried
+//   3  this file: clusters, rows spread
+//      while cells are few, addresses
+//      before pdl_wait                      3.7/3.5  13.5/8.8  32/22     6.0/4.1 18/11  50/30
+// Of 2, measured: 8 tokens took 10 to 19 us more than one at head_dim 128; quantising cost 0.4 us
+// for one token and 3 for 8; at 256 cells one block a head (5.1) beat two that merge through memory
+// (5.9, 8 warps both); at 4096 16 blocks a head beat 33 (11.4 and 15.6 with 4 warps, 4 stages;
+// 12.4 and 13.3 with 2), at 16384 at head_dim 128 too (31.3 and 33.8), but not at 64 (21.1 and
+// 18.9). Read from the code, not measured apart: one block merged all rows of all shares in turn,
+// and the compiler had put some 170 instructions of address arithmetic behind pdl_wait.
+// Prefill, 512 tokens over 4096 cells: 1: 2026/1274; 2: 175/118 = 196/145 TFLOP/s (4 warps, 64
+// cells; 8 warps 175/122; 32 cells 201/148, 8 warps 195/135, 3 stages 198/150).
+#include "attention_merge.cuh"
+#include "attention_rows.cuh"
 
-#define SPLIT_WARPS 16
-#define IN_FLIGHT 2  // cells requested by a group of lanes before the first is used
+#ifndef PREFILL
+#define PREFILL 0
+#endif
+#ifndef WARPS
+#define WARPS 4
+#endif
+#ifndef STAGES
+#define STAGES 2
+#endif
+#ifndef ROW_SETS
+#define ROW_SETS 1
+#endif
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#ifndef TILE_CELLS
+#define TILE_CELLS 64
+#endif
 
-// Per share: head_dim sums, then the maximum and the sum of weights.
-DEVICE i64 share_floats(i64 head_dim) { return head_dim + 2; }
+constexpr int THREADS = 32 * WARPS;
+extern __shared__ __align__(16) u8 memory[];
 
-// Weights of two running sums under their common maximum; a maximum of -inf weighs nothing.
-DEVICE float rescale(float own, float most) { return own == NEG_INFINITY ? 0.f : expf(own - most); }
+#if !PREFILL
 
-// Grid: (n_tokens * n_head, shares); 512 threads. With one share the result goes to dst, with more
-// to scratch (n_tokens * n_head, shares, head_dim + 2).
-extern "C" __global__ void __launch_bounds__(32 * SPLIT_WARPS, 2)
-    attention_split(float* __restrict__ dst, const float* __restrict__ q,
-                    const u16* __restrict__ k, const u16* __restrict__ v,
-                    const u16* __restrict__ mask, float* __restrict__ scratch, i64 n_tokens,
-                    i64 n_head, i64 n_head_kv, i64 head_dim, i64 n_kv, float scale) {
-    __shared__ float sums[SPLIT_WARPS][256];
-    __shared__ float maxima[SPLIT_WARPS], weights[SPLIT_WARPS], factors[SPLIT_WARPS];
-    const int dim = int(head_dim), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const i64 token = blockIdx.x / n_head, head = blockIdx.x % n_head;
-    const i64 head_kv = head / (n_head / n_head_kv), row = n_head_kv * head_dim;
+#if __CUDA_ARCH__ >= 900 && CLUSTER > 1
+#define IN_CLUSTERS __cluster_dims__(1, CLUSTER, 1)
+constexpr int TEAM = CLUSTER;
+#else  // no clusters: every block for itself, and the last one merges them all
+#define IN_CLUSTERS
+constexpr int TEAM = 1;
+#endif
+constexpr int SETS = ROW_SETS, ROWS = 8 * SETS;
+using Ring = Tile<16, ROWS>[STAGES];
+using Sums = float[ROWS][DIM + 4];  // 4 more: no two rows of a store on one bank
+static_assert(sizeof(Sums) <= sizeof(Ring), "sums of a warp take the place of its tiles");
 
-    int lanes = 1;  // per cell: a power of two of at least head_dim / 8
-    while (lanes * 8 < dim) lanes *= 2;
-    const int at = lane % lanes * 8, group = lane / lanes, groups = 32 / lanes;
-    const bool active = at < dim;
-
-    const int share = int((n_kv + gridDim.y - 1) / gridDim.y + 31) / 32 * 32;
-    const int begin = blockIdx.y * share, end = min(begin + share, int(n_kv));
-
-    float query[8] = {}, acc[8] = {};
-    if (active) {
-        const float* from = q + blockIdx.x * head_dim + at;
+// Requests the first of the warp's tiles begin, begin + WARPS, .. < end.
+DEVICE void start(Ring& ring, const Cells& cells, int begin, int end) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) query[i] = from[i] * scale;
+    for (int s = 0; s < STAGES; s++, begin += WARPS) {
+        if (begin < end) cells.request<32>(ring[s], 16ll * begin, threadIdx.x % 32);
+        copies_group();
     }
-    float most = NEG_INFINITY, weight = 0;
-    const int stride = SPLIT_WARPS * groups;
-    for (int base = begin; base < end; base += stride * IN_FLIGHT) {
-        uint4 keys[IN_FLIGHT], values[IN_FLIGHT];
-        float score[IN_FLIGHT];
+}
+
+// Goes through them.
+template <bool CAREFUL>
+DEVICE void gather(Rows<SETS>& rows, Ring& ring, const Cells& cells, int begin, int end,
+                   const int (&mask_row)[SETS]) {
+    int wanted = begin + STAGES * WARPS, slot = 0;
+    for (int tile = begin; tile < end; tile += WARPS, wanted += WARPS) {
+        copies_wait<STAGES - 1>();
+        __syncwarp();  // every lane's copies are there
+        rows.template add<CAREFUL>(ring[slot], mask_row);
+        __syncwarp();  // none reads the tile any more
+        if (wanted < end) cells.request<32>(ring[slot], 16ll * wanted, threadIdx.x % 32);
+        copies_group();
+        slot = slot == STAGES - 1 ? 0 : slot + 1;
+    }
+    copies_wait<0>();
+    __syncwarp();
+}
+
+// Where clusters leave what the last of them merges: sums float4 [groups][teams][ROWS][QUADS], then
+// maxima and weights float2 [groups][teams][ROWS]. A row's maximum is stored by every block that
+// has columns of it, each the same: a block reads only what blocks of its own rank wrote.
+struct Scratch {
+    float4* sums;
+    float2* parts;
+    DEVICE Scratch(u8* scratch, int teams)
+        : sums(reinterpret_cast<float4*>(scratch)),
+          parts(reinterpret_cast<float2*>(sums + i64(gridDim.x) * teams * ROWS * QUADS)) {
+        sums += i64(blockIdx.x) * teams * ROWS * QUADS;
+        parts += i64(blockIdx.x) * teams * ROWS;
+    }
+    DEVICE void store(int team, const Item& item, const Partial& own) const {
+        if (!item.there) return;
+        sums[(i64(team) * ROWS + item.row) * QUADS + item.quad] = own.sum;
+        if (item.quad == 0 || threadIdx.x % 32 == 0)
+            parts[team * ROWS + item.row] = make_float2(own.most, own.weight);
+    }
+    DEVICE Partial load(int team, const Item& item) const {
+        const float2 own = parts[team * ROWS + item.row];
+        return {sums[(i64(team) * ROWS + item.row) * QUADS + item.quad], own.x, own.y};
+    }
+};
+
+// Grid: (n_head_kv * row groups, shares); shares a multiple of CLUSTER, whose blocks are a cluster
+// where there are such; WARPS * 32 threads (at least 64); shared memory: WARPS Rings and the stored
+// queries. scratch, where there are several shares: float [grid.x][shares][ROWS][HEAD_DIM + 2];
+// counters: grid.x * CLUSTER.
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 : 2)
+    attention_decode(u8* dst, const float* q, const u16* k, const u16* v, const u16* mask,
+                     u8* scratch, u32* counters, i64 n_tokens, i64 n_head, i64 n_head_kv, i64 n_kv,
+                     float scale, i64 quantised) {
+    pdl_trigger();
+    __shared__ float2 of_warps[WARPS][ROWS], of_block[ROWS];  // maxima and weights
+    __shared__ bool last;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int group = int(n_head) / int(n_head_kv), all = int(n_tokens) * group;
+    const int row_groups = (all + ROWS - 1) / ROWS, shares = gridDim.y;
+    const Share share(blockIdx.x / row_groups, group, blockIdx.x % row_groups * ROWS, ROWS, all);
+    const Cells cells(k, v, mask, n_head_kv, n_kv, share);
+    const Output output{dst, n_head, bool(quantised)};
+    const u32 tiles = (n_kv + 15) / 16;
+    const int begin = int(tiles * blockIdx.y / shares) + warp;
+    const int end = int(tiles * (blockIdx.y + 1) / shares);
+    Ring* rings = reinterpret_cast<Ring*>(memory);
+    int mask_row[SETS];
 #pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++) {
-            const int cell = base + u * stride + warp * groups + group;
-            const bool there = cell < end;
-            const i64 from = cell * row + head_kv * head_dim + at;
-            keys[u] = values[u] = make_uint4(0, 0, 0, 0);
-            if (there && active) {
-                keys[u] = *reinterpret_cast<const uint4*>(k + from);
-                values[u] = *reinterpret_cast<const uint4*>(v + from);
-            }
-            score[u] = there ? half_to_float(mask[token * n_kv + cell]) : NEG_INFINITY;
+    for (int s = 0; s < SETS; s++) mask_row[s] = share.token_of(8 * s + lane % 8) - share.token;
+    // The compiler would do all of the above after the wait, but for a store that depends on it.
+    __shared__ volatile i64 early[THREADS];
+    const float* q_rows[SETS];
+    Rows<SETS>::locate(q_rows, q, share, 0, int(n_head));
+    i64 known = i64(cells.k) ^ i64(cells.v) ^ i64(cells.mask) ^ begin ^ end;
+#pragma unroll
+    for (int s = 0; s < SETS; s++) known ^= mask_row[s] ^ i64(q_rows[s]);
+    early[threadIdx.x] = known;
+    pdl_wait();
+
+    Rows<SETS> rows;
+    if constexpr (rows.STORED) {
+        start(rings[warp], cells, begin, end);
+        rows.template load<WARPS>(q, share, 0, int(n_head), scale,
+                                  reinterpret_cast<uint2*>(rings + WARPS), warp);
+        __syncthreads();
+    } else {  // first the queries: a warp with one tile would wait for them
+        float2 wide[STEPS][SETS][2];
+        rows.request(q_rows, wide);
+        start(rings[warp], cells, begin, end);
+        rows.convert(wide, scale * LOG2_E);
+    }
+    rows.clear();
+    gather<false>(rows, rings[warp], cells, begin, end, mask_row);
+    if (rows.suspicious()) {
+        start(rings[warp], cells, begin, end);
+        rows.clear();
+        gather<true>(rows, rings[warp], cells, begin, end, mask_row);
+    }
+    rows.add_weights();
+    Sums& sums = *reinterpret_cast<Sums*>(rings + warp);
+#pragma unroll
+    for (int s = 0; s < SETS; s++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int row = 8 * s + lane % 4 * 2 + i % 2;
+#pragma unroll
+            for (int d = 0; d < STEPS; d++)
+                sums[row][16 * d + lane / 4 + i / 2 * 8] = rows.sums[d][s][i];
+            if (lane < 4 && i < 2)
+                of_warps[warp][row] = make_float2(rows.most[s][i], rows.weight[s][i]);
         }
-        float next = most;
-#pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++) {
-            float key[8], dot = 0;
-            halves_to_floats(keys[u], key);
-#pragma unroll
-            for (int i = 0; i < 8; i++) dot += query[i] * key[i];
-            for (int o = lanes / 2; o; o >>= 1) dot += __shfl_xor_sync(~0u, dot, o);
-            if (score[u] != NEG_INFINITY) score[u] += dot;
-            next = fmaxf(next, score[u]);
-        }
-        const float keep = rescale(most, next);
-        weight *= keep;
-#pragma unroll
-        for (int i = 0; i < 8; i++) acc[i] *= keep;
-#pragma unroll
-        for (int u = 0; u < IN_FLIGHT; u++) {
-            if (score[u] == NEG_INFINITY) continue;
-            const float p = expf(score[u] - next);
-            float value[8];
-            halves_to_floats(values[u], value);
-            weight += p;
-#pragma unroll
-            for (int i = 0; i < 8; i++) acc[i] += p * value[i];
-        }
-        most = next;
     }
-    // groups of lanes, then warps
-    for (int o = lanes; o < 32; o *= 2) {
-        const float other = __shfl_xor_sync(~0u, most, o), next = fmaxf(most, other);
-        const float mine = rescale(most, next), theirs = rescale(other, next);
-        weight = weight * mine + __shfl_xor_sync(~0u, weight, o) * theirs;
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            acc[i] = acc[i] * mine + __shfl_xor_sync(~0u, acc[i], o) * theirs;
-        most = next;
-    }
-    if (group == 0 && active) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) sums[warp][at + i] = acc[i];
-    }
-    if (lane == 0) maxima[warp] = most, weights[warp] = weight;
     __syncthreads();
-    most = NEG_INFINITY;
-    for (int w = 0; w < SPLIT_WARPS; w++) most = fmaxf(most, maxima[w]);
-    if (threadIdx.x < SPLIT_WARPS) factors[threadIdx.x] = rescale(maxima[threadIdx.x], most);
-    __syncthreads();
-    if (threadIdx.x < dim) {
-        float sum = 0;
-        weight = 0;
-        for (int w = 0; w < SPLIT_WARPS; w++) {
-            weight += weights[w] * factors[w];
-            sum += sums[w][threadIdx.x] * factors[w];
-        }
-        if (gridDim.y == 1) {
-            dst[blockIdx.x * head_dim + threadIdx.x] = weight > 0 ? sum / weight : 0.f;
+
+    const int rank = blockIdx.y % TEAM, team = blockIdx.y / TEAM, teams = shares / TEAM;
+    const int items = share.count * QUADS, mine = 32 * (warp * TEAM + rank);
+    const Scratch parts(scratch, teams);
+    const auto finish = [&](const Item& item, const Partial& all) {
+        if (teams == 1) {
+            output.store(share, item, all);
         } else {
-            float* out = scratch + (i64(blockIdx.x) * gridDim.y + blockIdx.y) * share_floats(dim);
-            out[threadIdx.x] = sum;
-            if (threadIdx.x == 0) out[dim] = most, out[dim + 1] = weight;
+            parts.store(team, item, all);
+        }
+    };
+
+    // the warps of the block: a cluster's blocks leave the sum where warp 0 had its own
+    for (int first = 32 * warp; first < items; first += THREADS) {
+        const Item item(first, items);
+        const Partial whole = merged<WARPS>(WARPS, [&](int w) -> Partial {
+            if (!item.there) return {};  // it repeats an item that its own lane may have replaced
+            const Sums& own = *reinterpret_cast<const Sums*>(rings + w);
+            const float2 part = of_warps[w][item.row];
+            return {*reinterpret_cast<const float4*>(&own[item.row][4 * item.quad]), part.x,
+                    part.y};
+        });
+        if (TEAM == 1) {
+            finish(item, whole);
+        } else if (item.there) {
+            Sums& block = *reinterpret_cast<Sums*>(rings);
+            *reinterpret_cast<float4*>(&block[item.row][4 * item.quad]) = whole.sum;
+            if (item.quad == 0) of_block[item.row] = make_float2(whole.most, whole.weight);
         }
     }
-}
-
-// Arguments: dst, scratch, shares, head_dim. Grid: n_tokens * n_head; 256 threads.
-extern "C" __global__ void attention_combine(float* __restrict__ dst,
-                                             const float* __restrict__ scratch, i64 shares,
-                                             i64 head_dim) {
-    const i64 size = share_floats(head_dim);
-    const float* part = scratch + blockIdx.x * shares * size;
-    if (threadIdx.x >= head_dim) return;
-    float most = NEG_INFINITY, weight = 0, sum = 0;
-    for (i64 s = 0; s < shares; s++) most = fmaxf(most, part[s * size + head_dim]);
-    for (i64 s = 0; s < shares; s++) {
-        const float scale = rescale(part[s * size + head_dim], most);
-        weight += part[s * size + head_dim + 1] * scale;
-        sum += part[s * size + threadIdx.x] * scale;
+#if __CUDA_ARCH__ >= 900 && CLUSTER > 1
+    // the blocks of the cluster, each for some of the columns
+    cluster_arrive();
+    cluster_wait();
+    for (int first = mine; first < items; first += THREADS * TEAM) {
+        const Item item(first, items);
+        const Sums& block = *reinterpret_cast<const Sums*>(rings);
+        finish(item, merged<TEAM>(TEAM, [&](int r) -> Partial {
+            const float2 part = load2_at(address_in(&of_block[item.row], r));
+            return {load4_at(address_in(&block[item.row][4 * item.quad], r)), part.x, part.y};
+        }));
     }
-    dst[blockIdx.x * head_dim + threadIdx.x] = weight > 0 ? sum / weight : 0.f;
-}
+    cluster_arrive();  // no block ends while another reads its shared memory
+#endif
 
-// A block of 4 warps, each with QUERIES query tokens; lanes are cells while scores are formed, and
-// columns of head_dim (D of them per lane) while values are added.
-template <int D, int QUERIES>
-DEVICE void attention_tile(float* dst, const float* q, const u16* k, const u16* v, const u16* mask,
-                           i64 n_tokens, i64 n_head, i64 n_head_kv, i64 head_dim, i64 n_kv,
-                           float scale) {
-    constexpr int most_dim = 32 * D, tile = 4 * QUERIES;
-    __shared__ __align__(16) float query[tile][most_dim];
-    __shared__ __align__(16) u16 keys[32][most_dim + 8];  // 8 more: no two lanes on one bank
-    __shared__ __align__(16) u16 values[32][most_dim];
-    const int dim = int(head_dim), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const i64 first = i64(blockIdx.x) * tile, head = blockIdx.y;
-    const i64 head_kv = head / (n_head / n_head_kv), row = n_head_kv * head_dim;
-
-    for (int i = threadIdx.x; i < tile * dim; i += 128) {
-        const i64 token = first + i / dim;
-        query[i / dim][i % dim] =
-            token < n_tokens ? q[(token * n_head + head) * head_dim + i % dim] * scale : 0.f;
-    }
-    float acc[QUERIES][D] = {}, most[QUERIES], weight[QUERIES];
-#pragma unroll
-    for (int j = 0; j < QUERIES; j++) most[j] = NEG_INFINITY, weight[j] = 0;
-
-    for (int base = 0; base < n_kv; base += 32) {
+    // the clusters: of each rank the last block to be done
+    if (teams > 1 && 32 * rank < items) {
+        u32* counter = counters + blockIdx.x * TEAM + rank;
+        __threadfence();
         __syncthreads();
-        for (int i = threadIdx.x; i < 32 * (dim / 8); i += 128) {
-            const int cell = i / (dim / 8), at = i % (dim / 8) * 8;
-            uint4 key = make_uint4(0, 0, 0, 0), value = key;
-            if (base + cell < n_kv) {
-                const i64 from = (base + cell) * row + head_kv * head_dim + at;
-                key = *reinterpret_cast<const uint4*>(k + from);
-                value = *reinterpret_cast<const uint4*>(v + from);
-            }
-            *reinterpret_cast<uint4*>(&keys[cell][at]) = key;
-            *reinterpret_cast<uint4*>(&values[cell][at]) = value;
-        }
+        if (threadIdx.x == 0) last = atomicAdd(counter, 1u) == u32(teams - 1);
         __syncthreads();
-        float p[QUERIES] = {};
-        for (int at = 0; at < dim; at += 8) {
-            float key[8];
-            halves_to_floats(*reinterpret_cast<const uint4*>(&keys[lane][at]), key);
-#pragma unroll
-            for (int j = 0; j < QUERIES; j++) {
-                const float4* x = reinterpret_cast<const float4*>(&query[warp * QUERIES + j][at]);
-                const float4 a = x[0], b = x[1];
-                p[j] += a.x * key[0] + a.y * key[1] + a.z * key[2] + a.w * key[3] +
-                        b.x * key[4] + b.y * key[5] + b.z * key[6] + b.w * key[7];
+        if (last) {
+            __threadfence();
+            for (int first = mine; first < items; first += THREADS * TEAM) {
+                const Item item(first, items);
+                output.store(share, item, merged<4>(teams, [&](int t) -> Partial {
+                                 return parts.load(t, item);
+                             }));
             }
-        }
-#pragma unroll
-        for (int j = 0; j < QUERIES; j++) {
-            const i64 token = first + warp * QUERIES + j, cell = base + lane;
-            const float bias = token < n_tokens && cell < n_kv
-                                   ? half_to_float(mask[token * n_kv + cell])
-                                   : NEG_INFINITY;
-            const float score = bias == NEG_INFINITY ? bias : p[j] + bias;
-            const float next = fmaxf(most[j], warp_max(score));
-            const float keep = rescale(most[j], next);
-            p[j] = rescale(score, next);
-            weight[j] = weight[j] * keep + warp_sum(p[j]);
-            most[j] = next;
-#pragma unroll
-            for (int i = 0; i < D; i++) acc[j][i] *= keep;
-        }
-        for (int cell = 0; cell < 32; cell++) {
-            float value[D];
-#pragma unroll
-            for (int i = 0; i < D; i++) value[i] = half_to_float(values[cell][lane + 32 * i]);
-#pragma unroll
-            for (int j = 0; j < QUERIES; j++) {
-                const float share = __shfl_sync(~0u, p[j], cell);
-                if (share == 0.f) continue;  // in all lanes; an excluded cell may hold anything
-#pragma unroll
-                for (int i = 0; i < D; i++) acc[j][i] += share * value[i];
-            }
+            if (threadIdx.x == 0) *counter = 0;
         }
     }
+    if (rank == 0 && (teams == 1 || last)) output.pad(share);
+#if __CUDA_ARCH__ >= 900 && CLUSTER > 1
+    cluster_wait();
+#endif
+}
+
+#else
+
+constexpr int ROWS = 16 * WARPS;
+using Ring = Tile<TILE_CELLS, ROWS>[STAGES];
+
+// Requests the first tiles.
+DEVICE void start(Ring& ring, const Cells& cells) {
 #pragma unroll
-    for (int j = 0; j < QUERIES; j++) {
-        const i64 token = first + warp * QUERIES + j;
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (s * TILE_CELLS < cells.n_kv)
+            cells.request<THREADS>(ring[s], s * TILE_CELLS, threadIdx.x);
+        copies_group();
+    }
+}
+
+// Goes through all tiles, with all warps of the block.
+template <bool CAREFUL>
+DEVICE void gather(Rows<2>& rows, Ring& ring, const Cells& cells, const int (&mask_row)[2]) {
+    i64 wanted = (STAGES - 1) * TILE_CELLS;
+    int slot = 0;
+    for (i64 first = 0; first < cells.n_kv; first += TILE_CELLS, wanted += TILE_CELLS) {
+        copies_wait<STAGES - 2>();
+        __syncthreads();  // every thread's copies are there; none reads the tile before any more
+        const int free = slot == 0 ? STAGES - 1 : slot - 1;
+        if (wanted < cells.n_kv) cells.request<THREADS>(ring[free], wanted, threadIdx.x);
+        copies_group();
+        rows.template add<CAREFUL>(ring[slot], mask_row);
+        slot = slot == STAGES - 1 ? 0 : slot + 1;
+    }
+    copies_wait<0>();
+    __syncthreads();
+}
+
+// Grid: (ceil(rows / (16 WARPS)), n_head_kv), where a kv head has n_tokens * n_head / n_head_kv
+// rows; WARPS * 32 threads; shared memory: a Ring and every warp's stored queries.
+extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 4 ? 1 : 2)
+    attention_prefill(float* dst, const float* q, const u16* k, const u16* v, const u16* mask,
+                      i64 n_tokens, i64 n_head, i64 n_head_kv, i64 n_kv, float scale) {
+    pdl_trigger();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int group = int(n_head) / int(n_head_kv);
+    const Share share(blockIdx.y, group, blockIdx.x * ROWS, ROWS, int(n_tokens) * group);
+    const Cells cells(k, v, mask, n_head_kv, n_kv, share);
+    Ring& ring = *reinterpret_cast<Ring*>(memory);
+    int mask_row[2];
 #pragma unroll
-        for (int i = 0; i < D; i++) {
-            if (token < n_tokens && lane + 32 * i < dim)
-                dst[(token * n_head + head) * head_dim + lane + 32 * i] =
-                    weight[j] > 0 ? acc[j][i] / weight[j] : 0.f;
+    for (int s = 0; s < 2; s++)
+        mask_row[s] = share.token_of(16 * warp + 8 * s + lane % 8) - share.token;
+    pdl_wait();
+
+    start(ring, cells);
+    Rows<2> rows;
+    u8* stored = memory + sizeof(Ring) + warp * Rows<2>::STORED_BYTES;
+    uint2* queries = reinterpret_cast<uint2*>(stored);
+    rows.template load<1>(q, share, 16 * warp, int(n_head), scale, queries, 0);  // a lane its own
+    rows.clear();
+    gather<false>(rows, ring, cells, mask_row);
+    if (__syncthreads_or(rows.suspicious())) {
+        start(ring, cells);
+        rows.clear();
+        gather<true>(rows, ring, cells, mask_row);
+    }
+    rows.add_weights();
+#pragma unroll
+    for (int s = 0; s < 2; s++) {
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const int row = 16 * warp + 8 * s + lane % 4 * 2 + j;
+            if (row >= share.count) continue;
+            const float weight = rows.weight[s][j];
+            const i64 head = i64(share.token_of(row)) * n_head + share.head_of(row);
+            float* to = dst + head * HEAD_DIM + lane / 4;
+#pragma unroll
+            for (int d = 0; d < STEPS; d++) {
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int c = 16 * d + 8 * half;
+                    const float sum = rows.sums[d][s][2 * half + j];
+                    if (c < HEAD_DIM) to[c] = weight == 0 ? 0.f : __fdividef(sum, weight);
+                }
+            }
         }
     }
 }
 
-// Grid: (ceil(n_tokens / (4 QUERIES)), n_head); 128 threads.
-#define TILE(D, QUERIES)                                                                         \
-    extern "C" __global__ void __launch_bounds__(128) attention_tile_d##D(                       \
-        float* __restrict__ dst, const float* __restrict__ q, const u16* __restrict__ k,         \
-        const u16* __restrict__ v, const u16* __restrict__ mask, float* __restrict__ scratch,    \
-        i64 n_tokens, i64 n_head, i64 n_head_kv, i64 head_dim, i64 n_kv, float scale) {          \
-        attention_tile<D, QUERIES>(dst, q, k, v, mask, n_tokens, n_head, n_head_kv, head_dim,    \
-                                   n_kv, scale);                                                 \
-    }
-TILE(1, 4)
-TILE(2, 4)
-TILE(4, 4)
-TILE(8, 2)
+#endif

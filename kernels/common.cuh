@@ -5,7 +5,8 @@
 //
 // Conventions of all kernels (workbench/backend/args.py gives each one's argument order):
 //   * integers arrive as long long, reals as float, addresses as 8 bytes;
-//   * every tensor begins on a multiple of 16 bytes (the backend gives 256);
+//   * every tensor begins on a multiple of 16 bytes (the backend gives 256), and its memory ends on
+//     one: what lies between its last byte and there may be read, and counts for nothing;
 //   * inputs and outputs never overlap, but for the cache of set_rows;
 //   * no floating-point atomics: each result is summed in one fixed order.
 #pragma once
@@ -56,6 +57,23 @@ DEVICE uint4 stream16(const void* p) {
 }
 
 DEVICE u16 load_u16(const u8* p) { return __ldg(reinterpret_cast<const u16*>(p)); }
+
+// programmatic dependent launch (sm_90 and later; elsewhere nothing) -----------------------------
+
+// Lets the next kernel of the stream start while this one runs.
+DEVICE void pdl_trigger() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until the kernels before this one have ended and what they wrote can be read. Only weights
+// may be read before it, and nothing written; every thread executes it, also one with no work.
+DEVICE void pdl_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // reductions -------------------------------------------------------------------------------------
 

@@ -9,17 +9,16 @@
 
 // Arguments: dst, table, ids, n_ids, cols, table_rows.
 #define GET_ROWS(TYPE, BLOCK)                                                                    \
-    extern "C" __global__ void get_rows_##TYPE(float* __restrict__ dst,                          \
-                                               const u8* __restrict__ table,                     \
-                                               const int* __restrict__ ids, i64 n_ids, i64 cols, \
-                                               i64 table_rows) {                                 \
+    extern "C" __global__ void get_rows_##TYPE(float* dst, const u8* table, const int* ids,     \
+                                               i64 n_ids, i64 cols, i64 table_rows) {            \
+        pdl_trigger();                                                                           \
+        pdl_wait();                                                                              \
         const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, id = ids[blockIdx.x];                 \
         if (c >= cols) return;                                                                   \
         const bool there = id >= 0 && id < table_rows;                                           \
         dst[blockIdx.x * cols + c] =                                                             \
             there ? TYPE::value(table, table_rows * cols / BLOCK, id * cols + c) : 0.f;          \
     }
-GET_ROWS(F32, 1)
 GET_ROWS(F16, 1)
 GET_ROWS(BF16, 1)
 GET_ROWS(Q8_0, 32)
@@ -29,11 +28,22 @@ GET_ROWS(Q4_K, 256)
 GET_ROWS(Q5_K, 256)
 GET_ROWS(Q6_K, 256)
 
+// A table of floats may be activations, which must not be read as constants (`value` does so).
+extern "C" __global__ void get_rows_F32(float* dst, const float* table, const int* ids, i64 n_ids,
+                                        i64 cols, i64 table_rows) {
+    pdl_trigger();
+    pdl_wait();
+    const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, id = ids[blockIdx.x];
+    if (c < cols)
+        dst[blockIdx.x * cols + c] = id >= 0 && id < table_rows ? table[id * cols + c] : 0.f;
+}
+
 // Arguments: cache, x, indices, n_tokens, cols, n_kv. Two tokens with one index leave a row made of
 // elements of either.
-extern "C" __global__ void set_rows(u16* __restrict__ cache, const float* __restrict__ x,
-                                    const i64* __restrict__ indices, i64 n_tokens, i64 cols,
-                                    i64 n_kv) {
+extern "C" __global__ void set_rows(u16* cache, const float* x, const i64* indices, i64 n_tokens,
+                                    i64 cols, i64 n_kv) {
+    pdl_trigger();
+    pdl_wait();
     const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, row = indices[blockIdx.x];
     if (c < cols && row >= 0 && row < n_kv)
         cache[row * cols + c] = float_to_half(x[blockIdx.x * cols + c]);

@@ -1,23 +1,40 @@
 // The nine weight types: where their bytes lie, and how they are decoded.
 //
 // Values are ggml's (ggml-common.h names the blocks). Bytes lie as the backend's load_weight leaves
-// them. F32, F16, BF16, Q4_K and Q5_K are as in the file: their rows or blocks are multiples of 16
-// bytes (float rows that are not take scalar loads). Q8_0, Q4_0, MXFP4 and Q6_K, whose blocks have
-// odd sizes, are split into planes, each holding one field of every block in file order:
+// them (kernels/repack.cu). F32, F16 and BF16 are as in the file. Blocks of the quantised types,
+// whose sizes are odd, are split into planes, each holding one field of every block in file order:
 //
-//   Q8_0    32 B quants | 2 B scale                       per 32 weights
+//   Q8_0    32 B quants | 2 B scale                              per 32 weights
 //   Q4_0    16 B quants | 2 B scale
 //   MXFP4   16 B quants | 1 B exponent
-//   Q6_K   128 B low 4 bits | 64 B high 2 bits | 16 B scales | 2 B scale       per 256 weights
+//   Q4_K   128 B quants | 16 B head                              per 256 weights
+//   Q5_K   128 B quants | 32 B fifth bits | 16 B head
+//   Q6_K   128 B low 4 bits | 64 B high 2 bits | 16 B scales | 2 B scale
 //
-// so that quants are read 16 bytes at a time; the bytes are as many as before. `n` below is the
-// number of blocks in the whole tensor, which says where the later planes begin.
+// so that quants are read 16 bytes at a time, by the lanes of a warp side by side; the bytes are as
+// many as before. A *unit* is 32 neighbouring weights, and every plane has the units of a block in
+// order, so that one 16-byte load (Q8_0: two) and a few bytes beside it make a unit:
 //
-// Every quantised type gives
-//   value(w, n, i)      weight number i of the tensor, as float: the readable form, for get_rows;
-//   Raw, load, decode   a *unit* of 32 weights for mul_mat: 16 weights `lo` and 16 `hi`, from two
-//                       half blocks (of 16 weights) of a row, as int8 in eight 32-bit words.
-// A weight of a unit is f * q + m, with one f and one m per half.
+//   Q4_0, Q4_K, Q5_K, Q6_K   byte j of the 16: weight j low, weight j + 16 high
+//   MXFP4                    byte j: weight 2 j low, weight 2 j + 1 high
+//   fifth bits (u32)         bit 8 b + i: weight 4 i + b; bit 8 b + 4 + i: weight 16 + 4 i + b
+//   high bits (2 x u32)      bits 8 b + 2 i and + 1 of word h: weight 16 h + 4 i + b
+//   head (4 x u32)           fp16 d and dmin | low 4 bits of 8 scales | of 8 minima | above them
+//                            their high 2 bits, scales in the low half
+//   scales of Q6_K           the two int8 of the unit's 16 weights each
+//
+// In the files the two halves of a byte are 32 weights apart and scales need shifts by their place:
+// decoding cost more instructions than the product itself. `n` below is the number of blocks in the
+// whole tensor, which says where the later planes begin. Every quantised type gives
+//   value(w, n, i)         weight number i of the tensor, as float: the readable form, for get_rows
+//   Planes, planes(w, n)   where the planes begin
+//   Raw, fetch(p, u, v)    the bytes of unit u + v of the tensor, v a multiple of 8: so that a
+//                          constant v is an offset in the instruction
+//   Ints, expand(raw, u)   the unit as int8 in eight 32-bit words, with its scales
+//   add(ints, acts, sum)   sum + the product with 32 columns of activations; its rounding is
+//                          pinned, so that one product gives one result in whatever kernel
+//   load, decode           the unit as mul_mat takes it: 16 weights `lo`, 16 `hi`, and for each a
+//                          factor and an addend: a weight is f * q + m
 #pragma once
 #include "common.cuh"
 
@@ -26,10 +43,27 @@ struct Unit {
     float f_lo, f_hi, m_lo, m_hi;
 };
 
+// 32 quantised activations: quants, scale, the sums of the quants of either half.
+struct Acts {
+    int4 lo, hi;
+    float scale;
+    short2 sums;
+};
+
 // Four 4-bit numbers from the low, or high, halves of four bytes.
 DEVICE u32 low_nibbles(u32 v) { return v & 0x0f0f0f0fu; }
 DEVICE u32 high_nibbles(u32 v) { return (v >> 4) & 0x0f0f0f0fu; }
 DEVICE u32 word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+DEVICE int dot_half(const int* q, int4 x, int sum) {
+    sum = __dp4a(q[0], x.x, sum);
+    sum = __dp4a(q[1], x.y, sum);
+    sum = __dp4a(q[2], x.z, sum);
+    return __dp4a(q[3], x.w, sum);
+}
+DEVICE int dot_unit(const int* q, const Acts& x, int sum) {
+    return dot_half(q + 4, x.hi, dot_half(q, x.lo, sum));
+}
 
 // float types -------------------------------------------------------------------------------------
 
@@ -77,11 +111,47 @@ struct BF16 {
     }
 };
 
-// types with blocks of 32: one scale, the unit is the block --------------------------------------
+// quantised types --------------------------------------------------------------------------------
 
-struct Q8_0 {
-    static constexpr int block = 32;
-    static constexpr bool one_block = true, has_min = false;
+// What all share: mul_mat's view of a unit, by its number in the tensor.
+template <class W, int BLOCK>
+struct Quantised {
+    static constexpr int block = BLOCK;
+    static DEVICE auto load(const u8* w, i64 n, i64 u) {
+        return W::fetch(W::planes(w, n), int(u), 0);
+    }
+    template <class Raw>
+    static DEVICE Unit decode(const Raw& raw, int u) {
+        const auto ints = W::expand(raw, u);
+        Unit unit;
+#pragma unroll
+        for (int i = 0; i < 4; i++) unit.lo[i] = ints.q[i], unit.hi[i] = ints.q[4 + i];
+        W::factors(ints, unit);
+        return unit;
+    }
+};
+
+// Units with one scale and nothing else: the quants carry their offset, or `offset` is it.
+template <class W, int OFFSET>
+struct Scaled : Quantised<W, 32> {
+    static constexpr bool one_block = true, has_min = OFFSET != 0;
+    struct Planes {
+        const u8 *q, *s;
+    };
+    struct Ints {
+        int q[8];
+        float d;
+    };
+    static DEVICE void factors(const Ints& w, Unit& unit) {
+        unit.f_lo = w.d, unit.m_lo = OFFSET * w.d;
+    }
+    static DEVICE float add(const Ints& w, const Acts& x, float sum) {
+        const int start = OFFSET ? OFFSET * (x.sums.x + x.sums.y) : 0;
+        return fmaf(__fmul_rn(w.d, x.scale), float(dot_unit(w.q, x, start)), sum);
+    }
+};
+
+struct Q8_0 : Scaled<Q8_0, 0> {
     struct Raw {
         uint4 a, b;
         u16 d;
@@ -89,24 +159,21 @@ struct Q8_0 {
     static DEVICE float value(const u8* w, i64 n, i64 i) {
         return half_to_float(load_u16(w + n * 32 + i / 32 * 2)) * i8(__ldg(w + i));
     }
-    static DEVICE Raw load(const u8* w, i64 n, i64 u) {
-        return {stream16(w + u * 32), stream16(w + u * 32 + 16), load_u16(w + n * 32 + u * 2)};
+    static DEVICE Planes planes(const u8* w, i64 n) { return {w, w + n * 32}; }
+    static DEVICE Raw fetch(const Planes& p, int u, int v) {
+        const u8* q = p.q + i64(u + v) * 32;
+        return {stream16(q), stream16(q + 16), load_u16(p.s + i64(u + v) * 2)};
     }
-    static DEVICE Unit decode(const Raw& r, int) {
-        Unit unit;
+    static DEVICE Ints expand(const Raw& r, int) {
+        Ints w;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            unit.lo[i] = word(r.a, i);
-            unit.hi[i] = word(r.b, i);
-        }
-        unit.f_lo = half_to_float(r.d);
-        return unit;
+        for (int i = 0; i < 4; i++) w.q[i] = word(r.a, i), w.q[4 + i] = word(r.b, i);
+        w.d = half_to_float(r.d);
+        return w;
     }
 };
 
-struct Q4_0 {  // (q - 8) * d; byte j holds weights j (low) and j + 16 (high)
-    static constexpr int block = 32;
-    static constexpr bool one_block = true, has_min = true;
+struct Q4_0 : Scaled<Q4_0, -8> {  // (q - 8) * d
     struct Raw {
         uint4 q;
         u16 d;
@@ -117,25 +184,23 @@ struct Q4_0 {  // (q - 8) * d; byte j holds weights j (low) and j + 16 (high)
         const int q = (__ldg(w + b * 16 + j % 16) >> (j / 16 * 4)) & 15;
         return half_to_float(load_u16(w + n * 16 + b * 2)) * (q - 8);
     }
-    static DEVICE Raw load(const u8* w, i64 n, i64 u) {
-        return {stream16(w + u * 16), load_u16(w + n * 16 + u * 2)};
+    static DEVICE Planes planes(const u8* w, i64 n) { return {w, w + n * 16}; }
+    static DEVICE Raw fetch(const Planes& p, int u, int v) {
+        return {stream16(p.q + i64(u + v) * 16), load_u16(p.s + i64(u + v) * 2)};
     }
-    static DEVICE Unit decode(const Raw& r, int) {
-        Unit unit;
+    static DEVICE Ints expand(const Raw& r, int) {
+        Ints w;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            unit.lo[i] = low_nibbles(word(r.q, i));
-            unit.hi[i] = high_nibbles(word(r.q, i));
+            w.q[i] = low_nibbles(word(r.q, i));
+            w.q[4 + i] = high_nibbles(word(r.q, i));
         }
-        unit.f_lo = half_to_float(r.d);
-        unit.m_lo = -8.f * unit.f_lo;
-        return unit;
+        w.d = half_to_float(r.d);
+        return w;
     }
 };
 
-struct MXFP4 {  // twice the E2M1 values as int8, scale 2^(e - 128)
-    static constexpr int block = 32;
-    static constexpr bool one_block = true, has_min = false;
+struct MXFP4 : Scaled<MXFP4, 0> {  // twice the E2M1 values as int8, scale 2^(e - 128)
     struct Raw {
         uint4 q;
         u8 e;
@@ -143,173 +208,182 @@ struct MXFP4 {  // twice the E2M1 values as int8, scale 2^(e - 128)
     static DEVICE float scale(u8 e) {  // 2^(e - 128); the two smallest are subnormal
         return __uint_as_float(e < 2 ? 0x00200000u << e : u32(e - 1) << 23);
     }
-    // Four E2M1 codes, one in the low nibble of each byte, to int8: looked up by byte permutation
-    // among 0 1 2 3 4 6 8 12 and among their negatives, then chosen by the sign bit.
-    static DEVICE u32 codes(u32 v) {
-        const u32 index = v & 0x07070707u;
-        const u32 pairs = (index | index >> 4) & 0x00ff00ffu;
-        const u32 select = (pairs | pairs >> 8) & 0xffffu;
-        const u32 plus = __byte_perm(0x03020100u, 0x0c080604u, select);
-        const u32 minus = __byte_perm(0xfdfeff00u, 0xf4f8fafcu, select);
-        const u32 negative = ((v >> 3) & 0x01010101u) * 0xffu;
-        return (plus & ~negative) | (minus & negative);
+    // The low four of eight E2M1 codes, to int8: a byte permutation looks their magnitudes up among
+    // 0 1 2 3 4 6 8 12, another among the negatives, a third chooses by the sign bits. `magnitudes`
+    // are the codes without sign bits, `choice` 3210 with the sign bits shifted right by one.
+    static DEVICE int four(u32 magnitudes, u32 choice) {
+        const u32 plus = permute(0x03020100u, 0x0c080604u, magnitudes);
+        const u32 minus = permute(0xfdfeff00u, 0xf4f8fafcu, magnitudes);
+        return permute(plus, minus, choice);
+    }
+    static DEVICE u32 permute(u32 a, u32 b, u32 select) {  // reads the low 16 bits of select
+        u32 v;
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(select));
+        return v;
+    }
+    static DEVICE void eight(u32 codes, int* q) {
+        const u32 magnitudes = codes & 0x77777777u;
+        const u32 choice = ((codes >> 1) & 0x44444444u) | 0x32103210u;
+        q[0] = four(magnitudes, choice);
+        q[1] = four(magnitudes >> 16, choice >> 16);
     }
     static DEVICE float value(const u8* w, i64 n, i64 i) {
-        const i64 b = i / 32;
-        const int j = i % 32;
-        const u32 q = (__ldg(w + b * 16 + j % 16) >> (j / 16 * 4)) & 15;
-        return scale(__ldg(w + n * 16 + b)) * i8(codes(q));
+        int q[2];
+        eight(__ldg(w + i / 2) >> (i % 2 * 4), q);
+        return scale(__ldg(w + n * 16 + i / 32)) * i8(q[0]);
     }
-    static DEVICE Raw load(const u8* w, i64 n, i64 u) {
-        return {stream16(w + u * 16), __ldg(w + n * 16 + u)};
+    static DEVICE Planes planes(const u8* w, i64 n) { return {w, w + n * 16}; }
+    static DEVICE Raw fetch(const Planes& p, int u, int v) {
+        return {stream16(p.q + i64(u + v) * 16), __ldg(p.s + (u + v))};
     }
-    static DEVICE Unit decode(const Raw& r, int) {
-        Unit unit;
+    static DEVICE Ints expand(const Raw& r, int) {
+        Ints w;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            unit.lo[i] = codes(low_nibbles(word(r.q, i)));
-            unit.hi[i] = codes(high_nibbles(word(r.q, i)));
-        }
-        unit.f_lo = scale(r.e);
-        return unit;
+        for (int i = 0; i < 4; i++) eight(word(r.q, i), w.q + 2 * i);
+        w.d = scale(r.e);
+        return w;
     }
 };
 
-// types with blocks of 256 ------------------------------------------------------------------------
+// Q4_K and Q5_K: d * scale * q - dmin * minimum, 6-bit scale and minimum per unit.
+template <class W>
+struct K45 : Quantised<W, 256> {
+    static constexpr bool one_block = true, has_min = true;
+    struct Ints {
+        int q[8];
+        float f, m;
+    };
+    static DEVICE void head(uint4 h, int u, Ints& w) {
+        const u32 s = h.y >> 4 * (u & 7), m = h.z >> 4 * (u & 7), top = h.w >> 2 * (u & 7);
+        w.f = half_to_float(u16(h.x)) * float((s & 15) | (top & 3) << 4);
+        w.m = half_to_float(u16(h.x >> 16)) * float((m & 15) | ((top >> 12) & 48));
+    }
+    static DEVICE void factors(const Ints& w, Unit& unit) { unit.f_lo = w.f, unit.m_lo = -w.m; }
+    static DEVICE float add(const Ints& w, const Acts& x, float sum) {
+        const float minima = __fmul_rn(w.m, float(x.sums.x + x.sums.y));
+        return fmaf(x.scale, fmaf(w.f, float(dot_unit(w.q, x, 0)), -minima), sum);
+    }
+    static DEVICE float affine(const u8* h, i64 i, int q) {  // weight i: its head, its quant
+        Ints w;
+        head(__ldg(reinterpret_cast<const uint4*>(h)), i / 32 % 8, w);
+        return __fsub_rn(__fmul_rn(w.f, float(q)), w.m);
+    }
+};
 
-// The 6-bit scale and minimum of sub-block j (of 32 weights) of Q4_K and Q5_K, from the 12 packed
-// bytes that are words y, z, w of a block's first 16 bytes (word x: fp16 d and dmin).
-// j < 4: low 6 bits of bytes j and j + 4; else 4 bits of byte j + 4 (scale low, minimum high
-// nibble) and above them the top 2 bits of bytes j - 4 and j.
-DEVICE void scale_and_min(uint4 head, int j, int* scale, int* minimum) {
-    const int shift = 8 * (j & 3);
-    const u32 a = head.y >> shift, b = head.z >> shift, c = head.w >> shift;
-    *scale = j < 4 ? a & 63 : (c & 15) | ((a >> 2) & 48);
-    *minimum = j < 4 ? b & 63 : ((c >> 4) & 15) | ((b >> 2) & 48);
-}
+struct Q4_K : K45<Q4_K> {
+    struct Planes {
+        const u8 *q, *head;
+    };
+    struct Raw {
+        uint4 q, head;
+    };
+    static DEVICE float value(const u8* w, i64 n, i64 i) {
+        const int q = __ldg(w + i / 32 * 16 + i % 16) >> (i / 16 % 2 * 4);
+        return affine(w + n * 128 + i / 256 * 16, i, q & 15);
+    }
+    static DEVICE Planes planes(const u8* w, i64 n) { return {w, w + n * 128}; }
+    static DEVICE Raw fetch(const Planes& p, int u, int v) {
+        return {stream16(p.q + i64(u + v) * 16),
+                __ldg(reinterpret_cast<const uint4*>(p.head + i64((u >> 3) + v / 8) * 16))};
+    }
+    static DEVICE Ints expand(const Raw& r, int u) {
+        Ints w;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            w.q[i] = low_nibbles(word(r.q, i));
+            w.q[4 + i] = high_nibbles(word(r.q, i));
+        }
+        head(r.head, u, w);
+        return w;
+    }
+};
 
-// What a unit of Q4_K or Q5_K shares: unit g (0..7) of a block is half g % 2 of the sub-blocks
-// 2 (g / 2), in the low nibbles, and 2 (g / 2) + 1, in the high ones.
-struct K45 {
-    static constexpr int block = 256;
+struct Q5_K : K45<Q5_K> {
+    struct Planes {
+        const u8 *q, *high, *head;
+    };
+    struct Raw {
+        uint4 q, head;
+        u32 high;
+    };
+    static DEVICE float value(const u8* w, i64 n, i64 i) {
+        const int j = i % 16, half = i / 16 % 2;
+        const u32 high = __ldg(reinterpret_cast<const u32*>(w + n * 128) + i / 32);
+        const int q = (__ldg(w + i / 32 * 16 + j) >> (4 * half)) & 15;
+        const int fifth = (high >> (j % 4 * 8 + 4 * half + j / 4)) & 1;
+        return affine(w + n * 160 + i / 256 * 16, i, q | fifth << 4);
+    }
+    static DEVICE Planes planes(const u8* w, i64 n) { return {w, w + n * 128, w + n * 160}; }
+    static DEVICE Raw fetch(const Planes& p, int u, int v) {
+        return {stream16(p.q + i64(u + v) * 16),
+                __ldg(reinterpret_cast<const uint4*>(p.head + i64((u >> 3) + v / 8) * 16)),
+                __ldg(reinterpret_cast<const u32*>(p.high + i64(u + v) * 4))};
+    }
+    static DEVICE Ints expand(const Raw& r, int u) {
+        Ints w;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            w.q[i] = low_nibbles(word(r.q, i)) | (r.high << (4 - i) & 0x10101010u);
+            w.q[4 + i] = high_nibbles(word(r.q, i)) | (r.high >> i & 0x10101010u);
+        }
+        head(r.head, u, w);
+        return w;
+    }
+};
+
+struct Q6_K : Quantised<Q6_K, 256> {  // (q - 32) * scale * d, an int8 scale per 16 weights
     static constexpr bool one_block = false, has_min = true;
-    static DEVICE int lo_at(int g) { return 64 * (g / 2) + 16 * (g % 2); }
-    static DEVICE int hi_at(int g) { return lo_at(g) + 32; }
-    static DEVICE void factors(uint4 head, int g, Unit& unit) {
-        const float d = half_to_float(u16(head.x)), dmin = half_to_float(u16(head.x >> 16));
-        int s, m;
-        scale_and_min(head, g / 2 * 2, &s, &m);
-        unit.f_lo = d * s, unit.m_lo = -dmin * m;
-        scale_and_min(head, g / 2 * 2 + 1, &s, &m);
-        unit.f_hi = d * s, unit.m_hi = -dmin * m;
-    }
-    static DEVICE float affine(const u8* block, int i, int q) {  // weight i of a block, its quant
-        const uint4 head = __ldg(reinterpret_cast<const uint4*>(block));
-        int s, m;
-        scale_and_min(head, i / 32, &s, &m);
-        return half_to_float(u16(head.x)) * s * q - half_to_float(u16(head.x >> 16)) * m;
-    }
-};
-
-struct Q4_K : K45 {  // 16 B head, 128 B quants
-    struct Raw {
-        uint4 head, q;
+    struct Planes {
+        const u8 *low, *high, *scales, *d;
     };
-    static DEVICE float value(const u8* w, i64, i64 at) {
-        const u8* block = w + at / 256 * 144;
-        const int i = at % 256;
-        const int byte = __ldg(block + 16 + i / 64 * 32 + i % 32);
-        return affine(block, i, (byte >> (i / 32 % 2 * 4)) & 15);
+    struct Raw {
+        uint4 low;
+        uint2 high;
+        u16 scales, d;
+    };
+    struct Ints {
+        int q[8], s_lo, s_hi;
+        float d;
+    };
+    static DEVICE int lo_at(int g) { return 32 * g; }
+    static DEVICE int hi_at(int g) { return 32 * g + 16; }
+    static DEVICE float value(const u8* w, i64 n, i64 i) {
+        const int j = i % 16, half = i / 16 % 2;
+        const int low = (__ldg(w + i / 32 * 16 + j) >> (4 * half)) & 15;
+        const u32 high = __ldg(reinterpret_cast<const u32*>(w + n * 128) + i / 16);
+        const int top = (high >> (j % 4 * 8 + j / 4 * 2)) & 3;
+        const i8 s = i8(__ldg(w + n * 192 + i / 16));
+        return half_to_float(load_u16(w + n * 208 + i / 256 * 2)) * s * ((low | top << 4) - 32);
     }
-    static DEVICE Raw load(const u8* w, i64, i64 u) {
-        const u8* block = w + u / 8 * 144;
-        return {__ldg(reinterpret_cast<const uint4*>(block)), stream16(block + 16 + u % 8 * 16)};
+    static DEVICE Planes planes(const u8* w, i64 n) {
+        return {w, w + n * 128, w + n * 192, w + n * 208};
     }
-    static DEVICE Unit decode(const Raw& r, int g) {
-        Unit unit;
+    static DEVICE Raw fetch(const Planes& p, int u, int v) {
+        return {stream16(p.low + i64(u + v) * 16),
+                __ldg(reinterpret_cast<const uint2*>(p.high + i64(u + v) * 8)),
+                load_u16(p.scales + i64(u + v) * 2), load_u16(p.d + i64((u >> 3) + v / 8) * 2)};
+    }
+    static DEVICE u32 above(u32 high, int i) {  // two bits of each byte, in their place
+        return (i < 2 ? high << (4 - 2 * i) : high >> (2 * i - 4)) & 0x30303030u;
+    }
+    static DEVICE Ints expand(const Raw& r, int) {
+        Ints w;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            unit.lo[i] = low_nibbles(word(r.q, i));
-            unit.hi[i] = high_nibbles(word(r.q, i));
+            w.q[i] = low_nibbles(word(r.low, i)) | above(r.high.x, i);
+            w.q[4 + i] = high_nibbles(word(r.low, i)) | above(r.high.y, i);
         }
-        factors(r.head, g, unit);
-        return unit;
+        w.s_lo = i8(r.scales), w.s_hi = i8(r.scales >> 8);
+        w.d = half_to_float(r.d);
+        return w;
     }
-};
-
-struct Q5_K : K45 {  // 16 B head, 32 B fifth bits (bit j of byte l: weight l of sub-block j), 128 B
-    struct Raw {
-        uint4 head, high, q;
-    };
-    static DEVICE float value(const u8* w, i64, i64 at) {
-        const u8* block = w + at / 256 * 176;
-        const int i = at % 256;
-        const int low = (__ldg(block + 48 + i / 64 * 32 + i % 32) >> (i / 32 % 2 * 4)) & 15;
-        return affine(block, i, low + ((__ldg(block + 16 + i % 32) >> (i / 32)) & 1) * 16);
+    static DEVICE void factors(const Ints& w, Unit& unit) {
+        unit.f_lo = w.d * w.s_lo, unit.m_lo = -32.f * unit.f_lo;
+        unit.f_hi = w.d * w.s_hi, unit.m_hi = -32.f * unit.f_hi;
     }
-    static DEVICE Raw load(const u8* w, i64, i64 u) {
-        const u8* block = w + u / 8 * 176;
-        return {__ldg(reinterpret_cast<const uint4*>(block)),
-                __ldg(reinterpret_cast<const uint4*>(block + 16) + u % 2),
-                stream16(block + 48 + u % 8 * 16)};
-    }
-    static DEVICE Unit decode(const Raw& r, int g) {
-        Unit unit;
-        const int j = g / 2 * 2;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const u32 fifth = word(r.high, i) >> j;
-            unit.lo[i] = low_nibbles(word(r.q, i)) | (fifth & 0x01010101u) << 4;
-            unit.hi[i] = high_nibbles(word(r.q, i)) | (fifth & 0x02020202u) << 3;
-        }
-        factors(r.head, g, unit);
-        return unit;
-    }
-};
-
-// (q - 32) * scale * d, scales int8 per 16 weights. With i = 128 a + 32 b + l, l in 0..31: the low
-// bits are the low (b < 2) or high nibble of byte 64 a + 32 (b % 2) + l, the high two bits are bits
-// 2 b and 2 b + 1 of byte 32 a + l.
-struct Q6_K {
-    static constexpr int block = 256;
-    static constexpr bool one_block = false, has_min = true;
-    struct Raw {
-        uint4 low, high;
-        i8 s_lo, s_hi;
-        u16 d;
-    };
-    // Unit g (0..7): 16 bytes of low bits, g = 4 a + 2 (b % 2) + half.
-    static DEVICE int lo_at(int g) { return 128 * (g / 4) + 16 * (g % 4); }
-    static DEVICE int hi_at(int g) { return lo_at(g) + 64; }
-    static DEVICE float value(const u8* w, i64 n, i64 at) {
-        const i64 k = at / 256;
-        const int i = at % 256, a = i / 128, b = i / 32 % 4, l = i % 32;
-        const int low = (__ldg(w + k * 128 + a * 64 + b % 2 * 32 + l) >> (b / 2 * 4)) & 15;
-        const int high = (__ldg(w + n * 128 + k * 64 + a * 32 + l) >> (2 * b)) & 3;
-        const i8 s = i8(__ldg(w + n * 192 + k * 16 + i / 16));
-        return half_to_float(load_u16(w + n * 208 + k * 2)) * s * ((low | high << 4) - 32);
-    }
-    static DEVICE Raw load(const u8* w, i64 n, i64 u) {
-        const i64 k = u / 8;
-        const int g = u % 8;
-        const u8* s = w + n * 192 + k * 16;
-        return {stream16(w + u * 16),
-                __ldg(reinterpret_cast<const uint4*>(w + n * 128) + k * 4 + g / 4 * 2 + g % 2),
-                i8(__ldg(s + lo_at(g) / 16)), i8(__ldg(s + hi_at(g) / 16)),
-                load_u16(w + n * 208 + k * 2)};
-    }
-    static DEVICE Unit decode(const Raw& r, int g) {
-        Unit unit;
-        const int shift = g / 2 % 2 * 2;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const u32 high = word(r.high, i) >> shift;
-            unit.lo[i] = low_nibbles(word(r.low, i)) | (high & 0x03030303u) << 4;
-            unit.hi[i] = high_nibbles(word(r.low, i)) | (high & 0x30303030u);
-        }
-        const float d = half_to_float(r.d);
-        unit.f_lo = d * r.s_lo, unit.m_lo = -32.f * unit.f_lo;
-        unit.f_hi = d * r.s_hi, unit.m_hi = -32.f * unit.f_hi;
-        return unit;
+    static DEVICE float add(const Ints& w, const Acts& x, float sum) {  // below 2^25
+        const int lo = dot_half(w.q, x.lo, -32 * x.sums.x);
+        const int hi = dot_half(w.q + 4, x.hi, -32 * x.sums.y);
+        return fmaf(__fmul_rn(w.d, x.scale), float(lo * w.s_lo + hi * w.s_hi), sum);
     }
 };

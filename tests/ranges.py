@@ -12,13 +12,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tests.graphs import Decoder, fused_nodes, values_for
 from workbench.backend.base import Backend
 from workbench.graph import ops
+from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import (
     F16,
     F32,
     I32,
     I64,
+    Q4_0,
+    Q4_K,
+    Q6_K,
+    Q8_0,
     Q8_ACT,
     QUANTISED,
     WEIGHT_DTYPES,
@@ -83,15 +89,47 @@ def cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
         yield case(f"mul_mat {dtype.name}", "mul_mat", weight(dtype, 33, 256), given)
 
 
-def run(backend: Backend, node: Node, values: dict[Tensor, np.ndarray], poison: int):
-    """Runs `node` among poison; returns (block before, block after, offsets by tensor)."""
+def fused_cases(n_tokens: int = T) -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
+    """(name, node, values): every op of a fused node, with each of its optional parts and without,
+    from the graphs of small decoders."""
+    rng = np.random.default_rng(8)
+    every = frozenset(FUSIONS)
+    for name, model, activations in (
+        ("llama", Decoder("tiny-llama", Q8_0), "q8"),
+        ("llama bias", Decoder("tiny-llama-bias", Q4_0, biases=("ffn_gate", "ffn_up")), "q8"),
+        ("qwen3 mixed", Decoder("tiny-qwen3", Q4_K, {"attn_v": Q6_K}), "q8"),
+        ("qwen3 two x", Decoder("tiny-qwen3", Q8_0, {"attn_v": F16}), "q8"),
+        ("llama F16", Decoder("tiny-llama", F16), "q8"),
+        ("qwen3 float", Decoder("tiny-qwen3", Q4_0), "float"),
+    ):
+        graph = model.graph(n_tokens, n_tokens, N_KV, activations, CELLS)
+        seen = set()
+        for fusions in (every, *(every - {left_out} for left_out in FUSIONS)):
+            for node in fused_nodes(graph, fusions):
+                made = [part.op for part in node.parts]
+                shapes = tuple((t.dtype, t.shape) for t in (*node.inputs, *node.outputs))
+                if (*made, shapes) not in seen:
+                    seen.add((*made, shapes))
+                    yield f"{name}: {' '.join(made)} {len(seen)}", node, values_for(node, N_KV, rng)
+
+
+def run(
+    backend: Backend,
+    node: Node,
+    values: dict[Tensor, np.ndarray],
+    poison: int,
+    programmatic: bool = False,
+):
+    """Runs `node` among poison; returns (block before, block after, offsets by tensor). Scratch is
+    poisoned too, with poison behind it that must stay."""
     weights = [t for t in values if t.kind == Kind.WEIGHT and backend_keeps(node, t)]
-    placed = [t for t in {**values, node.output: None} if t not in weights]
+    placed = [t for t in {**values, **{t.storage: None for t in node.outputs}} if t not in weights]
     offsets, end = {}, GAP
     for t in placed:
         offsets[t] = end
         end += -(-(t.nbytes + GAP) // 256) * 256
-    scratch_bytes = backend.scratch_bytes(node)
+    scratch, scratch_bytes = end, backend.scratch_bytes(node)
+    end += -(-(scratch_bytes + GAP) // 256) * 256
     before = np.full(end, poison, np.uint8)
     for tensor, offset, nbytes in ops.reads(node):
         if tensor in offsets:
@@ -101,7 +139,6 @@ def run(backend: Backend, node: Node, values: dict[Tensor, np.ndarray], poison: 
     synchronous = backend.capabilities.synchronous
     memory = backend.allocate(end, Space.HOST if synchronous else Space.DEVICE)
     staging = backend.allocate(end, Space.HOST if synchronous else Space.PINNED)
-    scratch = backend.allocate(max(scratch_bytes, 256), Space.DEVICE)
     loaded = {t: backend.load_weight(t, values[t].view(np.uint8).reshape(-1)) for t in weights}
     assert staging.array is not None
     staging.array[:end] = before
@@ -112,42 +149,54 @@ def run(backend: Backend, node: Node, values: dict[Tensor, np.ndarray], poison: 
         s = t.storage
         return loaded[s].address if s in loaded else memory.address + offsets[s]
 
-    backend.launch(node, address_of, scratch.address, 0)()
+    backend.launch(node, address_of, memory.address + scratch, 0, programmatic)()
     backend.copy(staging.address, memory.address, end, 0, to_host=True)()
     backend.synchronize()
     after = staging.array[:end].copy()
-    for m in (memory, staging, scratch, *loaded.values()):
+    before[scratch : scratch + scratch_bytes] = after[scratch : scratch + scratch_bytes]
+    for m in (memory, staging, *loaded.values()):
         m.free()
     return before, after, offsets
 
 
 def backend_keeps(node: Node, tensor: Tensor) -> bool:
     """Whether `tensor` goes through load_weight; embeddings are looked up in the file's blocks."""
-    return node.op == "mul_mat"
+    return any(part.op == "mul_mat" and part.inputs[0] is tensor for part in node.parts or (node,))
+
+
+def meaningful(tensor: Tensor) -> np.ndarray:
+    """Which bytes of `tensor` hold values: rows of Q8_ACT are padded. bool (nbytes,)"""
+    used = np.ones(tensor.nbytes, bool)
+    if tensor.dtype == Q8_ACT:
+        cols = tensor.cols
+        row = np.arange(tensor.dtype.row_bytes(cols)) < cols + cols // 32 * 4 + cols // 16 * 2
+        used = np.tile(row, tensor.rows)
+    return used
 
 
 def check(backend: Backend, node: Node, values: dict[Tensor, np.ndarray]) -> None:
-    """Asserts that `node` touches nothing it did not declare."""
-    written = {}
-    for poison in POISONS:
-        before, after, offsets = run(backend, node, values, poison)
+    """Asserts that `node` touches nothing it did not declare, and makes every output whole."""
+    runs = [run(backend, node, values, poison) for poison in POISONS]
+    for before, after, offsets in runs:
         allowed = np.zeros(len(before), bool)
         for tensor, offset, nbytes in ops.writes(node):
             allowed[offsets[tensor] + offset :][:nbytes] = True
         strays = np.flatnonzero((before != after) & ~allowed)
         assert not len(strays), f"{len(strays)} bytes outside the declaration, first {strays[0]}"
-        written[poison] = (after[allowed], before[allowed])
-    (first, was_first), (second, was_second) = written.values()
-    if ops.OPS[node.op].stores:  # a superset is declared: what was not stored keeps its poison
-        stored = first != was_first
-        assert stored.any() and np.array_equal(first[stored], second[stored])
-        assert np.array_equal(second[~stored], was_second[~stored]) or not stored.all()
-        return
-    meaningful = np.ones(len(first), bool)
-    if node.output.dtype == Q8_ACT:  # rows are padded; padding may stay as it was
-        cols = node.output.cols
-        row = np.arange(node.output.dtype.row_bytes(cols)) < cols + cols // 32 * 4 + cols // 16 * 2
-        meaningful = np.tile(row, node.output.rows)
-    assert np.array_equal(first[meaningful], second[meaningful]), "depends on undeclared bytes"
-    if node.output.dtype == F32:
-        assert np.isfinite(first.view(np.float32)).all()
+    for tensor in {t.storage for t in node.outputs}:
+        (was_first, first), (was_second, second) = (
+            [block[offsets[tensor] :][: tensor.nbytes] for block in (before, after)]
+            for before, after, offsets in runs
+        )
+        if tensor.kind == Kind.CACHE or ops.OPS.get(node.op, _NO_OP).stores:
+            # a superset is declared: what was not stored keeps its poison
+            stored = (first != was_first) | (second != was_second)
+            assert stored.any() and np.array_equal(first[stored], second[stored])
+            continue
+        used = meaningful(tensor)
+        assert np.array_equal(first[used], second[used]), f"{tensor!r} depends on undeclared bytes"
+        if tensor.dtype == F32:
+            assert np.isfinite(first.view(np.float32)).all(), tensor
+
+
+_NO_OP = ops.OPS["add"]  # an op that does not store into its input

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from workbench import __version__
-from workbench.config import EngineConfig, Toggles
+from workbench.config import FAMILIES, EngineConfig, Toggles
 from workbench.errors import UsageError, WorkbenchError
 
 app = App(
@@ -35,7 +35,7 @@ ToggleFlags = Annotated[Toggles, Parameter(name="*")]
 Ids = Annotated[str | None, Parameter(help="token ids, as 1,2,3")]
 DEFAULT_CONFIG, DEFAULT_TOGGLES = EngineConfig(), Toggles()
 NOTEBOOKS, MODELS, RUNS = Path("notebooks"), Path("data/models"), Path("data/runs")
-DEFAULT_NOTEBOOKS = ("00_tour", "02_sync_modes")
+DEFAULT_NOTEBOOKS = ("00_tour", "02_sync_modes", "03_fusion")
 
 
 def say(line: str) -> None:
@@ -217,6 +217,87 @@ def ab(
         raise KeyboardInterrupt
 
 
+@app.command
+def perplexity(
+    *,
+    model: ModelPath,
+    file: Annotated[Path | None, Parameter(name=["--file", "-f"], help="UTF-8 text")] = None,
+    tokens_from: Annotated[
+        str | None, Parameter(help="ids: a .npy, .jsonl or text file, or sample:N[:SEED]")
+    ] = None,
+    against: Annotated[
+        str | None, Parameter(help="compare with: base, or toggles as activations=float")
+    ] = None,
+    check: Annotated[
+        bool, Parameter(negative="", help="fail where the two differ more than the type's bound")
+    ] = False,
+    out: Annotated[Path | None, Parameter(name=["--out", "-o"], help="run folder to write")] = None,
+    config: EngineFlags = DEFAULT_CONFIG,
+    toggles: ToggleFlags = DEFAULT_TOGGLES,
+) -> None:
+    """Score tokens in windows of n_ctx, alone or against other toggles; keeps every token's NLL."""
+    from workbench.bench import perplexity as ppl
+    from workbench.bench.token_source import open_source
+
+    if check and against is None:
+        raise UsageError("--check needs a reference; add --against activations=float")
+    other = None if against is None else ppl.parse_against(against)
+    with load(model, config, toggles) as engine:
+        source = open_source(engine, file, tokens_from)
+        made = ppl.perplexity(
+            engine, source, against=other, out=out,
+            progress=lambda done, total: say(f"{done} of {total} tokens"),
+        )  # fmt: skip
+        dtype = engine.model.quant
+    print("\n".join(made.lines()))
+    say(f"run folder: {made.folder}")
+    if made.interrupted:
+        raise KeyboardInterrupt
+    outside = made.agreement.outside(dtype) if check and made.agreement else None
+    if outside is not None:
+        raise WorkbenchError(outside)
+
+
+@app.command
+def bench_kernels(
+    *,
+    device: str = "auto",
+    threads: Annotated[int, Parameter(help="of a CPU device; 0: every core")] = 0,
+    types: Annotated[str, Parameter(help="as Q4_0,F16, or all")] = "all",
+    shapes: Annotated[str, Parameter(help="as 8b.o, or 8b for all of a model, or all")] = "all",
+    batch: Annotated[str, Parameter(help="tokens, as 1,2,4,8 or 1-8")] = "1",
+    seed: int = 0,
+    out: Annotated[Path | None, Parameter(name=["--out", "-o"], help="run folder to write")] = None,
+    quick: Annotated[bool, Parameter(negative="", help="see that it works; no figures")] = False,
+) -> None:
+    """Time the products of real shapes, cold, against the read bandwidth; writes a run folder."""
+    from workbench.backend.base import choose_device, open_backend
+    from workbench.bench import kernel_bench, kernel_cases, results
+    from workbench.report import roofline
+    from workbench.report.tables import markdown
+
+    plan = kernel_bench.Plan(
+        kernel_cases.parse_types(types), kernel_cases.parse_shapes(shapes),
+        kernel_cases.parse_batches(batch), quick, seed,
+    )  # fmt: skip
+    folder = out or results.new_run_folder(RUNS, "bench-kernels")
+    chosen, reason = choose_device(device)
+    backend = open_backend(chosen, threads)
+    say(f"device: {backend.description} ({reason})")
+    try:
+        made = kernel_bench.bench_kernels(
+            backend, plan, folder, reason=reason, on_row=lambda row: say(str(row)), on_note=say
+        )
+    finally:
+        backend.close()
+    print(markdown(roofline.table(made.run)))
+    print(roofline.caption(made.run))
+    roofline.save(made.run, folder)
+    say(f"wrote {folder}")
+    if made.interrupted:
+        raise KeyboardInterrupt
+
+
 def parse_sizes(flag: str, text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -314,9 +395,25 @@ def inspect(
     print(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))
 
 
+def spell_out(arguments: list[str]) -> list[str]:
+    """`--fuse on` (or `--fuse=on`) written out as one flag for each toggle of the family."""
+    flags, out = {f"--{name}": Toggles.members(name) for name in FAMILIES}, []
+    left = iter(arguments)
+    for argument in left:
+        flag, equals, value = argument.partition("=")
+        if flag not in flags:
+            out.append(argument)
+            continue
+        value = value if equals else next(left, "")
+        for member in flags[flag]:
+            out += [f"--{member.replace('_', '-')}", value]
+    return out
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The console script."""
     try:
+        arguments = spell_out(sys.argv[1:] if arguments is None else arguments)
         app(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except WorkbenchError as error:

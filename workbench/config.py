@@ -7,6 +7,7 @@ live side by side in one process.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -59,7 +60,27 @@ class GraphReuse(StrEnum):
     SET_ROWS = "set_rows"
 
 
+class Activations(StrEnum):
+    """What products with quantised weights are given.
+
+    * Q8: activations quantised to 8 bits in blocks of 32, once for all products that share them,
+      and integer dot products (as llama.cpp does).
+    * FLOAT: float32 activations and dequantised weights, the float path: slow, the yardstick.
+    """
+
+    Q8 = "q8"
+    FLOAT = "float"
+
+
+class Switch(StrEnum):
+    OFF = "off"
+    ON = "on"
+
+
 EXACT, ROUNDING = "exact", "rounding"
+
+
+FAMILIES = ("fuse",)  # names that stand for all toggles `<name>_...`
 
 
 def _toggle(values: type[StrEnum], off: StrEnum, room: str, answer: str) -> Any:
@@ -80,6 +101,17 @@ class Toggles:
     sync: str = _toggle(SyncMode, SyncMode.PER_COPY, "program/lower.py", EXACT)
     copy_stream: str = _toggle(CopyStream, CopyStream.OWN, "program/lower.py", EXACT)
     graph_reuse: str = _toggle(GraphReuse, GraphReuse.REBUILD, "engine/reuse.py", EXACT)
+    activations: str = _toggle(Activations, Activations.Q8, "model/decoder.py", ROUNDING)
+    # one for each pattern of graph/fuse.py, which says what they join
+    fuse_norm_mul: str = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING)
+    fuse_norm_quantize: str = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING)
+    fuse_add_norm: str = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING)
+    fuse_bias: str = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING)
+    fuse_qkv: str = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING)
+    fuse_rope_store: str = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING)
+    fuse_glu: str = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING)
+    fuse_epilogue_quantize: str = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING)
+    pdl: str = _toggle(Switch, Switch.OFF, "program/lower.py", EXACT)
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -101,18 +133,40 @@ class Toggles:
         return [f.name for f in dataclasses.fields(cls)]
 
     @classmethod
+    def members(cls, name: str) -> list[str]:
+        """The toggles that `name` stands for: itself, or for a family (`fuse`) all of its names
+        (`fuse_...`). Raises UsageError for an unknown name."""
+        if name in cls.names():
+            return [name]
+        family = [n for n in cls.names() if n.startswith(f"{name}_")] if name in FAMILIES else []
+        if not family:
+            known = ", ".join((*FAMILIES, *cls.names()))
+            raise UsageError(f"toggle {name!r} does not exist; choose one of {known}")
+        return family
+
+    @classmethod
     def values(cls, name: str) -> list[str]:
-        """The values toggle `name` can take; raises UsageError for an unknown name."""
-        for f in dataclasses.fields(cls):
-            if f.name == name:
-                return [v.value for v in f.metadata["values"]]
-        raise UsageError(f"toggle {name!r} does not exist; choose one of {', '.join(cls.names())}")
+        """The values toggle `name`, or each of a family, can take; UsageError if unknown."""
+        return [v.value for v in cls._field(name).metadata["values"]]
 
     @classmethod
     def answer_class(cls, name: str) -> str:
         """`exact` or `rounding`: what flipping toggle `name` may do to the logits."""
-        cls.values(name)
-        return next(f for f in dataclasses.fields(cls) if f.name == name).metadata["answer"]
+        return cls._field(name).metadata["answer"]
+
+    @classmethod
+    def _field(cls, name: str) -> dataclasses.Field:
+        first = cls.members(name)[0]
+        return next(f for f in dataclasses.fields(cls) if f.name == first)
+
+    def value_of(self, name: str) -> str:
+        """The value of toggle `name`; of a family the common one, or `mixed`."""
+        found = {getattr(self, n) for n in self.members(name)}
+        return found.pop() if len(found) == 1 else "mixed"
+
+    def switched(self, name: str, value: str) -> Toggles:
+        """These toggles with `name`, or every one of a family, at `value`."""
+        return dataclasses.replace(self, **dict.fromkeys(self.members(name), value))
 
     def to_dict(self) -> dict[str, str]:
         return dataclasses.asdict(self)
@@ -124,6 +178,16 @@ class Toggles:
             for n, v in self.to_dict().items()
         )
         return f"<table><tr><th>toggle</th><th>value</th></tr>{rows}</table>"
+
+
+def folded(toggles: Mapping[str, str]) -> dict[str, str]:
+    """Toggles for reading, names to values: those of a family under one name where they agree."""
+    found: dict[str, str] = {}
+    for name, value in toggles.items():
+        family = next((f for f in FAMILIES if name.startswith(f"{f}_")), None)
+        own = {v for k, v in toggles.items() if family and k.startswith(f"{family}_")}
+        found[family if family and len(own) == 1 else name] = value
+    return found
 
 
 DEVICES = ("auto", "embedded", "cuda", "host", "null")  # null computes nothing

@@ -55,7 +55,7 @@ def run(
         return int(body.ctypes.data) if tensor is out else arena.address(tensor)
 
     block = slots(args.pack(node, address_of, int(scratch.ctypes.data) + GUARD))
-    call = cpu.kernel(args.variant(node), layout, isa).ctypes
+    call = cpu.kernel(cpu.kernel_of(node), layout, isa).ctypes
     for lane in range(n_lanes):
         call(int(block.ctypes.data), lane, n_lanes)
     for outside in (padded[:GUARD], padded[GUARD + out.nbytes :]):
@@ -75,7 +75,7 @@ def run_lanes(node: Node, arrays: dict[Tensor, np.ndarray], layout: str = "file"
 
 def written_by(node: Node, arrays: dict[Tensor, np.ndarray], n_lanes: int, layout: str):
     """Per lane, which bytes of the output it wrote: bool (n_lanes, nbytes)."""
-    block_of = cpu.kernel(args.variant(node), layout).ctypes
+    block_of = cpu.kernel(cpu.kernel_of(node), layout).ctypes
     arena, out = Arena(arrays), node.output
     scratch = np.zeros(max(1, cpu.scratch_bytes(node, n_lanes)), np.uint8)
     written = np.zeros((n_lanes, out.nbytes), bool)

@@ -19,19 +19,26 @@ from workbench.model.quants import (
 )
 
 NAMES = [d.name for d in WEIGHT_DTYPES]
+QUANTISED_NAMES = [d.name for d in WEIGHT_DTYPES if d in QUANTISED]
 BY_NAME = {d.name: d for d in WEIGHT_DTYPES}
 CASES = [(1, 1, 1), (3, 2, 2), (7, 1, 3), (17, 3, 5), (33, 2, 9), (33, 9, 17), (48, 1, 1)]
 
 
 class Case:
-    """A product of random blocks and activations, and its twin in float64."""
+    """A product of random blocks and activations, and its twin in float64.
 
-    def __init__(self, dtype: DType, rows: int, cols: int, n_tokens: int, seed: int = 0):
+    as_floats: the activations are float32 though the weights are quantised.
+    """
+
+    def __init__(
+        self, dtype: DType, rows: int, cols: int, n_tokens: int, seed: int = 0,
+        as_floats: bool = False,
+    ):  # fmt: skip
         rng = np.random.default_rng([seed, rows, cols, n_tokens])
         self.dtype, self.rows, self.cols = dtype, rows, cols
         self.blocks = random_blocks(rng, dtype, rows, cols, 0.5)
         x = rng.standard_normal((n_tokens, cols)).astype(np.float32)
-        quantised = dtype in QUANTISED
+        quantised = dtype in QUANTISED and not as_floats
         self.w = Tensor("w", dtype, (rows, cols))
         self.x = Tensor("x", Q8_ACT if quantised else F32, (n_tokens, cols))
         self.node: Node = ops.make("mul_mat", "y", self.w, self.x)
@@ -71,10 +78,48 @@ def layouts(dtype: DType) -> tuple[str, ...]:
 @pytest.mark.parametrize("rows,blocks,n_tokens", CASES)
 def test_product_is_the_twins(name: str, rows: int, blocks: int, n_tokens: int) -> None:
     dtype = BY_NAME[name]
-    case = Case(dtype, rows, blocks * max(dtype.block, 32), n_tokens)
-    results = [run_lanes(case.node, case.arrays(layout), layout) for layout in layouts(dtype)]
+    every_layout(Case(dtype, rows, blocks * max(dtype.block, 32), n_tokens))
+
+
+def every_layout(case: Case) -> np.ndarray:
+    """The product, checked against the twin: the same bits of every layout and number of lanes."""
+    results = [run_lanes(case.node, case.arrays(layout), layout) for layout in layouts(case.dtype)]
     case.check(results[0])
     assert all(np.array_equal(r, results[0]) for r in results), "layouts must give the same bits"
+    return results[0]
+
+
+@pytest.mark.parametrize("as_floats", [False, True])
+@pytest.mark.parametrize("name", QUANTISED_NAMES)
+def test_every_small_batch(name: str, as_floats: bool) -> None:
+    """Batches of 1 to 9, with rows that fill no group of 16 and no panel, and a single one."""
+    dtype = BY_NAME[name]
+    for n_tokens in range(1, 10):
+        for rows, cols in ((1, 256), (83, 512), (16, max(dtype.block, 96))):
+            every_layout(Case(dtype, rows, cols, n_tokens, as_floats=as_floats))
+
+
+@pytest.mark.parametrize("name", QUANTISED_NAMES)
+def test_float_path_multiplies_the_weights_of_get_rows(name: str) -> None:
+    """By unit vectors: the float32 values of the weights themselves, without any rounding."""
+    dtype = BY_NAME[name]
+    case = Case(dtype, 37, 512, 512, as_floats=True)
+    case.activations = np.eye(512, dtype=np.float32)
+    expected = dequantize(case.blocks, dtype, (37, 512)).T
+    for layout in cpu.LAYOUTS:
+        out = run(case.node, case.arrays(layout), layout=layout).view(np.float32)
+        assert np.array_equal(out.reshape(512, 37), expected)
+
+
+def test_kernel_of_a_product() -> None:
+    def chosen(name: str, n_tokens: int, as_floats: bool = False) -> tuple[str, ...]:
+        return cpu.kernel_of(Case(BY_NAME[name], 1, 256, n_tokens, as_floats=as_floats).node)
+
+    assert chosen("Q4_0", cpu.BATCH) == ("mul_mat", "Q4_0")
+    assert chosen("Q4_0", cpu.BATCH + 1) == ("mul_mat_blocked", "Q4_0")
+    assert chosen("F16", cpu.BATCH + 1) == ("mul_mat", "F16")
+    assert chosen("Q6_K", 1, as_floats=True) == ("mul_mat_float", "Q6_K")
+    assert chosen("Q6_K", 100, as_floats=True) == ("mul_mat_float", "Q6_K")
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
@@ -86,38 +131,44 @@ def test_float_weights_have_any_number_of_columns(name: str, cols: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_more_tokens_than_one_chunk(name: str) -> None:
-    case = Case(BY_NAME[name], 19, 256, 71)
-    case.check(run(case.node, case.arrays()))
+    every_layout(Case(BY_NAME[name], 19, 256, 71))
+    if name in QUANTISED_NAMES:
+        every_layout(Case(BY_NAME[name], 19, 256, 71, as_floats=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_token_alone_has_the_bits_it_has_in_a_batch(name: str) -> None:
-    case = Case(BY_NAME[name], 18, 256, 13)
+    """Also where a batch is multiplied by blocks and a token alone is not."""
+    case = Case(BY_NAME[name], 18, 512, 13)
     batch = run(case.node, case.arrays()).reshape(13, -1)
     for t in (0, 5, 12):
-        one = Tensor("one", case.x.dtype, (1, 256))
+        one = Tensor("one", case.x.dtype, (1, 512))
         node = ops.make("mul_mat", "y", case.w, one)
         arrays = {case.w: case.blocks, one: case.activations[t : t + 1]}
         assert np.array_equal(run(node, arrays), batch[t])
 
 
-@pytest.mark.parametrize("name", ["F16", "Q8_0", "Q6_K"])
-def test_lanes_write_disjoint_bytes_and_all_of_them(name: str) -> None:
-    case = Case(BY_NAME[name], 83, 256, 3)
+@pytest.mark.parametrize("n_tokens", [3, 10])
+@pytest.mark.parametrize("name,as_floats", [("F16", 0), ("Q8_0", 0), ("Q6_K", 0), ("Q4_0", 1)])
+def test_lanes_write_disjoint_bytes_and_all_of_them(
+    name: str, as_floats: int, n_tokens: int
+) -> None:
+    case = Case(BY_NAME[name], 147, 256, n_tokens, as_floats=bool(as_floats))
     for layout in layouts(case.dtype):
         written = written_by(case.node, case.arrays(layout), 3, layout)
         assert (written.sum(axis=0) == 1).all()
         assert written.any(axis=1).all()
 
 
-@pytest.mark.parametrize("name", [d.name for d in WEIGHT_DTYPES if d in QUANTISED])
-def test_extreme_quants_do_not_saturate(name: str) -> None:
+@pytest.mark.parametrize("n_tokens", [2, 10])
+@pytest.mark.parametrize("name", QUANTISED_NAMES)
+def test_extreme_quants_do_not_saturate(name: str, n_tokens: int) -> None:
     """All weight bits set or clear against activations of +-127: the largest integer sums."""
     dtype = BY_NAME[name]
-    x = np.ones((2, 256), np.float32)
-    x[1] = -1
+    x = np.ones((n_tokens, 256), np.float32)
+    x[1::2] = -1
     for fill in (0x00, 0x7F, 0x80, 0xFF):
-        case = Case(dtype, 16, 256, 2)
+        case = Case(dtype, 16, 256, n_tokens)
         blocks = case.blocks.reshape(-1, dtype.block_bytes)
         heads = {"Q6_K": slice(0, 208), "Q4_K": slice(4, 144), "Q5_K": slice(4, 176)}
         blocks[:, heads.get(name, slice(1 if name == "MXFP4" else 2, None))] = fill
@@ -136,12 +187,15 @@ OTHER_ISAS = {
 }
 
 
+@pytest.mark.parametrize("n_tokens,as_floats", [(5, False), (11, False), (5, True)])
 @pytest.mark.parametrize(
     "isa,name", [(i.name, n) for i in host_isas()[1:] for n in OTHER_ISAS[i.name]]
 )
-def test_other_instruction_sets_give_the_same_bits(isa: str, name: str) -> None:
+def test_other_instruction_sets_give_the_same_bits(
+    isa: str, name: str, n_tokens: int, as_floats: bool
+) -> None:
     """Integer sums are exact however they are formed, and the float work is the same."""
-    case = Case(BY_NAME[name], 33, 256, 5)
+    case = Case(BY_NAME[name], 33, 256, n_tokens, as_floats=as_floats)
     arrays = case.arrays("rows16")
     if name == "Q8_0":  # -128, which is its own negative, in every other word of the first unit
         arrays[case.w][32:544].view(np.uint32)[::2] = 0x80808080

@@ -6,8 +6,11 @@ import pytest
 
 from tests import ranges
 from workbench.backend.base import open_backend
+from workbench.graph.fuse import join
+from workbench.graph.ops import OPS
 
 CASES = {name: (node, values) for name, node, values in ranges.cases()}
+FUSED = {name: (node, values) for name, node, values in ranges.fused_cases()}
 
 
 @pytest.fixture(scope="module", params=["host", "embedded"])
@@ -22,10 +25,29 @@ def test_declared_ranges_hold(backend, name):
     ranges.check(backend, *CASES[name])
 
 
-def test_every_op_is_covered():
-    from workbench.graph.ops import OPS
+@pytest.mark.parametrize("name", FUSED)
+def test_declared_ranges_of_fused_nodes_hold(backend, name):
+    ranges.check(backend, *FUSED[name])
 
+
+def test_every_op_is_covered():
     assert {node.op for node, _ in CASES.values()} == set(OPS)
+    assert {node.op for node, _ in FUSED.values()} == {
+        "norm", "product", "qkv", "qkv_rope_store", "rope_store", "glu", "swiglu_quantize",
+        "attention_quantize",
+    }  # fmt: skip
+    assert any(len(node.outputs) == n for node, _ in FUSED.values() for n in (2, 3))
+
+
+def test_a_missing_output_is_found(backend):
+    """The check itself: a node that leaves out its last part leaves an output as it was."""
+    node, values = next(
+        (n, v) for n, v in FUSED.values() if n.op == "norm" and n.parts[-1].op == "quantize"
+    )
+    less = join("norm", "less", node.parts[:-1], {})
+    less.outputs = node.outputs
+    with pytest.raises(AssertionError):
+        ranges.check(backend, less, values)
 
 
 def test_a_stray_write_is_found(backend):

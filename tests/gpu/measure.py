@@ -1,79 +1,78 @@
-"""Records the GPU runs of data/results: `python -m tests.gpu.measure [--out DIR] [--models DIR]`.
+"""Records the GPU runs of data/results, each into a folder of its own.
 
-For llama-3.2-1b F16 and llama-3-8b Q4_0, tg128 under every sync mode on both copy streams with
-programs kept, and graph reuse itself; then the timelines of some tokens before and after. Needs
-a GPU, about 8 GB of disk for the models, and some minutes. The tree must be committed: a run names
-its commit.
+    python -m tests.gpu.measure [NAMES] [--out DIR] [--models DIR] [--most-gb N]
+
+NAMES are steps (below), the most important first; without any, all of them run in that order. A
+folder that holds a complete run of this commit is kept, so that a run cut off goes on where it was.
+The tree must be committed: a run names its commit. Needs a GPU, 45 GB of disk for every model
+(--most-gb leaves the larger ones out), and the seconds named here, on one H100.
 """
 
 from __future__ import annotations
 
-import shutil
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from cyclopts import App
 
-import workbench as wb
-from workbench.bench.llama_bench import bench, format_rows
-from workbench.model.synth import write_model
+from tests.gpu import measure_kernels, measure_models
+from tests.gpu.measuring import Session
+from workbench.errors import UsageError, WorkbenchError
 
 ROOT = Path(__file__).resolve().parents[2]
-# preset, type, rounds of each comparison: the smaller the token, the more it takes to see a wait
-MODELS = [("llama-3.2-1b", "F16", 30), ("llama-3-8b", "Q4_0", 10)]
-KEPT = {"graph_reuse": "set_rows"}
-ON_OWN = "sync=per_copy,blocking_copies,copy_boundary,write_read_boundary"
-# run name -> toggle and values, test, background. Rebuilding is slow enough to be seen in tg32.
-COMPARISONS = {
-    "graph-reuse": ("graph_reuse=rebuild,set_rows", "tg32", {}),
-    "sync-own": (ON_OWN, "tg128", {"copy_stream": "own", **KEPT}),
-    "sync-compute": (f"{ON_OWN},implicit", "tg128", {"copy_stream": "compute", **KEPT}),
+
+
+class Step(NamedTuple):
+    """budget_s: about what it takes on one H100, models written included."""
+
+    run: Callable[[Session], None]
+    budget_s: int
+
+
+STEPS = {
+    "decode": Step(measure_models.decode, 150),
+    "kernels": Step(measure_kernels.kernels, 110),
+    "depth": Step(measure_models.depth, 35),
+    "load": Step(measure_models.load, 15),
+    "perplexity": Step(measure_models.perplexities, 150),
+    "batches": Step(measure_models.batches, 40),
+    "kernels-batches": Step(measure_kernels.kernels_batches, 110),
+    "fusion": Step(measure_models.fusion, 110),
+    "sync": Step(measure_models.sync, 240),
 }
 
-app = App(help=__doc__)
+app = App(help=__doc__, result_action="return_none")
 
 
 @app.default
 def measure(
-    *, out: Path = ROOT / "data" / "results", models: Path = ROOT / "data" / "models",
+    *names: str,
+    out: Path = ROOT / "data" / "results",
+    models: Path = ROOT / "data" / "models",
+    most_gb: float = 20.0,
     device: str = "cuda",
-) -> None:  # fmt: skip
-    for preset, quant, rounds in MODELS:
-        path = write_model(preset, quant, models / f"{preset}-{quant}.gguf")
-        with wb.Engine.load(path, device=device, n_ctx=1024) as engine:
-            print(engine.backend.description)
-            for name, (toggle, test, fields) in COMPARISONS.items():
-                folder = out / f"{device}-{name}-{preset}-{quant.lower()}"
-                shutil.rmtree(folder, ignore_errors=True)
-                found = wb.ab(
-                    engine, toggle, tests=test, rounds=rounds,
-                    background=wb.Toggles(**fields), out=folder, name=folder.name,
-                )  # fmt: skip
-                print(found.verdict, flush=True)
-            kept = engine.variant(wb.Toggles(**KEPT))
-            folder = out / f"{device}-bench-{preset}-{quant.lower()}"
-            shutil.rmtree(folder, ignore_errors=True)
-            print(format_rows(bench(kept, out=folder)), flush=True)
-            if preset == MODELS[0][0]:
-                trace_both(engine, out, device, f"{preset}-{quant.lower()}")
-
-
-def trace_both(engine: wb.Engine, out: Path, device: str, model: str) -> None:
-    """A few tokens with every wait, and with none but the logits', as traces beside their runs."""
-    sides = {
-        "sync-own": wb.Toggles(sync="per_copy", **KEPT),
-        "sync-compute": wb.Toggles(sync="implicit", copy_stream="compute", **KEPT),
-    }
-    for name, toggles in sides.items():
-        with engine.variant(toggles) as side:
-            side.generate(tokens=[1, 2, 3], max_tokens=8)
-            with wb.profile(side, window=(8, 8)) as trace:
-                side.generate(tokens=[1, 2, 3], max_tokens=20)
-            trace.save(out / f"{device}-{name}-{model}" / "timeline.pftrace.gz")
+    quick: bool = False,
+) -> None:
+    """Runs the steps; raises UsageError for a name that is none."""
+    for name in names:
+        if name not in STEPS:
+            raise UsageError(f"step {name!r} does not exist; choose from {', '.join(STEPS)}")
+    session, begun = Session(out, models, device, most_gb, quick), time.monotonic()
+    for name in names or STEPS:
+        step, begin = STEPS[name], time.monotonic()
+        print(f"== {name}: about {step.budget_s} s", flush=True)
+        step.run(session)
+        now = time.monotonic()
+        print(f"== {name}: {now - begin:.0f} s, {now - begun:.0f} s in all", flush=True)
 
 
 if __name__ == "__main__":
     try:
         app()
+    except WorkbenchError as error:
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 
 from tests.gpu.harness import Compute, distance
-from workbench.backend import kernels
-from workbench.backend.cuda import BOUNCE_BYTES, CudaBackend
 from workbench.graph.ir import (
     DTYPES,
     F16,
     F32,
     I32,
     I64,
-    QUANTISED,
     WEIGHT_DTYPES,
     DType,
     Kind,
@@ -27,7 +24,6 @@ from workbench.model.quants import (
     dequantize,
     quantize_activations,
     random_blocks,
-    unpack_activations,
 )
 
 pytestmark = pytest.mark.gpu
@@ -51,68 +47,6 @@ def weight(rng: np.random.Generator, dtype: DType, rows: int, cols: int):
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, dtype=np.float32)
-
-
-# products ---------------------------------------------------------------------------------------
-
-TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17)
-
-
-def product(compute: Compute, dtype: DType, rows: int, cols: int, tokens: int) -> float:
-    """Distance of one product from float64 arithmetic on the same (quantised) operands."""
-    rng = generator(dtype, rows, cols, tokens)
-    w, data, values = weight(rng, dtype, rows, cols)
-    x = normal(rng, tokens, cols)
-    if dtype in QUANTISED:
-        packed = quantize_activations(x)
-        quants, scales, _ = unpack_activations(packed, cols)
-        acts = quants.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, axis=1)
-        node = make("mul_mat", "y", w, Tensor("x", DTYPES["Q8_ACT"], (tokens, cols)))
-        found = compute(node, {w: data, node.inputs[1]: packed})
-    else:
-        acts = x.astype(np.float64)
-        node = make("mul_mat", "y", w, Tensor("x", F32, (tokens, cols)))
-        found = compute(node, {w: data, node.inputs[1]: x})
-    return distance(found.view(np.float32).reshape(tokens, rows), acts @ values.T)
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("name", TYPES)
-def test_mul_mat_tokens(compute: Compute, name: str, tokens: int):
-    assert product(compute, DTYPES[name], 67, 1280, tokens) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_mul_mat_odd_shapes(compute: Compute, name: str):
-    dtype = DTYPES[name]
-    widths = {1: (1, 7, 8, 33, 1000, 4103), 32: (32, 96, 1120), 256: (256, 768, 5888)}
-    for cols in widths[dtype.block]:
-        for rows in (1, 8, 17):
-            for tokens in (1, 3, 11):
-                got = product(compute, dtype, rows, cols, tokens)
-                assert got < TOLERANCE, (rows, cols, tokens)
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_mul_mat_large(compute: Compute, name: str):
-    """More than one bounce buffer of weights, in the shape of a feed-forward layer."""
-    assert product(compute, DTYPES[name], 3000, 8192, 2) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", sorted(kernels.PLANES))
-def test_planes_hold_the_files_bytes(backend: CudaBackend, name: str):
-    dtype = DTYPES[name]
-    cols = 4096
-    rows = 2 * BOUNCE_BYTES // dtype.row_bytes(cols) + 3  # two bounce buffers and a bit
-    data = generator(name).integers(0, 256, rows * dtype.row_bytes(cols), np.uint8)
-    memory = backend.load_weight(Tensor("w", dtype, (rows, cols), Kind.WEIGHT), data)
-    found = np.empty_like(data)
-    backend.copy(found.ctypes.data, memory.address, data.nbytes, 0, to_host=True)()
-    backend.sync_stream(0)()
-    memory.free()
-    blocks = data.reshape(-1, dtype.block_bytes)
-    planes = [blocks[:, at : at + n].ravel() for at, n in kernels.PLANES[name]]
-    assert np.array_equal(found, np.concatenate(planes))
 
 
 # rows -------------------------------------------------------------------------------------------
@@ -237,67 +171,3 @@ def test_rope(compute: Compute, neox, with_factors, heads, head_dim, n_rot):
     found = compute(node, arrays).view(np.float32)
     expected = rotated(x, positions, factors, n_rot, neox, 500000.0, scale)
     assert distance(found, expected) < 3e-7
-
-
-# attention --------------------------------------------------------------------------------------
-
-
-def attended(q, k, v, mask, heads_kv, scale):
-    """The op table's attention in float64; a row of -inf gives zeros."""
-    tokens, heads, head_dim = q.shape
-    n_kv, group = mask.shape[1], heads // heads_kv
-    k, v = (np.nan_to_num(a[:n_kv].astype(np.float64)).reshape(n_kv, heads_kv, -1) for a in (k, v))
-    out = np.zeros((tokens, heads, head_dim))
-    for h in range(heads):
-        scores = q[:, h].astype(np.float64) @ k[:, h // group].T * scale + mask
-        most = scores.max(axis=1, keepdims=True)
-        p = np.exp(scores - np.where(np.isfinite(most), most, 0))
-        total = p.sum(axis=1, keepdims=True)
-        out[:, h] = np.divide(p, total, out=np.zeros_like(p), where=total > 0) @ v[:, h // group]
-    return out
-
-
-def attention_distance(compute: Compute, tokens, heads, heads_kv, head_dim, n_kv, cells=None):
-    """Causal mask with holes; the last token sees nothing, and cells nobody sees hold NaN."""
-    rng = generator(tokens, heads, head_dim, n_kv)
-    cells = cells or n_kv + 3
-    q = normal(rng, tokens, heads, head_dim)
-    k, v = (rng.standard_normal((cells, heads_kv * head_dim)).astype(np.float16) for _ in "kv")
-    live = max(1, n_kv - 5)
-    mask = np.full((tokens, n_kv), -np.inf, np.float16)
-    for t in range(tokens):
-        mask[t, : max(1, live - tokens + t + 1)] = 0
-    mask[:, rng.random(n_kv) < 0.1] = -np.inf
-    if tokens > 1:
-        mask[-1] = -np.inf
-    unseen = np.isinf(mask).all(axis=0)
-    k[:n_kv][unseen] = v[:n_kv][unseen] = np.nan
-    k[n_kv:] = v[n_kv:] = np.nan
-    scale = float(np.float32(head_dim**-0.5))
-    cache = [Tensor(n, F16, k.shape, Kind.CACHE) for n in "kv"]
-    node = make(
-        "attention", "y", Tensor("q", F32, q.shape), *cache, Tensor("m", F16, mask.shape),
-        n_kv=n_kv, n_head_kv=heads_kv, scale=scale,
-    )  # fmt: skip
-    found = compute(node, dict(zip(node.inputs, (q, k, v, mask), strict=True))).view(np.float32)
-    if tokens > 1:
-        assert not found.reshape(tokens, -1)[-1].any(), "a row that sees nothing is not zero"
-    return distance(found, attended(q, k, v, mask, heads_kv, scale))
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 17, 40])
-@pytest.mark.parametrize("head_dim", [8, 32, 40, 64, 80, 128, 192, 256])
-def test_attention_head_dims(compute: Compute, tokens: int, head_dim: int):
-    assert attention_distance(compute, tokens, 4, 2, head_dim, 96) < ATTENTION_TOLERANCE
-
-
-@pytest.mark.parametrize("n_kv", [1, 31, 256, 257, 300, 1024, 5000, 20000])
-@pytest.mark.parametrize("tokens", [1, 3, 12])
-def test_attention_lengths(compute: Compute, tokens: int, n_kv: int):
-    assert attention_distance(compute, tokens, 8, 2, 64, n_kv) < ATTENTION_TOLERANCE
-
-
-@pytest.mark.parametrize(("heads", "heads_kv"), [(1, 1), (8, 8), (32, 8), (15, 5)])
-def test_attention_groups(compute: Compute, heads: int, heads_kv: int):
-    for tokens in (1, 33):
-        assert attention_distance(compute, tokens, heads, heads_kv, 128, 320) < ATTENTION_TOLERANCE

@@ -10,6 +10,11 @@ from workbench.backend.cuda import CudaBackend
 pytestmark = pytest.mark.gpu
 
 CASES = {name: (node, values) for name, node, values in ranges.cases()}
+FUSED = {
+    f"{n_tokens} {name}": (node, values)
+    for n_tokens in (1, 3, 8, 9, 33)
+    for name, node, values in ranges.fused_cases(n_tokens)
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -17,3 +22,9 @@ def test_declared_ranges_hold(backend: CudaBackend, name: str, monkeypatch):
     # a table on the GPU is in planes too, where its type has them
     monkeypatch.setattr(ranges, "backend_keeps", lambda node, tensor: True)
     ranges.check(backend, *CASES[name])
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_declared_ranges_of_fused_nodes_hold(backend: CudaBackend, name: str, monkeypatch):
+    monkeypatch.setattr(ranges, "backend_keeps", lambda node, tensor: True)
+    ranges.check(backend, *FUSED[name])

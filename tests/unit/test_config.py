@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from workbench.config import EngineConfig, Toggles
+from workbench.config import EXACT, ROUNDING, EngineConfig, Toggles, folded
 from workbench.errors import UsageError
 
 
@@ -15,7 +15,24 @@ def test_default_is_the_baseline():
         "sync": "per_copy",
         "copy_stream": "own",
         "graph_reuse": "rebuild",
+        "activations": "q8",
+        "fuse_norm_mul": "off",
+        "fuse_norm_quantize": "off",
+        "fuse_add_norm": "off",
+        "fuse_bias": "off",
+        "fuse_qkv": "off",
+        "fuse_rope_store": "off",
+        "fuse_glu": "off",
+        "fuse_epilogue_quantize": "off",
+        "pdl": "off",
     }
+
+
+def test_which_toggles_may_change_the_last_bits():
+    """Scheduling is exact; what another kernel computes may round differently."""
+    exact = {name for name in Toggles.names() if Toggles.answer_class(name) == EXACT}
+    assert exact == {"sync", "copy_stream", "graph_reuse", "pdl"}
+    assert Toggles.answer_class("fuse") == ROUNDING
 
 
 def test_every_value_can_be_chosen_unless_it_clashes():
@@ -31,6 +48,9 @@ def test_every_value_can_be_chosen_unless_it_clashes():
         ({"sync": "sometimes"}, "sync='sometimes' does not exist; choose one of per_copy"),
         ({"graph_reuse": ""}, "graph_reuse='' does not exist"),
         ({"sync": "implicit", "copy_stream": "own"}, "sync=implicit and copy_stream=own clash"),
+        ({"activations": "f16"}, "activations='f16' does not exist; choose one of q8, float"),
+        ({"fuse_qkv": "yes"}, "fuse_qkv='yes' does not exist; choose one of off, on"),
+        ({"pdl": True}, "pdl=True does not exist; choose one of off, on"),
     ],
 )
 def test_impossible_toggles_are_refused_in_one_line(fields, says):
@@ -41,8 +61,42 @@ def test_impossible_toggles_are_refused_in_one_line(fields, says):
 
 
 def test_unknown_toggle_names_are_refused():
-    with pytest.raises(UsageError, match="'speed' does not exist; choose one of sync"):
+    with pytest.raises(UsageError, match="'speed' does not exist; choose one of fuse, sync"):
         Toggles.values("speed")
+
+
+# families -----------------------------------------------------------------------------------------
+
+
+def test_a_family_stands_for_all_of_its_toggles():
+    names = [name for name in Toggles.names() if name.startswith("fuse_")]
+    assert Toggles.members("fuse") == names and len(names) == 8
+    assert Toggles.members("fuse_qkv") == ["fuse_qkv"]
+    assert Toggles.values("fuse") == ["off", "on"]
+    every = Toggles().switched("fuse", "on")
+    assert {n: v for n, v in every.to_dict().items() if v == "on"} == dict.fromkeys(names, "on")
+    assert every.switched("fuse", "off") == Toggles()
+    one = Toggles().switched("fuse_glu", "on")
+    assert (every.value_of("fuse"), one.value_of("fuse"), one.value_of("fuse_glu")) == (
+        "on", "mixed", "on",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["fus", "fuse_", "sync_", "copy"])
+def test_no_other_name_is_a_family(name):
+    with pytest.raises(UsageError, match=f"toggle '{name}' does not exist"):
+        Toggles().switched(name, "on")
+
+
+def test_a_family_that_agrees_is_folded_for_reading():
+    shown = folded(Toggles().switched("fuse", "on").to_dict())
+    assert shown["fuse"] == "on" and not any(n.startswith("fuse_") for n in shown)
+    assert shown["sync"] == "per_copy" and len(shown) == len(Toggles.names()) - 7
+    mixed = Toggles(fuse_bias="on").to_dict()
+    assert folded(mixed) == mixed
+
+
+# settings -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

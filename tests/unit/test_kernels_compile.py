@@ -1,4 +1,10 @@
-"""The CUDA kernels without a GPU: they compile, and the launch table fits them."""
+"""The CUDA kernels without a GPU: they compile, and the launch table fits them.
+
+For sm_90, kernels are compiled for the nodes of `planned.chosen`: every op; every weight type for
+one token; Q4_K and F16 (one type for each kind of activations) for 1 to 512 tokens, fused in every
+way. For the other architectures each kernel is compiled in one of its tunings for each weight type.
+Everything that needs no compiler is asked of all types.
+"""
 
 from __future__ import annotations
 
@@ -10,174 +16,251 @@ from types import ModuleType
 
 import pytest
 
-from workbench.backend import cuda, kernels
-from workbench.backend.args import pack
-from workbench.errors import DeviceError
-from workbench.graph.ir import (
-    DTYPES,
-    F16,
-    F32,
-    I32,
-    I64,
-    Q8_ACT,
-    QUANTISED,
-    WEIGHT_DTYPES,
-    Kind,
-    Tensor,
+from tests.unit import ptx
+from tests.unit.planned import FUSED, TOKENS, chosen_works, every, fused, plain_nodes, works
+from workbench.backend import (
+    cuda,
+    cuda_attention,
+    cuda_matvec,
+    cuda_weights,
+    kernels,
+    nvrtc,
 )
+from workbench.backend.cuda_kernel import Gemm, Kernel
+from workbench.errors import DeviceError
+from workbench.graph.ir import DTYPES, F16, F32, QUANTISED, WEIGHT_DTYPES, Kind, Tensor
 from workbench.graph.ops import OPS, make
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+# what a block may have: threads, bytes of shared memory (compute capability 8.6 and 12.0: 99 KiB)
+MOST_THREADS, MOST_SHARED, MOST_GRID_Y = 1024, 99 << 10, (1 << 16) - 1
+HELPERS = [("device", "gate"), ("device", "read_memory")]
 
 
-def nodes(tokens: int = 1, n_kv: int = 256):
-    """One node of every op and weight type."""
-    x, row = Tensor("x", F32, (tokens, 1280)), Tensor("b", F32, (1280,))
-    yield make("rms_norm", "n", x, eps=1e-5)
-    yield make("mul", "m", x, row)
-    yield make("add", "a", x, x)
-    yield make("swiglu", "s", x, x)
-    yield make("quantize", "q", x)
-    heads = Tensor("h", F32, (tokens, 10, 128))
-    positions = Tensor("p", I32, (tokens,))
-    rope = {"n_rot": 128, "neox": True, "theta_base": 1e4, "freq_scale": 1.0}
-    yield make("rope", "r", heads, positions, **rope)
-    cache = Tensor("k", F16, (n_kv, 1280), Kind.CACHE)
-    yield make("set_rows", "k", cache, x, Tensor("i", I64, (tokens,)), n_kv=n_kv)
-    mask = Tensor("mask", F16, (tokens, n_kv))
-    yield make("attention", "o", heads, cache, cache, mask, n_kv=n_kv, n_head_kv=10, scale=0.1)
-    for dtype in WEIGHT_DTYPES:
-        w = Tensor("w", dtype, (19, 1280), Kind.WEIGHT)
-        acts = Tensor("y", Q8_ACT if dtype in QUANTISED else F32, (tokens, 1280))
-        yield make("get_rows", "e", w, Tensor("ids", I32, (tokens,)))
-        yield make("mul_mat", "z", w, acts)
+@pytest.fixture(scope="module")
+def sources() -> dict[str, str]:
+    return {p.name: p.read_text() for p in nvrtc.source_dir().glob("*.cu*")}
 
 
-def planned(tokens: int, n_kv: int = 256) -> list[kernels.Kernel]:
-    found = []
-    for node in nodes(tokens, n_kv):
-        found += kernels.launches(node, pack(node, lambda t: 4096, 8192))
+def wanted(arch: str) -> dict[tuple[str, tuple[str, ...]], set[str]]:
+    """(file, defines) -> functions that must be in it."""
+    found: dict[tuple[str, tuple[str, ...]], set[str]] = {}
+    tuned: dict[tuple[str, ...], Kernel] = {}
+    for work in chosen_works():
+        types = [d for d in work.defines if d.startswith("TYPE")]
+        key = (*work.defines,) if arch == "sm_90" else (*types,)
+        tuned.setdefault((work.file, work.function, *key), work)
+    for work in tuned.values():
+        found.setdefault((work.file, work.defines), set()).add(work.function)
+    for dtype in cuda_weights.REPACKED:
+        kernel = cuda_weights.repack(dtype, 0, 0, 0, 1, 1)
+        found.setdefault((kernel.file, ()), set()).add(kernel.function)
+    for file, function in HELPERS:
+        found.setdefault((file, ()), set()).add(function)
     return found
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles(arch: str):
-    cubins = kernels.compile_all(arch)
-    assert set(cubins) == {p.stem for p in kernels.source_files()}
-    for tokens in (1, 3, 8, 9):
-        for kernel in planned(tokens, n_kv=4096):
-            name = b".text." + kernel.function.encode() + b"\0"
-            assert name in cubins[kernel.file], f"{kernel.function} is not in {kernel.file}.cu"
-    repack = kernels.repack("Q6_K", 0, 0, 0, 1, 1, 210)
-    for name in (repack.function, "gate", "read_memory"):
-        assert b".text." + name.encode() + b"\0" in cubins["device"]
+    nvrtc.compile_many(wanted(arch), arch)
+    for (file, defines), functions in wanted(arch).items():
+        cubin = nvrtc.cubin(file, arch, defines)
+        for name in functions:
+            assert b".text." + name.encode() + b"\0" in cubin, f"{name} is not in {file}.cu"
+
+
+def test_every_source_compiles_by_itself():
+    """Also without macros, as tools and readers compile it."""
+    for path in nvrtc.source_files():
+        assert nvrtc.cubin(path.stem, "sm_90").startswith(b"\x7fELF")
 
 
 def test_every_op_has_a_launch():
-    assert {node.op for node in nodes()} == set(OPS)
-    for tokens in (1, 2, 4, 8, 9, 17, 600):
-        for kernel in planned(tokens):
-            assert all(n > 0 for n in kernel.grid) and kernel.grid[1] < 1 << 16
-            assert kernel.block % 32 == 0 and 0 < kernel.block <= 1024
+    ops = {p.node.op for p in plain_nodes(3)}
+    assert ops == set(OPS)
+    made = {p.node.op for dtype in WEIGHT_DTYPES for p in fused(3, dtype)}
+    assert ops | made >= set(kernels._LAUNCHES) and len(FUSED) == 9
 
 
-def test_arguments_are_as_many_as_a_kernel_declares():
-    text = {p.stem: p.read_text() for p in kernels.source_files()}
-    for kernel in planned(1, n_kv=4096) + [kernels.repack("Q4_0", 0, 0, 0, 1, 1, 18)]:
-        names = [kernel.function, *MACROS.get(re.sub("_[A-Z].*|_n.$", "", kernel.function), ())]
-        lists = [
-            m.group(1)
-            for name in names
-            for m in re.finditer(
-                rf"\b{re.escape(name)}\s*\(([^()]*)\)\s*\\?\s*{{", text[kernel.file]
-            )
-        ]
-        assert lists, f"no definition of {kernel.function} in {kernel.file}.cu"
-        for declared in lists:
-            assert declared.count(",") + 1 == len(kernel.args), kernel.function
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_every_launch_is_possible(tokens: int):
+    for planned in every(tokens):
+        launched = works(planned.node)
+        assert launched, planned.node
+        for work in launched:
+            if isinstance(work, Gemm):
+                assert work.dtype in ("F16", "BF16", "F32") and work.dst_stride >= work.rows
+                continue
+            x, y = work.grid
+            assert 0 < x < 1 << 31 and 0 < y <= MOST_GRID_Y, work
+            assert work.block % 32 == 0 and 0 < work.block <= MOST_THREADS, work
+            assert 0 <= work.shared <= MOST_SHARED, work
+            assert all(type(a) in (int, float) for a in work.args), work
 
 
-# kernels that a macro defines: op -> the names as the macro writes them
-MACROS = {
-    "mul_mat": ("mul_mat_##TYPE##_n##N",),
-    "get_rows": ("get_rows_##TYPE",),
-    "mul": ("NAME",),
-    "add": ("NAME",),
-}
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_a_node_of_few_tokens_is_one_launch(tokens: int):
+    for planned in every(tokens):
+        node = planned.node
+        mixed = {p.inputs[1].dtype for p in node.parts if p.op == "mul_mat"} == {F32} and any(
+            p.inputs[0].dtype in QUANTISED for p in node.parts if p.op == "mul_mat"
+        )
+        launched = works(node)
+        if tokens <= cuda_matvec.MOST_TOKENS and not mixed:
+            assert len(launched) == 1, node
+            assert kernels.begins_early(node), node
+        early = all(isinstance(work, Kernel) and work.waits for work in launched)
+        assert kernels.begins_early(node) == early
 
 
-def test_constants_are_those_of_the_sources():
-    text = {p.stem: p.read_text() for p in kernels.source_files()}
-    warps = int(re.search(r"#define WARPS (\d+)", text["mul_mat"])[1])
-    made = dict(re.findall(r"KIND\(TYPE, (\d+), (\w+),", text["mul_mat"]))
-    for name, rows_8 in re.findall(r"^ALL\(\w+, (\w+), \d, (\d)\)", text["mul_mat"], re.M):
-        found = {int(n): warps * int(rows.replace("ROWS_8", rows_8)) for n, rows in made.items()}
-        k_type = DTYPES[name].block == 256
-        assert found == (kernels.MUL_MAT_ROWS_K if k_type else kernels.MUL_MAT_ROWS)
-    split = int(re.search(r"#define SPLIT_WARPS (\d+)", text["attention"])[1])
-    assert 32 * split == kernels.SPLIT_THREADS
-    assert int(re.search(r"#define HEADS (\d+)", text["rope"])[1]) == kernels.ROPE_HEADS
-    tiles = re.findall(r"^TILE\((\d+), (\d+)\)", text["attention"], re.M)
-    assert {32 * int(d): (f"attention_tile_d{d}", 4 * int(q)) for d, q in tiles} == kernels.TILES
+def test_no_launch_for_no_tokens():
+    for planned in plain_nodes(0):
+        assert not [w for w in works(planned.node) if isinstance(w, Kernel)], planned.node
+
+
+def test_arguments_are_those_the_compiler_saw():
+    """As many as declared, reals where reals are, 8 bytes everywhere else."""
+    own = [cuda_weights.repack(name, 0, 0, 0, 1, 1) for name in sorted(cuda_weights.REPACKED)]
+    for kernel in (*chosen_works(), *own):
+        declared = ptx.parameters(ptx.kernel_ptx(kernel.file, kernel.defines), kernel.function)
+        given = ["f32" if type(a) is float else "u64" for a in kernel.args]
+        assert declared == given, kernel
+
+
+def test_nothing_is_asked_for_beyond_the_scratch_declared():
+    """Addresses in scratch that a launch is given lie inside what `scratch_bytes` declares."""
+    begin = 1 << 40
+    for tokens in TOKENS:
+        for planned in every(tokens):
+            node = planned.node
+            end = begin + kernels.scratch_bytes(node)
+            known = {t.storage for t in (*node.inputs, *node.outputs)}
+
+            def at(t: Tensor, known=known) -> int:
+                assert t.storage in known, f"{t!r} has no place"
+                return 4096
+
+            for work in kernels.launches(node, kernels.Place(at, begin, 16384)):
+                numbers = work.args if isinstance(work, Kernel) else work[1:4]
+                for a in numbers:
+                    if isinstance(a, int) and a >= begin:
+                        used = a < end or (a == begin and end == begin)
+                        assert used or a == end, (node, work)
+
+
+# constants ----------------------------------------------------------------------------------------
+
+
+def define(sources: dict[str, str], file: str, name: str) -> int:
+    found = re.search(rf"(?:#define|constexpr int) {name}\b\s*=?\s*(\d+)", sources[file])
+    assert found, f"no {name} in {file}"
+    return int(found[1])
+
+
+CONSTANTS = [  # Python's value, file, name there
+    (kernels.ROPE_HEADS, "rope.cu", "HEADS"),
+    (kernels.HEADS_PER_BLOCK, "rope_store.cu", "WARPS"),
+    (cuda_attention.MAX_HEAD_DIM, "rope_store.cu", "MOST_DIM"),
+    (cuda_attention.SPLIT_THREADS // 32, "attention_simple.cu", "SPLIT_WARPS"),
+    (8, "mul_mat_float.cu", "WARPS"),
+    (8, "mul_mat_float.cu", "TOKENS"),
+]
+
+
+@pytest.mark.parametrize(("value", "file", "name"), CONSTANTS)
+def test_constants_are_those_of_the_sources(sources, value: int, file: str, name: str):
+    assert define(sources, file, name) == value
+
+
+def test_tables_are_those_of_the_sources(sources):
+    tiles = re.findall(r"^TILE\((\d+), (\d+)\)", sources["attention_simple.cu"], re.M)
+    of_source = {32 * int(d): (f"attention_tile_d{d}", 4 * int(q)) for d, q in tiles}
+    assert of_source == cuda_attention.TILES
+    pad = re.search(r"CELL_HALVES = DIM \+ (\d+)", sources["attention.cuh"])
+    assert pad and int(pad[1]) == cuda_attention.CELL_PAD
+    for name in cuda_matvec.EPILOGUES:  # each names a kernel
+        assert f"product_{name.removesuffix('_q8')}(" in sources["product.cu"]
+
+
+def test_static_assertions_hold_the_rest():
+    """A tuning that the source cannot be compiled for is refused by the compiler, by name."""
+    bad = ("TYPE_0=Q4_0", "EPILOGUE=0", "N=8", "ROWS=8", "UNROLL=1", "WARPS=8", "SPLIT=1")
+    with pytest.raises(DeviceError, match=r"does not compile for sm_90.*no such tuning"):
+        nvrtc.cubin("product", "sm_90", bad)
 
 
 def test_attention_splits_by_padded_length_alone():
-    assert [kernels.n_shares(n) for n in (1, 256, 257, 512, 8192, 1 << 20)] == [1, 1, 2, 2, 32, 32]
-    heads, mask = Tensor("q", F32, (3, 8, 64)), Tensor("m", F16, (3, 1024))
-    cache = Tensor("k", F16, (1024, 512), Kind.CACHE)
-    node = make("attention", "o", heads, cache, cache, mask, n_kv=1024, n_head_kv=8, scale=0.1)
-    assert kernels.scratch_bytes(node) == 3 * 8 * 4 * (64 + 2) * 4
-    split, combine = kernels.launches(node, pack(node, lambda t: 4096, 8192))
-    assert split.grid == (24, 4) and combine.args == [4096, 8192, 4, 64]
+    """The same cells give the same shares, wherever the tokens stand in them."""
+    heads, cache = Tensor("q", F32, (1, 8, 64)), Tensor("k", F16, (8192, 512), Kind.CACHE)
+    shares = []
+    for n_kv in (256, 1024, 8192):
+        mask = Tensor("m", F16, (1, n_kv))
+        node = make("attention", "o", heads, cache, cache, mask, n_kv=n_kv, n_head_kv=8, scale=0.1)
+        (work,) = works(node)
+        assert isinstance(work, Kernel)
+        shares.append(work.grid[1])
+        rows = 8 * cuda_attention.decode_tuning(1, 64).sets
+        scratch = 8 * work.grid[1] * rows * (64 + 2) * 4 if work.grid[1] > 1 else 0
+        assert kernels.scratch_bytes(node) == scratch
+    assert shares == sorted(shares) and shares[-1] > shares[0]
 
 
-@pytest.mark.parametrize("dtype", [d for d in WEIGHT_DTYPES if d.name in kernels.PLANES])
-def test_planes_are_the_whole_block(dtype):
-    fields = sorted(kernels.PLANES[dtype.name])
-    ends = [at + n for at, n in fields]
-    assert [at for at, _ in fields] == [0, *ends[:-1]] and ends[-1] == dtype.block_bytes
-    plane = 0
-    for _, size in kernels.PLANES[dtype.name]:
-        assert plane * dtype.block_bytes % 2 == 0
-        plane += size
+@pytest.mark.parametrize("dtype", sorted(cuda_weights.REPACKED))
+def test_every_weight_is_repacked_once(dtype: str):
+    """Pieces of a weight, one after another: grids cover every unit of 32 weights."""
+    blocks, units = 1000, DTYPES[dtype].block // cuda_weights.UNIT
+    kernel = cuda_weights.repack(dtype, 1, 2, 17, blocks, 5000)
+    assert kernel.args == [1, 2, 17, blocks, 5000] and kernel.grid[1] == 1
+    assert 0 <= kernel.grid[0] * kernel.block - blocks * units < kernel.block
+
+
+# the compiler and its cache -----------------------------------------------------------------------
 
 
 def test_a_compile_error_is_one_line():
     with pytest.raises(DeviceError, match=r'x\.cu does not compile for sm_90: .*"y" is undefined'):
-        kernels.compile_source("x.cu", b"__global__ void f() { int x = y; }", {}, "sm_90")
+        nvrtc.compile_source("x.cu", b"__global__ void f() { int x = y; }", {}, "sm_90")
 
 
 def test_cubins_are_kept_by_content(tmp_path: Path, monkeypatch):
-    sources = tmp_path / "kernels"
-    sources.mkdir()
-    (sources / "common.cuh").write_text("#define VALUE 1\n")
-    (sources / "tiny.cu").write_text(
-        '#include "common.cuh"\n__global__ void k(int* p) {*p = VALUE;}'
-    )
-    monkeypatch.setattr(kernels, "source_dir", lambda: sources)
-    kept = tmp_path / "kept"
+    folder, kept = tmp_path / "kernels", tmp_path / "kept"
+    folder.mkdir()
     kept.mkdir()
-    first = kernels.compile_all("sm_90", kept)
-    assert len(list(kept.iterdir())) == 1
-    monkeypatch.setattr(kernels, "compile_source", lambda *a: pytest.fail("compiled again"))
-    assert kernels.compile_all("sm_90", kept) == first
-    monkeypatch.undo()
-    monkeypatch.setattr(kernels, "source_dir", lambda: sources)
-    (sources / "common.cuh").write_text("#define VALUE 2\n")
-    assert kernels.compile_all("sm_90", kept) != first
+    (folder / "common.cuh").write_text("#define VALUE 1\n")
+    (folder / "tiny.cu").write_text(
+        '#include "common.cuh"\n#ifndef N\n#define N 0\n#endif\n'
+        "__global__ void k(int* p) {*p = VALUE + N;}"
+    )
+    monkeypatch.setattr(nvrtc, "source_dir", lambda: folder)
+    first = nvrtc.cubin("tiny", "sm_90", (), kept)
+    assert nvrtc.cubin("tiny", "sm_90", ("N=4",), kept) != first
+    assert len(list(kept.iterdir())) == 2
+    compile_source = nvrtc.compile_source
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *a: pytest.fail("compiled again"))
+    assert nvrtc.cubin("tiny", "sm_90", (), kept) == first
+    monkeypatch.setattr(nvrtc, "compile_source", compile_source)
+    (folder / "common.cuh").write_text("#define VALUE 2\n")
+    assert nvrtc.cubin("tiny", "sm_90", (), kept) != first
     for path in kept.iterdir():
         path.write_bytes(b"damaged")
-    assert kernels.compile_all("sm_90", kept)["tiny"].startswith(b"\x7fELF")
+    assert nvrtc.cubin("tiny", "sm_90", (), kept).startswith(b"\x7fELF")
+
+
+def test_many_are_compiled_once_each(tmp_path: Path, monkeypatch):
+    made = []
+    monkeypatch.setattr(nvrtc, "cubin", lambda *a: made.append(a))
+    nvrtc.compile_many([("a", ()), ("b", ("N=1",)), ("a", ())], "sm_90")
+    assert sorted(made) == [("a", "sm_90", ()), ("b", "sm_90", ("N=1",))]
 
 
 def test_the_cache_needs_no_home(tmp_path: Path, monkeypatch):
     nowhere = tmp_path / "file"
     nowhere.write_text("")  # a home that is no folder: cannot be made into one
     monkeypatch.setattr(Path, "home", lambda: nowhere)
-    monkeypatch.setattr(kernels.tempfile, "tempdir", str(tmp_path))
-    folder = kernels.cache_dir()
+    monkeypatch.setattr(nvrtc.tempfile, "tempdir", str(tmp_path))
+    folder = nvrtc.cache_dir()
     assert folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert kernels.cache_dir() == folder
+    assert nvrtc.cache_dir() == folder
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.config import Toggles
+from workbench.config import FAMILIES, Toggles
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "workbench"
@@ -125,16 +125,35 @@ def test_public_names_resolve():
         workbench.nonsense  # noqa: B018
 
 
+def toggle_reads(path: Path) -> set[str]:
+    """Toggles a module reads: `toggles.name`; `getattr(toggles, ...)`, which may be any, is `*`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=name):
+                found |= {name} if owner == "toggles" else set()
+            case ast.Call(func=ast.Name(id="getattr"), args=[of, *_]):
+                named = ast.unparse(of).rpartition(".")[2]
+                found |= {"*"} if "toggles" in named else set()
+    return found
+
+
 def test_toggles_are_read_in_their_room_and_where_the_engine_chooses():
+    reads = {
+        str(p.relative_to(PACKAGE)): toggle_reads(p) for p in modules() if p.name != "config.py"
+    }
     for field in dataclasses.fields(Toggles):
         room = field.metadata["room"]
         assert (PACKAGE / room).exists(), f"{field.name}: no room {room}"
-        readers = {
-            str(p.relative_to(PACKAGE))
-            for p in modules()
-            if re.search(rf"toggles\.{field.name}\b", p.read_text())
-        }
-        assert readers <= {room, "engine/engine.py"}, field.name
+        readers = {path for path, names in reads.items() if field.name in names}
+        if any(field.name.startswith(f"{family}_") for family in FAMILIES):
+            # read all together, by name, and by nobody else
+            assert not readers and "*" in reads[room], field.name
+            assert f'"{field.name}"' in (PACKAGE / room).read_text(), field.name
+        else:
+            assert readers and readers <= {room, "engine/engine.py"}, field.name
+    rooms = {Toggles._field(family).metadata["room"] for family in FAMILIES}
+    assert {path for path, names in reads.items() if "*" in names} == rooms == {"graph/fuse.py"}
 
 
 def test_no_environment_variables_are_read():

@@ -9,6 +9,7 @@ import pytest
 from workbench.config import CopyStream, SyncMode
 from workbench.errors import DeviceError, UsageError
 from workbench.graph import ops
+from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F32, I32, Q8_ACT, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
 from workbench.program.commands import (
@@ -73,6 +74,14 @@ class House:
         splits = split(graph, self.backend_of)
         none = [lambda node: 0] * 2
         return lower(graph, splits, self.residents, ["host", "dev"], none, sync, copy_stream)
+
+    def lowered(self, graph, scratch=lambda node: 0, early=None) -> Program:
+        """Any graph, in one mode."""
+        splits = split(graph, self.backend_of)
+        return lower(
+            graph, splits, self.residents, ["host", "dev"], [scratch] * 2, "copy_boundary", "own",
+            early,
+        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -254,3 +263,67 @@ def test_quantised_activation_rows_are_padded_to_64_bytes():
     assert Q8_ACT.row_bytes(32) == 64
     with pytest.raises(UsageError):
         Q8_ACT.row_bytes(33)
+
+
+# fused nodes and programmatic launches ------------------------------------------------------------
+
+
+def launched(program: Program) -> list[Launch]:
+    return [c for c in program.commands if isinstance(c, Launch)]
+
+
+def test_a_fused_launch_reads_and_writes_what_its_parts_do(house):
+    """Ranges of a fused launch are those of its parts' launches, less what stays inside it."""
+    graph = house.graph(StepShape(3, 1, 256))
+    plain, fused = (house.lowered(g) for g in (graph, fuse(graph, FUSIONS)))
+    named = {c.node: c for c in launched(plain)}
+    assert len(launched(fused)) < len(launched(plain)) / 2
+    for command in launched(fused):
+        parts = [named[part] for part in command.node.parts or (command.node,)]
+        inside = {t.name for t in ops.interior(command.node)}
+        made = {part.node.output.storage for part in parts}
+        sizes = [
+            sorted(
+                (t.name, n) for c in parts for t, _, n in ops.writes(c.node) if t.name not in inside
+            ),
+            sorted((t.name, n) for t, _, n in ops.writes(command.node)),
+        ]
+        assert sizes[0] == sizes[1]
+        assert [r.nbytes for r in command.writes[: len(sizes[1])]] == [
+            n for _, _, n in ops.writes(command.node)
+        ]
+        assert not any(t in made for t, _, _ in ops.reads(command.node))
+
+
+def test_a_fused_launch_has_scratch_of_its_own(house):
+    """What its parts hand to each other lies in scratch that no live tensor shares."""
+    graph = fuse(house.graph(StepShape(3, 1, 256)), FUSIONS)
+    program = house.lowered(graph, lambda node: 512 if node.parts else 0)
+    for command in launched(program):
+        assert (command.scratch is not None) == bool(command.node.parts)
+        if command.scratch is not None:
+            assert command.scratch.nbytes == 512
+            assert command.scratch in command.reads and command.scratch in command.writes
+            begin, end = command.scratch.offset, command.scratch.offset + 512
+            for r in (*command.reads, *command.writes):
+                if r.buffer is command.scratch.buffer and r is not command.scratch:
+                    assert r.offset >= end or r.offset + r.nbytes <= begin
+
+
+def test_a_fused_launch_names_its_parts(house):
+    program = house.lowered(fuse(house.graph(DECODE), FUSIONS))
+    shown = [c for c in program.to_dict()["commands"] if c["kind"] == "launch"]
+    parts = {c["op"]: c["parts"] for c in shown if "parts" in c}
+    assert parts["attention_quantize"] == ["attention", "quantize"]
+    assert parts["glu"] == ["mul_mat", "mul_mat", "swiglu", "quantize"]
+
+
+def test_launches_are_programmatic_where_their_kernels_wait(house):
+    """Only the device's, only those that declare it, and none without the toggle."""
+    graph = house.graph(DECODE)
+    assert not any(c.programmatic for c in launched(house.lowered(graph)))
+    program = house.lowered(graph, early=lambda node: node.op != "attention")
+    for c in launched(program):
+        assert c.programmatic == (c.stream.backend == DEVICE and c.node.op != "attention")
+    shown = [c for c in program.to_dict()["commands"] if c.get("programmatic")]
+    assert len(shown) == sum(c.programmatic for c in launched(program)) > 0

@@ -11,6 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from comparisons import FACTORS, comparison
 
+from workbench.config import Toggles
+from workbench.engine.engine import Engine
 from workbench.report import tables
 
 
@@ -121,3 +123,22 @@ def test_provenance_names_what_is_needed_to_run_again() -> None:
     assert rows["versions"] == "python 3.11.9" and rows["GPU"] == "none"
     assert rows["model hash"] == "abc" and rows["seed"] == "0"
     assert "unknown" in set(tables.provenance({})["value"])
+
+
+def test_launches_of_every_fusion_and_the_nodes_of_a_layer(tiny_model) -> None:
+    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="null") as engine:
+        table = tables.launches_table(engine).set_index("toggle")
+        assert list(table.index) == [*Toggles.members("fuse"), "fuse"]
+        none = engine.program().counts()["launches"]
+        assert (table["alone"] + table["removes"] == none).all()
+        assert table.loc["fuse", "without it"] == none
+        assert table.loc["fuse_bias", "removes"] == 0, "the model has no biases"
+        assert (table["removes"] >= 0).all()
+        with engine.variant(Toggles().switched("fuse", "on")) as fused:
+            nodes = tables.nodes_table(fused.program())
+        assert len(nodes) == 7
+        assert nodes.loc[nodes["op"] == "glu", "parts"].item() == (
+            "mul_mat + mul_mat + swiglu + quantize"
+        )
+        unfused = tables.nodes_table(engine.program())
+        assert len(unfused) == 23 and set(unfused["parts"]) == {""}

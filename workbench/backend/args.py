@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from workbench.graph.ir import Node, Tensor
+from workbench.graph import ops
+from workbench.graph.ir import Q8_ACT, QUANTISED, Node, Tensor
 
 AddressOf = Callable[[Tensor], int]
 Args = list[int | float]
@@ -101,6 +102,43 @@ def pack(node: Node, address_of: AddressOf, scratch: int = 0) -> Args:
 
 def variant(node: Node) -> tuple[str, ...]:
     """Which kernel of an op: the op's name and the types that select among its variants."""
+    if node.op == "mul_mat" and node.inputs[0].dtype in QUANTISED:
+        kind = "mul_mat" if node.inputs[1].dtype == Q8_ACT else "mul_mat_float"
+        return (kind, node.inputs[0].dtype.name)
     if node.op in ("get_rows", "mul_mat"):
         return (node.op, node.inputs[0].dtype.name)
     return (node.op,)
+
+
+# the parts of a fused node, one after the other --------------------------------------------------
+
+ALIGN = 256
+
+
+def interior_bytes(node: Node) -> int:
+    """Scratch that the parts of a fused node need for what they hand to each other."""
+    return sum(_aligned(t.nbytes) for t in ops.interior(node))
+
+
+def parts_scratch_bytes(node: Node, own: Callable[[Node], int]) -> int:
+    """Scratch of a fused node whose parts run one after the other; `own(part)` bytes for each."""
+    return interior_bytes(node) + max(own(part) for part in node.parts)
+
+
+def parts_places(node: Node, address_of: AddressOf, scratch: int) -> tuple[AddressOf, int]:
+    """Where the parts of a fused node find tensors, and their scratch: interior tensors lie at the
+    start of the node's scratch, the parts' own scratch, shared by all, behind them."""
+    places: dict[Tensor, int] = {}
+    for t in ops.interior(node):
+        places[t] = scratch
+        scratch += _aligned(t.nbytes)
+
+    def address(tensor: Tensor) -> int:
+        place = places.get(tensor.storage)
+        return address_of(tensor) if place is None else place
+
+    return address, scratch
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN

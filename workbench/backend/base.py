@@ -12,7 +12,7 @@ asynchronous backend return before the work is done, and a copy's source is read
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +23,19 @@ from workbench.graph.ir import Node, Tensor
 from workbench.program.commands import Capabilities, Space
 
 Issue = Callable[[], Any]
+
+
+def in_order(issues: Sequence[Issue]) -> Issue:
+    """One callable that calls `issues`, first to last."""
+    if len(issues) == 1:
+        return issues[0]
+    calls = tuple(issues)
+
+    def issue() -> None:
+        for call in calls:
+            call()
+
+    return issue
 
 
 class Memory(Protocol):
@@ -60,7 +73,21 @@ class Backend(Protocol):
     def scratch_bytes(self, node: Node) -> int:
         """Bytes of scratch `node` needs here, 0 for none."""
 
-    def launch(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue: ...
+    def begins_early(self, node: Node) -> bool:
+        """Whether the kernels of `node` wait by themselves for the launch in front of them, before
+        they read what it writes and before they write anything: they may then be launched
+        programmatically."""
+
+    def launch(
+        self,
+        node: Node,
+        address_of: AddressOf,
+        scratch: int,
+        stream: int,
+        programmatic: bool = False,
+    ) -> Issue:
+        """Computes `node`. programmatic: the launch may begin before the one in front of it has
+        ended (only where `Capabilities.programmatic`)."""
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
         """Queues a copy between host and device; with to_host, dst is the host's address."""

@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend import kernels
-from workbench.backend.args import AddressOf, pack
-from workbench.backend.base import Issue
+from workbench.backend import cuda_weights, kernels, nvrtc
+from workbench.backend.args import AddressOf
+from workbench.backend.base import Issue, in_order
+from workbench.backend.cublas import Blas
 from workbench.backend.cuda_driver import (
     CudaEvent,
     CudaMemory,
@@ -35,14 +36,17 @@ from workbench.backend.cuda_driver import (
     device_properties,
     libraries,
 )
+from workbench.backend.cuda_kernel import Gemm, Kernel, Work
+from workbench.backend.cuda_weights import Uploader
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.commands import COMPUTE_STREAM, Capabilities, Space
 
 N_STREAMS = 8
 SERVICE = -1  # the stream of loading, zeroing and the clock; no program uses it
-BOUNCE_BYTES = 8 << 20  # one of the two pinned buffers that weights go through
+REPACK = -2  # the stream that repacks weights while the next are uploaded
 GATE_SECONDS, N_GATES = 5.0, 256
+N_COUNTERS = 4096  # u32, for each stream
 CLOCK_TRIES, CLOCK_MAX_AGE_NS = 5, 2_000_000_000
 
 
@@ -95,12 +99,15 @@ class CudaBackend:
     """See the module and `backend/base.py`."""
 
     name = "cuda"
-    capabilities = Capabilities(
-        asynchronous_copies=True, events=True, one_order=True, capture=False, n_streams=N_STREAMS
-    )
 
     def __init__(self, device: int = 0):
         self._driver = Driver(device)
+        major, minor = (self._driver.properties[k] for k in ("major", "minor"))
+        self._arch = f"sm_{major}{minor}"
+        self.capabilities = Capabilities(
+            asynchronous_copies=True, events=True, one_order=True, capture=False,
+            n_streams=N_STREAMS, programmatic=major >= 9,
+        )  # fmt: skip
         self.description = self._driver.description
         self.waiting = "the driver's choice of spinning or yielding (no device flags set)"
         self._streams: dict[int, tuple[Any, Any]] = {}  # id -> CuPy's stream, CUstream
@@ -108,16 +115,15 @@ class CudaBackend:
         self._gates: list[Gate] = []
         self._flags: CudaMemory | None = None  # of the gates, in turn
         self._n_gates = 0
-        self._modules: dict[str, Any] = {}
-        self._functions: dict[tuple[str, str], Any] = {}
-        self._bounce: list[tuple[CudaMemory, CudaMemory, CudaEvent]] = []
+        self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._functions: dict[tuple, Any] = {}
+        self._counters: dict[int, CudaMemory] = {}
+        self._blas: Blas | None = None
+        self._uploader: Uploader | None = None
         self._marks: list[CudaEvent] = []
         self._n_marks = 0
         self._clock: tuple[CudaEvent, int] | None = None
         self._closed = False
-        major, minor = (self._driver.properties[k] for k in ("major", "minor"))
-        for file, cubin in kernels.compile_all(f"sm_{major}{minor}").items():
-            self._modules[file] = self._driver.call("cuModuleLoadData", f"{file}.cu", cubin)
 
     def attach(self) -> None:
         """Makes the calling thread one that may issue on this device."""
@@ -143,38 +149,22 @@ class CudaBackend:
         return memory
 
     def load_weight(self, tensor: Tensor, data: np.ndarray) -> CudaMemory:
-        """Uploads a weight through two pinned buffers in turn; types named in `kernels.PLANES` are
-        split into planes on the way, the same bytes in another order."""
-        flat = data.reshape(-1).view(np.uint8)
-        if flat.nbytes != tensor.nbytes:
-            raise DeviceError(f"{tensor!r} wants {tensor.nbytes} bytes, not {flat.nbytes}")
-        dtype, call, stream = tensor.dtype, self._driver.call, self._stream(SERVICE)
-        memory, what = self._allocate(tensor.nbytes, Space.DEVICE), f"loading {tensor.name}"
-        size, split = dtype.block_bytes, dtype.name in kernels.PLANES
-        step = BOUNCE_BYTES // size * size
-        for i, begin in enumerate(range(0, flat.nbytes, step)):
-            pinned, staging, free = self._bounce_buffer(i % 2)
-            call("cuEventSynchronize", what, free.handle)
-            part = flat[begin : begin + step]
-            assert pinned.array is not None
-            pinned.array[: part.nbytes] = part
-            there = staging.address if split else memory.address + begin
-            call("cuMemcpyHtoDAsync", what, there, pinned.address, part.nbytes, stream)
-            if split:
-                kernel = kernels.repack(
-                    dtype.name, memory.address, there, begin // size, part.nbytes // size,
-                    flat.nbytes // size, size,
-                )  # fmt: skip
-                self._prepare(kernel, stream, what)()
-            call("cuEventRecord", what, free.handle, stream)
-        call("cuStreamSynchronize", what, stream)
-        return memory
+        """Begins to load a weight (`backend/cuda_weights.py`); see `finish_loading`."""
+        if self._uploader is None:
+            streams = self._stream(SERVICE), self._stream(REPACK)
+            self._uploader = Uploader(self._driver, self._allocate, self._prepare, *streams)
+        return self._uploader.load(tensor, data)
 
-    def _bounce_buffer(self, i: int) -> tuple[CudaMemory, CudaMemory, CudaEvent]:
-        while len(self._bounce) <= i:
-            pinned = self._allocate(BOUNCE_BYTES, Space.PINNED)
-            self._bounce.append((pinned, self._allocate(BOUNCE_BYTES, Space.DEVICE), self.event()))
-        return self._bounce[i]
+    def finish_loading(self) -> None:
+        """Waits until every weight is where it belongs; what follows may use it."""
+        uploader, self._uploader = self._uploader, None
+        if uploader is not None:
+            uploader.finish()
+
+    def refuses(self, node: Node) -> str:
+        """Why no kernel computes `node`, or nothing."""
+        nowhere = kernels.Place(lambda tensor: 0, 0, 0)
+        return cuda_weights.refuses(node, lambda n: kernels.launches(n, nowhere))
 
     def scratch_bytes(self, node: Node) -> int:
         return kernels.scratch_bytes(node)
@@ -190,20 +180,32 @@ class CudaBackend:
             self._streams[number] = made, self._driver.api.CUstream(made.ptr)
         return self._streams[number][1]
 
-    def _function(self, kernel: kernels.Kernel) -> Any:
-        key = kernel.file, kernel.function
+    def _function(self, kernel: Kernel) -> Any:
+        """The kernel's CUfunction; its file is compiled and loaded where that has not been done."""
+        file, defines = module = kernel.file, kernel.defines
+        key = *module, kernel.function, kernel.shared
         if key not in self._functions:
-            self._functions[key] = self._driver.call(
-                "cuModuleGetFunction",
-                kernel.function,
-                self._modules[kernel.file],
-                kernel.function.encode(),
-            )
+            call = self._driver.call
+            if module not in self._modules:
+                cubin = nvrtc.cubin(file, self._arch, defines)
+                self._modules[module] = call("cuModuleLoadData", f"{file}.cu", cubin)
+            name = kernel.function
+            function = call("cuModuleGetFunction", name, self._modules[module], name.encode())
+            if kernel.shared:
+                most = self._driver.api.CUfunction_attribute
+                attribute = most.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                call("cuFuncSetAttribute", name, function, attribute, kernel.shared)
+            self._functions[key] = function
         return self._functions[key]
 
-    def _prepare(self, kernel: kernels.Kernel, stream: Any, what: str) -> Issue:
-        """A callable that launches `kernel`. The argument block is the values, 8 bytes each, then
-        their addresses: what cuLaunchKernel calls kernelParams."""
+    def _prepare(self, work: Work, stream: Any, what: str, programmatic: bool = False) -> Issue:
+        """A callable that issues `work`. A kernel's argument block is the values, 8 bytes each,
+        then their addresses: what cuLaunchKernel calls kernelParams."""
+        if isinstance(work, Gemm):
+            if self._blas is None:
+                self._blas = Blas()
+            return self._blas.prepare(work, int(stream))
+        kernel = work
         n = len(kernel.args)
         kind, layout = _argument_block(n)
         block = kind()
@@ -212,25 +214,59 @@ class CudaBackend:
         layout.pack_into(block, 0, *values, *range(address, address + 8 * n, 8))
         function, launch = self._function(kernel), self._driver.api.cuLaunchKernel
         failure = self._driver.failure
-        (x, y), threads, params = kernel.grid, kernel.block, address + 8 * n
+        (x, y), threads, shared, params = kernel.grid, kernel.block, kernel.shared, address + 8 * n
+        if programmatic:
+            if not kernel.waits:
+                raise DeviceError(
+                    f"{what}: kernel {kernel.function} declares no wait for the launch in front of "
+                    "it and cannot be launched programmatically; use pdl=off"
+                )
+            config = self._driver.programmatic(x, y, threads, shared, stream)
+            launch_ex = self._driver.api.cuLaunchKernelEx
+
+            def issue_early(_block: Any = block) -> None:
+                error = launch_ex(config, function, params, 0)[0]
+                if error:
+                    raise failure(error, "cuLaunchKernelEx", what)
+
+            return issue_early
 
         def issue(_block: Any = block) -> None:
-            error = launch(function, x, y, 1, threads, 1, 1, 0, stream, params, 0)[0]
+            error = launch(function, x, y, 1, threads, 1, 1, shared, stream, params, 0)[0]
             if error:
                 raise failure(error, "cuLaunchKernel", what)
 
         return issue
 
-    def launch(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
-        args = pack(node, address_of, scratch)
+    def begins_early(self, node: Node) -> bool:
+        return kernels.begins_early(node)
+
+    def launch(
+        self,
+        node: Node,
+        address_of: AddressOf,
+        scratch: int,
+        stream: int,
+        programmatic: bool = False,
+    ) -> Issue:
+        self.finish_loading()
         there, what = self._stream(stream), f"launch {node.op} {node.name}"
-        issues = [self._prepare(k, there, what) for k in kernels.launches(node, args)]
-        return issues[0] if len(issues) == 1 else _in_order(issues)
+        place = kernels.Place(address_of, scratch, self._counters_of(stream))
+        works = kernels.launches(node, place)
+        return in_order([self._prepare(work, there, what, programmatic) for work in works])
+
+    def _counters_of(self, stream: int) -> int:
+        """Counters for last-block combines: all zero, and back at zero after every kernel. Each
+        stream has its own, so that kernels side by side do not share them."""
+        if stream not in self._counters:
+            self._counters[stream] = self.allocate(4 * N_COUNTERS, Space.DEVICE)
+        return self._counters[stream].address
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
+        self.finish_loading()
         there, api, prepared = self._stream(stream), self._driver.api, self._driver.prepared
         if not nbytes:
-            return _in_order([])
+            return in_order([])
         if to_host:
             what, device = f"copy of {nbytes} bytes to the host", api.CUdeviceptr(src)
             return prepared("cuMemcpyDtoHAsync", what, dst, device, nbytes, there)
@@ -269,7 +305,7 @@ class CudaBackend:
         number, self._n_gates = self._n_gates % N_GATES, self._n_gates + 1
         gate = Gate(self._flags, number)
         args: list[int | float] = [self._flags.address + 4 * number, int(GATE_SECONDS * 1e9)]
-        kernel = kernels.Kernel("device", "gate", (1, 1), 1, args)
+        kernel = Kernel("device", "gate", (1, 1), 1, args)
         self._prepare(kernel, self._stream(stream), "gate")()
         self._gates = [g for g in self._gates if not g.opened] + [gate]
         return gate
@@ -325,11 +361,13 @@ class CudaBackend:
         self._closed = True
         for gate in self._gates:
             gate.open()
+        uploader, self._uploader = self._uploader, None
+        if uploader is not None:
+            uploader.close()
         try:
             self.synchronize()
         finally:
             self._gates.clear()
-            self._bounce.clear()
             self._marks.clear()
             self._flags = self._clock = None
             for memory in list(self._memory):
@@ -338,6 +376,10 @@ class CudaBackend:
                 self._driver.api.cuModuleUnload(module)
             self._modules.clear()
             self._functions.clear()
+            self._counters.clear()
+            if self._blas is not None:
+                self._blas.close()
+                self._blas = None
             self._streams.clear()
 
 
@@ -350,11 +392,3 @@ def _argument_block(n: int) -> tuple[Any, struct.Struct]:
 def _bits(argument: float) -> int:
     """The 8 bytes a kernel reads for a real argument: a float32 in the low four."""
     return struct.unpack("<I", struct.pack("<f", argument))[0]
-
-
-def _in_order(issues: list[Issue]) -> Issue:
-    def issue() -> None:
-        for call in issues:
-            call()
-
-    return issue

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend import kernels
 from workbench.backend.base import Issue
 from workbench.errors import DeviceError
 from workbench.program.commands import Space
 
 ALIGN = 256
+OLDEST = (8, 0)  # compute capability
 ELSE = "check nvidia-smi, or use --device embedded"
 INSTALL = "pip install -e '.[gpu]' in the checkout, or use --device embedded"
 
@@ -48,10 +48,10 @@ def device_properties(cupy: Any, index: int) -> dict[str, Any]:
         properties = runtime.getDeviceProperties(index)
     except runtime.CUDARuntimeError as error:
         raise DeviceError(f"no usable NVIDIA GPU ({error}); {ELSE}") from None
-    if (properties["major"], properties["minor"]) < kernels.OLDEST:
+    if (properties["major"], properties["minor"]) < OLDEST:
         raise DeviceError(
             f"{properties['name'].decode()} has compute capability {properties['major']}."
-            f"{properties['minor']}, the kernels need {kernels.OLDEST[0]}.{kernels.OLDEST[1]}; "
+            f"{properties['minor']}, the kernels need {OLDEST[0]}.{OLDEST[1]}; "
             f"{ELSE}"
         )
     return properties
@@ -165,6 +165,24 @@ class Driver:
                 raise failure(error, function, what)
 
         return issue
+
+    def programmatic(self, x: int, y: int, threads: int, shared: int, stream: Any) -> Any:
+        """A CUlaunchConfig for programmatic dependent launch on CUstream `stream`: grid (x, y),
+        `threads` to a block, `shared` bytes of dynamic shared memory."""
+        api = self.api
+        attribute, value = api.CUlaunchAttribute(), api.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        kinds = api.CUlaunchAttributeID
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value = value
+        config = api.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = x, y, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
+        config.hStream = stream
+        config.attrs = [attribute]
+        config.numAttrs = 1
+        return config
 
     def allocate(self, nbytes: int, space: Space) -> CudaMemory:
         """ALIGN-aligned memory with whatever it holds; raises DeviceError if there is none."""

@@ -26,8 +26,8 @@ from collections import deque
 import numpy as np
 
 from workbench.backend import cpu, share
-from workbench.backend.args import AddressOf
-from workbench.backend.base import Issue
+from workbench.backend.args import AddressOf, parts_places, parts_scratch_bytes
+from workbench.backend.base import Issue, in_order
 from workbench.backend.loops import (
     AWAIT,
     COMPLETED,
@@ -43,6 +43,7 @@ from workbench.graph.ir import Node, Tensor
 from workbench.program.commands import COMPUTE_STREAM, Capabilities, Space
 
 COPY_PART_BYTES = 1 << 18  # less of a copy is not worth a second lane
+LOAD_PART_BYTES = 2 << 20  # of a weight: a huge page, for new memory is touched first here
 COPY_YIELD_NS = 20_000  # the copy stream's thread sleeps early: it shares its core with a lane
 PAGEABLE = ("late", "snapshot")
 
@@ -144,19 +145,28 @@ class EmbeddedDevice:
         return memory
 
     def load_weight(self, tensor: Tensor, data: np.ndarray) -> DeviceMemory:
-        """Copies a weight into device memory, in the layout its kernel prefers."""
+        """Copies a weight into device memory, in the layout its kernel prefers, on all lanes of
+        stream 0 (which must not be held: this waits)."""
         if data.nbytes != tensor.nbytes:
             raise DeviceError(f"weight {tensor!r} wants {tensor.nbytes} bytes, not {data.nbytes}")
         rows, cols = tensor.rows, tensor.cols
         layout = cpu.weight_layout(tensor.dtype, rows, cols)
-        if layout == "file":
-            memory = self.allocate(tensor.nbytes, Space.DEVICE)
-            ctypes.memmove(memory.address, data.ctypes.data, tensor.nbytes)
-            return memory
         nbytes = cpu.repacked_bytes(tensor.dtype, rows, cols, layout)
-        memory = self.allocate(nbytes, Space.DEVICE)
-        cpu.repack(memory.address, data.ctypes.data, tensor.dtype, rows, cols, layout)
-        self._layouts[memory.address] = layout
+        memory, source = self.allocate(nbytes, Space.DEVICE), int(data.ctypes.data)
+        ring = self.streams[COMPUTE_STREAM]
+        # More parts than lanes: the first touch of new memory takes some lanes longer than others.
+        parts = max(1, min(nbytes // LOAD_PART_BYTES, MAX_PARTS))
+        if layout == "file":
+            ring.push(COPY, parts, (memory.address, source, nbytes))
+        else:
+            kernel = cpu.kernel_address(("repack", tensor.dtype.name))
+            ring.push(kernel, parts, (memory.address, source, rows, cols))
+            self._layouts[memory.address] = layout
+        try:
+            ring.wait(ring.issued)
+        except BaseException:
+            self._keep(data)  # interrupted: the lanes still read it
+            raise
         return memory
 
     def _retire(self, address: int, block: np.ndarray) -> None:
@@ -178,9 +188,25 @@ class EmbeddedDevice:
     # commands --------------------------------------------------------------------------------
 
     def scratch_bytes(self, node: Node) -> int:
+        if node.parts:
+            return parts_scratch_bytes(node, self.scratch_bytes)
         return cpu.scratch_bytes(node, share.n_parts(node, self.lanes))
 
-    def launch(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
+    def begins_early(self, node: Node) -> bool:
+        return False
+
+    def launch(
+        self,
+        node: Node,
+        address_of: AddressOf,
+        scratch: int,
+        stream: int,
+        programmatic: bool = False,
+    ) -> Issue:
+        """Queues `node`; of a fused node every part, one entry of the ring each."""
+        if node.parts:
+            at, own = parts_places(node, address_of, scratch)
+            return in_order([self.launch(part, at, own, stream) for part in node.parts])
         layout = self._layouts.get(address_of(node.inputs[0]), "file")
         ring = self.streams[stream]
         return ring.prepare(*share.bind(node, address_of, scratch, layout, ring.n_lanes))

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from workbench.backend import cpu, share
-from workbench.backend.args import AddressOf
-from workbench.backend.base import Issue
+from workbench.backend.args import AddressOf, parts_places, parts_scratch_bytes
+from workbench.backend.base import Issue, in_order
 from workbench.backend.loops import push, run_inline, run_lane
 from workbench.backend.ring import Ring, aligned_zeros, command_block
 from workbench.errors import DeviceError
@@ -65,10 +65,25 @@ class HostBackend:
         return HostMemory(data)
 
     def scratch_bytes(self, node: Node) -> int:
+        if node.parts:
+            return parts_scratch_bytes(node, self.scratch_bytes)
         return cpu.scratch_bytes(node, share.n_parts(node, self.n_threads))
 
-    def launch(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
-        """A callable that computes `node` to its end."""
+    def begins_early(self, node: Node) -> bool:
+        return False
+
+    def launch(
+        self,
+        node: Node,
+        address_of: AddressOf,
+        scratch: int,
+        stream: int,
+        programmatic: bool = False,
+    ) -> Issue:
+        """A callable that computes `node` to its end; a fused node part by part."""
+        if node.parts:
+            at, own = parts_places(node, address_of, scratch)
+            return in_order([self.launch(part, at, own, stream) for part in node.parts])
         return self.run_kernel(*share.bind(node, address_of, scratch, "file", self.n_threads))
 
     def run_kernel(self, function: int, parts: int, args: list[int | float]) -> Issue:

@@ -74,8 +74,18 @@ class NullBackend:
     def scratch_bytes(self, node: Node) -> int:
         return 0
 
-    def launch(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
-        for tensor in (*node.inputs, node.output):
+    def begins_early(self, node: Node) -> bool:
+        return self.capabilities.programmatic
+
+    def launch(
+        self,
+        node: Node,
+        address_of: AddressOf,
+        scratch: int,
+        stream: int,
+        programmatic: bool = False,
+    ) -> Issue:
+        for tensor in (*node.inputs, *node.outputs):
             address_of(tensor)  # a tensor without a place shows here, as on a real backend
         return self._prepare("launch", node.op, node.name, stream)
 
@@ -120,8 +130,9 @@ def open_backend(
     one_order: bool = True,
     capture: bool = False,
     n_streams: int = 2,
+    programmatic: bool = False,
 ) -> NullBackend:
     """A null backend with these capabilities; `threads` changes nothing, for there are none."""
     return NullBackend(
-        name, Capabilities(asynchronous_copies, events, one_order, capture, n_streams)
+        name, Capabilities(asynchronous_copies, events, one_order, capture, n_streams, programmatic)
     )

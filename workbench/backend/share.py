@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from workbench.backend import cpu
-from workbench.backend.args import AddressOf, Args, pack, variant
+from workbench.backend.args import AddressOf, Args, pack
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.loops import MAX_PARTS
 from workbench.errors import DeviceError
@@ -58,5 +58,5 @@ def bind(
     node: Node, address_of: AddressOf, scratch: int, layout: str, lanes: int
 ) -> tuple[int, int, Args]:
     """Kernel address, parts and arguments of `node`; `layout` is that of its weight."""
-    function = cpu.kernel_address(variant(node), layout)
+    function = cpu.kernel_address(cpu.kernel_of(node), layout)
     return function, n_parts(node, lanes), pack(node, address_of, scratch)

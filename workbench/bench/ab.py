@@ -12,7 +12,6 @@ arms of a round are fed the same tokens. Nothing here draws, and nothing is time
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -73,17 +72,14 @@ def make_arms(toggle: str, values: Sequence[str], background: Toggles) -> list[A
     A single value is compared with the background's own. Raises UsageError where that leaves
     nothing to compare, and for toggles that clash.
     """
-    own = getattr(background, toggle)
+    own = background.value_of(toggle)
     values = list(values) if len(values) > 1 else [own, *values]
     if len(set(values)) < len(values):
         raise UsageError(
             f"toggle {toggle}={values[0]} is what the background has; name another value"
         )
     kind = Toggles.answer_class(toggle)
-    arms = [
-        Arm(value, dataclasses.replace(background, **{toggle: value}), False, kind)
-        for value in values
-    ]
+    arms = [Arm(value, background.switched(toggle, value), False, kind) for value in values]
     return [*arms, Arm(f"{values[0]} (A/A)", arms[0].toggles, True, EXACT)]
 
 

@@ -16,6 +16,7 @@ import pandas as pd
 
 from workbench.bench import results, stats
 from workbench.bench.answers import Answer
+from workbench.config import folded
 from workbench.errors import UsageError
 
 CONTROL = "A/A control"
@@ -160,7 +161,9 @@ class AB:
         """One line under a table: on what background, device and commit it was measured; when."""
         run, baseline = self.run, self.run["arms"][0]
         background = ", ".join(
-            f"{k}={v}" for k, v in baseline["toggles"].items() if k != run["result"]["toggle"]
+            f"{k}={v}"
+            for k, v in folded(baseline["toggles"]).items()
+            if k != run["result"]["toggle"]
         )
         device = run["engine"]["device_description"]
         own = "timings of this device, not of a GPU; " if run["engine"]["device"] != "cuda" else ""

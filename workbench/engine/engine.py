@@ -19,11 +19,13 @@ from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Workspace
 from workbench.engine.reuse import POLICIES, Programs
 from workbench.errors import UsageError
+from workbench.graph.fuse import chosen as fusions
+from workbench.graph.fuse import fuse
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model, build_graph
 from workbench.model.sampler import Sampler, Sampling
 from workbench.program.commands import DEVICE, HOST, Buffer, Program, Range, Space
-from workbench.program.lower import choose_sync, lower
+from workbench.program.lower import choose_pdl, choose_sync, lower
 from workbench.program.split import split
 from workbench.trace.spans import HOST_LANE, Recorder, now_ns
 
@@ -64,6 +66,10 @@ class Engine:
         self.sync_mode = choose_sync(
             toggles.sync, toggles.copy_stream, loaded.backend.capabilities, loaded.device
         )
+        early = choose_pdl(toggles.pdl, loaded.backend.capabilities, loaded.device)
+        self._begins_early = loaded.backend.begins_early if early else None
+        self._fusions = fusions(toggles)
+        self._activations = toggles.activations
         self.config = config
         self.toggles = toggles
         self.recorder: Recorder | None = None
@@ -259,7 +265,8 @@ class Engine:
     def _lower(self, shape: StepShape) -> Program:
         """Graph, splits and program of a step shape: everything but addresses."""
         loaded, t0 = self._open, now_ns()
-        graph = build_graph(self.model, shape, self._cache_tensors)
+        graph = build_graph(self.model, shape, self._cache_tensors, self._activations)
+        graph = fuse(graph, self._fusions)
         t1 = now_ns()
         splits = split(graph, loaded.backend_of)
         t2 = now_ns()
@@ -271,6 +278,7 @@ class Engine:
             [b.scratch_bytes for b in loaded.backends],
             self.sync_mode,
             self.toggles.copy_stream,
+            self._begins_early,
         )
         self._spent("graph", t0, t1)
         self._spent("split", t1, t2)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import os
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from tqdm import tqdm
 
 from workbench.backend.base import Backend, Memory, choose_device, open_backend
-from workbench.config import EngineConfig
-from workbench.graph.ir import Node, Tensor
-from workbench.model.decoder import Model
+from workbench.config import Activations, EngineConfig
+from workbench.errors import DeviceError
+from workbench.graph.ir import Kind, Node, StepShape, Tensor
+from workbench.model.decoder import Model, build_graph
 from workbench.program.commands import DEVICE, HOST, Buffer, Range, Space
 
-SHOW_PROGRESS_ABOVE = 256 << 20  # bytes of weights
+SHOW_PROGRESS_ABOVE = 256 << 20  # bytes of weights that a device reads
+READ_AHEAD_BYTES = 128 << 20  # of the file, asked of the disk before a backend reads them
 
 
 class Loaded:
     """Model, backends, and where each weight resides. Closed when its last user lets go.
 
     The token embedding is the host's; every other weight is the device's (a tied output is both).
-    With device `host` there is one backend and everything is its.
+    With device `host` there is one backend and everything is its. What fails, or is interrupted,
+    while this is made leaves no memory, thread or open file behind.
+
+    Raises ModelFileError, DeviceError, and UsageError. A model that the device has no kernel for
+    is refused before any weight is read.
     """
 
     def __init__(self, path: str | Path, config: EngineConfig):
@@ -34,6 +42,7 @@ class Loaded:
             if self.device != "host":
                 self.backends.append(open_backend(self.device, config.threads))
             self.residents: list[dict[Tensor, Range]] = [{} for _ in self.backends]
+            self._refuse(config)
             self._load_weights()
         except BaseException:
             self._close()
@@ -49,22 +58,60 @@ class Loaded:
         embeds = node.op == "get_rows" and node.inputs[0] is self.model.embedding
         return HOST if embeds or len(self.backends) == 1 else DEVICE
 
+    def _refuse(self, config: EngineConfig) -> None:
+        """DeviceError naming the first weight, or node, that its backend has no kernel for.
+
+        Asked are the nodes of a step of one token and of a full ubatch, with either kind of
+        activations. A backend that takes whatever a model file can hold has no `refuses`.
+        """
+        for node in self._nodes(config):
+            refuses = getattr(self.backends[self.backend_of(node)], "refuses", None)
+            if refuses is not None and (why := refuses(node)):
+                names = [t.name for t in node.inputs if t.kind == Kind.WEIGHT]
+                raise DeviceError(f"{self.model.path}: {(*names, node.name)[0]}: {why}")
+
+    def _nodes(self, config: EngineConfig) -> Iterator[Node]:
+        """The nodes a model's steps are made of; of those with equal types and shapes the first."""
+        seen = set()
+        caches = self.model.caches(config.n_kv_pad)
+        for tokens in sorted({1, config.n_ubatch}):
+            for activations in Activations:
+                shape = StepShape(tokens, 1, config.n_kv_pad)
+                for node in build_graph(self.model, shape, caches, activations).nodes:
+                    key = (
+                        node.op,
+                        node.inputs[0] is self.model.embedding,
+                        *((t.dtype, t.shape) for t in node.inputs),
+                    )
+                    if key not in seen:
+                        seen.add(key)
+                        yield node
+
     def _load_weights(self) -> None:
+        """Gives every weight to its backend, in file order, and waits once, at the end."""
         model, last = self.model, len(self.backends) - 1
-        wanted = [(HOST, model.embedding)] + [
+        wanted = [
             (last, t)
-            for t in model.weights
+            for t in sorted(model.weights, key=lambda t: model.file.tensors[t.name].offset)
             if t is not model.embedding or (model.output is t and last != HOST)
         ]
-        total = sum(t.nbytes for _, t in wanted)
+        to_read = [t for b, t in wanted if b != HOST]
+        total = sum(t.nbytes for t in to_read)
         quiet = total < SHOW_PROGRESS_ABOVE
-        with tqdm(
-            total=total, unit="B", unit_scale=True, desc="loading", disable=quiet, file=sys.stderr
-        ) as bar:
-            for b, tensor in wanted:
+        reading = _read_ahead(model, to_read)
+        with (
+            tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar,
+            contextlib.closing(reading),
+        ):
+            for b, tensor in [(HOST, model.embedding), *wanted]:
+                if b != HOST:  # the host uses the file's bytes where they are
+                    next(reading)
                 memory = self.backends[b].load_weight(tensor, model.file.data(tensor.name))
                 self.reside(b, tensor, memory)
-                bar.update(tensor.nbytes)
+                bar.update(tensor.nbytes if b != HOST else 0)
+            for backend in self.backends:
+                if (finish := getattr(backend, "finish_loading", None)) is not None:
+                    finish()
 
     def reside(self, b: int, tensor: Tensor, memory: Memory) -> None:
         """Notes that backend b keeps `tensor` in `memory`."""
@@ -83,11 +130,29 @@ class Loaded:
             self._close()
 
     def _close(self) -> None:
-        for backend in self.backends:
-            backend.synchronize()
-        for memory in self.memory.values():
-            memory.free()
-        self.memory.clear()
-        for backend in reversed(self.backends):
-            backend.close()
-        self.model.close()
+        """Waits for the backends, then gives back weights, backends and file, each of them also
+        where one before it fails; the last failure is raised."""
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self.model.close)
+            for backend in self.backends:
+                last_first.callback(backend.close)
+            for memory in self.memory.values():
+                last_first.callback(memory.free)
+            self.memory.clear()
+            for backend in self.backends:
+                last_first.callback(backend.synchronize)
+
+
+def _read_ahead(model: Model, tensors: list[Tensor]) -> Generator[Tensor, None, None]:
+    """`tensors`, one by one; the system is told READ_AHEAD_BYTES before that they will be read, so
+    that the disk works while a backend does. (Nothing is told where it takes no such advice.)"""
+    advise = getattr(os, "posix_fadvise", None)
+    told = begun = 0  # bytes
+    untold = (model.file.tensors[t.name] for t in tensors)
+    with open(model.path, "rb") as file:
+        for tensor in tensors:
+            while advise and told < begun + READ_AHEAD_BYTES and (info := next(untold, None)):
+                advise(file.fileno(), info.offset, info.nbytes, os.POSIX_FADV_WILLNEED)
+                told += info.nbytes
+            yield tensor
+            begun += tensor.nbytes

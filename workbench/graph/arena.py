@@ -98,10 +98,11 @@ def plan(
 
     made_here: set[Tensor] = set()
     for i, node in enumerate(nodes):
-        out = node.output.storage
-        if out.kind in (Kind.ACTIVATION, Kind.OUTPUT) and out not in offsets:
-            offsets[out] = free.take(out.nbytes)
-            made_here.add(out)
+        made = [t.storage for t in node.outputs]
+        for out in made:
+            if out.kind in (Kind.ACTIVATION, Kind.OUTPUT) and out not in offsets:
+                offsets[out] = free.take(out.nbytes)
+                made_here.add(out)
         need = scratch_bytes(node)
         if need:
             offset = free.take(need)
@@ -110,7 +111,8 @@ def plan(
         for s in {t.storage for t in node.inputs}:
             if last_use[s] == i and s in made_here:
                 free.give(offsets[s], s.nbytes)
-        if out in made_here and last_use.get(out, -1) < i:  # made and never read
-            free.give(offsets[out], out.nbytes)
-            made_here.discard(out)
+        for out in made:
+            if out in made_here and last_use.get(out, -1) < i:  # made and never read
+                free.give(offsets[out], out.nbytes)
+                made_here.discard(out)
     return Placed(offsets, scratch, free.end)

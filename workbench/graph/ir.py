@@ -121,10 +121,12 @@ class Tensor:
 class Node:
     """One op with its sources; an optional source that is absent is left out of `inputs`.
 
-    A node whose op stores into one of its inputs (set_rows) has that input as its output.
+    A node whose op stores into one of its inputs (set_rows) has that input as its output. A fused
+    node (`graph/fuse.py`) has as `parts` the nodes it stands for, in order, and as `outputs` what
+    others read of theirs; every other node has one output and no parts.
     """
 
-    __slots__ = ("inputs", "layer", "name", "op", "output", "params")
+    __slots__ = ("inputs", "layer", "name", "op", "outputs", "params", "parts")
 
     def __init__(
         self,
@@ -137,13 +139,20 @@ class Node:
     ):
         self.op = op
         self.name = name
-        self.output = output
+        self.outputs: tuple[Tensor, ...] = (output,)
         self.inputs = inputs
         self.params = params
         self.layer = layer  # -1 outside the layers
+        self.parts: tuple[Node, ...] = ()
+
+    @property
+    def output(self) -> Tensor:
+        """The first, and of a node without parts the only, output."""
+        return self.outputs[0]
 
     def __repr__(self) -> str:
-        return f"{self.output.name} = {self.op}({', '.join(map(repr, self.inputs))})"
+        made = ", ".join(t.name for t in self.outputs)
+        return f"{made} = {self.op}({', '.join(map(repr, self.inputs))})"
 
 
 class StepShape(NamedTuple):
@@ -179,7 +188,7 @@ class Graph:
         number: dict[Tensor, int] = {}
         rows = []
         for node in self.nodes:
-            for t in (*node.inputs, node.output):
+            for t in (*node.inputs, *node.outputs):
                 if t.storage not in number:
                     number[t.storage] = len(number)
             rows.append(
@@ -188,8 +197,9 @@ class Graph:
                     tuple(sorted(node.params.items())),
                     tuple(
                         (number[t.storage], t.dtype.name, t.shape)
-                        for t in (*node.inputs, node.output)
+                        for t in (*node.inputs, *node.outputs)
                     ),
+                    tuple((part.op, *sorted(part.params.items())) for part in node.parts),
                 )
             )
         return tuple(rows)

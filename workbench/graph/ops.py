@@ -8,13 +8,16 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
     rms_norm   x (..., cols) F32 -> like x; eps
     mul, add   a (..., cols) F32, b (cols,) or like a, F32 -> like a
     quantize   x (T, cols) F32 -> (T, cols) Q8_ACT
-    mul_mat    w (rows, cols), x (T, cols) F32, or Q8_ACT where w is quantised -> (T, rows) F32
+    mul_mat    w (rows, cols), x (T, cols) F32, or Q8_ACT if w is quantised -> (T, rows) F32
     rope       x (T, heads, head_dim) F32, positions (T,) I32, freq_factors (n_rot/2,) F32 or none
                -> like x; n_rot, neox, theta_base, freq_scale
     set_rows   cache (cells, cols) F16, x (T, cols) F32, indices (T,) I64 -> the cache; n_kv
     attention  q (T, heads, head_dim) F32, k and v (cells, kv_heads * head_dim) F16,
                mask (T, n_kv) F16 -> (T, heads * head_dim) F32; n_kv, n_head_kv, scale
     swiglu     gate, up (T, cols) F32 -> like gate
+
+A fused node (`graph/fuse.py`) is computed as its parts are, in order; what its parts write and no
+other node reads is memory of its own, or none.
 
 * rms_norm: x / sqrt(mean(x^2 over the last axis) + eps). No weight: `mul` follows.
 * rope: pair i of the first n_rot elements of each head turns by
@@ -91,8 +94,9 @@ def _quantize(inputs, params):
 def _mul_mat(inputs, params):
     w, x = inputs
     _need(w.cols == x.cols, "mul_mat", inputs, "columns differ")
-    want = Q8_ACT if w.dtype in QUANTISED else F32
-    _need(x.dtype == want, "mul_mat", inputs, f"activations must be {want.name}")
+    allowed = (F32, Q8_ACT) if w.dtype in QUANTISED else (F32,)
+    names = " or ".join(d.name for d in allowed)
+    _need(x.dtype in allowed, "mul_mat", inputs, f"activations must be {names}")
     return F32, (x.shape[0], w.shape[0])
 
 
@@ -182,8 +186,23 @@ def make(op: str, name: str, *sources: Tensor | None, layer: int = -1, **params)
     return Node(op, name, output, inputs, params, layer)
 
 
+def interior(node: Node) -> list[Tensor]:
+    """What the parts of a fused node make for each other alone, in the order they make it."""
+    shared = {t.storage for t in node.outputs}
+    made = [part.output.storage for part in node.parts]
+    return [t for t in made if t not in shared]
+
+
+def _of_parts(node: Node, accesses: Callable[[Node], list[Access]], hidden) -> list[Access]:
+    own = set(hidden)
+    found = [a for part in node.parts for a in accesses(part) if a[0] not in own]
+    return list(dict.fromkeys(found))
+
+
 def reads(node: Node) -> list[Access]:
     """Byte ranges the node may read, per tensor. A superset where the op is value-dependent."""
+    if node.parts:  # what its own parts made, it has not read
+        return _of_parts(node, reads, [part.output.storage for part in node.parts])
     if node.op == "attention":
         q, k, v, mask = node.inputs
         n = node.params["n_kv"] * k.dtype.row_bytes(k.cols)
@@ -194,19 +213,38 @@ def reads(node: Node) -> list[Access]:
 
 def writes(node: Node) -> list[Access]:
     """Byte ranges the node may write. set_rows stores below row n_kv only."""
+    if node.parts:
+        return _of_parts(node, writes, interior(node))
     if node.op == "set_rows":
         cache = node.output
         return [(cache, 0, node.params["n_kv"] * cache.dtype.row_bytes(cache.cols))]
     return [(node.output, 0, node.output.nbytes)]
 
 
+def flops(node: Node) -> int:
+    """Arithmetic operations of the node, those of its parts together."""
+    if node.parts:
+        return sum(flops(part) for part in node.parts)
+    return OPS[node.op].flops(node)
+
+
 def touched_bytes(node: Node) -> int:
     """Bytes a step must move for this node: sources and result once, a gather only its rows."""
+    if node.parts:
+        stores = {part.output: _stored_bytes(part) for part in node.parts if part.op == "set_rows"}
+        ranges = [a for a in (*reads(node), *writes(node)) if a[0] not in stores]
+        return sum(stores.values()) + sum(n for _, _, n in ranges)
     if node.op == "get_rows":
         table, ids = node.inputs
         row = table.dtype.row_bytes(table.cols)
         return ids.shape[0] * row + ids.nbytes + node.output.nbytes
     if node.op == "set_rows":
         _, x, indices = node.inputs
-        return x.nbytes + indices.nbytes + x.rows * node.output.dtype.row_bytes(x.cols)
+        return x.nbytes + indices.nbytes + _stored_bytes(node)
     return sum(n for _, _, n in reads(node)) + sum(n for _, _, n in writes(node))
+
+
+def _stored_bytes(set_rows: Node) -> int:
+    """Bytes of the cache's rows that a set_rows stores."""
+    cache, x, _ = set_rows.inputs
+    return x.rows * cache.dtype.row_bytes(x.cols)

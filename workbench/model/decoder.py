@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cached_property
 from pathlib import Path
 
+from workbench.config import Activations
 from workbench.errors import ModelFileError
 from workbench.graph.ir import (
     F16,
@@ -223,8 +224,9 @@ class Model:
 class _Builder:
     """Appends nodes; quantises an activation once for all the products that share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, quantise: bool) -> None:
         self.nodes: list[Node] = []
+        self.quantise = quantise
         self._quantised: dict[Tensor, Tensor] = {}
 
     def add(self, op: str, name: str, *inputs: Tensor | None, layer: int = -1, **params) -> Tensor:
@@ -233,7 +235,7 @@ class _Builder:
         return node.output
 
     def product(self, name: str, w: Tensor, x: Tensor, bias: Tensor | None, layer: int) -> Tensor:
-        if w.dtype in QUANTISED:
+        if w.dtype in QUANTISED and self.quantise:
             quantised = self._quantised.get(x)
             if quantised is None:
                 quantised = self.add("quantize", f"{x.name} (q8)", x, layer=layer)
@@ -247,15 +249,22 @@ class _Builder:
         return self.add("mul", f"{name} (w)", y, weight, layer=layer)
 
 
-def build_graph(model: Model, shape: StepShape, caches: list[tuple[Tensor, Tensor]]) -> Graph:
+def build_graph(
+    model: Model,
+    shape: StepShape,
+    caches: list[tuple[Tensor, Tensor]],
+    activations: str = Activations.Q8,
+) -> Graph:
     """The graph of one step of `shape`: token ids in, rows of logits out.
+
+    activations: whether products with quantised weights are given quantised activations.
 
     Inputs, by name: inp_tokens (T,) I32, inp_pos (T,) I32, attn_inp_kq_mask (T, n_kv) F16,
     attn_inp_k_idxs and attn_inp_v_idxs (T,) I64, inp_out_ids (n_outputs,) I32. The output is
     `result_output` (n_outputs, n_vocab) F32. With n_outputs 0 the graph ends at the last layer's
     cache stores.
     """
-    h, b = model.hparams, _Builder()
+    h, b = model.hparams, _Builder(activations == Activations.Q8)
     t, n_kv = shape.n_tokens, shape.n_kv
     ids = Tensor("inp_tokens", I32, (t,), Kind.INPUT)
     pos = Tensor("inp_pos", I32, (t,), Kind.INPUT)

@@ -127,9 +127,13 @@ class Copy(Command):
 
 
 class Launch(Command):
-    """One kernel: `node` computed on `stream`. `scratch` is written and read by it alone."""
+    """One kernel: `node` computed on `stream`. `scratch` is written and read by it alone.
 
-    __slots__ = ("_reads", "_writes", "node", "scratch", "stream")
+    programmatic: it may begin before the launch in front of it on the stream has ended; the backend
+    then launches only kernels so that declare where they wait for it.
+    """
+
+    __slots__ = ("_reads", "_writes", "node", "programmatic", "scratch", "stream")
     kind = "launch"
 
     def __init__(
@@ -140,8 +144,10 @@ class Launch(Command):
         writes: tuple[Range, ...],
         scratch: Range | None,
         split: int,
+        programmatic: bool = False,
     ):
         self.node = node
+        self.programmatic = programmatic
         self.stream = stream
         self._reads = reads
         self._writes = writes
@@ -228,7 +234,8 @@ class Capabilities:
     asynchronous_copies: a copy call returns before the copy is done. events: Record, Wait and Sync
     on events. one_order: copies and launches on one stream run in issue order. capture: a split
     can be captured as a plan. n_streams: most streams usable side by side (0: no streams, every
-    launch runs inside the call).
+    launch runs inside the call). programmatic: a launch may begin before the one in front of it on
+    the stream has ended, and waits inside for what it reads (programmatic dependent launch).
     """
 
     asynchronous_copies: bool
@@ -236,6 +243,7 @@ class Capabilities:
     one_order: bool
     capture: bool
     n_streams: int
+    programmatic: bool = False
 
     @property
     def synchronous(self) -> bool:
@@ -345,6 +353,10 @@ class Program:
         match c:
             case Launch():
                 d |= {"op": c.node.op, "name": c.node.name}
+                if c.node.parts:
+                    d["parts"] = [part.op for part in c.node.parts]
+                if c.programmatic:
+                    d["programmatic"] = True
                 if c.scratch is not None:
                     d["scratch"] = _range_list((c.scratch,))[0]
             case Copy():

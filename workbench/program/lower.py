@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from workbench.config import CopyStream, SyncMode
+from workbench.config import CopyStream, Switch, SyncMode
 from workbench.errors import DeviceError
 from workbench.graph import arena, ops
 from workbench.graph.ir import Graph, Kind, Node, Tensor
@@ -86,6 +86,16 @@ def choose_sync(sync: str, copy_stream: str, capabilities: Capabilities, device:
     return sync
 
 
+def choose_pdl(pdl: str, capabilities: Capabilities, device: str) -> bool:
+    """Whether launches may be programmatic. Raises DeviceError where the backend cannot do it."""
+    if pdl == Switch.ON and not capabilities.programmatic:
+        raise DeviceError(
+            f"the {device} device cannot honour pdl=on: it has no programmatic dependent launch "
+            "(CUDA, compute capability 9.0 or later); use pdl=off"
+        )
+    return pdl == Switch.ON
+
+
 def _refusal(sync: str, copy_stream: str, capabilities: Capabilities) -> str:
     rule = RULES[sync]
     if not rule.blocking and not capabilities.asynchronous_copies:
@@ -98,8 +108,9 @@ def _refusal(sync: str, copy_stream: str, capabilities: Capabilities) -> str:
 class _Lowering:
     """What the emitting steps share while one program is made."""
 
-    def __init__(self, rule: Rule, copy_stream: str):
+    def __init__(self, rule: Rule, copy_stream: str, begins_early: Callable[[Node], bool] | None):
         self.rule = rule
+        self.begins_early = begins_early
         self.copies_on = COPY_STREAM if copy_stream == CopyStream.OWN else COMPUTE_STREAM
         self.commands: list[Command] = []
         self.buffers: list[Buffer] = []
@@ -185,12 +196,14 @@ class _Lowering:
         """The split's work, in graph order on the compute stream."""
         stream = Stream(part.backend, COMPUTE_STREAM)
         place, scratch, emit = self.placement[part.backend], self.scratch, self.commands.append
+        early = None if part.backend == HOST else self.begins_early
         for node in part.nodes:
             temporary = scratch.get(node)
             own = () if temporary is None else (temporary,)
             reads = tuple([_range(place, a) for a in ops.reads(node)]) + own
             writes = tuple([_range(place, a) for a in ops.writes(node)]) + own
-            emit(Launch(node, stream, reads, writes, temporary, number))
+            programmatic = early is not None and early(node)
+            emit(Launch(node, stream, reads, writes, temporary, number, programmatic))
 
     def result(self, graph: Graph, made_by: dict[Tensor, int], last: Stream) -> int:
         """The logits on their way to the host, and the wait that ends the step. Returns events."""
@@ -229,15 +242,18 @@ def lower(
     scratch_bytes: Sequence[Callable[[Node], int]],
     sync: str,
     copy_stream: str,
+    begins_early: Callable[[Node], bool] | None = None,
 ) -> Program:
     """The program of one step.
 
     residents[b] says where backend b keeps weights and caches; backends[0] is the host, and a last
-    one, if any, the device. sync is a mode `choose_sync` returned. The program ends with the
-    logits wait: Record, Sync on that event, Read.
+    one, if any, the device. sync is a mode `choose_sync` returned. begins_early says which of the
+    device's nodes have kernels that wait by themselves for the launch in front of them: those are
+    launched programmatically; without it (`choose_pdl`) none is. The program ends with the logits
+    wait: Record, Sync on that event, Read.
     """
-    lowering = _Lowering(RULES[sync], copy_stream)
-    made_by = {node.output.storage: part.backend for part in splits for node in part.nodes}
+    lowering = _Lowering(RULES[sync], copy_stream, begins_early)
+    made_by = {t.storage: s.backend for s in splits for node in s.nodes for t in node.outputs}
     staged = lowering.place(graph, splits, residents, scratch_bytes)
     for number, part in enumerate(splits):
         lowering.bring_inputs(number, part, staged, made_by)

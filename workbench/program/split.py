@@ -36,5 +36,5 @@ def split(graph: Graph, backend_of: Callable[[Node], int]) -> list[Split]:
                 here.add(s)
                 current.inputs.append(s)
         current.nodes.append(node)
-        made_by[node.output.storage] = b
+        made_by.update((t.storage, b) for t in node.outputs)
     return splits

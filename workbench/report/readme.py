@@ -16,7 +16,9 @@ import pandas as pd
 
 from workbench.bench import results
 from workbench.bench.comparison import AB
+from workbench.config import Toggles, folded
 from workbench.errors import WorkbenchError
+from workbench.report import recorded, targets
 from workbench.report.tables import markdown
 
 RESULTS = Path("data/results")
@@ -24,17 +26,22 @@ README = Path("README.md")
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
+# toggles of the first tables, named by their values alone; the others have tables of their own
+SCHEDULING = ("sync", "copy_stream", "graph_reuse")
+
+
 def comparisons(folder: Path, device: str) -> list[AB]:
-    """The comparisons recorded for this page: run folders named `<device>-...`, by name."""
+    """The comparisons of scheduling toggles: run folders named `<device>-...`, by name."""
     runs = sorted(folder.glob(f"{device}-*/run.json"))
-    found = [AB.load(run.parent) for run in runs if _is_ab(run)]
+    found = [AB.load(run.parent) for run in runs if _is_of_scheduling(run)]
     if not found:
         raise WorkbenchError(f"{folder} holds no comparison on {device}; record one first")
     return found
 
 
-def _is_ab(run: Path) -> bool:
-    return json.loads(run.read_text())["kind"] == "ab"
+def _is_of_scheduling(path: Path) -> bool:
+    run = json.loads(path.read_text())
+    return run["kind"] == "ab" and run["result"]["toggle"] in SCHEDULING
 
 
 def headline(folder: Path, device: str) -> str:
@@ -85,8 +92,12 @@ def _mechanism(ab: AB, label: str) -> str:
 
 
 def _background(ab: AB) -> str:
+    """The other scheduling toggles by value, and what else is not as in the baseline."""
     toggle, toggles = ab.run["result"]["toggle"], ab.run["arms"][0]["toggles"]
-    return ", ".join(value for name, value in toggles.items() if name != toggle)
+    base = Toggles().to_dict()
+    others = {k: v for k, v in folded(toggles).items() if k not in SCHEDULING}
+    changed = [f"{k}={v}" for k, v in others.items() if v != folded(base).get(k)]
+    return ", ".join([toggles[k] for k in SCHEDULING if k != toggle] + changed)
 
 
 def _model(ab: AB) -> str:
@@ -147,7 +158,9 @@ def peer(folder: Path) -> str:
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "headline-cuda": lambda folder: headline(folder, "cuda"),
     "every-arm-cuda": lambda folder: every_arm(folder, "cuda"),
+    "targets-cuda": targets.table,
     "peer-cpu": peer,
+    **recorded.BLOCKS,
 }
 
 

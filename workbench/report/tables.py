@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import pandas as pd
 
+from workbench.config import Toggles, folded
+
 GEOMETRIC_MEAN = "geometric mean"
 # columns of the speedup table that are left out where every row says the same
 IF_VARYING = ("Model", "Device", "Toggle", "Background", "answer")
@@ -48,7 +50,7 @@ def summary(*comparisons: Comparison) -> pd.DataFrame:
     for comparison in comparisons:
         run = comparison.run
         baseline, toggle = run["arms"][0], run["result"]["toggle"]
-        others = (f"{k}={v}" for k, v in baseline["toggles"].items() if k != toggle)
+        others = (f"{k}={v}" for k, v in folded(baseline["toggles"]).items() if k != toggle)
         origin = {
             "model": comparison.model,
             "device": _device(run),
@@ -143,6 +145,43 @@ def counts_table(programs: Mapping[str, Issued]) -> pd.DataFrame:
         for label, program in programs.items()
     ]
     return pd.DataFrame(rows)
+
+
+def launches_table(engine: Any) -> pd.DataFrame:
+    """Launches of one token under each fusion toggle of an engine (`engine.variant` is asked for
+    engines with other toggles; nothing is computed).
+
+    A row per toggle, last all of them (`fuse`): `alone`, with every other fusion off; `removes`,
+    how many fewer launches that is; `without it`, with every other fusion on.
+    """
+    off, on = (engine.toggles.switched("fuse", value) for value in ("off", "on"))
+
+    def launches(toggles: Toggles) -> int:
+        with engine.variant(toggles) as side:
+            return side.program().counts()["launches"]
+
+    none, rows = launches(off), []
+    for name in (*Toggles.members("fuse"), "fuse"):
+        alone, without = launches(off.switched(name, "on")), launches(on.switched(name, "off"))
+        rows.append(
+            {"toggle": name, "alone": alone, "removes": none - alone, "without it": without}
+        )
+    return pd.DataFrame(rows)
+
+
+def nodes_table(program: Any, layer: int = 0) -> pd.DataFrame:
+    """What a layer of a program launches, in order: op, name, and the ops of a fused node's
+    parts."""
+    nodes = [c.node for c in program.commands if c.kind == "launch" and c.node.layer == layer]
+    rows = [
+        {"op": node.op, "node": node.name, "parts": " + ".join(_ops(node)) if node.parts else ""}
+        for node in nodes
+    ]
+    return pd.DataFrame(rows, columns=["op", "node", "parts"])
+
+
+def _ops(node: Any) -> list[str]:
+    return [op for part in node.parts for op in _ops(part)] if node.parts else [node.op]
 
 
 def provenance(run: Mapping[str, Any]) -> pd.DataFrame:

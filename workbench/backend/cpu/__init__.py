@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING
 
-from workbench.graph.ir import DTYPES, QUANTISED, DType, Node
+from workbench.backend.args import variant
+from workbench.graph.ir import DTYPES, Q8_ACT, QUANTISED, DType, Node
 
 if TYPE_CHECKING:
     from workbench.backend.cpu.isa import Isa
@@ -25,26 +26,33 @@ if TYPE_CHECKING:
 
 GROUP = 16
 LAYOUTS = ("file", "rows16")
+WEIGHT_OPS = ("get_rows", "mul_mat", "mul_mat_blocked", "mul_mat_float")  # variants with a type
+BATCH = 8  # tokens up to which an integer product is worked on as its weights are unpacked
+
+
+def kernel_of(node: Node) -> tuple[str, ...]:
+    """The variant that runs `node` here: `backend.args.variant`, but that quantised weights and
+    more than BATCH tokens are multiplied by blocks. Both give the same bits."""
+    op, *types = variant(node)
+    if op == "mul_mat" and node.inputs[1].dtype == Q8_ACT and node.inputs[1].shape[0] > BATCH:
+        op = "mul_mat_blocked"
+    return (op, *types)
 
 
 def _body(variant: tuple[str, ...], layout: str, isa: Isa) -> Body:
     """What writes the code of a kernel; raises KeyError for a variant that is not in the table."""
-    from workbench.backend.cpu import (
-        attention,
-        elementwise,
-        get_rows,
-        interleave,
-        matvec,
-        matvec_kquants,
-    )
+    from workbench.backend.cpu import attention, blocked, elementwise, get_rows, interleave, matvec
 
     op = variant[0]
-    if op == "mul_mat":
-        dtype = variant[1]
-        if dtype in matvec.FLOAT_LOADS:
-            return matvec.float_body(dtype, isa)
-        unit = {**matvec.UNITS, **matvec_kquants.UNITS}[dtype]
-        return matvec.quantised_body(dtype, layout, isa, unit)
+    if op == "mul_mat" and variant[1] in matvec.FLOAT_LOADS:
+        return matvec.float_body(variant[1], isa)
+    products = {
+        "mul_mat": matvec.quantised_body,
+        "mul_mat_blocked": blocked.blocked_body,
+        "mul_mat_float": blocked.dequantised_body,
+    }
+    if op in products:
+        return products[op](variant[1], layout, isa)
     if op == "get_rows":
         return get_rows.get_rows_body(variant[1], layout)
     if op == "repack":
@@ -63,7 +71,7 @@ def _body(variant: tuple[str, ...], layout: str, isa: Isa) -> Body:
 
 @cache
 def kernel(variant: tuple[str, ...], layout: str = "file", isa: str | None = None):
-    """The numba CFunc of a variant (`backend.args.variant`), compiled or from the cache.
+    """The numba CFunc of a variant (`kernel_of`), compiled or from the cache.
 
     isa names another instruction set than this CPU's best (tests). Raises KeyError for a variant
     or layout there is no kernel for.
@@ -71,7 +79,7 @@ def kernel(variant: tuple[str, ...], layout: str = "file", isa: str | None = Non
     from workbench.backend.cpu import compile as compiler
     from workbench.backend.cpu.isa import ISAS
 
-    quantised = variant[0] in ("mul_mat", "get_rows") and DTYPES[variant[1]] in QUANTISED
+    quantised = variant[0] in WEIGHT_OPS and DTYPES[variant[1]] in QUANTISED
     if layout not in (LAYOUTS if quantised else LAYOUTS[:1]):
         raise KeyError((variant, layout))
     chosen = ISAS[isa] if isa else compiler.host_isas()[0]
@@ -86,8 +94,8 @@ def kernel_address(variant: tuple[str, ...], layout: str = "file") -> int:
 
 def warm(variants: Iterable[tuple[tuple[str, ...], str]]) -> None:
     """Compile (or load) the kernels of (variant, layout) pairs."""
-    for variant, layout in variants:
-        kernel_address(variant, layout)
+    for which, layout in variants:
+        kernel_address(which, layout)
 
 
 def scratch_bytes(node: Node, n_lanes: int) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from workbench.backend.cpu.decode import e8m0_half
 from workbench.backend.cpu.interleave import FORMATS, GROUP, unpack_block
-from workbench.backend.cpu.matvec import FLOAT_LOADS, e8m0_half
+from workbench.backend.cpu.matvec import FLOAT_LOADS
 from workbench.backend.cpu.vector import Body, Emit, Value
 
 _E2M1 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]

@@ -12,15 +12,25 @@ from typing import NamedTuple
 from workbench.backend.cpu.vector import Emit, Value
 
 
+class Tile(NamedTuple):
+    """What one inner loop of a blocked product holds in registers: groups of 16 rows x tokens."""
+
+    groups: int
+    tokens: int
+
+
 class Isa(NamedTuple):
     """name; needs: CPU features (LLVM's names); dot: how to multiply bytes; float_lanes: float32
-    elements of one register; tokens: tokens worked on together where there are many."""
+    elements of one register; tokens: tokens of a small batch worked on together; tile and
+    float_tile: of products by blocks, of integers and of floats."""
 
     name: str
     needs: tuple[str, ...]
     dot: str
     float_lanes: int
     tokens: int
+    tile: Tile
+    float_tile: Tile
 
     @property
     def wide_bytes(self) -> bool:
@@ -32,10 +42,10 @@ _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512vnni")
 ISAS = {  # the best first
     isa.name: isa
     for isa in (
-        Isa("avx512vnni", _AVX512, "vpdpbusd.512", 16, 8),
-        Isa("avxvnni", ("avx2", "fma", "avxvnni"), "vpdpbusd.256", 8, 4),
-        Isa("avx2", ("avx2", "fma"), "vpmaddubsw", 8, 4),
-        Isa("generic", (), "generic", 8, 4),
+        Isa("avx512vnni", _AVX512, "vpdpbusd.512", 16, 8, Tile(4, 4), Tile(2, 8)),
+        Isa("avxvnni", ("avx2", "fma", "avxvnni"), "vpdpbusd.256", 8, 4, Tile(1, 4), Tile(1, 4)),
+        Isa("avx2", ("avx2", "fma"), "vpmaddubsw", 8, 4, Tile(1, 4), Tile(1, 4)),
+        Isa("generic", (), "generic", 8, 4, Tile(1, 4), Tile(1, 4)),
     )
 }
 

@@ -239,8 +239,12 @@ class Emit:
         self.builder.call(function, [self._pointer(address, _LL["i8"]), *flags])
 
     def stack(self, n_bytes: int) -> Value:
-        """Address of `n_bytes` bytes of the kernel's stack frame, aligned to 64."""
-        block = cgutils.alloca_once(self.builder, ir.ArrayType(_LL["i8"], n_bytes))
+        """Address of `n_bytes` bytes of the kernel's stack frame, aligned to 64, not initialised.
+
+        Not by numba's `alloca_once`: that writes a zero to every byte, one store each.
+        """
+        with self.builder.goto_entry_block():
+            block = self.builder.alloca(ir.ArrayType(_LL["i8"], n_bytes))
         block.align = 64
         return Value(self, "i64", 1, self.builder.ptrtoint(block, _LL["i64"]))
 

@@ -1,0 +1,120 @@
+// How partial results of attention become one (of the warps of a block, of the blocks of a cluster,
+// of clusters), and where the result goes.
+#pragma once
+#include "attention.cuh"
+#include "quantise.cuh"
+
+// Four columns of a row over some of the cells: the sum of weighted values and the weights' sum,
+// both relative to 2^most.
+struct Partial {
+    float4 sum;
+    float most, weight;
+};
+
+DEVICE float4 scaled(float4 v, float f) {
+    return make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
+}
+
+DEVICE float4 add_scaled(float4 sum, float4 v, float f) {
+    return make_float4(fmaf(v.x, f, sum.x), fmaf(v.y, f, sum.y), fmaf(v.z, f, sum.z),
+                       fmaf(v.w, f, sum.w));
+}
+
+// Partials load(0) .. load(n - 1) as one, in order; BATCH loads are under way at once.
+template <int BATCH, class Load>
+DEVICE Partial merged(int n, Load load) {
+    const Partial nothing = {make_float4(0, 0, 0, 0), NEG_INFINITY, 0};
+    Partial all = nothing;
+    for (int first = 0; first < n; first += BATCH) {
+        Partial own[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) own[i] = first + i < n ? load(first + i) : nothing;
+        float most = all.most;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) most = fmaxf(most, own[i].most);
+        const float keep = rescale(all.most, most);
+        all = {scaled(all.sum, keep), most, all.weight * keep};
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const float f = rescale(own[i].most, most);
+            all.weight = fmaf(own[i].weight, f, all.weight);
+            all.sum = add_scaled(all.sum, own[i].sum, f);
+        }
+    }
+    return all;
+}
+
+// clusters (sm_90 and later) ---------------------------------------------------------------------
+
+// Where another block of the cluster has what this one has at `p` in its shared memory.
+DEVICE u32 address_in(const void* p, int rank) {
+    u32 r;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(shared_address(p)), "r"(rank));
+    return r;
+}
+
+DEVICE float4 load4_at(u32 address) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+DEVICE float2 load2_at(u32 address) {
+    float2 v;
+    asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];"
+                 : "=f"(v.x), "=f"(v.y)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+// All threads of the cluster: what each wrote before arriving, every one reads after waiting.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// items and results -------------------------------------------------------------------------------
+
+constexpr int QUADS = HEAD_DIM / 4;
+
+// Four columns of one row for each lane of a warp; past the last of `items`, the last again.
+struct Item {
+    bool there;
+    int row, quad;
+    DEVICE Item(int first, int items) {
+        const int i = first + int(threadIdx.x % 32);
+        there = i < items;
+        row = min(i, items - 1) / QUADS, quad = min(i, items - 1) % QUADS;
+    }
+};
+
+// Where results go: floats, or rows of Q8_ACT of all heads of a token.
+struct Output {
+    u8* dst;
+    i64 n_head;
+    bool quantised;
+    // Called by whole warps, 8 lanes with a block of 32.
+    DEVICE void store(const Share& share, const Item& item, const Partial& all) const {
+        const bool none = all.weight == 0;
+        const float f = none ? 0.f : __fdiv_rn(1.f, all.weight);
+        const float4 v = none ? make_float4(0, 0, 0, 0) : scaled(all.sum, f);
+        const i64 token = share.token_of(item.row), cols = n_head * HEAD_DIM;
+        const i64 c = share.head_of(item.row) * HEAD_DIM + 4 * item.quad;
+        if (quantised) {
+            quantise4(dst + token * act_row_bytes(cols), cols, c, v, item.there);
+        } else if (item.there) {
+            *reinterpret_cast<float4*>(reinterpret_cast<float*>(dst) + token * cols + c) = v;
+        }
+    }
+    // The padding of the rows of tokens whose first head is here.
+    DEVICE void pad(const Share& share) const {
+        if (!quantised || share.head_kv) return;
+        const i64 cols = n_head * HEAD_DIM;
+        for (int i = 0; i < share.count; i++) {
+            if (share.row(i) % share.group == 0)
+                zero_padding(dst + share.token_of(i) * act_row_bytes(cols), cols, threadIdx.x);
+        }
+    }
+};

@@ -1,0 +1,157 @@
+// What cuBLAS and tensor_product.cu are given: weights as halves, activations in 16 bits.
+//
+//   dequantise_<TYPE>  rows first .. first + n - 1 of a weight as F16 (n, cols rounded up to 128),
+//                      in the column order of halves.cuh. One thread per unit of 32 weights: a
+//                      16-byte load (Q8_0: two), four 16-byte stores, which four neighbouring lanes
+//                      make 64 bytes of.
+//   half_rows_F32      activations F32 (rows, cols) to F16 in that order, saturating
+//   half_rows_Q8       Q8_ACT rows likewise
+//   half_rows          F32 to F16 in their own order, saturating
+//   bfloat_rows        F32 to BF16 in their own order
+//   add_bias           dst (rows, cols) += bias (cols)
+//
+// The order costs nothing here and makes one set of activations serve both ways of a product.
+//
+// What was tried (one H100 80GB HBM3; all weights of an 8B model, Q4_0): one unit a thread, a block
+// or two for each row, took 8.9 ms by itself, and with the products of 32 tokens behind it 5.8 ms
+// more than those of F16 weights, which is what reading and writing take. Half of the threads had
+// no unit in rows of 4096 columns.
+//
+// No pointer to activations is __restrict__: a load that the compiler may take for one of constant
+// data can move above pdl_wait.
+#include "halves.cuh"
+
+// Arguments: dst, w, first, n, rows (of the weight), cols. Block 256; grid (ceil(n * units of a
+// padded row / (256 * IN_FLIGHT)), 1). Threads take the units of all rows one after the other, so
+// that none is idle where a row is no multiple of 256 units, and IN_FLIGHT of them at a time.
+constexpr int IN_FLIGHT = 2;
+
+template <class W>
+DEVICE void dequantise(u8* dst, const u8* w, i64 first, i64 n, i64 rows, i64 cols) {
+    pdl_trigger();
+    const u32 units = u32(cols / 32), padded = (units + 3) / 4 * 4, all = u32(n) * padded;
+    const u32 at = blockIdx.x * (256 * IN_FLIGHT) + threadIdx.x;
+    decltype(W::load(w, 0, 0)) raw[IN_FLIGHT];
+    u32 u[IN_FLIGHT];
+#pragma unroll
+    for (int k = 0; k < IN_FLIGHT; k++) {
+        const u32 i = min(at + k * 256, all - 1), row = i / padded;
+        u[k] = i - row * padded;
+        raw[k] = W::load(w, rows * cols / W::block, (first + row) * units + min(u[k], units - 1));
+    }
+    pdl_wait();
+#pragma unroll
+    for (int k = 0; k < IN_FLIGHT; k++) {
+        const u32 i = at + k * 256;
+        if (i >= all) return;
+        const u32 number = min(u[k], units - 1) % 8;
+        const auto by = Halves<W>::factors(raw[k], number);
+        const bool pad = u[k] >= units;
+        u8* out = dst + i64(i / 4) * 256 + i % 4 * 16;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            u32 h[4];
+            Halves<W>::pairs(raw[k], number, by, j, h);
+            *reinterpret_cast<uint4*>(out + 64 * j) =
+                pad ? make_uint4(0, 0, 0, 0) : make_uint4(h[0], h[1], h[2], h[3]);
+        }
+    }
+}
+
+#define DEQUANTISE(TYPE)                                                                        \
+    extern "C" __global__ void __launch_bounds__(256) dequantise_##TYPE(                        \
+        u8* dst, const u8* w, i64 first, i64 n, i64 rows, i64 cols) {                           \
+        dequantise<TYPE>(dst, w, first, n, rows, cols);                                         \
+    }
+DEQUANTISE(Q8_0)
+DEQUANTISE(Q4_0)
+DEQUANTISE(MXFP4)
+DEQUANTISE(Q4_K)
+DEQUANTISE(Q5_K)
+DEQUANTISE(Q6_K)
+
+// activations ------------------------------------------------------------------------------------
+
+// The eight columns of 16-byte word c of a row: those from `at` and from at + 16 on, four each.
+struct Columns {
+    int at;
+    DEVICE explicit Columns(int c) : at(c / 16 * 128 + c % 4 * 32 + c % 16 / 4 * 4) {}
+};
+DEVICE uint4 in_order(float4 lo, float4 hi) {
+    return make_uint4(halves(lo.x, lo.z), halves(lo.y, lo.w), halves(hi.x, hi.z),
+                      halves(hi.y, hi.w));
+}
+
+// Arguments of both: dst, x, cols (a multiple of 32). Block 256; grid (rows, ceil(padded cols /
+// 2048)).
+extern "C" __global__ void __launch_bounds__(256) half_rows_F32(u8* dst, const float* x, i64 cols) {
+    pdl_trigger();
+    pdl_wait();
+    const int c = blockIdx.y * 256 + threadIdx.x, words = int((cols + 127) / 128) * 16;
+    if (c >= words) return;
+    const Columns columns(c);
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (columns.at < cols) {
+        const float* from = x + i64(blockIdx.x) * cols + columns.at;
+        v = in_order(*reinterpret_cast<const float4*>(from),
+                     *reinterpret_cast<const float4*>(from + 16));
+    }
+    reinterpret_cast<uint4*>(dst)[i64(blockIdx.x) * words + c] = v;
+}
+
+DEVICE float4 scaled(char4 q, float scale) {
+    return make_float4(q.x * scale, q.y * scale, q.z * scale, q.w * scale);
+}
+
+extern "C" __global__ void __launch_bounds__(256) half_rows_Q8(u8* dst, const u8* x, i64 cols) {
+    pdl_trigger();
+    pdl_wait();
+    const int c = blockIdx.y * 256 + threadIdx.x, words = int((cols + 127) / 128) * 16;
+    if (c >= words) return;
+    const Columns columns(c);
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (columns.at < cols) {
+        const u8* row = x + i64(blockIdx.x) * act_row_bytes(cols);
+        const float scale = reinterpret_cast<const float*>(row + cols)[columns.at / 32];
+        const u8* from = row + columns.at;
+        v = in_order(scaled(*reinterpret_cast<const char4*>(from), scale),
+                     scaled(*reinterpret_cast<const char4*>(from + 16), scale));
+    }
+    reinterpret_cast<uint4*>(dst)[i64(blockIdx.x) * words + c] = v;
+}
+
+DEVICE u16 to_half(float f) { return float_to_half(within_half(f)); }
+DEVICE u16 to_bfloat(float f) {
+    u16 h;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
+    return h;
+}
+
+// Arguments of both: dst, x, n (elements). Block 256; grid (ceil(n / 1024), 1): 4 elements a
+// thread.
+#define CONVERT(NAME, TO)                                                                        \
+    extern "C" __global__ void __launch_bounds__(256) NAME(u16* dst, const float* x, i64 n) {    \
+        pdl_trigger();                                                                           \
+        pdl_wait();                                                                              \
+        const i64 i = (i64(blockIdx.x) * 256 + threadIdx.x) * 4;                                 \
+        if (i + 4 <= n) {                                                                        \
+            const float4 v = *reinterpret_cast<const float4*>(x + i);                            \
+            *reinterpret_cast<ushort4*>(dst + i) =                                               \
+                make_ushort4(TO(v.x), TO(v.y), TO(v.z), TO(v.w));                                \
+        } else {                                                                                 \
+            for (i64 k = i; k < n; k++) dst[k] = TO(x[k]);                                       \
+        }                                                                                        \
+    }
+CONVERT(half_rows, to_half)
+CONVERT(bfloat_rows, to_bfloat)
+
+// Arguments: dst, bias, cols, stride (elements from one row to the next). Block 256; grid (rows,
+// ceil(cols / 256)).
+extern "C" __global__ void __launch_bounds__(256) add_bias(float* dst, const float* bias, i64 cols,
+                                                           i64 stride) {
+    pdl_trigger();
+    const i64 c = i64(blockIdx.y) * 256 + threadIdx.x;
+    const float b = c < cols ? __ldg(bias + c) : 0;
+    pdl_wait();
+    if (c < cols) dst[blockIdx.x * stride + c] += b;
+}

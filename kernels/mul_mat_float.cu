@@ -1,0 +1,75 @@
+// mul_mat_float: dst (n_tokens, rows) = x (n_tokens, cols) times w (rows, cols) transposed, with
+// quantised weights and float32 activations: the float path, against which the integer products
+// are judged (toggle activations=float).
+//
+// Every weight is dequantised by value(), the readable form in weights.cuh, and multiplied in
+// float32. The fast kernels decode whole units and multiply integers, so that a mistake in their
+// decoding cannot hide on both sides of the comparison.
+//
+// One warp makes one row of the result for TOKENS tokens. Its lanes stand side by side in a row, so
+// that weights, their scales and the activations are each read as one or a few neighbouring
+// sectors; a weight is decoded once for all tokens of a tile. Tiles of one group of rows are
+// neighbours in the grid, and all but the first find the weights in L2. Every element is summed in
+// an order that depends only on cols: by lane along the row, then the butterfly over lanes.
+//
+//   v1  addresses of 8 rows of x in 64 bits: a multiplication and four instructions for every load
+//   v2  (this one) 32-bit places within a tile, indices known not to be negative: for Q4_K 76
+//       instructions per weight, 16 of them loads and products of its 8 tokens; no spills, 40 to 64
+//       registers. Not tuned further: a yardstick is to be read, and 2,048 tokens run through it
+//       once for a comparison.
+//
+// Arguments: dst, w, x, w_rows, cols, n_tokens. Block: 256 threads. Grid (one-dimensional):
+// ceil(w_rows / 8) * ceil(n_tokens / 8). cols is a multiple of the type's block, and so of 32.
+#include "weights.cuh"
+
+#define WARPS 8
+#define TOKENS 8
+
+template <class W>
+DEVICE void multiply(float* dst, const u8* w, const float* x, i64 rows, i64 cols, i64 n_tokens) {
+    pdl_trigger();
+    const u32 tiles = u32((n_tokens + TOKENS - 1) / TOKENS);
+    const i64 row = i64(blockIdx.x / tiles) * WARPS + threadIdx.x / 32;
+    const i64 token = i64(blockIdx.x % tiles) * TOKENS;
+    const int lane = threadIdx.x % 32;
+    pdl_wait();
+    if (row >= rows) return;  // whole warps
+
+    const i64 n_blocks = rows * cols / W::block, line = row * cols;
+    // Tokens past the end repeat the last one and are not stored. Within a tile 32 bits are enough.
+    const int last = int(min(n_tokens - 1 - token, i64(TOKENS - 1)));
+    int from[TOKENS];
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) from[t] = min(t, last) * int(cols);
+    const float* act = x + token * cols;
+    float acc[TOKENS] = {};
+#pragma unroll 4
+    for (int c = lane; c < int(cols); c += 32) {
+        const i64 i = line + c;
+        __builtin_assume(i >= 0);  // divisions by powers of two become shifts
+        const float weight = W::value(w, n_blocks, i);
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) acc[t] = __fmaf_rn(weight, act[from[t] + c], acc[t]);
+    }
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+        const float sum = warp_sum(acc[t]);
+        if (lane == 0 && token + t < n_tokens) dst[(token + t) * rows + row] = sum;
+    }
+}
+
+// x is not __restrict__: the compiler must not read what another kernel wrote through the
+// non-coherent cache, nor before pdl_wait.
+#define FLOAT_PRODUCT(TYPE)                                                                     \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS) mul_mat_float_##TYPE(              \
+        float* dst, const u8* __restrict__ w, const float* x, i64 rows, i64 cols,               \
+        i64 n_tokens) {                                                                         \
+        multiply<TYPE>(dst, w, x, rows, cols, n_tokens);                                        \
+    }
+
+FLOAT_PRODUCT(Q8_0)
+FLOAT_PRODUCT(Q4_0)
+FLOAT_PRODUCT(MXFP4)
+FLOAT_PRODUCT(Q4_K)
+FLOAT_PRODUCT(Q5_K)
+FLOAT_PRODUCT(Q6_K)

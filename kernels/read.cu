@@ -1,0 +1,47 @@
+// What reading memory can reach: the ceiling that products of few tokens are held against.
+//
+//   read_4, read_8, read_16   every 16-byte word once, a thread so many of them in one round
+//
+// `words` is read in tiles of 256 threads times that many words, each contiguous; block b of G takes
+// tiles b, b + G, b + 2 G, ..: the blocks that run together read one moving window of memory. Which
+// number and which grid is best differs from card to card, so that bench-kernels tries all of them
+// and takes the best (workbench/backend/cuda_replay.py). Of the loads of a round ptxas puts four to
+// seven before the first use (SASS for sm_90): with 8 blocks on a multiprocessor far more bytes are
+// in flight than the 16 KB that memory needs.
+//
+// n: words of 16 bytes. `sink` is written only if the words add up to `never`, which a 32-bit sum
+// cannot where it is negative: the compiler does not know, and keeps the loads. Block: 256 threads.
+#include "common.cuh"
+
+#define THREADS 256
+
+template <int K>
+DEVICE void read_all(const uint4* words, i64 n, i64 never, int* sink) {
+    pdl_trigger();
+    pdl_wait();
+    const i64 step = i64(gridDim.x) * THREADS * K;
+    u32 sum = 0;
+    i64 i = i64(blockIdx.x) * THREADS * K + threadIdx.x;
+    for (; i + (K - 1) * THREADS < n; i += step) {
+        uint4 v[K];
+#pragma unroll
+        for (int k = 0; k < K; k++) v[k] = stream16(words + i + k * THREADS);
+#pragma unroll
+        for (int k = 0; k < K; k++) sum += v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
+    }
+    for (int k = 0; k < K; k++) {  // of the last tile, what is there
+        if (i + k * THREADS >= n) break;
+        const uint4 v = stream16(words + i + k * THREADS);
+        sum += v.x ^ v.y ^ v.z ^ v.w;
+    }
+    if (i64(sum) == never) *sink = 1;
+}
+
+#define READ(K)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                        \
+        read_##K(const uint4* words, i64 n, i64 never, int* sink) {                              \
+        read_all<K>(words, n, never, sink);                                                      \
+    }
+READ(4)
+READ(8)
+READ(16)

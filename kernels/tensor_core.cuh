@@ -1,0 +1,64 @@
+// Tensor-core products of halves, the loads that lay matrices out for them, and asynchronous copies
+// to shared memory: instructions of sm_80 and later, one function each.
+#pragma once
+#include "common.cuh"
+
+DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+// Starts a copy of 16 bytes to shared memory, past L1; where `there` is false, of 16 zeros: then
+// nothing is read, and `from` may point anywhere.
+DEVICE void copy16(void* to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+                 "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+// The copies started since the last call are one group.
+DEVICE void copies_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all but the newest N groups of this thread's copies are there.
+template <int N>
+DEVICE void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Four 8 x 8 matrices of halves; lane l names row l % 8 of matrix l / 8. Of each, a lane gets two
+// neighbours of row lane / 4: those of columns 2 (lane % 4) and the next.
+DEVICE void load_matrices(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// As load_matrices, of the matrices transposed.
+DEVICE void load_transposed(u32 (&r)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// An 8 x 8 matrix of halves in the registers of a warp, transposed.
+DEVICE u32 transposed(u32 a) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(a));
+    return r;
+}
+
+// c (16 x 8, float) += a (16 x 16) b (16 x 8), both of halves. Lane l has of a: rows l / 4 and 8
+// more, columns 2 (l % 4), the next, and those 8 on; of b: the same places of its transpose; of c:
+// rows l / 4 and 8 more, columns 2 (l % 4) and the next.
+DEVICE void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+DEVICE u32 pack_halves(float low, float high) {  // each to nearest, ties to even
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}

@@ -1,0 +1,260 @@
+"""Runs of whole models for data/results: decode, depth, batches, loading, perplexity, fusion, sync.
+
+Every function is one step of `tests.gpu.measure`; names in brackets are those of its folders.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import workbench as wb
+from tests.gpu.measuring import Session, add_to_result, everything, product_flops, slug
+from workbench.bench import provenance
+from workbench.bench.llama_bench import bench, format_rows
+from workbench.bench.perplexity import parse_against, perplexity
+from workbench.bench.token_source import open_source
+
+DECODED = [
+    ("llama-3-8b", "Q4_0"), ("llama-3.2-1b", "BF16"), ("llama-3-8b", "F16"),
+    ("llama-3-8b", "Q8_0"), ("qwen3-4b", "Q4_K_M"),
+]  # fmt: skip
+# suffix of the folder -> what is switched off
+WITHOUT: dict[str, tuple[str, ...]] = {"": (), "-unfused": ("fuse",), "-plain": ("pdl",)}
+
+
+def decode(session: Session) -> None:
+    """tg128 and pp512 with everything on but plans, and with fusion or pdl off
+    [decode-MODEL, decode-MODEL-unfused, decode-MODEL-plain]."""
+    for preset, quant in DECODED:
+        if not session.takes(preset, quant):
+            continue
+        folders = {
+            suffix: session.folder(f"decode-{slug(preset, quant)}{suffix}", needs="read_gbps")
+            for suffix in WITHOUT
+        }
+        if not any(folders.values()):
+            continue
+        with session.engine(preset, quant) as engine:
+            rates = session.rates(engine.backend)
+            for suffix, folder in folders.items():
+                toggles = everything(engine)
+                for name in WITHOUT[suffix]:
+                    toggles = toggles.switched(name, "off")
+                if folder is not None:
+                    _bench(session, engine, toggles, folder, rates, (512,), (128,))
+
+
+def _bench(
+    session: Session,
+    engine: wb.Engine,
+    toggles: wb.Toggles,
+    folder: Path,
+    rates: dict,
+    prompts: tuple[int, ...],
+    gens: tuple[int, ...],
+    depths: tuple[int, ...] = (0,),
+) -> None:
+    """One run of llama-bench's tests; the folder also says what a step computes."""
+    if session.quick:
+        prompts, gens = tuple(min(n, 128) for n in prompts), tuple(min(n, 8) for n in gens)
+    with engine.variant(toggles) as side:
+        rows = bench(side, prompts, gens, depths, 2 if session.quick else 5, out=folder)
+        flops = {f"pp{n}": product_flops(side, n) for n in prompts}
+    cells = 256
+    cache = sum(t.nbytes for pair in engine.model.caches(cells) for t in pair) // cells
+    add_to_result(folder, **rates, product_flops=flops, cache_bytes_per_token=cache)
+    said = ", ".join(f"{row.workload.name} {row.values()['avg_ts']:.1f} t/s" for row in rows)
+    print(f"{folder.name}: {said}; {rates['read_gbps']:.0f} GB/s read", flush=True)
+
+
+DEPTH = 16384
+
+
+def depth(session: Session) -> None:
+    """tg32 of llama-3-8b Q4_0 into an empty cache and behind 16,384 tokens
+    [depth-llama-3-8b-q4_0]."""
+    n = 512 if session.quick else DEPTH
+    _one(session, "depth", ("llama-3-8b", "Q4_0"), n + 256, (), (32,), (0, n))
+
+
+BATCH_SIZES = (9, 16, 32, 64, 128)
+
+
+def batches(session: Session) -> None:
+    """Steps of 9 to 128 tokens at once, as prompts of one ubatch [batches-MODEL]."""
+    for model in (("llama-3-8b", "Q4_0"), ("llama-3-8b", "Q8_0"), ("llama-3-8b", "F16")):
+        _one(session, "batches", model, 1024, BATCH_SIZES, ())
+
+
+def _one(
+    session: Session,
+    name: str,
+    model: tuple[str, str],
+    n_ctx: int,
+    prompts: tuple[int, ...],
+    gens: tuple[int, ...],
+    depths: tuple[int, ...] = (0,),
+) -> None:
+    if not session.takes(*model):
+        return
+    folder = session.folder(f"{name}-{slug(*model)}", needs="read_gbps")
+    if folder is None:
+        return
+    with session.engine(*model, n_ctx=n_ctx) as engine:
+        rates = session.rates(engine.backend)
+        _bench(session, engine, everything(engine), folder, rates, prompts, gens, depths)
+
+
+LOADS = 3
+
+
+def load(session: Session) -> None:
+    """Time until llama-3-8b Q4_0 is ready, three times, its file in the page cache
+    [load-llama-3-8b-q4_0.json]."""
+    model = ("llama-3-8b", "Q4_0")
+    out = session.out / f"{session.prefix}-load-{slug(*model)}.json"
+    if not session.takes(*model):
+        return
+    path, seconds = session.path(*model), []
+    with open(path, "rb", buffering=0) as file:
+        while file.read(64 << 20):
+            pass  # what is read is then in the page cache
+    for _ in range(LOADS):
+        begin = time.perf_counter()
+        with wb.Engine.load(path, device=session.device, n_ctx=1024) as engine:
+            seconds.append(round(time.perf_counter() - begin, 3))
+            found = {
+                "date": provenance.utc_now(),
+                **provenance.collect(engine),
+                "seconds": seconds,
+            }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{out.name}: {seconds} s", flush=True)
+
+
+SCORED = ("Q4_0", "Q8_0", "Q4_K_M", "MXFP4", "BF16", "F16", "Q6_K", "Q5_K_M")
+N_SCORED = 2048
+
+
+def perplexities(session: Session) -> None:
+    """2,048 tokens drawn from llama-3.2-1b and fed back, everything on against the float path with
+    everything off, for every type [perplexity-MODEL]."""
+    preset, n = "llama-3.2-1b", 64 if session.quick else N_SCORED
+    for quant in SCORED:
+        if not session.takes(preset, quant):
+            continue
+        folder = session.folder(f"perplexity-{slug(preset, quant)}")
+        if folder is None:
+            continue
+        with session.engine(preset, quant, n_ctx=n) as engine:
+            with engine.variant(everything(engine)) as fast:
+                source = open_source(fast, None, f"sample:{n}")
+                made = perplexity(
+                    fast, source, against=parse_against("activations=float"), out=folder
+                )
+            print("\n".join([folder.name, *made.lines()]), flush=True)
+            if made.agreement is not None:
+                print(made.agreement.outside(engine.model.quant) or "within the bounds")
+        if made.interrupted:
+            raise KeyboardInterrupt
+
+
+# Patterns that a model has: none of the two has biases, and BF16 quantises nothing.
+PATTERNS = ("fuse", "pdl", "fuse_norm_mul", "fuse_add_norm", "fuse_qkv", "fuse_rope_store",
+            "fuse_glu")  # fmt: skip
+FUSED = {
+    ("llama-3.2-1b", "BF16"): PATTERNS,
+    ("llama-3-8b", "Q4_0"): (*PATTERNS, "fuse_norm_quantize", "fuse_epilogue_quantize"),
+}
+
+
+def fusion(session: Session) -> None:
+    """Every pattern of graph/fuse.py, all of them together, and pdl, off against on: with all else
+    off (programs kept), and with all else on [fusion-TOGGLE-alone-MODEL, ...-with-all-...]."""
+    for (preset, quant), names in FUSED.items():
+        if not session.takes(preset, quant):
+            continue
+        with session.engine(preset, quant) as engine:
+            backgrounds = {
+                "alone": wb.Toggles(graph_reuse="set_rows"), "with-all": everything(engine),
+            }  # fmt: skip
+            for background, toggles in backgrounds.items():
+                for name in names:
+                    if name == "pdl" and everything(engine).pdl == "off":
+                        continue
+                    run = f"fusion-{name.replace('_', '-')}-{background}-{slug(preset, quant)}"
+                    compare(session, engine, run, f"{name}=off,on", "tg64", 5, toggles)
+
+
+def compare(
+    session: Session,
+    engine: wb.Engine,
+    name: str,
+    toggle: str,
+    test: str,
+    rounds: int,
+    background: wb.Toggles,
+) -> None:
+    """One comparison in a folder of its own."""
+    folder = session.folder(name)
+    if folder is None:
+        return
+    if session.quick:
+        test, rounds = "tg8", 1
+    found = wb.ab(
+        engine, toggle, tests=test, rounds=rounds, background=background, out=folder,
+        name=folder.name, smoke=session.quick,
+    )  # fmt: skip
+    print(found.verdict, flush=True)
+    if found.interrupted:
+        raise KeyboardInterrupt
+
+
+# the sync modes of notebook 02 -------------------------------------------------------------------
+
+# preset, type, rounds of each comparison: the smaller the token, the more it takes to see a wait
+SYNC_MODELS = [("llama-3.2-1b", "F16", 30), ("llama-3-8b", "Q4_0", 10)]
+KEPT = {"graph_reuse": "set_rows"}
+ON_OWN = "sync=per_copy,blocking_copies,copy_boundary,write_read_boundary"
+# run name -> toggle and values, test, background. Rebuilding is slow enough to be seen in tg32.
+COMPARISONS = {
+    "graph-reuse": ("graph_reuse=rebuild,set_rows", "tg32", {}),
+    "sync-own": (ON_OWN, "tg128", {"copy_stream": "own", **KEPT}),
+    "sync-compute": (f"{ON_OWN},implicit", "tg128", {"copy_stream": "compute", **KEPT}),
+}
+
+
+def sync(session: Session) -> None:
+    """Graph reuse, and every sync mode on both copy streams with programs kept; then timelines of
+    some tokens of the smaller model [graph-reuse-MODEL, sync-own-..., sync-compute-...,
+    bench-...]."""
+    for preset, quant, rounds in SYNC_MODELS:
+        if not session.takes(preset, quant):
+            continue
+        with session.engine(preset, quant) as engine:
+            for name, (toggle, test, fields) in COMPARISONS.items():
+                run = f"{name}-{slug(preset, quant)}"
+                compare(session, engine, run, toggle, test, rounds, wb.Toggles(**fields))
+            folder = session.folder(f"bench-{slug(preset, quant)}")
+            if folder is not None:
+                with engine.variant(wb.Toggles(**KEPT)) as kept:
+                    print(format_rows(bench(kept, out=folder)), flush=True)
+            if (preset, quant) == SYNC_MODELS[0][:2]:
+                _trace_both(engine, session, slug(preset, quant))
+
+
+def _trace_both(engine: wb.Engine, session: Session, model: str) -> None:
+    """A few tokens with every wait, and with none but the logits', as traces beside their runs."""
+    sides = {
+        "sync-own": wb.Toggles(sync="per_copy", **KEPT),
+        "sync-compute": wb.Toggles(sync="implicit", copy_stream="compute", **KEPT),
+    }
+    for name, toggles in sides.items():
+        with engine.variant(toggles) as side:
+            side.generate(tokens=[1, 2, 3], max_tokens=8)
+            with wb.profile(side, window=(8, 8)) as trace:
+                side.generate(tokens=[1, 2, 3], max_tokens=20)
+            trace.save(session.out / f"{session.prefix}-{name}-{model}" / "timeline.pftrace.gz")

@@ -1,0 +1,224 @@
+"""Runs parts of the GPU tests under compute-sanitizer: `python -m tests.gpu.sanitize [--out FILE]`.
+
+What runs under which tool, and why, is the table SUBSETS below. Shapes are small, for a kernel is
+some ten to a thousand times slower there. First the whole of it runs without a tool, which compiles
+the kernels and shows that the tests pass; last come the poisoned repetitions, for what no tool
+sees: ordering through global memory.
+
+Writes data/results/gpu-sanitizer.json (or FILE): date, device, driver, the tool's version, hash of
+the sources (`tests/gpu/hashing.py`), and for each run tests, errors and seconds. Exits with 1 where
+a tool reports anything or a test fails, and with 2 where there is no compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.gpu.hashing import ROOT, source_hash
+from workbench.backend.cuda import probe
+from workbench.errors import WorkbenchError
+
+OUT = ROOT / "data" / "results" / "gpu-sanitizer.json"
+LIMIT_S = 480  # for everything
+ERROR_EXIT = 86
+CONNECT_S = 60  # the interpreter and its libraries load before the first call of CUDA
+ARENA, LOADING = "tests/gpu/test_cuda_debug_arena.py", "tests/gpu/test_cuda_loading.py"
+REPETITIONS = "tests/gpu/test_cuda_repetitions.py"
+
+
+class Entry(NamedTuple):
+    node: str  # as pytest names tests
+    why: str
+
+
+_REPACK = Entry(
+    f"{LOADING}::test_all_types_through_a_ring_that_is_used_again_and_again",
+    "every repacking kernel, blocks in odd numbers, slots used again",
+)
+_SPLIT = "partial sums through scratch and counters, combined by the last block"
+_SHARED = "shared tiles, several stages in flight"
+
+SUBSETS: dict[str, tuple[Entry, ...]] = {
+    "memcheck": (
+        Entry(f"{ARENA}::test_steps[exact-*]", "whole steps, each tensor just its bytes, fused "
+              "and not, cuBLAS included; freed after the last use"),
+        Entry(f"{ARENA}::test_every_op_alone[exact]", "every op, weight type and fused node"),
+        Entry(f"{ARENA}::test_products_alone[exact-*]", "rows and columns no multiple of a tile"),
+        Entry(f"{ARENA}::test_attention_alone[exact-*]", "cells no multiple of a tile, shares"),
+        Entry(f"{ARENA}::test_splits_alone[exact-*]", _SPLIT),
+        _REPACK,
+    ),
+    "initcheck": (
+        Entry(f"{ARENA}::test_steps[bare-*-few]", "whole steps in memory that only kernels wrote"),
+        Entry(f"{ARENA}::test_steps[bare-tiny-llama-Q4_0-*-many]", "tiles of tensor_product"),
+        Entry(f"{ARENA}::test_every_op_alone[bare]", "every op, weight type and fused node"),
+        Entry(f"{ARENA}::test_products_alone[bare-quantised-*]", "padding of converted rows"),
+        Entry(f"{ARENA}::test_attention_alone[bare-*]", "shares that leave nothing to combine"),
+        Entry(f"{ARENA}::test_splits_alone[bare-*]", _SPLIT),
+    ),
+    "racecheck": (
+        Entry(f"{ARENA}::test_steps[guarded-tiny-llama-Q4_0-fused-few]", "product's epilogues"),
+        Entry(f"{ARENA}::test_steps[guarded-tiny-qwen3-Q4_K-fused-many]", "rope_store, norms"),
+        Entry(f"{ARENA}::test_products_alone[guarded-quantised-*]", _SHARED),
+        Entry(f"{ARENA}::test_attention_alone[guarded-*]", _SHARED),
+        Entry(f"{ARENA}::test_splits_alone[guarded-*]", "the flag that says who is last"),
+    ),
+    "synccheck": (
+        Entry(f"{ARENA}::test_steps[guarded-tiny-llama-Q4_0-fused-few]", "barriers of product"),
+        Entry(f"{ARENA}::test_attention_alone[guarded-*]", "barriers of shares of other lengths"),
+        Entry(f"{ARENA}::test_splits_alone[guarded-*]", "barriers on the way of the last block"),
+    ),
+}  # fmt: skip
+# A red zone or padding beside every allocation; calls that fail raise in the tests themselves.
+OPTIONS = {"memcheck": ("--padding", "512", "--report-api-errors", "no")}
+
+
+class Run(NamedTuple):
+    """What came of one run. errors: reported by the tool, None where it gave no summary."""
+
+    tests: int
+    errors: int | None
+    seconds: float
+    exit: int
+
+    @property
+    def clean(self) -> bool:
+        return self.exit == 0 and self.errors == 0 and self.tests > 0
+
+
+def find_tool() -> Path | None:
+    """compute-sanitizer on the PATH, of an installed CUDA toolkit, or of NVIDIA's wheels."""
+    found = shutil.which("compute-sanitizer")
+    places = [Path(found)] if found else []
+    places.append(Path("/usr/local/cuda/bin/compute-sanitizer"))
+    for folder in sys.path:
+        nvidia = Path(folder) / "nvidia"
+        # wheels before 13.5 lack a helper (TreeLauncherSubreaper) without which no target starts
+        places += nvidia.glob("*/compute-sanitizer/compute-sanitizer")
+    return next((place for place in places if place.is_file()), None)
+
+
+def tests_run(text: str) -> int:
+    """Tests that passed or failed by pytest's last summary in `text`."""
+    lines = re.findall(r"^[= ]*((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", text, re.MULTILINE)
+    if not lines:
+        return 0
+    return sum(int(n) for n in re.findall(r"(\d+) (?:passed|failed|errors?)\b", lines[-1]))
+
+
+def errors_found(text: str) -> int | None:
+    """Errors (racecheck: hazards, warnings too) by the tool's summaries; None without any."""
+    found = re.findall(r"ERROR SUMMARY: (\d+) error", text)
+    found += re.findall(r"RACECHECK SUMMARY: (\d+) hazard", text)
+    return sum(map(int, found)) if found else None
+
+
+def collected(nodes: list[str]) -> list[str]:
+    """Node ids for `nodes`, in which `*` stands for anything, in pytest's order."""
+    files = list(dict.fromkeys(node.partition("::")[0] for node in nodes))
+    shown = subprocess.run(
+        [*_pytest(), "--collect-only", *files], cwd=ROOT, capture_output=True, text=True
+    )
+    patterns = [re.compile(re.escape(node).replace(r"\*", ".*") + r"(\[.*\])?") for node in nodes]
+    ids = shown.stdout.splitlines()
+    for node, pattern in zip(nodes, patterns, strict=True):
+        if not any(pattern.fullmatch(i) for i in ids):
+            raise SystemExit(f"{node} names no test; {shown.stdout[-300:]}{shown.stderr[-300:]}")
+    return [i for i in ids if any(pattern.fullmatch(i) for pattern in patterns)]
+
+
+def _pytest() -> list[str]:
+    return [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
+
+
+def run(tool: str, sanitizer: Path, ids: list[str], limit_s: float) -> Run:
+    """Runs `ids` under `tool` (plain: under none); prints what is needed where it is not clean."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        under: list[str] = []
+        if tool != "plain":
+            under = [
+                str(sanitizer), "--tool", tool, "--log-file", str(log),
+                "--error-exitcode", str(ERROR_EXIT), "--target-processes", "all",
+                "--launch-timeout", str(CONNECT_S), *OPTIONS.get(tool, ()),
+            ]  # fmt: skip
+        command = [*under, *_pytest(), *ids]
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, text=True, timeout=max(limit_s, 1),
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            output, status = done.stdout, done.returncode
+        except subprocess.TimeoutExpired as late:
+            said = late.stdout or b""  # bytes, whatever was asked for
+            told = said if isinstance(said, str) else said.decode(errors="replace")
+            output, status = f"{told}\nstopped after {limit_s:.0f} s", 124
+        report = log.read_text(errors="replace") if log.is_file() else ""
+    seconds = round(time.perf_counter() - start, 1)
+    errors = errors_found(report) if tool != "plain" else int(status != 0)
+    made = Run(tests_run(output), errors, seconds, status)
+    if not made.clean:
+        print(f"--- {tool}: exit {status}", output[-3000:], report[:6000], sep="\n", flush=True)
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--tools", nargs="*", choices=list(SUBSETS), default=list(SUBSETS))
+    args = parser.parse_args()
+    sanitizer = find_tool()
+    if sanitizer is None:
+        print(
+            "compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin nor a wheel; "
+            "pip install 'nvidia-cuda-sanitizer-api>=13.5'",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        device, _, driver = probe().partition(", driver ")
+    except WorkbenchError as error:
+        print(error, file=sys.stderr)
+        return 2
+    version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
+    begin = time.perf_counter()
+    subsets = {tool: collected([e.node for e in SUBSETS[tool]]) for tool in args.tools}
+    plan = {"before": ("plain", list(dict.fromkeys(i for ids in subsets.values() for i in ids)))}
+    plan |= {tool: (tool, ids) for tool, ids in subsets.items()}
+    plan["repetitions"] = ("plain", [REPETITIONS])
+    runs: dict[str, Run] = {}
+    print(f"{'run':12} {'tests':>6} {'errors':>7} {'seconds':>8}")
+    for name, (tool, ids) in plan.items():
+        left = LIMIT_S - (time.perf_counter() - begin)
+        made = runs[name] = run(tool, sanitizer, ids, left)
+        errors = "none told" if made.errors is None else str(made.errors)
+        print(f"{name:12} {made.tests:6} {errors:>7} {made.seconds:8.1f}", flush=True)
+    record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "driver": driver,
+        "tool": " ".join(re.findall(r"Version \S+", version)),
+        "source_hash": source_hash(),
+        "runs": {name: made._asdict() for name, made in runs.items()},
+        "subsets": {tool: [e._asdict() for e in SUBSETS[tool]] for tool in args.tools},
+        "duration_s": round(time.perf_counter() - begin, 1),
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{record['duration_s']} s of {LIMIT_S} in all; {args.out}")
+    return int(not all(made.clean for made in runs.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,360 @@
+"""Attention on the cuda backend against float64, against its slow twin, and against itself."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.gpu.harness import Compute, distance
+from workbench.backend import cuda_attention as ca
+from workbench.backend import nvrtc
+from workbench.backend.cuda import CudaBackend
+from workbench.backend.cuda_kernel import Kernel, Work, blocks
+from workbench.errors import DeviceError
+from workbench.graph.ir import F16, F32, Kind, Tensor
+from workbench.graph.ops import make
+from workbench.model.quants import activation_planes
+from workbench.program.commands import Space
+
+pytestmark = pytest.mark.gpu
+
+# Queries and weights are rounded to halves: at most 2^-11 of each. The errors of weights average
+# out over the cells, and so do those of a query over the columns, unless one cell or one column is
+# all there is: then a result is off by two roundings, 2^-10.
+TOLERANCE = 2**-10
+SIMPLE_TOLERANCE = 5e-6  # float throughout, rescaled at every 32 cells
+POISONS = (0xFF, 0x7F)  # NaN as float; a float that is finite and huge
+CHAINS, CHAIN = 20, 50  # 1,000 launches
+
+
+class Shape(NamedTuple):
+    tokens: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    n_kv: int
+
+
+class Case:
+    """Inputs: a causal mask with holes; the last of several tokens sees nothing, and cells that
+    nobody sees hold NaN. k and v have 3 cells more than n_kv, NaN too."""
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        tokens, heads, heads_kv, head_dim, n_kv = shape
+        rng = np.random.default_rng(zlib.crc32(repr(tuple(shape)).encode()))
+        self.scale = float(np.float32(head_dim**-0.5))
+        self.q = rng.standard_normal((tokens, heads, head_dim), np.float32)
+        size = n_kv + 3, heads_kv * head_dim
+        self.k, self.v = (rng.standard_normal(size, np.float32).astype(np.float16) for _ in "kv")
+        self.mask = np.full((tokens, n_kv), -np.inf, np.float16)
+        live = max(1, n_kv - 5)
+        for t in range(tokens):
+            self.mask[t, : max(1, live - tokens + t + 1)] = 0
+        self.mask[:, rng.random(n_kv) < 0.1] = -np.inf
+        self.mask[:, 0] = 0
+        if tokens > 1:
+            self.mask[-1] = -np.inf
+        unseen = np.append(np.isinf(self.mask).all(axis=0), [True] * 3)
+        self.k[unseen] = self.v[unseen] = np.nan
+
+    def expected(self) -> np.ndarray:
+        """The op table's attention in float64, (tokens, heads, head_dim); a row of -inf: zeros."""
+        _, heads, heads_kv, head_dim, n_kv = self.shape
+        group = heads // heads_kv
+        k, v = (
+            np.nan_to_num(a[:n_kv].astype(np.float64)).reshape(n_kv, heads_kv, head_dim)
+            for a in (self.k, self.v)
+        )
+        out = np.zeros(self.q.shape)
+        for h in range(heads):
+            scores = self.q[:, h].astype(np.float64) @ k[:, h // group].T * self.scale + self.mask
+            most = scores.max(axis=1, keepdims=True)
+            p = np.exp(scores - np.where(np.isfinite(most), most, 0))
+            total = p.sum(axis=1, keepdims=True)
+            p = np.divide(p, total, out=np.zeros_like(p), where=total > 0)
+            out[:, h] = p @ v[:, h // group]
+        return out
+
+
+# as the engine launches it ------------------------------------------------------------------------
+
+
+def node_distance(compute: Compute, *sizes: int) -> float:
+    """Of the node's result from float64; every guard of `compute` holds."""
+    case = Case(Shape(*sizes))
+    cache = [Tensor(n, F16, a.shape, Kind.CACHE) for n, a in (("k", case.k), ("v", case.v))]
+    node = make(
+        "attention", "y", Tensor("q", F32, case.q.shape), *cache,
+        Tensor("m", F16, case.mask.shape),
+        n_kv=case.shape.n_kv, n_head_kv=case.shape.heads_kv, scale=case.scale,
+    )  # fmt: skip
+    arrays = (case.q, case.k, case.v, case.mask)
+    found = compute(node, dict(zip(node.inputs, arrays, strict=True))).view(np.float32)
+    if case.shape.tokens > 1:
+        assert not found.reshape(case.shape.tokens, -1)[-1].any(), "a row that sees nothing"
+    return distance(found, case.expected())
+
+
+HEAD_DIMS = (8, 32, 40, 64, 80, 128, 192, 256)
+TOKENS = (1, 2, 8, 9, 17, 40)
+LENGTHS = (1, 31, 256, 257, 300, 1024, 5000, 20000)
+GROUPS = ((1, 1), (8, 8), (32, 8), (15, 5), (14, 2))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_head_dims(compute: Compute, tokens: int, head_dim: int):
+    assert node_distance(compute, tokens, 4, 2, head_dim, 96) < TOLERANCE
+
+
+@pytest.mark.parametrize("n_kv", LENGTHS)
+@pytest.mark.parametrize("tokens", [1, 3, 12])
+def test_lengths(compute: Compute, tokens: int, n_kv: int):
+    assert node_distance(compute, tokens, 8, 2, 64, n_kv) < TOLERANCE
+
+
+@pytest.mark.parametrize(("heads", "heads_kv"), GROUPS)
+@pytest.mark.parametrize("tokens", [1, 4, 5, 6, 7, 33, 100])
+def test_groups(compute: Compute, heads: int, heads_kv: int, tokens: int):
+    assert node_distance(compute, tokens, heads, heads_kv, 128, 320) < TOLERANCE
+
+
+# launched by hand ---------------------------------------------------------------------------------
+
+
+class Device:
+    """Arrays on the device, given back together, and kernels on stream 0."""
+
+    def __init__(self, backend: CudaBackend):
+        self.backend = backend
+        self.held: list = []
+        self.counters = self.put(np.zeros(ca.BLOCKS, np.uint32))
+
+    def room(self, nbytes: int) -> int:
+        self.held.append(self.backend.allocate(max(nbytes, 16), Space.DEVICE))
+        return self.held[-1].address
+
+    def put(self, array: np.ndarray) -> int:
+        array = np.ascontiguousarray(array)
+        address = self.room(array.nbytes)
+        self.backend.copy(address, array.ctypes.data, array.nbytes, 0, to_host=False)()
+        self.backend.sync_stream(0)()
+        return address
+
+    def get(self, address: int, nbytes: int) -> np.ndarray:
+        found = np.empty(nbytes, np.uint8)
+        self.backend.copy(found.ctypes.data, address, nbytes, 0, to_host=True)()
+        self.backend.sync_stream(0)()
+        return found
+
+    def issues(self, works: Sequence[Work], early: bool = False) -> list[Callable[[], None]]:
+        stream = self.backend._stream(0)
+        return [self.backend._prepare(work, stream, "attention", early) for work in works]
+
+    def run(self, works: Sequence[Work]) -> None:
+        for issue in self.issues(works):
+            issue()
+        self.backend.sync_stream(0)()
+        assert not self.get(self.counters, 4 * ca.BLOCKS).any(), "counters are not at zero again"
+
+
+@pytest.fixture
+def device(backend: CudaBackend) -> Iterator[Device]:
+    made = Device(backend)
+    yield made
+    for memory in made.held:
+        memory.free()
+
+
+def row_bytes(shape: Shape, quantised: bool) -> int:
+    cols = shape.heads * shape.head_dim
+    return activation_planes(cols).row_bytes if quantised else 4 * cols
+
+
+class Placed:
+    """A case on the device, with a result and scratch that begin as poison."""
+
+    def __init__(self, device: Device, case: Case, plan: ca.Plan | None = None):
+        self.device, self.case, self.plan = device, case, plan
+        self.q, self.k, self.v = device.put(case.q), device.put(case.k), device.put(case.v)
+        self.mask = device.put(case.mask)
+
+    def works(self, dst: int, scratch: int, quantised: bool) -> list[Kernel]:
+        return ca.launches(
+            dst, self.q, self.k, self.v, self.mask, scratch, self.device.counters,
+            *self.case.shape, self.case.scale, quantised, plan=self.plan,
+        )  # fmt: skip
+
+    def simple(self, dst: int, scratch: int) -> list[Kernel]:
+        return ca.simple_launches(
+            dst, self.q, self.k, self.v, self.mask, scratch, *self.case.shape, self.case.scale
+        )
+
+    def result(self, quantised: bool = False, poison: int = POISONS[0]) -> np.ndarray:
+        shape = self.case.shape
+        nbytes = shape.tokens * row_bytes(shape, quantised)
+        dst = self.device.put(np.full(nbytes, poison, np.uint8))
+        need = ca.scratch_bytes(*shape, self.plan)
+        scratch = self.device.put(np.full(need, poison, np.uint8))
+        self.device.run(self.works(dst, scratch, quantised))
+        return self.device.get(dst, nbytes)
+
+
+def quantised_twin(device: Device, values: np.ndarray, shape: Shape) -> np.ndarray:
+    """`values` (float32 bytes) through the kernel `quantize`."""
+    cols, nbytes = shape.heads * shape.head_dim, shape.tokens * row_bytes(shape, True)
+    dst = device.put(np.full(nbytes, POISONS[1], np.uint8))
+    args: list[int | float] = [dst, device.put(values), shape.tokens, cols]
+    grid = (shape.tokens, blocks(cols, 1024))
+    device.run([Kernel("elementwise", "quantize", grid, 256, args, waits=True)])
+    return device.get(dst, nbytes)
+
+
+# Of every kind: short and long, clusters and several of them, few and many rows, odd head_dims.
+SHAPES = [
+    Shape(1, 32, 8, 128, 256), Shape(1, 32, 8, 128, 1000), Shape(1, 32, 8, 128, 4096),
+    Shape(1, 32, 8, 64, 512), Shape(1, 32, 8, 64, 4111), Shape(1, 8, 8, 64, 64),
+    Shape(1, 14, 2, 64, 777), Shape(1, 32, 4, 128, 9000), Shape(2, 40, 40, 128, 300),
+    Shape(3, 16, 2, 96, 2048), Shape(4, 32, 8, 128, 4096), Shape(4, 32, 8, 64, 300),
+    Shape(5, 8, 1, 256, 600), Shape(7, 12, 4, 80, 1500), Shape(8, 32, 8, 128, 256),
+    Shape(8, 32, 8, 128, 1024), Shape(8, 32, 8, 64, 4096), Shape(8, 6, 6, 32, 40),
+    Shape(9, 32, 8, 64, 1024), Shape(40, 32, 8, 128, 320), Shape(150, 32, 8, 64, 333),
+    Shape(150, 32, 8, 128, 256),
+]  # fmt: skip
+
+
+def can_quantise(shape: Shape) -> bool:
+    return ca.can_quantise(shape.tokens, shape.head_dim)
+
+
+def forced(sets: int, warps: int, stages: int, shares: int, cluster: int, shape: Shape) -> ca.Plan:
+    rows = shape.tokens * shape.heads // shape.heads_kv
+    tuning = ca.Tuning(sets, warps, stages, ca.CELLS)
+    return ca.Plan(tuning, shape.heads_kv * blocks(rows, 8 * sets), shares, cluster)
+
+
+PLANS = [  # sets, warps, stages, shares, cluster
+    (1, 2, 2, 1, 1), (1, 4, 2, 5, 1), (1, 8, 1, 2, 2), (1, 4, 2, 12, 4), (1, 4, 2, 24, 8),
+    (2, 4, 2, 1, 1), (2, 4, 2, 3, 1), (2, 4, 2, 8, 8), (4, 4, 2, 1, 1), (4, 4, 2, 8, 4),
+    (4, 4, 2, 16, 8),
+]  # fmt: skip
+PLANNED = [Shape(5, 12, 4, 128, 300), Shape(8, 14, 2, 40, 1111)]  # rows fill no set
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(backend: CudaBackend) -> None:
+    """Every variant the tests use, compiled side by side rather than one when first wanted."""
+    sizes = [Shape(t, 4, 2, d, 96) for t in TOKENS for d in HEAD_DIMS]
+    sizes += [Shape(t, 8, 2, 64, n) for t in (1, 3, 12) for n in LENGTHS]
+    sizes += [Shape(t, *g, 128, 320) for t in (1, 4, 5, 6, 7, 33, 100) for g in GROUPS]
+    nowhere = (0,) * 7
+    kernels = [ca.launches(*nowhere, *s, 1.0, False)[0] for s in sizes + SHAPES]
+    kernels += [
+        ca.launches(*nowhere, *s, 1.0, False, plan=forced(*p, s))[0] for s in PLANNED for p in PLANS
+    ]
+    wanted = {(k.file, k.defines) for k in kernels}
+    files: list[tuple[str, tuple[str, ...]]] = [("attention_simple", ()), ("elementwise", ())]
+    nvrtc.compile_many([*sorted(wanted), *files], backend._arch)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_slow_twin(device: Device, shape: Shape):
+    placed = Placed(device, Case(shape))
+    expected, found = placed.case.expected(), placed.result()
+    dst = device.put(np.full(found.nbytes, POISONS[0], np.uint8))
+    scratch = device.room(ca.simple_scratch_bytes(*shape[:2], *shape[3:]))
+    device.run(placed.simple(dst, scratch))
+    twin = device.get(dst, found.nbytes).view(np.float32)
+    assert distance(twin, expected) < SIMPLE_TOLERANCE
+    assert distance(found.view(np.float32), expected) < TOLERANCE
+    assert distance(found.view(np.float32), twin) < TOLERANCE
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if can_quantise(s)], ids=str)
+def test_quantised_is_quantize_of_the_result(device: Device, shape: Shape):
+    placed = Placed(device, Case(shape))
+    expected = quantised_twin(device, placed.result(), shape)
+    for poison in POISONS:
+        assert np.array_equal(placed.result(quantised=True, poison=poison), expected)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("shape", PLANNED, ids=str)
+def test_every_way_to_share_the_cells(device: Device, shape: Shape, plan: tuple[int, ...]):
+    """Sets, clusters, several of them, shares without a tile: also those no rule picks here."""
+    sets, warps, stages, shares, cluster = plan
+    case = Case(shape)
+    placed = Placed(device, case, forced(sets, warps, stages, shares, cluster, shape))
+    found = placed.result()
+    assert distance(found.view(np.float32), case.expected()) < TOLERANCE
+    assert np.array_equal(found, placed.result(poison=POISONS[1]))
+    if can_quantise(shape):
+        quantised = placed.result(quantised=True)
+        assert np.array_equal(quantised, quantised_twin(device, found, shape))
+
+
+@pytest.mark.parametrize("tokens", [3, 8, 150])
+def test_a_broken_cell_shows_where_it_counts(device: Device, tokens: int):
+    """NaN in a cell that some tokens see: in all results of these, in no other."""
+    case = Case(Shape(tokens, 32, 8, 64, 400))
+    clean = Placed(device, case).result().view(np.float32).reshape(tokens, -1)
+    cell = np.flatnonzero(np.isinf(case.mask[0]) & ~np.isinf(case.mask[tokens - 2]))[0]
+    case.k[cell] = case.v[cell] = np.nan
+    found = Placed(device, case).result().view(np.float32).reshape(tokens, -1)
+    sees = ~np.isinf(case.mask[:, cell])
+    assert sees.any() and not sees.all()
+    assert np.isnan(found[sees]).all()
+    assert np.array_equal(found[~sees], clean[~sees])
+
+
+def test_head_dims_that_no_kernel_has():
+    for head_dim in (4, 60, 264):
+        with pytest.raises(DeviceError, match=f"head_dim {head_dim} is not supported"):
+            ca.launches(*(0,) * 7, 1, 8, 8, head_dim, 256, 1.0, False)
+
+
+# repetitions --------------------------------------------------------------------------------------
+
+
+def poisoning(dst: int, source: int, zeros: int, nbytes: int) -> Kernel:
+    """Fills `dst` with the floats of `source`, as a launch of its own: what a copy or a memset
+    would do between two kernels is to keep the second from beginning early."""
+    n = nbytes // 4
+    args: list[int | float] = [dst, source, zeros, 1, n, 1]
+    return Kernel("elementwise", "add", (1, blocks(n, 256)), 256, args, waits=True)
+
+
+def test_a_thousand_launches_that_begin_early_give_the_same_bytes(device: Device):
+    """Chains of launches of ever other shapes, each begun before the one in front has ended, with
+    results and scratch poisoned on the device before each. A block that reads what another has
+    yet to write finds poison, or what another shape left there."""
+    early = device.backend.capabilities.programmatic
+    cases = [(Placed(device, Case(s)), q) for s in SHAPES for q in sorted({False, can_quantise(s)})]
+    expected = [placed.result(quantised) for placed, quantised in cases]
+    largest = max(e.nbytes for e in expected)
+    need = max(ca.scratch_bytes(*placed.case.shape) for placed, _ in cases)
+    scratch, slots = device.room(need), device.room(CHAIN * largest)
+    size = max(need, largest)
+    poison = [device.put(np.full(size, p, np.uint8)) for p in POISONS]
+    zeros = device.put(np.zeros(size, np.uint8))
+    rng = np.random.default_rng(0)
+    for chain in range(CHAINS):
+        chosen, works = rng.integers(len(cases), size=CHAIN), []
+        for slot, number in enumerate(chosen):
+            placed, quantised = cases[number]
+            dst, source = slots + slot * largest, poison[(chain + slot) % len(poison)]
+            works.append(poisoning(scratch, source, zeros, need))
+            works.append(poisoning(dst, source, zeros, expected[number].nbytes))
+            works += placed.works(dst, scratch, quantised)
+        for issue in device.issues(works, early):
+            issue()
+        for slot, number in enumerate(chosen):
+            want = expected[number]
+            same = np.array_equal(device.get(slots + slot * largest, want.nbytes), want)
+            assert same, (chain, slot, cases[number][0].case.shape, cases[number][1])
+    assert not device.get(device.counters, 4 * ca.BLOCKS).any()

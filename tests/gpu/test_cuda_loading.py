@@ -1,0 +1,135 @@
+"""Loading on the GPU: every byte in its plane, memory given back, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from tests.planes import repacked
+from workbench.backend import cuda_weights
+from workbench.backend.cuda import CudaBackend
+from workbench.backend.cuda_weights import N_SLOTS, SLOT_BYTES, Uploader
+from workbench.engine.engine import Engine
+from workbench.errors import DeviceError
+from workbench.graph.ir import DTYPES, F16, F32, WEIGHT_DTYPES, DType, Kind, Tensor
+from workbench.graph.ops import make
+
+pytestmark = pytest.mark.gpu
+
+
+def weight(name: str, dtype: DType, rows: int, cols: int) -> tuple[Tensor, np.ndarray]:
+    tensor = Tensor(name, dtype, (rows, cols), Kind.WEIGHT)
+    rng = np.random.default_rng([rows, cols, DTYPES[dtype.name].block_bytes])
+    return tensor, rng.integers(0, 256, tensor.nbytes, np.uint8)
+
+
+def content(backend: CudaBackend, memory) -> np.ndarray:
+    found = np.zeros(memory.nbytes, np.uint8)
+    backend.copy(found.ctypes.data, memory.address, memory.nbytes, 0, to_host=True)()
+    backend.sync_stream(0)()
+    return found
+
+
+def free_bytes(backend: CudaBackend) -> int:
+    backend.synchronize()
+    return backend._driver.cupy.cuda.runtime.memGetInfo()[0]
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: d.name)
+def test_every_byte_is_in_its_plane(backend: CudaBackend, dtype: DType):
+    """One block, odd numbers of them, and more than two slots with a bit; all in one loading."""
+    large = 2 * SLOT_BYTES // dtype.row_bytes(4096) + 3
+    shapes = [(1, 256), (3, 768), (33, 1280), (large, 4096), (257, 256)]
+    weights = [weight(f"w{i}", dtype, *shape) for i, shape in enumerate(shapes)]
+    memory = [backend.load_weight(*w) for w in weights]
+    backend.finish_loading()
+    for (tensor, data), there in zip(weights, memory, strict=True):
+        assert np.array_equal(content(backend, there), repacked(data, dtype)), tensor
+        there.free()
+
+
+def test_all_types_through_a_ring_that_is_used_again_and_again(backend: CudaBackend, monkeypatch):
+    """Slots of 64 KiB, hundreds of turns: a slot filled too early would show."""
+    monkeypatch.setattr(cuda_weights, "SLOT_BYTES", 64 << 10)
+    monkeypatch.setattr(cuda_weights, "N_SLOTS", 3)
+    weights = [
+        weight(f"{dtype.name}.{i}", dtype, rows, 1024)
+        for i, rows in enumerate((1, 700, 63, 1500))
+        for dtype in WEIGHT_DTYPES
+    ]
+    memory = [backend.load_weight(*w) for w in weights]
+    backend.finish_loading()
+    for (tensor, data), there in zip(weights, memory, strict=True):
+        assert np.array_equal(content(backend, there), repacked(data, tensor.dtype)), tensor
+        there.free()
+
+
+def test_what_is_read_or_launched_is_loaded_without_being_told(backend: CudaBackend):
+    tensor, data = weight("w", F16, 999, 1024)
+    memory = backend.load_weight(tensor, data)
+    assert np.array_equal(content(backend, memory), data)
+    memory.free()
+
+
+def test_loading_holds_no_more_than_its_slots_and_gives_them_back(backend: CudaBackend):
+    first = backend.load_weight(*weight("w", F16, 8, 64))  # makes the streams
+    backend.finish_loading()
+    first.free()
+    before = free_bytes(backend)
+    tensor, data = weight("w", F32, 1 << 14, 4096)
+    memory = backend.load_weight(tensor, data)
+    assert before - free_bytes(backend) <= tensor.nbytes + N_SLOTS * SLOT_BYTES + (4 << 20)
+    backend.finish_loading()
+    memory.free()
+    assert before - free_bytes(backend) <= 4 << 20
+    assert not [t for t in threading.enumerate() if t.name.startswith("loading")]
+
+
+def test_interrupted_loading_gives_the_gpu_back(tiny_model, monkeypatch):
+    path = tiny_model("tiny-llama", "Q4_0")
+    with Engine.load(path, device="cuda", n_ctx=64) as engine:
+        whole = engine.step([1, 2, 3])
+        runtime = engine._open.backend._driver.cupy.cuda.runtime
+    before, load, n_loads = runtime.memGetInfo()[0], Uploader.load, []
+
+    def interrupted(self: Uploader, tensor: Tensor, data: np.ndarray):
+        n_loads.append(tensor.name)
+        if len(n_loads) == 9:
+            raise KeyboardInterrupt
+        return load(self, tensor, data)
+
+    monkeypatch.setattr(Uploader, "load", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Engine.load(path, device="cuda", n_ctx=64)
+    monkeypatch.undo()
+    assert not [t for t in threading.enumerate() if t.name.startswith("loading")]
+    assert before - runtime.memGetInfo()[0] <= 4 << 20
+    with Engine.load(path, device="cuda", n_ctx=64) as engine:
+        assert np.array_equal(engine.step([1, 2, 3]), whole)
+
+
+def test_a_weight_of_the_wrong_size_is_refused(backend: CudaBackend):
+    with pytest.raises(DeviceError, match="wants 64 bytes, not 60"):
+        backend.load_weight(Tensor("w", F32, (4, 4), Kind.WEIGHT), np.zeros(60, np.uint8))
+    backend.finish_loading()
+
+
+@pytest.mark.parametrize("head_dim", [20, 1024])
+def test_a_head_dim_without_a_kernel_is_refused_before_it_is_launched(
+    backend: CudaBackend, head_dim: int
+):
+    q = Tensor("q", F32, (1, 4, head_dim))
+    cache, mask = Tensor("k", F16, (256, 4 * head_dim), Kind.CACHE), Tensor("m", F16, (1, 256))
+    node = make("attention", "o", q, cache, cache, mask, n_kv=256, n_head_kv=4, scale=0.1)
+    why = backend.refuses(node)
+    assert str(head_dim) in why and "\n" not in why
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 512])
+def test_no_type_of_a_model_file_is_refused(backend: CudaBackend, tokens: int):
+    x = Tensor("x", F32, (tokens, 4096))
+    for dtype in WEIGHT_DTYPES:
+        w = Tensor("w", dtype, (4096, 4096), Kind.WEIGHT)
+        assert backend.refuses(make("mul_mat", "p", w, x)) == ""

@@ -1,0 +1,279 @@
+"""Ordering through global memory, by repetition: a thousand times the same launches in changing
+order and company, each time among poison, and each time the first bytes again.
+
+Racecheck sees shared memory alone. What it cannot see is whether a last block reads the partial
+sums that others wrote, whether counters are zero again, and whether a programmatic launch reads
+what the launch in front of it has not written yet, or overwrites what that still reads. So steps of
+small decoders, fused and not, and single nodes that split their columns or cells, are launched back
+to back, programmatically where the GPU can, with nothing between them that would order them; on two
+streams at once, so that blocks start and end at other times. One stream's steps give every tensor
+memory of its own, where a read too early finds poison; the other's share an arena as the engine's
+do, where a write too early destroys what is still read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.graphs import Decoder, values_for
+from tests.ranges import meaningful
+from workbench.backend.base import Issue, Memory, in_order
+from workbench.backend.cuda import CudaBackend
+from workbench.graph import arena
+from workbench.graph.fuse import FUSIONS, fuse
+from workbench.graph.ir import (
+    DTYPES,
+    F16,
+    F32,
+    Q8_ACT,
+    QUANTISED,
+    Graph,
+    Kind,
+    Node,
+    StepShape,
+    Tensor,
+)
+from workbench.graph.ops import make
+from workbench.program.commands import Space
+
+pytestmark = pytest.mark.gpu
+
+REPETITIONS, BATCH = 1000, 20
+POISONS = (0xFF, 0x7F)  # a NaN as float and as half
+STREAMS = (0, 2)
+N_KV = 256
+
+# preset, weight type, that of V, tokens, fused
+DECODERS = (
+    ("tiny-llama", "Q4_0", "Q4_0", 1, True),
+    ("tiny-llama", "Q4_0", "Q4_0", 1, False),
+    ("tiny-qwen3", "Q4_K", "Q6_K", 3, True),
+    ("tiny-llama-bias", "Q8_0", "Q8_0", 8, True),
+    ("tiny-llama", "F16", "BF16", 1, True),
+    ("tiny-qwen3", "MXFP4", "MXFP4", 12, True),
+    ("tiny-llama", "Q5_K", "Q6_K", 33, True),
+)
+# weight type, rows, columns, tokens: warps, or blocks, share the columns
+PRODUCTS = (
+    ("Q4_0", 64, 8192, 1), ("F16", 7, 8200, 1), ("Q6_K", 33, 5120, 2), ("BF16", 130, 4100, 5),
+    ("Q4_K", 35, 5120, 16), ("Q8_0", 130, 4096, 40), ("Q5_K", 33, 4096, 100),
+)  # fmt: skip
+# tokens, heads, heads of K and V, head_dim, cells: cells are shared by blocks
+ATTENTION = ((1, 8, 2, 64, 2048), (8, 4, 2, 128, 1030), (2, 2, 1, 256, 700), (1, 32, 8, 128, 1500))
+
+
+def graphs() -> Iterator[tuple[str, Graph]]:
+    for preset, name, v_name, tokens, fused in DECODERS:
+        model = Decoder(preset, DTYPES[name], {"attn_v": DTYPES[v_name]})
+        graph = model.graph(tokens, tokens, N_KV, n_cells=N_KV)
+        yield f"{preset} {name} {tokens} {fused}", fuse(graph, FUSIONS if fused else ())
+    for name, rows, cols, tokens in PRODUCTS:
+        w = Tensor("w", DTYPES[name], (rows, cols), Kind.WEIGHT)
+        x = Tensor("x", Q8_ACT if DTYPES[name] in QUANTISED else F32, (tokens, cols))
+        yield f"{name} {rows}x{cols} {tokens}", _single(make("mul_mat", "y", w, x), tokens)
+    for tokens, heads, heads_kv, head_dim, n_kv in ATTENTION:
+        q = Tensor("q", F32, (tokens, heads, head_dim))
+        k, v = (Tensor(n, F16, (n_kv, heads_kv * head_dim)) for n in "kv")
+        mask = Tensor("mask", F16, (tokens, n_kv), Kind.INPUT)
+        scale = head_dim**-0.5
+        node = make("attention", "o", q, k, v, mask, n_kv=n_kv, n_head_kv=heads_kv, scale=scale)
+        yield f"attention {tokens} {heads} {head_dim} {n_kv}", _single(node, tokens)
+
+
+def _single(node: Node, tokens: int) -> Graph:
+    return Graph([node], [], [node.output], StepShape(tokens, tokens, N_KV))
+
+
+def given(graph: Graph, rng: np.random.Generator) -> dict[Tensor, np.ndarray]:
+    """Values of all that `graph` reads and does not make. Rows of the caches that it stores hold
+    NaN: one that is read before it is stored shows."""
+    made = {t.storage for node in graph.nodes for t in node.outputs if t.kind != Kind.CACHE}
+    made |= {part.output.storage for node in graph.nodes for part in node.parts}
+    values: dict[Tensor, np.ndarray] = {}
+    for node in graph.nodes:
+        for t, array in values_for(node, N_KV, rng).items():
+            if t.kind == Kind.CACHE or t not in made:
+                values.setdefault(t, array)
+    by_name = {t.name: array for t, array in values.items() if t.kind == Kind.INPUT}
+    for t, array in values.items():
+        if t.name == "inp_out_ids":
+            values[t] = np.arange(len(array), dtype=np.int32)
+        if t.kind == Kind.CACHE:
+            which = "k" if t.name.startswith("cache_k") else "v"
+            array[by_name[f"attn_inp_{which}_idxs"]] = np.nan
+    return values
+
+
+class Case(NamedTuple):
+    """One graph in place: its launches plain and programmatic."""
+
+    name: str
+    plain: Issue
+    early: Issue
+
+
+class Rig:
+    """Every case on one stream. In `work`: what cases make, then their caches, as `before` has them
+    at the start of each repetition."""
+
+    def __init__(self, backend: CudaBackend, stream: int, apart: bool):
+        self.backend, self.stream, self.apart = backend, stream, apart
+        self._memory: list[Memory] = []
+        rng = np.random.default_rng(stream)
+        made = [(name, graph, given(graph, rng)) for name, graph in graphs()]
+        plans = [self._plan(graph) for _, graph, _ in made]
+        self.poisoned = sum(plan.nbytes for plan in plans)
+        caches = [(t, a) for _, _, values in made for t, a in values.items() if _is_cache(t)]
+        cache_bytes = sum(_aligned(t.nbytes) for t, _ in caches)
+        self.nbytes = self.poisoned + cache_bytes
+        self.used = np.zeros(self.nbytes, bool)  # bytes that are compared
+        self.used[self.poisoned :] = True
+        work = self._allocate(self.nbytes)
+        self.work, self.before = work.address, self._allocate(cache_bytes).address
+        self.log = self._allocate(self.nbytes * BATCH, Space.PINNED)
+        assert self.log.array is not None
+        self.logged = self.log.array.reshape(BATCH, self.nbytes)
+        at, cache_at = 0, self.poisoned
+        self.cases = []
+        for (name, graph, values), plan in zip(made, plans, strict=True):
+            places = {t: self.work + at + offset for t, offset in plan.offsets.items()}
+            scratch = {n: self.work + at + offset for n, (offset, _) in plan.scratch.items()}
+            for t in self._kept(graph):
+                if t in plan.offsets:
+                    first = at + plan.offsets[t]
+                    self.used[first : first + t.nbytes] = meaningful(t)
+            for t, array in values.items():
+                if _is_cache(t):
+                    places[t] = self.work + cache_at
+                    self._upload(self.before + cache_at - self.poisoned, array)
+                    cache_at += _aligned(t.nbytes)
+                elif t.kind == Kind.WEIGHT:
+                    self._memory.append(backend.load_weight(t, array.reshape(-1).view(np.uint8)))
+                    places[t] = self._memory[-1].address
+                else:
+                    places[t] = self._allocate(t.nbytes).address
+                    self._upload(places[t], array)
+            self.cases.append(self._case(name, graph, places, scratch))
+            at += plan.nbytes
+        backend.synchronize()
+
+    def _kept(self, graph: Graph) -> list[Tensor]:
+        outputs = [t for node in graph.nodes for t in node.outputs] if self.apart else graph.outputs
+        return [t.storage for t in outputs]
+
+    def _plan(self, graph: Graph) -> arena.Placed:
+        return arena.plan(graph.nodes, (), self._kept(graph), self.backend.scratch_bytes)
+
+    def _case(self, name: str, graph: Graph, places, scratch) -> Case:
+        def at(t: Tensor) -> int:
+            return places[t.storage]
+
+        backend, early = self.backend, self.backend.capabilities.programmatic
+        assert not early or all(backend.begins_early(node) for node in graph.nodes), name
+        issues = [
+            [backend.launch(n, at, scratch.get(n, 0), self.stream, way) for n in graph.nodes]
+            for way in (False, early)
+        ]
+        return Case(name, *(in_order(way) for way in issues))
+
+    def _allocate(self, nbytes: int, space: Space = Space.DEVICE) -> Memory:
+        self._memory.append(self.backend.allocate(nbytes, space))
+        return self._memory[-1]
+
+    def _upload(self, address: int, array: np.ndarray) -> None:
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self.backend.copy(address, raw.ctypes.data, raw.nbytes, self.stream, to_host=False)()
+        self.backend.sync_stream(self.stream)()
+
+    def poison(self, byte: int) -> None:
+        """Queues poison over everything the cases make, and the caches as they were."""
+        call, there = self.backend._driver.call, self.backend._stream(self.stream)
+        call("cuMemsetD8Async", "poison", self.work, byte, self.poisoned, there)
+        nbytes = self.nbytes - self.poisoned
+        caches = self.work + self.poisoned
+        call("cuMemcpyDtoDAsync", "caches", caches, self.before, nbytes, there)
+
+    def keep(self, slot: int) -> None:
+        """Queues a copy of all the results to slot `slot` of the log."""
+        there = self.log.address + slot * self.nbytes
+        self.backend.copy(there, self.work, self.nbytes, self.stream, to_host=True)()
+
+    def alone(self, byte: int) -> np.ndarray:
+        """The results of every case launched plainly among poison, waited for one by one."""
+        self.poison(byte)
+        for case in self.cases:
+            case.plain()
+            self.backend.sync_stream(self.stream)()
+        self.keep(0)
+        self.backend.sync_stream(self.stream)()
+        return self.logged[0].copy()
+
+    def repeat(self, slot: int, byte: int, order: Sequence[int]) -> None:
+        """Queues one repetition: poison, the cases in this order, the results into the log."""
+        self.poison(byte)
+        for i in order:
+            self.cases[i].early()
+        self.keep(slot)
+
+    def differing(self, wanted: np.ndarray, n: int) -> list[int]:
+        """Slots of the first n whose results are not `wanted`."""
+        self.backend.sync_stream(self.stream)()
+        return [i for i in range(n) if ((self.logged[i] != wanted) & self.used).any()]
+
+    def free(self) -> None:
+        for memory in self._memory:
+            memory.free()
+
+
+def _is_cache(t: Tensor) -> bool:
+    return t.kind == Kind.CACHE
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // arena.ALIGN) * arena.ALIGN
+
+
+@pytest.fixture
+def rigs(backend: CudaBackend) -> Iterator[list[Rig]]:
+    made = [Rig(backend, stream, apart=i == 0) for i, stream in enumerate(STREAMS)]
+    yield made
+    backend.synchronize()
+    for rig in made:
+        rig.free()
+
+
+def test_a_thousand_repetitions_give_the_first_bytes(backend: CudaBackend, rigs: list[Rig]):
+    rng = np.random.default_rng(1)
+    wanted = [rig.alone(POISONS[0]) for rig in rigs]
+    for rig, first in zip(rigs, wanted, strict=True):
+        other = rig.alone(POISONS[1])
+        assert np.array_equal(other[rig.used], first[rig.used]), "depends on the poison"
+    for start in range(0, REPETITIONS, BATCH):
+        for slot, rig in itertools.product(range(BATCH), rigs):
+            order = rng.permutation(len(rig.cases)).tolist()
+            rig.repeat(slot, POISONS[slot % 2], order)
+        for rig, first in zip(rigs, wanted, strict=True):
+            bad = rig.differing(first, BATCH)
+            assert not bad, f"repetitions {[start + i for i in bad]} on stream {rig.stream} differ"
+    for stream in STREAMS:
+        found = np.ones(backend._counters[stream].nbytes, np.uint8)
+        address = backend._counters_of(stream)
+        backend.copy(found.ctypes.data, address, found.nbytes, stream, to_host=True)()
+        backend.sync_stream(stream)()
+        assert not found.any(), f"counters of stream {stream} are not zero again"
+
+
+def test_what_is_left_out_is_missed(rigs: list[Rig]):
+    """The check itself: without any one case the results are not the first ones."""
+    rig = rigs[0]
+    wanted, n = rig.alone(POISONS[0]), len(rig.cases)
+    for first in range(0, n, BATCH):
+        left_out = range(first, min(first + BATCH, n))
+        for slot, missing in enumerate(left_out):
+            rig.repeat(slot, POISONS[0], [i for i in range(n) if i != missing])
+        assert rig.differing(wanted, len(left_out)) == list(range(len(left_out)))

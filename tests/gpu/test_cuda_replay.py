@@ -1,0 +1,176 @@
+"""Captured launches are replayed as they were issued, timed, and given back; memory is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from workbench.backend.base import Issue
+from workbench.backend.cuda import CudaBackend
+from workbench.backend.cuda_kernel import Kernel
+from workbench.backend.cuda_replay import READ_GRIDS, READ_WORDS, Replay, l2_bytes, read_rates
+from workbench.bench.kernel_bench import Plan, bench_kernels
+from workbench.bench.kernel_cases import parse_shapes, parse_types
+from workbench.bench.kernel_rigs import PDL, PLAIN
+from workbench.errors import UsageError
+from workbench.graph.ir import F32, Tensor
+from workbench.graph.ops import make
+from workbench.program.commands import COMPUTE_STREAM, Space
+
+N = 1000
+
+
+class Counting:
+    """Two launches that together add 2 to every element of `a`, so that replays can be counted."""
+
+    def __init__(self, backend: CudaBackend):
+        self.backend = backend
+        self.memory = [backend.allocate(4 * N, Space.DEVICE) for _ in range(3)]
+        self.host = backend.allocate(4 * N, Space.PINNED)
+        assert self.host.array is not None
+        self.array = self.host.array.view(np.float32)
+        self.array[:] = 1.0
+        self._copy(2, to_host=False)
+        a, b, one = (Tensor(name, F32, (1, N)) for name in ("a", "b", "one"))
+        places = dict(zip((a, b, one), (m.address for m in self.memory), strict=True))
+        forth, back = make("add", "b", a, one), make("add", "a", b, one)
+        places |= {forth.output: places[b], back.output: places[a]}
+        self.issues: list[Issue] = [
+            backend.launch(node, places.__getitem__, 0, COMPUTE_STREAM) for node in (forth, back)
+        ]
+
+    def _copy(self, i: int, to_host: bool) -> None:
+        there, here = self.memory[i].address, self.host.address
+        ends = (here, there) if to_host else (there, here)
+        self.backend.copy(*ends, 4 * N, COMPUTE_STREAM, to_host)()
+        self.backend.sync_stream(COMPUTE_STREAM)()
+
+    @property
+    def value(self) -> float:
+        """What every element of `a` is."""
+        self._copy(0, to_host=True)
+        assert (self.array == self.array[0]).all()
+        return float(self.array[0])
+
+
+@pytest.fixture
+def counting(backend: CudaBackend) -> Iterator[Counting]:
+    made = Counting(backend)
+    yield made
+    for memory in (*made.memory, made.host):
+        memory.free()
+
+
+def test_replays_compute_as_often_as_they_run(backend, counting):
+    with Replay(backend, counting.issues) as replay:
+        assert counting.value == 2  # once as they are, before the capture
+        replay.run()
+        assert counting.value == 4
+        replay.run(5)
+        assert counting.value == 14
+        assert len(replay.time_us(3)) == 3
+        assert counting.value == 14 + 2 * 4  # one untimed
+
+
+def test_times_are_the_devices_and_add_up(backend, counting):
+    with Replay(backend, counting.issues * 20) as short:
+        few = short.time_us(5)
+    with Replay(backend, counting.issues * 200) as long:
+        many = long.time_us(5)
+    assert min(few) > 10 and 5 < np.median(many) / np.median(few) < 20
+
+
+def test_what_cannot_be_captured_is_refused_and_the_stream_goes_on(backend, counting):
+    with pytest.raises(UsageError, match="no launches"):
+        Replay(backend, [])
+
+    calls = []
+
+    def captures_too() -> None:
+        calls.append(1)
+        if len(calls) > 1:  # the first call is before the capture
+            Replay(backend, counting.issues)
+
+    with pytest.raises(UsageError, match="stream 0 is being captured already"):
+        Replay(backend, [captures_too])
+    for issue in counting.issues:
+        issue()
+    assert counting.value == 2
+
+
+def test_a_failing_launch_ends_the_capture(backend, counting):
+    calls = []
+
+    def fails_later() -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            raise ValueError("told to")
+
+    with pytest.raises(ValueError, match="told to"):
+        Replay(backend, [*counting.issues, fails_later])
+    with Replay(backend, counting.issues) as replay:
+        replay.run()
+    assert counting.value == 6
+
+
+def test_a_closed_replay_is_refused(backend, counting):
+    replay = Replay(backend, counting.issues)
+    replay.close()
+    replay.close()
+    with pytest.raises(UsageError, match="closed"):
+        replay.run()
+
+
+@pytest.mark.parametrize("words", READ_WORDS)
+@pytest.mark.parametrize("grid", [1, 3, 40])
+def test_every_word_is_read_once(backend, words, grid):
+    """One word of many is 1: a thread adds up to 1 if and only if that word was read once."""
+    n = 256 * words * 7 + 19
+    data = backend.allocate(16 * n, Space.PINNED)
+    device, sink = backend.allocate(16 * n, Space.DEVICE), backend.allocate(4, Space.DEVICE)
+    found = backend.allocate(4, Space.PINNED)
+    values = data.array.view(np.uint32).reshape(n, 4)
+    kernel = Kernel(
+        "read", f"read_{words}", (grid, 1), 256, [device.address, n, 1, sink.address], waits=True
+    )
+    read = backend._prepare(kernel, backend._stream(COMPUTE_STREAM), "read")
+    rng = np.random.default_rng(0)
+    picks = [0, 255, 256, 256 * words, n - 20, n - 19, n - 1, *rng.integers(0, n, 20)]
+    for pick in [*picks, None]:
+        values[:] = 0
+        if pick is not None:
+            values[pick, int(pick) % 4] = 1
+        found.array[:] = 0
+        backend.copy(sink.address, found.address, 4, COMPUTE_STREAM, to_host=False)()
+        backend.copy(device.address, data.address, 16 * n, COMPUTE_STREAM, to_host=False)()
+        read()
+        backend.copy(found.address, sink.address, 4, COMPUTE_STREAM, to_host=True)()
+        backend.sync_stream(COMPUTE_STREAM)()
+        assert found.array.view(np.int32)[0] == (pick is not None), pick
+    for memory in (data, device, sink, found):
+        memory.free()
+
+
+def test_reading_is_measured_by_every_kernel_and_memory_given_back(backend):
+    runtime = backend._driver.cupy.cuda.runtime
+    read_rates(backend, 1 << 28, 1)  # kernels and events are there from now on
+    before = runtime.memGetInfo()[0]
+    rates = read_rates(backend, 1 << 29, 3)
+    assert len(rates) == len(READ_WORDS) * len(READ_GRIDS)
+    best = max(rates.values())
+    assert best > 100 and min(rates.values()) > best / 20
+    assert abs(runtime.memGetInfo()[0] - before) < 64 << 20
+    assert l2_bytes(backend) >= 1 << 20
+
+
+def test_kernels_are_measured_plain_and_early(backend, tmp_path):
+    plan = Plan(parse_types("Q4_0,F16"), parse_shapes("1b.o,1b.glu,1b.qkv"), [1, 3], quick=True)
+    made = bench_kernels(backend, plan, tmp_path / "run")
+    kinds = {PLAIN, PDL} if backend.capabilities.programmatic else {PLAIN}
+    assert {row.launch for row in made.rows} == kinds
+    assert len(made.rows) == 2 * 3 * 2 * len(kinds) and not made.interrupted
+    for row in made.rows:
+        assert 0.01 < row.share < 1.5, row  # quick: the cache keeps part of the weights
+        assert row.launches * row.per_replay >= 20

@@ -1,0 +1,139 @@
+"""Graphs of decoders without a model file: any preset's shape, weight types and biases at will."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from workbench.config import Activations
+from workbench.graph.fuse import fuse
+from workbench.graph.ir import (
+    F16,
+    F32,
+    I64,
+    Q8_ACT,
+    DType,
+    Graph,
+    Kind,
+    Node,
+    StepShape,
+    Tensor,
+)
+from workbench.model.decoder import Layer, build_graph
+from workbench.model.hparams import HParams
+from workbench.model.presets import Preset, find_preset, tensors
+from workbench.model.quants import quantize_activations, random_blocks
+
+# the slot of `decoder.Layer` that each tensor of a layer fills, and that of its bias
+SLOTS = {
+    "attn_norm": ("attn_norm", ""), "attn_q_norm": ("q_norm", ""), "attn_k_norm": ("k_norm", ""),
+    "attn_q": ("wq", "bq"), "attn_k": ("wk", "bk"), "attn_v": ("wv", "bv"),
+    "attn_output": ("wo", "bo"), "ffn_norm": ("ffn_norm", ""), "ffn_gate": ("ffn_gate", "b_gate"),
+    "ffn_up": ("ffn_up", "b_up"), "ffn_down": ("ffn_down", "b_down"),
+}  # fmt: skip
+PRODUCTS = tuple(name for name, (_, bias) in SLOTS.items() if bias)
+
+
+class Decoder:
+    """What `build_graph` asks of a Model: tensors of a preset's shapes, and no bytes.
+
+    dtypes: types of single products by name (`attn_v`), all others are `dtype`. biases: products
+    that have one, besides those of the preset.
+    """
+
+    def __init__(
+        self,
+        preset: Preset | str,
+        dtype: DType,
+        dtypes: Mapping[str, DType] | None = None,
+        biases: Collection[str] = (),
+        **fields: Any,
+    ):
+        p = dataclasses.replace(
+            find_preset(preset) if isinstance(preset, str) else preset, **fields
+        )
+        self.hparams = HParams(
+            p.arch, p.n_layer, p.n_embd, p.n_ff, p.n_head, p.n_head_kv, p.head_dim, p.head_dim,
+            p.n_ctx, p.eps, p.rope_base, 1.0,
+        )  # fmt: skip
+        found: dict[str, Tensor] = {}
+        for spec in tensors(p):
+            part = spec.name.split(".")[-2]
+            own = F32 if len(spec.shape) == 1 else (dtypes or {}).get(part, dtype)
+            found[spec.name] = Tensor(spec.name, own, spec.shape, Kind.WEIGHT)
+        self.embedding = found["token_embd.weight"]
+        self.output = found.get("output.weight", self.embedding)
+        self.output_norm = found["output_norm.weight"]
+        self.rope_freqs = found.get("rope_freqs.weight")
+        self.layers = [self._layer(found, i, biases) for i in range(p.n_layer)]
+
+    def _layer(self, found: dict[str, Tensor], i: int, biases: Collection[str]) -> Layer:
+        layer = Layer()
+        for name, (slot, bias) in SLOTS.items():
+            weight = found.get(f"blk.{i}.{name}.weight")
+            setattr(layer, slot, weight)
+            if bias:
+                given = found.get(f"blk.{i}.{name}.bias")
+                if given is None and name in biases:
+                    assert weight is not None
+                    given = Tensor(f"blk.{i}.{name}.bias", F32, weight.shape[:1], Kind.WEIGHT)
+                setattr(layer, bias, given)
+        return layer
+
+    def caches(self, n_cells: int) -> list[tuple[Tensor, Tensor]]:
+        """K and V of each layer, as `Model.caches` has them."""
+        shape = (n_cells, self.hparams.n_embd_kv)
+        pairs = [[Tensor(f"cache_{n}_l{i}", F16, shape, Kind.CACHE) for n in "kv"]
+                 for i in range(self.hparams.n_layer)]  # fmt: skip
+        return [(k, v) for k, v in pairs]
+
+    def graph(
+        self,
+        n_tokens: int = 1,
+        n_outputs: int = 1,
+        n_kv: int = 64,
+        activations: str = Activations.Q8,
+        n_cells: int = 96,
+    ) -> Graph:
+        """The unfused graph of one step, on caches of its own."""
+        model: Any = self
+        shape = StepShape(n_tokens, n_outputs, n_kv)
+        return build_graph(model, shape, self.caches(n_cells), activations)
+
+
+def fused_nodes(graph: Graph, fusions: Collection[str]) -> Iterator[Node]:
+    """The fused nodes of `graph`, one of each combination of op, parts and shapes."""
+    seen = set()
+    for node in fuse(graph, fusions).nodes:
+        shapes = tuple((t.dtype, t.shape) for t in (*node.inputs, *node.outputs))
+        key = node.op, tuple(part.op for part in node.parts), shapes
+        if node.parts and key not in seen:
+            seen.add(key)
+            yield node
+
+
+def values_for(node: Node, n_kv: int, rng: np.random.Generator) -> dict[Tensor, np.ndarray]:
+    """Values for what `node` reads, by storage: every position and index different, the mask open
+    at random, floats of norm about 1."""
+    return {t.storage: _value(t.storage, n_kv, rng) for t in node.inputs}
+
+
+def _value(t: Tensor, n_kv: int, rng: np.random.Generator) -> np.ndarray:
+    if t.kind == Kind.INPUT:
+        if t.dtype == F16:
+            mask = np.where(rng.random(t.shape) < 0.5, np.float16(0), np.float16(-np.inf))
+            mask[:, 0] = 0
+            return mask
+        ids = rng.permutation(n_kv)[: t.shape[0]]
+        return ids.astype(np.int64 if t.dtype == I64 else np.int32)
+    if t.kind == Kind.WEIGHT and len(t.shape) == 1:
+        return rng.uniform(0.5, 1.5, t.shape).astype(np.float32)
+    if t.kind == Kind.WEIGHT:
+        return random_blocks(rng, t.dtype, t.rows, t.cols, t.cols**-0.5)
+    x = rng.standard_normal(t.shape).astype(np.float32)
+    if t.dtype == Q8_ACT:
+        return quantize_activations(x)
+    return x.astype(np.float16) if t.dtype == F16 else x

@@ -1,0 +1,123 @@
+"""What the launch table asks for: the kernels of nodes of every op and type, fused and not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+from tests.graphs import Decoder, fused_nodes
+from workbench.backend import kernels
+from workbench.backend.cuda_kernel import Kernel, Work
+from workbench.graph.fuse import FUSIONS
+from workbench.graph.ir import (
+    BF16,
+    F16,
+    F32,
+    I32,
+    I64,
+    Q4_K,
+    Q6_K,
+    Q8_0,
+    Q8_ACT,
+    QUANTISED,
+    WEIGHT_DTYPES,
+    DType,
+    Kind,
+    Node,
+    Tensor,
+)
+from workbench.graph.ops import make
+
+TOKENS = (1, 2, 4, 8, 9, 33, 512)
+N_KV = 4096
+ALL = frozenset(FUSIONS)
+# every pattern, and those that change what a fused node consists of left out one by one
+FUSED = [ALL, *(ALL - {name} for name in FUSIONS)]
+TUNED = (Q4_K, F16)  # the types whose every tuning and epilogue is compiled
+
+
+class Planned(NamedTuple):
+    """A node, how many tokens it is for, and the weight type it was made for (None: none)."""
+
+    node: Node
+    tokens: int
+    dtype: DType | None
+
+
+def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[Planned]:
+    """One node of every op and weight type."""
+    x, row = Tensor("x", F32, (tokens, 1280)), Tensor("b", F32, (1280,))
+    heads, positions = Tensor("h", F32, (tokens, 10, 128)), Tensor("p", I32, (tokens,))
+    cache_k = Tensor("k", F16, (n_kv, 1280), Kind.CACHE)
+    rope: dict[str, Any] = {"n_rot": 128, "neox": True, "theta_base": 1e4, "freq_scale": 1.0}
+    for node in (
+        make("rms_norm", "n", x, eps=1e-5),
+        make("mul", "m", x, row),
+        make("add", "a", x, x),
+        make("swiglu", "s", x, x),
+        make("quantize", "q", x),
+        make("rope", "r", heads, positions, **rope),
+        make("set_rows", "k", cache_k, x, Tensor("i", I64, (tokens,)), n_kv=n_kv),
+    ):
+        yield Planned(node, tokens, None)
+    for head_dim, extent in itertools.product((64, 128, 256), (256, n_kv)):
+        q, k = Tensor("q", F32, (tokens, 32, head_dim)), Tensor("k", F16, (n_kv, 8 * head_dim))
+        mask = Tensor("mask", F16, (tokens, extent))
+        node = make("attention", "o", q, k, k, mask, n_kv=extent, n_head_kv=8, scale=0.1)
+        yield Planned(node, tokens, None)
+    for dtype in WEIGHT_DTYPES:
+        w = Tensor("w", dtype, (19, 1280), Kind.WEIGHT)
+        yield Planned(make("get_rows", "e", w, Tensor("ids", I32, (tokens,))), tokens, dtype)
+        acts = [F32, Q8_ACT] if dtype in QUANTISED else [F32]
+        for kind in acts:
+            node = make("mul_mat", "z", w, Tensor("y", kind, (tokens, 1280)))
+            yield Planned(node, tokens, dtype)
+
+
+def fused(tokens: int, dtype: DType, n_kv: int = N_KV) -> Iterator[Planned]:
+    """The fused nodes of both architectures in one weight type, with biases and without."""
+    mixed = {"attn_v": Q6_K if dtype in QUANTISED else BF16}
+    for model in (
+        Decoder("tiny-llama", dtype),
+        Decoder("tiny-llama-bias", dtype, mixed, biases=("ffn_gate", "ffn_up")),
+        Decoder("tiny-qwen3", dtype),
+        Decoder("tiny-llama", dtype, {"attn_v": Q8_0}),  # of one x only with float activations
+    ):
+        for activations in ("q8", "float") if dtype in (Q8_0, F16) else ("q8",):
+            graph = model.graph(tokens, tokens, n_kv, activations, n_cells=n_kv)
+            for fusions in FUSED:
+                for node in fused_nodes(graph, fusions):
+                    yield Planned(node, tokens, dtype)
+
+
+def every(tokens: int) -> Iterator[Planned]:
+    yield from plain_nodes(tokens)
+    for dtype in WEIGHT_DTYPES:
+        yield from fused(tokens, dtype)
+
+
+def works(node: Node) -> list[Work]:
+    """What computes `node`, everything at addresses that are no accident."""
+    return kernels.launches(node, kernels.Place(lambda t: 4096, 8192, 16384))
+
+
+def chosen(planned: Planned) -> bool:
+    """Whether what a node needs is compiled here: one weight type for each kind of activations in
+    every tuning and epilogue, every other type for one token, unfused."""
+    unfused = not planned.node.parts
+    return planned.dtype is None or planned.dtype in TUNED or (planned.tokens == 1 and unfused)
+
+
+@cache
+def chosen_works() -> tuple[Kernel, ...]:
+    """The kernels of the nodes that are `chosen`, one of each (file, defines, function)."""
+    found: dict[tuple, Kernel] = {}
+    for tokens in TOKENS:
+        for planned in every(tokens):
+            if chosen(planned):
+                for work in works(planned.node):
+                    if isinstance(work, Kernel):
+                        found.setdefault((work.file, work.defines, work.function), work)
+    return tuple(found.values())

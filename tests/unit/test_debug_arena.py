@@ -1,0 +1,161 @@
+"""The debug arena of tests/gpu, on the host backend: it computes what the engine does, and what it
+is there to find is found."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests.gpu import sanitize
+from tests.gpu.debug_arena import POISON, ZONE, Block, DebugArena, DebugSteps, Mode, run_alone
+from workbench.backend.base import AddressOf, Backend, open_backend
+from workbench.config import Toggles
+from workbench.graph.ir import F32, Node, Tensor
+from workbench.graph.ops import make
+
+TOKENS = np.random.default_rng(2).integers(0, 640, 48).tolist()
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[Backend]:
+    made = open_backend("host", 1)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("fused", ["off", "on"])
+@pytest.mark.parametrize(("preset", "quant"), [("tiny-llama", "Q4_0"), ("tiny-qwen3", "F16")])
+def test_logits_are_the_engine_s(tiny_model, preset: str, quant: str, fused: str, mode: Mode):
+    toggles = Toggles().switched("fuse", fused)
+    with (
+        wb.Engine.load(
+            tiny_model(preset, quant), device="host", n_ctx=64, n_kv_pad=32, threads=1,
+            toggles=toggles,
+        ) as engine,
+        DebugSteps(engine, mode) as twin,
+    ):  # fmt: skip
+        for first, n in ((0, 1), (1, 5), (6, 9), (15, 33)):
+            tokens = TOKENS[first : first + n]
+            assert np.array_equal(twin.step(tokens), engine.step(tokens, outputs="all"))
+        twin.close()
+
+
+def chain() -> tuple[list[Node], Tensor, Tensor]:
+    """b = a + a; c = b + a; d = c + c: nodes, the first tensor, the last."""
+    a = Tensor("a", F32, (3, 7))
+    first = make("add", "b", a, a)
+    second = make("add", "c", first.output, a)
+    third = make("add", "d", second.output, second.output)
+    return [first, second, third], a, third.output
+
+
+class Straying:
+    """The host backend, but that before launch number `at` it writes one byte `offset` bytes from
+    where the output of the chain's first node begins."""
+
+    def __init__(self, backend: Backend, at: int, offset: int):
+        self._backend = backend
+        self._at, self._offset = at, offset
+        self._n, self._first = 0, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._backend, name)
+
+    def launch(self, node: Node, address_of: AddressOf, *rest):
+        self._first = self._first or address_of(node.output)
+        if self._n == self._at:
+            ctypes.memset(self._first + self._offset, 1, 1)
+        self._n += 1
+        return self._backend.launch(node, address_of, *rest)
+
+
+@pytest.mark.parametrize(
+    ("at", "offset", "found"),
+    [
+        (0, -1, "1 bytes written before b:F32.* by add b"),
+        (0, -ZONE, "1 bytes written before b:F32"),
+        (1, 84, "1 bytes written behind b:F32.* by add c"),
+        (2, 0, r"written after the last use: b:F32\[3, 7\]$"),
+        (2, 83, "written after the last use: b:F32"),
+    ],
+)
+def test_a_stray_write_is_found(backend: Backend, at: int, offset: int, found: str):
+    nodes, a, last = chain()
+    straying = Straying(backend, at, offset)
+    with pytest.raises(AssertionError, match=found), DebugArena(straying, Mode.GUARDED) as arena:
+        arena.hold(a, np.ones(21, np.float32))
+        arena.run(nodes, {last})
+
+
+def test_a_chain_is_computed_and_what_is_done_with_is_dropped(backend: Backend):
+    nodes, a, last = chain()
+    with DebugArena(backend, Mode.GUARDED) as arena:
+        arena.hold(a, np.arange(21, dtype=np.float32))
+        arena.run(nodes, {last})
+        assert np.array_equal(arena.content(last).view(np.float32), 6 * np.arange(21))
+        with pytest.raises(KeyError):
+            arena.content(nodes[0].output)
+
+
+def test_what_nothing_wrote_is_nan(backend: Backend):
+    """The second node without the first: it reads a tensor that only was given memory."""
+    nodes, a, _ = chain()
+    block = Block(backend, 84, Mode.GUARDED, "b")
+    places = {a: block.address, nodes[0].output: block.address}
+    with DebugArena(backend, Mode.EXACT, places) as arena:
+        made = nodes[1].output
+        arena.run([nodes[1]], {made})
+        assert np.isnan(arena.content(made).view(np.float32)).all()
+    assert (block.content() == POISON).all()
+    block.free()
+
+
+def test_one_node_alone(backend: Backend):
+    a, b = Tensor("a", F32, (2, 40)), Tensor("b", F32, (40,))
+    node = make("mul", "c", a, b)
+    values = {a: np.arange(80, dtype=np.float32), b: np.full(40, 3, np.float32)}
+    for mode in Mode:
+        (found,) = run_alone(backend, node, values, mode).values()
+        assert np.array_equal(found.view(np.float32), 3 * np.arange(80)), mode
+
+
+# the report of tests/gpu/sanitize.py --------------------------------------------------------------
+
+CLEAN = "12 passed in 3.05s\n========= ERROR SUMMARY: 0 errors\n"
+RACES = (
+    "2 passed, 1 deselected in 3.05s\n"
+    "========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "tests", "errors"),
+    [
+        (CLEAN, 12, 0),
+        (CLEAN.replace("0 errors", "1 error"), 12, 1),
+        (CLEAN.replace("12 passed", "1 failed, 3 passed"), 4, 0),
+        (RACES, 2, 3),
+        ("========= No CUDA-MEMCHECK results found\n", 0, None),
+        (CLEAN + CLEAN.replace("0 errors", "7 errors"), 12, 7),
+        ("", 0, None),
+    ],
+)
+def test_summaries_are_read(text: str, tests: int, errors: int | None):
+    assert sanitize.tests_run(text) == tests
+    assert sanitize.errors_found(text) == errors
+
+
+def test_every_tool_s_subset_exists_and_says_why():
+    """Files and functions that the table names are there."""
+    for tool, subset in sanitize.SUBSETS.items():
+        assert subset, tool
+        for entry in subset:
+            assert len(entry.why) > 10
+            path, _, rest = entry.node.partition("::")
+            source = (sanitize.ROOT / path).read_text()
+            assert f"def {rest.partition('[')[0]}(" in source, entry.node

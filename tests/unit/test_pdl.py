@@ -1,0 +1,191 @@
+"""Programmatic dependent launch: every kernel that says it waits does so, proved on its PTX."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit import ptx
+from tests.unit.planned import chosen_works
+from workbench.backend.cuda_kernel import Kernel
+from workbench.config import Toggles
+from workbench.errors import DeviceError
+from workbench.program.commands import Capabilities
+from workbench.program.lower import choose_pdl
+
+# planted ------------------------------------------------------------------------------------------
+
+# body of a kernel (float* p, const float* q, const float* __restrict__ w, int n) -> what is found
+PLANTED = {
+    "store before the wait on one path": (
+        "if (n > 3) p[0] = 1; pdl_wait(); p[1] = 2;", "store before the wait",
+    ),
+    "store through a called function": (
+        "set(p); pdl_wait();", "calls",
+    ),
+    "early return": (
+        "if (n > 3) return; pdl_wait(); p[0] = 1;", "ends without the wait",
+    ),
+    "no wait at all": (
+        "if (n > 3) p[0] = 1;", "ends without the wait",
+    ),
+    "exit": (
+        'if (n > 3) asm volatile("exit;"); pdl_wait(); p[0] = 1;', "ends without the wait",
+    ),
+    "plain load": (
+        "float v = *(const volatile float*)q; pdl_wait(); p[0] = v;", "load before the wait",
+    ),
+    "load by an address of no named space": (
+        'float v; asm volatile("ld.f32 %0, [%1];" : "=f"(v) : "l"(q)); pdl_wait(); p[0] = v;',
+        "load before the wait",
+    ),
+    "atomic": (
+        "atomicAdd((int*)p, 1); pdl_wait();", "store before the wait",
+    ),
+    "wait on one side only": (
+        "if (n > 3) pdl_wait(); p[0] = 1;", "store before the wait",
+    ),
+    "wait in a loop that may not run": (
+        "for (int i = 0; i < n; i++) pdl_wait(); p[0] = 1;", "store before the wait",
+    ),
+    "wait under a predicate": (
+        'asm volatile("{.reg .pred c; setp.gt.s32 c, %0, 3; @c griddepcontrol.wait;}" :: "r"(n));'
+        "p[0] = 1;", "store before the wait",
+    ),
+    "store after a loop of weights": (
+        "float s = 0; for (int i = 0; i < n; i++) s += __ldg(w + i); p[0] = s; pdl_wait();",
+        "store before the wait",
+    ),
+    "asynchronous copy": (
+        "__shared__ __align__(16) float s[4]; unsigned a = __cvta_generic_to_shared(s);"
+        'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(a), "l"(q));'
+        "pdl_wait(); p[0] = s[n];", "load before the wait",
+    ),
+    "behind a switch": (
+        "switch (n) { case 0: case 1: case 2: pdl_wait(); break; case 3: pdl_wait(); break;"
+        " case 4: p[4] = 1; pdl_wait(); break; case 5: pdl_wait(); p[5] = 2; break;"
+        " default: pdl_wait(); } p[0] = n;", "store before the wait",
+    ),
+}  # fmt: skip
+
+KEPT = {
+    "wait first": "pdl_wait(); p[0] = q[0];",
+    "weights before it": "float v = __ldg(w + n); pdl_wait(); if (n > 3) return; p[0] = v + q[0];",
+    "a wait on every side": (
+        "if (n > 3) { float v = __ldg(w + n); pdl_wait(); p[0] = v; return; } pdl_wait(); p[1] = 1;"
+    ),
+    "shared and local memory before it": (
+        "__shared__ float s[64]; s[threadIdx.x] = n; float own[40];"
+        "for (int i = 0; i < n; i++) own[(i * n) % 40] = s[i]; __syncthreads(); pdl_wait();"
+        "p[0] = own[n % 40];"
+    ),
+    "a loop of weights before it": (
+        "float s = 0; for (int i = 0; i < n; i++) s += __ldg(w + i); pdl_wait(); p[0] = s;"
+    ),
+    "a wait in a loop that runs": (
+        "int i = 0;\n#pragma unroll 1\ndo pdl_wait(); while (++i < n); p[0] = 1;"
+    ),
+}
+
+
+def planted(body: str) -> ptx.Verdict:
+    source = f"""#include "common.cuh"
+    __noinline__ __device__ void set(float* p) {{ *(volatile float*)p = 1; }}
+    extern "C" __global__ void k(float* p, const float* q, const float* __restrict__ w, int n) {{
+        pdl_trigger();
+        {body}
+    }}"""
+    return ptx.check(ptx.compile_ptx("planted", source.encode()), "k")
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_checker_finds(name: str):
+    body, says = PLANTED[name]
+    found = planted(body).violations
+    assert found and any(says in violation for violation in found), found
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_checker_lets_pass(name: str):
+    verdict = planted(KEPT[name])
+    assert not verdict.violations
+    assert verdict.triggers
+    assert bool(verdict.early_loads) == ("__ldg" in KEPT[name]), verdict.early_loads
+
+
+def test_the_checker_sees_a_kernel_that_triggers_late():
+    text = ptx.compile_ptx(
+        "planted",
+        b'#include "common.cuh"\n'
+        b'extern "C" __global__ void k(int* p, int n) '
+        b"{ if (n) pdl_trigger(); pdl_wait(); p[0] = 1; }",
+    )
+    assert not ptx.check(text, "k").triggers
+
+
+def test_the_reader_reads_what_ptxas_reads():
+    """Scopes, vectors, labels at the end, tables of targets, other people's spaces."""
+    text = """.visible .entry k(.param .u64 a)
+    { .reg .b32 %r<9>; // st.global in a comment;
+    { setp.eq.s32 %p1, %r1, 0; }
+    @%p1 bra $L1;
+    brx.idx %r2, $tab;
+    $tab: .branchtargets $L1, $L2;
+    $L1: ld.global.nc.L1::no_allocate.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];
+    griddepcontrol.wait; bra.uni $L3;
+    $L2: st.shared::cta.u32 [%r1], %r2;
+    $L3: @!%p1 st.global.v2.f32 [%rd2], {%f1, %f2};
+    $L4: }"""
+    (body,) = ptx.functions(text).values()
+    assert [s.opcode for s in body][-2:] == ["st.global.v2.f32", "ret"]
+    assert body[-2].predicated and body[-1].labels == ("$L4",)
+    verdict = ptx.check(text, "k")
+    assert len(verdict.early_loads) == 1
+    assert verdict.violations == (  # by way of $L2
+        "st.global.v2.f32 [%rd2], {%f1, %f2}: store before the wait", "ret: ends without the wait",
+    )  # fmt: skip
+
+
+# the kernels --------------------------------------------------------------------------------------
+
+
+def waiting() -> dict[tuple[str, tuple[str, ...]], set[str]]:
+    """(file, defines) -> its functions that some node launches and that declare their wait."""
+    found: dict[tuple[str, tuple[str, ...]], set[str]] = {}
+    for work in chosen_works():
+        if isinstance(work, Kernel) and work.waits:
+            found.setdefault((work.file, work.defines), set()).add(work.function)
+    return found
+
+
+@pytest.mark.parametrize("file", sorted({file for file, _ in waiting()}))
+def test_nothing_dependent_comes_before_the_wait(file: str):
+    for (own, defines), names in waiting().items():
+        if own == file:
+            text = ptx.kernel_ptx(file, defines)
+            for name in names:
+                verdict = ptx.check(text, name)
+                assert not verdict.violations, f"{name} {defines}: {verdict.violations[0]}"
+                assert verdict.triggers, f"{name} {defines} does not let the next kernel begin"
+
+
+def test_products_request_weights_before_they_wait():
+    """What the toggle is for: a product that loads nothing early gains nothing from it."""
+    products = {key: names for key, names in waiting().items() if key[0] == "product"}
+    assert products
+    for (file, defines), names in products.items():
+        for name in names:
+            assert ptx.check(ptx.kernel_ptx(file, defines), name).early_loads, (name, defines)
+
+
+# the toggle ---------------------------------------------------------------------------------------
+
+
+def test_the_toggle_is_refused_where_there_is_no_such_launch():
+    able = Capabilities(True, True, True, False, 2, programmatic=True)
+    unable = Capabilities(True, True, True, False, 2)
+    assert choose_pdl("on", able, "dev") and not choose_pdl("off", able, "dev")
+    assert not choose_pdl("off", unable, "dev")
+    with pytest.raises(DeviceError, match=r"cannot honour pdl=on.*use pdl=off") as refused:
+        choose_pdl("on", unable, "dev")
+    assert "\n" not in str(refused.value)
+    assert Toggles().pdl == "off"

@@ -1,0 +1,365 @@
+"""Perplexity without an engine: sums against direct formulae, windows, sources, what is kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tests.unit.fake_engine import BOS, N_VOCAB, Clock, FakeEngine
+from workbench.bench import divergence
+from workbench.bench import perplexity as ppl
+from workbench.bench.results import load_run
+from workbench.bench.token_source import Window, draw, open_source, read_ids, sample, windows
+from workbench.config import Toggles
+from workbench.errors import DeviceError, UsageError
+from workbench.graph.ir import WEIGHT_DTYPES
+
+
+class RowEngine(FakeEngine):
+    """A fake engine that gives a row of logits for every token asked for, from the cache alone."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.backend.synchronize = lambda: None
+
+    def variant(self, toggles):
+        made = RowEngine(
+            self.clock, toggles, self.ns_of, self.wrong, self.config.n_ctx, self.shared
+        )
+        self.shared.variants.append(made)
+        return made
+
+    def step(self, tokens, outputs="last"):
+        self.shared.steps += 1
+        if self.shared.stop_at == self.shared.steps:
+            raise self.shared.error
+        assert len(self.live) + len(tokens) <= self.config.n_ctx
+        rows = []
+        for token in tokens:
+            self.live.append(token)
+            rows.append(np.random.default_rng(self.live).standard_normal(N_VOCAB))
+        logits = np.array(rows, np.float32)
+        logits[:, 3] += np.float32(self.wrong.get(self.toggles.sync, 0))
+        return logits if outputs == "all" else logits[-1:]
+
+
+@pytest.fixture
+def engine() -> RowEngine:
+    return RowEngine(Clock(), n_ctx=40, wrong={"auto": 0.5})
+
+
+def logits(n: int, vocabulary: int, seed: int = 0, scale: float = 3.0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (scale * rng.standard_normal((n, vocabulary))).astype(np.float32)
+
+
+# sums, against the formulae written out ----------------------------------------------------------
+
+
+def log_softmax(row: np.ndarray) -> list[float]:
+    values = [float(v) for v in row]
+    total = math.log(math.fsum(math.exp(v) for v in values))
+    return [v - total for v in values]
+
+
+@pytest.mark.parametrize(("n", "vocabulary"), [(1, 2), (7, 33), (70, 9000)])
+def test_nll_is_minus_log_softmax(n, vocabulary):
+    """70 x 9000 is more than is reduced at once."""
+    rows = logits(n, vocabulary)
+    targets = np.random.default_rng(1).integers(0, vocabulary, n)
+    assert n * vocabulary < 100_000 or n * vocabulary > divergence._CHUNK
+    found = divergence.score(rows, targets)
+    direct = [-log_softmax(row)[t] for row, t in zip(rows, targets, strict=True)]
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, direct, rtol=1e-12)
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-3, 1.0])
+def test_comparison_is_the_direct_formula(error):
+    b, n = logits(9, 200), 9
+    a = (b + error * logits(9, 200, 2)).astype(np.float32)
+    targets = np.arange(n) * 5
+    found = divergence.compare_rows(a, b, targets)
+    for i in range(n):
+        p, q = log_softmax(b[i]), log_softmax(a[i])
+        kl = math.fsum(math.exp(x) * (x - y) for x, y in zip(p, q, strict=True))
+        assert found["kl"][i] == pytest.approx(kl, abs=1e-13, rel=1e-9)
+        assert found["nll"][i] == pytest.approx(-q[targets[i]], rel=1e-12)
+        assert found["nll_reference"][i] == pytest.approx(-p[targets[i]], rel=1e-12)
+        pairs = [(float(x), float(y)) for x, y in zip(a[i], b[i], strict=True)]
+        assert found["error"][i] == pytest.approx(math.fsum((x - y) ** 2 for x, y in pairs))
+        assert found["power"][i] == pytest.approx(math.fsum(y * y for _, y in pairs))
+        assert found["same_argmax"][i] == (np.argmax(a[i]) == np.argmax(b[i]))
+    assert (found["kl"] > 1e-15).all() if error else (np.abs(found["kl"]) < 1e-13).all()
+
+
+def test_large_logits_neither_overflow_nor_vanish():
+    rows = np.array([[1e4, 1e4 - 1, -1e4], [-1e4, -1e4, -1e4]], np.float32)
+    nll = divergence.score(rows, np.array([1, 2]))
+    np.testing.assert_allclose(nll, [1 + math.log1p(math.exp(-1)), math.log(3)], rtol=1e-12)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_number_that_is_not_finite_is_never_within_bounds(value, side):
+    a, b = logits(3, 20), logits(3, 20)
+    (a, b)[side][1, 4] = value
+    columns = divergence.compare_rows(a, b, np.zeros(3, int))
+    assert np.isnan(columns["kl"]).tolist() == [False, True, False]
+    assert columns.pop("breaks_rule").sum() == 1
+    found = ppl.Agreement.of(pd.DataFrame(columns), 1)
+    assert "mean KL nan is above the bound for F32" in found.outside("F32")
+    assert np.isnan(divergence.score(a, np.zeros(3, int))[1]) == (side == 0)
+
+
+def test_rows_that_break_the_rule_are_counted():
+    b = np.zeros((3, 50), np.float32)
+    b[:, 7] = 10  # clear
+    a = b.copy()
+    a[1, 8] = 11  # an error the rule sees, but for one logit it would be noise
+    found = divergence.compare_rows(a, b, np.zeros(3, int))
+    assert found["breaks_rule"].sum() == 1
+    assert found["same_argmax"].tolist() == [True, False, True]
+
+
+def test_the_estimate_of_a_perplexity():
+    nll = np.array([1.0, 2.0, 4.0])
+    found = ppl.Estimate.of(nll)
+    assert found.nll == pytest.approx(7 / 3)
+    assert found.error == pytest.approx(np.std(nll, ddof=1) / math.sqrt(3))
+    assert found.perplexity == pytest.approx(math.exp(7 / 3))
+    assert math.isnan(ppl.Estimate.of(nll[:1]).error)
+
+
+def test_bounds_name_what_is_outside():
+    within = ppl.Agreement(1e-9, 1e-9, 1e-9, 1e-9, 1e-9, 1.0, 0)
+    assert {d.name for d in WEIGHT_DTYPES} == set(ppl.BOUNDS)
+    for dtype, bound in ppl.BOUNDS.items():
+        assert within.outside(dtype) is None
+        assert "mean KL" in within._replace(kl_mean=2 * bound.kl).outside(dtype)
+        assert "NMSE" in within._replace(nmse=2 * bound.nmse).outside(dtype)
+
+
+# windows and sources -----------------------------------------------------------------------------
+
+
+def test_every_token_is_scored_once_behind_bos():
+    ids = list(range(100, 110))
+    made = list(windows(ids, 4, BOS))
+    assert made[0] == Window([BOS, 100, 101, 102], [100, 101, 102, 103])
+    assert made[2] == Window([BOS, 108], [108, 109])
+    assert [t for w in made for t in w.targets] == ids
+
+
+def test_without_bos_the_token_before_takes_its_place():
+    ids = list(range(100, 110))
+    made = list(windows(ids, 4, None))
+    assert made[0] == Window([100, 101, 102, 103], [101, 102, 103, 104])
+    assert made[1].inputs[0] == 104 and made[2] == Window([108], [109])
+    assert [t for w in made for t in w.targets] == ids[1:]
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_sample_follows_from_its_seed_alone(engine, bos):
+    engine.model.file.metadata["tokenizer.ggml.add_bos_token"] = bos
+    first, again, other = (list(sample(engine, 90, seed).windows) for seed in (5, 5, 6))
+    assert first == again != other
+    assert [len(w.targets) for w in first] == [40, 40, 10]
+    for i, window in enumerate(first):
+        assert window.inputs[1:] == window.targets[:-1]
+        if bos:
+            assert window.inputs[0] == BOS
+        elif i:
+            assert window.inputs[0] == first[i - 1].targets[-1]
+
+
+def test_draws_have_the_probabilities_of_softmax():
+    p = np.array([0.5, 0.0, 0.2, 0.3])
+    with np.errstate(divide="ignore"):
+        row = np.log(p).astype(np.float32)
+    row[1] = -200
+    drawn = [draw(row, u) for u in np.linspace(0, 1, 10_000, endpoint=False)]
+    np.testing.assert_allclose(np.bincount(drawn, minlength=4) / 10_000, p, atol=2e-4)
+    assert draw(row, np.nextafter(1, 0)) == 3
+    with pytest.raises(DeviceError, match="no finite numbers"):
+        draw(np.array([0, np.nan], np.float32), 0.5)
+
+
+FILES = {
+    "a.npy": np.array([3, 1, 2], np.int32),
+    "a.jsonl": '3\n[1]\n\n{"tokens": [2]}\n',
+    "a.txt": "3, 1\n2",
+    "ids": "3 1 2",
+}
+
+
+def write(path: Path, content) -> Path:
+    if isinstance(content, np.ndarray):
+        np.save(path, content)
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content)
+    return path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_ids_are_read_from_every_format(engine, tmp_path, name):
+    path = write(tmp_path / name, FILES[name])
+    assert read_ids(path) == [3, 1, 2]
+    source = open_source(engine, None, str(path))
+    assert (source.label, source.n_tokens) == (name, 3)
+    assert list(source.windows) == [Window([BOS, 3, 1], [3, 1, 2])]
+
+
+def test_a_leading_bos_is_not_doubled(engine, tmp_path):
+    path = write(tmp_path / "ids", f"{BOS} 3 {BOS} 2")
+    assert next(open_source(engine, None, str(path)).windows).inputs == [BOS, 3, BOS]
+
+
+BAD_FILES = {
+    "text.npy": ("1 2 3", "cannot be read as .npy"),
+    "empty.npy": (b"", "cannot be read as .npy"),
+    "floats.npy": (np.zeros(3), "float64 of shape (3,)"),
+    "square.npy": (np.zeros((3, 3), int), "int64 of shape (3, 3)"),
+    "objects.npy": (np.array([None, {}]), "cannot be read as .npy"),
+    "a.jsonl": ("[1]\n[1,", "line 2: no JSON"),
+    "b.jsonl": ('[1]\n{"text": "x"}', "line 2: a line is an id"),
+    "c.jsonl": ("[true]", "line 1: a line is an id"),
+    "d.jsonl": ("[[1]]", "line 1: a line is an id"),
+    "e.jsonl": ("1.5", "line 1: a line is an id"),
+    "a.txt": ("1\n2 the", "line 2: 'the' is no token id"),
+    "b.txt": (b"1 \xff", "no UTF-8 text: byte 2"),
+    "c.txt": ("", "c.txt holds 0 tokens"),
+    "d.txt": (str(BOS), "d.txt holds 0 tokens"),
+    "e.txt": (f"1 {N_VOCAB}", f"token id {N_VOCAB} at place 1"),
+    "f.txt": ("1 -1", "token id -1 at place 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_are_refused_in_one_line(engine, tmp_path, name):
+    content, says = BAD_FILES[name]
+    if isinstance(content, np.ndarray) and content.dtype == object:
+        np.save(tmp_path / name, content, allow_pickle=True)
+    else:
+        write(tmp_path / name, content)
+    with pytest.raises(UsageError) as caught:
+        open_source(engine, None, str(tmp_path / name))
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ((None, None), "either a text file"),
+        ((Path("a"), "b"), "either a text file"),
+        ((Path("/no/such"), None), "/no/such cannot be read: No such file"),
+        ((None, "/no/such.npy"), "cannot be read as .npy"),
+        ((None, "sample:0"), "draws nothing"),
+        ((None, "sample:many"), "write sample:2048"),
+    ],
+)
+def test_bad_requests_are_refused_in_one_line(engine, asked, says):
+    with pytest.raises(UsageError) as caught:
+        open_source(engine, *asked)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_against_names_a_reference():
+    assert ppl.parse_against("base") == Toggles()
+    assert ppl.parse_against("activations=float").activations == "float"
+    made = ppl.parse_against("fuse=on, sync=implicit,copy_stream=compute")
+    assert made == Toggles(sync="implicit", copy_stream="compute").switched("fuse", "on")
+    for text in ("", "float", "speed=on", "activations=f16", "sync=implicit"):
+        with pytest.raises(UsageError):
+            ppl.parse_against(text)
+
+
+# runs --------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_what_the_engine_s_rows_say(engine, tmp_path):
+    ids = np.random.default_rng(0).integers(0, N_VOCAB, 90).tolist()
+    source = open_source(engine, None, str(write(tmp_path / "ids", " ".join(map(str, ids)))))
+    made = ppl.perplexity(engine, source, out=tmp_path / "run")
+    nll, tokens = [], made.tokens
+    for begin in range(0, 90, 40):  # one token at a time, the slow way
+        engine.reset()
+        last = BOS
+        for token in ids[begin : begin + 40]:
+            nll.append(-log_softmax(engine.step([last])[0])[token])
+            last = token
+    np.testing.assert_allclose(tokens["nll"], nll, rtol=1e-12)
+    assert made.engine.nll == pytest.approx(np.mean(nll)) and made.reference is None
+    run, samples = load_run(tmp_path / "run")[1:]
+    assert (run["kind"], run["status"], run["repetitions"]) == ("perplexity", "complete", 3)
+    assert run["result"]["engine"]["nll"] == pytest.approx(np.mean(nll))
+    assert run["result"]["agreement"] is None
+    assert samples["n_tokens"].tolist() == [16, 16, 8, 16, 16, 8, 10]
+    kept = pd.read_parquet(tmp_path / "run" / ppl.TOKENS)
+    pd.testing.assert_frame_equal(kept, tokens)
+    assert kept["token"].tolist() == ids and kept["window"].tolist()[-1] == 2
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "run.json", "samples.parquet", "tokens.parquet",
+    ]  # fmt: skip
+
+
+def test_two_engines_are_fed_the_same_tokens(engine, tmp_path):
+    fast = engine.variant(Toggles(sync="auto"))  # wrong by 0.5 in one logit
+    made = ppl.perplexity(fast, sample(fast, 60, 0), against=Toggles(), out=tmp_path / "run")
+    assert made.agreement.kl_mean > 1e-4 and made.reference.nll != made.engine.nll
+    assert made.agreement.nmse == pytest.approx(60 * 0.25 / made.tokens["power"].sum(), rel=1e-5)
+    assert made.agreement.kl_mean < made.agreement.kl_p99 <= made.agreement.kl_max
+    arms = load_run(tmp_path / "run").run["arms"]
+    assert [(a["name"], a["toggles"]["sync"]) for a in arms] == [
+        ("engine", "auto"), ("reference", "per_copy"),
+    ]  # fmt: skip
+    assert engine.shared.variants[-1].closed and not fast.closed
+    text = "\n".join(made.lines())
+    assert "60 in 2 windows of up to 40" in text and "reference" in text and "NMSE" in text
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), DeviceError("the device fell off")])
+def test_finished_windows_are_kept(engine, tmp_path, error):
+    engine.shared.stop_at, engine.shared.error = 3 * 2 * 2 + 2, error  # in the third window
+    source = open_source(engine, None, str(write(tmp_path / "ids", "1 " * 110)))
+    if isinstance(error, KeyboardInterrupt):
+        made = ppl.perplexity(engine, source, against=Toggles(), out=tmp_path / "run")
+        assert made.interrupted and made.engine.n == 80
+    else:
+        with pytest.raises(DeviceError, match="fell off"):
+            ppl.perplexity(engine, source, against=Toggles(), out=tmp_path / "run")
+    run, samples = load_run(tmp_path / "run")[1:]
+    assert run["status"] == "interrupted" and run["result"]["agreement"]["kl_mean"] == 0
+    assert samples.groupby("arm")["n_tokens"].sum().to_dict() == {"engine": 80, "reference": 80}
+    assert len(pd.read_parquet(tmp_path / "run" / ppl.TOKENS)) == 80
+    assert engine.shared.variants[-1].closed
+
+
+def test_nothing_is_written_before_a_window_is_finished(engine, tmp_path):
+    engine.shared.stop_at, engine.shared.error = 2, KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        ppl.perplexity(engine, sample(engine, 90, 0), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_is_not_overwritten(engine, tmp_path):
+    with pytest.raises(UsageError, match="exists already"):
+        ppl.perplexity(engine, sample(engine, 9, 0), out=tmp_path)
+
+
+def test_run_json_has_no_nan(engine, tmp_path):
+    engine.wrong = {"per_copy": math.nan}
+    source = open_source(engine, None, str(write(tmp_path / "ids", "1 2 3")))
+    made = ppl.perplexity(engine, source, out=tmp_path / "run")
+    assert math.isnan(made.engine.nll)
+    assert "NaN" not in (tmp_path / "run" / "run.json").read_text()
+    assert (
+        json.loads((tmp_path / "run" / "run.json").read_text())["result"]["engine"]["nll"] is None
+    )

@@ -1,0 +1,226 @@
+"""The targets: computed from run folders alone; what is missed or missing is said, never hidden."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.gpu import measure, measuring
+from workbench.bench import results
+from workbench.config import Toggles
+from workbench.errors import UsageError
+from workbench.report import recorded, targets
+from workbench.report.recorded import LARGE, SMALL, TYPES, Recorded
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "data" / "results"
+READ = 3000.0  # GB/s, of the made-up runs
+PEAK = 600.0  # TFLOP/s
+
+
+def record(folder: Path, name: str, kind: str, samples: dict[str, list[float]], **fields) -> None:
+    """A made-up run folder. samples: test -> us of each repetition, all of one row."""
+    table = results.SampleTable(name)
+    for test, every in samples.items():
+        for repetition, us in enumerate(every):
+            n = int(test.removeprefix("pp")) if test.startswith("pp") else 1
+            table.add("engine", False, test, repetition, np.array([us * 1e3]), np.array([n]))
+    run = {
+        "schema": 1, "run_id": name, "kind": kind, "name": name, "status": "complete",
+        "started": "2026-01-02T03:04:05Z", "duration_s": 1.0, "command": [], "versions": {},
+        "commit": {"hash": "0" * 40, "number": 1, "dirty": False}, "machine": {},
+        "engine": {"device_description": "a GPU"}, "seed": 0, "tests": list(samples),
+        "repetitions": 5, "model": {}, "arms": [], "result": {},
+    }  # fmt: skip
+    results.write_run(folder / f"cuda-{name}", run | fields, table.frame())
+
+
+def model(name: str, quant: str, weight_bytes: float) -> dict:
+    return {
+        "name": f"{name} with random weights", "quant": quant, "n_layer": 32,
+        "architecture": "llama", "weight_bytes_per_token": weight_bytes,
+    }  # fmt: skip
+
+
+def arm(launches: int) -> dict:
+    program = {"tg128": {"counts": {"launches": launches}}}
+    same = {"name": "engine", "is_control": False, "sync_mode": "implicit", "counters": {}}
+    return same | {"toggles": Toggles().to_dict(), "program": program}
+
+
+def decode_run(folder: Path, launches: int = 228, us: float = 6000.0) -> None:
+    """llama-3-8b F16, 15 GB a token: at 3 TB/s 5,000 us; here a token takes `us`."""
+    record(
+        folder, "decode-llama-3-8b-f16", "bench", {"tg128": [us] * 5, "pp512": [20_000.0] * 5},
+        model=model("llama-3-8b", "F16", 15e9), arms=[arm(launches)],
+        result={"read_gbps": READ, "product_tflops": PEAK, "product_flops": {"pp512": 6e12}},
+    )  # fmt: skip
+
+
+def kernel_row(dtype: str, shape: str, launch: str, share: float, batch: int = 1) -> dict:
+    """1000 x 1000 weights of 2 bytes; us such that they are read at `share` of READ."""
+    us = 2e6 / (share * READ) / 1e3
+    return {
+        "type": dtype, "shape": shape, "launch": launch, "share": share, "batch": batch,
+        "rows": 1000, "cols": 1000, "bytes": 2_000_000, "us": us,
+    }  # fmt: skip
+
+
+def by_name(folder: Path) -> dict[str, targets.Target]:
+    return {target.what: target for target in targets.targets(Recorded(folder))}
+
+
+def the(folder: Path, start: str) -> targets.Target:
+    (found,) = [t for what, t in by_name(folder).items() if what.startswith(start)]
+    return found
+
+
+def test_readme_has_the_table_of_the_recorded_runs():
+    assert targets.table(RESULTS) in (ROOT / "README.md").read_text()
+
+
+def test_without_runs_nothing_is_met(tmp_path):
+    found = by_name(tmp_path).values()
+    assert len(found) == 18
+    assert {t.met for t in found} == {t.measured for t in found} == {recorded.NOT_MEASURED}
+    for block in recorded.BLOCKS.values():
+        assert block(tmp_path).endswith("not measured.")
+
+
+def test_decode_is_weights_a_second_of_the_run_s_own_bandwidth(tmp_path):
+    decode_run(tmp_path)
+    share = the(tmp_path, "tg128 llama-3-8b-f16")
+    assert share.measured == "83.3 %, 166.7 t/s" and share.met == "**missed**"
+    beside = the(tmp_path, "tg128: more")
+    assert beside.measured == "llama-3-8b-f16 166.7 (169.5)"
+    assert beside.met.startswith("**missed**: llama-3-8b-f16; not measured: llama-3-8b-q8_0, ")
+    launches = the(tmp_path, "launches")
+    assert launches.measured == "llama-3-8b-f16 7" and launches.met.startswith("not measured: ")
+    prompt = the(tmp_path, "pp512 llama-3-8b-f16")
+    assert prompt.measured == "25600 t/s, 50.0 % of a large product's rate"
+    assert prompt.met == "yes"
+    assert " 83.3 |" in recorded.decode_table(tmp_path)
+
+
+def test_a_better_run_meets_what_a_worse_one_missed(tmp_path):
+    decode_run(tmp_path, launches=9 * 32, us=5500.0)
+    assert the(tmp_path, "tg128 llama-3-8b-f16").met == "yes"
+    assert the(tmp_path, "launches").met.startswith("**missed**: llama-3-8b-f16; ")
+
+
+def test_a_type_is_as_good_as_its_worst_shape(tmp_path):
+    rows = [
+        kernel_row(dtype, shape, launch, 0.9 if shape != "8b.head" or dtype != "Q8_0" else 0.87)
+        for dtype in TYPES[:-1]
+        for shape in (*LARGE, *SMALL)
+        for launch in ("plain", "pdl")
+    ]
+    rows += [kernel_row("MXFP4", shape, "plain", 0.9) for shape in LARGE[:-1]]
+    result = {"rows": rows, "read_gbps": READ, "void": ""}
+    record(tmp_path, "kernels", "kernels", {}, result=result)
+    large = the(tmp_path, "gate/up and head of 8B: 88")
+    assert "Q8_0 87.0 % (head)" in large.measured and large.met == "**missed**: Q8_0"
+    assert the(tmp_path, "gate/up and head of 8B: 80").met == "not measured: MXFP4"
+    assert the(tmp_path, "qkv, o and down of 8B, `pdl`").met == "not measured: MXFP4"
+    assert "87 / 87" in recorded.kernels_table(tmp_path)
+
+
+def test_runs_that_count_for_nothing_are_named(tmp_path):
+    rows = [kernel_row("F16", shape, "plain", 0.9) for shape in LARGE]
+    result = {"rows": rows, "read_gbps": READ, "void": "void: slow"}
+    record(tmp_path, "kernels", "kernels", {}, result=result)
+    decode_run(tmp_path)
+    path = tmp_path / "cuda-decode-llama-3-8b-f16" / "run.json"
+    path.write_text(path.read_text().replace('"complete"', '"interrupted"'))
+    assert {t.met for t in by_name(tmp_path).values()} == {recorded.NOT_MEASURED}
+    table = targets.table(tmp_path)
+    assert "cuda-kernels is void: slow" in table
+    assert "cuda-decode-llama-3-8b-f16 is interrupted" in table
+
+
+def test_a_batch_is_held_to_memory_or_to_tensor_cores(tmp_path):
+    # 15 GB at 3 TB/s: 5,000 us; 6e12 operations at 600 TFLOP/s: 10,000 us
+    record(
+        tmp_path, "batches-llama-3-8b-f16", "bench", {"pp16": [8e3] * 5, "pp128": [25e3] * 5},
+        model=model("llama-3-8b", "F16", 15e9),
+        result={
+            "read_gbps": READ, "product_tflops": PEAK,
+            "product_flops": {"pp16": 0.75e12, "pp128": 6e12},
+        },
+    )  # fmt: skip
+    shares = recorded.batch_shares(Recorded(tmp_path), "llama-3-8b-f16")
+    assert shares == pytest.approx({16: 0.625, 128: 0.4})
+    assert the(tmp_path, "steps of 9").measured == "llama-3-8b-f16 40.0 % (128 tokens)"
+    rows = [
+        kernel_row("F16", "8b.o", "plain", 0.9, batch=2),
+        kernel_row("F16", "8b.o", "plain", 0.2, batch=16),
+        kernel_row("F16", "8b.o", "pdl", 0.6, batch=16),
+        kernel_row("F16", "8b.o", "plain", 0.5, batch=1000),  # 2e9 operations: 3.33 us, reads 0.67
+    ]
+    result = {"rows": rows, "read_gbps": READ, "product_tflops": PEAK}
+    record(tmp_path, "kernels-batches", "kernels", {}, result=result)
+    run = Recorded(tmp_path).run("kernels-batches")
+    assert recorded.worst_batch(run, "F16") == pytest.approx((0.6, "8b.o", 16))
+    assert recorded.worst_batch(run, "Q4_0") is None
+
+
+def test_depth_is_held_to_reading_the_cache(tmp_path):
+    # 16384 cells of 131,072 bytes at 3 TB/s: 715.8 us
+    record(
+        tmp_path, "depth-llama-3-8b-q4_0", "bench", {"tg32": [2000.0], "tg32@d16384": [3000.0]},
+        result={"read_gbps": READ, "cache_bytes_per_token": 131_072},
+    )  # fmt: skip
+    assert recorded.depth_ratio(Recorded(tmp_path)) == pytest.approx(1000 / 715.828, rel=1e-4)
+    assert the(tmp_path, "depth").measured == "1.40 times"
+    assert the(tmp_path, "depth").met == "**missed**"
+
+
+def test_loading_and_answers(tmp_path):
+    (tmp_path / "cuda-load-llama-3-8b-q4_0.json").write_text(json.dumps({"seconds": [2.0, 11.0]}))
+    assert the(tmp_path, "llama-3-8b Q4_0 ready").met == "**missed**"
+    for quant, kl in (("Q8_0", 1e-4), ("F16", 1e-2), ("Q4_0", None)):
+        record(
+            tmp_path, f"perplexity-llama-3.2-1b-{quant.lower()}", "perplexity", {},
+            model=model("llama-3.2-1b", quant, 1e9),
+            result={"agreement": {"kl_mean": kl, "nmse": 1e-6}},
+        )  # fmt: skip
+    met = the(tmp_path, "fast path").met
+    assert met.startswith("**missed**: f16, q4_0; not measured: bf16, ")
+
+
+def test_the_steps_run_and_go_on_where_they_were(tmp_path, tiny_models, capsys):
+    """A few steps with tiny models on the embedded device; a second call measures nothing."""
+
+    def go() -> str:
+        names = ("decode", "depth", "load", "batches")
+        measure.measure(*names, out=tmp_path, models=tiny_models, device="embedded", quick=True)
+        return capsys.readouterr().out
+
+    assert "there already" not in go()
+    assert not list(tmp_path.glob("embedded-*")), "a quick run must not be taken for a real one"
+    found = Recorded(tmp_path, "quick-embedded")
+    assert isinstance(recorded.depth_ratio(found), float)
+    assert len(found.load_seconds()) == 3
+    run = found.run("decode-llama-3-8b-q4_0")
+    assert run is not None and run.run["result"]["read_gbps"] > 0
+    assert run.run["arms"][0]["toggles"]["fuse_glu"] == "on"
+    unfused = found.run("decode-llama-3-8b-q4_0-unfused")
+    assert unfused is not None and unfused.run["arms"][0]["toggles"]["fuse_glu"] == "off"
+    # the last layer goes on with the last token alone once attention is done
+    flops = run.run["result"]["product_flops"]["pp128"]
+    attention, ffn, head = 256 * (256 + 2 * 128) + 256 * 256, 3 * 256 * 512, 256 * 1024
+    assert flops == 2 * (128 * (2 * attention + ffn) + ffn + head)
+    assert go().count("there already") == 3 * 5 + 1 + 3
+
+
+def test_measure_refuses_a_step_that_is_none(tmp_path):
+    with pytest.raises(UsageError, match="step 'speed' does not exist; choose from decode"):
+        measure.measure("speed", out=tmp_path)
+
+
+def test_sizes_of_models_are_those_of_their_files():
+    assert measuring.file_gb("llama-3-8b", "Q4_0") == pytest.approx(4.66, abs=0.02)
+    assert measuring.file_gb("qwen3-4b", "Q4_K_M") == pytest.approx(2.5, abs=0.1)

@@ -1,0 +1,124 @@
+"""Matrix products by cuBLAS, prepared once and issued with one call.
+
+Through ctypes, not CuPy's wrapper: that one moves its handle to CuPy's current stream at every
+call, and knows no cublasSetWorkspace. The library is the one CuPy uses: cuda.pathfinder, on which
+both CuPy and cuda-bindings rely, finds what the process has loaded, or else would load.
+
+Importing this module loads nothing; `Blas()` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from workbench.backend.base import Issue
+from workbench.backend.cuda_kernel import Gemm
+from workbench.errors import DeviceError
+
+# The library may use no more, and the same at every call: with one stream per workspace its results
+# are the same from run to run. 32 MiB is what NVIDIA recommends for compute capability 9.0.
+WORKSPACE_BYTES = 32 << 20
+
+# cublas_api.h, library_types.h
+TRANSPOSED, AS_IT_IS = 1, 0
+TYPES = {"F32": 0, "F16": 2, "BF16": 14}
+COMPUTE_F32, DEFAULT_ALGORITHM = 68, -1
+MATH_FULL_SUMS = 16  # default math, sums of split products not in 16 bits; no TF32 either
+
+
+class Blas:
+    """cuBLAS on the calling thread's device: one handle and one workspace for each stream, so that
+    streams side by side share nothing. Raises DeviceError where the library cannot be used."""
+
+    def __init__(self) -> None:
+        self._library, self.path = _load()
+        self._handles: dict[int, ctypes.c_void_p] = {}  # by stream
+        self._workspaces: list[Any] = []
+        self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
+
+    @property
+    def version(self) -> int:
+        """As cublasGetVersion gives it: 130100 is 13.1."""
+        version = ctypes.c_int()
+        self._check("cublasGetProperty", self._library.cublasGetProperty(0, ctypes.byref(version)))
+        major = version.value
+        self._check("cublasGetProperty", self._library.cublasGetProperty(1, ctypes.byref(version)))
+        return major * 10000 + version.value * 100
+
+    def prepare(self, gemm: Gemm, stream: int) -> Issue:
+        """A callable that issues `gemm` on `stream` (a CUstream's address); everything is bound
+        here. It raises DeviceError where cuBLAS refuses."""
+        library, check = self._library, self._check
+        call = library.cublasGemmEx
+        kind, wide = TYPES[gemm.dtype], TYPES["F32"]
+        # cuBLAS counts by columns: it sees w as (cols, rows), x as (cols, n_tokens), and makes
+        # (rows, n_tokens), which is dst.
+        i32, address = ctypes.c_int, ctypes.c_void_p
+        args = (
+            self._handle(stream), i32(TRANSPOSED), i32(AS_IT_IS),
+            i32(gemm.rows), i32(gemm.n_tokens), i32(gemm.cols), ctypes.byref(self._one),
+            address(gemm.w), i32(kind), i32(gemm.cols), address(gemm.x), i32(kind), i32(gemm.cols),
+            ctypes.byref(self._zero), address(gemm.dst), i32(wide), i32(gemm.dst_stride),
+            i32(COMPUTE_F32), i32(DEFAULT_ALGORITHM),
+        )  # fmt: skip
+
+        def issue() -> None:
+            status = call(*args)
+            if status:
+                check(f"cublasGemmEx of {gemm}", status)
+
+        return issue
+
+    def close(self) -> None:
+        """Destroys the handles; what `prepare` gave must not be called any more."""
+        for handle in self._handles.values():
+            self._library.cublasDestroy_v2(handle)
+        self._handles.clear()
+        self._workspaces.clear()
+
+    def _handle(self, stream: int) -> ctypes.c_void_p:
+        if stream not in self._handles:
+            import cupy
+
+            library, check = self._library, self._check
+            handle = ctypes.c_void_p()
+            check("cublasCreate", library.cublasCreate_v2(ctypes.byref(handle)))
+            self._handles[stream] = handle
+            check("cublasSetStream", library.cublasSetStream_v2(handle, ctypes.c_void_p(stream)))
+            try:
+                workspace = cupy.cuda.Memory(WORKSPACE_BYTES)
+            except cupy.cuda.runtime.CUDARuntimeError as error:
+                raise DeviceError(
+                    f"cannot allocate {WORKSPACE_BYTES >> 20} MiB for cuBLAS ({error}); use a "
+                    "smaller model or n_ctx"
+                ) from None
+            self._workspaces.append(workspace)
+            # after the stream: setting that one takes a workspace away again
+            address, size = ctypes.c_void_p(workspace.ptr), ctypes.c_size_t(WORKSPACE_BYTES)
+            check("cublasSetWorkspace", library.cublasSetWorkspace_v2(handle, address, size))
+            mode = ctypes.c_int(MATH_FULL_SUMS)
+            check("cublasSetMathMode", library.cublasSetMathMode(handle, mode))
+        return self._handles[stream]
+
+    def _check(self, what: str, status: int) -> None:
+        if status:
+            name = self._library.cublasGetStatusName(status).decode()
+            raise DeviceError(f"{what} failed: {name} (in {self.path})")
+
+
+def _load() -> tuple[ctypes.CDLL, str]:
+    """cuBLAS, and where it was found."""
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        path = load_nvidia_dynamic_lib("cublas").abs_path or "libcublas.so.13"
+        library = ctypes.CDLL(path)
+        library.cublasGetStatusName.restype = ctypes.c_char_p
+        return library, path
+    except (ImportError, RuntimeError, OSError, AttributeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DeviceError(
+            f"products of many tokens need cuBLAS ({reason}); pip install -e '.[gpu]' in the "
+            "checkout, or use --device embedded"
+        ) from None

@@ -1,0 +1,276 @@
+"""Launches of attention on CUDA: grids, tunings and scratch for `kernels/attention.cu`.
+
+Pure: addresses and shapes in, data out. Everything follows from shapes and the padded n_kv, so that
+a step's result does not depend on where its tokens lie. Constants repeat those of the source.
+
+`simple_launches` gives the plain kernels of `kernels/attention_simple.cu`, the slow twin.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from workbench.backend.args import Args
+from workbench.backend.cuda_kernel import Kernel, blocks
+from workbench.errors import DeviceError
+
+MAX_HEAD_DIM = 256
+FEW_TOKENS = 8  # attention_decode alone up to here
+CELLS = 16  # attention_decode: cells of a tile
+CELL_PAD = 8  # halves behind each row of a tile, against bank conflicts
+
+# What the figures below are measured against: an H100 has 132 multiprocessors, and each holds two
+# blocks of these kernels.
+BLOCKS = 264  # attention_decode: most blocks, all of them running at once
+CLUSTER = 8  # most blocks of a cluster that every device with clusters accepts
+LEAST_TILES = 16  # attention_decode: tiles of a block where several clusters share the cells
+SETS = (1, 2, 4)
+ENOUGH_BLOCKS = 66  # attention_prefill: with fewer, attention_decode splits the cells as well
+
+
+class Tuning(NamedTuple):
+    """Macros of one compilation. sets: 8 rows each, of a block (decode). warps of a block; stages:
+    tiles in shared memory; cells of a tile."""
+
+    sets: int
+    warps: int
+    stages: int
+    cells: int
+
+
+class Plan(NamedTuple):
+    """attention_decode's grid: (n_head_kv * row groups, shares); each `cluster` blocks whose shares
+    follow each other are a cluster."""
+
+    tuning: Tuning
+    groups: int
+    shares: int
+    cluster: int
+
+
+def _dim(head_dim: int) -> int:
+    return blocks(head_dim, 16) * 16
+
+
+def _check(head_dim: int) -> None:
+    if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise DeviceError(
+            f"attention: head_dim {head_dim} is not supported on cuda (multiples of 8 up to "
+            f"{MAX_HEAD_DIM}); use device=host or embedded"
+        )
+
+
+def decode_tuning(rows: int, head_dim: int) -> Tuning:
+    """For blocks that hold `rows` query rows: as many sets as that takes and registers allow."""
+    dim = _dim(head_dim)
+    if dim > 128:
+        return Tuning(1, 2, 2, CELLS)
+    sets = next((s for s in SETS if rows <= 8 * s), SETS[-1])
+    if dim > 64:
+        return Tuning(sets, 4, 2, CELLS)
+    warps, stages = {1: (8, 2), 2: (4, 4), 4: (4, 3)}[sets]
+    return Tuning(sets, warps, stages, CELLS)
+
+
+def prefill_tuning(head_dim: int) -> Tuning:
+    return Tuning(2, 4, 2, 64 if _dim(head_dim) <= 128 else 16)
+
+
+def n_shares(groups: int, n_kv: int, warps: int) -> tuple[int, int]:
+    """Blocks that share the cells of one kv head and group of rows, and how many are a cluster.
+
+    One cluster, of no more blocks than have a tile for each warp, merges without leaving the chip's
+    multiprocessors; several, where every block still has LEAST_TILES, merge through memory."""
+    tiles, most = blocks(n_kv, CELLS), max(1, BLOCKS // groups)
+    useful = 1 << (blocks(tiles, warps) - 1).bit_length()
+    cluster = min(CLUSTER, useful, 1 << (most.bit_length() - 1))
+    if cluster < CLUSTER:
+        return cluster, cluster
+    clusters = min(most // CLUSTER, tiles // (CLUSTER * LEAST_TILES))
+    return CLUSTER * max(1, clusters), CLUSTER
+
+
+def decode_plan(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_kv: int) -> Plan:
+    """Few sets while the cells are so few that other blocks, reading them again, find them in L2
+    and would have no work of their own; else as many as the rows fill."""
+    rows, tiles = n_tokens * (n_head // n_head_kv), blocks(n_kv, CELLS)
+    for sets in SETS:
+        tuning = decode_tuning(min(rows, 8 * sets), head_dim)
+        groups = n_head_kv * blocks(rows, 8 * tuning.sets)
+        if rows <= 8 * sets or groups * blocks(tiles, 4) <= BLOCKS:
+            break
+    if tuning.sets == 1 and 64 < _dim(head_dim) <= 128 and 4 * CLUSTER < tiles <= 8 * CLUSTER:
+        tuning = Tuning(1, 8, 1, CELLS)  # one tile a warp
+    return Plan(tuning, groups, *n_shares(groups, n_kv, tuning.warps))
+
+
+def uses_prefill(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int) -> bool:
+    """Whether the tokens are so many that blocks of 64 rows over all cells fill the device."""
+    rows = n_tokens * (n_head // n_head_kv)
+    tall = blocks(rows, 16 * prefill_tuning(head_dim).warps)
+    return n_tokens > FEW_TOKENS and n_head_kv * tall >= ENOUGH_BLOCKS
+
+
+def tile_bytes(head_dim: int, cells: int, rows: int) -> int:
+    """A Tile of attention.cuh: K and V, and the mask for as many tokens as there can be."""
+    return 2 * (2 * cells * (_dim(head_dim) + CELL_PAD) + rows * (cells + CELL_PAD))
+
+
+def _stored_bytes(head_dim: int, sets: int) -> int:
+    """Rows::STORED_BYTES: queries that lie in shared memory."""
+    steps = _dim(head_dim) // 16
+    return steps * sets * 32 * 8 if steps * sets > 16 else 0
+
+
+def decode_shared(head_dim: int, t: Tuning) -> int:
+    tiles = t.warps * t.stages * tile_bytes(head_dim, t.cells, 8 * t.sets)
+    return tiles + _stored_bytes(head_dim, t.sets)
+
+
+def prefill_shared(head_dim: int, t: Tuning) -> int:
+    tiles = t.stages * tile_bytes(head_dim, t.cells, 16 * t.warps)
+    return tiles + t.warps * _stored_bytes(head_dim, 2)
+
+
+def scratch_bytes(
+    n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_kv: int, plan: Plan | None = None
+) -> int:
+    """Bytes for what the shares of attention_decode leave to the last block: per share and row,
+    head_dim sums, a maximum and a weight. With clusters only a part of it is used."""
+    if uses_prefill(n_tokens, n_head, n_head_kv, head_dim):
+        return 0
+    plan = plan or decode_plan(n_tokens, n_head, n_head_kv, head_dim, n_kv)
+    if plan.shares == 1:
+        return 0
+    return plan.groups * plan.shares * 8 * plan.tuning.sets * (head_dim + 2) * 4
+
+
+def n_counters(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_kv: int) -> int:
+    """Counters (u32) the launch wants: zero before it, and zero again after; at most BLOCKS."""
+    if uses_prefill(n_tokens, n_head, n_head_kv, head_dim):
+        return 0
+    plan = decode_plan(n_tokens, n_head, n_head_kv, head_dim, n_kv)
+    return plan.groups * plan.cluster if plan.shares > 1 else 0
+
+
+def can_quantise(n_tokens: int, head_dim: int) -> bool:
+    """Whether `launches` can give its result as Q8_ACT: a block of 32 must lie in one head."""
+    return n_tokens <= FEW_TOKENS and head_dim % 32 == 0
+
+
+def launches(
+    dst: int,
+    q: int,
+    k: int,
+    v: int,
+    mask: int,
+    scratch: int,
+    counters: int,
+    n_tokens: int,
+    n_head: int,
+    n_head_kv: int,
+    head_dim: int,
+    n_kv: int,
+    scale: float,
+    quantised: bool,
+    tuning: Tuning | None = None,
+    plan: Plan | None = None,
+) -> list[Kernel]:
+    """The launch that computes attention; types and shapes as in graph/ops.py, addresses in bytes.
+
+    dst (n_tokens, n_head * head_dim) is F32, or with `quantised` (where `can_quantise`) Q8_ACT.
+    scratch and counters: as `scratch_bytes` and `n_counters` say. tuning (prefill) and plan
+    (decode): instead of the usual ones, for measuring. Raises DeviceError for a head_dim that no
+    kernel has.
+    """
+    _check(head_dim)
+    if not n_tokens:
+        return []
+    sizes = [n_tokens, n_head, n_head_kv, n_kv, scale]
+    if uses_prefill(n_tokens, n_head, n_head_kv, head_dim):
+        t = tuning or prefill_tuning(head_dim)
+        rows = n_tokens * (n_head // n_head_kv)
+        defines = (*_defines(head_dim, t, True), f"TILE_CELLS={t.cells}")
+        grid = (blocks(rows, 16 * t.warps), n_head_kv)
+        return [
+            Kernel(
+                "attention", "attention_prefill", grid, 32 * t.warps, [dst, q, k, v, mask, *sizes],
+                defines, prefill_shared(head_dim, t), waits=True,
+            )
+        ]  # fmt: skip
+    plan = plan or decode_plan(n_tokens, n_head, n_head_kv, head_dim, n_kv)
+    t = plan.tuning
+    defines = (
+        *_defines(head_dim, t, False), f"ROW_SETS={t.sets}", f"CLUSTER={plan.cluster}",
+    )  # fmt: skip
+    return [
+        Kernel(
+            "attention", "attention_decode", (plan.groups, plan.shares), 32 * t.warps,
+            [dst, q, k, v, mask, scratch, counters, *sizes, int(quantised)],
+            defines, decode_shared(head_dim, t), waits=True,
+        )
+    ]  # fmt: skip
+
+
+def _defines(head_dim: int, t: Tuning, prefill: bool) -> tuple[str, ...]:
+    return (
+        f"PREFILL={int(prefill)}", f"HEAD_DIM={head_dim}", f"WARPS={t.warps}", f"STAGES={t.stages}",
+    )  # fmt: skip
+
+
+# the slow twin ------------------------------------------------------------------------------------
+
+SPLIT_THREADS = 512
+SHARE_CELLS, MOST_SHARES = 256, 32  # attention_split: least cells of a share, most shares
+# attention_tile: widest head_dim -> kernel, query tokens of a block
+TILES = {
+    32: ("attention_tile_d1", 16),
+    64: ("attention_tile_d2", 16),
+    128: ("attention_tile_d4", 16),
+    256: ("attention_tile_d8", 8),
+}
+
+
+def simple_shares(n_kv: int) -> int:
+    """Shares the cells of one head are split into: from the padded n_kv alone."""
+    share = max(SHARE_CELLS, blocks(blocks(n_kv, MOST_SHARES), 32) * 32)
+    return blocks(n_kv, share)
+
+
+def simple_scratch_bytes(n_tokens: int, n_head: int, head_dim: int, n_kv: int) -> int:
+    """What the shares need: per token, head and share, head_dim + 2 floats."""
+    shares = simple_shares(n_kv)
+    if n_tokens > FEW_TOKENS or shares == 1:
+        return 0
+    return n_tokens * n_head * shares * (head_dim + 2) * 4
+
+
+def simple_launches(
+    dst: int,
+    q: int,
+    k: int,
+    v: int,
+    mask: int,
+    scratch: int,
+    n_tokens: int,
+    n_head: int,
+    n_head_kv: int,
+    head_dim: int,
+    n_kv: int,
+    scale: float,
+) -> list[Kernel]:
+    """As `launches`, in float throughout and without tensor cores; dst is F32."""
+    _check(head_dim)
+    file, rows = "attention_simple", n_tokens * n_head
+    args: Args = [
+        dst, q, k, v, mask, scratch, n_tokens, n_head, n_head_kv, head_dim, n_kv, scale,
+    ]  # fmt: skip
+    if n_tokens > FEW_TOKENS:
+        function, tile = next(TILES[d] for d in TILES if head_dim <= d)
+        return [Kernel(file, function, (blocks(n_tokens, tile), n_head), 128, args)]
+    shares = simple_shares(n_kv)
+    split = Kernel(file, "attention_split", (rows, shares), SPLIT_THREADS, args)
+    if shares == 1:
+        return [split]
+    combine: Args = [dst, scratch, shares, head_dim]
+    return [split, Kernel(file, "attention_combine", (rows, 1), 256, combine)]

@@ -1,0 +1,54 @@
+"""What the launch functions of the cuda backend return: kernels, and products for cuBLAS.
+
+Pure data. `backend/kernels.py` says which of them compute a node; `backend/cuda.py` issues them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from workbench.backend.args import Args
+
+
+class Kernel(NamedTuple):
+    """One kernel launch.
+
+    file: name of a `kernels/*.cu` without its suffix; function: an `extern "C"` kernel in it;
+    grid: blocks (x, y); block: threads; args: every argument as an 8-byte slot (int) or a float.
+    defines: macros (`"ROWS=2"`) the file is compiled with for this kernel alone; a file that wants
+    macros is compiled when a kernel with them is first prepared. shared: bytes of dynamic shared
+    memory. waits: the kernel executes `griddepcontrol.wait` on every path before its first
+    dependent read and before every write, so that it may be launched programmatically.
+    """
+
+    file: str
+    function: str
+    grid: tuple[int, int]
+    block: int
+    args: Args
+    defines: tuple[str, ...] = ()
+    shared: int = 0
+    waits: bool = False
+
+
+class Gemm(NamedTuple):
+    """One product for cuBLAS: dst (n_tokens, rows) F32 = x (n_tokens, cols) times w (rows, cols)
+    transposed, w and x both of `dtype` (F16, BF16 or F32), summed in float32. dst_stride: elements
+    from one token's results to the next. Addresses in bytes."""
+
+    dtype: str
+    dst: int
+    w: int
+    x: int
+    rows: int
+    cols: int
+    n_tokens: int
+    dst_stride: int
+
+
+Work = Kernel | Gemm
+
+
+def blocks(n: int, size: int) -> int:
+    """Blocks of `size` that cover n."""
+    return -(-n // size)

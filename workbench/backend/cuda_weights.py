@@ -1,0 +1,254 @@
+"""Weights on their way from the model file to the GPU, and which of them its kernels can use.
+
+Bytes go from the file's map into a ring of pinned slots (worker threads: NumPy copies without the
+GIL), from there to the device on one stream, and, for the types of REPACKED, on another stream
+through a kernel that lays them out as `kernels/weights.cuh` says:
+
+    worker 0        | read slot 0 | read slot 2 |
+    worker 1        | read slot 1 | read slot 3 |
+    copy stream                   | copy 0 | copy 1 | copy 2 |
+    repack stream                          | repack 0 | repack 1 |
+
+The caller's thread alone talks to the driver. It waits for a slot's repacking before the slot is
+filled anew, which happens a ring later, and for everything once, in `finish`. What a tensor takes
+of a slot begins on a multiple of ALIGN, so that many small tensors travel in one slot.
+
+The limit is the host's memory copy (a thread reaches some 10 GB/s, PCIe 5 some 50), hence several
+workers. Registering the map itself as pinned memory would save that copy, but pins every page of
+the file first, and not every system allows it for a read-only map.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from workbench.backend.args import variant
+from workbench.backend.base import Issue
+from workbench.backend.cuda_kernel import Kernel, blocks
+from workbench.errors import DeviceError
+from workbench.graph.ir import DTYPES, QUANTISED, WEIGHT_DTYPES, Node, Tensor
+from workbench.program.commands import Space
+
+if TYPE_CHECKING:
+    from workbench.backend.cuda_driver import CudaEvent, CudaMemory, Driver
+
+SLOT_BYTES = 8 << 20
+N_SLOTS = 8  # so much pinned memory, and as much of the device's, while loading
+N_WORKERS = 4
+ALIGN = 256
+WORD = 16  # bytes of a load: the memory of a weight ends on a multiple of it, with zeros
+
+UNIT, THREADS = 32, 256  # repack: weights of a thread, threads of a block
+REPACKED = frozenset(d.name for d in QUANTISED)  # a kernel of kernels/repack.cu each
+
+# What the kernels compute: (op or its variant, weight type) -> most tokens (get_rows: rows) a node
+# may have.
+ANY = 1 << 31
+_PRODUCTS = [d.name for d in WEIGHT_DTYPES]
+MOST_TOKENS: dict[tuple[str, ...], int] = {
+    **{("mul_mat", name): ANY for name in _PRODUCTS},
+    **{("mul_mat_float", d.name): ANY for d in QUANTISED},
+    **{("get_rows", name): ANY for name in _PRODUCTS},
+}
+
+
+def refuses(node: Node, plan: Callable[[Node], Any]) -> str:
+    """Why the cuda backend cannot compute `node`, in one line, or "".
+
+    plan: makes the node's launches without a device and raises DeviceError where there is no kernel
+    for its shape. Types and numbers of tokens are looked up in MOST_TOKENS, for a kernel that is
+    chosen by name is missed only when it is compiled.
+    """
+    kind = variant(node)
+    if len(kind) > 1:
+        tokens, most = node.output.rows, MOST_TOKENS.get(kind, 0)
+        if tokens > most:
+            able = [name for op, name in MOST_TOKENS if op == kind[0]]
+            why = f"{tokens} tokens" if most else f"any batch (it has {', '.join(able) or 'none'})"
+            do = "use a smaller n_ubatch" if most else "quantise the model anew"
+            return (
+                f"cuda has no {kind[0]} kernel for {kind[1]} weights and {why}; {do}, or use "
+                "device=host or embedded"
+            )
+    try:
+        plan(node)
+    except DeviceError as error:
+        return str(error)
+    return ""
+
+
+def repack(dtype: str, dst: int, src: int, first: int, n: int, total: int) -> Kernel:
+    """Lays out blocks first .. first + n - 1 of a weight of `total` blocks: from src (the n blocks
+    as in the file, at a multiple of 16 bytes) into the weight that begins at dst."""
+    units = n * (DTYPES[dtype].block // UNIT)
+    grid = (blocks(units, THREADS), 1)
+    return Kernel("repack", f"repack_{dtype}", grid, THREADS, [dst, src, first, n, total])
+
+
+class Part(NamedTuple):
+    """Bytes of one tensor that travel in a slot."""
+
+    what: str  # for messages
+    source: np.ndarray  # uint8 (n,), in the file's map
+    at: int  # offset in the slot
+    there: int  # device address: where these bytes belong, of a repacked weight where it begins
+    dtype: str  # "" where the bytes stay as they are
+    first: int  # blocks of the weight before these
+    n: int  # blocks
+    total: int  # blocks of the weight
+
+
+class Slot:
+    """A pinned buffer with the staging memory it is copied to; SLOT_BYTES each."""
+
+    def __init__(self, pinned: CudaMemory, staging: CudaMemory, event: Callable[[], CudaEvent]):
+        assert pinned.array is not None
+        self.pinned = pinned
+        self.array = pinned.array
+        self.staging = staging
+        self.arrived, self.free = event(), event()
+        self.parts: list[Part] = []
+        self.used = 0
+        self.read: Future[None] | None = None
+
+    def fill(self) -> None:
+        """Copies what the parts name out of the file's map. Run by a worker."""
+        for part in self.parts:
+            np.copyto(self.array[part.at : part.at + part.source.nbytes], part.source)
+
+
+class Uploader:
+    """One loading: `load` for every weight, then `finish`; or `close` where that is not to be.
+
+    driver: whose calls, events. allocate(nbytes, space): device and pinned memory, whatever it
+    holds. prepare(kernel, stream, what): a callable that launches. copies, repacks: two CUstreams
+    that nothing else is queued on. All calls come from one thread. What `load` was given is read
+    later, at the latest in `finish`; it must not change until then (it is kept alive).
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        allocate: Callable[[int, Space], CudaMemory],
+        prepare: Callable[[Kernel, Any, str], Issue],
+        copies: Any,
+        repacks: Any,
+    ):
+        self._driver, self._allocate, self._prepare = driver, allocate, prepare
+        self._copies, self._repacks = copies, repacks
+        n = min(N_WORKERS, os.cpu_count() or 1)
+        self._workers = ThreadPoolExecutor(n, thread_name_prefix="loading")
+        self._slots: list[Slot] = []
+        self._filling: Slot | None = None
+        self._reading: deque[Slot] = deque()  # a worker's, or waiting for one
+        self._issued: deque[Slot] = deque()  # the device's
+
+    def load(self, tensor: Tensor, data: np.ndarray) -> CudaMemory:
+        """Memory for a weight, which its bytes reach by the end of `finish`; not to be freed until
+        then. data: the file's bytes, of any shape and type. Raises DeviceError where they are not
+        as many as the tensor's, or there is no memory."""
+        flat = data.reshape(-1).view(np.uint8)
+        if flat.nbytes != tensor.nbytes:
+            raise DeviceError(f"{tensor!r} wants {tensor.nbytes} bytes, not {flat.nbytes}")
+        memory, what = self._allocate(tensor.nbytes, Space.DEVICE), f"loading {tensor.name}"
+        if tail := -tensor.nbytes % WORD:  # kernels may read it with the last bytes
+            end = memory.address + tensor.nbytes
+            self._driver.call("cuMemsetD8Async", what, end, 0, tail, self._copies)
+        repacked = tensor.dtype.name in REPACKED
+        grain = tensor.dtype.block_bytes
+        begin, total = 0, flat.nbytes // grain
+        while begin < flat.nbytes:
+            slot = self._with_room(grain)
+            n = min((SLOT_BYTES - slot.used) // grain, total - begin // grain)
+            source = flat[begin : begin + n * grain]
+            there = memory.address + (0 if repacked else begin)
+            dtype = tensor.dtype.name if repacked else ""
+            first = begin // grain
+            slot.parts.append(Part(what, source, slot.used, there, dtype, first, n, total))
+            slot.used += -(-source.nbytes // ALIGN) * ALIGN
+            begin += source.nbytes
+        return memory
+
+    def finish(self) -> None:
+        """Waits until every weight is where it belongs, and gives threads and slots back."""
+        try:
+            self._submit()
+            while self._reading:
+                self._issue_oldest()
+            for stream in (self._copies, self._repacks):
+                self._driver.call("cuStreamSynchronize", "loading weights", stream)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the threads and gives the slots back. Weights not yet under way stay unloaded."""
+        self._workers.shutdown(wait=True, cancel_futures=True)
+        for slot in self._slots:  # freeing waits for the device
+            slot.pinned.free()
+            slot.staging.free()
+        self._slots.clear()
+        self._filling = None
+        self._reading.clear()
+        self._issued.clear()
+
+    def _with_room(self, nbytes: int) -> Slot:
+        """The slot being filled, with room for nbytes."""
+        if self._filling is not None and SLOT_BYTES - self._filling.used < nbytes:
+            self._submit()
+        if self._filling is None:
+            self._filling = self._empty()
+        return self._filling
+
+    def _submit(self) -> None:
+        """Hands the slot being filled to the workers."""
+        slot, self._filling = self._filling, None
+        if slot is not None:
+            slot.read = self._workers.submit(slot.fill)
+            self._reading.append(slot)
+
+    def _empty(self) -> Slot:
+        """A slot nobody uses: a new one, or, once there are N_SLOTS, the one issued longest ago."""
+        while self._reading and self._read(self._reading[0]).done():
+            self._issue_oldest()
+        if len(self._slots) < N_SLOTS:
+            pinned = self._allocate(SLOT_BYTES, Space.PINNED)
+            staging = self._allocate(SLOT_BYTES, Space.DEVICE)
+            self._slots.append(Slot(pinned, staging, self._driver.event))
+            return self._slots[-1]
+        if not self._issued:
+            self._issue_oldest()
+        slot = self._issued.popleft()
+        self._driver.call("cuEventSynchronize", "loading weights", slot.free.handle)
+        slot.parts, slot.used = [], 0
+        return slot
+
+    @staticmethod
+    def _read(slot: Slot) -> Future[None]:
+        assert slot.read is not None
+        return slot.read
+
+    def _issue_oldest(self) -> None:
+        """Queues copies and repacking of the slot submitted longest ago, once it has been read."""
+        slot = self._reading[0]
+        self._read(slot).result()
+        call, copies, repacks = self._driver.call, self._copies, self._repacks
+        for p in slot.parts:
+            there = slot.staging.address + p.at if p.dtype else p.there
+            here = slot.pinned.address + p.at
+            call("cuMemcpyHtoDAsync", p.what, there, here, p.source.nbytes, copies)
+        what = slot.parts[-1].what
+        call("cuEventRecord", what, slot.arrived.handle, copies)
+        call("cuStreamWaitEvent", what, repacks, slot.arrived.handle, 0)
+        for p in slot.parts:
+            if p.dtype:
+                there = slot.staging.address + p.at
+                kernel = repack(p.dtype, p.there, there, p.first, p.n, p.total)
+                self._prepare(kernel, repacks, p.what)()
+        call("cuEventRecord", what, slot.free.handle, repacks)
+        self._issued.append(self._reading.popleft())

@@ -1,0 +1,147 @@
+"""The sources of the CUDA kernels, how they are compiled, and where the results are kept.
+
+Pure Python apart from NVRTC, which needs no GPU: `cubin("rows", "sm_90")` works on any machine with
+the compiler library. Nothing here talks to a device.
+
+A file is compiled when one of its kernels is first wanted: as it is, or with macros of that kernel
+(`backend/cuda_kernel.py`), so that tile sizes and weight types are constants and only what a model
+needs is compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import DeviceError
+
+OPTIONS = ("-std=c++17", "-default-device")
+
+
+def source_dir() -> Path:
+    """kernels/ of the checkout, or its copy in an installed wheel; DeviceError if neither is."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package.parent / "kernels", package / "_kernels"):
+        if (folder / "common.cuh").is_file():
+            return folder
+    raise DeviceError(f"the CUDA kernels are missing beside {package}; install workbench again")
+
+
+def source_files() -> list[Path]:
+    """Every .cu file, one op family each."""
+    return sorted(source_dir().glob("*.cu"))
+
+
+def _headers() -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(source_dir().glob("*.cuh"))}
+
+
+def _nvrtc() -> Any:
+    """cuda.bindings.nvrtc with its library loaded; DeviceError where one is missing."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DeviceError(
+            f"NVRTC, which compiles the kernels, is not usable ({reason}); "
+            "pip install -e '.[gpu]' in the checkout"
+        ) from None
+    return nvrtc
+
+
+def _call(nvrtc: Any, function: str, *args: Any) -> Any:
+    error, *values = getattr(nvrtc, function)(*args)
+    if error:
+        raise DeviceError(f"{function} failed: {nvrtc.nvrtcGetErrorString(error)[1].decode()}")
+    return values[0] if values else None
+
+
+def compile_source(
+    name: str, source: bytes, headers: dict[str, bytes], arch: str, defines: Sequence[str] = ()
+) -> bytes:
+    """One source as a cubin for `arch` (`sm_90`). DeviceError with the compiler's first error."""
+    nvrtc = _nvrtc()
+    program = _call(
+        nvrtc, "nvrtcCreateProgram", source, name.encode(), len(headers),
+        list(headers.values()), [h.encode() for h in headers],
+    )  # fmt: skip
+    try:
+        options = [o.encode() for o in (f"-arch={arch}", *OPTIONS, *(f"-D{d}" for d in defines))]
+        (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if error:
+            log = bytes(_call(nvrtc, "nvrtcGetProgramLogSize", program))  # filled in place
+            _call(nvrtc, "nvrtcGetProgramLog", program, log)
+            lines = log.rstrip(b"\0\n").decode(errors="replace").splitlines()
+            first = next((line for line in lines if "error" in line), f"{error!r}")
+            raise DeviceError(f"kernels/{name} does not compile for {arch}: {first}")
+        cubin = bytes(_call(nvrtc, "nvrtcGetCUBINSize", program))
+        _call(nvrtc, "nvrtcGetCUBIN", program, cubin)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return cubin
+
+
+def cubin(file: str, arch: str, defines: Sequence[str] = (), folder: Path | None = None) -> bytes:
+    """`kernels/<file>.cu` compiled for `arch` with macros `defines` ("ROWS=2").
+
+    Taken from `folder` (default `cache_dir()`) where it is there, under a key of everything that
+    decides its bytes; else compiled and kept there. Raises DeviceError.
+    """
+    folder, headers = folder or cache_dir(), _headers()
+    source = (source_dir() / f"{file}.cu").read_bytes()
+    version = _nvrtc().nvrtcVersion()[1:]
+    decides = (headers, OPTIONS, arch, version, tuple(defines), source)
+    key = hashlib.sha256(repr(decides).encode()).hexdigest()
+    kept = folder / f"{file}-{arch}-{key[:24]}.cubin"
+    if kept.is_file():
+        found = kept.read_bytes()
+        if found.startswith(b"\x7fELF"):
+            return found
+    made = compile_source(f"{file}.cu", source, headers, arch, defines)
+    _keep(kept, made)
+    return made
+
+
+def compile_many(wanted: Iterable[tuple[str, tuple[str, ...]]], arch: str) -> None:
+    """Sees to it that each (file, defines) is in the cache, several compiled at a time."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for _ in pool.map(lambda w: cubin(w[0], arch, w[1]), dict.fromkeys(wanted)):
+            pass
+
+
+def _keep(path: Path, content: bytes) -> None:
+    """Writes whole or not at all, whoever else is writing the same file."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    os.replace(temporary, path)
+
+
+def cache_dir() -> Path:
+    """~/.cache/workbench/kernels; where that cannot be written, a folder of this user's own in the
+    temporary directory, and where that is not safe to trust, a new one for this process."""
+    for folder in (
+        Path.home() / ".cache" / "workbench" / "kernels",
+        Path(tempfile.gettempdir()) / f"workbench-kernels-{_user()}",
+    ):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            info = folder.lstat()
+        except OSError:
+            continue
+        mine = not hasattr(os, "getuid") or info.st_uid == os.getuid()
+        if mine and stat.S_ISDIR(info.st_mode) and os.access(folder, os.W_OK):
+            return folder
+    return Path(tempfile.mkdtemp(prefix="workbench-kernels-"))
+
+
+def _user() -> str:
+    return str(os.getuid()) if hasattr(os, "getuid") else "user"

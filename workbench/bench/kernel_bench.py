@@ -1,0 +1,358 @@
+"""Which share of the memory's bandwidth the products of a model reach: `workbench bench-kernels`.
+
+Each measurement is one weight type, shape and batch (`kernel_cases.py`), cold: copies of the
+weights go round, in all more than four times the last cache. A *replay* is a run of launches over
+the copies in turn, as the device can do it best (`kernel_rigs.py`), timed whole; its time divided
+by its launches is one sample. Plain launches and programmatic ones (`pdl`) alternate, ABBA. The
+bandwidth they are held against is measured in the same run: the best of several reading kernels.
+
+A run folder of kind `kernels` (`results.py`): an arm is a way to launch, a test is a measurement,
+`Q4_0 8b.o b1`; in samples.parquet a row is a replay, `n_tokens` its launches of all weights of the
+shape. `result` has the rows of the table (`Row`), the measurements left out and why, and
+
+    read_gbps     the bandwidth: the fastest replay of the fastest kernel; read_rates: of every one
+    read_after    the same kernels once more when all was measured: what the device drifted by
+    void          why the run says nothing; empty where it counts
+    cache_bytes, rotating_bytes, how, quick
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from workbench.bench import provenance, results
+from workbench.bench.comparison import order_of
+from workbench.bench.kernel_cases import Case, Shape
+from workbench.bench.kernel_memory import Copies, Launches
+from workbench.bench.kernel_rigs import PDL, Repeats, Rig, rig_of, rotating_bytes
+from workbench.errors import UsageError
+from workbench.graph import ops
+from workbench.graph.ir import DType
+
+ROUNDS, REPLAYS = 5, 3  # rounds over the ways to launch, replays of each in a round
+QUICK_ROUNDS, QUICK_REPLAYS = 2, 1
+CHECKPOINT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: every type by every shape by every batch. quick: too little and too warm
+    for figures, enough to see that it works."""
+
+    types: Sequence[DType]
+    shapes: Sequence[Shape]
+    batches: Sequence[int]
+    quick: bool = False
+    seed: int = 0
+
+    @property
+    def cases(self) -> list[Case]:
+        return [Case(dtype, shape) for shape in self.shapes for dtype in self.types]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "types": [dtype.name for dtype in self.types],
+            "shapes": [shape.name for shape in self.shapes],
+            "batches": list(self.batches),
+            "quick": self.quick,
+        }
+
+
+class Row(NamedTuple):
+    """One measurement of one way to launch. us: of all launches that read the shape's weights once.
+
+    share: of the read bandwidth, by the median. spread: (slowest - fastest) / median replay.
+    intensity: arithmetic operations for each byte of weights. rows: of all weights together.
+    """
+
+    type: str
+    shape: str
+    rows: int
+    cols: int
+    batch: int
+    launch: str
+    us: float
+    us_min: float
+    spread: float
+    gbps: float
+    share: float
+    gflops: float
+    intensity: float
+    bytes: int
+    launches: int  # nodes launched for one activation
+    copies: int  # of the weights, in turn
+    per_replay: int  # times the weights are read in one replay
+    replays: int
+
+    def __str__(self) -> str:
+        """`Q4_0 8b.o batch 1 pdl: 4.20 us, 2246.3 GB/s, 72.5 % of the read bandwidth`"""
+        return (
+            f"{self.type} {self.shape} batch {self.batch} {self.launch}: {self.us:.2f} us, "
+            f"{self.gbps:.1f} GB/s, {100 * self.share:.1f} % of the read bandwidth"
+        )
+
+
+class KernelRun(NamedTuple):
+    """A finished or interrupted run: `run.json` as a dict, and the samples."""
+
+    run: dict[str, Any]
+    samples: pd.DataFrame
+
+    @property
+    def rows(self) -> list[Row]:
+        return [Row(**row) for row in self.run["result"]["rows"]]
+
+    @property
+    def interrupted(self) -> bool:
+        return self.run["status"] == results.INTERRUPTED
+
+    @classmethod
+    def load(cls, folder: str | Path) -> KernelRun:
+        """A run folder of kind `kernels`; raises UsageError for any other."""
+        found = results.load_run(folder)
+        if found.run["kind"] != "kernels":
+            raise UsageError(f"{folder} is a run of kind {found.run['kind']!r}, not 'kernels'")
+        return cls(found.run, found.samples)
+
+
+class _Opened(NamedTuple):
+    """An open device as `provenance.engine` wants it."""
+
+    config: Plan
+    device: str
+    device_reason: str
+    backend: Any
+
+
+def bench_kernels(
+    backend: Any,
+    plan: Plan,
+    out: str | Path | None = None,
+    *,
+    reason: str = "as asked",
+    rig: Rig | None = None,
+    on_row: Callable[[Row], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
+) -> KernelRun:
+    """Measures `plan` on an open backend. out: a run folder, written whole at the end and every
+    10 s on the way. reason: why this device. on_row(row) is called as soon as a row is measured,
+    on_note(line) for what else there is to say. rig: instead of the device's own.
+
+    Ctrl-C ends the measuring: what is finished is kept, saved and returned, marked interrupted. So
+    is it saved when the device fails, before the error is raised. Raises UsageError where nothing
+    is left to measure or `out` exists.
+    """
+    if out is not None and Path(out).exists():
+        raise UsageError(f"{out} exists already; choose another folder")
+    bench = _Bench(backend, plan, Path(out) if out else None, reason, rig, on_row, on_note)
+    return bench.measure()
+
+
+class _Bench:
+    """The state of one run while it is measured; it lives in `bench_kernels`."""
+
+    def __init__(
+        self,
+        backend: Any,
+        plan: Plan,
+        out: Path | None,
+        reason: str,
+        rig: Rig | None,
+        on_row: Callable[[Row], None] | None,
+        on_note: Callable[[str], None] | None,
+    ):
+        self.backend, self.plan, self.out = backend, plan, out
+        self.rig = rig or rig_of(backend, plan.quick)
+        self.on_row, self.note = on_row, on_note or (lambda line: None)
+        self.rotating = rotating_bytes(self.rig.cache_bytes, plan.quick)
+        self.rounds = QUICK_ROUNDS if plan.quick else ROUNDS
+        self.replays = QUICK_REPLAYS if plan.quick else REPLAYS
+        self.cases = [case for case in plan.cases if not case.misfit]
+        if not self.cases:
+            raise UsageError(f"nothing to measure: {plan.cases[0].misfit}; choose another type")
+        run_id = (out or results.new_run_folder(name="bench-kernels")).name
+        self.samples = results.SampleTable(run_id)
+        self.record = self._new_record(run_id, reason)
+        self.result = self.record["result"]
+        self.begun = self.saved = time.monotonic()
+
+    def _new_record(self, run_id: str, reason: str) -> dict[str, Any]:
+        plan, backend = self.plan, self.backend
+        skipped = [
+            {"type": case.dtype.name, "shape": case.shape.name, "why": case.misfit}
+            for case in plan.cases
+            if case.misfit
+        ]
+        return {
+            "schema": results.SCHEMA,
+            "run_id": run_id,
+            "kind": "kernels",
+            "name": run_id,
+            "status": results.INTERRUPTED,
+            "started": provenance.utc_now(),
+            "duration_s": 0.0,
+            **provenance.collect(),
+            "model": {"name": "kernels", "quant": " ".join(dtype.name for dtype in plan.types)},
+            "engine": provenance.engine(_Opened(plan, backend.name, reason, backend)),
+            "seed": plan.seed,
+            "tests": [_test(case, batch) for case in self.cases for batch in plan.batches],
+            "repetitions": self.rounds,
+            "arms": [
+                {
+                    "name": kind,
+                    "is_control": False,
+                    "toggles": {"pdl": "on" if kind == PDL else "off"},
+                    "sync_mode": "",
+                    "program": {},
+                    "counters": {},
+                }
+                for kind in self.rig.kinds
+            ],
+            "result": {
+                "rows": [],
+                "skipped": skipped,
+                "read_gbps": 0.0,
+                "read_rates": {},
+                "read_after": {},
+                "void": "",
+                "cache_bytes": self.rig.cache_bytes,
+                "rotating_bytes": self.rotating,
+                "how": self.rig.how,
+                "quick": plan.quick,
+            },
+        }
+
+    def save(self, status: str) -> KernelRun:
+        """What there is so far, written to the run folder where there is one."""
+        seconds = round(time.monotonic() - self.begun, 3)
+        self.record |= {"status": status, "duration_s": seconds}
+        made = KernelRun(self.record, self.samples.frame())
+        if self.out is not None:
+            results.write_run(self.out, made.run, made.samples)
+        self.saved = time.monotonic()
+        return made
+
+    def measure(self) -> KernelRun:
+        try:
+            for left_out in self.result["skipped"]:
+                self.note("skipped {type} {shape}: {why}".format(**left_out))
+            self._prepare()
+            rates = self.result["read_rates"] = self.rig.read_rates()
+            best = max(rates, key=rates.__getitem__)
+            self.result["read_gbps"] = rates[best]
+            self.note(f"read bandwidth {rates[best]:.1f} GB/s ({best}, the best of {len(rates)})")
+            self.result["void"] = self.rig.void(rates[best])
+            if self.result["void"]:
+                self.note(self.result["void"])
+            for case in self.cases:
+                self._measure_case(case)
+            self.result["read_after"] = self.rig.read_rates()
+            self.result["state_after"] = provenance.state()
+        except KeyboardInterrupt:
+            if not self.samples.n_cells:
+                raise
+            return self.save(results.INTERRUPTED)
+        except Exception:
+            if self.samples.n_cells:
+                self.save(results.INTERRUPTED)
+            raise
+        return self.save(results.COMPLETE)
+
+    def _prepare(self) -> None:
+        begin = time.monotonic()
+        self.rig.prepare(
+            node
+            for case in self.cases
+            for batch in self.plan.batches
+            for node in case.nodes(case.weights(), batch)
+        )
+        if time.monotonic() - begin > 1:
+            self.note(f"kernels made ready in {time.monotonic() - begin:.1f} s")
+
+    def _measure_case(self, case: Case) -> None:
+        weights = Copies(self.backend, case, self.rotating, self.plan.seed)
+        try:
+            for batch in self.plan.batches:
+                for row in self._measure_batch(case, weights, batch):
+                    self.result["rows"].append(row._asdict())
+                    if self.on_row is not None:
+                        self.on_row(row)
+                if self.out is not None and time.monotonic() - self.saved > CHECKPOINT_SECONDS:
+                    self.save(results.INTERRUPTED)
+        finally:
+            weights.free()
+
+    def _measure_batch(self, case: Case, weights: Copies, batch: int) -> list[Row]:
+        nodes = case.nodes(weights.tensors, batch)
+        launched = Launches(self.backend, nodes, weights, self.plan.seed)
+        n_copies = len(weights.places)
+        times_round = max(
+            math.ceil(self.rig.pass_bytes / (n_copies * case.nbytes)),
+            math.ceil(self.rig.least_launches / (n_copies * len(nodes))),
+        )
+        early = all(self.backend.begins_early(node) for node in nodes)
+        kinds = [kind for kind in self.rig.kinds if kind != PDL or early]
+        repeats: list[Repeats] = []
+        try:
+            for kind in kinds:
+                issues = launched.issues(programmatic=kind == PDL)
+                repeats.append(self.rig.repeats(issues * times_round))
+            us: list[list[float]] = [[] for _ in kinds]
+            for round_ in range(self.rounds):
+                for i in order_of(round_, len(kinds)):
+                    taken = repeats[i].time_us(self.replays)
+                    us[i] += [t / (n_copies * times_round) for t in taken]
+                    self.samples.add(
+                        kinds[i], False, _test(case, batch), round_,
+                        np.rint(np.array(taken) * 1e3).astype(np.int64),
+                        np.full(len(taken), n_copies * times_round, np.int64),
+                    )  # fmt: skip
+        finally:
+            for one in repeats:
+                one.close()
+            launched.free()
+        flops = sum(ops.flops(node) for node in nodes)
+        return [
+            make_row(
+                case, batch, kind, np.array(found), flops, self.result["read_gbps"],
+                launches=len(nodes), copies=n_copies, per_replay=n_copies * times_round,
+            )
+            for kind, found in zip(kinds, us, strict=True)
+        ]  # fmt: skip
+
+
+def make_row(
+    case: Case,
+    batch: int,
+    launch: str,
+    us: np.ndarray,
+    flops: int,
+    read_gbps: float,
+    *,
+    launches: int,
+    copies: int,
+    per_replay: int,
+) -> Row:
+    """The row of one measurement. us: float64 (replays,), the time in which a replay read the
+    weights of the case once."""
+    median = float(np.median(us))
+    gbps = case.nbytes / median / 1e3
+    return Row(
+        case.dtype.name, case.shape.name, sum(case.shape.rows), case.shape.cols, batch, launch,
+        us=median, us_min=float(us.min()), spread=float(np.ptp(us)) / median,
+        gbps=gbps, share=gbps / read_gbps, gflops=flops / median / 1e3,
+        intensity=flops / case.nbytes, bytes=case.nbytes, launches=launches, copies=copies,
+        per_replay=per_replay, replays=len(us),
+    )  # fmt: skip
+
+
+def _test(case: Case, batch: int) -> str:
+    return f"{case.dtype.name} {case.shape.name} b{batch}"

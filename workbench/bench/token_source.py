@@ -1,0 +1,202 @@
+"""Tokens to score: of a text, of a file of ids, or drawn from the model itself; cut into windows.
+
+A window begins with an empty cache. Its first input is BOS where the model wants one, else the
+token before; each further input is the target before it (`bench/perplexity.py` draws it).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from workbench.bench.workload import bos_token
+from workbench.engine.batch import check_ids
+from workbench.errors import DeviceError, UsageError
+
+_SAMPLE = re.compile(r"sample:(\d+)(?::(\d+))?")
+
+
+class Window(NamedTuple):
+    """Tokens computed together from an empty cache: after inputs[i] comes targets[i]."""
+
+    inputs: list[int]
+    targets: list[int]
+
+
+class Source(NamedTuple):
+    """Where tokens come from. n_tokens: how many will be scored; seed: 0 where nothing is drawn.
+
+    windows are made as they are asked for: those of a sampling source by computing them.
+    """
+
+    label: str
+    n_tokens: int
+    seed: int
+    windows: Iterator[Window]
+
+
+def open_source(engine: Any, file: Path | None, tokens_from: str | None) -> Source:
+    """The tokens of a UTF-8 text `file`, or of `tokens_from`.
+
+    tokens_from: `sample:N` or `sample:N:SEED`, or a file of ids: `.npy` (integers, one dimension),
+    `.jsonl` (a line is an id, a list of ids, or an object with a list `tokens`), or any other name
+    (ids between spaces, commas or line ends). Windows are of the engine's n_ctx.
+    Raises UsageError, in one line, for neither or both, a file that cannot be read or has no
+    ids, ids outside the vocabulary, and too few tokens.
+    """
+    if (file is None) == (tokens_from is None):
+        raise UsageError("give either a text file (-f) or token ids (--tokens-from)")
+    if file is not None:
+        text = _decode(file, _read(file))
+        return _fixed(engine, file.name, engine.tokenizer.encode(text, add_bos=False))
+    wanted = _SAMPLE.fullmatch(str(tokens_from))
+    if wanted is not None:
+        return sample(engine, int(wanted[1]), int(wanted[2] or 0))
+    if str(tokens_from).startswith("sample:"):
+        raise UsageError(f"{tokens_from!r} names no sample; write sample:2048, or sample:2048:SEED")
+    path = Path(str(tokens_from))
+    return _fixed(engine, path.name, read_ids(path))
+
+
+def _fixed(engine: Any, label: str, ids: list[int]) -> Source:
+    check_ids(ids, engine.model.n_vocab)
+    bos, size = bos_token(engine), engine.config.n_ctx
+    if ids[:1] == [bos]:  # every window begins with it anyway
+        ids = ids[1:]
+    n = len(ids) - (bos is None)
+    if n < 1:
+        raise UsageError(
+            f"{label} holds {len(ids)} tokens, and with none before it nothing can be scored; "
+            "give a longer one"
+        )
+    return Source(label, n, 0, windows(ids, size, bos))
+
+
+def windows(ids: list[int], size: int, bos: int | None) -> Iterator[Window]:
+    """Windows of `size` over `ids`, every id scored once (with no BOS: all but the first)."""
+    first, targets = (ids[0], ids[1:]) if bos is None else (bos, ids)
+    for i in range(0, len(targets), size):
+        here = targets[i : i + size]
+        if bos is None and i:
+            first = targets[i - 1]
+        yield Window([first, *here[:-1]], here)
+
+
+# drawn from the model ----------------------------------------------------------------------------
+
+
+def sample(engine: Any, n: int, seed: int) -> Source:
+    """`n` tokens drawn by `engine` at temperature 1 from its whole vocabulary, and then scored.
+
+    Equal seeds and engines give equal tokens. Without a BOS the first input is drawn uniformly.
+    Raises UsageError for n below 1.
+    """
+    if n < 1:
+        raise UsageError(f"sample:{n} draws nothing; give 1 token or more")
+    return Source(f"sample:{n}:{seed}", n, seed, _drawn(engine, n, seed))
+
+
+def _drawn(engine: Any, n: int, seed: int) -> Iterator[Window]:
+    rng, bos = np.random.default_rng(seed), bos_token(engine)
+    first = int(rng.integers(engine.model.n_vocab)) if bos is None else bos
+    while n:
+        engine.reset()
+        inputs, targets = [first], []
+        while True:
+            targets.append(draw(engine.step(inputs[-1:])[-1], rng.random()))
+            if len(targets) == min(n, engine.config.n_ctx):
+                break
+            inputs.append(targets[-1])
+        n -= len(targets)
+        first = targets[-1] if bos is None else bos
+        yield Window(inputs, targets)
+
+
+def draw(logits: np.ndarray, u: float) -> int:
+    """The token at `u` in [0, 1) of the cumulative softmax of `logits`, float32 (n_vocab,).
+
+    Unlike `Sampler` it keeps the whole vocabulary and sorts nothing: ten times as fast at 128,256.
+    Raises DeviceError where the logits are no finite numbers.
+    """
+    if not np.isfinite(logits).all():
+        raise DeviceError("the engine's logits are no finite numbers; nothing can be drawn")
+    wide = logits.astype(np.float64)
+    total = np.cumsum(np.exp(wide - wide.max()))
+    return min(int(np.searchsorted(total, u * total[-1], side="right")), len(logits) - 1)
+
+
+# files -------------------------------------------------------------------------------------------
+
+
+def read_ids(path: Path) -> list[int]:
+    """Token ids of a file, as `open_source` says. Raises UsageError in one line."""
+    return _READERS.get(path.suffix.lower(), _read_text)(path)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _decode(path: Path, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{path} is no UTF-8 text: byte {error.start} cannot be decoded; convert it first"
+        ) from error
+
+
+def _read_npy(path: Path) -> list[int]:
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{path} cannot be read as .npy: {reason}") from error
+    if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "iu":
+        what = f"{found.dtype} of shape {found.shape}" if isinstance(found, np.ndarray) else "none"
+        raise UsageError(f"{path}: ids are integers in one dimension, and this is {what}")
+    return [int(i) for i in found]
+
+
+def _read_jsonl(path: Path) -> list[int]:
+    ids: list[int] = []
+    for number, line in enumerate(_decode(path, _read(path)).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise UsageError(f"{path}, line {number}: no JSON: {error}") from error
+        found = found.get("tokens") if isinstance(found, dict) else found
+        here: list[Any] = found if isinstance(found, list) else [found]
+        if not all(type(i) is int for i in here):  # true is an int, too
+            raise UsageError(
+                f"{path}, line {number}: a line is an id, a list of ids, or an object with a list "
+                '"tokens"'
+            )
+        ids += here
+    return ids
+
+
+def _read_text(path: Path) -> list[int]:
+    ids = []
+    for number, line in enumerate(_decode(path, _read(path)).splitlines(), 1):
+        for word in line.replace(",", " ").split():
+            try:
+                ids.append(int(word))
+            except ValueError:
+                raise UsageError(
+                    f"{path}, line {number}: {word[:20]!r} is no token id; text goes to -f"
+                ) from None
+    return ids
+
+
+_READERS: dict[str, Callable[[Path], list[int]]] = {".npy": _read_npy, ".jsonl": _read_jsonl}

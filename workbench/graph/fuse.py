@@ -1,0 +1,252 @@
+"""Fusion: runs of nodes that one launch can compute become one node.
+
+A fused node stands for its `parts`: it reads what they read, writes what others read of theirs, and
+must give what they give, one after the other. Its unfused twin is therefore always at hand. Which
+patterns are joined is chosen one by one (`Toggles.fuse_*`); the more, the fewer launches:
+
+    fuse_norm_mul           rms_norm + mul by the norm's weight
+    fuse_norm_quantize      (norm +) mul + quantize of the activations
+    fuse_add_norm           the residual add + the norm that follows it
+    fuse_bias               mul_mat + add of its bias
+    fuse_qkv                the products of one x: Q + K + V, whatever their weight types
+    fuse_rope_store         rope of Q and K + set_rows of K and V, with a norm of the heads before
+                            it; behind Q + K + V without such a norm, in that launch
+    fuse_glu                gate + up + swiglu
+    fuse_epilogue_quantize  attention, or swiglu, + quantize of its result
+
+With all of them a layer of the llama architecture is 7 launches: norm, Q + K + V to the cache,
+attention, output product, norm, gate + up + swiglu, down product; where the heads are normed
+(qwen3), 8. The patterns are those of llama.cpp's CUDA backend (ggml_cuda_can_fuse) taken further:
+its graph has a launch for each quantisation, rope, store and product of Q, K and V.
+
+    op of the fused node   parts
+    norm                   [add] [rms_norm] [mul] [quantize], two of them at least
+    product                mul_mat add
+    qkv                    (mul_mat [add]) x 3
+    qkv_rope_store         qkv, rope_store
+    rope_store             [rms_norm mul rms_norm mul] rope rope set_rows set_rows
+    glu                    mul_mat [add] mul_mat [add] swiglu [quantize]
+    swiglu_quantize        swiglu quantize
+    attention_quantize     attention quantize
+
+Pure: a graph goes in, a graph comes out, and nothing is changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from workbench.config import Switch, Toggles
+from workbench.graph.ir import Graph, Kind, Node, Tensor
+
+FUSIONS = tuple(n for n in Toggles.names() if n.startswith("fuse_"))
+
+
+def chosen(toggles: Toggles) -> frozenset[str]:
+    """The names of the patterns that `toggles` switches on."""
+    return frozenset(n for n in FUSIONS if getattr(toggles, n) == Switch.ON)
+
+
+def fuse(graph: Graph, fusions: Iterable[str]) -> Graph:
+    """`graph` with the runs that `fusions` name joined; the same graph where there are none."""
+    on = frozenset(fusions)
+    if not on:
+        return graph
+    readers: dict[Tensor, int] = {}
+    for node in graph.nodes:
+        for t in {t.storage for t in node.inputs}:
+            readers[t] = readers.get(t, 0) + 1
+    nodes: list[Node] = []
+    run = _Run(graph.nodes, on)
+    while run.at < len(graph.nodes):
+        nodes += run.next(readers)
+    return Graph(nodes, graph.inputs, graph.outputs, graph.shape)
+
+
+def join(op: str, name: str, parts: Sequence[Node], readers: dict[Tensor, int]) -> Node:
+    """One node of `op` for `parts`. readers: how many nodes of the graph read each storage; what
+    only the parts themselves read is no output."""
+    made = [part.output.storage for part in parts]
+    inside: dict[Tensor, int] = {}
+    inputs: dict[Tensor, Tensor] = {}
+    for part in parts:
+        for t in part.inputs:
+            if t.storage not in made or t.kind == Kind.CACHE:
+                inputs.setdefault(t.storage, t)
+        for t in {t.storage for t in part.inputs}:
+            inside[t] = inside.get(t, 0) + 1
+    shared = [
+        part.output
+        for part in parts
+        if part.output.kind != Kind.ACTIVATION
+        or readers.get(part.output.storage, 0) > inside.get(part.output.storage, 0)
+    ]
+    node = Node(op, name, parts[-1].output, tuple(inputs.values()), {}, parts[-1].layer)
+    node.outputs = tuple(shared) or node.outputs
+    node.parts = tuple(parts)
+    return node
+
+
+class _Products(NamedTuple):
+    """Neighbouring products of one x: each with the add of its bias, if it has one."""
+
+    pairs: list[tuple[Node, Node | None]]
+    end: int
+
+    @property
+    def biased(self) -> bool:
+        return any(bias is not None for _, bias in self.pairs)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [n for pair in self.pairs for n in pair if n is not None]
+
+
+class _Run:
+    """Goes through the nodes of a graph; `next` takes the longest run it can join."""
+
+    def __init__(self, nodes: list[Node], on: frozenset[str]):
+        self.nodes = nodes
+        self.on = on
+        self.at = 0
+
+    def peek(self, at: int) -> Node | None:
+        return self.nodes[at] if at < len(self.nodes) else None
+
+    def reads(self, at: int, op: str, made: Tensor) -> Node | None:
+        """Node `at`, if it is an `op` whose first input is `made`."""
+        node = self.peek(at)
+        found = node is not None and node.op == op and node.inputs[0].storage is made.storage
+        return node if found else None
+
+    def next(self, readers: dict[Tensor, int]) -> list[Node]:
+        node = self.nodes[self.at]
+        rule = _RULES.get(node.op)
+        taken = rule(self) if rule else None
+        if taken is None:
+            self.at += 1
+            return [node]
+        groups, self.at = taken
+        return [
+            join(op, name, parts, readers) if len(parts) > 1 else parts[0]
+            for op, name, parts in groups
+        ]
+
+    # the rules: groups (op, name, parts) in order, and where the run goes on; None: no pattern ----
+
+    def norm(self) -> _Taken:
+        """[add] [rms_norm] [mul] [quantize], from whichever of them comes first."""
+        parts, at, on = [self.nodes[self.at]], self.at + 1, self.on
+        if parts[0].op == "add" and len(parts[0].inputs[1].shape) == 1:
+            return None  # a bias, no residual
+        for before, op, toggle in _NORM_JOINTS:
+            if parts[-1].op == before and toggle in on:
+                node = self.reads(at, op, parts[-1].output)
+                if node is not None and (op != "mul" or len(node.inputs[1].shape) == 1):
+                    parts.append(node)
+                    at += 1
+        if len(parts) == 1:
+            return None
+        named = next((p for p in parts if p.op == "rms_norm"), parts[0])
+        return [("norm", named.name, parts)], at
+
+    def heads(self) -> _Taken:
+        """The norm of the query heads may begin a run of its own; else a norm like any other."""
+        return self.rope_store() or self.norm()
+
+    def rope_store(self) -> _Taken:
+        if "fuse_rope_store" not in self.on:
+            return None
+        parts = self.rope_store_at(self.at)
+        if not parts:
+            return None
+        return [("rope_store", f"rope_store-{parts[0].layer}", parts)], self.at + len(parts)
+
+    def rope_store_at(self, at: int) -> list[Node]:
+        """[rms_norm mul rms_norm mul] rope rope set_rows set_rows from `at` on, or nothing."""
+        for ops in (_ROPE_STORE, _NORMED_ROPE_STORE):
+            parts = self.nodes[at : at + len(ops)]
+            if tuple(n.op for n in parts) == ops and (
+                ops is _ROPE_STORE or "fuse_norm_mul" in self.on
+            ):
+                return parts
+        return []
+
+    def products(self) -> _Products:
+        """The products of one x from here on, side by side in the graph."""
+        x, at = self.nodes[self.at].inputs[1].storage, self.at
+        pairs: list[tuple[Node, Node | None]] = []
+        while (node := self.peek(at)) and node.op == "mul_mat" and node.inputs[1].storage is x:
+            bias = self.reads(at + 1, "add", node.output)
+            if bias is not None and len(bias.inputs[1].shape) != 1:
+                bias = None
+            pairs.append((node, bias))
+            at += 1 if bias is None else 2
+        return _Products(pairs, at)
+
+    def product(self) -> _Taken:
+        found, on = self.products(), self.on
+        layer = self.nodes[self.at].layer
+        whole = "fuse_bias" in on or not found.biased  # a bias is inside, or there is none
+        if len(found.pairs) == 3 and "fuse_qkv" in on:
+            if not whole:
+                multiply = [product for product, _ in found.pairs]
+                add = [bias for _, bias in found.pairs if bias is not None]
+                singles = [("add", bias.name, [bias]) for bias in add]
+                return [("qkv", f"qkv-{layer}", multiply), *singles], found.end
+            tail = self.rope_store_at(found.end) if "fuse_rope_store" in on else []
+            if tail and tail[0].op == "rope":
+                parts = [*found.nodes, *tail]
+                return [("qkv_rope_store", f"qkv-{layer}", parts)], found.end + len(tail)
+            return [("qkv", f"qkv-{layer}", found.nodes)], found.end
+        if len(found.pairs) == 2 and "fuse_glu" in on and whole:
+            glu = self.glu_behind(found)
+            if glu:
+                return [("glu", f"ffn_glu-{layer}", [*found.nodes, *glu])], found.end + len(glu)
+        product, bias = found.pairs[0]
+        if bias is None or "fuse_bias" not in on:
+            return None
+        return [("product", product.name, [product, bias])], self.at + 2
+
+    def glu_behind(self, found: _Products) -> list[Node]:
+        """swiglu [quantize] of two products of one weight type, or nothing."""
+        (gate, gate_bias), (up, up_bias) = found.pairs
+        node = self.reads(found.end, "swiglu", (gate_bias or gate).output)
+        same = gate.inputs[0].dtype == up.inputs[0].dtype
+        if node is None or node.inputs[1].storage is not (up_bias or up).output.storage or not same:
+            return []
+        return [node, *self.quantize_of(found.end + 1, node)]
+
+    def quantize_of(self, at: int, node: Node) -> list[Node]:
+        if "fuse_epilogue_quantize" not in self.on:
+            return []
+        quantize = self.reads(at, "quantize", node.output)
+        return [] if quantize is None else [quantize]
+
+    def epilogue(self) -> _Taken:
+        node = self.nodes[self.at]
+        quantize = self.quantize_of(self.at + 1, node)
+        if not quantize:
+            return None
+        return [(f"{node.op}_quantize", node.name, [node, *quantize])], self.at + 2
+
+
+_Taken = tuple[list[tuple[str, str, list[Node]]], int] | None
+
+_ROPE_STORE = ("rope", "rope", "set_rows", "set_rows")
+_NORMED_ROPE_STORE = ("rms_norm", "mul", "rms_norm", "mul", *_ROPE_STORE)
+_NORM_JOINTS = (  # op, the op that may join it, the toggle that says so
+    ("add", "rms_norm", "fuse_add_norm"),
+    ("rms_norm", "mul", "fuse_norm_mul"),
+    ("mul", "quantize", "fuse_norm_quantize"),
+)
+_RULES: dict[str, Callable[[_Run], _Taken]] = {
+    "add": _Run.norm,
+    "rms_norm": _Run.heads,
+    "mul": _Run.norm,
+    "rope": _Run.rope_store,
+    "mul_mat": _Run.product,
+    "attention": _Run.epilogue,
+    "swiglu": _Run.epilogue,
+}

@@ -1,0 +1,156 @@
+"""What `bench-kernels` measured, as a table and as a roofline. Nothing here measures.
+
+The roofline (Williams, Waterman and Patterson, Roofline, CACM 52:4, 2009) has one roof: the read
+bandwidth measured in the same run. What lies on it is as quick as memory allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+KEYS = ["type", "shape", "batch"]
+PNG = "roofline.png"  # in a run folder
+
+
+def table(run: Mapping[str, Any]) -> pd.DataFrame:
+    """The rows of a run of kind `kernels` (run.json as a dict), ways to launch side by side.
+
+    A row per type, shape and batch, in the order measured. For each way to launch: the median and
+    the fastest time in us, the spread of the replays in %, GB/s of weights, and the share of the
+    read bandwidth in %. `F/B`: arithmetic operations for each byte of weights.
+    """
+    made: dict[tuple[Any, ...], dict[str, Any]] = {}
+    kinds = [arm["name"] for arm in run["arms"]]
+    for row in run["result"]["rows"]:
+        key = tuple(row[k] for k in KEYS)
+        line = made.setdefault(
+            key,
+            {
+                "type": row["type"],
+                "shape": row["shape"],
+                "rows": row["rows"],
+                "cols": row["cols"],
+                "batch": row["batch"],
+                "MB": f"{row['bytes'] / 1e6:.2f}",
+                "F/B": f"{row['intensity']:.2f}",
+            },
+        )
+        name = row["launch"]
+        line |= {
+            f"us {name}": f"{row['us']:.2f}",
+            f"min {name}": f"{row['us_min']:.2f}",
+            f"spread {name}": f"{100 * row['spread']:.1f}",
+            f"GB/s {name}": f"{row['gbps']:.1f}",
+            f"% {name}": f"{100 * row['share']:.1f}",
+        }
+    columns = ["type", "shape", "rows", "cols", "batch", "MB", "F/B"]
+    columns += [f"{what} {kind}" for kind in kinds for what in ("us", "min", "spread", "GB/s", "%")]
+    return pd.DataFrame(list(made.values()), columns=columns).fillna("")
+
+
+def caption(run: Mapping[str, Any]) -> str:
+    """Under the table: the device, the roof, and whether the run counts."""
+    result = run["result"]
+    parts = [
+        str(run["engine"].get("device_description")),
+        f"read bandwidth {result['read_gbps']:.1f} GB/s",
+        f"{result['rotating_bytes'] / 1e6:.0f} MB of weights in turn over a cache of "
+        f"{result['cache_bytes'] / 1e6:.0f} MB",
+        str(result["how"]),
+    ]
+    parts += ["quick: no figures to quote"] if result["quick"] else []
+    parts += [str(result["void"])] if result["void"] else []
+    return "; ".join(parts)
+
+
+def roofline(run: Mapping[str, Any]) -> Any:
+    """The picture of a run of kind `kernels`: left GFLOP/s over F/B under the roof, right the share
+    of the read bandwidth of each shape at the smallest batch. A matplotlib figure.
+
+    A colour and a marker for each type; filled: the last way to launch (pdl where there is one),
+    hollow: plain. Raises ValueError where the run has no rows, ImportError without matplotlib.
+    """
+    from workbench.report.style import FONT, INK, picture
+
+    rows, result = pd.DataFrame(run["result"]["rows"]), run["result"]
+    if rows.empty:
+        raise ValueError("the run has no rows to draw")
+    kinds = [arm["name"] for arm in run["arms"]]
+    shapes = list(dict.fromkeys(rows["shape"]))
+    fig = picture(12, max(4.2, 1.6 + 0.22 * len(shapes)))
+    left, right = fig.subplots(1, 2)
+    roof = result["read_gbps"]
+    ends = [rows["intensity"].min() / 1.5, rows["intensity"].max() * 1.5]
+    left.plot(ends, [x * roof for x in ends], color=INK, lw=1, label=f"{roof:.0f} GB/s read")
+    least = rows[rows["batch"] == rows["batch"].min()]
+    for i, (name, part) in enumerate(rows.groupby("type", sort=False)):
+        last = part["launch"].iloc[-1]
+        for kind, points in part.groupby("launch", sort=False):
+            look = _look(i, str(kind) == kinds[-1])
+            label = str(name) if kind == last else None
+            left.plot(points["intensity"], points["gflops"], label=label, **look)
+            at = points.index.intersection(least.index)
+            ys = [len(shapes) - 1 - shapes.index(s) for s in points.loc[at, "shape"]]
+            right.plot(100 * points.loc[at, "share"], ys, **look)
+    left.set_xscale("log")
+    left.set_yscale("log")
+    left.set_xlabel("operations for each byte of weights", fontsize=FONT)
+    left.set_ylabel("GFLOP/s", fontsize=FONT)
+    right.axvline(100, color=INK, lw=1)
+    right.set_xlim(0, max(105.0, 105 * float(least["share"].max())))
+    right.set_yticks(range(len(shapes)), shapes[::-1], fontsize=FONT)
+    right.set_xlabel(f"% of the read bandwidth, batch {least['batch'].iloc[0]}", fontsize=FONT)
+    for ax in (left, right):
+        ax.tick_params(labelsize=FONT)
+        ax.grid(color="#DDDDDD", lw=0.6)
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right"]].set_visible(False)
+    left.set_title(_title(run, kinds), loc="left", fontsize=FONT + 1)
+    handles, names = left.get_legend_handles_labels()
+    fig.legend(
+        handles, names, loc="outside lower center", ncols=len(names), fontsize=FONT, frameon=False
+    )
+    return fig
+
+
+def save(run: Mapping[str, Any], folder: Path) -> Path | None:
+    """Draws the roofline into the run folder; None where matplotlib is not installed."""
+    try:
+        figure = roofline(run)
+    except ImportError:
+        return None
+    figure.savefig(folder / PNG)
+    return folder / PNG
+
+
+def _title(run: Mapping[str, Any], kinds: Sequence[str]) -> str:
+    device = str(run["engine"].get("device_description")).partition(" (")[0]
+    void = ", VOID" if run["result"]["void"] else ""
+    return f"{device}{void}" + (f"; hollow: {kinds[0]}, filled: {kinds[-1]}" if kinds[1:] else "")
+
+
+def _look(i: int, filled: bool) -> dict[str, Any]:
+    from workbench.report.style import (
+        BLUE,
+        GREEN,
+        GREY,
+        INK,
+        ORANGE,
+        PURPLE,
+        SKY,
+        VERMILION,
+    )
+
+    colours = (INK, BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY)
+    colour = colours[i % len(colours)]
+    return {
+        "ls": "",
+        "marker": "os^DvPX*"[i % 8],
+        "ms": 5,
+        "color": colour,
+        "mfc": colour if filled else "white",
+    }
