@@ -19,6 +19,8 @@ from workbench.graph.ir import F32, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import COMPUTE_STREAM, Space
 
+pytestmark = pytest.mark.gpu
+
 N = 1000
 
 
