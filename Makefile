@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
-NOTEBOOKS ?= 00_tour 02_sync_modes 03_fusion
+NOTEBOOKS ?= 00_tour 02_sync_modes 10_fusion
 REPORT_ARGS ?=
 PYTEST_ARGS ?=
 HAVE_GPU := $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi; } >/dev/null 2>&1 && echo yes)

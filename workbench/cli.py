@@ -35,7 +35,7 @@ ToggleFlags = Annotated[Toggles, Parameter(name="*")]
 Ids = Annotated[str | None, Parameter(help="token ids, as 1,2,3")]
 DEFAULT_CONFIG, DEFAULT_TOGGLES = EngineConfig(), Toggles()
 NOTEBOOKS, MODELS, RUNS = Path("notebooks"), Path("data/models"), Path("data/runs")
-DEFAULT_NOTEBOOKS = ("00_tour", "02_sync_modes", "03_fusion")
+DEFAULT_NOTEBOOKS = ("00_tour", "02_sync_modes", "10_fusion")
 
 
 def say(line: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from workbench.bench import bounds
 from workbench.bench import perplexity as ppl
 from workbench.bench.results import load_run
 from workbench.bench.token_source import open_source
@@ -104,14 +105,14 @@ def test_eight_bit_activations_are_within_bounds_of_the_float_path(
     if quant == "F16":  # nothing to quantise
         assert result["agreement"]["nmse"] == 0
     else:
-        assert 1e-6 < result["agreement"]["kl_mean"] < ppl.BOUNDS[quant].kl
+        assert 1e-6 < result["agreement"]["kl_mean"] < bounds.BOUNDS[quant].kl
     assert "120 in 2 windows of up to 64" in out and "run folder" in err
 
 
 def test_a_bound_that_does_not_hold_is_one_line_and_status_1(
     call, tiny_model, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(ppl.BOUNDS, "Q8_0", ppl.Bound(-1.0, 1.0))
+    monkeypatch.setitem(bounds.BOUNDS, "Q8_0", bounds.Bound(-1.0, 1.0))
     ask = ("-m", tiny_model("tiny-llama", "Q8_0"), "--tokens-from", "sample:20", "--device", "host")
     status, out, err = call(*ask, "--against", "base", "--check", "-o", tmp_path / "run")
     assert status == 1 and "perplexity" in out

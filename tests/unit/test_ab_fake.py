@@ -259,7 +259,7 @@ class TestInterruption:
 
 
 def test_progress_and_checkpoints(monkeypatch, tmp_path):
-    monkeypatch.setattr("workbench.bench.ab.CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("workbench.bench.results.CHECKPOINT_SECONDS", -1.0)
     seen = []
 
     def progress(done, total, what):

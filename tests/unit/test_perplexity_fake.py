@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from tests.unit.fake_engine import BOS, N_VOCAB, Clock, FakeEngine
-from workbench.bench import divergence
+from workbench.bench import bounds, divergence
 from workbench.bench import perplexity as ppl
 from workbench.bench.results import load_run
 from workbench.bench.token_source import Window, draw, open_source, read_ids, sample, windows
@@ -138,8 +138,8 @@ def test_the_estimate_of_a_perplexity():
 
 def test_bounds_name_what_is_outside():
     within = ppl.Agreement(1e-9, 1e-9, 1e-9, 1e-9, 1e-9, 1.0, 0)
-    assert {d.name for d in WEIGHT_DTYPES} == set(ppl.BOUNDS)
-    for dtype, bound in ppl.BOUNDS.items():
+    assert {d.name for d in WEIGHT_DTYPES} == set(bounds.BOUNDS)
+    for dtype, bound in bounds.BOUNDS.items():
         assert within.outside(dtype) is None
         assert "mean KL" in within._replace(kl_mean=2 * bound.kl).outside(dtype)
         assert "NMSE" in within._replace(nmse=2 * bound.nmse).outside(dtype)

@@ -181,14 +181,14 @@ def test_depth_is_held_to_reading_the_cache(tmp_path):
 def test_loading_and_answers(tmp_path):
     (tmp_path / "cuda-load-llama-3-8b-q4_0.json").write_text(json.dumps({"seconds": [2.0, 11.0]}))
     assert the(tmp_path, "llama-3-8b Q4_0 ready").met == "**missed**"
-    for quant, kl in (("Q8_0", 1e-4), ("F16", 1e-2), ("Q4_0", None)):
+    for quant, kl in (("Q8_0", 1e-4), ("F16", 0.0), ("Q6_K", 1e-2), ("Q4_0", None)):
         record(
             tmp_path, f"perplexity-llama-3.2-1b-{quant.lower()}", "perplexity", {},
             model=model("llama-3.2-1b", quant, 1e9),
             result={"agreement": {"kl_mean": kl, "nmse": 1e-6}},
         )  # fmt: skip
-    met = the(tmp_path, "fast path").met
-    assert met.startswith("**missed**: f16, q4_0; not measured: bf16, ")
+    met = the(tmp_path, "fast path").met  # F16 beside itself shows nothing
+    assert met == "**missed**: q4_0, q6_k; not measured: f16, bf16, q4_k_m, q5_k_m, mxfp4"
 
 
 def test_the_steps_run_and_go_on_where_they_were(tmp_path, tiny_models, capsys):

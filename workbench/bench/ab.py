@@ -36,8 +36,6 @@ from workbench.bench.workload import (
 from workbench.config import EXACT, Toggles
 from workbench.errors import UsageError
 
-CHECKPOINT_SECONDS = 10.0
-
 
 class Arm(NamedTuple):
     """One side of the comparison. `answer` is the class its logits are held to."""
@@ -322,7 +320,7 @@ class _Experiment:
                 )
                 _accumulate(self.record["arms"][i]["counters"], before, self.engines[i].counters)
             self._compare_round(taken)
-            if self.out is not None and time.monotonic() - self.saved > CHECKPOINT_SECONDS:
+            if self.out is not None and time.monotonic() - self.saved > results.CHECKPOINT_SECONDS:
                 self.save(results.INTERRUPTED)
         if progress is not None:
             progress(total, total, test)

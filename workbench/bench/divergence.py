@@ -2,7 +2,6 @@
 
 Logits arrive as float32 and are reduced in float64, a few rows at a time: 512 rows of a vocabulary
 of 128,256 are 263 MB in float32, and several copies of twice that would not stay in any cache.
-2,048 such rows, compared with as many of a reference, took 6 s on one core.
 """
 
 from __future__ import annotations

@@ -39,7 +39,6 @@ from workbench.graph.ir import DType
 
 ROUNDS, REPLAYS = 5, 3  # rounds over the ways to launch, replays of each in a round
 QUICK_ROUNDS, QUICK_REPLAYS = 2, 1
-CHECKPOINT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -285,7 +284,10 @@ class _Bench:
                     self.result["rows"].append(row._asdict())
                     if self.on_row is not None:
                         self.on_row(row)
-                if self.out is not None and time.monotonic() - self.saved > CHECKPOINT_SECONDS:
+                if (
+                    self.out is not None
+                    and time.monotonic() - self.saved > results.CHECKPOINT_SECONDS
+                ):
                     self.save(results.INTERRUPTED)
         finally:
             weights.free()

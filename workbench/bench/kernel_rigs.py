@@ -21,7 +21,7 @@ from workbench.program.commands import COMPUTE_STREAM
 PLAIN, PDL = "plain", "pdl"
 MIN_ROTATING, MIN_CACHES = 256 << 20, 4  # weights that go round: bytes, and times the cache
 QUICK_ROTATING = 64 << 20
-H100_FLOOR = 3000.0  # GB/s; the SXM card reads at 3.1 TB/s
+H100_FLOOR = 3000.0  # GB/s; a sound SXM card reads at 3.1 to 3.2 TB/s
 
 
 class Repeats(Protocol):

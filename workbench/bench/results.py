@@ -4,7 +4,7 @@
 
     schema       int     1
     run_id       str     the folder's name when it was made; every sample carries it
-    kind         str     what made it: `ab`, `bench`
+    kind         str     what made it: `ab`, `bench`, `kernels`, `perplexity`
     name         str     what the user called it
     status       str     `complete` or `interrupted`
     started      str     RFC 3339, UTC
@@ -22,7 +22,8 @@
     arms         [{name, is_control, toggles, sync_mode, program, counters}]   first: the baseline
     result       {...}   what the experiment concluded; its keys belong to `kind`
 
-`samples.parquet`: one row per timed token, in the order taken; a prompt is one row:
+`samples.parquet`: one row per timed token, in the order taken; a prompt is one row (`perplexity`
+has a row per ubatch, and beside it `tokens.parquet`; see the module of that name):
 
     run_id string, arm string, is_control bool, test string,
     repetition int32   from 0, within arm and test
@@ -56,6 +57,7 @@ from workbench.errors import UsageError
 SCHEMA = 1
 RUN_JSON, SAMPLES = "run.json", "samples.parquet"
 COMPLETE, INTERRUPTED = "complete", "interrupted"
+CHECKPOINT_SECONDS = 10.0  # what is finished is saved so often while an experiment runs
 DEFAULT_ROOT = Path("data/runs")
 
 RUN_KEYS: dict[str, type | tuple[type, ...]] = {

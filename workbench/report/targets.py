@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from workbench.bench.perplexity import BOUNDS
+from workbench.bench.bounds import BOUNDS
 from workbench.report import recorded as figures
 from workbench.report.recorded import LARGE, NOT_MEASURED, SCORED, SMALL, TYPES, Recorded
 from workbench.report.tables import markdown
@@ -184,7 +184,7 @@ def depth_and_load(recorded: Recorded) -> Iterator[Target]:
 def answers(recorded: Recorded) -> Iterator[Target]:
     def part(quant: str) -> tuple[str, bool] | None:
         run = recorded.run(f"perplexity-llama-3.2-1b-{quant}")
-        if run is None:
+        if run is None or quant in figures.SAME_PATH:
             return None
         found, bound = run.run["result"]["agreement"], BOUNDS[run.run["model"]["quant"]]
         kl, nmse = found["kl_mean"], found["nmse"]  # null where they are no finite numbers
