@@ -2,6 +2,7 @@
 // of clusters), and where the result goes.
 #pragma once
 #include "attention.cuh"
+#include "cluster.cuh"
 #include "quantise.cuh"
 
 // Four columns of a row over some of the cells: the sum of weighted values and the weights' sum,
@@ -43,37 +44,6 @@ DEVICE Partial merged(int n, Load load) {
     }
     return all;
 }
-
-// clusters (sm_90 and later) ---------------------------------------------------------------------
-
-// Where another block of the cluster has what this one has at `p` in its shared memory.
-DEVICE u32 address_in(const void* p, int rank) {
-    u32 r;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(shared_address(p)), "r"(rank));
-    return r;
-}
-
-DEVICE float4 load4_at(u32 address) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
-
-DEVICE float2 load2_at(u32 address) {
-    float2 v;
-    asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];"
-                 : "=f"(v.x), "=f"(v.y)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
-
-// All threads of the cluster: what each wrote before arriving, every one reads after waiting.
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // items and results -------------------------------------------------------------------------------
 

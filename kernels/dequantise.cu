@@ -6,11 +6,15 @@
 //                      make 64 bytes of.
 //   half_rows_F32      activations F32 (rows, cols) to F16 in that order, saturating
 //   half_rows_Q8       Q8_ACT rows likewise
+//   half_tiles_F32     activations F32 (rows, cols) to F16 in the tiles of tensor_product.cu
+//   half_tiles_Q8      Q8_ACT rows likewise
 //   half_rows          F32 to F16 in their own order, saturating
 //   bfloat_rows        F32 to BF16 in their own order
 //   add_bias           dst (rows, cols) += bias (cols)
 //
-// The order costs nothing here and makes one set of activations serve both ways of a product.
+// A tile of `tile` tokens is, for each 64 columns of rows padded to 512, a matrix of `tile` rows of
+// 128 bytes, whose 16-byte word c of row n lies at c ^ (n % 8): as Hopper's tensor cores read it
+// from shared memory, where one copy brings the matrices of some hundred columns.
 //
 // What was tried (one H100 80GB HBM3; all weights of an 8B model, Q4_0): one unit a thread, a block
 // or two for each row, took 8.9 ms by itself, and with the products of 32 tokens behind it 5.8 ms
@@ -118,6 +122,63 @@ extern "C" __global__ void __launch_bounds__(256) half_rows_Q8(u8* dst, const u8
                      scaled(*reinterpret_cast<const char4*>(from + 16), scale));
     }
     reinterpret_cast<uint4*>(dst)[i64(blockIdx.x) * words + c] = v;
+}
+
+// Where the tiles of tensor_product.cu have four neighbouring columns of four units of a token: two
+// words of a swizzled matrix. Thread `c` of a token's row has those of columns `at`, at + 32 u.
+struct TileColumns {
+    int at;
+    i64 to;  // bytes: the first word, the second at to ^ 16
+    DEVICE TileColumns(int c, int token, int tile, int steps)
+        : at(c / 8 * 128 + c % 8 / 2 * 4 + c % 2 * 16) {
+        const int matrix = token / tile * steps * 2 + c / 4, n = token % tile;
+        const int word = c / 2 % 2 * 4 + c % 2 * 2;
+        to = (i64(matrix) * tile + n) * 128 + (word ^ n % 8) * 16;
+    }
+};
+
+template <class At>
+DEVICE void store_tile_words(u8* dst, const TileColumns& columns, const At& four) {
+    u32 even[4], odd[4];
+#pragma unroll
+    for (int u = 0; u < 4; u++) {
+        const float4 v = four(columns.at + 32 * u);
+        even[u] = halves(v.x, v.z), odd[u] = halves(v.y, v.w);
+    }
+    *reinterpret_cast<uint4*>(dst + columns.to) = make_uint4(even[0], even[1], even[2], even[3]);
+    *reinterpret_cast<uint4*>(dst + (columns.to ^ 16)) = make_uint4(odd[0], odd[1], odd[2], odd[3]);
+}
+
+// Arguments of both: dst, x, cols (a multiple of 32), n_tokens, tile (tokens of a tile, a multiple
+// of 8). Block 256; grid (n_tokens rounded up to tiles, ceil(cols / 512 * 32 / 256)). Tokens past
+// the last and columns past the row, up to a multiple of 512, are zeros.
+extern "C" __global__ void __launch_bounds__(256)
+    half_tiles_F32(u8* dst, const float* x, i64 cols, i64 n_tokens, i64 tile) {
+    pdl_trigger();
+    pdl_wait();
+    const int c = blockIdx.y * 256 + threadIdx.x, steps = int((cols + 511) / 512) * 4;
+    if (c >= steps * 8) return;
+    const float* row = x + blockIdx.x * cols;
+    const bool there = blockIdx.x < n_tokens;
+    store_tile_words(dst, TileColumns(c, blockIdx.x, int(tile), steps), [&](int at) {
+        if (!there || at >= cols) return make_float4(0, 0, 0, 0);
+        return *reinterpret_cast<const float4*>(row + at);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    half_tiles_Q8(u8* dst, const u8* x, i64 cols, i64 n_tokens, i64 tile) {
+    pdl_trigger();
+    pdl_wait();
+    const int c = blockIdx.y * 256 + threadIdx.x, steps = int((cols + 511) / 512) * 4;
+    if (c >= steps * 8) return;
+    const u8* row = x + blockIdx.x * act_row_bytes(cols);
+    const bool there = blockIdx.x < n_tokens;
+    store_tile_words(dst, TileColumns(c, blockIdx.x, int(tile), steps), [&](int at) {
+        if (!there || at >= cols) return make_float4(0, 0, 0, 0);
+        const float scale = reinterpret_cast<const float*>(row + cols)[at / 32];
+        return scaled(*reinterpret_cast<const char4*>(row + at), scale);
+    });
 }
 
 DEVICE u16 to_half(float f) { return float_to_half(within_half(f)); }

@@ -4,12 +4,15 @@
 //   swiglu           silu(gate) * up
 //   quantize         to Q8_ACT, 8 lanes per block of 32 columns
 //   swiglu_quantize  both, the product in registers
+//   square_sums      of each 32 columns
+//   rms_scale        a row over the root of the mean of its squares, given their sums
 //
 // Blocks of 256 threads.
 //
 // No pointer is __restrict__: a load that the compiler may take for one of constant data can move
 // above pdl_wait.
 #include "quantise.cuh"
+#include "rms.cuh"
 
 // Element `c` of row blockIdx.x, for this thread; grid (rows, ceil(cols / 256)).
 #define COLUMN (i64(blockIdx.y) * 256 + threadIdx.x)
@@ -73,4 +76,25 @@ extern "C" __global__ void swiglu_quantize(u8* dst, const float* gate,
     }
     quantise4(row, cols, c, v, c < cols);
     if (blockIdx.y == 0) zero_padding(row, cols, threadIdx.x);
+}
+
+// Arguments: dst (rows, cols / 32), x, rows, cols (a multiple of 32). Grid (rows, ceil(cols / 256)).
+extern "C" __global__ void square_sums(float* dst, const float* x, i64 rows, i64 cols) {
+    pdl_trigger();
+    pdl_wait();
+    const i64 c = COLUMN, row = blockIdx.x;
+    if (c >= cols) return;  // whole warps
+    const float sum = square_sum32(x[row * cols + c]);
+    if (c % SQUARES == 0) dst[row * (cols / SQUARES) + c / SQUARES] = sum;
+}
+
+// Arguments: dst, x, squares (rows, n), rows, cols, n, normed (columns the sums are over), eps. Grid
+// (rows, ceil(cols / 256)).
+extern "C" __global__ void rms_scale(float* dst, const float* x, const float* squares, i64 rows,
+                                     i64 cols, i64 n, i64 normed, float eps) {
+    pdl_trigger();
+    pdl_wait();
+    const i64 c = COLUMN, row = blockIdx.x;
+    const float scale = rms_scale_of(squares + row * n, int(n), normed, eps);
+    if (c < cols) dst[row * cols + c] = __fmul_rn(x[row * cols + c], scale);
 }

@@ -10,7 +10,11 @@
 // are 16 bits apart: a mask, an addition and a multiplication make a pair of weights. Rows whose
 // columns are no multiple of 128 are padded with zeros. A dot product does not care for the order,
 // as long as activations have it too: `half_rows_F32` and `half_rows_Q8` of dequantise.cu give it
-// to them.
+// to them. tensor_product.cu, which takes pairs to where one mma wants them, has activations in
+//
+//   position 128 b + 32 i + 8 p + 2 t + e   column 128 b + 32 t + 4 i + {0, 1, 16, 17}[p] + 2 e
+//
+// instead (pair p, e 0 or 1): `half_tiles_F32` and `half_tiles_Q8`.
 //
 // A weight is f * q + m in half precision, q exact, f and m rounded from float: it is off by less
 // than 2^-10 of |f q| + |m| as long as f is a normal half, above 6e-5. f and m saturate.

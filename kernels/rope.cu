@@ -7,7 +7,7 @@
 // theta_base, freq_scale. Block: 64 threads. Grid: (n_tokens, ceil(n_heads / HEADS)).
 #include "rope.cuh"
 
-#define HEADS 4  // as in workbench/backend/kernels.py
+#define HEADS 4  // as in workbench/backend/cuda_elementwise.py
 
 extern "C" __global__ void rope(float* dst, const float* x, const int* positions,
                                 const float* freq_factors, i64 n_tokens, i64 n_heads, i64 head_dim,

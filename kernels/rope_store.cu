@@ -11,7 +11,7 @@
 // Grid: (n_tokens, ceil((n_head + 2 n_head_kv) / WARPS)); WARPS warps.
 #include "rope.cuh"
 
-#define WARPS 4  // as in workbench/backend/kernels.py
+#define WARPS 4  // as in workbench/backend/cuda_elementwise.py
 #define MOST_DIM 256
 
 // x / sqrt(mean(x^2) + eps) * weight over a head, as norm_row does it: a float4 a lane.

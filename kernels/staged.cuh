@@ -5,29 +5,19 @@
 // which may begin anywhere in the first of them. Copies are 16 bytes whatever a plane's fields are;
 // a word with a byte of the tensor in it can be read whole, as tensors begin on multiples of 16.
 //
-// Wants ROWS, STEPS and THREADS.
+// Wants ROWS and STEPS, and what copies: LOADERS threads, of which this one is number LOADER.
 #pragma once
 #include "halves.cuh"
+#include "tensor_core.cuh"
 
 constexpr int UNITS = 4 * STEPS;  // of a row, in a stage
 
-// copies -----------------------------------------------------------------------------------------
-
-DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
-
-// 16 bytes into shared memory, zeros unless `there`.
-DEVICE void copy_async(u32 to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+// Starts a copy of 16 bytes of weights to shared memory, of zeros unless `there`. Nothing else is
+// copied with an L2 prefetch size: tests/unit/ptx.py knows by it what may be read before pdl_wait.
+DEVICE void copy_weights(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(there ? 16 : 0)
                  : "memory");
-}
-DEVICE void prefetch(const void* from) {  // into L2; no value is read
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-DEVICE void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // planes -----------------------------------------------------------------------------------------
@@ -117,35 +107,34 @@ struct Plane {
 
     // Asks for the part of a stage that begins at unit u0 of rows row0 and following. Rows past the
     // end get zeros, and so do whole words past the end of a row: nothing is read for them, and
-    // their addresses may be any. EARLY: into L2 alone, which may be before pdl_wait.
-    template <bool EARLY>
+    // their addresses may be any.
     static DEVICE void request(u32 to, const u8* plane, u32 units, u32 row0, u32 rows, u32 u0) {
         const u32 last = min(u0 + UNITS, units) - 1;
-        if constexpr (ALIGN == 16 && THREADS % CHUNKS == 0 && ROWS * CHUNKS % THREADS == 0) {
-            constexpr u32 PASS = THREADS / CHUNKS;  // all words of a thread have one place in rows
-            const u32 r = threadIdx.x / CHUNKS, c = threadIdx.x % CHUNKS;
+        if constexpr (ALIGN == 16 && LOADERS % CHUNKS == 0 && ROWS * CHUNKS % LOADERS == 0) {
+            constexpr u32 PASS = LOADERS / CHUNKS;  // all words of a thread have one place in rows
+            const u32 r = LOADER / CHUNKS, c = LOADER % CHUNKS;
             const bool inside = at(u0) + c * 16 < at(last) + BYTES;
-            const u32 there = inside ? rows - row0 : 0;  // rows that have it
+            const u32 there = inside && row0 < rows ? rows - row0 : 0;  // rows that have it
             const u8* from = plane + at((row0 + r) * units + u0) + c * 16;
             const i64 stride = at(PASS * units);
 #pragma unroll
             for (u32 k = 0; k < ROWS; k += PASS) {
                 const u32 place = PASS % 2 ? chunk(r + k, c) : chunk(r, c);
                 const u32 word = to + (r * CHUNKS + place + k * CHUNKS) * 16;
-                if (!EARLY) copy_async(word, from, r + k < there);
-                else if (r + k < there) prefetch(from);
+                copy_weights(word, from, r + k < there);
                 from += stride;
             }
         } else {
+            const u32 pitch = u32(at(units)), first = u32(at(u0)), end = u32(at(last)) + BYTES;
 #pragma unroll
-            for (u32 k = 0; k < (ROWS * CHUNKS + THREADS - 1) / THREADS; k++) {
-                const u32 i = threadIdx.x + k * THREADS, r = i / CHUNKS, c = i % CHUNKS;
-                if (ROWS * CHUNKS % THREADS && i >= ROWS * CHUNKS) break;
-                const u32 first = (row0 + r) * units;
-                const i64 from = (at(first + u0) & -16) + c * 16;
-                const bool there = row0 + r < rows && from < at(first + last) + BYTES;
-                if (!EARLY) copy_async(to + (r * CHUNKS + chunk(r, c)) * 16, plane + from, there);
-                else if (there) prefetch(plane + from);
+            for (u32 k = 0; k < (ROWS * CHUNKS + LOADERS - 1) / LOADERS; k++) {
+                const u32 i = LOADER + k * LOADERS, r = i / CHUNKS, c = i % CHUNKS;
+                if (ROWS * CHUNKS % LOADERS && i >= ROWS * CHUNKS) break;
+                const i64 row = i64(row0 + r) * pitch;
+                const u32 rest = u32(row) & 15, word = ((rest + first) & ~15u) + c * 16;
+                const bool there = row0 + r < rows && word < rest + end;
+                const u8* from = plane + row - rest + word;
+                copy_weights(to + (r * CHUNKS + chunk(r, c)) * 16, from, there);
             }
         }
     }
@@ -155,19 +144,17 @@ struct Plane {
 template <class W, int P = 0>
 struct Stage {
     static constexpr int SIZE = Plane<W, P>::SIZE + Stage<W, P + 1>::SIZE;
-    template <bool EARLY>
     static DEVICE void request(u32 to, const u8* plane, u32 units, u32 row0, u32 rows, u32 u0) {
         using First = Plane<W, P>;
         using Rest = Stage<W, P + 1>;
-        First::template request<EARLY>(to, plane, units, row0, rows, u0);
-        Rest::template request<EARLY>(to + First::SIZE, plane + First::at(rows * units), units,
+        First::request(to, plane, units, row0, rows, u0);
+        Rest::request(to + First::SIZE, plane + First::at(rows * units), units,
                                       row0, rows, u0);
     }
 };
 template <class W>
 struct Stage<W, Planes<W>::count> {
     static constexpr int SIZE = 0;
-    template <bool EARLY>
     static DEVICE void request(u32, const u8*, u32, u32, u32, u32) {}
 };
 

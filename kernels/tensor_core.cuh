@@ -7,29 +7,33 @@ DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p
 
 // Starts a copy of 16 bytes to shared memory, past L1; where `there` is false, of 16 zeros: then
 // nothing is read, and `from` may point anywhere.
-DEVICE void copy16(void* to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-                 "l"(from), "r"(there ? 16 : 0)
+DEVICE void copy16(u32 to, const void* from, bool there) {  // `to` in shared memory
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(there ? 16 : 0)
                  : "memory");
+}
+DEVICE void copy16(void* to, const void* from, bool there) {
+    copy16(shared_address(to), from, there);
 }
 
 // The copies started since the last call are one group.
 DEVICE void copies_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all but the newest N groups of this thread's copies are there.
-template <int N>
+// Waits until all but the newest PENDING groups of this thread's copies are there.
+template <int PENDING>
 DEVICE void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // Four 8 x 8 matrices of halves; lane l names row l % 8 of matrix l / 8. Of each, a lane gets two
 // neighbours of row lane / 4: those of columns 2 (lane % 4) and the next.
-DEVICE void load_matrices(u32 (&r)[4], const void* row) {
+DEVICE void load_matrices(u32 (&r)[4], u32 row) {  // an address in shared memory
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 }
+DEVICE void load_matrices(u32 (&r)[4], const void* row) { load_matrices(r, shared_address(row)); }
 
 // As load_matrices, of the matrices transposed.
 DEVICE void load_transposed(u32 (&r)[4], const void* row) {

@@ -2,320 +2,397 @@
 // bias, for a few tokens up to some hundred: quantised weights are read once, decoded in registers
 // and multiplied on tensor cores.
 //
-// With weights as rows of mma.m16n8k16 and tokens as its columns, a lane needs 2 times 4 columns of
+// With weights as rows and tokens as columns of mma.m16n8k16, a lane needs 2 times 4 columns of
 // rows g and g + 8 (g = lane / 4). Which columns is free, as long as activations are in the same
 // order. So a lane takes a unit of 32 weights as it lies and, decoded, that is its fragments of 8
-// mma; halves.cuh says what the order is, dequantise.cu puts activations into it.
+// mma. The four warps of wgmma.m64nNk16, which Hopper has, each take the fragments of mma as they
+// are, and activations from shared memory, once for all four: 16 rows of weights a warp with 8 to
+// 128 tokens at once, while the warp decodes the next ones. Elsewhere mma.sync does the same.
 //
-// Both come through shared memory by cp.async, STAGES deep: weights as in the file (staged.cuh),
-// activations with 16-byte word c of token n at c ^ 4 (n % 2), so that 8 lanes read 8 different
-// bank groups. A block is WM warps along rows; a warp has TILES tiles of 16 rows, which share each
-// fragment of activations, for all tokens of the block. A stage is STEPS * 128 columns.
+// Activations come as tiles (half_tiles_* of dequantise.cu): for each 64 columns, in an order that
+// makes 16 neighbouring columns those of one mma, TOKENS rows of 128 bytes as wgmma wants them. So
+// those of a stage, STEPS * 128 columns, are neighbours: one copy. Weights are copied as they lie
+// in the file (staged.cuh), 16 bytes at a time. LOADING warps do nothing but ask for the STAGES
+// stages of a ring, WM warps decode and multiply; barriers in shared memory tell either side that a
+// stage is full or empty, and no warp waits for the others of its side. The first stages of weights
+// are asked for while the kernel before may still write the activations.
 //
-// The stages of all tiles of results, row after row of tiles, are one sequence, of which every
-// block has an equal part, so that no multiprocessor waits for a last wave; copies run ahead from
-// one tile into the next. A tile of more than one block is summed by the last of them, in order of
-// the columns. What a result is made of depends on shapes and the grid alone.
+// A block has ROWS rows and a SPLITth of the columns. The blocks that share a tile of results are a
+// cluster if CLUSTERED (and the device has clusters), and add up each others' sums through shared
+// memory, each block a part of the tile; else they leave them in `partial` and the last one adds
+// them. Either way in order of the columns: what a result is made of depends on shapes alone.
 //
-// Macros: TYPE, TOKENS (of a block: 8, 16, 32, 64 or 128), TILES, WM, STEPS, STAGES, BLOCKS (of an
-// SM, which bounds registers). workbench/backend/cuda_gemm.py chooses them and the grid.
+// Macros: TYPE, TOKENS (of a block: 8, 16, 32, 64 or 128), WM (warps that multiply, a multiple of
+// 4), LOADING (warps that load), STEPS, STAGES, BLOCKS (of an SM, which bounds registers), SPLIT
+// (at most 8), CLUSTERED. workbench/backend/cuda_gemm.py chooses them. nvrtc.py compiles this file
+// for sm_90a where the device is an sm_90.
 //
-// Arguments: dst, w, x (F16, halves.cuh's order), bias (or 0), partial (F32, two tiles of TOKENS x
-// ROWS for every block; used by tiles that blocks share), counters (u32, one for each block, zero;
-// zero again afterwards), rows, cols (a multiple of the type's block), n_tokens, stride (elements
-// from one token's results to the next). Block 32 WM. Grid (blocks, 1), at most one for each stage
-// of each tile. Dynamic shared memory: the stages.
+// Arguments: dst, w, x (tiles), bias (or 0), partial (F32, TOKENS x ROWS for each block), counters
+// (u32, one for each tile, zero; zero again afterwards), rows, cols (a multiple of the type's
+// block), n_tokens, stride (elements from one token's results to the next). Block 32 (WM +
+// LOADING). Grid (tiles of rows * tiles of tokens * SPLIT, 1); no more SPLIT than stages. Dynamic
+// shared memory: the stages and 128 bytes.
 //
 // Reasons, and what was tried (one H100 80GB HBM3; ms of the products of a step of an 8B model with
-// Q4_0 weights, which memory needs 1.27 ms for; at 128 tokens tensor cores need 2.42):
-//   * Weights from memory to registers, one stage ahead, four warps along columns, up to 8 blocks
-//     along the columns of a tile: 3.15 at 16 tokens, 3.96 at 32, 5.70 at 64, 9.76 at 128. A stage
-//     of 16 tokens took 4200 cycles where its instructions need 1900: loads had one stage to
-//     arrive, at 64 tokens a quarter of one, and 40 moves passed them on. Copies to shared memory
-//     need neither registers nor moves, and may be several stages ahead.
-//   * This one, the best build for each number of tokens: 2.24 at 5 to 8 tokens, 2.56 at 16, 3.31 at
-//     32, 4.46 at 64, 7.31 at 128, 12.6 at 256 (cuBLAS on expanded weights: 11.3 at 64, 11.7 at
-//     128, 13.2 at 256, 16.4 at 512). One tile of rows a warp is best up to 32 tokens (TILES 2:
-//     2.63, 2.66, 3.35), two from 64 on (TILES 1: 4.77); three blocks a multiprocessor at 64
-//     tokens: 5.49, one with longer stages: 4.46.
-//   * TILES 2 halves what is read from shared memory: with one tile, its 128 bytes a clock feed
-//     1024 products a clock, which is about what mma.sync can do.
-//   * Masks as constants: a move before every use, 58 instructions for 16 x 32 weights and 16
-//     tokens; 45 with masks in registers (halves.cuh).
-//   * 128 tokens a block: every register and 24 to 32 bytes of spills; blocks of 64 replace it.
-//   * Integers (mma.m16n8k32) straight on the quants, counted but not run: decoding is a quarter of
-//     the instructions, but scaling the sums of every 32 columns takes 12 for each 8 tokens, where
-//     here loading and multiplying take 3: even at 16 tokens, worse beyond.
-//   * Scales on the sums instead of the weights: impossible in this order, one mma has 4 blocks of
-//     a row in it; in the order of the file a lane would read 4 bytes at a time.
+// Q4_0 weights, which memory needs 1.27 ms for; at 128 tokens tensor cores need 2.42;
+// data/results/tuning/tensor_product-*.json):
+//   * Weights from memory to registers, one stage ahead, four warps along columns: 3.15 at 16
+//     tokens, 3.96 at 32, 5.70 at 64, 9.76 at 128.
+//   * Through shared memory by cp.async, mma.sync, the stages of all tiles as one sequence of which
+//     every block has an equal part: 2.56, 3.31, 4.46, 7.31. wgmma in its place: 2.43 at 16, 3.60
+//     at 64, 5.13 at 128. There a launch cost 6 to 10 us beside its work: blocks wrote 64 KB each,
+//     and the last of a tile read five times that.
+//   * A fixed share of the columns for each block, sums added through a cluster: 2.25, 3.09, 4.64.
+//     Clusters leave multiprocessors idle (of 132, four-block ones get 120); through memory, sums
+//     of up to 32 tokens are as fast, and every multiprocessor has a block: 2.14 against 2.21 at
+//     16, but 4.11 against 3.88 at 128.
+//   * The next fragments decoded across stages: 4.22 at 128. Warps that load, so that those that
+//     multiply neither ask nor wait for each other: 4.02; two of them 4.13, one 4.44. Addresses in
+//     32 bits: 3.88, at 64 2.92.
+//   * This one, tokens 16, 32, 64, 128: Q4_0 2.18, 2.40, 2.96, 3.87; Q8_0 3.08, 3.26, 3.64, 4.33;
+//     MXFP4 2.54, 2.81, 3.42, 4.42; Q4_K 2.45, 2.70, 3.27, 4.37; Q5_K 2.76, 3.04, 3.69, 4.86; Q6_K
+//     2.88, 3.12, 3.77, 4.99. Q4_0 without wgmma: 2.24, 2.61, 4.15, 7.01.
+//   * What is left: at 16 tokens some 5 us a launch beside its weights (they come at 3 TB/s); from
+//     64 on instructions (190 for 16 x 128 weights, of which decoding needs 104) and what the
+//     tensor cores take (half of the time at 64, 63 % at 128), which overlap, but not wholly.
+//   * No gain: activations to the blocks of two row tiles at once (multicast), which must wait for
+//     each other: 5.81 at 128. Room for the next launch's blocks beside these: 2.48 at 16. Weights
+//     ahead to L2 before pdl_wait: 2.6. Two tiles of 16 rows a warp, or 16 warps: 4.5 at 128.
+//   * Blocks so small that a multiprocessor takes a third one: some get three, others one: 2.68 at
+//     16. Hence the least shared memory that Shape.shared_bytes asks for: 2.15.
+//   * Integers (mma.m16n8k32) straight on the quants: scaling the sums of every 32 columns takes
+//     more than decoding. Scales on the sums are impossible: one mma has 4 blocks of a row in it.
 #ifndef TYPE
 #define TYPE Q4_0
 #define TOKENS 16
-#define TILES 2
 #define WM 4
+#define LOADING 4
 #define STEPS 2
-#define STAGES 3
+#define STAGES 5
 #define BLOCKS 2
+#define SPLIT 2
+#define CLUSTERED 0
 #endif
 
-#define THREADS (32 * WM)
-#define ROWS (16 * TILES * WM)
+#define THREADS (32 * WM)  // that multiply
+#define LOADERS (32 * LOADING)
+#define LOADER (threadIdx.x - THREADS)
+#define ROWS (16 * WM)
 
 #include "staged.cuh"
+#include "warpgroup.cuh"
 
-constexpr int WORDS = 16 * STEPS;  // of 16 bytes: a token's part of a stage
-constexpr int X_BYTES = TOKENS * WORDS * 16;
-constexpr int STAGE_BYTES = X_BYTES + Stage<TYPE>::SIZE;  // activations first
+#define CLUSTERS (CLUSTERED && SPLIT > 1 && __CUDA_ARCH__ >= 900)
+
+static_assert(WM % 4 == 0, "warpgroups are whole");
+
+constexpr int X_STEP = TOKENS * 256;  // bytes of 128 columns of activations
+constexpr int X_BYTES = STEPS * X_STEP, W_BYTES = Stage<TYPE>::SIZE;  // of a stage
+// in shared memory: activations of all stages, weights of all stages, barriers
+constexpr int W_AT = STAGES * X_BYTES, FULL_AT = W_AT + STAGES * W_BYTES;
+constexpr int EMPTY_AT = FULL_AT + STAGES * 8, LAST_AT = EMPTY_AT + STAGES * 8;
 constexpr int GROUPS = TOKENS / 8;
+constexpr bool BULK = __CUDA_ARCH__ >= 900;  // copies of any size, by one thread
 
-// tensor cores and copies ------------------------------------------------------------------------
+static_assert(STAGES < 8, "128 bytes hold the barriers");
 
-DEVICE void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+// The first of a lane's two rows of the block; the second is 8 on.
+DEVICE u32 row_of() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
 
-// Asks for the activations of a stage: tokens `token` and following, columns from `column` on.
-// Zeros for tokens past the last and columns past the row.
-DEVICE void request_x(u32 to, const u16* x, int n_tokens, int token, u32 row_halves, u32 column) {
-    constexpr int PASS = THREADS / WORDS;  // even: a thread's words all have the same place
-    static_assert(PASS % 2 == 0 || TOKENS == PASS, "tokens of a thread alternate");
-    const u32 c = threadIdx.x % WORDS, first = threadIdx.x / WORDS;
-    const u16* from = x + i64(token + first) * row_halves + column + 8 * c;
-    to += (first * WORDS + (c ^ (first % 2 * 4))) * 16;
-    const bool inside = column + 8 * c < row_halves;
-#pragma unroll
-    for (int k = 0; k < TOKENS; k += PASS) {
-        if (TOKENS < PASS && first >= TOKENS) break;
-        const bool there = inside && token + int(first) + k < n_tokens;
-        copy_async(to + k * WORDS * 16, from, there);
-        from += i64(PASS) * row_halves;
+// A place in the ring of stages: `phase` is the parity of how often it has gone round.
+struct Slot {
+    int at = 0;
+    u32 phase = 0;
+    DEVICE void next() {
+        at = at + 1 == STAGES ? 0 : at + 1;
+        phase ^= at == 0;
     }
-}
+};
 
-// work and results -------------------------------------------------------------------------------
-
-// A place in the sequence of stages: which tile of results, which of its stages. Rows of tiles are
-// the slower index: blocks with the same weights are neighbours.
-struct Position {
-    int tile, stage, row0, token;
-    DEVICE Position(int at, int stages, int token_tiles) : tile(at / stages), stage(at % stages) {
-        place(token_tiles);
-    }
-    DEVICE void place(int token_tiles) {
+// What a block computes: rows from row0 and tokens from `token` on, of `count` stages.
+struct Part {
+    u32 row0, token, first, count, number, tile;  // first: stage. number: of SPLIT
+    DEVICE Part(u32 units, u32 token_tiles) {
+        const u32 stages = (units + UNITS - 1) / UNITS;
+        tile = blockIdx.x / SPLIT, number = blockIdx.x % SPLIT;
         row0 = tile / token_tiles * ROWS, token = tile % token_tiles * TOKENS;
-    }
-    DEVICE bool next(int stages, int token_tiles) {  // true when it leaves a tile
-        if (++stage < stages) return false;
-        stage = 0, tile++;
-        place(token_tiles);
-        return true;
+        first = stages * number / SPLIT, count = stages * (number + 1) / SPLIT - first;
     }
 };
 
-struct Sequence {
-    int total;  // stages of all tiles
-    DEVICE int begin(int block) const { return int(i64(total) * block / gridDim.x); }
-    DEVICE int block(int at) const { return int((i64(at + 1) * gridDim.x - 1) / total); }
+// loading ----------------------------------------------------------------------------------------
+
+struct Loader {
+    u32 base, units, rows;
+    const u8 *w, *x;
+    Part part;
+
+    DEVICE void weights(u32 k, int slot) const {
+        Stage<TYPE>::request(base + W_AT + slot * W_BYTES, w, units, part.row0, rows,
+                             (part.first + k) * UNITS);
+    }
+    DEVICE void activations(u32 k, int slot) const {
+        const u32 row = (units + 15) / 16 * 4 * X_STEP;  // of a tile of tokens
+        const u8* from = x + i64(part.token / TOKENS) * row + i64(part.first + k) * X_BYTES;
+        const u32 to = base + slot * X_BYTES, full = base + FULL_AT + slot * 8;
+        if constexpr (BULK) {
+            if (LOADER != 0) return;
+            barrier_expect(full, X_BYTES);
+            copy_bulk(to, from, X_BYTES, full);
+        } else {
+#pragma unroll 4
+            for (u32 at = LOADER * 16; at < X_BYTES; at += LOADERS * 16)
+                copy16(to + at, from + at, true);
+        }
+    }
+    DEVICE void run() const {
+        Slot slot;
+        u32 k = 0;
+        if constexpr (BULK) {
+            const u32 early = min(part.count, u32(STAGES));
+#pragma unroll 1
+            for (; k < early; k++) {
+                weights(k, k);
+                barrier_arrive_after_copies(base + FULL_AT + k * 8);
+            }
+            pdl_wait();
+#pragma unroll 1
+            for (u32 j = 0; j < early; j++) activations(j, j);
+        }
+#pragma unroll 1
+        for (; k < part.count; k++) {
+            if (k >= STAGES) barrier_wait(base + EMPTY_AT + slot.at * 8, slot.phase);
+            const int to = k < STAGES ? k : slot.at;
+            activations(k, to);
+            weights(k, to);
+            barrier_arrive_after_copies(base + FULL_AT + to * 8);
+            if (k >= STAGES) slot.next();
+        }
+        copies_wait<0>();
+    }
 };
+
+// multiplying ------------------------------------------------------------------------------------
+
+using Sums = float[GROUPS][4];
+using Fragments = u32[2][4];  // of either row: four pairs of halves
+
+// A lane's units of a step, one of either row.
+struct Units {
+    decltype(Planes<TYPE>::read(At<TYPE>{})) raw[2];
+    u32 number;
+
+    // Unit `unit` of a stage that begins with unit u0 of its rows.
+    DEVICE void read(const u8* stage, u32 unit, u32 u0, u32 units, u32 row0) {
+        number = (u0 + unit) % 8;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const u32 row = row_of() + 8 * r;
+            raw[r] = Planes<TYPE>::read(At<TYPE>{stage, row, unit, (row0 + row) * units + u0});
+        }
+    }
+    DEVICE void decode(int i, Fragments& a, const Masks& masks) const {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const auto by = Halves<TYPE>::factors(raw[r], number);
+            Halves<TYPE>::pairs(raw[r], number, by, i, a[r], masks);
+        }
+    }
+};
+
+// Adds, or with `first` sets, the products of 8 columns of each of four units: `offset` bytes from
+// where the activations of the stage begin. By warpgroups: begins to; until all but the newest
+// group of products are done, their fragments must stay.
+DEVICE void add_products(Sums& acc, const Fragments& a, u32 x, int offset, bool first) {
+#if WARPGROUPS
+    products_begin();
+    multiply(acc, a[0][0], a[1][0], a[0][1], a[1][1], swizzled_matrix(x, offset), !first);
+    multiply(acc, a[0][2], a[1][2], a[0][3], a[1][3], swizzled_matrix(x, offset + 32), true);
+    products_group();
+#else
+    const u32 lane = threadIdx.x % 32, word = (offset % 128 / 16 + lane / 8) ^ lane % 8;
+    const u32 at = x + offset / 128 * 128 + lane % 8 * 128 + word * 16;
+#pragma unroll
+    for (int n = 0; n < GROUPS; n++) {
+        u32 b[4];
+        load_matrices(b, at + n * 1024);
+        multiply(acc[n], {a[0][0], a[1][0], a[0][1], a[1][1]}, {b[0], b[1]});
+        multiply(acc[n], {a[0][2], a[1][2], a[0][3], a[1][3]}, {b[2], b[3]});
+    }
+#endif
+}
+
+// Waits for products of warpgroups: all, or all but the newest group.
+template <int PENDING>
+DEVICE void wait_for_products(Fragments& a) {
+#if WARPGROUPS
+    products_wait<PENDING>();
+    // registers that products have read are no others' before here
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+        asm volatile("" : "+r"(a[r][0]), "+r"(a[r][1]), "+r"(a[r][2]), "+r"(a[r][3]));
+#endif
+}
+
+// Sums of a block's stages. Each step of a lane is 4 times 8 columns: while the tensor cores have
+// one of them, the next is decoded, also across stages.
+DEVICE void add_stages(Sums& acc, const u8* shared, u32 base, const Part& part, u32 units,
+                       const Masks& masks) {
+    const u32 full = base + FULL_AT, empty = base + EMPTY_AT;
+    const auto read = [&](Units& to, u32 k, int slot, int step) {  // past the end: the last unit
+        const u32 u0 = (part.first + k) * UNITS;
+        const u32 unit = min(4 * step + threadIdx.x % 4, units - 1 - u0);
+        to.read(shared + W_AT + slot * W_BYTES, unit, u0, units, part.row0);
+    };
+    Slot slot;
+    Fragments a[2] = {};
+    Units now;
+    barrier_wait(full, 0);
+    read(now, 0, 0, 0);
+    now.decode(0, a[0], masks);
+#pragma unroll 1
+    for (u32 at = 0; at < part.count; at++) {
+        const int here = slot.at, before = here == 0 ? STAGES - 1 : here - 1;
+        slot.next();
+        Units next;
+#pragma unroll
+        for (int k = 0; k < 4 * STEPS; k++) {
+            const int step = k / 4, i = k % 4;
+            const int offset = step * X_STEP + i / 2 * (X_STEP / 2) + i % 2 * 64;
+            add_products(acc, a[k % 2], base + here * X_BYTES, offset, k + at == 0);
+            if (i == 1 && step + 1 < STEPS) read(next, at, here, step + 1);
+            if (i == 1 && step + 1 == STEPS) {  // behind the last: anything, which nobody uses
+                if (at + 1 < part.count) barrier_wait(full + slot.at * 8, slot.phase);
+                read(next, min(at + 1, part.count - 1), slot.at, 0);
+            }
+            if (i == 3) now = next;
+            wait_for_products<1>(a[(k + 1) % 2]);
+            if (k == 0 && at && threadIdx.x % 32 == 0)  // the last stage's are done
+                barrier_arrive(empty + before * 8);
+            now.decode((i + 1) % 4, a[(k + 1) % 2], masks);
+        }
+    }
+    wait_for_products<0>(a[0]);
+    wait_for_products<0>(a[1]);
+}
+
+// results ----------------------------------------------------------------------------------------
 
 struct Result {
     float* dst;
     const float* bias;
     i64 rows, n_tokens, stride;
+    u32 row0, token;
+
+    // A thread's four sums of 8 tokens: two tokens of either row.
+    DEVICE void store(int group, float4 c) const {
+        const i64 row = row0 + row_of(), first = token + 8 * group + threadIdx.x % 4 * 2;
+        float* at = dst + first * stride + row;
+        const bool there[2] = {first < n_tokens, first + 1 < n_tokens};
+        if (row < rows) {
+            const float b = bias ? __ldg(bias + row) : 0.f;
+            if (there[0]) at[0] = c.x + b;
+            if (there[1]) at[stride] = c.y + b;
+        }
+        if (row + 8 < rows) {
+            const float b = bias ? __ldg(bias + row + 8) : 0.f;
+            if (there[0]) at[8] = c.z + b;
+            if (there[1]) at[stride + 8] = c.w + b;
+        }
+    }
 };
 
-using Sums = float[TILES][GROUPS][4];
+DEVICE float4 four(const float (&c)[4]) { return make_float4(c[0], c[1], c[2], c[3]); }
 
-// Keeps the compiler from working out all addresses of a loop before the first is used.
-DEVICE void apart(float*& at) { asm volatile("" : "+l"(at)); }
-
-DEVICE void store(const Result& to, const Position& p, const Sums& acc) {
-    const int lane = threadIdx.x % 32;
+// The sum of SPLIT values in their order; load(r) is value r.
+template <class Load>
+DEVICE float4 sum_of(const Load& load) {
+    float4 v[SPLIT];
 #pragma unroll
-    for (int m = 0; m < TILES; m++) {
+    for (int r = 0; r < SPLIT; r++) v[r] = load(r);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const i64 row = p.row0 + (threadIdx.x / 32 * TILES + m) * 16 + lane / 4 + 8 * half;
-            if (row >= to.rows) continue;
-            const float b = to.bias ? __ldg(to.bias + row) : 0.f;
-            const i64 first = p.token + lane % 4 * 2;
-            float* at = to.dst + first * to.stride + row;
-#pragma unroll
-            for (int n = 0; n < GROUPS; n++) {
-                if (first + 8 * n < to.n_tokens) at[0] = acc[m][n][2 * half] + b;
-                if (first + 8 * n + 1 < to.n_tokens) at[to.stride] = acc[m][n][2 * half + 1] + b;
-                at += 8 * to.stride;
-                apart(at);
-            }
-        }
-    }
+    for (int r = 1; r < SPLIT; r++)
+        v[0].x += v[r].x, v[0].y += v[r].y, v[0].z += v[r].z, v[0].w += v[r].w;
+    return v[0];
 }
 
-// Puts this block's sums of a tile beside those of the others that have a part of it. True in the
-// last of them, which then has the sum of all. A block's own first tile is in the first of its two
-// places, a tile it only begins in the second.
-DEVICE bool combine(const Sequence& all, const Position& p, int stages, Sums& acc, float* partial,
-                    u32* counters, int first, int last) {
-    __shared__ bool is_last;
-    const int start = p.tile * stages;
-    const auto place = [&](int block) {
-        const int at = 2 * block + (all.begin(block) < start);
-        return reinterpret_cast<float4*>(partial) + i64(at) * (TILES * GROUPS * THREADS) +
-               threadIdx.x;
-    };
-    float4* own = place(blockIdx.x);
-#pragma unroll
-    for (int m = 0; m < TILES; m++) {
-#pragma unroll
-        for (int n = 0; n < GROUPS; n++) {
-            const float(&c)[4] = acc[m][n];
-            own[(m * GROUPS + n) * THREADS] = make_float4(c[0], c[1], c[2], c[3]);
-        }
-    }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        is_last = atomicAdd(counters + first, 1u) == u32(last - first);
-        if (is_last) counters[first] = 0;
-    }
-    __syncthreads();
-    if (!is_last) return false;
-    __threadfence();
-    for (int block = first; block <= last; block++) {
-        const float4* from = place(block);
-#pragma unroll
-        for (int m = 0; m < TILES; m++) {
-#pragma unroll
-            for (int n = 0; n < GROUPS; n++) {
-                const float4 v = from[(m * GROUPS + n) * THREADS];
-                float(&c)[4] = acc[m][n];
-                if (block == first) c[0] = v.x, c[1] = v.y, c[2] = v.z, c[3] = v.w;
-                else c[0] += v.x, c[1] += v.y, c[2] += v.z, c[3] += v.w;
-            }
-        }
-    }
-    return true;
-}
+DEVICE void multipliers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
-// Ends this block's part of a tile; sums begin at zero again.
-DEVICE void finish(const Sequence& all, const Position& p, int stages, Sums& acc, float* partial,
-                   u32* counters, const Result& to) {
-    const int first = all.block(p.tile * stages), last = all.block(p.tile * stages + stages - 1);
-    const bool whole =
-        first == last || combine(all, p, stages, acc, partial, counters, first, last);
-    if (whole) store(to, p, acc);
+DEVICE void finish(const Sums& acc, u8* shared, const Result& to, const Part& part, float* partial,
+                   u32* counters) {
+#if CLUSTERS
+    multipliers_sync();  // none reads the stages any more
+    float4* own = reinterpret_cast<float4*>(shared) + threadIdx.x;
 #pragma unroll
-    for (int m = 0; m < TILES; m++) {
+    for (int n = 0; n < GROUPS; n++) own[n * THREADS] = four(acc[n]);
+    cluster_sync();
+    const u32 at = shared_address(own);
+#pragma unroll 2
+    for (int n = part.number; n < GROUPS; n += SPLIT)
+        to.store(n, sum_of([&](int r) { return take_from(at + n * (THREADS * 16), r); }));
+    cluster_sync();  // none ends while others read its sums
+#else
+    if constexpr (SPLIT > 1) {
+        u32& is_last = *reinterpret_cast<u32*>(shared + LAST_AT);
+        float4* tile = reinterpret_cast<float4*>(partial) +
+                       i64(part.tile) * (SPLIT * GROUPS * THREADS) + threadIdx.x;
 #pragma unroll
-        for (int n = 0; n < GROUPS; n++) {
-#pragma unroll
-            for (int k = 0; k < 4; k++) acc[m][n][k] = 0;
+        for (int n = 0; n < GROUPS; n++)
+            tile[(part.number * GROUPS + n) * THREADS] = four(acc[n]);
+        __threadfence();
+        multipliers_sync();
+        if (threadIdx.x == 0) {
+            is_last = atomicAdd(counters + part.tile, 1u) == SPLIT - 1;
+            if (is_last) counters[part.tile] = 0;
         }
+        multipliers_sync();
+        if (!is_last) return;
+        __threadfence();
+#pragma unroll 2
+        for (int n = 0; n < GROUPS; n++)
+            to.store(n, sum_of([&](int r) { return tile[(r * GROUPS + n) * THREADS]; }));
+    } else {
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++) to.store(n, four(acc[n]));
     }
+#endif
 }
 
 // the kernel -------------------------------------------------------------------------------------
 
-// Adds a stage's products. `units` are those of a row; steps past the end repeat its last unit,
-// for which x is 0.
-DEVICE void add_stage(Sums& acc, const u8* stage, u32 units, u32 row0, u32 u0, Masks masks) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const u8* words = stage + (g * WORDS + t) * 16;
-    const u8* weights = stage + X_BYTES;
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-        const u32 unit = min(u32(4 * s + t), units - 1 - u0), number = (u0 + unit) % 8;
-        decltype(Planes<TYPE>::read(At<TYPE>{})) raw[TILES][2];
-        typename Halves<TYPE>::Factors by[TILES][2];
-#pragma unroll
-        for (int m = 0; m < TILES; m++) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const u32 row = (threadIdx.x / 32 * TILES + m) * 16 + g + 8 * r;
-                raw[m][r] =
-                    Planes<TYPE>::read(At<TYPE>{weights, row, unit, (row0 + row) * units + u0});
-                by[m][r] = Halves<TYPE>::factors(raw[m][r], number);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 a[TILES][2][4];
-#pragma unroll
-            for (int m = 0; m < TILES; m++) {
-                Halves<TYPE>::pairs(raw[m][0], number, by[m][0], i, a[m][0], masks);
-                Halves<TYPE>::pairs(raw[m][1], number, by[m][1], i, a[m][1], masks);
-            }
-            const u8* from = words + ((s * 4 + i) ^ (g % 2)) * 64;
-#pragma unroll
-            for (int n = 0; n < GROUPS; n++) {
-                const uint4 b = take<uint4>(from + n * 8 * WORDS * 16);
-#pragma unroll
-                for (int m = 0; m < TILES; m++) {
-                    const u32(&lo)[4] = a[m][0];
-                    const u32(&hi)[4] = a[m][1];
-                    multiply(acc[m][n], lo[0], hi[0], lo[1], hi[1], b.x, b.y);
-                    multiply(acc[m][n], lo[2], hi[2], lo[3], hi[3], b.z, b.w);
-                }
-            }
-        }
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    tensor_product(float* dst, const u8* w, const u16* x, const float* bias, float* partial,
+extern "C" __global__ void __launch_bounds__(THREADS + LOADERS, BLOCKS)
+#if CLUSTERS
+    __cluster_dims__(SPLIT, 1, 1)
+#endif
+    tensor_product(float* dst, const u8* w, const u8* x, const float* bias, float* partial,
                    u32* counters, i64 n_rows, i64 cols, i64 n_tokens, i64 stride) {
-    extern __shared__ __align__(128) u8 shared[];
+    extern __shared__ __align__(1024) u8 shared[];
     pdl_trigger();
-    const u32 units = u32(cols / 32), row_halves = (units + 3) / 4 * 128, rows = u32(n_rows);
-    const int stages = int((units + UNITS - 1) / UNITS), tokens = int(n_tokens);
-    const int token_tiles = (tokens + TOKENS - 1) / TOKENS;
-    const Sequence all = {int((rows + ROWS - 1) / ROWS) * token_tiles * stages};
-    const int begin = all.begin(blockIdx.x), end = all.begin(blockIdx.x + 1);
-    const u32 base = shared_address(shared);
-
-    Position ahead(begin, stages, token_tiles), now = ahead;
-    // weights are on their way to L2 while the kernel before may still write the activations
+    const u32 units = u32(cols / 32), base = shared_address(shared);
+    const Part part(units, (u32(n_tokens) + TOKENS - 1) / TOKENS);
+    if (threadIdx.x == 0) {
 #pragma unroll
-    for (int k = 0; k < STAGES - 1; k++) {
-        if (begin + k < end) {
-            Stage<TYPE>::request<true>(0, w, units, ahead.row0, rows, ahead.stage * UNITS);
-            ahead.next(stages, token_tiles);
+        for (int k = 0; k < STAGES; k++) {
+            barrier_init(base + FULL_AT + k * 8, LOADERS + BULK);
+            barrier_init(base + EMPTY_AT + k * 8, WM);
         }
+        barriers_ready();
+    }
+    __syncthreads();
+    if (threadIdx.x >= THREADS) {
+        Loader{base, units, u32(n_rows), w, x, part}.run();
+#if CLUSTERS
+        cluster_sync(), cluster_sync();  // as the others do
+#endif
+        return;
     }
     pdl_wait();
-    ahead = now;
-    const auto request = [&](int slot) {
-        const u32 to = base + slot * STAGE_BYTES;
-        request_x(to, x, tokens, ahead.token, row_halves, ahead.stage * (STEPS * 128));
-        Stage<TYPE>::request<false>(to + X_BYTES, w, units, ahead.row0, rows,
-                                    ahead.stage * UNITS);
-        ahead.next(stages, token_tiles);
-    };
-#pragma unroll
-    for (int k = 0; k < STAGES - 1; k++) {
-        if (begin + k < end) request(k);
-        copies_commit();
-    }
-
-    const Result result = {dst, bias, n_rows, n_tokens, stride};
-    const Masks masks(u32(n_tokens >> 32));
+#if WARPGROUPS
+    Sums acc;  // the first products set it
+#else
     Sums acc = {};
-    int slot = 0;
-#pragma unroll 1
-    for (int at = begin; at < end; at++) {
-        copies_wait<STAGES - 2>();
-        __syncthreads();  // this stage is there, and all have left the one before
-        if (at + STAGES - 1 < end) request(slot == 0 ? STAGES - 1 : slot - 1);
-        copies_commit();
-        add_stage(acc, shared + slot * STAGE_BYTES, units, now.row0, now.stage * UNITS, masks);
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
-
-        if (now.stage + 1 == stages || at + 1 == end)
-            finish(all, now, stages, acc, partial, counters, result);
-        now.next(stages, token_tiles);
-    }
-    copies_wait<0>();
+#endif
+    add_stages(acc, shared, base, part, units, Masks(u32(n_tokens >> 32)));
+    const Result to = {dst, bias, n_rows, n_tokens, stride, part.row0, part.token};
+    finish(acc, shared, to, part, partial, counters);
 }

@@ -1,7 +1,7 @@
 // Units of weights of every type and the activations they meet: what kernels/product.cu multiplies.
 //
 // Units<W> gives
-//   width                    weights of a unit
+//   width, bytes             weights of a unit, and its bytes in the first plane: `quants(planes)`
 //   planes(w, rows, cols)    and fetch, expand, add: as in kernels/weights.cuh
 //   act_planes(x, cols)      where the planes of the first token's activations begin
 //   acts(planes, at, u, v)   those for unit u + v, of the token `at` bytes further on
@@ -12,8 +12,9 @@
 
 template <class W>
 struct QuantisedUnits : W {  // 32 weights
-    static constexpr int width = 32;
+    static constexpr int width = 32, bytes = 16;
     using typename W::Planes;
+    static DEVICE const u8* quants(const Planes& p) { return p.q; }
     struct ActPlanes {
         const u8 *q, *scale, *sums;
     };
@@ -63,8 +64,9 @@ struct Units<MXFP4> : QuantisedUnits<MXFP4> {
 
 template <>
 struct Units<Q8_0> {  // half a block
-    static constexpr int width = 16;
+    static constexpr int width = 16, bytes = 16;
     using Planes = Q8_0::Planes;
+    static DEVICE const u8* quants(const Planes& p) { return p.q; }
     struct Raw {
         uint4 q;
         u16 d;
@@ -104,11 +106,12 @@ struct Floats {
     struct Planes {
         const u8* w;
     };
+    static DEVICE const u8* quants(const Planes& p) { return p.w; }
     struct ActPlanes {
         const u8* x;
     };
 #ifdef NARROW
-    static constexpr int width = 1;
+    static constexpr int width = 1, bytes = W::bytes;
     using Raw = float;
     using Ints = float;
     using Acts = float;
@@ -119,7 +122,7 @@ struct Floats {
     }
     static DEVICE float add(float w, float x, float sum) { return fmaf(w, x, sum); }
 #else
-    static constexpr int width = 8;
+    static constexpr int width = 8, bytes = 8 * W::bytes;
     using Raw = typename W::Raw;
     struct Ints {
         float f[8];

@@ -334,7 +334,7 @@ struct Q5_K : K45<Q5_K> {
 struct Q6_K : Quantised<Q6_K, 256> {  // (q - 32) * scale * d, an int8 scale per 16 weights
     static constexpr bool one_block = false, has_min = true;
     struct Planes {
-        const u8 *low, *high, *scales, *d;
+        const u8 *q, *high, *scales, *d;
     };
     struct Raw {
         uint4 low;
@@ -359,7 +359,7 @@ struct Q6_K : Quantised<Q6_K, 256> {  // (q - 32) * scale * d, an int8 scale per
         return {w, w + n * 128, w + n * 192, w + n * 208};
     }
     static DEVICE Raw fetch(const Planes& p, int u, int v) {
-        return {stream16(p.low + i64(u + v) * 16),
+        return {stream16(p.q + i64(u + v) * 16),
                 __ldg(reinterpret_cast<const uint2*>(p.high + i64(u + v) * 8)),
                 load_u16(p.scales + i64(u + v) * 2), load_u16(p.d + i64((u >> 3) + v / 8) * 2)};
     }

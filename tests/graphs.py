@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from workbench.config import Activations
+from workbench.graph.defer import defer
 from workbench.graph.fuse import fuse
 from workbench.graph.ir import (
     F16,
@@ -97,11 +98,13 @@ class Decoder:
         n_kv: int = 64,
         activations: str = Activations.Q8,
         n_cells: int = 96,
+        deferred: bool = False,
     ) -> Graph:
-        """The unfused graph of one step, on caches of its own."""
+        """The unfused graph of one step, on caches of its own; `deferred`: with halved norms."""
         model: Any = self
         shape = StepShape(n_tokens, n_outputs, n_kv)
-        return build_graph(model, shape, self.caches(n_cells), activations)
+        graph = build_graph(model, shape, self.caches(n_cells), activations)
+        return defer(graph) if deferred else graph
 
 
 def fused_nodes(graph: Graph, fusions: Collection[str]) -> Iterator[Node]:
@@ -136,4 +139,6 @@ def _value(t: Tensor, n_kv: int, rng: np.random.Generator) -> np.ndarray:
     x = rng.standard_normal(t.shape).astype(np.float32)
     if t.dtype == Q8_ACT:
         return quantize_activations(x)
+    if t.name.endswith("(squares)"):  # sums of 32 squares
+        return 32 * np.square(x)
     return x.astype(np.float16) if t.dtype == F16 else x

@@ -68,6 +68,8 @@ def cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
     yield case("add", "add", f32(T, 96), f32(T, 96))
     yield case("swiglu", "swiglu", f32(T, 96), f32(T, 96))
     yield case("quantize", "quantize", f32(T, 96))
+    yield case("square_sums", "square_sums", f32(T, 96))
+    yield case("rms_scale", "rms_scale", f32(T, 100), f32(T, 3), eps=4.0)
     rope = {"n_rot": 16, "theta_base": 1e4, "freq_scale": 1.0}
     positions, factors = ints(I32, [4, 0, 300]), (Tensor("f", F32, (8,)), np.full(8, 2, np.float32))
     yield case("rope", "rope", f32(T, 4, 32), positions, neox=False, **rope)
@@ -94,15 +96,20 @@ def fused_cases(n_tokens: int = T) -> Iterator[tuple[str, Node, dict[Tensor, np.
     from the graphs of small decoders."""
     rng = np.random.default_rng(8)
     every = frozenset(FUSIONS)
-    for name, model, activations in (
-        ("llama", Decoder("tiny-llama", Q8_0), "q8"),
-        ("llama bias", Decoder("tiny-llama-bias", Q4_0, biases=("ffn_gate", "ffn_up")), "q8"),
-        ("qwen3 mixed", Decoder("tiny-qwen3", Q4_K, {"attn_v": Q6_K}), "q8"),
-        ("qwen3 two x", Decoder("tiny-qwen3", Q8_0, {"attn_v": F16}), "q8"),
-        ("llama F16", Decoder("tiny-llama", F16), "q8"),
-        ("qwen3 float", Decoder("tiny-qwen3", Q4_0), "float"),
+    biased = Decoder("tiny-llama-bias", Q4_0, biases=("ffn_gate", "ffn_up"))
+    for name, model, activations, deferred in (
+        ("llama", Decoder("tiny-llama", Q8_0), "q8", False),
+        ("llama bias", biased, "q8", False),
+        ("qwen3 mixed", Decoder("tiny-qwen3", Q4_K, {"attn_v": Q6_K}), "q8", False),
+        ("qwen3 two x", Decoder("tiny-qwen3", Q8_0, {"attn_v": F16}), "q8", False),
+        ("llama F16", Decoder("tiny-llama", F16), "q8", False),
+        ("qwen3 float", Decoder("tiny-qwen3", Q4_0), "float", False),
+        ("llama bias halved", biased, "q8", True),
+        ("llama F16 halved", Decoder("tiny-llama", F16), "q8", True),
+        ("qwen3 mixed halved", Decoder("tiny-qwen3", Q4_K, {"attn_v": Q6_K}), "q8", True),
+        ("qwen3 float halved", Decoder("tiny-qwen3", Q4_0), "float", True),
     ):
-        graph = model.graph(n_tokens, n_tokens, N_KV, activations, CELLS)
+        graph = model.graph(n_tokens, n_tokens, N_KV, activations, CELLS, deferred)
         seen = set()
         for fusions in (every, *(every - {left_out} for left_out in FUSIONS)):
             for node in fused_nodes(graph, fusions):

@@ -102,6 +102,7 @@ class Toggles:
     copy_stream: str = _toggle(CopyStream, CopyStream.OWN, "program/lower.py", EXACT)
     graph_reuse: str = _toggle(GraphReuse, GraphReuse.REBUILD, "engine/reuse.py", EXACT)
     activations: str = _toggle(Activations, Activations.Q8, "model/decoder.py", ROUNDING)
+    defer_norm: str = _toggle(Switch, Switch.OFF, "graph/defer.py", ROUNDING)
     # one for each pattern of graph/fuse.py, which says what they join
     fuse_norm_mul: str = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING)
     fuse_norm_quantize: str = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING)
@@ -111,6 +112,7 @@ class Toggles:
     fuse_rope_store: str = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING)
     fuse_glu: str = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING)
     fuse_epilogue_quantize: str = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING)
+    fuse_product_norm: str = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING)
     pdl: str = _toggle(Switch, Switch.OFF, "program/lower.py", EXACT)
 
     def __post_init__(self) -> None:

@@ -16,7 +16,8 @@ import pytest
 from workbench.backend import cpu
 from workbench.backend.cpu.compile import compile_kernel
 from workbench.backend.cpu.vector import Emit, Value
-from workbench.graph.ir import DTYPES, QUANTISED, WEIGHT_DTYPES
+from workbench.graph.ir import DTYPES, F32, Q8_ACT, QUANTISED, WEIGHT_DTYPES, Kind, Tensor
+from workbench.graph.ops import make
 from workbench.model.quants import quantize_activations, random_blocks
 
 N_THREADS = 2
@@ -121,7 +122,9 @@ def _mul_mat(
         for w in weights
     ]
     benchmark.group = f"mul_mat, {n_tokens} tokens"
-    kernel = cpu.kernel(("mul_mat", name), layout).ctypes
+    w = Tensor("w", dtype, (rows, cols), Kind.WEIGHT)
+    given = Tensor("x", Q8_ACT if dtype in QUANTISED else F32, (n_tokens, cols))
+    kernel = cpu.kernel(cpu.kernel_of(make("mul_mat", "y", w, given)), layout).ctypes
     gigas = {
         "GB/s": copies * nbytes / 1e9,
         "GMAC/s": copies * rows * cols * n_tokens / 1e9,

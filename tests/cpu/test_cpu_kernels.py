@@ -63,6 +63,49 @@ def test_rms_norm_of_zeros_is_zeros() -> None:
     assert not floats(run(ops.make("rms_norm", "y", t, eps=1e-6), {t: x}), (80,)).any()
 
 
+@pytest.mark.parametrize("shape", [(1, 32), (3, 96), (8, 64), (5, 1056)])
+def test_square_sums(shape: tuple[int, int]) -> None:
+    x = normal(*shape) * 3
+    t = f32("x", x)
+    out = floats(run_lanes(ops.make("square_sums", "s", t), {t: x}), (shape[0], shape[1] // 32))
+    twin = (x.astype(np.float64) ** 2).reshape(*out.shape, 32).sum(axis=-1)
+    np.testing.assert_allclose(out, twin, rtol=6e-7, atol=0)
+
+
+@pytest.mark.parametrize("sums", [1, 3, 33])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_scale(shape: tuple[int, int], sums: int) -> None:
+    """Rows of any length, by the sums of squares of rows of another."""
+    x, squares = normal(*shape) * 3, np.square(normal(shape[0], sums)) * 32
+    tx, ts = f32("x", x), f32("s", squares)
+    out = run_lanes(ops.make("rms_scale", "y", tx, ts, eps=1e-3), {tx: x, ts: squares})
+    mean = squares.astype(np.float64).sum(axis=-1, keepdims=True) / (32 * sums)
+    twin = x / np.sqrt(mean + 1e-3)
+    np.testing.assert_allclose(floats(out, shape), twin, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (4, 160)])
+def test_two_halves_are_a_norm(shape: tuple[int, int]) -> None:
+    x = normal(*shape) * 3
+    t = f32("x", x)
+    sums = floats(run(ops.make("square_sums", "s", t), {t: x}), (shape[0], shape[1] // 32))
+    ts = f32("s", sums)
+    halves = run(ops.make("rms_scale", "y", t, ts, eps=1e-5), {t: x, ts: sums})
+    whole = run(ops.make("rms_norm", "n", t, eps=1e-5), {t: x})
+    np.testing.assert_allclose(floats(halves, shape), floats(whole, shape), rtol=6e-7, atol=0)
+
+
+def test_scale_of_zeros_and_of_a_nan() -> None:
+    """Nothing in a row: the scale is 1 / sqrt(eps), as a norm has it; a NaN stays where it is."""
+    x = normal(3, 40)
+    squares = np.array([[0, 0], [1, np.nan], [32, 32]], np.float32)
+    tx, ts = f32("x", x), f32("s", squares)
+    out = run(ops.make("rms_scale", "y", tx, ts, eps=0.25), {tx: x, ts: squares})
+    y = floats(out, x.shape)
+    assert np.array_equal(y[0], 2 * x[0]) and np.isnan(y[1]).all()
+    np.testing.assert_allclose(y[2], x[2] / np.sqrt(1.25), rtol=3e-7)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_swiglu(shape: tuple[int, int]) -> None:
     gate, up = normal(*shape) * 20, normal(*shape)
@@ -298,8 +341,12 @@ def _lane_cases() -> dict[str, tuple[Node, dict[Tensor, np.ndarray]]]:
     tx, tp = f32("x", x), Tensor("p", I32, p.shape)
     heads = f32("heads", x.reshape(7, 4, 16))
     attention, arrays, _ = attention_case(9, 4, 2, 16, 32, causal(9, 32, 3))
+    squares = np.square(normal(7, 2))
+    ts = f32("s", squares)
     return {
         "add": (ops.make("add", "y", tx, tx), {tx: x}),
+        "square_sums": (ops.make("square_sums", "y", tx), {tx: x}),
+        "rms_scale": (ops.make("rms_scale", "y", tx, ts, eps=1e-5), {tx: x, ts: squares}),
         "rms_norm": (ops.make("rms_norm", "y", tx, eps=1e-5), {tx: x}),
         "swiglu": (ops.make("swiglu", "y", tx, tx), {tx: x}),
         "quantize": (ops.make("quantize", "y", tx), {tx: x}),
@@ -313,7 +360,7 @@ def _lane_cases() -> dict[str, tuple[Node, dict[Tensor, np.ndarray]]]:
     }
 
 
-@pytest.mark.parametrize("op", ["add", "rms_norm", "swiglu", "quantize", "rope", "attention"])
+@pytest.mark.parametrize("op", _lane_cases())
 def test_lanes_write_disjoint_bytes_and_all_of_them(op: str) -> None:
     node, arrays = _lane_cases()[op]
     written = written_by(node, arrays, 3, "file")

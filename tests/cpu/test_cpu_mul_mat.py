@@ -123,6 +123,20 @@ def test_kernel_of_a_product() -> None:
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+def test_float_weights_meet_activations_that_are_not_rounded(name: str) -> None:
+    """Either way, so that the float path has the same kernel: by unit weights, activations come
+    out as they went in, to the last bit."""
+    case = Case(BY_NAME[name], 64, 64, 20)
+    eye = np.eye(64, dtype=np.float32)
+    halves = {"F16": eye.astype(np.float16), "BF16": (eye.view(np.uint32) >> 16).astype(np.uint16)}
+    case.blocks = halves.get(name, eye).view(np.uint8)
+    out = run(case.node, case.arrays()).view(np.float32).reshape(20, 64)
+    assert np.array_equal(out, case.activations)
+    as_floats = ops.make("mul_mat", "y", case.w, case.x, activations="float")
+    assert cpu.kernel_of(as_floats) == cpu.kernel_of(case.node) == ("mul_mat", name)
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("cols", [1, 5, 16, 31, 100])
 def test_float_weights_have_any_number_of_columns(name: str, cols: int) -> None:
     case = Case(BY_NAME[name], 6, cols, 6)

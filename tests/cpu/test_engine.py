@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from workbench.backend.issue import Pending
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError, UsageError
@@ -176,3 +177,54 @@ def test_counters_say_where_the_host_time_goes(engine):
         assert counted["steps"] == counted["programs_built"] == 1
         for phase in ("graph_ns", "split_ns", "lower_ns", "prepare_ns", "batch_ns", "issue_ns"):
             assert counted[phase] > 0, phase
+
+
+def test_logits_are_the_callers(tiny_model):
+    """Of every step, kept or not, written to or not, and beyond the engine's end."""
+    path = tiny_model("tiny-llama", "Q8_0")
+    with Engine.load(path, device="embedded", n_ctx=64) as e:
+        wanted = [e.step([t]).copy() for t in PROMPT]
+        e.reset()
+        kept = []
+        for t in PROMPT:
+            kept.append(e.step([t]))
+            spoiled = e.step([t])  # the caller's to write to
+            spoiled[:] = np.nan
+            e.reset()
+            for earlier in PROMPT[: len(kept)]:
+                e.step([earlier])
+    for found, want in zip(kept, wanted, strict=True):
+        assert np.array_equal(found, want)
+
+
+def test_what_was_made_ahead_serves_its_step_alone(engine):
+    """A step of one token finds its inputs ready; other tokens, outputs, states do not use them."""
+    wanted = engine.prefill(PROMPT, outputs="all")
+    engine.reset()
+    for t in PROMPT[:3]:
+        engine.step([t])
+    assert engine.step(PROMPT[3:4], outputs="none").shape[0] == 0
+    rest = engine.step(PROMPT[4:], outputs="all")
+    assert np.abs(rest - wanted[4:]).max() < 1e-3 * np.abs(wanted).max()
+    engine.reset()
+    first = engine.step(PROMPT[:1])
+    engine.reset()  # what was made is for the second position
+    assert np.array_equal(engine.step(PROMPT[:1]), first)
+
+
+def test_an_interrupted_step_did_not_happen(engine, monkeypatch):
+    wanted = [engine.step([t]) for t in PROMPT]
+    engine.reset()
+    for t in PROMPT[:-1]:
+        engine.step([t])
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pending, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step([3])
+    engine.backend.synchronize()
+    assert engine.n_past == len(PROMPT) - 1
+    assert np.array_equal(engine.step(PROMPT[-1:]), wanted[-1])

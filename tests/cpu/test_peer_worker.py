@@ -19,7 +19,7 @@ def worker() -> Iterator[compare.Worker]:
         yield made
 
 
-def test_logits_and_decode(worker, tiny_model, tmp_path):
+def test_logits_and_times(worker, tiny_model, tmp_path):
     path = tiny_model("tiny-llama", "F32")
     assert worker.load(path)["sync"] == "implicit"
     tokens = compare.random_tokens(5, 1024, seed=1)
@@ -31,6 +31,8 @@ def test_logits_and_decode(worker, tiny_model, tmp_path):
         assert reference.nmse(logits, reference.forward(path, tokens)) < 1e-6
     token_ns = worker.ask("decode", tokens=tokens)["token_ns"]
     assert len(token_ns) == 5 and min(token_ns) > 0
+    step_ns = worker.ask("prefill", tokens=tokens)["step_ns"]
+    assert len(step_ns) == 1 and step_ns[0] > 0
 
 
 def test_a_failing_request_is_an_error_and_not_the_end(worker, tiny_model, tmp_path):

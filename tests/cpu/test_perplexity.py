@@ -105,14 +105,37 @@ def test_eight_bit_activations_are_within_bounds_of_the_float_path(
     if quant == "F16":  # nothing to quantise
         assert result["agreement"]["nmse"] == 0
     else:
-        assert 1e-6 < result["agreement"]["kl_mean"] < bounds.BOUNDS[quant].kl
+        assert 1e-6 < result["agreement"]["kl_mean"] < bounds.MANY_BOUNDS[quant].kl
     assert "120 in 2 windows of up to 64" in out and "run folder" in err
+
+
+@pytest.mark.parametrize(("device", "quant"), [("embedded", "Q4_K"), ("host", "BF16")])
+def test_sizes_are_runs_of_their_own(call, tiny_model, tmp_path, device, quant):
+    """Computed 24, 9 or 1 at once: one float path, and the same figures but for sums' order."""
+    status, out, err = call(
+        "-m", tiny_model("tiny-llama", quant), "--tokens-from", "sample:100", "--n-ctx", 64,
+        "--n-ubatch", 24, "--sizes", "24,9,1", "--device", device, "--fuse", "on",
+        "--against", "activations=float", "--check", "-o", tmp_path / "run",
+    )  # fmt: skip
+    assert status == 0, err
+    runs = [load_run(tmp_path / f"run-ub{n}").run for n in (24, 9, 1)]
+    assert [run["result"]["n_ubatch"] for run in runs] == [24, 9, 1]
+    assert "64, 24 at a time" in out and "64, 9 at a time" in out and "64, 1 at a time" in out
+    tables = [pd.read_parquet(tmp_path / f"run-ub{n}" / ppl.TOKENS) for n in (24, 9, 1)]
+    for table in tables[1:]:
+        assert (table["nll_reference"] == tables[0]["nll_reference"]).all()
+        assert (table["token"] == tables[0]["token"]).all()
+    kl = [run["result"]["agreement"]["kl_mean"] for run in runs]
+    if quant == "BF16":  # a CPU rounds no activation of float weights
+        assert max(kl) < 1e-9
+    else:
+        assert min(kl) > 1e-6 and max(kl) == pytest.approx(min(kl), rel=0.2)
 
 
 def test_a_bound_that_does_not_hold_is_one_line_and_status_1(
     call, tiny_model, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(bounds.BOUNDS, "Q8_0", bounds.Bound(-1.0, 1.0))
+    monkeypatch.setitem(bounds.MANY_BOUNDS, "Q8_0", bounds.Bound(-1.0, 1.0))
     ask = ("-m", tiny_model("tiny-llama", "Q8_0"), "--tokens-from", "sample:20", "--device", "host")
     status, out, err = call(*ask, "--against", "base", "--check", "-o", tmp_path / "run")
     assert status == 1 and "perplexity" in out
@@ -129,6 +152,10 @@ BAD = {
     "an unknown reference": (
         ["--tokens-from", "sample:3", "--against", "speed=11"], "toggle 'speed' does not exist",
     ),
+    "a size above n_ubatch": (
+        ["--tokens-from", "sample:3", "--sizes", "1,513"], "513 tokens cannot be computed at once",
+    ),
+    "sizes that are no numbers": (["--tokens-from", "sample:3", "--sizes", "one"], "--sizes 'one'"),
     "a folder that exists": (["--tokens-from", "sample:3", "-o", "/tmp"], "/tmp exists already"),
 }  # fmt: skip
 

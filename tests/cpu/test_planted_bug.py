@@ -23,7 +23,6 @@ import pytest
 import workbench as wb
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.batch import Batch, make_batch
-from workbench.engine.kv_cache import EMPTY
 from workbench.program.commands import (
     COMPUTE_STREAM,
     COPY_STREAM,
@@ -64,8 +63,7 @@ class Step:
         cache, now = self.engine.cache, self.batch
         cache.store(now.positions, now.cells)
         after = self._batch(NEXT[1])
-        cache.positions[now.cells] = EMPTY
-        cache.n_used -= len(now.cells)
+        cache.take_back(now.cells)
         assert after.shape == now.shape
         return after
 

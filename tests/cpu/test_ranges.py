@@ -33,8 +33,8 @@ def test_declared_ranges_of_fused_nodes_hold(backend, name):
 def test_every_op_is_covered():
     assert {node.op for node, _ in CASES.values()} == set(OPS)
     assert {node.op for node, _ in FUSED.values()} == {
-        "norm", "product", "qkv", "qkv_rope_store", "rope_store", "glu", "swiglu_quantize",
-        "attention_quantize",
+        "norm", "product", "product_norm", "qkv", "qkv_rope_store", "rope_store", "glu",
+        "swiglu_quantize", "attention_quantize",
     }  # fmt: skip
     assert any(len(node.outputs) == n for node, _ in FUSED.values() for n in (2, 3))
 

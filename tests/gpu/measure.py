@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from cyclopts import App
 
-from tests.gpu import measure_kernels, measure_models
+from tests.gpu import measure_ablation, measure_kernels, measure_models
 from tests.gpu.measuring import Session
 from workbench.errors import UsageError, WorkbenchError
 
@@ -40,7 +40,8 @@ STEPS = {
     "perplexity": Step(measure_models.perplexities, 150),
     "batches": Step(measure_models.batches, 40),
     "kernels-batches": Step(measure_kernels.kernels_batches, 110),
-    "fusion": Step(measure_models.fusion, 110),
+    "fusion": Step(measure_models.fusion, 85),
+    "ablation": Step(measure_ablation.ablation, 60),
     "sync": Step(measure_models.sync, 240),
 }
 

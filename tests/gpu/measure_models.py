@@ -13,7 +13,7 @@ import workbench as wb
 from tests.gpu.measuring import Session, add_to_result, everything, product_flops, slug
 from workbench.bench import provenance
 from workbench.bench.llama_bench import bench, format_rows
-from workbench.bench.perplexity import parse_against, perplexity
+from workbench.bench.perplexity import parse_against, perplexity_by_size
 from workbench.bench.token_source import open_source
 
 DECODED = [
@@ -21,7 +21,11 @@ DECODED = [
     ("llama-3-8b", "Q8_0"), ("qwen3-4b", "Q4_K_M"),
 ]  # fmt: skip
 # suffix of the folder -> what is switched off
-WITHOUT: dict[str, tuple[str, ...]] = {"": (), "-unfused": ("fuse",), "-plain": ("pdl",)}
+WITHOUT: dict[str, tuple[str, ...]] = {
+    "": (),
+    "-unfused": ("fuse", "defer_norm"),  # halved norms are more launches where nothing joins them
+    "-plain": ("pdl",),
+}
 
 
 def decode(session: Session) -> None:
@@ -137,56 +141,74 @@ def load(session: Session) -> None:
 
 SCORED = ("Q4_0", "Q8_0", "Q4_K_M", "MXFP4", "BF16", "F16", "Q6_K", "Q5_K_M")
 N_SCORED = 2048
+# Tokens computed at once: tensor cores with cuBLAS, tensor cores on decoded tiles, decode kernels.
+SIZES = {512: "", 64: "-ub64", 1: "-ub1"}
 
 
 def perplexities(session: Session) -> None:
     """2,048 tokens drawn from llama-3.2-1b and fed back, everything on against the float path with
-    everything off, for every type [perplexity-MODEL]."""
+    everything off, for every type and 512, 64 and 1 tokens at once [perplexity-MODEL,
+    perplexity-MODEL-ub64, perplexity-MODEL-ub1]."""
     preset, n = "llama-3.2-1b", 64 if session.quick else N_SCORED
     for quant in SCORED:
         if not session.takes(preset, quant):
             continue
-        folder = session.folder(f"perplexity-{slug(preset, quant)}")
-        if folder is None:
+        begin, name = time.monotonic(), f"perplexity-{slug(preset, quant)}"
+        found = {
+            size: session.folder(f"{name}{suffix}", needs="n_ubatch")
+            for size, suffix in SIZES.items()
+        }
+        folders = {size: folder for size, folder in found.items() if folder is not None}
+        if not folders:
             continue
         with session.engine(preset, quant, n_ctx=n) as engine:
             with engine.variant(everything(engine)) as fast:
                 source = open_source(fast, None, f"sample:{n}")
-                made = perplexity(
-                    fast, source, against=parse_against("activations=float"), out=folder
-                )
-            print("\n".join([folder.name, *made.lines()]), flush=True)
-            if made.agreement is not None:
-                print(made.agreement.outside(engine.model.quant) or "within the bounds")
-        if made.interrupted:
+                against = parse_against("activations=float")
+                runs = perplexity_by_size(fast, source, folders, against=against)
+            for made in runs:
+                print("\n".join([made.folder.name, *made.lines()]), flush=True)
+                if made.agreement is not None:
+                    outside = made.agreement.outside(engine.model.quant, made.n_ubatch)
+                    print(outside or "within the bounds")
+        print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
+        if any(made.interrupted for made in runs):
             raise KeyboardInterrupt
 
 
-# Patterns that a model has: none of the two has biases, and BF16 quantises nothing.
-PATTERNS = ("fuse", "pdl", "fuse_norm_mul", "fuse_add_norm", "fuse_qkv", "fuse_rope_store",
-            "fuse_glu")  # fmt: skip
-FUSED = {
-    ("llama-3.2-1b", "BF16"): PATTERNS,
-    ("llama-3-8b", "Q4_0"): (*PATTERNS, "fuse_norm_quantize", "fuse_epilogue_quantize"),
-}
+BACKGROUNDS = ("alone", "with-all")
+# Toggles and backgrounds, by model. Llama has no biases, and BF16 quantises nothing. The half of a
+# norm is joined to a product only where norms are halved, which is so in the second background.
+FUSED: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
+    ("llama-3.2-1b", "BF16"): dict.fromkeys(("fuse", "pdl", "defer_norm"), BACKGROUNDS),
+    ("llama-3-8b", "Q4_0"): {
+        **dict.fromkeys(
+            ("fuse", "pdl", "defer_norm", "fuse_norm_mul", "fuse_add_norm", "fuse_qkv",
+             "fuse_rope_store", "fuse_glu", "fuse_norm_quantize", "fuse_epilogue_quantize"),
+            BACKGROUNDS,
+        ),
+        "fuse_product_norm": ("with-all",),
+    },
+}  # fmt: skip
 
 
 def fusion(session: Session) -> None:
-    """Every pattern of graph/fuse.py, all of them together, and pdl, off against on: with all else
-    off (programs kept), and with all else on [fusion-TOGGLE-alone-MODEL, ...-with-all-...]."""
-    for (preset, quant), names in FUSED.items():
+    """Every pattern of graph/fuse.py, all of them together, halved norms and pdl, off against on:
+    with all else off (programs kept), and with all else on [fusion-TOGGLE-alone-MODEL,
+    ...-with-all-...]."""
+    for (preset, quant), toggles in FUSED.items():
         if not session.takes(preset, quant):
             continue
         with session.engine(preset, quant) as engine:
-            backgrounds = {
-                "alone": wb.Toggles(graph_reuse="set_rows"), "with-all": everything(engine),
-            }  # fmt: skip
-            for background, toggles in backgrounds.items():
-                for name in names:
-                    if name == "pdl" and everything(engine).pdl == "off":
-                        continue
-                    run = f"fusion-{name.replace('_', '-')}-{background}-{slug(preset, quant)}"
-                    compare(session, engine, run, f"{name}=off,on", "tg64", 5, toggles)
+            others = dict(
+                zip(BACKGROUNDS, (wb.Toggles(graph_reuse="set_rows"), everything(engine)),
+                    strict=True)
+            )  # fmt: skip
+            for name, background in [(n, b) for n, found in toggles.items() for b in found]:
+                if name == "pdl" and everything(engine).pdl == "off":
+                    continue
+                run = f"fusion-{name.replace('_', '-')}-{background}-{slug(preset, quant)}"
+                compare(session, engine, run, f"{name}=off,on", "tg32", 5, others[background])
 
 
 def compare(

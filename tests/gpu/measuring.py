@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +71,28 @@ class Session:
         whole = not needs or needs in run["result"]
         return bool(same and whole and run["status"] == results.COMPLETE)
 
+    def _file(self, name: str) -> Path:
+        return self.out / f"{self.prefix}-{name}.json"
+
+    def wants(self, name: str) -> bool:
+        """Whether file `name` (of `write`) is still to be made at this commit."""
+        try:
+            found = json.loads(self._file(name).read_text())["commit"]
+        except (OSError, ValueError, KeyError):
+            return True
+        there = found == provenance.commit() and found["hash"] != provenance.UNKNOWN
+        if there:
+            print(f"{self._file(name).name}: there already, of this commit", flush=True)
+        return not there
+
+    def write(self, name: str, found: dict[str, Any]) -> None:
+        """Writes what was found, with the date, as one JSON file that appears whole."""
+        path = self._file(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(json.dumps({"date": provenance.utc_now()} | found, indent=1) + "\n")
+        os.replace(part, path)
+
     def takes(self, preset: str, quant: str) -> bool:
         """Whether a model is small enough; says so where it is not."""
         gb = 0.0 if self.quick else file_gb(preset, quant)
@@ -107,7 +130,7 @@ def everything(engine: wb.Engine) -> wb.Toggles:
     """Everything on but plans; pdl where the device has it."""
     toggles = wb.Toggles(graph_reuse="set_rows", sync="implicit", copy_stream="compute")
     pdl = "on" if engine.backend.capabilities.programmatic else "off"
-    return toggles.switched("fuse", "on").switched("pdl", pdl)
+    return toggles.switched("fuse", "on").switched("defer_norm", "on").switched("pdl", pdl)
 
 
 def file_gb(preset: str, quant: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from itertools import pairwise
@@ -167,6 +168,19 @@ def test_teardown_in_any_order():
     freed.free()
     kept.free()
     assert freed.array is None
+
+
+def test_pinned_memory_stays_while_an_array_of_it_is_held():
+    """Whatever is freed or closed before; device memory goes at once."""
+    other = open_backend()
+    memory = other.allocate(N, Space.PINNED)
+    held = memory.array[3:].view()
+    held[:] = 7
+    memory.free()
+    other.close()
+    del memory, other
+    gc.collect()
+    assert (held == 7).all()
 
 
 def test_close_opens_gates():

@@ -100,3 +100,15 @@ def test_a_dropped_program_leaves_no_cycles(tiny_model):
             assert gc.collect() < 20
         finally:
             gc.enable()
+
+
+def test_logits_outlive_their_engine(tiny_model):
+    """They lie where they landed, in pinned memory, for as long as somebody holds them."""
+    tokens = tokens_for("tiny-llama", N_TOKENS)
+    with wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="cuda", n_ctx=64) as used:
+        wanted = [used.step([t]).copy() for t in tokens]
+        used.reset()
+        kept = [used.step([t]) for t in tokens]
+    del used
+    gc.collect()
+    assert all(np.array_equal(a, b) for a, b in zip(kept, wanted, strict=True))

@@ -3,6 +3,7 @@ early; and engines with everything on against engines with everything off."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -124,9 +125,9 @@ def nmse(found: np.ndarray, wanted: np.ndarray) -> float:
 def test_a_fused_node_is_its_parts(backend: CudaBackend, model: str, tokens: int):
     rng = np.random.default_rng(tokens)
     sets = (ALL, ALL - {"fuse_bias"}, ALL - {"fuse_norm_mul"}, ALL - {"fuse_epilogue_quantize"},
-            ALL - {"fuse_rope_store"}, ALL - {"fuse_glu"})  # fmt: skip
-    for activations in ("q8", "float"):
-        graph = MODELS[model]().graph(tokens, tokens, N_KV, activations, CELLS)
+            ALL - {"fuse_rope_store"}, ALL - {"fuse_glu"}, ALL - {"fuse_product_norm"})  # fmt: skip
+    for activations, deferred in itertools.product(("q8", "float"), (False, True)):
+        graph = MODELS[model]().graph(tokens, tokens, N_KV, activations, CELLS, deferred)
         for fusions in sets:
             for node in fused_nodes(graph, fusions):
                 compare(backend, node, tokens, values_for(node, N_KV, rng))
@@ -147,6 +148,8 @@ def compare(backend: CudaBackend, node: Node, tokens: int, values: dict) -> None
     finally:
         house.close()
     exact = node.op in EXACT or (tokens <= FEW and node.op in EXACT_FOR_FEW)
+    if any(part.op == "rms_norm" for part in node.parts[1:]):
+        exact = False  # heads normed in the launch of their products: squares in another order
     for t, a, b in zip(outputs, found[0], wanted, strict=True):
         x, y = numbers(a, t), numbers(b, t)
         assert np.isfinite(x).all() and x.any(), (node, t)
@@ -173,7 +176,7 @@ def early(backend: CudaBackend) -> CudaBackend:
 def test_a_chain_that_begins_early_gives_the_same_bytes(early, model, tokens, fusions):
     """All of a step, each launch begun before the one in front of it has ended. A read too early
     finds poison, a write too early is overwritten."""
-    graph = MODELS[model]().graph(tokens, tokens, N_KV, n_cells=CELLS)
+    graph = MODELS[model]().graph(tokens, tokens, N_KV, n_cells=CELLS, deferred=fusions == ALL)
     nodes = fuse(graph, fusions).nodes
     rng = np.random.default_rng(1)
     values: dict[Tensor, np.ndarray] = {}
@@ -211,7 +214,7 @@ def test_everything_on_gives_the_answers_of_everything_off(early, tiny_model, pr
     drawn = np.random.default_rng(4).integers(0, 1024, 300).tolist()
     tokens = Tokens([], drawn[:290], drawn[290:])
     off = Toggles(graph_reuse="set_rows")
-    on = off.switched("fuse", "on")
+    on = off.switched("fuse", "on").switched("defer_norm", "on")
     with wb.Engine.load(
         tiny_model(preset, quant), device="cuda", n_ctx=512, n_ubatch=64, toggles=off
     ) as base:
@@ -229,13 +232,13 @@ def test_everything_on_gives_the_answers_of_everything_off(early, tiny_model, pr
 
 
 # kernels of a layer for one token, with all patterns
-PER_LAYER = {"tiny-llama": 7, "tiny-llama-bias": 7, "tiny-qwen3": 8}
+PER_LAYER = {"tiny-llama": 5, "tiny-llama-bias": 5, "tiny-qwen3": 5}
 
 
 @pytest.mark.parametrize(("preset", "quant"), ENGINES)
 def test_kernels_of_a_layer(early, tiny_model, preset, quant):
     """A node of one token is one kernel; the program launches every one of them early."""
-    toggles = Toggles(graph_reuse="set_rows", pdl="on").switched("fuse", "on")
+    toggles = Toggles(graph_reuse="set_rows", pdl="on", defer_norm="on").switched("fuse", "on")
     with wb.Engine.load(
         tiny_model(preset, quant), device="cuda", n_ctx=512, toggles=toggles
     ) as engine:
@@ -244,6 +247,7 @@ def test_kernels_of_a_layer(early, tiny_model, preset, quant):
     device = [c for c in commands if c.stream.backend == 1]
     place = kernels.Place(lambda t: 4096, 8192, 16384)
     works = [work for c in device for work in kernels.launches(c.node, place)]
-    # besides: the two gathers of the last layer, and the head; its norm is the next layer's
-    assert len(works) == PER_LAYER[preset] * layers + 4 == len(device)
+    # besides: the first norm, the two gathers and the norm between the last output and its product,
+    # and the head
+    assert len(works) == PER_LAYER[preset] * layers + 5 == len(device)
     assert all(c.programmatic for c in device)

@@ -15,7 +15,7 @@ the weights are. What is left of a distance is the kernel's own arithmetic:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ import pytest
 
 from tests.gpu.harness import POISON, Guarded, distance
 from tests.gpu.simple import simple_product
-from workbench.backend import kernels, nvrtc
+from workbench.backend import cuda_gemm, kernels, nvrtc
 from workbench.backend.cuda import CudaBackend
 from workbench.backend.cuda_kernel import Kernel
 from workbench.graph.ir import (
@@ -121,9 +121,30 @@ def weights(backend: CudaBackend) -> Iterator[list]:
         memory.free()
 
 
-def compare(backend: CudaBackend, weights: list, name: str, rows: int, cols: int, tokens: int):
+def hopper_works(
+    node: Node, at: Callable[[Tensor], int], scratch: int, counters: int
+) -> list[Kernel]:
+    """The product with builds for compute capability 9.0 alone."""
+    w, x = node.inputs
+    works = cuda_gemm.product(
+        w.dtype.name, at(w), w.shape[0], 0, at(node.output), at(x), True, w.cols, x.shape[0],
+        scratch, counters, hopper=True,
+    )  # fmt: skip
+    return [work for work in works if isinstance(work, Kernel)]
+
+
+def compare(
+    backend: CudaBackend,
+    weights: list,
+    name: str,
+    rows: int,
+    cols: int,
+    tokens: int,
+    hopper: bool = False,
+):
     """Runs the product and its twin, twice each, outputs and scratch poisoned between guards; holds
-    both to float64. The two runs must give the same bits, and x must stay as it is."""
+    both to float64. The two runs must give the same bits, and x must stay as it is. hopper: with
+    the builds for compute capability 9.0 alone."""
     given = operands(name, rows, cols)
     node = product(DTYPES[name], rows, cols, tokens)
     w, x = node.inputs
@@ -138,7 +159,15 @@ def compare(backend: CudaBackend, weights: list, name: str, rows: int, cols: int
         simple_product(node, places.__getitem__), backend._stream(0), "slow twin"
     )
     expected = given.x_values[:tokens] @ given.values.T
-    launch = backend.launch(node, places.__getitem__, scratch.address, stream=0)
+    if hopper:
+        works = hopper_works(node, places.__getitem__, scratch.address, backend._counters_of(0))
+        calls = [backend._prepare(work, backend._stream(0), work.file) for work in works]
+
+        def launch() -> None:
+            for call in calls:
+                call()
+    else:
+        launch = backend.launch(node, places.__getitem__, scratch.address, stream=0)
     limits = (EXACT if tokens <= FEW else TOLERANCE.get(name, QUANTISED_TOLERANCE), EXACT)
     for what, issue, most in zip(("product", "slow twin"), (launch, twin), limits, strict=True):
         results = []
@@ -169,6 +198,17 @@ def test_products(backend: CudaBackend, weights: list, name: str, tokens: int):
 def test_large_products(backend: CudaBackend, weights: list, name: str, tokens: int):
     """In the shape of a feed-forward layer."""
     compare(backend, weights, name, *LARGE, tokens)
+
+
+@pytest.mark.parametrize("tokens", [33, 64, 65, 100, 128])
+@pytest.mark.parametrize("name", [d.name for d in QUANTISED])
+def test_hopper_products(backend: CudaBackend, weights: list, name: str, tokens: int):
+    """The larger builds: one turn of the ring of stages and several, blocks that add up and not."""
+    if backend._arch != "sm_90":
+        pytest.skip("builds for compute capability 9.0")
+    cols = COLS[DTYPES[name].block]
+    for rows, width in ((1, cols[0]), (130, cols[1]), (1000, cols[2]), (257, cols[3])):
+        compare(backend, weights, name, rows, width, tokens, hopper=True)
 
 
 def test_counters_are_zero_again(backend: CudaBackend, weights: list):

@@ -13,6 +13,8 @@ own (`.venv-peer/`, needs a C++ compiler, about ten minutes once), starts one pr
   noisy neighbour meets both. Same two threads, same tokens, from an empty cache; a token ends when
   its float32 logits are on the host; no sampling. The A/A control compares each side with itself:
   its first runs of the blocks with its second ones.
+* prefill: the same for one step of 128 tokens from an empty cache, until the float32 logits of the
+  last one are on the host.
 
 `--no-speed` and `--no-logits` leave a part out, and then nothing is written unless --out is given.
 """
@@ -26,7 +28,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from cyclopts import App
@@ -46,7 +48,8 @@ LLAMA, OURS = "llama.cpp", "workbench"
 LOGITS_MODELS = [(preset, quant) for preset in ("tiny-llama", "tiny-qwen3") for quant in QUANTS]
 SPEED_MODELS = [("llama-3.2-1b", "Q8_0"), ("llama-3.2-1b", "Q4_0")]
 EXACT_MODELS = [("tiny-llama", "F32"), ("tiny-qwen3", "F32")]
-N_LOGITS_TOKENS, N_DECODE_TOKENS, N_CTX, N_UBATCH, THREADS = 16, 32, 512, 512, 2
+N_LOGITS_TOKENS, N_DECODE_TOKENS, N_PREFILL_TOKENS = 16, 32, 128
+N_CTX, N_UBATCH, THREADS = 512, 512, 2
 MIN_BLOCKS = 5
 
 # NMSE between llama.cpp and this engine: three times what was measured, and about the sum of what
@@ -59,6 +62,22 @@ NMSE_TOLERANCE = {
 }  # fmt: skip
 REFERENCE_TOLERANCE = 1e-10  # llama.cpp in F32 throughout against float64
 RATIO_TOLERANCE = 0.5  # decode speed, this engine over llama.cpp
+
+
+class Timed(NamedTuple):
+    """A request to a worker that answers with times, and what is made of it."""
+
+    do: str  # the request; also the key of the results
+    test: str  # as llama-bench names it
+    n_tokens: int
+    steps: str  # the field of the reply, and of a sample: ns of each step
+    n_steps: int
+
+
+TIMED = [
+    Timed("decode", f"tg{N_DECODE_TOKENS}", N_DECODE_TOKENS, "token_ns", N_DECODE_TOKENS),
+    Timed("prefill", f"pp{N_PREFILL_TOKENS}", N_PREFILL_TOKENS, "step_ns", 1),
+]
 
 app = App(help=__doc__)
 
@@ -186,11 +205,11 @@ def ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
     return {"ratio": found.value, "ci95": [found.low, found.high]}
 
 
-def warm_up(worker: Worker, tokens: list[int], most: int = 6) -> int:
-    """Decodes until two runs in a row differ by less than 5 %; returns how many that took."""
+def warm_up(worker: Worker, timed: Timed, tokens: list[int], most: int = 6) -> int:
+    """Runs until two runs in a row differ by less than 5 %; returns how many that took."""
     last = 0.0
     for n in range(1, most + 1):
-        now = float(sum(worker.ask("decode", tokens=tokens)["token_ns"]))
+        now = float(sum(worker.ask(timed.do, tokens=tokens)[timed.steps]))
         if abs(now - last) < 0.05 * now:
             return n
         last = now
@@ -198,36 +217,36 @@ def warm_up(worker: Worker, tokens: list[int], most: int = 6) -> int:
 
 
 def compare_speed(
-    sides: dict[str, Worker], preset: str, quant: str, n_blocks: int
+    sides: dict[str, Worker], timed: Timed, preset: str, quant: str, n_blocks: int
 ) -> dict[str, Any]:
-    """Decode speed of both, in n_blocks blocks of two runs each, alternating ABBA and BAAB."""
+    """Speed of both, in n_blocks blocks of two runs each, alternating ABBA and BAAB."""
     path = model_file(preset, quant)
     loaded = {name: worker.load(path) for name, worker in sides.items()}
-    tokens = random_tokens(N_DECODE_TOKENS, loaded[OURS]["n_vocab"], seed=3)
-    warm = {name: warm_up(worker, tokens) for name, worker in sides.items()}
+    tokens = random_tokens(timed.n_tokens, loaded[OURS]["n_vocab"], seed=3)
+    warm = {name: warm_up(worker, timed, tokens) for name, worker in sides.items()}
     samples = []
     for block in range(n_blocks):
         first, second = (OURS, LLAMA) if block % 2 == 0 else (LLAMA, OURS)
         for place, name in enumerate((first, second, second, first)):
             time.sleep(0.2)  # the other side's threads stop spinning
-            token_ns = sides[name].ask("decode", tokens=tokens)["token_ns"]
+            steps_ns = sides[name].ask(timed.do, tokens=tokens)[timed.steps]
             samples.append(
                 {
                     "side": name,
                     "block": block,
                     "place": place,
-                    "t_s": 1e9 * len(tokens) / sum(token_ns),
-                    "token_ns": token_ns,
+                    "t_s": 1e9 * len(tokens) / sum(steps_ns),
+                    timed.steps: steps_ns,
                 }
             )
-        print(f"  {path.name} block {block + 1}/{n_blocks}", file=sys.stderr)
+        print(f"  {path.name} {timed.test} block {block + 1}/{n_blocks}", file=sys.stderr)
     speeds = {name: [s["t_s"] for s in samples if s["side"] == name] for name in sides}
     return {
         "model": path.name,
         "preset": preset,
         "quant": quant,
         "hash": model_hash(path),
-        "test": f"tg{len(tokens)}",
+        "test": timed.test,
         "threads": THREADS,
         "device": loaded[OURS]["device"],
         "sync": loaded[OURS]["sync"],
@@ -295,8 +314,11 @@ def main(
                     f"argmax {row['argmax_agreement']:.0%}  wrong {len(row['decided_mismatches'])}"
                 )
         if speed:
-            result["decode"] = [compare_speed(sides, *model, n_blocks) for model in SPEED_MODELS]
-            for row in result["decode"]:
+            for timed in TIMED:
+                result[timed.do] = [
+                    compare_speed(sides, timed, *model, n_blocks) for model in SPEED_MODELS
+                ]
+            for row in (row for timed in TIMED for row in result[timed.do]):
                 low, high = row["ci95"]
                 print(
                     f"{row['model']:28} {row['test']}: {row['median_t_s'][OURS]:.2f} t/s, "

@@ -12,6 +12,9 @@ process, so that llama-cpp-python can live in an environment of its own.
     {"do": "decode", "tokens": [...]}                     -> {"token_ns": [...]}
           from an empty cache, one token a step; a token ends when its float32 logits are in a
           NumPy array on the host. No sampling.
+    {"do": "prefill", "tokens": [...]}                    -> {"step_ns": [...]}
+          from an empty cache, all tokens in one step; it ends when the last one's float32 logits
+          are in a NumPy array on the host.
     {"do": "close"}
 
 A request that fails is answered by {"error": "..."}.
@@ -193,18 +196,18 @@ def logits(side: Side, tokens: list[int], out: str, one_by_one: bool) -> Reply:
     return {"shape": list(rows.shape), "finite": bool(np.isfinite(rows).all())}
 
 
-def decode(side: Side, tokens: list[int]) -> Reply:
-    """Nanoseconds of each token's step, from an empty cache. Checks that the logits are finite."""
+def timed(side: Side, steps: list[list[int]]) -> list[int]:
+    """Nanoseconds of each step, from an empty cache. Checks that the logits are finite."""
     side.reset()
-    token_ns, finite = [], True
-    for token in tokens:
+    step_ns, finite = [], True
+    for tokens in steps:
         start = time.perf_counter_ns()
-        row = side.step([token], False)
-        token_ns.append(time.perf_counter_ns() - start)
+        row = side.step(tokens, False)
+        step_ns.append(time.perf_counter_ns() - start)
         finite &= bool(np.isfinite(row).all())
     if not finite:
         raise RuntimeError("logits are not finite")
-    return {"token_ns": token_ns}
+    return step_ns
 
 
 def serve(side: Side) -> None:
@@ -217,7 +220,9 @@ def serve(side: Side) -> None:
                 case "logits":
                     reply = logits(side, **request)
                 case "decode":
-                    reply = decode(side, **request)
+                    reply = {"token_ns": timed(side, [[t] for t in request["tokens"]])}
+                case "prefill":
+                    reply = {"step_ns": timed(side, [request["tokens"]])}
                 case _:
                     reply = getattr(side, name)(**request) or {}
         except Exception as error:  # the other process reports it and stops

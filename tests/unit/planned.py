@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tests.graphs import Decoder, fused_nodes
 from workbench.backend import kernels
-from workbench.backend.cuda_kernel import Kernel, Work
+from workbench.backend.cuda_kernel import CLUSTERS, Kernel, Place, Work
 from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import (
     BF16,
@@ -58,6 +58,8 @@ def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[Planned]:
         make("add", "a", x, x),
         make("swiglu", "s", x, x),
         make("quantize", "q", x),
+        make("square_sums", "ss", x),
+        make("rms_scale", "rs", x, Tensor("sq", F32, (tokens, 3)), eps=1e-5),
         make("rope", "r", heads, positions, **rope),
         make("set_rows", "k", cache_k, x, Tensor("i", I64, (tokens,)), n_kv=n_kv),
     ):
@@ -70,10 +72,10 @@ def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[Planned]:
     for dtype in WEIGHT_DTYPES:
         w = Tensor("w", dtype, (19, 1280), Kind.WEIGHT)
         yield Planned(make("get_rows", "e", w, Tensor("ids", I32, (tokens,))), tokens, dtype)
-        acts = [F32, Q8_ACT] if dtype in QUANTISED else [F32]
-        for kind in acts:
-            node = make("mul_mat", "z", w, Tensor("y", kind, (tokens, 1280)))
-            yield Planned(node, tokens, dtype)
+        fast = Q8_ACT if dtype in QUANTISED else F32
+        yield Planned(make("mul_mat", "z", w, Tensor("y", fast, (tokens, 1280))), tokens, dtype)
+        as_floats = make("mul_mat", "z", w, Tensor("y", F32, (tokens, 1280)), activations="float")
+        yield Planned(as_floats, tokens, dtype)
 
 
 def fused(tokens: int, dtype: DType, n_kv: int = N_KV) -> Iterator[Planned]:
@@ -85,8 +87,9 @@ def fused(tokens: int, dtype: DType, n_kv: int = N_KV) -> Iterator[Planned]:
         Decoder("tiny-qwen3", dtype),
         Decoder("tiny-llama", dtype, {"attn_v": Q8_0}),  # of one x only with float activations
     ):
-        for activations in ("q8", "float") if dtype in (Q8_0, F16) else ("q8",):
-            graph = model.graph(tokens, tokens, n_kv, activations, n_cells=n_kv)
+        kinds = ("q8", "float") if dtype in (Q8_0, F16) else ("q8",)
+        for activations, deferred in itertools.product(kinds, (False, True)):
+            graph = model.graph(tokens, tokens, n_kv, activations, n_kv, deferred)
             for fusions in FUSED:
                 for node in fused_nodes(graph, fusions):
                     yield Planned(node, tokens, dtype)
@@ -98,9 +101,9 @@ def every(tokens: int) -> Iterator[Planned]:
         yield from fused(tokens, dtype)
 
 
-def works(node: Node) -> list[Work]:
+def works(node: Node, sm: int = CLUSTERS) -> list[Work]:
     """What computes `node`, everything at addresses that are no accident."""
-    return kernels.launches(node, kernels.Place(lambda t: 4096, 8192, 16384))
+    return kernels.launches(node, Place(lambda t: 4096, 8192, 16384, sm))
 
 
 def chosen(planned: Planned) -> bool:
@@ -111,13 +114,13 @@ def chosen(planned: Planned) -> bool:
 
 
 @cache
-def chosen_works() -> tuple[Kernel, ...]:
+def chosen_works(sm: int = CLUSTERS) -> tuple[Kernel, ...]:
     """The kernels of the nodes that are `chosen`, one of each (file, defines, function)."""
     found: dict[tuple, Kernel] = {}
     for tokens in TOKENS:
         for planned in every(tokens):
             if chosen(planned):
-                for work in works(planned.node):
+                for work in works(planned.node, sm):
                     if isinstance(work, Kernel):
                         found.setdefault((work.file, work.defines, work.function), work)
     return tuple(found.values())

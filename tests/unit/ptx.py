@@ -8,11 +8,13 @@ What it meets on the way must not be
 
 * a store, an atomic or a reduction to global memory, or to memory of no named space,
 * a load from there, unless it is non-coherent (`ld.global.nc`: weights),
-* an asynchronous copy from or to global memory (`cp.async`),
+* an asynchronous copy from or to global memory (`cp.async`), unless it has an L2 prefetch size,
+  which kernels/staged.cuh gives to copies of weights and nothing else has,
 * the end of the kernel.
 
 A wait under a predicate proves nothing. Shared, local, constant and parameter memory belong to the
-kernel. What `ld.global.nc` points to cannot be seen in PTX: such loads are listed, not judged.
+kernel. What `ld.global.nc` and such copies point to cannot be seen in PTX: they are listed, not
+judged.
 """
 
 from __future__ import annotations
@@ -130,8 +132,12 @@ def memory(statement: Statement) -> str:
     if op in ("cp", "multimem", "tensormap") or op in ("sust", "sured", "suld", "tex", "tld4"):
         if op == "cp" and rest[:2] in (["async", "wait_all"], ["async", "wait_group"]):
             return ""
+        if op == "cp" and rest[:4] == ["async", "bulk", "prefetch", "L2"]:
+            return ""  # to the cache: no value is read
         if op == "cp" and rest[:2] in (["async", "commit_group"], ["async", "mbarrier"]):
             return ""
+        if op == "cp" and rest[:1] == ["async"] and rest[-2:] == ["L2", "128B"]:
+            return "early load"
         return "store" if op in ("sust", "sured", "multimem") else "load"
     if op not in ("ld", "ldu", "st", "atom", "red"):
         return ""

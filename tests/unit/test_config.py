@@ -16,6 +16,7 @@ def test_default_is_the_baseline():
         "copy_stream": "own",
         "graph_reuse": "rebuild",
         "activations": "q8",
+        "defer_norm": "off",
         "fuse_norm_mul": "off",
         "fuse_norm_quantize": "off",
         "fuse_add_norm": "off",
@@ -24,6 +25,7 @@ def test_default_is_the_baseline():
         "fuse_rope_store": "off",
         "fuse_glu": "off",
         "fuse_epilogue_quantize": "off",
+        "fuse_product_norm": "off",
         "pdl": "off",
     }
 
@@ -70,7 +72,7 @@ def test_unknown_toggle_names_are_refused():
 
 def test_a_family_stands_for_all_of_its_toggles():
     names = [name for name in Toggles.names() if name.startswith("fuse_")]
-    assert Toggles.members("fuse") == names and len(names) == 8
+    assert Toggles.members("fuse") == names and len(names) == 9
     assert Toggles.members("fuse_qkv") == ["fuse_qkv"]
     assert Toggles.values("fuse") == ["off", "on"]
     every = Toggles().switched("fuse", "on")
@@ -91,7 +93,7 @@ def test_no_other_name_is_a_family(name):
 def test_a_family_that_agrees_is_folded_for_reading():
     shown = folded(Toggles().switched("fuse", "on").to_dict())
     assert shown["fuse"] == "on" and not any(n.startswith("fuse_") for n in shown)
-    assert shown["sync"] == "per_copy" and len(shown) == len(Toggles.names()) - 7
+    assert shown["sync"] == "per_copy" and len(shown) == len(Toggles.names()) - 8
     mixed = Toggles(fuse_bias="on").to_dict()
     assert folded(mixed) == mixed
 

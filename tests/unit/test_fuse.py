@@ -48,8 +48,11 @@ MODELS = {
     "mixed K quants": lambda: Decoder("tiny-llama", Q4_K, {"attn_v": Q6_K, "ffn_down": Q6_K}),
     "mixed": lambda: Decoder("tiny-qwen3", Q4_K, MIXED | {"ffn_up": F16}, biases=("attn_v",)),
 }
-STEPS = {"decode": (1, 1, "q8"), "prefill": (5, 2, "q8"), "no outputs": (3, 0, "q8"),
-         "float": (2, 2, "float")}  # fmt: skip
+STEPS = {  # tokens, outputs, activations, whether norms are halved
+    "decode": (1, 1, "q8", False), "prefill": (5, 2, "q8", False),
+    "no outputs": (3, 0, "q8", False), "float": (2, 2, "float", False),
+    "halved": (3, 2, "q8", True),
+}  # fmt: skip
 
 
 # what must hold of a fused graph -----------------------------------------------------------------
@@ -163,9 +166,11 @@ def check_memory(graph: Graph) -> None:
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_choice_of_patterns_keeps_the_meaning(model: str, step: str):
-    n_tokens, n_outputs, activations = STEPS[step]
-    graph = MODELS[model]().graph(n_tokens, n_outputs, activations=activations)
+    n_tokens, n_outputs, activations, deferred = STEPS[step]
+    graph = MODELS[model]().graph(n_tokens, n_outputs, activations=activations, deferred=deferred)
     for fusions in SUBSETS:
+        if "fuse_product_norm" in fusions and not deferred:
+            continue  # it finds nothing: see LAYERS
         fused = fuse(graph, fusions)
         check_fused(graph, fused)
         assert len(fused.nodes) <= len(graph.nodes)
@@ -185,13 +190,15 @@ TYPES = st.sampled_from([F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4])
     outputs=st.integers(0, 3),
     activations=st.sampled_from(["q8", "float"]),
     fusions=st.sets(st.sampled_from(FUSIONS)),
+    deferred=st.booleans(),
 )
 @settings(max_examples=200, deadline=None)
 def test_any_model_any_choice(
-    preset, dtype, dtypes, biases, n_layer, n_tokens, outputs, activations, fusions
+    preset, dtype, dtypes, biases, n_layer, n_tokens, outputs, activations, fusions, deferred
 ):
     model = Decoder(preset, dtype, dtypes, biases, n_layer=n_layer)
-    graph = model.graph(n_tokens, min(outputs, n_tokens), activations=activations)
+    outputs = min(outputs, n_tokens)
+    graph = model.graph(n_tokens, outputs, activations=activations, deferred=deferred)
     fused = fuse(graph, fusions)
     check_fused(graph, fused)
     check_memory(fused)
@@ -200,14 +207,16 @@ def test_any_model_any_choice(
 # launches ----------------------------------------------------------------------------------------
 
 
-def per_layer(model: str, fusions: Iterable[str], activations: str = "q8") -> dict[str, int]:
+def per_layer(
+    model: str, fusions: Iterable[str], activations: str = "q8", deferred: bool = False
+) -> dict[str, int]:
     """How many nodes of each op one more layer adds."""
     counts = []
     for n_layer in (3, 4):
         made = MODELS[model]()
         made.layers = made.layers[:1] * n_layer
         made.hparams = type(made.hparams)(**vars(made.hparams) | {"n_layer": n_layer})
-        nodes = fuse(made.graph(activations=activations), fusions).nodes
+        nodes = fuse(made.graph(activations=activations, deferred=deferred), fusions).nodes
         counts.append([node.op for node in nodes])
     few, many = counts
     return {op: many.count(op) - few.count(op) for op in many if many.count(op) > few.count(op)}
@@ -220,14 +229,14 @@ def launches(model: str, fusions: Iterable[str], activations: str = "q8") -> int
 # Nodes of a layer with none of the patterns, what each of them alone takes away, and what is left
 # with all of them.
 LAYERS = {
-    #                 none norm  norm  add   bias qkv rope  glu epilogue all
-    #                      mul   quant norm           store     quant
-    "llama":          (23, 2,    2,    2,    0,   2,  3,    2,  2,       7),
-    "llama F16":      (19, 2,    0,    2,    0,   2,  3,    2,  0,       7),
-    "llama bias":     (29, 2,    2,    2,    6,   2,  3,    0,  2,       7),
-    "mixed K quants": (23, 2,    2,    2,    0,   2,  3,    2,  2,       7),
-    "qwen3":          (27, 4,    2,    2,    0,   2,  3,    2,  2,       8),
-    "qwen3 F16":      (23, 4,    0,    2,    0,   2,  3,    2,  0,       8),
+    #                 none norm  norm  add   bias qkv rope  glu epilogue product all
+    #                      mul   quant norm           store     quant    norm
+    "llama":          (23, 2,    2,    2,    0,   2,  3,    2,  2,       0,      7),
+    "llama F16":      (19, 2,    0,    2,    0,   2,  3,    2,  0,       0,      7),
+    "llama bias":     (29, 2,    2,    2,    6,   2,  3,    0,  2,       0,      7),
+    "mixed K quants": (23, 2,    2,    2,    0,   2,  3,    2,  2,       0,      7),
+    "qwen3":          (27, 4,    2,    2,    0,   2,  3,    2,  2,       0,      7),
+    "qwen3 F16":      (23, 4,    0,    2,    0,   2,  3,    2,  0,       0,      7),
 }  # fmt: skip
 
 
@@ -241,13 +250,21 @@ def test_launches_per_layer(model: str):
     assert launches(model, FUSIONS) == every
 
 
+def test_a_layer_with_halved_norms():
+    """Two norms less and a launch of each half more, but that the halves join the products."""
+    five = {"qkv_rope_store": 1, "attention_quantize": 1, "product_norm": 2, "glu": 1}
+    assert per_layer("llama", ALL, deferred=True) == five
+    assert per_layer("llama bias", ALL, deferred=True) == five
+    assert per_layer("qwen3", ALL, deferred=True) == five
+    apart = per_layer("llama", ALL - {"fuse_product_norm"}, deferred=True)
+    assert (apart["square_sums"], apart["rms_scale"], apart["mul_mat"]) == (2, 5, 7)
+
+
 def test_what_a_layer_is_with_every_pattern():
-    assert per_layer("llama", ALL) == {
+    seven = {
         "norm": 2, "qkv_rope_store": 1, "attention_quantize": 1, "mul_mat": 2, "glu": 1,
     }  # fmt: skip
-    assert per_layer("qwen3", ALL) == {
-        "norm": 2, "qkv": 1, "rope_store": 1, "attention_quantize": 1, "mul_mat": 2, "glu": 1,
-    }  # fmt: skip
+    assert per_layer("llama", ALL) == per_layer("qwen3", ALL) == seven
     assert per_layer("llama bias", ALL) == {
         "norm": 2, "qkv_rope_store": 1, "attention_quantize": 1, "product": 2, "glu": 1,
     }  # fmt: skip
@@ -288,9 +305,12 @@ def test_the_graph_given_is_left_alone():
     assert not any(node.parts for node in graph.nodes)
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("model", ["llama", "llama bias", "qwen3"])
-def test_topology_keys_tell_fusions_apart_and_nothing_else(model: str):
-    one, two = (MODELS[model]().graph(3) for _ in range(2))  # the same step shape, built twice
+def test_topology_keys_tell_fusions_apart_and_nothing_else(model: str, deferred: bool):
+    one, two = (
+        MODELS[model]().graph(3, deferred=deferred) for _ in range(2)
+    )  # the same step shape, built twice
     shapes: dict[tuple, tuple] = {}
     for fusions in SUBSETS:
         fused = fuse(one, fusions)

@@ -2,7 +2,8 @@
 
 For sm_90, kernels are compiled for the nodes of `planned.chosen`: every op; every weight type for
 one token; Q4_K and F16 (one type for each kind of activations) for 1 to 512 tokens, fused in every
-way. For the other architectures each kernel is compiled in one of its tunings for each weight type.
+way. For the other architectures each kernel is compiled in one of its tunings for each weight type
+and each way of ending.
 Everything that needs no compiler is asked of all types.
 """
 
@@ -16,25 +17,31 @@ from types import ModuleType
 
 import pytest
 
+from tests.graphs import Decoder, fused_nodes
 from tests.unit import ptx
 from tests.unit.planned import FUSED, TOKENS, chosen_works, every, fused, plain_nodes, works
 from workbench.backend import (
     cuda,
     cuda_attention,
+    cuda_elementwise,
     cuda_matvec,
     cuda_weights,
     kernels,
     nvrtc,
 )
-from workbench.backend.cuda_kernel import Gemm, Kernel
+from workbench.backend.args import variant
+from workbench.backend.cuda_kernel import CLUSTERS, Gemm, Kernel
 from workbench.errors import DeviceError
-from workbench.graph.ir import DTYPES, F16, F32, QUANTISED, WEIGHT_DTYPES, Kind, Tensor
+from workbench.graph import ops
+from workbench.graph.fuse import FUSIONS
+from workbench.graph.ir import DTYPES, F16, F32, Q8_0, WEIGHT_DTYPES, Kind, Tensor
 from workbench.graph.ops import OPS, make
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 # what a block may have: threads, bytes of shared memory (compute capability 8.6 and 12.0: 99 KiB)
-MOST_THREADS, MOST_SHARED, MOST_GRID_Y = 1024, 99 << 10, (1 << 16) - 1
-HELPERS = [("device", "gate"), ("device", "read_memory")]
+MOST_THREADS, MOST_GRID_Y = 1024, (1 << 16) - 1
+MOST_SHARED = {80: 99 << 10, 90: 227 << 10}  # of a block, by compute capability; 8.6 has the least
+HELPERS = [("device", "gate"), ("device", "nothing")]
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +53,9 @@ def wanted(arch: str) -> dict[tuple[str, tuple[str, ...]], set[str]]:
     """(file, defines) -> functions that must be in it."""
     found: dict[tuple[str, tuple[str, ...]], set[str]] = {}
     tuned: dict[tuple[str, ...], Kernel] = {}
-    for work in chosen_works():
-        types = [d for d in work.defines if d.startswith("TYPE")]
-        key = (*work.defines,) if arch == "sm_90" else (*types,)
+    for work in chosen_works(int(arch.removeprefix("sm_"))):
+        kinds = [d for d in work.defines if d.startswith(("TYPE", "HEAD_BLOCKS")) or "=" not in d]
+        key = (*work.defines,) if arch == "sm_90" else (*kinds,)
         tuned.setdefault((work.file, work.function, *key), work)
     for work in tuned.values():
         found.setdefault((work.file, work.defines), set()).add(work.function)
@@ -76,16 +83,17 @@ def test_every_source_compiles_by_itself():
 
 
 def test_every_op_has_a_launch():
-    ops = {p.node.op for p in plain_nodes(3)}
-    assert ops == set(OPS)
+    plain = {p.node.op for p in plain_nodes(3)}
+    assert plain == set(OPS)
     made = {p.node.op for dtype in WEIGHT_DTYPES for p in fused(3, dtype)}
-    assert ops | made >= set(kernels._LAUNCHES) and len(FUSED) == 9
+    assert plain | made == set(kernels._LAUNCHES) and len(FUSED) == 1 + len(FUSIONS)
 
 
+@pytest.mark.parametrize("sm", MOST_SHARED)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_every_launch_is_possible(tokens: int):
+def test_every_launch_is_possible(tokens: int, sm: int):
     for planned in every(tokens):
-        launched = works(planned.node)
+        launched = works(planned.node, sm)
         assert launched, planned.node
         for work in launched:
             if isinstance(work, Gemm):
@@ -94,7 +102,7 @@ def test_every_launch_is_possible(tokens: int):
             x, y = work.grid
             assert 0 < x < 1 << 31 and 0 < y <= MOST_GRID_Y, work
             assert work.block % 32 == 0 and 0 < work.block <= MOST_THREADS, work
-            assert 0 <= work.shared <= MOST_SHARED, work
+            assert 0 <= work.shared <= MOST_SHARED[sm], work
             assert all(type(a) in (int, float) for a in work.args), work
 
 
@@ -102,15 +110,26 @@ def test_every_launch_is_possible(tokens: int):
 def test_a_node_of_few_tokens_is_one_launch(tokens: int):
     for planned in every(tokens):
         node = planned.node
-        mixed = {p.inputs[1].dtype for p in node.parts if p.op == "mul_mat"} == {F32} and any(
-            p.inputs[0].dtype in QUANTISED for p in node.parts if p.op == "mul_mat"
-        )
+        mixed = any(variant(p)[0] == "mul_mat_float" for p in node.parts)  # the float path
         launched = works(node)
         if tokens <= cuda_matvec.MOST_TOKENS and not mixed:
             assert len(launched) == 1, node
+            heads = node.op == "qkv_rope_store" and "rms_norm" in {p.op for p in node.parts}
+            assert len(works(node, CLUSTERS - 1)) == 1 + heads  # norms of heads take clusters
             assert kernels.begins_early(node), node
         early = all(isinstance(work, Kernel) and work.waits for work in launched)
         assert kernels.begins_early(node) == early
+
+
+def test_a_row_that_is_read_in_two_ways_is_normed_by_itself():
+    """product_norm makes a row as floats or quantised, not both."""
+    graph = Decoder("tiny-llama", Q8_0, {"attn_v": F16}).graph(2, 2, deferred=True)
+    found = [n for n in fused_nodes(graph, FUSIONS) if n.op == "product_norm"]
+    (node,) = (n for n in found if len(n.outputs) == 4)  # floats and Q8_ACT, the sum, its squares
+    launched = [work.function for work in works(node) if isinstance(work, Kernel)]
+    assert launched == ["product_plain", "add", "square_sums", "norm_row"]
+    assert kernels.begins_early(node)
+    assert all(len(works(n)) == 1 for n in found if n is not node)
 
 
 def test_no_launch_for_no_tokens():
@@ -127,12 +146,14 @@ def test_arguments_are_those_the_compiler_saw():
         assert declared == given, kernel
 
 
-def test_nothing_is_asked_for_beyond_the_scratch_declared():
+@pytest.mark.parametrize("sm", [CLUSTERS - 1, CLUSTERS])
+def test_nothing_is_asked_for_beyond_the_scratch_declared(sm: int):
     """Addresses in scratch that a launch is given lie inside what `scratch_bytes` declares."""
     begin = 1 << 40
+    both = Decoder("tiny-llama", Q8_0, {"attn_v": F16})
     for tokens in TOKENS:
-        for planned in every(tokens):
-            node = planned.node
+        more = fused_nodes(both.graph(tokens, tokens, deferred=True), FUSIONS)
+        for node in (*(planned.node for planned in every(tokens)), *more):
             end = begin + kernels.scratch_bytes(node)
             known = {t.storage for t in (*node.inputs, *node.outputs)}
 
@@ -140,7 +161,7 @@ def test_nothing_is_asked_for_beyond_the_scratch_declared():
                 assert t.storage in known, f"{t!r} has no place"
                 return 4096
 
-            for work in kernels.launches(node, kernels.Place(at, begin, 16384)):
+            for work in kernels.launches(node, kernels.Place(at, begin, 16384, sm)):
                 numbers = work.args if isinstance(work, Kernel) else work[1:4]
                 for a in numbers:
                     if isinstance(a, int) and a >= begin:
@@ -158,10 +179,12 @@ def define(sources: dict[str, str], file: str, name: str) -> int:
 
 
 CONSTANTS = [  # Python's value, file, name there
-    (kernels.ROPE_HEADS, "rope.cu", "HEADS"),
-    (kernels.HEADS_PER_BLOCK, "rope_store.cu", "WARPS"),
+    (cuda_elementwise.ROPE_HEADS, "rope.cu", "HEADS"),
+    (cuda_elementwise.HEADS_PER_BLOCK, "rope_store.cu", "WARPS"),
     (cuda_attention.MAX_HEAD_DIM, "rope_store.cu", "MOST_DIM"),
     (cuda_attention.SPLIT_THREADS // 32, "attention_simple.cu", "SPLIT_WARPS"),
+    (ops.SQUARES, "rms.cuh", "SQUARES"),
+    (cuda_matvec.MOST_SCALED // ops.SQUARES, "rms.cuh", "MOST_SQUARES"),
     (8, "mul_mat_float.cu", "WARPS"),
     (8, "mul_mat_float.cu", "TOKENS"),
 ]
@@ -178,8 +201,9 @@ def test_tables_are_those_of_the_sources(sources):
     assert of_source == cuda_attention.TILES
     pad = re.search(r"CELL_HALVES = DIM \+ (\d+)", sources["attention.cuh"])
     assert pad and int(pad[1]) == cuda_attention.CELL_PAD
-    for name in cuda_matvec.EPILOGUES:  # each names a kernel
-        assert f"product_{name.removesuffix('_q8')}(" in sources["product.cu"]
+    for file, kernel, number in cuda_matvec.EPILOGUES.values():
+        text = sources[f"{file}.cu"]
+        assert f"{kernel}(" in text and f"EPILOGUE == {number}" in text
 
 
 def test_static_assertions_hold_the_rest():

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from tests.unit.fake_engine import BOS, N_VOCAB, Clock, FakeEngine
+from workbench.backend import cuda_matvec
 from workbench.bench import bounds, divergence
 from workbench.bench import perplexity as ppl
 from workbench.bench.results import load_run
@@ -113,7 +114,7 @@ def test_a_number_that_is_not_finite_is_never_within_bounds(value, side):
     assert np.isnan(columns["kl"]).tolist() == [False, True, False]
     assert columns.pop("breaks_rule").sum() == 1
     found = ppl.Agreement.of(pd.DataFrame(columns), 1)
-    assert "mean KL nan is above the bound for F32" in found.outside("F32")
+    assert "mean KL nan is above the bound for F32" in found.outside("F32", 512)
     assert np.isnan(divergence.score(a, np.zeros(3, int))[1]) == (side == 0)
 
 
@@ -138,11 +139,22 @@ def test_the_estimate_of_a_perplexity():
 
 def test_bounds_name_what_is_outside():
     within = ppl.Agreement(1e-9, 1e-9, 1e-9, 1e-9, 1e-9, 1.0, 0)
-    assert {d.name for d in WEIGHT_DTYPES} == set(bounds.BOUNDS)
-    for dtype, bound in bounds.BOUNDS.items():
-        assert within.outside(dtype) is None
-        assert "mean KL" in within._replace(kl_mean=2 * bound.kl).outside(dtype)
-        assert "NMSE" in within._replace(nmse=2 * bound.nmse).outside(dtype)
+    for size, table in ((1, bounds.FEW_BOUNDS), (8, bounds.FEW_BOUNDS), (9, bounds.MANY_BOUNDS)):
+        assert {d.name for d in WEIGHT_DTYPES} == set(table)
+        for dtype, bound in table.items():
+            assert within.outside(dtype, size) is None
+            assert "mean KL" in within._replace(kl_mean=2 * bound.kl).outside(dtype, size)
+            said = within._replace(nmse=2 * bound.nmse).outside(dtype, size)
+            assert "NMSE" in said and f"({size} tokens at a time)" in said
+
+
+def test_decode_is_held_to_no_more_than_prefill():
+    """Up to FEW tokens no activation of a float weight is rounded; quantised ones always are."""
+    assert bounds.FEW == cuda_matvec.MOST_TOKENS
+    for dtype, many in bounds.MANY_BOUNDS.items():
+        few = bounds.FEW_BOUNDS[dtype]
+        assert few.kl <= many.kl and few.nmse <= many.nmse
+        assert (few == many) == (dtype not in ("F16", "BF16"))
 
 
 # windows and sources -----------------------------------------------------------------------------
@@ -300,7 +312,7 @@ def test_a_run_is_what_the_engine_s_rows_say(engine, tmp_path):
     run, samples = load_run(tmp_path / "run")[1:]
     assert (run["kind"], run["status"], run["repetitions"]) == ("perplexity", "complete", 3)
     assert run["result"]["engine"]["nll"] == pytest.approx(np.mean(nll))
-    assert run["result"]["agreement"] is None
+    assert run["result"]["agreement"] is None and run["result"]["n_ubatch"] == 16
     assert samples["n_tokens"].tolist() == [16, 16, 8, 16, 16, 8, 10]
     kept = pd.read_parquet(tmp_path / "run" / ppl.TOKENS)
     pd.testing.assert_frame_equal(kept, tokens)
@@ -323,6 +335,52 @@ def test_two_engines_are_fed_the_same_tokens(engine, tmp_path):
     assert engine.shared.variants[-1].closed and not fast.closed
     text = "\n".join(made.lines())
     assert "60 in 2 windows of up to 40" in text and "reference" in text and "NMSE" in text
+
+
+def test_sizes_share_one_reference(engine, tmp_path):
+    """Each size is a run of its own; the reference computes every row once, n_ubatch at a time."""
+    folders = ppl.folders_of(tmp_path / "run", [16, 5, 1])
+    assert [f.name for f in folders.values()] == ["run-ub16", "run-ub5", "run-ub1"]
+    fast = engine.variant(Toggles(sync="auto"))
+    steps = []
+    make = RowEngine.variant
+
+    def variant(self, toggles):
+        made = make(self, toggles)
+        made.step = lambda tokens, outputs, step=made.step: (
+            steps.append((made.toggles.sync, len(tokens))) or step(tokens, outputs)
+        )
+        return made
+
+    fast.variant = variant.__get__(fast)
+    source = open_source(fast, None, str(write(tmp_path / "ids", "1 2 " * 29)))
+    runs = ppl.perplexity_by_size(fast, source, folders, against=Toggles())
+    assert [made.n_ubatch for made in runs] == [16, 5, 1]
+    # windows of 40 and 18
+    assert [n for sync, n in steps if sync == "per_copy"] == [16, 16, 8, 16, 2]
+    ones = [n for sync, n in steps if sync == "auto" and n == 1]
+    assert len(ones) == 58 + 3  # fives leave one of every 16
+    for made, n in zip(runs, (16, 5, 1), strict=True):
+        pd.testing.assert_frame_equal(
+            made.tokens.drop(columns="run_id"), runs[0].tokens.drop(columns="run_id")
+        )
+        run, samples = load_run(folders[n])[1:]
+        assert run["result"]["n_ubatch"] == n and made.agreement.kl_mean > 1e-4
+        of = samples[samples["arm"] == "engine"]["n_tokens"]
+        assert of.max() == n and of.sum() == 58
+        assert samples[samples["arm"] == "reference"]["n_tokens"].tolist() == [16, 16, 8, 16, 2]
+        assert [a["program"]["pp40"]["n_tokens"] for a in run["arms"]] == [n, 16]
+    assert f"58 in 2 windows of up to 40, {n} at a time" in made.lines()[0]
+    assert not fast.closed and [v.closed for v in engine.shared.variants[1:]] == [True] * 3
+
+
+@pytest.mark.parametrize(("sizes", "says"), [((17,), "1 to n_ubatch (16)"), ((0,), "0 tokens"),
+                                             ((), "no size is given")])  # fmt: skip
+def test_impossible_sizes_are_refused(engine, tmp_path, sizes, says):
+    folders = ppl.folders_of(tmp_path / "run", sizes)
+    with pytest.raises(UsageError) as caught:
+        ppl.perplexity_by_size(engine, sample(engine, 9, 0), folders)
+    assert says in str(caught.value) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), DeviceError("the device fell off")])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.gpu import measure, measuring
+from tests.gpu import measure, measure_models, measuring
 from workbench.bench import results
 from workbench.config import Toggles
 from workbench.errors import UsageError
@@ -84,7 +85,7 @@ def test_readme_has_the_table_of_the_recorded_runs():
 
 def test_without_runs_nothing_is_met(tmp_path):
     found = by_name(tmp_path).values()
-    assert len(found) == 18
+    assert len(found) == 19
     assert {t.met for t in found} == {t.measured for t in found} == {recorded.NOT_MEASURED}
     for block in recorded.BLOCKS.values():
         assert block(tmp_path).endswith("not measured.")
@@ -181,21 +182,54 @@ def test_depth_is_held_to_reading_the_cache(tmp_path):
 def test_loading_and_answers(tmp_path):
     (tmp_path / "cuda-load-llama-3-8b-q4_0.json").write_text(json.dumps({"seconds": [2.0, 11.0]}))
     assert the(tmp_path, "llama-3-8b Q4_0 ready").met == "**missed**"
-    for quant, kl in (("Q8_0", 1e-4), ("F16", 0.0), ("Q6_K", 1e-2), ("Q4_0", None)):
-        record(
-            tmp_path, f"perplexity-llama-3.2-1b-{quant.lower()}", "perplexity", {},
-            model=model("llama-3.2-1b", quant, 1e9),
-            result={"agreement": {"kl_mean": kl, "nmse": 1e-6}},
-        )  # fmt: skip
-    met = the(tmp_path, "fast path").met  # F16 beside itself shows nothing
+    for quant, kl in (("Q8_0", 1e-4), ("Q6_K", 1e-2), ("Q4_0", None)):
+        scored_run(tmp_path, quant, None, kl, 1e-6)
+    scored_run(tmp_path, "F16", None, 0.0, 0.0)  # beside itself: shows nothing
+    met = the(tmp_path, "prefill kernels against").met
     assert met == "**missed**: q4_0, q6_k; not measured: f16, bf16, q4_k_m, q5_k_m, mxfp4"
+    assert the(tmp_path, "decode kernels against").met == recorded.NOT_MEASURED
+
+
+def scored_run(
+    folder: Path, quant: str, size: int | None, kl: float | None, nmse: float | None
+) -> None:
+    """A perplexity run of llama-3.2-1b. size None: as runs were before they said theirs."""
+    agreement = {"kl_mean": kl, "nmse": nmse, "same_argmax": 0.9}
+    said = {"agreement": agreement, "engine": {"n": 2048}}
+    suffix = "" if size in (None, 512) else f"-ub{size}"
+    record(
+        folder, f"perplexity-llama-3.2-1b-{quant.lower()}{suffix}", "perplexity", {},
+        model=model("llama-3.2-1b", quant, 1e9),
+        engine={"device_description": "a GPU", "config": {"n_ubatch": 512}},
+        result=said if size is None else said | {"n_ubatch": size},
+    )  # fmt: skip
+
+
+def test_decode_kernels_are_judged_by_runs_of_one_token_at_a_time(tmp_path):
+    for size, kl in ((512, 3e-4), (64, 4e-4)):
+        scored_run(tmp_path, "Q4_0", size, kl, 2 * kl)
+    scored_run(tmp_path, "F16", 512, 3e-6, 2e-6)
+    prefill = the(tmp_path, "prefill kernels against")
+    assert prefill.measured == "f16 3e-06/2e-06, q4_0 4e-04/8e-04"
+    assert the(tmp_path, "decode kernels against").met == recorded.NOT_MEASURED
+    scored_run(tmp_path, "Q4_0", 1, 3e-4, 6e-4)
+    scored_run(tmp_path, "F16", 1, 3e-6, 2e-6)  # decode rounds nothing: held to more
+    decode = the(tmp_path, "decode kernels against")
+    assert decode.measured == "f16 3e-06/2e-06, q4_0 3e-04/6e-04"
+    assert decode.met.startswith("**missed**: f16; not measured: bf16")
+    assert the(tmp_path, "prefill kernels against") == prefill
+    assert prefill.met.startswith("not measured: bf16")
+    head, _, f16, q4_0 = recorded.perplexity_table(tmp_path).splitlines()[:4]
+    assert re.findall(r"\S+ at once", head) == ["512 at once", "64 at once", "1 at once"]
+    assert "3.0e-04 / 6.0e-04 | 4.0e-04 / 8.0e-04 | 3.0e-04 / 6.0e-04" in q4_0
+    assert re.search(r"3.0e-06 / 2.0e-06 \| +\| 3.0e-06 / 2.0e-06 \| 5e-06 / 1e-05", f16)
 
 
 def test_the_steps_run_and_go_on_where_they_were(tmp_path, tiny_models, capsys):
     """A few steps with tiny models on the embedded device; a second call measures nothing."""
 
     def go() -> str:
-        names = ("decode", "depth", "load", "batches")
+        names = ("decode", "depth", "load", "batches", "perplexity")
         measure.measure(*names, out=tmp_path, models=tiny_models, device="embedded", quick=True)
         return capsys.readouterr().out
 
@@ -213,7 +247,15 @@ def test_the_steps_run_and_go_on_where_they_were(tmp_path, tiny_models, capsys):
     flops = run.run["result"]["product_flops"]["pp128"]
     attention, ffn, head = 256 * (256 + 2 * 128) + 256 * 256, 3 * 256 * 512, 256 * 1024
     assert flops == 2 * (128 * (2 * attention + ffn) + ffn + head)
-    assert go().count("there already") == 3 * 5 + 1 + 3
+    for size, suffix in measure_models.SIZES.items():
+        run = found.run(f"perplexity-llama-3.2-1b-q4_0{suffix}")
+        assert run is not None and run.run["result"]["n_ubatch"] == size
+        assert run.run["arms"][0]["toggles"]["activations"] == "q8"
+        assert run.run["arms"][1]["toggles"]["activations"] == "float"
+    assert [a.n_ubatch for a in recorded.scored(found, "q4_0")] == [512, 64, 1]
+    # a CPU rounds no activation of float weights; halved norms, of a few tokens, add in other order
+    assert [a.n_ubatch for a in recorded.scored(found, "f16")] == [1]
+    assert go().count("there already") == 3 * 5 + 1 + 3 + 3 * 8
 
 
 def test_measure_refuses_a_step_that_is_none(tmp_path):

@@ -269,15 +269,16 @@ def test_a_failure_of_a_worker_is_raised_by_finish(late: LateDriver, monkeypatch
 # refusals ---------------------------------------------------------------------------------------
 
 
-def product(dtype: DType, tokens: int) -> Node:
+def product(dtype: DType, tokens: int, **said) -> Node:
     w = Tensor("w", dtype, (8, 256), Kind.WEIGHT)
-    return make("mul_mat", "p", w, Tensor("x", F32, (tokens, 256)))
+    return make("mul_mat", "p", w, Tensor("x", F32, (tokens, 256)), **said)
 
 
 def test_every_type_of_a_model_file_has_its_kernels():
     for dtype in WEIGHT_DTYPES:
         for tokens in (1, 8, 9, 512):
             assert refuses(product(dtype, tokens), lambda node: []) == ""
+            assert refuses(product(dtype, tokens, activations="float"), lambda node: []) == ""
 
 
 def test_a_type_without_a_kernel_is_refused(monkeypatch):

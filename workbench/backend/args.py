@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from workbench.config import Activations
 from workbench.graph import ops
 from workbench.graph.ir import Q8_ACT, QUANTISED, Node, Tensor
 
@@ -81,6 +82,22 @@ def _swiglu(n: Node, at, scratch) -> Args:
     return [at(n.output), at(gate), at(up), gate.rows, gate.cols]
 
 
+def _square_sums(n: Node, at, scratch) -> Args:
+    """dst, x, rows, cols"""
+    (x,) = n.inputs
+    return [at(n.output), at(x), x.rows, x.cols]
+
+
+def _rms_scale(n: Node, at, scratch) -> Args:
+    """dst, x, squares, rows, cols, n_squares, normed (columns the squares are of), eps"""
+    x, squares = n.inputs
+    normed = squares.cols * ops.SQUARES
+    return [
+        at(n.output), at(x), at(squares), x.rows, x.cols, squares.cols, normed,
+        float(n.params["eps"]),
+    ]  # fmt: skip
+
+
 ARGS: dict[str, Callable[[Node, AddressOf, int], Args]] = {
     "get_rows": _get_rows,
     "rms_norm": _rms_norm,
@@ -92,6 +109,8 @@ ARGS: dict[str, Callable[[Node, AddressOf, int], Args]] = {
     "set_rows": _set_rows,
     "attention": _attention,
     "swiglu": _swiglu,
+    "square_sums": _square_sums,
+    "rms_scale": _rms_scale,
 }
 
 
@@ -101,10 +120,17 @@ def pack(node: Node, address_of: AddressOf, scratch: int = 0) -> Args:
 
 
 def variant(node: Node) -> tuple[str, ...]:
-    """Which kernel of an op: the op's name and the types that select among its variants."""
-    if node.op == "mul_mat" and node.inputs[0].dtype in QUANTISED:
-        kind = "mul_mat" if node.inputs[1].dtype == Q8_ACT else "mul_mat_float"
-        return (kind, node.inputs[0].dtype.name)
+    """Which kernel of an op: the op's name and the types that select among its variants.
+
+    `mul_mat_float` is the float path: float32 activations that are not rounded, decoded weights,
+    sums in float32. Quantised weights are multiplied so wherever x is F32; of float weights, whose
+    x always is, the node says it (`activations="float"`, see `build_graph`).
+    """
+    if node.op == "mul_mat":
+        w, x = node.inputs
+        as_floats = w.dtype in QUANTISED and x.dtype != Q8_ACT
+        if as_floats or node.params.get("activations") == Activations.FLOAT:
+            return ("mul_mat_float", w.dtype.name)
     if node.op in ("get_rows", "mul_mat"):
         return (node.op, node.inputs[0].dtype.name)
     return (node.op,)

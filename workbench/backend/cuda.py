@@ -103,7 +103,8 @@ class CudaBackend:
     def __init__(self, device: int = 0):
         self._driver = Driver(device)
         major, minor = (self._driver.properties[k] for k in ("major", "minor"))
-        self._arch = f"sm_{major}{minor}"
+        self._sm = 10 * major + minor
+        self._arch = f"sm_{self._sm}"
         self.capabilities = Capabilities(
             asynchronous_copies=True, events=True, one_order=True, capture=False,
             n_streams=N_STREAMS, programmatic=major >= 9,
@@ -251,7 +252,7 @@ class CudaBackend:
     ) -> Issue:
         self.finish_loading()
         there, what = self._stream(stream), f"launch {node.op} {node.name}"
-        place = kernels.Place(address_of, scratch, self._counters_of(stream))
+        place = kernels.Place(address_of, scratch, self._counters_of(stream), self._sm)
         works = kernels.launches(node, place)
         return in_order([self._prepare(work, there, what, programmatic) for work in works])
 

@@ -94,10 +94,11 @@ def decode_plan(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_kv:
     """Few sets while the cells are so few that other blocks, reading them again, find them in L2
     and would have no work of their own; else as many as the rows fill."""
     rows, tiles = n_tokens * (n_head // n_head_kv), blocks(n_kv, CELLS)
+    each = 8 if n_tokens > FEW_TOKENS else 4  # tiles a block should have left
     for sets in SETS:
         tuning = decode_tuning(min(rows, 8 * sets), head_dim)
         groups = n_head_kv * blocks(rows, 8 * tuning.sets)
-        if rows <= 8 * sets or groups * blocks(tiles, 4) <= BLOCKS:
+        if rows <= 8 * sets or groups * blocks(tiles, each) <= BLOCKS:
             break
     if tuning.sets == 1 and 64 < _dim(head_dim) <= 128 and 4 * CLUSTER < tiles <= 8 * CLUSTER:
         tuning = Tuning(1, 8, 1, CELLS)  # one tile a warp

@@ -83,18 +83,28 @@ def _driver_version() -> str:
 
 class CudaMemory:
     """Memory of one space, given back by `free`, at the latest when the object goes; not before the
-    device is idle, for queued work may still use it."""
+    device is idle, for queued work may still use it. `view`, where the host sees the memory, is the
+    ctypes array all arrays of it rest on: while one of these is alive, the memory stays."""
 
-    def __init__(self, address: int, nbytes: int, array: np.ndarray | None, release: Callable):
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        array: np.ndarray | None,
+        release: Callable,
+        view: ctypes.Array | None = None,
+    ):
         self.address = address
         self.nbytes = nbytes
         self.array = array
-        self._release = weakref.finalize(self, release, address)
-        self._release.atexit = False  # the driver gives everything back then
+        self._view = view
+        give_back = weakref.finalize(self if view is None else view, release, address)
+        give_back.atexit = False  # the driver gives everything back then
+        self._give_back = give_back if view is None else _nothing
 
     def free(self) -> None:
-        self.array = None
-        self._release()
+        self.array = self._view = None
+        self._give_back()
 
 
 class CudaEvent:
@@ -195,7 +205,8 @@ class Driver:
             if space == Space.PINNED:
                 address = runtime.hostAlloc(need, 0)
                 release = functools.partial(_free_pinned, runtime)
-                return CudaMemory(address, nbytes, _host_view(address, nbytes), release)
+                pinned = (ctypes.c_uint8 * nbytes).from_address(address)
+                return CudaMemory(address, nbytes, np.ctypeslib.as_array(pinned), release, pinned)
             block = np.empty(need + ALIGN, np.uint8)
             start = -block.ctypes.data % ALIGN
             view = block[start : start + nbytes]
@@ -222,10 +233,5 @@ def _free_pinned(runtime: Any, address: int) -> None:
         runtime.freeHost(address)
 
 
-def _host_view(address: int, nbytes: int) -> np.ndarray:
-    """uint8 (nbytes,) at a host address, which the caller keeps alive."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-
-
-def _nothing(address: int) -> None:
+def _nothing(*_: int) -> None:
     """Host memory goes with its array."""

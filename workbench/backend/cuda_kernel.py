@@ -1,4 +1,5 @@
-"""What the launch functions of the cuda backend return: kernels, and products for cuBLAS.
+"""What the launch functions of the cuda backend are given, and what they return: kernels, and
+products for cuBLAS.
 
 Pure data. `backend/kernels.py` says which of them compute a node; `backend/cuda.py` issues them.
 """
@@ -7,7 +8,30 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from workbench.backend.args import Args
+from workbench.backend.args import AddressOf, Args, parts_places
+from workbench.graph.ir import Node, Tensor
+
+CLUSTERS = 90  # compute capability, times ten, from which blocks can form clusters
+HOPPER = 90  # that of the devices with wgmma
+
+
+class Place(NamedTuple):
+    """Where the kernels of a node find things: tensors, scratch, and counters (u32, all zero) that
+    only kernels of the same stream use."""
+
+    at: AddressOf
+    scratch: int
+    counters: int
+    sm: int = CLUSTERS  # compute capability of the device, times ten
+
+    def inside(self, node: Node) -> Place:
+        """For the parts of a fused node that run as launches of their own."""
+        at, scratch = parts_places(node, self.at, self.scratch)
+        return self._replace(at=at, scratch=scratch)
+
+    def at_if(self, tensor: Tensor | None) -> int:
+        """Address 0 where there is no tensor."""
+        return 0 if tensor is None else self.at(tensor)
 
 
 class Kernel(NamedTuple):

@@ -1,10 +1,11 @@
-"""Products of up to 8 tokens on CUDA: which variant of kernels/product.cu, with which grid.
+"""Products of up to 8 tokens on CUDA: which variant of kernels/product.cu or product_qkv.cu, with
+which grid.
 
-Pure. A product's kernel is compiled for its weight types and a tuning (`Tuning`), which `tuning`
-chooses by type, shape, tokens and epilogue from tables that were measured on an H100. The order in
-which an element is summed follows from `Tuning.split` alone, the same for any number of tokens: a
-token's result does not depend on its batch. Fused and unfused products may differ in their last
-bits, since the table may split their columns differently.
+Pure. A product's kernel is compiled for its weight types and a tuning, which `cuda_tuning.tuning`
+chooses by type, shape, tokens and epilogue. The order in which an element is summed follows from
+`Tuning.split` alone, the same for any number of tokens: a token's result does not depend on its
+batch. Fused and unfused products may differ in their last bits, since the table may split their
+columns differently.
 """
 
 from __future__ import annotations
@@ -14,13 +15,24 @@ from typing import NamedTuple
 
 from workbench.backend.args import Args
 from workbench.backend.cuda_kernel import Kernel, blocks
+from workbench.backend.cuda_tuning import GROUP, Tuning, together, tuning
 from workbench.errors import DeviceError
 
 MOST_TOKENS = 8
 MOST_SEGMENTS = 3
+MOST_CLUSTER = 8  # blocks that every device with clusters runs together
+MOST_SCALED = 16384  # columns of x, with half a norm: MOST_SQUARES of kernels/rms.cuh
 WARP = 32
-GLU_GROUP = 32  # columns that are quantised together
-EPILOGUES = {"plain": 0, "qkv": 1, "glu": 2, "glu_q8": 2}  # name -> EPILOGUE of the source
+_QUANTISE = {"glu_q8": "GLU_Q8", "norm_q8": "NORM_Q8"}  # results that are quantised: the macro
+# name -> source file, kernel, its EPILOGUE
+EPILOGUES = {
+    "plain": ("product", "product_plain", 0),
+    "qkv": ("product_qkv", "product_qkv", 1),
+    "glu": ("product", "product_glu", 2),
+    "glu_q8": ("product", "product_glu", 2),
+    "norm": ("product", "product_norm", 3),
+    "norm_q8": ("product", "product_norm", 3),
+}
 _FLOATS = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of an element
 _WIDE = 8  # float weights of a unit
 
@@ -36,6 +48,14 @@ class Segment(NamedTuple):
     rows: int
     bias: int
     dst: int
+
+
+class HeadNorm(NamedTuple):
+    """The norm of the query and key heads before they are rotated; factors: float32 (head_dim,)."""
+
+    q_factors: int
+    k_factors: int
+    eps: float
 
 
 class Rotate(NamedTuple):
@@ -55,177 +75,64 @@ class Rotate(NamedTuple):
     k_indices: int
     v_indices: int
     n_kv: int
+    norm: HeadNorm | None = None
 
 
-class Tuning(NamedTuple):
-    """rows: weight rows of a warp; unroll: units of each in flight per lane; warps: of a block;
-    per_sm: blocks that registers are limited for; split: warps that share a row's columns; passes:
-    times that a warp takes its rows."""
+class Scale(NamedTuple):
+    """Half a norm: results are scaled by 1 / sqrt(mean of squares + eps) of their row of x, whose
+    sums of squares of 32 columns are float32 (n_tokens, cols / 32) at `squares`."""
 
-    rows: int
-    unroll: int
-    warps: int
-    per_sm: int
-    split: int
-    passes: int = 1
-
-    @property
-    def lines(self) -> int:
-        """Weight rows of a block."""
-        return self.warps // self.split * self.rows * self.passes
-
-    def defines(self) -> tuple[str, ...]:
-        return (
-            f"ROWS={self.rows}",
-            f"UNROLL={self.unroll}",
-            f"WARPS={self.warps}",
-            f"BLOCKS={self.per_sm}",
-            f"SPLIT={self.split}",
-            f"PASSES={self.passes}",
-        )
+    squares: int
+    eps: float
 
 
-# tuning -------------------------------------------------------------------------------------------
+class Norm(NamedTuple):
+    """What follows a product whose sum with a residual is normed, all rows of segment.rows.
 
-# Classes of types whose units ask alike for registers and instructions.
-_CLASS = {
-    "F32": "F32", "F16": "float", "BF16": "float", "Q8_0": "Q8_0", "Q4_0": "Q4_0",
-    "MXFP4": "MXFP4", "Q4_K": "Q4_K", "Q5_K": "K", "Q6_K": "K",
-}  # fmt: skip
+    sum: float32, residual + product; squares: float32, its sums of squares; residual: float32;
+    factors: float32 (rows,), the norm's weight. quantised: whether segment.dst, the sum times the
+    factors, is Q8_ACT rather than float32.
+    """
 
-# One token: rows, unroll, warps, per_sm, split by the size of the weights, which are looked up in
-# the first line whose rows (of all segments) and columns are not below theirs. What decides is how
-# the blocks of a launch fill the device: all at once, with none left over, while they are few.
-_SIZES = (
-    (2304, 4095), (2304, None), (3584, 4095), (3584, None), (4608, None),
-    (8192, 4095), (8192, None), (40000, 4095), (40000, None), (None, None),
-)  # fmt: skip
-_Choice = tuple[int, int, int, int, int]
-_ONE_TOKEN: dict[str, tuple[_Choice, ...]] = {
-    "F32": (
-        (1, 2, 8, 2, 1), (2, 2, 8, 2, 2), (1, 2, 8, 2, 1), (2, 2, 8, 2, 2), (2, 2, 8, 2, 2),
-        (2, 2, 8, 2, 1), (2, 2, 8, 2, 1), (2, 2, 8, 2, 1), (2, 2, 8, 2, 2), (2, 2, 8, 2, 2),
-    ),
-    "float": (
-        (1, 4, 8, 2, 1), (4, 2, 8, 2, 4), (2, 2, 8, 3, 2), (2, 2, 8, 3, 2), (4, 2, 8, 2, 2),
-        (2, 2, 8, 3, 1), (2, 2, 8, 3, 1), (4, 2, 8, 2, 1), (2, 4, 4, 4, 2), (2, 4, 4, 4, 2),
-    ),
-    "Q8_0": (
-        (4, 2, 8, 2, 2), (4, 2, 8, 2, 4), (4, 2, 8, 2, 2), (4, 2, 8, 2, 2), (4, 2, 8, 2, 2),
-        (4, 2, 8, 2, 1), (2, 2, 8, 3, 1), (2, 4, 4, 4, 1), (2, 4, 4, 4, 2), (2, 4, 4, 4, 2),
-    ),
-    "Q4_0": (
-        (4, 2, 4, 4, 2), (4, 2, 8, 2, 4), (4, 2, 4, 4, 1), (4, 2, 4, 4, 2), (4, 2, 8, 2, 2),
-        (4, 2, 4, 4, 1), (2, 2, 8, 3, 1), (2, 2, 8, 4, 1), (2, 2, 8, 4, 2), (2, 2, 8, 4, 2),
-    ),
-    "MXFP4": (
-        (4, 2, 4, 4, 2), (4, 2, 4, 3, 2), (4, 2, 8, 2, 2), (4, 2, 4, 3, 2), (2, 1, 8, 4, 2),
-        (4, 2, 8, 2, 1), (2, 2, 4, 6, 1), (2, 1, 8, 4, 1), (2, 2, 4, 6, 1), (2, 2, 4, 6, 1),
-    ),
-    "Q4_K": (
-        (4, 1, 8, 2, 2), (4, 1, 8, 2, 4), (2, 1, 8, 4, 2), (2, 2, 4, 5, 2), (4, 1, 8, 2, 2),
-        (4, 1, 8, 2, 1), (2, 2, 8, 3, 1), (2, 1, 8, 4, 1), (2, 2, 8, 3, 1), (2, 2, 4, 5, 1),
-    ),
-    "K": (
-        (4, 1, 8, 2, 2), (2, 2, 8, 2, 2), (2, 1, 8, 4, 2), (2, 2, 8, 3, 2), (2, 1, 8, 4, 2),
-        (2, 2, 8, 3, 1), (2, 2, 8, 3, 1), (2, 1, 8, 4, 1), (2, 2, 4, 5, 2), (2, 2, 4, 5, 1),
-    ),
-}  # fmt: skip
-
-# A product that quantises its result: a block for each group of columns, so that what is chosen is
-# blocks that all run at once: with up to 2, up to 3 or more groups per multiprocessor.
-_GROUPS = (2 * 132, 3 * 132)
-_GLU_Q8: dict[str, tuple[_Choice, ...]] = {
-    "F32": ((2, 2, 8, 2, 1), (2, 2, 8, 2, 1), (2, 2, 8, 2, 1)),
-    "float": ((4, 2, 8, 2, 1), (2, 2, 8, 3, 1), (2, 4, 4, 4, 2)),
-    "Q8_0": ((4, 2, 8, 2, 2), (4, 1, 8, 2, 2), (4, 2, 8, 2, 1)),
-    "Q4_0": ((4, 2, 8, 2, 2), (4, 2, 4, 4, 1), (4, 2, 4, 4, 1)),
-    "MXFP4": ((4, 2, 8, 2, 2), (2, 2, 8, 3, 1), (2, 1, 8, 4, 1)),
-    "Q4_K": ((2, 1, 16, 2, 1), (2, 2, 8, 3, 1), (2, 1, 8, 4, 1)),
-    "K": ((2, 1, 16, 2, 1), (2, 2, 8, 3, 1), (2, 1, 8, 4, 1)),
-}
-
-# (class, tokens) -> rows, unroll, warps, per_sm of more tokens, split as for one.
-_MORE_TOKENS: dict[tuple[str, int], tuple[int, int, int, int]] = {
-    ("F32", 2): (2, 2, 8, 1),
-    ("F32", 4): (2, 1, 8, 1),
-    ("F32", 8): (2, 1, 8, 1),
-    ("float", 2): (4, 2, 4, 3),
-    ("float", 4): (4, 1, 4, 4),
-    ("float", 8): (4, 1, 4, 3),
-    ("Q8_0", 2): (4, 1, 8, 2),
-    ("Q8_0", 4): (4, 1, 4, 4),
-    ("Q8_0", 8): (4, 1, 4, 3),
-    ("Q4_0", 2): (4, 1, 8, 2),
-    ("Q4_0", 4): (4, 1, 4, 4),
-    ("Q4_0", 8): (4, 1, 4, 3),
-    ("MXFP4", 2): (4, 1, 8, 2),
-    ("MXFP4", 4): (4, 1, 4, 4),
-    ("MXFP4", 8): (4, 1, 4, 3),
-    ("Q4_K", 2): (4, 1, 8, 2),
-    ("Q4_K", 4): (4, 1, 4, 4),
-    ("Q4_K", 8): (4, 1, 4, 3),
-    ("K", 2): (4, 1, 8, 2),
-    ("K", 4): (4, 1, 4, 3),
-    ("K", 8): (4, 1, 4, 3),
-}
-_GLU_Q8_LINES = 2 * GLU_GROUP
-
-
-def together(n_tokens: int) -> int:
-    """Tokens a kernel is compiled for: the power of two that holds n_tokens."""
-    return 1 << (n_tokens - 1).bit_length()
-
-
-def tuning(dtype: str, rows: int, cols: int, n_tokens: int, epilogue: str) -> Tuning:
-    """The tuning for weights (rows, cols) of `dtype` (rows: of all segments, gate and up) and an
-    epilogue of EPILOGUES."""
-    kind, quantised = _CLASS[dtype], epilogue == "glu_q8"
-    if quantised:
-        groups = rows // _GLU_Q8_LINES
-        choice = _GLU_Q8[kind][sum(groups > most for most in _GROUPS)]
-    else:
-        fits = [
-            (most_rows is None or rows <= most_rows) and (most_cols is None or cols <= most_cols)
-            for most_rows, most_cols in _SIZES
-        ]
-        choice = _ONE_TOKEN[kind][fits.index(True)]
-    if n_tokens > 1:
-        choice = (*_MORE_TOKENS[kind, together(n_tokens)], choice[-1])
-    found = Tuning(*choice)
-    return found._replace(passes=_GLU_Q8_LINES // found.lines) if quantised else found
+    sum: int
+    squares: int
+    residual: int
+    factors: int
+    quantised: bool
 
 
 def can_glu_quantise(rows: int) -> bool:
     """Whether `glu` can quantise its result: rows are whole groups of 32."""
-    return rows % GLU_GROUP == 0
+    return rows % GROUP == 0
 
 
 # launches -----------------------------------------------------------------------------------------
 
 
 def defines(
-    dtypes: Sequence[str], cols: int, n_tokens: int, epilogue: str, t: Tuning
+    dtypes: Sequence[str], cols: int, n_tokens: int, epilogue: str, t: Tuning, scaled: bool = False
 ) -> tuple[str, ...]:
     """The macros of a variant; dtypes: of the segments."""
     wanted = [f"TYPE_{i}={name}" for i, name in enumerate(dtypes)]
-    wanted += [f"EPILOGUE={EPILOGUES[epilogue]}", f"N={together(n_tokens)}", *t.defines()]
-    wanted += ["GLU_Q8"] if epilogue == "glu_q8" else []
+    wanted += [f"EPILOGUE={EPILOGUES[epilogue][2]}", f"N={together(n_tokens)}", *t.defines()]
+    wanted += [_QUANTISE[epilogue]] if epilogue in _QUANTISE else []
+    wanted += ["SCALED"] if scaled else []
     wanted += ["NARROW"] if dtypes[0] in _FLOATS and cols % _WIDE else []
     return tuple(wanted)
 
 
 def plain(
-    segments: Sequence[Segment], x: int, cols: int, n_tokens: int, tune: Tuning | None = None
-) -> Kernel:
+    segments: Sequence[Segment], x: int, cols: int, n_tokens: int, scale: Scale | None = None,
+    tune: Tuning | None = None,
+) -> Kernel:  # fmt: skip
     """The products of one x with 1 to 3 weights, plus biases.
 
     x: (n_tokens, cols) at its address, F32 for float weights, Q8_ACT for quantised ones. tune: in
     place of `tuning`'s. Raises DeviceError for what no kernel takes.
     """
     t = tune or _tuning(segments, cols, n_tokens, "plain")
-    args = _segment_args(segments) + [x, cols, n_tokens]
-    return _kernel("plain", segments, cols, n_tokens, _grid(segments, t), args, t)
+    args, grid = _segment_args(segments), _grid(segments, t)
+    return _kernel("plain", segments, x, cols, n_tokens, scale, grid, args, t)
 
 
 def qkv(
@@ -234,6 +141,7 @@ def qkv(
     cols: int,
     n_tokens: int,
     rotate: Rotate,
+    scale: Scale | None = None,
     tune: Tuning | None = None,
 ) -> Kernel:
     """Q, K, V; RoPE of Q and K; K and V to the cache.
@@ -248,12 +156,30 @@ def qkv(
             "fuse_rope_store=off"
         )
     t = tune or _tuning(segments, cols, n_tokens, "qkv")
+    if rotate.norm is not None and tune is None:
+        t = _heads_tuning(segments, cols, n_tokens, rotate.head_dim)
     r = rotate
-    args = _segment_args(segments) + [
-        x, cols, n_tokens, r.positions, r.freq_factors, r.k_indices, r.v_indices, r.n_kv,
-        r.head_dim, r.n_rot, int(r.neox), float(r.theta_base), float(r.freq_scale),
+    behind: Args = [
+        r.positions, r.freq_factors, r.k_indices, r.v_indices, r.n_kv, r.head_dim, r.n_rot,
+        int(r.neox), float(r.theta_base), float(r.freq_scale), *(r.norm or HeadNorm(0, 0, 0.0)),
     ]  # fmt: skip
-    return _kernel("qkv", segments, cols, n_tokens, _grid(segments, t), args, t)
+    args, grid = _segment_args(segments), _grid(segments, t)
+    made = _kernel("qkv", segments, x, cols, n_tokens, scale, grid, args, t, behind)
+    if r.norm is None:
+        return made
+    return made._replace(defines=(*made.defines, f"HEAD_BLOCKS={r.head_dim // t.lines}"))
+
+
+def can_norm_heads(
+    dtypes: Sequence[str], rows: Sequence[int], cols: int, n_tokens: int, head_dim: int
+) -> bool:
+    """Whether `qkv` can norm the heads of Q, K, V of these types and rows, on a device that has
+    clusters: each is made by a few whole blocks, whose pairs of lines are parts of a warp."""
+    segments = [Segment(dtype, 0, n, 0, 0) for dtype, n in zip(dtypes, rows, strict=True)]
+    lines = _heads_tuning(segments, cols, n_tokens, head_dim).lines
+    whole = all(n % head_dim == 0 for n in rows) and head_dim % lines == 0
+    pairs = lines // 2
+    return whole and head_dim // lines <= MOST_CLUSTER and pairs <= WARP and not pairs & (pairs - 1)
 
 
 def glu(
@@ -263,6 +189,7 @@ def glu(
     cols: int,
     n_tokens: int,
     quantised: bool,
+    scale: Scale | None = None,
     tune: Tuning | None = None,
 ) -> Kernel:
     """silu(gate) * up to gate's dst: float32 (n_tokens, rows), or with `quantised` Q8_ACT rows."""
@@ -275,10 +202,35 @@ def glu(
         )
     epilogue = "glu_q8" if quantised else "glu"
     t = tune or _tuning([gate, up], cols, n_tokens, epilogue)
+    args: Args = [gate.dst, gate.w, gate.bias, up.w, up.bias, gate.rows]
+    grid = blocks(gate.rows, t.lines // 2)
+    return _kernel(epilogue, [gate], x, cols, n_tokens, scale, grid, args, t)
+
+
+def can_norm(rows: int) -> bool:
+    """Whether `normed` takes a weight of so many rows: whole groups of 32."""
+    return rows % GROUP == 0
+
+
+def normed(
+    segment: Segment, x: int, cols: int, n_tokens: int, norm: Norm, scale: Scale | None = None,
+    tune: Tuning | None = None,
+) -> Kernel:  # fmt: skip
+    """A product, its bias, the residual add and half a norm."""
+    epilogue = "norm_q8" if norm.quantised else "norm"
+    t = tune or _tuning([segment], cols, n_tokens, epilogue)
     args: Args = [
-        gate.dst, gate.w, gate.bias, up.w, up.bias, gate.rows, x, cols, n_tokens,
+        segment.dst, segment.w, segment.bias, segment.rows, norm.sum, norm.squares,
+        norm.residual, norm.factors,
     ]  # fmt: skip
-    return _kernel(epilogue, [gate], cols, n_tokens, blocks(gate.rows, t.lines // 2), args, t)
+    grid = blocks(segment.rows, t.lines)
+    return _kernel(epilogue, [segment], x, cols, n_tokens, scale, grid, args, t)
+
+
+def _heads_tuning(segments: Sequence[Segment], cols: int, n_tokens: int, head_dim: int) -> Tuning:
+    """As `_tuning`, with so many passes that a head is no more blocks than a cluster has."""
+    t = _tuning(segments, cols, n_tokens, "qkv")
+    return t._replace(passes=max(t.passes, head_dim // (MOST_CLUSTER * t.lines)))
 
 
 def _tuning(segments: Sequence[Segment], cols: int, n_tokens: int, epilogue: str) -> Tuning:
@@ -307,18 +259,29 @@ def _grid(segments: Sequence[Segment], t: Tuning) -> int:
 def _kernel(
     epilogue: str,
     segments: Sequence[Segment],
+    x: int,
     cols: int,
     n_tokens: int,
+    scale: Scale | None,
     grid: int,
     args: Args,
     t: Tuning,
+    behind: Sequence[int | float] = (),
 ) -> Kernel:
+    """args: what stands before x among the arguments; behind: what stands behind the scale."""
     dtypes = [s.dtype for s in segments]
     if len({name in _FLOATS for name in dtypes}) != 1 or not 1 <= n_tokens <= MOST_TOKENS:
         raise DeviceError(
             f"weights {', '.join(dtypes)} and {n_tokens} tokens are no product of one launch on "
             f"cuda: all float or all quantised, up to {MOST_TOKENS} tokens"
         )
-    macros = defines(dtypes, cols, n_tokens, epilogue, t)
-    function = f"product_{epilogue.removesuffix('_q8')}"
-    return Kernel("product", function, (grid, 1), WARP * t.warps, args, macros, waits=True)
+    if scale is not None and cols > MOST_SCALED:
+        raise DeviceError(
+            f"rows of {cols} columns are too long for half a norm on cuda (at most {MOST_SCALED}); "
+            "use fuse_product_norm=off"
+        )
+    macros = defines(dtypes, cols, n_tokens, epilogue, t, scale is not None)
+    given: Args = [x, cols, n_tokens, scale.squares if scale else 0, scale.eps if scale else 0.0]
+    file, function, _ = EPILOGUES[epilogue]
+    everything = [*args, *given, *behind]
+    return Kernel(file, function, (grid, 1), WARP * t.warps, everything, macros, waits=True)

@@ -53,7 +53,7 @@ ANY = 1 << 31
 _PRODUCTS = [d.name for d in WEIGHT_DTYPES]
 MOST_TOKENS: dict[tuple[str, ...], int] = {
     **{("mul_mat", name): ANY for name in _PRODUCTS},
-    **{("mul_mat_float", d.name): ANY for d in QUANTISED},
+    **{("mul_mat_float", name): ANY for name in _PRODUCTS},
     **{("get_rows", name): ANY for name in _PRODUCTS},
 }
 

@@ -26,8 +26,8 @@ from collections import deque
 import numpy as np
 
 from workbench.backend import cpu, share
-from workbench.backend.args import AddressOf, parts_places, parts_scratch_bytes
-from workbench.backend.base import Issue, in_order
+from workbench.backend.args import AddressOf, parts_scratch_bytes
+from workbench.backend.base import Issue, launch_parts
 from workbench.backend.loops import (
     AWAIT,
     COMPLETED,
@@ -205,8 +205,7 @@ class EmbeddedDevice:
     ) -> Issue:
         """Queues `node`; of a fused node every part, one entry of the ring each."""
         if node.parts:
-            at, own = parts_places(node, address_of, scratch)
-            return in_order([self.launch(part, at, own, stream) for part in node.parts])
+            return launch_parts(self, node, address_of, scratch, stream)
         layout = self._layouts.get(address_of(node.inputs[0]), "file")
         ring = self.streams[stream]
         return ring.prepare(*share.bind(node, address_of, scratch, layout, ring.n_lanes))

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from workbench.backend import cpu, share
-from workbench.backend.args import AddressOf, parts_places, parts_scratch_bytes
-from workbench.backend.base import Issue, in_order
+from workbench.backend.args import AddressOf, parts_scratch_bytes
+from workbench.backend.base import Issue, launch_parts
 from workbench.backend.loops import push, run_inline, run_lane
 from workbench.backend.ring import Ring, aligned_zeros, command_block
 from workbench.errors import DeviceError
@@ -82,8 +82,7 @@ class HostBackend:
     ) -> Issue:
         """A callable that computes `node` to its end; a fused node part by part."""
         if node.parts:
-            at, own = parts_places(node, address_of, scratch)
-            return in_order([self.launch(part, at, own, stream) for part in node.parts])
+            return launch_parts(self, node, address_of, scratch, stream)
         return self.run_kernel(*share.bind(node, address_of, scratch, "file", self.n_threads))
 
     def run_kernel(self, function: int, parts: int, args: list[int | float]) -> Issue:

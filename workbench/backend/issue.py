@@ -2,18 +2,19 @@
 
 `prepare` binds a program to backends and memory once: every command becomes a callable. `run`
 calls them in order. What a step produces asynchronously is returned with what guards it: a
-`Pending`, whose `wait` performs the program's last waits and reads.
+`Pending`, whose `wait` performs the program's last waits and reads. A result that lands in a
+`Landing` is handed out where it landed; any other is copied.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from workbench.backend.base import Backend, Issue, Memory
+from workbench.backend.landing import Landing
 from workbench.program.commands import (
     HOST,
     RESULT,
@@ -32,9 +33,6 @@ from workbench.program.commands import (
 )
 from workbench.trace.spans import Recorder, now_ns
 
-MOST_KEPT = 4  # results of a program that are used again
-ONLY_KEPT = 3  # references: the list's, the loop's and that of getrefcount's argument
-
 
 class Pending:
     """Results on their way. They may be read after `wait`, which is when the step ends."""
@@ -43,7 +41,7 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> dict[str, np.ndarray]:
-        """Result arrays by name: uint8 copies the caller owns."""
+        """Result arrays by name, uint8; the caller owns them."""
         return self._finish()
 
 
@@ -72,7 +70,8 @@ class Prepared:
         self._end = end
 
     def run(self, values: Mapping[str, np.ndarray]) -> Pending:
-        """Issues everything up to the last wait. values: each input's array, of its exact bytes."""
+        """Issues everything up to the last wait. values: each input's array, of one dtype and
+        shape for all runs."""
         self._values.update(values)
         for call in self._head:
             call()
@@ -188,38 +187,48 @@ class Prepared:
 
     def _write(self, c: Write) -> Issue:
         there, values, name = self._host_view(c.staging), self._values, c.value
+        view: np.ndarray | None = None
 
         def write() -> None:
-            there[:] = values[name].view(np.uint8).reshape(-1)
+            nonlocal view
+            value = values[name]
+            if view is None:
+                view = there.view(value.dtype).reshape(value.shape)
+            view[...] = value
 
         return write
 
     def _read(self, c: Read) -> Issue:
-        there, results, name = self._host_view(c.staging), self._results, c.value
+        results, name, nbytes = self._results, c.value, c.staging.nbytes
+        landing = self._memory[c.staging.buffer]
+        if isinstance(landing, Landing):
+            take = landing.take
 
-        kept: list[np.ndarray] = []
+            def hand_out() -> None:
+                results[name] = take(nbytes)
+
+            return hand_out
+        there = self._host_view(c.staging)
 
         def read() -> None:
-            # Memory fresh from the system costs a fault a page, 30 us for a row of logits: what was
-            # handed out before is filled again once nobody else holds it.
-            for array in kept:
-                if sys.getrefcount(array) == ONLY_KEPT:
-                    break
-            else:
-                array = np.empty_like(there)
-                if len(kept) < MOST_KEPT:
-                    kept.append(array)
-            np.copyto(array, there)
-            results[name] = array
+            results[name] = there.copy()
 
         return read
 
     def _copy(self, c: Copy) -> Issue:
+        backend, stream, nbytes = self._backends[c.stream.backend], c.stream.id, c.src.nbytes
         to_host = c.dst.buffer.space != Space.DEVICE
-        backend = self._backends[c.stream.backend]
-        return backend.copy(
-            self._address(c.dst), self._address(c.src), c.src.nbytes, c.stream.id, to_host
-        )
+        source, landing = self._address(c.src), self._memory[c.dst.buffer]
+        if not isinstance(landing, Landing):
+            return backend.copy(self._address(c.dst), source, nbytes, stream, to_host)
+        copies = [
+            backend.copy(block.address, source, nbytes, stream, to_host) for block in landing.blocks
+        ]
+
+        def copy() -> None:
+            copies[landing.now]()
+
+        return copy
 
     def _launch(self, c: Launch) -> Issue:
         place = self.program.placement[c.stream.backend]

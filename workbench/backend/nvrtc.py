@@ -22,6 +22,9 @@ from typing import Any
 from workbench.errors import DeviceError
 
 OPTIONS = ("-std=c++17", "-default-device")
+# Files with instructions that one architecture has and those after it have not: what they are
+# compiled for there. Elsewhere they do without.
+SPECIFIC = {("tensor_product", "sm_90"): "sm_90a"}
 
 
 def source_dir() -> Path:
@@ -90,11 +93,13 @@ def compile_source(
 
 
 def cubin(file: str, arch: str, defines: Sequence[str] = (), folder: Path | None = None) -> bytes:
-    """`kernels/<file>.cu` compiled for `arch` with macros `defines` ("ROWS=2").
+    """`kernels/<file>.cu` compiled for `arch`, or what SPECIFIC has instead, with macros `defines`
+    ("ROWS=2").
 
     Taken from `folder` (default `cache_dir()`) where it is there, under a key of everything that
     decides its bytes; else compiled and kept there. Raises DeviceError.
     """
+    arch = SPECIFIC.get((file, arch), arch)
     folder, headers = folder or cache_dir(), _headers()
     source = (source_dir() / f"{file}.cu").read_bytes()
     version = _nvrtc().nvrtcVersion()[1:]

@@ -17,10 +17,15 @@ logits a is compared with the reference's row b:
     NMSE    sum (a - b)^2 / sum b^2, over all rows together, and of the worst row
     argmax  share of rows with the same one, and rows that break the rule of `answers.compare`
 
-Logits arrive as float32 and are reduced in float64, ubatch by ubatch: a few rows at a time, since
-those of 2,048 tokens of a vocabulary of 128,256 would be 2 GB in each precision.
+How many tokens an engine computes at once decides which of its kernels are judged: those of decode
+at 1, those of prefill at hundreds. So it can be asked for the same tokens at several `sizes`, each
+a run of its own, all of them held to one reference, which computes n_ubatch tokens at a time, once.
 
-The run folder (kind `perplexity`) has one more file, `tokens.parquet`, a row per scored token:
+Logits arrive as float32 and are reduced in float64, n_ubatch rows after another: those of 2,048
+tokens of a vocabulary of 128,256 would be 1 GB for each size.
+
+The run folder (kind `perplexity`; result.n_ubatch: tokens that the engine computed at once) has one
+more file, `tokens.parquet`, a row per scored token:
 
     run_id string, window int32, place int32 (row in the window), token int32 (the target),
     nll float64, and with a reference: nll_reference float64, kl float64,
@@ -32,7 +37,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +46,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.bench import provenance, results
-from workbench.bench.bounds import BOUNDS
-from workbench.bench.divergence import compare_rows, score
+from workbench.bench.divergence import Agreement, Estimate, compare_rows, score
 from workbench.bench.token_source import Source, Window
 from workbench.bench.workload import check_untraced
 from workbench.config import Toggles
@@ -50,80 +55,10 @@ from workbench.trace.spans import now_ns
 
 TOKENS = "tokens.parquet"
 ENGINE_ARM, REFERENCE_ARM = "engine", "reference"
+Times = list[tuple[int, int]]  # of every step: ns, tokens
 
 
 # the result --------------------------------------------------------------------------------------
-
-
-class Estimate(NamedTuple):
-    """Mean NLL in nats over n tokens, its standard error (NaN for one token), and perplexity."""
-
-    n: int
-    nll: float
-    error: float
-
-    @classmethod
-    def of(cls, nll: np.ndarray) -> Estimate:
-        spread = float(np.std(nll, ddof=1)) if len(nll) > 1 else math.nan
-        return cls(len(nll), float(np.mean(nll)), spread / math.sqrt(len(nll)))
-
-    @property
-    def perplexity(self) -> float:
-        return float(np.exp(self.nll))
-
-    def __str__(self) -> str:
-        low = self.perplexity * self.error  # d exp(x) = exp(x) dx
-        return f"mean NLL {self.nll:.5f} +- {self.error:.5f}, " + (
-            f"perplexity {self.perplexity:.4f} +- {low:.4f}"
-        )
-
-
-class Agreement(NamedTuple):
-    """How far an engine is from its reference. kl_*: nats a token; nmse_worst: of the worst row;
-    same_argmax: share of rows; n_broken: rows that break the rule of `answers.compare`."""
-
-    kl_mean: float
-    kl_p99: float
-    kl_max: float
-    nmse: float
-    nmse_worst: float
-    same_argmax: float
-    n_broken: int
-
-    @classmethod
-    def of(cls, tokens: pd.DataFrame, n_broken: int) -> Agreement:
-        kl, error, power = (tokens[key].to_numpy() for key in ("kl", "error", "power"))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            worst, whole = np.max(error / power), np.sum(error) / np.sum(power)
-        return cls(
-            kl_mean=float(np.mean(kl)),
-            kl_p99=float(np.percentile(kl, 99)),
-            kl_max=float(np.max(kl)),
-            nmse=float(whole),
-            nmse_worst=float(worst),
-            same_argmax=float(tokens["same_argmax"].mean()),
-            n_broken=n_broken,
-        )
-
-    def lines(self) -> list[str]:
-        return [
-            f"KL          mean {self.kl_mean:.3e}, 99 % below {self.kl_p99:.3e}, "
-            f"most {self.kl_max:.3e} nats a token",
-            f"NMSE        {self.nmse:.3e}, worst row {self.nmse_worst:.3e}",
-            f"argmax      the same in {self.same_argmax:.2%} of rows; "
-            f"{self.n_broken} rows differ where the reference was clear",
-        ]
-
-    def outside(self, dtype: str) -> str | None:
-        """One line that says which bound of `BOUNDS[dtype]` does not hold; None where both do."""
-        bound = BOUNDS[dtype]
-        for what, value, most in (
-            ("mean KL", self.kl_mean, bound.kl),
-            ("NMSE", self.nmse, bound.nmse),
-        ):
-            if not value <= most:  # NaN is outside, too
-                return f"{what} {value:.3e} is above the bound for {dtype} weights, {most:.0e}"
-        return None
 
 
 class Perplexity(NamedTuple):
@@ -140,15 +75,20 @@ class Perplexity(NamedTuple):
     agreement: Agreement | None
 
     @property
+    def n_ubatch(self) -> int:
+        """Tokens that the engine computed at once."""
+        return int(self.run["result"]["n_ubatch"])
+
+    @property
     def interrupted(self) -> bool:
         return bool(self.run["status"] == results.INTERRUPTED)
 
     def lines(self) -> list[str]:
         """The result as text."""
         n_windows = int(self.tokens["window"].iloc[-1]) + 1
-        n_ctx = self.run["result"]["n_ctx"]
+        n_ctx, size = self.run["result"]["n_ctx"], self.n_ubatch
         windows = "1 window" if n_windows == 1 else f"{n_windows} windows"
-        said = [f"tokens      {self.engine.n} in {windows} of up to {n_ctx}"]
+        said = [f"tokens      {self.engine.n} in {windows} of up to {n_ctx}, {size} at a time"]
         said.append(f"engine      {self.engine}")
         if self.reference is not None:
             said.append(f"reference   {self.reference}")
@@ -166,7 +106,7 @@ def perplexity(
     out: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Scores the tokens of `source` with `engine`, window by window.
+    """Scores the tokens of `source` with `engine`, window by window, n_ubatch tokens at a time.
 
     against: also with an engine of these toggles on the same weights, and compares the two. out:
     the run folder to write (default: a new one in `data/runs`), written at the end and on the way.
@@ -176,74 +116,132 @@ def perplexity(
     are they saved when the device fails, before the error is raised. Raises UsageError for a folder
     that is there already and for a traced engine, DeviceError for toggles the device cannot honour.
     """
-    check_untraced(engine)
     folder = Path(out) if out is not None else results.new_run_folder(name=f"ppl-{source.label}")
-    if folder.exists():
-        raise UsageError(f"{folder} exists already; choose another folder")
-    reference = None if against is None else engine.variant(against)
+    return perplexity_by_size(
+        engine, source, {engine.config.n_ubatch: folder}, against=against, progress=progress
+    )[0]
+
+
+def perplexity_by_size(
+    engine: Any,
+    source: Source,
+    folders: dict[int, Path],
+    *,
+    against: Toggles | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Perplexity]:
+    """As `perplexity`, once for each size of `folders`: how many tokens to compute at once, and the
+    run folder to write. The reference computes n_ubatch at a time, once for all of them.
+
+    Raises UsageError also for no size, and for one that is not in 1..n_ubatch.
+    """
+    check_untraced(engine)
+    for size, folder in folders.items():
+        if not 1 <= size <= engine.config.n_ubatch:
+            raise UsageError(
+                f"{size} tokens cannot be computed at once; give 1 to n_ubatch "
+                f"({engine.config.n_ubatch}), or raise --n-ubatch"
+            )
+        if folder.exists():
+            raise UsageError(f"{folder} exists already; choose another folder")
+    if not folders:
+        raise UsageError("no size is given; say how many tokens to compute at once, as 512,1")
+    with ExitStack() as opened:
+        reference = None
+        if against is not None:
+            reference = engine.variant(against)
+            opened.callback(reference.close)
+        records: list[_Record] = []
+        for size, folder in folders.items():
+            side = engine
+            if records:  # each has a cache of its own
+                side = engine.variant(engine.toggles)
+                opened.callback(side.close)
+            records.append(_Record(side, reference, source, folder, size))
+        return _score_all(records, reference, source, progress)
+
+
+def _score_all(
+    records: list[_Record],
+    reference: Any | None,
+    source: Source,
+    progress: Callable[[int, int], None] | None,
+) -> list[Perplexity]:
+    first = records[0]
+    saved, status = time.monotonic(), results.INTERRUPTED
     try:
-        record = _Record(engine, reference, source, folder)
-        status = results.INTERRUPTED
-        try:
-            for number, window in enumerate(source.windows):
-                record.add(number, *_measure(engine, reference, window))
-                if progress is not None:
-                    progress(record.n_tokens, source.n_tokens)
-                if time.monotonic() - record.saved > results.CHECKPOINT_SECONDS:
+        for number, window in enumerate(source.windows):
+            _measure(records, reference, window, number)
+            if progress is not None:
+                progress(first.n_tokens, source.n_tokens)
+            if time.monotonic() - saved > results.CHECKPOINT_SECONDS:
+                for record in records:
                     record.save(status)
-            status = results.COMPLETE
-        except KeyboardInterrupt:
-            engine.backend.synchronize()  # the step cut short still reads staging memory
-            if not record.n_tokens:
-                raise
-        except Exception:
-            if record.n_tokens:
-                record.save(status)
+                saved = time.monotonic()
+        status = results.COMPLETE
+    except KeyboardInterrupt:
+        first.engine.backend.synchronize()  # the step cut short still reads staging memory
+        if not first.n_tokens:
             raise
-        return record.save(status)
-    finally:
-        if reference is not None:
-            reference.close()
+    except Exception:
+        if first.n_tokens:
+            for record in records:
+                record.save(status)
+        raise
+    return [record.save(status) for record in records if record.n_tokens]
 
 
-def _measure(
-    engine: Any, reference: Any | None, window: Window
-) -> tuple[dict[str, np.ndarray], list[list[int]]]:
-    """The columns of a window's tokens, and by arm the ns of every ubatch."""
-    size = engine.config.n_ubatch
-    sides = [engine] if reference is None else [engine, reference]
-    for side in sides:
+def _measure(records: list[_Record], reference: Any | None, window: Window, number: int) -> None:
+    """Adds a window to every record once all have finished it."""
+    sides = [record.engine for record in records]
+    for side in (*sides, *([] if reference is None else [reference])):
         side.reset()
-    parts: list[dict[str, np.ndarray]] = []
-    times: list[list[int]] = [[] for _ in sides]
-    for i in range(0, len(window.inputs), size):
-        targets = np.asarray(window.targets[i : i + size])
-        rows = []
-        for side, taken in zip(sides, times, strict=True):
-            start = now_ns()
-            rows.append(side.step(window.inputs[i : i + size], "all"))
-            taken.append(now_ns() - start)
-        if reference is None:
-            part = {"nll": score(rows[0], targets)}
-        else:
-            part = compare_rows(rows[0], rows[1], targets)
-        parts.append(part | {"token": targets})
-    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}, times
+    parts: list[list[dict[str, np.ndarray]]] = [[] for _ in records]
+    times: list[Times] = [[] for _ in records]
+    reference_times: Times = []
+    block = sides[0].config.n_ubatch
+    for i in range(0, len(window.inputs), block):
+        inputs, targets = window.inputs[i : i + block], np.asarray(window.targets[i : i + block])
+        wanted = None
+        if reference is not None:
+            wanted = _rows(reference, inputs, block, reference_times)
+        for record, kept, taken in zip(records, parts, times, strict=True):
+            rows = _rows(record.engine, inputs, record.size, taken)
+            if wanted is None:
+                columns = {"nll": score(rows, targets)}
+            else:
+                columns = compare_rows(rows, wanted, targets)
+            kept.append(columns | {"token": targets})
+    for record, kept, taken in zip(records, parts, times, strict=True):
+        columns = {key: np.concatenate([part[key] for part in kept]) for key in kept[0]}
+        every = [taken] if reference is None else [taken, reference_times]
+        record.add(number, columns, every)
+
+
+def _rows(engine: Any, inputs: Sequence[int], size: int, times: Times) -> np.ndarray:
+    """The logits of `inputs`, float32 (n, n_vocab), computed `size` at a time; adds to `times`."""
+    parts = []
+    for i in range(0, len(inputs), size):
+        start = now_ns()
+        parts.append(engine.step(inputs[i : i + size], "all"))
+        times.append((now_ns() - start, len(inputs[i : i + size])))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class _Record:
-    """The run folder as it grows: finished windows only."""
+    """One run folder as it grows, finished windows only; size: tokens the engine computes at
+    once."""
 
-    def __init__(self, engine: Any, reference: Any | None, source: Source, folder: Path):
+    def __init__(self, engine: Any, reference: Any | None, source: Source, folder: Path, size: int):
         self.folder, self.n_tokens, self.n_broken = folder, 0, 0
-        self.n_ubatch = engine.config.n_ubatch
-        self.arms = [(ENGINE_ARM, engine)]
+        self.engine, self.size = engine, size
+        self.arms = [(ENGINE_ARM, engine, size)]
         if reference is not None:
-            self.arms.append((REFERENCE_ARM, reference))
+            self.arms.append((REFERENCE_ARM, reference, reference.config.n_ubatch))
         self.samples = results.SampleTable(folder.name)
         self.test = f"pp{engine.config.n_ctx}"
         self._parts: list[pd.DataFrame] = []
-        self.begun = self.saved = time.monotonic()
+        self.begun = time.monotonic()
         self.run: dict[str, Any] = {
             "schema": results.SCHEMA,
             "run_id": folder.name,
@@ -257,20 +255,20 @@ class _Record:
             "tests": [self.test],
             "repetitions": 0,  # windows
             "arms": [],
-            "result": {"source": source.label, "n_ctx": engine.config.n_ctx},
+            "result": {"source": source.label, "n_ctx": engine.config.n_ctx, "n_ubatch": size},
         }
 
-    def add(self, number: int, columns: dict[str, np.ndarray], times: list[list[int]]) -> None:
-        """A finished window: its columns, and by arm the ns of every ubatch."""
+    def add(self, number: int, columns: dict[str, np.ndarray], times: list[Times]) -> None:
+        """A finished window: its columns, and by arm the times of its steps."""
         self.n_broken += int(columns.pop("breaks_rule", np.zeros(1)).sum())
         n = len(columns["nll"])
         begin = {"run_id": self.folder.name, "window": np.int32(number)}
         begin["place"] = np.arange(n, dtype=np.int32)
         begin["token"] = columns.pop("token").astype(np.int32)
         self._parts.append(pd.DataFrame(begin | columns))
-        counts = np.minimum(self.n_ubatch, n - np.arange(0, n, self.n_ubatch))
-        for (arm, _), taken in zip(self.arms, times, strict=True):
-            self.samples.add(arm, False, self.test, number, np.array(taken), counts)
+        for (arm, *_), taken in zip(self.arms, times, strict=True):
+            ns, counts = np.array(taken).T
+            self.samples.add(arm, False, self.test, number, ns, counts)
         self.n_tokens += n
 
     def save(self, status: str) -> Perplexity:
@@ -289,7 +287,7 @@ class _Record:
             "status": status,
             "duration_s": round(time.monotonic() - self.begun, 3),
             "repetitions": len(self._parts),
-            "arms": [_arm(name, side, self.test) for name, side in self.arms],
+            "arms": [_arm(*arm, self.test) for arm in self.arms],
         }
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -299,12 +297,11 @@ class _Record:
         except OSError as error:
             raise UsageError(f"run folder {self.folder} cannot be written: {error}") from error
         results.write_run(self.folder, self.run, self.samples.frame())
-        self.saved = time.monotonic()
         return Perplexity(self.run, tokens, self.folder, engine, reference, agreement)
 
 
-def _arm(name: str, engine: Any, test: str) -> dict[str, Any]:
-    n, counters = min(engine.config.n_ubatch, engine.config.n_ctx), engine.counters
+def _arm(name: str, engine: Any, size: int, test: str) -> dict[str, Any]:
+    n, counters = min(size, engine.config.n_ctx), engine.counters
     program = engine.program(n_tokens=n, n_outputs=n, n_past=0)
     return {
         "name": name,
@@ -319,6 +316,13 @@ def _arm(name: str, engine: Any, test: str) -> dict[str, Any]:
 def _finite(found: dict[str, Any]) -> dict[str, Any]:
     """For run.json, which knows no NaN and no infinity: null stands for them."""
     return {k: v if math.isfinite(v) else None for k, v in found.items()}
+
+
+def folders_of(folder: Path, sizes: Sequence[int]) -> dict[int, Path]:
+    """Where the run of each size goes: `folder`, and of several sizes `folder-ubN`."""
+    if len(sizes) == 1:
+        return {sizes[0]: folder}
+    return {size: folder.with_name(f"{folder.name}-ub{size}") for size in sizes}
 
 
 def parse_against(text: str) -> Toggles:

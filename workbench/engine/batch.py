@@ -1,8 +1,13 @@
-"""One step's tokens as input values: what the host writes into staging memory."""
+"""One step's tokens as input values: what the host writes into staging memory.
+
+While a device computes a step of one token the host has nothing to do, and after it the device has
+nothing to do until the host has made the inputs of the next step. All of these but the token are
+known before: `Batches` makes them then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,9 +23,34 @@ class Batch(NamedTuple):
     """Tokens computed together: the step shape, the values by input name, where they go."""
 
     shape: StepShape
-    values: Mapping[str, np.ndarray]
+    values: dict[str, np.ndarray]
     positions: np.ndarray  # (T,) int32
     cells: np.ndarray  # (T,) int64
+
+
+class Batches:
+    """The batches of one sequence. A batch belongs to the step it is made for."""
+
+    def __init__(self, cache: KVCache, n_vocab: int, n_ubatch: int):
+        self._cache = cache
+        self._n_vocab = n_vocab
+        self._n_ubatch = n_ubatch
+        self._next: Batch | None = None
+        self._next_is_for: tuple[Outputs, int] | None = None  # outputs, and state of the cache
+
+    def take(self, tokens: Sequence[int], outputs: Outputs) -> Batch:
+        """As `make_batch`; what `look_ahead` made for these outputs and this state is used."""
+        if len(tokens) == 1 and self._next_is_for == (outputs, self._cache.n_changes):
+            assert self._next is not None
+            self._next.values["inp_tokens"] = check_ids(tokens, self._n_vocab)
+            return self._next
+        return make_batch(tokens, self._cache, self._n_vocab, self._n_ubatch, outputs)
+
+    def look_ahead(self, outputs: Outputs) -> None:
+        """Makes what a step of one token needs after those the cache knows of, but the token."""
+        if self._cache.n_used < self._cache.n_ctx:
+            self._next = make_batch([0], self._cache, self._n_vocab, self._n_ubatch, outputs)
+            self._next_is_for = outputs, self._cache.n_changes
 
 
 def make_batch(

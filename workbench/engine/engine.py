@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.backend.base import Backend, Memory
-from workbench.backend.issue import Prepared
-from workbench.config import EngineConfig, Toggles
-from workbench.engine.batch import Outputs, check_ids, make_batch
+from workbench.backend.issue import Pending, Prepared
+from workbench.config import EngineConfig, Switch, Toggles
+from workbench.engine.batch import Batch, Batches, Outputs, check_ids
+from workbench.engine.generation import Generation
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Workspace
 from workbench.engine.reuse import POLICIES, Programs
 from workbench.errors import UsageError
+from workbench.graph.defer import defer
 from workbench.graph.fuse import chosen as fusions
 from workbench.graph.fuse import fuse
 from workbench.graph.ir import StepShape
@@ -31,28 +32,6 @@ from workbench.trace.spans import HOST_LANE, Recorder, now_ns
 
 if TYPE_CHECKING:
     from workbench.model.tokenizer import Tokenizer
-
-
-@dataclass
-class Generation:
-    """What `generate` made. prefill_us: the prompt, in all; token_us: each token after it.
-
-    interrupted: Ctrl-C ended it; what was made until then is here.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    text: str | None = None
-    prefill_us: float = 0.0
-    token_us: list[float] = field(default_factory=list)
-    interrupted: bool = False
-
-    @property
-    def tokens_per_second(self) -> float:
-        return 1e6 * len(self.token_us) / sum(self.token_us) if self.token_us else 0.0
-
-    def _repr_html_(self) -> str:
-        said = self.text if self.text is not None else " ".join(map(str, self.tokens))
-        return f"<p>{said}<br><small>{self.tokens_per_second:.1f} t/s</small></p>"
 
 
 class Engine:
@@ -79,6 +58,7 @@ class Engine:
         )
         self._loaded: Loaded | None = loaded.share()
         self.cache = KVCache(config.n_ctx, config.n_kv_pad)
+        self._batches = Batches(self.cache, loaded.model.n_vocab, config.n_ubatch)
         self._cache_tensors = loaded.model.caches(self.cache.n_cells)
         self._programs: Programs = POLICIES[toggles.graph_reuse](self._build)
         self._workspace = Workspace(loaded.backends, self._programs.clear)
@@ -87,7 +67,7 @@ class Engine:
             self._place_cache()
             # reserve for the largest step, so that memory grows later only for many outputs
             largest = StepShape(config.n_ubatch, 1, self.cache.n_cells)
-            self._workspace.bind(self._lower(largest).buffers)
+            self._workspace.bind(self._lower(largest))
         except BaseException:
             self.close()
             raise
@@ -131,19 +111,17 @@ class Engine:
         """
         if self.recorder is not None:
             return self._traced_step(self.recorder, tokens, outputs)
-        t0 = now_ns()
-        batch = make_batch(tokens, self.cache, self.model.n_vocab, self.config.n_ubatch, outputs)
+        ns, t0 = self._ns, now_ns()
+        batch = self._batches.take(tokens, outputs)
         t1 = now_ns()
         program = self._programs.get(batch.shape)  # built or reused
         t2 = now_ns()
         pending = program.run(batch.values)
         t3 = now_ns()
-        logits = self._logits(pending.wait(), batch.shape)
-        self._spent("batch", t0, t1)
-        self._spent("issue", t2, t3)
-        self._spent("wait", t3, now_ns())
-        self.cache.store(batch.positions, batch.cells)
-        self.n_steps += 1
+        logits, ahead_ns = self._finish(pending, batch, outputs)
+        ns["batch_ns"] += t1 - t0 + ahead_ns
+        ns["issue_ns"] += t3 - t2
+        ns["wait_ns"] += now_ns() - t3 - ahead_ns
         return logits
 
     def _traced_step(
@@ -153,16 +131,32 @@ class Engine:
         with recorder.span(
             f"step {n}", "step", step=n, n_tokens=len(tokens), n_past=self.cache.n_used
         ):
-            t0, v = now_ns(), self.model.n_vocab
-            batch = make_batch(tokens, self.cache, v, self.config.n_ubatch, outputs)
+            t0 = now_ns()
+            batch = self._batches.take(tokens, outputs)
             self._spent("batch", t0, now_ns())
             program = self._programs.get(batch.shape)
             pending, add_device_spans = program.run_traced(batch.values, recorder, n)
-            logits = self._logits(pending.wait(), batch.shape)
-            self.cache.store(batch.positions, batch.cells)
-            self.n_steps += 1
+            t1 = now_ns()
+            logits, ahead_ns = self._finish(pending, batch, outputs)
+            self._spent("batch", t1, t1 + ahead_ns)
         add_device_spans()
         return logits
+
+    def _finish(self, pending: Pending, batch: Batch, outputs: Outputs) -> tuple[np.ndarray, int]:
+        """Logits of the step under way, and the ns its host spent on the next one while the device
+        computed. Where the wait fails or is interrupted, the cache is as it was before the step."""
+        start = now_ns()
+        self.cache.store(batch.positions, batch.cells)
+        try:
+            if batch.shape.n_tokens == 1:
+                self._batches.look_ahead(outputs)
+            ahead_ns = now_ns() - start
+            logits = self._logits(pending.wait(), batch.shape)
+        except BaseException:
+            self.cache.take_back(batch.cells)
+            raise
+        self.n_steps += 1
+        return logits, ahead_ns
 
     def _logits(self, results: dict[str, np.ndarray], shape: StepShape) -> np.ndarray:
         size = (shape.n_outputs, self.model.n_vocab)
@@ -266,6 +260,8 @@ class Engine:
         """Graph, splits and program of a step shape: everything but addresses."""
         loaded, t0 = self._open, now_ns()
         graph = build_graph(self.model, shape, self._cache_tensors, self._activations)
+        if self.toggles.defer_norm == Switch.ON:
+            graph = defer(graph)
         graph = fuse(graph, self._fusions)
         t1 = now_ns()
         splits = split(graph, loaded.backend_of)
@@ -288,7 +284,7 @@ class Engine:
     def _build(self, shape: StepShape) -> Prepared:
         program = self._lower(shape)
         start = now_ns()
-        memory = self._memory | self._workspace.bind(program.buffers)
+        memory = self._memory | self._workspace.bind(program)
         prepared = Prepared(program, self._open.backends, memory)
         self._spent("prepare", start, now_ns())
         return prepared

@@ -23,10 +23,12 @@ class KVCache:
         self.positions = np.full(self.n_cells, EMPTY, dtype=np.int32)
         self._held = np.empty_like(self.positions)
         self.n_used = 0
+        self.n_changes = 0  # since it was made; what was made for one state serves no other
 
     def clear(self) -> None:
         self.positions[:] = EMPTY
         self.n_used = 0
+        self.n_changes += 1
 
     def find(self, n: int) -> np.ndarray:
         """Indices of n free cells, (n,) int64; raises UsageError when the context is full."""
@@ -56,3 +58,10 @@ class KVCache:
         """Notes that `cells` now hold `positions`."""
         self.positions[cells] = positions
         self.n_used += len(cells)
+        self.n_changes += 1
+
+    def take_back(self, cells: np.ndarray) -> None:
+        """Undoes the latest `store`, which was of `cells`."""
+        self.positions[cells] = EMPTY
+        self.n_used -= len(cells)
+        self.n_changes += 1

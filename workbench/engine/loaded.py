@@ -71,7 +71,8 @@ class Loaded:
                 raise DeviceError(f"{self.model.path}: {(*names, node.name)[0]}: {why}")
 
     def _nodes(self, config: EngineConfig) -> Iterator[Node]:
-        """The nodes a model's steps are made of; of those with equal types and shapes the first."""
+        """The nodes a model's steps are made of; of those alike in types and
+        shapes the first."""
         seen = set()
         caches = self.model.caches(config.n_kv_pad)
         for tokens in sorted({1, config.n_ubatch}):
@@ -81,6 +82,7 @@ class Loaded:
                     key = (
                         node.op,
                         node.inputs[0] is self.model.embedding,
+                        node.params.get("activations"),
                         *((t.dtype, t.shape) for t in node.inputs),
                     )
                     if key not in seen:

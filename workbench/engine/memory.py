@@ -6,38 +6,44 @@ every kept program first, which `on_grow` is for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from workbench.backend.base import Backend, Memory
-from workbench.program.commands import Buffer
+from workbench.backend.landing import Landing, landing_of
+from workbench.program.commands import Buffer, Program
 
 
 class Workspace:
-    """Staging, arenas and result memory of one engine, by buffer name."""
+    """Staging, arenas and result memory of one engine, by buffer name; the landing apart from
+    result memory that is no landing, for both may be wanted in turn."""
 
     def __init__(self, backends: list[Backend], on_grow: Callable[[], None]):
         self._backends = backends
         self._on_grow = on_grow
-        self._memory: dict[str, Memory] = {}
+        self._memory: dict[tuple[str, bool], Memory] = {}
 
-    def bind(self, buffers: Iterable[Buffer]) -> dict[Buffer, Memory]:
-        """Memory for each buffer: what is there where it is large enough, else newly allocated."""
-        bound = {}
-        for buffer in buffers:
-            memory = self._memory.get(buffer.name)
+    def bind(self, program: Program) -> dict[Buffer, Memory]:
+        """Memory for each buffer of `program`: what is there where it is large enough, else newly
+        allocated."""
+        bound, landing = {}, landing_of(program)
+        for buffer in program.buffers:
+            lands = buffer is landing
+            memory = self._memory.get((buffer.name, lands))
             if memory is None or memory.nbytes < buffer.nbytes:
-                memory = self._replace(buffer, memory)
+                memory = self._replace(buffer, lands, memory)
             bound[buffer] = memory
         return bound
 
-    def _replace(self, buffer: Buffer, old: Memory | None) -> Memory:
-        backend = self._backends[buffer.backend]
+    def _replace(self, buffer: Buffer, lands: bool, old: Memory | None) -> Memory:
+        backend, nbytes = self._backends[buffer.backend], max(buffer.nbytes, 1)
         if old is not None:
             backend.synchronize()
             self._on_grow()
             old.free()
-        self._memory[buffer.name] = backend.allocate(max(buffer.nbytes, 1), buffer.space)
-        return self._memory[buffer.name]
+        allocate = backend.allocate
+        made: Memory = Landing(backend, nbytes) if lands else allocate(nbytes, buffer.space)
+        self._memory[buffer.name, lands] = made
+        return made
 
     def free(self) -> None:
         for memory in self._memory.values():

@@ -10,22 +10,25 @@ patterns are joined is chosen one by one (`Toggles.fuse_*`); the more, the fewer
     fuse_bias               mul_mat + add of its bias
     fuse_qkv                the products of one x: Q + K + V, whatever their weight types
     fuse_rope_store         rope of Q and K + set_rows of K and V, with a norm of the heads before
-                            it; behind Q + K + V without such a norm, in that launch
+                            it; behind Q + K + V, in that launch
     fuse_glu                gate + up + swiglu
     fuse_epilogue_quantize  attention, or swiglu, + quantize of its result
+    fuse_product_norm       where norms are halved (`defer.py`): the output and the down product +
+                            the residual add + the half behind it; the other half + the products
 
-With all of them a layer of the llama architecture is 7 launches: norm, Q + K + V to the cache,
-attention, output product, norm, gate + up + swiglu, down product; where the heads are normed
-(qwen3), 8. The patterns are those of llama.cpp's CUDA backend (ggml_cuda_can_fuse) taken further:
-its graph has a launch for each quantisation, rope, store and product of Q, K and V.
+With all of them a layer is 7 launches: norm, Q + K + V to the cache, attention, output product,
+norm, gate + up + swiglu, down product. With halved norms it is 5. The patterns are those of
+llama.cpp's CUDA backend (ggml_cuda_can_fuse) taken further: its graph has a launch for each
+quantisation, rope, store, norm and product of Q, K and V.
 
     op of the fused node   parts
     norm                   [add] [rms_norm] [mul] [quantize], two of them at least
-    product                mul_mat add
-    qkv                    (mul_mat [add]) x 3
+    product                mul_mat [rms_scale] [add], two of them at least
+    product_norm           mul_mat [rms_scale] [add] add square_sums mul [quantize]
+    qkv                    (mul_mat [rms_scale] [add]) x 3
     qkv_rope_store         qkv, rope_store
     rope_store             [rms_norm mul rms_norm mul] rope rope set_rows set_rows
-    glu                    mul_mat [add] mul_mat [add] swiglu [quantize]
+    glu                    (mul_mat [rms_scale] [add]) x 2, swiglu [quantize]
     swiglu_quantize        swiglu quantize
     attention_quantize     attention quantize
 
@@ -88,19 +91,57 @@ def join(op: str, name: str, parts: Sequence[Node], readers: dict[Tensor, int]) 
     return node
 
 
-class _Products(NamedTuple):
-    """Neighbouring products of one x: each with the add of its bias, if it has one."""
+class Product(NamedTuple):
+    """A product with what may stand right behind it."""
 
-    pairs: list[tuple[Node, Node | None]]
+    mul_mat: Node
+    scale: Node | None  # rms_scale
+    bias: Node | None  # add of one row
+
+    @property
+    def unbiased(self) -> list[Node]:
+        return [self.mul_mat] if self.scale is None else [self.mul_mat, self.scale]
+
+    @property
+    def nodes(self) -> list[Node]:
+        return self.unbiased if self.bias is None else [*self.unbiased, self.bias]
+
+    @property
+    def output(self) -> Tensor:
+        return self.nodes[-1].output
+
+
+def product_at(nodes: Sequence[Node], at: int) -> Product | None:
+    """The product that begins with node `at`, if one does."""
+
+    def behind(last: Node, op: str) -> Node | None:
+        node = nodes[at + 1] if at + 1 < len(nodes) else None
+        reads = node and node.op == op and node.inputs[0].storage is last.output.storage
+        return node if reads else None
+
+    if at >= len(nodes) or nodes[at].op != "mul_mat":
+        return None
+    last = mul_mat = nodes[at]
+    scale = behind(last, "rms_scale")
+    if scale is not None:
+        last, at = scale, at + 1
+    bias = behind(last, "add")
+    return Product(mul_mat, scale, bias if bias and len(bias.inputs[1].shape) == 1 else None)
+
+
+class _Products(NamedTuple):
+    """Neighbouring products of one x."""
+
+    all: list[Product]
     end: int
 
     @property
     def biased(self) -> bool:
-        return any(bias is not None for _, bias in self.pairs)
+        return any(product.bias is not None for product in self.all)
 
     @property
     def nodes(self) -> list[Node]:
-        return [n for pair in self.pairs for n in pair if n is not None]
+        return [n for product in self.all for n in product.nodes]
 
 
 class _Run:
@@ -137,19 +178,18 @@ class _Run:
 
     def norm(self) -> _Taken:
         """[add] [rms_norm] [mul] [quantize], from whichever of them comes first."""
-        parts, at, on = [self.nodes[self.at]], self.at + 1, self.on
+        parts = [self.nodes[self.at]]
         if parts[0].op == "add" and len(parts[0].inputs[1].shape) == 1:
             return None  # a bias, no residual
         for before, op, toggle in _NORM_JOINTS:
-            if parts[-1].op == before and toggle in on:
-                node = self.reads(at, op, parts[-1].output)
+            if parts[-1].op == before and toggle in self.on:
+                node = self.reads(self.at + len(parts), op, parts[-1].output)
                 if node is not None and (op != "mul" or len(node.inputs[1].shape) == 1):
                     parts.append(node)
-                    at += 1
-        if len(parts) == 1:
+        if len(parts) < 2:
             return None
         named = next((p for p in parts if p.op == "rms_norm"), parts[0])
-        return [("norm", named.name, parts)], at
+        return [("norm", named.name, parts)], self.at + len(parts)
 
     def heads(self) -> _Taken:
         """The norm of the query heads may begin a run of its own; else a norm like any other."""
@@ -176,45 +216,62 @@ class _Run:
     def products(self) -> _Products:
         """The products of one x from here on, side by side in the graph."""
         x, at = self.nodes[self.at].inputs[1].storage, self.at
-        pairs: list[tuple[Node, Node | None]] = []
-        while (node := self.peek(at)) and node.op == "mul_mat" and node.inputs[1].storage is x:
-            bias = self.reads(at + 1, "add", node.output)
-            if bias is not None and len(bias.inputs[1].shape) != 1:
-                bias = None
-            pairs.append((node, bias))
-            at += 1 if bias is None else 2
-        return _Products(pairs, at)
+        found: list[Product] = []
+        while (product := product_at(self.nodes, at)) and product.mul_mat.inputs[1].storage is x:
+            if product.scale is not None and "fuse_product_norm" not in self.on:
+                break
+            found.append(product)
+            at += len(product.nodes)
+        return _Products(found, at)
 
     def product(self) -> _Taken:
         found, on = self.products(), self.on
+        if not found.all:
+            return None
         layer = self.nodes[self.at].layer
         whole = "fuse_bias" in on or not found.biased  # a bias is inside, or there is none
-        if len(found.pairs) == 3 and "fuse_qkv" in on:
+        if len(found.all) == 3 and "fuse_qkv" in on:
             if not whole:
-                multiply = [product for product, _ in found.pairs]
-                add = [bias for _, bias in found.pairs if bias is not None]
+                multiply = [n for product in found.all for n in product.unbiased]
+                add = [product.bias for product in found.all if product.bias is not None]
                 singles = [("add", bias.name, [bias]) for bias in add]
                 return [("qkv", f"qkv-{layer}", multiply), *singles], found.end
             tail = self.rope_store_at(found.end) if "fuse_rope_store" in on else []
-            if tail and tail[0].op == "rope":
+            if tail:
                 parts = [*found.nodes, *tail]
                 return [("qkv_rope_store", f"qkv-{layer}", parts)], found.end + len(tail)
             return [("qkv", f"qkv-{layer}", found.nodes)], found.end
-        if len(found.pairs) == 2 and "fuse_glu" in on and whole:
+        if len(found.all) == 2 and "fuse_glu" in on and whole:
             glu = self.glu_behind(found)
             if glu:
                 return [("glu", f"ffn_glu-{layer}", [*found.nodes, *glu])], found.end + len(glu)
-        product, bias = found.pairs[0]
-        if bias is None or "fuse_bias" not in on:
+        first = found.all[0]
+        alone = first.nodes if "fuse_bias" in on else first.unbiased
+        norm = self.norm_behind(found) if whole and len(found.all) == 1 else []
+        if norm:
+            return [("product_norm", first.mul_mat.name, [*alone, *norm])], found.end + len(norm)
+        if len(alone) == 1:
             return None
-        return [("product", product.name, [product, bias])], self.at + 2
+        return [("product", first.mul_mat.name, alone)], self.at + len(alone)
+
+    def norm_behind(self, found: _Products) -> list[Node]:
+        """The residual add of a product and half a norm, or nothing."""
+        parts = self.nodes[found.end : found.end + 3]
+        halved = tuple(n.op for n in parts) == ("add", "square_sums", "mul")
+        if not halved or "fuse_product_norm" not in self.on:
+            return []
+        if found.all[0].output.storage not in {t.storage for t in parts[0].inputs}:
+            return []
+        quantize = self.reads(found.end + 3, "quantize", parts[-1].output)
+        joined = quantize is not None and "fuse_norm_quantize" in self.on
+        return [*parts, quantize] if quantize is not None and joined else parts
 
     def glu_behind(self, found: _Products) -> list[Node]:
         """swiglu [quantize] of two products of one weight type, or nothing."""
-        (gate, gate_bias), (up, up_bias) = found.pairs
-        node = self.reads(found.end, "swiglu", (gate_bias or gate).output)
-        same = gate.inputs[0].dtype == up.inputs[0].dtype
-        if node is None or node.inputs[1].storage is not (up_bias or up).output.storage or not same:
+        gate, up = found.all
+        node = self.reads(found.end, "swiglu", gate.output)
+        same = gate.mul_mat.inputs[0].dtype == up.mul_mat.inputs[0].dtype
+        if node is None or node.inputs[1].storage is not up.output.storage or not same:
             return []
         return [node, *self.quantize_of(found.end + 1, node)]
 

@@ -15,6 +15,8 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
     attention  q (T, heads, head_dim) F32, k and v (cells, kv_heads * head_dim) F16,
                mask (T, n_kv) F16 -> (T, heads * head_dim) F32; n_kv, n_head_kv, scale
     swiglu     gate, up (T, cols) F32 -> like gate
+    square_sums  x (T, cols) F32 -> (T, cols / 32) F32
+    rms_scale  x (T, cols) F32, squares (T, n) F32 -> like x; eps
 
 A fused node (`graph/fuse.py`) is computed as its parts are, in order; what its parts write and no
 other node reads is memory of its own, or none.
@@ -28,6 +30,8 @@ other node reads is memory of its own, or none.
 * swiglu: silu(gate) * up.
 * quantize: per block of 32, scale = max|x| / 127, quants = round-half-even(x / scale) clamped to
   +-127 (which only a subnormal scale can exceed); scale 0 gives quants 0.
+* square_sums: the sum of squares of each 32 columns. rms_scale: x / sqrt(sum(squares of the row) /
+  (32 n) + eps). Together with a mul they are a norm in two halves (`graph/defer.py`).
 * get_rows: an id outside the table reads nothing; the engine refuses such ids before that.
 """
 
@@ -38,6 +42,8 @@ from typing import NamedTuple
 
 from workbench.errors import UsageError
 from workbench.graph.ir import F16, F32, I32, I64, Q8_ACT, QUANTISED, DType, Node, Tensor
+
+SQUARES = 32  # columns of a sum of squares
 
 Access = tuple[Tensor, int, int]  # storage, byte offset, bytes
 
@@ -147,6 +153,20 @@ def _attention(inputs, params):
     return F32, (q.shape[0], q.shape[1] * q.shape[2])
 
 
+def _square_sums(inputs, params):
+    (x,) = inputs
+    fits = x.dtype == F32 and len(x.shape) == 2 and x.cols % SQUARES == 0
+    _need(fits, "square_sums", inputs, f"wants (T, cols) F32, cols a multiple of {SQUARES}")
+    return F32, (x.shape[0], x.cols // SQUARES)
+
+
+def _rms_scale(inputs, params):
+    x, squares = inputs
+    fits = x.dtype == squares.dtype == F32 and len(x.shape) == 2 and x.rows == squares.rows
+    _need(fits, "rms_scale", inputs, "wants (T, cols) F32 and sums of squares of T rows")
+    return F32, x.shape
+
+
 def _per_element(n: int) -> Callable[[Node], int]:
     return lambda node: n * node.output.rows * node.output.cols
 
@@ -171,6 +191,8 @@ OPS: dict[str, Op] = {
             value_dependent=True,
         ),
         Op("swiglu", _like_first("swiglu"), _per_element(5)),
+        Op("square_sums", _square_sums, lambda node: 2 * node.inputs[0].rows * node.inputs[0].cols),
+        Op("rms_scale", _rms_scale, _per_element(1)),
     )
 }  # fmt: skip
 

@@ -222,11 +222,15 @@ class Model:
 
 
 class _Builder:
-    """Appends nodes; quantises an activation once for all the products that share it."""
+    """Appends nodes; quantises an activation once for all the products that share it.
 
-    def __init__(self, quantise: bool) -> None:
+    activations=float: nothing is quantised, and every product says that nothing may be rounded.
+    """
+
+    def __init__(self, activations: str) -> None:
         self.nodes: list[Node] = []
-        self.quantise = quantise
+        self.quantise = activations == Activations.Q8
+        self._said = {} if self.quantise else {"activations": str(activations)}
         self._quantised: dict[Tensor, Tensor] = {}
 
     def add(self, op: str, name: str, *inputs: Tensor | None, layer: int = -1, **params) -> Tensor:
@@ -241,7 +245,7 @@ class _Builder:
                 quantised = self.add("quantize", f"{x.name} (q8)", x, layer=layer)
                 self._quantised[x] = quantised
             x = quantised
-        y = self.add("mul_mat", name, w, x, layer=layer)
+        y = self.add("mul_mat", name, w, x, layer=layer, **self._said)
         return y if bias is None else self.add("add", f"{name} (bias)", y, bias, layer=layer)
 
     def norm(self, name: str, x: Tensor, weight: Tensor, eps: float, layer: int) -> Tensor:
@@ -257,14 +261,16 @@ def build_graph(
 ) -> Graph:
     """The graph of one step of `shape`: token ids in, rows of logits out.
 
-    activations: whether products with quantised weights are given quantised activations.
+    activations: `q8`: products with quantised weights are given quantised activations, and those
+    with float weights may round theirs to the weights' type. `float`: neither; the products' nodes
+    have it as a parameter, which says so to the backends.
 
     Inputs, by name: inp_tokens (T,) I32, inp_pos (T,) I32, attn_inp_kq_mask (T, n_kv) F16,
     attn_inp_k_idxs and attn_inp_v_idxs (T,) I64, inp_out_ids (n_outputs,) I32. The output is
     `result_output` (n_outputs, n_vocab) F32. With n_outputs 0 the graph ends at the last layer's
     cache stores.
     """
-    h, b = model.hparams, _Builder(activations == Activations.Q8)
+    h, b = model.hparams, _Builder(activations)
     t, n_kv = shape.n_tokens, shape.n_kv
     ids = Tensor("inp_tokens", I32, (t,), Kind.INPUT)
     pos = Tensor("inp_pos", I32, (t,), Kind.INPUT)

@@ -133,7 +133,7 @@ def _caption(found: list[AB]) -> str:
 
 
 def peer(folder: Path) -> str:
-    """Decode on two CPU threads beside llama.cpp's, from `make peer`."""
+    """Decode and prefill on two CPU threads beside llama.cpp's, from `make peer`."""
     found = json.loads((folder / "peer-cpu.json").read_text())
     rows = [
         {
@@ -144,7 +144,7 @@ def peer(folder: Path) -> str:
             "Ratio": f"{row['ratio']:.2f}",
             "95% CI": f"{row['ci95'][0]:.2f}..{row['ci95'][1]:.2f}",
         }
-        for row in found["decode"]
+        for row in [*found["decode"], *found.get("prefill", [])]
     ]
     cpu = found["machine"]["cpu"]["name"]
     version = found["versions"]["llama-cpp-python"]

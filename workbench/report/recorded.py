@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from workbench.bench import results
-from workbench.bench.bounds import BOUNDS
+from workbench.bench.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound, bound_of
 from workbench.bench.comparison import AB
 from workbench.report.tables import markdown
 
@@ -24,8 +24,6 @@ DECODED = (
     "llama-3-8b-f16", "llama-3-8b-q8_0", "llama-3-8b-q4_0", "llama-3.2-1b-bf16", "qwen3-4b-q4_k_m",
 )  # fmt: skip
 SCORED = ("f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k", "mxfp4")
-# Types whose products `activations=float` leaves as they are: their runs compare a path with itself
-SAME_PATH = ("f16", "bf16")
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 LARGE, SMALL = ("8b.glu", "8b.gate_up", "8b.head"), ("8b.qkv", "8b.o", "8b.down")
 
@@ -61,10 +59,15 @@ class Recorded:
         found = sorted(p.parent.name for p in self.folder.glob(f"{start}{prefix}*/run.json"))
         return [name.removeprefix(start) for name in found]
 
+    def file(self, name: str) -> dict[str, Any] | None:
+        """What `DEVICE-name.json` holds; None where there is none."""
+        path = self.folder / f"{self.device}-{name}.json"
+        return json.loads(path.read_text()) if path.is_file() else None
+
     def load_seconds(self) -> list[float] | None:
         """How long each load of llama-3-8b Q4_0 took."""
-        path = self.folder / f"{self.device}-load-llama-3-8b-q4_0.json"
-        return json.loads(path.read_text())["seconds"] if path.is_file() else None
+        found = self.file("load-llama-3-8b-q4_0")
+        return found["seconds"] if found else None
 
 
 def _useless(run: dict[str, Any]) -> str:
@@ -195,6 +198,40 @@ def worst_batch(
     return found[shape, batch], shape, batch
 
 
+class Answer(NamedTuple):
+    """The fast path against the float path. n_ubatch: tokens that the fast path computed at once;
+    kl, nmse: None where they are no finite numbers."""
+
+    n_ubatch: int
+    kl: float | None
+    nmse: float | None
+    bound: Bound
+    run: results.Run
+
+    @property
+    def holds(self) -> bool:
+        both = ((self.kl, self.bound.kl), (self.nmse, self.bound.nmse))
+        return all(value is not None and value <= most for value, most in both)
+
+
+def scored(recorded: Recorded, quant: str) -> list[Answer]:
+    """What the runs of a type of llama-3.2-1b say, most tokens at once first.
+
+    A run without n_ubatch computed as many as its engine's n_ubatch. One whose logits are equal to
+    the last bit is left out: both of its sides took the same path, so that it compares nothing.
+    """
+    found, name = [], f"perplexity-llama-3.2-1b-{quant}"
+    for run in (recorded.run(each) for each in (name, *recorded.names(f"{name}-ub"))):
+        if run is None or run.run["result"]["agreement"]["nmse"] == 0:
+            continue
+        result = run.run["result"]
+        size = result.get("n_ubatch") or run.run["engine"]["config"]["n_ubatch"]
+        bound = bound_of(run.run["model"]["quant"], size)
+        agreement = result["agreement"]
+        found.append(Answer(size, agreement["kl_mean"], agreement["nmse"], bound, run))
+    return sorted(found, key=lambda answer: -answer.n_ubatch)
+
+
 # README's tables ---------------------------------------------------------------------------------
 
 
@@ -294,33 +331,36 @@ def fusion_table(folder: Path, device: str = "cuda") -> str:
 
 
 def perplexity_table(folder: Path, device: str = "cuda") -> str:
-    """A row per type: the fast path against the float path on tokens drawn from the model."""
-    recorded, rows, runs = Recorded(folder, device), [], []
-    for quant in SCORED:
-        run = recorded.run(f"perplexity-llama-3.2-1b-{quant}")
-        if run is None or quant in SAME_PATH:
-            continue
-        found, bound = run.run["result"]["agreement"], BOUNDS[run.run["model"]["quant"]]
-        runs.append(run)
-        rows.append(
-            {
-                "Model": _model(run.run),
-                "tokens": str(run.run["result"]["engine"]["n"]),
-                "mean KL": f"{found['kl_mean']:.1e}",
-                "bound": f"{bound.kl:.0e}",
-                "NMSE": f"{found['nmse']:.1e}",
-                "bound ": f"{bound.nmse:.0e}",
-                "same argmax": f"{100 * found['same_argmax']:.2f} %",
-            }
-        )
-    if not rows:
+    """A row per type: the fast path against the float path on tokens drawn from the model, by how
+    many of them the fast path computed at once."""
+    recorded = Recorded(folder, device)
+    every = {quant: found for quant in SCORED if (found := scored(recorded, quant))}
+    if not every:
         return f"Perplexity: {NOT_MEASURED}."
-    ubatch = runs[0].run["engine"]["config"]["n_ubatch"]
-    return (
-        markdown(pd.DataFrame(rows))
-        + "\n\n"
-        + caption(runs, f"KL in nats a token; {ubatch} tokens at a time")
-    )
+    sizes = sorted({a.n_ubatch for found in every.values() for a in found}, reverse=True)
+    rows, runs = [], []
+    for found in every.values():
+        by_size, first = {a.n_ubatch: a for a in found}, found[0].run.run
+        runs += [a.run for a in found]
+        bounds = [table[first["model"]["quant"]] for table in (MANY_BOUNDS, FEW_BOUNDS)]
+        same = min(a.run.run["result"]["agreement"]["same_argmax"] for a in found)
+        rows.append(
+            {"Model": _model(first)}
+            | {f"{n} at once": _both(by_size.get(n)) for n in sizes}
+            | {"bound": _both(bounds[0], 0), f"bound to {FEW}": _both(bounds[1], 0)}
+            | {"same argmax": f"{100 * same:.2f} %"}
+        )
+    tokens = dict.fromkeys(str(run.run["result"]["engine"]["n"]) for run in runs)
+    said = f"{' or '.join(tokens)} tokens: mean KL in nats a token / NMSE of the logits"
+    return markdown(pd.DataFrame(rows)) + "\n\n" + caption(runs, said)
+
+
+def _both(found: Answer | Bound | None, digits: int = 1) -> str:
+    """KL / NMSE."""
+    if found is None:
+        return ""
+    values = (found.kl, found.nmse)
+    return " / ".join("no number" if v is None else f"{v:.{digits}e}" for v in values)
 
 
 BLOCKS: dict[str, Callable[[Path], str]] = {

@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from workbench.bench.bounds import BOUNDS
+from workbench.bench.bounds import FEW
+from workbench.report import binds
 from workbench.report import recorded as figures
+from workbench.report.binds import Bind
 from workbench.report.recorded import LARGE, NOT_MEASURED, SCORED, SMALL, TYPES, Recorded
 from workbench.report.tables import markdown
 
@@ -101,6 +103,11 @@ DECODE = {
 MOST_LAUNCHES = {"llama": 7, "qwen3": 8}  # of a layer, by architecture
 
 
+def kernel_binds(recorded: Recorded) -> Iterator[Bind]:
+    for _, shapes, launch, types, least in KERNELS:
+        yield from binds.of_products(recorded, types, shapes, launch, least)
+
+
 def decode(recorded: Recorded) -> Iterator[Target]:
     for name, (least, _) in DECODE.items():
         found = figures.decode(recorded, name)
@@ -109,6 +116,13 @@ def decode(recorded: Recorded) -> Iterator[Target]:
             said = f"{100 * found.share:.1f} %, {found.tg:.1f} t/s"
             part = Part("", said, found.share >= least)
         yield Target(f"tg128 {name}: {100 * least:.0f} % of the read bandwidth", (part,))
+
+
+def decode_binds(recorded: Recorded) -> Iterator[Bind]:
+    for name, (least, _) in DECODE.items():
+        found = figures.decode(recorded, name)
+        if found is not None and found.share < least:
+            yield binds.of_step(recorded, name, 1, f"{100 * found.share:.1f} %")
 
 
 def decode_beside_llama_cpp(recorded: Recorded) -> Iterator[Target]:
@@ -165,6 +179,21 @@ def batches(recorded: Recorded) -> Iterator[Target]:
     yield _of(f"products of 9 to 128 tokens, each of 8B: {bound}", TYPES, product)
 
 
+def batch_binds(recorded: Recorded) -> Iterator[Bind]:
+    for name in BATCHED:
+        shares = figures.batch_shares(recorded, name) or {}
+        missed = {n: share for n, share in shares.items() if share < LEAST_OF_BOUND}
+        if missed:
+            said = ", ".join(f"{n}: {100 * share:.1f} %" for n, share in sorted(missed.items()))
+            worst = min(missed, key=missed.__getitem__)
+            yield binds.of_step(recorded, name, worst, said)
+    run = recorded.run("kernels-batches")
+    for dtype in TYPES:
+        found = figures.worst_batch(run, dtype)
+        if found is not None and found[0] < LEAST_OF_BOUND:
+            yield from binds.of_batched_product(recorded, dtype, *found[1:])
+
+
 MOST_DEPTH, MOST_LOAD_S = 1.35, 10.0
 
 
@@ -181,33 +210,57 @@ def depth_and_load(recorded: Recorded) -> Iterator[Target]:
     yield Target(f"llama-3-8b Q4_0 ready from the page cache in {MOST_LOAD_S:.0f} s", (part,))
 
 
-def answers(recorded: Recorded) -> Iterator[Target]:
-    def part(quant: str) -> tuple[str, bool] | None:
-        run = recorded.run(f"perplexity-llama-3.2-1b-{quant}")
-        if run is None or quant in figures.SAME_PATH:
-            return None
-        found, bound = run.run["result"]["agreement"], BOUNDS[run.run["model"]["quant"]]
-        kl, nmse = found["kl_mean"], found["nmse"]  # null where they are no finite numbers
-        if kl is None or nmse is None:
-            return "no number", False
-        return f"{kl:.0e}/{nmse:.0e}", kl <= bound.kl and nmse <= bound.nmse
+# What computes so many tokens at once.
+WAYS: dict[str, Callable[[int], bool]] = {
+    "prefill kernels": lambda n_ubatch: n_ubatch > FEW,
+    "decode kernels": lambda n_ubatch: n_ubatch == 1,
+}
 
-    yield _of("fast path against float path, 2,048 tokens: mean KL / NMSE in bounds", SCORED, part)
+
+def answers(recorded: Recorded) -> Iterator[Target]:
+    for way, belongs in WAYS.items():
+
+        def part(quant: str, belongs: Callable[[int], bool] = belongs) -> tuple[str, bool] | None:
+            """The worst of the sizes that belong to a way."""
+            found = [a for a in figures.scored(recorded, quant) if belongs(a.n_ubatch)]
+            if not found:
+                return None
+            pairs = [(a.kl, a.nmse) for a in found if a.kl is not None and a.nmse is not None]
+            if len(pairs) < len(found):
+                return "no number", False
+            kl, nmse = (max(values) for values in zip(*pairs, strict=True))
+            return f"{kl:.0e}/{nmse:.0e}", all(a.holds for a in found)
+
+        what = f"{way} against the float path, 2,048 tokens: mean KL / NMSE in bounds"
+        yield _of(what, SCORED, part)
 
 
 GROUPS: tuple[Callable[[Recorded], Iterator[Target]], ...] = (
     kernels, decode, decode_beside_llama_cpp, launches, prompts, batches, depth_and_load, answers,
 )  # fmt: skip
 
+BINDS: tuple[Callable[[Recorded], Iterator[Bind]], ...] = (kernel_binds, decode_binds, batch_binds)
+
+
+def binds_table(recorded: Recorded) -> str:
+    """For each missed target of the kernels and of steps what binds; empty where none is missed."""
+    rows = [bind._asdict() for group in BINDS for bind in group(recorded)]
+    if not rows:
+        return ""
+    titles = {"missed": "missed", "measured": "measured", "binds": "what binds"}
+    return markdown(pd.DataFrame(rows).rename(columns=titles))
+
 
 def table(folder: Path, device: str = "cuda") -> str:
-    """Target, measured, met, as Markdown; below it the runs that count for nothing, and why."""
+    """Target, measured, met, as Markdown; below it what binds where one is missed, and the runs
+    that count for nothing, and why."""
     recorded = Recorded(folder, device)
     rows = [
         {"target": target.what, "measured": target.measured, "met": target.met}
         for target in targets(recorded)
     ]
-    return "\n\n".join([markdown(pd.DataFrame(rows)), *recorded.left_out()])
+    parts = [markdown(pd.DataFrame(rows)), binds_table(recorded), *recorded.left_out()]
+    return "\n\n".join(part for part in parts if part)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,11 @@ BATCH = 8  # tokens up to which an integer product is worked on as its weights a
 
 def kernel_of(node: Node) -> tuple[str, ...]:
     """The variant that runs `node` here: `backend.args.variant`, but that quantised weights and
-    more than BATCH tokens are multiplied by blocks. Both give the same bits."""
+    more than BATCH tokens are multiplied by blocks (both give the same bits), and that float
+    weights have one kernel, for it rounds no activation either way."""
     op, *types = variant(node)
+    if op == "mul_mat_float" and DTYPES[types[0]] not in QUANTISED:
+        op = "mul_mat"
     if op == "mul_mat" and node.inputs[1].dtype == Q8_ACT and node.inputs[1].shape[0] > BATCH:
         op = "mul_mat_blocked"
     return (op, *types)
@@ -66,6 +69,8 @@ def _body(variant: tuple[str, ...], layout: str, isa: Isa) -> Body:
         "set_rows": elementwise.set_rows,
         "attention": attention.attention,
         "swiglu": elementwise.swiglu,
+        "square_sums": elementwise.square_sums,
+        "rms_scale": elementwise.rms_scale,
     }[op]
 
 

@@ -73,6 +73,32 @@ def rms_norm(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
         e.flat_loops(zero, cols, LANES, scale)
 
 
+def square_sums(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    """Sums of squares of each 32 columns, added as float32. Lanes share the sums."""
+    dst, x, rows, cols = e.arguments(args, "iiii")
+    start, stop = e.share(rows * (cols // 32), lane, n_lanes)
+    with e.loop(start, stop) as i:
+        low, high = (e.load("f32", x + (i * 32 + h * 16) * 4, 16) for h in range(2))
+        e.store(e.sum(e.fma(low, low, high * high)), dst + i * 4)
+
+
+def rms_scale(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    """Sums are added as float64. Lanes share columns, and each of them makes every row's scale."""
+    dst, x, squares, rows, cols, n, normed, eps = e.arguments(args, "iiiiiiif")
+    start, stop = e.share(cols, lane, n_lanes)
+    with e.loop(0, rows) as row:
+        total = e.var(e.const("f64", 0.0))
+        with e.loop(0, n) as i:
+            total.set(total.get() + e.load("f32", squares + (row * n + i) * 4).to("f64"))
+        factor = (e.const("f64", 1.0) / e.sqrt(total.get() / normed.to("f64") + eps)).to("f32")
+
+        def scale(c: Value, n: int, row=row, factor=factor) -> None:
+            at = (row * cols + c) * 4
+            e.store(e.load("f32", x + at, n) * factor, dst + at)
+
+        e.flat_loops(start, stop, LANES, scale)
+
+
 def quantize(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
     """F32 to Q8_ACT (layout: DType.row_bytes). Lanes share blocks of 32.
 

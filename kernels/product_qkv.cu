@@ -1,0 +1,152 @@
+// The products of Q, K and V with a few tokens (decode) and what follows them up to attention, one
+// launch; multiply.cuh has the product and its macros.
+//
+//   product_qkv   biases; with HEAD_BLOCKS the norm of the heads of Q and K; RoPE of Q and K; Q to
+//                 dst, K and V to the cache
+//
+// HEAD_BLOCKS: blocks that a head's lines are spread over. They are a cluster (sm_90 and later), and
+// give each other the sums of squares of their lines. Done by the last block of each head, which read
+// the lines again, norm, RoPE and store took as long as rope_store.cu behind the products (4B, Q4_K_M:
+// 1930 us a token for 1920).
+#include "cluster.cuh"
+#include "multiply.cuh"
+#include "rope.cuh"
+
+#ifdef HEAD_BLOCKS
+#define CLUSTERS __cluster_dims__(HEAD_BLOCKS, 1, 1)
+#else
+#define CLUSTERS
+#endif
+
+#if !defined(EPILOGUE) || EPILOGUE == 1
+// Lines 2 j and 2 j + 1 of Q and K are partners of the rotation; a thread has one such pair of one
+// token.
+struct Rotated {
+    Segment at;
+    i64 rows, n_rot, n_kv;
+    int s, first, n_tokens, head_dim, pair, t;
+    bool neox, turned;
+    const int* positions;
+    const float* freq_factors;
+    const i64* cells;
+    float theta_base, freq_scale;
+    double turns;
+    struct Kept {  // by a thread for itself during the product, which needs the registers
+        float sine, cosine;
+        int cell;
+#ifdef HEAD_BLOCKS
+        float first, second;  // factors of the norm
+#endif
+    }* kept;
+
+    DEVICE const u8* weight(int) const { return at.w; }
+    DEVICE i64 row(int line) const {
+        const int l = int(min(i64(first + line), rows - 1)), half = int(n_rot) / 2;
+        const int i = l % head_dim;
+        if (s == 2 || !neox || i >= n_rot) return l;
+        return l - i + i / 2 + i % 2 * half;
+    }
+    DEVICE void before() {
+        const int i = (first + 2 * pair) % head_dim;
+        turned = s < 2 && t < n_tokens && i < n_rot;
+        if (turned) turns = rope_turns(i / 2, n_rot, theta_base, freq_scale, freq_factors);
+#ifdef HEAD_BLOCKS
+        if (s < 2 && t < n_tokens) {
+            kept->first = __ldg(factors + row(2 * pair) % head_dim);
+            kept->second = __ldg(factors + row(2 * pair + 1) % head_dim);
+        }
+#endif
+    }
+    DEVICE void after() {
+        if (turned) {
+            const Turn turn(positions[t], turns);
+            kept->sine = turn.sine, kept->cosine = turn.cosine;
+        }
+        const i64 cell = s && t < n_tokens ? cells[t] : -1;
+        kept->cell = cell >= 0 && cell < n_kv ? int(cell) : -1;
+    }
+#ifdef HEAD_BLOCKS
+    const float* factors;
+    float eps;
+    // 1 / sqrt(mean(x^2) + eps) over the head of this thread's pair u, v, all of whose blocks call it.
+    DEVICE float head_scale(float u, float v) const {
+        constexpr int PAIRS = LINES / 2;
+        static_assert(PAIRS <= 32 && (PAIRS & (PAIRS - 1)) == 0, "pairs of a token span warps");
+        __shared__ float squares[N][HEAD_BLOCKS];
+        float square = __fmaf_rn(u, u, __fmul_rn(v, v));
+#pragma unroll
+        for (int o = PAIRS / 2; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
+        cluster_wait();  // all its blocks have begun
+        if (t < N) {
+            for (int to = pair; to < HEAD_BLOCKS; to += PAIRS)
+                store_at(address_in(&squares[t][cluster_rank()], to), square);
+        }
+        cluster_arrive();
+        cluster_wait();
+        float sum = 0;
+        for (int i = 0; i < HEAD_BLOCKS; i++) sum += squares[min(t, N - 1)][i];
+        return 1.f / sqrtf(sum / float(head_dim) + eps);
+    }
+#endif
+    DEVICE void store(const Sums& sum) const {
+        const bool mine = t < n_tokens && first + 2 * pair < rows;
+        const i64 a = row(2 * pair), b = row(2 * pair + 1);
+        float u = 0, v = 0;
+        if (mine) u = at.biased(sum(2 * pair, t), a), v = at.biased(sum(2 * pair + 1, t), b);
+#ifdef HEAD_BLOCKS
+        if (s < 2) {
+            const float scale = head_scale(u, v);
+            u = __fmul_rn(__fmul_rn(u, scale), kept->first);
+            v = __fmul_rn(__fmul_rn(v, scale), kept->second);
+        } else {
+            cluster_wait();
+        }
+#endif
+        if (!mine) return;
+        if (turned) {
+            const Turn turn(kept->sine, kept->cosine);
+            const float w = turn.first(u, v);
+            v = turn.second(u, v);
+            u = w;
+        }
+        if (s == 0) {
+            float* dst = reinterpret_cast<float*>(at.dst) + t * rows;
+            dst[a] = u, dst[b] = v;
+        } else if (kept->cell >= 0) {
+            u16* dst = reinterpret_cast<u16*>(at.dst) + kept->cell * rows;
+            dst[a] = float_to_half(u), dst[b] = float_to_half(v);
+        }
+    }
+};
+
+// Arguments: as product_plain for Q, K and V, with caches as dst of K and V; then positions,
+// freq_factors (or 0), k_indices, v_indices, n_kv, head_dim, n_rot (both even), neox, theta_base,
+// freq_scale, q_factors and k_factors (head_dim) and eps of the norm (with HEAD_BLOCKS, times LINES
+// head_dim). Rows are whole heads.
+extern "C" __global__ void CLUSTERS LIMITS product_qkv(SEGMENT(0), SEGMENT(1), SEGMENT(2), GIVEN_ARGUMENTS,
+                                              const int* positions,
+                                              const float* freq_factors, const i64* k_indices,
+                                              const i64* v_indices, i64 n_kv, i64 head_dim,
+                                              i64 n_rot, i64 neox, float theta_base,
+                                              float freq_scale, const float* q_factors,
+                                              const float* k_factors, float eps_heads) {
+    static_assert(LINES / 2 * N <= THREADS, "not a thread for each pair");
+    pdl_trigger();
+    const Segment all[3] = SEGMENTS;
+    Rotated end;
+    __shared__ Rotated::Kept kept[THREADS];
+    end.kept = kept + threadIdx.x;
+    end.s = find(all, &end.at, &end.first);
+    end.rows = end.at.rows, end.n_tokens = int(n_tokens);
+    end.n_rot = n_rot, end.n_kv = n_kv, end.head_dim = int(head_dim), end.neox = neox != 0;
+    end.positions = positions, end.freq_factors = freq_factors;
+    end.cells = end.s == 1 ? k_indices : v_indices;
+    end.theta_base = theta_base, end.freq_scale = freq_scale;
+#ifdef HEAD_BLOCKS
+    cluster_arrive();
+    end.factors = end.s == 0 ? q_factors : k_factors, end.eps = eps_heads;
+#endif
+    end.pair = threadIdx.x % (LINES / 2), end.t = threadIdx.x / (LINES / 2);
+    multiply_segment(end.s, end, GIVEN);
+}
+#endif

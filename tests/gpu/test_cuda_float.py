@@ -1,0 +1,120 @@
+"""The float path on the GPU: products that round nothing, of every type, against float64.
+
+kernels/mul_mat_float.cu is the yardstick that the fast kernels are held to, so it is held itself to
+NumPy, at odd shapes and any number of tokens. Weights are exact in float32 and so are activations;
+float32 sums of some thousand terms remain: 2e-6. Rounding the activations of one product to F16
+would show as 2e-4, to BF16 as 1.6e-3, to 8 bits as 5e-3.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests import reference
+from tests.cpu.test_logits import tokens_for
+from tests.gpu.harness import Compute, distance
+from workbench.backend import kernels
+from workbench.backend.cuda import CudaBackend
+from workbench.backend.cuda_kernel import Kernel
+from workbench.graph.ir import DTYPES, F32, WEIGHT_DTYPES, Kind, Node, Tensor
+from workbench.graph.ops import make
+from workbench.model.quants import dequantize, random_blocks
+
+pytestmark = pytest.mark.gpu
+
+EXACT = 2e-6
+TYPES = [d.name for d in WEIGHT_DTYPES]
+TOKENS = (1, 2, 7, 8, 9, 17, 64, 130, 512)
+ROWS = (1, 7, 8, 33, 1000)
+# Columns by the block of a type; those of float types no multiple of anything, too.
+COLS = {1: (1, 33, 1000, 4103), 32: (32, 96, 1120, 4160), 256: (256, 768, 1280, 5888)}
+
+
+def product(name: str, rows: int, cols: int, tokens: int) -> Node:
+    """As the decoder makes it for activations=float."""
+    w = Tensor("w", DTYPES[name], (rows, cols), Kind.WEIGHT)
+    return make("mul_mat", "y", w, Tensor("x", F32, (tokens, cols)), activations="float")
+
+
+@lru_cache(maxsize=8)
+def operands(name: str, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A weight's bytes and values, and 512 tokens of x with outliers, as activations have them."""
+    rng = np.random.default_rng(zlib.crc32(repr((name, rows, cols)).encode()))
+    data = random_blocks(rng, DTYPES[name], rows, cols, cols**-0.5).reshape(-1)
+    x = rng.standard_normal((max(TOKENS), cols), dtype=np.float32)
+    x[:, :: max(cols // 3, 1)] *= 50
+    return data, dequantize(data, DTYPES[name], (rows, cols)).astype(np.float64), x
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_nothing_is_rounded_but_the_sums(compute: Compute, name: str):
+    cols = COLS[DTYPES[name].block]
+    for turn, tokens in enumerate(TOKENS):
+        for i, rows in enumerate(ROWS):
+            node = product(name, rows, cols[(i + turn) % len(cols)], tokens)
+            w, x = node.inputs
+            data, values, every = operands(name, rows, w.cols)
+            out = compute(node, {w: data, x: every[:tokens]})
+            found = out.view(np.float32).reshape(tokens, rows)
+            apart = distance(found, every[:tokens].astype(np.float64) @ values.T)
+            assert apart < EXACT, (name, rows, w.cols, tokens, apart)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_activations_come_through_to_the_last_bit(compute: Compute, name: str):
+    """Of tokens that are one activation and zeros, a product is one float32 multiplication."""
+    node = product(name, 33, 256, 256)
+    w, x = node.inputs
+    data, values, _ = operands(name, 33, 256)
+    scale = np.random.default_rng(1).standard_normal(256).astype(np.float32)
+    out = compute(node, {w: data, x: np.diag(scale)})
+    found = out.view(np.float32).reshape(256, 33)
+    assert np.array_equal(found, values.T.astype(np.float32) * scale[:, None])
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q5_K"])
+def test_a_token_s_result_does_not_depend_on_the_batch(compute: Compute, name: str):
+    data, _, x = operands(name, 33, 768)
+    whole = None
+    for tokens in (512, 64, 9, 1):
+        node = product(name, 33, 768, tokens)
+        w, inputs = node.inputs
+        out = compute(node, {w: data, inputs: x[:tokens]}).view(np.float32).reshape(tokens, 33)
+        whole = out if whole is None else whole
+        assert np.array_equal(out, whole[:tokens])
+
+
+def test_every_type_has_one_kernel_for_any_number_of_tokens(backend: CudaBackend):
+    for name in TYPES:
+        for tokens in TOKENS:
+            place = kernels.Place(lambda t: 0, 0, 0)
+            (work,) = kernels.launches(product(name, 7, 256, tokens), place)
+            assert isinstance(work, Kernel)
+            assert work.function == f"mul_mat_float_{name}"
+            assert backend.scratch_bytes(product(name, 7, 256, tokens)) == 0
+
+
+# NMSE that is left of a whole model's logits: of its F16 cache (tests/cpu/test_logits.py), and of
+# attention on tensor cores, which rounds queries and softmax weights to halves. Activations rounded
+# to BF16 would show as some 1e-5, to 8 bits as 3e-4.
+WHOLE = 3e-6
+
+
+@pytest.mark.parametrize("fuse", ["off", "on"])
+@pytest.mark.parametrize("quant", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K"])
+def test_the_float_path_of_a_model_is_the_reference_s(tiny_model, quant: str, fuse: str):
+    """40 tokens at once and one by one, also with fused nodes, whose products are then apart."""
+    path, tokens = tiny_model("tiny-llama", quant), tokens_for("tiny-llama", 40)
+    wanted = reference.forward(path, tokens)
+    toggles = wb.Toggles(activations="float", graph_reuse="set_rows").switched("fuse", fuse)
+    with wb.Engine.load(path, device="cuda", n_ctx=64, toggles=toggles) as engine:
+        whole = engine.prefill(tokens, outputs="all")
+        engine.reset()
+        single = np.concatenate([engine.step([token]) for token in tokens])
+    for found in (whole, single):
+        assert reference.nmse(found, wanted) < WHOLE

@@ -1,0 +1,167 @@
+"""Launches of what is neither a product nor attention: element-wise ops, rows, norms, heads.
+
+Pure. A kernel's argument order is that of `backend/args.py`, where its op stands there, else that
+of the source file. The constants below repeat those of the sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workbench.backend.args import Args, pack, variant
+from workbench.backend.cuda_kernel import Kernel, Place, Work, blocks
+from workbench.backend.cuda_matvec import Rotate
+from workbench.graph.ir import Node, Tensor
+
+ROPE_HEADS, ROPE_THREADS = 4, 64  # rope: heads and threads of a block
+HEADS_PER_BLOCK = 4  # rope_store: heads of a block, a warp each
+
+
+def second(node: Node | None) -> Tensor | None:
+    """What is added, or multiplied by; none where there is no such part."""
+    return None if node is None else node.inputs[1]
+
+
+# elements and rows --------------------------------------------------------------------------------
+
+
+def elementwise(node: Node, p: Place) -> list[Work]:
+    """mul, add and swiglu."""
+    args = pack(node, p.at)
+    rows, cols = int(args[3]), int(args[4])
+    return [Kernel("elementwise", node.op, (rows, blocks(cols, 256)), 256, args, waits=True)]
+
+
+def quantize(node: Node, p: Place) -> list[Work]:
+    args = pack(node, p.at)
+    rows, cols = int(args[2]), int(args[3])
+    return [Kernel("elementwise", "quantize", (rows, blocks(cols, 1024)), 256, args, waits=True)]
+
+
+def square_sums(node: Node, p: Place) -> list[Work]:
+    args = pack(node, p.at)
+    rows, cols = int(args[2]), int(args[3])
+    return [Kernel("elementwise", "square_sums", (rows, blocks(cols, 256)), 256, args, waits=True)]
+
+
+def rms_scale(node: Node, p: Place) -> list[Work]:
+    args = pack(node, p.at)
+    rows, cols = int(args[3]), int(args[4])
+    return [Kernel("elementwise", "rms_scale", (rows, blocks(cols, 256)), 256, args, waits=True)]
+
+
+def get_rows(node: Node, p: Place) -> list[Work]:
+    args = pack(node, p.at)
+    ids, cols = int(args[3]), int(args[4])
+    name = "_".join(variant(node))
+    return [Kernel("rows", name, (ids, blocks(cols, 256)), 256, args, waits=True)]
+
+
+def set_rows(node: Node, p: Place) -> list[Work]:
+    args = pack(node, p.at)
+    tokens, cols = int(args[3]), int(args[4])
+    return [Kernel("rows", "set_rows", (tokens, blocks(cols, 256)), 256, args, waits=True)]
+
+
+def swiglu_quantize(node: Node, p: Place) -> list[Work]:
+    return swiglu_quantize_parts(node.parts, p)
+
+
+def swiglu_quantize_parts(parts: Sequence[Node], p: Place) -> list[Work]:
+    """swiglu quantize, the product in registers."""
+    swiglu, quantize = parts
+    gate, up = swiglu.inputs
+    args: Args = [p.at(quantize.output), p.at(gate), p.at(up), gate.rows, gate.cols]
+    grid = (gate.rows, blocks(gate.cols, 1024))
+    return [Kernel("elementwise", "swiglu_quantize", grid, 256, args, waits=True)]
+
+
+# norms --------------------------------------------------------------------------------------------
+
+
+def norm(node: Node, p: Place) -> list[Work]:
+    """rms_norm, or a fused norm."""
+    return norm_parts(node.parts or (node,), node, p)
+
+
+def norm_parts(parts: Sequence[Node], node: Node, p: Place) -> list[Work]:
+    """[add] [rms_norm] [mul] [quantize] of `node`."""
+    by_op = {part.op: part for part in parts}
+    add, rms, mul, quantize = (by_op.get(op) for op in ("add", "rms_norm", "mul", "quantize"))
+    first = add or rms or mul
+    assert first is not None
+    a = first.inputs[0]
+    outputs = set(node.outputs)
+
+    def wanted(part: Node | None, last: bool) -> int:
+        """Where the result of `part` goes: nowhere if no other node reads it."""
+        return p.at(part.output) if part is not None and (last or part.output in outputs) else 0
+
+    dst_sum = wanted(add, False)
+    scaled = mul or rms
+    args = [
+        dst_sum, wanted(scaled, quantize is None), wanted(quantize, True),
+        p.at(a), p.at_if(second(add)), p.at_if(second(mul)),
+        a.rows, a.cols, float(rms.params["eps"]) if rms else 0.0, int(rms is not None),
+    ]  # fmt: skip
+    threads = min(1024, blocks(blocks(a.cols, 4), 32) * 32)
+    if quantize:
+        threads = max(threads, 64)  # zero_padding wants as many
+    return [Kernel("norm", "norm_row", (a.rows, 1), threads, args, waits=True)]
+
+
+# heads --------------------------------------------------------------------------------------------
+
+
+def rope(node: Node, p: Place) -> list[Work]:
+    args = pack(node, p.at)
+    tokens, heads = int(args[4]), int(args[5])
+    grid = (tokens, blocks(heads, ROPE_HEADS))
+    return [Kernel("rope", "rope", grid, ROPE_THREADS, args, waits=True)]
+
+
+def rotation(q_rope: Node, k_store: Node, v_store: Node, p: Place) -> Rotate:
+    """What kernels that rotate Q and K and store K and V are told."""
+    _, positions, *factors = q_rope.inputs
+    r = q_rope.params
+    return Rotate(
+        p.at(positions), p.at_if(factors[0] if factors else None), q_rope.output.cols, r["n_rot"],
+        int(r["neox"]), float(r["theta_base"]), float(r["freq_scale"]),
+        p.at(k_store.inputs[2]), p.at(v_store.inputs[2]), k_store.params["n_kv"],
+    )  # fmt: skip
+
+
+def rope_store(node: Node, p: Place) -> list[Work]:
+    """A fused rope_store."""
+    return rope_store_parts(node.parts, p.inside(node) if unread(node) else p)
+
+
+def rope_store_parts(parts: Sequence[Node], p: Place) -> list[Work]:
+    """[rms_norm mul rms_norm mul] rope rope set_rows set_rows: a warp for each head of Q, K, V."""
+    *norms, q_rope, k_rope, k_store, v_store = parts
+    q_norm, q_mul, k_norm, k_mul = norms or (None,) * 4
+    q = (q_norm or q_rope).inputs[0]
+    k = (k_norm or k_rope).inputs[0]
+    v = v_store.inputs[1]
+    tokens, heads, head_dim = q_rope.output.shape
+    heads_kv = k_rope.output.shape[1]
+    r = rotation(q_rope, k_store, v_store, p)
+    args = [
+        p.at(q_rope.output), p.at(k_store.output), p.at(v_store.output),
+        p.at(q), p.at(k), p.at(v),
+        p.at_if(second(q_mul)), p.at_if(second(k_mul)),
+        r.positions, r.freq_factors, r.k_indices, r.v_indices,
+        heads, heads_kv, head_dim, r.n_rot, r.neox, r.n_kv,
+        r.theta_base, r.freq_scale, float(q_norm.params["eps"]) if q_norm else 0.0,
+    ]  # fmt: skip
+    grid = (tokens, blocks(heads + 2 * heads_kv, HEADS_PER_BLOCK))
+    return [Kernel("rope_store", "rope_store", grid, 32 * HEADS_PER_BLOCK, args, waits=True)]
+
+
+def unread(node: Node) -> bool:
+    """Whether no node reads the turned Q (in a last layer without outputs): it is written all the
+    same, to scratch."""
+    if node.op not in ("rope_store", "qkv_rope_store"):
+        return False
+    q_rope = next(part for part in node.parts if part.op == "rope")
+    return q_rope.output not in node.outputs

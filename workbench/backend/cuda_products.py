@@ -1,0 +1,212 @@
+"""Launches of products and of what is fused with them.
+
+Pure. Products of up to 8 tokens are the business of `backend/cuda_matvec.py`, of more tokens of
+`backend/cuda_gemm.py`; here is how fused nodes are put together from them, and what becomes of a
+fused node that no one kernel takes: its parts, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workbench.backend import cuda_gemm, cuda_matvec
+from workbench.backend.args import pack, variant
+from workbench.backend.cuda_elementwise import (
+    elementwise,
+    norm_parts,
+    rms_scale,
+    rope_store_parts,
+    rotation,
+    second,
+    square_sums,
+    swiglu_quantize_parts,
+    unread,
+)
+from workbench.backend.cuda_kernel import CLUSTERS, HOPPER, Kernel, Place, Work, blocks
+from workbench.backend.cuda_matvec import HeadNorm, Norm, Scale, Segment
+from workbench.graph.fuse import Product, product_at
+from workbench.graph.ir import Q8_ACT, Node, Tensor
+
+# one product, or several of one x -----------------------------------------------------------------
+
+
+def mul_mat(node: Node, p: Place) -> list[Work]:
+    return _one_product(Product(node, None, None), p)
+
+
+def _float_product(node: Node, p: Place) -> list[Work]:
+    """The float path: dequantised weights, float32 activations."""
+    args = pack(node, p.at)
+    rows, tokens = int(args[3]), int(args[5])
+    grid = (blocks(rows, 8) * blocks(tokens, 8), 1)
+    return [Kernel("mul_mat_float", "_".join(variant(node)), grid, 256, args, waits=True)]
+
+
+def _is_float(product: Product) -> bool:
+    return variant(product.mul_mat)[0] == "mul_mat_float"
+
+
+def _segment(product: Product, p: Place, output: Tensor | None = None) -> Segment:
+    """What a launch is told of one product; its result goes to `output`, or where it belongs."""
+    w = product.mul_mat.inputs[0]
+    out = output or product.output
+    bias = p.at_if(second(product.bias))
+    return Segment(w.dtype.name, p.at(w), w.shape[0], bias, p.at(out))
+
+
+def _scale(product: Product, p: Place) -> Scale | None:
+    """The half of a norm that a product's results are scaled by; all of one x have the same."""
+    if product.scale is None:
+        return None
+    return Scale(p.at(product.scale.inputs[1]), float(product.scale.params["eps"]))
+
+
+def _split(parts: Sequence[Node]) -> tuple[list[Product], list[Node]]:
+    """The products at the head of `parts`, and the other parts."""
+    products: list[Product] = []
+    at = 0
+    while product := product_at(parts, at):
+        products.append(product)
+        at += len(product.nodes)
+    return products, list(parts[at:])
+
+
+def few(node: Node) -> bool:
+    """Whether the products of `node` are for so few tokens that one launch makes them all."""
+    products = [part for part in node.parts or (node,) if part.op == "mul_mat"]
+    return products[0].inputs[1].shape[0] <= cuda_matvec.MOST_TOKENS and all(
+        variant(product)[0] != "mul_mat_float" for product in products
+    )
+
+
+def _one_product(product: Product, p: Place) -> list[Work]:
+    """One product of any number of tokens, with what stands behind it."""
+    w, x = product.mul_mat.inputs
+    tokens = x.shape[0]
+    if not tokens:
+        return []
+    if not _is_float(product) and tokens <= cuda_matvec.MOST_TOKENS:
+        return _in_one([product], p)
+    if _is_float(product) or product.scale is not None:
+        multiply = _float_product if _is_float(product) else mul_mat
+        works = multiply(product.mul_mat, p)
+        works += [] if product.scale is None else rms_scale(product.scale, p)
+        return works + ([] if product.bias is None else elementwise(product.bias, p))
+    segment = _segment(product, p)
+    return cuda_gemm.product(
+        segment.dtype, segment.w, segment.rows, segment.bias, segment.dst,
+        p.at(x), x.dtype == Q8_ACT, w.cols, tokens, p.scratch, p.counters, hopper=p.sm == HOPPER,
+    )  # fmt: skip
+
+
+def _in_one(products: list[Product], p: Place) -> list[Work]:
+    """Up to three products of one x and few tokens."""
+    w, x = products[0].mul_mat.inputs
+    segments = [_segment(product, p) for product in products]
+    scale = _scale(products[0], p)
+    return [cuda_matvec.plain(segments, p.at(x), w.cols, x.shape[0], scale)]
+
+
+def _one_by_one(products: list[Product], p: Place) -> list[Work]:
+    """Several products. Their x is converted once: the same conversion to the same place in scratch
+    is not repeated."""
+    works: list[Work] = []
+    for product in products:
+        works += [work for work in _one_product(product, p) if work not in works]
+    return works
+
+
+def fused_products(node: Node, p: Place) -> list[Work]:
+    """product and qkv."""
+    products, _ = _split(node.parts)
+    return _in_one(products, p) if few(node) else _one_by_one(products, p.inside(node))
+
+
+# what is fused with them --------------------------------------------------------------------------
+
+
+def product_norm(node: Node, p: Place) -> list[Work]:
+    """One launch, or those of its parts."""
+    (product,), (add, squares, mul, *quantize) = _split(node.parts)
+    inside = p.inside(node)
+    if not product_norm_is_one(node):
+        works = _one_by_one([product], inside) + elementwise(add, inside)
+        works += square_sums(squares, inside)
+        return works + norm_parts([mul, *quantize], node, inside)
+    w, x = product.mul_mat.inputs
+    made = product.output.storage
+    residual = next(t for t in add.inputs if t.storage is not made)
+    last = (*quantize, mul)[0].output
+    norm = Norm(
+        inside.at(add.output), inside.at(squares.output), p.at(residual), p.at(mul.inputs[1]),
+        bool(quantize),
+    )  # fmt: skip
+    segment, scale = _segment(product, inside, last), _scale(product, p)
+    return [cuda_matvec.normed(segment, p.at(x), w.cols, x.shape[0], norm, scale)]
+
+
+def product_norm_is_one(node: Node) -> bool:
+    """Whether one launch makes it: few tokens, and where the row is quantised, nothing that reads
+    it in float too."""
+    (product,), (_, _, mul, *quantize) = _split(node.parts)
+    rows = product.mul_mat.inputs[0].shape[0]
+    both = bool(quantize) and mul.output in node.outputs
+    return few(node) and cuda_matvec.can_norm(rows) and not both
+
+
+def qkv_rope_store(node: Node, p: Place) -> list[Work]:
+    """One launch, or the products and then rope_store."""
+    products, tail = _split(node.parts)
+    if not qkv_is_one(node) or (len(tail) > 4 and p.sm < CLUSTERS):
+        inside = p.inside(node)
+        made = _in_one(products, inside) if few(node) else _one_by_one(products, inside)
+        return made + rope_store_parts(tail, inside)
+    *norms, q_rope, _, k_store, v_store = tail
+    w, x = products[0].mul_mat.inputs
+    p = p.inside(node) if unread(node) else p
+    outputs = (q_rope.output, k_store.output, v_store.output)
+    segments = [_segment(product, p, out) for product, out in zip(products, outputs, strict=True)]
+    rotate = rotation(q_rope, k_store, v_store, p)
+    if norms:
+        q_norm, q_mul, _, k_mul = norms
+        q_factors, k_factors = p.at(q_mul.inputs[1]), p.at(k_mul.inputs[1])
+        norm = HeadNorm(q_factors, k_factors, float(q_norm.params["eps"]))
+        rotate = rotate._replace(norm=norm)
+    scale = _scale(products[0], p)
+    return [cuda_matvec.qkv(segments, p.at(x), w.cols, x.shape[0], rotate, scale)]
+
+
+def qkv_is_one(node: Node) -> bool:
+    """Whether one launch makes all of it, on a device that has clusters where heads are normed."""
+    products, tail = _split(node.parts)
+    if not few(node) or tail[0].op == "rope":
+        return few(node)
+    weights = [product.mul_mat.inputs[0] for product in products]
+    tokens, _, head_dim = next(part for part in tail if part.op == "rope").output.shape
+    return cuda_matvec.can_norm_heads(
+        [w.dtype.name for w in weights], [w.shape[0] for w in weights], weights[0].cols, tokens,
+        head_dim,
+    )  # fmt: skip
+
+
+def glu(node: Node, p: Place) -> list[Work]:
+    """One launch, or the products and then swiglu."""
+    products, (swiglu, *quantize) = _split(node.parts)
+    gate = products[0].mul_mat
+    quantised = bool(quantize)
+    if few(node) and glu_is_one(node):
+        w, x = gate.inputs
+        gate_w, up_w = [_segment(product, p, node.output) for product in products]
+        scale = _scale(products[0], p)
+        return [cuda_matvec.glu(gate_w, up_w, p.at(x), w.cols, x.shape[0], quantised, scale)]
+    inside = p.inside(node)
+    works = _one_by_one(products, inside)
+    if quantised:
+        return works + swiglu_quantize_parts([swiglu, *quantize], inside)
+    return works + elementwise(swiglu, inside)
+
+
+def glu_is_one(node: Node) -> bool:
+    """Whether one launch makes it, of few tokens."""
+    quantised = node.parts[-1].op == "quantize"
+    return not quantised or cuda_matvec.can_glu_quantise(node.parts[0].inputs[0].shape[0])

@@ -1,0 +1,94 @@
+"""Where results land: pinned memory that is handed to the caller as it is, without a copy.
+
+A caller owns the array of a step's logits for as long as it likes. Copying half a megabyte out of
+pinned memory for that costs the host tens of microseconds a token, during which a GPU waits. So a
+landing has several blocks: what a copy from the device has filled is handed out, and the next
+results land in a block nobody holds.
+
+    step     n        n + 1    n + 2    n + 3      the caller keeps the last logits only
+    lands    block 0  block 1  block 2  block 0
+    held     -        block 0  block 1  block 2
+
+Where the caller holds the arrays of all other blocks, the results are copied and the block stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from workbench.backend.base import Backend, Memory
+from workbench.program.commands import Buffer, Copy, Program, Read, Space
+
+N_BLOCKS = 3  # one lands, one the caller holds meanwhile, and one takes the first one's place
+MOST_BYTES = 8 << 20  # of a result that is handed out; a longer one is copied
+
+
+def landing_of(program: Program) -> Buffer | None:
+    """The pinned buffer of `program` that holds a result of at most MOST_BYTES, which a copy from
+    the device brings, and nothing else; None where there is no such."""
+    read = program.commands[-1]
+    last_copy = next((c for c in reversed(program.commands) if isinstance(c, Copy)), None)
+    if not isinstance(read, Read) or last_copy is None or last_copy.dst != read.staging:
+        return None
+    buffer, offset, nbytes = read.staging
+    alone = buffer.space == Space.PINNED and (offset, nbytes) == (0, buffer.nbytes)
+    return buffer if alone and nbytes <= MOST_BYTES else None
+
+
+def _array(block: Memory) -> Any:
+    assert block.array is not None, "pinned memory is the host's too"
+    return block.array
+
+
+def _nobody() -> None:
+    """In place of a weak reference: no array of the block has been handed out."""
+
+
+class Landing:
+    """N_BLOCKS blocks of pinned memory; as Memory, it is the block that the next results land in.
+
+    A block is free once no array that was handed out, and no view made of it, is alive.
+    """
+
+    def __init__(self, backend: Backend, nbytes: int):
+        self.nbytes = nbytes
+        self.blocks: list[Memory] = [
+            backend.allocate(nbytes, Space.PINNED) for _ in range(N_BLOCKS)
+        ]
+        # An array made on a ctypes buffer is the base of every view made of it, which keeps it
+        # alive; an array made on an array is skipped, so that it may die before its views.
+        kind = ctypes.c_uint8 * nbytes
+        self._buffers: list[Any] = [kind.from_buffer(_array(b)) for b in self.blocks]
+        self._held: list[Callable[[], np.ndarray | None]] = [_nobody] * N_BLOCKS
+        self.now = 0  # number of the block that results land in
+
+    @property
+    def address(self) -> int:
+        return self.blocks[self.now].address
+
+    @property
+    def array(self) -> np.ndarray | None:
+        return self.blocks[self.now].array
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """The first bytes of what has landed, uint8 (nbytes,), the caller's to keep. They must have
+        been waited for."""
+        landed = self.now
+        array = np.ndarray((nbytes,), np.uint8, self._buffers[landed])
+        for other, held in enumerate(self._held):
+            if other != landed and held() is None:
+                self._held[landed] = weakref.ref(array)
+                self.now = other
+                return array
+        return array.copy()
+
+    def free(self) -> None:
+        """Gives the blocks back; one whose array is held, with that array."""
+        self._buffers.clear()
+        for block in self.blocks:
+            block.free()

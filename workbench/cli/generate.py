@@ -1,0 +1,108 @@
+"""Commands that compute tokens, or show what computing one takes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from workbench.cli.common import (
+    DEFAULT_CONFIG,
+    DEFAULT_TOGGLES,
+    EngineFlags,
+    Ids,
+    ModelPath,
+    ToggleFlags,
+    app,
+    load,
+    parse_ids,
+    say,
+)
+from workbench.errors import UsageError
+
+
+@app.command
+def run(
+    *,
+    model: ModelPath,
+    prompt: Annotated[str | None, Parameter(name=["--prompt", "-p"])] = None,
+    tokens: Ids = None,
+    n_predict: Annotated[int, Parameter(name=["--n-predict", "-n"])] = 32,
+    temperature: Annotated[float, Parameter(name=["--temperature", "--temp"])] = 0.0,
+    top_k: int = 40,
+    top_p: float = 0.95,
+    seed: int = 0,
+    config: EngineFlags = DEFAULT_CONFIG,
+    toggles: ToggleFlags = DEFAULT_TOGGLES,
+) -> None:
+    """Continue a prompt, or token ids; text appears as it is made (with --tokens: ids)."""
+    from workbench.model.sampler import Sampling
+
+    ids, sampling = parse_ids(tokens), Sampling(temperature, top_k, top_p)
+    if (prompt is None) == (ids is None):
+        raise UsageError("give either a prompt (-p) or token ids (--tokens)")
+    with load(model, config, toggles) as engine:
+        made = engine.generate(
+            prompt,
+            tokens=ids,
+            max_tokens=n_predict,
+            sampling=sampling,
+            seed=seed,
+            on_text=None if prompt is None else lambda s: print(s, end="", flush=True),
+        )
+        print("" if prompt is not None else ",".join(map(str, made.tokens)))
+        say(
+            f"prompt {made.prefill_us / 1e3:.1f} ms; {len(made.tokens)} tokens, "
+            f"{made.tokens_per_second:.1f} t/s; {engine.counters['programs_built']} programs "
+            f"built, {engine.counters['programs_reused']} reused"
+        )
+    if made.interrupted:
+        raise KeyboardInterrupt
+
+
+@app.command
+def logits(
+    *,
+    model: ModelPath,
+    tokens: Annotated[str, Parameter(help="token ids, as 1,2,3")],
+    out: Annotated[Path, Parameter(name=["--out", "-o"], help="file to write (.npy)")],
+    config: EngineFlags = DEFAULT_CONFIG,
+    toggles: ToggleFlags = DEFAULT_TOGGLES,
+) -> None:
+    """Write the logits of every token: float32, one row per token, vocabulary wide."""
+    import numpy as np
+
+    if not out.parent.is_dir():
+        raise UsageError(f"the folder {out.parent} does not exist; make it first")
+    with load(model, config, toggles) as engine:
+        rows = engine.prefill(parse_ids(tokens), outputs="all")
+    part = out.with_name(out.name + ".part")  # never a half-written file under the real name
+    with open(part, "wb") as f:
+        np.save(f, rows)
+    os.replace(part, out)
+    say(f"wrote {rows.shape[0]} x {rows.shape[1]} float32 to {out}")
+
+
+@app.command
+def program(
+    *,
+    model: ModelPath,
+    n_tokens: int = 1,
+    n_past: int = 0,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    config: EngineFlags = DEFAULT_CONFIG,
+    toggles: ToggleFlags = DEFAULT_TOGGLES,
+) -> None:
+    """Print the program of one step: its pattern, and per token its waits, copies and launches."""
+    with load(model, config, toggles) as engine:
+        made = engine.program(n_tokens, 1, n_past)
+    if as_json:
+        print(json.dumps(made.to_dict(), indent=1))
+        return
+    print(f"pattern   {made.pattern()}")
+    print(f"folded    {made.pattern(fold=True)}")
+    for name, n in made.counts().items():
+        print(f"{name:<15}{n:>10}")

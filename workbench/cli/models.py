@@ -1,0 +1,50 @@
+"""Commands about model files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from workbench.cli.common import MODELS, model_app, say
+
+
+@model_app.command
+def synth(
+    preset: str,
+    quant: str,
+    out: Path,
+    /,
+    *,
+    head: str | None = None,
+    seed: int = 0,
+    force: bool = False,
+) -> None:
+    """Write a model of a real shape with random weights (--head TYPE sets the head's type)."""
+    from workbench.model.synth import write_model
+
+    say(f"wrote {write_model(preset, quant, out, head=head, seed=seed, force=force)}")
+
+
+@model_app.command
+def tiny(out: Path = MODELS, /) -> None:
+    """Write the tiny models that tests and notebooks use."""
+    from workbench.model.synth import write_tiny_models
+
+    say(f"{len(write_tiny_models(out))} tiny models in {out}")
+
+
+@model_app.command
+def inspect(
+    file: Path,
+    /,
+    *,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> None:
+    """Print shapes, types, sizes, and the bytes of weights read per token."""
+    from workbench.model.inspect import summary
+
+    found = summary(file)
+    print(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))
