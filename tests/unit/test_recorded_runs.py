@@ -100,7 +100,7 @@ def test_every_sync_mode_was_measured_on_a_gpu(model, copy_stream):
 NOTEBOOK_RUNS = {
     "00_tour": ["tour"],
     "02_sync_modes": ["sync-off", "sync-on"],
-    "10_fusion": ["fusion"],
+    "10_fusion": ["fusion", "defer"],
 }
 
 
