@@ -31,11 +31,9 @@ import numpy as np
 from workbench.backend import cuda_driver
 from workbench.backend.base import Backend, Memory
 from workbench.engine.batch import make_batch
-from workbench.engine.engine import Engine
+from workbench.engine.engine import Engine, step_graph
 from workbench.engine.kv_cache import KVCache
-from workbench.graph.fuse import chosen, fuse
 from workbench.graph.ir import Graph, Kind, Node, Tensor
-from workbench.model.decoder import build_graph
 from workbench.program.commands import Space
 from workbench.program.split import split
 
@@ -249,8 +247,7 @@ class DebugSteps:
         """Logits of every token, float32 (len(tokens), n_vocab)."""
         engine, model = self._engine, self._engine.model
         batch = make_batch(tokens, self._cache, model.n_vocab, engine.config.n_ubatch, "all")
-        graph = build_graph(model, batch.shape, self._pairs, engine.toggles.activations)
-        graph = fuse(graph, chosen(engine.toggles))
+        graph = step_graph(model, batch.shape, self._pairs, engine.toggles)
         values: dict[Tensor, np.ndarray] = {t: batch.values[t.name] for t in graph.inputs}
         self._run(graph, values)
         self._cache.store(batch.positions, batch.cells)

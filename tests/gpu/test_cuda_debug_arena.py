@@ -60,7 +60,8 @@ def generator(*key: object) -> np.random.Generator:
 def test_steps(tiny_model, case: str):
     """Logits are the engine's, bit by bit: same kernels, other memory."""
     mode, preset, quant, fused, steps = STEP_CASES[case]
-    toggles = Toggles().switched("fuse", "on" if fused == "fused" else "off")
+    switch = "on" if fused == "fused" else "off"
+    toggles = Toggles(defer_norm=switch).switched("fuse", switch)
     tokens = generator(preset).integers(0, 640, 64).tolist()
     with (
         wb.Engine.load(tiny_model(preset, quant), device="cuda", n_ctx=64, n_kv_pad=32,

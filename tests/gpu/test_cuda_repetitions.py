@@ -70,7 +70,7 @@ ATTENTION = ((1, 8, 2, 64, 2048), (8, 4, 2, 128, 1030), (2, 2, 1, 256, 700), (1,
 def graphs() -> Iterator[tuple[str, Graph]]:
     for preset, name, v_name, tokens, fused in DECODERS:
         model = Decoder(preset, DTYPES[name], {"attn_v": DTYPES[v_name]})
-        graph = model.graph(tokens, tokens, N_KV, n_cells=N_KV)
+        graph = model.graph(tokens, tokens, N_KV, n_cells=N_KV, deferred=fused)
         yield f"{preset} {name} {tokens} {fused}", fuse(graph, FUSIONS if fused else ())
     for name, rows, cols, tokens in PRODUCTS:
         w = Tensor("w", DTYPES[name], (rows, cols), Kind.WEIGHT)

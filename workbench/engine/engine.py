@@ -20,9 +20,8 @@ from workbench.engine.memory import Workspace
 from workbench.engine.reuse import POLICIES, Programs
 from workbench.errors import UsageError
 from workbench.graph.defer import defer
-from workbench.graph.fuse import chosen as fusions
-from workbench.graph.fuse import fuse
-from workbench.graph.ir import StepShape
+from workbench.graph.fuse import chosen, fuse
+from workbench.graph.ir import Graph, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
 from workbench.model.sampler import Sampler, Sampling
 from workbench.program.commands import DEVICE, HOST, Buffer, Program, Range, Space
@@ -32,6 +31,16 @@ from workbench.trace.spans import HOST_LANE, Recorder, now_ns
 
 if TYPE_CHECKING:
     from workbench.model.tokenizer import Tokenizer
+
+
+def step_graph(
+    model: Model, shape: StepShape, caches: list[tuple[Tensor, Tensor]], toggles: Toggles
+) -> Graph:
+    """The graph of a step on `caches` (K and V of each layer), as `toggles` want it."""
+    graph = build_graph(model, shape, caches, toggles.activations)
+    if toggles.defer_norm == Switch.ON:
+        graph = defer(graph)
+    return fuse(graph, chosen(toggles))
 
 
 class Engine:
@@ -47,8 +56,6 @@ class Engine:
         )
         early = choose_pdl(toggles.pdl, loaded.backend.capabilities, loaded.device)
         self._begins_early = loaded.backend.begins_early if early else None
-        self._fusions = fusions(toggles)
-        self._activations = toggles.activations
         self.config = config
         self.toggles = toggles
         self.recorder: Recorder | None = None
@@ -138,7 +145,7 @@ class Engine:
             pending, add_device_spans = program.run_traced(batch.values, recorder, n)
             t1 = now_ns()
             logits, ahead_ns = self._finish(pending, batch, outputs)
-            self._spent("batch", t1, t1 + ahead_ns)
+            self._spent("batch", t1, t1 + ahead_ns, n)  # this step has that time
         add_device_spans()
         return logits
 
@@ -259,10 +266,7 @@ class Engine:
     def _lower(self, shape: StepShape) -> Program:
         """Graph, splits and program of a step shape: everything but addresses."""
         loaded, t0 = self._open, now_ns()
-        graph = build_graph(self.model, shape, self._cache_tensors, self._activations)
-        if self.toggles.defer_norm == Switch.ON:
-            graph = defer(graph)
-        graph = fuse(graph, self._fusions)
+        graph = step_graph(self.model, shape, self._cache_tensors, self.toggles)
         t1 = now_ns()
         splits = split(graph, loaded.backend_of)
         t2 = now_ns()
@@ -289,11 +293,12 @@ class Engine:
         self._spent("prepare", start, now_ns())
         return prepared
 
-    def _spent(self, phase: str, start_ns: int, end_ns: int) -> None:
-        """Counts host time of a phase, and shows it in a trace."""
+    def _spent(self, phase: str, start_ns: int, end_ns: int, step: int | None = None) -> None:
+        """Counts host time of a phase, and shows it in a trace: in `step`, or that to come."""
         self._ns[f"{phase}_ns"] += end_ns - start_ns
         if self.recorder is not None:
-            self.recorder.add(phase, "build", HOST_LANE, start_ns, end_ns, step=self.n_steps)
+            self.recorder.add(phase, "build", HOST_LANE, start_ns, end_ns,
+                              step=self.n_steps if step is None else step)  # fmt: skip
 
     def _place_cache(self) -> None:
         loaded = self._open
