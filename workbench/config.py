@@ -61,11 +61,12 @@ class GraphReuse(StrEnum):
 
 
 class Activations(StrEnum):
-    """What products with quantised weights are given.
+    """What products are given.
 
-    * Q8: activations quantised to 8 bits in blocks of 32, once for all products that share them,
-      and integer dot products (as llama.cpp does).
-    * FLOAT: float32 activations and dequantised weights, the float path: slow, the yardstick.
+    * Q8: for quantised weights activations quantised to 8 bits in blocks of 32, once for all
+      products that share them, and integer dot products (as llama.cpp does); for float weights
+      float32, which a backend may round to the weights' type where tokens are many.
+    * FLOAT: float32 activations and decoded weights, nothing rounded: slow, the yardstick.
     """
 
     Q8 = "q8"

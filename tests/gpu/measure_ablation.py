@@ -12,8 +12,10 @@ A step of N tokens (1 where the name has no number), everything on but plans, fi
 
 Costs of kinds need not add up to the graph. Neighbours overlap where launches begin early, and a
 product whose weights were requested early waits less than it reads. Behind a launch left out the
-others compute on what memory holds, so the whole graph runs last in every round: it leaves a cache
-of finite numbers. Where there are no graphs (CPU devices), launches are called one by one.
+others compute on what memory holds, which may be no numbers, and kernels may take longer over
+those: a kind can cost less than nothing, and then the costs of the others are doubtful too. The
+whole graph runs last in every round: it leaves a cache of finite numbers. Where there are no graphs
+(CPU devices), launches are called one by one.
 
 `launches`: an empty kernel of 2 blocks on each of 132 multiprocessors, in a stream and in a graph,
 plainly and programmatically; and the fastest of several reading kernels, launched plainly, for the

@@ -76,6 +76,15 @@ def test_a_step_names_what_leaving_out_saves_most_first():
         "not of any one of these 800"
     )
     assert "(reading weights 1000, tensor cores 10000)" in binds.step(STEP | {"n_tokens": 64})
+
+
+def test_a_step_names_what_leaving_out_makes_slower():
+    worse = {"us": {"median": -120.0}, "weight_bytes": 0}
+    said = binds.step(STEP | {"kinds": STEP["kinds"] | {"norm": worse}})
+    assert said.endswith("of these 800; without these the graph takes longer: norm 120")
+
+
+def test_a_step_that_was_not_taken_apart():
     assert binds.step(None) == NOT_MEASURED
 
 

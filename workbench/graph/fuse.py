@@ -262,6 +262,8 @@ class _Run:
             return []
         if found.all[0].output.storage not in {t.storage for t in parts[0].inputs}:
             return []
+        if any(n.inputs[0].storage is not parts[0].output.storage for n in parts[1:]):
+            return []
         quantize = self.reads(found.end + 3, "quantize", parts[-1].output)
         joined = quantize is not None and "fuse_norm_quantize" in self.on
         return [*parts, quantize] if quantize is not None and joined else parts

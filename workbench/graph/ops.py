@@ -8,7 +8,8 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
     rms_norm   x (..., cols) F32 -> like x; eps
     mul, add   a (..., cols) F32, b (cols,) or like a, F32 -> like a
     quantize   x (T, cols) F32 -> (T, cols) Q8_ACT
-    mul_mat    w (rows, cols), x (T, cols) F32, or Q8_ACT if w is quantised -> (T, rows) F32
+    mul_mat    w (rows, cols), x (T, cols) F32, or Q8_ACT if w is quantised -> (T, rows) F32;
+               activations="float" where a backend may not round x, else without
     rope       x (T, heads, head_dim) F32, positions (T,) I32, freq_factors (n_rot/2,) F32 or none
                -> like x; n_rot, neox, theta_base, freq_scale
     set_rows   cache (cells, cols) F16, x (T, cols) F32, indices (T,) I64 -> the cache; n_kv

@@ -82,7 +82,8 @@ def batched_product(row: dict[str, Any], gbps: float, tflops: float) -> str:
 
 def step(found: dict[str, Any] | None) -> str:
     """Where the time of a step goes: host, launches, and the kinds of launch by what leaving each
-    out saves, the most first; beside a kind with weights how long reading those takes."""
+    out saves, the most first; beside a kind with weights how long reading those takes. Kinds
+    without which the rest takes longer are named as well: they say how far costs do not add up."""
     if found is None:
         return NOT_MEASURED
     whole, graph = found["step_us"]["median"], found["graph_us"]["median"]
@@ -95,10 +96,15 @@ def step(found: dict[str, Any] | None) -> str:
     named = [kind for kind in order if kinds[kind]["us"]["median"] >= LEAST_SHARE * graph]
     rest = graph - sum(kinds[kind]["us"]["median"] for kind in named)
     said = [_kind(kind, kinds[kind], graph, gbps) for kind in named]
+    slower = [
+        kind for kind in reversed(order) if kinds[kind]["us"]["median"] <= -LEAST_SHARE * graph
+    ]
+    longer = ", ".join(f"{kind} {-kinds[kind]['us']['median']:.0f}" for kind in slower)
     return (
         f"step {whole:.0f} us, its {found['launches']} launches as one graph {graph:.0f} "
         f"({', '.join(bounds)}); left out, they save: {', '.join(said)}; "
         f"not of any one of these {rest:.0f}"
+        + (f"; without these the graph takes longer: {longer}" if longer else "")
     )
 
 
