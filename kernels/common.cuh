@@ -99,7 +99,9 @@ DEVICE float block_sum(float v) {
     return warp_sum(lane < int(blockDim.x / 32) ? part[lane] : 0.f);
 }
 
-// activations quantised to 8 bits ----------------------------------------------------------------
+// activations ------------------------------------------------------------------------------------
+
+DEVICE float silu_times(float g, float u) { return g / (1.f + expf(-g)) * u; }
 
 // A row of Q8_ACT: `cols` int8 quants, cols/32 float scales, cols/16 int16 sums of the quants of
 // each half block, padded to a multiple of 64 bytes (workbench/graph/ir.py).

@@ -33,8 +33,6 @@
 BINARY(mul, *)
 BINARY(add, +)
 
-DEVICE float silu_times(float g, float u) { return g / (1.f + expf(-g)) * u; }
-
 // Arguments: dst, gate, up, rows, cols. Grid as above.
 extern "C" __global__ void swiglu(float* dst, const float* gate,
                                   const float* up, i64 rows, i64 cols) {

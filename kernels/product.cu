@@ -64,10 +64,9 @@ struct Glu {
     DEVICE i64 row(int line) const { return min(i64(first + line / 2), rows - 1); }
     DEVICE void before() {}
     DEVICE void after() {}
-    DEVICE float value(const Sums& sum, int c, int t) const {  // as swiglu in elementwise.cu
+    DEVICE float value(const Sums& sum, int c, int t) const {
         const float g = gate.biased(sum(2 * c, t), first + c);
-        const float u = up.biased(sum(2 * c + 1, t), first + c);
-        return g / (1.f + expf(-g)) * u;
+        return silu_times(g, up.biased(sum(2 * c + 1, t), first + c));
     }
     DEVICE void store(const Sums& sum) const {
         constexpr int COLS = LINES / 2;

@@ -171,7 +171,7 @@ def early(backend: CudaBackend) -> CudaBackend:
 
 
 @pytest.mark.parametrize("fusions", [frozenset(), ALL], ids=["unfused", "fused"])
-@pytest.mark.parametrize("tokens", [1, 3, 9])
+@pytest.mark.parametrize("tokens", [1, 3, 9, 33])
 @pytest.mark.parametrize("model", ["llama", "llama odd bias", "llama odd F16", "qwen3"])
 def test_a_chain_that_begins_early_gives_the_same_bytes(early, model, tokens, fusions):
     """All of a step, each launch begun before the one in front of it has ended. A read too early

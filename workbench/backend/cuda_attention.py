@@ -154,9 +154,10 @@ def n_counters(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_kv: 
     return plan.groups * plan.cluster if plan.shares > 1 else 0
 
 
-def can_quantise(n_tokens: int, head_dim: int) -> bool:
-    """Whether `launches` can give its result as Q8_ACT: a block of 32 must lie in one head."""
-    return n_tokens <= FEW_TOKENS and head_dim % 32 == 0
+def can_quantise(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int) -> bool:
+    """Whether `launches` can give its result as Q8_ACT: attention_decode does, where a block of 32
+    lies in one head."""
+    return head_dim % 32 == 0 and not uses_prefill(n_tokens, n_head, n_head_kv, head_dim)
 
 
 def launches(

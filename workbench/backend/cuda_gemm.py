@@ -4,7 +4,8 @@ Pure. Two ways, both on tensor cores with sums in float32:
 
 * `cublas`: quantised weights are expanded to F16 in scratch, some rows at a time, then multiplied
   by cuBLAS. Float weights need no expanding.
-* `tile`: kernels/tensor_product.cu decodes quantised weights in registers; they are read once.
+* `tile`: kernels/tensor_product.cu decodes quantised weights in registers; they are read once. One
+  launch has up to three weights of one x and type, or gate and up and what they are for.
 
 Expanding writes and reads 2 bytes a weight where a Q4_0 file has 0.56, so the first way pays once
 tensor cores, not the memory, take most of the time; `TILE_UP_TO` says from where. Measured for the
@@ -20,15 +21,24 @@ x, one after another, can leave out conversions that were made before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 from workbench.backend.args import Args
 from workbench.backend.cuda_kernel import Gemm, Kernel, Work, blocks
+from workbench.backend.cuda_matvec import Segment, segment_args
 from workbench.graph.ir import DTYPES, QUANTISED
 
 
+class Epilogue(IntEnum):
+    """What kernels/tensor_product.cu stores: products, or silu(gate) * up as F32 or Q8_ACT."""
+
+    PLAIN, GLU, GLU_Q8 = range(3)
+
+
 class Shape(NamedTuple):
-    """A build of kernels/tensor_product.cu: the macros of its header but SPLIT."""
+    """A build of kernels/tensor_product.cu: the macros of its header but SPLIT and EPILOGUE."""
 
     n: int  # tokens of a block
     wm: int  # warps that multiply, of 16 rows each
@@ -40,14 +50,20 @@ class Shape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of a block."""
+        """Rows of weights of a block."""
         return 16 * self.wm
 
-    def defines(self, dtype: str, split: int) -> tuple[str, ...]:
+    def tiles(self, rows: Sequence[int], n_tokens: int, end: Epilogue = Epilogue.PLAIN) -> int:
+        """Tiles of results of a launch of weights of so many `rows`; gate and up share theirs."""
+        if end != Epilogue.PLAIN:
+            return blocks(rows[0], self.rows // 2) * blocks(n_tokens, self.n)
+        return sum(blocks(n, self.rows) for n in rows) * blocks(n_tokens, self.n)
+
+    def defines(self, dtype: str, split: int, end: Epilogue = Epilogue.PLAIN) -> tuple[str, ...]:
         values = {
             "TYPE": dtype, "TOKENS": self.n, "WM": self.wm, "LOADING": self.loading,
             "STEPS": self.steps, "STAGES": self.stages, "BLOCKS": self.blocks,
-            "SPLIT": split, "CLUSTERED": int(self.clustered),
+            "SPLIT": split, "CLUSTERED": int(self.clustered), "EPILOGUE": int(end),
         }  # fmt: skip
         return tuple(f"{name}={value}" for name, value in values.items())
 
@@ -149,10 +165,9 @@ def shape_for(dtype: str, n_tokens: int, hopper: bool = False) -> Shape:
     raise AssertionError(f"no build of {dtype} for {n_tokens} tokens")
 
 
-def split_for(dtype: str, shape: Shape, rows: int, cols: int, n_tokens: int) -> int:
-    """Blocks that share the columns of a tile: as many as make the last of them end soonest on a
-    device of MULTIPROCESSORS. Follows from the shapes alone."""
-    tiles = blocks(rows, shape.rows) * blocks(n_tokens, shape.n)
+def split_for(dtype: str, shape: Shape, tiles: int, cols: int) -> int:
+    """Blocks that share the columns of each of a launch's tiles: as many as make the last of them
+    end soonest on a device of MULTIPROCESSORS. Follows from the shapes alone."""
     stages = blocks(cols, shape.steps * 128)
     at_once = shape.at_once(dtype)
 
@@ -184,135 +199,160 @@ def _rows_at_once(cols: int) -> int:
     return max(EXPANDED_BYTES // (padded("Q8_0", cols) * 2) // 256 * 256, 256)
 
 
-def scratch_bytes(dtype: str, rows: int, cols: int, n_tokens: int) -> int:
-    """Bytes of scratch `product` uses on any device: activations in two places, then expanded
-    weights or sums."""
-    return max(_scratch_bytes(dtype, rows, cols, n_tokens, hopper) for hopper in (False, True))
+def can_glu(dtype: str, rows: int, n_tokens: int, quantised: bool) -> bool:
+    """Whether `glu` takes gate and up of so many rows each: quantised, rows are whole blocks."""
+    return by_tile(dtype, n_tokens) and not (quantised and rows % 32)
 
 
-def _scratch_bytes(dtype: str, rows: int, cols: int, n_tokens: int, hopper: bool) -> int:
+def scratch_bytes(
+    dtype: str, rows: Sequence[int], cols: int, n_tokens: int, end: Epilogue = Epilogue.PLAIN
+) -> int:
+    """Bytes of scratch that `product` of weights of one type and so many rows each, or `glu` of
+    two, uses on any device: activations in two places, then expanded weights or sums."""
+    return max(_scratch_bytes(dtype, rows, cols, n_tokens, end, hopper) for hopper in (False, True))
+
+
+def _scratch_bytes(
+    dtype: str, rows: Sequence[int], cols: int, n_tokens: int, end: Epilogue, hopper: bool
+) -> int:
     if by_tile(dtype, n_tokens):
         shape = shape_for(dtype, n_tokens, hopper)
-        split = split_for(dtype, shape, rows, cols, n_tokens)
-        tiles = blocks(rows, shape.rows) * blocks(n_tokens, shape.n)
+        tiles = shape.tiles(rows, n_tokens, end)
+        split = split_for(dtype, shape, tiles, cols)
         behind = tiles * split * shape.n * shape.rows * 4 if split > 1 else 0
     elif dtype in _QUANTISED:
-        behind = min(rows, _rows_at_once(cols)) * padded(dtype, cols) * 2
+        behind = min(max(rows), _rows_at_once(cols)) * padded(dtype, cols) * 2
     else:
         behind = 0
     return 2 * _x_bytes(cols, n_tokens, hopper) + behind
 
 
-def product(
-    dtype: str,
-    w: int,
-    rows: int,
-    bias: int,
-    dst: int,
-    x: int,
-    x_quantised: bool,
-    cols: int,
-    n_tokens: int,
-    scratch: int,
-    counters: int,
-    dst_stride: int = 0,
-    hopper: bool = False,
-) -> list[Work]:
-    """dst (n_tokens, rows) F32 = x (n_tokens, cols) times w (rows, cols) transposed, plus `bias`
-    (rows,) F32 unless 0.
+class X(NamedTuple):
+    """What is multiplied: (n_tokens, cols) at its address, F32, or Q8_ACT if `quantised`, which
+    only quantised weights take."""
 
-    x is F32, or Q8_ACT if `x_quantised`, which only quantised weights take. dst_stride: elements
-    from one token's results to the next, 0 for rows. `scratch` has `scratch_bytes`; `counters` has
-    MOST_COUNTERS u32, all zero, and has them so again afterwards. hopper: whether the device is of
-    compute capability 9.0. The first work converts x; it is the same for every product of that x by
-    weights of one kind.
+    at: int
+    quantised: bool
+    cols: int
+    n_tokens: int
+
+
+def by_type(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Those of each weight type together, in the order in which types come."""
+    found: dict[str, list[Segment]] = {}
+    for segment in segments:
+        found.setdefault(segment.dtype, []).append(segment)
+    return list(found.values())
+
+
+def product(
+    segments: Sequence[Segment], x: X, scratch: int, counters: int, hopper: bool = False
+) -> list[Work]:
+    """The products of one x with up to three weights, plus biases.
+
+    `scratch` has the most `scratch_bytes` of those of each type; `counters` has MOST_COUNTERS u32,
+    all zero, and has them so again afterwards. hopper: whether the device is of compute capability
+    9.0. x is converted once for all types of one kind.
     """
-    stride = dst_stride or rows
-    x_bytes = _x_bytes(cols, n_tokens, hopper)
+    made: list[Work] = []
+    for same in by_type(segments):
+        if by_tile(same[0].dtype, x.n_tokens):
+            made += _tiled(same, x, scratch, counters, hopper, Epilogue.PLAIN)
+        else:
+            made += [work for s in same for work in _by_blas(s, x, scratch, hopper)]
+    return [work for i, work in enumerate(made) if work not in made[:i]]
+
+
+def glu(
+    gate: Segment, up: Segment, x: X, quantised: bool, scratch: int, counters: int,
+    hopper: bool = False,
+) -> list[Work]:  # fmt: skip
+    """silu(gate) * up to gate's dst, F32 (n_tokens, rows), or with `quantised` Q8_ACT rows, where
+    `can_glu`. The rest is as for `product`."""
+    end = Epilogue.GLU_Q8 if quantised else Epilogue.GLU
+    return _tiled([gate, up], x, scratch, counters, hopper, end)
+
+
+def _tiled(
+    segments: Sequence[Segment], x: X, scratch: int, counters: int, hopper: bool, end: Epilogue
+) -> list[Work]:
+    dtype = segments[0].dtype
+    shape = shape_for(dtype, x.n_tokens, hopper)
+    split = split_for(
+        dtype, shape, shape.tiles([s.rows for s in segments], x.n_tokens, end), x.cols
+    )
+    partial = scratch + 2 * _x_bytes(x.cols, x.n_tokens, hopper)
+    return [
+        tiles(shape, scratch, x),
+        tile(shape, split, segments, x._replace(at=scratch), partial, counters, end),
+    ]
+
+
+def _by_blas(segment: Segment, x: X, scratch: int, hopper: bool) -> list[Work]:
+    """A product by cuBLAS, weights expanded and x converted first where they need to be."""
+    dtype, _, rows, bias, dst = segment
+    x_bytes = _x_bytes(x.cols, x.n_tokens, hopper)
     converted = scratch + (x_bytes if dtype == "BF16" else 0)
-    behind = scratch + 2 * x_bytes
-    if by_tile(dtype, n_tokens):
-        shape = shape_for(dtype, n_tokens, hopper)
-        split = split_for(dtype, shape, rows, cols, n_tokens)
-        return [
-            tiles(shape, converted, x, x_quantised, cols, n_tokens),
-            tile(
-                dtype, shape, split, w, rows, bias, dst, converted, cols, n_tokens, behind,
-                counters, stride,
-            ),
-        ]  # fmt: skip
     works: list[Work] = []
     if dtype == "F32":
-        converted = x
+        converted = x.at
     else:
-        works.append(_conversion(dtype, converted, x, x_quantised, cols, n_tokens))
-    works += _blas(dtype, w, rows, dst, converted, cols, n_tokens, behind, stride)
+        works.append(_conversion(dtype, converted, x))
+    works += _blas(segment, converted, x.cols, x.n_tokens, scratch + 2 * x_bytes)
     if bias:
-        grid = (n_tokens, blocks(rows, 256))
+        grid = (x.n_tokens, blocks(rows, 256))
         works.append(
-            Kernel("dequantise", "add_bias", grid, 256, [dst, bias, rows, stride], waits=True)
+            Kernel("dequantise", "add_bias", grid, 256, [dst, bias, rows, rows], waits=True)
         )
     return works
 
 
-def _conversion(
-    dtype: str, dst: int, x: int, x_quantised: bool, cols: int, n_tokens: int
-) -> Kernel:
+def _conversion(dtype: str, dst: int, x: X) -> Kernel:
     if dtype not in _QUANTISED:
-        n = n_tokens * cols
+        n = x.n_tokens * x.cols
         name = "half_rows" if dtype == "F16" else "bfloat_rows"
-        return Kernel("dequantise", name, (blocks(n, 1024), 1), 256, [dst, x, n], waits=True)
-    name = "half_rows_Q8" if x_quantised else "half_rows_F32"
-    grid = (n_tokens, blocks(padded(dtype, cols), 2048))
-    return Kernel("dequantise", name, grid, 256, [dst, x, cols], waits=True)
+        return Kernel("dequantise", name, (blocks(n, 1024), 1), 256, [dst, x.at, n], waits=True)
+    name = "half_rows_Q8" if x.quantised else "half_rows_F32"
+    grid = (x.n_tokens, blocks(padded(dtype, x.cols), 2048))
+    return Kernel("dequantise", name, grid, 256, [dst, x.at, x.cols], waits=True)
 
 
-def tiles(shape: Shape, dst: int, x: int, x_quantised: bool, cols: int, n_tokens: int) -> Kernel:
+def tiles(shape: Shape, dst: int, x: X) -> Kernel:
     """Activations as `tile` takes them: the same for every type and build of one `n`."""
-    name = "half_tiles_Q8" if x_quantised else "half_tiles_F32"
-    grid = (blocks(n_tokens, shape.n) * shape.n, blocks(blocks(cols, 512) * 32, 256))
-    return Kernel("dequantise", name, grid, 256, [dst, x, cols, n_tokens, shape.n], waits=True)
+    name = "half_tiles_Q8" if x.quantised else "half_tiles_F32"
+    grid = (blocks(x.n_tokens, shape.n) * shape.n, blocks(blocks(x.cols, 512) * 32, 256))
+    args: Args = [dst, x.at, x.cols, x.n_tokens, shape.n]
+    return Kernel("dequantise", name, grid, 256, args, waits=True)
 
 
 def tile(
-    dtype: str,
-    shape: Shape,
-    split: int,
-    w: int,
-    rows: int,
-    bias: int,
-    dst: int,
-    x: int,
-    cols: int,
-    n_tokens: int,
-    partial: int,
-    counters: int,
-    stride: int,
-) -> Kernel:
-    """kernels/tensor_product.cu on activations in tiles, `split` blocks for each tile of results;
-    `partial`: F32, shape.n by shape.rows for each block if there are several."""
-    args: Args = [dst, w, x, bias, partial, counters, rows, cols, n_tokens, stride]
-    grid = (blocks(rows, shape.rows) * blocks(n_tokens, shape.n) * split, 1)
+    shape: Shape, split: int, segments: Sequence[Segment], x: X, partial: int, counters: int,
+    end: Epilogue = Epilogue.PLAIN,
+) -> Kernel:  # fmt: skip
+    """kernels/tensor_product.cu on weights of one type and activations in tiles, `split` blocks for
+    each tile of results; `partial`: F32, shape.n by shape.rows for each block if there are
+    several."""
+    args: Args = [*segment_args(segments), x.at, partial, counters, x.cols, x.n_tokens]
+    grid = (shape.tiles([s.rows for s in segments], x.n_tokens, end) * split, 1)
+    dtype = segments[0].dtype
     return Kernel(
         "tensor_product", "tensor_product", grid, 32 * (shape.wm + shape.loading), args,
-        shape.defines(dtype, split), shape.shared_bytes(dtype), waits=True,
+        shape.defines(dtype, split, end), shape.shared_bytes(dtype), waits=True,
     )  # fmt: skip
 
 
-def _blas(
-    dtype: str, w: int, rows: int, dst: int, x: int, cols: int, n_tokens: int, expanded: int,
-    stride: int,
-) -> list[Work]:  # fmt: skip
+def _blas(segment: Segment, x: int, cols: int, n_tokens: int, expanded: int) -> list[Work]:
     """cuBLAS on weights as they are, or as F16, `_rows_at_once` rows after another."""
+    dtype, w, rows, _, dst = segment
     if dtype not in _QUANTISED:
-        return [Gemm(dtype, dst, w, x, rows, cols, n_tokens, stride)]
+        return [Gemm(dtype, dst, w, x, rows, cols, n_tokens, rows)]
     works: list[Work] = []
     columns = padded(dtype, cols)
     step = _rows_at_once(cols)
     for first in range(0, rows, step):
         n = min(step, rows - first)
         works.append(dequantise(dtype, expanded, w, first, n, rows, cols))
-        works.append(Gemm("F16", dst + 4 * first, expanded, x, n, columns, n_tokens, stride))
+        works.append(Gemm("F16", dst + 4 * first, expanded, x, n, columns, n_tokens, rows))
     return works
 
 
