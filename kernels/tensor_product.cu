@@ -107,6 +107,11 @@ constexpr bool BULK = __CUDA_ARCH__ >= 900;  // copies of any size, by one threa
 
 static_assert(STAGES < 8, "128 bytes hold the barriers");
 
+// Where threads have few registers, those that load leave some to those that multiply.
+constexpr int EACH = 65536 / (BLOCKS * (THREADS + LOADERS)) / 8 * 8, LOADER_HAS = 40;
+constexpr int MULTIPLIER_HAS = (EACH * (WM + LOADING) - LOADER_HAS * LOADING) / WM / 8 * 8;
+constexpr bool UNEVEN = WARPGROUPS && LOADING % 4 == 0 && EACH < 100;
+
 // The first of a lane's two rows of the block; the second is 8 on, or with gate and up the same of
 // the other weight.
 DEVICE u32 row_of() { return threadIdx.x / 32 * (16 / WEIGHTS) + threadIdx.x % 32 / 4; }
@@ -338,6 +343,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + LOADERS, BLOCKS)
     }
     __syncthreads();
     if (threadIdx.x >= THREADS) {
+#if WARPGROUPS
+        if constexpr (UNEVEN) registers_less<LOADER_HAS>();
+#endif
 #if GATED
         Loader{base, units, u32(rows_0), {w_0, w_1}, x, part}.run();
 #else
@@ -350,6 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + LOADERS, BLOCKS)
     }
     pdl_wait();
 #if WARPGROUPS
+    if constexpr (UNEVEN) registers_more<MULTIPLIER_HAS>();
     Sums acc;  // the first products set it
 #else
     Sums acc = {};

@@ -64,27 +64,27 @@ struct Result {
     DEVICE void begin() const {
         if constexpr (QUANTISED) multipliers_sync();  // none reads the stages any more
     }
-    // After the last result of groups first, first + step, .. of 8 tokens: quantises them, 32
-    // columns of a token a warp.
+    // After the last result of groups first, first + step, .. of 8 tokens: quantises them, four
+    // columns a thread.
     DEVICE void end(int first, int step) const {
 #if QUANTISED
-        constexpr int PER = ROWS / 32;
+        constexpr int QUADS = ROWS / 4;  // of a token
         const i64 rows = part.segment.rows, bytes = act_row_bytes(rows);
         u8* to = reinterpret_cast<u8*>(part.segment.dst) + part.token * bytes;
         const float* values = reinterpret_cast<const float*>(shared + VALUES_AT);
+        const int groups = (GROUPS - first + step - 1) / step;
         multipliers_sync();
-#pragma unroll 1
-        for (int group = first; group < GROUPS; group += step) {
-#pragma unroll
-            for (int i = 0; i < 8 * PER; i += WM) {
-                const int of = i + threadIdx.x / 32, t = 8 * group + of / PER, c = of % PER * 32;
-                if (part.token + t >= n_tokens || part.row0 + c >= rows) continue;
-                const float v = values[t * PITCH + c + threadIdx.x % 32];
-                quantise32(to + t * bytes, rows, part.row0 + c, v);
-            }
-            for (int t = 8 * group; t < 8 * group + 8 && part.row0 == 0; t++)
-                if (part.token + t < n_tokens) zero_padding(to + t * bytes, rows, threadIdx.x);
+#pragma unroll 2
+        for (int i = threadIdx.x; i < groups * 8 * QUADS; i += THREADS) {  // whole warps
+            const int t = 8 * (first + i / (8 * QUADS) * step) + i / QUADS % 8, c = i % QUADS * 4;
+            const float4 v = *reinterpret_cast<const float4*>(values + t * PITCH + c);
+            const bool there = part.token + t < n_tokens && part.row0 + c < rows;
+            quantise4(to + t * bytes, rows, part.row0 + c, v, there);
         }
+        if (part.row0 != 0) return;
+        for (int group = first; group < GROUPS; group += step)
+            for (int t = 8 * group; t < 8 * group + 8; t++)
+                if (part.token + t < n_tokens) zero_padding(to + t * bytes, rows, threadIdx.x);
 #endif
     }
 };

@@ -31,6 +31,17 @@ DEVICE void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
+// From here on the calling warpgroup has N registers a thread, a multiple of 8: fewer than before,
+// or more, as soon as others of the block have given up as many.
+template <int N>
+DEVICE void registers_less() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+DEVICE void registers_more() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
 #define PRODUCT(N, SUMS, A, B, K)                                                               \
     "{\n.reg .pred p;\nsetp.ne.b32 p, " K ", 0;\n"                                               \
     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" SUMS "}, {" A "}, " B         \

@@ -7,21 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from workbench.backend import cuda_gemm, nvrtc
-from workbench.backend.cuda_gemm import (
-    Epilogue,
-    Shape,
-    X,
-    glu,
-    product,
-    scratch_bytes,
-    shape_for,
-    split_for,
-)
+from workbench.backend import cuda_gemm, cuda_tiling, nvrtc
+from workbench.backend.cuda_gemm import X, glu, product, scratch_bytes
 from workbench.backend.cuda_kernel import Gemm, Kernel, Work, blocks
 from workbench.backend.cuda_matvec import Segment
+from workbench.backend.cuda_tiling import Build, Epilogue, build_for, shapes_for, tile_tokens
 
-TYPES = sorted(cuda_gemm.PLANES)
+TYPES = sorted(cuda_tiling.PLANES)
 TOKENS = (9, 16, 17, 33, 64, 65, 100, 128)
 # rows of the weights of a launch, their columns
 SIZES = (((1,), 256), ((33, 7, 65), 768), ((1024,), 4096), ((4096, 1024, 1024), 4096),
@@ -35,16 +27,17 @@ HEAVY = ("Q8_0", "Q5_K")
 @pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_builds_fit_the_device(dtype: str, hopper: bool):
-    most = cuda_gemm.HOPPER_SHARED if hopper else cuda_gemm.MOST_SHARED
+    most = cuda_tiling.HOPPER_SHARED if hopper else cuda_tiling.MOST_SHARED
     for tokens in TOKENS:
-        shape = shape_for(dtype, tokens, hopper)
-        assert shape.shared_bytes(dtype) <= most
-        assert shape.n >= min(tokens, 64), "weights are read once, or twice beyond 64 tokens"
-        assert 2 <= shape.stages < 8 and shape.wm % 4 == 0
-        sums = shape.n * shape.rows * 4  # which take the place of stages
-        results = shape.n * (shape.rows // 2 + 4) * 4  # behind them, to be quantised
-        assert sums + results <= shape.shared_bytes(dtype) - 128
-        assert shape.at_once(dtype) in cuda_gemm.CLUSTERS
+        n = tile_tokens(tokens, hopper)
+        assert n >= min(tokens, 64), "weights are read once, or twice beyond 64 tokens"
+        for shape in shapes_for(dtype, tokens, hopper):
+            assert shape.n == n and shape.shared_bytes(dtype) <= most
+            assert 2 <= shape.stages < 8 and shape.wm % 4 == 0
+            sums = shape.n * shape.rows * 4  # which take the place of stages
+            results = shape.n * (shape.rows // 2 + 4) * 4  # behind them, to be quantised
+            assert sums + results <= shape.shared_bytes(dtype) - 128
+            assert shape.at_once(dtype) in cuda_tiling.CLUSTERS
 
 
 @pytest.mark.parametrize("hopper", [False, True])
@@ -52,15 +45,14 @@ def test_builds_fit_the_device(dtype: str, hopper: bool):
 def test_every_block_has_a_stage(dtype: str, hopper: bool):
     for rows, cols in SIZES:
         for tokens in TOKENS:
-            shape = shape_for(dtype, tokens, hopper)
-            tiles = shape.tiles(rows, tokens)
-            split = split_for(dtype, shape, tiles, cols)
-            assert 1 <= split <= min(cuda_gemm.MOST_SPLIT, blocks(cols, shape.steps * 128))
-            assert split == 1 or tiles <= cuda_gemm.MOST_COUNTERS
+            shape, split, clustered = build_for(dtype, rows, cols, tokens, hopper=hopper)
+            assert 1 <= split <= min(cuda_tiling.MOST_SPLIT, blocks(cols, shape.steps * 128))
+            assert split == 1 or shape.tiles(rows, tokens) <= cuda_tiling.MOST_COUNTERS
+            assert split > 1 or not clustered
 
 
 def test_tiles_are_those_of_every_segment():
-    shape = shape_for("Q4_0", 100, hopper=True)
+    (shape,) = shapes_for("Q4_0", 100, hopper=True)
     assert (shape.n, shape.rows) == (128, 128)
     assert shape.tiles([1], 100) == 1
     assert shape.tiles([129, 7, 128], 100) == 2 + 1 + 1
@@ -70,9 +62,22 @@ def test_tiles_are_those_of_every_segment():
 
 def test_a_tile_is_shared_where_tiles_are_few():
     """Not by default: with a tile for every block a device has at once, sharing only costs."""
-    shape = shape_for("Q4_0", 16)
-    few, many = (split_for("Q4_0", shape, tiles, 4096) for tiles in (16, 264))
-    assert few > 1 and many == 1
+    few, many = (build_for("Q4_0", [rows], 4096, 16) for rows in (1024, 264 * 64))
+    assert few.split > 1 and many.split == 1
+
+
+def test_blocks_are_as_many_as_run_at_once():
+    """What the model of cost is for: tiles that are twice as high where there would be more than
+    one round of them, clusters where they leave no multiprocessor idle."""
+    wide = build_for("Q4_0", [14336, 14336], 4096, 16, Epilogue.GLU_Q8, hopper=True)
+    assert wide.shape.rows == 128 and wide.shape.tiles([14336], 16, Epilogue.GLU_Q8) <= 264
+    assert build_for("Q4_0", [8192, 8192], 2048, 16, Epilogue.GLU_Q8, hopper=True).shape.rows == 64
+    narrow = [shape for shape in shapes_for("Q8_0", 16, hopper=True) if shape.rows == 64]
+    assert len(narrow) == 1  # the only one there is room for
+    pairs = build_for("Q8_0", [4096, 1024, 1024], 4096, 16, hopper=True)
+    assert (pairs.split, pairs.clustered) == (2, True)
+    fours = build_for("Q8_0", [4096], 14336, 16, hopper=True)  # 64 clusters of 4 would not fit
+    assert (fours.split, fours.clustered) == (4, False)
 
 
 def segments(*given: tuple[str, int]) -> list[Segment]:
@@ -105,7 +110,7 @@ def test_what_lies_in_scratch_does_not_overlap(hopper: bool):
                     convert, tile = kernels_of(works)
                     at, partial = convert.args[0], tile.args[13]
                     assert isinstance(at, int) and isinstance(partial, int) and tile.args[12] == at
-                    shape = shape_for(dtype, tokens, hopper)
+                    shape = build_for(dtype, rows, cols, tokens, end, hopper).shape
                     assert convert.grid[0] == blocks(tokens, shape.n) * shape.n
                     assert at + convert.grid[0] * blocks(cols, 512) * 1024 <= partial
                     last = BEGIN + scratch_bytes(dtype, rows, cols, tokens, end)
@@ -120,9 +125,10 @@ def test_weights_of_one_type_are_one_launch():
     assert convert.function == "half_tiles_Q8"
     assert first.args[:12] == [300, 100, 200, 4096, 302, 102, 202, 1000, 0, 0, 0, 0]
     assert second.args[:12] == [301, 101, 201, 1024, *[0] * 8]
-    for work, tiles in ((first, 64 + 16), (second, 16)):
-        (split,) = (int(d.removeprefix("SPLIT=")) for d in work.defines if d.startswith("SPLIT"))
-        assert work.grid == (tiles * split, 1) and "EPILOGUE=0" in work.defines
+    for work, rows in ((first, [4096, 1000]), (second, [1024])):
+        macros = dict(define.split("=") for define in work.defines)
+        tiles = sum(blocks(n, 16 * int(macros["WM"])) for n in rows)
+        assert work.grid == (tiles * int(macros["SPLIT"]), 1) and macros["EPILOGUE"] == "0"
 
 
 def test_gate_and_up_are_one_launch():
@@ -161,7 +167,7 @@ def test_types_share_a_conversion():
         assert len(made) == 1
 
 
-def spilled(arch: str, dtype: str, shape: Shape, split: int, end: Epilogue) -> str:
+def spilled(arch: str, dtype: str, build: Build, end: Epilogue) -> str:
     """What the compiler says of a build's local memory, `` where it uses none."""
     api = nvrtc._nvrtc()
     source = (nvrtc.source_dir() / "tensor_product.cu").read_bytes()
@@ -173,7 +179,7 @@ def spilled(arch: str, dtype: str, shape: Shape, split: int, end: Epilogue) -> s
     try:
         wanted = (
             f"-arch={arch}", "--ptxas-options=-v", *nvrtc.OPTIONS,
-            *(f"-D{d}" for d in shape.defines(dtype, split, end)),
+            *(f"-D{d}" for d in build.defines(dtype, end)),
         )  # fmt: skip
         (error,) = api.nvrtcCompileProgram(program, len(wanted), [o.encode() for o in wanted])
         log = bytes(nvrtc._call(api, "nvrtcGetProgramLogSize", program))
@@ -191,12 +197,13 @@ def spilled(arch: str, dtype: str, shape: Shape, split: int, end: Epilogue) -> s
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a", "sm_100", "sm_120"])
 def test_builds_spill_nothing(arch: str):
     """sm_90: as another device would run it; products of warpgroups run side by side."""
-    builds: dict[tuple[str, str, Shape, int, Epilogue], None] = {}
-    for dtype in HEAVY:
-        for tokens in (16, 32, 64, 128):
-            shape = shape_for(dtype, tokens, arch == "sm_90a")
-            for end in (Epilogue.PLAIN, Epilogue.GLU_Q8):
-                builds[arch, dtype, shape, 3 if shape.clustered else 2, end] = None
+    builds = dict.fromkeys(
+        (arch, dtype, Build(shape, 2 + (shape.n > 32), shape.n > 32), end)
+        for dtype in HEAVY
+        for tokens in (16, 32, 64, 128)
+        for shape in shapes_for(dtype, tokens, arch == "sm_90a")
+        for end in (Epilogue.PLAIN, Epilogue.GLU_Q8)
+    )
     with ThreadPoolExecutor(2) as pool:
         for build, said in zip(builds, pool.map(lambda b: spilled(*b), builds), strict=True):
             assert not said, (build, said)
@@ -204,8 +211,7 @@ def test_builds_spill_nothing(arch: str):
 
 def test_one_architecture_has_its_own_instructions():
     """sm_90 means sm_90a for this file: nothing else runs there that is compiled for sm_90."""
-    shape = shape_for("Q4_0", 16)
-    defines = shape.defines("Q4_0", 2)
+    defines = build_for("Q4_0", [64], 4096, 16).defines("Q4_0")
     assert nvrtc.cubin("tensor_product", "sm_90", defines) == nvrtc.cubin(
         "tensor_product", "sm_90a", defines
     )

@@ -22,97 +22,13 @@ x, one after another, can leave out conversions that were made before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 from workbench.backend.args import Args
 from workbench.backend.cuda_kernel import Gemm, Kernel, Work, blocks
 from workbench.backend.cuda_matvec import Segment, segment_args
-from workbench.graph.ir import DTYPES, QUANTISED
-
-
-class Epilogue(IntEnum):
-    """What kernels/tensor_product.cu stores: products, or silu(gate) * up as F32 or Q8_ACT."""
-
-    PLAIN, GLU, GLU_Q8 = range(3)
-
-
-class Shape(NamedTuple):
-    """A build of kernels/tensor_product.cu: the macros of its header but SPLIT and EPILOGUE."""
-
-    n: int  # tokens of a block
-    wm: int  # warps that multiply, of 16 rows each
-    loading: int  # warps that load
-    steps: int  # of 128 columns, of a stage
-    stages: int  # in shared memory
-    blocks: int  # of a multiprocessor
-    clustered: bool = False  # blocks that share a tile are a cluster
-
-    @property
-    def rows(self) -> int:
-        """Rows of weights of a block."""
-        return 16 * self.wm
-
-    def tiles(self, rows: Sequence[int], n_tokens: int, end: Epilogue = Epilogue.PLAIN) -> int:
-        """Tiles of results of a launch of weights of so many `rows`; gate and up share theirs."""
-        if end != Epilogue.PLAIN:
-            return blocks(rows[0], self.rows // 2) * blocks(n_tokens, self.n)
-        return sum(blocks(n, self.rows) for n in rows) * blocks(n_tokens, self.n)
-
-    def defines(self, dtype: str, split: int, end: Epilogue = Epilogue.PLAIN) -> tuple[str, ...]:
-        values = {
-            "TYPE": dtype, "TOKENS": self.n, "WM": self.wm, "LOADING": self.loading,
-            "STEPS": self.steps, "STAGES": self.stages, "BLOCKS": self.blocks,
-            "SPLIT": split, "CLUSTERED": int(self.clustered), "EPILOGUE": int(end),
-        }  # fmt: skip
-        return tuple(f"{name}={value}" for name, value in values.items())
-
-    def shared_bytes(self, dtype: str) -> int:
-        """Of a block: its stages of activations and of each plane of the weights, and barriers;
-        what blocks of a cluster add up takes their place. So much that no multiprocessor takes more
-        than `blocks`: some would, and others fewer."""
-        words = sum(self._words(size, per, DTYPES[dtype].block) for size, per in PLANES[dtype])
-        stage = self.n * self.steps * 256 + self.rows * words * 16
-        return max(self.stages * stage + 128, SHARED // (self.blocks + 1) if self.blocks > 1 else 0)
-
-    def at_once(self, dtype: str) -> int:
-        """Blocks that a multiprocessor of SHARED bytes has at once."""
-        return max(1, min(self.blocks, SHARED // (self.shared_bytes(dtype) + 1024)))
-
-    def _words(self, size: int, per: int, block: int) -> int:
-        """16-byte words that `size` bytes for every `per` units of a row's part of a stage can be
-        in: Plane::CHUNKS of kernels/staged.cuh."""
-        units = 4 * self.steps
-        grain = min(units, 8) if block == 256 else 1
-        pitch = size if per > 1 else size * grain
-        align = min(pitch & -pitch, 16)
-        return (size * max(units // per, 1) + 31 - align) // 16
-
-
-# The planes of a type, as kernels/weights.cuh has them: bytes, for how many units of 32 weights.
-PLANES = {
-    "Q8_0": ((32, 1), (2, 1)),
-    "Q4_0": ((16, 1), (2, 1)),
-    "MXFP4": ((16, 1), (1, 1)),
-    "Q4_K": ((16, 1), (16, 8)),
-    "Q5_K": ((16, 1), (4, 1), (16, 8)),
-    "Q6_K": ((16, 1), (8, 1), (2, 1), (2, 8)),
-}
-
-# The build for each number of tokens: the first whose `n` is enough, the last beyond. What a type
-# has no room for, `shape_for` takes away.
-SHAPES = (
-    Shape(8, 4, 4, 2, 5, 2),
-    Shape(16, 4, 4, 2, 5, 2),
-    Shape(32, 4, 4, 2, 4, 2),
-    Shape(64, 4, 4, 1, 4, 2, clustered=True),
-)
-# Instead, with warpgroups and 227 KB of shared memory (compute capability 9.0).
-HOPPER_SHAPES = (
-    *SHAPES[:3],
-    Shape(64, 8, 4, 2, 4, 1, clustered=True),
-    Shape(128, 8, 4, 1, 5, 1, clustered=True),
-)
+from workbench.backend.cuda_tiling import Build, Epilogue, build_for, tile_tokens
+from workbench.graph.ir import QUANTISED
 
 # Most tokens for which way `tile` is taken; 0: always cuBLAS.
 TILE_UP_TO = {
@@ -122,20 +38,6 @@ TILE_UP_TO = {
 
 MOST_TILED = max(TILE_UP_TO.values())
 
-MULTIPROCESSORS = 132  # a constant, so that no result depends on the device
-MOST_SPLIT = 8  # blocks of a cluster on every device that has clusters
-# Clusters of so many blocks that those multiprocessors have at once, one or two blocks each: their
-# groups do not all divide by it. What cuOccupancyMaxActiveClusters says of an H100 80GB HBM3.
-CLUSTERS = {
-    1: {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15},
-    2: {2: 132, 3: 79, 4: 62, 5: 47, 6: 39, 7: 32, 8: 30},
-}
-FILL_STEPS, ADD_STEPS = 6, 3  # what it costs to begin a block, to add blocks up, in steps
-MOST_COUNTERS = 4096
-SHARED = 228 << 10  # bytes of a multiprocessor; a block has 1 KB more than it asks for
-MOST_SHARED = 99 << 10  # bytes of a block, of devices of compute capability 8.6, 8.9 and 12.0
-HOPPER_SHARED = 227 << 10  # of 9.0
-LEAST_STAGES = 3  # of shared memory: fewer columns a stage rather than fewer stages
 EXPANDED_BYTES = 64 << 20  # of weights expanded at a time
 UNITS_IN_FLIGHT = 2  # of a thread of `dequantise`
 _QUANTISED = frozenset(t.name for t in QUANTISED)
@@ -151,46 +53,10 @@ def by_tile(dtype: str, n_tokens: int) -> bool:
     return n_tokens <= TILE_UP_TO[dtype]
 
 
-def shape_for(dtype: str, n_tokens: int, hopper: bool = False) -> Shape:
-    """The build for so many tokens, with as many of its stages as the device has room for; `hopper`
-    says that it is of compute capability 9.0."""
-    shapes = HOPPER_SHAPES if hopper else SHAPES
-    wanted = next((shape for shape in shapes if n_tokens <= shape.n), shapes[-1])
-    most = min(HOPPER_SHARED, SHARED // wanted.blocks - 1024) if hopper else MOST_SHARED
-    for steps, least in ((wanted.steps, LEAST_STAGES), (1, 2)):
-        for stages in range(wanted.stages, least - 1, -1):
-            shape = wanted._replace(steps=steps, stages=stages)
-            if shape.shared_bytes(dtype) <= most:
-                return shape
-    raise AssertionError(f"no build of {dtype} for {n_tokens} tokens")
-
-
-def split_for(dtype: str, shape: Shape, tiles: int, cols: int) -> int:
-    """Blocks that share the columns of each of a launch's tiles: as many as make the last of them
-    end soonest on a device of MULTIPROCESSORS. Follows from the shapes alone."""
-    stages = blocks(cols, shape.steps * 128)
-    at_once = shape.at_once(dtype)
-
-    def cost(split: int) -> int:
-        room = MULTIPROCESSORS * at_once
-        if shape.clustered and split > 1:
-            room = CLUSTERS[at_once][split] * split
-        turns = blocks(tiles * split, room)
-        return turns * (blocks(stages, split) * shape.steps + FILL_STEPS) + ADD_STEPS * (split > 1)
-
-    most = min(MOST_SPLIT, stages) if tiles <= MOST_COUNTERS else 1
-    return min(range(1, most + 1), key=cost)
-
-
-def _tiles_tokens(dtype: str, n_tokens: int, hopper: bool) -> int:
-    """Tokens that whole tiles have place for."""
-    n = shape_for(dtype, n_tokens, hopper).n
-    return blocks(n_tokens, n) * n
-
-
 def _x_bytes(cols: int, n_tokens: int, hopper: bool) -> int:
     """Of either place for converted activations, whatever the weights' type: in tiles, too."""
-    tokens = _tiles_tokens("Q8_0", n_tokens, hopper) if n_tokens <= MOST_TILED else n_tokens
+    n = tile_tokens(n_tokens, hopper) if n_tokens <= MOST_TILED else 1
+    tokens = blocks(n_tokens, n) * n
     return blocks(tokens * blocks(cols, 512) * 512 * 2, 256) * 256
 
 
@@ -216,9 +82,8 @@ def _scratch_bytes(
     dtype: str, rows: Sequence[int], cols: int, n_tokens: int, end: Epilogue, hopper: bool
 ) -> int:
     if by_tile(dtype, n_tokens):
-        shape = shape_for(dtype, n_tokens, hopper)
+        shape, split, _ = build_for(dtype, rows, cols, n_tokens, end, hopper)
         tiles = shape.tiles(rows, n_tokens, end)
-        split = split_for(dtype, shape, tiles, cols)
         behind = tiles * split * shape.n * shape.rows * 4 if split > 1 else 0
     elif dtype in _QUANTISED:
         behind = min(max(rows), _rows_at_once(cols)) * padded(dtype, cols) * 2
@@ -276,15 +141,12 @@ def glu(
 def _tiled(
     segments: Sequence[Segment], x: X, scratch: int, counters: int, hopper: bool, end: Epilogue
 ) -> list[Work]:
-    dtype = segments[0].dtype
-    shape = shape_for(dtype, x.n_tokens, hopper)
-    split = split_for(
-        dtype, shape, shape.tiles([s.rows for s in segments], x.n_tokens, end), x.cols
-    )
+    rows = [segment.rows for segment in segments]
+    build = build_for(segments[0].dtype, rows, x.cols, x.n_tokens, end, hopper)
     partial = scratch + 2 * _x_bytes(x.cols, x.n_tokens, hopper)
     return [
-        tiles(shape, scratch, x),
-        tile(shape, split, segments, x._replace(at=scratch), partial, counters, end),
+        tiles(build.shape.n, scratch, x),
+        tile(build, segments, x._replace(at=scratch), partial, counters, end),
     ]
 
 
@@ -317,27 +179,26 @@ def _conversion(dtype: str, dst: int, x: X) -> Kernel:
     return Kernel("dequantise", name, grid, 256, [dst, x.at, x.cols], waits=True)
 
 
-def tiles(shape: Shape, dst: int, x: X) -> Kernel:
-    """Activations as `tile` takes them: the same for every type and build of one `n`."""
+def tiles(n: int, dst: int, x: X) -> Kernel:
+    """Activations as `tile` takes them: the same for every type and build of tiles of n tokens."""
     name = "half_tiles_Q8" if x.quantised else "half_tiles_F32"
-    grid = (blocks(x.n_tokens, shape.n) * shape.n, blocks(blocks(x.cols, 512) * 32, 256))
-    args: Args = [dst, x.at, x.cols, x.n_tokens, shape.n]
+    grid = (blocks(x.n_tokens, n) * n, blocks(blocks(x.cols, 512) * 32, 256))
+    args: Args = [dst, x.at, x.cols, x.n_tokens, n]
     return Kernel("dequantise", name, grid, 256, args, waits=True)
 
 
 def tile(
-    shape: Shape, split: int, segments: Sequence[Segment], x: X, partial: int, counters: int,
+    build: Build, segments: Sequence[Segment], x: X, partial: int, counters: int,
     end: Epilogue = Epilogue.PLAIN,
 ) -> Kernel:  # fmt: skip
-    """kernels/tensor_product.cu on weights of one type and activations in tiles, `split` blocks for
-    each tile of results; `partial`: F32, shape.n by shape.rows for each block if there are
-    several."""
+    """kernels/tensor_product.cu on weights of one type and activations in tiles. partial: F32, a
+    tile of results for each block where several share one."""
+    shape, dtype = build.shape, segments[0].dtype
     args: Args = [*segment_args(segments), x.at, partial, counters, x.cols, x.n_tokens]
-    grid = (shape.tiles([s.rows for s in segments], x.n_tokens, end) * split, 1)
-    dtype = segments[0].dtype
+    grid = (shape.tiles([s.rows for s in segments], x.n_tokens, end) * build.split, 1)
     return Kernel(
         "tensor_product", "tensor_product", grid, 32 * (shape.wm + shape.loading), args,
-        shape.defines(dtype, split, end), shape.shared_bytes(dtype), waits=True,
+        build.defines(dtype, end), shape.shared_bytes(dtype), waits=True,
     )  # fmt: skip
 
 
