@@ -56,12 +56,22 @@
 //   * The next fragments decoded across stages: 4.22 at 128. Warps that load, so that those that
 //     multiply neither ask nor wait for each other: 4.02; two of them 4.13, one 4.44. Addresses in
 //     32 bits: 3.88, at 64 2.92.
-//   * This one, tokens 16, 32, 64, 128: Q4_0 2.18, 2.40, 2.96, 3.87; Q8_0 3.08, 3.26, 3.64, 4.33;
-//     MXFP4 2.54, 2.81, 3.42, 4.42; Q4_K 2.45, 2.70, 3.27, 4.37; Q5_K 2.76, 3.04, 3.69, 4.86; Q6_K
-//     2.88, 3.12, 3.77, 4.99. Q4_0 without wgmma: 2.24, 2.61, 4.15, 7.01.
+//   * Each weight alone, tokens 16, 32, 64, 128: Q4_0 2.18, 2.40, 2.96, 3.87; Q8_0 3.08, 3.26, 3.64,
+//     4.33; MXFP4 2.54, 2.81, 3.42, 4.42; Q4_K 2.45, 2.70, 3.27, 4.37; Q5_K 2.76, 3.04, 3.69, 4.86;
+//     Q6_K 2.88, 3.12, 3.77, 4.99. Q4_0 without wgmma: 2.24, 2.61, 4.15, 7.01.
+//   * This one: Q, K and V in one launch, gate + up with silu, product and quantising in another,
+//     without the output head (0.14): Q4_0 2.06, 2.20, 2.74, 3.92; Q8_0 3.08, 3.24, 3.54, 4.36;
+//     Q4_K 2.28, 2.48, 3.10, 4.42; Q6_K 2.82, 3.16, 3.68, 5.00. Gate + up of 128 tokens took 86.7 us
+//     with a warp quantising 32 columns at a time, 69.3 with four columns a thread, 59.4 with a
+//     quick silu too; as plain products 54.3. 8 warps that multiply, two blocks a multiprocessor:
+//     33.3 -> 28.4 at 16 tokens, 43.0 -> 38.6 at 64, for which those that load give registers away
+//     (without: spills, and wgmma one after the other).
+//   * All of that on zeros. On random weights and activations, which take more power, 29.3 us at 16
+//     tokens, 42.1 at 64, 71.0 at 128 for gate + up.
 //   * What is left: at 16 tokens some 5 us a launch beside its weights (they come at 3 TB/s); from
 //     64 on instructions (190 for 16 x 128 weights, of which decoding needs 104) and what the
-//     tensor cores take (half of the time at 64, 63 % at 128), which overlap, but not wholly.
+//     tensor cores take (half of the time at 64, 63 % at 128), which overlap, but not wholly. Gate
+//     and up are 224 tiles of 128 rows, for 132 multiprocessors: 1.7 rounds that take 2.
 //   * No gain: activations to the blocks of two row tiles at once (multicast), which must wait for
 //     each other: 5.81 at 128. Room for the next launch's blocks beside these: 2.48 at 16. Weights
 //     ahead to L2 before pdl_wait: 2.6. Two tiles of 16 rows a warp, or 16 warps: 4.5 at 128.

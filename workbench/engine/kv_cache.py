@@ -7,7 +7,7 @@ import numpy as np
 from workbench.errors import UsageError
 
 EMPTY = np.iinfo(np.int32).max  # a position no token ever sees
-_MASK = np.array([-np.inf, 0], np.float16)
+_HIDDEN = np.float16(-np.inf).view(np.uint16)
 
 
 class KVCache:
@@ -52,7 +52,8 @@ class KVCache:
         held = self._held[:n_kv]
         np.copyto(held, self.positions[:n_kv])
         held[cells] = positions
-        return _MASK.take(held <= positions[:, None])
+        hidden = held > positions[:, None]
+        return (hidden.view(np.uint8) * _HIDDEN).view(np.float16)
 
     def store(self, positions: np.ndarray, cells: np.ndarray) -> None:
         """Notes that `cells` now hold `positions`."""

@@ -1,9 +1,10 @@
-"""What binds where a target is missed: from kernels' own times, launches and ablated steps.
+"""What binds where a target is missed: from kernels' own times, launches, ablated steps, counters.
 
 Pure functions of what `tests.gpu.measure` recorded: `cuda-kernels` and `cuda-kernels-batches` say
 what a product took, `cuda-launches.json` what launches and plain reading take on the same card,
-`cuda-ablation-MODEL[-N].json` where the time of a step goes. Every bandwidth is the one of the file
-that a time stands in, so that nothing is compared across processes but the cost of a launch.
+`cuda-ablation-MODEL[-N].json` where the time of a step goes, `cuda-counters.json` how busy a
+product keeps each part of the device. Every bandwidth is the one of the file that a time stands in,
+so that nothing is compared across processes but the cost of a launch.
 """
 
 from __future__ import annotations
@@ -11,9 +12,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from workbench.bench.kernel_cases import MODELS
 from workbench.report.recorded import NOT_MEASURED, Recorded
 
+READ = "read"  # what stands in place of a type in the counters of kernels that only read
 LEAST_SHARE = 0.03  # of a step, from which a kind of launch is named
+
+# From which share of what it can do a part of the device is said to bind; memory also from so much
+# of what a kernel reaches that only reads as many bytes.
+FULL, LIKE_READING = 80.0, 0.95
+PARTS = {
+    "issue_pct": "issue slots", "alu_pct": "integer units", "fma_pct": "multiply-add units",
+    "lsu_pct": "load-store units", "tensor_pct": "tensor cores",
+}  # fmt: skip
+MOST_PARTS, MOST_WAITS = 2, 2  # that are named
+WAITS = {
+    "barrier": "barriers", "branch_resolving": "branches", "dispatch_stall": "dispatch",
+    "drain": "stores to leave", "gmma": "warpgroup products", "imc_miss": "constants",
+    "lg_throttle": "room in the queue of loads", "long_scoreboard": "memory",
+    "math_pipe_throttle": "a busy unit", "membar": "fences",
+    "mio_throttle": "room in the queue of shared memory", "no_instruction": "instructions to come",
+    "not_selected": "other warps' turn", "short_scoreboard": "shared memory", "sleeping": "sleep",
+    "tex_throttle": "room in the texture queue", "wait": "fixed latencies",
+}  # fmt: skip
 
 
 class Bind(NamedTuple):
@@ -87,22 +108,26 @@ def step(found: dict[str, Any] | None) -> str:
     if found is None:
         return NOT_MEASURED
     whole, graph = found["step_us"]["median"], found["graph_us"]["median"]
+    # costs are differences to the graph whose tensors share no memory; older files have none
+    apart = found.get("apart_us", found["graph_us"])["median"]
     gbps, tflops = found["read_gbps"], found.get("product_tflops")
     bounds = [f"reading weights {read_us(found['weight_bytes'], gbps):.0f}"]
     if tflops and found["n_tokens"] > 1:
         bounds.append(f"tensor cores {found['product_flops'] / tflops / 1e6:.0f}")
     kinds: dict[str, dict[str, Any]] = found["kinds"]
     order = sorted(kinds, key=lambda kind: -kinds[kind]["us"]["median"])
-    named = [kind for kind in order if kinds[kind]["us"]["median"] >= LEAST_SHARE * graph]
-    rest = graph - sum(kinds[kind]["us"]["median"] for kind in named)
-    said = [_kind(kind, kinds[kind], graph, gbps) for kind in named]
+    named = [kind for kind in order if kinds[kind]["us"]["median"] >= LEAST_SHARE * apart]
+    rest = apart - sum(kinds[kind]["us"]["median"] for kind in named)
+    said = [_kind(kind, kinds[kind], apart, gbps) for kind in named]
     slower = [
-        kind for kind in reversed(order) if kinds[kind]["us"]["median"] <= -LEAST_SHARE * graph
+        kind for kind in reversed(order) if kinds[kind]["us"]["median"] <= -LEAST_SHARE * apart
     ]
     longer = ", ".join(f"{kind} {-kinds[kind]['us']['median']:.0f}" for kind in slower)
     return (
         f"step {whole:.0f} us, its {found['launches']} launches as one graph {graph:.0f} "
-        f"({', '.join(bounds)}); left out, they save: {', '.join(said)}; "
+        f"({', '.join(bounds)})"
+        + (f", no two tensors in the same memory {apart:.0f}" if "apart_us" in found else "")
+        + f"; left out, they save: {', '.join(said)}; "
         f"not of any one of these {rest:.0f}"
         + (f"; without these the graph takes longer: {longer}" if longer else "")
     )
@@ -118,6 +143,67 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def counted(case: dict[str, Any], reading: dict[str, Any] | None = None) -> str:
+    """What a launch kept busy, by hardware counters, and what follows: memory binds, or the parts
+    of a multiprocessor that are full, or neither, and then what its warps waited for tells why.
+    reading: the launch that only reads as many bytes."""
+    memory = case.get("memory_pct")
+    parts = sorted((key for key in PARTS if key in case), key=lambda key: -case[key])[:MOST_PARTS]
+    if memory is None or not parts:
+        return NOT_MEASURED
+    most = reading.get("memory_pct") if reading else None
+    said = [f"memory {memory:.0f} % busy" + (f" (reading alone {most:.0f} %)" if most else "")]
+    said += [f"{PARTS[key]} {case[key]:.0f} %" for key in parts]
+    full = [PARTS[key] for key in parts if case[key] >= FULL]
+    if memory >= (FULL if most is None else min(FULL, LIKE_READING * most)):
+        full.insert(0, "memory")
+    waits = [
+        f"{WAITS.get(reason, reason)} ({cycles:.1f})"
+        for reason, cycles in sorted(case["stalls"].items(), key=lambda item: -item[1])
+    ][:MOST_WAITS]
+    verdict = f"{' and '.join(full)} bind" + ("s" if full == ["memory"] else "")
+    if not full:
+        warps = case.get("warps_pct")
+        room = f" with {warps:.0f} % of the warps there is room for" if warps is not None else ""
+        verdict = f"none is full{room}: latency binds"
+    waited = f"; a warp waits longest (cycles an instruction) for {', '.join(waits)}"
+    return f"{', '.join(said)}: {verdict}" + (waited if waits else "")
+
+
+def _case(
+    counters: dict[str, Any] | None, dtype: str, nbytes: int, batch: int
+) -> dict[str, Any] | None:
+    """The counted launch of a type that reads so many bytes for so many tokens."""
+    wanted = {"type": dtype, "bytes": nbytes, "batch": batch}
+    cases = (counters or {}).get("cases", ())
+    return next((case for case in cases if wanted.items() <= case.items()), None)
+
+
+def by_counters(counters: dict[str, Any] | None, row: dict[str, Any]) -> str:
+    """What counters say of a launch of a row of `bench-kernels`; nothing where it was not counted.
+    A row of several launches of equal weights is read as each of them."""
+    nbytes = row["bytes"] // row.get("launches", 1)
+    case = _case(counters, row["type"], nbytes, row["batch"])
+    return f"; by counters: {counted(case, _case(counters, READ, nbytes, 1))}" if case else ""
+
+
+def step_by_counters(counters: dict[str, Any] | None, model: str, n_tokens: int) -> str:
+    """What counters say of the products of a model's step of n_tokens, or of the number counted
+    that is nearest; nothing where none of that model's was counted."""
+    ours = [
+        case for case in (counters or {}).get("cases", ()) if case["batch"] > 1
+        and f"{MODELS.get(case['shape'].partition('.')[0])}-{case['type'].lower()}" == model
+    ]  # fmt: skip
+    if not ours:
+        return ""
+    size = min((case["batch"] for case in ours), key=lambda n: (abs(n - n_tokens), n))
+    said = (
+        f"{case['shape'].partition('.')[2]} {case['us']:.1f} us, {counted(case)}"
+        for case in ours if case["batch"] == size
+    )  # fmt: skip
+    return f"; by counters, {size} tokens: {'; '.join(said)}"
+
+
 # by target ----------------------------------------------------------------------------------------
 
 
@@ -126,13 +212,14 @@ def of_products(
 ) -> list[Bind]:
     """A line for each product of `bench-kernels` below `least` of the read bandwidth."""
     run, launches = recorded.run("kernels"), recorded.file("launches")
+    counters = recorded.file("counters")
     if run is None:
         return []
     wanted, types = set(shapes), set(dtypes)
     return [
         Bind(
             f"{row['type']} {row['shape']}, {launch}", f"{_percent(row['share'])}",
-            product(row, run.run["result"]["read_gbps"], launches),
+            product(row, run.run["result"]["read_gbps"], launches) + by_counters(counters, row),
         )
         for row in run.run["result"]["rows"]
         if row["batch"] == 1 and row["launch"] == launch and row["share"] < least
@@ -153,7 +240,8 @@ def of_batched_product(recorded: Recorded, dtype: str, shape: str, batch: int) -
     return [
         Bind(
             f"{dtype} {shape}, {batch} tokens", f"{row['us']:.1f} us",
-            batched_product(row, result["read_gbps"], result["product_tflops"]),
+            batched_product(row, result["read_gbps"], result["product_tflops"])
+            + by_counters(recorded.file("counters"), row),
         )
         for row in rows[-1:]  # plain, then pdl
     ]  # fmt: skip
@@ -169,7 +257,8 @@ def of_step(recorded: Recorded, model: str, n_tokens: int, measured: str) -> Bin
     found = step(recorded.file(f"ablation-{model}{sizes[size]}"))
     instead = "" if size == n_tokens or found == NOT_MEASURED else f"of {size} tokens: "
     what = f"{model}, {n_tokens} tokens" if n_tokens > 1 else f"{model}, tg128"
-    return Bind(what, measured, instead + found)
+    more = "" if n_tokens == 1 else step_by_counters(recorded.file("counters"), model, n_tokens)
+    return Bind(what, measured, instead + found + more)
 
 
 def _sizes(recorded: Recorded, model: str) -> dict[int, str]:
