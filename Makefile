@@ -18,6 +18,8 @@ help:
 	@echo "make lab      JupyterLab on the notebooks"
 	@echo "make setup    only prepare .venv/, with the workbench command in it"
 	@echo "make lint     ruff and mypy;  make bench  benchmarks, recorded;  make peer  compare with llama.cpp"
+	@echo "make test-gpu the GPU tests, recorded;  make sanitize  parts of them under compute-sanitizer, recorded"
+	@echo "make readme   fill README.md from data/results"
 
 setup: .venv/.lab
 	@echo "ready: $(BIN)/workbench --help"

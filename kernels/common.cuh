@@ -9,6 +9,9 @@
 //     one: what lies between its last byte and there may be read, and counts for nothing;
 //   * inputs and outputs never overlap, but for the cache of set_rows;
 //   * no floating-point atomics: each result is summed in one fixed order.
+//
+// One version only, but for silu_times: with expf and a division, gate + up of 128 tokens took 69.3
+// us for 59.4 (see tensor_product.cu).
 #pragma once
 
 typedef signed char i8;

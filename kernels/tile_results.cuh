@@ -2,6 +2,11 @@
 // bias is too, and results are stored, or silu(gate) * up of them, as floats or as Q8_ACT.
 //
 // Wants the constants of that file, its Part and its Sums.
+//
+// Versions, measured as part of tensor_product.cu, whose header has them: sums added through a
+// cluster or through memory (2.21 and 2.14 ms at 16 tokens, 3.88 and 4.11 at 128); gate + up of 128
+// tokens with a warp quantising 32 columns at a time 86.7 us, with four columns a thread 69.3, with
+// a quick silu too 59.4.
 #pragma once
 #include "quantise.cuh"
 #include "warpgroup.cuh"

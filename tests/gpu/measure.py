@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from cyclopts import App
 
-from tests.gpu import measure_ablation, measure_kernels, measure_models
+from tests.gpu import measure_ablation, measure_counters, measure_kernels, measure_models
 from tests.gpu.measuring import Session
 from workbench.errors import UsageError, WorkbenchError
 
@@ -42,6 +42,7 @@ STEPS = {
     "kernels-batches": Step(measure_kernels.kernels_batches, 110),
     "fusion": Step(measure_models.fusion, 85),
     "ablation": Step(measure_ablation.ablation, 60),
+    "counters": Step(measure_counters.counters, 80),
     "sync": Step(measure_models.sync, 240),
 }
 

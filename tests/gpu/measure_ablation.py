@@ -1,50 +1,54 @@
-"""Where the time of a step goes, and what a launch costs, for data/results:
-DEVICE-ablation-MODEL[-N].json and DEVICE-launches.json.
+"""Where the time of a step goes, for data/results: DEVICE-ablation-MODEL[-N].json; then what
+launches cost (`measure_launches.py`).
 
-A step of N tokens (1 where the name has no number), everything on but plans, five ways:
+A step of N tokens (1 where the name has no number), everything on but plans:
 
     step_us    as the engine runs it, by the host's clock
     eager_us   its launches on the device alone, issued one after another, waited for at the end
     graph_us   the same launches as one captured graph: no time of the host in it
-    kinds      for each kind of launch: the graph without it (without_us), and what it costs by that
-               (us: the difference to the whole graph of the same round)
+    apart_us   that graph in an arena where no two tensors share memory
+    kinds      for each kind of launch: the graph of apart_us without it (without_us), and what it
+               costs by that (us: the difference to apart_us of the same round)
     weight_bytes, product_flops   with read_gbps and product_tflops: what the step cannot do without
 
-Costs of kinds need not add up to the graph. Neighbours overlap where launches begin early, and a
-product whose weights were requested early waits less than it reads. Behind a launch left out the
-others compute on what memory holds, which may be no numbers, and kernels may take longer over
-those: a kind can cost less than nothing, and then the costs of the others are doubtful too. The
-whole graph runs last in every round: it leaves a cache of finite numbers. Where there are no graphs
-(CPU devices), launches are called one by one.
+How long a kernel takes can depend on what it computes on: attention takes another path where its
+sums are no finite numbers. The engine's arena gives the bytes of a tensor to another as soon as
+nobody reads it, so that behind a launch left out the others would find there whatever came last,
+often no numbers. Here each tensor, and the scratch of each node, has memory of its own (`apart`):
+what a launch that is left out would have written is still there from the whole step, and every
+other launch computes on the very values of the whole step, and writes them again. That nothing in
+the arena and the caches has changed is checked at the end (`unchanged`).
 
-`launches`: an empty kernel of 2 blocks on each of 132 multiprocessors, in a stream and in a graph,
-plainly and programmatically; and the fastest of several reading kernels, launched plainly, for the
-weights of every product of an 8B model: what a plainly launched kernel can reach at most.
+What remains doubtful: costs of kinds need not add up to the graph. Neighbours overlap where
+launches begin early, a product whose weights were requested early waits less than it reads, and a
+launch behind a gap finds in the cache what the gap did not evict, so that a kind can cost a little
+less than nothing. Tensors apart are cached less than those that share: apart_us - graph_us is what
+that does to the whole. Where there are no graphs (CPU devices), launches are called one by one.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import workbench as wb
+from tests.gpu.measure_launches import launches, spread
 from tests.gpu.measuring import Session, everything, product_flops, slug
 from workbench.backend import kernels
-from workbench.backend.base import Issue, open_backend
-from workbench.backend.cuda_kernel import Kernel, Work, blocks
+from workbench.backend.base import Issue
+from workbench.backend.cuda_kernel import Kernel, Work
 from workbench.backend.issue import Prepared
 from workbench.bench import provenance
 from workbench.bench.comparison import order_of
-from workbench.bench.kernel_cases import SHAPES, TYPES
-from workbench.bench.kernel_rigs import PDL, PLAIN, Repeats, rig_of, rotating_bytes
+from workbench.bench.kernel_rigs import Repeats, rig_of
+from workbench.graph import arena
 from workbench.graph.ir import Kind, Node
-from workbench.program.commands import COMPUTE_STREAM, DEVICE, Launch, Space
+from workbench.program.commands import COMPUTE_STREAM, DEVICE, Buffer, Launch, Space
 
 # model -> tokens of the steps that are taken apart
 STEPS: dict[tuple[str, str], tuple[int, ...]] = {
@@ -136,6 +140,49 @@ def weight_bytes(prepared: Prepared) -> dict[str, int]:
     return found
 
 
+class _NeverAgain(arena.FreeList):
+    """Bytes that have been given out are not given out again."""
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """They stay their tensor's."""
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Within, programs are lowered to arenas in which no two tensors share memory, nor the scratch
+    of two nodes."""
+    before, arena.FreeList = arena.FreeList, _NeverAgain  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        arena.FreeList = before  # type: ignore[misc]
+
+
+def prepared_of(engine: wb.Engine, n_tokens: int) -> Prepared:
+    """The program that steps of n_tokens into an empty cache run, kept by `engine`."""
+    return engine._programs.get(engine.program(n_tokens).shape)
+
+
+def content(prepared: Prepared) -> list[np.ndarray]:
+    """Bytes of all that a step writes on its device: the arena and the caches, uint8 each."""
+    placed = prepared.program.placement[-1].items()
+    buffers: dict[Buffer, None] = {
+        there.buffer: None for tensor, there in placed if tensor.kind != Kind.WEIGHT
+    }
+    backend, found = prepared._backends[-1], []
+    for buffer in buffers:
+        memory = prepared._memory[buffer]
+        if buffer.space != Space.DEVICE:
+            assert memory.array is not None
+            found.append(memory.array[: buffer.nbytes].copy())
+            continue
+        there = np.zeros(buffer.nbytes, np.uint8)
+        backend.copy(there.ctypes.data, memory.address, buffer.nbytes, COMPUTE_STREAM, True)()
+        backend.sync_stream(COMPUTE_STREAM)()
+        found.append(there)
+    return found
+
+
 def ablation(session: Session) -> None:
     """Every step of STEPS taken apart [ablation-MODEL, ablation-MODEL-N], then what launches cost
     [launches]."""
@@ -153,51 +200,52 @@ def ablation(session: Session) -> None:
                 with engine.variant(everything(engine)) as side:
                     found = take_apart(side, n, session.quick)
                 session.write(name, provenance.collect(engine) | rates | found)
-                costs = ", ".join(f"{k} {v['us']['median']:.1f}" for k, v in found["kinds"].items())
-                times = (
-                    f"{k} {found[f'{k}_us']['median']:.1f}" for k in ("step", "eager", "graph")
-                )
-                print(f"{name}: us: {', '.join(times)}; {costs}", flush=True)
+                print(f"{name}: {_said(found)}", flush=True)
     launches(session)
 
 
 def _said(found: dict[str, Any]) -> str:
-    times = {way: found[f"{way}_us"] for way in ("step", "eager", "graph")}
+    times = {way: found[f"{way}_us"] for way in ("step", "eager", "graph", "apart")}
     costs = {kind: of["us"] for kind, of in found["kinds"].items()}
     both = (", ".join(f"{k} {us['median']:.1f}" for k, us in d.items()) for d in (times, costs))
-    return "us: " + "; without each kind less ".join(both)
+    changed = "" if found["unchanged"] else "; VOID: launches left out changed what others read"
+    return "us: " + "; without each kind less ".join(both) + changed
 
 
 def take_apart(engine: wb.Engine, n_tokens: int, quick: bool = False) -> dict[str, Any]:
     """The numbers of the module's docstring for steps of n_tokens into an empty cache."""
     rounds, times = (2, 1) if quick else (ROUNDS, REPLAYS)
     steps = 2 if quick else STEPS_A_ROUND
-    _step_us(engine, n_tokens, 2)  # builds the program, and gives memory finite numbers
-    prepared = engine._programs.get(engine.program(n_tokens).shape)
-    chain = pieces(prepared, engine.backend)
-    kinds = list(dict.fromkeys(piece.kind for piece in chain))
-    rig = rig_of(engine.backend, quick)
     stepped: list[float] = []
     eager: list[float] = []
-    graphs: list[list[float]] = [[] for _ in range(len(kinds) + 1)]  # the whole, without each kind
-    medians: list[list[float]] = [[] for _ in graphs]
-    with ExitStack() as stack:
+    with engine.variant(engine.toggles) as twin, ExitStack() as stack:
+        with apart():
+            _step_us(twin, n_tokens, 1)
+            alone = prepared_of(twin, n_tokens)
+        _step_us(engine, n_tokens, 2)  # builds the program, and gives memory finite numbers
+        chain = pieces(prepared_of(engine, n_tokens), engine.backend)
+        distinct = pieces(alone, engine.backend)
+        kinds = list(dict.fromkeys(piece.kind for piece in chain))
+        rig = rig_of(engine.backend, quick)
+        # as the engine runs it; tensors apart; without each kind
+        chains = [chain, *([p for p in distinct if p.kind != kind] for kind in ("", *kinds))]
+        graphs: list[list[float]] = [[] for _ in chains]
+        medians: list[list[float]] = [[] for _ in chains]
+        before = content(alone)
         repeats: list[Repeats] = []
-        for left_out in ("", *kinds):
-            issues = [piece.issue for piece in chain if piece.kind != left_out]
-            repeats.append(rig.repeats(issues))
+        for each in chains:
+            repeats.append(rig.repeats([piece.issue for piece in each]))
             stack.callback(repeats[-1].close)
         for round_ in range(rounds):
-            repeats[0].time_us(1)  # makes good what the launches behind a gap wrote
             stepped += _step_us(engine, n_tokens, steps)
             eager += [_eager_us(engine.backend, chain) for _ in range(times)]
             for i in order_of(round_, len(repeats)):
                 taken = repeats[i].time_us(times)
                 graphs[i] += taken
                 medians[i].append(float(np.median(taken)))
-        repeats[0].time_us(1)
-    whole = np.array(medians[0])
-    read = weight_bytes(prepared)
+        same = all(map(np.array_equal, before, content(alone)))
+        read = weight_bytes(alone)
+    whole = np.array(medians[1])
     return {
         "quick": quick,
         "toggles": engine.toggles.to_dict(),
@@ -205,9 +253,11 @@ def take_apart(engine: wb.Engine, n_tokens: int, quick: bool = False) -> dict[st
         "weight_bytes": engine.model.weight_bytes_per_token,
         "product_flops": product_flops(engine, n_tokens),
         "launches": len(chain),
+        "unchanged": same,
         "step_us": spread(stepped),
         "eager_us": spread(eager),
         "graph_us": spread(graphs[0]),
+        "apart_us": spread(graphs[1]),
         "kinds": {
             kind: {
                 "launches": sum(piece.kind == kind for piece in chain),
@@ -215,19 +265,8 @@ def take_apart(engine: wb.Engine, n_tokens: int, quick: bool = False) -> dict[st
                 "without_us": spread(graphs[i]),
                 "us": spread(whole - np.array(medians[i])),
             }
-            for i, kind in enumerate(kinds, 1)
+            for i, kind in enumerate(kinds, 2)
         },
-    }
-
-
-def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median, least, most and number of some times."""
-    found = np.array(list(values), float)
-    return {
-        "median": round(float(np.median(found)), 3),
-        "min": round(float(found.min()), 3),
-        "max": round(float(found.max()), 3),
-        "n": len(found),
     }
 
 
@@ -254,126 +293,3 @@ def _eager_us(backend: Any, chain: Sequence[Piece]) -> float:
         piece.issue()
     backend.synchronize()
     return (time.perf_counter_ns() - begin) / 1e3
-
-
-# what a launch costs ------------------------------------------------------------------------------
-
-EMPTY_BLOCKS, EMPTY_THREADS = 264, 256
-IN_GRAPH, IN_STREAM = 200, 400  # launches; more than a thousand do not wait in a stream
-READ_GRIDS = (8, 16, 0)  # as those of backend/cuda_replay.py
-LEAST_READS = 20  # of one replay
-
-
-def launches(session: Session) -> None:
-    """Writes DEVICE-launches.json, on a GPU alone."""
-    if session.device != "cuda":
-        print("launches: a GPU alone can tell; left out", flush=True)
-        return
-    if not session.wants("launches"):
-        return
-    backend: Any = open_backend("cuda")
-    try:
-        early = (PLAIN, PDL) if backend.capabilities.programmatic else (PLAIN,)
-        empty = {kind: _empty(backend, kind == PDL) for kind in early}
-        every = range(2 if session.quick else 9)
-        found: dict[str, Any] = {
-            "device_description": backend.description,
-            **session.rates(backend),
-            "quick": session.quick,
-            "blocks": EMPTY_BLOCKS,
-            "threads": EMPTY_THREADS,
-            "stream_us": {
-                k: spread(_queued_us(backend, i) for _ in every) for k, i in empty.items()
-            },
-            "graph_us": {k: spread(_replayed_us(backend, i, len(every))) for k, i in empty.items()},
-            "reads": _reads(backend, session.quick),
-        }
-    finally:
-        backend.close()
-    session.write("launches", provenance.collect() | found)
-    said = (f"{where} {found[f'{where}_us'][k]['median']:.2f} {k}"
-            for where in ("stream", "graph") for k in early)  # fmt: skip
-    print(f"launches: us: {', '.join(said)}", flush=True)
-
-
-def _empty(backend: Any, programmatic: bool) -> Issue:
-    kernel = Kernel("device", "nothing", (EMPTY_BLOCKS, 1), EMPTY_THREADS, [0], waits=True)
-    stream = backend._stream(COMPUTE_STREAM)
-    return backend._prepare(kernel, stream, "an empty kernel", programmatic)
-
-
-def _queued_us(backend: Any, issue: Issue) -> float:
-    """us for each of IN_STREAM launches that waited in the stream until the last was there, so that
-    the host holds up none."""
-    begin, end = (backend._driver.event(timing=True) for _ in range(2))
-    with backend.gate(COMPUTE_STREAM):
-        backend.record(begin, COMPUTE_STREAM)()
-        for _ in range(IN_STREAM):
-            issue()
-        backend.record(end, COMPUTE_STREAM)()
-    backend.synchronize()
-    call = backend._driver.call
-    return call("cuEventElapsedTime", "launches", begin.handle, end.handle) * 1e3 / IN_STREAM
-
-
-def _replayed_us(backend: Any, issue: Issue, n: int) -> list[float]:
-    from workbench.backend.cuda_replay import Replay
-
-    with Replay(backend, [issue] * IN_GRAPH) as replay:
-        return [us / IN_GRAPH for us in replay.time_us(n)]
-
-
-def product_sizes() -> list[int]:
-    """Bytes that the launches of `bench-kernels` for an 8B model read, of every type and shape."""
-    shapes = [shape for name, shape in SHAPES.items() if name.startswith("8b.")]
-    return sorted(
-        {
-            rows * dtype.row_bytes(shape.cols)
-            for shape in shapes
-            for rows in (shape.rows if shape.how == "product" else (sum(shape.rows),))
-            for dtype in TYPES
-        }
-    )
-
-
-def _reads(backend: Any, quick: bool) -> list[dict[str, Any]]:
-    """For every size: us of the quickest reading kernel, launched plainly, memory never cached."""
-    from workbench.backend.cuda_replay import READ_THREADS, READ_WORDS, WORD_BYTES, Replay, l2_bytes
-
-    sizes = product_sizes()[:2] if quick else product_sizes()
-    n_sm = backend._driver.properties["multiProcessorCount"]
-    memory = backend.allocate(
-        max(rotating_bytes(l2_bytes(backend), quick), sizes[-1]), Space.DEVICE
-    )
-    sink, stream = backend.allocate(4, Space.DEVICE), backend._stream(COMPUTE_STREAM)
-    found = []
-    try:
-        for nbytes in sizes:
-            apart = blocks(nbytes, 256) * 256
-            starts = [memory.address + i * apart for i in range(max(memory.nbytes // apart, 1))]
-            n = nbytes // WORD_BYTES
-            best: dict[str, Any] | None = None
-            for words, per_sm in itertools.product(READ_WORDS, READ_GRIDS):
-                tiles = blocks(n, READ_THREADS * words)
-                grid = (min(per_sm * n_sm or tiles, tiles), 1)
-                name = f"read_{words}"
-                issues = [
-                    backend._prepare(
-                        Kernel("read", name, grid, READ_THREADS, [at, n, -1, sink.address]),
-                        stream, name,
-                    )
-                    for at in starts
-                ]  # fmt: skip
-                chain = issues * max(blocks(LEAST_READS, len(issues)), 1)
-                with Replay(backend, chain) as replay:
-                    us = spread(each / len(chain) for each in replay.time_us(2 if quick else 5))
-                if best is None or us["median"] < best["us"]["median"]:
-                    label = f"{name} x{per_sm}" if per_sm else f"{name} tiles"
-                    best = {"bytes": nbytes, "kernel": label, "us": us}
-            assert best is not None
-            found.append(best)
-    finally:
-        backend.synchronize()
-        memory.free()
-        sink.free()
-    return found

@@ -28,6 +28,19 @@ def test_steps_are_taken_apart(folder: Path):
     assert set(kinds) >= {"qkv", "attn_out", "glu", "ffn_down", "attention", "norm"}
     assert sum(kind["launches"] for kind in kinds.values()) == found["launches"]
     assert found["graph_us"]["min"] > 0 and found["product_tflops"] > 0
+    whole = found["apart_us"]
+    assert whole["min"] > 0
+    for name, kind in kinds.items():
+        assert kind["without_us"]["min"] < 1.5 * whole["max"], name
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3-4b-q4_k_m", "llama-3-8b-q4_0", "llama-3-8b-q4_0-64", "llama-3-8b-q8_0-64"]
+)
+def test_launches_left_out_change_nothing(folder: Path, name: str):
+    """Every graph computed on the values of the whole step, bit for bit."""
+    found = json.loads((folder / f"quick-cuda-ablation-{name}.json").read_text())
+    assert found["unchanged"]
 
 
 def test_launches_are_timed_in_streams_and_graphs(backend: CudaBackend, folder: Path):

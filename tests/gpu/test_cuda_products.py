@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ class Operands(NamedTuple):
     x_values: np.ndarray
 
 
-@lru_cache(maxsize=24)  # those of one type
+@lru_cache(maxsize=32)  # those of one type
 def operands(name: str, rows: int, cols: int) -> Operands:
     dtype = DTYPES[name]
     rng = np.random.default_rng(zlib.crc32(repr((name, rows, cols)).encode()))
@@ -136,25 +137,6 @@ def several_works(name: str, tokens: int, hopper: bool) -> list[Kernel]:
     return [work for work in works if isinstance(work, Kernel)]
 
 
-@pytest.fixture
-def weights(backend: CudaBackend) -> Iterator[list]:
-    held: list = []
-    yield held
-    for memory in held:
-        memory.free()
-
-
-def hopper_works(
-    node: Node, at: Callable[[Tensor], int], scratch: int, counters: int
-) -> list[Kernel]:
-    """The product with builds for compute capability 9.0 alone."""
-    w, x = node.inputs
-    segment = Segment(w.dtype.name, at(w), w.shape[0], 0, at(node.output))
-    given = cuda_gemm.X(at(x), True, w.cols, x.shape[0])
-    works = cuda_gemm.product([segment], given, scratch, counters, hopper=True)
-    return [work for work in works if isinstance(work, Kernel)]
-
-
 def compare(
     backend: CudaBackend,
     weights: list,
@@ -162,11 +144,9 @@ def compare(
     rows: int,
     cols: int,
     tokens: int,
-    hopper: bool = False,
 ):
     """Runs the product and its twin, twice each, outputs and scratch poisoned between guards; holds
-    both to float64. The two runs must give the same bits, and x must stay as it is. hopper: with
-    the builds for compute capability 9.0 alone."""
+    both to float64. The two runs must give the same bits, and x must stay as it is."""
     given = operands(name, rows, cols)
     node = product(DTYPES[name], rows, cols, tokens)
     w, x = node.inputs
@@ -181,15 +161,7 @@ def compare(
         simple_product(node, places.__getitem__), backend._stream(0), "slow twin"
     )
     expected = given.x_values[:tokens] @ given.values.T
-    if hopper:
-        works = hopper_works(node, places.__getitem__, scratch.address, backend._counters_of(0))
-        calls = [backend._prepare(work, backend._stream(0), work.file) for work in works]
-
-        def launch() -> None:
-            for call in calls:
-                call()
-    else:
-        launch = backend.launch(node, places.__getitem__, scratch.address, stream=0)
+    launch = backend.launch(node, places.__getitem__, scratch.address, stream=0)
     limits = (EXACT if tokens <= FEW else TOLERANCE.get(name, QUANTISED_TOLERANCE), EXACT)
     for what, issue, most in zip(("product", "slow twin"), (launch, twin), limits, strict=True):
         results = []
@@ -222,17 +194,6 @@ def test_large_products(backend: CudaBackend, weights: list, name: str, tokens: 
     compare(backend, weights, name, *LARGE, tokens)
 
 
-@pytest.mark.parametrize("tokens", [33, 64, 65, 100, 128])
-@pytest.mark.parametrize("name", [d.name for d in QUANTISED])
-def test_hopper_products(backend: CudaBackend, weights: list, name: str, tokens: int):
-    """The larger builds: one turn of the ring of stages and several, blocks that add up and not."""
-    if backend._arch != "sm_90":
-        pytest.skip("builds for compute capability 9.0")
-    cols = COLS[DTYPES[name].block]
-    for rows, width in ((1, cols[0]), (130, cols[1]), (1000, cols[2]), (257, cols[3])):
-        compare(backend, weights, name, rows, width, tokens, hopper=True)
-
-
 # several weights of one launch -------------------------------------------------------------------
 
 
@@ -241,9 +202,9 @@ class Several:
     between guards; `hopper` chooses the builds."""
 
     def __init__(self, backend: CudaBackend, held: list, types: list[str], rows: tuple[int, ...],
-                 tokens: int, hopper: bool):  # fmt: skip
+                 tokens: int, hopper: bool, cols: int = WIDTH):  # fmt: skip
         self.backend, self.tokens, self.rows, self.hopper = backend, tokens, rows, hopper
-        given = [operands(name, n, WIDTH) for name, n in zip(types, rows, strict=True)]
+        given = [operands(name, n, cols) for name, n in zip(types, rows, strict=True)]
         biases = [np.linspace(-1, 1, n, dtype=np.float32) if i != 1 else None
                   for i, n in enumerate(rows)]  # fmt: skip
         self.expected = [
@@ -260,7 +221,7 @@ class Several:
             for name, memory, n, bias, dst in zip(types, loaded, rows, kept, self.dst, strict=True)
         ]
         self.all = [self.x, *self.dst, *(bias for bias in kept if bias)]
-        self.given = cuda_gemm.X(self.x.address, True, WIDTH, tokens)
+        self.given = cuda_gemm.X(self.x.address, True, cols, tokens)
         self.counters = backend._counters_of(0)
 
     def guarded(self, content: np.ndarray) -> Guarded:
@@ -337,6 +298,22 @@ def test_several_weights_of_one_x(backend: CudaBackend, weights: list, name: str
     assert_counters_are_zero(backend)
 
 
+@contextmanager
+def quantised(
+    backend: CudaBackend, floats: np.ndarray, tokens: int
+) -> Iterator[tuple[Guarded, np.ndarray]]:
+    """Room for the Q8_ACT rows of `floats`, poisoned, and what `quantize` makes of them."""
+    rows = floats.nbytes // 4 // tokens
+    node = make("quantize", "q", Tensor("y", F32, (tokens, rows)))
+    dst = Guarded(backend, np.full(node.output.nbytes, POISON, np.uint8))
+    x = Guarded(backend, floats)
+    at = {node.inputs[0]: x.address, node.output: dst.address}
+    backend.launch(node, at.__getitem__, 0, stream=0)()
+    yield dst, dst.download()
+    x.memory.free()
+    dst.memory.free()
+
+
 @pytest.mark.parametrize("tokens", MANY)
 @pytest.mark.parametrize("name", [d.name for d in QUANTISED])
 def test_gate_and_up(backend: CudaBackend, weights: list, name: str, tokens: int):
@@ -349,15 +326,8 @@ def test_gate_and_up(backend: CudaBackend, weights: list, name: str, tokens: int
             apart = distance(floats.view(np.float32), gate / (1 + np.exp(-gate)) * up)
             assert apart < 2 * QUANTISED_TOLERANCE, (rows, hopper, apart)
             if rows % 32 == 0:
-                node = make("quantize", "q", Tensor("y", F32, (tokens, rows)))
-                dst = Guarded(backend, np.full(node.output.nbytes, POISON, np.uint8))
-                x = Guarded(backend, floats)
-                at = {node.inputs[0]: x.address, node.output: dst.address}
-                backend.launch(node, at.__getitem__, 0, stream=0)()
-                expected = dst.download()
-                assert np.array_equal(several.glu(True, dst), expected), (rows, hopper)
-                x.memory.free()
-                dst.memory.free()
+                with quantised(backend, floats, tokens) as (dst, expected):
+                    assert np.array_equal(several.glu(True, dst), expected), (rows, hopper)
             several.close()
     assert_counters_are_zero(backend)
 

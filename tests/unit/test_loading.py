@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from workbench.backend.null import NullBackend
-from workbench.config import EngineConfig
+from workbench.config import EngineConfig, Toggles
 from workbench.engine import loaded
+from workbench.engine.engine import Engine
 from workbench.engine.loaded import Loaded
-from workbench.errors import DeviceError, ModelFileError
+from workbench.errors import DeviceError, ModelFileError, UsageError
 from workbench.graph.ir import (
     Node,
     Tensor,
@@ -144,6 +145,37 @@ def test_a_refused_model_uploads_nothing(own_model, opened, op: str):
     assert "load_weight" not in done and "finish_loading" not in done and "close" in done
     del refusal
     assert not maps_of(path) and not files_open(path)
+
+
+PDL = Toggles(pdl="on")
+
+
+@pytest.mark.parametrize("asked", [{"toggles": PDL}, {"variants": [Toggles(), PDL]}])
+def test_toggles_the_device_cannot_honour_upload_nothing(own_model, opened, asked):
+    device, path = opened(), own_model("tiny-llama", "Q4_0")
+    with pytest.raises(DeviceError, match="the null device cannot honour pdl=on") as refusal:
+        Engine.load(path, config=CONFIG, **asked)
+    done = [entry[0] for entry in device.log]
+    assert "load_weight" not in done and done[-1] == "close"
+    assert not device.asked, "toggles come first: they are cheap to judge"
+    del refusal
+    assert not maps_of(path) and not files_open(path)
+
+
+def test_a_check_sees_model_and_device_and_ends_the_loading(own_model, opened):
+    device, path = opened(), own_model("tiny-llama", "Q4_0")
+    seen: list[Any] = []
+
+    def check(asked: Loaded) -> None:
+        seen.append(
+            (asked.model.n_vocab, asked.device, asked.config, bool(asked.tokenizer.eog_ids))
+        )
+        raise UsageError("not today")
+
+    with pytest.raises(UsageError, match="not today"):
+        Engine.load(path, config=CONFIG, check=check)
+    assert seen == [(1024, "null", CONFIG, True)]
+    assert "load_weight" not in [entry[0] for entry in device.log]
 
 
 def test_both_batches_and_both_activations_are_asked_about(own_model, opened):

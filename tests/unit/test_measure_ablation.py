@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
+import numpy as np
 import pytest
 
 import workbench as wb
-from tests.gpu import measure, measure_ablation, measure_models, measuring
+from tests.gpu import measure, measure_ablation, measure_launches, measure_models, measuring
 from workbench.backend.cuda_kernel import Gemm, Kernel, Work
 from workbench.bench.kernel_cases import SHAPES
-from workbench.graph.ir import Q4_0, Kind
-from workbench.program.commands import Launch
+from workbench.graph import arena
+from workbench.graph.ir import F32, Q4_0, Kind
+from workbench.program.commands import DEVICE, Buffer, Launch
 
 # names of nodes that a fused program has -> what they are called here
 PRODUCTS = {"qkv-0": "qkv", "attn_out-0": "attn_out", "ffn_glu-1": "glu", "ffn_out-1": "ffn_down",
@@ -66,8 +69,73 @@ def test_weights_of_kinds_are_those_of_the_step(engine):
     assert sum(found.values()) == sum(t.nbytes for t in matrices - embedding)
 
 
+def floats_of(prepared) -> dict[str, np.ndarray]:
+    """Every F32 tensor of the step's arena, by name."""
+    placed = prepared.program.placement[DEVICE].items()
+    views = zip(buffers_of(prepared), measure_ablation.content(prepared), strict=True)
+    bytes_of = dict(views)
+    return {
+        tensor.name: bytes_of[there.buffer][there.offset :][: there.nbytes].view(np.float32)
+        for tensor, there in placed
+        if there.buffer in bytes_of and tensor.dtype == F32
+    }
+
+
+def buffers_of(prepared) -> list[Buffer]:
+    placed = prepared.program.placement[DEVICE].items()
+    return list(dict.fromkeys(there.buffer for t, there in placed if t.kind != Kind.WEIGHT))
+
+
+@pytest.mark.parametrize("n_tokens", [1, 64])
+def test_apart_no_two_tensors_share_memory(engine, n_tokens):
+    shared = engine.program(n_tokens)
+    with measure_ablation.apart():
+        program = engine.program(n_tokens)
+    assert arena.FreeList is not measure_ablation._NeverAgain
+    for lowered, some in ((shared, True), (program, False)):
+        launches = [c for c in lowered.commands if isinstance(c, Launch)]
+        ranges = [there for t, there in lowered.placement[DEVICE].items() if t.kind != Kind.WEIGHT]
+        ranges += [c.scratch for c in launches if c.scratch is not None]
+        ranges.sort(key=lambda r: (r.buffer.name, r.offset))
+        overlaps = any(
+            a.buffer is b.buffer and a.offset + a.nbytes > b.offset for a, b in pairwise(ranges)
+        )
+        assert overlaps == some
+
+
+@pytest.mark.parametrize("n_tokens", [1, 64])
+def test_behind_a_gap_the_others_compute_what_they_did(engine, n_tokens):
+    with measure_ablation.apart():
+        engine.step(list(range(n_tokens)))
+        prepared = measure_ablation.prepared_of(engine, n_tokens)
+    chain = measure_ablation.pieces(prepared, engine.backend)
+    whole = measure_ablation.content(prepared)
+    assert whole[0].any()
+    for kind in dict.fromkeys(piece.kind for piece in chain):
+        for piece in chain:
+            if piece.kind != kind:
+                piece.issue()
+        engine.backend.synchronize()
+        now = measure_ablation.content(prepared)
+        assert all(map(np.array_equal, whole, now)), kind
+    values = floats_of(prepared)
+    assert len(values) > 8 and all(np.isfinite(each).all() for each in values.values())
+
+
+def test_where_tensors_share_memory_a_gap_changes_what_others_read(engine):
+    engine.step([1])
+    prepared = measure_ablation.prepared_of(engine, 1)
+    chain = measure_ablation.pieces(prepared, engine.backend)
+    whole = measure_ablation.content(prepared)
+    for piece in chain:
+        if piece.kind != "glu":
+            piece.issue()
+    engine.backend.synchronize()
+    assert not all(map(np.array_equal, whole, measure_ablation.content(prepared)))
+
+
 def test_products_are_read_as_bench_kernels_launches_them():
-    sizes = measure_ablation.product_sizes()
+    sizes = measure_launches.product_sizes()
     (gate, up), cols = SHAPES["8b.gate_up"].rows, SHAPES["8b.gate_up"].cols
     row = Q4_0.row_bytes(cols)
     assert gate * row in sizes and (gate + up) * row in sizes  # gate_up is two launches, glu one
@@ -95,7 +163,8 @@ def test_the_step_runs_on_a_cpu_and_is_kept(tmp_path, tiny_models, capsys, monke
     kinds = found["kinds"]
     assert set(kinds) >= set(PRODUCTS.values()) | {"attention", "norm"}
     assert sum(kind["launches"] for kind in kinds.values()) == found["launches"]
-    for way in ("step_us", "eager_us", "graph_us"):
+    assert found["unchanged"] and "VOID" not in said
+    for way in ("step_us", "eager_us", "graph_us", "apart_us"):
         assert 0 < found[way]["min"] <= found[way]["median"] <= found[way]["max"]
     assert go().count("there already") == 4
 

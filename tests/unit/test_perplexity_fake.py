@@ -183,6 +183,9 @@ def test_against_names_a_reference():
     assert ppl.parse_against("activations=float").activations == "float"
     made = ppl.parse_against("fuse=on, sync=implicit,copy_stream=compute")
     assert made == Toggles(sync="implicit", copy_stream="compute").switched("fuse", "on")
+    but_one = Toggles().switched("fuse", "on").switched("fuse_qkv", "off")
+    for text in ("fuse=on,fuse_qkv=off", "fuse_qkv=off,fuse=on"):
+        assert ppl.parse_against(text) == but_one
     for text in ("", "float", "speed=on", "activations=f16", "sync=implicit"):
         with pytest.raises(UsageError):
             ppl.parse_against(text)

@@ -169,6 +169,22 @@ def test_the_gpu_tests_passed_on_these_sources():
     )
 
 
+def test_the_sanitizer_found_nothing_in_these_sources():
+    from tests.gpu.hashing import source_hash
+    from tests.gpu.sanitize import LIMIT_S, SUBSETS
+
+    found = json.loads((RESULTS / "gpu-sanitizer.json").read_text())
+    assert set(found["runs"]) == {"before", *SUBSETS, "repetitions"}
+    for name, run in found["runs"].items():
+        assert (run["exit"], run["errors"]) == (0, 0) and run["tests"] > 0, name
+    subsets = {tool: [entry._asdict() for entry in subset] for tool, subset in SUBSETS.items()}
+    assert found["subsets"] == subsets, "other tests are run under the tools now"
+    assert found["duration_s"] < LIMIT_S == 480
+    assert found["source_hash"] == source_hash(), (
+        "kernels/ or the cuda backend changed after the last recorded run of tests/gpu/sanitize.py"
+    )
+
+
 MOST_US = {
     "test_bench_program.py::test_build_from_nothing": 20_000,
     "test_bench_program.py::test_reuse": 100,

@@ -60,6 +60,10 @@ def test_the_caption_says_what_the_shares_are_of_and_whether_they_count(run):
     void = a_run(run["result"]["rows"], void="void: this H100 reads 2500 GB/s")
     assert roofline.caption(void).endswith("void: this H100 reads 2500 GB/s")
     assert "VOID" in roofline.roofline(void).axes[0].get_title(loc="left")
+    quick = run | {"result": run["result"] | {"quick": True}}
+    for picture, told in ((run, False), (quick, True)):
+        title = roofline.roofline(picture).axes[0].get_title(loc="left")
+        assert ("quick: no figures to quote" in title) == told
 
 
 def test_the_roof_is_the_bandwidth_and_every_row_is_a_point(run):

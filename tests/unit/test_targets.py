@@ -13,7 +13,7 @@ from tests.gpu import measure, measure_models, measuring
 from workbench.bench import results
 from workbench.config import Toggles
 from workbench.errors import UsageError
-from workbench.report import recorded, targets
+from workbench.report import blocks, recorded, targets
 from workbench.report.recorded import LARGE, SMALL, TYPES, Recorded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,9 +85,9 @@ def test_readme_has_the_table_of_the_recorded_runs():
 
 def test_without_runs_nothing_is_met(tmp_path):
     found = by_name(tmp_path).values()
-    assert len(found) == 19
+    assert len(found) == 21
     assert {t.met for t in found} == {t.measured for t in found} == {recorded.NOT_MEASURED}
-    for block in recorded.BLOCKS.values():
+    for block in blocks.BLOCKS.values():
         assert block(tmp_path).endswith("not measured.")
 
 
@@ -103,7 +103,7 @@ def test_decode_is_weights_a_second_of_the_run_s_own_bandwidth(tmp_path):
     prompt = the(tmp_path, "pp512 llama-3-8b-f16")
     assert prompt.measured == "25600 t/s, 50.0 % of a large product's rate"
     assert prompt.met == "yes"
-    assert " 83.3 |" in recorded.decode_table(tmp_path)
+    assert " 83.3 |" in blocks.decode_table(tmp_path)
 
 
 def test_a_better_run_meets_what_a_worse_one_missed(tmp_path):
@@ -126,7 +126,7 @@ def test_a_type_is_as_good_as_its_worst_shape(tmp_path):
     assert "Q8_0 87.0 % (head)" in large.measured and large.met == "**missed**: Q8_0"
     assert the(tmp_path, "gate/up and head of 8B: 80").met == "not measured: MXFP4"
     assert the(tmp_path, "qkv, o and down of 8B, `pdl`").met == "not measured: MXFP4"
-    assert "87 / 87" in recorded.kernels_table(tmp_path)
+    assert "87 / 87" in blocks.kernels_table(tmp_path)
 
 
 def test_runs_that_count_for_nothing_are_named(tmp_path):
@@ -152,8 +152,16 @@ def test_a_batch_is_held_to_memory_or_to_tensor_cores(tmp_path):
             "product_flops": {"pp16": 0.75e12, "pp128": 6e12},
         },
     )  # fmt: skip
-    shares = recorded.batch_shares(Recorded(tmp_path), "llama-3-8b-f16")
-    assert shares == pytest.approx({16: 0.625, 128: 0.4})
+    few, many = recorded.batch_steps(Recorded(tmp_path), "llama-3-8b-f16")
+    assert few == pytest.approx((16, 2000.0, 0.625, 0.15625))
+    assert (few.share, few.bound) == (few.read, "memory")
+    assert many == pytest.approx((128, 5120.0, 0.2, 0.4))
+    assert (many.share, many.bound) == (many.product, "tensor cores")
+    cells = [re.split(r" *\| *", line) for line in blocks.batches_table(tmp_path).splitlines()]
+    assert [cell[2:8] for cell in cells[2:4]] == [
+        ["16", "2000", "62.5", "15.6", "memory", "62.5"],
+        ["128", "5120", "20.0", "40.0", "tensor cores", "40.0"],
+    ]
     assert the(tmp_path, "steps of 9").measured == "llama-3-8b-f16 40.0 % (128 tokens)"
     rows = [
         kernel_row("F16", "8b.o", "plain", 0.9, batch=2),
@@ -166,6 +174,11 @@ def test_a_batch_is_held_to_memory_or_to_tensor_cores(tmp_path):
     run = Recorded(tmp_path).run("kernels-batches")
     assert recorded.worst_batch(run, "F16") == pytest.approx((0.6, "8b.o", 16))
     assert recorded.worst_batch(run, "Q4_0") is None
+    rows.append(kernel_row("F16", "8b.down", "plain", 0.8, batch=16))
+    record(tmp_path, "kernels-batches", "kernels", {}, result=result)
+    head, _, line = blocks.kernels_batches_table(tmp_path).splitlines()[:3]
+    assert re.findall(r"\d+", head) == ["2", "16", "1000"]
+    assert re.findall(r"\d+\.\.\d+", line) == ["90..90", "60..80", "250..250"]
 
 
 def test_depth_is_held_to_reading_the_cache(tmp_path):
@@ -188,6 +201,57 @@ def test_loading_and_answers(tmp_path):
     met = the(tmp_path, "prefill kernels against").met
     assert met == "**missed**: q4_0, q6_k; not measured: f16, bf16, q4_k_m, q5_k_m, mxfp4"
     assert the(tmp_path, "decode kernels against").met == recorded.NOT_MEASURED
+
+
+def test_checks_are_clean_only_if_every_tool_ran_and_found_nothing(tmp_path):
+    run = {"tests": 5, "errors": 0, "seconds": 2.5, "exit": 0}
+    found = {
+        "runs": dict.fromkeys(("before", *targets.TOOLS), run), "duration_s": 55.0, "device": "GPU",
+        "date": "2026-01-02T03", "tool": "Version 1", "source_hash": "0123456789",
+    }  # fmt: skip
+    what = "errors that compute-sanitizer"
+
+    def met(changed: dict | None = None, **fields) -> str:
+        written = found | {"runs": found["runs"] | (changed or {})} | fields
+        (tmp_path / "gpu-sanitizer.json").write_text(json.dumps(written))
+        return the(tmp_path, what).met
+
+    assert met() == "yes"
+    table = blocks.correctness_table(tmp_path)
+    assert all(f"| {tool} " in table for tool in targets.TOOLS)
+    assert table.endswith("GPU; tools: 55 s in all, sources 01234567, 2026-01-02; "
+                          "compute-sanitizer Version 1.")  # fmt: skip
+    for wrong in ({"errors": 1}, {"errors": None}, {"exit": 1}, {"tests": 0}):
+        assert met({"racecheck": run | wrong}) == "**missed**"
+    met({"racecheck": run | {"errors": None}})
+    assert "none told" in blocks.correctness_table(tmp_path)
+    assert met(duration_s=500.0) == "**missed**"
+    assert met(runs={"memcheck": run}) == "**missed**"
+    assert "racecheck not run" in the(tmp_path, what).measured
+    tests = {
+        "device": "GPU", "passed": 7, "failed": 2, "skipped": 1, "duration_s": 9.0,
+        "date": "2026-01-02T03", "source_hash": "abcdefghij",
+    }  # fmt: skip
+    (tmp_path / "gpu-tests.json").write_text(json.dumps(tests))
+    table = blocks.correctness_table(tmp_path)
+    assert re.search(r"make test-gpu .* \| +9 \| +2 \| +9.0 \|", table)
+    assert "tests: sources abcdefgh, 2026-01-02, 1 skipped" in table
+
+
+def test_a_cpu_is_held_to_llama_cpp_s(tmp_path):
+    rows = [{"preset": "llama-3.2-1b", "quant": "Q8_0", "ratio": 0.89}]
+    (tmp_path / "peer-cpu.json").write_text(json.dumps({"decode": rows}))
+    found = the(tmp_path, "decode on two CPU threads")
+    assert found.measured == "llama-3.2-1b Q8_0 89 %"
+    assert found.met == "**missed**: llama-3.2-1b Q8_0; not measured: llama-3.2-1b Q4_0"
+
+
+def test_changes_on_top_of_a_commit_are_told(tmp_path):
+    decode_run(tmp_path)
+    assert "; commit 00000000; " in blocks.decode_table(tmp_path)
+    path = tmp_path / "cuda-decode-llama-3-8b-f16" / "run.json"
+    path.write_text(path.read_text().replace('"dirty": false', '"dirty": true'))
+    assert "commit 00000000 with uncommitted changes; " in blocks.decode_table(tmp_path)
 
 
 def scored_run(
@@ -219,7 +283,7 @@ def test_decode_kernels_are_judged_by_runs_of_one_token_at_a_time(tmp_path):
     assert decode.met.startswith("**missed**: f16; not measured: bf16")
     assert the(tmp_path, "prefill kernels against") == prefill
     assert prefill.met.startswith("not measured: bf16")
-    head, _, f16, q4_0 = recorded.perplexity_table(tmp_path).splitlines()[:4]
+    head, _, f16, q4_0 = blocks.perplexity_table(tmp_path).splitlines()[:4]
     assert re.findall(r"\S+ at once", head) == ["512 at once", "64 at once", "1 at once"]
     assert "3.0e-04 / 6.0e-04 | 4.0e-04 / 8.0e-04 | 3.0e-04 / 6.0e-04" in q4_0
     assert re.search(r"3.0e-06 / 2.0e-06 \| +\| 3.0e-06 / 2.0e-06 \| 5e-06 / 1e-05", f16)

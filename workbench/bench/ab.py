@@ -81,6 +81,51 @@ def make_arms(toggle: str, values: Sequence[str], background: Toggles) -> list[A
     return [*arms, Arm(f"{values[0]} (A/A)", arms[0].toggles, True, EXACT)]
 
 
+class Plan(NamedTuple):
+    """What a comparison will measure, before there is an engine to measure it on."""
+
+    spec: str
+    toggle: str
+    arms: list[Arm]
+    workloads: list[Workload]
+
+    def check(self, opened: Any) -> None:
+        """Raises UsageError for a test longer than the context of `opened`, an engine or Loaded."""
+        for workload in self.workloads:
+            check_fits(opened, workload)
+
+
+def plan(
+    toggle: str,
+    values: Sequence[str] | None,
+    tests: str | Workload | Sequence[str | Workload],
+    rounds: int,
+    background: Toggles,
+    smoke: bool = False,
+) -> Plan:
+    """The arms and tests that these arguments of `ab` mean. Raises UsageError as `ab` does."""
+    spec = toggle if values is None else f"{toggle}={','.join(values)}"
+    if rounds < MIN_REPETITIONS and not (smoke and rounds > 0):
+        raise UsageError(
+            f"rounds={rounds} is too few to compare anything; take {MIN_REPETITIONS} or more "
+            "(smoke=True runs fewer and gives no verdict)"
+        )
+    name, chosen = parse_toggle_spec(spec)
+    return Plan(spec, name, make_arms(name, chosen, background), parse_tests(tests))
+
+
+def open_out(out: Path | None, resume: bool) -> results.Run | None:
+    """The run to continue, None for a new one. Raises UsageError for a folder that is there and not
+    to be resumed, and for one to be resumed that is not."""
+    if resume:
+        if out is None:
+            raise UsageError("resume needs the run folder to continue; give it as out")
+        return results.load_run(out)
+    if out is not None and out.exists():
+        raise UsageError(f"{out} exists already; resume it, or choose another folder")
+    return None
+
+
 def ab(
     engine: Any,
     toggle: str,
@@ -109,20 +154,11 @@ def ab(
     is it saved when the device fails, before the error is raised. Raises UsageError for a request
     that cannot be measured, DeviceError where the device cannot honour a value.
     """
-    spec = toggle if values is None else f"{toggle}={','.join(values)}"
-    if rounds < MIN_REPETITIONS and not (smoke and rounds > 0):
-        raise UsageError(
-            f"rounds={rounds} is too few to compare anything; take {MIN_REPETITIONS} or more "
-            "(smoke=True runs fewer and gives no verdict)"
-        )
-    toggle, chosen = parse_toggle_spec(spec)
-    workloads = parse_tests(tests)
+    made = plan(toggle, values, tests, rounds, background or engine.toggles, smoke)
     check_untraced(engine)
-    for workload in workloads:
-        check_fits(engine, workload)
-    arms = make_arms(toggle, chosen, background or engine.toggles)
-    experiment = _Experiment(engine, toggle, arms, workloads, rounds, seed, smoke)
-    experiment.open(Path(out) if out is not None else None, name or spec, resume)
+    made.check(engine)
+    experiment = _Experiment(engine, made.toggle, made.arms, made.workloads, rounds, seed, smoke)
+    experiment.open(Path(out) if out is not None else None, name or made.spec, resume)
     return experiment.measure(progress)
 
 
@@ -152,13 +188,7 @@ class _Experiment:
     def open(self, out: Path | None, name: str, resume: bool) -> None:
         """Takes or makes the run this experiment writes to. Raises UsageError where it cannot."""
         self.out = out
-        earlier: results.Run | None = None
-        if resume:
-            if out is None:
-                raise UsageError("resume needs the run folder to continue; give it as out")
-            earlier = results.load_run(out)
-        elif out is not None and out.exists():
-            raise UsageError(f"{out} exists already; resume it, or choose another folder")
+        earlier = open_out(out, resume)
         run_id = (out or results.new_run_folder(name=name)).name
         self.record = self._new_record(run_id, name)
         self.duration_before = 0.0

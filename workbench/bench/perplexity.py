@@ -49,7 +49,7 @@ from workbench.bench import provenance, results
 from workbench.bench.divergence import Agreement, Estimate, compare_rows, score
 from workbench.bench.token_source import Source, Window
 from workbench.bench.workload import check_untraced
-from workbench.config import Toggles
+from workbench.config import FAMILIES, Toggles
 from workbench.errors import UsageError
 from workbench.trace.spans import now_ns
 
@@ -136,16 +136,7 @@ def perplexity_by_size(
     Raises UsageError also for no size, and for one that is not in 1..n_ubatch.
     """
     check_untraced(engine)
-    for size, folder in folders.items():
-        if not 1 <= size <= engine.config.n_ubatch:
-            raise UsageError(
-                f"{size} tokens cannot be computed at once; give 1 to n_ubatch "
-                f"({engine.config.n_ubatch}), or raise --n-ubatch"
-            )
-        if folder.exists():
-            raise UsageError(f"{folder} exists already; choose another folder")
-    if not folders:
-        raise UsageError("no size is given; say how many tokens to compute at once, as 512,1")
+    check_folders(folders, engine.config.n_ubatch)
     with ExitStack() as opened:
         reference = None
         if against is not None:
@@ -325,12 +316,28 @@ def folders_of(folder: Path, sizes: Sequence[int]) -> dict[int, Path]:
     return {size: folder.with_name(f"{folder.name}-ub{size}") for size in sizes}
 
 
+def check_folders(folders: dict[int, Path], n_ubatch: int) -> None:
+    """Raises UsageError for no size, one that is not in 1..n_ubatch, and a folder that exists."""
+    for size, folder in folders.items():
+        if not 1 <= size <= n_ubatch:
+            raise UsageError(
+                f"{size} tokens cannot be computed at once; give 1 to n_ubatch ({n_ubatch}), "
+                "or raise --n-ubatch"
+            )
+        if folder.exists():
+            raise UsageError(f"{folder} exists already; choose another folder")
+    if not folders:
+        raise UsageError("no size is given; say how many tokens to compute at once, as 512,1")
+
+
 def parse_against(text: str) -> Toggles:
     """`base`, or the baseline with other values: `activations=float,fuse=on`.
 
-    Raises UsageError for a toggle or value that does not exist, and for two that clash.
+    A toggle that is named itself has that value, wherever its family stands. Raises UsageError for
+    a toggle or value that does not exist, and for two that clash.
     """
     base = Toggles()
+    families: dict[str, str] = {}
     changes: dict[str, str] = {}
     for part in [] if text.strip() == "base" else text.split(","):
         name, equals, value = (p.strip() for p in part.partition("="))
@@ -338,5 +345,6 @@ def parse_against(text: str) -> Toggles:
             raise UsageError(
                 f"--against {text!r} is neither `base` nor toggles; write activations=float"
             )
-        changes |= dict.fromkeys(Toggles.members(name), value)
-    return Toggles(**(base.to_dict() | changes))
+        of = families if name in FAMILIES else changes
+        of |= dict.fromkeys(Toggles.members(name), value)
+    return Toggles(**(base.to_dict() | families | changes))

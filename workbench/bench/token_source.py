@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,33 +41,70 @@ class Source(NamedTuple):
     windows: Iterator[Window]
 
 
-def open_source(engine: Any, file: Path | None, tokens_from: str | None) -> Source:
-    """The tokens of a UTF-8 text `file`, or of `tokens_from`.
+@dataclass
+class Asked:
+    """Tokens as they were asked for: of a text, given ids, or a sample of n. Of no model yet."""
+
+    label: str
+    text: str | None = None
+    ids: list[int] | None = None
+    n: int = 0
+    seed: int = 0
+
+    def check(self, opened: Any) -> None:
+        """Raises UsageError for ids outside the vocabulary and for too few tokens, ModelFileError
+        for a text where the model has no tokenizer. A text is tokenised here, once.
+
+        opened: an engine, or what its weights are yet to be loaded into (`engine.loaded.Loaded`).
+        """
+        if self.ids is None and self.text is not None:
+            self.ids = opened.tokenizer.encode(self.text, add_bos=False)
+        if self.ids is not None:
+            _scored(opened, self.label, self.ids)
+
+    def open(self, engine: Any) -> Source:
+        """The windows of `engine`, each of its n_ctx. Raises as `check` does."""
+        self.check(engine)
+        if self.ids is None:
+            return sample(engine, self.n, self.seed)
+        bos, (ids, n) = bos_token(engine), _scored(engine, self.label, self.ids)
+        return Source(self.label, n, 0, windows(ids, engine.config.n_ctx, bos))
+
+
+def ask(file: Path | None, tokens_from: str | None) -> Asked:
+    """The tokens of a UTF-8 text `file`, or of `tokens_from`; files are read, and no model is.
 
     tokens_from: `sample:N` or `sample:N:SEED`, or a file of ids: `.npy` (integers, one dimension),
     `.jsonl` (a line is an id, a list of ids, or an object with a list `tokens`), or any other name
-    (ids between spaces, commas or line ends). Windows are of the engine's n_ctx.
-    Raises UsageError, in one line, for neither or both, a file that cannot be read or has no
-    ids, ids outside the vocabulary, and too few tokens.
+    (ids between spaces, commas or line ends).
+    Raises UsageError, in one line, for neither or both, and a file that cannot be read.
     """
     if (file is None) == (tokens_from is None):
         raise UsageError("give either a text file (-f) or token ids (--tokens-from)")
     if file is not None:
-        text = _decode(file, _read(file))
-        return _fixed(engine, file.name, engine.tokenizer.encode(text, add_bos=False))
+        return Asked(file.name, text=_decode(file, _read(file)))
     wanted = _SAMPLE.fullmatch(str(tokens_from))
     if wanted is not None:
-        return sample(engine, int(wanted[1]), int(wanted[2] or 0))
+        n, seed = int(wanted[1]), int(wanted[2] or 0)
+        _check_sample(n)
+        return Asked(_sample_label(n, seed), n=n, seed=seed)
     if str(tokens_from).startswith("sample:"):
         raise UsageError(f"{tokens_from!r} names no sample; write sample:2048, or sample:2048:SEED")
     path = Path(str(tokens_from))
-    return _fixed(engine, path.name, read_ids(path))
+    return Asked(path.name, ids=read_ids(path))
 
 
-def _fixed(engine: Any, label: str, ids: list[int]) -> Source:
-    check_ids(ids, engine.model.n_vocab)
-    bos, size = bos_token(engine), engine.config.n_ctx
-    if ids[:1] == [bos]:  # every window begins with it anyway
+def open_source(engine: Any, file: Path | None, tokens_from: str | None) -> Source:
+    """What `ask` names, of `engine`. Raises as `ask` and `Asked.check` do."""
+    return ask(file, tokens_from).open(engine)
+
+
+def _scored(opened: Any, label: str, ids: list[int]) -> tuple[list[int], int]:
+    """`ids` without a leading BOS (every window begins with it anyway), and how many of them will
+    be scored."""
+    check_ids(ids, opened.model.n_vocab)
+    bos = bos_token(opened)
+    if ids[:1] == [bos]:
         ids = ids[1:]
     n = len(ids) - (bos is None)
     if n < 1:
@@ -74,7 +112,7 @@ def _fixed(engine: Any, label: str, ids: list[int]) -> Source:
             f"{label} holds {len(ids)} tokens, and with none before it nothing can be scored; "
             "give a longer one"
         )
-    return Source(label, n, 0, windows(ids, size, bos))
+    return ids, n
 
 
 def windows(ids: list[int], size: int, bos: int | None) -> Iterator[Window]:
@@ -96,9 +134,17 @@ def sample(engine: Any, n: int, seed: int) -> Source:
     Equal seeds and engines give equal tokens. Without a BOS the first input is drawn uniformly.
     Raises UsageError for n below 1.
     """
+    _check_sample(n)
+    return Source(_sample_label(n, seed), n, seed, _drawn(engine, n, seed))
+
+
+def _check_sample(n: int) -> None:
     if n < 1:
         raise UsageError(f"sample:{n} draws nothing; give 1 token or more")
-    return Source(f"sample:{n}:{seed}", n, seed, _drawn(engine, n, seed))
+
+
+def _sample_label(n: int, seed: int) -> str:
+    return f"sample:{n}:{seed}"
 
 
 def _drawn(engine: Any, n: int, seed: int) -> Iterator[Window]:

@@ -6,6 +6,7 @@ is wrong, where, what to do`.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 
@@ -14,22 +15,43 @@ from cyclopts import CycloptsError
 from workbench.cli import generate, measure, models  # noqa: F401 - their commands register
 from workbench.cli.common import app, say
 from workbench.config import FAMILIES, Toggles
-from workbench.errors import WorkbenchError
+from workbench.errors import UsageError, WorkbenchError
 
 
 def spell_out(arguments: list[str]) -> list[str]:
-    """`--fuse on` (or `--fuse=on`) written out as one flag for each toggle of the family."""
-    flags, out = {f"--{name}": Toggles.members(name) for name in FAMILIES}, []
-    left = iter(arguments)
+    """`--fuse on` (or `--fuse=on`) written out as one flag for each toggle of the family that is
+    not given itself, in any order; unchanged where the command takes no toggles.
+
+    Raises UsageError for a family given twice, with no value, or with one it does not have.
+    """
+    if not _takes_toggles(arguments):
+        return arguments
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    given = {a.partition("=")[0].replace("_", "-") for a in arguments[:end]}
+    out: list[str] = []
+    seen: set[str] = set()
+    left = iter(arguments[:end])
     for argument in left:
         flag, equals, value = argument.partition("=")
-        if flag not in flags:
+        family = flag.removeprefix("--")
+        if family == flag or family not in FAMILIES:
             out.append(argument)
             continue
-        value = value if equals else next(left, "")
-        for member in flags[flag]:
-            out += [f"--{member.replace('_', '-')}", value]
-    return out
+        value, known = value if equals else next(left, ""), Toggles.values(family)
+        if value not in known:
+            raise UsageError(f"{flag} {value!r} does not exist; choose one of {', '.join(known)}")
+        if family in seen:
+            raise UsageError(f"{flag} is given twice; give it once")
+        seen.add(family)
+        members = [f"--{member.replace('_', '-')}" for member in Toggles.members(family)]
+        out += [word for m in members if m not in given for word in (m, value)]
+    return out + arguments[end:]
+
+
+def _takes_toggles(arguments: list[str]) -> bool:
+    """Whether the command that `arguments` name has the flags of toggles."""
+    command = app.parse_commands(arguments)[1][-1].default_command
+    return command is not None and "toggles" in inspect.signature(command).parameters
 
 
 def main(arguments: list[str] | None = None) -> None:

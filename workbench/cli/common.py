@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import App, Group, Parameter
+from cyclopts.validators import Number
 
 from workbench import __version__
-from workbench.config import EngineConfig, Toggles
+from workbench.config import FAMILIES, EngineConfig, Toggles
 from workbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from workbench.engine.loaded import Loaded
 
 app = App(
     name="workbench",
@@ -24,8 +29,17 @@ app.command(model_app)
 
 ModelPath = Annotated[Path, Parameter(name=["--model", "-m"], help="GGUF file")]
 EngineFlags = Annotated[EngineConfig, Parameter(name="*")]
-ToggleFlags = Annotated[Toggles, Parameter(name="*")]
+TOGGLES = Group(
+    "Toggles",
+    help=" ".join(
+        f"--{name} {'|'.join(Toggles.values(name))} sets every --{name}-... not given itself."
+        for name in FAMILIES  # `spell_out` writes them out before anything is parsed
+    ),
+)
+ToggleFlags = Annotated[Toggles, Parameter(name="*", group=TOGGLES)]
 Ids = Annotated[str | None, Parameter(help="token ids, as 1,2,3")]
+AT_LEAST_0, AT_LEAST_1 = Number(gte=0), Number(gte=1)
+Seed = Annotated[int, Parameter(validator=AT_LEAST_0)]
 DEFAULT_CONFIG, DEFAULT_TOGGLES = EngineConfig(), Toggles()
 MODELS, RUNS = Path("data/models"), Path("data/runs")
 
@@ -34,17 +48,29 @@ def say(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def load(model: Path, config: EngineConfig, toggles: Toggles) -> Any:
+def load(
+    model: Path,
+    config: EngineConfig,
+    toggles: Toggles,
+    variants: Sequence[Toggles] = (),
+    check: Callable[[Loaded], None] | None = None,
+) -> Any:
+    """As `Engine.load`, and says on what device. What takes no model to see is refused before this
+    is called; what takes one, but no weights, by `check`."""
     from workbench.engine.engine import Engine
 
-    engine = Engine.load(model, config=config, toggles=toggles)
+    engine = Engine.load(model, config=config, toggles=toggles, variants=variants, check=check)
     say(f"device: {engine.backend.description} ({engine.device_reason}); sync={engine.sync_mode}")
     return engine
 
 
-def parse_ids(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
+def check_new(folder: Path | None) -> None:
+    """Raises UsageError where the run folder to write is there already."""
+    if folder is not None and folder.exists():
+        raise UsageError(f"{folder} exists already; choose another folder")
+
+
+def parse_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

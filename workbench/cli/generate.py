@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from workbench.cli.common import (
+    AT_LEAST_0,
+    AT_LEAST_1,
     DEFAULT_CONFIG,
     DEFAULT_TOGGLES,
     EngineFlags,
     Ids,
     ModelPath,
+    Seed,
     ToggleFlags,
     app,
     load,
@@ -23,6 +26,9 @@ from workbench.cli.common import (
 )
 from workbench.errors import UsageError
 
+if TYPE_CHECKING:
+    from workbench.engine.loaded import Loaded
+
 
 @app.command
 def run(
@@ -30,21 +36,28 @@ def run(
     model: ModelPath,
     prompt: Annotated[str | None, Parameter(name=["--prompt", "-p"])] = None,
     tokens: Ids = None,
-    n_predict: Annotated[int, Parameter(name=["--n-predict", "-n"])] = 32,
+    n_predict: Annotated[int, Parameter(name=["--n-predict", "-n"], validator=AT_LEAST_0)] = 32,
     temperature: Annotated[float, Parameter(name=["--temperature", "--temp"])] = 0.0,
     top_k: int = 40,
     top_p: float = 0.95,
-    seed: int = 0,
+    seed: Seed = 0,
     config: EngineFlags = DEFAULT_CONFIG,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
     """Continue a prompt, or token ids; text appears as it is made (with --tokens: ids)."""
+    from workbench.engine.batch import check_prompt
     from workbench.model.sampler import Sampling
 
-    ids, sampling = parse_ids(tokens), Sampling(temperature, top_k, top_p)
+    ids = None if tokens is None else parse_ids(tokens)
+    sampling = Sampling(temperature, top_k, top_p)
     if (prompt is None) == (ids is None):
         raise UsageError("give either a prompt (-p) or token ids (--tokens)")
-    with load(model, config, toggles) as engine:
+
+    def check(opened: Loaded) -> None:
+        given = opened.tokenizer.encode(str(prompt)) if ids is None else ids
+        check_prompt(given, opened.model.n_vocab, config.n_ctx)
+
+    with load(model, config, toggles, check=check) as engine:
         made = engine.generate(
             prompt,
             tokens=ids,
@@ -75,10 +88,17 @@ def logits(
     """Write the logits of every token: float32, one row per token, vocabulary wide."""
     import numpy as np
 
+    from workbench.engine.batch import check_prompt
+
+    ids = parse_ids(tokens)
     if not out.parent.is_dir():
         raise UsageError(f"the folder {out.parent} does not exist; make it first")
-    with load(model, config, toggles) as engine:
-        rows = engine.prefill(parse_ids(tokens), outputs="all")
+
+    def check(opened: Loaded) -> None:
+        check_prompt(ids, opened.model.n_vocab, config.n_ctx)
+
+    with load(model, config, toggles, check=check) as engine:
+        rows = engine.prefill(ids, outputs="all")
     part = out.with_name(out.name + ".part")  # never a half-written file under the real name
     with open(part, "wb") as f:
         np.save(f, rows)
@@ -90,13 +110,16 @@ def logits(
 def program(
     *,
     model: ModelPath,
-    n_tokens: int = 1,
-    n_past: int = 0,
+    n_tokens: Annotated[int, Parameter(validator=AT_LEAST_1)] = 1,
+    n_past: Annotated[int, Parameter(validator=AT_LEAST_0)] = 0,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     config: EngineFlags = DEFAULT_CONFIG,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
     """Print the program of one step: its pattern, and per token its waits, copies and launches."""
+    from workbench.engine.kv_cache import check_room
+
+    check_room(n_past, n_tokens, config.n_ctx)
     with load(model, config, toggles) as engine:
         made = engine.program(n_tokens, 1, n_past)
     if as_json:

@@ -9,14 +9,17 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from workbench.cli.common import (
+    AT_LEAST_1,
     DEFAULT_CONFIG,
     DEFAULT_TOGGLES,
     MODELS,
     RUNS,
     EngineFlags,
     ModelPath,
+    Seed,
     ToggleFlags,
     app,
+    check_new,
     load,
     parse_sizes,
     say,
@@ -35,8 +38,8 @@ def bench(
     n_gen: Annotated[str, Parameter(name=["--n-gen", "-n"])] = "128",
     n_depth: Annotated[str, Parameter(name=["--n-depth", "-d"])] = "0",
     pg: Annotated[str | None, Parameter(name=["--pg", "-pg"], help="as 512,128")] = None,
-    repetitions: Annotated[int, Parameter(name=["--repetitions", "-r"])] = 5,
-    seed: int = 0,
+    repetitions: Annotated[int, Parameter(name=["--repetitions", "-r"], validator=AT_LEAST_1)] = 5,
+    seed: Seed = 0,
     build: Annotated[str | None, Parameter(help="build_commit, to tell two files apart")] = None,
     output: Annotated[str, Parameter(name=["--output", "-o"])] = "md",
     out: Annotated[Path | None, Parameter(help="run folder to write, too")] = None,
@@ -51,7 +54,8 @@ def bench(
     prompts, gens = parse_sizes("-p", n_prompt), parse_sizes("-n", n_gen)
     depths = parse_sizes("-d", n_depth)
     pairs = [_pair(pg)] if pg else []
-    needed = max(depths) + max(prompts + gens + [sum(pair) for pair in pairs])
+    needed = max(test.n_cells for test in llama_bench.workloads(prompts, gens, depths, pairs))
+    check_new(out)
     if needed > config.n_ctx:  # as llama-bench: the context is what the tests need
         config = dataclasses.replace(config, n_ctx=needed)
     with load(model, config, toggles) as engine:
@@ -76,18 +80,21 @@ def ab(
     toggle: Annotated[str, Parameter(help="as sync=per_copy,copy_boundary")],
     test: Annotated[str, Parameter(help="as tg32 or pp64,tg32")] = "tg32",
     rounds: int = 10,
-    seed: int = 0,
+    seed: Seed = 0,
     out: Annotated[Path | None, Parameter(name=["--out", "-o"], help="run folder to write")] = None,
     resume: Annotated[bool, Parameter(negative="", help="continue the run in --out")] = False,
     config: EngineFlags = DEFAULT_CONFIG,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
     """Compare the values of one toggle, interleaved, with an A/A control; prints the table."""
-    from workbench.bench.ab import ab as compare
+    from workbench.bench import ab as interleaved
     from workbench.report.tables import markdown
 
-    with load(model, config, toggles) as engine:
-        result = compare(
+    plan = interleaved.plan(toggle, None, test, rounds, toggles)
+    interleaved.open_out(out, resume)
+    switched = [arm.toggles for arm in plan.arms]
+    with load(model, config, toggles, switched, plan.check) as engine:
+        result = interleaved.ab(
             engine, toggle, tests=test, rounds=rounds, seed=seed, out=out, resume=resume
         )
     print(markdown(result.table()))
@@ -123,17 +130,20 @@ def perplexity(
     """
     from workbench.bench import perplexity as ppl
     from workbench.bench import results
-    from workbench.bench.token_source import open_source
+    from workbench.bench.token_source import ask
 
     if check and against is None:
         raise UsageError("--check needs a reference; add --against activations=float")
     other = None if against is None else ppl.parse_against(against)
-    asked = [config.n_ubatch] if sizes is None else parse_sizes("--sizes", sizes)
-    with load(model, config, toggles) as engine:
-        source = open_source(engine, file, tokens_from)
-        folder = out or results.new_run_folder(RUNS, f"ppl-{source.label}")
+    at_once = [config.n_ubatch] if sizes is None else parse_sizes("--sizes", sizes)
+    source = ask(file, tokens_from)
+    folder = out or results.new_run_folder(RUNS, f"ppl-{source.label}")
+    folders = ppl.folders_of(folder, at_once)
+    ppl.check_folders(folders, config.n_ubatch)
+    variants = [] if other is None else [other]
+    with load(model, config, toggles, variants, source.check) as engine:
         runs = ppl.perplexity_by_size(
-            engine, source, ppl.folders_of(folder, asked), against=other,
+            engine, source.open(engine), folders, against=other,
             progress=lambda done, total: say(f"{done} of {total} tokens"),
         )  # fmt: skip
         dtype = engine.model.quant
@@ -155,7 +165,7 @@ def bench_kernels(
     types: Annotated[str, Parameter(help="as Q4_0,F16, or all")] = "all",
     shapes: Annotated[str, Parameter(help="as 8b.o, or 8b for all of a model, or all")] = "all",
     batch: Annotated[str, Parameter(help="tokens, as 1,2,4,8 or 1-8")] = "1",
-    seed: int = 0,
+    seed: Seed = 0,
     out: Annotated[Path | None, Parameter(name=["--out", "-o"], help="run folder to write")] = None,
     quick: Annotated[bool, Parameter(negative="", help="see that it works; no figures")] = False,
 ) -> None:
@@ -169,6 +179,7 @@ def bench_kernels(
         kernel_cases.parse_types(types), kernel_cases.parse_shapes(shapes),
         kernel_cases.parse_batches(batch), quick, seed,
     )  # fmt: skip
+    check_new(out)
     folder = out or results.new_run_folder(RUNS, "bench-kernels")
     chosen, reason = choose_device(device)
     backend = open_backend(chosen, threads)

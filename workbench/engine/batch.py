@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from workbench.engine.kv_cache import KVCache
+from workbench.engine.kv_cache import KVCache, check_room
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
 
@@ -85,6 +85,15 @@ _ROWS = {
     "all": lambda t: np.arange(t, dtype=np.int32),
     "none": lambda t: np.empty(0, dtype=np.int32),
 }
+
+
+def check_prompt(tokens: Sequence[int], n_vocab: int, n_ctx: int, n_past: int = 0) -> None:
+    """Raises UsageError for no tokens, ids outside the vocabulary, and more than a context of n_ctx
+    holds beside n_past."""
+    if not len(tokens):
+        raise UsageError("the prompt is empty; give at least one token")
+    check_ids(tokens, n_vocab)
+    check_room(n_past, len(tokens), n_ctx)
 
 
 def check_ids(tokens: Sequence[int], n_vocab: int) -> np.ndarray:

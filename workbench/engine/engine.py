@@ -12,7 +12,7 @@ import numpy as np
 from workbench.backend.base import Backend, Memory
 from workbench.backend.issue import Pending, Prepared
 from workbench.config import EngineConfig, Switch, Toggles
-from workbench.engine.batch import Batch, Batches, Outputs, check_ids
+from workbench.engine.batch import Batch, Batches, Outputs, check_prompt
 from workbench.engine.generation import Generation
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.loaded import Loaded
@@ -43,6 +43,13 @@ def step_graph(
     return fuse(graph, chosen(toggles))
 
 
+def modes_of(toggles: Toggles, loaded: Loaded) -> tuple[str, bool]:
+    """The sync mode, and whether launches are programmatic; DeviceError where the device cannot."""
+    able, device = loaded.backend.capabilities, loaded.device
+    sync = choose_sync(toggles.sync, toggles.copy_stream, able, device)
+    return sync, choose_pdl(toggles.pdl, able, device)
+
+
 class Engine:
     """One sequence of one model under one set of toggles.
 
@@ -51,10 +58,7 @@ class Engine:
 
     def __init__(self, loaded: Loaded, config: EngineConfig, toggles: Toggles):
         """Use `Engine.load`. Raises DeviceError where the device cannot honour a toggle."""
-        self.sync_mode = choose_sync(
-            toggles.sync, toggles.copy_stream, loaded.backend.capabilities, loaded.device
-        )
-        early = choose_pdl(toggles.pdl, loaded.backend.capabilities, loaded.device)
+        self.sync_mode, early = modes_of(toggles, loaded)
         self._begins_early = loaded.backend.begins_early if early else None
         self.config = config
         self.toggles = toggles
@@ -87,10 +91,14 @@ class Engine:
         *,
         toggles: Toggles | None = None,
         config: EngineConfig | None = None,
+        variants: Sequence[Toggles] = (),
+        check: Callable[[Loaded], None] | None = None,
         **fields: Any,
     ) -> Engine:
         """Opens a GGUF file on a device. `fields` are those of EngineConfig (device, n_ctx, ...).
 
+        variants: toggles that variants will have. What the device cannot honour of these and of
+        `toggles` is refused before any weight is read, as is what `check` (see Loaded) refuses.
         Raises ModelFileError for a file that cannot be believed, DeviceError for a device that is
         not there or cannot do what a toggle asks, UsageError for impossible settings.
         """
@@ -98,9 +106,17 @@ class Engine:
             config = _config(fields)
         elif fields:
             raise UsageError("give either config or its fields, not both")
-        loaded = Loaded(path, config).share()
+        own = toggles or Toggles()
+
+        def refuse(opened: Loaded) -> None:
+            for wanted in (own, *variants):
+                modes_of(wanted, opened)
+            if check is not None:
+                check(opened)
+
+        loaded = Loaded(path, config, refuse).share()
         try:
-            return cls(loaded, config, toggles or Toggles())
+            return cls(loaded, config, own)
         finally:
             loaded.release()
 
@@ -177,10 +193,7 @@ class Engine:
 
         Raises UsageError, before anything is computed, for a prompt that does not fit the context.
         """
-        if not len(tokens):
-            raise UsageError("the prompt is empty; give at least one token")
-        check_ids(tokens, self.model.n_vocab)
-        self.cache.find(len(tokens))
+        check_prompt(tokens, self.model.n_vocab, self.config.n_ctx, self.n_past)
         n = self.config.n_ubatch
         parts = [tokens[i : i + n] for i in range(0, len(tokens), n)]
         rows = [
@@ -343,9 +356,7 @@ class Engine:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        from workbench.model.tokenizer import load_tokenizer
-
-        return load_tokenizer(self.model.file)
+        return self._open.tokenizer
 
     @property
     def counters(self) -> dict[str, int]:

@@ -32,11 +32,7 @@ class KVCache:
 
     def find(self, n: int) -> np.ndarray:
         """Indices of n free cells, (n,) int64; raises UsageError when the context is full."""
-        if self.n_used + n > self.n_ctx:
-            raise UsageError(
-                f"{self.n_used} + {n} tokens do not fit the context of {self.n_ctx}; "
-                "use a longer context (--n-ctx) or fewer tokens"
-            )
+        check_room(self.n_used, n, self.n_ctx)
         return np.arange(self.n_used, self.n_used + n, dtype=np.int64)
 
     def extent(self, n_new: int) -> int:
@@ -66,3 +62,12 @@ class KVCache:
         self.positions[cells] = EMPTY
         self.n_used -= len(cells)
         self.n_changes += 1
+
+
+def check_room(n_used: int, n_new: int, n_ctx: int) -> None:
+    """Raises UsageError where n_used + n_new tokens do not fit a context of n_ctx."""
+    if n_used + n_new > n_ctx:
+        raise UsageError(
+            f"{n_used} + {n_new} tokens do not fit the context of {n_ctx}; "
+            "use a longer context (--n-ctx) or fewer tokens"
+        )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -15,6 +17,9 @@ from workbench.errors import DeviceError
 from workbench.graph.ir import Kind, Node, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
 from workbench.program.commands import DEVICE, HOST, Buffer, Range, Space
+
+if TYPE_CHECKING:
+    from workbench.model.tokenizer import Tokenizer
 
 SHOW_PROGRESS_ABOVE = 256 << 20  # bytes of weights that a device reads
 READ_AHEAD_BYTES = 128 << 20  # of the file, asked of the disk before a backend reads them
@@ -27,12 +32,19 @@ class Loaded:
     With device `host` there is one backend and everything is its. What fails, or is interrupted,
     while this is made leaves no memory, thread or open file behind.
 
-    Raises ModelFileError, DeviceError, and UsageError. A model that the device has no kernel for
-    is refused before any weight is read.
+    check: called with this once the file and the backends are open; what it raises ends the loading
+    before any weight is read. So is a model refused that the device has no kernel for.
+    Raises ModelFileError, DeviceError, UsageError, and what `check` raises.
     """
 
-    def __init__(self, path: str | Path, config: EngineConfig):
+    def __init__(
+        self,
+        path: str | Path,
+        config: EngineConfig,
+        check: Callable[[Loaded], None] | None = None,
+    ):
         self._users = 0
+        self.config = config
         self.backends: list[Backend] = []
         self.memory: dict[Buffer, Memory] = {}
         self.model = Model(path)
@@ -42,6 +54,8 @@ class Loaded:
             if self.device != "host":
                 self.backends.append(open_backend(self.device, config.threads))
             self.residents: list[dict[Tensor, Range]] = [{} for _ in self.backends]
+            if check is not None:
+                check(self)
             self._refuse(config)
             self._load_weights()
         except BaseException:
@@ -52,6 +66,13 @@ class Loaded:
     def backend(self) -> Backend:
         """The one that computes the layers."""
         return self.backends[-1]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The one the file describes. Raises ModelFileError where it describes none."""
+        from workbench.model.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.model.file)
 
     def backend_of(self, node: Node) -> int:
         """Placement: the embedding lookup on the host, all else on the device if there is one."""

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from workbench.bench.kernel_cases import MODELS
-from workbench.report.recorded import NOT_MEASURED, Recorded
+from workbench.bench.results import Run
+from workbench.report.recorded import NOT_MEASURED, Recorded, commit_of
 
 READ = "read"  # what stands in place of a type in the counters of kernels that only read
 LEAST_SHARE = 0.03  # of a step, from which a kind of launch is named
@@ -31,18 +32,19 @@ WAITS = {
     "drain": "stores to leave", "gmma": "warpgroup products", "imc_miss": "constants",
     "lg_throttle": "room in the queue of loads", "long_scoreboard": "memory",
     "math_pipe_throttle": "a busy unit", "membar": "fences",
-    "mio_throttle": "room in the queue of shared memory", "no_instruction": "instructions to come",
+    "misc": "other things", "mio_throttle": "room in the queue of shared memory",
+    "no_instruction": "instructions to come",
     "not_selected": "other warps' turn", "short_scoreboard": "shared memory", "sleeping": "sleep",
     "tex_throttle": "room in the texture queue", "wait": "fixed latencies",
 }  # fmt: skip
 
 
 class Bind(NamedTuple):
-    """One line of the table: what is missed, and what binds it."""
+    """What is missed, how far it comes, and what binds it, a statement each."""
 
     missed: str
     measured: str
-    binds: str
+    binds: tuple[str, ...]
 
 
 def read_us(nbytes: float, gbps: float) -> float:
@@ -96,17 +98,17 @@ def batched_product(row: dict[str, Any], gbps: float, tflops: float) -> str:
     """The two bounds of a product of many tokens, and what it took."""
     flops = 2 * row["rows"] * row["cols"] * row["batch"]
     return (
-        f"{row['us']:.1f} us; reading {read_us(row['bytes'], gbps):.1f}, "
-        f"tensor cores {flops / tflops / 1e6:.1f}"
+        f"{row['us']:.1f} us, of which reading alone would take "
+        f"{read_us(row['bytes'], gbps):.1f}, tensor cores alone {flops / tflops / 1e6:.1f}"
     )
 
 
-def step(found: dict[str, Any] | None) -> str:
+def step(found: dict[str, Any] | None) -> tuple[str, ...]:
     """Where the time of a step goes: host, launches, and the kinds of launch by what leaving each
     out saves, the most first; beside a kind with weights how long reading those takes. Kinds
     without which the rest takes longer are named as well: they say how far costs do not add up."""
     if found is None:
-        return NOT_MEASURED
+        return (NOT_MEASURED,)
     whole, graph = found["step_us"]["median"], found["graph_us"]["median"]
     # costs are differences to the graph whose tensors share no memory; older files have none
     apart = found.get("apart_us", found["graph_us"])["median"]
@@ -118,19 +120,23 @@ def step(found: dict[str, Any] | None) -> str:
     order = sorted(kinds, key=lambda kind: -kinds[kind]["us"]["median"])
     named = [kind for kind in order if kinds[kind]["us"]["median"] >= LEAST_SHARE * apart]
     rest = apart - sum(kinds[kind]["us"]["median"] for kind in named)
-    said = [_kind(kind, kinds[kind], apart, gbps) for kind in named]
+    said = [
+        f"step {whole:.0f} us, its {found['launches']} launches as one graph {graph:.0f} "
+        f"({', '.join(bounds)})"
+        + (f", no two tensors in the same memory {apart:.0f}" if "apart_us" in found else ""),
+        f"left out, they save: {', '.join(_kind(kind, kinds[kind], apart, gbps) for kind in named)}"
+        f"; not of any one of these {rest:.0f}",
+    ]
     slower = [
         kind for kind in reversed(order) if kinds[kind]["us"]["median"] <= -LEAST_SHARE * apart
     ]
     longer = ", ".join(f"{kind} {-kinds[kind]['us']['median']:.0f}" for kind in slower)
-    return (
-        f"step {whole:.0f} us, its {found['launches']} launches as one graph {graph:.0f} "
-        f"({', '.join(bounds)})"
-        + (f", no two tensors in the same memory {apart:.0f}" if "apart_us" in found else "")
-        + f"; left out, they save: {', '.join(said)}; "
-        f"not of any one of these {rest:.0f}"
-        + (f"; without these the graph takes longer: {longer}" if longer else "")
-    )
+    said += [f"without these the graph takes longer: {longer}"] if longer else []
+    if "apart_us" not in found:
+        said.append("rough: what is left out here leaves the others other bytes to compute on")
+    if not found.get("unchanged", True):
+        said.append("void: the others computed on other values")
+    return tuple(said)
 
 
 def _kind(name: str, kind: dict[str, Any], graph: float, gbps: float) -> str:
@@ -180,28 +186,28 @@ def _case(
 
 
 def by_counters(counters: dict[str, Any] | None, row: dict[str, Any]) -> str:
-    """What counters say of a launch of a row of `bench-kernels`; nothing where it was not counted.
+    """What counters say of a launch of a row of `bench-kernels`; empty where it was not counted.
     A row of several launches of equal weights is read as each of them."""
     nbytes = row["bytes"] // row.get("launches", 1)
     case = _case(counters, row["type"], nbytes, row["batch"])
-    return f"; by counters: {counted(case, _case(counters, READ, nbytes, 1))}" if case else ""
+    return f"by counters: {counted(case, _case(counters, READ, nbytes, 1))}" if case else ""
 
 
-def step_by_counters(counters: dict[str, Any] | None, model: str, n_tokens: int) -> str:
-    """What counters say of the products of a model's step of n_tokens, or of the number counted
-    that is nearest; nothing where none of that model's was counted."""
+def step_by_counters(counters: dict[str, Any] | None, model: str, n_tokens: int) -> tuple[str, ...]:
+    """What counters say of each product of a model's step of n_tokens, or of the number counted
+    that is nearest; empty where none of that model's was counted."""
     ours = [
         case for case in (counters or {}).get("cases", ()) if case["batch"] > 1
         and f"{MODELS.get(case['shape'].partition('.')[0])}-{case['type'].lower()}" == model
     ]  # fmt: skip
     if not ours:
-        return ""
+        return ()
     size = min((case["batch"] for case in ours), key=lambda n: (abs(n - n_tokens), n))
-    said = (
-        f"{case['shape'].partition('.')[2]} {case['us']:.1f} us, {counted(case)}"
+    return tuple(
+        f"by counters, {case['shape'].partition('.')[2]} of {size} tokens: "
+        f"{case.get('us', 0.0):.1f} us, {counted(case)}"
         for case in ours if case["batch"] == size
     )  # fmt: skip
-    return f"; by counters, {size} tokens: {'; '.join(said)}"
 
 
 # by target ----------------------------------------------------------------------------------------
@@ -219,7 +225,8 @@ def of_products(
     return [
         Bind(
             f"{row['type']} {row['shape']}, {launch}", f"{_percent(row['share'])}",
-            product(row, run.run["result"]["read_gbps"], launches) + by_counters(counters, row),
+            _some(product(row, run.run["result"]["read_gbps"], launches),
+                  by_counters(counters, row)),
         )
         for row in run.run["result"]["rows"]
         if row["batch"] == 1 and row["launch"] == launch and row["share"] < least
@@ -227,8 +234,10 @@ def of_products(
     ]  # fmt: skip
 
 
-def of_batched_product(recorded: Recorded, dtype: str, shape: str, batch: int) -> list[Bind]:
-    """The line of one product of many tokens, launched as the engine does."""
+def of_batched_product(
+    recorded: Recorded, dtype: str, share: float, shape: str, batch: int
+) -> list[Bind]:
+    """The line of one product of many tokens, launched as the engine does. share: of its bound."""
     run = recorded.run("kernels-batches")
     if run is None:
         return []
@@ -239,26 +248,52 @@ def of_batched_product(recorded: Recorded, dtype: str, shape: str, batch: int) -
     ]  # fmt: skip
     return [
         Bind(
-            f"{dtype} {shape}, {batch} tokens", f"{row['us']:.1f} us",
-            batched_product(row, result["read_gbps"], result["product_tflops"])
-            + by_counters(recorded.file("counters"), row),
+            f"{dtype} {shape}, {batch} tokens", _percent(share),
+            _some(batched_product(row, result["read_gbps"], result["product_tflops"]),
+                  by_counters(recorded.file("counters"), row)),
         )
         for row in rows[-1:]  # plain, then pdl
     ]  # fmt: skip
 
 
-def of_step(recorded: Recorded, model: str, n_tokens: int, measured: str) -> Bind:
-    """The line of a model's step. Where steps of n_tokens were not taken apart, the number taken
-    apart that is nearest stands for them, and is named."""
-    sizes = {1: ""} if n_tokens == 1 else _sizes(recorded, model)
+def of_step(recorded: Recorded, run: str, model: str, n_tokens: int, measured: str) -> Bind:
+    """The line of a model's step of `run`. Where steps of n_tokens were not taken apart, the number
+    taken apart that is nearest stands for them."""
+    what, sizes = f"{model}, tg128", {1: ""}
+    counters: tuple[str, ...] = ()
+    if n_tokens > 1:
+        what, sizes = model, _sizes(recorded, model)
+        counters = step_by_counters(recorded.file("counters"), model, n_tokens)
     if not sizes:
-        return Bind(f"{model}, {n_tokens} tokens", measured, NOT_MEASURED)
+        return Bind(what, measured, counters or (NOT_MEASURED,))
     size = min(sizes, key=lambda n: (abs(n - n_tokens), n))
-    found = step(recorded.file(f"ablation-{model}{sizes[size]}"))
-    instead = "" if size == n_tokens or found == NOT_MEASURED else f"of {size} tokens: "
-    what = f"{model}, {n_tokens} tokens" if n_tokens > 1 else f"{model}, tg128"
-    more = "" if n_tokens == 1 else step_by_counters(recorded.file("counters"), model, n_tokens)
-    return Bind(what, measured, instead + found + more)
+    found = recorded.file(f"ablation-{model}{sizes[size]}")
+    first, *rest = step(found)
+    first = f"of {size} tokens: {first}" if n_tokens > 1 and found else first
+    rest += _commits(found, recorded.run(run))
+    return Bind(what, measured, (first, *rest, *counters))
+
+
+def _commits(found: dict[str, Any] | None, run: Run | None) -> list[str]:
+    """Of which commit a step was taken apart, and of which the run is if of another."""
+    if found is None or "commit" not in found:
+        return []
+    apart, ours = commit_of(found), commit_of(run.run) if run else ""
+    return [f"taken apart at commit {apart}" + (f", the run is of {ours}" if ours != apart else "")]
+
+
+def origins(recorded: Recorded) -> list[str]:
+    """The files that tell what a launch takes and keeps busy, each with its commit."""
+    found = {name: recorded.file(name) for name in ("launches", "counters")}
+    return [
+        f"`{recorded.device}-{name}.json` is of commit {commit_of(file)}"
+        for name, file in found.items()
+        if file is not None and "commit" in file
+    ]
+
+
+def _some(*statements: str) -> tuple[str, ...]:
+    return tuple(statement for statement in statements if statement)
 
 
 def _sizes(recorded: Recorded, model: str) -> dict[int, str]:

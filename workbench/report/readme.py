@@ -18,7 +18,8 @@ from workbench.bench import results
 from workbench.bench.comparison import AB
 from workbench.config import Toggles, folded
 from workbench.errors import WorkbenchError
-from workbench.report import recorded, targets
+from workbench.report import blocks, targets
+from workbench.report.recorded import commit_of
 from workbench.report.tables import markdown
 
 RESULTS = Path("data/results")
@@ -123,7 +124,7 @@ def _rate(ab: AB, arm: str, test: str) -> str:
 
 def _caption(found: list[AB]) -> str:
     device = found[0].run["engine"]["device_description"]
-    commits = ", ".join(dict.fromkeys(str(ab.run["commit"]["hash"])[:8] for ab in found))
+    commits = ", ".join(dict.fromkeys(commit_of(ab.run) for ab in found))
     dates = sorted(ab.run["started"][:10] for ab in found)
     n = sorted({ab.run["repetitions"] for ab in found})
     return (
@@ -151,7 +152,7 @@ def peer(folder: Path) -> str:
     return (
         markdown(pd.DataFrame(rows))
         + f"\n\n{cpu}, 2 threads each, alternating in one run; llama-cpp-python {version}; "
-        + f"commit {found['commit']['hash'][:8]}; {found['date'][:10]}."
+        + f"commit {commit_of(found)}; {found['date'][:10]}."
     )
 
 
@@ -160,7 +161,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "every-arm-cuda": lambda folder: every_arm(folder, "cuda"),
     "targets-cuda": targets.table,
     "peer-cpu": peer,
-    **recorded.BLOCKS,
+    **blocks.BLOCKS,
 }
 
 

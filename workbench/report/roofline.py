@@ -136,6 +136,7 @@ def save(run: Mapping[str, Any], folder: Path) -> Path | None:
 def _title(run: Mapping[str, Any], kinds: Sequence[str]) -> str:
     device = str(run["engine"].get("device_description")).partition(" (")[0]
     void = ", VOID" if run["result"]["void"] else ""
+    void += ", quick: no figures to quote" if run["result"]["quick"] else ""
     return f"{device}{void}" + (f"; hollow: {kinds[0]}, filled: {kinds[-1]}" if kinds[1:] else "")
 
 

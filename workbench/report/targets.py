@@ -19,7 +19,15 @@ from workbench.bench.bounds import FEW
 from workbench.report import binds
 from workbench.report import recorded as figures
 from workbench.report.binds import Bind
-from workbench.report.recorded import LARGE, NOT_MEASURED, SCORED, SMALL, TYPES, Recorded
+from workbench.report.recorded import (
+    BATCHED,
+    LARGE,
+    NOT_MEASURED,
+    SCORED,
+    SMALL,
+    TYPES,
+    Recorded,
+)
 from workbench.report.tables import markdown
 
 
@@ -122,7 +130,8 @@ def decode_binds(recorded: Recorded) -> Iterator[Bind]:
     for name, (least, _) in DECODE.items():
         found = figures.decode(recorded, name)
         if found is not None and found.share < least:
-            yield binds.of_step(recorded, name, 1, f"{100 * found.share:.1f} %")
+            said = f"{100 * found.share:.1f} %"
+            yield binds.of_step(recorded, f"decode-{name}", name, 1, said)
 
 
 def decode_beside_llama_cpp(recorded: Recorded) -> Iterator[Target]:
@@ -159,16 +168,15 @@ def prompts(recorded: Recorded) -> Iterator[Target]:
 
 
 LEAST_OF_BOUND = 0.5
-BATCHED = ("llama-3-8b-f16", "llama-3-8b-q8_0", "llama-3-8b-q4_0")
 
 
 def batches(recorded: Recorded) -> Iterator[Target]:
     def step(name: str) -> tuple[str, bool] | None:
-        shares = figures.batch_shares(recorded, name)
-        if not shares:
+        steps = figures.batch_steps(recorded, name)
+        if not steps:
             return None
-        worst = min(shares, key=shares.__getitem__)
-        return at_least(shares[worst], LEAST_OF_BOUND, f"{worst} tokens")
+        worst = min(steps, key=lambda step: step.share)
+        return at_least(worst.share, LEAST_OF_BOUND, f"{worst.n_tokens} tokens")
 
     def product(dtype: str) -> tuple[str, bool] | None:
         found = figures.worst_batch(recorded.run("kernels-batches"), dtype)
@@ -181,17 +189,17 @@ def batches(recorded: Recorded) -> Iterator[Target]:
 
 def batch_binds(recorded: Recorded) -> Iterator[Bind]:
     for name in BATCHED:
-        shares = figures.batch_shares(recorded, name) or {}
-        missed = {n: share for n, share in shares.items() if share < LEAST_OF_BOUND}
+        steps = figures.batch_steps(recorded, name)
+        missed = [step for step in steps if step.share < LEAST_OF_BOUND]
         if missed:
-            said = ", ".join(f"{n}: {100 * share:.1f} %" for n, share in sorted(missed.items()))
-            worst = min(missed, key=missed.__getitem__)
-            yield binds.of_step(recorded, name, worst, said)
+            said = ", ".join(f"{step.n_tokens} tokens {100 * step.share:.1f} %" for step in missed)
+            worst = min(missed, key=lambda step: step.share)
+            yield binds.of_step(recorded, f"batches-{name}", name, worst.n_tokens, said)
     run = recorded.run("kernels-batches")
     for dtype in TYPES:
         found = figures.worst_batch(run, dtype)
         if found is not None and found[0] < LEAST_OF_BOUND:
-            yield from binds.of_batched_product(recorded, dtype, *found[1:])
+            yield from binds.of_batched_product(recorded, dtype, *found)
 
 
 MOST_DEPTH, MOST_LOAD_S = 1.35, 10.0
@@ -235,20 +243,70 @@ def answers(recorded: Recorded) -> Iterator[Target]:
         yield _of(what, SCORED, part)
 
 
+LEAST_OF_PEER = 0.9
+CPU_MODELS = ("llama-3.2-1b Q8_0", "llama-3.2-1b Q4_0")
+
+
+def on_a_cpu(recorded: Recorded) -> Iterator[Target]:
+    """Decode beside llama.cpp's CPU backend, from `make peer`."""
+    found = recorded.alone("peer-cpu") or {}
+    ratios = {f"{row['preset']} {row['quant']}": row["ratio"] for row in found.get("decode", ())}
+
+    def part(name: str) -> tuple[str, bool] | None:
+        ratio = ratios.get(name)
+        return None if ratio is None else (f"{100 * ratio:.0f} %", ratio >= LEAST_OF_PEER)
+
+    yield _of(f"decode on two CPU threads: {100 * LEAST_OF_PEER:.0f} % of llama.cpp's", CPU_MODELS,
+              part)  # fmt: skip
+
+
+MOST_CHECKS_S = 480
+TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck", "repetitions")
+
+
+def checks(recorded: Recorded) -> Iterator[Target]:
+    """What compute-sanitizer and the poisoned repetitions found."""
+    found, part = recorded.alone("gpu-sanitizer"), Part("")
+    if found is not None:
+        runs, seconds = found["runs"], found["duration_s"]
+        clean = all(
+            tool in runs and runs[tool]["errors"] == runs[tool]["exit"] == 0 < runs[tool]["tests"]
+            for tool in TOOLS
+        )
+        told = (f"{tool} {runs[tool]['errors']}" if tool in runs else f"{tool} not run"
+                for tool in TOOLS)  # fmt: skip
+        part = Part("", f"{', '.join(told)}; {seconds:.0f} s", clean and seconds < MOST_CHECKS_S)
+    what = f"errors that compute-sanitizer and poisoned repetitions find in {MOST_CHECKS_S} s: none"
+    yield Target(what, (part,))
+
+
 GROUPS: tuple[Callable[[Recorded], Iterator[Target]], ...] = (
     kernels, decode, decode_beside_llama_cpp, launches, prompts, batches, depth_and_load, answers,
+    checks, on_a_cpu,
 )  # fmt: skip
 
-BINDS: tuple[Callable[[Recorded], Iterator[Bind]], ...] = (kernel_binds, decode_binds, batch_binds)
+BINDS: dict[str, Callable[[Recorded], Iterator[Bind]]] = {
+    "products of one token": kernel_binds,
+    "decode": decode_binds,
+    "9 to 128 tokens, shares of the bound": batch_binds,
+}
 
 
-def binds_table(recorded: Recorded) -> str:
-    """For each missed target of the kernels and of steps what binds; empty where none is missed."""
-    rows = [bind._asdict() for group in BINDS for bind in group(recorded)]
-    if not rows:
-        return ""
-    titles = {"missed": "missed", "measured": "measured", "binds": "what binds"}
-    return markdown(pd.DataFrame(rows).rename(columns=titles))
+def binds_lists(recorded: Recorded) -> str:
+    """For each missed target of the kernels and of steps what binds, a list for each kind; empty
+    where none is missed."""
+    parts = []
+    for title, group in BINDS.items():
+        lines = [line for bind in group(recorded) for line in _item(bind)]
+        parts += [f"What binds, {title}:", "\n".join(lines)] if lines else []
+    told = binds.origins(recorded) if parts else []
+    return "\n\n".join([*parts, *([f"{'; '.join(told)}."] if told else [])])
+
+
+def _item(bind: Bind) -> Iterator[str]:
+    first, *rest = bind.binds
+    yield f"- **{bind.missed}: {bind.measured}**. {first[:1].upper()}{first[1:]}"
+    yield from (f"  - {statement}" for statement in rest)
 
 
 def table(folder: Path, device: str = "cuda") -> str:
@@ -259,7 +317,7 @@ def table(folder: Path, device: str = "cuda") -> str:
         {"target": target.what, "measured": target.measured, "met": target.met}
         for target in targets(recorded)
     ]
-    parts = [markdown(pd.DataFrame(rows)), binds_table(recorded), *recorded.left_out()]
+    parts = [markdown(pd.DataFrame(rows)), binds_lists(recorded), *recorded.left_out()]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -1,0 +1,349 @@
+"""What the hardware counts while products run, for data/results: DEVICE-counters.json.
+
+Nsight Compute (`ncu`) runs this module as a child, which launches each case of CASES, plainly, one
+after another on copies of its weights in turn; ncu empties the caches before each launch, leaves
+the clocks alone, and repeats a launch until it has read every counter. Beside the products run the
+quickest kernels that only read, on as many bytes: what memory gives to so short a launch.
+
+    cases   for each: type, shape, batch, bytes of weights, kernel; us; and of COUNTERS what there
+            was, percentages of what the device can do while the kernel runs; stalls: for how many
+            cycles a warp waited for what between two instructions it issued, the most first
+
+All are medians over LAUNCHES launches. us is longer than in a graph: the launch stands alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.gpu.measure_launches import fastest_reads, reading
+from tests.gpu.measuring import Session
+from tests.gpu.nsight import command, find_ncu, launches_counted, number, refusal, unknown
+from workbench.backend.base import open_backend
+from workbench.bench import provenance
+from workbench.bench.kernel_cases import SHAPES, TYPES, Case, Shape
+from workbench.bench.kernel_memory import Copies, Launches
+from workbench.bench.kernel_rigs import rig_of
+from workbench.graph.ir import Node
+from workbench.program.commands import COMPUTE_STREAM, Space
+from workbench.report.binds import READ
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHES = 2  # of each case that are counted; one more goes before them
+LIMIT_S, MOST_TRIES = 75, 5  # seconds of one run of ncu; runs to find out what it knows
+MODULE = "tests.gpu.measure_counters"
+
+# gate alone, as `bench-kernels` launches it within gate_up
+GATE = SHAPES["8b.gate_up"]
+ALL_SHAPES = SHAPES | {"8b.gate": Shape("8b.gate", GATE.rows[:1], GATE.cols)}
+FILES = ("product", "tensor_product")  # of the kernels that are counted
+# shape -> types, batches
+FEW = {
+    "8b.gate": (("Q4_0", "Q4_K", "Q5_K", "MXFP4"), (1,)),
+    "8b.glu": (("Q4_0", "Q4_K", "Q5_K", "MXFP4"), (1,)),
+    "8b.o": (("Q4_K", "MXFP4"), (1,)),
+}
+MANY = {
+    "8b.glu": (("Q4_0", "Q8_0"), (16, 64, 128)),
+    "8b.down": (("Q4_0", "Q8_0"), (16, 64, 128)),
+}
+QUICK = {"qwen3-30b-a3b.gate": (("Q4_0",), (1, 16))}
+
+# What is kept of a launch -> metrics, of which the first that the device has counts.
+COUNTERS: dict[str, tuple[str, ...]] = {
+    "us": ("gpu__time_duration.sum",),
+    "dram_bytes": ("dram__bytes_read.sum",),
+    "memory_pct": ("dram__throughput.avg.pct_of_peak_sustained_elapsed",
+                   "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed"),
+    "l2_hit_pct": ("lts__t_sector_hit_rate.pct",),
+    "instructions": ("sm__inst_executed.sum", "smsp__inst_executed.sum"),
+    "issue_pct": ("sm__issue_active.avg.pct_of_peak_sustained_elapsed",
+                  "smsp__issue_active.avg.pct_of_peak_sustained_elapsed"),
+    "alu_pct": ("sm__pipe_alu_cycles_active.avg.pct_of_peak_sustained_elapsed",
+                "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_elapsed"),
+    "fma_pct": ("sm__pipe_fmaheavy_cycles_active.avg.pct_of_peak_sustained_elapsed",
+                "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_elapsed"),
+    "lsu_pct": ("sm__inst_executed_pipe_lsu.avg.pct_of_peak_sustained_elapsed",),
+    "tensor_pct": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+                   "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed"),
+    "active_pct": ("sm__cycles_active.avg.pct_of_peak_sustained_elapsed",),
+    "warps_pct": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
+    "registers": ("launch__registers_per_thread",),
+}  # fmt: skip
+# Why a warp that could not issue waited, by the names of sm_90.
+REASONS = (
+    "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle",
+    "long_scoreboard", "math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction",
+    "not_selected", "short_scoreboard", "sleeping", "tex_throttle", "wait",
+)  # fmt: skip
+STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+KEPT_STALLS = 3
+SCALES = {
+    "us": {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3,
+           "s": 1e6, "second": 1e6},
+    "dram_bytes": {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9},
+}  # fmt: skip
+
+
+class NoCounters(Exception):
+    """Why there are none, in one line."""
+
+
+class Counted(NamedTuple):
+    """A launch that is counted. type: of the weights, or READ, with the label of a reading kernel
+    as shape; bytes: that it reads of weights; kernel: the function counted."""
+
+    type: str
+    shape: str
+    batch: int
+    bytes: int
+    kernel: str
+
+    @property
+    def case(self) -> Case:
+        dtype = next(dtype for dtype in TYPES if dtype.name == self.type)
+        return Case(dtype, ALL_SHAPES[self.shape])
+
+    def nodes(self) -> list[Node]:
+        return self.case.nodes(self.case.weights(), self.batch)
+
+
+def products(quick: bool) -> list[Counted]:
+    """The products of FEW and MANY that are counted, each one kernel among its launches."""
+    from workbench.backend import kernels
+    from workbench.backend.cuda_kernel import Kernel
+
+    nowhere, found = kernels.Place(lambda tensor: 0, 0, 0), []
+    for table in (QUICK,) if quick else (FEW, MANY):
+        for shape, (types, batches) in table.items():
+            for dtype in types:
+                for batch in batches:
+                    one = Counted(dtype, shape, batch, 0, "")
+                    works = [w for node in one.nodes() for w in kernels.launches(node, nowhere)]
+                    (kernel,) = (w for w in works if isinstance(w, Kernel) and w.file in FILES)
+                    found.append(one._replace(bytes=one.case.nbytes, kernel=kernel.function))
+    return found
+
+
+def yardsticks(backend: Any, sizes: Iterable[int], quick: bool) -> list[Counted]:
+    """The quickest reading kernel for each number of bytes."""
+    rows = fastest_reads(backend, sorted(set(sizes)), quick)
+    return [Counted(READ, row["kernel"], 1, row["bytes"], row["kernel"].split()[0]) for row in rows]
+
+
+# what ncu is asked, and what is kept --------------------------------------------------------------
+
+
+def all_metrics() -> list[str]:
+    return [m for names in COUNTERS.values() for m in names] + [STALL.format(r) for r in REASONS]
+
+
+def figures(launch: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    """What is kept of a launch: of COUNTERS those that were counted, in us and bytes where they are
+    times and bytes, and every stall."""
+    found: dict[str, Any] = {}
+    for key, metrics in COUNTERS.items():
+        for metric in metrics:
+            text, unit = launch.get(metric, ("", ""))
+            value = number(text)
+            if value is not None:
+                found[key] = value * SCALES.get(key, {}).get(unit, 1.0)
+                break
+    stalls = {reason: number(launch.get(STALL.format(reason), ("", ""))[0]) for reason in REASONS}
+    return found | {"stalls": {reason: v for reason, v in stalls.items() if v is not None}}
+
+
+def summary(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of some launches' figures, the KEPT_STALLS longest stalls, and how many they were."""
+    found: dict[str, Any] = {"launches": len(each)}
+    for key in COUNTERS:
+        values = [one[key] for one in each if key in one]
+        if values:
+            found[key] = round(float(np.median(values)), 3)
+    stalls = {
+        reason: round(float(np.median([one["stalls"].get(reason, 0.0) for one in each])), 3)
+        for reason in dict.fromkeys(r for one in each for r in one["stalls"])
+    }
+    longest = sorted(stalls, key=lambda reason: -stalls[reason])[:KEPT_STALLS]
+    return found | {"stalls": {reason: stalls[reason] for reason in longest}}
+
+
+# the measuring ------------------------------------------------------------------------------------
+
+
+def counters(session: Session) -> None:
+    """Writes DEVICE-counters.json; where there is no ncu, or it may not count, says so."""
+    if session.device != "cuda":
+        print("counters: a GPU alone has them; left out", flush=True)
+        return
+    if not session.wants("counters"):
+        return
+    tool = find_ncu()
+    if tool is None:
+        print("counters: no ncu on the PATH nor in /usr/local/cuda/bin; left out", flush=True)
+        return
+    chosen = products(session.quick)
+    backend: Any = open_backend("cuda")
+    try:
+        found: dict[str, Any] = {"device_description": backend.description, "quick": session.quick}
+        found |= session.rates(backend)
+        reads = yardsticks(backend, (c.bytes for c in chosen if c.batch == 1), session.quick)
+        rig_of(backend, session.quick).prepare(node for one in chosen for node in one.nodes())
+    finally:
+        backend.close()
+    chosen = [*reads, *chosen]
+    try:
+        metrics = available(tool, reads[:1])
+        cases = count(tool, metrics, chosen)
+    except NoCounters as why:
+        print(f"counters: {why}; left out", flush=True)
+        return
+    version = subprocess.run([str(tool), "--version"], capture_output=True, text=True, check=False)
+    found |= {"ncu": (version.stdout.strip().splitlines() or [""])[-1], "metrics": metrics}
+    session.write("counters", provenance.collect() | found | {"cases": cases})
+    for case in cases:
+        print("counters: " + _said(case), flush=True)
+
+
+def _said(case: dict[str, Any]) -> str:
+    name = f"{case['type']} {case['shape']} batch {case['batch']}, {case['bytes'] / 1e6:.1f} MB"
+    values = ", ".join(f"{key} {case[key]:g}" for key in COUNTERS if key in case)
+    stalls = ", ".join(f"{reason} {cycles:.1f}" for reason, cycles in case["stalls"].items())
+    return f"{name}: {values}; {stalls}"
+
+
+def available(tool: Path, small: Sequence[Counted]) -> list[str]:
+    """Those of `all_metrics` that ncu can count here, one for each of COUNTERS, by counting one
+    small launch. ncu may refuse several before it counts any."""
+    metrics = all_metrics()
+    for _ in range(MOST_TRIES):
+        log, output, rows = run(tool, metrics, small)
+        absent = unknown(log + "\n" + output, metrics)
+        if rows:
+            return chosen_of(
+                [m for m in metrics if number(rows[0].get(m, ("", ""))[0]) is not None]
+            )
+        if not absent:
+            raise NoCounters(f"ncu counts nothing: {refusal(log, output)}")
+        metrics = [m for m in metrics if m not in absent]
+    raise NoCounters(f"ncu does not know {', '.join(absent)}")
+
+
+def chosen_of(there: Sequence[str]) -> list[str]:
+    """The first metric of each of COUNTERS that is `there`, and the stalls that are."""
+    firsts = [next((m for m in names if m in there), None) for names in COUNTERS.values()]
+    return [m for m in firsts if m] + [m for r in REASONS if (m := STALL.format(r)) in there]
+
+
+def count(tool: Path, metrics: Sequence[str], chosen: Sequence[Counted]) -> list[dict[str, Any]]:
+    """The cases of the module's docstring, in the order in which they were launched."""
+    log, output, rows = run(tool, metrics, chosen)
+    n = LAUNCHES * len(chosen)
+    if len(rows) != n:
+        raise NoCounters(f"ncu counted {len(rows)} launches of {n}: {refusal(log, output)}")
+    cases = []
+    for i, one in enumerate(chosen):
+        own = rows[LAUNCHES * i : LAUNCHES * (i + 1)]
+        names = {row.get("Kernel Name", ("", ""))[0].partition("(")[0] for row in own}
+        if names != {one.kernel}:
+            raise NoCounters(f"ncu counted {', '.join(sorted(names))} in place of {one.kernel}")
+        cases.append(one._asdict() | summary([figures(row) for row in own]))
+    return cases
+
+
+def run(
+    tool: Path, metrics: Sequence[str], chosen: Sequence[Counted]
+) -> tuple[str, str, list[dict[str, tuple[str, str]]]]:
+    """ncu's log, what it and the child wrote otherwise, and the launches counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        log, asked = Path(folder) / "ncu.csv", Path(folder) / "cases.json"
+        asked.write_text(json.dumps(list(chosen)))
+        child = [sys.executable, "-m", MODULE, "--child", str(asked)]
+        call = command(tool, metrics, (one.kernel for one in chosen), log, child)
+        process = subprocess.Popen(
+            call, cwd=ROOT, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the child too
+            process.communicate()
+            raise NoCounters(f"ncu took more than {LIMIT_S} s") from None
+        text = log.read_text() if log.is_file() else ""
+    return text, output, launches_counted(text)
+
+
+# the child ----------------------------------------------------------------------------------------
+
+
+def launch_all(backend: Any, chosen: Sequence[Counted]) -> None:
+    """Launches each case once, then LAUNCHES times between cuProfilerStart and cuProfilerStop."""
+    for one in chosen:
+        (_reads if one.type == READ else _product)(backend, one)
+
+
+def _counted(backend: Any, issues: Sequence[Any]) -> None:
+    """issues: a launch on each copy of the weights."""
+    issues[-1]()
+    backend.synchronize()
+    backend._driver.call("cuProfilerStart", "counters")
+    for i in range(LAUNCHES):
+        issues[i % len(issues)]()
+    backend.synchronize()
+    backend._driver.call("cuProfilerStop", "counters")
+
+
+def _product(backend: Any, one: Counted) -> None:
+    weights = Copies(backend, one.case, 1, 0)
+    try:
+        launched = Launches(backend, one.case.nodes(weights.tensors, one.batch), weights, 0)
+        try:
+            _counted(backend, launched.issues(programmatic=False))
+        finally:
+            backend.synchronize()
+            launched.free()
+    finally:
+        weights.free()
+
+
+def _reads(backend: Any, one: Counted) -> None:
+    n_sm, stream = (
+        backend._driver.properties["multiProcessorCount"],
+        backend._stream(COMPUTE_STREAM),
+    )
+    first, second, sink = (backend.allocate(n, Space.DEVICE) for n in (one.bytes, one.bytes, 4))
+    try:
+        works = [
+            reading(one.shape, memory.address, one.bytes, sink.address, n_sm)
+            for memory in (first, second)
+        ]
+        _counted(backend, [backend._prepare(work, stream, one.shape) for work in works])
+    finally:
+        backend.synchronize()
+        for memory in (first, second, sink):
+            memory.free()
+
+
+def _child(cases: Path) -> None:
+    backend: Any = open_backend("cuda")
+    try:
+        launch_all(backend, [Counted(*one) for one in json.loads(cases.read_text())])
+    finally:
+        backend.close()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] != "--child":
+        sys.exit("error: this runs under ncu; use python -m tests.gpu.measure counters")
+    _child(Path(sys.argv[2]))

@@ -1,0 +1,156 @@
+"""What launches and plain reading cost, for data/results: DEVICE-launches.json.
+
+An empty kernel of 2 blocks on each of 132 multiprocessors, in a stream and in a graph, plainly and
+programmatically; and the fastest of several reading kernels, launched plainly, for the weights of
+every product of an 8B model: what a plainly launched kernel can reach at most.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.gpu.measuring import Session
+from workbench.backend.base import Issue, open_backend
+from workbench.backend.cuda_kernel import Kernel, blocks
+from workbench.bench import provenance
+from workbench.bench.kernel_cases import SHAPES, TYPES
+from workbench.bench.kernel_rigs import PDL, PLAIN, rotating_bytes
+from workbench.program.commands import COMPUTE_STREAM, Space
+
+EMPTY_BLOCKS, EMPTY_THREADS = 264, 256
+IN_GRAPH, IN_STREAM = 200, 400  # launches; more than a thousand do not wait in a stream
+TILES = "tiles"
+READ_GRIDS = ("x8", "x16", TILES)  # blocks for each multiprocessor, or one for each tile
+LEAST_READS = 20  # of one replay
+
+
+def launches(session: Session) -> None:
+    """Writes DEVICE-launches.json, on a GPU alone."""
+    if session.device != "cuda":
+        print("launches: a GPU alone can tell; left out", flush=True)
+        return
+    if not session.wants("launches"):
+        return
+    backend: Any = open_backend("cuda")
+    try:
+        early = (PLAIN, PDL) if backend.capabilities.programmatic else (PLAIN,)
+        empty = {kind: _empty(backend, kind == PDL) for kind in early}
+        every, sizes = range(2 if session.quick else 9), product_sizes()
+        found: dict[str, Any] = {
+            "device_description": backend.description,
+            **session.rates(backend),
+            "quick": session.quick,
+            "blocks": EMPTY_BLOCKS,
+            "threads": EMPTY_THREADS,
+            "stream_us": {
+                k: spread(_queued_us(backend, i) for _ in every) for k, i in empty.items()
+            },
+            "graph_us": {k: spread(_replayed_us(backend, i, len(every))) for k, i in empty.items()},
+            "reads": fastest_reads(backend, sizes[:2] if session.quick else sizes, session.quick),
+        }
+    finally:
+        backend.close()
+    session.write("launches", provenance.collect() | found)
+    said = (f"{where} {found[f'{where}_us'][k]['median']:.2f} {k}"
+            for where in ("stream", "graph") for k in early)  # fmt: skip
+    print(f"launches: us: {', '.join(said)}", flush=True)
+
+
+def _empty(backend: Any, programmatic: bool) -> Issue:
+    kernel = Kernel("device", "nothing", (EMPTY_BLOCKS, 1), EMPTY_THREADS, [0], waits=True)
+    stream = backend._stream(COMPUTE_STREAM)
+    return backend._prepare(kernel, stream, "an empty kernel", programmatic)
+
+
+def _queued_us(backend: Any, issue: Issue) -> float:
+    """us for each of IN_STREAM launches that waited in the stream until the last was there, so that
+    the host holds up none."""
+    begin, end = (backend._driver.event(timing=True) for _ in range(2))
+    with backend.gate(COMPUTE_STREAM):
+        backend.record(begin, COMPUTE_STREAM)()
+        for _ in range(IN_STREAM):
+            issue()
+        backend.record(end, COMPUTE_STREAM)()
+    backend.synchronize()
+    call = backend._driver.call
+    return call("cuEventElapsedTime", "launches", begin.handle, end.handle) * 1e3 / IN_STREAM
+
+
+def _replayed_us(backend: Any, issue: Issue, n: int) -> list[float]:
+    from workbench.backend.cuda_replay import Replay
+
+    with Replay(backend, [issue] * IN_GRAPH) as replay:
+        return [us / IN_GRAPH for us in replay.time_us(n)]
+
+
+def product_sizes() -> list[int]:
+    """Bytes that the launches of `bench-kernels` for an 8B model read, of every type and shape."""
+    shapes = [shape for name, shape in SHAPES.items() if name.startswith("8b.")]
+    return sorted(
+        {
+            rows * dtype.row_bytes(shape.cols)
+            for shape in shapes
+            for rows in (shape.rows if shape.how == "product" else (sum(shape.rows),))
+            for dtype in TYPES
+        }
+    )
+
+
+def reading(label: str, at: int, nbytes: int, sink: int, n_sm: int) -> Kernel:
+    """The reading kernel of a label of `fastest_reads` on `nbytes` bytes at address `at`; sink: the
+    address of 4 bytes it may write. n_sm: multiprocessors."""
+    from workbench.backend.cuda_replay import READ_THREADS, WORD_BYTES
+
+    name, grid = label.split()
+    words = nbytes // WORD_BYTES
+    tiles = blocks(words, READ_THREADS * int(name.removeprefix("read_")))
+    wanted = tiles if grid == TILES else int(grid.removeprefix("x")) * n_sm
+    return Kernel("read", name, (min(wanted, tiles), 1), READ_THREADS, [at, words, -1, sink])
+
+
+def fastest_reads(backend: Any, sizes: Sequence[int], quick: bool) -> list[dict[str, Any]]:
+    """For every size in bytes: the quickest reading kernel (`read_8 x16`: 16 blocks for each
+    multiprocessor; `read_8 tiles`: one for each tile) and its us, launched plainly, memory never
+    cached."""
+    from workbench.backend.cuda_replay import READ_WORDS, Replay, l2_bytes
+
+    n_sm = backend._driver.properties["multiProcessorCount"]
+    room = max(rotating_bytes(l2_bytes(backend), quick), *sizes)
+    memory, sink = (backend.allocate(n, Space.DEVICE) for n in (room, 4))
+    stream, found = backend._stream(COMPUTE_STREAM), []
+    try:
+        for nbytes in sizes:
+            apart = blocks(nbytes, 256) * 256
+            starts = [memory.address + i * apart for i in range(max(memory.nbytes // apart, 1))]
+            best: dict[str, Any] | None = None
+            for words, grid in itertools.product(READ_WORDS, READ_GRIDS):
+                label = f"read_{words} {grid}"
+                kernels = [reading(label, at, nbytes, sink.address, n_sm) for at in starts]
+                issues = [backend._prepare(kernel, stream, label) for kernel in kernels]
+                chain = issues * max(blocks(LEAST_READS, len(issues)), 1)
+                with Replay(backend, chain) as replay:
+                    us = spread(each / len(chain) for each in replay.time_us(2 if quick else 5))
+                if best is None or us["median"] < best["us"]["median"]:
+                    best = {"bytes": nbytes, "kernel": label, "us": us}
+            assert best is not None
+            found.append(best)
+    finally:
+        backend.synchronize()
+        memory.free()
+        sink.free()
+    return found
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median, least, most and number of some times."""
+    found = np.array(list(values), float)
+    return {
+        "median": round(float(np.median(found)), 3),
+        "min": round(float(found.min()), 3),
+        "max": round(float(found.max()), 3),
+        "n": len(found),
+    }
