@@ -14,6 +14,7 @@ from cyclopts import CycloptsError
 
 from workbench.cli import generate, measure, models  # noqa: F401 - their commands register
 from workbench.cli.common import app, say
+from workbench.cli.interrupts import heeded
 from workbench.config import FAMILIES, Toggles
 from workbench.errors import UsageError, WorkbenchError
 
@@ -58,7 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
     """The console script."""
     try:
         arguments = spell_out(sys.argv[1:] if arguments is None else arguments)
-        app(arguments, exit_on_error=False, print_error=False)
+        with heeded():
+            app(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
     except WorkbenchError as error:
         fail(str(error), error.exit_status)
