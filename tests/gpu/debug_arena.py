@@ -31,8 +31,9 @@ import numpy as np
 from workbench.backend import cuda_driver
 from workbench.backend.base import Backend, Memory
 from workbench.engine.batch import make_batch
-from workbench.engine.engine import Engine, step_graph
+from workbench.engine.engine import Engine
 from workbench.engine.kv_cache import KVCache
+from workbench.engine.wanted import step_graph
 from workbench.graph.ir import Graph, Kind, Node, Tensor
 from workbench.program.commands import Space
 from workbench.program.split import split

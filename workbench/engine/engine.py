@@ -11,43 +11,25 @@ import numpy as np
 
 from workbench.backend.base import Backend, Memory
 from workbench.backend.issue import Pending, Prepared
-from workbench.config import EngineConfig, Switch, Toggles
+from workbench.config import EngineConfig, Toggles
 from workbench.engine.batch import Batch, Batches, Outputs, check_prompt
 from workbench.engine.generation import Generation
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Workspace
 from workbench.engine.reuse import POLICIES, Programs
+from workbench.engine.wanted import modes_of, step_graph
 from workbench.errors import UsageError
-from workbench.graph.defer import defer
-from workbench.graph.fuse import chosen, fuse
-from workbench.graph.ir import Graph, StepShape, Tensor
-from workbench.model.decoder import Model, build_graph
+from workbench.graph.ir import StepShape
+from workbench.model.decoder import Model
 from workbench.model.sampler import Sampler, Sampling
 from workbench.program.commands import DEVICE, HOST, Buffer, Program, Range, Space
-from workbench.program.lower import choose_pdl, choose_sync, lower
+from workbench.program.lower import lower
 from workbench.program.split import split
 from workbench.trace.spans import HOST_LANE, Recorder, now_ns
 
 if TYPE_CHECKING:
     from workbench.model.tokenizer import Tokenizer
-
-
-def step_graph(
-    model: Model, shape: StepShape, caches: list[tuple[Tensor, Tensor]], toggles: Toggles
-) -> Graph:
-    """The graph of a step on `caches` (K and V of each layer), as `toggles` want it."""
-    graph = build_graph(model, shape, caches, toggles.activations)
-    if toggles.defer_norm == Switch.ON:
-        graph = defer(graph)
-    return fuse(graph, chosen(toggles))
-
-
-def modes_of(toggles: Toggles, loaded: Loaded) -> tuple[str, bool]:
-    """The sync mode, and whether launches are programmatic; DeviceError where the device cannot."""
-    able, device = loaded.backend.capabilities, loaded.device
-    sync = choose_sync(toggles.sync, toggles.copy_stream, able, device)
-    return sync, choose_pdl(toggles.pdl, able, device)
 
 
 class Engine:
