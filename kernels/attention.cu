@@ -63,6 +63,10 @@
 // 12.4 and 13.3 with 2), at 16384 at head_dim 128 too (31.3 and 33.8), but not at 64 (21.1 and
 // 18.9). Read from the code, not measured apart: one block merged all rows of all shares in turn,
 // and the compiler had put some 170 instructions of address arithmetic behind pdl_wait.
+// 9 to 128 tokens at head_dim 128 (data/results/tuning/attention-5.json), blocks as one token's: 6.4
+// for 16 tokens over 256 cells, 8.2 for 64, 13.4 and 26.3 over 1024; blocks of 16 rows and 8 warps
+// with one tile each, one a multiprocessor: 5.6, 7.4, 10.6 and 18.8. Where masked cells are NaN, and
+// all is done twice, 64 tokens over 256 cells took 27.9 for 8.2.
 // Prefill, 512 tokens over 4096 cells: 1: 2026/1274; 2: 175/118 = 196/145 TFLOP/s (4 warps, 64
 // cells; 8 warps 175/122; 32 cells 201/148, 8 warps 195/135, 3 stages 198/150).
 #include "attention_merge.cuh"

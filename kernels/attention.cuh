@@ -3,6 +3,8 @@
 //
 // HEAD_DIM is a macro. Inside, a head is DIM columns wide, HEAD_DIM padded with zeros to whole
 // steps of 16.
+//
+// One version only of each part; measured as part of the whole: the table in attention.cu.
 #pragma once
 #include "tensor_core.cuh"
 

@@ -1,5 +1,8 @@
 // How partial results of attention become one (of the warps of a block, of the blocks of a cluster,
 // of clusters), and where the result goes.
+//
+// The second way to merge. The first, all rows by the last of up to 33 blocks, was part of version
+// 2 of attention.cu, whose table has the figures.
 #pragma once
 #include "attention.cuh"
 #include "cluster.cuh"

@@ -1,5 +1,7 @@
 // The rows of queries that a warp has, in registers or shared memory, and what they gather.
 // Method: FlashAttention-2 (Dao 2023), online softmax (Milakov and Gimelshein 2018).
+//
+// One version only since attention runs on tensor cores: versions 2 and 3 in attention.cu's table.
 #pragma once
 #include "attention.cuh"
 

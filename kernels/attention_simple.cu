@@ -15,6 +15,10 @@
 //
 // Arguments of all but the combine: dst, q, k, v, mask, scratch, n_tokens, n_head, n_head_kv,
 // head_dim, n_kv, scale.
+//
+// Not tuned since it became the twin. It was the engine's attention before commit 43147c1, and is
+// version 1 in attention.cu's table: 7.5 us for one token over 256 cells, 65 over 16,384, where
+// version 3 takes 3.7 and 32.
 #include "common.cuh"
 
 #define SPLIT_WARPS 16

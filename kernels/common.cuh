@@ -9,6 +9,9 @@
 //     one: what lies between its last byte and there may be read, and counts for nothing;
 //   * inputs and outputs never overlap, but for the cache of set_rows;
 //   * no floating-point atomics: each result is summed in one fixed order.
+//
+// One version only, but for silu_times: with expf and a division, gate + up of 128 tokens took 69.3
+// us for 59.4 (see tensor_product.cu).
 #pragma once
 
 typedef signed char i8;
@@ -99,7 +102,11 @@ DEVICE float block_sum(float v) {
     return warp_sum(lane < int(blockDim.x / 32) ? part[lane] : 0.f);
 }
 
-// activations quantised to 8 bits ----------------------------------------------------------------
+// activations ------------------------------------------------------------------------------------
+
+// silu(g) * u, relative error under 2^-18 |g|; 0 where exp(-g) overflows. No slow paths: it stands
+// where a whole block waits for it.
+DEVICE float silu_times(float g, float u) { return __fdividef(g, 1.f + __expf(-g)) * u; }
 
 // A row of Q8_ACT: `cols` int8 quants, cols/32 float scales, cols/16 int16 sums of the quants of
 // each half block, padded to a multiple of 64 bytes (workbench/graph/ir.py).

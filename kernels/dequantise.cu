@@ -76,110 +76,86 @@ DEQUANTISE(Q6_K)
 
 // activations ------------------------------------------------------------------------------------
 
-// The eight columns of 16-byte word c of a row: those from `at` and from at + 16 on, four each.
-struct Columns {
-    int at;
-    DEVICE explicit Columns(int c) : at(c / 16 * 128 + c % 4 * 32 + c % 16 / 4 * 4) {}
+// Neighbouring columns of a row of activations, from a multiple of 4 on, four at a time as floats;
+// `i` keeps to the unit of 32 columns that `column` is in.
+struct FloatColumns {
+    const float* x;
+    DEVICE FloatColumns(const u8* rows, i64 row, i64 cols, int column)
+        : x(reinterpret_cast<const float*>(rows) + row * cols + column) {}
+    DEVICE float4 four(int i) const { return *reinterpret_cast<const float4*>(x + i); }
 };
-DEVICE uint4 in_order(float4 lo, float4 hi) {
-    return make_uint4(halves(lo.x, lo.z), halves(lo.y, lo.w), halves(hi.x, hi.z),
-                      halves(hi.y, hi.w));
-}
+struct Q8Columns {
+    const u8* q;
+    float scale;
+    DEVICE Q8Columns(const u8* rows, i64 row, i64 cols, int column) {
+        const u8* x = rows + row * act_row_bytes(cols);
+        q = x + column;
+        scale = reinterpret_cast<const float*>(x + cols)[column / 32];
+    }
+    DEVICE float4 four(int i) const {
+        const char4 v = *reinterpret_cast<const char4*>(q + i);
+        return make_float4(v.x * scale, v.y * scale, v.z * scale, v.w * scale);
+    }
+};
 
-// Arguments of both: dst, x, cols (a multiple of 32). Block 256; grid (rows, ceil(padded cols /
-// 2048)).
-extern "C" __global__ void __launch_bounds__(256) half_rows_F32(u8* dst, const float* x, i64 cols) {
+// 16-byte word c of a row has eight columns: those from `at` and from at + 16 on, four each.
+template <class Columns>
+DEVICE void half_rows_of(u8* dst, const u8* x, i64 cols) {
     pdl_trigger();
     pdl_wait();
     const int c = blockIdx.y * 256 + threadIdx.x, words = int((cols + 127) / 128) * 16;
     if (c >= words) return;
-    const Columns columns(c);
+    const int at = c / 16 * 128 + c % 4 * 32 + c % 16 / 4 * 4;
     uint4 v = make_uint4(0, 0, 0, 0);
-    if (columns.at < cols) {
-        const float* from = x + i64(blockIdx.x) * cols + columns.at;
-        v = in_order(*reinterpret_cast<const float4*>(from),
-                     *reinterpret_cast<const float4*>(from + 16));
+    if (at < cols) {
+        const Columns columns(x, blockIdx.x, cols, at);
+        const float4 lo = columns.four(0), hi = columns.four(16);
+        v = make_uint4(halves(lo.x, lo.z), halves(lo.y, lo.w), halves(hi.x, hi.z),
+                       halves(hi.y, hi.w));
     }
     reinterpret_cast<uint4*>(dst)[i64(blockIdx.x) * words + c] = v;
 }
 
-DEVICE float4 scaled(char4 q, float scale) {
-    return make_float4(q.x * scale, q.y * scale, q.z * scale, q.w * scale);
-}
-
-extern "C" __global__ void __launch_bounds__(256) half_rows_Q8(u8* dst, const u8* x, i64 cols) {
+// Thread c of a token's row has four neighbouring columns of four units: those from `first` + 32 u
+// on. In the tile they are two words of a swizzled matrix, at byte `to` and at to ^ 16.
+template <class Columns>
+DEVICE void half_tiles_of(u8* dst, const u8* x, i64 cols, i64 n_tokens, int tile) {
     pdl_trigger();
     pdl_wait();
-    const int c = blockIdx.y * 256 + threadIdx.x, words = int((cols + 127) / 128) * 16;
-    if (c >= words) return;
-    const Columns columns(c);
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (columns.at < cols) {
-        const u8* row = x + i64(blockIdx.x) * act_row_bytes(cols);
-        const float scale = reinterpret_cast<const float*>(row + cols)[columns.at / 32];
-        const u8* from = row + columns.at;
-        v = in_order(scaled(*reinterpret_cast<const char4*>(from), scale),
-                     scaled(*reinterpret_cast<const char4*>(from + 16), scale));
-    }
-    reinterpret_cast<uint4*>(dst)[i64(blockIdx.x) * words + c] = v;
-}
-
-// Where the tiles of tensor_product.cu have four neighbouring columns of four units of a token: two
-// words of a swizzled matrix. Thread `c` of a token's row has those of columns `at`, at + 32 u.
-struct TileColumns {
-    int at;
-    i64 to;  // bytes: the first word, the second at to ^ 16
-    DEVICE TileColumns(int c, int token, int tile, int steps)
-        : at(c / 8 * 128 + c % 8 / 2 * 4 + c % 2 * 16) {
-        const int matrix = token / tile * steps * 2 + c / 4, n = token % tile;
-        const int word = c / 2 % 2 * 4 + c % 2 * 2;
-        to = (i64(matrix) * tile + n) * 128 + (word ^ n % 8) * 16;
-    }
-};
-
-template <class At>
-DEVICE void store_tile_words(u8* dst, const TileColumns& columns, const At& four) {
+    const int c = blockIdx.y * 256 + threadIdx.x, steps = int((cols + 511) / 512) * 4;
+    if (c >= steps * 8) return;
+    const int token = blockIdx.x, first = c / 8 * 128 + c % 8 / 2 * 4 + c % 2 * 16;
     u32 even[4], odd[4];
 #pragma unroll
     for (int u = 0; u < 4; u++) {
-        const float4 v = four(columns.at + 32 * u);
+        const int at = first + 32 * u;
+        float4 v = make_float4(0, 0, 0, 0);
+        if (blockIdx.x < n_tokens && at < cols) v = Columns(x, blockIdx.x, cols, at).four(0);
         even[u] = halves(v.x, v.z), odd[u] = halves(v.y, v.w);
     }
-    *reinterpret_cast<uint4*>(dst + columns.to) = make_uint4(even[0], even[1], even[2], even[3]);
-    *reinterpret_cast<uint4*>(dst + (columns.to ^ 16)) = make_uint4(odd[0], odd[1], odd[2], odd[3]);
+    const int matrix = token / tile * steps * 2 + c / 4, n = token % tile;
+    const int word = c / 2 % 2 * 4 + c % 2 * 2;
+    const i64 to = (i64(matrix) * tile + n) * 128 + (word ^ n % 8) * 16;
+    *reinterpret_cast<uint4*>(dst + to) = make_uint4(even[0], even[1], even[2], even[3]);
+    *reinterpret_cast<uint4*>(dst + (to ^ 16)) = make_uint4(odd[0], odd[1], odd[2], odd[3]);
 }
 
-// Arguments of both: dst, x, cols (a multiple of 32), n_tokens, tile (tokens of a tile, a multiple
-// of 8). Block 256; grid (n_tokens rounded up to tiles, ceil(cols / 512 * 32 / 256)). Tokens past
-// the last and columns past the row, up to a multiple of 512, are zeros.
-extern "C" __global__ void __launch_bounds__(256)
-    half_tiles_F32(u8* dst, const float* x, i64 cols, i64 n_tokens, i64 tile) {
-    pdl_trigger();
-    pdl_wait();
-    const int c = blockIdx.y * 256 + threadIdx.x, steps = int((cols + 511) / 512) * 4;
-    if (c >= steps * 8) return;
-    const float* row = x + blockIdx.x * cols;
-    const bool there = blockIdx.x < n_tokens;
-    store_tile_words(dst, TileColumns(c, blockIdx.x, int(tile), steps), [&](int at) {
-        if (!there || at >= cols) return make_float4(0, 0, 0, 0);
-        return *reinterpret_cast<const float4*>(row + at);
-    });
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-    half_tiles_Q8(u8* dst, const u8* x, i64 cols, i64 n_tokens, i64 tile) {
-    pdl_trigger();
-    pdl_wait();
-    const int c = blockIdx.y * 256 + threadIdx.x, steps = int((cols + 511) / 512) * 4;
-    if (c >= steps * 8) return;
-    const u8* row = x + blockIdx.x * act_row_bytes(cols);
-    const bool there = blockIdx.x < n_tokens;
-    store_tile_words(dst, TileColumns(c, blockIdx.x, int(tile), steps), [&](int at) {
-        if (!there || at >= cols) return make_float4(0, 0, 0, 0);
-        const float scale = reinterpret_cast<const float*>(row + cols)[at / 32];
-        return scaled(*reinterpret_cast<const char4*>(row + at), scale);
-    });
-}
+// Arguments of half_rows_*: dst, x, cols (a multiple of 32). Block 256; grid (rows, ceil(padded
+// cols / 2048)).
+// Arguments of half_tiles_*: dst, x, cols (a multiple of 32), n_tokens, tile (tokens of a tile, a
+// multiple of 8). Block 256; grid (n_tokens rounded up to tiles, ceil(cols / 512 * 32 / 256)).
+// Tokens past the last and columns past the row, up to a multiple of 512, are zeros.
+#define ACTIVATIONS(TYPE, COLUMNS)                                                               \
+    extern "C" __global__ void __launch_bounds__(256) half_rows_##TYPE(                          \
+        u8* dst, const u8* x, i64 cols) {                                                        \
+        half_rows_of<COLUMNS>(dst, x, cols);                                                     \
+    }                                                                                            \
+    extern "C" __global__ void __launch_bounds__(256) half_tiles_##TYPE(                         \
+        u8* dst, const u8* x, i64 cols, i64 n_tokens, i64 tile) {                                \
+        half_tiles_of<COLUMNS>(dst, x, cols, n_tokens, int(tile));                               \
+    }
+ACTIVATIONS(F32, FloatColumns)
+ACTIVATIONS(Q8, Q8Columns)
 
 DEVICE u16 to_half(float f) { return float_to_half(within_half(f)); }
 DEVICE u16 to_bfloat(float f) {

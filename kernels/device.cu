@@ -1,4 +1,6 @@
 // What the backend itself needs for tests and measurements: holding a stream, and doing nothing.
+//
+// One version only. `nothing` is not tuned: what it takes is data/results/cuda-launches.json.
 #include "common.cuh"
 
 // Holds its stream until *open is not 0, or until `timeout_ns` nanoseconds have passed, so that a

@@ -11,6 +11,9 @@
 //
 // No pointer is __restrict__: a load that the compiler may take for one of constant data can move
 // above pdl_wait.
+//
+// One version only, not tuned: fused, they are part of products and norms. What steps take with
+// these in launches of their own is data/results/cuda-decode-*-unfused.
 #include "quantise.cuh"
 #include "rms.cuh"
 
@@ -32,8 +35,6 @@
     }
 BINARY(mul, *)
 BINARY(add, +)
-
-DEVICE float silu_times(float g, float u) { return g / (1.f + expf(-g)) * u; }
 
 // Arguments: dst, gate, up, rows, cols. Grid as above.
 extern "C" __global__ void swiglu(float* dst, const float* gate,

@@ -29,7 +29,8 @@
 // batch, and fused as unfused.
 //
 // What was tried: % of read bandwidth (3.10 TB/s, one H100 80GB HBM3) with dependent launch, layers
-// of an 8B model, one token. By ROWS, UNROLL, WARPS, BLOCKS, SPLIT; "-" was not run for the type.
+// of an 8B model, one token (data/results/tuning/product-1.csv, product-2.csv). By ROWS, UNROLL,
+// WARPS, BLOCKS, SPLIT; "-" was not run for the type, or not in these two files.
 //
 //                     gate and up (28672 x 4096)        o (4096 x 4096)
 //                     F16  Q8_0  Q4_0  Q4_K  Q6_K       F16  Q8_0  Q4_0  Q4_K  Q6_K
@@ -45,10 +46,14 @@
 // Large weights hardly care. Small ones want all their blocks in flight at once, and few left over:
 // 16 lines a block for o are 256 blocks, which 132 multiprocessors with 2 each take together.
 //
-// Also (figures not kept):
-//   * one unit of 16 weights for Q8_0, not the block of 32: 16-byte loads at a stride of 32 bytes
-//     ask for each sector twice;
-//   * K types repacked so that a unit is one sub-block: one scale decoded per load, not two;
+// AHEAD, us of a token as one graph with 0, 4, 8, 16 and 32 KB (norms-1.txt there): llama-3-8b Q4_0
+// 2050, 2038, 2038, 2030, 2044; F16 5380, 5286, 5306, 5351, 5363; qwen3-4b Q4_K_M 1701, 1651, 1647,
+// 1639, 1671. By shape and tuning: product-3.csv (llama-3-8b), product-4.csv (2560 columns).
+//
+// Counted, not measured apart:
+//   * a unit of Q8_0 is 16 weights, not the block of 32: two 16-byte loads at a stride of 32 bytes
+//     would ask for each sector twice;
+//   * units of K types are one sub-block each: one scale decoded per load, not two;
 //   * sums of a warp are scattered while they are reduced: C values take C - 1 shuffles and then
 //     one per remaining step, not 5 C.
 #pragma once

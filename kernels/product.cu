@@ -18,7 +18,9 @@
 // (66 norms, graph replay): a launch of its own, one block of 1024 threads, 2034; of 512 threads 2181,
 // of 256 threads 2254 (small blocks start while the product before still runs, and so does the
 // product behind, whose loads then stand in the way of the norm's); the whole norm in the last block
-// of the product 2190.
+// of the product 2190. Halved, as here, 2011 and 2004 in two rounds, in which whole norms took 2024
+// and 2017; a step by the host's clock 2121 and 2118 for 2241 and 2236, with 165 launches for 228
+// (data/results/tuning/norms-1.txt, which has other tunings too).
 #include "multiply.cuh"
 #include "quantise.cuh"
 
@@ -64,10 +66,9 @@ struct Glu {
     DEVICE i64 row(int line) const { return min(i64(first + line / 2), rows - 1); }
     DEVICE void before() {}
     DEVICE void after() {}
-    DEVICE float value(const Sums& sum, int c, int t) const {  // as swiglu in elementwise.cu
+    DEVICE float value(const Sums& sum, int c, int t) const {
         const float g = gate.biased(sum(2 * c, t), first + c);
-        const float u = up.biased(sum(2 * c + 1, t), first + c);
-        return g / (1.f + expf(-g)) * u;
+        return silu_times(g, up.biased(sum(2 * c + 1, t), first + c));
     }
     DEVICE void store(const Sums& sum) const {
         constexpr int COLS = LINES / 2;

@@ -4,10 +4,10 @@
 //   product_qkv   biases; with HEAD_BLOCKS the norm of the heads of Q and K; RoPE of Q and K; Q to
 //                 dst, K and V to the cache
 //
-// HEAD_BLOCKS: blocks that a head's lines are spread over. They are a cluster (sm_90 and later), and
-// give each other the sums of squares of their lines. Done by the last block of each head, which read
-// the lines again, norm, RoPE and store took as long as rope_store.cu behind the products (4B, Q4_K_M:
-// 1930 us a token for 1920).
+// HEAD_BLOCKS: blocks that a head's lines are spread over. They are a cluster (sm_90 and later) and
+// give each other the sums of squares of their lines. With the heads normed in rope_store.cu
+// instead, a token of a 4B model with Q4_K_M weights took 1650 us for 1633 (graph replay;
+// data/results/tuning/norms-1.txt).
 #include "cluster.cuh"
 #include "multiply.cuh"
 #include "rope.cuh"

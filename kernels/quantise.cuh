@@ -1,5 +1,9 @@
 // Quantising activations to 8 bits: the one place that does it, so that every kernel that quantises
 // gives the very bytes of `quantize`.
+//
+// Two ways, both in use: quantise32, where a warp has 32 columns, and quantise4, with four columns
+// a thread. Gate + up of 128 tokens took 86.7 us with the first, 69.3 with the second (see
+// tensor_product.cu); elsewhere they were not compared.
 #pragma once
 #include "common.cuh"
 

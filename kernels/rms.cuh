@@ -1,4 +1,6 @@
 // The RMS norm in two halves: sums of squares where a row is made, the scale where it is used.
+//
+// One version only; measured as part of product_norm: see product.cu.
 #pragma once
 #include "common.cuh"
 

@@ -5,6 +5,9 @@
 //
 // Arguments: dst, x, positions, freq_factors (or 0), n_tokens, n_heads, head_dim, n_rot, neox,
 // theta_base, freq_scale. Block: 64 threads. Grid: (n_tokens, ceil(n_heads / HEADS)).
+//
+// Not tuned: with everything fused the rotation is part of product_qkv.cu or rope_store.cu, which
+// has the figures. Four heads a thread are as in the first version; rope.cuh has what changed.
 #include "rope.cuh"
 
 #define HEADS 4  // as in workbench/backend/cuda_elementwise.py

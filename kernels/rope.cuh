@@ -4,6 +4,9 @@
 // be wrong in the third digit. It is counted in turns, not radians, so that bringing it into one
 // turn is a subtraction, and sine and cosine are those of pi times a float within -1 .. 1, which
 // need no long reduction (sincosf carries one, with an array in local memory).
+//
+// Versions: the first (before commit 43147c1) had the angle in radians, pow and sincosf. Neither
+// was measured apart; this one is part of the figures of rope_store.cu.
 #pragma once
 #include "common.cuh"
 

@@ -9,6 +9,11 @@
 // freq_factors (or 0), k_indices, v_indices, n_head, n_head_kv, head_dim (a multiple of 8, at most
 // 256), n_rot, neox, n_kv, theta_base, freq_scale, eps.
 // Grid: (n_tokens, ceil((n_head + 2 n_head_kv) / WARPS)); WARPS warps.
+//
+// One version only. What it is worth (us of a token of llama-3-8b Q4_0, graph replay;
+// data/results/tuning/norms-1.txt): rotations and stores in launches of their own 2442 (356
+// launches), all of it behind the product of Q, K and V 2035 (228). What norms of heads take here,
+// and there: product_qkv.cu.
 #include "rope.cuh"
 
 #define WARPS 4  // as in workbench/backend/cuda_elementwise.py

@@ -5,6 +5,9 @@
 //   set_rows          cache[indices[t]] = x[t] as halves; an index outside 0..n_kv-1 is not stored
 //
 // Block: 256 threads. Grid: (rows, ceil(cols / 256)).
+//
+// One version only, not tuned: get_rows is two launches of a step, and with everything fused
+// set_rows is part of product_qkv.cu or rope_store.cu, which has the figures.
 #include "weights.cuh"
 
 // Arguments: dst, table, ids, n_ids, cols, table_rows.

@@ -1,6 +1,7 @@
 // tensor_product: dst (n_tokens, rows) = x (n_tokens, cols) times w (rows, cols) transposed, plus a
 // bias, for a few tokens up to some hundred: quantised weights are read once, decoded in registers
-// and multiplied on tensor cores.
+// and multiplied on tensor cores. Up to three weights ("segments") of one x and type, each with row
+// tiles and a dst of its own: Q, K and V. Or gate and up, of which silu(gate) * up is stored.
 //
 // With weights as rows and tokens as columns of mma.m16n8k16, a lane needs 2 times 4 columns of
 // rows g and g + 8 (g = lane / 4). Which columns is free, as long as activations are in the same
@@ -17,25 +18,31 @@
 // stage is full or empty, and no warp waits for the others of its side. The first stages of weights
 // are asked for while the kernel before may still write the activations.
 //
-// A block has ROWS rows and a SPLITth of the columns. The blocks that share a tile of results are a
+// A block has 16 WM rows and a SPLITth of the columns. The blocks that share a tile of results are a
 // cluster if CLUSTERED (and the device has clusters), and add up each others' sums through shared
 // memory, each block a part of the tile; else they leave them in `partial` and the last one adds
 // them. Either way in order of the columns: what a result is made of depends on shapes alone.
 //
+// Of gate and up a block has 8 WM rows each: those of gate are the upper eight of every warp's
+// sixteen, those of up the lower, so that the two sums that a result is made of are one lane's. To
+// be quantised, results go through shared memory, since the 32 of a scale are those of four warps.
+//
 // Macros: TYPE, TOKENS (of a block: 8, 16, 32, 64 or 128), WM (warps that multiply, a multiple of
 // 4), LOADING (warps that load), STEPS, STAGES, BLOCKS (of an SM, which bounds registers), SPLIT
-// (at most 8), CLUSTERED. workbench/backend/cuda_gemm.py chooses them. nvrtc.py compiles this file
-// for sm_90a where the device is an sm_90.
+// (at most 8), CLUSTERED, EPILOGUE (0: products; silu(gate) * up: 1 as floats, 2 as Q8_ACT).
+// workbench/backend/cuda_gemm.py chooses them. nvrtc.py compiles this file for sm_90a where the
+// device is an sm_90.
 //
-// Arguments: dst, w, x (tiles), bias (or 0), partial (F32, TOKENS x ROWS for each block), counters
-// (u32, one for each tile, zero; zero again afterwards), rows, cols (a multiple of the type's
-// block), n_tokens, stride (elements from one token's results to the next). Block 32 (WM +
-// LOADING). Grid (tiles of rows * tiles of tokens * SPLIT, 1); no more SPLIT than stages. Dynamic
-// shared memory: the stages and 128 bytes.
+// Arguments: dst (n_tokens, rows), w, bias (or 0), rows of three segments (rows 0: none); gate and
+// up have the same rows, with Q8_ACT a multiple of 32, and the dst of gate. Then x (tiles), partial
+// (F32, TOKENS x 16 WM for each block), counters (u32, one for each tile, zero; zero again
+// afterwards), cols (a multiple of the type's block), n_tokens. Block 32 (WM + LOADING). Grid (tiles
+// of rows of all segments * tiles of tokens * SPLIT, 1), gate and up as one; no more SPLIT than
+// stages. Dynamic shared memory: the stages and 128 bytes.
 //
 // Reasons, and what was tried (one H100 80GB HBM3; ms of the products of a step of an 8B model with
 // Q4_0 weights, which memory needs 1.27 ms for; at 128 tokens tensor cores need 2.42;
-// data/results/tuning/tensor_product-*.json):
+// data/results/tuning/tensor_product-*.json), each weight in a launch of its own:
 //   * Weights from memory to registers, one stage ahead, four warps along columns: 3.15 at 16
 //     tokens, 3.96 at 32, 5.70 at 64, 9.76 at 128.
 //   * Through shared memory by cp.async, mma.sync, the stages of all tiles as one sequence of which
@@ -49,12 +56,22 @@
 //   * The next fragments decoded across stages: 4.22 at 128. Warps that load, so that those that
 //     multiply neither ask nor wait for each other: 4.02; two of them 4.13, one 4.44. Addresses in
 //     32 bits: 3.88, at 64 2.92.
-//   * This one, tokens 16, 32, 64, 128: Q4_0 2.18, 2.40, 2.96, 3.87; Q8_0 3.08, 3.26, 3.64, 4.33;
-//     MXFP4 2.54, 2.81, 3.42, 4.42; Q4_K 2.45, 2.70, 3.27, 4.37; Q5_K 2.76, 3.04, 3.69, 4.86; Q6_K
-//     2.88, 3.12, 3.77, 4.99. Q4_0 without wgmma: 2.24, 2.61, 4.15, 7.01.
+//   * Each weight alone, tokens 16, 32, 64, 128: Q4_0 2.18, 2.40, 2.96, 3.87; Q8_0 3.08, 3.26, 3.64,
+//     4.33; MXFP4 2.54, 2.81, 3.42, 4.42; Q4_K 2.45, 2.70, 3.27, 4.37; Q5_K 2.76, 3.04, 3.69, 4.86;
+//     Q6_K 2.88, 3.12, 3.77, 4.99. Q4_0 without wgmma: 2.24, 2.61, 4.15, 7.01.
+//   * This one: Q, K and V in one launch, gate + up with silu, product and quantising in another,
+//     without the output head (0.14): Q4_0 2.06, 2.20, 2.74, 3.92; Q8_0 3.08, 3.24, 3.54, 4.36;
+//     Q4_K 2.28, 2.48, 3.10, 4.42; Q6_K 2.82, 3.16, 3.68, 5.00. Gate + up of 128 tokens took 86.7 us
+//     with a warp quantising 32 columns at a time, 69.3 with four columns a thread, 59.4 with a
+//     quick silu too; as plain products 54.3. 8 warps that multiply, two blocks a multiprocessor:
+//     33.3 -> 28.4 at 16 tokens, 43.0 -> 38.6 at 64, for which those that load give registers away
+//     (without: spills, and wgmma one after the other).
+//   * All of that on zeros. On random weights and activations, which take more power, 29.3 us at 16
+//     tokens, 42.1 at 64, 71.0 at 128 for gate + up.
 //   * What is left: at 16 tokens some 5 us a launch beside its weights (they come at 3 TB/s); from
 //     64 on instructions (190 for 16 x 128 weights, of which decoding needs 104) and what the
-//     tensor cores take (half of the time at 64, 63 % at 128), which overlap, but not wholly.
+//     tensor cores take (half of the time at 64, 63 % at 128), which overlap, but not wholly. Gate
+//     and up are 224 tiles of 128 rows, for 132 multiprocessors: 1.7 rounds that take 2.
 //   * No gain: activations to the blocks of two row tiles at once (multicast), which must wait for
 //     each other: 5.81 at 128. Room for the next launch's blocks beside these: 2.48 at 16. Weights
 //     ahead to L2 before pdl_wait: 2.6. Two tiles of 16 rows a warp, or 16 warps: 4.5 at 128.
@@ -72,12 +89,16 @@
 #define BLOCKS 2
 #define SPLIT 2
 #define CLUSTERED 0
+#define EPILOGUE 0
 #endif
 
+#define GATED (EPILOGUE > 0)
+#define QUANTISED (EPILOGUE == 2)
 #define THREADS (32 * WM)  // that multiply
 #define LOADERS (32 * LOADING)
 #define LOADER (threadIdx.x - THREADS)
-#define ROWS (16 * WM)
+#define WEIGHTS (1 + GATED)  // of a tile
+#define ROWS (16 * WM / WEIGHTS)  // of each: what a block has of dst
 
 #include "staged.cuh"
 #include "warpgroup.cuh"
@@ -87,7 +108,7 @@
 static_assert(WM % 4 == 0, "warpgroups are whole");
 
 constexpr int X_STEP = TOKENS * 256;  // bytes of 128 columns of activations
-constexpr int X_BYTES = STEPS * X_STEP, W_BYTES = Stage<TYPE>::SIZE;  // of a stage
+constexpr int X_BYTES = STEPS * X_STEP, W_BYTES = WEIGHTS * Stage<TYPE>::SIZE;  // of a stage
 // in shared memory: activations of all stages, weights of all stages, barriers
 constexpr int W_AT = STAGES * X_BYTES, FULL_AT = W_AT + STAGES * W_BYTES;
 constexpr int EMPTY_AT = FULL_AT + STAGES * 8, LAST_AT = EMPTY_AT + STAGES * 8;
@@ -96,8 +117,14 @@ constexpr bool BULK = __CUDA_ARCH__ >= 900;  // copies of any size, by one threa
 
 static_assert(STAGES < 8, "128 bytes hold the barriers");
 
-// The first of a lane's two rows of the block; the second is 8 on.
-DEVICE u32 row_of() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4; }
+// Where threads have few registers, those that load leave some to those that multiply.
+constexpr int EACH = 65536 / (BLOCKS * (THREADS + LOADERS)) / 8 * 8, LOADER_HAS = 40;
+constexpr int MULTIPLIER_HAS = (EACH * (WM + LOADING) - LOADER_HAS * LOADING) / WM / 8 * 8;
+constexpr bool UNEVEN = WARPGROUPS && LOADING % 4 == 0 && EACH < 100;
+
+// The first of a lane's two rows of the block; the second is 8 on, or with gate and up the same of
+// the other weight.
+DEVICE u32 row_of() { return threadIdx.x / 32 * (16 / WEIGHTS) + threadIdx.x % 32 / 4; }
 
 // A place in the ring of stages: `phase` is the parity of how often it has gone round.
 struct Slot {
@@ -109,14 +136,32 @@ struct Slot {
     }
 };
 
-// What a block computes: rows from row0 and tokens from `token` on, of `count` stages.
+struct Segment {
+    float* dst;
+    const u8* w;
+    const float* bias;
+    i64 rows;
+    DEVICE u32 tiles() const { return (u32(rows) + ROWS - 1) / ROWS; }
+};
+
+// What a block computes: rows of `segment` from row0 and tokens from `token` on, of `count` stages.
+// `tile` counts those of all segments.
 struct Part {
+    Segment segment;
     u32 row0, token, first, count, number, tile;  // first: stage. number: of SPLIT
-    DEVICE Part(u32 units, u32 token_tiles) {
+    DEVICE Part(const Segment& s0, const Segment& s1, const Segment& s2, u32 units,
+                u32 token_tiles) {
         const u32 stages = (units + UNITS - 1) / UNITS;
         tile = blockIdx.x / SPLIT, number = blockIdx.x % SPLIT;
-        row0 = tile / token_tiles * ROWS, token = tile % token_tiles * TOKENS;
+        token = tile % token_tiles * TOKENS;
         first = stages * number / SPLIT, count = stages * (number + 1) / SPLIT - first;
+        u32 rows = tile / token_tiles;  // which tile of rows: of all, then of the segment
+        segment = s0;
+        if (!GATED && rows >= s0.tiles()) {
+            rows -= s0.tiles(), segment = s1;
+            if (rows >= s1.tiles()) rows -= s1.tiles(), segment = s2;
+        }
+        row0 = rows * ROWS;
     }
 };
 
@@ -124,12 +169,15 @@ struct Part {
 
 struct Loader {
     u32 base, units, rows;
-    const u8 *w, *x;
+    const u8* w[WEIGHTS];
+    const u8* x;
     Part part;
 
     DEVICE void weights(u32 k, int slot) const {
-        Stage<TYPE>::request(base + W_AT + slot * W_BYTES, w, units, part.row0, rows,
-                             (part.first + k) * UNITS);
+        const u32 to = base + W_AT + slot * W_BYTES, u0 = (part.first + k) * UNITS;
+#pragma unroll
+        for (int i = 0; i < WEIGHTS; i++)
+            Stage<TYPE>::request(to + i * Stage<TYPE>::SIZE, w[i], units, part.row0, rows, u0);
     }
     DEVICE void activations(u32 k, int slot) const {
         const u32 row = (units + 15) / 16 * 4 * X_STEP;  // of a tile of tokens
@@ -187,8 +235,9 @@ struct Units {
         number = (u0 + unit) % 8;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const u32 row = row_of() + 8 * r;
-            raw[r] = Planes<TYPE>::read(At<TYPE>{stage, row, unit, (row0 + row) * units + u0});
+            const u8* weight = stage + (GATED ? r * Stage<TYPE>::SIZE : 0);
+            const u32 row = row_of() + (GATED ? 0 : 8 * r);
+            raw[r] = Planes<TYPE>::read(At<TYPE>{weight, row, unit, (row0 + row) * units + u0});
         }
     }
     DEVICE void decode(int i, Fragments& a, const Masks& masks) const {
@@ -276,100 +325,24 @@ DEVICE void add_stages(Sums& acc, const u8* shared, u32 base, const Part& part, 
     wait_for_products<0>(a[1]);
 }
 
-// results ----------------------------------------------------------------------------------------
-
-struct Result {
-    float* dst;
-    const float* bias;
-    i64 rows, n_tokens, stride;
-    u32 row0, token;
-
-    // A thread's four sums of 8 tokens: two tokens of either row.
-    DEVICE void store(int group, float4 c) const {
-        const i64 row = row0 + row_of(), first = token + 8 * group + threadIdx.x % 4 * 2;
-        float* at = dst + first * stride + row;
-        const bool there[2] = {first < n_tokens, first + 1 < n_tokens};
-        if (row < rows) {
-            const float b = bias ? __ldg(bias + row) : 0.f;
-            if (there[0]) at[0] = c.x + b;
-            if (there[1]) at[stride] = c.y + b;
-        }
-        if (row + 8 < rows) {
-            const float b = bias ? __ldg(bias + row + 8) : 0.f;
-            if (there[0]) at[8] = c.z + b;
-            if (there[1]) at[stride + 8] = c.w + b;
-        }
-    }
-};
-
-DEVICE float4 four(const float (&c)[4]) { return make_float4(c[0], c[1], c[2], c[3]); }
-
-// The sum of SPLIT values in their order; load(r) is value r.
-template <class Load>
-DEVICE float4 sum_of(const Load& load) {
-    float4 v[SPLIT];
-#pragma unroll
-    for (int r = 0; r < SPLIT; r++) v[r] = load(r);
-#pragma unroll
-    for (int r = 1; r < SPLIT; r++)
-        v[0].x += v[r].x, v[0].y += v[r].y, v[0].z += v[r].z, v[0].w += v[r].w;
-    return v[0];
-}
-
-DEVICE void multipliers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-
-DEVICE void finish(const Sums& acc, u8* shared, const Result& to, const Part& part, float* partial,
-                   u32* counters) {
-#if CLUSTERS
-    multipliers_sync();  // none reads the stages any more
-    float4* own = reinterpret_cast<float4*>(shared) + threadIdx.x;
-#pragma unroll
-    for (int n = 0; n < GROUPS; n++) own[n * THREADS] = four(acc[n]);
-    cluster_sync();
-    const u32 at = shared_address(own);
-#pragma unroll 2
-    for (int n = part.number; n < GROUPS; n += SPLIT)
-        to.store(n, sum_of([&](int r) { return take_from(at + n * (THREADS * 16), r); }));
-    cluster_sync();  // none ends while others read its sums
-#else
-    if constexpr (SPLIT > 1) {
-        u32& is_last = *reinterpret_cast<u32*>(shared + LAST_AT);
-        float4* tile = reinterpret_cast<float4*>(partial) +
-                       i64(part.tile) * (SPLIT * GROUPS * THREADS) + threadIdx.x;
-#pragma unroll
-        for (int n = 0; n < GROUPS; n++)
-            tile[(part.number * GROUPS + n) * THREADS] = four(acc[n]);
-        __threadfence();
-        multipliers_sync();
-        if (threadIdx.x == 0) {
-            is_last = atomicAdd(counters + part.tile, 1u) == SPLIT - 1;
-            if (is_last) counters[part.tile] = 0;
-        }
-        multipliers_sync();
-        if (!is_last) return;
-        __threadfence();
-#pragma unroll 2
-        for (int n = 0; n < GROUPS; n++)
-            to.store(n, sum_of([&](int r) { return tile[(r * GROUPS + n) * THREADS]; }));
-    } else {
-#pragma unroll
-        for (int n = 0; n < GROUPS; n++) to.store(n, four(acc[n]));
-    }
-#endif
-}
+#include "tile_results.cuh"
 
 // the kernel -------------------------------------------------------------------------------------
+
+#define SEGMENT(I) float *dst_##I, const u8 *w_##I, const float *bias_##I, i64 rows_##I
+#define GIVEN(I) Segment{dst_##I, w_##I, bias_##I, rows_##I}
 
 extern "C" __global__ void __launch_bounds__(THREADS + LOADERS, BLOCKS)
 #if CLUSTERS
     __cluster_dims__(SPLIT, 1, 1)
 #endif
-    tensor_product(float* dst, const u8* w, const u8* x, const float* bias, float* partial,
-                   u32* counters, i64 n_rows, i64 cols, i64 n_tokens, i64 stride) {
+    tensor_product(SEGMENT(0), SEGMENT(1), SEGMENT(2), const u8* x, float* partial, u32* counters,
+                   i64 cols, i64 n_tokens) {
     extern __shared__ __align__(1024) u8 shared[];
     pdl_trigger();
     const u32 units = u32(cols / 32), base = shared_address(shared);
-    const Part part(units, (u32(n_tokens) + TOKENS - 1) / TOKENS);
+    const u32 token_tiles = (u32(n_tokens) + TOKENS - 1) / TOKENS;
+    const Part part(GIVEN(0), GIVEN(1), GIVEN(2), units, token_tiles);
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int k = 0; k < STAGES; k++) {
@@ -380,7 +353,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + LOADERS, BLOCKS)
     }
     __syncthreads();
     if (threadIdx.x >= THREADS) {
-        Loader{base, units, u32(n_rows), w, x, part}.run();
+#if WARPGROUPS
+        if constexpr (UNEVEN) registers_less<LOADER_HAS>();
+#endif
+#if GATED
+        Loader{base, units, u32(rows_0), {w_0, w_1}, x, part}.run();
+#else
+        Loader{base, units, u32(part.segment.rows), {part.segment.w}, x, part}.run();
+#endif
 #if CLUSTERS
         cluster_sync(), cluster_sync();  // as the others do
 #endif
@@ -388,11 +368,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + LOADERS, BLOCKS)
     }
     pdl_wait();
 #if WARPGROUPS
+    if constexpr (UNEVEN) registers_more<MULTIPLIER_HAS>();
     Sums acc;  // the first products set it
 #else
     Sums acc = {};
 #endif
     add_stages(acc, shared, base, part, units, Masks(u32(n_tokens >> 32)));
-    const Result to = {dst, bias, n_rows, n_tokens, stride, part.row0, part.token};
+    const Result to = {part, bias_1, n_tokens, shared};
     finish(acc, shared, to, part, partial, counters);
 }

@@ -7,6 +7,9 @@
 //   acts(planes, at, u, v)   those for unit u + v, of the token `at` bytes further on
 // Activations are Q8_ACT for quantised weights, else float. With NARROW a unit of float weights is
 // one weight, for cols that are no multiple of 8.
+//
+// Measured as part of the product: see multiply.cuh. Versions of a unit were compared by their
+// instructions and registers, not by time.
 #pragma once
 #include "weights.cuh"
 

@@ -1,6 +1,9 @@
 // Products of Hopper's warpgroups (wgmma) with one matrix in registers, bulk copies and barriers
 // that bring the other one to shared memory, and what the blocks of a cluster have in common. One
 // function for each instruction. Barriers are there from sm_80 on, wgmma on sm_90a alone.
+//
+// Measured as part of tensor_product.cu, whose header has the figures: with wgmma, with mma.sync in
+// its place, and with registers given away or not.
 #pragma once
 #include "tensor_core.cuh"
 
@@ -29,6 +32,17 @@ DEVICE void products_group() { asm volatile("wgmma.commit_group.sync.aligned;" :
 template <int N>
 DEVICE void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// From here on the calling warpgroup has N registers a thread, a multiple of 8: fewer than before,
+// or more, as soon as others of the block have given up as many.
+template <int N>
+DEVICE void registers_less() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+DEVICE void registers_more() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
 #define PRODUCT(N, SUMS, A, B, K)                                                               \

@@ -23,9 +23,11 @@
 //                            their high 2 bits, scales in the low half
 //   scales of Q6_K           the two int8 of the unit's 16 weights each
 //
-// In the files the two halves of a byte are 32 weights apart and scales need shifts by their place:
-// decoding cost more instructions than the product itself. `n` below is the number of blocks in the
-// whole tensor, which says where the later planes begin. Every quantised type gives
+// In the files the two halves of a byte are 32 or 64 weights apart. The first version (before
+// commit 43147c1) left them there: a unit of Q4_K or Q5_K had two scales and two minima to decode,
+// this one has one of each. Counted, not measured apart; products as they are: multiply.cuh.
+// `n` below is the number of blocks in the whole tensor, which says where the later planes begin.
+// Every quantised type gives
 //   value(w, n, i)         weight number i of the tensor, as float: the readable form, for get_rows
 //   Planes, planes(w, n)   where the planes begin
 //   Raw, fetch(p, u, v)    the bytes of unit u + v of the tensor, v a multiple of 8: so that a

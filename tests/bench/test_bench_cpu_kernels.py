@@ -13,16 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from tests.bench.layouts import COLD_BYTES, N_THREADS, SHAPES, cold_copies, copies_of, product
 from workbench.backend import cpu
 from workbench.backend.cpu.compile import compile_kernel
 from workbench.backend.cpu.vector import Emit, Value
-from workbench.graph.ir import DTYPES, F32, Q8_ACT, QUANTISED, WEIGHT_DTYPES, Kind, Tensor
-from workbench.graph.ops import make
-from workbench.model.quants import quantize_activations, random_blocks
+from workbench.graph.ir import DTYPES, QUANTISED, WEIGHT_DTYPES
+from workbench.model.quants import random_blocks
 
-N_THREADS = 2
-COLD_BYTES = 256 << 20
-SHAPES = [(8192, 2048), (2048, 8192)]
 WEIGHTS = [
     (d.name, layout)
     for d in WEIGHT_DTYPES
@@ -77,10 +74,19 @@ def test_decode(benchmark, name: str, layout: str, rows: int, cols: int) -> None
     _mul_mat(benchmark, name, layout, rows, cols, n_tokens=1, cold=True)
 
 
-@pytest.mark.parametrize("n_tokens", [4, 64, 512])
+@pytest.mark.parametrize("n_tokens", [2, 4, 8])
+@pytest.mark.parametrize("name", [d.name for d in WEIGHT_DTYPES])
+def test_batch(benchmark, name: str, n_tokens: int) -> None:
+    """A few tokens against cold weights, in the layout the embedded device uses."""
+    rows, cols = SHAPES[0] if benchmark.enabled else (32, 256)
+    layout = cpu.weight_layout(DTYPES[name], rows, cols)
+    _mul_mat(benchmark, name, layout, rows, cols, n_tokens, cold=True)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 4, 8, 64, 512])
 @pytest.mark.parametrize("name", [d.name for d in WEIGHT_DTYPES])
 def test_prefill(benchmark, name: str, n_tokens: int) -> None:
-    """Many tokens against one matrix, in the layout the embedded device uses."""
+    """Tokens against one matrix that caches keep, in the layout the embedded device uses."""
     rows, cols = (2048, 2048) if benchmark.enabled else (32, 256)
     layout = cpu.weight_layout(DTYPES[name], rows, cols)
     _mul_mat(benchmark, name, layout, rows, cols, n_tokens, cold=False)
@@ -105,29 +111,14 @@ def test_repack(benchmark, name: str) -> None:
 def _mul_mat(
     benchmark, name: str, layout: str, rows: int, cols: int, n_tokens: int, cold: bool
 ) -> None:
-    dtype, rng = DTYPES[name], np.random.default_rng(0)
-    blocks = random_blocks(rng, dtype, rows, cols, 0.02)
-    nbytes = cpu.repacked_bytes(dtype, rows, cols, layout)
-    copies = -(-COLD_BYTES // nbytes) if cold and benchmark.enabled else 1
-    weights = np.empty((copies, nbytes), np.uint8)
-    cpu.repack(weights.ctypes.data, blocks.ctypes.data, dtype, rows, cols, layout)
-    weights[1:] = weights[0]
-    x = rng.standard_normal((n_tokens, cols)).astype(np.float32)
-    activations = quantize_activations(x) if dtype in QUANTISED else x
-    y = np.full((n_tokens, rows), np.nan, np.float32)
-    arguments = [
-        np.array(
-            [y.ctypes.data, w.ctypes.data, activations.ctypes.data, rows, cols, n_tokens], np.int64
-        )
-        for w in weights
-    ]
+    dtype = DTYPES[name]
+    copies = cold_copies(dtype, rows, cols, layout) if cold and benchmark.enabled else 1
+    weights = copies_of(dtype, layout, rows, cols, copies)
+    work = product(dtype, layout, weights, rows, cols, n_tokens)
     benchmark.group = f"mul_mat, {n_tokens} tokens"
-    w = Tensor("w", dtype, (rows, cols), Kind.WEIGHT)
-    given = Tensor("x", Q8_ACT if dtype in QUANTISED else F32, (n_tokens, cols))
-    kernel = cpu.kernel(cpu.kernel_of(make("mul_mat", "y", w, given)), layout).ctypes
     gigas = {
-        "GB/s": copies * nbytes / 1e9,
+        "GB/s": weights.nbytes / 1e9,
         "GMAC/s": copies * rows * cols * n_tokens / 1e9,
     }
-    measure(benchmark, kernel, arguments, gigas)
-    assert np.isfinite(y).all()
+    measure(benchmark, work.kernel, work.blocks, gigas)
+    assert np.isfinite(work.y).all()

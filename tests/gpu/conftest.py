@@ -1,4 +1,5 @@
-"""What the GPU tests share: the backend, and `compute`, which runs one node in guarded memory."""
+"""What the GPU tests share: the backend, weights that are given back, and `compute`, which runs one
+node in guarded memory."""
 
 from __future__ import annotations
 
@@ -20,13 +21,21 @@ def backend() -> Iterator[CudaBackend]:
 
 
 @pytest.fixture
-def compute(backend: CudaBackend) -> Iterator[Compute]:
+def weights(backend: CudaBackend) -> Iterator[list]:
+    """Memory of weights that a test appends, given back at its end."""
+    held: list = []
+    yield held
+    for memory in held:
+        memory.free()
+
+
+@pytest.fixture
+def compute(backend: CudaBackend, weights: list) -> Compute:
     """`compute(node, {tensor: array}) -> bytes of the output`.
 
     Outputs and scratch start as NaN; inputs must come out as they went in, guards too; and a
     second run must give the same bits. A tensor the node stores into starts as its array says.
     """
-    weights = []
 
     def run(node: Node, arrays: dict[Tensor, np.ndarray]) -> np.ndarray:
         out = node.output.storage
@@ -53,13 +62,11 @@ def compute(backend: CudaBackend) -> Iterator[Compute]:
             call()
             backend.sync_stream(0)()
             results.append(held[out].download())
-        assert np.array_equal(*results), "two runs differ"
+        assert np.array_equal(results[0], results[1]), "two runs differ"
         scratch.download()
         for t, guarded in held.items():
             found = guarded.download()
             assert t is out or np.array_equal(found, content[t]), f"input {t!r} was overwritten"
         return results[0]
 
-    yield run
-    for memory in weights:
-        memory.free()
+    return run

@@ -1,12 +1,16 @@
-"""Guarded device memory, and the distance between what was found and what was expected."""
+"""Guarded device memory, kernels compiled side by side, and the distance between what was found and
+what was expected."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from workbench.backend import kernels, nvrtc
 from workbench.backend.cuda import CudaBackend
+from workbench.backend.cuda_kernel import Kernel
+from workbench.graph.ir import Node
 from workbench.program.commands import Space
 
 GUARD = 512  # bytes before and behind every tensor
@@ -53,3 +57,18 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
         return float("inf")
     norm = float(np.linalg.norm(expected))
     return float(np.linalg.norm(found - expected)) / (norm or 1.0)
+
+
+def compile_nodes(backend: CudaBackend, nodes: Iterable[Node]) -> None:
+    """Compiles what launches of `nodes` and of their parts need, several variants at a time. Left
+    to the first launch of each they are compiled one after another, a quarter of a second each,
+    which is most of what tests of many small nodes take."""
+    place = kernels.Place(lambda tensor: 0, 0, 0, backend._sm)
+    wanted = {
+        (work.file, work.defines)
+        for node in nodes
+        for each in (node, *node.parts)
+        for work in kernels.launches(each, place)
+        if isinstance(work, Kernel)
+    }
+    nvrtc.compile_many([("repack", ()), *sorted(wanted)], backend._arch)

@@ -33,7 +33,7 @@ LIMIT_S = 480  # for everything
 ERROR_EXIT = 86
 CONNECT_S = 60  # the interpreter and its libraries load before the first call of CUDA
 ARENA, LOADING = "tests/gpu/test_cuda_debug_arena.py", "tests/gpu/test_cuda_loading.py"
-REPETITIONS = "tests/gpu/test_cuda_repetitions.py"
+TILES, REPETITIONS = "tests/gpu/test_cuda_tiles.py", "tests/gpu/test_cuda_repetitions.py"
 
 
 class Entry(NamedTuple):
@@ -47,6 +47,9 @@ _REPACK = Entry(
 )
 _SPLIT = "partial sums through scratch and counters, combined by the last block"
 _SHARED = "shared tiles, several stages in flight"
+_BUILDS = Entry(
+    f"{TILES}::test_every_build[Q5_K-*]", "builds that only wide weights get, sharing tiles and not"
+)
 
 SUBSETS: dict[str, tuple[Entry, ...]] = {
     "memcheck": (
@@ -56,11 +59,13 @@ SUBSETS: dict[str, tuple[Entry, ...]] = {
         Entry(f"{ARENA}::test_products_alone[exact-*]", "rows and columns no multiple of a tile"),
         Entry(f"{ARENA}::test_attention_alone[exact-*]", "cells no multiple of a tile, shares"),
         Entry(f"{ARENA}::test_splits_alone[exact-*]", _SPLIT),
+        _BUILDS,
         _REPACK,
     ),
     "initcheck": (
         Entry(f"{ARENA}::test_steps[bare-*-few]", "whole steps in memory that only kernels wrote"),
         Entry(f"{ARENA}::test_steps[bare-tiny-llama-Q4_0-*-many]", "tiles of tensor_product"),
+        Entry(f"{ARENA}::test_steps[bare-*-most]", "its tallest tiles, gate and up with them"),
         Entry(f"{ARENA}::test_every_op_alone[bare]", "every op, weight type and fused node"),
         Entry(f"{ARENA}::test_products_alone[bare-quantised-*]", "padding of converted rows"),
         Entry(f"{ARENA}::test_attention_alone[bare-*]", "shares that leave nothing to combine"),
@@ -68,15 +73,25 @@ SUBSETS: dict[str, tuple[Entry, ...]] = {
     ),
     "racecheck": (
         Entry(f"{ARENA}::test_steps[guarded-tiny-llama-Q4_0-fused-few]", "product's epilogues"),
+        Entry(f"{ARENA}::test_steps[guarded-tiny-qwen3-Q4_K-fused-few]", "heads normed through the "
+              "shared memory of a cluster"),
         Entry(f"{ARENA}::test_steps[guarded-tiny-qwen3-Q4_K-fused-many]", "rope_store, norms"),
+        Entry(f"{ARENA}::test_steps[guarded-tiny-llama-Q4_0-fused-most]", "results of the tallest "
+              "tiles quantised in shared memory"),
         Entry(f"{ARENA}::test_products_alone[guarded-quantised-*]", _SHARED),
         Entry(f"{ARENA}::test_attention_alone[guarded-*]", _SHARED),
         Entry(f"{ARENA}::test_splits_alone[guarded-*]", "the flag that says who is last"),
+        _BUILDS,
     ),
     "synccheck": (
         Entry(f"{ARENA}::test_steps[guarded-tiny-llama-Q4_0-fused-few]", "barriers of product"),
+        Entry(f"{ARENA}::test_steps[guarded-tiny-qwen3-Q4_K-fused-*]", "barriers of clusters, of "
+              "bulk copies, and of the warps of a tile that multiply"),
+        Entry(f"{ARENA}::test_steps[guarded-tiny-llama-Q4_0-fused-most]", "barriers of the tallest "
+              "tiles, and registers handed over"),
         Entry(f"{ARENA}::test_attention_alone[guarded-*]", "barriers of shares of other lengths"),
         Entry(f"{ARENA}::test_splits_alone[guarded-*]", "barriers on the way of the last block"),
+        _BUILDS,
     ),
 }  # fmt: skip
 # A red zone or padding beside every allocation; calls that fail raise in the tests themselves.

@@ -229,7 +229,7 @@ SHAPES = [
 
 
 def can_quantise(shape: Shape) -> bool:
-    return ca.can_quantise(shape.tokens, shape.head_dim)
+    return ca.can_quantise(*shape[:4])
 
 
 def forced(sets: int, warps: int, stages: int, shares: int, cluster: int, shape: Shape) -> ca.Plan:

@@ -16,10 +16,12 @@ import pytest
 import workbench as wb
 from tests import ranges
 from tests.gpu.debug_arena import DebugSteps, Mode, exact_sizes, run_alone
-from tests.graphs import values_for
+from tests.gpu.harness import compile_nodes
+from tests.graphs import Decoder, values_for
 from workbench.backend.cuda import CudaBackend
 from workbench.config import Toggles
 from workbench.graph import ops
+from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import (
     DTYPES,
     F16,
@@ -36,14 +38,31 @@ from workbench.graph.ops import make
 pytestmark = pytest.mark.gpu
 
 MODELS = ("tiny-llama Q4_0", "tiny-llama-bias Q8_0", "tiny-qwen3 Q4_K", "tiny-qwen3 F16")
-STEPS = {"few": (1, 5), "many": (9, 33)}  # tokens of one step after another
+STEPS = {"few": (1, 5), "many": (9, 33), "most": (100,)}  # tokens of one step after another
+FULL = ("tiny-llama Q4_0", "tiny-qwen3 Q4_K")  # with the tallest tiles, too: steps of `most`
 STEP_CASES = {
     f"{mode}-{model.replace(' ', '-')}-{fused}-{steps}": (mode, *model.split(), fused, steps)
     for mode, model, fused, steps in itertools.product(Mode, MODELS, ("unfused", "fused"), STEPS)
+    if steps != "most" or (model in FULL and fused == "fused")
 }
 FLOATS = [d.name for d in WEIGHT_DTYPES if d not in QUANTISED]
 PRODUCT_KINDS = {"quantised": sorted(d.name for d in QUANTISED), "float": FLOATS}
 PRODUCT_TOKENS = {"few": (1, 3), "many": (12,)}
+
+
+def step_nodes() -> Iterator[Node]:
+    """Those of the steps of `test_steps`."""
+    for _, preset, quant, fused, steps in STEP_CASES.values():
+        model, on = Decoder(preset, DTYPES[quant]), fused == "fused"
+        for n in STEPS[steps]:
+            graph = model.graph(n, n, 128, n_cells=128, deferred=on)
+            yield from fuse(graph, FUSIONS if on else ()).nodes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(backend: CudaBackend) -> None:
+    cases = itertools.chain(ranges.cases(), ranges.fused_cases(1))
+    compile_nodes(backend, itertools.chain(step_nodes(), (node for _, node, _ in cases)))
 
 
 @pytest.fixture(autouse=True)
@@ -62,10 +81,10 @@ def test_steps(tiny_model, case: str):
     mode, preset, quant, fused, steps = STEP_CASES[case]
     switch = "on" if fused == "fused" else "off"
     toggles = Toggles(defer_norm=switch).switched("fuse", switch)
-    tokens = generator(preset).integers(0, 640, 64).tolist()
+    tokens = generator(preset).integers(0, 640, 100).tolist()
     with (
-        wb.Engine.load(tiny_model(preset, quant), device="cuda", n_ctx=64, n_kv_pad=32,
-                       n_ubatch=33, threads=1, toggles=toggles) as engine,
+        wb.Engine.load(tiny_model(preset, quant), device="cuda", n_ctx=128, n_kv_pad=32,
+                       n_ubatch=100, threads=1, toggles=toggles) as engine,
         DebugSteps(engine, Mode(mode)) as twin,
     ):  # fmt: skip
         at = 0
@@ -115,12 +134,17 @@ def test_products_alone(backend: CudaBackend, mode: Mode, kind: str, tokens: str
             products_alone(backend, product(name, rows, cols, n), mode)
 
 
-@pytest.mark.parametrize("case", ["one token", "two tokens", "tile", "tall tile"])
+SPLITS = {  # weight type, tokens
+    "one token": ("Q4_0", 1), "two tokens": ("Q6_K", 2), "tile": ("Q4_K", 16),
+    "tall tile": ("Q8_0", 64), "tallest tile": ("Q5_K", 100),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPLITS)
 @pytest.mark.parametrize("mode", Mode)
 def test_splits_alone(backend: CudaBackend, mode: Mode, case: str):
     """Few rows and many columns: warps share a row's columns, blocks share a tile's."""
-    name, tokens = {"one token": ("Q4_0", 1), "two tokens": ("Q6_K", 2), "tile": ("Q4_K", 16),
-                    "tall tile": ("Q8_0", 64)}[case]  # fmt: skip
+    name, tokens = SPLITS[case]
     products_alone(backend, product(name, 35, 5120, tokens), mode)
 
 

@@ -118,7 +118,8 @@ def test_swiglu(compute: Compute, shape: tuple[int, int]):
     found = compute(node, dict(zip(node.inputs, (gate, up), strict=True))).view(np.float32)
     wide = gate.astype(np.float64)
     expected = wide / (1 + np.exp(-np.maximum(wide, -700))) * up
-    assert np.abs(found.reshape(shape) - expected).max() < 1e-5
+    # exp(-g) is off by 2^-22 |g|, which counts where g is below zero and silu next to nothing
+    assert np.allclose(found.reshape(shape), expected, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (3, 96), (1, 4096), (4, 1120), (33, 14336)])

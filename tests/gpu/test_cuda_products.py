@@ -9,13 +9,14 @@ the weights are. What is left of a distance is the kernel's own arithmetic:
   weights in F16 only the activations are rounded. A quantised weight f q + m is rounded three
   times, as f, as m, and as a whole, where |f q| and |m| are up to twice the weight: 6e-4 in all. Of
   BF16 an operand has 3 bits less: 1.6e-3. Twice these is allowed. F32 stays F32; cuBLAS adds its
-  terms in longer runs.
+  terms in longer runs. silu(gate) * up is off by what either of its factors is: twice as much.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,7 +27,8 @@ from tests.gpu.harness import POISON, Guarded, distance
 from tests.gpu.simple import simple_product
 from workbench.backend import cuda_gemm, kernels, nvrtc
 from workbench.backend.cuda import CudaBackend
-from workbench.backend.cuda_kernel import Kernel
+from workbench.backend.cuda_kernel import Kernel, Work
+from workbench.backend.cuda_matvec import Segment
 from workbench.graph.ir import (
     DTYPES,
     F32,
@@ -58,6 +60,9 @@ ROWS = (1, 7, 33, 130, 1000)
 # Of floats also what is no multiple of 8, which goes element by element.
 COLS = {1: (1, 33, 264, 1000, 4103), 32: (32, 96, 1120, 4160), 256: (256, 768, 1280, 5888)}
 LARGE = (3000, 8192)  # more than one slot of the uploader
+# Several weights of one launch: rows of Q, K and V, rows of gate and of up, columns of all.
+SEGMENTS, GATED, WIDTH = (130, 7, 193), (33, 96, 544), 1280
+MANY = (9, 16, 33, 64, 100, 128)
 
 
 class Operands(NamedTuple):
@@ -70,7 +75,7 @@ class Operands(NamedTuple):
     x_values: np.ndarray
 
 
-@lru_cache(maxsize=24)  # those of one type
+@lru_cache(maxsize=32)  # those of one type
 def operands(name: str, rows: int, cols: int) -> Operands:
     dtype = DTYPES[name]
     rng = np.random.default_rng(zlib.crc32(repr((name, rows, cols)).encode()))
@@ -110,26 +115,25 @@ def compiled(backend: CudaBackend) -> None:
         for work in kernels.launches(product(dtype, rows, cols, tokens), nowhere)
         if isinstance(work, Kernel)
     }
-    nvrtc.compile_many([*sorted(wanted), ("mul_mat", ()), ("repack", ())], backend._arch)
+    for hopper in builds(backend):
+        for dtype in QUANTISED:
+            for tokens in MANY:
+                wanted |= {(w.file, w.defines) for w in several_works(dtype.name, tokens, hopper)}
+    files: list[tuple[str, tuple[str, ...]]] = [("mul_mat", ()), ("repack", ())]
+    nvrtc.compile_many([*sorted(wanted), *files], backend._arch)
 
 
-@pytest.fixture
-def weights(backend: CudaBackend) -> Iterator[list]:
-    held: list = []
-    yield held
-    for memory in held:
-        memory.free()
-
-
-def hopper_works(
-    node: Node, at: Callable[[Tensor], int], scratch: int, counters: int
-) -> list[Kernel]:
-    """The product with builds for compute capability 9.0 alone."""
-    w, x = node.inputs
-    works = cuda_gemm.product(
-        w.dtype.name, at(w), w.shape[0], 0, at(node.output), at(x), True, w.cols, x.shape[0],
-        scratch, counters, hopper=True,
-    )  # fmt: skip
+def several_works(name: str, tokens: int, hopper: bool) -> list[Kernel]:
+    """The launches of the tests of several weights, at no addresses."""
+    x = cuda_gemm.X(0, True, WIDTH, tokens)
+    works: list[Work] = []
+    for rows in ((130,), (7,), (193,), SEGMENTS[:2], SEGMENTS, (130, 193)):
+        segments = [Segment(name, i, n, 0, i) for i, n in enumerate(rows)]
+        works += cuda_gemm.product(segments, x, 0, 0, hopper)
+    for n in GATED:
+        pair = Segment(name, 0, n, 0, 0), Segment(name, 1, n, 0, 0)
+        works += cuda_gemm.glu(*pair, x, False, 0, 0, hopper)
+        works += cuda_gemm.glu(*pair, x, True, 0, 0, hopper)
     return [work for work in works if isinstance(work, Kernel)]
 
 
@@ -140,11 +144,9 @@ def compare(
     rows: int,
     cols: int,
     tokens: int,
-    hopper: bool = False,
 ):
     """Runs the product and its twin, twice each, outputs and scratch poisoned between guards; holds
-    both to float64. The two runs must give the same bits, and x must stay as it is. hopper: with
-    the builds for compute capability 9.0 alone."""
+    both to float64. The two runs must give the same bits, and x must stay as it is."""
     given = operands(name, rows, cols)
     node = product(DTYPES[name], rows, cols, tokens)
     w, x = node.inputs
@@ -159,15 +161,7 @@ def compare(
         simple_product(node, places.__getitem__), backend._stream(0), "slow twin"
     )
     expected = given.x_values[:tokens] @ given.values.T
-    if hopper:
-        works = hopper_works(node, places.__getitem__, scratch.address, backend._counters_of(0))
-        calls = [backend._prepare(work, backend._stream(0), work.file) for work in works]
-
-        def launch() -> None:
-            for call in calls:
-                call()
-    else:
-        launch = backend.launch(node, places.__getitem__, scratch.address, stream=0)
+    launch = backend.launch(node, places.__getitem__, scratch.address, stream=0)
     limits = (EXACT if tokens <= FEW else TOLERANCE.get(name, QUANTISED_TOLERANCE), EXACT)
     for what, issue, most in zip(("product", "slow twin"), (launch, twin), limits, strict=True):
         results = []
@@ -200,21 +194,152 @@ def test_large_products(backend: CudaBackend, weights: list, name: str, tokens: 
     compare(backend, weights, name, *LARGE, tokens)
 
 
-@pytest.mark.parametrize("tokens", [33, 64, 65, 100, 128])
+# several weights of one launch -------------------------------------------------------------------
+
+
+class Several:
+    """Weights of some types and rows with biases, x of the first and room for results, all of it
+    between guards; `hopper` chooses the builds."""
+
+    def __init__(self, backend: CudaBackend, held: list, types: list[str], rows: tuple[int, ...],
+                 tokens: int, hopper: bool, cols: int = WIDTH):  # fmt: skip
+        self.backend, self.tokens, self.rows, self.hopper = backend, tokens, rows, hopper
+        given = [operands(name, n, cols) for name, n in zip(types, rows, strict=True)]
+        biases = [np.linspace(-1, 1, n, dtype=np.float32) if i != 1 else None
+                  for i, n in enumerate(rows)]  # fmt: skip
+        self.expected = [
+            given[0].x_values[:tokens] @ g.values.T + (0 if bias is None else bias)
+            for g, bias in zip(given, biases, strict=True)
+        ]
+        loaded = [backend.load_weight(g.weight, g.data) for g in given]
+        held += loaded
+        self.x = self.guarded(given[0].x[:tokens])
+        self.dst = [self.guarded(np.full((tokens, n), np.nan, np.float32)) for n in rows]
+        kept = [None if bias is None else self.guarded(bias) for bias in biases]
+        self.segments = [
+            Segment(name, memory.address, n, bias.address if bias else 0, dst.address)
+            for name, memory, n, bias, dst in zip(types, loaded, rows, kept, self.dst, strict=True)
+        ]
+        self.all = [self.x, *self.dst, *(bias for bias in kept if bias)]
+        self.given = cuda_gemm.X(self.x.address, True, cols, tokens)
+        self.counters = backend._counters_of(0)
+
+    def guarded(self, content: np.ndarray) -> Guarded:
+        bytes_of = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
+        return Guarded(self.backend, bytes_of)
+
+    def product(self) -> list[np.ndarray]:
+        rows: dict[str, list[int]] = {}
+        for s in self.segments:
+            rows.setdefault(s.dtype, []).append(s.rows)
+        need = max(cuda_gemm.scratch_bytes(t, n, WIDTH, self.tokens) for t, n in rows.items())
+        found = self.run(need, self.dst, lambda scratch: cuda_gemm.product(
+            self.segments, self.given, scratch, self.counters, self.hopper
+        ))  # fmt: skip
+        return [raw.view(np.float32).reshape(self.tokens, -1) for raw in found]
+
+    def glu(self, quantised: bool, dst: Guarded) -> np.ndarray:
+        gate, up = (s._replace(dst=dst.address) for s in self.segments)
+        end = cuda_gemm.Epilogue.GLU_Q8 if quantised else cuda_gemm.Epilogue.GLU
+        need = cuda_gemm.scratch_bytes(gate.dtype, self.rows, WIDTH, self.tokens, end)
+        (found,) = self.run(need, [dst], lambda scratch: cuda_gemm.glu(
+            gate, up, self.given, quantised, scratch, self.counters, self.hopper
+        ))  # fmt: skip
+        return found
+
+    def run(
+        self, need: int, into: list[Guarded], works: Callable[[int], list[Work]]
+    ) -> list[np.ndarray]:
+        """What lies in `into` after the works, which are told where scratch is: twice the same."""
+        scratch = Guarded(self.backend, np.full(need, POISON, np.uint8))
+        calls = prepared(self.backend, works(scratch.address))
+        results = []
+        for _ in range(2):
+            for guarded in (*into, scratch):
+                guarded.upload()
+            for call in calls:
+                call()
+            results.append([guarded.download() for guarded in into])
+        for first, second in zip(*results, strict=True):
+            assert np.array_equal(first, second), "two runs differ"
+        scratch.download()
+        scratch.memory.free()
+        return results[0]
+
+    def close(self) -> None:
+        for guarded in self.all:
+            guarded.download()
+            guarded.memory.free()
+
+
+def prepared(backend: CudaBackend, works: list[Work]) -> list[Callable[[], None]]:
+    kernels_alone = [work for work in works if isinstance(work, Kernel)]
+    assert len(kernels_alone) == len(works)
+    return [backend._prepare(work, backend._stream(0), work.file) for work in kernels_alone]
+
+
+def builds(backend: CudaBackend) -> list[bool]:
+    """Those of any device, and those for compute capability 9.0 alone where this is one."""
+    return [False, True] if backend._arch == "sm_90" else [False]
+
+
+@pytest.mark.parametrize("tokens", MANY)
 @pytest.mark.parametrize("name", [d.name for d in QUANTISED])
-def test_hopper_products(backend: CudaBackend, weights: list, name: str, tokens: int):
-    """The larger builds: one turn of the ring of stages and several, blocks that add up and not."""
-    if backend._arch != "sm_90":
-        pytest.skip("builds for compute capability 9.0")
-    cols = COLS[DTYPES[name].block]
-    for rows, width in ((1, cols[0]), (130, cols[1]), (1000, cols[2]), (257, cols[3])):
-        compare(backend, weights, name, rows, width, tokens, hopper=True)
+def test_several_weights_of_one_x(backend: CudaBackend, weights: list, name: str, tokens: int):
+    """Of one type in one launch, and the last of another type in a launch behind it."""
+    other = "Q6_K" if name != "Q6_K" else "Q4_0"
+    for types in ([name] * 2, [name] * 3, [name, name, other], [name, other, name]):
+        for hopper in builds(backend):
+            several = Several(backend, weights, types, SEGMENTS[: len(types)], tokens, hopper)
+            for i, found in enumerate(several.product()):
+                apart = distance(found, several.expected[i])
+                assert apart < QUANTISED_TOLERANCE, (types, i, hopper, apart)
+            several.close()
+    assert_counters_are_zero(backend)
+
+
+@contextmanager
+def quantised(
+    backend: CudaBackend, floats: np.ndarray, tokens: int
+) -> Iterator[tuple[Guarded, np.ndarray]]:
+    """Room for the Q8_ACT rows of `floats`, poisoned, and what `quantize` makes of them."""
+    rows = floats.nbytes // 4 // tokens
+    node = make("quantize", "q", Tensor("y", F32, (tokens, rows)))
+    dst = Guarded(backend, np.full(node.output.nbytes, POISON, np.uint8))
+    x = Guarded(backend, floats)
+    at = {node.inputs[0]: x.address, node.output: dst.address}
+    backend.launch(node, at.__getitem__, 0, stream=0)()
+    yield dst, dst.download()
+    x.memory.free()
+    dst.memory.free()
+
+
+@pytest.mark.parametrize("tokens", MANY)
+@pytest.mark.parametrize("name", [d.name for d in QUANTISED])
+def test_gate_and_up(backend: CudaBackend, weights: list, name: str, tokens: int):
+    """As floats within tolerance; quantised, the very bytes of `quantize` of the floats."""
+    for rows in GATED:
+        for hopper in builds(backend):
+            several = Several(backend, weights, [name, name], (rows, rows), tokens, hopper)
+            floats = several.glu(False, several.dst[0])
+            gate, up = several.expected
+            apart = distance(floats.view(np.float32), gate / (1 + np.exp(-gate)) * up)
+            assert apart < 2 * QUANTISED_TOLERANCE, (rows, hopper, apart)
+            if rows % 32 == 0:
+                with quantised(backend, floats, tokens) as (dst, expected):
+                    assert np.array_equal(several.glu(True, dst), expected), (rows, hopper)
+            several.close()
+    assert_counters_are_zero(backend)
 
 
 def test_counters_are_zero_again(backend: CudaBackend, weights: list):
     """After every product that was combined by its last block."""
     for tokens in (1, 16, 64):
         compare(backend, weights, "Q4_K", 33, 5888, tokens)
+    assert_counters_are_zero(backend)
+
+
+def assert_counters_are_zero(backend: CudaBackend) -> None:
     address = backend._counters_of(0)
     found = np.ones(backend._counters[0].nbytes, np.uint8)
     backend.copy(found.ctypes.data, address, found.nbytes, 0, to_host=True)()

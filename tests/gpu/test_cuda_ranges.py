@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import ranges
+from tests.gpu.harness import compile_nodes
 from workbench.backend.cuda import CudaBackend
 
 pytestmark = pytest.mark.gpu
@@ -15,6 +16,11 @@ FUSED = {
     for n_tokens in (1, 3, 8, 9, 33)
     for name, node, values in ranges.fused_cases(n_tokens)
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(backend: CudaBackend) -> None:
+    compile_nodes(backend, (node for node, _ in (*CASES.values(), *FUSED.values())))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from tests.gpu.harness import compile_nodes
 from tests.graphs import Decoder, values_for
 from tests.ranges import meaningful
 from workbench.backend.base import Issue, Memory, in_order
@@ -57,6 +58,7 @@ DECODERS = (
     ("tiny-llama", "F16", "BF16", 1, True),
     ("tiny-qwen3", "MXFP4", "MXFP4", 12, True),
     ("tiny-llama", "Q5_K", "Q6_K", 33, True),
+    ("tiny-llama", "Q4_0", "Q4_0", 100, True),
 )
 # weight type, rows, columns, tokens: warps, or blocks, share the columns
 PRODUCTS = (
@@ -240,6 +242,7 @@ def _aligned(nbytes: int) -> int:
 
 @pytest.fixture
 def rigs(backend: CudaBackend) -> Iterator[list[Rig]]:
+    compile_nodes(backend, (node for _, graph in graphs() for node in graph.nodes))
     made = [Rig(backend, stream, apart=i == 0) for i, stream in enumerate(STREAMS)]
     yield made
     backend.synchronize()

@@ -7,13 +7,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from workbench.backend import cuda_gemm, nvrtc
-from workbench.backend.cuda_gemm import Shape, product, scratch_bytes, shape_for, split_for
-from workbench.backend.cuda_kernel import Kernel, blocks
+from workbench.backend import cuda_gemm, cuda_tiling, nvrtc
+from workbench.backend.cuda_gemm import X, glu, product, scratch_bytes
+from workbench.backend.cuda_kernel import Gemm, Kernel, Work, blocks
+from workbench.backend.cuda_matvec import Segment
+from workbench.backend.cuda_tiling import Build, Epilogue, build_for, shapes_for, tile_tokens
 
-TYPES = sorted(cuda_gemm.PLANES)
+TYPES = sorted(cuda_tiling.PLANES)
 TOKENS = (9, 16, 17, 33, 64, 65, 100, 128)
-SIZES = ((1, 256), (33, 768), (1024, 4096), (6144, 4096), (4096, 14336), (128256, 4096))
+# rows of the weights of a launch, their columns
+SIZES = (((1,), 256), ((33, 7, 65), 768), ((1024,), 4096), ((4096, 1024, 1024), 4096),
+         ((4096,), 14336), ((14336, 14336), 4096), ((128256,), 4096))  # fmt: skip
+GATED = (Epilogue.GLU, Epilogue.GLU_Q8)
+BEGIN = 1 << 40  # of scratch
 # the types that need most registers, one of 32 and one of 256 weights a block
 HEAVY = ("Q8_0", "Q5_K")
 
@@ -21,15 +27,17 @@ HEAVY = ("Q8_0", "Q5_K")
 @pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_builds_fit_the_device(dtype: str, hopper: bool):
-    most = cuda_gemm.HOPPER_SHARED if hopper else cuda_gemm.MOST_SHARED
+    most = cuda_tiling.HOPPER_SHARED if hopper else cuda_tiling.MOST_SHARED
     for tokens in TOKENS:
-        shape = shape_for(dtype, tokens, hopper)
-        assert shape.shared_bytes(dtype) <= most
-        assert shape.n >= min(tokens, 64), "weights are read once, or twice beyond 64 tokens"
-        assert 2 <= shape.stages < 8 and shape.wm % 4 == 0
-        sums = shape.n * shape.rows * 4  # which take the place of stages
-        assert sums <= shape.shared_bytes(dtype) - 128
-        assert shape.at_once(dtype) in cuda_gemm.CLUSTERS
+        n = tile_tokens(tokens, hopper)
+        assert n >= min(tokens, 64), "weights are read once, or twice beyond 64 tokens"
+        for shape in shapes_for(dtype, tokens, hopper):
+            assert shape.n == n and shape.shared_bytes(dtype) <= most
+            assert 2 <= shape.stages < 8 and shape.wm % 4 == 0
+            sums = shape.n * shape.rows * 4  # which take the place of stages
+            results = shape.n * (shape.rows // 2 + 4) * 4  # behind them, to be quantised
+            assert sums + results <= shape.shared_bytes(dtype) - 128
+            assert shape.at_once(dtype) in cuda_tiling.CLUSTERS
 
 
 @pytest.mark.parametrize("hopper", [False, True])
@@ -37,51 +45,129 @@ def test_builds_fit_the_device(dtype: str, hopper: bool):
 def test_every_block_has_a_stage(dtype: str, hopper: bool):
     for rows, cols in SIZES:
         for tokens in TOKENS:
-            shape = shape_for(dtype, tokens, hopper)
-            split = split_for(dtype, shape, rows, cols, tokens)
-            tiles = blocks(rows, shape.rows) * blocks(tokens, shape.n)
-            assert 1 <= split <= min(cuda_gemm.MOST_SPLIT, blocks(cols, shape.steps * 128))
-            assert split == 1 or tiles <= cuda_gemm.MOST_COUNTERS
+            shape, split, clustered = build_for(dtype, rows, cols, tokens, hopper=hopper)
+            assert 1 <= split <= min(cuda_tiling.MOST_SPLIT, blocks(cols, shape.steps * 128))
+            assert split == 1 or shape.tiles(rows, tokens) <= cuda_tiling.MOST_COUNTERS
+            assert split > 1 or not clustered
+
+
+def test_tiles_are_those_of_every_segment():
+    (shape,) = shapes_for("Q4_0", 100, hopper=True)
+    assert (shape.n, shape.rows) == (128, 128)
+    assert shape.tiles([1], 100) == 1
+    assert shape.tiles([129, 7, 128], 100) == 2 + 1 + 1
+    assert shape.tiles([129, 7, 128], 129) == 2 * (2 + 1 + 1)
+    assert all(shape.tiles([129, 129], 100, end) == 3 for end in GATED)  # 64 rows of either
 
 
 def test_a_tile_is_shared_where_tiles_are_few():
     """Not by default: with a tile for every block a device has at once, sharing only costs."""
-    shape = shape_for("Q4_0", 16)
-    few, many = (split_for("Q4_0", shape, rows, 4096, 16) for rows in (1024, 264 * shape.rows))
-    assert few > 1 and many == 1
+    few, many = (build_for("Q4_0", [rows], 4096, 16) for rows in (1024, 264 * 64))
+    assert few.split > 1 and many.split == 1
+
+
+def test_blocks_are_as_many_as_run_at_once():
+    """What the model of cost is for: tiles that are twice as high where there would be more than
+    one round of them, clusters where they leave no multiprocessor idle."""
+    wide = build_for("Q4_0", [14336, 14336], 4096, 16, Epilogue.GLU_Q8, hopper=True)
+    assert wide.shape.rows == 128 and wide.shape.tiles([14336], 16, Epilogue.GLU_Q8) <= 264
+    assert build_for("Q4_0", [8192, 8192], 2048, 16, Epilogue.GLU_Q8, hopper=True).shape.rows == 64
+    narrow = [shape for shape in shapes_for("Q8_0", 16, hopper=True) if shape.rows == 64]
+    assert len(narrow) == 1  # the only one there is room for
+    pairs = build_for("Q8_0", [4096, 1024, 1024], 4096, 16, hopper=True)
+    assert (pairs.split, pairs.clustered) == (2, True)
+    fours = build_for("Q8_0", [4096], 14336, 16, hopper=True)  # 64 clusters of 4 would not fit
+    assert (fours.split, fours.clustered) == (4, False)
+
+
+def segments(*given: tuple[str, int]) -> list[Segment]:
+    """Of types and rows; weights, biases and results at addresses that tell them apart."""
+    return [
+        Segment(dtype, 100 + i, rows, 200 + i, 300 + i) for i, (dtype, rows) in enumerate(given)
+    ]
+
+
+def x_of(tokens: int, cols: int = 4096, quantised: bool = True) -> X:
+    return X(3, quantised, cols, tokens)
+
+
+def kernels_of(works: list[Work]) -> list[Kernel]:
+    assert not any(isinstance(work, Gemm) for work in works)
+    return [work for work in works if isinstance(work, Kernel)]
 
 
 @pytest.mark.parametrize("hopper", [False, True])
 def test_what_lies_in_scratch_does_not_overlap(hopper: bool):
     for dtype in TYPES:
         for tokens in TOKENS:
-            rows, cols = 4096, 4096
-            convert, tile = product(
-                dtype, 1, rows, 0, 2, 3, True, cols, tokens, 1 << 40, 5, hopper=hopper
-            )
-            assert isinstance(convert, Kernel) and isinstance(tile, Kernel)
-            x, partial = convert.args[0], tile.args[4]
-            assert isinstance(x, int) and isinstance(partial, int) and tile.args[2] == x
-            n = shape_for(dtype, tokens, hopper).n
-            assert convert.grid[0] == blocks(tokens, n) * n
-            assert x + convert.grid[0] * blocks(cols, 512) * 1024 <= partial
-            end = (1 << 40) + scratch_bytes(dtype, rows, cols, tokens)
-            shape, split = shape_for(dtype, tokens, hopper), tile.defines[-2]
-            if split != "SPLIT=1":
-                assert partial + tile.grid[0] * shape.n * shape.rows * 4 <= end
+            for rows, cols in SIZES:
+                given, x = segments(*((dtype, n) for n in rows)), x_of(tokens, cols)
+                launched = [(product(given, x, BEGIN, 5, hopper), Epilogue.PLAIN)]
+                if len(rows) == 2:
+                    gated = glu(given[0], given[1], x, True, BEGIN, 5, hopper)
+                    launched.append((gated, Epilogue.GLU_Q8))
+                for works, end in launched:
+                    convert, tile = kernels_of(works)
+                    at, partial = convert.args[0], tile.args[13]
+                    assert isinstance(at, int) and isinstance(partial, int) and tile.args[12] == at
+                    shape = build_for(dtype, rows, cols, tokens, end, hopper).shape
+                    assert convert.grid[0] == blocks(tokens, shape.n) * shape.n
+                    assert at + convert.grid[0] * blocks(cols, 512) * 1024 <= partial
+                    last = BEGIN + scratch_bytes(dtype, rows, cols, tokens, end)
+                    if "SPLIT=1" not in tile.defines:
+                        assert partial + tile.grid[0] * shape.n * shape.rows * 4 <= last
+
+
+def test_weights_of_one_type_are_one_launch():
+    """Whatever stands between them; the launch has the tiles of all and every segment's place."""
+    given = segments(("Q4_K", 4096), ("Q6_K", 1024), ("Q4_K", 1000))
+    convert, first, second = kernels_of(product(given, x_of(16), BEGIN, 5))
+    assert convert.function == "half_tiles_Q8"
+    assert first.args[:12] == [300, 100, 200, 4096, 302, 102, 202, 1000, 0, 0, 0, 0]
+    assert second.args[:12] == [301, 101, 201, 1024, *[0] * 8]
+    for work, rows in ((first, [4096, 1000]), (second, [1024])):
+        macros = dict(define.split("=") for define in work.defines)
+        tiles = sum(blocks(n, 16 * int(macros["WM"])) for n in rows)
+        assert work.grid == (tiles * int(macros["SPLIT"]), 1) and macros["EPILOGUE"] == "0"
+
+
+def test_gate_and_up_are_one_launch():
+    for quantised in (False, True):
+        gate, up = segments(("Q4_0", 14336), ("Q4_0", 14336))
+        _, tile = kernels_of(glu(gate, up, x_of(64), quantised, BEGIN, 5))
+        assert tile.args[:8] == [300, 100, 200, 14336, 301, 101, 201, 14336]
+        assert f"EPILOGUE={1 + quantised}" in tile.defines
+    assert cuda_gemm.can_glu("Q4_0", 33, 16, quantised=False)
+    assert not cuda_gemm.can_glu("Q4_0", 33, 16, quantised=True)  # no whole block of 32
+    assert not cuda_gemm.can_glu("Q4_0", 64, 129, quantised=True)
+    assert not cuda_gemm.can_glu("F16", 64, 16, quantised=False)
+
+
+def test_cublas_takes_segments_one_by_one_and_x_once():
+    """Each kind of conversion is made once, for the types that want it."""
+    given = segments(("F16", 64), ("BF16", 64), ("F16", 32))
+    works = product(given, x_of(16, quantised=False), BEGIN, 5)
+    made = [w.function if isinstance(w, Kernel) else (w.dtype, w.dst, w.rows) for w in works]
+    assert made == [
+        "half_rows", ("F16", 300, 64), "add_bias", ("F16", 302, 32), "add_bias",
+        "bfloat_rows", ("BF16", 301, 64), "add_bias",
+    ]  # fmt: skip
+    many = product(segments(("Q4_0", 64), ("Q8_0", 64)), x_of(512), BEGIN, 5)
+    assert [w.function for w in many if isinstance(w, Kernel)] == [
+        "half_rows_Q8", "dequantise_Q4_0", "add_bias", "dequantise_Q8_0", "add_bias",
+    ]  # fmt: skip
 
 
 def test_types_share_a_conversion():
     """Products of one x by weights of several quantised types convert it once."""
     for tokens in TOKENS:
         made = {
-            repr(product(dtype, 1, 4096, 0, 2, 3, True, 4096, tokens, 1 << 40, 5)[0])
-            for dtype in TYPES
+            repr(product(segments((dtype, 4096)), x_of(tokens), BEGIN, 5)[0]) for dtype in TYPES
         }
         assert len(made) == 1
 
 
-def spilled(arch: str, dtype: str, shape: Shape, split: int) -> str:
+def spilled(arch: str, dtype: str, build: Build, end: Epilogue) -> str:
     """What the compiler says of a build's local memory, `` where it uses none."""
     api = nvrtc._nvrtc()
     source = (nvrtc.source_dir() / "tensor_product.cu").read_bytes()
@@ -93,7 +179,7 @@ def spilled(arch: str, dtype: str, shape: Shape, split: int) -> str:
     try:
         wanted = (
             f"-arch={arch}", "--ptxas-options=-v", *nvrtc.OPTIONS,
-            *(f"-D{d}" for d in shape.defines(dtype, split)),
+            *(f"-D{d}" for d in build.defines(dtype, end)),
         )  # fmt: skip
         (error,) = api.nvrtcCompileProgram(program, len(wanted), [o.encode() for o in wanted])
         log = bytes(nvrtc._call(api, "nvrtcGetProgramLogSize", program))
@@ -111,11 +197,13 @@ def spilled(arch: str, dtype: str, shape: Shape, split: int) -> str:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a", "sm_100", "sm_120"])
 def test_builds_spill_nothing(arch: str):
     """sm_90: as another device would run it; products of warpgroups run side by side."""
-    builds: dict[tuple[str, str, Shape, int], None] = {}
-    for dtype in HEAVY:
-        for tokens in (16, 32, 64, 128):
-            shape = shape_for(dtype, tokens, arch == "sm_90a")
-            builds[arch, dtype, shape, 3 if shape.clustered else 2] = None
+    builds = dict.fromkeys(
+        (arch, dtype, Build(shape, 2 + (shape.n > 32), shape.n > 32), end)
+        for dtype in HEAVY
+        for tokens in (16, 32, 64, 128)
+        for shape in shapes_for(dtype, tokens, arch == "sm_90a")
+        for end in (Epilogue.PLAIN, Epilogue.GLU_Q8)
+    )
     with ThreadPoolExecutor(2) as pool:
         for build, said in zip(builds, pool.map(lambda b: spilled(*b), builds), strict=True):
             assert not said, (build, said)
@@ -123,8 +211,7 @@ def test_builds_spill_nothing(arch: str):
 
 def test_one_architecture_has_its_own_instructions():
     """sm_90 means sm_90a for this file: nothing else runs there that is compiled for sm_90."""
-    shape = shape_for("Q4_0", 16)
-    defines = shape.defines("Q4_0", 2)
+    defines = build_for("Q4_0", [64], 4096, 16).defines("Q4_0")
     assert nvrtc.cubin("tensor_product", "sm_90", defines) == nvrtc.cubin(
         "tensor_product", "sm_90a", defines
     )

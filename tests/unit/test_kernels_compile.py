@@ -33,8 +33,8 @@ from workbench.backend.args import variant
 from workbench.backend.cuda_kernel import CLUSTERS, Gemm, Kernel
 from workbench.errors import DeviceError
 from workbench.graph import ops
-from workbench.graph.fuse import FUSIONS
-from workbench.graph.ir import DTYPES, F16, F32, Q8_0, WEIGHT_DTYPES, Kind, Tensor
+from workbench.graph.fuse import FUSIONS, fuse
+from workbench.graph.ir import DTYPES, F16, F32, Q4_K, Q6_K, Q8_0, WEIGHT_DTYPES, Kind, Tensor
 from workbench.graph.ops import OPS, make
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -54,7 +54,8 @@ def wanted(arch: str) -> dict[tuple[str, tuple[str, ...]], set[str]]:
     found: dict[tuple[str, tuple[str, ...]], set[str]] = {}
     tuned: dict[tuple[str, ...], Kernel] = {}
     for work in chosen_works(int(arch.removeprefix("sm_"))):
-        kinds = [d for d in work.defines if d.startswith(("TYPE", "HEAD_BLOCKS")) or "=" not in d]
+        ways = ("TYPE", "HEAD_BLOCKS", "EPILOGUE")
+        kinds = [d for d in work.defines if d.startswith(ways) or "=" not in d]
         key = (*work.defines,) if arch == "sm_90" else (*kinds,)
         tuned.setdefault((work.file, work.function, *key), work)
     for work in tuned.values():
@@ -119,6 +120,22 @@ def test_a_node_of_few_tokens_is_one_launch(tokens: int):
             assert kernels.begins_early(node), node
         early = all(isinstance(work, Kernel) and work.waits for work in launched)
         assert kernels.begins_early(node) == early
+
+
+@pytest.mark.parametrize(("tokens", "mixed"), [(9, False), (128, False), (33, True)])
+def test_a_layer_of_many_tokens(tokens: int, mixed: bool):
+    """Products of one x and type share a launch, gate + up + swiglu are one; x is made tiles for
+    each of them once, and nothing else is between."""
+    model = Decoder("tiny-llama", Q4_K, {"attn_v": Q6_K} if mixed else {})
+    layer = [n for n in fuse(model.graph(tokens, tokens), FUSIONS).nodes if n.layer == 0]
+    launched = [w.function for n in layer for w in works(n) if isinstance(w, Kernel)]
+    tiles, product = "half_tiles_Q8", "tensor_product"
+    qkv = [product] * (1 + mixed)
+    assert launched == [
+        "norm_row", tiles, *qkv, "rope_store", "attention_decode", tiles, product,
+        "norm_row", tiles, product, tiles, product,
+    ]  # fmt: skip
+    assert all(kernels.begins_early(node) for node in layer)
 
 
 def test_a_row_that_is_read_in_two_ways_is_normed_by_itself():

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from workbench.backend.args import AddressOf, parts_places
+from workbench.backend.args import AddressOf
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.commands import Capabilities, Space
@@ -121,15 +121,6 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Waits, then gives everything back. Safe to call twice."""
-
-
-def launch_parts(
-    backend: Backend, node: Node, address_of: AddressOf, scratch: int, stream: int
-) -> Issue:
-    """A fused node computed part by part, for backends with no kernels of their own for it; what
-    parts hand to each other lies in the node's scratch (`parts_scratch_bytes`)."""
-    at, own = parts_places(node, address_of, scratch)
-    return in_order([backend.launch(part, at, own, stream) for part in node.parts])
 
 
 # The one table of devices: name -> "module:factory". A factory takes `threads` and returns a

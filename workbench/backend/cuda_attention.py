@@ -38,6 +38,12 @@ class Tuning(NamedTuple):
     cells: int
 
 
+# Many tokens over few cells: blocks of 16 rows and 8 warps, one a multiprocessor, one tile a warp;
+# blocks of a cluster -> clusters that a device has room for (cuOccupancyMaxActiveClusters, H100).
+MANY, MANY_TILES = Tuning(2, 8, 1, CELLS), 64
+CLUSTERS = {8: 15, 4: 30, 2: 66, 1: 132}
+
+
 class Plan(NamedTuple):
     """attention_decode's grid: (n_head_kv * row groups, shares); each `cluster` blocks whose shares
     follow each other are a cluster."""
@@ -94,7 +100,13 @@ def decode_plan(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_kv:
     """Few sets while the cells are so few that other blocks, reading them again, find them in L2
     and would have no work of their own; else as many as the rows fill."""
     rows, tiles = n_tokens * (n_head // n_head_kv), blocks(n_kv, CELLS)
-    each = 8 if n_tokens > FEW_TOKENS else 4  # tiles a block should have left
+    many = n_tokens > FEW_TOKENS and 64 < _dim(head_dim) <= 128
+    groups = n_head_kv * blocks(rows, 8 * MANY.sets)
+    if many and tiles <= MANY_TILES and groups <= CLUSTERS[1]:
+        cluster = next(size for size, room in CLUSTERS.items() if groups <= room)
+        return Plan(MANY, groups, cluster, cluster)
+    # tiles a block should have left
+    each = 4 if n_tokens <= FEW_TOKENS else 16 if many and tiles <= 16 else 8
     for sets in SETS:
         tuning = decode_tuning(min(rows, 8 * sets), head_dim)
         groups = n_head_kv * blocks(rows, 8 * tuning.sets)
@@ -154,9 +166,10 @@ def n_counters(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_kv: 
     return plan.groups * plan.cluster if plan.shares > 1 else 0
 
 
-def can_quantise(n_tokens: int, head_dim: int) -> bool:
-    """Whether `launches` can give its result as Q8_ACT: a block of 32 must lie in one head."""
-    return n_tokens <= FEW_TOKENS and head_dim % 32 == 0
+def can_quantise(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int) -> bool:
+    """Whether `launches` can give its result as Q8_ACT: attention_decode does, where a block of 32
+    lies in one head."""
+    return head_dim % 32 == 0 and not uses_prefill(n_tokens, n_head, n_head_kv, head_dim)
 
 
 def launches(

@@ -131,7 +131,7 @@ def plain(
     place of `tuning`'s. Raises DeviceError for what no kernel takes.
     """
     t = tune or _tuning(segments, cols, n_tokens, "plain")
-    args, grid = _segment_args(segments), _grid(segments, t)
+    args, grid = segment_args(segments), _grid(segments, t)
     return _kernel("plain", segments, x, cols, n_tokens, scale, grid, args, t)
 
 
@@ -163,7 +163,7 @@ def qkv(
         r.positions, r.freq_factors, r.k_indices, r.v_indices, r.n_kv, r.head_dim, r.n_rot,
         int(r.neox), float(r.theta_base), float(r.freq_scale), *(r.norm or HeadNorm(0, 0, 0.0)),
     ]  # fmt: skip
-    args, grid = _segment_args(segments), _grid(segments, t)
+    args, grid = segment_args(segments), _grid(segments, t)
     made = _kernel("qkv", segments, x, cols, n_tokens, scale, grid, args, t, behind)
     if r.norm is None:
         return made
@@ -244,7 +244,8 @@ def _tuning(segments: Sequence[Segment], cols: int, n_tokens: int, epilogue: str
     return found if len(rows) == 1 else found._replace(per_sm=1)
 
 
-def _segment_args(segments: Sequence[Segment]) -> Args:
+def segment_args(segments: Sequence[Segment]) -> Args:
+    """dst, w, bias, rows of up to MOST_SEGMENTS segments; zeros for those there are not."""
     args: Args = []
     for s in segments:
         args += [s.dst, s.w, s.bias, s.rows]

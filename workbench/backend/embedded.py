@@ -26,8 +26,8 @@ from collections import deque
 import numpy as np
 
 from workbench.backend import cpu, share
-from workbench.backend.args import AddressOf, parts_scratch_bytes
-from workbench.backend.base import Issue, launch_parts
+from workbench.backend.args import AddressOf
+from workbench.backend.base import Issue
 from workbench.backend.loops import (
     AWAIT,
     COMPLETED,
@@ -102,7 +102,7 @@ class Gate:
         self.open()
 
 
-class EmbeddedDevice:
+class EmbeddedDevice(share.CpuBackend):
     """See the module. Any thread may call; one program is run by one thread at a time."""
 
     name = "embedded"
@@ -187,25 +187,8 @@ class EmbeddedDevice:
 
     # commands --------------------------------------------------------------------------------
 
-    def scratch_bytes(self, node: Node) -> int:
-        if node.parts:
-            return parts_scratch_bytes(node, self.scratch_bytes)
-        return cpu.scratch_bytes(node, share.n_parts(node, self.lanes))
-
-    def begins_early(self, node: Node) -> bool:
-        return False
-
-    def launch(
-        self,
-        node: Node,
-        address_of: AddressOf,
-        scratch: int,
-        stream: int,
-        programmatic: bool = False,
-    ) -> Issue:
-        """Queues `node`; of a fused node every part, one entry of the ring each."""
-        if node.parts:
-            return launch_parts(self, node, address_of, scratch, stream)
+    def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
+        """Queues `node`, as one entry of the ring."""
         layout = self._layouts.get(address_of(node.inputs[0]), "file")
         ring = self.streams[stream]
         return ring.prepare(*share.bind(node, address_of, scratch, layout, ring.n_lanes))

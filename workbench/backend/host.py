@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend import cpu, share
-from workbench.backend.args import AddressOf, parts_scratch_bytes
-from workbench.backend.base import Issue, launch_parts
+from workbench.backend import share
+from workbench.backend.args import AddressOf
+from workbench.backend.base import Issue
 from workbench.backend.loops import push, run_inline, run_lane
 from workbench.backend.ring import Ring, aligned_zeros, command_block
 from workbench.errors import DeviceError
@@ -40,7 +40,7 @@ def _nothing() -> None:
     """A command that a synchronous backend has fulfilled before it is asked."""
 
 
-class HostBackend:
+class HostBackend(share.CpuBackend):
     """See the module. Not to be launched on after `close`."""
 
     name = "host"
@@ -49,10 +49,10 @@ class HostBackend:
     )
 
     def __init__(self, threads: int):
-        self.n_threads = share.n_lanes(threads)
-        self.description = f"host, {self.n_threads} threads, {share.cpu_name()}"
+        self.lanes = share.n_lanes(threads)
+        self.description = f"host, {self.lanes} threads, {share.cpu_name()}"
         self.waiting = "never: every call returns when its work is done"
-        self._ring = Ring("the host backend", self.n_threads - 1)
+        self._ring = Ring("the host backend", self.lanes - 1)
         self._helpers = False
         self._end = weakref.finalize(self, self._ring.close, drain=False)
 
@@ -64,26 +64,9 @@ class HostBackend:
         """The file's bytes themselves; they must outlive the backend."""
         return HostMemory(data)
 
-    def scratch_bytes(self, node: Node) -> int:
-        if node.parts:
-            return parts_scratch_bytes(node, self.scratch_bytes)
-        return cpu.scratch_bytes(node, share.n_parts(node, self.n_threads))
-
-    def begins_early(self, node: Node) -> bool:
-        return False
-
-    def launch(
-        self,
-        node: Node,
-        address_of: AddressOf,
-        scratch: int,
-        stream: int,
-        programmatic: bool = False,
-    ) -> Issue:
-        """A callable that computes `node` to its end; a fused node part by part."""
-        if node.parts:
-            return launch_parts(self, node, address_of, scratch, stream)
-        return self.run_kernel(*share.bind(node, address_of, scratch, "file", self.n_threads))
+    def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
+        """A callable that computes `node` to its end."""
+        return self.run_kernel(*share.bind(node, address_of, scratch, "file", self.lanes))
 
     def run_kernel(self, function: int, parts: int, args: list[int | float]) -> Issue:
         """A callable that runs the kernel at address `function`, shared where parts > 1."""

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from workbench.backend import (
     cuda_attention,
     cuda_elementwise,
-    cuda_gemm,
     cuda_matvec,
     cuda_products,
 )
-from workbench.backend.args import interior_bytes, variant
+from workbench.backend.args import interior_bytes
 from workbench.backend.cuda_kernel import Kernel, Place, Work
 from workbench.graph.ir import Node
 
@@ -51,8 +50,9 @@ def _attention_quantize(node: Node, p: Place) -> list[Work]:
 
 
 def _attention_can_quantise(node: Node) -> bool:
-    tokens, _, head_dim = node.parts[0].inputs[0].shape
-    return cuda_attention.can_quantise(tokens, head_dim)
+    attention = node.parts[0]
+    tokens, heads, head_dim = attention.inputs[0].shape
+    return cuda_attention.can_quantise(tokens, heads, attention.params["n_head_kv"], head_dim)
 
 
 # the table ----------------------------------------------------------------------------------------
@@ -115,7 +115,10 @@ def scratch_bytes(node: Node) -> int:
         # a sum that nobody else reads; heads that are normed by a launch of their own after all
         uses = node.op == "product_norm" or any(part.op == "rms_norm" for part in node.parts)
         return interior_bytes(node) if uses or cuda_elementwise.unread(node) else 0
-    return interior_bytes(node) + max(_own_scratch(part) for part in node.parts)
+    together = cuda_products.scratch_bytes(node)
+    if node.op == "glu" and cuda_products.glu_in_tiles(node):
+        return together
+    return interior_bytes(node) + max(together, *(_own_scratch(part) for part in node.parts))
 
 
 # Ops of several parts that are one launch for few tokens only where their shapes allow it.
@@ -131,7 +134,4 @@ def _own_scratch(node: Node) -> int:
         tokens, heads, head_dim = node.inputs[0].shape
         p = node.params
         return cuda_attention.scratch_bytes(tokens, heads, p["n_head_kv"], head_dim, p["n_kv"])
-    if node.op == "mul_mat" and not cuda_products.few(node) and variant(node)[0] == "mul_mat":
-        w, x = node.inputs
-        return cuda_gemm.scratch_bytes(w.dtype.name, w.shape[0], w.cols, x.shape[0])
-    return 0
+    return cuda_products.scratch_bytes(node) if node.op == "mul_mat" else 0

@@ -1,14 +1,17 @@
-"""What the CPU backends share: which cores there are, and how a node becomes an entry of a ring."""
+"""What the CPU backends share: which cores there are, how a node becomes an entry of a ring, and
+what follows from it for every node (`CpuBackend`)."""
 
 from __future__ import annotations
 
 import os
 import platform
+from abc import ABC, abstractmethod
 from functools import cache
 from pathlib import Path
 
 from workbench.backend import cpu
-from workbench.backend.args import AddressOf, Args, pack
+from workbench.backend.args import AddressOf, Args, pack, parts_places, parts_scratch_bytes
+from workbench.backend.base import Issue, in_order
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.loops import MAX_PARTS
 from workbench.errors import DeviceError
@@ -60,3 +63,38 @@ def bind(
     """Kernel address, parts and arguments of `node`; `layout` is that of its weight."""
     function = cpu.kernel_address(cpu.kernel_of(node), layout)
     return function, n_parts(node, lanes), pack(node, address_of, scratch)
+
+
+class CpuBackend(ABC):
+    """A backend that computes nodes on `lanes` threads; a fused node part by part, for no kernel
+    here is of several ops."""
+
+    lanes: int
+
+    def scratch_bytes(self, node: Node) -> int:
+        if node.parts:
+            return parts_scratch_bytes(node, self.scratch_bytes)
+        return cpu.scratch_bytes(node, n_parts(node, self.lanes))
+
+    def begins_early(self, node: Node) -> bool:
+        """Never: an entry of a ring starts when the one in front of it has ended."""
+        return False
+
+    def launch(
+        self,
+        node: Node,
+        address_of: AddressOf,
+        scratch: int,
+        stream: int,
+        programmatic: bool = False,
+    ) -> Issue:
+        """A callable that runs `node`, of a fused node every part in turn; what parts hand to each
+        other lies in the node's scratch. `programmatic` means nothing here."""
+        if not node.parts:
+            return self.launch_op(node, address_of, scratch, stream)
+        at, own = parts_places(node, address_of, scratch)
+        return in_order([self.launch(part, at, own, stream) for part in node.parts])
+
+    @abstractmethod
+    def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
+        """`launch` of a node of one op."""

@@ -143,7 +143,7 @@ class CpuRig:
 
     def __init__(self, backend: Any, quick: bool):
         self._backend, self._quick = backend, quick
-        self.n_threads = getattr(backend, "lanes", 0) or getattr(backend, "n_threads", 1)
+        self.n_threads = getattr(backend, "lanes", 1)
         self.cache_bytes = last_cache_bytes()
         self.pass_bytes = QUICK_ROTATING if quick else MIN_ROTATING
 

@@ -137,9 +137,16 @@ def token_blocks(
 
 
 def quantised_body(dtype: str, layout: str, isa: Isa) -> Body:
-    """Kernel mul_mat for a quantised type; layout is file or rows16. Lanes share groups of rows."""
+    """Kernel mul_mat for a quantised type; layout is file or rows16. Lanes share groups of rows.
+
+    Interleaved weights are asked for a little at a time, by each block of 32 columns: a unit of a
+    K-quant asked for at once takes up to 2.8 times as long with 2 to 8 tokens (Q6_K with one token
+    up to 8 % less). From the file's order a tile at once is better, but for Q8_0
+    (data/results/tuning/cpu-prefetch-1.txt).
+    """
     fmt, code = FORMATS[dtype], code_of(dtype, isa)
     unit_bytes = fmt.block_bytes * GROUP
+    lines = -(-unit_bytes // LINE // (fmt.cols // 32))  # that a block of 32 columns asks for
 
     def body(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
         dst, w, x, n_rows, cols, n_tokens = e.arguments(args, "iiiiii")
@@ -154,18 +161,20 @@ def quantised_body(dtype: str, layout: str, isa: Isa) -> Body:
 
             def unit(packed: Value, u: Value) -> None:
                 first = u * (fmt.cols // 32)
-                code.unit(
-                    e, isa, packed,
-                    lambda b: multiply(e, isa, code, tokens, first + b.sub, b, acc),
-                )  # fmt: skip
+
+                def take(block: Block) -> None:
+                    if layout == "rows16":
+                        at = packed + block.sub * (lines * LINE) + PREFETCH
+                        for i in range(lines):
+                            e.prefetch(at + i * LINE)
+                    multiply(e, isa, code, tokens, first + block.sub, block, acc)
+
+                code.unit(e, isa, packed, take)
 
             if tile is None:
                 packed = w + group * row_bytes * GROUP
                 with e.loop(0, n_units) as u:
-                    at = packed + u * unit_bytes
-                    for line in range(0, unit_bytes, LINE):
-                        e.prefetch(at + (PREFETCH + line))
-                    unit(at, u)
+                    unit(packed + u * unit_bytes, u)
             else:
                 _from_file(e, fmt, unit, tile, w, group, n_rows, n_units)
             for t, a in zip(indices, acc, strict=True):

@@ -1,0 +1,158 @@
+"""Every build of kernels/tensor_product.cu that `cuda_tiling` may choose, against float64.
+
+Which of them a launch gets follows from what it takes, and weights as small as a test's never get
+the wide ones, nor blocks that add up through memory where a cluster will do. So they are launched
+here by name: each shape of `shapes_for`, alone and shared by 2, 3 and 8 blocks, in clusters and
+not; three weights with biases in one launch, and gate and up as floats and as Q8_ACT.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.gpu.harness import Guarded, distance
+from tests.gpu.test_cuda_products import (
+    QUANTISED_TOLERANCE,
+    Several,
+    assert_counters_are_zero,
+    builds,
+    quantised,
+)
+from workbench.backend import cuda_gemm, nvrtc
+from workbench.backend.cuda import CudaBackend
+from workbench.backend.cuda_kernel import blocks
+from workbench.backend.cuda_tiling import (
+    HOPPER_SHAPES,
+    PLANES,
+    SHAPES,
+    Build,
+    Epilogue,
+    Shape,
+    shapes_for,
+)
+
+pytestmark = pytest.mark.gpu
+
+TILES = (8, 16, 32, 64, 128)  # tokens
+# Stages of 128 or 256 columns: an odd number, more than the ring has, and than 8 blocks want.
+COLS = 11 * 256
+# Rows of weights of one launch, none a multiple of a tile; those of gate and of up are of blocks.
+SEGMENTS, GATED = (130, 7, 193), (96, 96)
+# Blocks that share a tile, in clusters or not: of every other shape.
+WAYS = ((1, False), (3, True), (8, False)), ((1, False), (8, True), (2, False))
+# These have every shape in every way; the other types each shape in one way, in turn.
+THOROUGH = ("Q4_0", "Q4_K")
+
+
+class Case(NamedTuple):
+    build: Build
+    gated: bool
+    hopper: bool  # for compute capability 9.0 alone
+
+    @property
+    def ends(self) -> tuple[Epilogue, ...]:
+        return (Epilogue.GLU, Epilogue.GLU_Q8) if self.gated else (Epilogue.PLAIN,)
+
+
+def shapes_at_hand(name: str, tokens: int, hopper: bool) -> list[Shape]:
+    """Those of tiles of so many tokens."""
+    return [shape for shape in shapes_for(name, tokens, hopper) if shape.n == tokens]
+
+
+def cases(name: str, tokens: int) -> list[Case]:
+    found = []
+    turn = list(PLANES).index(name) + TILES.index(tokens)
+    anywhere, hopper = (shapes_at_hand(name, tokens, on) for on in (False, True))
+    for i, shape in enumerate([*hopper, *(shape for shape in anywhere if shape not in hopper)]):
+        every = [
+            Case(Build(shape, *way), gated, shape not in anywhere)
+            for way, gated in itertools.product(WAYS[i % 2], (False, True))
+        ]
+        thorough = name in THOROUGH and shape in hopper
+        found += every if thorough else [every[(turn + i) % 6]]
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(backend: CudaBackend) -> None:
+    wanted = {
+        ("tensor_product", case.build.defines(name, end))
+        for name, tokens in itertools.product(PLANES, TILES)
+        for case in cases(name, tokens)
+        for end in case.ends
+        if case.hopper in builds(backend)
+    }
+    nvrtc.compile_many([("repack", ()), ("dequantise", ()), *sorted(wanted)], backend._arch)
+
+
+def run(several: Several, build: Build, end: Epilogue, into: list[Guarded]) -> list[np.ndarray]:
+    """What `build` leaves in `into`, twice the same, converted activations and sums in guarded,
+    poisoned scratch of just their size."""
+    shape, x = build.shape, several.given
+    x_bytes = blocks(x.n_tokens, shape.n) * shape.n * blocks(x.cols, 512) * 512 * 2
+    tiles = shape.tiles(several.rows, x.n_tokens, end)
+    sums = tiles * build.split * shape.n * shape.rows * 4 if build.split > 1 else 0
+    segments = [s._replace(dst=into[min(i, len(into) - 1)].address)
+                for i, s in enumerate(several.segments)]  # fmt: skip
+    return several.run(x_bytes + sums, into, lambda scratch: [
+        cuda_gemm.tiles(shape.n, scratch, x),
+        cuda_gemm.tile(build, segments, x._replace(at=scratch), scratch + x_bytes,
+                       several.counters, end),
+    ])  # fmt: skip
+
+
+def compare(backend: CudaBackend, held: list, name: str, tokens: int, case: Case) -> None:
+    rows = GATED if case.gated else SEGMENTS
+    several = Several(backend, held, [name] * len(rows), rows, tokens, case.hopper, COLS)
+    if not case.gated:
+        found = run(several, case.build, Epilogue.PLAIN, several.dst)
+        for i, raw in enumerate(found):
+            apart = distance(raw.view(np.float32), several.expected[i])
+            assert apart < QUANTISED_TOLERANCE, (case, i, apart)
+    else:
+        (floats,) = run(several, case.build, Epilogue.GLU, several.dst[:1])
+        gate, up = several.expected
+        apart = distance(floats.view(np.float32), gate / (1 + np.exp(-gate)) * up)
+        assert apart < 2 * QUANTISED_TOLERANCE, (case, apart)
+        with quantised(backend, floats, tokens) as (dst, expected):
+            (raw,) = run(several, case.build, Epilogue.GLU_Q8, [dst])
+            assert np.array_equal(raw, expected), case
+    several.close()
+
+
+@pytest.mark.parametrize("n", TILES)
+@pytest.mark.parametrize("name", PLANES)
+def test_every_build(backend: CudaBackend, weights: list, name: str, n: int):
+    """On a full tile of tokens and part of another, side by side."""
+    for case in cases(name, n):
+        if case.hopper in builds(backend):
+            compare(backend, weights, name, n + n // 2 + 1, case)
+    assert_counters_are_zero(backend)
+
+
+def test_every_shape_is_run_in_every_way():
+    """For two types: each shape there is for 9.0, alone, in clusters and not, with each end. For
+    the others and elsewhere: each shape."""
+
+    def kind(shape: Shape) -> tuple[int, int, int]:
+        return shape.n, shape.wm, shape.blocks
+
+    there = {kind(shape) for group in HOPPER_SHAPES for shape in group}
+    for name in THOROUGH:
+        found = {
+            (kind(case.build.shape), case.build.split > 1, case.build.clustered, end)
+            for tokens in TILES
+            for case in cases(name, tokens)
+            if case.build.shape in shapes_at_hand(name, tokens, True)
+            for end in case.ends
+        }
+        ways = ((False, False), (True, False), (True, True))
+        assert found == {(s, *way, end) for s in there for way in ways for end in Epilogue}
+    for name, tokens in itertools.product(PLANES, TILES):
+        shapes = {s for on in (False, True) for s in shapes_at_hand(name, tokens, on)}
+        assert {case.build.shape for case in cases(name, tokens)} == shapes
+    assert {kind(s) for group in SHAPES for s in group} <= there
