@@ -93,6 +93,15 @@ def test_each_counter_has_one_metric_and_every_stall_its_own():
     assert len(set(every)) == len(every)
 
 
+def test_products_are_the_kernels_that_are_counted():
+    found = {(one.type, one.shape, one.batch): one for one in measure_counters.products(False)}
+    assert found["Q4_0", "8b.gate", 1] == GATE
+    assert found["MXFP4", "8b.o", 1].bytes == 4096 * 4096 // 32 * 17
+    assert {found[t, "8b.down", n].kernel for t in ("Q4_0", "Q8_0") for n in (16, 64, 128)} == {
+        "tensor_product"
+    }
+
+
 def test_one_launch_goes_before_those_that_are_counted(monkeypatch):
     backend: Any = open_backend("embedded")
     said: list[str] = []

@@ -169,26 +169,15 @@ def launches_table(engine: Any) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def nodes_table(program: Any, layer: int | None = None) -> pd.DataFrame:
+def nodes_table(program: Any, layer: int = 0) -> pd.DataFrame:
     """What a layer of a program launches, in order: op, name, and the ops of a fused node's
-    parts. A launch with a product belongs to the layer of that, for the norm fused behind it may be
-    of the next. layer: by default one in the middle, or the first where there are fewer than three.
-    """
-    nodes = [c.node for c in program.commands if c.kind == "launch"]
-    if layer is None:
-        layers = sorted({_layer(node) for node in nodes if _layer(node) >= 0})
-        layer = layers[len(layers) // 2] if len(layers) > 2 else 0
+    parts."""
+    nodes = [c.node for c in program.commands if c.kind == "launch" and c.node.layer == layer]
     rows = [
         {"op": node.op, "node": node.name, "parts": " + ".join(_ops(node)) if node.parts else ""}
         for node in nodes
-        if _layer(node) == layer
     ]
     return pd.DataFrame(rows, columns=["op", "node", "parts"])
-
-
-def _layer(node: Any) -> int:
-    products = (part.layer for part in node.parts if part.op == "mul_mat")
-    return int(next(products, node.layer))
 
 
 def _ops(node: Any) -> list[str]:
