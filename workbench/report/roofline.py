@@ -14,6 +14,7 @@ import pandas as pd
 
 KEYS = ["type", "shape", "batch"]
 PNG = "roofline.png"  # in a run folder
+QUICK = "quick: no figures to quote"
 
 
 def table(run: Mapping[str, Any]) -> pd.DataFrame:
@@ -62,7 +63,7 @@ def caption(run: Mapping[str, Any]) -> str:
         f"{result['cache_bytes'] / 1e6:.0f} MB",
         str(result["how"]),
     ]
-    parts += ["quick: no figures to quote"] if result["quick"] else []
+    parts += [QUICK] if result["quick"] else []
     parts += [str(result["void"])] if result["void"] else []
     return "; ".join(parts)
 
@@ -136,7 +137,7 @@ def save(run: Mapping[str, Any], folder: Path) -> Path | None:
 def _title(run: Mapping[str, Any], kinds: Sequence[str]) -> str:
     device = str(run["engine"].get("device_description")).partition(" (")[0]
     void = ", VOID" if run["result"]["void"] else ""
-    void += ", quick: no figures to quote" if run["result"]["quick"] else ""
+    void += f", {QUICK}" if run["result"]["quick"] else ""
     return f"{device}{void}" + (f"; hollow: {kinds[0]}, filled: {kinds[-1]}" if kinds[1:] else "")
 
 
