@@ -68,6 +68,10 @@
 //     (without: spills, and wgmma one after the other).
 //   * All of that on zeros. On random weights and activations, which take more power, 29.3 us at 16
 //     tokens, 42.1 at 64, 71.0 at 128 for gate + up.
+//   * Every lane says that a stage is empty. One lane of a warp was as quick (Q4_0, a layer of 512
+//     tokens: 394 us for 386; Q5_K 514 for 533), but an arrival orders no other lane's reads before
+//     the copies that overwrite them: racecheck finds it (tensor_product-5.json).
+//   * From 128 tokens on beside cuBLAS on expanded weights: the table in cuda_gemm.py.
 //   * What is left: at 16 tokens some 5 us a launch beside its weights (they come at 3 TB/s); from
 //     64 on instructions (190 for 16 x 128 weights, of which decoding needs 104) and what the
 //     tensor cores take (half of the time at 64, 63 % at 128), which overlap, but not wholly. Gate
@@ -316,7 +320,7 @@ DEVICE void add_stages(Sums& acc, const u8* shared, u32 base, const Part& part, 
             }
             if (i == 3) now = next;
             wait_for_products<1>(a[(k + 1) % 2]);
-            if (k == 0 && at && threadIdx.x % 32 == 0)  // the last stage's are done
+            if (k == 0 && at)  // the last stage's are done; each lane speaks for its own reads
                 barrier_arrive(empty + before * 8);
             now.decode((i + 1) % 4, a[(k + 1) % 2], masks);
         }
@@ -347,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + LOADERS, BLOCKS)
 #pragma unroll
         for (int k = 0; k < STAGES; k++) {
             barrier_init(base + FULL_AT + k * 8, LOADERS + BULK);
-            barrier_init(base + EMPTY_AT + k * 8, WM);
+            barrier_init(base + EMPTY_AT + k * 8, THREADS);
         }
         barriers_ready();
     }

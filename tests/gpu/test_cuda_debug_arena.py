@@ -136,14 +136,15 @@ def test_products_alone(backend: CudaBackend, mode: Mode, kind: str, tokens: str
 
 SPLITS = {  # weight type, tokens
     "one token": ("Q4_0", 1), "two tokens": ("Q6_K", 2), "tile": ("Q4_K", 16),
-    "tall tile": ("Q8_0", 64), "tallest tile": ("Q5_K", 100),
+    "tall tile": ("Q8_0", 64), "tallest tile": ("Q5_K", 100), "expanded": ("Q6_K", 1030),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SPLITS)
 @pytest.mark.parametrize("mode", Mode)
 def test_splits_alone(backend: CudaBackend, mode: Mode, case: str):
-    """Few rows and many columns: warps share a row's columns, blocks share a tile's."""
+    """Few rows and many columns: warps share a row's columns, blocks share a tile's; or cuBLAS
+    takes weights expanded in scratch."""
     name, tokens = SPLITS[case]
     products_alone(backend, product(name, 35, 5120, tokens), mode)
 

@@ -54,7 +54,7 @@ FEW, EXACT = 8, 2e-6
 TOLERANCE = {"F32": 5e-6, "F16": 4e-4, "BF16": 3.2e-3}  # beyond FEW tokens
 QUANTISED_TOLERANCE = 1.2e-3
 TYPES = [d.name for d in WEIGHT_DTYPES]
-TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 64, 100, 128, 130, 512)
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 64, 100, 128, 130, 512, 1030)
 ROWS = (1, 7, 33, 130, 1000)
 # Columns by the block of a type: one block; odd numbers of them; more than a warp takes at a time.
 # Of floats also what is no multiple of 8, which goes element by element.
@@ -62,11 +62,12 @@ COLS = {1: (1, 33, 264, 1000, 4103), 32: (32, 96, 1120, 4160), 256: (256, 768, 1
 LARGE = (3000, 8192)  # more than one slot of the uploader
 # Several weights of one launch: rows of Q, K and V, rows of gate and of up, columns of all.
 SEGMENTS, GATED, WIDTH = (130, 7, 193), (33, 96, 544), 1280
-MANY = (9, 16, 33, 64, 100, 128)
+MANY = (9, 16, 33, 64, 100, 128, 300)
 
 
 class Operands(NamedTuple):
-    """One weight with its values in float64, and 512 tokens of x likewise, as bytes and values."""
+    """One weight with its values in float64, and as many tokens of x as any test wants likewise, as
+    bytes and values."""
 
     weight: Tensor
     data: np.ndarray
@@ -115,9 +116,9 @@ def compiled(backend: CudaBackend) -> None:
         for work in kernels.launches(product(dtype, rows, cols, tokens), nowhere)
         if isinstance(work, Kernel)
     }
-    for hopper in builds(backend):
-        for dtype in QUANTISED:
-            for tokens in MANY:
+    for dtype in QUANTISED:
+        for tokens in MANY:
+            for hopper in tiled(backend, dtype.name, tokens):
                 wanted |= {(w.file, w.defines) for w in several_works(dtype.name, tokens, hopper)}
     files: list[tuple[str, tuple[str, ...]]] = [("mul_mat", ()), ("repack", ())]
     nvrtc.compile_many([*sorted(wanted), *files], backend._arch)
@@ -283,13 +284,18 @@ def builds(backend: CudaBackend) -> list[bool]:
     return [False, True] if backend._arch == "sm_90" else [False]
 
 
+def tiled(backend: CudaBackend, name: str, tokens: int) -> list[bool]:
+    """Those of `builds` that decode weights of this type in the tile."""
+    return [hopper for hopper in builds(backend) if cuda_gemm.by_tile(name, tokens, hopper)]
+
+
 @pytest.mark.parametrize("tokens", MANY)
 @pytest.mark.parametrize("name", [d.name for d in QUANTISED])
 def test_several_weights_of_one_x(backend: CudaBackend, weights: list, name: str, tokens: int):
     """Of one type in one launch, and the last of another type in a launch behind it."""
     other = "Q6_K" if name != "Q6_K" else "Q4_0"
     for types in ([name] * 2, [name] * 3, [name, name, other], [name, other, name]):
-        for hopper in builds(backend):
+        for hopper in tiled(backend, name, tokens):
             several = Several(backend, weights, types, SEGMENTS[: len(types)], tokens, hopper)
             for i, found in enumerate(several.product()):
                 apart = distance(found, several.expected[i])
@@ -319,7 +325,7 @@ def quantised(
 def test_gate_and_up(backend: CudaBackend, weights: list, name: str, tokens: int):
     """As floats within tolerance; quantised, the very bytes of `quantize` of the floats."""
     for rows in GATED:
-        for hopper in builds(backend):
+        for hopper in tiled(backend, name, tokens):
             several = Several(backend, weights, [name, name], (rows, rows), tokens, hopper)
             floats = several.glu(False, several.dst[0])
             gate, up = several.expected

@@ -15,6 +15,7 @@ from workbench.backend.cuda_tiling import Build, Epilogue, build_for, shapes_for
 
 TYPES = sorted(cuda_tiling.PLANES)
 TOKENS = (9, 16, 17, 33, 64, 65, 100, 128)
+WARPGROUP_TOKENS = (*TOKENS, 129, 512)  # cuBLAS takes the last two elsewhere
 # rows of the weights of a launch, their columns
 SIZES = (((1,), 256), ((33, 7, 65), 768), ((1024,), 4096), ((4096, 1024, 1024), 4096),
          ((4096,), 14336), ((14336, 14336), 4096), ((128256,), 4096))  # fmt: skip
@@ -99,7 +100,7 @@ def kernels_of(works: list[Work]) -> list[Kernel]:
 @pytest.mark.parametrize("hopper", [False, True])
 def test_what_lies_in_scratch_does_not_overlap(hopper: bool):
     for dtype in TYPES:
-        for tokens in TOKENS:
+        for tokens in WARPGROUP_TOKENS if hopper else TOKENS:
             for rows, cols in SIZES:
                 given, x = segments(*((dtype, n) for n in rows)), x_of(tokens, cols)
                 launched = [(product(given, x, BEGIN, 5, hopper), Epilogue.PLAIN)]
@@ -137,10 +138,22 @@ def test_gate_and_up_are_one_launch():
         _, tile = kernels_of(glu(gate, up, x_of(64), quantised, BEGIN, 5))
         assert tile.args[:8] == [300, 100, 200, 14336, 301, 101, 201, 14336]
         assert f"EPILOGUE={1 + quantised}" in tile.defines
-    assert cuda_gemm.can_glu("Q4_0", 33, 16, quantised=False)
-    assert not cuda_gemm.can_glu("Q4_0", 33, 16, quantised=True)  # no whole block of 32
-    assert not cuda_gemm.can_glu("Q4_0", 64, 129, quantised=True)
-    assert not cuda_gemm.can_glu("F16", 64, 16, quantised=False)
+    for hopper in (False, True):
+        assert cuda_gemm.can_glu("Q4_0", 33, 16, False, hopper)
+        assert not cuda_gemm.can_glu("Q4_0", 33, 16, True, hopper)  # no whole block of 32
+        assert cuda_gemm.can_glu("Q4_0", 64, 129, True, hopper) == hopper
+        assert not cuda_gemm.can_glu("F16", 64, 16, False, hopper)
+
+
+def test_tiles_reach_as_far_as_they_are_quicker():
+    """With warpgroups to some hundred tokens, by type; elsewhere to 128; floats never."""
+    for dtype in TYPES:
+        most = cuda_gemm.WARPGROUP_TILES_UP_TO[dtype]
+        assert 128 < most <= cuda_gemm.MOST_TILED
+        assert cuda_gemm.by_tile(dtype, most, hopper=True)
+        assert not cuda_gemm.by_tile(dtype, most + 1, hopper=True)
+        assert not cuda_gemm.by_tile(dtype, 129, hopper=False)
+    assert not cuda_gemm.by_tile("F16", 16, hopper=True)
 
 
 def test_cublas_takes_segments_one_by_one_and_x_once():

@@ -8,10 +8,21 @@ Pure. Two ways, both on tensor cores with sums in float32:
   launch has up to three weights of one x and type, or gate and up and what they are for.
 
 Expanding writes and reads 2 bytes a weight where a Q4_0 file has 0.56, so the first way pays once
-tensor cores, not the memory, take most of the time; `TILE_UP_TO` says from where. Measured for the
-products of a step of an 8B model (one H100 80GB HBM3): the first way takes 11 to 12 ms at 16 to 128
-tokens for every quantised type, 13.6 at 256, 16.9 at 512; float weights reach 79 to 83 % of what
-memory allows at 16 to 128 tokens, so they have no tile.
+tensor cores, not the memory, take most of the time; the tables below say from where. Measured: us
+of the products of a layer of an 8B model, tile and cuBLAS, random weights (one H100 80GB HBM3;
+data/results/tuning/tensor_product-5.json; cuBLAS is timed without the swiglu that tiles include):
+
+    tokens        128       256       512       640       768      1024      1536
+    Q4_0     134  390  219  446  401  549  549  627  637  681  776  814 1172 1124
+    Q8_0     157  432  256  487  471  596  633  668  734  721  881  852 1327 1168
+    MXFP4    151  387  252  442  470  546  611  615  715  666  860  787 1284 1063
+    Q4_K     155  391  265  447  468  546  653  628  767  683  935  814 1403 1112
+    Q5_K     175  402  300  458  547  563  712  639  841  693 1023  826 1550 1127
+    Q6_K     174  413  294  468  556  572  724  648  852  705 1042  832 1567 1136
+
+Without warpgroups tiles of 128 tokens take 1.8 times as long (7.01 ms of a step for 3.87), more
+than half of what cuBLAS takes, and 256 would be slower. Float weights reach 79 to 83 % of what
+memory allows at 16 to 128 tokens by cuBLAS, so they have no tile.
 
 Activations are converted first, to the start of scratch: for quantised weights to F16, in the order
 of kernels/halves.cuh or the tiles of kernels/tensor_product.cu, for F16 and BF16 to plain rows of
@@ -30,13 +41,13 @@ from workbench.backend.cuda_matvec import Segment, segment_args
 from workbench.backend.cuda_tiling import Build, Epilogue, build_for, tile_tokens
 from workbench.graph.ir import QUANTISED
 
-# Most tokens for which way `tile` is taken; 0: always cuBLAS.
-TILE_UP_TO = {
-    "F32": 0, "F16": 0, "BF16": 0,
-    "Q8_0": 128, "Q4_0": 128, "MXFP4": 128, "Q4_K": 128, "Q5_K": 128, "Q6_K": 128,
+# Most tokens for which quantised weights take way `tile`: with warpgroups (compute capability 9.0)
+# and without. Float weights never do.
+WARPGROUP_TILES_UP_TO = {
+    "Q8_0": 640, "Q4_0": 1024, "MXFP4": 640, "Q4_K": 512, "Q5_K": 512, "Q6_K": 512,
 }  # fmt: skip
-
-MOST_TILED = max(TILE_UP_TO.values())
+TILES_UP_TO = 128
+MOST_TILED = max(WARPGROUP_TILES_UP_TO.values())
 
 EXPANDED_BYTES = 64 << 20  # of weights expanded at a time
 UNITS_IN_FLIGHT = 2  # of a thread of `dequantise`
@@ -48,9 +59,11 @@ def padded(dtype: str, cols: int) -> int:
     return blocks(cols, 128) * 128 if dtype in _QUANTISED else cols
 
 
-def by_tile(dtype: str, n_tokens: int) -> bool:
+def by_tile(dtype: str, n_tokens: int, hopper: bool) -> bool:
     """Whether weights are decoded in the tile."""
-    return n_tokens <= TILE_UP_TO[dtype]
+    if dtype not in _QUANTISED:
+        return False
+    return n_tokens <= (WARPGROUP_TILES_UP_TO[dtype] if hopper else TILES_UP_TO)
 
 
 def _x_bytes(cols: int, n_tokens: int, hopper: bool) -> int:
@@ -65,9 +78,9 @@ def _rows_at_once(cols: int) -> int:
     return max(EXPANDED_BYTES // (padded("Q8_0", cols) * 2) // 256 * 256, 256)
 
 
-def can_glu(dtype: str, rows: int, n_tokens: int, quantised: bool) -> bool:
+def can_glu(dtype: str, rows: int, n_tokens: int, quantised: bool, hopper: bool) -> bool:
     """Whether `glu` takes gate and up of so many rows each: quantised, rows are whole blocks."""
-    return by_tile(dtype, n_tokens) and not (quantised and rows % 32)
+    return by_tile(dtype, n_tokens, hopper) and not (quantised and rows % 32)
 
 
 def scratch_bytes(
@@ -81,7 +94,7 @@ def scratch_bytes(
 def _scratch_bytes(
     dtype: str, rows: Sequence[int], cols: int, n_tokens: int, end: Epilogue, hopper: bool
 ) -> int:
-    if by_tile(dtype, n_tokens):
+    if by_tile(dtype, n_tokens, hopper):
         shape, split, _ = build_for(dtype, rows, cols, n_tokens, end, hopper)
         tiles = shape.tiles(rows, n_tokens, end)
         behind = tiles * split * shape.n * shape.rows * 4 if split > 1 else 0
@@ -121,7 +134,7 @@ def product(
     """
     made: list[Work] = []
     for same in by_type(segments):
-        if by_tile(same[0].dtype, x.n_tokens):
+        if by_tile(same[0].dtype, x.n_tokens, hopper):
             made += _tiled(same, x, scratch, counters, hopper, Epilogue.PLAIN)
         else:
             made += [work for s in same for work in _by_blas(s, x, scratch, hopper)]

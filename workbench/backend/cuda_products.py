@@ -3,9 +3,9 @@
 Pure. Products of up to 8 tokens are the business of `backend/cuda_matvec.py`, of more tokens of
 `backend/cuda_gemm.py`; here is how fused nodes are put together from them, and what becomes of a
 fused node that no one kernel takes: its parts, one after the other. With every pattern of
-`graph/fuse.py` a llama layer of 9 to 128 tokens and one quantised type is 12 launches: norm, Q + K
-+ V, rope and store, attention, output, norm, gate + up + swiglu, down, and x to tiles before each
-of the four that multiply.
+`graph/fuse.py` a llama layer of more than 8 tokens and one quantised type is 12 launches while
+tiles decode it (`cuda_gemm.by_tile`): norm, Q + K + V, rope and store, attention, output, norm,
+gate + up + swiglu, down, and x to tiles before each of the four that multiply.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def glu(node: Node, p: Place) -> list[Work]:
         gate_w, up_w = [_segment(product, p, node.output) for product in products]
         scale = _scale(products[0], p)
         return [cuda_matvec.glu(gate_w, up_w, p.at(x), w.cols, x.shape[0], quantised, scale)]
-    if glu_in_tiles(node):
+    if glu_in_tiles(node, p.sm == HOPPER):
         gate_w, up_w = [_segment(product, p, node.output) for product in products]
         return cuda_gemm.glu(
             gate_w, up_w, _x(products[0], p), quantised, p.scratch, p.counters,
@@ -238,13 +238,13 @@ def glu_is_one(node: Node) -> bool:
     return not quantised or cuda_matvec.can_glu_quantise(node.parts[0].inputs[0].shape[0])
 
 
-def glu_in_tiles(node: Node) -> bool:
+def glu_in_tiles(node: Node, hopper: bool) -> bool:
     """Whether one launch of `cuda_gemm` makes it, of many tokens."""
     products, tail = _split(node.parts)
     w, x = products[0].mul_mat.inputs
     quantised = tail[-1].op == "quantize"
     return all(many(product) for product in products) and cuda_gemm.can_glu(
-        w.dtype.name, w.shape[0], x.shape[0], quantised
+        w.dtype.name, w.shape[0], x.shape[0], quantised, hopper
     )
 
 
@@ -258,7 +258,8 @@ def scratch_bytes(node: Node) -> int:
             rows.setdefault(w.dtype.name, []).append(w.shape[0])
     if not rows:
         return 0
-    end = Epilogue.GLU if node.op == "glu" and glu_in_tiles(node) else Epilogue.PLAIN
+    tiled = node.op == "glu" and any(glu_in_tiles(node, on) for on in (False, True))
+    end = Epilogue.GLU if tiled else Epilogue.PLAIN
     return max(
         cuda_gemm.scratch_bytes(dtype, each, x.cols, x.rows, end) for dtype, each in rows.items()
     )

@@ -56,6 +56,7 @@ _SIZES = (
     (8192, 4095), (8192, None), (40000, 4095), (40000, None), (None, None),
 )  # fmt: skip
 _Choice = tuple[int, int, int, int, int]
+_Whole = tuple[int, int, int, int, int, int]  # with passes
 _ONE_TOKEN: dict[str, tuple[_Choice, ...]] = {
     "F32": (
         (1, 2, 8, 2, 1), (2, 2, 8, 2, 2), (1, 2, 8, 2, 1), (2, 2, 8, 2, 2), (2, 2, 8, 2, 2),
@@ -94,17 +95,33 @@ _ONE_TOKEN: dict[str, tuple[_Choice, ...]] = {
     ),
 }  # fmt: skip
 
-# A product that quantises its result: a block for each group of columns, so that what is chosen is
-# blocks that all run at once: with up to 2, up to 3 or more groups per multiprocessor.
+# A plain product of gate or up of an 8B model: blocks of 14 warps, 56 lines each, that run all at
+# once with none left over. % of 3195 GB/s alone and with dependent launch, for the table above
+# (data/results/tuning/product-5.csv): Q4_0 75.7, 86.4 for 75.5, 84.8; MXFP4 73.9, 87.2 for 70.1,
+# 82.0; Q4_K 73.6, 84.7 for 71.0, 83.3; no gain for the others.
+_GATE_ROWS, _GATE_COLS = 14336, 4096
+_GATE = {
+    "Q4_0": (2, 2, 14, 2, 1, 2),
+    "MXFP4": (4, 1, 14, 2, 1, 1),
+    "Q4_K": (2, 1, 14, 2, 1, 2),
+}
+
+# A product that quantises its result: blocks for whole groups of columns, so that what is chosen is
+# blocks that all run at once: with up to 2, up to 3 or more groups per multiprocessor. A block has
+# one group, or with more than 3, where passes are given, as many as those make: one block of 16
+# warps a multiprocessor, each with rows that lie together. % as above, 28672 x 4096, for blocks of
+# one group: Q8_0 90.5, 91.5 for 87.6, 91.0; Q4_0 79.7, 85.9 for 78.5,
+# 82.5; MXFP4 79.4, 83.7 for 73.4, 75.4; Q4_K 77.0, 82.2 for 75.1, 78.2; Q5_K 78.1, 82.7 for 75.9,
+# 78.7; Q6_K 81.9, 85.1 for 80.0, 80.8.
 _GROUPS = (2 * 132, 3 * 132)
-_GLU_Q8: dict[str, tuple[_Choice, ...]] = {
+_GLU_Q8: dict[str, tuple[_Choice, _Choice, _Choice | _Whole]] = {
     "F32": ((2, 2, 8, 2, 1), (2, 2, 8, 2, 1), (2, 2, 8, 2, 1)),
     "float": ((4, 2, 8, 2, 1), (2, 2, 8, 3, 1), (2, 4, 4, 4, 2)),
-    "Q8_0": ((4, 2, 8, 2, 2), (4, 1, 8, 2, 2), (4, 2, 8, 2, 1)),
-    "Q4_0": ((4, 2, 8, 2, 2), (4, 2, 4, 4, 1), (4, 2, 4, 4, 1)),
-    "MXFP4": ((4, 2, 8, 2, 2), (2, 2, 8, 3, 1), (2, 1, 8, 4, 1)),
-    "Q4_K": ((2, 1, 16, 2, 1), (8, 1, 4, 3, 1), (2, 1, 8, 4, 1)),
-    "K": ((2, 1, 16, 2, 1), (2, 2, 8, 3, 1), (2, 1, 8, 4, 1)),
+    "Q8_0": ((4, 1, 16, 2, 1), (4, 1, 8, 2, 2), (8, 1, 16, 1, 1, 2)),
+    "Q4_0": ((4, 2, 8, 2, 2), (4, 2, 4, 4, 1), (4, 2, 16, 1, 1, 4)),
+    "MXFP4": ((4, 2, 8, 2, 2), (2, 2, 8, 3, 1), (4, 1, 16, 1, 1, 4)),
+    "Q4_K": ((2, 1, 16, 2, 1), (8, 1, 4, 3, 1), (4, 1, 16, 1, 1, 4)),
+    "K": ((2, 1, 16, 2, 1), (2, 2, 8, 3, 1), (4, 1, 16, 1, 1, 4)),
 }
 
 # A product behind which a row is normed: a block has groups of 32 rows. By columns: to 4608, more.
@@ -162,22 +179,25 @@ def tuning(dtype: str, rows: int, cols: int, n_tokens: int, epilogue: str) -> Tu
     """The tuning for weights (rows, cols) of `dtype` (rows: of all segments, gate and up) and an
     epilogue of EPILOGUES."""
     kind, quantised = _CLASS[dtype], epilogue == "glu_q8"
+    normed = epilogue in ("norm", "norm_q8")
+    choice: _Choice | _Whole
     if quantised:
         groups = rows // _GLU_Q8_LINES
         choice = _GLU_Q8[kind][sum(groups > most for most in _GROUPS)]
-    elif epilogue in ("norm", "norm_q8"):
+    elif normed:
         choice = _NORM[kind][cols > _NORM_COLS]
+    elif (epilogue, rows, kind in _GATE) == ("plain", _GATE_ROWS, True) and cols >= _GATE_COLS:
+        choice = _GATE[kind]
     else:
         fits = [
             (most_rows is None or rows <= most_rows) and (most_cols is None or cols <= most_cols)
             for most_rows, most_cols in _SIZES
         ]
         choice = _ONE_TOKEN[kind][fits.index(True)]
-    normed = epilogue in ("norm", "norm_q8")
     if n_tokens > 1:
         more = _NORM_MORE if normed else _MORE_TOKENS[kind, together(n_tokens)]
-        choice = (*more, choice[-1])
+        choice = (*more, choice[4])
     small = rows <= _AHEAD_ROWS and not normed
-    found = Tuning(*choice, ahead=0 if small else _AHEAD[kind])
+    found = Tuning(*choice)._replace(ahead=0 if small else _AHEAD[kind])
     lines = _GLU_Q8_LINES if quantised else GROUP if normed else found.lines
-    return found._replace(passes=max(1, lines // found.lines))
+    return found._replace(passes=max(found.passes, lines // found.lines))

@@ -116,8 +116,8 @@ def scratch_bytes(node: Node) -> int:
         uses = node.op == "product_norm" or any(part.op == "rms_norm" for part in node.parts)
         return interior_bytes(node) if uses or cuda_elementwise.unread(node) else 0
     together = cuda_products.scratch_bytes(node)
-    if node.op == "glu" and cuda_products.glu_in_tiles(node):
-        return together
+    if node.op == "glu" and all(cuda_products.glu_in_tiles(node, on) for on in (False, True)):
+        return together  # on every device
     return interior_bytes(node) + max(together, *(_own_scratch(part) for part in node.parts))
 
 

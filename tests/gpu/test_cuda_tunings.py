@@ -1,0 +1,107 @@
+"""Every tuning that `cuda_tuning` may choose for the shapes of real models, against float64.
+
+Weights as small as a test's get few of them. So each is given by name to weights of odd shapes:
+three with biases in one launch, and gate and up as Q8_ACT, the very bytes of `quantize` of the
+floats that the same tuning makes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.gpu.harness import distance
+from tests.gpu.test_cuda_products import EXACT, Several, quantised
+from workbench.backend import cuda_matvec, nvrtc
+from workbench.backend.cuda import CudaBackend
+from workbench.backend.cuda_kernel import Kernel
+from workbench.backend.cuda_matvec import Segment
+from workbench.backend.cuda_tuning import Tuning, tuning
+from workbench.bench.kernel_cases import SHAPES
+from workbench.graph.ir import QUANTISED
+
+pytestmark = pytest.mark.gpu
+
+TYPES = [dtype.name for dtype in QUANTISED]
+TOKENS = (1, 2, 3, 8)
+COLS = 1280  # one round of a warp, and part of another
+# Rows of the weights of one launch, no multiples of a block's; those of gate and up whole groups.
+SEGMENTS, GATED = (130, 7, 193), (416, 416)
+
+
+def tunings(name: str, n_tokens: int, epilogue: str) -> list[Tuning]:
+    """Those that weights of the models' shapes get, each once."""
+    gated = epilogue == "glu_q8"
+    found = [
+        tuning(name, sum(shape.rows), shape.cols, n_tokens, epilogue)
+        for shape in SHAPES.values()
+        if (shape.how == "glu") == gated
+    ]
+    if not gated:  # one of several weights, launched alone
+        found += [
+            tuning(name, rows, shape.cols, n_tokens, epilogue)
+            for shape in SHAPES.values()
+            for rows in shape.rows
+        ]
+    return list(dict.fromkeys(found))
+
+
+def plain(several: Several, t: Tuning) -> Kernel:
+    x = several.given
+    return cuda_matvec.plain(several.segments, x.at, x.cols, x.n_tokens, tune=t)
+
+
+def glu(several: Several, dst: int, to_q8: bool, t: Tuning) -> Kernel:
+    gate, up = (s._replace(dst=dst) for s in several.segments)
+    x = several.given
+    return cuda_matvec.glu(gate, up, x.at, x.cols, x.n_tokens, to_q8, tune=t)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(backend: CudaBackend) -> None:
+    wanted = set()
+    for name in TYPES:
+        segments = [Segment(name, 0, n, 0, 0) for n in SEGMENTS]
+        gate, up = segments[0]._replace(rows=GATED[0]), segments[1]._replace(rows=GATED[1])
+        for n in TOKENS:
+            made = [cuda_matvec.plain(segments, 0, COLS, n, tune=t)
+                    for t in tunings(name, n, "plain")]  # fmt: skip
+            made += [cuda_matvec.glu(gate, up, 0, COLS, n, to_q8, tune=t)
+                     for t in tunings(name, n, "glu_q8") for to_q8 in (False, True)]  # fmt: skip
+            wanted |= {(kernel.file, kernel.defines) for kernel in made}
+    nvrtc.compile_many([("repack", ()), *sorted(wanted)], backend._arch)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("name", TYPES)
+def test_products(backend: CudaBackend, weights: list, name: str, tokens: int):
+    several = Several(backend, weights, [name] * 3, SEGMENTS, tokens, False, COLS)
+    for t in tunings(name, tokens, "plain"):
+        found = several.run(0, several.dst, lambda _, t=t: [plain(several, t)])
+        for i, raw in enumerate(found):
+            assert distance(raw.view(np.float32), several.expected[i].ravel()) < EXACT, (t, i)
+    several.close()
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("name", TYPES)
+def test_gate_and_up(backend: CudaBackend, weights: list, name: str, tokens: int):
+    several = Several(backend, weights, [name] * 2, GATED, tokens, False, COLS)
+    into = several.dst[0]
+    gate, up = several.expected
+    wanted = (gate / (1 + np.exp(-gate)) * up).ravel()
+    for t in tunings(name, tokens, "glu_q8"):
+        (floats,) = several.run(0, [into], lambda _, t=t: [glu(several, into.address, False, t)])
+        assert distance(floats.view(np.float32), wanted) < 2 * EXACT, t
+        with quantised(backend, floats, tokens) as (dst, expected):
+            (raw,) = several.run(0, [dst], lambda _, t=t, dst=dst: [
+                glu(several, dst.address, True, t)
+            ])  # fmt: skip
+            assert np.array_equal(raw, expected), t
+    several.close()
+
+
+def test_the_wide_ones_are_among_them():
+    """Gate and up of an 8B model: several groups a block, and blocks of 14 warps."""
+    assert any(t.lines > 64 for t in tunings("Q4_0", 1, "glu_q8"))
+    assert any(t.warps == 14 for t in tunings("Q4_0", 1, "plain"))
