@@ -1,11 +1,12 @@
 """Records the GPU runs of data/results, each into a folder of its own.
 
-    python -m tests.gpu.measure [NAMES] [--out DIR] [--models DIR] [--most-gb N]
+    python -m tests.gpu.measure [NAMES] [--out DIR] [--models DIR] [--most-gb N] [--only MODEL]
 
 NAMES are steps (below), the most important first; without any, all of them run in that order. A
 folder that holds a complete run of this commit is kept, so that a run cut off goes on where it was.
 The tree must be committed: a run names its commit. Needs a GPU, 45 GB of disk for every model
-(--most-gb leaves the larger ones out), and the seconds named here, on one H100.
+(--most-gb leaves the larger ones out, --only llama-3-8b-q8_0 all but one), and the seconds named
+here, on one H100.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cyclopts import App
 from tests.gpu import measure_ablation, measure_counters, measure_kernels, measure_models
 from tests.gpu.measuring import Session
 from workbench.errors import UsageError, WorkbenchError
+from workbench.model.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,6 +57,7 @@ def measure(
     out: Path = ROOT / "data" / "results",
     models: Path = ROOT / "data" / "models",
     most_gb: float = 20.0,
+    only: str = "",
     device: str = "cuda",
     quick: bool = False,
 ) -> None:
@@ -62,7 +65,9 @@ def measure(
     for name in names:
         if name not in STEPS:
             raise UsageError(f"step {name!r} does not exist; choose from {', '.join(STEPS)}")
-    session, begun = Session(out, models, device, most_gb, quick), time.monotonic()
+    if only and not any(only.startswith(f"{preset}-") for preset in PRESETS):
+        raise UsageError(f"--only {only}: no such model; give one as folders do, llama-3-8b-q8_0")
+    session, begun = Session(out, models, device, most_gb, quick, only), time.monotonic()
     for name in names or STEPS:
         step, begin = STEPS[name], time.monotonic()
         print(f"== {name}: about {step.budget_s} s", flush=True)

@@ -38,13 +38,15 @@ PRODUCTS = 8  # of them in one replay
 @dataclass(frozen=True)
 class Session:
     """One call of `measure`. most_gb: models with larger files are left out. quick: tiny models of
-    the same types and few repetitions, to see that every step works; no figures."""
+    the same types and few repetitions, to see that every step works; no figures. only: the one
+    model that is taken, as folders name it (llama-3-8b-q8_0)."""
 
     out: Path
     models: Path
     device: str
     most_gb: float
     quick: bool
+    only: str = ""
 
     @property
     def prefix(self) -> str:
@@ -94,7 +96,9 @@ class Session:
         os.replace(part, path)
 
     def takes(self, preset: str, quant: str) -> bool:
-        """Whether a model is small enough; says so where it is not."""
+        """Whether a model is wanted and small enough; says so where it is too large."""
+        if self.only not in ("", slug(preset, quant)):
+            return False
         gb = 0.0 if self.quick else file_gb(preset, quant)
         if gb > self.most_gb:
             print(f"{preset} {quant}: left out, {gb:.1f} GB is above the limit", flush=True)
