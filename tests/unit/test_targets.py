@@ -85,7 +85,7 @@ def test_readme_has_the_table_of_the_recorded_runs():
 
 def test_without_runs_nothing_is_met(tmp_path):
     found = by_name(tmp_path).values()
-    assert len(found) == 21
+    assert len(found) == 23
     assert {t.met for t in found} == {t.measured for t in found} == {recorded.NOT_MEASURED}
     for block in blocks.BLOCKS.values():
         assert block(tmp_path).endswith("not measured.")
@@ -122,9 +122,9 @@ def test_a_type_is_as_good_as_its_worst_shape(tmp_path):
     rows += [kernel_row("MXFP4", shape, "plain", 0.9) for shape in LARGE[:-1]]
     result = {"rows": rows, "read_gbps": READ, "void": ""}
     record(tmp_path, "kernels", "kernels", {}, result=result)
-    large = the(tmp_path, "gate/up and head of 8B: 88")
+    large = the(tmp_path, "gate/up and head of 8B, plain: 88")
     assert "Q8_0 87.0 % (head)" in large.measured and large.met == "**missed**: Q8_0"
-    assert the(tmp_path, "gate/up and head of 8B: 80").met == "not measured: MXFP4"
+    assert the(tmp_path, "gate/up and head of 8B, plain: 80").met == "not measured: MXFP4"
     assert the(tmp_path, "qkv, o and down of 8B, `pdl`").met == "not measured: MXFP4"
     assert "87 / 87" in blocks.kernels_table(tmp_path)
 

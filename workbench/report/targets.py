@@ -77,8 +77,10 @@ def at_least(share: float, least: float, where: str = "") -> tuple[str, bool]:
 
 # Share of the read bandwidth, batch 1: shapes, way to launch, types, the least.
 KERNELS = (
-    ("gate/up and head of 8B", LARGE, "plain", TYPES[:4], 0.88),
-    ("gate/up and head of 8B", LARGE, "plain", TYPES[4:], 0.80),
+    ("gate/up and head of 8B, plain", LARGE, "plain", TYPES[:4], 0.88),
+    ("gate/up and head of 8B, plain", LARGE, "plain", TYPES[4:], 0.80),
+    ("gate/up and head of 8B, `pdl`", LARGE, "pdl", TYPES[:4], 0.88),
+    ("gate/up and head of 8B, `pdl`", LARGE, "pdl", TYPES[4:], 0.80),
     ("qkv, o and down of 8B, plain", SMALL, "plain", TYPES, 0.55),
     ("qkv, o and down of 8B, `pdl`", SMALL, "pdl", TYPES, 0.70),
 )
