@@ -39,10 +39,26 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "lab":  # a package of its own, and not a name in one
+        return importlib.import_module("workbench.lab")
     if name not in _LAZY:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted({*globals(), *_LAZY, "lab"})
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext workbench`: adds the magic `%%wb_profile`."""
+    from workbench.lab import magics
+
+    magics.load(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """`%unload_ext workbench`: takes it away again."""
+    from workbench.lab import magics
+
+    magics.unload(shell)

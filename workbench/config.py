@@ -7,6 +7,7 @@ live side by side in one process.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -26,8 +27,11 @@ class SyncMode(StrEnum):
     * COPY_BOUNDARY `saaaasg`: what was merged; asynchronous copies between two waits.
     * WRITE_READ_BOUNDARY `aaaasg`: only the wait between the copies and the graph that reads them.
     * IMPLICIT `aaaag`: no wait; stream order alone keeps copies before the graph.
-    * AUTO: of the modes that are safe under the backend's capabilities, the one with the fewest
-      waits; the choice is named in every result.
+    * EVENT_GUARDED `saaaarw`: the host waits for the graph before, then a recorded event keeps the
+      graph behind the copies; asks for copies on their own stream.
+    * PACKED `sasg`: as COPY_BOUNDARY, but inputs lie together and are one copy.
+    * AUTO: of the modes that are safe under the backend's capabilities and the other toggles, the
+      one with the fewest waits; the choice is named in every result.
     """
 
     PER_COPY = "per_copy"
@@ -35,6 +39,8 @@ class SyncMode(StrEnum):
     COPY_BOUNDARY = "copy_boundary"
     WRITE_READ_BOUNDARY = "write_read_boundary"
     IMPLICIT = "implicit"
+    EVENT_GUARDED = "event_guarded"
+    PACKED = "packed"
     AUTO = "auto"
 
 
@@ -46,6 +52,30 @@ class CopyStream(StrEnum):
 
     OWN = "own"
     COMPUTE = "compute"
+
+
+class HostSource(StrEnum):
+    """What memory input values are copied from: PINNED (page-locked), as llama.cpp's are, or
+    PAGEABLE, which a driver may stage and make the call wait for. Either may be read late."""
+
+    PINNED = "pinned"
+    PAGEABLE = "pageable"
+
+
+class InputOrder(StrEnum):
+    """The order of a split's input copies: of first use in the GRAPH, or USER_FIRST, those that the
+    host writes before those that another backend computes (llama.cpp #28874)."""
+
+    GRAPH = "graph"
+    USER_FIRST = "user_first"
+
+
+class StepWait(StrEnum):
+    """Which steps end with a wait of the host: EVERY one, or those that return OUTPUTS. With the
+    latter a prompt of several ubatches is a train with one wait, at its end."""
+
+    EVERY = "every"
+    OUTPUTS = "outputs"
 
 
 class GraphReuse(StrEnum):
@@ -101,6 +131,9 @@ class Toggles:
 
     sync: str = _toggle(SyncMode, SyncMode.PER_COPY, "program/lower.py", EXACT)
     copy_stream: str = _toggle(CopyStream, CopyStream.OWN, "program/lower.py", EXACT)
+    host_source: str = _toggle(HostSource, HostSource.PINNED, "program/lower.py", EXACT)
+    input_order: str = _toggle(InputOrder, InputOrder.GRAPH, "program/lower.py", EXACT)
+    step_wait: str = _toggle(StepWait, StepWait.EVERY, "program/lower.py", EXACT)
     graph_reuse: str = _toggle(GraphReuse, GraphReuse.REBUILD, "engine/reuse.py", EXACT)
     activations: str = _toggle(Activations, Activations.Q8, "model/decoder.py", ROUNDING)
     defer_norm: str = _toggle(Switch, Switch.OFF, "graph/defer.py", ROUNDING)
@@ -124,11 +157,10 @@ class Toggles:
                     f"toggle {f.name}={getattr(self, f.name)!r} does not exist; "
                     f"choose one of {', '.join(values)}"
                 )
-        if self.sync == SyncMode.IMPLICIT and self.copy_stream == CopyStream.OWN:
+        if self.sync == SyncMode.EVENT_GUARDED and self.copy_stream != CopyStream.OWN:
             raise UsageError(
-                "toggles sync=implicit and copy_stream=own clash: with no wait, nothing orders a "
-                "copy on its own stream before the graph that reads it; use copy_stream=compute, "
-                "or sync=write_read_boundary"
+                "toggles sync=event_guarded and copy_stream=compute clash: the event orders two "
+                "streams; use copy_stream=own, or sync=write_read_boundary"
             )
 
     @classmethod
@@ -175,7 +207,7 @@ class Toggles:
         return dataclasses.asdict(self)
 
     def _repr_html_(self) -> str:
-        base = Toggles()
+        base = type(self)()
         rows = "".join(
             f"<tr><td>{n}</td><td>{'<b>' + v + '</b>' if v != getattr(base, n) else v}</td></tr>"
             for n, v in self.to_dict().items()
@@ -193,6 +225,25 @@ def folded(toggles: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+PLACES = ("host", "device")  # where a weight can be
+
+
+def parse_override(text: str) -> tuple[re.Pattern[str], str]:
+    """`PATTERN=PLACE` as a regular expression and one of PLACES. Raises UsageError."""
+    pattern, _, place = text.rpartition("=")
+    if not pattern or place not in PLACES:
+        raise UsageError(
+            f"override_tensor {text!r} is no PATTERN=PLACE with place {' or '.join(PLACES)}; "
+            "write ffn_.*=host"
+        )
+    try:
+        return re.compile(pattern), place
+    except re.error as error:
+        raise UsageError(
+            f"override_tensor {text!r}: {pattern!r} is no regular expression ({error})"
+        ) from None
+
+
 DEVICES = ("auto", "embedded", "cuda", "host", "null")  # null computes nothing
 
 
@@ -202,7 +253,13 @@ class EngineConfig:
 
     n_ctx: cells in the KV cache. n_ubatch: most tokens computed together. n_kv_pad: the KV extent
     of a step is rounded up to a multiple of this (llama.cpp: 256). threads: compute threads of the
-    host backend and lanes of the embedded device; 0 means every core this process may use.
+    host backend and lanes of the embedded device; 0 means every core this process may use. unsafe:
+    toggles whose programs are known to race are run all the same, and may give wrong answers.
+
+    n_gpu_layers: so many of the last layers are the device's, the others the host's, each with its
+    cache; one more than the model has layers is the output, too; -1 is everything (llama.cpp's
+    -ngl). override_tensor: `PATTERN=host` or `PATTERN=device`, a regular expression searched for in
+    the names of weights; the first that matches says where a weight is (llama.cpp's -ot).
     """
 
     device: str = "auto"
@@ -210,6 +267,9 @@ class EngineConfig:
     n_ubatch: int = 512
     n_kv_pad: int = 256
     threads: int = 0
+    unsafe: bool = False
+    n_gpu_layers: int = -1
+    override_tensor: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -221,6 +281,10 @@ class EngineConfig:
                 raise UsageError(f"{name}={getattr(self, name)} must be at least 1")
         if self.threads < 0:
             raise UsageError(f"threads={self.threads} must be 0 (every core) or more")
+        if self.n_gpu_layers < -1:
+            raise UsageError(f"n_gpu_layers={self.n_gpu_layers} must be -1 (all) or more")
+        for override in self.override_tensor:
+            parse_override(override)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -23,7 +23,7 @@ from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model, build_graph
 from workbench.model.presets import find_preset, tensor_type, tensors
 from workbench.program.commands import DEVICE, HOST, Buffer, Launch, Range, Space
-from workbench.program.lower import lower
+from workbench.program.lower import Ordering, lower
 from workbench.program.split import split
 
 DECODE = StepShape(1, 1, 256)
@@ -80,7 +80,7 @@ class Rig:
         graph = build_graph(self.model, shape, self.caches)
         splits = split(graph, self.backend_of)
         none = [lambda node: 0] * 2
-        return lower(graph, splits, self.residents, ["host", "null"], none, "per_copy", "own")
+        return lower(graph, splits, self.residents, ["host", "null"], none, Ordering("per_copy"))
 
     def backend_of(self, node):
         return HOST if node.op == "get_rows" and node.inputs[0] is self.model.embedding else DEVICE

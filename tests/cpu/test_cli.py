@@ -97,7 +97,12 @@ BAD = {
         ["-m", "MODEL", "--tokens", "1", "--sync", "never"], 2, "sync='never' does not exist",
     ),
     "two toggles that clash": (
-        ["-m", "MODEL", "--tokens", "1", "--sync", "implicit"], 2, "copy_stream=own clash",
+        ["-m", "MODEL", "--tokens", "1", "--sync", "event_guarded", "--copy-stream", "compute"], 2,
+        "copy_stream=compute clash",
+    ),
+    "toggles that race": (
+        ["-m", "MODEL", "--tokens", "1", "--device", "embedded", "--sync", "implicit"], 2,
+        "sync=implicit and copy_stream=own race on the embedded device: nothing orders a copy",
     ),
     "a device that does not exist": (
         ["-m", "MODEL", "--tokens", "1", "--device", "abacus"], 2, "device 'abacus' does not exist",

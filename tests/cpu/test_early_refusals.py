@@ -57,7 +57,10 @@ ARGUMENTS = {
     "ab: toggle": (["ab", "--toggle", "speed=11"], "toggle 'speed' does not exist"),
     "ab: value": (["ab", "--toggle", "sync=never"], "sync='never' does not exist"),
     "ab: the background's": (["ab", "--toggle", "sync=per_copy"], "what the background has"),
-    "ab: a clash": (["ab", "--toggle", "sync=implicit"], "copy_stream=own clash"),
+    "ab: a clash": (
+        ["ab", "--toggle", "sync=event_guarded", "--copy-stream", "compute"],
+        "copy_stream=compute clash",
+    ),
     "ab: rounds": (["ab", "--toggle", "pdl=on", "--rounds", "1"], "rounds=1 is too few"),
     "ab: test": (["ab", "--toggle", "pdl=on", "--test", "xx9"], "test 'xx9' does not exist"),
     "ab: folder": (["ab", "--toggle", "pdl=on", "-o", "/tmp"], "/tmp exists already"),

@@ -30,6 +30,7 @@ from workbench.program.commands import (
     Command,
     Program,
     Sync,
+    Wait,
     Write,
 )
 
@@ -37,6 +38,8 @@ PROMPT, NEXT = [5, 900, 17, 403, 77], [250, 611]
 MODELS = [("tiny-llama", "F32"), ("tiny-qwen3", "Q8_0")]
 GATE_S = 0.03  # when gates open by themselves where the host waits behind them
 NEVER_S = 30.0  # and where it must not: late enough to matter to a broken test only
+# In these the host never waits for the copies themselves, only, at the end, for the logits.
+WITHOUT_COPY_WAITS = (SyncMode.IMPLICIT, SyncMode.EVENT_GUARDED, SyncMode.AUTO)
 
 pytestmark = pytest.mark.parametrize(("preset", "quant"), MODELS)
 
@@ -71,8 +74,8 @@ class Step:
         """The step's program with only the commands that `keep` keeps, bound to its memory."""
         whole = self.engine._lower
 
-        def lower(shape) -> Program:
-            program = whole(shape)
+        def lower(shape, buffers=None) -> Program:
+            program = whole(shape, buffers)
             program.commands = [c for c in program.commands if keep(c)]
             return program
 
@@ -173,7 +176,7 @@ def no_input_waits(command: Command) -> bool:
         (sync, copy_stream)
         for copy_stream in CopyStream
         for sync in SyncMode
-        if sync not in (SyncMode.IMPLICIT, SyncMode.AUTO)  # these have no wait of their own
+        if sync not in WITHOUT_COPY_WAITS
     ],
 )
 def test_staging_overwritten_before_the_copy(step, right, monkeypatch, sync, copy_stream):
@@ -206,3 +209,23 @@ def test_launch_before_its_copy_has_landed(step, right, monkeypatch):
     with held(waiting.engine, GATE_S):
         restored = waiting.logits(issue.run(waiting.batch.values))
     assert np.array_equal(restored, right)
+
+
+def test_an_event_keeps_launches_behind_their_copies(step, right, monkeypatch):
+    """No host waits for the copies: the compute stream does, on the device."""
+    guarded = step(SyncMode.EVENT_GUARDED, CopyStream.OWN)
+    issue = guarded.prepare(monkeypatch, no_input_waits)
+    with held(guarded.engine, NEVER_S) as open_gates:
+        pending = issue.run(guarded.batch.values)
+        open_gates()
+        assert np.array_equal(guarded.logits(pending), right)
+    unguarded = step(SyncMode.EVENT_GUARDED, CopyStream.OWN)
+    issue = unguarded.prepare(monkeypatch, lambda c: no_input_waits(c) and not isinstance(c, Wait))
+    with unguarded.engine.backend.gate(COPY_STREAM):
+        assert is_wrong(unguarded.logits(issue.run(unguarded.batch.values)), right)
+
+
+def test_an_event_on_the_device_keeps_no_host_from_staging(step, right, monkeypatch):
+    """What the step's logits wait is for: without it the next inputs are in time to be copied."""
+    guarded = step(SyncMode.EVENT_GUARDED, CopyStream.OWN)
+    assert is_wrong(overwritten(guarded, monkeypatch, no_input_waits), right)

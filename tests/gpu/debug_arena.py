@@ -21,7 +21,7 @@ It runs on any backend of the engine, so that it is tested without a GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from types import TracebackType
 from typing import Any
@@ -248,17 +248,21 @@ class DebugSteps:
         """Logits of every token, float32 (len(tokens), n_vocab)."""
         engine, model = self._engine, self._engine.model
         batch = make_batch(tokens, self._cache, model.n_vocab, engine.config.n_ubatch, "all")
-        graph = step_graph(model, batch.shape, self._pairs, engine.toggles)
+        graph, place = step_graph(
+            model, batch.shape, self._pairs, engine.toggles, self._loaded.placement
+        )
         values: dict[Tensor, np.ndarray] = {t: batch.values[t.name] for t in graph.inputs}
-        self._run(graph, values)
+        self._run(graph, place, values)
         self._cache.store(batch.positions, batch.cells)
         (logits,) = (values[t.storage] for t in graph.outputs)
         return logits.view(np.float32).reshape(len(tokens), model.n_vocab)
 
-    def _run(self, graph: Graph, values: dict[Tensor, np.ndarray]) -> None:
+    def _run(
+        self, graph: Graph, place: Callable[[Node], int], values: dict[Tensor, np.ndarray]
+    ) -> None:
         """Computes `graph`; adds to `values` (by storage) what goes from a split to another, and
         the outputs."""
-        parts = split(graph, self._loaded.backend_of)
+        parts = split(graph, place)
         crossing = {t for part in parts for t in part.inputs} | {t.storage for t in graph.outputs}
         with contextlib.ExitStack() as open_arenas:
             arenas: dict[int, DebugArena] = {}

@@ -57,7 +57,7 @@ def test_the_table(monkeypatch):
     ]  # fmt: skip
     assert table.iloc[1]["verdict"] == "A/A control"
     assert "copy_boundary" in found._repr_html_() and "not of a GPU" in found.caption
-    assert "background copy_stream=own, graph_reuse=rebuild" in found.caption
+    assert "background copy_stream=own, host_source=pinned, " in found.caption
     evidence = found.evidence()
     assert evidence["waits"].tolist() == [9, 2] and evidence["Arm"].tolist()[0] == "per_copy"
 
@@ -154,7 +154,7 @@ def test_arms_and_backgrounds():
     assert [arm.name for arm in arms] == ["per_copy", "implicit", "per_copy (A/A)"]
     assert all(arm.toggles.graph_reuse == "set_rows" for arm in arms)
     with pytest.raises(UsageError, match="clash"):
-        make_arms("sync", ["per_copy", "implicit"], Toggles())
+        make_arms("sync", ["per_copy", "event_guarded"], on)
     with pytest.raises(UsageError, match="what the background has"):
         make_arms("sync", ["per_copy"], Toggles())
 

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from workbench.cli import generate, main, spell_out
+from workbench.cli import generate, long_names, main, spell_out
 from workbench.config import Toggles
 from workbench.errors import UsageError
 
@@ -99,3 +99,10 @@ def test_those_are_the_commands_with_toggles(capsys):
     for other in ("bench-kernels", "report"):
         main([other, "--help"])
         assert "--fuse" not in capsys.readouterr().out
+
+
+def test_llama_cpp_s_short_flags_are_known():
+    given = ["program", "-ngl", "3", "-ot=ffn=host", "-m", "x", "--", "-ngl"]
+    assert long_names(given) == [
+        "program", "--n-gpu-layers", "3", "--override-tensor=ffn=host", "-m", "x", "--", "-ngl",
+    ]  # fmt: skip

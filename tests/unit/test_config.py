@@ -14,6 +14,9 @@ def test_default_is_the_baseline():
     assert Toggles().to_dict() == {
         "sync": "per_copy",
         "copy_stream": "own",
+        "host_source": "pinned",
+        "input_order": "graph",
+        "step_wait": "every",
         "graph_reuse": "rebuild",
         "activations": "q8",
         "defer_norm": "off",
@@ -33,15 +36,15 @@ def test_default_is_the_baseline():
 def test_which_toggles_may_change_the_last_bits():
     """Scheduling is exact; what another kernel computes may round differently."""
     exact = {name for name in Toggles.names() if Toggles.answer_class(name) == EXACT}
-    assert exact == {"sync", "copy_stream", "graph_reuse", "pdl"}
+    scheduling = {"sync", "copy_stream", "host_source", "input_order", "step_wait", "graph_reuse"}
+    assert exact == scheduling | {"pdl"}
     assert Toggles.answer_class("fuse") == ROUNDING
 
 
 def test_every_value_can_be_chosen_unless_it_clashes():
     for name in Toggles.names():
         for value in Toggles.values(name):
-            background = Toggles(copy_stream="compute") if value == "implicit" else Toggles()
-            assert getattr(dataclasses.replace(background, **{name: value}), name) == value
+            assert getattr(dataclasses.replace(Toggles(), **{name: value}), name) == value
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,10 @@ def test_every_value_can_be_chosen_unless_it_clashes():
     [
         ({"sync": "sometimes"}, "sync='sometimes' does not exist; choose one of per_copy"),
         ({"graph_reuse": ""}, "graph_reuse='' does not exist"),
-        ({"sync": "implicit", "copy_stream": "own"}, "sync=implicit and copy_stream=own clash"),
+        (
+            {"sync": "event_guarded", "copy_stream": "compute"},
+            "sync=event_guarded and copy_stream=compute clash",
+        ),
         ({"activations": "f16"}, "activations='f16' does not exist; choose one of q8, float"),
         ({"fuse_qkv": "yes"}, "fuse_qkv='yes' does not exist; choose one of off, on"),
         ({"pdl": True}, "pdl=True does not exist; choose one of off, on"),

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "workbench"
 
 # from the top; a layer may import itself and what stands below it
 LAYERS = [
-    ("cli",),
+    ("cli", "lab"),
     ("report",),
     ("bench",),
     ("trace",),
@@ -112,7 +112,7 @@ def test_pure_layers_load_no_device_and_nothing_above(layer):
 
 
 def test_import_workbench_is_light():
-    heavy = {"pandas", "matplotlib", "scipy", "cupy", "numba", "cuda"}
+    heavy = {"pandas", "matplotlib", "scipy", "cupy", "numba", "cuda", "IPython", "ipywidgets"}
     assert not heavy & {m.split(".")[0] for m in loaded_after("import workbench")}
 
 

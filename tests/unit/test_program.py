@@ -23,11 +23,13 @@ from workbench.program.commands import (
     Program,
     Range,
     Read,
+    Record,
     Space,
     Sync,
+    Wait,
     Write,
 )
-from workbench.program.lower import RULES, choose_sync, lower
+from workbench.program.lower import RULES, Ordering, choose_ordering, lower, race_of
 from workbench.program.split import split
 
 ASYNC = Capabilities(True, True, True, False, 2)
@@ -40,6 +42,8 @@ PATTERNS = {
     SyncMode.COPY_BOUNDARY: ("saaaaaasg", "saaaasg"),
     SyncMode.WRITE_READ_BOUNDARY: ("aaaaaasg", "aaaasg"),
     SyncMode.IMPLICIT: ("aaaaaag", "aaaag"),
+    SyncMode.EVENT_GUARDED: ("saaaaaarwg", "saaaarwg"),
+    SyncMode.PACKED: ("sasg", "sasg"),
 }
 
 
@@ -69,18 +73,19 @@ class House:
     def graph(self, shape: StepShape):
         return build_graph(self.model, shape, self.caches)
 
-    def program(self, sync, copy_stream="own", shape=DECODE) -> Program:
+    def program(self, sync, copy_stream="own", shape=DECODE, **others) -> Program:
         graph = self.graph(shape)
         splits = split(graph, self.backend_of)
         none = [lambda node: 0] * 2
-        return lower(graph, splits, self.residents, ["host", "dev"], none, sync, copy_stream)
+        ordering = Ordering(sync, copy_stream, **others)
+        return lower(graph, splits, self.residents, ["host", "dev"], none, ordering)
 
     def lowered(self, graph, scratch=lambda node: 0, early=None) -> Program:
         """Any graph, in one mode."""
         splits = split(graph, self.backend_of)
         return lower(
-            graph, splits, self.residents, ["host", "dev"], [scratch] * 2, "copy_boundary", "own",
-            early,
+            graph, splits, self.residents, ["host", "dev"], [scratch] * 2,
+            Ordering("copy_boundary"), early,
         )  # fmt: skip
 
 
@@ -104,6 +109,8 @@ def test_waits_fall_from_two_per_input_to_the_logits_wait(house):
         "per_copy": 13,  # for each of 6 inputs a wait and the blocking copy's own; the logits
         "blocking_copies": 9,
         "copy_boundary": 3,
+        "packed": 3,
+        "event_guarded": 2,
         "write_read_boundary": 2,
         "implicit": 1,
     }
@@ -111,11 +118,63 @@ def test_waits_fall_from_two_per_input_to_the_logits_wait(house):
 
 def test_modes_move_waits_and_nothing_else(house):
     def work(program):
-        kept = [c for c in program.commands if not isinstance(c, Sync)]
+        kept = [c for c in program.commands if not isinstance(c, Sync | Wait | Record)]
         return [(c.kind, c.split, c.reads, c.writes) for c in map(_plain, kept)]
 
-    first, *others = [work(house.program(sync, "own")) for sync in RULES]
+    unpacked = [sync for sync, rule in RULES.items() if not rule.packed]
+    first, *others = [work(house.program(sync, "own")) for sync in unpacked]
     assert all(other == first for other in others)
+
+
+def test_packed_inputs_are_one_copy_of_the_same_places(house):
+    """What several copies bring, one brings too: the same bytes to the same places."""
+
+    def places(program):
+        copies = [c for c in program.commands if isinstance(c, Copy) and c.split != RESULT]
+        return [(c.src.offset, c.dst.offset, c.src.nbytes, c.dst.nbytes) for c in copies]
+
+    single, (packed,) = places(house.program("copy_boundary")), places(house.program("packed"))
+    assert len(single) == 6 and packed[:2] == single[0][:2]
+    assert packed[2] == packed[3]
+    assert [packed[i] + packed[2] for i in (0, 1)] == [
+        single[-1][i] + single[-1][2] for i in (0, 1)
+    ]
+    launches = [[c.reads for c in map(_plain, house.program(sync).commands) if c.kind == "launch"]
+                for sync in ("copy_boundary", "packed")]  # fmt: skip
+    assert launches[0] == launches[1]
+
+
+def test_user_inputs_can_be_copied_first(house):
+    """The embedding, which the host computes, is the first input that the graph wants."""
+    names = {
+        order: [c.name for c in house.program("copy_boundary", input_order=order).commands
+                if isinstance(c, Copy) and c.split != RESULT]
+        for order in ("graph", "user_first")
+    }  # fmt: skip
+    assert sorted(names["graph"]) == sorted(names["user_first"]) != names["user_first"]
+    assert names["graph"][0] == names["user_first"][-1] == "inp_embd"
+    assert names["user_first"][:-1] == names["graph"][1:]
+
+
+@pytest.mark.parametrize(("source", "space"), [("pinned", Space.PINNED), ("pageable", Space.HOST)])
+def test_inputs_are_copied_from_the_memory_that_is_asked_for(house, source, space):
+    program = house.program("copy_boundary", host_source=source)
+    copies = [c for c in program.commands if isinstance(c, Copy) and c.split != RESULT]
+    assert {c.src.buffer.space for c in copies} == {space}
+    assert next(c for c in program.commands if isinstance(c, Read)).staging.buffer.space == (
+        Space.PINNED
+    ), "logits land in pinned memory"
+
+
+@pytest.mark.parametrize("sync", list(RULES))
+def test_a_step_without_outputs_waits_for_nothing_behind_its_work_if_so_asked(house, sync):
+    shape = StepShape(4, 0, 256)
+    every, train = (house.program(sync, shape=shape, step_wait=w) for w in ("every", "outputs"))
+    assert every.pattern() == train.pattern()
+    assert every.counts()["waits"] == train.counts()["waits"] + 1
+    assert isinstance(train.commands[-1], Launch) and isinstance(every.commands[-1], Sync)
+    with_logits = [house.program(sync, step_wait=w).counts() for w in ("every", "outputs")]
+    assert with_logits[0] == with_logits[1]
 
 
 class _plain:
@@ -212,28 +271,59 @@ def test_a_program_is_json(house):
     }
 
 
+UNORDERED = Capabilities(True, True, False, False, 2)
+
+
 @pytest.mark.parametrize(
-    ("capabilities", "copy_stream", "chosen"),
+    ("capabilities", "copy_stream", "step_wait", "chosen"),
     [
-        (ASYNC, "compute", "implicit"),
-        (ASYNC, "own", "write_read_boundary"),
-        (SYNCHRONOUS, "own", "blocking_copies"),
-        (Capabilities(True, True, False, False, 2), "compute", "write_read_boundary"),
+        (ASYNC, "compute", "every", "implicit"),
+        (ASYNC, "compute", "outputs", "write_read_boundary"),
+        (ASYNC, "own", "every", "write_read_boundary"),
+        (ASYNC, "own", "outputs", "packed"),
+        (SYNCHRONOUS, "own", "every", "blocking_copies"),
+        (SYNCHRONOUS, "own", "outputs", "blocking_copies"),
+        (UNORDERED, "compute", "every", "write_read_boundary"),
+        (UNORDERED, "compute", "outputs", "packed"),
     ],
 )
-def test_auto_chooses_the_safe_mode_with_fewest_waits(capabilities, copy_stream, chosen):
-    assert choose_sync("auto", copy_stream, capabilities, "dev") == chosen
+def test_auto_chooses_the_safe_mode_with_fewest_waits(capabilities, copy_stream, step_wait, chosen):
+    wanted = Ordering("auto", copy_stream, step_wait=step_wait)
+    assert choose_ordering(wanted, capabilities, "dev") == wanted._replace(sync=chosen)
 
 
-@pytest.mark.parametrize("sync", ["copy_boundary", "write_read_boundary", "implicit"])
+@pytest.mark.parametrize("sync", ["copy_boundary", "packed", "write_read_boundary", "implicit"])
 def test_a_mode_the_device_cannot_honour_is_refused(sync):
     with pytest.raises(DeviceError, match=f"cannot honour sync={sync}: .*; use sync=auto"):
-        choose_sync(sync, "compute", SYNCHRONOUS, "dev")
+        choose_ordering(Ordering(sync, "compute"), SYNCHRONOUS, "dev")
+
+
+def test_an_event_that_does_not_stand_behind_its_copies_is_no_guard():
+    with pytest.raises(DeviceError, match="sync=event_guarded: an event does not stand behind"):
+        choose_ordering(Ordering("event_guarded", "own"), UNORDERED, "dev")
 
 
 def test_own_copy_stream_needs_two_streams():
+    one = Capabilities(True, True, True, False, 1)
     with pytest.raises(DeviceError, match="copy_stream=own needs two streams"):
-        choose_sync("per_copy", "own", Capabilities(True, True, True, False, 1), "dev")
+        choose_ordering(Ordering("per_copy", "own"), one, "dev")
+
+
+@pytest.mark.parametrize(
+    ("ordering", "says"),
+    [
+        (Ordering("implicit", "own"), "nothing orders a copy before the graph that reads"),
+        (Ordering("implicit", "compute", step_wait="outputs"), "inputs are written where copies"),
+        (Ordering("event_guarded", "own", step_wait="outputs"), "inputs are written where copies"),
+        (Ordering("write_read_boundary", "own", step_wait="outputs"), "the graph of the step bef"),
+    ],
+)
+def test_toggles_that_race_are_refused_unless_they_are_wanted_so(ordering, says):
+    with pytest.raises(UsageError, match=r"race on the dev device: .*; use sync=auto") as refused:
+        choose_ordering(ordering, ASYNC, "dev")
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+    assert choose_ordering(ordering, ASYNC, "dev", unsafe=True) is ordering
+    assert not race_of(ordering, SYNCHRONOUS)
 
 
 # ops ---------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from workbench.bench.workload import (
     run,
     warm_up,
 )
+from workbench.config import EngineConfig
 from workbench.errors import UsageError
 
 __all__ = ["FIELDS", "FORMATS", "BenchRow", "bench", "format_rows", "workloads"]
@@ -137,13 +138,18 @@ def describe_engine(
         "n_batch": engine.config.n_ubatch,  # a prompt is submitted ubatch by ubatch
         "n_ubatch": engine.config.n_ubatch,
         "n_threads": engine.config.threads or provenance.usable_cores(),
-        "n_gpu_layers": 99 if gpu else 0,
+        "n_gpu_layers": _gpu_layers(engine.config) if gpu else 0,
         "devices": engine.device,
         "n_prompt": test.n_prompt,
         "n_gen": test.n_gen,
         "n_depth": test.n_depth,
         "test_time": provenance.utc_now(),
     }
+
+
+def _gpu_layers(config: EngineConfig) -> int:
+    """As llama-bench names them: 99 for everything."""
+    return 99 if config.n_gpu_layers < 0 else config.n_gpu_layers
 
 
 def _short(commit: str) -> str:

@@ -37,6 +37,7 @@ Folders are written so that a reader never sees half of one, and can be copied b
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -114,6 +115,27 @@ class Run(NamedTuple):
     folder: Path
     run: dict[str, Any]
     samples: pd.DataFrame
+
+    def _repr_html_(self) -> str:
+        """What was run, on what and whether to its end; then a row per test and arm.
+
+        A run folder may be anyone's: nothing of it reaches the page unescaped.
+        """
+        run = self.run
+        facts = {
+            "run": f"{run['run_id']}: {run['kind']}, {run['status']}",
+            "model": f"{run['model'].get('name')} {run['model'].get('quant')}",
+            "device": run["engine"].get("device_description") or run["engine"].get("device"),
+            "commit": f"{str(run['commit'].get('hash'))[:8]}, {run['started']}",
+            "folder": self.folder,
+        }
+        lines = "<br>".join(f"{name}: {html.escape(str(v))}" for name, v in facts.items())
+        arms = self.samples.groupby(["test", "arm"], sort=False, as_index=False).agg(
+            repetitions=("repetition", "nunique"),
+            samples=("ns", "size"),
+            total_ms=("ns", lambda ns: ns.sum() / 1e6),
+        )
+        return f"<p>{lines}</p>" + arms.to_html(index=False, float_format=lambda x: f"{x:,.1f}")
 
 
 class SampleTable:

@@ -19,6 +19,19 @@ from workbench.config import FAMILIES, Toggles
 from workbench.errors import UsageError, WorkbenchError
 
 
+SHORT = {"-ngl": "--n-gpu-layers", "-ot": "--override-tensor"}  # as llama.cpp has them
+
+
+def long_names(arguments: list[str]) -> list[str]:
+    """Flags of llama.cpp with one dash and several letters, which are no clusters of short ones."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    out = []
+    for argument in arguments[:end]:
+        flag, equals, value = argument.partition("=")
+        out.append(SHORT.get(flag, flag) + equals + value)
+    return out + arguments[end:]
+
+
 def spell_out(arguments: list[str]) -> list[str]:
     """`--fuse on` (or `--fuse=on`) written out as one flag for each toggle of the family that is
     not given itself, in any order; unchanged where the command takes no toggles.
@@ -58,7 +71,7 @@ def _takes_toggles(arguments: list[str]) -> bool:
 def main(arguments: list[str] | None = None) -> None:
     """The console script."""
     try:
-        arguments = spell_out(sys.argv[1:] if arguments is None else arguments)
+        arguments = spell_out(long_names(sys.argv[1:] if arguments is None else arguments))
         with heeded():
             app(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +12,10 @@ import numpy as np
 
 from workbench.backend.base import Backend, Memory
 from workbench.backend.issue import Pending, Prepared
-from workbench.config import EngineConfig, Toggles
+from workbench.config import EngineConfig, StepWait, Toggles
 from workbench.engine.batch import Batch, Batches, Outputs, check_prompt
 from workbench.engine.generation import Generation
-from workbench.engine.kv_cache import KVCache
+from workbench.engine.kv_cache import KVCache, check_room
 from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Workspace
 from workbench.engine.reuse import POLICIES, Programs
@@ -23,7 +24,7 @@ from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model
 from workbench.model.sampler import Sampler, Sampling
-from workbench.program.commands import DEVICE, HOST, Buffer, Program, Range, Space
+from workbench.program.commands import HOST, Buffer, Program, Range, Space
 from workbench.program.lower import lower
 from workbench.program.split import split
 from workbench.trace.spans import HOST_LANE, Recorder, now_ns
@@ -40,12 +41,13 @@ class Engine:
 
     def __init__(self, loaded: Loaded, config: EngineConfig, toggles: Toggles):
         """Use `Engine.load`. Raises DeviceError where the device cannot honour a toggle."""
-        self.sync_mode, early = modes_of(toggles, loaded)
+        self._ordering, early = modes_of(toggles, loaded)
         self._begins_early = loaded.backend.begins_early if early else None
         self.config = config
         self.toggles = toggles
         self.recorder: Recorder | None = None
         self.n_steps = 0
+        self._late: list[Callable[[], None]] = []  # device spans of steps nobody has waited for
         self._ns = dict.fromkeys(
             ("graph_ns", "split_ns", "lower_ns", "prepare_ns", "batch_ns", "issue_ns", "wait_ns"), 0
         )
@@ -111,7 +113,8 @@ class Engine:
     def step(self, tokens: Sequence[int], outputs: Outputs = "last") -> np.ndarray:
         """Computes up to n_ubatch tokens; returns their logits, float32 (n_outputs, n_vocab).
 
-        The logits are on the host when this returns. Raises UsageError for ids outside the
+        The logits are on the host when this returns; with step_wait=outputs a step without any may
+        still be under way. Raises UsageError for ids outside the
         vocabulary and for a full context; nothing has changed then.
         """
         if self.recorder is not None:
@@ -144,8 +147,16 @@ class Engine:
             t1 = now_ns()
             logits, ahead_ns = self._finish(pending, batch, outputs)
             self._spent("batch", t1, t1 + ahead_ns, n)  # this step has that time
-        add_device_spans()
+        self._late.append(add_device_spans)
+        if self._waits(batch.shape):
+            late, self._late = self._late, []
+            for add in late:
+                add()
         return logits
+
+    def _waits(self, shape: StepShape) -> bool:
+        """Whether a step of this shape ends with a wait of the host."""
+        return shape.n_outputs > 0 or self._ordering.step_wait == StepWait.EVERY
 
     def _finish(self, pending: Pending, batch: Batch, outputs: Outputs) -> tuple[np.ndarray, int]:
         """Logits of the step under way, and the ns its host spent on the next one while the device
@@ -153,7 +164,7 @@ class Engine:
         start = now_ns()
         self.cache.store(batch.positions, batch.cells)
         try:
-            if batch.shape.n_tokens == 1:
+            if batch.shape.n_tokens == 1 and self._waits(batch.shape):
                 self._batches.look_ahead(outputs)
             ahead_ns = now_ns() - start
             logits = self._logits(pending.wait(), batch.shape)
@@ -258,12 +269,28 @@ class Engine:
             )
         return self._lower(StepShape(n_tokens, n_outputs, -(-(n_past + n_tokens) // pad) * pad))
 
-    def _lower(self, shape: StepShape) -> Program:
+    def programs(self, n_prompt: int, n_decoded: int = 0) -> list[Program]:
+        """The programs that a prompt of n_prompt tokens and n_decoded single ones after it would
+        issue, one after the other, on an empty cache: buffers of one name are one Buffer."""
+        n, pad = self.config.n_ubatch, self.config.n_kv_pad
+        buffers: dict[str, Buffer] = {}
+        check_room(0, n_prompt + n_decoded, self.config.n_ctx)
+        sizes = [min(n, n_prompt - i) for i in range(0, n_prompt, n)]
+        made, past = [], 0
+        for i, size in enumerate([*sizes, *[1] * n_decoded]):
+            past += size
+            shape = StepShape(size, int(i >= len(sizes) - 1), -(-past // pad) * pad)
+            made.append(self._lower(shape, buffers))
+        return made
+
+    def _lower(self, shape: StepShape, buffers: dict[str, Buffer] | None = None) -> Program:
         """Graph, splits and program of a step shape: everything but addresses."""
         loaded, t0 = self._open, now_ns()
-        graph = step_graph(self.model, shape, self._cache_tensors, self.toggles)
+        graph, place = step_graph(
+            self.model, shape, self._cache_tensors, self.toggles, loaded.placement
+        )
         t1 = now_ns()
-        splits = split(graph, loaded.backend_of)
+        splits = split(graph, place)
         t2 = now_ns()
         program = lower(
             graph,
@@ -271,9 +298,9 @@ class Engine:
             self._residents,
             [b.name for b in loaded.backends],
             [b.scratch_bytes for b in loaded.backends],
-            self.sync_mode,
-            self.toggles.copy_stream,
+            self._ordering,
             self._begins_early,
+            buffers,
         )
         self._spent("graph", t0, t1)
         self._spent("split", t1, t2)
@@ -297,13 +324,13 @@ class Engine:
 
     def _place_cache(self) -> None:
         loaded = self._open
-        b = DEVICE if len(loaded.backends) > 1 else HOST
-        space = Space.DEVICE if b == DEVICE else Space.HOST
         self._residents = [dict(r) for r in loaded.residents]
         self._memory = dict(loaded.memory)
-        for pair in self._cache_tensors:
+        for layer, pair in enumerate(self._cache_tensors):
+            b = loaded.placement.of_cache(layer)
+            space = Space.HOST if b == HOST else Space.DEVICE
             for tensor in pair:
-                memory = loaded.backend.allocate(tensor.nbytes, space)
+                memory = loaded.backends[b].allocate(tensor.nbytes, space)
                 self._cache_memory.append(memory)
                 buffer = Buffer(tensor.name, space, tensor.nbytes, b)
                 self._memory[buffer] = memory
@@ -330,6 +357,11 @@ class Engine:
     @property
     def backend(self) -> Backend:
         return self._open.backend
+
+    @property
+    def sync_mode(self) -> str:
+        """The sync mode that programs are lowered with: never `auto`."""
+        return self._ordering.sync
 
     @property
     def n_past(self) -> int:
@@ -368,9 +400,10 @@ class Engine:
             return "<p>a closed engine</p>"
         m = self.model
         return (
-            f"<p><b>{m.name}</b> {m.quant}, {m.n_layer} layers, "
+            f"<p><b>{html.escape(m.name)}</b> {html.escape(m.quant)}, {m.n_layer} layers, "
             f"{m.weight_bytes_per_token / 1e6:.1f} MB of weights a token<br>"
-            f"{self.backend.description} ({self.device_reason})</p>{self.toggles._repr_html_()}"
+            f"{html.escape(f'{self.backend.description} ({self.device_reason})')}</p>"
+            f"{self.toggles._repr_html_()}"
         )
 
     def __enter__(self) -> Engine:

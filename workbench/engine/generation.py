@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass, field
 
 
@@ -24,4 +25,4 @@ class Generation:
 
     def _repr_html_(self) -> str:
         said = self.text if self.text is not None else " ".join(map(str, self.tokens))
-        return f"<p>{said}<br><small>{self.tokens_per_second:.1f} t/s</small></p>"
+        return f"<p>{html.escape(said)}<br><small>{self.tokens_per_second:.1f} t/s</small></p>"

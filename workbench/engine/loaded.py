@@ -13,10 +13,12 @@ from tqdm import tqdm
 
 from workbench.backend.base import Backend, Memory, choose_device, open_backend
 from workbench.config import Activations, EngineConfig
+from workbench.engine.placement import Placement
 from workbench.errors import DeviceError
 from workbench.graph.ir import Kind, Node, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
-from workbench.program.commands import DEVICE, HOST, Buffer, Range, Space
+from workbench.program.commands import HOST, Buffer, Range, Space
+from workbench.program.split import assign
 
 if TYPE_CHECKING:
     from workbench.model.tokenizer import Tokenizer
@@ -28,8 +30,9 @@ READ_AHEAD_BYTES = 128 << 20  # of the file, asked of the disk before a backend 
 class Loaded:
     """Model, backends, and where each weight resides. Closed when its last user lets go.
 
-    The token embedding is the host's; every other weight is the device's (a tied output is both).
-    With device `host` there is one backend and everything is its. What fails, or is interrupted,
+    The token embedding is the host's; every other weight is the device's (a tied output is both),
+    unless the configuration says otherwise (`engine/placement.py`). With device `host` there is one
+    backend and everything is its. What fails, or is interrupted,
     while this is made leaves no memory, thread or open file behind.
 
     check: called with this once the file and the backends are open; what it raises ends the loading
@@ -54,6 +57,7 @@ class Loaded:
             if self.device != "host":
                 self.backends.append(open_backend(self.device, config.threads))
             self.residents: list[dict[Tensor, Range]] = [{} for _ in self.backends]
+            self.placement = Placement(self.model, config, len(self.backends) > 1)
             if check is not None:
                 check(self)
             self._refuse(config)
@@ -74,49 +78,45 @@ class Loaded:
 
         return load_tokenizer(self.model.file)
 
-    def backend_of(self, node: Node) -> int:
-        """Placement: the embedding lookup on the host, all else on the device if there is one."""
-        embeds = node.op == "get_rows" and node.inputs[0] is self.model.embedding
-        return HOST if embeds or len(self.backends) == 1 else DEVICE
-
     def _refuse(self, config: EngineConfig) -> None:
         """DeviceError naming the first weight, or node, that its backend has no kernel for.
 
         Asked are the nodes of a step of one token and of a full ubatch, with either kind of
         activations. A backend that takes whatever a model file can hold has no `refuses`.
         """
-        for node in self._nodes(config):
-            refuses = getattr(self.backends[self.backend_of(node)], "refuses", None)
+        for b, node in self._nodes(config):
+            refuses = getattr(self.backends[b], "refuses", None)
             if refuses is not None and (why := refuses(node)):
                 names = [t.name for t in node.inputs if t.kind == Kind.WEIGHT]
                 raise DeviceError(f"{self.model.path}: {(*names, node.name)[0]}: {why}")
 
-    def _nodes(self, config: EngineConfig) -> Iterator[Node]:
-        """The nodes a model's steps are made of; of those alike in types and
-        shapes the first."""
+    def _nodes(self, config: EngineConfig) -> Iterator[tuple[int, Node]]:
+        """The nodes a model's steps are made of and their backends; of those alike in backend,
+        types and shapes the first."""
         seen = set()
         caches = self.model.caches(config.n_kv_pad)
         for tokens in sorted({1, config.n_ubatch}):
             for activations in Activations:
                 shape = StepShape(tokens, 1, config.n_kv_pad)
-                for node in build_graph(self.model, shape, caches, activations).nodes:
+                nodes = build_graph(self.model, shape, caches, activations).nodes
+                for node, b in assign(nodes, self.placement.fixed).items():
                     key = (
+                        b,
                         node.op,
-                        node.inputs[0] is self.model.embedding,
                         node.params.get("activations"),
                         *((t.dtype, t.shape) for t in node.inputs),
                     )
                     if key not in seen:
                         seen.add(key)
-                        yield node
+                        yield b, node
 
     def _load_weights(self) -> None:
         """Gives every weight to its backend, in file order, and waits once, at the end."""
-        model, last = self.model, len(self.backends) - 1
+        model = self.model
         wanted = [
-            (last, t)
+            (b, t)
             for t in sorted(model.weights, key=lambda t: model.file.tensors[t.name].offset)
-            if t is not model.embedding or (model.output is t and last != HOST)
+            for b in self.placement.keepers(t, model.output)
         ]
         to_read = [t for b, t in wanted if b != HOST]
         total = sum(t.nbytes for t in to_read)
@@ -126,7 +126,7 @@ class Loaded:
             tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar,
             contextlib.closing(reading),
         ):
-            for b, tensor in [(HOST, model.embedding), *wanted]:
+            for b, tensor in wanted:
                 if b != HOST:  # the host uses the file's bytes where they are
                     next(reading)
                 memory = self.backends[b].load_weight(tensor, model.file.data(tensor.name))

@@ -9,7 +9,7 @@ the step before may still compute. This is right where the nodes run in order, o
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
 from workbench.graph.ir import Kind, Node, Tensor
@@ -75,11 +75,13 @@ def plan(
     inputs: Iterable[Tensor],
     keep: Iterable[Tensor],
     scratch_bytes: Callable[[Node], int],
+    elsewhere: Container[Tensor] = (),
 ) -> Placed:
     """Offsets for every activation that `nodes` make, for `inputs`, and for scratch.
 
     inputs: tensors written before the first node (kept all through). keep: tensors that are read
-    after the last node. Weights and caches live elsewhere and are passed over.
+    after the last node. Weights and caches live elsewhere and are passed over, as are activations
+    that the caller says have a place `elsewhere`.
     """
     last_use: dict[Tensor, int] = {}
     for i, node in enumerate(nodes):
@@ -100,7 +102,8 @@ def plan(
     for i, node in enumerate(nodes):
         made = [t.storage for t in node.outputs]
         for out in made:
-            if out.kind in (Kind.ACTIVATION, Kind.OUTPUT) and out not in offsets:
+            homeless = out not in offsets and out not in elsewhere
+            if homeless and out.kind in (Kind.ACTIVATION, Kind.OUTPUT):
                 offsets[out] = free.take(out.nbytes)
                 made_here.add(out)
         need = scratch_bytes(node)

@@ -38,6 +38,7 @@ Pure: a graph goes in, a graph comes out, and nothing is changed in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from workbench.config import Switch, Toggles
@@ -51,8 +52,11 @@ def chosen(toggles: Toggles) -> frozenset[str]:
     return frozenset(n for n in FUSIONS if getattr(toggles, n) == Switch.ON)
 
 
-def fuse(graph: Graph, fusions: Iterable[str]) -> Graph:
-    """`graph` with the runs that `fusions` name joined; the same graph where there are none."""
+def fuse(
+    graph: Graph, fusions: Iterable[str], place: Callable[[Node], int] = lambda node: 0
+) -> Graph:
+    """`graph` with the runs that `fusions` name joined; the same graph where there are none. Only
+    nodes of one `place` are joined."""
     on = frozenset(fusions)
     if not on:
         return graph
@@ -61,9 +65,10 @@ def fuse(graph: Graph, fusions: Iterable[str]) -> Graph:
         for t in {t.storage for t in node.inputs}:
             readers[t] = readers.get(t, 0) + 1
     nodes: list[Node] = []
-    run = _Run(graph.nodes, on)
-    while run.at < len(graph.nodes):
-        nodes += run.next(readers)
+    for _, part in groupby(graph.nodes, place):
+        run = _Run(list(part), on)
+        while run.at < len(run.nodes):
+            nodes += run.next(readers)
     return Graph(nodes, graph.inputs, graph.outputs, graph.shape)
 
 

@@ -13,7 +13,8 @@ Contracts (host order is list order):
 * A Wait or a Sync refers to the event's latest Record in host order, and to nothing if there is
   none (as in CUDA).
 * A Launch on the host backend's stream runs to its end before the next command is issued.
-* Staging memory is written by Write alone; a caller's array is the caller's again at once.
+* Staging memory is written by the host alone, by Write and by launches on the host backend; a
+  caller's array is the caller's again at once.
 """
 
 from __future__ import annotations
@@ -289,8 +290,8 @@ class Program:
 
         `c` a Copy followed at once by a Sync on it (a blocking copy), `a` a Copy without, `s` any
         other Sync, `r` Record, `w` Wait, `g` the device work of a split, `h` a host split.
-        Writes, Reads and the logits wait are not printed. With fold, every run of copies is
-        written as four, and every run of sync-and-copy pairs as `scsc`, as the threads do.
+        Writes, Reads and the logits wait are not printed. With fold, every run of two copies or
+        more is written as four, and every run of sync-and-copy pairs as `scsc`, as the threads do.
         """
         groups = ["" for _ in self.splits]
         blocked = {c.blocks for c in self.commands if isinstance(c, Sync)}
@@ -397,7 +398,7 @@ def _range_list(ranges: Iterable[Range]) -> list[list[Any]]:
 
 
 def _fold(group: str) -> str:
-    """`scscscg` -> `scscg`, `saag` -> `saaaag`: runs as the threads write them."""
+    """`scscscg` -> `scscg`, `saag` -> `saaaag`, `sag` as it is: runs as the threads write them."""
     out, i = "", 0
     while i < len(group):
         pairs = 0
@@ -408,7 +409,7 @@ def _fold(group: str) -> str:
             i += 2 * pairs
         elif group[i] in "ac":
             run = len(group) - i - len(group[i:].lstrip(group[i]))
-            out += group[i] * 4
+            out += group[i] * (4 if run > 1 else 1)
             i += run
         else:
             out += group[i]

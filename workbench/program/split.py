@@ -1,11 +1,13 @@
-"""Splits: consecutive nodes on one backend, and the tensors each must be given from elsewhere."""
+"""Placement and splits: which backend computes a node; consecutive nodes of one backend, and the
+tensors each must be given from elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from workbench.graph.ir import Graph, Kind, Node, Tensor
+from workbench.program.commands import HOST
 
 
 class Split(NamedTuple):
@@ -38,3 +40,24 @@ def split(graph: Graph, backend_of: Callable[[Node], int]) -> list[Split]:
         current.nodes.append(node)
         made_by.update((t.storage, b) for t in node.outputs)
     return splits
+
+
+def assign(nodes: Sequence[Node], fixed: Callable[[Node], int | None]) -> dict[Node, int]:
+    """The backend of every node: where `fixed` says (where its weight or cache is), and else that
+    of its neighbours, as ggml_backend_sched does it: devices spread first, down the graph and then
+    up, as far as nodes have no place of their own; then the host does."""
+    found: list[int | None] = [fixed(node) for node in nodes]
+
+    def spread(order: Iterable[int], takes: Callable[[int], bool]) -> None:
+        current: int | None = None
+        for i in order:
+            if found[i] is not None:
+                current = found[i]
+            elif current is not None and takes(current):
+                found[i] = current
+
+    down, up = range(len(nodes)), range(len(nodes) - 1, -1, -1)
+    for takes in (lambda b: b != HOST, lambda b: True):
+        spread(down, takes)
+        spread(up, takes)
+    return {node: HOST if b is None else b for node, b in zip(nodes, found, strict=True)}

@@ -1,0 +1,151 @@
+"""CUPTI on a real GPU: windows of every mode are complete, and on the host's clock."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from workbench.backend.cuda_kernel import Kernel
+from workbench.config import CopyStream, SyncMode, Toggles
+from workbench.program.commands import HOST, Copy, Launch
+from workbench.trace.pattern import HIDDEN, trace_pattern
+from workbench.trace.profile import profile
+
+bindings = pytest.importorskip("cupti.cupti")
+pytestmark = pytest.mark.gpu
+
+IMPOSSIBLE = {("implicit", "own"), ("event_guarded", "compute")}  # one races, one means nothing
+MODES = [
+    (m.value, c.value)
+    for m in SyncMode
+    for c in CopyStream
+    if m != SyncMode.AUTO and (m.value, c.value) not in IMPOSSIBLE
+]
+MOST_CLOCK_ERROR_NS = 100_000
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model) -> Iterator[wb.Engine]:
+    with wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="cuda", n_ctx=512) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(("sync", "copy_stream"), MODES)
+def test_a_window_of_every_mode_is_complete_and_its_pattern_the_program_s(
+    loaded, sync, copy_stream
+):
+    toggles = Toggles(sync=sync, copy_stream=copy_stream, graph_reuse="set_rows")
+    with loaded.variant(toggles) as engine:
+        engine.prefill([1, 17, 300, 4])
+        program = engine.program(n_past=engine.n_past)
+        with profile(engine, window=(4, 8), nvtx=False) as prof:
+            for token in range(5, 17):
+                engine.step([token])
+        assert prof.collector == "cupti" and prof.complete, prof.note
+        assert trace_pattern(prof) == program.pattern()
+        assert 0 < prof.windows[0].clock_error_ns < MOST_CLOCK_ERROR_NS
+        assert prof.slowdown is not None and prof.slowdown.ratio > 0.9
+
+        device = [s for s in prof.timeline.spans if s.category == "device"]
+        for i, command in enumerate(program.commands):
+            here = [s for s in device if s.args["index"] == i]
+            if isinstance(command, Launch) and command.stream.backend != HOST:
+                works = [w.function for w in engine.backend.works(command.node)]
+                assert [s.args["kernel"] for s in here] == works * 8
+            else:
+                assert len(here) == (8 if isinstance(command, Copy) else 0)
+        slack = prof.windows[0].clock_error_ns
+        steps = {s.args["step"]: s for s in prof.timeline.spans if s.category == "step"}
+        for span in device:
+            step = steps[span.args["step"]]
+            assert step.start_ns - slack <= span.start_ns < span.end_ns <= step.end_ns + slack
+
+
+@pytest.mark.parametrize("quant", ["Q8_0", "Q4_0", "F16", "F32"])
+def test_steps_of_many_tokens_are_complete(tiny_model, quant):
+    """Conversions, expanded weights and products of cuBLAS: launches of several kernels."""
+    path = tiny_model("tiny-llama", quant)
+    rng = np.random.default_rng(0)
+    for toggles in (Toggles(), Toggles(sync="implicit", copy_stream="compute")):
+        with wb.Engine.load(path, device="cuda", n_ctx=1024, toggles=toggles) as engine:
+            tokens = [int(t) for t in rng.integers(0, 300, 700)]
+            plain = engine.prefill(tokens)
+            engine.reset()
+            with profile(engine, nvtx=False) as prof:
+                traced = engine.prefill(tokens)
+            assert prof.complete, prof.note
+            assert np.array_equal(traced, plain)
+            program = engine.program(512)
+            works = [
+                w
+                for c in program.commands
+                if isinstance(c, Launch) and c.stream.backend != HOST
+                for w in engine.backend.works(c.node)
+            ]
+            first = min(s.args["step"] for s in prof.timeline.spans if s.category == "step")
+            kernels = [
+                s for s in prof.timeline.spans
+                if s.category == "device" and s.args["kind"] == "launch"
+                and s.args["step"] == first and s.args["kernel"] != "memset"
+            ]  # fmt: skip
+            assert len(kernels) >= len(works)
+            if all(isinstance(w, Kernel) for w in works):
+                assert len(kernels) == len(works)
+
+
+def test_pageable_sources_change_the_pattern_by_hidden_waits_alone(loaded):
+    toggles = Toggles(sync="copy_boundary", host_source="pageable", graph_reuse="set_rows")
+    with loaded.variant(toggles) as engine:
+        engine.prefill([1, 2, 3])
+        with profile(engine, nvtx=False) as prof:
+            for token in range(5, 13):
+                engine.step([token])
+        assert prof.complete, prof.note
+        asked = engine.program(n_past=engine.n_past).pattern()
+        assert trace_pattern(prof).replace(HIDDEN, "") == asked
+
+
+def test_events_and_cupti_agree_on_where_time_goes(loaded):
+    """The sum of device time of a launch, by either: marks stand around it and add a little."""
+    with loaded.variant(Toggles(graph_reuse="set_rows")) as engine:
+        engine.prefill([1, 2, 3])
+        busy = {}
+        for collector in ("events", "cupti"):
+            with profile(engine, window=(4, 16), nvtx=False, collector=collector) as prof:
+                for token in range(5, 27):
+                    engine.step([token])
+            assert prof.collector == collector, prof.note
+            busy[collector] = prof.summary()["device_us"].median()
+        assert 0.2 < busy["cupti"] / busy["events"] < 1.5, busy
+
+
+def test_with_another_subscriber_events_answer(loaded):
+    params = bindings.SubscriberParams()
+    params.struct_size = bindings.SUBSCRIBER_PARAMS_SIZE
+    params.subscriber_name = "somebody else"
+    other = bindings.subscribe_v2(lambda *_: None, None, params.ptr)
+    try:
+        with loaded.variant(Toggles()) as engine, profile(engine, nvtx=False) as prof:
+            engine.step([1])
+    finally:
+        bindings.unsubscribe(other)
+    if prof.collector == "cupti":
+        pytest.skip("this driver has room for several subscribers")
+    assert "attached" in prof.fallback
+    assert any(s.category == "device" for s in prof.timeline.spans)
+
+
+def test_cupti_is_gone_after_the_body(loaded):
+    with loaded.variant(Toggles(graph_reuse="set_rows")) as engine:
+        for _ in range(3):
+            with profile(engine, nvtx=False) as prof:
+                engine.step([1])
+            assert prof.complete, prof.note
+        n = len(prof.timeline)
+        engine.step([2])
+        gc.collect()
+        assert len(prof.timeline) == n

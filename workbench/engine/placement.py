@@ -1,0 +1,92 @@
+"""Where a model's weights and caches are: on the host or on the device.
+
+A node is computed where its weight or cache is (`program/split.py` says where the others are), so
+this is what makes host and device splits alternate: `n_gpu_layers` gives the device the last layers
+and `override_tensor` single weights, by name, as llama.cpp's -ngl and -ot do.
+"""
+
+from __future__ import annotations
+
+from workbench.config import PLACES, EngineConfig, parse_override
+from workbench.errors import UsageError
+from workbench.graph.ir import Kind, Node, Tensor
+from workbench.model.decoder import Model
+from workbench.program.commands import DEVICE, HOST
+
+
+class Placement:
+    """Of one model on a host and perhaps a device.
+
+    Raises UsageError for more layers than there are, and for an override that matches no weight.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig, has_device: bool):
+        self._embedding, self._shared = model.embedding, model.rope_freqs
+        n_layer, wanted = model.n_layer, config.n_gpu_layers
+        if wanted > 0 and not has_device:
+            raise UsageError(
+                f"n_gpu_layers={wanted} and the host device has no GPU to put layers on; use 0, or "
+                "another device"
+            )
+        if wanted > n_layer + 1:
+            raise UsageError(
+                f"n_gpu_layers={wanted}: {model.path} has {n_layer} layers and an output, "
+                f"{n_layer + 1} in all; use -1 for everything"
+            )
+        device = DEVICE if has_device else HOST
+        on_device = n_layer + 1 if wanted < 0 else wanted
+        first = n_layer + 1 - on_device  # the output counts as the layer behind the last
+        self._layers = [device if i >= first else HOST for i in range(n_layer)]
+        self._rest = device if on_device else HOST
+        self._overridden = self._override(model, config, device)
+
+    def _override(self, model: Model, config: EngineConfig, device: int) -> dict[Tensor, int]:
+        found: dict[Tensor, int] = {}
+        for text in config.override_tensor:
+            pattern, place = parse_override(text)
+            taken = (model.embedding, model.rope_freqs)  # these have places of their own
+            matching = [t for t in model.weights if t not in taken and pattern.search(t.name)]
+            if not matching:
+                raise UsageError(
+                    f"override_tensor {text!r} matches no weight of {model.path}; names are like "
+                    f"{model.layers[0].ffn_gate.name} (`workbench model inspect`)"
+                )
+            for t in matching:
+                found.setdefault(t, device if place == PLACES[1] else HOST)
+        return found
+
+    def of_weight(self, weight: Tensor) -> int:
+        """The backend that multiplies by a weight; a tied output is the embedding."""
+        if weight in self._overridden:
+            return self._overridden[weight]
+        layer = layer_of(weight)
+        return self._rest if layer is None else self._layers[layer]
+
+    def keepers(self, weight: Tensor, output: Tensor) -> list[int]:
+        """The backends that keep a weight: the embedding is looked up on the host, and a tied
+        output beside it where it multiplies; the factors of RoPE are wherever a layer is."""
+        if weight is self._shared:
+            return sorted({HOST, *self._layers})
+        if weight is not self._embedding:
+            return [self.of_weight(weight)]
+        return sorted({HOST, self.of_weight(weight)}) if output is weight else [HOST]
+
+    def of_cache(self, layer: int) -> int:
+        """The backend that keeps K and V of a layer."""
+        return self._layers[layer]
+
+    def fixed(self, node: Node) -> int | None:
+        """The backend that a node's weight or cache ties it to, if any."""
+        for t in node.inputs:
+            if t.kind == Kind.CACHE:
+                return self.of_cache(node.layer)
+            if t.kind == Kind.WEIGHT and t is not self._shared:
+                return HOST if node.op == "get_rows" else self.of_weight(t)
+        return None
+
+
+def layer_of(weight: Tensor) -> int | None:
+    """The layer in a weight's name, `blk.3.attn_q.weight`; None outside the layers."""
+    head, _, rest = weight.name.partition(".")
+    number = rest.partition(".")[0]
+    return int(number) if head == "blk" and number.isdigit() else None

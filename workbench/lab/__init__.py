@@ -1,0 +1,58 @@
+"""What only Jupyter needs: the `%%wb_profile` magic (`magics`) and the toggle panel (`widgets`).
+
+    %load_ext workbench            # adds %%wb_profile
+    wb.lab.panel(engine)           # drop-downs for every toggle, and a Run button
+
+Nothing here is the only way to a result: the magic is `wb.profile` around a cell, and the panel is
+`lab.pair.compare`. Importing this package imports neither IPython nor ipywidgets.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from workbench.config import Toggles, folded
+from workbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
+    from workbench.lab.widgets import Panel
+
+
+def panel(
+    engine: Engine,
+    workload: str = "tg16",
+    *,
+    rounds: int = 5,
+    seed: int = 0,
+    baseline: Toggles | None = None,
+) -> Panel:
+    """Drop-downs for every toggle, and a button that compares them with `baseline` on `engine`.
+
+    The drop-downs begin at the engine's own toggles; baseline is by default everything off.
+    workload: a llama-bench test name. rounds: timed repetitions of each side; below 5 there is no
+    verdict. The engine is neither stepped nor closed: each run is made on variants of it, which
+    are closed after. `result` of the panel is the last comparison, a `lab.pair.Pair`.
+
+    Raises UsageError for a workload that is none or does not fit the context, for rounds below 1,
+    a negative seed, a closed engine, and where ipywidgets is not installed.
+    """
+    try:
+        from workbench.lab.widgets import Panel
+    except ModuleNotFoundError as error:
+        if error.name != "ipywidgets":
+            raise
+        raise UsageError(
+            "the panel needs ipywidgets, which is not installed; pip install 'workbench[lab]'"
+        ) from error
+    return Panel(engine, workload, rounds, seed, baseline or type(engine.toggles)())
+
+
+def said(toggles: Toggles) -> str:
+    """What of `toggles` is not off, for people: `sync=implicit, fuse=on`, or `every toggle off`."""
+    off: Toggles = type(toggles)()
+    changed: dict[str, Any] = {
+        name: value for name, value in folded(toggles.to_dict()).items()
+        if value != off.value_of(name)
+    }  # fmt: skip
+    return ", ".join(f"{name}={value}" for name, value in changed.items()) or "every toggle off"

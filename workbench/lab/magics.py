@@ -1,0 +1,369 @@
+"""`%%wb_profile`: what did the engines do while this cell ran, and who waited for whom?
+
+    %%wb_profile --window 8,1 --as trace --out token.pftrace.gz
+    eng.generate("Hello", max_tokens=16)
+
+    %%wb_profile [ENGINE ...] [--window FIRST,N] [--as NAME] [--out FILE] [--collector C]
+
+It is `wb.profile` around a cell. Without names it traces every engine there is, those that are made
+in the cell included; a variant closed within the cell is in the trace. A cell that fails or is
+interrupted keeps its trace: it is bound, written and drawn, and then the exception is shown as it
+would have been.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import html
+import keyword
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from os import PathLike
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pandas as pd
+from IPython.core.displayhook import DisplayHook
+from IPython.core.error import UsageError as OneLine  # IPython shows it without a traceback
+from IPython.core.magic import Magics, cell_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.display import display
+from matplotlib.figure import Figure
+
+from workbench.engine.engine import Engine
+from workbench.errors import UsageError
+from workbench.lab import said
+from workbench.report.timelines import timeline, timeline_pair
+from workbench.trace import perfetto
+from workbench.trace.profile import COLLECTORS, TRACED, Profile, Timeline, profile
+from workbench.trace.spans import Span
+
+EVENTS = "events"
+MOST_DRAWN = 3  # steps of one engine: the spans of more are too narrow to read
+Window = tuple[int, int]
+Traced = list[tuple[Engine, Profile]]
+
+
+class CellTrace:
+    """The trace of a cell, of all engines together: asked for what a Profile is asked for.
+
+    engines: name of each engine that made a step -> the numbers of its steps. One engine's steps
+    keep its own numbers. Where there are several, steps are numbered in the order in which they
+    began, and their spans are named after the engine. profiles: by the same names, each alone.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[Engine, Profile]], failed: bool = False):
+        """failed: the cell ended with an exception; the last step is drawn, then."""
+        worked = {name: part for name, part in parts.items() if _steps(part[1].timeline.spans)}
+        spans = {name: part.timeline.spans for name, (_, part) in worked.items()}
+        if len(spans) > 1:
+            spans = _numbered(spans)
+        every = [s for own in spans.values() for s in own]
+        self.timeline = Timeline(sorted(every, key=lambda s: s.end_ns))
+        self.engines = {name: _steps(own) for name, own in spans.items()}
+        self.profiles = {name: part for name, (_, part) in worked.items()}
+        self.failed = failed
+        self._labels = {name: f"{name}: {said(part[0].toggles)}" for name, part in worked.items()}
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per span; see `trace.profile.Timeline.to_frame`."""
+        return self.timeline.to_frame()
+
+    def summary(self) -> pd.DataFrame:
+        """One row per step; see `trace.profile.Timeline.summary`."""
+        return self.timeline.summary()
+
+    def save(self, path: str | PathLike[str]) -> int:
+        """Writes a Perfetto trace, gzipped where `path` ends in .gz; returns its size in bytes."""
+        return perfetto.write(self.timeline.spans, path)
+
+    @property
+    def note(self) -> str:
+        """A line per engine: where its device spans come from, and what tracing it cost."""
+        return "\n".join(f"{name}: {part.note}" for name, part in self.profiles.items())
+
+    def figures(self) -> list[Figure]:
+        """A timeline of each engine's typical step, or last one where the cell failed; all steps
+        where they are few. Two engines are drawn as a pair, on one time axis."""
+        frame = self.to_frame()
+        drawn = {name: self._drawn(frame, steps) for name, steps in self.engines.items()}
+        if len(drawn) == 2:
+            before, after = (frame[frame["step"] == steps[-1]] for steps in drawn.values())
+            return [timeline_pair(before, after, list(self._labels.values()))]
+        return [
+            timeline(frame, steps, title=f"{self._labels[name]}; {_of(steps, self.engines[name])}")
+            for name, steps in drawn.items()
+        ]
+
+    def _drawn(self, frame: pd.DataFrame, steps: list[int]) -> list[int]:
+        """Which of one engine's steps are drawn. For a pair the last of them counts."""
+        if len(steps) <= MOST_DRAWN and len(self.engines) == 1:
+            return steps
+        if self.failed:
+            return steps[-1:]
+        own = frame[(frame["category"] == "step") & frame["step"].isin(steps)]
+        times = own.set_index("step")["dur_us"]
+        return [int((times - times.median()).abs().idxmin())]
+
+    def __str__(self) -> str:
+        if not self.engines:
+            return "no engine that was traced made a step in this cell, or in the window"
+        steps = ", ".join(
+            f"{len(numbers)} step{'s' * (len(numbers) > 1)} of {name}"
+            for name, numbers in self.engines.items()
+        )
+        return f"{'the cell failed after ' * self.failed}{steps} ({TRACED})"
+
+    def _repr_html_(self) -> str:
+        lines = [str(self), *self.note.splitlines()]
+        said = "<br>".join(html.escape(line) for line in lines)
+        return f"{self.timeline._repr_html_()}<p>{said}</p>"
+
+
+@magics_class
+class WorkbenchMagics(Magics):
+    """What `%load_ext workbench` adds."""
+
+    @magic_arguments()
+    @argument("engines", nargs="*", metavar="ENGINE", help="names; by default every engine")
+    @argument("--window", "-w", metavar="FIRST,N", help="keep N steps of each engine, from FIRST")
+    @argument("--as", "-a", dest="name", metavar="NAME", help="bind the trace to this name")
+    @argument("--out", "-o", metavar="FILE", help="write a Perfetto trace, as t.pftrace.gz")
+    @argument("--collector", "-c", choices=COLLECTORS, help="of device spans; see wb.profile")
+    @cell_magic
+    def wb_profile(self, line: str, cell: str) -> None:
+        """Trace what engines do in this cell, and draw it."""
+        __tracebackhide__ = True  # of a cell's exception only the cell's own frames are of interest
+        args = parse_argstring(self.wb_profile, line)
+        name, window, out = _name(args.name), _window(args.window), _out(args.out)
+        engines = [self._engine(n) for n in args.engines] if args.engines else _every_engine()
+        # CUPTI sees all that a process does: what several engines do it cannot tell apart
+        collector = args.collector or ("auto" if len(engines) == 1 else EVENTS)
+        codes = _compile(self.shell, cell)
+        found: Traced = []
+        try:
+            with _tracing(found, engines, window, collector, also_new=not args.engines):
+                _run(self.shell, codes)
+        except BaseException:
+            try:
+                self._keep(found, name, out, failed=True)
+            except OneLine as problem:  # of the two it is the cell's failure that is raised
+                print(problem, file=sys.stderr)
+            raise
+        self._keep(found, name, out)
+
+    def _engine(self, name: str) -> Engine:
+        names = self._namespace()
+        found = names.get(name)
+        if not isinstance(found, Engine) or not _is_open(found):
+            wrong = "is closed" if isinstance(found, Engine) else "is no engine"
+            raise OneLine(f"{name} {wrong}; there {_are(_open_in(names))}")
+        return found
+
+    def _namespace(self) -> dict[str, Any]:
+        assert self.shell is not None, "magics are registered with a shell"
+        return self.shell.user_ns
+
+    def _keep(
+        self, found: Traced, name: str | None, out: Path | None, failed: bool = False
+    ) -> None:
+        """Binds, writes and shows the trace, in this order: the first that may fail is the last
+        that is needed. OneLine where it cannot be written."""
+        trace = CellTrace(_by_name(found, self._namespace()), failed)
+        if name is not None:
+            self._namespace()[name] = trace
+        problem, written = "", ""
+        if out is not None:
+            try:
+                written = f"; wrote {out} ({trace.save(out) / 1e3:,.1f} kB)"
+            except OSError as error:
+                problem = f"--out {out} cannot be written: {error.strerror or error}"
+        for figure in trace.figures():
+            display(figure)
+        print(f"{trace}{written}", trace.note, sep="\n" if trace.note else "")
+        if problem:
+            raise OneLine(problem)
+
+
+# the line ----------------------------------------------------------------------------------------
+
+
+def _name(text: str | None) -> str | None:
+    if text is not None and (not text.isidentifier() or keyword.iskeyword(text)):
+        raise OneLine(f"--as {text!r} cannot be bound: it is no name; write it as --as trace")
+    return text
+
+
+def _window(text: str | None) -> Window | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+),(\d+)", text)
+    if found is None or int(found[2]) < 1:
+        raise OneLine(
+            f"--window {text!r} holds no step; write FIRST,N without a space, "
+            "FIRST from 0 and N from 1, as 8,1"
+        )
+    return int(found[1]), int(found[2])
+
+
+def _out(text: str | None) -> Path | None:
+    """Refused before the cell runs: what is no place for a file."""
+    if text is None:
+        return None
+    path = Path(text.strip("\"'")).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        wrong = "is a directory" if path.is_dir() else f"has no directory {path.parent} to be in"
+        raise OneLine(f"--out {path} {wrong}; name a file, as t.pftrace.gz")
+    return path
+
+
+def _open_in(namespace: Mapping[str, Any]) -> list[str]:
+    """The names of open engines, those of IPython's own (`_`, `_3`) left out."""
+    names = (name for name in namespace if not name.startswith("_"))
+    return [n for n in names if isinstance(namespace[n], Engine) and _is_open(namespace[n])]
+
+
+def _are(engines: list[str]) -> str:
+    match engines:
+        case []:
+            return "are none here yet: load one with workbench.Engine.load(...)"
+        case [one]:
+            return f"is {one}"
+    return f"are {', '.join(engines)}"
+
+
+# the engines -------------------------------------------------------------------------------------
+
+
+def _every_engine() -> list[Engine]:
+    """All that are open, also those that only a list or an attribute holds."""
+    # asked of the type: isinstance runs code of objects that pose as others (proxies)
+    return [o for o in gc.get_objects() if issubclass(type(o), Engine) and _is_open(o)]
+
+
+def _is_open(engine: Engine) -> bool:
+    try:
+        return bool(engine.device)
+    except UsageError:
+        return False
+
+
+@contextmanager
+def _tracing(
+    found: Traced, engines: list[Engine], window: Window | None, collector: str, also_new: bool
+) -> Iterator[None]:
+    """Traces `engines` in the body, and where also_new those made in it, whose device spans come
+    from events; `found` grows by each."""
+    with ExitStack() as stack:
+
+        def trace(engine: Engine, collector: str = EVENTS) -> None:
+            traced = profile(engine, window, collector=collector)
+            found.append((engine, stack.enter_context(traced)))
+
+        for engine in engines:
+            trace(engine, collector)
+        if also_new:
+            stack.enter_context(_each_new_engine(trace))
+        yield
+
+
+@contextmanager
+def _each_new_engine(tell: Callable[[Engine], None]) -> Iterator[None]:
+    """Tells of each engine that is made in the body, as soon as it is whole.
+
+    The constructor is wrapped for that time: engines are made by `Engine.load`, `variant` and
+    whoever calls them, and none of them needs to know of notebooks.
+    """
+    make = Engine.__init__
+
+    @functools.wraps(make)
+    def made(self: Engine, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        tell(self)
+
+    Engine.__init__ = made  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Engine.__init__ = make  # type: ignore[method-assign]
+
+
+def _by_name(found: Traced, namespace: Mapping[str, Any]) -> dict[str, tuple[Engine, Profile]]:
+    """The traced engines by their names in the notebook; those without one are counted."""
+    names = [name for name in namespace if not name.startswith("_")]
+    named = {id(namespace[name]): name for name in reversed(names)}  # the first of several counts
+    return {
+        named.get(id(engine), f"engine {i}"): (engine, part)
+        for i, (engine, part) in enumerate(found, 1)
+    }
+
+
+def _steps(spans: list[Span]) -> list[int]:
+    return sorted({s.args["step"] for s in spans if s.category == "step"})
+
+
+def _numbered(spans: Mapping[str, list[Span]]) -> dict[str, list[Span]]:
+    """The spans of several engines with numbers of steps that all of them can share."""
+    begun = sorted(
+        (s.start_ns, name, s.args["step"])
+        for name, own in spans.items() for s in own if s.category == "step"
+    )  # fmt: skip
+    numbers = {(name, step): number for number, (_, name, step) in enumerate(begun)}
+
+    def renumbered(name: str, span: Span) -> Span:
+        args = dict(span.args)
+        number = numbers.get((name, args.pop("step", None)))
+        if number is not None:
+            args["step"] = number
+        if span.category != "step":
+            return span._replace(args=args)
+        return span._replace(name=f"{name}: step {number}", args=args)
+
+    return {name: [renumbered(name, s) for s in own] for name, own in spans.items()}
+
+
+def _of(drawn: list[int], steps: list[int]) -> str:
+    """Which steps a picture shows, of how many."""
+    if len(drawn) == len(steps) > 1:
+        return f"all {len(steps)} steps"
+    return f"step {drawn[0]}" + (f", one of {len(steps)}" if len(steps) > 1 else "")
+
+
+# the cell ----------------------------------------------------------------------------------------
+
+
+def _compile(shell: Any, cell: str) -> list[CodeType]:
+    """The cell as IPython would compile it: its magics translated, its lines known to tracebacks,
+    the value of a last expression shown unless a semicolon ends it. Raises SyntaxError."""
+    source = shell.transform_cell(cell)
+    # the number of the cell that is running; the shell's own count may be at the next already
+    running = getattr(shell.displayhook.exec_result, "execution_count", None)
+    name = shell.compile.cache(source, running or shell.execution_count, raw_code=cell)
+    body = shell.transform_ast(shell.compile.ast_parse(source, filename=name)).body
+    shown = bool(body) and isinstance(body[-1], ast.Expr)
+    if DisplayHook.semicolon_at_end_of_expression(cell) or shell.ast_node_interactivity == "none":
+        shown = False
+    last = [body.pop()] if shown else []
+    codes = [shell.compile(ast.Module(body, type_ignores=[]), name, "exec")]
+    return codes + [shell.compile(ast.Interactive([node]), name, "single") for node in last]
+
+
+def _run(shell: Any, codes: list[CodeType]) -> None:
+    __tracebackhide__ = True
+    for code in codes:
+        exec(code, shell.user_global_ns, shell.user_ns)
+
+
+def load(shell: Any) -> None:
+    """Adds the magics to an IPython shell: what `%load_ext workbench` calls."""
+    shell.register_magics(WorkbenchMagics)
+
+
+def unload(shell: Any) -> None:
+    """Takes them away: what `%unload_ext workbench` calls."""
+    shell.magics_manager.magics["cell"].pop("wb_profile", None)
