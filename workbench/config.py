@@ -56,10 +56,23 @@ class CopyStream(StrEnum):
 
 class HostSource(StrEnum):
     """What memory input values are copied from: PINNED (page-locked), as llama.cpp's are, or
-    PAGEABLE, which a driver may stage and make the call wait for. Either may be read late."""
+    PAGEABLE, which a driver may stage and make the call wait for. Either may be read late. A
+    PINNED_RING has a place for each of the last 2 or 4 steps; before one is written again the host
+    waits for the copies from it."""
 
     PINNED = "pinned"
     PAGEABLE = "pageable"
+    PINNED_RING_2 = "pinned_ring_2"
+    PINNED_RING_4 = "pinned_ring_4"
+
+
+class NCopies(StrEnum):
+    """How many places a device has for each input, which steps take in turn (llama.cpp: 4 with
+    pipeline parallelism, else 1). With several the host waits before a copy not for all the
+    device's work, but for an event behind the graph that read the place last."""
+
+    ONE = "1"
+    FOUR = "4"
 
 
 class InputOrder(StrEnum):
@@ -129,9 +142,10 @@ class Toggles:
     Raises UsageError for a value that does not exist and for two toggles that clash.
     """
 
-    sync: str = _toggle(SyncMode, SyncMode.PER_COPY, "program/lower.py", EXACT)
+    sync: str = _toggle(SyncMode, SyncMode.PER_COPY, "program/ordering.py", EXACT)
     copy_stream: str = _toggle(CopyStream, CopyStream.OWN, "program/lower.py", EXACT)
     host_source: str = _toggle(HostSource, HostSource.PINNED, "program/lower.py", EXACT)
+    n_copies: str = _toggle(NCopies, NCopies.ONE, "program/lower.py", EXACT)
     input_order: str = _toggle(InputOrder, InputOrder.GRAPH, "program/lower.py", EXACT)
     step_wait: str = _toggle(StepWait, StepWait.EVERY, "program/lower.py", EXACT)
     graph_reuse: str = _toggle(GraphReuse, GraphReuse.REBUILD, "engine/reuse.py", EXACT)

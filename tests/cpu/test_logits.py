@@ -20,7 +20,7 @@ from tests import reference
 from workbench.config import EXACT, SyncMode, Toggles
 from workbench.errors import UsageError
 from workbench.program.commands import Capabilities
-from workbench.program.lower import Ordering, race_of
+from workbench.program.ordering import Ordering, race_of
 
 # NMSE against float64, by the type of the file: three times what was measured (2.1e-7 and 3.4e-4)
 # over the presets, devices and ways of feeding below. llama.cpp itself measures 7e-7 for F32 (its
@@ -154,7 +154,7 @@ def test_only_the_rows_asked_for(engine, preset):
 
 
 ASYNCHRONOUS = Capabilities(True, True, True, False, 2)
-IN_TURN = ("host_source", "input_order")  # toggles that go with the others, not with each other
+IN_TURN = ("host_source", "n_copies", "input_order")  # toggles that go with the others, not with each other
 
 
 def legal_toggles(programmatic: bool = False) -> list[Toggles]:

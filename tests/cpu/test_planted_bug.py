@@ -23,6 +23,7 @@ import pytest
 import workbench as wb
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.batch import Batch, make_batch
+from workbench.engine.reuse import Key
 from workbench.program.commands import (
     COMPUTE_STREAM,
     COPY_STREAM,
@@ -74,14 +75,14 @@ class Step:
         """The step's program with only the commands that `keep` keeps, bound to its memory."""
         whole = self.engine._lower
 
-        def lower(shape, buffers=None) -> Program:
-            program = whole(shape, buffers)
+        def lower(*shape, **others) -> Program:
+            program = whole(*shape, **others)
             program.commands = [c for c in program.commands if keep(c)]
             return program
 
         with monkeypatch.context() as patch:
             patch.setattr(self.engine, "_lower", lower)
-            return self.engine._build(self.batch.shape)
+            return self.engine._build(Key(self.batch.shape, 0))
 
     def logits(self, pending) -> np.ndarray:
         (raw,) = pending.wait().values()

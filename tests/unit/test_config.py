@@ -15,6 +15,7 @@ def test_default_is_the_baseline():
         "sync": "per_copy",
         "copy_stream": "own",
         "host_source": "pinned",
+        "n_copies": "1",
         "input_order": "graph",
         "step_wait": "every",
         "graph_reuse": "rebuild",
@@ -36,8 +37,8 @@ def test_default_is_the_baseline():
 def test_which_toggles_may_change_the_last_bits():
     """Scheduling is exact; what another kernel computes may round differently."""
     exact = {name for name in Toggles.names() if Toggles.answer_class(name) == EXACT}
-    scheduling = {"sync", "copy_stream", "host_source", "input_order", "step_wait", "graph_reuse"}
-    assert exact == scheduling | {"pdl"}
+    scheduling = {"sync", "copy_stream", "host_source", "n_copies", "input_order", "step_wait"}
+    assert exact == scheduling | {"graph_reuse", "pdl"}
     assert Toggles.answer_class("fuse") == ROUNDING
 
 

@@ -10,7 +10,7 @@ from workbench.backend.cuda_kernel import Kernel
 from workbench.config import Toggles
 from workbench.errors import DeviceError
 from workbench.program.commands import Capabilities
-from workbench.program.lower import choose_pdl
+from workbench.program.ordering import choose_pdl
 
 # planted ------------------------------------------------------------------------------------------
 

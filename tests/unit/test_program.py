@@ -29,7 +29,8 @@ from workbench.program.commands import (
     Wait,
     Write,
 )
-from workbench.program.lower import RULES, Ordering, choose_ordering, lower, race_of
+from workbench.program.lower import lower
+from workbench.program.ordering import RULES, Ordering, choose_ordering, race_of
 from workbench.program.split import split
 
 ASYNC = Capabilities(True, True, True, False, 2)

@@ -49,12 +49,21 @@ class Prepared:
     """A program bound to addresses. Lives as long as the memory it was bound to."""
 
     def __init__(
-        self, program: Program, backends: Sequence[Backend], memory: Mapping[Buffer, Memory]
+        self,
+        program: Program,
+        backends: Sequence[Backend],
+        memory: Mapping[Buffer, Memory],
+        events: dict[int, Any] | None = None,
     ):
+        """events: those of other programs of the same engine by number, for a step may wait for
+        what one before it recorded; new ones are added."""
         self.program = program
         self._backends = backends
         self._memory = memory
-        self._events = [backends[-1].event() for _ in range(program.n_events)]
+        self._events = {} if events is None else events
+        for number in program.events:
+            if number not in self._events:
+                self._events[number] = backends[-1].event()
         self._values: dict[str, np.ndarray] = {}
         self._results: dict[str, np.ndarray] = {}
         issue = [self._prepare(command) for command in program.commands]

@@ -18,7 +18,6 @@ from workbench.cli.interrupts import heeded
 from workbench.config import FAMILIES, Toggles
 from workbench.errors import UsageError, WorkbenchError
 
-
 SHORT = {"-ngl": "--n-gpu-layers", "-ot": "--override-tensor"}  # as llama.cpp has them
 
 

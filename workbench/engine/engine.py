@@ -18,7 +18,7 @@ from workbench.engine.generation import Generation
 from workbench.engine.kv_cache import KVCache, check_room
 from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Workspace
-from workbench.engine.reuse import POLICIES, Programs
+from workbench.engine.reuse import POLICIES, Key, Programs
 from workbench.engine.wanted import modes_of, step_graph
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
@@ -47,6 +47,8 @@ class Engine:
         self.toggles = toggles
         self.recorder: Recorder | None = None
         self.n_steps = 0
+        self._turn = 0  # of the places that steps take in turn, also those of steps that failed
+        self._events: dict[int, Any] = {}
         self._late: list[Callable[[], None]] = []  # device spans of steps nobody has waited for
         self._ns = dict.fromkeys(
             ("graph_ns", "split_ns", "lower_ns", "prepare_ns", "batch_ns", "issue_ns", "wait_ns"), 0
@@ -122,7 +124,7 @@ class Engine:
         ns, t0 = self._ns, now_ns()
         batch = self._batches.take(tokens, outputs)
         t1 = now_ns()
-        program = self._programs.get(batch.shape)  # built or reused
+        program = self._programs.get(self._key(batch.shape))  # built or reused
         t2 = now_ns()
         pending = program.run(batch.values)
         t3 = now_ns()
@@ -142,7 +144,7 @@ class Engine:
             t0 = now_ns()
             batch = self._batches.take(tokens, outputs)
             self._spent("batch", t0, now_ns())
-            program = self._programs.get(batch.shape)
+            program = self._programs.get(self._key(batch.shape))
             pending, add_device_spans = program.run_traced(batch.values, recorder, n)
             t1 = now_ns()
             logits, ahead_ns = self._finish(pending, batch, outputs)
@@ -153,6 +155,10 @@ class Engine:
             for add in late:
                 add()
         return logits
+
+    def _key(self, shape: StepShape) -> Key:
+        turn, self._turn = self._turn, (self._turn + 1) % self._ordering.turns
+        return Key(shape, turn)
 
     def _waits(self, shape: StepShape) -> bool:
         """Whether a step of this shape ends with a wait of the host."""
@@ -280,10 +286,12 @@ class Engine:
         for i, size in enumerate([*sizes, *[1] * n_decoded]):
             past += size
             shape = StepShape(size, int(i >= len(sizes) - 1), -(-past // pad) * pad)
-            made.append(self._lower(shape, buffers))
+            made.append(self._lower(shape, buffers, i % self._ordering.turns))
         return made
 
-    def _lower(self, shape: StepShape, buffers: dict[str, Buffer] | None = None) -> Program:
+    def _lower(
+        self, shape: StepShape, buffers: dict[str, Buffer] | None = None, turn: int = 0
+    ) -> Program:
         """Graph, splits and program of a step shape: everything but addresses."""
         loaded, t0 = self._open, now_ns()
         graph, place = step_graph(
@@ -301,17 +309,18 @@ class Engine:
             self._ordering,
             self._begins_early,
             buffers,
+            turn,
         )
         self._spent("graph", t0, t1)
         self._spent("split", t1, t2)
         self._spent("lower", t2, now_ns())
         return program
 
-    def _build(self, shape: StepShape) -> Prepared:
-        program = self._lower(shape)
+    def _build(self, key: Key) -> Prepared:
+        program = self._lower(key.shape, turn=key.turn)
         start = now_ns()
         memory = self._memory | self._workspace.bind(program)
-        prepared = Prepared(program, self._open.backends, memory)
+        prepared = Prepared(program, self._open.backends, memory, self._events)
         self._spent("prepare", start, now_ns())
         return prepared
 

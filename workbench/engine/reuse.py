@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from workbench.backend.issue import Prepared
 from workbench.config import GraphReuse
@@ -18,11 +18,19 @@ from workbench.graph.ir import StepShape
 KEPT = 64  # most programs kept; the least recently used goes first
 
 
+class Key(NamedTuple):
+    """What a program follows from: the step's shape, and which of the places that steps take in
+    turn it has (`program/lower.py`)."""
+
+    shape: StepShape
+    turn: int
+
+
 class Programs(Protocol):
     built: int
     reused: int
 
-    def get(self, shape: StepShape) -> Prepared: ...
+    def get(self, key: Key) -> Prepared: ...
 
     def clear(self) -> None: ...
 
@@ -30,35 +38,35 @@ class Programs(Protocol):
 class Rebuild:
     """Builds graph and program anew for every step."""
 
-    def __init__(self, build: Callable[[StepShape], Prepared]):
+    def __init__(self, build: Callable[[Key], Prepared]):
         self._build = build
         self.built = self.reused = 0
 
-    def get(self, shape: StepShape) -> Prepared:
+    def get(self, key: Key) -> Prepared:
         self.built += 1
-        return self._build(shape)
+        return self._build(key)
 
     def clear(self) -> None:
         """Nothing is kept."""
 
 
 class KeepByShape:
-    """Builds once for each step shape and keeps the program."""
+    """Builds once for each step shape and turn and keeps the program."""
 
-    def __init__(self, build: Callable[[StepShape], Prepared]):
+    def __init__(self, build: Callable[[Key], Prepared]):
         self._build = build
-        self._kept: OrderedDict[StepShape, Prepared] = OrderedDict()
+        self._kept: OrderedDict[Key, Prepared] = OrderedDict()
         self.built = self.reused = 0
 
-    def get(self, shape: StepShape) -> Prepared:
-        kept = self._kept.get(shape)
+    def get(self, key: Key) -> Prepared:
+        kept = self._kept.get(key)
         if kept is not None:
-            self._kept.move_to_end(shape)
+            self._kept.move_to_end(key)
             self.reused += 1
             return kept
         self.built += 1
-        made = self._build(shape)
-        self._kept[shape] = made
+        made = self._build(key)
+        self._kept[key] = made
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return made
@@ -67,7 +75,7 @@ class KeepByShape:
         self._kept.clear()
 
 
-POLICIES: dict[str, Callable[[Callable[[StepShape], Prepared]], Programs]] = {
+POLICIES: dict[str, Callable[[Callable[[Key], Prepared]], Programs]] = {
     GraphReuse.REBUILD: Rebuild,
     GraphReuse.SET_ROWS: KeepByShape,
 }

@@ -259,7 +259,7 @@ class Program:
     """
 
     __slots__ = (
-        "backends", "buffers", "commands", "copy_stream", "n_events", "placement", "shape",
+        "backends", "buffers", "commands", "copy_stream", "placement", "shape",
         "splits", "sync",
     )  # fmt: skip
 
@@ -273,7 +273,6 @@ class Program:
         shape: StepShape,
         sync: str,
         copy_stream: str,
-        n_events: int,
     ):
         self.commands = commands
         self.buffers = buffers
@@ -283,7 +282,12 @@ class Program:
         self.shape = shape
         self.sync = sync
         self.copy_stream = copy_stream
-        self.n_events = n_events
+
+    @property
+    def events(self) -> set[int]:
+        """The numbers of the events that its commands name."""
+        return {c.event for c in self.commands
+                if isinstance(c, Record | Wait | Sync) and c.event is not None}  # fmt: skip
 
     def pattern(self, fold: bool = False) -> str:
         """The program's order in the letters of the threads, one group per split.

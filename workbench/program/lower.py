@@ -1,8 +1,8 @@
 """ROOM #17795: lowers a graph to a program, ordering copies, waits and launches by sync mode.
 
-A sync mode is not an `if` in a loop: it is a row of `RULES`, which says where Sync commands go
-around the input copies of a device split. What the rows cost is one wait of the host each; what
-they protect, with copies on their own stream:
+A sync mode is not an `if` in a loop: it is a row of `RULES` (`program/ordering.py`), which says
+where Sync commands go around the input copies of a device split. What the rows cost is one wait of
+the host each; what they protect, with copies on their own stream:
 
     host     W W W . s . C C C . s . g g g g ........ S R      W write staging   C copy
     copies           |   c c c-'   |                            g launch          R read
@@ -14,17 +14,19 @@ they protect, with copies on their own stream:
 * `S`, the logits wait, ends a step: its results are on the host. Where every step has one it makes
   the first `s` superfluous, and on one stream the second too. With step_wait=outputs a step
   without outputs has none, and the next one's writes and copies meet this one's.
-
-`race_of` says in words which modes are unsafe where; `program/hazards.py` proves it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from enum import IntEnum
 
-from workbench.config import CopyStream, HostSource, InputOrder, StepWait, Switch, SyncMode
-from workbench.errors import DeviceError, UsageError
+from workbench.config import (
+    CopyStream,
+    HostSource,
+    InputOrder,
+    StepWait,
+)
 from workbench.graph import arena, ops
 from workbench.graph.ir import Graph, Kind, Node, Tensor
 from workbench.program.commands import (
@@ -33,7 +35,6 @@ from workbench.program.commands import (
     HOST,
     RESULT,
     Buffer,
-    Capabilities,
     Command,
     Copy,
     Launch,
@@ -47,115 +48,29 @@ from workbench.program.commands import (
     Wait,
     Write,
 )
+from workbench.program.ordering import Ordering
 from workbench.program.split import Split
 
 
-class Rule(NamedTuple):
-    """Where the host waits around the input copies of a split, and what that asks of a backend."""
+class Guard(IntEnum):
+    """What an event stands behind: the results of a step; the copies of a split's inputs; the
+    graph that reads them; the copies from staging memory."""
 
-    wait_each: bool  # for the split's stream, before every copy
-    wait_before: bool  # for the split's stream, once before the copies
-    blocking: bool  # each copy is waited for at once
-    wait_after: bool  # for the copies, once before the launches
-    guarded: bool = False  # launches wait, on the device, for an event behind the copies
-    packed: bool = False  # inputs that are neighbours in both places are one copy
+    ENDED, LANDED, READ, STAGED = range(4)
 
 
-RULES: dict[str, Rule] = {
-    SyncMode.PER_COPY: Rule(True, False, True, False),
-    SyncMode.BLOCKING_COPIES: Rule(False, True, True, True),
-    SyncMode.COPY_BOUNDARY: Rule(False, True, False, True),
-    SyncMode.PACKED: Rule(False, True, False, True, packed=True),
-    SyncMode.EVENT_GUARDED: Rule(False, True, False, False, guarded=True),
-    SyncMode.WRITE_READ_BOUNDARY: Rule(False, False, False, True),
-    SyncMode.IMPLICIT: Rule(False, False, False, False),
-}  # from the most waits to the fewest; of as many, from the most copies
+MOST_PLACES = 4
 
 
-class Ordering(NamedTuple):
-    """How a program's copies and waits are ordered. sync: a mode, never `auto`."""
-
-    sync: str
-    copy_stream: str = CopyStream.OWN
-    host_source: str = HostSource.PINNED
-    input_order: str = InputOrder.GRAPH
-    step_wait: str = StepWait.EVERY
-
-    @property
-    def rule(self) -> Rule:
-        return RULES[self.sync]
+def event_number(guard: Guard, split: int, place: int) -> int:
+    """The same in every program of an engine, whatever its shape: an event of one step is what a
+    later step waits for."""
+    return (split * MOST_PLACES + place) * len(Guard) + guard
 
 
-def choose_ordering(
-    wanted: Ordering, capabilities: Capabilities, device: str, unsafe: bool = False
-) -> Ordering:
-    """The ordering to lower with: `wanted` itself, or with sync=auto the mode among those that are
-    safe that has the fewest waits.
-
-    unsafe: a mode whose programs race is taken all the same. Raises DeviceError where the backend
-    cannot honour the mode or the copy stream, UsageError where the toggles race.
-    """
-    able = capabilities
-    own = able.asynchronous_copies and wanted.copy_stream == CopyStream.OWN
-    if own and able.n_streams < 2:
-        raise DeviceError(
-            f"copy_stream=own needs two streams and the {device} device has {able.n_streams}; use "
-            "copy_stream=compute"
-        )
-    if wanted.sync == SyncMode.AUTO:
-        modes = [wanted._replace(sync=mode) for mode in RULES]
-        return [o for o in modes if not (_refusal(o, able) or race_of(o, able))][-1]
-    if reason := _refusal(wanted, able):
-        raise DeviceError(
-            f"the {device} device cannot honour sync={wanted.sync}: {reason}; use sync=auto, or "
-            "per_copy"
-        )
-    if not unsafe and (race := race_of(wanted, able)):
-        toggles = [f"sync={wanted.sync}", f"copy_stream={wanted.copy_stream}"]
-        if wanted.step_wait != StepWait.EVERY:
-            toggles.append(f"step_wait={wanted.step_wait}")
-        raise UsageError(
-            f"toggles {' and '.join(toggles)} race on the {device} device: {race} (`workbench "
-            "check` names the commands); use sync=auto, or unsafe to run them all the same"
-        )
-    return wanted
-
-
-def _refusal(o: Ordering, able: Capabilities) -> str:
-    """Why a backend cannot honour a mode; empty where it can."""
-    if not o.rule.blocking and not able.asynchronous_copies:
-        return "its copies are not asynchronous"
-    if o.rule.guarded and not able.events:
-        return "it has no events"
-    if o.rule.guarded and not able.one_order:
-        return "an event does not stand behind its copies"
-    return ""
-
-
-def race_of(o: Ordering, able: Capabilities) -> str:
-    """What races under an ordering on a backend that can honour it; empty where nothing does."""
-    rule, train = o.rule, o.step_wait != StepWait.EVERY
-    drained = rule.blocking or rule.wait_after  # the host goes on when the copies have landed
-    with_launches = able.one_order and o.copy_stream == CopyStream.COMPUTE
-    if not able.asynchronous_copies:
-        return ""
-    if not (drained or rule.guarded or with_launches):
-        return "nothing orders a copy before the graph that reads what it brings"
-    if train and not drained:
-        return "the next step's inputs are written where copies of this one have yet to read"
-    if train and not (rule.wait_each or rule.wait_before or with_launches):
-        return "copies overwrite what the graph of the step before still reads"
-    return ""
-
-
-def choose_pdl(pdl: str, capabilities: Capabilities, device: str) -> bool:
-    """Whether launches may be programmatic. Raises DeviceError where the backend cannot do it."""
-    if pdl == Switch.ON and not capabilities.programmatic:
-        raise DeviceError(
-            f"the {device} device cannot honour pdl=on: it has no programmatic dependent launch "
-            "(CUDA, compute capability 9.0 or later); use pdl=off"
-        )
-    return pdl == Switch.ON
+def _of_place(name: str, place: int, places: int) -> str:
+    """A buffer for each place, since those of other shapes are as large as they need."""
+    return name if places == 1 else f"{name}.{place}"
 
 
 class _Lowering:
@@ -166,13 +81,15 @@ class _Lowering:
         ordering: Ordering,
         begins_early: Callable[[Node], bool] | None,
         known: dict[str, Buffer] | None,
+        turn: int,
     ):
         self.ordering, self.rule = ordering, ordering.rule
+        self.host_place = turn % ordering.host_places
+        self.device_place = turn % ordering.device_places
         self.known = {} if known is None else known
         self.begins_early = begins_early
         own = ordering.copy_stream == CopyStream.OWN
         self.copies_on = COPY_STREAM if own else COMPUTE_STREAM
-        self.n_events = 0
         self.commands: list[Command] = []
         self.buffers: list[Buffer] = []
         self.placement: list[dict[Tensor, Range]] = []
@@ -183,10 +100,6 @@ class _Lowering:
         made.nbytes = max(made.nbytes, nbytes)
         self.buffers.append(made)
         return made
-
-    def event(self) -> int:
-        self.n_events += 1
-        return self.n_events - 1
 
     def place(
         self,
@@ -204,11 +117,14 @@ class _Lowering:
         on_host = {t.storage for p in splits if p.backend == HOST for n in p.nodes
                    for t in n.outputs}  # fmt: skip
         wanted = [s for s in copied if s.kind == Kind.INPUT or s in on_host]
+        taking = [i for i, part in enumerate(splits) if part.backend != HOST and part.inputs]
+        self.last_copied = max(taking, default=RESULT)
         offsets, end = {}, 0
         for t in dict.fromkeys([*wanted, *graph.inputs]):
             offsets[t] = end
             end += -(-t.nbytes // arena.ALIGN) * arena.ALIGN
-        staging = self.buffer("staging", space, end, owner)
+        name = _of_place("staging", self.host_place, self.ordering.host_places)
+        staging = self.buffer(name, space, end, owner)
         staged = {t: Range(staging, at, t.nbytes) for t, at in offsets.items()}
         crossing = {s for part in splits for s in part.inputs} | set(graph.outputs)
 
@@ -219,6 +135,9 @@ class _Lowering:
             if b == HOST:
                 placement.update(staged)  # the host computes on staging itself
                 given = [s for s in given if s.kind != Kind.INPUT]
+            elif self.ordering.device_places > 1:
+                placement |= self._apart(b, given)
+                given = []
             placed = arena.plan(nodes, given, crossing, scratch_bytes[b], staged)
             memory = self.buffer(f"arena.{b}", Space.DEVICE if b != HOST else space, placed.nbytes,
                                  owner)  # fmt: skip
@@ -227,9 +146,22 @@ class _Lowering:
             for node, (at, nbytes) in placed.scratch.items():
                 self.scratch[node] = Range(memory, at, nbytes)
             self.placement.append(placement)
+        if self.ordering.host_places > 1 and owner:
+            copied_from = event_number(Guard.STAGED, 0, self.host_place)
+            self.commands.append(Sync(RESULT, event=copied_from))
         for t in graph.inputs:
             self.commands.append(Write(staged[t], t.name))
         return staged
+
+    def _apart(self, b: int, given: Sequence[Tensor]) -> dict[Tensor, Range]:
+        """Places for the inputs of a device's splits in memory of this step's turn."""
+        offsets, end = {}, 0
+        for t in given:
+            offsets[t] = end
+            end += -(-t.nbytes // arena.ALIGN) * arena.ALIGN
+        name = _of_place(f"inputs.{b}", self.device_place, self.ordering.device_places)
+        memory = self.buffer(name, Space.DEVICE, end, b)
+        return {t: Range(memory, at, t.nbytes) for t, at in offsets.items()}
 
     def bring_inputs(self, number: int, part: Split, staged: dict[Tensor, Range], made_by) -> None:
         """The copies of a split's inputs, with the waits its rule puts around them."""
@@ -240,10 +172,10 @@ class _Lowering:
         compute = Stream(part.backend, COMPUTE_STREAM)
         copies = Stream(part.backend, self.copies_on)
         if rule.wait_before and part.inputs:
-            emit(Sync(number, stream=compute))
+            emit(self._wait_for_graph(number, compute))
         for name, dst, src in self._transfers(part, staged, made_by):
             if rule.wait_each:
-                emit(Sync(number, stream=compute))
+                emit(self._wait_for_graph(number, compute))
             copy = Copy(dst, src, copies, name, number)
             emit(copy)
             if rule.blocking:
@@ -251,9 +183,18 @@ class _Lowering:
         if rule.wait_after and part.inputs:
             emit(Sync(number, stream=copies))
         if rule.guarded and part.inputs:
-            landed = self.event()
+            landed = event_number(Guard.LANDED, number, 0)
             emit(Record(landed, copies, number))
             emit(Wait(landed, compute, number))
+        if self.ordering.host_places > 1 and number == self.last_copied:
+            emit(Record(event_number(Guard.STAGED, 0, self.host_place), copies, number))
+
+    def _wait_for_graph(self, number: int, compute: Stream) -> Sync:
+        """The wait before copies: for all that is queued, or where inputs have several places for
+        the graph that read this one."""
+        if self.ordering.device_places == 1:
+            return Sync(number, stream=compute)
+        return Sync(number, event=event_number(Guard.READ, number, self.device_place))
 
     def _transfers(
         self, part: Split, staged: dict[Tensor, Range], made_by
@@ -297,6 +238,8 @@ class _Lowering:
             writes = tuple([_range(place, a) for a in ops.writes(node)]) + own
             programmatic = early is not None and early(node)
             emit(Launch(node, stream, reads, writes, temporary, number, programmatic))
+        if self.ordering.device_places > 1 and part.backend != HOST and part.inputs:
+            emit(Record(event_number(Guard.READ, number, self.device_place), stream, number))
 
     def result(self, graph: Graph, made_by: dict[Tensor, int], last: Stream) -> None:
         """The logits on their way to the host, and the wait that ends the step."""
@@ -315,7 +258,7 @@ class _Lowering:
             at += t.nbytes
             emit(Copy(there, self.placement[made_by[t]][t], last, t.name, RESULT))
             reads.append(Read(there, t.name))
-        ended = self.event()
+        ended = event_number(Guard.ENDED, 0, 0)
         emit(Record(ended, last, RESULT))
         emit(Sync(RESULT, event=ended))
         self.commands.extend(reads)
@@ -355,6 +298,7 @@ def lower(
     ordering: Ordering,
     begins_early: Callable[[Node], bool] | None = None,
     buffers: dict[str, Buffer] | None = None,
+    turn: int = 0,
 ) -> Program:
     """The program of one step.
 
@@ -363,10 +307,11 @@ def lower(
     which of the device's nodes have kernels that wait by themselves for the launch in front of
     them: those are launched programmatically; without it (`choose_pdl`) none is. buffers: staging,
     arenas and results of earlier steps of the same engine by name, which are this step's too, grown
-    where it needs more; new ones are added. The program ends with the logits wait, Record, Sync on
+    where it needs more; new ones are added. turn: of the ordering's `turns`, which the steps of an
+    engine take one after the other. The program ends with the logits wait, Record, Sync on
     that event, Read, unless it has no outputs and step_wait wants none.
     """
-    lowering = _Lowering(ordering, begins_early, buffers)
+    lowering = _Lowering(ordering, begins_early, buffers, turn)
     made_by = {t.storage: s.backend for s in splits for node in s.nodes for t in node.outputs}
     staged = lowering.place(graph, splits, residents, scratch_bytes)
     for number, part in enumerate(splits):
@@ -383,5 +328,4 @@ def lower(
         graph.shape,
         ordering.sync,
         ordering.copy_stream,
-        lowering.n_events,
     )

@@ -1,0 +1,94 @@
+"""Rings of staging memory and several places for a device's inputs: steps take them in turn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from workbench.config import Toggles
+from workbench.program.commands import RESULT, Copy, Program, Record, Sync, Write
+
+PROMPT = [5, 900, 17, 403, 77, 12, 99, 3] * 12  # twelve ubatches
+RINGS = {"pinned": 1, "pinned_ring_2": 2, "pinned_ring_4": 4}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    path = tiny_model("tiny-llama", "Q8_0")
+    with wb.Engine.load(path, device="embedded", n_ctx=256, n_ubatch=8, threads=2) as made:
+        yield made
+
+
+def run(engine: wb.Engine) -> np.ndarray:
+    rows = [engine.prefill(PROMPT[:60])]
+    rows += [engine.step([token]) for token in PROMPT[60:70]]
+    return np.concatenate([*rows, engine.prefill(PROMPT[70:])])
+
+
+@pytest.mark.parametrize("reuse", ["rebuild", "set_rows"])
+@pytest.mark.parametrize(("sync", "copy_stream"), [
+    ("per_copy", "own"), ("copy_boundary", "own"), ("packed", "compute"), ("event_guarded", "own"),
+    ("implicit", "compute"), ("auto", "own"),
+])  # fmt: skip
+def test_the_answer_is_the_same_in_every_turn(engine, sync, copy_stream, reuse):
+    """A train of ubatches, tokens, another train; event_guarded and implicit are safe in a train
+    only on a ring."""
+    wanted = run(engine)
+    engine.reset()
+    for source in ("pinned_ring_2", "pinned_ring_4"):
+        for n_copies in ("1", "4"):
+            toggles = Toggles(
+                sync=sync, copy_stream=copy_stream, graph_reuse=reuse, host_source=source,
+                n_copies=n_copies, step_wait="outputs",
+            )  # fmt: skip
+            with engine.variant(toggles) as variant:
+                assert np.array_equal(run(variant), wanted), toggles
+
+
+def places(program: Program) -> tuple[set[str], set[str]]:
+    """The buffers that values are written to, and those that copies bring inputs to."""
+    written = {c.staging.buffer.name for c in program.commands if isinstance(c, Write)}
+    brought = {c.dst.buffer.name for c in program.commands
+               if isinstance(c, Copy) and c.split != RESULT}  # fmt: skip
+    return written, brought
+
+
+@pytest.mark.parametrize("n_copies", ["1", "4"])
+@pytest.mark.parametrize("source", RINGS)
+def test_places_come_round(engine, source, n_copies):
+    toggles = Toggles(sync="copy_boundary", host_source=source, n_copies=n_copies)
+    with engine.variant(toggles) as variant:
+        found = [places(program) for program in variant.programs(8, 8)]
+    host, device = RINGS[source], int(n_copies)
+    for i, (written, brought) in enumerate(found):
+        assert written == ({"staging"} if host == 1 else {f"staging.{i % host}"})
+        assert brought == ({"arena.1"} if device == 1 else {f"inputs.1.{i % device}"})
+
+
+def test_a_ring_is_written_behind_the_copies_from_it(engine):
+    """The host waits for the event that was recorded behind the copies of the turn's last step."""
+    with engine.variant(Toggles(sync="implicit", copy_stream="compute",
+                                host_source="pinned_ring_2")) as variant:  # fmt: skip
+        first, second, third = variant.programs(8, 2)
+    for program in (first, second, third):
+        wait, write = program.commands[:2]
+        assert isinstance(wait, Sync) and isinstance(write, Write)
+        copies = [i for i, c in enumerate(program.commands) if isinstance(c, Copy)]
+        record = program.commands[copies[-2] + 1]  # the last copy is that of the logits
+        assert isinstance(record, Record) and record.event == wait.event
+    events = [program.commands[0].event for program in (first, second, third)]
+    assert events[0] == events[2] != events[1]
+
+
+def test_with_several_places_the_host_waits_for_an_event_and_not_for_the_stream(engine):
+    """As llama.cpp does where it has events: for the graph that read the place, four steps ago."""
+    for sync, waits in (("per_copy", 6), ("copy_boundary", 1)):
+        with engine.variant(Toggles(sync=sync, n_copies="4")) as variant:
+            programs = variant.programs(8, 4)
+        assert programs[0].pattern().endswith("gr")
+        before = [[c for c in p.commands if isinstance(c, Sync) and c.split != RESULT
+                   and c.event is not None] for p in programs]  # fmt: skip
+        assert all(len(found) == waits for found in before)
+        events = [found[0].event for found in before]
+        assert len(set(events[:4])) == 4 and events[4] == events[0]

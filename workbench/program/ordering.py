@@ -1,0 +1,152 @@
+"""How a program's copies and waits are ordered: the sync modes, what they ask of a backend, and
+what races under them.
+
+A sync mode is a row of `RULES`: where the host waits around the input copies of a split.
+`program/lower.py` makes programs by it. `race_of` says in words which orderings are unsafe where;
+`program/hazards.py` proves it, command by command.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from workbench.config import (
+    CopyStream,
+    HostSource,
+    InputOrder,
+    NCopies,
+    StepWait,
+    Switch,
+    SyncMode,
+)
+from workbench.errors import DeviceError, UsageError
+from workbench.program.commands import Capabilities
+
+
+class Rule(NamedTuple):
+    """Where the host waits around the input copies of a split, and what that asks of a backend."""
+
+    wait_each: bool  # for the split's stream, before every copy
+    wait_before: bool  # for the split's stream, once before the copies
+    blocking: bool  # each copy is waited for at once
+    wait_after: bool  # for the copies, once before the launches
+    guarded: bool = False  # launches wait, on the device, for an event behind the copies
+    packed: bool = False  # inputs that are neighbours in both places are one copy
+
+
+RULES: dict[str, Rule] = {
+    SyncMode.PER_COPY: Rule(True, False, True, False),
+    SyncMode.BLOCKING_COPIES: Rule(False, True, True, True),
+    SyncMode.COPY_BOUNDARY: Rule(False, True, False, True),
+    SyncMode.PACKED: Rule(False, True, False, True, packed=True),
+    SyncMode.EVENT_GUARDED: Rule(False, True, False, False, guarded=True),
+    SyncMode.WRITE_READ_BOUNDARY: Rule(False, False, False, True),
+    SyncMode.IMPLICIT: Rule(False, False, False, False),
+}  # from the most waits to the fewest; of as many, from the most copies
+
+
+class Ordering(NamedTuple):
+    """How a program's copies and waits are ordered. sync: a mode, never `auto`."""
+
+    sync: str
+    copy_stream: str = CopyStream.OWN
+    host_source: str = HostSource.PINNED
+    input_order: str = InputOrder.GRAPH
+    step_wait: str = StepWait.EVERY
+    n_copies: str = NCopies.ONE
+
+    @property
+    def rule(self) -> Rule:
+        return RULES[self.sync]
+
+    @property
+    def host_places(self) -> int:
+        """How many steps have staging memory of their own."""
+        return RINGS.get(self.host_source, 1)
+
+    @property
+    def device_places(self) -> int:
+        """How many steps have places for their inputs of their own."""
+        return int(self.n_copies)
+
+    @property
+    def turns(self) -> int:
+        """After how many steps a program's places come round again; each is a program."""
+        return math.lcm(self.host_places, self.device_places)
+
+
+RINGS = {HostSource.PINNED_RING_2: 2, HostSource.PINNED_RING_4: 4}
+
+
+def choose_ordering(
+    wanted: Ordering, capabilities: Capabilities, device: str, unsafe: bool = False
+) -> Ordering:
+    """The ordering to lower with: `wanted` itself, or with sync=auto the mode among those that are
+    safe that has the fewest waits.
+
+    unsafe: a mode whose programs race is taken all the same. Raises DeviceError where the backend
+    cannot honour the mode or the copy stream, UsageError where the toggles race.
+    """
+    able = capabilities
+    own = able.asynchronous_copies and wanted.copy_stream == CopyStream.OWN
+    if own and able.n_streams < 2:
+        raise DeviceError(
+            f"copy_stream=own needs two streams and the {device} device has {able.n_streams}; use "
+            "copy_stream=compute"
+        )
+    if wanted.sync == SyncMode.AUTO:
+        modes = [wanted._replace(sync=mode) for mode in RULES]
+        return [o for o in modes if not (_refusal(o, able) or race_of(o, able))][-1]
+    if reason := _refusal(wanted, able):
+        raise DeviceError(
+            f"the {device} device cannot honour sync={wanted.sync}: {reason}; use sync=auto, or "
+            "per_copy"
+        )
+    if not unsafe and (race := race_of(wanted, able)):
+        toggles = [f"sync={wanted.sync}", f"copy_stream={wanted.copy_stream}"]
+        if wanted.step_wait != StepWait.EVERY:
+            toggles.append(f"step_wait={wanted.step_wait}")
+        raise UsageError(
+            f"toggles {' and '.join(toggles)} race on the {device} device: {race} (`workbench "
+            "check` names the commands); use sync=auto, or unsafe to run them all the same"
+        )
+    return wanted
+
+
+def _refusal(o: Ordering, able: Capabilities) -> str:
+    """Why a backend cannot honour a mode; empty where it can."""
+    if not o.rule.blocking and not able.asynchronous_copies:
+        return "its copies are not asynchronous"
+    if (o.rule.guarded or o.turns > 1) and not able.events:
+        return "it has no events"
+    if (o.rule.guarded or o.host_places > 1) and not able.one_order:
+        return "an event does not stand behind its copies"
+    return ""
+
+
+def race_of(o: Ordering, able: Capabilities) -> str:
+    """What races under an ordering on a backend that can honour it; empty where nothing does."""
+    rule, train = o.rule, o.step_wait != StepWait.EVERY
+    drained = rule.blocking or rule.wait_after  # the host goes on when the copies have landed
+    apart = o.host_places > 1  # and waits before it writes where copies are made from
+    with_launches = able.one_order and o.copy_stream == CopyStream.COMPUTE
+    if not able.asynchronous_copies:
+        return ""
+    if not (drained or rule.guarded or with_launches):
+        return "nothing orders a copy before the graph that reads what it brings"
+    if train and not (drained or apart):
+        return "the next step's inputs are written where copies of this one have yet to read"
+    if train and not (rule.wait_each or rule.wait_before or with_launches):
+        return "copies overwrite what the graph of the step before still reads"
+    return ""
+
+
+def choose_pdl(pdl: str, capabilities: Capabilities, device: str) -> bool:
+    """Whether launches may be programmatic. Raises DeviceError where the backend cannot do it."""
+    if pdl == Switch.ON and not capabilities.programmatic:
+        raise DeviceError(
+            f"the {device} device cannot honour pdl=on: it has no programmatic dependent launch "
+            "(CUDA, compute capability 9.0 or later); use pdl=off"
+        )
+    return pdl == Switch.ON
