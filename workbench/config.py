@@ -270,6 +270,9 @@ class EngineConfig:
     host backend and lanes of the embedded device; 0 means every core this process may use. unsafe:
     toggles whose programs are known to race are run all the same, and may give wrong answers.
 
+    n_devices: devices of the kind that share the layers, one part of them after the other; what one
+    computes is copied to the next, which works on it while the first begins the next ubatch.
+
     n_gpu_layers: so many of the last layers are the device's, the others the host's, each with its
     cache; one more than the model has layers is the output, too; -1 is everything (llama.cpp's
     -ngl). override_tensor: `PATTERN=host` or `PATTERN=device`, a regular expression searched for in
@@ -282,6 +285,7 @@ class EngineConfig:
     n_kv_pad: int = 256
     threads: int = 0
     unsafe: bool = False
+    n_devices: int = 1
     n_gpu_layers: int = -1
     override_tensor: tuple[str, ...] = ()
 
@@ -290,7 +294,7 @@ class EngineConfig:
             raise UsageError(
                 f"device {self.device!r} does not exist; choose one of {', '.join(DEVICES)}"
             )
-        for name in ("n_ctx", "n_ubatch", "n_kv_pad"):
+        for name in ("n_ctx", "n_ubatch", "n_kv_pad", "n_devices"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} must be at least 1")
         if self.threads < 0:

@@ -97,8 +97,12 @@ class Backend(Protocol):
     def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
         """Queues a copy between host and device; with to_host, dst is the host's address."""
 
+    def copy_to_peer(self, peer: Any, dst: int, src: int, nbytes: int, stream: int) -> Issue:
+        """A copy from this device's memory to that of `peer`, another of its kind, on a stream of
+        this one."""
+
     def event(self) -> Any:
-        """A new event, never recorded."""
+        """A new event, never recorded. Backends of one kind know each other's."""
 
     def record(self, event: Any, stream: int) -> Issue: ...
 

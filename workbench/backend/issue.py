@@ -60,10 +60,14 @@ class Prepared:
         self.program = program
         self._backends = backends
         self._memory = memory
-        self._events = {} if events is None else events
-        for number in program.events:
-            if number not in self._events:
-                self._events[number] = backends[-1].event()
+        self._events: dict[int, Any] = {} if events is None else events
+        self._recorded_by: dict[int, Backend] = {}
+        for command in program.commands:
+            if isinstance(command, Record):
+                backend = backends[command.stream.backend]
+                self._recorded_by[command.event] = backend
+                if command.event not in self._events:
+                    self._events[command.event] = backend.event()
         self._values: dict[str, np.ndarray] = {}
         self._results: dict[str, np.ndarray] = {}
         issue = [self._prepare(command) for command in program.commands]
@@ -228,6 +232,9 @@ class Prepared:
         backend, stream, nbytes = self._backends[c.stream.backend], c.stream.id, c.src.nbytes
         to_host = c.dst.buffer.space != Space.DEVICE
         source, landing = self._address(c.src), self._memory[c.dst.buffer]
+        if c.src.buffer.space == Space.DEVICE and not to_host:
+            peer = self._backends[c.dst.buffer.backend]
+            return backend.copy_to_peer(peer, self._address(c.dst), source, nbytes, stream)
         if not isinstance(landing, Landing):
             return backend.copy(self._address(c.dst), source, nbytes, stream, to_host)
         copies = [
@@ -257,7 +264,7 @@ class Prepared:
 
     def _sync(self, c: Sync) -> Issue:
         if c.event is not None:
-            return self._backends[-1].sync_event(self._events[c.event])
+            return self._recorded_by[c.event].sync_event(self._events[c.event])
         assert c.stream is not None and c.stream.backend != HOST
         return self._backends[c.stream.backend].sync_stream(c.stream.id)
 

@@ -89,6 +89,9 @@ class NullBackend:
             address_of(tensor)  # a tensor without a place shows here, as on a real backend
         return self._prepare("launch", node.op, node.name, stream)
 
+    def copy_to_peer(self, peer: Any, dst: int, src: int, nbytes: int, stream: int) -> Issue:
+        return self._prepare("copy_to_peer", dst, src, nbytes, stream)
+
     def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
         return self._prepare("copy", dst, src, nbytes, stream, to_host)
 

@@ -254,7 +254,8 @@ class Engine:
                 made.token_us.append((now_ns() - start) / 1e3)
         except KeyboardInterrupt:
             made.interrupted = True
-            self.backend.synchronize()  # the step cut short still reads staging memory
+            for backend in self._open.backends:
+                backend.synchronize()  # the step cut short still reads staging memory
         if decoder is not None:
             say(decoder.flush())
             made.text = "".join(pieces)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from workbench.backend.base import Backend, Memory, choose_device, open_backend
+from workbench.backend.share import n_lanes
 from workbench.config import Activations, EngineConfig
 from workbench.engine.placement import Placement
-from workbench.errors import DeviceError
+from workbench.errors import DeviceError, UsageError
 from workbench.graph.ir import Kind, Node, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
 from workbench.program.commands import HOST, Buffer, Range, Space
@@ -54,10 +55,9 @@ class Loaded:
         try:
             self.device, self.device_reason = choose_device(config.device)
             self.backends.append(open_backend("host", config.threads))
-            if self.device != "host":
-                self.backends.append(open_backend(self.device, config.threads))
+            self._open_devices(config)
             self.residents: list[dict[Tensor, Range]] = [{} for _ in self.backends]
-            self.placement = Placement(self.model, config, len(self.backends) > 1)
+            self.placement = Placement(self.model, config, len(self.backends) - 1)
             if check is not None:
                 check(self)
             self._refuse(config)
@@ -66,9 +66,24 @@ class Loaded:
             self._close()
             raise
 
+    def _open_devices(self, config: EngineConfig) -> None:
+        n, device = config.n_devices, self.device
+        if device == "host":
+            if n > 1:
+                raise UsageError(f"n_devices={n} and the host device is one; use another device")
+            return
+        if n == 1:
+            self.backends.append(open_backend(device, config.threads))
+            return
+        threads = max(1, n_lanes(config.threads) // n)
+        for i in range(n):
+            backend = open_backend(device, threads, **({"device": i} if device == "cuda" else {}))
+            backend.name = f"{device} {i}"  # told apart in programs and timelines
+            self.backends.append(backend)
+
     @property
     def backend(self) -> Backend:
-        """The one that computes the layers."""
+        """The one that computes the last layers."""
         return self.backends[-1]
 
     @cached_property

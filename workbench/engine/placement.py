@@ -15,15 +15,15 @@ from workbench.program.commands import DEVICE, HOST
 
 
 class Placement:
-    """Of one model on a host and perhaps a device.
+    """Of one model on a host and so many devices, each of which has neighbouring layers.
 
     Raises UsageError for more layers than there are, and for an override that matches no weight.
     """
 
-    def __init__(self, model: Model, config: EngineConfig, has_device: bool):
+    def __init__(self, model: Model, config: EngineConfig, n_devices: int):
         self._embedding, self._shared = model.embedding, model.rope_freqs
         n_layer, wanted = model.n_layer, config.n_gpu_layers
-        if wanted > 0 and not has_device:
+        if wanted > 0 and not n_devices:
             raise UsageError(
                 f"n_gpu_layers={wanted} and the host device has no GPU to put layers on; use 0, or "
                 "another device"
@@ -33,14 +33,18 @@ class Placement:
                 f"n_gpu_layers={wanted}: {model.path} has {n_layer} layers and an output, "
                 f"{n_layer + 1} in all; use -1 for everything"
             )
-        device = DEVICE if has_device else HOST
-        on_device = n_layer + 1 if wanted < 0 else wanted
+        on_device = (n_layer + 1 if wanted < 0 else wanted) if n_devices else 0
         first = n_layer + 1 - on_device  # the output counts as the layer behind the last
-        self._layers = [device if i >= first else HOST for i in range(n_layer)]
-        self._rest = device if on_device else HOST
-        self._overridden = self._override(model, config, device)
+        share = max(1, n_layer - first)
+        places = [
+            DEVICE + (i - first) * n_devices // share if i >= first else HOST
+            for i in range(n_layer)
+        ]
+        self._layers, self._last = places, n_devices  # HOST where there is no device
+        self._rest = self._last if on_device else HOST
+        self._overridden = self._override(model, config)
 
-    def _override(self, model: Model, config: EngineConfig, device: int) -> dict[Tensor, int]:
+    def _override(self, model: Model, config: EngineConfig) -> dict[Tensor, int]:
         found: dict[Tensor, int] = {}
         for text in config.override_tensor:
             pattern, place = parse_override(text)
@@ -52,7 +56,9 @@ class Placement:
                     f"{model.layers[0].ffn_gate.name} (`workbench model inspect`)"
                 )
             for t in matching:
-                found.setdefault(t, device if place == PLACES[1] else HOST)
+                layer = layer_of(t)
+                own = HOST if layer is None else self._layers[layer]
+                found.setdefault(t, (own or self._last) if place == PLACES[1] else HOST)
         return found
 
     def of_weight(self, weight: Tensor) -> int:
@@ -76,7 +82,10 @@ class Placement:
         return self._layers[layer]
 
     def fixed(self, node: Node) -> int | None:
-        """The backend that a node's weight or cache ties it to, if any."""
+        """The backend that a node's weight or cache ties it to, if any. A norm goes with its layer:
+        left where its input was made it would be a second tensor to copy (as llama.cpp does)."""
+        if node.op == "rms_norm" and node.layer >= 0:
+            return self._layers[node.layer]
         for t in node.inputs:
             if t.kind == Kind.CACHE:
                 return self.of_cache(node.layer)

@@ -54,12 +54,12 @@ from workbench.program.split import Split
 
 class Guard(IntEnum):
     """What an event stands behind: the results of a step; the copies of a split's inputs; the
-    graph that reads them; the copies from staging memory."""
+    graph that reads them; the copies from staging memory; those from another device."""
 
-    ENDED, LANDED, READ, STAGED = range(4)
+    ENDED, LANDED, READ, STAGED, CROSSED = range(5)
 
 
-MOST_PLACES = 4
+MOST_PLACES = 16  # and devices
 
 
 def event_number(guard: Guard, split: int, place: int) -> int:
@@ -117,8 +117,14 @@ class _Lowering:
         on_host = {t.storage for p in splits if p.backend == HOST for n in p.nodes
                    for t in n.outputs}  # fmt: skip
         wanted = [s for s in copied if s.kind == Kind.INPUT or s in on_host]
-        taking = [i for i, part in enumerate(splits) if part.backend != HOST and part.inputs]
-        self.last_copied = max(taking, default=RESULT)
+        taking = [(i, part) for i, part in enumerate(splits) if part.backend != HOST]
+        self.last_copied = {
+            part.backend: i for i, part in taking if any(s in wanted for s in part.inputs)
+        }.values()  # of each device: its copies run in order
+        several = self.ordering.device_places > 1
+        self.read_again = {
+            i for i, part in taking if part.inputs and (several or set(part.inputs) - set(wanted))
+        }
         offsets, end = {}, 0
         for t in dict.fromkeys([*wanted, *graph.inputs]):
             offsets[t] = end
@@ -139,16 +145,18 @@ class _Lowering:
                 placement |= self._apart(b, given)
                 given = []
             placed = arena.plan(nodes, given, crossing, scratch_bytes[b], staged)
-            memory = self.buffer(f"arena.{b}", Space.DEVICE if b != HOST else space, placed.nbytes,
-                                 owner)  # fmt: skip
+            memory = self.buffer(
+                f"arena.{b}", space if b == HOST else Space.DEVICE, placed.nbytes, b or owner
+            )
             for s, at in placed.offsets.items():
                 placement[s] = Range(memory, at, s.nbytes)
             for node, (at, nbytes) in placed.scratch.items():
                 self.scratch[node] = Range(memory, at, nbytes)
             self.placement.append(placement)
         if self.ordering.host_places > 1 and owner:
-            copied_from = event_number(Guard.STAGED, 0, self.host_place)
-            self.commands.append(Sync(RESULT, event=copied_from))
+            for number in self.last_copied:
+                copied_from = event_number(Guard.STAGED, number, self.host_place)
+                self.commands.append(Sync(RESULT, event=copied_from))
         for t in graph.inputs:
             self.commands.append(Write(staged[t], t.name))
         return staged
@@ -171,23 +179,41 @@ class _Lowering:
         rule, emit = self.rule, self.commands.append
         compute = Stream(part.backend, COMPUTE_STREAM)
         copies = Stream(part.backend, self.copies_on)
-        if rule.wait_before and part.inputs:
+        from_host = self._from_host(part, staged)
+        if rule.wait_before and from_host:
             emit(self._wait_for_graph(number, compute))
-        for name, dst, src in self._transfers(part, staged, made_by):
+        for name, dst, src in from_host:
             if rule.wait_each:
                 emit(self._wait_for_graph(number, compute))
             copy = Copy(dst, src, copies, name, number)
             emit(copy)
             if rule.blocking:
                 emit(Sync(number, stream=copies, blocks=copy))
-        if rule.wait_after and part.inputs:
+        if rule.wait_after and from_host:
             emit(Sync(number, stream=copies))
-        if rule.guarded and part.inputs:
+        if rule.guarded and from_host:
             landed = event_number(Guard.LANDED, number, 0)
             emit(Record(landed, copies, number))
             emit(Wait(landed, compute, number))
-        if self.ordering.host_places > 1 and number == self.last_copied:
-            emit(Record(event_number(Guard.STAGED, 0, self.host_place), copies, number))
+        if self.ordering.host_places > 1 and number in self.last_copied:
+            emit(Record(event_number(Guard.STAGED, number, self.host_place), copies, number))
+        self._from_devices(number, part, staged, made_by)
+
+    def _from_devices(self, number: int, part: Split, staged, made_by) -> None:
+        """Copies from other devices, on the stream of the one that computed them, which waits for
+        the graph that read their place last; and the wait of this one's stream for them. No wait of
+        the host orders devices: so a device is at one step while the next is at the one before."""
+        emit, here = self.commands.append, self.placement[part.backend]
+        theirs = [s for s in part.inputs if s not in staged]
+        for device in dict.fromkeys(made_by[s] for s in theirs):
+            stream = Stream(device, COMPUTE_STREAM)
+            emit(Wait(event_number(Guard.READ, number, self.device_place), stream, number))
+            for s in theirs:
+                if made_by[s] == device:
+                    emit(Copy(here[s], self.placement[device][s], stream, s.name, number))
+            landed = event_number(Guard.CROSSED, number, device)
+            emit(Record(landed, stream, number))
+            emit(Wait(landed, Stream(part.backend, COMPUTE_STREAM), number))
 
     def _wait_for_graph(self, number: int, compute: Stream) -> Sync:
         """The wait before copies: for all that is queued, or where inputs have several places for
@@ -196,18 +222,15 @@ class _Lowering:
             return Sync(number, stream=compute)
         return Sync(number, event=event_number(Guard.READ, number, self.device_place))
 
-    def _transfers(
-        self, part: Split, staged: dict[Tensor, Range], made_by
-    ) -> list[tuple[str, Range, Range]]:
-        """Name, destination and source of each copy that a split's inputs want, in order."""
-        inputs = list(part.inputs)
+    def _from_host(self, part: Split, staged) -> list[tuple[str, Range, Range]]:
+        """Name, destination and source of each copy from staging memory, in order."""
+        inputs = [s for s in part.inputs if s in staged]
         if self.ordering.input_order == InputOrder.USER_FIRST:
             inputs.sort(key=lambda s: s.kind != Kind.INPUT)  # stable
         here = self.placement[part.backend]
         found: list[tuple[str, Range, Range]] = []
         for s in inputs:
-            source = staged.get(s) or self.placement[made_by[s]][s]
-            name, dst, src = s.name, here[s], source
+            name, dst, src = s.name, here[s], staged[s]
             if self.rule.packed and found and (both := _joined(found[-1], dst, src)):
                 found[-1] = both
             else:
@@ -238,7 +261,7 @@ class _Lowering:
             writes = tuple([_range(place, a) for a in ops.writes(node)]) + own
             programmatic = early is not None and early(node)
             emit(Launch(node, stream, reads, writes, temporary, number, programmatic))
-        if self.ordering.device_places > 1 and part.backend != HOST and part.inputs:
+        if number in self.read_again:
             emit(Record(event_number(Guard.READ, number, self.device_place), stream, number))
 
     def result(self, graph: Graph, made_by: dict[Tensor, int], last: Stream) -> None:
