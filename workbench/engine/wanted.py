@@ -36,7 +36,12 @@ def modes_of(toggles: Toggles, loaded: Loaded) -> tuple[Ordering, bool]:
     """How copies and waits are ordered, and whether launches are programmatic; DeviceError where
     the device cannot, UsageError where the toggles are known to race."""
     able, device = loaded.backend.capabilities, loaded.device
-    t = toggles
-    wanted = Ordering(t.sync, t.copy_stream, t.host_source, t.input_order, t.step_wait)
+    wanted = Ordering(
+        toggles.sync,
+        toggles.copy_stream,
+        toggles.host_source,
+        toggles.input_order,
+        toggles.step_wait,
+    )
     ordering = choose_ordering(wanted, able, device, loaded.config.unsafe)
     return ordering, choose_pdl(toggles.pdl, able, device)
