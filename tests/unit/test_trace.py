@@ -10,8 +10,10 @@ import pandas as pd
 import pytest
 
 from workbench.errors import UsageError
+from workbench.trace.pattern import fold_group, trace_pattern
 from workbench.trace.profile import COLUMNS, TRACED, Timeline, profile
 from workbench.trace.spans import CATEGORIES, HOST_LANE, Recorder, Span
+from workbench.trace.window import WindowRecorder
 
 STREAM = "embedded stream 0"
 
@@ -40,6 +42,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
+        self.device = "embedded"
         self.n_steps = 40
 
     def step(self) -> None:
@@ -129,7 +132,7 @@ def test_window_bounds_what_is_kept() -> None:
 
 
 def test_window_of_a_recorder_that_stamps_real_times() -> None:
-    engine = SimpleNamespace(recorder=None)
+    engine = SimpleNamespace(recorder=None, device="embedded")
     with profile(engine, window=(1, 1), nvtx=False) as prof:
         for n in range(3):
             span = engine.recorder.span
@@ -167,7 +170,7 @@ def test_html_is_a_table_by_category(tmp_path: Any) -> None:
     with profile(engine, nvtx=False) as prof:
         engine.step()
     page = prof._repr_html_()
-    assert page == prof.timeline._repr_html_()
+    assert page.startswith(prof.timeline._repr_html_()) and "device spans from events" in page
     assert "<td>launch</td><td>2</td><td>6.0</td>" in page and TRACED in page
     assert prof.save(tmp_path / "t.pftrace.gz") == (tmp_path / "t.pftrace.gz").stat().st_size
 
@@ -177,3 +180,147 @@ def test_nothing_recorded() -> None:
     assert list(timeline.to_frame().columns) == list(COLUMNS) and len(timeline.summary()) == 0
     assert "0 spans" in timeline._repr_html_()
     assert set(timeline.categories().index) <= set(CATEGORIES)
+
+
+# patterns as recorded -----------------------------------------------------------------------------
+
+
+class Pieces:
+    """Spans of steps of one host split and one device split, made by hand, 1 ms a step (us).
+
+    letters: the device split's, where `c` is a copy and its wait, `g` two launches. calls: by
+    copy's name, how long its call takes. busy: how long the copies' stream works from the step's
+    start; its copies take 5 us each behind that.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def step(
+        self, n: int, letters: str, calls: dict[str, float] | None = None, busy: float = 0
+    ) -> Pieces:
+        self.at, self.n, self.index = 1000.0 * n, n, 0
+        self._host("embd", "launch", 0, 3)
+        self._split(0, "host")
+        free = self.at + busy
+        if busy:
+            self._device("before", "launch", self.at, free, index=None)
+        for letter in letters:
+            name = f"in{self.index}"
+            if letter in "ac":
+                started = self.at
+                index = self._host(name, "copy", 1, (calls or {}).get(name, 2))
+                end = max(started, free) + 5
+                self._device(name, "copy", max(started, free), end, index=index)
+                free = end
+                if letter == "c":
+                    self._host(f"wait {name}", "sync", 1, 10)
+            elif letter == "g":
+                self._host("q", "launch", 1, 3)
+                self._host("k", "launch", 1, 3)
+            else:
+                category = {"s": "sync", "r": "record", "w": "wait"}[letter]
+                self._host("wait stream" if letter == "s" else category, category, 1, 4)
+        self._split(1, "embedded")
+        self._host("wait logits", "sync", -1, 50)
+        self._host(f"step {n}", "step", None, 0)
+        return self
+
+    def _host(self, name: str, category: str, split: int | None, us: float) -> int:
+        args: dict[str, Any] = {"step": self.n}
+        if split is not None:
+            args |= {"split": split, "index": self.index}
+            self.index += 1
+        self._add(name, category, HOST_LANE, self.at, self.at + us, args)
+        self.at += us
+        return self.index - 1
+
+    def _split(self, split: int, backend: str) -> None:
+        args = {"step": self.n, "split": split, "backend": backend}
+        self._add(f"split {split}", "split", HOST_LANE, self.at, self.at, args)
+
+    def _device(self, name: str, kind: str, start: float, end: float, index: int | None) -> None:
+        args = {"step": self.n, "split": 1, "kind": kind} | (
+            {} if index is None else {"index": index}
+        )
+        self._add(name, "device", "embedded stream 1", start, end, args)
+
+    def _add(
+        self, name: str, category: str, lane: str, start: float, end: float, args: Any
+    ) -> None:
+        self.spans.append(Span(name, category, lane, round(1e3 * start), round(1e3 * end), args))
+
+
+@pytest.mark.parametrize(
+    "letters", ["scscscg", "sccccsg", "saaasg", "aasg", "aaag", "saaarwg", "sag", "scg", "g"]
+)
+def test_the_pattern_is_read_off_the_spans(letters: str) -> None:
+    spans = Pieces().step(3, letters).spans
+    assert trace_pattern(spans) == f"h {letters}"
+    assert trace_pattern(Timeline(spans), 3, fold=True) == f"h {fold_group(letters)}"
+
+
+def test_a_copy_whose_call_outlasts_it_behind_work_is_a_hidden_wait() -> None:
+    spans = Pieces().step(0, "aaag", {"in1": 120}, busy=100).spans
+    assert trace_pattern(spans) == "h a(s)aag"
+    every = Pieces().step(0, "aaag", {"in1": 80, "in2": 80, "in3": 80}, busy=70).spans
+    assert trace_pattern(every) == "h a(s)aag", "behind the first the stream is idle"
+
+
+def test_a_call_that_returns_while_its_stream_works_holds_nobody() -> None:
+    assert trace_pattern(Pieces().step(0, "aaag", {"in1": 60}, busy=100).spans) == "h aaag"
+
+
+def test_on_an_idle_stream_a_slow_call_is_not_a_wait() -> None:
+    assert trace_pattern(Pieces().step(0, "aaag", {"in1": 500, "in2": 500}).spans) == "h aaag"
+
+
+def test_a_host_that_was_stopped_once_is_outvoted() -> None:
+    pieces = Pieces()
+    for n in range(5):
+        pieces.step(n, "aag", {"in1": 150 if n == 2 else 2}, busy=100)
+    assert trace_pattern(pieces.spans, 2) == "h aag"
+    for n in range(5, 12):
+        pieces.step(n, "aag", {"in1": 150}, busy=100)
+    assert trace_pattern(pieces.spans) == trace_pattern(pieces.spans, 0) == "h a(s)ag"
+
+
+def test_a_blocking_copy_is_drawn_once_and_hidden_waits_fold_only_together() -> None:
+    blocking = Pieces().step(0, "scg", {"in2": 200}, busy=150).spans
+    assert trace_pattern(blocking) == "h scg"
+    mixed = Pieces().step(0, "aaag", {"in1": 120}, busy=100).spans
+    assert trace_pattern(mixed, fold=True) == "h a(s)aag"
+    alone = Pieces().step(0, "sag", {"in2": 120}, busy=100).spans
+    assert trace_pattern(alone, fold=True) == "h sa(s)g"
+
+
+def test_steps_that_differ_or_are_missing_are_refused() -> None:
+    spans = Pieces().step(0, "aag").step(1, "sag").spans
+    with pytest.raises(UsageError, match=r"2 patterns: 'h aag' \(step 0\), 'h sag' \(step 1\)"):
+        trace_pattern(spans)
+    assert trace_pattern(spans, 1) == "h sag"
+    with pytest.raises(UsageError, match="step 7 is not in the trace; it has steps 0 to 1"):
+        trace_pattern(spans, 7)
+    with pytest.raises(UsageError, match="0 patterns"):
+        trace_pattern([])
+
+
+def test_a_window_recorder_says_which_steps_it_wants() -> None:
+    recorder = WindowRecorder((2, 2), nvtx=False)
+    assert [recorder.wants(step) for step in range(10, 16)] == [False] * 2 + [True] * 2 + [
+        False
+    ] * 2
+    assert all(WindowRecorder(nvtx=False).wants(step) for step in (0, 1000))
+    assert recorder.slowdown is None
+
+
+def test_slowdown_compares_steps_of_as_many_tokens() -> None:
+    recorder = WindowRecorder((0, 4), nvtx=False)
+    for n, (tokens, us) in enumerate([(64, 9000), (1, 300), (1, 320), (1, 310)]):
+        recorder.add(f"step {n}", "step", HOST_LANE, 0, 1000 * us, step=n, n_tokens=tokens)
+    for ns in (200_000, 150_000, 155_000):
+        recorder.untraced(1, ns)
+    recorder.untraced(64, 1)
+    slowdown = recorder.slowdown
+    assert slowdown == (1, 310.0, 3, 155.0, 3) and slowdown.ratio == 2.0
+    assert "2.00 times" in str(slowdown)

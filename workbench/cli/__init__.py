@@ -12,7 +12,7 @@ import sys
 
 from cyclopts import CycloptsError
 
-from workbench.cli import generate, measure, models  # noqa: F401 - their commands register
+from workbench.cli import check, generate, measure, models  # noqa: F401 - their commands register
 from workbench.cli.common import app, say
 from workbench.cli.interrupts import heeded
 from workbench.config import FAMILIES, Toggles

@@ -119,8 +119,9 @@ class Engine:
         still be under way. Raises UsageError for ids outside the
         vocabulary and for a full context; nothing has changed then.
         """
-        if self.recorder is not None:
-            return self._traced_step(self.recorder, tokens, outputs)
+        recorder = self.recorder
+        if recorder is not None and recorder.wants(self.n_steps):
+            return self._traced_step(recorder, tokens, outputs)
         ns, t0 = self._ns, now_ns()
         batch = self._batches.take(tokens, outputs)
         t1 = now_ns()
@@ -131,7 +132,10 @@ class Engine:
         logits, ahead_ns = self._finish(pending, batch, outputs)
         ns["batch_ns"] += t1 - t0 + ahead_ns
         ns["issue_ns"] += t3 - t2
-        ns["wait_ns"] += now_ns() - t3 - ahead_ns
+        t4 = now_ns()
+        ns["wait_ns"] += t4 - t3 - ahead_ns
+        if recorder is not None:
+            recorder.untraced(len(tokens), t4 - t0)
         return logits
 
     def _traced_step(

@@ -4,6 +4,7 @@
         eng.generate("Hello", max_tokens=16)
     prof.timeline.to_frame()  # one row per span
     prof.summary()            # one row per step
+    prof.note                 # where the spans come from, and what tracing cost
     prof.save("t.pftrace.gz")  # opens in Perfetto
 
 A traced run attributes time; it does not measure throughput, for recording a span costs the host
@@ -22,15 +23,20 @@ import numpy as np
 import pandas as pd
 
 from workbench.errors import UsageError
-from workbench.trace import perfetto
-from workbench.trace.spans import CATEGORIES, HOST_LANE, Recorder, Span
+from workbench.trace import cupti, perfetto
+from workbench.trace.correlate import CALL
+from workbench.trace.cupti import CuptiRecorder, Unavailable, Window
+from workbench.trace.spans import CATEGORIES, HOST_LANE, Span
+from workbench.trace.window import Slowdown, WindowRecorder
 
 TRACED = "traced, not for throughput"
+COLLECTORS = ("auto", "events", "cupti")
+CUDA = "cuda"  # the device that CUPTI sees
 
 # column of a frame -> its pandas type
 COLUMNS = {
     "name": "str",  # tensor, node or value the command is about
-    "category": "str",  # one of trace.spans.CATEGORIES
+    "category": "str",  # one of trace.spans.CATEGORIES, or "call" (of the driver; CUPTI's)
     "lane": "str",  # "host", or "<backend> stream <id>"
     "start_us": "float64",  # from the start of the first span
     "dur_us": "float64",
@@ -108,11 +114,11 @@ class Timeline:
         last_end = np.nan
         for step, part in frame[frame["step"].notna()].groupby("step"):
             host = part[part["lane"] == HOST_LANE]
-            device = part[part["lane"] != HOST_LANE]
+            device = part[part["category"] == "device"]
             start, end, busy = _extent(device)
             shape = shapes.get(int(step), {})
             copies = host["category"] == "copy"
-            commands = host[~host["category"].isin(["step", "split", "build"])]
+            commands = host[~host["category"].isin(["step", "split", "build", CALL])]
             syncs = commands["category"] == "sync"
             rows.append(
                 {
@@ -156,17 +162,70 @@ SUMMARY_COLUMNS = [
 
 
 class Profile:
-    """The result of `profile`: complete once the body has ended, or has raised."""
+    """The result of `profile`: complete once the body has ended, or has raised.
 
-    def __init__(self, recorder: Recorder):
+    collector: where device spans come from, `events` or `cupti`. fallback: why they do not come
+    from CUPTI where they were to, else nothing. windows: with CUPTI, what was recorded together,
+    and whether it is complete.
+    """
+
+    def __init__(self, recorder: WindowRecorder, fallback: str = ""):
         self.recorder = recorder
+        self._fallback = fallback
 
     @property
     def timeline(self) -> Timeline:
         return Timeline(self.recorder.spans)
 
+    @property
+    def collector(self) -> str:
+        return "events" if self.recorder.marks else "cupti"
+
+    @property
+    def fallback(self) -> str:
+        return self._fallback or getattr(self.recorder, "fallback", "")
+
+    @property
+    def windows(self) -> list[Window]:
+        return list(getattr(self.recorder, "windows", ()))
+
+    @property
+    def complete(self) -> bool | None:
+        """Whether everything the programs asked for was recorded; None where nobody checks it."""
+        windows = self.windows
+        if not windows or self.recorder.marks:
+            return None
+        return all(w.complete for w in windows)
+
+    @property
+    def missing(self) -> str:
+        """What the first incomplete window lacks, one line."""
+        return next((w.missing for w in self.windows if not w.complete), "")
+
+    @property
+    def slowdown(self) -> Slowdown | None:
+        """What tracing cost; None where no step of as many tokens ran untraced in the body."""
+        return self.recorder.slowdown
+
+    @property
+    def note(self) -> str:
+        """One line: where the spans come from, what they lack, how far the clocks may be apart,
+        and what tracing cost."""
+        parts = [f"device spans from {self.collector}"]
+        if self.fallback:
+            parts[0] += f" ({self.fallback})"
+        if self.complete is not None:
+            n = sum(w.n_records for w in self.windows)
+            state = "complete" if self.complete else f"incomplete: {self.missing}"
+            error = max(w.clock_error_ns for w in self.windows)
+            parts += [f"{n} records, {state}", f"clocks within {error} ns"]
+        parts.append(str(self.slowdown or "slowdown unknown: no step of this size ran untraced"))
+        return "; ".join(parts)
+
     def to_frame(self) -> pd.DataFrame:
-        return self.timeline.to_frame()
+        frame = self.timeline.to_frame()
+        frame.attrs["collector"] = self.note
+        return frame
 
     def summary(self) -> pd.DataFrame:
         return self.timeline.summary()
@@ -176,70 +235,61 @@ class Profile:
         return perfetto.write(self.recorder.spans, path)
 
     def _repr_html_(self) -> str:
-        return self.timeline._repr_html_()
+        return f"{self.timeline._repr_html_()}<p>{html.escape(self.note)}</p>"
 
 
 @contextmanager
 def profile(
-    engine: Any, window: tuple[int, int] | None = None, nvtx: bool = True
+    engine: Any,
+    window: tuple[int, int] | None = None,
+    nvtx: bool = True,
+    collector: str = "auto",
 ) -> Iterator[Profile]:
-    """Traces every step `engine` makes in the body; the recorder it had before is put back.
+    """Traces steps that `engine` makes in the body; the recorder it had before is put back.
 
-    window=(first, n) keeps the spans of n steps, the first of them number `first` of those made
-    in the body, counted from 0: traces stay small and the warm-up stays out of them. With nvtx,
-    the host's spans are NVTX ranges too. A body that raises keeps its trace.
+    window=(first, n) traces n steps, the first of them number `first` of those made in the body,
+    counted from 0: traces stay small, the warm-up stays out of them, and the other steps show what
+    tracing costs. With nvtx, the host's spans are NVTX ranges too. A body that raises keeps its
+    trace.
 
-    Raises UsageError for a window that holds no step.
+    collector: where device spans come from. `events`: two marks of the backend around each command.
+    `cupti`: NVIDIA's profiling interface, which sees every kernel and call; where it cannot be used
+    the spans come from events, and the profile's `fallback` says why. `auto`: `cupti` on a CUDA
+    device, else `events`.
+
+    Raises UsageError for a window that holds no step and for a collector that does not exist.
     """
-    if window is not None and (len(window) != 2 or window[0] < 0 or window[1] < 1):
+    if collector not in COLLECTORS:
         raise UsageError(
-            f"window={window!r} holds no step; give (first, n) with first >= 0 and n >= 1"
+            f"collector={collector!r} does not exist; choose one of {', '.join(COLLECTORS)}"
         )
-    recorder = Recorder(nvtx) if window is None else _WindowRecorder(*window, nvtx=nvtx)
+    recorder, fallback = _recorder(engine, window, nvtx, collector)
     before = engine.recorder
     engine.recorder = recorder
     try:
-        yield Profile(recorder)
+        yield Profile(recorder, fallback)
     finally:
         engine.recorder = before
+        if isinstance(recorder, CuptiRecorder):
+            recorder.close_window()
 
 
-class _WindowRecorder(Recorder):
-    """Keeps n steps from number `first` on, counted from the first step it hears of.
-
-    A span that names no step belongs to the step of the span before it: inner spans end, and so
-    arrive, before the split and the step around them.
-    """
-
-    def __init__(self, first: int, n: int, nvtx: bool):
-        super().__init__(nvtx=nvtx)
-        self._first, self._n = first, n
-        self._origin: int | None = None
-        self._step = 0
-
-    def _keeps(self, args: dict[str, Any]) -> bool:
-        step = args.get("step")
-        if step is not None:
-            self._step = step
-            if self._origin is None:
-                self._origin = step
-        if self._origin is None:
-            return self._first == 0
-        return self._first <= self._step - self._origin < self._first + self._n
-
-    def end(
-        self, handle: Any, name: str, category: str, start_ns: int, args: dict[str, Any]
-    ) -> None:
-        super().end(handle, name, category, start_ns, args)
-        if not self._keeps(args):
-            self.spans.pop()
-
-    def add(
-        self, name: str, category: str, lane: str, start_ns: int, end_ns: int, **args: Any
-    ) -> None:
-        super().add(name, category, lane, start_ns, end_ns, **args)
-        if not self._keeps(args):
-            self.spans.pop()
+def _recorder(
+    engine: Any, window: tuple[int, int] | None, nvtx: bool, collector: str
+) -> tuple[WindowRecorder, str]:
+    """The recorder for a collector, and why it is another than the one asked for."""
+    if collector == "events" or (collector == "auto" and engine.device != CUDA):
+        return WindowRecorder(window, nvtx), ""
+    try:
+        if engine.device != CUDA:
+            raise Unavailable(f"CUPTI sees CUDA devices, and this is the {engine.device} device")
+        if not hasattr(engine.backend, "works"):
+            raise Unavailable("the backend does not say which kernels a launch is made of")
+        module = cupti.load()
+        cupti.probe(module)
+    except Unavailable as reason:
+        return WindowRecorder(window, nvtx), str(reason)
+    return CuptiRecorder(module, engine.backend, window, nvtx), ""
 
 
 def _steps_of(spans: list[Span]) -> list[int | None]:

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 now_ns = time.perf_counter_ns
 
 HOST_LANE = "host"
-# span categories; build is the host making a step's inputs, graph and program
+# span categories; build is the host making a step's inputs, graph and program; call is one of the
+# driver inside a command
 CATEGORIES = (
-    "step", "build", "split", "write", "copy", "launch", "record", "wait", "sync", "read", "device",
+    "step", "build", "split", "write", "copy", "launch", "record", "wait", "sync", "read", "call",
+    "device",
 )  # fmt: skip
 
 
@@ -34,12 +36,27 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Collects spans, and mirrors the host's as NVTX ranges where `nvtx` is set."""
+    """Collects spans, and mirrors the host's as NVTX ranges where `nvtx` is set.
+
+    marks: device spans come from marks that the backend sets around each command.
+    """
+
+    marks = True
 
     def __init__(self, nvtx: bool = True, record: bool = True):
         self.spans: list[Span] = []
         self.record = record
         self._nvtx = _nvtx_domain() if nvtx else None
+
+    def wants(self, step: int) -> bool:
+        """Whether step number `step` is to be traced; asked before each, in order."""
+        return True
+
+    def untraced(self, n_tokens: int, ns: int) -> None:
+        """A step of n_tokens tokens that was not wanted took `ns`."""
+
+    def runs(self, program: Any, step: int) -> None:
+        """The commands of `program` are about to be issued, traced, as step number `step`."""
 
     @contextmanager
     def span(self, name: str, category: str, **args: Any) -> Iterator[None]:

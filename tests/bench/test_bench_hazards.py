@@ -1,0 +1,132 @@
+"""What it takes to prove a run free of races, and to find its superfluous waits.
+
+Requirement: one million commands checked in under 30 s on one core, growing linearly for a fixed
+number of streams. Of a run of one program over and over, most is proved irrelevant once; of
+programs that are all different nothing is.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.graphs import Decoder
+from workbench.graph.ir import F32, Q4_0, Kind, StepShape, Tensor
+from workbench.graph.ops import make
+from workbench.program.commands import (
+    DEVICE,
+    HOST,
+    Buffer,
+    Copy,
+    Launch,
+    Program,
+    Range,
+    Record,
+    Space,
+    Stream,
+    Sync,
+    Wait,
+    Write,
+)
+from workbench.program.hazards import check, races
+from workbench.program.lower import Ordering, lower
+from workbench.program.split import split
+
+MILLION = 1_000_000
+MOST_S = 30
+
+
+@pytest.fixture(scope="module")
+def decode():
+    """A decode step of llama-3-8b, copies on their own stream, a wait for every copy."""
+    decoder = Decoder("llama-3-8b", Q4_0)
+    graph = decoder.graph(1, 1, 256, n_cells=512)
+    used = {t.storage for node in graph.nodes for t in (*node.inputs, *node.outputs)}
+    residents = {
+        t: Range(Buffer(t.name, Space.DEVICE, t.nbytes, DEVICE), 0, t.nbytes)
+        for t in used
+        if t.kind in (Kind.WEIGHT, Kind.CACHE)
+    }
+
+    def backend_of(node):
+        return HOST if node.inputs[0] is decoder.embedding and node.op == "get_rows" else DEVICE
+
+    return lower(
+        graph, split(graph, backend_of), [residents] * 2, ["host", "dev"], [lambda node: 0] * 2,
+        Ordering("per_copy"),
+    )  # fmt: skip
+
+
+def steps_of(program: Program, n_commands: int) -> list[Program]:
+    return [program] * -(-n_commands // len(program.commands))
+
+
+def all_different(n_commands: int) -> list[Program]:
+    """Steps of ten commands, every one a program of its own, all of which touch what others do: a
+    pipeline of two streams over eight slots of memory, with no wait that could go."""
+    memory = Buffer("memory", Space.DEVICE, 8 * 1024, DEVICE)
+    host = Buffer("staging", Space.PINNED, 8 * 1024, DEVICE)
+    compute, copies = Stream(DEVICE, 0), Stream(DEVICE, 1)
+    node = make("add", "sum", Tensor("a", F32, (4,)), Tensor("b", F32, (4,)))
+    steps = []
+    for n in range(n_commands // 10):
+        slot = n % 8
+        staging, there = Range(host, slot * 1024, 512), Range(memory, slot * 1024, 512)
+        half, out = Range(memory, slot * 1024 + 256, 256), Range(memory, slot * 1024 + 512, 512)
+        ran, landed = slot, 8 + slot
+        commands = [
+            Sync(0, event=ran),
+            Write(staging, "inp"),
+            Copy(there, staging, copies, "inp", 0),
+            Record(landed, copies, 0),
+            Wait(landed, compute, 0),
+            Launch(node, compute, (there,), (out,), None, 0),
+            Launch(node, compute, (half, out), (half,), None, 0),
+            Launch(node, compute, (half,), (out,), None, 0),
+            Launch(node, compute, (out,), (half,), None, 0),
+            Record(ran, compute, 0),
+        ]
+        backends = ("host", "dev")
+        steps.append(
+            Program(commands, [], [], [DEVICE], backends, StepShape(1, 1, 1), "ring", "own", 16)
+        )
+    return steps
+
+
+def test_a_million_commands_of_one_program(benchmark, decode):
+    steps = steps_of(decode, MILLION)
+    assert benchmark.pedantic(races, (steps,), rounds=3) == []
+
+
+def test_a_million_commands_all_different(benchmark):
+    """Where benchmarks are off, a tenth of them in a tenth of the time."""
+    n = MILLION if benchmark.enabled else MILLION // 10
+    steps = all_different(n)
+    assert sum(len(step.commands) for step in steps) == n
+    start = time.perf_counter()
+    assert benchmark.pedantic(races, (steps,), rounds=1) == []
+    assert time.perf_counter() - start < MOST_S * n / MILLION
+
+
+def test_all_of_a_decode(benchmark, decode):
+    """Races, and of every wait whether it can go."""
+    found = benchmark(check, [decode])
+    assert found.safe and len(found.superfluous) == 11
+
+
+@pytest.mark.parametrize("made", ["of one program", "all different"])
+def test_time_grows_linearly(decode, made):
+    """Four times the commands take at most eight times as long: squared would be sixteen."""
+
+    def seconds(n: int) -> float:
+        steps = steps_of(decode, n) if made == "of one program" else all_different(n)
+        taken = []
+        for _ in range(3):
+            start = time.process_time()
+            assert races(steps) == []
+            taken.append(time.process_time() - start)
+        return min(taken)
+
+    small = 100_000 if made == "of one program" else 20_000
+    assert seconds(4 * small) < 8 * seconds(small)

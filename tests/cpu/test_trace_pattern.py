@@ -1,0 +1,80 @@
+"""The pattern of real runs on the embedded device: the program's, but for waits that hide."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from workbench.backend.embedded import EmbeddedDevice
+from workbench.config import CopyStream, SyncMode, Toggles
+from workbench.engine.engine import Engine
+from workbench.program.commands import Space
+from workbench.trace.pattern import trace_pattern
+from workbench.trace.profile import profile
+
+IMPOSSIBLE = {("implicit", "own"), ("event_guarded", "compute")}  # one races, one means nothing
+MODES = [
+    (m.value, c.value)
+    for m in SyncMode
+    for c in CopyStream
+    if m != SyncMode.AUTO and (m.value, c.value) not in IMPOSSIBLE
+]
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model):
+    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=256) as e:
+        yield e
+
+
+@pytest.mark.parametrize(("sync", "copy_stream"), MODES)
+def test_the_trace_of_a_real_run_is_the_program(loaded, sync, copy_stream):
+    engine = loaded.variant(Toggles(sync=sync, copy_stream=copy_stream, graph_reuse="set_rows"))
+    with engine:
+        engine.prefill([1, 17, 300, 4])
+        program = engine.program(n_past=engine.n_past)
+        with profile(engine, window=(2, 7), nvtx=False) as prof:
+            for token in range(5, 14):
+                engine.step([token])
+        assert trace_pattern(prof) == program.pattern()
+        assert trace_pattern(prof, fold=True) == program.pattern(fold=True)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["queued", "held"])
+def test_a_copy_that_holds_the_host_shows_in_the_trace(loaded, monkeypatch, waits):
+    """Input copies behind a long one: only where their call waits for it do they hold the host.
+    The long one is queued by the first input's call, so that it is part of that copy's span."""
+    original = EmbeddedDevice.copy
+    engine = loaded.variant(Toggles(sync="implicit", copy_stream="compute", graph_reuse="set_rows"))
+    device = engine.backend
+    nbytes = 16 << 20
+    blocks = [device.allocate(nbytes, Space.DEVICE) for _ in range(2)]
+
+    def copy(self, dst, src, n, stream, to_host):
+        issue = original(self, dst, src, n, stream, to_host)
+        if to_host:
+            return issue
+        large = original(self, blocks[0].address, blocks[1].address, nbytes, stream, False)
+        wait = self.sync_stream(stream)
+
+        def slow() -> None:
+            large()
+            issue()
+            if waits:
+                wait()
+
+        return slow
+
+    monkeypatch.setattr(EmbeddedDevice, "copy", copy)
+    with engine:
+        first = engine.step([1])
+        pattern = engine.program(n_past=engine.n_past).pattern()
+        with profile(engine, nvtx=False) as prof:
+            for token in range(5, 10):
+                engine.step([token])
+        engine.reset()
+        assert np.array_equal(engine.step([1]), first)
+    assert pattern.startswith("h a") and "c" not in pattern
+    assert trace_pattern(prof) == (pattern.replace("a", "a(s)") if waits else pattern)
+    for block in blocks:
+        block.free()

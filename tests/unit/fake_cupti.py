@@ -1,0 +1,353 @@
+"""A device and a CUPTI that exist only here: what is issued makes activity records, in real time.
+
+`FakeCupti` has of `cupti.cupti` what `workbench.trace.cupti` asks for, and can be told to refuse
+(`refuse`), to spoil what it delivers (`spoil`) and to drop records. `CuptiBackend` issues on it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import itertools
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from workbench.backend.base import Issue
+from workbench.backend.cuda_kernel import Gemm, Kernel, Work
+from workbench.backend.issue import Prepared
+from workbench.backend.null import NullBackend
+from workbench.graph.ir import F32, Node, StepShape, Tensor
+from workbench.graph.ops import make
+from workbench.program.commands import (
+    HOST,
+    RESULT,
+    Buffer,
+    Capabilities,
+    Copy,
+    Launch,
+    Program,
+    Range,
+    Read,
+    Record,
+    Space,
+    Stream,
+    Sync,
+    Wait,
+    Write,
+)
+
+OFFSET_NS = 1_700_000_000_000_000_000  # of CUPTI's clock to the recorder's
+KERNEL_NS = 40_000
+now = time.perf_counter_ns
+
+
+class ActivityKind(enum.IntEnum):
+    MEMCPY = 1
+    MEMSET = 2
+    DRIVER = 4
+    RUNTIME = 5
+    CONCURRENT_KERNEL = 10
+    SYNCHRONIZATION = 38
+    EXTERNAL_CORRELATION = 39
+
+
+class Result(enum.IntEnum):
+    ERROR_NOT_COMPATIBLE = 14
+    ERROR_NOT_INITIALIZED = 15
+    ERROR_QUEUE_EMPTY = 18
+    ERROR_INSUFFICIENT_PRIVILEGES = 35
+    ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED = 39
+
+
+class SyncType(enum.IntEnum):
+    EVENT_SYNCHRONIZE = 1
+    STREAM_SYNCHRONIZE = 3
+
+
+CALLS = ["", "cuLaunchKernel", "cudaLaunchKernel", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2",
+         "cuStreamSynchronize", "cuEventSynchronize", "cuEventRecord"]  # fmt: skip
+
+
+class CuptiError(Exception):
+    def __init__(self, status: int):
+        super().__init__(f"{Result(status).name} ({status})")
+        self.status = status
+
+
+class FakeCupti:
+    ActivityKind, Result, ActivitySynchronizationType = ActivityKind, Result, SyncType
+    ActivityFlag = SimpleNamespace(FLUSH_FORCED=1)
+    CallbackDomain = SimpleNamespace(DRIVER_API=1, RUNTIME_API=2)
+    ExternalCorrelationKind = SimpleNamespace(CUSTOM0=3)
+    SUBSCRIBER_PARAMS_SIZE = 32
+    cuptiError = CuptiError
+
+    def __init__(self) -> None:
+        self.refuse: dict[str, Exception] = {}  # function -> what it raises
+        self.spoil: Callable[[list], list] = lambda records: records
+        self.dropped = 0
+        self.lags: list[int] = []  # ns that the next readings of the clock take
+        self.subscribers = 0
+        self.enabled: set[int] = set()
+        self.most_enabled: set[int] = set()
+        self.stack: list[int] = []
+        self._records: list[Any] = []
+        self._correlation = itertools.count(1000)
+        self._busy: dict[int, int] = defaultdict(int)  # stream -> when it is through
+        self._completed: Any = None
+
+    def install(self, monkeypatch: Any) -> FakeCupti:
+        package = ModuleType("cupti")
+        package.cupti = self  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "cupti", package)
+        return self
+
+    # the functions ----------------------------------------------------------------------------
+
+    def _asked(self, function: str) -> None:
+        if function in self.refuse:
+            raise self.refuse[function]
+
+    def SubscriberParams(self) -> Any:
+        return SimpleNamespace(ptr=1, old_subscriber_name="nsys", subscriber_name="", struct_size=0)
+
+    def subscribe_v2(self, callback: Any, userdata: Any, params: int) -> int:
+        self._asked("subscribe_v2")
+        if self.subscribers:
+            raise CuptiError(Result.ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED)
+        self.subscribers += 1
+        return 77
+
+    def unsubscribe(self, subscriber: int) -> None:
+        assert subscriber == 77
+        self.subscribers -= 1
+
+    def activity_register_callbacks(self, requested: Any, completed: Any) -> None:
+        self._asked("activity_register_callbacks")
+        nbytes, _ = requested()
+        assert nbytes >= 1 << 20
+        self._completed = completed
+
+    def activity_enable(self, kind: int) -> None:
+        self._asked("activity_enable")
+        self.enabled.add(ActivityKind(kind))
+        self.most_enabled |= self.enabled
+
+    def activity_disable(self, kind: int) -> None:
+        self.enabled.remove(ActivityKind(kind))
+
+    def activity_flush_all(self, flag: int) -> None:
+        self._asked("activity_flush_all")
+        records, self._records = self._records, []
+        if records:
+            self._completed(self.spoil(records))
+
+    def activity_get_num_dropped_records(self, context: int, stream: int, address: int) -> None:
+        ctypes.c_size_t.from_address(address).value = self.dropped
+
+    def activity_push_external_correlation_id(self, kind: int, number: int) -> None:
+        self.stack.append(number)
+
+    def activity_pop_external_correlation_id(self, kind: int) -> int:
+        if not self.stack:
+            raise CuptiError(Result.ERROR_QUEUE_EMPTY)
+        return self.stack.pop()
+
+    def get_timestamp(self) -> int:
+        self._asked("get_timestamp")
+        if self.lags:
+            end = now() + self.lags.pop(0)
+            while now() < end:
+                pass
+        return now() + OFFSET_NS
+
+    def get_callback_name(self, domain: int, cbid: int) -> str:
+        return CALLS[cbid]
+
+    # the device -------------------------------------------------------------------------------
+
+    def _record(self, kind: ActivityKind, start: int, end: int, **fields: Any) -> None:
+        if kind in self.enabled:
+            times = {"start": start + OFFSET_NS, "end": end + OFFSET_NS}
+            self._records.append(SimpleNamespace(kind=int(kind), **times, **fields))
+
+    def call(self, name: str, nested: str = "") -> int:
+        """The host calls the driver, through the runtime where `nested` names the call inside."""
+        number, start = next(self._correlation), now()
+        if self.stack and ActivityKind.EXTERNAL_CORRELATION in self.enabled:
+            tag = SimpleNamespace(
+                kind=int(ActivityKind.EXTERNAL_CORRELATION), correlation_id=number,
+                external_id=self.stack[-1],
+            )  # fmt: skip
+            self._records.append(tag)
+        kinds = [(ActivityKind.RUNTIME, name), (ActivityKind.DRIVER, nested)]
+        for kind, called in kinds if nested else [(ActivityKind.DRIVER, name)]:
+            self._record(kind, start, now(), cbid=CALLS.index(called), correlation_id=number)
+        return number
+
+    def work(self, kind: ActivityKind, number: int, stream: int, ns: int, **fields: Any) -> None:
+        start = max(now() + 2000, self._busy[stream])
+        self._busy[stream] = start + ns
+        number_of_stream = 13 + stream
+        self._record(
+            kind, start, start + ns, correlation_id=number, stream_id=number_of_stream, **fields
+        )
+
+    def sync(self, stream: int, what: SyncType) -> None:
+        name = (
+            "cuStreamSynchronize" if what == SyncType.STREAM_SYNCHRONIZE else "cuEventSynchronize"
+        )
+        number, start = self.call(name), now()
+        while now() < self._busy[stream]:
+            pass
+        self._record(
+            ActivityKind.SYNCHRONIZATION, start, now(), correlation_id=number, type=int(what),
+            stream_id=13 + stream,
+        )  # fmt: skip
+
+
+class CuptiBackend(NullBackend):
+    """Issues on a fake CUPTI: a mul_mat is a conversion, a product of cuBLAS (two kernels of its
+    own and a memset) and a bias; every other op one kernel. held: copies to the device make the
+    host wait for their stream, as a pageable source can."""
+
+    def __init__(self, cupti: FakeCupti, held: bool = False):
+        super().__init__("cuda", Capabilities(True, True, True, False, 2))
+        self.cupti, self.held = cupti, held
+
+    def works(self, node: Node) -> list[Work]:
+        def kernel(name: str) -> Kernel:
+            return Kernel("file", name, (1, 1), 32, [])
+
+        if node.op != "mul_mat":
+            return [kernel(node.op)]
+        return [kernel("half_rows"), Gemm("F16", 0, 0, 0, 1, 1, 1, 1), kernel("add_bias")]
+
+    def launch(self, node, address_of, scratch, stream, programmatic=False) -> Issue:
+        cupti, works = self.cupti, self.works(node)
+
+        def issue() -> None:
+            launch = functools.partial(
+                cupti.work, ActivityKind.CONCURRENT_KERNEL, stream=stream, ns=KERNEL_NS
+            )
+            for work in works:
+                if isinstance(work, Kernel):
+                    launch(number=cupti.call("cuLaunchKernel"), name=work.function)
+                else:
+                    cupti.work(
+                        ActivityKind.MEMSET, cupti.call("cuEventRecord"), stream, 10, bytes=4
+                    )
+                    for name in ("ampere_gemm", "splitKreduce"):
+                        launch(number=cupti.call("cudaLaunchKernel", "cuLaunchKernel"), name=name)
+
+        return issue
+
+    def copy(self, dst, src, nbytes, stream, to_host) -> Issue:
+        cupti = self.cupti
+
+        def issue() -> None:
+            number = cupti.call("cuMemcpyDtoHAsync_v2" if to_host else "cuMemcpyHtoDAsync_v2")
+            cupti.work(ActivityKind.MEMCPY, number, stream, 3000, bytes=nbytes)
+            while self.held and not to_host and now() < cupti._busy[stream]:
+                pass
+
+        return issue
+
+    def record(self, event, stream) -> Issue:
+        return functools.partial(self.cupti.call, "cuEventRecord")
+
+    def sync_stream(self, stream) -> Issue:
+        return functools.partial(self.cupti.sync, stream, SyncType.STREAM_SYNCHRONIZE)
+
+    def sync_event(self, event) -> Issue:
+        return functools.partial(self.cupti.sync, 0, SyncType.EVENT_SYNCHRONIZE)
+
+
+class CudaEngine:
+    """An engine of one program on such a device: a host split, two copies, a product and a sum on
+    the device, the result's copy, and the wait for it. lead: launches in front of the copies."""
+
+    device = "cuda"
+
+    def __init__(self, cupti: FakeCupti, held: bool = False, lead: int = 0):
+        self.cupti, self.backend = cupti, CuptiBackend(cupti, held)
+        self.recorder: Any = None
+        self.n_steps = 0
+        self.program = _program(lead)
+        host = NullBackend("host", Capabilities(False, False, True, False, 0))
+        memory = {b: self.backend.allocate(b.nbytes, b.space) for b in self.program.buffers}
+        self.prepared = Prepared(self.program, [host, self.backend], memory)
+
+    def step(self) -> None:
+        values = {"x": np.zeros((1, 64), np.float32)}
+        step, self.n_steps, recorder = self.n_steps, self.n_steps + 1, self.recorder
+        if recorder is None or not recorder.wants(step):
+            start = now()
+            self.prepared.run(values).wait()
+            if recorder is not None:
+                recorder.untraced(1, now() - start)
+            return
+        with recorder.span(f"step {step}", "step", step=step, n_tokens=1, n_past=step):
+            recorder.runs(self.program, step)
+            pending, add_device_spans = self.prepared.run_traced(values, recorder, step)
+            pending.wait()
+        add_device_spans()
+
+
+def _program(lead: int) -> Program:
+    x, w = Tensor("x", F32, (1, 64)), Tensor("w", F32, (64, 64))
+    host_node = make("add", "embd", x, x)
+    product = make("mul_mat", "product", w, x)
+    total = make("add", "sum", product.output, host_node.output)
+    memory = {
+        name: Buffer(name, space, nbytes, backend)
+        for name, space, nbytes, backend in (
+            ("staging", Space.PINNED, 1024, 1), ("arena", Space.DEVICE, 65536, 1),
+            ("result", Space.PINNED, 256, 1),
+        )
+    }  # fmt: skip
+    staging, arena, result = memory.values()
+
+    def of(buffer: Buffer, at: int, nbytes: int = 256) -> Range:
+        return Range(buffer, at, nbytes)
+
+    on_host = {x: of(staging, 0), host_node.output: of(staging, 256)}
+    on_device = {
+        x: of(arena, 0), host_node.output: of(arena, 256), w: of(arena, 1024, 16384),
+        product.output: of(arena, 512), total.output: of(arena, 768),
+    }  # fmt: skip
+    compute, copies = Stream(1, 0), Stream(1, 1)
+
+    def launch(node: Node, stream: Stream, split: int) -> Launch:
+        return Launch(node, stream, (), (), None, split)
+
+    commands = [
+        Write(of(staging, 0), "x"),
+        launch(host_node, Stream(HOST, 0), 0),
+        *(launch(total, compute, 1) for _ in range(lead)),
+        Copy(on_device[x], on_host[x], compute if lead else copies, "x", 1),
+        Copy(
+            on_device[host_node.output], on_host[host_node.output],
+            compute if lead else copies, "embd", 1,
+        ),
+        Sync(1, stream=compute if lead else copies),
+        Record(1, copies, 1),
+        Wait(1, compute, 1),
+        launch(product, compute, 1),
+        launch(total, compute, 1),
+        Copy(of(result, 0), on_device[total.output], compute, "sum", RESULT),
+        Record(0, compute, RESULT),
+        Sync(RESULT, event=0),
+        Read(of(result, 0), "sum"),
+    ]  # fmt: skip
+    return Program(
+        commands, list(memory.values()), [on_host, on_device], [HOST, 1], ("host", "cuda"),
+        StepShape(1, 1, 256), "copy_boundary", "own", 2,
+    )  # fmt: skip

@@ -1,0 +1,429 @@
+"""The CUPTI collector against a CUPTI that replays records: complete, spoiled, refused."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+import pytest
+
+from tests.unit.fake_cupti import (
+    OFFSET_NS,
+    ActivityKind,
+    CudaEngine,
+    CuptiError,
+    FakeCupti,
+    Result,
+)
+from workbench.errors import DeviceError, UsageError
+from workbench.program.commands import Copy, Launch
+from workbench.trace import cupti as collector
+from workbench.trace.clock import Clock, Reading, read_clocks
+from workbench.trace.pattern import trace_pattern
+from workbench.trace.profile import profile
+from workbench.trace.spans import HOST_LANE
+
+KERNELS = ["half_rows", "ampere_gemm", "splitKreduce", "add_bias", "add"]
+
+
+@pytest.fixture
+def cupti(monkeypatch) -> FakeCupti:
+    return FakeCupti().install(monkeypatch)
+
+
+@pytest.fixture
+def engine(cupti) -> CudaEngine:
+    return CudaEngine(cupti)
+
+
+def traced(engine: CudaEngine, n: int = 3, window: Any = (1, 1), **options: Any):
+    with profile(engine, window=window, nvtx=False, **options) as prof:
+        for _ in range(n):
+            engine.step()
+    return prof
+
+
+# complete -----------------------------------------------------------------------------------------
+
+
+def test_every_kernel_and_copy_is_a_span_of_its_command(engine):
+    prof = traced(engine)
+    assert prof.collector == "cupti" and prof.complete and not prof.missing and not prof.fallback
+    device = [s for s in prof.timeline.spans if s.category == "device"]
+    commands = engine.program.commands
+    place = {type(c): i for i, c in enumerate(commands)}  # the last of each type
+    kernels = [s for s in device if s.args["kind"] == "launch"]
+    assert [s.args["kernel"] for s in kernels] == [KERNELS[0], "memset", *KERNELS[1:]]
+    assert {s.name for s in kernels} == {"product", "sum"}
+    assert all(commands[s.args["index"]].node.name == s.name for s in kernels)
+    assert {s.lane for s in kernels} == {"cuda stream 0"}
+    copies = [s for s in device if s.args["kind"] == "copy"]
+    assert [(s.name, s.lane, s.args["bytes"]) for s in copies] == [
+        ("x", "cuda stream 1", 256), ("embd", "cuda stream 1", 256), ("sum", "cuda stream 0", 256),
+    ]  # fmt: skip
+    assert copies[-1].args["index"] == place[Copy] and kernels[-1].args["index"] == place[Launch]
+    assert {s.args["step"] for s in device} == {1}
+    (step,) = [s for s in prof.timeline.spans if s.category == "step"]
+    slack = prof.windows[0].clock_error_ns
+    assert 0 < slack < 1_000_000
+    assert all(
+        step.start_ns - slack <= s.start_ns < s.end_ns <= step.end_ns + slack for s in device
+    )
+
+
+def test_calls_and_synchronizations_lie_in_their_commands(engine):
+    prof = traced(engine)
+    host = {s.args["index"]: s for s in prof.timeline.spans if "index" in s.args
+            and s.lane == HOST_LANE}  # fmt: skip
+    calls = [s for s in prof.timeline.spans if s.category == "call"]
+    assert {s.args["api"] for s in calls} == {"driver", "runtime", "sync"}
+    names = {s.name for s in calls}
+    assert {"cuLaunchKernel", "cudaLaunchKernel", "stream synchronize", "event synchronize"} < names
+    slack = prof.windows[0].clock_error_ns
+    for call in calls:
+        command = host[call.args["command"]]
+        assert command.start_ns - slack <= call.start_ns <= call.end_ns <= command.end_ns + slack
+    waited = [s for s in calls if s.name == "event synchronize"]
+    assert max(s.end_ns - s.start_ns for s in waited) > 100_000  # five kernels of 40 us
+
+
+def test_frame_summary_pattern_and_perfetto_take_the_spans_as_they_are(engine, tmp_path):
+    prof = traced(engine, n=4, window=(1, 2))
+    frame = prof.to_frame()
+    assert (frame["category"] == "device").sum() == 2 * (len(KERNELS) + 1 + 3)
+    assert "cupti" in frame.attrs["collector"]
+    table, counts = prof.summary(), engine.program.counts()
+    assert list(table.index) == [1, 2]
+    for name in ("waits", "copies", "launches", "copied_bytes"):
+        assert (table[name] == counts[name]).all(), name
+    assert (table["device_us"] >= 200).all() and table.loc[2, "gap_us"] > 0
+    assert prof.save(tmp_path / "t.pftrace") > 1000
+    assert trace_pattern(prof, 1) == engine.program.pattern() == "h aasrwg"
+    assert trace_pattern(prof, fold=True) == engine.program.pattern(fold=True)
+
+
+def test_a_copy_that_holds_the_host_is_a_hidden_wait(cupti):
+    free, held = (CudaEngine(cupti, held=h, lead=2) for h in (False, True))
+    assert trace_pattern(traced(free, n=7, window=(1, 6)), 1) == free.program.pattern()
+    prof = traced(held, n=7, window=(1, 6))
+    # the first waits for two kernels; behind it the stream is idle, and nothing is held
+    assert trace_pattern(prof, 1) == "h ga(s)asrwg"
+
+
+def test_steps_outside_the_window_are_untraced_and_give_the_slowdown(engine):
+    prof = traced(engine, n=6, window=(4, 2))
+    slowdown = prof.slowdown
+    assert (slowdown.n_traced, slowdown.n_untraced, slowdown.n_tokens) == (2, 4, 1)
+    assert slowdown.ratio == slowdown.traced_us / slowdown.untraced_us > 0.5
+    assert str(slowdown) in prof.note and "slowdown unknown" not in prof.note
+    assert {s.args["step"] for s in prof.timeline.spans if s.category == "step"} == {4, 5}
+    without = traced(engine, window=None)
+    assert without.slowdown is None and "slowdown unknown" in without.note
+
+
+def test_long_windows_are_taken_in_parts(engine, monkeypatch):
+    monkeypatch.setattr(collector, "WINDOW_STEPS", 2)
+    prof = traced(engine, n=6, window=(1, 5))
+    assert [w.steps for w in prof.windows] == [(1, 2), (3, 4), (5,)] and prof.complete
+    assert set(prof.summary().index) == {1, 2, 3, 4, 5}
+
+
+def test_cupti_is_let_go_outside_the_window(engine, cupti):
+    prof = traced(engine, n=2, window=None)
+    assert prof.complete and prof.windows[0].steps == (0, 1)
+    assert not cupti.enabled and not cupti.stack and not cupti.subscribers
+    assert cupti.most_enabled == set(ActivityKind)
+    engine.step()
+    assert not cupti._records
+
+
+# incomplete ---------------------------------------------------------------------------------------
+
+
+def of_kind(records: list, *kinds: ActivityKind) -> list:
+    return [r for r in records if r.kind in kinds]
+
+
+KERNEL, COPY, TAG = (
+    ActivityKind.CONCURRENT_KERNEL, ActivityKind.MEMCPY, ActivityKind.EXTERNAL_CORRELATION,
+)  # fmt: skip
+
+
+def without_the_last_kernel(records: list) -> list:
+    last = of_kind(records, KERNEL)[-1]
+    return [r for r in records if r is not last]
+
+
+def without_half(records: list) -> list:
+    return records[: len(records) // 2]
+
+
+def without_a_part_of_a_product(records: list) -> list:
+    return [r for r in records if getattr(r, "name", "") != "splitKreduce"]
+
+
+def with_a_second_copy(records: list) -> list:
+    first = of_kind(records, COPY)[0]
+    return [*records, type(first)(**vars(first))]
+
+
+def with_another_name(records: list) -> list:
+    of_kind(records, KERNEL)[-1].name = "memset_kernel"
+    return records
+
+
+def with_fewer_bytes(records: list) -> list:
+    of_kind(records, COPY)[0].bytes = 4
+    return records
+
+
+def with_a_zero_end(records: list) -> list:
+    of_kind(records, KERNEL)[2].end = 0
+    return records
+
+
+def with_a_call_without_times(records: list) -> list:
+    call = of_kind(records, ActivityKind.DRIVER)[3]
+    call.start = call.end = 0
+    return records
+
+
+def out_of_order(records: list) -> list:
+    first, second = of_kind(records, COPY)[:2]
+    first.start, first.end, second.start, second.end = (
+        second.start, second.end, first.start, first.end,
+    )  # fmt: skip
+    return records
+
+
+def on_another_stream(records: list) -> list:
+    of_kind(records, KERNEL)[0].stream_id = 99
+    return records
+
+
+def without_correlation(records: list) -> list:
+    return [r for r in records if r.kind != TAG]
+
+
+def with_work_of_somebody_else(records: list) -> list:
+    first = of_kind(records, KERNEL)[0]
+    return [*records, type(first)(**vars(first) | {"correlation_id": 7, "name": "theirs"})]
+
+
+def unreadable(records: list) -> list:
+    del of_kind(records, KERNEL)[0].stream_id
+    return records
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (without_the_last_kernel, "command not as recorded (first: step 1, command 8, launch add"),
+        (without_half, "command not as recorded"),
+        (without_a_part_of_a_product, "fewer kernels than launch calls (first: step 1, command 7"),
+        (with_a_second_copy, "copy x: 2 records for 1"),
+        (with_another_name, "kernel memset_kernel in the place of add"),
+        (with_fewer_bytes, "copy copy in the place of 256"),
+        (with_a_zero_end, "1 x zero timestamp (first: step 1, command 7"),
+        (with_a_call_without_times, "1 x zero timestamp"),
+        (out_of_order, "1 x record out of order"),
+        (on_another_stream, "cuda stream 0 has CUPTI's [13, 99]"),
+        (without_correlation, "kernel of no command (first: half_rows)"),
+        (with_work_of_somebody_else, "1 x kernel of no command (first: theirs)"),
+        (unreadable, "a buffer of records was lost"),
+        (lambda records: [], "command not as recorded"),
+    ],
+    ids=lambda v: v.__name__ if callable(v) else "",
+)
+def test_a_spoiled_window_says_what_is_missing(engine, cupti, spoil, said):
+    cupti.spoil = spoil
+    prof = traced(engine)
+    assert prof.complete is False and said in prof.missing and "\n" not in prof.missing
+    assert f"incomplete: {prof.missing}" in prof.note
+    assert any(s.category == "step" for s in prof.timeline.spans)
+    assert all(s.start_ns and s.end_ns >= s.start_ns for s in prof.timeline.spans)
+
+
+def test_one_spoiled_window_of_several_makes_the_profile_incomplete(engine, cupti, monkeypatch):
+    monkeypatch.setattr(collector, "WINDOW_STEPS", 1)
+    flushed = []
+
+    def second_only(records: list) -> list:
+        flushed.append(1)
+        return without_half(records) if len(flushed) == 2 else records
+
+    cupti.spoil = second_only
+    prof = traced(engine, window=(0, 3))
+    assert [w.complete for w in prof.windows] == [True, False, True] and prof.complete is False
+    assert prof.missing == prof.windows[1].missing
+
+
+def test_dropped_records_are_said(engine, cupti):
+    cupti.dropped = 12
+    prof = traced(engine)
+    assert not prof.complete and "12 records dropped for want of buffers" in prof.missing
+
+
+def test_a_flush_that_fails_is_said_and_lets_go(engine, cupti):
+    def fail(records: list) -> list:
+        raise AssertionError("never delivered")
+
+    cupti.spoil = fail
+    cupti.refuse["activity_flush_all"] = CuptiError(Result.ERROR_NOT_INITIALIZED)
+    prof = traced(engine)
+    assert not prof.complete and "at the end of a window" in prof.missing
+    assert not cupti.enabled and not cupti.subscribers
+
+
+def test_a_program_nobody_told_of_is_said(engine, monkeypatch):
+    monkeypatch.setattr(collector.CuptiRecorder, "runs", lambda self, program, step: None)
+    prof = traced(engine)
+    assert prof.complete is False and "the program of step 1 is unknown" in prof.missing
+
+
+def test_a_failing_body_keeps_its_trace_and_lets_go(engine, cupti):
+    commands = engine.prepared._calls
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), profile(engine, nvtx=False) as prof:
+        engine.step()
+        commands[7] = interrupted
+        engine.step()
+    assert engine.recorder is None
+    assert not cupti.enabled and not cupti.stack and not cupti.subscribers
+    assert prof.complete is False and "step 1, command 7, launch mul_mat product" in prof.missing
+    assert {s.args["step"] for s in prof.timeline.spans if s.category == "device"} == {0, 1}
+
+
+def test_a_device_that_fails_at_the_end_of_a_window_is_said(engine, monkeypatch):
+    def broken() -> None:
+        raise DeviceError("the device fell off")
+
+    monkeypatch.setattr(engine.backend, "synchronize", broken)
+    prof = traced(engine)
+    assert prof.complete is False and "the device fell off" in prof.missing
+
+
+# refused ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "said"),
+    [
+        ("subscribe_v2", CuptiError(39), "nsys is attached; run without nsys"),
+        ("subscribe_v2", CuptiError(15), "libcupti does not fit the driver"),
+        ("activity_enable", CuptiError(14), "libcupti does not fit the driver"),
+        ("activity_enable", CuptiError(35), "CUPTI refuses activity records"),
+        ("subscribe_v2", RuntimeError("only CUDA 13.0 or later driver is supported"), "only CUDA"),
+        ("get_timestamp", RuntimeError("function cuptiGetTimestamp is not found"), "is not found"),
+    ],
+)
+def test_what_refuses_at_the_start_is_answered_with_events(engine, cupti, function, error, said):
+    cupti.refuse[function] = error
+    prof = traced(engine, collector="cupti")
+    assert prof.collector == "events" and prof.complete is None
+    assert said in prof.fallback and prof.fallback in prof.note and "\n" not in prof.fallback
+    assert prof.note.startswith("device spans from events (")
+    assert any(s.category == "device" for s in prof.timeline.spans)
+    assert not cupti.enabled and not cupti.subscribers
+
+
+def test_without_the_package_events_answer(engine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupti", None)
+    prof = traced(engine)
+    assert prof.collector == "events" and "cupti-python cannot be imported" in prof.fallback
+
+
+def test_bindings_of_another_version_are_refused_by_what_they_lack(engine, monkeypatch):
+    monkeypatch.delattr(FakeCupti, "subscribe_v2")
+    FakeCupti().install(monkeypatch)
+    prof = traced(engine)
+    assert prof.collector == "events" and "has no subscribe_v2" in prof.fallback
+
+
+def test_a_profiler_that_attaches_before_the_window_leaves_it_to_events(engine, cupti):
+    with profile(engine, window=(1, 1), nvtx=False) as prof:
+        engine.step()
+        cupti.refuse["subscribe_v2"] = CuptiError(39)
+        engine.step()
+    assert prof.collector == "events" and prof.complete is None and "attached" in prof.fallback
+    assert {s.args["step"] for s in prof.timeline.spans if s.category == "device"} == {1}
+
+
+def test_a_device_without_cuda_has_events(engine, cupti):
+    engine.device = "embedded"
+    assert traced(engine).fallback == ""
+    assert "embedded device" in traced(engine, collector="cupti").fallback
+    assert not cupti.most_enabled
+
+
+def test_events_are_taken_where_asked_for(engine, cupti):
+    prof = traced(engine, collector="events")
+    assert prof.collector == "events" and not prof.fallback and not cupti.most_enabled
+
+
+def test_a_collector_that_does_not_exist_is_refused(engine):
+    with pytest.raises(UsageError, match="choose one of auto, events, cupti"):
+        traced(engine, collector="nsys")
+
+
+def test_the_real_bindings_have_what_is_asked_for():
+    real = pytest.importorskip("cupti.cupti")
+    assert [name for name in collector.NEEDED if not hasattr(real, name)] == []
+    kinds = real.ActivityKind
+    assert all(hasattr(kinds, name) for name in (*collector.KINDS, collector.EXTERNAL))
+    assert {k.name: int(k) for k in ActivityKind} == {
+        k.name: int(kinds[k.name]) for k in ActivityKind
+    }
+    assert all(int(real.Result[r.name]) == r for r in Result)
+    assert real.cuptiError(39).status == 39
+    if not _has_driver():  # with one: tests/gpu/test_cuda_cupti.py
+        with pytest.raises(collector.Unavailable, match="driver"):
+            collector.probe(real)
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+# the clocks ---------------------------------------------------------------------------------------
+
+
+def test_the_narrowest_bracket_counts():
+    ticks = iter([0, 100, *[1000 + 50 * i for i in range(4)], *range(10_000, 30_000, 100)])
+    read = read_clocks(lambda: 5_000, lambda: next(ticks))
+    # brackets: 0..100, 1000..1050, 1100..1150, then 100 wide
+    assert read == Reading(1025, 5_000, 25)
+
+
+def test_a_slow_reading_does_not_count(cupti):
+    cupti.lags = [2_000_000]
+    read = read_clocks(cupti.get_timestamp)
+    assert read.error_ns < 500_000
+    assert abs(read.host_ns + OFFSET_NS - read.cupti_ns) <= read.error_ns
+
+
+def test_clocks_that_part_are_interpolated_and_the_error_says_so():
+    clock = Clock(Reading(1_000, 501_000, 40), Reading(2_100, 502_000, 30))
+    assert [clock.to_host(t) for t in (501_000, 501_500, 502_000)] == [1_000, 1_550, 2_100]
+    assert clock.error_ns == 40 + 100
+    still = Clock(Reading(1_000, 501_000, 40), Reading(1_000, 501_000, 40))
+    assert still.to_host(501_007) == 1_007 and still.error_ns == 40
+
+
+def test_a_record_before_its_call_shows_in_the_stated_error(engine, cupti):
+    def early(records: list) -> list:
+        first = of_kind(records, KERNEL)[0]
+        first.start -= 3_000_000
+        return records
+
+    cupti.spoil = early
+    prof = traced(engine)
+    assert prof.windows[0].clock_error_ns > 2_900_000

@@ -1,0 +1,204 @@
+"""The hazard checker against brute force, on random runs.
+
+What races is held to every state that host and streams can be in, and on longer runs to paths in
+the whole relation; which waits could go, to programs from which they are really gone.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.happens_before import racing_pairs, seen_both_ways
+from workbench.graph.ir import F32, StepShape, Tensor
+from workbench.graph.ops import make
+from workbench.program.commands import (
+    HOST,
+    Buffer,
+    Command,
+    Copy,
+    Launch,
+    Program,
+    Range,
+    Read,
+    Record,
+    Space,
+    Stream,
+    Sync,
+    Wait,
+    Write,
+)
+from workbench.program.hazards import Race, races, sufficient, superfluous
+from workbench.program.intervals import cut
+
+BUFFERS = [Buffer(f"b{i}", Space.DEVICE, 8, 1) for i in range(2)]
+STREAMS = [Stream(1, 0), Stream(1, 1), Stream(2, 0)]
+ADD = make("add", "sum", Tensor("a", F32, (4,)), Tensor("b", F32, (4,)))
+
+ranges = st.builds(
+    lambda buffer, ends: Range(buffer, min(ends), abs(ends[1] - ends[0])),
+    st.sampled_from(BUFFERS),
+    st.tuples(st.integers(0, 8), st.integers(0, 8)),
+)
+streams, events = st.sampled_from(STREAMS), st.integers(0, 1)
+some_ranges = st.lists(ranges, max_size=2).map(tuple)
+work = st.one_of(
+    st.builds(Write, ranges, st.just("in")),
+    st.builds(Read, ranges, st.just("out")),
+    st.builds(Copy, ranges, ranges, streams, st.just("x"), st.just(0)),
+    st.builds(
+        Launch, st.just(ADD), st.sampled_from([*STREAMS, Stream(HOST, 0)]), some_ranges,
+        some_ranges, st.none(), st.just(0),
+    ),
+)  # fmt: skip
+ordering = st.one_of(
+    st.builds(Record, events, streams, st.just(0)),
+    st.builds(Wait, events, streams, st.just(0)),
+    st.builds(lambda s: Sync(0, stream=s), streams),
+    st.builds(lambda e: Sync(0, event=e), events),
+)
+
+
+def program(commands: list[Command]) -> Program:
+    backends = ("host", "dev", "two")
+    return Program(commands, BUFFERS, [], [1], backends, StepShape(1, 1, 256), "any", "own", 2)
+
+
+def runs(most: int, most_steps: int) -> st.SearchStrategy[list[Program]]:
+    """Runs of one or two programs, in any order."""
+    some = st.lists(st.lists(st.one_of(work, ordering), max_size=most).map(program),
+                    min_size=1, max_size=2)  # fmt: skip
+    return some.flatmap(
+        lambda made: st.lists(st.sampled_from(made), min_size=1, max_size=most_steps)
+    )
+
+
+def commands_of(found: list[Race]) -> set[tuple[Command, Command]]:
+    return {(race.first.command, race.second.command) for race in found}
+
+
+def commands_at(run: list[Program], pairs) -> set[tuple[Command, Command]]:
+    """The same for pairs of (step, index); whatever recurs in other steps is once in it."""
+    return {(run[s].commands[i], run[t].commands[j]) for (s, i), (t, j) in pairs}
+
+
+@given(runs(5, 3), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_races_are_what_some_interleavings_do_in_one_order_and_some_in_the_other(run, one_order):
+    seen = seen_both_ways(run, one_order)
+    assert seen == racing_pairs(run, one_order)  # the twins agree
+    assert commands_of(races(run, one_order=one_order)) == commands_at(run, seen)
+
+
+@given(runs(30, 5), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_races_are_conflicts_without_a_path(run, one_order):
+    naive = racing_pairs(run, one_order)
+    found = races(run, one_order=one_order)
+    assert commands_of(found) == commands_at(run, naive)
+    assert {(r.first[:2], r.second[:2]) for r in found} <= naive
+    for race in found:
+        doing, done = race.kind.split("-")
+        for how, place in ((doing, race.first), (done, race.second)):
+            assert any(
+                r.buffer is race.buffer
+                and r.offset <= race.offset
+                and race.offset + race.nbytes <= r.offset + r.nbytes
+                for r in (place.command.reads if how == "read" else place.command.writes)
+            )
+        assert race.nbytes > 0 and not race.may and "\n" not in race.missing
+
+
+@given(runs(12, 2), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_a_race_shows_within_two_laps_or_never(cycle, one_order):
+    two, five = (races(cycle * laps, one_order=one_order) for laps in (2, 5))
+    assert commands_of(two) == commands_of(five)
+    assert [r._replace(missing="") for r in two] == [r._replace(missing="") for r in five]
+
+
+def without(run: list[Program], gone: set[Command]) -> list[Program]:
+    """The run, with some commands really gone."""
+    made = {id(p): program([c for c in p.commands if c not in gone]) for p in run}
+    return [made[id(p)] for p in run]
+
+
+def naive_races(run: list[Program], gone: set[Command]) -> set[tuple[Command, Command]]:
+    less = without(run, gone)
+    return commands_at(less, racing_pairs(less))
+
+
+@given(runs(14, 3))
+@settings(max_examples=150, deadline=None)
+def test_waits_that_could_go_are_those_without_which_nothing_more_races(run):
+    anyway = naive_races(run, set())
+    waits = {c for p in run for c in p.commands if isinstance(c, (Sync, Wait))}
+    alone = {w for w in waits if naive_races(run, {w}) == anyway}
+    assert {place.command for place in superfluous(run)} == alone
+    kept = {place.command for place in sufficient(run)}
+    assert kept <= waits and waits - alone <= kept
+    assert naive_races(run, waits - kept) == anyway
+    for wait in kept:  # none of them can go
+        assert naive_races(run, waits - kept | {wait}) != anyway
+    if len(waits) <= 5:
+        assert len(kept) >= smallest(run, waits, anyway)
+
+
+def smallest(run: list[Program], waits: set[Command], anyway) -> int:
+    """The least number of waits that keep what all keep, by trying all sets."""
+    return next(
+        n
+        for n in range(len(waits) + 1)
+        for kept in combinations(sorted(waits, key=id), n)
+        if naive_races(run, waits - set(kept)) == anyway
+    )
+
+
+def test_an_inclusion_minimal_set_need_not_be_the_smallest():
+    """The first sync does what the two behind it do together, and greedy removal tries it first."""
+    x, y, z = Range(BUFFERS[0], 0, 4), Range(BUFFERS[1], 0, 8), Range(BUFFERS[0], 4, 4)
+    a, b, c = STREAMS
+    wait, first = Wait(1, b, 0), Sync(0, stream=b)
+    later = [Sync(0, stream=a), Sync(0, event=0)]
+    run = [
+        program([
+            Launch(ADD, b, (), (y,), None, 0), Record(0, b, 0),
+            Launch(ADD, a, (), (x,), None, 0), Record(1, a, 0),
+            wait, Launch(ADD, b, (x,), (z,), None, 0),
+            first, *later, Launch(ADD, c, (x, y), (), None, 0),
+        ])
+    ]  # fmt: skip
+    assert not races(run)
+    assert [place.command for place in sufficient(run)] == [wait, *later]
+    assert smallest(run, {wait, first, *later}, set()) == 2
+    assert naive_races(run, set(later)) == set()
+
+
+@given(st.dictionaries(ranges, st.integers(0, 7), max_size=12), st.integers(0, 7))
+@settings(max_examples=300, deadline=None)
+def test_pieces_are_the_bytes_that_matter_cut_at_every_end(touched, needed):
+    def matters(bits: int) -> bool:
+        return bits & needed == needed != 0
+
+    pieces = cut(touched, matters)
+    covering: dict[int, set] = {}  # of a piece, the ranges that cover it
+    for r, numbers in pieces.of.items():
+        assert 0 <= numbers.start <= numbers.stop <= pieces.n
+        for number in numbers:
+            covering.setdefault(number, set()).add(r)
+    assert sorted(covering) == list(range(pieces.n))
+    by_byte = set()
+    for buffer in BUFFERS:
+        for byte in range(8):
+            here = frozenset(
+                r for r in touched
+                if r.buffer is buffer and r.offset <= byte < r.offset + r.nbytes
+            )  # fmt: skip
+            bits = 0
+            for r in here:
+                bits |= touched[r]
+            if matters(bits):
+                by_byte.add(here)
+    assert {frozenset(ranges) for ranges in covering.values()} == by_byte

@@ -1,0 +1,220 @@
+"""The races of record: found before each fix with the pair the case names, and gone after it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from workbench.errors import UsageError
+from workbench.graph import ops
+from workbench.graph.ir import F32
+from workbench.graph.ops import make
+from workbench.program import adversary, hazards
+from workbench.program.commands import HOST, RESULT, Copy, Launch, Program, Sync
+from workbench.program.races_of_record import CASES, N_COPIES, Named, named, two_devices
+from workbench.program.script import Script
+
+BY_NAME = {case.name: case for case in CASES}
+case_by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# pattern of every step before and after the fix
+PATTERNS = {
+    "asynchronous_copies": ("h wasagr warwsagr", "h saasg sarwasg"),
+    "split_without_inputs": ("h saag h sag", "h saag sh sag"),
+    "reused_inputs": ("g", "sg"),
+    "reused_copy": ("h wscscgr warwscgr", "ssh wscscgr warwscgr"),
+    "bumped_copy_index": ("scscgr", "scscgr"),
+    "host_source": ("h wagr", "h wscgr"),
+    "unguarded_copy": ("h wcgr", "h wscgr"),
+}
+
+
+def racing(steps: list[Program]) -> set[tuple[Named, Named]]:
+    found = hazards.races(steps)
+    return {tuple(named(place.step, place.command) for place in race[:2]) for race in found}
+
+
+def commands(steps: list[Program]):
+    return [(n, command) for n, step in enumerate(steps) for command in step.commands]
+
+
+@case_by_case
+def test_checker_names_the_pair_before_the_fix(case):
+    assert case.expected in racing(case.before)
+    (first, second) = case.expected
+    race = next(
+        r for r in hazards.races(case.before)
+        if named(r.first.step, r.first.command) == first
+        and named(r.second.step, r.second.command) == second
+    )  # fmt: skip
+    assert not race.may and race.nbytes > 0
+
+
+@case_by_case
+def test_checker_finds_nothing_after_the_fix(case):
+    assert racing(case.after) == set()
+
+
+@case_by_case
+def test_adversary_sees_wrong_reads_before_the_fix_and_none_after(case):
+    assert adversary.search(case.before)
+    assert adversary.search(case.after) == []
+
+
+@case_by_case
+def test_named_pair_is_in_the_run_once_and_in_host_order(case):
+    places = [named(step, command) for step, command in commands(case.before)]
+    assert [places.count(name) for name in case.expected] == [1, 1]
+    assert places.index(case.expected[0]) < places.index(case.expected[1])
+
+
+@case_by_case
+def test_fix_moves_no_work(case):
+    """Before and after differ in waits and records, and in where a copy goes and how it goes."""
+
+    def work(steps):
+        kept = [(n, c) for n, c in commands(steps) if c.kind in ("write", "copy", "launch", "read")]
+        return [named(n, c) for n, c in kept]
+
+    assert work(case.before) == work(case.after)
+
+
+@case_by_case
+def test_case_tells_its_thread_and_what_it_models(case):
+    assert case.thread in {"#20463", "#26040", "#20927", "#14855", "#8897"}
+    assert len(case.models) > 200 and case.title
+    if case.reconstructed:
+        assert any(s in case.models for s in ("No thread", "does not say", "is ours"))
+
+
+def test_every_thread_of_record_has_a_case_and_names_are_unique():
+    assert {case.thread for case in CASES} == {"#20463", "#26040", "#20927", "#14855", "#8897"}
+    assert len(BY_NAME) == len(CASES)
+
+
+@case_by_case
+def test_patterns_of_every_step(case):
+    before, after = PATTERNS[case.name]
+    assert {step.pattern() for step in case.before} == {before}
+    assert {step.pattern() for step in case.after} == {after}
+
+
+def test_pipeline_gets_the_pattern_that_its_thread_writes():
+    """#20793 writes `saaasg` for what a pipeline's splits became."""
+    cpu, first, _ = BY_NAME["asynchronous_copies"].after[0].pattern(fold=True).split()
+    assert (cpu, first) == ("h", "saaaasg")
+
+
+def test_all_races_but_one_are_between_steps():
+    within = {case.name for case in CASES if case.expected[0].step == case.expected[1].step}
+    assert within == {"split_without_inputs"}
+
+
+def test_split_without_inputs_overwrites_bytes_that_a_copy_still_reads():
+    """The bytes are those of two tensors at one place, as #26167's sanitizer reports them."""
+    (race,) = [r for r in hazards.races(BY_NAME["split_without_inputs"].before) if not r.first.step]
+    assert (race.kind, race.buffer.name) == ("read-write", "Vulkan_Host")
+    assert (race.offset, race.nbytes) == (0, 256)
+
+
+def test_bumped_copy_index_is_a_stale_read_before_it_is_a_race():
+    """Until the index has come round nothing races, though three evaluations read old inputs."""
+    first_turn = BY_NAME["bumped_copy_index"].before[:N_COPIES]
+    assert racing(first_turn) == set()
+    for n, step in enumerate(first_turn):
+        written = {c.dst.buffer.name for c in step.commands if isinstance(c, Copy)}
+        (launch,) = [c for c in step.commands if isinstance(c, Launch)]
+        assert (written >= {r.buffer.name for r in launch.reads}) == (n == 0)
+
+
+def test_a_ring_only_moves_the_unordered_copy_between_devices_further_away():
+    """With reuse off the same pair is N_COPIES ubatches apart, and still in no order."""
+    assert racing(two_devices(N_COPIES, N_COPIES, drained=False)) == set()
+    apart = Named(0, 2, "launch", "result_output"), Named(N_COPIES, 2, "copy", "l_out-0")
+    assert racing(two_devices(N_COPIES + 1, N_COPIES, drained=False)) == {apart}
+    assert racing(two_devices(N_COPIES + 1, N_COPIES, drained=True)) == set()
+
+
+def test_launches_read_and_write_what_their_ops_declare():
+    for case in CASES:
+        for _, c in commands([*case.before, *case.after]):
+            if isinstance(c, Launch):
+                assert [r.nbytes for r in c.reads] == [n for _, _, n in ops.reads(c.node)]
+                assert [r.nbytes for r in c.writes] == [n for _, _, n in ops.writes(c.node)]
+
+
+def test_buffers_are_the_same_objects_in_every_step():
+    for case in CASES:
+        for steps in (case.before, case.after):
+            buffers = {r.buffer for _, c in commands(steps) for r in (*c.reads, *c.writes)}
+            assert len({b.name for b in buffers}) == len(buffers)
+            assert buffers <= set(steps[0].buffers)
+
+
+def test_programs_written_by_hand_are_told_as_json():
+    for case in CASES:
+        told = json.loads(json.dumps([step.to_dict() for step in case.before]))
+        assert [len(step["commands"]) for step in told] == [len(s.commands) for s in case.before]
+
+
+def test_script_keeps_memory_and_events_from_step_to_step():
+    s = Script("CPU", "CUDA0")
+    for _ in range(2):
+        s.step()
+        s.write("CPU#x#0", F32, (1, 8))
+        s.split("CUDA0")
+        s.sync_event("used")
+        s.blocking_copy("CUDA0#x#0", "CPU#x#0")
+        s.launch("CUDA0#y#0", make("rms_norm", "y", s.tensor("CUDA0#x#0"), eps=1e-5))
+        s.record("used", "CUDA0")
+    s.result("CUDA0#y#0")
+    one, two = s.run()
+    assert (one.pattern(), two.pattern()) == ("scgr", "scgr")
+    assert one.splits == two.splits == [1] and one.n_events == two.n_events == 2
+    for a, b in zip(one.commands, two.commands, strict=False):
+        assert (a.kind, a.split, a.reads, a.writes) == (b.kind, b.split, b.reads, b.writes)
+    assert [c.kind for c in two.commands[-4:]] == ["copy", "record", "sync", "read"]
+    assert {c.split for c in two.commands[-4:]} == {RESULT}
+
+
+def test_script_copies_between_devices_on_the_source_stream():
+    s = Script("CPU", "CUDA0", "CUDA1")
+    s.step()
+    s.resident("CUDA0#x#0", F32, (1, 8))
+    s.resident("CPU#h#0", F32, (1, 8))
+    s.split("CUDA1")
+    s.copy("CUDA1#x#0", "CUDA0#x#0")
+    s.copy("CUDA1#h#0", "CPU#h#0")
+    peer, record, wait, upload = s.run()[0].commands
+    assert [c.stream.backend for c in (peer, record, wait, upload)] == [1, 1, 2, 2]
+    assert record.event == wait.event
+
+
+def test_script_places_two_tensors_in_one_block():
+    s = Script("CPU", "Vulkan0")
+    s.step()
+    s.place("CPU#a#0", inside="Vulkan_Host", nbytes=32)
+    s.place("CPU#b#0", inside="Vulkan_Host", nbytes=32)
+    s.write("CPU#a#0", F32, (1, 8))
+    s.write("CPU#b#0", F32, (1, 8))
+    a, b = s.run()[0].commands
+    assert a.staging == b.staging and a.staging.buffer.backend == HOST
+
+
+def test_script_refuses_memory_that_nobody_filled_and_backends_that_are_not_there():
+    s = Script("CPU", "CUDA0")
+    s.step()
+    s.split("CUDA0")
+    with pytest.raises(UsageError, match="CPU#x#0 is read before anything is put there"):
+        s.copy("CUDA0#x#0", "CPU#x#0")
+    with pytest.raises(UsageError, match="no backend 'CUDA1'; there are CPU, CUDA0"):
+        s.sync("CUDA1")
+
+
+def test_blocking_copies_are_waited_for_on_their_own_stream():
+    blocked = [
+        c for _, c in commands(BY_NAME["host_source"].after)
+        if isinstance(c, Sync) and c.blocks is not None
+    ]  # fmt: skip
+    assert len(blocked) == N_COPIES + 1
+    assert all(c.stream == c.blocks.stream and c.stream.id == 1 for c in blocked)

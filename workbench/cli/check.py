@@ -1,0 +1,104 @@
+"""The command that proves a program free of races, and says which of its waits are superfluous."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from workbench.cli.common import (
+    AT_LEAST_1,
+    DEFAULT_CONFIG,
+    DEFAULT_TOGGLES,
+    EngineFlags,
+    ModelPath,
+    ToggleFlags,
+    app,
+    load,
+)
+
+if TYPE_CHECKING:
+    from workbench.program.commands import Program
+    from workbench.program.hazards import Findings, Place
+
+RACES = 3  # exit status where there are any
+
+
+@app.command
+def check(
+    *,
+    model: ModelPath,
+    n_tokens: Annotated[
+        int, Parameter(validator=AT_LEAST_1, help="of a prompt, in ubatches; 1: a decode")
+    ] = 1,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    config: EngineFlags = DEFAULT_CONFIG,
+    toggles: ToggleFlags = DEFAULT_TOGGLES,
+) -> None:
+    """Prove that a decode, or prompt after prompt, is free of races, and list the waits that it
+    could do without. Nothing is computed. Exit status 3 where commands race."""
+    from workbench.engine.kv_cache import check_room
+    from workbench.program import hazards
+
+    check_room(0, n_tokens, config.n_ctx)
+    with load(model, dataclasses.replace(config, unsafe=True), toggles) as engine:
+        cycle = engine.programs(n_tokens)
+        backend = engine.backend
+        found = hazards.check(
+            cycle, one_order=backend.capabilities.one_order, declared=backend.begins_early
+        )
+    if as_json:
+        patterns = [program.pattern() for program in cycle]
+        print(json.dumps({"patterns": patterns, **found.to_dict()}, indent=1))
+    else:
+        print("\n".join(lines(cycle, found)))
+    if not found.safe:
+        raise SystemExit(RACES)
+
+
+def lines(cycle: list[Program], found: Findings) -> list[str]:
+    """Findings for reading."""
+    laps = len(found.steps) // len(cycle)
+    n_commands = sum(len(program.commands) for program in found.steps)
+    out = [
+        f"pattern      {' | '.join(_runs([p.pattern(fold=True) for p in cycle]))}",
+        f"checked      {_n(len(cycle), 'program')}, {laps} times: {_n(n_commands, 'command')}",
+        f"races        {len(found.races) or 'none'}",
+    ]
+    for race in found.races:
+        first, second = (f"step {place.step} #{place.index}" for place in (race.first, race.second))
+        at = f"{race.buffer.name} bytes {race.offset} to {race.offset + race.nbytes - 1}"
+        kind = f"may {race.kind}" if race.may else race.kind
+        out.append(f"  {first} and {second}, {kind} of {at}: {race.missing}")
+    for place in found.refused:
+        out.append(
+            f"  step {place.step} #{place.index} is launched programmatically, and its kernel "
+            f"declares no griddepcontrol.wait: {_words(found, place)}; use pdl=off"
+        )
+    waits = _n(len(found.waits), "wait")
+    for name, places, what in (
+        ("superfluous", found.superfluous, f"of {waits}: each can go alone"),
+        ("sufficient", found.sufficient, f"of {waits}: with these the others can go together"),
+    ):
+        out.append(f"{name:<13}{len(places)} {what}")
+        out += [f"  step {p.step} #{p.index} {_words(found, p)}" for p in places]
+    return out
+
+
+def _words(found: Findings, place: Place) -> str:
+    from workbench.program.wording import named
+
+    return named(place.command, found.steps[place.step].backends)
+
+
+def _runs(patterns: list[str]) -> list[str]:
+    """Equal neighbours once, with their number."""
+    runs = [(pattern, len(list(same))) for pattern, same in groupby(patterns)]
+    return [pattern if n == 1 else f"{n} x ({pattern})" for pattern, n in runs]
+
+
+def _n(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"

@@ -1,0 +1,316 @@
+"""Which command of a program a record of CUPTI belongs to, and whether all of them are there.
+
+Pure: records are plain tuples, so that a recording can be replayed without a GPU.
+
+Correlation is by external ids, not by counting launches: while a command is issued, its number is
+pushed as CUPTI's external correlation id, CUPTI writes that number beside the correlation id of
+every call made meanwhile, and a kernel or a copy carries the correlation id of its call. So a
+Launch that is several kernels (conversions, cuBLAS with kernels of its own choosing) needs no
+guess, and a lost record does not shift all that follow. Number and order are the check: what was
+recorded for a command is compared with what the backend issues for it, and in each stream the
+records begin in the order of the commands.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from workbench.backend.cuda_kernel import Kernel, Work
+from workbench.graph.ir import Node
+from workbench.program.commands import HOST, Command, Copy, Launch, Program, Stream
+from workbench.trace.spans import HOST_LANE, Span
+
+KERNEL, COPY, MEMSET = "kernel", "copy", "memset"  # the device's
+DRIVER, RUNTIME, SYNC = "driver", "runtime", "sync"  # the host's
+COUNTED = (KERNEL, COPY)  # a memset is cuBLAS's or the allocator's: no command asks for one
+LAUNCH_CALLS = ("cuLaunchKernel", "cudaLaunchKernel", "cuLaunchCooperative", "cudaLaunchCoop")
+CALL = "call"  # category of the spans of calls and synchronizations
+
+Place = tuple[int, int]  # step, and position in its program's commands
+Works = Callable[[Node], Sequence[Work]]  # what the backend issues for a node, in order
+
+
+class Row(NamedTuple):
+    """One activity record. Times are ns of CUPTI's clock, 0 where CUPTI could not tell.
+
+    name: of the kernel, of the function called, or of the kind of synchronization. correlation:
+    the call's number, the same in the call and in what it started. stream: CUPTI's number of the
+    stream, -1 where there is none.
+    """
+
+    kind: str
+    name: str
+    start: int
+    end: int
+    correlation: int
+    stream: int = -1
+    nbytes: int = 0
+
+
+class Match(NamedTuple):
+    """spans: device spans and calls, on the recorder's clock, each with the step and the command
+    it belongs to. faults: lines that say what is missing or too much, none where the recording is
+    complete. early_ns: by how much a record begins before the call that started it, at most; more
+    than 0 is an error of CUPTI's device clock."""
+
+    spans: list[Span]
+    faults: list[str]
+    early_ns: int
+
+
+def match(
+    rows: Iterable[Row],
+    external: Mapping[int, int],
+    issued: Mapping[int, Place],
+    programs: Mapping[int, Program],
+    works: Works,
+    to_host: Callable[[int], int],
+) -> Match:
+    """external: external id by correlation id. issued: the command that had an external id.
+    programs: by step, all that were issued in the window. to_host: CUPTI's clock to the
+    recorder's."""
+    rows = list(rows)
+
+    def owner(row: Row) -> Place | None:
+        """The command during whose issue the row, or the call that started it, was made."""
+        return issued.get(external.get(row.correlation, -1))
+
+    device: dict[Place, list[Row]] = defaultdict(list)
+    calls: list[tuple[Place, Row]] = []
+    strays: list[Row] = []
+    for row in rows:
+        place = owner(row)
+        if row.kind in (DRIVER, RUNTIME, SYNC):
+            if place is not None:
+                calls.append((place, row))
+        elif place is not None:
+            device[place].append(row)
+        elif row.kind in COUNTED:
+            strays.append(row)
+    for found in device.values():
+        found.sort(key=lambda r: (r.start, r.correlation))
+
+    faults = _Faults()
+    for row in rows:
+        if not (row.start and row.end):
+            faults.add("zero timestamp", _at(owner(row), programs) + f" {row.kind} {row.name}")
+    for row in strays:
+        faults.add(f"{row.kind} of no command", row.name)
+    for place, wanted in _commands(programs):
+        expected = _expected(wanted, works)
+        reason = _differs(device.get(place, ()), expected)
+        if reason:
+            faults.add("command not as recorded", f"{_at(place, programs)}: {reason}")
+    _check_calls(calls, device, programs, faults)
+    _check_order(device, programs, faults)
+    spans = _spans(device, calls, programs, to_host)
+    return Match(spans, faults.lines(), _early_ns(calls, device))
+
+
+def _commands(programs: Mapping[int, Program]) -> Iterable[tuple[Place, Command]]:
+    for step, program in programs.items():
+        for index, command in enumerate(program.commands):
+            yield (step, index), command
+
+
+class _Faults:
+    """Counts faults of a kind, and keeps the first of each."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, tuple[int, str]] = {}
+
+    def add(self, kind: str, example: str) -> None:
+        n, first = self._kinds.get(kind, (0, example))
+        self._kinds[kind] = n + 1, first
+
+    def lines(self) -> list[str]:
+        return [f"{n} x {kind} (first: {first})" for kind, (n, first) in self._kinds.items()]
+
+
+def _at(place: Place | None, programs: Mapping[int, Program]) -> str:
+    if place is None:
+        return "outside every command,"
+    step, index = place
+    command = programs[step].commands[index] if step in programs else None
+    match command:
+        case Launch():
+            what = f"launch {command.node.op} {command.node.name}"
+        case Copy():
+            what = f"copy {command.name}"
+        case None:
+            what = "command"
+        case _:
+            what = command.kind
+    return f"step {step}, command {index}, {what}"
+
+
+# what a command should have -----------------------------------------------------------------------
+
+
+def _expected(command: Command, works: Works) -> list[str | int | None]:
+    """What the device does for a command: a kernel's name, a copy's bytes, or None for a product
+    of cuBLAS, which is one kernel or more of any name."""
+    if isinstance(command, Copy):
+        return [command.src.nbytes] if command.src.nbytes else []
+    if isinstance(command, Launch) and command.stream.backend != HOST:
+        return [w.function if isinstance(w, Kernel) else None for w in works(command.node)]
+    return []
+
+
+def _differs(rows: Sequence[Row], expected: Sequence[str | int | None]) -> str:
+    """How the kernels and copies recorded for a command differ from what it issues, or nothing."""
+    found = [r for r in rows if r.kind in COUNTED]
+    least = len(expected)
+    if len(found) < least or (len(found) > least and None not in expected):
+        more = " or more" if None in expected else ""
+        return f"{len(found)} records for {least}{more}"
+    at = any_more = 0  # products passed since the last kernel with a name of ours
+    for want in expected:
+        if want is None:
+            any_more += 1
+            continue
+        at += any_more
+        if any_more:  # a product may have more kernels than one
+            while at < len(found) and not _is(found[at], want):
+                at += 1
+        if at >= len(found) or not _is(found[at], want):
+            there = f"{found[at].kind} {found[at].name}" if at < len(found) else "nothing"
+            return f"{there} in the place of {want}"
+        at, any_more = at + 1, 0
+    rest = len(found) - at
+    if rest < any_more:
+        return f"{rest} records for {any_more} products"
+    return f"{rest} records too many" if rest and not any_more else ""
+
+
+def _is(row: Row, want: str | int) -> bool:
+    if isinstance(want, str):
+        return row.kind == KERNEL and row.name == want
+    return row.kind == COPY and row.nbytes == want
+
+
+def _check_calls(
+    calls: Sequence[tuple[Place, Row]],
+    device: Mapping[Place, Sequence[Row]],
+    programs: Mapping[int, Program],
+    faults: _Faults,
+) -> None:
+    """Every launch that was called is there: cuBLAS alone knows how many kernels a product is, but
+    its calls are recorded too. A driver call inside a runtime call is the same launch."""
+    launches: dict[Place, list[Row]] = defaultdict(list)
+    for place, row in calls:
+        if row.kind != SYNC and row.start and row.name.startswith(LAUNCH_CALLS):
+            launches[place].append(row)
+    for place, called in launches.items():
+        n, end = 0, 0
+        for row in sorted(called, key=lambda r: (r.start, -r.end)):
+            if row.end > end:
+                n, end = n + 1, row.end
+        n_kernels = sum(r.kind == KERNEL for r in device.get(place, ()))
+        if n_kernels < n:
+            faults.add(
+                "command with fewer kernels than launch calls",
+                f"{_at(place, programs)}: {n_kernels} for {n}",
+            )
+
+
+def _check_order(
+    device: Mapping[Place, Sequence[Row]], programs: Mapping[int, Program], faults: _Faults
+) -> None:
+    """In each stream of a program records begin in command order, and the stream is one and the
+    same of CUPTI's, that of no other."""
+    by_stream: dict[Stream, list[tuple[int, Place, Row]]] = defaultdict(list)
+    for place, rows in device.items():
+        stream = _stream(place, programs)
+        if stream is not None:
+            by_stream[stream] += [
+                (r.start, place, r) for r in rows if r.kind in COUNTED and r.start
+            ]
+    owners: dict[int, Stream] = {}
+    for stream, began in by_stream.items():
+        began.sort(key=lambda entry: (entry[0], entry[1]))
+        for (_, before, _), (_, after, _) in pairwise(began):
+            if after < before:
+                faults.add(
+                    "record out of order",
+                    f"{_at(after, programs)} begins after {_at(before, programs)}",
+                )
+        numbers = {r.stream for _, _, r in began}
+        shared = [n for n in numbers if owners.setdefault(n, stream) != stream]
+        if len(numbers) > 1 or shared:
+            name = programs[began[0][1][0]].backends[stream.backend]
+            faults.add(
+                "stream that is not one of CUPTI's",
+                f"{name} stream {stream.id} has CUPTI's {sorted(numbers)}",
+            )
+
+
+def _stream(place: Place, programs: Mapping[int, Program]) -> Stream | None:
+    step, index = place
+    return getattr(programs[step].commands[index], "stream", None) if step in programs else None
+
+
+def _early_ns(calls: Sequence[tuple[Place, Row]], device: Mapping[Place, Sequence[Row]]) -> int:
+    called = {row.correlation: row.start for _, row in calls if row.kind != SYNC and row.start}
+    early = [
+        called[r.correlation] - r.start
+        for rows in device.values()
+        for r in rows
+        if r.start and r.correlation in called
+    ]
+    return max(0, *early) if early else 0
+
+
+# spans --------------------------------------------------------------------------------------------
+
+
+def _spans(
+    device: Mapping[Place, Sequence[Row]],
+    calls: Sequence[tuple[Place, Row]],
+    programs: Mapping[int, Program],
+    to_host: Callable[[int], int],
+) -> list[Span]:
+    """A device span for each kernel, copy and memset; a host span for each call and
+    synchronization. Rows without both times have none."""
+    made = []
+    for place, rows in device.items():
+        command, stream = _command(place, programs), _stream(place, programs)
+        if command is None or stream is None:
+            continue
+        lane = f"{programs[place[0]].backends[stream.backend]} stream {stream.id}"
+        name, about = _about(place, command, stream)
+        for row in rows:
+            if row.start and row.end:
+                what = {"bytes": row.nbytes} if row.kind == COPY else {"kernel": row.name}
+                times = to_host(row.start), to_host(row.end)
+                made.append(Span(name, "device", lane, *times, about | what))
+    for place, row in calls:
+        command = _command(place, programs)
+        if command is not None and row.start and row.end:
+            # `index` is the command's own span's: arrows to the device start there
+            args = {"step": place[0], "split": command.split, "command": place[1], "api": row.kind}
+            made.append(Span(row.name, CALL, HOST_LANE, to_host(row.start), to_host(row.end), args))
+    return sorted(made, key=lambda span: span.end_ns)
+
+
+def _command(place: Place, programs: Mapping[int, Program]) -> Command | None:
+    step, index = place
+    return programs[step].commands[index] if step in programs else None
+
+
+def _about(place: Place, command: Command, stream: Stream) -> tuple[str, dict[str, Any]]:
+    """Name and args of a command's device spans, as those made of marks have them."""
+    step, index = place
+    args: dict[str, Any] = {
+        "kind": command.kind, "index": index, "step": step, "split": command.split,
+        "stream": stream.id,
+    }  # fmt: skip
+    match command:
+        case Launch():
+            return command.node.name, args | {"op": command.node.op}
+        case Copy():
+            return command.name, args
+    return command.kind, args
