@@ -34,7 +34,7 @@ from workbench.program.commands import (
     Write,
 )
 from workbench.program.hazards import check, races, refused, sufficient, superfluous
-from workbench.program.lower import race_of
+from workbench.program.ordering import race_of
 
 A, B, C, OTHER = Stream(1, 0), Stream(1, 1), Stream(1, 2), Stream(2, 0)
 ADD = make("add", "sum", Tensor("a", F32, (4,)), Tensor("b", F32, (4,)))

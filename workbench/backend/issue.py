@@ -106,6 +106,7 @@ class Prepared:
         device's clocks takes time that is not the step's.
         """
         self._values.update(values)
+        recorder.runs(self.program, step)
         marks: list[tuple[int, Any, Any]] = []
         self._traced(range(self._end), recorder, step, marks)
 
@@ -126,7 +127,7 @@ class Prepared:
                 split, split_start = command.split, now_ns()
                 handle = None if split == RESULT else recorder.begin(self._split_name(split))
             name, args = self._describe(command, i, step)
-            backend = self._device_of(command)
+            backend = self._device_of(command) if recorder.marks else None
             begin = backend.mark(command.stream.id) if backend else None  # type: ignore[attr-defined]
             command_handle = recorder.begin(name)
             start = now_ns()

@@ -45,7 +45,7 @@ def check(
 
     check_room(0, n_tokens, config.n_ctx)
     with load(model, dataclasses.replace(config, unsafe=True), toggles) as engine:
-        cycle = engine.programs(n_tokens)
+        cycle = engine.cycle(n_tokens)
         backend = engine.backend
         found = hazards.check(
             cycle, one_order=backend.capabilities.one_order, declared=backend.begins_early

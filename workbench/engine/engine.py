@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -293,6 +294,20 @@ class Engine:
             shape = StepShape(size, int(i >= len(sizes) - 1), -(-past // pad) * pad)
             made.append(self._lower(shape, buffers, i % self._ordering.turns))
         return made
+
+    def cycle(self, n_prompt: int) -> list[Program]:
+        """The programs of prompt after prompt, each on an empty cache, until the places that steps
+        take in turn come round: what a checker repeats."""
+        n, pad, buffers = self.config.n_ubatch, self.config.n_kv_pad, dict[str, Buffer]()
+        check_room(0, n_prompt, self.config.n_ctx)
+        sizes = [min(n, n_prompt - i) for i in range(0, n_prompt, n)]
+        shapes = [
+            StepShape(size, int(i == len(sizes) - 1), -(-min((i + 1) * n, n_prompt) // pad) * pad)
+            for i, size in enumerate(sizes)
+        ]
+        turns = self._ordering.turns
+        steps = math.lcm(len(shapes), turns)
+        return [self._lower(shapes[i % len(shapes)], buffers, i % turns) for i in range(steps)]
 
     def _lower(
         self, shape: StepShape, buffers: dict[str, Buffer] | None = None, turn: int = 0

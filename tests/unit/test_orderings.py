@@ -1,0 +1,66 @@
+"""What `race_of` says of every ordering is what the checker proves of its programs: of tokens one by
+one, of a train of ubatches, of layers over two devices and of some on the host."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+import workbench as wb
+from workbench.config import Toggles
+from workbench.errors import UsageError
+from workbench.program import hazards
+from workbench.program.ordering import race_of
+
+NAMES = ("sync", "copy_stream", "host_source", "n_copies", "step_wait")
+PLACED = {
+    "one device": {},
+    "two devices": {"n_devices": 2},
+    "feed-forward on the host": {"override_tensor": ("ffn_.*=host",)},
+}
+TOKENS = {"decode": 1, "train": 48}  # six ubatches: more than there are places
+
+
+def every() -> Iterator[Toggles]:
+    """Every combination but those that clash; `auto` is one of the others."""
+    for values in itertools.product(*(Toggles.values(name) for name in NAMES)):
+        try:
+            toggles = Toggles(**dict(zip(NAMES, values, strict=True)))
+        except UsageError:
+            continue
+        if toggles.sync != "auto":
+            yield toggles
+
+
+@pytest.fixture(scope="module", params=PLACED)
+def engine(request, tiny_model) -> Iterator[wb.Engine]:
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="null", n_ctx=256, n_ubatch=8, unsafe=True,
+        **PLACED[request.param],
+    ) as made:  # fmt: skip
+        yield made
+
+
+@pytest.mark.parametrize("what", TOKENS)
+def test_what_is_said_to_race_does_and_nothing_else(engine, what):
+    wrong, racing = [], 0
+    for toggles in every():
+        with engine.variant(toggles) as variant:
+            cycle, ordering = variant.cycle(TOKENS[what]), variant._ordering
+        said = race_of(ordering, engine.backend.capabilities)
+        found = hazards.races([*cycle, *cycle])
+        only_in_trains = race_of(ordering._replace(step_wait="every"), engine.backend.capabilities)
+        if what == "decode":  # a token has outputs: its step ends with a wait
+            said = only_in_trains
+        racing += bool(found)
+        if bool(said) != bool(found):
+            wrong.append((ordering, said, found[:1]))
+    assert not wrong, (len(wrong), wrong[0])
+    assert racing
+
+
+def test_every_ordering_is_there():
+    orderings = list(every())
+    assert len(orderings) == len(set(orderings)) == (7 * 2 - 1) * 4 * 2 * 2
