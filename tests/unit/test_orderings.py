@@ -55,7 +55,9 @@ def test_what_is_said_to_race_does_and_nothing_else(engine, what):
         if what == "decode":  # a token has outputs: its step ends with a wait
             said = only_in_trains
         racing += bool(found)
-        if bool(said) != bool(found):
+        # a host split behind the device's waits for it in every step, whatever the ordering says
+        waits_anyhow = engine.config.override_tensor and not found
+        if bool(said) != bool(found) and not waits_anyhow:
             wrong.append((ordering, said, found[:1]))
     assert not wrong, (len(wrong), wrong[0])
     assert racing
