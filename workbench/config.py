@@ -256,9 +256,8 @@ class EngineConfig:
     host backend and lanes of the embedded device; 0 means every core this process may use. unsafe:
     toggles whose programs are known to race are run all the same, and may give wrong answers.
 
-    n_gpu_layers: so many of the last layers are the device's, the others the host's, each with its
-    cache; one more than the model has layers is the output, too; -1 is everything (llama.cpp's
-    -ngl). override_tensor: `PATTERN=host` or `PATTERN=device`, a regular expression searched for in
+    n_gpu_layers: so many of the last layers are the device's, the output counted as the very last,
+    the others the host's, each with its cache; -1 is everything (llama.cpp's -ngl). override_tensor: `PATTERN=host` or `PATTERN=device`, a regular expression searched for in
     the names of weights; the first that matches says where a weight is (llama.cpp's -ot).
     """
 

@@ -305,6 +305,7 @@ class Engine:
             self._ordering,
             self._begins_early,
             buffers,
+            loaded.backend.capabilities.in_stream,
         )
         self._spent("graph", t0, t1)
         self._spent("split", t1, t2)

@@ -250,6 +250,11 @@ class Capabilities:
     def synchronous(self) -> bool:
         return self.n_streams == 0
 
+    @property
+    def in_stream(self) -> bool:
+        """Whether a copy runs behind the launches in front of it, and an event stands for it."""
+        return self.one_order and self.events
+
 
 class Program:
     """The commands of one step, with the names needed to read them.

@@ -96,7 +96,7 @@ def choose_ordering(
     cannot honour the mode or the copy stream, UsageError where the toggles race.
     """
     able = capabilities
-    own = able.asynchronous_copies and wanted.copy_stream == CopyStream.OWN
+    own = not able.synchronous and wanted.copy_stream == CopyStream.OWN
     if own and able.n_streams < 2:
         raise DeviceError(
             f"copy_stream=own needs two streams and the {device} device has {able.n_streams}; use "
@@ -166,7 +166,9 @@ class _Lowering:
         ordering: Ordering,
         begins_early: Callable[[Node], bool] | None,
         known: dict[str, Buffer] | None,
+        in_stream: bool,
     ):
+        self.in_stream = in_stream
         self.ordering, self.rule = ordering, ordering.rule
         self.known = {} if known is None else known
         self.begins_early = begins_early
@@ -275,10 +277,14 @@ class _Lowering:
 
     def _bring_to_host(self, number: int, part: Split, made_by) -> None:
         """A host split computes at once: what it needs from a device is copied and waited for."""
+        waited: set[Stream] = set()
         for s in part.inputs:
             if s.kind == Kind.INPUT:
                 continue
             stream = Stream(made_by[s], COMPUTE_STREAM)
+            if not self.in_stream and stream not in waited:
+                waited.add(stream)
+                self.commands.append(Sync(number, stream=stream))
             copy = Copy(
                 self.placement[HOST][s], self.placement[made_by[s]][s], stream, s.name, number
             )
@@ -310,14 +316,19 @@ class _Lowering:
         nbytes = sum(t.nbytes for t in graph.outputs)
         landing = self.buffer("result", Space.PINNED, nbytes, last.backend)
         reads, at = [], 0
+        if not self.in_stream:
+            emit(Sync(RESULT, stream=last))
         for t in graph.outputs:
             there = Range(landing, at, t.nbytes)
             at += t.nbytes
             emit(Copy(there, self.placement[made_by[t]][t], last, t.name, RESULT))
             reads.append(Read(there, t.name))
-        ended = self.event()
-        emit(Record(ended, last, RESULT))
-        emit(Sync(RESULT, event=ended))
+        if self.in_stream:
+            ended = self.event()
+            emit(Record(ended, last, RESULT))
+            emit(Sync(RESULT, event=ended))
+        else:
+            emit(Sync(RESULT, stream=last))
         self.commands.extend(reads)
 
 
@@ -355,6 +366,7 @@ def lower(
     ordering: Ordering,
     begins_early: Callable[[Node], bool] | None = None,
     buffers: dict[str, Buffer] | None = None,
+    in_stream: bool = True,
 ) -> Program:
     """The program of one step.
 
@@ -363,10 +375,12 @@ def lower(
     which of the device's nodes have kernels that wait by themselves for the launch in front of
     them: those are launched programmatically; without it (`choose_pdl`) none is. buffers: staging,
     arenas and results of earlier steps of the same engine by name, which are this step's too, grown
-    where it needs more; new ones are added. The program ends with the logits wait, Record, Sync on
-    that event, Read, unless it has no outputs and step_wait wants none.
+    where it needs more; new ones are added. in_stream: as the device's `Capabilities` have it. The
+    program ends with the logits wait, Record, Sync on that event, Read, unless it has no outputs
+    and step_wait wants none; where not in_stream, a Sync on the stream before the logits' copy and
+    one behind it take the place of the event.
     """
-    lowering = _Lowering(ordering, begins_early, buffers)
+    lowering = _Lowering(ordering, begins_early, buffers, in_stream)
     made_by = {t.storage: s.backend for s in splits for node in s.nodes for t in node.outputs}
     staged = lowering.place(graph, splits, residents, scratch_bytes)
     for number, part in enumerate(splits):
