@@ -273,10 +273,10 @@ class EngineConfig:
     n_devices: devices of the kind that share the layers, one part of them after the other; what one
     computes is copied to the next, which works on it while the first begins the next ubatch.
 
-    n_gpu_layers: so many of the last layers are the device's, the others the host's, each with its
-    cache; one more than the model has layers is the output, too; -1 is everything (llama.cpp's
-    -ngl). override_tensor: `PATTERN=host` or `PATTERN=device`, a regular expression searched for in
-    the names of weights; the first that matches says where a weight is (llama.cpp's -ot).
+    n_gpu_layers: so many of the last layers are the device's, the output counted as the very last,
+    the others the host's, each with its cache; -1 is everything (llama.cpp's -ngl).
+    override_tensor: `PATTERN=host` or `PATTERN=device`, a regular expression searched for in the
+    names of weights; the first that matches says where a weight is (llama.cpp's -ot).
     """
 
     device: str = "auto"

@@ -349,5 +349,5 @@ def _program(lead: int) -> Program:
     ]  # fmt: skip
     return Program(
         commands, list(memory.values()), [on_host, on_device], [HOST, 1], ("host", "cuda"),
-        StepShape(1, 1, 256), "copy_boundary", "own", 2,
+        StepShape(1, 1, 256), "copy_boundary", "own",
     )  # fmt: skip

@@ -50,7 +50,7 @@ def part(whole: Range, offset: int, nbytes: int) -> Range:
 
 def program(*commands: Command) -> Program:
     backends = ("host", "dev", "two")
-    return Program(list(commands), [], [], [1], backends, StepShape(1, 1, 256), "by_hand", "own", 0)
+    return Program(list(commands), [], [], [1], backends, StepShape(1, 1, 256), "by_hand", "own")
 
 
 def copy(dst: Range, src: Range, stream: Stream, name: str = "x") -> Copy:

@@ -330,6 +330,7 @@ class Engine:
             self._begins_early,
             buffers,
             turn,
+            loaded.backend.capabilities.in_stream,
         )
         self._spent("graph", t0, t1)
         self._spent("split", t1, t2)

@@ -78,6 +78,8 @@ class Loaded:
         threads = max(1, n_lanes(config.threads) // n)
         for i in range(n):
             backend = open_backend(device, threads, **({"device": i} if device == "cuda" else {}))
+            if not backend.capabilities.in_stream:
+                raise DeviceError(f"the {device} device has no events to order {n} of its kind by")
             backend.name = f"{device} {i}"  # told apart in programs and timelines
             self.backends.append(backend)
 

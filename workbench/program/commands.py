@@ -250,6 +250,11 @@ class Capabilities:
     def synchronous(self) -> bool:
         return self.n_streams == 0
 
+    @property
+    def in_stream(self) -> bool:
+        """Whether a copy runs behind the launches in front of it, and an event stands for it."""
+        return self.one_order and self.events
+
 
 class Program:
     """The commands of one step, with the names needed to read them.
@@ -288,6 +293,10 @@ class Program:
         """The numbers of the events that its commands name."""
         return {c.event for c in self.commands
                 if isinstance(c, Record | Wait | Sync) and c.event is not None}  # fmt: skip
+
+    @property
+    def n_events(self) -> int:
+        return len(self.events)
 
     def pattern(self, fold: bool = False) -> str:
         """The program's order in the letters of the threads, one group per split.

@@ -82,7 +82,9 @@ class _Lowering:
         begins_early: Callable[[Node], bool] | None,
         known: dict[str, Buffer] | None,
         turn: int,
+        in_stream: bool,
     ):
+        self.in_stream = in_stream
         self.ordering, self.rule = ordering, ordering.rule
         self.host_place = turn % ordering.host_places
         self.device_place = turn % ordering.device_places
@@ -239,10 +241,14 @@ class _Lowering:
 
     def _bring_to_host(self, number: int, part: Split, made_by) -> None:
         """A host split computes at once: what it needs from a device is copied and waited for."""
+        waited: set[Stream] = set()
         for s in part.inputs:
             if s.kind == Kind.INPUT:
                 continue
             stream = Stream(made_by[s], COMPUTE_STREAM)
+            if not self.in_stream and stream not in waited:
+                waited.add(stream)
+                self.commands.append(Sync(number, stream=stream))
             copy = Copy(
                 self.placement[HOST][s], self.placement[made_by[s]][s], stream, s.name, number
             )
@@ -276,14 +282,19 @@ class _Lowering:
         nbytes = sum(t.nbytes for t in graph.outputs)
         landing = self.buffer("result", Space.PINNED, nbytes, last.backend)
         reads, at = [], 0
+        if not self.in_stream:
+            emit(Sync(RESULT, stream=last))
         for t in graph.outputs:
             there = Range(landing, at, t.nbytes)
             at += t.nbytes
             emit(Copy(there, self.placement[made_by[t]][t], last, t.name, RESULT))
             reads.append(Read(there, t.name))
-        ended = event_number(Guard.ENDED, 0, 0)
-        emit(Record(ended, last, RESULT))
-        emit(Sync(RESULT, event=ended))
+        if self.in_stream:
+            ended = event_number(Guard.ENDED, 0, 0)
+            emit(Record(ended, last, RESULT))
+            emit(Sync(RESULT, event=ended))
+        else:
+            emit(Sync(RESULT, stream=last))
         self.commands.extend(reads)
 
 
@@ -322,6 +333,7 @@ def lower(
     begins_early: Callable[[Node], bool] | None = None,
     buffers: dict[str, Buffer] | None = None,
     turn: int = 0,
+    in_stream: bool = True,
 ) -> Program:
     """The program of one step.
 
@@ -331,10 +343,12 @@ def lower(
     them: those are launched programmatically; without it (`choose_pdl`) none is. buffers: staging,
     arenas and results of earlier steps of the same engine by name, which are this step's too, grown
     where it needs more; new ones are added. turn: of the ordering's `turns`, which the steps of an
-    engine take one after the other. The program ends with the logits wait, Record, Sync on
-    that event, Read, unless it has no outputs and step_wait wants none.
+    engine take one after the other. in_stream: as the device's `Capabilities` have it. The program
+    ends with the logits wait, Record, Sync on that event, Read, unless it has no outputs and
+    step_wait wants none; where not in_stream, a Sync on the stream before the logits' copy and one
+    behind it take the place of the event.
     """
-    lowering = _Lowering(ordering, begins_early, buffers, turn)
+    lowering = _Lowering(ordering, begins_early, buffers, turn, in_stream)
     made_by = {t.storage: s.backend for s in splits for node in s.nodes for t in node.outputs}
     staged = lowering.place(graph, splits, residents, scratch_bytes)
     for number, part in enumerate(splits):

@@ -89,7 +89,7 @@ def choose_ordering(
     cannot honour the mode or the copy stream, UsageError where the toggles race.
     """
     able = capabilities
-    own = able.asynchronous_copies and wanted.copy_stream == CopyStream.OWN
+    own = not able.synchronous and wanted.copy_stream == CopyStream.OWN
     if own and able.n_streams < 2:
         raise DeviceError(
             f"copy_stream=own needs two streams and the {device} device has {able.n_streams}; use "

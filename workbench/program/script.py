@@ -171,7 +171,7 @@ class Script:
         return [
             Program(
                 step.commands, list(self._buffers.values()), self._placement, step.splits,
-                self.backends, SHAPE, BY_HAND, BY_HAND, len(self._events),
+                self.backends, SHAPE, BY_HAND, BY_HAND,
             )
             for step in self._steps
         ]  # fmt: skip

@@ -1,0 +1,80 @@
+"""What a backend promises by its `Capabilities`, checked through its protocol and nothing else.
+
+A check is one clause of the contract (`backend/base.py`, `program/commands.py`) and a few commands
+that a backend gets right only by keeping it. It runs where the backend claims the clause; a backend
+that claims less is asked for less:
+
+    claim                what follows from it
+    n_streams = 0        every command is done when its call returns
+    n_streams > 0        Sync(stream) and `synchronize` drain launches and copies; of two or more
+                         streams none waits for another
+    one_order            copies and launches of a stream run in issue order, and an event stands for
+                         the copies before its Record too; without it nothing orders a copy but a
+                         Sync on its stream
+    asynchronous_copies  the call returns before the copy is done, and the source is read at the
+                         call or later; without it the copy is done when the call returns
+    events               Record, Wait and Sync mean the latest Record in host order, or nothing
+
+`failures` runs all checks and gives a line for each that a backend fails. The clauses are in
+`conformance_clauses.py` and `conformance_events.py`; how commands are made slow enough to be
+overtaken, in `conformance_rig.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import conformance_events  # noqa: F401  enters its clauses
+from conformance_clauses import CHECKS, CLAIMS
+from conformance_rig import Broken, Open, Rig, numbers
+
+from workbench.program.commands import Space
+
+
+def run_check(name: str, open_backend: Open) -> bool:
+    """Runs one check on a backend of its own; False where it does not claim the clause.
+
+    Raises Broken, with one line that says what the backend did wrong.
+    """
+    check, rig = CHECKS[name], Rig(open_backend)
+    try:
+        if not CLAIMS[check.claim](rig.able):
+            return False
+        if not check.each_stream:
+            check.run(rig)
+            return True
+        for stream in rig.streams:
+            try:
+                check.run(rig, stream)
+            except Broken as broken:
+                raise Broken(f"stream {stream}: {broken}") from None
+            rig.settle()
+        return True
+    finally:
+        rig.close()
+
+
+def failures(open_backend: Open, names: Iterable[str] = CHECKS) -> dict[str, str]:
+    """What is wrong with a backend: names of clauses to messages; empty where it keeps its word."""
+    found = {}
+    for name in names:
+        try:
+            run_check(name, open_backend)
+        except Broken as broken:
+            found[name] = str(broken)
+    return found
+
+
+def reads_late(open_backend: Open, space: Space) -> bool:
+    """Whether a copy out of `space` that is queued behind long work reads its source when it runs,
+    not at the call. No clause: a backend may do either."""
+    rig = Rig(open_backend)
+    try:
+        source, there = rig.host(1.0, space), rig.device()
+        copy = rig.up(there, source, 0)
+        rig.long(0)
+        copy()
+        numbers(source)[:] = 2.0
+        return bool((rig.fetch(there) == 2.0).all())
+    finally:
+        rig.close()

@@ -1,0 +1,116 @@
+"""Two devices that copy as no GPU does, made of the embedded device (llama.cpp #17795).
+
+In that thread the waits between copies and graphs went because stream order made them superfluous.
+The backend interface promises no such order: nothing there says that what sets a tensor is ordered
+against what computes. These are the two counter-examples of the discussion, as devices one can run:
+
+* `OutOfOrderCopies` has a queue of copies beside each stream. A copy is done at some time before a
+  Sync of its stream ends, in any order, and no launch, event or other stream waits for it. What
+  waits for the queue at the boundary, `saaaasg`, is safe on it; what relies on order, `aaaag`, is
+  not.
+* `DetachedCopies` copies in a thread that belongs to the buffer: no stream knows of it, and no wait
+  waits for it. All that can be relied on is a copy that blocks. No asynchronous pattern is safe.
+
+Each has the capabilities it really has unless it is told to lie: with the embedded device's own
+(`LIES`) it claims what it does not keep. Choices are drawn from `seed`.
+
+Memory that is freed is kept until the device is closed, for a careless program's copies may still
+be under way: they are to give wrong numbers and never a crash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from workbench.backend.base import Issue
+from workbench.backend.embedded import EmbeddedDevice
+from workbench.program.commands import Capabilities
+
+LIES = EmbeddedDevice.capabilities
+QUICKEST_S, SLOWEST_S = 0.001, 0.003  # of a detached copy
+
+
+class OutOfOrderCopies(EmbeddedDevice):
+    """Copies wait in a queue of their stream until it is synchronized, then run in any order, each
+    before or after the launches that the Sync waits for."""
+
+    name = "out_of_order"
+    HONEST = replace(LIES, one_order=False)
+
+    def __init__(self, threads: int = 0, seed: int = 0, capabilities: Capabilities = HONEST):
+        super().__init__(threads)
+        self.capabilities = capabilities  # type: ignore[misc]
+        self._rng = np.random.default_rng(seed)
+        self._queues: list[list[Issue]] = [[] for _ in self.streams]
+        self._freed: list[object] = []
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
+        return partial(self._queues[stream].append, partial(ctypes.memmove, dst, src, nbytes))
+
+    def sync_stream(self, stream: int) -> Issue:
+        queue, launches_end = self._queues[stream], super().sync_stream(stream)
+
+        def issue() -> None:
+            copies, queue[:] = list(queue), []
+            self._rng.shuffle(copies)  # type: ignore[arg-type]
+            n_early = self._rng.integers(len(copies) + 1)
+            for copy in copies[:n_early]:
+                copy()
+            launches_end()
+            for copy in copies[n_early:]:
+                copy()
+
+        return issue
+
+    def synchronize(self) -> None:
+        for stream in range(len(self.streams)):
+            self.sync_stream(stream)()
+
+    def _keep(self, thing: object) -> None:
+        self._freed.append(thing)
+
+    def close(self) -> None:
+        self.synchronize()
+        super().close()
+        self._freed.clear()
+
+
+class DetachedCopies(EmbeddedDevice):
+    """A copy is a thread that starts at the call and takes its time. Where the device says that its
+    copies block, the call returns when the thread has ended; nothing else ever waits for it."""
+
+    name = "detached"
+    HONEST = replace(LIES, asynchronous_copies=False, one_order=False)
+
+    def __init__(self, threads: int = 0, seed: int = 0, capabilities: Capabilities = HONEST):
+        super().__init__(threads)
+        self.capabilities = capabilities  # type: ignore[misc]
+        self._rng = np.random.default_rng(seed)
+        self._copies: list[threading.Thread] = []
+        self._freed: list[object] = []
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
+        def issue() -> None:
+            takes = self._rng.uniform(QUICKEST_S, SLOWEST_S)
+            copy = threading.Timer(takes, ctypes.memmove, (dst, src, nbytes))
+            copy.start()
+            if self.capabilities.asynchronous_copies:
+                self._copies = [c for c in self._copies if c.is_alive()] + [copy]
+            else:
+                copy.join()
+
+        return issue
+
+    def _keep(self, thing: object) -> None:
+        self._freed.append(thing)
+
+    def close(self) -> None:
+        for copy in self._copies:
+            copy.join()
+        super().close()
+        self._freed.clear()
