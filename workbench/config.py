@@ -257,8 +257,9 @@ class EngineConfig:
     toggles whose programs are known to race are run all the same, and may give wrong answers.
 
     n_gpu_layers: so many of the last layers are the device's, the output counted as the very last,
-    the others the host's, each with its cache; -1 is everything (llama.cpp's -ngl). override_tensor: `PATTERN=host` or `PATTERN=device`, a regular expression searched for in
-    the names of weights; the first that matches says where a weight is (llama.cpp's -ot).
+    the others the host's, each with its cache; -1 is everything (llama.cpp's -ngl).
+    override_tensor: `PATTERN=host` or `PATTERN=device`, a regular expression searched for in the
+    names of weights; the first that matches says where a weight is (llama.cpp's -ot).
     """
 
     device: str = "auto"
