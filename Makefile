@@ -10,11 +10,11 @@ HAVE_GPU := $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-sm
 comma := ,
 GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu,)
 
-.PHONY: help setup report test test-slow test-gpu sanitize lint bench lab peer models readme clean
+.PHONY: help setup report test test-slow test-exhaustive test-gpu sanitize lint bench lab peer models readme clean
 
 help:
 	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
-	@echo "make test     all tests but the slow ones"
+	@echo "make test     all tests but the slow ones;  make test-exhaustive  every ordering on every placement"
 	@echo "make lab      JupyterLab on the notebooks"
 	@echo "make setup    only prepare .venv/, with the workbench command in it"
 	@echo "make lint     ruff and mypy;  make bench  benchmarks, recorded;  make peer  compare with llama.cpp"
@@ -57,7 +57,10 @@ test: .venv/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu and not exhaustive" $(PYTEST_ARGS)
+
+test-exhaustive: .venv/.dev
+	$(BIN)/python -m pytest -m exhaustive $(PYTEST_ARGS)
 
 test-gpu: .venv/.dev
 	$(BIN)/python tests/gpu/record.py

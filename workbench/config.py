@@ -305,4 +305,6 @@ class EngineConfig:
             parse_override(override)
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """As JSON gives it back."""
+        found = dataclasses.asdict(self)
+        return found | {"override_tensor": list(self.override_tensor)}

@@ -7,8 +7,6 @@ programs that are all different nothing is.
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.graphs import Decoder
@@ -34,7 +32,6 @@ from workbench.program.lower import Ordering, lower
 from workbench.program.split import split
 
 MILLION = 1_000_000
-MOST_S = 30
 
 
 @pytest.fixture(scope="module")
@@ -99,34 +96,17 @@ def test_a_million_commands_of_one_program(benchmark, decode):
     assert benchmark.pedantic(races, (steps,), rounds=3) == []
 
 
-def test_a_million_commands_all_different(benchmark):
-    """Where benchmarks are off, a tenth of them in a tenth of the time."""
-    n = MILLION if benchmark.enabled else MILLION // 10
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_commands_all_different(benchmark, share):
+    """A quarter of a million and a million: a test of what is recorded sees that time grows as
+    they do. Where benchmarks are off, a tenth of them."""
+    n = int(MILLION * share) if benchmark.enabled else int(MILLION * share) // 10
     steps = all_different(n)
     assert sum(len(step.commands) for step in steps) == n
-    start = time.perf_counter()
-    assert benchmark.pedantic(races, (steps,), rounds=1) == []
-    assert time.perf_counter() - start < MOST_S * n / MILLION
+    assert benchmark.pedantic(races, (steps,), rounds=2 if benchmark.enabled else 1) == []
 
 
 def test_all_of_a_decode(benchmark, decode):
     """Races, and of every wait whether it can go."""
     found = benchmark(check, [decode])
     assert found.safe and len(found.superfluous) == 11
-
-
-@pytest.mark.parametrize("made", ["of one program", "all different"])
-def test_time_grows_linearly(decode, made):
-    """Four times the commands take at most eight times as long: squared would be sixteen."""
-
-    def seconds(n: int) -> float:
-        steps = steps_of(decode, n) if made == "of one program" else all_different(n)
-        taken = []
-        for _ in range(3):
-            start = time.process_time()
-            assert races(steps) == []
-            taken.append(time.process_time() - start)
-        return min(taken)
-
-    small = 100_000 if made == "of one program" else 20_000
-    assert seconds(4 * small) < 8 * seconds(small)

@@ -72,7 +72,7 @@ class Placement:
         """The backends that keep a weight: the embedding is looked up on the host, and a tied
         output beside it where it multiplies; the factors of RoPE are wherever a layer is."""
         if weight is self._shared:
-            return sorted({HOST, *self._layers})
+            return sorted(set(self._layers))
         if weight is not self._embedding:
             return [self.of_weight(weight)]
         return sorted({HOST, self.of_weight(weight)}) if output is weight else [HOST]

@@ -228,6 +228,27 @@ class Read(Command):
         return (self.staging,)
 
 
+class Place(NamedTuple):
+    """A command of a run of programs: at `index` of step number `step`."""
+
+    step: int
+    index: int  # type: ignore[assignment]  # of a place, and no method of a tuple
+    command: Command
+
+    def __str__(self) -> str:
+        c = self.command
+        match c:
+            case Launch():
+                name = c.node.name
+            case Copy():
+                name = c.name
+            case Write() | Read():
+                name = c.value
+            case _:
+                name = ""
+        return " ".join(filter(None, (f"step {self.step} #{self.index}", c.kind, name)))
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What a backend can do; `lower` asks this and never a backend's name.

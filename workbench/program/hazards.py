@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from workbench.errors import UsageError
 from workbench.graph import ops
-from workbench.program.commands import Buffer, Command, Launch, Program, Range, Sync, Wait
+from workbench.program.commands import Buffer, Command, Launch, Place, Program, Range, Sync, Wait
 from workbench.program.order import Accessor, Declared, Run, Spot
 from workbench.program.wording import described, missing
 
@@ -47,14 +47,6 @@ SUPERSETS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "set_rows": ((), (0,)),  # rows of the cache
     "attention": ((1, 2), ()),  # rows of K and V, where the mask shows them
 }
-
-
-class Place(NamedTuple):
-    """A command, at `index` of step number `step` of the run."""
-
-    step: int
-    index: int  # type: ignore[assignment]  # of a place, and no method of a tuple
-    command: Command
 
 
 class Race(NamedTuple):

@@ -14,6 +14,7 @@ import pandas as pd
 from workbench.bench import results
 from workbench.bench.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound
 from workbench.bench.comparison import AB
+from workbench.report import proofs
 from workbench.report.recorded import (
     BATCHED,
     DECODED,
@@ -270,4 +271,5 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "fusion-cuda": fusion_table,
     "perplexity-cuda": perplexity_table,
     "correctness-cuda": correctness_table,
+    "proofs": proofs.recorded,
 }

@@ -1,0 +1,331 @@
+"""The hazard checker is itself checked, against the adversary and against every interleaving: on
+random small runs, and on the programs of tiny models with each Sync, Wait and Record removed.
+
+Safe, by the checker: 200 seeds find nothing. Unsafe: the adversary, or every interleaving of the
+run reduced to the two racing commands, finds a wrong read or two writes that changed places. (Two
+writes that race and are both overwritten before anybody looks are a race to the checker and
+invisible in the whole run: reduced to the pair, the end of the run sees them.)
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations, product
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+from tests.interleavings import Interleavings, TooManyStates, Wrong, random_run
+from workbench.config import (
+    CopyStream,
+    EngineConfig,
+    HostSource,
+    InputOrder,
+    StepWait,
+    Switch,
+    SyncMode,
+    Toggles,
+)
+from workbench.engine.engine import Engine
+from workbench.errors import DeviceError, UsageError
+from workbench.program.adversary import SEEDS, Adversary
+from workbench.program.commands import (
+    Capabilities,
+    Program,
+    Range,
+    Record,
+    Sync,
+    Wait,
+)
+from workbench.program.hazards import Race, races
+from workbench.program.lower import Ordering, choose_ordering
+
+ORDERING = (Sync, Wait, Record)
+
+
+def ends_wrong(steps: Sequence[Program], race: Race, one_order: bool) -> bool:
+    """Whether some interleaving of the run reduced to a race's two commands, and to the bytes they
+    dispute, is wrong."""
+    disputed = Range(race.buffer, race.offset, race.nbytes)
+    pair = {place[:2] for place in (race.first, race.second)}
+    return bool(Interleavings(steps, one_order, disputed, pair).wrong)
+
+
+# random runs -------------------------------------------------------------------------------------
+
+runs = st.randoms(use_true_random=False).map(random_run)
+
+
+def explored(steps: Sequence[Program], one_order: bool, within: Range | None = None) -> set[Wrong]:
+    """What some interleaving makes wrong; a run with too many is no example."""
+    try:
+        return Interleavings(steps, one_order, within).wrong
+    except TooManyStates:
+        reject()
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs, st.booleans())
+def test_a_run_is_free_of_races_only_if_no_interleaving_of_it_is_wrong(steps, one_order):
+    found = races(steps, one_order=one_order)
+    disputed = {
+        (race.buffer, byte)
+        for race in found
+        for byte in range(race.offset, race.offset + race.nbytes)
+    }
+    for w in explored(steps, one_order):
+        assert {(w.buffer, byte) for byte in range(w.offset, w.offset + w.nbytes)} <= disputed
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs, st.booleans())
+def test_every_race_is_one(steps, one_order):
+    """Reduced to its two commands a race ends wrong in some order; and where one of them reads, it
+    does so among all the others too."""
+    for race in races(steps, one_order=one_order):
+        assert not race.may
+        assert ends_wrong(steps, race, one_order), race
+        if race.kind != "write-write":
+            bytes_ = Range(race.buffer, race.offset, race.nbytes)
+            assert explored(steps, one_order, bytes_), race
+
+
+@settings(max_examples=100, deadline=None)
+@given(runs, st.booleans())
+def test_no_seed_finds_anything_in_a_run_without_races(steps, one_order):
+    if not races(steps, one_order=one_order):
+        assert Adversary(steps, one_order).search() == []
+
+
+def test_of_400_random_runs_checker_and_interleavings_agree():
+    count = {True: 0, False: 0}
+    for number in range(400):
+        steps, one_order = random_run(Random(number)), number % 3 > 0
+        found, wrong = races(steps, one_order=one_order), Interleavings(steps, one_order).wrong
+        assert found or not wrong, number
+        for race in found:
+            assert ends_wrong(steps, race, one_order), (number, race)
+        count[bool(found)] += 1
+    assert min(count.values()) > 100
+
+
+# the programs of models --------------------------------------------------------------------------
+
+
+class Mutant(NamedTuple):
+    """A run, and what was taken out of it ("" nothing)."""
+
+    run: str
+    without: str
+    steps: list[Program]
+    one_order: bool
+
+    def __str__(self) -> str:
+        order = "" if self.one_order else ", copies in no order"
+        return f"{self.run}{order}{self.without and ' without ' + self.without}"
+
+
+@contextmanager
+def copies_in_order(engine: Engine, one_order: bool) -> Iterator[None]:
+    """Programs are lowered for a device whose copies have the order of its launches, or none."""
+    backend: Any = engine.backend
+    before = backend.capabilities
+    backend.capabilities = dataclasses.replace(before, one_order=one_order)
+    try:
+        yield
+    finally:
+        backend.capabilities = before
+
+
+def runs_of(
+    base: Engine, toggles: Toggles, one_order: bool = True
+) -> Iterator[tuple[str, list[Program]]]:
+    """A decode of three tokens, and a train: two ubatches without outputs, one with, the next
+    train's first. What comes again in a run is one program."""
+    on = {name: v for name, v in toggles.to_dict().items() if v != getattr(Toggles(), name)}
+    name = " ".join(f"{k}={v}" for k, v in on.items()) or "baseline"
+    with base.variant(toggles) as engine, copies_in_order(engine, one_order):
+        first, _, last = engine.programs(3)
+        yield f"decode {name}", [last] * 3
+        if toggles.step_wait == StepWait.OUTPUTS:
+            yield f"train {name}", [first, first, last, first]
+
+
+def mutants_of(run: str, steps: list[Program], one_order: bool) -> Iterator[Mutant]:
+    """The run, and the run without each ordering command, in all steps at once."""
+    yield Mutant(run, "", steps, one_order)
+    for program in {id(p): p for p in steps}.values():
+        for i, command in enumerate(program.commands):
+            if isinstance(command, ORDERING):
+                less = copy.copy(program)
+                less.commands = program.commands[:i] + program.commands[i + 1 :]
+                changed = [less if p is program else p for p in steps]
+                where = f"{command.kind} #{i} of step {steps.index(program)}"
+                yield Mutant(run, where, changed, one_order)
+
+
+def content(steps: Iterable[Program]) -> tuple:
+    """What two runs that are the same share: commands, and their ranges by name of the buffer."""
+
+    def of(c: Any) -> tuple:
+        what = [getattr(c, name, None) for name in ("stream", "event")]
+        ranges = [[(r.buffer.name, r.offset, r.nbytes) for r in rs] for rs in (c.reads, c.writes)]
+        return (c.kind, *what, *map(tuple, ranges))
+
+    known: dict[int, tuple] = {}
+    return tuple(
+        known.setdefault(id(p), tuple(map(of, p.commands))) if id(p) not in known else known[id(p)]
+        for p in steps
+    )
+
+
+def distinct(mutants: Iterable[Mutant]) -> list[Mutant]:
+    found: dict[tuple, Mutant] = {}
+    for mutant in mutants:
+        found.setdefault((mutant.one_order, content(mutant.steps)), mutant)
+    return list(found.values())
+
+
+def orderings(**fixed: Iterable[str]) -> Iterator[Toggles]:
+    """Every ordering of copies and waits with `fixed` values, but for toggles that clash."""
+    chosen = {
+        "sync": [mode for mode in SyncMode if mode != SyncMode.AUTO],
+        "copy_stream": list(CopyStream),
+        "step_wait": [StepWait.OUTPUTS],
+        **fixed,
+    }
+    for values in product(*chosen.values()):
+        asked = dict(zip(chosen, map(str, values), strict=True))
+        if asked["sync"] != SyncMode.EVENT_GUARDED or asked["copy_stream"] == CopyStream.OWN:
+            yield Toggles(**asked)
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model) -> Iterator[Engine]:
+    """A model of two layers whose ubatches are one token, so that its programs are short."""
+    path = tiny_model("tiny-llama", "F16")
+    with Engine.load(path, device="null", n_ctx=64, n_ubatch=1, unsafe=True) as engine:
+        yield engine
+
+
+def judge(mutants: Iterable[Mutant], seeds: range = SEEDS) -> dict[str, int]:
+    """Asserts that the adversary and the interleavings bear the checker out on every mutant.
+
+    Returns how many were safe, unsafe, and unsafe but right under all seeds.
+    """
+    count = {"safe": 0, "unsafe": 0, "unseen": 0}
+    for mutant in mutants:
+        found = races(mutant.steps, one_order=mutant.one_order)
+        wrong = Adversary(mutant.steps, mutant.one_order).search(seeds)
+        if not found:
+            assert not wrong, f"{mutant}: {wrong[0]}"
+            count["safe"] += 1
+            continue
+        count["unsafe"] += 1
+        count["unseen"] += not wrong
+        for race in found:
+            assert ends_wrong(mutant.steps, race, mutant.one_order), f"{mutant}: {race.missing}"
+    return count
+
+
+def mutants(base: Engine, chosen: Iterable[Toggles], one_order: bool) -> list[Mutant]:
+    return distinct(
+        mutant
+        for toggles in chosen
+        for run, steps in runs_of(base, toggles, one_order)
+        for mutant in mutants_of(run, steps, one_order)
+    )
+
+
+def test_without_any_one_command_the_checker_is_right(base):
+    found = judge(mutants(base, orderings(), one_order=True))
+    assert min(found["safe"], found["unsafe"]) > 50
+    assert found["unseen"] <= found["unsafe"] // 20, "seeds find nearly all by themselves"
+
+
+def test_without_any_one_command_the_checker_is_right_where_copies_have_no_order(base):
+    modes = (SyncMode.PER_COPY, SyncMode.COPY_BOUNDARY, SyncMode.EVENT_GUARDED)
+    found = judge(mutants(base, orderings(sync=modes), one_order=False))
+    assert min(found["safe"], found["unsafe"]) > 30
+    assert found["unseen"] <= found["unsafe"] // 20
+
+
+@pytest.mark.parametrize("one_order", [True, False])
+def test_orderings_are_refused_as_racing_where_they_race_and_nowhere_else(base, one_order):
+    """`lower` knows by rule what the checker proves and the adversary tries."""
+    able = Capabilities(True, True, one_order, False, 2)
+    verdicts = []
+    for toggles in orderings(step_wait=StepWait):
+        ordering = Ordering(*(getattr(toggles, name) for name in Ordering._fields))
+        try:
+            choose_ordering(ordering, able, "device")
+            racing = False
+        except UsageError:
+            racing = True
+        except DeviceError:  # impossible there, race or not
+            continue
+        runs = [steps for _, steps in runs_of(base, toggles, one_order)]
+        assert racing == any(races(steps, one_order=one_order) for steps in runs), ordering
+        assert racing == any(Adversary(steps, one_order).search() for steps in runs), ordering
+        verdicts.append(racing)
+    assert min(verdicts.count(True), verdicts.count(False)) >= 3
+
+
+def across() -> Iterator[Toggles]:
+    """Every pair of values of two toggles on the baseline, and 200 random full combinations."""
+    values = {name: Toggles.values(name) for name in Toggles.names()}
+    values["sync"].remove(SyncMode.AUTO)
+    values["pdl"].remove(Switch.ON)  # the null device has no programmatic launch
+    rng = Random(17795)
+    asked = [
+        {a: x, b: y} for a, b in combinations(values, 2) for x, y in product(values[a], values[b])
+    ] + [{name: rng.choice(few) for name, few in values.items()} for _ in range(200)]
+    for chosen in asked:
+        try:
+            yield Toggles(**chosen)
+        except UsageError:  # the two clash
+            continue
+
+
+def test_across_mechanisms_the_checker_is_right(base):
+    whole = (
+        Mutant(run, "", steps, True)
+        for toggles in dict.fromkeys(across())
+        for run, steps in runs_of(base, toggles)
+    )
+    found = judge(distinct(whole), SEEDS[:20])
+    assert min(found["safe"], found["unsafe"]) > 20
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "all on the device": {},
+    "a layer on the host": {"n_gpu_layers": 1},
+    "a device split between host splits": {"override_tensor": ("blk.1.ffn_(gate|up)=host",)},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3"])
+def test_of_every_ordering_on_every_placement_the_checker_is_right(tiny_model, preset, placement):
+    config = EngineConfig(device="null", n_ctx=64, n_ubatch=1, unsafe=True, **PLACEMENTS[placement])
+    chosen = list(orderings(step_wait=StepWait, input_order=InputOrder, host_source=HostSource))
+    with Engine.load(tiny_model(preset, "F16"), config=config) as engine:
+        for one_order in (True, False):
+            found = judge(mutants(engine, chosen, one_order))
+            assert min(found["safe"], found["unsafe"]) > 50
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("one_order", [True, False])
+def test_without_any_two_commands_the_checker_is_right(base, one_order):
+    once = mutants(base, orderings(), one_order)
+    twice = [m for mutant in once for m in mutants_of(str(mutant), mutant.steps, one_order)]
+    found = judge(distinct(twice))
+    assert min(found["safe"], found["unsafe"]) > 100

@@ -1,0 +1,57 @@
+"""The proof table: what is recorded is what is proved again, and what the rows say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.proofs import OUT, proved
+from workbench.report import proofs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model) -> dict:
+    return proved(tiny_model("tiny-llama", "Q8_0"))
+
+
+@pytest.fixture(scope="module")
+def rows(found) -> dict[tuple[str, str], dict]:
+    return {(row["ordering"], row["run"]): row for row in found["rows"]}
+
+
+def test_what_is_recorded_is_proved_again(found):
+    assert json.loads(OUT.read_text()) == found
+
+
+def test_the_mode_before_the_change_waits_in_vain_for_all_but_one_copy(rows):
+    row = rows["per_copy, own", "decode"]
+    assert row["races"] == 0 and row["waits"] == 13
+    assert row["superfluous"] >= 5 and row["sufficient"] == 2
+    assert row["because"] == "enough: that for the copy of inp_out_ids, that for the logits"
+    assert rows["per_copy, compute", "decode"]["because"] == "enough: that for the logits"
+
+
+def test_what_was_merged_is_safe_and_its_waits_are_two_more_than_a_decode_wants(rows):
+    own, compute = (rows[f"copy_boundary, {s}", "decode"] for s in ("own", "compute"))
+    assert own["races"] == compute["races"] == 0
+    assert own["because"] == "enough: that behind the copies, that for the logits"
+    assert compute["because"] == "enough: that for the logits"
+
+
+@pytest.mark.parametrize(("ordering", "run", "says"), [
+    ("write_read_boundary, own", "train", "before copy inp_embd on null:1 of the next step"),
+    ("implicit, own", "decode", "nothing orders copy inp_embd on null:1 before launch rms_norm"),
+    ("implicit, compute", "train", "nothing orders copy inp_pos on null:0 before write inp_pos"),
+    ("event_guarded, own", "train", "nothing orders copy inp_pos on null:1 before write inp_pos"),
+])  # fmt: skip
+def test_what_races_says_between_which_commands(rows, ordering, run, says):
+    assert rows[ordering, run]["races"] > 0 and says in rows[ordering, run]["because"]
+
+
+def test_readme_has_the_table(tmp_path):
+    assert proofs.recorded(OUT.parent) in (ROOT / "README.md").read_text()
+    assert proofs.recorded(tmp_path) == "not measured."

@@ -1,0 +1,93 @@
+"""The proof table: which waits of which ordering are superfluous, and what races without them.
+
+Programs go in (`Engine.programs`), a frame comes out; `program/hazards.py` does the proving.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from workbench.program import hazards
+from workbench.program.commands import RESULT, Copy, Place, Program, Sync, Wait
+from workbench.report.tables import markdown
+
+FILE = "proofs.json"
+COLUMNS = ("ordering", "run", "pattern", "waits", "superfluous", "sufficient", "races", "because")
+
+
+def proof_rows(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> Iterator[dict[str, Any]]:
+    """A row for each (ordering, run) and the programs that are repeated for it.
+
+    waits, superfluous, sufficient: of one repetition; each superfluous one can go alone, and with
+    the sufficient ones all others can go together. races: pairs of commands. because: what is
+    missing between the first pair; where nothing races, which waits are enough.
+    """
+    for (ordering, run), cycle in cycles.items():
+        found = hazards.check(cycle)
+        kept = [_waited_for(found, place) for place in found.sufficient]
+        yield {
+            "ordering": ordering,
+            "run": run,
+            "pattern": " | ".join(_once(p.pattern(fold=True) for p in cycle)),
+            "waits": len(found.waits),
+            "superfluous": len(found.superfluous),
+            "sufficient": len(found.sufficient),
+            "races": len(found.races),
+            "because": found.races[0].missing if found.races else _once_each(kept),
+        }
+
+
+def proof_table(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> pd.DataFrame:
+    """`proof_rows` as a frame; of programs that race, no wait is called superfluous."""
+    return _frame(list(proof_rows(cycles)))
+
+
+def recorded(folder: Path) -> str:
+    """The table of the rows in `folder`/proofs.json, as Markdown."""
+    path = folder / FILE
+    if not path.is_file():
+        return "not measured."
+    found = json.loads(path.read_text())
+    return f"{markdown(_frame(found['rows']))}\n\n{found['what']}"
+
+
+def _frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    table["pattern"] = [f"`{pattern}`" for pattern in table["pattern"]]
+    racing = table["races"] > 0
+    for name in ("superfluous", "sufficient"):
+        table[name] = table[name].astype(object).mask(racing, "")
+    table["races"] = table["races"].astype(object).mask(~racing, "none")
+    return table
+
+
+def _waited_for(found: hazards.Findings, place: Place) -> str:
+    """What a wait is for, in words: where in its split it stands."""
+    command, commands = place.command, found.steps[place.step].commands
+    if isinstance(command, Wait):
+        return "the device's for the copies"
+    if command.split == RESULT:
+        return "that for the logits"
+    if isinstance(command, Sync) and command.blocks is not None:
+        return f"that for the copy of {command.blocks.name}"
+    behind = any(isinstance(c, Copy) and c.split == command.split for c in commands[: place.index])
+    return f"that {'behind' if behind else 'before'} the copies"
+
+
+def _once(texts: Iterator[str]) -> Iterator[str]:
+    """Equal neighbours once, with their number."""
+    for text, same in groupby(texts):
+        n = len(list(same))
+        yield text if n == 1 else f"{n} x ({text})"
+
+
+def _once_each(kept: Sequence[str]) -> str:
+    counted = {what: kept.count(what) for what in dict.fromkeys(kept)}
+    said = [what if n == 1 else f"{what} ({n} times)" for what, n in counted.items()]
+    return f"enough: {', '.join(said) or 'none'}"
