@@ -237,7 +237,6 @@ def _latest_records(commands: Sequence[Command]) -> dict[int, int]:
 def program(commands: Sequence[Command]) -> Program:
     """A program of nothing but commands."""
     buffers = dict.fromkeys(r.buffer for c in commands for r in (*c.reads, *c.writes))
-    events = [c.event for c in commands if isinstance(c, (Record, Wait, Sync))]
     return Program(
         commands=list(commands),
         buffers=list(buffers),
@@ -247,7 +246,6 @@ def program(commands: Sequence[Command]) -> Program:
         shape=StepShape(1, 1, 1),
         sync="",
         copy_stream="",
-        n_events=max([e for e in events if e is not None], default=-1) + 1,
     )
 
 

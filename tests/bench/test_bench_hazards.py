@@ -28,7 +28,8 @@ from workbench.program.commands import (
     Write,
 )
 from workbench.program.hazards import check, races
-from workbench.program.lower import Ordering, lower
+from workbench.program.lower import lower
+from workbench.program.ordering import Ordering
 from workbench.program.split import split
 
 MILLION = 1_000_000
@@ -86,7 +87,7 @@ def all_different(n_commands: int) -> list[Program]:
         ]
         backends = ("host", "dev")
         steps.append(
-            Program(commands, [], [], [DEVICE], backends, StepShape(1, 1, 1), "ring", "own", 16)
+            Program(commands, [], [], [DEVICE], backends, StepShape(1, 1, 1), "ring", "own")
         )
     return steps
 

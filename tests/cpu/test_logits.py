@@ -154,7 +154,8 @@ def test_only_the_rows_asked_for(engine, preset):
 
 
 ASYNCHRONOUS = Capabilities(True, True, True, False, 2)
-IN_TURN = ("host_source", "n_copies", "input_order")  # toggles that go with the others, not with each other
+# toggles that go with the others, not with each other
+IN_TURN = ("host_source", "n_copies", "input_order")
 
 
 def legal_toggles(programmatic: bool = False) -> list[Toggles]:

@@ -44,7 +44,7 @@ from workbench.program.commands import (
     Wait,
 )
 from workbench.program.hazards import Race, races
-from workbench.program.lower import Ordering, choose_ordering
+from workbench.program.ordering import Ordering, choose_ordering
 
 ORDERING = (Sync, Wait, Record)
 

@@ -1,5 +1,5 @@
-"""What `race_of` says of every ordering is what the checker proves of its programs: of tokens one by
-one, of a train of ubatches, of layers over two devices and of some on the host."""
+"""What `race_of` says of every ordering is what the checker proves of its programs: of tokens one
+by one, of a train of ubatches, of layers over two devices and of some on the host."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Ordering(NamedTuple):
         return math.lcm(self.host_places, self.device_places)
 
 
-RINGS = {HostSource.PINNED_RING_2: 2, HostSource.PINNED_RING_4: 4}
+RINGS: dict[str, int] = {HostSource.PINNED_RING_2: 2, HostSource.PINNED_RING_4: 4}
 
 
 def choose_ordering(
