@@ -87,6 +87,17 @@ _ROWS = {
 }
 
 
+def prompt_shapes(n_prompt: int, n_decoded: int, n_ubatch: int, pad: int) -> list[StepShape]:
+    """The shapes of the steps of a prompt, on an empty cache, of which the last ubatch has an
+    output, and of single tokens after it."""
+    sizes = [min(n_ubatch, n_prompt - i) for i in range(0, n_prompt, n_ubatch)]
+    made, past = [], 0
+    for i, size in enumerate([*sizes, *[1] * n_decoded]):
+        past += size
+        made.append(StepShape(size, int(i >= len(sizes) - 1), -(-past // pad) * pad))
+    return made
+
+
 def check_prompt(tokens: Sequence[int], n_vocab: int, n_ctx: int, n_past: int = 0) -> None:
     """Raises UsageError for no tokens, ids outside the vocabulary, and more than a context of n_ctx
     holds beside n_past."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,8 @@ import numpy as np
 from workbench.backend.base import Backend, Memory
 from workbench.backend.issue import Pending, Prepared
 from workbench.config import EngineConfig, StepWait, Toggles
-from workbench.engine.batch import Batch, Batches, Outputs, check_prompt
-from workbench.engine.generation import Generation
+from workbench.engine.batch import Batch, Batches, Outputs, check_prompt, prompt_shapes
+from workbench.engine.generation import Generation, continued
 from workbench.engine.kv_cache import KVCache, check_room
 from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Workspace
@@ -50,6 +51,7 @@ class Engine:
         self.n_steps = 0
         self._turn = 0  # of the places that steps take in turn, also those of steps that failed
         self._events: dict[int, Any] = {}
+        self._stamps: list[Callable[[], tuple[int, int]]] | None = None
         self._late: list[Callable[[], None]] = []  # device spans of steps nobody has waited for
         self._ns = dict.fromkeys(
             ("graph_ns", "split_ns", "lower_ns", "prepare_ns", "batch_ns", "issue_ns", "wait_ns"), 0
@@ -128,7 +130,11 @@ class Engine:
         t1 = now_ns()
         program = self._programs.get(self._key(batch.shape))  # built or reused
         t2 = now_ns()
-        pending = program.run(batch.values)
+        if self._stamps is None:
+            pending = program.run(batch.values)
+        else:
+            pending, when = program.run_stamped(batch.values)
+            self._stamps.append(when)
         t3 = now_ns()
         logits, ahead_ns = self._finish(pending, batch, outputs)
         ns["batch_ns"] += t1 - t0 + ahead_ns
@@ -138,6 +144,19 @@ class Engine:
         if recorder is not None:
             recorder.untraced(len(tokens), t4 - t0)
         return logits
+
+    @contextmanager
+    def stamped(self) -> Iterator[list[tuple[int, int]]]:
+        """Untraced steps in the body are stamped: at its end the list has, for each, when its first
+        launch on a device began and its last one ended, ns on the host's clock."""
+        found: list[tuple[int, int]] = []
+        self._stamps = []
+        try:
+            yield found
+        finally:
+            stamps, self._stamps = self._stamps, None
+            self.synchronize()
+            found += [when() for when in stamps]
 
     def _traced_step(
         self, recorder: Recorder, tokens: Sequence[int], outputs: Outputs
@@ -227,44 +246,15 @@ class Engine:
             raise UsageError("give either a prompt or token ids")
         if max_tokens < 0:
             raise UsageError(f"max_tokens={max_tokens} must be 0 or more")
-        from workbench.model.tokenizer import StreamDecoder
-
-        as_text = prompt is not None or on_text is not None
         ids = self.tokenizer.encode(prompt) if prompt is not None else list(tokens or ())
-        stops = self.tokenizer.eog_ids if stop_at_eos and as_text else frozenset()
-        decoder = StreamDecoder(self.tokenizer) if as_text else None
+        as_text = prompt is not None or on_text is not None
         sampler = Sampler(sampling or Sampling(), seed)
-        made, pieces = Generation(), []
+        return continued(self, ids, as_text, max_tokens, sampler, on_text, stop_at_eos)
 
-        def say(piece: str) -> None:
-            pieces.append(piece)
-            if on_text is not None and piece:
-                on_text(piece)
-
-        try:
-            start = now_ns()
-            logits = self.prefill(ids)
-            made.prefill_us = (now_ns() - start) / 1e3
-            while len(made.tokens) < max_tokens:
-                token = sampler(logits[-1])
-                if token in stops:
-                    break
-                made.tokens.append(token)
-                if decoder is not None:
-                    say(decoder.feed(token))
-                if len(made.tokens) == max_tokens or self.cache.n_used == self.config.n_ctx:
-                    break
-                start = now_ns()
-                logits = self.step([token])
-                made.token_us.append((now_ns() - start) / 1e3)
-        except KeyboardInterrupt:
-            made.interrupted = True
-            for backend in self._open.backends:
-                backend.synchronize()  # the step cut short still reads staging memory
-        if decoder is not None:
-            say(decoder.flush())
-            made.text = "".join(pieces)
-        return made
+    def synchronize(self) -> None:
+        """Waits for everything queued on every backend."""
+        for backend in self._open.backends:
+            backend.synchronize()
 
     def reset(self) -> None:
         """Forgets the sequence."""
@@ -281,33 +271,20 @@ class Engine:
             )
         return self._lower(StepShape(n_tokens, n_outputs, -(-(n_past + n_tokens) // pad) * pad))
 
-    def programs(self, n_prompt: int, n_decoded: int = 0) -> list[Program]:
+    def programs(self, n_prompt: int, n_decoded: int = 0, laps: int = 1) -> list[Program]:
         """The programs that a prompt of n_prompt tokens and n_decoded single ones after it would
-        issue, one after the other, on an empty cache: buffers of one name are one Buffer."""
-        n, pad = self.config.n_ubatch, self.config.n_kv_pad
-        buffers: dict[str, Buffer] = {}
+        issue, one after the other, on an empty cache; and again `laps` times. Buffers of one name
+        are one Buffer."""
         check_room(0, n_prompt + n_decoded, self.config.n_ctx)
-        sizes = [min(n, n_prompt - i) for i in range(0, n_prompt, n)]
-        made, past = [], 0
-        for i, size in enumerate([*sizes, *[1] * n_decoded]):
-            past += size
-            shape = StepShape(size, int(i >= len(sizes) - 1), -(-past // pad) * pad)
-            made.append(self._lower(shape, buffers, i % self._ordering.turns))
-        return made
+        shapes = prompt_shapes(n_prompt, n_decoded, self.config.n_ubatch, self.config.n_kv_pad)
+        buffers, turns = dict[str, Buffer](), self._ordering.turns
+        return [self._lower(s, buffers, i % turns) for i, s in enumerate(shapes * laps)]
 
     def cycle(self, n_prompt: int) -> list[Program]:
-        """The programs of prompt after prompt, each on an empty cache, until the places that steps
-        take in turn come round: what a checker repeats."""
-        n, pad, buffers = self.config.n_ubatch, self.config.n_kv_pad, dict[str, Buffer]()
-        check_room(0, n_prompt, self.config.n_ctx)
-        sizes = [min(n, n_prompt - i) for i in range(0, n_prompt, n)]
-        shapes = [
-            StepShape(size, int(i == len(sizes) - 1), -(-min((i + 1) * n, n_prompt) // pad) * pad)
-            for i, size in enumerate(sizes)
-        ]
-        turns = self._ordering.turns
-        steps = math.lcm(len(shapes), turns)
-        return [self._lower(shapes[i % len(shapes)], buffers, i % turns) for i in range(steps)]
+        """The programs of prompt after prompt until the places that steps take in turn come round:
+        what a checker repeats."""
+        steps, turns = -(-n_prompt // self.config.n_ubatch), self._ordering.turns
+        return self.programs(n_prompt, laps=math.lcm(steps, turns) // steps)
 
     def _lower(
         self, shape: StepShape, buffers: dict[str, Buffer] | None = None, turn: int = 0

@@ -1,9 +1,14 @@
-"""What `Engine.generate` hands back."""
+"""Tokens one after the other: what `Engine.generate` does, and what it hands back."""
 
 from __future__ import annotations
 
 import html
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.model.sampler import Sampler
+from workbench.trace.spans import now_ns
 
 
 @dataclass
@@ -26,3 +31,50 @@ class Generation:
     def _repr_html_(self) -> str:
         said = self.text if self.text is not None else " ".join(map(str, self.tokens))
         return f"<p>{html.escape(said)}<br><small>{self.tokens_per_second:.1f} t/s</small></p>"
+
+
+def continued(
+    engine: Any,
+    ids: list[int],
+    as_text: bool,
+    max_tokens: int,
+    sampler: Sampler,
+    on_text: Callable[[str], None] | None,
+    stop_at_eos: bool,
+) -> Generation:
+    """Continues `ids` on `engine`; see `Engine.generate`. as_text: the result is text, too, and an
+    end-of-generation token ends it."""
+    from workbench.model.tokenizer import StreamDecoder
+
+    stops = engine.tokenizer.eog_ids if stop_at_eos and as_text else frozenset()
+    decoder = StreamDecoder(engine.tokenizer) if as_text else None
+    made, pieces = Generation(), []
+
+    def say(piece: str) -> None:
+        pieces.append(piece)
+        if on_text is not None and piece:
+            on_text(piece)
+
+    try:
+        start = now_ns()
+        logits = engine.prefill(ids)
+        made.prefill_us = (now_ns() - start) / 1e3
+        while len(made.tokens) < max_tokens:
+            token = sampler(logits[-1])
+            if token in stops:
+                break
+            made.tokens.append(token)
+            if decoder is not None:
+                say(decoder.feed(token))
+            if len(made.tokens) == max_tokens or engine.cache.n_used == engine.config.n_ctx:
+                break
+            start = now_ns()
+            logits = engine.step([token])
+            made.token_us.append((now_ns() - start) / 1e3)
+    except KeyboardInterrupt:
+        made.interrupted = True
+        engine.synchronize()  # the step cut short still reads staging memory
+    if decoder is not None:
+        say(decoder.flush())
+        made.text = "".join(pieces)
+    return made

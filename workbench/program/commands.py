@@ -25,6 +25,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple
 
 from workbench.graph.ir import Node, StepShape, Tensor
+from workbench.program.letters import folded
 
 HOST = 0  # index of the host backend in every program
 DEVICE = 1
@@ -336,7 +337,7 @@ class Program:
             # the launches of a split are one letter; a blocking copy's wait is part of its `c`
             if letter and not (letter in "gh" and groups[command.split].endswith(letter)):
                 groups[command.split] += letter
-        return " ".join(_fold(g) if fold else g for g in groups)
+        return " ".join(folded(g) if fold else g for g in groups)
 
     def counts(self) -> dict[str, int]:
         """Per step: waits of the host, copies, launches, records, stream waits, bytes copied.
@@ -412,6 +413,10 @@ class Program:
         return f"<p><code>{self.pattern(fold=True)}</code> ({self.sync}, {counts})</p>"
 
 
+def _range_list(ranges: Iterable[Range]) -> list[list[Any]]:
+    return [[r.buffer.name, r.offset, r.nbytes] for r in ranges]
+
+
 def _letter(command: Command, blocked: set[Copy | None]) -> str:
     match command:
         case Launch():
@@ -425,27 +430,3 @@ def _letter(command: Command, blocked: set[Copy | None]) -> str:
         case Wait():
             return "w"
     return ""
-
-
-def _range_list(ranges: Iterable[Range]) -> list[list[Any]]:
-    return [[r.buffer.name, r.offset, r.nbytes] for r in ranges]
-
-
-def _fold(group: str) -> str:
-    """`scscscg` -> `scscg`, `saag` -> `saaaag`, `sag` as it is: runs as the threads write them."""
-    out, i = "", 0
-    while i < len(group):
-        pairs = 0
-        while group.startswith("sc", i + 2 * pairs):
-            pairs += 1
-        if pairs and group[i + 2 * pairs : i + 2 * pairs + 1] != "c":
-            out += "scsc"
-            i += 2 * pairs
-        elif group[i] in "ac":
-            run = len(group) - i - len(group[i:].lstrip(group[i]))
-            out += group[i] * (4 if run > 1 else 1)
-            i += run
-        else:
-            out += group[i]
-            i += 1
-    return out

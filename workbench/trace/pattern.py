@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from workbench.errors import UsageError
 from workbench.program.commands import RESULT
-from workbench.program.commands import _fold as fold_group
+from workbench.program.letters import folded as fold_group
 from workbench.trace.spans import HOST_LANE, Span
 
 HIDDEN = "(s)"

@@ -1,0 +1,92 @@
+"""The gap between tokens by the device's clock, and what a wait adds to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from workbench.bench.gaps import Gaps, fit_line, host_gaps, load
+from workbench.config import Toggles
+from workbench.errors import UsageError
+
+KEPT = {"graph_reuse": "set_rows", "copy_stream": "compute"}
+ARMS = {sync: Toggles(sync=sync, **KEPT) for sync in ("per_copy", "copy_boundary", "packed")}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=64, threads=2
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def found(engine, tmp_path_factory) -> Gaps:
+    out = tmp_path_factory.mktemp("gaps") / "run"
+    made = host_gaps(engine, ARMS, n_tokens=10, rounds=3, out=out, name="run")
+    assert load(out).table().equals(made.table())
+    return made
+
+
+def test_stamps_lie_inside_their_step_and_in_order(engine):
+    engine.reset()
+    engine.step([1])
+    with engine.stamped() as stamps:
+        for token in (5, 7, 9):
+            engine.step([token])
+    flat = np.array(stamps).ravel()
+    assert len(stamps) == 3 and (np.diff(flat) > 0).all()
+
+
+def test_stamped_steps_compute_what_others_do(engine):
+    engine.reset()
+    plain = np.concatenate([engine.step([t]) for t in (3, 5, 7)])
+    engine.reset()
+    with engine.stamped():
+        stamped = np.concatenate([engine.step([t]) for t in (3, 5, 7)])
+    assert np.array_equal(plain, stamped)
+
+
+def test_a_row_for_each_arm_and_a_control(found):
+    table = found.table().set_index("arm")
+    assert table.index.tolist() == ["per_copy", "copy_boundary", "packed", "per_copy (A/A)"]
+    assert table["waits"].tolist() == [13, 3, 3, 13]
+    assert table["copies"].tolist() == [7, 7, 2, 7]
+    assert (table["gap_us"] > 0).all() and (table["low_us"] <= table["high_us"]).all()
+    assert len(found.samples) == 4 * 3 * 9
+    orders = found.samples.drop_duplicates("order")["arm"].tolist()
+    assert orders[:4] == orders[7:3:-1], "there and back"
+
+
+def test_the_line_is_through_arms_that_copy_alike(found):
+    table = found.table()
+    alike = table[table["copies"] == 7]
+    wanted = fit_line(alike["waits"].to_numpy(float), alike["gap_us"].to_numpy(float))
+    assert found.fit == wanted
+    assert "one wait" in found._repr_html_()
+
+
+def test_a_line_is_found_again():
+    fit = fit_line(np.array([1.0, 3.0, 13.0]), np.array([12.0, 16.0, 36.0]))
+    assert fit == pytest.approx((2.0, 10.0, 1.0))
+    with pytest.raises(UsageError, match="every arm waits as often"):
+        fit_line(np.ones(3), np.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [({"n_tokens": 1}, "leave no gap"), ({"n_tokens": 60}, "68 tokens do not fit n_ctx=64")],
+)
+def test_what_leaves_no_gap_is_refused(engine, asked, says):
+    with pytest.raises(UsageError, match=says):
+        host_gaps(engine, ARMS, rounds=1, **asked)
+
+
+def test_the_host_has_none(tiny_model):
+    with (
+        wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64) as engine,
+        pytest.raises(UsageError, match="computes when it is called"),
+    ):
+        host_gaps(engine, {"baseline": Toggles()})

@@ -1,0 +1,187 @@
+"""How long no kernel runs between two tokens, and what one wait adds to that.
+
+The *host gap* is the time from the end of a token's last kernel to the start of the next one's
+first, by the device's own clock (`Engine.stamped`), in untraced steps: the logits' way to the host,
+what the host does, the inputs' way to the device, and the waits around them. Orderings that differ
+in their waits differ in their gaps; a line through gap over waits gives the cost of one wait
+without the noise of everything else that a token takes.
+"""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from workbench.bench import provenance, results
+from workbench.bench.comparison import order_of
+from workbench.bench.workload import Tokens, Workload, draw_tokens
+from workbench.config import Toggles
+from workbench.errors import UsageError
+
+CONTROL = " (A/A)"
+WARM_UP = 8  # tokens, not counted
+
+
+class Fit(NamedTuple):
+    """gap = base_us + wait_us * waits, by least squares over the arms; r2: share of the variance
+    between them that it explains."""
+
+    wait_us: float
+    base_us: float
+    r2: float
+
+
+class Gaps(NamedTuple):
+    """A run of `host_gaps`: run.json and a row for each gap, its ns in column `ns`."""
+
+    run: dict[str, Any]
+    samples: pd.DataFrame
+
+    def table(self) -> pd.DataFrame:
+        """A row for each arm: pattern, waits, copies and bytes of a token, and the gap: median and
+        quartiles, us."""
+        rows = []
+        for arm in self.run["arms"]:
+            (program,) = arm["program"].values()
+            us = self.samples.loc[self.samples["arm"] == arm["name"], "ns"] / 1e3
+            low, mid, high = us.quantile([0.25, 0.5, 0.75])
+            rows.append(
+                {
+                    "arm": arm["name"],
+                    "pattern": program["folded_pattern"],
+                    **{name: program["counts"][name] for name in ("waits", "copies")},
+                    "bytes": program["counts"]["copied_bytes"],
+                    "gap_us": mid,
+                    "low_us": low,
+                    "high_us": high,
+                }
+            )
+        return pd.DataFrame(rows)
+
+    @property
+    def fit(self) -> Fit:
+        """The line through the medians of the arms that copy as often as the first."""
+        table = self.table()
+        alike = table[table["copies"] == table["copies"].iloc[0]]
+        return fit_line(alike["waits"].to_numpy(float), alike["gap_us"].to_numpy(float))
+
+    def _repr_html_(self) -> str:
+        fit = self.fit
+        shown = self.table().to_html(index=False, float_format=lambda x: f"{x:,.1f}")
+        device = html.escape(str(self.run["engine"].get("device_description")))
+        return (
+            f"{shown}<p>one wait {fit.wait_us:.2f} us, without any {fit.base_us:.1f} us "
+            f"(r2 {fit.r2:.2f}); {device}</p>"
+        )
+
+
+def fit_line(waits: np.ndarray, gap_us: np.ndarray) -> Fit:
+    """Raises UsageError where all have as many waits: nothing tells what one costs."""
+    if len(set(waits.tolist())) < 2:
+        raise UsageError("every arm waits as often; compare orderings with different waits")
+    slope, base = np.polyfit(waits, gap_us, 1)
+    left = gap_us - (base + slope * waits)
+    spread = gap_us - gap_us.mean()
+    return Fit(float(slope), float(base), float(1 - left @ left / max(spread @ spread, 1e-30)))
+
+
+def host_gaps(
+    engine: Any,
+    arms: Mapping[str, Toggles],
+    *,
+    n_tokens: int = 128,
+    rounds: int = 10,
+    seed: int = 0,
+    out: str | Path | None = None,
+    name: str = "gaps",
+) -> Gaps:
+    """Decodes n_tokens random tokens with each arm, interleaved, `rounds` times, the first arm once
+    more as its own control. A run folder is written to `out` where it is given.
+
+    Raises UsageError for a device without a clock or streams (the host), for tokens that do not fit
+    the context and for fewer than two.
+    """
+    if engine.backend.capabilities.synchronous:
+        raise UsageError(f"the {engine.device} device has no gap: it computes when it is called")
+    if n_tokens < 2 or rounds < 1:
+        raise UsageError(f"n_tokens={n_tokens} and rounds={rounds} leave no gap to measure")
+    if n_tokens + WARM_UP > engine.config.n_ctx:
+        raise UsageError(f"{n_tokens + WARM_UP} tokens do not fit n_ctx={engine.config.n_ctx}")
+    baseline = next(iter(arms))
+    every = {**arms, baseline + CONTROL: arms[baseline]}
+    test = Workload(0, n_tokens + WARM_UP)
+    run = _record(engine, every, f"tg{n_tokens}", rounds, seed, name)
+    samples, begun = results.SampleTable(name), time.monotonic()
+    with ExitStack() as stack:
+        sides = [stack.enter_context(engine.variant(toggles)) for toggles in every.values()]
+        for arm, side in zip(run["arms"], sides, strict=True):
+            program = side.program()
+            arm["sync_mode"] = side.sync_mode
+            arm["program"] = {f"tg{n_tokens}": {
+                "n_tokens": 1, "pattern": program.pattern(),
+                "folded_pattern": program.pattern(fold=True), "counts": program.counts(),
+            }}  # fmt: skip
+        for round_ in range(rounds):
+            tokens = draw_tokens(test, engine.model.n_vocab, seed, round_)
+            for i in order_of(round_, len(sides)):
+                arm = run["arms"][i]
+                ns = _gaps_of(sides[i], tokens)
+                samples.add(
+                    arm["name"], arm["is_control"], f"tg{n_tokens}", round_, ns, np.ones_like(ns)
+                )
+    run |= {"status": results.COMPLETE, "duration_s": round(time.monotonic() - begun, 3)}
+    made = Gaps(run, samples.frame())
+    if out is not None:
+        results.write_run(out, run, made.samples)
+    return made
+
+
+def load(folder: str | Path) -> Gaps:
+    """A run folder that `host_gaps` wrote."""
+    found = results.load_run(folder)
+    return Gaps(found.run, found.samples)
+
+
+def _gaps_of(engine: Any, tokens: Tokens) -> np.ndarray:
+    """Gaps between the tokens behind the warm-up, ns, int64."""
+    engine.reset()
+    for token in tokens.gen[:WARM_UP]:
+        engine.step([token])
+    with engine.stamped() as stamps:
+        for token in tokens.gen[WARM_UP:]:
+            engine.step([token])
+    begun, ended = np.array(stamps, np.int64).T
+    return begun[1:] - ended[:-1]
+
+
+def _record(
+    engine: Any, arms: Mapping[str, Toggles], test: str, rounds: int, seed: int, name: str
+) -> dict[str, Any]:
+    return {
+        "schema": results.SCHEMA,
+        "run_id": name,
+        "kind": "gaps",
+        "name": name,
+        "status": results.INTERRUPTED,
+        "started": provenance.utc_now(),
+        "duration_s": 0.0,
+        **provenance.collect(engine),
+        "seed": seed,
+        "tests": [test],
+        "repetitions": rounds,
+        "arms": [
+            {
+                "name": arm, "is_control": arm.endswith(CONTROL), "toggles": toggles.to_dict(),
+                "sync_mode": "", "program": {}, "counters": {},
+            }
+            for arm, toggles in arms.items()
+        ],
+        "result": {},
+    }  # fmt: skip
