@@ -19,7 +19,13 @@ from typing import NamedTuple
 
 from cyclopts import App
 
-from tests.gpu import measure_ablation, measure_counters, measure_kernels, measure_models
+from tests.gpu import (
+    measure_ablation,
+    measure_counters,
+    measure_kernels,
+    measure_models,
+    measure_sync,
+)
 from tests.gpu.measuring import Session
 from workbench.errors import UsageError, WorkbenchError
 from workbench.model.presets import PRESETS
@@ -45,7 +51,8 @@ STEPS = {
     "fusion": Step(measure_models.fusion, 85),
     "ablation": Step(measure_ablation.ablation, 60),
     "counters": Step(measure_counters.counters, 80),
-    "sync": Step(measure_models.sync, 240),
+    "gaps": Step(measure_sync.gaps, 60),
+    "sync": Step(measure_sync.sync, 480),
 }
 
 app = App(help=__doc__, result_action="return_none")

@@ -1,4 +1,4 @@
-"""Runs of whole models for data/results: decode, depth, batches, loading, perplexity, fusion, sync.
+"""Runs of whole models for data/results: decode, depth, batches, loading, perplexity, fusion.
 
 Every function is one step of `tests.gpu.measure`; names in brackets are those of its folders.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import workbench as wb
 from tests.gpu.measuring import Session, add_to_result, everything, product_flops, slug
 from workbench.bench import provenance
-from workbench.bench.llama_bench import bench, format_rows
+from workbench.bench.llama_bench import bench
 from workbench.bench.perplexity import parse_against, perplexity_by_size
 from workbench.bench.token_source import open_source
 
@@ -233,50 +233,3 @@ def compare(
     print(found.verdict, flush=True)
     if found.interrupted:
         raise KeyboardInterrupt
-
-
-# the sync modes of notebook 02 -------------------------------------------------------------------
-
-# preset, type, rounds of each comparison: the smaller the token, the more it takes to see a wait
-SYNC_MODELS = [("llama-3.2-1b", "F16", 30), ("llama-3-8b", "Q4_0", 10)]
-KEPT = {"graph_reuse": "set_rows"}
-ON_OWN = "sync=per_copy,blocking_copies,copy_boundary,write_read_boundary"
-# run name -> toggle and values, test, background. Rebuilding is slow enough to be seen in tg32.
-COMPARISONS = {
-    "graph-reuse": ("graph_reuse=rebuild,set_rows", "tg32", {}),
-    "sync-own": (ON_OWN, "tg128", {"copy_stream": "own", **KEPT}),
-    "sync-compute": (f"{ON_OWN},implicit", "tg128", {"copy_stream": "compute", **KEPT}),
-}
-
-
-def sync(session: Session) -> None:
-    """Graph reuse, and every sync mode on both copy streams with programs kept; then timelines of
-    some tokens of the smaller model [graph-reuse-MODEL, sync-own-..., sync-compute-...,
-    bench-...]."""
-    for preset, quant, rounds in SYNC_MODELS:
-        if not session.takes(preset, quant):
-            continue
-        with session.engine(preset, quant) as engine:
-            for name, (toggle, test, fields) in COMPARISONS.items():
-                run = f"{name}-{slug(preset, quant)}"
-                compare(session, engine, run, toggle, test, rounds, wb.Toggles(**fields))
-            folder = session.folder(f"bench-{slug(preset, quant)}")
-            if folder is not None:
-                with engine.variant(wb.Toggles(**KEPT)) as kept:
-                    print(format_rows(bench(kept, out=folder)), flush=True)
-            if (preset, quant) == SYNC_MODELS[0][:2]:
-                _trace_both(engine, session, slug(preset, quant))
-
-
-def _trace_both(engine: wb.Engine, session: Session, model: str) -> None:
-    """A few tokens with every wait, and with none but the logits', as traces beside their runs."""
-    sides = {
-        "sync-own": wb.Toggles(sync="per_copy", **KEPT),
-        "sync-compute": wb.Toggles(sync="implicit", copy_stream="compute", **KEPT),
-    }
-    for name, toggles in sides.items():
-        with engine.variant(toggles) as side:
-            side.generate(tokens=[1, 2, 3], max_tokens=8)
-            with wb.profile(side, window=(8, 8)) as trace:
-                side.generate(tokens=[1, 2, 3], max_tokens=20)
-            trace.save(session.out / f"{session.prefix}-{name}-{model}" / "timeline.pftrace.gz")

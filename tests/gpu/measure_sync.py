@@ -1,0 +1,104 @@
+"""Runs of the sync modes for data/results: speed, gaps between tokens, timelines.
+
+Every function is one step of `tests.gpu.measure`; names in brackets are those of its folders.
+"""
+
+from __future__ import annotations
+
+import workbench as wb
+from tests.gpu.measure_models import compare
+from tests.gpu.measuring import Session, everything, slug
+from workbench.bench.gaps import host_gaps
+from workbench.bench.llama_bench import bench, format_rows
+from workbench.config import CopyStream, SyncMode, Toggles
+from workbench.errors import UsageError
+
+# preset, type, rounds of each comparison
+SYNC_MODELS = [
+    ("llama-3.2-1b", "F16", 5), ("llama-3.2-3b", "Q4_K_M", 5), ("qwen3-4b", "Q4_K_M", 5),
+]  # fmt: skip
+TESTS, GAP_TOKENS = "tg128,tg256,tg512", 64
+MODES = [mode for mode in SyncMode if mode != SyncMode.AUTO]
+
+
+def backgrounds(engine: wb.Engine) -> dict[str, Toggles]:
+    """Programs kept, and all else off, or all else on."""
+    return {"off": Toggles(graph_reuse="set_rows"), "on": everything(engine)}
+
+
+def modes_on(stream: str) -> list[str]:
+    """The sync modes that are safe with copies on `stream`, the baseline first."""
+    safe = []
+    for mode in MODES:
+        try:
+            Toggles(sync=mode, copy_stream=stream)
+        except UsageError:  # clashes
+            continue
+        if (mode, stream) != (SyncMode.IMPLICIT, CopyStream.OWN):  # races
+            safe.append(str(mode))
+    return safe
+
+
+def sync(session: Session) -> None:
+    """Every sync mode on both copy streams and both backgrounds; graph reuse; then timelines of
+    some tokens of the first model [sync-STREAM-BACKGROUND-MODEL, graph-reuse-..., bench-...]."""
+    for preset, quant, rounds in SYNC_MODELS:
+        if not session.takes(preset, quant):
+            continue
+        model = slug(preset, quant)
+        with session.engine(preset, quant) as engine:
+            for name, background in backgrounds(engine).items():
+                for stream in CopyStream:
+                    toggles = background.switched("copy_stream", stream).switched(
+                        "sync", "per_copy"
+                    )
+                    spec = f"sync={','.join(modes_on(stream))}"
+                    run = f"sync-{stream}-{name}-{model}"
+                    compare(session, engine, run, spec, TESTS, rounds, toggles)
+            if (preset, quant) != SYNC_MODELS[0][:2]:
+                continue
+            reuse = "graph_reuse=rebuild,set_rows"
+            compare(session, engine, f"graph-reuse-{model}", reuse, "tg32", rounds, Toggles())
+            folder = session.folder(f"bench-{model}")
+            if folder is not None:
+                with engine.variant(Toggles(graph_reuse="set_rows")) as kept:
+                    print(format_rows(bench(kept, out=folder)), flush=True)
+            _trace_both(engine, session, model)
+
+
+def gaps(session: Session) -> None:
+    """The time between a token's last kernel and the next one's first, by mode, and what one wait
+    adds to it [gaps-STREAM-BACKGROUND-MODEL]."""
+    for preset, quant, rounds in SYNC_MODELS:
+        if not session.takes(preset, quant):
+            continue
+        with session.engine(preset, quant) as engine:
+            for name, background in backgrounds(engine).items():
+                for stream in CopyStream:
+                    run = f"gaps-{stream}-{name}-{slug(preset, quant)}"
+                    folder = session.folder(run)
+                    if folder is None:
+                        continue
+                    on = background.switched("copy_stream", stream)
+                    arms = {mode: on.switched("sync", mode) for mode in modes_on(stream)}
+                    n, times = (8, 1) if session.quick else (GAP_TOKENS, rounds)
+                    found = host_gaps(
+                        engine, arms, n_tokens=n, rounds=times, out=folder, name=folder.name
+                    )
+                    medians = found.table().set_index("arm")["gap_us"].round(1).to_dict()
+                    print(f"{run}: {medians}; {found.fit}", flush=True)
+
+
+def _trace_both(engine: wb.Engine, session: Session, model: str) -> None:
+    """A few tokens with every wait, and with none but the logits', as traces beside their runs."""
+    kept = Toggles(graph_reuse="set_rows")
+    sides = {
+        "sync-own-off": kept,
+        "sync-compute-off": kept.switched("sync", "implicit").switched("copy_stream", "compute"),
+    }
+    for name, toggles in sides.items():
+        with engine.variant(toggles) as side:
+            side.generate(tokens=[1, 2, 3], max_tokens=8)
+            with wb.profile(side, window=(8, 8)) as trace:
+                side.generate(tokens=[1, 2, 3], max_tokens=20)
+            trace.save(session.out / f"{session.prefix}-{name}-{model}" / "timeline.pftrace.gz")
