@@ -15,7 +15,7 @@ import pytest
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.program.commands import Copy, Launch
-from workbench.trace.profile import profile
+from workbench.trace.profile import profile, profile_each
 from workbench.trace.spans import HOST_LANE
 
 UNIT = Path(__file__).resolve().parents[1] / "unit"
@@ -159,3 +159,15 @@ def test_nvtx_ranges_of_an_engine_reach_a_tool(tiny_model, tmp_path):
     assert len(seen["host"]) > 100
     assert sorted(seen["pushed"]) == sorted(seen["host"])
     assert seen["n_popped"] == len(seen["pushed"])
+
+
+def test_variants_are_traced_by_name(tiny_model):
+    arms = {"every wait": Toggles(), "packed": Toggles(sync="packed")}
+    with Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=64, threads=2
+    ) as engine:
+        found = profile_each(engine, arms, n_tokens=10)
+    assert list(found) == list(arms)
+    waits = {name: int(trace.summary()["waits"].iloc[0]) for name, trace in found.items()}
+    assert waits == {"every wait": 13, "packed": 3}
+    assert all(len(trace.summary()) == 8 for trace in found.values())

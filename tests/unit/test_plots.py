@@ -176,3 +176,11 @@ def test_an_interval_that_is_missing_is_not_drawn() -> None:
     fig = plots.speedup(rows)
     assert not [c for c in fig.axes[0].collections if isinstance(c, PolyCollection)]
     assert isinstance(rows, pd.DataFrame) and len(fig.axes[0].texts) == len(rows)
+
+
+def test_any_number_of_timelines_on_one_axis() -> None:
+    sources = {name: timeline(n_launches=n) for name, n in (("a", 40), ("b", 20), ("c", 30))}
+    fig = plots.timelines(sources)
+    assert [ax.get_title(loc="left") for ax in fig.axes] == ["a", "b", "c"]
+    assert len({ax.get_xlim() for ax in fig.axes}) == 1
+    assert len(plots.timelines({"one": timeline()}).axes) == 1

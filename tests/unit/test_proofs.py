@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 
@@ -55,3 +56,9 @@ def test_what_races_says_between_which_commands(rows, ordering, run, says):
 def test_readme_has_the_table(tmp_path):
     assert proofs.recorded(OUT.parent) in (ROOT / "README.md").read_text()
     assert proofs.recorded(tmp_path) == "not measured."
+
+
+def test_reasons_are_shown_whole(found):
+    table = proofs._frame(found["rows"])
+    longest = max(table["because"], key=len)
+    assert len(longest) > 100 and longest in html.unescape(table._repr_html_())

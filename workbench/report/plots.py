@@ -28,9 +28,9 @@ from workbench.report.style import (
     picture,
     plain_axes,
 )
-from workbench.report.timelines import timeline, timeline_pair
+from workbench.report.timelines import timeline, timeline_pair, timelines
 
-__all__ = ["per_token", "speedup", "timeline", "timeline_pair"]
+__all__ = ["per_token", "speedup", "timeline", "timeline_pair", "timelines"]
 
 
 def speedup(summary: Any) -> Figure:

@@ -5,6 +5,7 @@ Programs go in (`Engine.programs`), a frame comes out; `program/hazards.py` does
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -13,12 +14,34 @@ from typing import Any
 
 import pandas as pd
 
+from workbench.config import CopyStream, StepWait, SyncMode, Toggles
+from workbench.errors import UsageError
 from workbench.program import hazards
 from workbench.program.commands import RESULT, Copy, Place, Program, Sync, Wait
 from workbench.report.tables import markdown
 
 FILE = "proofs.json"
 COLUMNS = ("ordering", "run", "pattern", "waits", "superfluous", "sufficient", "races", "because")
+
+
+def cycles(engine: Any, n_tokens: int = 1, run: str = "decode") -> dict[tuple[str, str], Any]:
+    """The programs that are repeated under every sync mode and copy stream, for `proof_rows`: of
+    single tokens, or of prompts of n_tokens without waits between their ubatches.
+
+    engine: one that may lower what races (EngineConfig.unsafe); one that computes nothing (device
+    `null`) will do.
+    """
+    found: dict[tuple[str, str], Any] = {}
+    for sync, stream in itertools.product(SyncMode, CopyStream):
+        if sync == SyncMode.AUTO:
+            continue
+        try:
+            toggles = Toggles(sync=sync, copy_stream=stream, step_wait=StepWait.OUTPUTS)
+        except UsageError:  # the two clash
+            continue
+        with engine.variant(toggles) as variant:
+            found[f"{sync}, {stream}", run] = variant.cycle(n_tokens)
+    return found
 
 
 def proof_rows(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> Iterator[dict[str, Any]]:
@@ -57,8 +80,20 @@ def recorded(folder: Path) -> str:
     return f"{markdown(_frame(found['rows']))}\n\n{found['what']}"
 
 
+class Whole(pd.DataFrame):
+    """A frame whose cells are shown whole in a notebook."""
+
+    @property
+    def _constructor(self) -> type[Whole]:
+        return Whole
+
+    def _repr_html_(self) -> str:
+        with pd.option_context("display.max_colwidth", None):
+            return super()._repr_html_()
+
+
 def _frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    table = Whole(rows, columns=list(COLUMNS))
     table["pattern"] = [f"`{pattern}`" for pattern in table["pattern"]]
     racing = table["races"] > 0
     for name in ("superfluous", "sufficient"):

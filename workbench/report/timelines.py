@@ -5,7 +5,7 @@ Every kind of span has a height or a hatch besides its colour, so the picture ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,6 +59,7 @@ EDGES = {"sync": VERMILION, "copy": "#8A5A00", "build": "#8F8600"}
 # kind -> the column that names its wide spans, and the text's colour
 LABELS = {"launch": ("op", "white"), "build": ("name", INK)}
 LANE, BRACKET, SPACE = 0.8, 0.26, 0.3  # heights, in rows
+IN_A_LINE = 8  # of the legend
 MOST_SYNC_LINES = 40  # more would hide what they mark
 
 
@@ -103,18 +104,36 @@ def timeline_pair(
     was disturbed does not stand for all. window_us draws that much of the time axis only. The end
     of each step is marked with its time. Raises ValueError for a step that one of them has not.
     """
-    frames = [_frame(before), _frame(after)]
-    numbers = [step, step] if step is not None else _typical(frames)
+    return _stacked([_frame(before), _frame(after)], list(labels), step, window_us)
+
+
+def timelines(
+    sources: Mapping[str, Any],
+    step: int | None = None,
+    window_us: tuple[float, float] | None = None,
+) -> Figure:
+    """As `timeline_pair`, for any number of timelines by name, the first on top."""
+    return _stacked([_frame(s) for s in sources.values()], list(sources), step, window_us)
+
+
+def _stacked(
+    frames: list[pd.DataFrame],
+    labels: list[str],
+    step: int | None,
+    window_us: tuple[float, float] | None,
+) -> Figure:
+    numbers = [step] * len(frames) if step is not None else _typical(frames)
     parts = [_steps(frame, number) for frame, number in zip(frames, numbers, strict=True)]
     lanes = _lanes(pd.concat(parts))
     ends = [_extent_us(p) for p in parts]
-    fig = picture(11, 2.0 + 1.04 * (len(lanes) + 1))
-    axes = list(fig.subplots(2, 1, sharex=True))
+    fig = picture(11, (2.0 + 1.04 * (len(lanes) + 1)) * len(frames) / 2)
+    axes = list(np.atleast_1d(fig.subplots(len(frames), 1, sharex=True)))
     for ax, part, label, end in zip(axes, parts, labels, ends, strict=True):
         _draw(ax, part, lanes, window_us or (0, max(ends)), own_end=end)
         ax.set_title(label, loc="left", fontsize=FONT + 2, fontweight="bold")
-    axes[0].tick_params(labelbottom=False)
-    axes[0].set_xlabel("")
+    for ax in axes[:-1]:
+        ax.tick_params(labelbottom=False)
+        ax.set_xlabel("")
     _finish(fig, axes, pd.concat(parts))
     return fig
 
@@ -301,7 +320,7 @@ def _finish(fig: Figure, axes: list[Axes], part: pd.DataFrame) -> None:
     ]  # fmt: skip
     handles.append(Patch(facecolor=PALE, label="no span: a stream idle, the host in Python"))
     fig.legend(
-        handles=handles, loc="outside lower center", ncols=len(handles), fontsize=FONT,
-        frameon=False, title=NOTE, title_fontsize=FONT - 1,
+        handles=handles, loc="outside lower center", ncols=min(len(handles), IN_A_LINE),
+        fontsize=FONT, frameon=False, title=NOTE, title_fontsize=FONT - 1,
     )  # fmt: skip
     axes[-1].tick_params(axis="x", labelsize=FONT)

@@ -14,7 +14,7 @@ about as much as issuing a command. Every table made here says so.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
@@ -272,6 +272,20 @@ def profile(
         engine.recorder = before
         if isinstance(recorder, CuptiRecorder):
             recorder.close_window()
+
+
+def profile_each(
+    engine: Any, arms: Mapping[str, Any], n_tokens: int = 16, **asked: Any
+) -> dict[str, Profile]:
+    """Traces, by name, of the last 8 of n_tokens tokens that variants of `engine` with these
+    toggles generate. asked: as for `profile`."""
+    found = {}
+    for name, toggles in arms.items():
+        with engine.variant(toggles) as variant:
+            window = (max(0, n_tokens - 8), 8)
+            with profile(variant, window=window, **asked) as found[name]:
+                variant.generate(tokens=[1, 2, 3], max_tokens=n_tokens)
+    return found
 
 
 def _recorder(
