@@ -27,6 +27,7 @@ from workbench.config import (
     EngineConfig,
     HostSource,
     InputOrder,
+    NCopies,
     StepWait,
     Switch,
     SyncMode,
@@ -147,10 +148,16 @@ def runs_of(
     base: Engine, toggles: Toggles, one_order: bool = True
 ) -> Iterator[tuple[str, list[Program]]]:
     """A decode of three tokens, and a train: two ubatches without outputs, one with, the next
-    train's first. What comes again in a run is one program."""
+    train's first. What comes again in a run is one program; where steps take places in turn, which
+    are programs of their own, runs are so long that every place comes again."""
     on = {name: v for name, v in toggles.to_dict().items() if v != getattr(Toggles(), name)}
     name = " ".join(f"{k}={v}" for k, v in on.items()) or "baseline"
     with base.variant(toggles) as engine, copies_in_order(engine, one_order):
+        if (turns := engine._ordering.turns) > 1:
+            yield f"decode {name}", engine.programs(1, laps=turns + 1)
+            if toggles.step_wait == StepWait.OUTPUTS:
+                yield f"train {name}", engine.programs(turns + 2, 1)
+            return
         first, _, last = engine.programs(3)
         yield f"decode {name}", [last] * 3
         if toggles.step_wait == StepWait.OUTPUTS:
@@ -307,6 +314,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "all on the device": {},
     "a layer on the host": {"n_gpu_layers": 1},
     "a device split between host splits": {"override_tensor": ("blk.1.ffn_(gate|up)=host",)},
+    "a layer on each of two devices": {"n_devices": 2},
 }
 
 
@@ -315,7 +323,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3"])
 def test_of_every_ordering_on_every_placement_the_checker_is_right(tiny_model, preset, placement):
     config = EngineConfig(device="null", n_ctx=64, n_ubatch=1, unsafe=True, **PLACEMENTS[placement])
-    chosen = list(orderings(step_wait=StepWait, input_order=InputOrder, host_source=HostSource))
+    chosen = [*orderings(step_wait=StepWait, input_order=InputOrder),
+              *orderings(host_source=HostSource, n_copies=NCopies)]  # fmt: skip
     with Engine.load(tiny_model(preset, "F16"), config=config) as engine:
         for one_order in (True, False):
             found = judge(mutants(engine, chosen, one_order))

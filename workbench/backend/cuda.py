@@ -135,6 +135,7 @@ class CudaBackend:
     # memory ----------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, space: Space) -> CudaMemory:
+        self.attach()
         memory = self._allocate(nbytes, space)
         if memory.array is not None:
             memory.array[:] = 0
@@ -153,6 +154,7 @@ class CudaBackend:
 
     def load_weight(self, tensor: Tensor, data: np.ndarray) -> CudaMemory:
         """Begins to load a weight (`backend/cuda_weights.py`); see `finish_loading`."""
+        self.attach()
         if self._uploader is None:
             streams = self._stream(SERVICE), self._stream(REPACK)
             self._uploader = Uploader(self._driver, self._allocate, self._prepare, *streams)
@@ -162,6 +164,7 @@ class CudaBackend:
         """Waits until every weight is where it belongs; what follows may use it."""
         uploader, self._uploader = self._uploader, None
         if uploader is not None:
+            self.attach()
             uploader.finish()
 
     def refuses(self, node: Node) -> str:
@@ -283,6 +286,20 @@ class CudaBackend:
             return prepared("cuMemcpyDtoHAsync", what, dst, device, nbytes, there)
         what, device = f"copy of {nbytes} bytes to the device", api.CUdeviceptr(dst)
         return prepared("cuMemcpyHtoDAsync", what, device, src, nbytes, there)
+
+    def copy_to_peer(
+        self, peer: CudaBackend, dst: int, src: int, nbytes: int, stream: int
+    ) -> Issue:
+        """Through the peer's memory directly where the driver can, else through the host's."""
+        if not nbytes:
+            return in_order([])
+        api, driver = self._driver.api, self._driver
+        what = f"copy of {nbytes} bytes to {peer.name}"
+        there, here = api.CUdeviceptr(dst), api.CUdeviceptr(src)
+        return driver.prepared(
+            "cuMemcpyPeerAsync", what, there, peer._driver.context, here, driver.context, nbytes,
+            self._stream(stream),
+        )  # fmt: skip
 
     def event(self) -> CudaEvent:
         return self._driver.event()

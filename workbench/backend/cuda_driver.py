@@ -143,6 +143,7 @@ class Driver:
         except self.cupy.cuda.runtime.CUDARuntimeError as error:
             raise DeviceError(f"{self.description} cannot be used ({error})") from None
         self.call("cuInit", "opening the device", 0)
+        self.context = self.call("cuCtxGetCurrent", "opening the device")
 
     def attach(self) -> None:
         """Makes the device the calling thread's."""

@@ -34,6 +34,10 @@ from workbench.program.commands import (
 from workbench.trace.spans import Recorder, now_ns
 
 
+def _nothing() -> None:
+    """Of a backend that needs not be attached."""
+
+
 class Pending:
     """Results on their way. They may be read after `wait`, which is when the step ends."""
 
@@ -67,6 +71,7 @@ class Prepared:
                 backend = backends[command.stream.backend]
                 self._recorded_by[command.event] = backend
                 if command.event not in self._events:
+                    getattr(backend, "attach", _nothing)()
                     self._events[command.event] = backend.event()
         self._values: dict[str, np.ndarray] = {}
         self._results: dict[str, np.ndarray] = {}
@@ -230,7 +235,27 @@ class Prepared:
         return array[r.offset : r.offset + r.nbytes]
 
     def _prepare(self, command: Command) -> Issue:
-        return _PREPARE[type(command)](self, command)
+        """Where there are several devices, what is issued on one of them is so with it attached."""
+        attach = None if len(self._backends) < 3 else self._attach(command)
+        if attach is None:
+            return _PREPARE[type(command)](self, command)
+        attach()
+        call = _PREPARE[type(command)](self, command)
+
+        def attached() -> None:
+            attach()
+            call()
+
+        return attached
+
+    def _attach(self, command: Command) -> Issue | None:
+        """What makes the device of a command the calling thread's; None where none is needed."""
+        stream = getattr(command, "stream", None)
+        if stream is not None:
+            return getattr(self._backends[stream.backend], "attach", None)
+        if isinstance(command, Sync) and command.event is not None:
+            return getattr(self._recorded_by[command.event], "attach", None)
+        return None
 
     def _write(self, c: Write) -> Issue:
         there, values, name = self._host_view(c.staging), self._values, c.value
