@@ -123,8 +123,8 @@ def test_between_tokens(benchmark, model, monkeypatch):
     with Engine.load(model.path, device="null", n_ctx=8192, toggles=toggles) as engine:
         whole = engine._lower
 
-        def bare(shape):
-            program = whole(shape)
+        def bare(*shape, **others):
+            program = whole(*shape, **others)
             program.commands = [
                 c for c in program.commands if not isinstance(c, Launch) or c.split == 0
             ]

@@ -46,6 +46,7 @@ from workbench.backend.issue import Prepared
 from workbench.bench import provenance
 from workbench.bench.comparison import order_of
 from workbench.bench.kernel_rigs import Repeats, rig_of
+from workbench.engine.reuse import Key
 from workbench.graph import arena
 from workbench.graph.ir import Kind, Node
 from workbench.program.commands import COMPUTE_STREAM, DEVICE, Buffer, Launch, Space
@@ -160,7 +161,7 @@ def apart() -> Iterator[None]:
 
 def prepared_of(engine: wb.Engine, n_tokens: int) -> Prepared:
     """The program that steps of n_tokens into an empty cache run, kept by `engine`."""
-    return engine._programs.get(engine.program(n_tokens).shape)
+    return engine._programs.get(Key(engine.program(n_tokens).shape, 0))
 
 
 def content(prepared: Prepared) -> list[np.ndarray]:

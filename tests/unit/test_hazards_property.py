@@ -63,7 +63,7 @@ ordering = st.one_of(
 
 def program(commands: list[Command]) -> Program:
     backends = ("host", "dev", "two")
-    return Program(commands, BUFFERS, [], [1], backends, StepShape(1, 1, 256), "any", "own", 2)
+    return Program(commands, BUFFERS, [], [1], backends, StepShape(1, 1, 256), "any", "own")
 
 
 def runs(most: int, most_steps: int) -> st.SearchStrategy[list[Program]]:
