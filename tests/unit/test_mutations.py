@@ -311,6 +311,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3"])
 def test_of_every_ordering_on_every_placement_the_checker_is_right(tiny_model, preset, placement):
@@ -323,6 +324,7 @@ def test_of_every_ordering_on_every_placement_the_checker_is_right(tiny_model, p
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("one_order", [True, False])
 def test_without_any_two_commands_the_checker_is_right(base, one_order):
     once = mutants(base, orderings(), one_order)
