@@ -110,6 +110,7 @@ def test_a_node_of_several_weights_is_fused_only_where_they_are_together(load):
     [
         ({"n_gpu_layers": 4}, "has 2 layers and an output, 3 in all; use -1 for everything"),
         ({"override_tensor": ("ffn_gaet=host",)}, "'ffn_gaet=host' matches no weight of "),
+        ({"override_tensor": ("token_embd=device",)}, "token_embd and rope_freqs have places of"),
         ({"device": "host", "n_gpu_layers": 1}, "the host device has no GPU to put layers on"),
     ],
 )

@@ -50,6 +50,11 @@ class Placement:
             pattern, place = parse_override(text)
             taken = (model.embedding, model.rope_freqs)  # these have places of their own
             matching = [t for t in model.weights if t not in taken and pattern.search(t.name)]
+            if not matching and any(t is not None and pattern.search(t.name) for t in taken):
+                raise UsageError(
+                    f"override_tensor {text!r}: token_embd and rope_freqs have places of their "
+                    "own; name other weights"
+                )
             if not matching:
                 raise UsageError(
                     f"override_tensor {text!r} matches no weight of {model.path}; names are like "
