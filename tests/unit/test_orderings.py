@@ -19,6 +19,8 @@ PLACED = {
     "one device": {},
     "two devices": {"n_devices": 2},
     "feed-forward on the host": {"override_tensor": ("ffn_.*=host",)},
+    "a device split behind the host's": {"override_tensor": (r"blk\.1\.ffn_=host",)},
+    "two devices and the host": {"n_devices": 2, "override_tensor": (r"blk\.0\.ffn_=host",)},
 }
 TOKENS = {"decode": 1, "train": 48}  # six ubatches: more than there are places
 

@@ -28,6 +28,9 @@ SHOW_PROGRESS_ABOVE = 256 << 20  # bytes of weights that a device reads
 READ_AHEAD_BYTES = 128 << 20  # of the file, asked of the disk before a backend reads them
 
 
+MOST_DEVICES = 15  # events have numbers for so many
+
+
 class Loaded:
     """Model, backends, and where each weight resides. Closed when its last user lets go.
 
@@ -75,6 +78,11 @@ class Loaded:
         if n == 1:
             self.backends.append(open_backend(device, config.threads))
             return
+        if n > min(self.model.n_layer, MOST_DEVICES):
+            raise UsageError(
+                f"n_devices={n}: {self.model.path} has {self.model.n_layer} layers to share, and "
+                f"{MOST_DEVICES} devices are the most; use fewer"
+            )
         threads = max(1, n_lanes(config.threads) // n)
         for i in range(n):
             backend = open_backend(device, threads, **({"device": i} if device == "cuda" else {}))

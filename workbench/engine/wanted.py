@@ -7,6 +7,7 @@ from collections.abc import Callable
 from workbench.config import Switch, Toggles
 from workbench.engine.loaded import Loaded
 from workbench.engine.placement import Placement
+from workbench.errors import DeviceError
 from workbench.graph.defer import defer
 from workbench.graph.fuse import chosen, fuse
 from workbench.graph.ir import Graph, Node, StepShape, Tensor
@@ -44,5 +45,10 @@ def modes_of(toggles: Toggles, loaded: Loaded) -> tuple[Ordering, bool]:
         toggles.step_wait,
         toggles.n_copies,
     )
+    if len(loaded.backends) > 2 and not able.in_stream:
+        raise DeviceError(
+            f"the {device} device cannot share layers with another (n_devices="
+            f"{len(loaded.backends) - 1}): its copies and events have no common order; use one"
+        )
     ordering = choose_ordering(wanted, able, device, loaded.config.unsafe)
     return ordering, choose_pdl(toggles.pdl, able, device)

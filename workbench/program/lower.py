@@ -122,7 +122,7 @@ class _Lowering:
         taking = [(i, part) for i, part in enumerate(splits) if part.backend != HOST]
         self.last_copied = {
             part.backend: i for i, part in taking if any(s in wanted for s in part.inputs)
-        }.values()  # of each device: its copies run in order
+        }  # of each device: its copies run in order
         several = self.ordering.device_places > 1
         self.read_again = {
             i for i, part in taking if part.inputs and (several or set(part.inputs) - set(wanted))
@@ -156,8 +156,8 @@ class _Lowering:
                 self.scratch[node] = Range(memory, at, nbytes)
             self.placement.append(placement)
         if self.ordering.host_places > 1 and owner:
-            for number in self.last_copied:
-                copied_from = event_number(Guard.STAGED, number, self.host_place)
+            for device in range(1, owner + 1):
+                copied_from = event_number(Guard.STAGED, device, self.host_place)
                 self.commands.append(Sync(RESULT, event=copied_from))
         for t in graph.inputs:
             self.commands.append(Write(staged[t], t.name))
@@ -197,9 +197,21 @@ class _Lowering:
             landed = event_number(Guard.LANDED, number, 0)
             emit(Record(landed, copies, number))
             emit(Wait(landed, compute, number))
-        if self.ordering.host_places > 1 and number in self.last_copied:
-            emit(Record(event_number(Guard.STAGED, number, self.host_place), copies, number))
+        if self.ordering.host_places > 1 and number == self.last_copied.get(part.backend):
+            self._staged(copies, number)
         self._from_devices(number, part, staged, made_by)
+
+    def _staged(self, copies: Stream, number: int) -> None:
+        """The point behind a device's copies from this step's staging memory. It has the device's
+        number, not a split's: a step of another shape, with other splits, waits for it."""
+        event = event_number(Guard.STAGED, copies.backend, self.host_place)
+        self.commands.append(Record(event, copies, number))
+
+    def take_nothing(self, number: int) -> None:
+        """Where staging memory is a ring: a point, too, for devices that took nothing from it."""
+        for device in range(1, len(self.placement)):
+            if self.ordering.host_places > 1 and device not in self.last_copied:
+                self._staged(Stream(device, self.copies_on), number)
 
     def _from_devices(self, number: int, part: Split, staged, made_by) -> None:
         """Copies from other devices, on the stream of the one that computed them, which waits for
@@ -354,6 +366,7 @@ def lower(
     for number, part in enumerate(splits):
         lowering.bring_inputs(number, part, staged, made_by)
         lowering.launches(number, part)
+    lowering.take_nothing(len(splits) - 1)
     end = Stream(splits[-1].backend, COMPUTE_STREAM)
     lowering.result(graph, made_by, end)
     return Program(
