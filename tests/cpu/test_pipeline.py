@@ -118,3 +118,15 @@ def test_a_device_goes_on_while_the_next_one_stands_still(load, n_copies, ahead)
 def test_the_host_device_is_one(tiny_model):
     with pytest.raises(UsageError, match="n_devices=2 and the host device is one"):
         wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host", n_devices=2)
+
+
+@pytest.mark.parametrize(("order", "first"), [("graph", "embedded 0"), ("user_first", "host")])
+def test_what_another_device_made_is_copied_first_or_behind_the_user_s_inputs(two, order, first):
+    """In the order of first use it is what the second device's first node reads (#28874)."""
+    with two.variant(Toggles(sync="copy_boundary", input_order=order)) as variant:
+        program = variant.program()
+    copies = [c for c in program.commands if isinstance(c, Copy) and c.split == 2]
+    sources = [
+        program.backends[1] if c.src.buffer.space == Space.DEVICE else "host" for c in copies
+    ]
+    assert sources[0] == first and set(sources) == {"host", "embedded 0"}

@@ -12,6 +12,7 @@ import workbench as wb
 from tests.gpu import measure, measure_ablation, measure_launches, measure_models, measuring
 from workbench.backend.cuda_kernel import Gemm, Kernel, Work
 from workbench.bench.kernel_cases import SHAPES
+from workbench.engine.reuse import Key
 from workbench.graph import arena
 from workbench.graph.ir import F32, Q4_0, Kind
 from workbench.program.commands import DEVICE, Buffer, Launch
@@ -59,7 +60,7 @@ def test_kernels_of_one_node_are_told_apart(engine):
 
 def test_weights_of_kinds_are_those_of_the_step(engine):
     engine.step([1])
-    prepared = engine._programs.get(engine.program(1).shape)
+    prepared = engine._programs.get(Key(engine.program(1).shape, 0))
     found = measure_ablation.weight_bytes(prepared)
     inputs = [t for c in prepared.program.commands if isinstance(c, Launch) for t in c.node.inputs]
     matrices = {t for t in inputs if t.kind == Kind.WEIGHT and t.rows > 1}

@@ -67,7 +67,8 @@ class Engine:
             self._place_cache()
             # reserve for the largest step, so that memory grows later only for many outputs
             largest = StepShape(config.n_ubatch, 1, self.cache.n_cells)
-            self._workspace.bind(self._lower(largest))
+            for turn in range(self._ordering.turns):
+                self._workspace.bind(self._lower(largest, turn=turn))
         except BaseException:
             self.close()
             raise

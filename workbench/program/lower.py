@@ -182,6 +182,9 @@ class _Lowering:
         compute = Stream(part.backend, COMPUTE_STREAM)
         copies = Stream(part.backend, self.copies_on)
         from_host = self._from_host(part, staged)
+        theirs_first = part.inputs and part.inputs[0] not in staged
+        if theirs_first and self.ordering.input_order == InputOrder.GRAPH:
+            self._from_devices(number, part, staged, made_by)
         if rule.wait_before and from_host:
             emit(self._wait_for_graph(number, compute))
         for name, dst, src in from_host:
@@ -199,7 +202,8 @@ class _Lowering:
             emit(Wait(landed, compute, number))
         if self.ordering.host_places > 1 and number == self.last_copied.get(part.backend):
             self._staged(copies, number)
-        self._from_devices(number, part, staged, made_by)
+        if not theirs_first or self.ordering.input_order == InputOrder.USER_FIRST:
+            self._from_devices(number, part, staged, made_by)
 
     def _staged(self, copies: Stream, number: int) -> None:
         """The point behind a device's copies from this step's staging memory. It has the device's
