@@ -20,6 +20,9 @@ class SyncMode(StrEnum):
     """Where `program.lower` puts the host's waits before a split (llama.cpp #17795).
 
     Letters: `s` the host waits, `c` blocking copy, `a` asynchronous copy, `g` the split's work.
+    llama.cpp before the change is PER_COPY with copies on their own stream, what was merged is
+    COPY_BOUNDARY on the compute stream; the other modes and streams are what the thread argued
+    about, and EVENT_GUARDED and PACKED go beyond it.
 
     * PER_COPY `scsc...g`: before the change; for every input a wait on the split's stream, then a
       blocking copy.
@@ -68,8 +71,10 @@ class HostSource(StrEnum):
 
 class NCopies(StrEnum):
     """How many places a device has for each input, which steps take in turn (llama.cpp: 4 with
-    pipeline parallelism, else 1). With several the host waits before a copy not for all the
-    device's work, but for an event behind the graph that read the place last."""
+    pipeline parallelism, which one device or a tensor override rules out, else 1; here wherever
+    there are events). With several the host waits before a copy not for all the device's work, but
+    for an event behind the graph that read the place last. llama.cpp's n_copies also makes copies
+    of what the host writes; here that is HostSource's ring."""
 
     ONE = "1"
     FOUR = "4"

@@ -3,37 +3,16 @@ by one, of a train of ubatches, of layers over two devices and of some on the ho
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
 
 import workbench as wb
-from workbench.config import Toggles
-from workbench.errors import UsageError
+from tests.orderings import PLACED, every_ordering
 from workbench.program import hazards
 from workbench.program.ordering import race_of
 
-NAMES = ("sync", "copy_stream", "host_source", "n_copies", "step_wait")
-PLACED = {
-    "one device": {},
-    "two devices": {"n_devices": 2},
-    "feed-forward on the host": {"override_tensor": ("ffn_.*=host",)},
-    "a device split behind the host's": {"override_tensor": (r"blk\.1\.ffn_=host",)},
-    "two devices and the host": {"n_devices": 2, "override_tensor": (r"blk\.0\.ffn_=host",)},
-}
 TOKENS = {"decode": 1, "train": 48}  # six ubatches: more than there are places
-
-
-def every() -> Iterator[Toggles]:
-    """Every combination but those that clash; `auto` is one of the others."""
-    for values in itertools.product(*(Toggles.values(name) for name in NAMES)):
-        try:
-            toggles = Toggles(**dict(zip(NAMES, values, strict=True)))
-        except UsageError:
-            continue
-        if toggles.sync != "auto":
-            yield toggles
 
 
 @pytest.fixture(scope="module", params=PLACED)
@@ -48,7 +27,7 @@ def engine(request, tiny_model) -> Iterator[wb.Engine]:
 @pytest.mark.parametrize("what", TOKENS)
 def test_what_is_said_to_race_does_and_nothing_else(engine, what):
     wrong, racing = [], 0
-    for toggles in every():
+    for toggles in every_ordering():
         with engine.variant(toggles) as variant:
             cycle, ordering = variant.cycle(TOKENS[what]), variant._ordering
         said = race_of(ordering, engine.backend.capabilities)
@@ -66,5 +45,5 @@ def test_what_is_said_to_race_does_and_nothing_else(engine, what):
 
 
 def test_every_ordering_is_there():
-    orderings = list(every())
+    orderings = list(every_ordering())
     assert len(orderings) == len(set(orderings)) == (7 * 2 - 1) * 4 * 2 * 2

@@ -220,7 +220,10 @@ class _Lowering:
     def _from_devices(self, number: int, part: Split, staged, made_by) -> None:
         """Copies from other devices, on the stream of the one that computed them, which waits for
         the graph that read their place last; and the wait of this one's stream for them. No wait of
-        the host orders devices: so a device is at one step while the next is at the one before."""
+        the host orders devices: so a device is at one step while the next is at the one before.
+
+        llama.cpp has the reading device's stream wait for its last reader while the copy rides the
+        other's (`races_of_record.py`, reused_copy); here it is repaired in every sync mode."""
         emit, here = self.commands.append, self.placement[part.backend]
         theirs = [s for s in part.inputs if s not in staged]
         for device in dict.fromkeys(made_by[s] for s in theirs):

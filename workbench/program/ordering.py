@@ -105,8 +105,8 @@ def choose_ordering(
         )
     if not unsafe and (race := race_of(wanted, able)):
         toggles = [f"sync={wanted.sync}", f"copy_stream={wanted.copy_stream}"]
-        if wanted.step_wait != StepWait.EVERY:
-            toggles.append(f"step_wait={wanted.step_wait}")
+        if wanted.step_wait != StepWait.EVERY:  # then where inputs lie decides, too
+            toggles += [f"host_source={wanted.host_source}", f"step_wait={wanted.step_wait}"]
         raise UsageError(
             f"toggles {' and '.join(toggles)} race on the {device} device: {race} (`workbench "
             "check` names the commands); use sync=auto, or unsafe to run them all the same"
