@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from tests.orderings import PLACED
 from workbench.backend.embedded import EmbeddedDevice
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.program.commands import Space
-from workbench.trace.pattern import trace_pattern
+from workbench.trace.pattern import HIDDEN, trace_pattern
 from workbench.trace.profile import profile
+from workbench.trace.spans import HOST_LANE
 
 IMPOSSIBLE = {("implicit", "own"), ("event_guarded", "compute")}  # one races, one means nothing
 MODES = [
@@ -38,6 +42,49 @@ def test_the_trace_of_a_real_run_is_the_program(loaded, sync, copy_stream):
                 engine.step([token])
         assert trace_pattern(prof) == program.pattern()
         assert trace_pattern(prof, fold=True) == program.pattern(fold=True)
+
+
+ELSEWHERE = {
+    "user inputs first": Toggles(sync="copy_boundary", input_order="user_first"),
+    "pageable": Toggles(sync="copy_boundary", host_source="pageable"),
+    "train": Toggles(sync="packed", step_wait="outputs"),
+    "train on the compute stream": Toggles(
+        sync="copy_boundary", copy_stream="compute", step_wait="outputs"
+    ),
+    "train on a ring": Toggles(
+        sync="implicit", copy_stream="compute", host_source="pinned_ring_4", step_wait="outputs"
+    ),
+    "train with copies": Toggles(
+        sync="event_guarded", n_copies="4", host_source="pinned_ring_2", step_wait="outputs"
+    ),
+    "llama.cpp's pipeline": Toggles(n_copies="4", step_wait="outputs"),
+}
+
+
+@pytest.fixture(scope="module", params=PLACED)
+def placed(request, tiny_model):
+    with Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=128, n_ubatch=8, threads=2,
+        **PLACED[request.param],
+    ) as made:  # fmt: skip
+        yield made
+
+
+@pytest.mark.parametrize("ordering", ELSEWHERE)
+def test_prompts_and_tokens_on_every_placement_are_as_programmed(placed, ordering):
+    """Step by step: a prompt of five ubatches, then tokens. Whether a copy was held takes many
+    steps alike to tell, which a prompt has not: hidden waits have tests of their own."""
+    with placed.variant(replace(ELSEWHERE[ordering], graph_reuse="set_rows")) as engine:
+        programs = engine.programs(40, 5)
+        with profile(engine, nvtx=False) as prof:
+            engine.prefill(list(range(3, 43)))
+            for token in range(5, 10):
+                engine.step([token])
+        found = [trace_pattern(prof, step=n).replace(HIDDEN, "") for n in range(len(programs))]
+    assert found == [p.pattern() for p in programs]
+    commands = [s for s in prof.recorder.spans if s.lane == HOST_LANE and "index" in s.args]
+    kinds = [[s.category for s in commands if s.args["step"] == n] for n in range(len(programs))]
+    assert kinds == [[c.kind for c in p.commands] for p in programs]
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["queued", "held"])
