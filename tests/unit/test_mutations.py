@@ -306,7 +306,7 @@ def test_across_mechanisms_the_checker_is_right(base):
         for toggles in dict.fromkeys(across())
         for run, steps in runs_of(base, toggles)
     )
-    found = judge(distinct(whole), SEEDS[:20])
+    found = judge(distinct(whole))
     assert min(found["safe"], found["unsafe"]) > 20
 
 
