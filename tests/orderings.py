@@ -27,5 +27,5 @@ def every_ordering(**others: str) -> Iterator[Toggles]:
             toggles = Toggles(**dict(zip(NAMES, values, strict=True)), **others)
         except UsageError:
             continue
-        if toggles.sync != "auto":
+        if "auto" not in (toggles.sync, toggles.copy_stream):
             yield toggles

@@ -48,11 +48,14 @@ class SyncMode(StrEnum):
 
 
 class CopyStream(StrEnum):
-    """Which stream input copies ride: their OWN (llama.cpp's blocking copies), or COMPUTE.
+    """Which stream input copies ride: their OWN, or COMPUTE.
 
-    On its own stream, nothing but the host's waits orders a copy against the device's work.
+    On its own stream, nothing but the host's waits orders a copy against the device's work. AUTO is
+    OWN for modes whose copies block, as in llama.cpp, and for EVENT_GUARDED; else COMPUTE, as what
+    was merged.
     """
 
+    AUTO = "auto"
     OWN = "own"
     COMPUTE = "compute"
 
@@ -148,7 +151,7 @@ class Toggles:
     """
 
     sync: str = _toggle(SyncMode, SyncMode.PER_COPY, "program/ordering.py", EXACT)
-    copy_stream: str = _toggle(CopyStream, CopyStream.OWN, "program/lower.py", EXACT)
+    copy_stream: str = _toggle(CopyStream, CopyStream.AUTO, "program/ordering.py", EXACT)
     host_source: str = _toggle(HostSource, HostSource.PINNED, "program/lower.py", EXACT)
     n_copies: str = _toggle(NCopies, NCopies.ONE, "program/lower.py", EXACT)
     input_order: str = _toggle(InputOrder, InputOrder.GRAPH, "program/lower.py", EXACT)
@@ -176,7 +179,7 @@ class Toggles:
                     f"toggle {f.name}={getattr(self, f.name)!r} does not exist; "
                     f"choose one of {', '.join(values)}"
                 )
-        if self.sync == SyncMode.EVENT_GUARDED and self.copy_stream != CopyStream.OWN:
+        if self.sync == SyncMode.EVENT_GUARDED and self.copy_stream == CopyStream.COMPUTE:
             raise UsageError(
                 "toggles sync=event_guarded and copy_stream=compute clash: the event orders two "
                 "streams; use copy_stream=own, or sync=write_read_boundary"

@@ -83,4 +83,4 @@ def test_what_cannot_be_measured(engine):
     with pytest.raises(UsageError, match=f"n_ctx={engine.config.n_ctx + 1}"):
         ab(engine, "sync=per_copy,auto", tests=f"tg{engine.config.n_ctx + 1}")
     with pytest.raises(UsageError, match="race on the embedded device"):
-        ab(engine, "sync=per_copy,implicit")
+        ab(engine, "sync=per_copy,implicit", background=Toggles(copy_stream="own"))

@@ -101,7 +101,8 @@ BAD = {
         "copy_stream=compute clash",
     ),
     "toggles that race": (
-        ["-m", "MODEL", "--tokens", "1", "--device", "embedded", "--sync", "implicit"], 2,
+        ["-m", "MODEL", "--tokens", "1", "--device", "embedded", "--sync", "implicit",
+         "--copy-stream", "own"], 2,
         "sync=implicit and copy_stream=own race on the embedded device: nothing orders a copy",
     ),
     "a device that does not exist": (

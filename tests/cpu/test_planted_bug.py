@@ -175,7 +175,7 @@ def no_input_waits(command: Command) -> bool:
     ("sync", "copy_stream"),
     [
         (sync, copy_stream)
-        for copy_stream in CopyStream
+        for copy_stream in (CopyStream.OWN, CopyStream.COMPUTE)
         for sync in SyncMode
         if sync not in WITHOUT_COPY_WAITS
     ],

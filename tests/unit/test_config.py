@@ -13,7 +13,7 @@ from workbench.errors import UsageError
 def test_default_is_the_baseline():
     assert Toggles().to_dict() == {
         "sync": "per_copy",
-        "copy_stream": "own",
+        "copy_stream": "auto",
         "host_source": "pinned",
         "n_copies": "1",
         "input_order": "graph",

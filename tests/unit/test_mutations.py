@@ -203,7 +203,7 @@ def orderings(**fixed: Iterable[str]) -> Iterator[Toggles]:
     """Every ordering of copies and waits with `fixed` values, but for toggles that clash."""
     chosen = {
         "sync": [mode for mode in SyncMode if mode != SyncMode.AUTO],
-        "copy_stream": list(CopyStream),
+        "copy_stream": [CopyStream.OWN, CopyStream.COMPUTE],
         "step_wait": [StepWait.OUTPUTS],
         **fixed,
     }

@@ -95,7 +95,7 @@ def house(model):
     return House(model)
 
 
-@pytest.mark.parametrize("copy_stream", list(CopyStream))
+@pytest.mark.parametrize("copy_stream", [CopyStream.OWN, CopyStream.COMPUTE])
 @pytest.mark.parametrize("sync", list(RULES))
 def test_patterns_are_those_of_the_thread(house, sync, copy_stream):
     program = house.program(sync, copy_stream)
@@ -302,6 +302,21 @@ def test_a_mode_the_device_cannot_honour_is_refused(sync):
 def test_an_event_that_does_not_stand_behind_its_copies_is_no_guard():
     with pytest.raises(DeviceError, match="sync=event_guarded: an event does not stand behind"):
         choose_ordering(Ordering("event_guarded", "own"), UNORDERED, "dev")
+
+
+@pytest.mark.parametrize("sync", [mode for mode in SyncMode if mode != SyncMode.AUTO])
+def test_unless_named_copies_that_block_or_are_guarded_have_a_stream_of_their_own(sync):
+    own = sync in (SyncMode.PER_COPY, SyncMode.BLOCKING_COPIES, SyncMode.EVENT_GUARDED)
+    two = Capabilities(True, True, True, False, 2)
+    assert choose_ordering(Ordering(sync, "auto"), two, "dev").copy_stream == (
+        CopyStream.OWN if own else CopyStream.COMPUTE
+    )
+    one = Capabilities(True, True, True, False, 1)
+    if sync == SyncMode.EVENT_GUARDED:
+        with pytest.raises(DeviceError, match="it has one stream, and the event orders two"):
+            choose_ordering(Ordering(sync, "auto"), one, "dev")
+    else:
+        assert choose_ordering(Ordering(sync, "auto"), one, "dev").copy_stream == "compute"
 
 
 def test_own_copy_stream_needs_two_streams():

@@ -47,7 +47,8 @@ RULES: dict[str, Rule] = {
 
 
 class Ordering(NamedTuple):
-    """How a program's copies and waits are ordered. sync: a mode, never `auto`."""
+    """How a program's copies and waits are ordered; once chosen, sync and copy_stream are never
+    `auto`."""
 
     sync: str
     copy_stream: str = CopyStream.OWN
@@ -96,8 +97,9 @@ def choose_ordering(
             "copy_stream=compute"
         )
     if wanted.sync == SyncMode.AUTO:
-        modes = [wanted._replace(sync=mode) for mode in RULES]
+        modes = [_on_a_stream(wanted._replace(sync=mode), able) for mode in RULES]
         return [o for o in modes if not (_refusal(o, able) or race_of(o, able))][-1]
+    wanted = _on_a_stream(wanted, able)
     if reason := _refusal(wanted, able):
         raise DeviceError(
             f"the {device} device cannot honour sync={wanted.sync}: {reason}; use sync=auto, or "
@@ -114,12 +116,22 @@ def choose_ordering(
     return wanted
 
 
+def _on_a_stream(o: Ordering, able: Capabilities) -> Ordering:
+    """With the stream that a mode's copies ride by default, where none is named."""
+    if o.copy_stream != CopyStream.AUTO:
+        return o
+    own = (o.rule.blocking or o.rule.guarded) and able.n_streams > 1
+    return o._replace(copy_stream=CopyStream.OWN if own else CopyStream.COMPUTE)
+
+
 def _refusal(o: Ordering, able: Capabilities) -> str:
     """Why a backend cannot honour a mode; empty where it can."""
     if not o.rule.blocking and not able.asynchronous_copies:
         return "its copies are not asynchronous"
     if (o.rule.guarded or o.turns > 1) and not able.events:
         return "it has no events"
+    if o.rule.guarded and able.n_streams < 2:
+        return "it has one stream, and the event orders two"
     if (o.rule.guarded or o.host_places > 1) and not able.one_order:
         return "an event does not stand behind its copies"
     return ""

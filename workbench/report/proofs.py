@@ -33,7 +33,7 @@ def cycles(engine: Any, n_tokens: int = 1, run: str = "decode") -> dict[tuple[st
     """
     found: dict[tuple[str, str], Any] = {}
     for sync, stream in itertools.product(SyncMode, CopyStream):
-        if sync == SyncMode.AUTO:
+        if sync == SyncMode.AUTO or stream == CopyStream.AUTO:
             continue
         try:
             toggles = Toggles(sync=sync, copy_stream=stream, step_wait=StepWait.OUTPUTS)
