@@ -421,9 +421,9 @@ def test_clocks_that_part_are_interpolated_and_the_error_says_so():
 def test_a_record_before_its_call_shows_in_the_stated_error(engine, cupti):
     def early(records: list) -> list:
         first = of_kind(records, KERNEL)[0]
-        first.start -= 3_000_000
+        first.start -= 30_000_000
         return records
 
     cupti.spoil = early
     prof = traced(engine)
-    assert prof.windows[0].clock_error_ns > 2_900_000
+    assert prof.windows[0].clock_error_ns > 20_000_000  # the machine may be busy in between
