@@ -48,7 +48,7 @@ def sync(session: Session) -> None:
         model = slug(preset, quant)
         with session.engine(preset, quant) as engine:
             for name, background in backgrounds(engine).items():
-                for stream in CopyStream:
+                for stream in (CopyStream.OWN, CopyStream.COMPUTE):
                     toggles = background.switched("copy_stream", stream).switched(
                         "sync", "per_copy"
                     )
@@ -74,7 +74,7 @@ def gaps(session: Session) -> None:
             continue
         with session.engine(preset, quant) as engine:
             for name, background in backgrounds(engine).items():
-                for stream in CopyStream:
+                for stream in (CopyStream.OWN, CopyStream.COMPUTE):
                     run = f"gaps-{stream}-{name}-{slug(preset, quant)}"
                     folder = session.folder(run)
                     if folder is None:

@@ -22,7 +22,7 @@ IMPOSSIBLE = {("implicit", "own"), ("event_guarded", "compute")}  # one races, o
 MODES = [
     (m.value, c.value)
     for m in SyncMode
-    for c in CopyStream
+    for c in (CopyStream.OWN, CopyStream.COMPUTE)
     if m != SyncMode.AUTO and (m.value, c.value) not in IMPOSSIBLE
 ]
 MOST_CLOCK_ERROR_NS = 100_000
