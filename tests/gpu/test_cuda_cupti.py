@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from workbench.trace.pattern import HIDDEN, trace_pattern
 
 import workbench as wb
 from workbench.backend.cuda_kernel import Kernel
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.program.commands import HOST, Copy, Launch
+from workbench.trace.pattern import HIDDEN, trace_pattern
 from workbench.trace.profile import profile
 
 bindings = pytest.importorskip("cupti.cupti")
