@@ -6,7 +6,7 @@ NAMES are steps (below), the most important first; without any, all of them run 
 folder that holds a complete run of this commit is kept, so that a run cut off goes on where it was.
 The tree must be committed: a run names its commit. Needs a GPU, 45 GB of disk for every model
 (--most-gb leaves the larger ones out, --only llama-3-8b-q8_0 all but one), and the seconds named
-here, on one H100.
+here, on one H100. `pipeline` needs two GPUs and is left out where there is one.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ STEPS = {
     "counters": Step(measure_counters.counters, 80),
     "gaps": Step(measure_sync.gaps, 60),
     "sync": Step(measure_sync.sync, 480),
+    "pipeline": Step(measure_sync.pipeline, 60),
 }
 
 app = App(help=__doc__, result_action="return_none")

@@ -8,10 +8,11 @@ from __future__ import annotations
 import workbench as wb
 from tests.gpu.measure_models import compare
 from tests.gpu.measuring import Session, everything, slug
+from workbench.backend.base import open_backend
 from workbench.bench.gaps import host_gaps
 from workbench.bench.llama_bench import bench, format_rows
 from workbench.config import CopyStream, SyncMode, Toggles
-from workbench.errors import UsageError
+from workbench.errors import DeviceError, UsageError
 
 # preset, type, rounds of each comparison
 SYNC_MODELS = [
@@ -87,6 +88,35 @@ def gaps(session: Session) -> None:
                     )
                     medians = found.table().set_index("arm")["gap_us"].round(1).to_dict()
                     print(f"{run}: {medians}; {found.fit}", flush=True)
+
+
+PIPELINED = ("llama-3-8b", "Q4_0", 5)
+N_PROMPT = 4096  # eight ubatches
+
+
+def pipeline(session: Session) -> None:
+    """A prompt of eight ubatches over two GPUs: the host waiting for each or for the last alone,
+    with one place for what crosses over and with four; and on one GPU
+    [pipeline-step-wait-MODEL, pipeline-n-copies-MODEL, pipeline-one-device-MODEL]."""
+    preset, quant, rounds = PIPELINED
+    if not session.takes(preset, quant):
+        return
+    model, test = slug(preset, quant), f"pp{N_PROMPT}"
+    n_ctx = N_PROMPT + 64
+    try:
+        open_backend(session.device, **({"device": 1} if session.device == "cuda" else {})).close()
+    except DeviceError as reason:
+        print(f"pipeline: left out ({reason})", flush=True)
+        return
+    with session.engine(preset, quant, n_ctx, n_devices=2) as engine:
+        ring = everything(engine).switched("host_source", "pinned_ring_4")
+        four = ring.switched("n_copies", "4")
+        train = ring.switched("step_wait", "outputs")
+        spec = "step_wait=every,outputs"
+        compare(session, engine, f"pipeline-step-wait-{model}", spec, test, rounds, four)
+        compare(session, engine, f"pipeline-n-copies-{model}", "n_copies=1,4", test, rounds, train)
+    with session.engine(preset, quant, n_ctx) as engine:
+        compare(session, engine, f"pipeline-one-device-{model}", spec, test, rounds, four)
 
 
 def _trace_both(engine: wb.Engine, session: Session, model: str) -> None:

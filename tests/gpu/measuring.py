@@ -112,11 +112,13 @@ class Session:
         return write_model(preset, quant, self.models / f"{preset}-{quant}.gguf")
 
     @contextmanager
-    def engine(self, preset: str, quant: str, n_ctx: int = 1024) -> Iterator[wb.Engine]:
+    def engine(
+        self, preset: str, quant: str, n_ctx: int = 1024, **config: Any
+    ) -> Iterator[wb.Engine]:
         """An engine of the model, everything off but kept programs; run its variants."""
-        path = self.path(preset, quant)
+        path, kept = self.path(preset, quant), wb.Toggles(graph_reuse="set_rows")
         with wb.Engine.load(
-            path, device=self.device, n_ctx=n_ctx, toggles=wb.Toggles(graph_reuse="set_rows")
+            path, device=self.device, n_ctx=n_ctx, toggles=kept, **config
         ) as engine:
             print(f"{path.stem}: {engine.backend.description}", flush=True)
             yield engine

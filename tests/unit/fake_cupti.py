@@ -51,6 +51,7 @@ now = time.perf_counter_ns
 class ActivityKind(enum.IntEnum):
     MEMCPY = 1
     MEMSET = 2
+    MEMCPY2 = 22
     DRIVER = 4
     RUNTIME = 5
     CONCURRENT_KERNEL = 10
@@ -197,8 +198,9 @@ class FakeCupti:
         self._busy[stream] = start + ns
         number_of_stream = 13 + stream
         self._record(
-            kind, start, start + ns, correlation_id=number, stream_id=number_of_stream, **fields
-        )
+            kind, start, start + ns, correlation_id=number, stream_id=number_of_stream,
+            device_id=0, **fields,
+        )  # fmt: skip
 
     def sync(self, stream: int, what: SyncType) -> None:
         name = (
@@ -284,6 +286,9 @@ class CudaEngine:
         host = NullBackend("host", Capabilities(False, False, True, False, 0))
         memory = {b: self.backend.allocate(b.nbytes, b.space) for b in self.program.buffers}
         self.prepared = Prepared(self.program, [host, self.backend], memory)
+
+    def synchronize(self) -> None:
+        self.backend.synchronize()
 
     def step(self) -> None:
         values = {"x": np.zeros((1, 64), np.float32)}

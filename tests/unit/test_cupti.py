@@ -202,6 +202,11 @@ def on_another_stream(records: list) -> list:
     return records
 
 
+def on_another_device(records: list) -> list:
+    of_kind(records, KERNEL)[0].device_id = 1
+    return records
+
+
 def without_correlation(records: list) -> list:
     return [r for r in records if r.kind != TAG]
 
@@ -228,7 +233,8 @@ def unreadable(records: list) -> list:
         (with_a_zero_end, "1 x zero timestamp (first: step 1, command 7"),
         (with_a_call_without_times, "1 x zero timestamp"),
         (out_of_order, "1 x record out of order"),
-        (on_another_stream, "cuda stream 0 has CUPTI's [13, 99]"),
+        (on_another_stream, "cuda stream 0 has CUPTI's (device, stream) [(0, 13), (0, 99)]"),
+        (on_another_device, "has CUPTI's (device, stream) [(0, 13), (1, 13)]"),
         (without_correlation, "kernel of no command (first: half_rows)"),
         (with_work_of_somebody_else, "1 x kernel of no command (first: theirs)"),
         (unreadable, "a buffer of records was lost"),

@@ -328,6 +328,7 @@ class CudaBackend:
     def gate(self, stream: int = COMPUTE_STREAM) -> Gate:
         """Holds `stream` from here on until the gate is opened, the backend closed, or
         GATE_SECONDS have passed. For tests of what happens in between."""
+        self.attach()
         if self._flags is None:
             self._flags = self._driver.allocate(4 * N_GATES, Space.PINNED)  # gates keep it alive
         number, self._n_gates = self._n_gates % N_GATES, self._n_gates + 1
@@ -345,6 +346,7 @@ class CudaBackend:
         if self._n_marks == len(self._marks):
             self._set_clock()
         if not self._marks:
+            self.attach()
             self._marks.append(self._driver.event(timing=True))
             self._n_marks += 1
         mark = Mark(self._marks.pop(), self._marks)
@@ -368,6 +370,7 @@ class CudaBackend:
     def _set_clock(self) -> None:
         if self._clock and time.perf_counter_ns() - self._clock[1] < CLOCK_MAX_AGE_NS:
             return
+        self.attach()
         call, stream = self._driver.call, self._stream(SERVICE)
         best = None
         for _ in range(CLOCK_TRIES):
@@ -387,6 +390,7 @@ class CudaBackend:
         if self._closed:
             return
         self._closed = True
+        self.attach()
         for gate in self._gates:
             gate.open()
         uploader, self._uploader = self._uploader, None

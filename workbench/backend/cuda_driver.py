@@ -201,11 +201,11 @@ class Driver:
         need = max(-(-nbytes // ALIGN) * ALIGN, ALIGN)
         try:
             if space == Space.DEVICE:
-                release = functools.partial(_free_device, runtime)
+                release = functools.partial(_free_device, self.cupy, self._device)
                 return CudaMemory(runtime.malloc(need), nbytes, None, release)
             if space == Space.PINNED:
                 address = runtime.hostAlloc(need, 0)
-                release = functools.partial(_free_pinned, runtime)
+                release = functools.partial(_free_pinned, self.cupy, self._device)
                 pinned = (ctypes.c_uint8 * nbytes).from_address(address)
                 return CudaMemory(address, nbytes, np.ctypeslib.as_array(pinned), release, pinned)
             block = np.empty(need + ALIGN, np.uint8)
@@ -222,16 +222,16 @@ class Driver:
         return CudaEvent(self.cupy, self.api, timing)
 
 
-def _free_device(runtime: Any, address: int) -> None:
+def _free_device(cupy: Any, device: Any, address: int) -> None:
     # Where a failed kernel has taken the context down, the memory is gone with it.
-    with contextlib.suppress(runtime.CUDARuntimeError):
-        runtime.free(address)
+    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError), device:
+        cupy.cuda.runtime.free(address)
 
 
-def _free_pinned(runtime: Any, address: int) -> None:
-    with contextlib.suppress(runtime.CUDARuntimeError):
-        runtime.deviceSynchronize()  # a queued copy may still read it
-        runtime.freeHost(address)
+def _free_pinned(cupy: Any, device: Any, address: int) -> None:
+    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError), device:
+        cupy.cuda.runtime.deviceSynchronize()  # a queued copy may still read it
+        cupy.cuda.runtime.freeHost(address)
 
 
 def _nothing(*_: int) -> None:

@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
     name: of the kernel, of the function called, or of the kind of synchronization. correlation:
     the call's number, the same in the call and in what it started. stream: CUPTI's number of the
-    stream, -1 where there is none.
+    stream, -1 where there is none. device: its number.
     """
 
     kind: str
@@ -48,6 +48,7 @@ class Row(NamedTuple):
     correlation: int
     stream: int = -1
     nbytes: int = 0
+    device: int = 0
 
 
 class Match(NamedTuple):
@@ -229,7 +230,7 @@ def _check_order(
             by_stream[stream] += [
                 (r.start, place, r) for r in rows if r.kind in COUNTED and r.start
             ]
-    owners: dict[int, Stream] = {}
+    owners: dict[tuple[int, int], Stream] = {}
     for stream, began in by_stream.items():
         began.sort(key=lambda entry: (entry[0], entry[1]))
         for (_, before, _), (_, after, _) in pairwise(began):
@@ -238,13 +239,13 @@ def _check_order(
                     "record out of order",
                     f"{_at(after, programs)} begins after {_at(before, programs)}",
                 )
-        numbers = {r.stream for _, _, r in began}
+        numbers = {(r.device, r.stream) for _, _, r in began}
         shared = [n for n in numbers if owners.setdefault(n, stream) != stream]
         if len(numbers) > 1 or shared:
             name = programs[began[0][1][0]].backends[stream.backend]
             faults.add(
                 "stream that is not one of CUPTI's",
-                f"{name} stream {stream.id} has CUPTI's {sorted(numbers)}",
+                f"{name} stream {stream.id} has CUPTI's (device, stream) {sorted(numbers)}",
             )
 
 

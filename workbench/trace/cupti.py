@@ -39,9 +39,9 @@ BUFFER_BYTES = 16 << 20  # a step of 500 launches is about 0.2 MB of records
 WINDOW_STEPS = 16  # steps recorded before the records are taken: bounds memory, keeps one buffer
 
 # kind of record (`cupti.ActivityKind`) -> kind of row. CONCURRENT_KERNEL and not KERNEL, for that
-# makes kernels run one after the other; without DRIVER and RUNTIME there are no correlation ids.
+# makes kernels run one after the other; MEMCPY2 is from device to device; without DRIVER and RUNTIME there are no correlation ids.
 KINDS = {
-    "CONCURRENT_KERNEL": KERNEL, "MEMCPY": COPY, "MEMSET": MEMSET,
+    "CONCURRENT_KERNEL": KERNEL, "MEMCPY": COPY, "MEMCPY2": COPY, "MEMSET": MEMSET,
     "DRIVER": DRIVER, "RUNTIME": RUNTIME, "SYNCHRONIZATION": SYNC,
 }  # fmt: skip
 EXTERNAL = "EXTERNAL_CORRELATION"
@@ -235,17 +235,18 @@ class Session:
 
 def _row(kind: str, activity: Any) -> Row:
     """Asks for fields and not for types, which change with the version (Kernel10, Kernel12)."""
-    a, stream, nbytes = activity, -1, 0
+    a, stream, nbytes, device = activity, -1, 0, 0
     match kind:
         case "driver" | "runtime":
             name = str(int(a.cbid))
         case "sync":
             name, stream = str(int(a.type)), int(a.stream_id)
         case "kernel":
-            name, stream = str(a.name), int(a.stream_id)
+            name, stream, device = str(a.name), int(a.stream_id), int(a.device_id)
         case _:
-            name, stream, nbytes = kind, int(a.stream_id), int(a.bytes)
-    return Row(kind, name, int(a.start), int(a.end), int(a.correlation_id), stream, nbytes)
+            name, stream, device = kind, int(a.stream_id), int(a.device_id)
+            nbytes = int(a.bytes)
+    return Row(kind, name, int(a.start), int(a.end), int(a.correlation_id), stream, nbytes, device)
 
 
 def _give_buffer() -> tuple[int, int]:
@@ -278,7 +279,7 @@ class Window(NamedTuple):
 class CuptiRecorder(WindowRecorder):
     """Host spans as ever; device spans, and spans of calls, from CUPTI.
 
-    backend: the device's, for `works(node)` (what it issues for a node) and `synchronize()`.
+    engine: for `backend.works(node)`, what a device issues for a node, and `synchronize()`.
     Where CUPTI cannot be attached when a window begins, that window's device spans come from the
     backend's marks; `fallback` says why.
     """
@@ -288,14 +289,14 @@ class CuptiRecorder(WindowRecorder):
     def __init__(
         self,
         cupti: Any,
-        backend: Any,
+        engine: Any,
         window: tuple[int, int] | None = None,
         nvtx: bool = True,
     ):
         super().__init__(window, nvtx)
         self.windows: list[Window] = []
         self.fallback = ""
-        self._cupti, self._backend = cupti, backend
+        self._cupti, self._engine = cupti, engine
         self._session: Session | None = None
         self._programs: dict[int, Any] = {}
         self._issued: dict[int, correlate.Place] = {}
@@ -363,12 +364,12 @@ class CuptiRecorder(WindowRecorder):
             return
         faults = []
         try:
-            self._backend.synchronize()
+            self._engine.synchronize()
         except WorkbenchError as error:  # said where it is waited for; here it is a reason
             faults.append(str(error))
         recording = session.take()
         matched = correlate.match(
-            recording.rows, recording.external, issued, programs, self._backend.works,
+            recording.rows, recording.external, issued, programs, self._engine.backend.works,
             recording.clock.to_host,
         )  # fmt: skip
         self.spans += matched.spans

@@ -303,7 +303,7 @@ def _recorder(
         cupti.probe(module)
     except Unavailable as reason:
         return WindowRecorder(window, nvtx), str(reason)
-    return CuptiRecorder(module, engine.backend, window, nvtx), ""
+    return CuptiRecorder(module, engine, window, nvtx), ""
 
 
 def _steps_of(spans: list[Span]) -> list[int | None]:
