@@ -1,0 +1,133 @@
+"""Layers over two GPUs: the answer is that of one, per token and to the bit, under every ordering
+that is safe, and two ubatches are under way at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests.cpu.test_nll_of_orderings import nll
+from tests.orderings import PLACED, every_ordering
+from workbench.backend.cuda import open_backend
+from workbench.config import Toggles
+from workbench.errors import DeviceError, UsageError
+from workbench.program.commands import COMPUTE_STREAM, HOST, Copy, Launch, Space
+from workbench.trace.profile import profile
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+PIPELINED = Toggles(
+    sync="event_guarded", n_copies="4", host_source="pinned_ring_4", step_wait="outputs",
+    graph_reuse="set_rows",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def second_gpu() -> None:
+    try:
+        open_backend(device=1).close()
+    except DeviceError as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def path(tiny_model):
+    return tiny_model("tiny-llama", "Q8_0")
+
+
+def load(path, **config) -> wb.Engine:
+    return wb.Engine.load(path, device="cuda", n_ctx=128, n_ubatch=8, **config)
+
+
+@pytest.fixture(scope="module")
+def of_one(path) -> np.ndarray:
+    with load(path) as engine:
+        return nll(engine)
+
+
+@pytest.fixture(scope="module", params=PLACED)
+def placed(request, path) -> Iterator[tuple[str, wb.Engine]]:
+    with load(path, **PLACED[request.param]) as engine:
+        yield request.param, engine
+
+
+def test_every_token_has_the_same_nll_under_every_safe_ordering(placed, of_one):
+    """Of another placement the bits are others where the host computes, and only there."""
+    name, engine = placed
+    wanted = nll(engine)
+    if "host" not in name:
+        assert np.array_equal(wanted, of_one)
+    assert np.allclose(wanted, of_one, atol=0.05)
+    safe = racing = 0
+    for toggles in every_ordering(graph_reuse="set_rows"):
+        try:
+            variant = engine.variant(toggles)
+        except UsageError:
+            racing += 1
+            continue
+        with variant:
+            assert np.array_equal(nll(variant), wanted), toggles
+        safe += 1
+    assert (safe, racing) == (176, 32)
+
+
+@pytest.mark.parametrize("quant", ["F16", "Q4_K_M"])
+def test_long_prompts_and_fused_launches_cross_over_too(tiny_model, quant):
+    """cuBLAS, scratch and programmatic launches on either device."""
+    path = tiny_model("tiny-llama", quant)
+    tokens = [int(t) for t in np.random.default_rng(3).integers(3, 300, 1100)]
+    toggles = PIPELINED.switched("fuse", "on").switched("pdl", "on")
+    found = []
+    for n_devices in (1, 2):
+        with wb.Engine.load(
+            path, device="cuda", n_ctx=1200, n_ubatch=300, n_devices=n_devices, toggles=toggles
+        ) as engine:
+            rows = [engine.prefill(tokens, outputs="all")]
+            found.append(np.concatenate([*rows, *(engine.step([t]) for t in (5, 6, 7))]))
+    assert np.array_equal(*found)
+
+
+def test_the_first_device_goes_on_while_the_second_stands_still(path):
+    """With the second held, the first has computed every ubatch that its results have a place for:
+    a mark behind them is reached, and the prompt's own answer is not there yet."""
+    tokens = np.random.default_rng(5).integers(3, 300, 32).tolist()  # four ubatches, four places
+    with load(path, n_devices=2, toggles=PIPELINED) as engine:
+        wanted = engine.prefill(tokens, outputs="all")
+        engine.reset()
+        first, second = engine._open.backends[1:]
+        with second.gate():
+            engine.prefill(tokens[:24], outputs="none")  # returns: nothing waits
+            first.sync_stream(COMPUTE_STREAM)()
+        rows = engine.prefill(tokens[24:], outputs="all")
+        assert np.array_equal(rows, wanted[24:])
+
+
+@pytest.mark.parametrize("collector", ["events", "cupti"])
+def test_both_devices_are_seen(path, collector):
+    if collector == "cupti":
+        pytest.importorskip("cupti.cupti")
+    with load(path, n_devices=2, toggles=PIPELINED) as engine:
+        engine.prefill([1, 2, 3])
+        with profile(engine, nvtx=False, collector=collector) as prof:
+            for token in range(5, 9):
+                engine.step([token])
+        assert prof.collector == collector, prof.note
+        assert prof.complete is not False, prof.note
+        program = engine.program(n_past=engine.n_past)
+        device = [s for s in prof.timeline.spans if s.category == "device"]
+        lanes = {s.lane.partition(" stream")[0] for s in device}
+        assert lanes == {"cuda 0", "cuda 1"}
+        for i, command in enumerate(program.commands):
+            moved = isinstance(command, Copy) or (
+                isinstance(command, Launch) and command.stream.backend != HOST
+            )
+            assert bool([s for s in device if s.args["index"] == i]) == moved
+        crossing = [
+            s for s in device if s.args["kind"] == "copy"
+            and program.commands[s.args["index"]].src.buffer.space == Space.DEVICE
+            and program.commands[s.args["index"]].dst.buffer.space == Space.DEVICE
+        ]  # fmt: skip
+        assert crossing and {s.lane.partition(" stream")[0] for s in crossing} == {"cuda 0"}
