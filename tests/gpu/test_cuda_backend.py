@@ -216,7 +216,7 @@ def test_marks_are_reused(backend: CudaBackend):
         assert all(start <= end for start, end in times)
         assert times == sorted(times)
         marks.clear()
-    assert backend._n_marks < 40
+    assert backend._marks.n_made < 40
 
 
 def test_another_thread_may_issue_after_attach(backend: CudaBackend, pair: Pair):

@@ -79,18 +79,18 @@ def test_steps_of_many_tokens_are_complete(tiny_model, quant):
                 traced = engine.prefill(tokens)
             assert prof.complete, prof.note
             assert np.array_equal(traced, plain)
-            program = engine.program(512)
+            program = engine.program(700 - 512, n_past=512)
             works = [
                 w
                 for c in program.commands
                 if isinstance(c, Launch) and c.stream.backend != HOST
                 for w in engine.backend.works(c.node)
             ]
-            first = min(s.args["step"] for s in prof.timeline.spans if s.category == "step")
+            last = max(s.args["step"] for s in prof.timeline.spans if s.category == "step")
             kernels = [
                 s for s in prof.timeline.spans
                 if s.category == "device" and s.args["kind"] == "launch"
-                and s.args["step"] == first and s.args["kernel"] != "memset"
+                and s.args["step"] == last and s.args["kernel"] != "memset"
             ]  # fmt: skip
             assert len(kernels) >= len(works)
             if all(isinstance(w, Kernel) for w in works):
@@ -110,7 +110,8 @@ def test_pageable_sources_change_the_pattern_by_hidden_waits_alone(loaded):
 
 
 def test_events_and_cupti_agree_on_where_time_goes(loaded):
-    """The sum of device time of a launch, by either: marks stand around it and add a little."""
+    """What marks bracket is never shorter than the kernel, and on a model this small mostly the
+    host's issuing, which the device waits for."""
     with loaded.variant(Toggles(graph_reuse="set_rows")) as engine:
         engine.prefill([1, 2, 3])
         busy = {}
@@ -120,7 +121,7 @@ def test_events_and_cupti_agree_on_where_time_goes(loaded):
                     engine.step([token])
             assert prof.collector == collector, prof.note
             busy[collector] = prof.summary()["device_us"].median()
-        assert 0.2 < busy["cupti"] / busy["events"] < 1.5, busy
+        assert 0 < busy["cupti"] < 1.05 * busy["events"], busy
 
 
 def test_with_another_subscriber_events_answer(loaded):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import workbench as wb
 from tests.unit.fake_cupti import (
     OFFSET_NS,
     ActivityKind,
@@ -17,9 +18,10 @@ from tests.unit.fake_cupti import (
     Result,
 )
 from workbench.errors import DeviceError, UsageError
-from workbench.program.commands import Copy, Launch
+from workbench.program.commands import Copy, Launch, Space
 from workbench.trace import cupti as collector
 from workbench.trace.clock import Clock, Reading, read_clocks
+from workbench.trace.correlate import Row, match
 from workbench.trace.pattern import trace_pattern
 from workbench.trace.profile import profile
 from workbench.trace.spans import HOST_LANE
@@ -311,6 +313,28 @@ def test_a_device_that_fails_at_the_end_of_a_window_is_said(engine, monkeypatch)
     monkeypatch.setattr(engine.backend, "synchronize", broken)
     prof = traced(engine)
     assert prof.complete is False and "the device fell off" in prof.missing
+
+
+@pytest.mark.parametrize(("second", "as_one"), [(64, True), (32, False)])
+def test_a_copy_through_the_host_s_memory_is_one_copy(tiny_model, second, as_one):
+    """Devices that are not connected: one record on each."""
+    path = tiny_model("tiny-llama", "F16")
+    with wb.Engine.load(path, device="null", n_ctx=64, n_devices=2) as engine:
+        program = engine.program()
+    (copy,) = (
+        c for c in program.commands
+        if isinstance(c, Copy) and c.src.buffer.space == c.dst.buffer.space == Space.DEVICE
+    )  # fmt: skip
+    program.commands[:], nbytes = [copy], copy.src.nbytes
+    rows = [
+        Row("copy", "copy", 1000, 3000, 7, 13, nbytes, device=0),
+        Row("copy", "copy", 2000, 4000, 7, 9, nbytes * second // 64, device=1),
+    ]
+    found = match(rows, {7: 1}, {1: (0, 0)}, {0: program}, lambda node: [], lambda ns: ns)
+    assert any("copy l_out-0: 2 records for 1" in line for line in found.faults) != as_one
+    assert bool(found.faults) != as_one
+    times = [(s.start_ns, s.end_ns) for s in found.spans]
+    assert times == ([(1000, 4000)] if as_one else [(1000, 3000), (2000, 4000)])
 
 
 # refused ------------------------------------------------------------------------------------------

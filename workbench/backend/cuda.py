@@ -17,7 +17,6 @@ import ctypes
 import functools
 import itertools
 import struct
-import time
 import weakref
 from collections import defaultdict
 from types import TracebackType
@@ -33,12 +32,12 @@ from workbench.backend.cuda_driver import (
     CudaEvent,
     CudaMemory,
     Driver,
-    Mark,
     describe,
     device_properties,
     libraries,
 )
 from workbench.backend.cuda_kernel import Gemm, Kernel, Work
+from workbench.backend.cuda_marks import Mark, Marks
 from workbench.backend.cuda_weights import Uploader
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
@@ -49,7 +48,6 @@ SERVICE = -1  # the stream of loading, zeroing and the clock; no program uses it
 REPACK = -2  # the stream that repacks weights while the next are uploaded
 GATE_SECONDS, N_GATES = 5.0, 256
 N_COUNTERS = 4096  # u32, for each stream
-CLOCK_TRIES, CLOCK_MAX_AGE_NS = 5, 2_000_000_000
 
 
 def probe() -> str:
@@ -123,9 +121,7 @@ class CudaBackend:
         self._counters: dict[int, CudaMemory] = {}
         self._blas: Blas | None = None
         self._uploader: Uploader | None = None
-        self._marks: list[CudaEvent] = []
-        self._n_marks = 0
-        self._clock: tuple[CudaEvent, int] | None = None
+        self._marks = Marks(self._driver)
         self._closed = False
 
     def attach(self) -> None:
@@ -290,10 +286,12 @@ class CudaBackend:
     def copy_to_peer(
         self, peer: CudaBackend, dst: int, src: int, nbytes: int, stream: int
     ) -> Issue:
-        """Through the peer's memory directly where the driver can, else through the host's."""
+        """Straight into the peer's memory where the two are connected so, else the driver goes
+        through the host's."""
         if not nbytes:
             return in_order([])
         api, driver = self._driver.api, self._driver
+        driver.reach(peer._driver)
         what = f"copy of {nbytes} bytes to {peer.name}"
         there, here = api.CUdeviceptr(dst), api.CUdeviceptr(src)
         return driver.prepared(
@@ -342,47 +340,12 @@ class CudaBackend:
     # time ------------------------------------------------------------------------------------
 
     def mark(self, stream: int) -> Mark:
-        """Records a timing event from a pool. While no mark is held, the clock is set afresh."""
-        if self._n_marks == len(self._marks):
-            self._set_clock()
-        if not self._marks:
-            self.attach()
-            self._marks.append(self._driver.event(timing=True))
-            self._n_marks += 1
-        mark = Mark(self._marks.pop(), self._marks)
-        there = self._stream(stream)
-        self._driver.call("cuEventRecord", f"mark on stream {stream}", mark.event.handle, there)
-        return mark
+        """Records a timing event, to be read by `resolve`."""
+        return self._marks.make(self._stream(stream), self._stream(SERVICE))
 
     def resolve(self, begin: Mark, end: Mark) -> tuple[int, int]:
-        """Times between marks are the device's (resolution 0.5 us). Their place on the host's clock
-        comes from one event recorded and waited for on an idle stream when the trace began (the
-        quickest of five tries): off by half that round trip, some 5 us, and by the drift of the
-        two clocks since, about 1 us a second."""
-        assert self._clock is not None, "a mark is made before it is resolved"
-        base, base_ns = self._clock
-        start = base_ns + round(self._elapsed_ms(base, begin.event) * 1e6)
-        return start, start + round(self._elapsed_ms(begin.event, end.event) * 1e6)
-
-    def _elapsed_ms(self, begin: CudaEvent, end: CudaEvent) -> float:
-        return self._driver.call("cuEventElapsedTime", "reading marks", begin.handle, end.handle)
-
-    def _set_clock(self) -> None:
-        if self._clock and time.perf_counter_ns() - self._clock[1] < CLOCK_MAX_AGE_NS:
-            return
-        self.attach()
-        call, stream = self._driver.call, self._stream(SERVICE)
-        best = None
-        for _ in range(CLOCK_TRIES):
-            event = self._driver.event(timing=True)
-            before = time.perf_counter_ns()
-            call("cuEventRecord", "setting the clock", event.handle, stream)
-            call("cuEventSynchronize", "setting the clock", event.handle)
-            after = time.perf_counter_ns()
-            if best is None or after - before < best[0]:
-                best = after - before, event, (before + after) // 2
-        assert best is not None
-        self._clock = best[1], best[2]
+        """When two marks of this device were passed: ns on the host's clock (`cuda_marks.py`)."""
+        return self._marks.resolve(begin, end)
 
     def close(self) -> None:
         """Opens every gate, waits, and gives memory and kernels back. A failure of queued work is
@@ -401,7 +364,7 @@ class CudaBackend:
         finally:
             self._gates.clear()
             self._marks.clear()
-            self._flags = self._clock = None
+            self._flags = None
             for memory in list(self._memory):
                 memory.free()
             for module in self._modules.values():

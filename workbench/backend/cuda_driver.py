@@ -117,19 +117,6 @@ class CudaEvent:
         self.handle = api.CUevent(self.owner.ptr)
 
 
-class Mark:
-    """A recorded timing event; goes back to the pool when nobody holds the mark any more."""
-
-    __slots__ = ("event", "pool")
-
-    def __init__(self, event: CudaEvent, pool: list[CudaEvent]):
-        self.event = event
-        self.pool = pool
-
-    def __del__(self) -> None:
-        self.pool.append(self.event)
-
-
 class Driver:
     """One GPU through CuPy (`cupy`) and cuda-bindings' driver API (`api`), every call checked."""
 
@@ -148,6 +135,17 @@ class Driver:
     def attach(self) -> None:
         """Makes the device the calling thread's."""
         self._device.use()
+
+    def reach(self, peer: Driver) -> None:
+        """Lets this device use the memory of another, where the two are connected so that it can;
+        once is enough for a process, more does nothing."""
+        what = "access to another device"
+        if not self.call("cuDeviceCanAccessPeer", what, self._device.id, peer._device.id):
+            return
+        self.attach()
+        error = self.api.cuCtxEnablePeerAccess(peer.context, 0)[0]
+        if error not in (0, self.api.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
+            raise self.failure(error, "cuCtxEnablePeerAccess", what)
 
     def call(self, function: str, what: str, *args: Any) -> Any:
         """Calls a function of the driver API; raises DeviceError, naming `what`, if it fails.

@@ -203,10 +203,8 @@ class EmbeddedDevice(share.CpuBackend):
     def copy_to_peer(
         self, peer: EmbeddedDevice, dst: int, src: int, nbytes: int, stream: int
     ) -> Issue:
-        """Both are memory of this process: a copy like any other, read when it runs."""
-        ring = self.streams[stream]
-        parts = max(1, min(nbytes // COPY_PART_BYTES, ring.n_lanes, MAX_PARTS))
-        return ring.prepare(COPY, parts, (dst, src, nbytes))
+        """Both are memory of this process: a copy like one to the host, read when it runs."""
+        return self.copy(dst, src, nbytes, stream, to_host=True)
 
     def _is_pinned(self, address: int) -> bool:
         return any(start <= address < start + n for start, n in self._pinned.items())

@@ -91,8 +91,8 @@ def match(
             device[place].append(row)
         elif row.kind in COUNTED:
             strays.append(row)
-    for found in device.values():
-        found.sort(key=lambda r: (r.start, r.correlation))
+    for place, found in device.items():
+        device[place] = _as_one(found, _command(place, programs))
 
     faults = _Faults()
     for row in rows:
@@ -149,6 +149,20 @@ def _at(place: Place | None, programs: Mapping[int, Program]) -> str:
 
 
 # what a command should have -----------------------------------------------------------------------
+
+
+def _as_one(rows: list[Row], command: Command | None) -> list[Row]:
+    """The rows of a command by start. Devices that are not connected copy through the host's
+    memory: two records, one on each, of one copy, which is the row given for them."""
+    rows = sorted(rows, key=lambda r: (r.start, r.correlation))
+    if isinstance(command, Copy) and command.src.buffer.space == command.dst.buffer.space:
+        match rows:
+            case [Row(kind="copy") as out, Row(kind="copy") as back] if (
+                out.device != back.device and out.nbytes == back.nbytes
+            ):
+                whole = out.start and out.end and back.start and back.end
+                return [out._replace(end=max(out.end, back.end) if whole else 0)]
+    return rows
 
 
 def _expected(command: Command, works: Works) -> list[str | int | None]:

@@ -39,7 +39,8 @@ BUFFER_BYTES = 16 << 20  # a step of 500 launches is about 0.2 MB of records
 WINDOW_STEPS = 16  # steps recorded before the records are taken: bounds memory, keeps one buffer
 
 # kind of record (`cupti.ActivityKind`) -> kind of row. CONCURRENT_KERNEL and not KERNEL, for that
-# makes kernels run one after the other; MEMCPY2 is from device to device; without DRIVER and RUNTIME there are no correlation ids.
+# makes kernels run one after the other; MEMCPY2 is from device to device; without DRIVER and
+# RUNTIME there are no correlation ids.
 KINDS = {
     "CONCURRENT_KERNEL": KERNEL, "MEMCPY": COPY, "MEMCPY2": COPY, "MEMSET": MEMSET,
     "DRIVER": DRIVER, "RUNTIME": RUNTIME, "SYNCHRONIZATION": SYNC,
