@@ -81,7 +81,7 @@ def test_times_are_the_devices_and_add_up(backend, counting):
         few = short.time_us(5)
     with Replay(backend, counting.issues * 200) as long:
         many = long.time_us(5)
-    assert min(few) > 10 and 5 < np.median(many) / np.median(few) < 20
+    assert min(few) > 10 and 2 < min(many) / min(few) < 20
 
 
 def test_what_cannot_be_captured_is_refused_and_the_stream_goes_on(backend, counting):
