@@ -18,7 +18,7 @@ from workbench.errors import DeviceError, UsageError
 SYNC_MODELS = [
     ("llama-3.2-1b", "F16", 5), ("llama-3.2-3b", "Q4_K_M", 5), ("qwen3-4b", "Q4_K_M", 5),
 ]  # fmt: skip
-TESTS, GAP_TOKENS = "tg128,tg256,tg512", 64
+TESTS = "tg128,tg256,tg512"
 MODES = [mode for mode in SyncMode if mode != SyncMode.AUTO]
 
 
@@ -70,7 +70,7 @@ def sync(session: Session) -> None:
 def gaps(session: Session) -> None:
     """The time between a token's last kernel and the next one's first, by mode, and what one wait
     adds to it [gaps-STREAM-BACKGROUND-MODEL]."""
-    for preset, quant, rounds in SYNC_MODELS:
+    for preset, quant, _ in SYNC_MODELS:
         if not session.takes(preset, quant):
             continue
         with session.engine(preset, quant) as engine:
@@ -82,10 +82,8 @@ def gaps(session: Session) -> None:
                         continue
                     on = background.switched("copy_stream", stream)
                     arms = {mode: on.switched("sync", mode) for mode in modes_on(stream)}
-                    n, times = (8, 1) if session.quick else (GAP_TOKENS, rounds)
-                    found = host_gaps(
-                        engine, arms, n_tokens=n, rounds=times, out=folder, name=folder.name
-                    )
+                    some = {"rounds": 2} if session.quick else {}
+                    found = host_gaps(engine, arms, out=folder, name=folder.name, **some)
                     medians = found.table().set_index("arm")["gap_us"].round(1).to_dict()
                     print(f"{run}: {medians}; {found.fit}", flush=True)
 

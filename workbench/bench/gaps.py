@@ -5,6 +5,10 @@ first, by the device's own clock (`Engine.stamped`), in untraced steps: the logi
 what the host does, the inputs' way to the device, and the waits around them. Orderings that differ
 in their waits differ in their gaps; a line through gap over waits gives the cost of one wait
 without the noise of everything else that a token takes.
+
+A host that slows down for a tenth of a second doubles the gaps of that time. So every arm decodes
+only a few tokens before it is the next one's turn, a line is drawn through each round, in which all
+arms meet the same host, and the cost of a wait is the median of the rounds' slopes.
 """
 
 from __future__ import annotations
@@ -21,21 +25,24 @@ import pandas as pd
 
 from workbench.bench import provenance, results
 from workbench.bench.comparison import order_of
+from workbench.bench.stats import median_interval
 from workbench.bench.workload import Tokens, Workload, draw_tokens
 from workbench.config import Toggles
 from workbench.errors import UsageError
 
 CONTROL = " (A/A)"
-WARM_UP = 8  # tokens, not counted
+WARM_UP = 2  # tokens of every turn that are not counted: the arm before has left its own behind
 
 
 class Fit(NamedTuple):
-    """gap = base_us + wait_us * waits, by least squares over the arms; r2: share of the variance
-    between them that it explains."""
+    """gap = base_us + wait_us * waits, by least squares through the medians of a round's arms;
+    medians over the rounds. low_us, high_us: 95 % interval of wait_us, a bootstrap over rounds, NaN
+    with one round."""
 
     wait_us: float
+    low_us: float
+    high_us: float
     base_us: float
-    r2: float
 
 
 class Gaps(NamedTuple):
@@ -67,43 +74,46 @@ class Gaps(NamedTuple):
 
     @property
     def fit(self) -> Fit:
-        """The line through the medians of the arms that copy as often as the first."""
-        table = self.table()
-        alike = table[table["copies"] == table["copies"].iloc[0]]
-        return fit_line(alike["waits"].to_numpy(float), alike["gap_us"].to_numpy(float))
+        """Of the arms that copy as often as the first."""
+        table = self.table().set_index("arm")
+        waits = table.loc[table["copies"] == table["copies"].iloc[0], "waits"]
+        rounds = self.samples.pivot_table(
+            index="repetition", columns="arm", values="ns", aggfunc="median"
+        )
+        return fit_line(waits.to_numpy(float), rounds[waits.index].to_numpy(float) / 1e3)
 
     def _repr_html_(self) -> str:
         fit = self.fit
         shown = self.table().to_html(index=False, float_format=lambda x: f"{x:,.1f}")
         device = html.escape(str(self.run["engine"].get("device_description")))
         return (
-            f"{shown}<p>one wait {fit.wait_us:.2f} us, without any {fit.base_us:.1f} us "
-            f"(r2 {fit.r2:.2f}); {device}</p>"
+            f"{shown}<p>one wait {fit.wait_us:.2f} us ({fit.low_us:.2f} to {fit.high_us:.2f}), "
+            f"without any {fit.base_us:.1f} us; {device}</p>"
         )
 
 
 def fit_line(waits: np.ndarray, gap_us: np.ndarray) -> Fit:
-    """Raises UsageError where all have as many waits: nothing tells what one costs."""
+    """waits: of each arm, (arms,). gap_us: medians, (rounds, arms). Raises UsageError where all
+    arms have as many waits: nothing tells what one costs."""
     if len(set(waits.tolist())) < 2:
         raise UsageError("every arm waits as often; compare orderings with different waits")
-    slope, base = np.polyfit(waits, gap_us, 1)
-    left = gap_us - (base + slope * waits)
-    spread = gap_us - gap_us.mean()
-    return Fit(float(slope), float(base), float(1 - left @ left / max(spread @ spread, 1e-30)))
+    slopes, bases = np.polyfit(waits, gap_us.T, 1)
+    return Fit(*median_interval(slopes), float(np.median(bases)))
 
 
 def host_gaps(
     engine: Any,
     arms: Mapping[str, Toggles],
     *,
-    n_tokens: int = 128,
-    rounds: int = 10,
+    n_tokens: int = 5,
+    rounds: int = 60,
     seed: int = 0,
     out: str | Path | None = None,
     name: str = "gaps",
 ) -> Gaps:
-    """Decodes n_tokens random tokens with each arm, interleaved, `rounds` times, the first arm once
-    more as its own control. A run folder is written to `out` where it is given.
+    """Decodes n_tokens random tokens with each arm in turn, `rounds` times, the first arm once more
+    as its own control; a turn gives n_tokens - 1 gaps. A run folder is written to `out` where it is
+    given.
 
     Raises UsageError for a device without a clock or streams (the host), for tokens that do not fit
     the context and for fewer than two.
@@ -128,6 +138,8 @@ def host_gaps(
                 "n_tokens": 1, "pattern": program.pattern(),
                 "folded_pattern": program.pattern(fold=True), "counts": program.counts(),
             }}  # fmt: skip
+        for side in sides:  # whatever is made at the first step
+            _gaps_of(side, draw_tokens(test, engine.model.n_vocab, seed, 0))
         for round_ in range(rounds):
             tokens = draw_tokens(test, engine.model.n_vocab, seed, round_)
             for i in order_of(round_, len(sides)):

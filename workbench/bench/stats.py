@@ -81,6 +81,31 @@ def speedup(
     return Ratio(math.exp(value), math.exp(bounds.low), math.exp(bounds.high), n)
 
 
+def median_interval(
+    values: np.ndarray, seed: int = 0, confidence: float = CONFIDENCE
+) -> tuple[float, float, float]:
+    """Median of `values`, float (n,), one per round, and its percentile bootstrap interval; the
+    bounds are NaN where n is below 2."""
+    values = np.asarray(values, float)
+    middle = float(np.median(values))
+    if len(values) < 2:
+        return middle, math.nan, math.nan
+    if np.ptp(values) == 0:
+        return middle, middle, middle
+    from scipy.stats import bootstrap
+
+    bounds = bootstrap(
+        (values,),
+        np.median,
+        vectorized=True,
+        n_resamples=N_RESAMPLES,
+        confidence_level=confidence,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return middle, float(bounds.low), float(bounds.high)
+
+
 def _log_ratio(baseline: np.ndarray, toggled: np.ndarray, axis: int = -1) -> np.ndarray:
     return np.median(toggled, axis=axis) - np.median(baseline, axis=axis)
 
