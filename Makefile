@@ -14,7 +14,7 @@ GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu,)
 
 help:
 	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
-	@echo "make test     all tests but the slow ones;  make test-exhaustive  every ordering on every placement"
+	@echo "make test     all tests but the slow ones;  make test-exhaustive  the full product of toggles"
 	@echo "make lab      JupyterLab on the notebooks"
 	@echo "make setup    only prepare .venv/, with the workbench command in it"
 	@echo "make lint     ruff and mypy;  make bench  benchmarks, recorded;  make peer  compare with llama.cpp"
@@ -60,7 +60,7 @@ test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m "slow and not gpu and not exhaustive" $(PYTEST_ARGS)
 
 test-exhaustive: .venv/.dev
-	$(BIN)/python -m pytest -m exhaustive $(PYTEST_ARGS)
+	$(BIN)/python -m tests.exhaustive
 
 test-gpu: .venv/.dev
 	$(BIN)/python tests/gpu/record.py

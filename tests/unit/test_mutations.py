@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from random import Random
 from typing import Any, NamedTuple
 
@@ -319,24 +320,68 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("one_order", [True, False])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3"])
-def test_of_every_ordering_on_every_placement_the_checker_is_right(tiny_model, preset, placement):
+def test_of_every_ordering_on_every_placement_the_checker_is_right(
+    tiny_model, record_property, preset, placement, one_order
+):
     config = EngineConfig(device="null", n_ctx=64, n_ubatch=1, unsafe=True, **PLACEMENTS[placement])
     chosen = [*orderings(step_wait=StepWait, input_order=InputOrder),
               *orderings(host_source=HostSource, n_copies=NCopies)]  # fmt: skip
     with Engine.load(tiny_model(preset, "F16"), config=config) as engine:
-        for one_order in (True, False):
-            found = judge(mutants(engine, chosen, one_order))
-            assert min(found["safe"], found["unsafe"]) > 50
+        found = judge(mutants(engine, chosen, one_order))
+    record_property("runs", found)
+    assert min(found["safe"], found["unsafe"]) > 50
+
+
+SHARDS = 16  # of the graphs that toggles make, so that a run cut off goes on
+ORDERED_BY = (*Ordering._fields, "pdl", "graph_reuse")  # change no graph
+
+
+def graphs(base: Engine) -> Iterator[Toggles]:
+    """Of all combinations of the toggles that change a graph, the first that makes each."""
+    names = [name for name in Toggles.names() if name not in ORDERED_BY]
+    known = set()
+    for values in product(*map(Toggles.values, names)):
+        toggles = Toggles(**dict(zip(names, values, strict=True)))
+        with base.variant(toggles) as engine:
+            made = content(engine.programs(3))
+        if made not in known:
+            known.add(made)
+            yield toggles
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_of_the_full_product_of_toggles_the_checker_is_right(tiny_model, record_property, shard):
+    """Every ordering of every graph. (The null device has no programmatic launches, and keeping a
+    program does not change it.)"""
+    asked = orderings(
+        step_wait=StepWait, input_order=InputOrder, host_source=HostSource, n_copies=NCopies
+    )
+    every = [{name: getattr(o, name) for name in Ordering._fields} for o in asked]
+    path, found = tiny_model("tiny-llama", "Q8_0"), Counter[str]()
+    with Engine.load(path, device="null", n_ctx=64, n_ubatch=1, unsafe=True) as base:
+        for of_graph in islice(graphs(base), shard, None, SHARDS):
+            whole = (
+                Mutant(run, "", steps, True)
+                for ordering in every
+                for run, steps in runs_of(base, dataclasses.replace(of_graph, **ordering))
+            )
+            found.update(judge(distinct(whole)))
+    record_property("runs", dict(found))
+    assert min(found["safe"], found["unsafe"]) > 100
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(0)
 @pytest.mark.parametrize("one_order", [True, False])
-def test_without_any_two_commands_the_checker_is_right(base, one_order):
+def test_without_any_two_commands_the_checker_is_right(base, record_property, one_order):
     once = mutants(base, orderings(), one_order)
     twice = [m for mutant in once for m in mutants_of(str(mutant), mutant.steps, one_order)]
     found = judge(distinct(twice))
+    record_property("runs", found)
     assert min(found["safe"], found["unsafe"]) > 100
