@@ -67,7 +67,7 @@ def test_the_lines_are_through_arms_that_copy_alike(found):
         for _, of_round in found.samples.groupby("repetition")
     ]
     assert found.fit == fit_line(waits, np.array(gaps)) and len(gaps) == 3
-    assert "one wait" in found._repr_html_()
+    assert found.verdict in repr(found) and "one wait adds" in found._repr_html_()
 
 
 def test_a_line_is_found_again():

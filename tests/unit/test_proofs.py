@@ -53,6 +53,14 @@ def test_what_races_says_between_which_commands(rows, ordering, run, says):
     assert rows[ordering, run]["races"] > 0 and says in rows[ordering, run]["because"]
 
 
+def test_every_race_of_record_is_there_before_its_fix_and_not_after():
+    table = proofs.record_table()
+    assert set(table["thread"]) >= {"#20463", "#26040", "#20927", "#14855", "#8897"}
+    assert (table["before"] > 0).all() and (table["after"] == 0).all()
+    assert {"of the thread", "reconstructed"} == set(table["pair"])
+    assert "copy inp_embd (step 0, split 1)" in table["first"].tolist()
+
+
 def test_readme_has_the_table(tmp_path):
     assert proofs.recorded(OUT.parent) in (ROOT / "README.md").read_text()
     assert proofs.recorded(tmp_path) == "not measured."

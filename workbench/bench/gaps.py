@@ -31,6 +31,7 @@ from workbench.config import Toggles
 from workbench.errors import UsageError
 
 CONTROL = " (A/A)"
+COUNTED = ("waits", "stream_waits", "copies")  # of a token's commands
 WARM_UP = 2  # tokens of every turn that are not counted: the arm before has left its own behind
 
 
@@ -43,6 +44,9 @@ class Fit(NamedTuple):
     low_us: float
     high_us: float
     base_us: float
+
+
+_ONE_DIGIT = "{:,.1f}".format
 
 
 class Gaps(NamedTuple):
@@ -63,7 +67,7 @@ class Gaps(NamedTuple):
                 {
                     "arm": arm["name"],
                     "pattern": program["folded_pattern"],
-                    **{name: program["counts"][name] for name in ("waits", "copies")},
+                    **{name: program["counts"][name] for name in COUNTED},
                     "bytes": program["counts"]["copied_bytes"],
                     "gap_us": mid,
                     "low_us": low,
@@ -74,22 +78,31 @@ class Gaps(NamedTuple):
 
     @property
     def fit(self) -> Fit:
-        """Of the arms that copy as often as the first."""
+        """Of the arms that copy as often as the first, and whose device waits as often."""
         table = self.table().set_index("arm")
-        waits = table.loc[table["copies"] == table["copies"].iloc[0], "waits"]
+        others = [name for name in COUNTED if name != "waits"]
+        waits = table.loc[(table[others] == table[others].iloc[0]).all(axis=1), "waits"]
         rounds = self.samples.pivot_table(
             index="repetition", columns="arm", values="ns", aggfunc="median"
         )
         return fit_line(waits.to_numpy(float), rounds[waits.index].to_numpy(float) / 1e3)
 
-    def _repr_html_(self) -> str:
-        fit = self.fit
-        shown = self.table().to_html(index=False, float_format=lambda x: f"{x:,.1f}")
-        device = html.escape(str(self.run["engine"].get("device_description")))
+    @property
+    def verdict(self) -> str:
+        """One line: what a wait adds, and on what device."""
+        fit, device = self.fit, self.run["engine"].get("device_description")
         return (
-            f"{shown}<p>one wait {fit.wait_us:.2f} us ({fit.low_us:.2f} to {fit.high_us:.2f}), "
-            f"without any {fit.base_us:.1f} us; {device}</p>"
+            f"one wait adds {fit.wait_us:.2f} us to the gap (95% CI {fit.low_us:.2f} to "
+            f"{fit.high_us:.2f}, n={self.run['repetitions']}), which is {fit.base_us:.1f} us "
+            f"without any; {device}"
         )
+
+    def __repr__(self) -> str:
+        return f"{self.table().to_string(float_format=_ONE_DIGIT)}\n{self.verdict}"
+
+    def _repr_html_(self) -> str:
+        shown = self.table().to_html(index=False, float_format=_ONE_DIGIT)
+        return f"{shown}<p>{html.escape(self.verdict)}</p>"
 
 
 def fit_line(waits: np.ndarray, gap_us: np.ndarray) -> Fit:

@@ -9,11 +9,10 @@ llama.cpp is getting a checker of its own, open as this was written: the schedul
 #26167 (`GGML_SCHED_SANITIZE=1`). It too keeps vector clocks, one per backend; it follows the
 computation as it runs, looks at the accesses that this one run makes, and aborts at the first race
 (a variant of it in #27311 can go on). It found the race of #26040. Ours needs no run, no device and
-no model: it reads the program, and so answers for every timing. It covers consecutive steps, and
-that is where all of these races but one are: the host or a copy of a later ubatch overtakes the
-work of an earlier one. It reports every race with both commands, the bytes, and the order that is
-missing. And it answers the opposite question, which a sanitizer cannot: which waits are
-superfluous.
+no model: it reads the program, and so answers for every timing. It is given consecutive steps,
+where all of these races but one are: the host or a copy of a later ubatch overtakes the work of an
+earlier one. It reports every race with both commands, the bytes, and the order that is missing. And
+it answers the opposite question, which a sanitizer cannot: which waits are superfluous.
 """
 
 from __future__ import annotations
@@ -249,11 +248,13 @@ CASES = (
         models=(
             "#17795 made the copies of a split's inputs asynchronous, with one wait before them "
             "and one behind; a pipeline, whose splits are guarded by events, had its events alone. "
-            "ggerganov found a perplexity of 2382 in a pipeline and rolled it back; aendk found "
-            "that blocking copies cure it, and #20793 gave pipelines the same two waits (the "
-            "pattern saaasg; the events, which then do nothing, are left out). No thread names the "
-            "two accesses. Modelled is what the missing wait leaves in the four ubatches of the "
-            "reproduction, each with a copy index of its own, as reuse was off: the CPU's split of "
+            "ggerganov found a perplexity of 2382 in a pipeline and rolled it back. That was with "
+            "graph reuse too, a second defect (the case reused_copy): mending either alone did not "
+            "help. Without reuse blocking copies cure it, aendk found, and #20793 gave pipelines "
+            "the same two waits (the pattern saaasg; the events, which then do nothing, are left "
+            "out). No thread names the two accesses, and the case does not tell why two ubatches "
+            "with outputs were wanted. Modelled is what the missing wait leaves in the four "
+            "ubatches of the reproduction, each with a copy index of its own: the CPU's split of "
             "the next ubatch overwrites inp_embd, which has one place on the host, before the copy "
             "of it has run."
         ),
@@ -310,7 +311,8 @@ CASES = (
             "between CUDA devices rides the source's stream, but the scheduler puts the wait for "
             "the copy's last reader on the destination's, which orders nothing. So the output of "
             "device 0 lands on the copy that device 1 reads for the ubatch before, if device 1 is "
-            "slower: where it computes logits, as in the reproduction. No thread says so, and "
+            "slower: where it computes logits, as in the reproduction. A stale copy index would "
+            "explain the perplexity as well, without a race. No thread says which, and "
             "aendk takes the copy between devices for watertight (#20793). A ring of four copies "
             "puts four ubatches between the two and orders them no better."
         ),

@@ -5,6 +5,7 @@ Every kind of span has a height or a hatch besides its colour, so the picture ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ EDGES = {"sync": VERMILION, "copy": "#8A5A00", "build": "#8F8600"}
 # kind -> the column that names its wide spans, and the text's colour
 LABELS = {"launch": ("op", "white"), "build": ("name", INK)}
 LANE, BRACKET, SPACE = 0.8, 0.26, 0.3  # heights, in rows
-IN_A_LINE = 8  # of the legend
+IN_A_LINE = 6  # of the legend, at most
 MOST_SYNC_LINES = 40  # more would hide what they mark
 
 
@@ -319,8 +320,9 @@ def _finish(fig: Figure, axes: list[Axes], part: pd.DataFrame) -> None:
         for kind, look in LOOKS.items() if kind in kinds
     ]  # fmt: skip
     handles.append(Patch(facecolor=PALE, label="no span: a stream idle, the host in Python"))
+    lines = math.ceil(len(handles) / IN_A_LINE)
     fig.legend(
-        handles=handles, loc="outside lower center", ncols=min(len(handles), IN_A_LINE),
+        handles=handles, loc="outside lower center", ncols=math.ceil(len(handles) / lines),
         fontsize=FONT, frameon=False, title=NOTE, title_fontsize=FONT - 1,
     )  # fmt: skip
     axes[-1].tick_params(axis="x", labelsize=FONT)
