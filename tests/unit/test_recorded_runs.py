@@ -12,17 +12,20 @@ import nbformat
 import pandas as pd
 import pytest
 
+from tests.gpu import measure_sync
+from tests.gpu.measuring import slug
 from workbench.bench.comparison import AB
+from workbench.bench.gaps import Gaps
 from workbench.bench.perplexity import TOKENS, Agreement
 from workbench.bench.results import load_run
 from workbench.config import EXACT, Toggles
 from workbench.errors import WorkbenchError
 from workbench.report import readme
+from workbench.report.scheduling import BACKGROUNDS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"
 RUNS = sorted(p.parent for p in RESULTS.glob("*/run.json"))
-MODELS = {"llama-3.2-1b F16", "llama-3-8b Q4_0"}
 
 
 def name(folder: Path) -> str:
@@ -75,49 +78,59 @@ def test_a_comparison_is_interleaved_repeated_and_right(folder):
         assert answer.kind == wanted
 
 
-def sync_runs() -> dict[tuple[str, str], AB]:
-    found = {}
-    for ab in readme.comparisons(RESULTS, "cuda"):
-        if ab.run["result"]["toggle"] == "sync":
-            toggles = ab.run["arms"][0]["toggles"]
-            if toggles["graph_reuse"] == "set_rows":
-                key = ab.model.replace(" with random weights", ""), toggles["copy_stream"]
-                found[key] = ab
-    return found
+SYNC_MODELS = [slug(preset, quant) for preset, quant, _ in measure_sync.SYNC_MODELS]
+MEASURED = [(model, stream, background) for model in SYNC_MODELS
+            for stream in ("own", "compute") for background in BACKGROUNDS]  # fmt: skip
 
 
-@pytest.mark.parametrize("copy_stream", ["own", "compute"])
-@pytest.mark.parametrize("model", sorted(MODELS))
-def test_every_sync_mode_was_measured_on_a_gpu(model, copy_stream):
-    ab = sync_runs()[model, copy_stream]
-    modes = {"per_copy", "blocking_copies", "copy_boundary", "write_read_boundary"}
-    if copy_stream == "compute":  # on its own stream the engine refuses `implicit`
-        modes.add("implicit")
-    assert {arm["name"] for arm in ab.run["arms"] if not arm["is_control"]} == modes
-    assert ab.run["tests"] == ["tg128"]
+# README says so below the table; what is measured goes out of here
+NOT_YET = {
+    ("llama-3.2-3b-q4_k_m", "own", "on"), ("llama-3.2-3b-q4_k_m", "compute", "off"),
+    ("llama-3.2-3b-q4_k_m", "compute", "on"), *[m for m in MEASURED if m[0] == SYNC_MODELS[2]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "stream", "background"), MEASURED)
+def test_every_sync_mode_was_measured_on_a_gpu(model, stream, background):
+    """What is safe there, on both backgrounds: gaps, and t/s in the thread's tests."""
+    left = (model, stream, background) in NOT_YET
+    assert (RESULTS / f"cuda-sync-{stream}-{background}-{model}").exists() != left
+    for kind in ("gaps",) if left else ("gaps", "sync"):
+        run = load_run(RESULTS / f"cuda-{kind}-{stream}-{background}-{model}").run
+        arms = [arm for arm in run["arms"] if not arm["is_control"]]
+        assert [arm["name"] for arm in arms] == measure_sync.modes_on(stream)
+        assert {arm["toggles"]["copy_stream"] for arm in arms} == {stream}
+        assert {arm["toggles"]["graph_reuse"] for arm in arms} == {"set_rows"}
+        assert {arm["toggles"]["fuse_glu"] for arm in arms} == {background}
+    assert left or run["tests"] == measure_sync.TESTS.split(",")
 
 
 NOTEBOOK_RUNS = {
     "00_tour": ["tour"],
-    "02_sync_modes": ["sync-off", "sync-on"],
+    "02_sync_modes": ["gaps", "sync-off", "sync-on"],
     "10_fusion": ["fusion", "defer"],
 }
+
+
+def load(folder: Path) -> AB | Gaps:
+    run = load_run(folder)
+    return AB.load(folder) if run.run["kind"] == "ab" else Gaps(run.run, run.samples)
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOK_RUNS)
 def test_notebooks_say_what_their_runs_say(notebook):
     """The sentences and tables committed with a notebook are those of its run folders."""
-    runs = NOTEBOOK_RUNS[notebook]
-    if not any((RESULTS / f"notebook-{run}").exists() for run in runs):
-        pytest.skip(f"the runs of {notebook} are not recorded")
     cells = nbformat.read(ROOT / "notebooks" / f"{notebook}.ipynb", 4).cells
     outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs]
     said = "".join(o.text for o in outputs if o.output_type == "stream")
     shown = "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
-    found = [AB.load(RESULTS / f"notebook-{run}") for run in runs]
-    assert said.split("\n") == "\n".join([*(ab.verdict for ab in found), ""]).split("\n")
-    for ab in found:
-        assert ab._repr_html_() in shown
+    found = [load(RESULTS / f"notebook-{run}") for run in NOTEBOOK_RUNS[notebook]]
+    sentences = "\n".join([*(run.verdict for run in found), ""])
+    assert said.endswith(sentences)
+    for line in said.removesuffix(sentences).splitlines():  # of the traces
+        assert "device spans from cupti" in line and " records, complete; clocks within " in line
+    for run in found:
+        assert run._repr_html_() in shown
 
 
 def bandwidths() -> list[Path]:
@@ -156,7 +169,7 @@ def test_readme_s_picture_is_the_notebook_s():
     cells = nbformat.read(ROOT / "notebooks" / "02_sync_modes.ipynb", 4).cells
     outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs if "data" in o]
     first = next(o.data["image/png"] for o in outputs if "image/png" in o.data)
-    assert base64.b64decode(first) == (RESULTS / "timeline-pair.png").read_bytes()
+    assert base64.b64decode(first) == (RESULTS / "timelines.png").read_bytes()
 
 
 def test_the_gpu_tests_passed_on_these_sources():

@@ -1,0 +1,216 @@
+"""README's tables of scheduling: what a wait costs, what the sync modes are worth, what rebuilding
+costs, and what a second device adds. A table without runs is a line that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from workbench.bench import gaps
+from workbench.bench.comparison import AB
+from workbench.bench.gaps import CONTROL
+from workbench.bench.stats import FASTER, SLOWER, aa_band, speedup, verdict
+from workbench.config import StepWait, SyncMode
+from workbench.report.recorded import NOT_MEASURED, commit_of
+from workbench.report.tables import markdown
+
+MODES = [mode.value for mode in SyncMode if mode != SyncMode.AUTO]
+BASE, MERGED = SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value
+OTHERS = [mode for mode in MODES if mode not in (BASE, MERGED)]
+BACKGROUNDS = {"off": "programs kept", "on": "all on"}
+
+
+def caption(runs: Iterable[dict[str, Any]], more: str) -> str:
+    """Device, commits and date of runs that stand in one table."""
+    found = list(runs)
+    devices = dict.fromkeys(str(run["engine"]["device_description"]) for run in found)
+    commits = dict.fromkeys(commit_of(run) for run in found)
+    date = min(run["started"][:10] for run in found)
+    return f"{' and '.join(devices)}; {more}; commit {', '.join(commits)}; {date}."
+
+
+def _of(folder: Path, kind: str, device: str) -> list[tuple[str, Path]]:
+    """Background and folder of the runs named `DEVICE-KIND-STREAM-BACKGROUND-MODEL`, those of a
+    model together."""
+    found = [path.parent for path in folder.glob(f"{device}-{kind}-*-*-*/run.json")]
+
+    def place(path: Path) -> tuple[str, str, str]:
+        stream, background, model = path.name.removeprefix(f"{device}-{kind}-").split("-", 2)
+        return model, background, stream
+
+    return [(place(path)[1], path) for path in sorted(found, key=place)]
+
+
+def _model(run: dict[str, Any]) -> str:
+    return f"{run['model']['name']} {run['model']['quant']}".replace(" with random weights", "")
+
+
+def gaps_table(folder: Path, device: str = "cuda") -> str:
+    """A row for each model, background and copy stream: the gap under every mode, what a wait adds
+    to it; then what each mode issues for a token."""
+    rows, runs = list[dict[str, str]](), list[dict[str, Any]]()
+    issued: dict[str, dict[str, Any]] = {}
+    for background, path in _of(folder, "gaps", device):
+        found = gaps.load(path)
+        run, fit, table = found.run, found.fit, found.table().set_index("arm")
+        runs.append(run)
+        rows.append(
+            {
+                "Model": _model(run),
+                "with": BACKGROUNDS[background],
+                "copies ride": run["arms"][0]["toggles"]["copy_stream"],
+                **{m: f"{table['gap_us'][m]:.0f}" if m in table.index else "" for m in MODES},
+                f"{BASE} again": f"{table['gap_us'][BASE + CONTROL]:.0f}",
+                "one wait": f"{fit.wait_us:.1f} ({fit.low_us:.1f}..{fit.high_us:.1f})",
+            }
+        )
+        for mode in [m for m in MODES if m in table.index]:
+            row = table.loc[mode]
+            issued.setdefault(mode, row.to_dict() | {"bytes": {}})
+            issued[mode]["bytes"][_model(run)] = int(row["bytes"])
+    if not rows:
+        return f"Host gaps: {NOT_MEASURED}."
+    columns = ("waits", "stream_waits", "copies")
+    counts = [
+        {"sync": mode, "pattern": f"`{found['pattern']}`"}
+        | {name.replace("_", " "): int(found[name]) for name in columns}
+        | {f"bytes, {model}": n for model, n in found["bytes"].items()}
+        for mode, found in issued.items()
+    ]
+    n = " and ".join(str(n) for n in sorted({run["repetitions"] for run in runs}))
+    return "\n\n".join(
+        [
+            markdown(pd.DataFrame(rows)),
+            caption(runs, f"us, medians; {n} rounds; one wait with its 95 % interval"),
+            "What each mode issues for a token:",
+            markdown(pd.DataFrame(counts)),
+        ]
+    )
+
+
+def sync_table(folder: Path, device: str = "cuda") -> str:
+    """A row for each test: t/s under the mode before the change and under the one that was merged,
+    then the speedup of every other. Then the same by the median token (`_by_median_token`). A
+    speedup outside the A/A band whose interval excludes 1 is bold."""
+    rows, by_token, runs = list[dict[str, str]](), list[dict[str, str]](), list[dict[str, Any]]()
+    for background, path in _of(folder, "sync", device):
+        ab = AB.load(path)
+        runs.append(ab.run)
+        what = {
+            "Model": _model(ab.run),
+            "with": BACKGROUNDS[background],
+            "copies ride": ab.run["arms"][0]["toggles"]["copy_stream"],
+        }
+        by_token.append(what | _by_median_token(ab))
+        for test, part in ab.summary().groupby("test", sort=False):
+            arms = part.set_index("arm")
+            merged, control = arms.loc[MERGED], part[part["is_control"]].iloc[0]
+            speedups = {
+                mode: _bold(arms.loc[mode, "speedup"], arms.loc[mode, "verdict"])
+                for mode in MODES
+                if mode in arms.index
+            }
+            rows.append(
+                what
+                | {
+                    "Test": str(test),
+                    f"t/s {BASE}": f"{merged['tps_baseline']:.1f}",
+                    f"t/s {MERGED}": f"{merged['tps_toggled']:.1f}",
+                    "Speedup": speedups[MERGED],
+                    **{mode: speedups.get(mode, "") for mode in OTHERS},
+                    "A/A band": f"{control['band_low']:.2f}..{control['band_high']:.2f}",
+                }
+            )
+    if not rows:
+        return f"Sync modes: {NOT_MEASURED}."
+    measured = {path.name.replace("-sync-", "-gaps-") for _, path in _of(folder, "sync", device)}
+    left = [p.name for _, p in _of(folder, "gaps", device) if p.name not in measured]
+    names = ", ".join(name.removeprefix(f"{device}-gaps-") for name in left)
+    n = " and ".join(str(n) for n in sorted({run["repetitions"] for run in runs}))
+    more = f"{n} interleaved repetitions of each test, answers checked in the same run"
+    return "\n\n".join(
+        [
+            markdown(pd.DataFrame(rows)),
+            caption(runs, more) + (f" Not measured yet: {names}." if names else ""),
+            "By the median token of each repetition, all tests of a row together:",
+            markdown(pd.DataFrame(by_token)),
+        ]
+    )
+
+
+def _by_median_token(ab: AB) -> dict[str, str]:
+    """us of the median token, and its speedup by mode: a repetition counts by its median token,
+    which some hundred slow ones in a row do not touch; a throughput pays for each of them."""
+    us = ab.samples.groupby(["arm", "test", "repetition"])["ns"].median().unstack("arm") / 1e3
+    rates = 1e6 / us
+    control = next(arm["name"] for arm in ab.run["arms"] if arm["is_control"])
+    band = aa_band(speedup(rates[BASE].to_numpy(), rates[control].to_numpy()))
+    found = {m: speedup(rates[BASE].to_numpy(), rates[m].to_numpy()) for m in MODES if m in rates}
+    said = {mode: _bold(ratio.value, verdict(ratio, band)) for mode, ratio in found.items()}
+    return {
+        f"us {BASE}": f"{us[BASE].median():.0f}",
+        f"us {MERGED}": f"{us[MERGED].median():.0f}",
+        "Speedup": said[MERGED],
+        **{mode: said.get(mode, "") for mode in OTHERS},
+        "A/A band": f"{band.low:.3f}..{band.high:.3f}",
+    }
+
+
+def _bold(ratio: float, judged: str) -> str:
+    return f"**{ratio:.3f}**" if judged in (FASTER, SLOWER) else f"{ratio:.3f}"
+
+
+def _comparisons(names: dict[str, str], folder: Path, device: str, missing: str) -> str:
+    """A row for each toggled arm of the runs `DEVICE-NAME`, a name to what its row is called."""
+    rows, runs = [], []
+    for name, what in names.items():
+        for path in sorted(folder.glob(f"{device}-{name}/run.json")):
+            ab = AB.load(path.parent)
+            runs.append(ab.run)
+            for row in ab.summary().to_dict("records"):
+                if row["is_control"]:
+                    continue
+                rows.append(
+                    {
+                        "": what,
+                        "Model": _model(ab.run),
+                        "Test": row["test"],
+                        "toggle": f"{ab.run['result']['toggle']}: "
+                        f"{ab.label(ab.run['arms'][0])} -> {row['label']}",
+                        "t/s baseline": f"{row['tps_baseline']:.1f}",
+                        "t/s toggled": f"{row['tps_toggled']:.1f}",
+                        "Speedup": f"{row['speedup']:.2f}",
+                        "95% CI": f"{row['low']:.2f}..{row['high']:.2f}",
+                        "verdict": row["verdict"],
+                    }
+                )
+    if not rows:
+        return f"{missing}: {NOT_MEASURED}."
+    n = " and ".join(str(n) for n in sorted({run["repetitions"] for run in runs}))
+    return f"{markdown(pd.DataFrame(rows))}\n\n{caption(runs, f'{n} interleaved repetitions')}"
+
+
+def reuse_table(folder: Path, device: str = "cuda") -> str:
+    """What rebuilding graph and program costs."""
+    return _comparisons({"graph-reuse-*": "everything else off"}, folder, device, "Graph reuse")
+
+
+def pipeline_table(folder: Path, device: str = "cuda") -> str:
+    """A prompt of eight ubatches over two devices and on one."""
+    names = {
+        "pipeline-step-wait-*": "two devices",
+        "pipeline-n-copies-*": f"two devices, step_wait={StepWait.OUTPUTS}",
+        "pipeline-one-device-*": "one device",
+    }
+    return _comparisons(names, folder, device, "Two devices")
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "gaps-cuda": gaps_table,
+    "sync-cuda": sync_table,
+    "graph-reuse-cuda": reuse_table,
+    "pipeline-cuda": pipeline_table,
+}
