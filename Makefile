@@ -8,7 +8,7 @@ REPORT_ARGS ?=
 PYTEST_ARGS ?=
 HAVE_GPU := $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi; } >/dev/null 2>&1 && echo yes)
 comma := ,
-GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu,)
+GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu$(comma)cupti,)
 
 .PHONY: help setup report test test-slow test-exhaustive test-gpu sanitize lint bench lab peer models readme clean
 

@@ -1,10 +1,11 @@
-"""What the tests of the embedded device share: open devices, closed at the end."""
+"""What the tests of the embedded device share: open devices and an engine, closed at the end."""
 
 from __future__ import annotations
 
 import pytest
 
 from workbench.backend.embedded import open_backend
+from workbench.engine.engine import Engine
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} lanes")
@@ -21,3 +22,18 @@ def two():
     backend = open_backend(threads=2)
     yield backend
     backend.close()
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model):
+    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=128) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(loaded):
+    """An engine on the embedded device, at the beginning of a sequence; modules of tests that want
+    another have their own."""
+    loaded.reset()
+    yield loaded
+    assert loaded.recorder is None, "whatever happened, tracing has ended"

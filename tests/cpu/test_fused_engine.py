@@ -19,6 +19,7 @@ from workbench.config import Toggles
 from workbench.engine import loaded
 from workbench.errors import DeviceError
 from workbench.graph.fuse import FUSIONS
+from workbench.program.as_json import program_as_json
 from workbench.program.commands import Launch
 
 MODELS = [("tiny-llama", "Q4_K"), ("tiny-qwen3", "Q8_0"), ("tiny-llama-bias", "Q8_0"),
@@ -221,5 +222,5 @@ def test_launches_are_marked_where_the_device_can(tiny_model, monkeypatch, fused
                 device = [c.programmatic for c in commands if c.stream.backend == 1]
                 host = [c.programmatic for c in commands if c.stream.backend == 0]
                 assert set(device) == {pdl == "on"} and set(host) == {False}
-                shown = used.program(1).to_dict()["commands"]
+                shown = program_as_json(used.program(1))["commands"]
                 assert sum("programmatic" in c for c in shown) == len(device) * (pdl == "on")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import workbench as wb
+from tests.unit import spoiled
 from tests.unit.fake_cupti import (
-    OFFSET_NS,
     ActivityKind,
     CudaEngine,
     CuptiError,
@@ -20,7 +20,6 @@ from tests.unit.fake_cupti import (
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import Copy, Launch, Space
 from workbench.trace import cupti as collector
-from workbench.trace.clock import Clock, Reading, read_clocks
 from workbench.trace.correlate import Row, match
 from workbench.trace.pattern import trace_pattern
 from workbench.trace.profile import profile
@@ -140,106 +139,41 @@ def test_cupti_is_let_go_outside_the_window(engine, cupti):
     assert not cupti._records
 
 
+def test_a_record_before_its_call_shows_in_the_stated_error(engine, cupti):
+    cupti.spoil = spoiled.with_an_early_kernel
+    prof = traced(engine)
+    assert prof.windows[0].clock_error_ns > 20_000_000  # the machine may be busy in between
+
+
 # incomplete ---------------------------------------------------------------------------------------
-
-
-def of_kind(records: list, *kinds: ActivityKind) -> list:
-    return [r for r in records if r.kind in kinds]
-
-
-KERNEL, COPY, TAG = (
-    ActivityKind.CONCURRENT_KERNEL, ActivityKind.MEMCPY, ActivityKind.EXTERNAL_CORRELATION,
-)  # fmt: skip
-
-
-def without_the_last_kernel(records: list) -> list:
-    last = of_kind(records, KERNEL)[-1]
-    return [r for r in records if r is not last]
-
-
-def without_half(records: list) -> list:
-    return records[: len(records) // 2]
-
-
-def without_a_part_of_a_product(records: list) -> list:
-    return [r for r in records if getattr(r, "name", "") != "splitKreduce"]
-
-
-def with_a_second_copy(records: list) -> list:
-    first = of_kind(records, COPY)[0]
-    return [*records, type(first)(**vars(first))]
-
-
-def with_another_name(records: list) -> list:
-    of_kind(records, KERNEL)[-1].name = "memset_kernel"
-    return records
-
-
-def with_fewer_bytes(records: list) -> list:
-    of_kind(records, COPY)[0].bytes = 4
-    return records
-
-
-def with_a_zero_end(records: list) -> list:
-    of_kind(records, KERNEL)[2].end = 0
-    return records
-
-
-def with_a_call_without_times(records: list) -> list:
-    call = of_kind(records, ActivityKind.DRIVER)[3]
-    call.start = call.end = 0
-    return records
-
-
-def out_of_order(records: list) -> list:
-    first, second = of_kind(records, COPY)[:2]
-    first.start, first.end, second.start, second.end = (
-        second.start, second.end, first.start, first.end,
-    )  # fmt: skip
-    return records
-
-
-def on_another_stream(records: list) -> list:
-    of_kind(records, KERNEL)[0].stream_id = 99
-    return records
-
-
-def on_another_device(records: list) -> list:
-    of_kind(records, KERNEL)[0].device_id = 1
-    return records
-
-
-def without_correlation(records: list) -> list:
-    return [r for r in records if r.kind != TAG]
-
-
-def with_work_of_somebody_else(records: list) -> list:
-    first = of_kind(records, KERNEL)[0]
-    return [*records, type(first)(**vars(first) | {"correlation_id": 7, "name": "theirs"})]
-
-
-def unreadable(records: list) -> list:
-    del of_kind(records, KERNEL)[0].stream_id
-    return records
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (without_the_last_kernel, "command not as recorded (first: step 1, command 8, launch add"),
-        (without_half, "command not as recorded"),
-        (without_a_part_of_a_product, "fewer kernels than launch calls (first: step 1, command 7"),
-        (with_a_second_copy, "copy x: 2 records for 1"),
-        (with_another_name, "kernel memset_kernel in the place of add"),
-        (with_fewer_bytes, "copy copy in the place of 256"),
-        (with_a_zero_end, "1 x zero timestamp (first: step 1, command 7"),
-        (with_a_call_without_times, "1 x zero timestamp"),
-        (out_of_order, "1 x record out of order"),
-        (on_another_stream, "cuda stream 0 has CUPTI's (device, stream) [(0, 13), (0, 99)]"),
-        (on_another_device, "has CUPTI's (device, stream) [(0, 13), (1, 13)]"),
-        (without_correlation, "kernel of no command (first: half_rows)"),
-        (with_work_of_somebody_else, "1 x kernel of no command (first: theirs)"),
-        (unreadable, "a buffer of records was lost"),
+        (
+            spoiled.without_the_last_kernel,
+            "command not as recorded (first: step 1, command 8, launch add",
+        ),
+        (spoiled.without_half, "command not as recorded"),
+        (
+            spoiled.without_a_part_of_a_product,
+            "fewer kernels than launch calls (first: step 1, command 7",
+        ),
+        (spoiled.with_a_second_copy, "copy x: 2 records for 1"),
+        (spoiled.with_another_name, "kernel memset_kernel in the place of add"),
+        (spoiled.with_fewer_bytes, "copy copy in the place of 256"),
+        (spoiled.with_a_zero_end, "1 x zero timestamp (first: step 1, command 7"),
+        (spoiled.with_a_call_without_times, "1 x zero timestamp"),
+        (spoiled.out_of_order, "1 x record out of order"),
+        (
+            spoiled.on_another_stream,
+            "cuda stream 0 has CUPTI's (device, stream) [(0, 13), (0, 99)]",
+        ),
+        (spoiled.on_another_device, "has CUPTI's (device, stream) [(0, 13), (1, 13)]"),
+        (spoiled.without_correlation, "kernel of no command (first: half_rows)"),
+        (spoiled.with_work_of_somebody_else, "1 x kernel of no command (first: theirs)"),
+        (spoiled.unreadable, "a buffer of records was lost"),
         (lambda records: [], "command not as recorded"),
     ],
     ids=lambda v: v.__name__ if callable(v) else "",
@@ -259,7 +193,7 @@ def test_one_spoiled_window_of_several_makes_the_profile_incomplete(engine, cupt
 
     def second_only(records: list) -> list:
         flushed.append(1)
-        return without_half(records) if len(flushed) == 2 else records
+        return spoiled.without_half(records) if len(flushed) == 2 else records
 
     cupti.spoil = second_only
     prof = traced(engine, window=(0, 3))
@@ -421,39 +355,3 @@ def _has_driver() -> bool:
     except OSError:
         return False
     return True
-
-
-# the clocks ---------------------------------------------------------------------------------------
-
-
-def test_the_narrowest_bracket_counts():
-    ticks = iter([0, 100, *[1000 + 50 * i for i in range(4)], *range(10_000, 30_000, 100)])
-    read = read_clocks(lambda: 5_000, lambda: next(ticks))
-    # brackets: 0..100, 1000..1050, 1100..1150, then 100 wide
-    assert read == Reading(1025, 5_000, 25)
-
-
-def test_a_slow_reading_does_not_count(cupti):
-    cupti.lags = [2_000_000]
-    read = read_clocks(cupti.get_timestamp)
-    assert read.error_ns < 500_000
-    assert abs(read.host_ns + OFFSET_NS - read.cupti_ns) <= read.error_ns
-
-
-def test_clocks_that_part_are_interpolated_and_the_error_says_so():
-    clock = Clock(Reading(1_000, 501_000, 40), Reading(2_100, 502_000, 30))
-    assert [clock.to_host(t) for t in (501_000, 501_500, 502_000)] == [1_000, 1_550, 2_100]
-    assert clock.error_ns == 40 + 100
-    still = Clock(Reading(1_000, 501_000, 40), Reading(1_000, 501_000, 40))
-    assert still.to_host(501_007) == 1_007 and still.error_ns == 40
-
-
-def test_a_record_before_its_call_shows_in_the_stated_error(engine, cupti):
-    def early(records: list) -> list:
-        first = of_kind(records, KERNEL)[0]
-        first.start -= 30_000_000
-        return records
-
-    cupti.spoil = early
-    prof = traced(engine)
-    assert prof.windows[0].clock_error_ns > 20_000_000  # the machine may be busy in between

@@ -1,17 +1,34 @@
-"""The hazard checker on programs made by hand, one for each rule, and on real ones."""
+"""What races, on programs made by hand, one for each rule."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import pytest
 
-from tests.happens_before import racing_pairs
-from workbench.cli import main
-from workbench.config import CopyStream, StepWait, SyncMode, Toggles
+from tests.by_hand import (
+    LAND,
+    OTHER,
+    USE,
+    A,
+    B,
+    C,
+    S,
+    X,
+    Y,
+    Z,
+    copy,
+    launch,
+    memory,
+    pairs,
+    part,
+    places,
+    program,
+    record,
+    sync,
+    wait,
+)
 from workbench.engine.engine import Engine
-from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F16, F32, I32, I64, Kind, Node, StepShape, Tensor
@@ -19,75 +36,16 @@ from workbench.graph.ops import make
 from workbench.program import hazards
 from workbench.program.commands import (
     HOST,
-    Buffer,
-    Command,
     Copy,
     Launch,
     Program,
     Range,
     Read,
-    Record,
-    Space,
     Stream,
     Sync,
-    Wait,
     Write,
 )
-from workbench.program.hazards import check, races, refused, sufficient, superfluous
-from workbench.program.ordering import race_of
-
-A, B, C, OTHER = Stream(1, 0), Stream(1, 1), Stream(1, 2), Stream(2, 0)
-ADD = make("add", "sum", Tensor("a", F32, (4,)), Tensor("b", F32, (4,)))
-
-
-def memory(name: str, nbytes: int = 64) -> Range:
-    return Range(Buffer(name, Space.DEVICE, nbytes, 1), 0, nbytes)
-
-
-def part(whole: Range, offset: int, nbytes: int) -> Range:
-    return Range(whole.buffer, whole.offset + offset, nbytes)
-
-
-def program(*commands: Command) -> Program:
-    backends = ("host", "dev", "two")
-    return Program(list(commands), [], [], [1], backends, StepShape(1, 1, 256), "by_hand", "own")
-
-
-def copy(dst: Range, src: Range, stream: Stream, name: str = "x") -> Copy:
-    return Copy(dst, src, stream, name, 0)
-
-
-def launch(
-    stream: Stream, reads: Sequence[Range] = (), writes: Sequence[Range] = (), node: Node = ADD,
-    programmatic: bool = False,
-) -> Launch:  # fmt: skip
-    return Launch(node, stream, tuple(reads), tuple(writes), None, 0, programmatic)
-
-
-def record(event: int, stream: Stream) -> Record:
-    return Record(event, stream, 0)
-
-
-def wait(event: int, stream: Stream) -> Wait:
-    return Wait(event, stream, 0)
-
-
-def sync(stream: Stream | None = None, event: int | None = None) -> Sync:
-    return Sync(0, stream=stream, event=event)
-
-
-def pairs(*commands: Command, laps: int = 1, **how) -> list[tuple[int, int]]:
-    """The racing pairs of one program, by index."""
-    found = races([program(*commands)] * laps, **how)
-    return sorted({(race.first.index, race.second.index) for race in found})
-
-
-def places(found) -> list[int]:
-    return [place.index for place in found]
-
-
-S, X, Y, Z = memory("staging"), memory("x"), memory("y"), memory("z")
-LAND, USE = copy(X, S, B, "inp"), launch(A, [X], [Y])
+from workbench.program.hazards import check, races, refused
 
 # what orders, and what does not -------------------------------------------------------------------
 
@@ -412,215 +370,3 @@ def test_weights_written_in_front_of_a_programmatic_launch_say_why():
     assert race.missing.endswith("may read weights before its turn: launch it without pdl")
     (race,) = races([program(copy(W, S, B), early())])
     assert race.missing.endswith("wait for an event recorded behind the copy, between them")
-
-
-# which waits could go -----------------------------------------------------------------------------
-
-
-def test_of_two_waits_for_the_same_either_can_go_but_not_both():
-    run = [program(LAND, sync(B), sync(B), USE, sync(A))] * 3
-    assert races(run) == []
-    assert places(superfluous(run, range(1, 2))) == [1, 2]
-    assert places(sufficient(run, range(1, 2))) == [2, 4]
-
-
-def test_a_wait_is_removed_in_every_step():
-    """The sync at a step's begin can go from any one step, and from no program."""
-    run = [program(sync(B), Write(S, "inp"), LAND)] * 3
-    assert superfluous(run) == []
-    assert [place[:2] for place in sufficient(run)] == [(0, 0)]
-
-
-def test_waits_of_streams_are_candidates_as_syncs_are_and_records_are_not():
-    found = check([program(LAND, record(0, B), wait(0, A), wait(0, A), USE, sync(A))])
-    assert places(found.waits) == [2, 3, 5]
-    assert places(found.superfluous) == [2, 3]
-    assert places(found.sufficient) == [3, 5]
-    assert {place.step for place in found.waits} == {1}  # the steady lap
-
-
-def test_where_something_races_anyway_a_wait_is_superfluous_that_keeps_nothing_else_from_it():
-    run = [program(LAND, sync(A), USE, sync(A), sync(B))] * 3
-    assert races(run)
-    assert places(superfluous(run)) == [1, 4]  # the copy races with its reader, now or later
-    assert places(sufficient(run)) == [3]
-
-
-def test_programs_of_a_cycle_have_their_waits_each():
-    one, other = program(LAND, sync(B), USE), program(sync(A), sync(C))
-    found = check([one, one, other], laps=2)
-    assert [place[:2] for place in found.waits] == [(3, 1), (5, 0), (5, 1)]
-
-
-def test_findings_are_json():
-    made = json.loads(
-        json.dumps(check([program(Write(S, "inp"), LAND, wait(0, A), USE)]).to_dict())
-    )
-    assert not made["safe"]
-    assert [r["kind"] for r in made["races"]] == ["write-read", "read-write", "read-write"]
-    assert made["races"][0] == {
-        "kind": "write-read", "buffer": "x", "offset": 0, "bytes": 64, "may": False,
-        "missing": "nothing orders copy inp on dev:1 before launch add sum on dev:0: sync dev:1, "
-        "or let dev:0 wait for an event recorded behind the copy, between them",
-        "first": {
-            "step": 0, "index": 1, "kind": "copy", "split": 0, "words": "copy inp on dev:1",
-            "name": "inp", "stream": "dev:1",
-        },
-        "second": {
-            "step": 0, "index": 3, "kind": "launch", "split": 0,
-            "words": "launch add sum on dev:0", "op": "add", "name": "sum", "stream": "dev:0",
-        },
-    }  # fmt: skip
-    assert made["superfluous"] == made["waits"] == [
-        {
-            "step": 1, "index": 2, "kind": "wait", "split": 0, "event": 0, "stream": "dev:0",
-            "words": "wait of dev:0 for event 0",
-        }
-    ]  # fmt: skip
-    assert made["sufficient"] == made["refused"] == []
-
-
-@pytest.mark.parametrize(("cycle", "laps"), [([], 3), ([program()], 1)])
-def test_no_loop_is_refused_in_one_line(cycle, laps):
-    with pytest.raises(UsageError, match="are no loop; give at least one program and 2 laps"):
-        check(cycle, laps=laps)
-
-
-# real programs ------------------------------------------------------------------------------------
-
-WAYS = [
-    (sync_mode, stream, step_wait)
-    for sync_mode in SyncMode
-    if sync_mode != SyncMode.AUTO
-    for stream in (CopyStream.OWN, CopyStream.COMPUTE)
-    for step_wait in StepWait
-    if (sync_mode, stream) != (SyncMode.EVENT_GUARDED, CopyStream.COMPUTE)
-]
-
-
-@pytest.fixture(scope="module")
-def engine_of(tiny_model):
-    """`engine_of(sync, copy_stream, step_wait)`: an engine of ubatches of 8 that computes nothing,
-    for combinations that race too."""
-    path = tiny_model("tiny-llama", "Q8_0")
-    with Engine.load(path, device="null", n_ubatch=8, unsafe=True) as first:
-
-        def make_one(sync_mode: str, stream: str, step_wait: str = StepWait.EVERY) -> Engine:
-            return first.variant(Toggles(sync=sync_mode, copy_stream=stream, step_wait=step_wait))
-
-        yield make_one
-
-
-@pytest.mark.parametrize("n_tokens", [1, 20])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_mode_races_where_lowering_says_so(engine_of, way, n_tokens):
-    """Of a decode, and of prompts of three ubatches; by the naive relation too."""
-    with engine_of(*way) as engine:
-        cycle = engine.programs(n_tokens)
-        says = race_of(engine._ordering, engine.backend.capabilities)
-        train = n_tokens > engine.config.n_ubatch  # else every step ends with a wait
-    found = races(cycle * 2)
-    within_a_step = way[:2] == (SyncMode.IMPLICIT, CopyStream.OWN)
-    assert bool(found) == bool(says and (train or within_a_step))
-    assert {(r.first[:2], r.second[:2]) for r in found} <= racing_pairs(cycle * 2)
-    assert bool(found) == bool(racing_pairs(cycle * 2))
-
-
-@pytest.mark.parametrize("stream", [CopyStream.OWN, CopyStream.COMPUTE])
-def test_per_copy_waits_for_every_copy_but_one_in_vain(engine_of, stream):
-    with engine_of("per_copy", stream) as engine:
-        (cycle,) = engine.programs(1)
-    n_copies = len([c for c in cycle.commands if isinstance(c, Copy) and c.split >= 0])
-    found = check([cycle])
-    assert found.safe and n_copies == 6
-    assert len(found.superfluous) >= n_copies - 1
-    needed = [hazards.Place(1, i, cycle.commands[i]) for i in (p.index for p in found.sufficient)]
-    logits = needed[-1].command
-    assert isinstance(logits, Sync) and logits.event is not None
-    # on one stream its order does the rest; on two the launches want the copies waited for, once
-    assert len(needed) == (1 if stream == CopyStream.COMPUTE else 2)
-
-
-@pytest.mark.parametrize("stream", [CopyStream.OWN, CopyStream.COMPUTE])
-def test_copy_boundary_is_free_of_races_and_its_first_wait_superfluous_in_a_decode(
-    engine_of, stream
-):
-    with engine_of("copy_boundary", stream) as engine:
-        found = check(engine.programs(1))
-    assert found.safe and found.waits[0] in found.superfluous
-    assert len(found.sufficient) == (1 if stream == CopyStream.COMPUTE else 2)
-
-
-def test_in_a_train_without_waits_the_first_wait_of_copy_boundary_is_needed(engine_of):
-    with engine_of("copy_boundary", CopyStream.OWN, StepWait.OUTPUTS) as engine:
-        found = check(engine.programs(20))
-    assert found.safe
-    kept = {place.step for place in found.sufficient}
-    assert kept == {3, 4, 5}
-    assert found.waits[2] in found.sufficient  # of the second ubatch, whose copies meet the first
-
-
-def test_implicit_on_its_own_stream_races_within_a_step(engine_of):
-    with engine_of("implicit", CopyStream.OWN) as engine:
-        found = races(engine.programs(1))
-    assert {r.first.command.kind for r in found} == {"copy"}
-    assert {r.second.command.kind for r in found} == {"launch"}
-
-
-def test_a_program_of_the_host_alone_has_no_waits(tiny_model):
-    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host") as engine:
-        found = check(engine.programs(1))
-    assert found.safe and found.waits == []
-
-
-# the command --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def call(capsys, tiny_model):
-    """Runs `workbench check` on a tiny model; returns (exit status, stdout, stderr)."""
-
-    def run(*flags: object) -> tuple[int, str, str]:
-        path, status = tiny_model("tiny-llama", "Q8_0"), 0
-        try:
-            main(["check", "-m", str(path), "--device", "null", *map(str, flags)])
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
-
-
-def test_check_prints_what_is_proved(call):
-    status, out, _ = call()
-    assert status == 0
-    lines = out.splitlines()
-    assert lines[0] == "pattern      h scscg"
-    assert lines[2] == "races        none"
-    assert "superfluous  11 of 13 waits: each can go alone" in lines
-    assert "sufficient   2 of 13 waits: with these the others can go together" in lines
-    assert lines[-1].endswith("sync of event 0")
-
-
-def test_check_ends_with_3_where_commands_race_and_runs_what_an_engine_refuses(call):
-    status, out, _ = call("--sync", "implicit", "--copy-stream", "own")
-    assert status == 3
-    assert "races        20" in out
-    assert "nothing orders copy inp_pos on null:1 before launch rope" in out
-
-
-def test_check_of_a_prompt_is_of_all_its_ubatches(call):
-    ask = ("--sync", "implicit", "--copy-stream", "compute", "--step-wait", "outputs")
-    assert call(*ask)[0] == 0
-    status, out, _ = call(*ask, "--n-tokens", 20, "--n-ubatch", 8, "--json")
-    made = json.loads(out)
-    assert status == 3 and made["patterns"] == ["h aaaaag", "h aaaaag", "h aaaaaag"]
-    assert {r["kind"] for r in made["races"]} >= {"read-write"}
-    assert all(r["first"]["kind"] == "copy" for r in made["races"])
-    assert [w["event"] for w in made["sufficient"]] == [0]
-
-
-def test_check_of_a_prompt_beyond_the_context_is_refused_before_a_model_is_read(call):
-    status, _, err = call("--n-tokens", 3000)
-    assert status == 2 and "3000 tokens do not fit the context" in err

@@ -7,17 +7,16 @@ import json
 import pytest
 
 from workbench.config import CopyStream, SyncMode
-from workbench.errors import DeviceError, UsageError
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
-from workbench.graph.ir import F32, I32, Q8_ACT, StepShape, Tensor
+from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model, build_graph
+from workbench.program.as_json import program_as_json
 from workbench.program.commands import (
     DEVICE,
     HOST,
     RESULT,
     Buffer,
-    Capabilities,
     Copy,
     Launch,
     Program,
@@ -30,11 +29,9 @@ from workbench.program.commands import (
     Write,
 )
 from workbench.program.lower import lower
-from workbench.program.ordering import RULES, Ordering, choose_ordering, race_of
+from workbench.program.ordering import RULES, Ordering
 from workbench.program.split import split
 
-ASYNC = Capabilities(True, True, True, False, 2)
-SYNCHRONOUS = Capabilities(False, False, True, False, 0)
 DECODE = StepShape(1, 1, 256)
 # the patterns as the thread writes them, for the device split of a step with six inputs
 PATTERNS = {
@@ -259,7 +256,7 @@ def test_equal_step_shapes_give_equal_topology_keys(house):
 
 
 def test_a_program_is_json(house):
-    d = json.loads(json.dumps(house.program("copy_boundary").to_dict()))
+    d = json.loads(json.dumps(program_as_json(house.program("copy_boundary"))))
     assert d["folded_pattern"] == "h saaaasg"
     assert len(d["commands"]) == len(house.program("copy_boundary").commands)
     assert {c["kind"] for c in d["commands"]} == {
@@ -270,105 +267,6 @@ def test_a_program_is_json(house):
         "sync",
         "read",
     }
-
-
-UNORDERED = Capabilities(True, True, False, False, 2)
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "copy_stream", "step_wait", "chosen"),
-    [
-        (ASYNC, "compute", "every", "implicit"),
-        (ASYNC, "compute", "outputs", "write_read_boundary"),
-        (ASYNC, "own", "every", "write_read_boundary"),
-        (ASYNC, "own", "outputs", "packed"),
-        (SYNCHRONOUS, "own", "every", "blocking_copies"),
-        (SYNCHRONOUS, "own", "outputs", "blocking_copies"),
-        (UNORDERED, "compute", "every", "write_read_boundary"),
-        (UNORDERED, "compute", "outputs", "packed"),
-    ],
-)
-def test_auto_chooses_the_safe_mode_with_fewest_waits(capabilities, copy_stream, step_wait, chosen):
-    wanted = Ordering("auto", copy_stream, step_wait=step_wait)
-    assert choose_ordering(wanted, capabilities, "dev") == wanted._replace(sync=chosen)
-
-
-@pytest.mark.parametrize("sync", ["copy_boundary", "packed", "write_read_boundary", "implicit"])
-def test_a_mode_the_device_cannot_honour_is_refused(sync):
-    with pytest.raises(DeviceError, match=f"cannot honour sync={sync}: .*; use sync=auto"):
-        choose_ordering(Ordering(sync, "compute"), SYNCHRONOUS, "dev")
-
-
-def test_an_event_that_does_not_stand_behind_its_copies_is_no_guard():
-    with pytest.raises(DeviceError, match="sync=event_guarded: an event does not stand behind"):
-        choose_ordering(Ordering("event_guarded", "own"), UNORDERED, "dev")
-
-
-@pytest.mark.parametrize("sync", [mode for mode in SyncMode if mode != SyncMode.AUTO])
-def test_unless_named_copies_that_block_or_are_guarded_have_a_stream_of_their_own(sync):
-    own = sync in (SyncMode.PER_COPY, SyncMode.BLOCKING_COPIES, SyncMode.EVENT_GUARDED)
-    two = Capabilities(True, True, True, False, 2)
-    assert choose_ordering(Ordering(sync, "auto"), two, "dev").copy_stream == (
-        CopyStream.OWN if own else CopyStream.COMPUTE
-    )
-    one = Capabilities(True, True, True, False, 1)
-    if sync == SyncMode.EVENT_GUARDED:
-        with pytest.raises(DeviceError, match="it has one stream, and the event orders two"):
-            choose_ordering(Ordering(sync, "auto"), one, "dev")
-    else:
-        assert choose_ordering(Ordering(sync, "auto"), one, "dev").copy_stream == "compute"
-
-
-def test_own_copy_stream_needs_two_streams():
-    one = Capabilities(True, True, True, False, 1)
-    with pytest.raises(DeviceError, match="copy_stream=own needs two streams"):
-        choose_ordering(Ordering("per_copy", "own"), one, "dev")
-
-
-@pytest.mark.parametrize(
-    ("ordering", "says"),
-    [
-        (Ordering("implicit", "own"), "nothing orders a copy before the graph that reads"),
-        (Ordering("implicit", "compute", step_wait="outputs"), "inputs are written where copies"),
-        (Ordering("event_guarded", "own", step_wait="outputs"), "inputs are written where copies"),
-        (Ordering("write_read_boundary", "own", step_wait="outputs"), "the graph of the step bef"),
-    ],
-)
-def test_toggles_that_race_are_refused_unless_they_are_wanted_so(ordering, says):
-    with pytest.raises(UsageError, match=r"race on the dev device: .*; use sync=auto") as refused:
-        choose_ordering(ordering, ASYNC, "dev")
-    assert says in str(refused.value) and "\n" not in str(refused.value)
-    assert choose_ordering(ordering, ASYNC, "dev", unsafe=True) is ordering
-    assert not race_of(ordering, SYNCHRONOUS)
-
-
-# ops ---------------------------------------------------------------------------------------------
-
-
-def test_ops_refuse_shapes_that_do_not_fit():
-    w, x = Tensor("w", F32, (8, 32)), Tensor("x", F32, (2, 64))
-    with pytest.raises(UsageError, match=r"mul_mat.*columns differ"):
-        ops.make("mul_mat", "y", w, x)
-    with pytest.raises(UsageError, match=r"mul.*wants F32 of one shape"):
-        ops.make("mul", "y", x, w)
-
-
-def test_op_costs():
-    w, x = Tensor("w", F32, (8, 32)), Tensor("x", F32, (2, 32))
-    node = ops.make("mul_mat", "y", w, x)
-    assert (node.output.shape, ops.OPS["mul_mat"].flops(node)) == ((2, 8), 2 * 2 * 8 * 32)
-    assert ops.touched_bytes(node) == w.nbytes + x.nbytes + node.output.nbytes
-    table, ids = Tensor("t", F32, (1000, 32)), Tensor("i", I32, (3,))
-    rows = ops.make("get_rows", "r", table, ids)
-    assert ops.touched_bytes(rows) == 3 * 32 * 4 * 2 + 12  # the rows gathered, not the table
-    assert ops.reads(rows)[0] == (table, 0, table.nbytes)  # the declaration is a superset
-
-
-def test_quantised_activation_rows_are_padded_to_64_bytes():
-    assert Q8_ACT.row_bytes(256) == 320
-    assert Q8_ACT.row_bytes(32) == 64
-    with pytest.raises(UsageError):
-        Q8_ACT.row_bytes(33)
 
 
 # fused nodes and programmatic launches ------------------------------------------------------------
@@ -418,7 +316,7 @@ def test_a_fused_launch_has_scratch_of_its_own(house):
 
 def test_a_fused_launch_names_its_parts(house):
     program = house.lowered(fuse(house.graph(DECODE), FUSIONS))
-    shown = [c for c in program.to_dict()["commands"] if c["kind"] == "launch"]
+    shown = [c for c in program_as_json(program)["commands"] if c["kind"] == "launch"]
     parts = {c["op"]: c["parts"] for c in shown if "parts" in c}
     assert parts["attention_quantize"] == ["attention", "quantize"]
     assert parts["glu"] == ["mul_mat", "mul_mat", "swiglu", "quantize"]
@@ -431,5 +329,5 @@ def test_launches_are_programmatic_where_their_kernels_wait(house):
     program = house.lowered(graph, early=lambda node: node.op != "attention")
     for c in launched(program):
         assert c.programmatic == (c.stream.backend == DEVICE and c.node.op != "attention")
-    shown = [c for c in program.to_dict()["commands"] if c.get("programmatic")]
+    shown = [c for c in program_as_json(program)["commands"] if c.get("programmatic")]
     assert len(shown) == sum(c.programmatic for c in launched(program)) > 0

@@ -118,12 +118,13 @@ def program(
 ) -> None:
     """Print the program of one step: its pattern, and per token its waits, copies and launches."""
     from workbench.engine.kv_cache import check_room
+    from workbench.program.as_json import program_as_json
 
     check_room(n_past, n_tokens, config.n_ctx)
     with load(model, config, toggles) as engine:
         made = engine.program(n_tokens, 1, n_past)
     if as_json:
-        print(json.dumps(made.to_dict(), indent=1))
+        print(json.dumps(program_as_json(made), indent=1))
         return
     print(f"pattern   {made.pattern()}")
     print(f"folded    {made.pattern(fold=True)}")

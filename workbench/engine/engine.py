@@ -12,23 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.backend.base import Backend, Memory
+from workbench.backend.base import Backend
 from workbench.backend.issue import Pending, Prepared
 from workbench.config import EngineConfig, StepWait, Toggles
 from workbench.engine.batch import Batch, Batches, Outputs, check_prompt, prompt_shapes
 from workbench.engine.generation import Generation, continued
 from workbench.engine.kv_cache import KVCache, check_room
 from workbench.engine.loaded import Loaded
-from workbench.engine.memory import Workspace
+from workbench.engine.memory import Residents, Workspace
 from workbench.engine.reuse import POLICIES, Key, Programs
-from workbench.engine.wanted import modes_of, step_graph
+from workbench.engine.step_programs import StepPrograms
+from workbench.engine.wanted import modes_of
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model
 from workbench.model.sampler import Sampler, Sampling
-from workbench.program.commands import HOST, Buffer, Program, Range, Space
-from workbench.program.lower import lower
-from workbench.program.split import split
+from workbench.program.commands import Buffer, Program
 from workbench.trace.spans import HOST_LANE, Recorder, now_ns
 
 if TYPE_CHECKING:
@@ -43,8 +42,7 @@ class Engine:
 
     def __init__(self, loaded: Loaded, config: EngineConfig, toggles: Toggles):
         """Use `Engine.load`. Raises DeviceError where the device cannot honour a toggle."""
-        self._ordering, early = modes_of(toggles, loaded)
-        self._begins_early = loaded.backend.begins_early if early else None
+        self._ordering, programmatic = modes_of(toggles, loaded)
         self.config = config
         self.toggles = toggles
         self.recorder: Recorder | None = None
@@ -59,12 +57,14 @@ class Engine:
         self._loaded: Loaded | None = loaded.share()
         self.cache = KVCache(config.n_ctx, config.n_kv_pad)
         self._batches = Batches(self.cache, loaded.model.n_vocab, config.n_ubatch)
-        self._cache_tensors = loaded.model.caches(self.cache.n_cells)
+        self._residents = Residents(loaded, self.cache.n_cells)
+        self._step_programs = StepPrograms(
+            toggles, self._ordering, programmatic, self._residents, self._spent
+        )
         self._programs: Programs = POLICIES[toggles.graph_reuse](self._build)
         self._workspace = Workspace(loaded.backends, self._programs.clear)
-        self._cache_memory: list[Memory] = []
         try:
-            self._place_cache()
+            self._residents.allocate(loaded)
             # reserve for the largest step, so that memory grows later only for many outputs
             largest = StepShape(config.n_ubatch, 1, self.cache.n_cells)
             for turn in range(self._ordering.turns):
@@ -281,44 +281,22 @@ class Engine:
         buffers, turns = dict[str, Buffer](), self._ordering.turns
         return [self._lower(s, buffers, i % turns) for i, s in enumerate(shapes * laps)]
 
-    def cycle(self, n_prompt: int) -> list[Program]:
-        """The programs of prompt after prompt until the places that steps take in turn come round:
-        what a checker repeats."""
-        steps, turns = -(-n_prompt // self.config.n_ubatch), self._ordering.turns
-        return self.programs(n_prompt, laps=math.lcm(steps, turns) // steps)
+    def cycle(self, n_prompt: int, n_decoded: int = 0) -> list[Program]:
+        """The programs of prompt after prompt, each with n_decoded single tokens behind it, until
+        the places that steps take in turn come round: what a checker repeats."""
+        steps, turns = -(-n_prompt // self.config.n_ubatch) + n_decoded, self._ordering.turns
+        return self.programs(n_prompt, n_decoded, laps=math.lcm(steps, turns) // steps)
 
     def _lower(
         self, shape: StepShape, buffers: dict[str, Buffer] | None = None, turn: int = 0
     ) -> Program:
         """Graph, splits and program of a step shape: everything but addresses."""
-        loaded, t0 = self._open, now_ns()
-        graph, place = step_graph(
-            self.model, shape, self._cache_tensors, self.toggles, loaded.placement
-        )
-        t1 = now_ns()
-        splits = split(graph, place)
-        t2 = now_ns()
-        program = lower(
-            graph,
-            splits,
-            self._residents,
-            [b.name for b in loaded.backends],
-            [b.scratch_bytes for b in loaded.backends],
-            self._ordering,
-            self._begins_early,
-            buffers,
-            turn,
-            loaded.backend.capabilities.in_stream,
-        )
-        self._spent("graph", t0, t1)
-        self._spent("split", t1, t2)
-        self._spent("lower", t2, now_ns())
-        return program
+        return self._step_programs.of(self._open, shape, buffers, turn)
 
     def _build(self, key: Key) -> Prepared:
         program = self._lower(key.shape, turn=key.turn)
         start = now_ns()
-        memory = self._memory | self._workspace.bind(program)
+        memory = self._residents.memory | self._workspace.bind(program)
         prepared = Prepared(program, self._open.backends, memory, self._events)
         self._spent("prepare", start, now_ns())
         return prepared
@@ -329,20 +307,6 @@ class Engine:
         if self.recorder is not None:
             self.recorder.add(phase, "build", HOST_LANE, start_ns, end_ns,
                               step=self.n_steps if step is None else step)  # fmt: skip
-
-    def _place_cache(self) -> None:
-        loaded = self._open
-        self._residents = [dict(r) for r in loaded.residents]
-        self._memory = dict(loaded.memory)
-        for layer, pair in enumerate(self._cache_tensors):
-            b = loaded.placement.of_cache(layer)
-            space = Space.HOST if b == HOST else Space.DEVICE
-            for tensor in pair:
-                memory = loaded.backends[b].allocate(tensor.nbytes, space)
-                self._cache_memory.append(memory)
-                buffer = Buffer(tensor.name, space, tensor.nbytes, b)
-                self._memory[buffer] = memory
-                self._residents[b][tensor] = Range(buffer, 0, tensor.nbytes)
 
     @property
     def _open(self) -> Loaded:
@@ -399,8 +363,7 @@ class Engine:
             backend.synchronize()
         self._programs.clear()
         self._workspace.free()
-        for memory in self._cache_memory:
-            memory.free()
+        self._residents.free()
         loaded.release()
 
     def _repr_html_(self) -> str:

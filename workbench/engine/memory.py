@@ -10,7 +10,41 @@ from collections.abc import Callable
 
 from workbench.backend.base import Backend, Memory
 from workbench.backend.landing import Landing, landing_of
-from workbench.program.commands import Buffer, Program
+from workbench.engine.loaded import Loaded
+from workbench.graph.ir import Tensor
+from workbench.program.commands import HOST, Buffer, Program, Range, Space
+
+
+class Residents:
+    """What stays at its place while an engine lives: the weights, which are its variants', too, and
+    K and V of each layer, which are its own.
+
+    caches: K and V by layer. ranges: by backend, where it finds a tensor. memory: behind these.
+    """
+
+    def __init__(self, loaded: Loaded, n_cells: int):
+        self.caches = loaded.model.caches(n_cells)
+        self.ranges: list[dict[Tensor, Range]] = [dict(r) for r in loaded.residents]
+        self.memory = dict(loaded.memory)
+        self._own: list[Memory] = []
+
+    def allocate(self, loaded: Loaded) -> None:
+        """Gives the caches their places. What has been allocated is freed by `free` also where
+        this fails."""
+        for layer, pair in enumerate(self.caches):
+            b = loaded.placement.of_cache(layer)
+            space = Space.HOST if b == HOST else Space.DEVICE
+            for tensor in pair:
+                memory = loaded.backends[b].allocate(tensor.nbytes, space)
+                self._own.append(memory)
+                buffer = Buffer(tensor.name, space, tensor.nbytes, b)
+                self.memory[buffer] = memory
+                self.ranges[b][tensor] = Range(buffer, 0, tensor.nbytes)
+
+    def free(self) -> None:
+        """The caches; weights are the model's."""
+        for memory in self._own:
+            memory.free()
 
 
 class Workspace:

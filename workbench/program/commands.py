@@ -19,10 +19,9 @@ Contracts (host order is list order):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from workbench.graph.ir import Node, StepShape, Tensor
 from workbench.program.letters import folded
@@ -358,63 +357,9 @@ class Program:
                 copied += command.src.nbytes
         return n | {"copied_bytes": copied}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON-able values: ranges as [buffer name, offset, bytes]."""
-        return {
-            "pattern": self.pattern(),
-            "folded_pattern": self.pattern(fold=True),
-            "sync": self.sync,
-            "copy_stream": self.copy_stream,
-            "shape": self.shape._asdict(),
-            "backends": list(self.backends),
-            "splits": [self.backends[b] for b in self.splits],
-            "counts": self.counts(),
-            "buffers": [
-                {
-                    "name": b.name,
-                    "space": str(b.space),
-                    "bytes": b.nbytes,
-                    "backend": self.backends[b.backend],
-                }
-                for b in self.buffers
-            ],
-            "commands": [self._command_dict(c) for c in self.commands],
-        }
-
-    def _command_dict(self, c: Command) -> dict[str, Any]:
-        d: dict[str, Any] = {"kind": c.kind, "split": c.split}
-        stream = getattr(c, "stream", None)
-        if stream is not None:
-            d["stream"] = f"{self.backends[stream.backend]}:{stream.id}"
-        match c:
-            case Launch():
-                d |= {"op": c.node.op, "name": c.node.name}
-                if c.node.parts:
-                    d["parts"] = [part.op for part in c.node.parts]
-                if c.programmatic:
-                    d["programmatic"] = True
-                if c.scratch is not None:
-                    d["scratch"] = _range_list((c.scratch,))[0]
-            case Copy():
-                d["name"] = c.name
-            case Write() | Read():
-                d["value"] = c.value
-            case Record() | Wait():
-                d["event"] = c.event
-            case Sync():
-                if c.event is not None:
-                    d["event"] = c.event
-                if c.blocks is not None:
-                    d["blocks"] = c.blocks.name
-        return d | {"reads": _range_list(c.reads), "writes": _range_list(c.writes)}
-
     def _repr_html_(self) -> str:
         counts = ", ".join(f"{v} {k}" for k, v in self.counts().items())
         return f"<p><code>{self.pattern(fold=True)}</code> ({self.sync}, {counts})</p>"
-
-
-def _range_list(ranges: Iterable[Range]) -> list[list[Any]]:
-    return [[r.buffer.name, r.offset, r.nbytes] for r in ranges]
 
 
 def _letter(command: Command, blocked: set[Copy | None]) -> str:

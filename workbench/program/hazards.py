@@ -37,9 +37,10 @@ from typing import Any, NamedTuple
 
 from workbench.errors import UsageError
 from workbench.graph import ops
+from workbench.program.as_json import command_as_json
 from workbench.program.commands import Buffer, Command, Launch, Place, Program, Range, Sync, Wait
 from workbench.program.order import Accessor, Declared, Run, Spot
-from workbench.program.wording import described, missing
+from workbench.program.wording import missing, named
 
 # of the value-dependent ops, which of `ops.reads` and of `ops.writes` declare more than is touched
 SUPERSETS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -106,8 +107,13 @@ class Findings(NamedTuple):
         }
 
     def _entry(self, place: Place) -> dict[str, Any]:
-        backends = self.steps[place.step].backends
-        return {"step": place.step, "index": place.index, **described(place.command, backends)}
+        command, backends = place.command, self.steps[place.step].backends
+        return {
+            "step": place.step,
+            "index": place.index,
+            "words": named(command, backends),
+            **command_as_json(command, backends),
+        }
 
 
 def races(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from enum import Enum
-from typing import Any
 
 from workbench.program.commands import (
     HOST,
@@ -47,20 +46,20 @@ def named(command: Command, backends: Sequence[str]) -> str:
     """
     match command:
         case Launch():
-            where = "the host" if on_host(command) else _name(command.stream, backends)
+            where = "the host" if on_host(command) else stream_name(command.stream, backends)
             return f"launch {command.node.op} {command.node.name} on {where}"
         case Copy():
-            return f"copy {command.name} on {_name(command.stream, backends)}"
+            return f"copy {command.name} on {stream_name(command.stream, backends)}"
         case Write() | Read():
             return f"{command.kind} {command.value}"
         case Record():
-            return f"record of event {command.event} on {_name(command.stream, backends)}"
+            return f"record of event {command.event} on {stream_name(command.stream, backends)}"
         case Wait():
-            return f"wait of {_name(command.stream, backends)} for event {command.event}"
+            return f"wait of {stream_name(command.stream, backends)} for event {command.event}"
         case Sync():
             of = f"event {command.event}"
             if command.stream is not None:
-                of = _name(command.stream, backends)
+                of = stream_name(command.stream, backends)
             blocks = "" if command.blocks is None else f" behind copy {command.blocks.name}"
             return f"sync of {of}{blocks}"
     return command.kind
@@ -89,7 +88,8 @@ def missing(
     assert isinstance(first, (Copy, Launch))
     when = {0: "", 1: " of the next step"}.get(later, f" issued {later} steps later")
     line = f"nothing orders {named(first, backends)} before {named(second, backends)}{when}"
-    stream, behind = _name(first.stream, backends), f"an event recorded behind the {first.kind}"
+    stream = stream_name(first.stream, backends)
+    behind = f"an event recorded behind the {first.kind}"
     if on_host(second):
         other = None
     else:
@@ -102,26 +102,10 @@ def missing(
         return f"{line}: copies keep no order with their stream, sync {stream} between them"
     if other is None or Missing.ORDER_OF_COPIES in lacks:
         return f"{line}: sync {stream} (or {behind}) between them"
-    waiting = f"let {_name(other, backends)} wait for {behind}"
+    waiting = f"let {stream_name(other, backends)} wait for {behind}"
     return f"{line}: sync {stream}, or {waiting}, between them"
 
 
-def described(command: Command, backends: Sequence[str]) -> dict[str, Any]:
-    """A command as JSON-able values: kind, split, the words, and what it names of stream, event,
-    op, name and value."""
-    found: dict[str, Any] = {
-        "kind": command.kind, "split": command.split, "words": named(command, backends),
-    }  # fmt: skip
-    if isinstance(command, Launch):
-        found |= {"op": command.node.op, "name": command.node.name}
-    for field in ("stream", "event", "name", "value"):
-        value = getattr(command, field, None)
-        if value is not None:
-            found[field] = _name(value, backends) if field == "stream" else value
-    if isinstance(command, Sync) and command.blocks is not None:
-        found["blocks"] = command.blocks.name
-    return found
-
-
-def _name(stream: Stream, backends: Sequence[str]) -> str:
+def stream_name(stream: Stream, backends: Sequence[str]) -> str:
+    """`cuda:1`."""
     return f"{backends[stream.backend]}:{stream.id}"

@@ -1,0 +1,81 @@
+"""How copies and waits are ordered on a device: what `auto` chooses, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from workbench.config import CopyStream, SyncMode
+from workbench.errors import DeviceError, UsageError
+from workbench.program.commands import Capabilities
+from workbench.program.ordering import Ordering, choose_ordering, race_of
+
+ASYNC = Capabilities(True, True, True, False, 2)
+SYNCHRONOUS = Capabilities(False, False, True, False, 0)
+UNORDERED = Capabilities(True, True, False, False, 2)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "copy_stream", "step_wait", "chosen"),
+    [
+        (ASYNC, "compute", "every", "implicit"),
+        (ASYNC, "compute", "outputs", "write_read_boundary"),
+        (ASYNC, "own", "every", "write_read_boundary"),
+        (ASYNC, "own", "outputs", "packed"),
+        (SYNCHRONOUS, "own", "every", "blocking_copies"),
+        (SYNCHRONOUS, "own", "outputs", "blocking_copies"),
+        (UNORDERED, "compute", "every", "write_read_boundary"),
+        (UNORDERED, "compute", "outputs", "packed"),
+    ],
+)
+def test_auto_chooses_the_safe_mode_with_fewest_waits(capabilities, copy_stream, step_wait, chosen):
+    wanted = Ordering("auto", copy_stream, step_wait=step_wait)
+    assert choose_ordering(wanted, capabilities, "dev") == wanted._replace(sync=chosen)
+
+
+@pytest.mark.parametrize("sync", ["copy_boundary", "packed", "write_read_boundary", "implicit"])
+def test_a_mode_the_device_cannot_honour_is_refused(sync):
+    with pytest.raises(DeviceError, match=f"cannot honour sync={sync}: .*; use sync=auto"):
+        choose_ordering(Ordering(sync, "compute"), SYNCHRONOUS, "dev")
+
+
+def test_an_event_that_does_not_stand_behind_its_copies_is_no_guard():
+    with pytest.raises(DeviceError, match="sync=event_guarded: an event does not stand behind"):
+        choose_ordering(Ordering("event_guarded", "own"), UNORDERED, "dev")
+
+
+@pytest.mark.parametrize("sync", [mode for mode in SyncMode if mode != SyncMode.AUTO])
+def test_unless_named_copies_that_block_or_are_guarded_have_a_stream_of_their_own(sync):
+    own = sync in (SyncMode.PER_COPY, SyncMode.BLOCKING_COPIES, SyncMode.EVENT_GUARDED)
+    two = Capabilities(True, True, True, False, 2)
+    assert choose_ordering(Ordering(sync, "auto"), two, "dev").copy_stream == (
+        CopyStream.OWN if own else CopyStream.COMPUTE
+    )
+    one = Capabilities(True, True, True, False, 1)
+    if sync == SyncMode.EVENT_GUARDED:
+        with pytest.raises(DeviceError, match="it has one stream, and the event orders two"):
+            choose_ordering(Ordering(sync, "auto"), one, "dev")
+    else:
+        assert choose_ordering(Ordering(sync, "auto"), one, "dev").copy_stream == "compute"
+
+
+def test_own_copy_stream_needs_two_streams():
+    one = Capabilities(True, True, True, False, 1)
+    with pytest.raises(DeviceError, match="copy_stream=own needs two streams"):
+        choose_ordering(Ordering("per_copy", "own"), one, "dev")
+
+
+@pytest.mark.parametrize(
+    ("ordering", "says"),
+    [
+        (Ordering("implicit", "own"), "nothing orders a copy before the graph that reads"),
+        (Ordering("implicit", "compute", step_wait="outputs"), "inputs are written where copies"),
+        (Ordering("event_guarded", "own", step_wait="outputs"), "inputs are written where copies"),
+        (Ordering("write_read_boundary", "own", step_wait="outputs"), "the graph of the step bef"),
+    ],
+)
+def test_toggles_that_race_are_refused_unless_they_are_wanted_so(ordering, says):
+    with pytest.raises(UsageError, match=r"race on the dev device: .*; use sync=auto") as refused:
+        choose_ordering(ordering, ASYNC, "dev")
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+    assert choose_ordering(ordering, ASYNC, "dev", unsafe=True) is ordering
+    assert not race_of(ordering, SYNCHRONOUS)

@@ -1,0 +1,96 @@
+"""The hazard checker on the programs of engines: what every sync mode races with, and waits for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.happens_before import racing_pairs
+from workbench.config import CopyStream, StepWait, SyncMode, Toggles
+from workbench.engine.engine import Engine
+from workbench.program.commands import Copy, Place, Sync
+from workbench.program.hazards import check, races
+from workbench.program.ordering import race_of
+
+WAYS = [
+    (sync_mode, stream, step_wait)
+    for sync_mode in SyncMode
+    if sync_mode != SyncMode.AUTO
+    for stream in (CopyStream.OWN, CopyStream.COMPUTE)
+    for step_wait in StepWait
+    if (sync_mode, stream) != (SyncMode.EVENT_GUARDED, CopyStream.COMPUTE)
+]
+
+
+@pytest.fixture(scope="module")
+def engine_of(tiny_model):
+    """`engine_of(sync, copy_stream, step_wait)`: an engine of ubatches of 8 that computes nothing,
+    for combinations that race too."""
+    path = tiny_model("tiny-llama", "Q8_0")
+    with Engine.load(path, device="null", n_ubatch=8, unsafe=True) as first:
+
+        def make_one(sync_mode: str, stream: str, step_wait: str = StepWait.EVERY) -> Engine:
+            return first.variant(Toggles(sync=sync_mode, copy_stream=stream, step_wait=step_wait))
+
+        yield make_one
+
+
+@pytest.mark.parametrize("n_tokens", [1, 20])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mode_races_where_lowering_says_so(engine_of, way, n_tokens):
+    """Of a decode, and of prompts of three ubatches; by the naive relation too."""
+    with engine_of(*way) as engine:
+        cycle = engine.programs(n_tokens)
+        says = race_of(engine._ordering, engine.backend.capabilities)
+        train = n_tokens > engine.config.n_ubatch  # else every step ends with a wait
+    found = races(cycle * 2)
+    within_a_step = way[:2] == (SyncMode.IMPLICIT, CopyStream.OWN)
+    assert bool(found) == bool(says and (train or within_a_step))
+    assert {(r.first[:2], r.second[:2]) for r in found} <= racing_pairs(cycle * 2)
+    assert bool(found) == bool(racing_pairs(cycle * 2))
+
+
+@pytest.mark.parametrize("stream", [CopyStream.OWN, CopyStream.COMPUTE])
+def test_per_copy_waits_for_every_copy_but_one_in_vain(engine_of, stream):
+    with engine_of("per_copy", stream) as engine:
+        (cycle,) = engine.programs(1)
+    n_copies = len([c for c in cycle.commands if isinstance(c, Copy) and c.split >= 0])
+    found = check([cycle])
+    assert found.safe and n_copies == 6
+    assert len(found.superfluous) >= n_copies - 1
+    needed = [Place(1, i, cycle.commands[i]) for i in (p.index for p in found.sufficient)]
+    logits = needed[-1].command
+    assert isinstance(logits, Sync) and logits.event is not None
+    # on one stream its order does the rest; on two the launches want the copies waited for, once
+    assert len(needed) == (1 if stream == CopyStream.COMPUTE else 2)
+
+
+@pytest.mark.parametrize("stream", [CopyStream.OWN, CopyStream.COMPUTE])
+def test_copy_boundary_is_free_of_races_and_its_first_wait_superfluous_in_a_decode(
+    engine_of, stream
+):
+    with engine_of("copy_boundary", stream) as engine:
+        found = check(engine.programs(1))
+    assert found.safe and found.waits[0] in found.superfluous
+    assert len(found.sufficient) == (1 if stream == CopyStream.COMPUTE else 2)
+
+
+def test_in_a_train_without_waits_the_first_wait_of_copy_boundary_is_needed(engine_of):
+    with engine_of("copy_boundary", CopyStream.OWN, StepWait.OUTPUTS) as engine:
+        found = check(engine.programs(20))
+    assert found.safe
+    kept = {place.step for place in found.sufficient}
+    assert kept == {3, 4, 5}
+    assert found.waits[2] in found.sufficient  # of the second ubatch, whose copies meet the first
+
+
+def test_implicit_on_its_own_stream_races_within_a_step(engine_of):
+    with engine_of("implicit", CopyStream.OWN) as engine:
+        found = races(engine.programs(1))
+    assert {r.first.command.kind for r in found} == {"copy"}
+    assert {r.second.command.kind for r in found} == {"launch"}
+
+
+def test_a_program_of_the_host_alone_has_no_waits(tiny_model):
+    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host") as engine:
+        found = check(engine.programs(1))
+    assert found.safe and found.waits == []

@@ -1,0 +1,35 @@
+"""The op table: shapes that fit, and what a node costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from workbench.errors import UsageError
+from workbench.graph import ops
+from workbench.graph.ir import F32, I32, Q8_ACT, Tensor
+
+
+def test_ops_refuse_shapes_that_do_not_fit():
+    w, x = Tensor("w", F32, (8, 32)), Tensor("x", F32, (2, 64))
+    with pytest.raises(UsageError, match=r"mul_mat.*columns differ"):
+        ops.make("mul_mat", "y", w, x)
+    with pytest.raises(UsageError, match=r"mul.*wants F32 of one shape"):
+        ops.make("mul", "y", x, w)
+
+
+def test_op_costs():
+    w, x = Tensor("w", F32, (8, 32)), Tensor("x", F32, (2, 32))
+    node = ops.make("mul_mat", "y", w, x)
+    assert (node.output.shape, ops.OPS["mul_mat"].flops(node)) == ((2, 8), 2 * 2 * 8 * 32)
+    assert ops.touched_bytes(node) == w.nbytes + x.nbytes + node.output.nbytes
+    table, ids = Tensor("t", F32, (1000, 32)), Tensor("i", I32, (3,))
+    rows = ops.make("get_rows", "r", table, ids)
+    assert ops.touched_bytes(rows) == 3 * 32 * 4 * 2 + 12  # the rows gathered, not the table
+    assert ops.reads(rows)[0] == (table, 0, table.nbytes)  # the declaration is a superset
+
+
+def test_quantised_activation_rows_are_padded_to_64_bytes():
+    assert Q8_ACT.row_bytes(256) == 320
+    assert Q8_ACT.row_bytes(32) == 64
+    with pytest.raises(UsageError):
+        Q8_ACT.row_bytes(33)

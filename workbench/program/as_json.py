@@ -1,0 +1,70 @@
+"""Programs and their commands as JSON-able values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from workbench.program.commands import Command, Launch, Program, Range, Sync
+from workbench.program.wording import stream_name
+
+
+def program_as_json(program: Program) -> dict[str, Any]:
+    """Everything but the placement of tensors."""
+    return {
+        "pattern": program.pattern(),
+        "folded_pattern": program.pattern(fold=True),
+        "sync": program.sync,
+        "copy_stream": program.copy_stream,
+        "shape": program.shape._asdict(),
+        "backends": list(program.backends),
+        "splits": [program.backends[b] for b in program.splits],
+        "counts": program.counts(),
+        "buffers": [
+            {
+                "name": b.name,
+                "space": str(b.space),
+                "bytes": b.nbytes,
+                "backend": program.backends[b.backend],
+            }
+            for b in program.buffers
+        ],
+        "commands": [_in_full(c, program.backends) for c in program.commands],
+    }
+
+
+def command_as_json(command: Command, backends: Sequence[str]) -> dict[str, Any]:
+    """Kind and split, and what it names of stream, op, event, name and value.
+
+    backends: the program's, by index.
+    """
+    found: dict[str, Any] = {"kind": command.kind, "split": command.split}
+    stream = getattr(command, "stream", None)
+    if stream is not None:
+        found["stream"] = stream_name(stream, backends)
+    if isinstance(command, Launch):
+        found |= {"op": command.node.op, "name": command.node.name}
+    for field in ("event", "name", "value"):
+        value = getattr(command, field, None)
+        if value is not None:
+            found[field] = value
+    if isinstance(command, Sync) and command.blocks is not None:
+        found["blocks"] = command.blocks.name
+    return found
+
+
+def _in_full(command: Command, backends: Sequence[str]) -> dict[str, Any]:
+    """With what it touches: ranges are [buffer name, offset, bytes]."""
+    found = command_as_json(command, backends)
+    if isinstance(command, Launch):
+        if command.node.parts:
+            found["parts"] = [part.op for part in command.node.parts]
+        if command.programmatic:
+            found["programmatic"] = True
+        if command.scratch is not None:
+            found["scratch"] = _ranges((command.scratch,))[0]
+    return found | {"reads": _ranges(command.reads), "writes": _ranges(command.writes)}
+
+
+def _ranges(ranges: Iterable[Range]) -> list[list[Any]]:
+    return [[r.buffer.name, r.offset, r.nbytes] for r in ranges]
