@@ -86,7 +86,8 @@ def test_calls_and_synchronizations_lie_in_their_commands(engine):
         command = host[call.args["command"]]
         assert command.start_ns - slack <= call.start_ns <= call.end_ns <= command.end_ns + slack
     waited = [s for s in calls if s.name == "event synchronize"]
-    assert max(s.end_ns - s.start_ns for s in waited) > 100_000  # five kernels of 40 us
+    device = [s for s in prof.timeline.spans if s.category == "device"]
+    assert max(s.end_ns for s in waited) + slack >= max(s.end_ns for s in device)
 
 
 def test_frame_summary_pattern_and_perfetto_take_the_spans_as_they_are(engine, tmp_path):
