@@ -15,6 +15,7 @@ PLACED: dict[str, dict[str, Any]] = {
     "two devices": {"n_devices": 2},
     "feed-forward on the host": {"override_tensor": ("ffn_.*=host",)},
     "a device split behind the host's": {"override_tensor": (r"blk\.1\.ffn_=host",)},
+    "the host, and the output alone on the second device": {"n_devices": 2, "n_gpu_layers": 2},
     "two devices and the host": {"n_devices": 2, "override_tensor": (r"blk\.0\.ffn_=host",)},
 }
 

@@ -266,6 +266,7 @@ def parse_override(text: str) -> tuple[re.Pattern[str], str]:
         ) from None
 
 
+MOST = 1 << 24  # cells, tokens; more fit no memory
 DEVICES = ("auto", "embedded", "cuda", "host", "null")  # null computes nothing
 
 
@@ -303,8 +304,8 @@ class EngineConfig:
                 f"device {self.device!r} does not exist; choose one of {', '.join(DEVICES)}"
             )
         for name in ("n_ctx", "n_ubatch", "n_kv_pad", "n_devices"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1")
+            if not 1 <= getattr(self, name) <= MOST:
+                raise UsageError(f"{name}={getattr(self, name)} must be at least 1, at most {MOST}")
         if self.threads < 0:
             raise UsageError(f"threads={self.threads} must be 0 (every core) or more")
         if self.n_gpu_layers < -1:

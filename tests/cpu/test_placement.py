@@ -144,3 +144,8 @@ def test_a_weight_s_layer_is_in_its_name():
         None,
         None,
     )
+
+
+def test_devices_without_layers_are_refused(tiny_model):
+    with pytest.raises(UsageError, match="n_devices=2: n_gpu_layers=1 leaves some without layers"):
+        wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="null", n_devices=2, n_gpu_layers=1)

@@ -33,7 +33,7 @@ def test_check_prints_what_is_proved(call):
     assert lines[2] == "races        none"
     assert "superfluous  11 of 13 waits: each can go alone" in lines
     assert "sufficient   2 of 13 waits: with these the others can go together" in lines
-    assert lines[-1].endswith("sync of event 0")
+    assert lines[-1].endswith("sync of event 80")
 
 
 def test_check_ends_with_3_where_commands_race_and_runs_what_an_engine_refuses(call):
@@ -51,7 +51,7 @@ def test_check_of_a_prompt_is_of_all_its_ubatches(call):
     assert status == 3 and made["patterns"] == ["h aaaaag", "h aaaaag", "h aaaaaag"]
     assert {r["kind"] for r in made["races"]} >= {"read-write"}
     assert all(r["first"]["kind"] == "copy" for r in made["races"])
-    assert [w["event"] for w in made["sufficient"]] == [0]
+    assert [w["event"] for w in made["sufficient"]] == [80]
 
 
 def test_check_of_tokens_behind_a_prompt_is_of_both_shapes(call):
@@ -62,6 +62,15 @@ def test_check_of_tokens_behind_a_prompt_is_of_both_shapes(call):
     made = json.loads(out)
     assert status == 0 and len(made["patterns"]) == 2 * (3 + 2)
     assert call(*ask, "--n-decoded", 2040)[0] == 2
+
+
+def test_check_of_a_train_as_long_as_its_places_says_what_it_does_not_show(call):
+    ask = ("--sync", "write_read_boundary", "--copy-stream", "own", "--step-wait", "outputs")
+    ask += ("--n-copies", 4, "--n-ubatch", 16, "--n-tokens")
+    status, out, _ = call(*ask, 64)
+    assert status == 0 and out.splitlines()[-1].endswith("ask for --n-tokens 65 or more")
+    status, out, _ = call(*ask, 65)
+    assert status == 3 and "note" not in out
 
 
 def test_check_of_a_prompt_beyond_the_context_is_refused_before_a_model_is_read(call):

@@ -272,6 +272,18 @@ def test_a_copy_through_the_host_s_memory_is_one_copy(tiny_model, second, as_one
     assert times == ([(1000, 4000)] if as_one else [(1000, 3000), (2000, 4000)])
 
 
+def test_an_engine_closed_in_the_body_keeps_its_trace(engine, monkeypatch):
+    def closed(self) -> None:
+        raise UsageError("the engine is closed")
+
+    monkeypatch.setattr(CudaEngine, "synchronize", closed)
+    with profile(engine, nvtx=False) as prof:
+        engine.step()
+        engine.backend = None
+    assert prof.complete is False and "the engine is closed" in prof.missing
+    assert any(s.category == "device" for s in prof.timeline.spans)
+
+
 # refused ------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import pytest
 import workbench as wb
 from tests.orderings import PLACED, every_ordering
 from workbench.program import hazards
+from workbench.program.commands import Record
 from workbench.program.ordering import race_of
 
 TOKENS = {"decode": 1, "train": 48}  # six ubatches: more than there are places
@@ -42,6 +43,17 @@ def test_what_is_said_to_race_does_and_nothing_else(engine, what):
             wrong.append((ordering, said, found[:1]))
     assert not wrong, (len(wrong), wrong[0])
     assert racing
+
+
+def test_an_event_is_one_backend_s_in_steps_of_every_shape(engine):
+    """Steps share events by number, and an event of one device cannot be recorded on another."""
+    for toggles in every_ordering():
+        with engine.variant(toggles) as variant:
+            steps = [*variant.programs(20, 2), variant.program(8, n_outputs=0)]
+        recorded = {
+            (c.event, c.stream.backend) for p in steps for c in p.commands if isinstance(c, Record)
+        }
+        assert len(recorded) == len(dict(recorded)), toggles
 
 
 def test_every_ordering_is_there():

@@ -20,6 +20,7 @@ from workbench.cli.common import (
     app,
     load,
 )
+from workbench.config import StepWait
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,11 +59,18 @@ def check(
         found = hazards.check(
             cycle, one_order=backend.capabilities.one_order, declared=_declared(backend)
         )
+        turns = engine.turns
     if as_json:
         patterns = [program.pattern() for program in cycle]
         print(json.dumps({"patterns": patterns, **found.to_dict()}, indent=1))
     else:
+        n_ubatches = -(-n_tokens // config.n_ubatch)
         print("\n".join(lines(cycle, found)))
+        if toggles.step_wait == StepWait.OUTPUTS and 1 < n_ubatches <= turns:
+            print(
+                f"note         of prompts of {n_ubatches} ubatches; the next would overwrite what "
+                f"the first used: ask for --n-tokens {turns * config.n_ubatch + 1} or more"
+            )
     if not found.safe:
         raise SystemExit(RACES)
 

@@ -281,10 +281,15 @@ class Engine:
         buffers, turns = dict[str, Buffer](), self._ordering.turns
         return [self._lower(s, buffers, i % turns) for i, s in enumerate(shapes * laps)]
 
+    @property
+    def turns(self) -> int:
+        """After how many steps their places come round again."""
+        return self._ordering.turns
+
     def cycle(self, n_prompt: int, n_decoded: int = 0) -> list[Program]:
         """The programs of prompt after prompt, each with n_decoded single tokens behind it, until
         the places that steps take in turn come round: what a checker repeats."""
-        steps, turns = -(-n_prompt // self.config.n_ubatch) + n_decoded, self._ordering.turns
+        steps, turns = -(-n_prompt // self.config.n_ubatch) + n_decoded, self.turns
         return self.programs(n_prompt, n_decoded, laps=math.lcm(steps, turns) // steps)
 
     def _lower(

@@ -34,6 +34,11 @@ class Placement:
                 f"{n_layer + 1} in all; use -1 for everything"
             )
         on_device = (n_layer + 1 if wanted < 0 else wanted) if n_devices else 0
+        if 0 < on_device < n_devices:
+            raise UsageError(
+                f"n_devices={n_devices}: n_gpu_layers={wanted} leaves some without layers; use "
+                f"{on_device} at most"
+            )
         first = n_layer + 1 - on_device  # the output counts as the layer behind the last
         share = max(1, n_layer - first)
         places = [

@@ -59,13 +59,14 @@ class Guard(IntEnum):
     ENDED, LANDED, READ, STAGED, CROSSED = range(5)
 
 
-MOST_PLACES = 16  # and devices
+MOST_PLACES = MOST_BACKENDS = 16
 
 
-def event_number(guard: Guard, split: int, place: int) -> int:
+def event_number(guard: Guard, backend: int, split: int = 0, place: int = 0) -> int:
     """The same in every program of an engine, whatever its shape: an event of one step is what a
-    later step waits for."""
-    return (split * MOST_PLACES + place) * len(Guard) + guard
+    later step waits for. backend: the one that records it; events are a device's own, and steps of
+    other shapes can end on another."""
+    return ((split * MOST_BACKENDS + backend) * MOST_PLACES + place) * len(Guard) + guard
 
 
 def _of_place(name: str, place: int, places: int) -> str:
@@ -157,7 +158,7 @@ class _Lowering:
             self.placement.append(placement)
         if self.ordering.host_places > 1 and owner:
             for device in range(1, owner + 1):
-                copied_from = event_number(Guard.STAGED, device, self.host_place)
+                copied_from = event_number(Guard.STAGED, device, place=self.host_place)
                 self.commands.append(Sync(RESULT, event=copied_from))
         for t in graph.inputs:
             self.commands.append(Write(staged[t], t.name))
@@ -197,7 +198,7 @@ class _Lowering:
         if rule.wait_after and from_host:
             emit(Sync(number, stream=copies))
         if rule.guarded and from_host:
-            landed = event_number(Guard.LANDED, number, 0)
+            landed = event_number(Guard.LANDED, part.backend, number)
             emit(Record(landed, copies, number))
             emit(Wait(landed, compute, number))
         if self.ordering.host_places > 1 and number == self.last_copied.get(part.backend):
@@ -208,7 +209,7 @@ class _Lowering:
     def _staged(self, copies: Stream, number: int) -> None:
         """The point behind a device's copies from this step's staging memory. It has the device's
         number, not a split's: a step of another shape, with other splits, waits for it."""
-        event = event_number(Guard.STAGED, copies.backend, self.host_place)
+        event = event_number(Guard.STAGED, copies.backend, place=self.host_place)
         self.commands.append(Record(event, copies, number))
 
     def take_nothing(self, number: int) -> None:
@@ -228,11 +229,11 @@ class _Lowering:
         theirs = [s for s in part.inputs if s not in staged]
         for device in dict.fromkeys(made_by[s] for s in theirs):
             stream = Stream(device, COMPUTE_STREAM)
-            emit(Wait(event_number(Guard.READ, number, self.device_place), stream, number))
+            emit(Wait(self._read(part.backend, number), stream, number))
             for s in theirs:
                 if made_by[s] == device:
                     emit(Copy(here[s], self.placement[device][s], stream, s.name, number))
-            landed = event_number(Guard.CROSSED, number, device)
+            landed = event_number(Guard.CROSSED, device, number)
             emit(Record(landed, stream, number))
             emit(Wait(landed, Stream(part.backend, COMPUTE_STREAM), number))
 
@@ -241,7 +242,11 @@ class _Lowering:
         the graph that read this one."""
         if self.ordering.device_places == 1:
             return Sync(number, stream=compute)
-        return Sync(number, event=event_number(Guard.READ, number, self.device_place))
+        return Sync(number, event=self._read(compute.backend, number))
+
+    def _read(self, backend: int, number: int) -> int:
+        """The event behind the graph of a split on `backend` that read this step's places."""
+        return event_number(Guard.READ, backend, number, self.device_place)
 
     def _from_host(self, part: Split, staged) -> list[tuple[str, Range, Range]]:
         """Name, destination and source of each copy from staging memory, in order."""
@@ -287,7 +292,7 @@ class _Lowering:
             programmatic = early is not None and early(node)
             emit(Launch(node, stream, reads, writes, temporary, number, programmatic))
         if number in self.read_again:
-            emit(Record(event_number(Guard.READ, number, self.device_place), stream, number))
+            emit(Record(self._read(part.backend, number), stream, number))
 
     def result(self, graph: Graph, made_by: dict[Tensor, int], last: Stream) -> None:
         """The logits on their way to the host, and the wait that ends the step."""
@@ -309,7 +314,7 @@ class _Lowering:
             emit(Copy(there, self.placement[made_by[t]][t], last, t.name, RESULT))
             reads.append(Read(there, t.name))
         if self.in_stream:
-            ended = event_number(Guard.ENDED, 0, 0)
+            ended = event_number(Guard.ENDED, last.backend)
             emit(Record(ended, last, RESULT))
             emit(Sync(RESULT, event=ended))
         else:

@@ -297,7 +297,8 @@ class CuptiRecorder(WindowRecorder):
         super().__init__(window, nvtx)
         self.windows: list[Window] = []
         self.fallback = ""
-        self._cupti, self._engine = cupti, engine
+        self._cupti, self._synchronize = cupti, engine.synchronize
+        self._works = engine.backend.works
         self._session: Session | None = None
         self._programs: dict[int, Any] = {}
         self._issued: dict[int, correlate.Place] = {}
@@ -365,12 +366,12 @@ class CuptiRecorder(WindowRecorder):
             return
         faults = []
         try:
-            self._engine.synchronize()
+            self._synchronize()
         except WorkbenchError as error:  # said where it is waited for; here it is a reason
             faults.append(str(error))
         recording = session.take()
         matched = correlate.match(
-            recording.rows, recording.external, issued, programs, self._engine.backend.works,
+            recording.rows, recording.external, issued, programs, self._works,
             recording.clock.to_host,
         )  # fmt: skip
         self.spans += matched.spans
