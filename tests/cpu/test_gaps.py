@@ -66,11 +66,35 @@ def test_the_lines_are_through_arms_that_copy_alike(found):
         [of_round.loc[of_round["arm"] == arm, "ns"].median() / 1e3 for arm in arms]
         for _, of_round in found.samples.groupby("repetition")
     ]
-    assert found.fit == fit_line(waits, np.array(gaps)) and len(gaps) == 3
+    assert found.fits == {"compute": fit_line(waits, np.array(gaps))} and len(gaps) == 3
     assert found.verdict in repr(found) and "one wait adds" in found._repr_html_()
 
 
+def test_a_step_is_the_difference_within_a_round(found):
+    rounds = found.samples.pivot_table(
+        index="repetition", columns="arm", values="ns", aggfunc="median"
+    )
+    (step,) = found.steps  # of the pairs that are known, this run has one
+    assert (step.copy_stream, step.before, step.after) == ("compute", "copy_boundary", "packed")
+    assert step.n_waits == 0 and step.what == "copies but one"
+    wanted = ((rounds["copy_boundary"] - rounds["packed"]) / 1e3).median()
+    assert step.us == pytest.approx(wanted) and step.low_us <= step.us <= step.high_us
+
+
+def test_marks_are_made_around_the_same_launches_every_time(engine):
+    """What to mark is found once: a search within a step would be in the gap."""
+    engine.reset()
+    with engine.variant(ARMS["per_copy"]) as variant:
+        with variant.stamped():
+            variant.step([1])
+            prepared = variant._programs.get(variant._key(variant.program(1).shape))
+            ends = prepared._ends
+            variant.step([2])
+        assert prepared._ends is ends and ends[0].place < ends[1].place
+
+
 def test_a_line_is_found_again():
+    assert fit_line(np.array([1.0, 3.0]), np.array([[12.0, 16.0]] * 3)).base_us == pytest.approx(10)
     waits, true = np.array([1.0, 3.0, 13.0]), np.array([12.0, 16.0, 36.0])
     assert fit_line(waits, np.stack([true] * 3)) == pytest.approx((2.0, 2.0, 2.0, 10.0))
     slow = true * [1.0, 2.0, 1.0]  # the host slowed down for one turn
@@ -81,11 +105,15 @@ def test_a_line_is_found_again():
 
 @pytest.mark.parametrize(
     ("asked", "says"),
-    [({"n_tokens": 1}, "leave no gap"), ({"n_tokens": 66}, "68 tokens do not fit n_ctx=64")],
+    [
+        ({"arms": {}}, "there are no arms"),
+        ({"n_tokens": 1}, "leave no gap"),
+        ({"n_tokens": 66}, "68 tokens do not fit n_ctx=64"),
+    ],
 )
 def test_what_leaves_no_gap_is_refused(engine, asked, says):
     with pytest.raises(UsageError, match=says):
-        host_gaps(engine, ARMS, rounds=1, **asked)
+        host_gaps(engine, **({"arms": ARMS, "rounds": 1} | asked))
 
 
 def test_the_host_has_none(tiny_model):

@@ -68,24 +68,26 @@ def sync(session: Session) -> None:
 
 
 def gaps(session: Session) -> None:
-    """The time between a token's last kernel and the next one's first, by mode, and what one wait
-    adds to it [gaps-STREAM-BACKGROUND-MODEL]."""
+    """The time between a token's last kernel and the next one's first, by mode and copy stream, and
+    what one wait adds to it [gaps-BACKGROUND-MODEL]."""
     for preset, quant, _ in SYNC_MODELS:
         if not session.takes(preset, quant):
             continue
         with session.engine(preset, quant) as engine:
             for name, background in backgrounds(engine).items():
-                for stream in (CopyStream.OWN, CopyStream.COMPUTE):
-                    run = f"gaps-{stream}-{name}-{slug(preset, quant)}"
-                    folder = session.folder(run)
-                    if folder is None:
-                        continue
-                    on = background.switched("copy_stream", stream)
-                    arms = {mode: on.switched("sync", mode) for mode in modes_on(stream)}
-                    some = {"rounds": 2} if session.quick else {}
-                    found = host_gaps(engine, arms, out=folder, name=folder.name, **some)
-                    medians = found.table().set_index("arm")["gap_us"].round(1).to_dict()
-                    print(f"{run}: {medians}; {found.fit}", flush=True)
+                folder = session.folder(f"gaps-{name}-{slug(preset, quant)}")
+                if folder is None:
+                    continue
+                arms = {
+                    f"{mode}, {stream}": background.switched("copy_stream", stream).switched(
+                        "sync", mode
+                    )
+                    for stream in (CopyStream.OWN, CopyStream.COMPUTE)
+                    for mode in modes_on(stream)
+                }
+                some = {"rounds": 2} if session.quick else {}
+                found = host_gaps(engine, arms, out=folder, name=folder.name, **some)
+                print(f"{folder.name}:\n{found}", flush=True)
 
 
 PIPELINED = ("llama-3-8b", "Q4_0", 5)
@@ -94,8 +96,9 @@ N_PROMPT = 4096  # eight ubatches
 
 def pipeline(session: Session) -> None:
     """A prompt of eight ubatches over two GPUs: the host waiting for each or for the last alone,
-    with one place for what crosses over and with four; and on one GPU
-    [pipeline-step-wait-MODEL, pipeline-n-copies-MODEL, pipeline-one-device-MODEL]."""
+    with one place for inputs and with four, where stream order makes up for places and where only
+    waits of the host do; and on one GPU [pipeline-step-wait-MODEL, pipeline-n-copies-MODEL,
+    pipeline-n-copies-per-copy-MODEL, pipeline-one-device-MODEL]."""
     preset, quant, rounds = PIPELINED
     if not session.takes(preset, quant):
         return
@@ -113,6 +116,9 @@ def pipeline(session: Session) -> None:
         spec = "step_wait=every,outputs"
         compare(session, engine, f"pipeline-step-wait-{model}", spec, test, rounds, four)
         compare(session, engine, f"pipeline-n-copies-{model}", "n_copies=1,4", test, rounds, train)
+        own = train.switched("sync", "per_copy").switched("copy_stream", "own")
+        run = f"pipeline-n-copies-per-copy-{model}"
+        compare(session, engine, run, "n_copies=1,4", test, rounds, own)
     with session.engine(preset, quant, n_ctx) as engine:
         compare(session, engine, f"pipeline-one-device-{model}", spec, test, rounds, four)
 

@@ -105,6 +105,26 @@ def test_the_first_device_goes_on_while_the_second_stands_still(path):
         assert np.array_equal(rows, wanted[24:])
 
 
+def test_an_engine_over_one_device_goes_on_beside_one_over_two(path):
+    """Whichever device the other has left the thread with, steps that exist and new ones."""
+    with load(path) as one, load(path, n_devices=2, toggles=PIPELINED) as two:
+        with one.variant(Toggles(graph_reuse="set_rows")) as kept:
+            wanted = [kept.prefill([1, 2, 3]), kept.step([4]), kept.step([5])]
+            kept.reset()
+            found = []
+            for tokens in ([1, 2, 3], [4], [5]):
+                two.prefill([1, 2, 3])
+                found.append(kept.prefill(tokens))
+            assert all(map(np.array_equal, found, wanted))
+            with profile(kept, nvtx=False, collector="events") as prof:
+                two.step([4])
+                kept.step([6])
+        two.close()
+        fresh = one.prefill([1, 2, 3])
+        assert np.array_equal(fresh, wanted[0])
+    assert prof.timeline.spans
+
+
 @pytest.mark.parametrize("collector", ["events", "cupti"])
 def test_both_devices_are_seen(path, collector):
     if collector == "cupti":

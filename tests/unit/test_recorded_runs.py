@@ -79,30 +79,28 @@ def test_a_comparison_is_interleaved_repeated_and_right(folder):
 
 
 SYNC_MODELS = [slug(preset, quant) for preset, quant, _ in measure_sync.SYNC_MODELS]
-MEASURED = [(model, stream, background) for model in SYNC_MODELS
-            for stream in ("own", "compute") for background in BACKGROUNDS]  # fmt: skip
+STREAMS = ("own", "compute")
 
 
-# README says so below the table; what is measured goes out of here
-NOT_YET = {
-    ("llama-3.2-3b-q4_k_m", "own", "on"), ("llama-3.2-3b-q4_k_m", "compute", "off"),
-    ("llama-3.2-3b-q4_k_m", "compute", "on"), *[m for m in MEASURED if m[0] == SYNC_MODELS[2]],
-}  # fmt: skip
+@pytest.mark.parametrize("background", BACKGROUNDS)
+@pytest.mark.parametrize("model", SYNC_MODELS)
+def test_every_sync_mode_was_measured_on_a_gpu(model, background):
+    """What is safe there, on both streams: gaps, and t/s in the thread's tests."""
+    run = load_run(RESULTS / f"cuda-gaps-{background}-{model}").run
+    wanted = [(mode, stream) for stream in STREAMS for mode in measure_sync.modes_on(stream)]
+    assert arms_of(run, background) == wanted
+    for stream in STREAMS:
+        run = load_run(RESULTS / f"cuda-sync-{stream}-{background}-{model}").run
+        assert arms_of(run, background) == [m for m in wanted if m[1] == stream]
+        assert run["tests"] == measure_sync.TESTS.split(",")
 
 
-@pytest.mark.parametrize(("model", "stream", "background"), MEASURED)
-def test_every_sync_mode_was_measured_on_a_gpu(model, stream, background):
-    """What is safe there, on both backgrounds: gaps, and t/s in the thread's tests."""
-    left = (model, stream, background) in NOT_YET
-    assert (RESULTS / f"cuda-sync-{stream}-{background}-{model}").exists() != left
-    for kind in ("gaps",) if left else ("gaps", "sync"):
-        run = load_run(RESULTS / f"cuda-{kind}-{stream}-{background}-{model}").run
-        arms = [arm for arm in run["arms"] if not arm["is_control"]]
-        assert [arm["name"] for arm in arms] == measure_sync.modes_on(stream)
-        assert {arm["toggles"]["copy_stream"] for arm in arms} == {stream}
-        assert {arm["toggles"]["graph_reuse"] for arm in arms} == {"set_rows"}
-        assert {arm["toggles"]["fuse_glu"] for arm in arms} == {background}
-    assert left or run["tests"] == measure_sync.TESTS.split(",")
+def arms_of(run: dict, background: str) -> list[tuple[str, str]]:
+    """Mode and copy stream of each, all of them on the background."""
+    toggles = [arm["toggles"] for arm in run["arms"] if not arm["is_control"]]
+    for name, value in (("graph_reuse", "set_rows"), ("fuse_glu", background), ("pdl", background)):
+        assert {t[name] for t in toggles} == {value}
+    return [(t["sync"], t["copy_stream"]) for t in toggles]
 
 
 NOTEBOOK_RUNS = {

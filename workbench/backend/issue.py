@@ -9,7 +9,8 @@ calls them in order. What a step produces asynchronously is returned with what g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,6 +50,17 @@ class Pending:
         return self._finish()
 
 
+class _Work(NamedTuple):
+    """A launch on a device: its place among the commands, and where its marks are made."""
+
+    place: int
+    device: Any
+    stream: int
+
+    def mark(self) -> Any:
+        return self.device.mark(self.stream)
+
+
 class Prepared:
     """A program bound to addresses. Lives as long as the memory it was bound to."""
 
@@ -63,6 +75,9 @@ class Prepared:
         what one before it recorded; new ones are added."""
         self.program = program
         self._backends = backends
+        # another engine's device may be the thread's; where there are several, commands say which
+        self._attach_device: Issue = getattr(backends[-1], "attach", _nothing)
+        self._attach_device()
         self._memory = memory
         self._events: dict[int, Any] = {} if events is None else events
         self._recorded_by: dict[int, Backend] = {}
@@ -91,6 +106,7 @@ class Prepared:
         """Issues everything up to the last wait. values: each input's array, of one dtype and
         shape for all runs."""
         self._values.update(values)
+        self._attach_device()
         for call in self._head:
             call()
         return Pending(self._finish)
@@ -106,34 +122,39 @@ class Prepared:
         self, values: Mapping[str, np.ndarray]
     ) -> tuple[Pending, Callable[[], tuple[int, int]]]:
         """As `run`, with marks in front of the first launch on a device, behind it, and behind the
-        last. The second result, called once the step is over, is when the first began and the last
-        ended: ns on the host's clock. A mark costs the host a microsecond or two on CUDA, nothing
-        on the embedded device. Only programs that launch on a device can be stamped."""
+        last. The second result, called once the step is over, is when the stream came to the first
+        (on CUDA before that is issued) and when the last ended: ns on the host's clock. A mark
+        costs the host a microsecond or two on CUDA, nothing on the embedded device. Only programs
+        that launch on a device can be stamped."""
+        first, last = self._ends
         self._values.update(values)
-        commands = self.program.commands
-        work = [
-            i for i, c in enumerate(commands)
-            if isinstance(c, Launch) and self._device_of(c) is not None
-        ]  # fmt: skip
-        first, last = commands[work[0]], commands[work[-1]]
-        beginning, ending = self._device_of(first), self._device_of(last)
-        assert isinstance(first, Launch) and isinstance(last, Launch)
-        assert beginning is not None and ending is not None
-        for call in self._head[: work[0]]:
+        self._attach_device()
+        for call in self._head[: first.place]:
             call()
-        begin = beginning.mark(first.stream.id)
-        self._head[work[0]]()
-        begun = beginning.mark(first.stream.id)
-        for call in self._head[work[0] + 1 : work[-1] + 1]:
+        begin = first.mark()
+        self._head[first.place]()
+        begun = first.mark()
+        for call in self._head[first.place + 1 : last.place + 1]:
             call()
-        end = ending.mark(last.stream.id)
-        for call in self._head[work[-1] + 1 :]:
+        end = last.mark()
+        for call in self._head[last.place + 1 :]:
             call()
 
         def when() -> tuple[int, int]:
-            return beginning.resolve(begin, begun)[0], ending.resolve(end, end)[1]
+            return first.device.resolve(begin, begun)[0], last.device.resolve(end, end)[1]
 
         return Pending(self._finish), when
+
+    @cached_property
+    def _ends(self) -> tuple[_Work, _Work]:
+        """The first and the last launch on a device. Found once: a search in every step would be
+        part of what is measured there."""
+        work = [
+            _Work(i, device, command.stream.id)
+            for i, command in enumerate(self.program.commands)
+            if isinstance(command, Launch) and (device := self._device_of(command)) is not None
+        ]
+        return work[0], work[-1]
 
     def run_traced(
         self, values: Mapping[str, np.ndarray], recorder: Recorder, step: int
@@ -144,6 +165,7 @@ class Prepared:
         device's clocks takes time that is not the step's.
         """
         self._values.update(values)
+        self._attach_device()
         recorder.runs(self.program, step)
         marks: list[tuple[int, Any, Any]] = []
         self._traced(range(self._end), recorder, step, marks)

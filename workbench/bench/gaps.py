@@ -1,14 +1,15 @@
 """How long no kernel runs between two tokens, and what one wait adds to that.
 
-The *host gap* is the time from the end of a token's last kernel to the start of the next one's
-first, by the device's own clock (`Engine.stamped`), in untraced steps: the logits' way to the host,
-what the host does, the inputs' way to the device, and the waits around them. Orderings that differ
-in their waits differ in their gaps; a line through gap over waits gives the cost of one wait
-without the noise of everything else that a token takes.
+The *host gap* is the time from the end of a token's last kernel until the stream comes to the next
+one's first, by the device's own clock (`Engine.stamped`), in untraced steps: the logits' way to the
+host, what the host does, the inputs' way to the device, and the waits around them. Orderings that
+differ in their waits differ in their gaps; a line through gap over waits gives the cost of one wait
+without the noise of everything else that a token takes. Waits are of several kinds, which one line
+does not tell apart: `Gaps.steps` has what each kind costs, a mode against the next.
 
 A host that slows down for a tenth of a second doubles the gaps of that time. So every arm decodes
-only a few tokens before it is the next one's turn, a line is drawn through each round, in which all
-arms meet the same host, and the cost of a wait is the median of the rounds' slopes.
+only a few tokens before it is the next one's turn, arms are compared within a round, in which all
+of them meet the same host, and what counts is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -27,18 +28,28 @@ from workbench.bench import provenance, results
 from workbench.bench.comparison import order_of
 from workbench.bench.stats import median_interval
 from workbench.bench.workload import Tokens, Workload, draw_tokens
-from workbench.config import Toggles
+from workbench.config import SyncMode, Toggles
 from workbench.errors import UsageError
 
 CONTROL = " (A/A)"
 COUNTED = ("waits", "stream_waits", "copies")  # of a token's commands
+# from one mode to another, and what goes
+STEPS = {
+    (SyncMode.PER_COPY, SyncMode.BLOCKING_COPIES): "waits before copies but one, for one behind",
+    (SyncMode.BLOCKING_COPIES, SyncMode.COPY_BOUNDARY): "a wait for each copy",
+    (SyncMode.COPY_BOUNDARY, SyncMode.WRITE_READ_BOUNDARY): "the wait before",
+    (SyncMode.WRITE_READ_BOUNDARY, SyncMode.IMPLICIT): "the wait behind",
+    (SyncMode.COPY_BOUNDARY, SyncMode.EVENT_GUARDED): "the wait behind, for an event",
+    (SyncMode.COPY_BOUNDARY, SyncMode.PACKED): "copies but one",
+}
 WARM_UP = 2  # tokens of every turn that are not counted: the arm before has left its own behind
 
 
 class Fit(NamedTuple):
-    """gap = base_us + wait_us * waits, by least squares through the medians of a round's arms;
-    medians over the rounds. low_us, high_us: 95 % interval of wait_us, a bootstrap over rounds, NaN
-    with one round."""
+    """gap = base_us + wait_us * waits. wait_us: median over the rounds of the slopes, by least
+    squares through the medians of a round's arms; low_us, high_us: its 95 % interval, a bootstrap
+    over rounds, NaN with one round. base_us: so that the line goes through the middle of the arms'
+    medians."""
 
     wait_us: float
     low_us: float
@@ -49,6 +60,20 @@ class Fit(NamedTuple):
 _ONE_DIGIT = "{:,.1f}".format
 
 
+class Step(NamedTuple):
+    """What one mode has less of gap than another (us, median over the rounds of the difference
+    within a round, with its 95 % interval), on a copy stream. what: the waits or copies that go."""
+
+    copy_stream: str
+    before: str
+    after: str
+    what: str
+    n_waits: int
+    us: float
+    low_us: float
+    high_us: float
+
+
 class Gaps(NamedTuple):
     """A run of `host_gaps`: run.json and a row for each gap, its ns in column `ns`."""
 
@@ -56,7 +81,8 @@ class Gaps(NamedTuple):
     samples: pd.DataFrame
 
     def table(self) -> pd.DataFrame:
-        """A row for each arm: pattern, waits, copies and bytes of a token, and the gap: median and
+        """A row for each arm: mode, copy stream, pattern, waits (the host's), stream_waits (the
+        device's), copies and bytes of a token (the logits' included), and the gap: median and
         quartiles, us."""
         rows = []
         for arm in self.run["arms"]:
@@ -66,6 +92,8 @@ class Gaps(NamedTuple):
             rows.append(
                 {
                     "arm": arm["name"],
+                    "sync": arm["sync_mode"],
+                    "copy_stream": arm["toggles"]["copy_stream"],
                     "pattern": program["folded_pattern"],
                     **{name: program["counts"][name] for name in COUNTED},
                     "bytes": program["counts"]["copied_bytes"],
@@ -77,25 +105,52 @@ class Gaps(NamedTuple):
         return pd.DataFrame(rows)
 
     @property
-    def fit(self) -> Fit:
-        """Of the arms that copy as often as the first, and whose device waits as often."""
-        table = self.table().set_index("arm")
+    def fits(self) -> dict[str, Fit]:
+        """By copy stream: the line through the arms that copy as often as its first, and whose
+        device waits as often."""
+        found, rounds = {}, self._rounds()
         others = [name for name in COUNTED if name != "waits"]
-        waits = table.loc[(table[others] == table[others].iloc[0]).all(axis=1), "waits"]
-        rounds = self.samples.pivot_table(
-            index="repetition", columns="arm", values="ns", aggfunc="median"
+        for stream, part in self.table().set_index("arm").groupby("copy_stream", sort=False):
+            alike = (part[others] == part[others].iloc[0]).all(axis=1)
+            waits = part.loc[alike, "waits"]
+            found[str(stream)] = fit_line(waits.to_numpy(float), rounds[waits.index].to_numpy())
+        return found
+
+    @property
+    def steps(self) -> list[Step]:
+        """What goes from mode to mode (`STEPS`), for those that the run has."""
+        found, rounds = [], self._rounds()
+        table = self.table()
+        table = table[~table["arm"].str.endswith(CONTROL)]
+        for stream, part in table.groupby("copy_stream", sort=False):
+            arms = part.set_index("sync")
+            for (before, after), what in STEPS.items():
+                if before in arms.index and after in arms.index:
+                    less = rounds[arms["arm"][before]] - rounds[arms["arm"][after]]
+                    n = int(arms["waits"][before] - arms["waits"][after])
+                    us = median_interval(less.to_numpy())
+                    found.append(Step(str(stream), str(before), str(after), what, n, *us))
+        return found
+
+    def _rounds(self) -> pd.DataFrame:
+        """Median gap by round and arm, us."""
+        return (
+            self.samples.pivot_table(
+                index="repetition", columns="arm", values="ns", aggfunc="median"
+            )
+            / 1e3
         )
-        return fit_line(waits.to_numpy(float), rounds[waits.index].to_numpy(float) / 1e3)
 
     @property
     def verdict(self) -> str:
-        """One line: what a wait adds, and on what device."""
-        fit, device = self.fit, self.run["engine"].get("device_description")
-        return (
-            f"one wait adds {fit.wait_us:.2f} us to the gap (95% CI {fit.low_us:.2f} to "
-            f"{fit.high_us:.2f}, n={self.run['repetitions']}), which is {fit.base_us:.1f} us "
-            f"without any; {device}"
-        )
+        """A line for each copy stream: what a wait adds; then the device."""
+        n, device = self.run["repetitions"], self.run["engine"].get("device_description")
+        lines = [
+            f"copy_stream={stream}: one wait adds {fit.wait_us:.2f} us to the gap (95% CI "
+            f"{fit.low_us:.2f} to {fit.high_us:.2f}, n={n}), {fit.base_us:.1f} us without any"
+            for stream, fit in self.fits.items()
+        ]
+        return "\n".join([*lines, str(device)])
 
     def __repr__(self) -> str:
         return f"{self.table().to_string(float_format=_ONE_DIGIT)}\n{self.verdict}"
@@ -110,8 +165,9 @@ def fit_line(waits: np.ndarray, gap_us: np.ndarray) -> Fit:
     arms have as many waits: nothing tells what one costs."""
     if len(set(waits.tolist())) < 2:
         raise UsageError("every arm waits as often; compare orderings with different waits")
-    slopes, bases = np.polyfit(waits, gap_us.T, 1)
-    return Fit(*median_interval(slopes), float(np.median(bases)))
+    slope = median_interval(np.polyfit(waits, gap_us.T, 1)[0])
+    left = np.median(gap_us, axis=0) - slope[0] * waits
+    return Fit(*slope, float(np.median(left)))
 
 
 def host_gaps(
@@ -128,9 +184,11 @@ def host_gaps(
     as its own control; a turn gives n_tokens - 1 gaps. A run folder is written to `out` where it is
     given.
 
-    Raises UsageError for a device without a clock or streams (the host), for tokens that do not fit
-    the context and for fewer than two.
+    Raises UsageError for no arms, for a device without a clock or streams (the host), for tokens
+    that do not fit the context and for fewer than two.
     """
+    if not arms:
+        raise UsageError("there are no arms to compare; name some, as {'per_copy': Toggles()}")
     if engine.backend.capabilities.synchronous:
         raise UsageError(f"the {engine.device} device has no gap: it computes when it is called")
     if n_tokens < 2 or rounds < 1:

@@ -3,15 +3,16 @@ costs, and what a second device adds. A table without runs is a line that says s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from workbench.bench import gaps
+from workbench.bench import gaps, results
 from workbench.bench.comparison import AB
-from workbench.bench.gaps import CONTROL
+from workbench.bench.gaps import CONTROL, STEPS
 from workbench.bench.stats import FASTER, SLOWER, aa_band, speedup, verdict
 from workbench.config import StepWait, SyncMode
 from workbench.report.recorded import NOT_MEASURED, commit_of
@@ -33,15 +34,15 @@ def caption(runs: Iterable[dict[str, Any]], more: str) -> str:
 
 
 def _of(folder: Path, kind: str, device: str) -> list[tuple[str, Path]]:
-    """Background and folder of the runs named `DEVICE-KIND-STREAM-BACKGROUND-MODEL`, those of a
-    model together."""
-    found = [path.parent for path in folder.glob(f"{device}-{kind}-*-*-*/run.json")]
-
-    def place(path: Path) -> tuple[str, str, str]:
-        stream, background, model = path.name.removeprefix(f"{device}-{kind}-").split("-", 2)
-        return model, background, stream
-
-    return [(place(path)[1], path) for path in sorted(found, key=place)]
+    """Background and folder of the runs `DEVICE-KIND-[STREAM-]BACKGROUND-MODEL`, those of a model
+    together."""
+    name = re.compile(rf"{device}-{kind}-(?:(\w+)-)?({'|'.join(BACKGROUNDS)})-(.+)")
+    found = [
+        (match[3], match[2], match[1] or "", path)
+        for path in sorted(folder.glob(f"{device}-{kind}-*"))
+        if (match := name.fullmatch(path.name)) and (path / results.RUN_JSON).is_file()
+    ]
+    return [(background, path) for _, background, _, path in sorted(found)]
 
 
 def _model(run: dict[str, Any]) -> str:
@@ -49,43 +50,59 @@ def _model(run: dict[str, Any]) -> str:
 
 
 def gaps_table(folder: Path, device: str = "cuda") -> str:
-    """A row for each model, background and copy stream: the gap under every mode, what a wait adds
-    to it; then what each mode issues for a token."""
-    rows, runs = list[dict[str, str]](), list[dict[str, Any]]()
+    """A row for each model, background and copy stream: the gap under every mode, and what a wait
+    adds to it by the line; the same rows: what goes from mode to mode; then what each mode issues
+    for a token."""
+    rows, steps, runs = list[dict[str, str]](), list[dict[str, str]](), list[dict[str, Any]]()
     issued: dict[str, dict[str, Any]] = {}
     for background, path in _of(folder, "gaps", device):
         found = gaps.load(path)
-        run, fit, table = found.run, found.fit, found.table().set_index("arm")
-        runs.append(run)
-        rows.append(
-            {
-                "Model": _model(run),
-                "with": BACKGROUNDS[background],
-                "copies ride": run["arms"][0]["toggles"]["copy_stream"],
-                **{m: f"{table['gap_us'][m]:.0f}" if m in table.index else "" for m in MODES},
-                f"{BASE} again": f"{table['gap_us'][BASE + CONTROL]:.0f}",
-                "one wait": f"{fit.wait_us:.1f} ({fit.low_us:.1f}..{fit.high_us:.1f})",
-            }
-        )
-        for mode in [m for m in MODES if m in table.index]:
-            row = table.loc[mode]
-            issued.setdefault(mode, row.to_dict() | {"bytes": {}})
-            issued[mode]["bytes"][_model(run)] = int(row["bytes"])
+        runs.append(found.run)
+        table, model = found.table(), _model(found.run)
+        again = dict.fromkeys(table["copy_stream"], "")
+        for row in table[table["arm"].str.endswith(CONTROL)].to_dict("records"):
+            again[row["copy_stream"]] = f"{row['gap_us']:.0f}"
+        table = table[~table["arm"].str.endswith(CONTROL)]
+        for stream, part in table.groupby("copy_stream", sort=False):
+            modes, fit = part.set_index("sync"), found.fits[str(stream)]
+            what = {"Model": model, "with": BACKGROUNDS[background], "copies ride": str(stream)}
+            us = {m: f"{modes['gap_us'][m]:.0f}" if m in modes.index else "" for m in MODES}
+            one = f"{fit.wait_us:.1f} ({fit.low_us:.1f}..{fit.high_us:.1f})"
+            rows.append(what | us | {f"{BASE} again": again[str(stream)], "one wait": one})
+            went = {(s.before, s.after): s for s in found.steps if s.copy_stream == stream}
+            steps.append(
+                what
+                | {
+                    f"{before} -> {after}": (
+                        f"{went[before, after].us:.0f} ({went[before, after].low_us:.0f}.."
+                        f"{went[before, after].high_us:.0f})"
+                        if (before, after) in went
+                        else ""
+                    )
+                    for before, after in STEPS
+                }
+            )
+        for row in table.to_dict("records"):
+            known = issued.setdefault(row["sync"], row | {"bytes": {}})
+            known["bytes"][model] = int(row["bytes"])
     if not rows:
         return f"Host gaps: {NOT_MEASURED}."
-    columns = ("waits", "stream_waits", "copies")
     counts = [
-        {"sync": mode, "pattern": f"`{found['pattern']}`"}
-        | {name.replace("_", " "): int(found[name]) for name in columns}
+        {"sync": mode, "pattern": f"`{found['pattern']}`", "waits of the host": found["waits"],
+         "of the device": found["stream_waits"], "copies": found["copies"]}
         | {f"bytes, {model}": n for model, n in found["bytes"].items()}
         for mode, found in issued.items()
-    ]
+    ]  # fmt: skip
     n = " and ".join(str(n) for n in sorted({run["repetitions"] for run in runs}))
+    what_goes = [f"{before} -> {after}: {what}" for (before, after), what in STEPS.items()]
     return "\n\n".join(
         [
             markdown(pd.DataFrame(rows)),
             caption(runs, f"us, medians; {n} rounds; one wait with its 95 % interval"),
-            "What each mode issues for a token:",
+            "What goes from mode to mode, us (95 % interval), within a round:",
+            markdown(pd.DataFrame(steps)),
+            "; ".join(what_goes) + ".",
+            "What each mode issues for a token (of the bytes all but some kilobytes are logits):",
             markdown(pd.DataFrame(counts)),
         ]
     )
@@ -126,15 +143,12 @@ def sync_table(folder: Path, device: str = "cuda") -> str:
             )
     if not rows:
         return f"Sync modes: {NOT_MEASURED}."
-    measured = {path.name.replace("-sync-", "-gaps-") for _, path in _of(folder, "sync", device)}
-    left = [p.name for _, p in _of(folder, "gaps", device) if p.name not in measured]
-    names = ", ".join(name.removeprefix(f"{device}-gaps-") for name in left)
     n = " and ".join(str(n) for n in sorted({run["repetitions"] for run in runs}))
     more = f"{n} interleaved repetitions of each test, answers checked in the same run"
     return "\n\n".join(
         [
             markdown(pd.DataFrame(rows)),
-            caption(runs, more) + (f" Not measured yet: {names}." if names else ""),
+            caption(runs, more),
             "By the median token of each repetition, all tests of a row together:",
             markdown(pd.DataFrame(by_token)),
         ]
@@ -202,7 +216,8 @@ def pipeline_table(folder: Path, device: str = "cuda") -> str:
     """A prompt of eight ubatches over two devices and on one."""
     names = {
         "pipeline-step-wait-*": "two devices",
-        "pipeline-n-copies-*": f"two devices, step_wait={StepWait.OUTPUTS}",
+        "pipeline-n-copies-llama*": f"two devices, step_wait={StepWait.OUTPUTS}",
+        "pipeline-n-copies-per-copy-*": f"the same, sync={BASE}, copy_stream=own",
         "pipeline-one-device-*": "one device",
     }
     return _comparisons(names, folder, device, "Two devices")
