@@ -33,7 +33,7 @@ def test_check_prints_what_is_proved(call):
     assert lines[2] == "races        none"
     assert "superfluous  11 of 13 waits: each can go alone" in lines
     assert "sufficient   2 of 13 waits: with these the others can go together" in lines
-    assert lines[-1].endswith("sync of event 80")
+    assert lines[-1].endswith('sync of "end of step on null"')
 
 
 def test_check_ends_with_3_where_commands_race_and_runs_what_an_engine_refuses(call):
@@ -51,7 +51,7 @@ def test_check_of_a_prompt_is_of_all_its_ubatches(call):
     assert status == 3 and made["patterns"] == ["h aaaaag", "h aaaaag", "h aaaaaag"]
     assert {r["kind"] for r in made["races"]} >= {"read-write"}
     assert all(r["first"]["kind"] == "copy" for r in made["races"])
-    assert [w["event"] for w in made["sufficient"]] == [80]
+    assert [w["event"] for w in made["sufficient"]] == ["end of step on null"]
 
 
 def test_check_of_tokens_behind_a_prompt_is_of_both_shapes(call):

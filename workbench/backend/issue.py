@@ -69,9 +69,9 @@ class Prepared:
         program: Program,
         backends: Sequence[Backend],
         memory: Mapping[Buffer, Memory],
-        events: dict[int, Any] | None = None,
+        events: dict[str, Any] | None = None,
     ):
-        """events: those of other programs of the same engine by number, for a step may wait for
+        """events: those of other programs of the same engine by name, for a step may wait for
         what one before it recorded; new ones are added."""
         self.program = program
         self._backends = backends
@@ -79,8 +79,8 @@ class Prepared:
         self._attach_device: Issue = getattr(backends[-1], "attach", _nothing)
         self._attach_device()
         self._memory = memory
-        self._events: dict[int, Any] = {} if events is None else events
-        self._recorded_by: dict[int, Backend] = {}
+        self._events: dict[str, Any] = {} if events is None else events
+        self._recorded_by: dict[str, Backend] = {}
         for command in program.commands:
             if isinstance(command, Record):
                 backend = backends[command.stream.backend]

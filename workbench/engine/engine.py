@@ -48,7 +48,7 @@ class Engine:
         self.recorder: Recorder | None = None
         self.n_steps = 0
         self._turn = 0  # of the places that steps take in turn, also those of steps that failed
-        self._events: dict[int, Any] = {}
+        self._events: dict[str, Any] = {}
         self._stamps: list[Callable[[], tuple[int, int]]] | None = None
         self._late: list[Callable[[], None]] = []  # device spans of steps nobody has waited for
         self._ns = dict.fromkeys(

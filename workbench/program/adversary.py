@@ -111,7 +111,7 @@ class Adversary:
     """A run, prepared once and then tried under as many seeds as wanted.
 
     steps: programs that one host issues one after the other (the same Buffer is the same memory,
-    the same event number the same event). one_order: whether copies share the order of their
+    the same event name the same event). one_order: whether copies share the order of their
     stream's other work; where not, nothing orders a copy but a Sync on its stream.
     """
 

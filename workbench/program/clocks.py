@@ -52,7 +52,7 @@ class Walk:
         self._host: Clock = [0] * n
         self._streams: list[Clock] = [[0] * n for _ in range(n)]
         self._turns: list[Clock] = [[0] * n for _ in range(n)]
-        self._events: dict[int, Clock] = {}
+        self._events: dict[str, Clock] = {}
         self._host_version, self._seen_version = 0, [0] * n
         self._n = n
         self._pieces: list[_Piece | None] = [None] * pieces  # None: no stream has touched it yet
@@ -87,16 +87,16 @@ class Walk:
         """Early work on t that is queued from here on follows everything queued so far."""
         self._turns[t] = self._issued(t).copy()
 
-    def record(self, event: int, t: int) -> None:
+    def record(self, event: str, t: int) -> None:
         self._events[event] = self._issued(t).copy()
 
-    def wait(self, event: int, t: int) -> None:
+    def wait(self, event: str, t: int) -> None:
         """Later work of t begins after the event's latest record; without one, nothing changes."""
         reached = self._events.get(event)
         if reached is not None:
             self._streams[t] = _later(self._issued(t), reached)
 
-    def sync(self, event: int) -> None:
+    def sync(self, event: str) -> None:
         """The host goes on after the event's latest record; without one, nothing changes."""
         reached = self._events.get(event)
         if reached is not None:

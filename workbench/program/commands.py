@@ -165,12 +165,12 @@ class Launch(Command):
 
 
 class Record(Command):
-    """Event number `event` becomes the point reached by `stream`."""
+    """The event called `event` becomes the point reached by `stream`."""
 
     __slots__ = ("event", "stream")
     kind = "record"
 
-    def __init__(self, event: int, stream: Stream, split: int):
+    def __init__(self, event: str, stream: Stream, split: int):
         self.event = event
         self.stream = stream
         self.split = split
@@ -182,7 +182,7 @@ class Wait(Command):
     __slots__ = ("event", "stream")
     kind = "wait"
 
-    def __init__(self, event: int, stream: Stream, split: int):
+    def __init__(self, event: str, stream: Stream, split: int):
         self.event = event
         self.stream = stream
         self.split = split
@@ -203,7 +203,7 @@ class Sync(Command):
         split: int,
         *,
         stream: Stream | None = None,
-        event: int | None = None,
+        event: str | None = None,
         blocks: Copy | None = None,
     ):
         self.stream = stream
@@ -308,16 +308,6 @@ class Program:
         self.shape = shape
         self.sync = sync
         self.copy_stream = copy_stream
-
-    @property
-    def events(self) -> set[int]:
-        """The numbers of the events that its commands name."""
-        return {c.event for c in self.commands
-                if isinstance(c, Record | Wait | Sync) and c.event is not None}  # fmt: skip
-
-    @property
-    def n_events(self) -> int:
-        return len(self.events)
 
     def pattern(self, fold: bool = False) -> str:
         """The program's order in the letters of the threads, one group per split.

@@ -19,7 +19,6 @@ the host each; what they protect, with copies on their own stream:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 
 from workbench.config import (
     CopyStream,
@@ -29,6 +28,7 @@ from workbench.config import (
 )
 from workbench.graph import arena, ops
 from workbench.graph.ir import Graph, Kind, Node, Tensor
+from workbench.program import guards
 from workbench.program.commands import (
     COMPUTE_STREAM,
     COPY_STREAM,
@@ -52,23 +52,6 @@ from workbench.program.ordering import Ordering
 from workbench.program.split import Split
 
 
-class Guard(IntEnum):
-    """What an event stands behind: the results of a step; the copies of a split's inputs; the
-    graph that reads them; the copies from staging memory; those from another device."""
-
-    ENDED, LANDED, READ, STAGED, CROSSED = range(5)
-
-
-MOST_PLACES = MOST_BACKENDS = 16
-
-
-def event_number(guard: Guard, backend: int, split: int = 0, place: int = 0) -> int:
-    """The same in every program of an engine, whatever its shape: an event of one step is what a
-    later step waits for. backend: the one that records it; events are a device's own, and steps of
-    other shapes can end on another."""
-    return ((split * MOST_BACKENDS + backend) * MOST_PLACES + place) * len(Guard) + guard
-
-
 def _of_place(name: str, place: int, places: int) -> str:
     """A buffer for each place, since those of other shapes are as large as they need."""
     return name if places == 1 else f"{name}.{place}"
@@ -84,8 +67,9 @@ class _Lowering:
         known: dict[str, Buffer] | None,
         turn: int,
         in_stream: bool,
+        names: Sequence[str],
     ):
-        self.in_stream = in_stream
+        self.in_stream, self.names = in_stream, names
         self.ordering, self.rule = ordering, ordering.rule
         self.host_place = turn % ordering.host_places
         self.device_place = turn % ordering.device_places
@@ -158,7 +142,7 @@ class _Lowering:
             self.placement.append(placement)
         if self.ordering.host_places > 1 and owner:
             for device in range(1, owner + 1):
-                copied_from = event_number(Guard.STAGED, device, place=self.host_place)
+                copied_from = guards.staged(self.names[device], self.host_place)
                 self.commands.append(Sync(RESULT, event=copied_from))
         for t in graph.inputs:
             self.commands.append(Write(staged[t], t.name))
@@ -198,7 +182,7 @@ class _Lowering:
         if rule.wait_after and from_host:
             emit(Sync(number, stream=copies))
         if rule.guarded and from_host:
-            landed = event_number(Guard.LANDED, part.backend, number)
+            landed = guards.landed(self.names[part.backend], number)
             emit(Record(landed, copies, number))
             emit(Wait(landed, compute, number))
         if self.ordering.host_places > 1 and number == self.last_copied.get(part.backend):
@@ -209,7 +193,7 @@ class _Lowering:
     def _staged(self, copies: Stream, number: int) -> None:
         """The point behind a device's copies from this step's staging memory. It has the device's
         number, not a split's: a step of another shape, with other splits, waits for it."""
-        event = event_number(Guard.STAGED, copies.backend, place=self.host_place)
+        event = guards.staged(self.names[copies.backend], self.host_place)
         self.commands.append(Record(event, copies, number))
 
     def take_nothing(self, number: int) -> None:
@@ -233,7 +217,7 @@ class _Lowering:
             for s in theirs:
                 if made_by[s] == device:
                     emit(Copy(here[s], self.placement[device][s], stream, s.name, number))
-            landed = event_number(Guard.CROSSED, device, number)
+            landed = guards.crossed(self.names[device], number)
             emit(Record(landed, stream, number))
             emit(Wait(landed, Stream(part.backend, COMPUTE_STREAM), number))
 
@@ -244,9 +228,9 @@ class _Lowering:
             return Sync(number, stream=compute)
         return Sync(number, event=self._read(compute.backend, number))
 
-    def _read(self, backend: int, number: int) -> int:
+    def _read(self, backend: int, number: int) -> str:
         """The event behind the graph of a split on `backend` that read this step's places."""
-        return event_number(Guard.READ, backend, number, self.device_place)
+        return guards.read(self.names[backend], number, self.device_place)
 
     def _from_host(self, part: Split, staged) -> list[tuple[str, Range, Range]]:
         """Name, destination and source of each copy from staging memory, in order."""
@@ -314,7 +298,7 @@ class _Lowering:
             emit(Copy(there, self.placement[made_by[t]][t], last, t.name, RESULT))
             reads.append(Read(there, t.name))
         if self.in_stream:
-            ended = event_number(Guard.ENDED, last.backend)
+            ended = guards.ended(self.names[last.backend])
             emit(Record(ended, last, RESULT))
             emit(Sync(RESULT, event=ended))
         else:
@@ -372,7 +356,7 @@ def lower(
     step_wait wants none; where not in_stream, a Sync on the stream before the logits' copy and one
     behind it take the place of the event.
     """
-    lowering = _Lowering(ordering, begins_early, buffers, turn, in_stream)
+    lowering = _Lowering(ordering, begins_early, buffers, turn, in_stream, backends)
     made_by = {t.storage: s.backend for s in splits for node in s.nodes for t in node.outputs}
     staged = lowering.place(graph, splits, residents, scratch_bytes)
     for number, part in enumerate(splits):

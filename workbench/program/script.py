@@ -64,7 +64,6 @@ class Script:
         self._ranges: dict[str, Range] = {}
         self._tensors: dict[str, Tensor] = {}
         self._placement: list[dict[Tensor, Range]] = [{} for _ in backends]
-        self._events: dict[str, int] = {}
 
     def step(self) -> None:
         """Begins the next step."""
@@ -140,11 +139,11 @@ class Script:
 
     def record(self, event: str, backend: str) -> None:
         """`event` becomes the point that `backend`'s compute stream has reached."""
-        self._emit(Record(self._event(event), self._stream(backend), self._split))
+        self._emit(Record(event, self._stream(backend), self._split))
 
     def wait(self, event: str, backend: str) -> None:
         """Later work of `backend`'s compute stream waits for `event`; the host does not."""
-        self._emit(Wait(self._event(event), self._stream(backend), self._split))
+        self._emit(Wait(event, self._stream(backend), self._split))
 
     def sync(self, backend: str) -> None:
         """The host waits for everything on `backend`'s compute stream."""
@@ -152,7 +151,7 @@ class Script:
 
     def sync_event(self, event: str) -> None:
         """The host waits for `event`."""
-        self._emit(Sync(self._split, event=self._event(event)))
+        self._emit(Sync(self._split, event=event))
 
     def result(self, memory: str) -> None:
         """The step ends: copied to the host, waited for, read."""
@@ -211,9 +210,6 @@ class Script:
 
     def _stream(self, backend: str) -> Stream:
         return Stream(self._index(backend), COMPUTE_STREAM)
-
-    def _event(self, name: str) -> int:
-        return self._events.setdefault(name, len(self._events))
 
 
 def _name(memory: str) -> str:

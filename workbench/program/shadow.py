@@ -162,7 +162,7 @@ class Run:
         self.tasks: list[list[Task]] = [[] for _ in range(len(self._queues) + 1)]
         self.host: list[HostStep] = []
         self.final = [BEFORE] * len(self.bounds)
-        self._events: dict[int, Point] = {}
+        self._events: dict[str, Point] = {}
         for n, touch in enumerate(touches):
             self._issue(n, touch)
 

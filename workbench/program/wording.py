@@ -53,16 +53,20 @@ def named(command: Command, backends: Sequence[str]) -> str:
         case Write() | Read():
             return f"{command.kind} {command.value}"
         case Record():
-            return f"record of event {command.event} on {stream_name(command.stream, backends)}"
+            return f"record of {_quoted(command.event)} on {stream_name(command.stream, backends)}"
         case Wait():
-            return f"wait of {stream_name(command.stream, backends)} for event {command.event}"
+            return f"wait of {stream_name(command.stream, backends)} for {_quoted(command.event)}"
         case Sync():
-            of = f"event {command.event}"
+            of = _quoted(command.event)
             if command.stream is not None:
                 of = stream_name(command.stream, backends)
             blocks = "" if command.blocks is None else f" behind copy {command.blocks.name}"
             return f"sync of {of}{blocks}"
     return command.kind
+
+
+def _quoted(event: str | None) -> str:
+    return f'"{event}"'
 
 
 def on_host(command: Command) -> bool:
