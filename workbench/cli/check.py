@@ -20,7 +20,7 @@ from workbench.cli.common import (
     app,
     load,
 )
-from workbench.config import StepWait
+from workbench.program.commands import RESULT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,8 @@ def check(
     else:
         n_ubatches = -(-n_tokens // config.n_ubatch)
         print("\n".join(lines(cycle, found)))
-        if toggles.step_wait == StepWait.OUTPUTS and 1 < n_ubatches <= turns:
+        waited = cycle[0].commands[-1].split == RESULT  # no train, then
+        if 1 < n_ubatches <= turns and not waited:
             print(
                 f"note         of prompts of {n_ubatches} ubatches; the next would overwrite what "
                 f"the first used: ask for --n-tokens {turns * config.n_ubatch + 1} or more"
