@@ -20,8 +20,6 @@ from workbench.cli.common import (
     app,
     load,
 )
-from workbench.program.commands import RESULT
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -51,6 +49,7 @@ def check(
     is checked, too. Exit status 3 where commands race."""
     from workbench.engine.kv_cache import check_room
     from workbench.program import hazards
+    from workbench.program.commands import RESULT
 
     check_room(0, n_tokens + n_decoded, config.n_ctx)
     with load(model, dataclasses.replace(config, unsafe=True), toggles) as engine:
