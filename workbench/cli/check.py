@@ -20,6 +20,7 @@ from workbench.cli.common import (
     app,
     load,
 )
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
