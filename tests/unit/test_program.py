@@ -154,6 +154,16 @@ def test_user_inputs_can_be_copied_first(house):
     assert names["user_first"][:-1] == names["graph"][1:]
 
 
+def test_a_train_ends_with_the_way_of_its_logits(house):
+    """As the threads write it: `aaaag aaaag aaaagas`, here with the host's split in front."""
+    shapes = [StepShape(4, 0, 256), StepShape(4, 0, 256), StepShape(4, 1, 256)]
+    train = [house.program("implicit", shape=s, step_wait="outputs", copy_stream="compute")
+             for s in shapes]  # fmt: skip
+    found = [program.pattern(fold=True, result=True) for program in train]
+    assert found == ["h aaaag", "h aaaag", "h aaaagas"]
+    assert house.program("per_copy").pattern(fold=True, result=True) == "h scscgas"
+
+
 @pytest.mark.parametrize(("source", "space"), [("pinned", Space.PINNED), ("pageable", Space.HOST)])
 def test_inputs_are_copied_from_the_memory_that_is_asked_for(house, source, space):
     program = house.program("copy_boundary", host_source=source)

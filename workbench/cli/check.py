@@ -90,9 +90,10 @@ def _declared(backend: Any) -> Callable[[Node], bool]:
 def lines(cycle: list[Program], found: Findings) -> list[str]:
     """Findings for reading."""
     laps = len(found.steps) // len(cycle)
+    patterns = [p.pattern(fold=True, result=len(cycle) > 1) for p in cycle]
     n_commands = sum(len(program.commands) for program in found.steps)
     out = [
-        f"pattern      {' | '.join(_runs([p.pattern(fold=True) for p in cycle]))}",
+        f"pattern      {' | '.join(_runs(patterns))}",
         f"checked      {_n(len(cycle), 'program')}, {laps} times: {_n(n_commands, 'command')}",
         f"races        {len(found.races) or 'none'}",
     ]

@@ -19,6 +19,7 @@ Contracts (host order is list order):
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, NamedTuple
@@ -309,13 +310,15 @@ class Program:
         self.sync = sync
         self.copy_stream = copy_stream
 
-    def pattern(self, fold: bool = False) -> str:
+    def pattern(self, fold: bool = False, result: bool = False) -> str:
         """The program's order in the letters of the threads, one group per split.
 
         `c` a Copy followed at once by a Sync on it (a blocking copy), `a` a Copy without, `s` any
         other Sync, `r` Record, `w` Wait, `g` the device work of a split, `h` a host split.
         Writes, Reads and the logits wait are not printed. With fold, every run of two copies or
         more is written as four, and every run of sync-and-copy pairs as `scsc`, as the threads do.
+        With result, the last group ends with the way of the results to the host, `as`, where there
+        are any: `aaaag aaaag aaaagas` is a train of three ubatches.
         """
         groups = ["" for _ in self.splits]
         blocked = {c.blocks for c in self.commands if isinstance(c, Sync)}
@@ -326,7 +329,16 @@ class Program:
             # the launches of a split are one letter; a blocking copy's wait is part of its `c`
             if letter and not (letter in "gh" and groups[command.split].endswith(letter)):
                 groups[command.split] += letter
-        return " ".join(folded(g) if fold else g for g in groups)
+        if fold:
+            groups = [folded(g) for g in groups]
+        if result:
+            groups[-1] += self._way_of_results()
+        return " ".join(groups)
+
+    def _way_of_results(self) -> str:
+        behind = itertools.takewhile(lambda c: c.split == RESULT, reversed(self.commands))
+        kinds = {type(c) for c in behind}  # as many copies as results; one wait
+        return "".join(letter for kind, letter in ((Copy, "a"), (Sync, "s")) if kind in kinds)
 
     def counts(self) -> dict[str, int]:
         """Per step: waits of the host, copies, launches, records, stream waits, bytes copied.

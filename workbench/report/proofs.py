@@ -58,7 +58,7 @@ def proof_rows(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> Iterator[
         yield {
             "ordering": ordering,
             "run": run,
-            "pattern": " | ".join(_once(p.pattern(fold=True) for p in cycle)),
+            "pattern": " | ".join(_once(p.pattern(True, result=len(cycle) > 1) for p in cycle)),
             "waits": len(found.waits),
             "superfluous": len(found.superfluous),
             "sufficient": len(found.sufficient),
