@@ -14,6 +14,7 @@ in the log, that contains the control's whole interval.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -66,19 +67,8 @@ def speedup(
         return Ratio(math.exp(value), math.nan, math.nan, n)
     if np.ptp(logs[0]) == 0 and np.ptp(logs[1]) == 0:
         return Ratio(math.exp(value), math.exp(value), math.exp(value), n)
-    from scipy.stats import bootstrap  # slow to import, and only a finished comparison needs it
-
-    bounds = bootstrap(
-        (logs[0], logs[1]),
-        _log_ratio,
-        paired=True,
-        vectorized=True,
-        n_resamples=N_RESAMPLES,
-        confidence_level=confidence,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return Ratio(math.exp(value), math.exp(bounds.low), math.exp(bounds.high), n)
+    low, high = _bounds((logs[0], logs[1]), _log_ratio, seed, confidence)
+    return Ratio(math.exp(value), math.exp(low), math.exp(high), n)
 
 
 def median_interval(
@@ -92,18 +82,26 @@ def median_interval(
         return middle, math.nan, math.nan
     if np.ptp(values) == 0:
         return middle, middle, middle
-    from scipy.stats import bootstrap
+    return middle, *_bounds((values,), np.median, seed, confidence)
 
-    bounds = bootstrap(
-        (values,),
-        np.median,
+
+def _bounds(
+    samples: tuple[np.ndarray, ...], statistic: Callable, seed: int, confidence: float
+) -> tuple[float, float]:
+    """The percentile bootstrap interval of a statistic, entry i of every sample from round i."""
+    from scipy.stats import bootstrap  # slow to import, and only a finished comparison needs it
+
+    found = bootstrap(
+        samples,
+        statistic,
+        paired=len(samples) > 1,
         vectorized=True,
         n_resamples=N_RESAMPLES,
         confidence_level=confidence,
         method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval
-    return middle, float(bounds.low), float(bounds.high)
+    return float(found.low), float(found.high)
 
 
 def _log_ratio(baseline: np.ndarray, toggled: np.ndarray, axis: int = -1) -> np.ndarray:
