@@ -315,10 +315,6 @@ class Program:
         return {c.event for c in self.commands
                 if isinstance(c, Record | Wait | Sync) and c.event is not None}  # fmt: skip
 
-    @property
-    def n_events(self) -> int:
-        return len(self.events)
-
     def pattern(self, fold: bool = False) -> str:
         """The program's order in the letters of the threads, one group per split.
 

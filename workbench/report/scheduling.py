@@ -3,7 +3,7 @@ costs, and what a second device adds. A table without runs is a line that says s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,14 @@ from workbench.bench.comparison import AB
 from workbench.bench.gaps import CONTROL
 from workbench.bench.stats import FASTER, SLOWER, aa_band, speedup, verdict
 from workbench.config import StepWait, SyncMode
-from workbench.report.recorded import NOT_MEASURED, commit_of
+from workbench.report.blocks import caption
+from workbench.report.recorded import NOT_MEASURED, model_of
 from workbench.report.tables import markdown
 
 MODES = [mode.value for mode in SyncMode if mode != SyncMode.AUTO]
 BASE, MERGED = SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value
 OTHERS = [mode for mode in MODES if mode not in (BASE, MERGED)]
 BACKGROUNDS = {"off": "programs kept", "on": "all on"}
-
-
-def caption(runs: Iterable[dict[str, Any]], more: str) -> str:
-    """Device, commits and date of runs that stand in one table."""
-    found = list(runs)
-    devices = dict.fromkeys(str(run["engine"]["device_description"]) for run in found)
-    commits = dict.fromkeys(commit_of(run) for run in found)
-    date = min(run["started"][:10] for run in found)
-    return f"{' and '.join(devices)}; {more}; commit {', '.join(commits)}; {date}."
 
 
 def _of(folder: Path, kind: str, device: str) -> list[tuple[str, Path]]:
@@ -44,22 +36,18 @@ def _of(folder: Path, kind: str, device: str) -> list[tuple[str, Path]]:
     return [(place(path)[1], path) for path in sorted(found, key=place)]
 
 
-def _model(run: dict[str, Any]) -> str:
-    return f"{run['model']['name']} {run['model']['quant']}".replace(" with random weights", "")
-
-
 def gaps_table(folder: Path, device: str = "cuda") -> str:
     """A row for each model, background and copy stream: the gap under every mode, what a wait adds
     to it; then what each mode issues for a token."""
-    rows, runs = list[dict[str, str]](), list[dict[str, Any]]()
+    rows, runs = list[dict[str, str]](), list[gaps.Gaps]()
     issued: dict[str, dict[str, Any]] = {}
     for background, path in _of(folder, "gaps", device):
         found = gaps.load(path)
         run, fit, table = found.run, found.fit, found.table().set_index("arm")
-        runs.append(run)
+        runs.append(found)
         rows.append(
             {
-                "Model": _model(run),
+                "Model": model_of(run),
                 "with": BACKGROUNDS[background],
                 "copies ride": run["arms"][0]["toggles"]["copy_stream"],
                 **{m: f"{table['gap_us'][m]:.0f}" if m in table.index else "" for m in MODES},
@@ -70,7 +58,7 @@ def gaps_table(folder: Path, device: str = "cuda") -> str:
         for mode in [m for m in MODES if m in table.index]:
             row = table.loc[mode]
             issued.setdefault(mode, row.to_dict() | {"bytes": {}})
-            issued[mode]["bytes"][_model(run)] = int(row["bytes"])
+            issued[mode]["bytes"][model_of(run)] = int(row["bytes"])
     if not rows:
         return f"Host gaps: {NOT_MEASURED}."
     columns = ("waits", "stream_waits", "copies")
@@ -80,7 +68,7 @@ def gaps_table(folder: Path, device: str = "cuda") -> str:
         | {f"bytes, {model}": n for model, n in found["bytes"].items()}
         for mode, found in issued.items()
     ]
-    n = " and ".join(str(n) for n in sorted({run["repetitions"] for run in runs}))
+    n = " and ".join(str(n) for n in sorted({run.run["repetitions"] for run in runs}))
     return "\n\n".join(
         [
             markdown(pd.DataFrame(rows)),
@@ -95,12 +83,12 @@ def sync_table(folder: Path, device: str = "cuda") -> str:
     """A row for each test: t/s under the mode before the change and under the one that was merged,
     then the speedup of every other. Then the same by the median token (`_by_median_token`). A
     speedup outside the A/A band whose interval excludes 1 is bold."""
-    rows, by_token, runs = list[dict[str, str]](), list[dict[str, str]](), list[dict[str, Any]]()
+    rows, by_token, runs = list[dict[str, str]](), list[dict[str, str]](), list[AB]()
     for background, path in _of(folder, "sync", device):
         ab = AB.load(path)
-        runs.append(ab.run)
+        runs.append(ab)
         what = {
-            "Model": _model(ab.run),
+            "Model": model_of(ab.run),
             "with": BACKGROUNDS[background],
             "copies ride": ab.run["arms"][0]["toggles"]["copy_stream"],
         }
@@ -129,7 +117,7 @@ def sync_table(folder: Path, device: str = "cuda") -> str:
     measured = {path.name.replace("-sync-", "-gaps-") for _, path in _of(folder, "sync", device)}
     left = [p.name for _, p in _of(folder, "gaps", device) if p.name not in measured]
     names = ", ".join(name.removeprefix(f"{device}-gaps-") for name in left)
-    n = " and ".join(str(n) for n in sorted({run["repetitions"] for run in runs}))
+    n = " and ".join(str(n) for n in sorted({run.run["repetitions"] for run in runs}))
     more = f"{n} interleaved repetitions of each test, answers checked in the same run"
     return "\n\n".join(
         [
@@ -165,18 +153,18 @@ def _bold(ratio: float, judged: str) -> str:
 
 def _comparisons(names: dict[str, str], folder: Path, device: str, missing: str) -> str:
     """A row for each toggled arm of the runs `DEVICE-NAME`, a name to what its row is called."""
-    rows, runs = [], []
+    rows, runs = list[dict[str, str]](), list[AB]()
     for name, what in names.items():
         for path in sorted(folder.glob(f"{device}-{name}/run.json")):
             ab = AB.load(path.parent)
-            runs.append(ab.run)
+            runs.append(ab)
             for row in ab.summary().to_dict("records"):
                 if row["is_control"]:
                     continue
                 rows.append(
                     {
                         "": what,
-                        "Model": _model(ab.run),
+                        "Model": model_of(ab.run),
                         "Test": row["test"],
                         "toggle": f"{ab.run['result']['toggle']}: "
                         f"{ab.label(ab.run['arms'][0])} -> {row['label']}",
@@ -189,7 +177,7 @@ def _comparisons(names: dict[str, str], folder: Path, device: str, missing: str)
                 )
     if not rows:
         return f"{missing}: {NOT_MEASURED}."
-    n = " and ".join(str(n) for n in sorted({run["repetitions"] for run in runs}))
+    n = " and ".join(str(n) for n in sorted({run.run["repetitions"] for run in runs}))
     return f"{markdown(pd.DataFrame(rows))}\n\n{caption(runs, f'{n} interleaved repetitions')}"
 
 
