@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pandas as pd
 
-from workbench.bench import results
 from workbench.bench.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound
 from workbench.bench.comparison import AB
 from workbench.report import proofs
@@ -37,7 +36,14 @@ from workbench.report.recorded import (
 from workbench.report.tables import markdown
 
 
-def caption(runs: Iterable[results.Run], more: str = "") -> str:
+class OfARun(Protocol):
+    """A run, or what was made of one: a comparison, gaps."""
+
+    @property
+    def run(self) -> dict[str, Any]: ...
+
+
+def caption(runs: Iterable[OfARun], more: str = "") -> str:
     """Device, commits and date of runs that stand in one table."""
     found = [run.run for run in runs]
     devices = dict.fromkeys(str(run["engine"].get("device_description")) for run in found)

@@ -4,7 +4,7 @@ costs, and what a second device adds. A table without runs is a line that says s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,14 @@ from workbench.bench.comparison import AB
 from workbench.bench.gaps import CONTROL, STEPS
 from workbench.bench.stats import FASTER, SLOWER, aa_band, speedup, verdict
 from workbench.config import StepWait, SyncMode
-from workbench.report.recorded import NOT_MEASURED, commit_of
+from workbench.report.blocks import caption
+from workbench.report.recorded import NOT_MEASURED, model_of
 from workbench.report.tables import markdown
 
 MODES = [mode.value for mode in SyncMode if mode != SyncMode.AUTO]
 BASE, MERGED = SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value
 OTHERS = [mode for mode in MODES if mode not in (BASE, MERGED)]
 BACKGROUNDS = {"off": "programs kept", "on": "all on"}
-
-
-def caption(runs: Iterable[dict[str, Any]], more: str) -> str:
-    """Device, commits and date of runs that stand in one table."""
-    found = list(runs)
-    devices = dict.fromkeys(str(run["engine"]["device_description"]) for run in found)
-    commits = dict.fromkeys(commit_of(run) for run in found)
-    date = min(run["started"][:10] for run in found)
-    return f"{' and '.join(devices)}; {more}; commit {', '.join(commits)}; {date}."
 
 
 def _of(folder: Path, kind: str, device: str) -> list[tuple[str, Path]]:
@@ -45,20 +37,16 @@ def _of(folder: Path, kind: str, device: str) -> list[tuple[str, Path]]:
     return [(background, path) for _, background, _, path in sorted(found)]
 
 
-def _model(run: dict[str, Any]) -> str:
-    return f"{run['model']['name']} {run['model']['quant']}".replace(" with random weights", "")
-
-
 def gaps_table(folder: Path, device: str = "cuda") -> str:
     """A row for each model, background and copy stream: the gap under every mode, and what a wait
     adds to it by the line; the same rows: what goes from mode to mode; then what each mode issues
     for a token."""
-    rows, steps, runs = list[dict[str, str]](), list[dict[str, str]](), list[dict[str, Any]]()
+    rows, steps, runs = list[dict[str, str]](), list[dict[str, str]](), list[gaps.Gaps]()
     issued: dict[str, dict[str, Any]] = {}
     for background, path in _of(folder, "gaps", device):
         found = gaps.load(path)
-        runs.append(found.run)
-        table, model = found.table(), _model(found.run)
+        runs.append(found)
+        table, model = found.table(), model_of(found.run)
         again = dict.fromkeys(table["copy_stream"], "")
         for row in table[table["arm"].str.endswith(CONTROL)].to_dict("records"):
             again[row["copy_stream"]] = f"{row['gap_us']:.0f}"
@@ -93,7 +81,7 @@ def gaps_table(folder: Path, device: str = "cuda") -> str:
         | {f"bytes, {model}": n for model, n in found["bytes"].items()}
         for mode, found in issued.items()
     ]  # fmt: skip
-    n = " and ".join(str(n) for n in sorted({run["repetitions"] for run in runs}))
+    n = " and ".join(str(n) for n in sorted({run.run["repetitions"] for run in runs}))
     what_goes = [f"{before} -> {after}: {what}" for (before, after), what in STEPS.items()]
     return "\n\n".join(
         [
@@ -112,12 +100,12 @@ def sync_table(folder: Path, device: str = "cuda") -> str:
     """A row for each test: t/s under the mode before the change and under the one that was merged,
     then the speedup of every other. Then the same by the median token (`_by_median_token`). A
     speedup outside the A/A band whose interval excludes 1 is bold."""
-    rows, by_token, runs = list[dict[str, str]](), list[dict[str, str]](), list[dict[str, Any]]()
+    rows, by_token, runs = list[dict[str, str]](), list[dict[str, str]](), list[AB]()
     for background, path in _of(folder, "sync", device):
         ab = AB.load(path)
-        runs.append(ab.run)
+        runs.append(ab)
         what = {
-            "Model": _model(ab.run),
+            "Model": model_of(ab.run),
             "with": BACKGROUNDS[background],
             "copies ride": ab.run["arms"][0]["toggles"]["copy_stream"],
         }
@@ -143,7 +131,7 @@ def sync_table(folder: Path, device: str = "cuda") -> str:
             )
     if not rows:
         return f"Sync modes: {NOT_MEASURED}."
-    n = " and ".join(str(n) for n in sorted({run["repetitions"] for run in runs}))
+    n = " and ".join(str(n) for n in sorted({run.run["repetitions"] for run in runs}))
     more = f"{n} interleaved repetitions of each test, answers checked in the same run"
     return "\n\n".join(
         [
@@ -179,18 +167,18 @@ def _bold(ratio: float, judged: str) -> str:
 
 def _comparisons(names: dict[str, str], folder: Path, device: str, missing: str) -> str:
     """A row for each toggled arm of the runs `DEVICE-NAME`, a name to what its row is called."""
-    rows, runs = [], []
+    rows, runs = list[dict[str, str]](), list[AB]()
     for name, what in names.items():
         for path in sorted(folder.glob(f"{device}-{name}/run.json")):
             ab = AB.load(path.parent)
-            runs.append(ab.run)
+            runs.append(ab)
             for row in ab.summary().to_dict("records"):
                 if row["is_control"]:
                     continue
                 rows.append(
                     {
                         "": what,
-                        "Model": _model(ab.run),
+                        "Model": model_of(ab.run),
                         "Test": row["test"],
                         "toggle": f"{ab.run['result']['toggle']}: "
                         f"{ab.label(ab.run['arms'][0])} -> {row['label']}",
@@ -203,7 +191,7 @@ def _comparisons(names: dict[str, str], folder: Path, device: str, missing: str)
                 )
     if not rows:
         return f"{missing}: {NOT_MEASURED}."
-    n = " and ".join(str(n) for n in sorted({run["repetitions"] for run in runs}))
+    n = " and ".join(str(n) for n in sorted({run.run["repetitions"] for run in runs}))
     return f"{markdown(pd.DataFrame(rows))}\n\n{caption(runs, f'{n} interleaved repetitions')}"
 
 
