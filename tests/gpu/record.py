@@ -2,6 +2,7 @@
 
 Writes data/results/gpu-tests.json (or FILE): date, device, driver, hash of the sources tested
 (`tests/gpu/hashing.py`), counts and duration. Exits as pytest does; a failed run is recorded too.
+With `--two` only what wants two GPUs, into gpu-tests-two.json.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ sys.path.insert(0, str(ROOT))
 from tests.gpu.hashing import source_hash  # noqa: E402
 from workbench.backend.cuda import probe  # noqa: E402
 
-OUT = ROOT / "data" / "results" / "gpu-tests.json"
+RESULTS = ROOT / "data" / "results"
+TESTS = ROOT / "tests" / "gpu"
+# the tests, and where what came of them is kept; by whether two GPUs are wanted
+RUNS = {
+    False: (TESTS, RESULTS / "gpu-tests.json"),
+    True: (TESTS / "test_cuda_devices.py", RESULTS / "gpu-tests-two.json"),
+}
 
 
 class Counts:
@@ -40,13 +47,15 @@ class Counts:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--two", action="store_true", help="only what wants two GPUs")
     parser.add_argument("pytest_args", nargs="*", help="more arguments for pytest")
     args = parser.parse_args()
+    tests, out = RUNS[args.two]
     device, _, driver = probe().partition(", driver ")
     counts, start = Counts(), time.perf_counter()
     status = pytest.main(
-        [str(ROOT / "tests" / "gpu"), "-m", "gpu", "-p", "no:cacheprovider", *args.pytest_args],
+        [str(tests), "-m", "gpu", "-p", "no:cacheprovider", *args.pytest_args],
         plugins=[counts],
     )
     found = Counter(counts.outcomes.values())
@@ -60,8 +69,9 @@ def main() -> int:
         "skipped": found["skipped"],
         "duration_s": round(time.perf_counter() - start, 1),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    out = args.out or out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
     return int(status)
 
