@@ -235,26 +235,42 @@ CHECKS = {
 }
 
 
+# what ran the GPU tests of each file, and what they look at
+GPU_TESTS = {
+    "gpu-tests": (
+        "make test-gpu",
+        "`tests/gpu`: every kernel beside its slow twin, every op, the engine",
+    ),
+    "gpu-tests-two": (
+        "record.py --two",
+        "layers over two GPUs: bit-equal under every safe ordering, CUPTI of both",
+    ),
+}
+
+
 def correctness_table(folder: Path) -> str:
     """The GPU tests, and what compute-sanitizer and the poisoned repetitions found."""
     recorded, rows, said = Recorded(folder), [], []
-    tests, tools = recorded.alone("gpu-tests"), recorded.alone("gpu-sanitizer")
-    if tests is not None:
+    tools = recorded.alone("gpu-sanitizer")
+    for name, (run, what) in GPU_TESTS.items():
+        tests = recorded.alone(name)
+        if tests is None:
+            continue
         n = tests["passed"] + tests["failed"]
-        what = "`tests/gpu`: every kernel beside its slow twin, every op, the engine"
-        rows.append(_checked("make test-gpu", what, n, tests["failed"], tests["duration_s"]))
+        rows.append(_checked(run, what, n, tests["failed"], tests["duration_s"]))
         skipped = f", {tests['skipped']} skipped" if tests["skipped"] else ""
-        said.append(f"tests: {_sources(tests)}{skipped}")
+        said.append(f"{run}: {tests['device']}, {_sources(tests)}{skipped}")
     if tools is not None:
         for name, run in tools["runs"].items():
             what = CHECKS.get(name, "")
             rows.append(_checked(name, what, run["tests"], run["errors"], run["seconds"]))
-        said.append(f"tools: {tools['duration_s']:.0f} s in all, {_sources(tools)}")
+        said.append(
+            f"tools: {tools['device']}, {tools['duration_s']:.0f} s in all, {_sources(tools)}"
+        )
         said.append(f"compute-sanitizer {tools['tool']}")
     if not rows:
         return f"Correctness: {NOT_MEASURED}."
-    device = (tests or tools or {})["device"]
-    return markdown(pd.DataFrame(rows)) + f"\n\n{'; '.join([device, *said])}."
+    return markdown(pd.DataFrame(rows)) + f"\n\n{'; '.join(said)}."
 
 
 def _checked(run: str, what: str, tests: int, errors: int | None, seconds: float) -> dict[str, str]:
