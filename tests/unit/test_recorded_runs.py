@@ -211,6 +211,19 @@ MOST_US = {
 }
 
 
+def test_every_exhaustive_test_has_passed():
+    from tests.exhaustive import collected
+    from workbench.report.proofs import EXHAUSTIVE
+
+    found = json.loads((RESULTS / "exhaustive.json").read_text())
+    assert not found["commit"]["dirty"] and is_ancestor(found["commit"]["hash"])
+    assert {test for test, said in found["tests"].items() if said["outcome"] == "passed"} == set(
+        collected()
+    )
+    names = {test.partition("[")[0].rpartition("::")[2] for test in found["tests"]}
+    assert names == set(EXHAUSTIVE)
+
+
 @pytest.mark.parametrize("benchmark_name", MOST_US)
 def test_recorded_benchmarks_meet_their_requirements(benchmark_name):
     found = json.loads((RESULTS / "benchmarks.json").read_text())

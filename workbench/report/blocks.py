@@ -294,4 +294,5 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "perplexity-cuda": perplexity_table,
     "correctness-cuda": correctness_table,
     "proofs": proofs.recorded,
+    "exhaustive": proofs.exhaustive,
 }

@@ -19,9 +19,23 @@ from workbench.errors import UsageError
 from workbench.program import hazards
 from workbench.program.commands import RESULT, Copy, Place, Program, Sync, Wait
 from workbench.program.races_of_record import CASES
+from workbench.report.recorded import commit_of
 from workbench.report.tables import markdown
 
 FILE = "proofs.json"
+# what each test of `make test-exhaustive` judges
+EXHAUSTIVE = {
+    "test_of_every_ordering_on_every_placement_the_checker_is_right": (
+        "two models on four placements, copies in order and, with one device, in none: every "
+        "ordering, whole and without any one wait, record or event wait"
+    ),
+    "test_of_the_full_product_of_toggles_the_checker_is_right": (
+        "the full product of toggles: every ordering of every graph that they make"
+    ),
+    "test_without_any_two_commands_the_checker_is_right": (
+        "a llama on one device, copies in order and in none: every sync mode without any two"
+    ),
+}
 COLUMNS = ("ordering", "run", "pattern", "waits", "superfluous", "sufficient", "races", "because")
 
 
@@ -100,6 +114,34 @@ def recorded(folder: Path) -> str:
         return "not measured."
     found = json.loads(path.read_text())
     return f"{markdown(_frame(found['rows']))}\n\n{found['what']}"
+
+
+def exhaustive(folder: Path) -> str:
+    """How many runs the tests of `folder`/exhaustive.json judged, as Markdown."""
+    path = folder / "exhaustive.json"
+    if not path.is_file():
+        return "not measured."
+    found = json.loads(path.read_text())
+    rows, hours = [], 0.0
+    for test, what in EXHAUSTIVE.items():
+        of_test = [r for name, r in found["tests"].items() if name.partition("[")[0].endswith(test)]
+        took = sum(r["seconds"] for r in of_test) / 3600
+        judged = {
+            outcome: sum(r[outcome] for r in of_test) for outcome in ("safe", "unsafe", "unseen")
+        }
+        rows.append(
+            {
+                "runs of": what, "safe": judged["safe"], "unsafe": judged["unsafe"],
+                "of these no seed saw": judged["unseen"], "hours": f"{took:.1f}",
+            }
+        )  # fmt: skip
+        hours += took
+    failed = sum(r["outcome"] != "passed" for r in found["tests"].values())
+    return (
+        f"{markdown(pd.DataFrame(rows))}\n\n{len(found['tests'])} tests, {failed} failed, "
+        f"{hours:.1f} hours of one core; {found['machine']['cpu']['name']}; "
+        f"commit {commit_of(found)}; {found['date'][:10]}."
+    )
 
 
 class Whole(pd.DataFrame):
