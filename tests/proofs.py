@@ -14,28 +14,38 @@ from pathlib import Path
 import workbench as wb
 from workbench.model.synth import write_model
 from workbench.program.commands import Program
-from workbench.report.proofs import FILE, cycles, proof_rows
+from workbench.report.proofs import FILE, by_source, cycles, proof_rows
 
 OUT = Path(__file__).resolve().parents[1] / "data" / "results" / FILE
 N_UBATCH = 8
 WHAT = (
     "A llama of two layers; decode: one token after the other, each with its logits; train: "
-    "prompts of three ubatches with `step_wait=outputs`, of which the last has logits. Of what "
-    "races, the first pair."
+    "prompts of three ubatches with `step_wait=outputs`, of which the last has logits. Waits: of "
+    "the host and of streams. Of what races, the first pair."
+)
+LONG = 6  # ubatches: more than there are places in a ring, so that every place comes again
+OF_SOURCES = (
+    f"The same decode, and a train of {LONG} ubatches, so that every place comes again; by "
+    "`host_source`, and with `n_copies` places for inputs on the device."
 )
 
 
-def both(path: Path) -> dict[tuple[str, str], list[Program]]:
+def both(engine: wb.Engine) -> dict[tuple[str, str], list[Program]]:
     """The programs of a decode and of a train under every sync mode and copy stream."""
-    with wb.Engine.load(path, device="null", n_ctx=256, n_ubatch=N_UBATCH, unsafe=True) as engine:
-        decode, train = cycles(engine), cycles(engine, 3 * N_UBATCH, "train")
+    decode, train = cycles(engine), cycles(engine, 3 * N_UBATCH, "train")
     names = dict.fromkeys(name for name, _ in decode)
     return {key: rows[key] for name in names
             for key, rows in (((name, "decode"), decode), ((name, "train"), train))}  # fmt: skip
 
 
 def proved(path: Path) -> dict:
-    return {"what": WHAT, "rows": list(proof_rows(both(path)))}
+    with wb.Engine.load(path, device="null", n_ctx=256, n_ubatch=N_UBATCH, unsafe=True) as engine:
+        return {
+            "what": WHAT,
+            "rows": list(proof_rows(both(engine))),
+            "of_sources": OF_SOURCES,
+            "sources": by_source(engine) + by_source(engine, LONG * N_UBATCH, "train"),
+        }
 
 
 def main() -> int:

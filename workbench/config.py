@@ -84,8 +84,9 @@ class NCopies(StrEnum):
 
 
 class InputOrder(StrEnum):
-    """The order of a split's input copies: of first use in the GRAPH, or USER_FIRST, those that the
-    host writes before those that another backend computes (llama.cpp #28874)."""
+    """Which of a split's input copies come first: in GRAPH order those of the kind that it uses
+    first, written by the host or computed by another backend; USER_FIRST, always those that the
+    host writes (llama.cpp #28874)."""
 
     GRAPH = "graph"
     USER_FIRST = "user_first"

@@ -95,6 +95,10 @@ PDL, ASYNC = "the host device cannot honour pdl=on", "cannot honour sync=copy_bo
 OF_THE_MODEL = {
     "pdl": (["run", "--tokens", "1", "--pdl", "on"], 1, PDL),
     "sync": (["logits", "--tokens", "1", "-o", "x.npy", "--sync", "copy_boundary"], 1, ASYNC),
+    "copies": (["run", "--tokens", "1", "--n-copies", "4", "--sync", "auto"], 1, "n_copies=4"),
+    "ring": (["run", "--tokens", "1", "--host-source", "pinned_ring_4"], 1, "host_source=pinned_r"),
+    "stream": (["run", "--tokens", "1", "--copy-stream", "own"], 1, "needs two streams"),
+    "-ot": (["run", "--tokens", "1", "-ot", "ffn=device"], 2, "has no GPU to put weights on"),
     "bench": (["bench", "--pdl", "on"], 1, PDL),
     "program": (["program", "--pdl", "on"], 1, PDL),
     "ab: a value": (["ab", "--toggle", "pdl=off,on"], 1, PDL),

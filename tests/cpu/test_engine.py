@@ -127,6 +127,14 @@ def test_an_engine_outlives_the_one_it_came_from(tiny_model):
         second.step([1])
 
 
+@pytest.mark.parametrize("asked", [(0,), (513,), (1, 2), (1, 1, -1), (1, 1, 300)], ids=str)
+def test_a_shape_that_no_step_has_has_no_program(engine, asked):
+    with pytest.raises(UsageError, match=r"a step has 1 to \d+ tokens|do not fit the context"):
+        engine.program(*asked)
+    with pytest.raises(UsageError, match="a prompt of 0 tokens has no steps"):
+        engine.cycle(0)
+
+
 def test_auto_is_named(engine):
     with engine.variant(Toggles(sync="auto", copy_stream="compute")) as e:
         assert e.sync_mode == "implicit"

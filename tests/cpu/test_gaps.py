@@ -74,7 +74,7 @@ def test_a_step_is_the_difference_within_a_round(found):
     rounds = found.samples.pivot_table(
         index="repetition", columns="arm", values="ns", aggfunc="median"
     )
-    (step,) = found.steps  # of the pairs that are known, this run has one
+    (step,) = found.differences  # of the pairs that are known, this run has one
     assert (step.copy_stream, step.before, step.after) == ("compute", "copy_boundary", "packed")
     assert step.n_waits == 0 and step.what == "copies but one"
     wanted = ((rounds["copy_boundary"] - rounds["packed"]) / 1e3).median()

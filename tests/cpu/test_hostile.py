@@ -183,6 +183,20 @@ def test_auto_chooses_what_is_safe(hostile, copy_stream, step_wait):
     assert re.fullmatch(wanted, split), split
 
 
+@pytest.mark.parametrize("sync", ["per_copy", "auto"])
+def test_a_ring_is_refused_where_no_event_stands_behind_copies(hostile, sync):
+    with pytest.raises(DeviceError, match="cannot honour host_source=pinned_ring_2: an event does"):
+        hostile.variant(Toggles(sync=sync, host_source="pinned_ring_2"))
+
+
+@pytest.mark.parametrize("step_wait", StepWait)
+@pytest.mark.parametrize("sync", ["per_copy", "auto"])
+def test_places_in_turn_are_right(hostile, right, sync, step_wait):
+    with hostile.variant(Toggles(sync=sync, n_copies="4", step_wait=step_wait)) as engine:
+        assert np.array_equal(logits(engine), right)
+        assert not races(engine.programs(len(PROMPT), len(NEXT)), one_order=False)
+
+
 # driven against the contract ---------------------------------------------------------------------
 
 

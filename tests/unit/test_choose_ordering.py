@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
-from workbench.config import CopyStream, SyncMode
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.config import CopyStream, HostSource, InputOrder, NCopies, StepWait, SyncMode
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import Capabilities
 from workbench.program.ordering import Ordering, choose_ordering, race_of
@@ -21,8 +25,8 @@ UNORDERED = Capabilities(True, True, False, False, 2)
         (ASYNC, "compute", "outputs", "write_read_boundary"),
         (ASYNC, "own", "every", "write_read_boundary"),
         (ASYNC, "own", "outputs", "packed"),
-        (SYNCHRONOUS, "own", "every", "blocking_copies"),
-        (SYNCHRONOUS, "own", "outputs", "blocking_copies"),
+        (SYNCHRONOUS, "compute", "every", "blocking_copies"),
+        (SYNCHRONOUS, "compute", "outputs", "blocking_copies"),
         (UNORDERED, "compute", "every", "write_read_boundary"),
         (UNORDERED, "compute", "outputs", "packed"),
     ],
@@ -58,10 +62,48 @@ def test_unless_named_copies_that_block_or_are_guarded_have_a_stream_of_their_ow
         assert choose_ordering(Ordering(sync, "auto"), one, "dev").copy_stream == "compute"
 
 
-def test_own_copy_stream_needs_two_streams():
-    one = Capabilities(True, True, True, False, 1)
+@pytest.mark.parametrize("able", [Capabilities(True, True, True, False, 1), SYNCHRONOUS])
+@pytest.mark.parametrize("sync", ["per_copy", "auto"])
+def test_own_copy_stream_needs_two_streams(able, sync):
     with pytest.raises(DeviceError, match="copy_stream=own needs two streams"):
-        choose_ordering(Ordering("per_copy", "own"), one, "dev")
+        choose_ordering(Ordering(sync, "own"), able, "dev")
+
+
+@pytest.mark.parametrize("sync", ["per_copy", "auto"])
+@pytest.mark.parametrize(
+    ("toggles", "able", "says"),
+    [
+        ({"n_copies": "4"}, SYNCHRONOUS, "n_copies=4: it has no events; use n_copies=1"),
+        (
+            {"host_source": "pinned_ring_4"}, SYNCHRONOUS,
+            "host_source=pinned_ring_4: it has no events; use host_source=pinned",
+        ),
+        (
+            {"host_source": "pinned_ring_2"}, UNORDERED,
+            "host_source=pinned_ring_2: an event does not stand behind its copies; use "
+            "host_source=pinned",
+        ),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_toggle_that_it_is_of(toggles, able, says, sync):
+    with pytest.raises(DeviceError, match=f"^the dev device cannot honour {says}$"):
+        choose_ordering(Ordering(sync, "compute", **toggles), able, "dev")
+
+
+@given(
+    st.builds(Capabilities, *[st.booleans()] * 4, st.integers(0, 2)),
+    st.builds(Ordering, st.just("auto"), *map(st.sampled_from, (
+        CopyStream, HostSource, InputOrder, StepWait, NCopies))),
+)  # fmt: skip
+def test_auto_finds_a_mode_wherever_the_other_toggles_can_be_honoured(able, wanted):
+    """That mode can be asked for by name, then, and what is refused is refused by name, too."""
+    try:
+        chosen = choose_ordering(wanted, able, "dev")
+    except DeviceError as refused:
+        with pytest.raises(DeviceError, match=re.escape(str(refused))):
+            choose_ordering(wanted._replace(sync="per_copy"), able, "dev")
+    else:
+        assert choose_ordering(chosen, able, "dev") == chosen and not race_of(chosen, able)
 
 
 @pytest.mark.parametrize(

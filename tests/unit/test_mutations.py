@@ -301,14 +301,21 @@ def across() -> Iterator[Toggles]:
             continue
 
 
-def test_across_mechanisms_the_checker_is_right(base):
+# every value of each toggle of this mechanism
+WITHIN: dict[str, Any] = {
+    "step_wait": StepWait, "input_order": InputOrder, "host_source": HostSource,
+    "n_copies": NCopies,
+}  # fmt: skip
+
+
+def test_on_all_of_this_mechanism_and_across_mechanisms_the_checker_is_right(base):
     whole = (
         Mutant(run, "", steps, True)
-        for toggles in dict.fromkeys(across())
+        for toggles in dict.fromkeys([*orderings(**WITHIN), *across()])
         for run, steps in runs_of(base, toggles)
     )
     found = judge(distinct(whole))
-    assert min(found["safe"], found["unsafe"]) > 20
+    assert min(found["safe"], found["unsafe"]) > 50
 
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -366,10 +373,7 @@ def graphs(base: Engine) -> Iterator[Toggles]:
 def test_of_the_full_product_of_toggles_the_checker_is_right(tiny_model, record_property, shard):
     """Every ordering of every graph. (The null device has no programmatic launches, and keeping a
     program does not change it.)"""
-    asked = orderings(
-        step_wait=StepWait, input_order=InputOrder, host_source=HostSource, n_copies=NCopies
-    )
-    every = [{name: getattr(o, name) for name in Ordering._fields} for o in asked]
+    every = [{name: getattr(o, name) for name in Ordering._fields} for o in orderings(**WITHIN)]
     path, found = tiny_model("tiny-llama", "Q8_0"), Counter[str]()
     with Engine.load(path, device="null", n_ctx=64, n_ubatch=1, unsafe=True) as base:
         for of_graph in islice(graphs(base), shard, None, SHARDS):

@@ -53,6 +53,22 @@ def test_what_races_says_between_which_commands(rows, ordering, run, says):
     assert rows[ordering, run]["races"] > 0 and says in rows[ordering, run]["because"]
 
 
+def test_a_ring_mends_what_the_host_writes_and_nothing_else(found):
+    """Pageable memory is no safer than pinned, and places on the device mend no mode."""
+    races = {(row["ordering"], row["run"]): row["races"] for row in found["sources"]}
+    assert all(set(by) == set(proofs.SOURCES) for by in races.values())
+    safe = {key: {source for source, n in by.items() if not n} for key, by in races.items()}
+    rings = {"pinned_ring_2", "pinned_ring_4"}
+    racing = {key: sources for key, sources in safe.items() if sources != set(proofs.SOURCES)}
+    assert racing == {
+        ("implicit, own", "decode"): set(),
+        ("implicit, own", "train"): set(),
+        ("write_read_boundary, own", "train"): set(),
+        ("implicit, compute", "train"): rings,
+        ("event_guarded, own", "train"): rings,
+    }
+
+
 def test_every_race_of_record_is_there_before_its_fix_and_not_after():
     table = proofs.record_table()
     assert set(table["thread"]) >= {"#20463", "#26040", "#20927", "#14855", "#8897"}

@@ -5,7 +5,7 @@ one's first, by the device's own clock (`Engine.stamped`), in untraced steps: th
 host, what the host does, the inputs' way to the device, and the waits around them. Orderings that
 differ in their waits differ in their gaps; a line through gap over waits gives the cost of one wait
 without the noise of everything else that a token takes. Waits are of several kinds, which one line
-does not tell apart: `Gaps.steps` has what each kind costs, a mode against the next.
+does not tell apart: `Gaps.differences` has what each kind costs, a mode against the next.
 
 A host that slows down for a tenth of a second doubles the gaps of that time. So every arm decodes
 only a few tokens before it is the next one's turn, arms are compared within a round, in which all
@@ -34,7 +34,7 @@ from workbench.errors import UsageError
 CONTROL = " (A/A)"
 COUNTED = ("waits", "stream_waits", "copies")  # of a token's commands
 # from one mode to another, and what goes
-STEPS = {
+DIFFERENCES = {
     (SyncMode.PER_COPY, SyncMode.BLOCKING_COPIES): "waits before copies but one, for one behind",
     (SyncMode.BLOCKING_COPIES, SyncMode.COPY_BOUNDARY): "a wait for each copy",
     (SyncMode.COPY_BOUNDARY, SyncMode.WRITE_READ_BOUNDARY): "the wait before",
@@ -60,7 +60,7 @@ class Fit(NamedTuple):
 _ONE_DIGIT = "{:,.1f}".format
 
 
-class Step(NamedTuple):
+class Difference(NamedTuple):
     """What one mode has less of gap than another (us, median over the rounds of the difference
     within a round, with its 95 % interval), on a copy stream. what: the waits or copies that go."""
 
@@ -117,19 +117,19 @@ class Gaps(NamedTuple):
         return found
 
     @property
-    def steps(self) -> list[Step]:
-        """What goes from mode to mode (`STEPS`), for those that the run has."""
+    def differences(self) -> list[Difference]:
+        """What goes from mode to mode (`DIFFERENCES`), for those that the run has."""
         found, rounds = [], self._rounds()
         table = self.table()
         table = table[~table["arm"].str.endswith(CONTROL)]
         for stream, part in table.groupby("copy_stream", sort=False):
             arms = part.set_index("sync")
-            for (before, after), what in STEPS.items():
+            for (before, after), what in DIFFERENCES.items():
                 if before in arms.index and after in arms.index:
                     less = rounds[arms["arm"][before]] - rounds[arms["arm"][after]]
                     n = int(arms["waits"][before] - arms["waits"][after])
                     us = median_interval(less.to_numpy())
-                    found.append(Step(str(stream), str(before), str(after), what, n, *us))
+                    found.append(Difference(str(stream), str(before), str(after), what, n, *us))
         return found
 
     def _rounds(self) -> pd.DataFrame:
@@ -184,13 +184,15 @@ def host_gaps(
     as its own control; a turn gives n_tokens - 1 gaps. A run folder is written to `out` where it is
     given.
 
-    Raises UsageError for no arms, for a device without a clock or streams (the host), for tokens
-    that do not fit the context and for fewer than two.
+    Raises UsageError for no arms, for one called as the control is, for a device without a clock or
+    streams (the host), for tokens that do not fit the context and for fewer than two.
     """
     if not arms:
         raise UsageError("there are no arms to compare; name some, as {'per_copy': Toggles()}")
     if engine.backend.capabilities.synchronous:
         raise UsageError(f"the {engine.device} device has no gap: it computes when it is called")
+    if taken := [arm for arm in arms if arm.endswith(CONTROL)]:
+        raise UsageError(f"arm {taken[0]!r}: names that end with {CONTROL!r} are the control's")
     if n_tokens < 2 or rounds < 1:
         raise UsageError(f"n_tokens={n_tokens} and rounds={rounds} leave no gap to measure")
     if n_tokens + WARM_UP > engine.config.n_ctx:

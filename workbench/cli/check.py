@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -36,7 +35,7 @@ def check(
     *,
     model: ModelPath,
     n_tokens: Annotated[
-        int, Parameter(validator=AT_LEAST_1, help="of a prompt, in ubatches; 1: a decode")
+        int, Parameter(validator=AT_LEAST_1, help="tokens of a prompt; 1: a decode")
     ] = 1,
     n_decoded: Annotated[
         int, Parameter(validator=AT_LEAST_0, help="single tokens behind each prompt")
@@ -89,11 +88,13 @@ def _declared(backend: Any) -> Callable[[Node], bool]:
 
 def lines(cycle: list[Program], found: Findings) -> list[str]:
     """Findings for reading."""
+    from workbench.program.letters import once
+
     laps = len(found.steps) // len(cycle)
     patterns = [p.pattern(fold=True, result=len(cycle) > 1) for p in cycle]
     n_commands = sum(len(program.commands) for program in found.steps)
     out = [
-        f"pattern      {' | '.join(_runs(patterns))}",
+        f"pattern      {' | '.join(once(patterns))}",
         f"checked      {_n(len(cycle), 'program')}, {laps} times: {_n(n_commands, 'command')}",
         f"races        {len(found.races) or 'none'}",
     ]
@@ -108,25 +109,22 @@ def lines(cycle: list[Program], found: Findings) -> list[str]:
             f"declares no griddepcontrol.wait: {_words(found, place)}; use pdl=off"
         )
     waits = _n(len(found.waits), "wait")
+    alone, together = "each can go alone", "with these the others can go together"
+    if found.races:
+        alone, together = "without it no more races", "with these alone no more races"
     for name, places, what in (
-        ("superfluous", found.superfluous, f"of {waits}: each can go alone"),
-        ("sufficient", found.sufficient, f"of {waits}: with these the others can go together"),
+        ("superfluous", found.superfluous, alone),
+        ("sufficient", found.sufficient, together),
     ):
-        out.append(f"{name:<13}{len(places)} {what}")
+        out.append(f"{name:<13}{len(places)} of {waits}: {what}")
         out += [f"  step {p.step} #{p.index} {_words(found, p)}" for p in places]
     return out
 
 
 def _words(found: Findings, place: Place) -> str:
-    from workbench.program.wording import named
+    from workbench.program.wording import worded
 
-    return named(place.command, found.steps[place.step].backends)
-
-
-def _runs(patterns: list[str]) -> list[str]:
-    """Equal neighbours once, with their number."""
-    runs = [(pattern, len(list(same))) for pattern, same in groupby(patterns)]
-    return [pattern if n == 1 else f"{n} x ({pattern})" for pattern, n in runs]
+    return worded(place.command, found.steps[place.step].backends)
 
 
 def _n(n: int, what: str) -> str:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from workbench.config import EngineConfig
 from workbench.engine.kv_cache import KVCache, check_room
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
@@ -85,6 +86,18 @@ _ROWS = {
     "all": lambda t: np.arange(t, dtype=np.int32),
     "none": lambda t: np.empty(0, dtype=np.int32),
 }
+
+
+def step_shape(n_tokens: int, n_outputs: int, n_past: int, config: EngineConfig) -> StepShape:
+    """The shape of a step behind n_past tokens. Raises UsageError where no step has it."""
+    if not (1 <= n_tokens <= config.n_ubatch and 0 <= n_outputs <= n_tokens and n_past >= 0):
+        raise UsageError(
+            f"n_tokens={n_tokens}, n_outputs={n_outputs}, n_past={n_past}: a step has 1 to "
+            f"{config.n_ubatch} tokens (n_ubatch) and at most an output of each"
+        )
+    check_room(n_past, n_tokens, config.n_ctx)
+    pad = config.n_kv_pad
+    return StepShape(n_tokens, n_outputs, -(-(n_past + n_tokens) // pad) * pad)
 
 
 def prompt_shapes(n_prompt: int, n_decoded: int, n_ubatch: int, pad: int) -> list[StepShape]:

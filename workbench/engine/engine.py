@@ -15,7 +15,7 @@ import numpy as np
 from workbench.backend.base import Backend
 from workbench.backend.issue import Pending, Prepared
 from workbench.config import EngineConfig, StepWait, Toggles
-from workbench.engine.batch import Batch, Batches, Outputs, check_prompt, prompt_shapes
+from workbench.engine.batch import Batch, Batches, Outputs, check_prompt, prompt_shapes, step_shape
 from workbench.engine.generation import Generation, continued
 from workbench.engine.kv_cache import KVCache, check_room
 from workbench.engine.loaded import Loaded
@@ -149,7 +149,8 @@ class Engine:
     @contextmanager
     def stamped(self) -> Iterator[list[tuple[int, int]]]:
         """Untraced steps in the body are stamped: at its end the list has, for each, when its first
-        launch on a device began and its last one ended, ns on the host's clock."""
+        launch on a device began (on CUDA when the stream came to it, before it was issued) and its
+        last one ended. Both in ns, differences by the device's clock, set to the host's."""
         found: list[tuple[int, int]] = []
         self._stamps = []
         try:
@@ -264,13 +265,8 @@ class Engine:
     # what is behind -----------------------------------------------------------------------------
 
     def program(self, n_tokens: int = 1, n_outputs: int = 1, n_past: int = 0) -> Program:
-        """The program a step of this shape would issue."""
-        pad = self.config.n_kv_pad
-        if n_past + n_tokens > self.cache.n_cells:
-            raise UsageError(
-                f"{n_past} + {n_tokens} tokens do not fit the context of {self.config.n_ctx}"
-            )
-        return self._lower(StepShape(n_tokens, n_outputs, -(-(n_past + n_tokens) // pad) * pad))
+        """The program a step of this shape would issue. Raises UsageError where no step has it."""
+        return self._lower(step_shape(n_tokens, n_outputs, n_past, self.config))
 
     def programs(self, n_prompt: int, n_decoded: int = 0, laps: int = 1) -> list[Program]:
         """The programs that a prompt of n_prompt tokens and n_decoded single ones after it would
@@ -288,7 +284,10 @@ class Engine:
 
     def cycle(self, n_prompt: int, n_decoded: int = 0) -> list[Program]:
         """The programs of prompt after prompt, each with n_decoded single tokens behind it, until
-        the places that steps take in turn come round: what a checker repeats."""
+        the places that steps take in turn come round: what a checker repeats. Raises UsageError for
+        a prompt without tokens and for more than the context holds."""
+        if n_prompt < 1:
+            raise UsageError(f"a prompt of {n_prompt} tokens has no steps; give at least 1")
         steps, turns = -(-n_prompt // self.config.n_ubatch) + n_decoded, self.turns
         return self.programs(n_prompt, n_decoded, laps=math.lcm(steps, turns) // steps)
 

@@ -53,6 +53,11 @@ class Placement:
         found: dict[Tensor, int] = {}
         for text in config.override_tensor:
             pattern, place = parse_override(text)
+            if place != PLACES[0] and not self._last:
+                raise UsageError(
+                    f"override_tensor {text!r}: the host device has no GPU to put weights on; name "
+                    f"{PLACES[0]}, or another device"
+                )
             taken = (model.embedding, model.rope_freqs)  # these have places of their own
             matching = [t for t in model.weights if t not in taken and pattern.search(t.name)]
             if not matching and any(t is not None and pattern.search(t.name) for t in taken):

@@ -40,7 +40,7 @@ from workbench.graph import ops
 from workbench.program.as_json import command_as_json
 from workbench.program.commands import Buffer, Command, Launch, Place, Program, Range, Sync, Wait
 from workbench.program.order import Accessor, Declared, Run, Spot
-from workbench.program.wording import missing, named
+from workbench.program.wording import unordered, worded
 
 # of the value-dependent ops, which of `ops.reads` and of `ops.writes` declare more than is touched
 SUPERSETS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -111,7 +111,7 @@ class Findings(NamedTuple):
         return {
             "step": place.step,
             "index": place.index,
-            "words": named(command, backends),
+            "words": worded(command, backends),
             **command_as_json(command, backends),
         }
 
@@ -253,7 +253,7 @@ def _races(run: Run) -> list[Race]:
             Place(step, x.command, run.steps[step].commands[x.command])
             for x, step in zip((a, b), steps, strict=True)
         )
-        line = missing(
+        line = unordered(
             first.command,
             second.command,
             second.step - first.step,

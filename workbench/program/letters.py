@@ -6,6 +6,15 @@ for on the device, `g` the device work of a split, `h` a host split (llama.cpp #
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
+
+
+def once(texts: Iterable[str]) -> list[str]:
+    """Equal neighbours once, with their number: `2 x (h sasg)`."""
+    runs = [(text, len(list(same))) for text, same in groupby(texts)]
+    return [text if n == 1 else f"{n} x ({text})" for text, n in runs]
+
 
 def folded(group: str) -> str:
     """`scscscg` -> `scscg`, `saag` -> `saaaag`, `sag` as it is: runs as the threads write them."""

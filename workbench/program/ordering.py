@@ -77,6 +77,8 @@ class Ordering(NamedTuple):
         return math.lcm(self.host_places, self.device_places)
 
 
+_NO_EVENTS = "it has no events"
+_LOOSE = "an event does not stand behind its copies"
 RINGS: dict[str, int] = {HostSource.PINNED_RING_2: 2, HostSource.PINNED_RING_4: 4}
 
 
@@ -84,18 +86,20 @@ def choose_ordering(
     wanted: Ordering, capabilities: Capabilities, device: str, unsafe: bool = False
 ) -> Ordering:
     """The ordering to lower with: `wanted` itself, or with sync=auto the mode among those that are
-    safe that has the fewest waits.
+    safe that has the fewest waits. (Of the waits alone: what fewer copies save, as `packed` does,
+    it does not weigh.)
 
     unsafe: a mode whose programs race is taken all the same. Raises DeviceError where the backend
-    cannot honour the mode or the copy stream, UsageError where the toggles race.
+    cannot honour one of the toggles, UsageError where they race.
     """
     able = capabilities
-    own = not able.synchronous and wanted.copy_stream == CopyStream.OWN
-    if own and able.n_streams < 2:
+    if wanted.copy_stream == CopyStream.OWN and able.n_streams < 2:
         raise DeviceError(
             f"copy_stream=own needs two streams and the {device} device has {able.n_streams}; use "
             "copy_stream=compute"
         )
+    if reason := _refusal_of_places(wanted, able):
+        raise DeviceError(f"the {device} device cannot honour {reason}")
     if wanted.sync == SyncMode.AUTO:
         modes = [_on_a_stream(wanted._replace(sync=mode), able) for mode in RULES]
         return [o for o in modes if not (_refusal(o, able) or race_of(o, able))][-1]
@@ -124,16 +128,29 @@ def _on_a_stream(o: Ordering, able: Capabilities) -> Ordering:
     return o._replace(copy_stream=CopyStream.OWN if own else CopyStream.COMPUTE)
 
 
+def _refusal_of_places(o: Ordering, able: Capabilities) -> str:
+    """Which toggle that gives steps memory of their own a backend cannot honour, why, and what to
+    use; empty where it can honour them. Events say when such memory comes free."""
+    ring = f"host_source={o.host_source}", f"use host_source={HostSource.PINNED}"
+    if o.host_places > 1 and not able.events:
+        return f"{ring[0]}: {_NO_EVENTS}; {ring[1]}"
+    if o.host_places > 1 and not able.one_order:
+        return f"{ring[0]}: {_LOOSE}; {ring[1]}"
+    if o.device_places > 1 and not able.events:
+        return f"n_copies={o.n_copies}: {_NO_EVENTS}; use n_copies={NCopies.ONE}"
+    return ""
+
+
 def _refusal(o: Ordering, able: Capabilities) -> str:
-    """Why a backend cannot honour a mode; empty where it can."""
+    """Why a backend cannot honour a mode; empty where it can. It can where copies block."""
     if not o.rule.blocking and not able.asynchronous_copies:
         return "its copies are not asynchronous"
-    if (o.rule.guarded or o.turns > 1) and not able.events:
-        return "it has no events"
+    if o.rule.guarded and not able.events:
+        return _NO_EVENTS
     if o.rule.guarded and able.n_streams < 2:
         return "it has one stream, and the event orders two"
-    if (o.rule.guarded or o.host_places > 1) and not able.one_order:
-        return "an event does not stand behind its copies"
+    if o.rule.guarded and not able.one_order:
+        return _LOOSE
     return ""
 
 

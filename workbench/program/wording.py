@@ -39,7 +39,7 @@ _EARLY = {
 }
 
 
-def named(command: Command, backends: Sequence[str]) -> str:
+def worded(command: Command, backends: Sequence[str]) -> str:
     """A command in a few words: `copy inp_pos on cuda:1`, `sync of cuda:0`.
 
     backends: the program's, by index.
@@ -77,7 +77,7 @@ def on_host(command: Command) -> bool:
     )
 
 
-def missing(
+def unordered(
     first: Command,
     second: Command,
     later: int,
@@ -91,7 +91,7 @@ def missing(
     """
     assert isinstance(first, (Copy, Launch))
     when = {0: "", 1: " of the next step"}.get(later, f" issued {later} steps later")
-    line = f"nothing orders {named(first, backends)} before {named(second, backends)}{when}"
+    line = f"nothing orders {worded(first, backends)} before {worded(second, backends)}{when}"
     stream = stream_name(first.stream, backends)
     behind = f"an event recorded behind the {first.kind}"
     if on_host(second):

@@ -8,16 +8,16 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from workbench.config import CopyStream, StepWait, SyncMode, Toggles
+from workbench.config import CopyStream, HostSource, NCopies, StepWait, SyncMode, Toggles
 from workbench.errors import UsageError
 from workbench.program import hazards
 from workbench.program.commands import RESULT, Copy, Place, Program, Sync, Wait
+from workbench.program.letters import once
 from workbench.program.races_of_record import CASES
 from workbench.report.recorded import commit_of
 from workbench.report.tables import markdown
@@ -36,12 +36,20 @@ EXHAUSTIVE = {
         "a llama on one device, copies in order and in none: every sync mode without any two"
     ),
 }
+# where inputs lie on the host and on the device, as `by_source` takes them
+SOURCES: dict[str, dict[str, str]] = {
+    **{source: {"host_source": source} for source in HostSource},
+    f"n_copies={NCopies.FOUR}": {"n_copies": NCopies.FOUR},
+}
 COLUMNS = ("ordering", "run", "pattern", "waits", "superfluous", "sufficient", "races", "because")
 
 
-def cycles(engine: Any, n_tokens: int = 1, run: str = "decode") -> dict[tuple[str, str], Any]:
+def cycles(
+    engine: Any, n_tokens: int = 1, run: str = "decode", **chosen: str
+) -> dict[tuple[str, str], Any]:
     """The programs that are repeated under every sync mode and copy stream, for `proof_rows`: of
-    single tokens, or of prompts of n_tokens without waits between their ubatches.
+    single tokens, or of prompts of n_tokens without waits between their ubatches; with `chosen`
+    values of other toggles.
 
     engine: one that may lower what races (EngineConfig.unsafe); one that computes nothing (device
     `null`) will do.
@@ -51,7 +59,7 @@ def cycles(engine: Any, n_tokens: int = 1, run: str = "decode") -> dict[tuple[st
         if sync == SyncMode.AUTO or stream == CopyStream.AUTO:
             continue
         try:
-            toggles = Toggles(sync=sync, copy_stream=stream, step_wait=StepWait.OUTPUTS)
+            toggles = Toggles(sync=sync, copy_stream=stream, step_wait=StepWait.OUTPUTS, **chosen)
         except UsageError:  # the two clash
             continue
         with engine.variant(toggles) as variant:
@@ -72,13 +80,25 @@ def proof_rows(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> Iterator[
         yield {
             "ordering": ordering,
             "run": run,
-            "pattern": " | ".join(_once(p.pattern(True, result=len(cycle) > 1) for p in cycle)),
+            "pattern": " | ".join(once(p.pattern(True, result=len(cycle) > 1) for p in cycle)),
             "waits": len(found.waits),
             "superfluous": len(found.superfluous),
             "sufficient": len(found.sufficient),
             "races": len(found.races),
             "because": found.races[0].missing if found.races else _once_each(kept),
         }
+
+
+def by_source(engine: Any, n_tokens: int = 1, run: str = "decode") -> list[dict[str, Any]]:
+    """A row for each ordering: how many pairs of commands race with each of SOURCES."""
+    found = {name: cycles(engine, n_tokens, run, **chosen) for name, chosen in SOURCES.items()}
+    return [
+        {
+            "ordering": ordering, "run": run,
+            "races": {name: len(hazards.races(found[name][ordering, run])) for name in SOURCES},
+        }
+        for ordering, _ in next(iter(found.values()))
+    ]  # fmt: skip
 
 
 def proof_table(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> pd.DataFrame:
@@ -113,7 +133,21 @@ def recorded(folder: Path) -> str:
     if not path.is_file():
         return "not measured."
     found = json.loads(path.read_text())
-    return f"{markdown(_frame(found['rows']))}\n\n{found['what']}"
+    rows = found["sources"]
+    racing = [row for row in rows if any(row["races"].values())]
+    sources = pd.DataFrame(
+        {
+            **{name: row[name] for name in ("ordering", "run")},
+            **{source: "races" if n else "safe" for source, n in row["races"].items()},
+        }
+        for row in racing
+    )
+    parts = [
+        markdown(_frame(found["rows"])), found["what"],
+        "By where inputs lie, of every ordering that races anywhere:",
+        markdown(sources), found["of_sources"],
+    ]  # fmt: skip
+    return "\n\n".join(parts)
 
 
 def exhaustive(folder: Path) -> str:
@@ -177,13 +211,6 @@ def _waited_for(found: hazards.Findings, place: Place) -> str:
         return f"that for the copy of {command.blocks.name}"
     behind = any(isinstance(c, Copy) and c.split == command.split for c in commands[: place.index])
     return f"that {'behind' if behind else 'before'} the copies"
-
-
-def _once(texts: Iterator[str]) -> Iterator[str]:
-    """Equal neighbours once, with their number."""
-    for text, same in groupby(texts):
-        n = len(list(same))
-        yield text if n == 1 else f"{n} x ({text})"
 
 
 def _once_each(kept: Sequence[str]) -> str:

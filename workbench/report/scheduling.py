@@ -12,7 +12,7 @@ import pandas as pd
 
 from workbench.bench import gaps, results
 from workbench.bench.comparison import AB
-from workbench.bench.gaps import CONTROL, STEPS
+from workbench.bench.gaps import CONTROL, DIFFERENCES
 from workbench.bench.stats import FASTER, SLOWER, aa_band, speedup, verdict
 from workbench.config import StepWait, SyncMode
 from workbench.report.blocks import caption
@@ -57,7 +57,7 @@ def gaps_table(folder: Path, device: str = "cuda") -> str:
             us = {m: f"{modes['gap_us'][m]:.0f}" if m in modes.index else "" for m in MODES}
             one = f"{fit.wait_us:.1f} ({fit.low_us:.1f}..{fit.high_us:.1f})"
             rows.append(what | us | {f"{BASE} again": again[str(stream)], "one wait": one})
-            went = {(s.before, s.after): s for s in found.steps if s.copy_stream == stream}
+            went = {(s.before, s.after): s for s in found.differences if s.copy_stream == stream}
             steps.append(
                 what
                 | {
@@ -67,7 +67,7 @@ def gaps_table(folder: Path, device: str = "cuda") -> str:
                         if (before, after) in went
                         else ""
                     )
-                    for before, after in STEPS
+                    for before, after in DIFFERENCES
                 }
             )
         for row in table.to_dict("records"):
@@ -82,7 +82,7 @@ def gaps_table(folder: Path, device: str = "cuda") -> str:
         for mode, found in issued.items()
     ]  # fmt: skip
     n = " and ".join(str(n) for n in sorted({run.run["repetitions"] for run in runs}))
-    what_goes = [f"{before} -> {after}: {what}" for (before, after), what in STEPS.items()]
+    what_goes = [f"{before} -> {after}: {what}" for (before, after), what in DIFFERENCES.items()]
     return "\n\n".join(
         [
             markdown(pd.DataFrame(rows)),

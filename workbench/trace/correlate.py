@@ -29,7 +29,7 @@ COUNTED = (KERNEL, COPY)  # a memset is cuBLAS's or the allocator's: no command 
 LAUNCH_CALLS = ("cuLaunchKernel", "cudaLaunchKernel", "cuLaunchCooperative", "cudaLaunchCoop")
 CALL = "call"  # category of the spans of calls and synchronizations
 
-Place = tuple[int, int]  # step, and position in its program's commands
+Issued = tuple[int, int]  # step, and position in its program's commands
 Works = Callable[[Node], Sequence[Work]]  # what the backend issues for a node, in order
 
 
@@ -65,7 +65,7 @@ class Match(NamedTuple):
 def match(
     rows: Iterable[Row],
     external: Mapping[int, int],
-    issued: Mapping[int, Place],
+    issued: Mapping[int, Issued],
     programs: Mapping[int, Program],
     works: Works,
     to_host: Callable[[int], int],
@@ -75,12 +75,12 @@ def match(
     recorder's."""
     rows = list(rows)
 
-    def owner(row: Row) -> Place | None:
+    def owner(row: Row) -> Issued | None:
         """The command during whose issue the row, or the call that started it, was made."""
         return issued.get(external.get(row.correlation, -1))
 
-    device: dict[Place, list[Row]] = defaultdict(list)
-    calls: list[tuple[Place, Row]] = []
+    device: dict[Issued, list[Row]] = defaultdict(list)
+    calls: list[tuple[Issued, Row]] = []
     strays: list[Row] = []
     for row in rows:
         place = owner(row)
@@ -111,7 +111,7 @@ def match(
     return Match(spans, faults.lines(), _early_ns(calls, device))
 
 
-def _commands(programs: Mapping[int, Program]) -> Iterable[tuple[Place, Command]]:
+def _commands(programs: Mapping[int, Program]) -> Iterable[tuple[Issued, Command]]:
     for step, program in programs.items():
         for index, command in enumerate(program.commands):
             yield (step, index), command
@@ -131,7 +131,7 @@ class _Faults:
         return [f"{n} x {kind} (first: {first})" for kind, (n, first) in self._kinds.items()]
 
 
-def _at(place: Place | None, programs: Mapping[int, Program]) -> str:
+def _at(place: Issued | None, programs: Mapping[int, Program]) -> str:
     if place is None:
         return "outside every command,"
     step, index = place
@@ -208,14 +208,14 @@ def _is(row: Row, want: str | int) -> bool:
 
 
 def _check_calls(
-    calls: Sequence[tuple[Place, Row]],
-    device: Mapping[Place, Sequence[Row]],
+    calls: Sequence[tuple[Issued, Row]],
+    device: Mapping[Issued, Sequence[Row]],
     programs: Mapping[int, Program],
     faults: _Faults,
 ) -> None:
     """Every launch that was called is there: cuBLAS alone knows how many kernels a product is, but
     its calls are recorded too. A driver call inside a runtime call is the same launch."""
-    launches: dict[Place, list[Row]] = defaultdict(list)
+    launches: dict[Issued, list[Row]] = defaultdict(list)
     for place, row in calls:
         if row.kind != SYNC and row.start and row.name.startswith(LAUNCH_CALLS):
             launches[place].append(row)
@@ -233,11 +233,11 @@ def _check_calls(
 
 
 def _check_order(
-    device: Mapping[Place, Sequence[Row]], programs: Mapping[int, Program], faults: _Faults
+    device: Mapping[Issued, Sequence[Row]], programs: Mapping[int, Program], faults: _Faults
 ) -> None:
     """In each stream of a program records begin in command order, and the stream is one and the
     same of CUPTI's, that of no other."""
-    by_stream: dict[Stream, list[tuple[int, Place, Row]]] = defaultdict(list)
+    by_stream: dict[Stream, list[tuple[int, Issued, Row]]] = defaultdict(list)
     for place, rows in device.items():
         stream = _stream(place, programs)
         if stream is not None:
@@ -263,12 +263,12 @@ def _check_order(
             )
 
 
-def _stream(place: Place, programs: Mapping[int, Program]) -> Stream | None:
+def _stream(place: Issued, programs: Mapping[int, Program]) -> Stream | None:
     step, index = place
     return getattr(programs[step].commands[index], "stream", None) if step in programs else None
 
 
-def _early_ns(calls: Sequence[tuple[Place, Row]], device: Mapping[Place, Sequence[Row]]) -> int:
+def _early_ns(calls: Sequence[tuple[Issued, Row]], device: Mapping[Issued, Sequence[Row]]) -> int:
     called = {row.correlation: row.start for _, row in calls if row.kind != SYNC and row.start}
     early = [
         called[r.correlation] - r.start
@@ -283,8 +283,8 @@ def _early_ns(calls: Sequence[tuple[Place, Row]], device: Mapping[Place, Sequenc
 
 
 def _spans(
-    device: Mapping[Place, Sequence[Row]],
-    calls: Sequence[tuple[Place, Row]],
+    device: Mapping[Issued, Sequence[Row]],
+    calls: Sequence[tuple[Issued, Row]],
     programs: Mapping[int, Program],
     to_host: Callable[[int], int],
 ) -> list[Span]:
@@ -311,12 +311,12 @@ def _spans(
     return sorted(made, key=lambda span: span.end_ns)
 
 
-def _command(place: Place, programs: Mapping[int, Program]) -> Command | None:
+def _command(place: Issued, programs: Mapping[int, Program]) -> Command | None:
     step, index = place
     return programs[step].commands[index] if step in programs else None
 
 
-def _about(place: Place, command: Command, stream: Stream) -> tuple[str, dict[str, Any]]:
+def _about(place: Issued, command: Command, stream: Stream) -> tuple[str, dict[str, Any]]:
     """Name and args of a command's device spans, as those made of marks have them."""
     step, index = place
     args: dict[str, Any] = {

@@ -301,7 +301,7 @@ class CuptiRecorder(WindowRecorder):
         self._works = engine.backend.works
         self._session: Session | None = None
         self._programs: dict[int, Any] = {}
-        self._issued: dict[int, correlate.Place] = {}
+        self._issued: dict[int, correlate.Issued] = {}
         self._n_ids = 0
         self._steps: list[int] = []
 
