@@ -11,7 +11,7 @@ import pytest
 from workbench.report.render import network_loads, render_notebook
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
-MOST_BYTES = 400_000  # six timelines are 280 of them
+MOST_BYTES = 250_000
 
 
 def code_cells(path: Path) -> list:

@@ -11,12 +11,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.collections import PolyCollection
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parent))
 from comparisons import comparison
 from test_perfetto import token
 
 from workbench.report import plots, tables
+from workbench.report.style import few_colours
 from workbench.trace.profile import Timeline
 from workbench.trace.spans import Span
 
@@ -132,6 +134,21 @@ def test_figures_show_themselves_and_leave_no_state() -> None:
         pixels = plt.imread(io.BytesIO(png))
         assert np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0).shape[0] > 10
     assert plt.get_fignums() == before
+
+
+@pytest.mark.parametrize("n_colours", [1, 200, 256, 3000])
+def test_a_palette_keeps_the_most_frequent_colours_as_they_are(n_colours: int) -> None:
+    rng = np.random.default_rng(n_colours)
+    colours = rng.permutation(1 << 24)[:n_colours]
+    pixels = colours[np.minimum(rng.geometric(0.02, 6000), n_colours) - 1].reshape(60, 100)
+    image = np.stack([pixels >> shift & 255 for shift in (16, 8, 0)], axis=2).astype(np.uint8)
+    png = io.BytesIO()
+    Image.fromarray(image).save(png, "PNG")
+    small = np.asarray(Image.open(io.BytesIO(few_colours(png.getvalue()))).convert("RGB"))
+    found, counts = np.unique(pixels, return_counts=True)
+    kept = np.isin(pixels, found[np.argsort(-counts, kind="stable")[:256]])
+    assert np.array_equal(small[kept], image[kept]) and kept.mean() > 0.5
+    assert small.shape == image.shape
 
 
 def test_speedup_has_a_row_for_each_arm_and_its_verdict() -> None:

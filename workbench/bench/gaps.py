@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,18 +119,27 @@ class Gaps(NamedTuple):
     @property
     def differences(self) -> list[Difference]:
         """What goes from mode to mode (`DIFFERENCES`), for those that the run has."""
-        found, rounds = [], self._rounds()
+        found = []
+        for stream, arms in self._modes():
+            for (before, after), what in DIFFERENCES.items():
+                if before in arms.index and after in arms.index:
+                    n = int(arms["waits"][before] - arms["waits"][after])
+                    us = median_interval(self.less(before, after, stream))
+                    found.append(Difference(stream, str(before), str(after), what, n, *us))
+        return found
+
+    def less(self, before: str, after: str, copy_stream: str) -> np.ndarray:
+        """By how much the mode `after` has a shorter gap than `before`, us, (rounds,). Raises
+        KeyError where the run has not both on that copy stream."""
+        arms, rounds = dict(self._modes())[copy_stream]["arm"], self._rounds()
+        return (rounds[arms[before]] - rounds[arms[after]]).to_numpy()
+
+    def _modes(self) -> Iterator[tuple[str, pd.DataFrame]]:
+        """By copy stream: the rows of `table` but for the control's, by mode."""
         table = self.table()
         table = table[~table["arm"].str.endswith(CONTROL)]
         for stream, part in table.groupby("copy_stream", sort=False):
-            arms = part.set_index("sync")
-            for (before, after), what in DIFFERENCES.items():
-                if before in arms.index and after in arms.index:
-                    less = rounds[arms["arm"][before]] - rounds[arms["arm"][after]]
-                    n = int(arms["waits"][before] - arms["waits"][after])
-                    us = median_interval(less.to_numpy())
-                    found.append(Difference(str(stream), str(before), str(after), what, n, *us))
-        return found
+            yield str(stream), part.set_index("sync")
 
     def _rounds(self) -> pd.DataFrame:
         """Median gap by round and arm, us."""

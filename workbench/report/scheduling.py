@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from workbench.bench import gaps, results
@@ -82,14 +83,19 @@ def gaps_table(folder: Path, device: str = "cuda") -> str:
         for mode, found in issued.items()
     ]  # fmt: skip
     n = " and ".join(str(n) for n in sorted({run.run["repetitions"] for run in runs}))
-    what_goes = [f"{before} -> {after}: {what}" for (before, after), what in DIFFERENCES.items()]
+    every = [d for run in runs for d in run.differences]
+    what_goes = [
+        f"{before} -> {after}, {what}: {min(found_us):.0f} to {max(found_us):.0f} us"
+        for (before, after), what in DIFFERENCES.items()
+        if (found_us := [d.us for d in every if (d.before, d.after) == (before, after)])
+    ]
     return "\n\n".join(
         [
             markdown(pd.DataFrame(rows)),
             caption(runs, f"us, medians; {n} rounds; one wait with its 95 % interval"),
             "What goes from mode to mode, us (95 % interval), within a round:",
             markdown(pd.DataFrame(steps)),
-            "; ".join(what_goes) + ".",
+            "From row to row: " + "; ".join(what_goes) + ".",
             "What each mode issues for a token (of the bytes all but some kilobytes are logits):",
             markdown(pd.DataFrame(counts)),
         ]
@@ -101,6 +107,7 @@ def sync_table(folder: Path, device: str = "cuda") -> str:
     then the speedup of every other. Then the same by the median token (`_by_median_token`). A
     speedup outside the A/A band whose interval excludes 1 is bold."""
     rows, by_token, runs = list[dict[str, str]](), list[dict[str, str]](), list[AB]()
+    saved = _saved(folder, device)
     for background, path in _of(folder, "sync", device):
         ab = AB.load(path)
         runs.append(ab)
@@ -109,7 +116,7 @@ def sync_table(folder: Path, device: str = "cuda") -> str:
             "with": BACKGROUNDS[background],
             "copies ride": ab.run["arms"][0]["toggles"]["copy_stream"],
         }
-        by_token.append(what | _by_median_token(ab))
+        by_token.append(what | _by_median_token(ab, saved.get(tuple(what.values()))))
         for test, part in ab.summary().groupby("test", sort=False):
             arms = part.set_index("arm")
             merged, control = arms.loc[MERGED], part[part["is_control"]].iloc[0]
@@ -137,25 +144,41 @@ def sync_table(folder: Path, device: str = "cuda") -> str:
         [
             markdown(pd.DataFrame(rows)),
             caption(runs, more),
-            "By the median token of each repetition, all tests of a row together:",
+            "By the median token of each repetition, all tests of a row together; *by its gap* is "
+            f"what {MERGED} would be worth if a token were shorter by what its gap is:",
             markdown(pd.DataFrame(by_token)),
         ]
     )
 
 
-def _by_median_token(ab: AB) -> dict[str, str]:
+def _saved(folder: Path, device: str) -> dict[tuple[str, ...], float]:
+    """By model, background and copy stream: how much shorter the gap is under the mode that was
+    merged than before the change, us, median over the rounds."""
+    found = dict[tuple[str, ...], float]()
+    for background, path in _of(folder, "gaps", device):
+        run = gaps.load(path)
+        for stream in run.fits:
+            us = float(np.median(run.less(BASE, MERGED, stream)))
+            found[model_of(run.run), BACKGROUNDS[background], stream] = us
+    return found
+
+
+def _by_median_token(ab: AB, saved: float | None) -> dict[str, str]:
     """us of the median token, and its speedup by mode: a repetition counts by its median token,
-    which some hundred slow ones in a row do not touch; a throughput pays for each of them."""
+    which some hundred slow ones in a row do not touch; a throughput pays for each of them.
+
+    saved: us that the gap is shorter under the merged mode, where that was measured."""
     us = ab.samples.groupby(["arm", "test", "repetition"])["ns"].median().unstack("arm") / 1e3
-    rates = 1e6 / us
+    rates, token = 1e6 / us, us[BASE].median()
     control = next(arm["name"] for arm in ab.run["arms"] if arm["is_control"])
     band = aa_band(speedup(rates[BASE].to_numpy(), rates[control].to_numpy()))
     found = {m: speedup(rates[BASE].to_numpy(), rates[m].to_numpy()) for m in MODES if m in rates}
     said = {mode: _bold(ratio.value, verdict(ratio, band)) for mode, ratio in found.items()}
     return {
-        f"us {BASE}": f"{us[BASE].median():.0f}",
+        f"us {BASE}": f"{token:.0f}",
         f"us {MERGED}": f"{us[MERGED].median():.0f}",
         "Speedup": said[MERGED],
+        "by its gap": "" if saved is None else f"{token / (token - saved):.3f}",
         **{mode: said.get(mode, "") for mode in OTHERS},
         "A/A band": f"{band.low:.3f}..{band.high:.3f}",
     }

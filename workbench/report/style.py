@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 # Okabe and Ito's colours (https://jfly.uni-koeln.de/color/), told apart by the colour-blind
 BLUE, SKY, ORANGE, VERMILION = "#0072B2", "#56B4E9", "#E69F00", "#D55E00"
@@ -23,7 +25,24 @@ class Picture(Figure):
         out = io.BytesIO()
         self.savefig(out, format="png")
         words = [w for ax in self.axes for w in (ax.get_title(loc="left"), ax.get_xlabel()) if w]
-        return out.getvalue(), {"alt": "; ".join(dict.fromkeys(words))}
+        return few_colours(out.getvalue()), {"alt": "; ".join(dict.fromkeys(words))}
+
+
+def few_colours(png: bytes) -> bytes:
+    """The same picture in its 256 most frequent colours, every other the nearest of them: a third
+    of the bytes, so that a notebook that is kept with its pictures stays small."""
+    image = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+    colours, of_pixel, n_pixels = np.unique(
+        image.reshape(-1, 3) @ [1 << 16, 1 << 8, 1], return_inverse=True, return_counts=True
+    )
+    levels = np.stack([colours >> shift & 255 for shift in (16, 8, 0)], axis=1)
+    palette = levels[np.argsort(-n_pixels, kind="stable")[:256]]
+    apart = sum((levels[:, None, i] - palette[None, :, i]) ** 2 for i in range(3))
+    indices = np.argmin(apart, axis=1).astype(np.uint8)[of_pixel.reshape(image.shape[:2])]
+    made, out = Image.fromarray(indices, "P"), io.BytesIO()
+    made.putpalette(palette.astype(np.uint8).tobytes())
+    made.save(out, "PNG", optimize=True)
+    return out.getvalue()
 
 
 def picture(width: float, height: float) -> Picture:
