@@ -48,6 +48,7 @@ ARGUMENTS = {
     "program: no tokens": (["program", "--n-tokens", "0"], "--n-tokens"),
     "program: a past below 0": (["program", "--n-past=-1"], "--n-past"),
     "program: too long": (["program", "--n-past", "2048"], "2048 + 1 tokens do not fit"),
+    "program: no step": (["program", "--n-tokens", "600"], "a step has 1 to 512 tokens"),
     "bench: format": (["bench", "-o", "xml"], "choose one of"),
     "bench: sizes": (["bench", "-p", "many"], "no list of sizes"),
     "bench: below 0": (["bench", "-n=-1"], "cannot be measured"),

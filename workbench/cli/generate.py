@@ -117,10 +117,10 @@ def program(
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
     """Print the program of one step: its pattern, and per token its waits, copies and launches."""
-    from workbench.engine.kv_cache import check_room
+    from workbench.engine.batch import step_shape
     from workbench.program.as_json import program_as_json
 
-    check_room(n_past, n_tokens, config.n_ctx)
+    step_shape(n_tokens, 1, n_past, config)  # refused before a model is opened
     with load(model, config, toggles) as engine:
         made = engine.program(n_tokens, 1, n_past)
     if as_json:
