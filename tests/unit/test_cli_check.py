@@ -41,6 +41,7 @@ def test_check_ends_with_3_where_commands_race_and_runs_what_an_engine_refuses(c
     assert status == 3
     assert "races        20" in out
     assert "nothing orders copy inp_pos on null:1 before launch rope" in out
+    assert "sufficient   1 of 1 wait: with these alone nothing else races" in out.splitlines()
 
 
 def test_check_of_a_prompt_is_of_all_its_ubatches(call):

@@ -111,7 +111,7 @@ def lines(cycle: list[Program], found: Findings) -> list[str]:
     waits = _n(len(found.waits), "wait")
     alone, together = "each can go alone", "with these the others can go together"
     if found.races:
-        alone, together = "without it no more races", "with these alone no more races"
+        alone, together = "without it nothing else races", "with these alone nothing else races"
     for name, places, what in (
         ("superfluous", found.superfluous, alone),
         ("sufficient", found.sufficient, together),
