@@ -52,15 +52,15 @@ def launch(
 
 
 def record(event: int, stream: Stream) -> Record:
-    return Record(event, stream, 0)
+    return Record(str(event), stream, 0)
 
 
 def wait(event: int, stream: Stream) -> Wait:
-    return Wait(event, stream, 0)
+    return Wait(str(event), stream, 0)
 
 
 def sync(stream: Stream | None = None, event: int | None = None) -> Sync:
-    return Sync(0, stream=stream, event=event)
+    return Sync(0, stream=stream, event=None if event is None else str(event))
 
 
 def pairs(*commands: Command, laps: int = 1, **how: Any) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
 from random import Random
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.graph.ir import F32, Node, StepShape, Tensor
 from workbench.graph.ops import make
@@ -36,6 +36,9 @@ from workbench.program.commands import (
     Wait,
     Write,
 )
+
+if TYPE_CHECKING:
+    from workbench.program.hazards import Race
 
 MOST_STATES = 50_000
 BEFORE = -1  # version of what was there before the run
@@ -199,6 +202,14 @@ class Interleavings:
         )
 
 
+def ends_wrong(steps: Sequence[Program], race: Race, one_order: bool) -> bool:
+    """Whether some interleaving of the run reduced to a race's two commands, and to the bytes they
+    dispute, is wrong."""
+    disputed = Range(race.buffer, race.offset, race.nbytes)
+    pair = {place[:2] for place in (race.first, race.second)}
+    return bool(Interleavings(steps, one_order, disputed, pair).wrong)
+
+
 def _clipped(ranges: Iterable[Range], within: Range | None) -> tuple[Range, ...]:
     if within is None:
         return tuple(r for r in ranges if r.nbytes)
@@ -220,8 +231,8 @@ def _cells(ranges: Iterable[Range]) -> list[tuple[Buffer, int, int]]:
 
 
 def _latest_records(commands: Sequence[Command]) -> dict[int, int]:
-    """For each Wait and Sync on an event, by number, the Record it refers to, if there is one."""
-    latest: dict[int | None, int] = {}
+    """For each Wait and Sync on an event, by place: the Record it refers to, if any."""
+    latest: dict[str | None, int] = {}
     found = {}
     for n, c in enumerate(commands):
         if isinstance(c, Record):
@@ -286,7 +297,7 @@ def _random_commands(rng: Random, buffers: list[Buffer], n: int) -> list[Command
     return found[:n]
 
 
-_Kind = Callable[[Random, list[Buffer], Stream, int], Command]
+_Kind = Callable[[Random, list[Buffer], Stream, str], Command]
 
 
 def _range(rng: Random, buffer: Buffer, nbytes: int = 0) -> Range:
@@ -294,21 +305,21 @@ def _range(rng: Random, buffer: Buffer, nbytes: int = 0) -> Range:
     return Range(buffer, rng.randint(0, N_BYTES - nbytes), nbytes)
 
 
-def _write(rng: Random, buffers: list[Buffer], where: Stream, event: int) -> Command:
+def _write(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
     return Write(_range(rng, rng.choice(buffers)), "v")
 
 
-def _read(rng: Random, buffers: list[Buffer], where: Stream, event: int) -> Command:
+def _read(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
     return Read(_range(rng, rng.choice(buffers)), "v")
 
 
-def _copy(rng: Random, buffers: list[Buffer], where: Stream, event: int) -> Command:
+def _copy(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
     dst, src = rng.sample(buffers, 2)
     to = _range(rng, dst)
     return Copy(to, _range(rng, src, to.nbytes), where, "c", 0)
 
 
-def _launch(rng: Random, buffers: list[Buffer], where: Stream, event: int) -> Command:
+def _launch(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
     reads, writes = (
         tuple(_range(rng, rng.choice(buffers)) for _ in range(n))
         for n in (rng.randint(0, 2), rng.randint(0, 1))
@@ -316,23 +327,23 @@ def _launch(rng: Random, buffers: list[Buffer], where: Stream, event: int) -> Co
     return Launch(node("n"), where, reads, writes, None, 0)
 
 
-def _host_launch(rng: Random, buffers: list[Buffer], where: Stream, event: int) -> Command:
+def _host_launch(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
     return _launch(rng, buffers, Stream(HOST, 0), event)
 
 
-def _record(rng: Random, buffers: list[Buffer], where: Stream, event: int) -> Command:
+def _record(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
     return Record(event, where, 0)
 
 
-def _wait(rng: Random, buffers: list[Buffer], where: Stream, event: int) -> Command:
+def _wait(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
     return Wait(event, where, 0)
 
 
-def _sync_event(rng: Random, buffers: list[Buffer], where: Stream, event: int) -> Command:
+def _sync_event(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
     return Sync(0, event=event)
 
 
-def _sync_stream(rng: Random, buffers: list[Buffer], where: Stream, event: int) -> Command:
+def _sync_stream(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
     return Sync(0, stream=where)
 
 
@@ -341,11 +352,11 @@ _BY_HOST: tuple[_Kind, ...] = (_write, _read, _host_launch)
 _ORDER: tuple[_Kind, ...] = (_record, _wait, _sync_event, _sync_stream)
 
 
-def _group(rng: Random) -> list[tuple[_Kind, Stream, int]]:
+def _group(rng: Random) -> list[tuple[_Kind, Stream, str]]:
     """Commands that belong together, as kind, stream and event."""
-    here, there, event = rng.choice(STREAMS), rng.choice(STREAMS), rng.randrange(N_EVENTS)
+    here, there, event = rng.choice(STREAMS), rng.choice(STREAMS), str(rng.randrange(N_EVENTS))
     work, more, by_host = rng.choice(_WORK), rng.choice(_WORK), rng.choice(_BY_HOST)
-    groups: tuple[list[tuple[_Kind, Stream, int]], ...] = (
+    groups: tuple[list[tuple[_Kind, Stream, str]], ...] = (
         [(work, here, event)],
         [(by_host, here, event)],
         [(rng.choice(_ORDER), here, event)],

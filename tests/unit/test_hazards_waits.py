@@ -80,7 +80,7 @@ def test_findings_are_json():
     }  # fmt: skip
     assert made["superfluous"] == made["waits"] == [
         {
-            "step": 1, "index": 2, "kind": "wait", "split": 0, "event": 0, "stream": "dev:0",
+            "step": 1, "index": 2, "kind": "wait", "split": 0, "event": "0", "stream": "dev:0",
             "words": 'wait of dev:0 for "0"',
         }
     ]  # fmt: skip

@@ -119,20 +119,19 @@ class Gaps(NamedTuple):
     @property
     def differences(self) -> list[Difference]:
         """What goes from mode to mode (`DIFFERENCES`), for those that the run has."""
-        found = []
+        found, rounds = [], self._rounds()
         for stream, arms in self._modes():
             for (before, after), what in DIFFERENCES.items():
                 if before in arms.index and after in arms.index:
                     n = int(arms["waits"][before] - arms["waits"][after])
-                    us = median_interval(self.less(before, after, stream))
+                    us = median_interval(_less(rounds, arms, before, after))
                     found.append(Difference(stream, str(before), str(after), what, n, *us))
         return found
 
     def less(self, before: str, after: str, copy_stream: str) -> np.ndarray:
         """By how much the mode `after` has a shorter gap than `before`, us, (rounds,). Raises
         KeyError where the run has not both on that copy stream."""
-        arms, rounds = dict(self._modes())[copy_stream]["arm"], self._rounds()
-        return (rounds[arms[before]] - rounds[arms[after]]).to_numpy()
+        return _less(self._rounds(), dict(self._modes())[copy_stream], before, after)
 
     def _modes(self) -> Iterator[tuple[str, pd.DataFrame]]:
         """By copy stream: the rows of `table` but for the control's, by mode."""
@@ -167,6 +166,11 @@ class Gaps(NamedTuple):
     def _repr_html_(self) -> str:
         shown = self.table().to_html(index=False, float_format=_ONE_DIGIT)
         return f"{shown}<p>{html.escape(self.verdict)}</p>"
+
+
+def _less(rounds: pd.DataFrame, arms: pd.DataFrame, before: str, after: str) -> np.ndarray:
+    """`Gaps.less`, of `Gaps._rounds` and the rows of a copy stream."""
+    return (rounds[arms["arm"][before]] - rounds[arms["arm"][after]]).to_numpy()
 
 
 def fit_line(waits: np.ndarray, gap_us: np.ndarray) -> Fit:

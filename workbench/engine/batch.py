@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from workbench.config import EngineConfig
-from workbench.engine.kv_cache import KVCache, check_room
+from workbench.engine.kv_cache import KVCache, check_room, padded
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
 
@@ -96,8 +96,7 @@ def step_shape(n_tokens: int, n_outputs: int, n_past: int, config: EngineConfig)
             f"{config.n_ubatch} tokens (n_ubatch) and at most an output of each"
         )
     check_room(n_past, n_tokens, config.n_ctx)
-    pad = config.n_kv_pad
-    return StepShape(n_tokens, n_outputs, -(-(n_past + n_tokens) // pad) * pad)
+    return StepShape(n_tokens, n_outputs, padded(n_past + n_tokens, config.n_kv_pad))
 
 
 def prompt_shapes(n_prompt: int, n_decoded: int, n_ubatch: int, pad: int) -> list[StepShape]:
@@ -107,7 +106,7 @@ def prompt_shapes(n_prompt: int, n_decoded: int, n_ubatch: int, pad: int) -> lis
     made, past = [], 0
     for i, size in enumerate([*sizes, *[1] * n_decoded]):
         past += size
-        made.append(StepShape(size, int(i >= len(sizes) - 1), -(-past // pad) * pad))
+        made.append(StepShape(size, int(i >= len(sizes) - 1), padded(past, pad)))
     return made
 
 

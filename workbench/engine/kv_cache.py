@@ -19,7 +19,7 @@ class KVCache:
     def __init__(self, n_ctx: int, pad: int):
         self.n_ctx = n_ctx
         self.pad = pad
-        self.n_cells = -(-n_ctx // pad) * pad
+        self.n_cells = padded(n_ctx, pad)
         self.positions = np.full(self.n_cells, EMPTY, dtype=np.int32)
         self._held = np.empty_like(self.positions)
         self.n_used = 0
@@ -37,7 +37,7 @@ class KVCache:
 
     def extent(self, n_new: int) -> int:
         """Cells attention looks at once n_new more are filled: padded, at least one pad."""
-        return -(-(self.n_used + n_new) // self.pad) * self.pad
+        return padded(self.n_used + n_new, self.pad)
 
     def mask(self, positions: np.ndarray, cells: np.ndarray, n_kv: int) -> np.ndarray:
         """(T, n_kv) float16: 0 where a token sees a cell, -inf elsewhere.
@@ -62,6 +62,11 @@ class KVCache:
         self.positions[cells] = EMPTY
         self.n_used -= len(cells)
         self.n_changes += 1
+
+
+def padded(n: int, pad: int) -> int:
+    """The least multiple of `pad` that is n or more."""
+    return -(-n // pad) * pad
 
 
 def check_room(n_used: int, n_new: int, n_ctx: int) -> None:

@@ -17,7 +17,8 @@ from workbench.program.commands import DEVICE, HOST
 class Placement:
     """Of one model on a host and so many devices, each of which has neighbouring layers.
 
-    Raises UsageError for more layers than there are, and for an override that matches no weight.
+    Raises UsageError for more layers than there are, for devices left without any, and for an
+    override that matches no weight or names a device where there is none.
     """
 
     def __init__(self, model: Model, config: EngineConfig, n_devices: int):

@@ -44,21 +44,24 @@ def gaps_table(folder: Path, device: str = "cuda") -> str:
     for a token."""
     rows, steps, runs = list[dict[str, str]](), list[dict[str, str]](), list[gaps.Gaps]()
     issued: dict[str, dict[str, Any]] = {}
+    every: list[gaps.Difference] = []
     for background, path in _of(folder, "gaps", device):
         found = gaps.load(path)
         runs.append(found)
-        table, model = found.table(), model_of(found.run)
+        table, fits, model = found.table(), found.fits, model_of(found.run)
+        differences = found.differences
+        every += differences
         again = dict.fromkeys(table["copy_stream"], "")
         for row in table[table["arm"].str.endswith(CONTROL)].to_dict("records"):
             again[row["copy_stream"]] = f"{row['gap_us']:.0f}"
         table = table[~table["arm"].str.endswith(CONTROL)]
         for stream, part in table.groupby("copy_stream", sort=False):
-            modes, fit = part.set_index("sync"), found.fits[str(stream)]
+            modes, fit = part.set_index("sync"), fits[str(stream)]
             what = {"Model": model, "with": BACKGROUNDS[background], "copies ride": str(stream)}
             us = {m: f"{modes['gap_us'][m]:.0f}" if m in modes.index else "" for m in MODES}
             one = f"{fit.wait_us:.1f} ({fit.low_us:.1f}..{fit.high_us:.1f})"
             rows.append(what | us | {f"{BASE} again": again[str(stream)], "one wait": one})
-            went = {(s.before, s.after): s for s in found.differences if s.copy_stream == stream}
+            went = {(s.before, s.after): s for s in differences if s.copy_stream == stream}
             steps.append(
                 what
                 | {
@@ -83,7 +86,6 @@ def gaps_table(folder: Path, device: str = "cuda") -> str:
         for mode, found in issued.items()
     ]  # fmt: skip
     n = " and ".join(str(n) for n in sorted({run.run["repetitions"] for run in runs}))
-    every = [d for run in runs for d in run.differences]
     what_goes = [
         f"{before} -> {after}, {what}: {min(found_us):.0f} to {max(found_us):.0f} us"
         for (before, after), what in DIFFERENCES.items()
