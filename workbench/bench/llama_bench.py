@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.bench import provenance, results
-from workbench.bench.ab import describe
+from workbench.bench.experiment import describe
 from workbench.bench.llama_format import FIELDS, FORMATS, BenchRow, format_rows
 from workbench.bench.workload import (
     Workload,
