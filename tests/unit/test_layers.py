@@ -28,6 +28,7 @@ LAYERS = [
     ("model",),
     ("graph",),
     ("config",),
+    ("output",),
     ("errors", "trace.spans"),
 ]
 RANK = {name: len(LAYERS) - i for i, names in enumerate(LAYERS) for name in names}
