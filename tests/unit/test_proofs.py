@@ -78,7 +78,7 @@ def test_every_race_of_record_is_there_before_its_fix_and_not_after():
 
 
 def test_readme_has_the_table(tmp_path):
-    assert proofs.recorded(OUT.parent) in (ROOT / "README.md").read_text()
+    assert proofs.recorded(OUT.parent) in (ROOT / "data/results/README.md").read_text()
     assert proofs.recorded(tmp_path) == "not measured."
 
 

@@ -25,6 +25,7 @@ from workbench.report.scheduling import BACKGROUNDS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"
+PAGES = (*readme.PAGES, Path("workbench/program/README.md"), Path("kernels/README.md"))
 RUNS = sorted(p.parent for p in RESULTS.glob("*/run.json"))
 
 
@@ -41,10 +42,41 @@ def is_ancestor(commit: str) -> bool:
     return git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
 
 
-def test_readme_is_what_the_runs_say():
-    text = (ROOT / "README.md").read_text()
-    assert set(re.findall(r"<!-- begin (\S+) -->", text)) == set(readme.BLOCKS)
-    assert readme.fill(text, RESULTS) == text, "README is out of date: run `make readme`"
+@pytest.mark.parametrize("page", readme.PAGES, ids=str)
+def test_a_page_is_what_the_runs_say(page):
+    text = (ROOT / page).read_text()
+    assert readme.fill(text, RESULTS) == text, f"{page} is out of date: run `make readme`"
+
+
+def test_every_table_stands_on_one_page():
+    texts = [(ROOT / page).read_text() for page in readme.PAGES]
+    found = [name for text in texts for name in re.findall(r"<!-- begin (\S+) -->", text)]
+    assert sorted(found) == sorted(readme.BLOCKS)
+
+
+def test_readme_is_a_first_screen():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    prose = [line for line in lines if not line.startswith(("|", "NVIDIA", "<img"))]
+    assert max(map(len, prose)) <= 125
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_of_the_pages_lead_somewhere(page):
+    """Files, and headings of the pages among them."""
+    text = (ROOT / page).read_text()
+    links = re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", text) + [
+        (source, "") for source in re.findall(r'<img src="([^"]+)"', text)
+    ]
+    assert links
+    for target, heading in links:
+        path = (ROOT / page).parent / target if target else ROOT / page
+        assert path.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            assert heading in {
+                re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings
+            }
 
 
 def test_an_unknown_block_is_refused():

@@ -26,7 +26,7 @@ import pandas as pd
 
 from workbench.bench import provenance, results
 from workbench.bench.comparison import order_of
-from workbench.bench.stats import median_interval
+from workbench.bench.stats import Band, Ratio, aa_band, median_interval, speedup
 from workbench.bench.workload import Tokens, Workload, draw_tokens
 from workbench.config import SyncMode, Toggles
 from workbench.errors import UsageError
@@ -132,6 +132,14 @@ class Gaps(NamedTuple):
         """By how much the mode `after` has a shorter gap than `before`, us, (rounds,). Raises
         KeyError where the run has not both on that copy stream."""
         return _less(self._rounds(), dict(self._modes())[copy_stream], before, after)
+
+    def ratio(self, before: str, after: str, copy_stream: str) -> tuple[Ratio, Band]:
+        """How many times shorter the gap is under the mode `after` than under `before`, by round;
+        and the A/A band of the run's control. Raises KeyError as `less` does."""
+        rounds, arms = 1 / self._rounds(), dict(self._modes())[copy_stream]["arm"]
+        first = self.run["arms"][0]["name"]
+        band = aa_band(speedup(rounds[first].to_numpy(), rounds[first + CONTROL].to_numpy()))
+        return speedup(rounds[arms[before]].to_numpy(), rounds[arms[after]].to_numpy()), band
 
     def _modes(self) -> Iterator[tuple[str, pd.DataFrame]]:
         """By copy stream: the rows of `table` but for the control's, by mode."""

@@ -1,26 +1,29 @@
-"""README's tables and captions, regenerated from the recorded runs: `make readme`.
+"""The tables of the pages, regenerated from the recorded runs: `make readme`.
 
-README.md holds blocks `<!-- begin NAME -->` ... `<!-- end NAME -->`; each is filled from
-`data/results/` by the function of that name in BLOCKS. A test fails where README and the run
-folders disagree, so no number in it is written by hand.
+A page of PAGES holds blocks `<!-- begin NAME -->` ... `<!-- end NAME -->`. The function of that
+name in BLOCKS fills each from `data/results/`. A test fails where a page and the run folders
+disagree, so no number in it is written by hand.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pandas as pd
 
+from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles
 from workbench.errors import WorkbenchError
-from workbench.report import blocks, scheduling, targets
+from workbench.report import blocks, mechanisms, scheduling, targets
 from workbench.report.recorded import commit_of
 from workbench.report.tables import markdown
 
 RESULTS = Path("data/results")
-README = Path("README.md")
+PAGES = (Path("README.md"), RESULTS / "README.md")  # the first screen; everything
+ANSWERS = {EXACT: "bit-equal", ROUNDING: "within a tolerance"}
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
@@ -47,7 +50,35 @@ def peer(folder: Path) -> str:
     )
 
 
+def rooms(folder: Path) -> str:
+    """A row per room: the toggles that only it reads, from their own metadata."""
+    found: dict[str, list[dataclasses.Field]] = {}
+    for field in dataclasses.fields(Toggles):
+        found.setdefault(field.metadata["room"], []).append(field)
+    rows = [
+        {
+            "room": f"`workbench/{room}`",
+            "toggles": ", ".join(f"`{name}`" for name in _families(f.name for f in fields)),
+            "the answer stays": ", ".join(
+                dict.fromkeys(ANSWERS[f.metadata["answer"]] for f in fields)
+            ),
+        }
+        for room, fields in found.items()
+    ]
+    return markdown(pd.DataFrame(rows))
+
+
+def _families(names: Iterable[str]) -> Iterable[str]:
+    """Toggles of a family as one name, `fuse_...`."""
+    return dict.fromkeys(
+        next((f"{family}_..." for family in FAMILIES if name.startswith(f"{family}_")), name)
+        for name in names
+    )
+
+
 BLOCKS: dict[str, Callable[[Path], str]] = {
+    "mechanisms": mechanisms.table,
+    "rooms": rooms,
     "targets-cuda": targets.table,
     "peer-cpu": peer,
     **blocks.BLOCKS,
@@ -61,11 +92,12 @@ def fill(text: str, folder: Path = RESULTS) -> str:
     def block(match: re.Match[str]) -> str:
         name = match.group(2)
         if name not in BLOCKS:
-            raise WorkbenchError(f"README block {name!r} is not one of {', '.join(BLOCKS)}")
+            raise WorkbenchError(f"block {name!r} is not one of {', '.join(BLOCKS)}")
         return f"{match.group(1)}{BLOCKS[name](folder)}\n{match.group(3)}"
 
     return BLOCK.sub(block, text)
 
 
 if __name__ == "__main__":
-    README.write_text(fill(README.read_text()))
+    for page in PAGES:
+        page.write_text(fill(page.read_text()))

@@ -1,0 +1,59 @@
+"""README's first table: a row per mechanism, its numbers those of the recorded comparisons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from workbench.bench import gaps, results
+from workbench.bench.comparison import AB
+from workbench.report import mechanisms
+
+RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_every_row_is_of_a_recorded_run():
+    head, _, *rows = mechanisms.table(RESULTS).splitlines()[: len(mechanisms.ROWS) + 2]
+    for spec, line in zip(mechanisms.ROWS, rows, strict=True):
+        row = dict(zip(cells(head), cells(line), strict=True))
+        folder = RESULTS / spec.folder
+        baseline = results.load_run(folder).run["arms"][0]
+        toggle, _, value = spec.off.partition("=")
+        if spec.test == mechanisms.GAP:
+            continue
+        ab = AB.load(folder)
+        assert ab.run["result"]["toggle"] == toggle and baseline["name"] == value
+        summary = ab.summary().set_index(["test", "arm"]).loc[(spec.test, spec.on)]
+        assert row["verdict"] == summary["verdict"]
+        assert row["speedup"].startswith(f"{summary['speedup']:.2f} ({summary['low']:.2f}..")
+        assert row["at on"] == f"{summary['tps_toggled']:.1f} t/s"
+
+
+def test_the_gap_s_row_is_a_ratio_by_round():
+    spec = mechanisms.ROWS[0]
+    found = gaps.load(RESULTS / spec.folder)
+    ratio, band = found.ratio(mechanisms.BEFORE, mechanisms.AFTER, "own")
+    table = found.table()
+    us = table[table["copy_stream"] == "own"].groupby("sync")["gap_us"].first()
+    assert band.low < 1 < band.high
+    assert ratio.low <= ratio.value <= ratio.high
+    before = us[mechanisms.BEFORE]
+    after = us[mechanisms.AFTER]
+    assert ratio.value == pytest.approx(before / after, rel=0.1)
+
+
+def test_without_runs_the_table_says_so(tmp_path):
+    assert mechanisms.table(tmp_path) == "Mechanisms: not measured."
+
+
+def test_a_missing_run_keeps_its_row(tmp_path):
+    spec = mechanisms.ROWS[3]
+    (tmp_path / spec.folder).symlink_to(RESULTS / spec.folder)
+    lines = mechanisms.table(tmp_path).splitlines()
+    assert sum("not measured" in line for line in lines) == len(mechanisms.ROWS) - 1
+    assert sum(spec.mechanism in line for line in lines) == 1
