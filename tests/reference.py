@@ -10,7 +10,7 @@ F16, and activations that meet a quantised weight to 8 bits in blocks of 32. Wha
 such logits and the engine's is the order of float32 sums, and values that it tips over a rounding
 edge; so this is the sharper test of the engine, and the plain one that of its arithmetic.
 
-Architectures: `llama` and `qwen3`. T is the number of tokens throughout.
+Architectures: `llama`, `qwen2` and `qwen3`. T is the number of tokens throughout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 # Which elements of a head rotate together: neighbours (2i, 2i+1), or i with i + n_rot/2. A file's
 # Q and K rows are permuted by the converter to suit, so this follows from the architecture.
-ROPE_PAIRS = {"llama": "adjacent", "qwen3": "halves"}
+ROPE_PAIRS = {"llama": "adjacent", "qwen2": "halves", "qwen3": "halves"}
 
 UNQUANTISED = (
     gguf.GGMLQuantizationType.F32,
@@ -48,7 +48,7 @@ class ModelFile:
         self.architecture: str = self._metadata["general.architecture"]
         if self.architecture not in ROPE_PAIRS:
             raise ValueError(f"{path}: no reference for architecture {self.architecture!r}")
-        self.rope_scaling: str = self.key("rope.scaling.type", "none")
+        self.rope_scaling: str = self.key("rope.scaling.type", "linear")
         if self.rope_scaling not in ("none", "linear"):
             raise ValueError(f"{path}: no reference for RoPE scaling {self.rope_scaling!r}")
         self.n_layer = int(self.key("block_count"))
@@ -115,7 +115,8 @@ def rope(model: ModelFile, x: np.ndarray) -> np.ndarray:
     """Turns the pairs of each head by their position (Su et al. 2021). x (T, heads, head_dim).
 
     Pair i at position p turns by p * scale * base^(-2i/n_rot) / factor[i]; factors come from
-    rope_freqs.weight (Llama 3.1), scale is 1/rope.scaling.factor where scaling is linear.
+    rope_freqs.weight (Llama 3.1). Where scaling is linear, or has no type, scale is 1 over
+    rope.scaling.factor, or else over rope.scale_linear; 0 stands for 1.
     """
     n_rot, half = model.n_rot, model.n_rot // 2
     frequency = float(model.key("rope.freq_base", 10000.0)) ** (-2.0 * np.arange(half) / n_rot)
@@ -123,7 +124,8 @@ def rope(model: ModelFile, x: np.ndarray) -> np.ndarray:
     if factors is not None:
         frequency = frequency / factors
     if model.rope_scaling == "linear":
-        frequency = frequency / float(model.key("rope.scaling.factor"))
+        older = model.key("rope.scale_linear", 1.0)
+        frequency = frequency / (float(model.key("rope.scaling.factor", older)) or 1.0)
     angle = np.arange(len(x))[:, None, None] * frequency  # (T, 1, half)
     cos, sin = np.cos(angle), np.sin(angle)
     if ROPE_PAIRS[model.architecture] == "adjacent":

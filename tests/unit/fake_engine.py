@@ -34,6 +34,7 @@ class Clock:
 @dataclass
 class FakeFile:
     metadata: dict = field(default_factory=lambda: {"tokenizer.ggml.bos_token_id": BOS})
+    tensors: dict = field(default_factory=dict)
 
     def get(self, key, kind, default=None):
         return self.metadata.get(key, default)

@@ -50,6 +50,7 @@ from workbench.bench.divergence import Agreement, Estimate, compare_rows, score
 from workbench.bench.token_source import Source, Window
 from workbench.bench.workload import check_untraced
 from workbench.config import FAMILIES, Toggles
+from workbench.engine.finite import first_bad_row, not_finite
 from workbench.errors import UsageError
 from workbench.trace.spans import now_ns
 
@@ -114,7 +115,8 @@ def perplexity(
 
     Ctrl-C ends the measuring: finished windows are kept, saved and returned, marked interrupted; so
     are they saved when the device fails, before the error is raised. Raises UsageError for a folder
-    that is there already and for a traced engine, DeviceError for toggles the device cannot honour.
+    that is there already and for a traced engine, DeviceError for toggles the device cannot honour,
+    ModelFileError or WorkbenchError for logits that are not finite.
     """
     folder = Path(out) if out is not None else results.new_run_folder(name=f"ppl-{source.label}")
     return perplexity_by_size(
@@ -198,6 +200,8 @@ def _measure(records: list[_Record], reference: Any | None, window: Window, numb
             wanted = _rows(reference, inputs, block, reference_times)
         for record, kept, taken in zip(records, parts, times, strict=True):
             rows = _rows(record.engine, inputs, record.size, taken)
+            if (bad := first_bad_row(rows)) is not None:
+                raise not_finite(record.engine.model, i + bad)
             if wanted is None:
                 columns = {"nll": score(rows, targets)}
             else:

@@ -85,10 +85,14 @@ def logits(
     config: EngineFlags = DEFAULT_CONFIG,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
-    """Write the logits of every token: float32, one row per token, vocabulary wide."""
+    """Write the logits of every token: float32, one row per token, vocabulary wide.
+
+    Rows that are not finite are written, too; a note on stderr names the first and its cause.
+    """
     import numpy as np
 
     from workbench.engine.batch import check_prompt
+    from workbench.engine.finite import first_bad_row, not_finite
 
     ids = parse_ids(tokens)
     if not out.parent.is_dir():
@@ -99,6 +103,9 @@ def logits(
 
     with load(model, config, toggles, check=check) as engine:
         rows = engine.prefill(ids, outputs="all")
+        bad = first_bad_row(rows)
+        if bad is not None:  # written all the same, to be looked at
+            say(f"note: {not_finite(engine.model, bad)}")
     part = out.with_name(out.name + ".part")  # never a half-written file under the real name
     with open(part, "wb") as f:
         np.save(f, rows)

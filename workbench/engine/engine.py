@@ -242,7 +242,8 @@ class Engine:
 
         on_text is given each piece of text as soon as it is known. Generation ends after
         max_tokens, at an end-of-generation token, when the context is full, or at Ctrl-C, which
-        keeps the tokens made so far.
+        keeps the tokens made so far. Logits that are not finite raise ModelFileError or
+        WorkbenchError, which names the weight to blame.
         """
         if (prompt is None) == (tokens is None):
             raise UsageError("give either a prompt or token ids")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from workbench.engine.finite import require_finite
 from workbench.model.sampler import Sampler
 from workbench.trace.spans import now_ns
 
@@ -60,6 +61,7 @@ def continued(
         logits = engine.prefill(ids)
         made.prefill_us = (now_ns() - start) / 1e3
         while len(made.tokens) < max_tokens:
+            require_finite(engine.model, logits[-1], engine.n_past - 1)
             token = sampler(logits[-1])
             if token in stops:
                 break

@@ -27,6 +27,7 @@ from workbench.graph.ir import (
 )
 from workbench.graph.ops import make
 from workbench.model.gguf import GGUFFile, model_hash, open_gguf
+from workbench.model.gguf_walk import shown
 from workbench.model.hparams import HParams, read_hparams
 
 EMBEDDING = "token_embd.weight"
@@ -89,8 +90,21 @@ class Model:
         self.output = (
             self._need("output.weight", self.n_vocab, h.n_embd) if untied else (self.embedding)
         )
-        self.rope_freqs = self._want("rope_freqs.weight", h.n_rot // 2)
+        factors = h.traits.rope_factors
+        self.rope_freqs = self._want("rope_freqs.weight", h.n_rot // 2) if factors else None
         self.layers = [self._layer(i) for i in range(h.n_layer)]
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """A tensor that nothing reads would have changed the answer."""
+        unused = [name for name in self.file.tensors if name not in self._weights]
+        if unused:
+            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+            what = "are" if more else "is"
+            raise ModelFileError(
+                f"{self.path}: tensor {shown(unused[0])}{more} {what} not used by architecture "
+                f"{self.architecture!r}, so the answer would be wrong; use another model"
+            )
 
     def _layer(self, i: int) -> Layer:
         h, layer = self.hparams, Layer()

@@ -5,6 +5,7 @@ Key names follow the GGUF specification (`docs/gguf.md` of ggml): `<architecture
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from workbench.errors import ModelFileError
@@ -16,15 +17,18 @@ class Architecture:
     """What sets one architecture apart, as data.
 
     neox: RoPE pairs element i with i + n_rot/2 (otherwise 2i with 2i + 1). qk_norm: every query
-    and key head is RMS-normalised with a weight of its own before RoPE.
+    and key head is RMS-normalised with a weight of its own before RoPE. rope_factors: a file may
+    hold `rope_freqs.weight`, a divisor for each rotation speed.
     """
 
     neox: bool
     qk_norm: bool
+    rope_factors: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(neox=False, qk_norm=False),
+    "llama": Architecture(neox=False, qk_norm=False, rope_factors=True),
+    "qwen2": Architecture(neox=True, qk_norm=False),
     "qwen3": Architecture(neox=True, qk_norm=True),
 }
 
@@ -65,7 +69,7 @@ def read_hparams(file: GGUFFile) -> HParams:
     if arch not in ARCHITECTURES:
         raise ModelFileError(
             f"{file.path}: architecture {arch!r} is not supported; use a model of "
-            f"{' or '.join(ARCHITECTURES)}"
+            f"{', '.join(ARCHITECTURES)}"
         )
 
     def number(key: str, default: int | None = None) -> int:
@@ -111,15 +115,26 @@ def read_hparams(file: GGUFFile) -> HParams:
 
 
 def _freq_scale(file: GGUFFile, arch: str) -> float:
-    kind = file.get(f"{arch}.rope.scaling.type", str, "none")
-    if kind == "none":
-        return 1.0
-    if kind != "linear":
+    """What positions are multiplied by before RoPE: 1 over the file's factor, as in llama.cpp.
+
+    No type means linear. The factor is `rope.scaling.factor`, or else the older
+    `rope.scale_linear`; 0 stands for 1. Type `none` ignores both.
+    """
+    kind = file.get(f"{arch}.rope.scaling.type", str, "linear")
+    if kind not in ("none", "linear"):
         raise ModelFileError(
             f"{file.path}: {arch}.rope.scaling.type {kind!r} is not supported; "
             "use a model with none or linear scaling"
         )
-    factor = float(file.get(f"{arch}.rope.scaling.factor", float, 1.0))
-    if not factor > 0:
-        raise ModelFileError(f"{file.path}: {arch}.rope.scaling.factor = {factor} must be above 0")
-    return 1.0 / factor
+    stretched = file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0)
+    if stretched != 1:
+        raise ModelFileError(
+            f"{file.path}: {arch}.rope.scaling.attn_factor = {stretched} is not supported; use a "
+            "model without it"
+        )
+    keys = (f"{arch}.rope.scaling.factor", f"{arch}.rope.scale_linear")
+    key = next((k for k in keys if k in file.metadata), None)
+    factor = 0.0 if key is None or kind == "none" else file.get(key, float)
+    if not 0 <= factor < math.inf:
+        raise ModelFileError(f"{file.path}: {key} = {factor} must be 0 (none) or above")
+    return 1 / factor if factor else 1.0

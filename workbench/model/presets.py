@@ -35,7 +35,7 @@ class Preset:
 
     vocab: which vocabulary `synth` builds: `llama-bpe`, `qwen2` (both byte-level BPE, named by
     their pre-tokenizer) or `spm` (SentencePiece). tied: the head is the token embedding, and the
-    file holds no `output.weight`. bias: attention projections have biases.
+    file holds no `output.weight`. biases: the matrices that have one.
     """
 
     arch: str
@@ -52,7 +52,7 @@ class Preset:
     tied: bool
     vocab: str
     rope_scaling: RopeScaling | None = None
-    bias: bool = False
+    biases: tuple[str, ...] = ()
 
 
 def _llama3(n_layer, n_embd, n_ff, n_head, head_dim, n_ctx, tied, scaling=None) -> Preset:
@@ -68,9 +68,19 @@ def _qwen3(n_layer, n_embd, n_ff, n_head, tied) -> Preset:
     )
 
 
-def _tiny(vocab="llama-bpe", n_vocab=1024, scaling=None, bias=False) -> Preset:
+QKV = ("attn_q", "attn_k", "attn_v")
+
+
+def _qwen25(n_layer, n_embd, n_ff, n_head, n_head_kv, n_vocab, tied) -> Preset:
     return Preset(
-        "llama", 2, 256, 512, 4, 2, 64, n_vocab, 2048, 1e4, 1e-5, False, vocab, scaling, bias
+        "qwen2", n_layer, n_embd, n_ff, n_head, n_head_kv, n_embd // n_head, n_vocab, 32768, 1e6,
+        1e-6, tied, "qwen2", biases=QKV,
+    )  # fmt: skip
+
+
+def _tiny(vocab="llama-bpe", n_vocab=1024, scaling=None, biases=()) -> Preset:
+    return Preset(
+        "llama", 2, 256, 512, 4, 2, 64, n_vocab, 2048, 1e4, 1e-5, False, vocab, scaling, biases
     )
 
 
@@ -80,7 +90,10 @@ def _tiny(vocab="llama-bpe", n_vocab=1024, scaling=None, bias=False) -> Preset:
 PRESETS: dict[str, Preset] = {
     "tiny-llama": _tiny(scaling=RopeScaling(4.0, 1.0, 4.0, 64)),
     "tiny-llama-spm": _tiny("spm", 640),
-    "tiny-llama-bias": _tiny(bias=True),
+    "tiny-llama-bias": _tiny(biases=(*QKV, "attn_output")),
+    "tiny-qwen2": Preset(
+        "qwen2", 2, 256, 512, 4, 2, 64, 1024, 2048, 1e6, 1e-6, True, "qwen2", biases=QKV
+    ),
     "tiny-qwen3": Preset(
         "qwen3", 2, 256, 512, 4, 2, 128, 1024, 2048, 1e6, 1e-6, True, "qwen2"
     ),
@@ -97,6 +110,9 @@ PRESETS: dict[str, Preset] = {
     "llama-3.1-8b": _llama3(
         32, 4096, 14336, 32, 128, 131072, False, RopeScaling(8.0, 1.0, 4.0, 8192)
     ),
+    "qwen2.5-0.5b": _qwen25(24, 896, 4864, 14, 2, 151936, True),
+    "qwen2.5-1.5b": _qwen25(28, 1536, 8960, 12, 2, 151936, True),
+    "qwen2.5-7b": _qwen25(28, 3584, 18944, 28, 4, 152064, False),
     "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, True),
     "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, True),
     "qwen3-4b": _qwen3(36, 2560, 9728, 32, True),
@@ -176,7 +192,7 @@ def tensors(preset: Preset) -> list[TensorSpec]:
     for i in range(p.n_layer):
         for name, shape in matrices.items():
             specs.append(TensorSpec(f"blk.{i}.{name}.weight", shape, "matrix", i))
-            if p.bias and name.startswith("attn"):
+            if name in p.biases:
                 specs.append(TensorSpec(f"blk.{i}.{name}.bias", shape[:1], "bias", i))
         for name, n in norms.items():
             specs.append(TensorSpec(f"blk.{i}.{name}.weight", (n,), "norm", i))

@@ -53,6 +53,7 @@ TINY: list[tuple[str, str, str]] = [
         ("tiny-qwen3", QUANTS),
         ("tiny-llama-spm", ("F16", "Q4_0")),
         ("tiny-llama-bias", ("F32", "Q8_0")),
+        ("tiny-qwen2", ("F32", "Q8_0")),
     )
     for quant in quants
 ]

@@ -1,0 +1,81 @@
+"""Random blocks, as a quantiser could have written them, of types that have no kernels here.
+
+Every byte is random but a block's scale, which is chosen for weights of about a given standard
+deviation and a mean near zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+
+Kind = gguf.GGMLQuantizationType
+
+
+class Layout(NamedTuple):
+    """Where a type's block has its scale, a float16, and its offset (minimum), if it has one.
+
+    offset: times what the scale becomes the offset, so that the mean is about zero.
+    """
+
+    scale: int
+    minimum: int = -1
+    offset: float = 0.0
+
+
+LAYOUTS = {
+    "Q4_1": Layout(0, 2, -7.5), "Q5_0": Layout(0), "Q5_1": Layout(0, 2, -15.5),
+    "Q2_K": Layout(80, 82, 1.5), "Q3_K": Layout(108), "TQ1_0": Layout(52), "TQ2_0": Layout(64),
+    "IQ2_XXS": Layout(0), "IQ2_XS": Layout(0), "IQ2_S": Layout(0), "IQ3_XXS": Layout(0),
+    "IQ3_S": Layout(0), "IQ1_S": Layout(0), "IQ4_NL": Layout(0), "IQ4_XS": Layout(0),
+}  # fmt: skip
+TYPES = (*LAYOUTS, "IQ1_M", "NVFP4")
+
+
+def stored_blocks(
+    rng: np.random.Generator, kind: str, rows: int, cols: int, std: float
+) -> np.ndarray:
+    """Random blocks of type `kind` of TYPES, std about `std`: uint8 (rows, row_bytes)."""
+    block, block_bytes = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    raw = rng.integers(0, 256, (rows * cols // block, block_bytes), np.uint8)
+    if kind == "TQ2_0":  # of the four values of two bits a quantiser writes three
+        both = raw & raw >> 1 & 0x55
+        raw[:] &= ~(both << 1)
+    place = _PLACES.get(kind, _scale)
+    place(raw, kind, np.ones(len(raw)))
+    n = min(len(raw), 64)
+    unit = gguf.quants.dequantize(raw[:n], Kind[kind])
+    place(raw, kind, std / unit.std() * rng.uniform(0.75, 1.25, len(raw)))
+    return raw.reshape(rows, -1)
+
+
+def _scale(raw: np.ndarray, kind: str, scales: np.ndarray) -> None:
+    where = LAYOUTS[kind]
+    d = scales.astype("<f2")
+    raw[:, where.scale : where.scale + 2] = d.view(np.uint8).reshape(-1, 2)
+    if where.minimum >= 0:
+        m = (d.astype(np.float32) * where.offset).astype("<f2")
+        raw[:, where.minimum : where.minimum + 2] = m.view(np.uint8).reshape(-1, 2)
+
+
+def _iq1_m(raw: np.ndarray, kind: str, scales: np.ndarray) -> None:
+    """The scale's four nibbles are the top ones of the four uint16 at the end of a block."""
+    bits = scales.astype("<f2").view("<u2")
+    parts = np.ascontiguousarray(raw[:, 48:56]).view("<u2")
+    for i in range(4):
+        parts[:, i] = parts[:, i] & 0x0FFF | (bits >> 4 * i & 15) << 12
+    raw[:, 48:56] = parts.view(np.uint8)
+
+
+def _nvfp4(raw: np.ndarray, kind: str, scales: np.ndarray) -> None:
+    """Four scales of 4 exponent and 3 fraction bits: powers of two here, the nearest below."""
+    exponents = np.clip(np.floor(np.log2(scales)) + 8, 1, 14).astype(np.uint8)
+    raw[:, :4] = exponents[:, None] << 3 | raw[:, :4] & 7
+
+
+_PLACES: dict[str, Callable[[np.ndarray, str, np.ndarray], None]] = {
+    "IQ1_M": _iq1_m, "NVFP4": _nvfp4,
+}  # fmt: skip
