@@ -120,6 +120,7 @@ def test_all_reports_are_named(
 
     def execute(source, executed, parameters, timeout_s, progress):
         given[source.name] = parameters
+        executed.parent.mkdir(exist_ok=True)
         executed.write_text(source.read_text())
 
     monkeypatch.setattr(render, "_execute", execute)

@@ -29,6 +29,7 @@ LAYERS = [
     ("graph",),
     ("config",),
     ("output",),
+    ("output_path",),
     ("errors", "trace.spans"),
 ]
 RANK = {name: len(LAYERS) - i for i, names in enumerate(LAYERS) for name in names}

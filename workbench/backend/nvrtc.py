@@ -16,10 +16,12 @@ import stat
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import DeviceError
+from workbench.errors import DeviceError, UsageError
+from workbench.output import writing
 
 OPTIONS = ("-std=c++17", "-default-device")
 # Files with instructions that one architecture has and those after it have not: what they are
@@ -123,11 +125,9 @@ def compile_many(wanted: Iterable[tuple[str, tuple[str, ...]]], arch: str) -> No
 
 
 def _keep(path: Path, content: bytes) -> None:
-    """Writes whole or not at all, whoever else is writing the same file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
-    with os.fdopen(handle, "wb") as file:
+    """Writes where there is room; without, the next process compiles again."""
+    with suppress(UsageError), writing(path) as file:
         file.write(content)
-    os.replace(temporary, path)
 
 
 def cache_dir() -> Path:

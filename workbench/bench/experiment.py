@@ -14,6 +14,7 @@ from workbench.bench.comparison import AB, order_of
 from workbench.bench.results import SampleTable
 from workbench.bench.workload import Sample, Workload, bos_token, draw_tokens, run, warm_up
 from workbench.errors import UsageError
+from workbench.output import check_folder
 
 
 def open_out(out: Path | None, resume: bool) -> results.Run | None:
@@ -22,9 +23,13 @@ def open_out(out: Path | None, resume: bool) -> results.Run | None:
     if resume:
         if out is None:
             raise UsageError("resume needs the run folder to continue; give it as out")
-        return results.load_run(out)
-    if out is not None and out.exists():
-        raise UsageError(f"{out} exists already; resume it, or choose another folder")
+        found = results.load_run(out)
+        check_folder(out)
+        return found
+    if out is not None:
+        check_folder(out)
+        if out.exists():
+            raise UsageError(f"{out} exists already; resume it, or choose another folder")
     return None
 
 

@@ -36,6 +36,7 @@ from workbench.bench.kernel_rigs import PDL, Repeats, Rig, rig_of, rotating_byte
 from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.ir import DType
+from workbench.output import check_folder
 
 ROUNDS, REPLAYS = 5, 3  # rounds over the ways to launch, replays of each in a round
 QUICK_ROUNDS, QUICK_REPLAYS = 2, 1
@@ -149,8 +150,8 @@ def bench_kernels(
     is it saved when the device fails, before the error is raised. Raises UsageError where nothing
     is left to measure or `out` exists.
     """
-    if out is not None and Path(out).exists():
-        raise UsageError(f"{out} exists already; choose another folder")
+    if out is not None:
+        check_folder(out, new=True)
     bench = _Bench(backend, plan, Path(out) if out else None, reason, rig, on_row, on_note)
     return bench.measure()
 

@@ -26,6 +26,7 @@ from workbench.bench.workload import (
 )
 from workbench.config import EngineConfig
 from workbench.errors import UsageError
+from workbench.output import check_folder
 
 __all__ = ["FIELDS", "FORMATS", "BenchRow", "bench", "format_rows", "workloads"]
 
@@ -91,8 +92,8 @@ def bench(
     check_untraced(engine)
     for test in tests:
         check_fits(engine, test)
-    if out is not None and Path(out).exists():
-        raise UsageError(f"{out} exists already; choose another folder")
+    if out is not None:
+        check_folder(out, new=True)
     bos, rows = bos_token(engine), []
     record = _new_record(engine, tests, repetitions, seed, out) if out is not None else {}
     commit, begun = provenance.commit(), time.monotonic()

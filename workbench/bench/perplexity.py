@@ -35,7 +35,6 @@ more file, `tokens.parquet`, a row per scored token:
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -52,6 +51,7 @@ from workbench.bench.workload import check_untraced
 from workbench.config import FAMILIES, Toggles
 from workbench.engine.finite import first_bad_row, not_finite
 from workbench.errors import UsageError
+from workbench.output import check_folder
 from workbench.trace.spans import now_ns
 
 TOKENS = "tokens.parquet"
@@ -267,7 +267,7 @@ class _Record:
         self.n_tokens += n
 
     def save(self, status: str) -> Perplexity:
-        """Writes the folder, tokens before run.json, and returns what is in it."""
+        """Writes the folder and returns what is in it."""
         tokens = pd.concat(self._parts, ignore_index=True)
         agreement = reference = None
         engine = Estimate.of(tokens["nll"].to_numpy())
@@ -284,14 +284,7 @@ class _Record:
             "repetitions": len(self._parts),
             "arms": [_arm(*arm, self.test) for arm in self.arms],
         }
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            part = self.folder / f".{TOKENS}.part"
-            tokens.to_parquet(part, compression="zstd", index=False)
-            os.replace(part, self.folder / TOKENS)
-        except OSError as error:
-            raise UsageError(f"run folder {self.folder} cannot be written: {error}") from error
-        results.write_run(self.folder, self.run, self.samples.frame())
+        results.write_run(self.folder, self.run, self.samples.frame(), {TOKENS: tokens})
         return Perplexity(self.run, tokens, self.folder, engine, reference, agreement)
 
 
@@ -328,8 +321,7 @@ def check_folders(folders: dict[int, Path], n_ubatch: int) -> None:
                 f"{size} tokens cannot be computed at once; give 1 to n_ubatch ({n_ubatch}), "
                 "or raise --n-ubatch"
             )
-        if folder.exists():
-            raise UsageError(f"{folder} exists already; choose another folder")
+        check_folder(folder, new=True)
     if not folders:
         raise UsageError("no size is given; say how many tokens to compute at once, as 512,1")
 

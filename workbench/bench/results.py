@@ -39,10 +39,7 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +51,7 @@ import pyarrow.parquet as pq
 
 from workbench.bench.provenance import utc_now
 from workbench.errors import UsageError
+from workbench.output import writing_folder
 
 SCHEMA = 1
 RUN_JSON, SAMPLES = "run.json", "samples.parquet"
@@ -217,33 +215,32 @@ def new_run_folder(root: str | Path = DEFAULT_ROOT, name: str = "run") -> Path:
     return folder
 
 
-def write_run(folder: str | Path, run: Mapping[str, Any], samples: pd.DataFrame) -> Path:
-    """Writes `run` and `samples` as a run folder; returns its path.
+def write_run(
+    folder: str | Path,
+    run: Mapping[str, Any],
+    samples: pd.DataFrame,
+    tables: Mapping[str, pd.DataFrame] | None = None,
+) -> Path:
+    """Writes `run`, `samples` and other `tables` by file name as a run folder; returns its path.
 
-    A new folder appears whole (written beside, then renamed). In a folder that is there already
-    each file is replaced whole, run.json last; other files (a timeline) stay. Raises UsageError
-    where `run` is not schema 1 or the folder cannot be written.
+    A new folder appears whole. In a folder that is there already each file is replaced whole,
+    run.json last; other files (a timeline) stay. Raises UsageError where `run` is not schema 1 or
+    the folder cannot be written.
     """
     folder = Path(folder)
     check_run(run, folder)
     table = pa.Table.from_pandas(samples, schema=SAMPLE_SCHEMA, preserve_index=False)
     text = json.dumps(run, indent=1, ensure_ascii=False, default=_plain) + "\n"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
-            pq.write_table(table, beside / SAMPLES, compression="zstd")
-            (beside / RUN_JSON).write_text(text, encoding="utf-8")
-            if folder.exists():
-                for name in (SAMPLES, RUN_JSON):
-                    os.replace(beside / name, folder / name)
-            else:
-                beside.chmod(0o755)  # mkdtemp's is private
-                beside.rename(folder)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
-    except OSError as error:
-        raise UsageError(f"run folder {folder} cannot be written: {error}") from error
+    others = {
+        name: pa.Table.from_pandas(frame, preserve_index=False)
+        for name, frame in (tables or {}).items()
+    }
+    with writing_folder(folder) as made:
+        for name, content in (others | {SAMPLES: table}).items():
+            with made.writing(name) as file:
+                pq.write_table(content, file, compression="zstd")
+        with made.writing(RUN_JSON, "t") as file:
+            file.write(text)
     return folder
 
 
@@ -286,7 +283,7 @@ def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
     """
     rows = []
     for path in sorted(Path(root).glob(f"**/{RUN_JSON}")):
-        if path.parent.name.startswith("."):  # what a killed `write_run` left
+        if path.parent.name.startswith("."):  # what a killed process left
             continue
         try:
             rows.append(_row(path.parent))

@@ -13,6 +13,7 @@ from cyclopts.validators import Number
 from workbench import __version__
 from workbench.config import FAMILIES, EngineConfig, Toggles
 from workbench.errors import UsageError
+from workbench.output import check_folder
 
 if TYPE_CHECKING:
     from workbench.engine.loaded import Loaded
@@ -65,9 +66,9 @@ def load(
 
 
 def check_new(folder: Path | None) -> None:
-    """Raises UsageError where the run folder to write is there already."""
-    if folder is not None and folder.exists():
-        raise UsageError(f"{folder} exists already; choose another folder")
+    """Raises UsageError where the run folder is there already, or cannot be written."""
+    if folder is not None:
+        check_folder(folder, new=True)
 
 
 def parse_ids(text: str) -> list[int]:

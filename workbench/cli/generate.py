@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +24,7 @@ from workbench.cli.common import (
     say,
 )
 from workbench.errors import UsageError
+from workbench.output import check_writable, writing
 
 if TYPE_CHECKING:
     from workbench.engine.loaded import Loaded
@@ -95,8 +95,7 @@ def logits(
     from workbench.engine.finite import first_bad_row, not_finite
 
     ids = parse_ids(tokens)
-    if not out.parent.is_dir():
-        raise UsageError(f"the folder {out.parent} does not exist; make it first")
+    check_writable(out)
 
     def check(opened: Loaded) -> None:
         check_prompt(ids, opened.model.n_vocab, config.n_ctx)
@@ -106,10 +105,8 @@ def logits(
         bad = first_bad_row(rows)
         if bad is not None:  # written all the same, to be looked at
             say(f"note: {not_finite(engine.model, bad)}")
-    part = out.with_name(out.name + ".part")  # never a half-written file under the real name
-    with open(part, "wb") as f:
-        np.save(f, rows)
-    os.replace(part, out)
+    with writing(out) as file:
+        np.save(file, rows)
     say(f"wrote {rows.shape[0]} x {rows.shape[1]} float32 to {out}")
 
 

@@ -179,8 +179,8 @@ def bench_kernels(
         kernel_cases.parse_types(types), kernel_cases.parse_shapes(shapes),
         kernel_cases.parse_batches(batch), quick, seed,
     )  # fmt: skip
-    check_new(out)
     folder = out or results.new_run_folder(RUNS, "bench-kernels")
+    check_new(folder)
     chosen, reason = choose_device(device)
     backend = open_backend(chosen, threads)
     say(f"device: {backend.description} ({reason})")
@@ -213,15 +213,17 @@ def report(
     from workbench.bench import results
     from workbench.bench.comparison import AB
     from workbench.model.synth import write_tiny_models
-    from workbench.report.render import render_all
+    from workbench.report.render import check_pages, render_all
     from workbench.report.tables import markdown, speedup_table
 
+    paths = [NOTEBOOKS / f"{Path(name).stem}.ipynb" for name in notebooks or DEFAULT_NOTEBOOKS]
+    check_pages(paths, out)
     chosen, reason = choose_device(device)
     say(f"device: {chosen} ({reason})")
     write_tiny_models(MODELS)
     before = set(results.runs(RUNS)["folder"])
     pages = render_all(
-        [NOTEBOOKS / f"{Path(name).stem}.ipynb" for name in notebooks or DEFAULT_NOTEBOOKS],
+        paths,
         out,
         {"device": chosen} | {name: _literal(text) for name, text in parameter or []},
         device=chosen,

@@ -38,6 +38,7 @@ from matplotlib.figure import Figure
 from workbench.engine.engine import Engine
 from workbench.errors import UsageError
 from workbench.lab import said
+from workbench.output import check_writable
 from workbench.report.timelines import timeline, timeline_pair
 from workbench.trace import perfetto
 from workbench.trace.profile import COLLECTORS, TRACED, Profile, Timeline, profile
@@ -181,8 +182,8 @@ class WorkbenchMagics(Magics):
         if out is not None:
             try:
                 written = f"; wrote {out} ({trace.save(out) / 1e3:,.1f} kB)"
-            except OSError as error:
-                problem = f"--out {out} cannot be written: {error.strerror or error}"
+            except UsageError as error:
+                problem = f"--out {error}"
         for figure in trace.figures():
             display(figure)
         print(f"{trace}{written}", trace.note, sep="\n" if trace.note else "")
@@ -216,9 +217,10 @@ def _out(text: str | None) -> Path | None:
     if text is None:
         return None
     path = Path(text.strip("\"'")).expanduser()
-    if path.is_dir() or not path.parent.is_dir():
-        wrong = "is a directory" if path.is_dir() else f"has no directory {path.parent} to be in"
-        raise OneLine(f"--out {path} {wrong}; name a file, as t.pftrace.gz")
+    try:
+        check_writable(path)
+    except UsageError as error:
+        raise OneLine(f"--out {error}") from None
     return path
 
 

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 import zlib
 from collections.abc import Iterator
+from io import BufferedWriter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from workbench.errors import ModelFileError, UsageError, WorkbenchError
+from workbench.errors import ModelFileError, UsageError
 from workbench.graph.ir import DType
 from workbench.model.presets import (
     QUANTS,
@@ -35,6 +34,7 @@ from workbench.model.presets import (
     tensors,
 )
 from workbench.model.synth_vocab import build_vocab, corpus
+from workbench.output import check_writable, is_replaced, writing
 
 _VERSION = 1  # of what a record produces: raise it when the same record gives other bytes
 _CHUNK_BYTES = 16 << 20
@@ -76,13 +76,13 @@ def write_model(
     The file appears under its name only when it is complete. progress: a bar on stderr, for files
     that take more than a moment.
 
-    Raises UsageError for an unknown preset, quant or head type and for a file that is in the way,
-    WorkbenchError where the disk is too small or does not let us write.
+    Raises UsageError for an unknown preset, quant or head type, for a file that is in the way, and
+    where the disk is too small or does not let us write.
     """
     shape, quant, out = find_preset(preset), quant_name(quant), Path(out)
     head = quant_name(head) if head is not None else None
     record = _record(preset, quant, head, seed)
-    if out.exists() and not force:
+    if is_replaced(out) and not force:
         if read_record(out) == record:
             return out
         raise UsageError(
@@ -90,25 +90,9 @@ def write_model(
         )
     typed = [(spec, tensor_type(spec, shape, quant, head)) for spec in tensors(shape)]
     total = sum(_nbytes(spec, dtype) for spec, dtype in typed)
-    # The process id keeps two writers of one file apart: each renames a complete file into place.
-    part = out.with_name(f"{out.name}.{os.getpid()}.part")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(out.parent).free
-        if total > free:
-            raise WorkbenchError(
-                f"{out} needs {total / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; "
-                "make room, or choose a smaller preset or quant"
-            )
-        try:
-            _write(part, preset, shape, quant, typed, record, seed, total if progress else 0)
-            part.replace(out)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError as error:
-        raise WorkbenchError(
-            f"cannot write {out}: {error.strerror or error}; check the path and its permissions"
-        ) from error
+    check_writable(out, parents=True, n_bytes=total)
+    with writing(out, parents=True) as file:
+        _write(file, out.name, preset, shape, quant, typed, record, seed, total if progress else 0)
     return out
 
 
@@ -169,7 +153,8 @@ def _chunks(spec: TensorSpec, dtype: DType, preset: Preset, seed: int) -> Iterat
 
 
 def _write(
-    path: Path,
+    file: BufferedWriter,
+    title: str,
     name: str,
     preset: Preset,
     quant: str,
@@ -181,39 +166,35 @@ def _write(
     import gguf
     from tqdm import tqdm
 
-    writer = gguf.GGUFWriter(path, preset.arch)
-    try:
-        _add_metadata(writer, name, preset, quant)
-        writer.add_string(_RECORD_KEY, record)
+    writer = gguf.GGUFWriter(None, preset.arch)
+    _add_metadata(writer, name, preset, quant)
+    writer.add_string(_RECORD_KEY, record)
+    for spec, dtype in typed:
+        writer.add_tensor_info(
+            spec.name,
+            spec.shape,
+            np.dtype(np.float32),  # any type but uint8: the shape is in elements
+            _nbytes(spec, dtype),
+            raw_dtype=gguf.GGMLQuantizationType[dtype.name],
+        )
+    writer.fout, writer.state = [file], gguf.WriterState.EMPTY  # as if it had opened a path
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.write_padding(file, file.tell())
+    with tqdm(
+        total=bar_bytes,
+        desc=title,
+        unit="B",
+        unit_scale=True,
+        mininterval=0.5,
+        disable=bar_bytes < 64 << 20,
+    ) as bar:
         for spec, dtype in typed:
-            writer.add_tensor_info(
-                spec.name,
-                spec.shape,
-                np.dtype(np.float32),  # any type but uint8: the shape is in elements
-                _nbytes(spec, dtype),
-                raw_dtype=gguf.GGMLQuantizationType[dtype.name],
-            )
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        assert writer.fout is not None
-        file: IO[bytes] = writer.fout[0]
-        writer.write_padding(file, file.tell())
-        with tqdm(
-            total=bar_bytes,
-            desc=path.name.removesuffix(f".{os.getpid()}.part"),
-            unit="B",
-            unit_scale=True,
-            mininterval=0.5,
-            disable=bar_bytes < 64 << 20,
-        ) as bar:
-            for spec, dtype in typed:
-                for chunk in _chunks(spec, dtype, preset, seed):
-                    file.write(np.ascontiguousarray(chunk).data.cast("B"))
-                    bar.update(chunk.nbytes)
-                writer.write_padding(file, _nbytes(spec, dtype))
-    finally:
-        writer.close()
+            for chunk in _chunks(spec, dtype, preset, seed):
+                file.write(np.ascontiguousarray(chunk).data.cast("B"))
+                bar.update(chunk.nbytes)
+            writer.write_padding(file, _nbytes(spec, dtype))
 
 
 def _add_metadata(writer: Any, name: str, preset: Preset, quant: str) -> None:

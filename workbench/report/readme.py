@@ -17,6 +17,7 @@ import pandas as pd
 
 from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles
 from workbench.errors import WorkbenchError
+from workbench.output import write_text
 from workbench.report import blocks, mechanisms, scheduling, targets
 from workbench.report.recorded import commit_of
 from workbench.report.tables import markdown
@@ -100,4 +101,4 @@ def fill(text: str, folder: Path = RESULTS) -> str:
 
 if __name__ == "__main__":
     for page in PAGES:
-        page.write_text(fill(page.read_text()))
+        write_text(page, fill(page.read_text(encoding="utf-8")))

@@ -10,15 +10,18 @@ import ast
 import base64
 import gzip
 import html
+import json
 import logging
 import re
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, TextIO
 
 from workbench.errors import UsageError, WorkbenchError
+from workbench.output import check_writable, write_text
 
 MOST_REPORT_BYTES = 5_000_000
 MOST_TRACE_BYTES = 8_000_000  # of gzipped trace inside a page
@@ -87,16 +90,14 @@ def render_notebook(
         raise UsageError(f"notebook {source} does not exist; the notebooks are in notebooks/")
     parameters = dict(parameters or {})
     executed = Path(runs_dir) / f"{target.stem}.ipynb"
-    executed.parent.mkdir(parents=True, exist_ok=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    for path in (executed, target):
+        check_writable(path, parents=True)
     failure = _execute(source, executed, parameters, timeout_s, progress or sys.stderr)
     head = banner_html(device if device is not None else parameters.get("device"))
     tail = "" if trace is None else trace_download_html(trace)
     page = export_html(executed, source.stem, head, tail)
-    partial = target.with_name(target.name + ".partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(target)
-    size = target.stat().st_size
+    write_text(target, page, parents=True)
+    size = len(page.encode())
     if size > MOST_REPORT_BYTES:
         print(
             f"{target} has {size / 1e6:.1f} MB; reports should stay below "
@@ -122,12 +123,13 @@ def render_all(
     A parameter that a notebook does not have is not given to it. Raises as `render_notebook` does,
     after the notebooks before the failing one have been written and named.
     """
+    check_pages(notebooks, out_dir)
     pages: list[Path] = []
     try:
         for path in notebooks:
             known = _parameters_of(path)
             chosen = {k: v for k, v in (parameters or {}).items() if k in known}
-            page = Path(out_dir) / f"{Path(path).stem}.html"
+            page = page_of(path, out_dir)
             pages.append(
                 render_notebook(
                     path, page, chosen, device=device, runs_dir=runs_dir, timeout_s=timeout_s
@@ -137,6 +139,17 @@ def render_all(
         for page in pages:
             print(page.resolve())
     return pages
+
+
+def page_of(notebook: str | PathLike[str], out_dir: str | PathLike[str]) -> Path:
+    """Where the page of a notebook goes."""
+    return Path(out_dir) / f"{Path(notebook).stem}.html"
+
+
+def check_pages(notebooks: Sequence[str | PathLike[str]], out_dir: str | PathLike[str]) -> None:
+    """Raises UsageError for a page that cannot be written, before a notebook is run."""
+    for path in notebooks:
+        check_writable(page_of(path, out_dir), parents=True)
 
 
 def export_html(executed: str | PathLike[str], title: str, head: str = "", tail: str = "") -> str:
@@ -239,14 +252,29 @@ comes from the network)</p>
 def _execute(
     source: Path, executed: Path, parameters: dict[str, Any], timeout_s: int, progress: TextIO
 ) -> str | None:
-    """Runs the notebook, keeping every cell that ended; returns what failed, in one line."""
+    """Runs the notebook and writes it as `executed`, with every cell that ended; returns what
+    failed, in one line."""
+    with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
+        made = Path(folder) / executed.name  # papermill writes it over and over
+        failure = _run_cells(source, made, parameters, timeout_s, progress)
+        if not made.exists():
+            raise WorkbenchError(f"{source.name} cannot be run: {failure}")
+        notebook = json.loads(made.read_text(encoding="utf-8"))
+        notebook["metadata"]["papermill"]["output_path"] = str(executed)
+        write_text(executed, json.dumps(notebook, indent=1, ensure_ascii=False), parents=True)
+    return failure
+
+
+def _run_cells(
+    source: Path, made: Path, parameters: dict[str, Any], timeout_s: int, progress: TextIO
+) -> str | None:
     import papermill
 
     papermill.engines.papermill_engines.register(_ENGINE, _plain_engine(source.stem, progress))
     try:
         papermill.execute_notebook(
             str(source.resolve()),
-            str(executed.resolve()),
+            str(made),
             cwd=str(source.resolve().parent),
             parameters=parameters,
             engine_name=_ENGINE,

@@ -12,6 +12,8 @@ from typing import Any
 
 import pandas as pd
 
+from workbench.output import writing
+
 KEYS = ["type", "shape", "batch"]
 PNG = "roofline.png"  # in a run folder
 QUICK = "quick: no figures to quote"
@@ -130,7 +132,8 @@ def save(run: Mapping[str, Any], folder: Path) -> Path | None:
         figure = roofline(run)
     except ImportError:
         return None
-    figure.savefig(folder / PNG)
+    with writing(folder / PNG) as file:
+        figure.savefig(file, format="png")
     return folder / PNG
 
 

@@ -25,6 +25,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (
 )
 from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
+from workbench.output import writing
 from workbench.trace.spans import HOST_LANE, Span
 
 SEQUENCE = 1  # the one packet sequence of our traces: interned numbers belong to it
@@ -37,16 +38,13 @@ ENCLOSING = {"step": 0, "split": 1}  # what encloses other spans, outermost firs
 def write(spans: Iterable[Span], path: str | PathLike[str]) -> int:
     """Writes `path` (gzipped where it ends in .gz) and returns the file's size in bytes.
 
-    The file appears only when it is complete.
+    Raises UsageError where it cannot be written.
     """
     data = encode(spans)
-    path = os.fspath(path)
-    if path.endswith(".gz"):
+    if os.fspath(path).endswith(".gz"):
         data = gzip.compress(data, mtime=0)  # no date inside: same spans, same file
-    partial = f"{path}.partial"
-    with open(partial, "wb") as f:
-        f.write(data)
-    os.replace(partial, path)
+    with writing(path) as file:
+        file.write(data)
     return len(data)
 
 
