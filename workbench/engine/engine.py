@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +14,12 @@ import numpy as np
 from workbench.backend.base import Backend
 from workbench.backend.issue import Pending, Prepared
 from workbench.config import EngineConfig, StepWait, Toggles
+from workbench.engine import exclusive, shown
 from workbench.engine.batch import Batch, Batches, Outputs, check_prompt, prompt_shapes, step_shape
+from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, continued
 from workbench.engine.kv_cache import KVCache, check_room
-from workbench.engine.loaded import Loaded
+from workbench.engine.loaded import Loaded, config_of
 from workbench.engine.memory import Residents, Workspace
 from workbench.engine.reuse import POLICIES, Key, Programs
 from workbench.engine.step_programs import StepPrograms
@@ -42,6 +43,7 @@ class Engine:
 
     def __init__(self, loaded: Loaded, config: EngineConfig, toggles: Toggles):
         """Use `Engine.load`. Raises DeviceError where the device cannot honour a toggle."""
+        exclusive.check(loaded)
         self._ordering, programmatic = modes_of(toggles, loaded)
         self.config = config
         self.toggles = toggles
@@ -75,6 +77,7 @@ class Engine:
         self._ns = dict.fromkeys(self._ns, 0)
 
     @classmethod
+    @exclusive.door
     def load(
         cls,
         path: str | Path,
@@ -92,8 +95,9 @@ class Engine:
         Raises ModelFileError for a file that cannot be believed, DeviceError for a device that is
         not there or cannot do what a toggle asks, UsageError for impossible settings.
         """
+        exclusive.check()
         if config is None:
-            config = _config(fields)
+            config = config_of(fields)
         elif fields:
             raise UsageError("give either config or its fields, not both")
         own = toggles or Toggles()
@@ -114,15 +118,23 @@ class Engine:
         """An engine with other toggles on the same backends and weights; its cache is its own."""
         return Engine(self._open, self.config, toggles)
 
+    def refuse(self, toggles: Toggles) -> None:
+        """Raises what `variant(toggles)` would raise for toggles that clash, race, or are not for
+        this device; makes nothing."""
+        modes_of(toggles, self._open)
+
     # the step -----------------------------------------------------------------------------------
 
+    @exclusive.door
     def step(self, tokens: Sequence[int], outputs: Outputs = "last") -> np.ndarray:
         """Computes up to n_ubatch tokens; returns their logits, float32 (n_outputs, n_vocab).
 
         The logits are on the host when this returns; with step_wait=outputs a step without any may
-        still be under way. Raises UsageError for ids outside the
-        vocabulary and for a full context; nothing has changed then.
+        still be under way. Raises UsageError for ids outside the vocabulary, a full context, and
+        while another thread measures; nothing has changed then.
         """
+        if STATE.measurement is not None:
+            exclusive.check(self._loaded)
         recorder = self.recorder
         if recorder is not None and recorder.wants(self.n_steps):
             return self._traced_step(recorder, tokens, outputs)
@@ -213,6 +225,7 @@ class Engine:
         (raw,) = results.values()
         return raw.view(np.float32).reshape(size)
 
+    @exclusive.door
     def prefill(self, tokens: Sequence[int], outputs: Outputs = "last") -> np.ndarray:
         """Computes a prompt in ubatches; returns the logits asked for, as `step` does.
 
@@ -227,6 +240,7 @@ class Engine:
         ]
         return rows[-1] if outputs == "last" else np.concatenate(rows)
 
+    @exclusive.door
     def generate(
         self,
         prompt: str | None = None,
@@ -256,6 +270,7 @@ class Engine:
 
     def synchronize(self) -> None:
         """Waits for everything queued on every backend."""
+        exclusive.check_others(self._loaded)
         for backend in self._open.backends:
             backend.synchronize()
 
@@ -360,9 +375,11 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Gives memory back, and with the last engine of a model its backends. Twice is fine."""
+        """Gives memory back, and with the last engine of a model its backends. Twice is fine.
+        Raises UsageError while another thread measures on the same weights."""
         if self._loaded is None:
             return
+        exclusive.check_others(self._loaded)
         loaded, self._loaded = self._loaded, None
         for backend in loaded.backends:
             backend.synchronize()
@@ -371,27 +388,10 @@ class Engine:
         self._residents.free()
         loaded.release()
 
-    def _repr_html_(self) -> str:
-        if self._loaded is None:
-            return "<p>a closed engine</p>"
-        m = self.model
-        return (
-            f"<p><b>{html.escape(m.name)}</b> {html.escape(m.quant)}, {m.n_layer} layers, "
-            f"{m.weight_bytes_per_token / 1e6:.1f} MB of weights a token<br>"
-            f"{html.escape(f'{self.backend.description} ({self.device_reason})')}</p>"
-            f"{self.toggles._repr_html_()}"
-        )
+    __repr__, _repr_html_ = shown.text, shown.page
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _config(fields: dict[str, Any]) -> EngineConfig:
-    known = EngineConfig.__dataclass_fields__
-    for name in fields:
-        if name not in known:
-            raise UsageError(f"setting {name!r} does not exist; choose one of {', '.join(known)}")
-    return EngineConfig(**fields)

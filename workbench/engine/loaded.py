@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Generator, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -204,3 +204,12 @@ def _read_ahead(model: Model, tensors: list[Tensor]) -> Generator[Tensor, None, 
                 told += info.nbytes
             yield tensor
             begun += tensor.nbytes
+
+
+def config_of(fields: dict[str, Any]) -> EngineConfig:
+    """The configuration with these fields. Raises UsageError for one that does not exist."""
+    known = EngineConfig.__dataclass_fields__
+    for name in fields:
+        if name not in known:
+            raise UsageError(f"setting {name!r} does not exist; choose one of {', '.join(known)}")
+    return EngineConfig(**fields)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from workbench.config import Toggles, folded
+from workbench.config import FAMILIES, Toggles, folded
 from workbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -56,3 +56,18 @@ def said(toggles: Toggles) -> str:
         if value != off.value_of(name)
     }  # fmt: skip
     return ", ".join(f"{name}={value}" for name, value in changed.items()) or "every toggle off"
+
+
+def differing(before: Toggles, after: Toggles) -> tuple[str, str]:
+    """What each has where the two differ: `sync=per_copy` and `sync=packed`. A family is named once
+    where all of it differs and each side has it at one value. Twice `the same toggles` for two that
+    are equal."""
+    names = [n for n in before.names() if before.value_of(n) != after.value_of(n)]
+    for family in FAMILIES:
+        members = before.members(family)
+        whole = all(len({side.value_of(n) for n in members}) == 1 for side in (before, after))
+        if whole and set(members) <= set(names):
+            names = [family if n == members[0] else n for n in names if n not in members[1:]]
+    sides = (", ".join(f"{n}={side.value_of(n)}" for n in names) for side in (before, after))
+    first, second = (side or "the same toggles" for side in sides)
+    return first, second

@@ -9,6 +9,8 @@ logits held against the baseline's. The traces are taken after the timing, never
 from __future__ import annotations
 
 import html
+import importlib
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -18,21 +20,32 @@ import numpy as np
 from workbench.bench import answers, stats
 from workbench.bench.answers import Answer
 from workbench.bench.comparison import order_of
-from workbench.bench.workload import Workload, bos_token, check_fits, draw_tokens, run, warm_up
-from workbench.config import EXACT, ROUNDING, Toggles
+from workbench.bench.workload import (
+    Workload,
+    bos_token,
+    check_fits,
+    check_untraced,
+    draw_tokens,
+    run,
+    warm_up,
+)
+from workbench.config import EXACT, ROUNDING, SyncMode, Toggles
 from workbench.engine.engine import Engine
+from workbench.engine.exclusive import Stopped
 from workbench.errors import UsageError
-from workbench.lab import said
+from workbench.lab import differing
 from workbench.trace.profile import Profile, profile
 
 TRACED_STEPS = 8  # at most, the last of the test: enough for a typical one
 
 
 class Pair(NamedTuple):
-    """What was found. labels: of the baseline's and the toggled side; tps: their medians, tokens/s.
+    """What was found. labels: what the baseline's and the toggled side have where they differ.
+    tps: their medians, tokens/s.
 
-    before, after: traces of the last TRACED_STEPS steps of the test. device_is_gpu: whether the
-    times are a GPU's.
+    n_asked: rounds wanted; `speedup.n` were finished. traces: of the last TRACED_STEPS steps of the
+    test on either side, None where the run was stopped before. device_is_gpu: whether the times are
+    a GPU's.
     """
 
     test: str
@@ -43,8 +56,8 @@ class Pair(NamedTuple):
     speedup: stats.Ratio
     band: stats.Band
     answer: Answer
-    before: Profile
-    after: Profile
+    n_asked: int
+    traces: tuple[Profile, Profile] | None
     device_is_gpu: bool
 
     @property
@@ -53,12 +66,20 @@ class Pair(NamedTuple):
         return stats.verdict(self.speedup, self.band)
 
     @property
+    def stopped(self) -> str:
+        """`stopped after 3 of 10 rounds`, or empty for a run that went to its end."""
+        if self.traces is not None:
+            return ""
+        return f"stopped after {self.speedup.n} of {self.n_asked} rounds"
+
+    @property
     def line(self) -> str:
         """The speedup line."""
         ratio, (before, after) = self.speedup, self.tps
         own = "" if self.device_is_gpu else "; timings of this device, not of a GPU"
+        found = ": ".join(filter(None, (self.stopped, self.verdict)))
         return (
-            f"{self.test}: {self.labels[0]} -> {self.labels[1]}: {self.verdict}, "
+            f"{self.test}: {self.labels[0]} -> {self.labels[1]}: {found}, "
             f"{ratio.value:.3f}x ({before:.1f} -> {after:.1f} t/s, "
             f"95% CI {stats.interval(ratio.low, ratio.high)}, n={ratio.n}, "
             f"A/A band {stats.interval(*self.band)}); {self.answer}{own}"
@@ -93,35 +114,62 @@ def compare(
 ) -> Pair:
     """Times `toggled` against `baseline` on variants of `engine`, then traces either.
 
-    progress is told what is being done, in a few words. Raises UsageError and DeviceError for what
-    cannot be measured or honoured; all variants are closed then, too, and after an interrupt.
+    progress is told what is being done, in a few words. Where the measurement is stopped (Ctrl-C,
+    or see `engine.exclusive`) the finished rounds are kept and returned; before the first round's
+    end KeyboardInterrupt or Stopped is raised. Raises UsageError and DeviceError for what cannot be
+    measured or honoured. All variants are closed in any case.
     """
     check(engine, workload, rounds, seed)
+    check_untraced(engine)
+    importlib.import_module("scipy.stats")  # slow, and a run that is stopped is to end at once
     with ExitStack() as stack:
         sides = [
             stack.enter_context(engine.variant(toggles))
             for toggles in (baseline, toggled, baseline)  # the last is the A/A control
         ]
-        bos, n_vocab = bos_token(engine), engine.model.n_vocab
         progress("comparing logits")
         answer = _answer(sides, _class_of(baseline, toggled), seed)
         progress("warming up")
-        warm_up(sides, workload, seed, bos)
-        tps = np.empty((len(sides), rounds))
-        for round_ in range(rounds):
-            progress(f"round {round_ + 1} of {rounds}")
-            tokens = draw_tokens(workload, n_vocab, seed, round_, bos)
-            for i in order_of(round_, len(sides)):
-                tps[i, round_] = run(sides[i], workload, tokens).tokens_per_second
-        progress("tracing")
-        before, after = (_trace(side, workload, seed) for side in sides[:2])
-        medians = np.median(tps, axis=1)
+        warm_up(sides, workload, seed, bos_token(engine))
+        tps: list[list[float]] = []  # of each finished round: t/s of each side
+        traces = None
+        try:
+            _time(sides, workload, rounds, seed, tps, progress)
+            progress("tracing")
+            traces = _trace(sides[0], workload, seed), _trace(sides[1], workload, seed)
+        except (KeyboardInterrupt, Stopped):
+            if not tps:
+                raise
+        found = np.array(tps).T
+        medians = np.median(found, axis=1)
         return Pair(
-            workload.name, baseline, toggled, (_label(sides[0]), _label(sides[1])),
-            (float(medians[0]), float(medians[1])),
-            stats.speedup(tps[0], tps[1], seed), stats.aa_band(stats.speedup(tps[0], tps[2], seed)),
-            answer, before, after, engine.device == "cuda",
+            workload.name, baseline, toggled, _labels(sides[0], sides[1]),
+            (float(medians[0]), float(medians[1])), stats.speedup(found[0], found[1], seed),
+            stats.aa_band(stats.speedup(found[0], found[2], seed)),
+            answer, rounds, traces, sides[0].device == "cuda",
         )  # fmt: skip
+
+
+def _time(
+    sides: list[Engine],
+    workload: Workload,
+    rounds: int,
+    seed: int,
+    tps: list[list[float]],
+    progress: Callable[[str], None],
+) -> None:
+    """Adds to `tps` a row for every round, once it is finished."""
+    begun, left = time.monotonic(), ""
+    bos, n_vocab = bos_token(sides[0]), sides[0].model.n_vocab
+    for round_ in range(rounds):
+        progress(f"round {round_ + 1} of {rounds}{left}")
+        tokens = draw_tokens(workload, n_vocab, seed, round_, bos)
+        row = [0.0] * len(sides)
+        for i in order_of(round_, len(sides)):
+            row[i] = run(sides[i], workload, tokens).tokens_per_second
+        tps.append(row)
+        seconds = (time.monotonic() - begun) / len(tps) * (rounds - len(tps))
+        left = f", about {seconds:,.0f} s left" if seconds >= 1 else ""
 
 
 def _class_of(baseline: Toggles, toggled: Toggles) -> str:
@@ -156,7 +204,13 @@ def _trace(engine: Engine, workload: Workload, seed: int) -> Profile:
     return traced
 
 
-def _label(engine: Engine) -> str:
-    """The side's toggles; where sync=auto chose, also what."""
-    auto = engine.toggles.value_of("sync") == "auto"
-    return said(engine.toggles) + (f" (chose {engine.sync_mode})" if auto else "")
+def _labels(before: Engine, after: Engine) -> tuple[str, str]:
+    """What each side has where they differ; where sync=auto chose, also what."""
+    auto = f"sync={SyncMode.AUTO}"
+    first, second = (
+        label.replace(auto, f"{auto} (chose {side.sync_mode})")
+        for label, side in zip(
+            differing(before.toggles, after.toggles), (before, after), strict=True
+        )
+    )
+    return first, second

@@ -78,6 +78,13 @@ class Model:
             self.file.close()
             raise
 
+    def __repr__(self) -> str:
+        n = sum(t.rows * t.cols for t in self.weights)
+        return (
+            f"<Model: {self.name}: {self.architecture}, {self.quant}, {self.n_layer} layers, "
+            f"{n / 1e6:,.1f} M parameters in {self.file_bytes / 1e6:,.1f} MB\n {self.path}>"
+        )
+
     def _bind(self) -> None:
         h = self.hparams
         info = self.file.tensors.get(EMBEDDING)

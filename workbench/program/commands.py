@@ -359,9 +359,16 @@ class Program:
                 copied += command.src.nbytes
         return n | {"copied_bytes": copied}
 
+    def _about(self) -> str:
+        s = self.shape
+        counts = ", ".join(f"{v} {k.replace('_', ' ')}" for k, v in self.counts().items())
+        return f"{s.n_tokens} tokens, {s.n_outputs} outputs, n_kv {s.n_kv}; {self.sync}; {counts}"
+
+    def __repr__(self) -> str:
+        return f"<Program: {self.pattern(fold=True)}\n {self._about()}>"
+
     def _repr_html_(self) -> str:
-        counts = ", ".join(f"{v} {k}" for k, v in self.counts().items())
-        return f"<p><code>{self.pattern(fold=True)}</code> ({self.sync}, {counts})</p>"
+        return f"<p><code>{self.pattern(fold=True)}</code><br>{self._about()}</p>"
 
 
 def _letter(command: Command, blocked: set[Copy | None]) -> str:

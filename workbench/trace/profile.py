@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from workbench.engine.exclusive import check_engine
 from workbench.errors import UsageError
 from workbench.trace import cupti, perfetto
 from workbench.trace.correlate import CALL
@@ -234,6 +235,11 @@ class Profile:
         """Writes a Perfetto trace, gzipped where `path` ends in .gz; returns its size in bytes."""
         return perfetto.write(self.recorder.spans, path)
 
+    def __repr__(self) -> str:
+        spans = self.recorder.spans
+        steps = len({s.args.get("step") for s in spans if s.category == "step"})
+        return f"<Profile: {steps} steps, {len(spans)} spans ({TRACED})\n {self.note}>"
+
     def _repr_html_(self) -> str:
         return f"{self.timeline._repr_html_()}<p>{html.escape(self.note)}</p>"
 
@@ -259,8 +265,10 @@ def profile(
     the spans come from events, and the profile's `fallback` says why. `auto`: `cupti` on a CUDA
     device, else `events`.
 
-    Raises UsageError for a window that holds no step and for a collector that does not exist.
+    Raises UsageError for a window that holds no step, for a collector that does not exist, and
+    while another thread measures.
     """
+    check_engine(engine)
     if collector not in COLLECTORS:
         raise UsageError(
             f"collector={collector!r} does not exist; choose one of {', '.join(COLLECTORS)}"
