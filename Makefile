@@ -76,7 +76,7 @@ lint: .venv/.dev
 bench: .venv/.dev
 	$(BIN)/python -m tests.bench.record
 
-lab: .venv/.lab
+lab: models
 	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 models: .venv/.lab

@@ -230,12 +230,18 @@ class Toggles:
         return dataclasses.asdict(self)
 
     def _repr_html_(self) -> str:
-        base = type(self)()
+        off: Toggles = type(self)()
+        own, base = self.to_dict(), off.to_dict()
         rows = "".join(
-            f"<tr><td>{n}</td><td>{'<b>' + v + '</b>' if v != getattr(base, n) else v}</td></tr>"
-            for n, v in self.to_dict().items()
+            f"<tr><td>{name}</td><td><b>{value}</b></td><td>{base[name]}</td></tr>"
+            for name, value in own.items()
+            if value != base[name]
         )
-        return f"<table><tr><th>toggle</th><th>value</th></tr>{rows}</table>"
+        if not rows:
+            return "<p>every toggle off: the baseline</p>"
+        head = "<tr><th>toggle</th><th>value</th><th>baseline</th></tr>"
+        rest = '<tr><td colspan="3">everything else off, as in the baseline</td></tr>'
+        return f"<table>{head}{rows}{rest}</table>"
 
 
 def folded(toggles: Mapping[str, str]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
 import subprocess
 import sys
 from enum import StrEnum
@@ -16,7 +15,7 @@ from workbench.bench.stats import TOO_FEW
 from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles, _toggle
 from workbench.engine.engine import Engine
 from workbench.errors import UsageError
-from workbench.lab import pair, widgets
+from workbench.lab import widgets
 
 
 @pytest.mark.parametrize("statement", ["import workbench", "import workbench as w; w.lab"])
@@ -97,6 +96,13 @@ def test_a_family_sets_its_members_and_says_where_they_differ(engine):
     assert family.value == "off" and form.toggles() == Toggles(), "mixed cannot be chosen"
 
 
+def clicked(panel: widgets.Panel) -> widgets.Panel:
+    """The panel after a run."""
+    panel.button.click()
+    panel.wait()
+    return panel
+
+
 def test_run_times_both_sides_and_draws_them(engine, variants):
     engine.prefill([1, 17, 300])
     before = engine.n_steps, engine.n_past
@@ -104,23 +110,23 @@ def test_run_times_both_sides_and_draws_them(engine, variants):
     panel.form.choices["sync"].value = "copy_boundary"
     assert panel.code.value == "<code>wb.Toggles(sync=&quot;copy_boundary&quot;)</code>"
     assert panel.picture.layout.display == "none"
-    panel.button.click()
+    clicked(panel)
     assert panel.message.value == "" and panel.picture.value[:4] == b"\x89PNG"
     assert panel.picture.layout.display is None
     found = panel.result
     assert (found.baseline, found.toggled) == (Toggles(), Toggles(sync="copy_boundary"))
-    assert found.labels == ("every toggle off", "sync=copy_boundary")
-    assert found.speedup.n == 3 and found.verdict == TOO_FEW
+    assert found.labels == ("sync=per_copy", "sync=copy_boundary")
+    assert found.speedup.n == 3 and found.verdict == TOO_FEW and not found.stopped
     assert found.answer.kind == EXACT and found.answer.holds
     assert found.speedup.value == pytest.approx(found.tps[1] / found.tps[0])
-    waits = [trace.summary()["waits"].max() for trace in (found.before, found.after)]
+    waits = [trace.summary()["waits"].max() for trace in found.traces]
     assert waits[0] > waits[1], "the traces are of either side"
     assert "not of a GPU" in found.line and found.line.split(" ->")[0] in panel.speedup.value
     assert len(variants) == 3 and all(map(is_closed, variants))
     assert not is_closed(engine) and (engine.n_steps, engine.n_past) == before
     first = panel.picture.value
     panel.form.families["fuse"].value = "on"
-    panel.button.click()
+    clicked(panel)
     assert panel.picture.value != first and panel.result.answer.kind == ROUNDING
     assert (panel.button.disabled, panel.button.description) == (False, "Run")
 
@@ -129,51 +135,38 @@ def test_the_panel_begins_at_the_engines_toggles_and_against_any_baseline(engine
     with engine.variant(Toggles(graph_reuse="set_rows")) as kept:
         panel = wb.lab.panel(kept, "pp4", rounds=1, baseline=kept.toggles)
         panel.form.choices["step_wait"].value = "outputs"
-        panel.button.click()
+        clicked(panel)
         assert panel.result.baseline == kept.toggles
         assert panel.result.toggled == Toggles(graph_reuse="set_rows", step_wait="outputs")
-        assert panel.result.before.summary()["n_tokens"].tolist() == [4]
+        assert panel.result.traces[0].summary()["n_tokens"].tolist() == [4]
 
 
 def test_toggles_that_clash_are_said_at_once_and_mended_by_the_next_choice(engine, variants):
     panel = wb.lab.panel(engine, "tg4")
     panel.form.choices["sync"].value = "event_guarded"
     panel.form.choices["copy_stream"].value = "compute"
-    with pytest.raises(UsageError) as clash:
+    with pytest.raises(UsageError, match=r"event_guarded.*compute") as clash:
         Toggles(sync="event_guarded", copy_stream="compute")
-    assert str(clash.value) in panel.message.value
-    panel.button.click()
-    assert str(clash.value) in panel.message.value and panel.result is None and not variants
+    assert str(clash.value) in panel.code.value and panel.button.disabled
+    clicked(panel)
+    assert str(clash.value) in panel.code.value and panel.result is None and not variants
     panel.form.choices["copy_stream"].value = "own"
-    assert panel.message.value == "" and "event_guarded" in panel.code.value
+    assert "event_guarded" in panel.code.value and not panel.button.disabled
 
 
-def test_what_the_device_cannot_honour_is_one_line_and_the_last_result_stays(engine, variants):
+def test_what_races_or_the_device_cannot_honour_is_said_when_it_is_chosen(engine, variants):
     panel = wb.lab.panel(engine, "tg4", rounds=1)
-    panel.button.click()
-    last = panel.result
-    assert last is not None
-    panel.form.choices["pdl"].value = "on"
-    panel.button.click()
-    assert "pdl" in panel.message.value and "\n" not in panel.message.value
-    assert panel.result is last and not panel.button.disabled
-    assert all(map(is_closed, variants)) and not is_closed(engine)
-
-
-def test_an_interrupt_of_a_run_closes_its_variants(engine, variants, monkeypatch):
-    panel = wb.lab.panel(engine, "tg4", rounds=1)
-    monkeypatch.setattr(pair, "run", lambda *_: signal.raise_signal(signal.SIGINT))
-    panel.button.click()
-    assert "interrupted" in panel.message.value and not panel.button.disabled
-    assert len(variants) == 3 and all(map(is_closed, variants)) and not is_closed(engine)
-
-
-def test_an_unforeseen_error_is_not_hidden_and_leaves_the_panel_usable(engine, monkeypatch):
-    panel = wb.lab.panel(engine, "tg4")
-    monkeypatch.setattr(pair, "compare", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        panel._run(panel.button)
+    last = clicked(panel).result
+    panel.form.choices["sync"].value = "implicit"
     assert not panel.button.disabled
+    panel.form.choices["copy_stream"].value = "own"
+    assert "sync=implicit and copy_stream=own race" in panel.code.value and panel.button.disabled
+    panel.form.choices["copy_stream"].value = "auto"
+    panel.form.choices["pdl"].value = "on"
+    assert "pdl=on" in panel.code.value and "\n" not in panel.code.value and panel.button.disabled
+    clicked(panel)
+    assert panel.result is last
+    assert all(map(is_closed, variants)) and not is_closed(engine)
 
 
 def test_a_panel_that_could_never_run_is_refused(engine):
@@ -198,6 +191,17 @@ def test_without_ipywidgets_the_panel_says_what_to_install(engine, monkeypatch):
         wb.lab.panel(engine)
 
 
+def test_titles_name_what_differs_and_a_family_once():
+    off, fused = Toggles(), Toggles().switched("fuse", "on")
+    assert lab.differing(off, Toggles(sync="packed")) == ("sync=per_copy", "sync=packed")
+    both = (fused, dataclasses.replace(fused, sync="packed"))
+    assert lab.differing(*both) == ("sync=per_copy", "sync=packed"), "what both have is left out"
+    assert lab.differing(off, fused) == ("fuse=off", "fuse=on")
+    assert lab.differing(off, Toggles(fuse_glu="on")) == ("fuse_glu=off", "fuse_glu=on")
+    assert lab.differing(fused, Toggles(fuse_glu="on"))[1].count("fuse_") == 8
+    assert lab.differing(off, off) == ("the same toggles", "the same toggles")
+
+
 def test_toggles_are_said_by_what_is_not_off():
     assert lab.said(Toggles()) == "every toggle off"
     assert lab.said(Toggles(sync="packed").switched("fuse", "on")) == "sync=packed, fuse=on"
@@ -205,16 +209,3 @@ def test_toggles_are_said_by_what_is_not_off():
     assert lab.said(one) == "fuse_glu=on"
     for toggles in (Toggles(), one, Toggles(sync="packed", pdl="on").switched("fuse", "on")):
         assert eval(widgets.as_python(toggles)) == toggles
-
-
-# HTML --------------------------------------------------------------------------------------------
-
-
-def test_toggles_and_programs_show_themselves(engine):
-    page = Toggles(sync="packed")._repr_html_()
-    rows = {f"<td>{name}</td>" for name in Toggles.names()}
-    assert all(row in page for row in rows) and page.count("<b>") == 1 and "<b>packed</b>" in page
-    program = engine.program()
-    shown = program._repr_html_()
-    assert f"<code>{program.pattern(fold=True)}</code>" in shown and program.sync in shown
-    assert all(f"{number} {what}" in shown for what, number in program.counts().items())

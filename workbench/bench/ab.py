@@ -21,6 +21,7 @@ from workbench.bench.comparison import AB
 from workbench.bench.experiment import Experiment, describe, open_out
 from workbench.bench.workload import Workload, check_untraced
 from workbench.config import Toggles
+from workbench.engine.exclusive import check_engine, door
 
 __all__ = [
     "AB",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 
+@door
 def ab(
     engine: Any,
     toggle: str,
@@ -63,6 +65,7 @@ def ab(
     is it saved when the device fails, before the error is raised. Raises UsageError for a request
     that cannot be measured, DeviceError where the device cannot honour a value.
     """
+    check_engine(engine)
     made = plan(toggle, values, tests, rounds, background or engine.toggles, smoke)
     check_untraced(engine)
     made.check(engine)

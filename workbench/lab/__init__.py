@@ -27,12 +27,13 @@ def panel(
     seed: int = 0,
     baseline: Toggles | None = None,
 ) -> Panel:
-    """Drop-downs for every toggle, and a button that compares them with `baseline` on `engine`.
+    """Drop-downs for every toggle, and a button that compares them with a baseline on `engine`.
 
-    The drop-downs begin at the engine's own toggles; baseline is by default everything off.
-    workload: a llama-bench test name. rounds: timed repetitions of each side; below 5 there is no
-    verdict. The engine is neither stepped nor closed: each run is made on variants of it, which
-    are closed after. `result` of the panel is the last comparison, a `lab.pair.Pair`.
+    The drop-downs begin at the engine's own toggles. baseline: the first of those that can be
+    chosen, by default everything off. workload: a llama-bench test name. rounds: timed repetitions
+    of each side; below 5 there is no verdict. The engine is neither stepped nor closed: each run is
+    made on variants of it, which are closed after. While a run is on, no cell can use an engine.
+    `result` of the panel is the last comparison, a `lab.pair.Pair`.
 
     Raises UsageError for a workload that is none or does not fit the context, for rounds below 1,
     a negative seed, a closed engine, and where ipywidgets is not installed.
@@ -45,7 +46,7 @@ def panel(
         raise UsageError(
             "the panel needs ipywidgets, which is not installed; pip install 'workbench[lab]'"
         ) from error
-    return Panel(engine, workload, rounds, seed, baseline or type(engine.toggles)())
+    return Panel(engine, workload, rounds, seed, baseline)
 
 
 def said(toggles: Toggles) -> str:

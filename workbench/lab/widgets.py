@@ -6,8 +6,11 @@ here. All it does is `lab.pair.compare`, which is there for those who would rath
 
 from __future__ import annotations
 
+import contextvars
 import html
 import io
+import textwrap
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +20,17 @@ from matplotlib.figure import Figure
 from workbench.bench.workload import parse
 from workbench.config import FAMILIES, Toggles, folded
 from workbench.engine.engine import Engine
+from workbench.engine.exclusive import Measurement, Stopped, measuring
 from workbench.errors import WorkbenchError
-from workbench.lab import pair, said
+from workbench.lab import pair
+from workbench.lab.baselines import BaselineForm, presets
+from workbench.lab.interrupts import heeded
 from workbench.report import plots
 
 MIXED = "mixed"  # what a family is at whose toggles differ; `Toggles.value_of` says so, too
 RUN, RUNNING = "Run", "running"
+OF_OLDER = "of older toggles"
+TITLE_COLUMNS = 100  # of a picture's title: what its width holds
 
 
 class ToggleForm(VBox):
@@ -77,77 +85,164 @@ class ToggleForm(VBox):
 
 
 class Panel(VBox):
-    """Toggles, a Run button, the speedup line, and the timelines of both sides; see `lab.panel`.
+    """Toggles, a baseline, Run and Stop, the speedup line and both timelines; see `lab.panel`.
 
-    form: the drop-downs. button: Run. message: what is going on, or what is wrong, in one line.
-    code: the toggles as Python. speedup: the line of the last run. picture: its timelines.
-    result: the last run, None before the first.
+    form: the drop-downs. baseline: what they are compared with. code: the toggles as Python, or why
+    they cannot be. button, stop_button: Run, Stop. message: what is going on, or what went wrong,
+    in one line. speedup: the line of the last run. picture: its timelines. result: the last run,
+    None before the first.
+
+    A run is in a thread of its own: Stop, Jupyter's interrupt and `stop()` end it, and no other
+    thread can use an engine meanwhile (`engine.exclusive`).
     """
 
-    def __init__(self, engine: Engine, workload: str, rounds: int, seed: int, baseline: Toggles):
+    def __init__(
+        self, engine: Engine, workload: str, rounds: int, seed: int, baseline: Toggles | None
+    ):
         """As `lab.panel`."""
         self._engine = engine
         self._workload = parse(workload)
-        self._rounds, self._seed, self._baseline = rounds, seed, baseline
+        self._rounds, self._seed = rounds, seed
         pair.check(engine, self._workload, rounds, seed)
         self.result: pair.Pair | None = None
+        self._ended = threading.Event()  # of the last run; an interrupted join would lose it
+        self._ended.set()
+        self._measurement: Measurement | None = None
+        self._stopping = False
+        self._error: BaseException | None = None
         self.form = ToggleForm(engine.toggles, self._changed)
+        self.baseline = BaselineForm(presets(engine), baseline, self.form.toggles, self._changed)
         self.button = Button(description=RUN, button_style="primary")
         self.button.on_click(self._run)
+        self.stop_button = Button(description="Stop", disabled=True)
+        self.stop_button.on_click(lambda _: self.stop())
         self.message, self.code, self.speedup = HTML(), HTML(), HTML()
         self.picture = Image(format="png", layout=Layout(display="none", max_width="100%"))
         model = f"{engine.model.name} {engine.model.quant}"
         head = HTML(
-            f"<b>{html.escape(model)}</b>, {html.escape(engine.backend.description)}<br>"
-            f"{self._workload.name} against: {html.escape(said(baseline))}"
+            f"<b>{html.escape(model)}</b>, {html.escape(engine.backend.description)}; "
+            f"test {self._workload.name}"
         )
+        buttons = HBox([self.button, self.stop_button, self.message])
         super().__init__(
-            [head, self.form, self.code, HBox([self.button, self.message]), self.speedup,
-             self.picture]
-        )  # fmt: skip
+            [head, self.form, self.code, self.baseline, buttons, self.speedup, self.picture]
+        )
         self._changed()
 
+    # from any thread ----------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether a run is on."""
+        return not self._ended.is_set()
+
+    def stop(self) -> None:
+        """Ends the run after the step under way; what was measured is kept."""
+        if not self.running:
+            return
+        self._stopping = True
+        self._say("stopping")
+        if self._measurement is not None:
+            self._measurement.stop()
+
+    def wait(self) -> None:
+        """Waits for the end of the run; an interrupt stops it. Raises what ended the run where that
+        was a failure of the workbench, and no request that a user can mend."""
+        try:
+            self._ended.wait()
+        except KeyboardInterrupt:
+            self.stop()
+            self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    # the form -----------------------------------------------------------------------------------
+
     def _changed(self) -> None:
-        """Shows the toggles chosen, or at once why they cannot be."""
+        """Shows the toggles chosen, or at once why they cannot be; marks a result of others."""
+        fits = True
         try:
             toggles = self.form.toggles()
+            self._engine.refuse(toggles)
+            self._engine.refuse(self.baseline.toggles())
+            self.code.value = f"<code>{html.escape(as_python(toggles))}</code>"
         except WorkbenchError as error:
-            self._refuse(error)
+            fits, self.code.value = False, _red(error)
+        self._fits = fits
+        self.button.disabled = self.running or not fits
+        self._mark()
+
+    def _mark(self) -> None:
+        """Says of the last result whether it is of these toggles."""
+        if (found := self.result) is None:
             return
-        self.message.value = ""
-        self.code.value = f"<code>{html.escape(as_python(toggles))}</code>"
+        try:
+            old = (found.baseline, found.toggled) != (self.baseline.toggles(), self.form.toggles())
+        except WorkbenchError:
+            old = True
+        line = html.escape(found.line)
+        self.speedup.value = f"<b>{OF_OLDER}:</b> <i>{line}</i>" if old else f"<b>{line}</b>"
+
+    # the run ------------------------------------------------------------------------------------
 
     def _run(self, _: Button) -> None:
-        """The click. What a user can mend is said in the message; the last result stays then."""
+        """The click. Its thread is Jupyter's, and is to be free for the next one."""
+        if self.running or not self._fits:
+            return
+        sides = self.baseline.toggles(), self.form.toggles()
         self.button.disabled, self.button.description = True, RUNNING
+        self._ended.clear()
+        self._stopping, self._error = False, None
+        self.stop_button.disabled = False
+        self._say("")
+        # with the click's context, output and messages of the thread belong to its cell
+        target, args = contextvars.copy_context().run, (self._measure, *sides)
+        threading.Thread(target=target, args=args, name="panel", daemon=True).start()
+
+    def _measure(self, baseline: Toggles, toggled: Toggles) -> None:
+        """The run's thread. What a user can mend is said in the message; the last result stays."""
         try:
-            toggles = self.form.toggles()
-            found = pair.compare(
-                self._engine, self._baseline, toggles, self._workload,
-                rounds=self._rounds, seed=self._seed, progress=self._say,
-            )  # fmt: skip
+            with measuring("the panel", self._engine) as self._measurement, heeded(self.stop):
+                if self._stopping:
+                    raise Stopped
+                found = pair.compare(
+                    self._engine, baseline, toggled, self._workload,
+                    rounds=self._rounds, seed=self._seed, progress=self._say,
+                )  # fmt: skip
+            self.stop_button.disabled = True
+            self._say("drawing")
             self._show(found)
-            self._say("")
+            self._say(found.stopped)
         except WorkbenchError as error:
-            self._refuse(error)
-        except KeyboardInterrupt:  # no cell is running that could end with it
-            self._say(f"interrupted; press {RUN} to begin again")
+            self.message.value = _red(error)
+        except (Stopped, KeyboardInterrupt):
+            self._say("stopped before the first round was finished: nothing was measured")
+        except Exception as error:
+            self._error = error
+            self.message.value = _red(f"{type(error).__name__}: {error}; panel.wait() raises it")
         finally:
-            self.button.disabled, self.button.description = False, RUN
+            self._measurement = None
+            self.stop_button.disabled, self.button.description = True, RUN
+            self.button.disabled = not self._fits
+            self._ended.set()
+            self.button.disabled = not self._fits  # a toggle that moved just now saw a run
 
     def _show(self, found: pair.Pair) -> None:
-        figure = plots.timeline_pair(found.before, found.after, found.labels)
-        self.picture.value = _png(figure)
-        self.picture.layout.display = None
-        self.speedup.value = f"<b>{html.escape(found.line)}</b>"
+        self.picture.layout.display = "none"
+        if found.traces is not None:
+            labels = [textwrap.fill(label, TITLE_COLUMNS) for label in found.labels]
+            self.picture.value = _png(plots.timeline_pair(*found.traces, labels))
+            self.picture.layout.display = None
         self.result = found
+        self._mark()
 
     def _say(self, text: str) -> None:
         self.message.value = html.escape(text)
 
-    def _refuse(self, error: WorkbenchError) -> None:
-        line = html.escape(" ".join(str(error).split()))
-        self.message.value = f'<span style="color: #B00020">{line}</span>'
+
+def _red(error: Exception | str) -> str:
+    line = html.escape(" ".join(str(error).split()))
+    return f'<span style="color: #B00020">{line}</span>'
 
 
 def as_python(toggles: Toggles) -> str:

@@ -1,0 +1,301 @@
+"""A run of the panel is in a thread of its own: it can be stopped, and keeps others out."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import types
+
+import pytest
+from matplotlib.figure import Figure
+
+import workbench as wb
+from workbench.bench.stats import TOO_FEW
+from workbench.bench.workload import run as run_once
+from workbench.config import Toggles
+from workbench.engine import exclusive
+from workbench.errors import UsageError
+from workbench.lab import interrupts, pair, widgets
+from workbench.report import plots
+
+ON_THIS = "the panel is measuring on this engine; press Stop or wait"
+
+
+class Gate:
+    """Holds the panel's thread before its n-th repetition, until it is let go."""
+
+    def __init__(self, monkeypatch, nth: int):
+        self.reached, self.go = threading.Event(), threading.Event()
+        left = iter(range(nth - 1, -1, -1))
+
+        def held(*args):
+            if next(left, -1) == 0:
+                self.reached.set()
+                assert self.go.wait(60)
+            return run_once(*args)
+
+        monkeypatch.setattr(pair, "run", held)
+
+    def wait(self):
+        assert self.reached.wait(60)
+
+
+@pytest.fixture
+def held(engine, monkeypatch):
+    """A panel whose run stands before its third round, and its gate."""
+
+    def make(rounds=9, nth=7, **arguments):
+        gate = Gate(monkeypatch, nth)
+        panel = wb.lab.panel(engine, "tg4", rounds=rounds, **arguments)
+        panel.form.choices["sync"].value = "packed"
+        panel.button.click()
+        gate.wait()
+        made.append((panel, gate))
+        return panel, gate
+
+    made: list = []
+    yield make
+    for panel, gate in made:
+        panel.stop()
+        gate.go.set()
+        panel.wait()
+    assert exclusive.STATE.measurement is None
+
+
+def test_stop_keeps_the_finished_rounds_and_gives_no_verdict_on_few(held):
+    panel, gate = held()
+    assert panel.running and panel.button.disabled and not panel.stop_button.disabled
+    panel.stop_button.click()
+    gate.go.set()
+    panel.wait()
+    found = panel.result
+    assert found.speedup.n == 2 and found.verdict == TOO_FEW and found.traces is None
+    assert found.line.startswith(
+        "tg4: sync=per_copy -> sync=packed: stopped after 2 of 9 rounds: too few repetitions, "
+    )
+    assert "stopped after 2 of 9 rounds" in panel.speedup.value
+    assert panel.message.value == "stopped after 2 of 9 rounds"
+    assert panel.picture.layout.display == "none"
+    assert not panel.running and not panel.button.disabled and panel.stop_button.disabled
+
+
+def test_a_run_stopped_after_five_rounds_has_a_verdict(held):
+    panel, gate = held(nth=16)
+    panel.stop()
+    gate.go.set()
+    panel.wait()
+    assert panel.result.speedup.n == 5 and panel.result.verdict != TOO_FEW
+    assert "stopped after 5 of 9 rounds" in panel.result.line
+
+
+def test_a_run_stopped_before_its_first_round_leaves_the_last_result(held):
+    panel, gate = held(nth=2)
+    panel.stop()
+    gate.go.set()
+    panel.wait()
+    assert panel.result is None and "nothing was measured" in panel.message.value
+    panel.button.click()
+    panel.wait()
+    assert panel.result is not None and panel.message.value == ""
+
+
+def test_a_run_stopped_while_it_traces_has_its_speedup(engine, monkeypatch):
+    panel = wb.lab.panel(engine, "tg4", rounds=5)
+    trace = pair._trace
+
+    def stopped(*args):
+        panel.stop()
+        return trace(*args)
+
+    monkeypatch.setattr(pair, "_trace", stopped)
+    panel.button.click()
+    panel.wait()
+    assert panel.result.speedup.n == 5 and panel.result.traces is None
+
+
+def test_while_a_run_is_on_no_other_thread_uses_an_engine(held, engine, tiny_model):
+    sibling = engine.variant(Toggles())
+    model = tiny_model("tiny-llama", "Q8_0")
+    with wb.Engine.load(model, device="host", n_ctx=64) as other:
+        panel, gate = held()
+        calls = {
+            "step": lambda e: e.step([1]),
+            "prefill": lambda e: e.prefill([1, 2]),
+            "generate": lambda e: e.generate(tokens=[1], max_tokens=1),
+            "variant": lambda e: e.variant(Toggles()),
+            "profile": lambda e: wb.profile(e).__enter__(),
+            "ab": lambda e: wb.ab(e, "sync=per_copy,packed"),
+        }
+        for name, use in calls.items():
+            for used in (engine, sibling):
+                with pytest.raises(UsageError) as refused:
+                    use(used)
+                assert str(refused.value) == ON_THIS, name
+            with pytest.raises(
+                UsageError, match=r"another engine.*would spoil.*press Stop or wait"
+            ):
+                use(other)
+        with pytest.raises(UsageError, match="another engine"):
+            wb.Engine.load(model, device="host")
+        for end in (engine.close, engine.synchronize, sibling.close):
+            with pytest.raises(UsageError, match="on this engine"):
+                end()
+        second = wb.lab.panel(engine, "tg4")
+        second.button.click()
+        second.wait()
+        assert ON_THIS in second.message.value and second.result is None
+        assert engine.n_steps == other.n_steps == sibling.n_steps == 0
+        panel.stop()
+        gate.go.set()
+        panel.wait()
+        assert panel.result.speedup.n == 2, "and the run was not disturbed"
+        for name in ("step", "generate"):
+            calls[name](engine)
+            calls[name](other)
+    sibling.close()
+
+
+def test_a_run_does_not_begin_while_a_cell_uses_an_engine(engine, held):
+    inside, go = threading.Event(), threading.Event()
+
+    def cell():
+        engine.generate(tokens=[1], max_tokens=2, on_text=lambda _: inside.set() or go.wait(60))
+
+    thread = threading.Thread(target=cell)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        panel = wb.lab.panel(engine, "tg4", rounds=1)
+        panel.button.click()
+        panel.wait()
+    finally:
+        go.set()
+        thread.join()
+    assert "while a cell is in Engine.generate" in panel.message.value and panel.result is None
+    panel.button.click()
+    panel.wait()
+    assert panel.result is not None
+
+
+def test_an_interrupt_of_whoever_waits_ends_the_run_and_keeps_it(held):
+    panel, gate = held()
+    main = threading.main_thread().ident
+    threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
+    threading.Timer(0.3, gate.go.set).start()
+    panel.wait()
+    assert panel.result.speedup.n == 2 and panel.result.stopped
+
+
+def test_an_interrupt_of_the_idle_kernel_stops_the_run(monkeypatch):
+    """The kernel's loop runs what it is given in the main thread, between two messages."""
+    given = []
+    loop = types.SimpleNamespace(add_callback=given.append)
+    shell = types.SimpleNamespace(kernel=types.SimpleNamespace(io_loop=loop))
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    before, heard = signal.getsignal(signal.SIGINT), []
+    with interrupts.heeded(lambda: heard.append(1)):
+        given.pop()()
+        signal.raise_signal(signal.SIGINT)
+    assert heard == [1]
+    given.pop()()
+    assert signal.getsignal(signal.SIGINT) is before and not given
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
+    with interrupts.heeded(lambda: heard.append(2)):
+        assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_unforeseen_error_is_not_hidden_and_leaves_the_panel_usable(engine, monkeypatch):
+    panel = wb.lab.panel(engine, "tg4")
+    monkeypatch.setattr(pair, "compare", lambda *_, **__: 1 / 0)
+    panel.button.click()
+    with pytest.raises(ZeroDivisionError):
+        panel.wait()
+    assert "ZeroDivisionError: division by zero" in panel.message.value
+    assert not panel.button.disabled and exclusive.STATE.measurement is None
+
+
+# the baseline, and whose results are shown -------------------------------------------------------
+
+
+def test_a_result_is_marked_once_a_toggle_or_the_baseline_moves(engine):
+    panel = wb.lab.panel(engine, "tg4", rounds=1)
+    panel.button.click()
+    panel.wait()
+    line = panel.speedup.value
+    assert widgets.OF_OLDER not in line
+    panel.form.choices["sync"].value = "packed"
+    assert panel.speedup.value.startswith(f"<b>{widgets.OF_OLDER}:</b>")
+    panel.form.choices["sync"].value = "per_copy"
+    assert panel.speedup.value == line, "they are what was measured again"
+    panel.form.choices["sync"].value = "event_guarded"
+    panel.form.choices["copy_stream"].value = "compute"
+    assert widgets.OF_OLDER in panel.speedup.value
+    panel.form.choices["copy_stream"].value = "auto"
+    panel.form.choices["sync"].value = "packed"
+    panel.baseline.pin.click()
+    panel.form.choices["sync"].value = "per_copy"
+    assert widgets.OF_OLDER in panel.speedup.value, "the baseline is another"
+    panel.baseline.choice.value = "baseline"
+    assert panel.speedup.value == line
+
+
+def test_toggles_that_move_during_a_run_mark_its_result(held):
+    panel, gate = held()
+    panel.form.choices["sync"].value = "per_copy"
+    assert panel.button.disabled, "the run is still on"
+    panel.stop()
+    gate.go.set()
+    panel.wait()
+    assert panel.result.toggled == Toggles(sync="packed")
+    assert widgets.OF_OLDER in panel.speedup.value
+
+
+def test_this_one_pins_the_toggles_as_the_baseline(engine):
+    panel = wb.lab.panel(engine, "tg4", rounds=1)
+    baseline = panel.baseline
+    assert baseline.toggles() == Toggles() and baseline.about.value == "every toggle off"
+    panel.form.choices["sync"].value = "packed"
+    baseline.pin.click()
+    assert baseline.choice.value == "pinned" and baseline.about.value == "sync=packed"
+    panel.form.families["fuse"].value = "on"
+    panel.button.click()
+    panel.wait()
+    assert panel.result.baseline == Toggles(sync="packed")
+    assert panel.result.labels == ("fuse=off", "fuse=on")
+    baseline.pin.click()
+    assert baseline.toggles() == Toggles(sync="packed").switched("fuse", "on")
+    panel.form.choices["sync"].value = "event_guarded"
+    panel.form.choices["copy_stream"].value = "compute"
+    baseline.pin.click()
+    assert baseline.toggles().sync == "packed", "toggles that clash are no baseline"
+
+
+def test_a_baseline_that_was_given_is_the_first_choice(engine):
+    given = Toggles(sync="packed")
+    panel = wb.lab.panel(engine, "tg4", baseline=given)
+    assert panel.baseline.choice.value == "as given" and panel.baseline.toggles() == given
+    panel.baseline.choice.value = "baseline"
+    assert panel.baseline.toggles() == Toggles()
+
+
+def test_titles_of_the_longest_difference_are_not_cut(engine, monkeypatch):
+    drawn: list[Figure] = []
+    draw = plots.timeline_pair
+    monkeypatch.setattr(plots, "timeline_pair", lambda *a: drawn.append(draw(*a)) or drawn[-1])
+    panel = wb.lab.panel(engine, "tg4", rounds=1)
+    for name in Toggles.members("fuse")[1:]:
+        panel.form.choices[name].value = "on"
+    panel.form.choices["host_source"].value = "pageable"
+    panel.form.choices["sync"].value = "packed"
+    panel.form.choices["graph_reuse"].value = "set_rows"
+    panel.button.click()
+    panel.wait()
+    (figure,) = drawn
+    figure.canvas.draw()
+    page = figure.bbox
+    for axes, label in zip(figure.axes, panel.result.labels, strict=True):
+        title = axes.title if axes.title.get_text() else axes._left_title
+        assert " ".join(title.get_text().split()) == label
+        box = title.get_window_extent()
+        assert page.x0 <= box.x0 and box.x1 <= page.x1 and box.y1 <= page.y1

@@ -1,0 +1,77 @@
+"""What a panel compares with: a preset, what its caller gave, or toggles pinned from its form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ipywidgets import HTML, Button, Dropdown, HBox, Layout
+
+from workbench.config import Toggles
+from workbench.engine.engine import Engine
+from workbench.lab import said
+
+GIVEN, PINNED = "as given", "pinned"
+
+
+def presets(engine: Engine) -> dict[str, Toggles]:
+    """Name to toggles, those that depend on the device resolved for this one; baseline first."""
+    return {"baseline": type(engine.toggles)()}
+
+
+class BaselineForm(HBox):
+    """A drop-down of baselines, and a button that pins what the toggles are now.
+
+    choice: the drop-down. pin: the button. about: the chosen baseline's toggles.
+    """
+
+    def __init__(
+        self,
+        known: dict[str, Toggles],
+        given: Toggles | None,
+        chosen: Callable[[], Toggles],
+        on_change: Callable[[], None],
+    ):
+        """known: presets. given: of the panel's caller. chosen: the form's toggles, called when the
+        button is pressed. on_change is called after every choice."""
+        self._known = known if given is None else {GIVEN: given} | known
+        self._chosen, self._on_change = chosen, on_change
+        self.choice = Dropdown(
+            options=list(self._known),
+            description="baseline",
+            tooltip="what the toggles above are compared with",
+            style={"description_width": "11em"},
+            layout=Layout(width="24em"),
+        )
+        self.pin = Button(
+            description="This one", tooltip="make the toggles above the baseline", icon="thumb-tack"
+        )
+        self.about = HTML()
+        self.choice.observe(self._changed, "value")
+        self.pin.on_click(self._pin)
+        self._tell()
+        super().__init__([self.choice, self.pin, self.about])
+
+    def toggles(self) -> Toggles:
+        """The baseline."""
+        return self._known[self.choice.value]
+
+    def _pin(self, _: Button) -> None:
+        """Pins the form's toggles, where they are any."""
+        try:
+            pinned = self._chosen()
+        except ValueError:  # they clash: the panel says so already
+            return
+        self._known = self._known | {PINNED: pinned}
+        if self.choice.value == PINNED:
+            self._changed({})
+        else:
+            self.choice.options = list(self._known)
+            self.choice.value = PINNED
+
+    def _changed(self, _: dict[str, Any]) -> None:
+        self._tell()
+        self._on_change()
+
+    def _tell(self) -> None:
+        self.about.value = said(self.toggles())
