@@ -9,7 +9,6 @@ logits held against the baseline's. The traces are taken after the timing, never
 from __future__ import annotations
 
 import html
-import importlib
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -121,7 +120,8 @@ def compare(
     """
     check(engine, workload, rounds, seed)
     check_untraced(engine)
-    importlib.import_module("scipy.stats")  # slow, and a run that is stopped is to end at once
+    import scipy.stats  # noqa: F401  # slow, and a run that is stopped is to end at once
+
     with ExitStack() as stack:
         sides = [
             stack.enter_context(engine.variant(toggles))
