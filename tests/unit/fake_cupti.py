@@ -23,6 +23,7 @@ from workbench.backend.base import Issue
 from workbench.backend.cuda_kernel import Gemm, Kernel, Work
 from workbench.backend.issue import Prepared
 from workbench.backend.null import NullBackend
+from workbench.config import EngineConfig, Toggles
 from workbench.graph.ir import F32, Node, StepShape, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import (
@@ -45,6 +46,10 @@ from workbench.program.commands import (
 
 OFFSET_NS = 1_700_000_000_000_000_000  # of CUPTI's clock to the recorder's
 KERNEL_NS = 40_000
+MODEL = SimpleNamespace(
+    name="fake", quant="F32", architecture="llama", n_layer=1, weight_bytes_per_token=16384,
+    path="models/fake.gguf",
+)  # fmt: skip
 now = time.perf_counter_ns
 
 
@@ -277,6 +282,7 @@ class CudaEngine:
     the device, the result's copy, and the wait for it. lead: launches in front of the copies."""
 
     device = "cuda"
+    model, toggles, config, sync_mode = MODEL, Toggles(), EngineConfig(), "copy_boundary"
 
     def __init__(self, cupti: FakeCupti, held: bool = False, lead: int = 0):
         self.cupti, self.backend = cupti, CuptiBackend(cupti, held)

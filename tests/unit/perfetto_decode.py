@@ -22,8 +22,10 @@ class Slice(NamedTuple):
 
 class Decoded(NamedTuple):
     processes: dict[int, str]  # pid -> name
-    tracks: dict[int, tuple[str, str]]  # uuid -> (process, thread)
+    tracks: dict[int, tuple[str, str]]  # uuid -> (process, thread); those of slices
     slices: list[Slice]
+    instants: dict[str, dict[str, Any]]  # name -> args
+    flows: dict[int, list[tuple[int, bool]]]  # number -> (time, whether it ends there)
 
 
 def decode(data: bytes) -> Decoded:
@@ -34,7 +36,16 @@ def decode(data: bytes) -> Decoded:
     names: dict[str, dict[int, str]] = defaultdict(dict)
     open_: dict[int, list[tuple[TrackEvent, int]]] = defaultdict(list)
     last: dict[int, int] = {}
-    slices = []
+    slices: list[Slice] = []
+    instants: dict[str, dict[str, Any]] = {}
+    flows: dict[int, list[tuple[int, bool]]] = defaultdict(list)
+
+    def args_of(event: TrackEvent) -> dict[str, Any]:
+        known = names["debug_annotation_names"]
+        return {
+            known[a.name_iid]: getattr(a, a.WhichOneof("value")) for a in event.debug_annotations
+        }
+
     for packet in trace.packet:
         for table in ("event_names", "event_categories", "debug_annotation_names"):
             for entry in getattr(packet.interned_data, table):
@@ -50,17 +61,20 @@ def decode(data: bytes) -> Decoded:
             event, at = packet.track_event, packet.timestamp
             assert at >= last.get(event.track_uuid, 0), "a track's packets are in order of time"
             last[event.track_uuid] = at
+            for number in event.flow_ids:
+                flows[number].append((at, False))
+            for number in event.terminating_flow_ids:
+                flows[number].append((at, True))
+            if event.type == TrackEvent.TYPE_INSTANT:
+                instants[names["event_names"][event.name_iid]] = args_of(event)
+                del tracks[event.track_uuid]
+                continue
             stack = open_[event.track_uuid]
             if event.type == TrackEvent.TYPE_SLICE_BEGIN:
                 stack.append((event, at))
                 continue
             assert event.type == TrackEvent.TYPE_SLICE_END
             begun, start = stack.pop()
-            args = {}
-            for a in begun.debug_annotations:
-                args[names["debug_annotation_names"][a.name_iid]] = getattr(
-                    a, a.WhichOneof("value")
-                )
             slices.append(
                 Slice(
                     event.track_uuid,
@@ -69,10 +83,10 @@ def decode(data: bytes) -> Decoded:
                     start,
                     at,
                     len(stack),
-                    args,
-                    list(begun.flow_ids),
-                    list(begun.terminating_flow_ids),
+                    args_of(begun),
+                    [*begun.flow_ids, *event.flow_ids],
+                    [*begun.terminating_flow_ids, *event.terminating_flow_ids],
                 )
             )
     assert not any(open_.values()), "every slice that begins ends"
-    return Decoded(processes, tracks, slices)
+    return Decoded(processes, tracks, slices, instants, dict(flows))

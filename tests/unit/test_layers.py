@@ -30,7 +30,7 @@ LAYERS = [
     ("config",),
     ("output",),
     ("output_path",),
-    ("errors", "trace.spans"),
+    ("errors", "trace.spans", "checkout"),
 ]
 RANK = {name: len(LAYERS) - i for i, names in enumerate(LAYERS) for name in names}
 # the two places that may name modules in strings

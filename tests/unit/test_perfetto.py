@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from perfetto_decode import decode
 
 from workbench.trace import perfetto
+from workbench.trace.lanes import process_and_track
 from workbench.trace.spans import HOST_LANE, Recorder, Span
 
 
@@ -45,7 +46,7 @@ def token(step: int, at: int, n_launches: int = 4) -> list[Span]:
 
 
 def as_set(spans: list[Span]) -> list[Any]:
-    key = [(perfetto.process_and_track(s.lane), *s[:2], *s[3:5]) for s in spans]
+    key = [(process_and_track(s.lane), *s[:2], *s[3:5]) for s in spans]
     return sorted(key, key=str)
 
 

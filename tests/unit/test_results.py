@@ -155,7 +155,7 @@ def git(folder, *args):
 
 
 def test_commit_and_dirty_flag(tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "_SOURCE", tmp_path)
+    monkeypatch.setattr("workbench.checkout._SOURCE", tmp_path)
     unknown = {"hash": "unknown", "number": 0, "dirty": None}
     assert provenance.commit() == unknown  # no repository
     git(tmp_path, "init", "-q")
@@ -167,6 +167,6 @@ def test_commit_and_dirty_flag(tmp_path, monkeypatch):
     assert len(clean["hash"]) == 40 and clean["number"] == 1 and clean["dirty"] is False
     (tmp_path / "f").write_text("2")
     assert provenance.commit()["dirty"] is True
-    monkeypatch.setattr(provenance, "_SOURCE", tmp_path / "inside")
+    monkeypatch.setattr("workbench.checkout._SOURCE", tmp_path / "inside")
     (tmp_path / "inside").mkdir()
     assert provenance.commit() == unknown  # installed inside somebody else's checkout

@@ -9,6 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.unit.fake_cupti import MODEL
+from workbench.config import EngineConfig, Toggles
 from workbench.errors import UsageError
 from workbench.trace.pattern import fold_group, trace_pattern
 from workbench.trace.profile import COLUMNS, TRACED, Timeline, profile
@@ -43,6 +45,8 @@ class FakeEngine:
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         self.device = "embedded"
+        self.model, self.toggles, self.config = MODEL, Toggles(), EngineConfig()
+        self.backend, self.sync_mode = SimpleNamespace(description="made up"), "per_copy"
         self.n_steps = 40
 
     def step(self) -> None:
@@ -132,7 +136,7 @@ def test_window_bounds_what_is_kept() -> None:
 
 
 def test_window_of_a_recorder_that_stamps_real_times() -> None:
-    engine = SimpleNamespace(recorder=None, device="embedded")
+    engine = FakeEngine()
     with profile(engine, window=(1, 1), nvtx=False) as prof:
         for n in range(3):
             span = engine.recorder.span

@@ -28,11 +28,12 @@ from workbench.program.commands import (
     Read,
     Record,
     Space,
+    Stream,
     Sync,
     Wait,
     Write,
 )
-from workbench.trace.spans import Recorder, now_ns
+from workbench.trace.spans import LOGITS_WAIT, Recorder, now_ns
 
 
 def _nothing() -> None:
@@ -215,10 +216,16 @@ class Prepared:
         backend = self._backends[command.stream.backend]
         return None if backend.capabilities.synchronous else backend
 
+    def _lane(self, stream: Stream) -> str:
+        return f"{self._backends[stream.backend].name} stream {stream.id}"
+
     def _describe(self, command: Command, index: int, step: int) -> tuple[str, dict[str, Any]]:
         args: dict[str, Any] = {"index": index, "step": step, "split": command.split}
         stream = getattr(command, "stream", None)
         args["stream"] = None if stream is None else stream.id
+        args["on"] = None if stream is None else self._lane(stream)
+        if isinstance(command, Record | Wait | Sync):
+            args["event"] = command.event
         match command:
             case Launch():
                 args["op"] = command.node.op
@@ -233,7 +240,9 @@ class Prepared:
                 blocks = command.blocks
                 if blocks is not None:
                     return f"wait {blocks.name}", args
-                return ("wait logits" if command.split == RESULT else "wait stream"), args
+                if index >= self._end:
+                    return LOGITS_WAIT, args
+                return ("wait stream" if command.event is None else f"wait {command.event}"), args
         return command.kind, args
 
     def _device_spans(self, marks: list, recorder: Recorder, step: int) -> None:
@@ -243,7 +252,7 @@ class Prepared:
             assert backend is not None
             name, args = self._describe(command, i, step)
             start_ns, end_ns = backend.resolve(begin, end)
-            lane = f"{backend.name} stream {args['stream']}"
+            lane = args.pop("on")
             recorder.add(name, "device", lane, start_ns, end_ns, kind=command.kind, **args)
 
     # preparing -------------------------------------------------------------------------------

@@ -12,52 +12,23 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-UNKNOWN = "unknown"
+from workbench.checkout import UNKNOWN, commit
+
 PACKAGES = (
     "workbench", "numpy", "numba", "llvmlite", "scipy", "pandas", "pyarrow", "gguf", "tokenizers",
     "cupy-cuda13x", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc",
 )  # fmt: skip
-_SOURCE = Path(__file__).resolve().parents[2]  # the checkout, where there is one
 
 
 def utc_now() -> str:
     """The time now as RFC 3339 in UTC to the second: `2025-11-21T00:56:01Z`."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _git(*args: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(_SOURCE), *args], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def commit() -> dict[str, Any]:
-    """The checkout's commit: hash (40 digits or `unknown`), number of commits before it, dirty.
-
-    dirty is true where a tracked file differs from the commit, null where there is no commit.
-    """
-    if _git("rev-parse", "--show-toplevel") != str(_SOURCE):  # installed beside another checkout
-        return {"hash": UNKNOWN, "number": 0, "dirty": None}
-    head = _git("rev-parse", "--verify", "HEAD")
-    if head is None:
-        return {"hash": UNKNOWN, "number": 0, "dirty": None}
-    changed = _git("status", "--porcelain", "--untracked-files=no")
-    return {
-        "hash": head,
-        "number": int(_git("rev-list", "--count", "HEAD") or 0),
-        "dirty": None if changed is None else bool(changed),
-    }
 
 
 @cache

@@ -41,7 +41,7 @@ from workbench.lab import said
 from workbench.output import check_writable
 from workbench.report.timelines import timeline, timeline_pair
 from workbench.trace import perfetto
-from workbench.trace.profile import COLLECTORS, TRACED, Profile, Timeline, profile
+from workbench.trace.profile import COLLECTORS, TRACED, Profile, Timeline, origin, profile
 from workbench.trace.spans import Span
 
 EVENTS = "events"
@@ -80,8 +80,9 @@ class CellTrace:
         return self.timeline.summary()
 
     def save(self, path: str | PathLike[str]) -> int:
-        """Writes a Perfetto trace, gzipped where `path` ends in .gz; returns its size in bytes."""
-        return perfetto.write(self.timeline.spans, path)
+        """Writes a trace as `Profile.save` does: for Perfetto, or Chrome's JSON."""
+        about = {name: part.about for name, part in self.profiles.items()}
+        return perfetto.write(self.timeline.spans, path, about | origin(self.note))
 
     @property
     def note(self) -> str:
@@ -322,6 +323,8 @@ def _numbered(spans: Mapping[str, list[Span]]) -> dict[str, list[Span]]:
         number = numbers.get((name, args.pop("step", None)))
         if number is not None:
             args["step"] = number
+        if args.get("event") is not None:  # engines call theirs the same
+            args["event"] = f"{name}: {args['event']}"
         if span.category != "step":
             return span._replace(args=args)
         return span._replace(name=f"{name}: step {number}", args=args)

@@ -343,6 +343,7 @@ class CuptiRecorder(WindowRecorder):
             super().add(name, category, lane, start_ns, end_ns, **args)
 
     def runs(self, program: Any, step: int) -> None:
+        super().runs(program, step)
         if self.wants(step):
             self._programs[step] = program
 

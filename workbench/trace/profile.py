@@ -4,8 +4,11 @@
         eng.generate("Hello", max_tokens=16)
     prof.timeline.to_frame()  # one row per span
     prof.summary()            # one row per step
+    prof.kernels()            # one row per op: time, share, bytes, GB/s, launch to start
+    prof.phases()             # what the host did in a step
+    prof.gaps()               # one row per time in which no kernel ran
     prof.note                 # where the spans come from, and what tracing cost
-    prof.save("t.pftrace.gz")  # opens in Perfetto
+    prof.save("t.pftrace.gz")  # opens in Perfetto; t.json.gz: Chrome's JSON
 
 A traced run attributes time; it does not measure throughput, for recording a span costs the host
 about as much as issuing a command. Every table made here says so.
@@ -17,16 +20,20 @@ import html
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from workbench import __version__
+from workbench.checkout import commit
 from workbench.engine.exclusive import check_engine
 from workbench.errors import UsageError
-from workbench.trace import cupti, perfetto
+from workbench.trace import analysis, cupti, perfetto
 from workbench.trace.correlate import CALL
 from workbench.trace.cupti import CuptiRecorder, Unavailable, Window
+from workbench.trace.lanes import nesting_order
 from workbench.trace.spans import CATEGORIES, HOST_LANE, Span
 from workbench.trace.window import Slowdown, WindowRecorder
 
@@ -44,9 +51,12 @@ COLUMNS = {
     "step": "Int64",  # number of the engine's step, <NA> outside every step
     "split": "Int64",  # number of the split, -1 for commands outside every split
     "index": "Int64",  # position in program.commands, <NA> for what is no command
-    "bytes": "Int64",  # bytes moved, of copies, writes and reads
+    "bytes": "Int64",  # bytes moved, of copies, writes and reads; those a launch must move
     "op": "str",  # of launches
     "kind": "str",  # device spans: "copy" or "launch"; elsewhere the category
+    "kernel": "str",  # device spans from CUPTI: the function that ran
+    "on": "str",  # host spans of commands: the lane that their work is queued on
+    "n_tokens": "Int64",  # of steps
 }
 
 
@@ -65,7 +75,7 @@ class Timeline:
         A host span that names no step belongs to the step whose span encloses it.
         `frame.attrs["origin_ns"]` is the clock's value at start_us = 0.
         """
-        spans = sorted(self.spans, key=perfetto.nesting_order)
+        spans = sorted(self.spans, key=nesting_order)
         origin = spans[0].start_ns if spans else 0
         steps = _steps_of(spans)
         args = [s.args for s in spans]
@@ -81,6 +91,9 @@ class Timeline:
             "bytes": [a.get("bytes") for a in args],
             "op": [a.get("op") for a in args],
             "kind": [a.get("kind", s.category) for s, a in zip(spans, args, strict=True)],
+            "kernel": [a.get("kernel") for a in args],
+            "on": [a.get("on") for a in args],
+            "n_tokens": [a.get("n_tokens") for a in args],
         }
         frame = pd.DataFrame(
             {name: pd.Series(data[name], dtype=kind) for name, kind in COLUMNS.items()}
@@ -167,16 +180,20 @@ class Profile:
 
     collector: where device spans come from, `events` or `cupti`. fallback: why they do not come
     from CUPTI where they were to, else nothing. windows: with CUPTI, what was recorded together,
-    and whether it is complete.
+    and whether it is complete. about: of what engine it is; what else a reader of the file should
+    know can be added.
     """
 
-    def __init__(self, recorder: WindowRecorder, fallback: str = ""):
+    def __init__(
+        self, recorder: WindowRecorder, fallback: str = "", about: dict[str, Any] | None = None
+    ):
         self.recorder = recorder
         self._fallback = fallback
+        self.about: dict[str, Any] = about or {}
 
     @property
     def timeline(self) -> Timeline:
-        return Timeline(self.recorder.spans)
+        return Timeline(analysis.with_bytes(self.recorder.spans, self.recorder.program_of))
 
     @property
     def collector(self) -> str:
@@ -231,9 +248,22 @@ class Profile:
     def summary(self) -> pd.DataFrame:
         return self.timeline.summary()
 
+    def kernels(self, by: str = "op", read_gbps: float | None = None) -> pd.DataFrame:
+        """A row per op, node or kernel; see `analysis.kernels`."""
+        return analysis.kernels(self.to_frame(), by, read_gbps)
+
+    def phases(self) -> pd.DataFrame:
+        """What the host did in a step; see `analysis.phases`."""
+        return analysis.phases(self.to_frame())
+
+    def gaps(self) -> pd.DataFrame:
+        """A row for each time in which no kernel ran; see `analysis.gaps`."""
+        return analysis.gaps(self.to_frame())
+
     def save(self, path: str | PathLike[str]) -> int:
-        """Writes a Perfetto trace, gzipped where `path` ends in .gz; returns its size in bytes."""
-        return perfetto.write(self.recorder.spans, path)
+        """Writes a trace, with model, toggles and commit in it, and returns its size in bytes: for
+        Perfetto, or Chrome's JSON where `path` ends in .json, gzipped where .gz follows."""
+        return perfetto.write(self.timeline.spans, path, self.about | origin(self.note))
 
     def __repr__(self) -> str:
         spans = self.recorder.spans
@@ -277,7 +307,7 @@ def profile(
     before = engine.recorder
     engine.recorder = recorder
     try:
-        yield Profile(recorder, fallback)
+        yield Profile(recorder, fallback, about(engine))
     finally:
         engine.recorder = before
         if isinstance(recorder, CuptiRecorder):
@@ -296,6 +326,28 @@ def profile_each(
             with profile(variant, window=window, **asked) as found[name]:
                 variant.generate(tokens=[1, 2, 3], max_tokens=n_tokens)
     return found
+
+
+def about(engine: Any) -> dict[str, Any]:
+    """What a trace says of the engine: model, device, toggles, and the order of its waits."""
+    model = engine.model
+    names = ("name", "quant", "architecture", "n_layer", "weight_bytes_per_token")
+    return {
+        "model": {name: getattr(model, name) for name in names} | {"file": Path(model.path).name},
+        "device": engine.backend.description,
+        "toggles": engine.toggles.to_dict(),
+        "sync_mode": engine.sync_mode,
+        "config": engine.config.to_dict(),
+    }
+
+
+def origin(note: str) -> dict[str, Any]:
+    """What a trace says of itself: the program's version and commit, and how it was taken."""
+    made = commit()
+    dirty = " with uncommitted changes" if made["dirty"] else ""
+    return {
+        "workbench": __version__, "commit": f"{made['hash']}{dirty}", "traced": f"{TRACED}; {note}"
+    }  # fmt: skip
 
 
 def _recorder(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 now_ns = time.perf_counter_ns
 
 HOST_LANE = "host"
+LOGITS_WAIT = "wait logits"  # the name of the host's wait that ends a step
 # span categories; build is the host making a step's inputs, graph and program; call is one of the
 # driver inside a command
 CATEGORIES = (

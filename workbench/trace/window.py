@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 from workbench.errors import UsageError
 from workbench.trace.spans import Recorder
 
+Shape = tuple[Any, int]  # of a step, and the number of its program's commands
+_NO_SHAPE: Shape = (None, 0)
+
 
 class Slowdown(NamedTuple):
     """Median time of a step of n_tokens tokens, traced and untraced, in us, and of how many."""
@@ -58,6 +61,10 @@ class WindowRecorder(Recorder):
         self._origin: int | None = None
         self._step = 0
         self._untraced: list[tuple[int, int]] = []  # tokens and ns of steps outside the window
+        # which program a traced step issued; of programs of one shape one is kept, for their
+        # launches are alike
+        self._shape_of: dict[int, Shape] = {}
+        self._program_of: dict[Shape, Any] = {}
 
     # what an engine asks and tells ------------------------------------------------------------
 
@@ -73,6 +80,10 @@ class WindowRecorder(Recorder):
 
     def runs(self, program: Any, step: int) -> None:
         """The commands of `program` are about to be issued, traced, as step number `step`."""
+        if self.wants(step):
+            shape = program.shape, len(program.commands)
+            self._shape_of[step] = shape
+            self._program_of.setdefault(shape, program)
 
     # what comes of it -------------------------------------------------------------------------
 
@@ -94,6 +105,10 @@ class WindowRecorder(Recorder):
         return Slowdown(
             n, median(traced[n]) / 1e3, len(traced[n]), median(untraced[n]) / 1e3, len(untraced[n])
         )
+
+    def program_of(self, step: int) -> Any:
+        """A program whose launches are those of traced step number `step`, None if not known."""
+        return self._program_of.get(self._shape_of.get(step, _NO_SHAPE))
 
     # what is kept -----------------------------------------------------------------------------
 

@@ -1,0 +1,287 @@
+"""Where the time of a traced run went: by kernel, by phase of the host, and by gap of the device.
+
+Frames in (`Timeline.to_frame`), frames out. Every column of a time or a rate begins with `traced`:
+recording a span costs about as much as issuing a command, so these figures say where time goes and
+not how much there is of it.
+
+    host    | launch a | launch b |        | launch c | wait ......|
+    device       |- a -||- b -|    ^^^^^^^^^^^^  |- c -|
+                 <-> launch to start of a        a gap, for which the host is to blame: when it
+                                                 began, c had not been issued
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from workbench.errors import UsageError
+from workbench.graph.ops import touched_bytes
+from workbench.trace.spans import HOST_LANE, LOGITS_WAIT, Span
+
+BY = ("op", "node", "kernel")  # what rows of the kernel table stand for
+KERNELS = [
+    "calls", "traced_us", "traced_us_per_step", "traced_us_per_call", "traced_share", "bytes",
+    "traced_gbps", "traced_share_of_read", "traced_launch_to_start_us",
+]  # fmt: skip
+GAPS = ["step", "between", "before", "after", "traced_us"]
+TOKENS, LAUNCHES = "steps", "launches"  # what a gap lies between
+PYTHON, OUTSIDE = "python", "outside"  # of a step, between its commands; between two steps
+_LAYER = re.compile(r"-\d+")  # `Qcur-8`, `attn_norm-8 (w)`
+
+
+def with_bytes(spans: Iterable[Span], program_of: Callable[[int], Any]) -> list[Span]:
+    """The spans; those of launches say how many bytes their node must move (`graph.ops`), the
+    host's and the device's alike. Where the device ran several kernels for a launch, `bytes` is of
+    them together and `kernels` their number.
+
+    program_of: the program of a step, or None.
+    """
+    spans = list(spans)
+    known: dict[tuple[int, int], int] = {}  # program and place -> bytes
+    n_kernels: dict[tuple[int, int], int] = {}
+    for span in spans:
+        if span.category == "device" and span.args.get("kind") == "launch":
+            place = span.args["step"], span.args["index"]
+            n_kernels[place] = n_kernels.get(place, 0) + 1
+    found = []
+    for span in spans:
+        launch = span.category == "launch" or span.args.get("kind") == "launch"
+        program = program_of(span.args.get("step", -1)) if launch else None
+        if program is not None:
+            index = span.args["index"]
+            key = id(program), index
+            if key not in known:
+                known[key] = touched_bytes(program.commands[index].node)
+            more: dict[str, Any] = {"bytes": known[key]}
+            several = n_kernels.get((span.args["step"], index), 1)
+            if span.category == "device" and several > 1:
+                more["kernels"] = several
+            span = span._replace(args=span.args | more)
+        found.append(span)
+    return found
+
+
+# by kernel ---------------------------------------------------------------------------------------
+
+
+def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None) -> pd.DataFrame:
+    """A row for each op (`by`: `op`), each node of a layer (`node`: `Qcur` for `Qcur-0`,
+    `Qcur-1`...) or each function that CUPTI saw (`kernel`); the one that took longest first.
+
+    * step_tokens: tokens of the steps; a row belongs to steps of one size.
+    * on: the backend that computed it. What the host computes inside its own call has no launch.
+    * calls: launches, of all steps (of `kernel`: kernels).
+    * traced_us, traced_us_per_step, traced_us_per_call: time; traced_share: of all kernel time in
+      steps of this size.
+    * bytes: what the launches must move, by the op table. traced_gbps: bytes over time.
+      traced_share_of_read: of read_gbps, GB/s, where it is given. Weights that fit a cache, or rows
+      that a value-dependent op skips, can pass 1. By kernel they stand only where a launch is one
+      kernel.
+    * traced_launch_to_start_us: median time from the host's call to the kernel's start.
+
+    Raises UsageError for another `by`, and for `kernel` where no span names its function.
+    """
+    if by not in BY:
+        raise UsageError(f"by={by!r} does not exist; choose one of {', '.join(BY)}")
+    if by == "kernel" and not frame["kernel"].notna().any():
+        raise UsageError("no span names its kernel, for only CUPTI does; use by=op or by=node")
+    rows = _launches(frame, split=by == "kernel")
+    sizes, n_steps = _sizes(frame)
+    rows["step_tokens"] = rows["step"].map(sizes)
+    rows["node"] = rows["name"].str.replace(_LAYER, "", n=1, regex=True)
+    keys = {"op": ["op"], "node": ["op", "node"], "kernel": ["kernel", "op"]}[by]
+    keys = ["step_tokens", *keys, "on"]
+    grouped = rows.groupby(keys, sort=False, dropna=False)
+    table = grouped.agg(
+        calls=("dur_us", "size"),
+        traced_us=("dur_us", "sum"),
+        bytes=("bytes", lambda n: n.sum() if n.notna().all() else pd.NA),
+        traced_launch_to_start_us=("launch_to_start_us", "median"),
+    ).reset_index()
+    of_size = table.groupby("step_tokens", dropna=False)["traced_us"].transform("sum")
+    table["traced_us_per_step"] = table["traced_us"] / table["step_tokens"].map(n_steps)
+    table["traced_us_per_call"] = table["traced_us"] / table["calls"]
+    table["traced_share"] = table["traced_us"] / of_size
+    table["bytes"] = table["bytes"].astype("Int64")
+    gbps = table["bytes"].astype("Float64") / table["traced_us"].where(table["traced_us"] > 0) / 1e3
+    table["traced_gbps"] = gbps.astype("float64")
+    table["traced_share_of_read"] = table["traced_gbps"] / (read_gbps or np.nan)
+    table = table.sort_values(["step_tokens", "traced_us"], ascending=[True, False], kind="stable")
+    made = table[[*keys, *KERNELS]].reset_index(drop=True)
+    made.attrs |= frame.attrs | {"read_gbps": read_gbps}
+    return made
+
+
+def _launches(frame: pd.DataFrame, split: bool = False) -> pd.DataFrame:
+    """A row for each launch that computed something, by start: step, index, name, op, on, kernel,
+    start_us, dur_us (of its kernels together), end_us, bytes, issue_us (when the host's call
+    began), launch_to_start_us. split: a row for each kernel instead; bytes only of single ones."""
+    host = frame[(frame["lane"] == HOST_LANE) & (frame["category"] == "launch")]
+    device = frame[(frame["category"] == "device") & (frame["kind"] == "launch")]
+    place = ["step", "index"]
+    if not split:
+        end = (device["start_us"] + device["dur_us"]).rename("end_us")
+        device = device.assign(end_us=end).groupby(place, sort=False, as_index=False)
+        device = device.agg(
+            name=("name", "first"), op=("op", "first"), kernel=("kernel", "first"),
+            lane=("lane", "first"), start_us=("start_us", "min"), dur_us=("dur_us", "sum"),
+            end_us=("end_us", "max"), bytes=("bytes", "first"),
+        )  # fmt: skip
+    else:
+        alone = device.groupby(place)["index"].transform("size") == 1
+        device = device.assign(
+            end_us=device["start_us"] + device["dur_us"], bytes=device["bytes"].where(alone)
+        )
+    calls = host.set_index(place)["start_us"]
+    calls = calls[~calls.index.duplicated()]
+    issued = pd.MultiIndex.from_frame(device[place]).map(calls)
+    device = device.assign(issue_us=np.asarray(issued, "float64"))
+    device["launch_to_start_us"] = device["start_us"] - device["issue_us"]
+    # a launch without a device span ran inside the host's call; one of a device was not recorded
+    inside = host[host["on"].str.startswith("host ", na=False)]
+    inside = inside.assign(
+        lane=HOST_LANE, end_us=inside["start_us"] + inside["dur_us"],
+        issue_us=inside["start_us"], launch_to_start_us=np.nan,
+    )  # fmt: skip
+    columns = [
+        *place, "name", "op", "kernel", "lane", "start_us", "dur_us", "end_us", "bytes",
+        "issue_us", "launch_to_start_us",
+    ]  # fmt: skip
+    parts = [part[columns] for part in (device, inside) if len(part)]
+    rows = pd.concat(parts) if parts else device[columns]
+    rows = rows.sort_values("start_us", kind="stable", ignore_index=True)
+    rows["on"] = rows["lane"].str.replace(r" stream \d+$", "", regex=True)
+    return rows
+
+
+def _sizes(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """Tokens of each step, by its number; and how many steps there are, by tokens."""
+    steps = frame[frame["category"] == "step"].set_index("step")["n_tokens"]
+    steps = steps[~steps.index.duplicated()]
+    return steps, steps.groupby(steps).size()
+
+
+# by phase of the host ----------------------------------------------------------------------------
+
+# where a command of a step belongs: what comes before the host's last wait is issuing
+BUILD, ISSUING, RESULTS, REST = "build", "issue", "results", "rest"
+PHASES = ["phase", "part", "traced_calls_per_step", "traced_us_per_step", "traced_share"]
+
+
+def phases(frame: pd.DataFrame) -> pd.DataFrame:
+    """What the host did in a step, on average over the steps of one size (step_tokens).
+
+    phase and part: `build` and what was built (batch, graph, split, lower, prepare), `issue` and
+    the kind of command, `results` and the kind (the wait for the logits, the read), `rest` and
+    `python` (between the commands, recording them included) or `outside` (from this step's end to
+    the next one's start: the caller). traced_share: of a step and what follows it.
+    """
+    sizes, n_steps = _sizes(frame)
+    host = frame[(frame["lane"] == HOST_LANE) & frame["step"].isin(sizes.index)]
+    steps = host[host["category"] == "step"]
+    leaves = host[(host["category"] == "build") | (host["index"].notna())].copy()
+    build = leaves["category"] == "build"
+    last = (leaves["name"] == LOGITS_WAIT) | (leaves["category"] == "read")
+    leaves["phase"] = np.where(build, BUILD, np.where(last, RESULTS, ISSUING))
+    leaves["part"] = leaves["name"].where(build, leaves["category"])
+    rest = steps.set_index("step")["dur_us"] - leaves.groupby("step")["dur_us"].sum()
+    follows = steps["start_us"].shift(-1) - (steps["start_us"] + steps["dur_us"])
+    extra = [
+        pd.DataFrame({"step": steps["step"], "phase": REST, "part": part, "dur_us": us})
+        for part, us in ((PYTHON, rest.to_numpy()), (OUTSIDE, follows.to_numpy()))
+    ]
+    rows = pd.concat([leaves[["step", "phase", "part", "dur_us"]], *extra], ignore_index=True)
+    rows["step_tokens"] = rows["step"].map(sizes)
+    table = rows.groupby(["step_tokens", "phase", "part"], sort=False).agg(
+        calls=("dur_us", "count"), us=("dur_us", "sum")
+    )
+    table = table.reset_index()
+    n = table["step_tokens"].map(n_steps)
+    # behind the last step there is nothing to measure
+    n = n.where(table["part"] != OUTSIDE, table["calls"].clip(lower=1))
+    table["traced_us_per_step"] = table["us"] / n
+    calls = table["calls"].where(table["phase"] != REST)
+    table["traced_calls_per_step"] = calls / n
+    of_step = table.groupby("step_tokens")["traced_us_per_step"].transform("sum")
+    table["traced_share"] = table["traced_us_per_step"] / of_step
+    order = {name: n for n, name in enumerate((BUILD, ISSUING, RESULTS, REST))}
+    table = table.sort_values(
+        ["step_tokens", "phase"], key=lambda c: c.map(order) if c.name == "phase" else c,
+        kind="stable", ignore_index=True,
+    )  # fmt: skip
+    made = table[["step_tokens", *PHASES]]
+    made.attrs |= frame.attrs
+    return made
+
+
+# by gap of the device ----------------------------------------------------------------------------
+
+
+def gaps(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row for each time in which no kernel ran on any device, from the first kernel to the last.
+
+    * step: of the kernel behind the gap. between: `steps` where the kernel in front is of another
+      step, else `launches`. before, after: ops of those kernels. traced_us: how long.
+    * host_us: of that, until the host's call of the kernel behind began: the device had nothing to
+      do. device_us: the rest, in which the kernel was on its way.
+    * for each kind of host span that there is (`build`, `write`, `copy`, `sync`, ...), `python`
+      (within a step, between its commands) and `outside` (between steps): what the host did
+      meanwhile, us. They add up to traced_us.
+
+    Kernels of the host's own are no device work. Empty where there are no device spans.
+    """
+    rows = _launches(frame)
+    rows = rows[rows["on"] != HOST_LANE].reset_index(drop=True)
+    reached = rows["end_us"].cummax().shift()
+    gap = rows[rows["start_us"] > reached]
+    begun = reached[gap.index]
+    before = rows.loc[gap.index - 1]
+    issued = (gap["issue_us"] - begun).clip(lower=0)
+    made = pd.DataFrame(
+        {
+            "step": gap["step"],
+            "between": np.where(before["step"].to_numpy() != gap["step"], TOKENS, LAUNCHES),
+            "before": before["op"].to_numpy(),
+            "after": gap["op"],
+            "traced_us": gap["start_us"] - begun,
+        },
+        columns=GAPS,
+    )
+    made["host_us"] = np.minimum(issued.fillna(0), made["traced_us"])
+    made["device_us"] = made["traced_us"] - made["host_us"]
+    for kind, us in _meanwhile(frame, begun.to_numpy(), gap["start_us"].to_numpy()).items():
+        made[kind] = us
+    made.attrs |= frame.attrs
+    return made.reset_index(drop=True)
+
+
+def _meanwhile(frame: pd.DataFrame, begin: np.ndarray, end: np.ndarray) -> dict[str, np.ndarray]:
+    """What the host did in each of the times begin..end (us, in order, apart): us by kind."""
+    host = frame[frame["lane"] == HOST_LANE]
+    leaves = host[(host["category"] == "build") | host["index"].notna()]
+    found: dict[str, np.ndarray] = {}
+    for kind, part in leaves.groupby("category", sort=False):
+        found[str(kind)] = _covered(part, begin, end)
+    steps = _covered(host[host["category"] == "step"], begin, end)
+    found[PYTHON] = np.clip(steps - sum(found.values(), np.zeros(len(begin))), 0, None)
+    found[OUTSIDE] = np.clip(end - begin - steps, 0, None)
+    return found
+
+
+def _covered(spans: pd.DataFrame, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Of each time begin..end, how much the spans (one after the other) cover, us."""
+    starts = spans["start_us"].to_numpy()
+    ends = starts + spans["dur_us"].to_numpy()
+    done = np.concatenate(([0.0], np.cumsum(ends - starts)))
+
+    def until(at: np.ndarray) -> np.ndarray:
+        n = np.searchsorted(starts, at, side="right")
+        over = np.clip(ends[n - 1] - at, 0, None) if len(ends) else np.zeros(len(at))
+        return done[n] - np.where(n > 0, over, 0.0)
+
+    return until(end) - until(begin)

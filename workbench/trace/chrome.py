@@ -1,0 +1,104 @@
+"""Spans as Chrome's trace events (JSON): for chrome://tracing, Perfetto and what else reads them.
+
+The format is "Trace Event Format" of the Catapult project: complete events (`X`) for spans, flow
+events (`s`, `f`) for the arrows of `flows.py`, metadata events (`M`) for names, one instant (`i`)
+that carries what the trace is of. Times are microseconds from the first span, with three decimals:
+whole nanoseconds. Perfetto drops events of one thread that overlap without nesting; a lane whose
+spans do is several threads, as in Perfetto's own format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from workbench.trace.flows import Flow, flows_of
+from workbench.trace.lanes import (
+    ABOUT,
+    THREAD_ID,
+    flat,
+    lanes_of,
+    nesting_order,
+    process_and_track,
+    processes_of,
+    rows_of,
+)
+from workbench.trace.spans import HOST_LANE, Span
+
+
+def encode(spans: Iterable[Span], about: Mapping[str, Any] | None = None) -> bytes:
+    """The JSON object, UTF-8. `otherData` has `about` and `origin_ns`, the clock's value at 0."""
+    spans = sorted(spans, key=nesting_order)
+    origin = spans[0].start_ns if spans else 0
+    lanes = lanes_of(spans)
+    pids = processes_of([HOST_LANE, *lanes])
+    events: list[dict[str, Any]] = [
+        _named("process_name", pid, 0, process) for process, pid in pids.items()
+    ]
+    thread_of: dict[int, tuple[int, int]] = {}  # number of a span -> process and thread
+    n_threads = 0
+    if about:
+        n_threads = 1
+        here = pids[process_and_track(HOST_LANE)[0]], THREAD_ID + n_threads
+        events += [_named("thread_name", *here, ABOUT), _mark(flat(about), *here)]
+    for lane in lanes:
+        process, name = process_and_track(lane)
+        for row in rows_of(spans, [n for n, s in enumerate(spans) if s.lane == lane]):
+            n_threads += 1
+            here = pids[process], THREAD_ID + n_threads
+            events.append(_named("thread_name", *here, name))
+            begun = [n for is_begin, n in row if is_begin]
+            thread_of |= dict.fromkeys(begun, here)
+            events += [_slice(spans[n], origin, *here) for n in begun]
+    for number, flow in enumerate(flows_of(spans), start=1):
+        events += _arrow(number, flow, spans, origin, thread_of)
+    made = {
+        "traceEvents": events,
+        "displayTimeUnit": "ns",
+        "otherData": {**(about or {}), "origin_ns": origin},
+    }
+    return json.dumps(made, separators=(",", ":"), default=str).encode()
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _mark(about: Mapping[str, Any], pid: int, tid: int) -> dict[str, Any]:
+    """An instant at the start whose args say what the trace is of."""
+    where = {"ph": "i", "s": "p", "ts": 0, "pid": pid, "tid": tid}
+    return where | {"name": ABOUT, "cat": "about", "args": _args(about)}
+
+
+def _slice(span: Span, origin: int, pid: int, tid: int) -> dict[str, Any]:
+    return {
+        "ph": "X", "name": span.name, "cat": span.category, "pid": pid, "tid": tid,
+        "ts": (span.start_ns - origin) / 1e3, "dur": (span.end_ns - span.start_ns) / 1e3,
+        "args": _args(span.args),
+    }  # fmt: skip
+
+
+def _args(args: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in args.items() if value is not None}
+
+
+def _arrow(
+    number: int,
+    flow: Flow,
+    spans: list[Span],
+    origin: int,
+    thread_of: Mapping[int, tuple[int, int]],
+) -> list[dict[str, Any]]:
+    """Both ends: an end belongs to the slice that is open on its thread at its time."""
+    made = []
+    for phase, n, at_end in (("s", flow.source, flow.from_end), ("f", flow.sink, flow.to_end)):
+        span, (pid, tid) = spans[n], thread_of[n]
+        # at its very end a slice is no longer open
+        at = max(span.end_ns - 1, span.start_ns) if at_end else span.start_ns
+        end = {
+            "ph": phase, "id": number, "name": flow.kind, "cat": "flow", "pid": pid, "tid": tid,
+            "ts": (at - origin) / 1e3,
+        }  # fmt: skip
+        made.append(end | ({"bp": "e"} if phase == "f" else {}))
+    return made

@@ -1,0 +1,88 @@
+"""The arrows of a trace: which span made which other one possible.
+
+    issue   from the host's call to what ran on the device because of it
+    event   from an event's record to the wait of a stream for it
+    wait    from the device's work to the host's wait that it ends
+
+A command is known by its step and its place in the program. A wait means the latest record of its
+event in host order, as in CUDA. What happened before the first recorded step has no arrow.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from workbench.trace.spans import HOST_LANE, Span
+
+ISSUE, EVENT, WAIT = "issue", "event", "wait"
+
+
+class Flow(NamedTuple):
+    """An arrow between two spans, by their numbers. It leaves and arrives at the start of its span,
+    or at its end: a wait of the host begins before the work that ends it does."""
+
+    kind: str
+    source: int
+    sink: int
+    from_end: bool
+    to_end: bool
+
+
+def flows_of(spans: Sequence[Span]) -> list[Flow]:
+    """All arrows between `spans`, which are sorted by start."""
+    ran = _device_spans(spans)
+    made: list[Flow] = []
+    last_on: dict[str, int] = {}  # lane -> the last device span queued there so far
+    recorded: dict[str, tuple[int, int | None]] = {}  # event -> its record, and the work before it
+    for n, span in enumerate(spans):
+        if span.lane != HOST_LANE or "index" not in span.args:
+            continue
+        if mine := ran.get(n):
+            made.append(_arrow(ISSUE, spans, n, mine[0], from_end=False))
+            last_on[spans[mine[-1]].lane] = mine[-1]
+        event, lane = span.args.get("event"), span.args.get("on")
+        if span.category == "record":
+            recorded[str(event)] = n, last_on.get(str(lane))
+        elif span.category == "wait" and event in recorded:
+            made.append(_arrow(EVENT, spans, recorded[str(event)][0], n, from_end=False))
+        elif span.category == "sync":
+            of_event = recorded.get(str(event), (n, None))[1]
+            source = last_on.get(str(lane)) if event is None else of_event
+            if source is not None:
+                made.append(_arrow(WAIT, spans, source, n, from_end=True))
+    return made
+
+
+def _arrow(kind: str, spans: Sequence[Span], source: int, sink: int, from_end: bool) -> Flow:
+    """From the end of the source to that of the sink, or from start to start; moved to the other
+    end of a span where two clocks that are a little apart would make the arrow run backwards."""
+    out, into, to_end = spans[source], spans[sink], from_end
+    if from_end and out.end_ns > into.end_ns:
+        from_end = False
+    if not to_end and into.start_ns < out.start_ns:
+        to_end = True
+    return Flow(kind, source, sink, from_end, to_end)
+
+
+def _device_spans(spans: Sequence[Span]) -> dict[int, list[int]]:
+    """By the number of the host's span that issued them: the device's spans, by start.
+
+    Where several runs of one step number were recorded, the first device span belongs to the first
+    host span, and so on.
+    """
+    issued: dict[tuple[Any, Any], list[int]] = defaultdict(list)
+    worked: dict[tuple[Any, Any], list[int]] = defaultdict(list)
+    for n, span in enumerate(spans):
+        if "index" in span.args:
+            key = span.args.get("step"), span.args["index"]
+            (issued if span.lane == HOST_LANE else worked)[key].append(n)
+    found: dict[int, list[int]] = {}
+    for key, device in worked.items():
+        hosts = issued.get(key, [])
+        if len(hosts) == 1:
+            found[hosts[0]] = device
+        else:
+            found |= {host: [n] for host, n in zip(hosts, device, strict=False)}
+    return found

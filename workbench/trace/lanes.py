@@ -1,0 +1,88 @@
+"""How spans lie in a trace file: a process per device, a track per lane, slices that nest.
+
+Both formats that are written (`perfetto.py`, `chrome.py`) have the same processes, tracks and
+slices; they differ in how they spell them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from workbench.trace.spans import HOST_LANE, Span
+
+HOST_PROCESS = "host"
+THREAD_ID = 100  # track n is thread 100 + n: a thread whose id is its process's is the main one
+ENCLOSING = {"step": 0, "split": 1}  # what encloses other spans, outermost first
+ABOUT = "about this trace"  # the mark that carries model, toggles and commit
+
+
+def nesting_order(span: Span) -> tuple[int, int, bool, int]:
+    """Sorts spans by start; at one start the enclosing before the enclosed, the empty first."""
+    rank = ENCLOSING.get(span.category, len(ENCLOSING))
+    return span.start_ns, rank, span.end_ns > span.start_ns, -span.end_ns
+
+
+def process_and_track(lane: str) -> tuple[str, str]:
+    """`host` -> (host, host); `embedded stream 0` -> (embedded, stream 0)."""
+    if lane == HOST_LANE:
+        return HOST_PROCESS, lane
+    process, _, stream = lane.partition(" ")
+    return process, stream or lane
+
+
+def lanes_of(spans: Iterable[Span]) -> list[str]:
+    """The lanes that have spans, the host's first."""
+    return sorted({s.lane for s in spans}, key=lambda lane: (lane != HOST_LANE, lane))
+
+
+def processes_of(lanes: Iterable[str]) -> dict[str, int]:
+    """A number from 1 on for each process that has a lane."""
+    names = dict.fromkeys(process_and_track(lane)[0] for lane in lanes)
+    return {name: n for n, name in enumerate(names, start=1)}
+
+
+def rows_of(spans: list[Span], numbers: list[int]) -> list[list[tuple[bool, int]]]:
+    """The tracks of one lane (sorted by start): of each, (True, n) where span n begins, (False, n)
+    where it ends.
+
+    Slices of a track are a stack: each lies inside the one open before it, or after it. One track
+    is enough for a host and for a stream; where two spans do overlap, the later goes on another
+    track, for on the same one its end would close the wrong slice.
+    """
+    rows: list[list[tuple[bool, int]]] = []
+    stacks: list[list[int]] = []
+    for n in numbers:
+        for row, stack in zip(rows, stacks, strict=True):
+            while stack and _is_over(spans[stack[-1]], spans[n]):
+                row.append((False, stack.pop()))
+            if not stack or spans[n].end_ns <= spans[stack[-1]].end_ns:
+                break
+        else:
+            row, stack = [], []
+            rows.append(row)
+            stacks.append(stack)
+        row.append((True, n))
+        stack.append(n)
+    for row, stack in zip(rows, stacks, strict=True):
+        row += [(False, n) for n in reversed(stack)]
+    return rows
+
+
+def _is_over(earlier: Span, span: Span) -> bool:
+    """Whether `earlier` has ended when `span` begins: neighbours that touch do not nest.
+
+    An empty span at the very end of a step or split lies inside it.
+    """
+    if span.start_ns == span.end_ns == earlier.end_ns and earlier.category in ENCLOSING:
+        return nesting_order(span)[1] <= ENCLOSING[earlier.category]
+    return earlier.end_ns <= span.start_ns
+
+
+def flat(about: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """`{"toggles": {"sync": "packed"}}` as `{"toggles.sync": "packed"}`."""
+    found: dict[str, Any] = {}
+    for name, value in about.items():
+        inner = isinstance(value, Mapping)
+        found |= flat(value, f"{before}{name}.") if inner else {f"{before}{name}": value}
+    return found
