@@ -39,7 +39,9 @@ def both(engine: wb.Engine) -> dict[tuple[str, str], list[Program]]:
 
 
 def proved(path: Path) -> dict:
-    with wb.Engine.load(path, device="null", n_ctx=256, n_ubatch=N_UBATCH, unsafe=True) as engine:
+    with wb.Engine.load(
+        path, device="null", n_ctx=256, n_ubatch=N_UBATCH, unsafe=True, toggles=wb.Toggles()
+    ) as engine:
         return {
             "what": WHAT,
             "rows": list(proof_rows(both(engine))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from workbench.backend.embedded import open_backend
+from workbench.config import Toggles
 from workbench.engine.engine import Engine
 
 
@@ -26,7 +27,9 @@ def two():
 
 @pytest.fixture(scope="module")
 def loaded(tiny_model):
-    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=128) as engine:
+    with Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=128, toggles=Toggles()
+    ) as engine:
         yield engine
 
 

@@ -9,13 +9,14 @@ import pytest
 from workbench.bench.llama_bench import bench
 from workbench.bench.llama_format import FORMATS, format_rows
 from workbench.bench.results import load_run
+from workbench.config import Toggles
 from workbench.engine.engine import Engine
 
 
 @pytest.mark.parametrize("device", ["embedded", "host"])
 def test_rows_of_a_real_engine(tiny_model, tmp_path, device):
     path = tiny_model("tiny-qwen3", "Q8_0")
-    with Engine.load(path, device=device, n_ctx=128, n_ubatch=32) as engine:
+    with Engine.load(path, device=device, n_ctx=128, n_ubatch=32, toggles=Toggles()) as engine:
         rows = bench(engine, [40], [6], [0, 16], 3, pg=[(8, 4)], out=tmp_path / "r")
         n_params, nbytes = engine.model.n_params, sum(t.nbytes for t in engine.model.weights)
     assert [row.workload.name for row in rows] == [

@@ -14,7 +14,7 @@ import pytest
 from workbench.backend import cpu, embedded, host
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.ring import Ring
-from workbench.config import EngineConfig
+from workbench.config import EngineConfig, Toggles
 from workbench.engine.engine import Engine
 from workbench.engine.loaded import Loaded
 from workbench.errors import DeviceError
@@ -113,7 +113,9 @@ def test_interrupted_while_the_lanes_work(tiny_model, monkeypatch, at: int):
     monkeypatch.undo()
     assert len(waits) > at, "nobody waited for the lanes afterwards"
     assert before[0] == 0 and left_behind(path) == before
-    with Engine.load(path, device="embedded", n_ctx=64) as engine:  # and a new one is whole
+    with Engine.load(
+        path, device="embedded", n_ctx=64, toggles=Toggles()
+    ) as engine:  # and a new one is whole
         assert np.isfinite(engine.step([1, 2, 3])).all()
 
 

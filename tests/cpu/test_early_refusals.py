@@ -8,6 +8,7 @@ import pytest
 
 from workbench.bench import token_source
 from workbench.cli import main
+from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.engine.loaded import Loaded
 
@@ -141,7 +142,9 @@ def test_a_text_is_tokenised_once(model, tmp_path, monkeypatch):
     text = tmp_path / "text"
     text.write_text("The lamp had not been lit.")
     asked = token_source.ask(text, None)
-    with Engine.load(model, device="host", n_ctx=64, check=asked.check) as engine:
+    with Engine.load(
+        model, device="host", n_ctx=64, check=asked.check, toggles=Toggles()
+    ) as engine:
         ids = list(asked.ids or ())
         monkeypatch.setattr(engine.tokenizer, "encode", None)
         source = asked.open(engine)

@@ -16,7 +16,9 @@ PROMPT = [1, 17, 300, 4, 99, 512, 7]
 
 @pytest.fixture(scope="module")
 def engine(tiny_model):
-    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=300) as e:
+    with Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=300, toggles=Toggles()
+    ) as e:
         yield e
 
 
@@ -75,7 +77,9 @@ def test_text_streams_in_pieces_that_make_the_whole(engine):
 
 
 def test_generation_stops_where_the_context_ends(tiny_model):
-    with Engine.load(tiny_model("tiny-llama", "F16"), device="embedded", n_ctx=16) as e:
+    with Engine.load(
+        tiny_model("tiny-llama", "F16"), device="embedded", n_ctx=16, toggles=Toggles()
+    ) as e:
         made = e.generate(tokens=PROMPT, max_tokens=100)
         assert e.n_past == 16
         assert len(made.tokens) == 16 - len(PROMPT) + 1
@@ -117,7 +121,9 @@ def test_a_variant_shares_weights_and_nothing_else(engine):
 
 
 def test_an_engine_outlives_the_one_it_came_from(tiny_model):
-    first = Engine.load(tiny_model("tiny-llama", "F16"), device="embedded", n_ctx=64)
+    first = Engine.load(
+        tiny_model("tiny-llama", "F16"), device="embedded", n_ctx=64, toggles=Toggles()
+    )
     second = first.variant(Toggles())
     first.close()
     first.close()
@@ -142,7 +148,9 @@ def test_auto_is_named(engine):
 
 
 def test_the_host_device_has_one_split_and_no_copies(tiny_model):
-    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64) as e:
+    with Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64, toggles=Toggles()
+    ) as e:
         program = e.program()
         assert program.pattern() == "h"
         assert program.counts()["copies"] == program.counts()["waits"] == 0
@@ -152,7 +160,9 @@ def test_the_host_device_has_one_split_and_no_copies(tiny_model):
 
 def test_host_and_embedded_agree(engine, tiny_model):
     on_device = engine.prefill(PROMPT, outputs="all")
-    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64) as e:
+    with Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64, toggles=Toggles()
+    ) as e:
         on_host = e.prefill(PROMPT, outputs="all")
     assert np.abs(on_host - on_device).max() <= 1e-4 * np.abs(on_device).max()
 
@@ -175,7 +185,7 @@ def test_bad_requests_change_nothing(engine):
     with pytest.raises(UsageError, match="either a prompt or token ids"):
         engine.generate("x", tokens=[1])
     with pytest.raises(UsageError, match="'n_contexts' does not exist"):
-        Engine.load(engine.model.path, n_contexts=4)
+        Engine.load(engine.model.path, n_contexts=4, toggles=Toggles())
 
 
 def test_counters_say_where_the_host_time_goes(engine):
@@ -190,7 +200,7 @@ def test_counters_say_where_the_host_time_goes(engine):
 def test_logits_are_the_callers(tiny_model):
     """Of every step, kept or not, written to or not, and beyond the engine's end."""
     path = tiny_model("tiny-llama", "Q8_0")
-    with Engine.load(path, device="embedded", n_ctx=64) as e:
+    with Engine.load(path, device="embedded", n_ctx=64, toggles=Toggles()) as e:
         wanted = [e.step([t]).copy() for t in PROMPT]
         e.reset()
         kept = []

@@ -215,7 +215,9 @@ def test_launches_are_marked_where_the_device_can(tiny_model, monkeypatch, fused
         return open_backend(name, threads, **early)
 
     monkeypatch.setattr(loaded, "open_backend", able)
-    with wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="null", n_ctx=64) as engine:
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="null", n_ctx=64, toggles=wb.Toggles()
+    ) as engine:
         for pdl in ("off", "on"):
             with engine.variant(Toggles(**fused.to_dict() | {"pdl": pdl})) as used:
                 commands = [c for c in used.program(1).commands if isinstance(c, Launch)]

@@ -17,7 +17,11 @@ ARMS = {sync: Toggles(sync=sync, **KEPT) for sync in ("per_copy", "copy_boundary
 @pytest.fixture(scope="module")
 def engine(tiny_model):
     with wb.Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=64, threads=2
+        tiny_model("tiny-llama", "Q8_0"),
+        device="embedded",
+        n_ctx=64,
+        threads=2,
+        toggles=wb.Toggles(),
     ) as made:
         yield made
 
@@ -118,7 +122,9 @@ def test_what_leaves_no_gap_is_refused(engine, asked, says):
 
 def test_the_host_has_none(tiny_model):
     with (
-        wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64) as engine,
+        wb.Engine.load(
+            tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64, toggles=wb.Toggles()
+        ) as engine,
         pytest.raises(UsageError, match="computes when it is called"),
     ):
         host_gaps(engine, {"baseline": Toggles()})

@@ -6,12 +6,15 @@ import gc
 
 import pytest
 
+from workbench.config import Toggles
 from workbench.engine.engine import Engine
 
 
 @pytest.mark.parametrize("device", ["embedded", "host", "null"])
 def test_a_dropped_program_leaves_no_cycles(tiny_model, device):
-    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device=device, n_ctx=64) as engine:
+    with Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device=device, n_ctx=64, toggles=Toggles()
+    ) as engine:
         engine.step([1])
         gc.collect()
         gc.disable()

@@ -107,7 +107,7 @@ def path(tiny_model):
 
 def load(path, device: str, **fields) -> Engine:
     return Engine.load(path, device=device, n_ctx=64, n_ubatch=N_UBATCH, n_kv_pad=32, threads=2,
-                       **fields)  # fmt: skip
+                       **{"toggles": Toggles()} | fields)  # fmt: skip
 
 
 def logits(engine: Engine) -> np.ndarray:

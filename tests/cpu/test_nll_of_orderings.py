@@ -17,7 +17,7 @@ from tests.orderings import PLACED
 def engine(request, tiny_model) -> Iterator[wb.Engine]:
     with wb.Engine.load(
         tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=128, n_ubatch=N_UBATCH,
-        threads=2, **PLACED[request.param],
+        threads=2, toggles=wb.Toggles(), **PLACED[request.param],
     ) as made:  # fmt: skip
         yield made
 

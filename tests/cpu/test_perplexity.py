@@ -47,7 +47,7 @@ def test_a_text_is_scored_as_its_prefill_says(tiny_model, tmp_path, preset, devi
     path = tiny_model(preset, "Q8_0")
     text = tmp_path / "text"
     text.write_text("It was getting late, and the lamp had not been lit. " * 8)
-    with Engine.load(path, device=device, n_ctx=64, n_ubatch=24) as engine:
+    with Engine.load(path, device=device, n_ctx=64, n_ubatch=24, toggles=Toggles()) as engine:
         made = ppl.perplexity(engine, open_source(engine, text, None), out=tmp_path / "run")
         ids = engine.tokenizer.encode(text.read_text())
         found = made.tokens
@@ -64,7 +64,9 @@ def test_a_text_is_scored_as_its_prefill_says(tiny_model, tmp_path, preset, devi
 
 def test_a_sample_is_reproducible_and_foreseen(tiny_model, tmp_path):
     """Drawn from the model itself, tokens have the model's own entropy as their mean NLL."""
-    with Engine.load(tiny_model("tiny-llama", "F16"), device="host", n_ctx=128) as engine:
+    with Engine.load(
+        tiny_model("tiny-llama", "F16"), device="host", n_ctx=128, toggles=Toggles()
+    ) as engine:
         runs = [
             ppl.perplexity(engine, open_source(engine, None, spec), out=tmp_path / f"run{i}")
             for i, spec in enumerate(["sample:300:4", "sample:300:4", "sample:300"])
@@ -83,7 +85,9 @@ def test_a_sample_is_reproducible_and_foreseen(tiny_model, tmp_path):
 
 
 def test_an_exact_toggle_has_no_divergence(tiny_model, tmp_path):
-    with Engine.load(tiny_model("tiny-llama", "Q4_0"), device="embedded", n_ctx=64) as engine:
+    with Engine.load(
+        tiny_model("tiny-llama", "Q4_0"), device="embedded", n_ctx=64, toggles=Toggles()
+    ) as engine:
         source = open_source(engine, None, "sample:80")
         with engine.variant(Toggles(sync="copy_boundary", graph_reuse="set_rows")) as fast:
             made = ppl.perplexity(fast, source, against=Toggles(), out=tmp_path / "run")

@@ -30,7 +30,7 @@ def load(tiny_model):
     def make(preset: str = "tiny-llama", n_devices: int = 2, **config) -> wb.Engine:
         return wb.Engine.load(
             tiny_model(preset, "Q8_0"), device="embedded", n_ctx=256, n_ubatch=8, threads=2,
-            n_devices=n_devices, **config,
+            n_devices=n_devices, **{"toggles": wb.Toggles()} | config,
         )  # fmt: skip
 
     return make
@@ -117,7 +117,9 @@ def test_a_device_goes_on_while_the_next_one_stands_still(load, n_copies, ahead)
 
 def test_the_host_device_is_one(tiny_model):
     with pytest.raises(UsageError, match="n_devices=2 and the host device is one"):
-        wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host", n_devices=2)
+        wb.Engine.load(
+            tiny_model("tiny-llama", "Q8_0"), device="host", n_devices=2, toggles=wb.Toggles()
+        )
 
 
 @pytest.mark.parametrize(("order", "first"), [("graph", "embedded 0"), ("user_first", "host")])

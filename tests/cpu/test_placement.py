@@ -36,7 +36,10 @@ def run(engine: wb.Engine) -> np.ndarray:
 def load(tiny_model):
     def make(preset: str, quant: str, **config) -> wb.Engine:
         path = tiny_model(preset, quant)
-        return wb.Engine.load(path, device="embedded", n_ctx=256, n_ubatch=16, threads=2, **config)
+        return wb.Engine.load(
+            path, device="embedded", n_ctx=256, n_ubatch=16, threads=2,
+            **{"toggles": wb.Toggles()} | config,
+        )  # fmt: skip
 
     return make
 
@@ -148,4 +151,10 @@ def test_a_weight_s_layer_is_in_its_name():
 
 def test_devices_without_layers_are_refused(tiny_model):
     with pytest.raises(UsageError, match="n_devices=2: n_gpu_layers=1 leaves some without layers"):
-        wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="null", n_devices=2, n_gpu_layers=1)
+        wb.Engine.load(
+            tiny_model("tiny-llama", "Q8_0"),
+            device="null",
+            n_devices=2,
+            n_gpu_layers=1,
+            toggles=wb.Toggles(),
+        )

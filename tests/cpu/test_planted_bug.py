@@ -98,7 +98,9 @@ def device() -> str:
 @pytest.fixture
 def step(tiny_model, preset, quant, device) -> Iterator[Callable[[str, str], Step]]:
     """`step(sync, copy_stream)`: a Step under these toggles."""
-    engine = wb.Engine.load(tiny_model(preset, quant), device=device, n_ctx=256, threads=2)
+    engine = wb.Engine.load(
+        tiny_model(preset, quant), device=device, n_ctx=256, threads=2, toggles=wb.Toggles()
+    )
 
     def make(sync: str, copy_stream: str) -> Step:
         made = engine.variant(Toggles(sync=sync, copy_stream=copy_stream))

@@ -33,7 +33,9 @@ MODES = [
 
 @pytest.fixture(scope="module")
 def loaded(tiny_model):
-    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=256) as e:
+    with Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=256, toggles=Toggles()
+    ) as e:
         yield e
 
 
@@ -134,7 +136,9 @@ sys.path.insert(0, os.environ["HELPER"])
 import nvtx_injection
 tool = nvtx_injection.Counter(os.environ["NVTX_INJECTION64_PATH"])
 import workbench as wb
-with wb.Engine.load(sys.argv[1], device="embedded", n_ctx=256) as engine:
+with wb.Engine.load(
+    sys.argv[1], device="embedded", n_ctx=256, toggles=wb.Toggles()
+) as engine:
     with wb.profile(engine) as prof:
         engine.generate(tokens=[1, 2, 3], max_tokens=3)
 # the phases of building are counted by the engine and added when they are over: no ranges
@@ -164,7 +168,7 @@ def test_nvtx_ranges_of_an_engine_reach_a_tool(tiny_model, tmp_path):
 def test_variants_are_traced_by_name(tiny_model):
     arms = {"every wait": Toggles(), "packed": Toggles(sync="packed")}
     with Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=64, threads=2
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=64, threads=2, toggles=Toggles()
     ) as engine:
         found = profile_each(engine, arms, n_tokens=10)
     assert list(found) == list(arms)

@@ -27,7 +27,9 @@ MODES = [
 
 @pytest.fixture(scope="module")
 def loaded(tiny_model):
-    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=256) as e:
+    with Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=256, toggles=Toggles()
+    ) as e:
         yield e
 
 
@@ -65,7 +67,7 @@ ELSEWHERE = {
 def placed(request, tiny_model):
     with Engine.load(
         tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=128, n_ubatch=8, threads=2,
-        **PLACED[request.param],
+        toggles=Toggles(), **PLACED[request.param],
     ) as made:  # fmt: skip
         yield made
 

@@ -16,7 +16,9 @@ RINGS = {"pinned": 1, "pinned_ring_2": 2, "pinned_ring_4": 4}
 @pytest.fixture(scope="module")
 def engine(tiny_model):
     path = tiny_model("tiny-llama", "Q8_0")
-    with wb.Engine.load(path, device="embedded", n_ctx=256, n_ubatch=8, threads=2) as made:
+    with wb.Engine.load(
+        path, device="embedded", n_ctx=256, n_ubatch=8, threads=2, toggles=wb.Toggles()
+    ) as made:
         yield made
 
 

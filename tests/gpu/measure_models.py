@@ -127,7 +127,9 @@ def load(session: Session) -> None:
             pass  # what is read is then in the page cache
     for _ in range(LOADS):
         begin = time.perf_counter()
-        with wb.Engine.load(path, device=session.device, n_ctx=1024) as engine:
+        with wb.Engine.load(
+            path, device=session.device, n_ctx=1024, toggles=wb.Toggles()
+        ) as engine:
             seconds.append(round(time.perf_counter() - begin, 3))
             found = {
                 "date": provenance.utc_now(),

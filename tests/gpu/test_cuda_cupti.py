@@ -30,7 +30,9 @@ MOST_CLOCK_ERROR_NS = 100_000
 
 @pytest.fixture(scope="module")
 def loaded(tiny_model) -> Iterator[wb.Engine]:
-    with wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="cuda", n_ctx=512) as engine:
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="cuda", n_ctx=512, toggles=wb.Toggles()
+    ) as engine:
         yield engine
 
 

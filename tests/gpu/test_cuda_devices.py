@@ -39,6 +39,7 @@ def path(tiny_model):
 
 
 def load(path, **config) -> wb.Engine:
+    config = {"toggles": Toggles()} | config
     return wb.Engine.load(path, device="cuda", n_ctx=128, n_ubatch=8, **config)
 
 

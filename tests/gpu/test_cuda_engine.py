@@ -91,7 +91,9 @@ def test_the_device_s_spans_lie_inside_the_step(engine):  # noqa: F811
 
 def test_a_dropped_program_leaves_no_cycles(tiny_model):
     """As tests/cpu/test_garbage.py: launches bound for one token die with its program."""
-    with wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="cuda", n_ctx=64) as rebuilding:
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="cuda", n_ctx=64, toggles=wb.Toggles()
+    ) as rebuilding:
         rebuilding.step([1])
         gc.collect()
         gc.disable()
@@ -106,7 +108,9 @@ def test_a_dropped_program_leaves_no_cycles(tiny_model):
 def test_logits_outlive_their_engine(tiny_model):
     """They lie where they landed, in pinned memory, for as long as somebody holds them."""
     tokens = tokens_for("tiny-llama", N_TOKENS)
-    with wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device="cuda", n_ctx=64) as used:
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="cuda", n_ctx=64, toggles=wb.Toggles()
+    ) as used:
         wanted = [used.step([t]).copy() for t in tokens]
         used.reset()
         kept = [used.step([t]) for t in tokens]

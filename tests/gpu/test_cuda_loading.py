@@ -11,6 +11,7 @@ from tests.planes import repacked
 from workbench.backend import cuda_weights
 from workbench.backend.cuda import CudaBackend
 from workbench.backend.cuda_weights import N_SLOTS, SLOT_BYTES, Uploader
+from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError
 from workbench.graph.ir import DTYPES, F16, F32, WEIGHT_DTYPES, DType, Kind, Tensor
@@ -89,7 +90,7 @@ def test_loading_holds_no_more_than_its_slots_and_gives_them_back(backend: CudaB
 
 def test_interrupted_loading_gives_the_gpu_back(tiny_model, monkeypatch):
     path = tiny_model("tiny-llama", "Q4_0")
-    with Engine.load(path, device="cuda", n_ctx=64) as engine:
+    with Engine.load(path, device="cuda", n_ctx=64, toggles=Toggles()) as engine:
         whole = engine.step([1, 2, 3])
         runtime = engine._open.backend._driver.cupy.cuda.runtime
     before, load, n_loads = runtime.memGetInfo()[0], Uploader.load, []
@@ -102,11 +103,11 @@ def test_interrupted_loading_gives_the_gpu_back(tiny_model, monkeypatch):
 
     monkeypatch.setattr(Uploader, "load", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Engine.load(path, device="cuda", n_ctx=64)
+        Engine.load(path, device="cuda", n_ctx=64, toggles=Toggles())
     monkeypatch.undo()
     assert not [t for t in threading.enumerate() if t.name.startswith("loading")]
     assert before - runtime.memGetInfo()[0] <= 4 << 20
-    with Engine.load(path, device="cuda", n_ctx=64) as engine:
+    with Engine.load(path, device="cuda", n_ctx=64, toggles=Toggles()) as engine:
         assert np.array_equal(engine.step([1, 2, 3]), whole)
 
 

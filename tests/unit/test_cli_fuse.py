@@ -1,43 +1,49 @@
-"""`--fuse`, the flag that stands for all toggles of its family: what it means, and its errors."""
+"""Toggles as flags: families, presets, what is given beside them, and their errors."""
 
 from __future__ import annotations
 
 from itertools import permutations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from workbench.cli import generate, long_names, main, spell_out
-from workbench.config import Toggles
+from workbench.cli import generate, main, measure
+from workbench.config import BASELINE, BEST, FAMILIES, Preset, Toggles
 from workbench.errors import UsageError
+from workbench.toggles import preset_names
 
 EVERY = Toggles().switched("fuse", "on")
-COMMANDS = ("run", "logits", "program", "bench", "ab", "perplexity")
+COMMANDS = ("run", "logits", "program", "bench", "ab", "perplexity", "check")
+QUICK = settings(max_examples=40, deadline=None)
 
 
-@pytest.fixture
-def toggles_of(monkeypatch):
-    """`toggles_of(*flags)`: the toggles a command is given, of an engine that is never loaded."""
+def preset_of(*arguments: str) -> Preset:
+    """What a command is given, of an engine that is never loaded."""
+    found: list[Preset] = []
 
-    def parse(*flags: str) -> Toggles:
-        found: list[Toggles] = []
+    def load(model, config, toggles, *_, start=BEST, **__):
+        found.append(toggles if isinstance(toggles, Preset) else toggles.wanted(start))
+        raise UsageError("enough")
 
-        def load(model, config, toggles, *_, **__):
-            found.append(toggles)
-            raise UsageError("enough")
-
-        monkeypatch.setattr(generate, "load", load)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (generate, measure):
+            patch.setattr(module, "load", load)
         with pytest.raises(SystemExit):
-            main(["program", "-m", "x.gguf", *flags])
-        return found[0]
+            main(list(arguments))
+    return found[0]
 
-    return parse
+
+def toggles_of(*flags: str) -> Toggles:
+    made = preset_of("program", "-m", "x.gguf", *flags)
+    return made.toggles()
 
 
 ASKED = [("--fuse", "on"), ("--fuse-qkv", "off"), ("--sync", "copy_boundary")]
 
 
 @pytest.mark.parametrize("order", list(permutations(ASKED)))
-def test_all_but_one_in_any_order(toggles_of, order):
+def test_all_but_one_in_any_order(order):
     found = toggles_of(*(word for flag in order for word in flag))
     assert found == EVERY.switched("fuse_qkv", "off").switched("sync", "copy_boundary")
 
@@ -46,11 +52,11 @@ def test_all_but_one_in_any_order(toggles_of, order):
     ("--fuse=on", "--fuse-qkv=off"), ("--fuse-qkv=off", "--fuse", "on"),
     ("--fuse", "on", "--fuse_qkv", "off"),
 ])  # fmt: skip
-def test_however_the_flags_are_spelled(toggles_of, flags):
+def test_however_the_flags_are_spelled(flags):
     assert toggles_of(*flags) == EVERY.switched("fuse_qkv", "off")
 
 
-def test_alone_it_is_all_or_none_and_off_leaves_what_is_named(toggles_of):
+def test_alone_it_is_all_or_none_and_off_leaves_what_is_named():
     assert toggles_of("--fuse", "on") == EVERY
     assert toggles_of("--fuse", "off") == toggles_of() == Toggles()
     assert toggles_of("--fuse-glu", "on", "--fuse", "off") == Toggles(fuse_glu="on")
@@ -58,28 +64,80 @@ def test_alone_it_is_all_or_none_and_off_leaves_what_is_named(toggles_of):
     assert toggles_of("--fuse", "on", *members) == Toggles()
 
 
-def test_what_is_behind_two_dashes_is_left_alone():
-    assert spell_out(["program", "--", "--fuse", "on"]) == ["program", "--", "--fuse", "on"]
+def test_a_preset_is_where_toggles_begin():
+    name = "llama.cpp@2025-12"
+    assert toggles_of("--preset", name) == Toggles.preset(name)
+    assert toggles_of("--preset", name, "--fuse-glu", "off") == Toggles.preset(name, fuse_glu="off")
+    assert preset_of("program", "-m", "x", "--preset", "best", "--sync", "per_copy") == Preset(
+        "best", {"sync": "per_copy"}
+    )
+
+
+RUN = ["run", "-m", "x.gguf", "--tokens", "1"]
+STARTS = {
+    BEST: [
+        RUN, ["logits", "-m", "x.gguf", "--tokens", "1", "-o", "x.npy"], ["bench", "-m", "x.gguf"],
+        ["perplexity", "-m", "x.gguf", "--tokens-from", "sample:8"],
+    ],
+    BASELINE: [
+        ["program", "-m", "x.gguf"], ["ab", "-m", "x.gguf", "--toggle", "sync=per_copy,packed"],
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("start", "arguments"), [
+    (start, arguments) for start, every in STARTS.items() for arguments in every
+])  # fmt: skip
+def test_answers_take_best_and_experiments_the_baseline(start, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert preset_of(*arguments) == Preset(start)
+    assert preset_of(*arguments, "--preset", "llama.cpp@2024-06").name == "llama.cpp@2024-06"
+
+
+@given(
+    preset=st.sampled_from([None, *preset_names()]),
+    flags=st.fixed_dictionaries({}, optional={
+        name: st.sampled_from(Toggles.values(name)) for name in (*FAMILIES, *Toggles.names())
+    }),
+    start=st.sampled_from([BEST, BASELINE]),
+)  # fmt: skip
+@QUICK
+def test_any_flags_are_what_the_same_call_in_python_is(preset, flags, start):
+    words = [w for k, v in flags.items() for w in (f"--{k.replace('_', '-')}", v)]
+    words += ["--preset", preset] if preset else []
+    clash = (flags.get("sync"), flags.get("copy_stream")) == ("event_guarded", "compute")
+    if clash:  # refused, in Python as well; best only once a device is known
+        with pytest.raises(UsageError, match="clash"):
+            Preset(BASELINE, flags).toggles()
+        return
+    command = RUN if start == BEST else ["program", "-m", "x.gguf"]
+    assert preset_of(*command, *words) == Preset(preset or start, flags)
 
 
 BAD = {
     "a value that does not exist": (
-        ["run", "--fuse", "maybe"], "--fuse 'maybe' does not exist; choose one of off, on",
+        ["run", "--fuse", "maybe"], "toggle fuse='maybe' does not exist; choose one of off, on",
     ),
-    "no value": (["run", "--fuse"], "--fuse '' does not exist"),
-    "given twice": (["run", "--fuse", "on", "--fuse=off"], "--fuse is given twice"),
+    "no value": (["run", "--fuse"], "--fuse requires an argument"),
+    "given twice": (["run", "--fuse", "on", "--fuse=off"], "--fuse specified multiple times"),
     "a member twice": (
         ["run", "--fuse", "on", "--fuse-qkv", "off", "--fuse-qkv", "on"], "--fuse-qkv",
     ),
     "a command without toggles": (["model", "tiny", "--fuse", "on"], "--fuse."),
+    "an unknown preset": (["run", "--preset", "fast"], "preset 'fast' does not exist; choose one"),
+    "a clash": (
+        ["program", "--preset", "baseline", "--sync", "event_guarded", "--copy-stream", "compute"],
+        "sync=event_guarded and copy_stream=compute clash",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_uses_give_one_line_that_names_the_flag(capsys, what):
     arguments, says = BAD[what]
+    named = {"run": ["-m", "x", "--tokens", "1"], "program": ["-m", "x"]}.get(arguments[0], [])
     with pytest.raises(SystemExit) as stop:
-        main(arguments)
+        main([*arguments, *named])
     out, err = capsys.readouterr()
     assert stop.value.code == 2 and not out
     assert err.count("\n") == 1 and err.startswith("error: ") and says in err
@@ -88,8 +146,9 @@ def test_bad_uses_give_one_line_that_names_the_flag(capsys, what):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_it_stands_in_the_help_of_every_command_with_toggles(capsys, command):
     main([command, "--help"])
-    shown = capsys.readouterr().out
-    assert "--fuse off|on sets every --fuse-..." in shown and "--fuse-qkv" in shown
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--fuse STR every --fuse-... that is not given itself" in shown
+    assert "--fuse-qkv" in shown and "--preset" in shown
 
 
 def test_those_are_the_commands_with_toggles(capsys):
@@ -101,8 +160,10 @@ def test_those_are_the_commands_with_toggles(capsys):
         assert "--fuse" not in capsys.readouterr().out
 
 
-def test_llama_cpp_s_short_flags_are_known():
-    given = ["program", "-ngl", "3", "-ot=ffn=host", "-m", "x", "--", "-ngl"]
-    assert long_names(given) == [
-        "program", "--n-gpu-layers", "3", "--override-tensor=ffn=host", "-m", "x", "--", "-ngl",
-    ]  # fmt: skip
+def test_llama_cpp_s_short_flags_are_known(monkeypatch):
+    found = []
+    monkeypatch.setattr(generate, "load", lambda model, config, *_, **__: found.append(config))
+    for flags in (["-ngl", "3", "-ot", "ffn=host"], ["-ngl=3", "-ot=ffn=host"]):
+        with pytest.raises(TypeError):  # of an engine that is none
+            generate.app(["program", "-m", "x", *flags], exit_on_error=False)
+    assert [(c.n_gpu_layers, c.override_tensor) for c in found] == [(3, ("ffn=host",))] * 2

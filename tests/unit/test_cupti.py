@@ -254,7 +254,7 @@ def test_a_device_that_fails_at_the_end_of_a_window_is_said(engine, monkeypatch)
 def test_a_copy_through_the_host_s_memory_is_one_copy(tiny_model, second, as_one):
     """Devices that are not connected: one record on each."""
     path = tiny_model("tiny-llama", "F16")
-    with wb.Engine.load(path, device="null", n_ctx=64, n_devices=2) as engine:
+    with wb.Engine.load(path, device="null", n_ctx=64, n_devices=2, toggles=wb.Toggles()) as engine:
         program = engine.program()
     (copy,) = (
         c for c in program.commands

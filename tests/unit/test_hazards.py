@@ -28,6 +28,7 @@ from tests.by_hand import (
     sync,
     wait,
 )
+from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
@@ -257,7 +258,7 @@ def test_bytes_that_are_surely_read_too_do_race():
 
 
 def test_a_part_of_a_fused_node_makes_its_access_vague(tiny_model):
-    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="null") as engine:
+    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="null", toggles=Toggles()) as engine:
         graph = fuse(_graph(engine), FUSIONS)
     node = next(n for n in graph.nodes if n.parts and any(p.op == "set_rows" for p in n.parts))
     reads = [memory(t.name) for t, *_ in ops.reads(node)]

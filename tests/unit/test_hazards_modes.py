@@ -26,7 +26,7 @@ def engine_of(tiny_model):
     """`engine_of(sync, copy_stream, step_wait)`: an engine of ubatches of 8 that computes nothing,
     for combinations that race too."""
     path = tiny_model("tiny-llama", "Q8_0")
-    with Engine.load(path, device="null", n_ubatch=8, unsafe=True) as first:
+    with Engine.load(path, device="null", n_ubatch=8, unsafe=True, toggles=Toggles()) as first:
 
         def make_one(sync_mode: str, stream: str, step_wait: str = StepWait.EVERY) -> Engine:
             return first.variant(Toggles(sync=sync_mode, copy_stream=stream, step_wait=step_wait))
@@ -91,6 +91,6 @@ def test_implicit_on_its_own_stream_races_within_a_step(engine_of):
 
 
 def test_a_program_of_the_host_alone_has_no_waits(tiny_model):
-    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host") as engine:
+    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="host", toggles=Toggles()) as engine:
         found = check(engine.programs(1))
     assert found.safe and found.waits == []

@@ -154,7 +154,7 @@ PDL = Toggles(pdl="on")
 def test_toggles_the_device_cannot_honour_upload_nothing(own_model, opened, asked):
     device, path = opened(), own_model("tiny-llama", "Q4_0")
     with pytest.raises(DeviceError, match="the null device cannot honour pdl=on") as refusal:
-        Engine.load(path, config=CONFIG, **asked)
+        Engine.load(path, config=CONFIG, **{"toggles": Toggles()} | asked)
     done = [entry[0] for entry in device.log]
     assert "load_weight" not in done and done[-1] == "close"
     assert not device.asked, "toggles come first: they are cheap to judge"
@@ -173,7 +173,7 @@ def test_a_check_sees_model_and_device_and_ends_the_loading(own_model, opened):
         raise UsageError("not today")
 
     with pytest.raises(UsageError, match="not today"):
-        Engine.load(path, config=CONFIG, check=check)
+        Engine.load(path, config=CONFIG, check=check, toggles=Toggles())
     assert seen == [(1024, "null", CONFIG, True)]
     assert "load_weight" not in [entry[0] for entry in device.log]
 

@@ -26,7 +26,7 @@ PRODUCTS = {"qkv-0": "qkv", "attn_out-0": "attn_out", "ffn_glu-1": "glu", "ffn_o
 def engine(tiny_model):
     path = tiny_model("tiny-llama", "Q4_0")
     with (
-        wb.Engine.load(path, device="embedded", n_ctx=512) as made,
+        wb.Engine.load(path, device="embedded", n_ctx=512, toggles=wb.Toggles()) as made,
         made.variant(measuring.everything(made)) as side,
     ):
         yield side

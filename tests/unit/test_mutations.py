@@ -146,7 +146,9 @@ def orderings(**fixed: Iterable[str]) -> Iterator[Toggles]:
 def base(tiny_model) -> Iterator[Engine]:
     """A model of two layers whose ubatches are one token, so that its programs are short."""
     path = tiny_model("tiny-llama", "F16")
-    with Engine.load(path, device="null", n_ctx=64, n_ubatch=1, unsafe=True) as engine:
+    with Engine.load(
+        path, device="null", n_ctx=64, n_ubatch=1, unsafe=True, toggles=Toggles()
+    ) as engine:
         yield engine
 
 
@@ -279,7 +281,7 @@ def test_of_every_ordering_on_every_placement_the_checker_is_right(
     config = EngineConfig(device="null", n_ctx=64, n_ubatch=1, unsafe=True, **PLACEMENTS[placement])
     chosen = [*orderings(step_wait=StepWait, input_order=InputOrder),
               *orderings(host_source=HostSource, n_copies=NCopies)]  # fmt: skip
-    with Engine.load(tiny_model(preset, "F16"), config=config) as engine:
+    with Engine.load(tiny_model(preset, "F16"), config=config, toggles=Toggles()) as engine:
         found = judge(mutants(engine, chosen, one_order))
     record_property("runs", found)
     assert min(found["safe"], found["unsafe"]) > 50
@@ -310,7 +312,9 @@ def test_of_the_full_product_of_toggles_the_checker_is_right(tiny_model, record_
     program does not change it.)"""
     every = [{name: getattr(o, name) for name in Ordering._fields} for o in orderings(**WITHIN)]
     path, found = tiny_model("tiny-llama", "Q8_0"), Counter[str]()
-    with Engine.load(path, device="null", n_ctx=64, n_ubatch=1, unsafe=True) as base:
+    with Engine.load(
+        path, device="null", n_ctx=64, n_ubatch=1, unsafe=True, toggles=Toggles()
+    ) as base:
         for of_graph in islice(graphs(base), shard, None, SHARDS):
             whole = (
                 Mutant(run, "", steps, True)

@@ -20,7 +20,7 @@ TOKENS = {"decode": 1, "train": 48}  # six ubatches: more than there are places
 def engine(request, tiny_model) -> Iterator[wb.Engine]:
     with wb.Engine.load(
         tiny_model("tiny-llama", "Q8_0"), device="null", n_ctx=256, n_ubatch=8, unsafe=True,
-        **PLACED[request.param],
+        toggles=wb.Toggles(), **PLACED[request.param],
     ) as made:  # fmt: skip
         yield made
 

@@ -126,7 +126,7 @@ def test_provenance_names_what_is_needed_to_run_again() -> None:
 
 
 def test_launches_of_every_fusion_and_the_nodes_of_a_layer(tiny_model) -> None:
-    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="null") as engine:
+    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="null", toggles=Toggles()) as engine:
         table = tables.launches_table(engine).set_index("toggle")
         assert list(table.index) == [*Toggles.members("fuse"), "fuse"]
         none = engine.program().counts()["launches"]

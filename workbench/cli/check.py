@@ -19,6 +19,7 @@ from workbench.cli.common import (
     app,
     load,
 )
+from workbench.config import BASELINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +53,8 @@ def check(
     from workbench.program.commands import RESULT
 
     check_room(0, n_tokens + n_decoded, config.n_ctx)
-    with load(model, dataclasses.replace(config, unsafe=True), toggles) as engine:
+    unsafe = dataclasses.replace(config, unsafe=True)
+    with load(model, unsafe, toggles, start=BASELINE) as engine:
         cycle = engine.cycle(n_tokens, n_decoded)
         backend = engine.backend
         found = hazards.check(

@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import App, Group, Parameter
-from cyclopts.validators import Number
+from cyclopts import App
 
 from workbench import __version__
-from workbench.config import FAMILIES, EngineConfig, Toggles
+from workbench.cli.flags import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    DEFAULT_CONFIG,
+    DEFAULT_TOGGLES,
+    EngineFlags,
+    EngineSettings,
+    GivenToggles,
+    Ids,
+    ModelPath,
+    Seed,
+    ToggleFlags,
+    Whole,
+)
+from workbench.config import BEST, EngineConfig
 from workbench.errors import UsageError
 from workbench.output import check_folder
 
 if TYPE_CHECKING:
     from workbench.engine.loaded import Loaded
+    from workbench.engine.wanted import Variants
+
+__all__ = [
+    "AT_LEAST_0", "AT_LEAST_1", "DEFAULT_CONFIG", "DEFAULT_TOGGLES", "EngineFlags", "Ids",
+    "ModelPath", "Seed", "ToggleFlags", "Whole", "app", "check_new", "load", "model_app", "say",
+]  # fmt: skip
 
 app = App(
     name="workbench",
@@ -28,20 +47,6 @@ app = App(
 model_app = App(name="model", help="Write and inspect model files.")
 app.command(model_app)
 
-ModelPath = Annotated[Path, Parameter(name=["--model", "-m"], help="GGUF file")]
-EngineFlags = Annotated[EngineConfig, Parameter(name="*")]
-TOGGLES = Group(
-    "Toggles",
-    help=" ".join(
-        f"--{name} {'|'.join(Toggles.values(name))} sets every --{name}-... not given itself."
-        for name in FAMILIES  # `spell_out` writes them out before anything is parsed
-    ),
-)
-ToggleFlags = Annotated[Toggles, Parameter(name="*", group=TOGGLES)]
-Ids = Annotated[str | None, Parameter(help="token ids, as 1,2,3")]
-AT_LEAST_0, AT_LEAST_1 = Number(gte=0), Number(gte=1)
-Seed = Annotated[int, Parameter(validator=AT_LEAST_0)]
-DEFAULT_CONFIG, DEFAULT_TOGGLES = EngineConfig(), Toggles()
 MODELS, RUNS = Path("data/models"), Path("data/runs")
 
 
@@ -52,16 +57,25 @@ def say(line: str) -> None:
 def load(
     model: Path,
     config: EngineConfig,
-    toggles: Toggles,
-    variants: Sequence[Toggles] = (),
+    toggles: Any,
+    variants: Variants = (),
     check: Callable[[Loaded], None] | None = None,
+    *,
+    start: str = BEST,
 ) -> Any:
-    """As `Engine.load`, and says on what device. What takes no model to see is refused before this
-    is called; what takes one, but no weights, by `check`."""
+    """As `Engine.load`, and says on what device and with which toggles: those given beside a
+    preset, `start` unless one is named. What takes no model to see is refused before this is
+    called; what takes one, but no weights, by `check`."""
     from workbench.engine.engine import Engine
 
-    engine = Engine.load(model, config=config, toggles=toggles, variants=variants, check=check)
-    say(f"device: {engine.backend.description} ({engine.device_reason}); sync={engine.sync_mode}")
+    if isinstance(config, EngineSettings):
+        for note in config.notes:
+            say(note)
+        config = config.plain()
+    wanted = toggles.wanted(start) if isinstance(toggles, GivenToggles) else toggles
+    engine = Engine.load(model, config=config, toggles=wanted, variants=variants, check=check)
+    say(f"device: {engine.backend.description} ({engine.device_reason})")
+    say(f"toggles: {engine.chosen}")
     return engine
 
 

@@ -23,6 +23,7 @@ from workbench.cli.common import (
     parse_ids,
     say,
 )
+from workbench.config import BASELINE
 from workbench.errors import UsageError
 from workbench.output import check_writable, writing
 
@@ -125,7 +126,7 @@ def program(
     from workbench.program.as_json import program_as_json
 
     step_shape(n_tokens, 1, n_past, config)  # refused before a model is opened
-    with load(model, config, toggles) as engine:
+    with load(model, config, toggles, start=BASELINE) as engine:
         made = engine.program(n_tokens, 1, n_past)
     if as_json:
         print(json.dumps(program_as_json(made), indent=1))

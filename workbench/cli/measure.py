@@ -24,6 +24,7 @@ from workbench.cli.common import (
     parse_sizes,
     say,
 )
+from workbench.config import BASELINE, Toggles
 from workbench.errors import UsageError, WorkbenchError
 
 NOTEBOOKS = Path("notebooks")
@@ -90,10 +91,18 @@ def ab(
     from workbench.bench import ab as interleaved
     from workbench.report.tables import markdown
 
-    plan = interleaved.plan(toggle, None, test, rounds, toggles)
+    wanted, plans = toggles.wanted(BASELINE), list[interleaved.Plan]()
+
+    def switched(background: Toggles) -> list[Toggles]:
+        plans.append(interleaved.plan(toggle, None, test, rounds, background))
+        return [arm.toggles for arm in plans[-1].arms]
+
+    if not wanted.of_device:  # then all of it is known before a model is opened
+        switched(wanted.toggles())
     interleaved.open_out(out, resume)
-    switched = [arm.toggles for arm in plan.arms]
-    with load(model, config, toggles, switched, plan.check) as engine:
+    with load(
+        model, config, wanted, switched, lambda opened: plans[-1].check(opened)
+    ) as engine:  # fmt: skip
         result = interleaved.ab(
             engine, toggle, tests=test, rounds=rounds, seed=seed, out=out, resume=resume
         )

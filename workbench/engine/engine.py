@@ -13,7 +13,7 @@ import numpy as np
 
 from workbench.backend.base import Backend
 from workbench.backend.issue import Pending, Prepared
-from workbench.config import EngineConfig, StepWait, Toggles
+from workbench.config import EngineConfig, StepWait
 from workbench.engine import exclusive, shown
 from workbench.engine.batch import Batch, Batches, Outputs, check_prompt, prompt_shapes, step_shape
 from workbench.engine.exclusive import STATE
@@ -23,7 +23,7 @@ from workbench.engine.loaded import Loaded, config_of
 from workbench.engine.memory import Residents, Workspace
 from workbench.engine.reuse import POLICIES, Key, Programs
 from workbench.engine.step_programs import StepPrograms
-from workbench.engine.wanted import modes_of
+from workbench.engine.wanted import Variants, Wanted, modes_of, resolve, said
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model
@@ -41,12 +41,13 @@ class Engine:
     Not for use from several threads at once. `variant` makes another engine on the same weights.
     """
 
-    def __init__(self, loaded: Loaded, config: EngineConfig, toggles: Toggles):
+    def __init__(self, loaded: Loaded, config: EngineConfig, wanted: Wanted):
         """Use `Engine.load`. Raises DeviceError where the device cannot honour a toggle."""
         exclusive.check(loaded)
-        self._ordering, programmatic = modes_of(toggles, loaded)
+        self._ordering, programmatic = modes_of(wanted, loaded)
         self.config = config
-        self.toggles = toggles
+        self.toggles = toggles = resolve(wanted, loaded)
+        self.preset, self.chosen = said(wanted, toggles, loaded.device, self._ordering.sync)
         self.recorder: Recorder | None = None
         self.n_steps = 0
         self._turn = 0  # of the places that steps take in turn, also those of steps that failed
@@ -82,16 +83,18 @@ class Engine:
         cls,
         path: str | Path,
         *,
-        toggles: Toggles | None = None,
+        toggles: Wanted = None,
         config: EngineConfig | None = None,
-        variants: Sequence[Toggles] = (),
+        variants: Variants = (),
         check: Callable[[Loaded], None] | None = None,
         **fields: Any,
     ) -> Engine:
         """Opens a GGUF file on a device. `fields` are those of EngineConfig (device, n_ctx, ...).
 
-        variants: toggles that variants will have. What the device cannot honour of these and of
-        `toggles` is refused before any weight is read, as is what `check` (see Loaded) refuses.
+        toggles: or a preset, also by name; None is `best`, what won on devices of this kind.
+        variants: toggles that variants will have, or what makes them of the engine's own. What the
+        device cannot honour of these and of `toggles` is refused before any weight is read, as is
+        what `check` (see Loaded) refuses.
         Raises ModelFileError for a file that cannot be believed, DeviceError for a device that is
         not there or cannot do what a toggle asks, UsageError for impossible settings.
         """
@@ -100,25 +103,25 @@ class Engine:
             config = config_of(fields)
         elif fields:
             raise UsageError("give either config or its fields, not both")
-        own = toggles or Toggles()
 
         def refuse(opened: Loaded) -> None:
-            for wanted in (own, *variants):
+            others = variants(resolve(toggles, opened)) if callable(variants) else variants
+            for wanted in (toggles, *others):
                 modes_of(wanted, opened)
             if check is not None:
                 check(opened)
 
         loaded = Loaded(path, config, refuse).share()
         try:
-            return cls(loaded, config, own)
+            return cls(loaded, config, toggles)
         finally:
             loaded.release()
 
-    def variant(self, toggles: Toggles) -> Engine:
+    def variant(self, toggles: Wanted) -> Engine:
         """An engine with other toggles on the same backends and weights; its cache is its own."""
         return Engine(self._open, self.config, toggles)
 
-    def refuse(self, toggles: Toggles) -> None:
+    def refuse(self, toggles: Wanted) -> None:
         """Raises what `variant(toggles)` would raise for toggles that clash, race, or are not for
         this device; makes nothing."""
         modes_of(toggles, self._open)

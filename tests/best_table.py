@@ -1,0 +1,169 @@
+"""What won on each kind of device, from the run folders: the table that preset `best` is made of.
+
+    python -m tests.best_table            writes workbench/best.json from data/results
+    python -m tests.best_table RUNS...    takes the run folders in these folders, too
+
+For each toggle the comparisons on the richest background count (most else switched on): a value
+wins that is faster in more than half of them, and slower in none. Where tokens per second cannot
+tell, the shortest gap between tokens wins (runs of kind `gaps`), then fewer waits, then fewer
+launches. A value whose answer did not hold is out. What no run of that kind of device compares
+stays as in the baseline, but for SAFE.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from workbench.bench import gaps, results
+from workbench.bench.comparison import AB
+from workbench.config import FAMILIES, Toggles
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, TABLE = ROOT / "data/results", ROOT / "workbench/best.json"
+KINDS = ("cuda", "embedded", "host")
+SAFE = {"sync": "auto", "graph_reuse": "set_rows"}  # proved, or obvious; until a run says more
+COUNTED = ("waits", "launches")
+
+
+class Trial(NamedTuple):
+    """A value against the baseline's, in one test of one run."""
+
+    folder: str
+    before: str
+    after: str
+    verdict: str
+    speedup: float
+    holds: bool
+    saved: tuple[int, ...]  # of each of COUNTED
+
+    @property
+    def lost(self) -> bool:
+        return not self.holds or self.verdict == "slower"
+
+
+def made(folders: Iterable[Path]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The table: kind of device -> toggle -> value, by what it won, and the runs."""
+    runs = {f.name: results.load_run(f) for f in sorted(folders, key=lambda f: f.name)}
+    return {
+        kind: _of_kind({name: r for name, r in runs.items() if _device(r.run) == kind})
+        for kind in KINDS
+    }
+
+
+def _device(run: dict[str, Any]) -> str:
+    whole = run["status"] == results.COMPLETE and not run.get("result", {}).get("smoke")
+    return run.get("engine", {}).get("device", "") if whole else ""
+
+
+def _of_kind(runs: dict[str, results.Run]) -> dict[str, dict[str, Any]]:
+    """Toggle to its row, of what is not as in the baseline; then the members of a family that lost
+    where the others won."""
+    comparisons = {f: AB(r.run, r.samples) for f, r in runs.items() if r.run["kind"] == "ab"}
+    gap_runs = {f: gaps.Gaps(r.run, r.samples) for f, r in runs.items() if r.run["kind"] == "gaps"}
+    members = {m: f for f in FAMILIES for m in Toggles.members(f)}
+    rows = {}
+    for name in (*FAMILIES, *(n for n in Toggles.names() if n not in members)):
+        trials, off = _trials_of(name, comparisons), Toggles().value_of(name)
+        row = _winner(name, trials, gap_runs) if trials else None
+        if row is None and name in SAFE:
+            row = {"value": SAFE[name], "by": "safe, not measured yet", "runs": []}
+        if row is not None and row["value"] != off:
+            rows[name] = row
+    for name in (m for m, family in members.items() if family in rows):
+        trials = _trials_of(name, comparisons)
+        if lost := sorted({t.folder for t in trials if t.lost and t.after != t.before}):
+            rows[name] = {"value": trials[0].before, "by": "slower", "runs": lost}
+    return rows
+
+
+def _winner(
+    name: str, trials: list[Trial], gap_runs: dict[str, gaps.Gaps]
+) -> dict[str, Any] | None:
+    folders = sorted({t.folder for t in trials})
+    of = {v: [t for t in trials if t.after == v] for v in dict.fromkeys(t.after for t in trials)}
+    sound = {value: them for value, them in of.items() if not any(t.lost for t in them)}
+    faster = {
+        value: median(t.speedup for t in them)
+        for value, them in sound.items()
+        if 2 * sum(t.verdict == "faster" for t in them) > len(them)
+    }
+    if faster:
+        return {"value": max(faster, key=faster.__getitem__), "by": "faster", "runs": folders}
+    found = {f: run for f, run in gap_runs.items() if len(_values(run.run, name)) > 1}
+    if found:
+        richest = max(_background(run.run, name) for run in found.values())
+        found = {f: run for f, run in found.items() if _background(run.run, name) == richest}
+        value = Counter(_shortest(run, name) for run in found.values()).most_common(1)[0][0]
+        return {"value": value, "by": "the shortest gap", "runs": [*sorted(found), *folders]}
+    saves = {value: max(t.saved for t in them) for value, them in sound.items()}
+    if saves and max(saves.values()) > (0,) * len(COUNTED):
+        value = max(saves, key=saves.__getitem__)
+        what = next(c for c, n in zip(COUNTED, saves[value], strict=True) if n)
+        return {"value": value, "by": f"fewer {what}", "runs": folders}
+    return None
+
+
+def _background(run: dict[str, Any], name: str) -> int:
+    """How many other toggles are not as in the baseline; the stream of copies is neither."""
+    off, own = Toggles().to_dict(), {*Toggles.members(name), "copy_stream"}
+    given = run["arms"][0]["toggles"]
+    return sum(v != off.get(k, v) for k, v in given.items() if k not in own)
+
+
+def _trials_of(name: str, comparisons: dict[str, AB]) -> list[Trial]:
+    """On the richest background there is."""
+    own = {f: ab for f, ab in comparisons.items() if ab.run["result"]["toggle"] == name}
+    richest = max((_background(ab.run, name) for ab in own.values()), default=0)
+    return [
+        trial
+        for folder, ab in own.items()
+        if _background(ab.run, name) == richest
+        for trial in _trials(folder, ab)
+    ]
+
+
+def _trials(folder: str, ab: AB) -> Iterator[Trial]:
+    baseline, *others = ab.run["arms"]
+    arms = {arm["name"]: arm for arm in others}
+    for row in ab.summary().itertuples():
+        if row.is_control:
+            continue
+        answer, arm = ab.answer(row.arm), arms[row.arm]
+        before, after = (a["program"][row.test]["counts"] for a in (baseline, arm))
+        yield Trial(
+            folder, baseline["name"], row.arm, row.verdict, row.speedup,
+            answer is not None and answer.holds, tuple(before[c] - after[c] for c in COUNTED),
+        )  # fmt: skip
+
+
+def _values(run: dict[str, Any], name: str) -> set[str]:
+    return {arm["toggles"].get(name, "") for arm in run["arms"]}
+
+
+def _shortest(found: gaps.Gaps, name: str) -> str:
+    """The value of toggle `name` in the arm with the shortest median gap."""
+    table = found.table()
+    arm = table.loc[table["gap_us"].idxmin(), "arm"]
+    return next(a["toggles"][name] for a in found.run["arms"] if a["name"] == arm)
+
+
+def folders_in(*places: Path) -> list[Path]:
+    """The folders of comparisons and gaps in `places`, or those that `places` are."""
+    found = [f.parent for p in places for f in (*p.glob("run.json"), *p.glob("*/run.json"))]
+    kinds = {f: json.loads((f / "run.json").read_text())["kind"] for f in found}
+    return [f for f in found if kinds[f] in ("ab", "gaps")]
+
+
+def text(table: dict[str, Any]) -> str:
+    return json.dumps(table, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    TABLE.write_text(text(made(folders_in(RESULTS, *map(Path, sys.argv[1:])))))
+    print(f"wrote {TABLE}")

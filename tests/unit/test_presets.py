@@ -1,0 +1,191 @@
+"""Presets: what they are made of, how they are resolved, and that what is given beside one wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import workbench as wb
+from tests import best_table
+from workbench.backend.null import open_backend
+from workbench.config import FAMILIES, Preset, Toggles
+from workbench.engine.wanted import resolve
+from workbench.errors import DeviceError, UsageError
+from workbench.program.commands import Capabilities
+from workbench.toggles import best_table as committed
+from workbench.toggles import fixed_presets, preset_names
+
+FUSIONS = Toggles.members("fuse")
+QUICK = settings(max_examples=40, deadline=None)
+
+
+# a family as a field ------------------------------------------------------------------------------
+
+
+def test_a_family_can_be_given_like_a_toggle():
+    assert wb.Toggles(fuse="on") == Toggles().switched("fuse", "on")
+    assert wb.Toggles(fuse="on").fuse == "on" and wb.Toggles().fuse == "off"
+    assert wb.Toggles(fuse_qkv="on").fuse == "mixed"
+    with pytest.raises(UsageError, match="toggle fuse='maybe' does not exist; choose one of off"):
+        Toggles(fuse="maybe")
+
+
+def test_what_is_given_itself_wins_over_its_family_in_replace_too():
+    but_one = Toggles().switched("fuse", "on").switched("fuse_qkv", "off")
+    assert Toggles(fuse="on", fuse_qkv="off") == but_one
+    assert dataclasses.replace(Toggles(), fuse="on", fuse_qkv="off") == but_one
+    assert dataclasses.replace(but_one, fuse="on") == Toggles(fuse="on")
+    assert dataclasses.replace(but_one, pdl="on").fuse_qkv == "off"
+    assert dataclasses.replace(Toggles(fuse="on"), fuse="off", fuse_glu="on") == Toggles(
+        fuse_glu="on"
+    )
+
+
+@given(
+    family=st.sampled_from(["off", "on", None]),
+    own=st.dictionaries(st.sampled_from(FUSIONS), st.sampled_from(["off", "on"])),
+    before=st.dictionaries(st.sampled_from(FUSIONS), st.sampled_from(["off", "on"])),
+)
+@QUICK
+def test_any_mix_of_a_family_and_its_members(family, own, before):
+    start = Toggles(**before)
+    wanted = start.to_dict() | (dict.fromkeys(FUSIONS, family) if family else {}) | own
+    changed = own | ({"fuse": family} if family else {})
+    assert dataclasses.replace(start, **changed).to_dict() == wanted
+    assert Toggles.preset("baseline", **changed) == dataclasses.replace(Toggles(), **changed)
+
+
+def test_toggles_are_plain_and_can_be_kept():
+    toggles = Toggles(fuse="on")
+    assert {type(v) for v in toggles.to_dict().values()} == {str}
+    assert json.loads(json.dumps(toggles.to_dict())) == toggles.to_dict()
+    assert pickle.loads(pickle.dumps(toggles)) == toggles
+    assert Toggles(**toggles.to_dict()) == toggles and hash(toggles) == hash(Toggles(fuse="on"))
+    assert str(toggles) == "fuse=on" and str(Toggles()) == "everything off"
+
+
+# presets ------------------------------------------------------------------------------------------
+
+
+def test_the_baseline_is_everything_off_and_every_fixed_preset_is_legal():
+    assert Toggles.preset("baseline") == Toggles()
+    assert preset_names()[:2] == ["baseline", "best"]
+    for name, values in fixed_presets().items():
+        toggles = Toggles.preset(name)
+        assert isinstance(toggles, Toggles) and values.about
+        assert toggles.changed().items() >= {k: v for k, v in values.items() if k != "fuse"}.items()
+
+
+def test_llama_cpp_s_history_is_in_order():
+    at = {name.partition("@")[2]: Toggles.preset(name) for name in preset_names() if "@" in name}
+    assert list(at) == sorted(at) and at["2024-06"].graph_reuse == "rebuild"
+    assert all(t.graph_reuse == "set_rows" for date, t in at.items() if date > "2025")
+    assert {d: t.sync for d, t in at.items() if t.sync != "per_copy"} == {
+        "2026-06": "copy_boundary"
+    }
+    assert [t.fuse_glu for d, t in at.items()] == ["off", "off", "on", "on", "on"]
+    assert all(t.step_wait == "outputs" for t in at.values())
+
+
+def test_an_unknown_preset_is_refused_with_the_names():
+    for ask in (Toggles.preset, Preset):
+        with pytest.raises(UsageError, match="preset 'llama' does not exist; choose one of base"):
+            ask("llama")
+
+
+def test_a_change_beside_a_preset_changes_that_toggle_only():
+    made = Toggles.preset("llama.cpp@2026-06", fuse_glu="off")
+    assert isinstance(made, Toggles)
+    same = Toggles.preset("llama.cpp@2026-06").to_dict()
+    assert made.to_dict() == same | {"fuse_glu": "off"}
+
+
+def test_a_clash_names_both_and_whose_they_are(monkeypatch):
+    monkeypatch.setitem(fixed_presets()["llama.cpp@2026-06"], "copy_stream", "compute")
+    with pytest.raises(UsageError) as refused:
+        Toggles.preset("llama.cpp@2026-06", sync="event_guarded")
+    assert str(refused.value).startswith(
+        "toggles sync=event_guarded and copy_stream=compute (of preset llama.cpp@2026-06) clash: "
+    )
+
+
+# best ---------------------------------------------------------------------------------------------
+
+
+class Opened:
+    """What `resolve` asks: a device of a kind with capabilities."""
+
+    def __init__(self, device: str, able: Capabilities):
+        self.device, self.backend = device, open_backend()
+        self.backend.capabilities = able
+
+
+GPU = Capabilities(
+    asynchronous_copies=True, events=True, one_order=True, capture=True, n_streams=8,
+    programmatic=True,
+)  # fmt: skip
+
+
+def test_best_is_what_won_there_and_leaves_out_what_a_device_cannot():
+    best = Toggles.preset("best")
+    assert repr(best) == "Toggles.preset('best')" and best == Preset("best")
+    whole = resolve(best, Opened("cuda", GPU))
+    assert whole == resolve(None, Opened("cuda", GPU)) == resolve("best", Opened("cuda", GPU))
+    assert whole.changed() == committed()["cuda"]
+    old = resolve(best, Opened("cuda", dataclasses.replace(GPU, programmatic=False)))
+    assert old == dataclasses.replace(whole, pdl="off")
+    plain = dataclasses.replace(GPU, asynchronous_copies=False, events=False)
+    assert resolve(best, Opened("cuda", plain)).sync == "per_copy"
+    assert resolve(best, Opened("null", GPU)) == Toggles()  # nothing is known to win there
+
+
+@given(changes=st.fixed_dictionaries(
+    {}, optional={n: st.sampled_from(Toggles.values(n)) for n in (*FAMILIES, *Toggles.names())}
+))  # fmt: skip
+@QUICK
+def test_what_is_given_beside_best_stays_even_where_it_is_the_baseline_s(changes):
+    clash = (changes.get("sync"), changes.get("copy_stream")) == ("event_guarded", "compute")
+    try:
+        found = resolve(Toggles.preset("best", **changes), Opened("cuda", GPU))
+    except UsageError:
+        assert clash
+        return
+    wide = dict.fromkeys(FUSIONS, changes["fuse"]) if "fuse" in changes else {}
+    wide |= {k: v for k, v in changes.items() if k != "fuse"}
+    best = resolve("best", Opened("cuda", GPU)).to_dict()
+    assert found.to_dict() == best | wide and not clash
+
+
+def test_the_committed_table_is_what_the_recorded_runs_say():
+    made = best_table.made(best_table.folders_in(best_table.RESULTS))
+    assert best_table.TABLE.read_text() == best_table.text(made), "python -m tests.best_table"
+    for kind, rows in made.items():
+        Toggles(**committed()[kind])  # legal together
+        for name, row in rows.items():
+            assert row["runs"] or best_table.SAFE[name] == row["value"], f"{name} rests on nothing"
+
+
+# an engine ----------------------------------------------------------------------------------------
+
+
+def test_an_engine_has_best_unless_told_otherwise(tiny_model):
+    path = tiny_model("tiny-llama", "Q8_0")
+    with wb.Engine.load(path, device="embedded", n_ctx=64) as engine:
+        assert engine.preset == "best"
+        assert engine.toggles.changed() == committed()["embedded"]
+        assert engine.chosen.startswith("best on embedded: sync=auto (implicit), graph_reuse=")
+        with engine.variant("baseline") as plain:
+            assert plain.toggles == Toggles() and plain.preset == "baseline"
+            assert plain.chosen == "baseline on embedded: everything off"
+        with engine.variant(Toggles.preset("best", sync="per_copy")) as one:
+            assert one.sync_mode == "per_copy" and one.toggles.graph_reuse == "set_rows"
+            assert one.chosen.startswith("best with sync=per_copy on embedded: ")
+        with engine.variant(Toggles(pdl="off")) as given_:
+            assert given_.preset == "as given"
+        with pytest.raises(DeviceError, match=r"use pdl=off; pdl=on is of preset llama\.cpp"):
+            engine.variant("llama.cpp@2026-07")

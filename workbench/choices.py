@@ -1,0 +1,124 @@
+"""What toggles can be: their values, each with a word on what it does."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+
+class Choice(StrEnum):
+    """A value of a toggle. word: what it does, for a person who chooses."""
+
+    word: str
+
+    def __new__(cls, value: str, word: str) -> Self:
+        made = str.__new__(cls, value)
+        made._value_, made.word = value, word
+        return made
+
+
+class SyncMode(Choice):
+    """Where `program.lower` puts the host's waits before a split (llama.cpp #17795).
+
+    Letters: `s` the host waits, `c` blocking copy, `a` asynchronous copy, `g` the split's work,
+    `r` an event is recorded, `w` the device waits for it. llama.cpp before the change is PER_COPY
+    with copies on their own stream. What was merged is COPY_BOUNDARY on the compute stream. The
+    other modes and streams are what the thread argued about; EVENT_GUARDED and PACKED go beyond it.
+    """
+
+    PER_COPY = "per_copy", "scscg: a wait before every copy, each copy blocks; before #17795"
+    BLOCKING_COPIES = "blocking_copies", "sccccsg: one wait before all blocking copies, one after"
+    COPY_BOUNDARY = "copy_boundary", "saaaasg: asynchronous copies between two waits; as merged"
+    WRITE_READ_BOUNDARY = "write_read_boundary", "aaaasg: only the wait between copies and graph"
+    IMPLICIT = "implicit", "aaaag: no wait; stream order keeps copies before the graph"
+    EVENT_GUARDED = "event_guarded", "saaaarwg: one wait; the graph waits for an event after copies"
+    PACKED = "packed", "sasg: as copy_boundary, but all inputs are one copy"
+    AUTO = "auto", "the safe mode with the fewest waits on the device; every result names it"
+
+
+class CopyStream(Choice):
+    """Which stream input copies ride. On their own stream, nothing but the host's waits orders a
+    copy against the device's work."""
+
+    AUTO = "auto", "own for blocking copies and event_guarded, as in llama.cpp; else compute"
+    OWN = "own", "a stream of their own: only waits order copies against the graph"
+    COMPUTE = "compute", "the graph's stream: its order keeps copies before the graph"
+
+
+class HostSource(Choice):
+    """What memory input values are copied from. A driver may stage PAGEABLE memory and make the
+    call wait. Either may be read late. A ring has a buffer for each of the last steps; before one
+    is written again the host waits for the copies from it."""
+
+    PINNED = "pinned", "page-locked memory, as in llama.cpp"
+    PAGEABLE = "pageable", "ordinary memory, which the driver may stage first"
+    PINNED_RING_2 = "pinned_ring_2", "page-locked, two buffers in turn"
+    PINNED_RING_4 = "pinned_ring_4", "page-locked, four buffers in turn"
+
+
+class NCopies(Choice):
+    """How many buffers a device has for each input, which steps take in turn (llama.cpp: 4 with
+    pipeline parallelism, which one device or a tensor override rules out, else 1; here wherever
+    there are events). With several the host waits before a copy not for all the device's work, but
+    for an event behind the graph that read the buffer last. llama.cpp's n_copies also makes copies
+    of what the host writes; here HostSource's ring does."""
+
+    ONE = "1", "one buffer: the host waits for the device's work before it overwrites it"
+    FOUR = "4", "four in turn: the host waits only for the graph that read one last"
+
+
+class InputOrder(Choice):
+    """Which of a split's input copies come first: in GRAPH order those of the kind that it uses
+    first, written by the host or computed by another backend; USER_FIRST, always those that the
+    host writes (llama.cpp #28874)."""
+
+    GRAPH = "graph", "in the order in which the split uses them"
+    USER_FIRST = "user_first", "what the host writes first, then what other splits computed"
+
+
+class StepWait(Choice):
+    """Which steps end with a wait of the host. With OUTPUTS a prompt of several ubatches is a train
+    with one wait, at its end."""
+
+    EVERY = "every", "the host waits at the end of every step"
+    OUTPUTS = "outputs", "only after steps that return logits, so ubatches of a prompt overlap"
+
+
+class GraphReuse(Choice):
+    """What happens to the graph and program of a step (llama.cpp #8366). With SET_ROWS they are
+    kept by step shape: cache stores go through a row-index input, so no address in the program
+    changes from token to token."""
+
+    REBUILD = "rebuild", "graph and program are built from nothing for every step"
+    SET_ROWS = "set_rows", "kept by step shape; cache rows are an input"
+
+
+class Activations(Choice):
+    """What products are given.
+
+    Q8: for quantised weights activations quantised to 8 bits in blocks of 32, once for all products
+    that share them, and integer dot products (as llama.cpp does). For float weights float32, which
+    a backend may round to the weights' type where tokens are many. FLOAT rounds nothing.
+    """
+
+    Q8 = "q8", "8-bit activations for quantised weights, integer dot products"
+    FLOAT = "float", "float32 activations and decoded weights: slow, the yardstick"
+
+
+class Switch(Choice):
+    OFF = "off", "separate launches"
+    ON = "on", "one launch"
+
+
+class Half(Choice):
+    """Whether norms are computed in two halves (graph/defer.py)."""
+
+    OFF = "off", "a norm ends before the next product begins"
+    ON = "on", "the norm's scale is applied after the product, which need not wait for it"
+
+
+class Pdl(Choice):
+    """Programmatic dependent launch."""
+
+    OFF = "off", "a kernel starts after the one in front of it has ended"
+    ON = "on", "a kernel starts early and waits on the device; compute capability 9.0 or later"

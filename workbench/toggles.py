@@ -1,0 +1,363 @@
+"""Toggles: every scheduling decision of an engine, a field each. And presets, which name sets.
+
+`workbench toggles` and the help of every command are made of the fields' metadata, and of the word
+that each value has (`choices.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import InitVar, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from workbench.choices import (
+    Activations,
+    CopyStream,
+    GraphReuse,
+    Half,
+    HostSource,
+    InputOrder,
+    NCopies,
+    Pdl,
+    StepWait,
+    Switch,
+    SyncMode,
+)
+from workbench.errors import UsageError
+
+EXACT, ROUNDING = "exact", "rounding"
+
+
+FAMILIES = ("fuse",)  # names that stand for all toggles `<name>_...`
+BASELINE, BEST = "baseline", "best"  # presets: everything off; what won on a kind of device
+
+
+def _toggle(
+    values: type[StrEnum], off: StrEnum, room: str, answer: str, thread: str = "", about: str = ""
+) -> Any:
+    metadata = {"values": values, "room": room, "answer": answer, "thread": thread, "about": about}
+    return field(default=off.value, metadata=metadata)
+
+
+def _fusion(about: str) -> Any:
+    made = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING, "llama.cpp's fusions", about)
+    made.default = _Held(made.default)
+    return made
+
+
+class _Held(str):
+    """The value of a family's member that nobody asked for: a default, or one that a Toggles holds.
+    `dataclasses.replace` passes it on, and a family's value (`fuse="on"`) replaces it."""
+
+    __slots__ = ()
+
+
+_SYNC, _LOWER = "program/ordering.py", "program/lower.py"
+_WAITS = "llama.cpp #17795"
+
+
+@dataclass(frozen=True)
+class Toggles:
+    """One field per mechanism; `Toggles()` is everything off, the baseline.
+
+    Values are plain strings (the enum members compare equal to them). `fuse` stands for every
+    `fuse_...` that is not given itself. Variants are made with `dataclasses.replace`. Each field's
+    metadata names the room that reads it, the thread it comes from and its correctness class:
+    `exact` (logits bit-equal to the baseline's) or `rounding`.
+
+    Raises UsageError for a value that does not exist and for two toggles that clash.
+    """
+
+    sync: str = _toggle(
+        SyncMode, SyncMode.PER_COPY, _SYNC, EXACT, _WAITS, "where the host waits around copies"
+    )
+    copy_stream: str = _toggle(
+        CopyStream, CopyStream.AUTO, _SYNC, EXACT, _WAITS, "which stream input copies ride"
+    )
+    host_source: str = _toggle(
+        HostSource, HostSource.PINNED, _LOWER, EXACT, _WAITS, "memory that inputs are copied from"
+    )
+    n_copies: str = _toggle(
+        NCopies, NCopies.ONE, _LOWER, EXACT, _WAITS, "buffers a device has for each input"
+    )
+    input_order: str = _toggle(
+        InputOrder, InputOrder.GRAPH, _LOWER, EXACT, "llama.cpp #28874", "which input goes first"
+    )
+    step_wait: str = _toggle(
+        StepWait, StepWait.EVERY, _LOWER, EXACT, _WAITS, "which steps the host waits for"
+    )
+    graph_reuse: str = _toggle(
+        GraphReuse, GraphReuse.REBUILD, "engine/reuse.py", EXACT, "llama.cpp #8366",
+        "whether the graph and program of a step are kept",
+    )  # fmt: skip
+    activations: str = _toggle(
+        Activations, Activations.Q8, "model/decoder.py", ROUNDING, "", "what products are given"
+    )
+    defer_norm: str = _toggle(
+        Half, Half.OFF, "graph/defer.py", ROUNDING, "", "norms in two halves, up to 8 tokens"
+    )
+    # one for each pattern of graph/fuse.py, which says what they join
+    fuse_norm_mul: str = _fusion("RMS norm and its weight")
+    fuse_norm_quantize: str = _fusion("a norm and the quantisation of its result")
+    fuse_add_norm: str = _fusion("the residual add and the norm behind it")
+    fuse_bias: str = _fusion("a product and its bias")
+    fuse_qkv: str = _fusion("the products Q, K and V")
+    fuse_rope_store: str = _fusion("RoPE and the cache store")
+    fuse_glu: str = _fusion("gate, up and SwiGLU")
+    fuse_epilogue_quantize: str = _fusion("attention or SwiGLU and the quantisation of its result")
+    fuse_product_norm: str = _fusion("a product, the residual add and half a norm")
+    pdl: str = _toggle(
+        Pdl, Pdl.OFF, _LOWER, EXACT, "llama.cpp #22522", "programmatic dependent launch"
+    )
+    fuse: InitVar[str | None] = None  # every fuse_... that is not given itself
+
+    def __post_init__(self, fuse: str | None) -> None:
+        if fuse is not None and not isinstance(fuse, _Held):
+            self._spread("fuse", fuse)
+        for f in dataclasses.fields(self):
+            _check_value(f.name, getattr(self, f.name), [v.value for v in f.metadata["values"]])
+        for family in FAMILIES:
+            for name in self.members(family):
+                object.__setattr__(self, name, _Held(getattr(self, name)))
+        if clash := clash_of(vars(self)):
+            raise UsageError(clash)
+
+    def _spread(self, family: str, value: str) -> None:
+        """Gives `value` to the members of a family that are not given themselves."""
+        _check_value(family, value, self.values(family))
+        for name in self.members(family):
+            if isinstance(getattr(self, name), _Held):
+                object.__setattr__(self, name, value)
+
+    @classmethod
+    def preset(cls, name: str, **changes: str) -> Toggles | Preset:
+        """The toggles of a preset, with `changes`; `best`, which a device resolves, as a Preset
+        that `Engine.load` takes. Raises UsageError for an unknown name, and for a change that
+        clashes with the preset."""
+        made = Preset(name, changes)
+        return made if made.of_device else made.toggles()
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [f.name for f in dataclasses.fields(cls)]
+
+    @classmethod
+    def members(cls, name: str) -> list[str]:
+        """The toggles that `name` stands for: itself, or for a family (`fuse`) all of its names
+        (`fuse_...`). Raises UsageError for an unknown name."""
+        if name in cls.names():
+            return [name]
+        family = [n for n in cls.names() if n.startswith(f"{name}_")] if name in FAMILIES else []
+        if not family:
+            known = ", ".join((*FAMILIES, *cls.names()))
+            raise UsageError(f"toggle {name!r} does not exist; choose one of {known}")
+        return family
+
+    @classmethod
+    def values(cls, name: str) -> list[str]:
+        """The values toggle `name`, or each of a family, can take; UsageError if unknown."""
+        return [v.value for v in cls._field(name).metadata["values"]]
+
+    @classmethod
+    def answer_class(cls, name: str) -> str:
+        """`exact` or `rounding`: what flipping toggle `name` may do to the logits."""
+        return cls._field(name).metadata["answer"]
+
+    @classmethod
+    def _field(cls, name: str) -> dataclasses.Field:
+        first = cls.members(name)[0]
+        return next(f for f in dataclasses.fields(cls) if f.name == first)
+
+    def value_of(self, name: str) -> str:
+        """The value of toggle `name`; of a family the common one, or `mixed`."""
+        found = {str(getattr(self, n)) for n in self.members(name)}
+        return found.pop() if len(found) == 1 else "mixed"
+
+    def switched(self, name: str, value: str) -> Toggles:
+        """These toggles with `name`, or every one of a family, at `value`."""
+        return dataclasses.replace(self, **dict.fromkeys(self.members(name), value))
+
+    def to_dict(self) -> dict[str, str]:
+        return {name: str(getattr(self, name)) for name in self.names()}
+
+    def changed(self) -> dict[str, str]:
+        """What differs from the baseline, a family that agrees under its one name."""
+        off = type(self)()
+        return {k: v for k, v in folded(self.to_dict()).items() if v != off.value_of(k)}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{k}={v}" for k, v in self.changed().items()) or "everything off"
+
+    def _repr_html_(self) -> str:
+        off: Toggles = type(self)()
+        own, base = self.to_dict(), off.to_dict()
+        rows = "".join(
+            f"<tr><td>{name}</td><td><b>{value}</b></td><td>{base[name]}</td></tr>"
+            for name, value in own.items()
+            if value != base[name]
+        )
+        if not rows:
+            return "<p>every toggle off: the baseline</p>"
+        head = "<tr><th>toggle</th><th>value</th><th>baseline</th></tr>"
+        rest = '<tr><td colspan="3">everything else off, as in the baseline</td></tr>'
+        return f"<table>{head}{rows}{rest}</table>"
+
+
+def _common_value(family: str) -> property:
+    """Reads like a toggle; what `dataclasses.replace` passes on of it changes nothing."""
+    return property(lambda toggles: _Held(toggles.value_of(family)))
+
+
+for _family in FAMILIES:
+    setattr(Toggles, _family, _common_value(_family))
+
+
+def _check_value(name: str, value: str, known: list[str]) -> None:
+    if value not in known:
+        raise UsageError(
+            f"toggle {name}={value!r} does not exist; choose one of {', '.join(known)}"
+        )
+
+
+# two values that cannot be together, why, and what to use
+CLASHES: list[tuple[tuple[str, str], tuple[str, str], str]] = [
+    (
+        ("sync", "event_guarded"), ("copy_stream", "compute"),
+        "the event orders two streams; use copy_stream=own, or sync=write_read_boundary",
+    ),
+]  # fmt: skip
+
+
+def clash_of(values: Mapping[str, str], preset: str = "", own: Collection[str] = ()) -> str:
+    """The first clash among toggles, empty where there is none. Of a preset's values, those not in
+    `own`, it says so."""
+    for first, second, why in CLASHES:
+        if all(values[name] == value for name, value in (first, second)):
+            named = [
+                f"{name}={value}" + (f" (of preset {preset})" if preset and name not in own else "")
+                for name, value in (first, second)
+            ]
+            return f"toggles {' and '.join(named)} clash: {why}"
+    return ""
+
+
+def folded(toggles: Mapping[str, str]) -> dict[str, str]:
+    """Toggles for reading, names to values: those of a family under one name where they agree."""
+    found: dict[str, str] = {}
+    for name, value in toggles.items():
+        family = next((f for f in FAMILIES if name.startswith(f"{f}_")), None)
+        own = {v for k, v in toggles.items() if family and k.startswith(f"{family}_")}
+        found[family if family and len(own) == 1 else name] = value
+    return found
+
+
+class Fixed(dict[str, str]):
+    """The values of a fixed preset; `about` says whose they are."""
+
+    about: str = ""
+
+
+@functools.cache
+def fixed_presets() -> dict[str, Fixed]:
+    """Name to values, of presets that no device has to resolve (`presets.json`)."""
+    found = {}
+    for name, entry in json.loads(_beside("presets.json")).items():
+        found[name] = Fixed(entry["toggles"])
+        found[name].about = entry["about"]
+    return found
+
+
+@functools.cache
+def best_table() -> dict[str, dict[str, str]]:
+    """Kind of device to what won there (`best.json`, which names the run folders)."""
+    table = json.loads(_beside("best.json"))
+    return {
+        kind: {name: entry["value"] for name, entry in rows.items()} for kind, rows in table.items()
+    }
+
+
+def _beside(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def preset_names() -> list[str]:
+    return [BASELINE, BEST, *(name for name in fixed_presets() if name != BASELINE)]
+
+
+def presets_in_words() -> str:
+    """A line for each preset: whose values these are, and which."""
+    lines = [f"* {BEST}: what won in recorded runs on a device of this kind"]
+    for kind, values in best_table().items():
+        lines[0] += f"; on {kind} {shown(values)}"
+    for name, values in fixed_presets().items():
+        lines.append(f"* {name}: {values.about}; {shown(values) or 'no toggle'}")
+    return "\n".join(lines)
+
+
+def shown(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+class Preset:
+    """A preset by name, with toggles of one's own, which win.
+
+    changes: toggles (or a family) that are given beside it. Raises UsageError for an unknown name,
+    toggle or value. `engine.wanted.resolve` makes Toggles of `best`, for a device.
+    """
+
+    def __init__(self, name: str, changes: Mapping[str, str] | None = None):
+        if name not in preset_names():
+            raise UsageError(
+                f"preset {name!r} does not exist; choose one of {', '.join(preset_names())}"
+            )
+        self.name = name
+        own: dict[str, str] = {}
+        for key, value in sorted((changes or {}).items(), key=lambda c: c[0] not in FAMILIES):
+            _check_value(key, value, Toggles.values(key))
+            own |= dict.fromkeys(Toggles.members(key), value)
+        self.changes = {key: own[key] for key in Toggles.names() if key in own}
+
+    @property
+    def of_device(self) -> bool:
+        """Whether its values depend on the device."""
+        return self.name == BEST
+
+    def toggles(self, values: Mapping[str, str] | None = None) -> Toggles:
+        """`values` (default: a fixed preset's own) with the changes. Raises UsageError for a change
+        that clashes with the preset, and names both."""
+        if values is None and self.of_device:
+            raise UsageError(f"preset {self.name} is resolved when an engine is loaded; load one")
+        chosen = dict(fixed_presets()[self.name] if values is None else values)
+        chosen = Toggles().to_dict() | _spread(chosen) | self.changes
+        if clash := clash_of(chosen, self.name, self.changes):
+            raise UsageError(clash)
+        return Toggles(**chosen)
+
+    def switched(self, name: str, value: str) -> Preset:
+        """The preset with one more change."""
+        return Preset(self.name, self.changes | dict.fromkeys(Toggles.members(name), value))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Preset) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __str__(self) -> str:
+        changes = ", ".join(f"{k}={v}" for k, v in folded(self.changes).items())
+        return f"{self.name} with {changes}" if changes else self.name
+
+    def __repr__(self) -> str:
+        changes = "".join(f", {k}={v!r}" for k, v in self.changes.items())
+        return f"Toggles.preset({self.name!r}{changes})"
+
+
+def _spread(values: Mapping[str, str]) -> dict[str, str]:
+    """With every family's members in its place, those that are named themselves as they are."""
+    wide = {m: v for k, v in values.items() if k in FAMILIES for m in Toggles.members(k)}
+    return wide | {k: v for k, v in values.items() if k not in FAMILIES}
