@@ -65,6 +65,7 @@ def parse_override(text: str) -> tuple[re.Pattern[str], str]:
 
 MOST = 1 << 24  # cells, tokens; more fit no memory
 DEVICES = ("auto", "embedded", "cuda", "host", "null")  # null computes nothing
+EXPAND = ("f16", "q8_0")
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ class EngineConfig:
     the others the host's, each with its cache; -1 is everything (llama.cpp's -ngl).
     override_tensor: `PATTERN=host` or `PATTERN=device`, a regular expression searched for in the
     names of weights; the first that matches says where a weight is (llama.cpp's -ot).
+
+    expand: what weights of types without kernels (Q4_1, Q5_0, Q2_K, the IQ types, ...) become when
+    they are loaded: `f16`, or `q8_0`, which takes half the memory and rounds to 8 bits.
     """
 
     device: str = "auto"
@@ -94,6 +98,7 @@ class EngineConfig:
     n_devices: int = 1
     n_gpu_layers: int = -1
     override_tensor: tuple[str, ...] = ()
+    expand: str = "f16"
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -107,6 +112,8 @@ class EngineConfig:
             raise UsageError(f"threads={self.threads} must be 0 (every core) or more")
         if self.n_gpu_layers < -1:
             raise UsageError(f"n_gpu_layers={self.n_gpu_layers} must be -1 (all) or more")
+        if self.expand not in EXPAND:
+            raise UsageError(f"expand={self.expand!r} must be one of {', '.join(EXPAND)}")
         for override in self.override_tensor:
             parse_override(override)
 

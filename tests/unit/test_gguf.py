@@ -151,8 +151,6 @@ BAD = {
     "alignment a string": (
         build([pair("general.alignment", 8, text("x"))]), "power of two from 8 up", 24,
     ),
-    "split": (build([u32("split.count", 3)]), "one of 3 parts of a model", 24),
-    "split an array": (build([pair("split.count", 9, items(4, 0))]), "parts of a model", 24),
     "name length": (build((), [struct.pack("<Q", HUGE) + ROW]), f"name has length {HUGE}", 24),
     "name too long": (build((), [tensor("n" * 65)]), "length 65, but 64 is the limit", 24),
     "name not UTF-8": (build((), [tensor(b"\x80")]), "a tensor name is not UTF-8", 32),
@@ -166,8 +164,10 @@ BAD = {
     ),
     "dim < 0": (build((), [tensor(dims=(NEGATIVE,))], ROW), "-5 (negative)", 37),
     "tensor type": (build((), [tensor(kind=99)], ROW), "tensor w has unknown type 99", 45),
-    "Q2_K": (build((), [tensor(dims=(256,), kind=10)], bytes(84)), "type Q2_K, not supported", 45),
-    "IQ4_XS": (build((), [tensor(kind=23)], ROW), "type IQ4_XS, not supported", 45),
+    "Q8_K": (build((), [tensor(dims=(256,), kind=15)], bytes(292)), "type Q8_K, not supported", 45),
+    "Q1_0": (build((), [tensor(kind=41)], ROW), "type Q1_0, not supported", 45),
+    "Q2_K": (build((), [tensor(kind=10)], ROW), "rows of 8, not a multiple", 37),
+    "IQ1_S": (build((), [tensor(dims=(256, 9), kind=19)], bytes(449)), "past the end", 24),
     "block": (build((), [tensor(dims=(8, 4), kind=2)], ROW), "rows of 8, not a multiple", 37),
     "misaligned": (build((), [tensor(offset=8)], ROW * 2), "offset 8, not a multiple", 49),
     "misaligned 64": (

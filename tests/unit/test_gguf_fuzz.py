@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workbench.errors import ModelFileError
+from workbench.model.expand import expanded, loaded_as, loaded_bytes
 from workbench.model.gguf import GGUFFile, StringArray, model_hash, open_gguf
 from workbench.model.inspect import summary
 from workbench.model.quants import dequantize
@@ -61,7 +62,10 @@ def original() -> tuple[bytes, int]:
         weights = rng.standard_normal((4, 64), np.float32)
         writer.add_tensor("token_embd.weight", weights)
         writer.add_tensor("blk.0.attn_norm.weight", weights[0])
-        for name, kind in (("blk.0.ffn_up_exps.weight", "Q4_0"), ("output.weight", "Q8_0")):
+        for name, kind in (
+            ("blk.0.ffn_up_exps.weight", "Q4_0"), ("output.weight", "Q8_0"),
+            ("blk.0.attn_k.weight", "Q5_1"),
+        ):  # fmt: skip
             of = gguf.GGMLQuantizationType[kind]
             writer.add_tensor(name, gguf.quants.quantize(weights, of), raw_dtype=of)
         writer.write_header_to_file()
@@ -118,6 +122,12 @@ def read_all(file: GGUFFile) -> None:
             assert len(value.tolist()) == len(value)
     for name, info in file.tensors.items():
         assert info.offset + info.nbytes <= file.file_bytes
+        if (to := loaded_as(info.dtype, "f16")) != info.dtype:
+            try:
+                assert expanded(file.data(name), info, to).nbytes == loaded_bytes(info, "f16")
+            except ModelFileError as error:
+                assert str(error).isprintable() and name[:9] in str(error)
+            continue
         with np.errstate(all="ignore"):
             weights = dequantize(file.data(name), info.dtype, info.shape)
         assert weights.shape == info.shape

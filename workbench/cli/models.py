@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -42,9 +42,13 @@ def inspect(
     /,
     *,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    expand: Annotated[
+        Literal["f16", "q8_0"], Parameter(help="what types without kernels become when loaded")
+    ] = "f16",
 ) -> None:
-    """Print shapes, types, sizes, and the bytes of weights read per token."""
+    """Print shapes, types, sizes, what is expanded when it is loaded, and the bytes of weights read
+    per token."""
     from workbench.model.inspect import summary
 
-    found = summary(file)
+    found = summary(file, expand)
     print(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))

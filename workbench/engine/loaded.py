@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from workbench.engine.placement import Placement
 from workbench.errors import DeviceError, UsageError
 from workbench.graph.ir import Kind, Node, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
+from workbench.model.expand import described
 from workbench.program.commands import HOST, Buffer, Range, Space
 from workbench.program.split import assign
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from workbench.model.tokenizer import Tokenizer
 
 SHOW_PROGRESS_ABOVE = 256 << 20  # bytes of weights that a device reads
+EXPANDING_COSTS = 64  # times as long as reading a byte
 READ_AHEAD_BYTES = 128 << 20  # of the file, asked of the disk before a backend reads them
 
 
@@ -54,7 +57,7 @@ class Loaded:
         self.config = config
         self.backends: list[Backend] = []
         self.memory: dict[Buffer, Memory] = {}
-        self.model = Model(path)
+        self.model = Model(path, config.expand)
         try:
             self.device, self.device_reason = choose_device(config.device)
             self.backends.append(open_backend("host", config.threads))
@@ -136,27 +139,33 @@ class Loaded:
                         yield b, node
 
     def _load_weights(self) -> None:
-        """Gives every weight to its backend, in file order, and waits once, at the end."""
-        model = self.model
-        wanted = [
-            (b, t)
-            for t in sorted(model.weights, key=lambda t: model.file.tensors[t.name].offset)
-            for b in self.placement.keepers(t, model.output)
-        ]
-        to_read = [t for b, t in wanted if b != HOST]
-        total = sum(t.nbytes for t in to_read)
-        quiet = total < SHOW_PROGRESS_ABOVE
+        """Gives every weight to its backends, in file order, and waits once, at the end."""
+        model, new = self.model, self.model.expanded
+        if new:
+            print(f"expanding {described(new, model.expand)}", file=sys.stderr)
+        kept = {
+            t: self.placement.keepers(t, model.output)
+            for t in sorted(model.weights, key=model.position)
+        }
+        # the host uses the file's bytes where they are, unless they are expanded
+        in_place = [t for t in kept if kept[t] == [HOST] and not model.is_expanded(t)]
+        to_read = [t for t in kept if t not in in_place]
+        total = sum(model.stored(t).nbytes for t in to_read)
+        costs = total + EXPANDING_COSTS * sum(info.nbytes for info in new)
+        quiet, n_workers = costs < SHOW_PROGRESS_ABOVE, n_lanes(self.config.threads)
         reading = _read_ahead(model, to_read)
         with (
             tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar,
             contextlib.closing(reading),
         ):
-            for b, tensor in wanted:
-                if b != HOST:  # the host uses the file's bytes where they are
+            for tensor, keepers in kept.items():
+                if tensor not in in_place:
                     next(reading)
-                memory = self.backends[b].load_weight(tensor, model.file.data(tensor.name))
-                self.reside(b, tensor, memory)
-                bar.update(tensor.nbytes if b != HOST else 0)
+                data = model.data(tensor, n_workers, bar.update)
+                for b in keepers:
+                    self.reside(b, tensor, self.backends[b].load_weight(tensor, data))
+                if tensor not in in_place and not model.is_expanded(tensor):
+                    bar.update(tensor.nbytes)
             for backend in self.backends:
                 if (finish := getattr(backend, "finish_loading", None)) is not None:
                     finish()
@@ -196,14 +205,14 @@ def _read_ahead(model: Model, tensors: list[Tensor]) -> Generator[Tensor, None, 
     that the disk works while a backend does. (Nothing is told where it takes no such advice.)"""
     advise = getattr(os, "posix_fadvise", None)
     told = begun = 0  # bytes
-    untold = (model.file.tensors[t.name] for t in tensors)
-    with open(model.path, "rb") as file:
-        for tensor in tensors:
-            while advise and told < begun + READ_AHEAD_BYTES and (info := next(untold, None)):
+    untold = map(model.stored, tensors)
+    for tensor in tensors:
+        while advise and told < begun + READ_AHEAD_BYTES and (info := next(untold, None)):
+            with open(model.file.files[info.part].path, "rb") as file:
                 advise(file.fileno(), info.offset, info.nbytes, os.POSIX_FADV_WILLNEED)
-                told += info.nbytes
-            yield tensor
-            begun += tensor.nbytes
+            told += info.nbytes
+        yield tensor
+        begun += model.stored(tensor).nbytes
 
 
 def config_of(fields: dict[str, Any]) -> EngineConfig:

@@ -7,10 +7,13 @@ names of weights are llama.cpp's; so are those of activations, so that a timelin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
-from workbench.config import Activations
+import numpy as np
+
+from workbench.config import EXPAND, Activations
 from workbench.errors import ModelFileError
 from workbench.graph.ir import (
     F16,
@@ -26,7 +29,8 @@ from workbench.graph.ir import (
     Tensor,
 )
 from workbench.graph.ops import make
-from workbench.model.gguf import GGUFFile, model_hash, open_gguf
+from workbench.model.expand import expanded, loaded_as
+from workbench.model.gguf import GGUFFile, TensorInfo, model_hash, open_gguf
 from workbench.model.gguf_walk import shown
 from workbench.model.hparams import HParams, read_hparams
 
@@ -64,10 +68,12 @@ class Layer:
 class Model:
     """A model file opened: hyper-parameters, and a graph tensor for every weight used.
 
-    Raises ModelFileError where a tensor is missing or has a shape the hyper-parameters rule out.
+    expand: as EngineConfig has it. Raises ModelFileError where a tensor is missing, is one that the
+    architecture does not use, or has a shape the hyper-parameters rule out.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, expand: str = EXPAND[0]):
+        self.expand = expand
         self.file: GGUFFile = open_gguf(path)
         self.path = Path(path)
         try:
@@ -153,7 +159,7 @@ class Model:
             raise ModelFileError(
                 f"{self.path}: tensor {name} is {info.dtype.name} where {dtype.name} is expected"
             )
-        tensor = Tensor(name, info.dtype, shape, Kind.WEIGHT)
+        tensor = Tensor(name, loaded_as(info.dtype, self.expand), shape, Kind.WEIGHT)
         self._weights[name] = tensor
         return tensor
 
@@ -166,6 +172,41 @@ class Model:
     def weights(self) -> list[Tensor]:
         """Every weight a step uses, the embedding included."""
         return list(self._weights.values())
+
+    @property
+    def expanded(self) -> list[TensorInfo]:
+        """The tensors that have no kernels for their type, as they are in the file."""
+        return [self.stored(t) for t in self.weights if self.is_expanded(t)]
+
+    def is_expanded(self, weight: Tensor) -> bool:
+        """Whether a weight has another type than in the file."""
+        return self.stored(weight).dtype != weight.dtype
+
+    def position(self, weight: Tensor) -> tuple[int, int]:
+        """Where the file has a weight: part and offset."""
+        stored = self.stored(weight)
+        return stored.part, stored.offset
+
+    def stored(self, weight: Tensor) -> TensorInfo:
+        """Where and how the file has a weight."""
+        return self.file.tensors[weight.name]
+
+    def data(
+        self, weight: Tensor, n_workers: int = 1, progress: Callable[[int], object] | None = None
+    ) -> np.ndarray:
+        """The bytes of a weight in its type, uint8 (nbytes,): the file's own, or where its type is
+        expanded new ones, made by n_workers threads.
+
+        progress is told how many bytes of the file have been expanded. Raises ModelFileError for
+        values that the new type cannot hold.
+        """
+        data = self.file.data(weight.name)
+        if not self.is_expanded(weight):
+            return data
+        try:
+            return expanded(data, self.stored(weight), weight.dtype, n_workers, progress)
+        except ModelFileError as error:
+            raise ModelFileError(f"{self.path}: {error}") from None
 
     @property
     def architecture(self) -> str:

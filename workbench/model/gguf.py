@@ -1,8 +1,8 @@
 """Opens GGUF model files (versions 2 and 3, little endian) by memory map.
 
 `open_gguf` gives metadata, the tensor list and read-only views of tensor bytes; `model_hash` names
-a file for provenance. The parser is `gguf_walk`; a file that cannot be believed raises
-ModelFileError, one line.
+a file for provenance. The parser is `gguf_walk`; `parts` finds the other files of a model that was
+split. A file that cannot be believed raises ModelFileError, one line.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import mmap
 import os
 import stat
 import struct
-from typing import Any, BinaryIO, TypeVar, overload
+from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 
 import numpy as np
 
 from workbench.errors import ModelFileError
+from workbench.model import parts
 from workbench.model.gguf_walk import DAMAGED, REWRITE, StringArray, TensorInfo, Walk, shown
 
 __all__ = ["REQUIRED", "GGUFFile", "StringArray", "TensorInfo", "model_hash", "open_gguf"]
@@ -33,8 +34,16 @@ class _Required:
 REQUIRED: Any = _Required()
 
 
+class File(NamedTuple):
+    """A file of a model. data_offset: where its tensor data starts."""
+
+    path: str
+    nbytes: int
+    data_offset: int
+
+
 class GGUFFile:
-    """An open model file. A context manager.
+    """An open model: one file, or all the parts of one that was split. A context manager.
 
     metadata maps keys to int, float, bool or str; arrays are numpy arrays (numbers, bools),
     StringArray, or a list of arrays (nested). tensors are in file order. What was handed out stays
@@ -43,18 +52,22 @@ class GGUFFile:
     """
 
     __slots__ = (
-        "_map", "alignment", "data_offset", "file_bytes", "metadata", "path", "tensors", "version",
+        "_maps", "alignment", "data_offset", "file_bytes", "files", "metadata", "path", "tensors",
+        "version",
     )  # fmt: skip
 
-    def __init__(self, path: str, source: mmap.mmap, walk: Walk):
-        self._map: mmap.mmap | None = source
-        self.path = path
-        self.file_bytes = walk.size
-        self.version = walk.version
-        self.metadata: dict[str, Any] = walk.metadata
-        self.alignment = walk.alignment
-        self.tensors: dict[str, TensorInfo] = walk.tensors
-        self.data_offset = walk.data_offset  # where tensor data starts
+    def __init__(self, path: str, walks: list[Walk], tensors: dict[str, TensorInfo]):
+        """walks: of each file. tensors: of all of them, in order."""
+        first = walks[0]
+        self._maps: list[mmap.mmap] | None = [walk.map for walk in walks]
+        self.path = path  # as it was opened: any of `files`
+        self.files = [File(walk.path, walk.size, walk.data_offset) for walk in walks]
+        self.file_bytes = sum(walk.size for walk in walks)
+        self.version = first.version
+        self.metadata: dict[str, Any] = first.metadata
+        self.alignment = first.alignment
+        self.tensors = tensors
+        self.data_offset = first.data_offset  # where tensor data starts in the first file
 
     def __enter__(self) -> GGUFFile:
         return self
@@ -63,8 +76,8 @@ class GGUFFile:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the map. Safe to call twice."""
-        self._map = None
+        """Lets go of the maps. Safe to call twice."""
+        self._maps = None
 
     def data(self, name: str) -> np.ndarray:
         """The bytes of tensor `name`: uint8 (nbytes,), read-only, not copied.
@@ -76,7 +89,9 @@ class GGUFFile:
             raise ModelFileError(
                 f"{shown(self.path)}: tensor {name!r} is missing; {REWRITE}, or use another model"
             )
-        return np.frombuffer(self._opened(), np.uint8, info.nbytes, info.offset)
+        if self._maps is None:
+            raise ValueError(f"{self.path} was closed")
+        return np.frombuffer(self._maps[info.part], np.uint8, info.nbytes, info.offset)
 
     @overload
     def get(self, key: str, kind: type[T]) -> T: ...
@@ -107,21 +122,23 @@ class GGUFFile:
             )
         return value
 
-    def _opened(self) -> mmap.mmap:
-        if self._map is None:
-            raise ValueError(f"{self.path} was closed")
-        return self._map
-
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """Maps the file at `path` and reads its metadata and tensor list; no tensor data is touched.
+    """Maps the model at `path` and reads its metadata and tensor list; no tensor data is touched.
 
-    Raises ModelFileError for a file that is absent, not a file, or that cannot be believed.
+    path: the file, or of a model in several files any of them; the others lie beside it. Raises
+    ModelFileError for a file that is absent, not a file, or that cannot be believed.
     """
-    with _open(path) as file:
-        source = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     path = os.fspath(path)
-    return GGUFFile(path, source, Walk(path, source))
+    opened = _walk(path)
+    names = parts.names(path, opened.metadata)
+    walks = [opened if name == path else _walk(name) for name in names]
+    return GGUFFile(path, walks, parts.joined(path, walks))
+
+
+def _walk(path: str) -> Walk:
+    with _open(path) as file:
+        return Walk(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _open(path: str | os.PathLike[str]) -> BinaryIO:
@@ -150,22 +167,33 @@ def _open(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def model_hash(model: str | os.PathLike[str] | GGUFFile) -> str:
-    """The identity of a model file for provenance: 64 hex digits, quick for files of any size.
+    """The identity of a model for provenance: 64 hex digits, quick for files of any size.
 
     SHA-256 over the file's size, everything before the tensor data (metadata and tensor list), the
     first 4 KiB of every tensor, and 256 evenly spaced blocks of 64 KiB of the data, its first and
-    last bytes among them; all of the data where that is no more than 16 MiB. It depends on nothing
-    but the file's bytes. A change that misses every block goes unseen: it tells models apart, and
-    is no proof against tampering. Raises ModelFileError as `open_gguf` does.
+    last bytes among them; all of the data where that is no more than 16 MiB. Of a model in several
+    files it is taken over these hashes. It depends on nothing but the files' bytes. A change that
+    misses every block goes unseen: it tells models apart, and is no proof against tampering. Raises
+    ModelFileError as `open_gguf` does.
     """
     if not isinstance(model, GGUFFile):
         with open_gguf(model) as opened:
             return model_hash(opened)
+    hashes = [
+        _file_hash(file, [info for info in model.tensors.values() if info.part == i])
+        for i, file in enumerate(model.files)
+    ]
+    if len(hashes) == 1:
+        return hashes[0]
+    return hashlib.sha256("\n".join(["workbench model in parts 1", *hashes]).encode()).hexdigest()
+
+
+def _file_hash(of: File, tensors: list[TensorInfo]) -> str:
     n_blocks, block = 256, 64 << 10
-    size, data = model.file_bytes, min(model.data_offset, model.file_bytes)
+    size, data = of.nbytes, min(of.data_offset, of.nbytes)
     digest = hashlib.sha256(b"workbench model hash 1\0" + struct.pack("<Q", size))
     # Read, not mapped: a fault far from the last one makes Linux read megabytes around it.
-    with _open(model.path) as file:
+    with _open(of.path) as file:
 
         def update(offset: int, n: int) -> None:
             file.seek(offset)
@@ -176,7 +204,7 @@ def model_hash(model: str | os.PathLike[str] | GGUFFile) -> str:
         if size - data <= n_blocks * block:
             update(data, size - data)
         else:
-            for info in model.tensors.values():
+            for info in tensors:
                 update(info.offset, min(4096, info.nbytes))
             for i in range(n_blocks):
                 update(data + (size - data - block) * i // (n_blocks - 1), block)

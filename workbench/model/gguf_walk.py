@@ -54,13 +54,23 @@ _SCALARS = {
 
 TENSOR_TYPES = {
     0: F32, 1: F16, 2: Q4_0, 8: Q8_0, 12: Q4_K, 13: Q5_K, 14: Q6_K, 30: BF16, 39: MXFP4,
-}  # ggml type number -> DType  # fmt: skip
+}  # ggml type number -> DType, of those that have kernels  # fmt: skip
+EXPANDED_TYPES = {
+    number: DType(name, block, block_bytes)
+    for number, name, block, block_bytes in (
+        (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24), (10, "Q2_K", 256, 84),
+        (11, "Q3_K", 256, 110), (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74),
+        (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50), (20, "IQ4_NL", 32, 18),
+        (21, "IQ3_S", 256, 110), (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136),
+        (29, "IQ1_M", 256, 56), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66),
+        (40, "NVFP4", 64, 36),
+    )
+}  # the same, of those that are expanded when a model is loaded (`model/expand.py`)  # fmt: skip
+_KNOWN_TYPES = TENSOR_TYPES | EXPANDED_TYPES
 _REFUSED_TYPES = {
-    3: "Q4_1", 4: "Q4_2", 5: "Q4_3", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
-    15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
-    31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0", 36: "IQ4_NL_4_4",
-    37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 41: "Q1_0",
+    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
+    28: "F64", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 41: "Q1_0",
 }  # known to ggml, now or once, and not to us  # fmt: skip
 
 DAMAGED = "the file is damaged or was cut short: download or write it again"
@@ -68,13 +78,17 @@ REWRITE = "write the file again with a current converter"
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies: shape in numpy order (ggml's `ne` reversed), offset from file start."""
+    """Where a tensor lies: shape in numpy order (ggml's `ne` reversed), offset from file start.
+
+    part: which of a model's files, from 0.
+    """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    part: int = 0
 
     @property
     def n_elements(self) -> int:
@@ -202,9 +216,6 @@ class Walk:
                 wanted = "must be a power of two from 8 up: metadata key"
                 self.fail(f"general.alignment is {shown(value)}, {wanted}", at, REWRITE)
             self.alignment = value
-        if key == "split.count" and (type(value) is not int or value > 1):
-            do = "join the parts with `llama-gguf-split --merge` first"
-            self.fail(f"the file is one of {shown(value)} parts of a model: metadata key", at, do)
 
     def _value(self, what: str) -> Any:
         at = self.pos
@@ -277,19 +288,18 @@ class Walk:
         dims_at = self.pos
         dims = [self._take(_U64, f"the dimensions of {what}") for _ in range(n_dims)]
         kind = self._take(_U32, f"the type of {what}")
-        if kind not in TENSOR_TYPES:
-            readable = f"types read are {', '.join(d.name for d in TENSOR_TYPES.values())}"
+        if kind not in _KNOWN_TYPES:
+            readable = f"types read are {', '.join(d.name for d in _KNOWN_TYPES.values())}"
             if kind in _REFUSED_TYPES:
                 why, do = f"type {_REFUSED_TYPES[kind]}, not supported", "quantise the model anew"
             else:
                 why, do = f"unknown type {kind}", DAMAGED
             self.fail(f"{what} has {why},", self.pos - 4, f"{do}; {readable}")
-        dtype = TENSOR_TYPES[kind]
+        dtype = _KNOWN_TYPES[kind]
         n = 1
         for extent in dims:
             n *= extent
-        # Every type takes more than 4 bits an element.
-        if n == 0 or n > 2 * self.size:
+        if n == 0 or n // dtype.block * dtype.block_bytes > self.size:
             why = "none may be 0" if n == 0 else "more than the file can hold"
             self.fail(f"{what} has dimensions {'x'.join(map(signed, dims))}, {why},", dims_at)
         if dims[0] % dtype.block:
@@ -333,3 +343,11 @@ def shown(value: object) -> str:
     text = str(value)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 160 else text[:157] + "..."
+
+
+def size(nbytes: int) -> str:
+    """A number of bytes for reading; GB is 1e9 bytes."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} B"

@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from workbench.config import EXPAND
+from workbench.model.expand import loaded_as, loaded_bytes
 from workbench.model.gguf import GGUFFile, StringArray, TensorInfo, model_hash, open_gguf
-from workbench.model.gguf_walk import shown
+from workbench.model.gguf_walk import shown, size
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
@@ -35,12 +38,14 @@ _HYPERPARAMETERS = {
 
 @dataclass(frozen=True)
 class TypeRow:
-    """All tensors of one type."""
+    """All tensors of one type. loaded_as: the type they have in memory, if another."""
 
     dtype: str
     n_tensors: int
     parameters: int
-    bytes: int
+    bytes: int  # in the file
+    loaded_as: str
+    loaded_bytes: int
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,9 @@ class ModelSummary:
     types: tuple[TypeRow, ...]  # by bytes, largest first
     tensors: tuple[TensorRow, ...]  # in file order
     tied_output: bool  # the head is the token embedding
-    weight_bytes_per_token: int
+    files: tuple[str, ...]  # one, or the parts of a model that was split
+    weight_bytes_per_token: int  # in the types they are loaded as
+    stored_bytes_per_token: int  # in the types of the file
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, fit for JSON."""
@@ -75,35 +82,43 @@ class ModelSummary:
 
     def lines(self) -> list[str]:
         """The text that `workbench model inspect` prints; GB is 1e9 bytes."""
+        kind = max(6, *(len(t.dtype) for t in self.types), 0)  # width of the column
         numbers = ", ".join(f"{k} {v}" for k, v in self.hyperparameters.items())
         what = f"{shown(self.name)} ({shown(self.architecture)}), GGUF v{self.version}"
+        n_files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
         out = [
-            f"{what}, {_size(self.file_bytes)}",
+            f"{what}, {size(self.file_bytes)}{n_files}",
             f"sha256 of samples {self.hash}",
             f"parameters {self.parameters:,}" + (", tied output" * self.tied_output),
             numbers,
             "",
-            f"{'type':6} {'tensors':>8} {'parameters':>15} {'size':>10}",
+            f"{'type':{kind}} {'tensors':>8} {'parameters':>15} {'size':>10}",
         ]
         out += [
-            f"{t.dtype:6} {t.n_tensors:>8} {t.parameters:>15,} {_size(t.bytes):>10}"
+            f"{t.dtype:{kind}} {t.n_tensors:>8} {t.parameters:>15,} {size(t.bytes):>10}"
+            + (t.loaded_as != t.dtype)
+            * f"  no kernels: expanded to {t.loaded_as}, {size(t.loaded_bytes)}"
             for t in self.types
         ]
         width = max((len(shown(t.name)) for t in self.tensors), default=6)
-        out += ["", f"{'tensor':{width}} {'count':>5} {'type':6} {'size':>10}  shape of one"]
+        out += ["", f"{'tensor':{width}} {'count':>5} {'type':{kind}} {'size':>10}  shape of one"]
         out += [
-            f"{shown(t.name):{width}} {t.n_tensors:>5} {t.dtype:6} {_size(t.bytes):>10}  "
+            f"{shown(t.name):{width}} {t.n_tensors:>5} {t.dtype:{kind}} {size(t.bytes):>10}  "
             f"{' x '.join(map(str, t.shape))}"
             for t in self.tensors
         ]
-        each = self.weight_bytes_per_token
-        return [*out, "", f"weights read per token {_size(each)} ({each:,} bytes)"]
+        each, stored = self.weight_bytes_per_token, self.stored_bytes_per_token
+        said = f"weights read per token {size(each)} ({each:,} bytes)"
+        if stored != each:
+            said += f" after expansion, {size(stored)} as stored"
+        return [*out, "", said]
 
 
-def summary(path: str | os.PathLike[str]) -> ModelSummary:
+def summary(path: str | os.PathLike[str], expand: str = EXPAND[0]) -> ModelSummary:
     """Reads the file at `path`; no tensor data beyond what `model_hash` samples.
 
-    Raises ModelFileError for a file that cannot be believed or names no architecture.
+    expand: what tensors become that have no kernels for their type, as in EngineConfig. Raises
+    ModelFileError for a file that cannot be believed or names no architecture.
     """
     with open_gguf(path) as file:
         architecture = file.get("general.architecture", str)
@@ -115,7 +130,14 @@ def summary(path: str | os.PathLike[str]) -> ModelSummary:
             by_type.setdefault(info.dtype.name, []).append(info)
             alike.setdefault((name, info.dtype.name, info.shape), []).append(info)
         types = [
-            TypeRow(dtype, len(of), sum(i.n_elements for i in of), sum(i.nbytes for i in of))
+            TypeRow(
+                dtype,
+                len(of),
+                sum(i.n_elements for i in of),
+                sum(i.nbytes for i in of),
+                loaded_as(of[0].dtype, expand).name,
+                sum(loaded_bytes(i, expand) for i in of),
+            )
             for dtype, of in by_type.items()
         ]
         tensors = [TensorRow(*key, len(of), sum(i.nbytes for i in of)) for key, of in alike.items()]
@@ -131,24 +153,31 @@ def summary(path: str | os.PathLike[str]) -> ModelSummary:
             types=tuple(sorted(types, key=lambda t: -t.bytes)),
             tensors=tuple(tensors),
             tied_output=EMBEDDING in file.tensors and HEAD not in file.tensors,
-            weight_bytes_per_token=weight_bytes_per_token(file),
+            files=tuple(part.path for part in file.files),
+            weight_bytes_per_token=_bytes_per_token(file, lambda i: loaded_bytes(i, expand)),
+            stored_bytes_per_token=_bytes_per_token(file, lambda i: i.nbytes),
         )
 
 
-def weight_bytes_per_token(file: GGUFFile) -> int:
-    """Bytes of weights one decoded token reads: every tensor once, norms and biases included.
+def weight_bytes_per_token(file: GGUFFile, expand: str = EXPAND[0]) -> int:
+    """Bytes of weights one decoded token reads: every tensor once, norms and biases included, in
+    the types they have in memory.
 
     Of the token embedding one row is read, unless it is the head too (no `output.weight`): then all
     of it. Of stacked experts (`ffn_*_exps`) as many are read as a token uses. The KV cache is not
     counted.
     """
+    return _bytes_per_token(file, lambda info: loaded_bytes(info, expand))
+
+
+def _bytes_per_token(file: GGUFFile, nbytes_of: Callable[[TensorInfo], int]) -> int:
     architecture = file.metadata.get("general.architecture")
     used = file.metadata.get(f"{architecture}.expert_used_count")
     total = 0
     for info in file.tensors.values():
-        n = info.nbytes
+        n = nbytes_of(info)
         if info.name == EMBEDDING and HEAD in file.tensors:
-            n = info.dtype.row_bytes(info.shape[-1])
+            n //= info.n_elements // info.shape[-1]  # one row
         elif "_exps." in info.name and type(used) is int and used > 0:
             n = n // info.shape[0] * min(used, info.shape[0])
         total += n
@@ -168,10 +197,3 @@ def _hyperparameters(file: GGUFFile, architecture: str) -> dict[str, Any]:
     if "vocabulary" not in found and isinstance(tokens, StringArray):
         found["vocabulary"] = len(tokens)
     return found
-
-
-def _size(n: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= scale:
-            return f"{n / scale:.2f} {unit}"
-    return f"{n} B"
