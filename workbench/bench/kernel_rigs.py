@@ -176,7 +176,7 @@ class CpuRig:
 
 def rig_of(backend: Any, quick: bool) -> Rig:
     """The rig for an open backend."""
-    return CudaRig(backend, quick) if backend.name == "cuda" else CpuRig(backend, quick)
+    return CudaRig(backend, quick) if backend.name.split()[0] == "cuda" else CpuRig(backend, quick)
 
 
 def last_cache_bytes() -> int:

@@ -11,7 +11,7 @@ import sys
 
 from cyclopts import CycloptsError
 
-from workbench.cli import check, generate, measure, models  # noqa: F401 - their commands register
+from workbench.cli import check, generate, measure, models, profile  # noqa: F401 - their commands register
 from workbench.cli.common import app, say
 from workbench.cli.interrupts import heeded
 from workbench.errors import WorkbenchError

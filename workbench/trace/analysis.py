@@ -81,7 +81,7 @@ def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None)
     * bytes: what the launches must move, by the op table. traced_gbps: bytes over time.
       traced_share_of_read: of read_gbps, GB/s, where it is given. Weights that fit a cache, or rows
       that a value-dependent op skips, can pass 1. By kernel they stand only where a launch is one
-      kernel.
+      kernel. What the host computes beside a device has no share of the device's bandwidth.
     * traced_launch_to_start_us: median time from the host's call to the kernel's start.
 
     Raises UsageError for another `by`, and for `kernel` where no span names its function.
@@ -110,7 +110,9 @@ def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None)
     table["bytes"] = table["bytes"].astype("Int64")
     gbps = table["bytes"].astype("Float64") / table["traced_us"].where(table["traced_us"] > 0) / 1e3
     table["traced_gbps"] = gbps.astype("float64")
-    table["traced_share_of_read"] = table["traced_gbps"] / (read_gbps or np.nan)
+    # read_gbps is of the device's memory, which where there is one is not the host's
+    own = (table["on"] != HOST_LANE) | (table["on"] == HOST_LANE).all()
+    table["traced_share_of_read"] = table["traced_gbps"].where(own) / (read_gbps or np.nan)
     table = table.sort_values(["step_tokens", "traced_us"], ascending=[True, False], kind="stable")
     made = table[[*keys, *KERNELS]].reset_index(drop=True)
     made.attrs |= frame.attrs | {"read_gbps": read_gbps}

@@ -1,0 +1,205 @@
+"""A test measured untraced and then traced: how long a token takes, and where that time goes.
+
+Time comes from untraced steps, by the device's own stamps (`Engine.stamped`). What it went to comes
+from a trace of the same test, taken after them in the same process: by kernel, by phase of the host
+and by gap (`trace/analysis.py`). Tracing slows the host, and the profile says how much.
+
+    untraced, stamped   | step 0 | step 1 | ... | step n-1 |   repeated
+    traced              |  not traced   |  window  |  not  |   once
+
+The read bandwidth, against which kernels are held, is measured first, by `kernel_rigs`.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from workbench.bench.kernel_rigs import rig_of
+from workbench.bench.workload import (
+    Tokens,
+    Workload,
+    bos_token,
+    check_fits,
+    check_untraced,
+    draw_tokens,
+    warm_up,
+)
+from workbench.errors import DeviceError, UsageError
+from workbench.program.commands import HOST, Launch
+from workbench.trace.profile import Profile, profile
+from workbench.trace.spans import now_ns
+
+MOST_TRACED = 8  # steps of the default window
+STEPS = ["repetition", "step", "n_tokens", "host_us", "kernels_us", "gap_us", "step_us"]
+
+
+class Bandwidth(NamedTuple):
+    """What reading memory reaches. gbps is None where it could not be measured; note: how it was,
+    or why it was not, and whether the card is sound."""
+
+    gbps: float | None
+    note: str
+
+
+class Profiled(NamedTuple):
+    """What `profile_test` found.
+
+    steps: a row for each untraced step (see `stamped_steps`). phases_us: by phase, what the host
+    spent on it in an untraced step, us on average. stamped: whether `steps` has the device's times;
+    where it computes inside the host's call, they are the host's. window: (first, n) of the steps
+    traced. trace: the trace. read: the bandwidth.
+    """
+
+    test: str
+    repetitions: int
+    steps: pd.DataFrame
+    phases_us: dict[str, float]
+    stamped: bool
+    window: tuple[int, int]
+    trace: Profile
+    read: Bandwidth
+
+
+def n_steps_of(workload: Workload, n_ubatch: int) -> int:
+    """How many steps the test has, those that fill its depth left out."""
+    return math.ceil(workload.n_prompt / n_ubatch) + workload.n_gen
+
+
+def window_of(
+    workload: Workload, n_ubatch: int, asked: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """The steps to trace, (first, n): those asked for, or the last 8 (all, where there are fewer).
+
+    Raises UsageError for a window that does not lie in the test.
+    """
+    n_steps = n_steps_of(workload, n_ubatch)
+    first, n = asked or (max(0, n_steps - MOST_TRACED), min(n_steps, MOST_TRACED))
+    if first < 0 or n < 1 or first + n > n_steps:
+        raise UsageError(
+            f"window {first},{n} does not lie in {workload.name}, which has {n_steps} steps here; "
+            f"give FIRST,N with FIRST from 0 and FIRST + N at most {n_steps}"
+        )
+    return first, n
+
+
+def profile_test(
+    engine: Any,
+    workload: Workload,
+    window: tuple[int, int] | None = None,
+    *,
+    repetitions: int = 5,
+    seed: int = 0,
+    collector: str = "auto",
+) -> Profiled:
+    """Runs the test `repetitions` times stamped, then once traced in `window`.
+
+    Raises UsageError for a test that does not fit the context, for a window outside it, and while
+    the engine is traced.
+    """
+    check_fits(engine, workload)
+    check_untraced(engine)
+    window = window_of(workload, engine.config.n_ubatch, window)
+    if repetitions < 1:
+        raise UsageError(f"repetitions={repetitions} must be at least 1")
+    bos, n_vocab = bos_token(engine), engine.model.n_vocab
+    read = read_bandwidth(engine)
+    warm_up([engine], workload, seed, bos)
+    before = engine.counters
+    drawn = [draw_tokens(workload, n_vocab, seed, n, bos) for n in range(repetitions + 1)]
+    steps, stamped = stamped_steps(engine, drawn[:-1]), runs_on_device(engine)
+    phases = _phases_us(before, engine.counters, _all_steps(engine, drawn[:-1]))
+    engine.reset()
+    _fill(engine, drawn[-1])
+    with profile(engine, window=window, collector=collector) as trace:
+        for n_tokens, us in steps[["n_tokens", "host_us"]].itertuples(index=False):
+            trace.recorder.untraced(int(n_tokens), round(1e3 * us))
+        for ids, outputs in _steps(engine, drawn[-1]):
+            engine.step(ids, outputs)
+    trace.about |= {"test": workload.name, "window": f"{window[0]},{window[1]}"}
+    return Profiled(workload.name, repetitions, steps, phases, stamped, window, trace, read)
+
+
+def runs_on_device(engine: Any) -> bool:
+    """Whether a token launches anything on a device that computes beside the host."""
+    if engine.backend.capabilities.synchronous:
+        return False
+    commands = engine.program().commands
+    return any(isinstance(c, Launch) and c.stream.backend != HOST for c in commands)
+
+
+def stamped_steps(engine: Any, drawn: list[Tokens]) -> pd.DataFrame:
+    """A row for each step of each repetition, untraced. drawn: the tokens of the repetitions.
+
+    host_us: the call of the step. By the device's clock, missing where it has none: kernels_us from
+    the first kernel to the last one's end; gap_us from the step before's last kernel to this one's
+    first, step_us to this one's last; both missing in the first step.
+    """
+    rows, stamped = [], runs_on_device(engine)
+    for repetition, tokens in enumerate(drawn):
+        engine.reset()
+        _fill(engine, tokens)
+        sizes, host_us = [], []
+        with engine.stamped() if stamped else nullcontext([]) as stamps:
+            for ids, outputs in _steps(engine, tokens):
+                begin = now_ns()
+                engine.step(ids, outputs)
+                host_us.append((now_ns() - begin) / 1e3)
+                sizes.append(len(ids))
+        times = np.array(stamps or [(np.nan, np.nan)] * len(sizes)) / 1e3
+        begun, ended = times.T
+        before = np.concatenate(([np.nan], ended[:-1]))
+        part = {
+            "repetition": repetition, "step": range(len(sizes)), "n_tokens": sizes,
+            "host_us": host_us, "kernels_us": ended - begun, "gap_us": begun - before,
+            "step_us": ended - before,
+        }  # fmt: skip
+        rows.append(pd.DataFrame(part, columns=STEPS))
+    return pd.concat(rows, ignore_index=True)
+
+
+def read_bandwidth(engine: Any) -> Bandwidth:
+    """GB/s at which memory of the engine's device is read, the best of several ways. Takes up to
+    4 GiB of it for a moment; without that much room there is no figure, and the note says so."""
+    rig = rig_of(engine.backend, quick=False)
+    try:
+        rates = rig.read_rates()
+    except (DeviceError, MemoryError) as error:
+        reason = (str(error).splitlines() or ["out of memory"])[0]
+        return Bandwidth(None, f"no read bandwidth: {reason}")
+    best = max(rates, key=rates.__getitem__)
+    note = f"read bandwidth {rates[best]:.1f} GB/s ({best}, the best of {len(rates)} ways)"
+    void = rig.void(rates[best])
+    return Bandwidth(rates[best], f"{note}; {void}" if void else note)
+
+
+def _steps(engine: Any, tokens: Tokens) -> list[tuple[list[int], str]]:
+    """The calls of `Engine.step` that the test is: what each computes, and which logits of it."""
+    n = engine.config.n_ubatch
+    parts = [tokens.prompt[i : i + n] for i in range(0, len(tokens.prompt), n)]
+    calls = [(part, "last" if part is parts[-1] else "none") for part in parts]
+    return calls + [([token], "last") for token in tokens.gen]
+
+
+def _fill(engine: Any, tokens: Tokens) -> None:
+    if tokens.depth:
+        engine.prefill(tokens.depth)
+
+
+def _all_steps(engine: Any, drawn: list[Tokens]) -> int:
+    """Steps that `stamped_steps` makes, those that fill the depth included."""
+    n = engine.config.n_ubatch
+    return sum(math.ceil(len(t.depth) / n) + len(_steps(engine, t)) for t in drawn)
+
+
+def _phases_us(before: dict[str, int], after: dict[str, int], n_steps: int) -> dict[str, float]:
+    """What the counters say of each phase, us a step."""
+    return {
+        name.removesuffix("_ns"): (after[name] - before[name]) / 1e3 / n_steps
+        for name in after
+        if name.endswith("_ns")
+    }

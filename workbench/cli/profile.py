@@ -1,0 +1,105 @@
+"""The command that says where the time of a token goes, and writes the trace that shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from workbench.cli.common import (
+    AT_LEAST_1,
+    DEFAULT_CONFIG,
+    DEFAULT_TOGGLES,
+    EngineFlags,
+    ModelPath,
+    Seed,
+    ToggleFlags,
+    app,
+    load,
+    say,
+)
+from workbench.errors import UsageError
+from workbench.output import check_writable
+
+
+@app.command
+def profile(
+    *,
+    model: ModelPath,
+    test: Annotated[str, Parameter(help="as tg8, pp512, tg8@d512 or pp64+tg8")] = "tg8",
+    out: Annotated[
+        Path | None,
+        Parameter(
+            name=["--out", "-o"],
+            help="trace to write: t.pftrace.gz for Perfetto, t.json for Chrome's JSON",
+        ),
+    ] = None,
+    window: Annotated[
+        str | None,
+        Parameter(help="FIRST,N: trace N steps from step FIRST; default: the test's last 8 steps"),
+    ] = None,
+    by: Annotated[
+        str, Parameter(help="a row for each: op, node (of a layer) or kernel (CUPTI's name)")
+    ] = "op",
+    repetitions: Annotated[
+        int,
+        Parameter(name=["--repetitions", "-r"], validator=AT_LEAST_1, help="untraced runs"),
+    ] = 5,
+    collector: Annotated[
+        str, Parameter(help="of device spans: cupti, events, or auto (cupti on a GPU)")
+    ] = "auto",
+    seed: Annotated[Seed, Parameter(help="of the random tokens")] = 0,
+    config: EngineFlags = DEFAULT_CONFIG,
+    toggles: ToggleFlags = DEFAULT_TOGGLES,
+) -> None:
+    """Say where a token's time goes: by kernel, by phase of the host, by gap; write the trace.
+
+    How long a token and its gap are comes from untraced steps, by the device's own stamps. What is
+    traced is labelled so: it attributes time, and does not measure it.
+    """
+    from workbench.bench import profiling
+    from workbench.bench.workload import parse
+    from workbench.report import profiles
+    from workbench.report.tables import markdown
+    from workbench.trace.analysis import BY
+    from workbench.trace.profile import COLLECTORS
+
+    workload, asked = parse(test), _window(window)
+    for flag, value, known in (("--by", by, BY), ("--collector", collector, COLLECTORS)):
+        if value not in known:
+            raise UsageError(f"{flag} {value!r} does not exist; choose one of {', '.join(known)}")
+    steps = profiling.window_of(workload, config.n_ubatch, asked)
+    if out is not None:
+        check_writable(out)
+    if workload.n_cells > config.n_ctx:  # as bench: the context is what the test needs
+        config = dataclasses.replace(config, n_ctx=workload.n_cells)
+    with load(model, config, toggles) as engine:
+        found = profiling.profile_test(
+            engine, workload, steps, repetitions=repetitions, seed=seed, collector=collector
+        )
+        m = engine.model
+        found.trace.about["model"]["hash"] = m.hash
+        print(f"{m.name} {m.quant} on {engine.backend.description}")
+    for title, table in profiles.lines(found, by):
+        print(f"\n{title}")
+        if len(table):
+            print(markdown(table))
+    print(f"\n{found.trace.note}")
+    if out is not None:
+        size = found.trace.save(out)
+        say(f"wrote {out} ({size / 1e3:,.1f} kB); open it in ui.perfetto.dev")
+
+
+def _window(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+),(\d+)", text)
+    if found is None or int(found[2]) < 1:
+        raise UsageError(
+            f"--window {text!r} holds no step; write FIRST,N without a space, "
+            "FIRST from 0 and N from 1, as 0,8"
+        )
+    return int(found[1]), int(found[2])

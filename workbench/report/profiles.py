@@ -1,0 +1,175 @@
+"""A profile for reading: what a step took untraced, and tables of where a traced one's time went.
+
+Whatever was traced says so in the name of its column. Frames go in, frames of text come out;
+nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from workbench.trace.analysis import LAUNCHES, TOKENS
+
+BEHIND = "from the end of the step before to this one's, by the device's stamps"
+SINGLE = "from the first kernel to the end of the last, by the device's stamps"
+BY_HOST = "by the host's clock: nothing here runs beside the host"
+# phase of the engine's counters -> phase and part of the traced table
+COUNTED = {
+    "batch": ("build", "batch"), "graph": ("build", "graph"), "split": ("build", "split"),
+    "lower": ("build", "lower"), "prepare": ("build", "prepare"),
+    "issue": ("issue", "all"), "wait": ("results", "all"),
+}  # fmt: skip
+
+
+def steps_table(steps: pd.DataFrame) -> pd.DataFrame:
+    """A row for each size of step: how many there were, what one took, how long no kernel ran
+    before it, and how long it ran: medians and quartiles in us, untraced.
+
+    steps: `bench.profiling.stamped_steps`. The first step of a test has no step before it; a test
+    of one step is measured from its first kernel to its last, and a device without stamps by the
+    host's clock.
+    """
+    rows = []
+    for n_tokens, part in steps.groupby("n_tokens"):
+        us, how = part["step_us"].dropna(), BEHIND
+        if us.empty:
+            us, how = part["kernels_us"].dropna(), SINGLE
+        if us.empty:
+            us, how = part["host_us"], BY_HOST
+        rows.append(
+            {
+                "step": _step(int(str(n_tokens))),
+                "n": len(us),
+                "untraced us": _us(us.median()),
+                "quartiles": _quartiles(us),
+                "untraced gap us": _us(part["gap_us"].median()),
+                "quartiles of gap": _quartiles(part["gap_us"].dropna()),
+                "untraced kernels us": _us(part["kernels_us"].median()),
+                "measured": how,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def kernels_table(kernels: pd.DataFrame, n_steps: Mapping[int, int]) -> pd.DataFrame:
+    """`Profile.kernels` for reading, by step. n_steps: traced steps, by their tokens."""
+    several = kernels["step_tokens"].nunique() > 1
+    rows = []
+    for row in kernels.to_dict("records"):
+        steps, nbytes = n_steps[row["step_tokens"]], row["bytes"]
+        rows.append(
+            ({"step": _step(row["step_tokens"])} if several else {})
+            | {name: row[name] for name in ("kernel", "op", "node") if name in row}
+            | {
+                "on": row["on"],
+                "calls": _count(row["calls"] / steps),
+                "traced us": _us(row["traced_us_per_step"]),
+                "traced %": _percent(row["traced_share"]),
+                "MB": "" if pd.isna(nbytes) else f"{nbytes / steps / 1e6:.3f}",
+                "traced GB/s": _us(row["traced_gbps"]),
+                "traced % of read": _percent(row["traced_share_of_read"]),
+                "traced launch to start": _us(row["traced_launch_to_start_us"]),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def phases_table(phases: pd.DataFrame, untraced: Mapping[str, float]) -> pd.DataFrame:
+    """`Profile.phases` for reading, with what the engine's counters say of an untraced step.
+
+    untraced: us by phase (`Profiled.phases_us`); of a test with steps of several sizes they are an
+    average over all of them, so they are left out there.
+    """
+    several = phases["step_tokens"].nunique() > 1
+    known = {} if several else {COUNTED[k]: us for k, us in untraced.items() if k in COUNTED}
+    rows = []
+    for (tokens, phase), part in phases.groupby(["step_tokens", "phase"], sort=False):
+        parts = part.to_dict("records")
+        if (phase, "all") in COUNTED.values():
+            columns = ["traced_calls_per_step", "traced_us_per_step", "traced_share"]
+            parts = [{"part": "all", **part[columns].sum().to_dict()}, *parts]
+        for one in parts:
+            us = known.get((str(phase), one["part"]))
+            rows.append(
+                ({"step": _step(tokens)} if several else {})
+                | {
+                    "phase": phase,
+                    "part": one["part"],
+                    "untraced us": "" if us is None else _us(us),
+                    "calls": _count(one["traced_calls_per_step"]),
+                    "traced us": _us(one["traced_us_per_step"]),
+                    "traced %": _percent(one["traced_share"]),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def gaps_table(gaps: pd.DataFrame, n_steps: int) -> pd.DataFrame:
+    """`Profile.gaps` for reading: a column for the gaps between steps and one for those between the
+    launches of a step, on average over n_steps traced steps; empty where there are none."""
+    if gaps.empty:
+        return pd.DataFrame()
+    kinds = [c for c in gaps.columns if c not in ("step", "between", "before", "after")]
+    words = {
+        "traced_us": "all", "host_us": "until the host had issued the next",
+        "device_us": "the next on its way",
+    }  # fmt: skip
+    columns: dict[str, list[str]] = {}
+    for between in (TOKENS, LAUNCHES):
+        part = gaps[gaps["between"] == between]
+        # the window's first step has no step before it
+        n = max(part["step"].nunique(), 1) if between == TOKENS else n_steps
+        sums = part[kinds].sum() / n
+        columns[f"between {between}"] = [_count(len(part) / n), *(_us(us) for us in sums)]
+    names = ["gaps", *(words.get(kind, f"meanwhile the host: {kind}") for kind in kinds)]
+    return pd.DataFrame({"traced us": names} | columns)
+
+
+def n_steps_by_tokens(frame: pd.DataFrame) -> dict[int, int]:
+    """How many steps of each size a trace has. frame: `Profile.to_frame`."""
+    steps = frame[frame["category"] == "step"]
+    return {int(n): int(k) for n, k in steps.groupby("n_tokens").size().items()}
+
+
+def lines(found: Any, by: str = "op") -> list[tuple[str, pd.DataFrame]]:
+    """The tables of a profile, each under the line that says what it is. found: a `Profiled`."""
+    trace, read = found.trace, found.read
+    sizes = n_steps_by_tokens(trace.to_frame())
+    slower = trace.slowdown
+    cost = f"{slower.ratio:.2f} times as slow as untraced" if slower else "slowdown unknown"
+    first, n = found.window
+    traced = f"traced, {cost}; steps {first} to {first + n - 1}; a step's average"
+    steps = steps_table(found.steps)
+    measured = "; ".join(dict.fromkeys(steps.pop("measured")))
+    kernels, gaps = trace.kernels(by, read.gbps), trace.gaps()
+    cached = "; above 100 %: from a cache" if (kernels["traced_share_of_read"] > 1).any() else ""
+    none = "" if len(gaps) else ": none, for nothing here runs beside the host"
+    return [
+        (f"{found.test}: untraced, {found.repetitions} repetitions, {measured}", steps),
+        (f"Kernels ({traced}; {read.note}{cached})", kernels_table(kernels, sizes)),
+        (f"The host ({traced})", phases_table(trace.phases(), found.phases_us)),
+        (f"No kernel runs ({traced}){none}", gaps_table(gaps, sum(sizes.values()))),
+    ]
+
+
+def _step(n_tokens: int) -> str:
+    return "token" if n_tokens == 1 else f"ubatch of {n_tokens}"
+
+
+def _us(value: float) -> str:
+    return "" if pd.isna(value) else f"{value:.1f}"
+
+
+def _percent(value: float) -> str:
+    return "" if pd.isna(value) else f"{100 * value:.1f}"
+
+
+def _count(value: float) -> str:
+    return "" if pd.isna(value) else f"{value:g}" if value == round(value) else f"{value:.1f}"
+
+
+def _quartiles(us: pd.Series) -> str:
+    return "" if us.empty else f"{_us(us.quantile(0.25))}..{_us(us.quantile(0.75))}"
