@@ -184,7 +184,7 @@ def test_ctrl_c_keeps_finished_windows(tiny_model, tmp_path):
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         for line in process.stderr:
-            if line.startswith("128 of "):
+            if " of 1,000,000 tokens" in line:
                 break
         time.sleep(0.05)
         process.send_signal(signal.SIGINT)

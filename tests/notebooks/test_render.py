@@ -6,11 +6,13 @@ import base64
 import gzip
 import re
 from pathlib import Path
+from typing import ClassVar
 
 import nbformat
 import pytest
 
 from workbench.errors import UsageError, WorkbenchError
+from workbench.progress import SHARE, Bar
 from workbench.report import render
 from workbench.trace import perfetto
 from workbench.trace.spans import HOST_LANE, Span
@@ -49,22 +51,31 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+class Told(Bar):
+    """Says all it is told."""
+
+    said: ClassVar[list[str]] = []
+
+    def update(self, n=1):
+        super().update(n)
+        self.said.append(str(self))
+
+
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory: pytest.TempPathFactory, trace: Path) -> tuple[Path, str, str]:
-    """A page, what was said while it was made, and where."""
-    import io
-
+    """A page, what was said of it while it was made, and where."""
     folder = tmp_path_factory.mktemp("page")
-    said = io.StringIO()
+    path = notebook(folder / "07_question.ipynb", *CELLS.split("---"))
+    left = Told("report", sum(render.cell_seconds(path, folder / "runs").values()), SHARE, None)
     page = render.render_notebook(
-        notebook(folder / "07_question.ipynb", *CELLS.split("---")),
+        path,
         folder / "reports" / "07_question.html",
         {"n": 3, "device": "embedded"},
         runs_dir=folder / "runs",
         trace=trace,
-        progress=said,
+        left=left,
     )
-    return folder, page.read_text(), said.getvalue()
+    return folder, page.read_text(), "\n".join(left.said)
 
 
 def test_page_is_offline_and_small(rendered: tuple[Path, str, str]) -> None:
@@ -85,8 +96,12 @@ def test_page_shows_parameters_pictures_tables_and_the_banner(
     assert 'alt="timeline; time (us)"' in page and render.NO_ALT not in page
     assert f"Ran on the embedded device: {render.CPU_BANNER}." in page
     assert page.index('class="wb-banner"') < page.index("A question?")
-    lines = said.splitlines()
-    assert lines == [f"07_question: cell {n}/6" for n in (2, 3, 4, 5, 6)]
+    shares = [(0, 2), (25, 3), (25, 4), (50, 5), (75, 6), (100, 6)]  # 3: the given parameters
+    assert [re.sub(r"about \d+ s left, ", "", line) for line in said.splitlines()] == [
+        f"report: {share} %, 07_question cell {n} of 6" for share, n in shares
+    ]
+    again = render.cell_seconds(folder / "07_question.ipynb", folder / "runs")
+    assert len(again) == 4 and all(0 < s < 60 and s != 1 for s in again.values()), "as last time"
     assert (folder / "runs" / "07_question.ipynb").is_file()
     assert [p.name for p in (folder / "reports").iterdir()] == ["07_question.html"]
 
@@ -118,7 +133,7 @@ def test_all_reports_are_named(
 ) -> None:
     given = {}
 
-    def execute(source, executed, parameters, timeout_s, progress):
+    def execute(source, executed, parameters, timeout_s, left):
         given[source.name] = parameters
         executed.parent.mkdir(exist_ok=True)
         executed.write_text(source.read_text())

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from workbench.config import EngineConfig, Toggles
+from workbench.progress import HIDDEN
 
 N_VOCAB = 50
 BOS = 7
@@ -107,9 +108,12 @@ class FakeEngine:
         logits = rng.standard_normal((1, N_VOCAB)).astype(np.float32)
         return logits + np.float32(self.wrong.get(self.toggles.sync, 0))
 
-    def prefill(self, tokens, outputs="last"):
+    def prefill(self, tokens, outputs="last", left=HIDDEN):
         n = self.config.n_ubatch
-        return [self.step(tokens[i : i + n]) for i in range(0, len(tokens), n)][-1]
+        for i in range(0, len(tokens), n):
+            logits = self.step(tokens[i : i + n])
+            left.update(len(tokens[i : i + n]))
+        return logits
 
     def program(self, n_tokens=1, n_outputs=1, n_past=0):
         return FakeProgram({"per_copy": 9}.get(self.toggles.sync, 2))

@@ -32,7 +32,7 @@ LAYERS = [
     ("choices",),
     ("output",),
     ("output_path",),
-    ("errors", "trace.spans", "checkout"),
+    ("errors", "progress", "trace.spans", "checkout"),
 ]
 RANK = {name: len(LAYERS) - i for i, names in enumerate(LAYERS) for name in names}
 # the two places that may name modules in strings

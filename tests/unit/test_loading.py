@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from workbench import progress
 from workbench.backend.null import NullBackend
 from workbench.config import EngineConfig, Toggles
 from workbench.engine import loaded
@@ -119,19 +122,23 @@ def test_weights_go_in_file_order_each_once_and_end_once(own_model, opened, caps
     assert not maps_of(path) and not files_open(path)
 
 
-def test_progress_is_shown_in_bytes(own_model, opened, capsys, monkeypatch):
+def test_progress_is_shown_in_bytes(own_model, opened, monkeypatch):
     opened()
-    monkeypatch.setattr(loaded, "SHOW_PROGRESS_ABOVE", 0)
-    Loaded(own_model("tiny-llama", "F16"), CONFIG).share().release()
-    shown = capsys.readouterr()
-    assert "loading: 100%" in shown.err and "B/s" in shown.err and not shown.out
+    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    with progress.shown_on(io.StringIO()) as out:
+        Loaded(own_model("tiny-llama", "F16"), CONFIG).share().release()
+    first, *_, last = out.getvalue().splitlines()
+    assert re.fullmatch(r"loading: 0\.\d of (\d+\.\d) MB, about \d+ s left", first)
+    assert re.fullmatch(r"loading: (\d+\.\d) of \1 MB", last)
 
 
-def test_no_progress_is_shown_where_nothing_is_read(own_model, capsys, monkeypatch):
-    monkeypatch.setattr(loaded, "SHOW_PROGRESS_ABOVE", 1)
+def test_no_progress_is_shown_where_nothing_is_read(own_model, monkeypatch):
+    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
     config = EngineConfig(device="host", n_ctx=64)
-    Loaded(own_model("tiny-llama", "F16"), config).share().release()
-    assert capsys.readouterr().err == ""
+    with progress.shown_on(io.StringIO()) as out:
+        Loaded(own_model("tiny-llama", "F16"), config).share().release()
+    assert out.getvalue() == ""
 
 
 @pytest.mark.parametrize("op", ["mul_mat", "attention"])

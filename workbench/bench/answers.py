@@ -15,6 +15,7 @@ import numpy as np
 
 from workbench.bench.workload import Tokens
 from workbench.config import EXACT
+from workbench.progress import HIDDEN, Bar
 
 NMSE_TOLERANCE = 1e-3
 MARGIN_IN_RMS = 4.0
@@ -57,14 +58,16 @@ class Answer(NamedTuple):
         return cls(**(found | {"nmse": math.inf if found["nmse"] is None else found["nmse"]}))
 
 
-def force(engine: Any, tokens: Tokens) -> np.ndarray:
-    """Feeds `tokens` into an empty cache: the prompt in ubatches, then one by one.
+def force(engine: Any, tokens: Tokens, left: Bar = HIDDEN) -> np.ndarray:
+    """Feeds `tokens` into an empty cache: the prompt in ubatches, then one by one; tells `left`.
 
     Returns float32 (1 + len(tokens.gen), n_vocab): the logits after the prompt and each token.
     """
     engine.reset()
-    rows = [np.array(engine.prefill(tokens.depth + tokens.prompt), np.float32)[-1:]]
-    rows += [np.array(engine.step((token,)), np.float32)[-1:] for token in tokens.gen]
+    rows = [np.array(engine.prefill(tokens.depth + tokens.prompt, left=left), np.float32)[-1:]]
+    for token in tokens.gen:
+        rows.append(np.array(engine.step((token,)), np.float32)[-1:])
+        left.update()
     return np.concatenate(rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from workbench.bench.results import SampleTable
 from workbench.bench.workload import Sample, Workload, bos_token, draw_tokens, run, warm_up
 from workbench.errors import UsageError
 from workbench.output import check_folder
+from workbench.progress import Bar, bar
 
 
 def open_out(out: Path | None, resume: bool) -> results.Run | None:
@@ -188,10 +189,11 @@ class Experiment:
         n_steps = min(answers.N_STEPS, room - 1)
         fixed = Workload(min(answers.N_PREFILL, room - n_steps), n_steps)
         tokens = draw_tokens(fixed, self.engine.model.n_vocab, self.seed, bos=self.bos)
-        baseline = answers.force(self.engines[0], tokens)
-        for i, arm in enumerate(self.arms[1:], 1):
-            forced = answers.force(self.engines[i], tokens)
-            self.answers[i].append(answers.compare(baseline, forced, arm.answer))
+        with bar("comparing logits", fixed.n_tokens * len(self.arms), "tokens") as left:
+            baseline = answers.force(self.engines[0], tokens, left)
+            for i, arm in enumerate(self.arms[1:], 1):
+                forced = answers.force(self.engines[i], tokens, left)
+                self.answers[i].append(answers.compare(baseline, forced, arm.answer))
 
     def _measure_test(
         self, workload: Workload, progress: Callable[[int, int, str], None] | None
@@ -202,9 +204,26 @@ class Experiment:
             record["program"][test] = describe(engine, workload)
         if all((a.name, test, r) in self.done for a in self.arms for r in range(self.rounds)):
             return
+        begun = time.monotonic()
         warm = warm_up(self.engines, workload, self.seed, self.bos, once=self.smoke)
         self.warm_ups[test] = warm._asdict()
-        total = self.rounds * len(self.arms)
+        missing = [
+            (a.name, test, r)
+            for a in self.arms
+            for r in range(self.rounds)
+            if (a.name, test, r) not in self.done
+        ]
+        each_s = (time.monotonic() - begun) / warm.rounds / len(self.arms)
+        with bar(
+            label_of(workload, self.workloads), len(missing) * workload.n_cells, "tokens",
+            len(missing) * each_s,
+        ) as left:  # fmt: skip
+            self._measure_rounds(workload, progress, left)
+
+    def _measure_rounds(
+        self, workload: Workload, progress: Callable[[int, int, str], None] | None, left: Bar
+    ) -> None:
+        test, total = workload.name, self.rounds * len(self.arms)
         for round_ in range(self.rounds):
             tokens = draw_tokens(workload, self.engine.model.n_vocab, self.seed, round_, self.bos)
             taken: dict[int, Sample] = {}
@@ -215,7 +234,7 @@ class Experiment:
                 if progress is not None:
                     progress(round_ * len(self.arms) + nth, total, f"{test} {arm.name}")
                 before = self.engines[i].counters
-                taken[i] = sample = run(self.engines[i], workload, tokens)
+                taken[i] = sample = run(self.engines[i], workload, tokens, left)
                 self.samples.add(
                     arm.name, arm.is_control, test, round_, sample.token_ns, sample.token_n
                 )
@@ -235,6 +254,12 @@ class Experiment:
             if i:
                 found = answers.compare(row, sample.last_logits[None], self.arms[i].answer)
                 self.answers[i].append(found)
+
+
+def label_of(workload: Workload, every: Sequence[Workload]) -> str:
+    """`tg128`, and of several tests `tg128 (test 2 of 3)`."""
+    where = f" (test {every.index(workload) + 1} of {len(every)})" if len(every) > 1 else ""
+    return f"{workload}{where}"
 
 
 def describe(engine: Any, workload: Workload) -> dict[str, Any]:

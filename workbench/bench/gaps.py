@@ -30,6 +30,7 @@ from workbench.bench.stats import Band, Ratio, aa_band, median_interval, speedup
 from workbench.bench.workload import Tokens, Workload, draw_tokens
 from workbench.config import SyncMode, Toggles
 from workbench.errors import UsageError
+from workbench.progress import bar
 
 CONTROL = " (A/A)"
 COUNTED = ("waits", "stream_waits", "copies")  # of a token's commands
@@ -234,6 +235,7 @@ def host_gaps(
             }}  # fmt: skip
         for side in sides:  # whatever is made at the first step
             _gaps_of(side, draw_tokens(test, engine.model.n_vocab, seed, 0))
+        left = stack.enter_context(bar(name, rounds * len(sides), "turns"))
         for round_ in range(rounds):
             tokens = draw_tokens(test, engine.model.n_vocab, seed, round_)
             for i in order_of(round_, len(sides)):
@@ -242,6 +244,7 @@ def host_gaps(
                 samples.add(
                     arm["name"], arm["is_control"], f"tg{n_tokens}", round_, ns, np.ones_like(ns)
                 )
+                left.update()
     run |= {"status": results.COMPLETE, "duration_s": round(time.monotonic() - begun, 3)}
     made = Gaps(run, samples.frame())
     if out is not None:

@@ -37,6 +37,7 @@ from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.ir import DType
 from workbench.output import check_folder
+from workbench.progress import Bar, bar
 
 ROUNDS, REPLAYS = 5, 3  # rounds over the ways to launch, replays of each in a round
 QUICK_ROUNDS, QUICK_REPLAYS = 2, 1
@@ -252,8 +253,9 @@ class _Bench:
             self.result["void"] = self.rig.void(rates[best])
             if self.result["void"]:
                 self.note(self.result["void"])
-            for case in self.cases:
-                self._measure_case(case)
+            with bar("kernels", len(self.cases) * len(self.plan.batches), "measurements") as left:
+                for case in self.cases:
+                    self._measure_case(case, left)
             self.result["read_after"] = self.rig.read_rates()
             self.result["state_after"] = provenance.state()
         except KeyboardInterrupt:
@@ -277,7 +279,7 @@ class _Bench:
         if time.monotonic() - begin > 1:
             self.note(f"kernels made ready in {time.monotonic() - begin:.1f} s")
 
-    def _measure_case(self, case: Case) -> None:
+    def _measure_case(self, case: Case, left: Bar) -> None:
         weights = Copies(self.backend, case, self.rotating, self.plan.seed)
         try:
             for batch in self.plan.batches:
@@ -285,6 +287,7 @@ class _Bench:
                     self.result["rows"].append(row._asdict())
                     if self.on_row is not None:
                         self.on_row(row)
+                left.update()
                 if (
                     self.out is not None
                     and time.monotonic() - self.saved > results.CHECKPOINT_SECONDS

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.bench import provenance, results
-from workbench.bench.experiment import describe
+from workbench.bench.experiment import describe, label_of
 from workbench.bench.llama_format import FIELDS, FORMATS, BenchRow, format_rows
 from workbench.bench.workload import (
     Workload,
@@ -27,6 +27,7 @@ from workbench.bench.workload import (
 from workbench.config import EngineConfig
 from workbench.errors import UsageError
 from workbench.output import check_folder
+from workbench.progress import bar
 
 __all__ = ["FIELDS", "FORMATS", "BenchRow", "bench", "format_rows", "workloads"]
 
@@ -100,12 +101,17 @@ def bench(
     try:
         for test in tests:
             fields = describe_engine(engine, test, commit, build)
+            warmed = time.monotonic()
             warm = warm_up([engine], test, seed, bos, once=repetitions == 1)
+            expected_s = (time.monotonic() - warmed) / warm.rounds * repetitions
             row = BenchRow(test, [], fields, engine.toggles.to_dict())
             rows.append(row)
-            for repetition in range(repetitions):
-                tokens = draw_tokens(test, engine.model.n_vocab, seed, repetition, bos)
-                row.samples.append(run(engine, test, tokens))
+            with bar(
+                label_of(test, tests), repetitions * test.n_cells, "tokens", expected_s
+            ) as left:
+                for repetition in range(repetitions):
+                    tokens = draw_tokens(test, engine.model.n_vocab, seed, repetition, bos)
+                    row.samples.append(run(engine, test, tokens, left))
             if record:
                 record["result"]["warm_up"][test.name] = warm._asdict()
                 record["arms"][0]["program"][test.name] = describe(engine, test)

@@ -52,6 +52,7 @@ from workbench.config import FAMILIES, Toggles
 from workbench.engine.finite import first_bad_row, not_finite
 from workbench.errors import UsageError
 from workbench.output import check_folder
+from workbench.progress import Bar, bar
 from workbench.trace.spans import now_ns
 
 TOKENS = "tokens.parquet"
@@ -160,11 +161,24 @@ def _score_all(
     source: Source,
     progress: Callable[[int, int], None] | None,
 ) -> list[Perplexity]:
+    with bar(
+        source.label, source.n_tokens * (len(records) + (reference is not None)), "tokens"
+    ) as left:
+        return _score_windows(records, reference, source, progress, left)
+
+
+def _score_windows(
+    records: list[_Record],
+    reference: Any | None,
+    source: Source,
+    progress: Callable[[int, int], None] | None,
+    left: Bar,
+) -> list[Perplexity]:
     first = records[0]
     saved, status = time.monotonic(), results.INTERRUPTED
     try:
         for number, window in enumerate(source.windows):
-            _measure(records, reference, window, number)
+            _measure(records, reference, window, number, left)
             if progress is not None:
                 progress(first.n_tokens, source.n_tokens)
             if time.monotonic() - saved > results.CHECKPOINT_SECONDS:
@@ -184,7 +198,9 @@ def _score_all(
     return [record.save(status) for record in records if record.n_tokens]
 
 
-def _measure(records: list[_Record], reference: Any | None, window: Window, number: int) -> None:
+def _measure(
+    records: list[_Record], reference: Any | None, window: Window, number: int, left: Bar
+) -> None:
     """Adds a window to every record once all have finished it."""
     sides = [record.engine for record in records]
     for side in (*sides, *([] if reference is None else [reference])):
@@ -197,9 +213,9 @@ def _measure(records: list[_Record], reference: Any | None, window: Window, numb
         inputs, targets = window.inputs[i : i + block], np.asarray(window.targets[i : i + block])
         wanted = None
         if reference is not None:
-            wanted = _rows(reference, inputs, block, reference_times)
+            wanted = _rows(reference, inputs, block, reference_times, left)
         for record, kept, taken in zip(records, parts, times, strict=True):
-            rows = _rows(record.engine, inputs, record.size, taken)
+            rows = _rows(record.engine, inputs, record.size, taken, left)
             if (bad := first_bad_row(rows)) is not None:
                 raise not_finite(record.engine.model, i + bad)
             if wanted is None:
@@ -213,13 +229,15 @@ def _measure(records: list[_Record], reference: Any | None, window: Window, numb
         record.add(number, columns, every)
 
 
-def _rows(engine: Any, inputs: Sequence[int], size: int, times: Times) -> np.ndarray:
-    """The logits of `inputs`, float32 (n, n_vocab), computed `size` at a time; adds to `times`."""
+def _rows(engine: Any, inputs: Sequence[int], size: int, times: Times, left: Bar) -> np.ndarray:
+    """The logits of `inputs`, float32 (n, n_vocab), computed `size` at a time; adds to `times`, and
+    tells `left`."""
     parts = []
     for i in range(0, len(inputs), size):
         start = now_ns()
         parts.append(engine.step(inputs[i : i + size], "all"))
         times.append((now_ns() - start, len(inputs[i : i + size])))
+        left.update(times[-1][1])
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from workbench.errors import UsageError
+from workbench.progress import HIDDEN, Bar, bar
 from workbench.trace.spans import now_ns
 
 _NAME = re.compile(r"(?:pp(?P<pp>\d+))?(?P<plus>\+)?(?:tg(?P<tg>\d+))?(?:\s*@\s*d(?P<depth>\d+))?")
@@ -165,8 +166,14 @@ def check_untraced(engine: Any) -> None:
         )
 
 
-def run(engine: Any, workload: Workload, tokens: Tokens) -> Sample:
+def run(
+    engine: Any, workload: Workload, tokens: Tokens, left: Bar = HIDDEN, warming: bool = False
+) -> Sample:
     """One repetition on `engine`, timed; the cache is emptied first and left filled.
+
+    left: told of every token, n_cells in all. It may write between two generated tokens. The clock
+    stands still then, and the device has nothing to do. Nothing is written while a prompt is timed,
+    for the device computes from its first ubatch to its last; with `warming` it is.
 
     Filling to n_depth is not timed. The young garbage is collected before the clock starts, and the
     collector stays on: a step that makes garbage pays for it, and not for another's. Raises
@@ -176,20 +183,29 @@ def run(engine: Any, workload: Workload, tokens: Tokens) -> Sample:
     check_untraced(engine)
     engine.reset()
     if tokens.depth:
-        engine.prefill(tokens.depth)
+        engine.prefill(tokens.depth, left=left)
     stamps = [0] * (1 + bool(tokens.prompt) + len(tokens.gen))
     step, i = engine.step, 0
+    untold, due_ns, stood_ns = 0, left.due_ns, 0
     logits = None
     gc.collect(1)  # a full collection takes tens of ms, more than many a repetition
     stamps[0] = now_ns()
     if tokens.prompt:
-        logits = engine.prefill(tokens.prompt)
+        logits = engine.prefill(tokens.prompt, left=left if warming else HIDDEN)
         i = 1
         stamps[1] = now_ns()
+        untold = 0 if warming else workload.n_prompt
     for token in tokens.gen:
         logits = step((token,))
         i += 1
-        stamps[i] = now_ns()
+        now = now_ns()
+        stamps[i] = now - stood_ns
+        untold += 1
+        if now >= due_ns:
+            left.update(untold)
+            untold, due_ns = 0, left.due_ns
+            stood_ns = now_ns() - stamps[i]
+    left.update(untold)
     counts = ([len(tokens.prompt)] if tokens.prompt else []) + [1] * len(tokens.gen)
     return Sample(
         stamps[-1] - stamps[0],
@@ -219,15 +235,18 @@ def warm_up(
     `once`: one round, whatever it takes.
     """
     start, best = now_ns(), [0] * len(engines)
-    for n in range(1, WARM_MAX + 1):
-        tokens = draw_tokens(workload, engines[0].model.n_vocab, seed, _WARM_UP + n, bos)
-        times = [run(engine, workload, tokens).ns_total for engine in engines]
-        gain = max(1 - t / b if b else 1.0 for t, b in zip(times, best, strict=True))
-        best = [min(t, b or t) for t, b in zip(times, best, strict=True)]
-        stable = n >= WARM_MIN and gain <= WARM_GAIN
-        tired = n >= WARM_MIN and now_ns() - start > WARM_SECONDS * 1e9
-        if stable or tired or once:
-            break
+    cells = workload.n_cells * len(engines)  # of a round
+    with bar(f"{workload} warm-up", cells * (1 if once else WARM_MIN), "tokens") as left:
+        for n in range(1, WARM_MAX + 1):
+            tokens = draw_tokens(workload, engines[0].model.n_vocab, seed, _WARM_UP + n, bos)
+            left.total = max(left.total or 0, n * cells)
+            times = [run(engine, workload, tokens, left, True).ns_total for engine in engines]
+            gain = max(1 - t / b if b else 1.0 for t, b in zip(times, best, strict=True))
+            best = [min(t, b or t) for t, b in zip(times, best, strict=True)]
+            stable = n >= WARM_MIN and gain <= WARM_GAIN
+            tired = n >= WARM_MIN and now_ns() - start > WARM_SECONDS * 1e9
+            if stable or tired or once:
+                break
     return WarmUp(n, stable)
 
 

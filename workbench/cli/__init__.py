@@ -15,12 +15,13 @@ from workbench.cli import check, generate, measure, models, profile  # noqa: F40
 from workbench.cli.common import app, say
 from workbench.cli.interrupts import heeded
 from workbench.errors import WorkbenchError
+from workbench.progress import shown_on
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The console script."""
     try:
-        with heeded():
+        with heeded(), shown_on(sys.stderr):
             app(
                 sys.argv[1:] if arguments is None else arguments,
                 exit_on_error=False, print_error=False,

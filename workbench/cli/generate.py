@@ -26,6 +26,7 @@ from workbench.cli.common import (
 from workbench.config import BASELINE
 from workbench.errors import UsageError
 from workbench.output import check_writable, writing
+from workbench.progress import bar
 
 if TYPE_CHECKING:
     from workbench.engine.loaded import Loaded
@@ -102,7 +103,8 @@ def logits(
         check_prompt(ids, opened.model.n_vocab, config.n_ctx)
 
     with load(model, config, toggles, check=check) as engine:
-        rows = engine.prefill(ids, outputs="all")
+        with bar("logits", len(ids), "tokens") as left:
+            rows = engine.prefill(ids, outputs="all", left=left)
         bad = first_bad_row(rows)
         if bad is not None:  # written all the same, to be looked at
             say(f"note: {not_finite(engine.model, bad)}")

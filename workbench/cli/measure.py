@@ -151,10 +151,7 @@ def perplexity(
     ppl.check_folders(folders, config.n_ubatch)
     variants = [] if other is None else [other]
     with load(model, config, toggles, variants, source.check) as engine:
-        runs = ppl.perplexity_by_size(
-            engine, source.open(engine), folders, against=other,
-            progress=lambda done, total: say(f"{done} of {total} tokens"),
-        )  # fmt: skip
+        runs = ppl.perplexity_by_size(engine, source.open(engine), folders, against=other)
         dtype = engine.model.quant
     for made in runs:
         print("\n".join(made.lines()))

@@ -17,7 +17,7 @@ from workbench.config import EngineConfig, StepWait
 from workbench.engine import exclusive, shown
 from workbench.engine.batch import Batch, Batches, Outputs, check_prompt, prompt_shapes, step_shape
 from workbench.engine.exclusive import STATE
-from workbench.engine.generation import Generation, continued
+from workbench.engine.generation import Generation, continued, prefilled
 from workbench.engine.kv_cache import KVCache, check_room
 from workbench.engine.loaded import Loaded, config_of
 from workbench.engine.memory import Residents, Workspace
@@ -29,6 +29,7 @@ from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model
 from workbench.model.sampler import Sampler, Sampling
 from workbench.program.commands import Buffer, Program
+from workbench.progress import HIDDEN, Bar
 from workbench.trace.spans import HOST_LANE, Recorder, now_ns
 
 if TYPE_CHECKING:
@@ -229,19 +230,16 @@ class Engine:
         return raw.view(np.float32).reshape(size)
 
     @exclusive.door
-    def prefill(self, tokens: Sequence[int], outputs: Outputs = "last") -> np.ndarray:
-        """Computes a prompt in ubatches; returns the logits asked for, as `step` does.
+    def prefill(
+        self, tokens: Sequence[int], outputs: Outputs = "last", left: Bar = HIDDEN
+    ) -> np.ndarray:
+        """Computes a prompt in ubatches; returns the logits asked for, as `step` does. left: told
+        of every ubatch; before it writes, the host waits for the device.
 
         Raises UsageError, before anything is computed, for a prompt that does not fit the context.
         """
         check_prompt(tokens, self.model.n_vocab, self.config.n_ctx, self.n_past)
-        n = self.config.n_ubatch
-        parts = [tokens[i : i + n] for i in range(0, len(tokens), n)]
-        rows = [
-            self.step(part, "none" if outputs == "last" and part is not parts[-1] else outputs)
-            for part in parts
-        ]
-        return rows[-1] if outputs == "last" else np.concatenate(rows)
+        return prefilled(self, tokens, outputs, left)
 
     @exclusive.door
     def generate(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from workbench.engine.batch import Outputs
 from workbench.engine.finite import require_finite
 from workbench.model.sampler import Sampler
+from workbench.progress import HIDDEN, Bar, bar
 from workbench.trace.spans import now_ns
 
 
@@ -34,6 +39,26 @@ class Generation:
         return f"<p>{html.escape(said)}<br><small>{self.tokens_per_second:.1f} t/s</small></p>"
 
 
+def prefilled(engine: Any, ids: Sequence[int], outputs: Outputs, left: Bar) -> np.ndarray:
+    """See `Engine.prefill`. Steps without outputs are only issued when the next one is: what is
+    shown has been waited for, so that it is what the device has done."""
+    n = engine.config.n_ubatch
+    parts = [ids[i : i + n] for i in range(0, len(ids), n)]
+    rows = []
+    for part in parts:
+        last = part is parts[-1]
+        rows.append(engine.step(part, "none" if outputs == "last" and not last else outputs))
+        if not last and now_ns() >= left.due_ns:
+            engine.synchronize()
+        left.update(len(part))
+    return rows[-1] if outputs == "last" else np.concatenate(rows)
+
+
+def _left(max_tokens: int, on_text: Callable[[str], None] | None) -> AbstractContextManager[Bar]:
+    """What is told of tokens made: nobody where their text is shown as it comes."""
+    return nullcontext(HIDDEN) if on_text else bar("generating", max_tokens, "tokens")
+
+
 def continued(
     engine: Any,
     ids: list[int],
@@ -57,22 +82,25 @@ def continued(
             on_text(piece)
 
     try:
-        start = now_ns()
-        logits = engine.prefill(ids)
-        made.prefill_us = (now_ns() - start) / 1e3
-        while len(made.tokens) < max_tokens:
-            require_finite(engine.model, logits[-1], engine.n_past - 1)
-            token = sampler(logits[-1])
-            if token in stops:
-                break
-            made.tokens.append(token)
-            if decoder is not None:
-                say(decoder.feed(token))
-            if len(made.tokens) == max_tokens or engine.cache.n_used == engine.config.n_ctx:
-                break
+        with bar("prompt", len(ids), "tokens") as left:
             start = now_ns()
-            logits = engine.step([token])
-            made.token_us.append((now_ns() - start) / 1e3)
+            logits = engine.prefill(ids, left=left)
+            made.prefill_us = (now_ns() - start) / 1e3
+        with _left(max_tokens, on_text) as left:
+            while len(made.tokens) < max_tokens:
+                require_finite(engine.model, logits[-1], engine.n_past - 1)
+                token = sampler(logits[-1])
+                if token in stops:
+                    break
+                made.tokens.append(token)
+                if decoder is not None:
+                    say(decoder.feed(token))
+                if len(made.tokens) == max_tokens or engine.cache.n_used == engine.config.n_ctx:
+                    break
+                start = now_ns()
+                logits = engine.step([token])
+                made.token_us.append((now_ns() - start) / 1e3)
+                left.update()
     except KeyboardInterrupt:
         made.interrupted = True
         engine.synchronize()  # the step cut short still reads staging memory

@@ -10,8 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from workbench.backend.base import Backend, Memory, choose_device, open_backend
 from workbench.backend.share import n_lanes
 from workbench.config import Activations, EngineConfig
@@ -22,12 +20,11 @@ from workbench.model.decoder import Model, build_graph
 from workbench.model.expand import described
 from workbench.program.commands import HOST, Buffer, Range, Space
 from workbench.program.split import assign
+from workbench.progress import BYTES, bar
 
 if TYPE_CHECKING:
     from workbench.model.tokenizer import Tokenizer
 
-SHOW_PROGRESS_ABOVE = 256 << 20  # bytes of weights that a device reads
-EXPANDING_COSTS = 64  # times as long as reading a byte
 READ_AHEAD_BYTES = 128 << 20  # of the file, asked of the disk before a backend reads them
 
 
@@ -151,21 +148,16 @@ class Loaded:
         in_place = [t for t in kept if kept[t] == [HOST] and not model.is_expanded(t)]
         to_read = [t for t in kept if t not in in_place]
         total = sum(model.stored(t).nbytes for t in to_read)
-        costs = total + EXPANDING_COSTS * sum(info.nbytes for info in new)
-        quiet, n_workers = costs < SHOW_PROGRESS_ABOVE, n_lanes(self.config.threads)
-        reading = _read_ahead(model, to_read)
-        with (
-            tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=quiet) as bar,
-            contextlib.closing(reading),
-        ):
+        reading, n_workers = _read_ahead(model, to_read), n_lanes(self.config.threads)
+        with bar("loading", total, BYTES) as left, contextlib.closing(reading):
             for tensor, keepers in kept.items():
                 if tensor not in in_place:
                     next(reading)
-                data = model.data(tensor, n_workers, bar.update)
+                data = model.data(tensor, n_workers, left.update)
                 for b in keepers:
                     self.reside(b, tensor, self.backends[b].load_weight(tensor, data))
                 if tensor not in in_place and not model.is_expanded(tensor):
-                    bar.update(tensor.nbytes)
+                    left.update(tensor.nbytes)
             for backend in self.backends:
                 if (finish := getattr(backend, "finish_loading", None)) is not None:
                     finish()

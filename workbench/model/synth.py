@@ -35,6 +35,7 @@ from workbench.model.presets import (
 )
 from workbench.model.synth_vocab import build_vocab, corpus
 from workbench.output import check_writable, is_replaced, writing
+from workbench.progress import BYTES, bar
 
 _VERSION = 1  # of what a record produces: raise it when the same record gives other bytes
 _CHUNK_BYTES = 16 << 20
@@ -73,8 +74,8 @@ def write_model(
 
     head: type of the output head instead of the one `llama-quantize` would choose. An existing
     file made from the same arguments is kept; any other is overwritten only with `force`.
-    The file appears under its name only when it is complete. progress: a bar on stderr, for files
-    that take more than a moment.
+    The file appears under its name only when it is complete. progress: tell what is left of it
+    (`workbench/progress.py`).
 
     Raises UsageError for an unknown preset, quant or head type, for a file that is in the way, and
     where the disk is too small or does not let us write.
@@ -101,7 +102,12 @@ def write_tiny_models(directory: Path | str) -> list[Path]:
 
     Overwrites its own older files, never a file that this module did not write (UsageError).
     """
-    return [write_tiny(directory, preset, quant) for _, preset, quant in TINY]
+    made = []
+    with bar("tiny models", len(TINY), "models") as left:
+        for _, preset, quant in TINY:
+            made.append(write_tiny(directory, preset, quant))
+            left.update()
+    return made
 
 
 def write_tiny(directory: Path | str, preset: str, quant: str) -> Path:
@@ -164,7 +170,6 @@ def _write(
     bar_bytes: int,
 ) -> None:
     import gguf
-    from tqdm import tqdm
 
     writer = gguf.GGUFWriter(None, preset.arch)
     _add_metadata(writer, name, preset, quant)
@@ -182,18 +187,11 @@ def _write(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.write_padding(file, file.tell())
-    with tqdm(
-        total=bar_bytes,
-        desc=title,
-        unit="B",
-        unit_scale=True,
-        mininterval=0.5,
-        disable=bar_bytes < 64 << 20,
-    ) as bar:
+    with bar(title, bar_bytes, BYTES) as left:
         for spec, dtype in typed:
             for chunk in _chunks(spec, dtype, preset, seed):
                 file.write(np.ascontiguousarray(chunk).data.cast("B"))
-                bar.update(chunk.nbytes)
+                left.update(chunk.nbytes)
             writer.write_padding(file, _nbytes(spec, dtype))
 
 

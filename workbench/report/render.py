@@ -18,10 +18,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from workbench.errors import UsageError, WorkbenchError
 from workbench.output import check_writable, write_text
+from workbench.progress import HIDDEN, SHARE, Bar, bar
 
 MOST_REPORT_BYTES = 5_000_000
 MOST_TRACE_BYTES = 8_000_000  # of gzipped trace inside a page
@@ -73,14 +74,14 @@ def render_notebook(
     runs_dir: str | PathLike[str] = "data/runs",
     trace: str | PathLike[str] | None = None,
     timeout_s: int = 600,
-    progress: TextIO | None = None,
+    left: Bar = HIDDEN,
 ) -> Path:
     """Runs a notebook with `parameters` and writes it as a page; returns the page's path.
 
     It runs in its own directory, as in JupyterLab: relative paths in parameters start there.
     device: what it runs on, for the banner of a page whose timings are a CPU's; by default the
     parameter of that name. The executed notebook is kept under runs_dir. trace: a Perfetto file to
-    put into the page as a download. A line per cell goes to `progress` (default: stderr).
+    put into the page as a download. left: told of every cell, `cell_seconds` in all.
 
     Raises UsageError where there is no such notebook, WorkbenchError naming the cell and its error
     where one fails; the page then shows everything up to there.
@@ -92,7 +93,7 @@ def render_notebook(
     executed = Path(runs_dir) / f"{target.stem}.ipynb"
     for path in (executed, target):
         check_writable(path, parents=True)
-    failure = _execute(source, executed, parameters, timeout_s, progress or sys.stderr)
+    failure = _execute(source, executed, parameters, timeout_s, left)
     head = banner_html(device if device is not None else parameters.get("device"))
     tail = "" if trace is None else trace_download_html(trace)
     page = export_html(executed, source.stem, head, tail)
@@ -102,7 +103,7 @@ def render_notebook(
         print(
             f"{target} has {size / 1e6:.1f} MB; reports should stay below "
             f"{MOST_REPORT_BYTES / 1e6:.0f}: draw fewer or smaller pictures",
-            file=progress or sys.stderr,
+            file=sys.stderr,
         )
     if failure is not None:
         raise WorkbenchError(f"{source.name}: {failure}; see {target}")
@@ -120,21 +121,25 @@ def render_all(
 ) -> list[Path]:
     """Renders each notebook to `<out_dir>/<name>.html` and prints where the reports are.
 
-    A parameter that a notebook does not have is not given to it. Raises as `render_notebook` does,
-    after the notebooks before the failing one have been written and named.
+    A parameter that a notebook does not have is not given to it. Raises UsageError, before any is
+    run, where one does not exist; WorkbenchError as `render_notebook` does, after the notebooks
+    before the failing one have been written and named.
     """
     check_pages(notebooks, out_dir)
     pages: list[Path] = []
+    known = [_parameters_of(path) for path in notebooks]
+    seconds = sum(sum(cell_seconds(Path(path), runs_dir).values()) for path in notebooks)
     try:
-        for path in notebooks:
-            known = _parameters_of(path)
-            chosen = {k: v for k, v in (parameters or {}).items() if k in known}
-            page = page_of(path, out_dir)
-            pages.append(
-                render_notebook(
-                    path, page, chosen, device=device, runs_dir=runs_dir, timeout_s=timeout_s
-                )
-            )
+        with bar("report", seconds, SHARE) as left:
+            for path, names in zip(notebooks, known, strict=True):
+                chosen = {k: v for k, v in (parameters or {}).items() if k in names}
+                page = page_of(path, out_dir)
+                pages.append(
+                    render_notebook(
+                        path, page, chosen, device=device, runs_dir=runs_dir,
+                        timeout_s=timeout_s, left=left,
+                    )
+                )  # fmt: skip
     finally:
         for page in pages:
             print(page.resolve())
@@ -249,14 +254,27 @@ comes from the network)</p>
 })();</script>"""
 
 
+def cell_seconds(notebook: Path, runs_dir: str | PathLike[str]) -> dict[str, float]:
+    """How long each code cell of a notebook may take, by its source: as long as when the notebook
+    was last run under runs_dir, and a second where that is not known."""
+    import nbformat
+
+    executed, known = Path(runs_dir) / notebook.name, {}
+    if executed.is_file():
+        for cell in nbformat.read(executed, as_version=4).cells:
+            known[cell.source] = cell.metadata.get("papermill", {}).get("duration") or 1.0
+    cells = nbformat.read(notebook, as_version=4).cells
+    return {c.source: known.get(c.source, 1.0) for c in cells if c.cell_type == "code"}
+
+
 def _execute(
-    source: Path, executed: Path, parameters: dict[str, Any], timeout_s: int, progress: TextIO
+    source: Path, executed: Path, parameters: dict[str, Any], timeout_s: int, left: Bar
 ) -> str | None:
     """Runs the notebook and writes it as `executed`, with every cell that ended; returns what
     failed, in one line."""
     with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
         made = Path(folder) / executed.name  # papermill writes it over and over
-        failure = _run_cells(source, made, parameters, timeout_s, progress)
+        failure = _run_cells(source, made, parameters, timeout_s, left, executed.parent)
         if not made.exists():
             raise WorkbenchError(f"{source.name} cannot be run: {failure}")
         notebook = json.loads(made.read_text(encoding="utf-8"))
@@ -266,11 +284,17 @@ def _execute(
 
 
 def _run_cells(
-    source: Path, made: Path, parameters: dict[str, Any], timeout_s: int, progress: TextIO
+    source: Path,
+    made: Path,
+    parameters: dict[str, Any],
+    timeout_s: int,
+    left: Bar,
+    runs_dir: Path,
 ) -> str | None:
     import papermill
 
-    papermill.engines.papermill_engines.register(_ENGINE, _plain_engine(source.stem, progress))
+    engine = _plain_engine(source.stem, left, cell_seconds(source, runs_dir))
+    papermill.engines.papermill_engines.register(_ENGINE, engine)
     try:
         papermill.execute_notebook(
             str(source.resolve()),
@@ -295,23 +319,27 @@ def _run_cells(
 _ENGINE = "workbench"
 
 
-def _plain_engine(name: str, progress: TextIO) -> type:
-    """A papermill engine that prints a line per code cell: bars do not survive a log file."""
+def _plain_engine(name: str, left: Bar, seconds: Mapping[str, float]) -> type:
+    """A papermill engine that tells `left` of every code cell; its own bars would fill a log."""
     from papermill.engines import NBClientEngine
 
     class PlainEngine(NBClientEngine):
         @classmethod
         def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **kwargs: Any) -> Any:
-            n_cells = len(nb_man.nb.cells)
+            n_cells, under_way = len(nb_man.nb.cells), [0.0]
             cell_start = nb_man.cell_start
 
             def start(cell: Any, cell_index: int | None = None, **more: Any) -> Any:
                 if cell.cell_type == "code":
-                    print(f"{name}: cell {(cell_index or 0) + 1}/{n_cells}", file=progress)
+                    left.detail = f"{name} cell {(cell_index or 0) + 1} of {n_cells}"
+                    left.update(under_way[0])
+                    under_way[0] = seconds.get(cell.source, 0.0)  # 0: the given parameters
                 return cell_start(cell, cell_index, **more)
 
             nb_man.cell_start = start
-            return super().execute_managed_notebook(nb_man, kernel_name, **kwargs)
+            done = super().execute_managed_notebook(nb_man, kernel_name, **kwargs)
+            left.update(under_way[0])
+            return done
 
     return PlainEngine
 

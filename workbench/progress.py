@@ -1,0 +1,200 @@
+"""What is left of a long piece of work: a bar on a terminal, a plain line now and then in a log.
+
+    with bar("tg128", 1280, "tokens") as left:
+        for ...:
+            left.update(1)
+
+Work that ends within SHOWN_AFTER_S leaves no trace. On a terminal there is one bar, drawn again at
+most every BAR_EVERY_S and wiped out at the end. Elsewhere a line is written at most every
+LINE_EVERY_S, without control codes: `tg128: 384 of 1,280 tokens, about 34 s left`.
+
+Only `update` writes, in the thread that calls it. So nothing is written while a clock runs, unless
+somebody calls it then: `workload.run` stops its clock first, and asks `due_ns` whether it must.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any, TextIO, TypeVar
+
+SHOWN_AFTER_S, LINE_EVERY_S, BAR_EVERY_S = 2.0, 10.0, 0.5
+BYTES, SHARE = "bytes", "%"  # units that are written in their own way
+NEVER = 1 << 63
+TRUSTED_SHARE = 0.1  # of the work: from here on its own pace counts, not what was expected
+
+Out = TypeVar("Out", bound=TextIO)
+_chosen: ContextVar[TextIO | None] = ContextVar("progress", default=None)
+
+
+@contextmanager
+def shown_on(out: Out) -> Iterator[Out]:
+    """Work in the body says what is left of it on `out`, which need be no terminal. Without this
+    only a terminal, or a notebook's cell that somebody runs by hand, is told."""
+    before = _chosen.set(out)
+    try:
+        yield out
+    finally:
+        _chosen.reset(before)
+
+
+def note(line: str) -> None:
+    """Writes a line where progress is shown, if it is shown at all."""
+    if (out := _chosen.get() or _watched()) is not None:
+        _write(out, line + "\n")
+
+
+class Bar:
+    """Work under way: `done` of `total` units, None where the total is not known.
+
+    expected_s: what all of it may take, where something is known before it begins. detail: words
+    that are shown behind what is left; whoever knows more sets them.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: float | None,
+        unit: str,
+        out: TextIO | None,
+        expected_s: float | None = None,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ):
+        self.what, self.total, self.unit, self.detail = what, total, unit, ""
+        self.done = 0.0
+        self._out, self._clock, self._expected_s = out, clock, expected_s
+        self._begun = clock()
+        self._drawn: Any = None  # of tqdm, once there is something to draw
+        self._redrawn = out is not None and _redraws(out)
+        # the clock's ns at which the next `update` writes; NEVER where nobody is told
+        told = out is not None and total != 0
+        self.due_ns = self._begun + int(SHOWN_AFTER_S * 1e9) if told else NEVER
+
+    def update(self, n: float = 1) -> None:
+        """n more units are done. Writes where it is time to."""
+        self.done += n
+        if n and self.due_ns != NEVER and (now := self._clock()) >= self.due_ns:
+            self._show()
+            every = BAR_EVERY_S if self._redrawn else LINE_EVERY_S
+            self.due_ns = now + int(every * 1e9)
+
+    def left_s(self) -> float | None:
+        """Seconds that the rest may take; None where nothing is known yet, or nothing is left."""
+        elapsed = (self._clock() - self._begun) / 1e9
+        if not self.total or self.done >= self.total:
+            return None
+        share = self.done / self.total
+        if self._expected_s is not None and share < TRUSTED_SHARE:
+            return max(self._expected_s - elapsed, 0.0)
+        return elapsed * (1 - share) / share if share else None
+
+    def __str__(self) -> str:
+        """`tg128: 384 of 1,280 tokens, about 34 s left`"""
+        left = self.left_s()
+        if self.total is None:
+            counted = f"{_amount(self.done, self.done, self.unit)} so far"
+        else:
+            counted = _amount(self.done, self.total, self.unit, f"of {{}} {self.unit}")
+        words = [counted, "" if left is None else f"about {duration(left)} left", self.detail]
+        return f"{self.what}: {', '.join(filter(None, words))}"
+
+    def _show(self) -> None:
+        out = self._out
+        assert out is not None
+        if not self._redrawn:
+            _write(out, f"{self}\n")
+            return
+        if self._drawn is None:
+            self._drawn = _new_bar(self.total, out)
+        drawn = self._drawn
+        drawn.total, drawn.n = self.total, min(self.done, self.total or self.done)
+        with suppress(OSError, ValueError):
+            drawn.set_description_str(str(self))
+
+    def close(self) -> None:
+        """Wipes the bar out; lines stay."""
+        self.due_ns = NEVER
+        if self._drawn is not None:
+            with suppress(OSError, ValueError):
+                self._drawn.close()
+            self._drawn = None
+
+
+HIDDEN = Bar("", 0, "", None)  # for who counts where nobody looks
+
+
+@contextmanager
+def bar(
+    what: str, total: float | None, unit: str, expected_s: float | None = None
+) -> Iterator[Bar]:
+    """A Bar for the body; what it shows is wiped out or ends with the body."""
+    made = Bar(what, total, unit, _chosen.get() or _watched(), expected_s)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def duration(seconds: float) -> str:
+    """`34 s`, `5 min`, `2.5 h`: as one would say it."""
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _amount(done: float, total: float, unit: str, of: str = "") -> str:
+    """`384 of 1,280 tokens`, `1.2 of 4.6 GB`, `43 %`."""
+    if unit == SHARE:
+        return f"{100 * done / total if total else 100:.0f} %"
+    if unit != BYTES:
+        counted = f"{int(done):,}"
+        return f"{counted} {of.format(f'{int(total):,}')}" if of else f"{counted} {unit}"
+    scale, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    return f"{done / scale:.1f}" + (f" of {total / scale:.1f} {name}" if of else f" {name}")
+
+
+def _watched() -> TextIO | None:
+    """stderr, where somebody looks at it: a terminal, or a notebook's cell that is run by hand (a
+    program that runs notebooks allows no input, and keeps what is written)."""
+    out = sys.stderr
+    return out if out is not None and (_is_terminal(out) or _in_cell()) else None
+
+
+def _is_terminal(out: TextIO) -> bool:
+    with suppress(AttributeError, ValueError):  # no stream of a file, or a closed one
+        return out.isatty()
+    return False
+
+
+def _in_cell() -> bool:
+    shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    parent = shell.get_parent() if hasattr(shell, "get_parent") else None
+    return bool((parent or {}).get("content", {}).get("allow_stdin"))
+
+
+def _redraws(out: TextIO) -> bool:
+    """Whether a line on `out` can be written over."""
+    return _is_terminal(out) or (out is sys.stderr and _in_cell())
+
+
+def _write(out: TextIO, text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody reads it any more; the work goes on
+        out.write(text)
+        out.flush()
+
+
+def _new_bar(total: float | None, out: TextIO) -> Any:
+    from tqdm import tqdm
+
+    class Quiet(tqdm):
+        monitor_interval = 0  # no thread that draws when it likes: a clock may be running
+
+    return Quiet(
+        total=total, file=out, leave=False, dynamic_ncols=True, mininterval=0,
+        bar_format="{desc} |{bar:24}|" if total else "{desc}",
+    )  # fmt: skip
