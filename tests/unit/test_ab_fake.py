@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from fake_engine import Clock, FakeEngine
 
+from workbench.bench import stats
 from workbench.bench.ab import ab, make_arms, parse_toggle_spec
 from workbench.bench.comparison import AB, order_of
 from workbench.bench.results import load_run
@@ -123,6 +124,32 @@ def test_a_noisy_machine_sees_no_difference(monkeypatch):
     """5 % faster amid noise of a factor 2: inside the A/A band."""
     found = ab(engine_of(monkeypatch, 1.05, noise=1.0), SPEC, tests="tg1", rounds=10)
     assert found.summary()["verdict"][0] == "no difference"
+
+
+def test_what_a_noisy_machine_cannot_resolve_is_said(monkeypatch):
+    """In the verdict, and so in what `ab` prints and a notebook shows."""
+    found = ab(engine_of(monkeypatch, 1.05, noise=1.0), SPEC, tests="tg1", rounds=10)
+    row, control = found.summary().to_dict("records")
+    ratio = stats.Ratio(*(row[k] for k in ("speedup", "low", "high", "n")))
+    least = stats.resolution(ratio, stats.Band(row["band_low"], row["band_high"]))
+    assert least > stats.effect(ratio) and control["is_control"]
+    line = (
+        f"tg1: this machine cannot resolve less than {stats.percent(least)} here now, and the "
+        f"effect is {stats.percent(stats.effect(ratio))} (copy_boundary). What helps: "
+    )
+    assert line in found.verdict and line in found._repr_html_() and line in repr(found)
+    for advice in (" rounds (by the width, they ", "a longer test", "a quiet machine", "--until "):
+        assert advice in found.verdict
+    quiet = ab(engine_of(monkeypatch, 1.05, noise=0.001), SPEC, tests="tg1", rounds=10)
+    assert "cannot resolve" not in quiet.verdict
+
+
+def test_percentiles(monkeypatch):
+    table = ab(engine_of(monkeypatch, 2.0), SPEC, tests="tg4,pp8+tg2", rounds=5).percentiles()
+    assert table["arm"].tolist() == ["per_copy", "copy_boundary", "per_copy (A/A)"] * 2
+    assert table["n_tokens"].tolist() == [20] * 3 + [10] * 3
+    assert table["p50_us"].tolist() == table["p99_us"].tolist() == [1000.0, 500.0, 1000.0] * 2
+    assert table["ttft_us"].tolist() == [1000.0, 500.0, 1000.0, 8000.0, 4000.0, 8000.0]
 
 
 def test_too_few_rounds(monkeypatch):

@@ -8,11 +8,18 @@ import json
 import re
 import sqlite3
 
+import numpy as np
 import pytest
 from fake_engine import Clock, FakeEngine
 
 from workbench.bench.llama_bench import bench, workloads
-from workbench.bench.llama_format import FIELDS, FORMATS, SQL_TYPES, format_rows
+from workbench.bench.llama_format import (
+    FIELDS,
+    FORMATS,
+    SQL_TYPES,
+    TOKEN_FIELDS,
+    format_rows,
+)
 from workbench.bench.results import load_run
 from workbench.config import Toggles
 from workbench.errors import UsageError
@@ -76,6 +83,31 @@ def test_json_and_jsonl(rows):
         assert [sum(times) for times in entry["token_ns"]] == row.samples_ns
         assert entry["toggles"] == Toggles().to_dict()
         assert entry["cpu_strict"] is False
+        assert {name: entry[name] for name in TOKEN_FIELDS} == row.tokens()
+
+
+def test_percentiles_of_single_tokens(rows):
+    """A step takes 1,000 us and 1 us more each time: what each token took is known."""
+    pp, tg, both = (row.tokens() for row in rows[:3])
+    assert pp["p50_us"] is None and pp["ttft_us"] == np.median(rows[0].samples_ns) / 1e3
+    every = np.concatenate([s.token_ns for s in rows[1].samples]) / 1e3
+    assert [tg[f"p{p}_us"] for p in (50, 90, 99)] == np.percentile(every, [50, 90, 99]).tolist()
+    assert tg["p50_us"] < tg["p90_us"] < tg["p99_us"] <= every.max()
+    assert tg["ttft_us"] == np.median([s.token_ns[0] for s in rows[1].samples]) / 1e3
+    assert both["p99_us"] < 1200 < 16_000 < both["ttft_us"]  # the prompt is no single token
+
+
+def test_what_reads_llama_bench_reads_ours(rows):
+    """As compare-llama-bench.py does: it drops keys of JSON that it does not know, and reads a
+    table of SQLite into which real rows may go, too."""
+    for entry in json.loads(format_rows(rows, "json")):
+        for key in entry.keys() - set(FIELDS):
+            del entry[key]
+        assert set(KEY_PROPERTIES) <= entry.keys() and set(map(type, entry.values())) <= {
+            str, int, float, bool,
+        }  # fmt: skip
+    assert not set(TOKEN_FIELDS) & set(format_rows(rows, "csv").splitlines()[0].split(","))
+    assert not any(name in format_rows(rows, "sql") for name in TOKEN_FIELDS)
 
 
 def test_csv(rows):
@@ -104,10 +136,11 @@ def test_sql_loads(rows):
 
 def test_md(rows):
     text = format_rows(rows, "md")
-    head, rule, *body, empty, build = text.splitlines()
+    first, second, build = text.split("\n\n")
+    head, rule, *body = first.splitlines()
     names = [cell.strip() for cell in head.strip("|").split("|")]
     assert names == ["model", "size", "params", "backend", "threads", "n_ubatch", "test", "t/s"]
-    assert len({len(line) for line in (head, rule, *body)}) == 1 and empty == ""
+    assert len({len(line) for line in (head, rule, *body)}) == 1
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in body]
     assert [c[-2] for c in cells] == [
         "pp16", "tg4", "pp16+tg4", "pp16 @ d8", "tg4 @ d8", "pp16+tg4 @ d8",
@@ -115,7 +148,14 @@ def test_md(rows):
     assert cells[0][:3] == ["llama 1B Q4_0", "724.79 MiB", "1.24 B"]
     v = rows[0].values()
     assert cells[0][-1] == f"{v['avg_ts']:.2f} ± {v['stddev_ts']:.2f}"
-    assert build == "build: abcdef12 (" + str(v["build_number"]) + ")"
+    assert build == "build: abcdef12 (" + str(v["build_number"]) + ")\n"
+    head, rule, *body = second.splitlines()
+    assert [cell.strip() for cell in head.strip("|").split("|")] == [
+        "test", "token p50 us", "p90 us", "p99 us", "first token us",
+    ]  # fmt: skip
+    assert len({len(line) for line in (head, rule, *body)}) == 1 and len(body) == len(rows)
+    assert body[0].split("|")[2].strip() == "-"  # a prompt has no single tokens
+    assert float(body[1].split("|")[2].replace(",", "")) == round(rows[1].tokens()["p50_us"], 1)
     assert format_rows([], "md") == ""
 
 

@@ -19,9 +19,12 @@ from typing import Any
 from workbench.bench.arms import Arm, Plan, make_arms, parse_toggle_spec, plan
 from workbench.bench.comparison import AB
 from workbench.bench.experiment import Experiment, describe, open_out
+from workbench.bench.until import AT_MOST_S
+from workbench.bench.until import make as make_until
 from workbench.bench.workload import Workload, check_untraced
 from workbench.config import Toggles
 from workbench.engine.exclusive import check_engine, door
+from workbench.errors import UsageError
 
 __all__ = [
     "AB",
@@ -50,6 +53,8 @@ def ab(
     name: str | None = None,
     smoke: bool = False,
     resume: bool = False,
+    until: float | None = None,
+    at_most_s: float = AT_MOST_S,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> AB:
     """Compares values of one toggle on the weights of `engine`.
@@ -59,7 +64,10 @@ def ab(
     rounds: repetitions of every arm, at least 5; fewer only with smoke=True, which also warms up
     once and whose verdict is "too few repetitions". out: a run folder, written whole at the end and
     every 10 s on the way. resume: continue the run in `out`, skipping what it holds.
-    progress(done, total, what) is called between repetitions.
+    until: repeat until the half-width of every speedup's interval is that share (0.01 for 1 %), the
+    A/A control's too; `rounds` (and 10) is then the least, and at_most_s of measuring, over all
+    tests, ends it in any case. It stops on the width, never on what the interval excludes.
+    progress(done, total, what) is called between repetitions; with until, total is an estimate.
 
     Ctrl-C ends the measuring: what is finished is kept, saved and returned, marked interrupted. So
     is it saved when the device fails, before the error is raised. Raises UsageError for a request
@@ -69,6 +77,11 @@ def ab(
     made = plan(toggle, values, tests, rounds, background or engine.toggles, smoke)
     check_untraced(engine)
     made.check(engine)
-    experiment = Experiment(engine, made.toggle, made.arms, made.workloads, rounds, seed, smoke)
+    asked = make_until(until, at_most_s)
+    if asked is not None and smoke:
+        raise UsageError("smoke=True measures next to nothing; leave out until, or smoke")
+    experiment = Experiment(
+        engine, made.toggle, made.arms, made.workloads, rounds, seed, smoke, asked
+    )
     experiment.open(Path(out) if out is not None else None, name or made.spec, resume)
     return experiment.measure(progress)

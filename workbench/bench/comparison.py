@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from workbench.bench import results, stats
+from workbench.bench import resolution, results, stats
 from workbench.bench.answers import Answer
+from workbench.bench.until import Ended
 from workbench.config import folded
 from workbench.errors import UsageError
 
@@ -174,7 +175,8 @@ class AB:
 
     @property
     def verdict(self) -> str:
-        """A sentence per test and toggled arm; after an interruption, one that says so."""
+        """A sentence per test and toggled arm; then what this machine could not resolve, how the
+        repeating ended, and what else a reader must know before believing the rest."""
         toggle, baseline = self.run["result"]["toggle"], self.label(self.run["arms"][0])
         lines = []
         for row in self.summary().itertuples():
@@ -185,6 +187,8 @@ class AB:
                 f"{row.speedup:.3f}x (95% CI {stats.interval(row.low, row.high)}, n={row.n}, "
                 f"A/A band {stats.interval(row.band_low, row.band_high)}); {row.answer}"
             )
+        lines += resolution.lines(self.summary())
+        lines += self._until_lines()
         control = self.answer(self.run["arms"][-1]["name"])
         if control is not None and not control.holds:
             lines.append(f"the A/A control's own answer is {control}: the engine is not repeatable")
@@ -192,8 +196,25 @@ class AB:
             if not (warm["stable"] or self.run["result"]["smoke"]):
                 lines.append(f"{test}: times had not settled after {warm['rounds']} warm-up rounds")
         if self.interrupted:
-            lines.append(f"interrupted: not every one of {self.run['repetitions']} rounds was run")
+            asked = self.run["result"].get("until")
+            cut = (
+                f"before {stats.percent(asked['half_width'])} was reached"
+                if asked
+                else f"not every one of {self.run['repetitions']} rounds was run"
+            )
+            lines.append(f"interrupted: {cut}")
         return "\n".join(lines)
+
+    def _until_lines(self) -> Iterator[str]:
+        """Of a run that was repeated until it was known: how that ended, test by test."""
+        asked = self.run["result"].get("until")
+        if asked:
+            for test, ended in asked["tests"].items():
+                yield f"{test}: {Ended(**ended).line()}"
+
+    def percentiles(self) -> pd.DataFrame:
+        """How long single tokens took, a row per test and arm: see `results.percentiles`."""
+        return results.percentiles(self.samples)
 
     def evidence(self) -> pd.DataFrame:
         """Per test and arm, what a step issues: pattern, waits, copies, launches, bytes copied."""

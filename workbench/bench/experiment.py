@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from workbench.bench import answers, provenance, results
+import numpy as np
+
+from workbench.bench import answers, provenance, results, until
 from workbench.bench.arms import Arm
 from workbench.bench.comparison import AB, order_of
 from workbench.bench.results import SampleTable
+from workbench.bench.until import Until
 from workbench.bench.workload import Sample, Workload, bos_token, draw_tokens, run, warm_up
 from workbench.errors import UsageError
 from workbench.output import check_folder
-from workbench.progress import Bar, bar
+from workbench.progress import HIDDEN, Bar, bar
 
 
 def open_out(out: Path | None, resume: bool) -> results.Run | None:
@@ -46,13 +50,18 @@ class Experiment:
         rounds: int,
         seed: int,
         smoke: bool,
+        asked: Until | None = None,
     ):
         self.engine, self.toggle, self.arms, self.workloads = engine, toggle, arms, workloads
-        self.rounds, self.seed, self.smoke = rounds, seed, smoke
+        self.rounds, self.seed, self.smoke, self.until = rounds, seed, smoke, asked
         self.bos = bos_token(engine)
         self.answers: list[list[answers.Answer]] = [[] for _ in arms]
         self.warm_ups: dict[str, dict[str, Any]] = {}
-        self.done: set[tuple[str, str, int]] = set()
+        self.ended: dict[str, dict[str, Any]] = {}  # by test: `until.Ended`
+        self.spent = 0.0  # of `until.at_most_s`, seconds
+        self.each_s = 0.0  # what a repetition took in the warm-up
+        self.rates: dict[tuple[str, str, int], float] = {}  # t/s by arm, test and round
+        self.rows: dict[str, list[list[float]]] = {}  # the same of whole rounds, by test
         self.begun = self.saved = time.monotonic()
 
     # the run folder -----------------------------------------------------------------------------
@@ -74,12 +83,13 @@ class Experiment:
                 *self.record["result"]["sessions"],
             ]
             self.duration_before = earlier.run["duration_s"]
-            cells = samples[["arm", "test", "repetition"]].drop_duplicates()
-            self.done = set(cells.itertuples(index=False, name=None))
+            cells = results.rates(samples)[["arm", "test", "repetition", "tps"]]
+            self.rates = {(a, t, r): tps for a, t, r, tps in cells.itertuples(index=False)}
             for arm, old in zip(self.record["arms"], earlier.run["arms"], strict=True):
                 arm["counters"] = old["counters"]
             found = earlier.run["result"]
             self.warm_ups = dict(found["warm_up"])
+            self.ended = dict((found.get("until") or {}).get("tests", {}))
             for known, arm in zip(self.answers, self.arms, strict=True):
                 if arm.name in found["answers"]:
                     known.append(answers.Answer.from_dict(found["answers"][arm.name]))
@@ -115,6 +125,7 @@ class Experiment:
                 "toggle": self.toggle,
                 "smoke": self.smoke,
                 "warm_up": {},
+                "until": None,
                 "answers": {},
                 "sessions": [{"started": now, "commit": found["commit"]}],
             },
@@ -145,6 +156,10 @@ class Experiment:
         """The result so far, written to the run folder where there is one."""
         result = self.record["result"]
         result["warm_up"] = self.warm_ups
+        if self.until is not None:
+            result["until"] = self.until._asdict() | {"tests": self.ended}
+            rounds = (ended["rounds"] for ended in self.ended.values())
+            self.record["repetitions"] = max(rounds, default=self.rounds)
         result["state_after"] = provenance.state()
         result["answers"] = {
             arm.name: answers.merge(every).to_dict()
@@ -171,8 +186,8 @@ class Experiment:
                 self.engines.append(variant)
             try:
                 self._check_answers()
-                for workload in self.workloads:
-                    self._measure_test(workload, progress)
+                for n, workload in enumerate(self.workloads):
+                    self._measure_test(workload, progress, len(self.workloads) - n)
             except KeyboardInterrupt:
                 if not self.samples.n_cells:
                     raise
@@ -196,54 +211,104 @@ class Experiment:
                 self.answers[i].append(answers.compare(baseline, forced, arm.answer))
 
     def _measure_test(
-        self, workload: Workload, progress: Callable[[int, int, str], None] | None
+        self,
+        workload: Workload,
+        progress: Callable[[int, int, str], None] | None,
+        tests_left: int,
     ) -> None:
-        test = workload.name
+        test, n_arms = workload.name, len(self.arms)
         for engine, record in zip(self.engines, self.record["arms"], strict=True):
             record["sync_mode"] = engine.sync_mode
             record["program"][test] = describe(engine, workload)
-        if all((a.name, test, r) in self.done for a in self.arms for r in range(self.rounds)):
-            return
-        begun = time.monotonic()
-        warm = warm_up(self.engines, workload, self.seed, self.bos, once=self.smoke)
-        self.warm_ups[test] = warm._asdict()
-        missing = [
-            (a.name, test, r)
-            for a in self.arms
-            for r in range(self.rounds)
-            if (a.name, test, r) not in self.done
-        ]
-        each_s = (time.monotonic() - begun) / warm.rounds / len(self.arms)
-        with bar(
-            label_of(workload, self.workloads), len(missing) * workload.n_cells, "tokens",
-            len(missing) * each_s,
-        ) as left:  # fmt: skip
-            self._measure_rounds(workload, progress, left)
+        with ExitStack() as stack:
+            left = HIDDEN
+            for round_, n_rounds in self._rounds(workload, tests_left):
+                cells = (n_rounds - round_) * n_arms
+                if left is HIDDEN:
+                    limit_s = self.until.at_most_s if self.until else math.inf
+                    what, expected_s = label_of(workload, self.workloads), cells * self.each_s
+                    n_tokens = cells * workload.n_cells
+                    left = stack.enter_context(
+                        bar(what, n_tokens, "tokens", min(expected_s, limit_s))
+                    )
+                left.total = left.done + cells * workload.n_cells
+                left.detail = until.reached(self.ended.get(test))
+                self._measure_round(workload, round_, n_rounds, progress, left)
+            if progress is not None and left is not HIDDEN:
+                total = self._whole(test).size
+                progress(total, total, test)
 
-    def _measure_rounds(
-        self, workload: Workload, progress: Callable[[int, int, str], None] | None, left: Bar
+    def _measure_round(
+        self,
+        workload: Workload,
+        round_: int,
+        n_rounds: int,
+        progress: Callable[[int, int, str], None] | None,
+        left: Bar,
     ) -> None:
-        test, total = workload.name, self.rounds * len(self.arms)
-        for round_ in range(self.rounds):
-            tokens = draw_tokens(workload, self.engine.model.n_vocab, self.seed, round_, self.bos)
-            taken: dict[int, Sample] = {}
-            for nth, i in enumerate(order_of(round_, len(self.arms))):
-                arm = self.arms[i]
-                if (arm.name, test, round_) in self.done:
-                    continue
-                if progress is not None:
-                    progress(round_ * len(self.arms) + nth, total, f"{test} {arm.name}")
-                before = self.engines[i].counters
-                taken[i] = sample = run(self.engines[i], workload, tokens, left)
-                self.samples.add(
-                    arm.name, arm.is_control, test, round_, sample.token_ns, sample.token_n
-                )
-                _accumulate(self.record["arms"][i]["counters"], before, self.engines[i].counters)
-            self._compare_round(taken)
-            if self.out is not None and time.monotonic() - self.saved > results.CHECKPOINT_SECONDS:
-                self.save(results.INTERRUPTED)
-        if progress is not None:
-            progress(total, total, test)
+        """One repetition of every arm, but for those that a resumed run has."""
+        test, n_arms = workload.name, len(self.arms)
+        tokens = draw_tokens(workload, self.engine.model.n_vocab, self.seed, round_, self.bos)
+        taken: dict[int, Sample] = {}
+        for nth, i in enumerate(order_of(round_, n_arms)):
+            arm = self.arms[i]
+            if (arm.name, test, round_) in self.rates:
+                continue
+            if progress is not None:
+                progress(round_ * n_arms + nth, n_rounds * n_arms, f"{test} {arm.name}")
+            before = self.engines[i].counters
+            taken[i] = sample = run(self.engines[i], workload, tokens, left)
+            self.samples.add(
+                arm.name, arm.is_control, test, round_, sample.token_ns, sample.token_n
+            )
+            self.rates[arm.name, test, round_] = sample.tokens_per_second
+            _accumulate(self.record["arms"][i]["counters"], before, self.engines[i].counters)
+        self._compare_round(taken)
+        if self.out is not None and time.monotonic() - self.saved > results.CHECKPOINT_SECONDS:
+            self.save(results.INTERRUPTED)
+
+    def _rounds(self, workload: Workload, tests_left: int) -> Iterator[tuple[int, int]]:
+        """The rounds to run, and how many there will be: a fixed number, or until it is known.
+        The engines are warmed up before the first.
+
+        What is left of `at_most_s` is shared among the tests that are left. A resumed run has all
+        of it again.
+        """
+        test = workload.name
+
+        def warm() -> None:
+            begun = time.monotonic()
+            warm = warm_up(self.engines, workload, self.seed, self.bos, once=self.smoke)
+            self.warm_ups[test] = warm._asdict()
+            self.each_s = (time.monotonic() - begun) / warm.rounds / len(self.arms)
+
+        if self.until is None:
+            missing = [
+                r for r in range(self.rounds)
+                if any((arm.name, test, r) not in self.rates for arm in self.arms)
+            ]  # fmt: skip
+            if missing:
+                warm()
+            yield from ((r, self.rounds) for r in missing)
+            return
+        before = self.ended.get(test, {}).get("seconds", 0.0)
+        yield from until.rounds(
+            until.share(self.until, self.spent, tests_left),
+            lambda: self._whole(test),
+            lambda ended: self.ended.update({test: ended._asdict()}),
+            prepare=warm,
+            seed=self.seed,
+            least=self.rounds,
+            seconds_before=before,
+        )
+        self.spent += self.ended[test]["seconds"] - before
+
+    def _whole(self, test: str) -> np.ndarray:
+        """t/s of the rounds that every arm has run, float (rounds, arms)."""
+        rows, names = self.rows.setdefault(test, []), [arm.name for arm in self.arms]
+        while all((name, test, len(rows)) in self.rates for name in names):
+            rows.append([self.rates[name, test, len(rows)] for name in names])
+        return np.array(rows, float).reshape(-1, len(names))
 
     def _compare_round(self, taken: dict[int, Sample]) -> None:
         """Holds every arm's last logits of a round against the baseline's of the same round."""

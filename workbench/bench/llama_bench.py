@@ -7,14 +7,19 @@ commit), since it tells the sides apart by build_commit alone.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from workbench.bench import provenance, results
 from workbench.bench.experiment import describe, label_of
 from workbench.bench.llama_format import FIELDS, FORMATS, BenchRow, format_rows
+from workbench.bench.until import AT_MOST_S, Until, reached, rounds, share
+from workbench.bench.until import make as make_until
 from workbench.bench.workload import (
     Workload,
     bos_token,
@@ -78,13 +83,17 @@ def bench(
     seed: int = 0,
     build: str | None = None,
     out: str | Path | None = None,
+    until: float | None = None,
+    at_most_s: float = AT_MOST_S,
     on_row: Callable[[BenchRow], None] | None = None,
 ) -> list[BenchRow]:
     """Measures every test of the matrix on `engine`, as llama-bench does; one row per test.
 
     The engine's context must hold the longest test. build: goes to build_commit, instead of the
-    commit. out: a run folder to write, too (per-token times). on_row(row) is called as soon as a
-    test is done. Ctrl-C writes the run folder with what is finished before it goes on.
+    commit. out: a run folder to write, too (per-token times). until: repeat each test until the
+    half-width of its median t/s has that share (0.01 for 1 %); `repetitions` (and 10) is then the
+    least, and at_most_s of measuring, over all tests, ends it in any case. on_row(row) is called as
+    soon as a test is done. Ctrl-C writes the run folder with what is finished before it goes on.
     Raises UsageError for tests that do not fit and for fewer than 1 repetition.
     """
     tests = workloads(n_prompt, n_gen, depth, pg)
@@ -93,23 +102,29 @@ def bench(
     check_untraced(engine)
     for test in tests:
         check_fits(engine, test)
+    asked = make_until(until, at_most_s)
     if out is not None:
         check_folder(out, new=True)
     bos, rows = bos_token(engine), []
     record = _new_record(engine, tests, repetitions, seed, out) if out is not None else {}
     commit, begun = provenance.commit(), time.monotonic()
     try:
-        for test in tests:
+        for n, test in enumerate(tests):
             fields = describe_engine(engine, test, commit, build)
             warmed = time.monotonic()
             warm = warm_up([engine], test, seed, bos, once=repetitions == 1)
-            expected_s = (time.monotonic() - warmed) / warm.rounds * repetitions
-            row = BenchRow(test, [], fields, engine.toggles.to_dict())
+            each_s = (time.monotonic() - warmed) / warm.rounds
+            row = BenchRow(test, [], fields, engine.toggles.to_dict(), {})
             rows.append(row)
+            spent = sum(earlier.ended.get("seconds", 0.0) for earlier in rows)
+            limit = asked and share(asked, spent, len(tests) - n)
+            expected_s = min(each_s * repetitions, limit.at_most_s if limit else math.inf)
             with bar(
                 label_of(test, tests), repetitions * test.n_cells, "tokens", expected_s
             ) as left:
-                for repetition in range(repetitions):
+                for repetition, n_expected in _repetitions(row, repetitions, seed, limit):
+                    left.total = n_expected * test.n_cells
+                    left.detail = reached(row.ended)
                     tokens = draw_tokens(test, engine.model.n_vocab, seed, repetition, bos)
                     row.samples.append(run(engine, test, tokens, left))
             if record:
@@ -122,8 +137,29 @@ def bench(
             record["status"] = results.COMPLETE
     finally:
         if record and any(row.samples for row in rows):
+            if asked is not None:
+                ended = {row.workload.name: row.ended for row in rows if row.ended}
+                record["result"]["until"] = asked._asdict() | {"tests": ended}
+                record["repetitions"] = max(len(row.samples) for row in rows)
             _write(Path(out or ""), record, rows, begun)
     return rows
+
+
+def _repetitions(
+    row: BenchRow, n: int, seed: int, limit: Until | None
+) -> Iterator[tuple[int, int]]:
+    """The repetitions of a test, each with how many there will be: n, or until its median is known.
+    Fills `row.ended`."""
+    if limit is None:
+        yield from ((repetition, n) for repetition in range(n))
+        return
+    yield from rounds(
+        limit,
+        lambda: np.array(row.samples_ts, float).reshape(-1, 1),
+        lambda ended: row.ended.update(ended._asdict()),
+        seed=seed,
+        least=n,
+    )
 
 
 def describe_engine(
@@ -196,7 +232,7 @@ def _new_record(
                 "counters": {},
             }
         ],
-        "result": {"warm_up": {}},
+        "result": {"warm_up": {}, "until": None},
     }
 
 

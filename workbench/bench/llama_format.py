@@ -14,11 +14,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from workbench.bench import results
+from workbench.bench.until import Ended
 from workbench.bench.workload import Sample, Workload
 from workbench.config import Toggles
 from workbench.errors import UsageError
@@ -34,6 +37,8 @@ FIELDS: dict[str, type] = {
     "fit_min_ctx": int, "n_prompt": int, "n_gen": int, "n_depth": int, "test_time": str,
     "avg_ns": int, "stddev_ns": int, "avg_ts": float, "stddev_ts": float,
 }  # fmt: skip
+# ours, behind llama-bench's where its reader passes over what it does not know: json and jsonl
+TOKEN_FIELDS = ("p50_us", "p90_us", "p99_us", "ttft_us")
 SQL_TYPES: dict[type, str] = {str: "TEXT", int: "INTEGER", bool: "INTEGER", float: "REAL"}
 TABLE = "llama_bench"
 FORMATS = ("md", "csv", "json", "jsonl", "sql")
@@ -42,13 +47,15 @@ FORMATS = ("md", "csv", "json", "jsonl", "sql")
 class BenchRow(NamedTuple):
     """One test, measured. `fields` holds every name of FIELDS but the four statistics.
 
-    samples: the repetitions, in the order taken. toggles: the engine's, all of them.
+    samples: the repetitions, in the order taken. toggles: the engine's, all of them. ended: how the
+    repeating ended (`until.Ended` as a dict), empty for a fixed number of repetitions.
     """
 
     workload: Workload
     samples: list[Sample]
     fields: dict[str, Any]
     toggles: dict[str, str]
+    ended: dict[str, Any]
 
     @property
     def samples_ns(self) -> list[int]:
@@ -58,6 +65,20 @@ class BenchRow(NamedTuple):
     def samples_ts(self) -> list[float]:
         """Tokens per second of each repetition: (n_prompt + n_gen) / time."""
         return [1e9 * self.workload.n_tokens / ns for ns in self.samples_ns]
+
+    def line(self) -> str:
+        """The rate, and how the repeating ended where it was not a fixed number."""
+        said = f"{self.workload.name}: {self.values()['avg_ts']:.2f} t/s"
+        return f"{said}; {Ended(**self.ended).line()}" if self.ended else said
+
+    def tokens(self) -> dict[str, Any]:
+        """TOKEN_FIELDS: how long single tokens took (null where the test generates none) and time
+        to first token, us; see `results.percentiles`."""
+        samples = results.SampleTable("")
+        for repetition, s in enumerate(self.samples):
+            samples.add("", False, self.workload.name, repetition, s.token_ns, s.token_n)
+        (row,) = results.percentiles(samples.frame()).to_dict("records")
+        return {name: None if math.isnan(row[name]) else row[name] for name in TOKEN_FIELDS}
 
     def values(self) -> dict[str, Any]:
         """The row under llama-bench's names, in its order and types."""
@@ -102,13 +123,17 @@ def _csv(rows: Iterable[BenchRow]) -> str:
 
 
 def _object(row: BenchRow) -> dict[str, Any]:
-    """llama-bench's JSON object, and behind it what it does not have: each token's time."""
-    return row.values() | {
-        "samples_ns": row.samples_ns,
-        "samples_ts": row.samples_ts,
-        "token_ns": [s.token_ns.tolist() for s in row.samples],
-        "toggles": row.toggles,
-    }
+    """llama-bench's JSON object, and behind it what it does not have: times of single tokens."""
+    return (
+        row.values()
+        | row.tokens()
+        | {
+            "samples_ns": row.samples_ns,
+            "samples_ts": row.samples_ts,
+            "token_ns": [s.token_ns.tolist() for s in row.samples],
+            "toggles": row.toggles,
+        }
+    )
 
 
 def _json(rows: Iterable[BenchRow]) -> str:
@@ -154,7 +179,8 @@ def _toggle(name: str) -> _Column:
 def _md(rows: Sequence[BenchRow]) -> str:
     """llama-bench's table: threads on a CPU, ngl on a GPU, else only options that differ or are on.
 
-    Toggles that are not off come in columns of their own, behind llama-bench's.
+    Toggles that are not off come in columns of their own, behind llama-bench's. A second table has
+    the percentiles of single tokens and the time to first token.
     """
     if not rows:
         return ""
@@ -175,8 +201,16 @@ def _md(rows: Sequence[BenchRow]) -> str:
         for name, off in Toggles().to_dict().items()
         if any(row.toggles[name] != off for row in rows)
     ]
-    columns.append(_Column("test", 15, lambda row: row.workload.name.replace("@", " @ ")))
+    columns.append(_Column("test", 15, _test))
     columns.append(_Column("t/s", 20, _rate))
+    first = rows[0].fields
+    return (
+        f"{_table(columns, rows)}\n\n{_table(_TOKEN_COLUMNS, rows)}\n\n"
+        f"build: {first['build_commit']} ({first['build_number']})\n"
+    )
+
+
+def _table(columns: Sequence[_Column], rows: Sequence[BenchRow]) -> str:
     lines = []
     cells = [[c.heading for c in columns]] + [[c.text(row) for c in columns] for row in rows]
     for line in cells:
@@ -187,8 +221,28 @@ def _md(rows: Sequence[BenchRow]) -> str:
         lines.append("| " + " | ".join(padded) + " |")
     rule = ("-" * (abs(c.width) - 1) + ("-" if c.width < 0 else ":") for c in columns)
     lines.insert(1, "| " + " | ".join(rule) + " |")
-    first = rows[0].fields
-    return "\n".join(lines) + f"\n\nbuild: {first['build_commit']} ({first['build_number']})\n"
+    return "\n".join(lines)
+
+
+def _us(name: str) -> Callable[[BenchRow], str]:
+    def text(row: BenchRow) -> str:
+        us = row.tokens()[name]
+        return "-" if us is None else f"{us:,.1f}"
+
+    return text
+
+
+def _test(row: BenchRow) -> str:
+    return row.workload.name.replace("@", " @ ")
+
+
+_TOKEN_COLUMNS = [
+    _Column("test", 15, _test),
+    _Column("token p50 us", 12, _us("p50_us")),
+    _Column("p90 us", 12, _us("p90_us")),
+    _Column("p99 us", 12, _us("p99_us")),
+    _Column("first token us", 14, _us("ttft_us")),
+]
 
 
 def _rate(row: BenchRow) -> str:

@@ -18,7 +18,7 @@
                   waiting: how a host wait waits, idle_sync_us: what one costs on an idle stream}
     seed         int     of every random choice
     tests        [str]   llama-bench test names
-    repetitions  int     wanted per arm and test
+    repetitions  int     wanted per arm and test; most that were made, where `result` has `until`
     arms         [{name, is_control, toggles, sync_mode, program, counters}]   first: the baseline
     result       {...}   what the experiment concluded; its keys belong to `kind`
 
@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,6 +51,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from workbench.bench.provenance import utc_now
+from workbench.bench.workload import parse
 from workbench.errors import UsageError
 from workbench.output import writing_folder
 
@@ -186,6 +188,32 @@ def rates(samples: pd.DataFrame) -> pd.DataFrame:
     table = samples.groupby(keys, sort=False, as_index=False)[["n_tokens", "ns"]].sum()
     table["tps"] = table["n_tokens"] * 1e9 / table["ns"]
     return table.sort_values("order", ignore_index=True)
+
+
+PERCENTILES = (50, 90, 99)
+
+
+def percentiles(samples: pd.DataFrame) -> pd.DataFrame:
+    """How long single tokens took: one row per test and arm, in the order measured; us.
+
+    Columns: test, arm, is_control, n_tokens (generated tokens of all repetitions), p50_us, p90_us,
+    p99_us (of these; NaN where the test generates none), ttft_us: time to first token, the median
+    over the repetitions of their first logits. It is the whole prompt where the test has one, else
+    the first generated token. Nothing is tokenised or sampled.
+    """
+    rows = []
+    for (test, arm, is_control), part in samples.groupby(["test", "arm", "is_control"], sort=False):
+        first = part["token"] == 0
+        us = part["ns"].to_numpy() / 1e3
+        single = us[~first.to_numpy()] if parse(str(test)).n_prompt else us
+        found = np.percentile(single, PERCENTILES) if len(single) else [math.nan] * 3
+        rows.append(
+            {"test": test, "arm": arm, "is_control": bool(is_control), "n_tokens": len(single)}
+            | {f"p{p}_us": float(v) for p, v in zip(PERCENTILES, found, strict=True)}
+            | {"ttft_us": float(np.median(us[first.to_numpy()]))}
+        )
+    columns = ["test", "arm", "is_control", "n_tokens", "p50_us", "p90_us", "p99_us", "ttft_us"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def check_run(run: Mapping[str, Any], where: str | Path) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 N_RESAMPLES = 4999
+BATCH = 1 << 22  # numbers resampled at once: 32 MB for each sample
 MIN_REPETITIONS = 5
 
 FASTER, SLOWER, SAME = "faster", "slower", "no difference"
@@ -46,6 +47,30 @@ class Band(NamedTuple):
 def interval(low: float, high: float) -> str:
     """`0.987..1.012`, as tables print it; `-` where there is none."""
     return "-" if math.isnan(low) else f"{low:.3f}..{high:.3f}"
+
+
+def percent(share: float) -> str:
+    """`0.97 %` or `30 %`: a share with two digits."""
+    if not math.isfinite(share):
+        return "-"
+    return np.format_float_positional(100 * share, precision=2, fractional=False, trim="-") + " %"
+
+
+def two_digits(n: float) -> str:
+    """`560` or `15,000`: a number that is only estimated."""
+    return f"{float(f'{n:.2g}'):,.0f}"
+
+
+def half_width(low: float, high: float) -> float:
+    """Of an interval of positive numbers, as a share of its middle in the log: 0.01 where the truth
+    is within 1 %. NaN where there is no interval."""
+    return math.sqrt(high / low) - 1
+
+
+def rounds_for(n: int, reached: float, wanted: float) -> float:
+    """How many rounds narrow an interval to `wanted` that n rounds narrowed to `reached`: a width
+    goes with the square root of their number. Infinite where nothing is wanted."""
+    return math.ceil(n * (reached / wanted) ** 2) if wanted > 0 else math.inf
 
 
 def speedup(
@@ -97,6 +122,7 @@ def _bounds(
         paired=len(samples) > 1,
         vectorized=True,
         n_resamples=N_RESAMPLES,
+        batch=max(1, BATCH // len(samples[0])),
         confidence_level=confidence,
         method="percentile",
         rng=np.random.default_rng(seed),
@@ -114,6 +140,28 @@ def aa_band(control: Ratio) -> Band:
         return Band(math.nan, math.nan)
     half = max(abs(math.log(control.low)), abs(math.log(control.high)))
     return Band(math.exp(-half), math.exp(half))
+
+
+def excludes_1(ratio: Ratio) -> bool:
+    """Whether the whole interval lies on one side of 1; false where there is none."""
+    return ratio.low > 1 or ratio.high < 1
+
+
+def resolution(ratio: Ratio, band: Band) -> float:
+    """The smallest effect that would have had a verdict, as a share: 0.3 for 30 %.
+
+    An effect must leave the A/A band, and its interval must exclude 1. So `verdict` says "no
+    difference" exactly where the effect is not above this. NaN where there is no interval.
+    """
+    if math.isnan(band.low) or math.isnan(ratio.low):
+        return math.nan
+    reach = ratio.value / ratio.low if ratio.value >= 1 else ratio.high / ratio.value
+    return max(band.high, reach) - 1
+
+
+def effect(ratio: Ratio) -> float:
+    """How far a speedup is from 1, as a share, either way: 0.25 for 1.25 and for 0.8."""
+    return max(ratio.value, 1 / ratio.value) - 1
 
 
 def verdict(ratio: Ratio, band: Band) -> str:

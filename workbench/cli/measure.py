@@ -24,6 +24,7 @@ from workbench.cli.common import (
     parse_sizes,
     say,
 )
+from workbench.cli.repeat import DEFAULT_REPEAT, RepeatFlags
 from workbench.config import BASELINE, Toggles
 from workbench.errors import UsageError, WorkbenchError
 
@@ -44,6 +45,7 @@ def bench(
     build: Annotated[str | None, Parameter(help="build_commit, to tell two files apart")] = None,
     output: Annotated[str, Parameter(name=["--output", "-o"])] = "md",
     out: Annotated[Path | None, Parameter(help="run folder to write, too")] = None,
+    repeat: RepeatFlags = DEFAULT_REPEAT,
     config: EngineFlags = DEFAULT_CONFIG,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
@@ -52,6 +54,7 @@ def bench(
 
     if output not in llama_bench.FORMATS:
         raise UsageError(f"-o {output!r}: choose one of {', '.join(llama_bench.FORMATS)}")
+    until = repeat.arguments()
     prompts, gens = parse_sizes("-p", n_prompt), parse_sizes("-n", n_gen)
     depths = parse_sizes("-d", n_depth)
     pairs = [_pair(pg)] if pg else []
@@ -62,7 +65,7 @@ def bench(
     with load(model, config, toggles) as engine:
         rows = llama_bench.bench(
             engine, prompts, gens, depths, repetitions, pairs, seed=seed, build=build, out=out,
-            on_row=lambda row: say(f"{row.workload.name}: {row.values()['avg_ts']:.2f} t/s"),
+            on_row=lambda row: say(row.line()), **until,
         )  # fmt: skip
     print(llama_bench.format_rows(rows, output), end="")
 
@@ -84,6 +87,7 @@ def ab(
     seed: Seed = 0,
     out: Annotated[Path | None, Parameter(name=["--out", "-o"], help="run folder to write")] = None,
     resume: Annotated[bool, Parameter(negative="", help="continue the run in --out")] = False,
+    repeat: RepeatFlags = DEFAULT_REPEAT,
     config: EngineFlags = DEFAULT_CONFIG,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
@@ -91,6 +95,7 @@ def ab(
     from workbench.bench import ab as interleaved
     from workbench.report.tables import markdown
 
+    until = repeat.arguments()
     wanted, plans = toggles.wanted(BASELINE), list[interleaved.Plan]()
 
     def switched(background: Toggles) -> list[Toggles]:
@@ -104,7 +109,7 @@ def ab(
         model, config, wanted, switched, lambda opened: plans[-1].check(opened)
     ) as engine:  # fmt: skip
         result = interleaved.ab(
-            engine, toggle, tests=test, rounds=rounds, seed=seed, out=out, resume=resume
+            engine, toggle, tests=test, rounds=rounds, seed=seed, out=out, resume=resume, **until
         )
     print(markdown(result.table()))
     print(result.verdict)

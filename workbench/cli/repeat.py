@@ -1,0 +1,42 @@
+"""The flags of commands that repeat a test until it is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from workbench.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`--until` and `--at-most`, as they were typed."""
+
+    until: Annotated[
+        str | None,
+        Parameter(help="repeat until the 95 % interval's half-width is that small, as 1%"),
+    ] = None
+    at_most: Annotated[
+        str | None,
+        Parameter(help="with --until: end after so much measuring, as 30s or 1h; default 10m"),
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What `ab` and `bench` take, by keyword. Raises UsageError for what is no share, no length
+        of time, or a time without a share."""
+        from workbench.bench import until
+
+        if self.until is None:
+            if self.at_most is not None:
+                raise UsageError("--at-most ends what --until repeats; add --until 1%, say")
+            return {}
+        found: dict[str, Any] = {"until": until.parse_share("--until", self.until)}
+        if self.at_most is not None:
+            found["at_most_s"] = until.parse_duration("--at-most", self.at_most)
+        return found
+
+
+RepeatFlags = Annotated[Repeat, Parameter(name="*")]
+DEFAULT_REPEAT = Repeat()
