@@ -18,6 +18,7 @@ PACKAGE = ROOT / "workbench"
 
 # from the top; a layer may import itself and what stands below it
 LAYERS = [
+    ("__main__",),
     ("cli", "lab"),
     ("report",),
     ("bench",),

@@ -1,43 +1,59 @@
 """The `workbench` command. Data goes to stdout, everything else to stderr.
 
-Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted. Every error is one line: `error: what
-is wrong, where, what to do`.
+Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted, 143 terminated, 129 the terminal
+closed. Every error is one line: `error: what is wrong, where, what to do`. Where standard output is
+full or closed, that is such an error, of status 2. Where it is a pipe whose reader has seen enough
+(`| head -1`), the command ends without a word, with the status 141 of a program that SIGPIPE ended.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 
 from cyclopts import CycloptsError
 
-from workbench.cli import check, generate, measure, models, profile  # noqa: F401 - their commands register
+from workbench.cli import check, generate, measure, models, profile, streams  # noqa: F401 - commands
 from workbench.cli.common import app, say
-from workbench.cli.interrupts import heeded
+from workbench.cli.interrupts import Stop, heeded
 from workbench.errors import WorkbenchError
 from workbench.progress import shown_on
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The console script."""
+    status, message = _end_of(sys.argv[1:] if arguments is None else arguments)
     try:
-        with heeded(), shown_on(sys.stderr):
-            app(
-                sys.argv[1:] if arguments is None else arguments,
-                exit_on_error=False, print_error=False,
-            )  # fmt: skip
-        sys.stdout.flush()
+        streams.hand_over()
+    except streams.Lost as lost:
+        if not message:
+            status, message = lost.end
+    if message:
+        fail(message, status)
+    if status:
+        sys.exit(status)
+
+
+def _end_of(arguments: list[str]) -> tuple[int, str]:
+    """Runs a command: its exit status, and the error to print where there is one."""
+    stop = Stop()
+    try:
+        streams.prepare()
+        with heeded(stop), shown_on(sys.stderr):
+            app(arguments, exit_on_error=False, print_error=False)
     except WorkbenchError as error:
-        fail(str(error), error.exit_status)
+        return error.exit_status, str(error)
     except CycloptsError as error:
         cause = error.__cause__
-        message = cause if isinstance(cause, WorkbenchError) else error
-        fail(str(message), 2)
+        return 2, str(cause if isinstance(cause, WorkbenchError) else error)
     except KeyboardInterrupt:
-        fail("interrupted; what was finished is kept", 130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no second complaint
-        sys.exit(1)
+        return stop.status, str(stop)
+    except SystemExit as error:
+        return int(error.code or 0), ""
+    except streams.Lost as lost:
+        return lost.end
+    except BrokenPipeError as error:  # of an output that is a descriptor of this process
+        return streams.Lost(error.errno, "").end
+    return 0, ""
 
 
 def fail(message: str, status: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,16 @@ def check_new(folder: Path | None) -> None:
     """Raises UsageError where the run folder is there already, or cannot be written."""
     if folder is not None:
         check_folder(folder, new=True)
+
+
+def as_typed(flag: str, text: str) -> str:
+    """An argument that is text and no path: UTF-8, whatever letters the locale has."""
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{flag} {text!r} is no UTF-8; set a UTF-8 locale") from None
+    except UnicodeEncodeError:  # it holds letters that this locale could not have passed on
+        return text
 
 
 def parse_ids(text: str) -> list[int]:

@@ -19,6 +19,7 @@ from workbench.cli.common import (
     Seed,
     ToggleFlags,
     app,
+    as_typed,
     load,
     parse_ids,
     say,
@@ -51,6 +52,7 @@ def run(
     from workbench.model.sampler import Sampling
 
     ids = None if tokens is None else parse_ids(tokens)
+    prompt = None if prompt is None else as_typed("-p", prompt)
     sampling = Sampling(temperature, top_k, top_p)
     if (prompt is None) == (ids is None):
         raise UsageError("give either a prompt (-p) or token ids (--tokens)")

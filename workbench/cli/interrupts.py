@@ -1,4 +1,5 @@
-"""Ctrl-C is heeded wherever it strikes.
+"""Ctrl-C, SIGTERM and SIGHUP end a command cleanly wherever they strike: as KeyboardInterrupt, so
+that whoever measures keeps what is finished, and whoever writes leaves nothing half written.
 
 Python raises KeyboardInterrupt in whatever the main thread runs: in a finalizer too, and in a
 callback from compiled code, where nothing can catch it and the interpreter drops it. A generation
@@ -8,6 +9,7 @@ that is pressed to stop then goes on.
 from __future__ import annotations
 
 import _thread
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,12 +19,38 @@ from typing import Any
 AGAIN_S = (
     0.01  # until then the finalizer has ended, or the next interrupt is dropped like the first
 )
+WORDS = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "terminated",
+    signal.SIGHUP: "the terminal was closed",
+}
+
+
+class Stop:
+    """Which signal struck last."""
+
+    def __init__(self) -> None:
+        self.signal = signal.SIGINT
+
+    @property
+    def status(self) -> int:
+        """The exit status, as a shell has it."""
+        return 128 + self.signal
+
+    def __str__(self) -> str:
+        return f"{WORDS[self.signal]}; what was finished is kept"
+
+    def strike(self, number: int, frame: Any) -> None:
+        self.signal = signal.Signals(number)
+        raise KeyboardInterrupt
 
 
 @contextmanager
-def heeded() -> Iterator[None]:
-    """Within, an interrupt that is dropped is raised again AGAIN_S seconds later."""
+def heeded(stop: Stop | None = None) -> Iterator[None]:
+    """Within, the signals of WORDS raise KeyboardInterrupt, and `stop` knows which; those that are
+    ignored stay so. One that is dropped is raised again AGAIN_S seconds later."""
     before = sys.unraisablehook
+    stop = stop or Stop()
     again: threading.Timer | None = None
 
     def raise_again(unraisable: Any) -> None:
@@ -30,12 +58,19 @@ def heeded() -> Iterator[None]:
         if not issubclass(unraisable.exc_type, KeyboardInterrupt):
             before(unraisable)
         elif again is None or not again.is_alive():  # several presses are one
-            again = threading.Timer(AGAIN_S, _thread.interrupt_main)
+            again = threading.Timer(AGAIN_S, _thread.interrupt_main, [stop.signal])
             again.daemon = True
             again.start()
 
+    handled = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                handled[number] = signal.signal(number, stop.strike)
     sys.unraisablehook = raise_again
     try:
         yield
     finally:
         sys.unraisablehook = before
+        for number, handler in handled.items():
+            signal.signal(number, handler)

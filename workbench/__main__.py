@@ -1,0 +1,5 @@
+"""`python -m workbench`: the `workbench` command."""
+
+from workbench.cli import main
+
+main()

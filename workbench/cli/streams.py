@@ -1,0 +1,92 @@
+"""Standard output and standard error, whatever they are: a terminal without our letters, a full
+disk, a pipe whose reader has gone, or closed.
+
+What goes to standard output is the result: where it is lost, the command ends and says so. What
+goes to standard error is for the eye: where it is lost, the command goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import UsageError
+from workbench.output_path import refusal
+
+UNKNOWN_LETTERS = "backslashreplace"  # as \\xe5, so that nothing is lost
+
+
+class Lost(OSError):
+    """Standard output took no more."""
+
+    @property
+    def end(self) -> tuple[int, str]:
+        """Exit status and line of the command; no line where it is a pipe whose reader has seen
+        enough."""
+        if self.errno == errno.EPIPE:
+            return 128 + signal.SIGPIPE, ""
+        found = refusal(Path("standard output"), self)
+        return found.exit_status, str(found)
+
+
+class Result(io.FileIO):
+    """Standard output: raises Lost where it takes no more, and then takes all, to nowhere."""
+
+    _lost = False
+
+    def write(self, data: Any) -> int:
+        if self._lost:
+            return len(data)
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            self._lost = True
+            raise Lost(error.errno, error.strerror) from error
+
+
+class Remarks(io.FileIO):
+    """Standard error: takes all, also where nothing arrives."""
+
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            return super().write(data) or 0
+        return len(data)
+
+
+def text(raw: io.FileIO, encoding: str | None, by_line: bool) -> io.TextIOWrapper:
+    """`raw` as a stream of text that takes every letter."""
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding, UNKNOWN_LETTERS, line_buffering=by_line
+    )
+
+
+def prepare() -> None:
+    """Puts both streams in the place of Python's, where these have not been replaced.
+
+    Raises UsageError where standard output is closed: what is printed would be lost.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # else the next file opened gets the number, and with it what is printed
+            os.open(os.devnull, os.O_RDWR)
+    out, err = sys.stdout, sys.stderr
+    if err is None or err is sys.__stderr__:
+        encoding = "utf-8" if err is None else err.encoding
+        sys.stderr = text(Remarks(2, "w", closefd=False), encoding, True)
+    if out is None:
+        raise UsageError("standard output is closed; send it to a file, or to /dev/null")
+    if out is sys.__stdout__ and isinstance(out, io.TextIOWrapper):
+        sys.stdout = text(Result(1, "w", closefd=False), out.encoding, out.isatty())
+
+
+def hand_over() -> None:
+    """Hands over what was printed; raises Lost where it is not taken."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
