@@ -6,11 +6,27 @@ exits with `exit_status`; nothing else in the package prints an error.
 
 from __future__ import annotations
 
+import linecache
+import traceback
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+
 
 class WorkbenchError(Exception):
     """Anything a user can mend. `str(error)` is one line."""
 
     exit_status = 1
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows of it in place of a traceback: the same line; where the cell has
+        several lines, which of them it was; nothing of the workbench's own code."""
+        lines = [f"{type(self).__name__}: {self}"]
+        frames = traceback.extract_tb(self.__traceback__)
+        own = [f for f in frames if not Path(f.filename).is_relative_to(_PACKAGE)]
+        if own and len(linecache.getlines(own[-1].filename)) > 1:
+            lines.append(f"  in line {own[-1].lineno}: {own[-1].line}")
+        return lines
 
 
 class UsageError(WorkbenchError, ValueError):

@@ -202,7 +202,7 @@ class Toggles:
             if value != base[name]
         )
         if not rows:
-            return "<p>every toggle off: the baseline</p>"
+            return "<p>everything off: the baseline</p>"
         head = "<tr><th>toggle</th><th>value</th><th>baseline</th></tr>"
         rest = '<tr><td colspan="3">everything else off, as in the baseline</td></tr>'
         return f"<table>{head}{rows}{rest}</table>"

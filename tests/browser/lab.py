@@ -33,6 +33,7 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--disable-quic", "--disable-dev-shm-usage",
 )  # fmt: skip
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0  # imports and first-use compilation are in it
 
 
@@ -66,6 +67,7 @@ def until(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_
 def jupyterlab(folder: Path) -> Iterator[str]:
     """JupyterLab on loopback, in an empty folder, with no settings of the user's; its address."""
     own = {f"JUPYTER_{kind}_DIR": str(folder / kind) for kind in ("CONFIG", "DATA", "RUNTIME")}
+    own |= {"IPYTHONDIR": str(folder / "ipython"), "PYTHONPATH": str(ROOT)}
     config = folder / "CONFIG" / "labconfig"
     config.mkdir(parents=True)
     quiet = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
@@ -78,7 +80,7 @@ def jupyterlab(folder: Path) -> Iterator[str]:
     ]  # fmt: skip
     with open(folder / "jupyter.log", "w") as log:
         server = subprocess.Popen(
-            command, env=os.environ | own | {"IPYTHONDIR": str(folder / "ipython")},
+            command, env=os.environ | own,
             stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:

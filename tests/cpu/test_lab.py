@@ -202,10 +202,10 @@ def test_titles_name_what_differs_and_a_family_once():
     assert lab.differing(off, off) == ("the same toggles", "the same toggles")
 
 
-def test_toggles_are_said_by_what_is_not_off():
-    assert lab.said(Toggles()) == "every toggle off"
-    assert lab.said(Toggles(sync="packed").switched("fuse", "on")) == "sync=packed, fuse=on"
+def test_the_python_shown_makes_the_toggles():
     one = Toggles(fuse_glu="on")
-    assert lab.said(one) == "fuse_glu=on"
     for toggles in (Toggles(), one, Toggles(sync="packed", pdl="on").switched("fuse", "on")):
         assert eval(widgets.as_python(toggles)) == toggles
+    assert widgets.as_python(Toggles(sync="packed", fuse="on")) == (
+        'wb.Toggles(sync="packed", fuse="on")'
+    )

@@ -147,6 +147,13 @@ def test_named_engines_alone_are_traced(shell, engine):
         assert len(shown.pictures) == 1, "two are drawn as a pair, on one time axis"
 
 
+def test_the_traceback_of_a_cell_names_its_line_and_no_frame_of_the_magic(shell):
+    shown = run(shell, "%%wb_profile\nlogits = eng.step([1])\n1 / len(logits[1:])\n")
+    assert isinstance(shown.error, ZeroDivisionError)
+    assert "1 / len(logits[1:])" in shown.out and "magics.py" not in shown.out
+    assert shown.out.count("Cell In[1], line") == 2, "the magic's line, and the cell's"
+
+
 def test_a_failing_cell_keeps_its_trace_and_its_exception(shell, tmp_path):
     out = tmp_path / "t.pftrace"
     shown = run(
@@ -154,9 +161,7 @@ def test_a_failing_cell_keeps_its_trace_and_its_exception(shell, tmp_path):
         f"%%wb_profile --as t --out {out}\nlogits = eng.step([1])\nlogits = eng.step([10**6])\n",
     )
     assert isinstance(shown.error, UsageError)
-    # the traceback names the cell's line, and none of the magic's own frames
-    assert "eng.step([10**6])" in shown.out and "magics.py" not in shown.out
-    assert shown.out.count("Cell In[1], line") == 2, "the magic's line, and the cell's"
+    assert "in line 2: logits = eng.step([10**6])" in shown.out and "magics.py" not in shown.out
     trace = shell.user_ns["t"]
     assert trace.failed and len(trace.engines["eng"]) == 2, "the step that failed is there, too"
     assert len(trace.to_frame().query("lane != 'host'")) > 0

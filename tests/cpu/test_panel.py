@@ -18,6 +18,7 @@ from workbench.engine import exclusive
 from workbench.errors import UsageError
 from workbench.lab import interrupts, pair, widgets
 from workbench.report import plots
+from workbench.toggles import preset_names
 
 ON_THIS = "the panel is measuring on this engine; press Stop or wait"
 
@@ -254,7 +255,7 @@ def test_toggles_that_move_during_a_run_mark_its_result(held):
 def test_this_one_pins_the_toggles_as_the_baseline(engine):
     panel = wb.lab.panel(engine, "tg4", rounds=1)
     baseline = panel.baseline
-    assert baseline.toggles() == Toggles() and baseline.about.value == "every toggle off"
+    assert baseline.toggles() == Toggles() and baseline.about.value == "everything off"
     panel.form.choices["sync"].value = "packed"
     baseline.pin.click()
     assert baseline.choice.value == "pinned" and baseline.about.value == "sync=packed"
@@ -269,6 +270,25 @@ def test_this_one_pins_the_toggles_as_the_baseline(engine):
     panel.form.choices["copy_stream"].value = "compute"
     baseline.pin.click()
     assert baseline.toggles().sync == "packed", "toggles that clash are no baseline"
+
+
+def test_every_preset_can_be_the_baseline_and_best_is_this_devices(engine):
+    panel = wb.lab.panel(engine, "tg4", rounds=1, baseline="llama.cpp@2025-09")
+    choice = panel.baseline.choice
+    assert list(choice.options) == preset_names() and choice.value == "llama.cpp@2025-09"
+    assert panel.baseline.toggles() == Toggles.preset("llama.cpp@2025-09")
+    choice.value = "best"
+    with engine.variant("best") as best:
+        assert panel.baseline.toggles() == best.toggles
+    assert panel.baseline.about.value == str(best.toggles)
+    choice.value = "llama.cpp@2026-06"  # has what this device has not
+    assert "pdl=on" in panel.code.value and panel.button.disabled
+    choice.value = "best"
+    panel.button.click()
+    panel.wait()
+    assert panel.result.baseline == best.toggles
+    with pytest.raises(UsageError, match="preset 'beast' does not exist; choose one of baseline"):
+        wb.lab.panel(engine, "tg4", baseline="beast")
 
 
 def test_a_baseline_that_was_given_is_the_first_choice(engine):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
 
 import workbench as wb
 from workbench.config import Toggles
@@ -22,7 +24,7 @@ def test_toggles_show_what_differs_from_the_baseline_and_its_value():
     rows = re.findall(r"<tr><td>(\w+)</td><td><b>(\w+)</b></td><td>(\w+)</td></tr>", page)
     assert rows == [("sync", "packed", "per_copy"), ("fuse_glu", "on", "off")]
     assert "everything else off" in page and page.count("<tr>") == 4
-    assert Toggles()._repr_html_() == "<p>every toggle off: the baseline</p>"
+    assert Toggles()._repr_html_() == "<p>everything off: the baseline</p>"
 
 
 def test_an_engine_says_model_device_toggles_and_cells(engine):
@@ -30,12 +32,15 @@ def test_an_engine_says_model_device_toggles_and_cells(engine):
     shown = repr(engine)
     assert shown.startswith("<Engine: tiny-llama with random weights Q8_0, 2 layers, 1.5 MB of")
     assert engine.backend.description in shown and shown.count("\n") == 1
-    assert shown.endswith("\n every toggle off; sync mode per_copy; 3 of 128 cells used>")
+    assert shown.endswith(
+        "\n as given on embedded: everything off; sync mode per_copy; 3 of 128 cells used>"
+    )
     page = engine._repr_html_()
     assert "sync mode per_copy; 3 of 128 cells used" in page
     assert engine.toggles._repr_html_() in page
     with engine.variant(Toggles(sync="auto").switched("fuse", "on")) as other:
-        assert f"sync=auto, fuse=on; sync mode {other.sync_mode}; 0 of" in repr(other)
+        mode = other.sync_mode
+        assert f": sync=auto ({mode}), fuse=on; sync mode {mode}; 0 of" in repr(other)
     assert repr(other) == "<Engine: a closed engine>"
 
 
@@ -61,6 +66,19 @@ def test_a_profile_says_steps_spans_collector_and_slowdown(engine):
     shown = repr(traced)
     assert shown.startswith(f"<Profile: 2 steps, {len(traced.timeline)} spans (traced, not for ")
     assert f"\n device spans from {traced.collector}; {traced.slowdown}>" in shown
+
+
+def test_a_notebook_shows_what_a_user_can_mend_in_one_line_and_where(engine):
+    shell = InteractiveShell()
+    shell.user_ns["eng"] = engine
+    with capture_output() as shown:
+        shell.run_cell("eng.step([10**6])")
+    assert (
+        shown.stdout.startswith("UsageError: token id 1000000 ") and shown.stdout.count("\n") == 1
+    )
+    with capture_output() as shown:
+        shell.run_cell("token = 10**6\neng.step([token])")
+    assert shown.stdout.splitlines()[1] == "  in line 2: eng.step([token])"
 
 
 # make lab ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 
 from workbench.backend.base import Backend
 from workbench.backend.issue import Pending, Prepared
-from workbench.config import EngineConfig, StepWait
+from workbench.config import EngineConfig, StepWait, Toggles
 from workbench.engine import exclusive, shown
 from workbench.engine.batch import Batch, Batches, Outputs, check_prompt, prompt_shapes, step_shape
 from workbench.engine.exclusive import STATE
@@ -122,10 +122,10 @@ class Engine:
         """An engine with other toggles on the same backends and weights; its cache is its own."""
         return Engine(self._open, self.config, toggles)
 
-    def refuse(self, toggles: Wanted) -> None:
-        """Raises what `variant(toggles)` would raise for toggles that clash, race, or are not for
-        this device; makes nothing."""
-        modes_of(toggles, self._open)
+    def resolve(self, wanted: Wanted) -> Toggles:
+        """The toggles that `variant(wanted)` would have, or its refusal of them; makes nothing."""
+        modes_of(wanted, self._open)
+        return resolve(wanted, self._open)
 
     # the step -----------------------------------------------------------------------------------
 
@@ -376,8 +376,7 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Gives memory back, and with the last engine of a model its backends. Twice is fine.
-        Raises UsageError while another thread measures on the same weights."""
+        """Gives memory back, and with the last engine of a model its backends. Twice is fine."""
         if self._loaded is None:
             return
         exclusive.check_others(self._loaded)

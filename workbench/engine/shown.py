@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING
 
-from workbench.config import Toggles, folded
-
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
@@ -20,7 +18,7 @@ def text(engine: Engine) -> str:
     used, n_ctx = engine.n_past, engine.config.n_ctx
     return (
         f"<Engine: {_model(engine)}; {_device(engine)}\n"
-        f" {_toggles(engine.toggles)}; sync mode {engine.sync_mode}; {used} of {n_ctx} cells used>"
+        f" {engine.chosen}; sync mode {engine.sync_mode}; {used} of {n_ctx} cells used>"
     )
 
 
@@ -29,7 +27,7 @@ def page(engine: Engine) -> str:
     if engine._loaded is None:
         return f"<p>{CLOSED}</p>"
     used, n_ctx = engine.n_past, engine.config.n_ctx
-    about = f"sync mode {engine.sync_mode}; {used} of {n_ctx} cells used"
+    about = f"{engine.preset}; sync mode {engine.sync_mode}; {used} of {n_ctx} cells used"
     return (
         f"<p>{html.escape(_model(engine))}<br>{html.escape(_device(engine))}<br>"
         f"{html.escape(about)}</p>{engine.toggles._repr_html_()}"
@@ -44,9 +42,3 @@ def _model(engine: Engine) -> str:
 
 def _device(engine: Engine) -> str:
     return f"{engine.backend.description} ({engine.device_reason})"
-
-
-def _toggles(toggles: Toggles) -> str:
-    off = type(toggles)()
-    changed = {k: v for k, v in folded(toggles.to_dict()).items() if v != off.value_of(k)}
-    return ", ".join(f"{k}={v}" for k, v in changed.items()) or "every toggle off"

@@ -9,9 +9,9 @@ Nothing here is the only way to a result: the magic is `wb.profile` around a cel
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from workbench.config import FAMILIES, Toggles, folded
+from workbench.config import FAMILIES, Toggles
 from workbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,18 +25,19 @@ def panel(
     *,
     rounds: int = 5,
     seed: int = 0,
-    baseline: Toggles | None = None,
+    baseline: Toggles | str | None = None,
 ) -> Panel:
     """Drop-downs for every toggle, and a button that compares them with a baseline on `engine`.
 
-    The drop-downs begin at the engine's own toggles. baseline: the first of those that can be
-    chosen, by default everything off. workload: a llama-bench test name. rounds: timed repetitions
-    of each side; below 5 there is no verdict. The engine is neither stepped nor closed: each run is
-    made on variants of it, which are closed after. While a run is on, no cell can use an engine.
-    `result` of the panel is the last comparison, a `lab.pair.Pair`.
+    The drop-downs begin at the engine's own toggles. baseline: toggles or a preset's name, by
+    default everything off; another can be chosen any time. workload: a llama-bench test name.
+    rounds: timed repetitions of each side; below 5 there is no verdict. The engine is neither
+    stepped nor closed: each run is made on variants of it, which are closed after. While a run is
+    on, no cell can use an engine. `result` of the panel is the last comparison, a `lab.pair.Pair`.
 
     Raises UsageError for a workload that is none or does not fit the context, for rounds below 1,
-    a negative seed, a closed engine, and where ipywidgets is not installed.
+    a negative seed, a preset that does not exist, a closed engine, and where ipywidgets is not
+    installed.
     """
     try:
         from workbench.lab.widgets import Panel
@@ -47,16 +48,6 @@ def panel(
             "the panel needs ipywidgets, which is not installed; pip install 'workbench[lab]'"
         ) from error
     return Panel(engine, workload, rounds, seed, baseline)
-
-
-def said(toggles: Toggles) -> str:
-    """What of `toggles` is not off, for people: `sync=implicit, fuse=on`, or `every toggle off`."""
-    off: Toggles = type(toggles)()
-    changed: dict[str, Any] = {
-        name: value for name, value in folded(toggles.to_dict()).items()
-        if value != off.value_of(name)
-    }  # fmt: skip
-    return ", ".join(f"{name}={value}" for name, value in changed.items()) or "every toggle off"
 
 
 def differing(before: Toggles, after: Toggles) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,19 @@ from ipywidgets import HTML, Button, Dropdown, HBox, Layout
 
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
-from workbench.lab import said
+from workbench.errors import UsageError
+from workbench.toggles import BASELINE, preset_names
 
 GIVEN, PINNED = "as given", "pinned"
 
 
 def presets(engine: Engine) -> dict[str, Toggles]:
-    """Name to toggles, those that depend on the device resolved for this one; baseline first."""
-    return {"baseline": type(engine.toggles)()}
+    """Name to toggles, `best` resolved for the engine's device; `baseline` first."""
+    found = {name: Toggles.preset(name) for name in preset_names()}
+    return {
+        name: preset if isinstance(preset, Toggles) else engine.resolve(preset)
+        for name, preset in found.items()
+    }
 
 
 class BaselineForm(HBox):
@@ -28,16 +34,22 @@ class BaselineForm(HBox):
     def __init__(
         self,
         known: dict[str, Toggles],
-        given: Toggles | None,
+        given: Toggles | str | None,
         chosen: Callable[[], Toggles],
         on_change: Callable[[], None],
     ):
-        """known: presets. given: of the panel's caller. chosen: the form's toggles, called when the
-        button is pressed. on_change is called after every choice."""
-        self._known = known if given is None else {GIVEN: given} | known
-        self._chosen, self._on_change = chosen, on_change
+        """known: presets. given: of the panel's caller, one of them by name or toggles. chosen: the
+        form's toggles, called when the button is pressed. on_change is called after every choice.
+        Raises UsageError for a name that is no preset's."""
+        first = given if isinstance(given, str) else BASELINE
+        if isinstance(given, Toggles):
+            first, known = GIVEN, {GIVEN: given} | known
+        if first not in known:
+            raise UsageError(f"preset {first!r} does not exist; choose one of {', '.join(known)}")
+        self._known, self._chosen, self._on_change = known, chosen, on_change
         self.choice = Dropdown(
-            options=list(self._known),
+            options=list(known),
+            value=first,
             description="baseline",
             tooltip="what the toggles above are compared with",
             style={"description_width": "11em"},
@@ -74,4 +86,4 @@ class BaselineForm(HBox):
         self._on_change()
 
     def _tell(self) -> None:
-        self.about.value = said(self.toggles())
+        self.about.value = html.escape(str(self.toggles()))

@@ -37,7 +37,6 @@ from matplotlib.figure import Figure
 
 from workbench.engine.engine import Engine
 from workbench.errors import UsageError
-from workbench.lab import said
 from workbench.output import check_writable
 from workbench.report.timelines import timeline, timeline_pair
 from workbench.trace import perfetto
@@ -69,7 +68,7 @@ class CellTrace:
         self.engines = {name: _steps(own) for name, own in spans.items()}
         self.profiles = {name: part for name, (_, part) in worked.items()}
         self.failed = failed
-        self._labels = {name: f"{name}: {said(part[0].toggles)}" for name, part in worked.items()}
+        self._labels = {name: f"{name}: {part[0].toggles}" for name, part in worked.items()}
 
     def to_frame(self) -> pd.DataFrame:
         """One row per span; see `trace.profile.Timeline.to_frame`."""

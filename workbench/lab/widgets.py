@@ -18,7 +18,7 @@ from ipywidgets import HTML, Accordion, Box, Button, Dropdown, HBox, Image, Layo
 from matplotlib.figure import Figure
 
 from workbench.bench.workload import parse
-from workbench.config import FAMILIES, Toggles, folded
+from workbench.config import FAMILIES, Toggles
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import Measurement, Stopped, measuring
 from workbench.errors import WorkbenchError
@@ -97,7 +97,7 @@ class Panel(VBox):
     """
 
     def __init__(
-        self, engine: Engine, workload: str, rounds: int, seed: int, baseline: Toggles | None
+        self, engine: Engine, workload: str, rounds: int, seed: int, baseline: Toggles | str | None
     ):
         """As `lab.panel`."""
         self._engine = engine
@@ -163,8 +163,8 @@ class Panel(VBox):
         fits = True
         try:
             toggles = self.form.toggles()
-            self._engine.refuse(toggles)
-            self._engine.refuse(self.baseline.toggles())
+            self._engine.resolve(toggles)
+            self._engine.resolve(self.baseline.toggles())
             self.code.value = f"<code>{html.escape(as_python(toggles))}</code>"
         except WorkbenchError as error:
             fits, self.code.value = False, _red(error)
@@ -246,12 +246,9 @@ def _red(error: Exception | str) -> str:
 
 
 def as_python(toggles: Toggles) -> str:
-    """The call that makes `toggles`: `wb.Toggles(sync="packed").switched("fuse", "on")`."""
-    off = type(toggles)()
-    changed = {k: v for k, v in folded(toggles.to_dict()).items() if v != off.value_of(k)}
-    own = [f'{name}="{value}"' for name, value in changed.items() if name not in FAMILIES]
-    switched = [f'.switched("{k}", "{v}")' for k, v in changed.items() if k in FAMILIES]
-    return f"wb.Toggles({', '.join(own)})" + "".join(switched)
+    """The call that makes `toggles`: `wb.Toggles(sync="packed", fuse="on")`."""
+    given = ", ".join(f'{name}="{value}"' for name, value in toggles.changed().items())
+    return f"wb.Toggles({given})"
 
 
 def _choice(toggles: Toggles, name: str, values: list[str] | None = None) -> Dropdown:
