@@ -85,6 +85,7 @@ models: .venv/.lab
 peer: .venv/.dev
 	@echo "llama-cpp-python is built in .venv-peer/ (needs a C++ compiler; minutes the first time)"
 	$(BIN)/python -m tests.peer.compare
+	$(BIN)/python -m tests.peer.files
 
 readme: .venv/.dev
 	$(BIN)/python -m workbench.report.readme

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 
 import gguf
 import numpy as np
@@ -12,8 +14,8 @@ import workbench as wb
 from tests import reference
 from tests.edited import edited, retyped
 from tests.stored_blocks import TYPES
+from workbench import progress
 from workbench.cli import main
-from workbench.engine import loaded
 from workbench.errors import ModelFileError
 from workbench.model.inspect import summary
 
@@ -105,10 +107,14 @@ def test_one_line_says_what_is_expanded_and_how_much_memory_that_takes(file, cap
         "expanding Q5_0 (1 tensor), Q2_K (2 tensors), Q3_K (2 tensors) and IQ4_XS (2 tensors) to "
         f"F16: {memory / 1e6:.2f} MB of memory, {stored / 1e3:.2f} kB in the file"
     ]
-    monkeypatch.setattr(loaded, "SHOW_PROGRESS_ABOVE", 0)
-    logits(file, expand="q8_0")
-    said = capsys.readouterr().err
-    assert "to Q8_0: " in said and "loading: 100%" in said and "B/s" in said
+    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    with progress.shown_on(io.StringIO()) as out:
+        logits(file, expand="q8_0")
+    assert "to Q8_0: " in capsys.readouterr().err
+    shown = [line for line in out.getvalue().splitlines() if line.startswith("loading: ")]
+    assert len(shown) >= 7
+    assert re.fullmatch(r"loading: (\d+\.\d) of \1 MB", shown[-1])
 
 
 def test_inspect_says_what_is_expanded_and_bytes_after_it(file, capsys):

@@ -41,7 +41,7 @@ def test_a_failing_request_is_an_error_and_not_the_end(worker, tiny_model, tmp_p
         worker.ask("decode", tokens=[1 << 20])
     with pytest.raises(RuntimeError, match=r"missing\.gguf"):
         worker.load(tmp_path / "missing.gguf")
-    worker.load(tiny_model("tiny-qwen3", "Q8_0"))
+    worker.load(tiny_model("tiny-qwen3", "Q8_0"), expand="q8_0")
     assert len(worker.ask("decode", tokens=[1, 2])["token_ns"]) == 2
 
 

@@ -7,6 +7,9 @@ process, so that llama-cpp-python can live in an environment of its own.
     {"do": "about"}                                       -> {"version": ..., "settings": {...}}
     {"do": "load", "model": PATH, "threads": N, "n_ctx": C, "n_ubatch": U}
           llama.cpp only: "exact": true for an F32 cache and attention without flash's F16 sums
+          workbench only: "expand": what types without kernels become
+    {"do": "quantize", "model": PATH, "out": PATH, "ftype": "Q2_K", "keep_split": bool}
+          llama.cpp only
     {"do": "logits", "tokens": [...], "out": FILE.npy, "one_by_one": bool}
           teacher-forced from an empty cache; float32 (len(tokens), n_vocab) into FILE
     {"do": "decode", "tokens": [...]}                     -> {"token_ns": [...]}
@@ -22,6 +25,7 @@ A request that fails is answered by {"error": "..."}.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import time
@@ -129,6 +133,15 @@ class LlamaCpp:
         pointer = self.lib.llama_get_logits(self.context)
         return np.ctypeslib.as_array(pointer, (rows, self.n_vocab)).copy()
 
+    def quantize(self, model: str, out: str, ftype: str, keep_split: bool) -> None:
+        lib = self.lib
+        settings = lib.llama_model_quantize_default_params()
+        settings.nthread = 2
+        settings.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{ftype}")
+        settings.keep_split = keep_split
+        if lib.llama_model_quantize(model.encode(), out.encode(), ctypes.byref(settings)) != 0:
+            raise RuntimeError(f"llama.cpp does not quantise {model} to {ftype}")
+
     def close(self) -> None:
         if self.batch is not None:
             self.lib.llama_batch_free(self.batch)
@@ -158,7 +171,9 @@ class Workbench:
             "settings": {"device": "embedded", "toggles": self.TOGGLES},
         }
 
-    def load(self, model: str, threads: int, n_ctx: int, n_ubatch: int) -> Reply:
+    def load(
+        self, model: str, threads: int, n_ctx: int, n_ubatch: int, expand: str = "f16"
+    ) -> Reply:
         self.close()
         self.engine = self.workbench.Engine.load(
             model,
@@ -167,6 +182,7 @@ class Workbench:
             n_ctx=n_ctx,
             n_ubatch=n_ubatch,
             threads=threads,
+            expand=expand,
         )
         return {
             "n_vocab": self.engine.model.n_vocab,
