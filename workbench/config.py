@@ -43,7 +43,6 @@ __all__ = [
     "StepWait", "Switch", "SyncMode", "Toggles", "_toggle", "folded", "parse_override",
 ]  # fmt: skip
 
-
 PLACES = ("host", "device")  # where a weight can be
 
 

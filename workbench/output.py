@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from workbench.errors import UsageError
 from workbench.output_path import Found, look, refusal, refusing
+from workbench.sizes import sizes
 
 TEMPORARY = ".workbench-"  # what is being written is called so; a killed process may leave one
 BUFFER_BYTES = 1 << 18
@@ -89,9 +90,10 @@ def check_writable(path: str | PathLike[str], *, parents: bool = False, n_bytes:
         finally:
             os.close(descriptor)
     if n_bytes > free:
+        needs, has = sizes(n_bytes, free)
         raise UsageError(
-            f"{found.shown} needs {n_bytes / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB "
-            "free; make room, or choose another disk"
+            f"{found.shown} needs {needs} and its disk has {has} free; "
+            "make room, or choose another disk"
         )
 
 

@@ -361,3 +361,11 @@ def _spread(values: Mapping[str, str]) -> dict[str, str]:
     """With every family's members in its place, those that are named themselves as they are."""
     wide = {m: v for k, v in values.items() if k in FAMILIES for m in Toggles.members(k)}
     return wide | {k: v for k, v in values.items() if k not in FAMILIES}
+
+
+def said_toggles(toggles: Mapping[str, str]) -> str:
+    """The toggles that are not off, in words: `copy_stream=own, fuse=on, all else off`."""
+    off = Toggles().to_dict()
+    off |= folded(off)
+    on = [f"{name}={value}" for name, value in folded(toggles).items() if off.get(name) != value]
+    return ", ".join([*on, "all else off"]) if on else "everything off"

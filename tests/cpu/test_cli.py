@@ -191,3 +191,32 @@ def test_ctrl_c_keeps_the_tokens_made_so_far(model):
     assert running.returncode == 130
     assert out.count(",") > 0
     assert err.splitlines()[-1] == "error: interrupted; what was finished is kept"
+
+
+def test_tables_fit_the_terminal(call, model, tmp_path, monkeypatch):
+    """On 80 columns and on 100: all that these commands print is tables and sentences."""
+    where = ("-m", model, "--device", "embedded")
+    commands = {
+        "ab": ("ab", *where, "--toggle", "fuse=off,on", "--test", "tg2,pp8", "--rounds", 5),
+        "bench": ("bench", *where, "-p", 8, "-n", 2, "-r", 2, "--fuse", "on", "--sync", "packed"),
+        "inspect": ("model", "inspect", model),
+        "perplexity": ("perplexity", *where, "--tokens-from", "sample:8", "--against", "fuse=on"),
+    }
+    monkeypatch.chdir(tmp_path)
+    for width in (80, 100):
+        monkeypatch.setenv("COLUMNS", str(width))
+        said = {name: call(*command) for name, command in commands.items()}
+        assert [status for status, _, _ in said.values()] == [0] * 4
+        printed = {name: out.splitlines() for name, (_, out, _) in said.items()}
+        table = [line for line in printed["ab"] if line.startswith("|")]
+        assert len(table) >= 6 and max(map(len, table)) <= width
+        assert printed["ab"][0].startswith("Model: tiny-llama")
+        for name in ("bench", "inspect", "perplexity"):
+            assert max(map(len, printed[name])) <= width, name
+        assert printed["bench"][0].startswith("toggles: sync=packed, ")
+        assert "agreement   every logit is equal" in printed["perplexity"]
+
+
+def test_a_message_names_no_flag_that_there_is_not(call, model):
+    status, _, err = call("ab", "-m", model, "--toggle", "fuse=off,on", "--rounds", 3)
+    assert status == 2 and "rounds=3 is too few" in err and "smoke" not in err

@@ -58,7 +58,7 @@ def test_the_table(monkeypatch):
     ]  # fmt: skip
     assert table.iloc[1]["verdict"] == "A/A control"
     assert "copy_boundary" in found._repr_html_() and "not of a GPU" in found.caption
-    assert "background copy_stream=auto, host_source=pinned, " in found.caption
+    assert "baseline sync=per_copy, background everything off; " in found.caption
     evidence = found.evidence()
     assert evidence["waits"].tolist() == [9, 2] and evidence["Arm"].tolist()[0] == "per_copy"
 

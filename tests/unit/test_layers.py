@@ -33,7 +33,7 @@ LAYERS = [
     ("choices",),
     ("output",),
     ("output_path",),
-    ("errors", "progress", "trace.spans", "checkout"),
+    ("checkout", "errors", "frames", "progress", "sizes", "trace.spans"),
 ]
 RANK = {name: len(LAYERS) - i for i, names in enumerate(LAYERS) for name in names}
 # the two places that may name modules in strings

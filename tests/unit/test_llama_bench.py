@@ -136,7 +136,8 @@ def test_sql_loads(rows):
 
 def test_md(rows):
     text = format_rows(rows, "md")
-    first, second, build = text.split("\n\n")
+    toggles, first, second, build = text.split("\n\n")
+    assert toggles == "toggles: everything off"
     head, rule, *body = first.splitlines()
     names = [cell.strip() for cell in head.strip("|").split("|")]
     assert names == ["model", "size", "params", "backend", "threads", "n_ubatch", "test", "t/s"]
@@ -162,7 +163,20 @@ def test_md(rows):
 def test_md_shows_the_toggles_that_are_on(monkeypatch):
     engine = FakeEngine(Clock().install(monkeypatch), Toggles(sync="copy_boundary"))
     text = format_rows(bench(engine, [], [2], repetitions=1), "md")
-    assert "| sync " in text and "copy_boundary" in text and "copy_stream" not in text
+    assert text.splitlines()[:2] == ["toggles: sync=copy_boundary, all else off", ""]
+    assert "copy_stream" not in text and "| sync " not in text
+
+
+def test_md_fits_a_terminal_and_keeps_every_figure(rows):
+    whole = format_rows(rows, "md")
+    assert max(map(len, whole.splitlines())) > 100
+    assert format_rows(rows, "md", 200) == whole
+    narrow = format_rows(rows, "md", 80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "model: llama 1B Q4_0; size: 724.79 MiB; params: 1.24 B" in narrow
+    for row in rows:
+        v = row.values()
+        assert f"{v['avg_ts']:.2f} ± {v['stddev_ts']:.2f}" in narrow
 
 
 def test_refusals(monkeypatch, rows, tmp_path):

@@ -55,7 +55,7 @@ def test_ways_to_launch_stand_side_by_side(run):
 
 def test_the_caption_says_what_the_shares_are_of_and_whether_they_count(run):
     text = roofline.caption(run)
-    assert "read bandwidth 3100.0 GB/s" in text and "268 MB of weights in turn" in text
+    assert "read bandwidth 3100.0 GB/s" in text and "268.44 MB of weights in turn" in text
     assert "void" not in text
     void = a_run(run["result"]["rows"], void="void: this H100 reads 2500 GB/s")
     assert roofline.caption(void).endswith("void: this H100 reads 2500 GB/s")

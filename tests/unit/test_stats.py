@@ -107,7 +107,7 @@ def test_a_real_difference_is_found():
 
 def test_exact_answers_are_bit_equal():
     a = np.random.default_rng(0).standard_normal((4, 9)).astype(np.float32)
-    assert answers.compare(a, a.copy(), "exact") == ("exact", True, 4, 0, 0.0)
+    assert answers.compare(a, a.copy(), "exact") == ("exact", True, 4, 0, 0.0, True)
     b = a.copy()
     b[2, 3] = np.nextafter(b[2, 3], np.float32(9))
     found = answers.compare(a, b, "exact")
@@ -149,11 +149,23 @@ def test_a_logit_that_is_no_number_never_passes(kind):
     assert answers.Answer.from_dict(nothing.to_dict()) == nothing
 
 
+def test_no_difference_is_said_to_be_bit_equal_whatever_was_allowed():
+    a = np.random.default_rng(0).standard_normal((4, 9)).astype(np.float32)
+    same = answers.compare(a, a.copy(), "rounding")
+    assert str(same) == "rounding: bit-equal (4 rows)"
+    assert str(answers.Answer.from_dict(same.to_dict())) == str(same)
+    old = {"kind": "rounding", "holds": True, "n_rows": 4, "n_differ": 0, "nmse": 0.0}
+    assert str(answers.Answer.from_dict(old)) == str(same), "a run recorded before `equal`"
+    assert "within tolerance (nmse" in str(answers.compare(a, a * np.float32(1.001), "rounding"))
+    zeros = np.zeros((2, 3), np.float32)
+    assert "bit-equal" not in str(answers.compare(zeros, -zeros, "rounding")), "equal, not in bits"
+
+
 def test_answers_merge():
-    good = answers.Answer("exact", True, 3, 0, 0.0)
+    good = answers.Answer("exact", True, 3, 0, 0.0, True)
     bad = answers.Answer("exact", False, 1, 1, 0.5)
-    assert answers.merge([good, good]) == ("exact", True, 6, 0, 0.0)
-    assert answers.merge([good, bad]) == ("exact", False, 4, 1, 0.5)
+    assert answers.merge([good, good]) == ("exact", True, 6, 0, 0.0, True)
+    assert answers.merge([good, bad]) == ("exact", False, 4, 1, 0.5, False)
 
 
 def test_logits_of_other_shapes_cannot_be_compared():

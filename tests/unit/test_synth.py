@@ -295,3 +295,9 @@ def test_unknown_names_list_the_choices(tmp_path):
         write_model("tiny-llama", "Q4_0", out, head="Q9")
     assert quant_name("q4_k_m") == "Q4_K"
     assert not out.exists()
+
+
+def test_a_disk_too_small_is_named_in_units_that_say_something(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=300_000))
+    with pytest.raises(WorkbenchError, match=r"needs 1\.\d\d MB and its disk has 300.00 kB free"):
+        write_model("tiny-llama", "Q8_0", tmp_path / "m.gguf")

@@ -20,14 +20,17 @@ def test_one_comparison() -> None:
     found = comparison()
     table = tables.speedup_table(found)
     assert list(table.columns) == [
-        "Test", "Baseline", "Toggled", "t/s baseline", "t/s toggled", "Speedup", "95% CI", "n",
+        "Test", "Toggled", "t/s baseline", "t/s toggled", "Speedup", "95% CI", "n",
         "verdict",
     ]  # fmt: skip
     assert table.attrs["constant"] == {
         "Model": "tiny Q8_0",
         "Device": "embedded, 2 lanes",
         "Toggle": "sync",
-        "Background": "copy_stream=own",
+        "Baseline": "per_copy",
+        "Background": "copy_stream=own, all else off",
+        "Commit": "01234567",
+        "Date": "2026-11-21",
         "answer": str(found.answer("copy_boundary")),
     }
     numbers = found.summary()
@@ -80,12 +83,12 @@ def test_markdown_aligns_and_escapes() -> None:
     frame = pd.DataFrame({"name": ["a|b", None], "x": [1.5, float("nan")], "n": [10, 7]})
     frame.attrs["constant"] = {"Model": "m", "answer": ""}
     assert tables.markdown(frame).splitlines() == [
+        "Model: m",
+        "",
         "| name |    x |   n |",
         "|------|-----:|----:|",
         "| a\\|b | 1.50 |  10 |",
         "|      |      |   7 |",
-        "",
-        "Model: m",
     ]
     assert tables.markdown(frame.iloc[:0]).count("\n") == 3
 

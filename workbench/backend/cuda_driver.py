@@ -17,6 +17,7 @@ import numpy as np
 from workbench.backend.base import Issue
 from workbench.errors import DeviceError
 from workbench.program.commands import Space
+from workbench.sizes import size
 
 ALIGN = 256
 OLDEST = (8, 0)  # compute capability
@@ -212,7 +213,7 @@ class Driver:
             return CudaMemory(block.ctypes.data + start, nbytes, view, _nothing)
         except (runtime.CUDARuntimeError, MemoryError) as error:
             raise DeviceError(
-                f"cannot allocate {nbytes / 2**20:.1f} MiB of {space} memory ({error}); use a "
+                f"cannot allocate {size(nbytes)} of {space} memory ({error}); use a "
                 "smaller model or n_ctx"
             ) from None
 

@@ -81,8 +81,7 @@ def plan(
     spec = toggle if values is None else f"{toggle}={','.join(values)}"
     if rounds < MIN_REPETITIONS and not (smoke and rounds > 0):
         raise UsageError(
-            f"rounds={rounds} is too few to compare anything; take {MIN_REPETITIONS} or more "
-            "(smoke=True runs fewer and gives no verdict)"
+            f"rounds={rounds} is too few to compare anything; take {MIN_REPETITIONS} or more"
         )
     name, chosen = parse_toggle_spec(spec)
     return Plan(spec, name, make_arms(name, chosen, background), parse_tests(tests))

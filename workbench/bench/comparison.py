@@ -17,8 +17,9 @@ import pandas as pd
 from workbench.bench import resolution, results, stats
 from workbench.bench.answers import Answer
 from workbench.bench.until import Ended
-from workbench.config import folded
 from workbench.errors import UsageError
+from workbench.frames import Table, markdown, terminal_columns, to_html
+from workbench.toggles import said_toggles
 
 CONTROL = "A/A control"
 
@@ -28,6 +29,18 @@ def order_of(round_: int, n_arms: int) -> list[int]:
     first = (round_ // 2) % n_arms
     order = [(first + i) % n_arms for i in range(n_arms)]
     return order[::-1] if round_ % 2 else order
+
+
+def background(run: dict[str, Any]) -> str:
+    """The toggles that both sides of a run of kind `ab` share, those that are not off:
+    `copy_stream=own, fuse=on, all else off`."""
+    toggle = run["result"]["toggle"]
+    shared = {
+        name: value
+        for name, value in run["arms"][0]["toggles"].items()
+        if name != toggle and not name.startswith(f"{toggle}_")
+    }
+    return said_toggles(shared)
 
 
 class AB:
@@ -142,35 +155,33 @@ class AB:
         The last row of each test is the A/A control: what no change looks like on this machine.
         """
         s = self.summary()
-        return pd.DataFrame(
+        table = Table(
             {
                 "Model": self.model,
                 "Test": s["test"],
                 "Toggled": s["label"],
                 "t/s baseline": s["tps_baseline"].round(2),
                 "t/s toggled": s["tps_toggled"].round(2),
-                "Speedup": s["speedup"].round(3),
+                "Speedup": s["speedup"],
                 "95% CI": [stats.interval(a, b) for a, b in zip(s["low"], s["high"], strict=True)],
                 "n": s["n"],
                 "verdict": s["verdict"],
                 "answer": s["answer"],
             }
         )
+        table.attrs |= {"groups": ["Test"], "keys": ["Test", "Toggled"], "digits": {"Speedup": 3}}
+        return table
 
     @property
     def caption(self) -> str:
         """One line under a table: on what background, device and commit it was measured; when."""
         run, baseline = self.run, self.run["arms"][0]
-        background = ", ".join(
-            f"{k}={v}"
-            for k, v in folded(baseline["toggles"]).items()
-            if k != run["result"]["toggle"]
-        )
         device = run["engine"]["device_description"]
         own = "timings of this device, not of a GPU; " if run["engine"]["device"] != "cuda" else ""
         return (
-            f"baseline {run['result']['toggle']}={self.label(baseline)}, background {background}; "
-            f"{device}; {own}commit {str(run['commit']['hash'])[:8]}, {run['started']}"
+            f"baseline {run['result']['toggle']}={self.label(baseline)}, "
+            f"background {background(run)}; {device}; {own}"
+            f"commit {str(run['commit']['hash'])[:8]}, {run['started']}"
         )
 
     @property
@@ -218,22 +229,23 @@ class AB:
 
     def evidence(self) -> pd.DataFrame:
         """Per test and arm, what a step issues: pattern, waits, copies, launches, bytes copied."""
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"Test": test, "Arm": self.label(arm), "pattern": program["folded_pattern"]}
             | program["counts"]
             for test in self.run["tests"]
             for arm in self.run["arms"]
             if not arm["is_control"] and (program := arm["program"].get(test))
         ]
-        return pd.DataFrame(rows)
+        return Table(rows)
 
     def __repr__(self) -> str:
-        return f"{self.table().to_string(index=False)}\n{self.caption}\n{self.verdict}"
+        shown = markdown(self.table(), terminal_columns())
+        return f"{shown}\n\n{self.caption}\n{self.verdict}"
 
     def _repr_html_(self) -> str:
         lines = "<br>".join(html.escape(line) for line in self.verdict.splitlines())
         return (
-            self.table().to_html(index=False, float_format=lambda x: f"{x:.2f}")
+            to_html(self.table())
             + f"<p><small>{html.escape(self.caption)}</small></p><p>{lines}</p>"
         )
 

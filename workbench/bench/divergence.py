@@ -153,6 +153,8 @@ class Agreement(NamedTuple):
         )
 
     def lines(self) -> list[str]:
+        if self.nmse_worst == 0:
+            return ["agreement   every logit is equal"]
         return [
             f"KL          mean {self.kl_mean:.3e}, 99 % below {self.kl_p99:.3e}, "
             f"most {self.kl_max:.3e} nats a token",

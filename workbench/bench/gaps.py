@@ -30,6 +30,7 @@ from workbench.bench.stats import Band, Ratio, aa_band, median_interval, speedup
 from workbench.bench.workload import Tokens, Workload, draw_tokens
 from workbench.config import SyncMode, Toggles
 from workbench.errors import UsageError
+from workbench.frames import Table, markdown, terminal_columns, to_html
 from workbench.progress import bar
 
 CONTROL = " (A/A)"
@@ -58,7 +59,7 @@ class Fit(NamedTuple):
     base_us: float
 
 
-_ONE_DIGIT = "{:,.1f}".format
+GAPS = ("gap_us", "low_us", "high_us")  # of a table: median and quartiles
 
 
 class Difference(NamedTuple):
@@ -98,12 +99,12 @@ class Gaps(NamedTuple):
                     "pattern": program["folded_pattern"],
                     **{name: program["counts"][name] for name in COUNTED},
                     "bytes": program["counts"]["copied_bytes"],
-                    "gap_us": mid,
-                    "low_us": low,
-                    "high_us": high,
+                    **dict(zip(GAPS, (mid, low, high), strict=True)),
                 }
             )
-        return pd.DataFrame(rows)
+        table = Table(rows)
+        table.attrs |= {"keys": ["arm"], "digits": dict.fromkeys(GAPS, 1)}
+        return table
 
     @property
     def fits(self) -> dict[str, Fit]:
@@ -170,11 +171,11 @@ class Gaps(NamedTuple):
         return "\n".join([*lines, str(device)])
 
     def __repr__(self) -> str:
-        return f"{self.table().to_string(float_format=_ONE_DIGIT)}\n{self.verdict}"
+        return f"{markdown(self.table(), terminal_columns())}\n\n{self.verdict}"
 
     def _repr_html_(self) -> str:
-        shown = self.table().to_html(index=False, float_format=_ONE_DIGIT)
-        return f"{shown}<p>{html.escape(self.verdict)}</p>"
+        lines = "<br>".join(html.escape(line) for line in self.verdict.splitlines())
+        return f"{to_html(self.table())}<p>{lines}</p>"
 
 
 def _less(rounds: pd.DataFrame, arms: pd.DataFrame, before: str, after: str) -> np.ndarray:

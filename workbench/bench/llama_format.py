@@ -15,16 +15,19 @@ import csv
 import io
 import json
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from workbench.bench import results
 from workbench.bench.until import Ended
 from workbench.bench.workload import Sample, Workload
-from workbench.config import Toggles
 from workbench.errors import UsageError
+from workbench.frames import markdown
+from workbench.toggles import Toggles, said_toggles
 
 FIELDS: dict[str, type] = {
     "build_commit": str, "build_number": int, "cpu_info": str, "gpu_info": str, "backends": str,
@@ -97,10 +100,15 @@ def _stddev(values: np.ndarray) -> float:
     return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
 
-def format_rows(rows: Sequence[BenchRow], fmt: str = "md") -> str:
-    """Rows as text in one of FORMATS, ending in a newline; raises UsageError for another format."""
+def format_rows(rows: Sequence[BenchRow], fmt: str = "md", width: int | None = None) -> str:
+    """Rows as text in one of FORMATS, ending in a newline; raises UsageError for another format.
+
+    width: of the terminal, for md: where llama-bench's table is wider, what all rows share stands
+    above a narrower one.
+    """
     writers: dict[str, Callable[[Sequence[BenchRow]], str]] = {
-        "md": _md, "csv": _csv, "json": _json, "jsonl": _jsonl, "sql": _sql,
+        "md": lambda rows: _md(rows, width), "csv": _csv, "json": _json, "jsonl": _jsonl,
+        "sql": _sql,
     }  # fmt: skip
     if fmt not in writers:
         raise UsageError(f"format {fmt!r} does not exist; choose one of {', '.join(FORMATS)}")
@@ -176,11 +184,11 @@ def _toggle(name: str) -> _Column:
     return _Column(name, -width, lambda row: row.toggles[name])
 
 
-def _md(rows: Sequence[BenchRow]) -> str:
+def _md(rows: Sequence[BenchRow], width: int | None) -> str:
     """llama-bench's table: threads on a CPU, ngl on a GPU, else only options that differ or are on.
 
-    Toggles that are not off come in columns of their own, behind llama-bench's. A second table has
-    the percentiles of single tokens and the time to first token.
+    The toggles that all rows share stand above it; those that vary have columns of their own. A
+    second table has the percentiles of single tokens and the time to first token.
     """
     if not rows:
         return ""
@@ -197,20 +205,20 @@ def _md(rows: Sequence[BenchRow]) -> str:
     if any(row.fields["n_ubatch"] != 512 for row in rows):
         columns.append(_field("n_ubatch", "n_ubatch", 8))
     columns += [
-        _toggle(name)
-        for name, off in Toggles().to_dict().items()
-        if any(row.toggles[name] != off for row in rows)
+        _toggle(name) for name in Toggles.names() if len({row.toggles[name] for row in rows}) > 1
     ]
     columns.append(_Column("test", 15, _test))
     columns.append(_Column("t/s", 20, _rate))
     first = rows[0].fields
+    shared = f"toggles: {_shared_toggles(rows)}"
+    above = "\n".join(textwrap.wrap(shared, width or len(shared), break_on_hyphens=False))
     return (
-        f"{_table(columns, rows)}\n\n{_table(_TOKEN_COLUMNS, rows)}\n\n"
+        f"{above}\n\n{_table(columns, rows, width)}\n\n{_table(_TOKEN_COLUMNS, rows, width)}\n\n"
         f"build: {first['build_commit']} ({first['build_number']})\n"
     )
 
 
-def _table(columns: Sequence[_Column], rows: Sequence[BenchRow]) -> str:
+def _table(columns: Sequence[_Column], rows: Sequence[BenchRow], width: int | None) -> str:
     lines = []
     cells = [[c.heading for c in columns]] + [[c.text(row) for c in columns] for row in rows]
     for line in cells:
@@ -221,7 +229,17 @@ def _table(columns: Sequence[_Column], rows: Sequence[BenchRow]) -> str:
         lines.append("| " + " | ".join(padded) + " |")
     rule = ("-" * (abs(c.width) - 1) + ("-" if c.width < 0 else ":") for c in columns)
     lines.insert(1, "| " + " | ".join(rule) + " |")
+    if width is not None and len(lines[0]) > width:
+        return markdown(pd.DataFrame(cells[1:], columns=cells[0]), width)
     return "\n".join(lines)
+
+
+def _shared_toggles(rows: Sequence[BenchRow]) -> str:
+    """The toggles that are not off and the same in every row: `sync=packed, fuse=on`."""
+    first = rows[0].toggles
+    return said_toggles(
+        {n: v for n, v in first.items() if all(row.toggles[n] == v for row in rows)}
+    )
 
 
 def _us(name: str) -> Callable[[BenchRow], str]:

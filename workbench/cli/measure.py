@@ -51,6 +51,7 @@ def bench(
 ) -> None:
     """llama-bench's tests under its names: md, csv, json, jsonl or sql (lists as 512,1024)."""
     from workbench.bench import llama_bench
+    from workbench.frames import known_columns
 
     if output not in llama_bench.FORMATS:
         raise UsageError(f"-o {output!r}: choose one of {', '.join(llama_bench.FORMATS)}")
@@ -67,7 +68,7 @@ def bench(
             engine, prompts, gens, depths, repetitions, pairs, seed=seed, build=build, out=out,
             on_row=lambda row: say(row.line()), **until,
         )  # fmt: skip
-    print(llama_bench.format_rows(rows, output), end="")
+    print(llama_bench.format_rows(rows, output, known_columns()), end="")
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -93,7 +94,7 @@ def ab(
 ) -> None:
     """Compare the values of one toggle, interleaved, with an A/A control; prints the table."""
     from workbench.bench import ab as interleaved
-    from workbench.report.tables import markdown
+    from workbench.frames import show
 
     until = repeat.arguments()
     wanted, plans = toggles.wanted(BASELINE), list[interleaved.Plan]()
@@ -111,7 +112,8 @@ def ab(
         result = interleaved.ab(
             engine, toggle, tests=test, rounds=rounds, seed=seed, out=out, resume=resume, **until
         )
-    print(markdown(result.table()))
+    show(result.table())
+    print()
     print(result.verdict)
     if result.interrupted:
         raise KeyboardInterrupt
@@ -183,8 +185,8 @@ def bench_kernels(
     """Time the products of real shapes, cold, against the read bandwidth; writes a run folder."""
     from workbench.backend.base import choose_device, open_backend
     from workbench.bench import kernel_bench, kernel_cases, results
+    from workbench.frames import show
     from workbench.report import roofline
-    from workbench.report.tables import markdown
 
     plan = kernel_bench.Plan(
         kernel_cases.parse_types(types), kernel_cases.parse_shapes(shapes),
@@ -201,7 +203,8 @@ def bench_kernels(
         )
     finally:
         backend.close()
-    print(markdown(roofline.table(made.run)))
+    show(roofline.table(made.run))
+    print()
     print(roofline.caption(made.run))
     roofline.save(made.run, folder)
     say(f"wrote {folder}")
@@ -225,7 +228,7 @@ def report(
     from workbench.bench.comparison import AB
     from workbench.model.synth import write_tiny_models
     from workbench.report.render import check_pages, render_all
-    from workbench.report.tables import markdown, speedup_table
+    from workbench.report.tables import show, speedup_table
 
     paths = [NOTEBOOKS / f"{Path(name).stem}.ipynb" for name in notebooks or DEFAULT_NOTEBOOKS]
     check_pages(paths, out)
@@ -244,8 +247,7 @@ def report(
     fresh = made[(made["kind"] == "ab") & ~made["folder"].isin(before)]["folder"]
     comparisons = [AB.load(folder) for folder in fresh]
     if comparisons:
-        print(markdown(speedup_table(*comparisons)))
-        print(comparisons[-1].caption)
+        show(speedup_table(*comparisons))
     print(f"{len(pages)} reports in {out.resolve()}")
 
 

@@ -39,6 +39,7 @@ from workbench.engine.engine import Engine
 from workbench.errors import UsageError
 from workbench.output import check_writable
 from workbench.report.timelines import timeline, timeline_pair
+from workbench.sizes import size
 from workbench.trace import perfetto
 from workbench.trace.profile import COLLECTORS, TRACED, Profile, Timeline, origin, profile
 from workbench.trace.spans import Span
@@ -181,7 +182,7 @@ class WorkbenchMagics(Magics):
         problem, written = "", ""
         if out is not None:
             try:
-                written = f"; wrote {out} ({trace.save(out) / 1e3:,.1f} kB)"
+                written = f"; wrote {out} ({size(trace.save(out))})"
             except UsageError as error:
                 problem = f"--out {error}"
         for figure in trace.figures():

@@ -15,7 +15,8 @@ from workbench.config import EXPAND
 from workbench.errors import ModelFileError
 from workbench.graph.ir import F16, Q8_0, DType
 from workbench.model.finite import place
-from workbench.model.gguf_walk import EXPANDED_TYPES, TensorInfo, shown, size
+from workbench.model.gguf_walk import EXPANDED_TYPES, TensorInfo, shown
+from workbench.sizes import size
 
 _NUMBERS = {dtype: number for number, dtype in EXPANDED_TYPES.items()}
 _TO = dict(zip(EXPAND, (F16, Q8_0), strict=True))

@@ -343,11 +343,3 @@ def shown(value: object) -> str:
     text = str(value)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 160 else text[:157] + "..."
-
-
-def size(nbytes: int) -> str:
-    """A number of bytes for reading; GB is 1e9 bytes."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes} B"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,11 @@ import numpy as np
 from workbench.config import EXPAND
 from workbench.model.expand import loaded_as, loaded_bytes
 from workbench.model.gguf import GGUFFile, StringArray, TensorInfo, model_hash, open_gguf
-from workbench.model.gguf_walk import shown, size
+from workbench.model.gguf_walk import shown
+from workbench.sizes import size
 
+LINE = 79  # columns of a line of text
+LONGEST = 28  # name of a tensor beside its figures
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 _HYPERPARAMETERS = {
@@ -87,30 +91,31 @@ class ModelSummary:
         what = f"{shown(self.name)} ({shown(self.architecture)}), GGUF v{self.version}"
         n_files = f" in {len(self.files)} files" if len(self.files) > 1 else ""
         out = [
-            f"{what}, {size(self.file_bytes)}{n_files}",
-            f"sha256 of samples {self.hash}",
+            *textwrap.wrap(f"{what}, {size(self.file_bytes)}{n_files}", LINE),
+            f"sampled sha256 {self.hash}",
             f"parameters {self.parameters:,}" + (", tied output" * self.tied_output),
-            numbers,
+            *textwrap.wrap(numbers, LINE),
             "",
             f"{'type':{kind}} {'tensors':>8} {'parameters':>15} {'size':>10}",
         ]
         out += [
             f"{t.dtype:{kind}} {t.n_tensors:>8} {t.parameters:>15,} {size(t.bytes):>10}"
-            + (t.loaded_as != t.dtype)
-            * f"  no kernels: expanded to {t.loaded_as}, {size(t.loaded_bytes)}"
+            + (t.loaded_as != t.dtype) * f"  expanded to {t.loaded_as}, {size(t.loaded_bytes)}"
             for t in self.types
         ]
-        width = max((len(shown(t.name)) for t in self.tensors), default=6)
+        names = [shown(t.name) for t in self.tensors]
+        width = min(max(map(len, names), default=6), LONGEST)
         out += ["", f"{'tensor':{width}} {'count':>5} {'type':{kind}} {'size':>10}  shape of one"]
-        out += [
-            f"{shown(t.name):{width}} {t.n_tensors:>5} {t.dtype:{kind}} {size(t.bytes):>10}  "
-            f"{' x '.join(map(str, t.shape))}"
-            for t in self.tensors
-        ]
+        for name, t in zip(names, self.tensors, strict=True):
+            out += [name] if len(name) > width else []  # on a line of its own
+            out.append(
+                f"{name if len(name) <= width else '':{width}} {t.n_tensors:>5} {t.dtype:{kind}} "
+                f"{size(t.bytes):>10}  {' x '.join(map(str, t.shape))}"
+            )
         each, stored = self.weight_bytes_per_token, self.stored_bytes_per_token
         said = f"weights read per token {size(each)} ({each:,} bytes)"
         if stored != each:
-            said += f" after expansion, {size(stored)} as stored"
+            return [*out, "", f"{said} after expansion", f"as stored {size(stored)}"]
         return [*out, "", said]
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from workbench.errors import UsageError, WorkbenchError
 from workbench.output import check_writable, write_text
 from workbench.progress import HIDDEN, SHARE, Bar, bar
+from workbench.sizes import size
 
 MOST_REPORT_BYTES = 5_000_000
 MOST_TRACE_BYTES = 8_000_000  # of gzipped trace inside a page
@@ -98,11 +99,11 @@ def render_notebook(
     tail = "" if trace is None else trace_download_html(trace)
     page = export_html(executed, source.stem, head, tail)
     write_text(target, page, parents=True)
-    size = len(page.encode())
-    if size > MOST_REPORT_BYTES:
+    n_bytes = len(page.encode())
+    if n_bytes > MOST_REPORT_BYTES:
         print(
-            f"{target} has {size / 1e6:.1f} MB; reports should stay below "
-            f"{MOST_REPORT_BYTES / 1e6:.0f}: draw fewer or smaller pictures",
+            f"{target} has {size(n_bytes)}; reports should stay below "
+            f"{size(MOST_REPORT_BYTES)}: draw fewer or smaller pictures",
             file=sys.stderr,
         )
     if failure is not None:
@@ -222,8 +223,7 @@ def trace_download_html(path: str | PathLike[str]) -> str:
         data = gzip.compress(data, mtime=0)
     name = html.escape(path.name if path.suffix == ".gz" else path.name + ".gz", quote=True)
     if len(data) > MOST_TRACE_BYTES:
-        size = f"{len(data) / 1e6:.0f} MB"
-        return f'<p class="wb-trace">Timeline: <a href="{name}">{name}</a> ({size})</p>'
+        return f'<p class="wb-trace">Timeline: <a href="{name}">{name}</a> ({size(len(data))})</p>'
     text = base64.b64encode(data).decode()
     return TRACE_HTML.replace("%NAME%", name).replace("%DATA%", text)
 

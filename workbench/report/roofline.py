@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.output import writing
+from workbench.sizes import size
 
 KEYS = ["type", "shape", "batch"]
 PNG = "roofline.png"  # in a run folder
@@ -61,8 +62,8 @@ def caption(run: Mapping[str, Any]) -> str:
     parts = [
         str(run["engine"].get("device_description")),
         f"read bandwidth {result['read_gbps']:.1f} GB/s",
-        f"{result['rotating_bytes'] / 1e6:.0f} MB of weights in turn over a cache of "
-        f"{result['cache_bytes'] / 1e6:.0f} MB",
+        f"{size(result['rotating_bytes'])} of weights in turn over a cache of "
+        f"{size(result['cache_bytes'])}",
         str(result["how"]),
     ]
     parts += [QUICK] if result["quick"] else []

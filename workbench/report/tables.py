@@ -14,11 +14,22 @@ from typing import Any, Protocol
 import numpy as np
 import pandas as pd
 
-from workbench.config import Toggles, folded
+from workbench.bench.comparison import background
+from workbench.config import Toggles
+from workbench.frames import Table, markdown, show
 
+__all__ = [
+    "GEOMETRIC_MEAN", "counts_table", "launches_table", "markdown", "nodes_table", "provenance",
+    "show", "speedup_table", "summary",
+]  # fmt: skip
 GEOMETRIC_MEAN = "geometric mean"
-# columns of the speedup table that are left out where every row says the same
-IF_VARYING = ("Model", "Device", "Toggle", "Background", "answer")
+# what a comparison is of: its columns in the speedup table, and those of `summary`
+ORIGIN = {
+    "Model": "model", "Device": "device", "Toggle": "toggle", "Baseline": "baseline",
+    "Background": "background", "Commit": "commit", "Date": "date",
+}  # fmt: skip
+# left out of the speedup table where every row says the same
+IF_VARYING = (*ORIGIN, "answer")
 
 
 class Comparison(Protocol):
@@ -43,22 +54,24 @@ class Issued(Protocol):
 def summary(*comparisons: Comparison) -> pd.DataFrame:
     """The summaries of several comparisons as one frame of numbers, with where each row is from.
 
-    Columns: model, device, toggle, baseline, background, commit, run_id; then those of
-    `AB.summary()`. Rows of one device stand together, devices in the order in which they come.
+    Columns: model, device, toggle, baseline, background, commit, run_id, date,
+    comparison (its number); then those of `AB.summary()`. Rows of one device stand together,
+    devices in the order in which they come.
     """
     parts = []
-    for comparison in comparisons:
+    for number, comparison in enumerate(comparisons):
         run = comparison.run
         baseline, toggle = run["arms"][0], run["result"]["toggle"]
-        others = (f"{k}={v}" for k, v in folded(baseline["toggles"]).items() if k != toggle)
         origin = {
             "model": comparison.model,
             "device": _device(run),
             "toggle": toggle,
             "baseline": baseline["name"],
-            "background": ", ".join(others),
+            "background": background(run),
             "commit": str(run["commit"]["hash"])[:8],
             "run_id": run["run_id"],
+            "date": str(run["started"])[:10],
+            "comparison": number,
         }
         part = comparison.summary()
         parts.append(pd.DataFrame(origin, index=part.index).join(part))
@@ -72,49 +85,40 @@ def summary(*comparisons: Comparison) -> pd.DataFrame:
 def speedup_table(*comparisons: Comparison) -> pd.DataFrame:
     """The speedup table of one or more comparisons: a row per test and toggled arm.
 
-    Columns: Model, Device, Toggle, Background (each where it varies), Test, Baseline, Toggled,
-    t/s baseline, t/s toggled, Speedup, 95% CI, n, verdict, answer (where it varies). An arm
-    measured in several tests has its geometric mean in a row of its own at the end of its device;
-    the A/A controls are in the table, too. `attrs["constant"]` has the columns left out.
+    Columns: those of IF_VARYING where they vary, then Test, Toggled, t/s baseline, t/s toggled,
+    Speedup, 95% CI, n, verdict, and answer where it varies. An arm measured in several tests has
+    its geometric mean in a row of its own at the end of its comparison; the A/A controls are in the
+    table, too. `attrs["constant"]` has the columns left out, `attrs["groups"]` those that tell one
+    comparison from another: where the table is too wide, each has a table of its own under them.
     """
     numbers = summary(*comparisons)
     rows = []
-    for device in dict.fromkeys(numbers.get("device", ())):
-        part = numbers[numbers["device"] == device]
+    for _, part in numbers.groupby("comparison", sort=False) if len(numbers) else ():
         rows += [_row(row) for row in part.to_dict("records")]
-        arms = part[~part["is_control"]].groupby(
-            ["model", "toggle", "background", "baseline", "label"], sort=False
-        )
-        for (model, toggle, background, baseline, label), arm in arms:
+        for label, arm in part[~part["is_control"]].groupby("label", sort=False):
             if len(arm) > 1:
                 mean = math.exp(np.log(arm["speedup"]).mean())
+                own = _row(arm.iloc[0].to_dict())
                 rows.append(
-                    {
-                        "Model": model,
-                        "Device": device,
-                        "Toggle": toggle,
-                        "Background": background,
-                        "Test": GEOMETRIC_MEAN,
-                        "Baseline": baseline,
-                        "Toggled": label,
-                        "Speedup": f"{mean:.3f}",
-                    }
+                    {name: own[name] for name in ORIGIN}
+                    | {"Test": GEOMETRIC_MEAN, "Toggled": label, "Speedup": f"{mean:.3f}"}
                 )
     columns = [
-        "Model", "Device", "Toggle", "Background", "Test", "Baseline", "Toggled",
-        "t/s baseline", "t/s toggled", "Speedup", "95% CI", "n", "verdict", "answer",
+        *ORIGIN, "Test", "Toggled", "t/s baseline", "t/s toggled", "Speedup", "95% CI", "n",
+        "verdict", "answer",
     ]  # fmt: skip
-    return _without_constants(pd.DataFrame(rows, columns=columns).fillna(""))
+    table = _without_constants(Table(rows, columns=columns).fillna(""))
+    table.attrs |= {
+        "groups": [name for name in ORIGIN if name in table],
+        "keys": [name for name in (*ORIGIN, "Test", "Toggled") if name in table],
+    }
+    return table
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
     return {
-        "Model": row["model"],
-        "Device": row["device"],
-        "Toggle": row["toggle"],
-        "Background": row["background"],
+        **{name: row[ORIGIN[name]] for name in ORIGIN},
         "Test": row["test"],
-        "Baseline": row["baseline"],
         "Toggled": row["label"],
         "t/s baseline": f"{row['tps_baseline']:.2f}",
         "t/s toggled": f"{row['tps_toggled']:.2f}",
@@ -126,7 +130,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _without_constants(table: pd.DataFrame) -> pd.DataFrame:
+def _without_constants(table: Table) -> Table:
     """Leaves out the IF_VARYING columns that say one thing in every row that says anything."""
     constant = {}
     for column in IF_VARYING:
@@ -144,7 +148,7 @@ def counts_table(programs: Mapping[str, Issued]) -> pd.DataFrame:
         {"program": label, "pattern": program.pattern(fold=True)} | program.counts()
         for label, program in programs.items()
     ]
-    return pd.DataFrame(rows)
+    return Table(rows)
 
 
 def launches_table(engine: Any) -> pd.DataFrame:
@@ -166,7 +170,7 @@ def launches_table(engine: Any) -> pd.DataFrame:
         rows.append(
             {"toggle": name, "alone": alone, "removes": none - alone, "without it": without}
         )
-    return pd.DataFrame(rows)
+    return Table(rows)
 
 
 def nodes_table(program: Any, layer: int | None = None) -> pd.DataFrame:
@@ -183,7 +187,7 @@ def nodes_table(program: Any, layer: int | None = None) -> pd.DataFrame:
         for node in nodes
         if _layer(node) == layer
     ]
-    return pd.DataFrame(rows, columns=["op", "node", "parts"])
+    return Table(rows, columns=["op", "node", "parts"])
 
 
 def _layer(node: Any) -> int:
@@ -225,53 +229,9 @@ def provenance(run: Mapping[str, Any]) -> pd.DataFrame:
         "load average": machine.get("load_average"),
         "versions": ", ".join(f"{k} {v}" for k, v in versions.items() if v is not None),
     }
-    return pd.DataFrame({"what": list(rows), "value": [str(v) for v in rows.values()]})
+    return Table({"what": list(rows), "value": [str(v) for v in rows.values()]})
 
 
 def _device(run: Mapping[str, Any]) -> str:
     engine = run.get("engine") or {}
     return str(engine.get("device_description") or engine.get("device") or "unknown")
-
-
-def markdown(table: pd.DataFrame) -> str:
-    """The frame as a Markdown table, numbers to the right; what did not vary stands below it.
-
-    Needs no package beyond pandas. A `|` inside a cell is escaped.
-    """
-    columns = [str(c) for c in table.columns]
-    cells = [[_cell(v) for v in row] for row in table.to_numpy(dtype=object)]
-    right = [
-        bool(cells) and all(_is_number(row[i]) for row in cells if row[i])
-        for i in range(len(columns))
-    ]
-    widths = [max(len(c), 3, *(len(row[i]) for row in cells)) if cells else max(len(c), 3)
-              for i, c in enumerate(columns)]  # fmt: skip
-
-    def line(values: list[str]) -> str:
-        padded = [
-            v.rjust(w) if r else v.ljust(w) for v, w, r in zip(values, widths, right, strict=True)
-        ]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = "|" + "|".join(
-        "-" * (w + 1) + (":" if r else "-") for w, r in zip(widths, right, strict=True)
-    )
-    text = "\n".join([line(columns), rule + "|", *map(line, cells)])
-    constant = {k: v for k, v in table.attrs.get("constant", {}).items() if v}
-    below = "; ".join(f"{name}: {value}" for name, value in constant.items())
-    return f"{text}\n\n{below}" if below else text
-
-
-def _cell(value: Any) -> str:
-    if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    text = f"{value:.2f}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

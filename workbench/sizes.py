@@ -1,0 +1,25 @@
+"""Sizes in words, the same in every message and table; `0.00 GB` is nothing but nothing."""
+
+from __future__ import annotations
+
+UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))  # of 1,000, as disks count
+
+
+def size(n_bytes: float) -> str:
+    """`1.81 MB`: in the largest unit of which there is at least one, two digits behind the point.
+
+    Below 1 kB the bytes themselves: `128 B`.
+    """
+    for unit, scale in UNITS if round(n_bytes) >= 1000 else ():
+        # what rounds up to 1,000 of a unit is 1 of the next
+        if round(n_bytes / scale, 2) >= 1:
+            return f"{n_bytes / scale:.2f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def sizes(*n_bytes: int) -> list[str]:
+    """Each as `size` says it; where two that differ would read the same, all in bytes."""
+    said = [size(n) for n in n_bytes]
+    if len(set(said)) < len(set(n_bytes)):
+        return [f"{n:,} bytes" for n in n_bytes]
+    return said
