@@ -44,11 +44,13 @@ __all__ = [
 ]  # fmt: skip
 
 PLACES = ("host", "device")  # where a weight can be
+ALSO = {"CPU": "host", "CUDA0": "device"}  # what llama.cpp calls them
 
 
 def parse_override(text: str) -> tuple[re.Pattern[str], str]:
     """`PATTERN=PLACE` as a regular expression and one of PLACES. Raises UsageError."""
     pattern, _, place = text.rpartition("=")
+    place = ALSO.get(place, place)
     if not pattern or place not in PLACES:
         raise UsageError(
             f"override_tensor {text!r} is no PATTERN=PLACE with place {' or '.join(PLACES)}; "
@@ -71,16 +73,17 @@ EXPAND = ("f16", "q8_0")
 class EngineConfig:
     """What an engine is built with, apart from its toggles.
 
-    n_ctx: cells in the KV cache. n_ubatch: most tokens computed together. n_kv_pad: the KV extent
-    of a step is rounded up to a multiple of this (llama.cpp: 256). threads: compute threads of the
-    host backend and lanes of the embedded device; 0 means every core this process may use. unsafe:
-    toggles whose programs are known to race are run all the same, and may give wrong answers.
+    n_ctx: cells in the KV cache; 0: as many tokens as the model was trained on. n_ubatch: most
+    tokens computed together. n_kv_pad: the KV extent of a step is rounded up to a multiple of this
+    (llama.cpp: 256). threads: compute threads of the host backend and lanes of the embedded device;
+    0 means every core this process may use. unsafe: toggles whose programs are known to race are
+    run all the same, and may give wrong answers.
 
     n_devices: devices of the kind that share the layers, one part of them after the other; what one
     computes is copied to the next, which works on it while the first begins the next ubatch.
 
     n_gpu_layers: so many of the last layers are the device's, the output counted as the very last,
-    the others the host's, each with its cache; -1 is everything (llama.cpp's -ngl).
+    the others the host's, each with its cache; -1, or more than there are: all (llama.cpp's -ngl).
     override_tensor: `PATTERN=host` or `PATTERN=device`, a regular expression searched for in the
     names of weights; the first that matches says where a weight is (llama.cpp's -ot).
 
@@ -104,9 +107,11 @@ class EngineConfig:
             raise UsageError(
                 f"device {self.device!r} does not exist; choose one of {', '.join(DEVICES)}"
             )
-        for name in ("n_ctx", "n_ubatch", "n_kv_pad", "n_devices"):
-            if not 1 <= getattr(self, name) <= MOST:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1, at most {MOST}")
+        for name, least in {"n_ctx": 0, "n_ubatch": 1, "n_kv_pad": 1, "n_devices": 1}.items():
+            if not least <= getattr(self, name) <= MOST:
+                raise UsageError(
+                    f"{name}={getattr(self, name)} must be at least {least}, at most {MOST}"
+                )
         if self.threads < 0:
             raise UsageError(f"threads={self.threads} must be 0 (every core) or more")
         if self.n_gpu_layers < -1:

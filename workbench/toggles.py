@@ -289,18 +289,20 @@ def preset_names() -> list[str]:
     return [BASELINE, BEST, *(name for name in fixed_presets() if name != BASELINE)]
 
 
-def presets_in_words() -> str:
-    """A line for each preset: whose values these are, and which."""
-    lines = [f"* {BEST}: what won in recorded runs on a device of this kind"]
-    for kind, values in best_table().items():
-        lines[0] += f"; on {kind} {shown(values)}"
-    for name, values in fixed_presets().items():
-        lines.append(f"* {name}: {values.about}; {shown(values) or 'no toggle'}")
-    return "\n".join(lines)
+def preset_words() -> list[str]:
+    """A line for each preset: what it is, and its values."""
+    best = [f"on {kind} {_assigned(values)}" for kind, values in best_table().items()]
+    return [
+        f"{BEST}: what won in recorded runs on a device of the kind; {'; '.join(best)}",
+        *(
+            f"{name}: {values.about}" + (f"; {_assigned(values)}" if values else "")
+            for name, values in fixed_presets().items()
+        ),
+    ]
 
 
-def shown(values: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
+def _assigned(values: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 class Preset:

@@ -41,7 +41,7 @@ def refused(capsys, model):
 ARGUMENTS = {
     "run: no prompt": (["run"], "either a prompt (-p)"),
     "run: ids": (["run", "--tokens", "1,x"], "no list of token ids"),
-    "run: fewer than no tokens": (["run", "--tokens", "1", "-n=-1"], "for -n. Must be >= 0"),
+    "run: fewer than no tokens": (["run", "--tokens", "1", "-n=-3"], "for -n. Must be >= -2"),
     "run: seed": (["run", "--tokens", "1", "--seed=-1"], "--seed"),
     "run: temperature": (["run", "--tokens", "1", "--temp=-1"], "temperature=-1.0"),
     "logits: ids": (["logits", "--tokens", "x", "-o", "x.npy"], "no list of token ids"),
@@ -51,7 +51,7 @@ ARGUMENTS = {
     "program: too long": (["program", "--n-past", "2048"], "2048 + 1 tokens do not fit"),
     "program: no step": (["program", "--n-tokens", "600"], "a step has 1 to 512 tokens"),
     "bench: format": (["bench", "-o", "xml"], "choose one of"),
-    "bench: sizes": (["bench", "-p", "many"], "no list of sizes"),
+    "bench: sizes": (["bench", "-p", "many"], "no list of whole numbers"),
     "bench: below 0": (["bench", "-n=-1"], "cannot be measured"),
     "bench: no test": (["bench", "-p", "0", "-n", "0"], "there is no test to run"),
     "bench: repetitions": (["bench", "-r", "0"], "for -r. Must be >= 1"),

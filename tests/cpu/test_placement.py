@@ -111,7 +111,6 @@ def test_a_node_of_several_weights_is_fused_only_where_they_are_together(load):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"n_gpu_layers": 4}, "has 2 layers and an output, 3 in all; use -1 for everything"),
         ({"override_tensor": ("ffn_gaet=host",)}, "'ffn_gaet=host' matches no weight of "),
         ({"override_tensor": ("token_embd=device",)}, "token_embd and rope_freqs have places of"),
         ({"device": "host", "n_gpu_layers": 1}, "the host device has no GPU to put layers on"),
@@ -158,3 +157,9 @@ def test_devices_without_layers_are_refused(tiny_model):
             n_gpu_layers=1,
             toggles=wb.Toggles(),
         )
+
+
+def test_more_layers_than_there_are_is_all_of_them(load):
+    """llama.cpp's -ngl 99."""
+    with load("tiny-llama", "Q8_0") as whole, load("tiny-llama", "Q8_0", n_gpu_layers=99) as many:
+        assert many.program().pattern() == whole.program().pattern()

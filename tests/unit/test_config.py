@@ -109,7 +109,7 @@ def test_a_family_that_agrees_is_folded_for_reading():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"device": "tpu"}, {"n_ctx": 0}, {"n_ubatch": -1}, {"n_kv_pad": 0}, {"threads": -2}]
+    "fields", [{"device": "tpu"}, {"n_ctx": -1}, {"n_ubatch": -1}, {"n_kv_pad": 0}, {"threads": -2}]
 )
 def test_impossible_settings_are_refused(fields):
     with pytest.raises(UsageError, match=next(iter(fields))):

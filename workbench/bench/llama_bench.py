@@ -181,7 +181,7 @@ def describe_engine(
         "n_batch": engine.config.n_ubatch,  # a prompt is submitted ubatch by ubatch
         "n_ubatch": engine.config.n_ubatch,
         "n_threads": engine.config.threads or provenance.usable_cores(),
-        "n_gpu_layers": _gpu_layers(engine.config) if gpu else 0,
+        "n_gpu_layers": _gpu_layers(engine.config, gpu),
         "devices": engine.device,
         "n_prompt": test.n_prompt,
         "n_gen": test.n_gen,
@@ -190,9 +190,10 @@ def describe_engine(
     }
 
 
-def _gpu_layers(config: EngineConfig) -> int:
-    """As llama-bench names them: 99 for everything."""
-    return 99 if config.n_gpu_layers < 0 else config.n_gpu_layers
+def _gpu_layers(config: EngineConfig, gpu: bool) -> int:
+    """As llama-bench names them: 99 for everything on a GPU, 0 without one; else what was asked."""
+    everything = 99 if gpu else 0
+    return everything if config.n_gpu_layers < 0 else config.n_gpu_layers
 
 
 def _short(commit: str) -> str:

@@ -199,9 +199,11 @@ def _md(rows: Sequence[BenchRow], width: int | None) -> str:
         _Column("backend", -10, lambda row: row.fields["backends"]),
     ]
     on_gpu = any(row.fields["gpu_info"] for row in rows)
-    columns.append(
-        _field("n_gpu_layers", "ngl", 3) if on_gpu else _field("n_threads", "threads", 7)
-    )
+    for name, heading, wide, usual in (
+        ("n_threads", "threads", 7, not on_gpu), ("n_gpu_layers", "ngl", 3, on_gpu),
+    ):  # fmt: skip
+        if usual or len({row.fields[name] for row in rows}) > 1:
+            columns.append(_field(name, heading, wide))
     if any(row.fields["n_ubatch"] != 512 for row in rows):
         columns.append(_field("n_ubatch", "n_ubatch", 8))
     columns += [

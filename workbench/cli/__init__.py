@@ -12,7 +12,15 @@ import sys
 
 from cyclopts import CycloptsError
 
-from workbench.cli import check, generate, measure, models, profile, streams  # noqa: F401 - commands
+from workbench.cli import (  # noqa: F401 - commands
+    check,
+    generate,
+    measure,
+    models,
+    profile,
+    streams,
+    toggles,
+)  # fmt: skip
 from workbench.cli.common import app, say
 from workbench.cli.interrupts import Stop, heeded
 from workbench.errors import WorkbenchError

@@ -13,9 +13,11 @@ from workbench.cli.common import (
     AT_LEAST_1,
     DEFAULT_CONFIG,
     DEFAULT_TOGGLES,
+    AsJson,
     EngineFlags,
     ModelPath,
     ToggleFlags,
+    Whole,
     app,
     load,
 )
@@ -36,12 +38,12 @@ def check(
     *,
     model: ModelPath,
     n_tokens: Annotated[
-        int, Parameter(validator=AT_LEAST_1, help="tokens of a prompt; 1: a decode")
+        Whole, Parameter(validator=AT_LEAST_1, help="tokens of a prompt; 1: a decode")
     ] = 1,
     n_decoded: Annotated[
-        int, Parameter(validator=AT_LEAST_0, help="single tokens behind each prompt")
+        Whole, Parameter(validator=AT_LEAST_0, help="single tokens behind each prompt")
     ] = 0,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    as_json: AsJson = False,
     config: EngineFlags = DEFAULT_CONFIG,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
@@ -52,9 +54,10 @@ def check(
     from workbench.program import hazards
     from workbench.program.commands import RESULT
 
-    check_room(0, n_tokens + n_decoded, config.n_ctx)
+    if config.n_ctx:  # else the model says how much there is
+        check_room(0, n_tokens + n_decoded, config.n_ctx)
     unsafe = dataclasses.replace(config, unsafe=True)
-    with load(model, unsafe, toggles, start=BASELINE) as engine:
+    with load(model, unsafe, toggles, start=BASELINE, computes=False) as engine:
         cycle = engine.cycle(n_tokens, n_decoded)
         backend = engine.backend
         found = hazards.check(

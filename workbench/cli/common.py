@@ -16,6 +16,8 @@ from workbench.cli.flags import (
     AT_LEAST_1,
     DEFAULT_CONFIG,
     DEFAULT_TOGGLES,
+    AsJson,
+    DeviceName,
     EngineFlags,
     EngineSettings,
     GivenToggles,
@@ -24,6 +26,7 @@ from workbench.cli.flags import (
     Seed,
     ToggleFlags,
     Whole,
+    check_computes,
 )
 from workbench.config import BEST, EngineConfig
 from workbench.errors import UsageError
@@ -34,8 +37,10 @@ if TYPE_CHECKING:
     from workbench.engine.wanted import Variants
 
 __all__ = [
-    "AT_LEAST_0", "AT_LEAST_1", "DEFAULT_CONFIG", "DEFAULT_TOGGLES", "EngineFlags", "Ids",
-    "ModelPath", "Seed", "ToggleFlags", "Whole", "app", "check_new", "load", "model_app", "say",
+    "AT_LEAST_0", "AT_LEAST_1", "DEFAULT_CONFIG", "DEFAULT_TOGGLES", "AsJson", "DeviceName",
+    "EngineFlags", "Ids",
+    "ModelPath", "Seed", "ToggleFlags", "Whole", "app", "check_computes", "check_new", "load",
+    "model_app", "say",
 ]  # fmt: skip
 
 app = App(
@@ -63,12 +68,15 @@ def load(
     check: Callable[[Loaded], None] | None = None,
     *,
     start: str = BEST,
+    computes: bool = True,
 ) -> Any:
     """As `Engine.load`, and says on what device and with which toggles: those given beside a
     preset, `start` unless one is named. What takes no model to see is refused before this is
-    called; what takes one, but no weights, by `check`."""
+    called; what takes one, but no weights, by `check`. computes: the device has to."""
     from workbench.engine.engine import Engine
 
+    if computes:
+        check_computes(config.device)
     if isinstance(config, EngineSettings):
         for note in config.notes:
             say(note)
@@ -77,6 +85,12 @@ def load(
     engine = Engine.load(model, config=config, toggles=wanted, variants=variants, check=check)
     say(f"device: {engine.backend.description} ({engine.device_reason})")
     say(f"toggles: {engine.chosen}")
+    n_ctx, trained = engine.config.n_ctx, engine.model.n_ctx_train
+    if n_ctx > trained:
+        say(
+            f"note: n_ctx={n_ctx} is more than the {trained} tokens {model} was trained on; expect "
+            "worse answers beyond"
+        )
     return engine
 
 

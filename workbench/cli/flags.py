@@ -7,6 +7,7 @@ metadata, so a new toggle needs no line here.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,21 +15,38 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from workbench.config import BEST, FAMILIES, EngineConfig, Preset, Toggles
+from workbench.config import BEST, EXPAND, FAMILIES, EngineConfig, Preset, Toggles
 from workbench.errors import UsageError
-from workbench.toggles import presets_in_words
+from workbench.toggles import preset_words
 
 
 def whole(_: Any, tokens: Any) -> int:
-    """A whole number; ValueError for 1.5 and 1e3, which `int` of a float would round."""
-    return int(tokens[0].value)
+    """A whole number; ValueError for 1.5 and 1e3, which cyclopts would round."""
+    return _whole(tokens[0].value)
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"[+-]?\d+", text.strip(), re.ASCII):
+        raise ValueError(f"{text!r} is no whole number")
+    return int(text)
+
+
+def layers(_: Any, tokens: Any) -> int:
+    """A whole number; -1 for `all` and `auto`, as in llama.cpp."""
+    return -1 if tokens[0].value in ("all", "auto") else _whole(tokens[0].value)
 
 
 # `int` in every command: digits, and nothing that would have to be rounded
 Whole = Annotated[int, Parameter(converter=whole)]
 AT_LEAST_0, AT_LEAST_1 = Number(gte=0), Number(gte=1)
+DEVICES_IN_WORDS = (
+    "auto: cuda where there is a GPU, else embedded. embedded: an asynchronous device on CPU "
+    "threads. host: the CPU, each kernel when it is called"
+)
+DeviceName = Annotated[str, Parameter(help=DEVICES_IN_WORDS)]
 ModelPath = Annotated[Path, Parameter(name=["--model", "-m"], help="GGUF file")]
 Ids = Annotated[str | None, Parameter(help="token ids, as 1,2,3")]
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="print it as JSON")]
 Seed = Annotated[Whole, Parameter(validator=AT_LEAST_0, help="seed of everything that is drawn")]
 
 ENGINE = Group("Engine", sort_key=1)
@@ -40,6 +58,15 @@ TOGGLES = Group(
 ATTENTION = ("auto", "on", "off", "1", "0")  # what -fa takes in llama.cpp, and in llama-bench
 
 
+def check_computes(device: str) -> None:
+    """Raises UsageError for the device that computes nothing."""
+    if device == "null":
+        raise UsageError(
+            "--device null computes nothing: it has no answers and no times; use it with program "
+            "or check, or name another device"
+        )
+
+
 @dataclass(frozen=True)
 class EngineSettings(EngineConfig):
     """EngineConfig as flags. n_batch and flash_attn are taken for llama.cpp's sake."""
@@ -48,8 +75,7 @@ class EngineSettings(EngineConfig):
         str,
         Parameter(
             group=ENGINE,
-            help="auto: cuda where there is a GPU, else embedded. embedded: an asynchronous device "
-            "on CPU threads. host: the CPU, each kernel when it is called. null: computes nothing",
+            help=f"{DEVICES_IN_WORDS}. null: computes nothing, for program and check",
         ),
     ] = "auto"
     n_ctx: Annotated[
@@ -88,12 +114,13 @@ class EngineSettings(EngineConfig):
         Whole, Parameter(group=ENGINE, help="devices of the kind that share the layers")
     ] = 1
     n_gpu_layers: Annotated[
-        Whole,
+        int,
         Parameter(
             name=["--n-gpu-layers", "--gpu-layers", "-ngl"],
+            converter=layers,
             group=ENGINE,
-            help="layers on the device, the last ones; the output counts as one. -1, or more than "
-            "there are: all",
+            help="layers on the device, the last ones; the output counts as one. -1, all, or more "
+            "than there are (99): every layer",
         ),
     ] = -1
     override_tensor: Annotated[
@@ -103,17 +130,23 @@ class EngineSettings(EngineConfig):
             group=ENGINE,
             negative="",
             show_default=False,
-            help="PATTERN=host or PATTERN=device: where weights are whose name the pattern is "
-            "found in, as ffn_.*=host; can be given again, the first that matches counts",
+            help="PATTERN=host (or CPU) or PATTERN=device (or CUDA0): where weights are whose name "
+            "the pattern is found in, as ffn_.*=host; can be given again, the first match counts",
         ),
     ] = ()
+    expand: Annotated[
+        str,
+        Parameter(
+            group=ENGINE, help=f"what tensor types without kernels become: {' or '.join(EXPAND)}"
+        ),
+    ] = "f16"
     n_batch: Annotated[
         Whole,
         Parameter(
             name=["--n-batch", "--batch-size", "-b"],
             group=ENGINE,
-            help="tokens submitted at once. A prompt is submitted whole here, so this only lowers "
-            "--n-ubatch to itself",
+            help="tokens submitted at once. A prompt has as many ubatches as it needs here, so "
+            "this does one thing: --n-ubatch is never above it",
         ),
     ] = 2048
     flash_attn: Annotated[
@@ -131,6 +164,8 @@ class EngineSettings(EngineConfig):
         if self.flash_attn not in ATTENTION:
             raise UsageError(f"-fa {self.flash_attn!r}: choose one of {', '.join(ATTENTION)}")
         object.__setattr__(self, "n_ubatch", min(self.n_ubatch, self.n_batch))
+        if self.threads == -1:  # llama.cpp's word for every core
+            object.__setattr__(self, "threads", 0)
         super().__post_init__()
 
     def plain(self) -> EngineConfig:
@@ -179,7 +214,8 @@ def _help(name: str) -> str:
 
 
 def _flags() -> type[GivenToggles]:
-    helps = {"preset": f"where toggles begin; one given beside it wins.\n\n{presets_in_words()}"}
+    presets = "\n".join(f"* {line}" for line in preset_words())
+    helps = {"preset": f"where toggles begin; one given beside it wins.\n\n{presets}"}
     helps |= {name: _help(name) for name in (*FAMILIES, *Toggles.names())}
     made = dataclasses.make_dataclass(
         "EveryToggle",

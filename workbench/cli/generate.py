@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from workbench.cli.common import (
     AT_LEAST_0,
     AT_LEAST_1,
     DEFAULT_CONFIG,
     DEFAULT_TOGGLES,
+    AsJson,
     EngineFlags,
     Ids,
     ModelPath,
     Seed,
     ToggleFlags,
+    Whole,
     app,
     as_typed,
     load,
@@ -37,18 +40,31 @@ if TYPE_CHECKING:
 def run(
     *,
     model: ModelPath,
-    prompt: Annotated[str | None, Parameter(name=["--prompt", "-p"])] = None,
+    prompt: Annotated[
+        str | None, Parameter(name=["--prompt", "-p"], help="text to continue")
+    ] = None,
     tokens: Ids = None,
-    n_predict: Annotated[int, Parameter(name=["--n-predict", "-n"], validator=AT_LEAST_0)] = 32,
-    temperature: Annotated[float, Parameter(name=["--temperature", "--temp"])] = 0.0,
-    top_k: int = 40,
-    top_p: float = 0.95,
+    n_predict: Annotated[
+        Whole,
+        Parameter(
+            name=["--n-predict", "--predict", "-n"],
+            validator=Number(gte=-2),
+            help="tokens to make; -1 or -2: until the text ends or the context is full",
+        ),
+    ] = 32,
+    temperature: Annotated[
+        float,
+        Parameter(name=["--temperature", "--temp"], help="0: always the likeliest token"),
+    ] = 0.0,
+    top_k: Annotated[Whole, Parameter(help="draw among so many of the likeliest; 0: all")] = 40,
+    top_p: Annotated[float, Parameter(help="draw among the likeliest of this total")] = 0.95,
     seed: Seed = 0,
     config: EngineFlags = DEFAULT_CONFIG,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
     """Continue a prompt, or token ids; text appears as it is made (with --tokens: ids)."""
     from workbench.engine.batch import check_prompt
+    from workbench.engine.generation import CONTEXT_FULL
     from workbench.model.sampler import Sampling
 
     ids = None if tokens is None else parse_ids(tokens)
@@ -59,13 +75,13 @@ def run(
 
     def check(opened: Loaded) -> None:
         given = opened.tokenizer.encode(str(prompt)) if ids is None else ids
-        check_prompt(given, opened.model.n_vocab, config.n_ctx)
+        check_prompt(given, opened.model.n_vocab, opened.config.n_ctx)
 
     with load(model, config, toggles, check=check) as engine:
         made = engine.generate(
             prompt,
             tokens=ids,
-            max_tokens=n_predict,
+            max_tokens=None if n_predict < 0 else n_predict,
             sampling=sampling,
             seed=seed,
             on_text=None if prompt is None else lambda s: print(s, end="", flush=True),
@@ -76,6 +92,9 @@ def run(
             f"{made.tokens_per_second:.1f} t/s; {engine.counters['programs_built']} programs "
             f"built, {engine.counters['programs_reused']} reused"
         )
+    if made.stopped == CONTEXT_FULL:
+        n_ctx = engine.config.n_ctx
+        say(f"stopped at n_ctx={n_ctx}: the context is full; give -c {2 * n_ctx} for more")
     if made.interrupted:
         raise KeyboardInterrupt
 
@@ -102,7 +121,7 @@ def logits(
     check_writable(out)
 
     def check(opened: Loaded) -> None:
-        check_prompt(ids, opened.model.n_vocab, config.n_ctx)
+        check_prompt(ids, opened.model.n_vocab, opened.config.n_ctx)
 
     with load(model, config, toggles, check=check) as engine:
         with bar("logits", len(ids), "tokens") as left:
@@ -119,9 +138,9 @@ def logits(
 def program(
     *,
     model: ModelPath,
-    n_tokens: Annotated[int, Parameter(validator=AT_LEAST_1)] = 1,
-    n_past: Annotated[int, Parameter(validator=AT_LEAST_0)] = 0,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    n_tokens: Annotated[Whole, Parameter(validator=AT_LEAST_1, help="tokens of the step")] = 1,
+    n_past: Annotated[Whole, Parameter(validator=AT_LEAST_0, help="tokens cached before it")] = 0,
+    as_json: AsJson = False,
     config: EngineFlags = DEFAULT_CONFIG,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
@@ -129,8 +148,9 @@ def program(
     from workbench.engine.batch import step_shape
     from workbench.program.as_json import program_as_json
 
-    step_shape(n_tokens, 1, n_past, config)  # refused before a model is opened
-    with load(model, config, toggles, start=BASELINE) as engine:
+    if config.n_ctx:  # else the model says how much there is
+        step_shape(n_tokens, 1, n_past, config)  # refused before a model is opened
+    with load(model, config, toggles, start=BASELINE, computes=False) as engine:
         made = engine.program(n_tokens, 1, n_past)
     if as_json:
         print(json.dumps(program_as_json(made), indent=1))

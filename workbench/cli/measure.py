@@ -14,65 +14,105 @@ from workbench.cli.common import (
     DEFAULT_TOGGLES,
     MODELS,
     RUNS,
+    DeviceName,
     EngineFlags,
     ModelPath,
     Seed,
     ToggleFlags,
+    Whole,
     app,
+    check_computes,
     check_new,
     load,
     parse_sizes,
     say,
 )
+from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
 from workbench.cli.repeat import DEFAULT_REPEAT, RepeatFlags
 from workbench.config import BASELINE, Toggles
 from workbench.errors import UsageError, WorkbenchError
 
 NOTEBOOKS = Path("notebooks")
+PROMPTS, GENS, DEPTHS = ["512"], ["128"], ["0"]  # llama-bench's
 DEFAULT_NOTEBOOKS = ("00_tour", "02_sync_modes", "10_fusion")
 
 
 @app.command
 def bench(
     *,
-    model: ModelPath,
-    n_prompt: Annotated[str, Parameter(name=["--n-prompt", "-p"])] = "512",
-    n_gen: Annotated[str, Parameter(name=["--n-gen", "-n"])] = "128",
-    n_depth: Annotated[str, Parameter(name=["--n-depth", "-d"])] = "0",
-    pg: Annotated[str | None, Parameter(name=["--pg", "-pg"], help="as 512,128")] = None,
-    repetitions: Annotated[int, Parameter(name=["--repetitions", "-r"], validator=AT_LEAST_1)] = 5,
+    model: Annotated[
+        list[Path],
+        Parameter(name=["--model", "-m"], negative="", help="GGUF file; can be given again"),
+    ],
+    n_prompt: Annotated[
+        Listed,
+        Parameter(name=["--n-prompt", "-p"], help="tokens of a prompt, as 512,1024; 0: none"),
+    ] = PROMPTS,
+    n_gen: Annotated[
+        Listed, Parameter(name=["--n-gen", "-n"], help="tokens to generate, as 128,256; 0: none")
+    ] = GENS,
+    n_depth: Annotated[
+        Listed, Parameter(name=["--n-depth", "-d"], help="tokens cached before a test, as 0,4096")
+    ] = DEPTHS,
+    pg: Annotated[
+        Listed | None,
+        Parameter(name=["--pg", "-pg"], help="a prompt and tokens behind it, as 512,128"),
+    ] = None,
+    repetitions: Annotated[
+        Whole,
+        Parameter(name=["--repetitions", "-r"], validator=AT_LEAST_1, help="runs of each test"),
+    ] = 5,
     seed: Seed = 0,
     build: Annotated[str | None, Parameter(help="build_commit, to tell two files apart")] = None,
-    output: Annotated[str, Parameter(name=["--output", "-o"])] = "md",
-    out: Annotated[Path | None, Parameter(help="run folder to write, too")] = None,
+    output: Annotated[
+        str, Parameter(name=["--output", "-o"], help="md, csv, json, jsonl or sql")
+    ] = "md",
+    out: Annotated[
+        Path | None,
+        Parameter(help="run folder to write, too; OUT-1, OUT-2, ... for several engines"),
+    ] = None,
     repeat: RepeatFlags = DEFAULT_REPEAT,
-    config: EngineFlags = DEFAULT_CONFIG,
+    config: BenchFlags = DEFAULT_BENCH,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
-    """llama-bench's tests under its names: md, csv, json, jsonl or sql (lists as 512,1024)."""
+    """llama-bench's tests under its names, with its lists: 512,1024, 1-8, 128-512+128, 1-8*2.
+
+    A row for each test, model, and combination of -ngl, -t, -ub, -b and -fa.
+    """
     from workbench.bench import llama_bench
     from workbench.frames import known_columns
 
     if output not in llama_bench.FORMATS:
         raise UsageError(f"-o {output!r}: choose one of {', '.join(llama_bench.FORMATS)}")
     until = repeat.arguments()
-    prompts, gens = parse_sizes("-p", n_prompt), parse_sizes("-n", n_gen)
-    depths = parse_sizes("-d", n_depth)
-    pairs = [_pair(pg)] if pg else []
+    prompts, gens, depths = numbers("-p", n_prompt), numbers("-n", n_gen), numbers("-d", n_depth)
+    pairs = [_pair(text) for text in pg or ()]
     needed = max(test.n_cells for test in llama_bench.workloads(prompts, gens, depths, pairs))
-    check_new(out)
-    if needed > config.n_ctx:  # as llama-bench: the context is what the tests need
-        config = dataclasses.replace(config, n_ctx=needed)
-    with load(model, config, toggles) as engine:
-        rows = llama_bench.bench(
-            engine, prompts, gens, depths, repetitions, pairs, seed=seed, build=build, out=out,
-            on_row=lambda row: say(row.line()), **until,
-        )  # fmt: skip
+    engines = [(path, settings) for path in model for settings in config.each()]
+    folders = _folders(out, len(engines))
+    for folder in folders:
+        check_new(folder)
+    rows: list[llama_bench.BenchRow] = []
+    for (path, settings), folder in zip(engines, folders, strict=True):
+        # as llama-bench: the context is what the tests need
+        settings = dataclasses.replace(settings, n_ctx=max(needed, settings.n_ctx))
+        with load(path, settings, toggles) as engine:
+            rows += llama_bench.bench(
+                engine, prompts, gens, depths, repetitions, pairs, seed=seed, build=build,
+                out=folder, on_row=lambda row: say(row.line()), **until,
+            )  # fmt: skip
     print(llama_bench.format_rows(rows, output, known_columns()), end="")
 
 
+def _folders(out: Path | None, n: int) -> list[Path | None]:
+    """Where the runs of n engines go."""
+    if out is None or n == 1:
+        return [out] * n
+    return [out.with_name(f"{out.name}-{i}") for i in range(1, n + 1)]
+
+
 def _pair(text: str) -> tuple[int, int]:
-    sizes = parse_sizes("-pg", text)
+    sizes = numbers("-pg", text)
     if len(sizes) != 2:
         raise UsageError(f"-pg {text!r} is no pair of sizes; write it as 512,128")
     return sizes[0], sizes[1]
@@ -84,7 +124,7 @@ def ab(
     model: ModelPath,
     toggle: Annotated[str, Parameter(help="as sync=per_copy,copy_boundary")],
     test: Annotated[str, Parameter(help="as tg32 or pp64,tg32")] = "tg32",
-    rounds: int = 10,
+    rounds: Annotated[Whole, Parameter(help="runs of each arm, in turn; 5 or more")] = 10,
     seed: Seed = 0,
     out: Annotated[Path | None, Parameter(name=["--out", "-o"], help="run folder to write")] = None,
     resume: Annotated[bool, Parameter(negative="", help="continue the run in --out")] = False,
@@ -136,7 +176,10 @@ def perplexity(
     sizes: Annotated[
         str | None, Parameter(help="tokens computed at once, as 512,1: a run OUT-ubN for each")
     ] = None,
-    out: Annotated[Path | None, Parameter(name=["--out", "-o"], help="run folder to write")] = None,
+    out: Annotated[
+        Path | None,
+        Parameter(name=["--out", "-o"], help=f"run folder; default: a new one in {RUNS}"),
+    ] = None,
     config: EngineFlags = DEFAULT_CONFIG,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
@@ -173,13 +216,18 @@ def perplexity(
 @app.command
 def bench_kernels(
     *,
-    device: str = "auto",
-    threads: Annotated[int, Parameter(help="of a CPU device; 0: every core")] = 0,
+    device: DeviceName = "auto",
+    threads: Annotated[
+        Whole, Parameter(name=["--threads", "-t"], help="of a CPU device; 0: every core")
+    ] = 0,
     types: Annotated[str, Parameter(help="as Q4_0,F16, or all")] = "all",
     shapes: Annotated[str, Parameter(help="as 8b.o, or 8b for all of a model, or all")] = "all",
     batch: Annotated[str, Parameter(help="tokens, as 1,2,4,8 or 1-8")] = "1",
     seed: Seed = 0,
-    out: Annotated[Path | None, Parameter(name=["--out", "-o"], help="run folder to write")] = None,
+    out: Annotated[
+        Path | None,
+        Parameter(name=["--out", "-o"], help=f"run folder; default: a new one in {RUNS}"),
+    ] = None,
     quick: Annotated[bool, Parameter(negative="", help="see that it works; no figures")] = False,
 ) -> None:
     """Time the products of real shapes, cold, against the read bandwidth; writes a run folder."""
@@ -188,6 +236,7 @@ def bench_kernels(
     from workbench.frames import show
     from workbench.report import roofline
 
+    check_computes(device)
     plan = kernel_bench.Plan(
         kernel_cases.parse_types(types), kernel_cases.parse_shapes(shapes),
         kernel_cases.parse_batches(batch), quick, seed,
@@ -214,9 +263,11 @@ def bench_kernels(
 
 @app.command
 def report(
-    *notebooks: str,
-    out: Path = Path("reports"),
-    device: str = "auto",
+    *notebooks: Annotated[
+        str, Parameter(help=f"names in {NOTEBOOKS}/; none: {', '.join(DEFAULT_NOTEBOOKS)}")
+    ],
+    out: Annotated[Path, Parameter(help="folder of the pages")] = Path("reports"),
+    device: DeviceName = "auto",
     parameter: Annotated[
         list[tuple[str, str]] | None,
         Parameter(name=["--parameter", "-p"], help="a notebook parameter, as: -p repeats 5"),
@@ -230,6 +281,7 @@ def report(
     from workbench.report.render import check_pages, render_all
     from workbench.report.tables import show, speedup_table
 
+    check_computes(device)
     paths = [NOTEBOOKS / f"{Path(name).stem}.ipynb" for name in notebooks or DEFAULT_NOTEBOOKS]
     check_pages(paths, out)
     chosen, reason = choose_device(device)

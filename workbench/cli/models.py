@@ -8,19 +8,20 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from workbench.cli.common import MODELS, model_app, say
+from workbench.cli.common import MODELS, AsJson, Seed, model_app, say
+from workbench.model.presets import PRESETS, QUANTS
 
 
 @model_app.command
 def synth(
-    preset: str,
-    quant: str,
-    out: Path,
+    preset: Annotated[str, Parameter(help=f"shape: {', '.join(PRESETS)}")],
+    quant: Annotated[str, Parameter(help=f"type of the weights: {', '.join(QUANTS)}")],
+    out: Annotated[Path, Parameter(help="GGUF file to write")],
     /,
     *,
-    head: str | None = None,
-    seed: int = 0,
-    force: bool = False,
+    head: Annotated[str | None, Parameter(help="type of the head alone")] = None,
+    seed: Seed = 0,
+    force: Annotated[bool, Parameter(negative="", help="write over a file that exists")] = False,
 ) -> None:
     """Write a model of a real shape with random weights (--head TYPE sets the head's type)."""
     from workbench.model.synth import write_model
@@ -29,7 +30,7 @@ def synth(
 
 
 @model_app.command
-def tiny(out: Path = MODELS, /) -> None:
+def tiny(out: Annotated[Path, Parameter(help="folder to write them in")] = MODELS, /) -> None:
     """Write the tiny models that tests and notebooks use."""
     from workbench.model.synth import write_tiny_models
 
@@ -38,10 +39,10 @@ def tiny(out: Path = MODELS, /) -> None:
 
 @model_app.command
 def inspect(
-    file: Path,
+    file: Annotated[Path, Parameter(help="GGUF file")],
     /,
     *,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    as_json: AsJson = False,
     expand: Annotated[
         Literal["f16", "q8_0"], Parameter(help="what types without kernels become when loaded")
     ] = "f16",

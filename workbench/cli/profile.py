@@ -17,6 +17,7 @@ from workbench.cli.common import (
     ModelPath,
     Seed,
     ToggleFlags,
+    Whole,
     app,
     load,
     say,
@@ -45,7 +46,7 @@ def profile(
         str, Parameter(help="a row for each: op, node (of a layer) or kernel (CUPTI's name)")
     ] = "op",
     repetitions: Annotated[
-        int,
+        Whole,
         Parameter(name=["--repetitions", "-r"], validator=AT_LEAST_1, help="untraced runs"),
     ] = 5,
     collector: Annotated[

@@ -114,7 +114,7 @@ class Engine:
 
         loaded = Loaded(path, config, refuse).share()
         try:
-            return cls(loaded, config, toggles)
+            return cls(loaded, loaded.config, toggles)
         finally:
             loaded.release()
 
@@ -247,7 +247,7 @@ class Engine:
         prompt: str | None = None,
         *,
         tokens: Sequence[int] | None = None,
-        max_tokens: int = 32,
+        max_tokens: int | None = 32,
         sampling: Sampling | None = None,
         seed: int = 0,
         on_text: Callable[[str], None] | None = None,
@@ -256,13 +256,13 @@ class Engine:
         """Continues `prompt` (tokenised by the model's own tokenizer) or `tokens` from here.
 
         on_text is given each piece of text as soon as it is known. Generation ends after
-        max_tokens, at an end-of-generation token, when the context is full, or at Ctrl-C, which
-        keeps the tokens made so far. Logits that are not finite raise ModelFileError or
-        WorkbenchError, which names the weight to blame.
+        max_tokens (None: any), at an end-of-generation token, when the context is full, or at
+        Ctrl-C, which keeps the tokens made so far. Logits that are not finite raise ModelFileError
+        or WorkbenchError, which names the weight to blame.
         """
         if (prompt is None) == (tokens is None):
             raise UsageError("give either a prompt or token ids")
-        if max_tokens < 0:
+        if max_tokens is not None and max_tokens < 0:
             raise UsageError(f"max_tokens={max_tokens} must be 0 or more")
         ids = self.tokenizer.encode(prompt) if prompt is not None else list(tokens or ())
         as_text = prompt is not None or on_text is not None

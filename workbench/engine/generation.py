@@ -16,19 +16,26 @@ from workbench.model.sampler import Sampler
 from workbench.progress import HIDDEN, Bar, bar
 from workbench.trace.spans import now_ns
 
+CONTEXT_FULL, END_OF_TEXT, INTERRUPTED = "n_ctx", "end of text", "interrupted"
+
 
 @dataclass
 class Generation:
     """What `generate` made. prefill_us: the prompt, in all; token_us: each token after it.
 
-    interrupted: Ctrl-C ended it; what was made until then is here.
+    stopped: why it ended: `max_tokens`, `end of text`, `n_ctx` (the context is full) or, with
+    Ctrl-C, `interrupted`; what was made until then is here.
     """
 
     tokens: list[int] = field(default_factory=list)
     text: str | None = None
     prefill_us: float = 0.0
     token_us: list[float] = field(default_factory=list)
-    interrupted: bool = False
+    stopped: str = "max_tokens"
+
+    @property
+    def interrupted(self) -> bool:
+        return self.stopped == INTERRUPTED
 
     @property
     def tokens_per_second(self) -> float:
@@ -63,7 +70,7 @@ def continued(
     engine: Any,
     ids: list[int],
     as_text: bool,
-    max_tokens: int,
+    max_tokens: int | None,
     sampler: Sampler,
     on_text: Callable[[str], None] | None,
     stop_at_eos: bool,
@@ -74,6 +81,8 @@ def continued(
 
     stops = engine.tokenizer.eog_ids if stop_at_eos and as_text else frozenset()
     decoder = StreamDecoder(engine.tokenizer) if as_text else None
+    room = engine.config.n_ctx - engine.n_past - len(ids) + 1  # the last token needs no cell
+    most = room + 1 if max_tokens is None else max_tokens
     made, pieces = Generation(), []
 
     def say(piece: str) -> None:
@@ -86,23 +95,27 @@ def continued(
             start = now_ns()
             logits = engine.prefill(ids, left=left)
             made.prefill_us = (now_ns() - start) / 1e3
-        with _left(max_tokens, on_text) as left:
-            while len(made.tokens) < max_tokens:
+        with _left(min(most, room), on_text) as left:
+            while len(made.tokens) < most:
                 require_finite(engine.model, logits[-1], engine.n_past - 1)
                 token = sampler(logits[-1])
                 if token in stops:
+                    made.stopped = END_OF_TEXT
                     break
                 made.tokens.append(token)
                 if decoder is not None:
                     say(decoder.feed(token))
-                if len(made.tokens) == max_tokens or engine.cache.n_used == engine.config.n_ctx:
+                if len(made.tokens) == most:
+                    break
+                if engine.cache.n_used == engine.config.n_ctx:
+                    made.stopped = CONTEXT_FULL
                     break
                 start = now_ns()
                 logits = engine.step([token])
                 made.token_us.append((now_ns() - start) / 1e3)
                 left.update()
     except KeyboardInterrupt:
-        made.interrupted = True
+        made.stopped = INTERRUPTED
         engine.synchronize()  # the step cut short still reads staging memory
     if decoder is not None:
         say(decoder.flush())

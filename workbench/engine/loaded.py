@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -55,6 +56,8 @@ class Loaded:
         self.backends: list[Backend] = []
         self.memory: dict[Buffer, Memory] = {}
         self.model = Model(path, config.expand)
+        if config.n_ctx == 0:
+            self.config = config = dataclasses.replace(config, n_ctx=self.model.n_ctx_train)
         try:
             self.device, self.device_reason = choose_device(config.device)
             self.backends.append(open_backend("host", config.threads))

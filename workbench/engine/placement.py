@@ -17,7 +17,7 @@ from workbench.program.commands import DEVICE, HOST
 class Placement:
     """Of one model on a host and so many devices, each of which has neighbouring layers.
 
-    Raises UsageError for more layers than there are, for devices left without any, and for an
+    Raises UsageError for layers where there is no device, for devices left without any, and for an
     override that matches no weight or names a device where there is none.
     """
 
@@ -29,12 +29,8 @@ class Placement:
                 f"n_gpu_layers={wanted} and the host device has no GPU to put layers on; use 0, or "
                 "another device"
             )
-        if wanted > n_layer + 1:
-            raise UsageError(
-                f"n_gpu_layers={wanted}: {model.path} has {n_layer} layers and an output, "
-                f"{n_layer + 1} in all; use -1 for everything"
-            )
-        on_device = (n_layer + 1 if wanted < 0 else wanted) if n_devices else 0
+        every = wanted < 0 or wanted > n_layer  # more is everything, as in llama.cpp
+        on_device = (n_layer + 1 if every else wanted) if n_devices else 0
         if 0 < on_device < n_devices:
             raise UsageError(
                 f"n_devices={n_devices}: n_gpu_layers={wanted} leaves some without layers; use "

@@ -1,0 +1,125 @@
+"""Help: every parameter of every command has a line, and what a newcomer looks for is in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+from cyclopts import App
+from cyclopts.argument import ArgumentCollection
+
+from workbench.cli import main
+from workbench.cli.common import app
+from workbench.config import FAMILIES, Toggles
+from workbench.model.presets import PRESETS, QUANTS
+from workbench.toggles import fixed_presets, preset_names
+
+
+def commands(of: App = app, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:
+    """Every command with a function, by its words."""
+    for name in of:
+        if not name.startswith("-"):
+            found = of[name]
+            if found.default_command is not None:
+                yield (*names, name), found
+            yield from commands(found, (*names, name))
+
+
+EVERY = dict(commands())
+WITH_TOGGLES = [
+    words for words, command in EVERY.items()
+    if any("--preset" in a.names for a in command.assemble_argument_collection())
+]  # fmt: skip
+
+
+def leaves(command: App) -> ArgumentCollection:
+    """The arguments that a person can give."""
+    return command.assemble_argument_collection().filter_by(parse=True)
+
+
+def shown(capsys, *words: str) -> str:
+    """The text of `--help`, spaces and frames folded."""
+    main([*words, "--help"])
+    return " ".join(re.sub(r"[│╭╮╰╯─•*]", " ", capsys.readouterr().out).split())
+
+
+def test_every_command_is_walked():
+    assert {" ".join(words) for words in EVERY} >= {
+        "run", "logits", "program", "check", "bench", "ab", "perplexity", "bench-kernels", "report",
+        "profile", "toggles", "model synth", "model tiny", "model inspect",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("words", EVERY, ids=" ".join)
+def test_every_parameter_has_a_line_and_every_command_too(words):
+    command = EVERY[words]
+    assert command.help or command.default_command.__doc__
+    bare = [a.name for a in leaves(command) if a.show and not (a.parameter.help or "").strip()]
+    assert not bare, f"{' '.join(words)}: no help for {bare}"
+
+
+@pytest.mark.parametrize("words", EVERY, ids=" ".join)
+def test_whole_numbers_are_read_strictly(words):
+    """cyclopts rounds 1.5 to 1; every `int` has a converter that does not."""
+    loose = [a.name for a in leaves(EVERY[words]) if a.hint is int and not a.parameter.converter]
+    assert not loose, f"{' '.join(words)}: use Whole for {loose}"
+
+
+@pytest.mark.parametrize("words", WITH_TOGGLES, ids=" ".join)
+def test_toggles_list_their_values_with_a_word_on_each(capsys, words):
+    text = shown(capsys, *words)
+    for name in Toggles.names():
+        meta = Toggles._field(name).metadata
+        assert f"--{name.replace('_', '-')} STR {meta['about']}" in text
+        if not any(name in Toggles.members(family) for family in FAMILIES):
+            for value in meta["values"]:
+                baseline = " (baseline)" if value == getattr(Toggles(), name) else ""
+                assert f"{value.value}{baseline}: {value.word}" in text
+    for name in preset_names():
+        assert f" {name}: " in text
+    for values in fixed_presets().values():
+        assert " ".join(f"{k}={v}" for k, v in values.items()) in text
+    assert "--fuse STR every --fuse-... that is not given itself: off or on" in text
+
+
+@pytest.mark.parametrize("words", WITH_TOGGLES, ids=" ".join)
+def test_llama_cpp_s_names_are_in_it(capsys, words):
+    text = shown(capsys, *words)
+    for flag in ("-m", "-ngl", "-ot", "-t", "-c", "-ub", "-b", "-fa"):
+        assert re.search(rf"(^| ){flag} ", text), flag
+    assert "ffn_. =host" in text or "ffn_.*=host" in text
+
+
+def test_synth_names_its_shapes_and_types_and_defaults_their_folders(capsys):
+    text = shown(capsys, "model", "synth")
+    assert all(name in text for name in (*PRESETS, *QUANTS))
+    assert "data/models" in shown(capsys, "model", "tiny")
+    assert "data/runs" in shown(capsys, "bench-kernels")
+    assert "data/runs" in shown(capsys, "perplexity")
+    assert "reports" in shown(capsys, "report") and "00_tour" in shown(capsys, "report")
+
+
+# workbench toggles --------------------------------------------------------------------------------
+
+
+def test_the_table_of_toggles(capsys):
+    main(["toggles"])
+    out = capsys.readouterr().out
+    for name in Toggles.names():
+        meta = Toggles._field(name).metadata
+        (line,) = [row for row in out.splitlines() if row.startswith(f"| {name} ")]
+        row = [cell.strip() for cell in line.strip("|").split("|")]
+        assert row[0] == name and set(row[1].split(", ")) == set(Toggles.values(name))
+        assert row[1].split(", ")[0] == getattr(Toggles(), name)
+        assert row[2:] == [meta["thread"], meta["room"], meta["answer"]]
+    assert all(f"  {name}: " in out for name in preset_names())
+
+
+def test_the_table_as_json_has_a_word_on_each_value(capsys):
+    main(["toggles", "--json"])
+    found = {row["toggle"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(found) == Toggles.names()
+    assert all(word for row in found.values() for word in (row["about"], *row["values"].values()))
+    assert set(found["sync"]["values"]) == set(Toggles.values("sync"))

@@ -1,0 +1,110 @@
+"""llama-bench's lists: `512,1024`, `1-8`, `128-512+128`, `1-8*2`, or a flag given several times."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import field, fields
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+from cyclopts import Parameter
+
+from workbench.cli.flags import EngineSettings
+from workbench.errors import UsageError
+
+MOST_NUMBERS = 1000  # that one list may stand for
+_RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?")
+Listed = Annotated[list[str], Parameter(negative="", consume_multiple=False)]
+
+
+def numbers(flag: str, texts: str | Iterable[str]) -> list[int]:
+    """The whole numbers of a list, in its order. Raises UsageError, naming `flag`, for anything
+    else and for a range that does not end."""
+    given = [texts] if isinstance(texts, str) else list(texts)
+    return [n for text in given for part in text.split(",") for n in _numbers(flag, part.strip())]
+
+
+def _numbers(flag: str, part: str) -> list[int]:
+    if re.fullmatch(r"-?\d+", part):
+        return [int(part)]
+    found = _RANGE.fullmatch(part)
+    if found is None:
+        raise UsageError(
+            f"{flag} {part!r} is no list of whole numbers; write them as 512,1024, or 1-8*2"
+        )
+    first, last, step = int(found[1]), int(found[2]), int(found[4] or 1)
+    stuck = step < 1 or (found[3] == "*" and (step < 2 or first < 1))
+    if first > last or stuck:
+        raise UsageError(f"{flag} {part!r} is a range that does not end; write it as 1-8*2")
+    many = itertools.takewhile(lambda n: n <= last, _walk(first, step, found[3] == "*"))
+    out = list(itertools.islice(many, MOST_NUMBERS + 1))
+    if len(out) > MOST_NUMBERS:
+        raise UsageError(f"{flag} {part!r} stands for more than {MOST_NUMBERS} numbers; give fewer")
+    return out
+
+
+def _walk(first: int, step: int, by_product: bool) -> Iterator[int]:
+    n = first
+    while True:
+        yield n
+        n = n * step if by_product else n + step
+
+
+LISTED = ("n_ubatch", "threads", "n_gpu_layers", "n_batch", "flash_attn")
+
+
+class SeveralSettings:
+    """`EngineSettings` in which LISTED take lists; its fields are made by `_several`."""
+
+    def each(self) -> list[EngineSettings]:
+        """One for each combination that makes an engine of its own. Raises UsageError."""
+        given: dict[str, list[Any]] = {}
+        for f in fields(EngineSettings):
+            value = getattr(self, f.name)
+            if f.name not in LISTED:
+                given[f.name] = [value]
+            elif value is None:
+                given[f.name] = [f.default]
+            elif f.name == "flash_attn":
+                given[f.name] = [part for text in value for part in text.split(",")]
+            else:
+                given[f.name] = numbers(f"--{f.name.replace('_', '-')}", _as_numbers(value))
+        names = list(given)
+        every = [
+            EngineSettings(**dict(zip(names, chosen, strict=True)))
+            for chosen in itertools.product(*given.values())
+        ]
+        return list({settings.plain(): settings for settings in every}.values())  # alike: one
+
+
+def _as_numbers(texts: Sequence[str]) -> list[str]:
+    """As llama.cpp has it, all the layers are `all`, too."""
+    return [{"all": "-1", "auto": "-1"}.get(text, text) for text in texts]
+
+
+def _several() -> type[SeveralSettings]:
+    hints = get_type_hints(EngineSettings, include_extras=True)
+    made = []
+    for f in fields(EngineSettings):
+        hint, default = hints[f.name], f.default
+        if f.name in LISTED:
+            own = next(p for p in reversed(hint.__metadata__) if getattr(p, "help", None))
+            said = f"{own.help}. Default: {default}. A list, as llama-bench takes it"
+            own = Parameter(name=own.name, group=own.group, help=said, show_default=False)
+            hint, default = Annotated[Listed | None, own], None
+        made.append((f.name, hint, field(default=default)))
+    several = dataclasses.make_dataclass(
+        "SeveralEngines", made, bases=(SeveralSettings,), frozen=True
+    )
+    several.__module__ = __name__
+    return several
+
+
+if TYPE_CHECKING:
+    SeveralEngines = SeveralSettings
+else:
+    SeveralEngines = _several()
+BenchFlags = Annotated[SeveralEngines, Parameter(name="*")]
+DEFAULT_BENCH = SeveralEngines()
