@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import numpy as np
@@ -80,7 +81,7 @@ def test_window_draws_what_lies_in_it() -> None:
     (ax,) = fig.axes
     assert ax.get_xlim()[0] == 0 and ax.get_xlim()[1] < 0.21
     # the device has begun no launch but the first two by 200 ns
-    assert "2 spans\n0 us busy" in texts(fig)
+    assert "2 spans\n0.1 us busy" in texts(fig)
 
 
 def test_pair_shares_one_time_axis_and_marks_both_ends() -> None:
@@ -91,7 +92,7 @@ def test_pair_shares_one_time_axis_and_marks_both_ends() -> None:
     assert above.get_position().y0 > below.get_position().y0
     said = texts(fig)
     assert said[-2:] == ["off: per_copy", "on: implicit"]
-    assert " 30 us " in said and " 10 us " in said  # their own ends
+    assert "30 us in all" in said and "10 us in all" in said  # their own ends
     assert n_boxes(above) > n_boxes(below) > 200
     with pytest.raises(ValueError, match="not in this timeline"):
         plots.timeline_pair(slow, fast, step=7)
@@ -201,3 +202,126 @@ def test_any_number_of_timelines_on_one_axis() -> None:
     assert [ax.get_title(loc="left") for ax in fig.axes] == ["a", "b", "c"]
     assert len({ax.get_xlim() for ax in fig.axes}) == 1
     assert len(plots.timelines({"one": timeline()}).axes) == 1
+
+
+def per_copy(n_copies: int = 6, copy_us: int = 40, late_us: int = 0) -> Timeline:
+    """A step as `per_copy` issues it on a slow host: wait, copy, wait for each input, then a
+    launch; the device's copies are late_us behind."""
+    spans, at, index = [], 0, 0
+    for n in range(n_copies):
+        for name, category in (
+            ("wait stream", "sync"),
+            (f"in{n}", "copy"),
+            (f"wait in{n}", "sync"),
+        ):
+            args = {"index": index, "step": 0, "split": 1, "on": "embedded stream 1"}
+            spans.append(Span(name, category, "host", at * 1000, (at + copy_us) * 1000, args))
+            if category == "copy":
+                start = (at + late_us) * 1000
+                spans.append(
+                    Span(name, "device", "embedded stream 1", start, start + 2000,
+                         args | {"kind": "copy"})
+                )  # fmt: skip
+            at, index = at + copy_us, index + 1
+    launch = {"index": index, "step": 0, "split": 1, "op": "mul_mat"}
+    spans.append(Span("q", "launch", "host", at * 1000, at * 1000 + 5000, launch))
+    spans.append(Span("q", "device", "embedded stream 0", at * 1000, at * 1000 + 10**7,
+                      launch | {"kind": "launch"}))  # fmt: skip
+    end = at * 1000 + 10**7
+    spans.append(Span("wait logits", "sync", "host", at * 1000 + 6000, end, {"index": index + 1,
+                 "step": 0, "split": -1}))  # fmt: skip
+    spans.append(Span("step 0", "step", "host", 0, end, {"step": 0}))
+    return Timeline(spans)
+
+
+def drawn_copies(fig, lane: int) -> list[int]:
+    """How many copies each axes shows whole in its lane number `lane`, within its limits."""
+    from matplotlib.colors import to_rgba
+
+    from workbench.report.timelines import LOOKS
+
+    found, colour = [], to_rgba(LOOKS["copy"].colour)
+    for ax in fig.axes:
+        low, high = ax.get_xlim()
+        y = ax.get_yticks()[lane]
+        filled = [c for c in ax.collections if len(c.get_facecolor())]
+        copies = [c for c in filled if tuple(c.get_facecolor()[0]) == colour]
+        boxes = [path.get_extents() for c in copies for path in c.get_paths()]
+        found.append(sum(low <= b.x0 and b.x1 <= high and b.y0 < y < b.y1 for b in boxes))
+    return found
+
+
+@pytest.mark.parametrize("copy_us", [3, 40, 900])
+def test_the_window_of_the_inputs_shows_all_copies_of_every_side(copy_us: int) -> None:
+    sides = {"slow": per_copy(copy_us=copy_us), "quick": per_copy(copy_us=max(copy_us // 10, 1))}
+    fig = plots.timelines(sides, window_us="inputs")
+    assert drawn_copies(fig, 0) == [6, 6] and drawn_copies(fig, 2) == [6, 6]
+    inputs_us = 18 * copy_us
+    assert inputs_us < fig.axes[0].get_xlim()[1] < 1.5 * inputs_us + 10, "and not the whole step"
+    one = plots.timeline(sides["slow"], window_us="inputs")
+    assert drawn_copies(one, 0) == [6]
+
+
+def test_a_device_that_overslept_does_not_squeeze_the_host_s_copies() -> None:
+    fig = plots.timelines({"late": per_copy(late_us=9000)}, window_us="inputs")
+    assert drawn_copies(fig, 0) == [6] and fig.axes[0].get_xlim()[1] < 1000
+    nothing = timeline(1)
+    assert plots.timeline(nothing, window_us="inputs").axes[0].get_xlim()[1] > 0
+
+
+@pytest.mark.parametrize("us", [3, 800, 9_000, 12_000, 19_999, 60_000, 2_000_000])
+def test_ticks_are_numbers_as_people_write_them(us: int) -> None:
+    span = Span("step 0", "step", "host", 0, us * 1000, {"step": 0})
+    fig = plots.timeline(Timeline([span]))
+    fig.canvas.draw()
+    ticks = [t.get_text() for t in fig.axes[0].get_xticklabels()]
+    assert len(ticks) >= 3 and not [t for t in ticks if "e" in t]
+    assert all(float(t.replace(",", "").replace("−", "-")) >= 0 for t in ticks if t[0] != "-")
+
+
+def test_a_tick_s_number() -> None:
+    from workbench.report.style import plain_number
+
+    wanted = {10_000: "10,000", 8_000: "8,000", 1e6: "1,000,000", 0.5: "0.5", 0: "0", 2.25: "2.25"}
+    assert {x: plain_number(x) for x in wanted} == wanted
+
+
+TITLES = {
+    "short": ("off", "on"),
+    "long": ("sync=per_copy, copy_stream=own, graph_reuse=rebuild " * 4, "sync=packed " * 12),
+}
+
+
+@pytest.mark.parametrize("titles", TITLES)
+@pytest.mark.parametrize("n_launches", [(3, 400), (400, 3), (200, 200), (350, 400)])
+def test_no_text_lies_on_another_or_leaves_the_picture(titles: str, n_launches) -> None:
+    before, after = (timeline(n_launches=n) for n in n_launches)
+    fig = plots.timeline_pair(before, after, TITLES[titles])
+    fig.canvas.draw()
+    whole = fig.bbox
+    boxes = []
+    for ax in fig.axes:
+        found = [t for t in (ax._left_title, *ax.texts) if t.get_text().strip()]
+        boxes += [(t.get_text(), t.get_window_extent()) for t in found]
+    for text, box in boxes:
+        assert whole.x0 <= box.x0 and box.x1 <= whole.x1 + 1, text
+    for i, (text, box) in enumerate(boxes):
+        for other, there in boxes[i + 1 :]:
+            assert not box.overlaps(there), f"{text!r} lies on {other!r}"
+
+
+def test_tables_of_a_notebook_show_their_cells_whole_and_no_backticks() -> None:
+    from workbench.report import proofs
+
+    parts = "mul_mat + rms_scale + mul_mat + rms_scale + mul_mat + rms_scale + rope + set_rows"
+    ops = [SimpleNamespace(op=op, parts=[]) for op in parts.split(" + ")]
+    node = SimpleNamespace(op="qkv", name="qkv-0", layer=0, parts=ops)
+    program = SimpleNamespace(commands=[SimpleNamespace(kind="launch", node=node)])
+    for part in ops:
+        part.layer = 0
+    table = tables.nodes_table(program)
+    assert table["parts"].tolist() == [parts]
+    assert parts in table._repr_html_() and parts in repr(table).replace("\n  ", " ")
+    row = dict.fromkeys(proofs.COLUMNS, "x") | {"pattern": "h saaaasg", "races": 0}
+    shown = proofs._frame([row, row | {"pattern": "h sasg"}])._repr_html_()
+    assert "<code>h saaaasg</code>" in shown and "`" not in shown

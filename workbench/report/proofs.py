@@ -15,6 +15,7 @@ import pandas as pd
 
 from workbench.config import CopyStream, HostSource, NCopies, StepWait, SyncMode, Toggles
 from workbench.errors import UsageError
+from workbench.frames import Table
 from workbench.program import hazards
 from workbench.program.commands import RESULT, Copy, Place, Program, Sync, Wait
 from workbench.program.letters import once
@@ -125,7 +126,7 @@ def record_table() -> pd.DataFrame:
                 "after": len(hazards.races(case.after)),
             }
         )
-    return Whole(rows)
+    return Table(rows)
 
 
 def recorded(folder: Path) -> str:
@@ -180,20 +181,8 @@ def exhaustive(folder: Path) -> str:
     )
 
 
-class Whole(pd.DataFrame):
-    """A frame whose cells are shown whole in a notebook."""
-
-    @property
-    def _constructor(self) -> type[Whole]:
-        return Whole
-
-    def _repr_html_(self) -> str:
-        with pd.option_context("display.max_colwidth", None):
-            return super()._repr_html_()
-
-
 def _frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    table = Whole(rows, columns=list(COLUMNS))
+    table = Table(rows, columns=list(COLUMNS))
     table["pattern"] = [f"`{pattern}`" for pattern in table["pattern"]]
     racing = table["races"] > 0
     for name in ("superfluous", "sufficient"):

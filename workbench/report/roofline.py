@@ -78,9 +78,9 @@ def roofline(run: Mapping[str, Any]) -> Any:
     A colour and a marker for each type; filled: the last way to launch (pdl where there is one),
     hollow: plain. Raises ValueError where the run has no rows, ImportError without matplotlib.
     """
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    from workbench.report.style import FONT, INK, picture
+    from workbench.report.style import FONT, INK, picture, plain_number
 
     rows, result = pd.DataFrame(run["result"]["rows"]), run["result"]
     if rows.empty:
@@ -106,7 +106,7 @@ def roofline(run: Mapping[str, Any]) -> Any:
     left.set_yscale("log")
     for axis in (left.xaxis, left.yaxis):  # numbers, not powers: the axes span little more than ten
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter("{x:g}")
+        axis.set_major_formatter(FuncFormatter(plain_number))
         axis.set_minor_formatter(NullFormatter())
     left.set_xlabel("operations for each byte of weights", fontsize=FONT)
     left.set_ylabel("GFLOP/s", fontsize=FONT)

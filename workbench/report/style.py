@@ -50,6 +50,11 @@ def picture(width: float, height: float) -> Picture:
     return Picture(figsize=(width, height), dpi=110, layout="constrained", facecolor="white")
 
 
+def plain_number(value: float, _: int = 0) -> str:
+    """A tick's number as people write it, never `1e+04`: 0.5, 8,000, 10,000."""
+    return f"{value:,.6f}".rstrip("0").rstrip(".")
+
+
 def plain_axes(ax: Axes) -> None:
     """Only the time axis: rows name themselves."""
     ax.spines[["top", "right", "left"]].set_visible(False)

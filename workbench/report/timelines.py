@@ -6,8 +6,9 @@ Every kind of span has a height or a hatch besides its colour, so the picture ca
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -30,6 +31,7 @@ from workbench.report.style import (
     YELLOW,
     picture,
     plain_axes,
+    plain_number,
 )
 
 NOTE = "traced: shows where time goes, not throughput"
@@ -62,19 +64,26 @@ LABELS = {"launch": ("op", "white"), "build": ("name", INK)}
 LANE, BRACKET, SPACE = 0.8, 0.26, 0.3  # heights, in rows
 IN_A_LINE = 6  # of the legend, at most
 MOST_SYNC_LINES = 40  # more would hide what they mark
+TITLE_LETTERS = 105  # in a line; more would run out of the picture
+
+# which part of the time axis is drawn: from and to, in us, `inputs`, or all of it
+Shown = tuple[float, float] | Literal["inputs"] | None
+AND_MORE = 1.15  # of the time until the inputs are there: the first launches are seen, too
+MOST_LATE = 3.0  # of the host's copies: later than this the device's do not widen the picture
 
 
 def timeline(
     frame: Any,
     steps: int | Iterable[int] | None = None,
     title: str | None = None,
-    window_us: tuple[float, float] | None = None,
+    window_us: Shown = None,
 ) -> Figure:
     """Draws the spans of one or more steps: a row per lane, the host's on top, on one time axis.
 
     frame: a profile, a timeline, or the frame of either (columns: `trace.profile.COLUMNS`).
     steps: the step or steps to draw, None for all there are. Time is in us from their start;
-    window_us draws that much of it only. Raises ValueError for steps that are not there.
+    window_us draws that much of it only; `inputs` is what it takes until all input copies are done,
+    and a little more. Raises ValueError for steps that are not there.
     The host's row has three storeys: steps, splits, commands. A triangle and a dashed line mark
     each point where the host stops to wait and goes on.
     """
@@ -82,11 +91,11 @@ def timeline(
     lanes = _lanes(part)
     fig = picture(11, 1.35 + 0.52 * (len(lanes) + 1))
     ax = fig.add_subplot()
-    _draw(ax, part, lanes, window_us or (0, _extent_us(part)))
+    _draw(ax, part, lanes, _window(window_us, [part]))
     if title is None:
         names = part.loc[part["category"] == "step", "name"]
         title = f"{len(names)} steps" if len(names) > 1 else next(iter(names), "timeline")
-    ax.set_title(title, loc="left", fontsize=FONT + 2, fontweight="bold")
+    _title(ax, title)
     _finish(fig, [ax], part)
     return fig
 
@@ -96,14 +105,15 @@ def timeline_pair(
     after: Any,
     labels: Sequence[str] = ("off", "on"),
     step: int | None = None,
-    window_us: tuple[float, float] | None = None,
+    window_us: Shown = None,
 ) -> Figure:
     """The same token twice on one time axis, before above after, each from its own start.
 
     before, after: as for `timeline`. step: its number; by default the token that both have whose
     times lie nearest to the medians (where they share none, each one's own), so that a token that
-    was disturbed does not stand for all. window_us draws that much of the time axis only. The end
-    of each step is marked with its time. Raises ValueError for a step that one of them has not.
+    was disturbed does not stand for all. window_us as for `timeline`; with `inputs`, all copies of
+    each side are seen. The end of each step is marked, and its time stands beside it. Raises
+    ValueError for a step that one of them has not.
     """
     return _stacked([_frame(before), _frame(after)], list(labels), step, window_us)
 
@@ -111,7 +121,7 @@ def timeline_pair(
 def timelines(
     sources: Mapping[str, Any],
     step: int | None = None,
-    window_us: tuple[float, float] | None = None,
+    window_us: Shown = None,
 ) -> Figure:
     """As `timeline_pair`, for any number of timelines by name, the first on top."""
     return _stacked([_frame(s) for s in sources.values()], list(sources), step, window_us)
@@ -121,7 +131,7 @@ def _stacked(
     frames: list[pd.DataFrame],
     labels: list[str],
     step: int | None,
-    window_us: tuple[float, float] | None,
+    window_us: Shown,
 ) -> Figure:
     numbers = [step] * len(frames) if step is not None else _typical(frames)
     parts = [_steps(frame, number) for frame, number in zip(frames, numbers, strict=True)]
@@ -129,9 +139,10 @@ def _stacked(
     ends = [_extent_us(p) for p in parts]
     fig = picture(11, (2.0 + 1.04 * (len(lanes) + 1)) * len(frames) / 2)
     axes = list(np.atleast_1d(fig.subplots(len(frames), 1, sharex=True)))
+    window = _window(window_us, parts)
     for ax, part, label, end in zip(axes, parts, labels, ends, strict=True):
-        _draw(ax, part, lanes, window_us or (0, max(ends)), own_end=end)
-        ax.set_title(label, loc="left", fontsize=FONT + 2, fontweight="bold")
+        _draw(ax, part, lanes, window, own_end=end)
+        _title(ax, label)
     for ax in axes[:-1]:
         ax.tick_params(labelbottom=False)
         ax.set_xlabel("")
@@ -172,6 +183,35 @@ def _extent_us(part: pd.DataFrame) -> float:
     return float((part["start_us"] + part["dur_us"]).max()) if len(part) else 1.0
 
 
+def _window(shown: Shown, parts: Sequence[pd.DataFrame]) -> tuple[float, float]:
+    """From and to, us, of an axis that all of `parts` share."""
+    if isinstance(shown, tuple):
+        return shown
+    end = max(_extent_us(part) for part in parts)
+    if shown == "inputs" and (host := max(_inputs_us(part, "host") for part in parts)):
+        device = max(_inputs_us(part, "device") for part in parts)
+        # a device that overslept would leave of the host's part a line
+        inputs = max(host, device) if device <= MOST_LATE * host else host
+        end = min(end, AND_MORE * inputs)
+    return 0, end
+
+
+def _inputs_us(part: pd.DataFrame, on: str) -> float:
+    """When the last input copy was done on the host or the device (`on`), with the waits for it;
+    0 where there is none. Copies of results belong to no split."""
+    device = part["category"] == "device"
+    kind = part["kind"].where(device, part["category"])
+    inputs = kind.isin(["copy", "sync", "record", "wait"]) & (part["split"] >= 0)
+    ends = (part["start_us"] + part["dur_us"])[inputs & (device == (on == "device"))]
+    return float(ends.max()) if len(ends) else 0.0
+
+
+def _title(ax: Axes, text: str) -> None:
+    """At the left above the axes, on as many lines as it needs."""
+    lines = textwrap.fill(text, TITLE_LETTERS)
+    ax.set_title(lines, loc="left", fontsize=FONT + 2, fontweight="bold")
+
+
 def _clip(part: pd.DataFrame, first: float, last: float) -> pd.DataFrame:
     """What of the spans lies in first..last us."""
     starts, ends = part["start_us"], part["start_us"] + part["dur_us"]
@@ -194,6 +234,7 @@ def _draw(
     """One timeline on one axes, which shows `window` us; own_end marks where this one ends."""
     first, last = window
     width = last - first
+    syncs = part[part["category"] == "sync"]
     part = _clip(part, first, last)
     top = 0.0
     centres = []
@@ -216,19 +257,20 @@ def _draw(
             )  # fmt: skip
         top = bottom - SPACE
     if "host" in lanes:
-        _sync_points(ax, part[part["category"] == "sync"], commands_top, top + SPACE)
+        _sync_points(ax, syncs, commands_top, top + SPACE, window)
     ax.set_yticks(centres, lanes, fontsize=FONT)
     ax.set_ylim(top + SPACE - 0.1, 0.1)
     ax.set_xlim(first, last + 0.002 * width)
-    if own_end is not None and own_end <= last:
-        ax.axvline(own_end, color=INK, lw=1)
-        side = "left" if own_end - first < 0.85 * width else "right"
+    if own_end is not None:
+        if own_end <= last:
+            ax.axvline(own_end, color=INK, lw=1)
+        # beside the storeys of the host's row, where nothing else is written
         ax.annotate(
-            f" {_time(own_end)} ", (own_end, 1.0), xycoords=("data", "axes fraction"), ha=side,
-            va="bottom", fontsize=FONT, fontweight="bold",
+            f"{_time(own_end)} in all", (1.005, 1.0), xycoords="axes fraction", va="top",
+            fontsize=FONT - 1, fontweight="bold",
         )  # fmt: skip
     unit = 1e3 if width >= 20_000 else 1
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / unit:,.4g}"))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: plain_number(x / unit)))
     ax.set_xlabel(f"time ({'ms' if unit > 1 else 'us'})", fontsize=FONT)
     plain_axes(ax)
 
@@ -285,14 +327,17 @@ def _label(
         )  # fmt: skip
 
 
-def _sync_points(ax: Axes, syncs: pd.DataFrame, top: float, bottom: float) -> None:
+def _sync_points(
+    ax: Axes, syncs: pd.DataFrame, top: float, bottom: float, window: tuple[float, float]
+) -> None:
     """A triangle where the host begins to wait; a line through all lanes where it goes on."""
+    starts, ends = syncs["start_us"], syncs["start_us"] + syncs["dur_us"]
+    starts, ends = starts[starts.between(*window)], ends[ends.between(*window)]
     ax.plot(
-        syncs["start_us"], np.full(len(syncs), top + 0.04), "v", color=VERMILION, ms=4, mew=0,
+        starts, np.full(len(starts), top + 0.04), "v", color=VERMILION, ms=4, mew=0,
         zorder=5,
     )  # fmt: skip
-    if len(syncs) <= MOST_SYNC_LINES:
-        ends = syncs["start_us"] + syncs["dur_us"]
+    if len(ends) <= MOST_SYNC_LINES:
         ax.vlines(ends, bottom, top, color=VERMILION, lw=0.6, ls=(0, (3, 3)), alpha=0.7, zorder=1)
 
 
@@ -306,7 +351,7 @@ def _busy_us(spans: pd.DataFrame) -> float:
 
 
 def _time(us: float) -> str:
-    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.0f} us"
+    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.0f} us" if us >= 10 else f"{us:.1f} us"
 
 
 def _finish(fig: Figure, axes: list[Axes], part: pd.DataFrame) -> None:
