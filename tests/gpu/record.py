@@ -1,8 +1,8 @@
 """Runs the GPU tests and records what came of them: `python tests/gpu/record.py [--out FILE]`.
 
 Writes data/results/gpu-tests.json (or FILE): date, device, driver, hash of the sources tested
-(`tests/gpu/hashing.py`), counts and duration. Exits as pytest does; a failed run is recorded too.
-With `--two` only what wants two GPUs, into gpu-tests-two.json.
+(`workbench/report/sources.py`), counts and duration. Exits as pytest does. A failed
+run is recorded, too. With `--two` only what wants two GPUs, into gpu-tests-two.json.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.gpu.hashing import source_hash  # noqa: E402
 from workbench.backend.cuda import probe  # noqa: E402
+from workbench.report.sources import source_hash  # noqa: E402
 
 RESULTS = ROOT / "data" / "results"
 TESTS = ROOT / "tests" / "gpu"

@@ -219,7 +219,7 @@ def test_checks_are_clean_only_if_every_tool_ran_and_found_nothing(tmp_path):
     assert met() == "yes"
     table = blocks.correctness_table(tmp_path)
     assert all(f"| {tool} " in table for tool in targets.TOOLS)
-    assert table.endswith("tools: GPU, 55 s in all, sources 01234567, 2026-01-02; "
+    assert table.endswith("tools: GPU, 55 s in all, sources 01234567, 2026-01-02 (older sources); "
                           "compute-sanitizer Version 1.")  # fmt: skip
     for wrong in ({"errors": 1}, {"errors": None}, {"exit": 1}, {"tests": 0}):
         assert met({"racecheck": run | wrong}) == "**missed**"
@@ -235,7 +235,7 @@ def test_checks_are_clean_only_if_every_tool_ran_and_found_nothing(tmp_path):
     (tmp_path / "gpu-tests.json").write_text(json.dumps(tests))
     table = blocks.correctness_table(tmp_path)
     assert re.search(r"make test-gpu .* \| +9 \| +2 \| +9.0 \|", table)
-    assert "make test-gpu: GPU, sources abcdefgh, 2026-01-02, 1 skipped" in table
+    assert "make test-gpu: GPU, sources abcdefgh, 2026-01-02 (older sources), 1 skipped" in table
 
 
 def test_a_cpu_is_held_to_llama_cpp_s(tmp_path):

@@ -13,7 +13,7 @@ import pandas as pd
 
 from workbench.bench.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound
 from workbench.bench.comparison import AB
-from workbench.report import proofs
+from workbench.report import proofs, sources
 from workbench.report.recorded import (
     BATCHED,
     DECODED,
@@ -33,6 +33,7 @@ from workbench.report.recorded import (
     product_shares,
     scored,
 )
+from workbench.report.sources import age, mark
 from workbench.report.tables import markdown
 
 
@@ -50,7 +51,7 @@ def caption(runs: Iterable[OfARun], more: str = "") -> str:
     commits = dict.fromkeys(commit_of(run) for run in found)
     date = min(run["started"][:10] for run in found)
     parts = [" and ".join(devices), *([more] if more else [])]
-    return "; ".join([*parts, f"commit {', '.join(commits)}", date]) + "."
+    return "; ".join([*parts, f"commit {', '.join(commits)}", date]) + f"{mark(*found)}."
 
 
 def _span(values: Iterable[float]) -> str:
@@ -259,14 +260,12 @@ def correctness_table(folder: Path) -> str:
         n = tests["passed"] + tests["failed"]
         rows.append(_checked(run, what, n, tests["failed"], tests["duration_s"]))
         skipped = f", {tests['skipped']} skipped" if tests["skipped"] else ""
-        said.append(f"{run}: {tests['device']}, {_sources(tests)}{skipped}")
+        said.append(f"{run}: {tests['device']}, {age(tests)}{skipped}")
     if tools is not None:
         for name, run in tools["runs"].items():
             what = CHECKS.get(name, "")
             rows.append(_checked(name, what, run["tests"], run["errors"], run["seconds"]))
-        said.append(
-            f"tools: {tools['device']}, {tools['duration_s']:.0f} s in all, {_sources(tools)}"
-        )
+        said.append(f"tools: {tools['device']}, {tools['duration_s']:.0f} s in all, {age(tools)}")
         said.append(f"compute-sanitizer {tools['tool']}")
     if not rows:
         return f"Correctness: {NOT_MEASURED}."
@@ -281,10 +280,6 @@ def _checked(run: str, what: str, tests: int, errors: int | None, seconds: float
     }  # fmt: skip
 
 
-def _sources(found: dict[str, Any]) -> str:
-    return f"sources {found['source_hash'][:8]}, {found['date'][:10]}"
-
-
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "decode-cuda": decode_table,
     "batches-cuda": batches_table,
@@ -295,4 +290,5 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "correctness-cuda": correctness_table,
     "proofs": proofs.recorded,
     "exhaustive": proofs.exhaustive,
+    "sources": sources.table,
 }

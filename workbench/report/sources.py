@@ -1,0 +1,82 @@
+"""Which sources a recorded run is of, and whether those of this checkout are others.
+
+A run on a GPU speaks for the sources that it ran. Nothing fails where they have changed since: the
+pages say of which sources a run is, and mark it where those are older ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workbench.bench import results
+from workbench.checkout import changed_since
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("kernels", "workbench/backend")  # what a figure of a device depends on first
+OLDER = " (older sources)"
+
+
+def source_hash(root: Path = ROOT) -> str:
+    """SHA-256 over names and contents of FOLDERS, as the recorded GPU tests keep it."""
+    files = [*(root / FOLDERS[0]).glob("*.cu*"), *(root / FOLDERS[1]).rglob("*.py")]
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def age(found: Mapping[str, Any]) -> str:
+    """`sources 741a99c4, 2026-11-21`, or `commit 209afd4e, 2026-11-21`: what a run was made of.
+
+    found: a run.json, or a recorded file with a source_hash. It ends with OLDER where FOLDERS have
+    changed since; where no history tells, it does not.
+    """
+    date = str(found.get("started") or found.get("date") or "")[:10]
+    if "source_hash" in found:
+        named = f"sources {found['source_hash'][:8]}"
+    else:
+        named = f"commit {found['commit']['hash'][:8]}"
+    return ", ".join(filter(None, (named, date))) + mark(found)
+
+
+def mark(*found: Mapping[str, Any]) -> str:
+    """OLDER where one of these runs is of older sources, else nothing."""
+    return OLDER if any(map(_is_older, found)) else ""
+
+
+def _is_older(found: Mapping[str, Any]) -> bool:
+    if "source_hash" in found:
+        return bool(found["source_hash"] != source_hash())
+    return _has_changed(found["commit"]["hash"])
+
+
+@functools.cache
+def _has_changed(commit: str) -> bool:
+    return bool(changed_since(commit, *FOLDERS))
+
+
+def unmarked(page: str) -> str:
+    """A page without its marks. They change with the sources, and the page with its runs."""
+    return page.replace(OLDER, "")
+
+
+def table(folder: Path) -> str:
+    """A line for each commit that run folders were made with, newest first."""
+    by_commit: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob(f"*/{results.RUN_JSON}")):
+        run = json.loads(path.read_text())
+        by_commit.setdefault(run["commit"]["hash"], []).append(run)
+    newest = sorted(by_commit.values(), key=lambda runs: runs[-1]["started"], reverse=True)
+    lines = [
+        f"- {age(min(runs, key=lambda run: run['started']))}: {len(runs)} "
+        f"{'run' if len(runs) == 1 else 'runs'}"
+        for runs in newest
+    ]
+    said = f"A run is marked{OLDER} where `{'` or `'.join(f + '/' for f in FOLDERS)}` changed since"
+    return "\n".join([f"{said}.", "", *lines]) if lines else "Runs: not measured."
