@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from workbench.bench import gaps, results
 from workbench.bench.comparison import AB
 from workbench.config import FAMILIES, Toggles
+from workbench.output import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, TABLE = ROOT / "data/results", ROOT / "workbench/best.json"
@@ -165,5 +166,5 @@ def text(table: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    TABLE.write_text(text(made(folders_in(RESULTS, *map(Path, sys.argv[1:])))))
+    write_text(TABLE, text(made(folders_in(RESULTS, *map(Path, sys.argv[1:])))))
     print(f"wrote {TABLE}")

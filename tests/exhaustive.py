@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.bench import provenance
+from workbench.output import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
@@ -61,9 +62,7 @@ def run(test: str) -> dict[str, Any]:
 
 
 def write(out: Path, record: dict[str, Any]) -> None:
-    part = out.with_name(f".{out.name}.part")
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(part, out)
+    write_text(out, json.dumps(record, indent=1) + "\n")
 
 
 def main() -> int:

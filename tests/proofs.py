@@ -13,6 +13,7 @@ from pathlib import Path
 
 import workbench as wb
 from workbench.model.synth import write_model
+from workbench.output import write_text
 from workbench.program.commands import Program
 from workbench.report.proofs import FILE, by_source, cycles, proof_rows
 
@@ -52,7 +53,7 @@ def proved(path: Path) -> dict:
 
 def main() -> int:
     path = write_model("tiny-llama", "Q8_0", Path("data/models/tiny-llama-Q8_0.gguf"))
-    OUT.write_text(json.dumps(proved(path), indent=1) + "\n")
+    write_text(OUT, json.dumps(proved(path), indent=1) + "\n")
     print(f"wrote {OUT}")
     return 0
 

@@ -267,17 +267,18 @@ def _parents(found: Found, wanted: bool, keep: bool = True) -> Iterator[None]:
     finally:
         if not keep:
             for folder in reversed(made):
-                with suppress(OSError):  # somebody else put a file there
-                    folder.rmdir()
+                _remove(str(folder), only_empty=True)
 
 
 def _make(folder: Path, made: list[Path]) -> None:
     if folder.is_dir():
         return
     _make(folder.parent, made)
-    with suppress(FileExistsError):
+    made.append(folder)
+    try:
         folder.mkdir()
-        made.append(folder)
+    except FileExistsError:  # somebody else was quicker
+        made.remove(folder)
 
 
 def _move(shown: Path, moves: list[tuple[str, str]]) -> None:
@@ -297,17 +298,22 @@ def _move(shown: Path, moves: list[tuple[str, str]]) -> None:
         raise stopped
 
 
-def _remove(path: str) -> None:
+def _remove(path: str, only_empty: bool = False) -> None:
     """Removes the file or folder if it is there; a Ctrl-C meanwhile is heeded after."""
     try:
-        _remove_once(path)
+        _remove_once(path, only_empty)
     except KeyboardInterrupt:
-        _remove_once(path)
+        _remove_once(path, only_empty)
         raise
 
 
-def _remove_once(path: str) -> None:
-    if os.path.isdir(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        Path(path).unlink(missing_ok=True)
+def _remove_once(path: str, only_empty: bool) -> None:
+    with suppress(FileNotFoundError):
+        if not os.path.isdir(path):
+            os.unlink(path)
+            return
+        if not only_empty:
+            for name in os.listdir(path):  # of files only
+                os.unlink(os.path.join(path, name))
+        with suppress(OSError):  # somebody else put a file there
+            os.rmdir(path)

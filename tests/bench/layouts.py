@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +28,7 @@ from workbench.bench import provenance
 from workbench.graph.ir import DTYPES, F32, Q8_ACT, QUANTISED, WEIGHT_DTYPES, DType, Kind, Tensor
 from workbench.graph.ops import make
 from workbench.model.quants import quantize_activations, random_blocks
+from workbench.output import write_text
 
 N_THREADS = 2
 COLD_BYTES = 256 << 20  # of one layout's copies of a weight: more than caches keep
@@ -154,7 +154,7 @@ def main(path: str, isas: list[str]) -> None:
         ]
     lines = [json.dumps(record)[:-1] + ', "products": [']
     lines += [json.dumps(row) + "," for row in rows[:-1]] + [json.dumps(rows[-1]), "]}"]
-    Path(path).write_text("\n".join(lines) + "\n")
+    write_text(path, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from workbench.bench import provenance
+from workbench.output import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "data" / "results" / "benchmarks.json"
@@ -43,7 +44,7 @@ def main() -> int:
         }
         for b in found
     }
-    OUT.write_text(json.dumps(record, indent=1) + "\n")
+    write_text(OUT, json.dumps(record, indent=1) + "\n")
     print(f"wrote {OUT}")
     return 0
 

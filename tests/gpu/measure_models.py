@@ -15,6 +15,7 @@ from workbench.bench import provenance
 from workbench.bench.llama_bench import bench
 from workbench.bench.perplexity import parse_against, perplexity_by_size
 from workbench.bench.token_source import open_source
+from workbench.output import write_text
 
 DECODED = [
     ("llama-3-8b", "Q4_0"), ("llama-3.2-1b", "BF16"), ("llama-3-8b", "F16"),
@@ -136,8 +137,7 @@ def load(session: Session) -> None:
                 **provenance.collect(engine),
                 "seconds": seconds,
             }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    write_text(out, json.dumps(found, indent=1) + "\n", parents=True)
     print(f"{out.name}: {seconds} s", flush=True)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from workbench.graph import ops
 from workbench.graph.ir import Node
 from workbench.model.presets import find_preset, quant_name, tensor_type, tensors
 from workbench.model.synth import write_model
+from workbench.output import write_text
 from workbench.program.commands import COMPUTE_STREAM, Launch, Space
 
 SIZE = 8192  # of the large product: rows, columns and tokens
@@ -90,10 +90,8 @@ class Session:
     def write(self, name: str, found: dict[str, Any]) -> None:
         """Writes what was found, with the date, as one JSON file that appears whole."""
         path = self._file(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(json.dumps({"date": provenance.utc_now()} | found, indent=1) + "\n")
-        os.replace(part, path)
+        record = {"date": provenance.utc_now()} | found
+        write_text(path, json.dumps(record, indent=1) + "\n", parents=True)
 
     def takes(self, preset: str, quant: str) -> bool:
         """Whether a model is wanted and small enough; says so where it is too large."""

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from workbench.backend.cuda import probe  # noqa: E402
+from workbench.output import write_text  # noqa: E402
 from workbench.report.sources import source_hash  # noqa: E402
 
 RESULTS = ROOT / "data" / "results"
@@ -70,8 +71,7 @@ def main() -> int:
         "duration_s": round(time.perf_counter() - start, 1),
     }
     out = args.out or out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    write_text(out, json.dumps(record, indent=1) + "\n", parents=True)
     print(json.dumps(record))
     return int(status)
 

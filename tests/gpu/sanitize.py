@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from workbench.backend.cuda import probe
 from workbench.errors import WorkbenchError
+from workbench.output import write_text
 from workbench.report.sources import ROOT, source_hash
 
 OUT = ROOT / "data" / "results" / "gpu-sanitizer.json"
@@ -229,8 +230,7 @@ def main() -> int:
         "subsets": {tool: [e._asdict() for e in SUBSETS[tool]] for tool in args.tools},
         "duration_s": round(time.perf_counter() - begin, 1),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_text(args.out, json.dumps(record, indent=1) + "\n", parents=True)
     print(f"{record['duration_s']} s of {LIMIT_S} in all; {args.out}")
     return int(not all(made.clean for made in runs.values()))
 

@@ -39,6 +39,7 @@ from workbench.bench.stats import speedup
 from workbench.model.gguf import model_hash
 from workbench.model.presets import QUANTS
 from workbench.model.synth import tiny_name, write_model, write_tiny
+from workbench.output import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "data" / "results" / "peer-cpu.json"
@@ -328,10 +329,7 @@ def main(
     if out is None and whole:
         out = RESULT
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        part = out.with_name(out.name + ".part")
-        part.write_text(json.dumps(result, indent=1) + "\n")
-        part.replace(out)
+        write_text(out, json.dumps(result, indent=1) + "\n", parents=True)
         print(f"wrote {out}")
 
 

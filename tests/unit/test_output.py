@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import workbench
 from workbench.errors import UsageError
 from workbench.output import check_folder, check_writable, writing, writing_folder
 
@@ -127,3 +129,13 @@ def test_a_folder_appears_whole_and_its_files_are_replaced_one_by_one(tmp_path):
             file.write("third")
         raise KeyboardInterrupt
     assert (path / "a").read_text() == "second" and names(path.parent) == ["run"]
+
+
+def test_nobody_else_writes_files():
+    package = Path(workbench.__file__).parent
+    writes = re.compile(
+        r"os\.(replace|rename)\(|mkstemp|NamedTemporaryFile|\.write_(text|bytes)\("
+        r"|\bopen\([^)]*[\"'][wxa]b?\+?[\"']|O_CREAT|savefig\((?!file|written|out)"
+    )
+    files = [p for p in package.rglob("*.py") if writes.search(p.read_text(encoding="utf-8"))]
+    assert files == [package / "output.py"]

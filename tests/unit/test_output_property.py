@@ -1,0 +1,267 @@
+"""The writer over kinds of target, contents and faults: old content or new, nothing left beside.
+
+A fault is an exception out of one call of the operating system: the n-th, before it acts or after.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.errors import UsageError
+from workbench.output import check_folder, check_writable, writing, writing_folder
+
+OLD = b"what stood there"
+CALLS = ("open", "write", "close", "rename", "unlink", "fchmod", "mkdir", "rmdir")
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+
+
+class Fault(NamedTuple):
+    """The `nth` call of os.`call` raises `what`: before it acts, or after."""
+
+    call: str
+    nth: int
+    what: BaseException
+    after: bool
+
+
+@contextmanager
+def injected(fault: Fault | None, most: int = 1 << 20) -> Iterator[list[str]]:
+    """Within, the fault strikes, and `os.write` takes at most `most` bytes; yields where it did."""
+    struck: list[str] = []
+    real = {name: getattr(os, name) for name in CALLS}
+    count = [0]
+
+    def replaced(name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if name == "write":
+                arguments = (arguments[0], bytes(arguments[1])[:most])
+            strikes = False
+            if fault is not None and fault.call == name:
+                strikes = count[0] == fault.nth
+                count[0] += 1
+            if strikes and not fault.after:
+                struck.append(name)
+                raise fault.what
+            found = real[name](*arguments, **named)
+            if strikes:
+                struck.append(name)
+                raise fault.what
+            return found
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, replaced(name))
+    try:
+        yield struck
+    finally:
+        for name in CALLS:
+            setattr(os, name, real[name])
+
+
+def tree(folder: Path) -> dict[str, bytes | str | None]:
+    """Everything under `folder`: content of files, target of links, None for folders and FIFOs."""
+    found: dict[str, bytes | str | None] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = os.readlink(path)
+        else:
+            found[name] = path.read_bytes() if path.is_file() else None
+    return found
+
+
+# how each kind of target is made, and what file then has the content; None: it is refused
+TARGETS: dict[str, tuple[Callable[[Path], Any], str | None]] = {
+    "new": (lambda path: None, "x"),
+    "file": (lambda path: path.write_bytes(OLD), "x"),
+    "link": (lambda path: (path.symlink_to("y"), path.with_name("y").write_bytes(OLD)), "y"),
+    "link of a link": (
+        lambda path: (
+            path.symlink_to("y"), path.with_name("y").symlink_to("z"),
+            path.with_name("z").write_bytes(OLD),
+        ),
+        "z",
+    ),
+    "dangling": (lambda path: path.symlink_to("y"), "y"),
+    "link into a folder": (
+        lambda path: (path.with_name("f").mkdir(), path.symlink_to("f/y")), "f/y",
+    ),
+    "loop": (lambda path: path.symlink_to("x"), None),
+    "folder": (lambda path: path.mkdir(), None),
+    "link to a folder": (lambda path: (path.with_name("f").mkdir(), path.symlink_to("f")), None),
+    "missing parent": (lambda path: path.symlink_to("no/y"), None),
+    "a file as parent": (
+        lambda path: (path.with_name("f").write_bytes(OLD), path.symlink_to("f/y")), None,
+    ),
+    "/dev/full": (lambda path: path.symlink_to("/dev/full"), None),
+    "/proc": (lambda path: path.symlink_to("/proc/x"), None),
+}  # fmt: skip
+faults = st.builds(
+    Fault,
+    st.sampled_from([*CALLS, "write", "write"]),
+    st.integers(0, 3),
+    st.sampled_from([NO_SPACE, OSError(errno.EIO, "I/O error"), KeyboardInterrupt()]),
+    st.booleans(),
+)
+
+
+def hopeless(fault: Fault) -> bool:
+    """What cannot be removed stays, and no call fails that has renamed: no writer can help it."""
+    lost = fault.call in ("unlink", "rmdir") or (fault.call == "rename" and fault.after)
+    return lost and isinstance(fault.what, OSError)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.sampled_from(list(TARGETS)), st.lists(st.binary(max_size=40), max_size=4),
+    st.integers(1, 50), st.none() | faults.filter(lambda fault: not hopeless(fault)),
+    st.sampled_from([None, "body", "flush"]), st.booleans(),
+)  # fmt: skip
+def test_old_content_or_new_and_nothing_beside(kind, parts, most, fault, own, parents):
+    make, at = TARGETS[kind]
+    if kind == "missing parent" and parents:
+        at = "no/y"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = folder / "x"
+        make(path)
+        before, new = tree(folder), b"".join(parts)
+        raised: BaseException | None = None
+        with injected(fault, most) as struck:
+            try:
+                with writing(path, parents=parents) as file:
+                    for part in parts:
+                        file.write(part)
+                        if own == "flush":
+                            file.flush()
+                    if own == "body":
+                        raise LookupError("of the caller's own")
+            except BaseException as error:
+                raised = error
+        after = tree(folder)
+        written = {**before, **({} if at is None else {at: new})}
+        if kind == "missing parent" and at is not None:
+            written |= {"no": None}
+        if raised is None:
+            assert at is not None or (kind == "/dev/full" and not new)
+            assert after == written
+        elif struck and isinstance(raised, KeyboardInterrupt):
+            assert after in (before, written)
+        else:
+            assert after == before
+            assert isinstance(raised, (UsageError, LookupError))
+            assert "\n" not in str(raised) and (struck or at is None or own == "body")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(list(TARGETS)), st.booleans())
+def test_what_is_checked_is_what_is_found_at_the_writing(kind, parents):
+    make, _ = TARGETS[kind]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make(folder / "x")
+        before = tree(folder)
+        said = []
+        for attempt in (
+            lambda: check_writable(folder / "x", parents=parents),
+            lambda: writing(folder / "x", parents=parents).__enter__(),
+        ):
+            try:
+                attempt()
+                said.append("")
+            except UsageError as error:
+                said.append(str(error))
+            assert tree(folder) == before
+        assert said[0] == said[1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.binary(max_size=70_000), max_size=4), st.none() | st.integers(0, 3))
+def test_a_fifo_hands_over_what_was_written_and_stays(parts, interrupted_at):
+    with tempfile.TemporaryDirectory() as name:
+        pipe, got = Path(name) / "pipe", []
+        os.mkfifo(pipe)
+        reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()))
+        reader.start()
+        check_writable(pipe)  # the reader, waiting already, must not see an end
+        try:
+            with writing(pipe) as file:
+                for i, part in enumerate(parts):
+                    if i == interrupted_at:
+                        raise KeyboardInterrupt
+                    file.write(part)
+        except KeyboardInterrupt:
+            assert b"".join(parts).startswith(got[0] if got else b"")
+        reader.join()
+        whole = interrupted_at is None or interrupted_at >= len(parts)
+        assert b"".join(parts).startswith(got[0]) and (got[0] == b"".join(parts) or not whole)
+        assert pipe.is_fifo() and os.listdir(name) == ["pipe"]
+
+
+# folders -----------------------------------------------------------------------------------------
+
+FOLDERS: dict[str, Callable[[Path], Any]] = {
+    "new": lambda path: None,
+    "parents": lambda path: path.symlink_to("a/b"),
+    "old": lambda path: (path.mkdir(), (path / "one").write_bytes(OLD), (path / "o").touch()),
+    "a file": lambda path: path.write_bytes(OLD),
+    "below a file": lambda path: (
+        path.with_name("f").write_bytes(OLD),
+        path.symlink_to("f/y"),
+    ),
+    "loop": lambda path: path.symlink_to("x"),
+    "/proc": lambda path: path.symlink_to("/proc/x"),
+}
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.sampled_from(list(FOLDERS)), st.binary(max_size=40), st.integers(1, 50),
+    st.none() | faults.filter(lambda fault: not hopeless(fault)),
+)  # fmt: skip
+def test_a_folder_is_whole_or_as_it_was(kind, content, most, fault):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = folder / "x"
+        FOLDERS[kind](path)
+        before = tree(folder)
+        possible = "ok"
+        try:
+            check_folder(path)
+        except UsageError as error:
+            possible = str(error)
+        assert tree(folder) == before
+        raised: BaseException | None = None
+        with injected(fault, most) as struck:
+            try:
+                with writing_folder(path) as made:
+                    for file_name in ("one", "two"):
+                        with made.writing(file_name) as file:
+                            file.write(content)
+            except BaseException as error:
+                raised = error
+        after = tree(folder)
+        at = {"parents": "a/b"}.get(kind, "x")
+        written = before | {at: None, f"{at}/one": content, f"{at}/two": content}
+        written |= {"a": None, "x": "a/b"} if kind == "parents" else {}
+        if raised is None:
+            assert possible == "ok" and after == written
+        elif isinstance(raised, KeyboardInterrupt):
+            assert struck and after in (before, written)
+        else:
+            assert isinstance(raised, UsageError) and "\n" not in str(raised)
+            assert struck or str(raised) == possible
+            first = written | {f"{at}/two": before.get(f"{at}/two")}
+            del first[f"{at}/two"]  # the second of two renames may fail, with a file of each
+            assert after == before or (kind == "old" and fault.call == "rename" and after == first)
