@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.stored_blocks import TYPES, Kind, stored_blocks
 from workbench.config import EXPAND, EngineConfig
-from workbench.errors import ModelFileError, UsageError
+from workbench.errors import DeviceError, ModelFileError, UsageError
 from workbench.graph.ir import F16, Q4_0, Q8_0, WEIGHT_DTYPES
 from workbench.model.expand import described, expanded, loaded_as, loaded_bytes
 from workbench.model.gguf_walk import EXPANDED_TYPES, TENSOR_TYPES, TensorInfo
@@ -105,6 +105,17 @@ def test_what_a_type_cannot_hold_is_refused_by_name_value_and_place():
     values = gguf.quants.dequantize(data.reshape(40, -1), Kind.Q4_1)
     kept = gguf.quants.dequantize(expanded(data, of, Q8_0).reshape(40, -1), Kind.Q8_0)
     assert np.abs(kept - values).max() <= np.abs(values).max() / 127
+
+
+def test_without_memory_it_ends_in_a_line(monkeypatch):
+    def empty(*_):
+        raise MemoryError
+
+    data = stored_blocks(np.random.default_rng(0), "Q5_0", 4, 32, 0.03).reshape(-1)
+    monkeypatch.setattr(np, "empty", empty)
+    for to, do in ((F16, "use --expand q8_0, or a smaller model"), (Q8_0, "use a smaller model")):
+        with pytest.raises(DeviceError, match=rf"a\.Q5_0 as {to.name} \(\d+ B\); {do}"):
+            expanded(data, info("Q5_0", 4, 32), to)
 
 
 def test_described_says_types_and_memory():

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from workbench.config import EXPAND
-from workbench.errors import ModelFileError
+from workbench.errors import DeviceError, ModelFileError
 from workbench.graph.ir import F16, Q8_0, DType
 from workbench.model.finite import place
 from workbench.model.gguf_walk import EXPANDED_TYPES, TensorInfo, shown
@@ -41,7 +41,8 @@ def expanded(
 
     data: its bytes in the file, uint8 (info.nbytes,). n_workers: threads that decode. progress is
     told how many bytes of the file were done. Besides the result each worker needs some MB.
-    Raises ModelFileError for values that are not finite, or larger than `to` can hold.
+    Raises ModelFileError for values that are not finite, or larger than `to` can hold, DeviceError
+    where there is no memory.
     """
     import gguf
 
@@ -49,7 +50,7 @@ def expanded(
     rows = data.reshape(-1, info.dtype.row_bytes(cols))
     kind = gguf.GGMLQuantizationType(_NUMBERS[info.dtype])
     target = gguf.GGMLQuantizationType[to.name]
-    out = _aligned(len(rows) * to.row_bytes(cols)).reshape(len(rows), -1)
+    out = _memory(info, to, len(rows) * to.row_bytes(cols)).reshape(len(rows), -1)
     step = max(1, _CHUNK // cols)
 
     def decode(first: int) -> int:
@@ -110,7 +111,13 @@ def _refuse(values: np.ndarray, info: TensorInfo, to: DType, first: int) -> None
     )
 
 
-def _aligned(nbytes: int) -> np.ndarray:
-    raw = np.empty(nbytes + _ALIGN, np.uint8)
+def _memory(info: TensorInfo, to: DType, nbytes: int) -> np.ndarray:
+    try:
+        raw = np.empty(nbytes + _ALIGN, np.uint8)
+    except MemoryError:
+        do = "use --expand q8_0, or a smaller model" if to == F16 else "use a smaller model"
+        raise DeviceError(
+            f"no memory for tensor {shown(info.name)} as {to.name} ({size(nbytes)}); {do}"
+        ) from None
     start = -raw.ctypes.data % _ALIGN
     return raw[start : start + nbytes]

@@ -51,6 +51,42 @@ def peer(folder: Path) -> str:
     )
 
 
+MADE = {
+    "quantised": "{name}, by llama.cpp's quantiser",
+    "blocks": "{name}, random blocks",
+    "rope": "keys of linear RoPE scaling",
+    "qwen2": "qwen2 {name}",
+    "parts": "in parts, {name}",
+}
+
+
+def peer_files(folder: Path) -> str:
+    """How far llama.cpp and the engine are from float64 on files of each kind, from `make peer`."""
+    found = json.loads((folder / "peer-files.json").read_text())
+    worst: dict[str, dict[str, float]] = {}
+    for row in found["files"]:
+        name = row["name"].split()[-1] if row["kind"] in ("quantised", "blocks") else row["name"]
+        said = worst.setdefault(MADE[row["kind"]].format(name=name), {})
+        each = {"llama.cpp": row["llama.cpp"]["nmse"]}
+        each |= {expand: of["nmse"] for expand, of in row["workbench"].items()}
+        for side, nmse in each.items():
+            said[side] = max(nmse, said.get(side, 0.0))
+    rows = [
+        {"File": name} | {side: f"{of[side]:.1e}" if side in of else "" for side in SIDES}
+        for name, of in worst.items()
+    ]
+    return (
+        markdown(pd.DataFrame(rows).rename(columns=SIDES))
+        + f"\n\nNMSE of {found['files'][0]['n_tokens']} tokens, one by one, against float64 of the "
+        + "file's own values; the worst of tiny-llama, tiny-qwen2 and tiny-qwen3. "
+        + f"llama-cpp-python {found['versions']['llama-cpp-python']}; "
+        + f"commit {commit_of(found)}; {found['date'][:10]}."
+    )
+
+
+SIDES = {"llama.cpp": "llama.cpp", "f16": "workbench", "q8_0": "with --expand q8_0"}
+
+
 def rooms(folder: Path) -> str:
     """A row per room: the toggles that only it reads, from their own metadata."""
     found: dict[str, list[dataclasses.Field]] = {}
@@ -82,6 +118,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "rooms": rooms,
     "targets-cuda": targets.table,
     "peer-cpu": peer,
+    "peer-files": peer_files,
     **blocks.BLOCKS,
     **scheduling.BLOCKS,
 }
