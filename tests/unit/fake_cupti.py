@@ -283,6 +283,7 @@ class CudaEngine:
 
     device = "cuda"
     model, toggles, config, sync_mode = MODEL, Toggles(), EngineConfig(), "copy_boundary"
+    chosen = "preset baseline"
 
     def __init__(self, cupti: FakeCupti, held: bool = False, lead: int = 0):
         self.cupti, self.backend = cupti, CuptiBackend(cupti, held)

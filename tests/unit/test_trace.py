@@ -47,6 +47,7 @@ class FakeEngine:
         self.device = "embedded"
         self.model, self.toggles, self.config = MODEL, Toggles(), EngineConfig()
         self.backend, self.sync_mode = SimpleNamespace(description="made up"), "per_copy"
+        self.chosen = "preset baseline"
         self.n_steps = 40
 
     def step(self) -> None:

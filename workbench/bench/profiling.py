@@ -31,11 +31,13 @@ from workbench.bench.workload import (
 )
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import HOST, Launch
+from workbench.progress import bar
 from workbench.trace.profile import Profile, profile
 from workbench.trace.spans import now_ns
 
 MOST_TRACED = 8  # steps of the default window
 STEPS = ["repetition", "step", "n_tokens", "host_us", "kernels_us", "gap_us", "step_us"]
+PHASES = ["batch", "graph", "split", "lower", "prepare", "issue", "wait"]  # of Engine.counters
 
 
 class Bandwidth(NamedTuple):
@@ -50,9 +52,10 @@ class Profiled(NamedTuple):
     """What `profile_test` found.
 
     steps: a row for each untraced step (see `stamped_steps`). phases_us: by phase, what the host
-    spent on it in an untraced step, us on average. stamped: whether `steps` has the device's times;
-    where it computes inside the host's call, they are the host's. window: (first, n) of the steps
-    traced. trace: the trace. read: the bandwidth.
+    spent on it in an untraced step, us: an average over the steps of a repetition, the median of
+    the repetitions. stamped: whether `steps` has the device's times; where it computes inside the
+    host's call, they are the host's. window: (first, n) of the steps traced. trace: the trace.
+    read: the bandwidth.
     """
 
     test: str
@@ -109,10 +112,10 @@ def profile_test(
     bos, n_vocab = bos_token(engine), engine.model.n_vocab
     read = read_bandwidth(engine)
     warm_up([engine], workload, seed, bos)
-    before = engine.counters
+    stamped = runs_on_device(engine)
     drawn = [draw_tokens(workload, n_vocab, seed, n, bos) for n in range(repetitions + 1)]
-    steps, stamped = stamped_steps(engine, drawn[:-1]), runs_on_device(engine)
-    phases = _phases_us(before, engine.counters, _all_steps(engine, drawn[:-1]))
+    steps = stamped_steps(engine, drawn[:-1], stamped)
+    phases = {name: float(us) for name, us in steps[PHASES].median().items()}
     engine.reset()
     _fill(engine, drawn[-1])
     with profile(engine, window=window, collector=collector) as trace:
@@ -132,34 +135,45 @@ def runs_on_device(engine: Any) -> bool:
     return any(isinstance(c, Launch) and c.stream.backend != HOST for c in commands)
 
 
-def stamped_steps(engine: Any, drawn: list[Tokens]) -> pd.DataFrame:
+def stamped_steps(engine: Any, drawn: list[Tokens], stamped: bool = True) -> pd.DataFrame:
     """A row for each step of each repetition, untraced. drawn: the tokens of the repetitions.
+    stamped: whether the device has times (`runs_on_device`).
 
     host_us: the call of the step. By the device's clock, missing where it has none: kernels_us from
     the first kernel to the last one's end; gap_us from the step before's last kernel to this one's
-    first, step_us to this one's last; both missing in the first step.
+    first, step_us to this one's last; both missing in the first step. PHASES: what the host spent
+    on each, us, an average over the repetition's steps.
     """
-    rows, stamped = [], runs_on_device(engine)
-    for repetition, tokens in enumerate(drawn):
-        engine.reset()
-        _fill(engine, tokens)
-        sizes, host_us = [], []
-        with engine.stamped() if stamped else nullcontext([]) as stamps:
-            for ids, outputs in _steps(engine, tokens):
-                begin = now_ns()
-                engine.step(ids, outputs)
-                host_us.append((now_ns() - begin) / 1e3)
-                sizes.append(len(ids))
-        times = np.array(stamps or [(np.nan, np.nan)] * len(sizes)) / 1e3
-        begun, ended = times.T
-        before = np.concatenate(([np.nan], ended[:-1]))
-        part = {
-            "repetition": repetition, "step": range(len(sizes)), "n_tokens": sizes,
-            "host_us": host_us, "kernels_us": ended - begun, "gap_us": begun - before,
-            "step_us": ended - before,
-        }  # fmt: skip
-        rows.append(pd.DataFrame(part, columns=STEPS))
-    return pd.concat(rows, ignore_index=True)
+    cells = sum(map(len, drawn[0]))
+    rows = []
+    with bar("untraced steps", cells * len(drawn), "tokens") as left:
+        for repetition, tokens in enumerate(drawn):
+            rows.append(_repetition(engine, tokens, stamped).assign(repetition=repetition))
+            left.update(cells)  # nothing is written while steps are stamped
+    return pd.concat(rows, ignore_index=True)[[*STEPS, *PHASES]]
+
+
+def _repetition(engine: Any, tokens: Tokens, stamped: bool) -> pd.DataFrame:
+    engine.reset()
+    _fill(engine, tokens)
+    before = engine.counters
+    sizes, host_us = [], []
+    with engine.stamped() if stamped else nullcontext([]) as stamps:
+        for ids, outputs in _steps(engine, tokens):
+            begin = now_ns()
+            engine.step(ids, outputs)
+            host_us.append((now_ns() - begin) / 1e3)
+            sizes.append(len(ids))
+    times = np.array(stamps or [(np.nan, np.nan)] * len(sizes)) / 1e3
+    begun, ended = times.T
+    last = np.concatenate(([np.nan], ended[:-1]))
+    return pd.DataFrame(
+        {
+            "step": range(len(sizes)), "n_tokens": sizes, "host_us": host_us,
+            "kernels_us": ended - begun, "gap_us": begun - last, "step_us": ended - last,
+            **_phases_us(engine, before, len(sizes)),
+        }
+    )  # fmt: skip
 
 
 def read_bandwidth(engine: Any) -> Bandwidth:
@@ -190,16 +204,10 @@ def _fill(engine: Any, tokens: Tokens) -> None:
         engine.prefill(tokens.depth)
 
 
-def _all_steps(engine: Any, drawn: list[Tokens]) -> int:
-    """Steps that `stamped_steps` makes, those that fill the depth included."""
-    n = engine.config.n_ubatch
-    return sum(math.ceil(len(t.depth) / n) + len(_steps(engine, t)) for t in drawn)
-
-
-def _phases_us(before: dict[str, int], after: dict[str, int], n_steps: int) -> dict[str, float]:
-    """What the counters say of each phase, us a step."""
+def _phases_us(engine: Any, before: dict[str, int], n_steps: int) -> dict[str, float]:
+    """What the engine's counters say of each phase since they were `before`, us a step."""
     return {
-        name.removesuffix("_ns"): (after[name] - before[name]) / 1e3 / n_steps
-        for name in after
+        name.removesuffix("_ns"): (ns - before[name]) / 1e3 / n_steps
+        for name, ns in engine.counters.items()
         if name.endswith("_ns")
     }

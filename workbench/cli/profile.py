@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +53,7 @@ def profile(
     collector: Annotated[
         str, Parameter(help="of device spans: cupti, events, or auto (cupti on a GPU)")
     ] = "auto",
-    seed: Annotated[Seed, Parameter(help="of the random tokens")] = 0,
+    seed: Seed = 0,
     config: EngineFlags = DEFAULT_CONFIG,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
@@ -63,8 +64,8 @@ def profile(
     """
     from workbench.bench import profiling
     from workbench.bench.workload import parse
+    from workbench.frames import show, terminal_columns
     from workbench.report import profiles
-    from workbench.report.tables import markdown
     from workbench.trace.analysis import BY
     from workbench.trace.profile import COLLECTORS
 
@@ -75,7 +76,7 @@ def profile(
     steps = profiling.window_of(workload, config.n_ubatch, asked)
     if out is not None:
         check_writable(out)
-    if workload.n_cells > config.n_ctx:  # as bench: the context is what the test needs
+    if 0 < config.n_ctx < workload.n_cells:  # as bench: the context is what the test needs
         config = dataclasses.replace(config, n_ctx=workload.n_cells)
     with load(model, config, toggles) as engine:
         found = profiling.profile_test(
@@ -83,12 +84,14 @@ def profile(
         )
         m = engine.model
         found.trace.about["model"]["hash"] = m.hash
-        print(f"{m.name} {m.quant} on {engine.backend.description}")
+        about = f"{m.name} {m.quant} on {engine.backend.description}; toggles: {engine.chosen}"
+    width = terminal_columns()
+    print(textwrap.fill(about, width))
     for title, table in profiles.lines(found, by):
-        print(f"\n{title}")
+        print("", textwrap.fill(title, width), "", sep="\n")
         if len(table):
-            print(markdown(table))
-    print(f"\n{found.trace.note}")
+            show(table)
+    print("", textwrap.fill(found.trace.note, width), sep="\n")
     if out is not None:
         size = found.trace.save(out)
         say(f"wrote {out} ({size / 1e3:,.1f} kB); open it in ui.perfetto.dev")

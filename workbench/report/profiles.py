@@ -11,7 +11,9 @@ from typing import Any
 
 import pandas as pd
 
+from workbench.frames import Table
 from workbench.trace.analysis import LAUNCHES, TOKENS
+from workbench.trace.spans import HOST_LANE
 
 BEHIND = "from the end of the step before to this one's, by the device's stamps"
 SINGLE = "from the first kernel to the end of the last, by the device's stamps"
@@ -24,7 +26,7 @@ COUNTED = {
 }  # fmt: skip
 
 
-def steps_table(steps: pd.DataFrame) -> pd.DataFrame:
+def steps_table(steps: pd.DataFrame) -> Table:
     """A row for each size of step: how many there were, what one took, how long no kernel ran
     before it, and how long it ran: medians and quartiles in us, untraced.
 
@@ -43,41 +45,42 @@ def steps_table(steps: pd.DataFrame) -> pd.DataFrame:
             {
                 "step": _step(int(str(n_tokens))),
                 "n": len(us),
-                "untraced us": _us(us.median()),
-                "quartiles": _quartiles(us),
-                "untraced gap us": _us(part["gap_us"].median()),
-                "quartiles of gap": _quartiles(part["gap_us"].dropna()),
-                "untraced kernels us": _us(part["kernels_us"].median()),
+                "untraced us": _spread(us),
+                "untraced gap us": _spread(part["gap_us"].dropna()),
+                "untraced kernels us": _spread(part["kernels_us"].dropna()),
                 "measured": how,
             }
         )
-    return pd.DataFrame(rows)
+    return _table(rows, ["step"])
 
 
-def kernels_table(kernels: pd.DataFrame, n_steps: Mapping[int, int]) -> pd.DataFrame:
-    """`Profile.kernels` for reading, by step. n_steps: traced steps, by their tokens."""
+def kernels_table(kernels: pd.DataFrame, n_steps: Mapping[int, int]) -> Table:
+    """`Profile.kernels` for reading, by step. n_steps: traced steps, by their tokens.
+
+    traced % read: of the read bandwidth. traced launch: us from the host's call to the start.
+    """
     several = kernels["step_tokens"].nunique() > 1
     rows = []
     for row in kernels.to_dict("records"):
-        steps, nbytes = n_steps[row["step_tokens"]], row["bytes"]
+        steps = n_steps[row["step_tokens"]]
         rows.append(
             ({"step": _step(row["step_tokens"])} if several else {})
             | {name: row[name] for name in ("kernel", "op", "node") if name in row}
+            | {"op": f"{row['op']} (host)" if row["on"] == HOST_LANE else row["op"]}
             | {
-                "on": row["on"],
                 "calls": _count(row["calls"] / steps),
                 "traced us": _us(row["traced_us_per_step"]),
                 "traced %": _percent(row["traced_share"]),
-                "MB": "" if pd.isna(nbytes) else f"{nbytes / steps / 1e6:.3f}",
                 "traced GB/s": _us(row["traced_gbps"]),
-                "traced % of read": _percent(row["traced_share_of_read"]),
-                "traced launch to start": _us(row["traced_launch_to_start_us"]),
+                "traced % read": _percent(row["traced_share_of_read"]),
+                "traced launch": _us(row["traced_launch_to_start_us"]),
             }
         )
-    return pd.DataFrame(rows)
+    names = ("step", "kernel", "op", "node")
+    return _table(rows, [name for name in names if rows and name in rows[0]])
 
 
-def phases_table(phases: pd.DataFrame, untraced: Mapping[str, float]) -> pd.DataFrame:
+def phases_table(phases: pd.DataFrame, untraced: Mapping[str, float]) -> Table:
     """`Profile.phases` for reading, with what the engine's counters say of an untraced step.
 
     untraced: us by phase (`Profiled.phases_us`); of a test with steps of several sizes they are an
@@ -104,14 +107,14 @@ def phases_table(phases: pd.DataFrame, untraced: Mapping[str, float]) -> pd.Data
                     "traced %": _percent(one["traced_share"]),
                 }
             )
-    return pd.DataFrame(rows)
+    return _table(rows, ["step", "phase", "part"] if several else ["phase", "part"])
 
 
-def gaps_table(gaps: pd.DataFrame, n_steps: int) -> pd.DataFrame:
+def gaps_table(gaps: pd.DataFrame, n_steps: int) -> Table:
     """`Profile.gaps` for reading: a column for the gaps between steps and one for those between the
     launches of a step, on average over n_steps traced steps; empty where there are none."""
     if gaps.empty:
-        return pd.DataFrame()
+        return Table()
     kinds = [c for c in gaps.columns if c not in ("step", "between", "before", "after")]
     words = {
         "traced_us": "all", "host_us": "until the host had issued the next",
@@ -125,7 +128,7 @@ def gaps_table(gaps: pd.DataFrame, n_steps: int) -> pd.DataFrame:
         sums = part[kinds].sum() / n
         columns[f"between {between}"] = [_count(len(part) / n), *(_us(us) for us in sums)]
     names = ["gaps", *(words.get(kind, f"meanwhile the host: {kind}") for kind in kinds)]
-    return pd.DataFrame({"traced us": names} | columns)
+    return Table({"traced us": names} | columns)
 
 
 def n_steps_by_tokens(frame: pd.DataFrame) -> dict[int, int]:
@@ -134,7 +137,7 @@ def n_steps_by_tokens(frame: pd.DataFrame) -> dict[int, int]:
     return {int(n): int(k) for n, k in steps.groupby("n_tokens").size().items()}
 
 
-def lines(found: Any, by: str = "op") -> list[tuple[str, pd.DataFrame]]:
+def lines(found: Any, by: str = "op") -> list[tuple[str, Table]]:
     """The tables of a profile, each under the line that says what it is. found: a `Profiled`."""
     trace, read = found.trace, found.read
     sizes = n_steps_by_tokens(trace.to_frame())
@@ -147,12 +150,19 @@ def lines(found: Any, by: str = "op") -> list[tuple[str, pd.DataFrame]]:
     kernels, gaps = trace.kernels(by, read.gbps), trace.gaps()
     cached = "; above 100 %: from a cache" if (kernels["traced_share_of_read"] > 1).any() else ""
     none = "" if len(gaps) else ": none, for nothing here runs beside the host"
+    how = f"{found.repetitions} repetitions, median (quartiles), {measured}"
     return [
-        (f"{found.test}: untraced, {found.repetitions} repetitions, {measured}", steps),
+        (f"{found.test}: untraced, {how}", steps),
         (f"Kernels ({traced}; {read.note}{cached})", kernels_table(kernels, sizes)),
         (f"The host ({traced})", phases_table(trace.phases(), found.phases_us)),
         (f"No kernel runs ({traced}){none}", gaps_table(gaps, sum(sizes.values()))),
     ]
+
+
+def _table(rows: list[dict[str, Any]], keys: list[str]) -> Table:
+    made = Table(rows)
+    made.attrs |= {"groups": [k for k in keys[:-1] if k == "step"], "keys": keys}
+    return made
 
 
 def _step(n_tokens: int) -> str:
@@ -171,5 +181,9 @@ def _count(value: float) -> str:
     return "" if pd.isna(value) else f"{value:g}" if value == round(value) else f"{value:.1f}"
 
 
-def _quartiles(us: pd.Series) -> str:
-    return "" if us.empty else f"{_us(us.quantile(0.25))}..{_us(us.quantile(0.75))}"
+def _spread(us: pd.Series) -> str:
+    """`85.4 (83.7..89.5)`: the median, and the quartiles."""
+    if us.empty:
+        return ""
+    low, middle, high = us.quantile([0.25, 0.5, 0.75])
+    return f"{_us(middle)} ({_us(low)}..{_us(high)})"

@@ -181,7 +181,8 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
     phase and part: `build` and what was built (batch, graph, split, lower, prepare), `issue` and
     the kind of command, `results` and the kind (the wait for the logits, the read), `rest` and
     `python` (between the commands, recording them included) or `outside` (from this step's end to
-    the next one's start: the caller). traced_share: of a step and what follows it.
+    the next one's start: the caller, and reading the device's clocks). traced_share: of a step and
+    what follows it.
     """
     sizes, n_steps = _sizes(frame)
     host = frame[(frame["lane"] == HOST_LANE) & frame["step"].isin(sizes.index)]

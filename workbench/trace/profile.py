@@ -335,6 +335,7 @@ def about(engine: Any) -> dict[str, Any]:
     return {
         "model": {name: getattr(model, name) for name in names} | {"file": Path(model.path).name},
         "device": engine.backend.description,
+        "preset": engine.chosen,
         "toggles": engine.toggles.to_dict(),
         "sync_mode": engine.sync_mode,
         "config": engine.config.to_dict(),
