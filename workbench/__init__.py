@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from workbench.bench.ab import ab
+    from workbench.bench.compare import compare
     from workbench.bench.results import new_run_folder, runs
     from workbench.config import EngineConfig, Toggles
     from workbench.engine.engine import Engine
@@ -21,6 +22,7 @@ _LAZY = {
     "Sampling": "workbench.model.sampler",
     "Toggles": "workbench.config",
     "ab": "workbench.bench.ab",
+    "compare": "workbench.bench.compare",
     "new_run_folder": "workbench.bench.results",
     "profile": "workbench.trace.profile",
     "runs": "workbench.bench.results",
@@ -32,6 +34,7 @@ __all__ = [
     "Sampling",
     "Toggles",
     "ab",
+    "compare",
     "new_run_folder",
     "profile",
     "runs",

@@ -41,3 +41,9 @@ class ModelFileError(WorkbenchError):
 
 class DeviceError(WorkbenchError):
     """A device that is not there, or that cannot do what a toggle asks of it."""
+
+
+class BelowLimit(WorkbenchError):
+    """A comparison that found what it was told to fail for: slower than a limit."""
+
+    exit_status = 3

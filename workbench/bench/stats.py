@@ -96,6 +96,25 @@ def speedup(
     return Ratio(math.exp(value), math.exp(low), math.exp(high), n)
 
 
+def independent_ratio(
+    baseline: np.ndarray, toggled: np.ndarray, seed: int = 0, confidence: float = CONFIDENCE
+) -> Ratio:
+    """Ratio of medians toggled/baseline of rates that were not measured in turn, float (n,) and
+    (m,): each side is resampled on its own. n of the result is the smaller of the two. Raises
+    ValueError where a side is empty or a rate is not a positive number."""
+    sides = [np.asarray(side, float) for side in (baseline, toggled)]
+    if any(not len(s) or not np.all(np.isfinite(s) & (s > 0)) for s in sides):
+        raise ValueError("rates must be positive numbers, and at least one on each side")
+    logs = (np.log(sides[0]), np.log(sides[1]))
+    value, n = float(_log_ratio(*logs)), min(map(len, logs))
+    if n < 2:
+        return Ratio(math.exp(value), math.nan, math.nan, n)
+    if np.ptp(logs[0]) == 0 and np.ptp(logs[1]) == 0:
+        return Ratio(math.exp(value), math.exp(value), math.exp(value), n)
+    low, high = _bounds(logs, _log_ratio, seed, confidence, paired=False)
+    return Ratio(math.exp(value), math.exp(low), math.exp(high), n)
+
+
 def median_interval(
     values: np.ndarray, seed: int = 0, confidence: float = CONFIDENCE
 ) -> tuple[float, float, float]:
@@ -111,18 +130,23 @@ def median_interval(
 
 
 def _bounds(
-    samples: tuple[np.ndarray, ...], statistic: Callable, seed: int, confidence: float
+    samples: tuple[np.ndarray, ...],
+    statistic: Callable,
+    seed: int,
+    confidence: float,
+    paired: bool = True,
 ) -> tuple[float, float]:
-    """The percentile bootstrap interval of a statistic, entry i of every sample from round i."""
+    """The percentile bootstrap interval of a statistic; paired: entry i of every sample is from
+    round i."""
     from scipy.stats import bootstrap  # slow to import, and only a finished comparison needs it
 
     found = bootstrap(
         samples,
         statistic,
-        paired=len(samples) > 1,
+        paired=paired and len(samples) > 1,
         vectorized=True,
         n_resamples=N_RESAMPLES,
-        batch=max(1, BATCH // len(samples[0])),
+        batch=max(1, BATCH // max(map(len, samples))),
         confidence_level=confidence,
         method="percentile",
         rng=np.random.default_rng(seed),

@@ -1,0 +1,328 @@
+"""Runs measured apart: what matches, what it says, what is history, and the exit status."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.bench import stats
+from workbench.bench.compare import HISTORY, METHOD, compare, why_history
+from workbench.bench.matching import Repeated, match
+from workbench.bench.results import SampleTable, write_run
+from workbench.cli import main
+from workbench.config import Toggles
+from workbench.errors import UsageError
+from workbench.report.compare_page import page
+from workbench.report.render import network_loads
+
+DEVICE = "embedded device, 2 lanes, A CPU"
+
+
+def write(root, name, tests=None, *, n=8, noise=0.01, seed=0, arms=("engine",), kind="bench",
+          control=False, toggles=None, **changes):  # fmt: skip
+    """A run folder of tests -> t/s (a number, or one for each arm)."""
+    rng = np.random.default_rng([seed, *name.encode()])
+    samples = SampleTable(name)
+    names = [*arms, *([f"{arms[0]} (A/A)"] if control else [])]
+    tests = tests or {"tg8": 100.0}
+    for test, rates in tests.items():
+        for repetition in range(n):
+            for i, arm in enumerate(names):
+                tps = (rates[i % len(arms)] if isinstance(rates, list) else rates) * math.exp(
+                    noise * rng.standard_normal()
+                )
+                samples.add(arm, "A/A" in arm, test, repetition,
+                            np.array([int(1e9 / tps)] * 4), np.ones(4, int))  # fmt: skip
+    run = {
+        "schema": 1, "run_id": name, "kind": kind, "name": name, "status": "complete",
+        "started": "2026-11-21T10:00:00Z", "duration_s": 1.0, "command": [],
+        "commit": {"hash": "a" * 40, "number": 1, "dirty": False},
+        "versions": {"numpy": "2.2", "scipy": "1.16"},
+        "machine": {"cpu": {"name": "A CPU"}, "gpus": []},
+        "model": {"name": "tiny", "quant": "Q8_0", "hash": "h1"},
+        "engine": {"device": "embedded", "device_description": DEVICE, "config": {"n_ctx": 512}},
+        "seed": 0, "tests": list(tests), "repetitions": n,
+        "arms": [
+            {"name": arm, "is_control": "A/A" in arm, "sync_mode": "", "program": {},
+             "counters": {}, "toggles": (toggles or [{}] * len(arms))[i % len(arms)]}
+            for i, arm in enumerate(names)
+        ],
+        "result": {"toggle": "sync", "smoke": False, "warm_up": {}, "answers": {}},
+    } | changes  # fmt: skip
+    return write_run(root / name, run, samples.frame())
+
+
+@pytest.fixture
+def call(capsys, tmp_path):
+    def run(*arguments):
+        status = 0
+        try:
+            main(["compare", "-o", str(tmp_path / "page.html"), *map(str, arguments)])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def gpu(uuid="GPU-1", driver="580.1", card="NVIDIA H100", day="2026-11-21", cpu="A CPU"):
+    return {
+        "engine": {"device": "cuda", "device_description": f"{card} (sm_90), driver {driver}",
+                   "config": {}},
+        "machine": {"cpu": {"name": cpu}, "gpus": [{"uuid": uuid, "driver": driver}]},
+        "started": f"{day}T10:00:00Z",
+    }  # fmt: skip
+
+
+# what it says -------------------------------------------------------------------------------------
+
+
+def test_a_row_for_each_test(tmp_path):
+    a = write(tmp_path, "a", {"tg8": 100.0, "pp16": 900.0, "tg4": 50.0})
+    b = write(tmp_path, "b", {"tg8": 110.0, "pp16": 900.0, "tg4": 40.0})
+    found = compare(a, b)
+    s = found.summary().set_index("test")
+    assert s["verdict"].to_dict() == {"tg8": "faster", "pp16": "no difference", "tg4": "slower"}
+    assert s["speedup"].tolist() == pytest.approx([1.1, 1.0, 0.8], rel=0.02)
+    assert (s["low"] < s["speedup"]).all() and (s["speedup"] < s["high"]).all()
+    for row in found.rows:
+        alone = stats.independent_ratio(row.sides.before.tps, row.sides.after.tps)
+        assert row.ratio == alone and row.least == stats.resolution(alone, stats.Band(1.0, 1.0))
+        assert 0.001 < row.least < 0.03
+    assert set(METHOD) <= set(found.lines)
+    assert found.table().attrs["constant"] == {
+        "Baseline": "a", "Run": "b", "Model": "tiny Q8_0", "Arm": "engine",
+        "Toggles": "everything off",
+    }  # fmt: skip
+
+
+def test_sides_are_resampled_on_their_own(tmp_path):
+    """The order of repetitions means nothing: they were not taken in turn."""
+    rng = np.random.default_rng(0)
+    a, b = np.exp(0.05 * rng.standard_normal((2, 12)))
+    ratio, shuffled = stats.independent_ratio(a, b), stats.independent_ratio(a, b[::-1])
+    assert math.log(ratio.high / ratio.low) == pytest.approx(
+        math.log(shuffled.high / shuffled.low), rel=0.1
+    )
+    assert stats.independent_ratio(a, b[:3]).n == 3
+    drift = np.exp(np.linspace(0, 0.5, 12))  # in both: pairs would know it, sides cannot
+    paired, apart = stats.speedup(drift, drift * 1.1), stats.independent_ratio(drift, drift * 1.1)
+    assert math.log(apart.high / apart.low) > 5 * math.log(paired.high / paired.low)
+    with pytest.raises(ValueError, match="positive"):
+        stats.independent_ratio(np.array([]), a)
+
+
+def test_too_few_repetitions_have_no_verdict(tmp_path, call):
+    a, b = write(tmp_path, "a", n=4), write(tmp_path, "b", {"tg8": 50.0}, n=4)
+    assert [row.verdict for row in compare(a, b).rows] == [stats.TOO_FEW]
+    status, _, err = call(a, b, "--fail-below", 0.9)
+    assert status == 1 and "nothing to judge" in err
+
+
+def test_the_band_of_a_control_counts(tmp_path):
+    """1.5 % apart with little noise; but the comparison's own A/A control is 10 % wide."""
+    both = ("per_copy", "packed")
+    modes = [{"sync": "per_copy"}, {"sync": "packed"}]
+    wide = write(tmp_path, "wide", {"tg8": [100.0, 120.0]}, arms=both, kind="ab", noise=0.1,
+                 control=True, toggles=modes, n=30)  # fmt: skip
+    quiet = write(tmp_path, "quiet", {"tg8": [103.0, 123.0]}, arms=both, kind="ab", noise=0.001,
+                  control=True, toggles=modes, n=30)  # fmt: skip
+    found = compare(wide, quiet)
+    assert [row.sides.after.arm for row in found.rows] == ["per_copy", "packed"]
+    assert all(row.band.high > 1.02 and row.least >= row.band.high - 1 for row in found.rows)
+    assert {row.verdict for row in found.rows} == {"no difference"}
+
+
+def test_differences_are_named(tmp_path):
+    a = write(tmp_path, "a")
+    b = write(
+        tmp_path, "b", commit={"hash": "b" * 40, "number": 2, "dirty": True},
+        versions={"numpy": "2.3", "scipy": "1.16", "numba": "0.66"}, status="interrupted",
+        toggles=[{"sync": "packed"}], model={"name": "tiny", "quant": "Q8_0", "hash": "h2"},
+        engine={"device": "embedded", "device_description": DEVICE, "config": {"n_ctx": 1024}},
+    )  # fmt: skip
+    found = compare(a, b)
+    assert found.rows[0].sides.differ == [("sync", "per_copy", "packed")]
+    assert found.table().attrs["constant"]["Toggles"] == "sync: per_copy -> packed"
+    for line in (
+        "b: commit aaaaaaaa -> bbbbbbbb with changes",
+        "b: other versions: numpy 2.2 -> 2.3, numba none -> 0.66",
+        "b: other settings: n_ctx 512 -> 1024",
+        "b: tiny Q8_0 is another file: the same name and type, and another hash",
+        "b was interrupted",
+    ):
+        assert line in found.lines
+
+
+def test_what_does_not_match_is_listed(tmp_path, call):
+    a, b = write(tmp_path, "a", {"tg8": 100.0, "pp16": 9.0}), write(tmp_path, "b", {"tg9": 100.0})
+    found = compare(a, b)
+    assert found.rows == [] and any(line.startswith("nothing matches") for line in found.lines)
+    assert found.unmatched().to_numpy().tolist() == [
+        ["a", "b", "tiny Q8_0", "everything off", "tg8, pp16"],
+        ["b", "a", "tiny Q8_0", "everything off", "tg9"],
+    ]
+    status, out, _ = call(a, b)
+    assert status == 0 and "tg8, pp16" in out and "tg9" in out
+
+
+def test_an_older_run_lacks_toggles_that_are_off(tmp_path):
+    old = {k: v for k, v in Toggles().to_dict().items() if k != "pdl"}
+    a = write(tmp_path, "a", toggles=[old])
+    b = write(tmp_path, "b", toggles=[Toggles().to_dict()])
+    assert compare(a, b).rows[0].sides.differ == []
+    c = write(tmp_path, "c", toggles=[Toggles(pdl="on").to_dict()])
+    assert compare(a, c).rows[0].sides.differ == [("pdl", "off", "on")]
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"card": "NVIDIA H200"}, "another device (NVIDIA H100 (sm_90), and NVIDIA H200 (sm_90))"),
+        ({"uuid": "GPU-2"}, "another card (GPU-1, and GPU-2)"),
+        ({"driver": "570.2"}, "another driver (580.1, and 570.2)"),
+        ({"day": "2026-11-22"}, "another day (2026-11-21, and 2026-11-22)"),
+        ({"cpu": "Another CPU"}, "another processor (A CPU, and Another CPU)"),
+    ],
+)
+def test_history_is_shown_without_a_verdict(tmp_path, call, other, why):
+    a, b = write(tmp_path, "a", **gpu()), write(tmp_path, "b", {"tg8": 50.0}, **gpu(**other))
+    found = compare(a, b)
+    assert [row.verdict for row in found.rows] == [HISTORY]
+    assert any(line.startswith(f"b is history, and has no verdict: {why}") for line in found.lines)
+    assert [row.verdict for row in compare(a, b, across=True).rows] == ["slower"]
+    status, out, err = call(a, b, "--fail-below", 0.97)
+    assert status == 1 and HISTORY in out and "--across judges" in err
+    assert call(a, b)[0] == 0
+    assert call(a, b, "--fail-below", 0.97, "--across")[0] == 3
+
+
+def test_a_cpu_run_does_not_ask_for_the_driver():
+    a, b = ({"engine": {"device": "embedded", "device_description": DEVICE}, "started": "2026",
+             "machine": {"cpu": {}, "gpus": [{"driver": d}]}} for d in ("1", "2"))  # fmt: skip
+    assert why_history(a, b) == []
+
+
+# the command --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("factor", "status"), [(0.9, 3), (0.97, 0), (1.0, 0), (1.1, 0)])
+def test_exit_status(tmp_path, call, factor, status):
+    """3 where the whole interval lies below: 0.97 of the speed has an interval around 0.97."""
+    a, b = write(tmp_path, "a"), write(tmp_path, "b", {"tg8": 100.0 * factor})
+    got, out, err = call(a, b, "--fail-below", 0.97)
+    assert got == status and "| tg8" in out
+    assert ("error: slower than 0.97x: b tg8 0." in err) == (status == 3)
+    assert call(a, b)[0] == 0
+
+
+def test_several_runs_stand_beside_the_first(tmp_path, call):
+    folders = [write(tmp_path, name, {"tg8": tps}) for name, tps in
+               [("a", 100.0), ("b", 120.0), ("c", 80.0)]]  # fmt: skip
+    found = compare(*folders)
+    assert [(row.run_id, row.verdict) for row in found.rows] == [("b", "faster"), ("c", "slower")]
+    assert call(*folders, "--fail-below", 0.9)[0] == 3
+
+
+def test_other_kinds_are_named(tmp_path, call):
+    a, b = write(tmp_path, "a"), write(tmp_path, "b")
+    c = write(tmp_path, "c", kind="perplexity")
+    status, out, _ = call(a, b, c)
+    assert status == 0 and "c is not compared: it is of kind perplexity, and ab and bench " in out
+    for wrong in ([a, c], [c, a]):
+        status, out, err = call(*wrong)
+        assert status == 2 and "of kind perplexity" in err and out == ""
+
+
+@pytest.mark.parametrize("wrong", [[], ["a"], ["a", "none"]])
+def test_wrong_usage_is_one_line(tmp_path, call, wrong):
+    write(tmp_path, "a")
+    status, out, err = call(*(tmp_path / name for name in wrong))
+    assert status == 2 and out == "" and len(err.splitlines()) == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_the_page_is_found_unwritable_before_anything_is_read(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", "-o", str(tmp_path), str(tmp_path / "none"), str(tmp_path / "none")])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and str(tmp_path) in err and "run folder" not in err
+
+
+def test_the_page(tmp_path, call):
+    a = write(tmp_path, "a")
+    b = write(tmp_path, "b", {"tg8": 120.0, "tg4": 9.0}, run_id="<b>&")
+    status, _, err = call(a, b)
+    text = (tmp_path / "page.html").read_text()
+    assert status == 0 and f"page: {tmp_path / 'page.html'}" in err
+    assert network_loads(text) == [] and "http" not in text
+    assert "<title>Is it faster than a? &lt;b&gt;&amp;</title>" in text and "<b>&" not in text
+    found = compare(a, b)
+    for value in [*found.table().iloc[0], *found.unmatched().iloc[0]]:
+        assert f">{value}<".replace("<b>&", "&lt;b&gt;&amp;") in text
+    assert all(line.replace("'", "&#39;") in text.replace("&lt;b&gt;&amp;", "<b>&")
+               for line in found.lines)  # fmt: skip
+    assert re.search(r'<img src="data:image/png;base64,[\w+/=]{1000,}" alt="speedup', text)
+    assert page(compare(a, write(tmp_path, "c", {"tg1": 1.0}))).count("<img") == 0
+
+
+def test_from_python(tmp_path):
+    import workbench as wb
+
+    found = wb.compare(write(tmp_path, "a"), write(tmp_path, "b"))
+    assert "tg8" in repr(found) and "<table" in found._repr_html_()
+    with pytest.raises(UsageError, match="two run folders or more"):
+        wb.compare(tmp_path / "a")
+
+
+# matching -----------------------------------------------------------------------------------------
+
+SIDES = st.lists(
+    st.builds(
+        Repeated,
+        st.sampled_from(["tg8", "pp4"]),
+        st.sampled_from(["engine", "packed"]),
+        st.tuples(st.sampled_from([None, "h1", "h2"]), st.sampled_from(["m", "n"]), st.just("Q")),
+        st.fixed_dictionaries({"sync": st.sampled_from(["a", "b", "c"])}),
+        st.just(np.ones(1)),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SIDES, SIDES)
+def test_everything_matches_once_or_is_listed(before, after):
+    found = match(before, after)
+    for every, sides in (
+        (before, [*(m.before for m in found.matched), *found.only_before]),
+        (after, [*(m.after for m in found.matched), *found.only_after]),
+    ):
+        assert sorted(map(id, sides)) == sorted(map(id, every))
+    for a, b, differ in found.matched:
+        assert a.test == b.test
+        assert a.model[1:] == b.model[1:] or (a.model[0] is not None and a.model[0] == b.model[0])
+        assert {n: (x, y) for n, x, y in differ} == {
+            n: (a.toggles[n], b.toggles[n]) for n in a.toggles if a.toggles[n] != b.toggles[n]
+        }
+    for a in found.only_before:  # nothing that is equal in all is left on both sides
+        for b in found.only_after:
+            assert (a.test, a.model[1:], a.toggles) != (b.test, b.model[1:], b.toggles)
+            if a.model[0] is not None:
+                assert (a.test, a.model[0], a.toggles) != (b.test, b.model[0], b.toggles)
+
+
+@settings(max_examples=50, deadline=None)
+@given(SIDES)
+def test_a_run_matches_itself(sides):
+    distinct = list({(s.test, s.model, s.toggles["sync"]): s for s in sides}.values())
+    found = match(distinct, distinct)
+    assert not found.only_before and not found.only_after
+    assert all(not m.differ for m in found.matched)
+    known = [m for m in found.matched if m.before.model[0] is not None]
+    assert all(m.before.model[0] == m.after.model[0] for m in known if m.after.model[0] is not None)

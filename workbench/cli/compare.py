@@ -1,0 +1,60 @@
+"""The command that holds run folders against each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from workbench.cli.common import app, say
+from workbench.errors import BelowLimit, WorkbenchError
+from workbench.output import check_writable, write_text
+
+PAGE = Path("reports/compare.html")
+
+
+@app.command
+def compare(
+    *runs: Annotated[Path, Parameter(help="run folders of ab or bench; the first is the baseline")],
+    out: Annotated[Path, Parameter(name=["--out", "-o"], help="the HTML page to write")] = PAGE,
+    across: Annotated[
+        bool, Parameter(negative="", help="judge runs on another card or driver, or of another day")
+    ] = False,
+    fail_below: Annotated[
+        float | None,
+        Parameter(
+            validator=Number(gt=0),
+            help="exit status 3 where a row's whole interval lies below this ratio, as 0.97",
+        ),
+    ] = None,
+) -> None:
+    """Compare run folders that exist, across commits and machines: a table and an HTML page.
+
+    Rows match by test, model and toggles; what does not match is listed. Runs on another card,
+    processor or driver, or of another day, are history: shown without a verdict.
+    """
+    from workbench.bench import compare as folders
+    from workbench.frames import show
+    from workbench.report.compare_page import page
+
+    check_writable(out, parents=True)
+    found = folders.compare(*runs, across=across)
+    write_text(out, page(found), parents=True)
+    for table in found.tables():
+        show(table)
+        print()
+    print("\n".join(found.lines))
+    say(f"page: {out}")
+    if fail_below is None:
+        return
+    if not any(row.is_judged for row in found.rows):
+        raise WorkbenchError(
+            "--fail-below has nothing to judge: no row has a verdict (see above; --across judges "
+            "history, too)"
+        )
+    if slower := found.below(fail_below):
+        said = ", ".join(f"{row.run_id} {row.sides.after.test} {row.ratio.value:.3f}x "
+                         f"(at most {row.ratio.high:.3f})" for row in slower)  # fmt: skip
+        raise BelowLimit(f"slower than {fail_below:g}x: {said}")
