@@ -52,7 +52,7 @@ def made(folders: Iterable[Path]) -> dict[str, dict[str, dict[str, Any]]]:
     """The table: kind of device -> toggle -> value, by what it won, and the runs."""
     runs = {f.name: results.load_run(f) for f in sorted(folders, key=lambda f: f.name)}
     return {
-        kind: _of_kind({name: r for name, r in runs.items() if _device(r.run) == kind})
+        kind: of_kind({name: r for name, r in runs.items() if _device(r.run) == kind})
         for kind in KINDS
     }
 
@@ -62,7 +62,7 @@ def _device(run: dict[str, Any]) -> str:
     return run.get("engine", {}).get("device", "") if whole else ""
 
 
-def _of_kind(runs: dict[str, results.Run]) -> dict[str, dict[str, Any]]:
+def of_kind(runs: dict[str, results.Run]) -> dict[str, dict[str, Any]]:
     """Toggle to its row, of what is not as in the baseline; then the members of a family that lost
     where the others won."""
     comparisons = {f: AB(r.run, r.samples) for f, r in runs.items() if r.run["kind"] == "ab"}

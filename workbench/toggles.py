@@ -273,11 +273,15 @@ def fixed_presets() -> dict[str, Fixed]:
 
 
 @functools.cache
+def best_rows() -> dict[str, dict[str, dict[str, Any]]]:
+    """`best.json`: kind of device to toggle to `value`, `by` (how it won) and `runs` (folders)."""
+    return json.loads(_beside("best.json"))
+
+
 def best_table() -> dict[str, dict[str, str]]:
-    """Kind of device to what won there (`best.json`, which names the run folders)."""
-    table = json.loads(_beside("best.json"))
+    """Kind of device to toggle to what won there."""
     return {
-        kind: {name: entry["value"] for name, entry in rows.items()} for kind, rows in table.items()
+        kind: {k: row["value"] for k, row in rows.items()} for kind, rows in best_rows().items()
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -111,16 +112,7 @@ def as_typed(flag: str, text: str) -> str:
 
 
 def parse_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(
-            f"--tokens {text!r} is no list of token ids; write them as 1,2,3"
-        ) from None
-
-
-def parse_sizes(flag: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"{flag} {text!r} is no list of sizes; write them as 512,1024") from None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"-?\d+", part, re.ASCII) for part in parts):
+        raise UsageError(f"--tokens {text!r} is no list of token ids; write them as 1,2,3")
+    return [int(part) for part in parts]

@@ -15,7 +15,7 @@ from workbench.cli.flags import EngineSettings
 from workbench.errors import UsageError
 
 MOST_NUMBERS = 1000  # that one list may stand for
-_RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?")
+_RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?", re.ASCII)
 Listed = Annotated[list[str], Parameter(negative="", consume_multiple=False)]
 
 
@@ -27,7 +27,7 @@ def numbers(flag: str, texts: str | Iterable[str]) -> list[int]:
 
 
 def _numbers(flag: str, part: str) -> list[int]:
-    if re.fullmatch(r"-?\d+", part):
+    if re.fullmatch(r"-?\d+", part, re.ASCII):
         return [int(part)]
     found = _RANGE.fullmatch(part)
     if found is None:

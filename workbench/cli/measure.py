@@ -24,7 +24,6 @@ from workbench.cli.common import (
     check_computes,
     check_new,
     load,
-    parse_sizes,
     say,
 )
 from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
@@ -194,7 +193,7 @@ def perplexity(
     if check and against is None:
         raise UsageError("--check needs a reference; add --against activations=float")
     other = None if against is None else ppl.parse_against(against)
-    at_once = [config.n_ubatch] if sizes is None else parse_sizes("--sizes", sizes)
+    at_once = [config.n_ubatch] if sizes is None else numbers("--sizes", sizes)
     source = ask(file, tokens_from)
     folder = out or results.new_run_folder(RUNS, f"ppl-{source.label}")
     folders = ppl.folders_of(folder, at_once)

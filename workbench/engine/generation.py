@@ -43,7 +43,9 @@ class Generation:
 
     def _repr_html_(self) -> str:
         said = self.text if self.text is not None else " ".join(map(str, self.tokens))
-        return f"<p>{html.escape(said)}<br><small>{self.tokens_per_second:.1f} t/s</small></p>"
+        rate = f"{self.tokens_per_second:.1f} t/s"
+        rate += "; stopped at n_ctx: the context is full" if self.stopped == CONTEXT_FULL else ""
+        return f"<p>{html.escape(said)}<br><small>{rate}</small></p>"
 
 
 def prefilled(engine: Any, ids: Sequence[int], outputs: Outputs, left: Bar) -> np.ndarray:

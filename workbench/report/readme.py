@@ -18,7 +18,7 @@ import pandas as pd
 from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles
 from workbench.errors import WorkbenchError
 from workbench.output import write_text
-from workbench.report import blocks, mechanisms, scheduling, targets
+from workbench.report import blocks, mechanisms, presets, scheduling, targets
 from workbench.report.recorded import commit_of
 from workbench.report.tables import markdown
 
@@ -120,6 +120,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "peer-cpu": peer,
     "peer-files": peer_files,
     **blocks.BLOCKS,
+    **presets.BLOCKS,
     **scheduling.BLOCKS,
 }
 
