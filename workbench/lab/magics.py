@@ -135,7 +135,12 @@ class WorkbenchMagics(Magics):
     @argument("engines", nargs="*", metavar="ENGINE", help="names; by default every engine")
     @argument("--window", "-w", metavar="FIRST,N", help="keep N steps of each engine, from FIRST")
     @argument("--as", "-a", dest="name", metavar="NAME", help="bind the trace to this name")
-    @argument("--out", "-o", metavar="FILE", help="write a Perfetto trace, as t.pftrace.gz")
+    @argument(
+        "--out",
+        "-o",
+        metavar="FILE",
+        help="write a trace: t.pftrace.gz, or t.json for Chrome",
+    )
     @argument("--collector", "-c", choices=COLLECTORS, help="of device spans; see wb.profile")
     @cell_magic
     def wb_profile(self, line: str, cell: str) -> None:

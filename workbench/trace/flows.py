@@ -40,30 +40,32 @@ def flows_of(spans: Sequence[Span]) -> list[Flow]:
         if span.lane != HOST_LANE or "index" not in span.args:
             continue
         if mine := ran.get(n):
-            made.append(_arrow(ISSUE, spans, n, mine[0], from_end=False))
+            made += _arrow(ISSUE, spans, n, mine[0], from_end=False)
             last_on[spans[mine[-1]].lane] = mine[-1]
         event, lane = span.args.get("event"), span.args.get("on")
         if span.category == "record":
             recorded[str(event)] = n, last_on.get(str(lane))
         elif span.category == "wait" and event in recorded:
-            made.append(_arrow(EVENT, spans, recorded[str(event)][0], n, from_end=False))
+            made += _arrow(EVENT, spans, recorded[str(event)][0], n, from_end=False)
         elif span.category == "sync":
             of_event = recorded.get(str(event), (n, None))[1]
             source = last_on.get(str(lane)) if event is None else of_event
             if source is not None:
-                made.append(_arrow(WAIT, spans, source, n, from_end=True))
+                made += _arrow(WAIT, spans, source, n, from_end=True)
     return made
 
 
-def _arrow(kind: str, spans: Sequence[Span], source: int, sink: int, from_end: bool) -> Flow:
+def _arrow(kind: str, spans: Sequence[Span], source: int, sink: int, from_end: bool) -> list[Flow]:
     """From the end of the source to that of the sink, or from start to start; moved to the other
-    end of a span where two clocks that are a little apart would make the arrow run backwards."""
+    end of a span where two clocks that are a little apart would make the arrow run backwards. None
+    where that does not help: a reader takes an arrow's ends in the order of their times."""
     out, into, to_end = spans[source], spans[sink], from_end
-    if from_end and out.end_ns > into.end_ns:
+    if from_end and out.end_ns >= into.end_ns:
         from_end = False
     if not to_end and into.start_ns < out.start_ns:
         to_end = True
-    return Flow(kind, source, sink, from_end, to_end)
+    backwards = out.start_ns > (into.end_ns if to_end else into.start_ns)
+    return [] if backwards and not from_end else [Flow(kind, source, sink, from_end, to_end)]
 
 
 def _device_spans(spans: Sequence[Span]) -> dict[int, list[int]]:

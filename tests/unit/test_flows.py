@@ -1,0 +1,113 @@
+"""Arrows of a trace: which there are, that both ends exist, and that none runs backwards, also
+where the device's clock is off."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+import chrome_decode
+import perfetto_decode
+
+from workbench.trace import chrome, perfetto
+from workbench.trace.flows import EVENT, ISSUE, WAIT, flows_of
+from workbench.trace.lanes import nesting_order
+from workbench.trace.spans import HOST_LANE, Span
+
+STREAMS = ("cuda stream 0", "cuda stream 1")
+
+
+class Trace:
+    """Spans of commands issued one after the other; the device's clock is `off` ns off."""
+
+    def __init__(self, off: int = 0) -> None:
+        self.spans: list[Span] = []
+        self.off, self.at, self.index, self.free = off, 10**6, 0, dict.fromkeys(STREAMS, 0)
+
+    def host(self, category: str, took: int = 10, **args: Any) -> Span:
+        args = {"step": 0, "split": 1, "index": self.index} | args
+        span = Span(category, category, HOST_LANE, self.at, self.at + took, args)
+        self.spans.append(span)
+        self.at, self.index = self.at + took + 1, self.index + 1
+        return span
+
+    def launch(self, on: str, took: int = 50) -> None:
+        call = self.host("launch", on=on, op="mul_mat")
+        start = max(self.free[on], call.start_ns + 5)
+        self.free[on] = start + took
+        args = {k: v for k, v in call.args.items() if k != "on"} | {"kind": "launch"}
+        times = start + self.off, start + took + self.off
+        self.spans.append(Span("launch", "device", on, *times, args))
+
+    def sync(self, on: str | None = None, event: str | None = None, until: int = 0) -> None:
+        self.host("sync", took=max(until - self.at, 0) + 3, on=on, event=event)
+
+    def found(self) -> list[tuple[str, str, str]]:
+        spans = sorted(self.spans, key=nesting_order)
+        return [(f.kind, spans[f.source].category, spans[f.sink].category) for f in flows_of(spans)]
+
+
+def test_a_wait_leads_back_to_the_latest_record_of_its_event() -> None:
+    trace = Trace()
+    trace.host("wait", on=STREAMS[0], event="e")  # of a record before the trace
+    trace.launch(STREAMS[1])
+    trace.host("record", on=STREAMS[1], event="e")
+    trace.launch(STREAMS[1])
+    trace.host("record", on=STREAMS[1], event="e")
+    trace.host("wait", on=STREAMS[0], event="e")
+    trace.host("wait", on=STREAMS[0], event="another")
+    spans = sorted(trace.spans, key=nesting_order)
+    (arrow,) = [f for f in flows_of(spans) if f.kind == EVENT]
+    assert spans[arrow.source].args["index"] == 4 and spans[arrow.sink].args["index"] == 5
+
+
+def test_the_host_s_wait_ends_with_the_work_that_it_is_for() -> None:
+    trace = Trace()
+    trace.launch(STREAMS[0], 500)
+    trace.host("record", on=STREAMS[0], event="e")
+    trace.launch(STREAMS[0], 70)  # behind the record
+    trace.launch(STREAMS[1], 20)
+    trace.sync(event="e", until=trace.free[STREAMS[0]] - 70)
+    trace.sync(on=STREAMS[0], until=trace.free[STREAMS[0]])
+    spans = sorted(trace.spans, key=nesting_order)
+    arrows = [f for f in flows_of(spans) if f.kind == WAIT]
+    work = [spans[f.source].end_ns - spans[f.source].start_ns for f in arrows]
+    assert work == [500, 70] and all(f.from_end and f.to_end for f in arrows)
+    assert [k for k, *_ in trace.found()].count(ISSUE) == 3
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["launch", "record", "wait", "sync", "sync event"]),
+              st.sampled_from(STREAMS), st.sampled_from(["e", "f"])),
+    max_size=25,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(ACTIONS, st.sampled_from([0, 0, 3, -3, 40, -40, 4000, -4000]))
+def test_both_ends_of_an_arrow_exist_and_none_runs_backwards(actions, off: int) -> None:
+    trace = Trace(off)
+    for action, on, event in actions:
+        if action == "launch":
+            trace.launch(on)
+        elif action == "sync":
+            trace.sync(on=on, until=trace.free[on])
+        elif action == "sync event":
+            trace.sync(event=event, until=max(trace.free.values()))
+        else:
+            trace.host(action, on=on, event=event)
+    packed = perfetto_decode.decode(perfetto.encode(trace.spans))
+    plain = chrome_decode.decode(chrome.encode(trace.spans))  # asserts that both ends are there
+    assert len(packed.flows) == len(plain.arrows)
+    for ends in packed.flows.values():
+        assert sorted(is_end for _, is_end in ends) == [False, True]
+        (begin, _), (end, _) = sorted(ends, key=lambda e: e[1])
+        assert begin <= end
+    if off == 0:
+        launches = sum(action == "launch" for action, *_ in actions)
+        assert [k for k, *_ in trace.found()].count(ISSUE) == launches, "none is left out"
