@@ -40,6 +40,7 @@ N_CTX, N_TOKENS, N_LONG = 512, 16, 300  # N_LONG crosses one n_kv_pad of 256
 VARIANTS = [
     ("tiny-llama-bias", "F32"),
     ("tiny-llama-bias", "Q8_0"),
+    ("tiny-qwen2", "Q8_0"),
     ("tiny-llama-spm", "F16"),
     ("tiny-llama-spm", "Q4_0"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from tests.cpu.test_logits import (  # noqa: F401 - `engine` is a fixture
     one_by_one,
     tokens_for,
 )
-from workbench.config import Toggles
+from tests.edited import retyped
+from tests.stored_blocks import TYPES
+from workbench.config import EXPAND, Toggles
 from workbench.model.presets import QUANTS
 from workbench.trace.profile import profile
 
@@ -39,6 +42,17 @@ def test_logits_are_the_reference_s(engine, tiny_model, preset, quant):  # noqa:
     single = one_by_one(engine(preset, quant, "cuda"), tokens)
     check(whole, wanted, quant, HALVES[quant])
     check(single, wanted, quant, HALVES[quant])
+
+
+@pytest.mark.parametrize("expand", EXPAND)
+def test_types_without_kernels_are_expanded(tiny_model, tmp_path, expand):
+    """In every matrix another one, the tied embedding too, which host and device both have."""
+    kinds = itertools.cycle(TYPES)
+    path = retyped(tiny_model("tiny-qwen2", "F32"), tmp_path / "m.gguf", lambda name: next(kinds))
+    tokens = tokens_for("tiny-qwen2", N_TOKENS)
+    with wb.Engine.load(path, device="cuda", n_ctx=256, expand=expand) as expanded:
+        rows = expanded.prefill(tokens, outputs="all")
+    check(rows, reference.forward(path, tokens), "F16" if expand == "f16" else "Q8_0", 2e-6)
 
 
 @pytest.mark.parametrize(
