@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import weakref
 
 import gguf
 import numpy as np
@@ -15,8 +16,11 @@ from tests import reference
 from tests.edited import edited, retyped
 from tests.stored_blocks import TYPES
 from workbench import progress
+from workbench.bench import provenance
 from workbench.cli import main
 from workbench.errors import ModelFileError
+from workbench.graph.ir import Tensor
+from workbench.model.decoder import Model
 from workbench.model.inspect import summary
 
 TOKENS = [5, 300, 7, 41, 5, 900, 12, 77]
@@ -138,6 +142,40 @@ def test_inspect_says_what_is_expanded_and_bytes_after_it(file, capsys):
     assert {t["dtype"]: t["loaded_as"] for t in made["types"]} == {
         "Q5_0": "F16", "Q2_K": "F16", "Q3_K": "F16", "IQ4_XS": "F16", "Q8_0": "Q8_0", "F32": "F32",
     }  # fmt: skip
+
+
+def test_results_name_both_types(small, tmp_path):
+    path = retyped(small, tmp_path / "m.gguf", lambda name: "Q2_K")
+    for expand, said in (("f16", "Q2_K as F16"), ("q8_0", "Q2_K as Q8_0")):
+        with wb.Engine.load(path, device="null", expand=expand) as engine:
+            assert engine.model.quant == said and said in repr(engine)
+            made = provenance.collect(engine)
+        assert made["model"]["quant"] == said and made["engine"]["config"]["expand"] == expand
+
+
+def test_perplexity_judges_by_the_type_in_memory(small, tmp_path, capsys):
+    path = retyped(small, tmp_path / "m.gguf", lambda name: "Q2_K")
+    asked = ["perplexity", "-m", str(path), "--tokens-from", "sample:40", "--n-ctx", "64"]
+    against = ["--against", "activations=float", "--check", "-o", str(tmp_path / "run")]
+    main([*asked, *against, "--device", "embedded"])
+    assert "expanding Q2_K" in capsys.readouterr().err
+
+
+def test_one_tensor_is_expanded_after_the_other(file, monkeypatch):
+    """Beside what stays on the host, one at a time is in memory."""
+    alive: list[weakref.ref] = []
+    data = Model.data
+
+    def watched(model: Model, weight: Tensor, *arguments):
+        found = data(model, weight, *arguments)
+        if model.is_expanded(weight) and weight is not model.embedding:
+            assert sum(ref() is not None for ref in alive) <= 1
+            alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(Model, "data", watched)
+    with wb.Engine.load(file, device="embedded"):
+        assert len(alive) == 6 and not any(ref() is not None for ref in alive)
 
 
 def test_parts_and_expansion_together(tiny_model, tmp_path, file):

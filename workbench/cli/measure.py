@@ -201,7 +201,7 @@ def perplexity(
     variants = [] if other is None else [other]
     with load(model, config, toggles, variants, source.check) as engine:
         runs = ppl.perplexity_by_size(engine, source.open(engine), folders, against=other)
-        dtype = engine.model.quant
+        dtype = engine.model.main_weight.dtype.name
     for made in runs:
         print("\n".join(made.lines()))
         say(f"run folder: {made.folder}")

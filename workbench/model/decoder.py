@@ -252,14 +252,20 @@ class Model:
     def n_params(self) -> int:
         return sum(t.rows * t.cols for t in self.weights)
 
-    @property
-    def quant(self) -> str:
-        """The type that holds most weight bytes."""
-        by_type: dict[str, int] = {}
+    @cached_property
+    def main_weight(self) -> Tensor:
+        """A weight of the type that has most bytes in the file, embedding and output apart."""
+        by_type: dict[DType, list[Tensor]] = {}
         for t in self.weights:
             if t is not self.embedding and t is not self.output:
-                by_type[t.dtype.name] = by_type.get(t.dtype.name, 0) + t.nbytes
-        return max(by_type, key=by_type.__getitem__)
+                by_type.setdefault(self.stored(t).dtype, []).append(t)
+        return max(by_type.values(), key=lambda of: sum(self.stored(t).nbytes for t in of))[0]
+
+    @property
+    def quant(self) -> str:
+        """The type of `main_weight`; `Q2_K as F16` where it is expanded."""
+        stored, loaded = self.stored(self.main_weight).dtype.name, self.main_weight.dtype.name
+        return stored if stored == loaded else f"{stored} as {loaded}"
 
     @property
     def weight_bytes_per_token(self) -> int:
