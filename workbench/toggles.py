@@ -61,7 +61,7 @@ _SYNC, _LOWER = "program/ordering.py", "program/lower.py"
 _WAITS = "llama.cpp #17795"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Toggles:
     """One field per mechanism; `Toggles()` is everything off, the baseline.
 
@@ -135,11 +135,11 @@ class Toggles:
                 object.__setattr__(self, name, value)
 
     @classmethod
-    def preset(cls, name: str, **changes: str) -> Toggles | Preset:
-        """The toggles of a preset, with `changes`; `best`, which a device resolves, as a Preset
-        that `Engine.load` takes. Raises UsageError for an unknown name, and for a change that
-        clashes with the preset."""
-        made = Preset(name, changes)
+    def preset(cls, name: str, **changes: str) -> Toggles | TogglePreset:
+        """The toggles of a preset, with `changes`. A device resolves `best`, so it is returned as
+        a TogglePreset that `Engine.load` takes. Raises UsageError for an unknown name, and for a
+        change that clashes with the preset."""
+        made = TogglePreset(name, changes)
         return made if made.of_device else made.toggles()
 
     @classmethod
@@ -192,6 +192,10 @@ class Toggles:
 
     def __str__(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in self.changed().items()) or "everything off"
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{k}={v!r}" for k, v in self.changed().items())
+        return f"{type(self).__name__}({given})"
 
     def _repr_html_(self) -> str:
         off: Toggles = type(self)()
@@ -309,7 +313,7 @@ def _assigned(values: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
-class Preset:
+class TogglePreset:
     """A preset by name, with toggles of one's own, which win.
 
     changes: toggles (or a family) that are given beside it. Raises UsageError for an unknown name,
@@ -344,12 +348,12 @@ class Preset:
             raise UsageError(clash)
         return Toggles(**chosen)
 
-    def switched(self, name: str, value: str) -> Preset:
+    def switched(self, name: str, value: str) -> TogglePreset:
         """The preset with one more change."""
-        return Preset(self.name, self.changes | dict.fromkeys(Toggles.members(name), value))
+        return TogglePreset(self.name, self.changes | dict.fromkeys(Toggles.members(name), value))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Preset) and str(self) == str(other)
+        return isinstance(other, TogglePreset) and str(self) == str(other)
 
     def __hash__(self) -> int:
         return hash(str(self))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.cli import generate, main, measure
-from workbench.config import BASELINE, BEST, FAMILIES, Preset, Toggles
+from workbench.config import BASELINE, BEST, FAMILIES, TogglePreset, Toggles
 from workbench.errors import UsageError
 from workbench.toggles import preset_names
 
@@ -18,12 +18,12 @@ COMMANDS = ("run", "logits", "program", "bench", "ab", "perplexity", "check")
 QUICK = settings(max_examples=40, deadline=None)
 
 
-def preset_of(*arguments: str) -> Preset:
+def preset_of(*arguments: str) -> TogglePreset:
     """What a command is given, of an engine that is never loaded."""
-    found: list[Preset] = []
+    found: list[TogglePreset] = []
 
     def load(model, config, toggles, *_, start=BEST, **__):
-        found.append(toggles if isinstance(toggles, Preset) else toggles.wanted(start))
+        found.append(toggles if isinstance(toggles, TogglePreset) else toggles.wanted(start))
         raise UsageError("enough")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -68,9 +68,9 @@ def test_a_preset_is_where_toggles_begin():
     name = "llama.cpp@2025-12"
     assert toggles_of("--preset", name) == Toggles.preset(name)
     assert toggles_of("--preset", name, "--fuse-glu", "off") == Toggles.preset(name, fuse_glu="off")
-    assert preset_of("program", "-m", "x", "--preset", "best", "--sync", "per_copy") == Preset(
-        "best", {"sync": "per_copy"}
-    )
+    assert preset_of(
+        "program", "-m", "x", "--preset", "best", "--sync", "per_copy"
+    ) == TogglePreset("best", {"sync": "per_copy"})
 
 
 RUN = ["run", "-m", "x.gguf", "--tokens", "1"]
@@ -90,7 +90,7 @@ STARTS = {
 ])  # fmt: skip
 def test_answers_take_best_and_experiments_the_baseline(start, arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert preset_of(*arguments) == Preset(start)
+    assert preset_of(*arguments) == TogglePreset(start)
     assert preset_of(*arguments, "--preset", "llama.cpp@2024-06").name == "llama.cpp@2024-06"
 
 
@@ -108,10 +108,10 @@ def test_any_flags_are_what_the_same_call_in_python_is(preset, flags, start):
     clash = (flags.get("sync"), flags.get("copy_stream")) == ("event_guarded", "compute")
     if clash:  # refused, in Python as well; best only once a device is known
         with pytest.raises(UsageError, match="clash"):
-            Preset(BASELINE, flags).toggles()
+            TogglePreset(BASELINE, flags).toggles()
         return
     command = RUN if start == BEST else ["program", "-m", "x.gguf"]
-    assert preset_of(*command, *words) == Preset(preset or start, flags)
+    assert preset_of(*command, *words) == TogglePreset(preset or start, flags)
 
 
 BAD = {

@@ -134,6 +134,34 @@ def test_short_flags_have_llama_cpp_s_meaning():
     assert parse_override("exps=CPU")[1] == "host" and parse_override("a=CUDA0")[1] == "device"
 
 
+@given(flags=st.fixed_dictionaries({}, optional=dict.fromkeys(
+    ["-c", "-ub", "-b", "-t", "-ngl"], st.integers(-3, 1 << 25)
+)))  # fmt: skip
+@QUICK
+def test_any_whole_numbers_are_an_engine_or_one_line(flags):
+    words = [word for flag, n in flags.items() for word in (flag, str(n))]
+    n = {"-c": 2048, "-ub": 512, "-b": 2048, "-t": 0, "-ngl": -1} | flags
+    most = 1 << 24
+    legal = (
+        0 <= n["-c"] <= most and n["-b"] >= 1 and 1 <= min(n["-ub"], n["-b"]) <= most
+        and n["-t"] >= -1 and n["-ngl"] >= -1
+    )  # fmt: skip
+    if not legal:
+        with pytest.raises(SystemExit) as stop:
+            main(["program", "-m", "x", *words])
+        assert stop.value.code == 2
+        return
+    assert config_of(*words).plain() == EngineConfig(
+        n_ctx=n["-c"], n_ubatch=min(n["-ub"], n["-b"]), threads=max(n["-t"], 0),
+        n_gpu_layers=n["-ngl"],
+    )  # fmt: skip
+
+
+def test_a_flag_that_takes_one_value_is_given_once(capsys):
+    assert "-m" in refused(capsys, "run", "-m", "x", "-m", "y", "--tokens", "1")
+    assert "-c" in refused(capsys, "run", "-m", "x", "--tokens", "1", "-c", "1", "-c", "2")
+
+
 def test_what_changes_nothing_is_said():
     assert config_of("-fa", "off").notes == [
         "-fa off changes nothing: attention is one fused kernel here"

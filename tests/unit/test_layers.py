@@ -148,7 +148,9 @@ CHOOSING = ("engine/engine.py", "engine/wanted.py")
 
 def test_toggles_are_read_in_their_room_and_where_the_engine_chooses():
     reads = {
-        str(p.relative_to(PACKAGE)): toggle_reads(p) for p in modules() if p.name != "toggles.py"
+        str(p.relative_to(PACKAGE)): toggle_reads(p)
+        for p in modules()
+        if p != PACKAGE / "toggles.py"
     }
     for field in dataclasses.fields(Toggles):
         room = field.metadata["room"]

@@ -177,7 +177,8 @@ def test_bad_requests_are_refused_in_one_line(engine, asked, says):
 
 
 def test_against_names_a_reference():
-    assert ppl.parse_against("base") == Toggles()
+    assert ppl.parse_against("base") == ppl.parse_against("baseline") == Toggles()
+    assert ppl.parse_against("llama.cpp@2025-09") == Toggles.preset("llama.cpp@2025-09")
     assert ppl.parse_against("activations=float").activations == "float"
     made = ppl.parse_against("fuse=on, sync=implicit,copy_stream=compute")
     assert made == Toggles(sync="implicit", copy_stream="compute").switched("fuse", "on")

@@ -16,7 +16,7 @@ import workbench as wb
 from tests import best_table
 from workbench.backend.null import open_backend
 from workbench.bench.results import COMPLETE, Run, SampleTable
-from workbench.config import FAMILIES, Preset, Toggles
+from workbench.config import FAMILIES, TogglePreset, Toggles
 from workbench.engine.wanted import resolve
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import Capabilities
@@ -70,6 +70,9 @@ def test_toggles_are_plain_and_can_be_kept():
     assert pickle.loads(pickle.dumps(toggles)) == toggles
     assert Toggles(**toggles.to_dict()) == toggles and hash(toggles) == hash(Toggles(fuse="on"))
     assert str(toggles) == "fuse=on" and str(Toggles()) == "everything off"
+    assert repr(Toggles(sync="packed", fuse="on")) == "Toggles(sync='packed', fuse='on')"
+    mixed = Toggles(fuse="on", fuse_glu="off", pdl="on")
+    assert eval(repr(mixed)) == mixed and repr(Toggles()) == "Toggles()"
 
 
 # presets ------------------------------------------------------------------------------------------
@@ -96,7 +99,7 @@ def test_llama_cpp_s_history_is_in_order():
 
 
 def test_an_unknown_preset_is_refused_with_the_names():
-    for ask in (Toggles.preset, Preset):
+    for ask in (Toggles.preset, TogglePreset):
         with pytest.raises(UsageError, match="preset 'llama' does not exist; choose one of base"):
             ask("llama")
 
@@ -136,7 +139,7 @@ GPU = Capabilities(
 
 def test_best_is_what_won_there_and_leaves_out_what_a_device_cannot():
     best = Toggles.preset("best")
-    assert repr(best) == "Toggles.preset('best')" and best == Preset("best")
+    assert repr(best) == "Toggles.preset('best')" and best == TogglePreset("best")
     whole = resolve(best, Opened("cuda", GPU))
     assert whole == resolve(None, Opened("cuda", GPU)) == resolve("best", Opened("cuda", GPU))
     assert whole.changed() == committed()["cuda"]

@@ -48,11 +48,12 @@ from workbench.bench import provenance, results
 from workbench.bench.divergence import Agreement, Estimate, compare_rows, score
 from workbench.bench.token_source import Source, Window
 from workbench.bench.workload import check_untraced
-from workbench.config import FAMILIES, Toggles
+from workbench.config import BASELINE, FAMILIES, TogglePreset, Toggles
 from workbench.engine.finite import first_bad_row, not_finite
 from workbench.errors import UsageError
 from workbench.output import check_folder
 from workbench.progress import Bar, bar
+from workbench.toggles import fixed_presets
 from workbench.trace.spans import now_ns
 
 TOKENS = "tokens.parquet"
@@ -345,20 +346,21 @@ def check_folders(folders: dict[int, Path], n_ubatch: int) -> None:
 
 
 def parse_against(text: str) -> Toggles:
-    """`base`, or the baseline with other values: `activations=float,fuse=on`.
+    """`base`, the name of a fixed preset, or the baseline with other values:
+    `activations=float,fuse=on`.
 
     A toggle that is named itself has that value, wherever its family stands. Raises UsageError for
     a toggle or value that does not exist, and for two that clash.
     """
-    base = Toggles()
-    families: dict[str, str] = {}
+    name = BASELINE if text.strip() == "base" else text.strip()
+    if name in fixed_presets():
+        return TogglePreset(name).toggles()
     changes: dict[str, str] = {}
-    for part in [] if text.strip() == "base" else text.split(","):
+    for part in text.split(","):
         name, equals, value = (p.strip() for p in part.partition("="))
         if not equals:
             raise UsageError(
                 f"--against {text!r} is neither `base` nor toggles; write activations=float"
             )
-        of = families if name in FAMILIES else changes
-        of |= dict.fromkeys(Toggles.members(name), value)
-    return Toggles(**(base.to_dict() | families | changes))
+        changes |= {name if name in FAMILIES else Toggles.members(name)[0]: value}
+    return Toggles(**changes)

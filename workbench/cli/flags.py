@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from workbench.config import BEST, EXPAND, FAMILIES, EngineConfig, Preset, Toggles
+from workbench.config import BEST, EXPAND, FAMILIES, EngineConfig, TogglePreset, Toggles
 from workbench.errors import UsageError
 from workbench.toggles import preset_words
 
@@ -187,7 +187,7 @@ class GivenToggles:
 
     preset: str | None
 
-    def wanted(self, start: str = BEST) -> Preset:
+    def wanted(self, start: str = BEST) -> TogglePreset:
         """The preset (`start` unless one is named) with what is given. Raises UsageError for names
         and values that do not exist, and for a clash in a fixed preset."""
         given = {
@@ -195,7 +195,7 @@ class GivenToggles:
             for name in (*FAMILIES, *Toggles.names())
             if (value := getattr(self, name)) is not None
         }
-        made = Preset(self.preset or start, given)
+        made = TogglePreset(self.preset or start, given)
         if not made.of_device:
             made.toggles()
         return made

@@ -167,7 +167,7 @@ def perplexity(
         str | None, Parameter(help="ids: a .npy, .jsonl or text file, or sample:N[:SEED]")
     ] = None,
     against: Annotated[
-        str | None, Parameter(help="compare with: base, or toggles as activations=float")
+        str | None, Parameter(help="compare with: base, a preset, or toggles as activations=float")
     ] = None,
     check: Annotated[
         bool, Parameter(negative="", help="fail where the two differ more than the type's bound")

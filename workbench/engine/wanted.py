@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from workbench.config import BEST, Preset, Switch, Toggles
+from workbench.config import BEST, Switch, TogglePreset, Toggles
 from workbench.engine.loaded import Loaded
 from workbench.engine.placement import Placement
 from workbench.errors import DeviceError, UsageError, WorkbenchError
@@ -18,16 +18,16 @@ from workbench.program.ordering import Ordering, choose_ordering, choose_pdl
 from workbench.program.split import assign
 from workbench.toggles import best_table
 
-Wanted = Toggles | Preset | str | None  # a preset's name; None: `best`
+Wanted = Toggles | TogglePreset | str | None  # a preset's name; None: `best`
 # toggles that variants of an engine will have, or what makes them of the engine's own
 Variants = Sequence[Wanted] | Callable[[Toggles], Sequence[Wanted]]
 
 
-def as_preset(wanted: Wanted) -> Preset | None:
+def as_preset(wanted: Wanted) -> TogglePreset | None:
     """The preset that is meant; None where the toggles themselves are given."""
-    if isinstance(wanted, Toggles | Preset):
-        return wanted if isinstance(wanted, Preset) else None
-    return Preset(wanted or BEST)
+    if isinstance(wanted, Toggles | TogglePreset):
+        return wanted if isinstance(wanted, TogglePreset) else None
+    return TogglePreset(wanted or BEST)
 
 
 def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
@@ -42,7 +42,7 @@ def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
     able, values = loaded.backend.capabilities, dict[str, str]()
     for name, value in best_table().get(loaded.device, {}).items():
         more = values | {name: value}
-        if _honours(Preset(BEST).toggles(more), able, loaded.device):
+        if _honours(TogglePreset(BEST).toggles(more), able, loaded.device):
             values = more
     return preset.toggles(values)
 
@@ -113,7 +113,7 @@ def _modes(
     return ordering, choose_pdl(toggles.pdl, able, device)
 
 
-def _whose(message: str, toggles: Toggles, preset: Preset) -> str:
+def _whose(message: str, toggles: Toggles, preset: TogglePreset) -> str:
     """Which of the toggles that a refusal names are a preset's; empty for none."""
     own = [
         f"{name}={value}"
