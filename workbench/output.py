@@ -279,6 +279,8 @@ def _make(folder: Path, made: list[Path]) -> None:
         folder.mkdir()
     except FileExistsError:  # somebody else was quicker
         made.remove(folder)
+    except FileNotFoundError as error:  # in a folder that is there, as /proc
+        raise OSError(errno.EOPNOTSUPP, "") from error
 
 
 def _move(shown: Path, moves: list[tuple[str, str]]) -> None:

@@ -24,6 +24,7 @@ WHY = {
     errno.EACCES: "there is no permission; choose another path, or change its permissions",
     errno.EPERM: "there is no permission; choose another path, or change its permissions",
     errno.EROFS: "the file system is read-only; choose another folder",
+    errno.EOPNOTSUPP: "the file system takes no new folder there; choose another folder",
     errno.EISDIR: "it is a folder; name a file in it",
     errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
     errno.ELOOP: "its symbolic links lead in a circle; choose another path",

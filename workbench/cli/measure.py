@@ -251,11 +251,11 @@ def bench_kernels(
         )
     finally:
         backend.close()
+    roofline.save(made.run, folder)  # before what is printed, which nobody may read to its end
+    say(f"wrote {folder}")
     show(roofline.table(made.run))
     print()
     print(roofline.caption(made.run))
-    roofline.save(made.run, folder)
-    say(f"wrote {folder}")
     if made.interrupted:
         raise KeyboardInterrupt
 

@@ -85,6 +85,9 @@ def profile(
         m = engine.model
         found.trace.about["model"]["hash"] = m.hash
         about = f"{m.name} {m.quant} on {engine.backend.description}; toggles: {engine.chosen}"
+    if out is not None:  # before what is printed, which nobody may read to its end
+        size = found.trace.save(out)
+        say(f"wrote {out} ({size / 1e3:,.1f} kB); open it in ui.perfetto.dev")
     width = terminal_columns()
     print(textwrap.fill(about, width))
     for title, table in profiles.lines(found, by):
@@ -92,9 +95,6 @@ def profile(
         if len(table):
             show(table)
     print("", textwrap.fill(found.trace.note, width), sep="\n")
-    if out is not None:
-        size = found.trace.save(out)
-        say(f"wrote {out} ({size / 1e3:,.1f} kB); open it in ui.perfetto.dev")
 
 
 def _window(text: str | None) -> tuple[int, int] | None:

@@ -293,6 +293,7 @@ def _run_cells(
 ) -> str | None:
     import papermill
 
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it says it raises, too
     engine = _plain_engine(source.stem, left, cell_seconds(source, runs_dir))
     papermill.engines.papermill_engines.register(_ENGINE, engine)
     try:
@@ -306,8 +307,12 @@ def _run_cells(
             language="python",
             progress_bar=False,
             execution_timeout=timeout_s,
-            extra_arguments=["--IPKernelApp.log_level=ERROR"],
+            # a kernel that is stopped in a cell is no error
+            extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
         )
+    except KeyboardInterrupt:  # its task ends with the kernel, unasked
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        raise
     except papermill.PapermillExecutionError as error:
         message = re.sub(r"\x1b\[[0-9;]*m", "", f"{error.ename}: {error.evalue}")
         return f"cell {error.cell_index + 1} failed: {message.splitlines()[0]}"
