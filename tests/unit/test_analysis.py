@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.fake_cupti import CudaEngine, FakeCupti
+from workbench.bench import profiling
 from workbench.errors import UsageError
 from workbench.graph.ops import touched_bytes
+from workbench.report import profiles
 from workbench.trace import analysis
 from workbench.trace.profile import Timeline, profile
 from workbench.trace.spans import HOST_LANE, LOGITS_WAIT, Span
@@ -149,3 +151,28 @@ def test_bytes_come_from_the_op_table_and_a_launch_of_several_kernels_is_counted
     assert device_kernels["traced_us"].sum() == pytest.approx(on_device["traced_us"].sum())
     assert "steps" in set(prof.gaps()["between"])
     assert "issue" in set(prof.phases()["phase"])
+
+
+def test_tables_for_reading_name_cupti_s_kernels_and_say_that_they_are_traced(monkeypatch) -> None:
+    engine = CudaEngine(FakeCupti().install(monkeypatch))
+    with profile(engine, window=(1, 3), nvtx=False) as prof:
+        for _ in range(6):
+            engine.step()
+    us = [[0, 0, 1, 100.0, 50.0, None, None], [0, 1, 1, 100.0, 50.0, 20.0, 70.0]]
+    steps = pd.DataFrame(us, columns=profiling.STEPS)
+    found = profiling.Profiled(
+        "tg3", 1, steps, {"issue": 12.0, "batch": 1.0}, True, (1, 3), prof,
+        profiling.Bandwidth(4000.0, "read bandwidth 4000.0 GB/s"),
+    )  # fmt: skip
+    (_, time), (title, kernels), (_, host), (_, gaps) = profiles.lines(found, by="kernel")
+    assert time["untraced us"].tolist() == ["70.0 (70.0..70.0)"]
+    assert time["untraced gap us"].tolist() == ["20.0 (20.0..20.0)"]
+    named = kernels["kernel"].dropna().tolist()
+    assert {"half_rows", "ampere_gemm", "splitKreduce", "add_bias", "add"} <= set(named)
+    assert prof.collector == "cupti" and "4000.0 GB/s" in title and "times as slow" in title
+    rows = host.set_index(["phase", "part"])["untraced us"]
+    assert rows["issue", "all"] == "12.0" and rows["issue", "launch"] == ""
+    assert gaps["between steps"].iloc[0] == "1"
+    for table in (kernels, host, gaps):
+        timed = [c for c in table if c.split()[-1] in ("us", "%", "GB/s", "launch", "read")]
+        assert timed and all(c.startswith(("traced", "untraced")) for c in timed)

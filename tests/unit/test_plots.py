@@ -279,6 +279,18 @@ def test_ticks_are_numbers_as_people_write_them(us: int) -> None:
     assert all(float(t.replace(",", "").replace("−", "-")) >= 0 for t in ticks if t[0] != "-")
 
 
+def test_no_picture_writes_powers_or_offsets() -> None:
+    samples = comparison().samples
+    close = samples.assign(ns=1_000_000_000_000 + samples["ns"] % 1000)  # 10^6 ms, and little more
+    for fig in (plots.per_token(samples), plots.per_token(close), plots.speedup(comparison())):
+        fig.canvas.draw()
+        for ax in fig.axes:
+            for axis in (ax.xaxis, ax.yaxis):
+                assert axis.get_offset_text().get_text() == ""
+                assert not [t for t in axis.get_ticklabels() if "e" in t.get_text()[:4].lower()
+                            and t.get_text()[:1].isdigit()]  # fmt: skip
+
+
 def test_a_tick_s_number() -> None:
     from workbench.report.style import plain_number
 

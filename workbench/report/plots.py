@@ -65,6 +65,7 @@ def speedup(summary: Any) -> Figure:
     ax.set_xlim(min(low, 0.98), max(high, 1.02))  # a per mille must not look like a difference
     ax.set_yticks(ys, _row_labels(rows), fontsize=FONT)
     ax.set_ylim(-0.6, max(len(rows), 1) - 0.4)
+    ax.ticklabel_format(axis="x", style="plain", useOffset=False)
     ax.set_xlabel("speedup: t/s toggled / t/s baseline (bar: 95 % interval)", fontsize=FONT)
     plain_axes(ax)
     fig.legend(
@@ -135,6 +136,7 @@ def per_token(samples: pd.DataFrame, test: str | None = None) -> Figure:
     left.set_title(test, loc="left", fontsize=FONT + 2, fontweight="bold")
     for ax in (left, right):
         ax.tick_params(labelsize=FONT)
+        ax.ticklabel_format(style="plain", useOffset=False)
         ax.grid(color="#DDDDDD", lw=0.6)
         ax.set_axisbelow(True)
         ax.spines[["top", "right"]].set_visible(False)
