@@ -14,7 +14,8 @@ Every file is computed token by token by llama.cpp and by this engine, which exp
 kernels to F16 and to Q8_0. Both are held against float64 of the file's own values
 (`tests/reference.py`), and against each other. llama.cpp rounds activations to 8 bits where it
 multiplies by such types; an engine that has expanded them to F16 rounds nothing. So the two differ
-by llama.cpp's rounding, and the engine is much nearer to float64.
+by llama.cpp's rounding, and the engine is much nearer to float64. Files in F32 throughout are also
+computed by llama.cpp with F32 everywhere: that entitles the reference to judge these files.
 """
 
 from __future__ import annotations
@@ -127,6 +128,10 @@ def compared(sides: dict[str, Worker], case: Case, scratch: Path) -> dict[str, A
     for expand in EXPAND if case.expands else EXPAND[:1]:
         ours[expand], _ = computed(sides[OURS], case.path, scratch, expand=expand)
     wanted = reference.forward(joined(case.path, scratch), tokens)
+    peer = {"nmse": reference.nmse(theirs, wanted)}
+    if {t.dtype for t in found.types} == {"F32"}:
+        exact, _ = computed(sides[LLAMA], case.path, scratch, exact=True)
+        peer["nmse_exact"] = reference.nmse(exact, wanted)
     return {
         "kind": case.kind,
         "name": case.name,
@@ -134,7 +139,7 @@ def compared(sides: dict[str, Worker], case: Case, scratch: Path) -> dict[str, A
         "n_files": len(found.files),
         "hash": found.hash,
         "n_tokens": len(tokens),
-        "llama.cpp": {"nmse": reference.nmse(theirs, wanted)},
+        "llama.cpp": peer,
         "workbench": {
             expand: {
                 "nmse": reference.nmse(rows, wanted),
