@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import workbench as wb
@@ -128,3 +129,26 @@ def test_the_host_has_none(tiny_model):
         pytest.raises(UsageError, match="computes when it is called"),
     ):
         host_gaps(engine, {"baseline": Toggles()})
+
+
+def synthetic(found: Gaps, control_us: float, packed_us: float) -> Gaps:
+    """The same run with gaps that are known: 100 us, with 0.5 us of noise; others by so much."""
+    rng = np.random.default_rng(1)
+    more = {"per_copy (A/A)": control_us, "packed": packed_us, "copy_boundary": -30.0}
+    rounds = [found.samples.assign(repetition=r) for r in range(20)]
+    samples = pd.concat(rounds, ignore_index=True).drop_duplicates(["repetition", "arm"])
+    us = 100 + samples["arm"].map(more).fillna(0) + 0.5 * rng.standard_normal(len(samples))
+    return Gaps(found.run, samples.assign(ns=(1e3 * us).astype(int)))
+
+
+def test_what_the_machine_cannot_resolve_is_said(found):
+    assert synthetic(found, 0.0, -60.0).unresolved == ""
+    off = synthetic(found, 5.0, -60.0)
+    assert (
+        off.unresolved.startswith("the A/A control's gap is ") and "What helps: 80 " in off.verdict
+    )
+    assert "differs from itself. This machine cannot resolve less than 5." in off.unresolved
+    assert off.unresolved in off._repr_html_().replace("&#x27;", "'")
+    small = synthetic(found, 0.0, -30.1)
+    assert "and less is copy_boundary -> packed (0." in small.unresolved
+    assert "differs from itself" not in small.unresolved

@@ -11,7 +11,7 @@ import pytest
 
 import workbench as wb
 from workbench import lab
-from workbench.bench.stats import TOO_FEW
+from workbench.bench.stats import TOO_FEW, Band, Ratio
 from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles, _toggle
 from workbench.engine.engine import Engine
 from workbench.errors import UsageError
@@ -122,6 +122,10 @@ def test_run_times_both_sides_and_draws_them(engine, variants):
     waits = [trace.summary()["waits"].max() for trace in found.traces]
     assert waits[0] > waits[1], "the traces are of either side"
     assert "not of a GPU" in found.line and found.line.split(" ->")[0] in panel.speedup.value
+    noisy = found._replace(speedup=Ratio(1.1, 1.08, 1.12, 10), band=Band(0.75, 4 / 3))
+    panel.result = noisy
+    panel._mark()
+    assert "this machine cannot resolve less than 33 % here now" in panel.speedup.value
     assert len(variants) == 3 and all(map(is_closed, variants))
     assert not is_closed(engine) and (engine.n_steps, engine.n_past) == before
     first = panel.picture.value

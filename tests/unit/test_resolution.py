@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.bench import stats
+from workbench.bench.answers import Answer
 from workbench.bench.resolution import sentence
 from workbench.bench.stats import SAME, Band, Ratio, aa_band, effect, percent, resolution, verdict
+from workbench.config import Toggles
+from workbench.lab.pair import Pair
 
 SHARES = st.floats(0.001, 2.0)
 
@@ -72,6 +75,19 @@ def test_nothing_is_said_of_too_few_and_of_no_noise():
     assert not sentence({"on": one}, aa_band(one), one)
     none = Ratio(1.0, 1.0, 1.0, 9)
     assert not sentence({"on": none}, aa_band(none), none)
+
+
+def test_the_panels_result_says_it_too():
+    control = ratio(1.0, 0.3, 0.3)
+    found = Pair(
+        "tg4", Toggles(), Toggles(sync="packed"), ("sync=per_copy", "sync=packed"), (1.0, 2.0),
+        ratio(1.1, 0.02, 0.02), aa_band(control), Answer("exact", True, 3, 0, 0.0), 10, None, False,
+        control,
+    )  # fmt: skip
+    said = (
+        "this machine cannot resolve less than 30 % here now, and the effect is 10 % (sync=packed)"
+    )
+    assert said in repr(found).splitlines()[1] and said in found._repr_html_()
 
 
 @pytest.mark.parametrize(

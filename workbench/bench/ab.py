@@ -66,7 +66,8 @@ def ab(
     every 10 s on the way. resume: continue the run in `out`, skipping what it holds.
     until: repeat until the half-width of every speedup's interval is that share (0.01 for 1 %), the
     A/A control's too; `rounds` (and 10) is then the least, and at_most_s of measuring, over all
-    tests, ends it in any case. It stops on the width, never on what the interval excludes.
+    tests, ends it in any case; a run that is resumed has all of that again. It stops on the width,
+    never on what the interval excludes.
     progress(done, total, what) is called between repetitions; with until, total is an estimate.
 
     Ctrl-C ends the measuring: what is finished is kept, saved and returned, marked interrupted. So

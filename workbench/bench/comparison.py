@@ -223,7 +223,7 @@ class AB:
             for test, ended in asked["tests"].items():
                 yield f"{test}: {Ended(**ended).line()}"
 
-    def percentiles(self) -> pd.DataFrame:
+    def percentiles(self) -> Table:
         """How long single tokens took, a row per test and arm: see `results.percentiles`."""
         return results.percentiles(self.samples)
 

@@ -168,7 +168,33 @@ class Gaps(NamedTuple):
             f"{fit.low_us:.2f} to {fit.high_us:.2f}, n={n}), {fit.base_us:.1f} us without any"
             for stream, fit in self.fits.items()
         ]
-        return "\n".join([*lines, str(device)])
+        return "\n".join(filter(None, [*lines, self.unresolved, str(device)]))
+
+    @property
+    def unresolved(self) -> str:
+        """What this machine could not tell, by the A/A control; empty where it is less than every
+        difference and the control's interval holds 0, and with one round."""
+        rounds = self._rounds()
+        control = next(name for name in rounds if str(name).endswith(CONTROL))
+        apart = rounds[control] - rounds[str(control).removesuffix(CONTROL)]
+        _, low, high = median_interval(apart.to_numpy())
+        least = max(abs(low), abs(high))
+        below = [d for d in self.differences if abs(d.us) <= least]
+        if np.isnan(low) or not (below or low > 0 or high < 0):
+            return ""
+        said = f"this machine cannot resolve less than {least:.2f} us of gap here now"
+        if low > 0 or high < 0:
+            said = (
+                f"the A/A control's gap is {low:.2f} to {high:.2f} us off: the baseline, measured "
+                f"twice, differs from itself. T{said[1:]}"
+            )
+        if below:
+            found = (f"{d.before} -> {d.after} ({d.us:.2f} us, {d.copy_stream})" for d in below)
+            said += f", and less is {', '.join(found)}"
+        return (
+            f"{said}. What helps: {4 * len(rounds)} rounds (by the width, they halve that), or a "
+            "quiet machine"
+        )
 
     def __repr__(self) -> str:
         return f"{markdown(self.table(), terminal_columns())}\n\n{self.verdict}"

@@ -53,6 +53,7 @@ import pyarrow.parquet as pq
 from workbench.bench.provenance import utc_now
 from workbench.bench.workload import parse
 from workbench.errors import UsageError
+from workbench.frames import Table
 from workbench.output import writing_folder
 
 SCHEMA = 1
@@ -193,7 +194,7 @@ def rates(samples: pd.DataFrame) -> pd.DataFrame:
 PERCENTILES = (50, 90, 99)
 
 
-def percentiles(samples: pd.DataFrame) -> pd.DataFrame:
+def percentiles(samples: pd.DataFrame) -> Table:
     """How long single tokens took: one row per test and arm, in the order measured; us.
 
     Columns: test, arm, is_control, n_tokens (generated tokens of all repetitions), p50_us, p90_us,
@@ -213,7 +214,7 @@ def percentiles(samples: pd.DataFrame) -> pd.DataFrame:
             | {"ttft_us": float(np.median(us[first.to_numpy()]))}
         )
     columns = ["test", "arm", "is_control", "n_tokens", "p50_us", "p90_us", "p99_us", "ttft_us"]
-    return pd.DataFrame(rows, columns=columns)
+    return Table(rows, columns=columns)
 
 
 def check_run(run: Mapping[str, Any], where: str | Path) -> None:

@@ -83,11 +83,11 @@ def bench(
 
     if output not in llama_bench.FORMATS:
         raise UsageError(f"-o {output!r}: choose one of {', '.join(llama_bench.FORMATS)}")
-    until = repeat.arguments()
     prompts, gens, depths = numbers("-p", n_prompt), numbers("-n", n_gen), numbers("-d", n_depth)
     pairs = [_pair(text) for text in pg or ()]
     needed = max(test.n_cells for test in llama_bench.workloads(prompts, gens, depths, pairs))
     engines = [(path, settings) for path in model for settings in config.each()]
+    until = repeat.arguments(len(engines))
     folders = _folders(out, len(engines))
     for folder in folders:
         check_new(folder)

@@ -23,19 +23,19 @@ class Repeat:
         Parameter(help="with --until: end after so much measuring, as 30s or 1h; default 10m"),
     ] = None
 
-    def arguments(self) -> dict[str, Any]:
-        """What `ab` and `bench` take, by keyword. Raises UsageError for what is no share, no length
-        of time, or a time without a share."""
+    def arguments(self, n: int = 1) -> dict[str, Any]:
+        """What `ab` and `bench` take, by keyword; n calls of them share the time. Raises UsageError
+        for what is no share, no length of time, or a time without a share."""
         from workbench.bench import until
 
         if self.until is None:
             if self.at_most is not None:
                 raise UsageError("--at-most ends what --until repeats; add --until 1%, say")
             return {}
-        found: dict[str, Any] = {"until": until.parse_share("--until", self.until)}
+        share, at_most_s = until.parse_share("--until", self.until), until.AT_MOST_S
         if self.at_most is not None:
-            found["at_most_s"] = until.parse_duration("--at-most", self.at_most)
-        return found
+            at_most_s = until.parse_duration("--at-most", self.at_most)
+        return {"until": share, "at_most_s": at_most_s / n}
 
 
 RepeatFlags = Annotated[Repeat, Parameter(name="*")]

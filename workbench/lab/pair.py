@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.bench import answers, stats
+from workbench.bench import answers, resolution, stats
 from workbench.bench.answers import Answer
 from workbench.bench.comparison import order_of
 from workbench.bench.workload import (
@@ -44,7 +44,7 @@ class Pair(NamedTuple):
 
     n_asked: rounds wanted; `speedup.n` were finished. traces: of the last TRACED_STEPS steps of the
     test on either side, None where the run was stopped before. device_is_gpu: whether the times are
-    a GPU's.
+    a GPU's. control: the A/A control's ratio, from which the band is.
     """
 
     test: str
@@ -58,6 +58,7 @@ class Pair(NamedTuple):
     n_asked: int
     traces: tuple[Profile, Profile] | None
     device_is_gpu: bool
+    control: stats.Ratio | None = None
 
     @property
     def verdict(self) -> str:
@@ -84,11 +85,17 @@ class Pair(NamedTuple):
             f"A/A band {stats.interval(*self.band)}); {self.answer}{own}"
         )
 
+    @property
+    def unresolved(self) -> str:
+        """What this machine could not tell here and now, and what would help; mostly empty."""
+        return resolution.sentence({self.labels[1]: self.speedup}, self.band, self.control)
+
     def __repr__(self) -> str:
-        return self.line
+        return "\n".join(filter(None, (self.line, self.unresolved)))
 
     def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.line)}</p>"
+        lines = (html.escape(line) for line in repr(self).splitlines())
+        return f"<p>{'<br>'.join(lines)}</p>"
 
 
 def check(engine: Engine, workload: Workload, rounds: int, seed: int) -> None:
@@ -142,11 +149,11 @@ def compare(
                 raise
         found = np.array(tps).T
         medians = np.median(found, axis=1)
+        control = stats.speedup(found[0], found[2], seed)
         return Pair(
             workload.name, baseline, toggled, _labels(sides[0], sides[1]),
             (float(medians[0]), float(medians[1])), stats.speedup(found[0], found[1], seed),
-            stats.aa_band(stats.speedup(found[0], found[2], seed)),
-            answer, rounds, traces, sides[0].device == "cuda",
+            stats.aa_band(control), answer, rounds, traces, sides[0].device == "cuda", control,
         )  # fmt: skip
 
 

@@ -181,7 +181,10 @@ class Panel(VBox):
         except WorkbenchError:
             old = True
         line = html.escape(found.line)
-        self.speedup.value = f"<b>{OF_OLDER}:</b> <i>{line}</i>" if old else f"<b>{line}</b>"
+        note = f"<br>{html.escape(found.unresolved)}" if found.unresolved else ""
+        self.speedup.value = (
+            f"<b>{OF_OLDER}:</b> <i>{line}{note}</i>" if old else f"<b>{line}</b>{note}"
+        )
 
     # the run ------------------------------------------------------------------------------------
 
