@@ -44,8 +44,8 @@ def _toggle(
     return field(default=off.value, metadata=metadata)
 
 
-def _fusion(about: str) -> Any:
-    made = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING, "llama.cpp's fusions", about)
+def _fusion(about: str, thread: str = "") -> Any:
+    made = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING, thread, about)
     made.default = _Held(made.default)
     return made
 
@@ -102,13 +102,13 @@ class Toggles:
         Half, Half.OFF, "graph/defer.py", ROUNDING, "", "norms in two halves, up to 8 tokens"
     )
     # one for each pattern of graph/fuse.py, which says what they join
-    fuse_norm_mul: str = _fusion("RMS norm and its weight")
+    fuse_norm_mul: str = _fusion("RMS norm and its weight", "llama.cpp #14800")
     fuse_norm_quantize: str = _fusion("a norm and the quantisation of its result")
     fuse_add_norm: str = _fusion("the residual add and the norm behind it")
-    fuse_bias: str = _fusion("a product and its bias")
+    fuse_bias: str = _fusion("a product and its bias", "llama.cpp #16715")
     fuse_qkv: str = _fusion("the products Q, K and V")
-    fuse_rope_store: str = _fusion("RoPE and the cache store")
-    fuse_glu: str = _fusion("gate, up and SwiGLU")
+    fuse_rope_store: str = _fusion("RoPE and the cache store", "llama.cpp #16884")
+    fuse_glu: str = _fusion("gate, up and SwiGLU", "llama.cpp #16715")
     fuse_epilogue_quantize: str = _fusion("attention or SwiGLU and the quantisation of its result")
     fuse_product_norm: str = _fusion("a product, the residual add and half a norm")
     pdl: str = _toggle(

@@ -104,7 +104,8 @@ def test_synth_names_its_shapes_and_types_and_defaults_their_folders(capsys):
 # workbench toggles --------------------------------------------------------------------------------
 
 
-def test_the_table_of_toggles(capsys):
+def test_the_table_of_toggles(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     main(["toggles"])
     out = capsys.readouterr().out
     for name in Toggles.names():
@@ -113,8 +114,17 @@ def test_the_table_of_toggles(capsys):
         row = [cell.strip() for cell in line.strip("|").split("|")]
         assert row[0] == name and set(row[1].split(", ")) == set(Toggles.values(name))
         assert row[1].split(", ")[0] == getattr(Toggles(), name)
-        assert row[2:] == [meta["thread"], meta["room"], meta["answer"]]
+        assert row[2:] == [meta["thread"].removeprefix("llama.cpp "), meta["room"], meta["answer"]]
     assert all(f"  {name}: " in out for name in preset_names())
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_the_table_of_toggles_fits_a_terminal(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    main(["toggles"])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= max(columns, 80)
+    assert all(name in out for name in (*Toggles.names(), *Toggles.values("sync")))
 
 
 def test_the_table_as_json_has_a_word_on_each_value(capsys):

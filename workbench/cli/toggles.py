@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import textwrap
 from typing import Annotated, Any
 
@@ -30,27 +29,29 @@ def toggles(
         return
     import pandas as pd
 
-    from workbench.report.tables import markdown
+    from workbench.frames import show, terminal_columns
 
     rows = [
         {
             "toggle": found["toggle"],
             "values": ", ".join(found["values"]),
-            "thread": found["thread"],
+            "thread": found["thread"].removeprefix("llama.cpp "),
             "room": found["room"],
             "answer": found["answer"],
         }
         for found in described()
     ]
-    print(markdown(pd.DataFrame(rows)))
-    print("The first value is the baseline's. What a value does: workbench run --help.")
+    show(pd.DataFrame(rows))
+    print("\nThe first value is the baseline's. `workbench run --help` has a word on each.")
+    print("A thread is a pull request of llama.cpp. Rooms are files in workbench/.")
     print(
         "\n".join(f"--{name} sets every --{name}-... that is not given itself" for name in FAMILIES)
     )
     print("\nPresets (--preset NAME):")
-    width = shutil.get_terminal_size((100, 24)).columns
     for line in preset_words():
-        print(textwrap.fill(line, width, initial_indent="  ", subsequent_indent="    "))
+        print(
+            textwrap.fill(line, terminal_columns(), initial_indent="  ", subsequent_indent="    ")
+        )
 
 
 def described() -> list[dict[str, Any]]:
