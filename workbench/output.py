@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from workbench.errors import UsageError
-from workbench.output_path import Found, look, refusal, refusing
+from workbench.output_path import Found, look, named, refusal, refusing
 from workbench.sizes import sizes
 
 TEMPORARY = ".workbench-"  # what is being written is called so; a killed process may leave one
@@ -92,7 +92,7 @@ def check_writable(path: str | PathLike[str], *, parents: bool = False, n_bytes:
     if n_bytes > free:
         needs, has = sizes(n_bytes, free)
         raise UsageError(
-            f"{found.shown} needs {needs} and its disk has {has} free; "
+            f"{named(found.shown)} needs {needs} and its disk has {has} free; "
             "make room, or choose another disk"
         )
 
@@ -139,7 +139,7 @@ def check_folder(path: str | PathLike[str], *, new: bool = False) -> None:
     the folder exists; leaves nothing behind."""
     found = look(path, folder=True)
     if new and found.status is not None:
-        raise UsageError(f"{found.shown} exists already; choose another folder")
+        raise UsageError(f"{named(found.shown)} exists already; choose another folder")
     with _parents(found, True, keep=False), _temporary_folder(found):
         pass
 
@@ -164,7 +164,7 @@ def _open_direct(found: Found) -> int:
             if error.errno != errno.ENXIO:
                 raise
         if sys.stderr is not None:
-            print(f"{found.shown} has no reader yet; waiting for one", file=sys.stderr)
+            print(f"{named(found.shown)} has no reader yet; waiting for one", file=sys.stderr)
         return os.open(found.target, os.O_WRONLY)
 
 

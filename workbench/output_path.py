@@ -66,6 +66,8 @@ def look(path: str | PathLike[str], folder: bool = False) -> Found:
         try:
             status = os.stat(shown)
         except FileNotFoundError:
+            if _steps_back_from_nowhere(shown):
+                raise
             return Found(shown, os.path.realpath(shown), None, None)
         target = os.path.realpath(shown)
         if folder and not stat.S_ISDIR(status.st_mode):
@@ -104,18 +106,38 @@ def refusing(shown: Path) -> Iterator[None]:
     except UsageError:
         raise
     except ValueError as error:  # a null byte, or letters that no file name here may have
-        raise UsageError(f"{str(shown)!r} cannot be written: it is no file name") from error
+        raise UsageError(f"{named(shown)} cannot be written: it is no file name") from error
+
+
+def named(path: Path) -> str:
+    """A path as a message shows it: in one line, whatever letters it has."""
+    return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def refusal(shown: Path, error: OSError) -> UsageError:
+    """The line about `shown`, that it cannot be written and why."""
     why = WHY.get(error.errno or 0, f"{error.strerror}; choose another path")
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        why = _missing(shown)
+    return UsageError(f"{named(shown)} cannot be written: {why}")
+
+
+def _steps_back_from_nowhere(shown: Path) -> bool:
+    """Whether a path as `no/../x` asks for a folder that is missing, which realpath would skip."""
+    return ".." in shown.parts and not os.path.exists(shown.parent)
+
+
+def _missing(shown: Path) -> str:
+    """Why there is no folder for `shown`."""
+    if _steps_back_from_nowhere(shown):
+        return f"the folder {named(shown.parent)} does not exist; make it first"
+    try:
         parent = Path(os.path.realpath(shown)).parent
-        above = [folder for folder in (parent, *parent.parents) if os.path.exists(folder)]
-        if not above[0].is_dir():
-            why = f"{above[0]} is no folder; choose another path"
-        elif above[0] == parent:
-            why = f"{parent} takes no new file; choose another folder"
-        else:
-            why = f"the folder {parent} does not exist; make it first"
-    return UsageError(f"{shown} cannot be written: {why}")
+    except FileNotFoundError:
+        return "the current folder was removed; change to another"
+    above = next(folder for folder in (parent, *parent.parents) if os.path.exists(folder))
+    if not above.is_dir():
+        return f"{named(above)} is no folder; choose another path"
+    if above == parent:
+        return f"{named(parent)} takes no new file; choose another folder"
+    return f"the folder {named(parent)} does not exist; make it first"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import resource
 import socket
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -139,3 +142,88 @@ def test_nobody_else_writes_files():
     )
     files = [p for p in package.rglob("*.py") if writes.search(p.read_text(encoding="utf-8"))]
     assert files == [package / "output.py"]
+
+
+def test_a_fifo_without_a_reader_is_waited_for_and_says_so(tmp_path, capsys):
+    pipe, got = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+
+    def read() -> None:
+        while "waiting" not in (said := said_so_far(capsys, heard)):
+            time.sleep(0.005)
+        got.extend([said, pipe.read_bytes()])
+
+    heard: list[str] = []
+    reader = threading.Thread(target=read)
+    reader.start()
+    with writing(pipe) as file:
+        file.write(b"content")
+    reader.join()
+    assert got == [f"{pipe} has no reader yet; waiting for one\n", b"content"]
+
+
+def said_so_far(capsys, heard: list[str]) -> str:
+    heard.append(capsys.readouterr().err)
+    return "".join(heard)
+
+
+def test_a_reader_that_ends_early_is_said_of_a_fifo_and_is_quiet_on_a_descriptor(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(UsageError, match="its reader ended early"), writing(pipe) as file:
+        os.close(end)
+        file.write(b"x")
+    end, other = os.pipe()
+    try:
+        with pytest.raises(BrokenPipeError), writing(f"/dev/fd/{other}") as file:
+            os.close(end)
+            file.write(b"x")
+    finally:
+        os.close(other)
+
+
+def test_a_descriptor_is_written_where_it_stands_and_stays_open(tmp_path):
+    with open(tmp_path / "log", "ab") as log:
+        for text in (b"one ", b"two"):
+            with writing(f"/proc/self/fd/{log.fileno()}") as file:
+                file.write(text)
+    assert (tmp_path / "log").read_bytes() == b"one two" and names(tmp_path) == ["log"]
+
+
+def test_a_file_that_grows_too_large_leaves_the_old_one(tmp_path):
+    path, limits = tmp_path / "x", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_bytes(b"old")
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        with pytest.raises(UsageError, match="largest file allowed"), writing(path) as file:
+            file.write(bytes(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b"old" and names(tmp_path) == ["x"]
+
+
+def test_a_folder_that_was_removed_below_us_is_said(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(UsageError, match="current folder was removed"):
+        check_writable("x")
+
+
+def test_too_little_room_is_known_before(tmp_path):
+    with pytest.raises(UsageError, match=r"needs .* free; make room"):
+        check_writable(tmp_path / "x", n_bytes=1 << 60)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS, errno.EPERM, errno.EBUSY, 121])
+def test_every_error_has_its_words_in_one_line(tmp_path, monkeypatch, number):
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "rename", fail)
+    path = tmp_path / "two\nlines"
+    with pytest.raises(UsageError, match=r"cannot be written: .*; ") as said, writing(path):
+        pass
+    assert "\n" not in str(said.value) and names(tmp_path) == []

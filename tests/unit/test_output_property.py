@@ -265,3 +265,20 @@ def test_a_folder_is_whole_or_as_it_was(kind, content, most, fault):
             first = written | {f"{at}/two": before.get(f"{at}/two")}
             del first[f"{at}/two"]  # the second of two renames may fail, with a file of each
             assert after == before or (kind == "old" and fault.call == "rename" and after == first)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(min_size=1, max_size=300) | st.sampled_from([".", "..", "0/../1", "~", " ", "-"]))
+def test_any_name_is_written_or_refused_in_one_line(name):
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "in", name.lstrip("/"))
+        os.mkdir(os.path.join(folder, "in"))
+        try:
+            check_writable(path)
+            with writing(path) as file:
+                file.write(OLD)
+            with open(path, "rb") as file:
+                assert file.read() == OLD
+        except UsageError as error:
+            assert str(error).isprintable()
+            assert tree(Path(folder)) == {"in": None}
