@@ -45,6 +45,8 @@ def test_it_reads_as_prose(path):
         assert len(cell.source.splitlines()) <= 8, cell.source
         for node in ast.walk(ast.parse(cell.source)):
             assert not isinstance(node, ast.FunctionDef | ast.Lambda | ast.For | ast.While)
+            if isinstance(node, ast.keyword) and node.arg == "window_us":
+                assert isinstance(node.value, ast.Constant), "how many us it takes is the machine's"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
