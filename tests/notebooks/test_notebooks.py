@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import nbformat
@@ -73,3 +74,14 @@ def test_committed_outputs_are_of_one_run_and_small(path):
     for output in outputs:
         assert set(output.get("data", {})) <= {"text/plain", "text/html", "image/png"}
     assert not [c for c in code_cells(path) if c.execution_count]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+def test_it_starts_from_the_baseline_and_ends_with_its_answer(path):
+    cells = code_cells(path)
+    loads = [line for c in cells for line in c.source.splitlines() if "Engine.load(" in line]
+    assert loads and all("toggles=" in line for line in loads), "its default is another preset"
+    prose = " ".join(c.source for c in nbformat.read(path, 4).cells if c.cell_type == "markdown")
+    assert re.search(r"starts? from\s+the\s+baseline", prose)
+    assert "conclusions." in cells[-1].source
+    assert cells[-1].outputs and cells[-1].outputs[0].data["text/plain"]

@@ -32,15 +32,15 @@ def test_the_mode_before_the_change_waits_in_vain_for_all_but_one_copy(rows):
     row = rows["per_copy, own", "decode"]
     assert row["races"] == 0 and row["waits"] == 13
     assert row["superfluous"] >= 5 and row["sufficient"] == 2
-    assert row["because"] == "enough: that for the copy of inp_out_ids, that for the logits"
-    assert rows["per_copy, compute", "decode"]["because"] == "enough: that for the logits"
+    assert row["because"] == "enough: the wait for the copy of inp_out_ids, the wait for the logits"
+    assert rows["per_copy, compute", "decode"]["because"] == "enough: the wait for the logits"
 
 
 def test_what_was_merged_is_safe_and_its_waits_are_two_more_than_a_decode_wants(rows):
     own, compute = (rows[f"copy_boundary, {s}", "decode"] for s in ("own", "compute"))
     assert own["races"] == compute["races"] == 0
-    assert own["because"] == "enough: that behind the copies, that for the logits"
-    assert compute["because"] == "enough: that for the logits"
+    assert own["because"] == "enough: the wait behind the copies, the wait for the logits"
+    assert compute["because"] == "enough: the wait for the logits"
 
 
 @pytest.mark.parametrize(("ordering", "run", "says"), [

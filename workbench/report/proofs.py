@@ -15,13 +15,12 @@ import pandas as pd
 
 from workbench.config import CopyStream, HostSource, NCopies, StepWait, SyncMode, Toggles
 from workbench.errors import UsageError
-from workbench.frames import Table
+from workbench.frames import Table, markdown
 from workbench.program import hazards
 from workbench.program.commands import RESULT, Copy, Place, Program, Sync, Wait
 from workbench.program.letters import once
 from workbench.program.races_of_record import CASES
 from workbench.report.recorded import commit_of
-from workbench.report.tables import markdown
 
 FILE = "proofs.json"
 # what each test of `make test-exhaustive` judges
@@ -145,7 +144,7 @@ def recorded(folder: Path) -> str:
         for row in racing
     )
     parts = [
-        markdown(_frame(found["rows"])), found["what"],
+        markdown(in_letters(_frame(found["rows"]))), found["what"],
         "By where inputs lie, of every ordering that races anywhere:",
         markdown(sources), found["of_sources"],
     ]  # fmt: skip
@@ -181,9 +180,13 @@ def exhaustive(folder: Path) -> str:
     )
 
 
+def in_letters(table: pd.DataFrame) -> pd.DataFrame:
+    """The table for a Markdown file: its patterns as code."""
+    return table.assign(pattern=[f"`{pattern}`" for pattern in table["pattern"]])
+
+
 def _frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     table = Table(rows, columns=list(COLUMNS))
-    table["pattern"] = [f"`{pattern}`" for pattern in table["pattern"]]
     racing = table["races"] > 0
     for name in ("superfluous", "sufficient"):
         table[name] = table[name].astype(object).mask(racing, "")
@@ -195,13 +198,13 @@ def _waited_for(found: hazards.Findings, place: Place) -> str:
     """What a wait is for, in words: where in its split it stands."""
     command, commands = place.command, found.steps[place.step].commands
     if isinstance(command, Wait):
-        return "the device's for the copies"
+        return "the device's wait for the copies"
     if command.split == RESULT:
-        return "that for the logits"
+        return "the wait for the logits"
     if isinstance(command, Sync) and command.blocks is not None:
-        return f"that for the copy of {command.blocks.name}"
+        return f"the wait for the copy of {command.blocks.name}"
     behind = any(isinstance(c, Copy) and c.split == command.split for c in commands[: place.index])
-    return f"that {'behind' if behind else 'before'} the copies"
+    return f"the wait {'behind' if behind else 'before'} the copies"
 
 
 def _once_each(kept: Sequence[str]) -> str:
