@@ -14,7 +14,8 @@ line is wider than it may be, and no figure is lost.
 
 A frame says what it is in `attrs`: `constant` (name to value, true of every row), `groups` (columns
 by which rows belong together), `keys` (columns that name a row; by default the first ones that tell
-the rows apart), `digits` (column to digits behind the point; 2 by default).
+the rows apart), `digits` (column to digits behind the point; 2 by default), `code` (columns that a
+page shows in their own face).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import pandas as pd
 NO_TERMINAL = 100  # columns, where standard output is no terminal and COLUMNS is not set
 NARROWEST = 40
 PROSE = 24  # a text longer than this may leave its column
-_KEPT = ("constant", "groups", "keys", "digits")
+_KEPT = ("constant", "groups", "keys", "digits", "code")
 _CODE = re.compile(r"`([^`]+)`")
 
 
@@ -84,10 +85,14 @@ def to_html(table: pd.DataFrame) -> str:
     cells = _Cells.of(table).lifted()
     sides = ["right" if right else "left" for right in cells.right]
 
+    code = [column in (table.attrs.get("code") or ()) for column in cells.columns]
+
     def row(tag: str, values: Sequence[str]) -> str:
         shown = (
-            f'<{tag} style="text-align:{side}">{prose_html(value)}</{tag}>'
-            for side, value in zip(sides, values, strict=True)
+            f'<{tag} style="text-align:{side}">'
+            + (f"<code>{html.escape(v)}</code>" if own and tag == "td" else prose_html(v))
+            + f"</{tag}>"
+            for side, v, own in zip(sides, values, code, strict=True)
         )
         return f"<tr>{''.join(shown)}</tr>"
 

@@ -129,6 +129,8 @@ def test_html_has_texts_on_the_left_and_patterns_as_code() -> None:
     assert '<td style="text-align:left"><code>h sasg</code></td>' in page
     assert "`" not in page and "&lt;b&gt;" in page and "h s|g" in page
     assert '<td style="text-align:right">13</td>' in page
+    table.attrs["code"] = ["mode"]
+    assert "<code>packed</code>" in to_html(table) and "<code>mode</code>" not in to_html(table)
     shared = to_html(pd.DataFrame({"a": [1, 2], "Model": ["m", "m"]}))
     assert shared.startswith("<p><small>Model: m</small></p>") and shared.count("m</") == 1
 

@@ -236,7 +236,9 @@ class AB:
             for arm in self.run["arms"]
             if not arm["is_control"] and (program := arm["program"].get(test))
         ]
-        return Table(rows)
+        table = Table(rows)
+        table.attrs["code"] = ["pattern"]
+        return table
 
     def __repr__(self) -> str:
         shown = markdown(self.table(), terminal_columns())

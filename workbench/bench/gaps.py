@@ -103,7 +103,7 @@ class Gaps(NamedTuple):
                 }
             )
         table = Table(rows)
-        table.attrs |= {"keys": ["arm"], "digits": dict.fromkeys(GAPS, 1)}
+        table.attrs |= {"keys": ["arm"], "code": ["pattern"], "digits": dict.fromkeys(GAPS, 1)}
         return table
 
     @property

@@ -187,6 +187,7 @@ def in_letters(table: pd.DataFrame) -> pd.DataFrame:
 
 def _frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     table = Table(rows, columns=list(COLUMNS))
+    table.attrs["code"] = ["pattern"]
     racing = table["races"] > 0
     for name in ("superfluous", "sufficient"):
         table[name] = table[name].astype(object).mask(racing, "")
