@@ -22,7 +22,9 @@ def engine(request, tiny_model) -> Iterator[wb.Engine]:
         yield made
 
 
-def test_every_token_has_the_same_nll_under_every_safe_ordering(engine):
+@pytest.mark.parametrize("share", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_every_token_has_the_same_nll_under_every_safe_ordering(engine, share):
     wanted = nll(engine)
     assert len(wanted) == N_WINDOW and np.isfinite(wanted).all()
-    assert is_the_same_under_every_ordering(engine, wanted) == (176, 32)
+    safe, racing = is_the_same_under_every_ordering(engine, wanted, share)
+    assert (safe, racing) == (176, 32) if share == 1 else min(safe, racing) > 2

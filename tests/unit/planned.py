@@ -114,6 +114,17 @@ def chosen(planned: Planned) -> bool:
 
 
 @cache
+def one_of_each(sm: int = CLUSTERS) -> tuple[Kernel, ...]:
+    """Of `chosen_works` one tuning of each kernel for each weight type and each way of ending."""
+    found: dict[tuple, Kernel] = {}
+    ways = ("TYPE", "HEAD_BLOCKS", "EPILOGUE")
+    for work in chosen_works(sm):
+        kinds = (d for d in work.defines if d.startswith(ways) or "=" not in d)
+        found.setdefault((work.file, work.function, *kinds), work)
+    return tuple(found.values())
+
+
+@cache
 def chosen_works(sm: int = CLUSTERS) -> tuple[Kernel, ...]:
     """The kernels of the nodes that are `chosen`, one of each (file, defines, function)."""
     found: dict[tuple, Kernel] = {}

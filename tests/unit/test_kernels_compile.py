@@ -1,10 +1,9 @@
 """The CUDA kernels without a GPU: they compile, and the launch table fits them.
 
-For sm_90, kernels are compiled for the nodes of `planned.chosen`: every op; every weight type for
-one token; Q4_K and F16 (one type for each kind of activations) for 1 to 512 tokens, fused in every
-way. For the other architectures each kernel is compiled in one of its tunings for each weight type
-and each way of ending.
-Everything that needs no compiler is asked of all types.
+For each architecture every kernel is compiled in one of its tunings for each weight type and each
+way of ending. `make test-slow` compiles all that the nodes of `planned.chosen` need: every op;
+every weight type for one token; Q4_K and F16 (one type for each kind of activations) for 1 to 512
+tokens, fused in every way. Everything that needs no compiler is asked of all types.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import re
 import stat
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +19,16 @@ import pytest
 
 from tests.graphs import Decoder, fused_nodes
 from tests.unit import ptx
-from tests.unit.planned import FUSED, TOKENS, chosen_works, every, fused, plain_nodes, works
+from tests.unit.planned import (
+    FUSED,
+    TOKENS,
+    chosen_works,
+    every,
+    fused,
+    one_of_each,
+    plain_nodes,
+    works,
+)
 from workbench.backend import (
     cuda,
     cuda_attention,
@@ -49,16 +58,10 @@ def sources() -> dict[str, str]:
     return {p.name: p.read_text() for p in nvrtc.source_dir().glob("*.cu*")}
 
 
-def wanted(arch: str) -> dict[tuple[str, tuple[str, ...]], set[str]]:
+def wanted(works: Iterable[Kernel]) -> dict[tuple[str, tuple[str, ...]], set[str]]:
     """(file, defines) -> functions that must be in it."""
     found: dict[tuple[str, tuple[str, ...]], set[str]] = {}
-    tuned: dict[tuple[str, ...], Kernel] = {}
-    for work in chosen_works(int(arch.removeprefix("sm_"))):
-        ways = ("TYPE", "HEAD_BLOCKS", "EPILOGUE")
-        kinds = [d for d in work.defines if d.startswith(ways) or "=" not in d]
-        key = (*work.defines,) if arch == "sm_90" else (*kinds,)
-        tuned.setdefault((work.file, work.function, *key), work)
-    for work in tuned.values():
+    for work in works:
         found.setdefault((work.file, work.defines), set()).add(work.function)
     for dtype in cuda_weights.REPACKED:
         kernel = cuda_weights.repack(dtype, 0, 0, 0, 1, 1)
@@ -68,13 +71,26 @@ def wanted(arch: str) -> dict[tuple[str, tuple[str, ...]], set[str]]:
     return found
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_kernel_compiles(arch: str):
-    nvrtc.compile_many(wanted(arch), arch)
-    for (file, defines), functions in wanted(arch).items():
+def compiled(works: Iterable[Kernel], arch: str) -> None:
+    """Compiles `works` for an architecture, and finds their functions in what was made."""
+    made = wanted(works)
+    nvrtc.compile_many(made, arch)
+    for (file, defines), functions in made.items():
         cubin = nvrtc.cubin(file, arch, defines)
         for name in functions:
             assert b".text." + name.encode() + b"\0" in cubin, f"{name} is not in {file}.cu"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel_compiles(arch: str):
+    compiled(one_of_each(int(arch.removeprefix("sm_"))), arch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel_compiles_in_every_tuning(arch: str):
+    compiled(chosen_works(int(arch.removeprefix("sm_"))), arch)
 
 
 def test_every_source_compiles_by_itself():
@@ -154,10 +170,11 @@ def test_no_launch_for_no_tokens():
         assert not [w for w in works(planned.node) if isinstance(w, Kernel)], planned.node
 
 
-def test_arguments_are_those_the_compiler_saw():
+@pytest.mark.parametrize("works", [one_of_each, pytest.param(chosen_works, marks=pytest.mark.slow)])
+def test_arguments_are_those_the_compiler_saw(works: Callable[[], Iterable[Kernel]]):
     """As many as declared, reals where reals are, 8 bytes everywhere else."""
     own = [cuda_weights.repack(name, 0, 0, 0, 1, 1) for name in sorted(cuda_weights.REPACKED)]
-    for kernel in (*chosen_works(), *own):
+    for kernel in (*works(), *own):
         declared = ptx.parameters(ptx.kernel_ptx(kernel.file, kernel.defines), kernel.function)
         given = ["f32" if type(a) is float else "u64" for a in kernel.args]
         assert declared == given, kernel

@@ -8,12 +8,18 @@ from collections.abc import Iterator
 import pytest
 
 import workbench as wb
-from tests.orderings import PLACED, every_ordering
+from tests.orderings import NAMES, PLACED, every_ordering
 from workbench.program import hazards
 from workbench.program.commands import Record
 from workbench.program.ordering import race_of
 
 TOKENS = {"decode": 1, "train": 48}  # six ubatches: more than there are places
+
+
+# of the orderings a seventh, which has of every value of every toggle, or all
+SHARES = pytest.mark.parametrize(
+    "share", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["a seventh", "all"]
+)
 
 
 @pytest.fixture(scope="module", params=PLACED)
@@ -25,10 +31,17 @@ def engine(request, tiny_model) -> Iterator[wb.Engine]:
         yield made
 
 
+def test_a_share_has_every_value():
+    for name in NAMES:
+        values = {getattr(t, name) for t in every_ordering()}
+        assert {getattr(t, name) for t in [*every_ordering()][::7]} == values
+
+
+@SHARES
 @pytest.mark.parametrize("what", TOKENS)
-def test_what_is_said_to_race_does_and_nothing_else(engine, what):
+def test_what_is_said_to_race_does_and_nothing_else(engine, what, share):
     wrong, racing = [], 0
-    for toggles in every_ordering():
+    for toggles in [*every_ordering()][::share]:
         with engine.variant(toggles) as variant:
             cycle, ordering = variant.cycle(TOKENS[what]), variant._ordering
         said = race_of(ordering, engine.backend.capabilities)
@@ -45,9 +58,10 @@ def test_what_is_said_to_race_does_and_nothing_else(engine, what):
     assert racing
 
 
-def test_an_event_is_one_backend_s_in_steps_of_every_shape(engine):
+@SHARES
+def test_an_event_is_one_backend_s_in_steps_of_every_shape(engine, share):
     """Steps share events by number, and an event of one device cannot be recorded on another."""
-    for toggles in every_ordering():
+    for toggles in [*every_ordering()][::share]:
         with engine.variant(toggles) as variant:
             steps = [*variant.programs(20, 2), variant.program(8, n_outputs=0)]
         recorded = {

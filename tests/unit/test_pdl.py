@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import pytest
 
 from tests.unit import ptx
-from tests.unit.planned import chosen_works
+from tests.unit.planned import chosen_works, one_of_each
 from workbench.backend.cuda_kernel import Kernel
 from workbench.config import Toggles
 from workbench.errors import DeviceError
@@ -148,18 +150,23 @@ def test_the_reader_reads_what_ptxas_reads():
 # the kernels --------------------------------------------------------------------------------------
 
 
-def waiting() -> dict[tuple[str, tuple[str, ...]], set[str]]:
+Modules = dict[tuple[str, tuple[str, ...]], set[str]]
+SLOW = pytest.mark.slow
+
+
+def waiting(works: Callable[[], Iterable[Kernel]]) -> Modules:
     """(file, defines) -> its functions that some node launches and that declare their wait."""
-    found: dict[tuple[str, tuple[str, ...]], set[str]] = {}
-    for work in chosen_works():
+    found: Modules = {}
+    for work in works():
         if isinstance(work, Kernel) and work.waits:
             found.setdefault((work.file, work.defines), set()).add(work.function)
     return found
 
 
-@pytest.mark.parametrize("file", sorted({file for file, _ in waiting()}))
-def test_nothing_dependent_comes_before_the_wait(file: str):
-    for (own, defines), names in waiting().items():
+@pytest.mark.parametrize("works", [one_of_each, pytest.param(chosen_works, marks=SLOW)])
+@pytest.mark.parametrize("file", sorted({file for file, _ in waiting(one_of_each)}))
+def test_nothing_dependent_comes_before_the_wait(file: str, works):
+    for (own, defines), names in waiting(works).items():
         if own == file:
             text = ptx.kernel_ptx(file, defines)
             for name in names:
@@ -168,9 +175,10 @@ def test_nothing_dependent_comes_before_the_wait(file: str):
                 assert verdict.triggers, f"{name} {defines} does not let the next kernel begin"
 
 
-def test_products_request_weights_before_they_wait():
+@pytest.mark.parametrize("works", [one_of_each, pytest.param(chosen_works, marks=SLOW)])
+def test_products_request_weights_before_they_wait(works):
     """What the toggle is for: a product that loads nothing early gains nothing from it."""
-    products = {key: names for key, names in waiting().items() if key[0].startswith("product")}
+    products = {k: names for k, names in waiting(works).items() if k[0].startswith("product")}
     assert products
     for (file, defines), names in products.items():
         for name in names:
