@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import profiles
 from workbench.model.synth import write_tiny, write_tiny_models
 
+profiles.register()
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernel_runs import run, run_lanes, written_by
 
+from tests.profiles import examples
 from workbench.backend import args, cpu
 from workbench.graph import ops
 from workbench.graph.ir import F16, F32, I32, I64, QUANTISED, WEIGHT_DTYPES, Node, Tensor
@@ -137,7 +138,7 @@ def test_swiglu_far_out() -> None:
         elements=st.floats(-(2.0**100), 2.0**100, width=32),
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_quantize_gives_the_twins_bytes(x: np.ndarray) -> None:
     t = f32("x", x)
     out = run_lanes(ops.make("quantize", "q", t), {t: x})
@@ -305,7 +306,7 @@ def test_attention(n_tokens: int, heads: int, kv_heads: int, dim: int, n_kv: int
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_attention_under_any_mask(data: st.DataObject) -> None:
     """Any cells hidden, whole rows too: those give zeros."""
     n_tokens, n_kv = data.draw(st.integers(1, 10)), data.draw(st.integers(1, 70))

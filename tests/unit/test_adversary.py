@@ -10,6 +10,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from tests.interleavings import Interleavings, TooManyStates, node, program, random_run
+from tests.profiles import examples
 from workbench.program.adversary import SEEDS, STRATEGIES, Adversary, WrongRead, run, search
 from workbench.program.commands import (
     HOST,
@@ -215,7 +216,7 @@ def test_strategies_are_what_they_are_called():
     assert all(any(found[name]) and not all(found[name]) for name in ("random", "some starved"))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.randoms(use_true_random=False), st.booleans())
 def test_eager_is_program_order(rng, one_order):
     assert Adversary(random_run(rng), one_order).run(0, "eager") == []
@@ -259,7 +260,7 @@ def possible(steps: Sequence[Program], one_order: bool) -> set:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(runs, st.booleans())
 def test_the_adversary_finds_nothing_that_no_interleaving_has(steps, one_order):
     assert tried(steps, one_order) <= possible(steps, one_order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from workbench.graph.arena import ALIGN, FreeList, plan
 from workbench.graph.ir import F32, Kind, Node, Tensor
 
@@ -70,7 +71,7 @@ def check_placement(nodes, inputs, keep, placed):
 
 
 @given(graphs())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_live_tensors_never_overlap(case):
     nodes, inputs, keep, scratch = case
     check_placement(nodes, inputs, keep, plan(nodes, inputs, keep, scratch.__getitem__))
@@ -88,7 +89,7 @@ def test_memory_is_shared():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5000)), max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_free_list_gives_disjoint_ranges(steps):
     free, held = FreeList(), []
     for take, n in steps:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graphs import PRODUCTS, Decoder
+from tests.profiles import examples
 from workbench.backend import cuda_matvec
 from workbench.graph.defer import MOST_TOKENS, defer
 from workbench.graph.ir import (
@@ -269,7 +270,7 @@ def values_of(graph: Graph, rng: np.random.Generator) -> dict[Tensor, np.ndarray
     outputs=st.integers(0, MOST_TOKENS),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_halves_make_the_whole(
     preset: str, biases: Collection[str], n_layer: int, n_tokens: int, outputs: int, seed: int
 ):
@@ -299,7 +300,7 @@ DTYPES = st.sampled_from([F32, F16, BF16, Q8_0, Q4_0, Q4_K])
     outputs=st.integers(0, 3),
     activations=st.sampled_from(["q8", "float"]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_any_model_stays_whole(
     preset, dtype, dtypes, biases, n_layer, n_tokens, outputs, activations
 ):

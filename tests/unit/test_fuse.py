@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graphs import PRODUCTS, Decoder
+from tests.profiles import examples
 from tests.unit.test_arena import check_placement
 from workbench.backend.args import interior_bytes, parts_places, parts_scratch_bytes
 from workbench.config import Switch, Toggles
@@ -192,7 +193,7 @@ TYPES = st.sampled_from([F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4])
     fusions=st.sets(st.sampled_from(FUSIONS)),
     deferred=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_any_model_any_choice(
     preset, dtype, dtypes, biases, n_layer, n_tokens, outputs, activations, fusions, deferred
 ):

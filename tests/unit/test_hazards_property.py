@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.happens_before import racing_pairs, seen_both_ways
+from tests.profiles import examples
 from workbench.graph.ir import F32, StepShape, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import (
@@ -85,7 +86,7 @@ def commands_at(run: list[Program], pairs) -> set[tuple[Command, Command]]:
 
 
 @given(runs(5, 3), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_races_are_what_some_interleavings_do_in_one_order_and_some_in_the_other(run, one_order):
     seen = seen_both_ways(run, one_order)
     assert seen == racing_pairs(run, one_order)  # the twins agree
@@ -93,7 +94,7 @@ def test_races_are_what_some_interleavings_do_in_one_order_and_some_in_the_other
 
 
 @given(runs(30, 5), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_races_are_conflicts_without_a_path(run, one_order):
     naive = racing_pairs(run, one_order)
     found = races(run, one_order=one_order)
@@ -112,7 +113,7 @@ def test_races_are_conflicts_without_a_path(run, one_order):
 
 
 @given(runs(12, 2), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_a_race_shows_within_two_laps_or_never(cycle, one_order):
     two, five = (races(cycle * laps, one_order=one_order) for laps in (2, 5))
     assert commands_of(two) == commands_of(five)
@@ -131,7 +132,7 @@ def naive_races(run: list[Program], gone: set[Command]) -> set[tuple[Command, Co
 
 
 @given(runs(14, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_waits_that_could_go_are_those_without_which_nothing_more_races(run):
     anyway = naive_races(run, set())
     waits = {c for p in run for c in p.commands if isinstance(c, (Sync, Wait))}
@@ -177,7 +178,7 @@ def test_an_inclusion_minimal_set_need_not_be_the_smallest():
 
 
 @given(st.dictionaries(ranges, st.integers(0, 7), max_size=12), st.integers(0, 7))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_pieces_are_the_bytes_that_matter_cut_at_every_end(touched, needed):
     def matters(bits: int) -> bool:
         return bits & needed == needed != 0

@@ -9,6 +9,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from tests.interleavings import Interleavings, TooManyStates, Wrong, ends_wrong, random_run
+from tests.profiles import examples
 from workbench.program.adversary import Adversary
 from workbench.program.commands import Program, Range
 from workbench.program.hazards import races
@@ -24,7 +25,7 @@ def explored(steps: Sequence[Program], one_order: bool, within: Range | None = N
         reject()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(runs, st.booleans())
 def test_a_run_is_free_of_races_only_if_no_interleaving_of_it_is_wrong(steps, one_order):
     found = races(steps, one_order=one_order)
@@ -37,7 +38,7 @@ def test_a_run_is_free_of_races_only_if_no_interleaving_of_it_is_wrong(steps, on
         assert {(w.buffer, byte) for byte in range(w.offset, w.offset + w.nbytes)} <= disputed
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(runs, st.booleans())
 def test_every_race_is_one(steps, one_order):
     """Reduced to its two commands a race ends wrong in some order; and where one of them reads, it
@@ -50,7 +51,7 @@ def test_every_race_is_one(steps, one_order):
             assert explored(steps, one_order, bytes_), race
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(runs, st.booleans())
 def test_no_seed_finds_anything_in_a_run_without_races(steps, one_order):
     if not races(steps, one_order=one_order):

@@ -17,6 +17,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from tokenizers import models, trainers
 
+from tests.profiles import examples
 from workbench.errors import ModelFileError, UsageError
 from workbench.model.gguf import open_gguf
 from workbench.model.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
@@ -151,7 +152,7 @@ def test_text_survives_the_round_trip(tiny_model, preset):
     tokenizer = load_tokenizer(open_gguf(tiny_model(preset, "Q4_0")))
 
     @given(st.text(max_size=40))
-    @hypothesis_settings(max_examples=60, deadline=None)
+    @hypothesis_settings(max_examples=examples(60))
     def survives(text: str) -> None:
         text = text.replace("▁", "_")  # SentencePiece's space; not told apart from one
         ids = tokenizer.encode(text, add_bos=False)
@@ -296,7 +297,7 @@ KEYS = sorted({*bpe_keys(), *spm_keys(), "add_bos_token", "add_space_prefix", "e
 
 
 @given(st.sampled_from([bpe_keys(), spm_keys()]), st.dictionaries(st.sampled_from(KEYS), VALUES))
-@hypothesis_settings(max_examples=150, deadline=None)
+@hypothesis_settings(max_examples=examples(150))
 def test_any_metadata_loads_or_is_refused(tmp_path_factory, keys, changes):
     file = describe(tmp_path_factory.mktemp("fuzz") / "v.gguf", keys | changes)
     try:

@@ -1,0 +1,21 @@
+"""How many examples the properties are tried with: `quick` in `make test`, `long` in
+`make test-slow`, which says `--hypothesis-profile=long`."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+SHARES = {"quick": 30, "long": 1000}  # of a hundred
+
+
+def register() -> None:
+    """Makes both known, and the quick one the default."""
+    for name, share in SHARES.items():
+        settings.register_profile(name, max_examples=share, deadline=None)
+    settings.load_profile("quick")
+
+
+def examples(n: int) -> int:
+    """The examples for a property that deserves n, under the profile that is chosen."""
+    assert settings.default is not None
+    return max(5, n * settings.default.max_examples // 100)
