@@ -42,6 +42,8 @@ class FakeFile:
 
 
 class FakeProgram:
+    commands = ()
+
     def __init__(self, waits: int):
         self.waits = waits
 
@@ -84,6 +86,7 @@ class FakeEngine:
             weights=[SimpleNamespace(nbytes=500_000_000), SimpleNamespace(nbytes=260_000_000)],
         )  # fmt: skip
         self.counters = {"steps": 0, "wait_ns": 0}
+        self._open = SimpleNamespace(backends=[])
 
     def variant(self, toggles):
         made = FakeEngine(

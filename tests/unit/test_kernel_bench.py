@@ -4,12 +4,12 @@ device; and the command itself on the embedded one."""
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from workbench.backend import kernels, nvrtc
+from workbench.backend.cuda import CudaBackend
 from workbench.backend.null import NullBackend, open_backend
 from workbench.bench import kernel_rigs
 from workbench.bench.kernel_bench import KernelRun, Plan, bench_kernels, make_row
@@ -27,6 +27,7 @@ from workbench.cli import main
 from workbench.errors import UsageError
 from workbench.graph.ir import BF16, F16, MXFP4, Q4_0, Q8_0, QUANTISED, Kind
 from workbench.model.quants import dequantize
+from workbench.progress import Bar
 
 
 class FakeRepeats:
@@ -59,10 +60,6 @@ class FakeRig:
         self.left = stop_after
         self.made: list[FakeRepeats] = []
         self.order: list[str] = []
-        self.prepared: list[str] = []
-
-    def prepare(self, nodes) -> None:
-        self.prepared = [node.op for node in nodes]
 
     def early_of(self, issue) -> bool:
         return len(self.made) % 2 == 1  # plain is asked for first
@@ -189,7 +186,8 @@ def test_launches_find_every_tensor_and_follow_the_copies(backend):
 
 
 def test_ways_to_launch_alternate_and_the_rows_say_what_was_measured(backend, tmp_path):
-    rig, seen = FakeRig(), []
+    rig, seen, ready = FakeRig(), [], list[str]()
+    backend.make_ready = lambda nodes, left: ready.extend(node.op for node in nodes)
     p = plan("Q4_0,Q6_K", "qwen3-30b-a3b.gate,gpt-oss-20b", "1,2", quick=False)
     notes: list[str] = []
     made = bench_kernels(
@@ -206,7 +204,7 @@ def test_ways_to_launch_alternate_and_the_rows_say_what_was_measured(backend, tm
     assert notes[0].startswith("skipped Q6_K gpt-oss-20b.expert: rows of 2880")
     assert notes[1] == "read bandwidth 1000.0 GB/s (two, the best of 2)"
     assert rig.order[:6] == [PLAIN, PDL, PDL, PLAIN, PDL, PLAIN]
-    assert rig.prepared == ["mul_mat"] * 6
+    assert ready == ["mul_mat"] * 6
     assert all(one.closed for one in rig.made) and len(rig.made) == 2 * 3 * 2
     assert made.rows == seen and len(seen) == 12 and not made.interrupted
     first, early = seen[:2]
@@ -321,13 +319,14 @@ def test_the_command_refuses_in_one_line(capsys):
 
 def test_everything_a_gpu_compiles_is_made_ready_before_measuring(monkeypatch):
     wanted: list[tuple[str, tuple[str, ...]]] = []
-    monkeypatch.setattr(nvrtc, "compile_many", lambda found, arch: wanted.extend(found))
-    rig = object.__new__(CudaRig)
-    rig._backend = SimpleNamespace(_arch="sm_90")
+    monkeypatch.setattr(nvrtc, "compile_many", lambda found, arch, left: wanted.extend(found))
+    backend = object.__new__(CudaBackend)
+    backend._arch, backend._sm = "sm_90", 90
+    left = Bar("compiling kernels", 3, "launches", None)
     for name in ("8b.qkv", "8b.glu", "8b.o"):
         case = Case(Q4_0, SHAPES[name])
         nodes = case.nodes(case.weights(), 2)
-        rig.prepare(nodes)
+        backend.make_ready(nodes, left)
         place = kernels.Place(lambda tensor: 4096, 0, 0)
         assert all(kernels.begins_early(node) for node in nodes), f"{name} has no pdl"
         (work,) = [work for node in nodes for work in kernels.launches(node, place)]

@@ -21,6 +21,7 @@ from workbench.backend.args import AddressOf
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.commands import Capabilities, Space
+from workbench.progress import Bar
 
 Issue = Callable[[], Any]
 
@@ -82,6 +83,9 @@ class Backend(Protocol):
         """Whether the kernels of `node` wait by themselves for the launch in front of them, before
         they read what it writes and before they write anything: they may then be launched
         programmatically."""
+
+    def make_ready(self, nodes: Sequence[Node], left: Bar) -> None:
+        """Compiles what launches of `nodes` need, where no cache has it; tells `left` of each."""
 
     def launch(
         self,

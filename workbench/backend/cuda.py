@@ -19,6 +19,7 @@ import itertools
 import struct
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -42,6 +43,7 @@ from workbench.backend.cuda_weights import Uploader
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.commands import COMPUTE_STREAM, Capabilities, Space
+from workbench.progress import Bar
 
 N_STREAMS = 8
 SERVICE = -1  # the stream of loading, zeroing and the clock; no program uses it
@@ -256,6 +258,13 @@ class CudaBackend:
         place = kernels.Place(address_of, scratch, self._counters_of(stream), self._sm)
         works = kernels.launches(node, place)
         return in_order([self._prepare(work, there, what, programmatic) for work in works])
+
+    def make_ready(self, nodes: Sequence[Node], left: Bar) -> None:
+        """Compiles several kernels at a time. Loading what was compiled is left to `launch`."""
+        works = (work for node in nodes for work in self.works(node))
+        wanted = dict.fromkeys((w.file, w.defines) for w in works if isinstance(w, Kernel))
+        left.total = (left.total or 0) + len(wanted) - len(nodes)  # told of each
+        nvrtc.compile_many(wanted, self._arch, left)
 
     def works(self, node: Node) -> list[Work]:
         """What `launch` issues for `node`, in order, at addresses that are nobody's (and differ: a

@@ -150,7 +150,7 @@ class EmbeddedDevice(share.CpuBackend):
         if data.nbytes != tensor.nbytes:
             raise DeviceError(f"weight {tensor!r} wants {tensor.nbytes} bytes, not {data.nbytes}")
         rows, cols = tensor.rows, tensor.cols
-        layout = cpu.weight_layout(tensor.dtype, rows, cols)
+        layout = self.layout_of(tensor)
         nbytes = cpu.repacked_bytes(tensor.dtype, rows, cols, layout)
         memory, source = self.allocate(nbytes, Space.DEVICE), int(data.ctypes.data)
         ring = self.streams[COMPUTE_STREAM]
@@ -168,6 +168,9 @@ class EmbeddedDevice(share.CpuBackend):
             self._keep(data)  # interrupted: the lanes still read it
             raise
         return memory
+
+    def layout_of(self, weight: Tensor) -> str:
+        return cpu.weight_layout(weight.dtype, weight.rows, weight.cols)
 
     def _retire(self, address: int, block: np.ndarray) -> None:
         """Forgets the memory at `address`, but keeps `block` until all queued by now is done."""

@@ -14,6 +14,7 @@ and `("allocate", space, bytes)`, `("load_weight", name)`, `("synchronize",)`, `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from workbench.backend.base import Issue
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.commands import Capabilities, Space
+from workbench.progress import Bar
 
 
 class NullMemory:
@@ -76,6 +78,9 @@ class NullBackend:
 
     def begins_early(self, node: Node) -> bool:
         return self.capabilities.programmatic
+
+    def make_ready(self, nodes: Sequence[Node], left: Bar) -> None:
+        """There is nothing to compile."""
 
     def launch(
         self,

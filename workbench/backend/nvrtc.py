@@ -14,14 +14,17 @@ import hashlib
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from workbench.backend import compiled
 from workbench.errors import DeviceError, UsageError
 from workbench.output import writing
+from workbench.progress import HIDDEN, Bar
 
 OPTIONS = ("-std=c++17", "-default-device")
 # Files with instructions that one architecture has and those after it have not: what they are
@@ -112,16 +115,21 @@ def cubin(file: str, arch: str, defines: Sequence[str] = (), folder: Path | None
         found = kept.read_bytes()
         if found.startswith(b"\x7fELF"):
             return found
+    begun_ns = time.perf_counter_ns()
     made = compile_source(f"{file}.cu", source, headers, arch, defines)
+    compiled.took(begun_ns, folder)
     _keep(kept, made)
     return made
 
 
-def compile_many(wanted: Iterable[tuple[str, tuple[str, ...]]], arch: str) -> None:
-    """Sees to it that each (file, defines) is in the cache, several compiled at a time."""
+def compile_many(
+    wanted: Iterable[tuple[str, tuple[str, ...]]], arch: str, left: Bar = HIDDEN
+) -> None:
+    """Sees to it that each (file, defines) is in the cache, several compiled at a time. left: told
+    of each."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for _ in pool.map(lambda w: cubin(w[0], arch, w[1]), dict.fromkeys(wanted)):
-            pass
+            left.update()
 
 
 def _keep(path: Path, content: bytes) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import platform
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from workbench.backend.cpu.compile import host_isas
 from workbench.backend.loops import MAX_PARTS
 from workbench.errors import DeviceError
 from workbench.graph import ops
-from workbench.graph.ir import Node
+from workbench.graph.ir import Kind, Node, Tensor
+from workbench.progress import Bar
 
 MAX_LANES = 1024
 # What one lane does in a microsecond, roughly: the grain below needs no better.
@@ -94,6 +96,24 @@ class CpuBackend(ABC):
             return self.launch_op(node, address_of, scratch, stream)
         at, own = parts_places(node, address_of, scratch)
         return in_order([self.launch(part, at, own, stream) for part in node.parts])
+
+    def layout_of(self, weight: Tensor) -> str:
+        """The layout that a weight has here: as in the file."""
+        return "file"
+
+    def make_ready(self, nodes: Sequence[Node], left: Bar) -> None:
+        """Kernels of the CPU are compiled one after the other."""
+        for node in nodes:
+            self._compile(node)
+            left.update()
+
+    def _compile(self, node: Node) -> None:
+        for part in node.parts:
+            self._compile(part)
+        if not node.parts:
+            first = node.inputs[0]
+            layout = self.layout_of(first) if first.kind == Kind.WEIGHT else "file"
+            cpu.kernel_address(cpu.kernel_of(node), layout)
 
     @abstractmethod
     def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from workbench.backend import compiled
 from workbench.bench import provenance, results
 from workbench.bench.comparison import order_of
 from workbench.bench.kernel_cases import Case, Shape
@@ -269,15 +270,17 @@ class _Bench:
         return self.save(results.COMPLETE)
 
     def _prepare(self) -> None:
-        begin = time.monotonic()
-        self.rig.prepare(
+        before = compiled.so_far()
+        nodes = [
             node
             for case in self.cases
             for batch in self.plan.batches
             for node in case.nodes(case.weights(), batch)
-        )
-        if time.monotonic() - begin > 1:
-            self.note(f"kernels made ready in {time.monotonic() - begin:.1f} s")
+        ]
+        with bar("compiling kernels", len(nodes), "launches") as left:
+            self.backend.make_ready(nodes, left)
+        if (new := compiled.so_far().since(before)).ns > compiled.WORTH_SAYING_NS:
+            self.note(str(new))
 
     def _measure_case(self, case: Case, left: Bar) -> None:
         weights = Copies(self.backend, case, self.rotating, self.plan.seed)

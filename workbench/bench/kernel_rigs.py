@@ -7,7 +7,7 @@ them: on a GPU by replays of a captured graph, on the CPU backends by calling th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from workbench.backend.base import Issue
-from workbench.graph.ir import Node
 from workbench.program.commands import COMPUTE_STREAM
 
 PLAIN, PDL = "plain", "pdl"
@@ -41,9 +40,6 @@ class Rig(Protocol):
     cache_bytes: int  # of the last cache before memory
     least_launches: int  # of one repetition
     pass_bytes: int  # of weights that one repetition reads, about
-
-    def prepare(self, nodes: Iterable[Node]) -> None:
-        """Makes ready what `nodes` need, so that measuring does not wait for compilers."""
 
     def repeats(self, issues: Sequence[Issue]) -> Repeats: ...
 
@@ -77,15 +73,6 @@ class CudaRig:
         )
         self.cache_bytes = cuda_replay.l2_bytes(backend)
         self.pass_bytes = (1 << 29) if quick else (3 << 30)  # 1 ms at 3 TB/s
-
-    def prepare(self, nodes: Iterable[Node]) -> None:
-        from workbench.backend import kernels, nvrtc
-        from workbench.backend.cuda_kernel import Kernel
-
-        nowhere = kernels.Place(lambda tensor: 0, 0, 0)
-        works = [work for node in nodes for work in kernels.launches(node, nowhere)]
-        wanted = [(w.file, w.defines) for w in works if isinstance(w, Kernel)]
-        nvrtc.compile_many(wanted, self._backend._arch)
 
     def repeats(self, issues: Sequence[Issue]) -> Repeats:
         return self._replay.Replay(self._backend, issues)
@@ -146,9 +133,6 @@ class CpuRig:
         self.n_threads = getattr(backend, "lanes", 1)
         self.cache_bytes = last_cache_bytes()
         self.pass_bytes = QUICK_ROTATING if quick else MIN_ROTATING
-
-    def prepare(self, nodes: Iterable[Node]) -> None:
-        """Kernels are compiled when they are bound; the untimed repetition is after that."""
 
     def repeats(self, issues: Sequence[Issue]) -> Repeats:
         return Calls(issues, self._backend.sync_stream(COMPUTE_STREAM))

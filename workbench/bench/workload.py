@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from workbench.engine.ready import make_ready
 from workbench.errors import UsageError
 from workbench.progress import HIDDEN, Bar, bar
 from workbench.trace.spans import now_ns
@@ -234,6 +235,9 @@ def warm_up(
     5 % (noise slows rounds down, warming up makes them faster); given up after 8 rounds or 30 s.
     `once`: one round, whatever it takes.
     """
+    if workload.n_gen:
+        for engine in engines:
+            make_ready(engine, [(1, 1)])
     start, best = now_ns(), [0] * len(engines)
     cells = workload.n_cells * len(engines)  # of a round
     with bar(f"{workload} warm-up", cells * (1 if once else WARM_MIN), "tokens") as left:

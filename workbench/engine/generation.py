@@ -12,6 +12,7 @@ import numpy as np
 
 from workbench.engine.batch import Outputs
 from workbench.engine.finite import require_finite
+from workbench.engine.ready import make_ready
 from workbench.model.sampler import Sampler
 from workbench.progress import HIDDEN, Bar, bar
 from workbench.trace.spans import now_ns
@@ -48,11 +49,23 @@ class Generation:
         return f"<p>{html.escape(said)}<br><small>{rate}</small></p>"
 
 
+def _ubatches(engine: Any, ids: Sequence[int]) -> list[Sequence[int]]:
+    n = engine.config.n_ubatch
+    return [ids[i : i + n] for i in range(0, len(ids), n)]
+
+
+def _steps(parts: list[Sequence[int]], outputs: Outputs) -> set[tuple[int, int]]:
+    """Tokens and outputs of the steps of a prompt's ubatches."""
+    if outputs == "last":
+        return {(len(part), 0) for part in parts[:-1]} | {(len(parts[-1]), 1)}
+    return {(len(part), len(part) if outputs == "all" else 0) for part in parts}
+
+
 def prefilled(engine: Any, ids: Sequence[int], outputs: Outputs, left: Bar) -> np.ndarray:
     """See `Engine.prefill`. Steps without outputs are only issued when the next one is: what is
     shown has been waited for, so that it is what the device has done."""
-    n = engine.config.n_ubatch
-    parts = [ids[i : i + n] for i in range(0, len(ids), n)]
+    parts = _ubatches(engine, ids)
+    make_ready(engine, _steps(parts, outputs))
     rows = []
     for part in parts:
         last = part is parts[-1]
@@ -93,6 +106,8 @@ def continued(
             on_text(piece)
 
     try:
+        if ids:
+            make_ready(engine, {*_steps(_ubatches(engine, ids), "last"), (1, 1)})
         with bar("prompt", len(ids), "tokens") as left:
             start = now_ns()
             logits = engine.prefill(ids, left=left)

@@ -7,6 +7,7 @@ a call of the intrinsic that writes its code; numba compiles, links and caches i
 from __future__ import annotations
 
 import hashlib
+import time
 from functools import cache
 from pathlib import Path
 from types import FunctionType
@@ -15,6 +16,7 @@ import llvmlite.binding as llvm
 from numba import cfunc, types
 from numba.extending import intrinsic
 
+from workbench.backend import compiled
 from workbench.backend.cpu.isa import Isa, available
 from workbench.backend.cpu.vector import Body, Emit, Value
 
@@ -61,4 +63,8 @@ def compile_kernel(name: str, body: Body):
     function = FunctionType(_kernel.__code__, {**globals(), "BODY": write}, name)
     function.__qualname__ = f"{name}_{source_digest()}"
     function.__module__ = __name__
-    return cfunc("void(int64,int64,int64)", cache=True)(function)
+    begun_ns = time.perf_counter_ns()
+    made = cfunc("void(int64,int64,int64)", cache=True)(function)
+    if not made.cache_hits:
+        compiled.took(begun_ns, compiled.kept_by(made))
+    return made

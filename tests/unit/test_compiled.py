@@ -1,0 +1,153 @@
+"""What was compiled is counted, said in a line of its own, and over before a clock runs."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import workbench as wb
+from workbench import progress
+from workbench.backend import compiled, cpu, nvrtc
+from workbench.backend.compiled import Compiled, so_far, took
+from workbench.backend.cpu import compile as compiler
+from workbench.bench import workload
+from workbench.cli import main
+from workbench.engine import generation, ready
+from workbench.progress import Bar, shown_on
+
+S = 1_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def counted_from_nothing(monkeypatch):
+    monkeypatch.setattr(compiled, "_found", Compiled())
+    monkeypatch.setattr(compiled, "_until_ns", 0)
+    monkeypatch.setattr(ready, "_said", Compiled())
+
+
+@pytest.fixture
+def slow_compiler(monkeypatch):
+    """Kernels that take two seconds to compile, by the count; returns when each was wanted."""
+    wanted: list[int] = []
+    compile_kernel = compiler.compile_kernel
+
+    def compile_slowly(name, body):
+        wanted.append(time.perf_counter_ns())
+        made = compile_kernel(name, body)
+        took(time.perf_counter_ns() - 2 * S, Path.home() / ".cache" / "kernels")
+        monkeypatch.setattr(compiled, "_until_ns", 0)  # one after the other, as far as it counts
+        return made
+
+    cpu.kernel.cache_clear()
+    monkeypatch.setattr(compiler, "compile_kernel", compile_slowly)
+    yield wanted
+    cpu.kernel.cache_clear()
+
+
+def clock_of(monkeypatch, module) -> list[int]:
+    """When `module` looked at its clock."""
+    looked: list[int] = []
+
+    def now_ns() -> int:
+        looked.append(time.perf_counter_ns())
+        return looked[-1]
+
+    monkeypatch.setattr(module, "now_ns", now_ns)
+    return looked
+
+
+@pytest.mark.parametrize("device", ["host", "embedded"])
+def test_kernels_are_compiled_before_the_prompt_is_timed(
+    tiny_model, monkeypatch, slow_compiler, device
+):
+    looked = clock_of(monkeypatch, generation)
+    path = tiny_model("tiny-llama", "Q4_0")
+    with wb.Engine.load(path, device=device, n_ctx=64, n_ubatch=16, toggles="baseline") as engine:
+        engine.generate(tokens=list(range(3, 23)), max_tokens=3)
+    assert len(slow_compiler) > 5 and max(slow_compiler) < min(looked)
+
+
+def test_kernels_are_compiled_before_a_test_warms_up(tiny_model, monkeypatch, slow_compiler):
+    looked = clock_of(monkeypatch, workload)
+    test = workload.Workload(0, 2)
+    path = tiny_model("tiny-llama", "Q4_0")
+    with wb.Engine.load(path, device="host", n_ctx=64, toggles="baseline") as engine:
+        workload.warm_up([engine], test, 0, None, once=True)
+    assert slow_compiler and max(slow_compiler) < min(looked)
+
+
+def test_run_says_in_a_line_of_its_own_what_was_compiled(tiny_model, capsys, slow_compiler):
+    path = str(tiny_model("tiny-llama", "Q4_0"))
+    found = []
+    for _ in range(2):
+        main(["run", "-m", path, "--tokens", "5,6,7", "-n", "2", "--device", "host"])
+        found.append(capsys.readouterr().err.splitlines())
+    first, again = ([line for line in lines if "compiling" in line] for lines in found)
+    assert len(first) == 1 and not again, "the second time there is nothing to compile"
+    assert re.fullmatch(r"compiling kernels for this device: \d+\.\d s, kept in ~/.*", first[0])
+    (prompt,) = (line for line in found[0] if line.startswith("prompt "))
+    assert found[0].index(first[0]) < found[0].index(prompt)
+    assert float(prompt.split()[1]) < 1000 * float(first[0].split()[5])
+
+
+def test_the_line_is_said_once(monkeypatch):
+    took(time.perf_counter_ns() - int(12.3 * S), Path.home() / ".cache" / "workbench")
+    with shown_on(io.StringIO()) as out:
+        ready.say()
+        ready.say()
+        took(time.perf_counter_ns() - 1000, Path("/x"))  # not worth a line
+        ready.say()
+    assert out.getvalue() == (
+        "compiling kernels for this device: 12.3 s, kept in ~/.cache/workbench\n"
+    )
+
+
+def test_what_is_in_the_cache_counts_for_nothing(tmp_path, monkeypatch):
+    (tmp_path / "tiny.cu").write_text('extern "C" __global__ void k(int* p) { *p = 1; }')
+    monkeypatch.setattr(nvrtc, "source_dir", lambda: tmp_path)
+    left = Bar("compiling", 2, "kernels", None)
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    monkeypatch.setattr(nvrtc, "cache_dir", lambda: folder)
+    for _ in range(2):
+        nvrtc.compile_many([("tiny", ())], "sm_90", left)
+        assert so_far().n == 1 and so_far().ns > 0 and so_far().folder == folder
+    assert left.done == 2
+
+
+def test_a_cpu_kernel_from_the_cache_counts_for_nothing():
+    cpu.kernel_address(("add",))  # in the cache of numba from here on
+    before = so_far()
+    cpu.kernel.cache_clear()
+    cpu.kernel_address(("add",))
+    assert so_far() == before
+
+
+def test_time_of_several_threads_counts_once():
+    begun = time.perf_counter_ns() - 2 * S
+    threads = [threading.Thread(target=took, args=(begun, Path("/x"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert so_far().n == 4 and 2 * S <= so_far().ns < 3 * S
+
+
+def test_what_is_left_to_compile_is_said(tiny_model, monkeypatch, slow_compiler):
+    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    path = tiny_model("tiny-llama", "Q4_0")
+    with (
+        wb.Engine.load(path, device="host", n_ctx=64, toggles="baseline") as engine,
+        shown_on(io.StringIO()) as out,
+    ):
+        ready.make_ready(engine, [(1, 1)])
+        ready.make_ready(engine, [(1, 1)])
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("compiling kernels: ")]
+    assert re.match(r"compiling kernels: 1 of (\d+) launches, about \d+ s left", lines[0])
+    assert len(lines) < 40, "of launches that are alike one"
