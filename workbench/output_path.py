@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from workbench.errors import UsageError
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MOST_LINKS = 40  # in a row, as Linux has it
 
 WHY = {

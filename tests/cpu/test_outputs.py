@@ -16,6 +16,7 @@ from workbench.backend import base
 from workbench.cli import main
 from workbench.engine.engine import Engine
 from workbench.model import synth
+from workbench.output_path import WHY
 
 IDS, HOST = ["--tokens", "1,2,3"], ["--device", "host"]
 FILES = {
@@ -153,3 +154,13 @@ def test_an_old_file_keeps_its_mode_and_is_whole(call, tmp_path):
     assert call("logits", out)[0] == 0
     assert np.load(out).shape == (3, 1024) and stat.S_IMODE(out.stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == ["x.npy"]
+
+
+def test_a_cache_that_finds_no_room_is_one_line_too(call, monkeypatch, tmp_path):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/cache/of/numba")
+
+    monkeypatch.setattr(Engine, "load", full)
+    status, lines = call("logits", tmp_path / "x.npy")
+    assert status == 2 and os.listdir(tmp_path) == []
+    assert lines == [f"error: /cache/of/numba cannot be written: {WHY[errno.ENOSPC]}"]

@@ -10,6 +10,7 @@ with the status 141 of a program that SIGPIPE ended.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from cyclopts import CycloptsError
 
@@ -26,6 +27,7 @@ from workbench.cli import (  # noqa: F401 - commands
 from workbench.cli.common import app, say
 from workbench.cli.interrupts import Stop, heeded
 from workbench.errors import WorkbenchError
+from workbench.output_path import NO_ROOM, refusal
 from workbench.progress import shown_on
 
 
@@ -63,6 +65,11 @@ def _end_of(arguments: list[str]) -> tuple[int, str]:
         return lost.end
     except BrokenPipeError as error:  # of an output that is a descriptor of this process
         return streams.Lost(error.errno, "").end
+    except OSError as error:  # of a file that a library writes, as numba its cache
+        if error.errno not in NO_ROOM:
+            raise
+        refused = refusal(Path(str(error.filename or "a file")), error)
+        return refused.exit_status, str(refused)
     return 0, ""
 
 
