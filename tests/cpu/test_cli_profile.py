@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 
 import pytest
 
 from tests.unit import chrome_decode
 from workbench.bench import profiling
 from workbench.bench.profiling import Bandwidth, profile_test
-from workbench.bench.workload import parse
+from workbench.bench.workload import draw_tokens, parse
 from workbench.cli import main
 from workbench.config import EngineConfig, Toggles
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError, UsageError
+from workbench.progress import Bar
 from workbench.report import profiles
 from workbench.trace.lanes import ABOUT
 
@@ -153,6 +155,20 @@ def test_untraced_steps_are_stamped_by_the_device(engine, monkeypatch):
     assert found.trace.slowdown is not None and found.trace.slowdown.n_untraced >= 2
     kernels = next(t for title, t in profiles.lines(found) if title.startswith("Kernels"))
     assert set(kernels["traced % read"]) == {""}, "without a bandwidth there is no share of it"
+
+
+def test_a_step_that_waited_for_a_line_to_be_written_has_no_gap(engine, monkeypatch):
+    class Told(Bar):
+        due_ns = property(lambda self: 0, lambda self, ns: None)  # always due
+
+    told: list[float] = []
+    monkeypatch.setattr(Told, "update", lambda self, n=1: told.append(n))
+    monkeypatch.setattr(profiling, "bar", lambda *_: nullcontext(Told("x", 1, "tokens", None)))
+    drawn = draw_tokens(parse("tg10"), engine.model.n_vocab, 0)
+    steps = profiling.stamped_steps(engine, [drawn])
+    assert told == [4, 4, 2]
+    assert steps.index[steps["gap_us"].isna()].tolist() == [0, 4, 8]
+    assert steps["kernels_us"].notna().all()
 
 
 def test_the_default_window_is_the_last_eight_steps():

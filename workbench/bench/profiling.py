@@ -31,11 +31,12 @@ from workbench.bench.workload import (
 )
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import HOST, Launch
-from workbench.progress import bar
+from workbench.progress import Bar, bar
 from workbench.trace.profile import Profile, profile
 from workbench.trace.spans import now_ns
 
 MOST_TRACED = 8  # steps of the default window
+WRITE_EVERY = 4  # steps: what is left is written behind no more than one in so many
 STEPS = ["repetition", "step", "n_tokens", "host_us", "kernels_us", "gap_us", "step_us"]
 PHASES = ["batch", "graph", "split", "lower", "prepare", "issue", "wait"]  # of Engine.counters
 
@@ -141,21 +142,24 @@ def stamped_steps(engine: Any, drawn: list[Tokens], stamped: bool = True) -> pd.
 
     host_us: the call of the step. By the device's clock, missing where it has none: kernels_us from
     the first kernel to the last one's end; gap_us from the step before's last kernel to this one's
-    first, step_us to this one's last; both missing in the first step. PHASES: what the host spent
+    first, step_us to this one's last; both missing in the first step, and in one that waited until
+    something was written. PHASES: what the host spent
     on each, us, an average over the repetition's steps.
     """
     cells = sum(map(len, drawn[0]))
     rows = []
     with bar("untraced steps", cells * len(drawn), "tokens") as left:
         for repetition, tokens in enumerate(drawn):
-            rows.append(_repetition(engine, tokens, stamped).assign(repetition=repetition))
-            left.update(cells)  # nothing is written while steps are stamped
+            part = _repetition(engine, tokens, stamped, left)
+            rows.append(part.assign(repetition=repetition))
     return pd.concat(rows, ignore_index=True)[[*STEPS, *PHASES]]
 
 
-def _repetition(engine: Any, tokens: Tokens, stamped: bool) -> pd.DataFrame:
+def _repetition(engine: Any, tokens: Tokens, stamped: bool, left: Bar) -> pd.DataFrame:
+    """One repetition's rows. A step that began after something was written has no gap."""
     engine.reset()
     _fill(engine, tokens)
+    untold, written = len(tokens.depth), []
     before = engine.counters
     sizes, host_us = [], []
     with engine.stamped() if stamped else nullcontext([]) as stamps:
@@ -164,9 +168,16 @@ def _repetition(engine: Any, tokens: Tokens, stamped: bool) -> pd.DataFrame:
             engine.step(ids, outputs)
             host_us.append((now_ns() - begin) / 1e3)
             sizes.append(len(ids))
+            untold += len(ids)
+            if len(sizes) % WRITE_EVERY == 0 and now_ns() >= left.due_ns:
+                left.update(untold)
+                untold = 0
+                written.append(len(sizes))
+    left.update(untold)
     times = np.array(stamps or [(np.nan, np.nan)] * len(sizes)) / 1e3
     begun, ended = times.T
     last = np.concatenate(([np.nan], ended[:-1]))
+    last[[n for n in written if n < len(last)]] = np.nan
     return pd.DataFrame(
         {
             "step": range(len(sizes)), "n_tokens": sizes, "host_us": host_us,
