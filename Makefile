@@ -7,11 +7,12 @@ NOTEBOOKS ?= 00_tour 02_sync_modes 10_fusion
 REPORT_ARGS ?=
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
+BROWSER_ARGS ?=
 HAVE_GPU := $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi; } >/dev/null 2>&1 && echo yes)
 comma := ,
 GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu$(comma)cupti,)
 
-.PHONY: help setup report test test-slow test-exhaustive test-gpu sanitize lint bench lab peer models readme clean
+.PHONY: help setup report test test-slow test-exhaustive test-gpu test-browser sanitize lint bench lab peer models readme clean
 
 help:
 	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
@@ -20,6 +21,7 @@ help:
 	@echo "make setup    only prepare .venv/, with the workbench command in it"
 	@echo "make lint     ruff and mypy;  make bench  benchmarks, recorded;  make peer  compare with llama.cpp"
 	@echo "make test-gpu the GPU tests, recorded;  make sanitize  parts of them under compute-sanitizer, recorded"
+	@echo "make test-browser the panel in JupyterLab and Chromium, recorded"
 	@echo "make readme   fill README.md from data/results"
 
 setup: .venv/.lab
@@ -64,6 +66,9 @@ test-slow: .venv/.dev
 
 test-exhaustive: .venv/.dev
 	$(BIN)/python -m tests.exhaustive
+
+test-browser: .venv/.dev
+	$(BIN)/python -m tests.browser.record $(BROWSER_ARGS)
 
 test-gpu: .venv/.dev
 	$(BIN)/python tests/gpu/record.py

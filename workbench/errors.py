@@ -7,10 +7,8 @@ exits with `exit_status`; nothing else in the package prints an error.
 from __future__ import annotations
 
 import linecache
+import os
 import traceback
-from pathlib import Path
-
-_PACKAGE = Path(__file__).parent
 
 
 class WorkbenchError(Exception):
@@ -19,13 +17,13 @@ class WorkbenchError(Exception):
     exit_status = 1
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows of it in place of a traceback: the same line; where the cell has
-        several lines, which of them it was; nothing of the workbench's own code."""
+        """What IPython shows of it in place of a traceback: the same line, and of a cell that has
+        several lines the one it was."""
         lines = [f"{type(self).__name__}: {self}"]
         frames = traceback.extract_tb(self.__traceback__)
-        own = [f for f in frames if not Path(f.filename).is_relative_to(_PACKAGE)]
-        if own and len(linecache.getlines(own[-1].filename)) > 1:
-            lines.append(f"  in line {own[-1].lineno}: {own[-1].line}")
+        cells = [frame for frame in frames if not os.path.exists(frame.filename)]  # are in no file
+        if cells and len(linecache.getlines(cells[-1].filename)) > 1:
+            lines.append(f"  in line {cells[-1].lineno}: {cells[-1].line}")
         return lines
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import nbformat
 from selenium import webdriver
-from selenium.common.exceptions import StaleElementReferenceException, WebDriverException
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
@@ -34,7 +35,7 @@ FLAGS = (
     "--disable-quic", "--disable-dev-shm-usage",
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 120.0  # imports and first-use compilation are in it
+PATIENCE_S = 60.0  # imports and first-use compilation are in it
 
 
 def installed() -> bool:
@@ -57,7 +58,7 @@ def until(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_
         try:
             if found := condition():
                 return found
-        except (StaleElementReferenceException, IndexError):
+        except StaleElementReferenceException:
             pass  # the page was drawn anew while it was read
         time.sleep(0.05)
     raise AssertionError(f"{what}: not within {patience_s:.0f} s")
@@ -117,7 +118,7 @@ class Notebook:
         made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
         made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
         nbformat.write(made, path)
-        self.driver = driver
+        self.driver, self.url = driver, url
         driver.get(f"{url}lab/tree/{path.name}?token={TOKEN}&reset")
         until(lambda: len(self._cells()) == len(cells), "the notebook's cells")
         until(lambda: "Idle" in self._kernel(), "the kernel")
@@ -131,10 +132,32 @@ class Notebook:
 
     def start(self, cell: int) -> None:
         """Runs a cell, and does not wait for its end."""
-        self._cells()[cell].find_element(By.CSS_SELECTOR, ".cm-content").click()
-        webdriver.ActionChains(self.driver).key_down(Keys.CONTROL).send_keys(Keys.ENTER).key_up(
-            Keys.CONTROL
-        ).perform()
+        before, pressed = self._number(cell), [0.0]
+
+        def begun() -> bool:
+            if self._number(cell) != before:
+                return True
+            if time.monotonic() - pressed[0] > 5:  # a page that is being drawn loses keys
+                self._seen(self._cells()[cell].find_element(By.CSS_SELECTOR, ".cm-content")).click()
+                keys = webdriver.ActionChains(self.driver).key_down(Keys.CONTROL)
+                keys.send_keys(Keys.ENTER).key_up(Keys.CONTROL).perform()
+                pressed[0] = time.monotonic()
+            return False
+
+        until(begun, f"the start of cell {cell}")
+
+    def close(self) -> None:
+        """Leaves the page, and ends every kernel of the server."""
+        self.driver.get("about:blank")
+        for kernel in self._ask("GET", "api/kernels"):
+            self._ask("DELETE", f"api/kernels/{kernel['id']}")
+
+    def _ask(self, method: str, path: str) -> Any:
+        request = urllib.request.Request(
+            self.url + path, method=method, headers={"Authorization": f"token {TOKEN}"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read() or "null")
 
     def run(self, cell: int) -> str:
         """Runs a cell to its end; what it printed, or its error."""
@@ -157,14 +180,20 @@ class Notebook:
     def _toolbar(self, command: str) -> WebElement:
         return self.driver.find_element(By.CSS_SELECTOR, f'[data-command="{command}"]')
 
+    def _buttons(self, name: str) -> list[WebElement]:
+        every = self.driver.find_elements(By.CSS_SELECTOR, "button.widget-button")
+        return [b for b in every if b.text.strip() == name]
+
+    def is_enabled(self, name: str) -> bool:
+        """Whether a button of the panel can be pressed."""
+        return self._buttons(name)[0].is_enabled()
+
     def button(self, name: str) -> WebElement:
-        """An enabled button of the panel, by its name."""
-
-        def found() -> WebElement | None:
-            every = self.driver.find_elements(By.CSS_SELECTOR, "button.widget-button")
-            return next((b for b in every if b.text.strip() == name and b.is_enabled()), None)
-
-        return until(found, f"the button {name}")
+        """A button of the panel by its name, once it can be pressed."""
+        return until(
+            lambda: next((b for b in self._buttons(name) if b.is_enabled()), None),
+            f"the button {name}",
+        )
 
     def press(self, name: str) -> None:
         self._seen(self.button(name)).click()
@@ -174,7 +203,7 @@ class Notebook:
 
         def found() -> WebElement | None:
             every = self.driver.find_elements(By.CSS_SELECTOR, ".widget-dropdown")
-            return next((d for d in every if d.text.splitlines()[0] == name), None)
+            return next((d for d in every if d.text.splitlines()[:1] == [name]), None)
 
         box = self._seen(until(found, f"the drop-down {name}"))
         Select(box.find_element(By.TAG_NAME, "select")).select_by_visible_text(value)
@@ -200,11 +229,3 @@ class Notebook:
         """The timelines, where they are shown."""
         found = self.driver.find_elements(By.CSS_SELECTOR, "img.widget-image")
         return next((f for f in found if f.is_displayed()), None)
-
-    def photograph(self, path: Path) -> None:
-        """A screenshot of all there is of the notebook's panel."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self.driver.save_screenshot(str(path))
-        except WebDriverException as error:
-            raise AssertionError(f"no screenshot: {error}") from error

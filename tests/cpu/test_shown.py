@@ -79,6 +79,10 @@ def test_a_notebook_shows_what_a_user_can_mend_in_one_line_and_where(engine):
     with capture_output() as shown:
         shell.run_cell("token = 10**6\neng.step([token])")
     assert shown.stdout.splitlines()[1] == "  in line 2: eng.step([token])"
+    shell.user_ns["profile"] = wb.profile  # raises behind a frame of contextlib's
+    with capture_output() as shown:
+        shell.run_cell("with profile(eng, window=(0, 0)):\n    pass")
+    assert shown.stdout.splitlines()[1] == "  in line 1: with profile(eng, window=(0, 0)):"
 
 
 # make lab ----------------------------------------------------------------------------------------
