@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.peer import files
-from tests.peer.compare import LLAMA, LLAMA_CPP_PYTHON, N_LOGITS_TOKENS, OURS
+from tests.peer.compare import LLAMA, LLAMA_CPP_PYTHON, N_LOGITS_TOKENS, OURS, REFERENCE_TOLERANCE
 from workbench.config import EXPAND
 from workbench.model.gguf import model_hash
 from workbench.model.gguf_walk import EXPANDED_TYPES
@@ -76,6 +76,9 @@ def test_both_agree_with_float64_and_with_one_another(result):
         assert row["n_tokens"] == N_LOGITS_TOKENS
         plain = not set(row["types"]) - {"F32"}
         assert 0 < row["llama.cpp"]["nmse"] < (files.PLAIN_TOLERANCE if plain else files.TOLERANCE)
+        assert ("nmse_exact" in row["llama.cpp"]) == plain
+        if plain:  # the reference is entitled
+            assert 0 < row["llama.cpp"]["nmse_exact"] < REFERENCE_TOLERANCE, said
         for expand, found in row["workbench"].items():
             exact = plain or (row["kind"] in files.EXACT_KINDS and expand == "f16")
             bound = files.PLAIN_TOLERANCE if exact else files.TOLERANCE
