@@ -52,7 +52,7 @@ def test_bench_says_how_well_it_knows(call, model):
     assert status == 0 and all(len(row["samples_ns"]) >= 10 for row in rows) and len(rows) == 2
     assert all(row["p50_us"] <= row["p90_us"] <= row["p99_us"] for row in rows)
     assert all(row["ttft_us"] > 0 for row in rows)
-    assert err.count("the interval's half-width is ") == 2
+    assert err.count("the median's half-width is ") == 2
 
 
 def test_percentiles_are_in_the_table(call, model):

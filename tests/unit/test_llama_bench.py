@@ -179,6 +179,22 @@ def test_md_fits_a_terminal_and_keeps_every_figure(rows):
         assert f"{v['avg_ts']:.2f} ± {v['stddev_ts']:.2f}" in narrow
 
 
+def test_the_table_of_tokens_tells_engines_apart(monkeypatch):
+    clock = Clock().install(monkeypatch)
+    engines = [FakeEngine(clock, Toggles(sync=sync)) for sync in ("per_copy", "packed")]
+    rows = [row for engine in engines for row in bench(engine, [], [2], repetitions=1)]
+    second = format_rows(rows, "md").split("\n\n")[2].splitlines()
+    assert [cell.strip() for cell in second[0].strip("|").split("|")][:3] == [
+        "sync", "test", "token p50 us",
+    ]  # fmt: skip
+    assert second[2].startswith("| per_copy ") and second[3].startswith("| packed ")
+
+
+def test_many_repetitions_keep_no_logits(monkeypatch):
+    (row,) = bench(FakeEngine(Clock().install(monkeypatch)), [], [2], repetitions=3)
+    assert [len(s.last_logits) for s in row.samples] == [0, 0, 0]
+
+
 def test_refusals(monkeypatch, rows, tmp_path):
     clock = Clock().install(monkeypatch)
     with pytest.raises(UsageError, match=", ".join(FORMATS)):

@@ -49,6 +49,15 @@ def test_round_trip(tmp_path):
     assert pq.read_schema(folder / "samples.parquet").equals(results.SAMPLE_SCHEMA, False)
 
 
+def test_percentiles_of_a_prompt_and_what_follows():
+    """The prompt is the time to first token, and no token of its own."""
+    table = results.percentiles(some_samples())
+    assert table["arm"].tolist() == ["a", "b"] and table["is_control"].tolist() == [False, True]
+    assert table["n_tokens"].tolist() == [2, 2] and table["ttft_us"].tolist() == [3.0005] * 2
+    assert table["p50_us"].tolist() == table["p99_us"].tolist() == [1.0, 1.0]
+    assert results.percentiles(some_samples().iloc[:0]).empty
+
+
 def test_samples_keep_the_order_taken():
     s = some_samples()
     assert s["order"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from workbench.bench import answers, provenance, results, until
 from workbench.bench.arms import Arm
 from workbench.bench.comparison import AB, order_of
@@ -235,7 +233,7 @@ class Experiment:
                 left.detail = until.reached(self.ended.get(test))
                 self._measure_round(workload, round_, n_rounds, progress, left)
             if progress is not None and left is not HIDDEN:
-                total = self._whole(test).size
+                total = len(self._whole(test)) * n_arms
                 progress(total, total, test)
 
     def _measure_round(
@@ -303,12 +301,12 @@ class Experiment:
         )
         self.spent += self.ended[test]["seconds"] - before
 
-    def _whole(self, test: str) -> np.ndarray:
-        """t/s of the rounds that every arm has run, float (rounds, arms)."""
+    def _whole(self, test: str) -> list[list[float]]:
+        """t/s of the rounds that every arm has run, (rounds, arms)."""
         rows, names = self.rows.setdefault(test, []), [arm.name for arm in self.arms]
         while all((name, test, len(rows)) in self.rates for name in names):
             rows.append([self.rates[name, test, len(rows)] for name in names])
-        return np.array(rows, float).reshape(-1, len(names))
+        return rows
 
     def _compare_round(self, taken: dict[int, Sample]) -> None:
         """Holds every arm's last logits of a round against the baseline's of the same round."""

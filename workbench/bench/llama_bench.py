@@ -47,6 +47,7 @@ _OFF: dict[str, Any] = {
 
 
 ARM = "engine"
+NO_LOGITS = np.empty(0, np.float32)  # a repetition's are of no use here, and there may be many
 
 
 def workloads(
@@ -126,7 +127,8 @@ def bench(
                     left.total = n_expected * test.n_cells
                     left.detail = reached(row.ended)
                     tokens = draw_tokens(test, engine.model.n_vocab, seed, repetition, bos)
-                    row.samples.append(run(engine, test, tokens, left))
+                    sample = run(engine, test, tokens, left)
+                    row.samples.append(sample._replace(last_logits=NO_LOGITS))
             if record:
                 record["result"]["warm_up"][test.name] = warm._asdict()
                 record["arms"][0]["program"][test.name] = describe(engine, test)
@@ -153,9 +155,15 @@ def _repetitions(
     if limit is None:
         yield from ((repetition, n) for repetition in range(n))
         return
+    rates: list[list[float]] = []
+
+    def whole() -> list[list[float]]:
+        rates.extend([sample.tokens_per_second] for sample in row.samples[len(rates) :])
+        return rates
+
     yield from rounds(
         limit,
-        lambda: np.array(row.samples_ts, float).reshape(-1, 1),
+        whole,
         lambda ended: row.ended.update(ended._asdict()),
         seed=seed,
         least=n,

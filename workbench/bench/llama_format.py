@@ -72,16 +72,19 @@ class BenchRow(NamedTuple):
     def line(self) -> str:
         """The rate, and how the repeating ended where it was not a fixed number."""
         said = f"{self.workload.name}: {self.values()['avg_ts']:.2f} t/s"
-        return f"{said}; {Ended(**self.ended).line()}" if self.ended else said
+        if not self.ended:
+            return said
+        ended = Ended(**self.ended).line(rounds="repetitions", of="the median's")
+        return f"{said}; {ended}"
 
     def tokens(self) -> dict[str, Any]:
         """TOKEN_FIELDS: how long single tokens took (null where the test generates none) and time
         to first token, us; see `results.percentiles`."""
-        samples = results.SampleTable("")
-        for repetition, s in enumerate(self.samples):
-            samples.add("", False, self.workload.name, repetition, s.token_ns, s.token_n)
-        (row,) = results.percentiles(samples.frame()).to_dict("records")
-        return {name: None if math.isnan(row[name]) else row[name] for name in TOKEN_FIELDS}
+        behind = slice(1 if self.workload.n_prompt else 0, None)
+        single = np.concatenate([s.token_ns[behind] for s in self.samples])
+        first = np.array([s.token_ns[0] for s in self.samples])
+        found = results.token_times(single, first)
+        return {name: None if math.isnan(us) else us for name, us in found.items()}
 
     def values(self) -> dict[str, Any]:
         """The row under llama-bench's names, in its order and types."""
@@ -211,13 +214,13 @@ def _md(rows: Sequence[BenchRow], width: int | None) -> str:
     ]
     columns.append(_Column("test", 15, _test))
     columns.append(_Column("t/s", 20, _rate))
+    names = [c for c in columns[:-2] if len({c.text(row) for row in rows}) > 1]
     first = rows[0].fields
     shared = f"toggles: {_shared_toggles(rows)}"
     above = "\n".join(textwrap.wrap(shared, width or len(shared), break_on_hyphens=False))
-    return (
-        f"{above}\n\n{_table(columns, rows, width)}\n\n{_table(_TOKEN_COLUMNS, rows, width)}\n\n"
-        f"build: {first['build_commit']} ({first['build_number']})\n"
-    )
+    tables = (_table(each, rows, width) for each in (columns, [*names, *_TOKEN_COLUMNS]))
+    build = f"build: {first['build_commit']} ({first['build_number']})\n"
+    return "\n\n".join([above, *tables, build])
 
 
 def _table(columns: Sequence[_Column], rows: Sequence[BenchRow], width: int | None) -> str:

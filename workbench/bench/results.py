@@ -194,6 +194,14 @@ def rates(samples: pd.DataFrame) -> pd.DataFrame:
 PERCENTILES = (50, 90, 99)
 
 
+def token_times(single_ns: np.ndarray, first_ns: np.ndarray) -> dict[str, float]:
+    """p50_us, p90_us and p99_us of generated tokens, NaN where there is none, and ttft_us, the
+    median of the times to first token. single_ns, first_ns: int64 (n,), ns."""
+    found = np.percentile(single_ns / 1e3, PERCENTILES) if len(single_ns) else [math.nan] * 3
+    named = {f"p{p}_us": float(us) for p, us in zip(PERCENTILES, found, strict=True)}
+    return named | {"ttft_us": float(np.median(first_ns)) / 1e3}
+
+
 def percentiles(samples: pd.DataFrame) -> Table:
     """How long single tokens took: one row per test and arm, in the order measured; us.
 
@@ -204,14 +212,11 @@ def percentiles(samples: pd.DataFrame) -> Table:
     """
     rows = []
     for (test, arm, is_control), part in samples.groupby(["test", "arm", "is_control"], sort=False):
-        first = part["token"] == 0
-        us = part["ns"].to_numpy() / 1e3
-        single = us[~first.to_numpy()] if parse(str(test)).n_prompt else us
-        found = np.percentile(single, PERCENTILES) if len(single) else [math.nan] * 3
+        ns, is_first = part["ns"].to_numpy(), part["token"].to_numpy() == 0
+        single = ns[~is_first] if parse(str(test)).n_prompt else ns
         rows.append(
             {"test": test, "arm": arm, "is_control": bool(is_control), "n_tokens": len(single)}
-            | {f"p{p}_us": float(v) for p, v in zip(PERCENTILES, found, strict=True)}
-            | {"ttft_us": float(np.median(us[first.to_numpy()]))}
+            | token_times(single, ns[is_first])
         )
     columns = ["test", "arm", "is_control", "n_tokens", "p50_us", "p90_us", "p99_us", "ttft_us"]
     return Table(rows, columns=columns)

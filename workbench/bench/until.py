@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +75,10 @@ def parse_duration(flag: str, text: str) -> float:
     return seconds
 
 
-def half_width(tps: np.ndarray, seed: int = 0) -> float:
+Rates = Sequence[Sequence[float]] | np.ndarray  # t/s, (rounds, arms)
+
+
+def half_width(tps: Rates, seed: int = 0) -> float:
     """How closely a test is known, as a share; NaN with one round.
 
     tps: t/s, float (rounds, arms), the first arm the baseline: the half-width of the widest ratio,
@@ -100,7 +103,7 @@ class Stopping:
         self._n, self._looked = 0, 0
         self._next = max(least, LEAST_ROUNDS)
 
-    def reason(self, tps: np.ndarray, spent_s: float, round_s: float = 0.0) -> str | None:
+    def reason(self, tps: Rates, spent_s: float, round_s: float = 0.0) -> str | None:
         """`width` or `time` where the test ends here, None where it goes on.
 
         tps: of all whole rounds so far, float (rounds, arms). spent_s: of this test's time;
@@ -145,26 +148,27 @@ class Ended(NamedTuple):
     stopped: str
     seconds: float
 
-    def line(self) -> str:
-        """One sentence: how well the test is known, and what would do where that is not enough."""
+    def line(self, rounds: str = "rounds", of: str = "the interval's") -> str:
+        """One sentence: how well the test is known, and what would do where that is not enough.
+        rounds: what they are called; of: whose half-width it is."""
         wanted, known = stats.percent(self.wanted), self.half_width
-        made = f"after {self.rounds} rounds"
+        made = f"after {self.rounds} {rounds}"
         if known is None:
-            return f"the interval's half-width is unknown {made}; {wanted} was asked for"
-        said = f"the interval's half-width is {stats.percent(known)} {made}"
+            return f"{of} half-width is unknown {made}; {wanted} was asked for"
+        said = f"{of} half-width is {stats.percent(known)} {made}"
         if self.stopped == WIDTH:
             return f"{said}; {wanted} was asked for"
         needed = stats.rounds_for(self.rounds, known, self.wanted)
         seconds = self.seconds / self.rounds * needed
         return (
             f"{wanted} was not reached: {said} and {duration(self.seconds)}. "
-            f"About {stats.two_digits(needed)} rounds would do, in {duration(seconds)}"
+            f"About {stats.two_digits(needed)} {rounds} would do, in {duration(seconds)}"
         )
 
 
 def rounds(
     until: Until,
-    whole: Callable[[], np.ndarray],
+    whole: Callable[[], Rates],
     note: Callable[[Ended], None],
     *,
     prepare: Callable[[], None] = lambda: None,
