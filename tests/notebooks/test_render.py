@@ -191,3 +191,23 @@ def test_a_large_trace_is_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr(render, "MOST_TRACE_BYTES", 3)
     assert '<a href="t.pftrace' in render.trace_download_html(path)
+
+
+def test_an_interrupted_notebook_leaves_the_pages_of_the_last_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = notebook(tmp_path / "a.ipynb", "1")
+    old = [tmp_path / "out" / "a.html", tmp_path / "runs" / "a.ipynb"]
+    for path in old:
+        path.parent.mkdir()
+        path.write_bytes(book.read_bytes())
+
+    def interrupted(source: Path, made: Path, *_: object) -> None:
+        made.write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(render, "_run_cells", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        render.render_notebook(book, old[0], runs_dir=tmp_path / "runs")
+    assert [path.read_bytes() for path in old] == [book.read_bytes()] * 2
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["a.html", "a.ipynb", "a.ipynb", "out", "runs"]  # fmt: skip

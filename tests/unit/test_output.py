@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import workbench
+from workbench.backend import nvrtc
 from workbench.errors import UsageError
 from workbench.output import check_folder, check_writable, writing, writing_folder
 
@@ -227,3 +228,12 @@ def test_every_error_has_its_words_in_one_line(tmp_path, monkeypatch, number):
     with pytest.raises(UsageError, match=r"cannot be written: .*; ") as said, writing(path):
         pass
     assert "\n" not in str(said.value) and names(tmp_path) == []
+
+
+def test_a_cubin_for_which_there_is_no_room_is_not_kept(tmp_path, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    nvrtc._keep(tmp_path / "x.cubin", b"\x7fELF")
+    assert names(tmp_path) == []

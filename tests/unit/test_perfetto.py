@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from perfetto_decode import decode
 
+from workbench.errors import UsageError
 from workbench.trace import perfetto
 from workbench.trace.lanes import process_and_track
 from workbench.trace.spans import HOST_LANE, Recorder, Span
@@ -134,3 +135,16 @@ def test_a_recorders_spans(tmp_path: Path) -> None:
 def test_nothing_recorded(tmp_path: Path) -> None:
     assert perfetto.write([], tmp_path / "t.pftrace") > 0
     assert decode((tmp_path / "t.pftrace").read_bytes()).slices == []
+
+
+@pytest.mark.parametrize("name", ["t.pftrace", "t.pftrace.gz"])
+def test_a_trace_goes_through_a_link_and_never_over_a_device(tmp_path: Path, name: str):
+    (tmp_path / name).symlink_to("real")
+    size = perfetto.write(token(0, 0), tmp_path / name)
+    assert (tmp_path / name).is_symlink() and (tmp_path / "real").stat().st_size == size
+    full = tmp_path / f"full-{name}"
+    full.symlink_to("/dev/full")
+    with pytest.raises(UsageError, match="no space is left"):
+        perfetto.write(token(0, 0), full)
+    assert Path("/dev/full").is_char_device() and full.is_symlink()
+    assert len(list(tmp_path.iterdir())) == 3
