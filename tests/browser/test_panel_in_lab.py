@@ -68,6 +68,21 @@ def test_other_cells_are_kept_out_in_one_line_and_the_run_goes_on(panel):
     notebook.says(ENDED)
 
 
+def test_a_cell_that_is_run_again_during_a_run_has_a_panel_that_stops_it(panel):
+    notebook = panel()
+    notebook.press("Run")
+    notebook.says(UNDER_WAY)
+    notebook.run(1)
+    notebook.press("Run")
+    notebook.says("^the panel is measuring on this engine; press Stop or wait$")
+    notebook.press("Stop")
+    time.sleep(2)  # the run that ends is of the panel that is gone, and nothing here shows it
+    notebook.press("Run")
+    notebook.says(UNDER_WAY)
+    notebook.press("Stop")
+    notebook.says(ENDED)
+
+
 def test_a_run_does_not_begin_while_a_cell_uses_the_engine(panel):
     notebook = panel(
         "while not eng.generate(tokens=[1], max_tokens=200).interrupted:\n    eng.reset()"

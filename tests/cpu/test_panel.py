@@ -179,6 +179,21 @@ def test_a_run_does_not_begin_while_a_cell_uses_an_engine(engine, held):
     assert panel.result is not None
 
 
+def test_a_second_panel_stops_the_run_of_one_that_the_page_has_lost(held, engine):
+    lost, gate = held()
+    panel = wb.lab.panel(engine, "tg4", rounds=1)
+    panel.button.click()
+    panel.wait()
+    assert ON_THIS in panel.message.value and not panel.stop_button.disabled
+    panel.stop_button.click()
+    gate.go.set()
+    lost.wait()
+    assert lost.result.stopped and panel.stop_button.disabled
+    panel.button.click()
+    panel.wait()
+    assert panel.result is not None and not panel.result.stopped
+
+
 def test_an_interrupt_of_whoever_waits_ends_the_run_and_keeps_it(held):
     panel, gate = held()
     main = threading.main_thread().ident

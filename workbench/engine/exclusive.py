@@ -103,6 +103,13 @@ def check_others(loaded: object) -> None:
         now.check_others(loaded)
 
 
+def stop() -> bool:
+    """Stops whatever is being measured, by whomever; whether there was anything."""
+    if (now := STATE.measurement) is not None:
+        now.stop()
+    return now is not None
+
+
 @contextmanager
 def measuring(who: str, engine: Any) -> Iterator[Measurement]:
     """In the body this thread alone may use engines, `engine` among them. Raises UsageError where

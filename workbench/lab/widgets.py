@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from workbench.bench.workload import parse
 from workbench.config import FAMILIES, Toggles
+from workbench.engine import exclusive
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import Measurement, Stopped, measuring
 from workbench.errors import WorkbenchError
@@ -137,8 +138,11 @@ class Panel(VBox):
         return not self._ended.is_set()
 
     def stop(self) -> None:
-        """Ends the run after the step under way; what was measured is kept."""
+        """Ends the run after the step under way; what was measured is kept. Without a run of its
+        own, that of a panel which the page may have lost."""
         if not self.running:
+            exclusive.stop()
+            self.stop_button.disabled = True
             return
         self._stopping = True
         self._say("stopping")
@@ -225,7 +229,8 @@ class Panel(VBox):
             self.message.value = _red(f"{type(error).__name__}: {error}; panel.wait() raises it")
         finally:
             self._measurement = None
-            self.stop_button.disabled, self.button.description = True, RUN
+            self.stop_button.disabled = exclusive.STATE.measurement is None
+            self.button.description = RUN
             self.button.disabled = not self._fits
             self._ended.set()
             self.button.disabled = not self._fits  # a toggle that moved just now saw a run
