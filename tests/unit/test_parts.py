@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -182,6 +184,20 @@ def test_a_part_that_is_no_file_is_refused(parts):
     (parts / name(2)).unlink()
     (parts / name(2)).write_bytes(b"")
     assert f"{name(2)} is empty" in refusal(parts / name(1))
+
+
+def test_more_parts_than_a_process_may_open_end_in_a_line(parts, monkeypatch):
+    mapped: list[int] = []
+
+    def full(*arguments, **named):
+        mapped.append(1)
+        if len(mapped) == N:
+            raise OSError(24, "Too many open files")
+        return mmap.mmap(*arguments, **named)
+
+    fake = SimpleNamespace(mmap=full, ACCESS_READ=mmap.ACCESS_READ)
+    monkeypatch.setattr("workbench.model.gguf.mmap", fake)
+    assert f"{name(3)} cannot be mapped: Too many open files; " in refusal(parts / name(1))
 
 
 def test_links_to_the_parts_are_followed_by_their_own_names(parts, tmp_path):

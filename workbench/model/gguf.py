@@ -138,7 +138,15 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
 
 def _walk(path: str) -> Walk:
     with _open(path) as file:
-        return Walk(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        try:
+            source = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # ValueError: shortened to nothing meanwhile
+            why = getattr(error, "strerror", None) or error
+            raise ModelFileError(
+                f"{shown(path)} cannot be mapped: {why}; copy it to a local disk, or raise "
+                "`ulimit -n`"
+            ) from None
+        return Walk(path, source)
 
 
 def _open(path: str | os.PathLike[str]) -> BinaryIO:
