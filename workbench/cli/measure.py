@@ -59,7 +59,11 @@ def bench(
     ] = None,
     repetitions: Annotated[
         Whole,
-        Parameter(name=["--repetitions", "-r"], validator=AT_LEAST_1, help="runs of each test"),
+        Parameter(
+            name=["--repetitions", "-r"],
+            validator=AT_LEAST_1,
+            help="runs of each test; with --until the least",
+        ),
     ] = 5,
     seed: Seed = 0,
     build: Annotated[str | None, Parameter(help="build_commit, to tell two files apart")] = None,
@@ -123,10 +127,15 @@ def ab(
     model: ModelPath,
     toggle: Annotated[str, Parameter(help="as sync=per_copy,copy_boundary")],
     test: Annotated[str, Parameter(help="as tg32 or pp64,tg32")] = "tg32",
-    rounds: Annotated[Whole, Parameter(help="runs of each arm, in turn; 5 or more")] = 10,
+    rounds: Annotated[
+        Whole, Parameter(help="runs of each arm, in turn; 5 or more; with --until the least")
+    ] = 10,
     seed: Seed = 0,
     out: Annotated[Path | None, Parameter(name=["--out", "-o"], help="run folder to write")] = None,
-    resume: Annotated[bool, Parameter(negative="", help="continue the run in --out")] = False,
+    resume: Annotated[
+        bool,
+        Parameter(negative="", help="continue the run in --out; with --until for --at-most again"),
+    ] = False,
     repeat: RepeatFlags = DEFAULT_REPEAT,
     config: EngineFlags = DEFAULT_CONFIG,
     toggles: ToggleFlags = DEFAULT_TOGGLES,
