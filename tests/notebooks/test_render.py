@@ -210,4 +210,4 @@ def test_an_interrupted_notebook_leaves_the_pages_of_the_last_run(
     with pytest.raises(KeyboardInterrupt):
         render.render_notebook(book, old[0], runs_dir=tmp_path / "runs")
     assert [path.read_bytes() for path in old] == [book.read_bytes()] * 2
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["a.html", "a.ipynb", "a.ipynb", "out", "runs"]  # fmt: skip
+    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted([book, *old])
