@@ -176,3 +176,23 @@ def test_tables_for_reading_name_cupti_s_kernels_and_say_that_they_are_traced(mo
     for table in (kernels, host, gaps):
         timed = [c for c in table if c.split()[-1] in ("us", "%", "GB/s", "launch", "read")]
         assert timed and all(c.startswith(("traced", "untraced")) for c in timed)
+
+
+def test_one_disturbed_step_does_not_stand_for_all() -> None:
+    """Of five steps the fourth has a kernel that takes 300 us longer; then the host pauses."""
+    steps = [step(n, 120 * n + 400 * (n > 3)) for n in range(5)]
+    late = [s.name == "q-1" and s.category == "device" for s in steps[3]]
+    steps[3] = [
+        s._replace(end_ns=s.end_ns + 300_000 * slow) for s, slow in zip(steps[3], late, strict=True)
+    ]
+    made = frame(*steps)
+    kernels = analysis.kernels(made).set_index("op").loc["mul_mat"]
+    assert kernels["traced_us"] == 5 * 60 + 300 and kernels["traced_us_per_step"] == 60
+    assert kernels["traced_gbps"] == pytest.approx(1.0)
+    host = analysis.phases(made).set_index("part")["traced_us_per_step"]
+    assert host["outside"] == 20 and host["sync"] == 50
+    gaps = profiles.gaps_table(analysis.gaps(made), 5).set_index("traced us")
+    assert gaps.loc["gaps"].tolist() == ["1", "1"]
+    assert gaps.loc["all"].tolist() == ["59.0", "1.0"]
+    parts = gaps.drop(index=["gaps", "all"])["between steps"].astype(float)
+    assert parts[parts.index.str.startswith("meanwhile")].sum() == pytest.approx(59)

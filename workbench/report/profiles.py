@@ -112,7 +112,8 @@ def phases_table(phases: pd.DataFrame, untraced: Mapping[str, float]) -> Table:
 
 def gaps_table(gaps: pd.DataFrame, n_steps: int) -> Table:
     """`Profile.gaps` for reading: a column for the gaps between steps and one for those between the
-    launches of a step, on average over n_steps traced steps; empty where there are none."""
+    launches of a step; empty where there are none. Each is of the step in the middle, by how long
+    no kernel ran, so that its parts add up. n_steps: how many were traced."""
     if gaps.empty:
         return Table()
     kinds = [c for c in gaps.columns if c not in ("step", "between", "before", "after")]
@@ -123,10 +124,12 @@ def gaps_table(gaps: pd.DataFrame, n_steps: int) -> Table:
     columns: dict[str, list[str]] = {}
     for between in (TOKENS, LAUNCHES):
         part = gaps[gaps["between"] == between]
-        # the window's first step has no step before it
-        n = max(part["step"].nunique(), 1) if between == TOKENS else n_steps
-        sums = part[kinds].sum() / n
-        columns[f"between {between}"] = [_count(len(part) / n), *(_us(us) for us in sums)]
+        steps = part.groupby("step")[kinds].sum().sort_values("traced_us")
+        # a step without a gap between its launches counts; the first has no step before it
+        n_without = n_steps - len(steps) if between == LAUNCHES else 0
+        middle = (len(steps) + n_without - 1) // 2 - n_without
+        own = part[part["step"] == steps.index[middle]] if middle >= 0 and len(steps) else part[:0]
+        columns[f"between {between}"] = [_count(len(own)), *(_us(us) for us in own[kinds].sum())]
     names = ["gaps", *(words.get(kind, f"meanwhile the host: {kind}") for kind in kinds)]
     return Table({"traced us": names} | columns)
 
@@ -144,7 +147,8 @@ def lines(found: Any, by: str = "op") -> list[tuple[str, Table]]:
     slower = trace.slowdown
     cost = f"{slower.ratio:.2f} times as slow as untraced" if slower else "slowdown unknown"
     first, n = found.window
-    traced = f"traced, {cost}; steps {first} to {first + n - 1}; a step's average"
+    traced = f"traced, {cost}; steps {first} to {first + n - 1}"
+    each = f"{traced}; a step's median"
     steps = steps_table(found.steps)
     measured = "; ".join(dict.fromkeys(steps.pop("measured")))
     kernels, gaps = trace.kernels(by, read.gbps), trace.gaps()
@@ -153,9 +157,12 @@ def lines(found: Any, by: str = "op") -> list[tuple[str, Table]]:
     how = f"{found.repetitions} repetitions, median (quartiles), {measured}"
     return [
         (f"{found.test}: untraced, {how}", steps),
-        (f"Kernels ({traced}; {read.note}{cached})", kernels_table(kernels, sizes)),
-        (f"The host ({traced})", phases_table(trace.phases(), found.phases_us)),
-        (f"No kernel runs ({traced}){none}", gaps_table(gaps, sum(sizes.values()))),
+        (f"Kernels ({each}; {read.note}{cached})", kernels_table(kernels, sizes)),
+        (f"The host ({each})", phases_table(trace.phases(), found.phases_us)),
+        (
+            f"No kernel runs ({traced}; the step in the middle){none}",
+            gaps_table(gaps, sum(sizes.values())),
+        ),
     ]
 
 

@@ -76,8 +76,9 @@ def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None)
     * step_tokens: tokens of the steps; a row belongs to steps of one size.
     * on: the backend that computed it. What the host computes inside its own call has no launch.
     * calls: launches, of all steps (of `kernel`: kernels).
-    * traced_us, traced_us_per_step, traced_us_per_call: time; traced_share: of all kernel time in
-      steps of this size.
+    * traced_us: time of all calls. traced_us_per_step: of a step, the median of the steps, so that
+      one disturbed step does not stand for all; from here on by that time. traced_us_per_call.
+      traced_share: of all kernel time in a step.
     * bytes: what the launches must move, by the op table. traced_gbps: bytes over time.
       traced_share_of_read: of read_gbps, GB/s, where it is given. Weights that fit a cache, or rows
       that a value-dependent op skips, can pass 1. By kernel they stand only where a launch is one
@@ -103,17 +104,19 @@ def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None)
         bytes=("bytes", lambda n: n.sum() if n.notna().all() else pd.NA),
         traced_launch_to_start_us=("launch_to_start_us", "median"),
     ).reset_index()
-    of_size = table.groupby("step_tokens", dropna=False)["traced_us"].transform("sum")
-    table["traced_us_per_step"] = table["traced_us"] / table["step_tokens"].map(n_steps)
-    table["traced_us_per_call"] = table["traced_us"] / table["calls"]
-    table["traced_share"] = table["traced_us"] / of_size
     table["bytes"] = table["bytes"].astype("Int64")
-    gbps = table["bytes"].astype("Float64") / table["traced_us"].where(table["traced_us"] > 0) / 1e3
+    n = table["step_tokens"].map(n_steps)
+    us = table["traced_us_per_step"] = _step_medians(rows, keys, n_steps)
+    table["traced_us_per_call"] = us * n / table["calls"]
+    of_size = table.groupby("step_tokens", dropna=False)["traced_us_per_step"].transform("sum")
+    table["traced_share"] = us / of_size
+    gbps = table["bytes"].astype("Float64") / n / us.where(us > 0) / 1e3
     table["traced_gbps"] = gbps.astype("float64")
     # read_gbps is of the device's memory, which where there is one is not the host's
     own = (table["on"] != HOST_LANE) | (table["on"] == HOST_LANE).all()
     table["traced_share_of_read"] = table["traced_gbps"].where(own) / (read_gbps or np.nan)
-    table = table.sort_values(["step_tokens", "traced_us"], ascending=[True, False], kind="stable")
+    order = ["step_tokens", "traced_us_per_step"]
+    table = table.sort_values(order, ascending=[True, False], kind="stable")
     made = table[[*keys, *KERNELS]].reset_index(drop=True)
     made.attrs |= frame.attrs | {"read_gbps": read_gbps}
     return made
@@ -168,6 +171,19 @@ def _sizes(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     return steps, steps.groupby(steps).size()
 
 
+def _step_medians(rows: pd.DataFrame, keys: list[str], n_steps: pd.Series) -> pd.Series:
+    """For each group of rows, in the order in which groups appear: the median over steps of what
+    the group took in a step, us. A step without the group counts as 0, a step of which nothing is
+    known (NaN) not at all. keys: step_tokens first. n_steps: by step_tokens."""
+    sums = rows.groupby([*keys, "step"], sort=False, dropna=False)["dur_us"].sum(min_count=1)
+    medians = []
+    for key, us in sums.groupby(level=list(range(len(keys))), sort=False, dropna=False):
+        n = int(n_steps.get(key[0], len(us)))
+        padded = np.concatenate((us.to_numpy(), np.zeros(max(0, n - len(us)))))
+        medians.append(float(np.nanmedian(padded)) if np.isfinite(padded).any() else np.nan)
+    return pd.Series(medians, dtype="float64")
+
+
 # by phase of the host ----------------------------------------------------------------------------
 
 # where a command of a step belongs: what comes before the host's last wait is issuing
@@ -176,7 +192,7 @@ PHASES = ["phase", "part", "traced_calls_per_step", "traced_us_per_step", "trace
 
 
 def phases(frame: pd.DataFrame) -> pd.DataFrame:
-    """What the host did in a step, on average over the steps of one size (step_tokens).
+    """What the host did in a step: the median of the steps of one size (step_tokens).
 
     phase and part: `build` and what was built (batch, graph, split, lower, prepare), `issue` and
     the kind of command, `results` and the kind (the wait for the logits, the read), `rest` and
@@ -201,13 +217,11 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
     rows = pd.concat([leaves[["step", "phase", "part", "dur_us"]], *extra], ignore_index=True)
     rows["step_tokens"] = rows["step"].map(sizes)
     table = rows.groupby(["step_tokens", "phase", "part"], sort=False).agg(
-        calls=("dur_us", "count"), us=("dur_us", "sum")
+        calls=("dur_us", "count")
     )
     table = table.reset_index()
     n = table["step_tokens"].map(n_steps)
-    # behind the last step there is nothing to measure
-    n = n.where(table["part"] != OUTSIDE, table["calls"].clip(lower=1))
-    table["traced_us_per_step"] = table["us"] / n
+    table["traced_us_per_step"] = _step_medians(rows, ["step_tokens", "phase", "part"], n_steps)
     calls = table["calls"].where(table["phase"] != REST)
     table["traced_calls_per_step"] = calls / n
     of_step = table.groupby("step_tokens")["traced_us_per_step"].transform("sum")
