@@ -160,8 +160,10 @@ def test_tables_for_reading_name_cupti_s_kernels_and_say_that_they_are_traced(mo
             engine.step()
     us = [[0, 0, 1, 100.0, 50.0, None, None], [0, 1, 1, 100.0, 50.0, 20.0, 70.0]]
     steps = pd.DataFrame(us, columns=profiling.STEPS)
+    counted = pd.DataFrame({"n_tokens": 1, **dict.fromkeys(profiling.PHASES, 0.0)}, index=[0, 1])
+    counted["issue"] = [11.0, 13.0]
     found = profiling.Profiled(
-        "tg3", 1, steps, {"issue": 12.0, "batch": 1.0}, True, (1, 3), prof,
+        "tg3", 1, steps, counted, True, (1, 3), prof,
         profiling.Bandwidth(4000.0, "read bandwidth 4000.0 GB/s"),
     )  # fmt: skip
     (_, time), (title, kernels), (_, host), (_, gaps) = profiles.lines(found, by="kernel")

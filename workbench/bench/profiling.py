@@ -52,17 +52,16 @@ class Bandwidth(NamedTuple):
 class Profiled(NamedTuple):
     """What `profile_test` found.
 
-    steps: a row for each untraced step (see `stamped_steps`). phases_us: by phase, what the host
-    spent on it in an untraced step, us: an average over the steps of a repetition, the median of
-    the repetitions. stamped: whether `steps` has the device's times; where it computes inside the
-    host's call, they are the host's. window: (first, n) of the steps traced. trace: the trace.
-    read: the bandwidth.
+    steps: a row for each untraced step (see `stamped_steps`). phases: what the host spent on what
+    in an untraced step (`counted_steps`). stamped: whether `steps` has the device's times; where it
+    computes inside the host's call, they are the host's. window: (first, n) of the steps traced.
+    trace: the trace. read: the bandwidth.
     """
 
     test: str
     repetitions: int
     steps: pd.DataFrame
-    phases_us: dict[str, float]
+    phases: pd.DataFrame
     stamped: bool
     window: tuple[int, int]
     trace: Profile
@@ -116,7 +115,7 @@ def profile_test(
     stamped = runs_on_device(engine)
     drawn = [draw_tokens(workload, n_vocab, seed, n, bos) for n in range(repetitions + 1)]
     steps = stamped_steps(engine, drawn[:-1], stamped)
-    phases = {name: float(us) for name, us in steps[PHASES].median().items()}
+    phases = counted_steps(engine, drawn[-1])
     engine.reset()
     _fill(engine, drawn[-1])
     with profile(engine, window=window, collector=collector) as trace:
@@ -143,8 +142,7 @@ def stamped_steps(engine: Any, drawn: list[Tokens], stamped: bool = True) -> pd.
     host_us: the call of the step. By the device's clock, missing where it has none: kernels_us from
     the first kernel to the last one's end; gap_us from the step before's last kernel to this one's
     first, step_us to this one's last; both missing in the first step, and in one that waited until
-    something was written. PHASES: what the host spent
-    on each, us, an average over the repetition's steps.
+    something was written.
     """
     cells = sum(map(len, drawn[0]))
     rows = []
@@ -152,7 +150,7 @@ def stamped_steps(engine: Any, drawn: list[Tokens], stamped: bool = True) -> pd.
         for repetition, tokens in enumerate(drawn):
             part = _repetition(engine, tokens, stamped, left)
             rows.append(part.assign(repetition=repetition))
-    return pd.concat(rows, ignore_index=True)[[*STEPS, *PHASES]]
+    return pd.concat(rows, ignore_index=True)[STEPS]
 
 
 def _repetition(engine: Any, tokens: Tokens, stamped: bool, left: Bar) -> pd.DataFrame:
@@ -160,7 +158,6 @@ def _repetition(engine: Any, tokens: Tokens, stamped: bool, left: Bar) -> pd.Dat
     engine.reset()
     _fill(engine, tokens)
     untold, written = len(tokens.depth), []
-    before = engine.counters
     sizes, host_us = [], []
     with engine.stamped() if stamped else nullcontext([]) as stamps:
         for ids, outputs in _steps(engine, tokens):
@@ -182,9 +179,23 @@ def _repetition(engine: Any, tokens: Tokens, stamped: bool, left: Bar) -> pd.Dat
         {
             "step": range(len(sizes)), "n_tokens": sizes, "host_us": host_us,
             "kernels_us": ended - begun, "gap_us": begun - last, "step_us": ended - last,
-            **_phases_us(engine, before, len(sizes)),
         }
     )  # fmt: skip
+
+
+def counted_steps(engine: Any, tokens: Tokens) -> pd.DataFrame:
+    """A row for each step of one more repetition, untraced: n_tokens, and what the host spent on
+    each of PHASES, us. Apart from the stamped ones, for reading the counters lengthens a gap."""
+    engine.reset()
+    _fill(engine, tokens)
+    rows, before = [], engine.counters
+    for ids, outputs in _steps(engine, tokens):
+        engine.step(ids, outputs)
+        after = engine.counters
+        spent = {name: (after[f"{name}_ns"] - before[f"{name}_ns"]) / 1e3 for name in PHASES}
+        rows.append({"n_tokens": len(ids)} | spent)
+        before = after
+    return pd.DataFrame(rows, columns=["n_tokens", *PHASES])
 
 
 def read_bandwidth(engine: Any) -> Bandwidth:
@@ -213,12 +224,3 @@ def _steps(engine: Any, tokens: Tokens) -> list[tuple[list[int], str]]:
 def _fill(engine: Any, tokens: Tokens) -> None:
     if tokens.depth:
         engine.prefill(tokens.depth)
-
-
-def _phases_us(engine: Any, before: dict[str, int], n_steps: int) -> dict[str, float]:
-    """What the engine's counters say of each phase since they were `before`, us a step."""
-    return {
-        name.removesuffix("_ns"): (ns - before[name]) / 1e3 / n_steps
-        for name, ns in engine.counters.items()
-        if name.endswith("_ns")
-    }

@@ -80,14 +80,16 @@ def kernels_table(kernels: pd.DataFrame, n_steps: Mapping[int, int]) -> Table:
     return _table(rows, [name for name in names if rows and name in rows[0]])
 
 
-def phases_table(phases: pd.DataFrame, untraced: Mapping[str, float]) -> Table:
+def phases_table(phases: pd.DataFrame, untraced: pd.DataFrame) -> Table:
     """`Profile.phases` for reading, with what the engine's counters say of an untraced step.
 
-    untraced: us by phase (`Profiled.phases_us`); of a test with steps of several sizes they are an
-    average over all of them, so they are left out there.
+    untraced: a row for each untraced step (`bench.profiling.counted_steps`); its medians are shown.
     """
     several = phases["step_tokens"].nunique() > 1
-    known = {} if several else {COUNTED[k]: us for k, us in untraced.items() if k in COUNTED}
+    medians = untraced.groupby("n_tokens").median()
+    known = {
+        (n_tokens, *COUNTED[name]): us for name in medians for n_tokens, us in medians[name].items()
+    }
     rows = []
     for (tokens, phase), part in phases.groupby(["step_tokens", "phase"], sort=False):
         parts = part.to_dict("records")
@@ -95,7 +97,7 @@ def phases_table(phases: pd.DataFrame, untraced: Mapping[str, float]) -> Table:
             columns = ["traced_calls_per_step", "traced_us_per_step", "traced_share"]
             parts = [{"part": "all", **part[columns].sum().to_dict()}, *parts]
         for one in parts:
-            us = known.get((str(phase), one["part"]))
+            us = known.get((tokens, phase, one["part"]))
             rows.append(
                 ({"step": _step(tokens)} if several else {})
                 | {
@@ -158,7 +160,7 @@ def lines(found: Any, by: str = "op") -> list[tuple[str, Table]]:
     return [
         (f"{found.test}: untraced, {how}", steps),
         (f"Kernels ({each}; {read.note}{cached})", kernels_table(kernels, sizes)),
-        (f"The host ({each})", phases_table(trace.phases(), found.phases_us)),
+        (f"The host ({each})", phases_table(trace.phases(), found.phases)),
         (
             f"No kernel runs ({traced}; the step in the middle){none}",
             gaps_table(gaps, sum(sizes.values())),
