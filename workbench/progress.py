@@ -14,6 +14,7 @@ somebody calls it then: `workload.run` stops its clock first, and asks `due_ns` 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -108,7 +109,7 @@ class Bar:
             _write(out, f"{self}\n")
             return
         if self._drawn is None:
-            self._drawn = _new_bar(self.total, out)
+            self._drawn = _new_bar(self.total, out, str(self))
         drawn = self._drawn
         drawn.total, drawn.n = self.total, min(self.done, self.total or self.done)
         with suppress(OSError, ValueError):
@@ -188,13 +189,21 @@ def _write(out: TextIO, text: str) -> None:
         out.flush()
 
 
-def _new_bar(total: float | None, out: TextIO) -> Any:
+def _new_bar(total: float | None, out: TextIO, words: str) -> Any:
     from tqdm import tqdm
 
     class Quiet(tqdm):
         monitor_interval = 0  # no thread that draws when it likes: a clock may be running
 
+    # some terminals have a size of 0: tqdm would hide every bar there
+    size = {"dynamic_ncols": True} if _has_size(out) else {"ncols": 100, "nrows": 20}
     return Quiet(
-        total=total, file=out, leave=False, dynamic_ncols=True, mininterval=0,
+        total=total, file=out, desc=words, leave=False, mininterval=0, **size,
         bar_format="{desc} |{bar:24}|" if total else "{desc}",
     )  # fmt: skip
+
+
+def _has_size(out: TextIO) -> bool:
+    with suppress(OSError, ValueError, AttributeError):
+        return os.get_terminal_size(out.fileno()).columns > 0
+    return False

@@ -236,3 +236,25 @@ def test_bench_says_what_is_left_of_which_test(monkeypatch):
     said = lines_of(monkeypatch, lambda e: bench(e, [8], [4], repetitions=2))
     assert "pp8 (test 1 of 2): 8 of 16 tokens" in said
     assert "tg4 (test 2 of 2): 5 of 8 tokens" in said, "within a repetition"
+
+
+@pytest.mark.parametrize("size", [(0, 0), (30, 100)])
+def test_a_terminal_of_any_size_shows_the_bar(size):
+    """One that a program opened for another has none."""
+    import fcntl
+    import os
+    import pty
+    import struct
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+    with open(theirs, "w") as out:
+        clock = Clock()
+        left = told(out, clock, 4)
+        clock.now = 10 * S
+        left.update()
+        left.close()
+        shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "tg128: 1 of 4 tokens, about 30 s left" in shown and shown.endswith("\r")
