@@ -67,7 +67,7 @@ def look(path: str | PathLike[str], folder: bool = False) -> Found:
         try:
             status = os.stat(shown)
         except FileNotFoundError:
-            if _steps_back_from_nowhere(shown):
+            if _steps_back_from_nowhere(shown) is not None:
                 raise
             return Found(shown, os.path.realpath(shown), None, None)
         target = os.path.realpath(shown)
@@ -123,15 +123,17 @@ def refusal(shown: Path, error: OSError) -> UsageError:
     return UsageError(f"{named(shown)} cannot be written: {why}")
 
 
-def _steps_back_from_nowhere(shown: Path) -> bool:
-    """Whether a path as `no/../x` asks for a folder that is missing, which realpath would skip."""
-    return ".." in shown.parts and not os.path.exists(shown.parent)
+def _steps_back_from_nowhere(shown: Path) -> Path | None:
+    """The missing folder out of which a path as `no/../x` steps, which realpath would skip; None
+    for a path as `../new/x`, whose missing folders can be made."""
+    before = (Path(*shown.parts[:i]) for i, part in enumerate(shown.parts) if part == "..")
+    return next((folder for folder in before if not os.path.exists(folder)), None)
 
 
 def _missing(shown: Path) -> str:
     """Why there is no folder for `shown`."""
-    if _steps_back_from_nowhere(shown):
-        return f"the folder {named(shown.parent)} does not exist; make it first"
+    if (nowhere := _steps_back_from_nowhere(shown)) is not None:
+        return f"the folder {named(nowhere)} does not exist; make it first"
     try:
         parent = Path(os.path.realpath(shown)).parent
     except FileNotFoundError:

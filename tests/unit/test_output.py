@@ -135,6 +135,23 @@ def test_a_folder_appears_whole_and_its_files_are_replaced_one_by_one(tmp_path):
     assert (path / "a").read_text() == "second" and names(path.parent) == ["run"]
 
 
+def test_missing_folders_above_the_current_one_are_made_and_steps_out_of_nowhere_refused(
+    tmp_path, monkeypatch
+):
+    for folder in ("notebooks", "data"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    run = Path("..", "data", "runs", "first")  # as a notebook names it
+    check_folder(run, new=True)
+    assert not Path("..", "data", "runs").exists()
+    with writing_folder(run) as folder, folder.writing("a") as file:
+        file.write(b"1")
+    assert (tmp_path / "data" / "runs" / "first" / "a").read_bytes() == b"1"
+    for nowhere in (Path("no", "..", "x"), Path("..", "no", "..", "data", "x")):
+        with pytest.raises(UsageError, match=r"folder (../)?no does not exist; make it first"):
+            check_folder(nowhere)
+
+
 def test_nobody_else_writes_files():
     package = Path(workbench.__file__).parent
     writes = re.compile(
