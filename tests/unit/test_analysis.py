@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -175,6 +176,12 @@ def test_tables_for_reading_name_cupti_s_kernels_and_say_that_they_are_traced(mo
     rows = host.set_index(["phase", "part"])["untraced us"]
     assert rows["issue", "all"] == "12.0" and rows["issue", "launch"] == ""
     assert gaps["between steps"].iloc[0] == "1"
+    alone = found._replace(trace=SimpleNamespace(
+        to_frame=prof.to_frame, slowdown=None, kernels=prof.kernels, phases=prof.phases,
+        gaps=lambda: prof.gaps()[:0],
+    ))  # fmt: skip
+    *_, (title, none) = profiles.lines(alone)
+    assert title.endswith(": none") and none.empty and "slowdown unknown" in title
     for table in (kernels, host, gaps):
         timed = [c for c in table if c.split()[-1] in ("us", "%", "GB/s", "launch", "read")]
         assert timed and all(c.startswith(("traced", "untraced")) for c in timed)

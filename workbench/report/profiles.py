@@ -155,7 +155,8 @@ def lines(found: Any, by: str = "op") -> list[tuple[str, Table]]:
     measured = "; ".join(dict.fromkeys(steps.pop("measured")))
     kernels, gaps = trace.kernels(by, read.gbps), trace.gaps()
     cached = "; above 100 %: from a cache" if (kernels["traced_share_of_read"] > 1).any() else ""
-    none = "" if len(gaps) else ": none, for nothing here runs beside the host"
+    why = "" if found.stamped else ", for nothing here runs beside the host"
+    none = "" if len(gaps) else f": none{why}"
     how = f"{found.repetitions} repetitions, median (quartiles), {measured}"
     return [
         (f"{found.test}: untraced, {how}", steps),
