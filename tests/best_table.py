@@ -5,9 +5,9 @@
 
 For each toggle the comparisons on the richest background count (most else switched on): a value
 wins that is faster in more than half of them, and slower in none. Where tokens per second cannot
-tell, the shortest gap between tokens wins (runs of kind `gaps`), then fewer waits, then fewer
-launches. A value whose answer did not hold is out. What no run of that kind of device compares
-stays as in the baseline, but for SAFE.
+tell, the shortest gap between tokens wins (runs of kind `gaps`), then fewer waits; of as few,
+`auto`, which is safe beside any other toggle. A value whose answer did not hold is out. What no run
+of that kind of device compares stays as in the baseline, but for SAFE.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from typing import Any, NamedTuple
 
 from workbench.bench import gaps, results
 from workbench.bench.comparison import AB
-from workbench.config import FAMILIES, Toggles
+from workbench.config import FAMILIES, SyncMode, Toggles
 from workbench.output import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, TABLE = ROOT / "data/results", ROOT / "workbench/best.json"
 KINDS = ("cuda", "embedded", "host")
 SAFE = {"sync": "auto", "graph_reuse": "set_rows"}  # proved, or obvious; until a run says more
-COUNTED = ("waits", "launches")
 
 
 class Trial(NamedTuple):
@@ -41,7 +40,7 @@ class Trial(NamedTuple):
     verdict: str
     speedup: float
     holds: bool
-    saved: tuple[int, ...]  # of each of COUNTED
+    saved: int  # waits of a token
 
     @property
     def lost(self) -> bool:
@@ -103,10 +102,9 @@ def _winner(
         value = Counter(_shortest(run, name) for run in found.values()).most_common(1)[0][0]
         return {"value": value, "by": "the shortest gap", "runs": [*sorted(found), *folders]}
     saves = {value: max(t.saved for t in them) for value, them in sound.items()}
-    if saves and max(saves.values()) > (0,) * len(COUNTED):
-        value = max(saves, key=saves.__getitem__)
-        what = next(c for c, n in zip(COUNTED, saves[value], strict=True) if n)
-        return {"value": value, "by": f"fewer {what}", "runs": folders}
+    if saves and max(saves.values()) > 0:
+        value = max(saves, key=lambda v: (saves[v], v == SyncMode.AUTO))
+        return {"value": value, "by": "fewer waits", "runs": folders}
     return None
 
 
@@ -139,7 +137,7 @@ def _trials(folder: str, ab: AB) -> Iterator[Trial]:
         before, after = (a["program"][row.test]["counts"] for a in (baseline, arm))
         yield Trial(
             folder, baseline["name"], row.arm, row.verdict, row.speedup,
-            answer is not None and answer.holds, tuple(before[c] - after[c] for c in COUNTED),
+            answer is not None and answer.holds, before["waits"] - after["waits"],
         )  # fmt: skip
 
 

@@ -200,6 +200,8 @@ def test_fewer_waits_win_where_tokens_per_second_cannot_tell():
     assert best_table.of_kind({"run": found})["sync"] == {
         "value": "implicit", "by": "fewer waits", "runs": ["run"],
     }  # fmt: skip
+    found = comparison("sync", {"implicit": 1.0, "auto": 1.0}, waits | {"auto": 1})
+    assert best_table.of_kind({"run": found}).get("sync", {}).get("value") == "auto"
     wrong = comparison("sync", {"packed": 1.3, "implicit": 2.0}, waits, wrong="implicit")
     assert best_table.of_kind({"run": wrong})["sync"]["value"] == "packed", "answers come first"
 
