@@ -82,6 +82,7 @@ def test_toggles_list_their_values_with_a_word_on_each(capsys, words):
     for values in fixed_presets().values():
         assert " ".join(f"{k}={v}" for k, v in values.items()) in text
     assert "--fuse STR every --fuse-... that is not given itself: off or on" in text
+    assert "where toggles begin: best, but baseline in ab, check and program." in text
 
 
 @pytest.mark.parametrize("words", WITH_TOGGLES, ids=" ".join)

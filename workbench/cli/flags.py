@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from workbench.config import BEST, EXPAND, FAMILIES, EngineConfig, TogglePreset, Toggles
+from workbench.config import BASELINE, BEST, EXPAND, FAMILIES, EngineConfig, TogglePreset, Toggles
 from workbench.errors import UsageError
 from workbench.toggles import preset_words
 
@@ -215,7 +215,11 @@ def _help(name: str) -> str:
 
 def _flags() -> type[GivenToggles]:
     presets = "\n".join(f"* {line}" for line in preset_words())
-    helps = {"preset": f"where toggles begin; one given beside it wins.\n\n{presets}"}
+    begin = (
+        f"where toggles begin: {BEST}, but {BASELINE} in ab, check and program. A toggle given beside "
+        "it changes that toggle only."
+    )
+    helps = {"preset": f"{begin}\n\n{presets}"}
     helps |= {name: _help(name) for name in (*FAMILIES, *Toggles.names())}
     made = dataclasses.make_dataclass(
         "EveryToggle",
