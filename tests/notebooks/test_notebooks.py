@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from workbench.report.render import network_loads, render_notebook
 
@@ -85,3 +86,21 @@ def test_it_starts_from_the_baseline_and_ends_with_its_answer(path):
     assert re.search(r"starts? from\s+the\s+baseline", prose)
     assert "conclusions." in cells[-1].source
     assert cells[-1].outputs and cells[-1].outputs[0].data["text/plain"]
+
+
+@pytest.mark.slow
+def test_they_run_in_their_own_folder_as_make_lab_opens_them_in_a_fresh_clone(
+    tiny_models, tmp_path
+):
+    """Nothing is given to them but what they name; data/ holds the models alone."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "models").symlink_to(tiny_models)
+    (tmp_path / "notebooks").mkdir()
+    resources = {"metadata": {"path": str(tmp_path / "notebooks")}}
+    for path in NOTEBOOKS:
+        book = nbformat.read(path, 4)
+        for cell in book.cells:
+            if "parameters" in cell.metadata.get("tags", []):
+                cell.source += '\nrepeats, workload = 1, "tg8"'
+        NotebookClient(book, timeout=300, kernel_name="python3", resources=resources).execute()
+    assert len(list((tmp_path / "data" / "runs").glob("*/run.json"))) >= len(NOTEBOOKS)
