@@ -216,8 +216,8 @@ def _help(name: str) -> str:
 def _flags() -> type[GivenToggles]:
     presets = "\n".join(f"* {line}" for line in preset_words())
     begin = (
-        f"where toggles begin: {BEST}, but {BASELINE} in ab, check and program. A toggle given beside "
-        "it changes that toggle only."
+        f"where toggles begin: {BEST}, but {BASELINE} in ab, check and program. A toggle given "
+        "beside it changes that toggle only."
     )
     helps = {"preset": f"{begin}\n\n{presets}"}
     helps |= {name: _help(name) for name in (*FAMILIES, *Toggles.names())}
