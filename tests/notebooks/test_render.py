@@ -93,9 +93,9 @@ def test_page_shows_parameters_pictures_tables_and_the_banner(
     folder, page, said = rendered
     assert "n is 3 and device embedded" in page
     assert page.count("data:image/png;base64,") >= 1 and "1.19" in page
-    assert 'alt="timeline; time (us)"' in page and render.NO_ALT not in page
+    assert 'alt="timeline; time (us)"' in page and "No description has been" not in page
     assert f"Ran on the embedded device: {render.CPU_BANNER}." in page
-    assert page.index('class="wb-banner"') < page.index("A question?")
+    assert page.index('class="wb-banner"') < page.index('<h1 id="A-question?')
     shares = [(0, 2), (25, 3), (25, 4), (50, 5), (75, 6), (100, 6)]  # 3: the given parameters
     assert [re.sub(r"about \d+ s left, ", "", line) for line in said.splitlines()] == [
         f"report: {share} %, 07_question cell {n} of 6" for share, n in shares
@@ -108,7 +108,7 @@ def test_page_shows_parameters_pictures_tables_and_the_banner(
 
 def test_the_trace_in_the_page_is_the_file(rendered: tuple[Path, str, str], trace: Path) -> None:
     _, page, _ = rendered
-    data = re.search(r'id="wb-trace-data">([^<]*)</script>', page)
+    data = re.search(r'id="wb-trace-data"[^>]*>([^<]*)</script>', page)
     assert data and base64.b64decode(data[1]) == trace.read_bytes()
 
 
@@ -142,7 +142,9 @@ def test_all_reports_are_named(
     books = [notebook(tmp_path / f"{n}.ipynb", "1") for n in ("a", "b")]
     pages = render.render_all(books, tmp_path / "out", {"n": 2, "x": 1}, runs_dir=tmp_path / "r")
     assert given == {"a.ipynb": {"n": 2}, "b.ipynb": {"n": 2}}
-    assert capsys.readouterr().out.split() == [str(p.resolve()) for p in pages]
+    index = (tmp_path / "out" / "index.html").resolve()
+    lines = [*(str(p.resolve()) for p in pages), f"index: {index}"]
+    assert capsys.readouterr().out.splitlines() == lines
     assert "device not named" in pages[0].read_text()
 
 

@@ -1,4 +1,4 @@
-"""Notebooks to pages: papermill runs them, nbconvert writes HTML that needs nothing but itself.
+"""Notebooks to pages: papermill runs them, `pages` writes HTML that needs nothing but itself.
 
 A report is one file, opens offline, prints, and stays below 5 MB: pictures are data URIs, and what
 nbconvert would load from the network (MathJax, RequireJS, Mermaid, widgets) is left out.
@@ -20,9 +20,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from workbench.bench import provenance, results
 from workbench.errors import UsageError, WorkbenchError
 from workbench.output import check_writable, write_text
 from workbench.progress import HIDDEN, SHARE, Bar, bar
+from workbench.report.pages import INDEX, About, answer, export_html, question, write_index
 from workbench.sizes import size
 
 MOST_REPORT_BYTES = 5_000_000
@@ -30,16 +32,6 @@ MOST_TRACE_BYTES = 8_000_000  # of gzipped trace inside a page
 CPU_BANNER = "CPU timings say nothing of GPU speed"
 KERNEL = "python3"
 
-# what nbconvert would load from a network, by the name of the exporter's setting
-NETWORK_SETTINGS = (
-    "require_js_url",
-    "mathjax_url",
-    "mermaid_js_url",
-    "mermaid_layout_elk_js_url",
-    "jquery_url",
-    "jupyter_widgets_base_url",
-    "widget_renderer_url",
-)
 # how a page makes a browser load something from a network
 LOADS = re.compile(
     r"""<(?:script|img|iframe|source|audio|video|embed)\b[^>]*?\bsrc\s*=\s*["']?(?:https?:)?//[^"'>\s]+
@@ -50,20 +42,6 @@ LOADS = re.compile(
       | \bfrom\s+["'](?:https?:)?//[^"']+["']""",
     re.IGNORECASE | re.VERBOSE,
 )
-# what the empty settings leave behind: scripts of no address, and the block that fetches Mermaid
-LEFTOVERS = re.compile(
-    r"""<script\b[^>]*?\bsrc=(?:""|'')[^>]*>\s*</script>
-      | <script\ type="module">(?:(?!</script>).)*mermaid(?:(?!</script>).)*</script>""",
-    re.DOTALL | re.VERBOSE,
-)
-
-NO_ALT = 'alt="No description has been provided for this image"'
-
-PAGE_CSS = """<style>
-.wb-banner{font:bold 15px sans-serif;color:#fff;background:#b00020;padding:10px 14px;margin:8px}
-.wb-trace{font:14px sans-serif;margin:8px}
-@media print{.jp-Cell{break-inside:avoid}.wb-banner{color:#b00020;border:2px solid}}
-</style>"""
 
 
 def render_notebook(
@@ -94,10 +72,14 @@ def render_notebook(
     executed = Path(runs_dir) / f"{target.stem}.ipynb"
     for path in (executed, target):
         check_writable(path, parents=True)
+    before = set(results.runs(Path(runs_dir))["folder"])
     failure = _execute(source, executed, parameters, timeout_s, left)
-    head = banner_html(device if device is not None else parameters.get("device"))
+    made = [f for f in results.runs(Path(runs_dir))["folder"] if f not in before]
+    device = device if device is not None else parameters.get("device")
+    head = banner_html(device)
     tail = "" if trace is None else trace_download_html(trace)
-    page = export_html(executed, source.stem, head, tail)
+    about = _about(target, executed, device, [Path(f) for f in made], Path(runs_dir), failure)
+    page = export_html(executed, about, head, tail)
     write_text(target, page, parents=True)
     n_bytes = len(page.encode())
     if n_bytes > MOST_REPORT_BYTES:
@@ -144,7 +126,37 @@ def render_all(
     finally:
         for page in pages:
             print(page.resolve())
+        if pages:
+            print(f"index: {write_index(out_dir, runs_dir).resolve()}")
     return pages
+
+
+def _about(
+    page: Path,
+    executed: Path,
+    device: str | None,
+    folders: Sequence[Path],
+    runs_dir: Path,
+    failure: str | None,
+) -> About:
+    """What the index says of a page. folders: the runs that the notebook made."""
+    import nbformat
+
+    notebook = nbformat.read(executed, as_version=4)
+    runs = [results.load_run(folder).run for folder in folders]
+    devices = dict.fromkeys(str(run["engine"].get("device_description")) for run in runs)
+    return About(
+        file=page.name,
+        question=question(notebook, page.stem),
+        answer=failure or answer(notebook),
+        device="; ".join(devices) or device or "not named",
+        date=provenance.utc_now()[:10],
+        runs=tuple(
+            str(folder.relative_to(runs_dir))
+            for folder, run in zip(folders, runs, strict=True)
+            if run["kind"] == "ab"
+        ),
+    )
 
 
 def page_of(notebook: str | PathLike[str], out_dir: str | PathLike[str]) -> Path:
@@ -154,43 +166,8 @@ def page_of(notebook: str | PathLike[str], out_dir: str | PathLike[str]) -> Path
 
 def check_pages(notebooks: Sequence[str | PathLike[str]], out_dir: str | PathLike[str]) -> None:
     """Raises UsageError for a page that cannot be written, before a notebook is run."""
-    for path in notebooks:
-        check_writable(page_of(path, out_dir), parents=True)
-
-
-def export_html(executed: str | PathLike[str], title: str, head: str = "", tail: str = "") -> str:
-    """An executed notebook as one offline page; head and tail are HTML put around its cells."""
-    import nbformat
-    from nbconvert import HTMLExporter
-
-    exporter = HTMLExporter(
-        template_name="lab",
-        embed_images=True,
-        log=logging.Logger("nbconvert", logging.ERROR),  # it warns of what is put right below
-        **dict.fromkeys(NETWORK_SETTINGS, ""),
-    )
-    notebook = nbformat.read(executed, as_version=4)
-    page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": title}})
-    page = _describe_images(LEFTOVERS.sub("", page), notebook)
-    page = page.replace("</head>", PAGE_CSS + "</head>", 1)
-    page = re.sub(r"(<body\b[^>]*>)", lambda m: m[1] + head, page, count=1)
-    before, body_end, after = page.rpartition("</body>")
-    return before + tail + body_end + after
-
-
-def _describe_images(page: str, notebook: Any) -> str:
-    """Gives each picture the text that its output carries; nbconvert's lab template drops it."""
-    texts = [
-        output.metadata.get("image/png", {}).get("alt", "a picture")
-        for cell in notebook.cells
-        for output in cell.get("outputs", ())
-        if "image/png" in output.get("data", {})
-    ]
-    parts = page.split(NO_ALT)
-    if len(parts) != len(texts) + 1:  # some template that does describe them
-        return page
-    described = [f'alt="{html.escape(text, quote=True)}"' for text in texts]
-    return parts[0] + "".join(a + part for a, part in zip(described, parts[1:], strict=True))
+    for path in (*(page_of(path, out_dir) for path in notebooks), Path(out_dir) / INDEX):
+        check_writable(path, parents=True)
 
 
 def network_loads(page: str) -> list[str]:

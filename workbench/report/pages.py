@@ -1,0 +1,147 @@
+"""Executed notebooks as offline pages, and the page that lists them with their answers.
+
+Every page says in its head what the index says of it, so the index lists whatever pages stand in
+its folder, also those of an earlier `make report`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from workbench.bench.comparison import AB
+from workbench.errors import UsageError
+from workbench.frames import to_html
+from workbench.output import write_text
+from workbench.report.tables import speedup_table
+
+TEMPLATES = Path(__file__).with_name("template")
+INDEX = "index.html"
+PREFIX = "workbench:"
+# what nbconvert would load from a network, by the name of the exporter's setting
+NETWORK_SETTINGS = (
+    "require_js_url",
+    "mathjax_url",
+    "mermaid_js_url",
+    "mermaid_layout_elk_js_url",
+    "jquery_url",
+    "jupyter_widgets_base_url",
+    "widget_renderer_url",
+)
+
+
+class About(NamedTuple):
+    """What the index says of a page. file: its name. runs: folders of its comparisons, by name."""
+
+    file: str
+    question: str
+    answer: str
+    device: str
+    date: str
+    runs: tuple[str, ...] = ()
+
+    def metadata(self) -> dict[str, str]:
+        return {k: v for k, v in self._asdict().items() if k != "file"} | {
+            "runs": " ".join(self.runs)
+        }
+
+
+def question(notebook: Any, otherwise: str) -> str:
+    """The notebook's first heading: what it asks."""
+    lines = (
+        line
+        for cell in notebook.cells
+        if cell.cell_type == "markdown"
+        for line in cell.source.splitlines()
+    )
+    return next((line.lstrip("# ") for line in lines if line.startswith("# ")), otherwise)
+
+
+def answer(notebook: Any) -> str:
+    """The first line that the last cell shows; empty where it shows nothing."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for output in code[-1].outputs if code else ():
+        text = output.get("text") or output.get("data", {}).get("text/plain") or ""
+        if text:
+            return str(text).splitlines()[0]
+    return ""
+
+
+def export_html(executed: str | PathLike[str], about: About, head: str = "", tail: str = "") -> str:
+    """An executed notebook as one offline page, its title the question; head and tail are HTML put
+    around its cells."""
+    import nbformat
+    from nbconvert import HTMLExporter
+
+    exporter = HTMLExporter(
+        template_name="workbench",
+        extra_template_basedirs=[str(TEMPLATES)],
+        embed_images=True,
+        log=logging.Logger("nbconvert", logging.ERROR),
+        **dict.fromkeys(NETWORK_SETTINGS, ""),
+    )
+    notebook = nbformat.read(executed, as_version=4)
+    notebook.metadata["title"] = about.question
+    said = {"about": about.metadata(), "head": head, "tail": tail}
+    page, _ = exporter.from_notebook_node(
+        notebook, resources={"metadata": {"name": about.file}, "wb": said}
+    )
+    return str(page)
+
+
+def listed(folder: Path) -> list[About]:
+    """What the pages of a folder say of themselves, by name; other files are not looked at."""
+    found = []
+    for path in sorted(folder.glob("*.html")):
+        reader = _Head()
+        reader.feed(path.read_text(encoding="utf-8").partition("<body")[0])
+        if path.name != INDEX and "question" in reader.found:
+            runs = tuple(reader.found.pop("runs", "").split())
+            found.append(About(path.name, **reader.found, runs=runs))
+    return found
+
+
+def write_index(folder: str | PathLike[str], runs_dir: str | PathLike[str]) -> Path:
+    """Writes the page that lists a folder's pages and compares what they measured; returns its
+    path. A run folder that is not there any more is left out."""
+    from jinja2 import Environment, FileSystemLoader
+    from markupsafe import Markup
+
+    pages = listed(Path(folder))
+    comparisons = _comparisons([Path(runs_dir) / name for page in pages for name in page.runs])
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
+    text = environment.get_template("reports.html.j2").render(
+        pages=pages,
+        comparisons=Markup(to_html(speedup_table(*comparisons))) if comparisons else "",
+    )
+    target = Path(folder) / INDEX
+    write_text(target, text, parents=True)
+    return target
+
+
+def _comparisons(folders: Sequence[Path]) -> list[AB]:
+    found = []
+    for folder in folders:
+        try:
+            found.append(AB.load(folder))
+        except UsageError:  # removed since, or a run of another kind
+            continue
+    return found
+
+
+class _Head(HTMLParser):
+    """The `workbench:` metadata of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, str] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        name = given.get("name") or ""
+        if tag == "meta" and name.startswith(PREFIX):
+            self.found[name.removeprefix(PREFIX)] = given.get("content") or ""
