@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from tests import profiles
 from workbench.model.synth import write_tiny, write_tiny_models
 
 profiles.register()
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # as a shell leaves it that runs us behind a `&`: children that tests interrupt would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
 
 
