@@ -200,15 +200,17 @@ class Toggles:
     def _repr_html_(self) -> str:
         off: Toggles = type(self)()
         own, base = self.to_dict(), off.to_dict()
+        td, th = (f'<{tag} style="text-align:left">' for tag in ("td", "th"))
         rows = "".join(
-            f"<tr><td>{name}</td><td><b>{value}</b></td><td>{base[name]}</td></tr>"
+            f"<tr>{td}{name}</td>{td}<b>{value}</b></td>{td}{base[name]}</td></tr>"
             for name, value in own.items()
             if value != base[name]
         )
         if not rows:
             return "<p>everything off: the baseline</p>"
-        head = "<tr><th>toggle</th><th>value</th><th>baseline</th></tr>"
-        rest = '<tr><td colspan="3">everything else off, as in the baseline</td></tr>'
+        head = f"<tr>{th}toggle</th>{th}value</th>{th}baseline</th></tr>"
+        left = "everything else off, as in the baseline"
+        rest = f'<tr><td colspan="3" style="text-align:left">{left}</td></tr>'
         return f"<table>{head}{rows}{rest}</table>"
 
 

@@ -15,6 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from comparisons import comparison
 
 from workbench import frames
+from workbench.bench.comparison import AB
+from workbench.bench.results import load_run
+from workbench.config import Toggles
 from workbench.frames import Table, markdown, to_html
 from workbench.report import tables
 from workbench.sizes import size, sizes
@@ -156,3 +159,14 @@ def test_sizes_that_differ_read_differently() -> None:
     assert sizes(1_840_000, 5_000_000) == ["1.84 MB", "5.00 MB"]
     assert sizes(1_840_001, 1_840_000) == ["1,840,001 bytes", "1,840,000 bytes"]
     assert sizes(5, 5) == ["5 B", "5 B"]
+
+
+def test_what_a_notebook_shows_has_its_texts_on_the_left() -> None:
+    """A notebook's style puts cells to the right unless they say otherwise."""
+    run = load_run(Path(__file__).resolve().parents[2] / "data/results/notebook-tour")
+    ab = AB(run.run, run.samples)
+    shown = [Toggles(fuse="on")._repr_html_(), run._repr_html_(), ab._repr_html_()]
+    for page in shown:
+        cells = re.findall(r"<t[dh]\b[^>]*>", page)
+        assert cells and not [c for c in cells if "text-align" not in c], page
+    assert re.search(r'text-align:left">(<b>)?set_rows', shown[1])

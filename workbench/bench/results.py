@@ -53,7 +53,7 @@ import pyarrow.parquet as pq
 from workbench.bench.provenance import utc_now
 from workbench.bench.workload import parse
 from workbench.errors import UsageError
-from workbench.frames import Table
+from workbench.frames import Table, to_html
 from workbench.output import writing_folder
 
 SCHEMA = 1
@@ -136,7 +136,7 @@ class Run(NamedTuple):
             samples=("ns", "size"),
             total_ms=("ns", lambda ns: ns.sum() / 1e6),
         )
-        return f"<p>{lines}</p>" + arms.to_html(index=False, float_format=lambda x: f"{x:,.1f}")
+        return f"<p>{lines}</p>" + to_html(arms)
 
 
 class SampleTable:

@@ -159,7 +159,8 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         body = "".join(
-            f"<tr><td>{html.escape(str(name))}</td><td>{row.spans:.0f}</td>"
+            f'<tr><td style="text-align:left">{html.escape(str(name))}</td>'
+            f"<td>{row.spans:.0f}</td>"
             f"<td>{row.total_us:,.1f}</td></tr>"
             for name, row in self.categories().iterrows()
         )
