@@ -18,8 +18,8 @@ import pandas as pd
 from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles
 from workbench.errors import WorkbenchError
 from workbench.output import write_text
-from workbench.report import blocks, mechanisms, presets, scheduling, targets
-from workbench.report.recorded import commit_of
+from workbench.report import blocks, mechanisms, peers, presets, scheduling, targets
+from workbench.report.recorded import NOT_MEASURED, commit_of, model_of
 from workbench.report.tables import markdown
 
 RESULTS = Path("data/results")
@@ -28,63 +28,17 @@ ANSWERS = {EXACT: "bit-equal", ROUNDING: "within a tolerance"}
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
-def peer(folder: Path) -> str:
-    """Decode and prefill on two CPU threads beside llama.cpp's, from `make peer`."""
-    found = json.loads((folder / "peer-cpu.json").read_text())
-    rows = [
-        {
-            "Model": f"{row['preset']} {row['quant']}",
-            "Test": row["test"],
-            "t/s llama.cpp": f"{row['median_t_s']['llama.cpp']:.1f}",
-            "t/s workbench": f"{row['median_t_s']['workbench']:.1f}",
-            "Ratio": f"{row['ratio']:.2f}",
-            "95% CI": f"{row['ci95'][0]:.2f}..{row['ci95'][1]:.2f}",
-        }
-        for row in [*found["decode"], *found.get("prefill", [])]
-    ]
-    cpu = found["machine"]["cpu"]["name"]
-    version = found["versions"]["llama-cpp-python"]
+def picture(folder: Path) -> str:
+    """What `timelines.png` shows, and of which commit and device; `timelines.json` says so."""
+    path = folder / "timelines.json"
+    if not path.is_file():
+        return f"Timelines: {NOT_MEASURED}."
+    found = json.loads(path.read_text())
     return (
-        markdown(pd.DataFrame(rows))
-        + f"\n\n{cpu}, 2 threads each, alternating in one run; llama-cpp-python {version}; "
-        + f"commit {commit_of(found)}; {found['date'][:10]}."
+        f"`{'` and `'.join(found['arms'])}`, traced, so it shows where time goes and not how much: "
+        f"{model_of(found)}; {found['engine']['device_description']}; "
+        f"commit {commit_of(found)}; {found['date'][:10]}."
     )
-
-
-MADE = {
-    "quantised": "{name}, by llama.cpp's quantiser",
-    "blocks": "{name}, random blocks",
-    "rope": "keys of linear RoPE scaling",
-    "qwen2": "qwen2 {name}",
-    "parts": "in parts, {name}",
-}
-
-
-def peer_files(folder: Path) -> str:
-    """How far llama.cpp and the engine are from float64 on files of each kind, from `make peer`."""
-    found = json.loads((folder / "peer-files.json").read_text())
-    worst: dict[str, dict[str, float]] = {}
-    for row in found["files"]:
-        name = row["name"].split()[-1] if row["kind"] in ("quantised", "blocks") else row["name"]
-        said = worst.setdefault(MADE[row["kind"]].format(name=name), {})
-        each = {"llama.cpp": row["llama.cpp"]["nmse"]}
-        each |= {expand: of["nmse"] for expand, of in row["workbench"].items()}
-        for side, nmse in each.items():
-            said[side] = max(nmse, said.get(side, 0.0))
-    rows = [
-        {"File": name} | {side: f"{of[side]:.1e}" if side in of else "" for side in SIDES}
-        for name, of in worst.items()
-    ]
-    return (
-        markdown(pd.DataFrame(rows).rename(columns=SIDES))
-        + f"\n\nNMSE of {found['files'][0]['n_tokens']} tokens, one by one, against float64 of the "
-        + "file's own values; the worst of tiny-llama, tiny-qwen2 and tiny-qwen3. "
-        + f"llama-cpp-python {found['versions']['llama-cpp-python']}; "
-        + f"commit {commit_of(found)}; {found['date'][:10]}."
-    )
-
-
-SIDES = {"llama.cpp": "llama.cpp", "f16": "workbench", "q8_0": "with --expand q8_0"}
 
 
 def rooms(folder: Path) -> str:
@@ -96,6 +50,7 @@ def rooms(folder: Path) -> str:
         {
             "room": f"`workbench/{room}`",
             "toggles": ", ".join(f"`{name}`" for name in _families(f.name for f in fields)),
+            "llama.cpp": ", ".join(_threads(fields)),
             "the answer stays": ", ".join(
                 dict.fromkeys(ANSWERS[f.metadata["answer"]] for f in fields)
             ),
@@ -103,6 +58,12 @@ def rooms(folder: Path) -> str:
         for room, fields in found.items()
     ]
     return markdown(pd.DataFrame(rows))
+
+
+def _threads(fields: Iterable[dataclasses.Field]) -> Iterable[str]:
+    """Numbers of llama.cpp's pull requests, each once."""
+    named = (field.metadata["thread"] for field in fields)
+    return dict.fromkeys(thread.removeprefix("llama.cpp ") for thread in named if thread)
 
 
 def _families(names: Iterable[str]) -> Iterable[str]:
@@ -116,10 +77,10 @@ def _families(names: Iterable[str]) -> Iterable[str]:
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "mechanisms": mechanisms.table,
     "rooms": rooms,
+    "timelines": picture,
     "targets-cuda": targets.table,
-    "peer-cpu": peer,
-    "peer-files": peer_files,
     **blocks.BLOCKS,
+    **peers.BLOCKS,
     **presets.BLOCKS,
     **scheduling.BLOCKS,
 }
