@@ -17,11 +17,19 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+RECORDED = [spec for spec in mechanisms.ROWS if (RESULTS / spec.folder).is_dir()]
+needs_runs = pytest.mark.skipif(not RECORDED, reason="no mechanism was measured")
+
+
+@needs_runs
 def test_every_row_is_of_a_recorded_run():
     head, _, *rows = mechanisms.table(RESULTS).splitlines()[: len(mechanisms.ROWS) + 2]
     for spec, line in zip(mechanisms.ROWS, rows, strict=True):
         row = dict(zip(cells(head), cells(line), strict=True))
         folder = RESULTS / spec.folder
+        if not folder.is_dir():  # its run is still to be made, on a machine with a GPU
+            assert "not measured" in line
+            continue
         baseline = results.load_run(folder).run["arms"][0]
         toggle, _, value = spec.off.partition("=")
         if spec.test == mechanisms.GAP:
@@ -34,6 +42,7 @@ def test_every_row_is_of_a_recorded_run():
         assert row["at on"] == f"{summary['tps_toggled']:.1f} t/s"
 
 
+@pytest.mark.skipif(mechanisms.ROWS[0] not in RECORDED, reason="the gap was not measured")
 def test_the_gap_s_row_is_a_ratio_by_round():
     spec = mechanisms.ROWS[0]
     found = gaps.load(RESULTS / spec.folder)
@@ -51,8 +60,9 @@ def test_without_runs_the_table_says_so(tmp_path):
     assert mechanisms.table(tmp_path) == "Mechanisms: not measured."
 
 
+@needs_runs
 def test_a_missing_run_keeps_its_row(tmp_path):
-    spec = mechanisms.ROWS[3]
+    spec = RECORDED[-1]
     (tmp_path / spec.folder).symlink_to(RESULTS / spec.folder)
     lines = mechanisms.table(tmp_path).splitlines()
     assert sum("not measured" in line for line in lines) == len(mechanisms.ROWS) - 1
