@@ -67,6 +67,13 @@ def show(table: pd.DataFrame) -> None:
     print(markdown(table, terminal_columns()))
 
 
+def show_prose(text: str) -> None:
+    """Prints sentences, a line for each; on a terminal each is wrapped at its width."""
+    width = known_columns()
+    for line in text.splitlines():
+        print(line if width is None else _wrapped(line, width))
+
+
 def markdown(table: pd.DataFrame, width: int | None = None) -> str:
     """The frame as Markdown; what all rows share stands above it.
 

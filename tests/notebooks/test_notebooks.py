@@ -10,6 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.notebooks import record
 from workbench.report.render import network_loads, render_notebook
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
@@ -104,3 +105,16 @@ def test_they_run_in_their_own_folder_as_make_lab_opens_them_in_a_fresh_clone(
                 cell.source += '\nrepeats, workload = 1, "tg8"'
         NotebookClient(book, timeout=300, kernel_name="python3", resources=resources).execute()
     assert len(list((tmp_path / "data" / "runs").glob("*/run.json"))) >= len(NOTEBOOKS)
+
+
+def test_a_recorded_notebook_keeps_its_own_parameters(tmp_path):
+    notebook = nbformat.read(NOTEBOOKS[0], 4)
+    sources = [c.source for c in notebook.cells]
+    given = nbformat.v4.new_code_cell("device = 'cuda'", metadata={"tags": ["injected-parameters"]})
+    notebook.cells.insert(2, given)
+    for cell in notebook.cells:
+        cell.metadata["papermill"] = {"duration": 1}
+    kept = record.stripped(notebook)
+    assert [c.source for c in kept.cells] == sources
+    assert [dict(c.metadata) for c in kept.cells if c.metadata] == [{"tags": ["parameters"]}]
+    assert set(record.MADE) == {p.stem for p in NOTEBOOKS}

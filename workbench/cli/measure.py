@@ -142,7 +142,7 @@ def ab(
 ) -> None:
     """Compare the values of one toggle, interleaved, with an A/A control; prints the table."""
     from workbench.bench import ab as interleaved
-    from workbench.frames import show
+    from workbench.frames import show, show_prose
 
     until = repeat.arguments()
     wanted, plans = toggles.wanted(BASELINE), list[interleaved.Plan]()
@@ -162,7 +162,7 @@ def ab(
         )
     show(result.table())
     print()
-    print(result.verdict)
+    show_prose(result.verdict)
     if result.interrupted:
         raise KeyboardInterrupt
 
@@ -241,7 +241,7 @@ def bench_kernels(
     """Time the products of real shapes, cold, against the read bandwidth; writes a run folder."""
     from workbench.backend.base import choose_device, open_backend
     from workbench.bench import kernel_bench, kernel_cases, results
-    from workbench.frames import show
+    from workbench.frames import show, show_prose
     from workbench.report import roofline
 
     check_computes(device)
@@ -264,7 +264,7 @@ def bench_kernels(
     say(f"wrote {folder}")
     show(roofline.table(made.run))
     print()
-    print(roofline.caption(made.run))
+    show_prose(roofline.caption(made.run))
     if made.interrupted:
         raise KeyboardInterrupt
 
