@@ -36,7 +36,7 @@ def compare(
     processor or driver, or of another day, are history: shown without a verdict.
     """
     from workbench.bench import compare as folders
-    from workbench.frames import show
+    from workbench.frames import show, show_prose
     from workbench.report.compare_page import page
 
     check_writable(out, parents=True)
@@ -45,7 +45,7 @@ def compare(
     for table in found.tables():
         show(table)
         print()
-    print("\n".join(found.lines))
+    show_prose("\n".join(found.lines))
     say(f"page: {out}")
     if fail_below is None:
         return
