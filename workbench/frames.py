@@ -15,7 +15,7 @@ line is wider than it may be, and no figure is lost.
 A frame says what it is in `attrs`: `constant` (name to value, true of every row), `groups` (columns
 by which rows belong together), `keys` (columns that name a row; by default the first ones that tell
 the rows apart), `digits` (column to digits behind the point; 2 by default), `code` (columns that a
-page shows in their own face).
+page shows in their own face), `right` (columns that stand to the right beside those of numbers).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import pandas as pd
 NO_TERMINAL = 100  # columns, where standard output is no terminal and COLUMNS is not set
 NARROWEST = 40
 PROSE = 24  # a text longer than this may leave its column
-_KEPT = ("constant", "groups", "keys", "digits", "code")
+_KEPT = ("constant", "groups", "keys", "digits", "code", "right")
 _CODE = re.compile(r"`([^`]+)`")
 
 
@@ -139,8 +139,9 @@ class _Cells(NamedTuple):
             for row in table.to_numpy(dtype=object)
         ]
         right = [
-            bool(rows) and all(_is_number(row[i]) for row in rows if row[i])
-            for i in range(len(columns))
+            column in (attrs["right"] or ())
+            or (bool(rows) and all(_is_number(row[i]) for row in rows if row[i]))
+            for i, column in enumerate(columns)
         ]
         return cls(
             columns, rows, right,

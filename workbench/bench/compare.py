@@ -37,8 +37,8 @@ LIFTED = ("Run", "Model", "Arm", "Toggles")  # above the table where every row s
 METHOD = (
     "The runs were not interleaved: each side's repetitions were resampled on their own, so what "
     "changed between the runs counts as a difference.",
-    '"can tell" is the smallest effect that would have had a verdict: its interval excludes 1, and '
-    "it is outside the A/A band where a run has one.",
+    "What a row can tell is the smallest effect that would have had a verdict: its interval "
+    "excludes 1, and it is outside the A/A band where a run has one.",
 )
 
 

@@ -235,7 +235,9 @@ def _table(columns: Sequence[_Column], rows: Sequence[BenchRow], width: int | No
     rule = ("-" * (abs(c.width) - 1) + ("-" if c.width < 0 else ":") for c in columns)
     lines.insert(1, "| " + " | ".join(rule) + " |")
     if width is not None and len(lines[0]) > width:
-        return markdown(pd.DataFrame(cells[1:], columns=cells[0]), width)
+        frame = pd.DataFrame(cells[1:], columns=cells[0])
+        frame.attrs["right"] = [c.heading for c in columns if c.width > 0]
+        return markdown(frame, width)
     return "\n".join(lines)
 
 
