@@ -7,6 +7,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,10 @@ def test_no_environment_variables_are_read():
 def test_files_hold_one_room():
     long = {str(p): n for p in modules() if (n := len(p.read_text().splitlines())) > 400}
     assert not long
+
+
+def test_every_dependency_is_imported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {re.match(r"[\w-]+", entry)[0] for entry in project["dependencies"]}
+    text = "\n".join(p.read_text() for p in modules())
+    assert not {name for name in wanted if not re.search(rf"(?:import|from) {name}\b", text)}
