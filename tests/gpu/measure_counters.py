@@ -33,9 +33,9 @@ from workbench.backend.base import open_backend
 from workbench.bench import provenance
 from workbench.bench.kernel_cases import SHAPES, TYPES, Case, Shape
 from workbench.bench.kernel_memory import Copies, Launches
-from workbench.bench.kernel_rigs import rig_of
 from workbench.graph.ir import Node
 from workbench.program.commands import COMPUTE_STREAM, Space
+from workbench.progress import bar
 from workbench.report.binds import READ
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,7 +198,9 @@ def counters(session: Session) -> None:
         found: dict[str, Any] = {"device_description": backend.description, "quick": session.quick}
         found |= session.rates(backend)
         reads = yardsticks(backend, (c.bytes for c in chosen if c.batch == 1), session.quick)
-        rig_of(backend, session.quick).prepare(node for one in chosen for node in one.nodes())
+        nodes = [node for one in chosen for node in one.nodes()]
+        with bar("compiling kernels", len(nodes), "launches") as left:
+            backend.make_ready(nodes, left)
     finally:
         backend.close()
     chosen = [*reads, *chosen]

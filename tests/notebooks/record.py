@@ -4,12 +4,13 @@
     python -m tests.notebooks.record take OUT    # here: into notebooks/ and data/results/
 
 The parameters of a recorded run are not the notebook's own: it keeps its defaults, and loses the
-cell that papermill put in. README's picture of timelines is the first one of 02_sync_modes.
+cell that papermill put in. README's pair of timelines is drawn by the way; `timelines.json` says
+of which model, device and commit it is.
 """
 
 from __future__ import annotations
 
-import base64
+import json
 import shutil
 import sys
 import tarfile
@@ -19,9 +20,14 @@ from typing import Any
 
 import nbformat
 
+import workbench as wb
 from workbench.backend.base import choose_device
+from workbench.bench import provenance
+from workbench.config import SyncMode
 from workbench.model.synth import write_model
+from workbench.report import plots
 from workbench.report.render import render_notebook
+from workbench.trace.profile import profile_each
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"
@@ -39,7 +45,8 @@ MODELS = {
     "10_fusion": ("llama-3.2-1b", "Q8_0"),
 }
 PARAMETERS: dict[str, dict[str, Any]] = {"10_fusion": {"quick": False}}
-PICTURE = ("02_sync_modes", "timelines.png")
+PICTURE, ABOUT = "timelines.png", "timelines.json"
+PAIR = (SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value)  # before and after #17795
 
 
 def stripped(notebook: Any) -> Any:
@@ -82,6 +89,22 @@ def run(out: Path, device: str = "cuda", given: dict[str, Any] | None = None) ->
             for end in ends:
                 (found,) = runs.glob(f"*-{end}")
                 archive.add(found, arcname=f"notebook-{end}")
+    draw(out, device)
+
+
+def draw(out: Path, device: str = "cuda") -> None:
+    """The start of one token under both modes of PAIR, copies on their own stream."""
+    own = wb.Toggles(graph_reuse="set_rows", copy_stream="own")
+    arms = {mode: own.switched("sync", mode) for mode in PAIR}
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model("tiny-llama", "Q8_0", Path(folder, "tiny-llama-Q8_0.gguf"))
+        with wb.Engine.load(model, device=device, toggles=own) as engine:
+            traces = profile_each(engine, arms)
+            about = {"date": provenance.utc_now()} | provenance.collect(engine)
+    about["arms"] = {name: toggles.to_dict() for name, toggles in arms.items()}
+    about["notes"] = {name: trace.note for name, trace in traces.items()}
+    plots.timelines(traces, window_us="inputs").savefig(out / PICTURE)
+    (out / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
 
 
 def take(out: Path, root: Path = ROOT) -> None:
@@ -94,12 +117,8 @@ def take(out: Path, root: Path = ROOT) -> None:
         archive.extractall(results, filter="data")
     for name in MADE:
         shutil.copyfile(out / f"{name}.ipynb", root / "notebooks" / f"{name}.ipynb")
-    name, picture = PICTURE
-    outputs = [
-        o for c in nbformat.read(out / f"{name}.ipynb", 4).cells for o in c.get("outputs", ())
-    ]
-    first = next(o.data["image/png"] for o in outputs if "image/png" in o.get("data", {}))
-    (results / picture).write_bytes(base64.b64decode(first))
+    for name in (PICTURE, ABOUT):
+        shutil.copyfile(out / name, results / name)
 
 
 if __name__ == "__main__":

@@ -245,9 +245,26 @@ def test_a_device_that_fails_at_the_end_of_a_window_is_said(engine, monkeypatch)
     def broken() -> None:
         raise DeviceError("the device fell off")
 
-    monkeypatch.setattr(engine.backend, "synchronize", broken)
-    prof = traced(engine)
+    with profile(engine, nvtx=False) as prof:
+        engine.step()
+        monkeypatch.setattr(engine.backend, "synchronize", broken)
+        engine.step()
     assert prof.complete is False and "the device fell off" in prof.missing
+
+
+def test_cupti_attaches_before_the_step_that_it_traces(engine, cupti, monkeypatch):
+    """Its first call to the driver takes milliseconds, which are no step's."""
+    waited = []
+    synchronize = engine.backend.synchronize
+
+    def counted() -> None:
+        waited.append(bool(cupti.enabled))
+        synchronize()
+
+    monkeypatch.setattr(engine.backend, "synchronize", counted)
+    with profile(engine, nvtx=False):
+        engine.step()
+        assert waited == [True]
 
 
 @pytest.mark.parametrize(("second", "as_one"), [(64, True), (32, False)])
@@ -273,10 +290,11 @@ def test_a_copy_through_the_host_s_memory_is_one_copy(tiny_model, second, as_one
 
 
 def test_an_engine_closed_in_the_body_keeps_its_trace(engine, monkeypatch):
-    def closed(self) -> None:
-        raise UsageError("the engine is closed")
+    def synchronize(self) -> None:
+        if self.backend is None:
+            raise UsageError("the engine is closed")
 
-    monkeypatch.setattr(CudaEngine, "synchronize", closed)
+    monkeypatch.setattr(CudaEngine, "synchronize", synchronize)
     with profile(engine, nvtx=False) as prof:
         engine.step()
         engine.backend = None

@@ -353,6 +353,7 @@ class CuptiRecorder(WindowRecorder):
         try:
             self._session = Session(self._cupti)
             self.marks = False
+            self._synchronize()  # the first call to the driver takes CUPTI's milliseconds to attach
         except Unavailable as error:
             self.fallback, self.marks = str(error), True
 
