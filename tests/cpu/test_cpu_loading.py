@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -96,9 +97,10 @@ def left_behind(path: Path) -> tuple[int, int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("at", [1, 2, 20])
-def test_interrupted_while_the_lanes_work(tiny_model, monkeypatch, at: int):
+def test_interrupted_while_the_lanes_work(tiny_model, monkeypatch, tmp_path, at: int):
     """Ctrl-C in the wait for a weight: the lanes end their work on the map before it goes."""
-    path = tiny_model("tiny-llama", "Q8_0")
+    path = tmp_path / "interrupted.gguf"  # a file that no engine of another test has open
+    shutil.copyfile(tiny_model("tiny-llama", "Q8_0"), path)
     before, wait, waits = left_behind(path), Ring.wait, []
 
     def interrupted(ring: Ring, sequence: int) -> None:

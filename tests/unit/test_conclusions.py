@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import workbench as wb
-from workbench.bench.comparison import AB
+from workbench.bench.comparison import AB, background
 from workbench.bench.gaps import Gaps
 from workbench.bench.results import load_run
 from workbench.report import annotated, conclusions, proofs, tables
@@ -34,15 +34,20 @@ def answer(notebook: str) -> list[str]:
 
 def effects(found: AB) -> list[str]:
     """What is said of a comparison in one test: those that differ, the quickest first; the rest."""
-    what = f"{found.run['result']['toggle']}={found.run['arms'][0]['name']} in tg32"
+    toggle = found.run["result"]["toggle"]
+    what = f"{toggle}={found.run['arms'][0]['name']}"
+    where = f"In tg32 (beside {background(found.run)})"
     rows = [row for row in found.summary().itertuples() if not row.is_control]
     decided = sorted(
         (row for row in rows if row.verdict != "no difference"), key=lambda r: -r.speedup
     )
-    said = [f"{r.label} {r.speedup:.3f} ({r.low:.3f}..{r.high:.3f})" for r in decided]
-    lines = [f"Times the speed of {what} (95% CI): {listed(said)}."] if said else []
+    lines = [
+        f"{where}, {toggle}={r.label} is {r.speedup:.3f} times as fast as {what} "
+        f"(95% CI {r.low:.3f}..{r.high:.3f})."
+        for r in decided
+    ]
     same = [r.label for r in rows if r.verdict == "no difference"]
-    return lines + ([f"Against {what}, no difference: {listed(same)}."] if same else [])
+    return lines + ([f"{where}, no difference from {what}: {listed(same)}."] if same else [])
 
 
 def listed(words: list[str]) -> str:

@@ -6,6 +6,7 @@ import io
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -115,6 +116,27 @@ def test_pair_takes_a_token_that_is_typical_of_both() -> None:
     assert drawn(steps(9, 5, 5), steps(2, 2, 8, first=10)) == ["step 1", "step 10"]
     with pytest.raises(ValueError, match="holds no step"):
         drawn(steps(1), Timeline([]))
+
+
+def test_where_inputs_are_shown_their_way_has_to_be_typical() -> None:
+    def steps(*copied_us: int) -> Timeline:
+        """Steps of about 900 us each, whose input copy ends after so many."""
+        spans = []
+        for n, us in enumerate(copied_us):
+            start, args = n * 10**6, {"step": n}
+            end = start + 900_000 + 1000 * n
+            spans.append(Span(f"step {n}", "step", "host", start, end, args))
+            copy = start + 1000 * us - 500, start + 1000 * us
+            spans.append(Span("inp_pos", "copy", "host", *copy, args | {"split": 1}))
+        return Timeline(spans)
+
+    def drawn(window_us: Any) -> str:
+        side = steps(30, 200, 31)
+        axes = plots.timelines({"a": side, "b": side}, window_us=window_us).axes
+        return next(t.get_text() for t in axes[0].texts if t.get_text().startswith("step"))
+
+    assert drawn(None) == "step 1"  # by the whole step
+    assert drawn("inputs") == "step 2"
 
 
 def test_figures_show_themselves_and_leave_no_state() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.bench import results
-from workbench.bench.comparison import AB
+from workbench.bench.comparison import AB, background
 from workbench.bench.gaps import Gaps
 from workbench.frames import prose_html
 
@@ -103,17 +103,17 @@ def _effects(comparison: AB) -> Iterable[str]:
     run, summary = comparison.run, comparison.summary()
     toggle = run["result"]["toggle"]
     what = f"{toggle}={comparison.label(run['arms'][0])}"
+    beside = f" (beside {background(run)})"
     for test, rows in summary[~summary["is_control"]].groupby("test", sort=False):
         decided = rows[rows["verdict"].isin(DECIDED)].sort_values("speedup", ascending=False)
-        if len(decided):
-            said = [
-                f"{row.label} {row.speedup:.3f} ({row.low:.3f}..{row.high:.3f})"
-                for row in decided.itertuples()
-            ]
-            yield f"Times the speed of {what} in {test} (95% CI): {_listed(said)}."
+        for row in decided.itertuples():
+            yield (
+                f"In {test}{beside}, {toggle}={row.label} is {row.speedup:.3f} times as fast as "
+                f"{what} (95% CI {row.low:.3f}..{row.high:.3f})."
+            )
         undecided = rows[~rows["verdict"].isin(DECIDED)]
         for verdict, part in undecided.groupby("verdict", sort=False):
-            yield f"Against {what} in {test}, {verdict}: {_listed(part['label'])}."
+            yield f"In {test}{beside}, {verdict} from {what}: {_listed(part['label'])}."
 
 
 def time(us: float) -> str:

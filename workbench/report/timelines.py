@@ -133,7 +133,7 @@ def _stacked(
     step: int | None,
     window_us: Shown,
 ) -> Figure:
-    numbers = [step] * len(frames) if step is not None else _typical(frames)
+    numbers = [step] * len(frames) if step is not None else _typical(frames, window_us)
     parts = [_steps(frame, number) for frame, number in zip(frames, numbers, strict=True)]
     lanes = _lanes(pd.concat(parts))
     ends = [_extent_us(p) for p in parts]
@@ -165,14 +165,18 @@ def _steps(frame: pd.DataFrame, steps: int | Iterable[int] | None) -> pd.DataFra
     return frame.assign(start_us=frame["start_us"] - start)
 
 
-def _typical(frames: list[pd.DataFrame]) -> list[int]:
-    """For each frame the number of a typical step, the same for all where they share any."""
+def _typical(frames: list[pd.DataFrame], shown: Shown) -> list[int]:
+    """For each frame the number of a typical step, the same for all where they share any. What has
+    to be typical is what is shown: the whole step, or the way of its inputs."""
     if not all((f["category"] == "step").any() for f in frames):
         raise ValueError("a timeline holds no step")
     off = []  # how far each step's time is from the median's, by step number
     for frame in frames:
-        steps = frame[frame["category"] == "step"].set_index("step")["dur_us"]
-        off.append((steps / steps.median() - 1).abs())
+        times = frame[frame["category"] == "step"].set_index("step")["dur_us"]
+        if shown == "inputs":
+            ways = {n: _inputs_us(_steps(frame, n), "host") for n in times.index}
+            times = pd.Series(ways) if all(ways.values()) else times
+        off.append((times / times.median() - 1).abs())
     worst = pd.concat(off, axis=1, join="inner").max(axis=1)
     if len(worst):
         return [int(worst.idxmin())] * len(frames)
