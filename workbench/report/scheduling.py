@@ -236,9 +236,16 @@ def pipeline_table(folder: Path, device: str = "cuda") -> str:
     return _comparisons(names, folder, device, "Two devices")
 
 
+def cpu_table(folder: Path) -> str:
+    """What preset `best` leaves out or takes on the devices of a CPU."""
+    found = [_comparisons({"*": f"{d}, all else best"}, folder, d, d) for d in ("embedded", "host")]
+    return "\n\n".join(found)
+
+
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "gaps-cuda": gaps_table,
     "sync-cuda": sync_table,
     "graph-reuse-cuda": reuse_table,
     "pipeline-cuda": pipeline_table,
+    "toggles-cpu": cpu_table,
 }
