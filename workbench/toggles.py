@@ -253,13 +253,14 @@ def clash_of(values: Mapping[str, str], preset: str = "", own: Collection[str] =
 
 
 def folded(toggles: Mapping[str, str]) -> dict[str, str]:
-    """Toggles for reading, names to values: those of a family under one name where they agree."""
-    found: dict[str, str] = {}
-    for name, value in toggles.items():
-        family = next((f for f in FAMILIES if name.startswith(f"{f}_")), None)
-        own = {v for k, v in toggles.items() if family and k.startswith(f"{family}_")}
-        found[family if family and len(own) == 1 else name] = value
-    return found
+    """Toggles for reading, names to values: a whole family under one name where it agrees."""
+    agreed = {
+        member: family
+        for family in FAMILIES
+        if len({toggles.get(member) for member in Toggles.members(family)}) == 1
+        for member in Toggles.members(family)
+    }
+    return {agreed.get(name, name): value for name, value in toggles.items()}
 
 
 class Fixed(dict[str, str]):

@@ -63,6 +63,13 @@ def test_an_ascii_terminal_takes_every_token_and_every_message(model, capsys):
     assert status == 1 and "s\\xfc\\xdf.gguf: no such file" in err
 
 
+def test_text_ends_before_the_figures_behind_it_where_both_go_to_one_file(model):
+    ask = ("run", "-m", model, "-p", "hi", "-n", 4, "--device", "host")
+    status, out, _ = shell("2>&1", *ask)
+    assert status == 0
+    assert [line for line in out.splitlines() if line.startswith("prompt ")]
+
+
 def test_sigterm_leaves_nothing_of_a_model_half_written(tmp_path):
     out = tmp_path / "m.gguf"
     out.write_bytes(b"old")

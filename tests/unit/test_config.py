@@ -103,6 +103,7 @@ def test_a_family_that_agrees_is_folded_for_reading():
     assert shown["sync"] == "per_copy" and len(shown) == len(Toggles.names()) - 8
     mixed = Toggles(fuse_bias="on").to_dict()
     assert folded(mixed) == mixed
+    assert folded({"fuse_glu": "on"}) == {"fuse_glu": "on"}, "a part is not the family"
 
 
 # settings -----------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def run(
             seed=seed,
             on_text=None if prompt is None else lambda s: print(s, end="", flush=True),
         )
-        print("" if prompt is not None else ",".join(map(str, made.tokens)))
+        print("" if prompt is not None else ",".join(map(str, made.tokens)), flush=True)
         say(
             f"prompt {made.prefill_us / 1e3:.1f} ms; {len(made.tokens)} tokens, "
             f"{made.tokens_per_second:.1f} t/s; {engine.counters['programs_built']} programs "
