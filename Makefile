@@ -7,6 +7,7 @@ NOTEBOOKS ?= 00_tour 02_sync_modes 10_fusion
 REPORT_ARGS ?=
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
+PARALLEL = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 BROWSER_ARGS ?=
 HAVE_GPU := $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi; } >/dev/null 2>&1 && echo yes)
 comma := ,
@@ -57,11 +58,11 @@ report: .venv/.lab
 	@$(BIN)/workbench report $(NOTEBOOKS) $(REPORT_ARGS)
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=25 $(PYTEST_ARGS)
+	$(PARALLEL) --durations=25 $(PYTEST_ARGS)
 
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -m "slow and not gpu and not exhaustive" --durations=25 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "hypothesis and not slow and not gpu and not exhaustive and not browser" \
+	$(PARALLEL) -m "slow and not gpu and not exhaustive" --durations=25 $(PYTEST_ARGS)
+	$(PARALLEL) -m "hypothesis and not slow and not gpu and not exhaustive and not browser" \
 	  --hypothesis-profile=long $(PYTEST_ARGS)
 
 test-exhaustive: .venv/.dev
