@@ -1,4 +1,4 @@
-"""Fixtures that every test directory shares: the tiny models."""
+"""Fixtures that every test directory shares: the tiny models, and the command."""
 
 from __future__ import annotations
 
@@ -29,3 +29,19 @@ def tiny_models() -> Path:
 def tiny_model() -> Callable[[str, str], Path]:
     """`tiny_model(preset, quant)`: the path of one tiny model, written if missing."""
     return lambda preset, quant: write_tiny(MODELS, preset, quant)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command in this process; returns (exit status, stdout, stderr)."""
+    from workbench.cli import main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        status = 0
+        try:
+            main([str(a) for a in arguments])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        return status, *capsys.readouterr()
+
+    return run

@@ -11,24 +11,6 @@ import time
 import numpy as np
 import pytest
 
-from workbench.cli import main
-
-
-@pytest.fixture
-def call(capsys):
-    """Runs the command in this process; returns (exit status, stdout, stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        status = 0
-        try:
-            main([str(a) for a in arguments])
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
-
 
 @pytest.fixture(scope="module")
 def model(tiny_model):

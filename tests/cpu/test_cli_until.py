@@ -7,20 +7,6 @@ import json
 import pytest
 
 from workbench.bench.results import load_run
-from workbench.cli import main
-
-
-@pytest.fixture
-def call(capsys):
-    def run(*arguments: object) -> tuple[int, str, str]:
-        status = 0
-        try:
-            main([str(a) for a in arguments])
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        return status, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="module")

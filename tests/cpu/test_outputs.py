@@ -70,17 +70,13 @@ def a_run(model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def call(model, a_run, capsys):
+def call(call, model, a_run):
     """`call(name, out)`: (exit status, lines on stderr) of the command with its output at `out`."""
 
     def run(name: str, out: Path) -> tuple[int, list[str]]:
         said = {"MODEL": str(model), "OUT": str(out), "RUN": str(a_run)}
-        status = 0
-        try:
-            main([said.get(word, word) for word in COMMANDS[name]])
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        return status, capsys.readouterr().err.splitlines()
+        status, _, err = call(*(said.get(word, word) for word in COMMANDS[name]))
+        return status, err.splitlines()
 
     return run
 

@@ -6,23 +6,12 @@ import json
 
 import pytest
 
-from workbench.cli import main
-
 
 @pytest.fixture
-def call(capsys, tiny_model):
+def call(call, tiny_model):
     """Runs `workbench check` on a tiny model; returns (exit status, stdout, stderr)."""
-
-    def run(*flags: object) -> tuple[int, str, str]:
-        path, status = tiny_model("tiny-llama", "Q8_0"), 0
-        try:
-            main(["check", "-m", str(path), "--device", "null", *map(str, flags)])
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
+    path = tiny_model("tiny-llama", "Q8_0")
+    return lambda *flags: call("check", "-m", path, "--device", "null", *flags)
 
 
 def test_check_prints_what_is_proved(call):

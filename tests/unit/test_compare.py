@@ -58,16 +58,8 @@ def write(root, name, tests=None, *, n=8, noise=0.01, seed=0, arms=("engine",), 
 
 
 @pytest.fixture
-def call(capsys, tmp_path):
-    def run(*arguments):
-        status = 0
-        try:
-            main(["compare", "-o", str(tmp_path / "page.html"), *map(str, arguments)])
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        return status, *capsys.readouterr()
-
-    return run
+def call(call, tmp_path):
+    return lambda *arguments: call("compare", "-o", tmp_path / "page.html", *arguments)
 
 
 def gpu(uuid="GPU-1", driver="580.1", card="NVIDIA H100", day="2026-11-21", cpu="A CPU"):
