@@ -18,9 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def commands(target: str) -> list[str]:
     """The pytest command lines of a target of the Makefile."""
     text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    parallel = re.search(r"^PARALLEL = (.+)$", text, re.M)
     recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", text, re.M)
-    assert recipe
-    return [line.strip() for line in recipe[1].splitlines() if "pytest" in line]
+    assert parallel and recipe
+    text = recipe[1].replace("$(PARALLEL)", parallel[1])
+    return [line.strip() for line in text.splitlines() if "pytest" in line]
 
 
 def test_the_quick_tests_run_on_two_workers_and_name_the_slowest():
@@ -31,6 +33,7 @@ def test_the_quick_tests_run_on_two_workers_and_name_the_slowest():
 
 def test_the_slow_tests_are_all_that_is_left_out_and_long_properties():
     slow, properties = commands("test-slow")
+    assert all("-n $(TEST_WORKERS)" in line for line in (slow, properties))
     assert '-m "slow and' in slow
     assert '-m "hypothesis and not slow' in properties and "--hypothesis-profile=long" in properties
     gate = (ROOT / ".ci" / "run").read_text()
