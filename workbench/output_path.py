@@ -59,6 +59,8 @@ def look(path: str | PathLike[str], folder: bool = False) -> Found:
     folder, not to take files)."""
     shown = Path(path)
     with refusing(shown):
+        if not folder and os.path.basename(os.fspath(path)) in ("", "."):  # Path would drop those
+            raise OSError(errno.EISDIR, "")
         number = None if folder else _descriptor(str(shown))
         if number is not None:
             if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from workbench.errors import UsageError
@@ -267,8 +267,13 @@ def test_a_folder_is_whole_or_as_it_was(kind, content, most, fault):
             assert after == before or (kind == "old" and fault.call == "rename" and after == first)
 
 
+NAMES = [".", "..", "0/../1", "0/", "0/.", "0//", "~", " ", "-"]
+
+
 @settings(max_examples=100, deadline=None)
-@given(st.text(min_size=1, max_size=300) | st.sampled_from([".", "..", "0/../1", "~", " ", "-"]))
+@given(st.text(min_size=1, max_size=300) | st.sampled_from(NAMES))
+@example("0/")
+@example("0/.")
 def test_any_name_is_written_or_refused_in_one_line(name):
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "in", name.lstrip("/"))
