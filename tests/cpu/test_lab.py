@@ -166,6 +166,7 @@ def test_what_races_or_the_device_cannot_honour_is_said_when_it_is_chosen(engine
     assert not panel.button.disabled
     panel.form.choices["copy_stream"].value = "own"
     assert "sync=implicit and copy_stream=own race" in panel.code.value and panel.button.disabled
+    assert "<code>workbench check</code>" in panel.code.value and "`" not in panel.code.value
     panel.form.choices["copy_stream"].value = "auto"
     panel.form.choices["pdl"].value = "on"
     assert "pdl=on" in panel.code.value and "\n" not in panel.code.value and panel.button.disabled

@@ -23,6 +23,7 @@ from workbench.engine import exclusive
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import Measurement, Stopped, measuring
 from workbench.errors import WorkbenchError
+from workbench.frames import prose_html
 from workbench.lab import pair
 from workbench.lab.baselines import BaselineForm, presets
 from workbench.lab.interrupts import heeded
@@ -185,7 +186,7 @@ class Panel(VBox):
         except WorkbenchError:
             old = True
         line = html.escape(found.line)
-        note = f"<br>{html.escape(found.unresolved)}" if found.unresolved else ""
+        note = f"<br>{prose_html(found.unresolved)}" if found.unresolved else ""
         self.speedup.value = (
             f"<b>{OF_OLDER}:</b> <i>{line}{note}</i>" if old else f"<b>{line}</b>{note}"
         )
@@ -249,7 +250,7 @@ class Panel(VBox):
 
 
 def _red(error: Exception | str) -> str:
-    line = html.escape(" ".join(str(error).split()))
+    line = prose_html(" ".join(str(error).split()))
     return f'<span style="color: #B00020">{line}</span>'
 
 
