@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import textwrap
 from pathlib import Path
 from typing import Annotated
@@ -68,8 +67,9 @@ def profile(
     from workbench.report import profiles
     from workbench.trace.analysis import BY
     from workbench.trace.profile import COLLECTORS
+    from workbench.trace.window import parse_window
 
-    workload, asked = parse(test), _window(window)
+    workload, asked = parse(test), parse_window(window)
     for flag, value, known in (("--by", by, BY), ("--collector", collector, COLLECTORS)):
         if value not in known:
             raise UsageError(f"{flag} {value!r} does not exist; choose one of {', '.join(known)}")
@@ -95,15 +95,3 @@ def profile(
         if len(table):
             show(table)
     print("", textwrap.fill(found.trace.note, width), sep="\n")
-
-
-def _window(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+),(\d+)", text)
-    if found is None or int(found[2]) < 1:
-        raise UsageError(
-            f"--window {text!r} holds no step; write FIRST,N without a space, "
-            "FIRST from 0 and N from 1, as 0,8"
-        )
-    return int(found[1]), int(found[2])

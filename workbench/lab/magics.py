@@ -18,7 +18,6 @@ import functools
 import gc
 import html
 import keyword
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -43,6 +42,7 @@ from workbench.sizes import size
 from workbench.trace import perfetto
 from workbench.trace.profile import COLLECTORS, TRACED, Profile, Timeline, origin, profile
 from workbench.trace.spans import Span
+from workbench.trace.window import parse_window
 
 EVENTS = "events"
 MOST_DRAWN = 3  # steps of one engine: the spans of more are too narrow to read
@@ -207,15 +207,10 @@ def _name(text: str | None) -> str | None:
 
 
 def _window(text: str | None) -> Window | None:
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+),(\d+)", text)
-    if found is None or int(found[2]) < 1:
-        raise OneLine(
-            f"--window {text!r} holds no step; write FIRST,N without a space, "
-            "FIRST from 0 and N from 1, as 8,1"
-        )
-    return int(found[1]), int(found[2])
+    try:
+        return parse_window(text)
+    except UsageError as error:
+        raise OneLine(str(error)) from None
 
 
 def _out(text: str | None) -> Path | None:

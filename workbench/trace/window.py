@@ -8,6 +8,7 @@ of as many tokens, is the slowdown that tracing caused.
 from __future__ import annotations
 
 import math
+import re
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -38,6 +39,19 @@ class Slowdown(NamedTuple):
             f"median of {self.n_traced}, for {self.untraced_us:.0f} us, median of "
             f"{self.n_untraced})"
         )
+
+
+def parse_window(text: str | None) -> tuple[int, int] | None:
+    """`8,1` as (first step, number of steps); None stays None. Raises UsageError."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+),(\d+)", text)
+    if found is None or int(found[2]) < 1:
+        raise UsageError(
+            f"--window {text!r} holds no step; write FIRST,N without a space, "
+            "FIRST from 0 and N from 1, as 8,1"
+        )
+    return int(found[1]), int(found[2])
 
 
 class WindowRecorder(Recorder):
