@@ -7,7 +7,7 @@
 //   attention_prefill  many query rows: a block has 16 rows per warp and goes through all cells,
 //                      its warps sharing tiles of TILE_CELLS cells
 //
-// Compiled for each use (workbench/backend/cuda_attention.py chooses): PREFILL picks the kernel;
+// Compiled for each use (workbench/backend/cuda/attention.py chooses): PREFILL picks the kernel;
 // HEAD_DIM; WARPS of a block; STAGES tiles in shared memory per warp (decode) or block (prefill);
 // decode: ROW_SETS, CLUSTER; prefill: TILE_CELLS.
 //

@@ -214,7 +214,7 @@ DEVICE void multiply_quantised(float* dst, const u8* w, const u8* x, i64 rows, i
     store(acc, dst, at, rows, n_tokens);
 }
 
-// the kernels (ROWS and N are repeated in workbench/backend/kernels.py) ---------------------------
+// the kernels (ROWS and N are repeated in workbench/backend/cuda/op_table.py) ---------------------------
 
 #define FLOAT(TYPE, N, ROWS, UNROLL)                                                            \
     extern "C" __global__ void LIMITS mul_mat_##TYPE##_n##N(                                    \

@@ -2,7 +2,7 @@
 // (rows, cols) transposed. This is the product; what follows it before its result is stored is the
 // "end" of the kernels that include this: product.cu and product_qkv.cu.
 //
-// Compiled for each use (workbench/backend/cuda_matvec.py chooses):
+// Compiled for each use (workbench/backend/cuda/matvec.py chooses):
 //   TYPE_0 TYPE_1 TYPE_2   weight types of the segments, all for one kind of activations
 //   N                      tokens of the block: 1, 2, 4 or 8; those past n_tokens repeat the last
 //   ROWS                   weight rows ("lines") of a warp, ROWS * N at most 32
@@ -52,7 +52,7 @@
 //
 // One block of 16 warps a multiprocessor, 256 lines each, for gate and up as 64 lines in blocks of 4
 // or 8 warps: MXFP4 84 for 75, Q5_K 83 for 79, Q4_0 86 for 83 (product-5.csv, of 3.195 TB/s). Blocks
-// of 14 warps for 14336 lines, so that 256 of them run at once: cuda_tuning.py has the figures.
+// of 14 warps for 14336 lines, so that 256 of them run at once: cuda/tuning.py has the figures.
 //
 // Counted, not measured apart:
 //   * a unit of Q8_0 is 16 weights, not the block of 32: two 16-byte loads at a stride of 32 bytes

@@ -5,7 +5,7 @@
 // `words` is read in tiles of 256 threads times that many words, each contiguous; block b of G takes
 // tiles b, b + G, b + 2 G, ..: the blocks that run together read one moving window of memory. Which
 // number and which grid is best differs from card to card, so that bench-kernels tries all of them
-// and takes the best (workbench/backend/cuda_replay.py). Of the loads of a round ptxas puts four to
+// and takes the best (workbench/backend/cuda/replay.py). Of the loads of a round ptxas puts four to
 // seven before the first use (SASS for sm_90): with 8 blocks on a multiprocessor far more bytes are
 // in flight than the 16 KB that memory needs.
 //

@@ -10,7 +10,7 @@
 // has the figures. Four heads a thread are as in the first version; rope.cuh has what changed.
 #include "rope.cuh"
 
-#define HEADS 4  // as in workbench/backend/cuda_elementwise.py
+#define HEADS 4  // as in workbench/backend/cuda/elementwise.py
 
 extern "C" __global__ void rope(float* dst, const float* x, const int* positions,
                                 const float* freq_factors, i64 n_tokens, i64 n_heads, i64 head_dim,

@@ -16,7 +16,7 @@
 // and there: product_qkv.cu.
 #include "rope.cuh"
 
-#define WARPS 4  // as in workbench/backend/cuda_elementwise.py
+#define WARPS 4  // as in workbench/backend/cuda/elementwise.py
 #define MOST_DIM 256
 
 // x / sqrt(mean(x^2) + eps) * weight over a head, as norm_row does it: a float4 a lane.

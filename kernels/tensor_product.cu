@@ -30,7 +30,7 @@
 // Macros: TYPE, TOKENS (of a block: 8, 16, 32, 64 or 128), WM (warps that multiply, a multiple of
 // 4), LOADING (warps that load), STEPS, STAGES, BLOCKS (of an SM, which bounds registers), SPLIT
 // (at most 8), CLUSTERED, EPILOGUE (0: products; silu(gate) * up: 1 as floats, 2 as Q8_ACT).
-// workbench/backend/cuda_gemm.py chooses them. nvrtc.py compiles this file for sm_90a where the
+// workbench/backend/cuda/gemm.py chooses them. nvrtc.py compiles this file for sm_90a where the
 // device is an sm_90.
 //
 // Arguments: dst (n_tokens, rows), w, bias (or 0), rows of three segments (rows 0: none); gate and
@@ -71,7 +71,7 @@
 //   * Every lane says that a stage is empty. One lane of a warp was as quick (Q4_0, a layer of 512
 //     tokens: 394 us for 386; Q5_K 514 for 533), but an arrival orders no other lane's reads before
 //     the copies that overwrite them: racecheck finds it (tensor_product-5.json).
-//   * From 128 tokens on beside cuBLAS on expanded weights: the table in cuda_gemm.py.
+//   * From 128 tokens on beside cuBLAS on expanded weights: the table in cuda/gemm.py.
 //   * What is left: at 16 tokens some 5 us a launch beside its weights (they come at 3 TB/s); from
 //     64 on instructions (190 for 16 x 128 weights, of which decoding needs 104) and what the
 //     tensor cores take (half of the time at 64, 63 % at 128), which overlap, but not wholly. Gate

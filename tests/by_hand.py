@@ -7,6 +7,7 @@ from typing import Any
 
 from workbench.graph.ir import F32, Node, StepShape, Tensor
 from workbench.graph.ops import make
+from workbench.program.check.hazards import races
 from workbench.program.commands import (
     Buffer,
     Command,
@@ -21,7 +22,6 @@ from workbench.program.commands import (
     Sync,
     Wait,
 )
-from workbench.program.hazards import races
 
 A, B, C, OTHER = Stream(1, 0), Stream(1, 1), Stream(1, 2), Stream(2, 0)
 ADD = make("add", "sum", Tensor("a", F32, (4,)), Tensor("b", F32, (4,)))

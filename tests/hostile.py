@@ -28,7 +28,7 @@ from functools import partial
 import numpy as np
 
 from workbench.backend.base import Issue
-from workbench.backend.embedded import EmbeddedDevice
+from workbench.backend.cpu.embedded import EmbeddedDevice
 from workbench.program.commands import Capabilities
 
 LIES = EmbeddedDevice.capabilities

@@ -57,7 +57,7 @@ class _Held(str):
     __slots__ = ()
 
 
-_SYNC, _LOWER = "program/ordering.py", "program/lower.py"
+_SYNC, _LOWER = "program/sync_modes.py", "program/lower.py"
 _WAITS = "llama.cpp #17795"
 
 

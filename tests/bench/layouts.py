@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.backend import cpu
+from workbench.backend.cpu import op_table as cpu
 from workbench.backend.cpu.compile import host_isas
 from workbench.bench import provenance
 from workbench.graph.ir import DTYPES, F32, Q8_ACT, QUANTISED, WEIGHT_DTYPES, DType, Kind, Tensor

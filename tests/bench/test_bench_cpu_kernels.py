@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.bench.layouts import COLD_BYTES, N_THREADS, SHAPES, cold_copies, copies_of, product
-from workbench.backend import cpu
+from workbench.backend.cpu import op_table as cpu
 from workbench.backend.cpu.compile import compile_kernel
 from workbench.backend.cpu.vector import Emit, Value
 from workbench.graph.ir import DTYPES, QUANTISED, WEIGHT_DTYPES

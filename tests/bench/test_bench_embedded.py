@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 from numba import cfunc
 
-from workbench.backend.embedded import open_backend
-from workbench.backend.loops import KERNEL
+from workbench.backend.cpu.embedded import open_backend
+from workbench.backend.cpu.loops import KERNEL
 from workbench.program.commands import Space
 
 CHAIN = 1000

@@ -12,6 +12,7 @@ import pytest
 from tests.graphs import Decoder
 from workbench.graph.ir import F32, Q4_0, Kind, StepShape, Tensor
 from workbench.graph.ops import make
+from workbench.program.check.hazards import check, races
 from workbench.program.commands import (
     DEVICE,
     HOST,
@@ -27,10 +28,9 @@ from workbench.program.commands import (
     Wait,
     Write,
 )
-from workbench.program.hazards import check, races
 from workbench.program.lower import lower
-from workbench.program.ordering import Ordering
 from workbench.program.split import split
+from workbench.program.sync_modes import Ordering
 
 MILLION = 1_000_000
 

@@ -24,8 +24,8 @@ from workbench.model.decoder import Model, build_graph
 from workbench.model.presets import find_preset, tensor_type, tensors
 from workbench.program.commands import DEVICE, HOST, Buffer, Launch, Range, Space
 from workbench.program.lower import lower
-from workbench.program.ordering import Ordering
 from workbench.program.split import split
+from workbench.program.sync_modes import Ordering
 
 DECODE = StepShape(1, 1, 256)
 

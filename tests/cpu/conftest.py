@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.backend.embedded import open_backend
+from workbench.backend.cpu.embedded import open_backend
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 

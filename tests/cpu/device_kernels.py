@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numba import cfunc
 
-from workbench.backend import embedded
-from workbench.backend.atomics import fetch_add, load, put, store
-from workbench.backend.loops import KERNEL, now_ns
+from workbench.backend.cpu import embedded
+from workbench.backend.cpu.atomics import fetch_add, load, put, store
+from workbench.backend.cpu.loops import KERNEL, now_ns
 
 
 def open_backend(**options) -> Any:

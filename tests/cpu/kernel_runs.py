@@ -6,7 +6,8 @@ import struct
 
 import numpy as np
 
-from workbench.backend import args, cpu
+from workbench.backend import args
+from workbench.backend.cpu import op_table as cpu
 from workbench.graph.ir import Node, Tensor
 
 GUARD = 256  # bytes before and after every output

@@ -14,7 +14,8 @@ from hypothesis.extra import numpy as hnp
 from kernel_runs import run, run_lanes, written_by
 
 from tests.profiles import examples
-from workbench.backend import args, cpu
+from workbench.backend import args
+from workbench.backend.cpu import op_table as cpu
 from workbench.graph import ops
 from workbench.graph.ir import F16, F32, I32, I64, QUANTISED, WEIGHT_DTYPES, Node, Tensor
 from workbench.model.quants import dequantize, quantize_activations, random_blocks

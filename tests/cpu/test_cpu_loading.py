@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workbench.backend import cpu, embedded, host
+from workbench.backend.cpu import embedded, host
+from workbench.backend.cpu import op_table as cpu
 from workbench.backend.cpu.compile import host_isas
-from workbench.backend.ring import Ring
+from workbench.backend.cpu.ring import Ring
 from workbench.config import EngineConfig, Toggles
 from workbench.engine.engine import Engine
 from workbench.engine.loaded import Loaded

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kernel_runs import run, run_lanes, written_by
 
-from workbench.backend import cpu
+from workbench.backend.cpu import op_table as cpu
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.cpu.isa import ISAS, available
 from workbench.graph import ops

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from device_kernels import address, append, count_parts, open_backend, rotate, spin
 
-from workbench.backend.embedded import Event
-from workbench.backend.loops import MAX_ARGS, RING_SIZE
+from workbench.backend.cpu.embedded import Event
+from workbench.backend.cpu.loops import MAX_ARGS, RING_SIZE
 from workbench.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Space
 

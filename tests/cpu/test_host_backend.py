@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from device_kernels import count_parts
 
-from workbench.backend.host import open_backend
+from workbench.backend.cpu.host import open_backend
 from workbench.errors import DeviceError
 from workbench.graph.ir import F32, Kind, Tensor
 from workbench.graph.ops import make

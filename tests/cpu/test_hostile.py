@@ -23,7 +23,7 @@ from workbench.config import CopyStream, StepWait, SyncMode, Toggles
 from workbench.engine import loaded
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError, UsageError
-from workbench.program.hazards import races
+from workbench.program.check.hazards import races
 
 Device = type[OutOfOrderCopies] | type[DetachedCopies]
 DEVICES: dict[str, Device] = {kind.name: kind for kind in (OutOfOrderCopies, DetachedCopies)}

@@ -20,7 +20,7 @@ from tests import reference
 from workbench.config import EXACT, CopyStream, SyncMode, Toggles
 from workbench.errors import UsageError
 from workbench.program.commands import Capabilities
-from workbench.program.ordering import Ordering, race_of
+from workbench.program.sync_modes import Ordering, race_of
 
 # NMSE against float64, by the type of the file: three times what was measured (2.1e-7 and 3.4e-4)
 # over the presets, devices and ways of feeding below. llama.cpp itself measures 7e-7 for F32 (its

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.orderings import PLACED
-from workbench.backend.embedded import EmbeddedDevice
+from workbench.backend.cpu.embedded import EmbeddedDevice
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.program.commands import Space

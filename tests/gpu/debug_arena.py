@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend import cuda_driver
 from workbench.backend.base import Backend, Memory
+from workbench.backend.cuda import driver
 from workbench.engine.batch import make_batch
 from workbench.engine.engine import Engine
 from workbench.engine.kv_cache import KVCache
@@ -53,11 +53,11 @@ def exact_sizes() -> Iterator[None]:
     """Within, the cuda backend asks for as many bytes as it was asked for, not for multiples of
     256, weights included: memcheck then knows where each ends. Multiples of 16 they are still: so
     much may be read (kernels/common.cuh)."""
-    before, cuda_driver.ALIGN = cuda_driver.ALIGN, 16
+    before, driver.ALIGN = driver.ALIGN, 16
     try:
         yield
     finally:
-        cuda_driver.ALIGN = before
+        driver.ALIGN = before
 
 
 class Block:

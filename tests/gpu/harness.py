@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from workbench.backend import kernels, nvrtc
-from workbench.backend.cuda import CudaBackend
-from workbench.backend.cuda_kernel import Kernel
+from workbench.backend.cuda import nvrtc, op_table
+from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.cuda.kernel import Kernel
 from workbench.graph.ir import Node
 from workbench.program.commands import Space
 
@@ -63,12 +63,12 @@ def compile_nodes(backend: CudaBackend, nodes: Iterable[Node]) -> None:
     """Compiles what launches of `nodes` and of their parts need, several variants at a time. Left
     to the first launch of each they are compiled one after another, a quarter of a second each,
     which is most of what tests of many small nodes take."""
-    place = kernels.Place(lambda tensor: 0, 0, 0, backend._sm)
+    place = op_table.Place(lambda tensor: 0, 0, 0, backend._sm)
     wanted = {
         (work.file, work.defines)
         for node in nodes
         for each in (node, *node.parts)
-        for work in kernels.launches(each, place)
+        for work in op_table.launches(each, place)
         if isinstance(work, Kernel)
     }
     nvrtc.compile_many([("repack", ()), *sorted(wanted)], backend._arch)

@@ -39,9 +39,9 @@ import numpy as np
 import workbench as wb
 from tests.gpu.measure_launches import launches, spread
 from tests.gpu.measuring import Session, everything, product_flops, slug
-from workbench.backend import kernels
 from workbench.backend.base import Issue
-from workbench.backend.cuda_kernel import Kernel, Work
+from workbench.backend.cuda import op_table
+from workbench.backend.cuda.kernel import Kernel, Work
 from workbench.backend.issue import Prepared
 from workbench.bench import provenance
 from workbench.bench.comparison import order_of
@@ -116,7 +116,7 @@ def _works(prepared: Prepared, backend: Any, command: Launch) -> list[Piece]:
     """As `CudaBackend.launch` prepares a node, kernel by kernel."""
     tensors, node = prepared.program.placement[command.stream.backend], command.node
     scratch = 0 if command.scratch is None else prepared._address(command.scratch)
-    place = kernels.Place(
+    place = op_table.Place(
         lambda tensor: prepared._address(tensors[tensor.storage]), scratch,
         backend._counters_of(command.stream.id), backend._sm,
     )  # fmt: skip
@@ -126,7 +126,7 @@ def _works(prepared: Prepared, backend: Any, command: Launch) -> list[Piece]:
             kind_of(node, work),
             backend._prepare(work, there, f"launch {node.name}", command.programmatic),
         )
-        for work in kernels.launches(node, place)
+        for work in op_table.launches(node, place)
     ]
 
 

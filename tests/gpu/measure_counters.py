@@ -120,16 +120,16 @@ class Counted(NamedTuple):
 
 def products(quick: bool) -> list[Counted]:
     """The products of FEW and MANY that are counted, each one kernel among its launches."""
-    from workbench.backend import kernels
-    from workbench.backend.cuda_kernel import Kernel
+    from workbench.backend.cuda import op_table
+    from workbench.backend.cuda.kernel import Kernel
 
-    nowhere, found = kernels.Place(lambda tensor: 0, 0, 0), []
+    nowhere, found = op_table.Place(lambda tensor: 0, 0, 0), []
     for table in (QUICK,) if quick else (FEW, MANY):
         for shape, (types, batches) in table.items():
             for dtype in types:
                 for batch in batches:
                     one = Counted(dtype, shape, batch, 0, "")
-                    works = [w for node in one.nodes() for w in kernels.launches(node, nowhere)]
+                    works = [w for node in one.nodes() for w in op_table.launches(node, nowhere)]
                     (kernel,) = (w for w in works if isinstance(w, Kernel) and w.file in FILES)
                     found.append(one._replace(bytes=one.case.nbytes, kernel=kernel.function))
     return found

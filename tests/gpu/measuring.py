@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import workbench as wb
-from workbench.backend.cuda_kernel import Gemm
+from workbench.backend.cuda.kernel import Gemm
 from workbench.bench import provenance, results
 from workbench.bench.kernel_rigs import rig_of
 from workbench.graph import ops
@@ -171,7 +171,7 @@ def _parts(node: Node) -> Iterator[Node]:
 def product_tflops(backend: Any) -> float:
     """TFLOP/s of the fastest replay of PRODUCTS large F16 products by cuBLAS, on random numbers (on
     zeros a device draws less power and is faster than it can be with data)."""
-    from workbench.backend.cuda_replay import Replay
+    from workbench.backend.cuda.replay import Replay
 
     rng, nbytes = np.random.default_rng(0), SIZE * SIZE * 2
     some = rng.standard_normal((SIZE // 8, SIZE), np.float32).astype(np.float16)

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from workbench.backend.cuda import probe  # noqa: E402
+from workbench.backend.cuda.backend import probe  # noqa: E402
 from workbench.output import write_text  # noqa: E402
 from workbench.report.sources import source_hash  # noqa: E402
 

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from workbench.backend.cuda import probe
+from workbench.backend.cuda.backend import probe
 from workbench.errors import WorkbenchError
 from workbench.output import write_text
 from workbench.report.sources import ROOT, source_hash

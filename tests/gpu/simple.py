@@ -4,7 +4,7 @@ cores; activations of 8 bits meet quantised weights in integers whatever the num
 from __future__ import annotations
 
 from workbench.backend.args import AddressOf, pack, variant
-from workbench.backend.cuda_kernel import Kernel, blocks
+from workbench.backend.cuda.kernel import Kernel, blocks
 from workbench.graph.ir import Node
 
 THREADS = 128

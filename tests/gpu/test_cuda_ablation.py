@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import measure
-from workbench.backend.cuda import CudaBackend
+from workbench.backend.cuda.backend import CudaBackend
 from workbench.bench.kernel_rigs import PDL, PLAIN
 
 pytestmark = pytest.mark.gpu

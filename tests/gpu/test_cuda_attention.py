@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.gpu.harness import Compute, distance
-from workbench.backend import cuda_attention as ca
-from workbench.backend import nvrtc
-from workbench.backend.cuda import CudaBackend
-from workbench.backend.cuda_kernel import Kernel, Work, blocks
+from workbench.backend.cuda import attention as ca
+from workbench.backend.cuda import nvrtc
+from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.cuda.kernel import Kernel, Work, blocks
 from workbench.errors import DeviceError
 from workbench.graph.ir import F16, F32, Kind, Tensor
 from workbench.graph.ops import make

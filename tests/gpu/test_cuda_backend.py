@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from workbench.backend import cuda
-from workbench.backend.cuda import CudaBackend, open_backend, probe
+from workbench.backend.cuda import backend as cuda
+from workbench.backend.cuda.backend import CudaBackend, open_backend, probe
 from workbench.errors import DeviceError
 from workbench.graph.ir import F16, F32, Kind, Tensor
 from workbench.graph.ops import make

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from workbench.backend.cuda_kernel import Kernel
+from workbench.backend.cuda.kernel import Kernel
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.program.commands import HOST, Copy, Launch
 from workbench.trace.pattern import HIDDEN, trace_pattern

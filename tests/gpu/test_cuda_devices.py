@@ -11,7 +11,7 @@ import pytest
 import workbench as wb
 from tests.nll import is_the_same_under_every_ordering, nll
 from tests.orderings import PLACED
-from workbench.backend.cuda import open_backend
+from workbench.backend.cuda.backend import open_backend
 from workbench.config import Toggles
 from workbench.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM, HOST, Copy, Launch, Space

@@ -18,9 +18,9 @@ import workbench as wb
 from tests import reference
 from tests.cpu.test_logits import tokens_for
 from tests.gpu.harness import Compute, distance
-from workbench.backend import kernels
-from workbench.backend.cuda import CudaBackend
-from workbench.backend.cuda_kernel import Kernel
+from workbench.backend.cuda import op_table
+from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.cuda.kernel import Kernel
 from workbench.graph.ir import DTYPES, F32, WEIGHT_DTYPES, Kind, Node, Tensor
 from workbench.graph.ops import make
 from workbench.model.quants import dequantize, random_blocks
@@ -92,8 +92,8 @@ def test_a_token_s_result_does_not_depend_on_the_batch(compute: Compute, name: s
 def test_every_type_has_one_kernel_for_any_number_of_tokens(backend: CudaBackend):
     for name in TYPES:
         for tokens in TOKENS:
-            place = kernels.Place(lambda t: 0, 0, 0)
-            (work,) = kernels.launches(product(name, 7, 256, tokens), place)
+            place = op_table.Place(lambda t: 0, 0, 0)
+            (work,) = op_table.launches(product(name, 7, 256, tokens), place)
             assert isinstance(work, Kernel)
             assert work.function == f"mul_mat_float_{name}"
             assert backend.scratch_bytes(product(name, 7, 256, tokens)) == 0

@@ -15,8 +15,8 @@ import pytest
 import workbench as wb
 from tests.gpu.harness import compile_nodes
 from tests.graphs import Decoder, fused_nodes, values_for
-from workbench.backend import kernels
-from workbench.backend.cuda import CudaBackend
+from workbench.backend.cuda import op_table
+from workbench.backend.cuda.backend import CudaBackend
 from workbench.bench import answers
 from workbench.bench.workload import Tokens
 from workbench.config import ROUNDING, Toggles
@@ -293,8 +293,8 @@ def test_kernels_of_a_layer(early, tiny_model, preset, quant):
         layers = engine.model.n_layer
         commands = [c for c in engine.program(1).commands if isinstance(c, Launch)]
     device = [c for c in commands if c.stream.backend == 1]
-    place = kernels.Place(lambda t: 4096, 8192, 16384)
-    works = [work for c in device for work in kernels.launches(c.node, place)]
+    place = op_table.Place(lambda t: 4096, 8192, 16384)
+    works = [work for c in device for work in op_table.launches(c.node, place)]
     # besides: the first norm, the two gathers and the norm between the last output and its product,
     # and the head
     assert len(works) == PER_LAYER[preset] * layers + 5 == len(device)

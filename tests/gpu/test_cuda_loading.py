@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.planes import repacked
-from workbench.backend import cuda_weights
-from workbench.backend.cuda import CudaBackend
-from workbench.backend.cuda_weights import N_SLOTS, SLOT_BYTES, Uploader
+from workbench.backend.cuda import weights as cuda_weights
+from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.cuda.weights import N_SLOTS, SLOT_BYTES, Uploader
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError

@@ -25,10 +25,10 @@ import pytest
 
 from tests.gpu.harness import POISON, Guarded, distance
 from tests.gpu.simple import simple_product
-from workbench.backend import cuda_gemm, kernels, nvrtc
-from workbench.backend.cuda import CudaBackend
-from workbench.backend.cuda_kernel import Kernel, Work
-from workbench.backend.cuda_matvec import Segment
+from workbench.backend.cuda import gemm, nvrtc, op_table
+from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.cuda.kernel import Kernel, Work
+from workbench.backend.cuda.matvec import Segment
 from workbench.graph.ir import (
     DTYPES,
     F32,
@@ -107,13 +107,13 @@ def product(dtype: DType, rows: int, cols: int, tokens: int) -> Node:
 @pytest.fixture(scope="module", autouse=True)
 def compiled(backend: CudaBackend) -> None:
     """Every variant these tests launch, compiled side by side."""
-    nowhere = kernels.Place(lambda t: 0, 0, 0)
+    nowhere = op_table.Place(lambda t: 0, 0, 0)
     wanted = {
         (work.file, work.defines)
         for dtype in WEIGHT_DTYPES
         for tokens in TOKENS
         for rows, cols in [*shapes(dtype, tokens), LARGE]
-        for work in kernels.launches(product(dtype, rows, cols, tokens), nowhere)
+        for work in op_table.launches(product(dtype, rows, cols, tokens), nowhere)
         if isinstance(work, Kernel)
     }
     for dtype in QUANTISED:
@@ -126,15 +126,15 @@ def compiled(backend: CudaBackend) -> None:
 
 def several_works(name: str, tokens: int, hopper: bool) -> list[Kernel]:
     """The launches of the tests of several weights, at no addresses."""
-    x = cuda_gemm.X(0, True, WIDTH, tokens)
+    x = gemm.X(0, True, WIDTH, tokens)
     works: list[Work] = []
     for rows in ((130,), (7,), (193,), SEGMENTS[:2], SEGMENTS, (130, 193)):
         segments = [Segment(name, i, n, 0, i) for i, n in enumerate(rows)]
-        works += cuda_gemm.product(segments, x, 0, 0, hopper)
+        works += gemm.product(segments, x, 0, 0, hopper)
     for n in GATED:
         pair = Segment(name, 0, n, 0, 0), Segment(name, 1, n, 0, 0)
-        works += cuda_gemm.glu(*pair, x, False, 0, 0, hopper)
-        works += cuda_gemm.glu(*pair, x, True, 0, 0, hopper)
+        works += gemm.glu(*pair, x, False, 0, 0, hopper)
+        works += gemm.glu(*pair, x, True, 0, 0, hopper)
     return [work for work in works if isinstance(work, Kernel)]
 
 
@@ -222,7 +222,7 @@ class Several:
             for name, memory, n, bias, dst in zip(types, loaded, rows, kept, self.dst, strict=True)
         ]
         self.all = [self.x, *self.dst, *(bias for bias in kept if bias)]
-        self.given = cuda_gemm.X(self.x.address, True, cols, tokens)
+        self.given = gemm.X(self.x.address, True, cols, tokens)
         self.counters = backend._counters_of(0)
 
     def guarded(self, content: np.ndarray) -> Guarded:
@@ -233,17 +233,17 @@ class Several:
         rows: dict[str, list[int]] = {}
         for s in self.segments:
             rows.setdefault(s.dtype, []).append(s.rows)
-        need = max(cuda_gemm.scratch_bytes(t, n, WIDTH, self.tokens) for t, n in rows.items())
-        found = self.run(need, self.dst, lambda scratch: cuda_gemm.product(
+        need = max(gemm.scratch_bytes(t, n, WIDTH, self.tokens) for t, n in rows.items())
+        found = self.run(need, self.dst, lambda scratch: gemm.product(
             self.segments, self.given, scratch, self.counters, self.hopper
         ))  # fmt: skip
         return [raw.view(np.float32).reshape(self.tokens, -1) for raw in found]
 
     def glu(self, quantised: bool, dst: Guarded) -> np.ndarray:
         gate, up = (s._replace(dst=dst.address) for s in self.segments)
-        end = cuda_gemm.Epilogue.GLU_Q8 if quantised else cuda_gemm.Epilogue.GLU
-        need = cuda_gemm.scratch_bytes(gate.dtype, self.rows, WIDTH, self.tokens, end)
-        (found,) = self.run(need, [dst], lambda scratch: cuda_gemm.glu(
+        end = gemm.Epilogue.GLU_Q8 if quantised else gemm.Epilogue.GLU
+        need = gemm.scratch_bytes(gate.dtype, self.rows, WIDTH, self.tokens, end)
+        (found,) = self.run(need, [dst], lambda scratch: gemm.glu(
             gate, up, self.given, quantised, scratch, self.counters, self.hopper
         ))  # fmt: skip
         return found
@@ -286,7 +286,7 @@ def builds(backend: CudaBackend) -> list[bool]:
 
 def tiled(backend: CudaBackend, name: str, tokens: int) -> list[bool]:
     """Those of `builds` that decode weights of this type in the tile."""
-    return [hopper for hopper in builds(backend) if cuda_gemm.by_tile(name, tokens, hopper)]
+    return [hopper for hopper in builds(backend) if gemm.by_tile(name, tokens, hopper)]
 
 
 @pytest.mark.parametrize("tokens", MANY)

@@ -6,7 +6,7 @@ import pytest
 
 from tests import ranges
 from tests.gpu.harness import compile_nodes
-from workbench.backend.cuda import CudaBackend
+from workbench.backend.cuda.backend import CudaBackend
 
 pytestmark = pytest.mark.gpu
 

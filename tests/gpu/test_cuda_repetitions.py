@@ -24,7 +24,7 @@ from tests.gpu.harness import compile_nodes
 from tests.graphs import Decoder, values_for
 from tests.ranges import meaningful
 from workbench.backend.base import Issue, Memory, in_order
-from workbench.backend.cuda import CudaBackend
+from workbench.backend.cuda.backend import CudaBackend
 from workbench.graph import arena
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import (

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from workbench.backend.base import Issue
-from workbench.backend.cuda import CudaBackend
-from workbench.backend.cuda_kernel import Kernel
-from workbench.backend.cuda_replay import READ_GRIDS, READ_WORDS, Replay, l2_bytes, read_rates
+from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.cuda.kernel import Kernel
+from workbench.backend.cuda.replay import READ_GRIDS, READ_WORDS, Replay, l2_bytes, read_rates
 from workbench.bench.kernel_bench import Plan, bench_kernels
 from workbench.bench.kernel_cases import parse_shapes, parse_types
 from workbench.bench.kernel_rigs import PDL, PLAIN

@@ -22,10 +22,10 @@ from tests.gpu.test_cuda_products import (
     builds,
     quantised,
 )
-from workbench.backend import cuda_gemm, nvrtc
-from workbench.backend.cuda import CudaBackend
-from workbench.backend.cuda_kernel import blocks
-from workbench.backend.cuda_tiling import (
+from workbench.backend.cuda import gemm, nvrtc
+from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.cuda.kernel import blocks
+from workbench.backend.cuda.tiling import (
     HOPPER_SHAPES,
     PLANES,
     SHAPES,
@@ -99,8 +99,8 @@ def run(several: Several, build: Build, end: Epilogue, into: list[Guarded]) -> l
     segments = [s._replace(dst=into[min(i, len(into) - 1)].address)
                 for i, s in enumerate(several.segments)]  # fmt: skip
     return several.run(x_bytes + sums, into, lambda scratch: [
-        cuda_gemm.tiles(shape.n, scratch, x),
-        cuda_gemm.tile(build, segments, x._replace(at=scratch), scratch + x_bytes,
+        gemm.tiles(shape.n, scratch, x),
+        gemm.tile(build, segments, x._replace(at=scratch), scratch + x_bytes,
                        several.counters, end),
     ])  # fmt: skip
 

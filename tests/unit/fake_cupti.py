@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from workbench.backend.base import Issue
-from workbench.backend.cuda_kernel import Gemm, Kernel, Work
+from workbench.backend.cuda.kernel import Gemm, Kernel, Work
 from workbench.backend.issue import Prepared
 from workbench.backend.null import NullBackend
 from workbench.config import EngineConfig, Toggles

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from tests.graphs import Decoder, fused_nodes
-from workbench.backend import kernels
-from workbench.backend.cuda_kernel import CLUSTERS, Kernel, Place, Work
+from workbench.backend.cuda import op_table
+from workbench.backend.cuda.kernel import CLUSTERS, Kernel, Place, Work
 from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import (
     BF16,
@@ -103,7 +103,7 @@ def every(tokens: int) -> Iterator[Planned]:
 
 def works(node: Node, sm: int = CLUSTERS) -> list[Work]:
     """What computes `node`, everything at addresses that are no accident."""
-    return kernels.launches(node, Place(lambda t: 4096, 8192, 16384, sm))
+    return op_table.launches(node, Place(lambda t: 4096, 8192, 16384, sm))
 
 
 def chosen(planned: Planned) -> bool:

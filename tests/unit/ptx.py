@@ -24,7 +24,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from workbench.backend import nvrtc
+from workbench.backend.cuda import nvrtc
 
 ARCH = "compute_90"  # the first that has the instruction
 WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from tests.interleavings import Interleavings, TooManyStates, node, program, random_run
+from tests.oracles.adversary import SEEDS, STRATEGIES, Adversary, WrongRead, run, search
+from tests.oracles.interleavings import Interleavings, TooManyStates, node, program, random_run
 from tests.profiles import examples
-from workbench.program.adversary import SEEDS, STRATEGIES, Adversary, WrongRead, run, search
 from workbench.program.commands import (
     HOST,
     Buffer,

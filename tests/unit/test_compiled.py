@@ -12,9 +12,11 @@ import pytest
 
 import workbench as wb
 from workbench import progress
-from workbench.backend import compiled, cpu, nvrtc
+from workbench.backend import compiled
 from workbench.backend.compiled import Compiled, so_far, took
 from workbench.backend.cpu import compile as compiler
+from workbench.backend.cpu import op_table as cpu
+from workbench.backend.cuda import nvrtc
 from workbench.bench import workload
 from workbench.cli import main
 from workbench.engine import generation, ready

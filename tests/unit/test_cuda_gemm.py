@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from workbench.backend import cuda_gemm, cuda_tiling, nvrtc
-from workbench.backend.cuda_gemm import X, glu, product, scratch_bytes
-from workbench.backend.cuda_kernel import Gemm, Kernel, Work, blocks
-from workbench.backend.cuda_matvec import Segment
-from workbench.backend.cuda_tiling import Build, Epilogue, build_for, shapes_for, tile_tokens
+from workbench.backend.cuda import gemm, nvrtc, tiling
+from workbench.backend.cuda.gemm import X, glu, product, scratch_bytes
+from workbench.backend.cuda.kernel import Gemm, Kernel, Work, blocks
+from workbench.backend.cuda.matvec import Segment
+from workbench.backend.cuda.tiling import Build, Epilogue, build_for, shapes_for, tile_tokens
 
-TYPES = sorted(cuda_tiling.PLANES)
+TYPES = sorted(tiling.PLANES)
 TOKENS = (9, 16, 17, 33, 64, 65, 100, 128)
 WARPGROUP_TOKENS = (*TOKENS, 129, 512)  # cuBLAS takes the last two elsewhere
 # rows of the weights of a launch, their columns
@@ -29,7 +29,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_builds_fit_the_device(dtype: str, hopper: bool):
-    most = cuda_tiling.HOPPER_SHARED if hopper else cuda_tiling.MOST_SHARED
+    most = tiling.HOPPER_SHARED if hopper else tiling.MOST_SHARED
     for tokens in TOKENS:
         n = tile_tokens(tokens, hopper)
         assert n >= min(tokens, 64), "weights are read once, or twice beyond 64 tokens"
@@ -39,7 +39,7 @@ def test_builds_fit_the_device(dtype: str, hopper: bool):
             sums = shape.n * shape.rows * 4  # which take the place of stages
             results = shape.n * (shape.rows // 2 + 4) * 4  # behind them, to be quantised
             assert sums + results <= shape.shared_bytes(dtype) - 128
-            assert shape.at_once(dtype) in cuda_tiling.CLUSTERS
+            assert shape.at_once(dtype) in tiling.CLUSTERS
 
 
 @pytest.mark.parametrize("hopper", [False, True])
@@ -48,8 +48,8 @@ def test_every_block_has_a_stage(dtype: str, hopper: bool):
     for rows, cols in SIZES:
         for tokens in TOKENS:
             shape, split, clustered = build_for(dtype, rows, cols, tokens, hopper=hopper)
-            assert 1 <= split <= min(cuda_tiling.MOST_SPLIT, blocks(cols, shape.steps * 128))
-            assert split == 1 or shape.tiles(rows, tokens) <= cuda_tiling.MOST_COUNTERS
+            assert 1 <= split <= min(tiling.MOST_SPLIT, blocks(cols, shape.steps * 128))
+            assert split == 1 or shape.tiles(rows, tokens) <= tiling.MOST_COUNTERS
             assert split > 1 or not clustered
 
 
@@ -140,21 +140,21 @@ def test_gate_and_up_are_one_launch():
         assert tile.args[:8] == [300, 100, 200, 14336, 301, 101, 201, 14336]
         assert f"EPILOGUE={1 + quantised}" in tile.defines
     for hopper in (False, True):
-        assert cuda_gemm.can_glu("Q4_0", 33, 16, False, hopper)
-        assert not cuda_gemm.can_glu("Q4_0", 33, 16, True, hopper)  # no whole block of 32
-        assert cuda_gemm.can_glu("Q4_0", 64, 129, True, hopper) == hopper
-        assert not cuda_gemm.can_glu("F16", 64, 16, False, hopper)
+        assert gemm.can_glu("Q4_0", 33, 16, False, hopper)
+        assert not gemm.can_glu("Q4_0", 33, 16, True, hopper)  # no whole block of 32
+        assert gemm.can_glu("Q4_0", 64, 129, True, hopper) == hopper
+        assert not gemm.can_glu("F16", 64, 16, False, hopper)
 
 
 def test_tiles_reach_as_far_as_they_are_quicker():
     """With warpgroups to some hundred tokens, by type; elsewhere to 128; floats never."""
     for dtype in TYPES:
-        most = cuda_gemm.WARPGROUP_TILES_UP_TO[dtype]
-        assert 128 < most <= cuda_gemm.MOST_TILED
-        assert cuda_gemm.by_tile(dtype, most, hopper=True)
-        assert not cuda_gemm.by_tile(dtype, most + 1, hopper=True)
-        assert not cuda_gemm.by_tile(dtype, 129, hopper=False)
-    assert not cuda_gemm.by_tile("F16", 16, hopper=True)
+        most = gemm.WARPGROUP_TILES_UP_TO[dtype]
+        assert 128 < most <= gemm.MOST_TILED
+        assert gemm.by_tile(dtype, most, hopper=True)
+        assert not gemm.by_tile(dtype, most + 1, hopper=True)
+        assert not gemm.by_tile(dtype, 129, hopper=False)
+    assert not gemm.by_tile("F16", 16, hopper=True)
 
 
 def test_cublas_takes_segments_one_by_one_and_x_once():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.graphs import PRODUCTS, Decoder
 from tests.profiles import examples
-from workbench.backend import cuda_matvec
+from workbench.backend.cuda import matvec
 from workbench.graph.defer import MOST_TOKENS, defer
 from workbench.graph.ir import (
     BF16,
@@ -65,7 +65,7 @@ def test_norms_behind_a_product_are_halved(preset: str, dtype, activations: str)
 
 
 def test_of_more_tokens_none_is():
-    assert MOST_TOKENS == cuda_matvec.MOST_TOKENS == 8
+    assert MOST_TOKENS == matvec.MOST_TOKENS == 8
     model = Decoder("tiny-llama", Q8_0)
     for tokens in (MOST_TOKENS + 1, 40):
         graph = model.graph(tokens, tokens)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from workbench.backend import cuda_matvec
+from workbench.backend.cuda import matvec
 from workbench.bench import bounds, divergence
 from workbench.bench import perplexity as ppl
 from workbench.graph.ir import WEIGHT_DTYPES
@@ -107,7 +107,7 @@ def test_bounds_name_what_is_outside():
 
 def test_decode_is_held_to_no_more_than_prefill():
     """Up to FEW tokens no activation of a float weight is rounded; quantised ones always are."""
-    assert bounds.FEW == cuda_matvec.MOST_TOKENS
+    assert bounds.FEW == matvec.MOST_TOKENS
     for dtype, many in bounds.MANY_BOUNDS.items():
         few = bounds.FEW_BOUNDS[dtype]
         assert few.kl <= many.kl and few.nmse <= many.nmse

@@ -34,7 +34,8 @@ from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F16, F32, I32, I64, Kind, Node, StepShape, Tensor
 from workbench.graph.ops import make
-from workbench.program import hazards
+from workbench.program.check import hazards
+from workbench.program.check.hazards import check, races, refused
 from workbench.program.commands import (
     HOST,
     Copy,
@@ -46,7 +47,6 @@ from workbench.program.commands import (
     Sync,
     Write,
 )
-from workbench.program.hazards import check, races, refused
 
 # what orders, and what does not -------------------------------------------------------------------
 

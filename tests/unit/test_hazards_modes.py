@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.happens_before import racing_pairs
+from tests.oracles.happens_before import racing_pairs
 from workbench.config import CopyStream, StepWait, SyncMode, Toggles
 from workbench.engine.engine import Engine
+from workbench.program.check.hazards import check, races
 from workbench.program.commands import Copy, Place, Sync
-from workbench.program.hazards import check, races
-from workbench.program.ordering import race_of
+from workbench.program.sync_modes import race_of
 
 WAYS = [
     (sync_mode, stream, step_wait)

@@ -11,10 +11,12 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.happens_before import racing_pairs, seen_both_ways
+from tests.oracles.happens_before import racing_pairs, seen_both_ways
 from tests.profiles import examples
 from workbench.graph.ir import F32, StepShape, Tensor
 from workbench.graph.ops import make
+from workbench.program.check.hazards import Race, races, sufficient, superfluous
+from workbench.program.check.intervals import cut
 from workbench.program.commands import (
     HOST,
     Buffer,
@@ -31,8 +33,6 @@ from workbench.program.commands import (
     Wait,
     Write,
 )
-from workbench.program.hazards import Race, races, sufficient, superfluous
-from workbench.program.intervals import cut
 
 BUFFERS = [Buffer(f"b{i}", Space.DEVICE, 8, 1) for i in range(2)]
 STREAMS = [Stream(1, 0), Stream(1, 1), Stream(2, 0)]

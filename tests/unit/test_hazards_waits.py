@@ -20,8 +20,8 @@ from tests.by_hand import (
     wait,
 )
 from workbench.errors import UsageError
+from workbench.program.check.hazards import check, races, sufficient, superfluous
 from workbench.program.commands import Write
-from workbench.program.hazards import check, races, sufficient, superfluous
 
 
 def test_of_two_waits_for_the_same_either_can_go_but_not_both():

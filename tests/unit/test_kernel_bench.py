@@ -8,8 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from workbench.backend import kernels, nvrtc
-from workbench.backend.cuda import CudaBackend
+from workbench.backend.cuda import nvrtc, op_table
+from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.null import NullBackend, open_backend
 from workbench.bench import kernel_rigs
 from workbench.bench.kernel_bench import KernelRun, Plan, bench_kernels, make_row
@@ -327,8 +327,8 @@ def test_everything_a_gpu_compiles_is_made_ready_before_measuring(monkeypatch):
         case = Case(Q4_0, SHAPES[name])
         nodes = case.nodes(case.weights(), 2)
         backend.make_ready(nodes, left)
-        place = kernels.Place(lambda tensor: 4096, 0, 0)
-        assert all(kernels.begins_early(node) for node in nodes), f"{name} has no pdl"
-        (work,) = [work for node in nodes for work in kernels.launches(node, place)]
+        place = op_table.Place(lambda tensor: 4096, 0, 0)
+        assert all(op_table.begins_early(node) for node in nodes), f"{name} has no pdl"
+        (work,) = [work for node in nodes for work in op_table.launches(node, place)]
         assert wanted[-1] == (work.file, work.defines)
     assert len(set(wanted)) == 3

@@ -29,17 +29,10 @@ from tests.unit.planned import (
     plain_nodes,
     works,
 )
-from workbench.backend import (
-    cuda,
-    cuda_attention,
-    cuda_elementwise,
-    cuda_matvec,
-    cuda_weights,
-    kernels,
-    nvrtc,
-)
 from workbench.backend.args import variant
-from workbench.backend.cuda_kernel import CLUSTERS, Gemm, Kernel
+from workbench.backend.cuda import attention, elementwise, matvec, nvrtc, op_table, weights
+from workbench.backend.cuda import backend as cuda
+from workbench.backend.cuda.kernel import CLUSTERS, Gemm, Kernel
 from workbench.errors import DeviceError
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
@@ -63,8 +56,8 @@ def wanted(works: Iterable[Kernel]) -> dict[tuple[str, tuple[str, ...]], set[str
     found: dict[tuple[str, tuple[str, ...]], set[str]] = {}
     for work in works:
         found.setdefault((work.file, work.defines), set()).add(work.function)
-    for dtype in cuda_weights.REPACKED:
-        kernel = cuda_weights.repack(dtype, 0, 0, 0, 1, 1)
+    for dtype in weights.REPACKED:
+        kernel = weights.repack(dtype, 0, 0, 0, 1, 1)
         found.setdefault((kernel.file, ()), set()).add(kernel.function)
     for file, function in HELPERS:
         found.setdefault((file, ()), set()).add(function)
@@ -103,7 +96,7 @@ def test_every_op_has_a_launch():
     plain = {p.node.op for p in plain_nodes(3)}
     assert plain == set(OPS)
     made = {p.node.op for dtype in WEIGHT_DTYPES for p in fused(3, dtype)}
-    assert plain | made == set(kernels._LAUNCHES) and len(FUSED) == 1 + len(FUSIONS)
+    assert plain | made == set(op_table._LAUNCHES) and len(FUSED) == 1 + len(FUSIONS)
 
 
 @pytest.mark.parametrize("sm", MOST_SHARED)
@@ -129,13 +122,13 @@ def test_a_node_of_few_tokens_is_one_launch(tokens: int):
         node = planned.node
         mixed = any(variant(p)[0] == "mul_mat_float" for p in node.parts)  # the float path
         launched = works(node)
-        if tokens <= cuda_matvec.MOST_TOKENS and not mixed:
+        if tokens <= matvec.MOST_TOKENS and not mixed:
             assert len(launched) == 1, node
             heads = node.op == "qkv_rope_store" and "rms_norm" in {p.op for p in node.parts}
             assert len(works(node, CLUSTERS - 1)) == 1 + heads  # norms of heads take clusters
-            assert kernels.begins_early(node), node
+            assert op_table.begins_early(node), node
         early = all(isinstance(work, Kernel) and work.waits for work in launched)
-        assert kernels.begins_early(node) == early
+        assert op_table.begins_early(node) == early
 
 
 @pytest.mark.parametrize(("tokens", "mixed"), [(9, False), (128, False), (33, True)])
@@ -151,7 +144,7 @@ def test_a_layer_of_many_tokens(tokens: int, mixed: bool):
         "norm_row", tiles, *qkv, "rope_store", "attention_decode", tiles, product,
         "norm_row", tiles, product, tiles, product,
     ]  # fmt: skip
-    assert all(kernels.begins_early(node) for node in layer)
+    assert all(op_table.begins_early(node) for node in layer)
 
 
 def test_a_row_that_is_read_in_two_ways_is_normed_by_itself():
@@ -161,7 +154,7 @@ def test_a_row_that_is_read_in_two_ways_is_normed_by_itself():
     (node,) = (n for n in found if len(n.outputs) == 4)  # floats and Q8_ACT, the sum, its squares
     launched = [work.function for work in works(node) if isinstance(work, Kernel)]
     assert launched == ["product_plain", "add", "square_sums", "norm_row"]
-    assert kernels.begins_early(node)
+    assert op_table.begins_early(node)
     assert all(len(works(n)) == 1 for n in found if n is not node)
 
 
@@ -173,7 +166,7 @@ def test_no_launch_for_no_tokens():
 @pytest.mark.parametrize("works", [one_of_each, pytest.param(chosen_works, marks=pytest.mark.slow)])
 def test_arguments_are_those_the_compiler_saw(works: Callable[[], Iterable[Kernel]]):
     """As many as declared, reals where reals are, 8 bytes everywhere else."""
-    own = [cuda_weights.repack(name, 0, 0, 0, 1, 1) for name in sorted(cuda_weights.REPACKED)]
+    own = [weights.repack(name, 0, 0, 0, 1, 1) for name in sorted(weights.REPACKED)]
     for kernel in (*works(), *own):
         declared = ptx.parameters(ptx.kernel_ptx(kernel.file, kernel.defines), kernel.function)
         given = ["f32" if type(a) is float else "u64" for a in kernel.args]
@@ -188,14 +181,14 @@ def test_nothing_is_asked_for_beyond_the_scratch_declared(sm: int):
     for tokens in TOKENS:
         more = fused_nodes(both.graph(tokens, tokens, deferred=True), FUSIONS)
         for node in (*(planned.node for planned in every(tokens)), *more):
-            end = begin + kernels.scratch_bytes(node)
+            end = begin + op_table.scratch_bytes(node)
             known = {t.storage for t in (*node.inputs, *node.outputs)}
 
             def at(t: Tensor, known=known) -> int:
                 assert t.storage in known, f"{t!r} has no place"
                 return 4096
 
-            for work in kernels.launches(node, kernels.Place(at, begin, 16384, sm)):
+            for work in op_table.launches(node, op_table.Place(at, begin, 16384, sm)):
                 numbers = work.args if isinstance(work, Kernel) else work[1:4]
                 for a in numbers:
                     if isinstance(a, int) and a >= begin:
@@ -213,12 +206,12 @@ def define(sources: dict[str, str], file: str, name: str) -> int:
 
 
 CONSTANTS = [  # Python's value, file, name there
-    (cuda_elementwise.ROPE_HEADS, "rope.cu", "HEADS"),
-    (cuda_elementwise.HEADS_PER_BLOCK, "rope_store.cu", "WARPS"),
-    (cuda_attention.MAX_HEAD_DIM, "rope_store.cu", "MOST_DIM"),
-    (cuda_attention.SPLIT_THREADS // 32, "attention_simple.cu", "SPLIT_WARPS"),
+    (elementwise.ROPE_HEADS, "rope.cu", "HEADS"),
+    (elementwise.HEADS_PER_BLOCK, "rope_store.cu", "WARPS"),
+    (attention.MAX_HEAD_DIM, "rope_store.cu", "MOST_DIM"),
+    (attention.SPLIT_THREADS // 32, "attention_simple.cu", "SPLIT_WARPS"),
     (ops.SQUARES, "rms.cuh", "SQUARES"),
-    (cuda_matvec.MOST_SCALED // ops.SQUARES, "rms.cuh", "MOST_SQUARES"),
+    (matvec.MOST_SCALED // ops.SQUARES, "rms.cuh", "MOST_SQUARES"),
     (8, "mul_mat_float.cu", "WARPS"),
     (8, "mul_mat_float.cu", "TOKENS"),
 ]
@@ -232,10 +225,10 @@ def test_constants_are_those_of_the_sources(sources, value: int, file: str, name
 def test_tables_are_those_of_the_sources(sources):
     tiles = re.findall(r"^TILE\((\d+), (\d+)\)", sources["attention_simple.cu"], re.M)
     of_source = {32 * int(d): (f"attention_tile_d{d}", 4 * int(q)) for d, q in tiles}
-    assert of_source == cuda_attention.TILES
+    assert of_source == attention.TILES
     pad = re.search(r"CELL_HALVES = DIM \+ (\d+)", sources["attention.cuh"])
-    assert pad and int(pad[1]) == cuda_attention.CELL_PAD
-    for file, kernel, number in cuda_matvec.EPILOGUES.values():
+    assert pad and int(pad[1]) == attention.CELL_PAD
+    for file, kernel, number in matvec.EPILOGUES.values():
         text = sources[f"{file}.cu"]
         assert f"{kernel}(" in text and f"EPILOGUE == {number}" in text
 
@@ -257,17 +250,17 @@ def test_attention_splits_by_padded_length_alone():
         (work,) = works(node)
         assert isinstance(work, Kernel)
         shares.append(work.grid[1])
-        rows = 8 * cuda_attention.decode_tuning(1, 64).sets
+        rows = 8 * attention.decode_tuning(1, 64).sets
         scratch = 8 * work.grid[1] * rows * (64 + 2) * 4 if work.grid[1] > 1 else 0
-        assert kernels.scratch_bytes(node) == scratch
+        assert op_table.scratch_bytes(node) == scratch
     assert shares == sorted(shares) and shares[-1] > shares[0]
 
 
-@pytest.mark.parametrize("dtype", sorted(cuda_weights.REPACKED))
+@pytest.mark.parametrize("dtype", sorted(weights.REPACKED))
 def test_every_weight_is_repacked_once(dtype: str):
     """Pieces of a weight, one after another: grids cover every unit of 32 weights."""
-    blocks, units = 1000, DTYPES[dtype].block // cuda_weights.UNIT
-    kernel = cuda_weights.repack(dtype, 1, 2, 17, blocks, 5000)
+    blocks, units = 1000, DTYPES[dtype].block // weights.UNIT
+    kernel = weights.repack(dtype, 1, 2, 17, blocks, 5000)
     assert kernel.args == [1, 2, 17, blocks, 5000] and kernel.grid[1] == 1
     assert 0 <= kernel.grid[0] * kernel.block - blocks * units < kernel.block
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.backend.cuda_driver import CudaMemory
+from workbench.backend.cuda.driver import CudaMemory
 from workbench.backend.landing import N_BLOCKS, Landing
 from workbench.backend.null import open_backend
 from workbench.program.commands import Space

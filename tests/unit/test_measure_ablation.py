@@ -10,7 +10,7 @@ import pytest
 
 import workbench as wb
 from tests.gpu import measure, measure_ablation, measure_launches, measure_models, measuring
-from workbench.backend.cuda_kernel import Gemm, Kernel, Work
+from workbench.backend.cuda.kernel import Gemm, Kernel, Work
 from workbench.bench.kernel_cases import SHAPES
 from workbench.engine.reuse import Key
 from workbench.graph import arena

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.interleavings import ends_wrong
+from tests.oracles.adversary import SEEDS, Adversary
+from tests.oracles.interleavings import ends_wrong
 from workbench.config import (
     CopyStream,
     EngineConfig,
@@ -34,7 +35,7 @@ from workbench.config import (
 )
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError, UsageError
-from workbench.program.adversary import SEEDS, Adversary
+from workbench.program.check.hazards import races
 from workbench.program.commands import (
     Capabilities,
     Program,
@@ -42,8 +43,7 @@ from workbench.program.commands import (
     Sync,
     Wait,
 )
-from workbench.program.hazards import races
-from workbench.program.ordering import Ordering, choose_ordering
+from workbench.program.sync_modes import Ordering, choose_ordering
 
 ORDERING = (Sync, Wait, Record)
 

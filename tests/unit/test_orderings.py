@@ -9,9 +9,9 @@ import pytest
 
 import workbench as wb
 from tests.orderings import NAMES, PLACED, every_ordering
-from workbench.program import hazards
+from workbench.program.check import hazards
 from workbench.program.commands import Record
-from workbench.program.ordering import race_of
+from workbench.program.sync_modes import race_of
 
 TOKENS = {"decode": 1, "train": 48}  # six ubatches: more than there are places
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import workbench
-from workbench.backend import nvrtc
+from workbench.backend.cuda import nvrtc
 from workbench.errors import UsageError
 from workbench.output import check_folder, check_writable, writing, writing_folder
 

@@ -8,11 +8,11 @@ import pytest
 
 from tests.unit import ptx
 from tests.unit.planned import chosen_works, one_of_each
-from workbench.backend.cuda_kernel import Kernel
+from workbench.backend.cuda.kernel import Kernel
 from workbench.config import Toggles
 from workbench.errors import DeviceError
 from workbench.program.commands import Capabilities
-from workbench.program.ordering import choose_pdl
+from workbench.program.sync_modes import choose_pdl
 
 # planted ------------------------------------------------------------------------------------------
 

@@ -29,8 +29,8 @@ from workbench.program.commands import (
     Write,
 )
 from workbench.program.lower import lower
-from workbench.program.ordering import RULES, Ordering
 from workbench.program.split import split
+from workbench.program.sync_modes import RULES, Ordering
 
 DECODE = StepShape(1, 1, 256)
 # the patterns as the thread writes them, for the device split of a step with six inputs

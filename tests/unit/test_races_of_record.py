@@ -6,15 +6,16 @@ import json
 
 import pytest
 
+from tests.oracles import adversary
 from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.ir import F32
 from workbench.graph.ops import make
-from workbench.program import adversary, hazards
 from workbench.program.as_json import program_as_json
+from workbench.program.check import hazards
+from workbench.program.check.races_of_record import CASES, N_COPIES, Named, named, two_devices
+from workbench.program.check.script import Script
 from workbench.program.commands import HOST, RESULT, Copy, Launch, Program, Sync
-from workbench.program.races_of_record import CASES, N_COPIES, Named, named, two_devices
-from workbench.program.script import Script
 
 BY_NAME = {case.name: case for case in CASES}
 case_by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -8,11 +8,11 @@ from random import Random
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from tests.interleavings import Interleavings, TooManyStates, Wrong, ends_wrong, random_run
+from tests.oracles.adversary import Adversary
+from tests.oracles.interleavings import Interleavings, TooManyStates, Wrong, ends_wrong, random_run
 from tests.profiles import examples
-from workbench.program.adversary import Adversary
+from workbench.program.check.hazards import races
 from workbench.program.commands import Program, Range
-from workbench.program.hazards import races
 
 runs = st.randoms(use_true_random=False).map(random_run)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.backend.cuda_replay import READ_GRIDS, READ_WORDS, Replay, read_rates
+from workbench.backend.cuda.replay import READ_GRIDS, READ_WORDS, Replay, read_rates
 from workbench.errors import DeviceError, UsageError
 
 

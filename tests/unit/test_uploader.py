@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.planes import planes, repacked
-from workbench.backend import cuda_weights
-from workbench.backend.cuda_kernel import Kernel
-from workbench.backend.cuda_weights import MOST_TOKENS, Uploader, refuses
+from workbench.backend.cuda import weights as cuda_weights
+from workbench.backend.cuda.kernel import Kernel
+from workbench.backend.cuda.weights import MOST_TOKENS, Uploader, refuses
 from workbench.errors import DeviceError
 from workbench.graph.ir import (
     DTYPES,

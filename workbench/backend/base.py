@@ -134,9 +134,9 @@ class Backend(Protocol):
 # The one table of devices: name -> "module:factory". A factory takes `threads` and returns a
 # Backend, or raises DeviceError with one line that says what is missing.
 DEVICES: dict[str, str] = {
-    "host": "workbench.backend.host:open_backend",
-    "embedded": "workbench.backend.embedded:open_backend",
-    "cuda": "workbench.backend.cuda:open_backend",
+    "host": "workbench.backend.cpu.host:open_backend",
+    "embedded": "workbench.backend.cpu.embedded:open_backend",
+    "cuda": "workbench.backend.cuda.backend:open_backend",
     "null": "workbench.backend.null:open_backend",
 }
 
@@ -154,7 +154,7 @@ def choose_device(wanted: str) -> tuple[str, str]:
     if wanted != "auto":
         return wanted, "as asked"
     try:
-        cuda = importlib.import_module("workbench.backend.cuda")
+        cuda = importlib.import_module("workbench.backend.cuda.backend")
         return "cuda", f"auto: {cuda.probe()}"
     except (ImportError, DeviceError) as error:
         reason = str(error).splitlines()[0].partition(";")[0]

@@ -65,13 +65,13 @@ class CudaRig:
     least_launches = 20
 
     def __init__(self, backend: Any, quick: bool):
-        from workbench.backend import cuda_replay
+        from workbench.backend.cuda import replay
 
-        self._backend, self._quick, self._replay = backend, quick, cuda_replay
+        self._backend, self._quick, self._replay = backend, quick, replay
         self.kinds: tuple[str, ...] = (
             (PLAIN, PDL) if backend.capabilities.programmatic else (PLAIN,)
         )
-        self.cache_bytes = cuda_replay.l2_bytes(backend)
+        self.cache_bytes = replay.l2_bytes(backend)
         self.pass_bytes = (1 << 29) if quick else (3 << 30)  # 1 ms at 3 TB/s
 
     def repeats(self, issues: Sequence[Issue]) -> Repeats:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from workbench.graph.ir import Node
+    from workbench.program.check.hazards import Findings, Place
     from workbench.program.commands import Program
-    from workbench.program.hazards import Findings, Place
 
 RACES = 3  # exit status where there are any
 
@@ -51,7 +51,7 @@ def check(
     the waits that it could do without. Nothing is computed; what an engine refuses without --unsafe
     is checked, too. Exit status 3 where commands race."""
     from workbench.engine.kv_cache import check_room
-    from workbench.program import hazards
+    from workbench.program.check import hazards
     from workbench.program.commands import RESULT
 
     if config.n_ctx:  # else the model says how much there is
@@ -83,7 +83,7 @@ def check(
 def _declared(backend: Any) -> Callable[[Node], bool]:
     """Whether the kernels of a node declare their wait for the launch in front of them: by what
     each kernel says of itself, where a backend names them, and not by the rule it lowers with."""
-    from workbench.backend.cuda_kernel import Kernel
+    from workbench.backend.cuda.kernel import Kernel
 
     works = getattr(backend, "works", None)
     if works is None:
@@ -127,7 +127,7 @@ def lines(cycle: list[Program], found: Findings) -> list[str]:
 
 
 def _words(found: Findings, place: Place) -> str:
-    from workbench.program.wording import worded
+    from workbench.program.check.wording import worded
 
     return worded(place.command, found.steps[place.step].backends)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.backend.base import Backend, Memory, choose_device, open_backend
-from workbench.backend.share import n_lanes
+from workbench.backend.cpu.base import n_lanes
 from workbench.config import Activations, EngineConfig
 from workbench.engine.placement import Placement
 from workbench.errors import DeviceError, UsageError

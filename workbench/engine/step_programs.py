@@ -11,8 +11,8 @@ from workbench.engine.wanted import step_graph
 from workbench.graph.ir import StepShape
 from workbench.program.commands import Buffer, Program
 from workbench.program.lower import lower
-from workbench.program.ordering import Ordering
 from workbench.program.split import split
+from workbench.program.sync_modes import Ordering
 from workbench.trace.spans import now_ns
 
 

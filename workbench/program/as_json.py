@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from workbench.program.check.wording import stream_name
 from workbench.program.commands import Command, Launch, Program, Range, Sync
-from workbench.program.wording import stream_name
 
 
 def program_as_json(program: Program) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """ROOM #17795: lowers a graph to a program, ordering copies, waits and launches by sync mode.
 
-A sync mode is not an `if` in a loop: it is a row of `RULES` (`program/ordering.py`), which says
+A sync mode is not an `if` in a loop: it is a row of `RULES` (`program/sync_modes.py`), which says
 where Sync commands go around the input copies of a device split. What the rows cost is one wait of
 the host each; what they protect, with copies on their own stream:
 
@@ -28,7 +28,7 @@ from workbench.config import (
 )
 from workbench.graph import arena, ops
 from workbench.graph.ir import Graph, Kind, Node, Tensor
-from workbench.program import guards
+from workbench.program import events
 from workbench.program.commands import (
     COMPUTE_STREAM,
     COPY_STREAM,
@@ -48,8 +48,8 @@ from workbench.program.commands import (
     Wait,
     Write,
 )
-from workbench.program.ordering import Ordering
 from workbench.program.split import Split
+from workbench.program.sync_modes import Ordering
 
 
 def _of_place(name: str, place: int, places: int) -> str:
@@ -142,7 +142,7 @@ class _Lowering:
             self.placement.append(placement)
         if self.ordering.host_places > 1 and owner:
             for device in range(1, owner + 1):
-                copied_from = guards.staged(self.names[device], self.host_place)
+                copied_from = events.staged(self.names[device], self.host_place)
                 self.commands.append(Sync(RESULT, event=copied_from))
         for t in graph.inputs:
             self.commands.append(Write(staged[t], t.name))
@@ -182,7 +182,7 @@ class _Lowering:
         if rule.wait_after and from_host:
             emit(Sync(number, stream=copies))
         if rule.guarded and from_host:
-            landed = guards.landed(self.names[part.backend], number)
+            landed = events.landed(self.names[part.backend], number)
             emit(Record(landed, copies, number))
             emit(Wait(landed, compute, number))
         if self.ordering.host_places > 1 and number == self.last_copied.get(part.backend):
@@ -193,7 +193,7 @@ class _Lowering:
     def _staged(self, copies: Stream, number: int) -> None:
         """The point behind a device's copies from this step's staging memory. It has the device's
         number, not a split's: a step of another shape, with other splits, waits for it."""
-        event = guards.staged(self.names[copies.backend], self.host_place)
+        event = events.staged(self.names[copies.backend], self.host_place)
         self.commands.append(Record(event, copies, number))
 
     def take_nothing(self, number: int) -> None:
@@ -217,7 +217,7 @@ class _Lowering:
             for s in theirs:
                 if made_by[s] == device:
                     emit(Copy(here[s], self.placement[device][s], stream, s.name, number))
-            landed = guards.crossed(self.names[device], number)
+            landed = events.crossed(self.names[device], number)
             emit(Record(landed, stream, number))
             emit(Wait(landed, Stream(part.backend, COMPUTE_STREAM), number))
 
@@ -230,7 +230,7 @@ class _Lowering:
 
     def _read(self, backend: int, number: int) -> str:
         """The event behind the graph of a split on `backend` that read this step's places."""
-        return guards.read(self.names[backend], number, self.device_place)
+        return events.read(self.names[backend], number, self.device_place)
 
     def _from_host(self, part: Split, staged) -> list[tuple[str, Range, Range]]:
         """Name, destination and source of each copy from staging memory, in order."""
@@ -298,7 +298,7 @@ class _Lowering:
             emit(Copy(there, self.placement[made_by[t]][t], last, t.name, RESULT))
             reads.append(Read(there, t.name))
         if self.in_stream:
-            ended = guards.ended(self.names[last.backend])
+            ended = events.ended(self.names[last.backend])
             emit(Record(ended, last, RESULT))
             emit(Sync(RESULT, event=ended))
         else:

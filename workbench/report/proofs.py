@@ -1,6 +1,6 @@
 """The proof table: which waits of which ordering are superfluous, and what races without them.
 
-Programs go in (`Engine.programs`), a frame comes out; `program/hazards.py` does the proving.
+Programs go in (`Engine.programs`), a frame comes out; `program/check/hazards.py` does the proving.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pandas as pd
 from workbench.config import CopyStream, HostSource, NCopies, StepWait, SyncMode, Toggles
 from workbench.errors import UsageError
 from workbench.frames import Table, markdown
-from workbench.program import hazards
+from workbench.program.check import hazards
+from workbench.program.check.races_of_record import CASES
 from workbench.program.commands import RESULT, Copy, Place, Program, Sync, Wait
 from workbench.program.letters import once
-from workbench.program.races_of_record import CASES
 from workbench.report.recorded import commit_of
 
 FILE = "proofs.json"
@@ -108,7 +108,7 @@ def proof_table(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> pd.DataF
 
 
 def record_table() -> pd.DataFrame:
-    """The races of record (`program/races_of_record.py`), a row each: what the thread found,
+    """The races of record (`program/check/races_of_record.py`), a row each: what the thread found,
     whether it establishes the racing pair or that is reconstructed, and what the checker finds
     before and after the fix."""
     rows = []

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from workbench.backend.cuda_kernel import Kernel, Work
+from workbench.backend.cuda.kernel import Kernel, Work
 from workbench.graph.ir import Node
 from workbench.program.commands import HOST, Command, Copy, Launch, Program, Stream
 from workbench.trace.spans import HOST_LANE, Span

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from workbench.backend.args import Args
-from workbench.backend.cuda_kernel import Kernel, blocks
-from workbench.backend.cuda_tuning import GROUP, Tuning, together, tuning
+from workbench.backend.cuda.kernel import Kernel, blocks
+from workbench.backend.cuda.tuning import GROUP, Tuning, together, tuning
 from workbench.errors import DeviceError
 
 MOST_TOKENS = 8

@@ -30,8 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import NamedTuple
 
-from workbench.program.commands import Buffer, Program, Range
-from workbench.program.shadow import (
+from tests.oracles.shadow import (
     BEFORE,
     HOST_QUEUE,
     SPOILT_FIRST,
@@ -42,6 +41,7 @@ from workbench.program.shadow import (
     Task,
     unfinished,
 )
+from workbench.program.commands import Buffer, Program, Range
 
 SEEDS = range(200)  # what `search` tries unless told otherwise
 

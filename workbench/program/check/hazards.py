@@ -38,9 +38,9 @@ from typing import Any, NamedTuple
 from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.program.as_json import command_as_json
+from workbench.program.check.acts import Accessor, Declared, Run, Spot
+from workbench.program.check.wording import unordered, worded
 from workbench.program.commands import Buffer, Command, Launch, Place, Program, Range, Sync, Wait
-from workbench.program.order import Accessor, Declared, Run, Spot
-from workbench.program.wording import unordered, worded
 
 # of the value-dependent ops, which of `ops.reads` and of `ops.writes` declare more than is touched
 SUPERSETS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from workbench.backend import cpu
 from workbench.backend.args import AddressOf, Args, pack, parts_places, parts_scratch_bytes
 from workbench.backend.base import Issue, in_order
+from workbench.backend.cpu import op_table as cpu
 from workbench.backend.cpu.compile import host_isas
-from workbench.backend.loops import MAX_PARTS
+from workbench.backend.cpu.loops import MAX_PARTS
 from workbench.errors import DeviceError
 from workbench.graph import ops
 from workbench.graph.ir import Kind, Node, Tensor

@@ -1,8 +1,8 @@
 """Which CUDA kernels compute a node, with which grid and block.
 
-Pure: `launches` turns a node and its addresses into data (`backend/cuda_kernel.py`); nothing here
-compiles or talks to a device. Products are the business of `backend/cuda_products.py`, attention
-of `backend/cuda_attention.py`, all other ops of `backend/cuda_elementwise.py`; the table of ops is
+Pure: `launches` turns a node and its addresses into data (`backend/cuda/kernel.py`); nothing here
+compiles or talks to a device. Products are the business of `backend/cuda/products.py`, attention
+of `backend/cuda/attention.py`, all other ops of `backend/cuda/elementwise.py`; the table of ops is
 here, and what a node needs of scratch.
 """
 
@@ -10,14 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from workbench.backend import (
-    cuda_attention,
-    cuda_elementwise,
-    cuda_matvec,
-    cuda_products,
-)
 from workbench.backend.args import interior_bytes
-from workbench.backend.cuda_kernel import Kernel, Place, Work
+from workbench.backend.cuda import attention, elementwise, matvec, products
+from workbench.backend.cuda.kernel import Kernel, Place, Work
 from workbench.graph.ir import Node
 
 # attention ----------------------------------------------------------------------------------------
@@ -27,13 +22,13 @@ def _attention(node: Node, p: Place) -> list[Work]:
     return _attend(node, None, p)
 
 
-def _attend(attention: Node, quantize: Node | None, p: Place) -> list[Work]:
-    q, k, v, mask = attention.inputs
-    n = attention.params
+def _attend(node: Node, quantize: Node | None, p: Place) -> list[Work]:
+    q, k, v, mask = node.inputs
+    n = node.params
     tokens, heads, head_dim = q.shape
-    out = (attention if quantize is None else quantize).output
+    out = (node if quantize is None else quantize).output
     return list(
-        cuda_attention.launches(
+        attention.launches(
             p.at(out), p.at(q), p.at(k), p.at(v), p.at(mask), p.scratch, p.counters,
             tokens, heads, n["n_head_kv"], head_dim, n["n_kv"], float(n["scale"]),
             quantize is not None,
@@ -42,42 +37,42 @@ def _attend(attention: Node, quantize: Node | None, p: Place) -> list[Work]:
 
 
 def _attention_quantize(node: Node, p: Place) -> list[Work]:
-    attention, quantize = node.parts
+    attend, quantize = node.parts
     if _attention_can_quantise(node):
-        return _attend(attention, quantize, p)
+        return _attend(attend, quantize, p)
     inside = p.inside(node)
-    return _attend(attention, None, inside) + cuda_elementwise.quantize(quantize, inside)
+    return _attend(attend, None, inside) + elementwise.quantize(quantize, inside)
 
 
 def _attention_can_quantise(node: Node) -> bool:
-    attention = node.parts[0]
-    tokens, heads, head_dim = attention.inputs[0].shape
-    return cuda_attention.can_quantise(tokens, heads, attention.params["n_head_kv"], head_dim)
+    attend = node.parts[0]
+    tokens, heads, head_dim = attend.inputs[0].shape
+    return attention.can_quantise(tokens, heads, attend.params["n_head_kv"], head_dim)
 
 
 # the table ----------------------------------------------------------------------------------------
 
 _LAUNCHES: dict[str, Callable[[Node, Place], list[Work]]] = {
-    "get_rows": cuda_elementwise.get_rows,
-    "rms_norm": cuda_elementwise.norm,
-    "mul": cuda_elementwise.elementwise,
-    "add": cuda_elementwise.elementwise,
-    "swiglu": cuda_elementwise.elementwise,
-    "square_sums": cuda_elementwise.square_sums,
-    "rms_scale": cuda_elementwise.rms_scale,
-    "quantize": cuda_elementwise.quantize,
-    "mul_mat": cuda_products.mul_mat,
-    "rope": cuda_elementwise.rope,
-    "set_rows": cuda_elementwise.set_rows,
+    "get_rows": elementwise.get_rows,
+    "rms_norm": elementwise.norm,
+    "mul": elementwise.elementwise,
+    "add": elementwise.elementwise,
+    "swiglu": elementwise.elementwise,
+    "square_sums": elementwise.square_sums,
+    "rms_scale": elementwise.rms_scale,
+    "quantize": elementwise.quantize,
+    "mul_mat": products.mul_mat,
+    "rope": elementwise.rope,
+    "set_rows": elementwise.set_rows,
     "attention": _attention,
-    "norm": cuda_elementwise.norm,
-    "product": cuda_products.fused_products,
-    "product_norm": cuda_products.product_norm,
-    "qkv": cuda_products.fused_products,
-    "qkv_rope_store": cuda_products.qkv_rope_store,
-    "rope_store": cuda_elementwise.rope_store,
-    "glu": cuda_products.glu,
-    "swiglu_quantize": cuda_elementwise.swiglu_quantize,
+    "norm": elementwise.norm,
+    "product": products.fused_products,
+    "product_norm": products.product_norm,
+    "qkv": products.fused_products,
+    "qkv_rope_store": products.qkv_rope_store,
+    "rope_store": elementwise.rope_store,
+    "glu": products.glu,
+    "swiglu_quantize": elementwise.swiglu_quantize,
     "attention_quantize": _attention_quantize,
 }
 
@@ -94,8 +89,8 @@ def launches(node: Node, place: Place) -> list[Work]:
 def begins_early(node: Node) -> bool:
     """Whether every kernel of `node` declares its wait (`Kernel.waits`). All of ours do; cuBLAS
     does not, so that products it may be given must be planned to know."""
-    products = [part for part in node.parts or (node,) if part.op == "mul_mat"]
-    if all(product.inputs[1].shape[0] <= cuda_matvec.MOST_TOKENS for product in products):
+    multiplied = [part for part in node.parts or (node,) if part.op == "mul_mat"]
+    if all(part.inputs[1].shape[0] <= matvec.MOST_TOKENS for part in multiplied):
         return True
     works = launches(node, Place(lambda tensor: 0, 0, 0))
     return all(isinstance(w, Kernel) and w.waits for w in works)
@@ -107,25 +102,25 @@ def scratch_bytes(node: Node) -> int:
     if not node.parts:
         return _own_scratch(node)
     if node.op in ("norm", "rope_store", "swiglu_quantize"):
-        return interior_bytes(node) if cuda_elementwise.unread(node) else 0
+        return interior_bytes(node) if elementwise.unread(node) else 0
     if node.op == "attention_quantize":
         own = _own_scratch(node.parts[0])
         return own + (0 if _attention_can_quantise(node) else interior_bytes(node))
-    if cuda_products.few(node) and _IS_ONE.get(node.op, cuda_products.few)(node):
+    if products.few(node) and _IS_ONE.get(node.op, products.few)(node):
         # a sum that nobody else reads; heads that are normed by a launch of their own after all
         uses = node.op == "product_norm" or any(part.op == "rms_norm" for part in node.parts)
-        return interior_bytes(node) if uses or cuda_elementwise.unread(node) else 0
-    together = cuda_products.scratch_bytes(node)
-    if node.op == "glu" and all(cuda_products.glu_in_tiles(node, on) for on in (False, True)):
+        return interior_bytes(node) if uses or elementwise.unread(node) else 0
+    together = products.scratch_bytes(node)
+    if node.op == "glu" and all(products.glu_in_tiles(node, on) for on in (False, True)):
         return together  # on every device
     return interior_bytes(node) + max(together, *(_own_scratch(part) for part in node.parts))
 
 
 # Ops of several parts that are one launch for few tokens only where their shapes allow it.
 _IS_ONE: dict[str, Callable[[Node], bool]] = {
-    "glu": cuda_products.glu_is_one,
-    "product_norm": cuda_products.product_norm_is_one,
-    "qkv_rope_store": cuda_products.qkv_is_one,
+    "glu": products.glu_is_one,
+    "product_norm": products.product_norm_is_one,
+    "qkv_rope_store": products.qkv_is_one,
 }
 
 
@@ -133,5 +128,5 @@ def _own_scratch(node: Node) -> int:
     if node.op == "attention":
         tokens, heads, head_dim = node.inputs[0].shape
         p = node.params
-        return cuda_attention.scratch_bytes(tokens, heads, p["n_head_kv"], head_dim, p["n_kv"])
-    return cuda_products.scratch_bytes(node) if node.op == "mul_mat" else 0
+        return attention.scratch_bytes(tokens, heads, p["n_head_kv"], head_dim, p["n_kv"])
+    return products.scratch_bytes(node) if node.op == "mul_mat" else 0

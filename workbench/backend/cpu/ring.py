@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from workbench.backend.loops import (
+from workbench.backend.cpu.loops import (
     COMPLETED,
     CONTROL_BYTES,
     HOST_YIELD_NS,

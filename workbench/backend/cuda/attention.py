@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from workbench.backend.args import Args
-from workbench.backend.cuda_kernel import Kernel, blocks
+from workbench.backend.cuda.kernel import Kernel, blocks
 from workbench.errors import DeviceError
 
 MAX_HEAD_DIM = 256

@@ -4,7 +4,7 @@ Pure Python apart from NVRTC, which needs no GPU: `cubin("rows", "sm_90")` works
 the compiler library. Nothing here talks to a device.
 
 A file is compiled when one of its kernels is first wanted: as it is, or with macros of that kernel
-(`backend/cuda_kernel.py`), so that tile sizes and weight types are constants and only what a model
+(`backend/cuda/kernel.py`), so that tile sizes and weight types are constants and only what a model
 needs is compiled.
 """
 

@@ -1,7 +1,7 @@
 """The races of record: those really found in llama.cpp's scheduler, before and after their fix.
 
 Each is a small run of a few steps, with the names that its thread uses, in which the checker
-(`program/hazards.py`) finds the racing pair before the fix and nothing after it. `models` tells
+(`hazards.py`) finds the racing pair before the fix and nothing after it. `models` tells
 what of the thread a case models, and what it leaves out; where the threads establish which wait was
 missing but not which two accesses raced, the pair is ours and the case is marked reconstructed.
 
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from workbench.graph.ir import F32, I32, Tensor
 from workbench.graph.ops import make
+from workbench.program.check.script import Script
 from workbench.program.commands import RESULT, Command, Copy, Launch, Program, Read, Write
-from workbench.program.script import Script
 
 N_COPIES = 4  # of every split input in a pipeline: llama.cpp's GGML_SCHED_MAX_COPIES
 COLS = 64

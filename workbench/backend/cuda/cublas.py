@@ -13,7 +13,7 @@ import ctypes
 from typing import Any
 
 from workbench.backend.base import Issue
-from workbench.backend.cuda_kernel import Gemm
+from workbench.backend.cuda.kernel import Gemm
 from workbench.errors import DeviceError
 
 # The library may use no more, and the same at every call: with one stream per workspace its results

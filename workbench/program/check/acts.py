@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from workbench.graph import ops
 from workbench.graph.ir import Kind, Node
-from workbench.program.clocks import Walk
+from workbench.program.check.clocks import Walk
+from workbench.program.check.intervals import cut
+from workbench.program.check.wording import Missing
 from workbench.program.commands import (
     HOST,
     Command,
@@ -28,8 +30,6 @@ from workbench.program.commands import (
     Wait,
     Write,
 )
-from workbench.program.intervals import cut
-from workbench.program.wording import Missing
 
 Declared = Callable[[Node], bool]
 

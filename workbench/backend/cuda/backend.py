@@ -1,7 +1,7 @@
 """The cuda backend: NVIDIA GPUs of compute capability 8.0 and later.
 
 CuPy gives memory, streams and events; kernels come from `kernels/*.cu` through NVRTC
-(`backend/kernels.py`); what is issued again and again goes through cuda-bindings with everything
+(`op_table.py`); what is issued again and again goes through cuda-bindings with everything
 converted once: a launch is one call with a ready argument block (4 us of host time on an H100's
 host, where a CuPy kernel call took 5.7), a copy, record or wait likewise.
 
@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend import cuda_weights, kernels, nvrtc
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Issue, in_order
-from workbench.backend.cublas import Blas
-from workbench.backend.cuda_driver import (
+from workbench.backend.cuda import nvrtc, op_table, weights
+from workbench.backend.cuda.cublas import Blas
+from workbench.backend.cuda.driver import (
     CudaEvent,
     CudaMemory,
     Driver,
@@ -37,9 +37,9 @@ from workbench.backend.cuda_driver import (
     device_properties,
     libraries,
 )
-from workbench.backend.cuda_kernel import Gemm, Kernel, Work
-from workbench.backend.cuda_marks import Mark, Marks
-from workbench.backend.cuda_weights import Uploader
+from workbench.backend.cuda.kernel import Gemm, Kernel, Work
+from workbench.backend.cuda.marks import Mark, Marks
+from workbench.backend.cuda.weights import Uploader
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.commands import COMPUTE_STREAM, Capabilities, Space
@@ -151,7 +151,7 @@ class CudaBackend:
         return memory
 
     def load_weight(self, tensor: Tensor, data: np.ndarray) -> CudaMemory:
-        """Begins to load a weight (`backend/cuda_weights.py`); see `finish_loading`."""
+        """Begins to load a weight (`backend/cuda/weights.py`); see `finish_loading`."""
         self.attach()
         if self._uploader is None:
             streams = self._stream(SERVICE), self._stream(REPACK)
@@ -167,11 +167,11 @@ class CudaBackend:
 
     def refuses(self, node: Node) -> str:
         """Why no kernel computes `node`, or nothing."""
-        nowhere = kernels.Place(lambda tensor: 0, 0, 0)
-        return cuda_weights.refuses(node, lambda n: kernels.launches(n, nowhere))
+        nowhere = op_table.Place(lambda tensor: 0, 0, 0)
+        return weights.refuses(node, lambda n: op_table.launches(n, nowhere))
 
     def scratch_bytes(self, node: Node) -> int:
-        return kernels.scratch_bytes(node)
+        return op_table.scratch_bytes(node)
 
     # commands --------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class CudaBackend:
         return issue
 
     def begins_early(self, node: Node) -> bool:
-        return kernels.begins_early(node)
+        return op_table.begins_early(node)
 
     def launch(
         self,
@@ -255,8 +255,8 @@ class CudaBackend:
     ) -> Issue:
         self.finish_loading()
         there, what = self._stream(stream), f"launch {node.op} {node.name}"
-        place = kernels.Place(address_of, scratch, self._counters_of(stream), self._sm)
-        works = kernels.launches(node, place)
+        place = op_table.Place(address_of, scratch, self._counters_of(stream), self._sm)
+        works = op_table.launches(node, place)
         return in_order([self._prepare(work, there, what, programmatic) for work in works])
 
     def make_ready(self, nodes: Sequence[Node], left: Bar) -> None:
@@ -271,8 +271,8 @@ class CudaBackend:
         conversion at one address is made once)."""
         fresh = functools.partial(next, itertools.count(1 << 40, 1 << 40))
         addresses: defaultdict[Tensor, int] = defaultdict(fresh)
-        place = kernels.Place(lambda t: addresses[t.storage], 1 << 39, 1 << 38, self._sm)
-        return kernels.launches(node, place)
+        place = op_table.Place(lambda t: addresses[t.storage], 1 << 39, 1 << 38, self._sm)
+        return op_table.launches(node, place)
 
     def _counters_of(self, stream: int) -> int:
         """Counters for last-block combines: all zero, and back at zero after every kernel. Each
@@ -353,7 +353,7 @@ class CudaBackend:
         return self._marks.make(self._stream(stream), self._stream(SERVICE))
 
     def resolve(self, begin: Mark, end: Mark) -> tuple[int, int]:
-        """When two marks of this device were passed: ns on the host's clock (`cuda_marks.py`)."""
+        """When two marks of this device were passed: ns on the host's clock (`marks.py`)."""
         return self._marks.resolve(begin, end)
 
     def close(self) -> None:

@@ -30,13 +30,13 @@ import numpy as np
 
 from workbench.backend.args import variant
 from workbench.backend.base import Issue
-from workbench.backend.cuda_kernel import Kernel, blocks
+from workbench.backend.cuda.kernel import Kernel, blocks
 from workbench.errors import DeviceError
 from workbench.graph.ir import DTYPES, QUANTISED, WEIGHT_DTYPES, Node, Tensor
 from workbench.program.commands import Space
 
 if TYPE_CHECKING:
-    from workbench.backend.cuda_driver import CudaEvent, CudaMemory, Driver
+    from workbench.backend.cuda.driver import CudaEvent, CudaMemory, Driver
 
 SLOT_BYTES = 8 << 20
 N_SLOTS = 8  # so much pinned memory, and as much of the device's, while loading

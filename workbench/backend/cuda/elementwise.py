@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workbench.backend.args import Args, pack, variant
-from workbench.backend.cuda_kernel import Kernel, Place, Work, blocks
-from workbench.backend.cuda_matvec import Rotate
+from workbench.backend.cuda.kernel import Kernel, Place, Work, blocks
+from workbench.backend.cuda.matvec import Rotate
 from workbench.graph.ir import Node, Tensor
 
 ROPE_HEADS, ROPE_THREADS = 4, 64  # rope: heads and threads of a block

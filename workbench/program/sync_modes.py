@@ -3,7 +3,7 @@ what races under them.
 
 A sync mode is a row of `RULES`: where the host waits around the input copies of a split.
 `program/lower.py` makes programs by it. `race_of` says in words which orderings are unsafe where;
-`program/hazards.py` proves it, command by command.
+`program/check/hazards.py` proves it, command by command.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Launches of products and of what is fused with them.
 
-Pure. Products of up to 8 tokens are the business of `backend/cuda_matvec.py`, of more tokens of
-`backend/cuda_gemm.py`; here is how fused nodes are put together from them, and what becomes of a
+Pure. Products of up to 8 tokens are the business of `backend/cuda/matvec.py`, of more tokens of
+`backend/cuda/gemm.py`; here is how fused nodes are put together from them, and what becomes of a
 fused node that no one kernel takes: its parts, one after the other. With every pattern of
 `graph/fuse.py` a llama layer of more than 8 tokens and one quantised type is 12 launches while
-tiles decode it (`cuda_gemm.by_tile`): norm, Q + K + V, rope and store, attention, output, norm,
+tiles decode it (`gemm.by_tile`): norm, Q + K + V, rope and store, attention, output, norm,
 gate + up + swiglu, down, and x to tiles before each of the four that multiply.
 """
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workbench.backend import cuda_gemm, cuda_matvec
 from workbench.backend.args import pack, variant
-from workbench.backend.cuda_elementwise import (
+from workbench.backend.cuda import gemm, matvec
+from workbench.backend.cuda.elementwise import (
     elementwise,
     norm_parts,
     rms_scale,
@@ -25,9 +25,9 @@ from workbench.backend.cuda_elementwise import (
     swiglu_quantize_parts,
     unread,
 )
-from workbench.backend.cuda_gemm import Epilogue
-from workbench.backend.cuda_kernel import CLUSTERS, HOPPER, Kernel, Place, Work, blocks
-from workbench.backend.cuda_matvec import HeadNorm, Norm, Scale, Segment
+from workbench.backend.cuda.gemm import Epilogue
+from workbench.backend.cuda.kernel import CLUSTERS, HOPPER, Kernel, Place, Work, blocks
+from workbench.backend.cuda.matvec import HeadNorm, Norm, Scale, Segment
 from workbench.graph.fuse import Product, product_at
 from workbench.graph.ir import Q8_ACT, Node, Tensor
 
@@ -78,7 +78,7 @@ def _split(parts: Sequence[Node]) -> tuple[list[Product], list[Node]]:
 def few(node: Node) -> bool:
     """Whether the products of `node` are for so few tokens that one launch makes them all."""
     products = [part for part in node.parts or (node,) if part.op == "mul_mat"]
-    return products[0].inputs[1].shape[0] <= cuda_matvec.MOST_TOKENS and all(
+    return products[0].inputs[1].shape[0] <= matvec.MOST_TOKENS and all(
         variant(product)[0] != "mul_mat_float" for product in products
     )
 
@@ -88,7 +88,7 @@ def _one_product(product: Product, p: Place) -> list[Work]:
     tokens = product.mul_mat.inputs[1].shape[0]
     if not tokens:
         return []
-    if not _is_float(product) and tokens <= cuda_matvec.MOST_TOKENS:
+    if not _is_float(product) and tokens <= matvec.MOST_TOKENS:
         return _in_one([product], p)
     if _is_float(product) or product.scale is not None:
         multiply = _float_product if _is_float(product) else mul_mat
@@ -103,26 +103,24 @@ def _in_one(products: list[Product], p: Place) -> list[Work]:
     w, x = products[0].mul_mat.inputs
     segments = [_segment(product, p) for product in products]
     scale = _scale(products[0], p)
-    return [cuda_matvec.plain(segments, p.at(x), w.cols, x.shape[0], scale)]
+    return [matvec.plain(segments, p.at(x), w.cols, x.shape[0], scale)]
 
 
 def many(product: Product) -> bool:
     """Whether a product is one for `cuda_gemm`."""
     tokens = product.mul_mat.inputs[1].shape[0]
-    return not _is_float(product) and product.scale is None and tokens > cuda_matvec.MOST_TOKENS
+    return not _is_float(product) and product.scale is None and tokens > matvec.MOST_TOKENS
 
 
-def _x(product: Product, p: Place) -> cuda_gemm.X:
+def _x(product: Product, p: Place) -> gemm.X:
     x = product.mul_mat.inputs[1]
-    return cuda_gemm.X(p.at(x), x.dtype == Q8_ACT, x.cols, x.rows)
+    return gemm.X(p.at(x), x.dtype == Q8_ACT, x.cols, x.rows)
 
 
 def _together(products: list[Product], p: Place) -> list[Work]:
     """Products of one x and many tokens: one launch for all of one type."""
     segments = [_segment(product, p) for product in products]
-    return cuda_gemm.product(
-        segments, _x(products[0], p), p.scratch, p.counters, hopper=p.sm == HOPPER
-    )
+    return gemm.product(segments, _x(products[0], p), p.scratch, p.counters, hopper=p.sm == HOPPER)
 
 
 def _in_turn(products: list[Product], p: Place) -> list[Work]:
@@ -162,7 +160,7 @@ def product_norm(node: Node, p: Place) -> list[Work]:
         bool(quantize),
     )  # fmt: skip
     segment, scale = _segment(product, inside, last), _scale(product, p)
-    return [cuda_matvec.normed(segment, p.at(x), w.cols, x.shape[0], norm, scale)]
+    return [matvec.normed(segment, p.at(x), w.cols, x.shape[0], norm, scale)]
 
 
 def product_norm_is_one(node: Node) -> bool:
@@ -171,7 +169,7 @@ def product_norm_is_one(node: Node) -> bool:
     (product,), (_, _, mul, *quantize) = _split(node.parts)
     rows = product.mul_mat.inputs[0].shape[0]
     both = bool(quantize) and mul.output in node.outputs
-    return few(node) and cuda_matvec.can_norm(rows) and not both
+    return few(node) and matvec.can_norm(rows) and not both
 
 
 def qkv_rope_store(node: Node, p: Place) -> list[Work]:
@@ -193,7 +191,7 @@ def qkv_rope_store(node: Node, p: Place) -> list[Work]:
         norm = HeadNorm(q_factors, k_factors, float(q_norm.params["eps"]))
         rotate = rotate._replace(norm=norm)
     scale = _scale(products[0], p)
-    return [cuda_matvec.qkv(segments, p.at(x), w.cols, x.shape[0], rotate, scale)]
+    return [matvec.qkv(segments, p.at(x), w.cols, x.shape[0], rotate, scale)]
 
 
 def qkv_is_one(node: Node) -> bool:
@@ -203,7 +201,7 @@ def qkv_is_one(node: Node) -> bool:
         return few(node)
     weights = [product.mul_mat.inputs[0] for product in products]
     tokens, _, head_dim = next(part for part in tail if part.op == "rope").output.shape
-    return cuda_matvec.can_norm_heads(
+    return matvec.can_norm_heads(
         [w.dtype.name for w in weights], [w.shape[0] for w in weights], weights[0].cols, tokens,
         head_dim,
     )  # fmt: skip
@@ -218,10 +216,10 @@ def glu(node: Node, p: Place) -> list[Work]:
         w, x = gate.inputs
         gate_w, up_w = [_segment(product, p, node.output) for product in products]
         scale = _scale(products[0], p)
-        return [cuda_matvec.glu(gate_w, up_w, p.at(x), w.cols, x.shape[0], quantised, scale)]
+        return [matvec.glu(gate_w, up_w, p.at(x), w.cols, x.shape[0], quantised, scale)]
     if glu_in_tiles(node, p.sm == HOPPER):
         gate_w, up_w = [_segment(product, p, node.output) for product in products]
-        return cuda_gemm.glu(
+        return gemm.glu(
             gate_w, up_w, _x(products[0], p), quantised, p.scratch, p.counters,
             hopper=p.sm == HOPPER,
         )  # fmt: skip
@@ -235,7 +233,7 @@ def glu(node: Node, p: Place) -> list[Work]:
 def glu_is_one(node: Node) -> bool:
     """Whether one launch makes it, of few tokens."""
     quantised = node.parts[-1].op == "quantize"
-    return not quantised or cuda_matvec.can_glu_quantise(node.parts[0].inputs[0].shape[0])
+    return not quantised or matvec.can_glu_quantise(node.parts[0].inputs[0].shape[0])
 
 
 def glu_in_tiles(node: Node, hopper: bool) -> bool:
@@ -243,7 +241,7 @@ def glu_in_tiles(node: Node, hopper: bool) -> bool:
     products, tail = _split(node.parts)
     w, x = products[0].mul_mat.inputs
     quantised = tail[-1].op == "quantize"
-    return all(many(product) for product in products) and cuda_gemm.can_glu(
+    return all(many(product) for product in products) and gemm.can_glu(
         w.dtype.name, w.shape[0], x.shape[0], quantised, hopper
     )
 
@@ -260,6 +258,4 @@ def scratch_bytes(node: Node) -> int:
         return 0
     tiled = node.op == "glu" and any(glu_in_tiles(node, on) for on in (False, True))
     end = Epilogue.GLU if tiled else Epilogue.PLAIN
-    return max(
-        cuda_gemm.scratch_bytes(dtype, each, x.cols, x.rows, end) for dtype, each in rows.items()
-    )
+    return max(gemm.scratch_bytes(dtype, each, x.cols, x.rows, end) for dtype, each in rows.items())

@@ -36,9 +36,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from workbench.backend.args import Args
-from workbench.backend.cuda_kernel import Gemm, Kernel, Work, blocks
-from workbench.backend.cuda_matvec import Segment, segment_args
-from workbench.backend.cuda_tiling import Build, Epilogue, build_for, tile_tokens
+from workbench.backend.cuda.kernel import Gemm, Kernel, Work, blocks
+from workbench.backend.cuda.matvec import Segment, segment_args
+from workbench.backend.cuda.tiling import Build, Epilogue, build_for, tile_tokens
 from workbench.graph.ir import QUANTISED
 
 # Most tokens for which quantised weights take way `tile`: with warpgroups (compute capability 9.0)

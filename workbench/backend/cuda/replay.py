@@ -11,12 +11,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from workbench.backend.base import Issue
-from workbench.backend.cuda_kernel import Kernel, blocks
+from workbench.backend.cuda.kernel import Kernel, blocks
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import COMPUTE_STREAM, Space
 
 if TYPE_CHECKING:
-    from workbench.backend.cuda import CudaBackend
+    from workbench.backend.cuda.backend import CudaBackend
 
 READ_THREADS, WORD_BYTES = 256, 16  # of kernels/read.cu
 READ_WORDS = (4, 8, 16)  # read_4, read_8, read_16: words a thread reads in one round

@@ -1,6 +1,6 @@
 """How the products of more than 8 tokens are cut into tiles, stages and blocks on CUDA.
 
-Pure. `cuda_gemm.py` says what a launch is given; kernels/tensor_product.cu has the macros. For each
+Pure. `gemm.py` says what a launch is given; kernels/tensor_product.cu has the macros. For each
 number of tokens a few shapes are at hand; which of them a launch gets, and how many blocks share
 the columns of a tile, follows from a model of what it takes: the steps that the last
 multiprocessor to end has to make, one after another. Its figures were fitted to launches of an 8B
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from workbench.backend.cuda_kernel import blocks
+from workbench.backend.cuda.kernel import blocks
 from workbench.graph.ir import DTYPES
 
 MULTIPROCESSORS = 132  # a constant, so that no result depends on the device

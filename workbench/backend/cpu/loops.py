@@ -43,7 +43,7 @@ import time
 from numba import cfunc, njit
 
 from workbench.backend import compiled
-from workbench.backend.atomics import (
+from workbench.backend.cpu.atomics import (
     call_kernel,
     clock_gettime,
     cond_broadcast,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from workbench.backend.cuda_driver import CudaEvent, Driver
+from workbench.backend.cuda.driver import CudaEvent, Driver
 
 CLOCK_TRIES, CLOCK_MAX_AGE_NS = 5, 2_000_000_000
 

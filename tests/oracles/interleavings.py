@@ -38,7 +38,7 @@ from workbench.program.commands import (
 )
 
 if TYPE_CHECKING:
-    from workbench.program.hazards import Race
+    from workbench.program.check.hazards import Race
 
 MOST_STATES = 50_000
 BEFORE = -1  # version of what was there before the run

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend import share
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Issue
-from workbench.backend.loops import push, run_inline, run_lane
-from workbench.backend.ring import Ring, aligned_zeros, command_block
+from workbench.backend.cpu import base
+from workbench.backend.cpu.loops import push, run_inline, run_lane
+from workbench.backend.cpu.ring import Ring, aligned_zeros, command_block
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.commands import Capabilities, Space
@@ -40,7 +40,7 @@ def _nothing() -> None:
     """A command that a synchronous backend has fulfilled before it is asked."""
 
 
-class HostBackend(share.CpuBackend):
+class HostBackend(base.CpuBackend):
     """See the module. Not to be launched on after `close`."""
 
     name = "host"
@@ -49,8 +49,8 @@ class HostBackend(share.CpuBackend):
     )
 
     def __init__(self, threads: int):
-        self.lanes = share.n_lanes(threads)
-        self.description = f"host, {self.lanes} threads, {share.cpu_name()}"
+        self.lanes = base.n_lanes(threads)
+        self.description = f"host, {self.lanes} threads, {base.cpu_name()}"
         self.waiting = "never: every call returns when its work is done"
         self._ring = Ring("the host backend", self.lanes - 1)
         self._helpers = False
@@ -66,7 +66,7 @@ class HostBackend(share.CpuBackend):
 
     def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
         """A callable that computes `node` to its end."""
-        return self.run_kernel(*share.bind(node, address_of, scratch, "file", self.lanes))
+        return self.run_kernel(*base.bind(node, address_of, scratch, "file", self.lanes))
 
     def run_kernel(self, function: int, parts: int, args: list[int | float]) -> Issue:
         """A callable that runs the kernel at address `function`, shared where parts > 1."""

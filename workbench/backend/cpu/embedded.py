@@ -25,10 +25,11 @@ from collections import deque
 
 import numpy as np
 
-from workbench.backend import cpu, share
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Issue
-from workbench.backend.loops import (
+from workbench.backend.cpu import base
+from workbench.backend.cpu import op_table as cpu
+from workbench.backend.cpu.loops import (
     AWAIT,
     COMPLETED,
     COPY,
@@ -37,7 +38,7 @@ from workbench.backend.loops import (
     MAX_PARTS,
     push,
 )
-from workbench.backend.ring import Ring, Signal, aligned_zeros, command_block
+from workbench.backend.cpu.ring import Ring, Signal, aligned_zeros, command_block
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.commands import COMPUTE_STREAM, Capabilities, Space
@@ -102,7 +103,7 @@ class Gate:
         self.open()
 
 
-class EmbeddedDevice(share.CpuBackend):
+class EmbeddedDevice(base.CpuBackend):
     """See the module. Any thread may call; one program is run by one thread at a time."""
 
     name = "embedded"
@@ -113,8 +114,8 @@ class EmbeddedDevice(share.CpuBackend):
     def __init__(self, threads: int = 0, pageable: str = "late"):
         if pageable not in PAGEABLE:
             raise DeviceError(f"pageable={pageable!r}; choose one of {', '.join(PAGEABLE)}")
-        self.lanes = share.n_lanes(threads)
-        self.description = f"embedded device, {self.lanes} lanes, {share.cpu_name()}"
+        self.lanes = base.n_lanes(threads)
+        self.description = f"embedded device, {self.lanes} lanes, {base.cpu_name()}"
         self.waiting = (
             f"yields for {HOST_YIELD_NS // 1000} us, then sleeps on a condition variable; idle "
             f"lanes yield for {LANE_YIELD_NS // 1000} us, the copy stream for "
@@ -194,7 +195,7 @@ class EmbeddedDevice(share.CpuBackend):
         """Queues `node`, as one entry of the ring."""
         layout = self._layouts.get(address_of(node.inputs[0]), "file")
         ring = self.streams[stream]
-        return ring.prepare(*share.bind(node, address_of, scratch, layout, ring.n_lanes))
+        return ring.prepare(*base.bind(node, address_of, scratch, layout, ring.n_lanes))
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
         ring = self.streams[stream]

@@ -1,7 +1,7 @@
 """What the launch functions of the cuda backend are given, and what they return: kernels, and
 products for cuBLAS.
 
-Pure data. `backend/kernels.py` says which of them compute a node; `backend/cuda.py` issues them.
+Pure data. `op_table.py` says which of them compute a node; `backend.py` issues them.
 """
 
 from __future__ import annotations
