@@ -8,8 +8,9 @@ from fake_engine import Clock, FakeEngine
 
 from workbench.bench import stats
 from workbench.bench.ab import ab, make_arms, parse_toggle_spec
-from workbench.bench.comparison import AB, order_of
+from workbench.bench.comparison import AB
 from workbench.bench.results import load_run
+from workbench.bench.rounds import order_of
 from workbench.config import Toggles
 from workbench.errors import DeviceError, UsageError
 

@@ -1,20 +1,16 @@
 """Is the toggled engine faster, and is its answer the same? One comparison, interleaved.
 
-    round 0   A B A'        every arm runs the test once per round; each second round runs
-    round 1   A' B A        backwards (ABBA), and each pair of rounds starts one arm further on, so
-    round 2   B A' A        that no arm always follows the same one. A' is the A/A control: the
-    round 3   A A' B        baseline again, an engine of its own.
-
-Before that every arm is warmed up until its times settle (`workload.warm_up`) and its logits are
-compared with the baseline's; the last logits of every timed repetition are compared, too, since all
-arms of a round are fed the same tokens. Nothing here draws, and nothing is timed while traced.
+`rounds.py` shows the order in which the arms are measured. Before that every arm is warmed up until
+its times settle (`workload.warm_up`), and its logits are compared with the baseline's. The last
+logits of every timed repetition are compared, too, since all arms of a round are fed the same
+tokens. Nothing here draws, and nothing is timed while traced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from workbench.bench.arms import Arm, Plan, make_arms, parse_toggle_spec, plan
 from workbench.bench.comparison import AB
@@ -25,6 +21,9 @@ from workbench.bench.workload import Workload, check_untraced
 from workbench.config import Toggles
 from workbench.engine.exclusive import check_engine, door
 from workbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
 
 __all__ = [
     "AB",
@@ -41,7 +40,7 @@ __all__ = [
 
 @door
 def ab(
-    engine: Any,
+    engine: Engine,
     toggle: str,
     values: Sequence[str] | None = None,
     tests: str | Workload | Sequence[str | Workload] = "tg32",

@@ -8,14 +8,17 @@ are fed the same ones, whatever they would have chosen, so a difference does not
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from workbench.bench.workload import Tokens
+from workbench.bench.workload import Tokens, Workload, bos_token, draw_tokens
 from workbench.config import EXACT
-from workbench.progress import HIDDEN, Bar
+from workbench.progress import HIDDEN, Bar, bar
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
 
 NMSE_TOLERANCE = 1e-3
 MARGIN_IN_RMS = 4.0
@@ -60,7 +63,7 @@ class Answer(NamedTuple):
         return cls(**({"equal": nmse == 0 and found["holds"]} | found | {"nmse": nmse}))
 
 
-def force(engine: Any, tokens: Tokens, left: Bar = HIDDEN) -> np.ndarray:
+def force(engine: Engine, tokens: Tokens, left: Bar = HIDDEN) -> np.ndarray:
     """Feeds `tokens` into an empty cache: the prompt in ubatches, then one by one; tells `left`.
 
     Returns float32 (1 + len(tokens.gen), n_vocab): the logits after the prompt and each token.
@@ -71,6 +74,21 @@ def force(engine: Any, tokens: Tokens, left: Bar = HIDDEN) -> np.ndarray:
         rows.append(np.array(engine.step((token,)), np.float32)[-1:])
         left.update()
     return np.concatenate(rows)
+
+
+def compare_engines(engines: Sequence[Engine], kinds: Sequence[str], seed: int) -> list[Answer]:
+    """Feeds the same tokens to every engine, a prompt and then one by one, and compares the logits
+    with the first one's. kinds: the class that each of the others is held to."""
+    room = engines[0].config.n_ctx
+    n_steps = min(N_STEPS, room - 1)
+    fixed = Workload(min(N_PREFILL, room - n_steps), n_steps)
+    tokens = draw_tokens(fixed, engines[0].model.n_vocab, seed, bos=bos_token(engines[0]))
+    with bar("comparing logits", fixed.n_tokens * len(engines), "tokens") as left:
+        baseline = force(engines[0], tokens, left)
+        return [
+            compare(baseline, force(engine, tokens, left), kind)
+            for engine, kind in zip(engines[1:], kinds, strict=True)
+        ]
 
 
 def compare(

@@ -16,19 +16,13 @@ import pandas as pd
 
 from workbench.bench import resolution, results, stats
 from workbench.bench.answers import Answer
+from workbench.bench.rounds import order_of
 from workbench.bench.until import Ended
 from workbench.errors import UsageError
 from workbench.frames import Table, markdown, terminal_columns, to_html
 from workbench.toggles import said_toggles
 
 CONTROL = "A/A control"
-
-
-def order_of(round_: int, n_arms: int) -> list[int]:
-    """The order in which round number `round_` runs the arms: rotated, and backwards if odd."""
-    first = (round_ // 2) % n_arms
-    order = [(first + i) % n_arms for i in range(n_arms)]
-    return order[::-1] if round_ % 2 else order
 
 
 def background(run: dict[str, Any]) -> str:

@@ -1,23 +1,26 @@
-"""A comparison while it is measured: rounds in turn, the run folder kept up to date, resumed."""
+"""A comparison while it is measured: arms in rounds, a run folder that grows and is resumed."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from workbench.bench import answers, provenance, results, until
+import pandas as pd
+
+from workbench.bench import answers, provenance, results
 from workbench.bench.arms import Arm
-from workbench.bench.comparison import AB, order_of
-from workbench.bench.results import SampleTable
+from workbench.bench.comparison import AB
+from workbench.bench.draft import Draft, kept, new_arm, new_run
+from workbench.bench.rounds import Repetition, Trials, order_of
 from workbench.bench.until import Until
-from workbench.bench.workload import Sample, Workload, bos_token, draw_tokens, run, warm_up
+from workbench.bench.workload import Sample, Workload
 from workbench.errors import UsageError
 from workbench.output import check_folder
-from workbench.progress import HIDDEN, Bar, bar
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
 
 
 def open_out(out: Path | None, resume: bool) -> results.Run | None:
@@ -41,7 +44,7 @@ class Experiment:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine,
         toggle: str,
         arms: list[Arm],
         workloads: list[Workload],
@@ -50,86 +53,48 @@ class Experiment:
         smoke: bool,
         asked: Until | None = None,
     ):
-        self.engine, self.toggle, self.arms, self.workloads = engine, toggle, arms, workloads
-        self.rounds, self.seed, self.smoke, self.until = rounds, seed, smoke, asked
-        self.bos = bos_token(engine)
+        """Arguments as for `ab`. asked: what `until` and `at_most_s` mean."""
+        self.engine, self.toggle, self.arms = engine, toggle, arms
+        self.smoke, self.until = smoke, asked
+        self.trials = Trials([], workloads, rounds, seed, asked, once=smoke)
         self.answers: list[list[answers.Answer]] = [[] for _ in arms]
-        self.warm_ups: dict[str, dict[str, Any]] = {}
-        self.ended: dict[str, dict[str, Any]] = {}  # by test: `until.Ended`
-        self.spent = 0.0  # of `until.at_most_s`, seconds
-        self.each_s = 0.0  # what a repetition took in the warm-up
-        self.rates: dict[tuple[str, str, int], float] = {}  # t/s by arm, test and round
-        self.rows: dict[str, list[list[float]]] = {}  # the same of whole rounds, by test
-        self.begun = self.saved = time.monotonic()
+        self._before: dict[str, Any] = {}  # the counters of an arm before its repetition
 
     # the run folder -----------------------------------------------------------------------------
 
     def open(self, out: Path | None, name: str, resume: bool) -> None:
         """Takes or makes the run this experiment writes to. Raises UsageError where it cannot."""
-        self.out = out
         earlier = open_out(out, resume)
         run_id = (out or results.new_run_folder(name=name)).name
-        self.record = self._new_record(run_id, name)
-        self.duration_before = 0.0
-        samples = None
+        record = self._new_record(run_id, name)
         if earlier is not None:
-            self._check_same(earlier.run, out)
-            run_id, samples = earlier.run["run_id"], earlier.samples
-            self.record |= {k: earlier.run[k] for k in ("run_id", "name", "started")}
-            self.record["result"]["sessions"] = [
-                *earlier.run["result"]["sessions"],
-                *self.record["result"]["sessions"],
-            ]
-            self.duration_before = earlier.run["duration_s"]
-            cells = results.rates(samples)[["arm", "test", "repetition", "tps"]]
-            self.rates = {(a, t, r): tps for a, t, r, tps in cells.itertuples(index=False)}
-            for arm, old in zip(self.record["arms"], earlier.run["arms"], strict=True):
-                arm["counters"] = old["counters"]
-            found = earlier.run["result"]
-            self.warm_ups = dict(found["warm_up"])
-            self.ended = dict((found.get("until") or {}).get("tests", {}))
-            for known, arm in zip(self.answers, self.arms, strict=True):
-                if arm.name in found["answers"]:
-                    known.append(answers.Answer.from_dict(found["answers"][arm.name]))
-        self.samples = SampleTable(run_id, samples)
+            self._check_same(earlier.run, record, out)
+            self._take_over(earlier, record)
+        samples = None if earlier is None else earlier.samples
+        self.draft = Draft(record, out, self._complete, samples)
 
     def _new_record(self, run_id: str, name: str) -> dict[str, Any]:
-        now = provenance.utc_now()
-        found = provenance.collect(self.engine)
-        return {
-            "schema": results.SCHEMA,
-            "run_id": run_id,
-            "kind": "ab",
-            "name": name,
-            "status": results.INTERRUPTED,
-            "started": now,
-            "duration_s": 0.0,
-            **found,
-            "seed": self.seed,
-            "tests": [w.name for w in self.workloads],
-            "repetitions": self.rounds,
-            "arms": [
-                {
-                    "name": arm.name,
-                    "is_control": arm.is_control,
-                    "toggles": arm.toggles.to_dict(),
-                    "sync_mode": "",
-                    "program": {},
-                    "counters": {},
-                }
-                for arm in self.arms
-            ],
-            "result": {
-                "toggle": self.toggle,
-                "smoke": self.smoke,
-                "warm_up": {},
-                "until": None,
-                "answers": {},
-                "sessions": [{"started": now, "commit": found["commit"]}],
-            },
+        made = new_run(
+            "ab",
+            run_id,
+            name,
+            provenance.collect(self.engine),
+            [new_arm(arm.name, arm.toggles.to_dict(), arm.is_control) for arm in self.arms],
+            [workload.name for workload in self.trials.workloads],
+            self.trials.rounds,
+            self.trials.seed,
+        )
+        made["result"] |= {
+            "toggle": self.toggle,
+            "smoke": self.smoke,
+            "warm_up": {},
+            "until": None,
+            "answers": {},
+            "sessions": [{"started": made["started"], "commit": made["commit"]}],
         }
+        return made
 
-    def _check_same(self, old: dict[str, Any], out: Path | None) -> None:
+    def _check_same(self, old: dict[str, Any], new: dict[str, Any], out: Path | None) -> None:
         """Raises UsageError, naming the difference, where `old` measured something else."""
 
         def identity(record: dict[str, Any]) -> dict[str, Any]:
@@ -143,189 +108,112 @@ class Experiment:
                 "commit": record["commit"]["hash"],
             }
 
-        was, now = identity(old), identity(self.record)
+        was, now = identity(old), identity(new)
         for key, value in was.items():
             if now[key] != value:
                 raise UsageError(
                     f"{out} cannot be resumed: its {key} is {value}, and now it would be {now[key]}"
                 )
 
-    def save(self, status: str) -> AB:
-        """The result so far, written to the run folder where there is one."""
-        result = self.record["result"]
-        result["warm_up"] = self.warm_ups
+    def _take_over(self, earlier: results.Run, record: dict[str, Any]) -> None:
+        """What a resumed run has already: its name, repetitions, answers, counters and sessions."""
+        old, found = earlier.run, earlier.run["result"]
+        record |= {k: old[k] for k in ("run_id", "name", "started", "duration_s")}
+        record["result"]["sessions"] = [*found["sessions"], *record["result"]["sessions"]]
+        number = {arm.name: i for i, arm in enumerate(self.arms)}
+        cells = results.rates(earlier.samples)[["arm", "test", "repetition", "tps"]]
+        self.trials.rates = {
+            (test, round_, number[arm]): tps
+            for arm, test, round_, tps in cells.itertuples(index=False)
+        }
+        self.trials.warm_ups = dict(found["warm_up"])
+        self.trials.ended = dict((found.get("until") or {}).get("tests", {}))
+        for arm, old_arm in zip(record["arms"], old["arms"], strict=True):
+            arm["counters"] = old_arm["counters"]
+        for known, one in zip(self.answers, self.arms, strict=True):
+            if one.name in found["answers"]:
+                known.append(answers.Answer.from_dict(found["answers"][one.name]))
+
+    def _complete(self) -> dict[str, pd.DataFrame]:
+        """Completes run.json before it is saved; no further tables."""
+        record, trials = self.draft.run, self.trials
+        record["result"]["warm_up"] = trials.warm_ups
         if self.until is not None:
-            result["until"] = self.until._asdict() | {"tests": self.ended}
-            rounds = (ended["rounds"] for ended in self.ended.values())
-            self.record["repetitions"] = max(rounds, default=self.rounds)
-        result["state_after"] = provenance.state()
-        result["answers"] = {
+            record["result"]["until"] = self.until._asdict() | {"tests": trials.ended}
+            rounds = (ended["rounds"] for ended in trials.ended.values())
+            record["repetitions"] = max(rounds, default=trials.rounds)
+        record["result"]["state_after"] = provenance.state()
+        record["result"]["answers"] = {
             arm.name: answers.merge(every).to_dict()
             for arm, every in zip(self.arms, self.answers, strict=True)
             if every
         }
-        seconds = self.duration_before + time.monotonic() - self.begun
-        self.record |= {"status": status, "duration_s": round(seconds, 3)}
-        made = AB(self.record, self.samples.frame())
-        if self.out is not None:
-            made.save(self.out)
-        self.saved = time.monotonic()
-        return made
+        return {}
 
     # measuring ----------------------------------------------------------------------------------
 
     def measure(self, progress: Callable[[int, int, str], None] | None) -> AB:
-        self.begun = self.saved = time.monotonic()
+        """All tests, as `ab` says; the result, also where it is interrupted."""
+        trials, draft = self.trials, self.draft
         with ExitStack() as stack:
-            self.engines = []
-            for arm in self.arms:
-                variant = self.engine.variant(arm.toggles)
-                stack.callback(variant.close)
-                self.engines.append(variant)
-            try:
-                self._check_answers()
-                for n, workload in enumerate(self.workloads):
-                    self._measure_test(workload, progress, len(self.workloads) - n)
-            except KeyboardInterrupt:
-                if not self.samples.n_cells:
-                    raise
-                return self.save(results.INTERRUPTED)
-            except Exception:
-                if self.samples.n_cells:
-                    self.save(results.INTERRUPTED)
-                raise
-            return self.save(results.COMPLETE)
-
-    def _check_answers(self) -> None:
-        """Feeds the same tokens to every arm, and compares the logits with the baseline's."""
-        room = self.engine.config.n_ctx
-        n_steps = min(answers.N_STEPS, room - 1)
-        fixed = Workload(min(answers.N_PREFILL, room - n_steps), n_steps)
-        tokens = draw_tokens(fixed, self.engine.model.n_vocab, self.seed, bos=self.bos)
-        with bar("comparing logits", fixed.n_tokens * len(self.arms), "tokens") as left:
-            baseline = answers.force(self.engines[0], tokens, left)
-            for i, arm in enumerate(self.arms[1:], 1):
-                forced = answers.force(self.engines[i], tokens, left)
-                self.answers[i].append(answers.compare(baseline, forced, arm.answer))
+            trials.engines = [
+                stack.enter_context(closing(self.engine.variant(arm.toggles))) for arm in self.arms
+            ]
+            with kept(draft):
+                kinds = [arm.answer for arm in self.arms[1:]]
+                found = answers.compare_engines(trials.engines, kinds, trials.seed)
+                for known, answer in zip(self.answers[1:], found, strict=True):
+                    known.append(answer)
+                for workload in trials.workloads:
+                    self._measure_test(workload, progress)
+        return AB(draft.run, draft.samples.frame())
 
     def _measure_test(
-        self,
-        workload: Workload,
-        progress: Callable[[int, int, str], None] | None,
-        tests_left: int,
+        self, workload: Workload, progress: Callable[[int, int, str], None] | None
     ) -> None:
-        test, n_arms = workload.name, len(self.arms)
-        for engine, record in zip(self.engines, self.record["arms"], strict=True):
+        test, n_arms, trials = workload.name, len(self.arms), self.trials
+        for engine, record in zip(trials.engines, self.draft.run["arms"], strict=True):
             record["sync_mode"] = engine.sync_mode
             record["program"][test] = describe(engine, workload)
-        with ExitStack() as stack:
-            left = HIDDEN
-            for round_, n_rounds in self._rounds(workload, tests_left):
-                cells = (n_rounds - round_) * n_arms
-                if left is HIDDEN:
-                    limit_s = self.until.at_most_s if self.until else math.inf
-                    what, expected_s = label_of(workload, self.workloads), cells * self.each_s
-                    n_tokens = cells * workload.n_cells
-                    left = stack.enter_context(
-                        bar(what, n_tokens, "tokens", min(expected_s, limit_s))
-                    )
-                left.total = left.done + cells * workload.n_cells
-                left.detail = until.reached(self.ended.get(test))
-                self._measure_round(workload, round_, n_rounds, progress, left)
-            if progress is not None and left is not HIDDEN:
-                total = len(self._whole(test)) * n_arms
-                progress(total, total, test)
+        tell = progress or (lambda done, total, what: None)
+        missing = False
 
-    def _measure_round(
-        self,
-        workload: Workload,
-        round_: int,
-        n_rounds: int,
-        progress: Callable[[int, int, str], None] | None,
-        left: Bar,
-    ) -> None:
-        """One repetition of every arm, but for those that a resumed run has."""
-        test, n_arms = workload.name, len(self.arms)
-        tokens = draw_tokens(workload, self.engine.model.n_vocab, self.seed, round_, self.bos)
-        taken: dict[int, Sample] = {}
-        for nth, i in enumerate(order_of(round_, n_arms)):
-            arm = self.arms[i]
-            if (arm.name, test, round_) in self.rates:
-                continue
-            if progress is not None:
-                progress(round_ * n_arms + nth, n_rounds * n_arms, f"{test} {arm.name}")
-            before = self.engines[i].counters
-            taken[i] = sample = run(self.engines[i], workload, tokens, left)
-            self.samples.add(
-                arm.name, arm.is_control, test, round_, sample.token_ns, sample.token_n
-            )
-            self.rates[arm.name, test, round_] = sample.tokens_per_second
-            _accumulate(self.record["arms"][i]["counters"], before, self.engines[i].counters)
-        self._compare_round(taken)
-        if self.out is not None and time.monotonic() - self.saved > results.CHECKPOINT_SECONDS:
-            self.save(results.INTERRUPTED)
+        def begins(one: Repetition) -> None:
+            nonlocal missing
+            missing = True
+            nth = order_of(one.round_, n_arms).index(one.arm)
+            done, total = one.round_ * n_arms + nth, one.n_rounds * n_arms
+            tell(done, total, f"{test} {self.arms[one.arm].name}")
+            self._before = trials.engines[one.arm].counters
 
-    def _rounds(self, workload: Workload, tests_left: int) -> Iterator[tuple[int, int]]:
-        """The rounds to run, and how many there will be: a fixed number, or until it is known.
-        The engines are warmed up before the first.
+        trials.measure(workload, self._taken, begins, self._compare_round)
+        if missing:
+            total = len(trials.finished(test)) * n_arms
+            tell(total, total, test)
 
-        What is left of `at_most_s` is shared among the tests that are left. A resumed run has all
-        of it again.
-        """
-        test = workload.name
+    def _taken(self, one: Repetition, sample: Sample) -> None:
+        """Adds a repetition's times, and what it counted."""
+        arm = self.arms[one.arm]
+        self.draft.samples.add(
+            arm.name, arm.is_control, one.workload.name, one.round_,
+            sample.token_ns, sample.token_n,
+        )  # fmt: skip
+        sums = self.draft.run["arms"][one.arm]["counters"]
+        for key, value in self.trials.engines[one.arm].counters.items():
+            sums[key] = sums.get(key, 0) + value - self._before[key]
 
-        def warm() -> None:
-            begun = time.monotonic()
-            warm = warm_up(self.engines, workload, self.seed, self.bos, once=self.smoke)
-            self.warm_ups[test] = warm._asdict()
-            self.each_s = (time.monotonic() - begun) / warm.rounds / len(self.arms)
-
-        if self.until is None:
-            missing = [
-                r for r in range(self.rounds)
-                if any((arm.name, test, r) not in self.rates for arm in self.arms)
-            ]  # fmt: skip
-            if missing:
-                warm()
-            yield from ((r, self.rounds) for r in missing)
-            return
-        before = self.ended.get(test, {}).get("seconds", 0.0)
-        yield from until.rounds(
-            until.share(self.until, self.spent, tests_left),
-            lambda: self._whole(test),
-            lambda ended: self.ended.update({test: ended._asdict()}),
-            prepare=warm,
-            seed=self.seed,
-            least=self.rounds,
-            seconds_before=before,
-        )
-        self.spent += self.ended[test]["seconds"] - before
-
-    def _whole(self, test: str) -> list[list[float]]:
-        """t/s of the rounds that every arm has run, (rounds, arms)."""
-        rows, names = self.rows.setdefault(test, []), [arm.name for arm in self.arms]
-        while all((name, test, len(rows)) in self.rates for name in names):
-            rows.append([self.rates[name, test, len(rows)] for name in names])
-        return rows
-
-    def _compare_round(self, taken: dict[int, Sample]) -> None:
+    def _compare_round(self, round_: int, taken: dict[int, Sample]) -> None:
         """Holds every arm's last logits of a round against the baseline's of the same round."""
-        if 0 not in taken:
-            return
-        row = taken[0].last_logits[None]
-        for i, sample in taken.items():
-            if i:
-                found = answers.compare(row, sample.last_logits[None], self.arms[i].answer)
-                self.answers[i].append(found)
+        if 0 in taken:
+            row = taken[0].last_logits[None]
+            for i, sample in taken.items():
+                if i:
+                    found = answers.compare(row, sample.last_logits[None], self.arms[i].answer)
+                    self.answers[i].append(found)
+        self.draft.checkpoint()
 
 
-def label_of(workload: Workload, every: Sequence[Workload]) -> str:
-    """`tg128`, and of several tests `tg128 (test 2 of 3)`."""
-    where = f" (test {every.index(workload) + 1} of {len(every)})" if len(every) > 1 else ""
-    return f"{workload}{where}"
-
-
-def describe(engine: Any, workload: Workload) -> dict[str, Any]:
+def describe(engine: Engine, workload: Workload) -> dict[str, Any]:
     """What a token of the test (or its first ubatch, if it generates none) issues: the pattern, and
     per step the waits, copies, launches and bytes. It is the proof that a toggle removed work."""
     n_tokens = 1 if workload.n_gen else min(workload.n_prompt, engine.config.n_ubatch)
@@ -337,8 +225,3 @@ def describe(engine: Any, workload: Workload) -> dict[str, Any]:
         "folded_pattern": program.pattern(fold=True),
         "counts": program.counts(),
     }
-
-
-def _accumulate(sums: dict[str, float], before: dict[str, Any], after: dict[str, Any]) -> None:
-    for key, value in after.items():
-        sums[key] = sums.get(key, 0) + value - before[key]

@@ -15,23 +15,27 @@ of them meet the same host, and what counts is the median over the rounds.
 from __future__ import annotations
 
 import html
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from workbench.bench import provenance, results
-from workbench.bench.comparison import order_of
+from workbench.bench.draft import Draft, kept, new_arm, new_run
+from workbench.bench.experiment import describe
+from workbench.bench.rounds import interleave
 from workbench.bench.stats import Band, Ratio, aa_band, median_interval, speedup
 from workbench.bench.workload import Tokens, Workload, draw_tokens
 from workbench.config import SyncMode, Toggles
 from workbench.errors import UsageError
 from workbench.frames import Table, markdown, terminal_columns, to_html
 from workbench.progress import bar
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
 
 CONTROL = " (A/A)"
 COUNTED = ("waits", "stream_waits", "copies")  # of a token's commands
@@ -162,12 +166,15 @@ class Gaps(NamedTuple):
     @property
     def verdict(self) -> str:
         """A line for each copy stream: what a wait adds; then the device."""
-        n, device = self.run["repetitions"], self.run["engine"].get("device_description")
+        n, device = len(self._rounds()), self.run["engine"].get("device_description")
         lines = [
             f"copy_stream={stream}: one wait adds {fit.wait_us:.2f} us to the gap (95% CI "
             f"{fit.low_us:.2f} to {fit.high_us:.2f}, n={n}), {fit.base_us:.1f} us without any"
             for stream, fit in self.fits.items()
         ]
+        if self.run["status"] == results.INTERRUPTED:
+            asked = self.run["repetitions"]
+            lines.append(f"interrupted: not every one of {asked} rounds was run")
         return "\n".join(filter(None, [*lines, self.unresolved, str(device)]))
 
     @property
@@ -220,7 +227,7 @@ def fit_line(waits: np.ndarray, gap_us: np.ndarray) -> Fit:
 
 
 def host_gaps(
-    engine: Any,
+    engine: Engine,
     arms: Mapping[str, Toggles],
     *,
     n_tokens: int = 5,
@@ -231,7 +238,7 @@ def host_gaps(
 ) -> Gaps:
     """Decodes n_tokens random tokens with each arm in turn, `rounds` times, the first arm once more
     as its own control; a turn gives n_tokens - 1 gaps. A run folder is written to `out` where it is
-    given.
+    given, every 10 s on the way and at the end. Ctrl-C keeps the rounds that are whole.
 
     Raises UsageError for no arms, for one called as the control is, for a device without a clock or
     streams (the host), for tokens that do not fit the context and for fewer than two.
@@ -248,35 +255,36 @@ def host_gaps(
         raise UsageError(f"{n_tokens + WARM_UP} tokens do not fit n_ctx={engine.config.n_ctx}")
     baseline = next(iter(arms))
     every = {**arms, baseline + CONTROL: arms[baseline]}
-    test = Workload(0, n_tokens + WARM_UP)
-    run = _record(engine, every, f"tg{n_tokens}", rounds, seed, name)
-    samples, begun = results.SampleTable(name), time.monotonic()
+    decoded = Workload(0, n_tokens + WARM_UP)
+    test = f"tg{n_tokens}"
+    run = _new_run(engine, every, test, rounds, seed, name)
+    draft = Draft(run, Path(out) if out is not None else None)
     with ExitStack() as stack:
         sides = [stack.enter_context(engine.variant(toggles)) for toggles in every.values()]
         for arm, side in zip(run["arms"], sides, strict=True):
-            program = side.program()
             arm["sync_mode"] = side.sync_mode
-            arm["program"] = {f"tg{n_tokens}": {
-                "n_tokens": 1, "pattern": program.pattern(),
-                "folded_pattern": program.pattern(fold=True), "counts": program.counts(),
-            }}  # fmt: skip
+            arm["program"] = {test: describe(side, Workload(0, n_tokens))}
         for side in sides:  # whatever is made at the first step
-            _gaps_of(side, draw_tokens(test, engine.model.n_vocab, seed, 0))
-        left = stack.enter_context(bar(name, rounds * len(sides), "turns"))
-        for round_ in range(rounds):
-            tokens = draw_tokens(test, engine.model.n_vocab, seed, round_)
-            for i in order_of(round_, len(sides)):
+            _gaps_of(side, draw_tokens(decoded, engine.model.n_vocab, seed, 0))
+        left = stack.enter_context(bar(name, rounds * len(sides), "repetitions"))
+
+        def measure(round_: int, i: int) -> np.ndarray:
+            ns = _gaps_of(sides[i], draw_tokens(decoded, engine.model.n_vocab, seed, round_))
+            left.update()
+            return ns
+
+        def whole(round_: int, found: dict[int, np.ndarray]) -> None:
+            """A round counts once all arms have met the same host in it."""
+            for i, ns in found.items():
                 arm = run["arms"][i]
-                ns = _gaps_of(sides[i], tokens)
-                samples.add(
-                    arm["name"], arm["is_control"], f"tg{n_tokens}", round_, ns, np.ones_like(ns)
+                draft.samples.add(
+                    arm["name"], arm["is_control"], test, round_, ns, np.ones_like(ns)
                 )
-                left.update()
-    run |= {"status": results.COMPLETE, "duration_s": round(time.monotonic() - begun, 3)}
-    made = Gaps(run, samples.frame())
-    if out is not None:
-        results.write_run(out, run, made.samples)
-    return made
+            draft.checkpoint()
+
+        with kept(draft):
+            interleave(range(rounds), len(sides), measure, whole)
+    return Gaps(run, draft.samples.frame())
 
 
 def load(folder: str | Path) -> Gaps:
@@ -285,7 +293,7 @@ def load(folder: str | Path) -> Gaps:
     return Gaps(found.run, found.samples)
 
 
-def _gaps_of(engine: Any, tokens: Tokens) -> np.ndarray:
+def _gaps_of(engine: Engine, tokens: Tokens) -> np.ndarray:
     """Gaps between the tokens behind the warm-up, ns, int64."""
     engine.reset()
     for token in tokens.gen[:WARM_UP]:
@@ -297,27 +305,8 @@ def _gaps_of(engine: Any, tokens: Tokens) -> np.ndarray:
     return begun[1:] - ended[:-1]
 
 
-def _record(
-    engine: Any, arms: Mapping[str, Toggles], test: str, rounds: int, seed: int, name: str
+def _new_run(
+    engine: Engine, arms: Mapping[str, Toggles], test: str, rounds: int, seed: int, name: str
 ) -> dict[str, Any]:
-    return {
-        "schema": results.SCHEMA,
-        "run_id": name,
-        "kind": "gaps",
-        "name": name,
-        "status": results.INTERRUPTED,
-        "started": provenance.utc_now(),
-        "duration_s": 0.0,
-        **provenance.collect(engine),
-        "seed": seed,
-        "tests": [test],
-        "repetitions": rounds,
-        "arms": [
-            {
-                "name": arm, "is_control": arm.endswith(CONTROL), "toggles": toggles.to_dict(),
-                "sync_mode": "", "program": {}, "counters": {},
-            }
-            for arm, toggles in arms.items()
-        ],
-        "result": {},
-    }  # fmt: skip
+    made = [new_arm(arm, t.to_dict(), arm.endswith(CONTROL)) for arm, t in arms.items()]
+    return new_run("gaps", name, name, provenance.collect(engine), made, [test], rounds, seed)

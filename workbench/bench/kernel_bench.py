@@ -19,7 +19,6 @@ shape. `result` has the rows of the table (`Row`), the measurements left out and
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +29,11 @@ import pandas as pd
 
 from workbench.backend import compiled
 from workbench.bench import provenance, results
-from workbench.bench.comparison import order_of
+from workbench.bench.draft import Draft, kept, new_arm, new_run
 from workbench.bench.kernel_cases import Case, Shape
 from workbench.bench.kernel_memory import Copies, Launches
 from workbench.bench.kernel_rigs import PDL, Repeats, Rig, rig_of, rotating_bytes
+from workbench.bench.rounds import interleave
 from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.ir import DType
@@ -171,7 +171,7 @@ class _Bench:
         on_row: Callable[[Row], None] | None,
         on_note: Callable[[str], None] | None,
     ):
-        self.backend, self.plan, self.out = backend, plan, out
+        self.backend, self.plan = backend, plan
         self.rig = rig or rig_of(backend, plan.quick)
         self.on_row, self.note = on_row, on_note or (lambda line: None)
         self.rotating = rotating_bytes(self.rig.cache_bytes, plan.quick)
@@ -181,69 +181,39 @@ class _Bench:
         if not self.cases:
             raise UsageError(f"nothing to measure: {plan.cases[0].misfit}; choose another type")
         run_id = (out or results.new_run_folder(name="bench-kernels")).name
-        self.samples = results.SampleTable(run_id)
-        self.record = self._new_record(run_id, reason)
-        self.result = self.record["result"]
-        self.begun = self.saved = time.monotonic()
+        self.draft = Draft(self._new_run(run_id, reason), out)
+        self.result = self.draft.run["result"]
 
-    def _new_record(self, run_id: str, reason: str) -> dict[str, Any]:
+    def _new_run(self, run_id: str, reason: str) -> dict[str, Any]:
         plan, backend = self.plan, self.backend
-        skipped = [
-            {"type": case.dtype.name, "shape": case.shape.name, "why": case.misfit}
-            for case in plan.cases
-            if case.misfit
-        ]
-        return {
-            "schema": results.SCHEMA,
-            "run_id": run_id,
-            "kind": "kernels",
-            "name": run_id,
-            "status": results.INTERRUPTED,
-            "started": provenance.utc_now(),
-            "duration_s": 0.0,
-            **provenance.collect(),
+        found = provenance.collect() | {
             "model": {"name": "kernels", "quant": " ".join(dtype.name for dtype in plan.types)},
             "engine": provenance.engine(_Opened(plan, backend.name, reason, backend)),
-            "seed": plan.seed,
-            "tests": [_test(case, batch) for case in self.cases for batch in plan.batches],
-            "repetitions": self.rounds,
-            "arms": [
-                {
-                    "name": kind,
-                    "is_control": False,
-                    "toggles": {"pdl": "on" if kind == PDL else "off"},
-                    "sync_mode": "",
-                    "program": {},
-                    "counters": {},
-                }
-                for kind in self.rig.kinds
-            ],
-            "result": {
-                "rows": [],
-                "skipped": skipped,
-                "read_gbps": 0.0,
-                "read_rates": {},
-                "read_after": {},
-                "void": "",
-                "cache_bytes": self.rig.cache_bytes,
-                "rotating_bytes": self.rotating,
-                "how": self.rig.how,
-                "quick": plan.quick,
-            },
         }
-
-    def save(self, status: str) -> KernelRun:
-        """What there is so far, written to the run folder where there is one."""
-        seconds = round(time.monotonic() - self.begun, 3)
-        self.record |= {"status": status, "duration_s": seconds}
-        made = KernelRun(self.record, self.samples.frame())
-        if self.out is not None:
-            results.write_run(self.out, made.run, made.samples)
-        self.saved = time.monotonic()
+        toggles = {kind: {"pdl": "on" if kind == PDL else "off"} for kind in self.rig.kinds}
+        arms = [new_arm(kind, toggles[kind]) for kind in self.rig.kinds]
+        tests = [_test(case, batch) for case in self.cases for batch in plan.batches]
+        made = new_run("kernels", run_id, run_id, found, arms, tests, self.rounds, plan.seed)
+        made["result"] |= {
+            "rows": [],
+            "skipped": [
+                {"type": case.dtype.name, "shape": case.shape.name, "why": case.misfit}
+                for case in plan.cases
+                if case.misfit
+            ],
+            "read_gbps": 0.0,
+            "read_rates": {},
+            "read_after": {},
+            "void": "",
+            "cache_bytes": self.rig.cache_bytes,
+            "rotating_bytes": self.rotating,
+            "how": self.rig.how,
+            "quick": plan.quick,
+        }
         return made
 
     def measure(self) -> KernelRun:
-        try:
+        with kept(self.draft):
             for left_out in self.result["skipped"]:
                 self.note("skipped {type} {shape}: {why}".format(**left_out))
             self._prepare()
@@ -259,15 +229,7 @@ class _Bench:
                     self._measure_case(case, left)
             self.result["read_after"] = self.rig.read_rates()
             self.result["state_after"] = provenance.state()
-        except KeyboardInterrupt:
-            if not self.samples.n_cells:
-                raise
-            return self.save(results.INTERRUPTED)
-        except Exception:
-            if self.samples.n_cells:
-                self.save(results.INTERRUPTED)
-            raise
-        return self.save(results.COMPLETE)
+        return KernelRun(self.draft.run, self.draft.samples.frame())
 
     def _prepare(self) -> None:
         before = compiled.so_far()
@@ -291,11 +253,7 @@ class _Bench:
                     if self.on_row is not None:
                         self.on_row(row)
                 left.update()
-                if (
-                    self.out is not None
-                    and time.monotonic() - self.saved > results.CHECKPOINT_SECONDS
-                ):
-                    self.save(results.INTERRUPTED)
+                self.draft.checkpoint()
         finally:
             weights.free()
 
@@ -315,15 +273,17 @@ class _Bench:
                 issues = launched.issues(programmatic=kind == PDL)
                 repeats.append(self.rig.repeats(issues * times_round))
             us: list[list[float]] = [[] for _ in kinds]
-            for round_ in range(self.rounds):
-                for i in order_of(round_, len(kinds)):
-                    taken = repeats[i].time_us(self.replays)
-                    us[i] += [t / (n_copies * times_round) for t in taken]
-                    self.samples.add(
-                        kinds[i], False, _test(case, batch), round_,
-                        np.rint(np.array(taken) * 1e3).astype(np.int64),
-                        np.full(len(taken), n_copies * times_round, np.int64),
-                    )  # fmt: skip
+
+            def measure(round_: int, i: int) -> None:
+                taken = repeats[i].time_us(self.replays)
+                us[i] += [t / (n_copies * times_round) for t in taken]
+                self.draft.samples.add(
+                    kinds[i], False, _test(case, batch), round_,
+                    np.rint(np.array(taken) * 1e3).astype(np.int64),
+                    np.full(len(taken), n_copies * times_round, np.int64),
+                )  # fmt: skip
+
+            interleave(range(self.rounds), len(kinds), measure)
         finally:
             for one in repeats:
                 one.close()

@@ -7,32 +7,28 @@ commit), since it tells the sides apart by build_commit alone.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
-from workbench.bench import provenance, results
-from workbench.bench.experiment import describe, label_of
+from workbench.bench import provenance
+from workbench.bench.draft import Draft, kept, new_arm, new_run
+from workbench.bench.experiment import describe
 from workbench.bench.llama_format import FIELDS, FORMATS, BenchRow, format_rows
-from workbench.bench.until import AT_MOST_S, Until, reached, rounds, share
+from workbench.bench.rounds import Repetition, Trials
+from workbench.bench.until import AT_MOST_S
 from workbench.bench.until import make as make_until
-from workbench.bench.workload import (
-    Workload,
-    bos_token,
-    check_fits,
-    check_untraced,
-    draw_tokens,
-    run,
-    warm_up,
-)
+from workbench.bench.workload import Sample, Workload, check_fits, check_untraced
 from workbench.config import EngineConfig
 from workbench.errors import UsageError
 from workbench.output import check_folder
-from workbench.progress import bar
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
+    from workbench.model.decoder import Model
 
 __all__ = ["FIELDS", "FORMATS", "BenchRow", "bench", "format_rows", "workloads"]
 
@@ -74,7 +70,7 @@ def workloads(
 
 
 def bench(
-    engine: Any,
+    engine: Engine,
     n_prompt: Sequence[int] = (512,),
     n_gen: Sequence[int] = (128,),
     depth: Sequence[int] = (0,),
@@ -106,72 +102,53 @@ def bench(
     asked = make_until(until, at_most_s)
     if out is not None:
         check_folder(out, new=True)
-    bos, rows = bos_token(engine), []
-    record = _new_record(engine, tests, repetitions, seed, out) if out is not None else {}
-    commit, begun = provenance.commit(), time.monotonic()
-    try:
-        for n, test in enumerate(tests):
+    trials = Trials([engine], tests, repetitions, seed, asked, once=repetitions == 1)
+    commit, rows = provenance.commit(), list[BenchRow]()
+    run = _new_run(engine, tests, repetitions, seed, Path(out).name) if out is not None else {}
+
+    def complete() -> dict[str, pd.DataFrame]:
+        run["result"]["warm_up"] = trials.warm_ups
+        run["arms"][0]["counters"] = engine.counters
+        if asked is not None:
+            run["result"]["until"] = asked._asdict() | {"tests": trials.ended}
+            run["repetitions"] = max(len(row.samples) for row in rows)
+        return {}
+
+    drafts = [Draft(run, Path(out), complete)] if out is not None else []
+
+    def taken(one: Repetition, sample: Sample) -> None:
+        rows[-1].samples.append(sample._replace(last_logits=NO_LOGITS))
+        for draft in drafts:
+            draft.samples.add(
+                ARM, False, one.workload.name, one.round_, sample.token_ns, sample.token_n
+            )
+            draft.checkpoint()
+
+    with kept(*drafts, raises=True):
+        for test in tests:
             fields = describe_engine(engine, test, commit, build)
-            warmed = time.monotonic()
-            warm = warm_up([engine], test, seed, bos, once=repetitions == 1)
-            each_s = (time.monotonic() - warmed) / warm.rounds
-            row = BenchRow(test, [], fields, engine.toggles.to_dict(), {})
-            rows.append(row)
-            spent = sum(earlier.ended.get("seconds", 0.0) for earlier in rows)
-            limit = asked and share(asked, spent, len(tests) - n)
-            expected_s = min(each_s * repetitions, limit.at_most_s if limit else math.inf)
-            with bar(
-                label_of(test, tests), repetitions * test.n_cells, "tokens", expected_s
-            ) as left:
-                for repetition, n_expected in _repetitions(row, repetitions, seed, limit):
-                    left.total = n_expected * test.n_cells
-                    left.detail = reached(row.ended)
-                    tokens = draw_tokens(test, engine.model.n_vocab, seed, repetition, bos)
-                    sample = run(engine, test, tokens, left)
-                    row.samples.append(sample._replace(last_logits=NO_LOGITS))
-            if record:
-                record["result"]["warm_up"][test.name] = warm._asdict()
-                record["arms"][0]["program"][test.name] = describe(engine, test)
-                record["arms"][0]["counters"] = engine.counters
+            rows.append(BenchRow(test, [], fields, engine.toggles.to_dict(), {}))
+            trials.measure(test, taken)
+            rows[-1].ended.update(trials.ended.get(test.name, {}))
+            if drafts:
+                run["arms"][0]["program"][test.name] = describe(engine, test)
             if on_row is not None:
-                on_row(row)
-        if record:
-            record["status"] = results.COMPLETE
-    finally:
-        if record and any(row.samples for row in rows):
-            if asked is not None:
-                ended = {row.workload.name: row.ended for row in rows if row.ended}
-                record["result"]["until"] = asked._asdict() | {"tests": ended}
-                record["repetitions"] = max(len(row.samples) for row in rows)
-            _write(Path(out or ""), record, rows, begun)
+                on_row(rows[-1])
     return rows
 
 
-def _repetitions(
-    row: BenchRow, n: int, seed: int, limit: Until | None
-) -> Iterator[tuple[int, int]]:
-    """The repetitions of a test, each with how many there will be: n, or until its median is known.
-    Fills `row.ended`."""
-    if limit is None:
-        yield from ((repetition, n) for repetition in range(n))
-        return
-    rates: list[list[float]] = []
-
-    def whole() -> list[list[float]]:
-        rates.extend([sample.tokens_per_second] for sample in row.samples[len(rates) :])
-        return rates
-
-    yield from rounds(
-        limit,
-        whole,
-        lambda ended: row.ended.update(ended._asdict()),
-        seed=seed,
-        least=n,
-    )
+def _new_run(
+    engine: Engine, tests: Sequence[Workload], repetitions: int, seed: int, name: str
+) -> dict[str, Any]:
+    arm = new_arm(ARM, engine.toggles.to_dict(), sync_mode=engine.sync_mode)
+    names, found = [test.name for test in tests], provenance.collect(engine)
+    made = new_run("bench", name, name, found, [arm], names, repetitions, seed)
+    made["result"] |= {"warm_up": {}, "until": None}
+    return made
 
 
 def describe_engine(
-    engine: Any, test: Workload, commit: dict[str, Any], build: str | None = None
+    engine: Engine, test: Workload, commit: dict[str, Any], build: str | None = None
 ) -> dict[str, Any]:
     """Every field of a row that is known before it is measured."""
     model, gpu = engine.model, engine.device == "cuda"
@@ -208,48 +185,8 @@ def _short(commit: str) -> str:
     return commit if commit == provenance.UNKNOWN else commit[:8]
 
 
-def model_type(model: Any) -> str:
+def model_type(model: Model) -> str:
     """`llama 1B Q4_0`: architecture, size and type, in the way of `llama_model_desc`."""
     n = model.n_params
     size = f"{n / 1e9:.0f}B" if n >= 0.95e9 else f"{n / 1e6:.0f}M" if n >= 0.95e6 else "?B"
     return f"{model.architecture} {size} {model.quant}"
-
-
-def _new_record(
-    engine: Any, tests: Sequence[Workload], repetitions: int, seed: int, out: str | Path
-) -> dict[str, Any]:
-    name = Path(out).name
-    return {
-        "schema": results.SCHEMA,
-        "run_id": name,
-        "kind": "bench",
-        "name": name,
-        "status": results.INTERRUPTED,
-        "started": provenance.utc_now(),
-        "duration_s": 0.0,
-        **provenance.collect(engine),
-        "seed": seed,
-        "tests": [test.name for test in tests],
-        "repetitions": repetitions,
-        "arms": [
-            {
-                "name": ARM,
-                "is_control": False,
-                "toggles": engine.toggles.to_dict(),
-                "sync_mode": engine.sync_mode,
-                "program": {},
-                "counters": {},
-            }
-        ],
-        "result": {"warm_up": {}, "until": None},
-    }
-
-
-def _write(out: Path, record: dict[str, Any], rows: Sequence[BenchRow], begun: float) -> None:
-    """The run folder of what was measured; rows cut short keep the repetitions they have."""
-    samples = results.SampleTable(record["run_id"])
-    for row in rows:
-        for repetition, s in enumerate(row.samples):
-            samples.add(ARM, False, row.workload.name, repetition, s.token_ns, s.token_n)
-    record["duration_s"] = round(time.monotonic() - begun, 3)
-    results.write_run(out, record, samples.frame())

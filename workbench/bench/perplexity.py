@@ -35,17 +35,17 @@ more file, `tokens.parquet`, a row per scored token:
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from workbench.bench import provenance, results
 from workbench.bench.divergence import Agreement, Estimate, compare_rows, score
+from workbench.bench.draft import Draft, kept, new_arm, new_run
 from workbench.bench.token_source import Source, Window
 from workbench.bench.workload import check_untraced
 from workbench.config import BASELINE, FAMILIES, TogglePreset, Toggles
@@ -55,6 +55,9 @@ from workbench.output import check_folder
 from workbench.progress import Bar, bar
 from workbench.toggles import fixed_presets
 from workbench.trace.spans import now_ns
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
 
 TOKENS = "tokens.parquet"
 ENGINE_ARM, REFERENCE_ARM = "engine", "reference"
@@ -102,7 +105,7 @@ class Perplexity(NamedTuple):
 
 
 def perplexity(
-    engine: Any,
+    engine: Engine,
     source: Source,
     *,
     against: Toggles | None = None,
@@ -127,7 +130,7 @@ def perplexity(
 
 
 def perplexity_by_size(
-    engine: Any,
+    engine: Engine,
     source: Source,
     folders: dict[int, Path],
     *,
@@ -158,7 +161,7 @@ def perplexity_by_size(
 
 def _score_all(
     records: list[_Record],
-    reference: Any | None,
+    reference: Engine | None,
     source: Source,
     progress: Callable[[int, int], None] | None,
 ) -> list[Perplexity]:
@@ -170,37 +173,28 @@ def _score_all(
 
 def _score_windows(
     records: list[_Record],
-    reference: Any | None,
+    reference: Engine | None,
     source: Source,
     progress: Callable[[int, int], None] | None,
     left: Bar,
 ) -> list[Perplexity]:
     first = records[0]
-    saved, status = time.monotonic(), results.INTERRUPTED
-    try:
+    with kept(*(record.draft for record in records)):
         for number, window in enumerate(source.windows):
-            _measure(records, reference, window, number, left)
+            try:
+                _measure(records, reference, window, number, left)
+            except KeyboardInterrupt:
+                first.engine.backend.synchronize()  # the step cut short still reads staging memory
+                raise
             if progress is not None:
                 progress(first.n_tokens, source.n_tokens)
-            if time.monotonic() - saved > results.CHECKPOINT_SECONDS:
-                for record in records:
-                    record.save(status)
-                saved = time.monotonic()
-        status = results.COMPLETE
-    except KeyboardInterrupt:
-        first.engine.backend.synchronize()  # the step cut short still reads staging memory
-        if not first.n_tokens:
-            raise
-    except Exception:
-        if first.n_tokens:
             for record in records:
-                record.save(status)
-        raise
-    return [record.save(status) for record in records if record.n_tokens]
+                record.draft.checkpoint()
+    return [record.found() for record in records if record.n_tokens]
 
 
 def _measure(
-    records: list[_Record], reference: Any | None, window: Window, number: int, left: Bar
+    records: list[_Record], reference: Engine | None, window: Window, number: int, left: Bar
 ) -> None:
     """Adds a window to every record once all have finished it."""
     sides = [record.engine for record in records]
@@ -215,7 +209,7 @@ def _measure(
         wanted = None
         if reference is not None:
             wanted = _rows(reference, inputs, block, reference_times, left)
-        for record, kept, taken in zip(records, parts, times, strict=True):
+        for record, part, taken in zip(records, parts, times, strict=True):
             rows = _rows(record.engine, inputs, record.size, taken, left)
             if (bad := first_bad_row(rows)) is not None:
                 raise not_finite(record.engine.model, i + bad)
@@ -223,14 +217,14 @@ def _measure(
                 columns = {"nll": score(rows, targets)}
             else:
                 columns = compare_rows(rows, wanted, targets)
-            kept.append(columns | {"token": targets})
-    for record, kept, taken in zip(records, parts, times, strict=True):
-        columns = {key: np.concatenate([part[key] for part in kept]) for key in kept[0]}
+            part.append(columns | {"token": targets})
+    for record, part, taken in zip(records, parts, times, strict=True):
+        columns = {key: np.concatenate([piece[key] for piece in part]) for key in part[0]}
         every = [taken] if reference is None else [taken, reference_times]
         record.add(number, columns, every)
 
 
-def _rows(engine: Any, inputs: Sequence[int], size: int, times: Times, left: Bar) -> np.ndarray:
+def _rows(engine: Engine, inputs: Sequence[int], size: int, times: Times, left: Bar) -> np.ndarray:
     """The logits of `inputs`, float32 (n, n_vocab), computed `size` at a time; adds to `times`, and
     tells `left`."""
     parts = []
@@ -246,31 +240,22 @@ class _Record:
     """One run folder as it grows, finished windows only; size: tokens the engine computes at
     once."""
 
-    def __init__(self, engine: Any, reference: Any | None, source: Source, folder: Path, size: int):
+    def __init__(
+        self, engine: Engine, reference: Engine | None, source: Source, folder: Path, size: int
+    ):
         self.folder, self.n_tokens, self.n_broken = folder, 0, 0
         self.engine, self.size = engine, size
         self.arms = [(ENGINE_ARM, engine, size)]
         if reference is not None:
             self.arms.append((REFERENCE_ARM, reference, reference.config.n_ubatch))
-        self.samples = results.SampleTable(folder.name)
         self.test = f"pp{engine.config.n_ctx}"
         self._parts: list[pd.DataFrame] = []
-        self.begun = time.monotonic()
-        self.run: dict[str, Any] = {
-            "schema": results.SCHEMA,
-            "run_id": folder.name,
-            "kind": "perplexity",
-            "name": source.label,
-            "status": results.INTERRUPTED,
-            "started": provenance.utc_now(),
-            "duration_s": 0.0,
-            **provenance.collect(engine),
-            "seed": source.seed,
-            "tests": [self.test],
-            "repetitions": 0,  # windows
-            "arms": [],
-            "result": {"source": source.label, "n_ctx": engine.config.n_ctx, "n_ubatch": size},
-        }
+        found = provenance.collect(engine)
+        run = new_run(
+            "perplexity", folder.name, source.label, found, [], [self.test], 0, source.seed
+        )
+        run["result"] |= {"source": source.label, "n_ctx": engine.config.n_ctx, "n_ubatch": size}
+        self.draft = Draft(run, folder, self._complete)
 
     def add(self, number: int, columns: dict[str, np.ndarray], times: list[Times]) -> None:
         """A finished window: its columns, and by arm the times of its steps."""
@@ -282,42 +267,37 @@ class _Record:
         self._parts.append(pd.DataFrame(begin | columns))
         for (arm, *_), taken in zip(self.arms, times, strict=True):
             ns, counts = np.array(taken).T
-            self.samples.add(arm, False, self.test, number, ns, counts)
+            self.draft.samples.add(arm, False, self.test, number, ns, counts)
         self.n_tokens += n
 
-    def save(self, status: str) -> Perplexity:
-        """Writes the folder and returns what is in it."""
+    def found(self) -> Perplexity:
+        """What the finished windows say."""
         tokens = pd.concat(self._parts, ignore_index=True)
-        agreement = reference = None
-        engine = Estimate.of(tokens["nll"].to_numpy())
+        engine, reference, agreement = Estimate.of(tokens["nll"].to_numpy()), None, None
         if len(self.arms) > 1:
             reference = Estimate.of(tokens["nll_reference"].to_numpy())
             agreement = Agreement.of(tokens, self.n_broken)
-        for key, found in (
-            (ENGINE_ARM, engine), (REFERENCE_ARM, reference), ("agreement", agreement),
-        ):  # fmt: skip
-            self.run["result"][key] = None if found is None else _finite(found._asdict())
-        self.run |= {
-            "status": status,
-            "duration_s": round(time.monotonic() - self.begun, 3),
-            "repetitions": len(self._parts),
-            "arms": [_arm(*arm, self.test) for arm in self.arms],
-        }
-        results.write_run(self.folder, self.run, self.samples.frame(), {TOKENS: tokens})
-        return Perplexity(self.run, tokens, self.folder, engine, reference, agreement)
+        return Perplexity(self.draft.run, tokens, self.folder, engine, reference, agreement)
+
+    def _complete(self) -> dict[str, pd.DataFrame]:
+        """Completes run.json; the table of tokens beside it."""
+        found, run = self.found(), self.draft.run
+        parts = {
+            ENGINE_ARM: found.engine, REFERENCE_ARM: found.reference, "agreement": found.agreement
+        }  # fmt: skip
+        for key, part in parts.items():
+            run["result"][key] = None if part is None else _finite(part._asdict())
+        run["repetitions"] = len(self._parts)  # windows
+        run["arms"] = [_arm(*arm, self.test) for arm in self.arms]
+        return {TOKENS: found.tokens}
 
 
-def _arm(name: str, engine: Any, size: int, test: str) -> dict[str, Any]:
+def _arm(name: str, engine: Engine, size: int, test: str) -> dict[str, Any]:
     n, counters = min(size, engine.config.n_ctx), engine.counters
     program = engine.program(n_tokens=n, n_outputs=n, n_past=0)
-    return {
-        "name": name,
-        "is_control": False,
-        "toggles": engine.toggles.to_dict(),
-        "sync_mode": engine.sync_mode,
-        "program": {test: {"n_tokens": n, "counts": program.counts()}},
-        "counters": counters,
-    }
+    issued = {test: {"n_tokens": n, "counts": program.counts()}}
+    toggles = engine.toggles.to_dict()
+    return new_arm(name, toggles, False, engine.sync_mode, issued, counters)
 
 
 def _finite(found: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from workbench.bench import answers, resolution, stats
 from workbench.bench.answers import Answer
-from workbench.bench.comparison import order_of
+from workbench.bench.rounds import order_of
 from workbench.bench.workload import (
     Workload,
     bos_token,
