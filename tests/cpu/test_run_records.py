@@ -53,7 +53,9 @@ def _kernels(engine, out):
 
 
 MEASURE = {
-    "ab": lambda engine, out: ab(engine, "sync=per_copy,packed", None, "tg1", 1, out=out, smoke=True),
+    "ab": lambda engine, out: ab(
+        engine, "sync=per_copy,packed", None, "tg1", 1, out=out, smoke=True
+    ),
     "bench": lambda engine, out: bench(engine, [2], [2], repetitions=1, out=out),
     "gaps": lambda engine, out: host_gaps(
         engine, {"per_copy": Toggles()}, n_tokens=3, rounds=1, out=out, name="run"
@@ -63,6 +65,12 @@ MEASURE = {
         engine, sample(engine, 4, 0), against=Toggles(fuse_glu="on"), out=out
     ),
 }  # fmt: skip
+
+
+def issued(runs: list[dict[str, Any]]) -> set[str]:
+    """The keys of what runs say of their programs."""
+    programs = (p for run in runs for arm in run["arms"] for p in arm["program"].values())
+    return {key for program in programs for key in program}
 
 
 @pytest.mark.parametrize("kind", MEASURE)
@@ -78,10 +86,7 @@ def test_the_keys_of_a_new_run_are_those_of_recorded_ones(engine, tmp_path, kind
         assert set(run["model"]) == set(new["model"])
         assert set(run["result"]) - ADDED <= set(new["result"])
     assert set(new["result"]) <= set().union(*(run["result"] for run in old)) | {"until"}
-    issued = {
-        key for run in old for arm in run["arms"] for p in arm["program"].values() for key in p
-    }
-    assert {key for arm in new["arms"] for p in arm["program"].values() for key in p} == issued
+    assert issued([new]) == issued(old)
 
 
 # the loop, and what an interruption leaves -------------------------------------------------------
@@ -101,10 +106,8 @@ def test_every_arm_is_measured_once_a_round_and_what_is_known_is_passed_over():
 
 
 def draft_of(out: Path | None, complete=dict) -> Draft:
-    found: dict[str, Any] = {
-        key: {} for key in ("commit", "versions", "machine", "model", "engine")
-    }
-    found["command"] = []
+    parts = ("commit", "versions", "machine", "model", "engine")
+    found: dict[str, Any] = {"command": []} | {key: {} for key in parts}
     run = new_run("ab", "r", "r", found, [new_arm("a", {})], ["tg1"], 3, 0)
     return Draft(run, out, complete)
 
@@ -142,7 +145,7 @@ def test_samples_are_saved_on_the_way(tmp_path, monkeypatch):
 
 
 def test_gaps_that_are_interrupted_keep_whole_rounds(engine, tmp_path, monkeypatch):
-    arms = {"per_copy": Toggles(), "packed": Toggles(sync="packed")}
+    arms = {sync: Toggles(sync=sync) for sync in ("per_copy", "copy_boundary")}
     measure, left = gaps._gaps_of, iter(range(3 + 3 * 2 + 1))  # once before, two rounds, one more
 
     def cut(side, tokens):

@@ -8,8 +8,8 @@ without the noise of everything else that a token takes. Waits are of several ki
 does not tell apart: `Gaps.differences` has what each kind costs, a mode against the next.
 
 A host that slows down for a tenth of a second doubles the gaps of that time. So every arm decodes
-only a few tokens before it is the next one's turn, arms are compared within a round, in which all
-of them meet the same host, and what counts is the median over the rounds.
+only a few tokens before the next one does. Arms are compared within a round, in which all of them
+meet the same host, and what counts is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DIFFERENCES = {
     (SyncMode.COPY_BOUNDARY, SyncMode.EVENT_GUARDED): "the wait behind, for an event",
     (SyncMode.COPY_BOUNDARY, SyncMode.PACKED): "copies but one",
 }
-WARM_UP = 2  # tokens of every turn that are not counted: the arm before has left its own behind
+WARM_UP = 2  # tokens of each repetition that do not count: the arm before has left its own
 
 
 class Fit(NamedTuple):
@@ -236,9 +236,10 @@ def host_gaps(
     out: str | Path | None = None,
     name: str = "gaps",
 ) -> Gaps:
-    """Decodes n_tokens random tokens with each arm in turn, `rounds` times, the first arm once more
-    as its own control; a turn gives n_tokens - 1 gaps. A run folder is written to `out` where it is
-    given, every 10 s on the way and at the end. Ctrl-C keeps the rounds that are whole.
+    """Decodes n_tokens random tokens with each arm, in `rounds` rounds (`rounds.py`), the first arm
+    once more as its own control; a repetition gives n_tokens - 1 gaps. A run folder is written to
+    `out` where it is given, every 10 s on the way and at the end. Ctrl-C keeps the rounds that are
+    whole.
 
     Raises UsageError for no arms, for one called as the control is, for a device without a clock or
     streams (the host), for tokens that do not fit the context and for fewer than two.
