@@ -79,7 +79,7 @@ sanitize: .venv/.dev
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check workbench tests
+	$(BIN)/ruff format --check workbench data/measure tests
 	$(BIN)/mypy
 
 bench: .venv/.dev
@@ -97,7 +97,7 @@ peer: .venv/.dev
 	$(BIN)/python -m tests.peer.files
 
 readme: .venv/.dev
-	$(BIN)/python -m workbench.report.readme
+	$(BIN)/python -m data.measure.readme
 
 clean:
 	rm -rf .venv .venv-peer reports data/runs data/models

@@ -1,7 +1,7 @@
 """Runs the GPU tests and records what came of them: `python tests/gpu/record.py [--out FILE]`.
 
 Writes data/results/gpu-tests.json (or FILE): date, device, driver, hash of the sources tested
-(`workbench/report/sources.py`), counts and duration. Exits as pytest does. A failed
+(`data/measure/sources.py`), counts and duration. Exits as pytest does. A failed
 run is recorded, too. With `--two` only what wants two GPUs, into gpu-tests-two.json.
 """
 
@@ -20,9 +20,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from data.measure.sources import source_hash  # noqa: E402
 from workbench.backend.cuda.backend import probe  # noqa: E402
 from workbench.output import write_text  # noqa: E402
-from workbench.report.sources import source_hash  # noqa: E402
 
 RESULTS = ROOT / "data" / "results"
 TESTS = ROOT / "tests" / "gpu"

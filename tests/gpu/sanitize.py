@@ -6,7 +6,7 @@ the kernels and shows that the tests pass; last come the poisoned repetitions, f
 sees: ordering through global memory.
 
 Writes data/results/gpu-sanitizer.json (or FILE): date, device, driver, the tool's version, hash of
-the sources (`workbench/report/sources.py`), and for each run tests, errors and seconds. Exits with
+the sources (`data/measure/sources.py`), and for each run tests, errors and seconds. Exits with
 1 where a tool reports anything or a test fails, and with 2 where there is no compute-sanitizer.
 """
 
@@ -24,10 +24,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from data.measure.sources import ROOT, source_hash
 from workbench.backend.cuda.backend import probe
 from workbench.errors import WorkbenchError
 from workbench.output import write_text
-from workbench.report.sources import ROOT, source_hash
 
 OUT = ROOT / "data" / "results" / "gpu-sanitizer.json"
 LIMIT_S = 480  # for everything

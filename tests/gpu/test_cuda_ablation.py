@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import measure
+from data.measure import __main__ as measure
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.bench.kernel_rigs import PDL, PLAIN
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.gpu import measure, measure_counters, nsight
+from data.measure import __main__ as measure
+from data.measure import counters, nsight
 
 pytestmark = pytest.mark.gpu
 
@@ -21,10 +22,10 @@ def test_launches_are_counted(tmp_path, capsys):
         (why,) = (line for line in said.splitlines() if line.endswith("; left out"))
         pytest.skip(why)
     cases = json.loads(path.read_text())["cases"]
-    asked = measure_counters.products(quick=True)
+    asked = counters.products(quick=True)
     assert [case["kernel"] for case in cases[-len(asked) :]] == [one.kernel for one in asked]
     for case in cases:
-        assert case["launches"] == measure_counters.LAUNCHES and 0.5 < case["us"] < 1000
+        assert case["launches"] == counters.LAUNCHES and 0.5 < case["us"] < 1000
         assert 0 < case["memory_pct"] <= 100 and 0 < case["issue_pct"] <= 100, case
         # caches were emptied: what is read comes from memory
         assert case["dram_bytes"] > 0.8 * case["bytes"], case

@@ -177,6 +177,23 @@ def test_files_hold_one_room():
     assert not long
 
 
+def test_the_package_knows_nothing_of_the_campaign_or_the_tests():
+    """data/measure and tests/ stand on the package, never the other way; the wheel has neither."""
+    foreign = re.compile(r"^\s*(?:from|import) (?:data|tests)\b", re.MULTILINE)
+    assert not [str(p) for p in modules() if foreign.search(p.read_text())]
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    wheel = wheel["targets"]["wheel"]
+    assert wheel["packages"] == ["workbench"]
+    assert set(wheel["force-include"]) == {"kernels", "data/prompts"}
+
+
+def test_the_campaign_is_linted_and_typed_like_the_package():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert settings["mypy"]["packages"] == ["workbench", "data.measure"]
+    excluded = settings["ruff"]["extend-exclude"]
+    assert not [path for path in excluded if "data/measure".startswith(path)]
+
+
 def test_every_dependency_is_imported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = {re.match(r"[\w-]+", entry)[0] for entry in project["dependencies"]}

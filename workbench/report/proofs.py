@@ -6,42 +6,19 @@ Programs go in (`Engine.programs`), a frame comes out; `program/check/hazards.py
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from workbench.config import CopyStream, HostSource, NCopies, StepWait, SyncMode, Toggles
+from workbench.config import CopyStream, StepWait, SyncMode, Toggles
 from workbench.errors import UsageError
-from workbench.frames import Table, markdown
+from workbench.frames import Table
 from workbench.program.check import hazards
 from workbench.program.check.races_of_record import CASES
 from workbench.program.commands import RESULT, Copy, Place, Program, Sync, Wait
 from workbench.program.letters import once
-from workbench.report.recorded import commit_of
 
-FILE = "proofs.json"
-# what each test of `make test-exhaustive` judges
-EXHAUSTIVE = {
-    "test_of_every_ordering_on_every_placement_the_checker_is_right": (
-        "two models on four placements, copies in order and, with one device, in none: every sync "
-        "mode by step_wait and input_order, and by host_source and n_copies, whole and without any "
-        "one wait or record"
-    ),
-    "test_of_the_full_product_of_toggles_the_checker_is_right": (
-        "the full product of toggles: every ordering of every graph that they make"
-    ),
-    "test_without_any_two_commands_the_checker_is_right": (
-        "a llama on one device, copies in order and in none: every sync mode without any two"
-    ),
-}
-# where inputs lie on the host and on the device, as `by_source` takes them
-SOURCES: dict[str, dict[str, str]] = {
-    **{source: {"host_source": source} for source in HostSource},
-    f"n_copies={NCopies.FOUR}": {"n_copies": NCopies.FOUR},
-}
 COLUMNS = ("ordering", "run", "pattern", "waits", "superfluous", "sufficient", "races", "because")
 
 
@@ -90,21 +67,9 @@ def proof_rows(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> Iterator[
         }
 
 
-def by_source(engine: Any, n_tokens: int = 1, run: str = "decode") -> list[dict[str, Any]]:
-    """A row for each ordering: how many pairs of commands race with each of SOURCES."""
-    found = {name: cycles(engine, n_tokens, run, **chosen) for name, chosen in SOURCES.items()}
-    return [
-        {
-            "ordering": ordering, "run": run,
-            "races": {name: len(hazards.races(found[name][ordering, run])) for name in SOURCES},
-        }
-        for ordering, _ in next(iter(found.values()))
-    ]  # fmt: skip
-
-
 def proof_table(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> pd.DataFrame:
     """`proof_rows` as a frame; of programs that race, no wait is called superfluous."""
-    return _frame(list(proof_rows(cycles)))
+    return proof_frame(list(proof_rows(cycles)))
 
 
 def record_table() -> pd.DataFrame:
@@ -128,64 +93,7 @@ def record_table() -> pd.DataFrame:
     return Table(rows)
 
 
-def recorded(folder: Path) -> str:
-    """The table of the rows in `folder`/proofs.json, as Markdown."""
-    path = folder / FILE
-    if not path.is_file():
-        return "not measured."
-    found = json.loads(path.read_text())
-    rows = found["sources"]
-    racing = [row for row in rows if any(row["races"].values())]
-    sources = pd.DataFrame(
-        {
-            **{name: row[name] for name in ("ordering", "run")},
-            **{source: "races" if n else "safe" for source, n in row["races"].items()},
-        }
-        for row in racing
-    )
-    parts = [
-        markdown(in_letters(_frame(found["rows"]))), found["what"],
-        "By where inputs lie, of every ordering that races anywhere:",
-        markdown(sources), found["of_sources"],
-    ]  # fmt: skip
-    return "\n\n".join(parts)
-
-
-def exhaustive(folder: Path) -> str:
-    """How many runs the tests of `folder`/exhaustive.json judged, as Markdown."""
-    path = folder / "exhaustive.json"
-    if not path.is_file():
-        return "not measured."
-    found = json.loads(path.read_text())
-    rows, hours = [], 0.0
-    for test, what in EXHAUSTIVE.items():
-        of_test = [r for name, r in found["tests"].items() if name.partition("[")[0].endswith(test)]
-        took = sum(r["seconds"] or 0 for r in of_test) / 3600  # none of a test that was killed
-        judged = {  # a test that failed has no counts
-            outcome: sum(r.get(outcome, 0) for r in of_test)
-            for outcome in ("safe", "unsafe", "unseen")
-        }
-        rows.append(
-            {
-                "runs of": what, "safe": judged["safe"], "unsafe": judged["unsafe"],
-                "of these no seed saw": judged["unseen"], "hours": f"{took:.1f}",
-            }
-        )  # fmt: skip
-        hours += took
-    failed = sum(r["outcome"] != "passed" for r in found["tests"].values())
-    return (
-        f"{markdown(pd.DataFrame(rows))}\n\n{len(found['tests'])} tests, {failed} failed, "
-        f"{hours:.1f} hours of one core; {found['machine']['cpu']['name']}; "
-        f"commit {commit_of(found)}; {found['date'][:10]}."
-    )
-
-
-def in_letters(table: pd.DataFrame) -> pd.DataFrame:
-    """The table for a Markdown file: its patterns as code."""
-    return table.assign(pattern=[f"`{pattern}`" for pattern in table["pattern"]])
-
-
-def _frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+def proof_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     table = Table(rows, columns=list(COLUMNS))
     table.attrs["code"] = ["pattern"]
     racing = table["races"] > 0

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from data.measure import blocks, readme, sources
+from data.measure.sources import OLDER, age, mark, source_hash, unmarked
 from workbench import checkout
-from workbench.report import blocks, readme, sources
-from workbench.report.sources import OLDER, age, mark, source_hash, unmarked
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from data.measure.blocks import caption
+from data.measure.recorded import NOT_MEASURED, model_of
 from workbench.bench import gaps, results
 from workbench.bench.comparison import AB
 from workbench.bench.gaps import CONTROL, DIFFERENCES
 from workbench.bench.stats import FASTER, SLOWER, aa_band, speedup, verdict
 from workbench.config import StepWait, SyncMode
-from workbench.report.blocks import caption
-from workbench.report.recorded import NOT_MEASURED, model_of
 from workbench.report.tables import markdown
 
 MODES = [mode.value for mode in SyncMode if mode != SyncMode.AUTO]

@@ -1,6 +1,6 @@
 """What kernels and decode are meant to reach on one H100, and whether the recorded runs do.
 
-`python -m workbench.report.targets [DIR]` prints the table that README has. A target has a part for
+`python -m data.measure.targets [DIR]` prints the table that README has. A target has a part for
 each model, type or size it is about; one that is missed is shown as missed, one without a run as
 not measured. The numbers of llama.cpp that some are held against are its best on the same kind of
 card (one H100 80GB HBM3, driver 580, 8 repetitions, random weights of the same shapes).
@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from workbench.bench.bounds import FEW
-from workbench.report import binds
-from workbench.report import recorded as figures
-from workbench.report.binds import Bind
-from workbench.report.recorded import (
+from data.measure import binds
+from data.measure import recorded as figures
+from data.measure.binds import Bind
+from data.measure.recorded import (
     BATCHED,
     LARGE,
     NOT_MEASURED,
@@ -28,6 +27,7 @@ from workbench.report.recorded import (
     TYPES,
     Recorded,
 )
+from workbench.bench.bounds import FEW
 from workbench.report.tables import markdown
 
 

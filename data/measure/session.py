@@ -1,4 +1,4 @@
-"""What the steps of `tests.gpu.measure` share: where runs go, which are kept, models, devices.
+"""What the steps of `data.measure` share: where runs go, which are kept, models, devices.
 
 Every run records in `result` the read bandwidth that its own process measured beside it, so that a
 share of it compares nothing across processes:

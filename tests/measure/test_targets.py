@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.gpu import measure, measure_models, measuring
+from data.measure import __main__ as measure
+from data.measure import blocks, models, recorded, session, targets
+from data.measure.recorded import LARGE, SMALL, TYPES, Recorded
 from workbench.bench import results
 from workbench.config import Toggles
 from workbench.errors import UsageError
-from workbench.report import blocks, recorded, targets
-from workbench.report.recorded import LARGE, SMALL, TYPES, Recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"
@@ -311,7 +311,7 @@ def test_the_steps_run_and_go_on_where_they_were(tmp_path, tiny_models, capsys):
     flops = run.run["result"]["product_flops"]["pp128"]
     attention, ffn, head = 256 * (256 + 2 * 128) + 256 * 256, 3 * 256 * 512, 256 * 1024
     assert flops == 2 * (128 * (2 * attention + ffn) + ffn + head)
-    for size, suffix in measure_models.SIZES.items():
+    for size, suffix in models.SIZES.items():
         run = found.run(f"perplexity-llama-3.2-1b-q4_0{suffix}")
         assert run is not None and run.run["result"]["n_ubatch"] == size
         assert run.run["arms"][0]["toggles"]["activations"] == "q8"
@@ -328,5 +328,5 @@ def test_measure_refuses_a_step_that_is_none(tmp_path):
 
 
 def test_sizes_of_models_are_those_of_their_files():
-    assert measuring.file_gb("llama-3-8b", "Q4_0") == pytest.approx(4.66, abs=0.02)
-    assert measuring.file_gb("qwen3-4b", "Q4_K_M") == pytest.approx(2.5, abs=0.1)
+    assert session.file_gb("llama-3-8b", "Q4_0") == pytest.approx(4.66, abs=0.02)
+    assert session.file_gb("qwen3-4b", "Q4_K_M") == pytest.approx(2.5, abs=0.1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from workbench.report.recorded import commit_of
+from data.measure.recorded import commit_of
 from workbench.report.tables import markdown
 
 MADE = {

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import measure, measure_counters, nsight
-from tests.gpu.measure_counters import COUNTERS, LAUNCHES, STALL, Counted, NoCounters
+from data.measure import __main__ as measure
+from data.measure import counters, nsight
+from data.measure.binds import READ
+from data.measure.counters import COUNTERS, LAUNCHES, STALL, Counted, NoCounters
 from workbench.backend.base import open_backend
-from workbench.report.binds import READ
 
 US, DRAM = COUNTERS["us"][0], COUNTERS["dram_bytes"][0]
 MEMORY, ISSUE = COUNTERS["memory_pct"][0], COUNTERS["issue_pct"][0]
@@ -36,11 +37,11 @@ GATE = Counted("Q4_0", "8b.gate", 1, 33_030_144, "product_plain")
 def test_a_table_is_read_with_its_units():
     first, second = nsight.launches_counted(LOG)
     assert first["ID"] == ("0", "") and first[US] == ("13,000", "ns")
-    assert measure_counters.figures(first) == {
+    assert counters.figures(first) == {
         "us": 13.0, "dram_bytes": 33_030_144.0, "memory_pct": 76.5,
         "stalls": {"wait": 1.5, "long_scoreboard": 4.25, "drain": 0.1},
     }  # fmt: skip
-    assert measure_counters.figures(second)["stalls"]["barrier"] == 0.5
+    assert counters.figures(second)["stalls"]["barrier"] == 0.5
 
 
 @pytest.mark.parametrize("log", ["", "==ERROR== no\n", '"ID","a"\n', '"ID","a"\n"","%"\n'])
@@ -50,12 +51,12 @@ def test_where_there_is_no_table_there_are_no_launches(log):
 
 def test_units_of_other_versions_are_the_same_figures():
     launch = {US: ("0.013", "msecond"), DRAM: ("33.5", "Mbyte")}
-    assert measure_counters.figures(launch) == {"us": 13.0, "dram_bytes": 33.5e6, "stalls": {}}
+    assert counters.figures(launch) == {"us": 13.0, "dram_bytes": 33.5e6, "stalls": {}}
 
 
 def test_medians_and_the_longest_stalls_are_kept():
-    each = [measure_counters.figures(launch) for launch in nsight.launches_counted(LOG)]
-    assert measure_counters.summary(each) == {
+    each = [counters.figures(launch) for launch in nsight.launches_counted(LOG)]
+    assert counters.summary(each) == {
         "launches": 2, "us": 13.5, "dram_bytes": 33_030_145.0, "memory_pct": 77.0,
         "stalls": {"long_scoreboard": 4.5, "wait": 1.5, "barrier": 0.25},
     }  # fmt: skip
@@ -83,18 +84,18 @@ def test_ncu_says_why_and_else_the_child_does():
 
 
 def test_each_counter_has_one_metric_and_every_stall_its_own():
-    every = measure_counters.all_metrics()
-    chosen = measure_counters.chosen_of(every)
+    every = counters.all_metrics()
+    chosen = counters.chosen_of(every)
     assert [m for m in chosen if m in {names[0] for names in COUNTERS.values()}] == chosen[
         : len(COUNTERS)
     ]
     without = [m for m in every if m != COUNTERS["issue_pct"][0]]
-    assert COUNTERS["issue_pct"][1] in measure_counters.chosen_of(without)
+    assert COUNTERS["issue_pct"][1] in counters.chosen_of(without)
     assert len(set(every)) == len(every)
 
 
 def test_products_are_the_kernels_that_are_counted():
-    found = {(one.type, one.shape, one.batch): one for one in measure_counters.products(False)}
+    found = {(one.type, one.shape, one.batch): one for one in counters.products(False)}
     assert found["Q4_0", "8b.gate", 1] == GATE
     assert found["MXFP4", "8b.o", 1].bytes == 4096 * 4096 // 32 * 17
     assert {found[t, "8b.down", n].kernel for t in ("Q4_0", "Q8_0") for n in (16, 64, 128)} == {
@@ -119,7 +120,7 @@ def test_one_launch_goes_before_those_that_are_counted(monkeypatch):
 
     monkeypatch.setattr(backend, "launch", told)
     try:
-        measure_counters.launch_all(backend, measure_counters.products(True))
+        counters.launch_all(backend, counters.products(True))
     finally:
         backend.close()
     each = ["mul_mat", "cuProfilerStart", *["mul_mat"] * LAUNCHES, "cuProfilerStop"]
@@ -157,25 +158,25 @@ def fake(tmp_path: Path, refused: str = "", denied: str = "", launches: int = LA
 def test_launches_are_counted_without_what_is_not_known(tmp_path):
     refused = COUNTERS["issue_pct"][0]
     tool = fake(tmp_path, refused)
-    metrics = measure_counters.available(tool, [GATE])
+    metrics = counters.available(tool, [GATE])
     assert refused not in metrics and COUNTERS["issue_pct"][1] in metrics
-    (case,) = measure_counters.count(tool, metrics, [GATE])
+    (case,) = counters.count(tool, metrics, [GATE])
     assert case.items() >= GATE._asdict().items() and case["issue_pct"] == 50.0
-    assert case["launches"] == LAUNCHES and len(case["stalls"]) == measure_counters.KEPT_STALLS
+    assert case["launches"] == LAUNCHES and len(case["stalls"]) == counters.KEPT_STALLS
     json.dumps(case)
 
 
 def test_why_nothing_is_counted_is_one_line(tmp_path):
     denied = fake(tmp_path, denied="ERR_NVGPUCTRPERM - no permission")
     with pytest.raises(NoCounters, match=r"^ncu counts nothing: ERR_NVGPUCTRPERM - no permission$"):
-        measure_counters.available(denied, [READING])
+        counters.available(denied, [READING])
 
 
 def test_launches_that_are_missing_or_of_another_kernel_count_for_nothing(tmp_path):
     with pytest.raises(NoCounters, match="counted 1 launches of 2"):
-        measure_counters.count(fake(tmp_path, launches=1), [US], [READING])
+        counters.count(fake(tmp_path, launches=1), [US], [READING])
     with pytest.raises(NoCounters, match="in place of"):  # the fake's order is another
-        measure_counters.count(fake(tmp_path), [US], [READING, GATE])
+        counters.count(fake(tmp_path), [US], [READING, GATE])
 
 
 def test_without_a_gpu_the_step_is_left_out(tmp_path, capsys):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.gpu.measuring import Session, add_to_result, product_tflops
+from data.measure.session import Session, add_to_result, product_tflops
 from workbench.backend.base import choose_device, open_backend
 from workbench.bench.kernel_bench import Plan, bench_kernels
 from workbench.bench.kernel_cases import TYPES, Shape, parse_shapes

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pandas as pd
 
+from data.measure import blocks, mechanisms, peers, presets, scheduling, targets
+from data.measure.recorded import NOT_MEASURED, commit_of, model_of
 from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles
 from workbench.errors import WorkbenchError
 from workbench.output import write_text
-from workbench.report import blocks, mechanisms, peers, presets, scheduling, targets
-from workbench.report.recorded import NOT_MEASURED, commit_of, model_of
 from workbench.report.tables import markdown
 
 RESULTS = Path("data/results")

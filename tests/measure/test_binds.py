@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import measure_counters
-from tests.unit.test_targets import PEAK, READ, decode_run, kernel_row, model, record
-from workbench.report import binds, targets
-from workbench.report.recorded import LARGE, NOT_MEASURED, Recorded
+from data.measure import binds, counters, targets
+from data.measure.recorded import LARGE, NOT_MEASURED, Recorded
+from tests.measure.test_targets import PEAK, READ, decode_run, kernel_row, model, record
 
 
 def us(median: float) -> dict[str, float]:
@@ -135,8 +134,8 @@ def test_without_what_memory_or_a_unit_did_counters_say_nothing():
 
 
 def test_every_wait_that_is_counted_has_words():
-    assert set(binds.WAITS) == set(measure_counters.REASONS)
-    assert set(binds.PARTS) < set(measure_counters.COUNTERS)
+    assert set(binds.WAITS) == set(counters.REASONS)
+    assert set(binds.PARTS) < set(counters.COUNTERS)
 
 
 def test_counters_of_a_row_are_those_of_its_type_bytes_and_tokens():

@@ -1,6 +1,6 @@
 """What the runs recorded on a GPU machine say, as numbers; `blocks.py` makes tables of them.
 
-`tests.gpu.measure` writes the run folders; every share here is of the read bandwidth (or the rate
+`data.measure` writes the run folders; every share here is of the read bandwidth (or the rate
 of a large matrix product) that the process of that very run measured. Nothing here measures, and
 what is not recorded is None, or a line that says so.
 """

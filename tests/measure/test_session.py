@@ -1,4 +1,4 @@
-"""What a call of `tests.gpu.measure` takes, without a GPU."""
+"""What a call of `data.measure` takes, without a GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.measure import measure
-from tests.gpu.measuring import Session
+from data.measure.__main__ import measure
+from data.measure.session import Session
 from workbench.errors import UsageError
 
 

@@ -1,6 +1,6 @@
 """Records the GPU runs of data/results, each into a folder of its own.
 
-    python -m tests.gpu.measure [NAMES] [--out DIR] [--models DIR] [--most-gb N] [--only MODEL]
+    python -m data.measure [NAMES] [--out DIR] [--models DIR] [--most-gb N] [--only MODEL]
 
 NAMES are steps (below), the most important first; without any, all of them run in that order. A
 folder that holds a complete run of this commit is kept, so that a run cut off goes on where it was.
@@ -19,14 +19,8 @@ from typing import NamedTuple
 
 from cyclopts import App
 
-from tests.gpu import (
-    measure_ablation,
-    measure_counters,
-    measure_kernels,
-    measure_models,
-    measure_sync,
-)
-from tests.gpu.measuring import Session
+from data.measure import ablation, counters, kernels, models, sync
+from data.measure.session import Session
 from workbench.errors import UsageError, WorkbenchError
 from workbench.model.presets import PRESETS
 
@@ -41,19 +35,19 @@ class Step(NamedTuple):
 
 
 STEPS = {
-    "decode": Step(measure_models.decode, 150),
-    "kernels": Step(measure_kernels.kernels, 110),
-    "depth": Step(measure_models.depth, 35),
-    "load": Step(measure_models.load, 15),
-    "perplexity": Step(measure_models.perplexities, 150),
-    "batches": Step(measure_models.batches, 40),
-    "kernels-batches": Step(measure_kernels.kernels_batches, 110),
-    "fusion": Step(measure_models.fusion, 85),
-    "ablation": Step(measure_ablation.ablation, 60),
-    "counters": Step(measure_counters.counters, 80),
-    "gaps": Step(measure_sync.gaps, 60),
-    "sync": Step(measure_sync.sync, 480),
-    "pipeline": Step(measure_sync.pipeline, 60),
+    "decode": Step(models.decode, 150),
+    "kernels": Step(kernels.kernels, 110),
+    "depth": Step(models.depth, 35),
+    "load": Step(models.load, 15),
+    "perplexity": Step(models.perplexities, 150),
+    "batches": Step(models.batches, 40),
+    "kernels-batches": Step(kernels.kernels_batches, 110),
+    "fusion": Step(models.fusion, 85),
+    "ablation": Step(ablation.ablation, 60),
+    "counters": Step(counters.counters, 80),
+    "gaps": Step(sync.gaps, 60),
+    "sync": Step(sync.sync, 480),
+    "pipeline": Step(sync.pipeline, 60),
 }
 
 app = App(help=__doc__, result_action="return_none")

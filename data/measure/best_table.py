@@ -1,7 +1,7 @@
 """What won on each kind of device, from the run folders: the table that preset `best` is made of.
 
-    python -m tests.best_table            writes workbench/best.json from data/results
-    python -m tests.best_table RUNS...    takes the run folders in these folders, too
+    python -m data.measure.best_table            writes workbench/best.json from data/results
+    python -m data.measure.best_table RUNS...    takes the run folders in these folders, too
 
 For each toggle the comparisons on the richest background count (most else switched on): a value
 wins that is faster in more than half of them, and slower in none. Where tokens per second cannot
@@ -25,7 +25,7 @@ from workbench.bench.comparison import AB
 from workbench.config import FAMILIES, SyncMode, Toggles
 from workbench.output import write_text
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS, TABLE = ROOT / "data/results", ROOT / "workbench/best.json"
 KINDS = ("cuda", "embedded", "host")
 SAFE = {"sync": "auto", "graph_reuse": "set_rows"}  # proved, or obvious; until a run says more

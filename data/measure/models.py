@@ -1,6 +1,6 @@
 """Runs of whole models for data/results: decode, depth, batches, loading, perplexity, fusion.
 
-Every function is one step of `tests.gpu.measure`; names in brackets are those of its folders.
+Every function is one step of `data.measure`; names in brackets are those of its folders.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import workbench as wb
-from tests.gpu.measuring import Session, add_to_result, everything, product_flops, slug
+from data.measure.session import Session, add_to_result, everything, product_flops, slug
 from workbench.bench import provenance
 from workbench.bench.llama_bench import bench
 from workbench.bench.perplexity import parse_against, perplexity_by_size

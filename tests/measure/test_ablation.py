@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.gpu import measure, measure_ablation, measure_launches, measure_models, measuring
+from data.measure import __main__ as measure
+from data.measure import ablation, launches, models, session
 from workbench.backend.cuda.kernel import Gemm, Kernel, Work
 from workbench.bench.kernel_cases import SHAPES
 from workbench.engine.reuse import Key
@@ -27,7 +28,7 @@ def engine(tiny_model):
     path = tiny_model("tiny-llama", "Q4_0")
     with (
         wb.Engine.load(path, device="embedded", n_ctx=512, toggles=wb.Toggles()) as made,
-        made.variant(measuring.everything(made)) as side,
+        made.variant(session.everything(made)) as side,
     ):
         yield side
 
@@ -40,7 +41,7 @@ def test_everything_is_on(engine):
 
 def test_every_launch_has_a_kind(engine):
     nodes = [c.node for c in engine.program(1).commands if isinstance(c, Launch)]
-    kinds = {node.name: measure_ablation.kind_of(node) for node in nodes}
+    kinds = {node.name: ablation.kind_of(node) for node in nodes}
     assert kinds.items() >= PRODUCTS.items()
     assert {kinds[f"kqv_out-{i}"] for i in range(2)} == {"attention"}
     assert kinds["attn_norm-0"] == "norm"
@@ -53,7 +54,7 @@ def test_kernels_of_one_node_are_told_apart(engine):
                ("tensor_product", "tensor_product"), ("rope_store", "rope_store")]  # fmt: skip
     works: list[Work] = [Kernel(file, function, (1, 1), 32, []) for file, function in kernels]
     works.append(Gemm("F16", 0, 0, 0, 1, 1, 1, 1))
-    assert [measure_ablation.kind_of(qkv, work) for work in works] == [
+    assert [ablation.kind_of(qkv, work) for work in works] == [
         "activations to halves", "weights to halves", "qkv", "rope_store", "qkv",
     ]  # fmt: skip
 
@@ -61,7 +62,7 @@ def test_kernels_of_one_node_are_told_apart(engine):
 def test_weights_of_kinds_are_those_of_the_step(engine):
     engine.step([1])
     prepared = engine._programs.get(Key(engine.program(1).shape, 0))
-    found = measure_ablation.weight_bytes(prepared)
+    found = ablation.weight_bytes(prepared)
     inputs = [t for c in prepared.program.commands if isinstance(c, Launch) for t in c.node.inputs]
     matrices = {t for t in inputs if t.kind == Kind.WEIGHT and t.rows > 1}
     embedding = {t for t in matrices if t.name == "token_embd.weight"}
@@ -73,7 +74,7 @@ def test_weights_of_kinds_are_those_of_the_step(engine):
 def floats_of(prepared) -> dict[str, np.ndarray]:
     """Every F32 tensor of the step's arena, by name."""
     placed = prepared.program.placement[DEVICE].items()
-    views = zip(buffers_of(prepared), measure_ablation.content(prepared), strict=True)
+    views = zip(buffers_of(prepared), ablation.content(prepared), strict=True)
     bytes_of = dict(views)
     return {
         tensor.name: bytes_of[there.buffer][there.offset :][: there.nbytes].view(np.float32)
@@ -90,9 +91,9 @@ def buffers_of(prepared) -> list[Buffer]:
 @pytest.mark.parametrize("n_tokens", [1, 64])
 def test_apart_no_two_tensors_share_memory(engine, n_tokens):
     shared = engine.program(n_tokens)
-    with measure_ablation.apart():
+    with ablation.apart():
         program = engine.program(n_tokens)
-    assert arena.FreeList is not measure_ablation._NeverAgain
+    assert arena.FreeList is not ablation._NeverAgain
     for lowered, some in ((shared, True), (program, False)):
         launches = [c for c in lowered.commands if isinstance(c, Launch)]
         ranges = [there for t, there in lowered.placement[DEVICE].items() if t.kind != Kind.WEIGHT]
@@ -106,18 +107,18 @@ def test_apart_no_two_tensors_share_memory(engine, n_tokens):
 
 @pytest.mark.parametrize("n_tokens", [1, 64])
 def test_behind_a_gap_the_others_compute_what_they_did(engine, n_tokens):
-    with measure_ablation.apart():
+    with ablation.apart():
         engine.step(list(range(n_tokens)))
-        prepared = measure_ablation.prepared_of(engine, n_tokens)
-    chain = measure_ablation.pieces(prepared, engine.backend)
-    whole = measure_ablation.content(prepared)
+        prepared = ablation.prepared_of(engine, n_tokens)
+    chain = ablation.pieces(prepared, engine.backend)
+    whole = ablation.content(prepared)
     assert whole[0].any()
     for kind in dict.fromkeys(piece.kind for piece in chain):
         for piece in chain:
             if piece.kind != kind:
                 piece.issue()
         engine.backend.synchronize()
-        now = measure_ablation.content(prepared)
+        now = ablation.content(prepared)
         assert all(map(np.array_equal, whole, now)), kind
     values = floats_of(prepared)
     assert len(values) > 8 and all(np.isfinite(each).all() for each in values.values())
@@ -125,18 +126,18 @@ def test_behind_a_gap_the_others_compute_what_they_did(engine, n_tokens):
 
 def test_where_tensors_share_memory_a_gap_changes_what_others_read(engine):
     engine.step([1])
-    prepared = measure_ablation.prepared_of(engine, 1)
-    chain = measure_ablation.pieces(prepared, engine.backend)
-    whole = measure_ablation.content(prepared)
+    prepared = ablation.prepared_of(engine, 1)
+    chain = ablation.pieces(prepared, engine.backend)
+    whole = ablation.content(prepared)
     for piece in chain:
         if piece.kind != "glu":
             piece.issue()
     engine.backend.synchronize()
-    assert not all(map(np.array_equal, whole, measure_ablation.content(prepared)))
+    assert not all(map(np.array_equal, whole, ablation.content(prepared)))
 
 
 def test_products_are_read_as_bench_kernels_launches_them():
-    sizes = measure_launches.product_sizes()
+    sizes = launches.product_sizes()
     (gate, up), cols = SHAPES["8b.gate_up"].rows, SHAPES["8b.gate_up"].cols
     row = Q4_0.row_bytes(cols)
     assert gate * row in sizes and (gate + up) * row in sizes  # gate_up is two launches, glu one
@@ -145,7 +146,7 @@ def test_products_are_read_as_bench_kernels_launches_them():
 
 def test_the_step_runs_on_a_cpu_and_is_kept(tmp_path, tiny_models, capsys, monkeypatch):
     commit = {"hash": "1" * 40, "number": 1, "dirty": False}
-    monkeypatch.setattr(measuring.provenance, "commit", lambda: commit)
+    monkeypatch.setattr(session.provenance, "commit", lambda: commit)
 
     def go() -> str:
         measure.measure("ablation", out=tmp_path, models=tiny_models, device="embedded", quick=True)
@@ -171,8 +172,8 @@ def test_the_step_runs_on_a_cpu_and_is_kept(tmp_path, tiny_models, capsys, monke
 
 
 def test_fusion_compares_every_toggle_that_a_gpu_has():
-    toggles = measure_models.FUSED["llama-3-8b", "Q4_0"]
+    toggles = models.FUSED["llama-3-8b", "Q4_0"]
     patterns = {name for name in wb.Toggles.names() if name.startswith("fuse_")} - {"fuse_bias"}
     assert set(toggles) == patterns | {"fuse", "pdl", "defer_norm"}
     assert set(toggles["fuse_product_norm"]) == {"with-all"}
-    assert set(toggles["fuse_glu"]) == set(measure_models.BACKGROUNDS)
+    assert set(toggles["fuse_glu"]) == set(models.BACKGROUNDS)

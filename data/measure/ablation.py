@@ -1,5 +1,5 @@
 """Where the time of a step goes, for data/results: DEVICE-ablation-MODEL[-N].json; then what
-launches cost (`measure_launches.py`).
+launches cost (`launches.py`).
 
 A step of N tokens (1 where the name has no number), everything on but plans:
 
@@ -37,8 +37,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import workbench as wb
-from tests.gpu.measure_launches import launches, spread
-from tests.gpu.measuring import Session, everything, product_flops, slug
+from data.measure.launches import launches, spread
+from data.measure.session import Session, everything, product_flops, slug
 from workbench.backend.base import Issue
 from workbench.backend.cuda import op_table
 from workbench.backend.cuda.kernel import Kernel, Work

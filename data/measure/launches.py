@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.gpu.measuring import Session
+from data.measure.session import Session
 from workbench.backend.base import Issue, open_backend
 from workbench.backend.cuda.kernel import Kernel, blocks
 from workbench.bench import provenance

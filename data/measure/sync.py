@@ -1,13 +1,13 @@
 """Runs of the sync modes for data/results: speed, gaps between tokens, timelines.
 
-Every function is one step of `tests.gpu.measure`; names in brackets are those of its folders.
+Every function is one step of `data.measure`; names in brackets are those of its folders.
 """
 
 from __future__ import annotations
 
 import workbench as wb
-from tests.gpu.measure_models import compare
-from tests.gpu.measuring import Session, everything, slug
+from data.measure.models import compare
+from data.measure.session import Session, everything, slug
 from workbench.backend.base import open_backend
 from workbench.bench.gaps import host_gaps
 from workbench.bench.llama_bench import bench, format_rows

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.proofs import OUT, proved
-from workbench.report import proofs
+from data.measure import proofs
+from data.measure.proofs import OUT, proved
+from workbench.report.proofs import proof_frame, record_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,7 +71,7 @@ def test_a_ring_mends_what_the_host_writes_and_nothing_else(found):
 
 
 def test_every_race_of_record_is_there_before_its_fix_and_not_after():
-    table = proofs.record_table()
+    table = record_table()
     assert set(table["thread"]) >= {"#20463", "#26040", "#20927", "#14855", "#8897"}
     assert (table["before"] > 0).all() and (table["after"] == 0).all()
     assert {"of the thread", "reconstructed"} == set(table["pair"])
@@ -78,11 +79,11 @@ def test_every_race_of_record_is_there_before_its_fix_and_not_after():
 
 
 def test_readme_has_the_table(tmp_path):
-    assert proofs.recorded(OUT.parent) in (ROOT / "data/results/README.md").read_text()
-    assert proofs.recorded(tmp_path) == "not measured."
+    assert proofs.table(OUT.parent) in (ROOT / "data/results/README.md").read_text()
+    assert proofs.table(tmp_path) == "not measured."
 
 
 def test_reasons_are_shown_whole(found):
-    table = proofs._frame(found["rows"])
+    table = proof_frame(found["rows"])
     longest = max(table["because"], key=len)
     assert len(longest) > 100 and longest in html.unescape(table._repr_html_())

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from data.measure.blocks import OfARun, caption
+from data.measure.recorded import NOT_MEASURED, model_of
 from workbench.bench import gaps, results
 from workbench.bench.comparison import AB
 from workbench.bench.stats import FASTER, SLOWER, verdict
 from workbench.config import CopyStream, SyncMode
-from workbench.report.blocks import OfARun, caption
-from workbench.report.recorded import NOT_MEASURED, model_of
 from workbench.report.tables import markdown
 
 BEFORE, AFTER = SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value

@@ -11,10 +11,8 @@ from typing import Any, Protocol
 
 import pandas as pd
 
-from workbench.bench.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound
-from workbench.bench.comparison import AB
-from workbench.report import proofs, sources
-from workbench.report.recorded import (
+from data.measure import proofs, sources
+from data.measure.recorded import (
     BATCHED,
     DECODED,
     LARGE,
@@ -33,7 +31,9 @@ from workbench.report.recorded import (
     product_shares,
     scored,
 )
-from workbench.report.sources import age, mark
+from data.measure.sources import age, mark
+from workbench.bench.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound
+from workbench.bench.comparison import AB
 from workbench.report.tables import markdown
 
 
@@ -288,7 +288,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "fusion-cuda": fusion_table,
     "perplexity-cuda": perplexity_table,
     "correctness-cuda": correctness_table,
-    "proofs": proofs.recorded,
+    "proofs": proofs.table,
     "exhaustive": proofs.exhaustive,
     "sources": sources.table,
 }

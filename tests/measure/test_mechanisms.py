@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from data.measure import mechanisms
 from workbench.bench import gaps, results
 from workbench.bench.comparison import AB
-from workbench.report import mechanisms
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 

@@ -1,6 +1,6 @@
 """What binds where a target is missed: from kernels' own times, launches, ablated steps, counters.
 
-Pure functions of what `tests.gpu.measure` recorded: `cuda-kernels` and `cuda-kernels-batches` say
+Pure functions of what `data.measure` recorded: `cuda-kernels` and `cuda-kernels-batches` say
 what a product took, `cuda-launches.json` what launches and plain reading take on the same card,
 `cuda-ablation-MODEL[-N].json` where the time of a step goes, `cuda-counters.json` how busy a
 product keeps each part of the device. Every bandwidth is the one of the file that a time stands in,
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from data.measure.recorded import NOT_MEASURED, Recorded, commit_of
 from workbench.bench.kernel_cases import MODELS
 from workbench.bench.results import Run
-from workbench.report.recorded import NOT_MEASURED, Recorded, commit_of
 
 READ = "read"  # what stands in place of a type in the counters of kernels that only read
 LEAST_SHARE = 0.03  # of a step, from which a kind of launch is named

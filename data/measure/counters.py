@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.gpu.measure_launches import fastest_reads, reading
-from tests.gpu.measuring import Session
-from tests.gpu.nsight import command, find_ncu, launches_counted, number, refusal, unknown
+from data.measure.binds import READ
+from data.measure.launches import fastest_reads, reading
+from data.measure.nsight import command, find_ncu, launches_counted, number, refusal, unknown
+from data.measure.session import Session
 from workbench.backend.base import open_backend
 from workbench.bench import provenance
 from workbench.bench.kernel_cases import SHAPES, TYPES, Case, Shape
@@ -36,12 +37,11 @@ from workbench.bench.kernel_memory import Copies, Launches
 from workbench.graph.ir import Node
 from workbench.program.commands import COMPUTE_STREAM, Space
 from workbench.progress import bar
-from workbench.report.binds import READ
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHES = 2  # of each case that are counted; one more goes before them
 LIMIT_S, MOST_TRIES = 75, 5  # seconds of one run of ncu; runs to find out what it knows
-MODULE = "tests.gpu.measure_counters"
+MODULE = "data.measure.counters"
 
 # gate alone, as `bench-kernels` launches it within gate_up
 GATE = SHAPES["8b.gate_up"]
@@ -347,5 +347,5 @@ def _child(cases: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] != "--child":
-        sys.exit("error: this runs under ncu; use python -m tests.gpu.measure counters")
+        sys.exit("error: this runs under ncu; use python -m data.measure counters")
     _child(Path(sys.argv[2]))

@@ -12,17 +12,17 @@ import nbformat
 import pandas as pd
 import pytest
 
-from tests.gpu import measure_sync, sanitize
-from tests.gpu.measuring import slug
+from data.measure import readme, sync
+from data.measure.scheduling import BACKGROUNDS
+from data.measure.session import slug
+from data.measure.sources import age, unmarked
+from tests.gpu import sanitize
 from workbench.bench.comparison import AB
 from workbench.bench.gaps import Gaps
 from workbench.bench.perplexity import TOKENS, Agreement
 from workbench.bench.results import load_run
 from workbench.config import EXACT, Toggles
 from workbench.errors import WorkbenchError
-from workbench.report import readme
-from workbench.report.scheduling import BACKGROUNDS
-from workbench.report.sources import age, unmarked
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"
@@ -119,7 +119,7 @@ def test_a_comparison_is_interleaved_repeated_and_right(folder):
         assert answer.kind == wanted
 
 
-SYNC_MODELS = [slug(preset, quant) for preset, quant, _ in measure_sync.SYNC_MODELS]
+SYNC_MODELS = [slug(preset, quant) for preset, quant, _ in sync.SYNC_MODELS]
 STREAMS = ("own", "compute")
 
 
@@ -127,7 +127,7 @@ STREAMS = ("own", "compute")
 @pytest.mark.parametrize("model", SYNC_MODELS)
 def test_sync_modes_measured_on_a_gpu_are_safe_ones_each_once(model, background):
     """On both streams: gaps, and t/s in the thread's tests. A mode may be newer than the run."""
-    wanted = [(mode, stream) for stream in STREAMS for mode in measure_sync.modes_on(stream)]
+    wanted = [(mode, stream) for stream in STREAMS for mode in sync.modes_on(stream)]
     for name in ("gaps", *(f"sync-{stream}" for stream in STREAMS)):
         folder = RESULTS / f"cuda-{name}-{background}-{model}"
         if folder in RUNS:
@@ -262,8 +262,8 @@ MOST_US = {
 
 
 def test_every_exhaustive_test_has_passed():
+    from data.measure.proofs import EXHAUSTIVE
     from tests.exhaustive import collected
-    from workbench.report.proofs import EXHAUSTIVE
 
     found = json.loads((RESULTS / "exhaustive.json").read_text())
     assert not found["commit"]["dirty"] and is_ancestor(found["commit"]["hash"])

@@ -1,0 +1,159 @@
+"""Proves every sync mode on both copy streams: `python -m data.measure.proofs` writes
+data/results/proofs.json, which README's table is made of and `make test` proves again.
+
+Nothing is measured and no device is needed: programs of a llama of two layers are lowered for a
+device that computes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import workbench as wb
+from data.measure.recorded import commit_of
+from data.measure.sources import ROOT
+from workbench.config import HostSource, NCopies
+from workbench.frames import markdown
+from workbench.model.synth import write_model
+from workbench.output import write_text
+from workbench.program.check import hazards
+from workbench.program.commands import Program
+from workbench.report.proofs import cycles, proof_frame, proof_rows
+
+FILE = "proofs.json"
+OUT = ROOT / "data" / "results" / FILE
+# what each test of `make test-exhaustive` judges
+EXHAUSTIVE = {
+    "test_of_every_ordering_on_every_placement_the_checker_is_right": (
+        "two models on four placements, copies in order and, with one device, in none: every sync "
+        "mode by step_wait and input_order, and by host_source and n_copies, whole and without any "
+        "one wait or record"
+    ),
+    "test_of_the_full_product_of_toggles_the_checker_is_right": (
+        "the full product of toggles: every ordering of every graph that they make"
+    ),
+    "test_without_any_two_commands_the_checker_is_right": (
+        "a llama on one device, copies in order and in none: every sync mode without any two"
+    ),
+}
+# where inputs lie on the host and on the device, as `by_source` takes them
+SOURCES: dict[str, dict[str, str]] = {
+    **{source: {"host_source": source} for source in HostSource},
+    f"n_copies={NCopies.FOUR}": {"n_copies": NCopies.FOUR},
+}
+N_UBATCH = 8
+WHAT = (
+    "A llama of two layers; decode: one token after the other, each with its logits; train: "
+    "prompts of three ubatches with `step_wait=outputs`, of which the last has logits. Waits: of "
+    "the host and of streams. Of what races, the first pair."
+)
+LONG = 6  # ubatches: more than there are places in a ring, so that every place comes again
+OF_SOURCES = (
+    f"The same decode, and a train of {LONG} ubatches, so that every place comes again; by "
+    "`host_source`, and with `n_copies` places for inputs on the device."
+)
+
+
+def both(engine: wb.Engine) -> dict[tuple[str, str], list[Program]]:
+    """The programs of a decode and of a train under every sync mode and copy stream."""
+    decode, train = cycles(engine), cycles(engine, 3 * N_UBATCH, "train")
+    names = dict.fromkeys(name for name, _ in decode)
+    return {key: rows[key] for name in names
+            for key, rows in (((name, "decode"), decode), ((name, "train"), train))}  # fmt: skip
+
+
+def by_source(engine: Any, n_tokens: int = 1, run: str = "decode") -> list[dict[str, Any]]:
+    """A row for each ordering: how many pairs of commands race with each of SOURCES."""
+    found = {name: cycles(engine, n_tokens, run, **chosen) for name, chosen in SOURCES.items()}
+    return [
+        {
+            "ordering": ordering, "run": run,
+            "races": {name: len(hazards.races(found[name][ordering, run])) for name in SOURCES},
+        }
+        for ordering, _ in next(iter(found.values()))
+    ]  # fmt: skip
+
+
+def proved(path: Path) -> dict:
+    with wb.Engine.load(
+        path, device="null", n_ctx=256, n_ubatch=N_UBATCH, unsafe=True, toggles=wb.Toggles()
+    ) as engine:
+        return {
+            "what": WHAT,
+            "rows": list(proof_rows(both(engine))),
+            "of_sources": OF_SOURCES,
+            "sources": by_source(engine) + by_source(engine, LONG * N_UBATCH, "train"),
+        }
+
+
+def table(folder: Path) -> str:
+    """The table of the rows in `folder`/proofs.json, as Markdown."""
+    path = folder / FILE
+    if not path.is_file():
+        return "not measured."
+    found = json.loads(path.read_text())
+    rows = found["sources"]
+    racing = [row for row in rows if any(row["races"].values())]
+    sources = pd.DataFrame(
+        {
+            **{name: row[name] for name in ("ordering", "run")},
+            **{source: "races" if n else "safe" for source, n in row["races"].items()},
+        }
+        for row in racing
+    )
+    parts = [
+        markdown(in_letters(proof_frame(found["rows"]))), found["what"],
+        "By where inputs lie, of every ordering that races anywhere:",
+        markdown(sources), found["of_sources"],
+    ]  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def exhaustive(folder: Path) -> str:
+    """How many runs the tests of `folder`/exhaustive.json judged, as Markdown."""
+    path = folder / "exhaustive.json"
+    if not path.is_file():
+        return "not measured."
+    found = json.loads(path.read_text())
+    rows, hours = [], 0.0
+    for test, what in EXHAUSTIVE.items():
+        of_test = [r for name, r in found["tests"].items() if name.partition("[")[0].endswith(test)]
+        took = sum(r["seconds"] or 0 for r in of_test) / 3600  # none of a test that was killed
+        judged = {  # a test that failed has no counts
+            outcome: sum(r.get(outcome, 0) for r in of_test)
+            for outcome in ("safe", "unsafe", "unseen")
+        }
+        rows.append(
+            {
+                "runs of": what, "safe": judged["safe"], "unsafe": judged["unsafe"],
+                "of these no seed saw": judged["unseen"], "hours": f"{took:.1f}",
+            }
+        )  # fmt: skip
+        hours += took
+    failed = sum(r["outcome"] != "passed" for r in found["tests"].values())
+    return (
+        f"{markdown(pd.DataFrame(rows))}\n\n{len(found['tests'])} tests, {failed} failed, "
+        f"{hours:.1f} hours of one core; {found['machine']['cpu']['name']}; "
+        f"commit {commit_of(found)}; {found['date'][:10]}."
+    )
+
+
+def in_letters(table: pd.DataFrame) -> pd.DataFrame:
+    """The table for a Markdown file: its patterns as code."""
+    return table.assign(pattern=[f"`{pattern}`" for pattern in table["pattern"]])
+
+
+def main() -> int:
+    path = write_model("tiny-llama", "Q8_0", Path("data/models/tiny-llama-Q8_0.gguf"))
+    write_text(OUT, json.dumps(proved(path), indent=1) + "\n")
+    print(f"wrote {OUT}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
