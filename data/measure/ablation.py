@@ -1,5 +1,4 @@
-"""Where the time of a step goes, for data/results: DEVICE-ablation-MODEL[-N].json; then what
-launches cost (`launches.py`).
+"""Where the time of a step goes, for data/results: DEVICE-ablation-MODEL[-N].json.
 
 A step of N tokens (1 where the name has no number), everything on but plans:
 
@@ -37,8 +36,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import workbench as wb
-from data.measure.launches import launches, spread
-from data.measure.session import Session, everything, product_flops, slug
+from data.measure.launches import spread
+from data.measure.matrix import Row
+from data.measure.session import Session, product_flops
 from workbench.backend.base import Issue
 from workbench.backend.cuda import op_table
 from workbench.backend.cuda.kernel import Kernel, Work
@@ -51,12 +51,6 @@ from workbench.graph import arena
 from workbench.graph.ir import Kind, Node
 from workbench.program.commands import COMPUTE_STREAM, DEVICE, Buffer, Launch, Space
 
-# model -> tokens of the steps that are taken apart
-STEPS: dict[tuple[str, str], tuple[int, ...]] = {
-    ("qwen3-4b", "Q4_K_M"): (1,),
-    ("llama-3-8b", "Q4_0"): (1, 64),
-    ("llama-3-8b", "Q8_0"): (64,),
-}
 ROUNDS, STEPS_A_ROUND, REPLAYS = 7, 8, 4
 
 # What a launch is for, by its kernel (`file.function`); the others compute their node's kind.
@@ -184,25 +178,14 @@ def content(prepared: Prepared) -> list[np.ndarray]:
     return found
 
 
-def ablation(session: Session) -> None:
-    """Every step of STEPS taken apart [ablation-MODEL, ablation-MODEL-N], then what launches cost
-    [launches]."""
-    for (preset, quant), sizes in STEPS.items():
-        if not session.takes(preset, quant):
-            continue
-        suffixes = {n: "" if n == 1 else f"-{n}" for n in sizes}
-        names = {n: f"ablation-{slug(preset, quant)}{suffix}" for n, suffix in suffixes.items()}
-        wanted = {n: name for n, name in names.items() if session.wants(name)}
-        if not wanted:
-            continue
-        with session.engine(preset, quant) as engine:
-            rates = session.rates(engine.backend)
-            for n, name in wanted.items():
-                with engine.variant(everything(engine)) as side:
-                    found = take_apart(side, n, session.quick)
-                session.write(name, provenance.collect(engine) | rates | found)
-                print(f"{name}: {_said(found)}", flush=True)
-    launches(session)
+def ablation(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
+    """The steps of some rows taken apart, each into a file."""
+    rates = session.rates(engine.backend)
+    for row in rows:
+        with session.variant(engine, row) as side:
+            found = take_apart(side, row.sizes[0], session.quick)
+        session.write(row, provenance.collect(engine) | rates | found)
+        print(f"{row.folder}: {_said(found)}", flush=True)
 
 
 def _said(found: dict[str, Any]) -> str:

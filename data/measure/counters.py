@@ -28,6 +28,7 @@ import numpy as np
 
 from data.measure.binds import READ
 from data.measure.launches import fastest_reads, reading
+from data.measure.matrix import Row
 from data.measure.nsight import command, find_ncu, launches_counted, number, refusal, unknown
 from data.measure.session import Session
 from workbench.backend.base import open_backend
@@ -181,12 +182,10 @@ def summary(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
 # the measuring ------------------------------------------------------------------------------------
 
 
-def counters(session: Session) -> None:
+def counters(session: Session, _: None, rows: list[Row]) -> None:
     """Writes DEVICE-counters.json; where there is no ncu, or it may not count, says so."""
     if session.device != "cuda":
         print("counters: a GPU alone has them; left out", flush=True)
-        return
-    if not session.wants("counters"):
         return
     tool = find_ncu()
     if tool is None:
@@ -212,7 +211,7 @@ def counters(session: Session) -> None:
         return
     version = subprocess.run([str(tool), "--version"], capture_output=True, text=True, check=False)
     found |= {"ncu": (version.stdout.strip().splitlines() or [""])[-1], "metrics": metrics}
-    session.write("counters", provenance.collect() | found | {"cases": cases})
+    session.write(rows[0], provenance.collect() | found | {"cases": cases})
     for case in cases:
         print("counters: " + _said(case), flush=True)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from data.measure.matrix import Row
 from data.measure.session import Session
 from workbench.backend.base import Issue, open_backend
 from workbench.backend.cuda.kernel import Kernel, blocks
@@ -28,12 +29,10 @@ READ_GRIDS = ("x8", "x16", TILES)  # blocks for each multiprocessor, or one for 
 LEAST_READS = 20  # of one replay
 
 
-def launches(session: Session) -> None:
+def launches(session: Session, _: None, rows: list[Row]) -> None:
     """Writes DEVICE-launches.json, on a GPU alone."""
     if session.device != "cuda":
         print("launches: a GPU alone can tell; left out", flush=True)
-        return
-    if not session.wants("launches"):
         return
     backend: Any = open_backend("cuda")
     try:
@@ -54,7 +53,7 @@ def launches(session: Session) -> None:
         }
     finally:
         backend.close()
-    session.write("launches", provenance.collect() | found)
+    session.write(rows[0], provenance.collect() | found)
     said = (f"{where} {found[f'{where}_us'][k]['median']:.2f} {k}"
             for where in ("stream", "graph") for k in early)  # fmt: skip
     print(f"launches: us: {', '.join(said)}", flush=True)

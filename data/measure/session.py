@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +21,21 @@ from typing import Any
 import numpy as np
 
 import workbench as wb
+from data.measure.matrix import Row
+from workbench.backend.base import open_backend
 from workbench.backend.cuda.kernel import Gemm
 from workbench.bench import provenance, results
 from workbench.bench.kernel_rigs import rig_of
+from workbench.errors import DeviceError, UsageError
 from workbench.graph import ops
 from workbench.graph.ir import Node
-from workbench.model.presets import find_preset, quant_name, tensor_type, tensors
+from workbench.model.presets import PRESETS, find_preset, quant_name, tensor_type, tensors
 from workbench.model.synth import write_model
 from workbench.output import write_text
 from workbench.program.commands import COMPUTE_STREAM, Launch, Space
 
+FILES = ("load", "ablation", "launches", "counters")  # kinds that write one JSON file
+QUICK_CELLS = {"perplexity": 64}  # of the cache, where runs are quick; else 1,024
 SIZE = 8192  # of the large product: rows, columns and tokens
 PRODUCTS = 8  # of them in one replay
 
@@ -53,73 +58,83 @@ class Session:
         """What names begin with: quick runs must not be taken for real ones."""
         return f"quick-{self.device}" if self.quick else self.device
 
-    def folder(self, name: str, needs: str = "") -> Path | None:
-        """Where run `name` goes, emptied; None where a complete run of this commit is there. needs:
-        a key without which the `result` of a run is not complete."""
-        folder = self.out / f"{self.prefix}-{name}"
-        if self._holds(folder, needs):
-            print(f"{folder.name}: there already, of this commit", flush=True)
-            return None
-        shutil.rmtree(folder, ignore_errors=True)
-        return folder
+    def at(self, row: Row) -> Path:
+        """The folder of a row; the file, where its kind writes one."""
+        return self.out / f"{self.prefix}-{row.folder}{'.json' if row.kind in FILES else ''}"
 
-    def _holds(self, folder: Path, needs: str) -> bool:
+    def emptied(self, row: Row) -> Path:
+        """The folder of a row, with nothing in it."""
+        shutil.rmtree(self.at(row), ignore_errors=True)
+        return self.at(row)
+
+    def holds(self, row: Row, needs: str = "") -> bool:
+        """Whether a complete run of a row, of this commit, is there. needs: a key without which
+        the `result` of a run is not complete."""
         try:
-            run = json.loads((folder / results.RUN_JSON).read_text())
+            run = json.loads((self.at(row) / results.RUN_JSON).read_text())
         except (OSError, ValueError):
             return False
-        commit = provenance.commit()
-        same = run["commit"] == commit and commit["hash"] != provenance.UNKNOWN
         whole = not needs or needs in run["result"]
-        return bool(same and whole and run["status"] == results.COMPLETE)
+        return bool(_is_ours(run) and whole and run["status"] == results.COMPLETE)
 
-    def _file(self, name: str) -> Path:
-        return self.out / f"{self.prefix}-{name}.json"
-
-    def wants(self, name: str) -> bool:
-        """Whether file `name` (of `write`) is still to be made at this commit."""
+    def holds_file(self, row: Row) -> bool:
+        """Whether the file of a row is there, of this commit."""
         try:
-            found = json.loads(self._file(name).read_text())["commit"]
+            return _is_ours(json.loads(self.at(row).read_text()))
         except (OSError, ValueError, KeyError):
-            return True
-        there = found == provenance.commit() and found["hash"] != provenance.UNKNOWN
-        if there:
-            print(f"{self._file(name).name}: there already, of this commit", flush=True)
-        return not there
-
-    def write(self, name: str, found: dict[str, Any]) -> None:
-        """Writes what was found, with the date, as one JSON file that appears whole."""
-        path = self._file(name)
-        record = {"date": provenance.utc_now()} | found
-        write_text(path, json.dumps(record, indent=1) + "\n", parents=True)
-
-    def takes(self, preset: str, quant: str) -> bool:
-        """Whether a model is wanted and small enough; says so where it is too large."""
-        if self.only not in ("", slug(preset, quant)):
             return False
-        gb = 0.0 if self.quick else file_gb(preset, quant)
+
+    def write(self, row: Row, found: dict[str, Any]) -> None:
+        """Writes what was found, with the date, as one JSON file that appears whole."""
+        record = {"date": provenance.utc_now()} | found
+        write_text(self.at(row), json.dumps(record, indent=1) + "\n", parents=True)
+
+    def takes(self, model: str) -> bool:
+        """Whether a model is wanted and small enough; says so where it is too large."""
+        if self.only not in ("", model):
+            return False
+        gb = 0.0 if self.quick else file_gb(model)
         if gb > self.most_gb:
-            print(f"{preset} {quant}: left out, {gb:.1f} GB is above the limit", flush=True)
+            print(
+                f"{' '.join(parsed(model))}: left out, {gb:.1f} GB is above the limit", flush=True
+            )
         return gb <= self.most_gb
 
-    def path(self, preset: str, quant: str) -> Path:
+    def has(self, row: Row) -> bool:
+        """Whether the machine has the GPUs that a row asks for; says so where it has not."""
+        if row.gpus == 1:
+            return True
+        last = {"device": row.gpus - 1} if self.device == "cuda" else {}
+        try:
+            open_backend(self.device, **last).close()
+        except DeviceError as reason:
+            print(f"{row.step}: left out ({reason})", flush=True)
+            return False
+        return True
+
+    def path(self, model: str) -> Path:
         """The model's file, written where it is missing."""
+        preset, quant = parsed(model)
         if self.quick:
             preset = "tiny-qwen3" if preset.startswith("qwen3") else "tiny-llama"
         quant = quant_name(quant)
         return write_model(preset, quant, self.models / f"{preset}-{quant}.gguf")
 
     @contextmanager
-    def engine(
-        self, preset: str, quant: str, n_ctx: int = 1024, **config: Any
-    ) -> Iterator[wb.Engine]:
-        """An engine of the model, everything off but kept programs; run its variants."""
-        path, kept = self.path(preset, quant), wb.Toggles(graph_reuse="set_rows")
+    def engine(self, row: Row) -> Iterator[wb.Engine]:
+        """An engine of a row's model, everything off but kept programs; run its variants."""
+        path, kept = self.path(row.model), wb.Toggles(graph_reuse="set_rows")
+        most = QUICK_CELLS.get(row.kind, 1024) if self.quick else row.n_ctx
         with wb.Engine.load(
-            path, device=self.device, n_ctx=n_ctx, toggles=kept, **config
-        ) as engine:
+            path, device=self.device, n_ctx=min(row.n_ctx, most), toggles=kept,
+            n_ubatch=row.n_ubatch, n_devices=row.n_devices,
+        ) as engine:  # fmt: skip
             print(f"{path.stem}: {engine.backend.description}", flush=True)
             yield engine
+
+    def variant(self, engine: wb.Engine, row: Row) -> wb.Engine:
+        """The engine with a row's toggles."""
+        return engine.variant(toggles_of(row.toggles, engine))
 
     def rates(self, backend: Any) -> dict[str, Any]:
         """What the device can do, measured now: the keys of the docstring above."""
@@ -137,15 +152,45 @@ def everything(engine: wb.Engine) -> wb.Toggles:
     return toggles.switched("fuse", "on").switched("defer_norm", "on").switched("pdl", pdl)
 
 
-def file_gb(preset: str, quant: str) -> float:
+BACKGROUNDS: dict[str, Callable[[wb.Engine], wb.Toggles]] = {
+    "baseline": lambda engine: wb.Toggles(),
+    "kept": lambda engine: wb.Toggles(graph_reuse="set_rows"),
+    "all": everything,
+    "best": lambda engine: engine.resolve("best"),
+}
+
+
+def toggles_of(spec: str, engine: wb.Engine) -> wb.Toggles:
+    """What a row's `toggles` say: a background, then each `NAME=VALUE` switched in turn."""
+    background, *changes = spec.split()
+    toggles = BACKGROUNDS[background](engine)
+    for name, _, value in (change.partition("=") for change in changes):
+        toggles = toggles.switched(name, value)
+    return toggles
+
+
+def parsed(model: str) -> tuple[str, str]:
+    """Preset and type of a model as folders name it: `llama-3-8b-q4_0` -> llama-3-8b, Q4_0; raises
+    UsageError where there is no such preset."""
+    named = [preset for preset in PRESETS if model.startswith(f"{preset}-")]
+    if not named:
+        raise UsageError(f"{model}: no such model; give one as folders do, llama-3-8b-q8_0")
+    preset = max(named, key=len)
+    return preset, model.removeprefix(f"{preset}-").upper()
+
+
+def file_gb(model: str) -> float:
     """About the size of a model's file, in GB."""
+    preset, quant = parsed(model)
     shape, quant = find_preset(preset), quant_name(quant)
     typed = ((spec.shape, tensor_type(spec, shape, quant)) for spec in tensors(shape))
     return sum(math.prod(s[:-1]) * dtype.row_bytes(s[-1]) for s, dtype in typed) / 1e9
 
 
-def slug(preset: str, quant: str) -> str:
-    return f"{preset}-{quant.lower()}"
+def _is_ours(found: dict[str, Any]) -> bool:
+    """Whether a run or a file is of the commit that is checked out."""
+    commit = provenance.commit()
+    return bool(found["commit"] == commit and commit["hash"] != provenance.UNKNOWN)
 
 
 def add_to_result(folder: Path, **found: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import workbench as wb
 from data.measure import __main__ as measure
-from data.measure import ablation, launches, models, session
+from data.measure import ablation, launches, matrix, session
 from workbench.backend.cuda.kernel import Gemm, Kernel, Work
 from workbench.bench.kernel_cases import SHAPES
 from workbench.engine.reuse import Key
@@ -172,8 +172,11 @@ def test_the_step_runs_on_a_cpu_and_is_kept(tmp_path, tiny_models, capsys, monke
 
 
 def test_fusion_compares_every_toggle_that_a_gpu_has():
-    toggles = models.FUSED["llama-3-8b", "Q4_0"]
+    rows = [row for row in matrix.rows("fusion") if row.model == "llama-3-8b-q4_0"]
+    toggles = {row.compared.partition("=")[0]: set() for row in rows}
+    for row in rows:
+        toggles[row.compared.partition("=")[0]].add(row.toggles)
     patterns = {name for name in wb.Toggles.names() if name.startswith("fuse_")} - {"fuse_bias"}
     assert set(toggles) == patterns | {"fuse", "pdl", "defer_norm"}
-    assert set(toggles["fuse_product_norm"]) == {"with-all"}
-    assert set(toggles["fuse_glu"]) == set(models.BACKGROUNDS)
+    assert toggles["fuse_product_norm"] == {"all"}
+    assert toggles["fuse_glu"] == {"kept", "all"}

@@ -12,9 +12,8 @@ import nbformat
 import pandas as pd
 import pytest
 
-from data.measure import readme, sync
+from data.measure import matrix, readme
 from data.measure.scheduling import BACKGROUNDS
-from data.measure.session import slug
 from data.measure.sources import age, unmarked
 from tests.gpu import sanitize
 from workbench.bench.comparison import AB
@@ -119,15 +118,14 @@ def test_a_comparison_is_interleaved_repeated_and_right(folder):
         assert answer.kind == wanted
 
 
-SYNC_MODELS = [slug(preset, quant) for preset, quant, _ in sync.SYNC_MODELS]
 STREAMS = ("own", "compute")
 
 
 @pytest.mark.parametrize("background", BACKGROUNDS)
-@pytest.mark.parametrize("model", SYNC_MODELS)
+@pytest.mark.parametrize("model", matrix.SYNCED)
 def test_sync_modes_measured_on_a_gpu_are_safe_ones_each_once(model, background):
     """On both streams: gaps, and t/s in the thread's tests. A mode may be newer than the run."""
-    wanted = [(mode, stream) for stream in STREAMS for mode in sync.modes_on(stream)]
+    wanted = [(mode, stream) for stream in STREAMS for mode in matrix.modes_on(stream)]
     for name in ("gaps", *(f"sync-{stream}" for stream in STREAMS)):
         folder = RESULTS / f"cuda-{name}-{background}-{model}"
         if folder in RUNS:

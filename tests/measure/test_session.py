@@ -17,13 +17,13 @@ def session(tmp_path: Path, **given) -> Session:
 
 def test_one_model_alone_is_taken_where_one_is_named(tmp_path: Path):
     every, one = session(tmp_path), session(tmp_path, only="llama-3-8b-q8_0")
-    for quant, wanted in (("Q8_0", True), ("Q4_0", False)):
-        assert every.takes("llama-3-8b", quant)
-        assert one.takes("llama-3-8b", quant) == wanted
+    for quant, wanted in (("q8_0", True), ("q4_0", False)):
+        assert every.takes(f"llama-3-8b-{quant}")
+        assert one.takes(f"llama-3-8b-{quant}") == wanted
 
 
 def test_models_above_the_limit_are_left_out_and_named(tmp_path: Path, capsys):
-    assert not session(tmp_path).takes("llama-3-8b", "F16")
+    assert not session(tmp_path).takes("llama-3-8b-f16")
     assert "llama-3-8b F16: left out, 16.1 GB is above the limit" in capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data.measure import __main__ as measure
-from data.measure import blocks, models, recorded, session, targets
+from data.measure import blocks, matrix, recorded, session, targets
 from data.measure.recorded import LARGE, SMALL, TYPES, Recorded
 from workbench.bench import results
 from workbench.config import Toggles
@@ -311,7 +311,7 @@ def test_the_steps_run_and_go_on_where_they_were(tmp_path, tiny_models, capsys):
     flops = run.run["result"]["product_flops"]["pp128"]
     attention, ffn, head = 256 * (256 + 2 * 128) + 256 * 256, 3 * 256 * 512, 256 * 1024
     assert flops == 2 * (128 * (2 * attention + ffn) + ffn + head)
-    for size, suffix in models.SIZES.items():
+    for size, suffix in matrix.SIZES.items():
         run = found.run(f"perplexity-llama-3.2-1b-q4_0{suffix}")
         assert run is not None and run.run["result"]["n_ubatch"] == size
         assert run.run["arms"][0]["toggles"]["activations"] == "q8"
@@ -319,7 +319,7 @@ def test_the_steps_run_and_go_on_where_they_were(tmp_path, tiny_models, capsys):
     assert [a.n_ubatch for a in recorded.scored(found, "q4_0")] == [512, 64, 1]
     # a CPU rounds no activation of float weights; halved norms, of a few tokens, add in other order
     assert [a.n_ubatch for a in recorded.scored(found, "f16")] == [1]
-    assert go().count("there already") == 3 * 5 + 1 + 3 + 3 * 8
+    assert go().count("there already") == 3 * 5 + 1 + 1 + 3 + 3 * 8
 
 
 def test_measure_refuses_a_step_that_is_none(tmp_path):
@@ -328,5 +328,5 @@ def test_measure_refuses_a_step_that_is_none(tmp_path):
 
 
 def test_sizes_of_models_are_those_of_their_files():
-    assert session.file_gb("llama-3-8b", "Q4_0") == pytest.approx(4.66, abs=0.02)
-    assert session.file_gb("qwen3-4b", "Q4_K_M") == pytest.approx(2.5, abs=0.1)
+    assert session.file_gb("llama-3-8b-q4_0") == pytest.approx(4.66, abs=0.02)
+    assert session.file_gb("qwen3-4b-q4_k_m") == pytest.approx(2.5, abs=0.1)

@@ -1,0 +1,212 @@
+"""Every run of the campaign: model, test, toggles, folder. What is measured and what the tables
+read follow from these rows.
+
+A row is one run folder, or one JSON file, of data/results. `python -m data.measure` makes the runs;
+tables and targets look rows up by their step, so that no folder is named a second time.
+
+    toggles    a background, and changes to it: `all`, `all fuse=off`, `kept sync=packed`
+    compared   what an A/B compares: `TOGGLE=BASELINE,VALUE...`; of a perplexity run, the reference
+
+Backgrounds: `baseline` (everything off), `kept` (programs kept, all else off), `all` (all on but
+plans; `pdl` where the device has it), `best` (the preset).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from workbench.config import CopyStream, SyncMode, Toggles
+from workbench.errors import UsageError
+
+# step -> seconds it takes on one H100, models written included; the most important first
+STEPS = {
+    "decode": 150, "kernels": 110, "depth": 35, "load": 15, "perplexity": 150, "batches": 40,
+    "kernels-batches": 110, "fusion": 85, "ablation": 60, "counters": 80, "gaps": 60, "sync": 480,
+    "pipeline": 60,
+}  # fmt: skip
+CPU_STEP = "cpu"  # of the devices of a CPU, hence only where it is named
+FIRST = ("llama-3-8b-q4_0", "llama-3.2-1b-bf16")  # models measured before others
+
+DECODED = (
+    "llama-3-8b-f16", "llama-3-8b-q8_0", "llama-3-8b-q4_0", "llama-3.2-1b-bf16", "qwen3-4b-q4_k_m",
+)  # fmt: skip
+# suffix of the folder -> what is switched off
+WITHOUT = {
+    "": "all",
+    "-unfused": "all fuse=off defer_norm=off",  # halved norms nobody joins are more launches
+    "-plain": "all pdl=off",
+}
+BATCHED = DECODED[:3]  # with steps of 9 to 128 tokens
+SCORED = ("f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k", "mxfp4")  # llama-3.2-1b
+# Tokens computed at once: tensor cores with cuBLAS, tensor cores on decoded tiles, decode kernels.
+SIZES = {512: "", 64: "-ub64", 1: "-ub1"}
+# model -> tokens of the steps that are taken apart
+APART = {"qwen3-4b-q4_k_m": (1,), "llama-3-8b-q4_0": (1, 64), "llama-3-8b-q8_0": (64,)}
+
+LLAMA_8B, BF16 = "llama-3-8b-q4_0", "llama-3.2-1b-bf16"
+ALONE_AND_WITH_ALL = {"alone": "kept", "with-all": "all"}
+# Llama has no biases, and BF16 quantises nothing. The half of a norm is joined to a product only
+# where norms are halved, hence not alone.
+FUSED = {
+    LLAMA_8B: ("fuse", "pdl", "defer_norm", "fuse_norm_mul", "fuse_add_norm", "fuse_qkv",
+               "fuse_rope_store", "fuse_glu", "fuse_norm_quantize", "fuse_epilogue_quantize",
+               "fuse_product_norm"),
+    BF16: ("fuse", "pdl", "defer_norm"),
+}  # fmt: skip
+NOT_ALONE = ("fuse_product_norm",)
+
+SYNCED = ("llama-3.2-1b-f16", "llama-3.2-3b-q4_k_m", "qwen3-4b-q4_k_m")
+OFF_AND_ON = {"off": "kept", "on": "all"}
+MODES = [str(mode) for mode in SyncMode if mode != SyncMode.AUTO]
+N_PROMPT = 4096  # eight ubatches
+RING = "all host_source=pinned_ring_4"
+
+
+class Row(NamedTuple):
+    """One run. kind: what measures it (`steps.KINDS`). model: as folders name it, empty where none
+    is loaded. label: what a table calls the row. sizes: tokens computed at once, where the
+    kind asks. gpus: what the machine must have. device: `cuda`, or the CPU's."""
+
+    step: str
+    folder: str
+    kind: str
+    model: str = ""
+    test: str = ""
+    toggles: str = "all"
+    compared: str = ""
+    label: str = ""
+    rounds: int = 5
+    n_ctx: int = 1024
+    sizes: tuple[int, ...] = ()
+    n_ubatch: int = 512
+    n_devices: int = 1
+    gpus: int = 1
+    device: str = "cuda"
+
+
+def modes_on(stream: str) -> list[str]:
+    """The sync modes that are safe with copies on `stream`, the baseline first."""
+    return [mode for mode in MODES if _is_safe(mode, stream)]
+
+
+def _is_safe(mode: str, stream: str) -> bool:
+    try:
+        Toggles(sync=mode, copy_stream=stream)
+    except UsageError:  # the two clash
+        return False
+    return (mode, stream) != (SyncMode.IMPLICIT, CopyStream.OWN)  # races
+
+
+def _fusion() -> Iterator[Row]:
+    """Every pattern of graph/fuse.py, all of them, halved norms and pdl: off against on."""
+    for model, toggles in FUSED.items():
+        for name in toggles:
+            for background, spec in ALONE_AND_WITH_ALL.items():
+                if background != "alone" or name not in NOT_ALONE:
+                    folder = f"fusion-{name.replace('_', '-')}-{background}-{model}"
+                    yield Row("fusion", folder, "ab", model, "tg32", spec, f"{name}=off,on")
+
+
+def _sync() -> Iterator[Row]:
+    """Every sync mode on both copy streams and backgrounds, in the thread's tests; then graph reuse
+    and traces of some tokens, with every wait and with none but the logits', of the first model."""
+    for model in SYNCED:
+        for name, spec in OFF_AND_ON.items():
+            for stream in sorted(map(str, (CopyStream.OWN, CopyStream.COMPUTE))):
+                toggles = f"{spec} sync=per_copy copy_stream={stream}"
+                compared = f"sync={','.join(modes_on(stream))}"
+                folder, tests = f"sync-{stream}-{name}-{model}", "tg128,tg256,tg512"
+                yield Row("sync", folder, "ab", model, tests, toggles, compared)
+    first = SYNCED[0]
+    yield Row("sync", f"graph-reuse-{first}", "ab", first, "tg32", "baseline",
+              "graph_reuse=rebuild,set_rows", "everything else off")  # fmt: skip
+    yield Row("sync", f"bench-{first}", "bench", first, "pp512,tg128", "kept")
+    implicit = "kept sync=implicit copy_stream=compute"
+    for folder, toggles in (("sync-own-off", "kept"), ("sync-compute-off", implicit)):
+        yield Row("sync", f"{folder}-{first}", "trace", first, toggles=toggles)
+
+
+def _pipeline() -> Iterator[Row]:
+    """A prompt of eight ubatches over two GPUs: the host waiting for each or for the last alone,
+    with one buffer for inputs and with four, where stream order makes up for buffers and where only
+    waits of the host do; and on one GPU."""
+    train = f"{RING} step_wait=outputs"
+    for name, compared, toggles, label, n_devices in (
+        ("step-wait", "step_wait=every,outputs", f"{RING} n_copies=4", "two devices", 2),
+        ("n-copies", "n_copies=1,4", train, "two devices, step_wait=outputs", 2),
+        ("n-copies-per-copy", "n_copies=1,4", f"{train} sync=per_copy copy_stream=own",
+         "the same, sync=per_copy, copy_stream=own", 2),
+        ("one-device", "step_wait=every,outputs", f"{RING} n_copies=4", "one device", 1),
+    ):  # fmt: skip
+        yield Row(
+            "pipeline", f"pipeline-{name}-{LLAMA_8B}", "ab", LLAMA_8B, f"pp{N_PROMPT}", toggles,
+            compared, label, n_ctx=N_PROMPT + 64, n_devices=n_devices, gpus=2,
+        )  # fmt: skip
+
+
+def _cpu() -> Iterator[Row]:
+    """What preset `best` leaves out or takes on the devices of a CPU."""
+    modes = [mode for mode in MODES if mode != SyncMode.IMPLICIT]
+    every = {
+        "defer_norm=off,on": "best fuse=on", "fuse=off,on": "best",
+        "graph_reuse=rebuild,set_rows": "best", "step_wait=every,outputs": "best",
+        f"sync={','.join(modes)},auto": "best",
+    }  # fmt: skip
+    for device, wanted in {"embedded": list(every), "host": list(every)[1:3]}.items():
+        for compared in wanted:
+            name = compared.partition("=")[0]
+            train = name == "step_wait"
+            yield Row(
+                CPU_STEP, name.replace("_", "-"), "ab", "llama-3.2-1b-q4_0",
+                "pp512" if train else "tg32", every[compared], compared,
+                f"{device}, all else best", rounds=10, n_ctx=2048, device=device,
+                n_ubatch=64 if train else 512,
+            )  # fmt: skip
+
+
+MATRIX: tuple[Row, ...] = (
+    *(Row("decode", f"decode-{model}{suffix}", "bench", model, "pp512,tg128", toggles)
+      for model in DECODED for suffix, toggles in WITHOUT.items()),
+    Row("kernels", "kernels", "kernels", test="all", sizes=(1,)),
+    Row("depth", f"depth-{LLAMA_8B}", "bench", LLAMA_8B, "tg32,tg32@d16384", n_ctx=16384 + 256),
+    Row("load", f"load-{LLAMA_8B}", "load", LLAMA_8B, toggles="baseline"),
+    *(Row("perplexity", f"perplexity-llama-3.2-1b-{quant}{suffix}", "perplexity",
+          f"llama-3.2-1b-{quant}", "sample:2048", compared="activations=float", n_ctx=2048,
+          sizes=(n,))
+      for quant in SCORED for n, suffix in SIZES.items()),
+    *(Row("batches", f"batches-{model}", "bench", model, "pp9,pp16,pp32,pp64,pp128")
+      for model in BATCHED),
+    Row("kernels-batches", "kernels-batches", "kernels", test="8b",
+        sizes=(2, 4, 8, 9, 16, 32, 64, 128)),
+    *_fusion(),
+    *(Row("ablation", f"ablation-{model}" + (f"-{n}" if n > 1 else ""), "ablation", model,
+          sizes=(n,))
+      for model, sizes in APART.items() for n in sizes),
+    Row("ablation", "launches", "launches"),
+    Row("counters", "counters", "counters"),
+    *(Row("gaps", f"gaps-{name}-{model}", "gaps", model, toggles=spec)
+      for model in SYNCED for name, spec in OFF_AND_ON.items()),
+    *_sync(),
+    *_pipeline(),
+    *_cpu(),
+)  # fmt: skip
+
+
+def rows(step: str, kind: str = "", toggle: str = "") -> list[Row]:
+    """The rows of a step, of a kind and comparing a toggle where one is named."""
+    return [
+        row for row in MATRIX
+        if row.step == step and kind in ("", row.kind)
+        and toggle in ("", row.compared.partition("=")[0])
+    ]  # fmt: skip
+
+
+def the(folder: str, kind: str = "", device: str = "cuda") -> Row:
+    """The row of a folder, of a kind where one is named."""
+    (found,) = (
+        row
+        for row in MATRIX
+        if row.folder == folder and row.kind == (kind or row.kind) and row.device == device
+    )
+    return found

@@ -1,0 +1,231 @@
+"""What measures each kind of row of the matrix: `KINDS`.
+
+Every function takes the session, an engine of the rows' model (None where they name none) and the
+rows of that model that are still to be made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import workbench as wb
+from data.measure.ablation import ablation
+from data.measure.counters import counters
+from data.measure.launches import launches
+from data.measure.matrix import FIRST, Row, modes_on
+from data.measure.session import (
+    FILES,
+    Session,
+    add_to_result,
+    product_flops,
+    product_tflops,
+    toggles_of,
+)
+from workbench.backend.base import choose_device, open_backend
+from workbench.bench import provenance, workload
+from workbench.bench.gaps import host_gaps
+from workbench.bench.kernel_bench import Plan, bench_kernels
+from workbench.bench.kernel_cases import TYPES, parse_shapes
+from workbench.bench.llama_bench import bench as llama_bench
+from workbench.bench.perplexity import parse_against, perplexity_by_size
+from workbench.bench.token_source import open_source
+from workbench.config import CopyStream
+from workbench.report import roofline
+
+QUICK_PROMPT, QUICK_GEN, QUICK_DEPTH, QUICK_SCORED = 128, 8, 512, 64
+LOADS = 3
+TRACE = "timeline.pftrace.gz"
+
+
+class Kind(NamedTuple):
+    """measure: makes the runs of some rows. needs: the key of `result` without which a run is not
+    complete. loads: it wants an engine."""
+
+    measure: Callable[[Session, Any, list[Row]], None]
+    needs: str = ""
+    loads: bool = True
+
+
+def bench(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
+    """llama-bench's tests; the folder also says what a step computes and what the device can do."""
+    rates = session.rates(engine.backend)
+    cells = 256
+    cache = sum(t.nbytes for pair in engine.model.caches(cells) for t in pair) // cells
+    for row in rows:
+        folder, tests = session.emptied(row), [workload.parse(t) for t in row.test.split(",")]
+        prompts, gens, depths = (
+            tuple(dict.fromkeys(min(n, most) if session.quick else n for n in wanted))
+            for wanted, most in (
+                ([t.n_prompt for t in tests if t.n_prompt], QUICK_PROMPT),
+                ([t.n_gen for t in tests if t.n_gen], QUICK_GEN),
+                ([t.n_depth for t in tests], QUICK_DEPTH),
+            )
+        )
+        with session.variant(engine, row) as side:
+            rounds = 2 if session.quick else row.rounds
+            made = llama_bench(side, prompts, gens, depths, rounds, out=folder)
+            flops = {f"pp{n}": product_flops(side, n) for n in prompts}
+        add_to_result(folder, **rates, product_flops=flops, cache_bytes_per_token=cache)
+        said = ", ".join(f"{one.workload.name} {one.values()['avg_ts']:.1f} t/s" for one in made)
+        print(f"{folder.name}: {said}; {rates['read_gbps']:.0f} GB/s read", flush=True)
+
+
+def compare(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
+    """A/B comparisons, each in a folder of its own; pdl only where the device has it."""
+    for row in rows:
+        if row.compared.startswith("pdl=") and not engine.backend.capabilities.programmatic:
+            continue
+        folder = session.emptied(row)
+        found = wb.ab(
+            engine, row.compared, tests="tg8" if session.quick else row.test,
+            rounds=1 if session.quick else row.rounds,
+            background=toggles_of(row.toggles, engine), out=folder, name=folder.name,
+            smoke=session.quick,
+        )  # fmt: skip
+        print(found.verdict, flush=True)
+        if found.interrupted:
+            raise KeyboardInterrupt
+
+
+def gaps(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
+    """The time between a token's last kernel and the next one's first, by mode and copy stream, and
+    what one wait adds to it."""
+    some = {"rounds": 2} if session.quick else {}
+    for row in rows:
+        folder = session.emptied(row)
+        arms = {
+            f"{mode}, {stream}": toggles_of(
+                f"{row.toggles} copy_stream={stream} sync={mode}", engine
+            )
+            for stream in (CopyStream.OWN, CopyStream.COMPUTE)
+            for mode in modes_on(stream)
+        }
+        found = host_gaps(engine, arms, out=folder, name=folder.name, **some)
+        print(f"{folder.name}:\n{found}", flush=True)
+
+
+def trace(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
+    """A few tokens, as a trace beside the run of the row's folder."""
+    for row in rows:
+        with session.variant(engine, row) as side:
+            side.generate(tokens=[1, 2, 3], max_tokens=8)
+            with wb.profile(side, window=(8, 8)) as traced:
+                side.generate(tokens=[1, 2, 3], max_tokens=20)
+            traced.save(session.at(row) / TRACE)
+
+
+def perplexities(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
+    """Tokens drawn from the model and fed back, everything on against the float path with
+    everything off, for every number of tokens computed at once."""
+    begin, first = time.monotonic(), rows[0]
+    source_name = f"sample:{QUICK_SCORED}" if session.quick else first.test
+    with session.variant(engine, first) as fast:
+        source = open_source(fast, None, source_name)
+        folders = {row.sizes[0]: session.emptied(row) for row in rows}
+        runs = perplexity_by_size(fast, source, folders, against=parse_against(first.compared))
+    for made in runs:
+        print("\n".join([made.folder.name, *made.lines()]), flush=True)
+        if made.agreement is not None:
+            outside = made.agreement.outside(engine.model.quant, made.n_ubatch)
+            print(outside or "within the bounds")
+    print(f"{first.folder}: {time.monotonic() - begin:.0f} s", flush=True)
+    if any(made.interrupted for made in runs):
+        raise KeyboardInterrupt
+
+
+def kernels(session: Session, _: None, rows: list[Row]) -> None:
+    """`bench-kernels` of every type, with its picture. A product of several tokens is bound by
+    memory or by tensor cores: `product_tflops` of the run says what the latter reach on a large
+    one."""
+    chosen, reason = choose_device(session.device)
+    for row in rows:
+        folder, shapes, batches = session.emptied(row), parse_shapes(row.test), row.sizes
+        if session.quick:
+            shapes, batches = parse_shapes("qwen3-30b-a3b.gate"), batches[:2]
+        backend = open_backend(chosen, 0)
+        try:
+            rate = {"product_tflops": product_tflops(backend)} if chosen == "cuda" else {}
+            made = bench_kernels(
+                backend, Plan(TYPES, shapes, batches, session.quick), folder, reason=reason,
+                on_row=lambda row: print(row, flush=True), on_note=lambda s: print(s, flush=True),
+            )  # fmt: skip
+        finally:
+            backend.close()
+        if made.interrupted:
+            raise KeyboardInterrupt
+        roofline.save(made.run, folder)
+        add_to_result(folder, **rate)
+
+
+def load(session: Session, engine: None, rows: list[Row]) -> None:
+    """Time until a model is ready, LOADS times, its file in the page cache."""
+    for row in rows:
+        path, seconds = session.path(row.model), list[float]()
+        with open(path, "rb", buffering=0) as file:
+            while file.read(64 << 20):
+                pass  # what is read is then in the page cache
+        for _ in range(LOADS):
+            begin = time.perf_counter()
+            with wb.Engine.load(
+                path, device=session.device, n_ctx=row.n_ctx, toggles=wb.Toggles()
+            ) as loaded:
+                seconds.append(round(time.perf_counter() - begin, 3))
+                found = {**provenance.collect(loaded), "seconds": seconds}
+        session.write(row, found)
+        print(f"{session.at(row).name}: {seconds} s", flush=True)
+
+
+KINDS: dict[str, Kind] = {
+    "bench": Kind(bench, needs="read_gbps"),
+    "ab": Kind(compare),
+    "gaps": Kind(gaps),
+    "trace": Kind(trace),
+    "perplexity": Kind(perplexities, needs="n_ubatch"),
+    "kernels": Kind(kernels, loads=False),
+    "load": Kind(load, loads=False),
+    "ablation": Kind(ablation),
+    "launches": Kind(launches, loads=False),
+    "counters": Kind(counters, loads=False),
+}
+
+
+def is_there(session: Session, row: Row) -> bool:
+    """Whether a complete run of a row, of this commit, is there."""
+    kind = KINDS[row.kind]
+    if row.kind in FILES:
+        return session.holds_file(row)
+    if row.kind == "trace":
+        return (session.at(row) / TRACE).is_file()
+    on_gpu = row.kind == "kernels" and session.device == "cuda"
+    return session.holds(row, "product_tflops" if on_gpu else kind.needs)
+
+
+def _loaded(row: Row) -> tuple[str, int, int, int]:
+    """What rows share that one engine serves."""
+    return row.model, row.n_ctx, row.n_ubatch, row.n_devices
+
+
+def run(session: Session, rows: Sequence[Row]) -> None:
+    """Makes the runs of some rows that are not there yet, each model loaded once."""
+    rows = sorted(rows, key=lambda row: row.model not in FIRST)
+    for row in rows:
+        if is_there(session, row):
+            print(f"{session.at(row).name}: there already, of this commit", flush=True)
+    for _, alike in groupby(rows, key=_loaded):
+        group = list(alike)
+        first = group[0]
+        if (first.model and not session.takes(first.model)) or not session.has(first):
+            continue
+        if all(is_there(session, row) for row in group):
+            continue
+        with ExitStack() as stack:
+            loads = KINDS[first.kind].loads
+            engine = stack.enter_context(session.engine(first)) if loads else None
+            for name, of_kind in groupby(group, key=lambda row: row.kind):
+                left = [row for row in of_kind if not is_there(session, row)]
+                if left:
+                    KINDS[name].measure(session, engine, left)
