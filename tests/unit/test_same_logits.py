@@ -1,0 +1,229 @@
+"""The comparison of logits with those of an earlier commit: its cases, its verdicts, its record."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from data.measure.same_logits import cases, compare, record, trees
+from data.measure.same_logits.cases import Engine, Key, cut, distinct, text
+from workbench.config import EngineConfig, Toggles
+from workbench.model.synth import TINY
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    return json.loads(cases.FILE.read_text())
+
+
+# the cases ---------------------------------------------------------------------------------------
+
+
+def test_every_case_has_every_toggle_of_its_commit_written_out(found):
+    assert found["commit"] == trees.OLD
+    assert found["fields"] == sorted(found["fields"])
+    assert set(found["fields"]) <= set(Toggles.names())
+    for values in found["toggles"]:
+        Toggles(**dict(zip(found["fields"], values, strict=True)))
+
+
+def test_the_cases_are_of_tiny_models_and_of_settings_that_exist(found):
+    names = {name for name, _, _ in TINY}
+    known = {f.name for f in dataclasses.fields(EngineConfig)}
+    unpacked = list(cases.unpacked(found))
+    assert len(unpacked) == len(found["cases"]) > 500
+    for case in unpacked:
+        assert case["model"] in names & set(found["models"])
+        assert set(case["config"]) <= known - {"device", "unsafe"}
+        assert case["device"] in ("embedded", "host", "cuda")
+        assert case["sequences"]
+        for sequence in case["sequences"]:
+            assert 0 < cases.n_tokens(sequence) <= case["config"]["n_ctx"]
+            for what, tokens, outputs, times in sequence:
+                assert what in ("step", "prefill") and outputs in ("last", "all", "none")
+                assert tokens > 0 and times > 0
+    assert len({json.dumps({**case, "case": 0}, sort_keys=True) for case in unpacked}) == len(
+        unpacked
+    )
+
+
+def test_the_values_of_every_toggle_are_tried(found):
+    """But for those that the old commit's tests tried on no engine of a CPU."""
+    for name, values in zip(found["fields"], zip(*found["toggles"], strict=True), strict=True):
+        assert set(values) == set(Toggles.values(name)), name
+
+
+# reading logs ------------------------------------------------------------------------------------
+
+ABOUT = {
+    "test": "tests/cpu/test_x.py::test_y",
+    "model": {"file": "tiny-llama-Q8_0.gguf", "sha256": "ab"},
+    "config": {"device": "embedded", "n_ctx": 64, "n_ubatch": 8, "unsafe": False},
+    "toggles": Toggles().to_dict(),
+    "device": "embedded",
+    "plain": True,
+}
+
+
+def test_a_log_is_read_as_sequences(tmp_path):
+    lines = [
+        "T " + json.dumps({"toggles": Toggles(sync="packed").to_dict()}),
+        "E 1 " + json.dumps(ABOUT),
+        "P 1 5 last 0", "S 1 1 last 5", "S 1 1 last 6", "S 1 1 all 7",
+        "P 1 5 last 0", "S 1 1 last 5",  # begins the first
+        "P 1 3 all 0", "S 1 1 last 9",  # nobody knows how 9 came to be
+        "S 1 1 last 10",
+        "S 0 1 last 0",  # of an engine that was never made
+    ]  # fmt: skip
+    (tmp_path / "7.log").write_text("\n".join(lines) + "\n")
+    logs = cases.read_logs(tmp_path)
+    whole, seen = cases.collected(logs, {"tiny-llama-Q8_0.gguf": "ab"})
+    config = text({"n_ctx": 64, "n_ubatch": 8})
+    key = Key("embedded", "tiny-llama-Q8_0.gguf", config, text(Toggles().to_dict()))
+    assert whole[key] == [
+        (("prefill", 5, "last", 1), ("step", 1, "last", 2), ("step", 1, "all", 1)),
+        (("prefill", 3, "all", 1),),
+    ]
+    assert seen["calls left out: what the cache held is not known"] == 2
+    assert seen["toggles without an engine"] == 1 and len(whole) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "counted"),
+    [
+        ({"device": "null", "config": {"device": "null"}}, "embedded", "computes nothing"),
+        ({"plain": False, "config": {"device": "liar"}}, "embedded", "copy as none does"),
+        ({"config": {"unsafe": True}}, "embedded", "unsafe"),
+        ({"device": "host", "config": {"device": "host"}}, "host", "engines made"),
+        ({"device": "cuda", "config": {"device": "cuda"}}, "cuda", "engines made"),
+        ({"model": {"file": "m.gguf", "sha256": "ab"}}, "", "another file"),
+        ({"model": {"file": "tiny-llama-Q8_0.gguf", "sha256": "cd"}}, "", "another file"),
+    ],
+)
+def test_where_an_engine_of_the_tests_is_replayed(change, device, counted):
+    about = ABOUT | change | {"config": ABOUT["config"] | change.get("config", {})}
+    logs = cases.Logs([Engine(about)], [], {text(about["toggles"])})
+    whole, seen = cases.collected(logs, {"tiny-llama-Q8_0.gguf": "ab"})
+    assert [key.device for key in whole] == ([device] if device else ["embedded"])
+    if not device:  # the toggles alone are left, and are tried on another model
+        assert next(iter(whole)).config == text(cases.ALONE["config"])
+    assert all("unsafe" not in key.config for key in whole)
+    assert any(counted in word and n for word, n in seen.items())
+
+
+def test_long_sequences_are_cut_and_the_first_call_is_kept():
+    assert cut([("prefill", 700, "last", 1), ("step", 1, "last", 3)], 600) == (
+        ("prefill", 700, "last", 1),
+    )
+    assert cut([("prefill", 10, "last", 1), ("step", 4, "last", 9)], 21) == (
+        ("prefill", 10, "last", 1),
+        ("step", 4, "last", 2),
+    )
+
+
+def test_what_begins_another_sequence_is_not_replayed_twice():
+    long = (("prefill", 5, "last", 1), ("step", 1, "last", 4))
+    short = (("prefill", 5, "last", 1), ("step", 1, "last", 2))
+    other = (("prefill", 5, "all", 1),)
+    assert distinct([short, long, other, short]) == [long, other]
+
+
+def test_a_file_of_cases_is_read_as_it_was_written(found):
+    assert json.loads(cases.written(found)) == found
+
+
+# verdicts ----------------------------------------------------------------------------------------
+
+
+def rows(**changes) -> dict[int, dict]:
+    made = {
+        0: {"case": 0, "arrays": [["aa", 1, 100, True], ["bb", 1, 100, True]]},
+        1: {"case": 1, "refused": ["DeviceError", "no"]},
+    }
+    made[0] |= changes
+    return made
+
+
+CASES = [{"case": n, "device": "embedded", "model": "m.gguf"} for n in (0, 1)]
+
+
+def test_equal_arrays_and_equal_refusals():
+    found = compare.compare(CASES, rows(), rows())
+    counts = found["counts"]["embedded"]
+    assert found["others"] == [] and compare.adds_up(counts)
+    assert counts == {
+        "cases": 2, "equal": 1, "refused by both": 1, "arrays": 2, "arrays equal": 2,
+        "values equal": 200, "arrays not finite": 0, "refusals in other words": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "was", "says"),
+    [
+        ({"arrays": [["aa", 1, 100, True], ["cc", 1, 100, True]]}, "different", "number 1"),
+        ({"arrays": [["aa", 1, 100, True]]}, "different", "2 and 1 arrays"),
+        ({"failed": ["DeviceError", "lost"]}, "failed", "new: DeviceError: lost"),
+    ],
+)
+def test_what_is_not_as_it_was_is_said(changes, was, says):
+    found = compare.compare(CASES, rows(), rows(**changes), "cuda")
+    (other,) = found["others"]
+    assert other["was"] == was and says in other["what"] and other["device"] == "cuda"
+    assert compare.adds_up(found["counts"]["cuda"])
+
+
+def test_a_refusal_of_one_commit_only():
+    refused = {0: {"case": 0, "refused": ["UsageError", "clash"]}, 1: rows()[1]}
+    (other,) = compare.compare(CASES, rows(), refused)["others"]
+    assert other["was"] == compare.NEWLY_REFUSED and "clash" in other["what"]
+    (other,) = compare.compare(CASES, refused, rows())["others"]
+    assert other["was"] == compare.NEWLY_ALLOWED
+
+
+def test_a_case_that_was_not_replayed_is_an_error():
+    with pytest.raises(KeyError):
+        compare.compare(CASES, rows(), {0: rows()[0]})
+
+
+# the record --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict:
+    return json.loads(record.RECORD.read_text())
+
+
+def test_the_record_s_counts_add_up(recorded):
+    assert recorded["old"]["commit"]["hash"] == trees.OLD
+    assert record.is_whole(recorded)
+    for device, run in recorded["runs"].items():
+        assert run["counts"]["arrays"] > 1000, device
+        assert run["others"] == [], device  # nothing differs but what was changed on purpose
+    assert {"embedded", "host"} <= set(recorded["runs"])
+
+
+def test_a_record_that_does_not_add_up_is_seen(recorded):
+    for name in ("cases", "equal", "arrays equal"):
+        other = copy.deepcopy(recorded)
+        other["runs"]["embedded"]["counts"][name] += 1
+        assert not record.is_whole(other), name
+
+
+def test_the_record_is_of_this_history(recorded):
+    asked = ["git", "-C", str(ROOT), "cat-file", "-t", recorded["new"]["commit"]]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    if (ROOT / ".git").exists() and done.returncode == 0:
+        ancestor = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor"]
+        assert subprocess.run([*ancestor, recorded["new"]["commit"], "HEAD"]).returncode == 0
+
+
+def test_every_change_on_purpose_has_a_reason():
+    for entry in record.expected():
+        assert set(entry) == {"was", "what", "why"} and all(entry.values())
