@@ -13,6 +13,7 @@ import workbench as wb
 from workbench import lab
 from workbench.bench.stats import TOO_FEW, Band, Ratio
 from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles, _toggle
+from workbench.engine import opened
 from workbench.engine.engine import Engine
 from workbench.errors import UsageError
 from workbench.lab import widgets
@@ -32,17 +33,11 @@ def test_the_package_loads_nothing_of_jupyter_until_it_is_asked_to(statement):
 
 
 @pytest.fixture
-def variants(monkeypatch):
+def variants():
     """Every engine made while the test runs."""
-    made = []
-    make = Engine.__init__
-
-    def remembered(self, *args):
-        make(self, *args)
-        made.append(self)
-
-    monkeypatch.setattr(Engine, "__init__", remembered)
-    return made
+    made: list[Engine] = []
+    with opened.told(made.append):
+        yield made
 
 
 def is_closed(engine: Engine) -> bool:

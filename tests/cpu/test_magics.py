@@ -87,7 +87,18 @@ def test_a_cell_does_what_it_does_without_the_magic(shell):
     nothing = run(shell, "%%wb_profile --as trace\npass")
     assert "no engine that was traced made a step" in nothing.out and not nothing.pictures
     assert len(shell.user_ns["trace"].timeline) == 0
-    assert isinstance(run(shell, "%%wb_profile\nx = = 5").error, SyntaxError)
+    for bad in ("x = = 5", "import asyncio\nawait asyncio.sleep(0)"):
+        assert isinstance(run(shell, f"%%wb_profile\n{bad}").error, SyntaxError)
+
+
+def test_a_cell_has_its_own_number_whatever_comes_after_it(shell):
+    with capture_output() as captured:
+        for cell in ("1 + 1", "%%wb_profile\n6 * 7", "%%wb_profile\n1 / 0", "7"):
+            result = shell.run_cell(cell, store_history=True)
+    assert result.execution_count == 4 and shell.user_ns["Out"] == {1: 2, 2: 42, 4: 7}
+    assert "Out[2]: 42" in captured.stdout and "Cell In[3], line 1" in captured.stdout
+    with pytest.raises(ZeroDivisionError), capture_output():
+        shell.run_cell_magic("wb_profile", "", "1 / 0")
 
 
 def test_a_window_bounds_what_is_kept(shell, engine):
@@ -131,7 +142,7 @@ def test_without_names_every_engine_is_traced_also_those_made_in_the_cell(shell,
     assert numbers(trace) == list(range(6))
     waits = trace.summary()["waits"]
     assert waits[0] == waits[2] > waits[1], "each step kept its own engine's commands"
-    # the next variant is made as ever: the constructor's wrapper is gone
+    # the next variant is made as ever: nobody is told of it any more
     with engine.variant(engine.toggles) as other:
         assert other.recorder is None
 
@@ -151,7 +162,7 @@ def test_the_traceback_of_a_cell_names_its_line_and_no_frame_of_the_magic(shell)
     shown = run(shell, "%%wb_profile\nlogits = eng.step([1])\n1 / len(logits[1:])\n")
     assert isinstance(shown.error, ZeroDivisionError)
     assert "1 / len(logits[1:])" in shown.out and "magics.py" not in shown.out
-    assert shown.out.count("Cell In[1], line") == 2, "the magic's line, and the cell's"
+    assert shown.out.count("Cell In[1], line") == 1, "the cell's alone"
 
 
 def test_a_failing_cell_keeps_its_trace_and_its_exception(shell, tmp_path):

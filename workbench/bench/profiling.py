@@ -13,8 +13,9 @@ The read bandwidth, against which kernels are held, is measured first, by `kerne
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -34,6 +35,10 @@ from workbench.program.commands import HOST, Launch
 from workbench.progress import Bar, bar
 from workbench.trace.profile import Profile, profile
 from workbench.trace.spans import now_ns
+
+if TYPE_CHECKING:
+    from workbench.engine.batch import Outputs
+    from workbench.engine.engine import Engine
 
 MOST_TRACED = 8  # steps of the default window
 WRITE_EVERY = 4  # steps: what is left is written behind no more than one in so many
@@ -91,7 +96,7 @@ def window_of(
 
 
 def profile_test(
-    engine: Any,
+    engine: Engine,
     workload: Workload,
     window: tuple[int, int] | None = None,
     *,
@@ -116,18 +121,32 @@ def profile_test(
     drawn = [draw_tokens(workload, n_vocab, seed, n, bos) for n in range(repetitions + 1)]
     steps = stamped_steps(engine, drawn[:-1], stamped)
     phases = counted_steps(engine, drawn[-1])
-    engine.reset()
-    _fill(engine, drawn[-1])
-    with profile(engine, window=window, collector=collector) as trace:
-        for n_tokens, us in steps[["n_tokens", "host_us"]].itertuples(index=False):
-            trace.recorder.untraced(int(n_tokens), round(1e3 * us))
-        for ids, outputs in _steps(engine, drawn[-1]):
-            engine.step(ids, outputs)
+    untraced = steps[["n_tokens", "host_us"]].itertuples(index=False)
+    trace = trace_steps(engine, drawn[-1], window, collector, list(untraced))
     trace.about |= {"test": workload.name, "window": f"{window[0]},{window[1]}"}
     return Profiled(workload.name, repetitions, steps, phases, stamped, window, trace, read)
 
 
-def runs_on_device(engine: Any) -> bool:
+def trace_steps(
+    engine: Engine,
+    tokens: Tokens,
+    window: tuple[int, int],
+    collector: str = "auto",
+    untraced: Sequence[tuple[int, float]] = (),
+) -> Profile:
+    """Traces the steps of a test in `window`. untraced: tokens and us of steps measured before,
+    beside which the profile sets its own."""
+    engine.reset()
+    _fill(engine, tokens)
+    with profile(engine, window=window, collector=collector) as trace:
+        for n_tokens, us in untraced:
+            trace.recorder.untraced(int(n_tokens), round(1e3 * us))
+        for ids, outputs in _steps(engine, tokens):
+            engine.step(ids, outputs)
+    return trace
+
+
+def runs_on_device(engine: Engine) -> bool:
     """Whether a token launches anything on a device that computes beside the host."""
     if engine.backend.capabilities.synchronous:
         return False
@@ -135,7 +154,7 @@ def runs_on_device(engine: Any) -> bool:
     return any(isinstance(c, Launch) and c.stream.backend != HOST for c in commands)
 
 
-def stamped_steps(engine: Any, drawn: list[Tokens], stamped: bool = True) -> pd.DataFrame:
+def stamped_steps(engine: Engine, drawn: list[Tokens], stamped: bool = True) -> pd.DataFrame:
     """A row for each step of each repetition, untraced. drawn: the tokens of the repetitions.
     stamped: whether the device has times (`runs_on_device`).
 
@@ -153,13 +172,13 @@ def stamped_steps(engine: Any, drawn: list[Tokens], stamped: bool = True) -> pd.
     return pd.concat(rows, ignore_index=True)[STEPS]
 
 
-def _repetition(engine: Any, tokens: Tokens, stamped: bool, left: Bar) -> pd.DataFrame:
+def _repetition(engine: Engine, tokens: Tokens, stamped: bool, left: Bar) -> pd.DataFrame:
     """One repetition's rows. A step that began after something was written has no gap."""
     engine.reset()
     _fill(engine, tokens)
     untold, written = len(tokens.depth), []
     sizes, host_us = [], []
-    with engine.stamped() if stamped else nullcontext([]) as stamps:
+    with _stamps(engine, stamped) as stamps:
         for ids, outputs in _steps(engine, tokens):
             begin = now_ns()
             engine.step(ids, outputs)
@@ -183,7 +202,11 @@ def _repetition(engine: Any, tokens: Tokens, stamped: bool, left: Bar) -> pd.Dat
     )  # fmt: skip
 
 
-def counted_steps(engine: Any, tokens: Tokens) -> pd.DataFrame:
+def _stamps(engine: Engine, stamped: bool) -> AbstractContextManager[Sequence[tuple[float, float]]]:
+    return engine.stamped() if stamped else nullcontext([])
+
+
+def counted_steps(engine: Engine, tokens: Tokens) -> pd.DataFrame:
     """A row for each step of one more repetition, untraced: n_tokens, and what the host spent on
     each of PHASES, us. Apart from the stamped ones, for reading the counters lengthens a gap."""
     engine.reset()
@@ -198,7 +221,7 @@ def counted_steps(engine: Any, tokens: Tokens) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["n_tokens", *PHASES])
 
 
-def read_bandwidth(engine: Any) -> Bandwidth:
+def read_bandwidth(engine: Engine) -> Bandwidth:
     """GB/s at which memory of the engine's device is read, the best of several ways. Takes up to
     4 GiB of it for a moment; without that much room there is no figure, and the note says so."""
     rig = rig_of(engine.backend, quick=False)
@@ -213,14 +236,14 @@ def read_bandwidth(engine: Any) -> Bandwidth:
     return Bandwidth(rates[best], f"{note}; {void}" if void else note)
 
 
-def _steps(engine: Any, tokens: Tokens) -> list[tuple[list[int], str]]:
+def _steps(engine: Engine, tokens: Tokens) -> list[tuple[list[int], Outputs]]:
     """The calls of `Engine.step` that the test is: what each computes, and which logits of it."""
     n = engine.config.n_ubatch
     parts = [tokens.prompt[i : i + n] for i in range(0, len(tokens.prompt), n)]
-    calls = [(part, "last" if part is parts[-1] else "none") for part in parts]
-    return calls + [([token], "last") for token in tokens.gen]
+    calls: list[tuple[list[int], Outputs]] = [(part, "none") for part in parts[:-1]]
+    return calls + [(part, "last") for part in (*parts[-1:], *([token] for token in tokens.gen))]
 
 
-def _fill(engine: Any, tokens: Tokens) -> None:
+def _fill(engine: Engine, tokens: Tokens) -> None:
     if tokens.depth:
         engine.prefill(tokens.depth)

@@ -14,7 +14,7 @@ import numpy as np
 from workbench.backend.base import Backend
 from workbench.backend.issue import Pending, Prepared
 from workbench.config import EngineConfig, StepWait, Toggles
-from workbench.engine import exclusive, shown
+from workbench.engine import exclusive, opened, shown
 from workbench.engine.batch import Batch, Batches, Outputs, check_prompt, prompt_shapes, step_shape
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, continued, prefilled
@@ -77,6 +77,7 @@ class Engine:
             self.close()
             raise
         self._ns = dict.fromkeys(self._ns, 0)
+        opened.add(self)
 
     @classmethod
     @exclusive.door

@@ -7,33 +7,32 @@
 
 It is `wb.profile` around a cell. Without names it traces every engine there is, those that are made
 in the cell included; a variant closed within the cell is in the trace. A cell that fails or is
-interrupted keeps its trace: it is bound, written and drawn, and then the exception is shown as it
-would have been.
+interrupted keeps its trace: IPython shows the exception, and the trace is bound, written and drawn.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
-import gc
 import html
 import keyword
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import pandas as pd
+from IPython.core.async_helpers import _pseudo_sync_runner
 from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError as OneLine  # IPython shows it without a traceback
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 from matplotlib.figure import Figure
 
+from workbench.engine import opened
 from workbench.engine.engine import Engine
 from workbench.errors import UsageError
 from workbench.output import check_writable
@@ -145,45 +144,46 @@ class WorkbenchMagics(Magics):
     @cell_magic
     def wb_profile(self, line: str, cell: str) -> None:
         """Trace what engines do in this cell, and draw it."""
-        __tracebackhide__ = True  # of a cell's exception only the cell's own frames are of interest
         args = parse_argstring(self.wb_profile, line)
         name, window, out = _name(args.name), _window(args.window), _out(args.out)
-        engines = [self._engine(n) for n in args.engines] if args.engines else _every_engine()
+        engines = [self._engine(n) for n in args.engines] if args.engines else opened.every()
         # CUPTI sees all that a process does: what several engines do it cannot tell apart
         collector = args.collector or ("auto" if len(engines) == 1 else EVENTS)
-        codes = _compile(self.shell, cell)
-        found: Traced = []
+        shell, found = self._shell, list[tuple[Engine, Profile]]()
+        nodes, source = _parsed(shell, cell)
+        # IPython looks for the last semicolon in the magic's line, and would show the value
+        silent = DisplayHook.semicolon_at_end_of_expression(cell)
+        shown = "none" if silent else shell.ast_node_interactivity
+        with _tracing(found, engines, window, collector, also_new=not args.engines):
+            failed = not _run(shell, nodes, source, shown)
         try:
-            with _tracing(found, engines, window, collector, also_new=not args.engines):
-                _run(self.shell, codes)
-        except BaseException:
-            try:
-                self._keep(found, name, out, failed=True)
-            except OneLine as problem:  # of the two it is the cell's failure that is raised
-                print(problem, file=sys.stderr)
-            raise
-        self._keep(found, name, out)
+            self._keep(found, name, out, failed)
+        except OneLine as problem:
+            if not failed:
+                raise
+            print(problem, file=sys.stderr)  # of the two the cell's failure is the cell's end
 
     def _engine(self, name: str) -> Engine:
-        names = self._namespace()
+        names = self._shell.user_ns
         found = names.get(name)
-        if not isinstance(found, Engine) or not _is_open(found):
+        if not isinstance(found, Engine) or not opened.is_open(found):
             wrong = "is closed" if isinstance(found, Engine) else "is no engine"
             raise OneLine(f"{name} {wrong}; there {_are(_open_in(names))}")
         return found
 
-    def _namespace(self) -> dict[str, Any]:
+    @property
+    def _shell(self) -> InteractiveShell:
         assert self.shell is not None, "magics are registered with a shell"
-        return self.shell.user_ns
+        return self.shell
 
     def _keep(
         self, found: Traced, name: str | None, out: Path | None, failed: bool = False
     ) -> None:
         """Binds, writes and shows the trace, in this order: the first that may fail is the last
         that is needed. OneLine where it cannot be written."""
-        trace = CellTrace(_by_name(found, self._namespace()), failed)
+        trace = CellTrace(_by_name(found, self._shell.user_ns), failed)
         if name is not None:
-            self._namespace()[name] = trace
+            self._shell.user_ns[name] = trace
         problem, written = "", ""
         if out is not None:
             try:
@@ -228,7 +228,7 @@ def _out(text: str | None) -> Path | None:
 def _open_in(namespace: Mapping[str, Any]) -> list[str]:
     """The names of open engines, those of IPython's own (`_`, `_3`) left out."""
     names = (name for name in namespace if not name.startswith("_"))
-    return [n for n in names if isinstance(namespace[n], Engine) and _is_open(namespace[n])]
+    return [n for n in names if isinstance(namespace[n], Engine) and opened.is_open(namespace[n])]
 
 
 def _are(engines: list[str]) -> str:
@@ -241,19 +241,6 @@ def _are(engines: list[str]) -> str:
 
 
 # the engines -------------------------------------------------------------------------------------
-
-
-def _every_engine() -> list[Engine]:
-    """All that are open, also those that only a list or an attribute holds."""
-    # asked of the type: isinstance runs code of objects that pose as others (proxies)
-    return [o for o in gc.get_objects() if issubclass(type(o), Engine) and _is_open(o)]
-
-
-def _is_open(engine: Engine) -> bool:
-    try:
-        return bool(engine.device)
-    except UsageError:
-        return False
 
 
 @contextmanager
@@ -271,29 +258,8 @@ def _tracing(
         for engine in engines:
             trace(engine, collector)
         if also_new:
-            stack.enter_context(_each_new_engine(trace))
+            stack.enter_context(opened.told(trace))
         yield
-
-
-@contextmanager
-def _each_new_engine(tell: Callable[[Engine], None]) -> Iterator[None]:
-    """Tells of each engine that is made in the body, as soon as it is whole.
-
-    The constructor is wrapped for that time: engines are made by `Engine.load`, `variant` and
-    whoever calls them, and none of them needs to know of notebooks.
-    """
-    make = Engine.__init__
-
-    @functools.wraps(make)
-    def made(self: Engine, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        tell(self)
-
-    Engine.__init__ = made  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Engine.__init__ = make  # type: ignore[method-assign]
 
 
 def _by_name(found: Traced, namespace: Mapping[str, Any]) -> dict[str, tuple[Engine, Profile]]:
@@ -342,33 +308,40 @@ def _of(drawn: list[int], steps: list[int]) -> str:
 # the cell ----------------------------------------------------------------------------------------
 
 
-def _compile(shell: Any, cell: str) -> list[CodeType]:
-    """The cell as IPython would compile it: its magics translated, its lines known to tracebacks,
-    the value of a last expression shown unless a semicolon ends it. Raises SyntaxError."""
+def _parsed(shell: InteractiveShell, cell: str) -> tuple[list[ast.stmt], str]:
+    """The cell as IPython reads it, its magics translated; and what tracebacks call it. Raises
+    SyntaxError."""
     source = shell.transform_cell(cell)
     # the number of the cell that is running; the shell's own count may be at the next already
     running = getattr(shell.displayhook.exec_result, "execution_count", None)
     name = shell.compile.cache(source, running or shell.execution_count, raw_code=cell)
-    body = shell.transform_ast(shell.compile.ast_parse(source, filename=name)).body
-    shown = bool(body) and isinstance(body[-1], ast.Expr)
-    if DisplayHook.semicolon_at_end_of_expression(cell) or shell.ast_node_interactivity == "none":
-        shown = False
-    last = [body.pop()] if shown else []
-    codes = [shell.compile(ast.Module(body, type_ignores=[]), name, "exec")]
-    return codes + [shell.compile(ast.Interactive([node]), name, "single") for node in last]
+    return shell.transform_ast(shell.compile.ast_parse(source, filename=name)).body, name
 
 
-def _run(shell: Any, codes: list[CodeType]) -> None:
-    __tracebackhide__ = True
-    for code in codes:
-        exec(code, shell.user_global_ns, shell.user_ns)
+def _run(shell: InteractiveShell, nodes: list[ast.stmt], name: str, shown: str) -> bool:
+    """Runs what `_parsed` found, as IPython runs any cell; whether it succeeded. shown: which
+    values are shown, as in `ast_node_interactivity`.
+
+    IPython shows a failure, and it is the failure of the cell with the magic. Raises it where
+    there is no such cell, and SyntaxError for a cell that awaits something.
+    """
+    whole = shell.displayhook.exec_result
+    result = ExecutionResult(None) if whole is None else whole
+    awaits, shell.autoawait = shell.autoawait, False  # there is a loop already, and it is busy
+    try:
+        _pseudo_sync_runner(shell.run_ast_nodes(nodes, name, shown, shell.compile, result))
+    finally:
+        shell.autoawait = awaits
+    if whole is None:
+        result.raise_error()
+    return result.success
 
 
-def load(shell: Any) -> None:
+def load(shell: InteractiveShell) -> None:
     """Adds the magics to an IPython shell: what `%load_ext workbench` calls."""
     shell.register_magics(WorkbenchMagics)
 
 
-def unload(shell: Any) -> None:
+def unload(shell: InteractiveShell) -> None:
     """Takes them away: what `%unload_ext workbench` calls."""
     shell.magics_manager.magics["cell"].pop("wb_profile", None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -18,7 +18,8 @@ import numpy as np
 
 from workbench.bench import answers, resolution, stats
 from workbench.bench.answers import Answer
-from workbench.bench.rounds import order_of
+from workbench.bench.profiling import n_steps_of, trace_steps
+from workbench.bench.rounds import interleave
 from workbench.bench.workload import (
     Workload,
     bos_token,
@@ -33,7 +34,7 @@ from workbench.engine.engine import Engine
 from workbench.engine.exclusive import Stopped
 from workbench.errors import UsageError
 from workbench.lab import differing
-from workbench.trace.profile import Profile, profile
+from workbench.trace.profile import Profile
 
 TRACED_STEPS = 8  # at most, the last of the test: enough for a typical one
 
@@ -135,7 +136,7 @@ def compare(
             for toggles in (baseline, toggled, baseline)  # the last is the A/A control
         ]
         progress("comparing logits")
-        answer = _answer(sides, _class_of(baseline, toggled), seed)
+        (answer,) = answers.compare_engines(sides[:2], [_class_of(baseline, toggled)], seed)
         progress("warming up")
         warm_up(sides, workload, seed, bos_token(engine))
         tps: list[list[float]] = []  # of each finished round: t/s of each side
@@ -166,17 +167,23 @@ def _time(
     progress: Callable[[str], None],
 ) -> None:
     """Adds to `tps` a row for every round, once it is finished."""
-    begun, left = time.monotonic(), ""
-    bos, n_vocab = bos_token(sides[0]), sides[0].model.n_vocab
-    for round_ in range(rounds):
-        progress(f"round {round_ + 1} of {rounds}{left}")
+    begun, bos, n_vocab = time.monotonic(), bos_token(sides[0]), sides[0].model.n_vocab
+
+    def each() -> Iterator[int]:
+        for round_ in range(rounds):
+            spent_s = (time.monotonic() - begun) / max(round_, 1) * (rounds - round_)
+            left = f", about {spent_s:,.0f} s left" if round_ and spent_s >= 1 else ""
+            progress(f"round {round_ + 1} of {rounds}{left}")
+            yield round_
+
+    def measure(round_: int, i: int) -> float:
         tokens = draw_tokens(workload, n_vocab, seed, round_, bos)
-        row = [0.0] * len(sides)
-        for i in order_of(round_, len(sides)):
-            row[i] = run(sides[i], workload, tokens).tokens_per_second
-        tps.append(row)
-        seconds = (time.monotonic() - begun) / len(tps) * (rounds - len(tps))
-        left = f", about {seconds:,.0f} s left" if seconds >= 1 else ""
+        return run(sides[i], workload, tokens).tokens_per_second
+
+    def whole(round_: int, found: dict[int, float]) -> None:
+        tps.append([found[i] for i in range(len(sides))])
+
+    interleave(each(), len(sides), measure, whole)
 
 
 def _class_of(baseline: Toggles, toggled: Toggles) -> str:
@@ -187,28 +194,11 @@ def _class_of(baseline: Toggles, toggled: Toggles) -> str:
     return ROUNDING if rounds else EXACT
 
 
-def _answer(sides: list[Engine], kind: str, seed: int) -> Answer:
-    """Feeds the same tokens to both sides, a prompt and then one by one, as `wb.ab` does."""
-    room = sides[0].config.n_ctx
-    n_steps = min(answers.N_STEPS, room - 1)
-    fixed = Workload(min(answers.N_PREFILL, room - n_steps), n_steps)
-    tokens = draw_tokens(fixed, sides[0].model.n_vocab, seed, bos=bos_token(sides[0]))
-    return answers.compare(answers.force(sides[0], tokens), answers.force(sides[1], tokens), kind)
-
-
 def _trace(engine: Engine, workload: Workload, seed: int) -> Profile:
     """The last steps of the test, traced: the same tokens for every engine of one model."""
     tokens = draw_tokens(workload, engine.model.n_vocab, seed, bos=bos_token(engine))
-    n_steps = -(-workload.n_prompt // engine.config.n_ubatch) + workload.n_gen
-    engine.reset()
-    if tokens.depth:
-        engine.prefill(tokens.depth)
-    with profile(engine, window=(max(0, n_steps - TRACED_STEPS), TRACED_STEPS)) as traced:
-        if tokens.prompt:
-            engine.prefill(tokens.prompt)
-        for token in tokens.gen:
-            engine.step((token,))
-    return traced
+    n_steps = n_steps_of(workload, engine.config.n_ubatch)
+    return trace_steps(engine, tokens, (max(0, n_steps - TRACED_STEPS), TRACED_STEPS))
 
 
 def _labels(before: Engine, after: Engine) -> tuple[str, str]:
