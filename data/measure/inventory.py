@@ -11,8 +11,12 @@ Listed are:
     commands    the command line: `bench`, and `bench --n-gen` for each flag and alias
     names       what `workbench` exports, the public members of those classes, and their parameters
     json        keys of run.json and of what commands print as JSON, from runs of a tiny model
-    errors      the texts of errors that the package raises, with {} for what is filled in
-    docstrings  definitions of the package that have one
+    errors      the texts of errors that are raised, with {} for what is filled in
+    docstrings  modules, classes and functions that have one, and a hash of what it says
+
+Errors and docstrings are those of the package, of data/measure and of tests: what leaves the
+package for one of these has moved. A docstring has moved where a definition of the same name, or
+one that says the same, is elsewhere.
 
 What `renamed.json` lists is renamed: for each kind, patterns of old names, what they are now, and
 why. A test of the same name in one other file has moved; so has a case. `compare` exits with 1
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import json
 import os
 import re
@@ -38,6 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RENAMED = Path(__file__).with_name("renamed.json")
 # needs the package: run with that of the checkout
 PROBE = Path(__file__).with_name("inventory_probe.py")
+FOLDERS = ("workbench", "data/measure", "tests")  # whose errors and docstrings are listed
 # dropped there is an error; of the others it is a line to read
 BINDING = ("tests", "toggles", "commands", "names", "json")
 
@@ -95,28 +101,33 @@ def errors_of(tree: ast.AST) -> Iterator[str]:
             yield f"{name}: {text}"
 
 
-def docstrings_of(tree: ast.Module, module: str) -> Iterator[str]:
-    if ast.get_docstring(tree):
-        yield f"{module}:"
+def docstrings_of(tree: ast.Module, module: str) -> Iterator[tuple[str, str]]:
+    """`file:Class.name` and a hash of what is said there; empty where there is no docstring."""
 
-    def inside(body: Iterable[ast.stmt], path: str) -> Iterator[str]:
+    def said(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+        words = " ".join((ast.get_docstring(node) or "").split())
+        return hashlib.sha256(words.encode()).hexdigest()[:12] if words else ""
+
+    def inside(body: Iterable[ast.stmt], path: str) -> Iterator[tuple[str, str]]:
         for node in body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 name = f"{path}.{node.name}".strip(".")
-                if ast.get_docstring(node):
-                    yield f"{module}:{name}"
+                yield f"{module}:{name}", said(node)
                 yield from inside(node.body, name)
 
+    yield f"{module}:", said(tree)
     yield from inside(tree.body, "")
 
 
-def of_sources(checkout: Path) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {"errors": [], "docstrings": []}
-    for path in sorted((checkout / "workbench").rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        found["errors"] += errors_of(tree)
-        found["docstrings"] += docstrings_of(tree, path.relative_to(checkout).as_posix())
-    return {kind: sorted(set(names)) for kind, names in found.items()}
+def of_sources(checkout: Path) -> dict[str, Any]:
+    errors: set[str] = set()
+    docstrings: dict[str, str] = {}
+    for folder in FOLDERS:
+        for path in sorted((checkout / folder).rglob("*.py")):
+            tree = ast.parse(path.read_text())
+            errors.update(errors_of(tree))
+            docstrings |= docstrings_of(tree, path.relative_to(checkout).as_posix())
+    return {"errors": sorted(errors), "docstrings": docstrings}
 
 
 def take(checkout: Path) -> dict[str, Any]:
@@ -188,6 +199,24 @@ def change(
     return Change(sorted(old & new), moved, dropped, sorted(new - old - taken))
 
 
+def docstring_change(before: Mapping[str, str], after: Mapping[str, str]) -> Change:
+    """What became of each docstring; of one whose definition stays, `dropped` says so."""
+    said = {name: text for name, text in after.items() if text}
+    found = change((name for name, text in before.items() if text), said)
+    by_text = defaultdict(list)
+    for name, text in said.items():
+        by_text[text].append(name)
+    moved, dropped = list(found.moved), list[str]()
+    for name in found.dropped:
+        same = by_text[before[name]]
+        if same:
+            moved.append((name, same[0], "the same words elsewhere"))
+        else:
+            bare = name in after or any(tail(n) == tail(name) != "" for n in after)
+            dropped.append(f"{name} ({'the definition stays' if bare else 'with its definition'})")
+    return Change(found.kept, moved, dropped, found.new)
+
+
 def shown(kind: str, found: Change, everything: bool, tell: Callable[[str], None]) -> None:
     tell(f"{kind}: {len(found.kept)} kept, {len(found.moved)} moved or renamed, "
          f"{len(found.dropped)} dropped, {len(found.new)} new")  # fmt: skip
@@ -211,6 +240,8 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], everything: boo
         found = change(before[kind], after[kind], own)
         shown(kind, found, everything, print)
         lost += len(found.dropped) if kind in BINDING else 0
+    shown("docstrings", docstring_change(before["docstrings"], after["docstrings"]), everything,
+          print)  # fmt: skip
     return 1 if lost else 0
 
 
@@ -233,7 +264,7 @@ def main() -> int:
         return compare(before, after, args.all)
     found = take(args.checkout.resolve())
     args.out.write_text(json.dumps(found, indent=1) + "\n")
-    print({k: len(v) if isinstance(v, list) else v for k, v in found.items()})
+    print({k: len(v) if isinstance(v, list | dict) else v for k, v in found.items()})
     return 0
 
 
