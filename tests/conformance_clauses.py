@@ -11,7 +11,8 @@ import numpy as np
 from conformance_rig import ROW_BYTES, Rig, expect, must_be, numbers, said, trying
 
 from workbench.backend.base import in_order
-from workbench.program.commands import Capabilities, Space
+from workbench.program.capabilities import Capabilities
+from workbench.program.commands import Space
 
 Claimed = Callable[[Capabilities], bool]
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from workbench.backend.base import Issue
 from workbench.backend.cpu.embedded import EmbeddedDevice
-from workbench.program.commands import Capabilities
+from workbench.program.capabilities import Capabilities
 
 LIES = EmbeddedDevice.capabilities
 QUICKEST_S, SLOWEST_S = 0.001, 0.003  # of a detached copy

@@ -294,7 +294,7 @@ def test_a_device_nobody_closed_ends_with_its_last_reference():
 
 LEAK = """
 import numpy as np
-from workbench.backend.embedded import open_backend
+from workbench.backend.cpu.embedded import open_backend
 from workbench.program.commands import Space
 device = open_backend(threads=2)
 m = device.allocate(1 << 20, Space.PINNED)

@@ -19,7 +19,7 @@ import workbench as wb
 from tests import reference
 from workbench.config import EXACT, CopyStream, SyncMode, Toggles
 from workbench.errors import UsageError
-from workbench.program.commands import Capabilities
+from workbench.program.capabilities import Capabilities
 from workbench.program.sync_modes import Ordering, race_of
 
 # NMSE against float64, by the type of the file: three times what was measured (2.1e-7 and 3.4e-4)

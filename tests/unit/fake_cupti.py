@@ -26,11 +26,11 @@ from workbench.backend.null import NullBackend
 from workbench.config import EngineConfig, Toggles
 from workbench.graph.ir import F32, Node, StepShape, Tensor
 from workbench.graph.ops import make
+from workbench.program.capabilities import Capabilities
 from workbench.program.commands import (
     HOST,
     RESULT,
     Buffer,
-    Capabilities,
     Copy,
     Launch,
     Program,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from workbench.config import CopyStream, HostSource, InputOrder, NCopies, StepWait, SyncMode
 from workbench.errors import DeviceError, UsageError
-from workbench.program.commands import Capabilities
+from workbench.program.capabilities import Capabilities
 from workbench.program.sync_modes import Ordering, choose_ordering, race_of
 
 ASYNC = Capabilities(True, True, True, False, 2)

@@ -34,11 +34,11 @@ LAYERS = [
     ("choices",),
     ("output",),
     ("output_path",),
-    ("checkout", "errors", "frames", "progress", "sizes", "trace.spans"),
+    ("checkout", "devices", "errors", "frames", "progress", "sizes", "trace.spans"),
 ]
 RANK = {name: len(LAYERS) - i for i, names in enumerate(LAYERS) for name in names}
 # the two places that may name modules in strings
-STRING_IMPORTS = {"__init__.py", "backend/base.py"}
+STRING_IMPORTS = {"__init__.py", "devices.py"}
 DEVICE_LIBRARIES = ("cupy", "cuda", "numba")
 
 

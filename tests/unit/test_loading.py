@@ -26,7 +26,7 @@ from workbench.graph.ir import (
     Node,
     Tensor,
 )
-from workbench.program.commands import Capabilities
+from workbench.program.capabilities import Capabilities
 
 
 @pytest.fixture(autouse=True)

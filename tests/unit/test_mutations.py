@@ -35,14 +35,9 @@ from workbench.config import (
 )
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError, UsageError
+from workbench.program.capabilities import Capabilities
 from workbench.program.check.hazards import races
-from workbench.program.commands import (
-    Capabilities,
-    Program,
-    Record,
-    Sync,
-    Wait,
-)
+from workbench.program.commands import Program, Record, Sync, Wait
 from workbench.program.sync_modes import Ordering, choose_ordering
 
 ORDERING = (Sync, Wait, Record)

@@ -11,7 +11,7 @@ from tests.unit.planned import chosen_works, one_of_each
 from workbench.backend.cuda.kernel import Kernel
 from workbench.config import Toggles
 from workbench.errors import DeviceError
-from workbench.program.commands import Capabilities
+from workbench.program.capabilities import Capabilities
 from workbench.program.sync_modes import choose_pdl
 
 # planted ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from workbench.backend.null import open_backend
 from workbench.config import FAMILIES, TogglePreset, Toggles
 from workbench.engine.wanted import resolve
 from workbench.errors import DeviceError, UsageError
-from workbench.program.commands import Capabilities
+from workbench.program.capabilities import Capabilities
 from workbench.toggles import best_table as committed
 from workbench.toggles import fixed_presets, preset_names
 

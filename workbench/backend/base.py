@@ -1,42 +1,50 @@
-"""The Backend protocol: who executes commands, on what memory. And the device table.
+"""The Backend protocol: who executes commands, on what memory. Every member that anyone calls is
+declared here; a backend overrides what its device has.
 
-A backend *prepares*: `launch`, `copy`, `record`, `wait` and `sync_*` each return a callable of no
-arguments that performs the command when called, as often as wanted, with everything else
+A backend *prepares*: `launch`, `copy`, `record` and `wait` return `Issued` commands, and `sync_*`
+plain callables. Each performs its command when called, as often as wanted, with everything else
 (addresses, packed arguments) bound once. `backend/issue.py` strings them together; nothing here
 knows programs.
 
-Who may overwrite what, and when: see `program/commands.py`. In particular the callables of an
-asynchronous backend return before the work is done, and a copy's source is read late.
+`program/commands.py` says who may overwrite what, and when. In particular a command of an
+asynchronous backend returns before its work is done, and a copy's source is read late.
 """
 
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from workbench.backend.args import AddressOf
+from workbench.backend.issued import Issued, in_order
+from workbench.devices import AUTO, DEVICES, WITHOUT_GPU
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
-from workbench.program.commands import Capabilities, Space
+from workbench.program.capabilities import Capabilities
+from workbench.program.commands import Space
 from workbench.progress import Bar
 
-Issue = Callable[[], Any]
+__all__ = [
+    "Backend",
+    "Issue",
+    "Issued",
+    "KernelName",
+    "Memory",
+    "choose_device",
+    "in_order",
+    "nothing",
+    "open_backend",
+]
+
+Issue = Callable[[], Any]  # a command, or what the host does at once: a wait, a write, a read
 
 
-def in_order(issues: Sequence[Issue]) -> Issue:
-    """One callable that calls `issues`, first to last."""
-    if len(issues) == 1:
-        return issues[0]
-    calls = tuple(issues)
-
-    def issue() -> None:
-        for call in calls:
-            call()
-
-    return issue
+def nothing() -> None:
+    """What a backend that has nothing to do at a command does."""
 
 
 class Memory(Protocol):
@@ -58,24 +66,44 @@ class Memory(Protocol):
         """Gives the memory back, once; later calls do nothing. Safe in any order at teardown."""
 
 
-class Backend(Protocol):
+class KernelName(NamedTuple):
+    """A kernel that a launch is made of. function: None where a library chooses it. waits: it waits
+    by itself for the launch in front of it, before it reads what that wrote or writes anything."""
+
+    function: str | None
+    waits: bool
+
+
+class Backend(ABC):
     """Memory, streams and events of one device; stream 0 computes, stream 1 copies."""
 
-    name: str  # "host", "embedded", "cuda", "null"
-    description: str  # one line for results: what device, how many lanes, which driver
+    name: str  # unique in an engine: "host", "embedded", "cuda 1"
+    description: str  # one line for results: what device, how many workers, which driver
     waiting: str  # how a wait of the host waits, for results
     capabilities: Capabilities
+    workers = 1  # threads that compute, where the device's work runs on this machine's cores
 
+    @abstractmethod
     def allocate(self, nbytes: int, space: Space) -> Memory:
         """Zeroed memory, 256-byte aligned (64 on the CPU); raises DeviceError if there is none."""
 
+    @abstractmethod
     def load_weight(self, tensor: Tensor, data: np.ndarray) -> Memory:
         """Takes a weight from the file's bytes (uint8, read-only map) into this backend's memory.
 
         The bytes may be repacked; the backend remembers how. `data` may be used in place where the
-        backend computes on host memory; it outlives the backend then.
+        backend computes on host memory; it outlives the backend then. The weight may be used after
+        `finish_loading`.
         """
 
+    def finish_loading(self) -> None:  # noqa: B027, most load at once
+        """Waits until every weight lies in its memory; what follows may use it."""
+
+    def refuses(self, node: Node) -> str:
+        """Why no kernel computes `node`; empty where one does."""
+        return ""
+
+    @abstractmethod
     def scratch_bytes(self, node: Node) -> int:
         """Bytes of scratch `node` needs here, 0 for none."""
 
@@ -83,10 +111,21 @@ class Backend(Protocol):
         """Whether the kernels of `node` wait by themselves for the launch in front of them, before
         they read what it writes and before they write anything: they may then be launched
         programmatically."""
+        return False
 
+    def kernels_of(self, node: Node) -> Sequence[KernelName] | None:
+        """The kernels that `launch` issues for `node`, in order; None where a backend does not tell
+        them apart."""
+        return None
+
+    @abstractmethod
     def make_ready(self, nodes: Sequence[Node], left: Bar) -> None:
         """Compiles what launches of `nodes` need, where no cache has it; tells `left` of each."""
 
+    def attach(self) -> None:  # noqa: B027, most serve any thread
+        """Makes the calling thread one that may issue on this device."""
+
+    @abstractmethod
     def launch(
         self,
         node: Node,
@@ -94,68 +133,77 @@ class Backend(Protocol):
         scratch: int,
         stream: int,
         programmatic: bool = False,
-    ) -> Issue:
-        """Computes `node`. programmatic: the launch may begin before the one in front of it has
-        ended (only where `Capabilities.programmatic`)."""
+    ) -> Issued:
+        """Computes `node`; its `parts` are the kernels, in order. programmatic: the launch may
+        begin before the one in front of it has ended (only where `Capabilities.programmatic`)."""
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
+    @abstractmethod
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
         """Queues a copy between host and device; with to_host, dst is the host's address."""
 
-    def copy_to_peer(self, peer: Any, dst: int, src: int, nbytes: int, stream: int) -> Issue:
-        """A copy from this device's memory to that of `peer`, another of its kind, on a stream of
-        this one."""
+    @abstractmethod
+    def copy_to_peer(self, peer: Any, dst: int, src: int, nbytes: int, stream: int) -> Issued:
+        """A copy from this device's memory to the memory of `peer`, another of its kind, on a
+        stream of this one."""
 
+    @abstractmethod
     def event(self) -> Any:
         """A new event, never recorded. Backends of one kind know each other's."""
 
-    def record(self, event: Any, stream: int) -> Issue: ...
+    @abstractmethod
+    def record(self, event: Any, stream: int) -> Issued: ...
 
-    def wait(self, event: Any, stream: int) -> Issue: ...
+    @abstractmethod
+    def wait(self, event: Any, stream: int) -> Issued: ...
 
+    @abstractmethod
     def sync_stream(self, stream: int) -> Issue: ...
 
+    @abstractmethod
     def sync_event(self, event: Any) -> Issue: ...
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Waits for everything queued on every stream; raises DeviceError if any of it failed."""
 
+    @abstractmethod
     def mark(self, stream: int) -> Any:
         """A point in `stream`, now; two of them around a command give its device span. Traced
         runs only."""
 
+    @abstractmethod
     def resolve(self, begin: Any, end: Any) -> tuple[int, int]:
         """Start and end, in ns of the host's clock, of the work queued between two marks. Call it
         after that work was waited for. (0, 0) where the backend has no clock of its own."""
 
+    @abstractmethod
     def close(self) -> None:
         """Waits, then gives everything back. Safe to call twice."""
 
 
-# The one table of devices: name -> "module:factory". A factory takes `threads` and returns a
-# Backend, or raises DeviceError with one line that says what is missing.
-DEVICES: dict[str, str] = {
-    "host": "workbench.backend.cpu.host:open_backend",
-    "embedded": "workbench.backend.cpu.embedded:open_backend",
-    "cuda": "workbench.backend.cuda.backend:open_backend",
-    "null": "workbench.backend.null:open_backend",
-}
+def open_backend(name: str, threads: int = 0, number: int = 0, **options: Any) -> Backend:
+    """The backend called `name`; raises DeviceError where it is unknown or not there.
 
-
-def open_backend(name: str, threads: int = 0, **options: Any) -> Backend:
-    """The backend called `name`; raises DeviceError where it is unknown or not there."""
+    number: of the device, where a machine can have several of its kind.
+    """
     if name not in DEVICES:
         raise DeviceError(f"device {name!r} does not exist; choose one of {', '.join(DEVICES)}")
-    module, factory = DEVICES[name].split(":")
-    return getattr(importlib.import_module(module), factory)(threads=threads, **options)
+    device = DEVICES[name]
+    numbered = {"device": number} if device.numbered else {}
+    return importlib.import_module(device.module).open_backend(
+        threads=threads, **numbered, **options
+    )
 
 
 def choose_device(wanted: str) -> tuple[str, str]:
     """Which device to use for `wanted` (`auto` picks), and why, in one line."""
-    if wanted != "auto":
+    if wanted != AUTO:
         return wanted, "as asked"
-    try:
-        cuda = importlib.import_module("workbench.backend.cuda.backend")
-        return "cuda", f"auto: {cuda.probe()}"
-    except (ImportError, DeviceError) as error:
-        reason = str(error).splitlines()[0].partition(";")[0]
-        return "embedded", f"auto; no GPU: {reason}"
+    reason = "none in the table"
+    for name, device in DEVICES.items():
+        if device.automatic:
+            try:
+                return name, f"{AUTO}: {importlib.import_module(device.module).probe()}"
+            except (ImportError, DeviceError) as error:
+                reason = str(error).splitlines()[0].partition(";")[0]
+    return WITHOUT_GPU, f"{AUTO}; no GPU: {reason}"

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from workbench.backend.args import AddressOf
-from workbench.backend.base import Issue
+from workbench.backend.base import Backend, Issue, Issued
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
-from workbench.program.commands import Capabilities, Space
+from workbench.program.capabilities import Capabilities
+from workbench.program.commands import Space
 from workbench.progress import Bar
 
 
@@ -45,7 +46,7 @@ class NullMemory:
         self._block = self.array = None
 
 
-class NullBackend:
+class NullBackend(Backend):
     """A backend with any capabilities. Events are numbered from 0."""
 
     def __init__(self, name: str, capabilities: Capabilities):
@@ -56,14 +57,14 @@ class NullBackend:
         self.log: list[tuple[Any, ...]] = []
         self._n_events = 0
 
-    def _prepare(self, *command: Any) -> Issue:
+    def _prepare(self, *command: Any) -> Issued:
         log, entry = self.log, ("issue", *command)
         log.append(("prepare", *command))
 
         def issue() -> None:
             log.append(entry)
 
-        return issue
+        return Issued(issue, command)
 
     def allocate(self, nbytes: int, space: Space) -> NullMemory:
         self.log.append(("allocate", space, nbytes))
@@ -89,25 +90,25 @@ class NullBackend:
         scratch: int,
         stream: int,
         programmatic: bool = False,
-    ) -> Issue:
+    ) -> Issued:
         for tensor in (*node.inputs, *node.outputs):
             address_of(tensor)  # a tensor without a place shows here, as on a real backend
         return self._prepare("launch", node.op, node.name, stream)
 
-    def copy_to_peer(self, peer: Any, dst: int, src: int, nbytes: int, stream: int) -> Issue:
+    def copy_to_peer(self, peer: Any, dst: int, src: int, nbytes: int, stream: int) -> Issued:
         return self._prepare("copy_to_peer", dst, src, nbytes, stream)
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
         return self._prepare("copy", dst, src, nbytes, stream, to_host)
 
     def event(self) -> int:
         self._n_events += 1
         return self._n_events - 1
 
-    def record(self, event: int, stream: int) -> Issue:
+    def record(self, event: int, stream: int) -> Issued:
         return self._prepare("record", event, stream)
 
-    def wait(self, event: int, stream: int) -> Issue:
+    def wait(self, event: int, stream: int) -> Issued:
         return self._prepare("wait", event, stream)
 
     def sync_stream(self, stream: int) -> Issue:

@@ -13,7 +13,7 @@ from workbench.graph.defer import defer
 from workbench.graph.fuse import chosen, fuse
 from workbench.graph.ir import Graph, Node, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
-from workbench.program.commands import Capabilities
+from workbench.program.capabilities import Capabilities
 from workbench.program.split import assign
 from workbench.program.sync_modes import Ordering, choose_ordering, choose_pdl
 from workbench.toggles import best_table

@@ -1,4 +1,4 @@
-"""A token is a program, and a program is data: the commands, and what a backend can do.
+"""A token is a program, and a program is data: the commands.
 
 A `Program` is the ordered list of everything the host issues for one step. Each command names the
 byte ranges it reads and writes, so that one program has many readers (issue, capture, check, draw)
@@ -20,7 +20,6 @@ Contracts (host order is list order):
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, NamedTuple
 
@@ -248,34 +247,6 @@ class Place(NamedTuple):
             case _:
                 name = ""
         return " ".join(filter(None, (f"step {self.step} #{self.index}", c.kind, name)))
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a backend can do; `lower` asks this and never a backend's name.
-
-    asynchronous_copies: a copy call returns before the copy is done. events: Record, Wait and Sync
-    on events. one_order: copies and launches on one stream run in issue order. capture: a split
-    can be captured as a plan. n_streams: most streams usable side by side (0: no streams, every
-    launch runs inside the call). programmatic: a launch may begin before the one in front of it on
-    the stream has ended, and waits inside for what it reads (programmatic dependent launch).
-    """
-
-    asynchronous_copies: bool
-    events: bool
-    one_order: bool
-    capture: bool
-    n_streams: int
-    programmatic: bool = False
-
-    @property
-    def synchronous(self) -> bool:
-        return self.n_streams == 0
-
-    @property
-    def in_stream(self) -> bool:
-        """Whether a copy runs behind the launches in front of it, and an event stands for it."""
-        return self.one_order and self.events
 
 
 class Program:

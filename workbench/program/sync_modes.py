@@ -21,7 +21,7 @@ from workbench.config import (
     SyncMode,
 )
 from workbench.errors import DeviceError, UsageError
-from workbench.program.commands import Capabilities
+from workbench.program.capabilities import Capabilities
 
 
 class Rule(NamedTuple):

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import os
 import platform
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from workbench.backend.args import AddressOf, Args, pack, parts_places, parts_scratch_bytes
-from workbench.backend.base import Issue, in_order
+from workbench.backend.base import Backend
 from workbench.backend.cpu import op_table as cpu
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.cpu.loops import MAX_PARTS
+from workbench.backend.issued import Issued, together
 from workbench.errors import DeviceError
 from workbench.graph import ops
 from workbench.graph.ir import Kind, Node, Tensor
@@ -67,7 +68,7 @@ def bind(
     return function, n_parts(node, lanes), pack(node, address_of, scratch)
 
 
-class CpuBackend(ABC):
+class CpuBackend(Backend):
     """A backend that computes nodes on `lanes` threads; a fused node part by part, for no kernel
     here is of several ops."""
 
@@ -78,10 +79,6 @@ class CpuBackend(ABC):
             return parts_scratch_bytes(node, self.scratch_bytes)
         return cpu.scratch_bytes(node, n_parts(node, self.lanes))
 
-    def begins_early(self, node: Node) -> bool:
-        """Never: an entry of a ring starts when the one in front of it has ended."""
-        return False
-
     def launch(
         self,
         node: Node,
@@ -89,13 +86,13 @@ class CpuBackend(ABC):
         scratch: int,
         stream: int,
         programmatic: bool = False,
-    ) -> Issue:
-        """A callable that runs `node`, of a fused node every part in turn; what parts hand to each
+    ) -> Issued:
+        """Runs `node`, of a fused node every part one after the other; what parts hand to each
         other lies in the node's scratch. `programmatic` means nothing here."""
         if not node.parts:
             return self.launch_op(node, address_of, scratch, stream)
         at, own = parts_places(node, address_of, scratch)
-        return in_order([self.launch(part, at, own, stream) for part in node.parts])
+        return together([self.launch(part, at, own, stream) for part in node.parts])
 
     def layout_of(self, weight: Tensor) -> str:
         """The layout that a weight has here: as in the file."""
@@ -116,5 +113,5 @@ class CpuBackend(ABC):
             cpu.kernel_address(cpu.kernel_of(node), layout)
 
     @abstractmethod
-    def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
+    def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issued:
         """`launch` of a node of one op."""

@@ -39,9 +39,11 @@ from workbench.backend.cpu.loops import (
     push,
 )
 from workbench.backend.cpu.ring import Ring, Signal, aligned_zeros, command_block
+from workbench.backend.issued import Address, Issued, Words
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
-from workbench.program.commands import COMPUTE_STREAM, Capabilities, Space
+from workbench.program.capabilities import Capabilities
+from workbench.program.commands import COMPUTE_STREAM, Space
 
 COPY_PART_BYTES = 1 << 18  # less of a copy is not worth a second lane
 LOAD_PART_BYTES = 2 << 20  # of a weight: a huge page, for new memory is touched first here
@@ -80,7 +82,7 @@ class DeviceMemory:
         self.free()
 
 
-class Gate:
+class EmbeddedGate:
     """Holds a stream: what is queued behind it starts when it is opened. Opens at `with`'s end."""
 
     def __init__(self, ring: Ring):
@@ -96,7 +98,7 @@ class Gate:
     def open(self) -> None:
         self._signal.publish(1)
 
-    def __enter__(self) -> Gate:
+    def __enter__(self) -> EmbeddedGate:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -130,7 +132,7 @@ class EmbeddedDevice(base.CpuBackend):
         self._pinned: dict[int, int] = {}  # address -> bytes
         self._retired: deque[tuple[object, tuple[int, ...]]] = deque()
         self._reaping = threading.Lock()
-        self._gates: list[Gate] = []
+        self._gates: list[EmbeddedGate] = []
         # also at interpreter exit, and where nobody closed: never wait for a stuck stream there
         self._end = weakref.finalize(self, _shut_down, self.streams)
         for ring in self.streams:
@@ -191,50 +193,53 @@ class EmbeddedDevice(base.CpuBackend):
 
     # commands --------------------------------------------------------------------------------
 
-    def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
+    def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issued:
         """Queues `node`, as one entry of the ring."""
         layout = self._layouts.get(address_of(node.inputs[0]), "file")
         ring = self.streams[stream]
         return ring.prepare(*base.bind(node, address_of, scratch, layout, ring.n_lanes))
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
         ring = self.streams[stream]
         if self.pageable == "snapshot" and not to_host and not self._is_pinned(src):
             return self._copy_snapshot(dst, src, nbytes, ring)
         parts = max(1, min(nbytes // COPY_PART_BYTES, ring.n_lanes, MAX_PARTS))
-        return ring.prepare(COPY, parts, (dst, src, nbytes))
+        return ring.prepare(COPY, parts, (Address(dst), Address(src), nbytes))
 
     def copy_to_peer(
         self, peer: EmbeddedDevice, dst: int, src: int, nbytes: int, stream: int
-    ) -> Issue:
+    ) -> Issued:
         """Both are memory of this process: a copy like one to the host, read when it runs."""
         return self.copy(dst, src, nbytes, stream, to_host=True)
 
     def _is_pinned(self, address: int) -> bool:
         return any(start <= address < start + n for start, n in self._pinned.items())
 
-    def _copy_snapshot(self, dst: int, src: int, nbytes: int, ring: Ring) -> Issue:
+    def _copy_snapshot(self, dst: int, src: int, nbytes: int, ring: Ring) -> Issued:
+        args = [dst, src, nbytes]
+
         def issue() -> None:
-            taken = np.empty(nbytes, np.uint8)
-            ctypes.memmove(taken.ctypes.data, src, nbytes)
-            ring.push(COPY, 1, (dst, int(taken.ctypes.data), nbytes))
+            to, source, size = args
+            taken = np.empty(size, np.uint8)
+            ctypes.memmove(taken.ctypes.data, source, size)
+            ring.push(COPY, 1, (to, int(taken.ctypes.data), size))
             self._keep(taken)
 
-        return issue
+        return Issued(issue, ("snapshot", ring.name), Words(args, (0, 1)))
 
     def event(self) -> Event:
         return Event()
 
-    def record(self, event: Event, stream: int) -> Issue:
+    def record(self, event: Event, stream: int) -> Issued:
         ring = self.streams[stream]
         words = ring.words
 
         def issue() -> None:
             event.point = (ring, words[0])
 
-        return issue
+        return Issued(issue, ("record", ring.name))
 
-    def wait(self, event: Event, stream: int) -> Issue:
+    def wait(self, event: Event, stream: int) -> Issued:
         ring = self.streams[stream]
         block = command_block(AWAIT, 1, (0, 0, ring.address))
         args = memoryview(block.data)[3:]
@@ -249,7 +254,7 @@ class EmbeddedDevice(base.CpuBackend):
             if push(ring.address, address):
                 ring.push_slowly(address)
 
-        return issue
+        return Issued(issue, ("wait", ring.name))
 
     def sync_stream(self, stream: int) -> Issue:
         ring = self.streams[stream]
@@ -272,10 +277,10 @@ class EmbeddedDevice(base.CpuBackend):
         for ring in self.streams:
             ring.wait(ring.issued)
 
-    def gate(self, stream: int = COMPUTE_STREAM) -> Gate:
+    def gate(self, stream: int = COMPUTE_STREAM) -> EmbeddedGate:
         """Holds `stream` from here on until the gate is opened (or the device closed). For tests
         of what happens in between."""
-        gate = Gate(self.streams[stream])
+        gate = EmbeddedGate(self.streams[stream])
         self._gates = [g for g in self._gates if not g.passed]
         self._gates.append(gate)
         return gate

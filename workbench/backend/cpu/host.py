@@ -8,20 +8,21 @@ end when the call returns. Large kernels are shared with helper threads (the com
 from __future__ import annotations
 
 import ctypes
-import functools
 import weakref
 from typing import Any
 
 import numpy as np
 
 from workbench.backend.args import AddressOf
-from workbench.backend.base import Issue
+from workbench.backend.base import Issue, nothing
 from workbench.backend.cpu import base
 from workbench.backend.cpu.loops import push, run_inline, run_lane
-from workbench.backend.cpu.ring import Ring, aligned_zeros, command_block
+from workbench.backend.cpu.ring import Ring, aligned_zeros, block_of, command_block
+from workbench.backend.issued import Issued, Words
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
-from workbench.program.commands import Capabilities, Space
+from workbench.program.capabilities import Capabilities
+from workbench.program.commands import Space
 
 
 class HostMemory:
@@ -34,10 +35,6 @@ class HostMemory:
 
     def free(self) -> None:
         self.array = None
-
-
-def _nothing() -> None:
-    """A command that a synchronous backend has fulfilled before it is asked."""
 
 
 class HostBackend(base.CpuBackend):
@@ -64,20 +61,20 @@ class HostBackend(base.CpuBackend):
         """The file's bytes themselves; they must outlive the backend."""
         return HostMemory(data)
 
-    def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issue:
-        """A callable that computes `node` to its end."""
+    def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issued:
+        """Computes `node` to its end."""
         return self.run_kernel(*base.bind(node, address_of, scratch, "file", self.lanes))
 
-    def run_kernel(self, function: int, parts: int, args: list[int | float]) -> Issue:
-        """A callable that runs the kernel at address `function`, shared where parts > 1."""
+    def run_kernel(self, function: int, parts: int, args: list[int | float]) -> Issued:
+        """Runs the kernel at address `function`, shared where parts > 1."""
         block = command_block(function, parts, args)
-        address = int(block.ctypes.data)
+        address, same = int(block.ctypes.data), (function, parts)
         if parts == 1:
 
             def inline(_block: np.ndarray = block) -> None:
                 run_inline(address)
 
-            return inline
+            return Issued(inline, same, block_of(block, args))
         if not self._helpers:
             self._helpers = True
             self._ring.start()
@@ -88,25 +85,35 @@ class HostBackend(base.CpuBackend):
                 raise DeviceError("the host backend is closed; open a new one")
             run_lane(control, ring.issued, yield_ns)
 
-        return shared
+        return Issued(shared, same, block_of(block, args))
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
-        return functools.partial(ctypes.memmove, dst, src, nbytes)
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
+        args = [dst, src, nbytes]
+        move = ctypes.memmove
+
+        def copy() -> None:
+            move(*args)
+
+        return Issued(copy, ("copy",), Words(args, (0, 1)))
+
+    def copy_to_peer(self, peer: Any, dst: int, src: int, nbytes: int, stream: int) -> Issued:
+        """Host memory to host memory: a copy like any other."""
+        return self.copy(dst, src, nbytes, stream, True)
 
     def event(self) -> Any:
         return None
 
-    def record(self, event: Any, stream: int) -> Issue:
-        return _nothing
+    def record(self, event: Any, stream: int) -> Issued:
+        return Issued(nothing, ("record",))
 
-    def wait(self, event: Any, stream: int) -> Issue:
-        return _nothing
+    def wait(self, event: Any, stream: int) -> Issued:
+        return Issued(nothing, ("wait",))
 
     def sync_stream(self, stream: int) -> Issue:
-        return _nothing
+        return nothing
 
     def sync_event(self, event: Any) -> Issue:
-        return _nothing
+        return nothing
 
     def synchronize(self) -> None:
         """Nothing is ever under way between two calls."""

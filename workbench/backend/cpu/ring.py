@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from workbench.backend.cpu.loops import (
     stop,
     wait_slice,
 )
+from workbench.backend.issued import Issued, Words, pointers_of
 from workbench.errors import DeviceError
 
 
@@ -58,6 +59,11 @@ def command_block(function: int, parts: int, args: Sequence[int | float]) -> np.
         struct.unpack("<q", struct.pack("<d", a))[0] if isinstance(a, float) else a for a in args
     )
     return np.array([function, parts, len(args), *words], np.int64)
+
+
+def block_of(command: np.ndarray, args: Sequence[int | float]) -> Words:
+    """The arguments of what `command_block` made of them."""
+    return Words(memoryview(command.data)[3:], pointers_of(args))
 
 
 class Signal:
@@ -117,8 +123,8 @@ class Ring:
     def completed(self) -> int:
         return self.words[COMPLETED // 8]
 
-    def prepare(self, function: int, parts: int, args: Sequence[int | float]) -> Callable[[], None]:
-        """A callable that queues this kernel, as often as it is called. Arguments are bound now."""
+    def prepare(self, function: int, parts: int, args: Sequence[int | float]) -> Issued:
+        """Queues this kernel when called, with the arguments that its block has then."""
         block = command_block(function, parts, args)
         control, address, slow = self.address, int(block.ctypes.data), self.push_slowly
 
@@ -126,7 +132,7 @@ class Ring:
             if push(control, address):
                 slow(address)
 
-        return issue
+        return Issued(issue, (function, parts), block_of(block, args))
 
     def push(self, function: int, parts: int, args: Sequence[int | float]) -> None:
         """Queues a kernel once."""

@@ -20,13 +20,12 @@ import struct
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from workbench.backend.args import AddressOf
-from workbench.backend.base import Issue, in_order
+from workbench.backend.base import Backend, Issue, KernelName, nothing
 from workbench.backend.cuda import nvrtc, op_table, weights
 from workbench.backend.cuda.cublas import Blas
 from workbench.backend.cuda.driver import (
@@ -37,18 +36,20 @@ from workbench.backend.cuda.driver import (
     device_properties,
     libraries,
 )
+from workbench.backend.cuda.gate import GATE_SECONDS, N_GATES, CudaGate
 from workbench.backend.cuda.kernel import Gemm, Kernel, Work
 from workbench.backend.cuda.marks import Mark, Marks
 from workbench.backend.cuda.weights import Uploader
+from workbench.backend.issued import Address, Issued, Words, pointers_of, together
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
-from workbench.program.commands import COMPUTE_STREAM, Capabilities, Space
+from workbench.program.capabilities import Capabilities
+from workbench.program.commands import COMPUTE_STREAM, Space
 from workbench.progress import Bar
 
 N_STREAMS = 8
 SERVICE = -1  # the stream of loading, zeroing and the clock; no program uses it
 REPACK = -2  # the stream that repacks weights while the next are uploaded
-GATE_SECONDS, N_GATES = 5.0, 256
 N_COUNTERS = 4096  # u32, for each stream
 
 
@@ -68,36 +69,7 @@ def open_backend(threads: int = 0, device: int = 0, **options: Any) -> CudaBacke
     return CudaBackend(device)
 
 
-class Gate:
-    """Holds a stream: what is queued behind it starts when it is opened, or by itself after
-    GATE_SECONDS, so that a forgotten one cannot hang the device. Opens at the end of a `with`."""
-
-    def __init__(self, flags: CudaMemory, number: int):
-        assert flags.array is not None
-        self._memory = flags  # pinned; the kernel watches int32 number `number` of it
-        self._flag = flags.array.view(np.int32)[number : number + 1]
-        self._flag[0] = 0
-
-    @property
-    def opened(self) -> bool:
-        return bool(self._flag[0])
-
-    def open(self) -> None:
-        self._flag[0] = 1
-
-    def __enter__(self) -> Gate:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.open()
-
-
-class CudaBackend:
+class CudaBackend(Backend):
     """See the module and `backend/base.py`."""
 
     name = "cuda"
@@ -115,7 +87,7 @@ class CudaBackend:
         self.waiting = "the driver's choice of spinning or yielding (no device flags set)"
         self._streams: dict[int, tuple[Any, Any]] = {}  # id -> CuPy's stream, CUstream
         self._memory: weakref.WeakSet[CudaMemory] = weakref.WeakSet()
-        self._gates: list[Gate] = []
+        self._gates: list[CudaGate] = []
         self._flags: CudaMemory | None = None  # of the gates, in turn
         self._n_gates = 0
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
@@ -202,8 +174,8 @@ class CudaBackend:
             self._functions[key] = function
         return self._functions[key]
 
-    def _prepare(self, work: Work, stream: Any, what: str, programmatic: bool = False) -> Issue:
-        """A callable that issues `work`. A kernel's argument block is the values, 8 bytes each,
+    def _prepare(self, work: Work, stream: Any, what: str, programmatic: bool = False) -> Issued:
+        """Issues `work` when called. A kernel's argument block is the values, 8 bytes each,
         then their addresses: what cuLaunchKernel calls kernelParams."""
         if isinstance(work, Gemm):
             if self._blas is None:
@@ -214,8 +186,11 @@ class CudaBackend:
         kind, layout = _argument_block(n)
         block = kind()
         address = ctypes.addressof(block)
-        values = [a if type(a) is int else _bits(a) for a in kernel.args]
+        values = [a if isinstance(a, int) else _bits(a) for a in kernel.args]
         layout.pack_into(block, 0, *values, *range(address, address + 8 * n, 8))
+        words = Words((ctypes.c_int64 * n).from_buffer(block), pointers_of(kernel.args))
+        same = (kernel.file, kernel.function, kernel.defines, kernel.grid, kernel.block,
+                kernel.shared, programmatic)  # fmt: skip
         function, launch = self._function(kernel), self._driver.api.cuLaunchKernel
         failure = self._driver.failure
         (x, y), threads, shared, params = kernel.grid, kernel.block, kernel.shared, address + 8 * n
@@ -233,14 +208,14 @@ class CudaBackend:
                 if error:
                     raise failure(error, "cuLaunchKernelEx", what)
 
-            return issue_early
+            return Issued(issue_early, same, words)
 
         def issue(_block: Any = block) -> None:
             error = launch(function, x, y, 1, threads, 1, 1, shared, stream, params, 0)[0]
             if error:
                 raise failure(error, "cuLaunchKernel", what)
 
-        return issue
+        return Issued(issue, same, words)
 
     def begins_early(self, node: Node) -> bool:
         return op_table.begins_early(node)
@@ -252,12 +227,20 @@ class CudaBackend:
         scratch: int,
         stream: int,
         programmatic: bool = False,
-    ) -> Issue:
+    ) -> Issued:
         self.finish_loading()
         there, what = self._stream(stream), f"launch {node.op} {node.name}"
         place = op_table.Place(address_of, scratch, self._counters_of(stream), self._sm)
         works = op_table.launches(node, place)
-        return in_order([self._prepare(work, there, what, programmatic) for work in works])
+        return together([self._prepare(work, there, what, programmatic) for work in works])
+
+    def kernels_of(self, node: Node) -> list[KernelName]:
+        """See `backend/base.py`; of a product that cuBLAS computes, it chooses the kernel."""
+        return [
+            KernelName(work.function, work.waits) if isinstance(work, Kernel)
+            else KernelName(None, False)
+            for work in self.works(node)
+        ]  # fmt: skip
 
     def make_ready(self, nodes: Sequence[Node], left: Bar) -> None:
         """Compiles several kernels at a time. Loading what was compiled is left to `launch`."""
@@ -279,43 +262,43 @@ class CudaBackend:
         stream has its own, so that kernels side by side do not share them."""
         if stream not in self._counters:
             self._counters[stream] = self.allocate(4 * N_COUNTERS, Space.DEVICE)
-        return self._counters[stream].address
+        return Address(self._counters[stream].address)
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
         self.finish_loading()
         there, api, prepared = self._stream(stream), self._driver.api, self._driver.prepared
         if not nbytes:
-            return in_order([])
+            return Issued(nothing, ("copy of nothing",))
         if to_host:
             what, device = f"copy of {nbytes} bytes to the host", api.CUdeviceptr(src)
-            return prepared("cuMemcpyDtoHAsync", what, dst, device, nbytes, there)
+            return prepared("cuMemcpyDtoHAsync", what, dst, device, nbytes, there, pointers=(0, 1))
         what, device = f"copy of {nbytes} bytes to the device", api.CUdeviceptr(dst)
-        return prepared("cuMemcpyHtoDAsync", what, device, src, nbytes, there)
+        return prepared("cuMemcpyHtoDAsync", what, device, src, nbytes, there, pointers=(0, 1))
 
     def copy_to_peer(
         self, peer: CudaBackend, dst: int, src: int, nbytes: int, stream: int
-    ) -> Issue:
+    ) -> Issued:
         """Straight into the peer's memory where the two are connected so, else the driver goes
         through the host's."""
         if not nbytes:
-            return in_order([])
+            return Issued(nothing, ("copy of nothing",))
         api, driver = self._driver.api, self._driver
         driver.reach(peer._driver)
         what = f"copy of {nbytes} bytes to {peer.name}"
         there, here = api.CUdeviceptr(dst), api.CUdeviceptr(src)
         return driver.prepared(
             "cuMemcpyPeerAsync", what, there, peer._driver.context, here, driver.context, nbytes,
-            self._stream(stream),
+            self._stream(stream), pointers=(0, 2),
         )  # fmt: skip
 
     def event(self) -> CudaEvent:
         return self._driver.event()
 
-    def record(self, event: CudaEvent, stream: int) -> Issue:
+    def record(self, event: CudaEvent, stream: int) -> Issued:
         what, there = f"record on stream {stream}", self._stream(stream)
         return self._driver.prepared("cuEventRecord", what, event.handle, there, keep=event)
 
-    def wait(self, event: CudaEvent, stream: int) -> Issue:
+    def wait(self, event: CudaEvent, stream: int) -> Issued:
         what, there = f"wait of stream {stream}", self._stream(stream)
         prepared = self._driver.prepared
         return prepared("cuStreamWaitEvent", what, there, event.handle, 0, keep=event)
@@ -332,14 +315,14 @@ class CudaBackend:
         for number, (_, stream) in list(self._streams.items()):
             self._driver.call("cuStreamSynchronize", f"stream {number}", stream)
 
-    def gate(self, stream: int = COMPUTE_STREAM) -> Gate:
+    def gate(self, stream: int = COMPUTE_STREAM) -> CudaGate:
         """Holds `stream` from here on until the gate is opened, the backend closed, or
         GATE_SECONDS have passed. For tests of what happens in between."""
         self.attach()
         if self._flags is None:
             self._flags = self._driver.allocate(4 * N_GATES, Space.PINNED)  # gates keep it alive
         number, self._n_gates = self._n_gates % N_GATES, self._n_gates + 1
-        gate = Gate(self._flags, number)
+        gate = CudaGate(self._flags, number)
         args: list[int | float] = [self._flags.address + 4 * number, int(GATE_SECONDS * 1e9)]
         kernel = Kernel("device", "gate", (1, 1), 1, args)
         self._prepare(kernel, self._stream(stream), "gate")()

@@ -12,8 +12,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from workbench.backend.base import Issue
 from workbench.backend.cuda.kernel import Gemm
+from workbench.backend.issued import Issued
 from workbench.errors import DeviceError
 
 # The library may use no more, and the same at every call: with one stream per workspace its results
@@ -25,6 +25,25 @@ TRANSPOSED, AS_IT_IS = 1, 0
 TYPES = {"F32": 0, "F16": 2, "BF16": 14}
 COMPUTE_F32, DEFAULT_ALGORITHM = 68, -1
 MATH_FULL_SUMS = 16  # default math, sums of split products not in 16 bits; no TF32 either
+
+
+class Pointers:
+    """The addresses that a product is given, as a Block: weight, activations, result."""
+
+    __slots__ = ("_held", "pointers")
+
+    def __init__(self, held: tuple[ctypes.c_void_p, ...]):
+        self._held = held
+        self.pointers = tuple(range(len(held)))
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __getitem__(self, field: int) -> int:
+        return self._held[field].value or 0
+
+    def __setitem__(self, field: int, value: int) -> None:
+        self._held[field].value = value
 
 
 class Blas:
@@ -46,8 +65,8 @@ class Blas:
         self._check("cublasGetProperty", self._library.cublasGetProperty(1, ctypes.byref(version)))
         return major * 10000 + version.value * 100
 
-    def prepare(self, gemm: Gemm, stream: int) -> Issue:
-        """A callable that issues `gemm` on `stream` (a CUstream's address); everything is bound
+    def prepare(self, gemm: Gemm, stream: int) -> Issued:
+        """Issues `gemm` when called, on `stream` (a CUstream's address); everything is bound
         here. It raises DeviceError where cuBLAS refuses."""
         library, check = self._library, self._check
         call = library.cublasGemmEx
@@ -68,7 +87,8 @@ class Blas:
             if status:
                 check(f"cublasGemmEx of {gemm}", status)
 
-        return issue
+        sizes = (gemm.dtype, gemm.rows, gemm.cols, gemm.n_tokens, gemm.dst_stride)
+        return Issued(issue, ("cublasGemmEx", *sizes), Pointers((args[7], args[10], args[14])))
 
     def close(self) -> None:
         """Destroys the handles; what `prepare` gave must not be called any more."""

@@ -9,12 +9,12 @@ import contextlib
 import ctypes
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from workbench.backend.base import Issue
+from workbench.backend.issued import Issued
 from workbench.errors import DeviceError
 from workbench.program.commands import Space
 from workbench.sizes import size
@@ -118,6 +118,28 @@ class CudaEvent:
         self.handle = api.CUevent(self.owner.ptr)
 
 
+class CallArguments:
+    """The addresses among the arguments of a driver call, as a Block: `args` holds each as the call
+    takes it, an int or a handle that is made of one."""
+
+    __slots__ = ("_args", "_numbers", "pointers")
+
+    def __init__(self, args: list[Any], numbers: tuple[int, ...]):
+        self._args = args
+        self._numbers = numbers
+        self.pointers = tuple(range(len(numbers)))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, field: int) -> int:
+        return int(self._args[self._numbers[field]])
+
+    def __setitem__(self, field: int, value: int) -> None:
+        number = self._numbers[field]
+        self._args[number] = type(self._args[number])(value)
+
+
 class Driver:
     """One GPU through CuPy (`cupy`) and cuda-bindings' driver API (`api`), every call checked."""
 
@@ -164,17 +186,20 @@ class Driver:
             f"(on {self.description})"
         )
 
-    def prepared(self, function: str, what: str, *args: Any, keep: Any = None) -> Issue:
-        """A callable that makes one checked driver call; `keep`, whose handle is among `args`,
-        lives as long as it."""
-        call, failure = getattr(self.api, function), self.failure
+    def prepared(
+        self, function: str, what: str, *args: Any, pointers: Sequence[int] = (), keep: Any = None
+    ) -> Issued:
+        """Makes one checked driver call when called. pointers: which of `args` are addresses that
+        may be patched. keep: lives as long as the command; its handle is among `args`."""
+        call, failure, now = getattr(self.api, function), self.failure, list(args)
 
         def issue(_keep: Any = keep) -> None:
-            error = call(*args)[0]
+            error = call(*now)[0]
             if error:
                 raise failure(error, function, what)
 
-        return issue
+        # handles of streams and events are no arguments of the work: which ones, `what` says
+        return Issued(issue, (function, what), CallArguments(now, tuple(pointers)))
 
     def programmatic(self, x: int, y: int, threads: int, shared: int, stream: Any) -> Any:
         """A CUlaunchConfig for programmatic dependent launch on CUstream `stream`: grid (x, y),

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from workbench.backend.args import variant
-from workbench.backend.base import Issue
 from workbench.backend.cuda.kernel import Kernel, blocks
+from workbench.backend.issued import Issued
 from workbench.errors import DeviceError
 from workbench.graph.ir import DTYPES, QUANTISED, WEIGHT_DTYPES, Node, Tensor
 from workbench.program.commands import Space
@@ -136,7 +136,7 @@ class Uploader:
         self,
         driver: Driver,
         allocate: Callable[[int, Space], CudaMemory],
-        prepare: Callable[[Kernel, Any, str], Issue],
+        prepare: Callable[[Kernel, Any, str], Issued],
         copies: Any,
         repacks: Any,
     ):

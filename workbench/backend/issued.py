@@ -1,0 +1,122 @@
+"""A prepared command: an object that can be called, compared with another, and patched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+
+class Address(int):
+    """An address among arguments that are otherwise values. An offset from it is one, too."""
+
+    __slots__ = ()
+
+    def __add__(self, offset: int) -> Address:
+        return Address(int(self) + offset)
+
+    __radd__ = __add__
+
+
+class Block(Protocol):
+    """The argument block of a prepared command: fields of 8 bytes, patchable between two calls.
+
+    pointers: numbers of the fields that are addresses; all other fields are values (a float as its
+    bits). A patched field holds for every later call.
+    """
+
+    pointers: tuple[int, ...]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, field: int) -> int: ...
+
+    def __setitem__(self, field: int, value: int) -> None: ...
+
+
+class Words:
+    """A Block in memory that the command reads: `words`, a mutable sequence of int64."""
+
+    __slots__ = ("_words", "pointers")
+
+    def __init__(self, words: Any, pointers: tuple[int, ...]):
+        self._words = words
+        self.pointers = pointers
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __getitem__(self, field: int) -> int:
+        return int(self._words[field])
+
+    def __setitem__(self, field: int, value: int) -> None:
+        self._words[field] = value
+
+
+EMPTY: Block = Words([], ())
+
+
+class Issued:
+    """One command, ready to be issued as often as wanted.
+
+    call: issues it; what an executor calls in its loop. same: everything but arguments that makes
+    two commands the same work (function, grid, shapes, strides, parameters of the op). block: its
+    arguments; `call` reads them when it runs. parts: of a launch of several kernels, each of them.
+    """
+
+    __slots__ = ("block", "call", "parts", "same")
+
+    def __init__(
+        self,
+        call: Callable[[], Any],
+        same: tuple[Hashable, ...],
+        block: Block = EMPTY,
+        parts: tuple[Issued, ...] = (),
+    ):
+        self.call = call
+        self.same = same
+        self.block = block
+        self.parts = parts
+
+    def __call__(self) -> None:
+        self.call()
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Equal for two commands that are the same work at whatever addresses: `same`, and every
+        argument that is no address."""
+        if self.parts:
+            return (*self.same, *(part.key for part in self.parts))
+        block, pointers = self.block, frozenset(self.block.pointers)
+        return (*self.same, *(block[i] for i in range(len(block)) if i not in pointers))
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """The addresses among the arguments, in the block's order."""
+        if self.parts:
+            return tuple([a for part in self.parts for a in part.addresses])
+        return tuple([self.block[i] for i in self.block.pointers])
+
+
+def in_order(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """One callable that calls `calls`, first to last."""
+    if len(calls) == 1:
+        return calls[0]
+    every = tuple(calls)
+
+    def one_by_one() -> None:
+        for call in every:
+            call()
+
+    return one_by_one
+
+
+def together(parts: Sequence[Issued], same: tuple[Hashable, ...] = ()) -> Issued:
+    """One command that issues `parts`, first to last."""
+    if len(parts) == 1 and not same:
+        return parts[0]
+    return Issued(in_order([part.call for part in parts]), same, EMPTY, tuple(parts))
+
+
+def pointers_of(args: Sequence[int | float]) -> tuple[int, ...]:
+    """The numbers of the arguments that are an `Address`."""
+    return tuple([i for i, arg in enumerate(args) if type(arg) is Address])

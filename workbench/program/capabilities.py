@@ -1,0 +1,33 @@
+"""What a backend can do. `lower` asks this and never a backend's name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do; `lower` asks this and never a backend's name.
+
+    asynchronous_copies: a copy call returns before the copy is done. events: Record, Wait and Sync
+    on events. one_order: copies and launches on one stream run in issue order. capture: a split
+    can be captured as a plan. n_streams: most streams usable side by side (0: no streams, every
+    launch runs inside the call). programmatic: a launch may begin before the one in front of it on
+    the stream has ended, and waits inside for what it reads (programmatic dependent launch).
+    """
+
+    asynchronous_copies: bool
+    events: bool
+    one_order: bool
+    capture: bool
+    n_streams: int
+    programmatic: bool = False
+
+    @property
+    def synchronous(self) -> bool:
+        return self.n_streams == 0
+
+    @property
+    def in_stream(self) -> bool:
+        """Whether a copy runs behind the launches in front of it, and an event stands for it."""
+        return self.one_order and self.events
