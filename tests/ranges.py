@@ -74,6 +74,10 @@ def cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
     positions, factors = ints(I32, [4, 0, 300]), (Tensor("f", F32, (8,)), np.full(8, 2, np.float32))
     yield case("rope", "rope", f32(T, 4, 32), positions, neox=False, **rope)
     yield case("rope neox", "rope", f32(T, 4, 32), positions, factors, neox=True, **rope)
+    deltas = ints(I32, [0, 7, -4, *[0] * (N_KV - 5), -300, 1])
+    for neox, more in ((False, ()), (True, (factors,))):
+        name, given = f"rope_shift{' neox' * neox}", (f16(CELLS, 64), deltas, *more)
+        yield case(name, "rope_shift", *given, n_head_kv=2, neox=neox, **rope)
     rows = ints(I64, [5, 63, 0])
     yield case("set_rows", "set_rows", f16(CELLS, 64), f32(T, 64), rows, n_kv=N_KV)
     yield case("gather", "get_rows", f32(9, 64), ints(I32, [8, 0, 8]))

@@ -118,17 +118,38 @@ def rope(model: ModelFile, x: np.ndarray) -> np.ndarray:
     rope_freqs.weight (Llama 3.1). Where scaling is linear, or has no type, scale is 1 over
     rope.scaling.factor, or else over rope.scale_linear; 0 stands for 1.
     """
-    n_rot, half = model.n_rot, model.n_rot // 2
-    frequency = float(model.key("rope.freq_base", 10000.0)) ** (-2.0 * np.arange(half) / n_rot)
-    factors = model.weight("rope_freqs.weight")
-    if factors is not None:
-        frequency = frequency / factors
+    scale = 1.0
     if model.rope_scaling == "linear":
         older = model.key("rope.scale_linear", 1.0)
-        frequency = frequency / (float(model.key("rope.scaling.factor", older)) or 1.0)
-    angle = np.arange(len(x))[:, None, None] * frequency  # (T, 1, half)
+        scale = 1 / (float(model.key("rope.scaling.factor", older)) or 1.0)
+    return rotated(
+        x, np.arange(len(x)), ROPE_PAIRS[model.architecture], model.n_rot,
+        float(model.key("rope.freq_base", 10000.0)), scale, model.weight("rope_freqs.weight"),
+    )  # fmt: skip
+
+
+def rotated(
+    x: np.ndarray,
+    positions: np.ndarray,
+    pairs: str,
+    n_rot: int,
+    base: float,
+    scale: float = 1.0,
+    factors: np.ndarray | None = None,
+) -> np.ndarray:
+    """Pair i of every head of x (T, heads, head_dim) turned by position * scale * base^(-2i/n_rot)
+    / factors[i]; float64. positions (T,), factors (n_rot/2,), pairs as `ROPE_PAIRS` has them.
+
+    It is RoPE of x, and where x is the K of a cache and positions are deltas, the shift of cells:
+    rotations by p and then by d are one rotation by p + d.
+    """
+    x, half = np.asarray(x, np.float64), n_rot // 2
+    frequency = scale * base ** (-2.0 * np.arange(half) / n_rot)
+    if factors is not None:
+        frequency = frequency / factors
+    angle = np.asarray(positions)[:, None, None] * frequency  # (T, 1, half)
     cos, sin = np.cos(angle), np.sin(angle)
-    if ROPE_PAIRS[model.architecture] == "adjacent":
+    if pairs == "adjacent":
         first, second = slice(0, n_rot, 2), slice(1, n_rot, 2)
     else:
         first, second = slice(0, half), slice(half, n_rot)

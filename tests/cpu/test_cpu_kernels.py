@@ -225,39 +225,6 @@ def test_set_rows_rounds_and_stores_only_inside(cols: int) -> None:
         assert np.array_equal(out.view(np.float16).reshape(cache.shape), twin)
 
 
-# rope
-
-
-@pytest.mark.parametrize("neox", [False, True])
-@pytest.mark.parametrize("n_tokens,heads,dim,n_rot", [(1, 4, 64, 64), (5, 3, 20, 12), (3, 1, 6, 2)])
-@pytest.mark.parametrize("with_factors", [False, True])
-def test_rope(
-    neox: bool, n_tokens: int, heads: int, dim: int, n_rot: int, with_factors: bool
-) -> None:
-    x = normal(n_tokens, heads, dim)
-    positions = RNG.integers(0, 131072, n_tokens).astype(np.int32)
-    factors = RNG.uniform(1, 8, n_rot // 2).astype(np.float32) if with_factors else None
-    tx, tp = f32("x", x), Tensor("p", I32, positions.shape)
-    tf = None if factors is None else f32("f", factors)
-    node = ops.make(
-        "rope", "y", tx, tp, tf, n_rot=n_rot, neox=neox, theta_base=500000.0, freq_scale=0.25
-    )
-    arrays: dict[Tensor, np.ndarray] = {tx: x, tp: positions}
-    if tf is not None and factors is not None:
-        arrays[tf] = factors
-    out = floats(run_lanes(node, arrays), x.shape)
-
-    pairs = np.arange(n_rot // 2)
-    angle = positions[:, None] * 0.25 * 500000.0 ** (-2.0 * pairs / n_rot)
-    angle = (angle / (1 if factors is None else factors.astype(np.float64)))[:, None, :]
-    a, b = (pairs, pairs + n_rot // 2) if neox else (2 * pairs, 2 * pairs + 1)
-    twin = x.astype(np.float64)
-    twin[..., a] = x[..., a] * np.cos(angle) - x[..., b] * np.sin(angle)
-    twin[..., b] = x[..., a] * np.sin(angle) + x[..., b] * np.cos(angle)
-    np.testing.assert_allclose(out, twin, rtol=0, atol=1e-6)
-    assert np.array_equal(out[..., n_rot:], x[..., n_rot:])
-
-
 # attention
 
 

@@ -60,6 +60,18 @@ def _rope(n: Node, at, scratch) -> Args:
     ]  # fmt: skip
 
 
+def _rope_shift(n: Node, at, scratch) -> Args:
+    """cache, deltas, freq_factors, n_cells, n_head_kv, head_dim, n_rot, neox,
+    theta_base, freq_scale"""
+    cache, deltas, *factors = n.inputs
+    p = n.params
+    return [
+        at(cache), at(deltas), at(factors[0]) if factors else 0,
+        deltas.shape[0], p["n_head_kv"], cache.cols // p["n_head_kv"], p["n_rot"], int(p["neox"]),
+        float(p["theta_base"]), float(p["freq_scale"]),
+    ]  # fmt: skip
+
+
 def _set_rows(n: Node, at, scratch) -> Args:
     """cache, x, indices, n_tokens, cols, n_kv (an index outside 0..n_kv-1 is not stored)"""
     cache, x, indices = n.inputs
@@ -106,6 +118,7 @@ ARGS: dict[str, Callable[[Node, AddressOf, int], Args]] = {
     "quantize": _quantize,
     "mul_mat": _mul_mat,
     "rope": _rope,
+    "rope_shift": _rope_shift,
     "set_rows": _set_rows,
     "attention": _attention,
     "swiglu": _swiglu,

@@ -159,12 +159,13 @@ class StepShape(NamedTuple):
     """Everything the topology of a step follows from.
 
     n_tokens computed together, n_outputs rows of logits wanted, n_kv cells attention looks at
-    (padded).
+    (padded), n_seqs sequences that the tokens belong to.
     """
 
     n_tokens: int
     n_outputs: int
     n_kv: int
+    n_seqs: int = 1
 
 
 class Graph:

@@ -12,6 +12,8 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
                activations="float" where a backend may not round x, else without
     rope       x (T, heads, head_dim) F32, positions (T,) I32, freq_factors (n_rot/2,) F32 or none
                -> like x; n_rot, neox, theta_base, freq_scale
+    rope_shift cache (cells, heads * head_dim) F16, deltas (n,) I32, freq_factors (n_rot/2,) F32 or
+               none -> the cache; n_head_kv, n_rot, neox, theta_base, freq_scale
     set_rows   cache (cells, cols) F16, x (T, cols) F32, indices (T,) I64 -> the cache; n_kv
     attention  q (T, heads, head_dim) F32, k and v (cells, kv_heads * head_dim) F16,
                mask (T, n_kv) F16 -> (T, heads * head_dim) F32; n_kv, n_head_kv, scale
@@ -26,6 +28,9 @@ other node reads is memory of its own, or none.
 * rope: pair i of the first n_rot elements of each head turns by
   position * freq_scale * theta_base^(-2i/n_rot) / freq_factors[i]; neox pairs element i with
   i + n_rot/2, otherwise 2i with 2i + 1. Elements past n_rot are copied.
+* rope_shift: the heads in each of the first n cells turn as `rope` turns them, by the cell's delta
+  as position, in place. The arithmetic is float32, rounded to F16 once. A cell with delta 0 and
+  elements past n_rot keep their bytes. (llama.cpp's build_rope_shift.)
 * attention: softmax(scale * q.k + mask) v over cells 0..n_kv-1, query head h reading kv head
   h // (heads / kv_heads). mask is 0 or -inf; a row all -inf gives zeros.
 * swiglu: silu(gate) * up.
@@ -125,6 +130,30 @@ def _rope(inputs, params):
     return F32, x.shape
 
 
+def _rope_shift(inputs, params):
+    cache, deltas, *factors = inputs
+    heads, n_rot = params["n_head_kv"], params["n_rot"]
+    _need(
+        cache.dtype == F16
+        and len(cache.shape) == 2
+        and deltas.dtype == I32
+        and len(deltas.shape) == 1
+        and deltas.shape[0] <= cache.shape[0]
+        and cache.cols % heads == 0,
+        "rope_shift",
+        inputs,
+        "wants (cells, heads * head_dim) F16 and at most as many I32 deltas",
+    )
+    _need(n_rot <= cache.cols // heads and n_rot % 2 == 0, "rope_shift", inputs, "bad n_rot")
+    _need(
+        all(f.shape == (n_rot // 2,) for f in factors),
+        "rope_shift",
+        inputs,
+        "wants n_rot/2 frequency factors",
+    )
+    return cache.dtype, cache.shape
+
+
 def _set_rows(inputs, params):
     cache, x, indices = inputs
     _need(
@@ -185,6 +214,11 @@ OPS: dict[str, Op] = {
             lambda node: 2 * node.inputs[0].shape[0] * node.inputs[0].cols * node.output.rows,
         ),
         Op("rope", _rope, _per_element(6)),
+        Op(
+            "rope_shift", _rope_shift,
+            lambda node: 6 * node.inputs[1].shape[0] * node.inputs[0].cols,
+            stores=True, value_dependent=True,
+        ),
         Op("set_rows", _set_rows, lambda node: 0, stores=True, value_dependent=True),
         Op(
             "attention", _attention,
@@ -230,17 +264,24 @@ def reads(node: Node) -> list[Access]:
         q, k, v, mask = node.inputs
         n = node.params["n_kv"] * k.dtype.row_bytes(k.cols)
         return [(q.storage, 0, q.nbytes), (k, 0, n), (v, 0, n), (mask, 0, mask.nbytes)]
+    if node.op == "rope_shift":
+        cache, deltas, *factors = node.inputs
+        rest = [(t.storage, 0, t.nbytes) for t in (deltas, *factors)]
+        return [(cache, 0, _shifted_bytes(node)), *rest]
     sources = node.inputs[1:] if OPS[node.op].stores else node.inputs
     return [(t.storage, 0, t.nbytes) for t in sources]
 
 
 def writes(node: Node) -> list[Access]:
-    """Byte ranges the node may write. set_rows stores below row n_kv only."""
+    """Byte ranges the node may write. set_rows stores below row n_kv only, rope_shift into the
+    cells that it has a delta for."""
     if node.parts:
         return _of_parts(node, writes, interior(node))
     if node.op == "set_rows":
         cache = node.output
         return [(cache, 0, node.params["n_kv"] * cache.dtype.row_bytes(cache.cols))]
+    if node.op == "rope_shift":
+        return [(node.output, 0, _shifted_bytes(node))]
     return [(node.output, 0, node.output.nbytes)]
 
 
@@ -271,3 +312,9 @@ def _stored_bytes(set_rows: Node) -> int:
     """Bytes of the cache's rows that a set_rows stores."""
     cache, x, _ = set_rows.inputs
     return x.rows * cache.dtype.row_bytes(x.cols)
+
+
+def _shifted_bytes(rope_shift: Node) -> int:
+    """Bytes of the cells that a rope_shift has a delta for."""
+    cache, deltas, *_ = rope_shift.inputs
+    return deltas.shape[0] * cache.dtype.row_bytes(cache.cols)

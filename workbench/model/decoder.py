@@ -347,11 +347,7 @@ def build_graph(
     v_idxs = Tensor("attn_inp_v_idxs", I64, (t,), Kind.INPUT)
     out_ids = Tensor("inp_out_ids", I32, (shape.n_outputs,), Kind.INPUT)
     inputs = [ids, pos, mask, k_idxs, v_idxs, out_ids]
-    rope = {
-        "n_rot": h.n_rot, "neox": h.traits.neox,
-        "theta_base": h.theta_base, "freq_scale": h.freq_scale,
-    }  # fmt: skip
-    scale = h.head_dim**-0.5
+    rope, scale = h.rope, h.head_dim**-0.5
 
     x = b.add("get_rows", "inp_embd", model.embedding, ids)
     for i, (layer, (k_cache, v_cache)) in enumerate(zip(model.layers, caches, strict=True)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from workbench.errors import ModelFileError
 from workbench.model.gguf import GGUFFile
@@ -53,6 +54,14 @@ class HParams:
     @property
     def traits(self) -> Architecture:
         return ARCHITECTURES[self.architecture]
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """The parameters that the ops `rope` and `rope_shift` share."""
+        return {
+            "n_rot": self.n_rot, "neox": self.traits.neox,
+            "theta_base": self.theta_base, "freq_scale": self.freq_scale,
+        }  # fmt: skip
 
     @property
     def n_embd_q(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from workbench.backend.cpu.mathfn import exp, sine_cosine
-from workbench.backend.cpu.vector import Body, Emit, Value
+from workbench.backend.cpu.vector import Body, Emit, Value, size_of
 
 LANES = 16  # float32 elements worked on together; narrower machines split them
 
@@ -154,61 +154,113 @@ def rope(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
     (dst, x, positions, factors, n_tokens, n_heads, head_dim, n_rot, neox, theta_base,
      freq_scale) = e.arguments(args, "iiiiiiiiiff")  # fmt: skip
     start, stop = e.share(n_tokens * n_heads, lane, n_lanes)
-    half = n_rot // 2
-    ratio = e.call("llvm.pow.f64", "f64", 1, theta_base, e.const("f64", -2.0) / n_rot.to("f64"))
-    powers = [e.const("f64", 1.0)]
-    for _ in range(_PAIRS):
-        powers.append(powers[-1] * ratio)
-    first_powers = e.stack(8 * _PAIRS)
-    for exponent, power in enumerate(powers[:-1]):
-        e.store(power, first_powers + 8 * exponent)
-    is_neox = neox.compare("!=", 0)
+    rotation = _Rotation(e, positions, factors, n_rot, neox, theta_base, freq_scale)
     last_token = (stop + n_heads - 1) // n_heads
     with e.loop(start // n_heads, last_token) as token:
-        position = e.load("i32", positions + token * 4).to("f64") * freq_scale
         first = e.max(start - token * n_heads, 0)
         last = e.min(stop - token * n_heads, n_heads)
-        base = token * n_heads * head_dim
-        frequency = e.var(e.load("f64", first_powers, _PAIRS))
+        base = token * n_heads
 
-        def turn(i: Value, n: int, freq: Value, position=position, base=base, first=first,
-                 last=last) -> None:  # fmt: skip
+        def heads(act: Callable[[Value], None], base=base, first=first, last=last) -> None:
+            with e.loop(first, last) as head:
+                act((base + head) * head_dim * 4)
+
+        rotation.turn(token, heads, x, dst, "f32")
+
+        def copy(at: Value) -> None:
+            def step(c: Value, n: int) -> None:
+                e.store(e.load("f32", x + at + c * 4, n), dst + at + c * 4)
+
+            e.flat_loops(n_rot, head_dim, LANES, step)
+
+        heads(copy)
+
+
+def rope_shift(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    """Lanes share cells. Angles are float64, as `rope` has them, and serve all heads of a cell."""
+    (cache, deltas, factors, n_cells, n_heads, head_dim, n_rot, neox, theta_base,
+     freq_scale) = e.arguments(args, "iiiiiiiiff")  # fmt: skip
+    start, stop = e.share(n_cells, lane, n_lanes)
+    rotation = _Rotation(e, deltas, factors, n_rot, neox, theta_base, freq_scale)
+    with e.loop(start, stop) as cell, e.when(e.load("i32", deltas + cell * 4).compare("!=", 0)):
+
+        def heads(act: Callable[[Value], None], cell=cell) -> None:
+            with e.loop(0, n_heads) as head:
+                act((cell * n_heads + head) * head_dim * 2)
+
+        rotation.turn(cell, heads, cache, cache, "f16")
+
+
+class _Rotation:
+    """The code that turns pairs of elements; the powers of a rotation are made once, in front."""
+
+    def __init__(self, e: Emit, positions: Value, factors: Value, n_rot: Value, neox: Value,
+                 theta_base: Value, freq_scale: Value):  # fmt: skip
+        self.e, self.positions, self.factors = e, positions, factors
+        self.half, self.freq_scale = n_rot // 2, freq_scale
+        ratio = e.call("llvm.pow.f64", "f64", 1, theta_base, e.const("f64", -2.0) / n_rot.to("f64"))
+        powers = [e.const("f64", 1.0)]
+        for _ in range(_PAIRS):
+            powers.append(powers[-1] * ratio)
+        self.first_powers = e.stack(8 * _PAIRS)
+        for exponent, power in enumerate(powers[:-1]):
+            e.store(power, self.first_powers + 8 * exponent)
+        self.stride = powers[_PAIRS]
+        self.is_neox = neox.compare("!=", 0)
+
+    def turn(self, row: Value, heads: _Heads, x: Value, dst: Value, kind: str) -> None:
+        """The pairs of all heads of `row` from x to dst, elements of `kind`. The row's position
+        says how far. heads(act) runs act(byte offset) for each of the heads."""
+        e, half, size = self.e, self.half, size_of(kind)
+        position = e.load("i32", self.positions + row * 4).to("f64") * self.freq_scale
+        frequency = e.var(e.load("f64", self.first_powers, _PAIRS))
+
+        def load(at: Value, n: int) -> Value:
+            return e.load(kind, x + at, n).to("f32")
+
+        def store(value: Value, at: Value) -> None:
+            e.store(value.to(kind), dst + at)
+
+        def turn(i: Value, n: int, freq: Value) -> None:
             divisor = e.var(e.const("f64", 1.0, n))
-            with e.when(factors.compare("!=", 0)):
-                divisor.set(e.load("f32", factors + i * 4, n).to("f64"))
+            with e.when(self.factors.compare("!=", 0)):
+                divisor.set(e.load("f32", self.factors + i * 4, n).to("f64"))
             sine, cosine = sine_cosine(e, freq * position / divisor.get())
             sine, cosine = sine.to("f32"), cosine.to("f32")
-            with e.loop(first, last) as head:
-                at = (base + head * head_dim) * 4
-                with e.when_else(is_neox) as (apart, adjacent):
+
+            def pair(a: Value, b: Value) -> tuple[Value, Value]:
+                return e.fma(a, cosine, 0.0 - b * sine), e.fma(a, sine, b * cosine)
+
+            def head(at: Value) -> None:
+                with e.when_else(self.is_neox) as (apart, adjacent):
                     with apart:
-                        a = e.load("f32", x + at + i * 4, n)
-                        b = e.load("f32", x + at + (i + half) * 4, n)
-                        e.store(e.fma(a, cosine, 0.0 - b * sine), dst + at + i * 4)
-                        e.store(e.fma(a, sine, b * cosine), dst + at + (i + half) * 4)
+                        low, high = at + i * size, at + (i + half) * size
+                        c, d = pair(load(low, n), load(high, n))
+                        store(c, low)
+                        store(d, high)
                     with adjacent:
-                        both = e.load("f32", x + at + i * 8, 2 * n)
-                        a, b = both.shuffle(range(0, 2 * n, 2)), both.shuffle(range(1, 2 * n, 2))
-                        c, d = e.fma(a, cosine, 0.0 - b * sine), e.fma(a, sine, b * cosine)
+                        low = at + i * (2 * size)
+                        both = load(low, 2 * n)
+                        c, d = pair(
+                            both.shuffle(range(0, 2 * n, 2)), both.shuffle(range(1, 2 * n, 2))
+                        )
                         if n == 1:
-                            e.store(c, dst + at + i * 8)
-                            e.store(d, dst + at + i * 8 + 4)
+                            store(c, low)
+                            store(d, low + size)
                         else:
                             order = [k // 2 + n * (k % 2) for k in range(2 * n)]
-                            e.store(c.shuffle(order, d), dst + at + i * 8)
+                            store(c.shuffle(order, d), low)
+
+            heads(head)
 
         whole = half // _PAIRS * _PAIRS
         with e.loop(0, whole, _PAIRS) as i:
             turn(i, _PAIRS, frequency.get())
-            frequency.set(frequency.get() * powers[_PAIRS])
+            frequency.set(frequency.get() * self.stride)
         rest = e.stack(8 * _PAIRS)
         e.store(frequency.get(), rest)
         with e.loop(whole, half) as i:
             turn(i, 1, e.load("f64", rest + (i - whole) * 8))
-        with e.loop(first, last) as head:
-            at = (base + head * head_dim) * 4
 
-            def copy(c: Value, n: int, at=at) -> None:
-                e.store(e.load("f32", x + at + c * 4, n), dst + at + c * 4)
 
-            e.flat_loops(n_rot, head_dim, LANES, copy)
+_Heads = Callable[[Callable[[Value], None]], None]

@@ -66,6 +66,7 @@ def _body(variant: tuple[str, ...], layout: str, isa: Isa) -> Body:
         "add": elementwise.binary_body(lambda a, b: a + b),
         "quantize": elementwise.quantize,
         "rope": elementwise.rope,
+        "rope_shift": elementwise.rope_shift,
         "set_rows": elementwise.set_rows,
         "attention": attention.attention,
         "swiglu": elementwise.swiglu,

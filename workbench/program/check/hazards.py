@@ -46,6 +46,7 @@ from workbench.program.commands import Buffer, Command, Launch, Place, Program, 
 SUPERSETS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "get_rows": ((0,), ()),  # rows of the table
     "set_rows": ((), (0,)),  # rows of the cache
+    "rope_shift": ((0,), (0,)),  # rows of K whose delta is not 0
     "attention": ((1, 2), ()),  # rows of K and V, where the mask shows them
 }
 
