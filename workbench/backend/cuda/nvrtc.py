@@ -34,7 +34,7 @@ SPECIFIC = {("tensor_product", "sm_90"): "sm_90a"}
 
 def source_dir() -> Path:
     """kernels/ of the checkout, or its copy in an installed wheel; DeviceError if neither is."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     for folder in (package.parent / "kernels", package / "_kernels"):
         if (folder / "common.cuh").is_file():
             return folder
