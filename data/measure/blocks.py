@@ -1,23 +1,20 @@
-"""README's tables of what was recorded on a GPU machine, each with where its numbers are from.
+"""The tables of what was recorded, as data: decode, kernels, batches, fusion, answers, mechanisms.
 
-`recorded.py` has the numbers. A table without runs is a line that says so.
+`recorded.py` has the numbers and `tables.py` the way from lines to Markdown. A table without runs
+is a line that says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, Protocol
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-import pandas as pd
-
-from data.measure import proofs, sources
+from data.measure import matrix
+from data.measure.matrix import DECODED, SCORED
 from data.measure.recorded import (
-    BATCHED,
-    DECODED,
     LARGE,
     NOT_MEASURED,
-    SCORED,
     SMALL,
     TYPES,
     Answer,
@@ -27,194 +24,125 @@ from data.measure.recorded import (
     decode,
     kernel_rows,
     model_of,
-    percent,
     product_shares,
     scored,
 )
-from data.measure.sources import age, mark
+from data.measure.sources import age
+from data.measure.tables import Line, Part, Table
 from workbench.bench.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound
 from workbench.bench.comparison import AB
-from workbench.report.tables import markdown
+from workbench.bench.gaps import Gaps
+from workbench.bench.stats import FASTER, SLOWER, verdict
+from workbench.config import CopyStream, SyncMode
 
 
-class OfARun(Protocol):
-    """A run, or what was made of one: a comparison, gaps."""
-
-    @property
-    def run(self) -> dict[str, Any]: ...
-
-
-def caption(runs: Iterable[OfARun], more: str = "") -> str:
-    """Device, commits and date of runs that stand in one table."""
-    found = [run.run for run in runs]
-    devices = dict.fromkeys(str(run["engine"].get("device_description")) for run in found)
-    commits = dict.fromkeys(commit_of(run) for run in found)
-    date = min(run["started"][:10] for run in found)
-    parts = [" and ".join(devices), *([more] if more else [])]
-    return "; ".join([*parts, f"commit {', '.join(commits)}", date]) + f"{mark(*found)}."
-
-
-def _span(values: Iterable[float]) -> str:
-    """The least and the most, rounded; one number where they are the same."""
-    texts = [f"{value:.0f}" for value in sorted(values)]
-    return " to ".join(dict.fromkeys((texts[0], texts[-1])))
-
-
-def decode_table(folder: Path, device: str = "cuda") -> str:
-    """A row per model: decode with everything on but plans, without fusion, without pdl; pp512."""
-    recorded, rows, runs = Recorded(folder, device), [], []
+def decodes(recorded: Recorded) -> Iterator[Line]:
+    """A model: decode with everything on but plans, without fusion, without pdl; its prompt."""
     for name in DECODED:
         full = decode(recorded, name)
-        if full is None:
-            continue
-        others = [decode(recorded, f"{name}-{suffix}") for suffix in ("unfused", "plain")]
-        unfused, plain = (f"{d.tg:.1f}" if d else "" for d in others)
-        runs += [full.run, *(d.run for d in others if d)]
-        rows.append(
-            {
-                "Model": full.model,
-                "GB a token": f"{full.gb:.2f}",
-                "t/s tg128": f"{full.tg:.1f}",
-                "% of read": percent(full.share),
-                "unfused": unfused,
-                "no pdl": plain,
-                "launches": str(full.launches),
-                "t/s pp512": f"{full.pp:.0f}",
-                "% of product": percent(full.product_share),
-            }
-        )
-    if not rows:
-        return f"Decode: {NOT_MEASURED}."
-    read = [run.run["result"]["read_gbps"] for run in runs]
-    said = f"read bandwidth {_span(read)} GB/s, medians of 5 repetitions"
-    return markdown(pd.DataFrame(rows)) + "\n\n" + caption(runs, said)
+        if full is not None:
+            others = [decode(recorded, f"{name}-{suffix}") for suffix in ("unfused", "plain")]
+            unfused, plain = (found.tg if found else None for found in others)
+            runs = [full.run, *(found.run for found in others if found)]
+            yield Line(full._asdict() | {"unfused": unfused, "plain": plain}, runs)
 
 
-def kernels_table(folder: Path, device: str = "cuda") -> str:
-    """Share of the read bandwidth by type and shape of llama-3-8b, one token: plain / pdl."""
-    run = Recorded(folder, device).run("kernels")
-    if run is None:
-        return f"Kernels: {NOT_MEASURED}."
+DECODE = Table(
+    "Decode", decodes,
+    {"Model": "{model}", "GB a token": "{gb:.2f}", "t/s tg128": "{tg:.1f}",
+     "% of read": "{share:.1f}", "unfused": "{unfused:.1f}", "no pdl": "{plain:.1f}",
+     "launches": "{launches}", "t/s pp512": "{pp:.0f}", "% of product": "{product_share:.1f}"},
+    "read bandwidth {read} GB/s, medians of 5 repetitions",
+)  # fmt: skip
+
+
+def batches(recorded: Recorded) -> Iterator[Line]:
+    """A model and tokens computed at once: speed, and the share of either bound."""
+    for row, run in recorded.of("batches"):
+        for step in batch_steps(recorded, row.model):
+            derived = {"share": step.share, "bound": step.bound}
+            yield Line({"model": model_of(run.run)} | step._asdict() | derived, [run])
+
+
+BATCHES = Table(
+    "Batches", batches,
+    {"Model": "{model}", "tokens": "{n_tokens}", "t/s": "{tps:.0f}", "% of read": "{read:.1f}",
+     "% of product": "{product:.1f}", "bound": "{bound}", "% of bound": "{share:.1f}"},
+    "read bandwidth {read} GB/s, large product {peak} TFLOP/s",
+)  # fmt: skip
+
+
+def kernels(recorded: Recorded) -> Iterator[Line]:
+    """A type: share of the read bandwidth by shape of llama-3-8b, one token, plain / pdl."""
     shapes = (*LARGE, *SMALL)
-    cells: dict[str, dict[str, list[str]]] = {}
-    for row in kernel_rows(run):
-        if row["shape"] in shapes and row["batch"] == 1:
-            line = cells.setdefault(row["type"], {})
-            line.setdefault(row["shape"], []).append(f"{100 * row['share']:.0f}")
-    rows = [
-        {"type": dtype} | {shape[3:]: " / ".join(line.get(shape, [])) for shape in shapes}
-        for dtype, line in cells.items()
-    ]
-    said = f"% of {run.run['result']['read_gbps']:.0f} GB/s, launched plainly / with pdl"
-    return markdown(pd.DataFrame(rows)) + "\n\n" + caption([run], said)
+    for _, run in recorded.of("kernels"):
+        every = [r for r in kernel_rows(run) if r["batch"] == 1 and r["shape"] in shapes]
+        for dtype in dict.fromkeys(row["type"] for row in every):
+            ours = [(row["shape"], f"{100 * row['share']:.0f}") for row in every
+                    if row["type"] == dtype]  # fmt: skip
+            cells = {s[3:]: " / ".join(share for of, share in ours if of == s) for s in shapes}
+            yield Line({"type": dtype} | cells, [run])
 
 
-def batches_table(folder: Path, device: str = "cuda") -> str:
-    """A row per model and tokens computed at once: speed, and the share of either bound."""
-    recorded, rows, runs = Recorded(folder, device), [], []
-    for name in BATCHED:
-        run = recorded.run(f"batches-{name}")
-        if run is None:
-            continue
-        steps = batch_steps(recorded, name)
-        runs += [run] if steps else []
-        rows += [
-            {
-                "Model": model_of(run.run),
-                "tokens": str(step.n_tokens),
-                "t/s": f"{step.tps:.0f}",
-                "% of read": percent(step.read),
-                "% of product": percent(step.product),
-                "bound": step.bound,
-                "% of bound": percent(step.share),
-            }
-            for step in steps
-        ]
-    if not rows:
-        return f"Batches: {NOT_MEASURED}."
-    every = [run.run["result"] for run in runs]
-    read, peak = ([result[key] for result in every] for key in ("read_gbps", "product_tflops"))
-    said = f"read bandwidth {_span(read)} GB/s, large product {_span(peak)} TFLOP/s"
-    return markdown(pd.DataFrame(rows)) + "\n\n" + caption(runs, said)
+KERNELS = Table("Kernels", kernels, None, "% of {read} GB/s, launched plainly / with pdl")
 
 
-def kernels_batches_table(folder: Path, device: str = "cuda") -> str:
-    """Share of the bound by type and tokens, the least and the most of the shapes of llama-3-8b."""
-    run = Recorded(folder, device).run("kernels-batches")
-    if run is None:
-        return f"Kernels of many tokens: {NOT_MEASURED}."
-    rows = []
-    for dtype in TYPES:
+def products(recorded: Recorded) -> Iterator[Line]:
+    """A type: share of the bound by tokens, the least and the most of the shapes of llama-3-8b."""
+    for (_, run), dtype in itertools.product(recorded.of("kernels-batches"), TYPES):
         by_batch: dict[int, list[float]] = {}
         for (_, batch), share in product_shares(run, dtype).items():
             by_batch.setdefault(batch, []).append(100 * share)
         if by_batch:
             cells = {str(n): f"{min(of):.0f}..{max(of):.0f}" for n, of in sorted(by_batch.items())}
-            rows.append({"type": dtype} | cells)
-    result = run.run["result"]
-    shapes = dict.fromkeys(row["shape"][3:] for row in kernel_rows(run))
-    said = (
-        f"% of the bound by tokens, the worst and the best of {', '.join(shapes)}; "
-        f"{result['read_gbps']:.0f} GB/s, {result['product_tflops']:.0f} TFLOP/s"
-    )
-    return markdown(pd.DataFrame(rows)) + "\n\n" + caption([run], said)
+            yield Line({"type": dtype} | cells, [run])
 
 
-def fusion_table(folder: Path, device: str = "cuda") -> str:
-    """A row per toggle and model: what it brings alone, and what it brings to all the others."""
-    recorded = Recorded(folder, device)
-    cells: dict[tuple[str, str], dict[str, str]] = {}
-    runs = []
-    for name in recorded.names("fusion-"):
-        run = recorded.run(name)
-        if run is None:
-            continue
-        ab = AB(run.run, run.samples)
-        row = next(r for r in ab.summary().to_dict("records") if not r["is_control"])
-        background = "alone" if "-alone-" in name else "with all"
-        counts = [
-            next(iter(arm["program"].values()))["counts"]["launches"] for arm in run.run["arms"][:2]
-        ]
-        line = cells.setdefault((model_of(run.run), run.run["result"]["toggle"]), {})
-        runs.append(run)
-        line |= {
-            f"launches {background}": f"{counts[0]} -> {counts[1]}",
-            f"speedup {background}": f"{row['speedup']:.3f} ({row['low']:.3f}..{row['high']:.3f})",
-            f"verdict {background}": row["verdict"],
-        }
-    if not cells:
-        return f"Fusion: {NOT_MEASURED}."
-    rows = [{"Model": m, "toggle": toggle} | line for (m, toggle), line in sorted(cells.items())]
-    table = pd.DataFrame(rows).fillna("")
-    n = sorted({run.run["repetitions"] for run in runs})
-    tests = dict.fromkeys(test for run in runs for test in run.run["tests"])
-    said = f"off -> on, {', '.join(tests)}, {' and '.join(map(str, n))} interleaved repetitions"
-    return markdown(table) + "\n\n" + caption(runs, said)
+PRODUCTS = Table(
+    "Kernels of many tokens", products, None,
+    "% of the bound by tokens, the worst and the best of {shapes}; {read} GB/s, {peak} TFLOP/s",
+)  # fmt: skip
 
 
-def perplexity_table(folder: Path, device: str = "cuda") -> str:
-    """A row per type: the fast path against the float path on tokens drawn from the model, by how
-    many of them the fast path computed at once."""
-    recorded = Recorded(folder, device)
-    every = {quant: found for quant in SCORED if (found := scored(recorded, quant))}
-    if not every:
-        return f"Perplexity: {NOT_MEASURED}."
-    sizes = sorted({a.n_ubatch for found in every.values() for a in found}, reverse=True)
-    rows, runs = [], []
-    for found in every.values():
+def fusion(recorded: Recorded) -> Iterator[Line]:
+    """A model and toggle: what it brings alone, and what it brings to all the others."""
+    found: dict[tuple[str, str], list[tuple[str, AB]]] = {}
+    for row, run in recorded.of("fusion"):
+        ab, beside = AB(run.run, run.samples), "alone" if row.toggles == "kept" else "with all"
+        key = model_of(run.run), run.run["result"]["toggle"]
+        found.setdefault(key, []).append((beside, ab))
+    for (model, toggle), comparisons in sorted(found.items(), key=lambda item: item[0]):
+        cells = {"Model": model, "toggle": toggle}
+        for beside, ab in comparisons:
+            row = next(r for r in ab.summary().to_dict("records") if not r["is_control"])
+            counts = [next(iter(a["program"].values()))["counts"] for a in ab.run["arms"][:2]]
+            cells |= {
+                f"launches {beside}": " -> ".join(str(count["launches"]) for count in counts),
+                f"speedup {beside}": f"{row['speedup']:.3f} ({row['low']:.3f}..{row['high']:.3f})",
+                f"verdict {beside}": row["verdict"],
+            }
+        yield Line(cells, [ab for _, ab in comparisons])
+
+
+FUSION = Table("Fusion", fusion, None, "off -> on, {tests}, {n} interleaved repetitions")
+
+
+def perplexities(recorded: Recorded) -> Iterator[Line]:
+    """A type: the fast path against the float path on tokens drawn from the model, by how many of
+    them the fast path computed at once."""
+    every = [found for quant in SCORED if (found := scored(recorded, quant))]
+    sizes = sorted({answer.n_ubatch for found in every for answer in found}, reverse=True)
+    for found in every:
         by_size, first = {a.n_ubatch: a for a in found}, found[0].run.run
-        runs += [a.run for a in found]
-        bounds = [table[first["model"]["quant"]] for table in (MANY_BOUNDS, FEW_BOUNDS)]
+        many, few = (table[first["model"]["quant"]] for table in (MANY_BOUNDS, FEW_BOUNDS))
         same = min(a.run.run["result"]["agreement"]["same_argmax"] for a in found)
-        rows.append(
+        cells = (
             {"Model": model_of(first)}
             | {f"{n} at once": _both(by_size.get(n)) for n in sizes}
-            | {"bound": _both(bounds[0], 0), f"bound to {FEW}": _both(bounds[1], 0)}
+            | {"bound": _both(many, 0), f"bound to {FEW}": _both(few, 0)}
             | {"same argmax": f"{100 * same:.2f} %"}
         )
-    tokens = dict.fromkeys(str(run.run["result"]["engine"]["n"]) for run in runs)
-    said = f"{' or '.join(tokens)} tokens: mean KL in nats a token / NMSE of the logits"
-    return markdown(pd.DataFrame(rows)) + "\n\n" + caption(runs, said)
+        yield Line(cells, [answer.run for answer in found])
 
 
 def _both(found: Answer | Bound | None, digits: int = 1) -> str:
@@ -225,6 +153,11 @@ def _both(found: Answer | Bound | None, digits: int = 1) -> str:
     return " / ".join("no number" if v is None else f"{v:.{digits}e}" for v in values)
 
 
+PERPLEXITY = Table(
+    "Perplexity", perplexities, None,
+    "{scored} tokens: mean KL in nats a token / NMSE of the logits",
+)  # fmt: skip
+
 # what each run of gpu-sanitizer.json looks for
 CHECKS = {
     "before": "the tests that the tools run, without a tool",
@@ -234,8 +167,6 @@ CHECKS = {
     "synccheck": "barriers that not every thread reaches",
     "repetitions": "results that change, over poisoned repetitions: ordering through global memory",
 }
-
-
 # what ran the GPU tests of each file, and what they look at
 GPU_TESTS = {
     "gpu-tests": (
@@ -249,46 +180,183 @@ GPU_TESTS = {
 }
 
 
-def correctness_table(folder: Path) -> str:
+def checks(recorded: Recorded) -> Iterator[Line]:
     """The GPU tests, and what compute-sanitizer and the poisoned repetitions found."""
-    recorded, rows, said = Recorded(folder), [], []
-    tools = recorded.alone("gpu-sanitizer")
     for name, (run, what) in GPU_TESTS.items():
-        tests = recorded.alone(name)
-        if tests is None:
-            continue
-        n = tests["passed"] + tests["failed"]
-        rows.append(_checked(run, what, n, tests["failed"], tests["duration_s"]))
-        skipped = f", {tests['skipped']} skipped" if tests["skipped"] else ""
-        said.append(f"{run}: {tests['device']}, {age(tests)}{skipped}")
-    if tools is not None:
-        for name, run in tools["runs"].items():
-            what = CHECKS.get(name, "")
-            rows.append(_checked(name, what, run["tests"], run["errors"], run["seconds"]))
+        if tests := recorded.alone(name):
+            n, errors = tests["passed"] + tests["failed"], tests["failed"]
+            yield _checked(run, what, n, errors, tests["duration_s"])
+    for name, run in (recorded.alone("gpu-sanitizer") or {"runs": {}})["runs"].items():
+        yield _checked(name, CHECKS.get(name, ""), run["tests"], run["errors"], run["seconds"])
+
+
+def _checked(run: str, what: str, tests: int, errors: int | None, seconds: float) -> Line:
+    told = "none told" if errors is None else str(errors)
+    return Line({"run": run, "looks for": what, "tests": str(tests), "errors": told,
+                 "seconds": f"{seconds:.1f}"})  # fmt: skip
+
+
+def checked_where(recorded: Recorded) -> str:
+    """Device and sources of the tests and of the tools."""
+    said = []
+    for name, (run, _) in GPU_TESTS.items():
+        if tests := recorded.alone(name):
+            skipped = f", {tests['skipped']} skipped" if tests["skipped"] else ""
+            said.append(f"{run}: {tests['device']}, {age(tests)}{skipped}")
+    if tools := recorded.alone("gpu-sanitizer"):
         said.append(f"tools: {tools['device']}, {tools['duration_s']:.0f} s in all, {age(tools)}")
         said.append(f"compute-sanitizer {tools['tool']}")
-    if not rows:
-        return f"Correctness: {NOT_MEASURED}."
-    return markdown(pd.DataFrame(rows)) + f"\n\n{'; '.join(said)}."
+    return f"{'; '.join(said)}."
 
 
-def _checked(run: str, what: str, tests: int, errors: int | None, seconds: float) -> dict[str, str]:
-    told = "none told" if errors is None else str(errors)
+BEFORE, AFTER = SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value
+GAP = "host gap"
+
+
+class Mechanism(NamedTuple):
+    """A mechanism, the folder that compares it, the value it is switched to, and of the tests the
+    one shown; GAP takes the host gap of a run of gaps."""
+
+    name: str
+    folder: str
+    on: str
+    test: str
+
+
+MECHANISMS = tuple(Mechanism(*row) for row in (
+    ("fewer synchronizations (#17795)", "gaps-on-llama-3.2-1b-f16", AFTER, GAP),
+    ("", "sync-own-on-llama-3.2-1b-f16", AFTER, "tg512"),
+    ("graph reuse (#8366)", "graph-reuse-llama-3.2-1b-f16", "set_rows", "tg32"),
+    ("fusion", "fusion-fuse-with-all-llama-3-8b-q4_0", "on", "tg32"),
+    ("norms in halves", "fusion-defer-norm-with-all-llama-3-8b-q4_0", "on", "tg32"),
+    ("dependent launch", "fusion-pdl-with-all-llama-3-8b-q4_0", "on", "tg32"),
+    ("no wait between ubatches", "pipeline-one-device-llama-3-8b-q4_0", "outputs", "pp4096"),
+    ("the same, layers over two GPUs", "pipeline-step-wait-llama-3-8b-q4_0", "outputs", "pp4096"),
+    ("four input buffers, two GPUs", "pipeline-n-copies-llama-3-8b-q4_0", "4", "pp4096"),
+))  # fmt: skip
+
+
+def mechanisms(recorded: Recorded) -> Iterator[Line]:
+    """A mechanism: the toggle values compared, and what the recorded comparison says; one whose run
+    is missing says so."""
+    for name, folder, on, test in MECHANISMS:
+        row = matrix.the(folder, "gaps" if test == GAP else "ab")
+        off = row.compared.partition(",")[0] or f"sync={BEFORE}"
+        cells = {"mechanism": name, "off": off, "on": on}
+        run = recorded.run(folder)
+        if run is None:
+            yield Line(cells | {"verdict": NOT_MEASURED})
+            continue
+        beside = "all else off" if row.toggles == "baseline" else "all else on"
+        where = {"workload": f"{model_of(run.run)}, {test}", "with": beside}
+        found = Gaps if test == GAP else AB
+        made = found(run.run, run.samples)
+        numbers = _of_gaps(made) if isinstance(made, Gaps) else _of(made, test, on)
+        yield Line(cells | where | numbers, [made])
+
+
+def _of(found: AB, test: str, on: str) -> dict[str, str]:
+    """Tokens a second under both values."""
+    summary = found.summary()
+    (line,) = summary[(summary["test"] == test) & (summary["arm"] == on)].to_dict("records")
     return {
-        "run": run, "looks for": what, "tests": str(tests), "errors": told,
-        "seconds": f"{seconds:.1f}",
-    }  # fmt: skip
+        "at off": f"{line['tps_baseline']:.1f} t/s",
+        "at on": f"{line['tps_toggled']:.1f} t/s",
+        "speedup": f"{line['speedup']:.2f} ({line['low']:.2f}..{line['high']:.2f})",
+        "verdict": line["verdict"],
+    }
 
 
-BLOCKS: dict[str, Callable[[Path], str]] = {
-    "decode-cuda": decode_table,
-    "batches-cuda": batches_table,
-    "kernels-cuda": kernels_table,
-    "kernels-batches-cuda": kernels_batches_table,
-    "fusion-cuda": fusion_table,
-    "perplexity-cuda": perplexity_table,
-    "correctness-cuda": correctness_table,
-    "proofs": proofs.table,
-    "exhaustive": proofs.exhaustive,
-    "sources": sources.table,
+def _of_gaps(found: Gaps) -> dict[str, str]:
+    """The gap under both values; copies ride their own stream."""
+    us = found.table().set_index("arm")["gap_us"]
+    own = [arm for arm in found.run["arms"] if _own(arm) and not arm["is_control"]]
+    arms = {arm["sync_mode"]: arm["name"] for arm in own}
+    ratio, band = found.ratio(BEFORE, AFTER, CopyStream.OWN.value)
+    judged = verdict(ratio, band)
+    return {
+        "at off": f"{us[arms[BEFORE]]:.0f} us",
+        "at on": f"{us[arms[AFTER]]:.0f} us",
+        "speedup": f"{ratio.value:.2f} ({ratio.low:.2f}..{ratio.high:.2f})",
+        "verdict": {FASTER: "shorter", SLOWER: "longer"}.get(judged, judged),
+    }
+
+
+def _own(arm: dict[str, Any]) -> bool:
+    return arm["toggles"]["copy_stream"] == CopyStream.OWN.value
+
+
+MADE = {
+    "quantised": "{name}, by llama.cpp's quantiser",
+    "blocks": "{name}, random blocks",
+    "rope": "keys of linear RoPE scaling",
+    "qwen2": "qwen2 {name}",
+    "parts": "in parts, {name}",
+}
+SIDES = {"llama.cpp": "llama.cpp", "f16": "workbench", "q8_0": "with --expand q8_0"}
+
+
+def peer(recorded: Recorded) -> Iterator[Line]:
+    """Decode and prefill on two CPU threads beside llama.cpp's, from `make peer`."""
+    found = recorded.alone("peer-cpu") or {}
+    for row in [*found.get("decode", ()), *found.get("prefill", ())]:
+        theirs, ours = (row["median_t_s"][side] for side in ("llama.cpp", "workbench"))
+        low, high = row["ci95"]
+        yield Line(row | {"theirs": theirs, "ours": ours, "low": low, "high": high})
+
+
+def peer_where(recorded: Recorded) -> str:
+    found = recorded.alone("peer-cpu") or {}
+    cpu, version = found["machine"]["cpu"]["name"], found["versions"]["llama-cpp-python"]
+    return (
+        f"{cpu}, 2 threads each, alternating in one run; llama-cpp-python {version}; "
+        f"commit {commit_of(found)}; {found['date'][:10]}."
+    )
+
+
+PEER = Table(
+    "Beside llama.cpp", peer,
+    {"Model": "{preset} {quant}", "Test": "{test}", "t/s llama.cpp": "{theirs:.1f}",
+     "t/s workbench": "{ours:.1f}", "Ratio": "{ratio:.2f}",
+     "95% CI": "{low:.2f}..{high:.2f}"},
+    said=peer_where,
+)  # fmt: skip
+
+
+def peer_files(recorded: Recorded) -> Iterator[Line]:
+    """How far llama.cpp and the engine are from float64 on files of each kind, from `make peer`."""
+    worst: dict[str, dict[str, float]] = {}
+    for row in (recorded.alone("peer-files") or {"files": ()})["files"]:
+        name = row["name"].split()[-1] if row["kind"] in ("quantised", "blocks") else row["name"]
+        said = worst.setdefault(MADE[row["kind"]].format(name=name), {})
+        each = {"llama.cpp": row["llama.cpp"]["nmse"]}
+        each |= {expand: of["nmse"] for expand, of in row["workbench"].items()}
+        for side, nmse in each.items():
+            said[side] = max(nmse, said.get(side, 0.0))
+    for name, of in worst.items():
+        shown = {title: f"{of[side]:.1e}" if side in of else "" for side, title in SIDES.items()}
+        yield Line({"File": name} | shown)
+
+
+def peer_files_where(recorded: Recorded) -> str:
+    found = recorded.alone("peer-files") or {}
+    return (
+        f"NMSE of {found['files'][0]['n_tokens']} tokens, one by one, against float64 of the "
+        "file's own values; the worst of tiny-llama, tiny-qwen2 and tiny-qwen3. "
+        f"llama-cpp-python {found['versions']['llama-cpp-python']}; "
+        f"commit {commit_of(found)}; {found['date'][:10]}."
+    )
+
+
+BLOCKS: dict[str, list[Part]] = {
+    "mechanisms": [Table("Mechanisms", mechanisms, None, "", by_device=True)],
+    "decode-cuda": [DECODE],
+    "batches-cuda": [BATCHES],
+    "kernels-cuda": [KERNELS],
+    "kernels-batches-cuda": [PRODUCTS],
+    "fusion-cuda": [FUSION],
+    "perplexity-cuda": [PERPLEXITY],
+    "correctness-cuda": [Table("Correctness", checks, said=checked_where)],
+    "peer-cpu": [PEER],
+    "peer-files": [Table("Files of others", peer_files, said=peer_files_where)],
 }

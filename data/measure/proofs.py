@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 import workbench as wb
-from data.measure.recorded import commit_of
+from data.measure.recorded import Recorded, commit_of
 from data.measure.sources import ROOT
+from data.measure.tables import Line, Part, Table
 from workbench.config import HostSource, NCopies
-from workbench.frames import markdown
 from workbench.model.synth import write_model
 from workbench.output import write_text
 from workbench.program.check import hazards
@@ -91,61 +91,61 @@ def proved(path: Path) -> dict:
         }
 
 
-def table(folder: Path) -> str:
-    """The table of the rows in `folder`/proofs.json, as Markdown."""
-    path = folder / FILE
-    if not path.is_file():
-        return "not measured."
-    found = json.loads(path.read_text())
-    rows = found["sources"]
-    racing = [row for row in rows if any(row["races"].values())]
-    sources = pd.DataFrame(
-        {
-            **{name: row[name] for name in ("ordering", "run")},
-            **{source: "races" if n else "safe" for source, n in row["races"].items()},
-        }
-        for row in racing
-    )
-    parts = [
-        markdown(in_letters(proof_frame(found["rows"]))), found["what"],
-        "By where inputs lie, of every ordering that races anywhere:",
-        markdown(sources), found["of_sources"],
-    ]  # fmt: skip
-    return "\n\n".join(parts)
+def proofs(recorded: Recorded) -> Iterator[Line]:
+    """The rows of proofs.json, patterns as code."""
+    if found := recorded.alone("proofs"):
+        for row in proof_frame(found["rows"]).to_dict("records"):
+            yield Line(row | {"pattern": f"`{row['pattern']}`"})
 
 
-def exhaustive(folder: Path) -> str:
-    """How many runs the tests of `folder`/exhaustive.json judged, as Markdown."""
-    path = folder / "exhaustive.json"
-    if not path.is_file():
-        return "not measured."
-    found = json.loads(path.read_text())
-    rows, hours = [], 0.0
-    for test, what in EXHAUSTIVE.items():
-        of_test = [r for name, r in found["tests"].items() if name.partition("[")[0].endswith(test)]
-        took = sum(r["seconds"] or 0 for r in of_test) / 3600  # none of a test that was killed
-        judged = {  # a test that failed has no counts
-            outcome: sum(r.get(outcome, 0) for r in of_test)
-            for outcome in ("safe", "unsafe", "unseen")
-        }
-        rows.append(
-            {
-                "runs of": what, "safe": judged["safe"], "unsafe": judged["unsafe"],
-                "of these no seed saw": judged["unseen"], "hours": f"{took:.1f}",
-            }
-        )  # fmt: skip
-        hours += took
-    failed = sum(r["outcome"] != "passed" for r in found["tests"].values())
+def racing(recorded: Recorded) -> Iterator[Line]:
+    """By where inputs lie: every ordering that races anywhere."""
+    for row in (recorded.alone("proofs") or {"sources": ()})["sources"]:
+        if any(row["races"].values()):
+            names = {name: row[name] for name in ("ordering", "run")}
+            yield Line(names | {s: "races" if n else "safe" for s, n in row["races"].items()})
+
+
+def exhaustive(recorded: Recorded) -> Iterator[Line]:
+    """How many runs each of the tests of exhaustive.json judged."""
+    tests = (recorded.alone("exhaustive") or {"tests": {}})["tests"]
+    for test, what in EXHAUSTIVE.items() if tests else ():
+        of_test = [r for name, r in tests.items() if name.partition("[")[0].endswith(test)]
+        safe, unsafe, unseen = (  # a test that failed has no counts
+            sum(r.get(outcome, 0) for r in of_test) for outcome in ("safe", "unsafe", "unseen")
+        )
+        yield Line({"runs of": what, "safe": safe, "unsafe": unsafe,
+                    "of these no seed saw": unseen, "hours": f"{_hours(of_test):.1f}"})  # fmt: skip
+
+
+def _hours(tests: Iterable[dict[str, Any]]) -> float:
+    return sum(test["seconds"] or 0 for test in tests) / 3600  # none of a test that was killed
+
+
+def exhaustive_where(recorded: Recorded) -> str:
+    found = recorded.alone("exhaustive") or {}
+    tests = found["tests"]
+    failed = sum(test["outcome"] != "passed" for test in tests.values())
     return (
-        f"{markdown(pd.DataFrame(rows))}\n\n{len(found['tests'])} tests, {failed} failed, "
-        f"{hours:.1f} hours of one core; {found['machine']['cpu']['name']}; "
-        f"commit {commit_of(found)}; {found['date'][:10]}."
+        f"{len(tests)} tests, {failed} failed, {_hours(tests.values()):.1f} hours of one core; "
+        f"{found['machine']['cpu']['name']}; commit {commit_of(found)}; {found['date'][:10]}."
     )
 
 
-def in_letters(table: pd.DataFrame) -> pd.DataFrame:
-    """The table for a Markdown file: its patterns as code."""
-    return table.assign(pattern=[f"`{pattern}`" for pattern in table["pattern"]])
+def _told(key: str, recorded: Recorded) -> str:
+    return (recorded.alone("proofs") or {})[key]
+
+
+BLOCKS: dict[str, list[Part]] = {
+    "proofs": [
+        Table("Proofs", proofs),
+        partial(_told, "what"),
+        "By where inputs lie, of every ordering that races anywhere:",
+        Table("", racing),
+        partial(_told, "of_sources"),
+    ],
+    "exhaustive": [Table("Exhaustive tests", exhaustive, said=exhaustive_where)],
+}
 
 
 def main() -> int:

@@ -8,19 +8,16 @@ disagree, so no number in it is written by hand.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import pandas as pd
-
-from data.measure import blocks, mechanisms, peers, presets, scheduling, targets
-from data.measure.recorded import NOT_MEASURED, commit_of, model_of
+from data.measure import blocks, presets, proofs, scheduling, sources, targets
+from data.measure.recorded import NOT_MEASURED, Recorded, commit_of, model_of
+from data.measure.tables import Line, Part, Table, block
 from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles
 from workbench.errors import WorkbenchError
 from workbench.output import write_text
-from workbench.report.tables import markdown
 
 RESULTS = Path("data/results")
 PAGES = (Path("README.md"), RESULTS / "README.md")  # the first screen; everything
@@ -28,12 +25,11 @@ ANSWERS = {EXACT: "bit-equal", ROUNDING: "within a tolerance"}
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
-def picture(folder: Path) -> str:
+def picture(recorded: Recorded) -> str:
     """What `timelines.png` shows, and of which commit and device; `timelines.json` says so."""
-    path = folder / "timelines.json"
-    if not path.is_file():
+    found = recorded.alone("timelines")
+    if found is None:
         return f"Timelines: {NOT_MEASURED}."
-    found = json.loads(path.read_text())
     return (
         f"`{'` and `'.join(found['arms'])}`, traced, so it shows where time goes and not how much: "
         f"{model_of(found)}; {found['engine']['device_description']}; "
@@ -41,23 +37,21 @@ def picture(folder: Path) -> str:
     )
 
 
-def rooms(folder: Path) -> str:
-    """A row per room: the toggles that only it reads, from their own metadata."""
+def rooms(_: Recorded) -> Iterator[Line]:
+    """A room: the toggles that only it reads, from their own metadata."""
     found: dict[str, list[dataclasses.Field]] = {}
     for field in dataclasses.fields(Toggles):
         found.setdefault(field.metadata["room"], []).append(field)
-    rows = [
-        {
-            "room": f"`workbench/{room}`",
-            "toggles": ", ".join(f"`{name}`" for name in _families(f.name for f in fields)),
-            "llama.cpp": ", ".join(_threads(fields)),
-            "the answer stays": ", ".join(
-                dict.fromkeys(ANSWERS[f.metadata["answer"]] for f in fields)
-            ),
-        }
-        for room, fields in found.items()
-    ]
-    return markdown(pd.DataFrame(rows))
+    for room, fields in found.items():
+        answers = dict.fromkeys(ANSWERS[f.metadata["answer"]] for f in fields)
+        yield Line(
+            {
+                "room": f"`workbench/{room}`",
+                "toggles": ", ".join(f"`{name}`" for name in _families(f.name for f in fields)),
+                "llama.cpp": ", ".join(_threads(fields)),
+                "the answer stays": ", ".join(answers),
+            }
+        )
 
 
 def _threads(fields: Iterable[dataclasses.Field]) -> Iterable[str]:
@@ -74,28 +68,33 @@ def _families(names: Iterable[str]) -> Iterable[str]:
     )
 
 
-BLOCKS: dict[str, Callable[[Path], str]] = {
-    "mechanisms": mechanisms.table,
-    "rooms": rooms,
-    "timelines": picture,
-    "targets-cuda": targets.table,
+BLOCKS: dict[str, list[Part]] = {
+    "rooms": [Table("Rooms", rooms)],
+    "timelines": [picture],
     **blocks.BLOCKS,
-    **peers.BLOCKS,
+    **targets.BLOCKS,
     **presets.BLOCKS,
     **scheduling.BLOCKS,
+    **proofs.BLOCKS,
+    "sources": [sources.commits],
 }
+
+
+def made(name: str, recorded: Recorded) -> str:
+    """The block of a name; raises WorkbenchError for one nobody fills."""
+    if name not in BLOCKS:
+        raise WorkbenchError(f"block {name!r} is not one of {', '.join(BLOCKS)}")
+    return block(BLOCKS[name], recorded)
 
 
 def fill(text: str, folder: Path = RESULTS) -> str:
     """`text` with every block regenerated; raises WorkbenchError for a block nobody fills."""
+    recorded = Recorded(folder)
 
-    def block(match: re.Match[str]) -> str:
-        name = match.group(2)
-        if name not in BLOCKS:
-            raise WorkbenchError(f"block {name!r} is not one of {', '.join(BLOCKS)}")
-        return f"{match.group(1)}{BLOCKS[name](folder)}\n{match.group(3)}"
+    def filled(match: re.Match[str]) -> str:
+        return f"{match.group(1)}{made(match.group(2), recorded)}\n{match.group(3)}"
 
-    return BLOCK.sub(block, text)
+    return BLOCK.sub(filled, text)
 
 
 if __name__ == "__main__":

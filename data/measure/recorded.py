@@ -8,21 +8,24 @@ what is not recorded is None, or a line that says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.measure.matrix import CPU_STEP, SIZES, Row, rows
 from workbench.bench import results
 from workbench.bench.bounds import Bound, bound_of
 
 NOT_MEASURED = "not measured"
-DECODED = (
-    "llama-3-8b-f16", "llama-3-8b-q8_0", "llama-3-8b-q4_0", "llama-3.2-1b-bf16", "qwen3-4b-q4_k_m",
-)  # fmt: skip
-BATCHED = DECODED[:3]  # with steps of 9 to 128 tokens
-SCORED = ("f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k", "mxfp4")
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 LARGE, SMALL = ("8b.glu", "8b.gate_up", "8b.head"), ("8b.qkv", "8b.o", "8b.down")
+
+
+class Share(float):
+    """A fraction that is written as a percentage: `f"{Share(0.5):.1f}"` is `50.0`."""
+
+    def __format__(self, spec: str) -> str:
+        return format(100 * float(self), spec)
 
 
 class Recorded:
@@ -41,35 +44,29 @@ class Recorded:
             self._runs[name] = None if found and _useless(found.run) else found
         return self._runs[name]
 
+    def of(self, step: str, kind: str = "", toggle: str = "") -> Iterator[tuple[Row, results.Run]]:
+        """The rows of the matrix that were measured, each with its run."""
+        for row in rows(step, kind, toggle):
+            run = self.run(row.folder)
+            if run is not None and (step != CPU_STEP or row.device == self.device):
+                yield row, run
+
     def left_out(self) -> list[str]:
         """A line for each run that counts for nothing."""
         said = []
-        for name in self.names(""):
-            folder = self.folder / f"{self.device}-{name}"
-            why = _useless(json.loads((folder / results.RUN_JSON).read_text()))
-            said += [f"{folder.name} {why}"] if why else []
+        for path in sorted(self.folder.glob(f"{self.device}-*/{results.RUN_JSON}")):
+            why = _useless(json.loads(path.read_text()))
+            said += [f"{path.parent.name} {why}"] if why else []
         return said
-
-    def names(self, prefix: str) -> list[str]:
-        """Names of the runs that begin with `prefix`."""
-        start = f"{self.device}-"
-        found = sorted(p.parent.name for p in self.folder.glob(f"{start}{prefix}*/run.json"))
-        return [name.removeprefix(start) for name in found]
 
     def file(self, name: str) -> dict[str, Any] | None:
         """What `DEVICE-name.json` holds; None where there is none."""
-        path = self.folder / f"{self.device}-{name}.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        return self.alone(f"{self.device}-{name}")
 
     def alone(self, name: str) -> dict[str, Any] | None:
         """What `name.json` holds, a file of no device's; None where there is none."""
         path = self.folder / f"{name}.json"
         return json.loads(path.read_text()) if path.is_file() else None
-
-    def load_seconds(self) -> list[float] | None:
-        """How long each load of llama-3-8b Q4_0 took."""
-        found = self.file("load-llama-3-8b-q4_0")
-        return found["seconds"] if found else None
 
 
 def _useless(run: dict[str, Any]) -> str:
@@ -93,9 +90,9 @@ class Decode(NamedTuple):
     model: str
     gb: float
     tg: float
-    share: float
+    share: Share
     pp: float
-    product_share: float | None
+    product_share: Share | None
     launches: int
     n_layer: int
     run: results.Run
@@ -114,8 +111,8 @@ def decode(recorded: Recorded, name: str) -> Decode | None:
     done = result["product_flops"]["pp512"] * pp / 512 / 1e12
     return Decode(
         model_of(run.run), model["weight_bytes_per_token"] / 1e9, tg,
-        model["weight_bytes_per_token"] * tg / 1e9 / result["read_gbps"],
-        pp, done / peak if peak else None,
+        Share(model["weight_bytes_per_token"] * tg / 1e9 / result["read_gbps"]),
+        pp, Share(done / peak) if peak else None,
         run.run["arms"][0]["program"]["tg128"]["counts"]["launches"], model["n_layer"], run,
     )  # fmt: skip
 
@@ -147,11 +144,11 @@ class Step(NamedTuple):
 
     n_tokens: int
     tps: float
-    read: float
-    product: float
+    read: Share
+    product: Share
 
     @property
-    def share(self) -> float:
+    def share(self) -> Share:
         """Of the bound that applies: the longer of reading and computing alone."""
         return max(self.read, self.product)
 
@@ -171,7 +168,7 @@ def batch_steps(recorded: Recorded, name: str) -> list[Step]:
     for test, flops in result["product_flops"].items():
         n, took = int(test.removeprefix("pp")), float(ns[test])
         computing = flops / result["product_tflops"] / 1e3
-        found.append(Step(n, n / took * 1e9, reading / took, computing / took))
+        found.append(Step(n, n / took * 1e9, Share(reading / took), Share(computing / took)))
     return sorted(found)
 
 
@@ -249,7 +246,7 @@ def scored(recorded: Recorded, quant: str) -> list[Answer]:
     the last bit is left out: both of its sides took the same path, so that it compares nothing.
     """
     found, name = [], f"perplexity-llama-3.2-1b-{quant}"
-    for run in (recorded.run(each) for each in (name, *recorded.names(f"{name}-ub"))):
+    for run in (recorded.run(f"{name}{suffix}") for suffix in SIZES.values()):
         if run is None or run.run["result"]["agreement"]["nmse"] == 0:
             continue
         result = run.run["result"]
@@ -258,10 +255,6 @@ def scored(recorded: Recorded, quant: str) -> list[Answer]:
         agreement = result["agreement"]
         found.append(Answer(size, agreement["kl_mean"], agreement["nmse"], bound, run))
     return sorted(found, key=lambda answer: -answer.n_ubatch)
-
-
-def percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.1f}"
 
 
 def commit_of(found: dict[str, Any]) -> str:

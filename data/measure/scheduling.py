@@ -1,124 +1,123 @@
-"""README's tables of scheduling: what a wait costs, what the sync modes are worth, what rebuilding
-costs, and what a second device adds. A table without runs is a line that says so."""
+"""The tables of scheduling, as data: what a wait costs, what the sync modes are worth, what
+rebuilding costs, and what a second device adds. A table without runs is a line that says so."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
-from data.measure.blocks import caption
-from data.measure.recorded import NOT_MEASURED, model_of
-from workbench.bench import gaps, results
+from data.measure.matrix import CPU_STEP, MODES, Row
+from data.measure.recorded import Recorded, model_of
+from data.measure.tables import Line, Part, Table
 from workbench.bench.comparison import AB
-from workbench.bench.gaps import CONTROL, DIFFERENCES
+from workbench.bench.gaps import CONTROL, DIFFERENCES, Difference, Fit, Gaps
 from workbench.bench.stats import FASTER, SLOWER, aa_band, speedup, verdict
-from workbench.config import StepWait, SyncMode
-from workbench.report.tables import markdown
+from workbench.config import SyncMode
 
-MODES = [mode.value for mode in SyncMode if mode != SyncMode.AUTO]
 BASE, MERGED = SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value
 OTHERS = [mode for mode in MODES if mode not in (BASE, MERGED)]
-BACKGROUNDS = {"off": "programs kept", "on": "all on"}
+BACKGROUNDS = {"kept": "programs kept", "all": "all on"}
 
 
-def _of(folder: Path, kind: str, device: str) -> list[tuple[str, Path]]:
-    """Background and folder of the runs `DEVICE-KIND-[STREAM-]BACKGROUND-MODEL`, those of a model
-    together."""
-    name = re.compile(rf"{device}-{kind}-(?:(\w+)-)?({'|'.join(BACKGROUNDS)})-(.+)")
-    found = [
-        (match[3], match[2], match[1] or "", path)
-        for path in sorted(folder.glob(f"{device}-{kind}-*"))
-        if (match := name.fullmatch(path.name)) and (path / results.RUN_JSON).is_file()
-    ]
-    return [(background, path) for _, background, _, path in sorted(found)]
+def _where(row: Row, run: dict[str, Any], stream: str) -> dict[str, str]:
+    beside = BACKGROUNDS[row.toggles.split()[0]]
+    return {"Model": model_of(run), "with": beside, "copies ride": stream}
 
 
-def gaps_table(folder: Path, device: str = "cuda") -> str:
-    """A row for each model, background and copy stream: the gap under every mode, and what a wait
-    adds to it by the line; the same rows: what goes from mode to mode; then what each mode issues
-    for a token."""
-    rows, steps, runs = list[dict[str, str]](), list[dict[str, str]](), list[gaps.Gaps]()
-    issued: dict[str, dict[str, Any]] = {}
-    every: list[gaps.Difference] = []
-    for background, path in _of(folder, "gaps", device):
-        found = gaps.load(path)
-        runs.append(found)
-        table, fits, model = found.table(), found.fits, model_of(found.run)
-        differences = found.differences
-        every += differences
-        again = dict.fromkeys(table["copy_stream"], "")
-        for row in table[table["arm"].str.endswith(CONTROL)].to_dict("records"):
-            again[row["copy_stream"]] = f"{row['gap_us']:.0f}"
-        table = table[~table["arm"].str.endswith(CONTROL)]
-        for stream, part in table.groupby("copy_stream", sort=False):
-            modes, fit = part.set_index("sync"), fits[str(stream)]
-            what = {"Model": model, "with": BACKGROUNDS[background], "copies ride": str(stream)}
-            us = {m: f"{modes['gap_us'][m]:.0f}" if m in modes.index else "" for m in MODES}
-            one = f"{fit.wait_us:.1f} ({fit.low_us:.1f}..{fit.high_us:.1f})"
-            rows.append(what | us | {f"{BASE} again": again[str(stream)], "one wait": one})
-            went = {(s.before, s.after): s for s in differences if s.copy_stream == stream}
-            steps.append(
-                what
-                | {
-                    f"{before} -> {after}": (
-                        f"{went[before, after].us:.0f} ({went[before, after].low_us:.0f}.."
-                        f"{went[before, after].high_us:.0f})"
-                        if (before, after) in went
-                        else ""
-                    )
-                    for before, after in DIFFERENCES
-                }
-            )
-        for row in table.to_dict("records"):
-            known = issued.setdefault(row["sync"], row | {"bytes": {}})
-            known["bytes"][model] = int(row["bytes"])
-    if not rows:
-        return f"Host gaps: {NOT_MEASURED}."
-    counts = [
-        {"sync": mode, "pattern": f"`{found['pattern']}`", "waits of the host": found["waits"],
-         "of the device": found["stream_waits"], "copies": found["copies"]}
-        | {f"bytes, {model}": n for model, n in found["bytes"].items()}
-        for mode, found in issued.items()
-    ]  # fmt: skip
-    n = " and ".join(str(n) for n in sorted({run.run["repetitions"] for run in runs}))
-    what_goes = [
-        f"{before} -> {after}, {what}: {min(found_us):.0f} to {max(found_us):.0f} us"
-        for (before, after), what in DIFFERENCES.items()
-        if (found_us := [d.us for d in every if (d.before, d.after) == (before, after)])
-    ]
-    return "\n\n".join(
-        [
-            markdown(pd.DataFrame(rows)),
-            caption(runs, f"us, medians; {n} rounds; one wait with its 95 % interval"),
-            "What goes from mode to mode, us (95 % interval), within a round:",
-            markdown(pd.DataFrame(steps)),
-            "From row to row: " + "; ".join(what_goes) + ".",
-            "What each mode issues for a token (of the bytes all but some kilobytes are logits):",
-            markdown(pd.DataFrame(counts)),
-        ]
-    )
+class Stream(NamedTuple):
+    """The gaps of one run with copies on one stream. where: the cells that name it; us: median gap
+    by mode; again: of the baseline's control, None without one; saved: us that the gap is shorter
+    under the merged mode, median over the rounds."""
+
+    run: Gaps
+    where: dict[str, str]
+    us: dict[str, float]
+    again: float | None
+    fit: Fit
+    differences: list[Difference]
+    issued: list[dict[str, Any]]
+    saved: float
 
 
-def sync_table(folder: Path, device: str = "cuda") -> str:
-    """A row for each test: t/s under the mode before the change and under the one that was merged,
-    then the speedup of every other. Then the same by the median token (`_by_median_token`). A
-    speedup outside the A/A band whose interval excludes 1 is bold."""
-    rows, by_token, runs = list[dict[str, str]](), list[dict[str, str]](), list[AB]()
-    saved = _saved(folder, device)
-    for background, path in _of(folder, "sync", device):
-        ab = AB.load(path)
-        runs.append(ab)
-        what = {
-            "Model": model_of(ab.run),
-            "with": BACKGROUNDS[background],
-            "copies ride": ab.run["arms"][0]["toggles"]["copy_stream"],
+@functools.lru_cache(maxsize=2)
+def _streams(recorded: Recorded) -> list[Stream]:
+    """Every stream of every run of gaps."""
+    found = []
+    for row, run in recorded.of("gaps"):
+        gaps = Gaps(run.run, run.samples)
+        table, fits, differences = gaps.table(), gaps.fits, gaps.differences
+        control = table["arm"].str.endswith(CONTROL)
+        again = table[control].set_index("copy_stream")["gap_us"]
+        for stream, part in table[~control].groupby("copy_stream", sort=False):
+            found.append(
+                Stream(
+                    gaps, _where(row, run.run, str(stream)),
+                    part.set_index("sync")["gap_us"].to_dict(), again.get(stream),
+                    fits[str(stream)], [d for d in differences if d.copy_stream == stream],
+                    part.to_dict("records"),
+                    float(np.median(gaps.less(BASE, MERGED, str(stream)))),
+                )
+            )  # fmt: skip
+    return found
+
+
+def gaps(recorded: Recorded) -> Iterator[Line]:
+    """A model, background and copy stream: the gap under every mode, and what a wait adds to it by
+    the line."""
+    for found in _streams(recorded):
+        fit, again = found.fit, found.again
+        cells = {mode: f"{found.us[mode]:.0f}" if mode in found.us else "" for mode in MODES} | {
+            f"{BASE} again": "" if again is None else f"{again:.0f}",
+            "one wait": f"{fit.wait_us:.1f} ({fit.low_us:.1f}..{fit.high_us:.1f})",
         }
-        by_token.append(what | _by_median_token(ab, saved.get(tuple(what.values()))))
+        yield Line(found.where | cells, [found.run])
+
+
+def differences(recorded: Recorded) -> Iterator[Line]:
+    """The same rows: what goes from mode to mode."""
+    for found in _streams(recorded):
+        went = {
+            (d.before, d.after): f"{d.us:.0f} ({d.low_us:.0f}..{d.high_us:.0f})"
+            for d in found.differences
+        }
+        cells = {f"{before} -> {after}": went.get((before, after), "")
+                 for before, after in DIFFERENCES}  # fmt: skip
+        yield Line(found.where | cells, [found.run])
+
+
+def from_row_to_row(recorded: Recorded) -> str:
+    every = [d for found in _streams(recorded) for d in found.differences]
+    went = [
+        f"{before} -> {after}, {what}: {min(us):.0f} to {max(us):.0f} us"
+        for (before, after), what in DIFFERENCES.items()
+        if (us := [d.us for d in every if (d.before, d.after) == (before, after)])
+    ]
+    return "From row to row: " + "; ".join(went) + "."
+
+
+def issued(recorded: Recorded) -> Iterator[Line]:
+    """What each mode issues for a token."""
+    modes: dict[str, dict[str, Any]] = {}
+    for found in _streams(recorded):
+        for row in found.issued:
+            cells = modes.setdefault(
+                row["sync"],
+                {"sync": row["sync"], "pattern": f"`{row['pattern']}`",
+                 "waits of the host": row["waits"], "of the device": row["stream_waits"],
+                 "copies": row["copies"]},
+            )  # fmt: skip
+            cells[f"bytes, {found.where['Model']}"] = int(row["bytes"])
+    yield from map(Line, modes.values())
+
+
+def syncs(recorded: Recorded) -> Iterator[Line]:
+    """A test: t/s under the mode before the change and under the one that was merged, then the
+    speedup of every other. Outside the A/A band with an interval that excludes 1 it is bold."""
+    for row, ab in _of(recorded, "sync", "sync"):
         for test, part in ab.summary().groupby("test", sort=False):
             arms = part.set_index("arm")
             merged, control = arms.loc[MERGED], part[part["is_control"]].iloc[0]
@@ -127,125 +126,97 @@ def sync_table(folder: Path, device: str = "cuda") -> str:
                 for mode in MODES
                 if mode in arms.index
             }
-            rows.append(
-                what
-                | {
-                    "Test": str(test),
-                    f"t/s {BASE}": f"{merged['tps_baseline']:.1f}",
-                    f"t/s {MERGED}": f"{merged['tps_toggled']:.1f}",
-                    "Speedup": speedups[MERGED],
-                    **{mode: speedups.get(mode, "") for mode in OTHERS},
-                    "A/A band": f"{control['band_low']:.2f}..{control['band_high']:.2f}",
-                }
-            )
-    if not rows:
-        return f"Sync modes: {NOT_MEASURED}."
-    n = " and ".join(str(n) for n in sorted({run.run["repetitions"] for run in runs}))
-    more = f"{n} interleaved repetitions of each test, answers checked in the same run"
-    return "\n\n".join(
-        [
-            markdown(pd.DataFrame(rows)),
-            caption(runs, more),
-            "By the median token of each repetition, all tests of a row together; *by its gap* is "
-            f"what {MERGED} would be worth if a token were shorter by what its gap is:",
-            markdown(pd.DataFrame(by_token)),
-        ]
-    )
+            cells = {
+                "Test": str(test),
+                f"t/s {BASE}": f"{merged['tps_baseline']:.1f}",
+                f"t/s {MERGED}": f"{merged['tps_toggled']:.1f}",
+                "Speedup": speedups[MERGED],
+                **{mode: speedups.get(mode, "") for mode in OTHERS},
+                "A/A band": f"{control['band_low']:.2f}..{control['band_high']:.2f}",
+            }
+            stream = ab.run["arms"][0]["toggles"]["copy_stream"]
+            yield Line(_where(row, ab.run, stream) | cells, [ab])
 
 
-def _saved(folder: Path, device: str) -> dict[tuple[str, ...], float]:
-    """By model, background and copy stream: how much shorter the gap is under the mode that was
-    merged than before the change, us, median over the rounds."""
-    found = dict[tuple[str, ...], float]()
-    for background, path in _of(folder, "gaps", device):
-        run = gaps.load(path)
-        for stream in run.fits:
-            us = float(np.median(run.less(BASE, MERGED, stream)))
-            found[model_of(run.run), BACKGROUNDS[background], stream] = us
-    return found
-
-
-def _by_median_token(ab: AB, saved: float | None) -> dict[str, str]:
+def by_median_token(recorded: Recorded) -> Iterator[Line]:
     """us of the median token, and its speedup by mode: a repetition counts by its median token,
-    which some hundred slow ones in a row do not touch; a throughput pays for each of them.
-
-    saved: us that the gap is shorter under the merged mode, where that was measured."""
-    us = ab.samples.groupby(["arm", "test", "repetition"])["ns"].median().unstack("arm") / 1e3
-    rates, token = 1e6 / us, us[BASE].median()
-    control = next(arm["name"] for arm in ab.run["arms"] if arm["is_control"])
-    band = aa_band(speedup(rates[BASE].to_numpy(), rates[control].to_numpy()))
-    found = {m: speedup(rates[BASE].to_numpy(), rates[m].to_numpy()) for m in MODES if m in rates}
-    said = {mode: _bold(ratio.value, verdict(ratio, band)) for mode, ratio in found.items()}
-    return {
-        f"us {BASE}": f"{token:.0f}",
-        f"us {MERGED}": f"{us[MERGED].median():.0f}",
-        "Speedup": said[MERGED],
-        "by its gap": "" if saved is None else f"{token / (token - saved):.3f}",
-        **{mode: said.get(mode, "") for mode in OTHERS},
-        "A/A band": f"{band.low:.3f}..{band.high:.3f}",
-    }
+    which some hundred slow ones in a row do not touch; a throughput pays for each of them."""
+    saved = {tuple(found.where.values()): found.saved for found in _streams(recorded)}
+    for row, ab in _of(recorded, "sync", "sync"):
+        where = _where(row, ab.run, ab.run["arms"][0]["toggles"]["copy_stream"])
+        less = saved.get(tuple(where.values()))
+        us = ab.samples.groupby(["arm", "test", "repetition"])["ns"].median().unstack("arm") / 1e3
+        rates, token = 1e6 / us, us[BASE].median()
+        control = next(arm["name"] for arm in ab.run["arms"] if arm["is_control"])
+        band = aa_band(speedup(rates[BASE].to_numpy(), rates[control].to_numpy()))
+        made = {m: speedup(rates[BASE].to_numpy(), rates[m].to_numpy()) for m in MODES if m in us}
+        said = {mode: _bold(ratio.value, verdict(ratio, band)) for mode, ratio in made.items()}
+        cells = {
+            f"us {BASE}": f"{token:.0f}",
+            f"us {MERGED}": f"{us[MERGED].median():.0f}",
+            "Speedup": said[MERGED],
+            "by its gap": "" if less is None else f"{token / (token - less):.3f}",
+            **{mode: said.get(mode, "") for mode in OTHERS},
+            "A/A band": f"{band.low:.3f}..{band.high:.3f}",
+        }
+        yield Line(where | cells, [ab])
 
 
 def _bold(ratio: float, judged: str) -> str:
     return f"**{ratio:.3f}**" if judged in (FASTER, SLOWER) else f"{ratio:.3f}"
 
 
-def _comparisons(names: dict[str, str], folder: Path, device: str, missing: str) -> str:
-    """A row for each toggled arm of the runs `DEVICE-NAME`, a name to what its row is called."""
-    rows, runs = list[dict[str, str]](), list[AB]()
-    for name, what in names.items():
-        for path in sorted(folder.glob(f"{device}-{name}/run.json")):
-            ab = AB.load(path.parent)
-            runs.append(ab)
-            for row in ab.summary().to_dict("records"):
-                if row["is_control"]:
-                    continue
-                rows.append(
-                    {
-                        "": what,
-                        "Model": model_of(ab.run),
-                        "Test": row["test"],
-                        "toggle": f"{ab.run['result']['toggle']}: "
-                        f"{ab.label(ab.run['arms'][0])} -> {row['label']}",
-                        "t/s baseline": f"{row['tps_baseline']:.1f}",
-                        "t/s toggled": f"{row['tps_toggled']:.1f}",
-                        "Speedup": f"{row['speedup']:.2f}",
-                        "95% CI": f"{row['low']:.2f}..{row['high']:.2f}",
-                        "verdict": row["verdict"],
-                    }
-                )
-    if not rows:
-        return f"{missing}: {NOT_MEASURED}."
-    n = " and ".join(str(n) for n in sorted({run.run["repetitions"] for run in runs}))
-    return f"{markdown(pd.DataFrame(rows))}\n\n{caption(runs, f'{n} interleaved repetitions')}"
+def _of(recorded: Recorded, step: str, toggle: str = "") -> Iterator[tuple[Row, AB]]:
+    for row, run in recorded.of(step, "ab", toggle):
+        yield row, AB(run.run, run.samples)
 
 
-def reuse_table(folder: Path, device: str = "cuda") -> str:
-    """What rebuilding graph and program costs."""
-    return _comparisons({"graph-reuse-*": "everything else off"}, folder, device, "Graph reuse")
+def comparisons(
+    recorded: Recorded, step: str, toggle: str = "", device: str = ""
+) -> Iterator[Line]:
+    """Each toggled arm of the comparisons of a step. device: the runs of another one."""
+    for row, ab in _of(Recorded(recorded.folder, device) if device else recorded, step, toggle):
+        name, before = ab.run["result"]["toggle"], ab.label(ab.run["arms"][0])
+        for found in ab.summary().to_dict("records"):
+            if not found["is_control"]:
+                named = {"what": row.label, "model": model_of(ab.run)}
+                yield Line(found | named | {"toggle": name, "before": before}, [ab])
 
 
-def pipeline_table(folder: Path, device: str = "cuda") -> str:
-    """A prompt of eight ubatches over two devices and on one."""
-    names = {
-        "pipeline-step-wait-*": "two devices",
-        "pipeline-n-copies-llama*": f"two devices, step_wait={StepWait.OUTPUTS}",
-        "pipeline-n-copies-per-copy-*": f"the same, sync={BASE}, copy_stream=own",
-        "pipeline-one-device-*": "one device",
-    }
-    return _comparisons(names, folder, device, "Two devices")
+COMPARED = {
+    "": "{what}", "Model": "{model}", "Test": "{test}", "toggle": "{toggle}: {before} -> {label}",
+    "t/s baseline": "{tps_baseline:.1f}", "t/s toggled": "{tps_toggled:.1f}",
+    "Speedup": "{speedup:.2f}", "95% CI": "{low:.2f}..{high:.2f}", "verdict": "{verdict}",
+}  # fmt: skip
 
 
-def cpu_table(folder: Path) -> str:
-    """What preset `best` leaves out or takes on the devices of a CPU."""
-    found = [_comparisons({"*": f"{d}, all else best"}, folder, d, d) for d in ("embedded", "host")]
-    return "\n\n".join(found)
+def compared(title: str, lines: Callable[[Recorded], Iterator[Line]]) -> Table:
+    return Table(title, lines, COMPARED, "{n} interleaved repetitions")
 
 
-BLOCKS: dict[str, Callable[[Path], str]] = {
-    "gaps-cuda": gaps_table,
-    "sync-cuda": sync_table,
-    "graph-reuse-cuda": reuse_table,
-    "pipeline-cuda": pipeline_table,
-    "toggles-cpu": cpu_table,
-}
+BLOCKS: dict[str, list[Part]] = {
+    "gaps-cuda": [
+        Table("Host gaps", gaps, None,
+              "us, medians; {n} rounds; one wait with its 95 % interval"),
+        "What goes from mode to mode, us (95 % interval), within a round:",
+        Table("", differences),
+        from_row_to_row,
+        "What each mode issues for a token (of the bytes all but some kilobytes are logits):",
+        Table("", issued),
+    ],
+    "sync-cuda": [
+        Table("Sync modes", syncs, None,
+              "{n} interleaved repetitions of each test, answers checked in the same run"),
+        "By the median token of each repetition, all tests of a row together; *by its gap* is "
+        f"what {MERGED} would be worth if a token were shorter by what its gap is:",
+        Table("", by_median_token),
+    ],
+    "graph-reuse-cuda": [
+        compared("Graph reuse", partial(comparisons, step="sync", toggle="graph_reuse"))
+    ],
+    "pipeline-cuda": [compared("Two devices", partial(comparisons, step="pipeline"))],
+    "toggles-cpu": [
+        compared(device, partial(comparisons, step=CPU_STEP, device=device))
+        for device in ("embedded", "host")
+    ],
+}  # fmt: skip

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.measure.recorded import Recorded
 from workbench.bench import results
 from workbench.checkout import changed_since
 
@@ -66,10 +67,10 @@ def unmarked(page: str) -> str:
     return page.replace(OLDER, "")
 
 
-def table(folder: Path) -> str:
+def commits(recorded: Recorded) -> str:
     """A line for each commit that run folders were made with, newest first."""
     by_commit: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob(f"*/{results.RUN_JSON}")):
+    for path in sorted(recorded.folder.glob(f"*/{results.RUN_JSON}")):
         run = json.loads(path.read_text())
         by_commit.setdefault(run["commit"]["hash"], []).append(run)
     newest = sorted(by_commit.values(), key=lambda runs: runs[-1]["started"], reverse=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data.measure import binds, counters, targets
+from data.measure import binds, counters, readme, targets
 from data.measure.recorded import LARGE, NOT_MEASURED, Recorded
 from tests.measure.test_targets import PEAK, READ, decode_run, kernel_row, model, record
 
@@ -190,12 +190,12 @@ def test_a_missed_decode_has_the_line_of_its_step(tmp_path):
     (line,) = targets.decode_binds(Recorded(tmp_path))
     assert line.binds[:-1] == binds.step(STEP)
     assert line.binds[-1] == "taken apart at commit 11111111, the run is of 00000000"
-    table = targets.table(tmp_path)
+    table = readme.made("targets-cuda", Recorded(tmp_path))
     assert f"- **llama-3-8b-f16, tg128: 83.3 %**. S{line.binds[0][1:]}\n" in table
     assert all(f"\n  - {statement}" in table for statement in line.binds[1:])
     write(tmp_path, "launches", {"commit": commit | {"dirty": True}})
     said = "`cuda-launches.json` is of commit 11111111 with uncommitted changes."
-    assert targets.table(tmp_path).endswith(f"\n\n{said}")
+    assert readme.made("targets-cuda", Recorded(tmp_path)).endswith(f"\n\n{said}")
     decode_run(tmp_path, us=5500.0)
     assert list(targets.decode_binds(Recorded(tmp_path))) == []
 

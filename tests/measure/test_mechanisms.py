@@ -6,33 +6,39 @@ from pathlib import Path
 
 import pytest
 
-from data.measure import mechanisms
+from data.measure.blocks import AFTER, BEFORE, GAP, MECHANISMS, Mechanism
+from data.measure.readme import made
+from data.measure.recorded import Recorded
 from workbench.bench import gaps, results
 from workbench.bench.comparison import AB
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 
 
+def run_folder(spec: Mechanism) -> Path:
+    return RESULTS / f"cuda-{spec.folder}"
+
+
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-RECORDED = [spec for spec in mechanisms.ROWS if (RESULTS / spec.folder).is_dir()]
+RECORDED = [spec for spec in MECHANISMS if (run_folder(spec)).is_dir()]
 needs_runs = pytest.mark.skipif(not RECORDED, reason="no mechanism was measured")
 
 
 @needs_runs
 def test_every_row_is_of_a_recorded_run():
-    head, _, *rows = mechanisms.table(RESULTS).splitlines()[: len(mechanisms.ROWS) + 2]
-    for spec, line in zip(mechanisms.ROWS, rows, strict=True):
+    head, _, *rows = made("mechanisms", Recorded(RESULTS)).splitlines()[: len(MECHANISMS) + 2]
+    for spec, line in zip(MECHANISMS, rows, strict=True):
         row = dict(zip(cells(head), cells(line), strict=True))
-        folder = RESULTS / spec.folder
+        folder = run_folder(spec)
         if not folder.is_dir():  # its run is still to be made, on a machine with a GPU
             assert "not measured" in line
             continue
         baseline = results.load_run(folder).run["arms"][0]
-        toggle, _, value = spec.off.partition("=")
-        if spec.test == mechanisms.GAP:
+        toggle, _, value = row["off"].partition("=")
+        if spec.test == GAP:
             continue
         ab = AB.load(folder)
         assert ab.run["result"]["toggle"] == toggle and baseline["name"] == value
@@ -42,28 +48,28 @@ def test_every_row_is_of_a_recorded_run():
         assert row["at on"] == f"{summary['tps_toggled']:.1f} t/s"
 
 
-@pytest.mark.skipif(mechanisms.ROWS[0] not in RECORDED, reason="the gap was not measured")
+@pytest.mark.skipif(MECHANISMS[0] not in RECORDED, reason="the gap was not measured")
 def test_the_gap_s_row_is_a_ratio_by_round():
-    spec = mechanisms.ROWS[0]
-    found = gaps.load(RESULTS / spec.folder)
-    ratio, band = found.ratio(mechanisms.BEFORE, mechanisms.AFTER, "own")
+    spec = MECHANISMS[0]
+    found = gaps.load(run_folder(spec))
+    ratio, band = found.ratio(BEFORE, AFTER, "own")
     table = found.table()
     us = table[table["copy_stream"] == "own"].groupby("sync")["gap_us"].first()
     assert band.low < 1 < band.high
     assert ratio.low <= ratio.value <= ratio.high
-    before = us[mechanisms.BEFORE]
-    after = us[mechanisms.AFTER]
+    before = us[BEFORE]
+    after = us[AFTER]
     assert ratio.value == pytest.approx(before / after, rel=0.1)
 
 
 def test_without_runs_the_table_says_so(tmp_path):
-    assert mechanisms.table(tmp_path) == "Mechanisms: not measured."
+    assert made("mechanisms", Recorded(tmp_path)) == "Mechanisms: not measured."
 
 
 @needs_runs
 def test_a_missing_run_keeps_its_row(tmp_path):
     spec = RECORDED[-1]
-    (tmp_path / spec.folder).symlink_to(RESULTS / spec.folder)
-    lines = mechanisms.table(tmp_path).splitlines()
-    assert sum("not measured" in line for line in lines) == len(mechanisms.ROWS) - 1
-    assert sum(spec.mechanism in line for line in lines) == 1
+    (tmp_path / f"cuda-{spec.folder}").symlink_to(run_folder(spec))
+    lines = made("mechanisms", Recorded(tmp_path)).splitlines()
+    assert sum("not measured" in line for line in lines) == len(MECHANISMS) - 1
+    assert sum(spec.name in line for line in lines) == 1

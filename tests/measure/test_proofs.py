@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from data.measure import proofs
+from data.measure import proofs, readme
 from data.measure.proofs import OUT, proved
+from data.measure.recorded import Recorded
 from workbench.report.proofs import proof_frame, record_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,8 +80,9 @@ def test_every_race_of_record_is_there_before_its_fix_and_not_after():
 
 
 def test_readme_has_the_table(tmp_path):
-    assert proofs.table(OUT.parent) in (ROOT / "data/results/README.md").read_text()
-    assert proofs.table(tmp_path) == "not measured."
+    page = (ROOT / "data/results/README.md").read_text()
+    assert readme.made("proofs", Recorded(OUT.parent)) in page
+    assert readme.made("proofs", Recorded(tmp_path)) == "Proofs: not measured."
 
 
 def test_reasons_are_shown_whole(found):

@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 
 from data.measure import matrix, readme
-from data.measure.scheduling import BACKGROUNDS
 from data.measure.sources import age, unmarked
 from tests.gpu import sanitize
 from workbench.bench.comparison import AB
@@ -121,7 +120,7 @@ def test_a_comparison_is_interleaved_repeated_and_right(folder):
 STREAMS = ("own", "compute")
 
 
-@pytest.mark.parametrize("background", BACKGROUNDS)
+@pytest.mark.parametrize("background", matrix.OFF_AND_ON)
 @pytest.mark.parametrize("model", matrix.SYNCED)
 def test_sync_modes_measured_on_a_gpu_are_safe_ones_each_once(model, background):
     """On both streams: gaps, and t/s in the thread's tests. A mode may be newer than the run."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data.measure import blocks, readme, sources
+from data.measure import readme, sources
+from data.measure.recorded import Recorded
 from data.measure.sources import OLDER, age, mark, source_hash, unmarked
 from workbench import checkout
 
@@ -88,7 +89,7 @@ def test_the_page_marks_runs_of_older_sources(tmp_path):
     for digest, marked in ((source_hash(), False), ("0" * 64, True)):
         text = json.dumps(tests | {"source_hash": digest})
         (tmp_path / "gpu-tests.json").write_text(text)
-        said = blocks.correctness_table(tmp_path)
+        said = readme.made("correctness-cuda", Recorded(tmp_path))
         assert f"sources {digest[:8]}, 2026-01-02" in said and (OLDER in said) == marked
         assert OLDER not in unmarked(said)
 
@@ -100,12 +101,14 @@ def test_commits_are_listed_newest_first(tmp_path, history):
         (tmp_path / "runs" / name).mkdir(parents=True)
         run = of(commit) | {"started": date}
         (tmp_path / "runs" / name / "run.json").write_text(json.dumps(run))
-    lines = sources.table(tmp_path / "runs").splitlines()
+    lines = sources.commits(Recorded(tmp_path / "runs")).splitlines()
     assert lines[2:] == [
         f"- commit {new[:8]}, 2026-01-02: 2 runs",
         f"- commit {old[:8]}, 2026-01-01{OLDER}: 1 run",
     ]
-    assert OLDER in lines[0] and sources.table(tmp_path / "none") == "Runs: not measured."
+    assert (
+        OLDER in lines[0] and sources.commits(Recorded(tmp_path / "none")) == "Runs: not measured."
+    )
 
 
 def test_pages_can_be_made_without_any_run_of_a_gpu(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data.measure import __main__ as measure
-from data.measure import blocks, matrix, recorded, session, targets
+from data.measure import blocks, matrix, readme, recorded, session, targets
 from data.measure.recorded import LARGE, SMALL, TYPES, Recorded
 from workbench.bench import results
 from workbench.config import Toggles
@@ -70,25 +70,29 @@ def kernel_row(dtype: str, shape: str, launch: str, share: float, batch: int = 1
     }  # fmt: skip
 
 
-def by_name(folder: Path) -> dict[str, targets.Target]:
+def table(name: str, folder: Path) -> str:
+    return readme.made(name, Recorded(folder))
+
+
+def by_name(folder: Path) -> dict[str, targets.Result]:
     return {target.what: target for target in targets.targets(Recorded(folder))}
 
 
-def the(folder: Path, start: str) -> targets.Target:
+def the(folder: Path, start: str) -> targets.Result:
     (found,) = [t for what, t in by_name(folder).items() if what.startswith(start)]
     return found
 
 
 def test_readme_has_the_table_of_the_recorded_runs():
-    assert targets.table(RESULTS) in (ROOT / "data/results/README.md").read_text()
+    assert table("targets-cuda", RESULTS) in (ROOT / "data/results/README.md").read_text()
 
 
 def test_without_runs_nothing_is_met(tmp_path):
     found = by_name(tmp_path).values()
     assert len(found) == 23
     assert {t.met for t in found} == {t.measured for t in found} == {recorded.NOT_MEASURED}
-    for block in blocks.BLOCKS.values():
-        assert block(tmp_path).endswith("not measured.")
+    for name in blocks.BLOCKS:
+        assert table(name, tmp_path).endswith("not measured.")
 
 
 def test_decode_is_weights_a_second_of_the_run_s_own_bandwidth(tmp_path):
@@ -103,7 +107,7 @@ def test_decode_is_weights_a_second_of_the_run_s_own_bandwidth(tmp_path):
     prompt = the(tmp_path, "pp512 llama-3-8b-f16")
     assert prompt.measured == "25600 t/s, 50.0 % of a large product's rate"
     assert prompt.met == "yes"
-    assert " 83.3 |" in blocks.decode_table(tmp_path)
+    assert " 83.3 |" in table("decode-cuda", tmp_path)
 
 
 def test_a_better_run_meets_what_a_worse_one_missed(tmp_path):
@@ -126,7 +130,7 @@ def test_a_type_is_as_good_as_its_worst_shape(tmp_path):
     assert "Q8_0 87.0 % (head)" in large.measured and large.met == "**missed**: Q8_0"
     assert the(tmp_path, "gate/up and head of 8B, plain: 80").met == "not measured: MXFP4"
     assert the(tmp_path, "qkv, o and down of 8B, `pdl`").met == "not measured: MXFP4"
-    assert "87 / 87" in blocks.kernels_table(tmp_path)
+    assert "87 / 87" in table("kernels-cuda", tmp_path)
 
 
 def test_runs_that_count_for_nothing_are_named(tmp_path):
@@ -137,9 +141,9 @@ def test_runs_that_count_for_nothing_are_named(tmp_path):
     path = tmp_path / "cuda-decode-llama-3-8b-f16" / "run.json"
     path.write_text(path.read_text().replace('"complete"', '"interrupted"'))
     assert {t.met for t in by_name(tmp_path).values()} == {recorded.NOT_MEASURED}
-    table = targets.table(tmp_path)
-    assert "cuda-kernels is void: slow" in table
-    assert "cuda-decode-llama-3-8b-f16 is interrupted" in table
+    shown = table("targets-cuda", tmp_path)
+    assert "cuda-kernels is void: slow" in shown
+    assert "cuda-decode-llama-3-8b-f16 is interrupted" in shown
 
 
 def test_a_batch_is_held_to_memory_or_to_tensor_cores(tmp_path):
@@ -157,7 +161,7 @@ def test_a_batch_is_held_to_memory_or_to_tensor_cores(tmp_path):
     assert (few.share, few.bound) == (few.read, "memory")
     assert many == pytest.approx((128, 5120.0, 0.2, 0.4))
     assert (many.share, many.bound) == (many.product, "tensor cores")
-    cells = [re.split(r" *\| *", line) for line in blocks.batches_table(tmp_path).splitlines()]
+    cells = [re.split(r" *\| *", line) for line in table("batches-cuda", tmp_path).splitlines()]
     assert [cell[2:8] for cell in cells[2:4]] == [
         ["16", "2000", "62.5", "15.6", "memory", "62.5"],
         ["128", "5120", "20.0", "40.0", "tensor cores", "40.0"],
@@ -176,7 +180,7 @@ def test_a_batch_is_held_to_memory_or_to_tensor_cores(tmp_path):
     assert recorded.worst_batch(run, "Q4_0") is None
     rows.append(kernel_row("F16", "8b.down", "plain", 0.8, batch=16))
     record(tmp_path, "kernels-batches", "kernels", {}, result=result)
-    head, _, line = blocks.kernels_batches_table(tmp_path).splitlines()[:3]
+    head, _, line = table("kernels-batches-cuda", tmp_path).splitlines()[:3]
     assert re.findall(r"\d+", head) == ["2", "16", "1000"]
     assert re.findall(r"\d+\.\.\d+", line) == ["90..90", "60..80", "250..250"]
 
@@ -217,14 +221,14 @@ def test_checks_are_clean_only_if_every_tool_ran_and_found_nothing(tmp_path):
         return the(tmp_path, what).met
 
     assert met() == "yes"
-    table = blocks.correctness_table(tmp_path)
-    assert all(f"| {tool} " in table for tool in targets.TOOLS)
-    assert table.endswith("tools: GPU, 55 s in all, sources 01234567, 2026-01-02 (older sources); "
+    shown = table("correctness-cuda", tmp_path)
+    assert all(f"| {tool} " in shown for tool in targets.TOOLS)
+    assert shown.endswith("tools: GPU, 55 s in all, sources 01234567, 2026-01-02 (older sources); "
                           "compute-sanitizer Version 1.")  # fmt: skip
     for wrong in ({"errors": 1}, {"errors": None}, {"exit": 1}, {"tests": 0}):
         assert met({"racecheck": run | wrong}) == "**missed**"
     met({"racecheck": run | {"errors": None}})
-    assert "none told" in blocks.correctness_table(tmp_path)
+    assert "none told" in table("correctness-cuda", tmp_path)
     assert met(duration_s=500.0) == "**missed**"
     assert met(runs={"memcheck": run}) == "**missed**"
     assert "racecheck not run" in the(tmp_path, what).measured
@@ -233,9 +237,9 @@ def test_checks_are_clean_only_if_every_tool_ran_and_found_nothing(tmp_path):
         "date": "2026-01-02T03", "source_hash": "abcdefghij",
     }  # fmt: skip
     (tmp_path / "gpu-tests.json").write_text(json.dumps(tests))
-    table = blocks.correctness_table(tmp_path)
-    assert re.search(r"make test-gpu .* \| +9 \| +2 \| +9.0 \|", table)
-    assert "make test-gpu: GPU, sources abcdefgh, 2026-01-02 (older sources), 1 skipped" in table
+    shown = table("correctness-cuda", tmp_path)
+    assert re.search(r"make test-gpu .* \| +9 \| +2 \| +9.0 \|", shown)
+    assert "make test-gpu: GPU, sources abcdefgh, 2026-01-02 (older sources), 1 skipped" in shown
 
 
 def test_a_cpu_is_held_to_llama_cpp_s(tmp_path):
@@ -248,10 +252,10 @@ def test_a_cpu_is_held_to_llama_cpp_s(tmp_path):
 
 def test_changes_on_top_of_a_commit_are_told(tmp_path):
     decode_run(tmp_path)
-    assert "; commit 00000000; " in blocks.decode_table(tmp_path)
+    assert "; commit 00000000; " in table("decode-cuda", tmp_path)
     path = tmp_path / "cuda-decode-llama-3-8b-f16" / "run.json"
     path.write_text(path.read_text().replace('"dirty": false', '"dirty": true'))
-    assert "commit 00000000 with uncommitted changes; " in blocks.decode_table(tmp_path)
+    assert "commit 00000000 with uncommitted changes; " in table("decode-cuda", tmp_path)
 
 
 def scored_run(
@@ -283,7 +287,7 @@ def test_decode_kernels_are_judged_by_runs_of_one_token_at_a_time(tmp_path):
     assert decode.met.startswith("**missed**: f16; not measured: bf16")
     assert the(tmp_path, "prefill kernels against") == prefill
     assert prefill.met.startswith("not measured: bf16")
-    head, _, f16, q4_0 = blocks.perplexity_table(tmp_path).splitlines()[:4]
+    head, _, f16, q4_0 = table("perplexity-cuda", tmp_path).splitlines()[:4]
     assert re.findall(r"\S+ at once", head) == ["512 at once", "64 at once", "1 at once"]
     assert "3.0e-04 / 6.0e-04 | 4.0e-04 / 8.0e-04 | 3.0e-04 / 6.0e-04" in q4_0
     assert re.search(r"3.0e-06 / 2.0e-06 \| +\| 3.0e-06 / 2.0e-06 \| 5e-06 / 1e-05", f16)
@@ -301,7 +305,7 @@ def test_the_steps_run_and_go_on_where_they_were(tmp_path, tiny_models, capsys):
     assert not list(tmp_path.glob("embedded-*")), "a quick run must not be taken for a real one"
     found = Recorded(tmp_path, "quick-embedded")
     assert isinstance(recorded.depth_ratio(found), float)
-    assert len(found.load_seconds()) == 3
+    assert len(found.file("load-llama-3-8b-q4_0")["seconds"]) == 3
     run = found.run("decode-llama-3-8b-q4_0")
     assert run is not None and run.run["result"]["read_gbps"] > 0
     assert run.run["arms"][0]["toggles"]["fuse_glu"] == "on"

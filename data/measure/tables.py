@@ -1,0 +1,128 @@
+"""One way to make every table of the pages: lines of values, a template for each cell, a caption.
+
+A `Table` is data. Its `lines` are what was recorded; `cells` says what each column shows of a
+line; `more` says what its caption tells beside device, commits and date. Nothing here measures.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import pandas as pd
+
+from data.measure.recorded import NOT_MEASURED, Recorded, commit_of
+from data.measure.sources import mark
+from workbench.report.tables import markdown
+
+
+class OfARun(Protocol):
+    """A run, or what was made of one: a comparison, gaps."""
+
+    @property
+    def run(self) -> dict[str, Any]: ...
+
+
+class Line(NamedTuple):
+    """values: by name, what cells show. runs: what they are of."""
+
+    values: Mapping[str, Any]
+    runs: Sequence[OfARun] = ()
+
+
+class Table(NamedTuple):
+    """title: what is not measured where there are no lines; empty where the table then is left out.
+    cells: column to template; None where the values of a line are its cells. more: the caption's
+    own words, of `facts`; None for no caption. said: a caption made of something else than runs.
+    by_device: a caption for each device.
+    """
+
+    title: str
+    lines: Callable[[Recorded], Iterable[Line]]
+    cells: Mapping[str, str] | None = None
+    more: str | None = None
+    said: Callable[[Recorded], str] | None = None
+    by_device: bool = False
+
+
+Part = Table | str | Callable[[Recorded], str]
+
+
+def block(parts: Sequence[Part], recorded: Recorded) -> str:
+    """Tables and the sentences between them, as Markdown. Sentences stand behind what was measured
+    alone."""
+    texts, measured = list[str](), False
+    for part in parts:
+        if isinstance(part, Table):
+            lines = list(part.lines(recorded))
+            measured |= bool(lines)
+            texts.append(rendered(part, lines, recorded))
+        elif measured or len(parts) == 1:
+            texts.append(part if isinstance(part, str) else part(recorded))
+    return "\n\n".join(filter(None, texts))
+
+
+def rendered(table: Table, lines: Sequence[Line], recorded: Recorded) -> str:
+    """The lines as Markdown with their caption; a line that says so where none was measured."""
+    runs = [run for line in lines for run in line.runs]
+    if not lines or (table.more is not None and not runs):
+        return f"{table.title}: {NOT_MEASURED}." if table.title else ""
+    rows = [shown(table.cells, line.values) for line in lines]
+    texts = [markdown(pd.DataFrame(rows).fillna(""))]
+    if table.more is not None:
+        groups = dict[str, list[OfARun]]()
+        for run in runs:
+            device = str(run.run["engine"].get("device_description")) if table.by_device else ""
+            groups.setdefault(device, []).append(run)
+        more = table.more.format_map(facts(runs))
+        texts.append(" ".join(caption(group, more) for group in groups.values()))
+    if table.said is not None:
+        texts.append(table.said(recorded))
+    return "\n\n".join(texts)
+
+
+def shown(cells: Mapping[str, str] | None, values: Mapping[str, Any]) -> dict[str, str]:
+    """The cells of a line; one that shows a value which is None is empty."""
+    if cells is None:
+        return dict(values)
+    return {column: filled(template, values) for column, template in cells.items()}
+
+
+def filled(template: str, values: Mapping[str, Any]) -> str:
+    """The template with its values; empty where one of them is None."""
+    names = {name for _, name, _, _ in string.Formatter().parse(template) if name}
+    return "" if any(values[name] is None for name in names) else template.format_map(values)
+
+
+def caption(runs: Iterable[OfARun], more: str = "") -> str:
+    """Device, commits and date of runs that stand in one table."""
+    found = [run.run for run in runs]
+    devices = dict.fromkeys(str(run["engine"].get("device_description")) for run in found)
+    commits = dict.fromkeys(commit_of(run) for run in found)
+    date = min(run["started"][:10] for run in found)
+    parts = [" and ".join(devices), *([more] if more else [])]
+    return "; ".join([*parts, f"commit {', '.join(commits)}", date]) + f"{mark(*found)}."
+
+
+def facts(runs: Iterable[OfARun]) -> dict[str, str]:
+    """What captions tell of all runs of a table: the read bandwidth and the rate of a large
+    product (read, peak), repetitions (n), tests, shapes of kernels, tokens scored."""
+    every = [run.run for run in runs]
+    made = [run["result"] for run in every]
+    scored = dict.fromkeys(str(of["engine"]["n"]) for of in made if "agreement" in of)
+    shapes = dict.fromkeys(row["shape"][3:] for of in made for row in of.get("rows", ()))
+    return {
+        "read": span(of["read_gbps"] for of in made if "read_gbps" in of),
+        "peak": span(of["product_tflops"] for of in made if "product_tflops" in of),
+        "n": " and ".join(map(str, sorted({run["repetitions"] for run in every}))),
+        "tests": ", ".join(dict.fromkeys(test for run in every for test in run["tests"])),
+        "shapes": ", ".join(shapes),
+        "scored": " or ".join(scored),
+    }
+
+
+def span(values: Iterable[float]) -> str:
+    """The least and the most, rounded; one number where they are the same."""
+    texts = [f"{value:.0f}" for value in sorted(values)]
+    return " to ".join(dict.fromkeys((texts[0], texts[-1]))) if texts else ""
