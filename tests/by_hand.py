@@ -11,9 +11,9 @@ from workbench.program.check.hazards import races
 from workbench.program.commands import (
     Buffer,
     Command,
+    CommandAt,
     Copy,
     Launch,
-    Place,
     Program,
     Range,
     Record,
@@ -69,8 +69,8 @@ def pairs(*commands: Command, laps: int = 1, **how: Any) -> list[tuple[int, int]
     return sorted({(race.first.index, race.second.index) for race in found})
 
 
-def places(found: Iterable[Place]) -> list[int]:
-    return [place.index for place in found]
+def indices(found: Iterable[CommandAt]) -> list[int]:
+    return [at.index for at in found]
 
 
 S, X, Y, Z = memory("staging"), memory("x"), memory("y"), memory("z")

@@ -34,8 +34,8 @@ from tests.oracles.shadow import (
     BEFORE,
     HOST_QUEUE,
     SPOILT_FIRST,
+    CommandAt,
     Op,
-    Place,
     Point,
     Run,
     Task,
@@ -54,17 +54,17 @@ class WrongRead(NamedTuple):
     was not done with them.
     """
 
-    reader: Place | None
+    reader: CommandAt | None
     buffer: Buffer
     offset: int
     nbytes: int
-    seen: Place | None
-    expected: Place | None
+    seen: CommandAt | None
+    expected: CommandAt | None
     unfinished: bool = False
 
     def __str__(self) -> str:
-        def of(place: Place | None) -> str:
-            return "what was there before the run" if place is None else f"[{place}]"
+        def of(at: CommandAt | None) -> str:
+            return "what was there before the run" if at is None else f"[{at}]"
 
         reader = "the end of the run" if self.reader is None else f"[{self.reader}]"
         half = "half of " if self.unfinished else ""
@@ -119,7 +119,7 @@ class Adversary:
         self._run = Run(steps, one_order)
         # at the end of the run everybody reads everything
         n = len(self._run.bounds)
-        self._end = Op(len(self._run.places), True, 0, n, self._run.final)
+        self._end = Op(len(self._run.commands), True, 0, n, self._run.final)
 
     def run(self, seed: int, strategy: str | None = None) -> list[WrongRead]:
         """The wrong reads of one schedule, in program order, then what is wrong at the end.
@@ -139,17 +139,17 @@ class Adversary:
     def _told(self, wrong: dict[tuple[int, int], tuple[int, int]]) -> list[WrongRead]:
         """Segments grown together again: those side by side that went wrong alike."""
         told: list[WrongRead] = []
-        places, bounds = self._run.places, self._run.bounds
+        commands, bounds = self._run.commands, self._run.bounds
         for (reader, segment), (seen, expected) in sorted(wrong.items()):
             buffer, a, b = bounds[segment]
             half = seen < BEFORE
             one = WrongRead(
-                places[reader] if reader < len(places) else None,
+                commands[reader] if reader < len(commands) else None,
                 buffer,
                 a,
                 b - a,
-                self._place(unfinished(seen) if half else seen),
-                self._place(expected),
+                self._at(unfinished(seen) if half else seen),
+                self._at(expected),
                 half,
             )
             if told and _next_to(told[-1], one):
@@ -157,8 +157,8 @@ class Adversary:
             told.append(one)
         return told
 
-    def _place(self, version: int) -> Place | None:
-        return None if version == BEFORE else self._run.places[version]
+    def _at(self, version: int) -> CommandAt | None:
+        return None if version == BEFORE else self._run.commands[version]
 
 
 def _next_to(a: WrongRead, b: WrongRead) -> bool:

@@ -206,7 +206,7 @@ def ends_wrong(steps: Sequence[Program], race: Race, one_order: bool) -> bool:
     """Whether some interleaving of the run reduced to a race's two commands, and to the bytes they
     dispute, is wrong."""
     disputed = Range(race.buffer, race.offset, race.nbytes)
-    pair = {place[:2] for place in (race.first, race.second)}
+    pair = {at[:2] for at in (race.first, race.second)}
     return bool(Interleavings(steps, one_order, disputed, pair).wrong)
 
 
@@ -231,7 +231,7 @@ def _cells(ranges: Iterable[Range]) -> list[tuple[Buffer, int, int]]:
 
 
 def _latest_records(commands: Sequence[Command]) -> dict[int, int]:
-    """For each Wait and Sync on an event, by place: the Record it refers to, if any."""
+    """For each Wait and Sync on an event, by number: the Record it refers to, if any."""
     latest: dict[str | None, int] = {}
     found = {}
     for n, c in enumerate(commands):

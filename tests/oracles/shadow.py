@@ -23,9 +23,9 @@ from workbench.program.commands import (
     HOST,
     Buffer,
     Command,
+    CommandAt,
     Copy,
     Launch,
-    Place,
     Program,
     Range,
     Record,
@@ -143,20 +143,20 @@ def unfinished(command: int) -> int:
 class Run:
     """A run walked once in host order.
 
-    places: its commands, by number. bounds: its segments, as (buffer, first byte, end). tasks:
+    commands: its commands, by number. bounds: its segments, as (buffer, first byte, end). tasks:
     those of each queue, in its order. host: what the host does, in its order. final: the version
     of every segment at the end of the run, in program order.
     """
 
     def __init__(self, steps: Sequence[Program], one_order: bool):
         self._one_order = one_order
-        self.places = [
-            Place(s, i, c) for s, p in enumerate(steps) for i, c in enumerate(p.commands)
+        self.commands = [
+            CommandAt(s, i, c) for s, p in enumerate(steps) for i, c in enumerate(p.commands)
         ]
         self._queues: dict[Stream | int, int] = {}
         # copies of a stream that do not share its order, and that nothing has drained yet
         self._loose: dict[Stream, list[int]] = {}
-        touches = [_touch(p.command, self._queue_of(n)) for n, p in enumerate(self.places)]
+        touches = [_touch(p.command, self._queue_of(n)) for n, p in enumerate(self.commands)]
         self._segments = _Segments(touches)
         self.bounds = self._segments.bounds
         self.tasks: list[list[Task]] = [[] for _ in range(len(self._queues) + 1)]
@@ -167,7 +167,7 @@ class Run:
             self._issue(n, touch)
 
     def _queue_of(self, n: int) -> int:
-        command = self.places[n].command
+        command = self.commands[n].command
         match command:
             case Copy() if not self._one_order:
                 return self._queues.setdefault(n, len(self._queues) + 1)
@@ -178,7 +178,7 @@ class Run:
         return HOST_QUEUE
 
     def _issue(self, n: int, touch: _Touch) -> None:
-        command = self.places[n].command
+        command = self.commands[n].command
         match command:
             case Record():
                 self._events[command.event] = Point(touch.queue, len(self.tasks[touch.queue]))
@@ -221,7 +221,7 @@ class Run:
         if touch.queue == HOST_QUEUE:
             self.host.append(HostStep((*looks, *leaves)))
             return
-        command = self.places[n].command
+        command = self.commands[n].command
         if not isinstance(command, Copy):
             self._put(touch.queue, Task(((*looks, *leaves),)))
             return

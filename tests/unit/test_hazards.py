@@ -18,11 +18,11 @@ from tests.by_hand import (
     Y,
     Z,
     copy,
+    indices,
     launch,
     memory,
     pairs,
     part,
-    places,
     program,
     record,
     sync,
@@ -137,7 +137,7 @@ def test_only_bytes_that_both_touch(offset, nbytes, disputed):
     assert [(r.offset, r.nbytes) for r in found] == ([] if disputed is None else [disputed])
 
 
-def test_same_offsets_of_two_buffers_are_two_places():
+def test_same_offsets_of_two_buffers_are_other_bytes():
     assert pairs(copy(X, S, B), launch(A, [memory("x")], [Y])) == []
 
 
@@ -194,12 +194,12 @@ def test_a_command_issued_anew_is_the_latest_again():
     assert (race.first[:2], race.second[:2]) == ((2, 0), (3, 1))
 
 
-def test_a_ring_of_two_slots_waits_for_the_slot_not_for_the_step():
-    def step(slot: int) -> Program:
-        staging, place = part(S, 32 * slot, 32), part(X, 32 * slot, 32)
+def test_a_ring_of_two_entries_waits_for_the_entry_not_for_the_step():
+    def step(entry: int) -> Program:
+        staging, there = part(S, 32 * entry, 32), part(X, 32 * entry, 32)
         return program(
-            sync(event=slot), Write(staging, "inp"), copy(place, staging, A), launch(A, [place]),
-            record(slot, A),
+            sync(event=entry), Write(staging, "inp"), copy(there, staging, A), launch(A, [there]),
+            record(entry, A),
         )  # fmt: skip
 
     ring = [step(0), step(1)]
@@ -338,13 +338,13 @@ def test_a_programmatic_launch_that_declares_its_wait_keeps_stream_order():
 def test_one_that_does_not_is_refused_and_its_races_are_named():
     run = [program(launch(A, [], [X]), early())] * 2
     found = check(run[:1], declared=lambda node: False)
-    assert places(found.refused) == [1] and not found.safe
+    assert indices(found.refused) == [1] and not found.safe
     race = found.races[0]
     assert (race.first.index, race.second.index) == (0, 1)
     assert race.missing.endswith("declares no griddepcontrol.wait: launch it without pdl")
     harmless = [program(launch(A, [], [Z]), early((W, X), (Y,)), copy(S, Z, A))]
     assert races(harmless, declared=lambda node: False) == []
-    assert places(refused(harmless, lambda node: False)) == [1]
+    assert indices(refused(harmless, lambda node: False)) == [1]
 
 
 EARLY = {

@@ -8,7 +8,7 @@ from tests.oracles.happens_before import racing_pairs
 from workbench.config import CopyStream, StepWait, SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.program.check.hazards import check, races
-from workbench.program.commands import Copy, Place, Sync
+from workbench.program.commands import CommandAt, Copy, Sync
 from workbench.program.sync_modes import race_of
 
 WAYS = [
@@ -57,7 +57,7 @@ def test_per_copy_waits_for_every_copy_but_one_in_vain(engine_of, stream):
     found = check([cycle])
     assert found.safe and n_copies == 6
     assert len(found.superfluous) >= n_copies - 1
-    needed = [Place(1, i, cycle.commands[i]) for i in (p.index for p in found.sufficient)]
+    needed = [CommandAt(1, i, cycle.commands[i]) for i in (p.index for p in found.sufficient)]
     logits = needed[-1].command
     assert isinstance(logits, Sync) and logits.event is not None
     # on one stream its order does the rest; on two the launches want the copies waited for, once
@@ -78,7 +78,7 @@ def test_in_a_train_without_waits_the_first_wait_of_copy_boundary_is_needed(engi
     with engine_of("copy_boundary", CopyStream.OWN, StepWait.OUTPUTS) as engine:
         found = check(engine.programs(20))
     assert found.safe
-    kept = {place.step for place in found.sufficient}
+    kept = {at.step for at in found.sufficient}
     assert kept == {3, 4, 5}
     assert found.waits[2] in found.sufficient  # of the second ubatch, whose copies meet the first
 

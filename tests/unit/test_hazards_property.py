@@ -102,12 +102,12 @@ def test_races_are_conflicts_without_a_path(run, one_order):
     assert {(r.first[:2], r.second[:2]) for r in found} <= naive
     for race in found:
         doing, done = race.kind.split("-")
-        for how, place in ((doing, race.first), (done, race.second)):
+        for how, at in ((doing, race.first), (done, race.second)):
             assert any(
                 r.buffer is race.buffer
                 and r.offset <= race.offset
                 and race.offset + race.nbytes <= r.offset + r.nbytes
-                for r in (place.command.reads if how == "read" else place.command.writes)
+                for r in (at.command.reads if how == "read" else at.command.writes)
             )
         assert race.nbytes > 0 and not race.may and "\n" not in race.missing
 
@@ -137,8 +137,8 @@ def test_waits_that_could_go_are_those_without_which_nothing_more_races(run):
     anyway = naive_races(run, set())
     waits = {c for p in run for c in p.commands if isinstance(c, (Sync, Wait))}
     alone = {w for w in waits if naive_races(run, {w}) == anyway}
-    assert {place.command for place in superfluous(run)} == alone
-    kept = {place.command for place in sufficient(run)}
+    assert {at.command for at in superfluous(run)} == alone
+    kept = {at.command for at in sufficient(run)}
     assert kept <= waits and waits - alone <= kept
     assert naive_races(run, waits - kept) == anyway
     for wait in kept:  # none of them can go
@@ -172,7 +172,7 @@ def test_an_inclusion_minimal_set_need_not_be_the_smallest():
         ])
     ]  # fmt: skip
     assert not races(run)
-    assert [place.command for place in sufficient(run)] == [wait, *later]
+    assert [at.command for at in sufficient(run)] == [wait, *later]
     assert smallest(run, {wait, first, *later}, set()) == 2
     assert naive_races(run, set(later)) == set()
 

@@ -13,7 +13,7 @@ from tests.by_hand import (
     B,
     C,
     S,
-    places,
+    indices,
     program,
     record,
     sync,
@@ -27,36 +27,36 @@ from workbench.program.commands import Write
 def test_of_two_waits_for_the_same_either_can_go_but_not_both():
     run = [program(LAND, sync(B), sync(B), USE, sync(A))] * 3
     assert races(run) == []
-    assert places(superfluous(run, range(1, 2))) == [1, 2]
-    assert places(sufficient(run, range(1, 2))) == [2, 4]
+    assert indices(superfluous(run, range(1, 2))) == [1, 2]
+    assert indices(sufficient(run, range(1, 2))) == [2, 4]
 
 
 def test_a_wait_is_removed_in_every_step():
     """The sync at a step's begin can go from any one step, and from no program."""
     run = [program(sync(B), Write(S, "inp"), LAND)] * 3
     assert superfluous(run) == []
-    assert [place[:2] for place in sufficient(run)] == [(0, 0)]
+    assert [at[:2] for at in sufficient(run)] == [(0, 0)]
 
 
 def test_waits_of_streams_are_candidates_as_syncs_are_and_records_are_not():
     found = check([program(LAND, record(0, B), wait(0, A), wait(0, A), USE, sync(A))])
-    assert places(found.waits) == [2, 3, 5]
-    assert places(found.superfluous) == [2, 3]
-    assert places(found.sufficient) == [3, 5]
-    assert {place.step for place in found.waits} == {1}  # the steady lap
+    assert indices(found.waits) == [2, 3, 5]
+    assert indices(found.superfluous) == [2, 3]
+    assert indices(found.sufficient) == [3, 5]
+    assert {at.step for at in found.waits} == {1}  # the steady lap
 
 
 def test_where_something_races_anyway_a_wait_is_superfluous_that_keeps_nothing_else_from_it():
     run = [program(LAND, sync(A), USE, sync(A), sync(B))] * 3
     assert races(run)
-    assert places(superfluous(run)) == [1, 4]  # the copy races with its reader, now or later
-    assert places(sufficient(run)) == [3]
+    assert indices(superfluous(run)) == [1, 4]  # the copy races with its reader, now or later
+    assert indices(sufficient(run)) == [3]
 
 
 def test_programs_of_a_cycle_have_their_waits_each():
     one, other = program(LAND, sync(B), USE), program(sync(A), sync(C))
     found = check([one, one, other], laps=2)
-    assert [place[:2] for place in found.waits] == [(3, 1), (5, 0), (5, 1)]
+    assert [at[:2] for at in found.waits] == [(3, 1), (5, 0), (5, 1)]
 
 
 def test_findings_are_json():

@@ -33,7 +33,7 @@ PATTERNS = {
 
 def racing(steps: list[Program]) -> set[tuple[Named, Named]]:
     found = hazards.races(steps)
-    return {tuple(named(place.step, place.command) for place in race[:2]) for race in found}
+    return {tuple(named(at.step, at.command) for at in race[:2]) for race in found}
 
 
 def commands(steps: list[Program]):
@@ -65,9 +65,9 @@ def test_adversary_sees_wrong_reads_before_the_fix_and_none_after(case):
 
 @case_by_case
 def test_named_pair_is_in_the_run_once_and_in_host_order(case):
-    places = [named(step, command) for step, command in commands(case.before)]
-    assert [places.count(name) for name in case.expected] == [1, 1]
-    assert places.index(case.expected[0]) < places.index(case.expected[1])
+    all_named = [named(step, command) for step, command in commands(case.before)]
+    assert [all_named.count(name) for name in case.expected] == [1, 1]
+    assert all_named.index(case.expected[0]) < all_named.index(case.expected[1])
 
 
 @case_by_case

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from workbench.graph.ir import Node
-    from workbench.program.check.hazards import Findings, Place
+    from workbench.program.check.hazards import CommandAt, Findings
     from workbench.program.commands import Program
 
 RACES = 3  # exit status where there are any
@@ -104,32 +104,32 @@ def lines(cycle: list[Program], found: Findings) -> list[str]:
         f"races        {len(found.races) or 'none'}",
     ]
     for race in found.races:
-        first, second = (f"step {place.step} #{place.index}" for place in (race.first, race.second))
-        at = f"{race.buffer.name} bytes {race.offset} to {race.offset + race.nbytes - 1}"
+        first, second = (f"step {at.step} #{at.index}" for at in (race.first, race.second))
+        where = f"{race.buffer.name} bytes {race.offset} to {race.offset + race.nbytes - 1}"
         kind = f"may {race.kind}" if race.may else race.kind
-        out.append(f"  {first} and {second}, {kind} of {at}: {race.missing}")
-    for place in found.refused:
+        out.append(f"  {first} and {second}, {kind} of {where}: {race.missing}")
+    for at in found.refused:
         out.append(
-            f"  step {place.step} #{place.index} is launched programmatically, and its kernel "
-            f"declares no griddepcontrol.wait: {_words(found, place)}; use pdl=off"
+            f"  step {at.step} #{at.index} is launched programmatically, and its kernel "
+            f"declares no griddepcontrol.wait: {_words(found, at)}; use pdl=off"
         )
     waits = _n(len(found.waits), "wait")
     alone, together = "each can go alone", "with these the others can go together"
     if found.races:
         alone, together = "without it nothing else races", "with these alone nothing else races"
-    for name, places, what in (
+    for name, named, what in (
         ("superfluous", found.superfluous, alone),
         ("sufficient", found.sufficient, together),
     ):
-        out.append(f"{name:<13}{len(places)} of {waits}: {what}")
-        out += [f"  step {p.step} #{p.index} {_words(found, p)}" for p in places]
+        out.append(f"{name:<13}{len(named)} of {waits}: {what}")
+        out += [f"  step {p.step} #{p.index} {_words(found, p)}" for p in named]
     return out
 
 
-def _words(found: Findings, place: Place) -> str:
+def _words(found: Findings, at: CommandAt) -> str:
     from workbench.program.check.wording import worded
 
-    return worded(place.command, found.steps[place.step].backends)
+    return worded(at.command, found.steps[at.step].backends)
 
 
 def _n(n: int, what: str) -> str:

@@ -228,11 +228,11 @@ class Read(Command):
         return (self.staging,)
 
 
-class Place(NamedTuple):
+class CommandAt(NamedTuple):
     """A command of a run of programs: at `index` of step number `step`."""
 
     step: int
-    index: int  # type: ignore[assignment]  # of a place, and no method of a tuple
+    index: int  # type: ignore[assignment]  # a number, and no method of a tuple
     command: Command
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ from workbench.errors import UsageError
 from workbench.frames import Table
 from workbench.program.check import hazards
 from workbench.program.check.races_of_record import CASES
-from workbench.program.commands import RESULT, Copy, Place, Program, Sync, Wait
+from workbench.program.commands import RESULT, CommandAt, Copy, Program, Sync, Wait
 from workbench.program.letters import once
 
 COLUMNS = ("ordering", "run", "pattern", "waits", "superfluous", "sufficient", "races", "because")
@@ -54,7 +54,7 @@ def proof_rows(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> Iterator[
     """
     for (ordering, run), cycle in cycles.items():
         found = hazards.check(cycle)
-        kept = [_waited_for(found, place) for place in found.sufficient]
+        kept = [_waited_for(found, wait) for wait in found.sufficient]
         yield {
             "ordering": ordering,
             "run": run,
@@ -103,16 +103,16 @@ def proof_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return table
 
 
-def _waited_for(found: hazards.Findings, place: Place) -> str:
+def _waited_for(found: hazards.Findings, wait: CommandAt) -> str:
     """What a wait is for, in words: where in its split it stands."""
-    command, commands = place.command, found.steps[place.step].commands
+    command, commands = wait.command, found.steps[wait.step].commands
     if isinstance(command, Wait):
         return "the device's wait for the copies"
     if command.split == RESULT:
         return "the wait for the logits"
     if isinstance(command, Sync) and command.blocks is not None:
         return f"the wait for the copy of {command.blocks.name}"
-    behind = any(isinstance(c, Copy) and c.split == command.split for c in commands[: place.index])
+    behind = any(isinstance(c, Copy) and c.split == command.split for c in commands[: wait.index])
     return f"the wait {'behind' if behind else 'before'} the copies"
 
 

@@ -40,7 +40,16 @@ from workbench.graph import ops
 from workbench.program.as_json import command_as_json
 from workbench.program.check.acts import Accessor, Declared, Run, Spot
 from workbench.program.check.wording import unordered, worded
-from workbench.program.commands import Buffer, Command, Launch, Place, Program, Range, Sync, Wait
+from workbench.program.commands import (
+    Buffer,
+    Command,
+    CommandAt,
+    Launch,
+    Program,
+    Range,
+    Sync,
+    Wait,
+)
 
 # of the value-dependent ops, which of `ops.reads` and of `ops.writes` declare more than is touched
 SUPERSETS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -59,8 +68,8 @@ class Race(NamedTuple):
     line, what would order them.
     """
 
-    first: Place
-    second: Place
+    first: CommandAt
+    second: CommandAt
     buffer: Buffer
     offset: int
     nbytes: int
@@ -74,10 +83,10 @@ class Findings(NamedTuple):
     parts; refused are programmatic launches of kernels that do not declare their wait."""
 
     races: list[Race]
-    superfluous: list[Place]
-    sufficient: list[Place]
-    waits: list[Place]
-    refused: list[Place]
+    superfluous: list[CommandAt]
+    sufficient: list[CommandAt]
+    waits: list[CommandAt]
+    refused: list[CommandAt]
     steps: list[Program]
 
     @property
@@ -102,16 +111,16 @@ class Findings(NamedTuple):
                 for race in self.races
             ],
             **{
-                name: [self._entry(place) for place in getattr(self, name)]
+                name: [self._entry(one) for one in getattr(self, name)]
                 for name in ("superfluous", "sufficient", "waits", "refused")
             },
         }
 
-    def _entry(self, place: Place) -> dict[str, Any]:
-        command, backends = place.command, self.steps[place.step].backends
+    def _entry(self, at: CommandAt) -> dict[str, Any]:
+        command, backends = at.command, self.steps[at.step].backends
         return {
-            "step": place.step,
-            "index": place.index,
+            "step": at.step,
+            "index": at.index,
             "words": worded(command, backends),
             **command_as_json(command, backends),
         }
@@ -137,7 +146,7 @@ def superfluous(
     *,
     one_order: bool = True,
     declared: Declared | None = None,
-) -> list[Place]:
+) -> list[CommandAt]:
     """Every Sync and Wait of the steps `steady` (all, if not given) that is removable alone.
 
     A wait is removed in every step that its program is issued in, and is named once, in the first
@@ -153,17 +162,17 @@ def sufficient(
     *,
     one_order: bool = True,
     declared: Declared | None = None,
-) -> list[Place]:
+) -> list[CommandAt]:
     """An inclusion-minimal set of the Syncs and Waits of `steady`, as `superfluous` has them, with
     which nothing races that does not with all: greedy removal in program order."""
     run = Run(steps, one_order, declared)
     return _sufficient(run, _waits(run, steady))
 
 
-def refused(steps: Sequence[Program], declared: Declared) -> list[Place]:
+def refused(steps: Sequence[Program], declared: Declared) -> list[CommandAt]:
     """Programmatic launches of kernels that do not declare their wait, each named once."""
     return [
-        Place(step, i, command)
+        CommandAt(step, i, command)
         for step in _first_steps(steps)
         for i, command in enumerate(steps[step].commands)
         if isinstance(command, Launch) and command.programmatic and not declared(command.node)
@@ -212,21 +221,21 @@ def _first_steps(steps: Sequence[Program], among: Iterable[int] | None = None) -
     return list(first.values())
 
 
-def _waits(run: Run, steady: range | None) -> list[Place]:
+def _waits(run: Run, steady: range | None) -> list[CommandAt]:
     return [
-        Place(step, i, command)
+        CommandAt(step, i, command)
         for step in _first_steps(run.steps, steady)
         for i, command in enumerate(run.steps[step].commands)
         if isinstance(command, (Sync, Wait))
     ]
 
 
-def _superfluous(run: Run, waits: Sequence[Place]) -> list[Place]:
+def _superfluous(run: Run, waits: Sequence[CommandAt]) -> list[CommandAt]:
     n = len(run.walk())
     return [w for w in waits if len(run.walk({_spot(run, w)}, n)) == n]
 
 
-def _sufficient(run: Run, waits: Sequence[Place]) -> list[Place]:
+def _sufficient(run: Run, waits: Sequence[CommandAt]) -> list[CommandAt]:
     n = len(run.walk())
     gone: set[Spot] = set()
     kept = []
@@ -239,8 +248,8 @@ def _sufficient(run: Run, waits: Sequence[Place]) -> list[Place]:
     return kept
 
 
-def _spot(run: Run, place: Place) -> Spot:
-    return Spot(run.order[place.step], place.index)
+def _spot(run: Run, at: CommandAt) -> Spot:
+    return Spot(run.order[at.step], at.index)
 
 
 # the races ----------------------------------------------------------------------------------------
@@ -251,7 +260,7 @@ def _races(run: Run) -> list[Race]:
     for pair, steps in run.walk().items():
         a, b = (run.accessors[number] for number in pair)
         first, second = (
-            Place(step, x.command, run.steps[step].commands[x.command])
+            CommandAt(step, x.command, run.steps[step].commands[x.command])
             for x, step in zip((a, b), steps, strict=True)
         )
         line = unordered(
