@@ -33,7 +33,7 @@ from data.measure.nsight import command, find_ncu, launches_counted, number, ref
 from data.measure.session import Session
 from workbench.backend.base import open_backend
 from workbench.bench import provenance
-from workbench.bench.kernel_cases import SHAPES, TYPES, Case, Shape
+from workbench.bench.kernel_cases import SHAPES, TYPES, KernelCase, WeightShape
 from workbench.bench.kernel_memory import Copies, Launches
 from workbench.graph.ir import Node
 from workbench.program.commands import COMPUTE_STREAM, Space
@@ -46,7 +46,7 @@ MODULE = "data.measure.counters"
 
 # gate alone, as `bench-kernels` launches it within gate_up
 GATE = SHAPES["8b.gate_up"]
-ALL_SHAPES = SHAPES | {"8b.gate": Shape("8b.gate", GATE.rows[:1], GATE.cols)}
+ALL_SHAPES = SHAPES | {"8b.gate": WeightShape("8b.gate", GATE.rows[:1], GATE.cols)}
 FILES = ("product", "tensor_product")  # of the kernels that are counted
 # shape -> types, batches
 FEW = {
@@ -111,9 +111,9 @@ class Counted(NamedTuple):
     kernel: str
 
     @property
-    def case(self) -> Case:
+    def case(self) -> KernelCase:
         dtype = next(dtype for dtype in TYPES if dtype.name == self.type)
-        return Case(dtype, ALL_SHAPES[self.shape])
+        return KernelCase(dtype, ALL_SHAPES[self.shape])
 
     def nodes(self) -> list[Node]:
         return self.case.nodes(self.case.weights(), self.batch)

@@ -28,7 +28,7 @@ from data.measure.session import (
 from workbench.backend.base import choose_device, open_backend
 from workbench.bench import provenance, workload
 from workbench.bench.gaps import host_gaps
-from workbench.bench.kernel_bench import Plan, bench_kernels
+from workbench.bench.kernel_bench import KernelMatrix, bench_kernels
 from workbench.bench.kernel_cases import TYPES, parse_shapes
 from workbench.bench.llama_bench import bench as llama_bench
 from workbench.bench.perplexity import parse_against, perplexity_by_size
@@ -150,7 +150,7 @@ def kernels(session: Session, _: None, rows: list[Row]) -> None:
         try:
             rate = {"product_tflops": product_tflops(backend)} if chosen == "cuda" else {}
             made = bench_kernels(
-                backend, Plan(TYPES, shapes, batches, session.quick), folder, reason=reason,
+                backend, KernelMatrix(TYPES, shapes, batches, session.quick), folder, reason=reason,
                 on_row=lambda row: print(row, flush=True), on_note=lambda s: print(s, flush=True),
             )  # fmt: skip
         finally:

@@ -16,8 +16,7 @@ from workbench.bench import gaps
 from workbench.bench.ab import ab
 from workbench.bench.draft import Draft, kept, new_arm, new_run
 from workbench.bench.gaps import host_gaps
-from workbench.bench.kernel_bench import Plan as kernel_bench_matrix
-from workbench.bench.kernel_bench import bench_kernels
+from workbench.bench.kernel_bench import KernelMatrix, bench_kernels
 from workbench.bench.kernel_cases import parse_shapes, parse_types
 from workbench.bench.llama_bench import bench
 from workbench.bench.perplexity import perplexity
@@ -46,9 +45,7 @@ def recorded(kind: str) -> list[dict[str, Any]]:
 
 
 def _kernels(engine, out):
-    matrix = kernel_bench_matrix(
-        parse_types("Q4_0"), parse_shapes("qwen3-30b-a3b.gate"), [1], quick=True
-    )
+    matrix = KernelMatrix(parse_types("Q4_0"), parse_shapes("qwen3-30b-a3b.gate"), [1], quick=True)
     bench_kernels(engine.backend, matrix, out)
 
 

@@ -11,7 +11,7 @@ from workbench.backend.base import Issue
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.kernel import Kernel
 from workbench.backend.cuda.replay import READ_GRIDS, READ_WORDS, Replay, l2_bytes, read_rates
-from workbench.bench.kernel_bench import Plan, bench_kernels
+from workbench.bench.kernel_bench import KernelMatrix, bench_kernels
 from workbench.bench.kernel_cases import parse_shapes, parse_types
 from workbench.bench.kernel_rigs import PDL, PLAIN
 from workbench.errors import UsageError
@@ -168,7 +168,9 @@ def test_reading_is_measured_by_every_kernel_and_memory_given_back(backend):
 
 
 def test_kernels_are_measured_plain_and_early(backend, tmp_path):
-    plan = Plan(parse_types("Q4_0,F16"), parse_shapes("1b.o,1b.glu,1b.qkv"), [1, 3], quick=True)
+    plan = KernelMatrix(
+        parse_types("Q4_0,F16"), parse_shapes("1b.o,1b.glu,1b.qkv"), [1, 3], quick=True
+    )
     made = bench_kernels(backend, plan, tmp_path / "run")
     kinds = {PLAIN, PDL} if backend.capabilities.programmatic else {PLAIN}
     assert {row.launch for row in made.rows} == kinds

@@ -20,7 +20,7 @@ from tests.unit.fake_cupti import (
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import Copy, Launch, Space
 from workbench.trace import cupti as collector
-from workbench.trace.correlate import Row, match
+from workbench.trace.correlate import Activity, match
 from workbench.trace.pattern import trace_pattern
 from workbench.trace.profile import profile
 from workbench.trace.spans import HOST_LANE
@@ -162,8 +162,8 @@ def test_a_record_before_its_call_shows_in_the_stated_error(engine, cupti):
             "fewer kernels than launch calls (first: step 1, command 7",
         ),
         (spoiled.with_a_second_copy, "copy x: 2 records for 1"),
-        (spoiled.with_another_name, "kernel memset_kernel in the place of add"),
-        (spoiled.with_fewer_bytes, "copy copy in the place of 256"),
+        (spoiled.with_another_name, "kernel memset_kernel instead of add"),
+        (spoiled.with_fewer_bytes, "copy copy instead of 256"),
         (spoiled.with_a_zero_end, "1 x zero timestamp (first: step 1, command 7"),
         (spoiled.with_a_call_without_times, "1 x zero timestamp"),
         (spoiled.out_of_order, "1 x record out of order"),
@@ -279,8 +279,8 @@ def test_a_copy_through_the_host_s_memory_is_one_copy(tiny_model, second, as_one
     )  # fmt: skip
     program.commands[:], nbytes = [copy], copy.src.nbytes
     rows = [
-        Row("copy", "copy", 1000, 3000, 7, 13, nbytes, device=0),
-        Row("copy", "copy", 2000, 4000, 7, 9, nbytes * second // 64, device=1),
+        Activity("copy", "copy", 1000, 3000, 7, 13, nbytes, device=0),
+        Activity("copy", "copy", 2000, 4000, 7, 9, nbytes * second // 64, device=1),
     ]
     found = match(rows, {7: 1}, {1: (0, 0)}, {0: program}, lambda node: [], lambda ns: ns)
     assert any("copy l_out-0: 2 records for 1" in line for line in found.faults) != as_one

@@ -12,11 +12,11 @@ from workbench.backend.cuda import nvrtc, op_table
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.null import NullBackend, open_backend
 from workbench.bench import kernel_rigs
-from workbench.bench.kernel_bench import KernelRun, Plan, bench_kernels, make_row
+from workbench.bench.kernel_bench import KernelMatrix, KernelRun, bench_kernels, make_row
 from workbench.bench.kernel_cases import (
     SHAPES,
     TYPES,
-    Case,
+    KernelCase,
     parse_batches,
     parse_shapes,
     parse_types,
@@ -80,8 +80,8 @@ def backend() -> NullBackend:
     return open_backend(programmatic=True)
 
 
-def plan(types="Q4_0", shapes="qwen3-30b-a3b.gate", batches="1", quick=True) -> Plan:
-    return Plan(parse_types(types), parse_shapes(shapes), parse_batches(batches), quick)
+def plan(types="Q4_0", shapes="qwen3-30b-a3b.gate", batches="1", quick=True) -> KernelMatrix:
+    return KernelMatrix(parse_types(types), parse_shapes(shapes), parse_batches(batches), quick)
 
 
 def test_names_choose_types_shapes_and_batches():
@@ -126,12 +126,12 @@ def test_shapes_are_those_of_the_models():
         "qwen3-30b-a3b.down": ((2048,), 768),
     }
     assert {name: SHAPES[name][1:3] for name in expected} == expected
-    assert Case(Q4_0, SHAPES["8b.o"]).nbytes == 4096 * 4096 // 32 * 18
+    assert KernelCase(Q4_0, SHAPES["8b.o"]).nbytes == 4096 * 4096 // 32 * 18
 
 
 def test_a_place_of_a_layer_is_the_launches_the_engine_makes_of_it():
     def nodes(dtype, shape):
-        case = Case(dtype, SHAPES[shape])
+        case = KernelCase(dtype, SHAPES[shape])
         return case.nodes(case.weights(), 2)
 
     (qkv,) = nodes(Q4_0, "8b.qkv")
@@ -156,27 +156,27 @@ def test_the_weights_in_turn_are_more_than_four_caches():
 
 
 def test_copies_are_many_finite_and_at_places_of_their_own(backend):
-    case = Case(MXFP4, SHAPES["qwen3-30b-a3b.down"])
+    case = KernelCase(MXFP4, SHAPES["qwen3-30b-a3b.down"])
     taken = []
     load = backend.load_weight
     backend.load_weight = lambda tensor, data: (taken.append(data), load(tensor, data))[1]
     copies = Copies(backend, case, 10 * case.nbytes - 1, seed=0)
-    assert len(copies.places) == 10 == len({a for p in copies.places for a in p.values()})
+    assert len(copies.addresses) == 10 == len({a for p in copies.addresses for a in p.values()})
     assert len({data.ctypes.data for data in taken}) == 10  # used in place where that is how it is
     values = dequantize(taken[0], MXFP4, (2048, 768))
     assert np.isfinite(values).all() and values.std() > 0
     copies.free()
     copies.free()
-    assert not copies.places
+    assert not copies.addresses
 
 
 def test_launches_find_every_tensor_and_follow_the_copies(backend):
-    case = Case(Q4_0, SHAPES["1b.gate_up"])
+    case = KernelCase(Q4_0, SHAPES["1b.gate_up"])
     copies = Copies(backend, case, 1, seed=0)
     nodes = case.nodes(copies.tensors, 3)
     launches = Launches(backend, nodes, copies, seed=0)
     issues = launches.issues(programmatic=False)
-    assert len(issues) == 2 * len(copies.places) == 4
+    assert len(issues) == 2 * len(copies.addresses) == 4
     backend.log.clear()
     for issue in issues:
         issue()
@@ -257,7 +257,7 @@ def test_nothing_that_fits_is_refused(backend):
 
 def test_spread_and_share_come_from_the_replays():
     us = np.array([12.0, 10.0, 11.0])
-    case = Case(F16, SHAPES["qwen3-30b-a3b.gate"])
+    case = KernelCase(F16, SHAPES["qwen3-30b-a3b.gate"])
     row = make_row(case, 1, PLAIN, us, 10**6, 500.0, launches=1, copies=2, per_replay=4)
     assert (row.us, row.us_min) == (11.0, 10.0)
     assert row.spread == pytest.approx(2 / 11)
@@ -324,7 +324,7 @@ def test_everything_a_gpu_compiles_is_made_ready_before_measuring(monkeypatch):
     backend._arch, backend._sm = "sm_90", 90
     left = Bar("compiling kernels", 3, "launches", None)
     for name in ("8b.qkv", "8b.glu", "8b.o"):
-        case = Case(Q4_0, SHAPES[name])
+        case = KernelCase(Q4_0, SHAPES[name])
         nodes = case.nodes(case.weights(), 2)
         backend.make_ready(nodes, left)
         place = op_table.Place(lambda tensor: 4096, 0, 0)

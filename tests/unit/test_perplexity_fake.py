@@ -14,7 +14,7 @@ from tests.unit.fake_engine import BOS, N_VOCAB, Clock, FakeEngine
 from tests.unit.test_divergence import log_softmax
 from workbench.bench import perplexity as ppl
 from workbench.bench.results import load_run
-from workbench.bench.token_source import Window, draw, open_source, read_ids, sample, windows
+from workbench.bench.token_source import TokenWindow, draw, open_source, read_ids, sample, windows
 from workbench.config import Toggles
 from workbench.errors import DeviceError, UsageError, WorkbenchError
 
@@ -58,16 +58,16 @@ def engine() -> RowEngine:
 def test_every_token_is_scored_once_behind_bos():
     ids = list(range(100, 110))
     made = list(windows(ids, 4, BOS))
-    assert made[0] == Window([BOS, 100, 101, 102], [100, 101, 102, 103])
-    assert made[2] == Window([BOS, 108], [108, 109])
+    assert made[0] == TokenWindow([BOS, 100, 101, 102], [100, 101, 102, 103])
+    assert made[2] == TokenWindow([BOS, 108], [108, 109])
     assert [t for w in made for t in w.targets] == ids
 
 
 def test_without_bos_the_token_before_takes_its_place():
     ids = list(range(100, 110))
     made = list(windows(ids, 4, None))
-    assert made[0] == Window([100, 101, 102, 103], [101, 102, 103, 104])
-    assert made[1].inputs[0] == 104 and made[2] == Window([108], [109])
+    assert made[0] == TokenWindow([100, 101, 102, 103], [101, 102, 103, 104])
+    assert made[1].inputs[0] == 104 and made[2] == TokenWindow([108], [109])
     assert [t for w in made for t in w.targets] == ids[1:]
 
 
@@ -119,7 +119,7 @@ def test_ids_are_read_from_every_format(engine, tmp_path, name):
     assert read_ids(path) == [3, 1, 2]
     source = open_source(engine, None, str(path))
     assert (source.label, source.n_tokens) == (name, 3)
-    assert list(source.windows) == [Window([BOS, 3, 1], [3, 1, 2])]
+    assert list(source.windows) == [TokenWindow([BOS, 3, 1], [3, 1, 2])]
 
 
 def test_a_leading_bos_is_not_doubled(engine, tmp_path):

@@ -219,7 +219,7 @@ class Pieces:
                 self._device(name, "copy", max(started, free), end, index=index)
                 free = end
                 if letter == "c":
-                    self._host(f"wait {name}", "sync", 1, 10)
+                    self._host(f"wait {name}", "sync", 1, 10, blocks=index)
             elif letter == "g":
                 self._host("q", "launch", 1, 3)
                 self._host("k", "launch", 1, 3)
@@ -231,8 +231,8 @@ class Pieces:
         self._host(f"step {n}", "step", None, 0)
         return self
 
-    def _host(self, name: str, category: str, split: int | None, us: float) -> int:
-        args: dict[str, Any] = {"step": self.n}
+    def _host(self, name: str, category: str, split: int | None, us: float, **about: int) -> int:
+        args: dict[str, Any] = {"step": self.n} | about
         if split is not None:
             args |= {"split": split, "index": self.index}
             self.index += 1

@@ -239,6 +239,7 @@ class Prepared:
             case Sync():
                 blocks = command.blocks
                 if blocks is not None:
+                    args["blocks"] = index - 1  # the copy, right in front of its wait
                     return f"wait {blocks.name}", args
                 if index >= self._end:
                     return LOGITS_WAIT, args

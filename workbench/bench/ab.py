@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.bench.arms import Arm, Plan, make_arms, parse_toggle_spec, plan
+from workbench.bench.arms import Arm, ComparisonSpec, comparison_spec, make_arms, parse_toggle_spec
 from workbench.bench.comparison import AB
 from workbench.bench.experiment import Experiment, describe, open_out
 from workbench.bench.until import AT_MOST_S
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 __all__ = [
     "AB",
     "Arm",
-    "Plan",
+    "ComparisonSpec",
     "ab",
+    "comparison_spec",
     "describe",
     "make_arms",
     "open_out",
     "parse_toggle_spec",
-    "plan",
 ]
 
 
@@ -74,7 +74,7 @@ def ab(
     that cannot be measured, DeviceError where the device cannot honour a value.
     """
     check_engine(engine)
-    made = plan(toggle, values, tests, rounds, background or engine.toggles, smoke)
+    made = comparison_spec(toggle, values, tests, rounds, background or engine.toggles, smoke)
     check_untraced(engine)
     made.check(engine)
     asked = make_until(until, at_most_s)

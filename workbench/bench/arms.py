@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from workbench.bench.stats import MIN_REPETITIONS
 from workbench.bench.workload import Workload, check_fits, parse_tests
 from workbench.config import EXACT, Toggles
 from workbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
+    from workbench.engine.loaded import Loaded
 
 
 class Arm(NamedTuple):
@@ -55,7 +59,7 @@ def make_arms(toggle: str, values: Sequence[str], background: Toggles) -> list[A
     return [*arms, Arm(f"{values[0]} (A/A)", arms[0].toggles, True, EXACT)]
 
 
-class Plan(NamedTuple):
+class ComparisonSpec(NamedTuple):
     """What a comparison will measure, before there is an engine to measure it on."""
 
     spec: str
@@ -63,20 +67,20 @@ class Plan(NamedTuple):
     arms: list[Arm]
     workloads: list[Workload]
 
-    def check(self, opened: Any) -> None:
+    def check(self, opened: Engine | Loaded) -> None:
         """Raises UsageError for a test longer than the context of `opened`, an engine or Loaded."""
         for workload in self.workloads:
             check_fits(opened, workload)
 
 
-def plan(
+def comparison_spec(
     toggle: str,
     values: Sequence[str] | None,
     tests: str | Workload | Sequence[str | Workload],
     rounds: int,
     background: Toggles,
     smoke: bool = False,
-) -> Plan:
+) -> ComparisonSpec:
     """The arms and tests that these arguments of `ab` mean. Raises UsageError as `ab` does."""
     spec = toggle if values is None else f"{toggle}={','.join(values)}"
     if rounds < MIN_REPETITIONS and not (smoke and rounds > 0):
@@ -84,4 +88,4 @@ def plan(
             f"rounds={rounds} is too few to compare anything; take {MIN_REPETITIONS} or more"
         )
     name, chosen = parse_toggle_spec(spec)
-    return Plan(spec, name, make_arms(name, chosen, background), parse_tests(tests))
+    return ComparisonSpec(spec, name, make_arms(name, chosen, background), parse_tests(tests))

@@ -8,7 +8,7 @@ bandwidth they are held against is measured in the same run: the best of several
 
 A run folder of kind `kernels` (`results.py`): an arm is a way to launch, a test is a measurement,
 `Q4_0 8b.o b1`; in samples.parquet a row is a replay, `n_tokens` its launches of all weights of the
-shape. `result` has the rows of the table (`Row`), the measurements left out and why, and
+shape. `result` has the rows of the table (`KernelRow`), the measurements left out and why, and
 
     read_gbps     the bandwidth: the fastest replay of the fastest kernel; read_rates: of every one
     read_after    the same kernels once more when all was measured: what the device drifted by
@@ -28,9 +28,10 @@ import numpy as np
 import pandas as pd
 
 from workbench.backend import compiled
+from workbench.backend.base import Backend
 from workbench.bench import provenance, results
 from workbench.bench.draft import Draft, kept, new_arm, new_run
-from workbench.bench.kernel_cases import Case, Shape
+from workbench.bench.kernel_cases import KernelCase, WeightShape
 from workbench.bench.kernel_memory import Copies, Launches
 from workbench.bench.kernel_rigs import PDL, Repeats, Rig, rig_of, rotating_bytes
 from workbench.bench.rounds import interleave
@@ -45,19 +46,19 @@ QUICK_ROUNDS, QUICK_REPLAYS = 2, 1
 
 
 @dataclass(frozen=True)
-class Plan:
+class KernelMatrix:
     """What is measured: every type by every shape by every batch. quick: too little and too warm
     for figures, enough to see that it works."""
 
     types: Sequence[DType]
-    shapes: Sequence[Shape]
+    shapes: Sequence[WeightShape]
     batches: Sequence[int]
     quick: bool = False
     seed: int = 0
 
     @property
-    def cases(self) -> list[Case]:
-        return [Case(dtype, shape) for shape in self.shapes for dtype in self.types]
+    def cases(self) -> list[KernelCase]:
+        return [KernelCase(dtype, shape) for shape in self.shapes for dtype in self.types]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -68,7 +69,7 @@ class Plan:
         }
 
 
-class Row(NamedTuple):
+class KernelRow(NamedTuple):
     """One measurement of one way to launch. us: of all launches that read the shape's weights once.
 
     share: of the read bandwidth, by the median. spread: (slowest - fastest) / median replay.
@@ -90,7 +91,7 @@ class Row(NamedTuple):
     intensity: float
     bytes: int
     launches: int  # nodes launched for one activation
-    copies: int  # of the weights, in turn
+    copies: int  # of the weights, one after the other
     per_replay: int  # times the weights are read in one replay
     replays: int
 
@@ -109,8 +110,8 @@ class KernelRun(NamedTuple):
     samples: pd.DataFrame
 
     @property
-    def rows(self) -> list[Row]:
-        return [Row(**row) for row in self.run["result"]["rows"]]
+    def rows(self) -> list[KernelRow]:
+        return [KernelRow(**row) for row in self.run["result"]["rows"]]
 
     @property
     def interrupted(self) -> bool:
@@ -125,26 +126,17 @@ class KernelRun(NamedTuple):
         return cls(found.run, found.samples)
 
 
-class _Opened(NamedTuple):
-    """An open device as `provenance.engine` wants it."""
-
-    config: Plan
-    device: str
-    device_reason: str
-    backend: Any
-
-
 def bench_kernels(
-    backend: Any,
-    plan: Plan,
+    backend: Backend,
+    matrix: KernelMatrix,
     out: str | Path | None = None,
     *,
     reason: str = "as asked",
     rig: Rig | None = None,
-    on_row: Callable[[Row], None] | None = None,
+    on_row: Callable[[KernelRow], None] | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> KernelRun:
-    """Measures `plan` on an open backend. out: a run folder, written whole at the end and every
+    """Measures `matrix` on an open backend. out: a run folder, written whole at the end and every
     10 s on the way. reason: why this device. on_row(row) is called as soon as a row is measured,
     on_note(line) for what else there is to say. rig: instead of the device's own.
 
@@ -154,7 +146,7 @@ def bench_kernels(
     """
     if out is not None:
         check_folder(out, new=True)
-    bench = _Bench(backend, plan, Path(out) if out else None, reason, rig, on_row, on_note)
+    bench = _Bench(backend, matrix, Path(out) if out else None, reason, rig, on_row, on_note)
     return bench.measure()
 
 
@@ -163,42 +155,42 @@ class _Bench:
 
     def __init__(
         self,
-        backend: Any,
-        plan: Plan,
+        backend: Backend,
+        matrix: KernelMatrix,
         out: Path | None,
         reason: str,
         rig: Rig | None,
-        on_row: Callable[[Row], None] | None,
+        on_row: Callable[[KernelRow], None] | None,
         on_note: Callable[[str], None] | None,
     ):
-        self.backend, self.plan = backend, plan
-        self.rig = rig or rig_of(backend, plan.quick)
+        self.backend, self.matrix = backend, matrix
+        self.rig = rig or rig_of(backend, matrix.quick)
         self.on_row, self.note = on_row, on_note or (lambda line: None)
-        self.rotating = rotating_bytes(self.rig.cache_bytes, plan.quick)
-        self.rounds = QUICK_ROUNDS if plan.quick else ROUNDS
-        self.replays = QUICK_REPLAYS if plan.quick else REPLAYS
-        self.cases = [case for case in plan.cases if not case.misfit]
+        self.rotating = rotating_bytes(self.rig.cache_bytes, matrix.quick)
+        self.rounds = QUICK_ROUNDS if matrix.quick else ROUNDS
+        self.replays = QUICK_REPLAYS if matrix.quick else REPLAYS
+        self.cases = [case for case in matrix.cases if not case.misfit]
         if not self.cases:
-            raise UsageError(f"nothing to measure: {plan.cases[0].misfit}; choose another type")
+            raise UsageError(f"nothing to measure: {matrix.cases[0].misfit}; choose another type")
         run_id = (out or results.new_run_folder(name="bench-kernels")).name
         self.draft = Draft(self._new_run(run_id, reason), out)
         self.result = self.draft.run["result"]
 
     def _new_run(self, run_id: str, reason: str) -> dict[str, Any]:
-        plan, backend = self.plan, self.backend
+        matrix, backend = self.matrix, self.backend
         found = provenance.collect() | {
-            "model": {"name": "kernels", "quant": " ".join(dtype.name for dtype in plan.types)},
-            "engine": provenance.engine(_Opened(plan, backend.name, reason, backend)),
+            "model": {"name": "kernels", "quant": " ".join(dtype.name for dtype in matrix.types)},
+            "engine": provenance.device(matrix.to_dict(), backend.name, reason, backend),
         }
         toggles = {kind: {"pdl": "on" if kind == PDL else "off"} for kind in self.rig.kinds}
         arms = [new_arm(kind, toggles[kind]) for kind in self.rig.kinds]
-        tests = [_test(case, batch) for case in self.cases for batch in plan.batches]
-        made = new_run("kernels", run_id, run_id, found, arms, tests, self.rounds, plan.seed)
+        tests = [_test(case, batch) for case in self.cases for batch in matrix.batches]
+        made = new_run("kernels", run_id, run_id, found, arms, tests, self.rounds, matrix.seed)
         made["result"] |= {
             "rows": [],
             "skipped": [
                 {"type": case.dtype.name, "shape": case.shape.name, "why": case.misfit}
-                for case in plan.cases
+                for case in matrix.cases
                 if case.misfit
             ],
             "read_gbps": 0.0,
@@ -208,7 +200,7 @@ class _Bench:
             "cache_bytes": self.rig.cache_bytes,
             "rotating_bytes": self.rotating,
             "how": self.rig.how,
-            "quick": plan.quick,
+            "quick": matrix.quick,
         }
         return made
 
@@ -224,7 +216,7 @@ class _Bench:
             self.result["void"] = self.rig.void(rates[best])
             if self.result["void"]:
                 self.note(self.result["void"])
-            with bar("kernels", len(self.cases) * len(self.plan.batches), "measurements") as left:
+            with bar("kernels", len(self.cases) * len(self.matrix.batches), "measurements") as left:
                 for case in self.cases:
                     self._measure_case(case, left)
             self.result["read_after"] = self.rig.read_rates()
@@ -236,7 +228,7 @@ class _Bench:
         nodes = [
             node
             for case in self.cases
-            for batch in self.plan.batches
+            for batch in self.matrix.batches
             for node in case.nodes(case.weights(), batch)
         ]
         with bar("compiling kernels", len(nodes), "launches") as left:
@@ -244,10 +236,10 @@ class _Bench:
         if (new := compiled.so_far().since(before)).ns > compiled.WORTH_SAYING_NS:
             self.note(str(new))
 
-    def _measure_case(self, case: Case, left: Bar) -> None:
-        weights = Copies(self.backend, case, self.rotating, self.plan.seed)
+    def _measure_case(self, case: KernelCase, left: Bar) -> None:
+        weights = Copies(self.backend, case, self.rotating, self.matrix.seed)
         try:
-            for batch in self.plan.batches:
+            for batch in self.matrix.batches:
                 for row in self._measure_batch(case, weights, batch):
                     self.result["rows"].append(row._asdict())
                     if self.on_row is not None:
@@ -257,10 +249,10 @@ class _Bench:
         finally:
             weights.free()
 
-    def _measure_batch(self, case: Case, weights: Copies, batch: int) -> list[Row]:
+    def _measure_batch(self, case: KernelCase, weights: Copies, batch: int) -> list[KernelRow]:
         nodes = case.nodes(weights.tensors, batch)
-        launched = Launches(self.backend, nodes, weights, self.plan.seed)
-        n_copies = len(weights.places)
+        launched = Launches(self.backend, nodes, weights, self.matrix.seed)
+        n_copies = len(weights.addresses)
         times_round = max(
             math.ceil(self.rig.pass_bytes / (n_copies * case.nbytes)),
             math.ceil(self.rig.least_launches / (n_copies * len(nodes))),
@@ -299,7 +291,7 @@ class _Bench:
 
 
 def make_row(
-    case: Case,
+    case: KernelCase,
     batch: int,
     launch: str,
     us: np.ndarray,
@@ -309,12 +301,12 @@ def make_row(
     launches: int,
     copies: int,
     per_replay: int,
-) -> Row:
+) -> KernelRow:
     """The row of one measurement. us: float64 (replays,), the time in which a replay read the
     weights of the case once."""
     median = float(np.median(us))
     gbps = case.nbytes / median / 1e3
-    return Row(
+    return KernelRow(
         case.dtype.name, case.shape.name, sum(case.shape.rows), case.shape.cols, batch, launch,
         us=median, us_min=float(us.min()), spread=float(np.ptp(us)) / median,
         gbps=gbps, share=gbps / read_gbps, gflops=flops / median / 1e3,
@@ -323,5 +315,5 @@ def make_row(
     )  # fmt: skip
 
 
-def _test(case: Case, batch: int) -> str:
+def _test(case: KernelCase, batch: int) -> str:
     return f"{case.dtype.name} {case.shape.name} b{batch}"

@@ -45,7 +45,7 @@ MOST_BATCH = 4096
 FUSIONS = ("fuse_qkv", "fuse_glu", "fuse_epilogue_quantize")
 
 
-class Shape(NamedTuple):
+class WeightShape(NamedTuple):
     """Weights of `rows` and `cols` that multiply one activation; how: product, qkv or glu."""
 
     name: str
@@ -54,36 +54,36 @@ class Shape(NamedTuple):
     how: str = "product"
 
 
-def _of_model(short: str, preset: str) -> list[Shape]:
+def _of_model(short: str, preset: str) -> list[WeightShape]:
     p = PRESETS[preset]
     q, kv = p.n_head * p.head_dim, p.n_head_kv * p.head_dim
     return [
-        Shape(f"{short}.qkv", (q, kv, kv), p.n_embd, "qkv"),
-        Shape(f"{short}.o", (p.n_embd,), q),
-        Shape(f"{short}.glu", (p.n_ff, p.n_ff), p.n_embd, "glu"),
-        Shape(f"{short}.gate_up", (p.n_ff, p.n_ff), p.n_embd),
-        Shape(f"{short}.down", (p.n_embd,), p.n_ff),
-        Shape(f"{short}.head", (p.n_vocab,), p.n_embd),
+        WeightShape(f"{short}.qkv", (q, kv, kv), p.n_embd, "qkv"),
+        WeightShape(f"{short}.o", (p.n_embd,), q),
+        WeightShape(f"{short}.glu", (p.n_ff, p.n_ff), p.n_embd, "glu"),
+        WeightShape(f"{short}.gate_up", (p.n_ff, p.n_ff), p.n_embd),
+        WeightShape(f"{short}.down", (p.n_embd,), p.n_ff),
+        WeightShape(f"{short}.head", (p.n_vocab,), p.n_embd),
     ]
 
 
 # The experts' shapes: n_embd and the experts' n_ff of the models' published config.json.
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, WeightShape] = {
     shape.name: shape
     for shape in (
         *(shape for short, preset in MODELS.items() for shape in _of_model(short, preset)),
-        Shape("gpt-oss-20b.expert", (2880,), 2880),
-        Shape("qwen3-30b-a3b.gate", (768,), 2048),
-        Shape("qwen3-30b-a3b.down", (2048,), 768),
+        WeightShape("gpt-oss-20b.expert", (2880,), 2880),
+        WeightShape("qwen3-30b-a3b.gate", (768,), 2048),
+        WeightShape("qwen3-30b-a3b.down", (2048,), 768),
     )
 }
 
 
-class Case(NamedTuple):
+class KernelCase(NamedTuple):
     """A weight type and a shape, measured at several batches on one set of weights."""
 
     dtype: DType
-    shape: Shape
+    shape: WeightShape
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +126,7 @@ def parse_types(text: str) -> list[DType]:
     return [known[name] for name in _chosen(text, "type", {n: [n] for n in known}, str.upper)]
 
 
-def parse_shapes(text: str) -> list[Shape]:
+def parse_shapes(text: str) -> list[WeightShape]:
     """`8b.o,1b` as shapes (a model alone: all of its shapes), `all` as every one; raises UsageError
     naming what exists."""
     known = {name: [name] for name in SHAPES}

@@ -1,4 +1,4 @@
-"""What a measured kernel works on: copies of its weights in turn, activations, results, scratch."""
+"""What a measured kernel works on: copies of its weights, activations, results, scratch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.base import Issue
-from workbench.bench.kernel_cases import Case
+from workbench.backend.base import Backend, Issue
+from workbench.bench.kernel_cases import KernelCase
 from workbench.graph.ir import F32, Kind, Node, Tensor
 from workbench.model import quants
 from workbench.program.commands import COMPUTE_STREAM, Space
@@ -20,22 +20,22 @@ RANDOM_BYTES = 16 << 20  # random weights are made once and repeated: their valu
 class Copies:
     """Copies of a case's weights in a backend's memory: at least two, and `nbytes` in all."""
 
-    def __init__(self, backend: Any, case: Case, nbytes: int, seed: int):
+    def __init__(self, backend: Backend, case: KernelCase, nbytes: int, seed: int):
         self.tensors = case.weights()
-        self.places: list[dict[Tensor, int]] = []  # of each copy: the addresses of its weights
+        self.addresses: list[dict[Tensor, int]] = []  # of each copy: the addresses of its weights
         self._memory: list[Any] = []
         rng = np.random.default_rng(seed)
         try:
             data = [_random_weight(rng, tensor) for tensor in self.tensors]
             for _ in range(max(2, math.ceil(nbytes / case.nbytes))):
-                # its own bytes for each copy: where memory is the host's, they are used in place
+                # its own bytes for each copy: where memory is the host's, they are used as they are
                 loaded = [
                     backend.load_weight(tensor, rows.copy())
                     for tensor, rows in zip(self.tensors, data, strict=True)
                 ]
                 self._memory += loaded
-                addresses = (memory.address for memory in loaded)
-                self.places.append(dict(zip(self.tensors, addresses, strict=True)))
+                found = (memory.address for memory in loaded)
+                self.addresses.append(dict(zip(self.tensors, found, strict=True)))
         except BaseException:
             self.free()
             raise
@@ -44,7 +44,7 @@ class Copies:
         for memory in self._memory:
             memory.free()
         self._memory.clear()
-        self.places.clear()
+        self.addresses.clear()
 
 
 def _random_weight(rng: np.random.Generator, tensor: Tensor) -> np.ndarray:
@@ -61,15 +61,15 @@ def _random_weight(rng: np.random.Generator, tensor: Tensor) -> np.ndarray:
 class Launches:
     """The nodes of a case with activations, results and scratch of their own."""
 
-    def __init__(self, backend: Any, nodes: Sequence[Node], weights: Copies, seed: int):
+    def __init__(self, backend: Backend, nodes: Sequence[Node], weights: Copies, seed: int):
         self._backend, self._nodes, self._weights = backend, nodes, weights
         self._memory: list[Any] = []
-        self._places: dict[Tensor, int] = {}
+        self._addresses: dict[Tensor, int] = {}
         try:
             (x,) = {t for node in nodes for t in node.inputs if t.kind == Kind.INPUT}
-            self._places[x] = self._upload(x, seed)
+            self._addresses[x] = self._upload(x, seed)
             for tensor in {t.storage for node in nodes for t in node.outputs}:
-                self._places[tensor] = self._allocate(tensor.nbytes).address
+                self._addresses[tensor] = self._allocate(tensor.nbytes).address
             need = max(backend.scratch_bytes(node) for node in nodes)
             self._scratch = self._allocate(need).address if need else 0
         except BaseException:
@@ -92,10 +92,10 @@ class Launches:
         return there.address
 
     def issues(self, programmatic: bool) -> list[Issue]:
-        """Every node on every copy of the weights, copies in turn."""
+        """Every node on every copy of the weights, copy after copy."""
         found = []
-        for place in self._weights.places:
-            at = self._places | place
+        for copy in self._weights.addresses:
+            at = self._addresses | copy
 
             def address_of(tensor: Tensor, at: dict[Tensor, int] = at) -> int:
                 return at[tensor.storage]

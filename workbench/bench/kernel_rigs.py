@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from workbench.backend.base import Issue
+from workbench.backend.base import Backend, Issue
 from workbench.program.commands import COMPUTE_STREAM
+
+if TYPE_CHECKING:
+    from workbench.backend.cuda.backend import CudaBackend
 
 PLAIN, PDL = "plain", "pdl"
 MIN_ROTATING, MIN_CACHES = 256 << 20, 4  # weights that go round: bytes, and times the cache
@@ -64,7 +67,7 @@ class CudaRig:
     how = "a captured graph of launches, replayed"
     least_launches = 20
 
-    def __init__(self, backend: Any, quick: bool):
+    def __init__(self, backend: CudaBackend, quick: bool):
         from workbench.backend.cuda import replay
 
         self._backend, self._quick, self._replay = backend, quick, replay
@@ -128,7 +131,7 @@ class CpuRig:
     how = "launches called and waited for"
     least_launches = 1
 
-    def __init__(self, backend: Any, quick: bool):
+    def __init__(self, backend: Backend, quick: bool):
         self._backend, self._quick = backend, quick
         self.n_threads = getattr(backend, "lanes", 1)
         self.cache_bytes = last_cache_bytes()
@@ -158,9 +161,11 @@ class CpuRig:
         return ""
 
 
-def rig_of(backend: Any, quick: bool) -> Rig:
+def rig_of(backend: Backend, quick: bool) -> Rig:
     """The rig for an open backend."""
-    return CudaRig(backend, quick) if backend.name.split()[0] == "cuda" else CpuRig(backend, quick)
+    if backend.name.split()[0] == "cuda":
+        return CudaRig(cast("CudaBackend", backend), quick)
+    return CpuRig(backend, quick)
 
 
 def last_cache_bytes() -> int:

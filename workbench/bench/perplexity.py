@@ -46,7 +46,7 @@ import pandas as pd
 from workbench.bench import provenance, results
 from workbench.bench.divergence import Agreement, Estimate, compare_rows, score
 from workbench.bench.draft import Draft, kept, new_arm, new_run
-from workbench.bench.token_source import Source, Window
+from workbench.bench.token_source import Source, TokenWindow
 from workbench.bench.workload import check_untraced
 from workbench.config import BASELINE, FAMILIES, TogglePreset, Toggles
 from workbench.engine.finite import first_bad_row, not_finite
@@ -194,7 +194,7 @@ def _score_windows(
 
 
 def _measure(
-    records: list[_Record], reference: Engine | None, window: Window, number: int, left: Bar
+    records: list[_Record], reference: Engine | None, window: TokenWindow, number: int, left: Bar
 ) -> None:
     """Adds a window to every record once all have finished it."""
     sides = [record.engine for record in records]

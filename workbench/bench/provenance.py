@@ -16,9 +16,13 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.checkout import UNKNOWN, commit
+
+if TYPE_CHECKING:
+    from workbench.backend.base import Backend
+    from workbench.engine.engine import Engine
 
 PACKAGES = (
     "workbench", "numpy", "numba", "llvmlite", "scipy", "pandas", "pyarrow", "gguf", "tokenizers",
@@ -158,7 +162,7 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
     }
 
 
-def model(engine: Any) -> dict[str, Any]:
+def model(engine: Engine) -> dict[str, Any]:
     """The model file of an engine: what identifies it, and what a token must read of it."""
     m = engine.model
     names = (
@@ -168,19 +172,24 @@ def model(engine: Any) -> dict[str, Any]:
     return {"file": Path(m.path).name} | {name: getattr(m, name) for name in names}
 
 
-def engine(engine: Any) -> dict[str, Any]:
+def engine(engine: Engine) -> dict[str, Any]:
     """How an engine was made: its configuration, the device it took and why."""
+    return device(engine.config.to_dict(), engine.device, engine.device_reason, engine.backend)
+
+
+def device(config: dict[str, Any], name: str, reason: str, backend: Backend) -> dict[str, Any]:
+    """`engine` of run.json: what was configured, the device, why that one, and its host waits."""
     return {
-        "config": engine.config.to_dict(),
-        "device": engine.device,
-        "device_reason": engine.device_reason,
-        "device_description": engine.backend.description,
-        "waiting": engine.backend.waiting,
-        "idle_sync_us": _idle_sync_us(engine.backend),
+        "config": config,
+        "device": name,
+        "device_reason": reason,
+        "device_description": backend.description,
+        "waiting": backend.waiting,
+        "idle_sync_us": _idle_sync_us(backend),
     }
 
 
-def _idle_sync_us(backend: Any) -> float:
+def _idle_sync_us(backend: Backend) -> float:
     """What a host wait costs on a stream with nothing queued: median of 200, in us."""
     sync = backend.sync_stream(0)
     taken = []
@@ -191,7 +200,7 @@ def _idle_sync_us(backend: Any) -> float:
     return statistics.median(taken) / 1e3
 
 
-def collect(engine_: Any | None = None) -> dict[str, Any]:
+def collect(engine_: Engine | None = None) -> dict[str, Any]:
     """Everything of this module at once: the part of `run.json` that no experiment chooses."""
     found = {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,10 +20,14 @@ from workbench.engine.batch import check_ids
 from workbench.engine.finite import require_finite
 from workbench.errors import UsageError
 
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
+    from workbench.engine.loaded import Loaded
+
 _SAMPLE = re.compile(r"sample:(\d+)(?::(\d+))?")
 
 
-class Window(NamedTuple):
+class TokenWindow(NamedTuple):
     """Tokens computed together from an empty cache: after inputs[i] comes targets[i]."""
 
     inputs: list[int]
@@ -39,11 +43,11 @@ class Source(NamedTuple):
     label: str
     n_tokens: int
     seed: int
-    windows: Iterator[Window]
+    windows: Iterator[TokenWindow]
 
 
 @dataclass
-class Asked:
+class AskedTokens:
     """Tokens as they were asked for: of a text, given ids, or a sample of n. Of no model yet."""
 
     label: str
@@ -52,7 +56,7 @@ class Asked:
     n: int = 0
     seed: int = 0
 
-    def check(self, opened: Any) -> None:
+    def check(self, opened: Engine | Loaded) -> None:
         """Raises UsageError for ids outside the vocabulary and for too few tokens, ModelFileError
         for a text where the model has no tokenizer. A text is tokenised here, once.
 
@@ -63,7 +67,7 @@ class Asked:
         if self.ids is not None:
             _scored(opened, self.label, self.ids)
 
-    def open(self, engine: Any) -> Source:
+    def open(self, engine: Engine) -> Source:
         """The windows of `engine`, each of its n_ctx. Raises as `check` does."""
         self.check(engine)
         if self.ids is None:
@@ -72,7 +76,7 @@ class Asked:
         return Source(self.label, n, 0, windows(ids, engine.config.n_ctx, bos))
 
 
-def ask(file: Path | None, tokens_from: str | None) -> Asked:
+def ask(file: Path | None, tokens_from: str | None) -> AskedTokens:
     """The tokens of a UTF-8 text `file`, or of `tokens_from`; files are read, and no model is.
 
     tokens_from: `sample:N` or `sample:N:SEED`, or a file of ids: `.npy` (integers, one dimension),
@@ -83,24 +87,24 @@ def ask(file: Path | None, tokens_from: str | None) -> Asked:
     if (file is None) == (tokens_from is None):
         raise UsageError("give either a text file (-f) or token ids (--tokens-from)")
     if file is not None:
-        return Asked(file.name, text=_decode(file, _read(file)))
+        return AskedTokens(file.name, text=_decode(file, _read(file)))
     wanted = _SAMPLE.fullmatch(str(tokens_from))
     if wanted is not None:
         n, seed = int(wanted[1]), int(wanted[2] or 0)
         _check_sample(n)
-        return Asked(_sample_label(n, seed), n=n, seed=seed)
+        return AskedTokens(_sample_label(n, seed), n=n, seed=seed)
     if str(tokens_from).startswith("sample:"):
         raise UsageError(f"{tokens_from!r} names no sample; write sample:2048, or sample:2048:SEED")
     path = Path(str(tokens_from))
-    return Asked(path.name, ids=read_ids(path))
+    return AskedTokens(path.name, ids=read_ids(path))
 
 
-def open_source(engine: Any, file: Path | None, tokens_from: str | None) -> Source:
-    """What `ask` names, of `engine`. Raises as `ask` and `Asked.check` do."""
+def open_source(engine: Engine, file: Path | None, tokens_from: str | None) -> Source:
+    """What `ask` names, of `engine`. Raises as `ask` and `AskedTokens.check` do."""
     return ask(file, tokens_from).open(engine)
 
 
-def _scored(opened: Any, label: str, ids: list[int]) -> tuple[list[int], int]:
+def _scored(opened: Engine | Loaded, label: str, ids: list[int]) -> tuple[list[int], int]:
     """`ids` without a leading BOS (every window begins with it anyway), and how many of them will
     be scored."""
     check_ids(ids, opened.model.n_vocab)
@@ -116,20 +120,20 @@ def _scored(opened: Any, label: str, ids: list[int]) -> tuple[list[int], int]:
     return ids, n
 
 
-def windows(ids: list[int], size: int, bos: int | None) -> Iterator[Window]:
+def windows(ids: list[int], size: int, bos: int | None) -> Iterator[TokenWindow]:
     """Windows of `size` over `ids`, every id scored once (with no BOS: all but the first)."""
     first, targets = (ids[0], ids[1:]) if bos is None else (bos, ids)
     for i in range(0, len(targets), size):
         here = targets[i : i + size]
         if bos is None and i:
             first = targets[i - 1]
-        yield Window([first, *here[:-1]], here)
+        yield TokenWindow([first, *here[:-1]], here)
 
 
 # drawn from the model ----------------------------------------------------------------------------
 
 
-def sample(engine: Any, n: int, seed: int) -> Source:
+def sample(engine: Engine, n: int, seed: int) -> Source:
     """`n` tokens drawn by `engine` at temperature 1 from its whole vocabulary, and then scored.
 
     Equal seeds and engines give equal tokens. Without a BOS the first input is drawn uniformly.
@@ -148,7 +152,7 @@ def _sample_label(n: int, seed: int) -> str:
     return f"sample:{n}:{seed}"
 
 
-def _drawn(engine: Any, n: int, seed: int) -> Iterator[Window]:
+def _drawn(engine: Engine, n: int, seed: int) -> Iterator[TokenWindow]:
     rng, bos = np.random.default_rng(seed), bos_token(engine)
     first = int(rng.integers(engine.model.n_vocab)) if bos is None else bos
     while n:
@@ -163,7 +167,7 @@ def _drawn(engine: Any, n: int, seed: int) -> Iterator[Window]:
             inputs.append(targets[-1])
         n -= len(targets)
         first = targets[-1] if bos is None else bos
-        yield Window(inputs, targets)
+        yield TokenWindow(inputs, targets)
 
 
 def draw(logits: np.ndarray, u: float) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,10 @@ from workbench.engine.ready import make_ready
 from workbench.errors import UsageError
 from workbench.progress import HIDDEN, Bar, bar
 from workbench.trace.spans import now_ns
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
+    from workbench.engine.loaded import Loaded
 
 _NAME = re.compile(r"(?:pp(?P<pp>\d+))?(?P<plus>\+)?(?:tg(?P<tg>\d+))?(?:\s*@\s*d(?P<depth>\d+))?")
 
@@ -138,27 +142,27 @@ def draw_tokens(
     return Tokens(depth, prompt, gen)
 
 
-def bos_token(engine: Any) -> int | None:
+def bos_token(opened: Engine | Loaded) -> int | None:
     """The id of BOS where the model's file names one and does not say to leave it out, else None.
 
     Read from the metadata: a tokenizer, which a random-weight model may lack, is not needed.
     """
-    get = engine.model.file.get
+    get = opened.model.file.get
     bos = get("tokenizer.ggml.bos_token_id", int, -1)
     wanted = get("tokenizer.ggml.add_bos_token", bool, True)
-    return bos if wanted and 0 <= bos < engine.model.n_vocab else None
+    return bos if wanted and 0 <= bos < opened.model.n_vocab else None
 
 
-def check_fits(engine: Any, workload: Workload) -> None:
+def check_fits(opened: Engine | Loaded, workload: Workload) -> None:
     """Raises UsageError where the test is longer than the engine's context."""
-    if workload.n_cells > engine.config.n_ctx:
+    if workload.n_cells > opened.config.n_ctx:
         raise UsageError(
             f"test {workload.name} needs {workload.n_cells} KV cells, but the engine has "
-            f"n_ctx={engine.config.n_ctx}; load it with n_ctx={workload.n_cells} or more"
+            f"n_ctx={opened.config.n_ctx}; load it with n_ctx={workload.n_cells} or more"
         )
 
 
-def check_untraced(engine: Any) -> None:
+def check_untraced(engine: Engine) -> None:
     """Raises UsageError while the engine is traced: no throughput comes from a traced run."""
     if engine.recorder is not None:
         raise UsageError(
@@ -168,7 +172,7 @@ def check_untraced(engine: Any) -> None:
 
 
 def run(
-    engine: Any, workload: Workload, tokens: Tokens, left: Bar = HIDDEN, warming: bool = False
+    engine: Engine, workload: Workload, tokens: Tokens, left: Bar = HIDDEN, warming: bool = False
 ) -> Sample:
     """One repetition on `engine`, timed; the cache is emptied first and left filled.
 
@@ -227,7 +231,7 @@ class WarmUp(NamedTuple):
 
 
 def warm_up(
-    engines: Sequence[Any], workload: Workload, seed: int, bos: int | None, once: bool = False
+    engines: Sequence[Engine], workload: Workload, seed: int, bos: int | None, once: bool = False
 ) -> WarmUp:
     """Runs the whole test on every engine in turn, untimed, until the times have settled.
 

@@ -145,17 +145,17 @@ def ab(
     from workbench.frames import show, show_prose
 
     until = repeat.arguments()
-    wanted, plans = toggles.wanted(BASELINE), list[interleaved.Plan]()
+    wanted, specs = toggles.wanted(BASELINE), list[interleaved.ComparisonSpec]()
 
     def switched(background: Toggles) -> list[Toggles]:
-        plans.append(interleaved.plan(toggle, None, test, rounds, background))
-        return [arm.toggles for arm in plans[-1].arms]
+        specs.append(interleaved.comparison_spec(toggle, None, test, rounds, background))
+        return [arm.toggles for arm in specs[-1].arms]
 
     if not wanted.of_device:  # then all of it is known before a model is opened
         switched(wanted.toggles())
     interleaved.open_out(out, resume)
     with load(
-        model, config, wanted, switched, lambda opened: plans[-1].check(opened)
+        model, config, wanted, switched, lambda opened: specs[-1].check(opened)
     ) as engine:  # fmt: skip
         result = interleaved.ab(
             engine, toggle, tests=test, rounds=rounds, seed=seed, out=out, resume=resume, **until
@@ -245,7 +245,7 @@ def bench_kernels(
     from workbench.report import roofline
 
     check_computes(device)
-    plan = kernel_bench.Plan(
+    matrix = kernel_bench.KernelMatrix(
         kernel_cases.parse_types(types), kernel_cases.parse_shapes(shapes),
         kernel_cases.parse_batches(batch), quick, seed,
     )  # fmt: skip
@@ -256,7 +256,7 @@ def bench_kernels(
     say(f"device: {backend.description} ({reason})")
     try:
         made = kernel_bench.bench_kernels(
-            backend, plan, folder, reason=reason, on_row=lambda row: say(str(row)), on_note=say
+            backend, matrix, folder, reason=reason, on_row=lambda row: say(str(row)), on_note=say
         )
     finally:
         backend.close()

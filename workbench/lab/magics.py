@@ -214,7 +214,7 @@ def _window(text: str | None) -> Window | None:
 
 
 def _out(text: str | None) -> Path | None:
-    """Refused before the cell runs: what is no place for a file."""
+    """Refused before the cell runs: where no file can be written."""
     if text is None:
         return None
     path = Path(text.strip("\"'")).expanduser()

@@ -42,12 +42,12 @@ def with_bytes(spans: Iterable[Span], program_of: Callable[[int], Any]) -> list[
     program_of: the program of a step, or None.
     """
     spans = list(spans)
-    known: dict[tuple[int, int], int] = {}  # program and place -> bytes
+    known: dict[tuple[int, int], int] = {}  # program and position -> bytes
     n_kernels: dict[tuple[int, int], int] = {}
     for span in spans:
         if span.category == "device" and span.args.get("kind") == "launch":
-            place = span.args["step"], span.args["index"]
-            n_kernels[place] = n_kernels.get(place, 0) + 1
+            launch_key = span.args["step"], span.args["index"]
+            n_kernels[launch_key] = n_kernels.get(launch_key, 0) + 1
     found = []
     for span in spans:
         launch = span.category == "launch" or span.args.get("kind") == "launch"
@@ -128,23 +128,23 @@ def _launches(frame: pd.DataFrame, split: bool = False) -> pd.DataFrame:
     began), launch_to_start_us. split: a row for each kernel instead; bytes only of single ones."""
     host = frame[(frame["lane"] == HOST_LANE) & (frame["category"] == "launch")]
     device = frame[(frame["category"] == "device") & (frame["kind"] == "launch")]
-    place = ["step", "index"]
+    command = ["step", "index"]
     if not split:
         end = (device["start_us"] + device["dur_us"]).rename("end_us")
-        device = device.assign(end_us=end).groupby(place, sort=False, as_index=False)
+        device = device.assign(end_us=end).groupby(command, sort=False, as_index=False)
         device = device.agg(
             name=("name", "first"), op=("op", "first"), kernel=("kernel", "first"),
             lane=("lane", "first"), start_us=("start_us", "min"), dur_us=("dur_us", "sum"),
             end_us=("end_us", "max"), bytes=("bytes", "first"),
         )  # fmt: skip
     else:
-        alone = device.groupby(place)["index"].transform("size") == 1
+        alone = device.groupby(command)["index"].transform("size") == 1
         device = device.assign(
             end_us=device["start_us"] + device["dur_us"], bytes=device["bytes"].where(alone)
         )
-    calls = host.set_index(place)["start_us"]
+    calls = host.set_index(command)["start_us"]
     calls = calls[~calls.index.duplicated()]
-    issued = pd.MultiIndex.from_frame(device[place]).map(calls)
+    issued = pd.MultiIndex.from_frame(device[command]).map(calls)
     device = device.assign(issue_us=np.asarray(issued, "float64"))
     device["launch_to_start_us"] = device["start_us"] - device["issue_us"]
     # a launch without a device span ran inside the host's call; one of a device was not recorded
@@ -154,7 +154,7 @@ def _launches(frame: pd.DataFrame, split: bool = False) -> pd.DataFrame:
         issue_us=inside["start_us"], launch_to_start_us=np.nan,
     )  # fmt: skip
     columns = [
-        *place, "name", "op", "kernel", "lane", "start_us", "dur_us", "end_us", "bytes",
+        *command, "name", "op", "kernel", "lane", "start_us", "dur_us", "end_us", "bytes",
         "issue_us", "launch_to_start_us",
     ]  # fmt: skip
     parts = [part[columns] for part in (device, inside) if len(part)]

@@ -29,11 +29,11 @@ COUNTED = (KERNEL, COPY)  # a memset is cuBLAS's or the allocator's: no command 
 LAUNCH_CALLS = ("cuLaunchKernel", "cudaLaunchKernel", "cuLaunchCooperative", "cudaLaunchCoop")
 CALL = "call"  # category of the spans of calls and synchronizations
 
-Issued = tuple[int, int]  # step, and position in its program's commands
+CommandKey = tuple[int, int]  # step, and position in its program's commands
 Works = Callable[[Node], Sequence[Work]]  # what the backend issues for a node, in order
 
 
-class Row(NamedTuple):
+class Activity(NamedTuple):
     """One activity record. Times are ns of CUPTI's clock, 0 where CUPTI could not tell.
 
     name: of the kernel, of the function called, or of the kind of synchronization. correlation:
@@ -63,9 +63,9 @@ class Match(NamedTuple):
 
 
 def match(
-    rows: Iterable[Row],
+    rows: Iterable[Activity],
     external: Mapping[int, int],
-    issued: Mapping[int, Issued],
+    issued: Mapping[int, CommandKey],
     programs: Mapping[int, Program],
     works: Works,
     to_host: Callable[[int], int],
@@ -75,24 +75,24 @@ def match(
     recorder's."""
     rows = list(rows)
 
-    def owner(row: Row) -> Issued | None:
+    def owner(row: Activity) -> CommandKey | None:
         """The command during whose issue the row, or the call that started it, was made."""
         return issued.get(external.get(row.correlation, -1))
 
-    device: dict[Issued, list[Row]] = defaultdict(list)
-    calls: list[tuple[Issued, Row]] = []
-    strays: list[Row] = []
+    device: dict[CommandKey, list[Activity]] = defaultdict(list)
+    calls: list[tuple[CommandKey, Activity]] = []
+    strays: list[Activity] = []
     for row in rows:
-        place = owner(row)
+        key = owner(row)
         if row.kind in (DRIVER, RUNTIME, SYNC):
-            if place is not None:
-                calls.append((place, row))
-        elif place is not None:
-            device[place].append(row)
+            if key is not None:
+                calls.append((key, row))
+        elif key is not None:
+            device[key].append(row)
         elif row.kind in COUNTED:
             strays.append(row)
-    for place, found in device.items():
-        device[place] = _as_one(found, _command(place, programs))
+    for key, found in device.items():
+        device[key] = _as_one(found, _command(key, programs))
 
     faults = _Faults()
     for row in rows:
@@ -100,18 +100,18 @@ def match(
             faults.add("zero timestamp", _at(owner(row), programs) + f" {row.kind} {row.name}")
     for row in strays:
         faults.add(f"{row.kind} of no command", row.name)
-    for place, wanted in _commands(programs):
+    for key, wanted in _commands(programs):
         expected = _expected(wanted, works)
-        reason = _differs(device.get(place, ()), expected)
+        reason = _differs(device.get(key, ()), expected)
         if reason:
-            faults.add("command not as recorded", f"{_at(place, programs)}: {reason}")
+            faults.add("command not as recorded", f"{_at(key, programs)}: {reason}")
     _check_calls(calls, device, programs, faults)
     _check_order(device, programs, faults)
     spans = _spans(device, calls, programs, to_host)
     return Match(spans, faults.lines(), _early_ns(calls, device))
 
 
-def _commands(programs: Mapping[int, Program]) -> Iterable[tuple[Issued, Command]]:
+def _commands(programs: Mapping[int, Program]) -> Iterable[tuple[CommandKey, Command]]:
     for step, program in programs.items():
         for index, command in enumerate(program.commands):
             yield (step, index), command
@@ -131,10 +131,10 @@ class _Faults:
         return [f"{n} x {kind} (first: {first})" for kind, (n, first) in self._kinds.items()]
 
 
-def _at(place: Issued | None, programs: Mapping[int, Program]) -> str:
-    if place is None:
+def _at(key: CommandKey | None, programs: Mapping[int, Program]) -> str:
+    if key is None:
         return "outside every command,"
-    step, index = place
+    step, index = key
     command = programs[step].commands[index] if step in programs else None
     match command:
         case Launch():
@@ -151,13 +151,13 @@ def _at(place: Issued | None, programs: Mapping[int, Program]) -> str:
 # what a command should have -----------------------------------------------------------------------
 
 
-def _as_one(rows: list[Row], command: Command | None) -> list[Row]:
+def _as_one(rows: list[Activity], command: Command | None) -> list[Activity]:
     """The rows of a command by start. Devices that are not connected copy through the host's
     memory: two records, one on each, of one copy, which is the row given for them."""
     rows = sorted(rows, key=lambda r: (r.start, r.correlation))
     if isinstance(command, Copy) and command.src.buffer.space == command.dst.buffer.space:
         match rows:
-            case [Row(kind="copy") as out, Row(kind="copy") as back] if (
+            case [Activity(kind="copy") as out, Activity(kind="copy") as back] if (
                 out.device != back.device and out.nbytes == back.nbytes
             ):
                 whole = out.start and out.end and back.start and back.end
@@ -175,7 +175,7 @@ def _expected(command: Command, works: Works) -> list[str | int | None]:
     return []
 
 
-def _differs(rows: Sequence[Row], expected: Sequence[str | int | None]) -> str:
+def _differs(rows: Sequence[Activity], expected: Sequence[str | int | None]) -> str:
     """How the kernels and copies recorded for a command differ from what it issues, or nothing."""
     found = [r for r in rows if r.kind in COUNTED]
     least = len(expected)
@@ -193,7 +193,7 @@ def _differs(rows: Sequence[Row], expected: Sequence[str | int | None]) -> str:
                 at += 1
         if at >= len(found) or not _is(found[at], want):
             there = f"{found[at].kind} {found[at].name}" if at < len(found) else "nothing"
-            return f"{there} in the place of {want}"
+            return f"{there} instead of {want}"
         at, any_more = at + 1, 0
     rest = len(found) - at
     if rest < any_more:
@@ -201,49 +201,49 @@ def _differs(rows: Sequence[Row], expected: Sequence[str | int | None]) -> str:
     return f"{rest} records too many" if rest and not any_more else ""
 
 
-def _is(row: Row, want: str | int) -> bool:
+def _is(row: Activity, want: str | int) -> bool:
     if isinstance(want, str):
         return row.kind == KERNEL and row.name == want
     return row.kind == COPY and row.nbytes == want
 
 
 def _check_calls(
-    calls: Sequence[tuple[Issued, Row]],
-    device: Mapping[Issued, Sequence[Row]],
+    calls: Sequence[tuple[CommandKey, Activity]],
+    device: Mapping[CommandKey, Sequence[Activity]],
     programs: Mapping[int, Program],
     faults: _Faults,
 ) -> None:
     """Every launch that was called is there: cuBLAS alone knows how many kernels a product is, but
     its calls are recorded too. A driver call inside a runtime call is the same launch."""
-    launches: dict[Issued, list[Row]] = defaultdict(list)
-    for place, row in calls:
+    launches: dict[CommandKey, list[Activity]] = defaultdict(list)
+    for key, row in calls:
         if row.kind != SYNC and row.start and row.name.startswith(LAUNCH_CALLS):
-            launches[place].append(row)
-    for place, called in launches.items():
+            launches[key].append(row)
+    for key, called in launches.items():
         n, end = 0, 0
         for row in sorted(called, key=lambda r: (r.start, -r.end)):
             if row.end > end:
                 n, end = n + 1, row.end
-        n_kernels = sum(r.kind == KERNEL for r in device.get(place, ()))
+        n_kernels = sum(r.kind == KERNEL for r in device.get(key, ()))
         if n_kernels < n:
             faults.add(
                 "command with fewer kernels than launch calls",
-                f"{_at(place, programs)}: {n_kernels} for {n}",
+                f"{_at(key, programs)}: {n_kernels} for {n}",
             )
 
 
 def _check_order(
-    device: Mapping[Issued, Sequence[Row]], programs: Mapping[int, Program], faults: _Faults
+    device: Mapping[CommandKey, Sequence[Activity]],
+    programs: Mapping[int, Program],
+    faults: _Faults,
 ) -> None:
     """In each stream of a program records begin in command order, and the stream is one and the
     same of CUPTI's, that of no other."""
-    by_stream: dict[Stream, list[tuple[int, Issued, Row]]] = defaultdict(list)
-    for place, rows in device.items():
-        stream = _stream(place, programs)
+    by_stream: dict[Stream, list[tuple[int, CommandKey, Activity]]] = defaultdict(list)
+    for key, rows in device.items():
+        stream = _stream(key, programs)
         if stream is not None:
-            by_stream[stream] += [
-                (r.start, place, r) for r in rows if r.kind in COUNTED and r.start
-            ]
+            by_stream[stream] += [(r.start, key, r) for r in rows if r.kind in COUNTED and r.start]
     owners: dict[tuple[int, int], Stream] = {}
     for stream, began in by_stream.items():
         began.sort(key=lambda entry: (entry[0], entry[1]))
@@ -263,12 +263,14 @@ def _check_order(
             )
 
 
-def _stream(place: Issued, programs: Mapping[int, Program]) -> Stream | None:
-    step, index = place
+def _stream(key: CommandKey, programs: Mapping[int, Program]) -> Stream | None:
+    step, index = key
     return getattr(programs[step].commands[index], "stream", None) if step in programs else None
 
 
-def _early_ns(calls: Sequence[tuple[Issued, Row]], device: Mapping[Issued, Sequence[Row]]) -> int:
+def _early_ns(
+    calls: Sequence[tuple[CommandKey, Activity]], device: Mapping[CommandKey, Sequence[Activity]]
+) -> int:
     called = {row.correlation: row.start for _, row in calls if row.kind != SYNC and row.start}
     early = [
         called[r.correlation] - r.start
@@ -283,42 +285,42 @@ def _early_ns(calls: Sequence[tuple[Issued, Row]], device: Mapping[Issued, Seque
 
 
 def _spans(
-    device: Mapping[Issued, Sequence[Row]],
-    calls: Sequence[tuple[Issued, Row]],
+    device: Mapping[CommandKey, Sequence[Activity]],
+    calls: Sequence[tuple[CommandKey, Activity]],
     programs: Mapping[int, Program],
     to_host: Callable[[int], int],
 ) -> list[Span]:
     """A device span for each kernel, copy and memset; a host span for each call and
     synchronization. Rows without both times have none."""
     made = []
-    for place, rows in device.items():
-        command, stream = _command(place, programs), _stream(place, programs)
+    for key, rows in device.items():
+        command, stream = _command(key, programs), _stream(key, programs)
         if command is None or stream is None:
             continue
-        lane = f"{programs[place[0]].backends[stream.backend]} stream {stream.id}"
-        name, about = _about(place, command, stream)
+        lane = f"{programs[key[0]].backends[stream.backend]} stream {stream.id}"
+        name, about = _about(key, command, stream)
         for row in rows:
             if row.start and row.end:
                 what = {"bytes": row.nbytes} if row.kind == COPY else {"kernel": row.name}
                 times = to_host(row.start), to_host(row.end)
                 made.append(Span(name, "device", lane, *times, about | what))
-    for place, row in calls:
-        command = _command(place, programs)
+    for key, row in calls:
+        command = _command(key, programs)
         if command is not None and row.start and row.end:
             # `index` is the command's own span's: arrows to the device start there
-            args = {"step": place[0], "split": command.split, "command": place[1], "api": row.kind}
+            args = {"step": key[0], "split": command.split, "command": key[1], "api": row.kind}
             made.append(Span(row.name, CALL, HOST_LANE, to_host(row.start), to_host(row.end), args))
     return sorted(made, key=lambda span: span.end_ns)
 
 
-def _command(place: Issued, programs: Mapping[int, Program]) -> Command | None:
-    step, index = place
+def _command(key: CommandKey, programs: Mapping[int, Program]) -> Command | None:
+    step, index = key
     return programs[step].commands[index] if step in programs else None
 
 
-def _about(place: Issued, command: Command, stream: Stream) -> tuple[str, dict[str, Any]]:
+def _about(key: CommandKey, command: Command, stream: Stream) -> tuple[str, dict[str, Any]]:
     """Name and args of a command's device spans, as those made of marks have them."""
-    step, index = place
+    step, index = key
     args: dict[str, Any] = {
         "kind": command.kind, "index": index, "step": step, "split": command.split,
         "stream": stream.id,

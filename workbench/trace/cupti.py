@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from workbench.errors import WorkbenchError
 from workbench.trace import correlate
 from workbench.trace.clock import Clock, read_clocks
-from workbench.trace.correlate import COPY, DRIVER, KERNEL, MEMSET, RUNTIME, SYNC, Row
+from workbench.trace.correlate import COPY, DRIVER, KERNEL, MEMSET, RUNTIME, SYNC, Activity
 from workbench.trace.window import WindowRecorder
 
 BUFFER_BYTES = 16 << 20  # a step of 500 launches is about 0.2 MB of records
@@ -120,7 +120,7 @@ class Recording(NamedTuple):
     """What a session recorded. external: external id by correlation id. faults: what may be
     missing, line by line."""
 
-    rows: list[Row]
+    rows: list[Activity]
     external: dict[int, int]
     clock: Clock
     faults: list[str]
@@ -131,7 +131,7 @@ class Session:
 
     def __init__(self, cupti: Any):
         self._cupti = cupti
-        self._rows: list[Row] = []
+        self._rows: list[Activity] = []
         self._external: dict[int, int] = {}
         self._failures: list[str] = []
         self._enabled: list[Any] = []
@@ -217,7 +217,7 @@ class Session:
         except Exception as error:
             self._failures.append(f"a buffer of records was lost ({error!r})")
 
-    def _named(self, row: Row) -> Row:
+    def _named(self, row: Activity) -> Activity:
         """A call or a synchronization by its name; until here it has a number."""
         if row.kind not in (DRIVER, RUNTIME, SYNC):
             return row
@@ -234,7 +234,7 @@ class Session:
         return row._replace(name=self._names[key])
 
 
-def _row(kind: str, activity: Any) -> Row:
+def _row(kind: str, activity: Any) -> Activity:
     """Asks for fields and not for types, which change with the version (Kernel10, Kernel12)."""
     a, stream, nbytes, device = activity, -1, 0, 0
     match kind:
@@ -247,7 +247,9 @@ def _row(kind: str, activity: Any) -> Row:
         case _:
             name, stream, device = kind, int(a.stream_id), int(a.device_id)
             nbytes = int(a.bytes)
-    return Row(kind, name, int(a.start), int(a.end), int(a.correlation_id), stream, nbytes, device)
+    return Activity(
+        kind, name, int(a.start), int(a.end), int(a.correlation_id), stream, nbytes, device
+    )
 
 
 def _give_buffer() -> tuple[int, int]:
@@ -301,7 +303,7 @@ class CuptiRecorder(WindowRecorder):
         self._works = engine.backend.works
         self._session: Session | None = None
         self._programs: dict[int, Any] = {}
-        self._issued: dict[int, correlate.Issued] = {}
+        self._issued: dict[int, correlate.CommandKey] = {}
         self._n_ids = 0
         self._steps: list[int] = []
 

@@ -22,7 +22,7 @@ HIDDEN = "(s)"
 # this long, and which returned no sooner than the copy was done, was held.
 HELD_NS = 20_000
 SLACK_NS = 5_000  # how far device spans may be off the host's
-LETTERS = {"sync": "s", "record": "r", "wait": "w"}
+LETTERS = {"copy": "a", "launch": "g", "sync": "s", "record": "r", "wait": "w"}
 HOST_BACKEND = "host"
 
 
@@ -86,24 +86,17 @@ def _letters(spans: Sequence[Span]) -> list[_Letter]:
     backends = {s.args["split"]: s.args["backend"] for s in spans if s.category == "split"}
     commands = sorted((s for s in spans if "index" in s.args), key=lambda s: s.args["index"])
     letters: list[_Letter] = []
-    last_copy: Span | None = None
     for span in commands:
-        split, index, kind = span.args["split"], span.args["index"], span.category
-        before, last_copy = last_copy, None
-        if split == RESULT:
+        split, index = span.args["split"], span.args["index"]
+        letter = LETTERS.get(span.category, "")
+        if letter == "g" and backends.get(split) == HOST_BACKEND:
+            letter = "h"
+        if not letter or split == RESULT:
             continue
-        letter = LETTERS.get(kind, "")
-        if kind == "copy":
-            letter, last_copy = "a", span
-        elif kind == "launch":
-            letter = "h" if backends.get(split) == HOST_BACKEND else "g"
-            if letters and letters[-1][:2] == (split, letter):
-                continue  # the launches of a split are one letter
-        elif kind == "sync" and before is not None and span.name == f"wait {before.name}":
-            letters[-1] = letters[-1]._replace(letter="c")  # the copy and its wait are one letter
-            continue
-        if letter:
-            letters.append(_Letter(split, letter, index))
+        if "blocks" in span.args:  # a copy and the host's wait for it are one letter
+            letters[-1] = letters[-1]._replace(letter="c")
+        elif letter not in "gh" or not letters or letters[-1][:2] != (split, letter):
+            letters.append(_Letter(split, letter, index))  # as are the launches of a split
     return letters
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -36,6 +36,9 @@ from workbench.trace.cupti import CuptiRecorder, Unavailable, Window
 from workbench.trace.lanes import nesting_order
 from workbench.trace.spans import CATEGORIES, HOST_LANE, Span
 from workbench.trace.window import Slowdown, WindowRecorder
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
 
 TRACED = "traced, not for throughput"
 COLLECTORS = ("auto", "events", "cupti")
@@ -277,7 +280,7 @@ class Profile:
 
 @contextmanager
 def profile(
-    engine: Any,
+    engine: Engine,
     window: tuple[int, int] | None = None,
     nvtx: bool = True,
     collector: str = "auto",
@@ -316,7 +319,7 @@ def profile(
 
 
 def profile_each(
-    engine: Any, arms: Mapping[str, Any], n_tokens: int = 16, **asked: Any
+    engine: Engine, arms: Mapping[str, Any], n_tokens: int = 16, **asked: Any
 ) -> dict[str, Profile]:
     """Traces, by name, of the last 8 of n_tokens tokens that variants of `engine` with these
     toggles generate. asked: as for `profile`."""
@@ -329,7 +332,7 @@ def profile_each(
     return found
 
 
-def about(engine: Any) -> dict[str, Any]:
+def about(engine: Engine) -> dict[str, Any]:
     """What a trace says of the engine: model, device, toggles, and the order of its waits."""
     model = engine.model
     names = ("name", "quant", "architecture", "n_layer", "weight_bytes_per_token")
@@ -353,7 +356,7 @@ def origin(note: str) -> dict[str, Any]:
 
 
 def _recorder(
-    engine: Any, window: tuple[int, int] | None, nvtx: bool, collector: str
+    engine: Engine, window: tuple[int, int] | None, nvtx: bool, collector: str
 ) -> tuple[WindowRecorder, str]:
     """The recorder for a collector, and why it is another than the one asked for."""
     if collector == "events" or (collector == "auto" and engine.device != CUDA):
