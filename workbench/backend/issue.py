@@ -189,13 +189,13 @@ class Prepared:
                 handle = None if split == RESULT else recorder.begin(self._split_name(split))
             name, args = self._describe(command, i, step)
             backend = self._device_of(command) if recorder.marks else None
-            begin = backend.mark(command.stream.id) if backend else None  # type: ignore[attr-defined]
+            begin = backend.mark(command.stream.id) if backend else None  # type: ignore[union-attr]
             command_handle = recorder.begin(name)
             start = now_ns()
             self._calls[i]()
             recorder.end(command_handle, name, command.kind, start, args)
             if backend:
-                marks.append((i, begin, backend.mark(command.stream.id)))  # type: ignore[attr-defined]
+                marks.append((i, begin, backend.mark(command.stream.id)))  # type: ignore[union-attr]
         self._end_split(recorder, step, split, handle, split_start)
 
     def _split_name(self, split: int) -> str:

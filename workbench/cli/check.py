@@ -127,9 +127,7 @@ def lines(cycle: list[Program], found: Findings) -> list[str]:
 
 
 def _words(found: Findings, at: CommandAt) -> str:
-    from workbench.program.check.wording import worded
-
-    return worded(at.command, found.steps[at.step].backends)
+    return at.command.words(found.steps[at.step].backends)
 
 
 def _n(n: int, what: str) -> str:

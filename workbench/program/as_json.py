@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from workbench.program.check.wording import stream_name
-from workbench.program.commands import Command, Launch, Program, Range, Sync
+from workbench.program.commands import Command, Launch, Program, Range
 
 
 def program_as_json(program: Program) -> dict[str, Any]:
@@ -39,18 +38,9 @@ def command_as_json(command: Command, backends: Sequence[str]) -> dict[str, Any]
     backends: the program's, by index.
     """
     found: dict[str, Any] = {"kind": command.kind, "split": command.split}
-    stream = getattr(command, "stream", None)
-    if stream is not None:
-        found["stream"] = stream_name(stream, backends)
-    if isinstance(command, Launch):
-        found |= {"op": command.node.op, "name": command.node.name}
-    for field in ("event", "name", "value"):
-        value = getattr(command, field, None)
-        if value is not None:
-            found[field] = value
-    if isinstance(command, Sync) and command.blocks is not None:
-        found["blocks"] = command.blocks.name
-    return found
+    if command.stream is not None:
+        found["stream"] = command.stream.words(backends)
+    return found | command.names()
 
 
 def _in_full(command: Command, backends: Sequence[str]) -> dict[str, Any]:

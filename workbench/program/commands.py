@@ -19,47 +19,19 @@ Contracts (host order is list order):
 
 from __future__ import annotations
 
-import itertools
-from enum import StrEnum
+from collections import Counter
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
+from workbench.errors import UsageError
 from workbench.graph.ir import Node, StepShape, Tensor
-from workbench.program.letters import folded
+from workbench.program import letters
+from workbench.program.ranges import Buffer as Buffer
+from workbench.program.ranges import Range as Range
+from workbench.program.ranges import Space as Space
 
 HOST = 0  # index of the host backend in every program
 DEVICE = 1
-
-
-class Space(StrEnum):
-    HOST = "host"  # pageable host memory
-    PINNED = "pinned"  # page-locked host memory
-    DEVICE = "device"
-
-
-class Buffer:
-    """A block of memory the program refers to. `backend` is the index of the one that owns it."""
-
-    __slots__ = ("backend", "name", "nbytes", "space")
-
-    def __init__(self, name: str, space: Space, nbytes: int, backend: int):
-        self.name = name
-        self.space = space
-        self.nbytes = nbytes
-        self.backend = backend
-
-    def __repr__(self) -> str:
-        return f"{self.name}[{self.nbytes}]"
-
-
-class Range(NamedTuple):
-    """Bytes offset..offset+nbytes-1 of a buffer."""
-
-    buffer: Buffer
-    offset: int
-    nbytes: int
-
-    def __repr__(self) -> str:
-        return f"{self.buffer.name}+{self.offset}:{self.nbytes}"
 
 
 class Stream(NamedTuple):
@@ -68,17 +40,44 @@ class Stream(NamedTuple):
     backend: int
     id: int
 
+    def words(self, backends: Sequence[str]) -> str:
+        """`cuda:1`. backends: the program's, by index. Raises UsageError for one not there."""
+        if not 0 <= self.backend < len(backends):
+            raise UsageError(
+                f"a command is on stream {self.id} of backend {self.backend}, and the program's "
+                f"backends are numbered 0 to {len(backends) - 1} ({', '.join(backends)}); name it"
+            )
+        return f"{backends[self.backend]}:{self.id}"
+
 
 COMPUTE_STREAM, COPY_STREAM = 0, 1
 RESULT = -1  # the split number of commands outside every split: input writes, the logits wait
 
 
 class Command:
-    """What all commands share: the number of the split they serve, and the ranges they touch."""
+    """What all commands share: the number of the split they serve, and the ranges they touch.
+
+    stream: the one it is queued on, or waits for, if any. blocks: the Copy that a Sync belongs to.
+    letter: in a pattern, empty where it is not printed.
+    """
 
     __slots__ = ("split",)
     kind: ClassVar[str]
+    letter: str = ""
     split: int
+    stream: Stream | None = None
+    blocks: Copy | None = None
+
+    @property
+    def by_host(self) -> bool:
+        """Whether the host itself reads and writes, before it issues the next command."""
+        return False
+
+    @property
+    def label(self) -> str:
+        """The name of the command's node, tensor or value; empty for one without."""
+        names = self.names()
+        return names.get("name") or names.get("value", "")
 
     @property
     def reads(self) -> tuple[Range, ...]:
@@ -88,12 +87,19 @@ class Command:
     def writes(self) -> tuple[Range, ...]:
         return ()
 
+    def names(self) -> dict[str, str]:
+        """What it names of op, name, value, event and blocks."""
+        return {}
 
-class Write(Command):
-    """The host puts the step's value named `value` into staging memory."""
+    def words(self, backends: Sequence[str]) -> str:
+        """A few words, as `copy inp_pos on cuda:1`. backends: the program's, by index."""
+        raise NotImplementedError
+
+
+class _Staged(Command):
+    """The host and a value in staging memory."""
 
     __slots__ = ("staging", "value")
-    kind = "write"
 
     def __init__(self, staging: Range, value: str, split: int = RESULT):
         self.staging = staging
@@ -101,7 +107,35 @@ class Write(Command):
         self.split = split
 
     @property
+    def by_host(self) -> bool:
+        return True
+
+    def names(self) -> dict[str, str]:
+        return {"value": self.value}
+
+    def words(self, backends: Sequence[str]) -> str:
+        return f"{self.kind} {self.value}"
+
+
+class Write(_Staged):
+    """The host puts the step's value named `value` into staging memory."""
+
+    __slots__ = ()
+    kind = "write"
+
+    @property
     def writes(self) -> tuple[Range, ...]:
+        return (self.staging,)
+
+
+class Read(_Staged):
+    """The host takes the result named `value` out of staging memory."""
+
+    __slots__ = ()
+    kind = "read"
+
+    @property
+    def reads(self) -> tuple[Range, ...]:
         return (self.staging,)
 
 
@@ -110,6 +144,8 @@ class Copy(Command):
 
     __slots__ = ("dst", "name", "src", "stream")
     kind = "copy"
+    letter = "a"
+    stream: Stream
 
     def __init__(self, dst: Range, src: Range, stream: Stream, name: str, split: int):
         self.dst = dst
@@ -126,6 +162,12 @@ class Copy(Command):
     def writes(self) -> tuple[Range, ...]:
         return (self.dst,)
 
+    def names(self) -> dict[str, str]:
+        return {"name": self.name}
+
+    def words(self, backends: Sequence[str]) -> str:
+        return f"copy {self.name} on {self.stream.words(backends)}"
+
 
 class Launch(Command):
     """One kernel: `node` computed on `stream`. `scratch` is written and read by it alone.
@@ -134,8 +176,12 @@ class Launch(Command):
     then launches only kernels so that declare where they wait for it.
     """
 
-    __slots__ = ("_reads", "_writes", "node", "programmatic", "scratch", "stream")
+    __slots__ = ("node", "programmatic", "reads", "scratch", "stream", "writes")
     kind = "launch"
+    letter = "g"
+    stream: Stream
+    reads: tuple[Range, ...]
+    writes: tuple[Range, ...]
 
     def __init__(
         self,
@@ -150,53 +196,70 @@ class Launch(Command):
         self.node = node
         self.programmatic = programmatic
         self.stream = stream
-        self._reads = reads
-        self._writes = writes
+        self.reads = reads
+        self.writes = writes
         self.scratch = scratch
         self.split = split
 
     @property
-    def reads(self) -> tuple[Range, ...]:
-        return self._reads
+    def by_host(self) -> bool:
+        return self.stream.backend == HOST
 
-    @property
-    def writes(self) -> tuple[Range, ...]:
-        return self._writes
+    def names(self) -> dict[str, str]:
+        return {"op": self.node.op, "name": self.node.name}
+
+    def words(self, backends: Sequence[str]) -> str:
+        where = "the host" if self.by_host else self.stream.words(backends)
+        return f"launch {self.node.op} {self.node.name} on {where}"
 
 
-class Record(Command):
+class _AtEvent(Command):
+    """A stream and an event."""
+
+    __slots__ = ("event", "stream")
+    stream: Stream
+
+    def __init__(self, event: str, stream: Stream, split: int):
+        self.event = event
+        self.stream = stream
+        self.split = split
+
+    def names(self) -> dict[str, str]:
+        return {"event": self.event}
+
+
+class Record(_AtEvent):
     """The event called `event` becomes the point reached by `stream`."""
 
-    __slots__ = ("event", "stream")
+    __slots__ = ()
     kind = "record"
+    letter = "r"
 
-    def __init__(self, event: str, stream: Stream, split: int):
-        self.event = event
-        self.stream = stream
-        self.split = split
+    def words(self, backends: Sequence[str]) -> str:
+        return f'record of "{self.event}" on {self.stream.words(backends)}'
 
 
-class Wait(Command):
+class Wait(_AtEvent):
     """Later work on `stream` waits for `event`; the host does not."""
 
-    __slots__ = ("event", "stream")
+    __slots__ = ()
     kind = "wait"
+    letter = "w"
 
-    def __init__(self, event: str, stream: Stream, split: int):
-        self.event = event
-        self.stream = stream
-        self.split = split
+    def words(self, backends: Sequence[str]) -> str:
+        return f'wait of {self.stream.words(backends)} for "{self.event}"'
 
 
 class Sync(Command):
     """The host waits, for a stream (everything queued on it) or for an event: one is not None.
 
-    `blocks` names the Copy of which this wait is the second half: copy and wait together are one
-    blocking copy, the letter `c`.
+    `blocks` names a Copy that this wait ends: the two together are one blocking copy, the letter
+    `c`.
     """
 
     __slots__ = ("blocks", "event", "stream")
     kind = "sync"
+    letter = "s"
 
     def __init__(
         self,
@@ -211,21 +274,13 @@ class Sync(Command):
         self.blocks = blocks
         self.split = split
 
+    def names(self) -> dict[str, str]:
+        event = {} if self.event is None else {"event": self.event}
+        return event if self.blocks is None else {**event, "blocks": self.blocks.name}
 
-class Read(Command):
-    """The host takes the result named `value` out of staging memory."""
-
-    __slots__ = ("staging", "value")
-    kind = "read"
-
-    def __init__(self, staging: Range, value: str, split: int = RESULT):
-        self.staging = staging
-        self.value = value
-        self.split = split
-
-    @property
-    def reads(self) -> tuple[Range, ...]:
-        return (self.staging,)
+    def words(self, backends: Sequence[str]) -> str:
+        of = f'"{self.event}"' if self.stream is None else self.stream.words(backends)
+        return f"sync of {of}{'' if self.blocks is None else f' behind copy {self.blocks.name}'}"
 
 
 class CommandAt(NamedTuple):
@@ -236,17 +291,8 @@ class CommandAt(NamedTuple):
     command: Command
 
     def __str__(self) -> str:
-        c = self.command
-        match c:
-            case Launch():
-                name = c.node.name
-            case Copy():
-                name = c.name
-            case Write() | Read():
-                name = c.value
-            case _:
-                name = ""
-        return " ".join(filter(None, (f"step {self.step} #{self.index}", c.kind, name)))
+        parts = f"step {self.step} #{self.index}", self.command.kind, self.command.label
+        return " ".join(filter(None, parts))
 
 
 class Program:
@@ -291,44 +337,25 @@ class Program:
         With result, the last group ends with the way of the results to the host, `as`, where there
         are any: `aaaag aaaag aaaagas` is a train of three ubatches.
         """
-        groups = ["" for _ in self.splits]
-        blocked = {c.blocks for c in self.commands if isinstance(c, Sync)}
-        for command in self.commands:
-            if command.split == RESULT:
-                continue
-            letter = _letter(command, blocked)
-            # the launches of a split are one letter; a blocking copy's wait is part of its `c`
-            if letter and not (letter in "gh" and groups[command.split].endswith(letter)):
-                groups[command.split] += letter
+        groups = letters.of_splits(self.commands, len(self.splits))
         if fold:
-            groups = [folded(g) for g in groups]
+            groups = [letters.folded(g) for g in groups]
         if result:
-            groups[-1] += self._way_of_results()
+            groups[-1] += letters.of_results(self.commands)
         return " ".join(groups)
-
-    def _way_of_results(self) -> str:
-        behind = itertools.takewhile(lambda c: c.split == RESULT, reversed(self.commands))
-        kinds = {type(c) for c in behind}  # as many copies as results; one wait
-        return "".join(letter for kind, letter in ((Copy, "a"), (Sync, "s")) if kind in kinds)
 
     def counts(self) -> dict[str, int]:
         """Per step: waits of the host, copies, launches, records, stream waits, bytes copied.
 
         waits counts every Sync, the logits wait included; copies likewise.
         """
-        n = dict.fromkeys(("waits", "copies", "launches", "records", "stream_waits"), 0)
         names = {
             "sync": "waits", "copy": "copies", "launch": "launches",
             "record": "records", "wait": "stream_waits",
         }  # fmt: skip
-        copied = 0
-        for command in self.commands:
-            name = names.get(command.kind)
-            if name:
-                n[name] += 1
-            if isinstance(command, Copy):
-                copied += command.src.nbytes
-        return n | {"copied_bytes": copied}
+        n = Counter(command.kind for command in self.commands)
+        copied = sum(c.src.nbytes for c in self.commands if isinstance(c, Copy))
+        return {name: n[kind] for kind, name in names.items()} | {"copied_bytes": copied}
 
     def _about(self) -> str:
         s = self.shape
@@ -340,18 +367,3 @@ class Program:
 
     def _repr_html_(self) -> str:
         return f"<p><code>{self.pattern(fold=True)}</code><br>{self._about()}</p>"
-
-
-def _letter(command: Command, blocked: set[Copy | None]) -> str:
-    match command:
-        case Launch():
-            return "h" if command.stream.backend == HOST else "g"
-        case Copy():
-            return "c" if command in blocked else "a"
-        case Sync():
-            return "" if command.blocks is not None else "s"
-        case Record():
-            return "r"
-        case Wait():
-            return "w"
-    return ""

@@ -39,7 +39,7 @@ from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.program.as_json import command_as_json
 from workbench.program.check.acts import Accessor, Declared, Run, Spot
-from workbench.program.check.wording import unordered, worded
+from workbench.program.check.wording import unordered
 from workbench.program.commands import (
     Buffer,
     Command,
@@ -121,7 +121,7 @@ class Findings(NamedTuple):
         return {
             "step": at.step,
             "index": at.index,
-            "words": worded(command, backends),
+            "words": command.words(backends),
             **command_as_json(command, backends),
         }
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from workbench.graph.ir import F32, I32, Tensor
 from workbench.graph.ops import make
 from workbench.program.check.script import Script
-from workbench.program.commands import RESULT, Command, Copy, Launch, Program, Read, Write
+from workbench.program.commands import RESULT, Command, Program
 
 N_COPIES = 4  # of every split input in a pipeline: llama.cpp's GGML_SCHED_MAX_COPIES
 COLS = 64
@@ -60,15 +60,7 @@ class Case(NamedTuple):
 
 def named(step: int, command: Command) -> Named:
     """How a case calls `command` of step number `step`."""
-    name = ""
-    match command:
-        case Launch():
-            name = command.node.name
-        case Copy():
-            name = command.name
-        case Write() | Read():
-            name = command.value
-    return Named(step, command.split, command.kind, name)
+    return Named(step, command.split, command.kind, command.label)
 
 
 def _event(backend: str, copy: int) -> str:

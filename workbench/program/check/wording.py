@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from enum import Enum
 
-from workbench.program.commands import (
-    HOST,
-    Command,
-    Copy,
-    Launch,
-    Read,
-    Record,
-    Stream,
-    Sync,
-    Wait,
-    Write,
-)
+from workbench.program.commands import Command, Copy, Launch
 
 
 class Missing(Enum):
@@ -39,44 +28,6 @@ _EARLY = {
 }
 
 
-def worded(command: Command, backends: Sequence[str]) -> str:
-    """A command in a few words: `copy inp_pos on cuda:1`, `sync of cuda:0`.
-
-    backends: the program's, by index.
-    """
-    match command:
-        case Launch():
-            where = "the host" if on_host(command) else stream_name(command.stream, backends)
-            return f"launch {command.node.op} {command.node.name} on {where}"
-        case Copy():
-            return f"copy {command.name} on {stream_name(command.stream, backends)}"
-        case Write() | Read():
-            return f"{command.kind} {command.value}"
-        case Record():
-            return f"record of {_quoted(command.event)} on {stream_name(command.stream, backends)}"
-        case Wait():
-            return f"wait of {stream_name(command.stream, backends)} for {_quoted(command.event)}"
-        case Sync():
-            of = _quoted(command.event)
-            if command.stream is not None:
-                of = stream_name(command.stream, backends)
-            blocks = "" if command.blocks is None else f" behind copy {command.blocks.name}"
-            return f"sync of {of}{blocks}"
-    return command.kind
-
-
-def _quoted(event: str | None) -> str:
-    return f'"{event}"'
-
-
-def on_host(command: Command) -> bool:
-    """Whether the host itself does it, at its place."""
-    stream = getattr(command, "stream", None)
-    return isinstance(command, (Write, Read)) or (
-        isinstance(command, Launch) and stream is not None and stream.backend == HOST
-    )
-
-
 def unordered(
     first: Command,
     second: Command,
@@ -91,14 +42,10 @@ def unordered(
     """
     assert isinstance(first, (Copy, Launch))
     when = {0: "", 1: " of the next step"}.get(later, f" issued {later} steps later")
-    line = f"nothing orders {worded(first, backends)} before {worded(second, backends)}{when}"
-    stream = stream_name(first.stream, backends)
+    line = f"nothing orders {first.words(backends)} before {second.words(backends)}{when}"
+    stream = first.stream.words(backends)
     behind = f"an event recorded behind the {first.kind}"
-    if on_host(second):
-        other = None
-    else:
-        assert isinstance(second, (Copy, Launch))
-        other = second.stream
+    other = None if second.by_host else second.stream
     for reason, words in _EARLY.items():
         if reason in lacks and other == first.stream and isinstance(first, Launch):
             return f"{line}; {words}"
@@ -106,10 +53,5 @@ def unordered(
         return f"{line}: copies keep no order with their stream, sync {stream} between them"
     if other is None or Missing.ORDER_OF_COPIES in lacks:
         return f"{line}: sync {stream} (or {behind}) between them"
-    waiting = f"let {stream_name(other, backends)} wait for {behind}"
+    waiting = f"let {other.words(backends)} wait for {behind}"
     return f"{line}: sync {stream}, or {waiting}, between them"
-
-
-def stream_name(stream: Stream, backends: Sequence[str]) -> str:
-    """`cuda:1`."""
-    return f"{backends[stream.backend]}:{stream.id}"

@@ -1,0 +1,38 @@
+"""The memory that programs refer to: buffers, and ranges of their bytes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Space(StrEnum):
+    HOST = "host"  # pageable host memory
+    PINNED = "pinned"  # page-locked host memory
+    DEVICE = "device"
+
+
+class Buffer:
+    """A block of memory the program refers to. `backend` is the index of the one that owns it."""
+
+    __slots__ = ("backend", "name", "nbytes", "space")
+
+    def __init__(self, name: str, space: Space, nbytes: int, backend: int):
+        self.name = name
+        self.space = space
+        self.nbytes = nbytes
+        self.backend = backend
+
+    def __repr__(self) -> str:
+        return f"{self.name}[{self.nbytes}]"
+
+
+class Range(NamedTuple):
+    """Bytes offset..offset+nbytes-1 of a buffer."""
+
+    buffer: Buffer
+    offset: int
+    nbytes: int
+
+    def __repr__(self) -> str:
+        return f"{self.buffer.name}+{self.offset}:{self.nbytes}"
