@@ -194,8 +194,46 @@ def test_the_campaign_is_linted_and_typed_like_the_package():
     assert not [path for path in excluded if "data/measure".startswith(path)]
 
 
+# what a package is imported as, where that is not its name
+IMPORTED_AS = {
+    "cupti-python": "cupti", "cupy-cuda13x": "cupy", "nvidia-ml-py": "pynvml",
+    "cuda-bindings": "cuda.bindings",
+}  # fmt: skip
+# packages that nobody imports, and what they are for
+INDIRECT = {
+    "jupyterlab": "the front end of `make lab`",
+    "ipykernel": "what papermill runs notebooks in",
+    "pytest-benchmark": "the fixture of tests/bench",
+    "pytest-timeout": "a limit for each test",
+    "pytest-xdist": "`make test` on two cores",
+    "ruff": "`make lint`",
+    "mypy": "`make lint`",
+    "nvidia-cuda-nvrtc": "the library behind cuda.bindings.nvrtc, without a toolkit",
+    "nvidia-cuda-runtime": "headers that kernels include",
+    "nvidia-cuda-cccl": "headers that kernels include",
+}
+
+
+def imported(folders: tuple[str, ...]) -> str:
+    """The sources of the Python files below some folders."""
+    files = [p for folder in folders for p in (ROOT / folder).rglob("*.py")]
+    return "\n".join(p.read_text() for p in files)
+
+
 def test_every_dependency_is_imported():
+    """Those of the package by the package; those of an extra there, in tests or in the campaign."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {re.match(r"[\w-]+", entry)[0] for entry in project["dependencies"]}
-    text = "\n".join(p.read_text() for p in modules())
-    assert not {name for name in wanted if not re.search(rf"(?:import|from) {name}\b", text)}
+    extras = [entry for each in project["optional-dependencies"].values() for entry in each]
+    for entries, folders in (
+        (project["dependencies"], ("workbench",)),
+        (extras, ("workbench", "tests", "data/measure")),
+    ):
+        text, names = imported(folders), {re.match(r"[\w-]+", entry)[0] for entry in entries}
+        modules_of = {name: IMPORTED_AS.get(name, name) for name in names - set(INDIRECT)}
+        assert not {
+            name
+            for name, module in modules_of.items()
+            if not re.search(rf"^\s*(?:import|from) {re.escape(module)}\b", text, re.MULTILINE)
+        }
+    everything = {re.match(r"[\w-]+", e)[0] for e in (*project["dependencies"], *extras)}
+    assert everything >= {*INDIRECT, *IMPORTED_AS}, "a package of the tables is no dependency"
