@@ -242,15 +242,15 @@ class Answer(NamedTuple):
 def scored(recorded: Recorded, quant: str) -> list[Answer]:
     """What the runs of a type of llama-3.2-1b say, most tokens at once first.
 
-    A run without n_ubatch computed as many as its engine's n_ubatch. One whose logits are equal to
-    the last bit is left out: both of its sides took the same path, so that it compares nothing.
+    One whose logits are equal to the last bit is left out: both of its sides took the same path,
+    hence it compares nothing.
     """
     found, name = [], f"perplexity-llama-3.2-1b-{quant}"
     for run in (recorded.run(f"{name}{suffix}") for suffix in SIZES.values()):
         if run is None or run.run["result"]["agreement"]["nmse"] == 0:
             continue
         result = run.run["result"]
-        size = result.get("n_ubatch") or run.run["engine"]["config"]["n_ubatch"]
+        size = result["n_ubatch"]
         bound = bound_of(run.run["model"]["quant"], size)
         agreement = result["agreement"]
         found.append(Answer(size, agreement["kl_mean"], agreement["nmse"], bound, run))

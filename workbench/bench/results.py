@@ -50,6 +50,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from workbench.bench.old_names import in_todays_words
 from workbench.bench.provenance import utc_now
 from workbench.bench.workload import parse
 from workbench.errors import UsageError
@@ -288,13 +289,15 @@ def _plain(value: Any) -> Any:
 
 
 def load_run(folder: str | Path) -> Run:
-    """Reads a run folder; raises UsageError, in one line, where it is none or is damaged."""
+    """Reads a run folder, in today's words (`old_names.py`); raises UsageError, in one line, where
+    it is none or is damaged."""
     folder = Path(folder)
     try:
         run = json.loads((folder / RUN_JSON).read_text(encoding="utf-8"))
         if not isinstance(run, dict):
             raise UsageError(f"{folder}: run.json is no object")
         check_run(run, folder)
+        in_todays_words(run)
         samples = pq.read_table(folder / SAMPLES)
     except FileNotFoundError as error:
         raise UsageError(

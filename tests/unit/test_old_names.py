@@ -1,0 +1,108 @@
+"""Recorded runs are read in today's words, whatever their commit called things."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from workbench.bench import gaps, kernel_bench, results
+from workbench.bench.comparison import AB
+from workbench.bench.old_names import RENAMED, Renamed, in_todays_words
+from workbench.bench.perplexity import TOKENS, Agreement
+from workbench.config import EngineConfig, Toggles
+
+RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
+FOLDERS = sorted(path.parent for path in RESULTS.glob("*/run.json"))
+COUNTERS = {
+    "steps", "programs_built", "programs_reused", "graph_ns", "split_ns", "lower_ns", "prepare_ns",
+    "batch_ns", "issue_ns", "wait_ns",
+}  # fmt: skip
+COUNTS = {"waits", "copies", "launches", "records", "stream_waits", "copied_bytes"}
+
+
+def frame(run: results.Run) -> pd.DataFrame:
+    """What a run's reader makes of it."""
+    match run.run["kind"]:
+        case "ab":
+            return AB.load(run.folder).summary()
+        case "gaps":
+            return gaps.load(run.folder).table()
+        case "kernels":
+            return pd.DataFrame(kernel_bench.KernelRun.load(run.folder).run["result"]["rows"])
+        case "perplexity":
+            tokens = pd.read_parquet(run.folder / TOKENS)
+            return pd.DataFrame([Agreement.of(tokens, 0)._asdict()])
+        case _:
+            return results.percentiles(run.samples)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_every_folder_is_read(folder: Path):
+    """Toggles, settings and a frame can be made of each; no name in it is unknown today."""
+    before = (folder / "run.json").read_bytes()
+    run = results.load_run(folder)
+    assert run.run["kind"] in ("ab", "bench", "gaps", "kernels", "perplexity")
+    assert set(run.run) == set(results.RUN_KEYS)
+    for arm in run.run["arms"]:
+        assert set(arm) == set(results.ARM_KEYS)
+        made = Toggles(**arm["toggles"])
+        assert arm["toggles"].items() <= made.to_dict().items()
+        assert set(arm["counters"]) in (set(), COUNTERS)
+        for program in arm["program"].values():
+            assert set(program["counts"]) == COUNTS
+    if run.run["kind"] != "kernels":
+        assert all(set(arm["toggles"]) == set(Toggles.names()) for arm in run.run["arms"])
+        config = run.run["engine"]["config"]
+        EngineConfig(**config | {"override_tensor": tuple(config["override_tensor"])})
+    assert len(results.rates(run.samples)) and len(frame(run))
+    assert (folder / "run.json").read_bytes() == before
+
+
+def run_of(folder: Path) -> dict:
+    return json.loads((folder / "run.json").read_text())
+
+
+OLD = next(f for f in FOLDERS if f.name == "cuda-perplexity-llama-3.2-1b-q8_0")
+
+
+def test_what_a_run_leaves_unsaid_is_what_engines_did():
+    old = run_of(OLD)
+    assert "step_wait" not in old["arms"][0]["toggles"] and "expand" not in old["engine"]["config"]
+    del old["result"]["n_ubatch"]
+    new = in_todays_words(copy.deepcopy(old))
+    assert new["arms"][0]["toggles"]["step_wait"] == "every"
+    assert new["arms"][0]["toggles"]["sync"] == old["arms"][0]["toggles"]["sync"] == "implicit"
+    assert new["engine"]["config"]["expand"] == "f16"
+    assert new["result"]["n_ubatch"] == old["engine"]["config"]["n_ubatch"] == 512
+    assert in_todays_words(copy.deepcopy(new)) == new
+
+
+def test_a_row_renames_a_name_and_its_values_wherever_it_stands():
+    rows = (
+        Renamed("toggles", "sync", "waiting", {"implicit": "none"}),
+        Renamed("toggles", "waiting", "waits"),
+        Renamed("counts", "waits", "host_waits"),
+        Renamed("counters", "steps", "n_steps"),
+        Renamed("config", "threads", "workers"),
+    )
+    new = in_todays_words(run_of(OLD), rows)
+    first, second = new["arms"]
+    assert first["toggles"]["waits"] == "none" and second["toggles"]["waits"] == "per_copy"
+    assert "waiting" not in first["toggles"]
+    program = first["program"]["pp2048"]
+    assert "host_waits" in program["counts"] and "waits" not in program["counts"]
+    assert second["counters"]["n_steps"] == 4 and new["engine"]["config"]["workers"] == 0
+
+
+def test_new_names_are_names_of_today():
+    """The last row of a chain says what the name is now."""
+    ends = {(row.where, row.new) for row in RENAMED} - {(row.where, row.old) for row in RENAMED}
+    known = {"toggles": set(Toggles.names()), "counters": COUNTERS, "counts": COUNTS,
+             "run": set(results.RUN_KEYS), "arms": set(results.ARM_KEYS)}  # fmt: skip
+    assert all(new in known[where] for where, new in ends if where in known)
+    with pytest.raises(KeyError, match="nowhere"):
+        in_todays_words(run_of(OLD), (Renamed("nowhere", "a", "b"),))
