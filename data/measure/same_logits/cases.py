@@ -13,13 +13,17 @@ and the sequences that engines of the tests went through: prompts and steps on a
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
+import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FILE = Path(__file__).with_name("cases.json")
+# of `make test` and `make test-slow`; and what the GPU tests add, on cuda alone
+FILE, GPU_FILE = (Path(__file__).with_name(f"cases{name}.json") for name in ("", "-gpu"))
 MOST_TOKENS = 600  # of a sequence that is replayed; what came behind them is counted
 ELSEWHERE = ("device", "unsafe")  # fields of EngineConfig that a case does not keep
 ALONE = {  # toggles without an engine
@@ -73,6 +77,9 @@ class Logs(NamedTuple):
     engines: list[Engine]
     refused: list[dict[str, Any]]
     toggles: set[str]  # made, as JSON
+
+
+LETTERS = string.ascii_lowercase
 
 
 def text(value: object) -> str:
@@ -204,40 +211,62 @@ def collected(logs: Logs, models: Mapping[str, str]) -> tuple[dict[Key, list[Seq
 
 
 def packed(cases: Mapping[Key, list[Sequence]]) -> dict[str, Any]:
-    """As JSON: values that repeat are in a table, and cases have their numbers."""
-    fields = sorted({name for key in cases for name in json.loads(key.toggles)})
-    toggles: dict[str, int] = {}
+    """As JSON: what repeats is in a table. Toggles are a letter for each field, the place of its
+    value in `values` (a, b, ...); cases that differ in toggles alone share a row."""
+    every = [json.loads(text) for text in sorted({key.toggles for key in cases})]
+    values = {name: sorted({toggles[name] for toggles in every}) for name in every[0]}
     configs: dict[str, int] = {}
     sequences: dict[Sequence, int] = {}
-    rows = []
+    rows: dict[str, set[str]] = {}
     for key in sorted(cases):
-        rows.append([
-            key.device,
-            key.model.removesuffix(".gguf"),
-            configs.setdefault(key.config, len(configs)),
-            toggles.setdefault(key.toggles, len(toggles)),
-            [sequences.setdefault(s, len(sequences)) for s in cases[key]],
-        ])  # fmt: skip
+        config = configs.setdefault(key.config, len(configs))
+        own = [sequences.setdefault(s, len(sequences)) for s in cases[key]]
+        row = json.dumps([key.device, key.model.removesuffix(".gguf"), config, own])
+        letters = (LETTERS[values[k].index(v)] for k, v in json.loads(key.toggles).items())
+        rows.setdefault(row, set()).add("".join(letters))
     return {
-        "fields": fields,
-        "toggles": [[json.loads(t)[name] for name in fields] for t in toggles],
+        "values": values,
         "configs": [json.loads(c) for c in configs],
         "sequences": [list(map(list, s)) for s in sequences],
-        "cases": rows,
+        "cases": [[*json.loads(row), " ".join(sorted(own))] for row, own in rows.items()],
     }
 
 
 def unpacked(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The cases of a file, each whole, with its number."""
-    for number, (device, model, config, toggles, sequences) in enumerate(found["cases"]):
-        yield {
-            "case": number,
-            "device": device,
-            "model": f"{model}.gguf",
-            "config": found["configs"][config],
-            "toggles": dict(zip(found["fields"], found["toggles"][toggles], strict=True)),
-            "sequences": [found["sequences"][s] for s in sequences],
-        }
+    numbers = itertools.count()
+    for device, model, config, sequences, rows in found["cases"]:
+        for letters in rows.split():
+            toggles = zip(found["values"].items(), letters, strict=True)
+            yield {
+                "case": f"{found['of']} {next(numbers)}",
+                "device": device,
+                "model": f"{model}.gguf",
+                "config": found["configs"][config],
+                "toggles": {k: values[LETTERS.index(letter)] for (k, values), letter in toggles},
+                "sequences": [found["sequences"][s] for s in sequences],
+            }
+
+
+def files(device: str) -> list[Path]:
+    """What is replayed on `device`, which is empty for the cases' own on a machine without GPU."""
+    return [FILE, *([GPU_FILE] if device == "cuda" and GPU_FILE.exists() else [])]
+
+
+def read_files(device: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The cases for `device`, and the SHA-256 of the models."""
+    wanted, models = list[dict[str, Any]](), dict[str, str]()
+    for path in files(device):
+        found = json.loads(path.read_text())
+        models |= found["models"]
+        wanted += unpacked(found)
+    left_out = "host" if device else "cuda"
+    return [case for case in wanted if case["device"] != left_out], models
+
+
+def files_hash(device: str) -> str:
+    """SHA-256 of what `read_files` reads."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files(device))).hexdigest()
 
 
 def written(found: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ FAILED = "failed"
 GOOD = (EQUAL, REFUSED)
 
 
-def read(path: Path) -> dict[int, dict[str, Any]]:
+def read(path: Path) -> dict[str, dict[str, Any]]:
     """What `replay.py` wrote, by case."""
     rows = (json.loads(line) for line in path.read_text().splitlines())
     return {row["case"]: row for row in rows}
@@ -48,8 +48,8 @@ def what_differs(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 def compare(
     cases: Iterable[Mapping[str, Any]],
-    old: Mapping[int, Mapping[str, Any]],
-    new: Mapping[int, Mapping[str, Any]],
+    old: Mapping[str, Mapping[str, Any]],
+    new: Mapping[str, Mapping[str, Any]],
     device: str = "",
 ) -> dict[str, Any]:
     """Counts by device, and the cases that are not as they were. A case that a replay does not have

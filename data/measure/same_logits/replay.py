@@ -5,8 +5,8 @@ Imports nothing but the package and NumPy, and of the package only what both com
 `Engine.load`, `variant`, `step`, `prefill`, `reset`, `close`, `Toggles` and `Engine.model.n_vocab`.
 CASES is a JSON list of cases as `cases.unpacked` gives them; OUT has a line of JSON for each:
 
-    {"case": 3, "arrays": [["3fa4...", rows, values, finite], ...]}     or
-    {"case": 3, "refused": ["DeviceError", "..."]}
+    {"case": "cpu 3", "arrays": [["3fa4...", rows, values, finite], ...]}     or
+    {"case": "cpu 3", "refused": ["DeviceError", "..."]}
 
 With `failed` beside them the arrays are those before a call that raised.
 

@@ -56,15 +56,28 @@ def sources(tree: Path) -> str:
 
 
 def environment(tree: Path, *more: Path) -> dict[str, str]:
-    """With the package of `tree`, and nothing of another checkout, to import."""
+    """With the package of `tree` before any other to import."""
     kept = {k: v for k, v in os.environ.items() if k != "SAME_LOGITS_LOG"}
-    return kept | {"PYTHONPATH": os.pathsep.join(map(str, (tree, *more)))}
+    path = [*map(str, (tree, *more)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return kept | {"PYTHONPATH": os.pathsep.join(path)}
 
 
-def python(tree: Path, *arguments: object) -> None:
-    """Runs this interpreter with the package of `tree`. Raises CalledProcessError."""
+def started(tree: Path, *arguments: object) -> subprocess.Popen[bytes]:
+    """This interpreter with the package of `tree`."""
     command = [sys.executable, "-P", *map(str, arguments)]
-    subprocess.run(command, check=True, env=environment(tree), cwd=tree)
+    return subprocess.Popen(command, env=environment(tree), cwd=tree)
+
+
+def finished(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """Waits for all of them. Raises SystemExit where one failed; none is left behind."""
+    running = list(processes)
+    try:
+        failed = [p.args for p in running if p.wait()]
+    finally:
+        for process in running:
+            process.kill()
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(running)} processes failed: {failed[0]!r}")
 
 
 def models(folder: Path, tree: Path, wanted: Iterable[str] = ()) -> dict[str, str]:
@@ -72,7 +85,7 @@ def models(folder: Path, tree: Path, wanted: Iterable[str] = ()) -> dict[str, st
     where one of `wanted` is missing."""
     names = set(wanted)
     if not names or not all((folder / name).exists() for name in names):
-        python(tree, "-c", WRITE_MODELS, folder)
+        finished([started(tree, "-c", WRITE_MODELS, folder.resolve())])
     return {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.glob("*.gguf"))
