@@ -1,8 +1,16 @@
-"""Sizes in words, the same in every message and table; `0.00 GB` is nothing but nothing."""
+"""Sizes: in words, the same in every message and table, and rounded up to whole blocks.
+
+In words, `0.00 GB` stands for nothing but nothing.
+"""
 
 from __future__ import annotations
 
 UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))  # of 1,000, as disks count
+
+
+def round_up(n: int, size: int) -> int:
+    """The least multiple of `size` that is n or more."""
+    return -(-n // size) * size
 
 
 def size(n_bytes: float) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.graphs import PRODUCTS, Decoder
 from tests.profiles import examples
 from tests.unit.test_arena import check_placement
-from workbench.backend.args import interior_bytes, parts_places, parts_scratch_bytes
+from workbench.backend.args import parts_places, parts_scratch_bytes
 from workbench.config import Switch, Toggles
 from workbench.graph import ops
 from workbench.graph.arena import plan
@@ -158,7 +158,7 @@ def check_memory(graph: Graph) -> None:
             spans = [(at(t), at(t) + t.nbytes) for t in ops.interior(node)]
             ends = [1 << 20, *(end for _, end in spans)]
             assert all(begin >= end for (begin, _), end in zip(spans, ends, strict=False))
-            assert own >= max(ends) and own - (1 << 20) == interior_bytes(node)
+            assert own >= max(ends) and own - (1 << 20) == ops.interior_bytes(node)
             for part in node.parts:
                 for t in (*part.inputs, part.output):
                     assert (at(t) < 0) == (t.storage in outside)

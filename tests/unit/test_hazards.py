@@ -34,7 +34,6 @@ from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F16, F32, I32, I64, Kind, Node, StepShape, Tensor
 from workbench.graph.ops import make
-from workbench.program.check import hazards
 from workbench.program.check.hazards import check, races, refused
 from workbench.program.commands import (
     HOST,
@@ -276,10 +275,6 @@ def _graph(engine: Engine):
     from workbench.model.decoder import build_graph
 
     return build_graph(engine.model, StepShape(1, 1, 256), engine.model.caches(256))
-
-
-def test_every_value_dependent_op_says_which_access_is_a_superset():
-    assert hazards.SUPERSETS.keys() == {o.name for o in ops.OPS.values() if o.value_dependent}
 
 
 # copies that keep no order ------------------------------------------------------------------------

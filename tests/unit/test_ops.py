@@ -1,9 +1,10 @@
-"""The op table: shapes that fit, and what a node costs."""
+"""The op table: shapes that fit, what a node costs, and which of its accesses depend on values."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.ranges import cases
 from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.ir import F32, I32, Q8_ACT, Tensor
@@ -33,3 +34,22 @@ def test_quantised_activation_rows_are_padded_to_64_bytes():
     assert Q8_ACT.row_bytes(32) == 64
     with pytest.raises(UsageError):
         Q8_ACT.row_bytes(33)
+
+
+VAGUE: dict[str, tuple[set[int], set[int]]] = {  # the inputs, by number, read and written in part
+    "get_rows": ({0}, set()),  # the table
+    "set_rows": (set(), {0}),  # the cache
+    "rope_shift": ({0}, {0}),
+    "attention": ({1, 2}, set()),  # K and V
+}
+
+
+def test_every_value_dependent_op_says_which_access_is_a_superset():
+    seen = set()
+    for _, node, _ in cases():
+        seen.add(node.op)
+        read, written = VAGUE.get(node.op, (set(), set()))
+        for numbers, found in zip((read, written), ops.vague(node), strict=True):
+            assert {t for t, *_ in found} == {node.inputs[i].storage for i in numbers}, node
+            assert found <= {*ops.reads(node), *ops.writes(node)}
+    assert seen == set(ops.OPS) > VAGUE.keys()

@@ -10,10 +10,12 @@ range (0 where the backend asked for none).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from workbench.config import Activations
 from workbench.graph import ops
-from workbench.graph.ir import Q8_ACT, QUANTISED, Node, Tensor
+from workbench.graph.ir import ALIGN, Q8_ACT, QUANTISED, Node, Tensor
+from workbench.sizes import round_up
 
 AddressOf = Callable[[Tensor], int]
 Args = list[int | float]
@@ -110,58 +112,71 @@ def _rms_scale(n: Node, at, scratch) -> Args:
     ]  # fmt: skip
 
 
-ARGS: dict[str, Callable[[Node, AddressOf, int], Args]] = {
-    "get_rows": _get_rows,
-    "rms_norm": _rms_norm,
-    "mul": _binary,
-    "add": _binary,
-    "quantize": _quantize,
-    "mul_mat": _mul_mat,
-    "rope": _rope,
-    "rope_shift": _rope_shift,
-    "set_rows": _set_rows,
-    "attention": _attention,
-    "swiglu": _swiglu,
-    "square_sums": _square_sums,
-    "rms_scale": _rms_scale,
+def _one(n: Node) -> tuple[str, ...]:
+    """An op with one kernel."""
+    return (n.op,)
+
+
+def _by_first(n: Node) -> tuple[str, ...]:
+    """An op with a kernel for each type of its first input."""
+    return (n.op, n.inputs[0].dtype.name)
+
+
+def _by_weight(n: Node) -> tuple[str, ...]:
+    """A product has a kernel for each weight type, and another for the float path."""
+    w, x = n.inputs
+    as_floats = w.dtype in QUANTISED and x.dtype != Q8_ACT
+    if as_floats or n.params.get("activations") == Activations.FLOAT:
+        return ("mul_mat_float", w.dtype.name)
+    return _by_first(n)
+
+
+class OpKernels(NamedTuple):
+    """The kernels of one op: their arguments, and the name that a node's kernel has."""
+
+    args: Callable[[Node, AddressOf, int], Args]
+    variant: Callable[[Node], tuple[str, ...]] = _one
+
+
+ARGS: dict[str, OpKernels] = {
+    "get_rows": OpKernels(_get_rows, _by_first),
+    "rms_norm": OpKernels(_rms_norm),
+    "mul": OpKernels(_binary),
+    "add": OpKernels(_binary),
+    "quantize": OpKernels(_quantize),
+    "mul_mat": OpKernels(_mul_mat, _by_weight),
+    "rope": OpKernels(_rope),
+    "rope_shift": OpKernels(_rope_shift),
+    "set_rows": OpKernels(_set_rows),
+    "attention": OpKernels(_attention),
+    "swiglu": OpKernels(_swiglu),
+    "square_sums": OpKernels(_square_sums),
+    "rms_scale": OpKernels(_rms_scale),
 }
 
 
 def pack(node: Node, address_of: AddressOf, scratch: int = 0) -> Args:
     """Arguments of the kernel that runs `node`, in the order given by the table's docstrings."""
-    return ARGS[node.op](node, address_of, scratch)
+    return ARGS[node.op].args(node, address_of, scratch)
 
 
 def variant(node: Node) -> tuple[str, ...]:
     """Which kernel of an op: the op's name and the types that select among its variants.
 
     `mul_mat_float` is the float path: float32 activations that are not rounded, decoded weights,
-    sums in float32. Quantised weights are multiplied so wherever x is F32; of float weights, whose
-    x always is, the node says it (`activations="float"`, see `build_graph`).
+    sums in float32. A product with a quantised weight takes it where x is F32. A float weight's x
+    is always F32, so the node says it (`activations="float"`, see `build_graph`). A fused node
+    has kernels of a backend's own, under its op's name.
     """
-    if node.op == "mul_mat":
-        w, x = node.inputs
-        as_floats = w.dtype in QUANTISED and x.dtype != Q8_ACT
-        if as_floats or node.params.get("activations") == Activations.FLOAT:
-            return ("mul_mat_float", w.dtype.name)
-    if node.op in ("get_rows", "mul_mat"):
-        return (node.op, node.inputs[0].dtype.name)
-    return (node.op,)
+    return ARGS[node.op].variant(node) if node.op in ARGS else (node.op,)
 
 
 # the parts of a fused node, one after the other --------------------------------------------------
 
-ALIGN = 256
-
-
-def interior_bytes(node: Node) -> int:
-    """Scratch that the parts of a fused node need for what they hand to each other."""
-    return sum(_aligned(t.nbytes) for t in ops.interior(node))
-
 
 def parts_scratch_bytes(node: Node, own: Callable[[Node], int]) -> int:
     """Scratch of a fused node whose parts run one after the other; `own(part)` bytes for each."""
-    return interior_bytes(node) + max(own(part) for part in node.parts)
+    return ops.interior_bytes(node) + max(own(part) for part in node.parts)
 
 
 def parts_places(node: Node, address_of: AddressOf, scratch: int) -> tuple[AddressOf, int]:
@@ -170,14 +185,10 @@ def parts_places(node: Node, address_of: AddressOf, scratch: int) -> tuple[Addre
     places: dict[Tensor, int] = {}
     for t in ops.interior(node):
         places[t] = scratch
-        scratch += _aligned(t.nbytes)
+        scratch += round_up(t.nbytes, ALIGN)
 
     def address(tensor: Tensor) -> int:
         place = places.get(tensor.storage)
         return address_of(tensor) if place is None else place
 
     return address, scratch
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN

@@ -12,9 +12,8 @@ from bisect import insort
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
-from workbench.graph.ir import Kind, Node, Tensor
-
-ALIGN = 256  # bytes: what the widest device wants
+from workbench.graph.ir import ALIGN, Kind, Node, Tensor
+from workbench.sizes import round_up
 
 
 class Placed(NamedTuple):
@@ -34,7 +33,7 @@ class FreeList:
 
     def take(self, nbytes: int) -> int:
         """An offset with `nbytes` (rounded up to ALIGN) free behind it; may grow the end."""
-        need = _aligned(nbytes)
+        need = round_up(nbytes, ALIGN)
         best = -1
         for i, (_, size) in enumerate(self._free):
             if size >= need and (best < 0 or size < self._free[best][1]):
@@ -53,7 +52,7 @@ class FreeList:
 
     def give(self, offset: int, nbytes: int) -> None:
         """Returns a range that `take` gave."""
-        size = _aligned(nbytes)
+        size = round_up(nbytes, ALIGN)
         merged: list[tuple[int, int]] = []
         for start, length in self._free:
             if start + length == offset:
@@ -64,10 +63,6 @@ class FreeList:
                 merged.append((start, length))
         self._free = merged
         insort(self._free, (offset, size))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
 
 
 def plan(

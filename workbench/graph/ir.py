@@ -11,6 +11,9 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from workbench.errors import UsageError
+from workbench.sizes import round_up
+
+ALIGN = 256  # bytes: what the widest device wants of a tensor's address
 
 
 class DType(NamedTuple):
@@ -33,7 +36,7 @@ class DType(NamedTuple):
         if cols % self.block:
             raise UsageError(f"a row of {cols} {self.name} elements is no multiple of {self.block}")
         if self.name == "Q8_ACT":
-            return -(-(cols + cols // 32 * 4 + cols // 16 * 2) // 64) * 64
+            return round_up(cols + cols // 32 * 4 + cols // 16 * 2, 64)
         return cols // self.block * self.block_bytes
 
 

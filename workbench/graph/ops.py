@@ -1,6 +1,8 @@
-"""The op table: for each op its shape rule, its cost, and what it reads and writes.
+"""The op table: one entry for each op, with all that is known of it without a backend.
 
-Backends implement exactly these ops (`backend/args.py` gives the argument order of their kernels).
+An entry (`Op`) holds the shape rule, what a node reads and writes, which of these accesses depend
+on values, the bytes it touches and its arithmetic. Backends implement exactly these ops
+(`backend/args.py` gives the argument order of their kernels).
 Activations are float32, row-major and contiguous; Q8_ACT is the one exception (see `DType`).
 
     op         inputs -> output; params
@@ -43,23 +45,56 @@ other node reads is memory of its own, or none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from workbench.errors import UsageError
-from workbench.graph.ir import F16, F32, I32, I64, Q8_ACT, QUANTISED, DType, Node, Tensor
+from workbench.graph.ir import ALIGN, F16, F32, I32, I64, Q8_ACT, QUANTISED, DType, Node, Tensor
+from workbench.sizes import round_up
 
 SQUARES = 32  # columns of a sum of squares
 
 Access = tuple[Tensor, int, int]  # storage, byte offset, bytes
+Accesses = Callable[[Node], list[Access]]
+Shape = tuple[DType, tuple[int, ...]]
+
+
+def _whole(*tensors: Tensor) -> list[Access]:
+    return [(t.storage, 0, t.nbytes) for t in tensors]
+
+
+def _rows(tensor: Tensor, n: int) -> Access:
+    """The first n rows of a tensor that is no view."""
+    return tensor, 0, n * tensor.dtype.row_bytes(tensor.cols)
+
+
+def _inputs(node: Node) -> list[Access]:
+    return [(t.storage, 0, t.nbytes) for t in node.inputs]
+
+
+def _output(node: Node) -> list[Access]:
+    return [(node.output, 0, node.output.nbytes)]
 
 
 class Op(NamedTuple):
+    """One op. Scratch is not part of it: that follows from a backend's kernels.
+
+    infer: (inputs, params) -> type and shape of the output; raises UsageError where they do not
+    fit. flops: arithmetic operations of a node. stores: the output is input 0, stored into. reads
+    and writes: the byte ranges that a node may touch. Those with the numbers vague_reads and
+    vague_writes depend on values: the node touches part of them. fewer: bytes that a step moves of
+    a tensor, where they are fewer than the declared range.
+    """
+
     name: str
-    infer: Callable[..., tuple[DType, tuple[int, ...]]]  # (inputs, params) -> type, shape
+    infer: Callable[[tuple[Tensor, ...], Mapping[str, Any]], Shape]
     flops: Callable[[Node], int]
-    stores: bool = False  # the output is input 0, stored into
-    value_dependent: bool = False  # the declared ranges are a superset of those touched
+    stores: bool = False
+    reads: Accesses = _inputs
+    writes: Accesses = _output
+    vague_reads: tuple[int, ...] = ()
+    vague_writes: tuple[int, ...] = ()
+    fewer: Callable[[Node], dict[Tensor, int]] = lambda node: {}
 
 
 def _need(condition: bool, op: str, inputs, why: str) -> None:
@@ -197,39 +232,80 @@ def _rms_scale(inputs, params):
     return F32, x.shape
 
 
+def _no_flops(node: Node) -> int:
+    return 0
+
+
 def _per_element(n: int) -> Callable[[Node], int]:
     return lambda node: n * node.output.rows * node.output.cols
+
+
+def _shifted(node: Node) -> Access:
+    """The cells that a rope_shift has a delta for."""
+    cache, deltas, *_ = node.inputs
+    return _rows(cache, deltas.shape[0])
+
+
+def _attended(node: Node) -> list[Access]:
+    q, k, v, mask = node.inputs
+    n = node.params["n_kv"]
+    return [(q.storage, 0, q.nbytes), _rows(k, n), _rows(v, n), (mask, 0, mask.nbytes)]
 
 
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
-        Op("get_rows", _get_rows, lambda node: 0, value_dependent=True),
-        Op("rms_norm", _like_first("rms_norm"), _per_element(3)),
-        Op("mul", _broadcast("mul"), _per_element(1)),
-        Op("add", _broadcast("add"), _per_element(1)),
-        Op("quantize", _quantize, _per_element(3)),
         Op(
-            "mul_mat", _mul_mat,
-            lambda node: 2 * node.inputs[0].shape[0] * node.inputs[0].cols * node.output.rows,
+            "get_rows",
+            _get_rows,
+            flops=_no_flops,
+            vague_reads=(0,),  # rows of the table
+            fewer=lambda n: {
+                n.inputs[0].storage: _rows(n.inputs[0], n.inputs[1].shape[0])[2],
+            },
         ),
-        Op("rope", _rope, _per_element(6)),
+        Op("rms_norm", _like_first("rms_norm"), flops=_per_element(3)),
+        Op("mul", _broadcast("mul"), flops=_per_element(1)),
+        Op("add", _broadcast("add"), flops=_per_element(1)),
+        Op("quantize", _quantize, flops=_per_element(3)),
         Op(
-            "rope_shift", _rope_shift,
-            lambda node: 6 * node.inputs[1].shape[0] * node.inputs[0].cols,
-            stores=True, value_dependent=True,
+            "mul_mat",
+            _mul_mat,
+            flops=lambda n: 2 * n.inputs[0].shape[0] * n.inputs[0].cols * n.output.rows,
         ),
-        Op("set_rows", _set_rows, lambda node: 0, stores=True, value_dependent=True),
+        Op("rope", _rope, flops=_per_element(6)),
         Op(
-            "attention", _attention,
-            lambda node: 4 * node.output.rows * node.output.cols * node.params["n_kv"],
-            value_dependent=True,
+            "rope_shift",
+            _rope_shift,
+            flops=lambda n: 6 * n.inputs[1].shape[0] * n.output.cols,
+            stores=True,
+            reads=lambda n: [_shifted(n), *_whole(*n.inputs[1:])],
+            writes=lambda n: [_shifted(n)],
+            vague_reads=(0,),  # cells whose delta is not 0
+            vague_writes=(0,),
         ),
-        Op("swiglu", _like_first("swiglu"), _per_element(5)),
-        Op("square_sums", _square_sums, lambda node: 2 * node.inputs[0].rows * node.inputs[0].cols),
-        Op("rms_scale", _rms_scale, _per_element(1)),
+        Op(
+            "set_rows",
+            _set_rows,
+            flops=_no_flops,
+            stores=True,
+            reads=lambda n: _whole(*n.inputs[1:]),
+            writes=lambda n: [_rows(n.output, n.params["n_kv"])],
+            vague_writes=(0,),  # cells of the cache
+            fewer=lambda n: {n.output: _rows(n.output, n.inputs[1].rows)[2]},
+        ),
+        Op(
+            "attention",
+            _attention,
+            flops=lambda n: 4 * n.output.rows * n.output.cols * n.params["n_kv"],
+            reads=_attended,
+            vague_reads=(1, 2),  # cells of K and V that the mask shows
+        ),
+        Op("swiglu", _like_first("swiglu"), flops=_per_element(5)),
+        Op("square_sums", _square_sums, flops=lambda n: 2 * n.inputs[0].rows * n.inputs[0].cols),
+        Op("rms_scale", _rms_scale, flops=_per_element(1)),
     )
-}  # fmt: skip
+}
 
 
 def make(op: str, name: str, *sources: Tensor | None, layer: int = -1, **params) -> Node:
@@ -243,6 +319,9 @@ def make(op: str, name: str, *sources: Tensor | None, layer: int = -1, **params)
     return Node(op, name, output, inputs, params, layer)
 
 
+# what the table says of a node, and of a fused node by its parts ----------------------------------
+
+
 def interior(node: Node) -> list[Tensor]:
     """What the parts of a fused node make for each other alone, in the order they make it."""
     shared = {t.storage for t in node.outputs}
@@ -250,7 +329,12 @@ def interior(node: Node) -> list[Tensor]:
     return [t for t in made if t not in shared]
 
 
-def _of_parts(node: Node, accesses: Callable[[Node], list[Access]], hidden) -> list[Access]:
+def interior_bytes(node: Node) -> int:
+    """Scratch that the parts of a fused node need for what they hand to each other."""
+    return sum(round_up(t.nbytes, ALIGN) for t in interior(node))
+
+
+def _of_parts(node: Node, accesses: Accesses, hidden) -> list[Access]:
     own = set(hidden)
     found = [a for part in node.parts for a in accesses(part) if a[0] not in own]
     return list(dict.fromkeys(found))
@@ -260,16 +344,7 @@ def reads(node: Node) -> list[Access]:
     """Byte ranges the node may read, per tensor. A superset where the op is value-dependent."""
     if node.parts:  # what its own parts made, it has not read
         return _of_parts(node, reads, [part.output.storage for part in node.parts])
-    if node.op == "attention":
-        q, k, v, mask = node.inputs
-        n = node.params["n_kv"] * k.dtype.row_bytes(k.cols)
-        return [(q.storage, 0, q.nbytes), (k, 0, n), (v, 0, n), (mask, 0, mask.nbytes)]
-    if node.op == "rope_shift":
-        cache, deltas, *factors = node.inputs
-        rest = [(t.storage, 0, t.nbytes) for t in (deltas, *factors)]
-        return [(cache, 0, _shifted_bytes(node)), *rest]
-    sources = node.inputs[1:] if OPS[node.op].stores else node.inputs
-    return [(t.storage, 0, t.nbytes) for t in sources]
+    return OPS[node.op].reads(node)
 
 
 def writes(node: Node) -> list[Access]:
@@ -277,44 +352,37 @@ def writes(node: Node) -> list[Access]:
     cells that it has a delta for."""
     if node.parts:
         return _of_parts(node, writes, interior(node))
-    if node.op == "set_rows":
-        cache = node.output
-        return [(cache, 0, node.params["n_kv"] * cache.dtype.row_bytes(cache.cols))]
-    if node.op == "rope_shift":
-        return [(node.output, 0, _shifted_bytes(node))]
-    return [(node.output, 0, node.output.nbytes)]
+    return OPS[node.op].writes(node)
+
+
+def vague(node: Node) -> tuple[set[Access], set[Access]]:
+    """The accesses among `reads`, and among `writes`, of which the node may touch a part only.
+
+    An access of a fused node is vague where it is vague for every part that makes it.
+    """
+    found: tuple[set[Access], set[Access]] = set(), set()
+    sure: tuple[set[Access], set[Access]] = set(), set()
+    parts = [(part, OPS[part.op]) for part in node.parts or (node,)]
+    if not any(op.vague_reads or op.vague_writes for _, op in parts):
+        return found
+    for part, op in parts:
+        for which, (accesses, numbers) in enumerate(
+            ((op.reads(part), op.vague_reads), (op.writes(part), op.vague_writes))
+        ):
+            for i, access in enumerate(accesses):
+                (found if i in numbers else sure)[which].add(access)
+    return found[0] - sure[0], found[1] - sure[1]
 
 
 def flops(node: Node) -> int:
-    """Arithmetic operations of the node, those of its parts together."""
-    if node.parts:
-        return sum(flops(part) for part in node.parts)
-    return OPS[node.op].flops(node)
+    """Arithmetic operations of the node. A fused node does those of its parts together."""
+    return sum(OPS[part.op].flops(part) for part in node.parts or (node,))
 
 
 def touched_bytes(node: Node) -> int:
     """Bytes a step must move for this node: sources and result once, a gather only its rows."""
-    if node.parts:
-        stores = {part.output: _stored_bytes(part) for part in node.parts if part.op == "set_rows"}
-        ranges = [a for a in (*reads(node), *writes(node)) if a[0] not in stores]
-        return sum(stores.values()) + sum(n for _, _, n in ranges)
-    if node.op == "get_rows":
-        table, ids = node.inputs
-        row = table.dtype.row_bytes(table.cols)
-        return ids.shape[0] * row + ids.nbytes + node.output.nbytes
-    if node.op == "set_rows":
-        _, x, indices = node.inputs
-        return x.nbytes + indices.nbytes + _stored_bytes(node)
-    return sum(n for _, _, n in reads(node)) + sum(n for _, _, n in writes(node))
-
-
-def _stored_bytes(set_rows: Node) -> int:
-    """Bytes of the cache's rows that a set_rows stores."""
-    cache, x, _ = set_rows.inputs
-    return x.rows * cache.dtype.row_bytes(x.cols)
-
-
-def _shifted_bytes(rope_shift: Node) -> int:
-    """Bytes of the cells that a rope_shift has a delta for."""
-    cache, deltas, *_ = rope_shift.inputs
-    return deltas.shape[0] * cache.dtype.row_bytes(cache.cols)
+    fewer: dict[Tensor, int] = {}
+    for part in node.parts or (node,):
+        fewer |= OPS[part.op].fewer(part)
+    declared = (a for a in (*reads(node), *writes(node)) if a[0] not in fewer)
+    return sum(fewer.values()) + sum(nbytes for _, _, nbytes in declared)

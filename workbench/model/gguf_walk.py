@@ -28,6 +28,7 @@ import numpy as np
 
 from workbench.errors import ModelFileError
 from workbench.graph.ir import BF16, F16, F32, MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, DType
+from workbench.sizes import round_up
 
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
@@ -155,7 +156,7 @@ class Walk:
         for _ in range(n_keys):
             self._key_value()
         found = [self._tensor() for _ in range(n_tensors)]
-        self.data_offset = -(-self.pos // self.alignment) * self.alignment
+        self.data_offset = round_up(self.pos, self.alignment)
         self.tensors = self._place(found)
 
     def fail(self, what: str, at: int, do: str = DAMAGED) -> NoReturn:

@@ -56,7 +56,7 @@ def n_parts(node: Node, lanes: int) -> int:
     """
     if lanes == 1:
         return 1
-    us = max(ops.touched_bytes(node) / BYTES_PER_US, ops.OPS[node.op].flops(node) / FLOPS_PER_US)
+    us = max(ops.touched_bytes(node) / BYTES_PER_US, ops.flops(node) / FLOPS_PER_US)
     return max(1, min(int(us / PART_US), PARTS_PER_LANE * lanes, MAX_PARTS))
 
 

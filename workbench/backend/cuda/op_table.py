@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from workbench.backend.args import interior_bytes
 from workbench.backend.cuda import attention, elementwise, matvec, products
 from workbench.backend.cuda.kernel import Kernel, Place, Work
 from workbench.graph.ir import Node
+from workbench.graph.ops import interior_bytes
 
 # attention ----------------------------------------------------------------------------------------
 

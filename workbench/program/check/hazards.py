@@ -51,14 +51,6 @@ from workbench.program.commands import (
     Wait,
 )
 
-# of the value-dependent ops, which of `ops.reads` and of `ops.writes` declare more than is touched
-SUPERSETS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "get_rows": ((0,), ()),  # rows of the table
-    "set_rows": ((), (0,)),  # rows of the cache
-    "rope_shift": ((0,), (0,)),  # rows of K whose delta is not 0
-    "attention": ((1, 2), ()),  # rows of K and V, where the mask shows them
-}
-
 
 class Race(NamedTuple):
     """Two commands that touch bytes offset..offset+nbytes-1 of a buffer in no order.
@@ -310,20 +302,13 @@ def _vague(command: Command) -> set[tuple[str, Range]]:
     if not isinstance(command, Launch):
         return found
     node = command.node
-    parts = node.parts or (node,)
-    if not any(part.op in SUPERSETS for part in parts):
-        return found
-    for which, (how, accesses, ranges) in enumerate(
-        (("read", ops.reads, command.reads), ("write", ops.writes, command.writes))
+    vague = ops.vague(node)
+    for how, unsure, accesses, ranges in (
+        ("read", vague[0], ops.reads, command.reads),
+        ("write", vague[1], ops.writes, command.writes),
     ):
-        supersets: set[ops.Access] = set()
-        exact: set[ops.Access] = set()
-        for part in parts:
-            vague = SUPERSETS[part.op][which] if part.op in SUPERSETS else ()
-            for i, access in enumerate(accesses(part)):
-                (supersets if i in vague else exact).add(access)
-        if supersets - exact:
+        if unsure:
             for access, r in zip(accesses(node), ranges, strict=False):
-                if access in supersets - exact:
+                if access in unsure:
                     found.add((how, r))
     return found
