@@ -7,7 +7,7 @@
 //   * integers arrive as long long, reals as float, addresses as 8 bytes;
 //   * every tensor begins on a multiple of 16 bytes (the backend gives 256), and its memory ends on
 //     one: what lies between its last byte and there may be read, and counts for nothing;
-//   * inputs and outputs never overlap, but for the cache of set_rows;
+//   * inputs and outputs never overlap, but for the cache of set_rows and rope_shift;
 //   * no floating-point atomics: each result is summed in one fixed order.
 //
 // One version only, but for silu_times: with expf and a division, gate + up of 128 tokens took 69.3

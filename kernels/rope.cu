@@ -1,17 +1,21 @@
-// rope: rotary position embedding, both pairings.
+// Rotary position embedding, both pairings.
 //
-// A thread has one pair of one token and turns it in HEADS heads, so that the angle is worked out
-// once for them (kernels/rope.cuh).
+//   rope        dst = x, turned by the token's position
+//   rope_shift  cache = cache, turned by the cell's delta: the K that is stored, in place
 //
-// Arguments: dst, x, positions, freq_factors (or 0), n_tokens, n_heads, head_dim, n_rot, neox,
-// theta_base, freq_scale. Block: 64 threads. Grid: (n_tokens, ceil(n_heads / HEADS)).
+// A thread has one pair of one row (a token or a cell). It works out the angle once and turns the
+// pair in HEADS heads (kernels/rope.cuh).
 //
-// Not tuned: with everything fused the rotation is part of product_qkv.cu or rope_store.cu, which
-// has the figures. Four heads a thread are as in the first version; rope.cuh has what changed.
+// Block: 64 threads. Grid: (rows, ceil(n_heads / HEADS)).
+//
+// One version of each, not tuned. A fused step rotates in product_qkv.cu or rope_store.cu. Cells are
+// shifted between steps, and seldom.
 #include "rope.cuh"
 
 #define HEADS 4  // as in workbench/backend/cuda/elementwise.py
 
+// Arguments: dst, x, positions, freq_factors (or 0), n_tokens, n_heads, head_dim, n_rot, neox,
+// theta_base, freq_scale.
 extern "C" __global__ void rope(float* dst, const float* x, const int* positions,
                                 const float* freq_factors, i64 n_tokens, i64 n_heads, i64 head_dim,
                                 i64 n_rot, i64 neox, float theta_base, float freq_scale) {
@@ -40,6 +44,36 @@ extern "C" __global__ void rope(float* dst, const float* x, const int* positions
         for (int h = first; h < last; h++) {
             const i64 at = (token * n_heads + h) * dim + i;
             dst[at] = x[at];
+        }
+    }
+}
+
+// Arguments: cache, deltas, freq_factors (or 0), n_cells, n_heads, head_dim, n_rot, neox,
+// theta_base, freq_scale. The arithmetic is float32; a result is rounded to a half once. A cell
+// with delta 0, and elements past n_rot, are not written.
+extern "C" __global__ void rope_shift(u16* cache, const int* deltas, const float* freq_factors,
+                                      i64 n_cells, i64 n_heads, i64 head_dim, i64 n_rot, i64 neox,
+                                      float theta_base, float freq_scale) {
+    pdl_trigger();
+    double turns = 0;
+    const int pairs = int(n_rot) / 2;
+    if (threadIdx.x < pairs)
+        turns = rope_turns(threadIdx.x, n_rot, theta_base, freq_scale, freq_factors);
+    pdl_wait();
+    const i64 cell = blockIdx.x;
+    const int delta = deltas[cell];
+    if (delta == 0) return;
+    const int first = blockIdx.y * HEADS, last = min(first + HEADS, int(n_heads));
+    for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
+        if (i != threadIdx.x)
+            turns = rope_turns(i, n_rot, theta_base, freq_scale, freq_factors);
+        const Turn turn(delta, turns);
+        const int a = neox ? i : 2 * i, b = neox ? i + pairs : 2 * i + 1;
+        for (int h = first; h < last; h++) {
+            u16* head = cache + (cell * n_heads + h) * head_dim;
+            const float u = half_to_float(head[a]), v = half_to_float(head[b]);
+            head[a] = float_to_half(turn.first(u, v));
+            head[b] = float_to_half(turn.second(u, v));
         }
     }
 }

@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
+from tests import reference
 from tests.gpu.harness import Compute, distance
 from workbench.graph.ir import (
     DTYPES,
@@ -172,3 +173,38 @@ def test_rope(compute: Compute, neox, with_factors, heads, head_dim, n_rot):
     found = compute(node, arrays).view(np.float32)
     expected = rotated(x, positions, factors, n_rot, neox, 500000.0, scale)
     assert distance(found, expected) < 3e-7
+
+
+@pytest.mark.parametrize("neox", [False, True])
+@pytest.mark.parametrize("with_factors", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "n_rot"), [(1, 64, 64), (6, 80, 32), (8, 128, 128), (5, 256, 256)]
+)
+def test_rope_shift(compute: Compute, neox, with_factors, heads, head_dim, n_rot):
+    """Stored K within a rounding to F16 of the reference. A cell that stays keeps its bytes, and so
+    do the cells without a delta: NaN that nothing may read."""
+    rng = generator("shift", neox, with_factors, heads)
+    cells, n = 11, 9
+    deltas = np.array([0, 1, -1, 77, -8191, 131071, 0, -131072, 5], np.int32)
+    stays = np.append(deltas == 0, [True] * (cells - n))
+    cache = rng.standard_normal((cells, heads * head_dim)).astype(np.float16)
+    cache[stays] = np.array(0xFD5A, np.uint16).view(np.float16)  # a NaN with bits of its own
+    factors = rng.uniform(1, 32, n_rot // 2).astype(np.float32) if with_factors else None
+    given = [] if factors is None else [Tensor("f", F32, factors.shape, Kind.WEIGHT)]
+    stored = Tensor("c", F16, cache.shape, Kind.CACHE)
+    node = make(
+        "rope_shift", "k", stored, Tensor("d", I32, deltas.shape), *given,
+        n_head_kv=heads, n_rot=n_rot, neox=neox, theta_base=500000.0, freq_scale=0.25,
+    )  # fmt: skip
+    arrays = {stored: cache, node.inputs[1]: deltas} | dict.fromkeys(given, factors)
+    found = compute(node, arrays).view(np.float16).reshape(cache.shape)
+    assert np.array_equal(found[stays].view(np.uint16), cache[stays].view(np.uint16))
+
+    k = cache[~stays].reshape(-1, heads, head_dim)
+    pairs = "halves" if neox else "adjacent"
+    moved = reference.rotated(k, deltas[deltas != 0], pairs, n_rot, 500000.0, 0.25, factors)
+    turned = found[~stays].reshape(-1, heads, head_dim)
+    np.testing.assert_allclose(turned, moved, rtol=2**-11, atol=1e-6)
+    assert np.array_equal(turned[..., n_rot:], k[..., n_rot:])
+    # rounded once: float32 arithmetic leaves few values on another side of a rounding edge
+    assert np.mean(turned == moved.astype(np.float16)) > 0.99

@@ -61,6 +61,7 @@ def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[Planned]:
         make("square_sums", "ss", x),
         make("rms_scale", "rs", x, Tensor("sq", F32, (tokens, 3)), eps=1e-5),
         make("rope", "r", heads, positions, **rope),
+        make("rope_shift", "k", cache_k, Tensor("d", I32, (tokens,)), n_head_kv=10, **rope),
         make("set_rows", "k", cache_k, x, Tensor("i", I64, (tokens,)), n_kv=n_kv),
     ):
         yield Planned(node, tokens, None)

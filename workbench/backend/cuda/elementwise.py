@@ -13,7 +13,7 @@ from workbench.backend.cuda.kernel import Kernel, Place, Work, blocks
 from workbench.backend.cuda.matvec import Rotate
 from workbench.graph.ir import Node, Tensor
 
-ROPE_HEADS, ROPE_THREADS = 4, 64  # rope: heads and threads of a block
+ROPE_HEADS, ROPE_THREADS = 4, 64  # rope, rope_shift: heads and threads of a block
 HEADS_PER_BLOCK = 4  # rope_store: heads of a block, a warp each
 
 
@@ -118,6 +118,13 @@ def rope(node: Node, p: Place) -> list[Work]:
     tokens, heads = int(args[4]), int(args[5])
     grid = (tokens, blocks(heads, ROPE_HEADS))
     return [Kernel("rope", "rope", grid, ROPE_THREADS, args, waits=True)]
+
+
+def rope_shift(node: Node, p: Place) -> list[Work]:
+    args = pack(node, p.at)
+    cells, heads = int(args[3]), int(args[4])
+    grid = (cells, blocks(heads, ROPE_HEADS))
+    return [Kernel("rope", "rope_shift", grid, ROPE_THREADS, args, waits=True)]
 
 
 def rotation(q_rope: Node, k_store: Node, v_store: Node, p: Place) -> Rotate:

@@ -63,6 +63,7 @@ _LAUNCHES: dict[str, Callable[[Node, Place], list[Work]]] = {
     "quantize": elementwise.quantize,
     "mul_mat": products.mul_mat,
     "rope": elementwise.rope,
+    "rope_shift": elementwise.rope_shift,
     "set_rows": elementwise.set_rows,
     "attention": _attention,
     "norm": elementwise.norm,
