@@ -36,10 +36,3 @@ def commit() -> dict[str, Any]:
         "number": int(_git("rev-list", "--count", "HEAD") or 0),
         "dirty": None if changed is None else bool(changed),
     }
-
-
-def changed_since(commit: str, *folders: str) -> bool | None:
-    """Whether a file in `folders` differs from what it was in `commit`, also where the difference
-    is not committed; None where the history does not tell."""
-    found = _git("diff", "--name-only", commit, "--", *folders)
-    return None if found is None else bool(found)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.oracles.trace_pattern import HIDDEN, trace_pattern
 from tests.orderings import PLACED
 from workbench.backend.cpu.embedded import EmbeddedDevice
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.program.commands import Space
-from workbench.trace.pattern import HIDDEN, trace_pattern
 from workbench.trace.profile import profile
 from workbench.trace.spans import HOST_LANE
 

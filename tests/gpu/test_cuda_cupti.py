@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.oracles.trace_pattern import HIDDEN, trace_pattern
 from workbench.backend.cuda.kernel import Kernel
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.program.commands import HOST, Copy, Launch
-from workbench.trace.pattern import HIDDEN, trace_pattern
 from workbench.trace.profile import profile
 
 bindings = pytest.importorskip("cupti.cupti")

@@ -12,7 +12,6 @@ import pytest
 from data.measure import readme, sources
 from data.measure.recorded import Recorded
 from data.measure.sources import OLDER, age, mark, source_hash, unmarked
-from workbench import checkout
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"
@@ -37,7 +36,7 @@ def history(tmp_path, monkeypatch):
         git("add", "-A")
         git("commit", "-qm", content)
         made.append(git("rev-parse", "HEAD"))
-    monkeypatch.setattr(checkout, "_SOURCE", tmp_path)
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
     sources._has_changed.cache_clear()
     yield made
     sources._has_changed.cache_clear()

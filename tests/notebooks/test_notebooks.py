@@ -10,8 +10,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.network import network_loads
 from tests.notebooks import record
-from workbench.report.render import network_loads, render_notebook
+from workbench.report.render import render_notebook
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 MOST_BYTES = 250_000

@@ -11,6 +11,7 @@ from typing import ClassVar
 import nbformat
 import pytest
 
+from tests.network import network_loads
 from workbench.errors import UsageError, WorkbenchError
 from workbench.progress import SHARE, Bar
 from workbench.report import render
@@ -80,7 +81,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory, trace: Path) -> tuple[Pat
 
 def test_page_is_offline_and_small(rendered: tuple[Path, str, str]) -> None:
     _, page, _ = rendered
-    assert render.network_loads(page) == []
+    assert network_loads(page) == []
     assert len(page.encode()) <= render.MOST_REPORT_BYTES
     # the link stays: following it is the reader's choice
     assert "https://example.org" in page
@@ -169,14 +170,14 @@ def test_a_notebook_that_is_not_there(tmp_path: Path) -> None:
     ],
 )
 def test_what_counts_as_a_load(page: str) -> None:
-    assert len(render.network_loads(page)) == 1
+    assert len(network_loads(page)) == 1
 
 
 def test_what_counts_as_none() -> None:
     page = (
         '<a href="https://x">x</a><img src="data:image/png;base64,//8="><script>open("https://x")'
     )
-    assert render.network_loads(page) == []
+    assert network_loads(page) == []
 
 
 def test_banner() -> None:

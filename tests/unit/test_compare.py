@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.network import network_loads
 from workbench.bench import stats
 from workbench.bench.compare import HISTORY, METHOD, compare, why_history
 from workbench.bench.matching import Repeated, match
@@ -18,7 +19,6 @@ from workbench.cli import main
 from workbench.config import Toggles
 from workbench.errors import UsageError
 from workbench.report.compare_page import page
-from workbench.report.render import network_loads
 
 DEVICE = "embedded device, 2 lanes, A CPU"
 

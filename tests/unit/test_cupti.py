@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import workbench as wb
+from tests.oracles.trace_pattern import trace_pattern
 from tests.unit import spoiled
 from tests.unit.fake_cupti import (
     ActivityKind,
@@ -21,7 +22,6 @@ from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import Copy, Launch, Space
 from workbench.trace import cupti as collector
 from workbench.trace.correlate import Activity, match
-from workbench.trace.pattern import trace_pattern
 from workbench.trace.profile import profile
 from workbench.trace.spans import HOST_LANE
 

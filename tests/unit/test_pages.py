@@ -9,10 +9,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from tests.network import network_loads
 from workbench.bench.comparison import AB
 from workbench.report import pages
 from workbench.report.pages import About
-from workbench.report.render import network_loads
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 ABOUT = About("a.html", "Why & <when>?", 'A "token" is 3.', "embedded, 2 lanes", "2026-11-22")

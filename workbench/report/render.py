@@ -32,17 +32,6 @@ MOST_TRACE_BYTES = 8_000_000  # of gzipped trace inside a page
 CPU_BANNER = "CPU timings say nothing of GPU speed"
 KERNEL = "python3"
 
-# how a page makes a browser load something from a network
-LOADS = re.compile(
-    r"""<(?:script|img|iframe|source|audio|video|embed)\b[^>]*?\bsrc\s*=\s*["']?(?:https?:)?//[^"'>\s]+
-      | <link\b[^>]*?\bhref\s*=\s*["']?(?:https?:)?//[^"'>\s]+
-      | @import\s+(?:url\()?\s*["']?(?:https?:)?//[^"')\s]+
-      | \burl\(\s*["']?(?:https?:)?//[^"')]+
-      | \bimport\s*\(\s*["'`](?:https?:)?//[^"'`]+
-      | \bfrom\s+["'](?:https?:)?//[^"']+["']""",
-    re.IGNORECASE | re.VERBOSE,
-)
-
 
 def render_notebook(
     path: str | PathLike[str],
@@ -168,14 +157,6 @@ def check_pages(notebooks: Sequence[str | PathLike[str]], out_dir: str | PathLik
     """Raises UsageError for a page that cannot be written, before a notebook is run."""
     for path in (*(page_of(path, out_dir) for path in notebooks), Path(out_dir) / INDEX):
         check_writable(path, parents=True)
-
-
-def network_loads(page: str) -> list[str]:
-    """What a browser would fetch from a network to show this page: nothing, for a report.
-
-    Links that a reader may follow are no loads.
-    """
-    return [m[0][:200] for m in LOADS.finditer(page)]
 
 
 def banner_html(device: str | None) -> str:
