@@ -135,14 +135,17 @@ def replay_all(
     workers: int,
 ) -> None:
     """Replays the cases in both checkouts, one after the other, or with several workers at once;
-    `old.jsonl` and `new.jsonl` in `work` are what came of it."""
+    `old.jsonl` and `new.jsonl` in `work` are what came of it. A worker has neighbours in the order
+    of models and settings, so that few workers compile the same kernels."""
     processes = []
+    near = sorted(wanted, key=lambda case: (case["model"], json.dumps(case["config"])))
     for name, tree in sides.items():
         parts = []
         for i in range(workers):
             parts.append(work / f"{name}-{i}")
             part = parts[-1].with_suffix(".json")
-            part.write_text(json.dumps(wanted[i::workers]))
+            own = near[i * len(near) // workers : (i + 1) * len(near) // workers]
+            part.write_text(json.dumps(own))
             arguments = [tree, part, models, parts[-1].with_suffix(".jsonl")]
             of_device = [device] if device else []
             processes.append(trees.started(
@@ -153,8 +156,8 @@ def replay_all(
             processes.clear()
     trees.finished(processes)
     for name in sides:
-        own = (work / f"{name}-{i}.jsonl" for i in range(workers))
-        (work / f"{name}.jsonl").write_text("".join(path.read_text() for path in own))
+        made = (work / f"{name}-{i}.jsonl" for i in range(workers))
+        (work / f"{name}.jsonl").write_text("".join(path.read_text() for path in made))
 
 
 def ask(old: Path, new: Path, home: Path) -> list[dict[str, str]]:
