@@ -1,7 +1,7 @@
 """The pattern of a step as it really ran: the letters of `Program.pattern`, read off its spans.
 
 A program says what was asked for. What happened can differ in one way: the call of an asynchronous
-copy may make the host wait, as CUDA does when it must stage a pageable source behind work that is
+copy may make the host wait. CUDA does so when it must stage a pageable source behind work that is
 still under way. Such a hidden wait is drawn as `(s)` behind its copy.
 """
 
@@ -35,12 +35,12 @@ class _Letter(NamedTuple):
 
 
 def trace_pattern(trace: Any, step: int | None = None, *, fold: bool = False) -> str:
-    """The pattern of step number `step` as recorded, hidden waits as `(s)`; equal to that of the
-    step's program where nothing is hidden.
+    """The pattern of step number `step` as recorded, hidden waits as `(s)`. Where nothing is
+    hidden, it equals the pattern of the step's program.
 
     trace: a Profile, a Timeline, a recorder, or spans. Without `step`, all recorded steps must
-    have the same pattern. fold as for `Program.pattern`; a split whose copies are held only in
-    part is written in full.
+    have the same pattern. fold as for `Program.pattern`; a split with only some copies held is
+    written in full.
 
     Whether a copy was held is decided over all recorded steps with the same letters: in one step
     the operating system may have stopped the host for as long. A step tells only if the copy's
@@ -82,7 +82,7 @@ def _by_step(spans: Iterable[Span]) -> dict[int, list[Span]]:
 
 
 def _letters(spans: Sequence[Span]) -> list[_Letter]:
-    """Those of one step, in program order."""
+    """The letters of one step, in program order."""
     backends = {s.args["split"]: s.args["backend"] for s in spans if s.category == "split"}
     commands = sorted((s for s in spans if "index" in s.args), key=lambda s: s.args["index"])
     letters: list[_Letter] = []
@@ -101,8 +101,8 @@ def _letters(spans: Sequence[Span]) -> list[_Letter]:
 
 
 def _held(spans: Sequence[Span], steps: Sequence[int]) -> frozenset[int]:
-    """The commands (their index) of `steps` whose call was held for the device: in more steps than
-    not, of those that can tell."""
+    """The commands (by index) of `steps` with a call that was held for the device: in more than
+    half of the steps that can tell."""
     chosen = set(steps)
     lanes: dict[str, list[Span]] = defaultdict(list)
     ended: dict[tuple[int, int], Span] = {}

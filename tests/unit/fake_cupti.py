@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.base import Issue
+from workbench.backend.base import Issue, KernelName
 from workbench.backend.cuda.kernel import Gemm, Kernel, Work
 from workbench.backend.issue import Prepared
 from workbench.backend.null import NullBackend
@@ -236,6 +236,9 @@ class CuptiBackend(NullBackend):
         if node.op != "mul_mat":
             return [kernel(node.op)]
         return [kernel("half_rows"), Gemm("F16", 0, 0, 0, 1, 1, 1, 1), kernel("add_bias")]
+
+    def kernels_of(self, node: Node) -> list[KernelName]:
+        return [KernelName(getattr(work, "function", None), False) for work in self.works(node)]
 
     def launch(self, node, address_of, scratch, stream, programmatic=False) -> Issue:
         cupti, works = self.cupti, self.works(node)

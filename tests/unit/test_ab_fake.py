@@ -7,7 +7,8 @@ import pytest
 from fake_engine import Clock, FakeEngine
 
 from workbench.bench import stats
-from workbench.bench.ab import ab, make_arms, parse_toggle_spec
+from workbench.bench.ab import ab
+from workbench.bench.arms import make_arms, parse_toggle_spec
 from workbench.bench.comparison import AB
 from workbench.bench.results import load_run
 from workbench.bench.rounds import order_of

@@ -202,6 +202,13 @@ def test_one_spoiled_window_of_several_makes_the_profile_incomplete(engine, cupt
     assert prof.missing == prof.windows[1].missing
 
 
+def test_a_backend_that_does_not_say_its_kernels_leaves_the_window_incomplete(engine, monkeypatch):
+    monkeypatch.setattr(engine.backend, "kernels_of", lambda node: None)
+    prof = traced(engine)
+    assert not prof.complete
+    assert "launch whose backend does not say which kernels it is (first: step" in prof.missing
+
+
 def test_dropped_records_are_said(engine, cupti):
     cupti.dropped = 12
     prof = traced(engine)

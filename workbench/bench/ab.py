@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.bench.arms import Arm, ComparisonSpec, comparison_spec, make_arms, parse_toggle_spec
+from workbench.bench.arms import comparison_spec
 from workbench.bench.comparison import AB
-from workbench.bench.experiment import Experiment, describe, open_out
+from workbench.bench.experiment import Experiment
 from workbench.bench.until import AT_MOST_S
 from workbench.bench.until import make as make_until
 from workbench.bench.workload import Workload, check_untraced
@@ -24,18 +24,6 @@ from workbench.errors import UsageError
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
-
-__all__ = [
-    "AB",
-    "Arm",
-    "ComparisonSpec",
-    "ab",
-    "comparison_spec",
-    "describe",
-    "make_arms",
-    "open_out",
-    "parse_toggle_spec",
-]
 
 
 @door
@@ -61,17 +49,17 @@ def ab(
     toggle: `"sync=per_copy,copy_boundary"` or the name alone, with `values`; the first value is the
     baseline. background: all other toggles (default: the engine's). tests: llama-bench test names.
     rounds: repetitions of every arm, at least 5; fewer only with smoke=True, which also warms up
-    once and whose verdict is "too few repetitions". out: a run folder, written whole at the end and
-    every 10 s on the way. resume: continue the run in `out`, skipping what it holds.
-    until: repeat until the half-width of every speedup's interval is that share (0.01 for 1 %), the
-    A/A control's too; `rounds` (and 10) is then the least, and at_most_s of measuring, over all
-    tests, ends it in any case; a run that is resumed has all of that again. It stops on the width,
-    never on what the interval excludes.
-    progress(done, total, what) is called between repetitions; with until, total is an estimate.
+    only once and ends in the verdict "too few repetitions". out: a run folder, written whole at the
+    end and every 10 s on the way. resume: continue the run in `out`, skipping what it holds. until:
+    repeat until the half-width of every speedup's interval is that share (0.01 for 1 %), the A/A
+    control's too; `rounds` (and 10) is then the least, and at_most_s of measuring, over all tests,
+    ends it in any case; a run that is resumed has all of that again. It stops on the width, never
+    on what the interval excludes. progress(done, total, what) is called between repetitions; with
+    until, total is an estimate.
 
-    Ctrl-C ends the measuring: what is finished is kept, saved and returned, marked interrupted. So
-    is it saved when the device fails, before the error is raised. Raises UsageError for a request
-    that cannot be measured, DeviceError where the device cannot honour a value.
+    Ctrl-C ends the measuring: what is finished is kept, saved and returned, marked interrupted. It
+    is saved, too, when the device fails, before the error is raised. Raises UsageError for a
+    request that cannot be measured, DeviceError where the device cannot honour a value.
     """
     check_engine(engine)
     made = comparison_spec(toggle, values, tests, rounds, background or engine.toggles, smoke)

@@ -96,10 +96,10 @@ def compare(
 ) -> Answer:
     """Compares logits, both float32 (n_rows, n_vocab), row i of both after the same tokens.
 
-    exact: every row bit-equal. rounding: the normalised mean square error of all rows together is
-    at most `tolerance`, and a row's argmax is the same wherever the baseline's margin (best minus
-    second) exceeds four times the rms of the row's differences. A row with a logit that is no
-    finite number never passes. Raises ValueError where the shapes differ.
+    exact: every row bit-equal. rounding: two conditions. The normalised mean square error of all
+    rows together is at most `tolerance`. And a row's argmax is the same wherever the baseline's
+    margin (best minus second) exceeds four times the rms of the row's differences. A row with a
+    logit that is no finite number never passes. Raises ValueError where the shapes differ.
     """
     a = np.ascontiguousarray(baseline, np.float32)
     b = np.ascontiguousarray(toggled, np.float32)

@@ -28,6 +28,7 @@ from workbench.bench.comparison import AB
 from workbench.bench.llama_bench import ARM
 from workbench.bench.matching import Matched, Repeated, match, repeated
 from workbench.bench.stats import Band, Ratio
+from workbench.devices import is_gpu
 from workbench.errors import UsageError
 from workbench.frames import Table, to_html
 
@@ -255,7 +256,7 @@ def _circumstances(run: dict[str, Any]) -> dict[str, str]:
     """What must be alike for a verdict. The day is the UTC one on which the run started."""
     engine, machine = run["engine"], run["machine"]
     device, _, software = str(engine.get("device_description")).partition(", driver ")
-    gpus = machine.get("gpus") or [] if engine.get("device") == "cuda" else []
+    gpus = machine.get("gpus") or [] if is_gpu(str(engine.get("device"))) else []
     drivers = {str(gpu.get("driver")) for gpu in gpus}
     return {
         "device": device,

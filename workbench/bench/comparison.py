@@ -18,6 +18,7 @@ from workbench.bench import resolution, results, stats
 from workbench.bench.answers import Answer
 from workbench.bench.rounds import order_of
 from workbench.bench.until import Ended
+from workbench.devices import is_gpu
 from workbench.errors import UsageError
 from workbench.frames import Table, markdown, terminal_columns, to_html
 from workbench.toggles import said_toggles
@@ -171,7 +172,7 @@ class AB:
         """One line under a table: on what background, device and commit it was measured; when."""
         run, baseline = self.run, self.run["arms"][0]
         device = run["engine"]["device_description"]
-        own = "timings of this device, not of a GPU; " if run["engine"]["device"] != "cuda" else ""
+        own = "" if is_gpu(run["engine"]["device"]) else "timings of this device, not of a GPU; "
         return (
             f"baseline {run['result']['toggle']}={self.label(baseline)}, "
             f"background {background(run)}; {device}; {own}"

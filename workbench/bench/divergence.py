@@ -1,10 +1,9 @@
 """Rows of logits reduced: the NLL of a target, and how far one side's rows are from another's;
 and what these say together (`Estimate`, `Agreement`).
 
-Logits arrive as float32 and are reduced in float64, a few rows at a time: 512 rows of a vocabulary
-of 128,256 are 263 MB in float32, and several copies of twice that would not stay in any cache.
-Threads share the pieces (NumPy lets others run meanwhile); a piece's sums do not depend on whose
-it is.
+Logits arrive as float32 and are reduced in float64, a few rows at a time. 512 rows of a vocabulary
+of 128,256 are 263 MB in float32; several float64 copies of them would not stay in any cache.
+Threads share the pieces (NumPy lets others run meanwhile). A piece has the same sums in any thread.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """How long no kernel runs between two tokens, and what one wait adds to that.
 
 The *host gap* is the time from the end of a token's last kernel until the stream comes to the next
-one's first, by the device's own clock (`Engine.stamped`), in untraced steps: the logits' way to the
-host, what the host does, the inputs' way to the device, and the waits around them. Orderings that
-differ in their waits differ in their gaps; a line through gap over waits gives the cost of one wait
-without the noise of everything else that a token takes. Waits are of several kinds, which one line
-does not tell apart: `Gaps.differences` has what each kind costs, a mode against the next.
+token's first kernel. The device's own clock measures it (`Engine.stamped`), in untraced steps. In
+it are the logits' way to the host, what the host does, the inputs' way to the device, and the waits
+around them. Orderings that differ in their waits differ in their gaps. A line through gap over
+waits gives the cost of one wait, without the noise of everything else that a token takes. One line
+does not tell kinds of waits apart: `Gaps.differences` has the cost of each, a mode against the
+next.
 
 A host that slows down for a tenth of a second doubles the gaps of that time. So every arm decodes
 only a few tokens before the next one does. Arms are compared within a round, in which all of them
@@ -67,8 +68,9 @@ GAPS = ("gap_us", "low_us", "high_us")  # of a table: median and quartiles
 
 
 class Difference(NamedTuple):
-    """What one mode has less of gap than another (us, median over the rounds of the difference
-    within a round, with its 95 % interval), on a copy stream. what: the waits or copies that go."""
+    """By how much one mode's gap is shorter than another's on a copy stream. us: the median over
+    the rounds of the difference within a round, with its 95 % interval. what: the waits or copies
+    that go."""
 
     copy_stream: str
     before: str
@@ -112,8 +114,8 @@ class Gaps(NamedTuple):
 
     @property
     def fits(self) -> dict[str, Fit]:
-        """By copy stream: the line through the arms that copy as often as its first, and whose
-        device waits as often."""
+        """By copy stream: the line through the arms that copy as often as its first arm, and that
+        wait on the device as often."""
         found, rounds = {}, self._rounds()
         others = [name for name in COUNTED if name != "waits"]
         for stream, part in self.table().set_index("arm").groupby("copy_stream", sort=False):
@@ -241,8 +243,9 @@ def host_gaps(
     `out` where it is given, every 10 s on the way and at the end. Ctrl-C keeps the rounds that are
     whole.
 
-    Raises UsageError for no arms, for one called as the control is, for a device without a clock or
-    streams (the host), for tokens that do not fit the context and for fewer than two.
+    Raises UsageError for no arms, for an arm with the control's name, and for a device without a
+    clock or streams (the host). Also for tokens that do not fit the context, and for fewer than
+    two.
     """
     if not arms:
         raise UsageError("there are no arms to compare; name some, as {'per_copy': Toggles()}")

@@ -1,10 +1,11 @@
 """Which share of the memory's bandwidth the products of a model reach: `workbench bench-kernels`.
 
 Each measurement is one weight type, shape and batch (`kernel_cases.py`), cold: copies of the
-weights go round, in all more than four times the last cache. A *replay* is a run of launches over
-the copies in turn, as the device can do it best (`kernel_rigs.py`), timed whole; its time divided
-by its launches is one sample. Plain launches and programmatic ones (`pdl`) alternate, ABBA. The
-bandwidth they are held against is measured in the same run: the best of several reading kernels.
+weights go round, in all more than four times the last cache. A *replay* is a series of launches
+over one copy after the other, as the device can do it best (`kernel_rigs.py`), timed whole. Its
+time divided by its launches is one sample. Plain launches and programmatic ones (`pdl`) alternate,
+ABBA. The bandwidth they are held against is measured in the same run: the best of several reading
+kernels.
 
 A run folder of kind `kernels` (`results.py`): an arm is a way to launch, a test is a measurement,
 `Q4_0 8b.o b1`; in samples.parquet a row is a replay, `n_tokens` its launches of all weights of the
@@ -140,9 +141,9 @@ def bench_kernels(
     10 s on the way. reason: why this device. on_row(row) is called as soon as a row is measured,
     on_note(line) for what else there is to say. rig: instead of the device's own.
 
-    Ctrl-C ends the measuring: what is finished is kept, saved and returned, marked interrupted. So
-    is it saved when the device fails, before the error is raised. Raises UsageError where nothing
-    is left to measure or `out` exists.
+    Ctrl-C ends the measuring: what is finished is kept, saved and returned, marked interrupted. It
+    is saved, too, when the device fails, before the error is raised. Raises UsageError where
+    nothing is left to measure or `out` exists.
     """
     if out is not None:
         check_folder(out, new=True)

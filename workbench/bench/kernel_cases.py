@@ -1,13 +1,13 @@
 """What `bench-kernels` measures: weight types by named matrices of real models by batch.
 
-A shape is the weights that one place of a layer multiplies one activation with:
+A shape is the weights that one operation of a layer multiplies one activation with:
 
     qkv      Q, K and V in one launch          o, down, head   one product each
     glu      gate, up and swiglu in one launch, with the quantisation that follows it
     gate_up  the same two weights as two products
     expert   one expert's product; gate and down of an expert where they differ
 
-Every launch reads its weights once, so that bytes are those of the weights alone.
+Every launch reads its weights once. So its bytes are the weights' alone.
 """
 
 from __future__ import annotations

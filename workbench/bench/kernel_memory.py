@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.base import Backend, Issue
+from workbench.backend.base import Backend, Issued
 from workbench.bench.kernel_cases import KernelCase
 from workbench.graph.ir import F32, Kind, Node, Tensor
 from workbench.model import quants
@@ -91,7 +91,7 @@ class Launches:
         backend.sync_stream(COMPUTE_STREAM)()
         return there.address
 
-    def issues(self, programmatic: bool) -> list[Issue]:
+    def issues(self, programmatic: bool) -> list[Issued]:
         """Every node on every copy of the weights, copy after copy."""
         found = []
         for copy in self._weights.addresses:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from workbench.backend.base import Backend, Issue
+from workbench.devices import is_gpu
 from workbench.program.commands import COMPUTE_STREAM
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class CpuRig:
 
     def __init__(self, backend: Backend, quick: bool):
         self._backend, self._quick = backend, quick
-        self.n_threads = getattr(backend, "lanes", 1)
+        self.n_threads = backend.workers
         self.cache_bytes = last_cache_bytes()
         self.pass_bytes = QUICK_ROTATING if quick else MIN_ROTATING
 
@@ -142,7 +143,7 @@ class CpuRig:
 
     def read_rates(self) -> dict[str, float]:
         """By NumPy, on as many threads as the backend has."""
-        # filled, for a page nobody has written to is not memory yet
+        # filled: a page that nobody has written to is not memory yet
         data = np.full(rotating_bytes(self.cache_bytes, self._quick) // 8, 1, np.int64)
         parts = np.array_split(data, self.n_threads * PARTS_PER_THREAD)
         rates = {}
@@ -163,7 +164,7 @@ class CpuRig:
 
 def rig_of(backend: Backend, quick: bool) -> Rig:
     """The rig for an open backend."""
-    if backend.name.split()[0] == "cuda":
+    if is_gpu(backend.name.split()[0]):
         return CudaRig(cast("CudaBackend", backend), quick)
     return CpuRig(backend, quick)
 

@@ -23,6 +23,7 @@ from workbench.bench.until import AT_MOST_S
 from workbench.bench.until import make as make_until
 from workbench.bench.workload import Sample, Workload, check_fits, check_untraced
 from workbench.config import EngineConfig
+from workbench.devices import DEVICES, is_gpu
 from workbench.errors import UsageError
 from workbench.output import check_folder
 
@@ -151,14 +152,14 @@ def describe_engine(
     engine: Engine, test: Workload, commit: dict[str, Any], build: str | None = None
 ) -> dict[str, Any]:
     """Every field of a row that is known before it is measured."""
-    model, gpu = engine.model, engine.device == "cuda"
+    model, gpu = engine.model, is_gpu(engine.device)
     cuda_names = ", ".join(str(g["name"]) for g in provenance.gpus())
     return _OFF | {
         "build_commit": build or _short(commit["hash"]),
         "build_number": commit["number"],
         "cpu_info": provenance.cpu_name(),
         "gpu_info": (cuda_names or engine.backend.description) if gpu else "",
-        "backends": {"cuda": "CUDA", "host": "CPU"}.get(engine.device, engine.device),
+        "backends": DEVICES[engine.device].peer_name or engine.device,
         "model_filename": str(model.path),
         "model_type": model_type(model),
         "model_size": sum(t.nbytes for t in model.weights),

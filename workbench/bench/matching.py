@@ -63,7 +63,7 @@ def match(before: Sequence[Repeated], after: Sequence[Repeated]) -> Matching:
     """Pairs of the same test, model (by its hash, else by name and type) and toggles.
 
     What is left of a test and model after that is a pair, too, where its arms have one name, or
-    where either side has one arm left: then the toggles are what differs, and they are named.
+    where either side has one arm left. The toggles are what differs then, and they are named.
     """
     found: dict[int, int] = {}
     for rule in _RULES:

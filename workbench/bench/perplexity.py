@@ -6,23 +6,24 @@ an empty cache:
     inputs    BOS t1 t2 ... t(n-1)      what is computed, in ubatches, with the logits of every row
     targets   t1  t2 t3 ... tn          what is scored: NLL = -log softmax(row)[target], natural log
 
-A model whose file names no BOS (or says to leave it out) takes the token before instead, and its
-very first token is context only. llama-perplexity differs in one thing: it scores the second half
+A model whose file names no BOS (or says to leave it out) takes the token before instead. Its very
+first token is context only. llama-perplexity differs in one thing: it scores the second half
 of every window alone, so that its tokens have more context and its perplexity is lower.
 
-With a second engine on the same weights (`against`) both are fed the same tokens, and every row of
+With a second engine on the same weights (`against`) both are fed the same tokens. Every row of
 logits a is compared with the reference's row b:
 
     KL      sum softmax(b) * (log softmax(b) - log softmax(a)), in nats: what it costs to believe a
     NMSE    sum (a - b)^2 / sum b^2, over all rows together, and of the worst row
     argmax  share of rows with the same one, and rows that break the rule of `answers.compare`
 
-How many tokens an engine computes at once decides which of its kernels are judged: those of decode
-at 1, those of prefill at hundreds. So it can be asked for the same tokens at several `sizes`, each
-a run of its own, all of them held to one reference, which computes n_ubatch tokens at a time, once.
+How many tokens an engine computes at once decides which of its kernels are judged: at 1 the decode
+kernels, at hundreds the prefill kernels. So it can be asked for the same tokens at several `sizes`,
+each a run of its own. All of them are held to one reference, which computes n_ubatch tokens at a
+time, once.
 
-Logits arrive as float32 and are reduced in float64, n_ubatch rows after another: those of 2,048
-tokens of a vocabulary of 128,256 would be 1 GB for each size.
+Logits arrive as float32 and are reduced in float64, n_ubatch rows after another. All logits of
+2,048 tokens of a vocabulary of 128,256 would be 1 GB for each size.
 
 The run folder (kind `perplexity`; result.n_ubatch: tokens that the engine computed at once) has one
 more file, `tokens.parquet`, a row per scored token:
@@ -118,10 +119,10 @@ def perplexity(
     the run folder to write (default: a new one in `data/runs`), written at the end and on the way.
     progress(tokens scored, tokens in all) is called after every window.
 
-    Ctrl-C ends the measuring: finished windows are kept, saved and returned, marked interrupted; so
-    are they saved when the device fails, before the error is raised. Raises UsageError for a folder
-    that is there already and for a traced engine, DeviceError for toggles the device cannot honour,
-    ModelFileError or WorkbenchError for logits that are not finite.
+    Ctrl-C ends the measuring: finished windows are kept, saved and returned, marked interrupted.
+    They are saved, too, when the device fails, before the error is raised. Raises UsageError for a
+    folder that is there already and for a traced engine. Raises DeviceError for toggles the device
+    cannot honour, ModelFileError or WorkbenchError for logits that are not finite.
     """
     folder = Path(out) if out is not None else results.new_run_folder(name=f"ppl-{source.label}")
     return perplexity_by_size(
@@ -156,41 +157,20 @@ def perplexity_by_size(
                 side = engine.variant(engine.toggles)
                 opened.callback(side.close)
             records.append(_Record(side, reference, source, folder, size))
-        return _score_all(records, reference, source, progress)
-
-
-def _score_all(
-    records: list[_Record],
-    reference: Engine | None,
-    source: Source,
-    progress: Callable[[int, int], None] | None,
-) -> list[Perplexity]:
-    with bar(
-        source.label, source.n_tokens * (len(records) + (reference is not None)), "tokens"
-    ) as left:
-        return _score_windows(records, reference, source, progress, left)
-
-
-def _score_windows(
-    records: list[_Record],
-    reference: Engine | None,
-    source: Source,
-    progress: Callable[[int, int], None] | None,
-    left: Bar,
-) -> list[Perplexity]:
-    first = records[0]
-    with kept(*(record.draft for record in records)):
-        for number, window in enumerate(source.windows):
-            try:
-                _measure(records, reference, window, number, left)
-            except KeyboardInterrupt:
-                first.engine.backend.synchronize()  # the step cut short still reads staging memory
-                raise
-            if progress is not None:
-                progress(first.n_tokens, source.n_tokens)
-            for record in records:
-                record.draft.checkpoint()
-    return [record.found() for record in records if record.n_tokens]
+        n_sides = len(records) + (reference is not None)
+        left = opened.enter_context(bar(source.label, source.n_tokens * n_sides, "tokens"))
+        with kept(*(record.draft for record in records)):
+            for number, window in enumerate(source.windows):
+                try:
+                    _measure(records, reference, window, number, left)
+                except KeyboardInterrupt:  # the step cut short still reads staging memory
+                    engine.backend.synchronize()
+                    raise
+                if progress is not None:
+                    progress(records[0].n_tokens, source.n_tokens)
+                for record in records:
+                    record.draft.checkpoint()
+        return [record.found() for record in records if record.n_tokens]
 
 
 def _measure(

@@ -98,17 +98,7 @@ SAMPLE_SCHEMA = pa.schema(
         ("ns", pa.int64()),
     ]
 )
-_DTYPES = {
-    "run_id": object,
-    "arm": object,
-    "is_control": bool,
-    "test": object,
-    "repetition": np.int32,
-    "order": np.int32,
-    "token": np.int32,
-    "n_tokens": np.int32,
-    "ns": np.int64,
-}
+_DTYPES = {field.name: field.type.to_pandas_dtype() for field in SAMPLE_SCHEMA}
 
 
 class Run(NamedTuple):

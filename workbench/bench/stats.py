@@ -1,7 +1,7 @@
 """What a comparison says: a ratio of medians, an interval, and a verdict that knows the noise.
 
 The speedup of an arm is (median t/s toggled) / (median t/s baseline). Its interval is a bootstrap
-over *rounds*: a round holds one repetition of every arm, taken one after the other, so what drifts
+over *rounds*. A round holds one repetition of every arm, taken one after the other. So what drifts
 over seconds (clocks, neighbours) strikes both sides of a resampled pair alike. The interval is the
 percentile interval of the log ratio; BCa is not used, since its acceleration comes from a
 jackknife, which fails for a median (Efron & Tibshirani, An Introduction to the Bootstrap, ch. 11).
@@ -99,8 +99,8 @@ def speedup(
 def independent_ratio(
     baseline: np.ndarray, toggled: np.ndarray, seed: int = 0, confidence: float = CONFIDENCE
 ) -> Ratio:
-    """Ratio of medians toggled/baseline of rates that were not measured in turn, float (n,) and
-    (m,): each side is resampled on its own. n of the result is the smaller of the two. Raises
+    """Ratio of medians toggled/baseline of rates that were not interleaved, float (n,) and (m,):
+    each side is resampled on its own. n of the result is the smaller of the two. Raises
     ValueError where a side is empty or a rate is not a positive number."""
     sides = [np.asarray(side, float) for side in (baseline, toggled)]
     if any(not len(s) or not np.all(np.isfinite(s) & (s > 0)) for s in sides):

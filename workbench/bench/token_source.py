@@ -37,7 +37,7 @@ class TokenWindow(NamedTuple):
 class Source(NamedTuple):
     """Where tokens come from. n_tokens: how many will be scored; seed: 0 where nothing is drawn.
 
-    windows are made as they are asked for: those of a sampling source by computing them.
+    windows are made as they are asked for. A sampling source computes its windows.
     """
 
     label: str
@@ -79,9 +79,9 @@ class AskedTokens:
 def ask(file: Path | None, tokens_from: str | None) -> AskedTokens:
     """The tokens of a UTF-8 text `file`, or of `tokens_from`; files are read, and no model is.
 
-    tokens_from: `sample:N` or `sample:N:SEED`, or a file of ids: `.npy` (integers, one dimension),
-    `.jsonl` (a line is an id, a list of ids, or an object with a list `tokens`), or any other name
-    (ids between spaces, commas or line ends).
+    tokens_from: `sample:N` or `sample:N:SEED`, or a file of ids. The file's name says how it is
+    read: `.npy` (integers, one dimension), `.jsonl` (a line is an id, a list of ids, or an object
+    with a list `tokens`), any other (ids between spaces, commas or line ends).
     Raises UsageError, in one line, for neither or both, and a file that cannot be read.
     """
     if (file is None) == (tokens_from is None):

@@ -8,9 +8,9 @@ width has the same chance of a false verdict as at a number of rounds fixed befo
     looks                        ^       ^             ^        from the 10th, then 10 % apart
 
 The interval is a bootstrap over rounds (`stats`): the repetitions of one round stay together. That
-the looks cost nothing is measured: `tests/unit/test_until.py` runs 1,000 comparisons of a thing
-with itself through this rule and the verdict, on noise that drifts, lasts, jumps and has outliers,
-and holds the share of false verdicts to 5 % at most.
+the looks cost nothing is measured. `tests/unit/test_until.py` runs 1,000 comparisons of a thing
+with itself through this rule and the verdict. Their noise drifts, lasts, jumps and has outliers;
+at most 5 % of the verdicts may be false.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Ended(NamedTuple):
 
     def line(self, rounds: str = "rounds", of: str = "the interval's") -> str:
         """One sentence: how well the test is known, and what would do where that is not enough.
-        rounds: what they are called; of: whose half-width it is."""
+        rounds: what they are called; of: what the half-width belongs to."""
         wanted, known = stats.percent(self.wanted), self.half_width
         made = f"after {self.rounds} {rounds}"
         if known is None:

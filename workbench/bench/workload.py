@@ -178,7 +178,7 @@ def run(
 
     left: told of every token, n_cells in all. It may write between two generated tokens. The clock
     stands still then, and the device has nothing to do. Nothing is written while a prompt is timed,
-    for the device computes from its first ubatch to its last; with `warming` it is.
+    since the device computes from its first ubatch to its last; with `warming` it is written.
 
     Filling to n_depth is not timed. The young garbage is collected before the clock starts, and the
     collector stays on: a step that makes garbage pays for it, and not for another's. Raises
@@ -233,7 +233,7 @@ class WarmUp(NamedTuple):
 def warm_up(
     engines: Sequence[Engine], workload: Workload, seed: int, bos: int | None, once: bool = False
 ) -> WarmUp:
-    """Runs the whole test on every engine in turn, untimed, until the times have settled.
+    """Runs the whole test on one engine after the other, untimed, until the times have settled.
 
     The rule: at least 2 rounds; settled when no engine beats its own best round so far by more than
     5 % (noise slows rounds down, warming up makes them faster); given up after 8 rounds or 30 s.

@@ -141,23 +141,25 @@ def ab(
     toggles: ToggleFlags = DEFAULT_TOGGLES,
 ) -> None:
     """Compare the values of one toggle, interleaved, with an A/A control; prints the table."""
-    from workbench.bench import ab as interleaved
+    from workbench.bench.ab import ab as interleaved
+    from workbench.bench.arms import ComparisonSpec, comparison_spec
+    from workbench.bench.experiment import open_out
     from workbench.frames import show, show_prose
 
     until = repeat.arguments()
-    wanted, specs = toggles.wanted(BASELINE), list[interleaved.ComparisonSpec]()
+    wanted, specs = toggles.wanted(BASELINE), list[ComparisonSpec]()
 
     def switched(background: Toggles) -> list[Toggles]:
-        specs.append(interleaved.comparison_spec(toggle, None, test, rounds, background))
+        specs.append(comparison_spec(toggle, None, test, rounds, background))
         return [arm.toggles for arm in specs[-1].arms]
 
     if not wanted.of_device:  # then all of it is known before a model is opened
         switched(wanted.toggles())
-    interleaved.open_out(out, resume)
+    open_out(out, resume)
     with load(
         model, config, wanted, switched, lambda opened: specs[-1].check(opened)
     ) as engine:  # fmt: skip
-        result = interleaved.ab(
+        result = interleaved(
             engine, toggle, tests=test, rounds=rounds, seed=seed, out=out, resume=resume, **until
         )
     show(result.table())

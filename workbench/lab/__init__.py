@@ -35,9 +35,9 @@ def panel(
     stepped nor closed: each run is made on variants of it, which are closed after. While a run is
     on, no cell can use an engine. `result` of the panel is the last comparison, a `lab.pair.Pair`.
 
-    Raises UsageError for a workload that is none or does not fit the context, for rounds below 1,
-    a negative seed, a preset that does not exist, a closed engine, and where ipywidgets is not
-    installed.
+    Raises UsageError for a workload that is none or does not fit the context, for rounds below 1
+    and for a negative seed. Also for a preset that does not exist, for a closed engine, and where
+    ipywidgets is not installed.
     """
     try:
         from workbench.lab.widgets import Panel

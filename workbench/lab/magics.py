@@ -226,7 +226,7 @@ def _out(text: str | None) -> Path | None:
 
 
 def _open_in(namespace: Mapping[str, Any]) -> list[str]:
-    """The names of open engines, those of IPython's own (`_`, `_3`) left out."""
+    """The names of open engines; IPython's own names (`_`, `_3`) are left out."""
     names = (name for name in namespace if not name.startswith("_"))
     return [n for n in names if isinstance(namespace[n], Engine) and opened.is_open(namespace[n])]
 
@@ -247,8 +247,8 @@ def _are(engines: list[str]) -> str:
 def _tracing(
     found: Traced, engines: list[Engine], window: Window | None, collector: str, also_new: bool
 ) -> Iterator[None]:
-    """Traces `engines` in the body, and where also_new those made in it, whose device spans come
-    from events; `found` grows by each."""
+    """Traces `engines` in the body; `found` grows by each. also_new: engines made in the body,
+    too, with device spans from events."""
     with ExitStack() as stack:
 
         def trace(engine: Engine, collector: str = EVENTS) -> None:

@@ -30,6 +30,7 @@ from workbench.bench.workload import (
     warm_up,
 )
 from workbench.config import EXACT, ROUNDING, SyncMode, Toggles
+from workbench.devices import is_gpu
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import Stopped
 from workbench.errors import UsageError
@@ -154,7 +155,7 @@ def compare(
         return Pair(
             workload.name, baseline, toggled, _labels(sides[0], sides[1]),
             (float(medians[0]), float(medians[1])), stats.speedup(found[0], found[1], seed),
-            stats.aa_band(control), answer, rounds, traces, sides[0].device == "cuda", control,
+            stats.aa_band(control), answer, rounds, traces, is_gpu(sides[0].device), control,
         )  # fmt: skip
 
 
@@ -187,7 +188,8 @@ def _time(
 
 
 def _class_of(baseline: Toggles, toggled: Toggles) -> str:
-    """The class that the toggled side's logits are held to: that of all toggles that differ."""
+    """The class that the toggled side's logits are held to: `rounding` if any toggle that differs
+    rounds."""
     before, after = baseline.to_dict(), toggled.to_dict()
     changed = [name for name in after if after[name] != before[name]]
     rounds = any(toggled.answer_class(name) == ROUNDING for name in changed)

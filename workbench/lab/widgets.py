@@ -29,14 +29,14 @@ from workbench.lab.baselines import BaselineForm, presets
 from workbench.lab.interrupts import heeded
 from workbench.report import plots
 
-MIXED = "mixed"  # what a family is at whose toggles differ; `Toggles.value_of` says so, too
+MIXED = "mixed"  # the value of a family with toggles that differ, as `Toggles.value_of` says
 RUN, RUNNING = "Run", "running"
 OF_OLDER = "of older toggles"
 TITLE_COLUMNS = 100  # of a picture's title: what its width holds
 
 
 class ToggleForm(VBox):
-    """A drop-down per toggle; those of a family folded away behind one that sets them all.
+    """A drop-down per toggle; a family's are folded away behind one that sets them all.
 
     choices: toggle -> its drop-down. families: family -> the drop-down that stands for it.
     """
@@ -139,8 +139,8 @@ class Panel(VBox):
         return not self._ended.is_set()
 
     def stop(self) -> None:
-        """Ends the run after the step under way; what was measured is kept. Without a run of its
-        own, that of a panel which the page may have lost."""
+        """Ends the run after the step under way; what was measured is kept. A panel without a run
+        ends the run of another one, which the page may have lost."""
         if not self.running:
             exclusive.stop()
             self.stop_button.disabled = True
@@ -178,7 +178,7 @@ class Panel(VBox):
         self._mark()
 
     def _mark(self) -> None:
-        """Says of the last result whether it is of these toggles."""
+        """Says whether the last result is of the toggles that are chosen now."""
         if (found := self.result) is None:
             return
         try:

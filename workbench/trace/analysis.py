@@ -1,7 +1,7 @@
 """Where the time of a traced run went: by kernel, by phase of the host, and by gap of the device.
 
-Frames in (`Timeline.to_frame`), frames out. Every column of a time or a rate begins with `traced`:
-recording a span costs about as much as issuing a command, so these figures say where time goes and
+Frames in (`Timeline.to_frame`), frames out. Every column of a time or a rate begins with `traced`.
+Recording a span costs about as much as issuing a command. So these figures say where time goes and
 not how much there is of it.
 
     host    | launch a | launch b |        | launch c | wait ......|
@@ -35,9 +35,9 @@ _LAYER = re.compile(r"-\d+")  # `Qcur-8`, `attn_norm-8 (w)`
 
 
 def with_bytes(spans: Iterable[Span], program_of: Callable[[int], Any]) -> list[Span]:
-    """The spans; those of launches say how many bytes their node must move (`graph.ops`), the
-    host's and the device's alike. Where the device ran several kernels for a launch, `bytes` is of
-    them together and `kernels` their number.
+    """The spans; a launch's say how many bytes its node must move (`graph.ops`), on the host's lane
+    and on the device's. Where the device ran several kernels for a launch, `bytes` is for all of
+    them and `kernels` their number.
 
     program_of: the program of a step, or None.
     """
@@ -90,7 +90,7 @@ def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None)
     if by not in BY:
         raise UsageError(f"by={by!r} does not exist; choose one of {', '.join(BY)}")
     if by == "kernel" and not frame["kernel"].notna().any():
-        raise UsageError("no span names its kernel, for only CUPTI does; use by=op or by=node")
+        raise UsageError("no span names its kernel: only CUPTI does; use by=op or by=node")
     rows = _launches(frame, split=by == "kernel")
     sizes, n_steps = _sizes(frame)
     rows["step_tokens"] = rows["step"].map(sizes)
@@ -173,8 +173,8 @@ def _sizes(frame: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
 
 def _step_medians(rows: pd.DataFrame, keys: list[str], n_steps: pd.Series) -> pd.Series:
     """For each group of rows, in the order in which groups appear: the median over steps of what
-    the group took in a step, us. A step without the group counts as 0, a step of which nothing is
-    known (NaN) not at all. keys: step_tokens first. n_steps: by step_tokens."""
+    the group took in a step, us. A step without the group counts as 0; an unknown step (NaN) does
+    not count. keys: step_tokens first. n_steps: by step_tokens."""
     sums = rows.groupby([*keys, "step"], sort=False, dropna=False)["dur_us"].sum(min_count=1)
     medians = []
     for key, us in sums.groupby(level=list(range(len(keys))), sort=False, dropna=False):
@@ -194,11 +194,15 @@ PHASES = ["phase", "part", "traced_calls_per_step", "traced_us_per_step", "trace
 def phases(frame: pd.DataFrame) -> pd.DataFrame:
     """What the host did in a step: the median of the steps of one size (step_tokens).
 
-    phase and part: `build` and what was built (batch, graph, split, lower, prepare), `issue` and
-    the kind of command, `results` and the kind (the wait for the logits, the read), `rest` and
-    `python` (between the commands, recording them included) or `outside` (from this step's end to
-    the next one's start: the caller, and reading the device's clocks). traced_share: of a step and
-    what follows it.
+    phase and part:
+
+    * `build` and what was built (batch, graph, split, lower, prepare);
+    * `issue` and the kind of command;
+    * `results` and the kind (the wait for the logits, the read);
+    * `rest` and `python` (between the commands, recording them included) or `outside` (from this
+      step's end to the next one's start: the caller, and reading the device's clocks).
+
+    traced_share: of a step and what follows it.
     """
     sizes, n_steps = _sizes(frame)
     host = frame[(frame["lane"] == HOST_LANE) & frame["step"].isin(sizes.index)]

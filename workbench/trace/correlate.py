@@ -2,13 +2,13 @@
 
 Pure: records are plain tuples, so that a recording can be replayed without a GPU.
 
-Correlation is by external ids, not by counting launches: while a command is issued, its number is
-pushed as CUPTI's external correlation id, CUPTI writes that number beside the correlation id of
-every call made meanwhile, and a kernel or a copy carries the correlation id of its call. So a
-Launch that is several kernels (conversions, cuBLAS with kernels of its own choosing) needs no
-guess, and a lost record does not shift all that follow. Number and order are the check: what was
-recorded for a command is compared with what the backend issues for it, and in each stream the
-records begin in the order of the commands.
+Correlation is by external ids, not by counting launches. While a command is issued, its number is
+pushed as CUPTI's external correlation id. CUPTI writes that number beside the correlation id of
+every call made meanwhile. A kernel or a copy carries the correlation id of its call. So a Launch of
+several kernels (conversions, cuBLAS with kernels of its own choosing) needs no guess, and a lost
+record does not shift all that follow. Number and order are the check. What was recorded for a
+command is compared with what the backend issues for it, and in each stream the records begin in
+the order of the commands.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from workbench.backend.cuda.kernel import Kernel, Work
+from workbench.backend.base import KernelName
 from workbench.graph.ir import Node
 from workbench.program.commands import HOST, Command, Copy, Launch, Program, Stream
 from workbench.trace.spans import HOST_LANE, Span
@@ -30,7 +30,7 @@ LAUNCH_CALLS = ("cuLaunchKernel", "cudaLaunchKernel", "cuLaunchCooperative", "cu
 CALL = "call"  # category of the spans of calls and synchronizations
 
 CommandKey = tuple[int, int]  # step, and position in its program's commands
-Works = Callable[[Node], Sequence[Work]]  # what the backend issues for a node, in order
+KernelsOf = Callable[[Node], Sequence[KernelName] | None]  # see `backend/base.py`
 
 
 class Activity(NamedTuple):
@@ -67,7 +67,7 @@ def match(
     external: Mapping[int, int],
     issued: Mapping[int, CommandKey],
     programs: Mapping[int, Program],
-    works: Works,
+    kernels_of: KernelsOf,
     to_host: Callable[[int], int],
 ) -> Match:
     """external: external id by correlation id. issued: the command that had an external id.
@@ -76,7 +76,7 @@ def match(
     rows = list(rows)
 
     def owner(row: Activity) -> CommandKey | None:
-        """The command during whose issue the row, or the call that started it, was made."""
+        """The command that was being issued when the row, or the call that started it, was made."""
         return issued.get(external.get(row.correlation, -1))
 
     device: dict[CommandKey, list[Activity]] = defaultdict(list)
@@ -101,9 +101,10 @@ def match(
     for row in strays:
         faults.add(f"{row.kind} of no command", row.name)
     for key, wanted in _commands(programs):
-        expected = _expected(wanted, works)
-        reason = _differs(device.get(key, ()), expected)
-        if reason:
+        expected = _expected(wanted, kernels_of)
+        if expected is None:
+            faults.add("launch whose backend does not say which kernels it is", _at(key, programs))
+        elif reason := _differs(device.get(key, ()), expected):
             faults.add("command not as recorded", f"{_at(key, programs)}: {reason}")
     _check_calls(calls, device, programs, faults)
     _check_order(device, programs, faults)
@@ -165,13 +166,14 @@ def _as_one(rows: list[Activity], command: Command | None) -> list[Activity]:
     return rows
 
 
-def _expected(command: Command, works: Works) -> list[str | int | None]:
+def _expected(command: Command, kernels_of: KernelsOf) -> list[str | int | None] | None:
     """What the device does for a command: a kernel's name, a copy's bytes, or None for a product
-    of cuBLAS, which is one kernel or more of any name."""
+    of cuBLAS, which is one kernel or more of any name. None where the backend does not say."""
     if isinstance(command, Copy):
         return [command.src.nbytes] if command.src.nbytes else []
     if isinstance(command, Launch) and command.stream.backend != HOST:
-        return [w.function if isinstance(w, Kernel) else None for w in works(command.node)]
+        kernels = kernels_of(command.node)
+        return None if kernels is None else [kernel.function for kernel in kernels]
     return []
 
 
@@ -238,7 +240,7 @@ def _check_order(
     faults: _Faults,
 ) -> None:
     """In each stream of a program records begin in command order, and the stream is one and the
-    same of CUPTI's, that of no other."""
+    same of CUPTI's, and no other's."""
     by_stream: dict[Stream, list[tuple[int, CommandKey, Activity]]] = defaultdict(list)
     for key, rows in device.items():
         stream = _stream(key, programs)

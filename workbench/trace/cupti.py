@@ -27,13 +27,16 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.errors import WorkbenchError
 from workbench.trace import correlate
 from workbench.trace.clock import Clock, read_clocks
 from workbench.trace.correlate import COPY, DRIVER, KERNEL, MEMSET, RUNTIME, SYNC, Activity
 from workbench.trace.window import WindowRecorder
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
 
 BUFFER_BYTES = 16 << 20  # a step of 500 launches is about 0.2 MB of records
 WINDOW_STEPS = 16  # steps recorded before the records are taken: bounds memory, keeps one buffer
@@ -282,7 +285,7 @@ class Window(NamedTuple):
 class CuptiRecorder(WindowRecorder):
     """Host spans as ever; device spans, and spans of calls, from CUPTI.
 
-    engine: for `backend.works(node)`, what a device issues for a node, and `synchronize()`.
+    engine: for `backend.kernels_of(node)`, what a device issues for a node, and `synchronize()`.
     Where CUPTI cannot be attached when a window begins, that window's device spans come from the
     backend's marks; `fallback` says why.
     """
@@ -292,7 +295,7 @@ class CuptiRecorder(WindowRecorder):
     def __init__(
         self,
         cupti: Any,
-        engine: Any,
+        engine: Engine,
         window: tuple[int, int] | None = None,
         nvtx: bool = True,
     ):
@@ -300,7 +303,7 @@ class CuptiRecorder(WindowRecorder):
         self.windows: list[Window] = []
         self.fallback = ""
         self._cupti, self._synchronize = cupti, engine.synchronize
-        self._works = engine.backend.works
+        self._kernels_of = engine.backend.kernels_of
         self._session: Session | None = None
         self._programs: dict[int, Any] = {}
         self._issued: dict[int, correlate.CommandKey] = {}
@@ -375,7 +378,7 @@ class CuptiRecorder(WindowRecorder):
             faults.append(str(error))
         recording = session.take()
         matched = correlate.match(
-            recording.rows, recording.external, issued, programs, self._works,
+            recording.rows, recording.external, issued, programs, self._kernels_of,
             recording.clock.to_host,
         )  # fmt: skip
         self.spans += matched.spans

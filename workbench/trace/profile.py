@@ -10,7 +10,7 @@
     prof.note                 # where the spans come from, and what tracing cost
     prof.save("t.pftrace.gz")  # opens in Perfetto; t.json.gz: Chrome's JSON
 
-A traced run attributes time; it does not measure throughput, for recording a span costs the host
+A traced run attributes time; it does not measure throughput, since recording a span costs the host
 about as much as issuing a command. Every table made here says so.
 """
 
@@ -28,6 +28,7 @@ import pandas as pd
 
 from workbench import __version__
 from workbench.checkout import commit
+from workbench.devices import is_gpu
 from workbench.engine.exclusive import check_engine
 from workbench.errors import UsageError
 from workbench.trace import analysis, cupti, perfetto
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 TRACED = "traced, not for throughput"
 COLLECTORS = ("auto", "events", "cupti")
-CUDA = "cuda"  # the device that CUPTI sees
 
 # column of a frame -> its pandas type
 COLUMNS = {
@@ -73,31 +73,23 @@ class Timeline:
         return len(self.spans)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per span, by start, enclosing spans first; the columns are those of COLUMNS.
+        """One row per span, by start, enclosing spans first; COLUMNS has the columns.
 
-        A host span that names no step belongs to the step whose span encloses it.
+        A host span that names no step belongs to the step span around it.
         `frame.attrs["origin_ns"]` is the clock's value at start_us = 0.
         """
         spans = sorted(self.spans, key=nesting_order)
         origin = spans[0].start_ns if spans else 0
-        steps = _steps_of(spans)
-        args = [s.args for s in spans]
         data: dict[str, list[Any]] = {
             "name": [s.name for s in spans],
             "category": [s.category for s in spans],
             "lane": [s.lane for s in spans],
             "start_us": [(s.start_ns - origin) / 1e3 for s in spans],
             "dur_us": [(s.end_ns - s.start_ns) / 1e3 for s in spans],
-            "step": steps,
-            "split": [a.get("split") for a in args],
-            "index": [a.get("index") for a in args],
-            "bytes": [a.get("bytes") for a in args],
-            "op": [a.get("op") for a in args],
-            "kind": [a.get("kind", s.category) for s, a in zip(spans, args, strict=True)],
-            "kernel": [a.get("kernel") for a in args],
-            "on": [a.get("on") for a in args],
-            "n_tokens": [a.get("n_tokens") for a in args],
+            "step": _steps_of(spans),
+            "kind": [s.args.get("kind", s.category) for s in spans],
         }
+        data |= {name: [s.args.get(name) for s in spans] for name in COLUMNS.keys() - data.keys()}
         frame = pd.DataFrame(
             {name: pd.Series(data[name], dtype=kind) for name, kind in COLUMNS.items()}
         )
@@ -359,13 +351,11 @@ def _recorder(
     engine: Engine, window: tuple[int, int] | None, nvtx: bool, collector: str
 ) -> tuple[WindowRecorder, str]:
     """The recorder for a collector, and why it is another than the one asked for."""
-    if collector == "events" or (collector == "auto" and engine.device != CUDA):
+    if collector == "events" or (collector == "auto" and not is_gpu(engine.device)):
         return WindowRecorder(window, nvtx), ""
     try:
-        if engine.device != CUDA:
+        if not is_gpu(engine.device):
             raise Unavailable(f"CUPTI sees CUDA devices, and this is the {engine.device} device")
-        if not hasattr(engine.backend, "works"):
-            raise Unavailable("the backend does not say which kernels a launch is made of")
         module = cupti.load()
         cupti.probe(module)
     except Unavailable as reason:
@@ -374,7 +364,7 @@ def _recorder(
 
 
 def _steps_of(spans: list[Span]) -> list[int | None]:
-    """The step of each span (sorted by start): its own, or that of the step span around it."""
+    """The step of each span (sorted by start): its own, or the number of the step around it."""
     steps: list[int | None] = []
     current: Span | None = None
     for span in spans:

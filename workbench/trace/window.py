@@ -121,7 +121,7 @@ class WindowRecorder(Recorder):
         )
 
     def program_of(self, step: int) -> Any:
-        """A program whose launches are those of traced step number `step`, None if not known."""
+        """A program with the launches of traced step number `step`, None if not known."""
         return self._program_of.get(self._shape_of.get(step, _NO_SHAPE))
 
     # what is kept -----------------------------------------------------------------------------
