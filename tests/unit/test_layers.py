@@ -37,8 +37,8 @@ LAYERS = [
     ("checkout", "devices", "errors", "frames", "progress", "sizes", "trace.spans"),
 ]
 RANK = {name: len(LAYERS) - i for i, names in enumerate(LAYERS) for name in names}
-# the two places that may name modules in strings
-STRING_IMPORTS = {"__init__.py", "devices.py"}
+# the two files that may import a module by its name in a string; devices.py has the devices' names
+STRING_IMPORTS = {"__init__.py", "backend/base.py"}
 DEVICE_LIBRARIES = ("cupy", "cuda", "numba")
 
 
