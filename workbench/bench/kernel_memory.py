@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,7 @@ class Launches:
 
     def issues(self, programmatic: bool) -> list[Issued]:
         """Every node on every copy of the weights, copy after copy."""
-        found: list[Callable[[], Any]] = []
+        found = []
         for copy in self._weights.addresses:
             at = self._addresses | copy
 
