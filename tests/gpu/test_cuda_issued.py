@@ -91,9 +91,8 @@ def test_a_patched_launch_computes_at_its_new_addresses(
         pytest.skip("cannot be launched programmatically here")
     weights.append(backend.load_weight(node.inputs[0], content))
     scratch = room.poison(max(backend.scratch_bytes(node), 16))
-    here, there = (
-        {"x": room.put(x(seed)), "y": room.poison(node.output.nbytes)} for seed in (2, 3)
-    )
+    n = node.output.nbytes
+    here, there = ({"x": room.put(x(seed)), "y": room.poison(n)} for seed in (2, 3))
 
     def prepare(at: dict[str, int]) -> Issued:
         return backend.launch(
