@@ -95,8 +95,8 @@ class EngineConfig:
 
     n_ctx: cells in the KV cache; 0: as many tokens as the model was trained on. n_ubatch: most
     tokens computed together. n_kv_pad: the KV extent of a step is rounded up to a multiple of this
-    (llama.cpp: 256). threads: compute threads of the host backend and lanes of the embedded device;
-    0 means every core this process may use. unsafe: toggles whose programs are known to race are
+    (llama.cpp: 256). threads: threads of the host backend, workers of the embedded device;
+    0: every core this process may use. unsafe: toggles whose programs are known to race are
     run all the same, and may give wrong answers.
 
     n_devices: devices of the kind that share the layers, one part of them after the other; what one

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.backend.cpu import op_table as cpu
+from workbench.backend.cpu import op_table
 from workbench.backend.cpu.compile import host_isas
 from workbench.bench import provenance
 from workbench.graph.ir import DTYPES, F32, Q8_ACT, QUANTISED, WEIGHT_DTYPES, DType, Kind, Tensor
@@ -47,25 +47,25 @@ class Product(NamedTuple):
     x: np.ndarray
     y: np.ndarray
 
-    def lane(self, lane: int) -> None:
-        """Lane's share of the product with every copy, in order."""
+    def compute(self, part: int) -> None:
+        """Part `part` of the product with every copy, in order."""
         for block in self.blocks:
-            self.kernel(int(block.ctypes.data), lane, N_THREADS)
+            self.kernel(int(block.ctypes.data), part, N_THREADS)
 
     def run(self, pool: ThreadPoolExecutor) -> None:
-        list(pool.map(self.lane, range(N_THREADS)))
+        list(pool.map(self.compute, range(N_THREADS)))
 
 
 def cold_copies(dtype: DType, rows: int, cols: int, layout: str) -> int:
     """How many copies of a weight take COLD_BYTES."""
-    return -(-COLD_BYTES // cpu.repacked_bytes(dtype, rows, cols, layout))
+    return -(-COLD_BYTES // op_table.repacked_bytes(dtype, rows, cols, layout))
 
 
 def copies_of(dtype: DType, layout: str, rows: int, cols: int, copies: int) -> np.ndarray:
     """(copies, bytes) u8: the same random weight in a layout, every copy in its own memory."""
     blocks = random_blocks(np.random.default_rng(0), dtype, rows, cols, 0.02)
-    weights = np.empty((copies, cpu.repacked_bytes(dtype, rows, cols, layout)), np.uint8)
-    cpu.repack(weights.ctypes.data, blocks.ctypes.data, dtype, rows, cols, layout)
+    weights = np.empty((copies, op_table.repacked_bytes(dtype, rows, cols, layout)), np.uint8)
+    op_table.repack(weights.ctypes.data, blocks.ctypes.data, dtype, rows, cols, layout)
     weights[1:] = weights[0]
     return weights
 
@@ -85,7 +85,7 @@ def product(
     ]
     w = Tensor("w", dtype, (rows, cols), Kind.WEIGHT)
     node = make("mul_mat", "y", w, Tensor("x", Q8_ACT if dtype in QUANTISED else F32, x.shape))
-    kernel = cpu.kernel(cpu.kernel_of(node), layout, isa).ctypes
+    kernel = op_table.kernel(op_table.kernel_of(node), layout, isa).ctypes
     return Product(kernel, blocks, weights, given, y)
 
 
@@ -105,11 +105,11 @@ def measure(dtype: DType, rows: int, cols: int, isa: str, pool: ThreadPoolExecut
     copies = cold_copies(dtype, rows, cols, "file")
     trials: dict[int, list[np.ndarray]] = {n: [] for n in BATCHES}
     for _ in range(TRIALS):
-        both = [copies_of(dtype, layout, rows, cols, copies) for layout in cpu.LAYOUTS]
+        both = [copies_of(dtype, layout, rows, cols, copies) for layout in op_table.LAYOUTS]
         for n_tokens in BATCHES:
             two = [
                 product(dtype, layout, weights, rows, cols, n_tokens, isa)
-                for layout, weights in zip(cpu.LAYOUTS, both, strict=True)
+                for layout, weights in zip(op_table.LAYOUTS, both, strict=True)
             ]
             trials[n_tokens].append(pairs(two, pool, PAIRS))
             if not np.array_equal(two[0].y, two[1].y):
@@ -125,9 +125,9 @@ def measure(dtype: DType, rows: int, cols: int, isa: str, pool: ThreadPoolExecut
                 "ratio": round(float(np.median(ratio)), 3),
                 "quartiles": [round(float(q), 3) for q in np.quantile(ratio, (0.25, 0.75))],
                 "trials": [round(float(np.median(p[:, 1] / p[:, 0])), 3) for p in parts],
-                "least_us": dict(zip(cpu.LAYOUTS, us.min(0).round(1).tolist(), strict=True)),
+                "least_us": dict(zip(op_table.LAYOUTS, us.min(0).round(1).tolist(), strict=True)),
                 "median_us": dict(
-                    zip(cpu.LAYOUTS, np.median(us, 0).round(1).tolist(), strict=True)
+                    zip(op_table.LAYOUTS, np.median(us, 0).round(1).tolist(), strict=True)
                 ),
             }
         )  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.bench.layouts import COLD_BYTES, N_THREADS, SHAPES, cold_copies, copies_of, product
-from workbench.backend.cpu import op_table as cpu
+from workbench.backend.cpu import op_table
 from workbench.backend.cpu.compile import compile_kernel
 from workbench.backend.cpu.vector import Emit, Value
 from workbench.graph.ir import DTYPES, QUANTISED, WEIGHT_DTYPES
@@ -23,32 +23,32 @@ from workbench.model.quants import random_blocks
 WEIGHTS = [
     (d.name, layout)
     for d in WEIGHT_DTYPES
-    for layout in (cpu.LAYOUTS if d in QUANTISED else ("file",))
+    for layout in (op_table.LAYOUTS if d in QUANTISED else ("file",))
 ]
 
 
-def read_body(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
-    """Kernel: sums (n_lanes x 8 u64), source, bytes. Reads everything, four loads at a time."""
+def read_body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+    """Kernel: sums (n_parts x 8 u64), source, bytes. Reads everything, four loads at a time."""
     sums, source, n_bytes = e.arguments(args, "iii")
-    start, stop = e.share(n_bytes // 256, lane, n_lanes)
+    start, stop = e.share(n_bytes // 256, part, n_parts)
     parts = [e.var(e.const("u64", 0, 8)) for _ in range(4)]
     with e.loop(start, stop) as i:
         for k, part in enumerate(parts):
             part.set(part.get() + e.load("u64", source + i * 256 + 64 * k, 8))
     total = parts[0].get() + parts[1].get() + parts[2].get() + parts[3].get()
-    e.store(total, sums + lane * 64)
+    e.store(total, sums + part * 64)
 
 
 def measure(benchmark, kernel: Callable, blocks: list[np.ndarray], gigas: dict[str, float]) -> None:
     """Run `kernel` on all argument blocks, in order, on every thread; report giga-units per s."""
     addresses = [int(block.ctypes.data) for block in blocks]
 
-    def lane_work(lane: int) -> None:
+    def part_work(part: int) -> None:
         for address in addresses:
-            kernel(address, lane, N_THREADS)
+            kernel(address, part, N_THREADS)
 
     with ThreadPoolExecutor(N_THREADS) as pool:
-        benchmark(lambda: list(pool.map(lane_work, range(N_THREADS))))
+        benchmark(lambda: list(pool.map(part_work, range(N_THREADS))))
     if benchmark.enabled:
         for unit, amount in gigas.items():
             benchmark.extra_info[unit] = round(amount / benchmark.stats.stats.min, 2)
@@ -79,7 +79,7 @@ def test_decode(benchmark, name: str, layout: str, rows: int, cols: int) -> None
 def test_batch(benchmark, name: str, n_tokens: int) -> None:
     """A few tokens against cold weights, in the layout the embedded device uses."""
     rows, cols = SHAPES[0] if benchmark.enabled else (32, 256)
-    layout = cpu.weight_layout(DTYPES[name], rows, cols)
+    layout = op_table.weight_layout(DTYPES[name], rows, cols)
     _mul_mat(benchmark, name, layout, rows, cols, n_tokens, cold=True)
 
 
@@ -88,7 +88,7 @@ def test_batch(benchmark, name: str, n_tokens: int) -> None:
 def test_prefill(benchmark, name: str, n_tokens: int) -> None:
     """Tokens against one matrix that caches keep, in the layout the embedded device uses."""
     rows, cols = (2048, 2048) if benchmark.enabled else (32, 256)
-    layout = cpu.weight_layout(DTYPES[name], rows, cols)
+    layout = op_table.weight_layout(DTYPES[name], rows, cols)
     _mul_mat(benchmark, name, layout, rows, cols, n_tokens, cold=False)
 
 
@@ -98,10 +98,10 @@ def test_repack(benchmark, name: str) -> None:
     rows, cols = (16384, 2048) if benchmark.enabled else (32, 256)
     dtype = DTYPES[name]
     source = random_blocks(np.random.default_rng(0), dtype, rows, cols, 0.02)
-    target = np.zeros(cpu.repacked_bytes(dtype, rows, cols, "rows16"), np.uint8)
+    target = np.zeros(op_table.repacked_bytes(dtype, rows, cols, "rows16"), np.uint8)
     benchmark.group = "repack"
     benchmark(
-        lambda: cpu.repack(target.ctypes.data, source.ctypes.data, dtype, rows, cols, "rows16")
+        lambda: op_table.repack(target.ctypes.data, source.ctypes.data, dtype, rows, cols, "rows16")
     )
     if benchmark.enabled:
         benchmark.extra_info["GB/s"] = round(source.nbytes / 1e9 / benchmark.stats.stats.min, 2)

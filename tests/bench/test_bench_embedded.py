@@ -1,6 +1,6 @@
 """What the embedded device costs: a push, a wait, an entry (`pytest --benchmark-enable`).
 
-Every group runs with 1 and 2 lanes. Kernels do nothing, so that only the device's own time is left.
+Every group runs with 1 and 2 workers. Kernels do nothing: only the device's own time is measured.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ CHAIN = 1000
 
 
 @cfunc(KERNEL, cache=True)
-def nothing(args, lane, n_lanes):
+def nothing(args, part, n_parts):
     """No work at all."""
 
 
-@pytest.fixture(params=[1, 2], ids=lambda n: f"{n} lanes")
+@pytest.fixture(params=[1, 2], ids=lambda n: f"{n} workers")
 def device(request):
     backend = open_backend(threads=request.param)
     yield backend
@@ -41,7 +41,7 @@ def test_push(benchmark, device):
 
 
 def test_launch_and_sync(benchmark, device):
-    """One launch and the wait for it, while the lanes are awake."""
+    """One launch and the wait for it, while the workers are awake."""
     call, sync = device.streams[0].prepare(nothing.address, 1, [0] * 8), device.sync_stream(0)
 
     def step() -> None:

@@ -9,9 +9,9 @@ from workbench.config import Toggles
 from workbench.engine.engine import Engine
 
 
-@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} lanes")
+@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} workers")
 def device(request):
-    """The embedded device with one, two and three lanes."""
+    """The embedded device with one, two and three workers."""
     backend = open_backend(threads=request.param)
     yield backend
     backend.close()
@@ -19,7 +19,7 @@ def device(request):
 
 @pytest.fixture
 def two():
-    """The embedded device with two lanes."""
+    """The embedded device with two workers."""
     backend = open_backend(threads=2)
     yield backend
     backend.close()

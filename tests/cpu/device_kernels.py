@@ -17,7 +17,7 @@ def open_backend(**options) -> Any:
 
 
 @cfunc(KERNEL, cache=True)
-def append(args, lane, n_lanes):
+def append(args, part, n_parts):
     """args: log, value. log[0] counts the values behind it."""
     log = load(args)
     n = load(log) + 1
@@ -26,43 +26,43 @@ def append(args, lane, n_lanes):
 
 
 @cfunc(KERNEL, cache=True)
-def work(args, lane, n_lanes):
-    """args: sink, rounds. A chain of integer steps, shared evenly by the lanes."""
-    x = load(args) + lane
-    for _ in range(load(args + 8) // n_lanes):
+def work(args, part, n_parts):
+    """args: sink, rounds. A chain of integer steps, shared evenly by the parts."""
+    x = load(args) + part
+    for _ in range(load(args + 8) // n_parts):
         x = x * 6364136223846793005 + 1442695040888963407
         x ^= x >> 29
-    put(load(args) + 8 * lane, x)
+    put(load(args) + 8 * part, x)
 
 
 @cfunc(KERNEL, cache=True)
-def spin(args, lane, n_lanes):
-    """args: nanoseconds. Occupies its lane that long."""
+def spin(args, part, n_parts):
+    """args: nanoseconds. Occupies its worker that long."""
     end = now_ns() + load(args)
     while now_ns() < end:
         pass
 
 
 @cfunc(KERNEL, cache=True)
-def rotate(args, lane, n_lanes):
-    """args: words, shift. words[(lane + shift) % n_lanes] += 1, and not atomically."""
-    word = load(args) + 8 * ((lane + load(args + 8)) % n_lanes)
+def rotate(args, part, n_parts):
+    """args: words, shift. words[(part + shift) % n_parts] += 1, and not atomically."""
+    word = load(args) + 8 * ((part + load(args + 8)) % n_parts)
     put(word, load(word) + 1)
 
 
 @cfunc(KERNEL, cache=True)
-def count_parts(args, lane, n_lanes):
-    """args: words. words[lane] += 1."""
-    fetch_add(load(args) + 8 * lane, 1)
+def count_parts(args, part, n_parts):
+    """args: words. words[part] += 1."""
+    fetch_add(load(args) + 8 * part, 1)
 
 
 def address(array: np.ndarray) -> int:
     return int(array.ctypes.data)
 
 
-def queue_work(ring, lanes: int, sink: np.ndarray, n: int) -> tuple[int, int]:
-    """Queues n kernels that keep one lane busy for about 50 us each: first entry, end."""
-    call = ring.prepare(work.address, 4 * lanes, (address(sink), 40_000))
+def queue_work(ring, workers: int, sink: np.ndarray, n: int) -> tuple[int, int]:
+    """Queues n kernels that keep one worker busy for about 50 us each: first entry, end."""
+    call = ring.prepare(work.address, 4 * workers, (address(sink), 40_000))
     first = ring.issued
     for _ in range(n):
         call()

@@ -1,4 +1,4 @@
-"""How the CPU kernel tests run a kernel: by its node, between guards, over several lane counts."""
+"""How the CPU kernel tests run a kernel: by its node, between guards, in one part or several."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import struct
 import numpy as np
 
 from workbench.backend import args
-from workbench.backend.cpu import op_table as cpu
+from workbench.backend.cpu import op_table
 from workbench.graph.ir import Node, Tensor
 
 GUARD = 256  # bytes before and after every output
-LANES = (1, 2, 3, 5)
+PARTS = (1, 2, 3, 5)
 
 
 class Arena:
@@ -24,7 +24,7 @@ class Arena:
         return int(self.arrays[tensor].ctypes.data)
 
 
-def slots(values: args.Args) -> np.ndarray:
+def words(values: args.Args) -> np.ndarray:
     """An argument block: int64, real parameters as the bits of a float64."""
     bits = [
         struct.unpack("<q", struct.pack("<d", v))[0] if isinstance(v, float) else v for v in values
@@ -35,12 +35,12 @@ def slots(values: args.Args) -> np.ndarray:
 def run(
     node: Node,
     arrays: dict[Tensor, np.ndarray],
-    n_lanes: int = 1,
+    n_parts: int = 1,
     layout: str = "file",
     isa: str | None = None,
     start: np.ndarray | int = 0xFF,
 ) -> np.ndarray:
-    """The node's output as uint8 bytes, computed by n_lanes one after the other.
+    """The node's output as uint8 bytes, computed by n_parts one after the other.
 
     `start`: what the output holds before; 0xFF in every byte is a NaN in every float type.
     Asserts that the bytes around output and scratch stay as they were.
@@ -49,16 +49,16 @@ def run(
     padded = np.full(out.nbytes + 2 * GUARD, 0xA5, np.uint8)
     body = padded[GUARD : GUARD + out.nbytes]
     body[:] = start if isinstance(start, int) else start.view(np.uint8).reshape(-1)
-    n_scratch = cpu.scratch_bytes(node, n_lanes)
+    n_scratch = op_table.scratch_bytes(node, n_parts)
     scratch = np.full(n_scratch + 2 * GUARD, 0xFF, np.uint8)
 
     def address_of(tensor: Tensor) -> int:
         return int(body.ctypes.data) if tensor is out else arena.address(tensor)
 
-    block = slots(args.pack(node, address_of, int(scratch.ctypes.data) + GUARD))
-    call = cpu.kernel(cpu.kernel_of(node), layout, isa).ctypes
-    for lane in range(n_lanes):
-        call(int(block.ctypes.data), lane, n_lanes)
+    block = words(args.pack(node, address_of, int(scratch.ctypes.data) + GUARD))
+    call = op_table.kernel(op_table.kernel_of(node), layout, isa).ctypes
+    for part in range(n_parts):
+        call(int(block.ctypes.data), part, n_parts)
     for outside in (padded[:GUARD], padded[GUARD + out.nbytes :]):
         assert (outside == 0xA5).all(), "bytes beside the output were written"
     for outside in (scratch[:GUARD], scratch[GUARD + n_scratch :]):
@@ -66,31 +66,31 @@ def run(
     return body.copy()
 
 
-def run_lanes(node: Node, arrays: dict[Tensor, np.ndarray], layout: str = "file") -> np.ndarray:
-    """As `run`, and asserts that every number of lanes gives these bytes, whatever lay there."""
+def run_parts(node: Node, arrays: dict[Tensor, np.ndarray], layout: str = "file") -> np.ndarray:
+    """As `run`, and asserts that any number of parts gives these bytes, whatever was there."""
     first = run(node, arrays, 1, layout)
-    for n_lanes in LANES[1:]:
-        assert np.array_equal(run(node, arrays, n_lanes, layout, start=0x5A), first), n_lanes
+    for n_parts in PARTS[1:]:
+        assert np.array_equal(run(node, arrays, n_parts, layout, start=0x5A), first), n_parts
     return first
 
 
-def written_by(node: Node, arrays: dict[Tensor, np.ndarray], n_lanes: int, layout: str):
-    """Per lane, which bytes of the output it wrote: bool (n_lanes, nbytes)."""
-    block_of = cpu.kernel(cpu.kernel_of(node), layout).ctypes
+def written_by(node: Node, arrays: dict[Tensor, np.ndarray], n_parts: int, layout: str):
+    """Per part, which bytes of the output it wrote: bool (n_parts, nbytes)."""
+    call = op_table.kernel(op_table.kernel_of(node), layout).ctypes
     arena, out = Arena(arrays), node.output
-    scratch = np.zeros(max(1, cpu.scratch_bytes(node, n_lanes)), np.uint8)
-    written = np.zeros((n_lanes, out.nbytes), bool)
-    for lane in range(n_lanes):
+    scratch = np.zeros(max(1, op_table.scratch_bytes(node, n_parts)), np.uint8)
+    written = np.zeros((n_parts, out.nbytes), bool)
+    for part in range(n_parts):
         for fill in (0x00, 0xFF):  # a byte that happens to equal one of them differs from the other
             body = np.full(out.nbytes, fill, np.uint8)
-            place = {out: body}
-            block = slots(
+            own = {out: body}
+            block = words(
                 args.pack(
                     node,
-                    lambda t, place=place: int(place.get(t, arena.arrays.get(t)).ctypes.data),
+                    lambda t, own=own: int(own.get(t, arena.arrays.get(t)).ctypes.data),
                     int(scratch.ctypes.data),
                 )
             )
-            block_of(int(block.ctypes.data), lane, n_lanes)
-            written[lane] |= body != fill
+            call(int(block.ctypes.data), part, n_parts)
+            written[part] |= body != fill
     return written

@@ -22,8 +22,8 @@ from workbench.program.commands import Space
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "host": partial(host.open_backend, threads=2),
-    "embedded, 1 lane": partial(embedded.open_backend, threads=1),
-    "embedded, 2 lanes": partial(embedded.open_backend, threads=2),
+    "embedded, 1 worker": partial(embedded.open_backend, threads=1),
+    "embedded, 2 workers": partial(embedded.open_backend, threads=2),
     "embedded, snapshot": partial(embedded.open_backend, threads=2, pageable="snapshot"),
 }
 
@@ -45,9 +45,9 @@ def test_clause(backend, check):
 @pytest.mark.parametrize(
     ("backend", "space", "late"),
     [
-        ("embedded, 1 lane", Space.PINNED, True),
-        ("embedded, 2 lanes", Space.PINNED, True),
-        ("embedded, 2 lanes", Space.HOST, True),
+        ("embedded, 1 worker", Space.PINNED, True),
+        ("embedded, 2 workers", Space.PINNED, True),
+        ("embedded, 2 workers", Space.HOST, True),
         ("embedded, snapshot", Space.PINNED, True),
         ("embedded, snapshot", Space.HOST, False),
         ("host", Space.PINNED, False),
@@ -61,7 +61,7 @@ def test_when_a_source_is_read(backend, space, late):
 
 
 class Broke(EmbeddedDevice):
-    """An embedded device with two lanes, of which one thing is broken."""
+    """An embedded device with two workers, of which one thing is broken."""
 
     def __init__(self) -> None:
         super().__init__(threads=2)

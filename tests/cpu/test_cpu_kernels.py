@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from kernel_runs import run, run_lanes, written_by
+from kernel_runs import run, run_parts, written_by
 
 from tests.profiles import examples
 from workbench.backend import args
-from workbench.backend.cpu import op_table as cpu
+from workbench.backend.cpu import op_table
 from workbench.graph import ops
 from workbench.graph.ir import F16, F32, I32, I64, QUANTISED, WEIGHT_DTYPES, Node, Tensor
 from workbench.model.quants import dequantize, quantize_activations, random_blocks
@@ -45,7 +45,7 @@ def floats(out: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def test_binary(op: str, twin: np.ufunc, shape: tuple[int, int], one_row: bool) -> None:
     a, b = normal(*shape), normal(*(shape[1:] if one_row else shape))
     ta, tb = f32("a", a), f32("b", b)
-    out = run_lanes(ops.make(op, "y", ta, tb), {ta: a, tb: b})
+    out = run_parts(ops.make(op, "y", ta, tb), {ta: a, tb: b})
     assert np.array_equal(floats(out, shape), twin(a, b))
 
 
@@ -53,7 +53,7 @@ def test_binary(op: str, twin: np.ufunc, shape: tuple[int, int], one_row: bool) 
 def test_rms_norm(shape: tuple[int, ...]) -> None:
     x = normal(*shape) * 3
     t = f32("x", x)
-    out = run_lanes(ops.make("rms_norm", "y", t, eps=1e-5), {t: x})
+    out = run_parts(ops.make("rms_norm", "y", t, eps=1e-5), {t: x})
     wide = x.astype(np.float64)
     twin = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-5)
     np.testing.assert_allclose(floats(out, shape), twin, rtol=3e-7, atol=0)
@@ -69,7 +69,7 @@ def test_rms_norm_of_zeros_is_zeros() -> None:
 def test_square_sums(shape: tuple[int, int]) -> None:
     x = normal(*shape) * 3
     t = f32("x", x)
-    out = floats(run_lanes(ops.make("square_sums", "s", t), {t: x}), (shape[0], shape[1] // 32))
+    out = floats(run_parts(ops.make("square_sums", "s", t), {t: x}), (shape[0], shape[1] // 32))
     twin = (x.astype(np.float64) ** 2).reshape(*out.shape, 32).sum(axis=-1)
     np.testing.assert_allclose(out, twin, rtol=6e-7, atol=0)
 
@@ -80,7 +80,7 @@ def test_rms_scale(shape: tuple[int, int], sums: int) -> None:
     """Rows of any length, by the sums of squares of rows of another."""
     x, squares = normal(*shape) * 3, np.square(normal(shape[0], sums)) * 32
     tx, ts = f32("x", x), f32("s", squares)
-    out = run_lanes(ops.make("rms_scale", "y", tx, ts, eps=1e-3), {tx: x, ts: squares})
+    out = run_parts(ops.make("rms_scale", "y", tx, ts, eps=1e-3), {tx: x, ts: squares})
     mean = squares.astype(np.float64).sum(axis=-1, keepdims=True) / (32 * sums)
     twin = x / np.sqrt(mean + 1e-3)
     np.testing.assert_allclose(floats(out, shape), twin, rtol=3e-7, atol=0)
@@ -112,7 +112,7 @@ def test_scale_of_zeros_and_of_a_nan() -> None:
 def test_swiglu(shape: tuple[int, int]) -> None:
     gate, up = normal(*shape) * 20, normal(*shape)
     tg, tu = f32("gate", gate), f32("up", up)
-    out = run_lanes(ops.make("swiglu", "y", tg, tu), {tg: gate, tu: up})
+    out = run_parts(ops.make("swiglu", "y", tg, tu), {tg: gate, tu: up})
     wide = gate.astype(np.float64)
     twin = wide / (1 + np.exp(-wide)) * up
     np.testing.assert_allclose(floats(out, shape), twin, rtol=1e-6, atol=1e-37)
@@ -142,7 +142,7 @@ def test_swiglu_far_out() -> None:
 @settings(max_examples=examples(60))
 def test_quantize_gives_the_twins_bytes(x: np.ndarray) -> None:
     t = f32("x", x)
-    out = run_lanes(ops.make("quantize", "q", t), {t: x})
+    out = run_parts(ops.make("quantize", "q", t), {t: x})
     assert np.array_equal(out.reshape(len(x), -1), quantize_activations(x))
 
 
@@ -175,12 +175,12 @@ def test_get_rows_gives_the_reference_bits(name: str) -> None:
     table, raw = _table(name, 11, 512)
     ids = np.array([3, 0, 10, 3, 7], np.int32)
     t = Tensor("ids", I32, ids.shape)
-    out = run_lanes(ops.make("get_rows", "y", table, t), {table: raw, t: ids})
+    out = run_parts(ops.make("get_rows", "y", table, t), {table: raw, t: ids})
     twin = dequantize(raw, table.dtype, (11, 512))[ids]
     assert np.array_equal(out, twin.view(np.uint8).reshape(-1))
     if table.dtype in QUANTISED:
-        packed = np.zeros(cpu.repacked_bytes(table.dtype, 11, 512, "rows16"), np.uint8)
-        cpu.repack(packed.ctypes.data, raw.ctypes.data, table.dtype, 11, 512, "rows16")
+        packed = np.zeros(op_table.repacked_bytes(table.dtype, 11, 512, "rows16"), np.uint8)
+        op_table.repack(packed.ctypes.data, raw.ctypes.data, table.dtype, 11, 512, "rows16")
         node = ops.make("get_rows", "y", table, t)
         assert np.array_equal(run(node, {table: packed, t: ids}, layout="rows16"), out)
     other = gguf.dequantize(raw, gguf.GGMLQuantizationType[name]).reshape(11, 512)[ids]
@@ -220,8 +220,8 @@ def test_set_rows_rounds_and_stores_only_inside(cols: int) -> None:
     node = ops.make("set_rows", "c", tc, tx, ti, n_kv=6)
     twin = cache.copy()
     twin[5], twin[2] = x[0].astype(np.float16), x[3].astype(np.float16)
-    for n_lanes in (1, 2, 3):
-        out = run(node, {tx: x, ti: indices}, n_lanes, start=cache)
+    for n_parts in (1, 2, 3):
+        out = run(node, {tx: x, ti: indices}, n_parts, start=cache)
         assert np.array_equal(out.view(np.float16).reshape(cache.shape), twin)
 
 
@@ -269,7 +269,7 @@ def causal(n_tokens: int, n_kv: int, past: int) -> np.ndarray:
 def test_attention(n_tokens: int, heads: int, kv_heads: int, dim: int, n_kv: int) -> None:
     mask = causal(n_tokens, n_kv, max(0, n_kv - n_tokens - 5))
     node, arrays, twin = attention_case(n_tokens, heads, kv_heads, dim, n_kv, mask)
-    out = floats(run_lanes(node, arrays), twin.shape)
+    out = floats(run_parts(node, arrays), twin.shape)
     np.testing.assert_allclose(out, twin, rtol=0, atol=2e-6)
 
 
@@ -281,7 +281,7 @@ def test_attention_under_any_mask(data: st.DataObject) -> None:
     seen = data.draw(hnp.arrays(bool, (n_tokens, n_kv)))
     mask = np.where(seen, 0, -np.inf).astype(np.float16)
     node, arrays, twin = attention_case(n_tokens, 4, 2, 16, n_kv, mask, seed=n_kv)
-    out = floats(run_lanes(node, arrays), twin.shape)
+    out = floats(run_parts(node, arrays), twin.shape)
     np.testing.assert_allclose(out, twin, rtol=0, atol=2e-6)
     assert not out[~seen.any(axis=1)].any()
 
@@ -302,10 +302,10 @@ def test_attention_of_a_token_does_not_depend_on_its_batch_or_padding() -> None:
         assert np.array_equal(floats(run(alone, one), (1, 128))[0], batch[t])
 
 
-# lanes
+# parts
 
 
-def _lane_cases() -> dict[str, tuple[Node, dict[Tensor, np.ndarray]]]:
+def _shared_cases() -> dict[str, tuple[Node, dict[Tensor, np.ndarray]]]:
     x, p = normal(7, 64), np.arange(7, dtype=np.int32)
     tx, tp = f32("x", x), Tensor("p", I32, p.shape)
     heads = f32("heads", x.reshape(7, 4, 16))
@@ -329,9 +329,9 @@ def _lane_cases() -> dict[str, tuple[Node, dict[Tensor, np.ndarray]]]:
     }
 
 
-@pytest.mark.parametrize("op", _lane_cases())
-def test_lanes_write_disjoint_bytes_and_all_of_them(op: str) -> None:
-    node, arrays = _lane_cases()[op]
+@pytest.mark.parametrize("op", _shared_cases())
+def test_parts_write_disjoint_bytes_and_all_of_them(op: str) -> None:
+    node, arrays = _shared_cases()[op]
     written = written_by(node, arrays, 3, "file")
     assert (written.sum(axis=0) == 1).all()
     assert written.any(axis=1).all()
@@ -341,9 +341,9 @@ def test_every_op_has_a_kernel() -> None:
     assert set(args.ARGS) == set(ops.OPS)
     for op in ops.OPS:
         suffix = ("F16",) if op in ("get_rows", "mul_mat") else ()
-        assert cpu.kernel_address((op, *suffix)) != 0
+        assert op_table.kernel_address((op, *suffix)) != 0
     with pytest.raises(KeyError):
-        cpu.kernel_address(("softmax",))
+        op_table.kernel_address(("softmax",))
 
 
 def test_importing_the_package_loads_no_compiler() -> None:

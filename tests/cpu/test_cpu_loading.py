@@ -1,4 +1,4 @@
-"""Loading on the CPU devices: the bytes, whatever the lanes, and what an interruption leaves."""
+"""Loading on the CPU devices: the bytes, whatever the workers, and what an interruption leaves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workbench.backend.cpu import embedded, host
-from workbench.backend.cpu import op_table as cpu
+from workbench.backend.base import Backend
+from workbench.backend.cpu import embedded, host, op_table
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.cpu.ring import Ring
 from workbench.config import EngineConfig, Toggles
@@ -34,21 +34,21 @@ def content(memory) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: d.name)
-def test_lanes_together_load_what_one_would(dtype: DType, monkeypatch):
-    """Parts of one group of rows up to all in one part, on one to three lanes."""
+def test_workers_together_load_what_one_would(dtype: DType, monkeypatch):
+    """Parts of one group of rows up to all in one part, on one to three workers."""
     for rows in (1, 16, 17, 100):
         tensor, data = weight(dtype, rows, 512)
-        layout = cpu.weight_layout(dtype, rows, 512)
-        alone = np.zeros(cpu.repacked_bytes(dtype, rows, 512, layout), np.uint8)
-        cpu.repack(alone.ctypes.data, data.ctypes.data, dtype, rows, 512, layout)
+        layout = op_table.weight_layout(dtype, rows, 512)
+        alone = np.zeros(op_table.repacked_bytes(dtype, rows, 512, layout), np.uint8)
+        op_table.repack(alone.ctypes.data, data.ctypes.data, dtype, rows, 512, layout)
         assert (layout == "file") == (dtype not in QUANTISED)
-        for lanes in (1, 2, 3):
+        for workers in (1, 2, 3):
             for part_bytes in (1, 100, 1 << 30):
                 monkeypatch.setattr(embedded, "LOAD_PART_BYTES", part_bytes)
-                device = embedded.open_backend(threads=lanes)
+                device = embedded.open_backend(threads=workers)
                 memory = device.load_weight(tensor, data)
                 data_then, data[:] = data.copy(), 0xEE  # loaded is loaded: read no later
-                assert content(memory) == alone.tobytes(), (rows, lanes, part_bytes)
+                assert content(memory) == alone.tobytes(), (rows, workers, part_bytes)
                 data[:] = data_then
                 device.close()
 
@@ -58,7 +58,7 @@ def test_a_weight_in_memory_that_another_had_is_whole(two):
     for dtype in (*WEIGHT_DTYPES, *WEIGHT_DTYPES):
         tensor, data = weight(dtype, 40, 256)
         memory = two.load_weight(tensor, data)
-        layout = cpu.weight_layout(dtype, 40, 256)
+        layout = op_table.weight_layout(dtype, 40, 256)
         assert two._layouts.get(memory.address, "file") == layout
         memory.free()
     assert not two._layouts
@@ -98,8 +98,8 @@ def left_behind(path: Path) -> tuple[int, int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("at", [1, 2, 20])
-def test_interrupted_while_the_lanes_work(tiny_model, monkeypatch, tmp_path, at: int):
-    """Ctrl-C in the wait for a weight: the lanes end their work on the map before it goes."""
+def test_interrupted_while_the_workers_work(tiny_model, monkeypatch, tmp_path, at: int):
+    """Ctrl-C in the wait for a weight: the workers end their work on the map before it goes."""
     path = tmp_path / "interrupted.gguf"  # a file that no engine of another test has open
     shutil.copyfile(tiny_model("tiny-llama", "Q8_0"), path)
     before, wait, waits = left_behind(path), Ring.wait, []
@@ -114,7 +114,7 @@ def test_interrupted_while_the_lanes_work(tiny_model, monkeypatch, tmp_path, at:
     with pytest.raises(KeyboardInterrupt):
         Loaded(path, EngineConfig(device="embedded", n_ctx=64))
     monkeypatch.undo()
-    assert len(waits) > at, "nobody waited for the lanes afterwards"
+    assert len(waits) > at, "nobody waited for the workers afterwards"
     assert before[0] == 0 and left_behind(path) == before
     with Engine.load(
         path, device="embedded", n_ctx=64, toggles=Toggles()
@@ -124,12 +124,12 @@ def test_interrupted_while_the_lanes_work(tiny_model, monkeypatch, tmp_path, at:
 
 @pytest.mark.parametrize("opener", [host.open_backend, embedded.open_backend])
 def test_the_cpu_refuses_no_type_of_a_model_file(opener):
-    """Why these backends have no `refuses`: every type has its kernels, for any batch."""
+    """Why these backends keep the default of `refuses`: every type has kernels, for any batch."""
     backend = opener(threads=1)
-    assert not hasattr(backend, "refuses")
+    assert type(backend).refuses is Backend.refuses
     backend.close()
     isa = host_isas()[0]
     for dtype in WEIGHT_DTYPES:
-        for layout in {"file", cpu.weight_layout(dtype, 8, 256)}:
+        for layout in {"file", op_table.weight_layout(dtype, 8, 256)}:
             for op in ("mul_mat", "get_rows", *["mul_mat_float"] * (dtype in QUANTISED)):
-                assert callable(cpu._body((op, dtype.name), layout, isa))
+                assert callable(op_table._bodies()[op](layout, isa, dtype.name))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_runs import run, run_lanes, written_by
+from kernel_runs import run, run_parts, written_by
 
-from workbench.backend.cpu import op_table as cpu
+from workbench.backend.cpu import op_table
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.cpu.isa import ISAS, available
 from workbench.graph import ops
@@ -55,10 +55,10 @@ class Case:
         return {self.w: self.weights(layout), self.x: self.activations}
 
     def weights(self, layout: str) -> np.ndarray:
-        size = cpu.repacked_bytes(self.dtype, self.rows, self.cols, layout)
+        size = op_table.repacked_bytes(self.dtype, self.rows, self.cols, layout)
         guarded = np.full(size + 128, 0xA5, np.uint8)
         source = np.ascontiguousarray(self.blocks)
-        cpu.repack(
+        op_table.repack(
             int(guarded.ctypes.data) + 64, int(source.ctypes.data), self.dtype, self.rows,
             self.cols, layout,
         )  # fmt: skip
@@ -71,7 +71,7 @@ class Case:
 
 
 def layouts(dtype: DType) -> tuple[str, ...]:
-    return cpu.LAYOUTS if dtype in QUANTISED else ("file",)
+    return op_table.LAYOUTS if dtype in QUANTISED else ("file",)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,8 +82,8 @@ def test_product_is_the_twins(name: str, rows: int, blocks: int, n_tokens: int) 
 
 
 def every_layout(case: Case) -> np.ndarray:
-    """The product, checked against the twin: the same bits of every layout and number of lanes."""
-    results = [run_lanes(case.node, case.arrays(layout), layout) for layout in layouts(case.dtype)]
+    """The product, checked against the twin: the same bits of every layout and number of parts."""
+    results = [run_parts(case.node, case.arrays(layout), layout) for layout in layouts(case.dtype)]
     case.check(results[0])
     assert all(np.array_equal(r, results[0]) for r in results), "layouts must give the same bits"
     return results[0]
@@ -106,18 +106,18 @@ def test_float_path_multiplies_the_weights_of_get_rows(name: str) -> None:
     case = Case(dtype, 37, 512, 512, as_floats=True)
     case.activations = np.eye(512, dtype=np.float32)
     expected = dequantize(case.blocks, dtype, (37, 512)).T
-    for layout in cpu.LAYOUTS:
+    for layout in op_table.LAYOUTS:
         out = run(case.node, case.arrays(layout), layout=layout).view(np.float32)
         assert np.array_equal(out.reshape(512, 37), expected)
 
 
 def test_kernel_of_a_product() -> None:
     def chosen(name: str, n_tokens: int, as_floats: bool = False) -> tuple[str, ...]:
-        return cpu.kernel_of(Case(BY_NAME[name], 1, 256, n_tokens, as_floats=as_floats).node)
+        return op_table.kernel_of(Case(BY_NAME[name], 1, 256, n_tokens, as_floats=as_floats).node)
 
-    assert chosen("Q4_0", cpu.BATCH) == ("mul_mat", "Q4_0")
-    assert chosen("Q4_0", cpu.BATCH + 1) == ("mul_mat_blocked", "Q4_0")
-    assert chosen("F16", cpu.BATCH + 1) == ("mul_mat", "F16")
+    assert chosen("Q4_0", op_table.BATCH) == ("mul_mat", "Q4_0")
+    assert chosen("Q4_0", op_table.BATCH + 1) == ("mul_mat_blocked", "Q4_0")
+    assert chosen("F16", op_table.BATCH + 1) == ("mul_mat", "F16")
     assert chosen("Q6_K", 1, as_floats=True) == ("mul_mat_float", "Q6_K")
     assert chosen("Q6_K", 100, as_floats=True) == ("mul_mat_float", "Q6_K")
 
@@ -133,14 +133,14 @@ def test_float_weights_meet_activations_that_are_not_rounded(name: str) -> None:
     out = run(case.node, case.arrays()).view(np.float32).reshape(20, 64)
     assert np.array_equal(out, case.activations)
     as_floats = ops.make("mul_mat", "y", case.w, case.x, activations="float")
-    assert cpu.kernel_of(as_floats) == cpu.kernel_of(case.node) == ("mul_mat", name)
+    assert op_table.kernel_of(as_floats) == op_table.kernel_of(case.node) == ("mul_mat", name)
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("cols", [1, 5, 16, 31, 100])
 def test_float_weights_have_any_number_of_columns(name: str, cols: int) -> None:
     case = Case(BY_NAME[name], 6, cols, 6)
-    case.check(run_lanes(case.node, case.arrays()))
+    case.check(run_parts(case.node, case.arrays()))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -164,7 +164,7 @@ def test_a_token_alone_has_the_bits_it_has_in_a_batch(name: str) -> None:
 
 @pytest.mark.parametrize("n_tokens", [3, 10])
 @pytest.mark.parametrize("name,as_floats", [("F16", 0), ("Q8_0", 0), ("Q6_K", 0), ("Q4_0", 1)])
-def test_lanes_write_disjoint_bytes_and_all_of_them(
+def test_parts_write_disjoint_bytes_and_all_of_them(
     name: str, as_floats: int, n_tokens: int
 ) -> None:
     case = Case(BY_NAME[name], 147, 256, n_tokens, as_floats=bool(as_floats))
@@ -190,7 +190,7 @@ def test_extreme_quants_do_not_saturate(name: str, n_tokens: int) -> None:
         exact = x.astype(np.float64)  # 127 * float32(1 / 127) is 1 to 1e-7
         weights = dequantize(case.blocks, dtype, (16, 256)).astype(np.float64)
         case.twin, case.norm = exact @ weights.T, np.abs(exact) @ np.abs(weights).T
-        for layout in cpu.LAYOUTS:
+        for layout in op_table.LAYOUTS:
             case.check(run(case.node, case.arrays(layout), layout=layout))
 
 
@@ -243,11 +243,11 @@ def test_rows16_interleaves_blocks_of_16_rows() -> None:
 
 def test_weight_layouts_and_their_sizes() -> None:
     for dtype in WEIGHT_DTYPES:
-        layout = cpu.weight_layout(dtype, 17, 256)
+        layout = op_table.weight_layout(dtype, 17, 256)
         rows = 32 if layout == "rows16" else 17
-        assert cpu.repacked_bytes(dtype, 17, 256, layout) == rows * dtype.row_bytes(256)
+        assert op_table.repacked_bytes(dtype, 17, 256, layout) == rows * dtype.row_bytes(256)
         assert (layout == "rows16") == (dtype in QUANTISED)
     with pytest.raises(KeyError):
-        cpu.kernel(("mul_mat", "Q4_0"), "rows4")
+        op_table.kernel(("mul_mat", "Q4_0"), "rows4")
     with pytest.raises(KeyError):
-        cpu.kernel(("rms_norm",), "rows16")
+        op_table.kernel(("rms_norm",), "rows16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_runs import run, run_lanes
+from kernel_runs import run, run_parts
 
 from tests.reference import rotated
 from workbench.graph import ops
@@ -42,7 +42,7 @@ def test_rope(
     arrays: dict[Tensor, np.ndarray] = {tx: x, tp: positions}
     if tf is not None and factors is not None:
         arrays[tf] = factors
-    out = floats(run_lanes(node, arrays), x.shape)
+    out = floats(run_parts(node, arrays), x.shape)
 
     pairs = np.arange(n_rot // 2)
     angle = positions[:, None] * 0.25 * 500000.0 ** (-2.0 * pairs / n_rot)
@@ -79,7 +79,7 @@ def test_rope_shift(
     arrays: dict[Tensor, np.ndarray] = {td: deltas}
     if tf is not None and factors is not None:
         arrays[tf] = factors
-    outs = [run(node, arrays, n_lanes, start=cache) for n_lanes in (1, 2, 3)]
+    outs = [run(node, arrays, n_parts, start=cache) for n_parts in (1, 2, 3)]
     assert all(np.array_equal(out, outs[0]) for out in outs)
     out = outs[0].view(np.float16).reshape(cache.shape)
     assert np.array_equal(out[stays].view(np.uint16), cache[stays].view(np.uint16))

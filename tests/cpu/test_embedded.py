@@ -61,7 +61,7 @@ def test_every_part_runs_once(device):
         for call in calls.values():
             call()
     device.sync_stream(0)()
-    expected = [4000 * sum(p > lane for p in calls) for lane in range(16)]
+    expected = [4000 * sum(p > part for p in calls) for part in range(16)]
     np.testing.assert_array_equal(words, expected)
 
 
@@ -124,7 +124,7 @@ def test_too_many_arguments_are_refused(two):
 @pytest.mark.parametrize("stream", [COMPUTE_STREAM, COPY_STREAM])
 def test_when_a_copy_reads_its_source(pageable, space, expected, stream):
     backend = open_backend(threads=2, pageable=pageable)
-    n = 1 << 20  # large enough for several lanes
+    n = 1 << 20  # large enough for several workers
     source, there, result = (backend.allocate(n, s) for s in (space, Space.DEVICE, Space.PINNED))
     up = backend.copy(there.address, source.address, n, stream, to_host=False)
     down = backend.copy(result.address, there.address, n, stream, to_host=True)
@@ -266,7 +266,7 @@ def test_close_drains_and_is_idempotent(device):
 
 
 def test_closing_runs_nothing_twice():
-    """Idle lanes are woken by the close itself; the ring still holds the old entries then."""
+    """Idle workers are woken by the close itself; the ring still holds the old entries then."""
     for n in range(100):
         words = np.zeros(8, np.int64)
         backend = open_backend(threads=3)
@@ -276,18 +276,18 @@ def test_closing_runs_nothing_twice():
         np.testing.assert_array_equal(words, n % 4 + 1)
 
 
-def lane_threads() -> int:
+def worker_threads() -> int:
     return sum(t.name.startswith("embedded stream") for t in threading.enumerate())
 
 
 def test_a_device_nobody_closed_ends_with_its_last_reference():
-    before = lane_threads()
+    before = worker_threads()
     backend = open_backend(threads=2)
     call = backend.streams[0].prepare(spin.address, 1, (0,))
     call()
-    assert lane_threads() == before + 3
+    assert worker_threads() == before + 3
     del backend
-    assert lane_threads() == before
+    assert worker_threads() == before
     with pytest.raises(DeviceError, match="closed"):
         call()
 
@@ -320,7 +320,7 @@ def test_options():
     with pytest.raises(DeviceError, match="snapshot"):
         open_backend(threads=1, pageable="sometimes")
     backend = open_backend(threads=2)
-    assert backend.description.startswith("embedded device, 2 lanes, ")
+    assert backend.description.startswith("embedded device, 2 workers, ")
     assert backend.capabilities.n_streams == len(backend.streams)
     assert isinstance(backend.event(), Event)
     backend.close()

@@ -1,4 +1,4 @@
-"""Real kernels on the embedded device and the host backend: the same bits, however many lanes."""
+"""Real kernels on the embedded device and the host backend: the same bits, however many workers."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def forward(backend, rng) -> bytes:
     return result.array.tobytes()
 
 
-def test_results_are_the_same_bits_for_any_number_of_lanes():
+def test_results_are_the_same_bits_for_any_number_of_workers():
     results = []
-    for lanes in (1, 2, 3):
+    for workers in (1, 2, 3):
         for open_one in OPENERS:
-            backend = open_one(threads=lanes)
+            backend = open_one(threads=workers)
             results.append(forward(backend, np.random.default_rng(0)))
             backend.close()
     assert np.isfinite(np.frombuffer(results[0], np.float32)).all()

@@ -57,18 +57,18 @@ def no_handover():
     sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_the_device_runs_while_python_has_the_gil(lanes, no_handover):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_device_runs_while_python_has_the_gil(workers, no_handover):
     """5 ms of kernels are queued; the host then does nothing but Python and never gives the GIL up.
 
     A worker that needs the GIL would not run one kernel. How fast ours is beside a busy host is
     the next test's matter: where the machine is loaded, the host's 5 ms become as many as the
     device needs.
     """
-    backend = open_backend(threads=lanes)
+    backend = open_backend(threads=workers)
     ring, sink = backend.streams[0], np.zeros(64, np.int64)
     start = time.perf_counter_ns()
-    first, end = queue_work(ring, lanes, sink, 100)
+    first, end = queue_work(ring, workers, sink, 100)
     while (now := time.perf_counter_ns()) < start + 5_000_000 or (
         ring.completed < end and now < start + 5_000_000_000
     ):
@@ -88,8 +88,8 @@ def denied_ns(ring) -> int:
 
 
 def test_the_device_is_as_fast_beside_busy_python(no_handover):
-    """One lane does its 5 ms in the same time, a third more at most, whether the host sleeps or is
-    busy in Python; less the time in which others had the lane's core. The best of 20 tries."""
+    """One worker takes at most a third longer for its 5 ms beside busy Python than while the host
+    sleeps. Time in which others had the worker's core is taken off. The best of 20 tries."""
     backend = open_backend(threads=1)
     ring, sink = backend.streams[0], np.zeros(64, np.int64)
     asleep = busy = 1 << 62

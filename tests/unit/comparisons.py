@@ -73,7 +73,7 @@ def comparison(
             "config": {"n_ctx": 2048, "threads": 0},
             "device": device,
             "device_reason": "as asked",
-            "device_description": f"{device}, 2 lanes",
+            "device_description": f"{device}, 2 workers",
         },
         "seed": 0,
         "tests": list(tests),

@@ -20,7 +20,7 @@ from workbench.config import Toggles
 from workbench.errors import UsageError
 from workbench.report.compare_page import page
 
-DEVICE = "embedded device, 2 lanes, A CPU"
+DEVICE = "embedded device, 2 workers, A CPU"
 
 
 def write(root, name, tests=None, *, n=8, noise=0.01, seed=0, arms=("engine",), kind="bench",

@@ -15,7 +15,7 @@ from workbench import progress
 from workbench.backend import compiled
 from workbench.backend.compiled import Compiled, so_far, took
 from workbench.backend.cpu import compile as compiler
-from workbench.backend.cpu import op_table as cpu
+from workbench.backend.cpu import op_table
 from workbench.backend.cuda import nvrtc
 from workbench.bench import workload
 from workbench.cli import main
@@ -45,10 +45,10 @@ def slow_compiler(monkeypatch):
         monkeypatch.setattr(compiled, "_until_ns", 0)  # one after the other, as far as it counts
         return made
 
-    cpu.kernel.cache_clear()
+    op_table.kernel.cache_clear()
     monkeypatch.setattr(compiler, "compile_kernel", compile_slowly)
     yield wanted
-    cpu.kernel.cache_clear()
+    op_table.kernel.cache_clear()
 
 
 def clock_of(monkeypatch, module) -> list[int]:
@@ -123,10 +123,10 @@ def test_what_is_in_the_cache_counts_for_nothing(tmp_path, monkeypatch):
 
 
 def test_a_cpu_kernel_from_the_cache_counts_for_nothing():
-    cpu.kernel_address(("add",))  # in the cache of numba from here on
+    op_table.kernel_address(("add",))  # in the cache of numba from here on
     before = so_far()
-    cpu.kernel.cache_clear()
-    cpu.kernel_address(("add",))
+    op_table.kernel.cache_clear()
+    op_table.kernel_address(("add",))
     assert so_far() == before
 
 

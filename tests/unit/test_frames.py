@@ -102,7 +102,7 @@ def test_the_table_of_several_comparisons_fits_each_under_its_own_background(wid
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
     one_line = " ".join(lines)
-    assert one_line.count("Device: embedded, 2 lanes; ") == 1, "common to both"
+    assert one_line.count("Device: embedded, 2 workers; ") == 1, "common to both"
     assert "Model: tiny Q8_0; Background: copy_stream=own, all else off" in one_line
     assert "Model: a model of another name Q8_0; Background: graph_reuse=set_rows," in one_line
     for ab in found:

@@ -98,6 +98,15 @@ def test_a_row_renames_a_name_and_its_values_wherever_it_stands():
     assert second["counters"]["n_steps"] == 4 and new["engine"]["config"]["workers"] == 0
 
 
+def test_a_devices_threads_are_workers_in_every_run():
+    """Two runs of one device compare equal, whichever commit wrote its description."""
+    folder = next(f for f in FOLDERS if f.name == "embedded-sync")
+    assert run_of(folder)["engine"]["device_description"].startswith("embedded device, 2 lanes, ")
+    engine = results.load_run(folder).run["engine"]
+    assert engine["device_description"].startswith("embedded device, 2 workers, ")
+    assert "idle workers yield" in engine["waiting"]
+
+
 def test_new_names_are_names_of_today():
     """The last row of a chain says what the name is now."""
     ends = {(row.where, row.new) for row in RENAMED} - {(row.where, row.old) for row in RENAMED}

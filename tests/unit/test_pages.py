@@ -15,7 +15,7 @@ from workbench.report import pages
 from workbench.report.pages import About
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
-ABOUT = About("a.html", "Why & <when>?", 'A "token" is 3.', "embedded, 2 lanes", "2026-11-22")
+ABOUT = About("a.html", "Why & <when>?", 'A "token" is 3.', "embedded, 2 workers", "2026-11-22")
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def test_one_comparison() -> None:
     ]  # fmt: skip
     assert table.attrs["constant"] == {
         "Model": "tiny Q8_0",
-        "Device": "embedded, 2 lanes",
+        "Device": "embedded, 2 workers",
         "Toggle": "sync",
         "Baseline": "per_copy",
         "Background": "copy_stream=own, all else off",
@@ -58,7 +58,7 @@ def test_several_devices_and_models_stand_apart() -> None:
     one, two = comparison(), comparison(device="cuda", model="big")
     three = comparison(model="big")
     numbers = tables.summary(one, two, three)
-    assert list(dict.fromkeys(numbers["device"])) == ["embedded, 2 lanes", "cuda, 2 lanes"]
+    assert list(dict.fromkeys(numbers["device"])) == ["embedded, 2 workers", "cuda, 2 workers"]
     assert len(numbers) == 3 * len(one.summary())
     devices = list(numbers["device"])
     assert devices == sorted(devices, reverse=True), "rows of one device stand together"
@@ -122,7 +122,7 @@ def test_provenance_names_what_is_needed_to_run_again() -> None:
     rows = dict(zip(table["what"], table["value"], strict=True))
     assert rows["commit"] == run["commit"]["hash"] + " with uncommitted changes"
     assert rows["command"] == "workbench ab --toggle sync=a|b"
-    assert rows["device"] == "embedded, 2 lanes (as asked)"
+    assert rows["device"] == "embedded, 2 workers (as asked)"
     assert rows["versions"] == "python 3.11.9" and rows["GPU"] == "none"
     assert rows["model hash"] == "abc" and rows["seed"] == "0"
     assert "unknown" in set(tables.provenance({})["value"])

@@ -8,6 +8,7 @@ of run.json adds a row to RENAMED; a test reads each committed folder and finds 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,8 +25,23 @@ class Renamed(NamedTuple):
     values: Mapping[str, str] = {}
 
 
+class Reworded(NamedTuple):
+    """Words inside texts that changed. where: as of Renamed. key: of the text. old: a regular
+    expression. new: today's words, with its groups."""
+
+    where: str
+    key: str
+    old: str
+    new: str
+
+
 # One row for each name that changed, the oldest first: a row may rename what one above it made.
 RENAMED: tuple[Renamed, ...] = ()
+
+REWORDED = (
+    Reworded("engine", "device_description", r"^(embedded device, \d+) lanes\b", r"\1 workers"),
+    Reworded("engine", "waiting", r"\bidle lanes\b", "idle workers"),
+)
 
 CONFIG = {
     field.name: list(field.default) if isinstance(field.default, tuple) else field.default
@@ -47,6 +63,10 @@ def in_todays_words(
             if row.old in part:
                 value = part.pop(row.old)
                 part[row.new] = row.values.get(value, value) if row.values else value
+    for text in REWORDED:
+        for part in _parts(run, text.where):
+            if isinstance(part.get(text.key), str):
+                part[text.key] = re.sub(text.old, text.new, part[text.key])
     config = run["engine"].get("config")
     if run["kind"] == "kernels" or not isinstance(config, dict):
         return run

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.backend.base import Backend, Memory, choose_device, open_backend
-from workbench.backend.cpu.base import n_lanes
+from workbench.backend.cpu.base import n_workers
 from workbench.config import Activations, EngineConfig
 from workbench.engine.placement import Placement
 from workbench.errors import DeviceError, UsageError
@@ -86,7 +86,7 @@ class Loaded:
                 f"n_devices={n}: {self.model.path} has {self.model.n_layer} layers to share, and "
                 f"{MOST_DEVICES} devices are the most; use fewer"
             )
-        threads = max(1, n_lanes(config.threads) // n)
+        threads = max(1, n_workers(config.threads) // n)
         for i in range(n):
             backend = open_backend(device, threads, **({"device": i} if device == "cuda" else {}))
             if not backend.capabilities.in_stream:
@@ -151,12 +151,12 @@ class Loaded:
         in_place = [t for t in kept if kept[t] == [HOST] and not model.is_expanded(t)]
         to_read = [t for t in kept if t not in in_place]
         total = sum(model.stored(t).nbytes for t in to_read)
-        reading, n_workers = _read_ahead(model, to_read), n_lanes(self.config.threads)
+        reading, threads = _read_ahead(model, to_read), n_workers(self.config.threads)
         with bar("loading", total, BYTES) as left, contextlib.closing(reading):
             for tensor, keepers in kept.items():
                 if tensor not in in_place:
                     next(reading)
-                data = model.data(tensor, n_workers, left.update)
+                data = model.data(tensor, threads, left.update)
                 for b in keepers:
                     self.reside(b, tensor, self.backends[b].load_weight(tensor, data))
                 if tensor not in in_place and not model.is_expanded(tensor):

@@ -1,8 +1,8 @@
-"""What compiled loops need below numba: atomic words, indirect calls, the C library's waits.
+"""Operations of compiled loops below numba: atomic words, indirect calls, the C library's waits.
 
-Everything takes addresses as int64, so that one loop can walk memory it shares with other threads
-and with Python. All of it is LLVM IR or a symbol of the C library found when the code is loaded:
-nothing here bakes in a pointer, so numba caches what uses it.
+Addresses are int64, so a loop can walk memory that it shares with other threads and with Python.
+Every operation is LLVM IR, or a symbol of the C library found when the code is loaded. None bakes
+in a pointer, so numba can cache its callers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numba.core import cgutils, types
 from numba.core.typing import signature
 from numba.extending import intrinsic as numba_intrinsic
 
-# what it returns is called by compiled code only, without the first argument it is declared with
+# compiled code calls the result, without the declared first argument
 intrinsic: Any = numba_intrinsic
 
 I64 = ir.IntType(64)
@@ -61,7 +61,7 @@ def store(typingctx, address, value):
 
 @intrinsic
 def put(typingctx, address, value):
-    """Sets the word at `address`; ordered by the next `store` only."""
+    """Sets the word at `address`; only the next `store` orders it."""
 
     def codegen(context, builder, sig, args):
         builder.store_atomic(args[1], _pointer(builder, args[0]), "monotonic", 8)
@@ -72,7 +72,7 @@ def put(typingctx, address, value):
 
 @intrinsic
 def fetch_add(typingctx, address, value):
-    """Adds to the word at `address`; returns what it was."""
+    """Adds to the word at `address`; returns the old value."""
 
     def codegen(context, builder, sig, args):
         return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], ORDER)
@@ -82,7 +82,7 @@ def fetch_add(typingctx, address, value):
 
 @intrinsic
 def swap_if(typingctx, address, expected, value):
-    """Sets the word at `address` if it is `expected`; True where it was."""
+    """Sets the word at `address` where it is `expected`; True where it was set."""
 
     def codegen(context, builder, sig, args):
         pair = builder.cmpxchg(_pointer(builder, args[0]), args[1], args[2], ORDER)
@@ -91,8 +91,8 @@ def swap_if(typingctx, address, expected, value):
     return types.boolean(types.int64, types.int64, types.int64), codegen
 
 
-# The instruction that tells a core it is in a spin loop: LLVM intrinsic and its operands. A machine
-# that is not listed spins without.
+# The instruction that tells a core of a spin loop: LLVM intrinsic and operands. An unlisted machine
+# spins without it.
 _PAUSE: dict[str, tuple[str, tuple[int, ...]]] = {
     "x86_64": ("llvm.x86.sse2.pause", ()),
     "aarch64": ("llvm.aarch64.hint", (1,)),
@@ -102,7 +102,7 @@ _PAUSE: dict[str, tuple[str, tuple[int, ...]]] = {
 
 @intrinsic
 def pause(typingctx):
-    """A spin loop's breath."""
+    """Tells the core that this is a spin loop."""
 
     def codegen(context, builder, sig, args):
         if platform.machine() in _PAUSE:
@@ -117,8 +117,8 @@ def pause(typingctx):
 
 
 @intrinsic
-def call_kernel(typingctx, function, args, lane, n_lanes):
-    """Calls the C function `void(int64 args, int64 lane, int64 n_lanes)` at address `function`."""
+def call_kernel(typingctx, function, args, part, n_parts):
+    """Calls the C function `void(int64 args, int64 part, int64 n_parts)` at address `function`."""
 
     def codegen(context, builder, sig, values):
         kernel = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
@@ -144,7 +144,7 @@ def copy_bytes(typingctx, dst, src, nbytes):
 
 @intrinsic
 def two_words(typingctx):
-    """Address of 16 bytes of the calling function's stack: room for a timespec."""
+    """Address of 16 bytes of the calling function's stack: enough for a timespec."""
 
     def codegen(context, builder, sig, args):
         room = cgutils.alloca_once(builder, ir.ArrayType(I64, 2))

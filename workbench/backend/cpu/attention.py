@@ -1,16 +1,16 @@
 """attention: softmax(scale * q.k + mask) v, with grouped heads, in one pass over the cache.
 
-The cache is read in tiles of 16 cells. A tile of K and of V is turned to float32 once, in the
-lane's scratch, and serves up to TOKENS tokens and all query heads of the lane that read this kv
-head. Per (token, head) and tile: 16 scores as one vector; running maximum, running sums and output
-rescaled when the maximum grows (online softmax). Tiles come in order whoever works on them, so the
-result of a (token, head) depends neither on the lanes nor on the tokens beside it.
+The cache is read in tiles of 16 cells. A tile of K and a tile of V are converted to float32 once,
+in the part's own scratch. They serve up to TOKENS tokens and all query heads of the part that read
+this kv head. Per (token, head) and tile, the 16 scores are one vector. The maximum so far, the
+sums and the output are rescaled when the maximum grows (online softmax). Every part takes tiles in
+the same order. The result of a (token, head) depends neither on n_parts nor on the other tokens.
 
-Scores, weights and output are three loops over the pairs of (token, head), not one: the chain of
-dependent operations in each is then short enough for the CPU to overlap several pairs.
+Scores, weights and output are three loops over the pairs of (token, head), not one loop. The chain
+of dependent operations in each loop is then short enough for the CPU to overlap several pairs.
 
-Masked cells are read and worked on like others: that they cost nothing is not this op's business.
-What lies in them must not matter, though: their scores are replaced, and so are values of weight 0.
+Masked cells are read and computed like others; this op does not skip them. Their contents never
+matter: masked scores are replaced by -inf, and values of weight 0 by 0.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _STATE = 3 * CELLS  # float32 elements of a State beside q and output
 
 
 class State(NamedTuple):
-    """Addresses, for one (token, head): q scaled and the output so far (dim float32 each), 16
-    running sums, the 16 scores and then weights of the tile, the maximum, and the factor that takes
-    what was summed before to the new maximum."""
+    """Addresses of one (token, head): q scaled and the output so far (dim float32 each), 16 sums so
+    far, the tile's 16 scores and later weights, the maximum so far, and the factor that rescales
+    earlier sums to a new maximum."""
 
     q: Value
     output: Value
@@ -46,15 +46,16 @@ def _state(at: Value, dim: Value) -> State:
     return State(at, at + dim * 4, *parts)
 
 
-def scratch_bytes(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_lanes: int) -> int:
-    """Scratch of one launch: per lane two tiles, and a State per (token, head) of a block."""
+def scratch_bytes(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_parts: int) -> int:
+    """Bytes of scratch of one launch: per part two tiles, and a State per (token, head) of a
+    block."""
     dim = -(-head_dim // CELLS) * CELLS
     pairs = min(n_tokens, TOKENS) * (n_head // n_head_kv)
-    return n_lanes * 4 * (2 * CELLS * dim + pairs * (2 * dim + _STATE))
+    return n_parts * 4 * (2 * CELLS * dim + pairs * (2 * dim + _STATE))
 
 
-def attention(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
-    """Lanes share the pairs of (block of tokens, query head)."""
+def attention(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+    """Parts are pairs of (block of tokens, query head)."""
     (dst, q, k, v, mask, scratch, n_tokens, n_head, n_head_kv, head_dim, n_kv,
      scale64) = e.arguments(args, "iiiiiiiiiiif")  # fmt: skip
     scale = scale64.to("f32")
@@ -64,14 +65,14 @@ def attention(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
     state_bytes = (dim * 2 + _STATE) * 4
     tile_bytes = dim * (4 * CELLS)
     most_pairs = e.min(n_tokens, TOKENS) * group
-    k_tile = scratch + lane * (tile_bytes * 2 + most_pairs * state_bytes)
+    k_tile = scratch + part * (tile_bytes * 2 + most_pairs * state_bytes)
     v_tile, states = k_tile + tile_bytes, k_tile + tile_bytes * 2
     zero = e.const("i64", 0)
 
     n_blocks = (n_tokens + (TOKENS - 1)) // TOKENS
-    start, stop = e.share(n_blocks * n_head, lane, n_lanes)
+    start, stop = e.share(n_blocks * n_head, part, n_parts)
     with e.loop(start // group, (stop + group - 1) // group) as item:
-        # item: (block of tokens, kv head); the lane may have only some of its query heads
+        # item: (block of tokens, kv head); the part may have only some of its query heads
         token0 = item // n_head_kv * TOKENS
         kv_head = item % n_head_kv
         n_block = e.min(n_tokens - token0, TOKENS)
@@ -100,7 +101,7 @@ def attention(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
 
         with e.loop(0, n_kv, CELLS) as cell0:
             with e.loop(0, e.const("i64", CELLS)) as c:
-                # past n_kv the last cell stands in; its mask is -inf
+                # past n_kv, the last cell stands in, with mask -inf
                 cell = e.min(cell0 + c, n_kv - 1)
                 at = (cell * kv_cols + kv_head * head_dim) * 2
                 _widen(e, k + at, k_tile, c, head_dim, dim)
@@ -126,14 +127,15 @@ def attention(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
 
 
 def _zeros(e: Emit, base: Value, start: Value, stop: Value) -> None:
-    """Zeros in float32 elements start..stop-1."""
+    """Stores 0 in float32 elements start..stop-1."""
     e.flat_loops(start, stop, CELLS, lambda c, n: e.store(e.const("f32", 0.0, n), base + c * 4))
 
 
 def _widen(e: Emit, src: Value, tile: Value, cell: Value, head_dim: Value, dim: Value) -> None:
-    """One cell's head_dim float16 into the tile as float32, then zeros up to dim.
+    """Stores one cell's head_dim float16 in the tile as float32, then zeros up to dim.
 
-    A tile is (dim/16, 16 cells, 16) float32: what is read together lies at fixed distances.
+    A tile is (dim/16, 16 cells, 16) float32: elements that are read together lie at fixed
+    distances.
     """
     column = tile + cell * (4 * CELLS)
 
@@ -164,7 +166,7 @@ def _mask_row(e: Emit, at: Value, n_cells: Value) -> Value:
 
 
 def _score(e: Emit, state: State, k_tile: Value, dim: Value, seen: Value) -> None:
-    """q.k of 16 cells, -inf where a cell is not seen."""
+    """Stores q.k of 16 cells, and -inf for a cell that is not seen."""
     products = [e.var(e.const("f32", 0.0, CELLS)) for _ in range(CELLS)]
     with e.loop(0, dim, CELLS) as d:
         q = e.load("f32", state.q + d * 4, CELLS)
@@ -176,10 +178,10 @@ def _score(e: Emit, state: State, k_tile: Value, dim: Value, seen: Value) -> Non
 
 
 def _weigh(e: Emit, state: State) -> None:
-    """Scores to weights e^(score - maximum); maximum, factor and sums follow."""
+    """Turns scores into weights e^(score - maximum), and updates maximum, factor and sums."""
     scores, before = e.load("f32", state.scores, CELLS), e.load("f32", state.most)
     most = e.max(before, e.reduce(scores, e.max))
-    # nothing seen so far: any finite maximum gives weights of 0
+    # no cell seen so far: any finite maximum gives weights of 0
     base = e.select(most.compare("==", float("-inf")), e.const("f32", 0.0), most)
     weights, shrink = exp(e, scores - base), exp(e, before - base)
     e.store(weights, state.scores)
@@ -191,7 +193,7 @@ def _weigh(e: Emit, state: State) -> None:
 def _add_values(e: Emit, state: State, v_tile: Value, dim: Value) -> None:
     """output = output * shrink + weights of 16 cells times their values.
 
-    0 times an infinity would be NaN: where there are weights of 0, their values are taken as 0.
+    0 times an infinity would be NaN, so a value with weight 0 counts as 0.
     """
     weights, shrink = e.load("f32", state.scores, CELLS), e.load("f32", state.shrink)
     each = [e.splat(weights.element(c), CELLS) for c in range(CELLS)]

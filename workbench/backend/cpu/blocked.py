@@ -1,20 +1,20 @@
 """mul_mat of quantised weights by panels: a panel of weights is decoded once for CHUNK tokens.
 
     for each CHUNK of tokens
-        for each panel of 16 * n_groups rows                      (lanes share the panels)
+        for each panel of 16 * n_groups rows                      (parts are panels)
             sums[token, row] = 0
             for each TILE_COLS columns
                 tile = the panel's columns, decoded
                 for each `tile.tokens` tokens: sums += tile . activations
 
-Tile, sums and the activations beside the tile stay in the first cache levels. In the inner loop
-every vector of weights meets several tokens and every splatted activation several groups of rows,
-so that neither kind of load is the limit.
+Tile, sums and the tile's activations stay in the first cache levels. In the inner loop, every
+vector of weights meets several tokens, and every splatted activation several groups of rows.
+Neither kind of load is the limit then.
 
-Two kernels are made this way. `blocked_body` multiplies codes by Q8_ACT, with the arithmetic of
-matvec.py in its order, so with its bits. `dequantised_body` is the float path: the weights'
-float32 values, those of get_rows to the bit, by float32 activations; 256 columns are summed by a
-chain of fma, and added to what the columns before gave.
+Two kernels have this form. `blocked_body` multiplies codes by Q8_ACT, with the arithmetic of
+matvec.py in the same order, hence with the same bits. `dequantised_body` is the float path: the
+weights' float32 values, bit-equal to get_rows, times float32 activations. A chain of fma sums 256
+columns, and one addition joins the sum to the columns before.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from workbench.backend.cpu.vector import Body, Emit, Value
 VECTOR = 64  # bytes of 16 float32, or of 4 codes of 16 rows
 SUBS = TILE_COLS // 32  # blocks of 32 columns of a tile
 
-Store = Callable[[Emit, Value, Block], None]  # emit, where the block's group goes, block
-# emit, first block of 32 of the tile, how many, tokens, and where their sums lie
+Store = Callable[[Emit, Value, Block], None]  # emit, address in the tile, block
+# emit, first block of 32 columns of the tile, number of blocks, tokens, addresses of their sums
 Multiply = Callable[[Emit, Value, Value, list[Value], list[Value]], None]
 
 
@@ -48,14 +48,14 @@ def _body(
     dtype: str, layout: str, isa: Isa, tile: Tile, sub_bytes: int, store: Store,
     multiply: Callable[[Value, Value, Value], Multiply],
 ) -> Body:  # fmt: skip
-    """What both kernels share. sub_bytes: of one decoded block of 32 columns of a panel.
+    """The loops that both kernels share. sub_bytes: of one decoded block of 32 columns of a panel.
 
-    multiply(address of the tile, of the activations, cols) gives the product of a tile.
+    multiply(address of the tile, address of the activations, cols) gives the product of a tile.
     """
     fmt, code = FORMATS[dtype], code_of(dtype, isa)
     unit_bytes, unit_subs = fmt.block_bytes * GROUP, fmt.cols // 32
 
-    def body(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    def body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
         dst, w, x, n_rows, cols, n_tokens = e.arguments(args, "iiiiii")
         n_units = cols // fmt.cols
         group_bytes = n_units * unit_bytes
@@ -64,10 +64,11 @@ def _body(
         decoded = e.stack(SUBS * sub_bytes)
         sums = e.stack(-(-CHUNK // tile.tokens) * tile.tokens * tile.groups * VECTOR)
         product = multiply(decoded, x, cols)
-        start, stop = e.share((n_groups + (tile.groups - 1)) // tile.groups, lane, n_lanes)
+        start, stop = e.share((n_groups + (tile.groups - 1)) // tile.groups, part, n_parts)
 
         def decode(panel: Value, first: Value, last: Value) -> None:
-            """Units first..last-1 of the panel; the last group stands in for those past it."""
+            """Decodes units first..last-1 of the panel; the last group stands in for a group past
+            the last."""
             with e.loop(0, e.const("i64", tile.groups)) as g:
                 group = e.min(panel * tile.groups + g, n_groups - 1)
                 rows = row_addresses(e, w, group * GROUP, n_rows, n_units * fmt.block_bytes)
@@ -77,10 +78,10 @@ def _body(
                     else:
                         unit = packed
                         pack_unit(e, fmt, packed, rows, u * fmt.block_bytes)
-                    place = decoded + (u - first) * (unit_subs * sub_bytes) + g * VECTOR
+                    target = decoded + (u - first) * (unit_subs * sub_bytes) + g * VECTOR
                     code.unit(
                         e, isa, unit,
-                        lambda b: store(e, place + b.sub * sub_bytes, b),
+                        lambda b: store(e, target + b.sub * sub_bytes, b),
                     )  # fmt: skip
 
         def panel_chunk(panel: Value, t0: Value, t1: Value) -> None:
@@ -90,11 +91,11 @@ def _body(
                 last = e.min(first + TILE_COLS // fmt.cols, n_units)
                 decode(panel, first, last)
                 with e.loop(t0, t1, tile.tokens) as t:
-                    # a token past the last is the last again, with a sum nobody looks at
+                    # a token past the last is the last again; nobody reads its sum
                     tokens = [e.min(t + i, t1 - 1) for i in range(tile.tokens)]
                     at = sums + (t - t0) * (tile.groups * VECTOR)
-                    places = [at + i * (tile.groups * VECTOR) for i in range(tile.tokens)]
-                    product(e, first * unit_subs, (last - first) * unit_subs, tokens, places)
+                    own_sums = [at + i * (tile.groups * VECTOR) for i in range(tile.tokens)]
+                    product(e, first * unit_subs, (last - first) * unit_subs, tokens, own_sums)
             with e.loop(t0, t1) as t, e.loop(0, e.const("i64", tile.groups)) as g:
                 row = (panel * tile.groups + g) * GROUP
                 with e.when(row.compare("<", n_rows)):
@@ -113,22 +114,22 @@ def blocked_body(dtype: str, layout: str, isa: Isa) -> Body:
     """Kernel mul_mat for a quantised type and many tokens; layout is file or rows16."""
     code, tile = code_of(dtype, isa), isa.tile
     n_factors, wide = len(code.factor_kinds), tile.groups * VECTOR
-    sub_bytes = (8 + n_factors) * wide  # 8 words of codes, then the factors, of every group
+    sub_bytes = (8 + n_factors) * wide  # of every group: 8 words of codes, then the factors
 
-    def store(e: Emit, place: Value, block: Block) -> None:
+    def store(e: Emit, target: Value, block: Block) -> None:
         for c in range(8):
-            e.store(block.words(c), place + c * wide)
+            e.store(block.words(c), target + c * wide)
         for f, factor in enumerate(block.factors):
-            e.store(factor, place + (8 + f) * wide)
+            e.store(factor, target + (8 + f) * wide)
 
     def multiply(decoded: Value, x: Value, cols: Value) -> Multiply:
         def of_tile(
-            e: Emit, first: Value, n_subs: Value, tokens: list[Value], places: list[Value]
+            e: Emit, first: Value, n_subs: Value, tokens: list[Value], sums: list[Value]
         ) -> None:
             rows = [token_row(x, t, cols, first) for t in tokens]
             with e.loop(0, n_subs) as s:
                 at = decoded + s * sub_bytes
-                _sub_product(e, isa, code, at, rows, s, places)
+                _sub_product(e, isa, code, at, rows, s, sums)
 
         return of_tile
 
@@ -136,9 +137,9 @@ def blocked_body(dtype: str, layout: str, isa: Isa) -> Body:
 
 
 def _sub_product(
-    e: Emit, isa: Isa, code: Code, at: Value, rows: list, sub: Value, places: list[Value]
+    e: Emit, isa: Isa, code: Code, at: Value, rows: list, sub: Value, sums_at: list[Value]
 ) -> None:
-    """Add the products of the decoded block of 32 columns at `at` to the sums at `places`."""
+    """Adds the products of the decoded block of 32 columns at `at` to the sums at `sums_at`."""
     n_groups = isa.tile.groups
     wide = n_groups * VECTOR
     first = [starts(e, isa, code, row, sub) for row in rows]
@@ -159,25 +160,25 @@ def _sub_product(
             e.load(kind, at + ((8 + f) * wide + g * VECTOR), GROUP)
             for f, kind in enumerate(code.factor_kinds)
         ]
-        for t, place in enumerate(places):
-            before = e.load("f32", place + g * VECTOR, GROUP)
-            e.store(add_block(e, code, factors, totals[t][g], xs[t], before), place + g * VECTOR)
+        for t, sum_at in enumerate(sums_at):
+            before = e.load("f32", sum_at + g * VECTOR, GROUP)
+            e.store(add_block(e, code, factors, totals[t][g], xs[t], before), sum_at + g * VECTOR)
 
 
 def dequantised_body(dtype: str, layout: str, isa: Isa) -> Body:
     """Kernel mul_mat_float: a quantised weight by float32 activations; layout file or rows16."""
     code, tile = code_of(dtype, isa), isa.float_tile
     wide = tile.groups * VECTOR
-    sub_bytes = 32 * wide  # 32 columns of float32, of every group
+    sub_bytes = 32 * wide  # of every group: 32 columns of float32
 
-    def store(e: Emit, place: Value, block: Block) -> None:
+    def store(e: Emit, target: Value, block: Block) -> None:
         for c in range(8):
             for i, value in enumerate(_values(e, code, block, c)):
-                e.store(value, place + (4 * c + i) * wide)
+                e.store(value, target + (4 * c + i) * wide)
 
     def multiply(decoded: Value, x: Value, cols: Value) -> Multiply:
         def of_tile(
-            e: Emit, first: Value, n_subs: Value, tokens: list[Value], places: list[Value]
+            e: Emit, first: Value, n_subs: Value, tokens: list[Value], sums_at: list[Value]
         ) -> None:
             rows = [x + (t * cols + first * 32) * 4 for t in tokens]
             acc = [[e.var(e.const("f32", 0.0, GROUP)) for _ in range(tile.groups)] for _ in rows]
@@ -192,11 +193,11 @@ def dequantised_body(dtype: str, layout: str, isa: Isa) -> Body:
                             a.set(e.fma(weights, value, a.get()))
             added = [
                 [e.load("f32", p + g * VECTOR, GROUP) + a.get() for g, a in enumerate(sums)]
-                for p, sums in zip(places, acc, strict=True)
+                for p, sums in zip(sums_at, acc, strict=True)
             ]
-            for place, values in zip(places, added, strict=True):
+            for sum_at, values in zip(sums_at, added, strict=True):
                 for g, value in enumerate(values):
-                    e.store(value, place + g * VECTOR)
+                    e.store(value, sum_at + g * VECTOR)
 
         return of_tile
 
@@ -204,7 +205,7 @@ def dequantised_body(dtype: str, layout: str, isa: Isa) -> Body:
 
 
 def _values(e: Emit, code: Code, block: Block, c: int) -> list[Value]:
-    """Columns 4c..4c+3 of a block, f32 x16 each, with get_rows' roundings."""
+    """Columns 4c..4c+3 of a block, f32 x16 each, rounded as get_rows rounds them."""
     words = block.words(c).bits("i32" if code.kind == "i8" else "u32")
     scale = block.factors[0]
     if code.form == "halves":

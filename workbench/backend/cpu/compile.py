@@ -1,7 +1,7 @@
-"""From a Python function that writes vector code to the address of a compiled kernel.
+"""Compiles a Python function that writes vector code into a kernel with an address.
 
-Every kernel has one signature, `void kernel(int64 args, int64 lane, int64 n_lanes)`, and one body,
-a call of the intrinsic that writes its code; numba compiles, links and caches it.
+Every kernel has one signature, `void kernel(int64 args, int64 part, int64 n_parts)`. Its body is
+one call of the intrinsic that writes its code. numba compiles, links and caches it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from workbench.backend.cpu.vector import Body, Emit, Value
 
 @cache
 def host_isas() -> list[Isa]:
-    """What this machine can run; kernels are compiled for the first."""
+    """The instruction sets of this machine; kernels are compiled for the first."""
     return available(dict(llvm.get_host_cpu_features()))
 
 
 @cache
 def source_digest() -> str:
-    """Names this version of the package's source in the names of cached kernels.
+    """A digest of this folder's source; every cached kernel has it in its name.
 
-    numba looks only at the file of the function it caches, and here all code comes from others.
+    numba looks only at the file of the function it caches, and the code here comes from other
+    files.
     """
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
@@ -39,20 +40,20 @@ def source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def _kernel(args, lane, n_lanes):
-    BODY(args, lane, n_lanes)  # type: ignore[name-defined]  # noqa: F821
+def _kernel(args, part, n_parts):
+    BODY(args, part, n_parts)  # type: ignore[name-defined]  # noqa: F821
 
 
 def compile_kernel(name: str, body: Body):
     """The numba CFunc whose code `body` writes, cached on disk under `name`.
 
-    One function object per kernel, with the body among its globals and not in a closure: numba
-    keys its cache by the closure, and would never find an intrinsic there again. The name holds
-    all a kernel depends on, so that no two kernels share an index file.
+    Each kernel has its own function object, with the body among the globals. numba keys its cache
+    by a function's closure, and would never find an intrinsic there again. The name holds
+    everything that a kernel depends on, so no two kernels share an index file.
     """
 
     @intrinsic
-    def write(typing_context, args, lane, n_lanes):
+    def write(typing_context, args, part, n_parts):
         def generate(context, builder, signature, values):
             emit = Emit(builder)
             body(emit, *(Value(emit, "i64", 1, v) for v in values))

@@ -1,18 +1,18 @@
-"""What a packed unit holds, one block of 32 columns after the other, as every product wants it.
+"""Decodes a packed unit for every product, one block of 32 columns after the other.
 
 A unit (interleave.py) is 16 rows of one block of the file: 32 columns, or 256 of a K-quant.
-`Code.unit` writes the code that decodes one and hands each block of 32 columns to `take`. A block
-is integers, still without their scales, and the factors that make numbers of them:
+`Code.unit` writes the code that decodes a unit, and calls `take` for each block of 32 columns. A
+block is integer codes, still without their scales, and the factors that turn codes into values:
 
-| form | value of code q at column c of a row | factors, a lane per row |
+| form | value of code q at column c of a row | factors, an element per row |
 |---|---|---|
 | plain | factors[0] * (q - offset) | scale |
 | least | factors[0] * q - factors[1] | scale, min |
 | halves | factors[0] * (factors[1 + c // 16] * (q - offset)) | scale, two integer scales |
 
 Codes are unsigned bytes with an offset (8 for Q4_0), because byte dot products want one operand
-unsigned; the sums of activations that Q8_ACT carries give the correction. Only where such a
-product takes no more than 7 bits, those of Q8_0 are signed bytes.
+unsigned. Q8_ACT carries sums of activations, which give the correction. An instruction set whose
+unsigned operand has 7 bits at most gets the codes of Q8_0 as signed bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FACTOR_KINDS = {"plain": ("f32",), "least": ("f32", "f32"), "halves": ("f32", "i
 
 
 class Code(NamedTuple):
-    """How the blocks of a type are to be read (see the module); kind of codes: u8 or i8."""
+    """How to decode the blocks of a type (see the module). kind: of the codes, u8 or i8."""
 
     unit: Unit
     form: str = "plain"
@@ -55,12 +55,12 @@ class Code(NamedTuple):
 
     @property
     def parts(self) -> tuple[range, ...]:
-        """The words whose products make one integer sum, and so share an integer scale."""
+        """Groups of words; the products of a group are one integer sum, with one integer scale."""
         return (range(4), range(4, 8)) if self.form == "halves" else (range(8),)
 
 
 def code_of(dtype: str, isa: Isa) -> Code:
-    """The code of a quantised type as kernels for `isa` read it; KeyError for any other type."""
+    """The code of a quantised type in kernels for `isa`; KeyError for any other type."""
     code = CODES[dtype]
     if dtype == "Q8_0" and not isa.wide_bytes:
         return code._replace(offset=0, kind="i8")
@@ -72,7 +72,7 @@ def _half_scales(e: Emit, packed: Value) -> Value:
 
 
 def _nibbles(word: Value, high: int) -> Value:
-    """The low (0) or high (1) halves of the bytes of u32 words, as bytes."""
+    """The low (high=0) or high (high=1) four bits of each byte of u32 words, as bytes."""
     return ((word >> 4 if high else word) & 0x0F0F0F0F).bits("u8")
 
 
@@ -90,7 +90,7 @@ def _q8_0(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
 
 
 def _from_nibbles(e: Emit, first: Value, decode: Callable[[Value], Value]) -> Words:
-    """Columns 0..15 lie in the low halves of 4 words, columns 16..31 in the high ones."""
+    """Words of a block with columns 0..15 in the low nibbles of 4 words and 16..31 in the high."""
     raw = [e.load("u32", first + 64 * c, GROUP) for c in range(4)]
     return lambda c: decode(_nibbles(raw[c % 4], c // 4))
 
@@ -101,7 +101,7 @@ def _q4_0(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
 
 
 def e8m0_half(e: Emit, exponent: Value) -> Value:
-    """2^(exponent - 128) of u32 exponents 0..255, denormal where it must be."""
+    """2^(exponent - 128) for u32 exponents 0..255; the two smallest are denormal."""
     normal = (exponent - 1) << 23
     small = e.like(exponent, 0x00200000) << exponent
     return e.select(exponent.compare("<", 2), small, normal).bits("f32")
@@ -136,10 +136,11 @@ def _word(e: Emit, words: Value, index: Value | int) -> Value:
 
 
 def _six_bit_scales(words: tuple[Value, Value, Value], j: int) -> tuple[Value, Value]:
-    """Scale and min j (0..7) out of the 12 bytes, as three u32 words, of Q4_K and Q5_K.
+    """Scale and min j (0..7) from the 12 bytes, as three u32 words, of Q4_K and Q5_K.
 
-    Bytes 0..3 and 4..7 hold six bits of scales and mins 0..3; their upper two bits belong to
-    scales and mins 4..7, whose lower four are the nibbles of bytes 8..11.
+    The low six bits of bytes 0..3 are scales 0..3, and those of bytes 4..7 mins 0..3. Scales and
+    mins 4..7 take their upper two bits from the top of bytes 0..7. Their lower four bits are the
+    nibbles of bytes 8..11.
     """
     low, mid, high = words
     at = 8 * (j % 4)
@@ -154,8 +155,8 @@ def _six_bit_scales(words: tuple[Value, Value, Value], j: int) -> tuple[Value, V
 def _with_mins(e: Emit, packed: Value, take: Take, words_of: Callable[[Value, int], Words]) -> None:
     """words_of(pair, odd) gives the words of block 2 * pair + odd.
 
-    All scales are decoded first, into the stack, so that what follows can be a loop: unrolled, it
-    would take seconds to compile.
+    All scales are decoded first, onto the stack. The blocks can then be a loop; unrolled code would
+    take seconds to compile.
     """
     deltas = _word(e, packed, 0)
     d = deltas.to("u16").bits("f16").to("f32")
@@ -182,7 +183,7 @@ def _q4_k(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
 
 
 def _q5_k(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
-    """Bit j of a byte of the fifth bits belongs to block j."""
+    """In a byte of fifth bits, bit j belongs to block j."""
 
     def words_of(pair: Value, odd: int) -> Words:
         by = (pair * 2 + odd).to("u32")
@@ -207,8 +208,8 @@ def _signed_byte(word: Value, i: int) -> Value:
 
 
 def _q6_k(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
-    """Of each half of the super-block, four blocks of 32 columns: their low bits are the low and
-    the high nibbles of two runs of 8 words, their high bits four times two bits of one run."""
+    """Each half of the super-block is four blocks of 32 columns. Their low bits are the low and the
+    high nibbles of 16 words. Their high bits are four times two bits of 8 words."""
     d = _half_scales(e, packed)
     with e.loop(0, e.const("i64", 2)) as n:
         low_at = packed + 32 + n * (16 * 64)

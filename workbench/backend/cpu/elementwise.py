@@ -1,7 +1,7 @@
 """Every op but mul_mat and attention. Argument order: backend/args.py; maths: graph/ops.py.
 
-Lanes share flat ranges of elements, or rows where a row is summed. A vector of elements and a
-single one at the end go through the same arithmetic, so results do not depend on who computes what.
+Parts are flat ranges of elements, or rows where a row is summed. A vector of elements and a single
+element at the end get the same arithmetic, so results do not depend on n_parts.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable
 from workbench.backend.cpu.mathfn import exp, sine_cosine
 from workbench.backend.cpu.vector import Body, Emit, Value, size_of
 
-LANES = 16  # float32 elements worked on together; narrower machines split them
+ELEMENTS = 16  # float32 elements worked on together; narrower machines split them
 
 
 def binary_body(combine: Callable[[Value, Value], Value]) -> Body:
     """Kernel: dst = combine(a, b), b one row for all or as many rows as a."""
 
-    def body(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    def body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
         dst, a, b, rows, cols, b_rows = e.arguments(args, "iiiiii")
-        start, stop = e.share(rows * cols, lane, n_lanes)
+        start, stop = e.share(rows * cols, part, n_parts)
         row_step = e.select(b_rows.compare("==", 1), e.const("i64", 0), cols)
         with e.when(start.compare("<", stop)):
             last_row = (stop - 1) // cols
@@ -32,26 +32,26 @@ def binary_body(combine: Callable[[Value, Value], Value]) -> Body:
                     left = e.load("f32", a + at, n)
                     e.store(combine(left, e.load("f32", b + (row * row_step + c) * 4, n)), dst + at)
 
-                e.flat_loops(first, last, LANES, step)
+                e.flat_loops(first, last, ELEMENTS, step)
 
     return body
 
 
-def swiglu(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+def swiglu(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
     dst, gate, up, rows, cols = e.arguments(args, "iiiii")
-    start, stop = e.share(rows * cols, lane, n_lanes)
+    start, stop = e.share(rows * cols, part, n_parts)
 
     def step(i: Value, n: int) -> None:
         g, u = e.load("f32", gate + i * 4, n), e.load("f32", up + i * 4, n)
         e.store(g / (exp(e, 0.0 - g) + 1.0) * u, dst + i * 4)
 
-    e.flat_loops(start, stop, LANES, step)
+    e.flat_loops(start, stop, ELEMENTS, step)
 
 
-def rms_norm(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+def rms_norm(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
     """Squares are added as float64, eight sums side by side."""
     dst, x, rows, cols, eps = e.arguments(args, "iiiif")
-    start, stop = e.share(rows, lane, n_lanes)
+    start, stop = e.share(rows, part, n_parts)
     with e.loop(start, stop) as row:
         source, target = x + row * cols * 4, dst + row * cols * 4
         wide = e.var(e.const("f64", 0.0, 8))
@@ -70,22 +70,22 @@ def rms_norm(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
         def scale(c: Value, n: int, source=source, target=target, factor=factor) -> None:
             e.store(e.load("f32", source + c * 4, n) * factor, target + c * 4)
 
-        e.flat_loops(zero, cols, LANES, scale)
+        e.flat_loops(zero, cols, ELEMENTS, scale)
 
 
-def square_sums(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
-    """Sums of squares of each 32 columns, added as float32. Lanes share the sums."""
+def square_sums(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+    """Sums of squares of each 32 columns, added as float32. Parts are ranges of sums."""
     dst, x, rows, cols = e.arguments(args, "iiii")
-    start, stop = e.share(rows * (cols // 32), lane, n_lanes)
+    start, stop = e.share(rows * (cols // 32), part, n_parts)
     with e.loop(start, stop) as i:
         low, high = (e.load("f32", x + (i * 32 + h * 16) * 4, 16) for h in range(2))
         e.store(e.sum(e.fma(low, low, high * high)), dst + i * 4)
 
 
-def rms_scale(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
-    """Sums are added as float64. Lanes share columns, and each of them makes every row's scale."""
+def rms_scale(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+    """Sums are added as float64. Parts are ranges of columns; each part computes all scales."""
     dst, x, squares, rows, cols, n, normed, eps = e.arguments(args, "iiiiiiif")
-    start, stop = e.share(cols, lane, n_lanes)
+    start, stop = e.share(cols, part, n_parts)
     with e.loop(0, rows) as row:
         total = e.var(e.const("f64", 0.0))
         with e.loop(0, n) as i:
@@ -96,20 +96,20 @@ def rms_scale(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
             at = (row * cols + c) * 4
             e.store(e.load("f32", x + at, n) * factor, dst + at)
 
-        e.flat_loops(start, stop, LANES, scale)
+        e.flat_loops(start, stop, ELEMENTS, scale)
 
 
-def quantize(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
-    """F32 to Q8_ACT (layout: DType.row_bytes). Lanes share blocks of 32.
+def quantize(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+    """F32 to Q8_ACT (layout: DType.row_bytes). Parts are ranges of blocks of 32.
 
-    Quants are held within -127..127, which only matters where the scale is denormal. A block with
-    a NaN gets the scale NaN, so the NaN is not lost.
+    Quants are clamped to -127..127, which only matters where the scale is denormal. A block with a
+    NaN gets the scale NaN, which keeps the NaN visible.
     """
     dst, x, rows, cols = e.arguments(args, "iiii")
     n_blocks = cols // 32
     used = cols + n_blocks * 8
     row_bytes = (used + 63) // 64 * 64
-    start, stop = e.share(rows * n_blocks, lane, n_lanes)
+    start, stop = e.share(rows * n_blocks, part, n_parts)
     with e.loop(start, stop) as block:
         row, b = block // n_blocks, block % n_blocks
         target = dst + row * row_bytes
@@ -131,10 +131,11 @@ def quantize(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
             e.store(e.const("u8", 0), target + i)
 
 
-def set_rows(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
-    """F32 rows into an F16 cache. Lanes share columns: of two tokens in one cell the last wins."""
+def set_rows(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+    """F32 rows into an F16 cache. Parts are ranges of columns: of two tokens for one cell, the last
+    wins."""
     cache, x, indices, n_tokens, cols, n_kv = e.arguments(args, "iiiiii")
-    start, stop = e.share(cols, lane, n_lanes)
+    start, stop = e.share(cols, part, n_parts)
     with e.loop(0, n_tokens) as t:
         index = e.load("i64", indices + t * 8)
         with e.when(index.compare(">=", 0)), e.when(index.compare("<", n_kv)):
@@ -143,17 +144,18 @@ def set_rows(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
                 values = e.load("f32", x + (t * cols + c) * 4, n)
                 e.store(values.to("f16"), cache + (index * cols + c) * 2)
 
-            e.flat_loops(start, stop, LANES, step)
+            e.flat_loops(start, stop, ELEMENTS, step)
 
 
 _PAIRS = 8  # angles worked on together, as float64
 
 
-def rope(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
-    """Lanes share (token, head). Angles are float64, and serve all heads of a token in the lane."""
+def rope(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+    """Parts are ranges of (token, head). An angle is a float64, and serves all heads of a token in
+    the part."""
     (dst, x, positions, factors, n_tokens, n_heads, head_dim, n_rot, neox, theta_base,
      freq_scale) = e.arguments(args, "iiiiiiiiiff")  # fmt: skip
-    start, stop = e.share(n_tokens * n_heads, lane, n_lanes)
+    start, stop = e.share(n_tokens * n_heads, part, n_parts)
     rotation = _Rotation(e, positions, factors, n_rot, neox, theta_base, freq_scale)
     last_token = (stop + n_heads - 1) // n_heads
     with e.loop(start // n_heads, last_token) as token:
@@ -165,22 +167,22 @@ def rope(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
             with e.loop(first, last) as head:
                 act((base + head) * head_dim * 4)
 
-        rotation.turn(token, heads, x, dst, "f32")
+        rotation.rotate(token, heads, x, dst, "f32")
 
         def copy(at: Value) -> None:
             def step(c: Value, n: int) -> None:
                 e.store(e.load("f32", x + at + c * 4, n), dst + at + c * 4)
 
-            e.flat_loops(n_rot, head_dim, LANES, step)
+            e.flat_loops(n_rot, head_dim, ELEMENTS, step)
 
         heads(copy)
 
 
-def rope_shift(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
-    """Lanes share cells. Angles are float64, as `rope` has them, and serve all heads of a cell."""
+def rope_shift(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+    """Parts are ranges of cells. An angle is a float64 as in `rope`, for all heads of a cell."""
     (cache, deltas, factors, n_cells, n_heads, head_dim, n_rot, neox, theta_base,
      freq_scale) = e.arguments(args, "iiiiiiiiff")  # fmt: skip
-    start, stop = e.share(n_cells, lane, n_lanes)
+    start, stop = e.share(n_cells, part, n_parts)
     rotation = _Rotation(e, deltas, factors, n_rot, neox, theta_base, freq_scale)
     with e.loop(start, stop) as cell, e.when(e.load("i32", deltas + cell * 4).compare("!=", 0)):
 
@@ -188,11 +190,11 @@ def rope_shift(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
             with e.loop(0, n_heads) as head:
                 act((cell * n_heads + head) * head_dim * 2)
 
-        rotation.turn(cell, heads, cache, cache, "f16")
+        rotation.rotate(cell, heads, cache, cache, "f16")
 
 
 class _Rotation:
-    """The code that turns pairs of elements; the powers of a rotation are made once, in front."""
+    """The code that rotates pairs of elements. It computes the powers of a rotation once, first."""
 
     def __init__(self, e: Emit, positions: Value, factors: Value, n_rot: Value, neox: Value,
                  theta_base: Value, freq_scale: Value):  # fmt: skip
@@ -208,9 +210,9 @@ class _Rotation:
         self.stride = powers[_PAIRS]
         self.is_neox = neox.compare("!=", 0)
 
-    def turn(self, row: Value, heads: _Heads, x: Value, dst: Value, kind: str) -> None:
-        """The pairs of all heads of `row` from x to dst, elements of `kind`. The row's position
-        says how far. heads(act) runs act(byte offset) for each of the heads."""
+    def rotate(self, row: Value, heads: _Heads, x: Value, dst: Value, kind: str) -> None:
+        """Rotates the pairs of all heads of `row`, elements of `kind`, from x to dst, by the row's
+        position. heads(act) runs act(byte offset) for each head."""
         e, half, size = self.e, self.half, size_of(kind)
         position = e.load("i32", self.positions + row * 4).to("f64") * self.freq_scale
         frequency = e.var(e.load("f64", self.first_powers, _PAIRS))
@@ -221,7 +223,7 @@ class _Rotation:
         def store(value: Value, at: Value) -> None:
             e.store(value.to(kind), dst + at)
 
-        def turn(i: Value, n: int, freq: Value) -> None:
+        def step(i: Value, n: int, freq: Value) -> None:
             divisor = e.var(e.const("f64", 1.0, n))
             with e.when(self.factors.compare("!=", 0)):
                 divisor.set(e.load("f32", self.factors + i * 4, n).to("f64"))
@@ -255,12 +257,12 @@ class _Rotation:
 
         whole = half // _PAIRS * _PAIRS
         with e.loop(0, whole, _PAIRS) as i:
-            turn(i, _PAIRS, frequency.get())
+            step(i, _PAIRS, frequency.get())
             frequency.set(frequency.get() * self.stride)
         rest = e.stack(8 * _PAIRS)
         e.store(frequency.get(), rest)
         with e.loop(whole, half) as i:
-            turn(i, 1, e.load("f64", rest + (i - whole) * 8))
+            step(i, 1, e.load("f64", rest + (i - whole) * 8))
 
 
 _Heads = Callable[[Callable[[Value], None]], None]

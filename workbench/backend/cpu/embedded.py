@@ -1,18 +1,17 @@
 """The embedded device: a real asynchronous device on this machine's cores.
 
-It keeps a GPU's contract, so that breaking the contract gives wrong numbers here as there:
+It keeps a GPU's contract. A program that breaks the contract gets wrong numbers, as on a GPU:
 
-* Memory of its own; the host sees none of it but through copies.
-* Two streams, each a FIFO with threads of its own (`loops.py`): stream 0 computes on `lanes`
-  threads, stream 1 copies on one. A launch or a copy returns when it is queued.
+* The device has memory of its own. The host sees it through copies only.
+* There are two streams, each a FIFO with its own threads (`loops.py`). Stream 0 computes on
+  `workers` threads, stream 1 copies on one. A launch or a copy returns when it is queued.
 * A copy reads its source when it runs. With `pageable="snapshot"`, a copy out of memory that is
-  not pinned takes its bytes at the call instead, as CUDA may; the default is `late`, for CUDA need
-  not.
+  not pinned takes its bytes at the call instead. CUDA may do either, so `late` is the default.
 * An event is a point in a stream: the number of entries queued before it. Wait and Sync take the
   latest Record in host order, and mean nothing where there is none.
 
-A ring takes 4095 entries; a push that finds it full waits for room, as on a GPU. Every entry is
-stamped with start and end on the clock of `time.perf_counter_ns`.
+A ring takes 4095 entries; a push into a full ring waits for room, as on a GPU. Every entry is
+stamped with its start and end, on the clock of `time.perf_counter_ns`.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ import numpy as np
 
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Issue
-from workbench.backend.cpu import base
-from workbench.backend.cpu import op_table as cpu
+from workbench.backend.cpu import base, op_table
 from workbench.backend.cpu.loops import (
     AWAIT,
     COMPLETED,
     COPY,
     HOST_YIELD_NS,
-    LANE_YIELD_NS,
     MAX_PARTS,
+    WORKER_YIELD_NS,
     push,
 )
 from workbench.backend.cpu.ring import Ring, Signal, aligned_zeros, command_block
@@ -45,12 +43,12 @@ from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
 from workbench.program.commands import COMPUTE_STREAM, Space
 
-COPY_PART_BYTES = 1 << 18  # less of a copy is not worth a second lane
-LOAD_PART_BYTES = 2 << 20  # of a weight: a huge page, for new memory is touched first here
-COPY_YIELD_NS = 20_000  # the copy stream's thread sleeps early: it shares its core with a lane
+COPY_PART_BYTES = 1 << 18  # a shorter part of a copy is not worth a second worker
+LOAD_PART_BYTES = 2 << 20  # of a weight: a huge page, because a load is the first touch of memory
+COPY_YIELD_NS = 20_000  # the copy stream's thread sleeps early: a worker needs the same core
 PAGEABLE = ("late", "snapshot")
 
-Point = tuple[Ring, int]  # a stream, and how many of its entries come before
+Point = tuple[Ring, int]  # a stream, and the number of its entries before the point
 
 
 class Event:
@@ -63,8 +61,8 @@ class Event:
 
 
 class DeviceMemory:
-    """Memory of the embedded device. Freed memory is kept until the work queued so far is done, so
-    that a careless free gives wrong numbers and never a crash."""
+    """Memory of the embedded device. `free` keeps the bytes until all work queued so far is done: a
+    careless free gives wrong numbers and never a crash."""
 
     def __init__(self, device: EmbeddedDevice, block: np.ndarray, space: Space):
         self._device = device
@@ -83,7 +81,7 @@ class DeviceMemory:
 
 
 class EmbeddedGate:
-    """Holds a stream: what is queued behind it starts when it is opened. Opens at `with`'s end."""
+    """Holds a stream: entries behind it start when it is opened. It opens at the end of `with`."""
 
     def __init__(self, ring: Ring):
         self._signal = Signal()
@@ -92,7 +90,7 @@ class EmbeddedGate:
 
     @property
     def passed(self) -> bool:
-        """Has the stream gone through?"""
+        """Whether the stream has run past the gate."""
         return self._passed[0].completed >= self._passed[1]
 
     def open(self) -> None:
@@ -116,24 +114,24 @@ class EmbeddedDevice(base.CpuBackend):
     def __init__(self, threads: int = 0, pageable: str = "late"):
         if pageable not in PAGEABLE:
             raise DeviceError(f"pageable={pageable!r}; choose one of {', '.join(PAGEABLE)}")
-        self.lanes = base.n_lanes(threads)
-        self.description = f"embedded device, {self.lanes} lanes, {base.cpu_name()}"
+        self.workers = base.n_workers(threads)
+        self.description = f"embedded device, {self.workers} workers, {base.cpu_name()}"
         self.waiting = (
             f"yields for {HOST_YIELD_NS // 1000} us, then sleeps on a condition variable; idle "
-            f"lanes yield for {LANE_YIELD_NS // 1000} us, the copy stream for "
+            f"workers yield for {WORKER_YIELD_NS // 1000} us, the copy stream for "
             f"{COPY_YIELD_NS // 1000} us"
         )
         self.pageable = pageable
         self.streams = (
-            Ring("embedded stream 0", self.lanes),
+            Ring("embedded stream 0", self.workers),
             Ring("embedded stream 1", 1, COPY_YIELD_NS),
         )
-        self._layouts: dict[int, str] = {}  # weight address -> layout, where not the file's
+        self._layouts: dict[int, str] = {}  # weight address -> layout, of repacked weights only
         self._pinned: dict[int, int] = {}  # address -> bytes
         self._retired: deque[tuple[object, tuple[int, ...]]] = deque()
         self._reaping = threading.Lock()
         self._gates: list[EmbeddedGate] = []
-        # also at interpreter exit, and where nobody closed: never wait for a stuck stream there
+        # runs at interpreter exit too, and where nobody closed: it never waits for a stuck stream
         self._end = weakref.finalize(self, _shut_down, self.streams)
         for ring in self.streams:
             ring.start()
@@ -148,42 +146,42 @@ class EmbeddedDevice(base.CpuBackend):
         return memory
 
     def load_weight(self, tensor: Tensor, data: np.ndarray) -> DeviceMemory:
-        """Copies a weight into device memory, in the layout its kernel prefers, on all lanes of
-        stream 0 (which must not be held: this waits)."""
+        """Copies a weight into device memory, in the layout its kernel prefers. All workers of
+        stream 0 copy, and the host waits for them: no gate may hold stream 0."""
         if data.nbytes != tensor.nbytes:
             raise DeviceError(f"weight {tensor!r} wants {tensor.nbytes} bytes, not {data.nbytes}")
         rows, cols = tensor.rows, tensor.cols
         layout = self.layout_of(tensor)
-        nbytes = cpu.repacked_bytes(tensor.dtype, rows, cols, layout)
+        nbytes = op_table.repacked_bytes(tensor.dtype, rows, cols, layout)
         memory, source = self.allocate(nbytes, Space.DEVICE), int(data.ctypes.data)
         ring = self.streams[COMPUTE_STREAM]
-        # More parts than lanes: the first touch of new memory takes some lanes longer than others.
+        # More parts than workers: the first touch of new memory takes some workers longer.
         parts = max(1, min(nbytes // LOAD_PART_BYTES, MAX_PARTS))
         if layout == "file":
             ring.push(COPY, parts, (memory.address, source, nbytes))
         else:
-            kernel = cpu.kernel_address(("repack", tensor.dtype.name))
+            kernel = op_table.kernel_address(("repack", tensor.dtype.name))
             ring.push(kernel, parts, (memory.address, source, rows, cols))
             self._layouts[memory.address] = layout
         try:
             ring.wait(ring.issued)
         except BaseException:
-            self._keep(data)  # interrupted: the lanes still read it
+            self._keep(data)  # interrupted: the workers still read it
             raise
         return memory
 
     def layout_of(self, weight: Tensor) -> str:
-        return cpu.weight_layout(weight.dtype, weight.rows, weight.cols)
+        return op_table.weight_layout(weight.dtype, weight.rows, weight.cols)
 
     def _retire(self, address: int, block: np.ndarray) -> None:
-        """Forgets the memory at `address`, but keeps `block` until all queued by now is done."""
+        """Forgets the memory at `address`; keeps `block` until all work queued so far is done."""
         self._layouts.pop(address, None)
         self._pinned.pop(address, None)
         self._keep(block)
 
     def _keep(self, thing: object) -> None:
-        """`_retire` for anything. A finalizer may call it at any moment, inside itself too: so
-        append first, and let one caller at a time take from the other end."""
+        """Keeps `thing` until all work queued so far is done. A finalizer may call this at any
+        moment, even inside another call. So a call appends first, and one at a time removes."""
         self._retired.append((thing, tuple(ring.issued for ring in self.streams)))
         if self._reaping.acquire(blocking=False):
             done = tuple(ring.completed for ring in self.streams)
@@ -194,22 +192,22 @@ class EmbeddedDevice(base.CpuBackend):
     # commands --------------------------------------------------------------------------------
 
     def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issued:
-        """Queues `node`, as one entry of the ring."""
+        """Queues `node` as one entry of the ring."""
         layout = self._layouts.get(address_of(node.inputs[0]), "file")
         ring = self.streams[stream]
-        return ring.prepare(*base.bind(node, address_of, scratch, layout, ring.n_lanes))
+        return ring.prepare(*base.bind(node, address_of, scratch, layout, ring.n_workers))
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
         ring = self.streams[stream]
         if self.pageable == "snapshot" and not to_host and not self._is_pinned(src):
             return self._copy_snapshot(dst, src, nbytes, ring)
-        parts = max(1, min(nbytes // COPY_PART_BYTES, ring.n_lanes, MAX_PARTS))
+        parts = max(1, min(nbytes // COPY_PART_BYTES, ring.n_workers, MAX_PARTS))
         return ring.prepare(COPY, parts, (Address(dst), Address(src), nbytes))
 
     def copy_to_peer(
         self, peer: EmbeddedDevice, dst: int, src: int, nbytes: int, stream: int
     ) -> Issued:
-        """Both are memory of this process: a copy like one to the host, read when it runs."""
+        """Both are memory of this process: a copy like a copy to the host, read when it runs."""
         return self.copy(dst, src, nbytes, stream, to_host=True)
 
     def _is_pinned(self, address: int) -> bool:
@@ -247,7 +245,7 @@ class EmbeddedDevice(base.CpuBackend):
 
         def issue() -> None:
             point = event.point
-            if point is None or point[0] is ring:  # no record, or one that stream order keeps
+            if point is None or point[0] is ring:  # no Record, or stream order suffices
                 return
             args[0] = point[0].address + COMPLETED
             args[1] = point[1]
@@ -278,8 +276,7 @@ class EmbeddedDevice(base.CpuBackend):
             ring.wait(ring.issued)
 
     def gate(self, stream: int = COMPUTE_STREAM) -> EmbeddedGate:
-        """Holds `stream` from here on until the gate is opened (or the device closed). For tests
-        of what happens in between."""
+        """Holds `stream` from now until the gate is opened or the device closed. A test aid."""
         gate = EmbeddedGate(self.streams[stream])
         self._gates = [g for g in self._gates if not g.passed]
         self._gates.append(gate)
@@ -292,8 +289,8 @@ class EmbeddedDevice(base.CpuBackend):
         return ring, ring.issued
 
     def resolve(self, begin: Point, end: Point) -> tuple[int, int]:
-        """First start and last end of the entries between two marks of one stream; where there are
-        none, the end of the entry before, twice ((0, 0) if there was none)."""
+        """First start and last end of the entries between two marks of one stream. Without entries
+        between them: twice the end of the entry before, or (0, 0) for an empty stream."""
         ring, first = begin
         last = end[1] - 1
         if last >= first:
@@ -302,7 +299,7 @@ class EmbeddedDevice(base.CpuBackend):
         return before, before
 
     def close(self) -> None:
-        """Opens every gate, waits for what is queued, and ends the threads. Idempotent."""
+        """Opens every gate, waits for all queued entries, and ends the threads. Idempotent."""
         for gate in self._gates:
             gate.open()
         try:
@@ -320,7 +317,7 @@ def _shut_down(streams: tuple[Ring, ...]) -> None:
 
 
 def open_backend(threads: int = 0, pageable: str = "late") -> EmbeddedDevice:
-    """The embedded device with `threads` lanes (0: every core this process may use).
+    """The embedded device with `threads` workers (0: every core this process may use).
 
     pageable: when a copy reads a source that is not pinned, `late` or `snapshot` (see the module).
     Raises DeviceError for a wrong option.

@@ -1,7 +1,7 @@
 """get_rows: rows of a weight table, dequantised to float32.
 
-A table in layout rows16 has its blocks put together again, one by one. The arithmetic, and so every
-bit, is that of ggml's reference dequantisation (`ggml-quants.c`; in NumPy, the `gguf` package).
+From a table in layout rows16, each block is reassembled first. Arithmetic and bits are the same as
+in ggml's reference dequantisation (`ggml-quants.c`; in NumPy, the `gguf` package).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _q45_k(e: Emit, at: Value, dst: Value, fifth: bool) -> None:
 
 def _q6_k(e: Emit, at: Value, dst: Value) -> None:
     d = _half(e, at + 208)
-    for j in range(16):  # 16 columns: half n, part k of it, half h of the part
+    for j in range(16):  # 16 columns: half n of the block, quarter k, half h of the quarter
         n, k, h = j // 8, j // 2 % 4, j % 2
         low = e.load("u8", at + 64 * n + 32 * (k % 2) + 16 * h, 16)
         high = e.load("u8", at + 128 + 32 * n + 16 * h, 16)
@@ -90,7 +90,8 @@ DEQUANTISE: dict[str, Callable[[Emit, Value, Value], None]] = {
 
 
 def get_rows_body(dtype: str, layout: str) -> Body:
-    """Kernel get_rows for tables of `dtype`. Lanes share ids; an id outside the table gives NaN."""
+    """Kernel get_rows for tables of `dtype`. Parts are ranges of ids. An id outside the table
+    gives a row of NaN."""
 
     def row_bytes(cols: Value) -> Value:
         if dtype in FLOAT_LOADS:
@@ -118,14 +119,14 @@ def get_rows_body(dtype: str, layout: str) -> Body:
             at = block if packed else source + b * fmt.block_bytes
             DEQUANTISE[dtype](e, at, dst + b * (fmt.cols * 4))
 
-    def body(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    def body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
         dst, table, ids, n_ids, cols, table_rows = e.arguments(args, "iiiiii")
         copy_row = float_row if dtype in FLOAT_LOADS else block_row
-        start, stop = e.share(n_ids, lane, n_lanes)
+        start, stop = e.share(n_ids, part, n_parts)
         with e.loop(start, stop) as i:
             index = e.load("i32", ids + i * 4).to("i64")
             target = dst + i * cols * 4
-            # as an unsigned number, a negative id lies past the end too
+            # as an unsigned number, a negative id is past the end too
             with e.when_else(index.to("u64").compare("<", table_rows)) as (inside, outside):
                 with inside:
                     copy_row(e, target, table, index, cols)

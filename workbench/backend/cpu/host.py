@@ -1,8 +1,8 @@
-"""The host backend: synchronous, on host memory, with weights where the file's map has them.
+"""The host backend: synchronous, on host memory, with weights in the file's memory map.
 
-What llama.cpp's CPU backend is to its scheduler: no streams, no events, and a launch has run to its
-end when the call returns. Large kernels are shared with helper threads (the compiled lanes of
-`loops.py`; the caller is one of them), small ones run inline.
+It is to an engine what llama.cpp's CPU backend is to its scheduler: no streams, no events, and a
+launch is done when its call returns. The caller and helper threads share a large kernel, as
+workers of one ring (`loops.py`). A small kernel runs inline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Issue, nothing
 from workbench.backend.cpu import base
-from workbench.backend.cpu.loops import push, run_inline, run_lane
+from workbench.backend.cpu.loops import push, run_inline, run_worker
 from workbench.backend.cpu.ring import Ring, aligned_zeros, block_of, command_block
 from workbench.backend.issued import Issued, Words
 from workbench.errors import DeviceError
@@ -26,7 +26,7 @@ from workbench.program.commands import Space
 
 
 class HostMemory:
-    """A numpy array as Memory. `free` lets go of it; who else holds the array keeps it."""
+    """A numpy array as Memory. `free` drops the reference; any other holder keeps the array."""
 
     def __init__(self, array: np.ndarray):
         self.array: np.ndarray | None = array
@@ -46,10 +46,10 @@ class HostBackend(base.CpuBackend):
     )
 
     def __init__(self, threads: int):
-        self.lanes = base.n_lanes(threads)
-        self.description = f"host, {self.lanes} threads, {base.cpu_name()}"
+        self.workers = base.n_workers(threads)
+        self.description = f"host, {self.workers} threads, {base.cpu_name()}"
         self.waiting = "never: every call returns when its work is done"
-        self._ring = Ring("the host backend", self.lanes - 1)
+        self._ring = Ring("the host backend", self.workers - 1)
         self._helpers = False
         self._end = weakref.finalize(self, self._ring.close, drain=False)
 
@@ -58,15 +58,15 @@ class HostBackend(base.CpuBackend):
         return HostMemory(aligned_zeros(nbytes))
 
     def load_weight(self, tensor: Tensor, data: np.ndarray) -> HostMemory:
-        """The file's bytes themselves; they must outlive the backend."""
+        """Uses the file's bytes in place; they must outlive the backend."""
         return HostMemory(data)
 
     def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issued:
         """Computes `node` to its end."""
-        return self.run_kernel(*base.bind(node, address_of, scratch, "file", self.lanes))
+        return self.run_kernel(*base.bind(node, address_of, scratch, "file", self.workers))
 
     def run_kernel(self, function: int, parts: int, args: list[int | float]) -> Issued:
-        """Runs the kernel at address `function`, shared where parts > 1."""
+        """Runs the kernel at address `function`; the workers share it where parts > 1."""
         block = command_block(function, parts, args)
         address, same = int(block.ctypes.data), (function, parts)
         if parts == 1:
@@ -83,7 +83,7 @@ class HostBackend(base.CpuBackend):
         def shared(_block: np.ndarray = block) -> None:
             if push(control, address):
                 raise DeviceError("the host backend is closed; open a new one")
-            run_lane(control, ring.issued, yield_ns)
+            run_worker(control, ring.issued, yield_ns)
 
         return Issued(shared, same, block_of(block, args))
 
@@ -122,7 +122,7 @@ class HostBackend(base.CpuBackend):
         return None
 
     def resolve(self, begin: Any, end: Any) -> tuple[int, int]:
-        """(0, 0): the host's own spans tell when it computed."""
+        """(0, 0): the host's own spans show when it computed."""
         return 0, 0
 
     def close(self) -> None:
@@ -132,6 +132,6 @@ class HostBackend(base.CpuBackend):
 def open_backend(threads: int = 0) -> HostBackend:
     """The host backend with `threads` threads, the caller's included (0: every core).
 
-    Raises DeviceError for a number of threads that cannot be.
+    Raises DeviceError for an impossible number of threads.
     """
     return HostBackend(threads)

@@ -2,11 +2,11 @@
 
 A block of a file row is one small `head` (its scale) and words of 32 bits. Layout `rows16` puts the
 blocks of 16 consecutive rows together: the 16 heads, then word 0 of the 16 rows, word 1, and so on.
-Nothing is decoded and nothing grows, but that the last row is repeated to fill a group of 16. A dot
-product then needs no sum across a vector: lane i of every accumulator belongs to row i.
+Nothing is decoded, and only a group with fewer than 16 rows grows: it repeats the last row. A dot
+product then needs no sum across a vector: element i of every accumulator belongs to row i.
 
-The same packing brings file blocks into that order on the fly, a tile at a time, where weights
-stay as they are in the file; both layouts therefore give the same bits.
+In layout `file`, the product packs file blocks in the same order on the fly, a tile at a time. Both
+layouts therefore give the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GROUP = 16  # rows interleaved
 
 
 class Format(NamedTuple):
-    """Where head and words lie in one block of a file row (offsets and sizes in bytes)."""
+    """Offsets and sizes, in bytes, of head and words in one block of a file row."""
 
     cols: int
     block_bytes: int
@@ -47,13 +47,13 @@ FORMATS = {
 def row_addresses(
     e: Emit, base: Value, first: Value, n_rows: Value, row_bytes: Value
 ) -> list[Value]:
-    """Addresses of rows first..first+15, the last row standing in for rows past the end."""
+    """Addresses of rows first..first+15; the last row stands in for rows past the end."""
     last = n_rows - 1
     return [base + e.min(first + r, last) * row_bytes for r in range(GROUP)]
 
 
 def pack_unit(e: Emit, fmt: Format, dst: Value, rows: list[Value], offset: Value) -> None:
-    """Write the packed unit made of the block at `offset` of 16 rows to `dst`."""
+    """Packs the blocks at `offset` of 16 rows into one unit at `dst`."""
     if fmt.head_kind:
         size = fmt.head_bytes // GROUP
         for r, row in enumerate(rows):
@@ -64,18 +64,18 @@ def pack_unit(e: Emit, fmt: Format, dst: Value, rows: list[Value], offset: Value
             e.store(column, dst + (fmt.head_bytes + 64 * (word + i)))
 
 
-def unpack_block(e: Emit, fmt: Format, packed: Value, lane: Value, dst: Value) -> None:
-    """Write the file block of row `lane` (0..15) of the packed unit at `packed` to `dst`."""
+def unpack_block(e: Emit, fmt: Format, packed: Value, row: Value, dst: Value) -> None:
+    """Writes the file block of row `row` (0..15) of the packed unit at `packed` to `dst`."""
     if fmt.head_kind:
         size = fmt.head_bytes // GROUP
-        e.store(e.load(fmt.head_kind, packed + lane * size), dst + fmt.head_at)
+        e.store(e.load(fmt.head_kind, packed + row * size), dst + fmt.head_at)
     for word in range(fmt.n_words):
-        value = e.load("u32", packed + lane * 4 + (fmt.head_bytes + 64 * word))
+        value = e.load("u32", packed + row * 4 + (fmt.head_bytes + 64 * word))
         e.store(value, dst + (fmt.words_at + 4 * word))
 
 
 def _transpose(fours: list[Value]) -> list[Value]:
-    """16 rows of 4 words to 4 columns of 16 words."""
+    """Turns 16 rows of 4 words into 4 columns of 16 words."""
     pairs = [a.shuffle(range(8), b) for a, b in zip(fours[0::2], fours[1::2], strict=True)]
     quads = [a.shuffle(range(16), b) for a, b in zip(pairs[0::2], pairs[1::2], strict=True)]
     two_words = [[4 * r + w for w in half for r in range(8)] for half in ((0, 1), (2, 3))]
@@ -85,13 +85,13 @@ def _transpose(fours: list[Value]) -> list[Value]:
 
 
 def repack_body(fmt: Format) -> Body:
-    """Kernel: dst, src, n_rows, cols. Lanes share the groups of rows."""
+    """Kernel: dst, src, n_rows, cols. Parts are groups of rows."""
 
-    def body(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    def body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
         dst, src, n_rows, cols = e.arguments(args, "iiii")
         n_units = cols // fmt.cols
         row_bytes = n_units * fmt.block_bytes
-        start, stop = e.share((n_rows + (GROUP - 1)) // GROUP, lane, n_lanes)
+        start, stop = e.share((n_rows + (GROUP - 1)) // GROUP, part, n_parts)
         with e.loop(start, stop) as group:
             rows = row_addresses(e, src, group * GROUP, n_rows, row_bytes)
             packed = dst + group * row_bytes * GROUP

@@ -1,7 +1,7 @@
-"""The instructions LLVM does not find by itself: dot products of bytes, by the CPU's features.
+"""Instructions that LLVM does not find by itself: dot products of bytes, by the CPU's features.
 
-`Isa` is what a kernel is compiled for. The numba cache is keyed by CPU name and features, so the
-choice may be made at compile time. All forms give the same integers.
+A kernel is compiled for one `Isa`. The choice may be made at compile time, because numba's cache is
+keyed by CPU name and features. All forms give the same integers.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ from workbench.backend.cpu.vector import Emit, Value
 
 
 class Tile(NamedTuple):
-    """What one inner loop of a blocked product holds in registers: groups of 16 rows x tokens."""
+    """Groups of 16 rows, and tokens, whose sums one inner loop of a blocked product holds in
+    registers."""
 
     groups: int
     tokens: int
 
 
 class Isa(NamedTuple):
-    """name; needs: CPU features (LLVM's names); dot: how to multiply bytes; float_lanes: float32
-    elements of one register; tokens: tokens of a small batch worked on together; tile and
-    float_tile: of products by blocks, of integers and of floats."""
+    """An instruction set. needs: CPU features, by LLVM's names. dot: how to multiply bytes.
+    float_elements: float32 elements of one register. tokens: of a small batch, multiplied together.
+    tile, float_tile: of blocked products, of integers and of floats."""
 
     name: str
     needs: tuple[str, ...]
     dot: str
-    float_lanes: int
+    float_elements: int
     tokens: int
     tile: Tile
     float_tile: Tile
 
     @property
     def wide_bytes(self) -> bool:
-        """May the unsigned operand of a dot product use all 8 bits?"""
+        """Whether the unsigned operand of a dot product may use all 8 bits."""
         return self.dot.startswith("vpdpbusd")
 
 
@@ -51,7 +52,7 @@ ISAS = {  # the best first
 
 
 def available(features: Mapping[str, bool]) -> list[Isa]:
-    """What a CPU with these features can run, the best first."""
+    """The instruction sets of a CPU with these features, the best first."""
     return [isa for isa in ISAS.values() if all(features.get(f, False) for f in isa.needs)]
 
 

@@ -1,38 +1,38 @@
-"""The compiled code behind every stream of a CPU device: lanes that take entries from a ring.
+"""The compiled code behind every stream of a CPU device: workers that take entries from a ring.
 
-Python fills the ring; lanes (threads in compiled code, without the GIL from start to shutdown)
-empty it. An entry is a kernel's address, the number of parts it is split into, and its arguments,
-which are copied into the ring by the push, as a GPU's launch copies its parameters.
+Python fills the ring. Workers empty it: threads in compiled code, without the GIL from start to
+shutdown. An entry is a kernel's address, its number of parts, and its arguments. A push copies
+the arguments into the ring, as a GPU's launch copies its parameters.
 
-    host    push 0 | push 1 | push 2 | ... Python ...      | sync ........|
-    lane 0         | 0: a  c  | 1 | 2: a  c  e  |
-    lane 1         | 0: b  d  |   | 2: b   d    |            completed = 3, the host wakes
+    host      push 0 | push 1 | push 2 | ... Python ...      | sync ........|
+    worker 0         | 0: a  c  | 1 | 2: a  c  e  |
+    worker 1         | 0: b  d  |   | 2: b   d    |            completed = 3, the host wakes
 
-Order: an entry starts when the one before is complete, whatever lane ran it. Within an entry lanes
-*claim* parts from one atomic word (entry << 16 | next part) until none is left, and whoever
-finishes the last part completes the entry. So a lane that the system has put aside delays at most
-the one part it holds, and an entry of one part never crosses threads: the lane that completed an
-entry claims the first part of the next with the same store. (A static share per lane with a barrier
-between entries has neither property: on two cores, with the host on one of them, every barrier
-waits for a descheduled lane.) Results do not depend on who runs a part: kernels compute disjoint
-rows.
+Order: an entry starts when the entry before it is complete, whichever worker ran it. Within an
+entry, workers *claim* parts from one atomic word (entry << 16 | next part) until none is left. The
+worker that finishes the last part completes the entry, and claims the first part of the next entry
+with the same store. Two things follow. A worker that the system has put aside delays at most the
+one part it holds. An entry of one part never crosses threads. (A fixed share per worker with a
+barrier between entries has neither property: on two cores, with the host on one of them, every
+barrier waits for a descheduled worker.) Results do not depend on which worker runs a part, because
+parts are disjoint rows.
 
-How a wait waits. A `Signal` is a monotonic int64 counter in shared memory:
+How the host and a worker wait. A `Signal` is a monotonic int64 counter in shared memory:
 
     word 0   value          raised by `publish`, never lowered
     word 1   wake_at        least value a sleeper wants; NOBODY when none sleeps
     64 B on  a pthread mutex, 128 B on a pthread condition variable
 
 `await_value` spins for about a microsecond, yields for a while, then sleeps. The publisher pays for
-a wake-up only where a sleeper asked for a value that is now reached: value and wake_at are
-sequentially consistent, so either the sleeper sees the new value or the publisher sees the sleeper.
-Yielding lets any thread with work have the core. On two quiet cores, measured against pure spinning
-of 10 and 50 us, it was as quick to start and lost least to a busy host (kernels that take one lane
-5.5 ms, on two lanes beside a Python loop: 5.6 ms; spinning 50 us: 6.8).
+a wake-up only where a sleeper asked for a value that is now reached. Value and wake_at are
+sequentially consistent: either the sleeper sees the new value, or the publisher sees the sleeper.
+Yielding gives the core to any thread with work. On two quiet cores, against pure spinning of 10 and
+50 us, yielding was as quick to start and lost least to a busy host. (Kernels that take one worker
+5.5 ms, on two workers beside a Python loop: 5.6 ms; with 50 us of spinning: 6.8 ms.)
 
-All that is compiled is in this file, for numba's cache looks at no other file than a function's own
-when it decides whether it is out of date. A stream's control block and a ring's slot are laid out
-by the constants below (bytes; words that different threads write are a cache line apart).
+All compiled code is in this file, because numba's cache looks only at a function's own file to
+decide whether the function is out of date. The constants below lay out a stream's control block and
+an entry of its ring, in bytes. Words that different threads write are a cache line apart.
 """
 
 from __future__ import annotations
@@ -73,23 +73,23 @@ WAKE_AT, MUTEX, CONDITION = 8, 64, 128
 # control block: two signals, then words
 ISSUED, COMPLETED = 0, SIGNAL_BYTES
 CLAIM, FINISHED = 384, 448
-SLOTS, STAMPS, STATE = 512, 520, 528
+ENTRIES, STAMPS, STATE = 512, 520, 528
 CONTROL_BYTES = 576
 OPEN, STOPPED = 0, 1
 
-RING_SIZE = 4096  # entries; one slot stays empty (see `push`)
+RING_SIZE = 4096  # entries; one stays empty (see `push`)
 STAMP_SIZE = 1 << 16  # entries whose start and end are remembered
-SLOT_BYTES, PARTS, ARGS = 256, 8, 16
-MAX_ARGS = (SLOT_BYTES - ARGS) // 8
+ENTRY_BYTES, PARTS, ARGS = 256, 8, 16
+MAX_ARGS = (ENTRY_BYTES - ARGS) // 8
 PART_BITS = 16
 MAX_PARTS = (1 << PART_BITS) - 1
 PUSHED, FULL, CLOSED = 0, 1, 2
 
-LANE_YIELD_NS = 200_000  # an idle lane yields this long before it sleeps
+WORKER_YIELD_NS = 200_000  # an idle worker yields this long before it sleeps
 HOST_YIELD_NS = 30_000  # a waiting host likewise
 SLICE_NS = 20_000_000  # a waiting host returns to Python this often, for Ctrl-C
 
-KERNEL = "void(int64, int64, int64)"  # args, lane, n_lanes
+KERNEL = "void(int64, int64, int64)"  # args, part, n_parts
 _BEGUN_NS = time.perf_counter_ns()
 
 # The clock of time.perf_counter_ns, and the one pthread_cond_timedwait counts in.
@@ -110,7 +110,7 @@ def now_ns():
 
 @njit(cache=True)
 def init_signal(signal):
-    """Makes the zeroed SIGNAL_BYTES at `signal` a Signal of value 0."""
+    """Turns the zeroed SIGNAL_BYTES at `signal` into a Signal of value 0."""
     mutex_init(signal + MUTEX, 0)
     cond_init(signal + CONDITION, 0)
     store(signal + WAKE_AT, NOBODY)
@@ -118,7 +118,7 @@ def init_signal(signal):
 
 @njit(cache=True, nogil=True)
 def wake(signal):
-    """Wakes all that sleep on `signal`; those that want more sleep again."""
+    """Wakes every sleeper on `signal`; a sleeper that wants a larger value sleeps again."""
     mutex_lock(signal + MUTEX)
     store(signal + WAKE_AT, NOBODY)
     cond_broadcast(signal + CONDITION)
@@ -127,7 +127,7 @@ def wake(signal):
 
 @njit(cache=True, nogil=True)
 def publish(signal, value):
-    """Raises `signal` to `value`, and wakes those that wait for it."""
+    """Raises `signal` to `value`, and wakes the sleepers that wait for it."""
     store(signal, value)
     if load(signal + WAKE_AT) <= value:
         wake(signal)
@@ -137,9 +137,9 @@ def publish(signal, value):
 def await_value(signal, value, yield_ns, timeout_ns):
     """Waits until `signal` reaches `value`; False where `timeout_ns` passed asleep without it.
 
-    First about 1 us of spinning, for the common case that the other side is about to finish; then
-    `yield_ns` of sched_yield, which leaves the core to any thread that has work; then sleep.
-    timeout_ns = FOREVER never gives up.
+    First about 1 us of spinning: often the other side is about to finish. Then `yield_ns` of
+    sched_yield, which leaves the core to any thread with work. Then sleep. timeout_ns = FOREVER
+    never gives up.
     """
     for _ in range(20):
         if load(signal) >= value:
@@ -160,7 +160,7 @@ def await_value(signal, value, yield_ns, timeout_ns):
     while True:
         if value < load(signal + WAKE_AT):
             store(signal + WAKE_AT, value)
-        if load(signal) >= value:  # published before it could see us
+        if load(signal) >= value:  # published before the publisher could see this sleeper
             break
         if timeout_ns < 0:
             cond_wait(signal + CONDITION, signal + MUTEX)
@@ -176,45 +176,43 @@ def push(control, command):
 
     Returns PUSHED, FULL or CLOSED. Holds the GIL: Python threads push one after the other.
 
-    A slot is refilled only when the entry *behind* its old one is complete too. That entry's claim
-    proves that the claim word had left the old one, so a lane that lags behind can read a refilled
-    slot, but never claim from it.
+    An entry's memory is filled again only when the entry *behind* the old one is complete, too.
+    By then the claim word has left the old entry. A worker that lags behind may read the new
+    entry, but never claims a part of it.
     """
     entry = load(control + ISSUED)
     if load(control + STATE) != OPEN:
         return CLOSED
     if entry - load(control + COMPLETED) >= RING_SIZE - 1:
         return FULL
-    slot = load(control + SLOTS) + (entry & (RING_SIZE - 1)) * SLOT_BYTES
-    put(slot, load(command))
-    put(slot + PARTS, load(command + 8))
+    at = load(control + ENTRIES) + (entry & (RING_SIZE - 1)) * ENTRY_BYTES
+    put(at, load(command))
+    put(at + PARTS, load(command + 8))
     for i in range(load(command + 16)):
-        put(slot + ARGS + 8 * i, load(command + 24 + 8 * i))
+        put(at + ARGS + 8 * i, load(command + 24 + 8 * i))
     publish(control + ISSUED, entry + 1)
     return PUSHED
 
 
 @njit("void(int64, int64, int64)", cache=True, nogil=True)
-def run_lane(control, until, yield_ns):
+def run_worker(control, until, yield_ns):
     """Runs parts of entries until entry `until - 1` is complete, or the stream is stopped."""
-    slots, stamps = load(control + SLOTS), load(control + STAMPS)
+    entries, stamps = load(control + ENTRIES), load(control + STAMPS)
     while load(control + COMPLETED) < until:
         claim = load(control + CLAIM)
         entry, part = claim >> PART_BITS, claim & MAX_PARTS
         if entry >= until:
-            return  # completed since the test above
+            return  # complete since the test above
         if load(control + ISSUED) <= entry:
             await_value(control + ISSUED, entry + 1, yield_ns, FOREVER)
             continue
-        if (
-            load(control + STATE) != OPEN
-        ):  # after reading ISSUED, which `stop` raises without entries
+        if load(control + STATE) != OPEN:  # read after ISSUED: `stop` raises both
             return
-        slot = slots + (entry & (RING_SIZE - 1)) * SLOT_BYTES
-        parts = load(slot + PARTS)
+        at = entries + (entry & (RING_SIZE - 1)) * ENTRY_BYTES
+        parts = load(at + PARTS)
         if part >= parts:
             if load(control + COMPLETED) > entry:
-                sched_yield()  # complete, but put aside before it could move the claim word
+                sched_yield()  # complete, but its worker was put aside before the claim word moved
             else:
                 await_value(control + COMPLETED, entry + 1, yield_ns, FOREVER)
             continue
@@ -224,7 +222,7 @@ def run_lane(control, until, yield_ns):
             stamp = stamps + (entry & (STAMP_SIZE - 1)) * 16
             if part == 0:
                 put(stamp, now_ns())
-            call_kernel(load(slot), slot + ARGS, part, parts)
+            call_kernel(load(at), at + ARGS, part, parts)
             if parts > 1 and fetch_add(control + FINISHED, 1) < parts - 1:
                 break
             # every part is done: complete the entry, and keep the next one if it is there
@@ -240,8 +238,8 @@ def run_lane(control, until, yield_ns):
                 wake(control + COMPLETED)
             if not more:
                 break
-            slot = slots + (entry & (RING_SIZE - 1)) * SLOT_BYTES
-            part, parts = 0, load(slot + PARTS)
+            at = entries + (entry & (RING_SIZE - 1)) * ENTRY_BYTES
+            part, parts = 0, load(at + PARTS)
 
 
 @njit("boolean(int64, int64, int64, int64)", cache=True, nogil=True)
@@ -252,31 +250,32 @@ def wait_slice(signal, value, yield_ns, timeout_ns):
 
 @njit("void(int64)", cache=True, nogil=True)
 def stop(control):
-    """Makes the lanes leave after the parts they hold. No entry that still waits is run."""
+    """Makes the workers leave after the parts they hold. No entry that still waits is run."""
     store(control + STATE, STOPPED)
     publish(control + ISSUED, NOBODY - 1)
 
 
 @njit("void(int64)", cache=True, nogil=True)
 def run_inline(command):
-    """Runs a command block's kernel here and now, as one part."""
+    """Runs the kernel of a command block in the calling thread, as one part."""
     call_kernel(load(command), command + 24, 0, 1)
 
 
 @cfunc(KERNEL, cache=True)
-def copy_kernel(args, lane, n_lanes):
-    """args: dst, src, nbytes. Shares are multiples of 64 bytes."""
+def copy_kernel(args, part, n_parts):
+    """args: dst, src, nbytes. Parts are multiples of 64 bytes."""
     dst, src, nbytes = load(args), load(args + 8), load(args + 16)
-    share = ((nbytes + n_lanes - 1) // n_lanes + 63) & ~63
-    start = min(lane * share, nbytes)
+    share = ((nbytes + n_parts - 1) // n_parts + 63) & ~63
+    start = min(part * share, nbytes)
     copy_bytes(dst + start, src + start, min(share, nbytes - start))
 
 
 @cfunc(KERNEL, cache=True)
-def await_kernel(args, lane, n_lanes):
-    """args: signal, value, control of the stream this runs on (given up when that is stopped)."""
+def await_kernel(args, part, n_parts):
+    """args: signal, value, control block of this kernel's own stream. Ends without the value where
+    the own stream is stopped."""
     signal, value, control = load(args), load(args + 8), load(args + 16)
-    while not await_value(signal, value, LANE_YIELD_NS, SLICE_NS):
+    while not await_value(signal, value, WORKER_YIELD_NS, SLICE_NS):
         if load(control + STATE) != OPEN:
             return
 
@@ -284,5 +283,5 @@ def await_kernel(args, lane, n_lanes):
 # their addresses in this process (numba gives every cfunc one)
 COPY, AWAIT = (int(kernel.address or 0) for kernel in (copy_kernel, await_kernel))
 
-if not await_kernel.cache_hits:  # nor had numba's cache what is above
+if not await_kernel.cache_hits:  # then all of this file was compiled
     compiled.took(_BEGUN_NS, compiled.kept_by(await_kernel))

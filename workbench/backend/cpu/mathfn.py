@@ -1,4 +1,4 @@
-"""exp, sine and cosine in vector code, from the arithmetic every CPU has."""
+"""exp, sine and cosine in vector code, from arithmetic that every CPU has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def _horner(e: Emit, x: Value, coefficients: list[float]) -> Value:
 
 
 def exp(e: Emit, x: Value) -> Value:
-    """e^x of float32, to about 1e-7 relative; 0 below -87.3, as if x were 88 above 88. NaN stays.
+    """e^x of float32, to about 1e-7 relative; 0 below -87.3, e^88 above 88. NaN stays
+    NaN.
 
     x = k ln 2 + r with |r| <= ln(2)/2; e^r by its Taylor polynomial of degree 7; 2^k as bits.
     """
@@ -40,8 +41,8 @@ _PIO2_LOW = float.fromhex("0x1.0b4611a626331p-34")
 def sine_cosine(e: Emit, x: Value) -> tuple[Value, Value]:
     """Sine and cosine of float64 x, |x| < 2^20, to about 1e-14.
 
-    x = k pi/2 + r with |r| <= pi/4; both polynomials of r; the quadrant k mod 4 says which and
-    with what sign.
+    x = k pi/2 + r with |r| <= pi/4; sine and cosine of r are polynomials. The quadrant
+    k mod 4 selects polynomial and sign.
     """
     k = e.round_even(x * (2 / math.pi))
     r = e.fma(k, -_PIO2_LOW, e.fma(k, -_PIO2_HIGH, x))

@@ -1,13 +1,13 @@
 """mul_mat for few tokens: dst[t, r] = sum over columns of w[r, c] * x[t, c].
 
-Quantised weights meet activations in 8 bits (Q8_ACT) as integer dot products. 16 rows are worked on
-together, a row per lane: of 4 columns at a time, a vector of 64 weight bytes meets one word of 4
-activation bytes, splatted. One block's integer sums become floats once and are added, scaled, by
-one fma per 16 rows. Weights are read and unpacked once for up to `isa.tokens` tokens. Of
-more tokens than `cpu.BATCH` products are blocked.py's, with the same bits.
+Quantised weights times 8-bit activations (Q8_ACT) are integer dot products. A vector holds 16 rows,
+one row per element. For 4 columns at a time, 64 weight bytes meet one word of 4 activation bytes,
+splatted. A block's integer sums become floats once; one fma per 16 rows scales and adds them.
+Weights are read and unpacked once for up to `isa.tokens` tokens. For more tokens than
+`op_table.BATCH`, blocked.py multiplies, with the same bits.
 
-F32, F16 and BF16 weights meet float32 activations: 4 rows at a time, each with accumulators of its
-own, summed across the vector at the end.
+F32, F16 and BF16 weights meet float32 activations: 4 rows at a time, each with its own
+accumulators, summed across the vector at the end.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from workbench.backend.cpu.isa import Isa, dot4, pair_sums
 from workbench.backend.cpu.vector import Body, Emit, Value, Variable
 
 CHUNK = 64  # tokens whose activations stay in the second cache level while all rows pass
-TILE_COLS = 256  # columns packed at a time where weights lie as in the file
+TILE_COLS = 256  # columns packed at a time in layout `file`
 FLOAT_ROWS = 4
-LINE = 64  # bytes asked for at a time
+LINE = 64  # bytes of one prefetch
 PREFETCH = 8192  # bytes ahead of use; the CPU does not foresee the order of K-quants by itself
-ROW_PREFETCH = 2048  # the same along a row of floats
+ROW_PREFETCH = 2048  # bytes ahead of use along a row of floats
 
 
 class Token(NamedTuple):
@@ -44,9 +44,9 @@ def token_row(x: Value, t: Value, cols: Value, sub: Value) -> Token:
 
 
 class Scales(NamedTuple):
-    """What 32 columns of a token scale integer sums by, the same in each of 16 lanes.
+    """The factors of integer sums over 32 columns of a token, the same in each of 16 elements.
 
-    scale: f32; minus_sum: f32, less the sum of the quants, where the form asks for it.
+    scale: f32. minus_sum: f32, minus the sum of the quants; None where the form needs none.
     """
 
     scale: Value
@@ -54,12 +54,12 @@ class Scales(NamedTuple):
 
 
 def _half_sums(e: Emit, t: Token, sub: Value) -> Value:
-    """The sums of both halves of block `sub` as i16 pairs, the same in each of 16 lanes."""
+    """The sums of both halves of block `sub` as i16 pairs, the same in each of 16 elements."""
     return e.splat(e.load("i32", t.sums + sub * 4), GROUP).bits("i16")
 
 
 def starts(e: Emit, isa: Isa, code: Code, t: Token, sub: Value) -> list[Value]:
-    """i32 x16, for each integer sum of block `sub`: what the offset of the codes takes off."""
+    """i32 x16 for each integer sum of block `sub`: the correction for the offset of the codes."""
     if not code.offset:
         return [e.const("i32", 0, GROUP) for _ in code.parts]
     sums, less = _half_sums(e, t, sub), -code.offset
@@ -69,7 +69,7 @@ def starts(e: Emit, isa: Isa, code: Code, t: Token, sub: Value) -> list[Value]:
 
 
 def scales(e: Emit, isa: Isa, code: Code, t: Token, sub: Value) -> Scales:
-    """Of block `sub` of the row. To be loaded after its products: registers are few before."""
+    """The factors of block `sub`. Load them after the products: registers are few before."""
     minus_sum = None
     if code.form == "least":
         minus_sum = pair_sums(e, isa, _half_sums(e, t, sub), -1, -1).to("f32")
@@ -77,14 +77,14 @@ def scales(e: Emit, isa: Isa, code: Code, t: Token, sub: Value) -> Scales:
 
 
 def columns(e: Emit, t: Token, sub: Value, c: int) -> Value:
-    """Quants 4c..4c+3 of block `sub`, the same in each of 16 lanes, as i8 x64."""
+    """Quants 4c..4c+3 of block `sub`, the same in each of 16 elements, as i8 x64."""
     return e.splat(e.load("i32", t.quants + sub * 32 + 4 * c), GROUP).bits("i8")
 
 
 def add_block(
     e: Emit, code: Code, factors: Sequence[Value], totals: list[Value], x: Scales, acc: Value
 ) -> Value:
-    """acc and the product of 32 columns whose integer sums are `totals`, by one last fma."""
+    """acc plus the product of 32 columns with integer sums `totals`; the last step is one fma."""
     if code.form == "least":
         assert x.minus_sum is not None
         value = e.fma(totals[0].to("f32"), factors[0], factors[1] * x.minus_sum)
@@ -99,7 +99,7 @@ def multiply(
     e: Emit, isa: Isa, code: Code, tokens: list[Token], sub: Value, block: Block,
     acc: list[Variable],
 ) -> None:  # fmt: skip
-    """Add the products of a decoded block and block `sub` of every token."""
+    """Adds the products of a decoded block and block `sub` of every token."""
     first = [starts(e, isa, code, t, sub) for t in tokens]
     totals: list[list[Value]] = [[] for _ in tokens]
     for part, words in enumerate(code.parts):
@@ -119,10 +119,10 @@ def multiply(
 def token_blocks(
     e: Emit, start: Value, stop: Value, most: int, block: Callable[[list[Value]], None]
 ) -> None:
-    """block(tokens) over tokens start..stop-1, where tokens are 1, 4 or `most` indices.
+    """Calls block(tokens) over tokens start..stop-1, with 1, 4 or `most` indices.
 
-    What is left of whole blocks is one of the smallest size that takes it, which repeats the last
-    token where it is not full: same values to the same place.
+    The tokens behind the last whole block form one block of the smallest size that holds them. A
+    block that is not full repeats the last token: it stores the same values twice.
     """
     whole = start + ((stop - start) // most) * most
     with e.loop(start, whole, most) as t:
@@ -136,24 +136,29 @@ def token_blocks(
         fewer = size
 
 
-def quantised_body(dtype: str, layout: str, isa: Isa) -> Body:
-    """Kernel mul_mat for a quantised type; layout is file or rows16. Lanes share groups of rows.
+def product_body(dtype: str, layout: str, isa: Isa) -> Body:
+    """Kernel mul_mat for any weight type; float types have layout file only."""
+    return float_body(dtype, isa) if dtype in FLOAT_LOADS else quantised_body(dtype, layout, isa)
 
-    Interleaved weights are asked for a little at a time, by each block of 32 columns: a unit of a
-    K-quant asked for at once takes up to 2.8 times as long with 2 to 8 tokens (Q6_K with one token
-    up to 8 % less). From the file's order a tile at once is better, but for Q8_0
+
+def quantised_body(dtype: str, layout: str, isa: Isa) -> Body:
+    """Kernel mul_mat for a quantised type; layout is file or rows16. Parts are groups of rows.
+
+    In layout rows16, each block of 32 columns prefetches a little. Prefetching a whole unit of a
+    K-quant takes up to 2.8 times as long with 2 to 8 tokens (Q6_K with one token: up to 8 % less).
+    In layout file, prefetching a whole tile is better for all types but Q8_0
     (data/results/tuning/cpu-prefetch-1.txt).
     """
     fmt, code = FORMATS[dtype], code_of(dtype, isa)
     unit_bytes = fmt.block_bytes * GROUP
-    lines = -(-unit_bytes // LINE // (fmt.cols // 32))  # that a block of 32 columns asks for
+    lines = -(-unit_bytes // LINE // (fmt.cols // 32))  # a block of 32 columns prefetches
 
-    def body(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    def body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
         dst, w, x, n_rows, cols, n_tokens = e.arguments(args, "iiiiii")
         n_units = cols // fmt.cols
         row_bytes = n_units * fmt.block_bytes
         tile = e.stack(TILE_COLS // fmt.cols * unit_bytes) if layout == "file" else None
-        start, stop = e.share((n_rows + (GROUP - 1)) // GROUP, lane, n_lanes)
+        start, stop = e.share((n_rows + (GROUP - 1)) // GROUP, part, n_parts)
 
         def group_block(group: Value, indices: list[Value]) -> None:
             tokens = [token_row(x, t, cols, e.const("i64", 0)) for t in indices]
@@ -192,7 +197,7 @@ def _from_file(
     e: Emit, fmt: Format, unit: Callable[[Value, Value], None], tile: Value, w: Value,
     group: Value, n_rows: Value, n_units: Value,
 ) -> None:  # fmt: skip
-    """Pack a tile of 16 rows x TILE_COLS columns, multiply it, and so on along the rows."""
+    """Packs and multiplies tiles of 16 rows x TILE_COLS columns, one after another."""
     n_tile, unit_bytes = TILE_COLS // fmt.cols, fmt.block_bytes * GROUP
     rows = row_addresses(e, w, group * GROUP, n_rows, n_units * fmt.block_bytes)
     next_group = n_units * (fmt.block_bytes * GROUP)
@@ -211,7 +216,7 @@ def _from_file(
 def store_group(
     e: Emit, dst: Value, token: Value, row: Value, n_rows: Value, values: Value
 ) -> None:
-    """Store a result per row, rows row..row+15, of those below n_rows."""
+    """Stores one result per row, for rows row..row+15 below n_rows."""
     at = dst + (token * n_rows + row) * 4
     with e.when_else((row + GROUP).compare("<=", n_rows)) as (full, partial):
         with full:
@@ -238,13 +243,13 @@ FLOAT_LOADS = {"F32": (4, load_f32), "F16": (2, load_f16), "BF16": (2, load_bf16
 
 
 def float_body(dtype: str, isa: Isa) -> Body:
-    """Kernel mul_mat for F32, F16 or BF16 weights; lanes share groups of FLOAT_ROWS rows."""
+    """Kernel mul_mat for F32, F16 or BF16 weights. Parts are groups of FLOAT_ROWS rows."""
     size, load = FLOAT_LOADS[dtype]
-    n = isa.float_lanes
+    n = isa.float_elements
 
-    def body(e: Emit, args: Value, lane: Value, n_lanes: Value) -> None:
+    def body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
         dst, w, x, n_rows, cols, n_tokens = e.arguments(args, "iiiiii")
-        start, stop = e.share((n_rows + (FLOAT_ROWS - 1)) // FLOAT_ROWS, lane, n_lanes)
+        start, stop = e.share((n_rows + (FLOAT_ROWS - 1)) // FLOAT_ROWS, part, n_parts)
 
         def group_block(group: Value, indices: list[Value]) -> None:
             rows = [e.min(group * FLOAT_ROWS + r, n_rows - 1) for r in range(FLOAT_ROWS)]

@@ -1,10 +1,10 @@
-"""CPU kernels for the host backend and the embedded device.
+"""The table of CPU kernels: which one runs a node, what writes its code, which scratch it needs.
 
-A kernel is `void kernel(int64 args, int64 lane, int64 n_lanes)`: `args` is the address of a block
-of 64-bit slots in the order of `backend/args.py` (a real parameter is a float64), and the call does
-lane's share of the work. Lanes write disjoint bytes, need nothing from each other, and the result
-is the same bit for bit whatever n_lanes is. Importing this package loads no compiler; kernels are
-compiled when first asked for, and cached on disk.
+A kernel is `void kernel(int64 args, int64 part, int64 n_parts)`. `args` is the address of a block
+of 64-bit words in the order of `backend/args.py` (a real parameter is a float64). A call computes
+part `part` of `n_parts`. Parts write disjoint bytes and need nothing from each other, and the
+result is the same bits for any n_parts. Importing this module loads no compiler: a kernel is
+compiled on first use, and cached on disk.
 
 Layouts of weights: `file` (the blocks of the model file) and `rows16` (interleave.py; quantised
 types only). Both give the same bits.
@@ -13,7 +13,7 @@ types only). Both give the same bits.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -21,19 +21,18 @@ from workbench.backend.args import variant
 from workbench.graph.ir import DTYPES, Q8_ACT, QUANTISED, DType, Node
 
 if TYPE_CHECKING:
-    from workbench.backend.cpu.isa import Isa
     from workbench.backend.cpu.vector import Body
 
 GROUP = 16
 LAYOUTS = ("file", "rows16")
 WEIGHT_OPS = ("get_rows", "mul_mat", "mul_mat_blocked", "mul_mat_float")  # variants with a type
-BATCH = 8  # tokens up to which an integer product is worked on as its weights are unpacked
+BATCH = 8  # most tokens of an integer product whose weights are unpacked as they are multiplied
 
 
 def kernel_of(node: Node) -> tuple[str, ...]:
-    """The variant that runs `node` here: `backend.args.variant`, but that quantised weights and
-    more than BATCH tokens are multiplied by blocks (both give the same bits), and that float
-    weights have one kernel, for it rounds no activation either way."""
+    """The variant that runs `node` here: `backend.args.variant`, with two exceptions. Quantised
+    weights times more than BATCH tokens are multiplied by blocks, with the same bits. Float weights
+    have one kernel, because it never rounds activations."""
     op, *types = variant(node)
     if op == "mul_mat_float" and DTYPES[types[0]] not in QUANTISED:
         op = "mul_mat"
@@ -42,25 +41,12 @@ def kernel_of(node: Node) -> tuple[str, ...]:
     return (op, *types)
 
 
-def _body(variant: tuple[str, ...], layout: str, isa: Isa) -> Body:
-    """What writes the code of a kernel; raises KeyError for a variant that is not in the table."""
+@cache
+def _bodies() -> dict[str, Callable[..., Body]]:
+    """What gives the body of a variant: by its op, called with (layout, isa, *types)."""
     from workbench.backend.cpu import attention, blocked, elementwise, get_rows, interleave, matvec
 
-    op = variant[0]
-    if op == "mul_mat" and variant[1] in matvec.FLOAT_LOADS:
-        return matvec.float_body(variant[1], isa)
-    products = {
-        "mul_mat": matvec.quantised_body,
-        "mul_mat_blocked": blocked.blocked_body,
-        "mul_mat_float": blocked.dequantised_body,
-    }
-    if op in products:
-        return products[op](variant[1], layout, isa)
-    if op == "get_rows":
-        return get_rows.get_rows_body(variant[1], layout)
-    if op == "repack":
-        return interleave.repack_body(interleave.FORMATS[variant[1]])
-    return {
+    one_body: dict[str, Body] = {
         "rms_norm": elementwise.rms_norm,
         "mul": elementwise.binary_body(lambda a, b: a * b),
         "add": elementwise.binary_body(lambda a, b: a + b),
@@ -72,15 +58,23 @@ def _body(variant: tuple[str, ...], layout: str, isa: Isa) -> Body:
         "swiglu": elementwise.swiglu,
         "square_sums": elementwise.square_sums,
         "rms_scale": elementwise.rms_scale,
-    }[op]
+    }
+    return {
+        **{op: lambda layout, isa, body=body: body for op, body in one_body.items()},
+        "mul_mat": lambda layout, isa, dtype: matvec.product_body(dtype, layout, isa),
+        "mul_mat_blocked": lambda layout, isa, dtype: blocked.blocked_body(dtype, layout, isa),
+        "mul_mat_float": lambda layout, isa, dtype: blocked.dequantised_body(dtype, layout, isa),
+        "get_rows": lambda layout, isa, dtype: get_rows.get_rows_body(dtype, layout),
+        "repack": lambda layout, isa, dtype: interleave.repack_body(interleave.FORMATS[dtype]),
+    }
 
 
 @cache
 def kernel(variant: tuple[str, ...], layout: str = "file", isa: str | None = None):
     """The numba CFunc of a variant (`kernel_of`), compiled or from the cache.
 
-    isa names another instruction set than this CPU's best (tests). Raises KeyError for a variant
-    or layout there is no kernel for.
+    isa: the name of an instruction set other than this CPU's best (tests). Raises KeyError for a
+    variant or layout without a kernel.
     """
     from workbench.backend.cpu import compile as compiler
     from workbench.backend.cpu.isa import ISAS
@@ -90,7 +84,7 @@ def kernel(variant: tuple[str, ...], layout: str = "file", isa: str | None = Non
         raise KeyError((variant, layout))
     chosen = ISAS[isa] if isa else compiler.host_isas()[0]
     name = "_".join((*variant, layout, chosen.name))
-    return compiler.compile_kernel(name, _body(variant, layout, chosen))
+    return compiler.compile_kernel(name, _bodies()[variant[0]](layout, chosen, *variant[1:]))
 
 
 def kernel_address(variant: tuple[str, ...], layout: str = "file") -> int:
@@ -99,13 +93,13 @@ def kernel_address(variant: tuple[str, ...], layout: str = "file") -> int:
 
 
 def warm(variants: Iterable[tuple[tuple[str, ...], str]]) -> None:
-    """Compile (or load) the kernels of (variant, layout) pairs."""
+    """Compiles, or loads from the cache, the kernels of (variant, layout) pairs."""
     for which, layout in variants:
         kernel_address(which, layout)
 
 
-def scratch_bytes(node: Node, n_lanes: int) -> int:
-    """Bytes of scratch that a launch of `node` on n_lanes needs; 0 for most ops. Any alignment."""
+def scratch_bytes(node: Node, n_parts: int) -> int:
+    """Bytes of scratch, of any alignment, for a launch of `node` in n_parts; 0 for most ops."""
     if node.op != "attention":
         return 0
     from workbench.backend.cpu.attention import scratch_bytes as of_attention
@@ -113,15 +107,15 @@ def scratch_bytes(node: Node, n_lanes: int) -> int:
     q = node.inputs[0]
     assert q is not None
     n_tokens, n_head, head_dim = q.shape
-    return of_attention(n_tokens, n_head, node.params["n_head_kv"], head_dim, n_lanes)
+    return of_attention(n_tokens, n_head, node.params["n_head_kv"], head_dim, n_parts)
 
 
 def weight_layout(dtype: DType, rows: int, cols: int) -> str:
     """The fastest layout for a (rows, cols) weight that may be repacked: rows16, or file.
 
-    One answer for all quantised types, for it was measured to be theirs. Time with rows16 as a
-    share of that with file, by two threads from cold memory: the least and the greatest median of
-    120 pairs over batches 1, 2, 4 and 8, once for 8192 x 2048 and once for 2048 x 8192.
+    Every quantised type was measured, and rows16 won for each. The table has the time with rows16
+    as a share of the time with file, by two threads from cold memory. Each cell has the least and
+    the greatest median of 120 pairs over batches 1, 2, 4 and 8.
 
     | type | 8192 x 2048 | 2048 x 8192 |
     |---|---|---|
@@ -132,22 +126,23 @@ def weight_layout(dtype: DType, rows: int, cols: int) -> str:
     | Q6_K | 0.41 to 0.47 | 0.52 to 0.64 |
     | MXFP4 | 0.40 to 0.55 | 0.48 to 0.65 |
 
-    (AMD EPYC, 2 cores, avx512vnni; data/results/tuning/cpu-layouts-2.json has each, with quartiles
-    and trials. It was not so while a whole unit was asked for at once, cpu-layouts-1.json: Q4_K and
-    Q5_K lost up to 1.26 in 2048 x 8192. Why that was: cpu-prefetch-1.txt.)
+    (AMD EPYC, 2 cores, avx512vnni; data/results/tuning/cpu-layouts-2.json has every median, with
+    quartiles and trials. Earlier, a kernel prefetched a whole unit at once; then Q4_K and Q5_K took
+    up to 1.26 of the time in 2048 x 8192, see cpu-layouts-1.json. cpu-prefetch-1.txt says why.)
     """
     return "rows16" if dtype in QUANTISED else "file"
 
 
 def repacked_bytes(dtype: DType, rows: int, cols: int, layout: str) -> int:
-    """Size of a weight in a layout; rows16 rounds rows up to 16."""
+    """Bytes of a weight in a layout; rows16 rounds rows up to 16."""
     if layout == "rows16":
         rows = -(-rows // GROUP) * GROUP
     return rows * dtype.row_bytes(cols)
 
 
 def repack(dst: int, src: int, dtype: DType, rows: int, cols: int, layout: str) -> None:
-    """Bring a weight from the file's layout at address src into `layout` at dst (about 10 GB/s).
+    """Copies a weight in the file's layout at address src to address dst, in `layout` (about
+    10 GB/s).
 
     The ranges must not overlap; dst has `repacked_bytes`. Runs without the GIL.
     """

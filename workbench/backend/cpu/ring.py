@@ -1,6 +1,6 @@
-"""The host's side of a stream: filling the ring, waiting for it, reading its stamps, ending it.
+"""The host's side of a stream: it fills the ring, waits for it, reads its stamps and ends it.
 
-What runs the entries is in `loops.py`.
+The threads that run the entries are in `loops.py`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import numpy as np
 from workbench.backend.cpu.loops import (
     COMPLETED,
     CONTROL_BYTES,
+    ENTRIES,
+    ENTRY_BYTES,
     HOST_YIELD_NS,
     ISSUED,
-    LANE_YIELD_NS,
     MAX_ARGS,
     NOBODY,
     PUSHED,
     RING_SIZE,
     SIGNAL_BYTES,
     SLICE_NS,
-    SLOT_BYTES,
-    SLOTS,
     STAMP_SIZE,
     STAMPS,
+    WORKER_YIELD_NS,
     init_signal,
     publish,
     push,
-    run_lane,
+    run_worker,
     stop,
     wait_slice,
 )
@@ -39,8 +39,8 @@ from workbench.errors import DeviceError
 
 
 def aligned_zeros(nbytes: int, alignment: int = 64) -> np.ndarray:
-    """A zeroed uint8 array (nbytes,) whose address is a multiple of `alignment`. Pages are touched
-    only when used. Raises DeviceError where there is no such memory."""
+    """A zeroed uint8 array (nbytes,) whose address is a multiple of `alignment`. A page takes
+    memory only once it is used. Raises DeviceError where there is no such memory."""
     try:
         block = np.zeros(nbytes + alignment, np.uint8)
     except (MemoryError, ValueError) as error:
@@ -52,7 +52,8 @@ def aligned_zeros(nbytes: int, alignment: int = 64) -> np.ndarray:
 
 
 def command_block(function: int, parts: int, args: Sequence[int | float]) -> np.ndarray:
-    """What `push` takes, int64: function, parts, count of arguments, arguments (floats as bits)."""
+    """The command that `push` takes, int64: function, parts, number of arguments, arguments (a
+    float as its bits). Raises DeviceError for more than MAX_ARGS."""
     if len(args) > MAX_ARGS:
         raise DeviceError(f"a kernel with {len(args)} arguments; the ring takes {MAX_ARGS}")
     words = (
@@ -79,21 +80,21 @@ class Signal:
 
 
 class Ring:
-    """A FIFO of kernels with `n_lanes` threads that run it. Sequence numbers count its entries.
+    """A FIFO of kernels with `n_workers` threads that run them. Sequence numbers count its entries.
 
     Nothing runs before `start`. Safe to push from several Python threads.
     """
 
-    def __init__(self, name: str, n_lanes: int, yield_ns: int = LANE_YIELD_NS):
+    def __init__(self, name: str, n_workers: int, yield_ns: int = WORKER_YIELD_NS):
         self.name = name
-        self.n_lanes = n_lanes
+        self.n_workers = n_workers
         self.yield_ns = yield_ns
         self.control = aligned_zeros(CONTROL_BYTES)
-        self.slots = aligned_zeros(RING_SIZE * SLOT_BYTES)
+        self.entries = aligned_zeros(RING_SIZE * ENTRY_BYTES)
         self.stamps = aligned_zeros(STAMP_SIZE * 16)
         self.address = int(self.control.ctypes.data)
         words = self.control.view(np.int64)
-        words[SLOTS // 8] = self.slots.ctypes.data
+        words[ENTRIES // 8] = self.entries.ctypes.data
         words[STAMPS // 8] = self.stamps.ctypes.data
         init_signal(self.address + ISSUED)
         init_signal(self.address + COMPLETED)
@@ -102,13 +103,14 @@ class Ring:
         self.closed = False
 
     def start(self) -> None:
-        """Starts the lanes. Daemon threads: a device that nobody closed never holds up an exit."""
-        memory = (self.control, self.slots, self.stamps)  # lives as long as a lane may touch it
-        for lane in range(self.n_lanes):
+        """Starts the workers. They are daemon threads: a device that nobody closed never holds up
+        an exit."""
+        memory = (self.control, self.entries, self.stamps)  # lives while a worker may touch it
+        for worker in range(self.n_workers):
             thread = threading.Thread(
-                target=_lane,
+                target=_worker,
                 args=(self.address, self.yield_ns, memory),
-                name=f"{self.name} lane {lane}",
+                name=f"{self.name} worker {worker}",
                 daemon=True,
             )
             thread.start()
@@ -124,7 +126,7 @@ class Ring:
         return self.words[COMPLETED // 8]
 
     def prepare(self, function: int, parts: int, args: Sequence[int | float]) -> Issued:
-        """Queues this kernel when called, with the arguments that its block has then."""
+        """A command that queues this kernel when called, with the arguments then in its block."""
         block = command_block(function, parts, args)
         control, address, slow = self.address, int(block.ctypes.data), self.push_slowly
 
@@ -139,7 +141,7 @@ class Ring:
         self.prepare(function, parts, args)()
 
     def push_slowly(self, command: int) -> None:
-        """A push that found the ring full: waits for room, a slice at a time."""
+        """Pushes where the ring was full: waits for room, a slice at a time."""
         while True:
             self._check()
             self.wait(self.issued - RING_SIZE + 2)
@@ -147,9 +149,9 @@ class Ring:
                 return
 
     def wait(self, sequence: int) -> None:
-        """The host waits until `sequence` entries are complete. Ctrl-C is heeded within 20 ms.
+        """The host waits until `sequence` entries are complete. Ctrl-C interrupts within 20 ms.
 
-        Raises DeviceError where that can no longer happen.
+        Raises DeviceError where the ring is closed or has lost its threads.
         """
         signal = self.address + COMPLETED
         while not wait_slice(signal, sequence, HOST_YIELD_NS, SLICE_NS):
@@ -177,7 +179,7 @@ class Ring:
         return int(row[0]), int(row[1])
 
     def close(self, drain: bool = True) -> None:
-        """Waits for what is queued (drain), then ends and joins the lanes. Idempotent."""
+        """Waits for all queued entries (drain), then ends and joins the workers. Idempotent."""
         if self.closed:
             return
         try:
@@ -189,9 +191,9 @@ class Ring:
             stop(self.address)
             for thread in self._threads:
                 thread.join()
-            self.words[ISSUED // 8] = issued  # `stop` raised it to wake the lanes
+            self.words[ISSUED // 8] = issued  # `stop` raised it to wake the workers
 
 
-def _lane(control: int, yield_ns: int, memory: tuple[np.ndarray, ...]) -> None:
-    """A lane's thread: one call into compiled code, until shutdown. It holds `memory`."""
-    run_lane(control, NOBODY, yield_ns)
+def _worker(control: int, yield_ns: int, memory: tuple[np.ndarray, ...]) -> None:
+    """A worker's thread: one call into compiled code, until shutdown. It holds `memory`."""
+    run_worker(control, NOBODY, yield_ns)

@@ -1,7 +1,7 @@
-"""A small assembler of portable vector code: the words all CPU kernels are written in.
+"""A small assembler of portable vector code, in which all CPU kernels are written.
 
-A kernel is a Python function that is run once, at compile time, with an `Emit` and writes LLVM IR
-through it. Python's loops and conditions therefore unroll and specialise; loops and conditions of
+A kernel is a Python function that runs once, at compile time, with an `Emit`, and writes LLVM IR
+through it. Python's loops and conditions therefore unroll and specialise. Loops and conditions of
 the kernel itself are `with emit.loop(...)` and `with emit.when(...)`.
 
 A `Value` is a scalar or a vector of one element kind:
@@ -13,10 +13,10 @@ A `Value` is a scalar or a vector of one element kind:
 | u8, u16, u32, u64 | unsigned integers |
 | f16, f32, f64 | floating point |
 
-Operators work element by element; a Python number or a scalar meets a vector as a splat. The IR is
-generic LLVM vector code, lowered to whatever the host has; the few instructions LLVM does not find
-by itself (byte dot products) are in `isa.py`. Nothing is contracted or reassociated: `fma` is asked
-for by name, and sums have the order in which they are written.
+Operators work element by element; a Python number or a scalar is splatted to meet a vector. The IR
+is generic LLVM vector code, which LLVM lowers to the host's instructions. The few instructions that
+LLVM does not find by itself (byte dot products) are in `isa.py`. Nothing is contracted or
+reassociated: only `fma` makes an fma, and sums keep the order in which they are written.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LL: dict[str, ir.Type] = {
 }  # fmt: skip
 _BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 Operand: TypeAlias = "Value | int | float"
-Body: TypeAlias = "Callable[[Emit, Value, Value, Value], None]"  # emit, args, lane, n_lanes
+Body: TypeAlias = "Callable[[Emit, Value, Value, Value], None]"  # emit, args, part, n_parts
 
 
 def size_of(kind: str) -> int:
@@ -91,7 +91,7 @@ class Value:
         return self._binary(other, "fdiv")
 
     def __floordiv__(self, other: Operand) -> Value:
-        """Integer division, truncating; both operands are counts, so never negative."""
+        """Integer division, truncating; both operands are counts, and never negative."""
         return self._binary(other, "udiv")
 
     def __mod__(self, other: Operand) -> Value:
@@ -113,7 +113,8 @@ class Value:
         return self._binary(other, "ashr" if self.kind[0] == "i" else "lshr")
 
     def compare(self, op: str, other: Operand) -> Value:
-        """Condition `self op other`; op is one of < <= == != > >=. NaN compares false, but !=."""
+        """Condition `self op other`; op is one of < <= == != > >=. NaN compares false, except by
+        !=."""
         b = self.emit.like(self, other)
         build = self.emit.builder
         if not self.is_float:
@@ -151,7 +152,7 @@ class Value:
         return Value(self.emit, kind, n, ll)
 
     def shuffle(self, order: Sequence[int], other: Value | None = None) -> Value:
-        """Elements of self (0..n-1) and other (n..2n-1) in the given order."""
+        """Elements of self (numbers 0..n-1) and other (n..2n-1) in the given order."""
         b = ir.Constant(self.ll.type, ir.Undefined) if other is None else other.ll
         mask = ir.Constant(ir.VectorType(_LL["i32"], len(order)), list(order))
         out = self.emit.builder.shuffle_vector(self.ll, b, mask)
@@ -165,20 +166,20 @@ class Value:
 
 
 class Variable:
-    """A mutable slot for a Value, carried through loops (LLVM keeps it in a register)."""
+    """A mutable Value, carried through loops (LLVM keeps it in a register)."""
 
-    __slots__ = ("emit", "kind", "n", "slot")
+    __slots__ = ("emit", "kind", "memory", "n")
 
     def __init__(self, emit: Emit, first: Value):
         self.emit, self.kind, self.n = emit, first.kind, first.n
-        self.slot = cgutils.alloca_once(emit.builder, first.ll.type)
+        self.memory = cgutils.alloca_once(emit.builder, first.ll.type)
         self.set(first)
 
     def get(self) -> Value:
-        return Value(self.emit, self.kind, self.n, self.emit.builder.load(self.slot))
+        return Value(self.emit, self.kind, self.n, self.emit.builder.load(self.memory))
 
     def set(self, value: Value) -> None:
-        self.emit.builder.store(value.ll, self.slot)
+        self.emit.builder.store(value.ll, self.memory)
 
 
 class Emit:
@@ -230,7 +231,7 @@ class Emit:
         self.builder.store(value.ll, self._pointer(address, value.ll.type), align=1)
 
     def prefetch(self, address: Value) -> None:
-        """Ask for the cache line at `address`, which need not be anybody's memory."""
+        """Prefetches the cache line at `address`; the address may be outside any memory."""
         byte = _LL["i8"].as_pointer()
         flags = [ir.Constant(_LL["i32"], flag) for flag in (0, 3, 1)]  # read, keep, data
         signature = ir.FunctionType(ir.VoidType(), [byte, *(flag.type for flag in flags)])
@@ -241,7 +242,7 @@ class Emit:
     def stack(self, n_bytes: int) -> Value:
         """Address of `n_bytes` bytes of the kernel's stack frame, aligned to 64, not initialised.
 
-        Not by numba's `alloca_once`: that writes a zero to every byte, one store each.
+        numba's `alloca_once` would write a zero to every byte, one store each.
         """
         with self.builder.goto_entry_block():
             block = self.builder.alloca(ir.ArrayType(_LL["i8"], n_bytes))
@@ -249,7 +250,7 @@ class Emit:
         return Value(self, "i64", 1, self.builder.ptrtoint(block, _LL["i64"]))
 
     def arguments(self, address: Value, kinds: str) -> list[Value]:
-        """The argument block: one letter per 64-bit slot, i for an integer, f for a float64."""
+        """The words of the argument block, one letter each: i for an integer, f for a float64."""
         name = {"i": "i64", "f": "f64"}
         return [self.load(name[k], address + 8 * i) for i, k in enumerate(kinds)]
 
@@ -281,18 +282,18 @@ class Emit:
 
     @contextmanager
     def when_else(self, condition: Value) -> Iterator[tuple]:
-        """Two context managers: what to do where the condition holds, and where it does not."""
+        """Two context managers: one for code where the condition holds, one for the other case."""
         with self.builder.if_else(condition.ll) as both:
             yield both
 
-    def share(self, n: Value, lane: Value, n_lanes: Value) -> tuple[Value, Value]:
-        """The lane's part start..stop-1 of n items."""
-        return n * lane // n_lanes, n * (lane + 1) // n_lanes
+    def share(self, n: Value, part: Value, n_parts: Value) -> tuple[Value, Value]:
+        """The items start..stop-1 of n that part `part` computes."""
+        return n * part // n_parts, n * (part + 1) // n_parts
 
     def flat_loops(
         self, start: Value, stop: Value, width: int, body: Callable[[Value, int], None]
     ) -> None:
-        """body(i, width) over whole vectors from start, then body(i, 1) over what is left."""
+        """body(i, width) over whole vectors from start, then body(i, 1) over the rest."""
         whole = start + ((stop - start) // width) * width
         with self.loop(start, whole, width) as i:
             body(i, width)
@@ -301,13 +302,13 @@ class Emit:
 
     # functions
     def call(self, name: str, kind: str, n: int, *args: Value) -> Value:
-        """Call the LLVM intrinsic `name`; it returns n elements of kind."""
+        """Calls the LLVM intrinsic `name`, which returns n elements of kind."""
         signature = ir.FunctionType(ll_type(kind, n), [a.ll.type for a in args])
         function = cgutils.get_or_insert_function(self.builder.module, signature, name)
         return Value(self, kind, n, self.builder.call(function, [a.ll for a in args]))
 
     def _generic(self, name: str, *args: Value) -> Value:
-        """An intrinsic whose operands and result are all of the first operand's type."""
+        """Calls an intrinsic whose operands and result all have the first operand's type."""
         a = args[0]
         suffix = ("" if a.n == 1 else f"v{a.n}") + a.kind.replace("u", "i")
         return self.call(f"llvm.{name}.{suffix}", a.kind, a.n, *args)
@@ -317,12 +318,12 @@ class Emit:
         return self._generic("fma", self.like(c, a), self.like(c, b), c)
 
     def min(self, a: Value, b: Operand) -> Value:
-        """Of floats: the other one where one is NaN."""
+        """Of two floats with one NaN: the other float."""
         b = self.like(a, b)
         return self._generic("minnum" if a.is_float else f"{a.kind[0].replace('i', 's')}min", a, b)
 
     def max(self, a: Value, b: Operand) -> Value:
-        """Of floats: the other one where one is NaN."""
+        """Of two floats with one NaN: the other float."""
         b = self.like(a, b)
         return self._generic("maxnum" if a.is_float else f"{a.kind[0].replace('i', 's')}max", a, b)
 
@@ -343,7 +344,7 @@ class Emit:
         raise TypeError("a mask must be as wide as what it selects")
 
     def reduce(self, a: Value, combine: Callable[[Value, Value], Value]) -> Value:
-        """All elements of a combined by halves: a tree, so the order is fixed."""
+        """Combines all elements of a by halves, as a tree of fixed order."""
         while a.n > 1:
             half = a.n // 2
             a = combine(a.shuffle(range(half)), a.shuffle(range(half, a.n)))
