@@ -9,7 +9,8 @@ most every BAR_EVERY_S and wiped out at the end. Elsewhere a line is written at 
 LINE_EVERY_S, without control codes: `tg128: 384 of 1,280 tokens, about 34 s left`.
 
 Only `update` writes, in the thread that calls it. So nothing is written while a clock runs, unless
-somebody calls it then: `workload.run` stops its clock first, and asks `due_ns` whether it must.
+somebody calls it then: `workload.take_sample` stops its clock first, and asks `due_ns` whether it
+must.
 """
 
 from __future__ import annotations

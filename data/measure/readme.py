@@ -14,6 +14,7 @@ from pathlib import Path
 
 from data.measure import blocks, presets, proofs, scheduling, sources, targets
 from data.measure.recorded import NOT_MEASURED, Recorded, commit_of, model_of
+from data.measure.same_logits import block as same_logits
 from data.measure.tables import Line, Part, Table, block
 from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles
 from workbench.errors import WorkbenchError
@@ -76,6 +77,7 @@ BLOCKS: dict[str, list[Part]] = {
     **presets.BLOCKS,
     **scheduling.BLOCKS,
     **proofs.BLOCKS,
+    **same_logits.BLOCKS,
     "sources": [sources.commits],
 }
 

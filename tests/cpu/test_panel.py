@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 import workbench as wb
 from workbench.bench.stats import TOO_FEW
-from workbench.bench.workload import run as run_once
+from workbench.bench.workload import take_sample
 from workbench.config import Toggles
 from workbench.engine import exclusive
 from workbench.errors import UsageError
@@ -34,9 +34,9 @@ class Gate:
             if next(left, -1) == 0:
                 self.reached.set()
                 assert self.go.wait(60)
-            return run_once(*args)
+            return take_sample(*args)
 
-        monkeypatch.setattr(pair, "run", held)
+        monkeypatch.setattr(pair, "take_sample", held)
 
     def wait(self):
         assert self.reached.wait(60)

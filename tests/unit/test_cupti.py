@@ -206,7 +206,7 @@ def test_a_backend_that_does_not_say_its_kernels_leaves_the_window_incomplete(en
     monkeypatch.setattr(engine.backend, "kernels_of", lambda node: None)
     prof = traced(engine)
     assert not prof.complete
-    assert "launch whose backend does not say which kernels it is (first: step" in prof.missing
+    assert "the backend does not say which kernels a launch is made of (first: step" in prof.missing
 
 
 def test_dropped_records_are_said(engine, cupti):

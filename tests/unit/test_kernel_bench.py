@@ -80,7 +80,7 @@ def backend() -> NullBackend:
     return open_backend(programmatic=True)
 
 
-def plan(types="Q4_0", shapes="qwen3-30b-a3b.gate", batches="1", quick=True) -> KernelMatrix:
+def matrix(types="Q4_0", shapes="qwen3-30b-a3b.gate", batches="1", quick=True) -> KernelMatrix:
     return KernelMatrix(parse_types(types), parse_shapes(shapes), parse_batches(batches), quick)
 
 
@@ -188,7 +188,7 @@ def test_launches_find_every_tensor_and_follow_the_copies(backend):
 def test_ways_to_launch_alternate_and_the_rows_say_what_was_measured(backend, tmp_path):
     rig, seen, ready = FakeRig(), [], list[str]()
     backend.make_ready = lambda nodes, left: ready.extend(node.op for node in nodes)
-    p = plan("Q4_0,Q6_K", "qwen3-30b-a3b.gate,gpt-oss-20b", "1,2", quick=False)
+    p = matrix("Q4_0,Q6_K", "qwen3-30b-a3b.gate,gpt-oss-20b", "1,2", quick=False)
     notes: list[str] = []
     made = bench_kernels(
         backend, p, tmp_path / "run", rig=rig, on_row=seen.append, on_note=notes.append
@@ -222,7 +222,7 @@ def test_ways_to_launch_alternate_and_the_rows_say_what_was_measured(backend, tm
 
 
 def test_a_run_is_a_folder_of_the_house_and_reads_back(backend, tmp_path):
-    made = bench_kernels(backend, plan(), tmp_path / "run", rig=FakeRig(), reason="because")
+    made = bench_kernels(backend, matrix(), tmp_path / "run", rig=FakeRig(), reason="because")
     back = KernelRun.load(tmp_path / "run")
     assert back.run == json.loads(json.dumps(made.run)) and back.rows == made.rows
     assert back.run["kind"] == "kernels" and back.run["status"] == "complete"
@@ -236,23 +236,23 @@ def test_a_run_is_a_folder_of_the_house_and_reads_back(backend, tmp_path):
     us = samples["ns"] / samples["n_tokens"] / 1e3
     assert us.median() == pytest.approx(row.us) and us.min() == pytest.approx(row.us_min)
     with pytest.raises(UsageError, match="exists already"):
-        bench_kernels(backend, plan(), tmp_path / "run", rig=FakeRig())
+        bench_kernels(backend, matrix(), tmp_path / "run", rig=FakeRig())
 
 
 def test_ctrl_c_keeps_what_is_finished(backend, tmp_path):
     rig = FakeRig(stop_after=5)  # one batch is two rounds of two
-    made = bench_kernels(backend, plan(batches="1-3"), tmp_path / "run", rig=rig)
+    made = bench_kernels(backend, matrix(batches="1-3"), tmp_path / "run", rig=rig)
     assert made.interrupted and [row.batch for row in made.rows] == [1, 1]
     assert KernelRun.load(tmp_path / "run").rows == made.rows
     assert all(one.closed for one in rig.made)
     with pytest.raises(KeyboardInterrupt):
-        bench_kernels(backend, plan(), tmp_path / "none", rig=FakeRig(stop_after=0))
+        bench_kernels(backend, matrix(), tmp_path / "none", rig=FakeRig(stop_after=0))
     assert not (tmp_path / "none").exists()
 
 
 def test_nothing_that_fits_is_refused(backend):
     with pytest.raises(UsageError, match="nothing to measure: rows of 2880 are no multiple"):
-        bench_kernels(backend, plan("Q6_K", "gpt-oss-20b"), rig=FakeRig())
+        bench_kernels(backend, matrix("Q6_K", "gpt-oss-20b"), rig=FakeRig())
 
 
 def test_spread_and_share_come_from_the_replays():

@@ -15,7 +15,7 @@ from workbench import progress
 from workbench.bench import workload
 from workbench.bench.ab import ab
 from workbench.bench.llama_bench import bench
-from workbench.bench.workload import Workload, draw_tokens, run
+from workbench.bench.workload import Workload, draw_tokens, take_sample
 from workbench.progress import BYTES, NEVER, SHARE, Bar, bar, duration, note, shown_on
 
 S = 1_000_000_000
@@ -201,10 +201,10 @@ def test_what_is_written_between_two_tokens_is_in_nobody_s_time(monkeypatch, clo
     test = Workload(0, 8)
     tokens = draw_tokens(test, engine.model.n_vocab, 0)
     left = Slow(clock, 2.0)
-    sample = run(engine, test, tokens, left)
+    sample = take_sample(engine, test, tokens, left)
     assert left.writes == [2, 4, 6, 8] and left.done == 8
     assert sample.token_ns.tolist() == [S] * 8 and sample.ns_total == 8 * S
-    assert run(engine, test, tokens).token_ns.tolist() == [S] * 8
+    assert take_sample(engine, test, tokens).token_ns.tolist() == [S] * 8
 
 
 def test_nothing_is_written_while_a_prompt_is_timed(monkeypatch, clock):
@@ -212,7 +212,7 @@ def test_nothing_is_written_while_a_prompt_is_timed(monkeypatch, clock):
     engine = FakeEngine(clock, ns_of=lambda toggles, n, nth: S * n)
     test = Workload(16, 2, 4)
     left = Slow(clock, 0.1)
-    sample = run(engine, test, draw_tokens(test, engine.model.n_vocab, 0), left)
+    sample = take_sample(engine, test, draw_tokens(test, engine.model.n_vocab, 0), left)
     assert left.writes == [4, 21, 22] and left.done == test.n_cells
     assert sample.token_ns.tolist() == [16 * S, S, S]
 

@@ -15,7 +15,7 @@ from workbench.bench.workload import (
     draw_tokens,
     parse,
     parse_tests,
-    run,
+    take_sample,
     warm_up,
 )
 from workbench.errors import UsageError
@@ -89,14 +89,14 @@ def test_scope_of_a_repetition(monkeypatch):
     engine = FakeEngine(clock, ns_of=lambda toggles, n, nth: 1000 * n + nth)
     workload = parse("pp20+tg3@d32")
     tokens = draw_tokens(workload, N_VOCAB, 0)
-    sample = run(engine, workload, tokens)
+    sample = take_sample(engine, workload, tokens)
     assert [len(call) for call in engine.calls] == [16, 16, 16, 4, 1, 1, 1]
     assert [t for call in engine.calls for t in call] == tokens.depth + tokens.prompt + tokens.gen
     assert sample.token_ns.tolist() == [20_000 + 3 + 4, 1005, 1006, 1007]
     assert sample.token_n.tolist() == [20, 1, 1, 1]
     assert sample.ns_total == sample.token_ns.sum()
     assert sample.tokens_per_second == pytest.approx(23e9 / sample.ns_total)
-    again = run(engine, workload, tokens)  # the cache was emptied first
+    again = take_sample(engine, workload, tokens)  # the cache was emptied first
     assert len(engine.live) == workload.n_cells
     np.testing.assert_array_equal(sample.last_logits, again.last_logits)
 
@@ -105,7 +105,7 @@ def test_too_long_for_the_context(monkeypatch):
     engine = FakeEngine(Clock().install(monkeypatch), n_ctx=64)
     workload = parse("tg33@d32")
     with pytest.raises(UsageError, match="n_ctx=65"):
-        run(engine, workload, draw_tokens(workload, N_VOCAB, 0))
+        take_sample(engine, workload, draw_tokens(workload, N_VOCAB, 0))
     assert engine.calls == []
 
 
@@ -113,7 +113,7 @@ def test_a_traced_engine_is_not_timed(monkeypatch):
     engine = FakeEngine(Clock().install(monkeypatch))
     engine.recorder = object()
     with pytest.raises(UsageError, match="recorder"):
-        run(engine, Workload(0, 2), draw_tokens(Workload(0, 2), N_VOCAB, 0))
+        take_sample(engine, Workload(0, 2), draw_tokens(Workload(0, 2), N_VOCAB, 0))
 
 
 def test_warm_up_ends_when_times_settle(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,7 @@ class AB:
     """
 
     def __init__(self, run: dict[str, Any], samples: pd.DataFrame):
-        self.run = run
-        self.samples = samples
-        self._summary: pd.DataFrame | None = None
+        self.run, self.samples = run, samples
 
     @classmethod
     def load(cls, folder: str | Path) -> AB:
@@ -98,9 +97,11 @@ class AB:
         Columns: test, arm, label, is_control, tps_baseline and tps_toggled (medians, tokens/s),
         speedup, low, high (95 % interval), n (pairs), band_low, band_high (A/A), verdict, answer.
         """
-        if self._summary is None:
-            self._summary = pd.DataFrame(self._rows(), columns=_COLUMNS)
         return self._summary
+
+    @cached_property
+    def _summary(self) -> pd.DataFrame:
+        return pd.DataFrame(self._rows(), columns=_COLUMNS)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         rates = results.rates(self.samples)

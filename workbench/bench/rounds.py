@@ -25,7 +25,7 @@ from workbench.bench.workload import (
     Workload,
     bos_token,
     draw_tokens,
-    run,
+    take_sample,
     warm_up,
 )
 from workbench.progress import HIDDEN, Bar, bar
@@ -131,7 +131,7 @@ class Trials:
                     return None
                 one = Repetition(workload, round_, n_rounds, arm)
                 begins(one)
-                sample = run(self.engines[arm], workload, tokens, left)
+                sample = take_sample(self.engines[arm], workload, tokens, left)
                 self.rates[test, round_, arm] = sample.tokens_per_second
                 taken(one, sample)
                 return sample

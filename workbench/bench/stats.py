@@ -85,15 +85,7 @@ def speedup(
     pairs = np.stack([np.asarray(baseline, float), np.asarray(toggled, float)])
     if pairs.shape[1] == 0 or not np.all(np.isfinite(pairs) & (pairs > 0)):
         raise ValueError("rates must be positive numbers, and at least one pair of them")
-    logs = np.log(pairs)
-    n = logs.shape[1]
-    value = _log_ratio(logs[0], logs[1])
-    if n < 2:
-        return Ratio(math.exp(value), math.nan, math.nan, n)
-    if np.ptp(logs[0]) == 0 and np.ptp(logs[1]) == 0:
-        return Ratio(math.exp(value), math.exp(value), math.exp(value), n)
-    low, high = _bounds((logs[0], logs[1]), _log_ratio, seed, confidence)
-    return Ratio(math.exp(value), math.exp(low), math.exp(high), n)
+    return _ratio(pairs[0], pairs[1], seed, confidence)
 
 
 def independent_ratio(
@@ -105,13 +97,19 @@ def independent_ratio(
     sides = [np.asarray(side, float) for side in (baseline, toggled)]
     if any(not len(s) or not np.all(np.isfinite(s) & (s > 0)) for s in sides):
         raise ValueError("rates must be positive numbers, and at least one on each side")
-    logs = (np.log(sides[0]), np.log(sides[1]))
+    return _ratio(sides[0], sides[1], seed, confidence, paired=False)
+
+
+def _ratio(
+    baseline: np.ndarray, toggled: np.ndarray, seed: int, confidence: float, paired: bool = True
+) -> Ratio:
+    logs = (np.log(baseline), np.log(toggled))
     value, n = float(_log_ratio(*logs)), min(map(len, logs))
     if n < 2:
         return Ratio(math.exp(value), math.nan, math.nan, n)
     if np.ptp(logs[0]) == 0 and np.ptp(logs[1]) == 0:
         return Ratio(math.exp(value), math.exp(value), math.exp(value), n)
-    low, high = _bounds(logs, _log_ratio, seed, confidence, paired=False)
+    low, high = _bounds(logs, _log_ratio, seed, confidence, paired)
     return Ratio(math.exp(value), math.exp(low), math.exp(high), n)
 
 

@@ -171,7 +171,7 @@ def check_untraced(engine: Engine) -> None:
         )
 
 
-def run(
+def take_sample(
     engine: Engine, workload: Workload, tokens: Tokens, left: Bar = HIDDEN, warming: bool = False
 ) -> Sample:
     """One repetition on `engine`, timed; the cache is emptied first and left filled.
@@ -248,7 +248,8 @@ def warm_up(
         for n in range(1, WARM_MAX + 1):
             tokens = draw_tokens(workload, engines[0].model.n_vocab, seed, _WARM_UP + n, bos)
             left.total = max(left.total or 0, n * cells)
-            times = [run(engine, workload, tokens, left, True).ns_total for engine in engines]
+            samples = (take_sample(engine, workload, tokens, left, True) for engine in engines)
+            times = [sample.ns_total for sample in samples]
             gain = max(1 - t / b if b else 1.0 for t, b in zip(times, best, strict=True))
             best = [min(t, b or t) for t, b in zip(times, best, strict=True)]
             stable = n >= WARM_MIN and gain <= WARM_GAIN

@@ -26,7 +26,7 @@ from workbench.bench.workload import (
     check_fits,
     check_untraced,
     draw_tokens,
-    run,
+    take_sample,
     warm_up,
 )
 from workbench.config import EXACT, ROUNDING, SyncMode, Toggles
@@ -179,7 +179,7 @@ def _time(
 
     def measure(round_: int, i: int) -> float:
         tokens = draw_tokens(workload, n_vocab, seed, round_, bos)
-        return run(sides[i], workload, tokens).tokens_per_second
+        return take_sample(sides[i], workload, tokens).tokens_per_second
 
     def whole(round_: int, found: dict[int, float]) -> None:
         tps.append([found[i] for i in range(len(sides))])

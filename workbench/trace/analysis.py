@@ -91,7 +91,7 @@ def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None)
         raise UsageError(f"by={by!r} does not exist; choose one of {', '.join(BY)}")
     if by == "kernel" and not frame["kernel"].notna().any():
         raise UsageError("no span names its kernel: only CUPTI does; use by=op or by=node")
-    rows = _launches(frame, split=by == "kernel")
+    rows = _launches(frame, by_kernel=by == "kernel")
     sizes, n_steps = _sizes(frame)
     rows["step_tokens"] = rows["step"].map(sizes)
     rows["node"] = rows["name"].str.replace(_LAYER, "", n=1, regex=True)
@@ -122,14 +122,15 @@ def kernels(frame: pd.DataFrame, by: str = "op", read_gbps: float | None = None)
     return made
 
 
-def _launches(frame: pd.DataFrame, split: bool = False) -> pd.DataFrame:
+def _launches(frame: pd.DataFrame, by_kernel: bool = False) -> pd.DataFrame:
     """A row for each launch that computed something, by start: step, index, name, op, on, kernel,
     start_us, dur_us (of its kernels together), end_us, bytes, issue_us (when the host's call
-    began), launch_to_start_us. split: a row for each kernel instead; bytes only of single ones."""
+    began), launch_to_start_us. by_kernel: a row for each kernel instead; bytes only of single
+    ones."""
     host = frame[(frame["lane"] == HOST_LANE) & (frame["category"] == "launch")]
     device = frame[(frame["category"] == "device") & (frame["kind"] == "launch")]
     command = ["step", "index"]
-    if not split:
+    if not by_kernel:
         end = (device["start_us"] + device["dur_us"]).rename("end_us")
         device = device.assign(end_us=end).groupby(command, sort=False, as_index=False)
         device = device.agg(

@@ -103,7 +103,9 @@ def match(
     for key, wanted in _commands(programs):
         expected = _expected(wanted, kernels_of)
         if expected is None:
-            faults.add("launch whose backend does not say which kernels it is", _at(key, programs))
+            faults.add(
+                "the backend does not say which kernels a launch is made of", _at(key, programs)
+            )
         elif reason := _differs(device.get(key, ()), expected):
             faults.add("command not as recorded", f"{_at(key, programs)}: {reason}")
     _check_calls(calls, device, programs, faults)

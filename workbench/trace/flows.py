@@ -4,8 +4,8 @@
     event   from an event's record to the wait of a stream for it
     wait    from the device's work to the host's wait that it ends
 
-A command is known by its step and its place in the program. A wait means the latest record of its
-event in host order, as in CUDA. What happened before the first recorded step has no arrow.
+A command is known by its step and its position in the program. A wait means the latest record of
+its event in host order, as in CUDA. What happened before the first recorded step has no arrow.
 """
 
 from __future__ import annotations

@@ -230,7 +230,11 @@ class CudaBackend(Backend):
     ) -> Issued:
         self.finish_loading()
         there, what = self._stream(stream), f"launch {node.op} {node.name}"
-        place = op_table.Place(address_of, scratch, self._counters_of(stream), self._sm)
+
+        def at(tensor: Tensor) -> Address:
+            return Address(address_of(tensor))
+
+        place = op_table.Place(at, Address(scratch), self._counters_of(stream), self._sm)
         works = op_table.launches(node, place)
         return together([self._prepare(work, there, what, programmatic) for work in works])
 
@@ -270,10 +274,12 @@ class CudaBackend(Backend):
         if not nbytes:
             return Issued(nothing, ("copy of nothing",))
         if to_host:
-            what, device = f"copy of {nbytes} bytes to the host", api.CUdeviceptr(src)
-            return prepared("cuMemcpyDtoHAsync", what, dst, device, nbytes, there, pointers=(0, 1))
-        what, device = f"copy of {nbytes} bytes to the device", api.CUdeviceptr(dst)
-        return prepared("cuMemcpyHtoDAsync", what, device, src, nbytes, there, pointers=(0, 1))
+            args = dst, api.CUdeviceptr(src), nbytes, there
+            what = f"copy of {nbytes} bytes to the host"
+            return prepared("cuMemcpyDtoHAsync", what, *args, same=(nbytes,), pointers=(0, 1))
+        args = api.CUdeviceptr(dst), src, nbytes, there
+        what = f"copy of {nbytes} bytes to the device"
+        return prepared("cuMemcpyHtoDAsync", what, *args, same=(nbytes,), pointers=(0, 1))
 
     def copy_to_peer(
         self, peer: CudaBackend, dst: int, src: int, nbytes: int, stream: int
@@ -288,20 +294,21 @@ class CudaBackend(Backend):
         there, here = api.CUdeviceptr(dst), api.CUdeviceptr(src)
         return driver.prepared(
             "cuMemcpyPeerAsync", what, there, peer._driver.context, here, driver.context, nbytes,
-            self._stream(stream), pointers=(0, 2),
+            self._stream(stream), same=(nbytes, peer.name), pointers=(0, 2),
         )  # fmt: skip
 
     def event(self) -> CudaEvent:
         return self._driver.event()
 
     def record(self, event: CudaEvent, stream: int) -> Issued:
-        what, there = f"record on stream {stream}", self._stream(stream)
-        return self._driver.prepared("cuEventRecord", what, event.handle, there, keep=event)
+        what, args = f"record on stream {stream}", (event.handle, self._stream(stream))
+        prepared = self._driver.prepared
+        return prepared("cuEventRecord", what, *args, same=(stream,), keep=event)
 
     def wait(self, event: CudaEvent, stream: int) -> Issued:
-        what, there = f"wait of stream {stream}", self._stream(stream)
+        what, args = f"wait of stream {stream}", (self._stream(stream), event.handle, 0)
         prepared = self._driver.prepared
-        return prepared("cuStreamWaitEvent", what, there, event.handle, 0, keep=event)
+        return prepared("cuStreamWaitEvent", what, *args, same=(stream,), keep=event)
 
     def sync_stream(self, stream: int) -> Issue:
         what, there = f"sync of stream {stream}", self._stream(stream)

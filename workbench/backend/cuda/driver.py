@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -187,10 +187,20 @@ class Driver:
         )
 
     def prepared(
-        self, function: str, what: str, *args: Any, pointers: Sequence[int] = (), keep: Any = None
+        self,
+        function: str,
+        what: str,
+        *args: Any,
+        same: tuple[Hashable, ...] = (),
+        pointers: tuple[int, ...] = (),
+        keep: Any = None,
     ) -> Issued:
-        """Makes one checked driver call when called. pointers: which of `args` are addresses that
-        may be patched. keep: lives as long as the command; its handle is among `args`."""
+        """Makes one checked driver call when called.
+
+        what: for messages. same: what besides the function makes two such calls the same work.
+        pointers: which of `args` are addresses, and may be patched. keep: lives as long as the
+        command, because its handle is among `args`.
+        """
         call, failure, now = getattr(self.api, function), self.failure, list(args)
 
         def issue(_keep: Any = keep) -> None:
@@ -198,8 +208,7 @@ class Driver:
             if error:
                 raise failure(error, function, what)
 
-        # handles of streams and events are no arguments of the work: which ones, `what` says
-        return Issued(issue, (function, what), CallArguments(now, tuple(pointers)))
+        return Issued(issue, (function, *same), CallArguments(now, pointers))
 
     def programmatic(self, x: int, y: int, threads: int, shared: int, stream: Any) -> Any:
         """A CUlaunchConfig for programmatic dependent launch on CUstream `stream`: grid (x, y),

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from data.measure.same_logits import cases, compare, record, trees
+from data.measure.recorded import Recorded
+from data.measure.same_logits import block, cases, compare, record, trees
 from data.measure.same_logits.cases import Engine, Key, cut, distinct, text
 from workbench.config import EngineConfig, Toggles
 from workbench.model.synth import TINY
@@ -258,3 +259,11 @@ def test_what_was_changed_on_purpose_is_listed_and_is_changed(recorded):
     assert len(recorded["changed_on_purpose"]) >= 7
     for row in recorded["changed_on_purpose"]:
         assert row["old"] != row["new"], row["what"]
+
+
+def test_the_page_tells_every_device_and_every_change(recorded):
+    found = Recorded(record.RECORD.parent)
+    assert [line.values["device"] for line in block.counts(found)] == list(recorded["runs"])
+    lines = [line.values for line in block.changed(found)]
+    assert len(lines) == len(recorded["changed_on_purpose"])
+    assert all(line["before"] != line["now"] and ".gguf" not in line["now"] for line in lines)

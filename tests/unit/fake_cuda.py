@@ -1,0 +1,177 @@
+"""A CUDA driver and a cuBLAS without a GPU: they log each call with the arguments they would read.
+
+Handles and launch configurations are those of cuda-bindings, which makes them without a driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from workbench.backend.cuda import backend as cuda
+from workbench.backend.cuda import cublas, nvrtc
+from workbench.backend.cuda.driver import Driver
+from workbench.program.commands import Space
+
+bindings: Any = pytest.importorskip("cuda.bindings.driver")
+
+
+class Call(NamedTuple):
+    """A call of the driver or of cuBLAS. args: as they were read when it was made."""
+
+    function: str
+    args: tuple[Any, ...]
+
+
+class FakeApi:
+    """What the backend uses of cuda.bindings.driver."""
+
+    CUstream, CUevent, CUdeviceptr = bindings.CUstream, bindings.CUevent, bindings.CUdeviceptr
+    CUlaunchConfig, CUlaunchAttribute = bindings.CUlaunchConfig, bindings.CUlaunchAttribute
+    CUlaunchAttributeValue = bindings.CUlaunchAttributeValue
+    CUlaunchAttributeID = bindings.CUlaunchAttributeID
+    CUfunction_attribute = bindings.CUfunction_attribute
+
+    def __init__(self) -> None:
+        self.log: list[Call] = []
+
+    def _note(self, function: str, *args: Any) -> tuple[int]:
+        self.log.append(Call(function, tuple([int(a) for a in args])))
+        return (0,)
+
+    def cuMemcpyHtoDAsync(self, *args: Any) -> tuple[int]:
+        return self._note("cuMemcpyHtoDAsync", *args)
+
+    def cuMemcpyDtoHAsync(self, *args: Any) -> tuple[int]:
+        return self._note("cuMemcpyDtoHAsync", *args)
+
+    def cuMemcpyPeerAsync(self, *args: Any) -> tuple[int]:
+        return self._note("cuMemcpyPeerAsync", *args)
+
+    def cuEventRecord(self, *args: Any) -> tuple[int]:
+        return self._note("cuEventRecord", *args)
+
+    def cuStreamWaitEvent(self, *args: Any) -> tuple[int]:
+        return self._note("cuStreamWaitEvent", *args)
+
+    def cuMemsetD8Async(self, *args: Any) -> tuple[int]:
+        return (0,)
+
+    def cuStreamSynchronize(self, *args: Any) -> tuple[int]:
+        return (0,)
+
+    def cuDeviceCanAccessPeer(self, *args: Any) -> tuple[int, int]:
+        return 0, 0
+
+    def cuModuleLoadData(self, cubin: bytes) -> tuple[int, str]:
+        return 0, cubin.decode()
+
+    def cuModuleUnload(self, module: str) -> tuple[int]:
+        return (0,)
+
+    def cuModuleGetFunction(self, module: str, name: bytes) -> tuple[int, str]:
+        return 0, f"{name.decode()} of {module}"
+
+    def cuFuncSetAttribute(self, *args: Any) -> tuple[int]:
+        return (0,)
+
+    def cuLaunchKernel(
+        self, function: str, x: int, y: int, z: int, bx: int, by: int, bz: int, shared: int,
+        stream: Any, params: int, extra: int,
+    ) -> tuple[int]:  # fmt: skip
+        grid = (x, y, z), (bx, by, bz), shared, int(stream)
+        self.log.append(Call("cuLaunchKernel", (function, *grid, *_kernel_params(params))))
+        return (0,)
+
+    def cuLaunchKernelEx(self, config: Any, function: str, params: int, extra: int) -> tuple[int]:
+        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        block = (config.blockDimX, config.blockDimY, config.blockDimZ)
+        assert config.numAttrs == 1 and config.attrs[0].value.programmaticStreamSerializationAllowed
+        where = grid, block, config.sharedMemBytes, int(config.hStream)
+        self.log.append(Call("cuLaunchKernelEx", (function, *where, *_kernel_params(params))))
+        return (0,)
+
+
+def _kernel_params(address: int) -> list[int]:
+    """The arguments that kernelParams at `address` point to. The values lie in front of them."""
+    first = ctypes.c_int64.from_address(address).value
+    n = (address - first) // 8
+    return [
+        ctypes.c_int64.from_address(ctypes.c_int64.from_address(address + 8 * i).value).value
+        for i in range(n)
+    ]
+
+
+class FakeMemory:
+    def __init__(self, address: int, array: np.ndarray | None):
+        self.address, self.array = address, array
+        self.nbytes = 0 if array is None else array.nbytes
+
+    def free(self) -> None:
+        self.array = None
+
+
+class FakeDriver(Driver):
+    """Device number `index` of a machine without any."""
+
+    def __init__(self, index: int = 0):
+        numbers = itertools.count(1)
+        fresh = lambda **_: SimpleNamespace(ptr=next(numbers))  # noqa: E731
+        self.cupy: Any = SimpleNamespace(cuda=SimpleNamespace(Stream=fresh))
+        self.api: Any = FakeApi()
+        self.properties = {"major": 9, "minor": 0}
+        self.description = "no device"
+        self.context = 1000 + index
+        self._device: Any = SimpleNamespace(id=index, use=lambda: None)
+        self._addresses = itertools.count(1 << 50, 1 << 40)
+        self._events = itertools.count(5000)
+
+    def allocate(self, nbytes: int, space: Space) -> Any:
+        array = None if space == Space.DEVICE else np.zeros(nbytes, np.uint8)
+        return FakeMemory(next(self._addresses), array)
+
+    def event(self, timing: bool = False) -> Any:
+        return SimpleNamespace(handle=self.api.CUevent(next(self._events)))
+
+
+class FakeCublas:
+    """What the backend uses of cuBLAS; products go to `log`, the driver's."""
+
+    def __init__(self, log: list[Call]):
+        self._log = log
+
+    def cublasCreate_v2(self, handle: Any) -> int:
+        return 0
+
+    def cublasSetStream_v2(self, *args: Any) -> int:
+        return 0
+
+    cublasSetWorkspace_v2 = cublasSetMathMode = cublasDestroy_v2 = cublasSetStream_v2
+
+    def cublasGemmEx(self, *args: Any) -> int:
+        """The two factors, given by reference, are left out; they never differ."""
+        read = [a.value for a in args if isinstance(a, ctypes._SimpleCData)]
+        self._log.append(Call("cublasGemmEx", tuple(read)))
+        return 0
+
+
+def fake_backend(monkeypatch: pytest.MonkeyPatch) -> tuple[cuda.CudaBackend, list[Call]]:
+    """A CudaBackend on such a driver, and the log of both libraries."""
+    cupy: Any = ModuleType("cupy")
+    cupy.cuda = SimpleNamespace(
+        Memory=lambda nbytes: SimpleNamespace(ptr=1 << 30),
+        runtime=SimpleNamespace(CUDARuntimeError=RuntimeError),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(cuda, "Driver", FakeDriver)
+    monkeypatch.setattr(nvrtc, "cubin", lambda file, arch, defines: repr((file, defines)).encode())
+    made = cuda.CudaBackend()
+    log = made._driver.api.log
+    monkeypatch.setattr(cublas, "_load", lambda: (FakeCublas(log), "no library"))
+    return made, log
