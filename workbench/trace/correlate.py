@@ -73,7 +73,7 @@ def match(
     """external: external id by correlation id. issued: the command that had an external id.
     programs: by step, all that were issued in the window. to_host: CUPTI's clock to the
     recorder's."""
-    rows = list(rows)
+    rows, commands = list(rows), _Commands(programs)
 
     def owner(row: Activity) -> CommandKey | None:
         """The command that was being issued when the row, or the call that started it, was made."""
@@ -92,32 +92,50 @@ def match(
         elif row.kind in COUNTED:
             strays.append(row)
     for key, found in device.items():
-        device[key] = _as_one(found, _command(key, programs))
+        device[key] = _as_one(found, commands.get(key))
 
     faults = _Faults()
     for row in rows:
         if not (row.start and row.end):
-            faults.add("zero timestamp", _at(owner(row), programs) + f" {row.kind} {row.name}")
+            faults.add("zero timestamp", commands.at(owner(row)) + f" {row.kind} {row.name}")
     for row in strays:
         faults.add(f"{row.kind} of no command", row.name)
-    for key, wanted in _commands(programs):
+    for key, wanted in commands.items():
         expected = _expected(wanted, kernels_of)
         if expected is None:
-            faults.add(
-                "the backend does not say which kernels a launch is made of", _at(key, programs)
-            )
+            unknown = "the backend does not say which kernels a launch is made of"
+            faults.add(unknown, commands.at(key))
         elif reason := _differs(device.get(key, ()), expected):
-            faults.add("command not as recorded", f"{_at(key, programs)}: {reason}")
-    _check_calls(calls, device, programs, faults)
-    _check_order(device, programs, faults)
-    spans = _spans(device, calls, programs, to_host)
+            faults.add("command not as recorded", f"{commands.at(key)}: {reason}")
+    _check_calls(calls, device, commands, faults)
+    _check_order(device, commands, faults)
+    spans = _spans(device, calls, commands, to_host)
     return Match(spans, faults.lines(), _early_ns(calls, device))
 
 
-def _commands(programs: Mapping[int, Program]) -> Iterable[tuple[CommandKey, Command]]:
-    for step, program in programs.items():
-        for index, command in enumerate(program.commands):
-            yield (step, index), command
+class _Commands(dict[CommandKey, Command]):
+    """The commands that were issued. programs: by step."""
+
+    def __init__(self, programs: Mapping[int, Program]):
+        super().__init__(
+            ((step, index), command)
+            for step, program in programs.items()
+            for index, command in enumerate(program.commands)
+        )
+        self._programs = programs
+
+    def backend(self, key: CommandKey, stream: Stream) -> str:
+        """The name of the backend that a command's stream is of."""
+        return self._programs[key[0]].backends[stream.backend]
+
+    def at(self, key: CommandKey | None) -> str:
+        """`step 3, command 7, launch mul_mat q`"""
+        if key is None:
+            return "outside every command,"
+        words = ["command"]
+        if (command := self.get(key)) is not None:
+            words = [command.kind, *(command.names().get(name, "") for name in ("op", "name"))]
+        return f"step {key[0]}, command {key[1]}, {' '.join(filter(None, words))}"
 
 
 class _Faults:
@@ -132,23 +150,6 @@ class _Faults:
 
     def lines(self) -> list[str]:
         return [f"{n} x {kind} (first: {first})" for kind, (n, first) in self._kinds.items()]
-
-
-def _at(key: CommandKey | None, programs: Mapping[int, Program]) -> str:
-    if key is None:
-        return "outside every command,"
-    step, index = key
-    command = programs[step].commands[index] if step in programs else None
-    match command:
-        case Launch():
-            what = f"launch {command.node.op} {command.node.name}"
-        case Copy():
-            what = f"copy {command.name}"
-        case None:
-            what = "command"
-        case _:
-            what = command.kind
-    return f"step {step}, command {index}, {what}"
 
 
 # what a command should have -----------------------------------------------------------------------
@@ -214,7 +215,7 @@ def _is(row: Activity, want: str | int) -> bool:
 def _check_calls(
     calls: Sequence[tuple[CommandKey, Activity]],
     device: Mapping[CommandKey, Sequence[Activity]],
-    programs: Mapping[int, Program],
+    commands: _Commands,
     faults: _Faults,
 ) -> None:
     """Every launch that was called is there: cuBLAS alone knows how many kernels a product is, but
@@ -232,21 +233,21 @@ def _check_calls(
         if n_kernels < n:
             faults.add(
                 "command with fewer kernels than launch calls",
-                f"{_at(key, programs)}: {n_kernels} for {n}",
+                f"{commands.at(key)}: {n_kernels} for {n}",
             )
 
 
 def _check_order(
     device: Mapping[CommandKey, Sequence[Activity]],
-    programs: Mapping[int, Program],
+    commands: _Commands,
     faults: _Faults,
 ) -> None:
     """In each stream of a program records begin in command order, and the stream is one and the
     same of CUPTI's, and no other's."""
     by_stream: dict[Stream, list[tuple[int, CommandKey, Activity]]] = defaultdict(list)
     for key, rows in device.items():
-        stream = _stream(key, programs)
-        if stream is not None:
+        command = commands.get(key)
+        if command is not None and (stream := command.stream) is not None:
             by_stream[stream] += [(r.start, key, r) for r in rows if r.kind in COUNTED and r.start]
     owners: dict[tuple[int, int], Stream] = {}
     for stream, began in by_stream.items():
@@ -255,21 +256,16 @@ def _check_order(
             if after < before:
                 faults.add(
                     "record out of order",
-                    f"{_at(after, programs)} begins after {_at(before, programs)}",
+                    f"{commands.at(after)} begins after {commands.at(before)}",
                 )
         numbers = {(r.device, r.stream) for _, _, r in began}
         shared = [n for n in numbers if owners.setdefault(n, stream) != stream]
         if len(numbers) > 1 or shared:
-            name = programs[began[0][1][0]].backends[stream.backend]
+            name = commands.backend(began[0][1], stream)
             faults.add(
                 "stream that is not one of CUPTI's",
                 f"{name} stream {stream.id} has CUPTI's (device, stream) {sorted(numbers)}",
             )
-
-
-def _stream(key: CommandKey, programs: Mapping[int, Program]) -> Stream | None:
-    step, index = key
-    return getattr(programs[step].commands[index], "stream", None) if step in programs else None
 
 
 def _early_ns(
@@ -291,17 +287,17 @@ def _early_ns(
 def _spans(
     device: Mapping[CommandKey, Sequence[Activity]],
     calls: Sequence[tuple[CommandKey, Activity]],
-    programs: Mapping[int, Program],
+    commands: _Commands,
     to_host: Callable[[int], int],
 ) -> list[Span]:
     """A device span for each kernel, copy and memset; a host span for each call and
     synchronization. Rows without both times have none."""
     made = []
     for key, rows in device.items():
-        command, stream = _command(key, programs), _stream(key, programs)
-        if command is None or stream is None:
+        command = commands.get(key)
+        if command is None or (stream := command.stream) is None:
             continue
-        lane = f"{programs[key[0]].backends[stream.backend]} stream {stream.id}"
+        lane = f"{commands.backend(key, stream)} stream {stream.id}"
         name, about = _about(key, command, stream)
         for row in rows:
             if row.start and row.end:
@@ -309,7 +305,7 @@ def _spans(
                 times = to_host(row.start), to_host(row.end)
                 made.append(Span(name, "device", lane, *times, about | what))
     for key, row in calls:
-        command = _command(key, programs)
+        command = commands.get(key)
         if command is not None and row.start and row.end:
             # `index` is the command's own span's: arrows to the device start there
             args = {"step": key[0], "split": command.split, "command": key[1], "api": row.kind}
@@ -317,21 +313,12 @@ def _spans(
     return sorted(made, key=lambda span: span.end_ns)
 
 
-def _command(key: CommandKey, programs: Mapping[int, Program]) -> Command | None:
-    step, index = key
-    return programs[step].commands[index] if step in programs else None
-
-
 def _about(key: CommandKey, command: Command, stream: Stream) -> tuple[str, dict[str, Any]]:
     """Name and args of a command's device spans, as those made of marks have them."""
-    step, index = key
     args: dict[str, Any] = {
-        "kind": command.kind, "index": index, "step": step, "split": command.split,
+        "kind": command.kind, "index": key[1], "step": key[0], "split": command.split,
         "stream": stream.id,
     }  # fmt: skip
-    match command:
-        case Launch():
-            return command.node.name, args | {"op": command.node.op}
-        case Copy():
-            return command.name, args
-    return command.kind, args
+    if isinstance(command, Launch):
+        args["op"] = command.node.op
+    return command.label or command.kind, args
