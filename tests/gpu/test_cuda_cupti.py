@@ -10,7 +10,6 @@ import pytest
 
 import workbench as wb
 from tests.oracles.trace_pattern import HIDDEN, trace_pattern
-from workbench.backend.cuda.kernel import Kernel
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.program.commands import HOST, Copy, Launch
 from workbench.trace.profile import profile
@@ -59,8 +58,8 @@ def test_a_window_of_every_mode_is_complete_and_its_pattern_the_program_s(
         for i, command in enumerate(program.commands):
             here = [s for s in device if s.args["index"] == i]
             if isinstance(command, Launch) and command.stream.backend != HOST:
-                works = [w.function for w in engine.backend.works(command.node)]
-                assert [s.args["kernel"] for s in here] == works * 8
+                names = [kernel.function for kernel in engine.backend.kernels_of(command.node)]
+                assert [s.args["kernel"] for s in here] == names * 8
             else:
                 assert len(here) == (8 if isinstance(command, Copy) else 0)
         slack = prof.windows[0].clock_error_ns
@@ -85,11 +84,11 @@ def test_steps_of_many_tokens_are_complete(tiny_model, quant):
             assert prof.complete, prof.note
             assert np.array_equal(traced, plain)
             program = engine.program(700 - 512, n_past=512)
-            works = [
-                w
+            issued = [
+                kernel.function
                 for c in program.commands
                 if isinstance(c, Launch) and c.stream.backend != HOST
-                for w in engine.backend.works(c.node)
+                for kernel in engine.backend.kernels_of(c.node)
             ]
             last = max(s.args["step"] for s in prof.timeline.spans if s.category == "step")
             kernels = [
@@ -97,9 +96,9 @@ def test_steps_of_many_tokens_are_complete(tiny_model, quant):
                 if s.category == "device" and s.args["kind"] == "launch"
                 and s.args["step"] == last and s.args["kernel"] != "memset"
             ]  # fmt: skip
-            assert len(kernels) >= len(works)
-            if all(isinstance(w, Kernel) for w in works):
-                assert len(kernels) == len(works)
+            assert len(kernels) >= len(issued)
+            if None not in issued:  # no product of cuBLAS, which can be several
+                assert len(kernels) == len(issued)
 
 
 def test_pageable_sources_change_the_pattern_by_hidden_waits_alone(loaded):

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from workbench.backend.base import Issue, KernelName
-from workbench.backend.cuda.kernel import Gemm, Kernel, Work
 from workbench.backend.issue import Prepared
 from workbench.backend.null import NullBackend
 from workbench.config import EngineConfig, Toggles
@@ -229,27 +228,20 @@ class CuptiBackend(NullBackend):
         super().__init__("cuda", Capabilities(True, True, True, False, 2))
         self.cupti, self.held = cupti, held
 
-    def works(self, node: Node) -> list[Work]:
-        def kernel(name: str) -> Kernel:
-            return Kernel("file", name, (1, 1), 32, [])
-
-        if node.op != "mul_mat":
-            return [kernel(node.op)]
-        return [kernel("half_rows"), Gemm("F16", 0, 0, 0, 1, 1, 1, 1), kernel("add_bias")]
-
     def kernels_of(self, node: Node) -> list[KernelName]:
-        return [KernelName(getattr(work, "function", None), False) for work in self.works(node)]
+        made = ["half_rows", None, "add_bias"] if node.op == "mul_mat" else [node.op]
+        return [KernelName(function, False) for function in made]
 
     def launch(self, node, address_of, scratch, stream, programmatic=False) -> Issue:
-        cupti, works = self.cupti, self.works(node)
+        cupti, kernels = self.cupti, self.kernels_of(node)
 
         def issue() -> None:
             launch = functools.partial(
                 cupti.work, ActivityKind.CONCURRENT_KERNEL, stream=stream, ns=KERNEL_NS
             )
-            for work in works:
-                if isinstance(work, Kernel):
-                    launch(number=cupti.call("cuLaunchKernel"), name=work.function)
+            for kernel in kernels:
+                if kernel.function is not None:
+                    launch(number=cupti.call("cuLaunchKernel"), name=kernel.function)
                 else:
                     cupti.work(
                         ActivityKind.MEMSET, cupti.call("cuEventRecord"), stream, 10, bytes=4

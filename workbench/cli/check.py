@@ -83,12 +83,12 @@ def check(
 def _declared(backend: Any) -> Callable[[Node], bool]:
     """Whether the kernels of a node declare their wait for the launch in front of them: by what
     each kernel says of itself, where a backend names them, and not by the rule it lowers with."""
-    from workbench.backend.cuda.kernel import Kernel
 
-    works = getattr(backend, "works", None)
-    if works is None:
-        return backend.begins_early
-    return lambda node: all(isinstance(work, Kernel) and work.waits for work in works(node))
+    def declared(node: Node) -> bool:
+        kernels = backend.kernels_of(node)
+        return backend.begins_early(node) if kernels is None else all(k.waits for k in kernels)
+
+    return declared
 
 
 def lines(cycle: list[Program], found: Findings) -> list[str]:

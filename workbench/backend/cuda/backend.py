@@ -239,21 +239,21 @@ class CudaBackend(Backend):
         return together([self._prepare(work, there, what, programmatic) for work in works])
 
     def kernels_of(self, node: Node) -> list[KernelName]:
-        """See `backend/base.py`; of a product that cuBLAS computes, it chooses the kernel."""
+        """See `backend/base.py`. The kernels of a product by cuBLAS have no name: it chooses."""
         return [
             KernelName(work.function, work.waits) if isinstance(work, Kernel)
             else KernelName(None, False)
-            for work in self.works(node)
+            for work in self._works(node)
         ]  # fmt: skip
 
     def make_ready(self, nodes: Sequence[Node], left: Bar) -> None:
         """Compiles several kernels at a time. Loading what was compiled is left to `launch`."""
-        works = (work for node in nodes for work in self.works(node))
+        works = (work for node in nodes for work in self._works(node))
         wanted = dict.fromkeys((w.file, w.defines) for w in works if isinstance(w, Kernel))
         left.total = (left.total or 0) + len(wanted) - len(nodes)  # told of each
         nvrtc.compile_many(wanted, self._arch, left)
 
-    def works(self, node: Node) -> list[Work]:
+    def _works(self, node: Node) -> list[Work]:
         """What `launch` issues for `node`, in order, at addresses that are nobody's (and differ: a
         conversion at one address is made once)."""
         fresh = functools.partial(next, itertools.count(1 << 40, 1 << 40))
