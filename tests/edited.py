@@ -11,10 +11,10 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf import GGMLQuantizationType as Kind
 
 from tests.stored_blocks import stored_blocks
 
-Kind = gguf.GGMLQuantizationType
 Stored = tuple[np.ndarray, str]  # bytes (rows, row_bytes) as uint8, or values; name of the type
 
 _SCALARS = {

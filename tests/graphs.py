@@ -23,19 +23,14 @@ from workbench.graph.ir import (
     StepShape,
     Tensor,
 )
-from workbench.model.decoder import Layer, build_graph
+from workbench.model.blocks import BLOCKS, Caches, Slot, blocks_of
+from workbench.model.decoder import build_graph
 from workbench.model.hparams import HParams
 from workbench.model.presets import Preset, find_preset, tensors
 from workbench.model.quants import quantize_activations, random_blocks
 
-# the slot of `decoder.Layer` that each tensor of a layer fills, and that of its bias
-SLOTS = {
-    "attn_norm": ("attn_norm", ""), "attn_q_norm": ("q_norm", ""), "attn_k_norm": ("k_norm", ""),
-    "attn_q": ("wq", "bq"), "attn_k": ("wk", "bk"), "attn_v": ("wv", "bv"),
-    "attn_output": ("wo", "bo"), "ffn_norm": ("ffn_norm", ""), "ffn_gate": ("ffn_gate", "b_gate"),
-    "ffn_up": ("ffn_up", "b_up"), "ffn_down": ("ffn_down", "b_down"),
-}  # fmt: skip
-PRODUCTS = tuple(name for name, (_, bias) in SLOTS.items() if bias)
+SLOTS = [slot for block in BLOCKS.values() for slot in block.slots]
+PRODUCTS = tuple(s.name.removesuffix(".bias") for s in SLOTS if s.optional)  # that may have a bias
 
 
 class Decoder:
@@ -69,22 +64,19 @@ class Decoder:
         self.output = found.get("output.weight", self.embedding)
         self.output_norm = found["output_norm.weight"]
         self.rope_freqs = found.get("rope_freqs.weight")
+        self.blocks = blocks_of(self.hparams)
         self.layers = [self._layer(found, i, biases) for i in range(p.n_layer)]
 
-    def _layer(self, found: dict[str, Tensor], i: int, biases: Collection[str]) -> Layer:
-        layer = Layer()
-        for name, (slot, bias) in SLOTS.items():
-            weight = found.get(f"blk.{i}.{name}.weight")
-            setattr(layer, slot, weight)
-            if bias:
-                given = found.get(f"blk.{i}.{name}.bias")
-                if given is None and name in biases:
-                    assert weight is not None
-                    given = Tensor(f"blk.{i}.{name}.bias", F32, weight.shape[:1], Kind.WEIGHT)
-                setattr(layer, bias, given)
-        return layer
+    def _layer(self, found: dict[str, Tensor], i: int, biases: Collection[str]) -> tuple[Any, ...]:
+        def take(slot: Slot) -> Tensor | None:
+            name = f"blk.{i}.{slot.name}"
+            if slot.optional and name not in found and slot.name.removesuffix(".bias") in biases:
+                return Tensor(name, F32, slot.shape(self.hparams), Kind.WEIGHT)
+            return found.get(name) if slot.optional else found[name]
 
-    def caches(self, n_cells: int) -> list[tuple[Tensor, Tensor]]:
+        return tuple(block.take(self.hparams, take) for block in self.blocks)
+
+    def caches(self, n_cells: int) -> Caches:
         """K and V of each layer, as `Model.caches` has them."""
         shape = (n_cells, self.hparams.n_embd_kv)
         pairs = [[Tensor(f"cache_{n}_l{i}", F16, shape, Kind.CACHE) for n in "kv"]

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import gguf
 import numpy as np
-
-Kind = gguf.GGMLQuantizationType
+from gguf import GGMLQuantizationType as Kind
 
 
 class Layout(NamedTuple):

@@ -65,7 +65,7 @@ class Placement:
             if not matching:
                 raise UsageError(
                     f"override_tensor {text!r} matches no weight of {model.path}; names are like "
-                    f"{model.layers[0].ffn_gate.name} (`workbench model inspect`)"
+                    f"blk.0.ffn_gate.weight (`workbench model inspect`)"
                 )
             for t in matching:
                 layer = layer_of(t)

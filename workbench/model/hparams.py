@@ -10,28 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.errors import ModelFileError
+from workbench.model.architectures import ARCHITECTURES, Architecture
 from workbench.model.gguf import GGUFFile
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What sets one architecture apart, as data.
-
-    neox: RoPE pairs element i with i + n_rot/2 (otherwise 2i with 2i + 1). qk_norm: every query
-    and key head is RMS-normalised with a weight of its own before RoPE. rope_factors: a file may
-    hold `rope_freqs.weight`, a divisor for each rotation speed.
-    """
-
-    neox: bool
-    qk_norm: bool
-    rope_factors: bool = False
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(neox=False, qk_norm=False, rope_factors=True),
-    "qwen2": Architecture(neox=True, qk_norm=False),
-    "qwen3": Architecture(neox=True, qk_norm=True),
-}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import numpy as np
 
 from workbench.errors import UsageError
 from workbench.graph.ir import BF16, F16, F32, MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, DType
+from workbench.model.architectures import ARCHITECTURES
 
 
 class RopeScaling(NamedTuple):
@@ -181,7 +182,7 @@ def tensors(preset: Preset) -> list[TensorSpec]:
         "ffn_down": (p.n_embd, p.n_ff),
     }
     norms = {"attn_norm": p.n_embd, "ffn_norm": p.n_embd}
-    if p.arch == "qwen3":
+    if ARCHITECTURES[p.arch].qk_norm:
         norms |= {"attn_q_norm": p.head_dim, "attn_k_norm": p.head_dim}
     specs = [TensorSpec("token_embd.weight", (p.n_vocab, p.n_embd), "embed")]
     if not p.tied:

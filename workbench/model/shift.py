@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from workbench.graph.ir import I32, Graph, Kind, StepShape, Tensor
 from workbench.graph.ops import make
+from workbench.model.blocks import Caches
 from workbench.model.decoder import Model
 
 DELTAS = "inp_k_shift"
 
 
-def shift_graph(model: Model, caches: list[tuple[Tensor, Tensor]], n_cells: int) -> Graph:
+def shift_graph(model: Model, caches: Caches, n_cells: int) -> Graph:
     """The graph that turns K of the first n_cells cells of every layer, in place.
 
     The one input is inp_k_shift (n_cells,) I32: by how many positions each cell moves, 0 for a cell

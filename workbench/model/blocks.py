@@ -1,0 +1,240 @@
+"""The blocks a decoder is made of: the weights of each, and the nodes it adds to a step.
+
+A layer is the blocks that its architecture names (`model/architectures.py`), one behind the other.
+A block is an entry of `BLOCKS`: its slots say which tensors of the file it takes, its function adds
+its nodes. What an architecture has beyond these (experts, sinks) is another block, or another slot.
+
+Names of nodes and of weights are llama.cpp's. T is the number of tokens of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from workbench.config import Activations
+from workbench.graph.ir import F16, F32, I32, I64, QUANTISED, DType, Kind, Node, StepShape, Tensor
+from workbench.graph.ops import make
+from workbench.model.hparams import HParams
+
+Caches = list[tuple[Tensor, Tensor]]
+
+
+class Step:
+    """The graph of one step while blocks add to it.
+
+    An activation is quantised once for all the products that share it. activations=float: nothing
+    is quantised, and every product says that nothing may be rounded.
+    """
+
+    def __init__(
+        self,
+        hparams: HParams,
+        shape: StepShape,
+        caches: Caches,
+        rope_freqs: Tensor | None,
+        activations: str,
+    ) -> None:
+        self.hparams, self.shape, self.caches = hparams, shape, caches
+        self.rope_freqs, self.rope = rope_freqs, hparams.rope
+        t = shape.n_tokens
+        self.ids = Tensor("inp_tokens", I32, (t,), Kind.INPUT)
+        self.positions = Tensor("inp_pos", I32, (t,), Kind.INPUT)
+        self.mask = Tensor("attn_inp_kq_mask", F16, (t, shape.n_kv), Kind.INPUT)
+        self.k_idxs = Tensor("attn_inp_k_idxs", I64, (t,), Kind.INPUT)
+        self.v_idxs = Tensor("attn_inp_v_idxs", I64, (t,), Kind.INPUT)
+        self.out_ids = Tensor("inp_out_ids", I32, (shape.n_outputs,), Kind.INPUT)
+        self.nodes: list[Node] = []
+        self._quantise = activations == Activations.Q8
+        self._said = {} if self._quantise else {"activations": str(activations)}
+        self._quantised: dict[Tensor, Tensor] = {}
+
+    def is_last(self, layer: int) -> bool:
+        return layer == self.hparams.n_layer - 1
+
+    def add(self, op: str, name: str, *inputs: Tensor | None, layer: int = -1, **params) -> Tensor:
+        """Adds a node, and gives its output."""
+        node = make(op, name, *inputs, layer=layer, **params)
+        self.nodes.append(node)
+        return node.output
+
+    def product(self, name: str, w: Tensor, x: Tensor, bias: Tensor | None, layer: int) -> Tensor:
+        """x (T, cols) times w (rows, cols) transposed, plus a bias (rows,) if there is one."""
+        if w.dtype in QUANTISED and self._quantise:
+            quantised = self._quantised.get(x)
+            if quantised is None:
+                quantised = self.add("quantize", f"{x.name} (q8)", x, layer=layer)
+                self._quantised[x] = quantised
+            x = quantised
+        y = self.add("mul_mat", name, w, x, layer=layer, **self._said)
+        return y if bias is None else self.add("add", f"{name} (bias)", y, bias, layer=layer)
+
+    def norm(self, name: str, x: Tensor, weight: Tensor, layer: int) -> Tensor:
+        """x normalised over its last axis, times a weight (cols,)."""
+        y = self.add("rms_norm", name, x, layer=layer, eps=self.hparams.eps)
+        return self.add("mul", f"{name} (w)", y, weight, layer=layer)
+
+
+# attention ----------------------------------------------------------------------------------------
+
+
+class AttentionWeights(NamedTuple):
+    """The weights of attention in one layer; a bias or norm that the file lacks is None."""
+
+    attn_norm: Tensor
+    wq: Tensor
+    bq: Tensor | None
+    wk: Tensor
+    bk: Tensor | None
+    wv: Tensor
+    bv: Tensor | None
+    wo: Tensor
+    bo: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+def attention(s: Step, i: int, w: AttentionWeights, x: Tensor) -> Tensor | None:
+    """Attention of layer i with the residual: x (T, n_embd) in and out.
+
+    In the last layer only the rows asked for go on: (n_outputs, n_embd). With none asked for it
+    ends at the cache stores, and gives None.
+    """
+    h, t, n_kv = s.hparams, s.shape.n_tokens, s.shape.n_kv
+    k_cache, v_cache = s.caches[i]
+    cur = s.norm(f"attn_norm-{i}", x, w.attn_norm, i)
+    q = s.product(f"Qcur-{i}", w.wq, cur, w.bq, i).view(t, h.n_head, h.head_dim)
+    k = s.product(f"Kcur-{i}", w.wk, cur, w.bk, i).view(t, h.n_head_kv, h.head_dim)
+    v = s.product(f"Vcur-{i}", w.wv, cur, w.bv, i)
+    if w.q_norm is not None and w.k_norm is not None:
+        q = s.norm(f"Qcur_normed-{i}", q, w.q_norm, i)
+        k = s.norm(f"Kcur_normed-{i}", k, w.k_norm, i)
+    q = s.add("rope", f"Qcur_rope-{i}", q, s.positions, s.rope_freqs, layer=i, **s.rope)
+    k = s.add("rope", f"Kcur_rope-{i}", k, s.positions, s.rope_freqs, layer=i, **s.rope)
+    flat = k.view(t, h.n_embd_kv)
+    s.add("set_rows", f"cache_k-{i}", k_cache, flat, s.k_idxs, layer=i, n_kv=n_kv)
+    s.add("set_rows", f"cache_v-{i}", v_cache, v, s.v_idxs, layer=i, n_kv=n_kv)
+    if s.is_last(i) and not s.shape.n_outputs:
+        return None
+    attended = s.add(
+        "attention", f"kqv_out-{i}", q, k_cache, v_cache, s.mask,
+        layer=i, n_kv=n_kv, n_head_kv=h.n_head_kv, scale=h.head_dim**-0.5,
+    )  # fmt: skip
+    cur = s.product(f"attn_out-{i}", w.wo, attended, w.bo, i)
+    if s.is_last(i):
+        cur = s.add("get_rows", "attn_out (rows)", cur, s.out_ids, layer=i)
+        x = s.add("get_rows", "residual (rows)", x, s.out_ids, layer=i)
+    return s.add("add", f"ffn_inp-{i}", cur, x, layer=i)
+
+
+# feed-forward -------------------------------------------------------------------------------------
+
+
+class DenseWeights(NamedTuple):
+    """The weights of a dense feed-forward block; a bias that the file lacks is None."""
+
+    ffn_norm: Tensor
+    ffn_gate: Tensor
+    ffn_up: Tensor
+    ffn_down: Tensor
+    b_gate: Tensor | None
+    b_up: Tensor | None
+    b_down: Tensor | None
+
+
+def dense_ffn(s: Step, i: int, w: DenseWeights, x: Tensor) -> Tensor:
+    """down(silu(gate(x)) * up(x)) of layer i with the residual: x (rows, n_embd) in and out."""
+    cur = s.norm(f"ffn_norm-{i}", x, w.ffn_norm, i)
+    gate = s.product(f"ffn_gate-{i}", w.ffn_gate, cur, w.b_gate, i)
+    up = s.product(f"ffn_up-{i}", w.ffn_up, cur, w.b_up, i)
+    cur = s.add("swiglu", f"ffn_swiglu-{i}", gate, up, layer=i)
+    cur = s.product(f"ffn_out-{i}", w.ffn_down, cur, w.b_down, i)
+    return s.add("add", f"l_out-{i}", cur, x, layer=i)
+
+
+# the table ----------------------------------------------------------------------------------------
+
+
+def _always(h: HParams) -> bool:
+    return True
+
+
+class Slot(NamedTuple):
+    """A tensor that a block takes from each layer of a file: `blk.N.` + name.
+
+    field: of the block's weights. shape: in numpy order. dtype: the only type it may have; None:
+    any. optional: a file may lack it. used: whether the architecture has it at all.
+    """
+
+    field: str
+    name: str
+    shape: Callable[[HParams], tuple[int, ...]]
+    dtype: DType | None = None
+    optional: bool = False
+    used: Callable[[HParams], bool] = _always
+
+
+def _norm(field: str, name: str, *, heads: bool = False) -> Slot:
+    """The weight of a norm: of a row, or of each head where the architecture norms heads."""
+    if heads:
+        return Slot(field, name, lambda h: (h.head_dim,), F32, used=lambda h: h.traits.qk_norm)
+    return Slot(field, name, lambda h: (h.n_embd,), F32)
+
+
+def _bias(field: str, name: str, rows: Callable[[HParams], int]) -> Slot:
+    return Slot(field, name, lambda h: (rows(h),), F32, optional=True)
+
+
+class Block(NamedTuple):
+    """A block of a layer.
+
+    slots: what it takes from a file, in order. weights: what holds them, a field each. build: adds
+    the nodes of layer i to a step: (step, i, weights, x) -> x; None ends the step.
+    """
+
+    slots: tuple[Slot, ...]
+    weights: Callable[..., Any]
+    build: Callable[[Step, int, Any, Tensor], Tensor | None]
+
+    def take(self, h: HParams, tensor: Callable[[Slot], Tensor | None]) -> Any:
+        """The block's weights in one layer, each slot that is used asked of `tensor`, in order."""
+        return self.weights(**{s.field: tensor(s) if s.used(h) else None for s in self.slots})
+
+
+BLOCKS: dict[str, Block] = {
+    "attention": Block(
+        (
+            _norm("attn_norm", "attn_norm.weight"),
+            Slot("wq", "attn_q.weight", lambda h: (h.n_embd_q, h.n_embd)),
+            _bias("bq", "attn_q.bias", lambda h: h.n_embd_q),
+            Slot("wk", "attn_k.weight", lambda h: (h.n_embd_kv, h.n_embd)),
+            _bias("bk", "attn_k.bias", lambda h: h.n_embd_kv),
+            Slot("wv", "attn_v.weight", lambda h: (h.n_embd_kv, h.n_embd)),
+            _bias("bv", "attn_v.bias", lambda h: h.n_embd_kv),
+            Slot("wo", "attn_output.weight", lambda h: (h.n_embd, h.n_embd_q)),
+            _bias("bo", "attn_output.bias", lambda h: h.n_embd),
+            _norm("q_norm", "attn_q_norm.weight", heads=True),
+            _norm("k_norm", "attn_k_norm.weight", heads=True),
+        ),
+        AttentionWeights,
+        attention,
+    ),
+    "dense_ffn": Block(
+        (
+            _norm("ffn_norm", "ffn_norm.weight"),
+            Slot("ffn_gate", "ffn_gate.weight", lambda h: (h.n_ff, h.n_embd)),
+            Slot("ffn_up", "ffn_up.weight", lambda h: (h.n_ff, h.n_embd)),
+            Slot("ffn_down", "ffn_down.weight", lambda h: (h.n_embd, h.n_ff)),
+            _bias("b_gate", "ffn_gate.bias", lambda h: h.n_ff),
+            _bias("b_up", "ffn_up.bias", lambda h: h.n_ff),
+            _bias("b_down", "ffn_down.bias", lambda h: h.n_embd),
+        ),
+        DenseWeights,
+        dense_ffn,
+    ),
+}
+
+
+def blocks_of(h: HParams) -> list[Block]:
+    """The blocks of a layer of this architecture, in order."""
+    return [BLOCKS[name] for name in h.traits.blocks]
