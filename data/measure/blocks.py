@@ -19,12 +19,12 @@ from data.measure.recorded import (
     TYPES,
     Answer,
     Recorded,
+    as_launched,
     batch_steps,
     commit_of,
     decode,
     kernel_rows,
     model_of,
-    product_shares,
     scored,
 )
 from data.measure.sources import age
@@ -76,11 +76,11 @@ def kernels(recorded: Recorded) -> Iterator[Line]:
     """A type: share of the read bandwidth by shape of llama-3-8b, one token, plain / pdl."""
     shapes = (*LARGE, *SMALL)
     for _, run in recorded.of("kernels"):
-        every = [r for r in kernel_rows(run) if r["batch"] == 1 and r["shape"] in shapes]
-        for dtype in dict.fromkeys(row["type"] for row in every):
-            ours = [(row["shape"], f"{100 * row['share']:.0f}") for row in every
-                    if row["type"] == dtype]  # fmt: skip
-            cells = {s[3:]: " / ".join(share for of, share in ours if of == s) for s in shapes}
+        rows = kernel_rows(run)
+        rows = rows[(rows["batch"] == 1) & rows["shape"].isin(shapes)]
+        for dtype, ours in rows.groupby("type", sort=False):
+            shares = {s: ours.loc[ours["shape"] == s, "share"] for s in shapes}
+            cells = {s[3:]: " / ".join(f"{100 * x:.0f}" for x in of) for s, of in shares.items()}
             yield Line({"type": dtype} | cells, [run])
 
 
@@ -90,11 +90,9 @@ KERNELS = Table("Kernels", kernels, None, "% of {read} GB/s, launched plainly / 
 def products(recorded: Recorded) -> Iterator[Line]:
     """A type: share of the bound by tokens, the least and the most of the shapes of llama-3-8b."""
     for (_, run), dtype in itertools.product(recorded.of("kernels-batches"), TYPES):
-        by_batch: dict[int, list[float]] = {}
-        for (_, batch), share in product_shares(run, dtype).items():
-            by_batch.setdefault(batch, []).append(100 * share)
-        if by_batch:
-            cells = {str(n): f"{min(of):.0f}..{max(of):.0f}" for n, of in sorted(by_batch.items())}
+        shares = as_launched(run, dtype).groupby("batch")["of_bound"]
+        cells = {str(n): f"{100 * of.min():.0f}..{100 * of.max():.0f}" for n, of in shares}
+        if cells:
             yield Line({"type": dtype} | cells, [run])
 
 

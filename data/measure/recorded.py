@@ -8,9 +8,13 @@ what is not recorded is None, or a line that says so.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
 
 from data.measure.matrix import CPU_STEP, SIZES, Row, rows
 from workbench.bench import results
@@ -172,43 +176,39 @@ def batch_steps(recorded: Recorded, name: str) -> list[Step]:
     return sorted(found)
 
 
-def kernel_rows(run: results.Run | None) -> list[dict[str, Any]]:
-    return [] if run is None else run.run["result"]["rows"]
+def kernel_rows(run: results.Run | None, dtype: str = "") -> pd.DataFrame:
+    """What `bench-kernels` measured, of a type where one is named: the rows of its run; share: of
+    the read bandwidth; of_bound: of the longer of reading the weights and computing at the large
+    product's rate, NaN where that was not measured."""
+    if run is None:
+        return pd.DataFrame({"type": [], "shape": [], "launch": [], "batch": [], "share": []})
+    result = run.run["result"]
+    rows = pd.DataFrame(result["rows"])
+    reading = rows["bytes"] / result["read_gbps"] / 1e3
+    flops = 2 * rows["rows"] * rows["cols"] * rows["batch"]
+    computing = flops / result.get("product_tflops", math.nan) / 1e6
+    rows["of_bound"] = np.maximum(reading, computing) / rows["us"]  # NaN spreads
+    return rows[rows["type"] == dtype] if dtype else rows
 
 
 def worst_share(
-    rows: Iterable[dict[str, Any]], dtype: str, shapes: Iterable[str], launch: str
+    run: results.Run | None, dtype: str, shapes: Sequence[str], launch: str
 ) -> tuple[float, str] | None:
-    """The least share of the read bandwidth of a type, and the shape that has it; None unless every
-    one of `shapes` was measured."""
-    wanted = set(shapes)
-    found = {
-        row["shape"]: row["share"]
-        for row in rows
-        if row["type"] == dtype and row["launch"] == launch and row["batch"] == 1
-        and row["shape"] in wanted
-    }  # fmt: skip
-    if set(found) != wanted:
+    """The least share of the read bandwidth of a type and one token, and the shape that has it;
+    None unless every one of `shapes` was measured."""
+    rows = kernel_rows(run, dtype)
+    ours = rows[(rows["launch"] == launch) & (rows["batch"] == 1) & rows["shape"].isin(shapes)]
+    if set(ours["shape"]) != set(shapes):
         return None
-    shape = min(found, key=found.__getitem__)
-    return found[shape], shape
+    worst = ours.loc[ours["share"].idxmin()]
+    return worst["share"], worst["shape"]
 
 
-def product_shares(run: results.Run | None, dtype: str) -> dict[tuple[str, int], float]:
-    """Of the products of a type, launched as the engine does (programmatically where the kernels
-    can be): shape and batch to the share of the bound. The bound is the longer of reading the
-    weights and computing at the large product's rate."""
-    if run is None or "product_tflops" not in run.run["result"]:
-        return {}
-    result, found = run.run["result"], {}
-    for row in result["rows"]:  # of one shape and batch: plain, then pdl
-        if row["type"] == dtype:
-            flops = 2 * row["rows"] * row["cols"] * row["batch"]
-            bound_us = max(
-                row["bytes"] / result["read_gbps"] / 1e3, flops / result["product_tflops"] / 1e6
-            )
-            found[row["shape"], row["batch"]] = bound_us / row["us"]
-    return found
+def as_launched(run: results.Run | None, dtype: str) -> pd.DataFrame:
+    """The products of a type whose share of the bound is known, each launched as the engine does:
+    programmatically where the kernels can be."""
+    rows = kernel_rows(run, dtype).dropna(subset=["of_bound"] if run else None)
+    return rows.drop_duplicates(["shape", "batch"], keep="last")  # plain, then pdl
 
 
 def worst_batch(
@@ -216,11 +216,12 @@ def worst_batch(
 ) -> tuple[float, str, int] | None:
     """Of the products of `least` and more tokens: the least share of the bound, its shape and
     batch."""
-    shares = {key: v for key, v in product_shares(run, dtype).items() if key[1] >= least}
-    if not shares:
+    rows = as_launched(run, dtype)
+    rows = rows[rows["batch"] >= least]
+    if rows.empty:
         return None
-    shape, batch = min(shares, key=shares.__getitem__)
-    return shares[shape, batch], shape, batch
+    worst = rows.loc[rows["of_bound"].idxmin()]
+    return worst["of_bound"], worst["shape"], int(worst["batch"])
 
 
 class Answer(NamedTuple):

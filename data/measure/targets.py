@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data.measure import binds
 from data.measure import recorded as figures
@@ -25,155 +25,120 @@ from data.measure.recorded import LARGE, NOT_MEASURED, SMALL, TYPES, Recorded, S
 from data.measure.tables import Line, Part, Table, block
 from workbench.bench.bounds import FEW
 
-
-class Figure(NamedTuple):
-    """value: what the bound is held against; said: how the table says it."""
-
-    value: float
-    said: str
-
-
-class Verdict(NamedTuple):
-    """One of the things a target is about; value: None where it was not measured."""
-
-    label: str
-    value: str | None = None
-    met: bool = False
+Values = Mapping[str, Any]  # of a figure, by name
 
 
 class Target(NamedTuple):
-    """labels: the models, types or sizes it is about, to the bound of each; a single one is not
-    named in the table. figure: what was measured of a label, None where it was not. meets: figure
-    and bound, whether the target is met."""
+    """bounds: of each model, type or size that it is about; a single one is not named in the table.
+    figure: what was measured of a label, None where it was not. said: how the table says it. key:
+    the value that is held against the bound. meets: value and bound, whether the target is met."""
 
     what: str
     bounds: Mapping[str, float]
-    figure: Callable[[Recorded, str], Figure | None]
+    figure: Callable[[Recorded, str], Values | None]
+    said: str
+    key: str = "share"
     meets: Callable[[float, float], bool] = operator.ge
-
-    def verdicts(self, recorded: Recorded) -> list[Verdict]:
-        """What was measured of each label, and whether it is enough."""
-        found = {label: self.figure(recorded, label) for label in self.bounds}
-        names = dict.fromkeys(self.bounds, "") if len(self.bounds) == 1 else {}
-        return [
-            Verdict(names.get(label, label))
-            if figure is None
-            else Verdict(
-                names.get(label, label), figure.said,
-                bool(self.meets(figure.value, self.bounds[label])),
-            )
-            for label, figure in found.items()
-        ]  # fmt: skip
 
 
 class Result(NamedTuple):
-    """A target and its verdicts, in words."""
+    """A target, and of each label what was measured and whether it is enough; None where nothing
+    was measured."""
 
     what: str
-    verdicts: tuple[Verdict, ...]
+    found: Mapping[str, tuple[str, bool] | None]
 
     @property
     def measured(self) -> str:
-        found = [f"{v.label} {v.value}".strip() for v in self.verdicts if v.value is not None]
-        return ", ".join(found) or NOT_MEASURED
+        said = [f"{label} {of[0]}".strip() for label, of in self.found.items() if of]
+        return ", ".join(said) or NOT_MEASURED
 
     @property
     def met(self) -> str:
-        """`yes`, or which parts are missed and which were not measured."""
-        missed = [v.label for v in self.verdicts if v.value is not None and not v.met]
-        absent = [v.label for v in self.verdicts if v.value is None]
-        if len(absent) == len(self.verdicts):
+        """`yes`, or which labels are missed and which were not measured."""
+        missed = [label for label, of in self.found.items() if of and not of[1]]
+        absent = [label for label, of in self.found.items() if of is None]
+        if len(absent) == len(self.found):
             return NOT_MEASURED
         said = [f"{word}: {', '.join(filter(None, of))}".rstrip(": ")
                 for word, of in (("**missed**", missed), (NOT_MEASURED, absent)) if of]  # fmt: skip
         return "; ".join(said) or "yes"
 
 
+def held(target: Target, recorded: Recorded) -> Result:
+    """A target against the run folders."""
+    found: dict[str, tuple[str, bool] | None] = {}
+    for label, bound in target.bounds.items():
+        values, name = target.figure(recorded, label), label if len(target.bounds) > 1 else ""
+        found[name] = None
+        if values is not None:
+            said = target.said.format_map({"bound": bound, **values})
+            found[name] = said, bool(target.meets(values[target.key], bound))
+    return Result(target.what, found)
+
+
 def targets(recorded: Recorded) -> list[Result]:
     """Every target, held against the run folders."""
-    return [Result(target.what, tuple(target.verdicts(recorded))) for target in TARGETS]
+    return [held(target, recorded) for target in TARGETS]
 
 
 # figures ------------------------------------------------------------------------------------------
 
 
-def at_least(share: float, where: str = "") -> Figure:
-    """A share as text; rounding never lifts it over its bound."""
-    return Figure(share, f"{Share(share):.1f} %" + (f" ({where})" if where else ""))
-
-
-def kernel(recorded: Recorded, dtype: str, shapes: tuple[str, ...], launch: str) -> Figure | None:
+def kernel(recorded: Recorded, dtype: str, shapes: Sequence[str], launch: str) -> Values | None:
     """The least share of the read bandwidth, one token."""
-    found = figures.worst_share(figures.kernel_rows(recorded.run("kernels")), dtype, shapes, launch)
-    return at_least(found[0], found[1][3:]) if found else None
+    found = figures.worst_share(recorded.run("kernels"), dtype, shapes, launch)
+    return found and {"share": Share(found[0]), "where": found[1][3:]}
 
 
-def decode(recorded: Recorded, name: str) -> Figure | None:
-    found = figures.decode(recorded, name)
-    return found and Figure(found.share, f"{found.share:.1f} %, {found.tg:.1f} t/s")
-
-
-def beside_llama_cpp(recorded: Recorded, name: str) -> Figure | None:
-    found = figures.decode(recorded, name)
-    return found and Figure(found.tg, f"{found.tg:.1f} ({LLAMA_CPP[name]})")
-
-
-def launches(recorded: Recorded, name: str) -> Figure | None:
-    """Of a layer; the rest are the embedding, last norm and head."""
-    found = figures.decode(recorded, name)
-    n = found.launches // found.n_layer if found else 0
-    return Figure(n, str(n)) if found else None
-
-
-def prompt(recorded: Recorded, name: str) -> Figure | None:
+def decode(recorded: Recorded, name: str) -> Values | None:
+    """per_layer: launches; the rest are the embedding, last norm and head."""
     found = figures.decode(recorded, name)
     if found is None:
         return None
-    share = found.product_share
+    share, per_layer = found.product_share, found.launches // found.n_layer
     more = "" if share is None else f", {share:.1f} % of a large product's rate"
-    return Figure(found.pp, f"{found.pp:.0f} t/s{more}")
+    return found._asdict() | {"per_layer": per_layer, "of_product": more}
 
 
-def worst_step(recorded: Recorded, name: str) -> Figure | None:
+def worst_step(recorded: Recorded, name: str) -> Values | None:
     steps = figures.batch_steps(recorded, name)
     worst = min(steps, key=lambda step: step.share, default=None)
-    return worst and at_least(worst.share, f"{worst.n_tokens} tokens")
+    return worst and {"share": worst.share, "where": f"{worst.n_tokens} tokens"}
 
 
-def worst_product(recorded: Recorded, dtype: str) -> Figure | None:
+def worst_product(recorded: Recorded, dtype: str) -> Values | None:
     found = figures.worst_batch(recorded.run("kernels-batches"), dtype)
-    return at_least(found[0], f"{found[1][3:]}, {found[2]}") if found else None
+    return found and {"share": Share(found[0]), "where": f"{found[1][3:]}, {found[2]}"}
 
 
-def depth(recorded: Recorded, _: str) -> Figure | None:
+def depth(recorded: Recorded, _: str) -> Values | None:
     ratio = figures.depth_ratio(recorded)
-    return None if ratio is None else Figure(ratio, f"{ratio:.2f} times")
+    return None if ratio is None else {"ratio": ratio}
 
 
-def load(recorded: Recorded, name: str) -> Figure | None:
-    seconds = (recorded.file(f"load-{name}") or {}).get("seconds")
-    said = ", ".join(f"{s:.2f}" for s in seconds or ())
-    return Figure(max(seconds), f"{said} s") if seconds else None
+def load(recorded: Recorded, name: str) -> Values | None:
+    found = recorded.file(f"load-{name}")
+    seconds = found["seconds"] if found else ()
+    return {"most": max(seconds), "each": ", ".join(f"{s:.2f}" for s in seconds)} if found else None
 
 
-def answer(recorded: Recorded, quant: str, belongs: Callable[[int], bool]) -> Figure | None:
-    """The worst of the sizes that belong to a way, in times of its bounds."""
+def answer(recorded: Recorded, quant: str, belongs: Callable[[int], bool]) -> Values | None:
+    """The worst of the sizes that belong to a way; n_out: of them those outside their bounds."""
     found = [a for a in figures.scored(recorded, quant) if belongs(a.n_ubatch)]
-    pairs = [(a.kl, a.nmse) for a in found if a.kl is not None and a.nmse is not None]
-    if len(pairs) < len(found):
-        return Figure(math.inf, "no number")
-    if not found:
-        return None
-    kl, nmse = (max(values) for values in zip(*pairs, strict=True))
-    return Figure(0.0 if all(a.holds for a in found) else math.inf, f"{kl:.0e}/{nmse:.0e}")
+    pairs = [(a.kl, a.nmse) for a in found]
+    said = "no number"
+    if not any(None in pair for pair in pairs):
+        said = "/".join(f"{max(values):.0e}" for values in zip(*pairs, strict=True))
+    return {"n_out": sum(not a.holds for a in found), "said": said} if found else None
 
 
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck", "repetitions")
 
 
-def checks(recorded: Recorded, _: str) -> Figure | None:
-    """What compute-sanitizer and the poisoned repetitions found: their seconds, where each tool ran
-    and found nothing."""
+def checks(recorded: Recorded, _: str) -> Values | None:
+    """What compute-sanitizer and the poisoned repetitions found. clean_s: how long they took,
+    without end where a tool did not run or found something."""
     found = recorded.alone("gpu-sanitizer")
     if found is None:
         return None
@@ -184,14 +149,14 @@ def checks(recorded: Recorded, _: str) -> Figure | None:
     )
     told = (f"{tool} {runs[tool]['errors']}" if tool in runs else f"{tool} not run"
             for tool in TOOLS)  # fmt: skip
-    return Figure(seconds if clean else math.inf, f"{', '.join(told)}; {seconds:.0f} s")
+    return {"clean_s": seconds if clean else math.inf, "s": seconds, "told": ", ".join(told)}
 
 
-def on_a_cpu(recorded: Recorded, name: str) -> Figure | None:
+def on_a_cpu(recorded: Recorded, name: str) -> Values | None:
     """Decode beside llama.cpp's CPU backend, from `make peer`."""
     rows = (recorded.alone("peer-cpu") or {}).get("decode", ())
-    ratios = {f"{row['preset']} {row['quant']}": row["ratio"] for row in rows}
-    return Figure(ratios[name], f"{100 * ratios[name]:.0f} %") if name in ratios else None
+    ratios = {f"{row['preset']} {row['quant']}": Share(row["ratio"]) for row in rows}
+    return {"share": ratios[name]} if name in ratios else None
 
 
 # the targets --------------------------------------------------------------------------------------
@@ -222,32 +187,38 @@ LEAST_OF_PEER = 0.9
 CPU_MODELS = ("llama-3.2-1b Q8_0", "llama-3.2-1b Q4_0")
 
 HALF = "half of the bandwidth or tensor-core bound"
+WHERE = "{share:.1f} % ({where})"
 TARGETS: tuple[Target, ...] = (
     *(Target(f"{what}: {100 * least:.0f} % of the read bandwidth", dict.fromkeys(types, least),
-             partial(kernel, shapes=shapes, launch=launch))
+             partial(kernel, shapes=shapes, launch=launch), WHERE)
       for what, shapes, launch, types, least in KERNELS),
-    *(Target(f"tg128 {name}: {100 * least:.0f} % of the read bandwidth", {name: least}, decode)
+    *(Target(f"tg128 {name}: {100 * least:.0f} % of the read bandwidth", {name: least}, decode,
+             "{share:.1f} %, {tg:.1f} t/s")
       for name, least in DECODE.items()),
-    Target("tg128: more t/s than llama.cpp's best", LLAMA_CPP, beside_llama_cpp, operator.gt),
-    Target("launches of a layer: 7 for llama, 8 for qwen3", MOST_LAUNCHES, launches, operator.le),
+    Target("tg128: more t/s than llama.cpp's best", LLAMA_CPP, decode, "{tg:.1f} ({bound})", "tg",
+           operator.gt),
+    Target("launches of a layer: 7 for llama, 8 for qwen3", MOST_LAUNCHES, decode, "{per_layer}",
+           "per_layer", operator.le),
     *(Target(f"pp512 {name}: {theirs * times:.0f} t/s, {times:g}x llama.cpp's",
-             {name: theirs * times}, prompt)
+             {name: theirs * times}, decode, "{pp:.0f} t/s{of_product}", "pp")
       for name, (theirs, times) in PROMPTS.items()),
     Target(f"steps of 9 to 128 tokens: {HALF}", dict.fromkeys(BATCHED, LEAST_OF_BOUND),
-           worst_step),
+           worst_step, WHERE),
     Target(f"products of 9 to 128 tokens, each of 8B: {HALF}",
-           dict.fromkeys(TYPES, LEAST_OF_BOUND), worst_product),
+           dict.fromkeys(TYPES, LEAST_OF_BOUND), worst_product, WHERE),
     Target(f"depth 16384 of llama-3-8b: adds {MOST_DEPTH} times what reading its cache takes",
-           {"llama-3-8b-q4_0": MOST_DEPTH}, depth, operator.le),
+           {"llama-3-8b-q4_0": MOST_DEPTH}, depth, "{ratio:.2f} times", "ratio", operator.le),
     Target(f"llama-3-8b Q4_0 ready from the page cache in {MOST_LOAD_S:.0f} s",
-           {"llama-3-8b-q4_0": MOST_LOAD_S}, load, operator.lt),
+           {"llama-3-8b-q4_0": MOST_LOAD_S}, load, "{each} s", "most", operator.lt),
     *(Target(f"{way} against the float path, 2,048 tokens: mean KL / NMSE in bounds",
-             dict.fromkeys(SCORED, 1.0), partial(answer, belongs=belongs), operator.le)
+             dict.fromkeys(SCORED, 0), partial(answer, belongs=belongs), "{said}", "n_out",
+             operator.le)
       for way, belongs in WAYS.items()),
     Target(f"errors that compute-sanitizer and poisoned repetitions find in {MOST_CHECKS_S} s: "
-           "none", {"gpu-sanitizer": MOST_CHECKS_S}, checks, operator.lt),
+           "none", {"gpu-sanitizer": MOST_CHECKS_S}, checks, "{told}; {s:.0f} s", "clean_s",
+           operator.lt),
     Target(f"decode on two CPU threads: {100 * LEAST_OF_PEER:.0f} % of llama.cpp's",
-           dict.fromkeys(CPU_MODELS, LEAST_OF_PEER), on_a_cpu),
+           dict.fromkeys(CPU_MODELS, LEAST_OF_PEER), on_a_cpu, "{share:.0f} %"),
 )  # fmt: skip
 
 
