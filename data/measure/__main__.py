@@ -2,12 +2,12 @@
 
     python -m data.measure [NAMES] [--out DIR] [--models DIR] [--most-gb N] [--only MODEL]
 
-NAMES are steps (`matrix.STEPS`), the most important first; without any, all of them run in that
-order. A folder that holds a complete run of this commit is kept: a run cut off goes on where it
-was. The tree must be committed: a run names its commit. Needs a GPU, 45 GB of disk for every model
-(--most-gb leaves the larger ones out, --only llama-3-8b-q8_0 all but one), and the seconds named
-there, on one H100. `pipeline` needs two GPUs and is left out where there is one. Step `cpu` is for
-`--device embedded` and `--device host`.
+NAMES are steps (`matrix.STEPS`), the most important first. Without any, all steps are made in that
+order. A folder that holds a complete run of this commit is kept: a call that was cut off goes on
+where it was. The tree must be committed, for a run names its commit. A GPU is needed, and 45 GB of
+disk for every model. --most-gb leaves the larger models out, --only llama-3-8b-q8_0 all but one.
+How long a step takes on one H100 stands beside its name. `pipeline` needs two GPUs and is left out
+where there is one. Step `cpu` is for `--device embedded` and `--device host`.
 """
 
 from __future__ import annotations

@@ -10,19 +10,19 @@ A step of N tokens (1 where the name has no number), everything on but plans:
                costs by that (us: the difference to apart_us of the same round)
     weight_bytes, product_flops   with read_gbps and product_tflops: what the step cannot do without
 
-How long a kernel takes can depend on what it computes on: attention takes another path where its
-sums are no finite numbers. The engine's arena gives the bytes of a tensor to another as soon as
-nobody reads it, so that behind a launch left out the others would find there whatever came last,
-often no numbers. Here each tensor, and the scratch of each node, has memory of its own (`apart`):
-what a launch that is left out would have written is still there from the whole step, and every
-other launch computes on the very values of the whole step, and writes them again. That nothing in
-the arena and the caches has changed is checked at the end (`unchanged`).
+A kernel's time can depend on its input: attention takes another path where its sums are no finite
+numbers. The engine's arena gives a tensor's bytes to another tensor as soon as nobody reads them.
+Behind a launch that is left out, the others would find what came last there, often no numbers.
+Here each tensor, and the scratch of each node, has memory of its own (`apart`). What a left-out
+launch would have written is still there from the whole step. Every other launch computes on the
+values of the whole step, and writes them again. At the end a check says whether anything in the
+arena and the caches has changed (`unchanged`).
 
-What remains doubtful: costs of kinds need not add up to the graph. Neighbours overlap where
-launches begin early, a product whose weights were requested early waits less than it reads, and a
-launch behind a gap finds in the cache what the gap did not evict, so that a kind can cost a little
-less than nothing. Tensors apart are cached less than those that share: apart_us - graph_us is what
-that does to the whole. Where there are no graphs (CPU devices), launches are called one by one.
+What remains doubtful: the costs of kinds need not add up to the graph. Neighbours overlap where
+launches begin early. A product whose weights were requested early waits less than it reads. A
+launch behind a gap finds in the cache what the gap did not evict: a kind can cost a little less
+than nothing. Tensors apart are cached less than tensors that share memory; apart_us - graph_us is
+the difference. Where there are no graphs (CPU devices), launches are called one by one.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
 
 
 def kind_of(node: Node, work: Work | None = None) -> str:
-    """What a launch is called here. work: the one of the node's kernels, None for all of them."""
+    """What a launch is called here. work: one of the node's kernels; None stands for all."""
     if isinstance(work, Kernel):
         name = f"{work.file}.{work.function}"
         for start, kind in KERNEL_KINDS.items():
@@ -110,7 +110,7 @@ def _works(prepared: Prepared, backend: Any, command: Launch) -> list[Piece]:
     """As `CudaBackend.launch` prepares a node, kernel by kernel."""
     tensors, node = prepared.program.placement[command.stream.backend], command.node
     scratch = 0 if command.scratch is None else prepared._address(command.scratch)
-    place = op_table.Place(
+    works_at = op_table.Place(
         lambda tensor: prepared._address(tensors[tensor.storage]), scratch,
         backend._counters_of(command.stream.id), backend._sm,
     )  # fmt: skip
@@ -120,7 +120,7 @@ def _works(prepared: Prepared, backend: Any, command: Launch) -> list[Piece]:
             kind_of(node, work),
             backend._prepare(work, there, f"launch {node.name}", command.programmatic),
         )
-        for work in op_table.launches(node, place)
+        for work in op_table.launches(node, works_at)
     ]
 
 
@@ -255,8 +255,8 @@ def take_apart(engine: wb.Engine, n_tokens: int, quick: bool = False) -> dict[st
 
 
 def _step_us(engine: wb.Engine, n_tokens: int, n: int) -> list[float]:
-    """The host's time of n steps of one shape: of one token, one behind the other; of more, each
-    into an empty cache."""
+    """The host's time of n steps of one shape, us. Steps of one token follow each other; a step of
+    more goes into an empty cache."""
     rng = np.random.default_rng(0)
     tokens = [int(token) for token in rng.integers(0, engine.model.n_vocab, n_tokens)]
     found = []

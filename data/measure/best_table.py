@@ -3,11 +3,11 @@
     python -m data.measure.best_table            writes workbench/best.json from data/results
     python -m data.measure.best_table RUNS...    takes the run folders in these folders, too
 
-For each toggle the comparisons on the richest background count (most else switched on): a value
-wins that is faster in more than half of them, and slower in none. Where tokens per second cannot
-tell, the shortest gap between tokens wins (runs of kind `gaps`), then fewer waits; of as few,
-`auto`, which is safe beside any other toggle. A value whose answer did not hold is out. What no run
-of that kind of device compares stays as in the baseline, but for SAFE.
+For each toggle the comparisons on the richest background count: the one with most else switched on.
+A value wins where it is faster in more than half of them and slower in none. Where tokens per
+second cannot tell, the shortest gap between tokens wins (runs of kind `gaps`), then fewer waits.
+With as few waits `auto` wins: it is safe beside any other toggle. A value whose answer did not hold
+is out. What no run of a kind of device compares stays as in the baseline, but for SAFE.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _device(run: dict[str, Any]) -> str:
 
 
 def of_kind(runs: dict[str, results.Run]) -> dict[str, dict[str, Any]]:
-    """Toggle to its row, of what is not as in the baseline; then the members of a family that lost
-    where the others won."""
+    """Toggle to its row, for values that are not the baseline's. Then come members of a family that
+    lost where the others won."""
     comparisons = {f: AB(r.run, r.samples) for f, r in runs.items() if r.run["kind"] == "ab"}
     gap_runs = {f: gaps.Gaps(r.run, r.samples) for f, r in runs.items() if r.run["kind"] == "gaps"}
     members = {m: f for f in FAMILIES for m in Toggles.members(f)}
@@ -152,9 +152,9 @@ def _shortest(found: gaps.Gaps, name: str) -> str:
     return next(a["toggles"][name] for a in found.run["arms"] if a["name"] == arm)
 
 
-def folders_in(*places: Path) -> list[Path]:
-    """The folders of comparisons and gaps in `places`, or those that `places` are."""
-    found = [f.parent for p in places for f in (*p.glob("run.json"), *p.glob("*/run.json"))]
+def folders_in(*roots: Path) -> list[Path]:
+    """The folders of comparisons and gaps in `roots`; a root may be such a folder itself."""
+    found = [f.parent for p in roots for f in (*p.glob("run.json"), *p.glob("*/run.json"))]
     kinds = {f: json.loads((f / "run.json").read_text())["kind"] for f in found}
     return [f for f in found if kinds[f] in ("ab", "gaps")]
 

@@ -1,10 +1,14 @@
 """What binds where a target is missed: from kernels' own times, launches, ablated steps, counters.
 
-Pure functions of what `data.measure` recorded: `cuda-kernels` and `cuda-kernels-batches` say
-what a product took, `cuda-launches.json` what launches and plain reading take on the same card,
-`cuda-ablation-MODEL[-N].json` where the time of a step goes, `cuda-counters.json` how busy a
-product keeps each part of the device. Every bandwidth is the one of the file that a time stands in,
-so that nothing is compared across processes but the cost of a launch.
+Pure functions of what `data.measure` recorded:
+
+    cuda-kernels, cuda-kernels-batches   what a product took
+    cuda-launches.json                   what launches and plain reading take on the same card
+    cuda-ablation-MODEL[-N].json         where the time of a step goes
+    cuda-counters.json                   how busy a product keeps each part of the device
+
+A time and the bandwidth that it is compared with are of one file. Only the cost of a launch is
+compared across processes.
 """
 
 from __future__ import annotations
@@ -16,11 +20,11 @@ from data.measure.recorded import NOT_MEASURED, Recorded, commit_of
 from workbench.bench.kernel_cases import MODELS
 from workbench.bench.results import Run
 
-READ = "read"  # what stands in place of a type in the counters of kernels that only read
+READ = "read"  # the type that counters give to kernels that only read
 LEAST_SHARE = 0.03  # of a step, from which a kind of launch is named
 
-# From which share of what it can do a part of the device is said to bind; memory also from so much
-# of what a kernel reaches that only reads as many bytes.
+# A part of the device binds from FULL percent on. Memory binds, too, from LIKE_READING times what a
+# kernel reaches that only reads as many bytes.
 FULL, LIKE_READING = 80.0, 0.95
 PARTS = {
     "issue_pct": "issue slots", "alu_pct": "integer units", "fma_pct": "multiply-add units",
@@ -69,10 +73,9 @@ def reading_us(launches: dict[str, Any] | None, nbytes: int) -> float | None:
 def product(row: dict[str, Any], gbps: float, launches: dict[str, Any] | None) -> str:
     """What the launches of one row of `bench-kernels` cannot do without, and what is left.
 
-    Reading takes its time at the full bandwidth, and an empty launch takes its own; launched
-    plainly, one hardly overlaps the other. Reading kernels, which have nothing else to do, say what
-    filling and draining the memory system adds to that; what the product takes beyond the longer
-    of the two is its own.
+    Reading takes its time at the full bandwidth, and an empty launch takes its own time. Launched
+    plainly, the two hardly overlap. A kernel that only reads shows what filling and draining the
+    memory system adds. The rest of the product's time is the product's own.
     """
     cost = launch_us(launches, row["launch"])
     if cost is None:
@@ -105,8 +108,8 @@ def batched_product(row: dict[str, Any], gbps: float, tflops: float) -> str:
 
 def step(found: dict[str, Any] | None) -> tuple[str, ...]:
     """Where the time of a step goes: host, launches, and the kinds of launch by what leaving each
-    out saves, the most first; beside a kind with weights how long reading those takes. Kinds
-    without which the rest takes longer are named as well: they say how far costs do not add up."""
+    out saves, the most first. A kind with weights also says how long reading the weights takes.
+    Kinds without which the rest takes longer are named: they show how far costs do not add up."""
     if found is None:
         return (NOT_MEASURED,)
     whole, graph = found["step_us"]["median"], found["graph_us"]["median"]
@@ -150,8 +153,8 @@ def _percent(share: float) -> str:
 
 
 def counted(case: dict[str, Any], reading: dict[str, Any] | None = None) -> str:
-    """What a launch kept busy, by hardware counters, and what follows: memory binds, or the parts
-    of a multiprocessor that are full, or neither, and then what its warps waited for tells why.
+    """What a launch kept busy, by hardware counters, and what follows. Memory binds, or the parts
+    of a multiprocessor that are full. Where neither is full, what the warps waited for tells why.
     reading: the launch that only reads as many bytes."""
     memory = case.get("memory_pct")
     parts = sorted((key for key in PARTS if key in case), key=lambda key: -case[key])[:MOST_PARTS]
@@ -194,8 +197,8 @@ def by_counters(counters: dict[str, Any] | None, row: dict[str, Any]) -> str:
 
 
 def step_by_counters(counters: dict[str, Any] | None, model: str, n_tokens: int) -> tuple[str, ...]:
-    """What counters say of each product of a model's step of n_tokens, or of the number counted
-    that is nearest; empty where none of that model's was counted."""
+    """What counters say of each product in a model's step of n_tokens, or of the nearest number
+    that was counted; empty where no product of the model was counted."""
     ours = [
         case for case in (counters or {}).get("cases", ()) if case["batch"] > 1
         and f"{MODELS.get(case['shape'].partition('.')[0])}-{case['type'].lower()}" == model
@@ -257,8 +260,8 @@ def of_batched_product(
 
 
 def of_step(recorded: Recorded, run: str, model: str, n_tokens: int, measured: str) -> Bind:
-    """The line of a model's step of `run`. Where steps of n_tokens were not taken apart, the number
-    taken apart that is nearest stands for them."""
+    """The line of a model's step of `run`. Where no step of n_tokens was taken apart, the step of
+    the nearest number stands for it."""
     what, sizes = f"{model}, tg128", {1: ""}
     counters: tuple[str, ...] = ()
     if n_tokens > 1:
@@ -275,7 +278,7 @@ def of_step(recorded: Recorded, run: str, model: str, n_tokens: int, measured: s
 
 
 def _commits(found: dict[str, Any] | None, run: Run | None) -> list[str]:
-    """Of which commit a step was taken apart, and of which the run is if of another."""
+    """The commit at which a step was taken apart, and the run's commit where it is another."""
     if found is None or "commit" not in found:
         return []
     apart, ours = commit_of(found), commit_of(run.run) if run else ""
@@ -297,7 +300,7 @@ def _some(*statements: str) -> tuple[str, ...]:
 
 
 def _sizes(recorded: Recorded, model: str) -> dict[int, str]:
-    """Tokens of the steps of a model that were taken apart, more than one: to the name's suffix."""
+    """The sizes of a model's steps that were taken apart, above one token: size to name suffix."""
     start = f"{recorded.device}-ablation-{model}-"
     stems = (path.stem.removeprefix(start) for path in recorded.folder.glob(f"{start}*.json"))
     return {int(stem): f"-{stem}" for stem in stems if stem.isdigit()}

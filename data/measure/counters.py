@@ -1,9 +1,9 @@
 """What the hardware counts while products run, for data/results: DEVICE-counters.json.
 
-Nsight Compute (`ncu`) runs this module as a child, which launches each case of CASES, plainly, one
-after another on copies of its weights in turn; ncu empties the caches before each launch, leaves
-the clocks alone, and repeats a launch until it has read every counter. Beside the products run the
-quickest kernels that only read, on as many bytes: what memory gives to so short a launch.
+Nsight Compute (`ncu`) runs this module as a child. The child launches each case plainly, on one
+copy of its weights after the other. ncu empties the caches before each launch, leaves the clocks
+alone, and repeats a launch until it has read every counter. Beside the products run the quickest
+kernels that only read as many bytes: what memory gives to so short a launch.
 
     cases   for each: type, shape, batch, bytes of weights, kernel; us; and of COUNTERS what there
             was, percentages of what the device can do while the kernel runs; stalls: for how many
@@ -60,7 +60,7 @@ MANY = {
 }
 QUICK = {"qwen3-30b-a3b.gate": (("Q4_0",), (1, 16))}
 
-# What is kept of a launch -> metrics, of which the first that the device has counts.
+# What is kept of a launch -> its metrics; the first one that the device has counts.
 COUNTERS: dict[str, tuple[str, ...]] = {
     "us": ("gpu__time_duration.sum",),
     "dram_bytes": ("dram__bytes_read.sum",),
@@ -101,8 +101,8 @@ class NoCounters(Exception):
 
 
 class Counted(NamedTuple):
-    """A launch that is counted. type: of the weights, or READ, with the label of a reading kernel
-    as shape; bytes: that it reads of weights; kernel: the function counted."""
+    """A launch that is counted. type: the weights', or READ; shape: a product's, or the label of a
+    reading kernel; bytes: what it reads of weights; kernel: the function counted."""
 
     type: str
     shape: str
@@ -150,8 +150,8 @@ def all_metrics() -> list[str]:
 
 
 def figures(launch: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """What is kept of a launch: of COUNTERS those that were counted, in us and bytes where they are
-    times and bytes, and every stall."""
+    """What is kept of a launch: every counter of COUNTERS that was counted (times in us, sizes in
+    bytes), and every stall."""
     found: dict[str, Any] = {}
     for key, metrics in COUNTERS.items():
         for metric in metrics:
@@ -224,8 +224,8 @@ def _said(case: dict[str, Any]) -> str:
 
 
 def available(tool: Path, small: Sequence[Counted]) -> list[str]:
-    """Those of `all_metrics` that ncu can count here, one for each of COUNTERS, by counting one
-    small launch. ncu may refuse several before it counts any."""
+    """The metrics that ncu can count here, one for each of COUNTERS: it counts one small launch.
+    ncu may refuse several metrics before it counts any."""
     metrics = all_metrics()
     for _ in range(MOST_TRIES):
         log, output, rows = run(tool, metrics, small)

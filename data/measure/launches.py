@@ -1,8 +1,8 @@
 """What launches and plain reading cost, for data/results: DEVICE-launches.json.
 
-An empty kernel of 2 blocks on each of 132 multiprocessors, in a stream and in a graph, plainly and
-programmatically; and the fastest of several reading kernels, launched plainly, for the weights of
-every product of an 8B model: what a plainly launched kernel can reach at most.
+An empty kernel of 2 blocks on each of 132 multiprocessors is timed in a stream and in a graph,
+launched plainly and programmatically. For the weights of every product of an 8B model, the fastest
+of several reading kernels is timed: the most that a plainly launched kernel can reach.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _empty(backend: Any, programmatic: bool) -> Issue:
 
 
 def _queued_us(backend: Any, issue: Issue) -> float:
-    """us for each of IN_STREAM launches that waited in the stream until the last was there, so that
-    the host holds up none."""
+    """us for each of IN_STREAM launches. All wait in the stream until the last is there: the host
+    holds up none."""
     begin, end = (backend._driver.event(timing=True) for _ in range(2))
     with backend.gate(COMPUTE_STREAM):
         backend.record(begin, COMPUTE_STREAM)()

@@ -2,7 +2,7 @@
 read follow from these rows.
 
 A row is one run folder, or one JSON file, of data/results. `python -m data.measure` makes the runs;
-tables and targets look rows up by their step, so that no folder is named a second time.
+tables and targets look rows up by their step. No folder is named a second time.
 
     toggles    a background, and changes to it: `all`, `all fuse=off`, `kept sync=packed`
     compared   what an A/B compares: `TOGGLE=BASELINE,VALUE...`; of a perplexity run, the reference
@@ -34,7 +34,7 @@ DECODED = (
 # suffix of the folder -> what is switched off
 WITHOUT = {
     "": "all",
-    "-unfused": "all fuse=off defer_norm=off",  # halved norms nobody joins are more launches
+    "-unfused": "all fuse=off defer_norm=off",  # a halved norm that nothing joins is a launch more
     "-plain": "all pdl=off",
 }
 BATCHED = DECODED[:3]  # with steps of 9 to 128 tokens
@@ -109,8 +109,8 @@ def _fusion() -> Iterator[Row]:
 
 
 def _sync() -> Iterator[Row]:
-    """Every sync mode on both copy streams and backgrounds, in the thread's tests; then graph reuse
-    and traces of some tokens, with every wait and with none but the logits', of the first model."""
+    """Every sync mode on both copy streams and backgrounds, in the thread's tests. The first model
+    also has graph reuse, and traces of some tokens: with every wait, and with the logits' alone."""
     for model in SYNCED:
         for name, spec in OFF_AND_ON.items():
             for stream in sorted(map(str, (CopyStream.OWN, CopyStream.COMPUTE))):
@@ -128,9 +128,9 @@ def _sync() -> Iterator[Row]:
 
 
 def _pipeline() -> Iterator[Row]:
-    """A prompt of eight ubatches over two GPUs: the host waiting for each or for the last alone,
-    with one buffer for inputs and with four, where stream order makes up for buffers and where only
-    waits of the host do; and on one GPU."""
+    """A prompt of eight ubatches over two GPUs. The host waits for each ubatch or for the last one.
+    Inputs have one buffer or four, with stream order in their stead and with waits of the host.
+    Then the same prompt on one GPU."""
     train = f"{RING} step_wait=outputs"
     for name, compared, toggles, label, n_devices in (
         ("step-wait", "step_wait=every,outputs", f"{RING} n_copies=4", "two devices", 2),
@@ -194,7 +194,7 @@ MATRIX: tuple[Row, ...] = (
 
 
 def rows(step: str, kind: str = "", toggle: str = "") -> list[Row]:
-    """The rows of a step, of a kind and comparing a toggle where one is named."""
+    """The rows of a step; where a kind or a compared toggle is named, only its rows."""
     return [
         row for row in MATRIX
         if row.step == step and kind in ("", row.kind)

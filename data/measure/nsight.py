@@ -12,9 +12,9 @@ from pathlib import Path
 
 def find_ncu() -> Path | None:
     """ncu on the PATH, or of an installed CUDA toolkit."""
-    places = [Path(found)] if (found := shutil.which("ncu")) else []
-    places.append(Path("/usr/local/cuda/bin/ncu"))
-    return next((place for place in places if place.is_file()), None)
+    paths = [Path(found)] if (found := shutil.which("ncu")) else []
+    paths.append(Path("/usr/local/cuda/bin/ncu"))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def command(
@@ -57,7 +57,7 @@ def number(value: str) -> float | None:
 
 
 def unknown(log: str, metrics: Iterable[str]) -> list[str]:
-    """Those of `metrics` that an error or a warning of ncu names."""
+    """The metrics that an error or a warning of ncu names."""
     complaints = " ".join(re.findall(r"^==(?:ERROR|WARNING)== .*$", log, re.MULTILINE))
     return [m for m in metrics if re.search(rf"(?<![\w.]){re.escape(m)}(?!\.?\w)", complaints)]
 

@@ -2,7 +2,7 @@
 
 A page of PAGES holds blocks `<!-- begin NAME -->` ... `<!-- end NAME -->`. The function of that
 name in BLOCKS fills each from `data/results/`. A test fails where a page and the run folders
-disagree, so no number in it is written by hand.
+disagree: no number is written by hand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
 def picture(recorded: Recorded) -> str:
-    """What `timelines.png` shows, and of which commit and device; `timelines.json` says so."""
+    """What `timelines.png` shows, its commit and its device, as `timelines.json` says."""
     found = recorded.alone("timelines")
     if found is None:
         return f"Timelines: {NOT_MEASURED}."

@@ -1,8 +1,8 @@
 """What the runs recorded on a GPU machine say, as numbers; `blocks.py` makes tables of them.
 
-`data.measure` writes the run folders; every share here is of the read bandwidth (or the rate
-of a large matrix product) that the process of that very run measured. Nothing here measures, and
-what is not recorded is None, or a line that says so.
+`data.measure` writes the run folders. Every share is one of the read bandwidth, or of a large
+matrix product's rate, that the run's own process measured. Nothing here measures. What is not
+recorded is None, or a line that says so.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def model_of(run: dict[str, Any]) -> str:
 
 
 def depth_ratio(recorded: Recorded) -> float | None:
-    """What the deepest test of `depth-llama-3-8b-q4_0` adds to a token over an empty cache, in
-    times that reading the cache takes at the run's read bandwidth."""
+    """What the deepest test of `depth-llama-3-8b-q4_0` adds to a token over an empty cache. It is in
+    times of reading the cache at the run's read bandwidth."""
     run = recorded.run("depth-llama-3-8b-q4_0")
     if run is None:
         return None
@@ -177,9 +177,9 @@ def batch_steps(recorded: Recorded, name: str) -> list[Step]:
 
 
 def kernel_rows(run: results.Run | None, dtype: str = "") -> pd.DataFrame:
-    """What `bench-kernels` measured, of a type where one is named: the rows of its run; share: of
-    the read bandwidth; of_bound: of the longer of reading the weights and computing at the large
-    product's rate, NaN where that was not measured."""
+    """The rows that `bench-kernels` measured; where a type is named, only its rows. share: of the
+    read bandwidth. of_bound: of the bound, the longer of reading the weights and computing at the
+    large product's rate; NaN where that rate was not measured."""
     if run is None:
         return pd.DataFrame({"type": [], "shape": [], "launch": [], "batch": [], "share": []})
     result = run.run["result"]
@@ -259,6 +259,6 @@ def scored(recorded: Recorded, quant: str) -> list[Answer]:
 
 
 def commit_of(found: dict[str, Any]) -> str:
-    """The commit that a run or a file names, short; one with changes on top is said to be that."""
+    """The commit that a run or a file names, short, and whether changes were on top of it."""
     commit = found["commit"]
     return str(commit["hash"])[:8] + (" with uncommitted changes" if commit.get("dirty") else "")

@@ -1,7 +1,7 @@
 """What the steps of `data.measure` share: where runs go, which are kept, models, devices.
 
-Every run records in `result` the read bandwidth that its own process measured beside it, so that a
-share of it compares nothing across processes:
+Every run records in `result` the read bandwidth that its own process measured. A share of the
+bandwidth hence compares nothing across processes:
 
     read_gbps      GB/s of the fastest of several reading kernels; read_rates: of each of them
     product_tflops of an F16 product of 8192 x 8192 x 8192 by cuBLAS, where there is cuBLAS
@@ -161,7 +161,7 @@ BACKGROUNDS: dict[str, Callable[[wb.Engine], wb.Toggles]] = {
 
 
 def toggles_of(spec: str, engine: wb.Engine) -> wb.Toggles:
-    """What a row's `toggles` say: a background, then each `NAME=VALUE` switched in turn."""
+    """What a row's `toggles` say: a background, then each `NAME=VALUE` on top of it."""
     background, *changes = spec.split()
     toggles = BACKGROUNDS[background](engine)
     for name, _, value in (change.partition("=") for change in changes):
@@ -214,8 +214,8 @@ def _parts(node: Node) -> Iterator[Node]:
 
 
 def product_tflops(backend: Any) -> float:
-    """TFLOP/s of the fastest replay of PRODUCTS large F16 products by cuBLAS, on random numbers (on
-    zeros a device draws less power and is faster than it can be with data)."""
+    """TFLOP/s of the fastest replay of PRODUCTS large F16 products by cuBLAS. The numbers are
+    random: on zeros a device draws less power, and is faster than it can be with data."""
     from workbench.backend.cuda.replay import Replay
 
     rng, nbytes = np.random.default_rng(0), SIZE * SIZE * 2

@@ -1,7 +1,7 @@
-"""Which sources a recorded run is of, and whether those of this checkout are others.
+"""Which sources a recorded run was made of, and whether this checkout has other ones.
 
-A run on a GPU speaks for the sources that it ran. Nothing fails where they have changed since: the
-pages say of which sources a run is, and mark it where those are older ones.
+A run on a GPU speaks for the sources that it ran. Nothing fails where the sources have changed
+since: the pages name a run's sources, and mark the run where they are older.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What measures each kind of row of the matrix: `KINDS`.
 
-Every function takes the session, an engine of the rows' model (None where they name none) and the
-rows of that model that are still to be made.
+Every function takes the session, an engine, and the rows that are still to be made. The engine has
+the rows' model; it is None where they name none.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def perplexities(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
 
 def kernels(session: Session, _: None, rows: list[Row]) -> None:
     """`bench-kernels` of every type, with its picture. A product of several tokens is bound by
-    memory or by tensor cores: `product_tflops` of the run says what the latter reach on a large
-    one."""
+    memory or by tensor cores: `product_tflops` of the run says what tensor cores reach on a large
+    product."""
     chosen, reason = choose_device(session.device)
     for row in rows:
         folder, shapes, batches = session.emptied(row), parse_shapes(row.test), row.sizes

@@ -32,10 +32,10 @@ class Line(NamedTuple):
 
 
 class Table(NamedTuple):
-    """title: what is not measured where there are no lines; empty where the table then is left out.
-    cells: column to template; None where the values of a line are its cells. more: the caption's
-    own words, of `facts`; None for no caption. said: a caption made of something else than runs.
-    by_device: a caption for each device.
+    """title: what is said to be not measured where there are no lines; a table without a title is
+    then left out. cells: column to template; None where a line's values are its cells. more: the
+    caption's own words, a template of `facts`; None for no caption. said: a caption made of
+    something else than runs. by_device: a caption for each device.
     """
 
     title: str

@@ -1,10 +1,10 @@
 """What kernels and decode are meant to reach on one H100, and whether the recorded runs do.
 
 `python -m data.measure.targets [DIR]` prints the table of the results page. A target is a row of
-`TARGETS`: a figure for each model, type or size it is about, and its bound. One that is missed is
-shown as missed, one without a run as not measured. The numbers of llama.cpp that some are held
-against are its best on the same kind of card (one H100 80GB HBM3, driver 580, 8 repetitions, random
-weights of the same shapes).
+`TARGETS`: a figure for each model, type or size that it is about, and its bound. A missed target is
+shown as missed, one without a run as not measured. Some are held against numbers of llama.cpp: its
+best on the same kind of card (one H100 80GB HBM3, driver 580, 8 repetitions, random weights of the
+same shapes).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def load(recorded: Recorded, name: str) -> Values | None:
 
 
 def answer(recorded: Recorded, quant: str, belongs: Callable[[int], bool]) -> Values | None:
-    """The worst of the sizes that belong to a way; n_out: of them those outside their bounds."""
+    """The worst of the sizes that belong to a way; n_out: how many are outside their bounds."""
     found = [a for a in figures.scored(recorded, quant) if belongs(a.n_ubatch)]
     pairs = [(a.kl, a.nmse) for a in found]
     said = "no number"

@@ -24,7 +24,8 @@ from workbench.errors import WorkbenchError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"
-PAGES = (*readme.PAGES, Path("workbench/program/README.md"), Path("kernels/README.md"))
+PAGES = (*readme.PAGES, Path("workbench/program/README.md"), Path("kernels/README.md"),
+         Path("data/measure/README.md"))  # fmt: skip
 RUNS = sorted(p.parent for p in RESULTS.glob("*/run.json"))
 
 

@@ -1,8 +1,8 @@
 """What runs of earlier commits call things, and what they leave unsaid, in today's words.
 
-A recorded run folder is never rewritten. `results.load_run` gives every run.json through
-`in_todays_words`, so that all readers know one set of names. Who renames a toggle, a value or a key
-of run.json adds a row to RENAMED; a test reads each committed folder and finds a name nobody knows.
+A recorded run folder is never rewritten. `results.load_run` passes every run.json through
+`in_todays_words`: all readers know one set of names. Who renames a toggle, a value or a key of
+run.json adds a row to RENAMED. A test reads each committed folder and finds names nobody knows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REWORDED = (
 CONFIG = {
     field.name: list(field.default) if isinstance(field.default, tuple) else field.default
     for field in dataclasses.fields(EngineConfig)
-    if field.name not in ("device", "n_ctx", "n_ubatch", "n_kv_pad", "threads")  # said since ever
+    if field.name not in ("device", "n_ctx", "n_ubatch", "n_kv_pad", "threads")  # runs always say
 }
 
 
