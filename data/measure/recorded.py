@@ -127,7 +127,7 @@ def model_of(run: dict[str, Any]) -> str:
 
 
 def depth_ratio(recorded: Recorded) -> float | None:
-    """What the deepest test of `depth-llama-3-8b-q4_0` adds to a token over an empty cache. It is in
+    """What the deepest test of `depth-llama-3-8b-q4_0` adds to a token over an empty cache, in
     times of reading the cache at the run's read bandwidth."""
     run = recorded.run("depth-llama-3-8b-q4_0")
     if run is None:
