@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.harness import Compute, distance
+from tests.gpu.twins import attention as twin
 from workbench.backend.cuda import attention as ca
 from workbench.backend.cuda import nvrtc
 from workbench.backend.cuda.backend import CudaBackend
@@ -191,7 +192,7 @@ class Placed:
         )  # fmt: skip
 
     def simple(self, dst: int, scratch: int) -> list[Kernel]:
-        return ca.simple_launches(
+        return twin.launches(
             dst, self.q, self.k, self.v, self.mask, scratch, *self.case.shape, self.case.scale
         )
 
@@ -258,8 +259,7 @@ def compiled(backend: CudaBackend) -> None:
         ca.launches(*nowhere, *s, 1.0, False, plan=forced(*p, s))[0] for s in PLANNED for p in PLANS
     ]
     wanted = {(k.file, k.defines) for k in kernels}
-    files: list[tuple[str, tuple[str, ...]]] = [("attention_simple", ()), ("elementwise", ())]
-    nvrtc.compile_many([*sorted(wanted), *files], backend._arch)
+    nvrtc.compile_many([*sorted(wanted), ("elementwise", ())], backend._arch)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -267,12 +267,12 @@ def test_slow_twin(device: Device, shape: Shape):
     placed = Placed(device, Case(shape))
     expected, found = placed.case.expected(), placed.result()
     dst = device.put(np.full(found.nbytes, POISONS[0], np.uint8))
-    scratch = device.room(ca.simple_scratch_bytes(*shape[:2], *shape[3:]))
+    scratch = device.room(twin.scratch_bytes(*shape[:2], *shape[3:]))
     device.run(placed.simple(dst, scratch))
-    twin = device.get(dst, found.nbytes).view(np.float32)
-    assert distance(twin, expected) < SIMPLE_TOLERANCE
+    slow = device.get(dst, found.nbytes).view(np.float32)
+    assert distance(slow, expected) < SIMPLE_TOLERANCE
     assert distance(found.view(np.float32), expected) < TOLERANCE
-    assert distance(found.view(np.float32), twin) < TOLERANCE
+    assert distance(found.view(np.float32), slow) < TOLERANCE
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if can_quantise(s)], ids=str)

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.harness import POISON, Guarded, distance
-from tests.gpu.simple import simple_product
+from tests.gpu.twins.product import simple_product
 from workbench.backend.cuda import gemm, nvrtc, op_table
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.kernel import Kernel, Work
@@ -120,8 +120,7 @@ def compiled(backend: CudaBackend) -> None:
         for tokens in MANY:
             for hopper in tiled(backend, dtype.name, tokens):
                 wanted |= {(w.file, w.defines) for w in several_works(dtype.name, tokens, hopper)}
-    files: list[tuple[str, tuple[str, ...]]] = [("mul_mat", ()), ("repack", ())]
-    nvrtc.compile_many([*sorted(wanted), *files], backend._arch)
+    nvrtc.compile_many([*sorted(wanted), ("repack", ())], backend._arch)
 
 
 def several_works(name: str, tokens: int, hopper: bool) -> list[Kernel]:

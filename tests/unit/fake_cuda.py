@@ -161,6 +161,10 @@ class FakeCublas:
         return 0
 
 
+def _no_cubin(file: str, arch: str, defines: Any = (), sources: Any = None) -> bytes:
+    return repr((file, defines)).encode()
+
+
 def fake_backend(monkeypatch: pytest.MonkeyPatch) -> tuple[cuda.CudaBackend, list[Call]]:
     """A CudaBackend on such a driver, and the log of both libraries."""
     cupy: Any = ModuleType("cupy")
@@ -170,7 +174,7 @@ def fake_backend(monkeypatch: pytest.MonkeyPatch) -> tuple[cuda.CudaBackend, lis
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cuda, "Driver", FakeDriver)
-    monkeypatch.setattr(nvrtc, "cubin", lambda file, arch, defines: repr((file, defines)).encode())
+    monkeypatch.setattr(nvrtc, "cubin", _no_cubin)
     made = cuda.CudaBackend()
     log = made._driver.api.log
     monkeypatch.setattr(cublas, "_load", lambda: (FakeCublas(log), "no library"))

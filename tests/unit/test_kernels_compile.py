@@ -17,6 +17,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.gpu.twins import attention as simple
+from tests.gpu.twins.product import FOLDER
 from tests.graphs import Decoder, fused_nodes
 from tests.unit import ptx
 from tests.unit.planned import (
@@ -48,7 +50,8 @@ HELPERS = [("device", "gate"), ("device", "nothing")]
 
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
-    return {p.name: p.read_text() for p in nvrtc.source_dir().glob("*.cu*")}
+    folders = nvrtc.source_dir(), FOLDER
+    return {p.name: p.read_text() for folder in folders for p in folder.glob("*.cu*")}
 
 
 def wanted(works: Iterable[Kernel]) -> dict[tuple[str, tuple[str, ...]], set[str]]:
@@ -90,6 +93,16 @@ def test_every_source_compiles_by_itself():
     """Also without macros, as tools and readers compile it."""
     for path in nvrtc.source_files():
         assert nvrtc.cubin(path.stem, "sm_90").startswith(b"\x7fELF")
+
+
+def test_the_slow_twins_compile():
+    """Tests on a GPU compare with them. Their sources stand beside their launches, in no wheel."""
+    found = sorted(FOLDER.glob("*.cu"))
+    assert [path.stem for path in found] == ["attention_simple", "mul_mat"]
+    assert not {path.name for path in found} & {path.name for path in nvrtc.source_files()}
+    for path in found:
+        made = nvrtc.cubin(path.stem, "sm_90", sources=FOLDER)
+        assert made.startswith(b"\x7fELF")
 
 
 def test_every_op_has_a_launch():
@@ -209,7 +222,7 @@ CONSTANTS = [  # Python's value, file, name there
     (elementwise.ROPE_HEADS, "rope.cu", "HEADS"),
     (elementwise.HEADS_PER_BLOCK, "rope_store.cu", "WARPS"),
     (attention.MAX_HEAD_DIM, "rope_store.cu", "MOST_DIM"),
-    (attention.SPLIT_THREADS // 32, "attention_simple.cu", "SPLIT_WARPS"),
+    (simple.SPLIT_THREADS // 32, "attention_simple.cu", "SPLIT_WARPS"),
     (ops.SQUARES, "rms.cuh", "SQUARES"),
     (matvec.MOST_SCALED // ops.SQUARES, "rms.cuh", "MOST_SQUARES"),
     (8, "mul_mat_float.cu", "WARPS"),
@@ -225,7 +238,7 @@ def test_constants_are_those_of_the_sources(sources, value: int, file: str, name
 def test_tables_are_those_of_the_sources(sources):
     tiles = re.findall(r"^TILE\((\d+), (\d+)\)", sources["attention_simple.cu"], re.M)
     of_source = {32 * int(d): (f"attention_tile_d{d}", 4 * int(q)) for d, q in tiles}
-    assert of_source == attention.TILES
+    assert of_source == simple.TILES
     pad = re.search(r"CELL_HALVES = DIM \+ (\d+)", sources["attention.cuh"])
     assert pad and int(pad[1]) == attention.CELL_PAD
     for file, kernel, number in matvec.EPILOGUES.values():

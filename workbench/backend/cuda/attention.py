@@ -2,15 +2,12 @@
 
 Pure: addresses and shapes in, data out. Everything follows from shapes and the padded n_kv, so that
 a step's result does not depend on where its tokens lie. Constants repeat those of the source.
-
-`simple_launches` gives the plain kernels of `kernels/attention_simple.cu`, the slow twin.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from workbench.backend.args import Args
 from workbench.backend.cuda.kernel import Kernel, blocks
 from workbench.errors import DeviceError
 
@@ -58,7 +55,8 @@ def _dim(head_dim: int) -> int:
     return blocks(head_dim, 16) * 16
 
 
-def _check(head_dim: int) -> None:
+def check(head_dim: int) -> None:
+    """Raises DeviceError for a head_dim that no kernel has."""
     if head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
         raise DeviceError(
             f"attention: head_dim {head_dim} is not supported on cuda (multiples of 8 up to "
@@ -197,7 +195,7 @@ def launches(
     (decode): instead of the usual ones, for measuring. Raises DeviceError for a head_dim that no
     kernel has.
     """
-    _check(head_dim)
+    check(head_dim)
     if not n_tokens:
         return []
     sizes = [n_tokens, n_head, n_head_kv, n_kv, scale]
@@ -230,61 +228,3 @@ def _defines(head_dim: int, t: Tuning, prefill: bool) -> tuple[str, ...]:
     return (
         f"PREFILL={int(prefill)}", f"HEAD_DIM={head_dim}", f"WARPS={t.warps}", f"STAGES={t.stages}",
     )  # fmt: skip
-
-
-# the slow twin ------------------------------------------------------------------------------------
-
-SPLIT_THREADS = 512
-SHARE_CELLS, MOST_SHARES = 256, 32  # attention_split: least cells of a share, most shares
-# attention_tile: widest head_dim -> kernel, query tokens of a block
-TILES = {
-    32: ("attention_tile_d1", 16),
-    64: ("attention_tile_d2", 16),
-    128: ("attention_tile_d4", 16),
-    256: ("attention_tile_d8", 8),
-}
-
-
-def simple_shares(n_kv: int) -> int:
-    """Shares the cells of one head are split into: from the padded n_kv alone."""
-    share = max(SHARE_CELLS, blocks(blocks(n_kv, MOST_SHARES), 32) * 32)
-    return blocks(n_kv, share)
-
-
-def simple_scratch_bytes(n_tokens: int, n_head: int, head_dim: int, n_kv: int) -> int:
-    """What the shares need: per token, head and share, head_dim + 2 floats."""
-    shares = simple_shares(n_kv)
-    if n_tokens > FEW_TOKENS or shares == 1:
-        return 0
-    return n_tokens * n_head * shares * (head_dim + 2) * 4
-
-
-def simple_launches(
-    dst: int,
-    q: int,
-    k: int,
-    v: int,
-    mask: int,
-    scratch: int,
-    n_tokens: int,
-    n_head: int,
-    n_head_kv: int,
-    head_dim: int,
-    n_kv: int,
-    scale: float,
-) -> list[Kernel]:
-    """As `launches`, in float throughout and without tensor cores; dst is F32."""
-    _check(head_dim)
-    file, rows = "attention_simple", n_tokens * n_head
-    args: Args = [
-        dst, q, k, v, mask, scratch, n_tokens, n_head, n_head_kv, head_dim, n_kv, scale,
-    ]  # fmt: skip
-    if n_tokens > FEW_TOKENS:
-        function, tile = next(TILES[d] for d in TILES if head_dim <= d)
-        return [Kernel(file, function, (blocks(n_tokens, tile), n_head), 128, args)]
-    shares = simple_shares(n_kv)
-    split = Kernel(file, "attention_split", (rows, shares), SPLIT_THREADS, args)
-    if shares == 1:
-        return [split]
-    combine: Args = [dst, scratch, shares, head_dim]
-    return [split, Kernel(file, "attention_combine", (rows, 1), 256, combine)]

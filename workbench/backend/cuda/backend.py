@@ -20,6 +20,7 @@ import struct
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ class CudaBackend(Backend):
         self._gates: list[CudaGate] = []
         self._flags: CudaMemory | None = None  # of the gates, in turn
         self._n_gates = 0
-        self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._modules: dict[tuple[str, tuple[str, ...], Path | None], Any] = {}
         self._functions: dict[tuple, Any] = {}
         self._counters: dict[int, CudaMemory] = {}
         self._blas: Blas | None = None
@@ -158,12 +159,12 @@ class CudaBackend(Backend):
 
     def _function(self, kernel: Kernel) -> Any:
         """The kernel's CUfunction; its file is compiled and loaded where that has not been done."""
-        file, defines = module = kernel.file, kernel.defines
+        file, defines, sources = module = kernel.file, kernel.defines, kernel.sources
         key = *module, kernel.function, kernel.shared
         if key not in self._functions:
             call = self._driver.call
             if module not in self._modules:
-                cubin = nvrtc.cubin(file, self._arch, defines)
+                cubin = nvrtc.cubin(file, self._arch, defines, sources=sources)
                 self._modules[module] = call("cuModuleLoadData", f"{file}.cu", cubin)
             name = kernel.function
             function = call("cuModuleGetFunction", name, self._modules[module], name.encode())
@@ -189,8 +190,8 @@ class CudaBackend(Backend):
         values = [a if isinstance(a, int) else _bits(a) for a in kernel.args]
         layout.pack_into(block, 0, *values, *range(address, address + 8 * n, 8))
         words = Words((ctypes.c_int64 * n).from_buffer(block), pointers_of(kernel.args))
-        same = (kernel.file, kernel.function, kernel.defines, kernel.grid, kernel.block,
-                kernel.shared, programmatic)  # fmt: skip
+        same = (kernel.file, kernel.function, kernel.defines, kernel.sources, kernel.grid,
+                kernel.block, kernel.shared, programmatic)  # fmt: skip
         function, launch = self._function(kernel), self._driver.api.cuLaunchKernel
         failure = self._driver.failure
         (x, y), threads, shared, params = kernel.grid, kernel.block, kernel.shared, address + 8 * n

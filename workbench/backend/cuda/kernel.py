@@ -6,6 +6,7 @@ Pure data. `op_table.py` says which of them compute a node; `backend.py` issues 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 from workbench.backend.args import AddressOf, Args, parts_places
@@ -38,6 +39,7 @@ class Kernel(NamedTuple):
     """One kernel launch.
 
     file: name of a `kernels/*.cu` without its suffix; function: an `extern "C"` kernel in it;
+    sources: the folder of the file, where it is not `kernels/`;
     grid: blocks (x, y); block: threads; args: every argument as an 8-byte slot (int) or a float.
     defines: macros (`"ROWS=2"`) the file is compiled with for this kernel alone; a file that wants
     macros is compiled when a kernel with them is first prepared. shared: bytes of dynamic shared
@@ -53,6 +55,7 @@ class Kernel(NamedTuple):
     defines: tuple[str, ...] = ()
     shared: int = 0
     waits: bool = False
+    sources: Path | None = None
 
 
 class Gemm(NamedTuple):

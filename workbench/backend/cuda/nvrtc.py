@@ -97,16 +97,23 @@ def compile_source(
     return cubin
 
 
-def cubin(file: str, arch: str, defines: Sequence[str] = (), folder: Path | None = None) -> bytes:
+def cubin(
+    file: str,
+    arch: str,
+    defines: Sequence[str] = (),
+    folder: Path | None = None,
+    sources: Path | None = None,
+) -> bytes:
     """`kernels/<file>.cu` compiled for `arch`, or what SPECIFIC has instead, with macros `defines`
     ("ROWS=2").
 
     Taken from `folder` (default `cache_dir()`) where it is there, under a key of everything that
-    decides its bytes; else compiled and kept there. Raises DeviceError.
+    decides its bytes; else compiled and kept there. sources: the folder of the .cu file, where it
+    is not `kernels/`; headers are those of `kernels/`. Raises DeviceError.
     """
     arch = SPECIFIC.get((file, arch), arch)
     folder, headers = folder or cache_dir(), _headers()
-    source = (source_dir() / f"{file}.cu").read_bytes()
+    source = ((sources or source_dir()) / f"{file}.cu").read_bytes()
     version = _nvrtc().nvrtcVersion()[1:]
     decides = (headers, OPTIONS, arch, version, tuple(defines), source)
     key = hashlib.sha256(repr(decides).encode()).hexdigest()

@@ -21,7 +21,7 @@
 // any cols (those that are no multiple of 8 go one weight at a time).
 //
 // The backend never launches this file. It is the slow twin that tests compare the fast products
-// with (tests/gpu/simple.py), and is no longer tuned. It was the engine's product before commit
+// with (product.py), and is no longer tuned. It was the engine's product before commit
 // 43147c1: with it, and the other kernels of that time, a step of llama-3-8b Q4_0 took 4.12 ms for
 // one token and 183 ms for 512 (data/results/cuda-bench-*). With multiply.cuh's product, nothing
 // fused, a step of one token takes 2.9 ms (data/results/cuda-decode-*-unfused).

@@ -1,0 +1,67 @@
+"""The slow twin of attention: how attention_simple.cu is launched. It has the same constants."""
+
+from __future__ import annotations
+
+from tests.gpu.twins.product import FOLDER
+from workbench.backend.args import Args
+from workbench.backend.cuda.attention import FEW_TOKENS, check
+from workbench.backend.cuda.kernel import Kernel, blocks
+
+SPLIT_THREADS = 512
+SHARE_CELLS, MOST_SHARES = 256, 32  # attention_split: least cells of a share, most shares
+# attention_tile: widest head_dim -> kernel, query tokens of a block
+TILES = {
+    32: ("attention_tile_d1", 16),
+    64: ("attention_tile_d2", 16),
+    128: ("attention_tile_d4", 16),
+    256: ("attention_tile_d8", 8),
+}
+
+
+def shares_of(n_kv: int) -> int:
+    """Shares the cells of one head are split into: from the padded n_kv alone."""
+    share = max(SHARE_CELLS, blocks(blocks(n_kv, MOST_SHARES), 32) * 32)
+    return blocks(n_kv, share)
+
+
+def scratch_bytes(n_tokens: int, n_head: int, head_dim: int, n_kv: int) -> int:
+    """What the shares need: per token, head and share, head_dim + 2 floats."""
+    shares = shares_of(n_kv)
+    if n_tokens > FEW_TOKENS or shares == 1:
+        return 0
+    return n_tokens * n_head * shares * (head_dim + 2) * 4
+
+
+def launches(
+    dst: int,
+    q: int,
+    k: int,
+    v: int,
+    mask: int,
+    scratch: int,
+    n_tokens: int,
+    n_head: int,
+    n_head_kv: int,
+    head_dim: int,
+    n_kv: int,
+    scale: float,
+) -> list[Kernel]:
+    """As `launches` of the backend, in float throughout and without tensor cores; dst is F32."""
+    check(head_dim)
+    rows = n_tokens * n_head
+    args: Args = [
+        dst, q, k, v, mask, scratch, n_tokens, n_head, n_head_kv, head_dim, n_kv, scale,
+    ]  # fmt: skip
+    if n_tokens > FEW_TOKENS:
+        function, tile = next(TILES[d] for d in TILES if head_dim <= d)
+        return [_kernel(function, (blocks(n_tokens, tile), n_head), 128, args)]
+    shares = shares_of(n_kv)
+    split = _kernel("attention_split", (rows, shares), SPLIT_THREADS, args)
+    if shares == 1:
+        return [split]
+    combine: Args = [dst, scratch, shares, head_dim]
+    return [split, _kernel("attention_combine", (rows, 1), 256, combine)]
+
+
+def _kernel(function: str, grid: tuple[int, int], threads: int, args: Args) -> Kernel:
+    return Kernel("attention_simple", function, grid, threads, args, sources=FOLDER)
