@@ -23,14 +23,14 @@ from workbench.graph.ir import (
     StepShape,
     Tensor,
 )
-from workbench.model.blocks import BLOCKS, Caches, Slot, blocks_of
+from workbench.model.blocks import BLOCKS, Caches, WeightSpec, blocks_of
 from workbench.model.decoder import build_graph
 from workbench.model.hparams import HParams
 from workbench.model.presets import Preset, find_preset, tensors
 from workbench.model.quants import quantize_activations, random_blocks
 
-SLOTS = [slot for block in BLOCKS.values() for slot in block.slots]
-PRODUCTS = tuple(s.name.removesuffix(".bias") for s in SLOTS if s.optional)  # that may have a bias
+SPECS = [spec for block in BLOCKS.values() for spec in block.specs]
+PRODUCTS = tuple(s.name.removesuffix(".bias") for s in SPECS if s.optional)  # that may have a bias
 
 
 class Decoder:
@@ -68,11 +68,11 @@ class Decoder:
         self.layers = [self._layer(found, i, biases) for i in range(p.n_layer)]
 
     def _layer(self, found: dict[str, Tensor], i: int, biases: Collection[str]) -> tuple[Any, ...]:
-        def take(slot: Slot) -> Tensor | None:
-            name = f"blk.{i}.{slot.name}"
-            if slot.optional and name not in found and slot.name.removesuffix(".bias") in biases:
-                return Tensor(name, F32, slot.shape(self.hparams), Kind.WEIGHT)
-            return found.get(name) if slot.optional else found[name]
+        def take(spec: WeightSpec) -> Tensor | None:
+            name = f"blk.{i}.{spec.name}"
+            if spec.optional and name not in found and spec.name.removesuffix(".bias") in biases:
+                return Tensor(name, F32, spec.shape(self.hparams), Kind.WEIGHT)
+            return found.get(name) if spec.optional else found[name]
 
         return tuple(block.take(self.hparams, take) for block in self.blocks)
 

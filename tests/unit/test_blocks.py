@@ -10,7 +10,7 @@ from tests.graphs import Decoder
 from workbench.graph.ir import Q8_0, Tensor
 from workbench.model import architectures, blocks
 from workbench.model.architectures import ARCHITECTURES, Architecture
-from workbench.model.blocks import BLOCKS, Block, Step
+from workbench.model.blocks import BLOCKS, DecoderBlock, Step
 
 
 def test_every_architecture_names_blocks_that_exist():
@@ -20,15 +20,15 @@ def test_every_architecture_names_blocks_that_exist():
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_slots_are_the_fields_of_a_blocks_weights(name: str):
+def test_specs_are_the_fields_of_a_blocks_weights(name: str):
     block = BLOCKS[name]
     h = Decoder("tiny-llama", Q8_0).hparams
-    assert len({s.name for s in block.slots}) == len(block.slots)
-    taken = block.take(h, lambda slot: Tensor(slot.name, Q8_0, (32,)))
-    assert set(taken._fields) == {s.field for s in block.slots}
-    for slot in block.slots:
-        found = getattr(taken, slot.field)
-        assert found.name == slot.name if slot.used(h) else found is None
+    assert len({s.name for s in block.specs}) == len(block.specs)
+    taken = block.take(h, lambda spec: Tensor(spec.name, Q8_0, (32,)))
+    assert set(taken._fields) == {s.field for s in block.specs}
+    for spec in block.specs:
+        found = getattr(taken, spec.field)
+        assert found.name == spec.name if spec.used(h) else found is None
 
 
 class _NormOnly(NamedTuple):
@@ -41,8 +41,8 @@ def test_a_new_block_is_one_entry(monkeypatch: pytest.MonkeyPatch):
     def normed(s: Step, i: int, w: _NormOnly, x: Tensor) -> Tensor:
         return s.add("add", f"l_out-{i}", x, s.norm(f"ffn_norm-{i}", x, w.ffn_norm, i), layer=i)
 
-    norm = next(slot for slot in BLOCKS["dense_ffn"].slots if slot.field == "ffn_norm")
-    monkeypatch.setitem(blocks.BLOCKS, "normed", Block((norm,), _NormOnly, normed))
+    norm = next(spec for spec in BLOCKS["dense_ffn"].specs if spec.field == "ffn_norm")
+    monkeypatch.setitem(blocks.BLOCKS, "normed", DecoderBlock((norm,), _NormOnly, normed))
     made = Architecture(("attention", "normed"), neox=False, qk_norm=False)
     monkeypatch.setitem(architectures.ARCHITECTURES, "llama", made)
     model = Decoder("tiny-llama", Q8_0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.graphs import PRODUCTS, Decoder
 from tests.profiles import examples
 from tests.unit.test_arena import check_placement
-from workbench.backend.args import parts_places, parts_scratch_bytes
+from workbench.backend.args import parts_addresses, parts_scratch_bytes
 from workbench.config import Switch, Toggles
 from workbench.graph import ops
 from workbench.graph.arena import plan
@@ -154,7 +154,7 @@ def check_memory(graph: Graph) -> None:
     for node in graph.nodes:
         if node.parts:
             outside = {t.storage: -1 for t in (*node.inputs, *node.outputs)}
-            at, own = parts_places(node, outside_of(outside), 1 << 20)
+            at, own = parts_addresses(node, outside_of(outside), 1 << 20)
             spans = [(at(t), at(t) + t.nbytes) for t in ops.interior(node)]
             ends = [1 << 20, *(end for _, end in spans)]
             assert all(begin >= end for (begin, _), end in zip(spans, ends, strict=False))

@@ -179,16 +179,19 @@ def parts_scratch_bytes(node: Node, own: Callable[[Node], int]) -> int:
     return ops.interior_bytes(node) + max(own(part) for part in node.parts)
 
 
-def parts_places(node: Node, address_of: AddressOf, scratch: int) -> tuple[AddressOf, int]:
-    """Where the parts of a fused node find tensors, and their scratch: interior tensors lie at the
-    start of the node's scratch, the parts' own scratch, shared by all, behind them."""
-    places: dict[Tensor, int] = {}
+def parts_addresses(node: Node, address_of: AddressOf, scratch: int) -> tuple[AddressOf, int]:
+    """Where the parts of a fused node find tensors, and the address of their scratch.
+
+    Interior tensors lie at the start of the node's scratch. Behind them lies the scratch that the
+    parts share.
+    """
+    addresses: dict[Tensor, int] = {}
     for t in ops.interior(node):
-        places[t] = scratch
+        addresses[t] = scratch
         scratch += round_up(t.nbytes, ALIGN)
 
     def address(tensor: Tensor) -> int:
-        place = places.get(tensor.storage)
-        return address_of(tensor) if place is None else place
+        inside = addresses.get(tensor.storage)
+        return address_of(tensor) if inside is None else inside
 
     return address, scratch

@@ -1,8 +1,9 @@
-"""Fusion: runs of nodes that one launch can compute become one node.
+"""Fusion: neighbouring nodes that one launch can compute become one node.
 
-A fused node stands for its `parts`: it reads what they read, writes what others read of theirs, and
-must give what they give, one after the other. Its unfused twin is therefore always at hand. Which
-patterns are joined is chosen one by one (`Toggles.fuse_*`); the more, the fewer launches:
+A fused node stands for its `parts`. It reads what they read, writes what other nodes read of their
+results, and must give what the parts give one after the other. So its unfused twin is always at
+hand. Which patterns are joined is chosen one by one (`Toggles.fuse_*`); the more, the fewer
+launches:
 
     fuse_norm_mul           rms_norm + mul by the norm's weight
     fuse_norm_quantize      (norm +) mul + quantize of the activations
@@ -53,10 +54,12 @@ def chosen(toggles: Toggles) -> frozenset[str]:
 
 
 def fuse(
-    graph: Graph, fusions: Iterable[str], place: Callable[[Node], int] = lambda node: 0
+    graph: Graph, fusions: Iterable[str], backend_of: Callable[[Node], int] = lambda node: 0
 ) -> Graph:
-    """`graph` with the runs that `fusions` name joined; the same graph where there are none. Only
-    nodes of one `place` are joined."""
+    """`graph` with the patterns that `fusions` name joined; the same graph where there are none.
+
+    Only nodes of one backend are joined.
+    """
     on = frozenset(fusions)
     if not on:
         return graph
@@ -65,16 +68,18 @@ def fuse(
         for t in {t.storage for t in node.inputs}:
             readers[t] = readers.get(t, 0) + 1
     nodes: list[Node] = []
-    for _, part in groupby(graph.nodes, place):
-        run = _Run(list(part), on)
-        while run.at < len(run.nodes):
-            nodes += run.next(readers)
+    for _, part in groupby(graph.nodes, backend_of):
+        matcher = _Matcher(list(part), on)
+        while matcher.at < len(matcher.nodes):
+            nodes += matcher.next(readers)
     return Graph(nodes, graph.inputs, graph.outputs, graph.shape)
 
 
 def join(op: str, name: str, parts: Sequence[Node], readers: dict[Tensor, int]) -> Node:
-    """One node of `op` for `parts`. readers: how many nodes of the graph read each storage; what
-    only the parts themselves read is no output."""
+    """One node of `op` for `parts`. readers: how many nodes of the graph read each storage.
+
+    What only the parts themselves read is no output.
+    """
     made = [part.output.storage for part in parts]
     inside: dict[Tensor, int] = {}
     inputs: dict[Tensor, Tensor] = {}
@@ -149,8 +154,8 @@ class _Products(NamedTuple):
         return [n for product in self.all for n in product.nodes]
 
 
-class _Run:
-    """Goes through the nodes of a graph; `next` takes the longest run it can join."""
+class _Matcher:
+    """Goes through the nodes of a graph; `next` takes the longest pattern it can join."""
 
     def __init__(self, nodes: list[Node], on: frozenset[str]):
         self.nodes = nodes
@@ -179,7 +184,7 @@ class _Run:
             for op, name, parts in groups
         ]
 
-    # the rules: groups (op, name, parts) in order, and where the run goes on; None: no pattern ----
+    # the rules: groups (op, name, parts) in order, and where matching goes on; None: no pattern ---
 
     def norm(self) -> _Taken:
         """[add] [rms_norm] [mul] [quantize], from whichever of them comes first."""
@@ -197,7 +202,7 @@ class _Run:
         return [("norm", named.name, parts)], self.at + len(parts)
 
     def heads(self) -> _Taken:
-        """The norm of the query heads may begin a run of its own; else a norm like any other."""
+        """The norm of the query heads may begin a rope_store; else it is a norm like any other."""
         return self.rope_store() or self.norm()
 
     def rope_store(self) -> _Taken:
@@ -305,12 +310,12 @@ _NORM_JOINTS = (  # op, the op that may join it, the toggle that says so
     ("rms_norm", "mul", "fuse_norm_mul"),
     ("mul", "quantize", "fuse_norm_quantize"),
 )
-_RULES: dict[str, Callable[[_Run], _Taken]] = {
-    "add": _Run.norm,
-    "rms_norm": _Run.heads,
-    "mul": _Run.norm,
-    "rope": _Run.rope_store,
-    "mul_mat": _Run.product,
-    "attention": _Run.epilogue,
-    "swiglu": _Run.epilogue,
+_RULES: dict[str, Callable[[_Matcher], _Taken]] = {
+    "add": _Matcher.norm,
+    "rms_norm": _Matcher.heads,
+    "mul": _Matcher.norm,
+    "rope": _Matcher.rope_store,
+    "mul_mat": _Matcher.product,
+    "attention": _Matcher.epilogue,
+    "swiglu": _Matcher.epilogue,
 }

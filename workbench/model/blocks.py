@@ -1,8 +1,8 @@
 """The blocks a decoder is made of: the weights of each, and the nodes it adds to a step.
 
 A layer is the blocks that its architecture names (`model/architectures.py`), one behind the other.
-A block is an entry of `BLOCKS`: its slots say which tensors of the file it takes, its function adds
-its nodes. What an architecture has beyond these (experts, sinks) is another block, or another slot.
+A block is an entry of `BLOCKS`: its specs say which tensors of the file it takes, its function adds
+its nodes. What an architecture has beyond these (experts, sinks) is another block, or another spec.
 
 Names of nodes and of weights are llama.cpp's. T is the number of tokens of the step.
 """
@@ -159,7 +159,11 @@ def _always(h: HParams) -> bool:
     return True
 
 
-class Slot(NamedTuple):
+def _norms_heads(h: HParams) -> bool:
+    return h.traits.qk_norm
+
+
+class WeightSpec(NamedTuple):
     """A tensor that a block takes from each layer of a file: `blk.N.` + name.
 
     field: of the block's weights. shape: in numpy order. dtype: the only type it may have; None:
@@ -174,44 +178,44 @@ class Slot(NamedTuple):
     used: Callable[[HParams], bool] = _always
 
 
-def _norm(field: str, name: str, *, heads: bool = False) -> Slot:
+def _norm(field: str, name: str, *, heads: bool = False) -> WeightSpec:
     """The weight of a norm: of a row, or of each head where the architecture norms heads."""
-    if heads:
-        return Slot(field, name, lambda h: (h.head_dim,), F32, used=lambda h: h.traits.qk_norm)
-    return Slot(field, name, lambda h: (h.n_embd,), F32)
+    if not heads:
+        return WeightSpec(field, name, lambda h: (h.n_embd,), F32)
+    return WeightSpec(field, name, lambda h: (h.head_dim,), F32, used=_norms_heads)
 
 
-def _bias(field: str, name: str, rows: Callable[[HParams], int]) -> Slot:
-    return Slot(field, name, lambda h: (rows(h),), F32, optional=True)
+def _bias(field: str, name: str, rows: Callable[[HParams], int]) -> WeightSpec:
+    return WeightSpec(field, name, lambda h: (rows(h),), F32, optional=True)
 
 
-class Block(NamedTuple):
+class DecoderBlock(NamedTuple):
     """A block of a layer.
 
-    slots: what it takes from a file, in order. weights: what holds them, a field each. build: adds
+    specs: what it takes from a file, in order. weights: what holds them, a field each. build: adds
     the nodes of layer i to a step: (step, i, weights, x) -> x; None ends the step.
     """
 
-    slots: tuple[Slot, ...]
+    specs: tuple[WeightSpec, ...]
     weights: Callable[..., Any]
     build: Callable[[Step, int, Any, Tensor], Tensor | None]
 
-    def take(self, h: HParams, tensor: Callable[[Slot], Tensor | None]) -> Any:
-        """The block's weights in one layer, each slot that is used asked of `tensor`, in order."""
-        return self.weights(**{s.field: tensor(s) if s.used(h) else None for s in self.slots})
+    def take(self, h: HParams, tensor: Callable[[WeightSpec], Tensor | None]) -> Any:
+        """The block's weights in one layer: each spec that is used is asked of `tensor`."""
+        return self.weights(**{s.field: tensor(s) if s.used(h) else None for s in self.specs})
 
 
-BLOCKS: dict[str, Block] = {
-    "attention": Block(
+BLOCKS: dict[str, DecoderBlock] = {
+    "attention": DecoderBlock(
         (
             _norm("attn_norm", "attn_norm.weight"),
-            Slot("wq", "attn_q.weight", lambda h: (h.n_embd_q, h.n_embd)),
+            WeightSpec("wq", "attn_q.weight", lambda h: (h.n_embd_q, h.n_embd)),
             _bias("bq", "attn_q.bias", lambda h: h.n_embd_q),
-            Slot("wk", "attn_k.weight", lambda h: (h.n_embd_kv, h.n_embd)),
+            WeightSpec("wk", "attn_k.weight", lambda h: (h.n_embd_kv, h.n_embd)),
             _bias("bk", "attn_k.bias", lambda h: h.n_embd_kv),
-            Slot("wv", "attn_v.weight", lambda h: (h.n_embd_kv, h.n_embd)),
+            WeightSpec("wv", "attn_v.weight", lambda h: (h.n_embd_kv, h.n_embd)),
             _bias("bv", "attn_v.bias", lambda h: h.n_embd_kv),
-            Slot("wo", "attn_output.weight", lambda h: (h.n_embd, h.n_embd_q)),
+            WeightSpec("wo", "attn_output.weight", lambda h: (h.n_embd, h.n_embd_q)),
             _bias("bo", "attn_output.bias", lambda h: h.n_embd),
             _norm("q_norm", "attn_q_norm.weight", heads=True),
             _norm("k_norm", "attn_k_norm.weight", heads=True),
@@ -219,12 +223,12 @@ BLOCKS: dict[str, Block] = {
         AttentionWeights,
         attention,
     ),
-    "dense_ffn": Block(
+    "dense_ffn": DecoderBlock(
         (
             _norm("ffn_norm", "ffn_norm.weight"),
-            Slot("ffn_gate", "ffn_gate.weight", lambda h: (h.n_ff, h.n_embd)),
-            Slot("ffn_up", "ffn_up.weight", lambda h: (h.n_ff, h.n_embd)),
-            Slot("ffn_down", "ffn_down.weight", lambda h: (h.n_embd, h.n_ff)),
+            WeightSpec("ffn_gate", "ffn_gate.weight", lambda h: (h.n_ff, h.n_embd)),
+            WeightSpec("ffn_up", "ffn_up.weight", lambda h: (h.n_ff, h.n_embd)),
+            WeightSpec("ffn_down", "ffn_down.weight", lambda h: (h.n_embd, h.n_ff)),
             _bias("b_gate", "ffn_gate.bias", lambda h: h.n_ff),
             _bias("b_up", "ffn_up.bias", lambda h: h.n_ff),
             _bias("b_down", "ffn_down.bias", lambda h: h.n_embd),
@@ -235,6 +239,6 @@ BLOCKS: dict[str, Block] = {
 }
 
 
-def blocks_of(h: HParams) -> list[Block]:
+def blocks_of(h: HParams) -> list[DecoderBlock]:
     """The blocks of a layer of this architecture, in order."""
     return [BLOCKS[name] for name in h.traits.blocks]

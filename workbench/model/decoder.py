@@ -18,7 +18,7 @@ import numpy as np
 from workbench.config import EXPAND, Activations
 from workbench.errors import ModelFileError
 from workbench.graph.ir import F16, F32, DType, Graph, Kind, StepShape, Tensor
-from workbench.model.blocks import Caches, Slot, Step, blocks_of
+from workbench.model.blocks import Caches, Step, WeightSpec, blocks_of
 from workbench.model.expand import expanded, loaded_as
 from workbench.model.gguf import GGUFFile, TensorInfo, model_hash, open_gguf
 from workbench.model.gguf_walk import shown
@@ -88,11 +88,11 @@ class Model:
         """The weights of layer i, block by block."""
         h = self.hparams
 
-        def take(slot: Slot) -> Tensor | None:
-            name, shape = f"blk.{i}.{slot.name}", slot.shape(h)
-            if slot.optional and name not in self.file.tensors:
+        def take(spec: WeightSpec) -> Tensor | None:
+            name, shape = f"blk.{i}.{spec.name}", spec.shape(h)
+            if spec.optional and name not in self.file.tensors:
                 return None
-            return self._need(name, *shape, dtype=slot.dtype)
+            return self._need(name, *shape, dtype=spec.dtype)
 
         return tuple([block.take(h, take) for block in self.blocks])
 

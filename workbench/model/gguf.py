@@ -18,7 +18,7 @@ import numpy as np
 
 from workbench.errors import ModelFileError
 from workbench.model import parts
-from workbench.model.gguf_walk import DAMAGED, REWRITE, StringArray, TensorInfo, Walk, shown
+from workbench.model.gguf_walk import DAMAGED, REWRITE, HeaderWalk, StringArray, TensorInfo, shown
 
 __all__ = ["REQUIRED", "GGUFFile", "StringArray", "TensorInfo", "model_hash", "open_gguf"]
 
@@ -56,7 +56,7 @@ class GGUFFile:
         "version",
     )  # fmt: skip
 
-    def __init__(self, path: str, walks: list[Walk], tensors: dict[str, TensorInfo]):
+    def __init__(self, path: str, walks: list[HeaderWalk], tensors: dict[str, TensorInfo]):
         """walks: of each file. tensors: of all of them, in order."""
         first = walks[0]
         self._maps: list[mmap.mmap] | None = [walk.map for walk in walks]
@@ -136,7 +136,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     return GGUFFile(path, walks, parts.joined(path, walks))
 
 
-def _walk(path: str) -> Walk:
+def _walk(path: str) -> HeaderWalk:
     with _open(path) as file:
         try:
             source = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -146,7 +146,7 @@ def _walk(path: str) -> Walk:
                 f"{shown(path)} cannot be mapped: {why}; copy it to a local disk, or raise "
                 "`ulimit -n`"
             ) from None
-        return Walk(path, source)
+        return HeaderWalk(path, source)
 
 
 def _open(path: str | os.PathLike[str]) -> BinaryIO:

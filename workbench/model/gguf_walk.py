@@ -139,7 +139,7 @@ class StringArray(Sequence[str]):
         return f"StringArray({len(self)} strings)"
 
 
-class Walk:
+class HeaderWalk:
     """One pass over header, metadata and tensor list, every read checked against the file's end."""
 
     def __init__(self, path: str, source: mmap.mmap):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from workbench.errors import ModelFileError
-from workbench.model.gguf_walk import TensorInfo, Walk, shown
+from workbench.model.gguf_walk import HeaderWalk, TensorInfo, shown
 
 MOST_PARTS = 65535  # the keys have 16 bits
 _NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
@@ -51,7 +51,7 @@ def names(path: str, metadata: dict[str, Any]) -> list[str]:
     return every
 
 
-def joined(path: str, walks: Sequence[Walk]) -> dict[str, TensorInfo]:
+def joined(path: str, walks: Sequence[HeaderWalk]) -> dict[str, TensorInfo]:
     """The tensors of all parts, in order, each with the number of its part.
 
     Raises ModelFileError where a part is another one than its name says, where parts disagree about

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from workbench.backend.args import AddressOf, Args, pack, parts_places, parts_scratch_bytes
+from workbench.backend.args import AddressOf, Args, pack, parts_addresses, parts_scratch_bytes
 from workbench.backend.base import Backend
 from workbench.backend.cpu import op_table
 from workbench.backend.cpu.compile import host_isas
@@ -89,7 +89,7 @@ class CpuBackend(Backend):
         in the node's scratch. `programmatic` means nothing here."""
         if not node.parts:
             return self.launch_op(node, address_of, scratch, stream)
-        at, own = parts_places(node, address_of, scratch)
+        at, own = parts_addresses(node, address_of, scratch)
         return together([self.launch(part, at, own, stream) for part in node.parts])
 
     def layout_of(self, weight: Tensor) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from workbench.backend.args import AddressOf, Args, parts_places
+from workbench.backend.args import AddressOf, Args, parts_addresses
 from workbench.graph.ir import Node, Tensor
 
 CLUSTERS = 90  # compute capability, times ten, from which blocks can form clusters
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
     def inside(self, node: Node) -> Place:
         """For the parts of a fused node that run as launches of their own."""
-        at, scratch = parts_places(node, self.at, self.scratch)
+        at, scratch = parts_addresses(node, self.at, self.scratch)
         return self._replace(at=at, scratch=scratch)
 
     def at_if(self, tensor: Tensor | None) -> int:
