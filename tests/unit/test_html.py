@@ -16,7 +16,7 @@ from workbench.config import Toggles
 from workbench.engine.generation import Generation
 from workbench.lab.pair import Pair
 from workbench.trace.profile import Profile
-from workbench.trace.spans import Recorder
+from workbench.trace.window import WindowRecorder
 
 EVIL = "<script>alert('&\"')</script><img src=x onerror=alert(1)>"
 OWN_TAGS = {"table", "caption", "thead", "tbody", "tr", "th", "td", "p", "br", "small", "b", "code"}
@@ -56,7 +56,7 @@ def hostile() -> AB:
 
 
 def pair() -> Pair:
-    traces = Profile(Recorder(nvtx=False)), Profile(Recorder(nvtx=False))
+    traces = Profile(WindowRecorder(nvtx=False)), Profile(WindowRecorder(nvtx=False))
     return Pair(
         "tg4", Toggles(), Toggles(sync="packed"), (EVIL, EVIL), (1.0, 2.0),
         stats.Ratio(2.0, 1.9, 2.1, 5), stats.Band(0.9, 1.1), Answer("exact", True, 3, 0, 0.0),

@@ -33,7 +33,7 @@ from workbench.errors import WorkbenchError
 from workbench.trace import correlate
 from workbench.trace.clock import Clock, read_clocks
 from workbench.trace.correlate import COPY, DRIVER, KERNEL, MEMSET, RUNTIME, SYNC, Activity
-from workbench.trace.window import WindowRecorder
+from workbench.trace.window import Window, WindowRecorder
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
@@ -267,21 +267,6 @@ def _no_callback(*_: Any) -> None:
 # the recorder -------------------------------------------------------------------------------------
 
 
-class Window(NamedTuple):
-    """Some steps that were recorded together. missing: what they lack, nothing where complete.
-    clock_error_ns: how far device spans and calls can be off the host's, at most, as far as can be
-    told: the brackets of both clocks, or a record seen before the call that made it."""
-
-    steps: tuple[int, ...]
-    missing: str
-    clock_error_ns: int
-    n_records: int
-
-    @property
-    def complete(self) -> bool:
-        return not self.missing
-
-
 class CuptiRecorder(WindowRecorder):
     """Host spans as ever; device spans, and spans of calls, from CUPTI.
 
@@ -300,8 +285,6 @@ class CuptiRecorder(WindowRecorder):
         nvtx: bool = True,
     ):
         super().__init__(window, nvtx)
-        self.windows: list[Window] = []
-        self.fallback = ""
         self._cupti, self._synchronize = cupti, engine.synchronize
         self._kernels_of = engine.backend.kernels_of
         self._session: Session | None = None

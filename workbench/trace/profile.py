@@ -33,10 +33,10 @@ from workbench.engine.exclusive import check_engine
 from workbench.errors import UsageError
 from workbench.trace import analysis, cupti, perfetto
 from workbench.trace.correlate import CALL
-from workbench.trace.cupti import CuptiRecorder, Unavailable, Window
+from workbench.trace.cupti import CuptiRecorder, Unavailable
 from workbench.trace.lanes import nesting_order
 from workbench.trace.spans import CATEGORIES, HOST_LANE, Span
-from workbench.trace.window import Slowdown, WindowRecorder
+from workbench.trace.window import Slowdown, Window, WindowRecorder
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
@@ -197,11 +197,11 @@ class Profile:
 
     @property
     def fallback(self) -> str:
-        return self._fallback or getattr(self.recorder, "fallback", "")
+        return self._fallback or self.recorder.fallback
 
     @property
     def windows(self) -> list[Window]:
-        return list(getattr(self.recorder, "windows", ()))
+        return list(self.recorder.windows)
 
     @property
     def complete(self) -> bool | None:

@@ -54,6 +54,21 @@ def parse_window(text: str | None) -> tuple[int, int] | None:
     return int(found[1]), int(found[2])
 
 
+class Window(NamedTuple):
+    """Some steps that were recorded together. missing: what they lack, nothing where complete.
+    clock_error_ns: how far device spans and calls can be off the host's, at most, as far as can be
+    told: the brackets of both clocks, or a record seen before the call that made it."""
+
+    steps: tuple[int, ...]
+    missing: str
+    clock_error_ns: int
+    n_records: int
+
+    @property
+    def complete(self) -> bool:
+        return not self.missing
+
+
 class WindowRecorder(Recorder):
     """Keeps the spans of n steps from number `first` on, counted from the first it hears of.
 
@@ -70,6 +85,8 @@ class WindowRecorder(Recorder):
                 f"window={window!r} holds no step; give (first, n) with first >= 0 and n >= 1"
             )
         super().__init__(nvtx=nvtx)
+        self.windows: list[Window] = []  # with CUPTI
+        self.fallback = ""  # why device spans come from marks where CUPTI was asked for
         self._first: int = window[0] if window else 0
         self._n: float = window[1] if window else math.inf
         self._origin: int | None = None
