@@ -27,7 +27,7 @@ from functools import partial
 
 import numpy as np
 
-from workbench.backend.base import Issue
+from workbench.backend.base import Issue, Issued
 from workbench.backend.cpu.embedded import EmbeddedDevice
 from workbench.program.capabilities import Capabilities
 
@@ -49,8 +49,9 @@ class OutOfOrderCopies(EmbeddedDevice):
         self._queues: list[list[Issue]] = [[] for _ in self.streams]
         self._freed: list[object] = []
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
-        return partial(self._queues[stream].append, partial(ctypes.memmove, dst, src, nbytes))
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
+        move = partial(ctypes.memmove, dst, src, nbytes)
+        return Issued(partial(self._queues[stream].append, move), ("copy",))
 
     def sync_stream(self, stream: int) -> Issue:
         queue, launches_end = self._queues[stream], super().sync_stream(stream)
@@ -94,7 +95,7 @@ class DetachedCopies(EmbeddedDevice):
         self._copies: list[threading.Thread] = []
         self._freed: list[object] = []
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issue:
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
         def issue() -> None:
             takes = self._rng.uniform(QUICKEST_S, SLOWEST_S)
             copy = threading.Timer(takes, ctypes.memmove, (dst, src, nbytes))
@@ -104,7 +105,7 @@ class DetachedCopies(EmbeddedDevice):
             else:
                 copy.join()
 
-        return issue
+        return Issued(issue, ("copy",))
 
     def _keep(self, thing: object) -> None:
         self._freed.append(thing)

@@ -93,7 +93,8 @@ EXPAND = ("f16", "q8_0")
 class EngineConfig:
     """What an engine is built with, apart from its toggles.
 
-    n_ctx: cells in the KV cache; 0: as many tokens as the model was trained on. n_ubatch: most
+    n_ctx: cells in the KV cache; 0: as many tokens as the model was trained on. n_seqs: sequences
+    that share the cache, numbered from 0 (llama.cpp's n_seq_max). n_ubatch: most
     tokens computed together. n_kv_pad: the KV extent of a step is rounded up to a multiple of this
     (llama.cpp: 256). threads: threads of the host backend, workers of the embedded device;
     0: every core this process may use. unsafe: toggles whose programs are known to race are
@@ -113,6 +114,7 @@ class EngineConfig:
 
     device: str = "auto"
     n_ctx: int = 2048
+    n_seqs: int = 64
     n_ubatch: int = 512
     n_kv_pad: int = 256
     threads: int = 0
@@ -127,7 +129,13 @@ class EngineConfig:
             raise UsageError(
                 f"device {self.device!r} does not exist; choose one of {', '.join(DEVICES)}"
             )
-        for name, least in {"n_ctx": 0, "n_ubatch": 1, "n_kv_pad": 1, "n_devices": 1}.items():
+        for name, least in {
+            "n_ctx": 0,
+            "n_seqs": 1,
+            "n_ubatch": 1,
+            "n_kv_pad": 1,
+            "n_devices": 1,
+        }.items():
             if not least <= getattr(self, name) <= MOST:
                 raise UsageError(
                     f"{name}={getattr(self, name)} must be at least {least}, at most {MOST}"

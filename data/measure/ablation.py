@@ -40,12 +40,12 @@ from data.measure.launches import spread
 from data.measure.matrix import Row
 from data.measure.session import Session, product_flops
 from workbench.backend.base import Issue
-from workbench.backend.cuda import op_table
 from workbench.backend.cuda.kernel import Kernel, Work
 from workbench.backend.issue import Prepared
 from workbench.bench import provenance
 from workbench.bench.comparison import order_of
 from workbench.bench.kernel_rigs import Repeats, rig_of
+from workbench.devices import is_gpu
 from workbench.engine.reuse import Key
 from workbench.graph import arena
 from workbench.graph.ir import Kind, Node
@@ -94,34 +94,17 @@ def is_product(node: Node) -> bool:
 def pieces(prepared: Prepared, backend: Any) -> list[Piece]:
     """The launches of a step on `backend` in order; on cuda every kernel and every cuBLAS product
     is one, elsewhere every node."""
-    found = []
-    commands = zip(prepared.program.commands, prepared._calls, strict=True)
-    for command, call in commands:
+    found: list[Piece] = []
+    for number, issued in prepared.issued.items():
+        command = prepared.program.commands[number]
         if not isinstance(command, Launch) or command.stream.backend != DEVICE:
             continue
-        if backend.name == "cuda":
-            found += _works(prepared, backend, command)
+        if is_gpu(backend.name):
+            kinds = [kind_of(command.node, work) for work in backend.works(command.node)]
+            found += map(Piece, kinds, issued.parts or (issued,))
         else:
-            found.append(Piece(kind_of(command.node), call))
+            found.append(Piece(kind_of(command.node), issued))
     return found
-
-
-def _works(prepared: Prepared, backend: Any, command: Launch) -> list[Piece]:
-    """As `CudaBackend.launch` prepares a node, kernel by kernel."""
-    tensors, node = prepared.program.placement[command.stream.backend], command.node
-    scratch = 0 if command.scratch is None else prepared._address(command.scratch)
-    works_at = op_table.Place(
-        lambda tensor: prepared._address(tensors[tensor.storage]), scratch,
-        backend._counters_of(command.stream.id), backend._sm,
-    )  # fmt: skip
-    there = backend._stream(command.stream.id)
-    return [
-        Piece(
-            kind_of(node, work),
-            backend._prepare(work, there, f"launch {node.name}", command.programmatic),
-        )
-        for work in op_table.launches(node, works_at)
-    ]
 
 
 def weight_bytes(prepared: Prepared) -> dict[str, int]:
@@ -160,13 +143,13 @@ def prepared_of(engine: wb.Engine, n_tokens: int) -> Prepared:
 
 def content(prepared: Prepared) -> list[np.ndarray]:
     """Bytes of all that a step writes on its device: the arena and the caches, uint8 each."""
-    placed = prepared.program.placement[-1].items()
+    placed = prepared.program.layout[-1].items()
     buffers: dict[Buffer, None] = {
         there.buffer: None for tensor, there in placed if tensor.kind != Kind.WEIGHT
     }
-    backend, found = prepared._backends[-1], []
+    backend, found = prepared.backends[-1], []
     for buffer in buffers:
-        memory = prepared._memory[buffer]
+        memory = prepared.binding.memory[buffer]
         if buffer.space != Space.DEVICE:
             assert memory.array is not None
             found.append(memory.array[: buffer.nbytes].copy())

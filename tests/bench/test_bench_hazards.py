@@ -28,6 +28,7 @@ from workbench.program.commands import (
     Wait,
     Write,
 )
+from workbench.program.layout import Target, lay_out
 from workbench.program.lower import lower
 from workbench.program.split import split
 from workbench.program.sync_modes import Ordering
@@ -50,10 +51,10 @@ def decode():
     def backend_of(node):
         return HOST if node.inputs[0] is decoder.embedding and node.op == "get_rows" else DEVICE
 
-    return lower(
-        graph, split(graph, backend_of), [residents] * 2, ["host", "dev"], [lambda node: 0] * 2,
-        Ordering("per_copy"),
-    )  # fmt: skip
+    splits, ordering = split(graph, backend_of), Ordering("per_copy")
+    targets = [Target(name, lambda node: 0) for name in ("host", "dev")]
+    layout = lay_out(graph, splits, [residents] * 2, targets, ordering)
+    return lower(graph, splits, layout, targets, ordering)
 
 
 def steps_of(program: Program, n_commands: int) -> list[Program]:

@@ -23,6 +23,7 @@ from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model, build_graph
 from workbench.model.presets import find_preset, tensor_type, tensors
 from workbench.program.commands import DEVICE, HOST, Buffer, Launch, Range, Space
+from workbench.program.layout import Target, lay_out
 from workbench.program.lower import lower
 from workbench.program.split import split
 from workbench.program.sync_modes import Ordering
@@ -80,8 +81,12 @@ class Rig:
     def program(self, shape=DECODE):
         graph = build_graph(self.model, shape, self.caches)
         splits = split(graph, self.backend_of)
-        none = [lambda node: 0] * 2
-        return lower(graph, splits, self.residents, ["host", "null"], none, Ordering("per_copy"))
+        targets, ordering = (
+            [Target(b, lambda node: 0) for b in ("host", "null")],
+            Ordering("per_copy"),
+        )
+        layout = lay_out(graph, splits, self.residents, targets, ordering)
+        return lower(graph, splits, layout, targets, ordering)
 
     def backend_of(self, node):
         return HOST if node.op == "get_rows" and node.inputs[0] is self.model.embedding else DEVICE
@@ -121,7 +126,7 @@ def test_between_tokens(benchmark, model, monkeypatch):
     kernels, the inputs of the next step made."""
     toggles = Toggles(graph_reuse="set_rows", sync="implicit", copy_stream="compute")
     with Engine.load(model.path, device="null", n_ctx=8192, toggles=toggles) as engine:
-        whole = engine._lower
+        whole = engine._step_programs.of
 
         def bare(*shape, **others):
             program = whole(*shape, **others)
@@ -130,7 +135,7 @@ def test_between_tokens(benchmark, model, monkeypatch):
             ]
             return program
 
-        monkeypatch.setattr(engine, "_lower", bare)
+        monkeypatch.setattr(engine._step_programs, "of", bare)
 
         def step():
             if engine.n_past == 256:  # one program serves all

@@ -108,7 +108,7 @@ OF_THE_MODEL = {
     "ab: test": (["ab", "--toggle", "fuse=on", "--test", "tg9999"], 2, "needs 9999 KV cells"),
     "perplexity": (["perplexity", *SAMPLE, "--pdl", "on"], 1, PDL),
     "against": (["perplexity", *SAMPLE, "--against", "pdl=on"], 1, PDL),
-    "an id": (["run", "--tokens", "1,99999"], 2, "token id 99999 at place 1"),
+    "an id": (["run", "--tokens", "1,99999"], 2, "token id 99999 at index 1"),
     "an id of logits": (["logits", "--tokens", "99999", "-o", "x.npy"], 2, "token id 99999"),
     "a long prompt": (["run", "--tokens", "1,2,3,4", "--n-ctx", "3"], 2, "do not fit the context"),
     "a long text": (["run", "-p", "one two three", "--n-ctx", "2"], 2, "do not fit the context"),

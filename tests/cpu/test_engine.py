@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workbench.backend.issue import Pending
+from workbench.backend.issue import Prepared
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError, UsageError
@@ -173,7 +173,7 @@ def test_bad_requests_change_nothing(engine):
     for tokens, says in (
         (
             [1, n_vocab],
-            rf"token id {n_vocab} at place 1 is outside the vocabulary of 0..{n_vocab - 1}",
+            rf"token id {n_vocab} at index 1 is outside the vocabulary of 0..{n_vocab - 1}",
         ),
         ([-1], "token id -1"),
         ([1] * 300, "do not fit the context of 300"),
@@ -236,11 +236,11 @@ def test_an_interrupted_step_did_not_happen(engine, monkeypatch):
     for t in PROMPT[:-1]:
         engine.step([t])
 
-    def interrupted(self):
+    def interrupted(self, watch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pending, "wait", interrupted)
+        patch.setattr(Prepared, "finish", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step([3])
     engine.backend.synchronize()

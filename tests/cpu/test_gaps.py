@@ -93,9 +93,12 @@ def test_marks_are_made_around_the_same_launches_every_time(engine):
         with variant.stamped():
             variant.step([1])
             prepared = variant._programs.get(variant._key(variant.program(1).shape))
-            ends = prepared._ends
+            stamps = variant._stamps
+            assert stamps is not None
+            first, last, calls = stamps._calls[prepared]
             variant.step([2])
-        assert prepared._ends is ends and ends[0].place < ends[1].place
+            assert stamps._calls[prepared][2] is calls
+        assert first.number < last.number and len(calls) == len(prepared.head) + 3
 
 
 def test_a_line_is_found_again():

@@ -21,9 +21,11 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from workbench.backend.issue import Prepared
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.batch import Batch, make_batch
 from workbench.engine.reuse import Key
+from workbench.engine.watch import PLAIN
 from workbench.program.commands import (
     COMPUTE_STREAM,
     COPY_STREAM,
@@ -60,20 +62,22 @@ class Step:
 
     def _batch(self, token: int) -> Batch:
         config, model = self.engine.config, self.engine.model
-        return make_batch([token], self.engine.cache, model.n_vocab, config.n_ubatch, "last")
+        work = [(0, [token], "last")]
+        return make_batch(work, self.engine.cache, model.n_vocab, config.n_ubatch)
 
     def following(self) -> Batch:
         """The inputs of the step after this one; they have its shape."""
         cache, now = self.engine.cache, self.batch
-        cache.store(now.positions, now.cells)
+        undo = cache.store(now.sequences, now.positions, now.cells)
         after = self._batch(NEXT[1])
-        cache.take_back(now.cells)
+        undo()
         assert after.shape == now.shape
         return after
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, keep: Callable[[Command], bool]):
         """The step's program with only the commands that `keep` keeps, bound to its memory."""
-        whole = self.engine._lower
+        made = self.engine._step_programs
+        whole = made.of
 
         def lower(*shape, **others) -> Program:
             program = whole(*shape, **others)
@@ -81,12 +85,17 @@ class Step:
             return program
 
         with monkeypatch.context() as patch:
-            patch.setattr(self.engine, "_lower", lower)
+            patch.setattr(made, "of", lower)
             return self.engine._build(Key(self.batch.shape, 0))
 
-    def logits(self, pending) -> np.ndarray:
-        (raw,) = pending.wait().values()
+    def logits(self, issued: Prepared) -> np.ndarray:
+        (raw,) = issued.finish(PLAIN).values()
         return raw.view(np.float32)
+
+    def answer(self, issued: Prepared) -> np.ndarray:
+        """Runs it and waits."""
+        issued.run(self.batch.values, PLAIN)
+        return self.logits(issued)
 
 
 @pytest.fixture
@@ -159,10 +168,10 @@ def overwritten(step: Step, monkeypatch, keep: Callable[[Command], bool]) -> np.
     issue = step.prepare(monkeypatch, keep)
     rewrite = step.prepare(monkeypatch, lambda command: isinstance(command, Write))
     with held(step.engine, GATE_S if keep is everything else NEVER_S) as open_gates:
-        pending = issue.run(step.batch.values)
-        rewrite.run(after.values)
+        issue.run(step.batch.values, PLAIN)
+        rewrite.run(after.values, PLAIN)
         open_gates()
-        return step.logits(pending)
+        return step.logits(issue)
 
 
 def everything(command: Command) -> bool:
@@ -195,9 +204,9 @@ def test_the_write_is_what_harms(step, right, monkeypatch):
     late = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
     issue = late.prepare(monkeypatch, no_input_waits)
     with held(late.engine, NEVER_S) as open_gates:
-        pending = issue.run(late.batch.values)
+        issue.run(late.batch.values, PLAIN)
         open_gates()
-        assert np.array_equal(late.logits(pending), right)
+        assert np.array_equal(late.logits(issue), right)
 
 
 def test_launch_before_its_copy_has_landed(step, right, monkeypatch):
@@ -205,12 +214,12 @@ def test_launch_before_its_copy_has_landed(step, right, monkeypatch):
     early = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
     issue = early.prepare(monkeypatch, no_input_waits)
     with early.engine.backend.gate(COPY_STREAM):
-        wrong = early.logits(issue.run(early.batch.values))  # waits for the compute stream alone
+        wrong = early.answer(issue)  # waits for the compute stream alone
     assert is_wrong(wrong, right)
     waiting = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
     issue = waiting.prepare(monkeypatch, everything)
     with held(waiting.engine, GATE_S):
-        restored = waiting.logits(issue.run(waiting.batch.values))
+        restored = waiting.answer(issue)
     assert np.array_equal(restored, right)
 
 
@@ -219,13 +228,13 @@ def test_an_event_keeps_launches_behind_their_copies(step, right, monkeypatch):
     guarded = step(SyncMode.EVENT_GUARDED, CopyStream.OWN)
     issue = guarded.prepare(monkeypatch, no_input_waits)
     with held(guarded.engine, NEVER_S) as open_gates:
-        pending = issue.run(guarded.batch.values)
+        issue.run(guarded.batch.values, PLAIN)
         open_gates()
-        assert np.array_equal(guarded.logits(pending), right)
+        assert np.array_equal(guarded.logits(issue), right)
     unguarded = step(SyncMode.EVENT_GUARDED, CopyStream.OWN)
     issue = unguarded.prepare(monkeypatch, lambda c: no_input_waits(c) and not isinstance(c, Wait))
     with unguarded.engine.backend.gate(COPY_STREAM):
-        assert is_wrong(unguarded.logits(issue.run(unguarded.batch.values)), right)
+        assert is_wrong(unguarded.answer(issue), right)
 
 
 def test_an_event_on_the_device_keeps_no_host_from_staging(step, right, monkeypatch):

@@ -98,7 +98,9 @@ def test_summary_counts_what_the_program_counts(engine):
     assert (table[["build_us", "host_us", "wait_us"]].sum(axis=1) <= table["step_us"]).all()
     built = engine.toggles.graph_reuse == "rebuild"
     names = set(prof.to_frame().query("category == 'build'")["name"])
-    assert names == ({"batch", "graph", "split", "lower", "prepare"} if built else {"batch"})
+    assert names == (
+        {"batch", "graph", "split", "layout", "lower", "prepare"} if built else {"batch"}
+    )
     begins = {s.args["step"]: s.start_ns for s in prof.timeline.spans if s.category == "step"}
     host = [s for s in prof.timeline.spans if s.lane == HOST_LANE and "step" in s.args]
     assert all(s.start_ns >= begins[s.args["step"]] for s in host), "time of another step"

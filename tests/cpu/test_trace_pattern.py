@@ -10,6 +10,7 @@ import pytest
 from tests.oracles.trace_pattern import HIDDEN, trace_pattern
 from tests.orderings import PLACED
 from workbench.backend.cpu.embedded import EmbeddedDevice
+from workbench.backend.issued import Issued
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.program.commands import Space
@@ -112,7 +113,7 @@ def test_a_copy_that_holds_the_host_shows_in_the_trace(loaded, monkeypatch, wait
             if waits:
                 wait()
 
-        return slow
+        return Issued(slow, ("copy",))
 
     monkeypatch.setattr(EmbeddedDevice, "copy", copy)
     with engine:

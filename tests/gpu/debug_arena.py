@@ -247,13 +247,14 @@ class DebugSteps:
     def step(self, tokens: Sequence[int]) -> np.ndarray:
         """Logits of every token, float32 (len(tokens), n_vocab)."""
         engine, model = self._engine, self._engine.model
-        batch = make_batch(tokens, self._cache, model.n_vocab, engine.config.n_ubatch, "all")
+        work = [(0, tokens, "all")]
+        batch = make_batch(work, self._cache, model.n_vocab, engine.config.n_ubatch)
         graph, place = step_graph(
             model, batch.shape, self._pairs, engine.toggles, self._loaded.placement
         )
         values: dict[Tensor, np.ndarray] = {t: batch.values[t.name] for t in graph.inputs}
         self._run(graph, place, values)
-        self._cache.store(batch.positions, batch.cells)
+        self._cache.store(batch.sequences, batch.positions, batch.cells)
         (logits,) = (values[t.storage] for t in graph.outputs)
         return logits.view(np.float32).reshape(len(tokens), model.n_vocab)
 

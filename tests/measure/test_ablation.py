@@ -73,7 +73,7 @@ def test_weights_of_kinds_are_those_of_the_step(engine):
 
 def floats_of(prepared) -> dict[str, np.ndarray]:
     """Every F32 tensor of the step's arena, by name."""
-    placed = prepared.program.placement[DEVICE].items()
+    placed = prepared.program.layout[DEVICE].items()
     views = zip(buffers_of(prepared), ablation.content(prepared), strict=True)
     bytes_of = dict(views)
     return {
@@ -84,7 +84,7 @@ def floats_of(prepared) -> dict[str, np.ndarray]:
 
 
 def buffers_of(prepared) -> list[Buffer]:
-    placed = prepared.program.placement[DEVICE].items()
+    placed = prepared.program.layout[DEVICE].items()
     return list(dict.fromkeys(there.buffer for t, there in placed if t.kind != Kind.WEIGHT))
 
 
@@ -96,7 +96,7 @@ def test_apart_no_two_tensors_share_memory(engine, n_tokens):
     assert arena.FreeList is not ablation._NeverAgain
     for lowered, some in ((shared, True), (program, False)):
         launches = [c for c in lowered.commands if isinstance(c, Launch)]
-        ranges = [there for t, there in lowered.placement[DEVICE].items() if t.kind != Kind.WEIGHT]
+        ranges = [there for t, there in lowered.layout[DEVICE].items() if t.kind != Kind.WEIGHT]
         ranges += [c.scratch for c in launches if c.scratch is not None]
         ranges.sort(key=lambda r: (r.buffer.name, r.offset))
         overlaps = any(

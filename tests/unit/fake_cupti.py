@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.base import Issue, KernelName
+from workbench.backend.base import Issue, Issued, KernelName
 from workbench.backend.issue import Prepared
 from workbench.backend.null import NullBackend
 from workbench.config import EngineConfig, Toggles
+from workbench.engine.watch import chosen
 from workbench.graph.ir import F32, Node, StepShape, Tensor
 from workbench.graph.ops import make
 from workbench.program.capabilities import Capabilities
@@ -232,7 +233,7 @@ class CuptiBackend(NullBackend):
         made = ["half_rows", None, "add_bias"] if node.op == "mul_mat" else [node.op]
         return [KernelName(function, False) for function in made]
 
-    def launch(self, node, address_of, scratch, stream, programmatic=False) -> Issue:
+    def launch(self, node, address_of, scratch, stream, programmatic=False) -> Issued:
         cupti, kernels = self.cupti, self.kernels_of(node)
 
         def issue() -> None:
@@ -249,9 +250,9 @@ class CuptiBackend(NullBackend):
                     for name in ("ampere_gemm", "splitKreduce"):
                         launch(number=cupti.call("cudaLaunchKernel", "cuLaunchKernel"), name=name)
 
-        return issue
+        return Issued(issue, ("launch", node.op))
 
-    def copy(self, dst, src, nbytes, stream, to_host) -> Issue:
+    def copy(self, dst, src, nbytes, stream, to_host) -> Issued:
         cupti = self.cupti
 
         def issue() -> None:
@@ -260,10 +261,10 @@ class CuptiBackend(NullBackend):
             while self.held and not to_host and now() < cupti._busy[stream]:
                 pass
 
-        return issue
+        return Issued(issue, ("copy", nbytes))
 
-    def record(self, event, stream) -> Issue:
-        return functools.partial(self.cupti.call, "cuEventRecord")
+    def record(self, event, stream) -> Issued:
+        return Issued(functools.partial(self.cupti.call, "cuEventRecord"), ("record",))
 
     def sync_stream(self, stream) -> Issue:
         return functools.partial(self.cupti.sync, stream, SyncType.STREAM_SYNCHRONIZE)
@@ -295,17 +296,15 @@ class CudaEngine:
     def step(self) -> None:
         values = {"x": np.zeros((1, 64), np.float32)}
         step, self.n_steps, recorder = self.n_steps, self.n_steps + 1, self.recorder
-        if recorder is None or not recorder.wants(step):
-            start = now()
-            self.prepared.run(values).wait()
-            if recorder is not None:
-                recorder.untraced(1, now() - start)
-            return
-        with recorder.span(f"step {step}", "step", step=step, n_tokens=1, n_past=step):
-            recorder.runs(self.program, step)
-            pending, add_device_spans = self.prepared.run_traced(values, recorder, step)
-            pending.wait()
-        add_device_spans()
+        watch = chosen(recorder, None)(step)
+        watch.begin(step, 1, step)
+        try:
+            self.prepared.run(values, watch)
+            self.prepared.finish(watch)
+        except BaseException:
+            watch.fail()
+            raise
+        watch.end(waited=True)
 
 
 def _program(lead: int) -> Program:

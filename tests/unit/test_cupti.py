@@ -233,14 +233,17 @@ def test_a_program_nobody_told_of_is_said(engine, monkeypatch):
 
 
 def test_a_failing_body_keeps_its_trace_and_lets_go(engine, cupti):
-    commands = engine.prepared._calls
+    prepared = engine.prepared
 
     def interrupted() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), profile(engine, nvtx=False) as prof:
         engine.step()
-        commands[7] = interrupted
+        prepared.head = tuple(
+            call._replace(call=interrupted) if 7 in call.commands else call
+            for call in prepared.head
+        )
         engine.step()
     assert engine.recorder is None
     assert not cupti.enabled and not cupti.stack and not cupti.subscribers

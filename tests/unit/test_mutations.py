@@ -72,15 +72,15 @@ def runs_of(
     base: Engine, toggles: Toggles, one_order: bool = True
 ) -> Iterator[tuple[str, list[Program]]]:
     """A decode of three tokens, and a train: two ubatches without outputs, one with, the next
-    train's first. What comes again in a run is one program; where steps take places in turn, which
-    are programs of their own, runs are so long that every place comes again."""
+    train's first. What comes again in a run is one program; where rings have several turns, each a
+    program of its own, runs are so long that every turn comes again."""
     on = {name: v for name, v in toggles.to_dict().items() if v != getattr(Toggles(), name)}
     name = " ".join(f"{k}={v}" for k, v in on.items()) or "baseline"
     with base.variant(toggles) as engine, copies_in_order(engine, one_order):
-        if (turns := engine._ordering.turns) > 1:
-            yield f"decode {name}", engine.programs(1, laps=turns + 1)
+        if (period := engine.period) > 1:
+            yield f"decode {name}", engine.programs(1, laps=period + 1)
             if toggles.step_wait == StepWait.OUTPUTS:
-                yield f"train {name}", engine.programs(turns + 2, 1)
+                yield f"train {name}", engine.programs(period + 2, 1)
             return
         first, _, last = engine.programs(3)
         yield f"decode {name}", [last] * 3

@@ -142,8 +142,8 @@ BAD_FILES = {
     "b.txt": (b"1 \xff", "no UTF-8 text: byte 2"),
     "c.txt": ("", "c.txt holds 0 tokens"),
     "d.txt": (str(BOS), "d.txt holds 0 tokens"),
-    "e.txt": (f"1 {N_VOCAB}", f"token id {N_VOCAB} at place 1"),
-    "f.txt": ("1 -1", "token id -1 at place 1"),
+    "e.txt": (f"1 {N_VOCAB}", f"token id {N_VOCAB} at index 1"),
+    "f.txt": ("1 -1", "token id -1 at index 1"),
 }
 
 

@@ -28,6 +28,7 @@ from workbench.program.commands import (
     Wait,
     Write,
 )
+from workbench.program.layout import Target, lay_out
 from workbench.program.lower import lower
 from workbench.program.split import split
 from workbench.program.sync_modes import RULES, Ordering
@@ -74,17 +75,20 @@ class House:
     def program(self, sync, copy_stream="own", shape=DECODE, **others) -> Program:
         graph = self.graph(shape)
         splits = split(graph, self.backend_of)
-        none = [lambda node: 0] * 2
+        targets = [Target(name, lambda node: 0) for name in ("host", "dev")]
         ordering = Ordering(sync, copy_stream, **others)
-        return lower(graph, splits, self.residents, ["host", "dev"], none, ordering)
+        layout = lay_out(graph, splits, self.residents, targets, ordering)
+        return lower(graph, splits, layout, targets, ordering)
 
     def lowered(self, graph, scratch=lambda node: 0, early=None) -> Program:
         """Any graph, in one mode."""
         splits = split(graph, self.backend_of)
-        return lower(
-            graph, splits, self.residents, ["host", "dev"], [scratch] * 2,
-            Ordering("copy_boundary"), early,
-        )  # fmt: skip
+        targets, ordering = (
+            [Target("host", scratch), Target("dev", scratch, early)],
+            Ordering("copy_boundary"),
+        )
+        layout = lay_out(graph, splits, self.residents, targets, ordering)
+        return lower(graph, splits, layout, targets, ordering)
 
 
 @pytest.fixture(scope="module")

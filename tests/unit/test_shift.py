@@ -18,6 +18,7 @@ from workbench.model.decoder import Model, build_graph
 from workbench.model.shift import DELTAS, shift_graph
 from workbench.program.check.hazards import check
 from workbench.program.commands import DEVICE, HOST, Buffer, Launch, Range, Space
+from workbench.program.layout import Target, lay_out
 from workbench.program.lower import lower
 from workbench.program.split import split
 from workbench.program.sync_modes import RULES, Ordering
@@ -91,13 +92,12 @@ def test_a_shift_between_steps_is_as_safe_as_the_steps(sync: SyncMode, copy_stre
          for t in kept if t.kind in (Kind.WEIGHT, Kind.CACHE)} for b in (HOST, DEVICE)
     ]  # fmt: skip
     buffers: dict[str, Buffer] = {}
-    programs = [
-        lower(
-            graph, split(graph, lambda n: HOST if n.name == "inp_embd" else DEVICE), residents,
-            ["host", "dev"], [lambda node: 0] * 2, Ordering(sync, copy_stream), buffers=buffers,
-        )
-        for graph in (step, shift_graph(cast(Model, model), caches, N_CELLS), step)
-    ]  # fmt: skip
+    targets = [Target(name, lambda node: 0) for name in ("host", "dev")]
+    ordering, programs = Ordering(sync, copy_stream), []
+    for graph in (step, shift_graph(cast(Model, model), caches, N_CELLS), step):
+        splits = split(graph, lambda n: HOST if n.name == "inp_embd" else DEVICE)
+        layout = lay_out(graph, splits, residents, targets, ordering, known=buffers)
+        programs.append(lower(graph, splits, layout, targets, ordering))
     launched = [c for c in programs[1].commands if isinstance(c, Launch)]
     assert [c.node.op for c in launched] == ["rope_shift"] * model.hparams.n_layer
     safe = copy_stream == CopyStream.COMPUTE or sync != SyncMode.IMPLICIT

@@ -22,22 +22,15 @@ from typing import Any
 import numpy as np
 
 from workbench.backend.base import Backend, Memory
-from workbench.program.commands import Buffer, Copy, Program, Read, Space
+from workbench.program.commands import Buffer, Space
 
 N_BLOCKS = 3  # one lands, one the caller holds meanwhile, and one takes the first one's place
 MOST_BYTES = 8 << 20  # of a result that is handed out; a longer one is copied
 
 
-def landing_of(program: Program) -> Buffer | None:
-    """The pinned buffer of `program` that holds a result of at most MOST_BYTES, which a copy from
-    the device brings, and nothing else; None where there is no such."""
-    read = program.commands[-1]
-    last_copy = next((c for c in reversed(program.commands) if isinstance(c, Copy)), None)
-    if not isinstance(read, Read) or last_copy is None or last_copy.dst != read.staging:
-        return None
-    buffer, offset, nbytes = read.staging
-    alone = buffer.space == Space.PINNED and (offset, nbytes) == (0, buffer.nbytes)
-    return buffer if alone and nbytes <= MOST_BYTES else None
+def hands_out(buffer: Buffer) -> bool:
+    """Whether a program's results in `buffer` are handed out where they land."""
+    return buffer.lands and buffer.nbytes <= MOST_BYTES
 
 
 def _array(block: Memory) -> Any:

@@ -63,7 +63,7 @@ def check(
         found = hazards.check(
             cycle, one_order=backend.capabilities.one_order, declared=_declared(backend)
         )
-        turns = engine.turns
+        period = engine.period
     if as_json:
         patterns = [program.pattern() for program in cycle]
         print(json.dumps({"patterns": patterns, **found.to_dict()}, indent=1))
@@ -71,10 +71,10 @@ def check(
         n_ubatches = -(-n_tokens // config.n_ubatch)
         print("\n".join(lines(cycle, found)))
         waited = cycle[0].commands[-1].split == RESULT  # no train, then
-        if 1 < n_ubatches <= turns and not waited:
+        if 1 < n_ubatches <= period and not waited:
             print(
                 f"note         of prompts of {n_ubatches} ubatches; the next would overwrite what "
-                f"the first used: ask for --n-tokens {turns * config.n_ubatch + 1} or more"
+                f"the first used: ask for --n-tokens {period * config.n_ubatch + 1} or more"
             )
     if not found.safe:
         raise SystemExit(RACES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,23 +11,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.backend.base import Backend
-from workbench.backend.issue import Pending, Prepared
-from workbench.config import EngineConfig, StepWait, Toggles
+from workbench.backend.issue import Prepared
+from workbench.config import EngineConfig, Toggles
 from workbench.engine import exclusive, opened, shown
-from workbench.engine.batch import Batch, Batches, Outputs, check_prompt, prompt_shapes, step_shape
+from workbench.engine.batch import Batches, Outputs, Work, check_prompt, shift_batch
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, continued, prefilled
-from workbench.engine.kv_cache import KVCache, check_room
+from workbench.engine.kv_cache import KVCache
 from workbench.engine.loaded import Loaded, config_of
 from workbench.engine.memory import Residents, Workspace
+from workbench.engine.pending import Pending
 from workbench.engine.reuse import POLICIES, Key, Programs
-from workbench.engine.step_programs import StepPrograms
+from workbench.engine.step_programs import PHASES, StepPrograms
 from workbench.engine.wanted import Variants, Wanted, modes_of, resolve, said
+from workbench.engine.watch import Stamp, Stamps, Watch, chosen
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model
 from workbench.model.sampler import Sampler, Sampling
-from workbench.program.commands import Buffer, Program
+from workbench.program.commands import Program
 from workbench.progress import HIDDEN, Bar
 from workbench.trace.spans import HOST_LANE, Recorder, now_ns
 
@@ -37,9 +38,11 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """One sequence of one model under one set of toggles.
+    """Sequences of one model under one set of toggles.
 
-    Not for use from several threads at once. `variant` makes another engine on the same weights.
+    `submit` takes the next tokens of several sequences. `step`, `prefill` and `generate` are for
+    one, number 0 unless told otherwise; `cache` copies, removes, shifts and keeps sequences. Not
+    for use from several threads at once. `variant` makes another engine on the same weights.
     """
 
     def __init__(self, loaded: Loaded, config: EngineConfig, wanted: Wanted):
@@ -49,21 +52,22 @@ class Engine:
         self.config = config
         self.toggles = toggles = resolve(wanted, loaded)
         self.preset, self.chosen = said(wanted, toggles, loaded.device, self._ordering.sync)
-        self.recorder: Recorder | None = None
         self.n_steps = 0
-        self._turn = 0  # of the places that steps take in turn, also those of steps that failed
+        self._turn = 0  # of the rings, also of steps that failed
         self._events: dict[str, Any] = {}
-        self._stamps: list[Callable[[], tuple[int, int]]] | None = None
-        self._late: list[Callable[[], None]] = []  # device spans of steps nobody has waited for
-        self._ns = dict.fromkeys(
-            ("graph_ns", "split_ns", "lower_ns", "prepare_ns", "batch_ns", "issue_ns", "wait_ns"), 0
-        )
+        self._under_way: Pending | None = None
+        self._recorder: Recorder | None = None
+        self._stamps: Stamps | None = None
+        self._watch_of = chosen(None, None)
         self._loaded: Loaded | None = loaded.share()
-        self.cache = KVCache(config.n_ctx, config.n_kv_pad)
-        self._batches = Batches(self.cache, loaded.model.n_vocab, config.n_ubatch)
+        self.cache = KVCache(config.n_ctx, config.n_kv_pad, config.n_seqs)
+        self._batches = Batches(self.cache, loaded.model.n_vocab, config.n_ubatch, self._spent)
         self._residents = Residents(loaded, self.cache.n_cells)
         self._step_programs = StepPrograms(
-            toggles, self._ordering, programmatic, self._residents, self._spent
+            loaded, toggles, self._ordering, programmatic, self._residents, self._spent
+        )
+        self._ns = dict.fromkeys(
+            (f"{phase}_ns" for phase in (*PHASES, "prepare", "batch", "issue", "wait")), 0
         )
         self._programs: Programs = POLICIES[toggles.graph_reuse](self._build)
         self._workspace = Workspace(loaded.backends, self._programs.clear)
@@ -71,8 +75,8 @@ class Engine:
             self._residents.allocate(loaded)
             # reserve for the largest step, so that memory grows later only for many outputs
             largest = StepShape(config.n_ubatch, 1, self.cache.n_cells)
-            for turn in range(self._ordering.turns):
-                self._workspace.bind(self._lower(largest, turn=turn))
+            for turn in range(self._ordering.period):
+                self._workspace.bind(self._step_programs.of(largest, turn))
         except BaseException:
             self.close()
             raise
@@ -106,12 +110,12 @@ class Engine:
         elif fields:
             raise UsageError("give either config or its fields, not both")
 
-        def refuse(opened: Loaded) -> None:
-            others = variants(resolve(toggles, opened)) if callable(variants) else variants
+        def refuse(loaded: Loaded) -> None:
+            others = variants(resolve(toggles, loaded)) if callable(variants) else variants
             for wanted in (toggles, *others):
-                modes_of(wanted, opened)
+                modes_of(wanted, loaded)
             if check is not None:
-                check(opened)
+                check(loaded)
 
         loaded = Loaded(path, config, refuse).share()
         try:
@@ -131,108 +135,108 @@ class Engine:
     # the step -----------------------------------------------------------------------------------
 
     @exclusive.door
-    def step(self, tokens: Sequence[int], outputs: Outputs = "last") -> np.ndarray:
-        """Computes up to n_ubatch tokens; returns their logits, float32 (n_outputs, n_vocab).
+    def submit(self, work: Work) -> Pending:
+        """Issues a step: up to n_ubatch tokens of one or more sequences.
+
+        work: for each sequence its number, its next token ids, and which of their logits are wanted
+        (`last`, `all` or `none`). A step that is still under way is waited for first, because the
+        next writes the inputs and the result memory that it uses. Raises UsageError for ids outside
+        the vocabulary, a sequence that does not exist, a full context, and while another thread
+        measures; nothing has changed then.
+        """
+        with self._begin(work) as watch:
+            batch = self._batches.take(work)
+            program = self._programs.get(self._key(batch.shape))  # built or reused
+            self._under_way = pending = Pending(self, watch, program, batch, work)
+        return pending
+
+    @exclusive.door
+    def step(
+        self, tokens: Sequence[int], outputs: Outputs = "last", sequence: int = 0
+    ) -> np.ndarray:
+        """Computes up to n_ubatch tokens of one sequence; returns their logits, float32
+        (n_outputs, n_vocab).
 
         The logits are on the host when this returns; with step_wait=outputs a step without any may
-        still be under way. Raises UsageError for ids outside the vocabulary, a full context, and
-        while another thread measures; nothing has changed then.
+        still be under way. Raises UsageError as `submit` does.
         """
+        return self.submit([(sequence, tokens, outputs)]).wait()
+
+    def _begin(self, work: Work) -> Watch:
+        """The watch of the step that begins, once the step before has ended."""
         if STATE.measurement is not None:
             exclusive.check(self._loaded)
-        recorder = self.recorder
-        if recorder is not None and recorder.wants(self.n_steps):
-            return self._traced_step(recorder, tokens, outputs)
-        ns, t0 = self._ns, now_ns()
-        batch = self._batches.take(tokens, outputs)
-        t1 = now_ns()
-        program = self._programs.get(self._key(batch.shape))  # built or reused
-        t2 = now_ns()
-        if self._stamps is None:
-            pending = program.run(batch.values)
-        else:
-            pending, when = program.run_stamped(batch.values)
-            self._stamps.append(when)
-        t3 = now_ns()
-        logits, ahead_ns = self._finish(pending, batch, outputs)
-        ns["batch_ns"] += t1 - t0 + ahead_ns
-        ns["issue_ns"] += t3 - t2
-        t4 = now_ns()
-        ns["wait_ns"] += t4 - t3 - ahead_ns
-        if recorder is not None:
-            recorder.untraced(len(tokens), t4 - t0)
-        return logits
+        if self._under_way is not None:
+            self._under_way.wait()
+        if work and self.cache.moved is not None:
+            self._rotate()
+        watch = self._watch_of(self.n_steps)
+        watch.begin(self.n_steps, sum(len(tokens) for _, tokens, _ in work), self.cache.n_used)
+        return watch
+
+    def _rotate(self) -> None:
+        """Turns the stored K to the positions that cells have been shifted to: a step of its own,
+        without tokens."""
+        with self._begin(()) as watch:
+            batch = shift_batch(self.cache)
+            program = self._programs.get(self._key(batch.shape))
+            self._under_way = pending = Pending(self, watch, program, batch, ())
+        self.cache.rotated()
+        pending.wait()
+
+    def _key(self, shape: StepShape) -> Key:
+        turn, self._turn = self._turn, (self._turn + 1) % self._ordering.period
+        return Key(shape, turn)
+
+    # what a step under way tells ----------------------------------------------------------------
+
+    def look_ahead(self, work: Work) -> int:
+        """Makes the inputs of a next step like `work` while the device computes; the ns it took."""
+        return self._batches.look_ahead(work)
+
+    def ended(self) -> None:
+        """No step is under way."""
+        self._under_way = None
+
+    def count(self, phase: str, ns: int) -> None:
+        """Adds to the time of a phase."""
+        self._ns[f"{phase}_ns"] += ns
+
+    # who looks on -------------------------------------------------------------------------------
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What collects the spans of steps, None for nothing."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
+        self._watch_of = chosen(recorder, self._stamps)
 
     @contextmanager
-    def stamped(self) -> Iterator[list[tuple[int, int]]]:
+    def stamped(self) -> Iterator[list[Stamp]]:
         """Untraced steps in the body are stamped: at its end the list has, for each, when its first
         launch on a device began (on CUDA when the stream came to it, before it was issued) and its
         last one ended. Both in ns, differences by the device's clock, set to the host's."""
-        found: list[tuple[int, int]] = []
-        self._stamps = []
+        found: list[Stamp] = []
+        self._stamps = stamps = Stamps()
+        self._watch_of = chosen(self._recorder, stamps)
         try:
             yield found
         finally:
-            stamps, self._stamps = self._stamps, None
+            self._stamps = None
+            self._watch_of = chosen(self._recorder, None)
             self.synchronize()
-            found += [when() for when in stamps]
-
-    def _traced_step(
-        self, recorder: Recorder, tokens: Sequence[int], outputs: Outputs
-    ) -> np.ndarray:
-        n = self.n_steps
-        with recorder.span(
-            f"step {n}", "step", step=n, n_tokens=len(tokens), n_past=self.cache.n_used
-        ):
-            t0 = now_ns()
-            batch = self._batches.take(tokens, outputs)
-            self._spent("batch", t0, now_ns())
-            program = self._programs.get(self._key(batch.shape))
-            pending, add_device_spans = program.run_traced(batch.values, recorder, n)
-            t1 = now_ns()
-            logits, ahead_ns = self._finish(pending, batch, outputs)
-            self._spent("batch", t1, t1 + ahead_ns, n)  # this step has that time
-        self._late.append(add_device_spans)
-        if self._waits(batch.shape):
-            late, self._late = self._late, []
-            for add in late:
-                add()
-        return logits
-
-    def _key(self, shape: StepShape) -> Key:
-        turn, self._turn = self._turn, (self._turn + 1) % self._ordering.turns
-        return Key(shape, turn)
-
-    def _waits(self, shape: StepShape) -> bool:
-        """Whether a step of this shape ends with a wait of the host."""
-        return shape.n_outputs > 0 or self._ordering.step_wait == StepWait.EVERY
-
-    def _finish(self, pending: Pending, batch: Batch, outputs: Outputs) -> tuple[np.ndarray, int]:
-        """Logits of the step under way, and the ns its host spent on the next one while the device
-        computed. Where the wait fails or is interrupted, the cache is as it was before the step."""
-        start = now_ns()
-        self.cache.store(batch.positions, batch.cells)
-        try:
-            if batch.shape.n_tokens == 1 and self._waits(batch.shape):
-                self._batches.look_ahead(outputs)
-            ahead_ns = now_ns() - start
-            logits = self._logits(pending.wait(), batch.shape)
-        except BaseException:
-            self.cache.take_back(batch.cells)
-            raise
-        self.n_steps += 1
-        return logits, ahead_ns
-
-    def _logits(self, results: dict[str, np.ndarray], shape: StepShape) -> np.ndarray:
-        size = (shape.n_outputs, self.model.n_vocab)
-        if shape.n_outputs == 0:
-            return np.empty(size, np.float32)
-        (raw,) = results.values()
-        return raw.view(np.float32).reshape(size)
+            found += stamps.found()
 
     @exclusive.door
     def prefill(
-        self, tokens: Sequence[int], outputs: Outputs = "last", left: Bar = HIDDEN
+        self,
+        tokens: Sequence[int],
+        outputs: Outputs = "last",
+        left: Bar = HIDDEN,
+        sequence: int = 0,
     ) -> np.ndarray:
         """Computes a prompt in ubatches; returns the logits asked for, as `step` does. left: told
         of every ubatch; before it writes, the host waits for the device.
@@ -240,7 +244,7 @@ class Engine:
         Raises UsageError, before anything is computed, for a prompt that does not fit the context.
         """
         check_prompt(tokens, self.model.n_vocab, self.config.n_ctx, self.n_past)
-        return prefilled(self, tokens, outputs, left)
+        return prefilled(self, tokens, outputs, left, sequence)
 
     @exclusive.door
     def generate(
@@ -277,58 +281,52 @@ class Engine:
             backend.synchronize()
 
     def reset(self) -> None:
-        """Forgets the sequence."""
+        """Forgets every sequence."""
         self.cache.clear()
 
     # what is behind -----------------------------------------------------------------------------
 
     def program(self, n_tokens: int = 1, n_outputs: int = 1, n_past: int = 0) -> Program:
         """The program a step of this shape would issue. Raises UsageError where no step has it."""
-        return self._lower(step_shape(n_tokens, n_outputs, n_past, self.config))
+        return self._made.one(n_tokens, n_outputs, n_past)
 
     def programs(self, n_prompt: int, n_decoded: int = 0, laps: int = 1) -> list[Program]:
         """The programs that a prompt of n_prompt tokens and n_decoded single ones after it would
         issue, one after the other, on an empty cache; and again `laps` times. Buffers of one name
         are one Buffer."""
-        check_room(0, n_prompt + n_decoded, self.config.n_ctx)
-        shapes = prompt_shapes(n_prompt, n_decoded, self.config.n_ubatch, self.config.n_kv_pad)
-        buffers, turns = dict[str, Buffer](), self._ordering.turns
-        return [self._lower(s, buffers, i % turns) for i, s in enumerate(shapes * laps)]
-
-    @property
-    def turns(self) -> int:
-        """After how many steps their places come round again."""
-        return self._ordering.turns
+        return self._made.several(n_prompt, n_decoded, laps)
 
     def cycle(self, n_prompt: int, n_decoded: int = 0) -> list[Program]:
         """The programs of prompt after prompt, each with n_decoded single tokens behind it, until
-        the places that steps take in turn come round: what a checker repeats. Raises UsageError for
+        the rings that steps take by turns come round: what a checker repeats. Raises UsageError for
         a prompt without tokens and for more than the context holds."""
-        if n_prompt < 1:
-            raise UsageError(f"a prompt of {n_prompt} tokens has no steps; give at least 1")
-        steps, turns = -(-n_prompt // self.config.n_ubatch) + n_decoded, self.turns
-        return self.programs(n_prompt, n_decoded, laps=math.lcm(steps, turns) // steps)
+        return self._made.cycle(n_prompt, n_decoded)
 
-    def _lower(
-        self, shape: StepShape, buffers: dict[str, Buffer] | None = None, turn: int = 0
-    ) -> Program:
-        """Graph, splits and program of a step shape: everything but addresses."""
-        return self._step_programs.of(self._open, shape, buffers, turn)
+    @property
+    def period(self) -> int:
+        """After how many steps the rings that steps take by turns come round again."""
+        return self._ordering.period
+
+    @property
+    def _made(self) -> StepPrograms:
+        """What makes programs, of an engine that is open."""
+        assert self._open is not None
+        return self._step_programs
 
     def _build(self, key: Key) -> Prepared:
-        program = self._lower(key.shape, turn=key.turn)
+        program = self._made.of(key.shape, key.turn)
         start = now_ns()
         memory = self._residents.memory | self._workspace.bind(program)
         prepared = Prepared(program, self._open.backends, memory, self._events)
         self._spent("prepare", start, now_ns())
         return prepared
 
-    def _spent(self, phase: str, start_ns: int, end_ns: int, step: int | None = None) -> None:
-        """Counts host time of a phase, and shows it in a trace: in `step`, or that to come."""
+    def _spent(self, phase: str, start_ns: int, end_ns: int) -> None:
+        """Counts host time of a phase, and shows it in a trace: in the step under way, or that to
+        come."""
         self._ns[f"{phase}_ns"] += end_ns - start_ns
-        if self.recorder is not None:
-            self.recorder.add(phase, "build", HOST_LANE, start_ns, end_ns,
-                              step=self.n_steps if step is None else step)  # fmt: skip
+        if self._recorder is not None:
+            self._recorder.add(phase, "build", HOST_LANE, start_ns, end_ns, step=self.n_steps)
 
     @property
     def _open(self) -> Loaded:
@@ -359,7 +357,7 @@ class Engine:
 
     @property
     def n_past(self) -> int:
-        """Live cells."""
+        """Cells of the cache that a sequence owns."""
         return self.cache.n_used
 
     @cached_property

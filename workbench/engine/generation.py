@@ -6,7 +6,7 @@ import html
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from workbench.engine.ready import make_ready
 from workbench.model.sampler import Sampler
 from workbench.progress import HIDDEN, Bar, bar
 from workbench.trace.spans import now_ns
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
 
 CONTEXT_FULL, END_OF_TEXT, INTERRUPTED = "n_ctx", "end of text", "interrupted"
 
@@ -49,7 +52,7 @@ class Generation:
         return f"<p>{html.escape(said)}<br><small>{rate}</small></p>"
 
 
-def _ubatches(engine: Any, ids: Sequence[int]) -> list[Sequence[int]]:
+def _ubatches(engine: Engine, ids: Sequence[int]) -> list[Sequence[int]]:
     n = engine.config.n_ubatch
     return [ids[i : i + n] for i in range(0, len(ids), n)]
 
@@ -61,7 +64,9 @@ def _steps(parts: list[Sequence[int]], outputs: Outputs) -> set[tuple[int, int]]
     return {(len(part), len(part) if outputs == "all" else 0) for part in parts}
 
 
-def prefilled(engine: Any, ids: Sequence[int], outputs: Outputs, left: Bar) -> np.ndarray:
+def prefilled(
+    engine: Engine, ids: Sequence[int], outputs: Outputs, left: Bar, sequence: int
+) -> np.ndarray:
     """See `Engine.prefill`. Steps without outputs are only issued when the next one is: what is
     shown has been waited for, so that it is what the device has done."""
     parts = _ubatches(engine, ids)
@@ -69,7 +74,8 @@ def prefilled(engine: Any, ids: Sequence[int], outputs: Outputs, left: Bar) -> n
     rows = []
     for part in parts:
         last = part is parts[-1]
-        rows.append(engine.step(part, "none" if outputs == "last" and not last else outputs))
+        wanted: Outputs = "none" if outputs == "last" and not last else outputs
+        rows.append(engine.step(part, wanted, sequence))
         if not last and now_ns() >= left.due_ns:
             engine.synchronize()
         left.update(len(part))
@@ -82,7 +88,7 @@ def _left(max_tokens: int, on_text: Callable[[str], None] | None) -> AbstractCon
 
 
 def continued(
-    engine: Any,
+    engine: Engine,
     ids: list[int],
     as_text: bool,
     max_tokens: int | None,

@@ -1,6 +1,14 @@
-"""The KV cache: which cells hold which positions, and what attention may see of them."""
+"""The KV cache: which cells hold which positions of which sequences, and what attention may see.
+
+K and V of each layer lie at the same cell, on the device. Here is only who owns a cell. A cell can
+have several owners (`copy`), which then share its K and V; it is free when it has none. Operations
+change this table at once and memory never: a step that is still under way has its mask already, and
+the stores of a later step come behind its reads in stream order. (llama.cpp: `llama_kv_cells`.)
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -11,57 +19,240 @@ _HIDDEN = np.float16(-np.inf).view(np.uint16)
 
 
 class KVCache:
-    """Cells of one sequence. K and V of each layer lie at the same cell, on the device.
+    """Cells and their owners. n_ctx is what the user asked for; `n_cells` is padded, so that every
+    padded extent exists. Sequences have the numbers 0..n_seqs-1; each has positions of its own.
 
-    n_ctx is what the user asked for; `n_cells` is padded, so that every padded extent exists.
+    n_used: cells with an owner. n_changes: since it was made; what was made for one state of the
+    cache serves no other.
     """
 
-    def __init__(self, n_ctx: int, pad: int):
+    def __init__(self, n_ctx: int, pad: int, n_seqs: int = 1):
         self.n_ctx = n_ctx
         self.pad = pad
+        self.n_seqs = n_seqs
         self.n_cells = padded(n_ctx, pad)
-        self.positions = np.full(self.n_cells, EMPTY, dtype=np.int32)
-        self._held = np.empty_like(self.positions)
         self.n_used = 0
-        self.n_changes = 0  # since it was made; what was made for one state serves no other
+        self.n_changes = 0
+        self._end = 0  # behind the last cell with an owner
+        self._n_owners = np.zeros(self.n_cells, dtype=np.int32)
+        # by sequence and cell: the position, EMPTY where the cell is not the sequence's; and the
+        # mask for a token behind all of the sequence (float16 as uint16)
+        self._positions = np.full((1, self.n_cells), EMPTY, dtype=np.int32)
+        self._masks = np.full((1, self.n_cells), _HIDDEN, dtype=np.uint16)
+        self._next = np.zeros(1, dtype=np.int64)  # by sequence: the position of its next token
+        self._moved: np.ndarray | None = None
 
-    def clear(self) -> None:
-        self.positions[:] = EMPTY
-        self.n_used = 0
-        self.n_changes += 1
+    # what a step asks and tells ---------------------------------------------------------------
+
+    def length(self, sequence: int = 0) -> int:
+        """The position of the next token of a sequence: 0 where it has none."""
+        self._check(sequence)
+        return int(self._next[sequence]) if sequence < len(self._next) else 0
+
+    def owners(self, cell: int) -> set[int]:
+        """The sequences that own a cell."""
+        return set(np.flatnonzero(self._positions[:, cell] != EMPTY).tolist())
 
     def find(self, n: int) -> np.ndarray:
-        """Indices of n free cells, (n,) int64; raises UsageError when the context is full."""
+        """Indices of the n lowest free cells, (n,) int64; raises UsageError where there are fewer
+        than n."""
         check_room(self.n_used, n, self.n_ctx)
-        return np.arange(self.n_used, self.n_used + n, dtype=np.int64)
+        if self.n_used == self._end:  # no holes
+            return np.arange(self._end, self._end + n, dtype=np.int64)
+        return np.flatnonzero(self._n_owners == 0)[:n].astype(np.int64)
 
-    def extent(self, n_new: int) -> int:
-        """Cells attention looks at once n_new more are filled: padded, at least one pad."""
-        return padded(self.n_used + n_new, self.pad)
+    def extent(self, cells: np.ndarray) -> int:
+        """Cells attention looks at once `cells` are filled, too: padded, at least one pad."""
+        return padded(max(self._end, int(cells[-1]) + 1), self.pad)
 
-    def mask(self, positions: np.ndarray, cells: np.ndarray, n_kv: int) -> np.ndarray:
-        """(T, n_kv) float16: 0 where a token sees a cell, -inf elsewhere.
+    def mask(
+        self, sequence: int, positions: np.ndarray, cells: np.ndarray, out: np.ndarray
+    ) -> None:
+        """Fills out, (T, n_kv) uint16: float16 bits, 0 where a token sees a cell, else -inf.
 
-        positions (T,) int32 are the tokens' own, cells (T,) int64 where they will be stored. A
-        token sees cells of its sequence that hold its own position or an earlier one.
+        positions (T,) int32 are those of the next tokens of `sequence`, cells (T,) int64 the cells
+        they will have. A token sees cells of its sequence with its own position or an earlier one.
         """
-        held = self._held[:n_kv]
-        np.copyto(held, self.positions[:n_kv])
+        n_kv = out.shape[1]
+        if len(positions) == 1:
+            out[0] = self._masks[sequence, :n_kv]
+            out[0, cells[0]] = 0
+            return
+        held = self._positions[sequence, :n_kv].copy()
         held[cells] = positions
-        hidden = held > positions[:, None]
-        return (hidden.view(np.uint8) * _HIDDEN).view(np.float16)
+        np.multiply((held > positions[:, None]).view(np.uint8), _HIDDEN, out=out)
 
-    def store(self, positions: np.ndarray, cells: np.ndarray) -> None:
-        """Notes that `cells` now hold `positions`."""
-        self.positions[cells] = positions
+    def masks_of_one(self, sequences: np.ndarray, cells: np.ndarray, n_kv: int) -> np.ndarray:
+        """As `mask` for one token of each of several sequences: (T, n_kv) uint16."""
+        out = self._masks[sequences, :n_kv]
+        out[np.arange(len(cells)), cells] = 0
+        return out
+
+    def store(
+        self, sequences: np.ndarray, positions: np.ndarray, cells: np.ndarray
+    ) -> Callable[[], None]:
+        """Notes the owner and position of free cells, all (T,), in rising positions. Returns what
+        undoes it, for as long as the cells are where they were stored."""
+        if not len(cells):
+            return lambda: None
+        before = self._next[sequences]
+        self._positions[sequences, cells] = positions
+        self._masks[sequences, cells] = 0
+        self._n_owners[cells] = 1
+        self._next[sequences] = positions + 1  # the last one counts
         self.n_used += len(cells)
+        self._end = max(self._end, int(cells.max()) + 1)
         self.n_changes += 1
 
-    def take_back(self, cells: np.ndarray) -> None:
-        """Undoes the latest `store`, which was of `cells`."""
-        self.positions[cells] = EMPTY
-        self.n_used -= len(cells)
+        def undo() -> None:
+            still = (self._positions[sequences, cells] == positions) & (self._n_owners[cells] == 1)
+            self._let_go(sequences[still], cells[still])
+            self._next[sequences] = before
+
+        return undo
+
+    def reserve(self, sequence: int) -> None:
+        """Makes room in the table for a sequence. Raises UsageError where it cannot exist."""
+        self._check(sequence)
+        have = len(self._next)
+        if sequence < have:
+            return
+        more = min(max(2 * have, sequence + 1), self.n_seqs) - have
+        rows = np.full((more, self.n_cells), EMPTY, np.int32)
+        self._positions = np.concatenate([self._positions, rows])
+        hidden = np.full((more, self.n_cells), _HIDDEN, np.uint16)
+        self._masks = np.concatenate([self._masks, hidden])
+        self._next = np.concatenate([self._next, np.zeros(more, np.int64)])
+
+    # what a user does with sequences ----------------------------------------------------------
+
+    def clear(self) -> None:
+        """Removes every sequence."""
+        self._positions[:] = EMPTY
+        self._masks[:] = _HIDDEN
+        self._n_owners[:] = 0
+        self._next[:] = 0
+        self.n_used = self._end = 0
+        self._moved = None
         self.n_changes += 1
+
+    def remove(self, sequence: int, begin: int = 0, end: int | None = None) -> None:
+        """Takes the cells at positions begin..end-1 (None: all from begin on) from a sequence. The
+        next token comes behind the last position that is left."""
+        cells = self._cells(sequence, begin, end)
+        self._let_go(np.full(len(cells), sequence), cells)
+        self._set_next(sequence)
+
+    def keep(self, sequence: int) -> None:
+        """Removes every other sequence."""
+        self.reserve(sequence)
+        for other in range(len(self._next)):
+            if other != sequence:
+                self.remove(other)
+
+    def copy(self, source: int, to: int, begin: int = 0, end: int | None = None) -> None:
+        """Makes `to` an owner of the source's cells at positions begin..end-1. Nothing is copied in
+        memory. Raises UsageError where `to` has cells at these positions already."""
+        cells = self._cells(source, begin, end)
+        self.reserve(to)
+        positions = self._positions[source, cells]
+        taken = np.intersect1d(positions, self._own(to)[1])
+        if source == to or len(taken):
+            at = f"position {taken[0]}" if len(taken) else "every position"
+            raise UsageError(
+                f"sequence {to} has a cell at {at} already; remove its cells before copying "
+                f"sequence {source} into it"
+            )
+        self._positions[to, cells] = positions
+        self._masks[to, cells] = 0
+        self._n_owners[cells] += 1
+        self._set_next(to)
+        self.n_changes += 1
+
+    def shift(self, sequence: int, delta: int, begin: int = 0, end: int | None = None) -> None:
+        """Moves positions begin..end-1 of a sequence by delta. Before the next step the stored K is
+        rotated as far (`moved`). Raises UsageError where a position would be negative or taken by
+        the sequence's other cells, and for cells that another sequence owns, too."""
+        cells = self._cells(sequence, begin, end)
+        new = self._positions[sequence, cells] + delta
+        shared = cells[self._n_owners[cells] > 1]
+        if len(shared):
+            others = sorted(self.owners(int(shared[0])) - {sequence})
+            raise UsageError(
+                f"sequence {sequence} shares the cell at position "
+                f"{self._positions[sequence, shared[0]]} with sequence {others[0]}; remove one of "
+                "them before shifting"
+            )
+        if len(new) and new.min() < 0:
+            raise UsageError(
+                f"a shift by {delta} would move position {new.min() - delta} of sequence "
+                f"{sequence} to {new.min()}; remove the positions below {-delta} first"
+            )
+        mine, positions = self._own(sequence)
+        taken = np.intersect1d(new, positions[~np.isin(mine, cells)])
+        if len(taken):
+            raise UsageError(
+                f"a shift by {delta} would move a cell of sequence {sequence} to position "
+                f"{taken[0]}, which another of its cells has; remove that one first"
+            )
+        self._positions[sequence, cells] = new
+        self._set_next(sequence)
+        if self._moved is None:
+            self._moved = np.zeros(self.n_cells, np.int32)
+        self._moved[cells] += delta
+        self.n_changes += 1
+
+    @property
+    def moved(self) -> np.ndarray | None:
+        """By how many positions each cell has moved since the stored K was rotated, (n_cells,)
+        int32; None where no cell has."""
+        return self._moved
+
+    def rotated(self) -> None:
+        """The stored K is where the positions are."""
+        self._moved = None
+
+    # inside -----------------------------------------------------------------------------------
+
+    def _check(self, sequence: int) -> None:
+        if not 0 <= sequence < self.n_seqs:
+            raise UsageError(
+                f"sequence {sequence} does not exist; this engine has 0 to {self.n_seqs - 1} "
+                "(n_seqs)"
+            )
+
+    def _own(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+        """A sequence's cells and their positions."""
+        row = self._positions[sequence]
+        cells = np.flatnonzero(row != EMPTY)
+        return cells, row[cells]
+
+    def _cells(self, sequence: int, begin: int, end: int | None) -> np.ndarray:
+        """A sequence's cells at positions begin..end-1."""
+        self.reserve(sequence)
+        cells, positions = self._own(sequence)
+        last = EMPTY if end is None else end
+        if not 0 <= begin <= last:
+            raise UsageError(
+                f"positions {begin} to {end} are no range; give 0 <= begin <= end, or end=None"
+            )
+        return cells[(begin <= positions) & (positions < last)]
+
+    def _let_go(self, sequences: np.ndarray, cells: np.ndarray) -> None:
+        self._positions[sequences, cells] = EMPTY
+        self._masks[sequences, cells] = _HIDDEN
+        self._n_owners[cells] -= 1
+        free = cells[self._n_owners[cells] == 0]
+        self.n_used -= len(free)
+        if self._moved is not None:
+            self._moved[free] = 0
+        used = np.flatnonzero(self._n_owners[: self._end])
+        self._end = int(used[-1]) + 1 if len(used) else 0
+        self.n_changes += 1
+
+    def _set_next(self, sequence: int) -> None:
+        _, positions = self._own(sequence)
+        self._next[sequence] = int(positions.max()) + 1 if len(positions) else 0
 
 
 def padded(n: int, pad: int) -> int:

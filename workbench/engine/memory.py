@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from workbench.backend.base import Backend, Memory
-from workbench.backend.landing import Landing, landing_of
+from workbench.backend.landing import Landing, hands_out
 from workbench.engine.loaded import Loaded
 from workbench.graph.ir import Tensor
 from workbench.program.commands import HOST, Buffer, Program, Range, Space
@@ -59,9 +59,9 @@ class Workspace:
     def bind(self, program: Program) -> dict[Buffer, Memory]:
         """Memory for each buffer of `program`: what is there where it is large enough, else newly
         allocated."""
-        bound, landing = {}, landing_of(program)
+        bound = {}
         for buffer in program.buffers:
-            lands = buffer is landing
+            lands = hands_out(buffer)
             memory = self._memory.get((buffer.name, lands))
             if memory is None or memory.nbytes < buffer.nbytes:
                 memory = self._replace(buffer, lands, memory)

@@ -13,6 +13,7 @@ from workbench.graph.defer import defer
 from workbench.graph.fuse import chosen, fuse
 from workbench.graph.ir import Graph, Node, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
+from workbench.model.shift import shift_graph
 from workbench.program.capabilities import Capabilities
 from workbench.program.split import assign
 from workbench.program.sync_modes import Ordering, choose_ordering, choose_pdl
@@ -72,7 +73,10 @@ def step_graph(
 ) -> tuple[Graph, Callable[[Node], int]]:
     """The graph of a step on `caches` (K and V of each layer), as `toggles` want it, and the
     backend of each of its nodes."""
-    graph = build_graph(model, shape, caches, toggles.activations)
+    if shape.n_tokens:
+        graph = build_graph(model, shape, caches, toggles.activations)
+    else:
+        graph = shift_graph(model, caches, shape.n_kv)
     if toggles.defer_norm == Switch.ON:
         graph = defer(graph)
     places = assign(graph.nodes, placement.fixed)

@@ -9,7 +9,7 @@ from workbench.program.commands import Command, Launch, Program, Range
 
 
 def program_as_json(program: Program) -> dict[str, Any]:
-    """Everything but the placement of tensors."""
+    """Everything but the layout of tensors."""
     return {
         "pattern": program.pattern(),
         "folded_pattern": program.pattern(fold=True),

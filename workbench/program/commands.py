@@ -298,12 +298,12 @@ class CommandAt(NamedTuple):
 class Program:
     """The commands of one step, with the names needed to read them.
 
-    placement[b][tensor] is where backend b finds a tensor. sync is the mode the program was
+    layout[b][tensor] is where backend b finds a tensor. sync is the mode the program was
     lowered with (never `auto`). splits are the backends' indices in split order.
     """
 
     __slots__ = (
-        "backends", "buffers", "commands", "copy_stream", "placement", "shape",
+        "backends", "buffers", "commands", "copy_stream", "layout", "shape",
         "splits", "sync",
     )  # fmt: skip
 
@@ -311,7 +311,7 @@ class Program:
         self,
         commands: list[Command],
         buffers: list[Buffer],
-        placement: list[dict[Tensor, Range]],
+        layout: list[dict[Tensor, Range]],
         splits: list[int],
         backends: tuple[str, ...],
         shape: StepShape,
@@ -320,7 +320,7 @@ class Program:
     ):
         self.commands = commands
         self.buffers = buffers
-        self.placement = placement
+        self.layout = layout
         self.splits = splits
         self.backends = backends
         self.shape = shape

@@ -1,8 +1,8 @@
-"""What a program's events stand behind, which is how they are called.
+"""The names of a program's events: what each stands behind.
 
-A name is the same in every program of an engine, whatever its shape: an event that one step records
-is what a later one waits for. It has the backend that records it, since events are a device's own,
-and steps of other shapes can end on another.
+A name is the same in every program of an engine, whatever its shape: a later step waits for the
+event that an earlier one recorded. The name has the backend that records, because events belong to
+a device, and steps of other shapes can end on another.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ def landed(backend: str, split: int) -> str:
     return f"inputs of split {split} on {backend}"
 
 
-def read(backend: str, split: int, place: int) -> str:
-    """The graph that reads a split's inputs in a place of theirs."""
-    return f"graph of split {split} on {backend}, place {place}"
+def read(backend: str, split: int, turn: int) -> str:
+    """The graph that reads a split's inputs of this turn."""
+    return f"graph of split {split} on {backend}, turn {turn}"
 
 
-def staged(backend: str, place: int) -> str:
-    """A device's copies from a place of staging memory."""
-    return f"copies to {backend} from staging place {place}"
+def staged(backend: str, turn: int) -> str:
+    """A device's copies from the staging memory of this turn."""
+    return f"copies to {backend} from staging of turn {turn}"
 
 
 def crossed(backend: str, split: int) -> str:
-    """The copies of what a device computed to another, which a split of that one reads."""
+    """The copies of what a device computed to another device, where a split reads them."""
     return f"copies from {backend} for split {split}"

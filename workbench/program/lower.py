@@ -18,23 +18,17 @@ the host each; what they protect, with copies on their own stream:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from workbench.config import (
-    CopyStream,
-    HostSource,
-    InputOrder,
-    StepWait,
-)
+from workbench.choices import CopyStream, InputOrder, StepWait
 from workbench.graph import arena, ops
-from workbench.graph.ir import Graph, Kind, Node, Tensor
+from workbench.graph.ir import Graph, Kind, Tensor
 from workbench.program import events
 from workbench.program.commands import (
     COMPUTE_STREAM,
     COPY_STREAM,
     HOST,
     RESULT,
-    Buffer,
     Command,
     Copy,
     Launch,
@@ -48,196 +42,134 @@ from workbench.program.commands import (
     Wait,
     Write,
 )
+from workbench.program.layout import Layout, Target, from_host
 from workbench.program.split import Split
 from workbench.program.sync_modes import Ordering
 
 
-def _of_place(name: str, place: int, places: int) -> str:
-    """A buffer for each place, since those of other shapes are as large as they need."""
-    return name if places == 1 else f"{name}.{place}"
+class _Emitter:
+    """What the emitting steps share while one program is made.
 
-
-class _Lowering:
-    """What the emitting steps share while one program is made."""
+    last_copied: of each device the last split that copies from staging memory; a device's copies
+    run in order. read_again: splits whose inputs the next steps copy over.
+    """
 
     def __init__(
         self,
+        splits: Sequence[Split],
+        layout: Layout,
         ordering: Ordering,
-        begins_early: Callable[[Node], bool] | None,
-        known: dict[str, Buffer] | None,
-        turn: int,
-        in_stream: bool,
-        names: Sequence[str],
+        targets: Sequence[Target],
     ):
-        self.in_stream, self.names = in_stream, names
+        self.layout, self.ranges, self.targets = layout, layout.ranges, targets
         self.ordering, self.rule = ordering, ordering.rule
-        self.host_place = turn % ordering.host_places
-        self.device_place = turn % ordering.device_places
-        self.known = {} if known is None else known
-        self.begins_early = begins_early
         own = ordering.copy_stream == CopyStream.OWN
         self.copies_on = COPY_STREAM if own else COMPUTE_STREAM
         self.commands: list[Command] = []
-        self.buffers: list[Buffer] = []
-        self.placement: list[dict[Tensor, Range]] = []
-        self.scratch: dict[Node, Range] = {}
-
-    def buffer(self, name: str, space: Space, nbytes: int, backend: int) -> Buffer:
-        made = self.known.setdefault(name, Buffer(name, space, nbytes, backend))
-        made.nbytes = max(made.nbytes, nbytes)
-        self.buffers.append(made)
-        return made
-
-    def place(
-        self,
-        graph: Graph,
-        splits: Sequence[Split],
-        residents: Sequence[dict[Tensor, Range]],
-        scratch_bytes: Sequence[Callable[[Node], int]],
-    ) -> dict[Tensor, Range]:
-        """Gives every tensor its range on every backend that uses it; returns those in staging
-        memory: the inputs, and what the host computes for others, in the order of their copies."""
-        owner = len(residents) - 1  # the device owns what its copies touch
-        pageable = self.ordering.host_source == HostSource.PAGEABLE or not owner
-        space = Space.HOST if pageable else Space.PINNED
-        copied = [s for part in splits if part.backend != HOST for s in part.inputs]
-        on_host = {t.storage for p in splits if p.backend == HOST for n in p.nodes
-                   for t in n.outputs}  # fmt: skip
-        wanted = [s for s in copied if s.kind == Kind.INPUT or s in on_host]
-        taking = [(i, part) for i, part in enumerate(splits) if part.backend != HOST]
-        self.last_copied = {
-            part.backend: i for i, part in taking if any(s in wanted for s in part.inputs)
-        }  # of each device: its copies run in order
-        several = self.ordering.device_places > 1
-        self.read_again = {
-            i for i, part in taking if part.inputs and (several or set(part.inputs) - set(wanted))
+        self.made_by = {
+            t.storage: part.backend for part in splits for node in part.nodes for t in node.outputs
         }
-        offsets, end = {}, 0
-        for t in dict.fromkeys([*wanted, *graph.inputs]):
-            offsets[t] = end
-            end += -(-t.nbytes // arena.ALIGN) * arena.ALIGN
-        name = _of_place("staging", self.host_place, self.ordering.host_places)
-        staging = self.buffer(name, space, end, owner)
-        staged = {t: Range(staging, at, t.nbytes) for t, at in offsets.items()}
-        crossing = {s for part in splits for s in part.inputs} | set(graph.outputs)
+        given = set(from_host(splits))
+        taking = [(i, part) for i, part in enumerate(splits) if part.backend != HOST]
+        self.last_copied = {part.backend: i for i, part in taking if given & set(part.inputs)}
+        several = ordering.device_ring > 1
+        self.read_again = {
+            i for i, part in taking if part.inputs and (several or set(part.inputs) - given)
+        }
 
-        for b, resident in enumerate(residents):
-            nodes = [node for part in splits if part.backend == b for node in part.nodes]
-            given = [s for part in splits if part.backend == b for s in part.inputs]
-            placement = dict(resident)
-            if b == HOST:
-                placement.update(staged)  # the host computes on staging itself
-                given = [s for s in given if s.kind != Kind.INPUT]
-            elif self.ordering.device_places > 1:
-                placement |= self._apart(b, given)
-                given = []
-            placed = arena.plan(nodes, given, crossing, scratch_bytes[b], staged)
-            memory = self.buffer(
-                f"arena.{b}", space if b == HOST else Space.DEVICE, placed.nbytes, b or owner
-            )
-            for s, at in placed.offsets.items():
-                placement[s] = Range(memory, at, s.nbytes)
-            for node, (at, nbytes) in placed.scratch.items():
-                self.scratch[node] = Range(memory, at, nbytes)
-            self.placement.append(placement)
-        if self.ordering.host_places > 1 and owner:
-            for device in range(1, owner + 1):
-                copied_from = events.staged(self.names[device], self.host_place)
-                self.commands.append(Sync(RESULT, event=copied_from))
+    def write_inputs(self, graph: Graph) -> None:
+        """The host's writes, behind the waits for copies that still read this turn's staging."""
+        if self.ordering.host_ring > 1:
+            for device in range(1, len(self.targets)):
+                event = events.staged(self.targets[device].name, self.layout.host_turn)
+                self.commands.append(Sync(RESULT, event=event))
         for t in graph.inputs:
-            self.commands.append(Write(staged[t], t.name))
-        return staged
+            self.commands.append(Write(self.layout.staged[t], t.name))
 
-    def _apart(self, b: int, given: Sequence[Tensor]) -> dict[Tensor, Range]:
-        """Places for the inputs of a device's splits in memory of this step's turn."""
-        offsets, end = {}, 0
-        for t in given:
-            offsets[t] = end
-            end += -(-t.nbytes // arena.ALIGN) * arena.ALIGN
-        name = _of_place(f"inputs.{b}", self.device_place, self.ordering.device_places)
-        memory = self.buffer(name, Space.DEVICE, end, b)
-        return {t: Range(memory, at, t.nbytes) for t, at in offsets.items()}
-
-    def bring_inputs(self, number: int, part: Split, staged: dict[Tensor, Range], made_by) -> None:
+    def bring_inputs(self, number: int, part: Split) -> None:
         """The copies of a split's inputs, with the waits its rule puts around them."""
         if part.backend == HOST:
-            self._bring_to_host(number, part, made_by)
+            self._bring_to_host(number, part)
             return
-        rule, emit = self.rule, self.commands.append
+        rule, emit, staged = self.rule, self.commands.append, self.layout.staged
         compute = Stream(part.backend, COMPUTE_STREAM)
         copies = Stream(part.backend, self.copies_on)
-        from_host = self._from_host(part, staged)
+        copied = self._from_host(part)
         theirs_first = part.inputs and part.inputs[0] not in staged
         if theirs_first and self.ordering.input_order == InputOrder.GRAPH:
-            self._from_devices(number, part, staged, made_by)
-        if rule.wait_before and from_host:
+            self._from_devices(number, part)
+        if rule.wait_before and copied:
             emit(self._wait_for_graph(number, compute))
-        for name, dst, src in from_host:
+        for name, dst, src in copied:
             if rule.wait_each:
                 emit(self._wait_for_graph(number, compute))
             copy = Copy(dst, src, copies, name, number)
             emit(copy)
             if rule.blocking:
                 emit(Sync(number, stream=copies, blocks=copy))
-        if rule.wait_after and from_host:
+        if rule.wait_after and copied:
             emit(Sync(number, stream=copies))
-        if rule.guarded and from_host:
-            landed = events.landed(self.names[part.backend], number)
+        if rule.guarded and copied:
+            landed = events.landed(self.targets[part.backend].name, number)
             emit(Record(landed, copies, number))
             emit(Wait(landed, compute, number))
-        if self.ordering.host_places > 1 and number == self.last_copied.get(part.backend):
+        if self.ordering.host_ring > 1 and number == self.last_copied.get(part.backend):
             self._staged(copies, number)
         if not theirs_first or self.ordering.input_order == InputOrder.USER_FIRST:
-            self._from_devices(number, part, staged, made_by)
+            self._from_devices(number, part)
 
     def _staged(self, copies: Stream, number: int) -> None:
-        """The point behind a device's copies from this step's staging memory. It has the device's
-        number, not a split's: a step of another shape, with other splits, waits for it."""
-        event = events.staged(self.names[copies.backend], self.host_place)
+        """Records the event behind a device's last copy out of this step's staging memory. It is
+        named by device, not by split: a step with other splits may wait for it."""
+        event = events.staged(self.targets[copies.backend].name, self.layout.host_turn)
         self.commands.append(Record(event, copies, number))
 
     def take_nothing(self, number: int) -> None:
-        """Where staging memory is a ring: a point, too, for devices that took nothing from it."""
-        for device in range(1, len(self.placement)):
-            if self.ordering.host_places > 1 and device not in self.last_copied:
+        """Records that event for devices that took nothing from staging memory that is a ring."""
+        for device in range(1, len(self.ranges)):
+            if self.ordering.host_ring > 1 and device not in self.last_copied:
                 self._staged(Stream(device, self.copies_on), number)
 
-    def _from_devices(self, number: int, part: Split, staged, made_by) -> None:
-        """Copies from other devices, on the stream of the one that computed them, which waits for
-        the graph that read their place last; and the wait of this one's stream for them. No wait of
-        the host orders devices: so a device is at one step while the next is at the one before.
+    def _from_devices(self, number: int, part: Split) -> None:
+        """Copies from other devices, each on the stream of the device that computed the tensor.
 
-        llama.cpp has the reading device's stream wait for its last reader while the copy rides the
-        other's (`races_of_record.py`, reused_copy); here it is repaired in every sync mode."""
-        emit, here = self.commands.append, self.placement[part.backend]
-        theirs = [s for s in part.inputs if s not in staged]
+        That stream first waits for the graph that read the destination last. Then this device's
+        stream waits for the copies. The host does not wait: a device may be one step ahead of the
+        next device.
+
+        In llama.cpp the reading device's stream waits for the last reader, and the copy rides the
+        other stream (`check/races_of_record.py`, reused_copy). Every sync mode here repairs this.
+        """
+        emit, here, made_by = self.commands.append, self.ranges[part.backend], self.made_by
+        theirs = [s for s in part.inputs if s not in self.layout.staged]
         for device in dict.fromkeys(made_by[s] for s in theirs):
             stream = Stream(device, COMPUTE_STREAM)
             emit(Wait(self._read(part.backend, number), stream, number))
             for s in theirs:
                 if made_by[s] == device:
-                    emit(Copy(here[s], self.placement[device][s], stream, s.name, number))
-            landed = events.crossed(self.names[device], number)
+                    emit(Copy(here[s], self.ranges[device][s], stream, s.name, number))
+            landed = events.crossed(self.targets[device].name, number)
             emit(Record(landed, stream, number))
             emit(Wait(landed, Stream(part.backend, COMPUTE_STREAM), number))
 
     def _wait_for_graph(self, number: int, compute: Stream) -> Sync:
-        """The wait before copies: for all that is queued, or where inputs have several places for
-        the graph that read this one."""
-        if self.ordering.device_places == 1:
+        """The host's wait before copies: for all that is queued; where inputs lie in a ring, for
+        graph that read this turn's inputs."""
+        if self.ordering.device_ring == 1:
             return Sync(number, stream=compute)
         return Sync(number, event=self._read(compute.backend, number))
 
     def _read(self, backend: int, number: int) -> str:
-        """The event behind the graph of a split on `backend` that read this step's places."""
-        return events.read(self.names[backend], number, self.device_place)
+        """The event behind the graph of a split on `backend` that read this turn's inputs."""
+        return events.read(self.targets[backend].name, number, self.layout.device_turn)
 
-    def _from_host(self, part: Split, staged) -> list[tuple[str, Range, Range]]:
+    def _from_host(self, part: Split) -> list[tuple[str, Range, Range]]:
         """Name, destination and source of each copy from staging memory, in order."""
+        staged = self.layout.staged
         inputs = [s for s in part.inputs if s in staged]
         if self.ordering.input_order == InputOrder.USER_FIRST:
             inputs.sort(key=lambda s: s.kind != Kind.INPUT)  # stable
-        here = self.placement[part.backend]
+        here = self.ranges[part.backend]
         found: list[tuple[str, Range, Range]] = []
         for s in inputs:
             name, dst, src = s.name, here[s], staged[s]
@@ -247,58 +179,59 @@ class _Lowering:
                 found.append((name, dst, src))
         return found
 
-    def _bring_to_host(self, number: int, part: Split, made_by) -> None:
+    def _bring_to_host(self, number: int, part: Split) -> None:
         """A host split computes at once: what it needs from a device is copied and waited for."""
         waited: set[Stream] = set()
         for s in part.inputs:
             if s.kind == Kind.INPUT:
                 continue
-            stream = Stream(made_by[s], COMPUTE_STREAM)
-            if not self.in_stream and stream not in waited:
+            device = self.made_by[s]
+            stream = Stream(device, COMPUTE_STREAM)
+            if not self.targets[device].in_stream and stream not in waited:
                 waited.add(stream)
                 self.commands.append(Sync(number, stream=stream))
-            copy = Copy(
-                self.placement[HOST][s], self.placement[made_by[s]][s], stream, s.name, number
-            )
+            copy = Copy(self.ranges[HOST][s], self.ranges[device][s], stream, s.name, number)
             self.commands.append(copy)
             self.commands.append(Sync(number, stream=stream, blocks=copy))
 
     def launches(self, number: int, part: Split) -> None:
         """The split's work, in graph order on the compute stream."""
         stream = Stream(part.backend, COMPUTE_STREAM)
-        place, scratch, emit = self.placement[part.backend], self.scratch, self.commands.append
-        early = None if part.backend == HOST else self.begins_early
+        ranges, scratch, emit = self.ranges[part.backend], self.layout.scratch, self.commands.append
+        early = self.targets[part.backend].begins_early
         for node in part.nodes:
             temporary = scratch.get(node)
             own = () if temporary is None else (temporary,)
-            reads = tuple([_range(place, a) for a in ops.reads(node)]) + own
-            writes = tuple([_range(place, a) for a in ops.writes(node)]) + own
+            reads = tuple([_range(ranges, a) for a in ops.reads(node)]) + own
+            writes = tuple([_range(ranges, a) for a in ops.writes(node)]) + own
             programmatic = early is not None and early(node)
             emit(Launch(node, stream, reads, writes, temporary, number, programmatic))
         if number in self.read_again:
             emit(Record(self._read(part.backend, number), stream, number))
 
-    def result(self, graph: Graph, made_by: dict[Tensor, int], last: Stream) -> None:
+    def result(self, graph: Graph, last: Stream) -> None:
         """The logits on their way to the host, and the wait that ends the step."""
         emit = self.commands.append
         if last.backend == HOST:
             for t in graph.outputs:
-                emit(Read(self.placement[HOST][t], t.name))
+                emit(Read(self.ranges[HOST][t], t.name))
             return
         if not graph.shape.n_outputs and self.ordering.step_wait == StepWait.OUTPUTS:
             return
         nbytes = sum(t.nbytes for t in graph.outputs)
-        landing = self.buffer("result", Space.PINNED, nbytes, last.backend)
+        landing = self.layout.buffer("result", Space.PINNED, nbytes, last.backend)
+        landing.lands = len(graph.outputs) == 1
+        in_stream = self.targets[last.backend].in_stream
         reads, at = [], 0
-        if not self.in_stream:
+        if not in_stream:
             emit(Sync(RESULT, stream=last))
         for t in graph.outputs:
             there = Range(landing, at, t.nbytes)
             at += t.nbytes
-            emit(Copy(there, self.placement[made_by[t]][t], last, t.name, RESULT))
+            emit(Copy(there, self.ranges[self.made_by[t]][t], last, t.name, RESULT))
             reads.append(Read(there, t.name))
-        if self.in_stream:
-            ended = events.ended(self.names[last.backend])
+        if in_stream:
+            ended = events.ended(self.targets[last.backend].name)
             emit(Record(ended, last, RESULT))
             emit(Sync(RESULT, event=ended))
         else:
@@ -323,9 +256,9 @@ def _joined(
 PACKED_NAME = "inputs"  # of a copy that brings several
 
 
-def _range(placement: dict[Tensor, Range], access: ops.Access) -> Range:
+def _range(ranges: dict[Tensor, Range], access: ops.Access) -> Range:
     tensor, offset, nbytes = access
-    base = placement[tensor]
+    base = ranges[tensor]
     if offset == 0 and nbytes == base.nbytes:
         return base
     return Range(base.buffer, base.offset + offset, nbytes)
@@ -334,43 +267,30 @@ def _range(placement: dict[Tensor, Range], access: ops.Access) -> Range:
 def lower(
     graph: Graph,
     splits: Sequence[Split],
-    residents: Sequence[dict[Tensor, Range]],
-    backends: Sequence[str],
-    scratch_bytes: Sequence[Callable[[Node], int]],
+    layout: Layout,
+    targets: Sequence[Target],
     ordering: Ordering,
-    begins_early: Callable[[Node], bool] | None = None,
-    buffers: dict[str, Buffer] | None = None,
-    turn: int = 0,
-    in_stream: bool = True,
 ) -> Program:
-    """The program of one step.
+    """The program of one step, whose tensors lie as `layout` says.
 
-    residents[b] says where backend b keeps weights and caches; backends[0] is the host, and a last
-    one, if any, the device. ordering is one that `choose_ordering` returned. begins_early says
-    which of the device's nodes have kernels that wait by themselves for the launch in front of
-    them: those are launched programmatically; without it (`choose_pdl`) none is. buffers: staging,
-    arenas and results of earlier steps of the same engine by name, which are this step's too, grown
-    where it needs more; new ones are added. turn: of the ordering's `turns`, which the steps of an
-    engine take one after the other. in_stream: as the device's `Capabilities` have it. The program
-    ends with the logits wait, Record, Sync on that event, Read, unless it has no outputs and
-    step_wait wants none; where not in_stream, a Sync on the stream before the logits' copy and one
-    behind it take the place of the event.
+    targets: as `lay_out` was given them. ordering: one that `choose_ordering` returned. The program
+    ends with the logits wait (Record, Sync on that event, Read) unless it has no outputs and
+    step_wait wants none. On a device whose copies are not in stream order, a Sync on the stream
+    before the logits' copy and one behind it replace the event.
     """
-    lowering = _Lowering(ordering, begins_early, buffers, turn, in_stream, backends)
-    made_by = {t.storage: s.backend for s in splits for node in s.nodes for t in node.outputs}
-    staged = lowering.place(graph, splits, residents, scratch_bytes)
+    emitter = _Emitter(splits, layout, ordering, targets)
+    emitter.write_inputs(graph)
     for number, part in enumerate(splits):
-        lowering.bring_inputs(number, part, staged, made_by)
-        lowering.launches(number, part)
-    lowering.take_nothing(len(splits) - 1)
-    end = Stream(splits[-1].backend, COMPUTE_STREAM)
-    lowering.result(graph, made_by, end)
+        emitter.bring_inputs(number, part)
+        emitter.launches(number, part)
+    emitter.take_nothing(len(splits) - 1)
+    emitter.result(graph, Stream(splits[-1].backend, COMPUTE_STREAM))
     return Program(
-        lowering.commands,
-        lowering.buffers,
-        lowering.placement,
+        emitter.commands,
+        layout.buffers,
+        layout.ranges,
         [part.backend for part in splits],
-        tuple(backends),
+        tuple(target.name for target in targets),
         graph.shape,
         ordering.sync,
         ordering.copy_stream,

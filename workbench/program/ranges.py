@@ -13,15 +13,17 @@ class Space(StrEnum):
 
 
 class Buffer:
-    """A block of memory the program refers to. `backend` is the index of the one that owns it."""
+    """A block of memory the program refers to. backend: the index of the backend that owns it.
+    lands: it holds one result that a copy brings to the host, and nothing else."""
 
-    __slots__ = ("backend", "name", "nbytes", "space")
+    __slots__ = ("backend", "lands", "name", "nbytes", "space")
 
     def __init__(self, name: str, space: Space, nbytes: int, backend: int):
         self.name = name
         self.space = space
         self.nbytes = nbytes
         self.backend = backend
+        self.lands = False
 
     def __repr__(self) -> str:
         return f"{self.name}[{self.nbytes}]"

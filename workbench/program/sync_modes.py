@@ -32,7 +32,7 @@ class Rule(NamedTuple):
     blocking: bool  # each copy is waited for at once
     wait_after: bool  # for the copies, once before the launches
     guarded: bool = False  # launches wait, on the device, for an event behind the copies
-    packed: bool = False  # inputs that are neighbours in both places are one copy
+    packed: bool = False  # inputs that are neighbours on both sides are one copy
 
 
 RULES: dict[str, Rule] = {
@@ -62,19 +62,19 @@ class Ordering(NamedTuple):
         return RULES[self.sync]
 
     @property
-    def host_places(self) -> int:
+    def host_ring(self) -> int:
         """How many steps have staging memory of their own."""
         return RINGS.get(self.host_source, 1)
 
     @property
-    def device_places(self) -> int:
-        """How many steps have places for their inputs of their own."""
+    def device_ring(self) -> int:
+        """How many steps have memory of their own for the inputs of device splits."""
         return int(self.n_copies)
 
     @property
-    def turns(self) -> int:
-        """After how many steps a program's places come round again; each is a program."""
-        return math.lcm(self.host_places, self.device_places)
+    def period(self) -> int:
+        """After how many steps both rings come round again; each turn has its own program."""
+        return math.lcm(self.host_ring, self.device_ring)
 
 
 _NO_EVENTS = "it has no events"
@@ -98,7 +98,7 @@ def choose_ordering(
             f"copy_stream=own needs two streams and the {device} device has {able.n_streams}; use "
             "copy_stream=compute"
         )
-    if reason := _refusal_of_places(wanted, able):
+    if reason := _refusal_of_rings(wanted, able):
         raise DeviceError(f"the {device} device cannot honour {reason}")
     if wanted.sync == SyncMode.AUTO:
         modes = [_on_a_stream(wanted._replace(sync=mode), able) for mode in RULES]
@@ -128,15 +128,15 @@ def _on_a_stream(o: Ordering, able: Capabilities) -> Ordering:
     return o._replace(copy_stream=CopyStream.OWN if own else CopyStream.COMPUTE)
 
 
-def _refusal_of_places(o: Ordering, able: Capabilities) -> str:
+def _refusal_of_rings(o: Ordering, able: Capabilities) -> str:
     """Which toggle that gives steps memory of their own a backend cannot honour, why, and what to
     use; empty where it can honour them. Events say when such memory comes free."""
     ring = f"host_source={o.host_source}", f"use host_source={HostSource.PINNED}"
-    if o.host_places > 1 and not able.events:
+    if o.host_ring > 1 and not able.events:
         return f"{ring[0]}: {_NO_EVENTS}; {ring[1]}"
-    if o.host_places > 1 and not able.one_order:
+    if o.host_ring > 1 and not able.one_order:
         return f"{ring[0]}: {_LOOSE}; {ring[1]}"
-    if o.device_places > 1 and not able.events:
+    if o.device_ring > 1 and not able.events:
         return f"n_copies={o.n_copies}: {_NO_EVENTS}; use n_copies={NCopies.ONE}"
     return ""
 
@@ -158,7 +158,7 @@ def race_of(o: Ordering, able: Capabilities) -> str:
     """What races under an ordering on a backend that can honour it; empty where nothing does."""
     rule, train = o.rule, o.step_wait != StepWait.EVERY
     drained = rule.blocking or rule.wait_after  # the host goes on when the copies have landed
-    apart = o.host_places > 1  # and waits before it writes where copies are made from
+    apart = o.host_ring > 1  # and waits before it writes where copies are made from
     with_launches = able.one_order and o.copy_stream == CopyStream.COMPUTE
     if not able.asynchronous_copies:
         return ""

@@ -21,7 +21,7 @@ BY_HOST = "by the host's clock: nothing here runs beside the host"
 # phase of the engine's counters -> phase and part of the traced table
 COUNTED = {
     "batch": ("build", "batch"), "graph": ("build", "graph"), "split": ("build", "split"),
-    "lower": ("build", "lower"), "prepare": ("build", "prepare"),
+    "layout": ("build", "layout"), "lower": ("build", "lower"), "prepare": ("build", "prepare"),
     "issue": ("issue", "all"), "wait": ("results", "all"),
 }  # fmt: skip
 

@@ -1,0 +1,224 @@
+"""Binds a program's commands to addresses: each becomes a callable of no arguments.
+
+What a device is asked becomes an `Issued`, made by its backend. What the host does at once (a
+write, a read, a wait of the host) becomes a plain callable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from workbench.backend.base import Backend, Issue, Memory, in_order
+from workbench.backend.issued import Address, Block, Issued
+from workbench.backend.landing import Landing
+from workbench.graph.ir import Tensor
+from workbench.program.commands import (
+    HOST,
+    Buffer,
+    Command,
+    Copy,
+    Launch,
+    Program,
+    Range,
+    Read,
+    Record,
+    Space,
+    Sync,
+    Wait,
+    Write,
+)
+
+
+class LandingBlock:
+    """The arguments of a copy to a `Landing`: of the copy to the block where results land next."""
+
+    __slots__ = ("_copies", "_landing", "pointers")
+
+    def __init__(self, landing: Landing, copies: Sequence[Issued]):
+        self._landing = landing
+        self._copies = copies
+        self.pointers = copies[0].block.pointers
+
+    @property
+    def _now(self) -> Block:
+        return self._copies[self._landing.now].block
+
+    def __len__(self) -> int:
+        return len(self._now)
+
+    def __getitem__(self, field: int) -> int:
+        return self._now[field]
+
+    def __setitem__(self, field: int, value: int) -> None:
+        self._now[field] = value
+
+
+class Binding:
+    """One program on backends and memory.
+
+    events: of all programs of an engine by name, because a step may wait for what a step before it
+    recorded; new ones are added. values: the inputs' arrays by name, read when a write is called.
+    results: where a read leaves its array (uint8), by name.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        backends: Sequence[Backend],
+        memory: Mapping[Buffer, Memory],
+        events: dict[str, Any],
+    ):
+        self.values: dict[str, np.ndarray] = {}
+        self.results: dict[str, np.ndarray] = {}
+        self._program = program
+        self._backends = backends
+        self.memory = memory
+        self._events = events
+        self._recorded_by: dict[str, Backend] = {}
+        for command in program.commands:
+            if isinstance(command, Record):
+                backend = self._recorded_by[command.event] = backends[command.stream.backend]
+                if command.event not in events:
+                    backend.attach()
+                    events[command.event] = backend.event()
+
+    def device_of(self, command: Command) -> Backend | None:
+        """The backend that is asked to do `command`; None for what the host does itself."""
+        if isinstance(command, Copy | Launch | Record | Wait):
+            backend = self._backends[command.stream.backend]
+            if not backend.capabilities.synchronous:
+                return backend
+        return None
+
+    def issued(self, command: Command) -> Issued:
+        """What asks a device to do `command`."""
+        return self._on_its_device(command, _DEVICE[type(command)](self, command))
+
+    def call(self, command: Command) -> Issue:
+        """What the host does for `command`."""
+        if isinstance(command, Sync) and command.event is not None and self._several:
+            backend = self._recorded_by[command.event]
+            return in_order([backend.attach, self._sync(command)])
+        if isinstance(command, Copy | Launch | Record | Wait):
+            return _DEVICE[type(command)](self, command).call
+        return _HOST[type(command)](self, command)
+
+    @property
+    def _several(self) -> bool:
+        """Whether a thread must be attached to one device after another."""
+        return len(self._backends) > 2
+
+    def _on_its_device(self, command: Any, issued: Issued) -> Issued:
+        if not self._several:
+            return issued
+        attach, call = self._backends[command.stream.backend].attach, issued.call
+
+        def attached() -> None:
+            attach()
+            call()
+
+        return Issued(attached, issued.same, issued.block, issued.parts)
+
+    # addresses --------------------------------------------------------------------------------
+
+    def _address(self, r: Range) -> Address:
+        return Address(self.memory[r.buffer].address + r.offset)
+
+    def _host_view(self, r: Range) -> np.ndarray:
+        array = self.memory[r.buffer].array
+        assert array is not None, f"{r} is not host memory"
+        return array[r.offset : r.offset + r.nbytes]
+
+    # commands, by type ------------------------------------------------------------------------
+
+    def _write(self, c: Write) -> Issue:
+        there, values, name = self._host_view(c.staging), self.values, c.value
+        view: np.ndarray | None = None
+
+        def write() -> None:
+            nonlocal view
+            value = values[name]
+            if view is None:
+                view = there.view(value.dtype).reshape(value.shape)
+            view[...] = value
+
+        return write
+
+    def _read(self, c: Read) -> Issue:
+        results, name, nbytes = self.results, c.value, c.staging.nbytes
+        landing = self.memory[c.staging.buffer]
+        if isinstance(landing, Landing):
+            take = landing.take
+
+            def hand_out() -> None:
+                results[name] = take(nbytes)
+
+            return hand_out
+        there = self._host_view(c.staging)
+
+        def read() -> None:
+            results[name] = there.copy()
+
+        return read
+
+    def _sync(self, c: Sync) -> Issue:
+        if c.event is not None:
+            return self._recorded_by[c.event].sync_event(self._events[c.event])
+        assert c.stream is not None and c.stream.backend != HOST
+        backend = self._backends[c.stream.backend]
+        sync = backend.sync_stream(c.stream.id)
+        return in_order([backend.attach, sync]) if self._several else sync
+
+    def _copy(self, c: Copy) -> Issued:
+        backend, stream, nbytes = self._backends[c.stream.backend], c.stream.id, c.src.nbytes
+        to_host = c.dst.buffer.space != Space.DEVICE
+        source, landing = self._address(c.src), self.memory[c.dst.buffer]
+        backend.attach()
+        if c.src.buffer.space == Space.DEVICE and not to_host:
+            peer = self._backends[c.dst.buffer.backend]
+            return backend.copy_to_peer(peer, self._address(c.dst), source, nbytes, stream)
+        if not isinstance(landing, Landing):
+            return backend.copy(self._address(c.dst), source, nbytes, stream, to_host)
+        copies = [
+            backend.copy(Address(block.address), source, nbytes, stream, to_host)
+            for block in landing.blocks
+        ]
+        calls = [copy.call for copy in copies]
+
+        def copy() -> None:
+            calls[landing.now]()
+
+        return Issued(copy, copies[0].same, LandingBlock(landing, copies))
+
+    def _launch(self, c: Launch) -> Issued:
+        layout, address = self._program.layout[c.stream.backend], self._address
+
+        def address_of(tensor: Tensor) -> Address:
+            return address(layout[tensor.storage])
+
+        scratch = Address(0) if c.scratch is None else address(c.scratch)
+        backend, stream = self._backends[c.stream.backend], c.stream.id
+        backend.attach()
+        return backend.launch(c.node, address_of, scratch, stream, c.programmatic)
+
+    def _record(self, c: Record) -> Issued:
+        return self._backends[c.stream.backend].record(self._events[c.event], c.stream.id)
+
+    def _wait(self, c: Wait) -> Issued:
+        return self._backends[c.stream.backend].wait(self._events[c.event], c.stream.id)
+
+
+_DEVICE: dict[type[Command], Callable[[Binding, Any], Issued]] = {
+    Copy: Binding._copy,
+    Launch: Binding._launch,
+    Record: Binding._record,
+    Wait: Binding._wait,
+}
+_HOST: dict[type[Command], Callable[[Binding, Any], Issue]] = {
+    Write: Binding._write,
+    Sync: Binding._sync,
+    Read: Binding._read,
+}

@@ -1,0 +1,272 @@
+"""Who looks on while a step is issued: nobody, the stamps of `Engine.stamped`, a recorder.
+
+A watch is chosen once, outside of the step (`chosen`). It hands out the calls of a program one
+after the other (`backend/issue.py`), so the loop that calls them is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from workbench.backend.base import Backend, Issue
+from workbench.backend.issue import Call, Plain, Prepared
+from workbench.program.commands import (
+    RESULT,
+    Command,
+    Copy,
+    Launch,
+    Read,
+    Record,
+    Stream,
+    Sync,
+    Wait,
+    Write,
+)
+from workbench.trace.spans import LOGITS_WAIT, Recorder, now_ns
+
+Stamp = tuple[int, int]
+
+
+class Watch(Plain):
+    """Looks at nothing and costs nothing. Others say what they do at each point of a step."""
+
+    counts = True  # the step's phases count among those of the engine
+
+    def begin(self, step: int, n_tokens: int, n_past: int) -> None:
+        """A step begins; before its batch is made."""
+
+    def end(self, waited: bool) -> None:
+        """The step has ended. waited: with a wait of the host for its results."""
+
+    def fail(self) -> None:
+        """The step ends with an error."""
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: object, error: object, at: object) -> None:
+        if kind is not None:
+            self.fail()
+
+
+PLAIN = Watch()
+
+
+class _Work(NamedTuple):
+    """The call that has a device's launch, and where its marks are made."""
+
+    number: int
+    device: Backend
+    stream: int
+
+    def mark(self) -> Any:
+        return self.device.mark(self.stream)
+
+
+class Stamps(Watch):
+    """Marks in front of the first launch on a device, behind it, and behind the last.
+
+    `found` tells of each step when its first launch began (on CUDA when the stream came to it,
+    before it was issued) and when its last one ended: ns on the host's clock. A mark costs the host
+    a microsecond or two on CUDA, nothing on the embedded device. Only programs that launch on a
+    device can be stamped.
+    """
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[_Work, _Work, list[Any]]] = []
+        self._calls: WeakKeyDictionary[Prepared, tuple[_Work, _Work, list[Issue]]]
+        self._calls = WeakKeyDictionary()
+
+    def head(self, prepared: Prepared) -> Iterable[Issue]:
+        # Made once: a search in every step would be part of what is measured there.
+        if prepared not in self._calls:
+            self._calls[prepared] = self._marked(prepared)
+        first, last, calls = self._calls[prepared]
+        self._marks.append((first, last, []))
+        return calls
+
+    def _marked(self, prepared: Prepared) -> tuple[_Work, _Work, list[Issue]]:
+        work = list(_device_work(prepared))
+        first, last = work[0], work[-1]
+        calls = [call.call for call in prepared.head]
+        calls.insert(last.number + 1, lambda: self._marks[-1][2].append(last.mark()))
+        calls.insert(first.number + 1, lambda: self._marks[-1][2].append(first.mark()))
+        calls.insert(first.number, lambda: self._marks[-1][2].append(first.mark()))
+        return first, last, calls
+
+    def found(self) -> list[Stamp]:
+        """The stamps of all steps so far. Call it when they are over."""
+        return [
+            (first.device.resolve(begin, begun)[0], last.device.resolve(end, end)[1])
+            for first, last, (begin, begun, end) in self._marks
+        ]
+
+
+class Trace(Watch):
+    """Spans of a recorder: of the step, its splits and commands on the host, and of the commands on
+    devices. Steps that the recorder does not want go to `others`, and it is told of their time."""
+
+    counts = False
+
+    def __init__(self, recorder: Recorder):
+        self._recorder = recorder
+        self._step = 0
+        self._span: AbstractContextManager[None] = nullcontext()
+        self._marks: list[tuple[Prepared, int, int, Any, Any]] = []  # of steps not waited for, too
+
+    def begin(self, step: int, n_tokens: int, n_past: int) -> None:
+        self._step = step
+        self._span = self._recorder.span(
+            f"step {step}", "step", step=step, n_tokens=n_tokens, n_past=n_past
+        )
+        self._span.__enter__()
+
+    def end(self, waited: bool) -> None:
+        self.fail()
+        if waited:
+            # only now: reading the devices' clocks takes time that is not the step's
+            marks, self._marks = self._marks, []
+            for mark in marks:
+                self._device_span(*mark)
+
+    def fail(self) -> None:
+        self._span.__exit__(None, None, None)
+
+    def head(self, prepared: Prepared) -> Iterator[Issue]:
+        self._recorder.runs(prepared.program, self._step)
+        return self._spans(prepared, prepared.head)
+
+    def tail(self, prepared: Prepared) -> Iterator[Issue]:
+        return self._spans(prepared, prepared.tail)
+
+    def _spans(self, prepared: Prepared, calls: Iterable[Call]) -> Iterator[Issue]:
+        """Hands out each call between the begin and the end of its span."""
+        recorder, step, commands = self._recorder, self._step, prepared.program.commands
+        split, split_handle, split_start = RESULT, None, 0
+        for call in calls:
+            number = call.commands[0]
+            command = commands[number]
+            if command.split != split:
+                self._end_split(prepared, split, split_handle, split_start)
+                split, split_start = command.split, now_ns()
+                split_handle = (
+                    None if split == RESULT else recorder.begin(_split_name(prepared, split))
+                )
+            name, args = described(prepared, number, step)
+            device = _device_of(prepared, command) if recorder.marks else None
+            stream = command.stream
+            begin = device.mark(stream.id) if device and stream else None
+            handle = recorder.begin(name)
+            start = now_ns()
+            yield call.call
+            recorder.end(handle, name, command.kind, start, args)
+            if device and stream:
+                self._marks.append((prepared, step, number, begin, device.mark(stream.id)))
+        self._end_split(prepared, split, split_handle, split_start)
+
+    def _end_split(self, prepared: Prepared, split: int, handle: Any, start: int) -> None:
+        if split != RESULT:
+            program = prepared.program
+            backend = program.backends[program.splits[split]]
+            args = {"step": self._step, "split": split, "backend": backend}
+            self._recorder.end(handle, _split_name(prepared, split), "split", start, args)
+
+    def _device_span(
+        self, prepared: Prepared, step: int, number: int, begin: Any, end: Any
+    ) -> None:
+        command = prepared.program.commands[number]
+        device = _device_of(prepared, command)
+        assert device is not None
+        name, args = described(prepared, number, step)
+        start_ns, end_ns = device.resolve(begin, end)
+        lane = args.pop("on")
+        self._recorder.add(name, "device", lane, start_ns, end_ns, kind=command.kind, **args)
+
+
+class Untraced(Watch):
+    """A step outside a recorder's window: the recorder is told how long it took."""
+
+    def __init__(self, recorder: Recorder, inner: Watch):
+        self._recorder, self._inner = recorder, inner
+        self._n_tokens = self._start = 0
+
+    def begin(self, step: int, n_tokens: int, n_past: int) -> None:
+        self._n_tokens, self._start = n_tokens, now_ns()
+
+    def head(self, prepared: Prepared) -> Iterable[Issue]:
+        return self._inner.head(prepared)
+
+    def tail(self, prepared: Prepared) -> Iterable[Issue]:
+        return self._inner.tail(prepared)
+
+    def end(self, waited: bool) -> None:
+        self._recorder.untraced(self._n_tokens, now_ns() - self._start)
+
+
+def chosen(recorder: Recorder | None, stamps: Stamps | None) -> Callable[[int], Watch]:
+    """The watch of step number n, for an engine with this recorder and these stamps."""
+    plain: Watch = PLAIN if stamps is None else stamps
+    if recorder is None:
+        return lambda step: plain
+    trace, untraced = Trace(recorder), Untraced(recorder, plain)
+    return lambda step: trace if recorder.wants(step) else untraced
+
+
+# commands in words ------------------------------------------------------------------------------
+
+
+def described(prepared: Prepared, number: int, step: int) -> tuple[str, dict[str, Any]]:
+    """The name of a command's span, and its arguments."""
+    command = prepared.program.commands[number]
+    stream = command.stream
+    args: dict[str, Any] = {
+        "index": number,
+        "step": step,
+        "split": command.split,
+        "stream": None if stream is None else stream.id,
+        "on": None if stream is None else _lane(prepared, stream),
+    }
+    match command:
+        case Launch():
+            return command.node.name, args | {"op": command.node.op}
+        case Copy():
+            return command.name, args | {"bytes": command.src.nbytes}
+        case Write() | Read():
+            return command.value, args | {"bytes": command.staging.nbytes}
+        case Sync(blocks=Copy(name=name)):
+            # the copy, right in front of its wait
+            return f"wait {name}", args | {"event": command.event, "blocks": number - 1}
+        case Sync():
+            name = "wait stream" if command.event is None else f"wait {command.event}"
+            ends = any(number in call.commands for call in prepared.tail)
+            return (LOGITS_WAIT if ends else name), args | {"event": command.event}
+    assert isinstance(command, Record | Wait)
+    return command.kind, args | {"event": command.event}
+
+
+def _split_name(prepared: Prepared, split: int) -> str:
+    program = prepared.program
+    return f"split {split} ({program.backends[program.splits[split]]})"
+
+
+def _lane(prepared: Prepared, stream: Stream) -> str:
+    return f"{prepared.backends[stream.backend].name} stream {stream.id}"
+
+
+def _device_of(prepared: Prepared, command: Command) -> Backend | None:
+    """The device that runs a copy or a launch later than the host issues it; None for others."""
+    if not isinstance(command, Copy | Launch):
+        return None
+    backend = prepared.backends[command.stream.backend]
+    return None if backend.capabilities.synchronous else backend
+
+
+def _device_work(prepared: Prepared) -> Iterator[_Work]:
+    for number, call in enumerate(prepared.head):
+        for command in (prepared.program.commands[i] for i in call.commands):
+            if isinstance(command, Launch) and (device := _device_of(prepared, command)):
+                yield _Work(number, device, command.stream.id)
+                break

@@ -1,0 +1,129 @@
+"""Where a program's tensors lie: staging memory, arenas, the rings that steps take by turns.
+
+Weights and caches have their ranges already (`residents`). All else is laid out here, for each
+backend. `program/lower.py` says when commands come, and finds every range in the `Layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from workbench.choices import HostSource
+from workbench.graph import arena
+from workbench.graph.ir import Graph, Kind, Node, Tensor
+from workbench.program.commands import HOST, Buffer, Range, Space
+from workbench.program.split import Split
+from workbench.program.sync_modes import Ordering
+
+
+class Target(NamedTuple):
+    """What lowering asks of a backend.
+
+    scratch_bytes: of a node. begins_early: which nodes have kernels that wait by themselves for the
+    launch in front of them, and are launched programmatically; None for no node. in_stream: as
+    `Capabilities` has it.
+    """
+
+    name: str
+    scratch_bytes: Callable[[Node], int]
+    begins_early: Callable[[Node], bool] | None = None
+    in_stream: bool = True
+
+
+class Layout(NamedTuple):
+    """ranges[b]: where backend b finds a tensor. staged: the ranges in staging memory, for inputs
+    and for what the host computes for others, in the order of their copies. scratch: by node.
+    buffers: all memory that this step uses and no resident has, in the order of its first use.
+    known: the same by name, with those of other steps."""
+
+    ranges: list[dict[Tensor, Range]]
+    staged: dict[Tensor, Range]
+    scratch: dict[Node, Range]
+    buffers: list[Buffer]
+    known: dict[str, Buffer]
+    host_turn: int
+    device_turn: int
+
+    def buffer(self, name: str, space: Space, nbytes: int, backend: int) -> Buffer:
+        """The buffer called `name`, of at least `nbytes`; new where no step before had it."""
+        made = self.known.setdefault(name, Buffer(name, space, nbytes, backend))
+        made.nbytes = max(made.nbytes, nbytes)
+        self.buffers.append(made)
+        return made
+
+
+def lay_out(
+    graph: Graph,
+    splits: Sequence[Split],
+    residents: Sequence[dict[Tensor, Range]],
+    targets: Sequence[Target],
+    ordering: Ordering,
+    turn: int = 0,
+    known: dict[str, Buffer] | None = None,
+) -> Layout:
+    """Gives every tensor its range on every backend that uses it.
+
+    residents[b] says where backend b keeps weights and caches; targets[0] is the host, and a last
+    one, if any, the device. turn: which copy of the rings this step takes, below the ordering's
+    `period`. known: buffers of earlier steps of the same engine by name, which are this step's too
+    and grow where it needs more; new ones are added.
+    """
+    layout = Layout(
+        [], {}, {}, [], {} if known is None else known,
+        turn % ordering.host_ring, turn % ordering.device_ring,
+    )  # fmt: skip
+    owner = len(residents) - 1  # the device owns what its copies touch
+    pageable = ordering.host_source == HostSource.PAGEABLE or not owner
+    space = Space.HOST if pageable else Space.PINNED
+    offsets, nbytes = _one_behind_the_other([*from_host(splits), *graph.inputs])
+    name = _of_ring("staging", layout.host_turn, ordering.host_ring)
+    staging = layout.buffer(name, space, nbytes, owner)
+    layout.staged.update((t, Range(staging, at, t.nbytes)) for t, at in offsets.items())
+    crossing = {s for part in splits for s in part.inputs} | set(graph.outputs)
+
+    for b, resident in enumerate(residents):
+        nodes = [node for part in splits if part.backend == b for node in part.nodes]
+        given = [s for part in splits if part.backend == b for s in part.inputs]
+        ranges = dict(resident)
+        if b == HOST:
+            ranges.update(layout.staged)  # the host computes on staging itself
+            given = [s for s in given if s.kind != Kind.INPUT]
+        elif ordering.device_ring > 1:
+            offsets, nbytes = _one_behind_the_other(given)
+            name = _of_ring(f"inputs.{b}", layout.device_turn, ordering.device_ring)
+            memory = layout.buffer(name, Space.DEVICE, nbytes, b)
+            ranges.update((t, Range(memory, at, t.nbytes)) for t, at in offsets.items())
+            given = []
+        placed = arena.plan(nodes, given, crossing, targets[b].scratch_bytes, layout.staged)
+        where = space if b == HOST else Space.DEVICE
+        memory = layout.buffer(f"arena.{b}", where, placed.nbytes, b or owner)
+        ranges.update((s, Range(memory, at, s.nbytes)) for s, at in placed.offsets.items())
+        layout.scratch.update(
+            (node, Range(memory, at, nbytes)) for node, (at, nbytes) in placed.scratch.items()
+        )
+        layout.ranges.append(ranges)
+    return layout
+
+
+def from_host(splits: Sequence[Split]) -> list[Tensor]:
+    """What the host gives devices, in the order of the copies: inputs, and what it computes."""
+    computed = {
+        t.storage for part in splits if part.backend == HOST for n in part.nodes for t in n.outputs
+    }
+    copied = [s for part in splits if part.backend != HOST for s in part.inputs]
+    return [s for s in copied if s.kind == Kind.INPUT or s in computed]
+
+
+def _one_behind_the_other(tensors: Sequence[Tensor]) -> tuple[dict[Tensor, int], int]:
+    """Offsets of the tensors, aligned, and the bytes of all."""
+    offsets, end = dict[Tensor, int](), 0
+    for t in dict.fromkeys(tensors):
+        offsets[t] = end
+        end += -(-t.nbytes // arena.ALIGN) * arena.ALIGN
+    return offsets, end
+
+
+def _of_ring(name: str, turn: int, depth: int) -> str:
+    """A buffer of its own for each turn, because steps of other shapes need other sizes."""
+    return name if depth == 1 else f"{name}.{turn}"
