@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from data.measure import matrix
 from data.measure.__main__ import measure
-from data.measure.session import Session
+from data.measure.session import Session, toggles_of
+from workbench.config import Toggles
 from workbench.errors import UsageError
 
 
@@ -32,3 +34,36 @@ def test_what_does_not_exist_is_refused_before_anything_runs(tmp_path: Path):
         measure("decod", out=tmp_path)
     with pytest.raises(UsageError, match="--only llama: no such model"):
         measure("decode", out=tmp_path, only="llama")
+    with pytest.raises(UsageError, match="step cpu is of a CPU's devices; give --device embedded"):
+        measure("cpu", out=tmp_path)
+
+
+def test_toggles_of_a_row_are_a_background_and_changes():
+    from workbench.backend.null import open_backend
+
+    class Opened:
+        backend = open_backend()
+
+    made = toggles_of("kept sync=packed fuse=on fuse_glu=off", Opened())
+    assert (made.graph_reuse, made.sync, made.fuse_glu, made.fuse_qkv) == (
+        "set_rows", "packed", "off", "on",
+    )  # fmt: skip
+    assert toggles_of("baseline", Opened()) == Toggles()
+    assert toggles_of("all", Opened()).defer_norm == "on"
+
+
+@pytest.mark.slow
+def test_every_step_runs_with_tiny_models(tmp_path: Path, tiny_models: Path):
+    """On the embedded device; a second call finds all of them there, but what a CPU cannot do."""
+    steps = ("kernels", "kernels-batches", "fusion", "gaps", "sync", "pipeline", "cpu")
+    measure(*steps, out=tmp_path, models=tiny_models, device="embedded", quick=True)
+    made = {path.name.removeprefix("quick-embedded-") for path in tmp_path.iterdir()}
+    wanted = {
+        row.folder
+        for step in steps
+        for row in matrix.rows(step)
+        if "pdl" not in row.compared and row.device != "host"
+    }
+    assert made == wanted
+    first = matrix.SYNCED[0]
+    assert (tmp_path / f"quick-embedded-sync-own-off-{first}" / "timeline.pftrace.gz").is_file()
