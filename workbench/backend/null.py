@@ -1,10 +1,12 @@
-"""The null backend: logs what it is asked, computes nothing. Scheduling is tested with it.
+"""The null backend: it logs every call and computes nothing. Tests of scheduling run on it.
 
-`log` holds one tuple per call, in order: `("prepare", kind, *details)` when a command is prepared
-and `("issue", kind, *details)` each time the prepared callable is called. Details by kind:
+`log` holds one tuple per call, in order: `("prepare", kind, *details)` when a command is prepared,
+and `("issue", kind, *details)` each time it is issued, with the addresses that its block has then.
+Details by kind:
 
     launch        op, name of the node, stream
     copy          dst, src, bytes, stream, to_host
+    copy_to_peer  dst, src, bytes, stream
     record, wait  event, stream
     sync_stream   stream
     sync_event    event
@@ -21,6 +23,7 @@ import numpy as np
 
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Backend, Issue, Issued
+from workbench.backend.issued import Words
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
@@ -29,7 +32,7 @@ from workbench.progress import Bar
 
 
 class NullMemory:
-    """Real addresses over zeroed pages that cost nothing until somebody touches them."""
+    """Real addresses over zeroed pages, which take no memory until they are used."""
 
     def __init__(self, nbytes: int, space: Space):
         try:
@@ -57,14 +60,14 @@ class NullBackend(Backend):
         self.log: list[tuple[Any, ...]] = []
         self._n_events = 0
 
-    def _prepare(self, *command: Any) -> Issued:
-        log, entry = self.log, ("issue", *command)
-        log.append(("prepare", *command))
+    def _prepare(self, kind: str, addresses: list[int], *work: Any) -> Issued:
+        log = self.log
+        log.append(("prepare", kind, *addresses, *work))
 
         def issue() -> None:
-            log.append(entry)
+            log.append(("issue", kind, *addresses, *work))
 
-        return Issued(issue, command)
+        return Issued(issue, (kind, *work), _block(addresses))
 
     def allocate(self, nbytes: int, space: Space) -> NullMemory:
         self.log.append(("allocate", space, nbytes))
@@ -91,31 +94,34 @@ class NullBackend(Backend):
         stream: int,
         programmatic: bool = False,
     ) -> Issued:
-        for tensor in (*node.inputs, *node.outputs):
-            address_of(tensor)  # a tensor without a place shows here, as on a real backend
-        return self._prepare("launch", node.op, node.name, stream)
+        """One kernel for any node. Its arguments are the addresses of all tensors and of the
+        scratch. As on a real backend, `address_of` raises for a tensor that lies nowhere."""
+        tensors = (*node.inputs, *node.outputs)
+        args = [*[address_of(tensor) for tensor in tensors], scratch]
+        call = self._prepare("launch", [], node.op, node.name, stream).call
+        return Issued(call, ("launch", *_work(node)), _block(args))
 
     def copy_to_peer(self, peer: Any, dst: int, src: int, nbytes: int, stream: int) -> Issued:
-        return self._prepare("copy_to_peer", dst, src, nbytes, stream)
+        return self._prepare("copy_to_peer", [dst, src], nbytes, stream)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
-        return self._prepare("copy", dst, src, nbytes, stream, to_host)
+        return self._prepare("copy", [dst, src], nbytes, stream, to_host)
 
     def event(self) -> int:
         self._n_events += 1
         return self._n_events - 1
 
     def record(self, event: int, stream: int) -> Issued:
-        return self._prepare("record", event, stream)
+        return self._prepare("record", [event], stream)
 
     def wait(self, event: int, stream: int) -> Issued:
-        return self._prepare("wait", event, stream)
+        return self._prepare("wait", [event], stream)
 
     def sync_stream(self, stream: int) -> Issue:
-        return self._prepare("sync_stream", stream)
+        return self._prepare("sync_stream", [], stream)
 
     def sync_event(self, event: int) -> Issue:
-        return self._prepare("sync_event", event)
+        return self._prepare("sync_event", [event])
 
     def synchronize(self) -> None:
         self.log.append(("synchronize",))
@@ -130,6 +136,17 @@ class NullBackend(Backend):
         self.log.append(("close",))
 
 
+def _block(addresses: list[int]) -> Words:
+    return Words(addresses, tuple(range(len(addresses))))
+
+
+def _work(node: Node) -> tuple[Any, ...]:
+    """What makes two launches the same work: ops, types, shapes and parameters, without names."""
+    shapes = [(t.dtype.name, t.shape) for t in (*node.inputs, *node.outputs)]
+    params = sorted(node.params.items())
+    return node.op, *shapes, *params, *[_work(part) for part in node.parts]
+
+
 def open_backend(
     threads: int = 0,
     *,
@@ -141,7 +158,7 @@ def open_backend(
     n_streams: int = 2,
     programmatic: bool = False,
 ) -> NullBackend:
-    """A null backend with these capabilities; `threads` changes nothing, for there are none."""
+    """A null backend with these capabilities; `threads` changes nothing."""
     return NullBackend(
         name, Capabilities(asynchronous_copies, events, one_order, capture, n_streams, programmatic)
     )

@@ -15,7 +15,7 @@ from workbench.backend.base import Backend
 from workbench.backend.cpu import op_table
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.cpu.loops import MAX_PARTS
-from workbench.backend.issued import Issued, together
+from workbench.backend.issued import Address, Issued, together
 from workbench.errors import DeviceError
 from workbench.graph import ops
 from workbench.graph.ir import Kind, Node, Tensor
@@ -65,7 +65,11 @@ def bind(
 ) -> tuple[int, int, Args]:
     """Kernel address, number of parts, and arguments of `node`, whose weight lies in `layout`."""
     function = op_table.kernel_address(op_table.kernel_of(node), layout)
-    return function, n_parts(node, workers), pack(node, address_of, scratch)
+
+    def at(tensor: Tensor) -> Address:
+        return Address(address_of(tensor))
+
+    return function, n_parts(node, workers), pack(node, at, Address(scratch))
 
 
 class CpuBackend(Backend):

@@ -34,9 +34,10 @@ from workbench.backend.cpu.loops import (
     HOST_YIELD_NS,
     MAX_PARTS,
     WORKER_YIELD_NS,
-    push,
+    push_wait,
+    record,
 )
-from workbench.backend.cpu.ring import Ring, Signal, aligned_zeros, command_block
+from workbench.backend.cpu.ring import MemoryBlock, Ring, Signal, aligned_zeros, command_words
 from workbench.backend.issued import Address, Issued, Words
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
@@ -52,12 +53,24 @@ Point = tuple[Ring, int]  # a stream, and the number of its entries before the p
 
 
 class Event:
-    """A point in a stream; None until recorded."""
+    """A point in a stream, in memory that compiled code shares (`loops.record`).
 
-    __slots__ = ("point",)
+    words[0]: address of the signal `completed` of the stream's ring, 0 until recorded. words[1]:
+    number of the ring's entries before the point. rings: every ring that may record the event, by
+    the address of its signal.
+    """
+
+    __slots__ = ("address", "rings", "words")
 
     def __init__(self) -> None:
-        self.point: Point | None = None
+        memory = np.zeros(2, np.int64)
+        self.words = memoryview(memory.data)
+        self.address = int(memory.ctypes.data)
+        self.rings: dict[int, Ring] = {}
+
+    @property
+    def recorded(self) -> bool:
+        return self.words[0] != 0
 
 
 class DeviceMemory:
@@ -214,7 +227,7 @@ class EmbeddedDevice(base.CpuBackend):
         return any(start <= address < start + n for start, n in self._pinned.items())
 
     def _copy_snapshot(self, dst: int, src: int, nbytes: int, ring: Ring) -> Issued:
-        args = [dst, src, nbytes]
+        args = [dst, src, nbytes]  # no MemoryBlock: taking the bytes is the host's work
 
         def issue() -> None:
             to, source, size = args
@@ -223,36 +236,33 @@ class EmbeddedDevice(base.CpuBackend):
             ring.push(COPY, 1, (to, int(taken.ctypes.data), size))
             self._keep(taken)
 
-        return Issued(issue, ("snapshot", ring.name), Words(args, (0, 1)))
+        return Issued(issue, ("snapshot",), Words(args, (0, 1)))
 
     def event(self) -> Event:
         return Event()
 
     def record(self, event: Event, stream: int) -> Issued:
         ring = self.streams[stream]
-        words = ring.words
+        event.rings[ring.address + COMPLETED] = ring
+        block = MemoryBlock(np.array([event.address], np.int64), (0,))
+        control, address = ring.address, block.address
 
-        def issue() -> None:
-            event.point = (ring, words[0])
+        def issue(_kept: object = (event, block)) -> None:
+            record(control, address)
 
-        return Issued(issue, ("record", ring.name))
+        return Issued(issue, ("record", stream), block)
 
     def wait(self, event: Event, stream: int) -> Issued:
         ring = self.streams[stream]
-        block = command_block(AWAIT, 1, (0, 0, ring.address))
-        args = memoryview(block.data)[3:]
-        address = int(block.ctypes.data)
+        command = command_words(AWAIT, 1, (0, 0, ring.address))
+        block = MemoryBlock(np.concatenate(([event.address], command)), (0,), 0, 1)
+        control, address, slow = ring.address, block.address, ring.push_slowly
 
-        def issue() -> None:
-            point = event.point
-            if point is None or point[0] is ring:  # no Record, or stream order suffices
-                return
-            args[0] = point[0].address + COMPLETED
-            args[1] = point[1]
-            if push(ring.address, address):
-                ring.push_slowly(address)
+        def issue(_kept: object = (event, block)) -> None:
+            if push_wait(control, address):
+                slow(address + 8)
 
-        return Issued(issue, ("wait", ring.name))
+        return Issued(issue, ("wait", stream), block)
 
     def sync_stream(self, stream: int) -> Issue:
         ring = self.streams[stream]
@@ -264,10 +274,11 @@ class EmbeddedDevice(base.CpuBackend):
         return issue
 
     def sync_event(self, event: Event) -> Issue:
+        words, rings = event.words, event.rings
+
         def issue() -> None:
-            point = event.point
-            if point is not None:
-                point[0].wait(point[1])
+            if words[0]:
+                rings[words[0]].wait(words[1])
 
         return issue
 

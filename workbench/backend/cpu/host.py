@@ -17,7 +17,7 @@ from workbench.backend.args import AddressOf
 from workbench.backend.base import Issue, nothing
 from workbench.backend.cpu import base
 from workbench.backend.cpu.loops import push, run_inline, run_worker
-from workbench.backend.cpu.ring import Ring, aligned_zeros, block_of, command_block
+from workbench.backend.cpu.ring import MemoryBlock, Ring, aligned_zeros, kernel_block
 from workbench.backend.issued import Issued, Words
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
@@ -67,25 +67,25 @@ class HostBackend(base.CpuBackend):
 
     def run_kernel(self, function: int, parts: int, args: list[int | float]) -> Issued:
         """Runs the kernel at address `function`; the workers share it where parts > 1."""
-        block = command_block(function, parts, args)
-        address, same = int(block.ctypes.data), (function, parts)
+        block = kernel_block(function, parts, args)
+        address, same = block.address, (function, parts)
         if parts == 1:
 
-            def inline(_block: np.ndarray = block) -> None:
+            def inline(_block: MemoryBlock = block) -> None:
                 run_inline(address)
 
-            return Issued(inline, same, block_of(block, args))
+            return Issued(inline, same, block)
         if not self._helpers:
             self._helpers = True
             self._ring.start()
         ring, control, yield_ns = self._ring, self._ring.address, self._ring.yield_ns
 
-        def shared(_block: np.ndarray = block) -> None:
+        def shared(_block: MemoryBlock = block) -> None:
             if push(control, address):
                 raise DeviceError("the host backend is closed; open a new one")
             run_worker(control, ring.issued, yield_ns)
 
-        return Issued(shared, same, block_of(block, args))
+        return Issued(shared, same, block)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
         args = [dst, src, nbytes]

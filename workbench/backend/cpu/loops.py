@@ -194,6 +194,31 @@ def push(control, command):
     return PUSHED
 
 
+@njit("void(int64, int64)", cache=True)
+def record(control, block):
+    """Makes an event the point behind every entry queued so far. The event's address stands at
+    `block`; an event is two words: address of a stream's signal (0: never recorded), and value."""
+    event = load(block)
+    put(event + 8, load(control + ISSUED))
+    put(event, control + COMPLETED)
+
+
+@njit("int64(int64, int64)", cache=True)
+def push_wait(control, block):
+    """Queues a wait for an event's latest Record. At `block`: the event's address, then a command
+    of `await_kernel`, whose signal and value are filled in here. Returns as `push` does.
+
+    Queues nothing for an event without a Record, or with one on this stream, which is in order.
+    """
+    event = load(block)
+    signal = load(event)
+    if signal == 0 or signal == control + COMPLETED:
+        return PUSHED
+    put(block + 32, signal)
+    put(block + 40, load(event + 8))
+    return push(control, block + 8)
+
+
 @njit("void(int64, int64, int64)", cache=True, nogil=True)
 def run_worker(control, until, yield_ns):
     """Runs parts of entries until entry `until - 1` is complete, or the stream is stopped."""

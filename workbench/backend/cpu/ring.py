@@ -51,7 +51,7 @@ def aligned_zeros(nbytes: int, alignment: int = 64) -> np.ndarray:
     return block[start : start + nbytes]
 
 
-def command_block(function: int, parts: int, args: Sequence[int | float]) -> np.ndarray:
+def command_words(function: int, parts: int, args: Sequence[int | float]) -> np.ndarray:
     """The command that `push` takes, int64: function, parts, number of arguments, arguments (a
     float as its bits). Raises DeviceError for more than MAX_ARGS."""
     if len(args) > MAX_ARGS:
@@ -62,9 +62,28 @@ def command_block(function: int, parts: int, args: Sequence[int | float]) -> np.
     return np.array([function, parts, len(args), *words], np.int64)
 
 
-def block_of(command: np.ndarray, args: Sequence[int | float]) -> Words:
-    """The arguments of what `command_block` made of them."""
-    return Words(memoryview(command.data)[3:], pointers_of(args))
+class MemoryBlock(Words):
+    """The argument block of a command that compiled code reads. memory: int64, all of the command;
+    address: of `memory`; first, end: the fields among its words.
+
+    Plans enter here. A plan of the embedded device is to be a list of such addresses, with what to
+    call for each: `push` for kernels and copies, `record` and `push_wait` for events. One compiled
+    loop can walk that list without the host. A patched field holds for the plan's next walk, too.
+    """
+
+    __slots__ = ("address", "memory")
+
+    def __init__(
+        self, memory: np.ndarray, pointers: tuple[int, ...], first: int = 0, end: int | None = None
+    ):
+        super().__init__(memoryview(memory.data)[first:end], pointers)
+        self.memory = memory
+        self.address = int(memory.ctypes.data)
+
+
+def kernel_block(function: int, parts: int, args: Sequence[int | float]) -> MemoryBlock:
+    """A kernel's command for `push`, with the arguments as fields. Raises DeviceError."""
+    return MemoryBlock(command_words(function, parts, args), pointers_of(args), 3)
 
 
 class Signal:
@@ -127,14 +146,14 @@ class Ring:
 
     def prepare(self, function: int, parts: int, args: Sequence[int | float]) -> Issued:
         """A command that queues this kernel when called, with the arguments then in its block."""
-        block = command_block(function, parts, args)
-        control, address, slow = self.address, int(block.ctypes.data), self.push_slowly
+        block = kernel_block(function, parts, args)
+        control, address, slow = self.address, block.address, self.push_slowly
 
-        def issue(_block: np.ndarray = block) -> None:
+        def issue(_block: MemoryBlock = block) -> None:
             if push(control, address):
                 slow(address)
 
-        return Issued(issue, (function, parts), block_of(block, args))
+        return Issued(issue, (function, parts), block)
 
     def push(self, function: int, parts: int, args: Sequence[int | float]) -> None:
         """Queues a kernel once."""

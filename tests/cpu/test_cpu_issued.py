@@ -1,0 +1,345 @@
+"""Prepared commands on the CPU backends and the null backend: what stands in their blocks, what
+their keys tell apart, and that a block patched in place is what the next call reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import ranges
+from workbench.backend.base import Backend, open_backend
+from workbench.backend.cpu import embedded
+from workbench.backend.cpu.ring import MemoryBlock
+from workbench.backend.issued import Issued
+from workbench.graph import ops
+from workbench.graph.ir import F32, Kind, Node, Tensor
+from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM
+
+Case = tuple[Node, dict[Tensor, np.ndarray]]
+
+
+def _cases() -> dict[str, Case]:
+    """Every op and weight type, and one fused node of each list of parts."""
+    found = {f"{node.op}: {name}": (node, values) for name, node, values in ranges.cases()}
+    seen = set()
+    for name, node, values in ranges.fused_cases():
+        parts = tuple([part.op for part in node.parts])
+        if parts not in seen:
+            seen.add(parts)
+            found[f"{node.op}: {name}"] = node, values
+    return found
+
+
+CASES = _cases()
+SCRATCH = 7 << 40  # an address range of its own
+
+
+@pytest.fixture(scope="module", params=["host", "embedded", "null"])
+def backend(request) -> Iterator[Backend]:
+    b = open_backend(request.param, threads=2)
+    yield b
+    b.close()
+
+
+@pytest.fixture(scope="module", params=["host", "embedded"])
+def computing(request) -> Iterator[Backend]:
+    b = open_backend(request.param, threads=2)
+    yield b
+    b.close()
+
+
+class Asked:
+    """Gives each tensor an address of its own, and remembers what was asked for, in order."""
+
+    def __init__(self, base: int):
+        self.base = base
+        self.of: dict[Tensor, int] = {}
+        self.given: list[int] = []
+
+    def __call__(self, tensor: Tensor) -> int:
+        own = self.of.setdefault(tensor.storage, self.base + (len(self.of) << 32))
+        self.given.append(own)
+        return own
+
+
+def parts_of(issued: Issued) -> list[Issued]:
+    return [p for part in issued.parts for p in parts_of(part)] or [issued]
+
+
+def move(issued: Issued, addresses: dict[int, int]) -> int:
+    """Patches each of `addresses` to its other one, in every part; the number of fields patched."""
+    n = 0
+    for part in parts_of(issued):
+        for field in part.block.pointers:
+            if part.block[field] in addresses:
+                part.block[field] = addresses[part.block[field]]
+                n += 1
+    return n
+
+
+# blocks and keys -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_pointers_of_a_launch_are_its_addresses_and_its_key_is_its_work(backend, case):
+    """Every address of a tensor and of the scratch is a pointer, and nothing else is one. A launch
+    at other addresses has an equal key."""
+    node, _ = CASES[case]
+    nbytes = backend.scratch_bytes(node)
+    keys = []
+    for base in (1 << 50, 5 << 50):
+        at = Asked(base)
+        issued = backend.launch(node, at, SCRATCH + base, COMPUTE_STREAM)
+        scratch = range(SCRATCH + base, SCRATCH + base + max(nbytes, 1))
+        tensors = {t.storage for t in (*node.inputs, *node.outputs)}
+        assert {a for a in issued.addresses if a not in scratch} == {at.of[t] for t in tensors}
+        assert set(issued.addresses) - set(scratch) <= set(at.given)
+        for part in parts_of(issued):
+            values = [v for i, v in enumerate(part.block) if i not in part.block.pointers]
+            assert not any(v in scratch or v in at.given for v in values)
+        hash(issued.key)
+        keys.append(issued.key)
+    assert keys[0] == keys[1]
+
+
+def work_of(node: Node) -> tuple[Any, ...]:
+    """Ops, types, rows, columns and parameters of what `node` runs, in order."""
+    if node.parts:
+        return tuple([w for part in node.parts for w in work_of(part)])
+    types = [(t.dtype.name, t.rows, t.cols) for t in (*node.inputs, *node.outputs)]
+    return ((node.op, *types, *sorted(node.params.items())),)
+
+
+def test_launches_of_other_work_have_other_keys(backend):
+    """Two launches with one key are of one op, types, shapes and parameters, in every part."""
+    keys: dict[Any, Any] = {}
+    for case, (node, _) in CASES.items():
+        key = backend.launch(node, Asked(1 << 50), SCRATCH, COMPUTE_STREAM).key
+        assert keys.setdefault(key, work_of(node)) == work_of(node), case
+    assert len(keys) > len(CASES) - 10
+
+
+def test_other_shapes_are_other_keys(backend, monkeypatch):
+    """The same ops with one token more, and on twice the cells."""
+
+    def keys() -> dict[str, tuple[Any, Any]]:
+        return {
+            name: (
+                [t.shape for t in (*node.inputs, *node.outputs) if t.kind != Kind.CACHE],
+                backend.launch(node, Asked(1 << 50), SCRATCH, COMPUTE_STREAM).key,
+            )
+            for name, node, _ in ranges.cases()
+        }
+
+    before = keys()
+    for name, value in (("T", 4), ("N_KV", 80)):
+        monkeypatch.setattr(ranges, name, value)
+    changed = 0
+    for name, (shapes, key) in keys().items():
+        if shapes != before[name][0]:
+            assert key != before[name][1], name
+            changed += 1
+    assert changed > 20
+
+
+def changed(value: Any) -> Any:
+    """Another value of an op's parameter."""
+    return not value if isinstance(value, bool) else value * 2
+
+
+@pytest.mark.parametrize("case", [c for c, (n, _) in CASES.items() if n.params and not n.parts])
+def test_every_parameter_is_part_of_the_key(backend, case):
+    node, _ = CASES[case]
+
+    def key(params: dict[str, Any]) -> Any:
+        other = Node(node.op, node.name, node.output, node.inputs, params, node.layer)
+        return backend.launch(other, Asked(1 << 50), SCRATCH, COMPUTE_STREAM).key
+
+    for name, value in node.params.items():
+        if not isinstance(value, str):
+            assert key({**node.params, name: changed(value)}) != key(dict(node.params)), name
+
+
+def test_the_number_of_parts_is_part_of_the_key():
+    rows = 4096
+    node = ops.make("add", "sum", Tensor("a", F32, (rows, 1024)), Tensor("b", F32, (rows, 1024)))
+    keys = set()
+    for threads in (1, 2, 3):
+        backend = open_backend("embedded", threads=threads)
+        keys.add(backend.launch(node, Asked(1 << 50), 0, COMPUTE_STREAM).key)
+        backend.close()
+    assert len(keys) == 3
+
+
+# patching ------------------------------------------------------------------------------------
+
+
+class Arrays:
+    """The tensors of a case in host memory, which both CPU backends compute on. Weights lie as in
+    the file."""
+
+    def __init__(self, node: Node, values: dict[Tensor, np.ndarray]):
+        tensors = {t.storage for t in (*node.inputs, *node.outputs)}
+        self.arrays = {t: np.full(t.nbytes, 0xFF, np.uint8) for t in tensors}
+        for tensor, value in values.items():
+            self.arrays[tensor][:] = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
+
+    def __call__(self, tensor: Tensor) -> int:
+        return int(self.arrays[tensor.storage].ctypes.data)
+
+    def written(self, node: Node) -> list[bytes]:
+        return [self.arrays[t.storage].tobytes() for t in node.outputs]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_patched_launch_computes_at_its_new_addresses(computing, case):
+    node, values = CASES[case]
+    first, second = (Arrays(node, values) for _ in range(2))
+    untouched = second.written(node)
+    scratch = np.zeros(max(1, computing.scratch_bytes(node)), np.uint8)
+    issued = computing.launch(node, first, int(scratch.ctypes.data), COMPUTE_STREAM)
+    issued()
+    computing.synchronize()
+    result = first.written(node)
+    assert result != untouched == second.written(node)
+    key = issued.key
+    for array in first.arrays.values():
+        array[:] = 0xFF  # what is read now must not be here
+    assert move(issued, {first(t): second(t) for t in first.arrays}) >= len(first.arrays)
+    issued()
+    computing.synchronize()
+    assert second.written(node) == result
+    assert all((array == 0xFF).all() for array in first.arrays.values())
+    assert issued.key == key
+
+
+def test_a_patched_value_is_computed_with(computing):
+    """The rows of a table: an id past them gives NaN, and its row once the table has more."""
+    ids = np.array([5], np.int32)
+    table = np.arange(8 * 32, dtype=np.float32).reshape(8, 32)
+    w, given = Tensor("w", F32, (4, 32), Kind.INPUT), Tensor("i", ranges.I32, (1,))
+    node = ops.make("get_rows", "rows", w, given)
+    memory = Arrays(node, {given: ids})
+    memory.arrays[w] = table.view(np.uint8).reshape(-1)
+    issued = computing.launch(node, memory, 0, COMPUTE_STREAM)
+    out = memory.arrays[node.output].view(np.float32)
+    issued()
+    computing.synchronize()
+    assert np.isnan(out).all()
+    (rows,) = (i for i, value in enumerate(issued.block) if value == 4)
+    key = issued.key
+    issued.block[rows] = 8
+    issued()
+    computing.synchronize()
+    assert np.array_equal(out, table[5]) and issued.key != key
+
+
+def copies() -> dict[str, tuple[Callable[[], Backend], Callable[..., Issued]]]:
+    def late() -> Backend:
+        return embedded.open_backend(threads=2)
+
+    def snapshot() -> Backend:
+        return embedded.open_backend(threads=2, pageable="snapshot")
+
+    def host() -> Backend:
+        return open_backend("host", threads=2)
+
+    def up(b: Backend, dst: int, src: int, n: int) -> Issued:
+        return b.copy(dst, src, n, COPY_STREAM, to_host=False)
+
+    def down(b: Backend, dst: int, src: int, n: int) -> Issued:
+        return b.copy(dst, src, n, COMPUTE_STREAM, to_host=True)
+
+    def to_peer(b: Backend, dst: int, src: int, n: int) -> Issued:
+        return b.copy_to_peer(b, dst, src, n, COPY_STREAM)
+
+    return {
+        "late": (late, up), "to the host": (late, down), "peer": (late, to_peer),
+        "snapshot": (snapshot, up), "host": (host, up), "host's peer": (host, to_peer),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", copies())
+def test_a_patched_copy_reads_and_writes_elsewhere(kind):
+    opener, make = copies()[kind]
+    backend, n = opener(), 1 << 19  # two parts on the compute stream of two workers
+    a, b, c, d = (np.full(n, i, np.uint8) for i in range(4))
+
+    def at(array: np.ndarray) -> int:
+        return int(array.ctypes.data)
+
+    issued = make(backend, at(c), at(a), n)
+    assert issued.addresses == (at(c), at(a))
+    assert (
+        issued.key == make(backend, at(d), at(b), n).key != make(backend, at(c), at(a), n // 2).key
+    )
+    issued()
+    backend.synchronize()
+    assert (c == 0).all()
+    assert move(issued, {at(c): at(d), at(a): at(b)}) == 2
+    issued()
+    backend.synchronize()
+    assert (d == 1).all() and (c == 0).all() and (a == 0).all() and (b == 1).all()
+    backend.close()
+
+
+@contextmanager
+def opened() -> Iterator[embedded.EmbeddedDevice]:
+    device = embedded.open_backend(threads=1)
+    yield device
+    device.close()
+
+
+def test_a_patched_record_or_wait_is_of_another_event():
+    with opened() as device:
+        one, other = device.event(), device.event()
+        record = device.record(one, COMPUTE_STREAM)
+        wait = device.wait(one, COPY_STREAM)
+        assert record.addresses == wait.addresses == (one.address,)
+        assert record.key == device.record(other, COMPUTE_STREAM).key
+        assert len({record.key, wait.key, device.record(one, COPY_STREAM).key,
+                    device.wait(one, COMPUTE_STREAM).key}) == 4  # fmt: skip
+        record.block[0] = other.address
+        with device.gate(COMPUTE_STREAM):
+            record()
+            assert other.recorded and not one.recorded
+            wait()
+            device.sync_stream(COPY_STREAM)()  # `one` has no Record, so nothing waits
+            wait.block[0] = other.address
+            before = device.streams[COPY_STREAM].issued
+            wait()
+            assert device.streams[COPY_STREAM].issued == before + 1
+        device.sync_event(other)()
+
+
+def test_blocks_of_the_embedded_device_lie_in_memory_that_its_loops_read():
+    """What `push`, `record` and `push_wait` take is the block's own memory."""
+    with opened() as device:
+        node = ops.make("add", "sum", Tensor("a", F32, (2, 8)), Tensor("b", F32, (2, 8)))
+        event = device.event()
+        for issued in (
+            device.launch(node, Asked(1 << 50), 0, COMPUTE_STREAM),
+            device.copy(1 << 20, 1 << 21, 64, COPY_STREAM, to_host=False),
+            device.record(event, COMPUTE_STREAM),
+            device.wait(event, COPY_STREAM),
+        ):
+            block = issued.block
+            assert isinstance(block, MemoryBlock) and block.address == block.memory.ctypes.data
+            for field in range(len(block)):
+                block[field] = 77 + field
+                assert 77 + field in block.memory
+
+
+def test_the_null_backend_logs_what_a_patched_block_says():
+    backend: Any = open_backend("null")
+    copy, record = backend.copy(1, 2, 3, 0, True), backend.record(backend.event(), 1)
+    move(copy, {1: 10, 2: 20})
+    move(record, {0: 8})
+    backend.log.clear()
+    copy()
+    record()
+    assert backend.log == [("issue", "copy", 10, 20, 3, 0, True), ("issue", "record", 8, 1)]
