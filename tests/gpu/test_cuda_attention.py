@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,6 +12,8 @@ from tests.gpu.harness import Compute, distance
 from tests.gpu.twins import attention as twin
 from workbench.backend.cuda import attention as ca
 from workbench.backend.cuda import nvrtc
+from workbench.backend.cuda.attention import AttentionAt
+from workbench.backend.cuda.attention import AttentionShape as Shape
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.kernel import Kernel, Work, blocks
 from workbench.errors import DeviceError
@@ -28,16 +29,9 @@ pytestmark = pytest.mark.gpu
 # all there is: then a result is off by two roundings, 2^-10.
 TOLERANCE = 2**-10
 SIMPLE_TOLERANCE = 5e-6  # float throughout, rescaled at every 32 cells
+NOWHERE = AttentionAt(*(0,) * 7)
 POISONS = (0xFF, 0x7F)  # NaN as float; a float that is finite and huge
 CHAINS, CHAIN = 20, 50  # 1,000 launches
-
-
-class Shape(NamedTuple):
-    tokens: int
-    heads: int
-    heads_kv: int
-    head_dim: int
-    n_kv: int
 
 
 class Case:
@@ -92,12 +86,12 @@ def node_distance(compute: Compute, *sizes: int) -> float:
     node = make(
         "attention", "y", Tensor("q", F32, case.q.shape), *cache,
         Tensor("m", F16, case.mask.shape),
-        n_kv=case.shape.n_kv, n_head_kv=case.shape.heads_kv, scale=case.scale,
+        n_kv=case.shape.n_kv, n_head_kv=case.shape.n_head_kv, scale=case.scale,
     )  # fmt: skip
     arrays = (case.q, case.k, case.v, case.mask)
     found = compute(node, dict(zip(node.inputs, arrays, strict=True))).view(np.float32)
-    if case.shape.tokens > 1:
-        assert not found.reshape(case.shape.tokens, -1)[-1].any(), "a row that sees nothing"
+    if case.shape.n_tokens > 1:
+        assert not found.reshape(case.shape.n_tokens, -1)[-1].any(), "a row that sees nothing"
     return distance(found, case.expected())
 
 
@@ -173,34 +167,34 @@ def device(backend: CudaBackend) -> Iterator[Device]:
 
 
 def row_bytes(shape: Shape, quantised: bool) -> int:
-    cols = shape.heads * shape.head_dim
+    cols = shape.n_head * shape.head_dim
     return activation_planes(cols).row_bytes if quantised else 4 * cols
 
 
 class Placed:
     """A case on the device, with a result and scratch that begin as poison."""
 
-    def __init__(self, device: Device, case: Case, plan: ca.Plan | None = None):
-        self.device, self.case, self.plan = device, case, plan
+    def __init__(self, device: Device, case: Case, grid: ca.DecodeGrid | None = None):
+        self.device, self.case, self.grid = device, case, grid
         self.q, self.k, self.v = device.put(case.q), device.put(case.k), device.put(case.v)
         self.mask = device.put(case.mask)
 
+    def at(self, dst: int, scratch: int) -> AttentionAt:
+        inputs = self.q, self.k, self.v, self.mask
+        return AttentionAt(dst, *inputs, scratch, self.device.counters)
+
     def works(self, dst: int, scratch: int, quantised: bool) -> list[Kernel]:
-        return ca.launches(
-            dst, self.q, self.k, self.v, self.mask, scratch, self.device.counters,
-            *self.case.shape, self.case.scale, quantised, plan=self.plan,
-        )  # fmt: skip
+        at, case = self.at(dst, scratch), self.case
+        return ca.launches(case.shape, at, case.scale, quantised, grid=self.grid)
 
     def simple(self, dst: int, scratch: int) -> list[Kernel]:
-        return twin.launches(
-            dst, self.q, self.k, self.v, self.mask, scratch, *self.case.shape, self.case.scale
-        )
+        return twin.launches(self.case.shape, self.at(dst, scratch), self.case.scale)
 
     def result(self, quantised: bool = False, poison: int = POISONS[0]) -> np.ndarray:
         shape = self.case.shape
-        nbytes = shape.tokens * row_bytes(shape, quantised)
+        nbytes = shape.n_tokens * row_bytes(shape, quantised)
         dst = self.device.put(np.full(nbytes, poison, np.uint8))
-        need = ca.scratch_bytes(*shape, self.plan)
+        need = ca.scratch_bytes(shape, self.grid)
         scratch = self.device.put(np.full(need, poison, np.uint8))
         self.device.run(self.works(dst, scratch, quantised))
         return self.device.get(dst, nbytes)
@@ -208,10 +202,10 @@ class Placed:
 
 def quantised_twin(device: Device, values: np.ndarray, shape: Shape) -> np.ndarray:
     """`values` (float32 bytes) through the kernel `quantize`."""
-    cols, nbytes = shape.heads * shape.head_dim, shape.tokens * row_bytes(shape, True)
+    cols, nbytes = shape.n_head * shape.head_dim, shape.n_tokens * row_bytes(shape, True)
     dst = device.put(np.full(nbytes, POISONS[1], np.uint8))
-    args: list[int | float] = [dst, device.put(values), shape.tokens, cols]
-    grid = (shape.tokens, blocks(cols, 1024))
+    args: list[int | float] = [dst, device.put(values), shape.n_tokens, cols]
+    grid = (shape.n_tokens, blocks(cols, 1024))
     device.run([Kernel("elementwise", "quantize", grid, 256, args, waits=True)])
     return device.get(dst, nbytes)
 
@@ -230,21 +224,23 @@ SHAPES = [
 
 
 def can_quantise(shape: Shape) -> bool:
-    return ca.can_quantise(*shape[:4])
+    return ca.can_quantise(shape)
 
 
-def forced(sets: int, warps: int, stages: int, shares: int, cluster: int, shape: Shape) -> ca.Plan:
-    rows = shape.tokens * shape.heads // shape.heads_kv
-    tuning = ca.Tuning(sets, warps, stages, ca.CELLS)
-    return ca.Plan(tuning, shape.heads_kv * blocks(rows, 8 * sets), shares, cluster)
+def forced(
+    sets: int, warps: int, stages: int, kv_parts: int, cluster: int, shape: Shape
+) -> ca.DecodeGrid:
+    rows = shape.n_tokens * shape.n_head // shape.n_head_kv
+    tuning = ca.AttentionTuning(sets, warps, stages, ca.CELLS)
+    return ca.DecodeGrid(tuning, shape.n_head_kv * blocks(rows, 8 * sets), kv_parts, cluster)
 
 
-PLANS = [  # sets, warps, stages, shares, cluster
+GRIDS = [  # sets, warps, stages, kv_parts, cluster
     (1, 2, 2, 1, 1), (1, 4, 2, 5, 1), (1, 8, 1, 2, 2), (1, 4, 2, 12, 4), (1, 4, 2, 24, 8),
     (2, 4, 2, 1, 1), (2, 4, 2, 3, 1), (2, 4, 2, 8, 8), (4, 4, 2, 1, 1), (4, 4, 2, 8, 4),
     (4, 4, 2, 16, 8),
 ]  # fmt: skip
-PLANNED = [Shape(5, 12, 4, 128, 300), Shape(8, 14, 2, 40, 1111)]  # rows fill no set
+GRIDDED = [Shape(5, 12, 4, 128, 300), Shape(8, 14, 2, 40, 1111)]  # rows fill no set
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -253,10 +249,9 @@ def compiled(backend: CudaBackend) -> None:
     sizes = [Shape(t, 4, 2, d, 96) for t in TOKENS for d in HEAD_DIMS]
     sizes += [Shape(t, 8, 2, 64, n) for t in (1, 3, 12) for n in LENGTHS]
     sizes += [Shape(t, *g, 128, 320) for t in (1, 4, 5, 6, 7, 33, 100) for g in GROUPS]
-    nowhere = (0,) * 7
-    kernels = [ca.launches(*nowhere, *s, 1.0, False)[0] for s in sizes + SHAPES]
+    kernels = [ca.launches(s, NOWHERE, 1.0, False)[0] for s in sizes + SHAPES]
     kernels += [
-        ca.launches(*nowhere, *s, 1.0, False, plan=forced(*p, s))[0] for s in PLANNED for p in PLANS
+        ca.launches(s, NOWHERE, 1.0, False, grid=forced(*g, s))[0] for s in GRIDDED for g in GRIDS
     ]
     wanted = {(k.file, k.defines) for k in kernels}
     nvrtc.compile_many([*sorted(wanted), ("elementwise", ())], backend._arch)
@@ -267,7 +262,7 @@ def test_slow_twin(device: Device, shape: Shape):
     placed = Placed(device, Case(shape))
     expected, found = placed.case.expected(), placed.result()
     dst = device.put(np.full(found.nbytes, POISONS[0], np.uint8))
-    scratch = device.room(twin.scratch_bytes(*shape[:2], *shape[3:]))
+    scratch = device.room(twin.scratch_bytes(shape))
     device.run(placed.simple(dst, scratch))
     slow = device.get(dst, found.nbytes).view(np.float32)
     assert distance(slow, expected) < SIMPLE_TOLERANCE
@@ -283,13 +278,13 @@ def test_quantised_is_quantize_of_the_result(device: Device, shape: Shape):
         assert np.array_equal(placed.result(quantised=True, poison=poison), expected)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("shape", PLANNED, ids=str)
-def test_every_way_to_share_the_cells(device: Device, shape: Shape, plan: tuple[int, ...]):
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("shape", GRIDDED, ids=str)
+def test_every_way_to_share_the_cells(device: Device, shape: Shape, grid: tuple[int, ...]):
     """Sets, clusters, several of them, shares without a tile: also those no rule picks here."""
-    sets, warps, stages, shares, cluster = plan
+    sets, warps, stages, kv_parts, cluster = grid
     case = Case(shape)
-    placed = Placed(device, case, forced(sets, warps, stages, shares, cluster, shape))
+    placed = Placed(device, case, forced(sets, warps, stages, kv_parts, cluster, shape))
     found = placed.result()
     assert distance(found.view(np.float32), case.expected()) < TOLERANCE
     assert np.array_equal(found, placed.result(poison=POISONS[1]))
@@ -315,7 +310,7 @@ def test_a_broken_cell_shows_where_it_counts(device: Device, tokens: int):
 def test_head_dims_that_no_kernel_has():
     for head_dim in (4, 60, 264):
         with pytest.raises(DeviceError, match=f"head_dim {head_dim} is not supported"):
-            ca.launches(*(0,) * 7, 1, 8, 8, head_dim, 256, 1.0, False)
+            ca.launches(Shape(1, 8, 8, head_dim, 256), NOWHERE, 1.0, False)
 
 
 # repetitions --------------------------------------------------------------------------------------
@@ -337,7 +332,7 @@ def test_a_thousand_launches_that_begin_early_give_the_same_bytes(device: Device
     cases = [(Placed(device, Case(s)), q) for s in SHAPES for q in sorted({False, can_quantise(s)})]
     expected = [placed.result(quantised) for placed, quantised in cases]
     largest = max(e.nbytes for e in expected)
-    need = max(ca.scratch_bytes(*placed.case.shape) for placed, _ in cases)
+    need = max(ca.scratch_bytes(placed.case.shape) for placed, _ in cases)
     scratch, slots = device.room(need), device.room(CHAIN * largest)
     size = max(need, largest)
     poison = [device.put(np.full(size, p, np.uint8)) for p in POISONS]

@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 
 from tests.gpu.twins import attention as simple
-from tests.gpu.twins.product import FOLDER
+from tests.gpu.twins.product import FOLDER, simple_product
 from tests.graphs import Decoder, fused_nodes
 from tests.unit import ptx
 from tests.unit.planned import (
@@ -34,6 +34,7 @@ from tests.unit.planned import (
 from workbench.backend.args import variant
 from workbench.backend.cuda import attention, elementwise, matvec, nvrtc, op_table, weights
 from workbench.backend.cuda import backend as cuda
+from workbench.backend.cuda.attention import AttentionAt, AttentionShape
 from workbench.backend.cuda.kernel import CLUSTERS, Gemm, Kernel
 from workbench.errors import DeviceError
 from workbench.graph import ops
@@ -100,9 +101,16 @@ def test_the_slow_twins_compile():
     found = sorted(FOLDER.glob("*.cu"))
     assert [path.stem for path in found] == ["attention_simple", "mul_mat"]
     assert not {path.name for path in found} & {path.name for path in nvrtc.source_files()}
-    for path in found:
-        made = nvrtc.cubin(path.stem, "sm_90", sources=FOLDER)
-        assert made.startswith(b"\x7fELF")
+    made = {path.stem: nvrtc.cubin(path.stem, "sm_90", sources=FOLDER) for path in found}
+    shapes = [AttentionShape(n, 8, 2, dim, 4096) for n in (1, 9) for dim in (32, 64, 128, 256)]
+    products = [p.node for n in (1, 4, 9) for p in plain_nodes(n) if p.node.op == "mul_mat"]
+    launched = [k for s in shapes for k in simple.launches(s, AttentionAt(*range(7)), 1.0)]
+    for node in products:
+        if node.params.get("activations") != "float":
+            launched.append(simple_product(node, lambda t: 4096))
+    assert len({kernel.function for kernel in launched}) == 2 + 4 + 3 * len(WEIGHT_DTYPES)
+    for kernel in launched:
+        assert b".text." + kernel.function.encode() + b"\0" in made[kernel.file], kernel
 
 
 def test_every_op_has_a_launch():

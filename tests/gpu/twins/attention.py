@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.gpu.twins.product import FOLDER
 from workbench.backend.args import Args
-from workbench.backend.cuda.attention import FEW_TOKENS, check
+from workbench.backend.cuda.attention import AttentionAt, AttentionShape, check
 from workbench.backend.cuda.kernel import Kernel, blocks
 
 SPLIT_THREADS = 512
@@ -24,42 +24,28 @@ def shares_of(n_kv: int) -> int:
     return blocks(n_kv, share)
 
 
-def scratch_bytes(n_tokens: int, n_head: int, head_dim: int, n_kv: int) -> int:
+def scratch_bytes(shape: AttentionShape) -> int:
     """What the shares need: per token, head and share, head_dim + 2 floats."""
-    shares = shares_of(n_kv)
-    if n_tokens > FEW_TOKENS or shares == 1:
+    shares = shares_of(shape.n_kv)
+    if not shape.few or shares == 1:
         return 0
-    return n_tokens * n_head * shares * (head_dim + 2) * 4
+    return shape.n_tokens * shape.n_head * shares * (shape.head_dim + 2) * 4
 
 
-def launches(
-    dst: int,
-    q: int,
-    k: int,
-    v: int,
-    mask: int,
-    scratch: int,
-    n_tokens: int,
-    n_head: int,
-    n_head_kv: int,
-    head_dim: int,
-    n_kv: int,
-    scale: float,
-) -> list[Kernel]:
-    """As `launches` of the backend, in float throughout and without tensor cores; dst is F32."""
-    check(head_dim)
-    rows = n_tokens * n_head
-    args: Args = [
-        dst, q, k, v, mask, scratch, n_tokens, n_head, n_head_kv, head_dim, n_kv, scale,
-    ]  # fmt: skip
-    if n_tokens > FEW_TOKENS:
-        function, tile = next(TILES[d] for d in TILES if head_dim <= d)
-        return [_kernel(function, (blocks(n_tokens, tile), n_head), 128, args)]
-    shares = shares_of(n_kv)
+def launches(shape: AttentionShape, at: AttentionAt, scale: float) -> list[Kernel]:
+    """As `launches` of the backend, in float throughout and without tensor cores; dst is F32, and
+    the counters are not used."""
+    check(shape.head_dim)
+    rows = shape.n_tokens * shape.n_head
+    args: Args = [*at[:-1], *shape, scale]
+    if not shape.few:
+        function, tile = next(TILES[d] for d in TILES if shape.head_dim <= d)
+        return [_kernel(function, (blocks(shape.n_tokens, tile), shape.n_head), 128, args)]
+    shares = shares_of(shape.n_kv)
     split = _kernel("attention_split", (rows, shares), SPLIT_THREADS, args)
     if shares == 1:
         return [split]
-    combine: Args = [dst, scratch, shares, head_dim]
+    combine: Args = [at.dst, at.scratch, shares, shape.head_dim]
     return [split, _kernel("attention_combine", (rows, 1), 256, combine)]
 
 

@@ -25,7 +25,40 @@ SETS = (1, 2, 4)
 ENOUGH_BLOCKS = 66  # attention_prefill: with fewer, attention_decode splits the cells as well
 
 
-class Tuning(NamedTuple):
+class AttentionShape(NamedTuple):
+    """What attention is computed of; see `graph/ops.py`. n_kv: the padded cells of each kv head."""
+
+    n_tokens: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_kv: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows that read the same kv head."""
+        return self.n_tokens * (self.n_head // self.n_head_kv)
+
+    @property
+    def few(self) -> bool:
+        """Whether the tokens are so few that attention_decode alone takes them."""
+        return self.n_tokens <= FEW_TOKENS
+
+
+class AttentionAt(NamedTuple):
+    """Addresses in bytes. dst (n_tokens, n_head * head_dim) is F32 or Q8_ACT; q, k, v and mask are
+    as `graph/ops.py` has them. scratch and counters: see `scratch_bytes` and `n_counters`."""
+
+    dst: int
+    q: int
+    k: int
+    v: int
+    mask: int
+    scratch: int
+    counters: int
+
+
+class AttentionTuning(NamedTuple):
     """Macros of one compilation. sets: 8 rows each, of a block (decode). warps of a block; stages:
     tiles in shared memory; cells of a tile."""
 
@@ -37,17 +70,17 @@ class Tuning(NamedTuple):
 
 # Many tokens over few cells: blocks of 16 rows and 8 warps, one a multiprocessor, one tile a warp;
 # blocks of a cluster -> clusters that a device has room for (cuOccupancyMaxActiveClusters, H100).
-MANY, MANY_TILES = Tuning(2, 8, 1, CELLS), 64
+MANY, MANY_TILES = AttentionTuning(2, 8, 1, CELLS), 64
 CLUSTERS = {8: 15, 4: 30, 2: 66, 1: 132}
 
 
-class Plan(NamedTuple):
-    """attention_decode's grid: (n_head_kv * row groups, shares); each `cluster` blocks whose shares
-    follow each other are a cluster."""
+class DecodeGrid(NamedTuple):
+    """The grid of attention_decode: (n_head_kv * row groups, kv_parts). `cluster` blocks whose
+    parts of the cells follow each other are a cluster."""
 
-    tuning: Tuning
+    tuning: AttentionTuning
     groups: int
-    shares: int
+    kv_parts: int
     cluster: int
 
 
@@ -64,27 +97,28 @@ def check(head_dim: int) -> None:
         )
 
 
-def decode_tuning(rows: int, head_dim: int) -> Tuning:
-    """For blocks that hold `rows` query rows: as many sets as that takes and registers allow."""
+def decode_tuning(rows: int, head_dim: int) -> AttentionTuning:
+    """For blocks that hold `rows` query rows: as many sets as the rows take and registers allow."""
     dim = _dim(head_dim)
     if dim > 128:
-        return Tuning(1, 2, 2, CELLS)
+        return AttentionTuning(1, 2, 2, CELLS)
     sets = next((s for s in SETS if rows <= 8 * s), SETS[-1])
     if dim > 64:
-        return Tuning(sets, 4, 2, CELLS)
+        return AttentionTuning(sets, 4, 2, CELLS)
     warps, stages = {1: (8, 2), 2: (4, 4), 4: (4, 3)}[sets]
-    return Tuning(sets, warps, stages, CELLS)
+    return AttentionTuning(sets, warps, stages, CELLS)
 
 
-def prefill_tuning(head_dim: int) -> Tuning:
-    return Tuning(2, 4, 2, 64 if _dim(head_dim) <= 128 else 16)
+def prefill_tuning(head_dim: int) -> AttentionTuning:
+    return AttentionTuning(2, 4, 2, 64 if _dim(head_dim) <= 128 else 16)
 
 
-def n_shares(groups: int, n_kv: int, warps: int) -> tuple[int, int]:
+def kv_parts(groups: int, n_kv: int, warps: int) -> tuple[int, int]:
     """Blocks that share the cells of one kv head and group of rows, and how many are a cluster.
 
-    One cluster, of no more blocks than have a tile for each warp, merges without leaving the chip's
-    multiprocessors; several, where every block still has LEAST_TILES, merge through memory."""
+    One cluster has no more blocks than have a tile for each warp, and merges without leaving the
+    chip's multiprocessors. Several clusters merge through memory; each of their blocks has at least
+    LEAST_TILES."""
     tiles, most = blocks(n_kv, CELLS), max(1, BLOCKS // groups)
     useful = 1 << (blocks(tiles, warps) - 1).bit_length()
     cluster = min(CLUSTER, useful, 1 << (most.bit_length() - 1))
@@ -94,32 +128,31 @@ def n_shares(groups: int, n_kv: int, warps: int) -> tuple[int, int]:
     return CLUSTER * max(1, clusters), CLUSTER
 
 
-def decode_plan(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_kv: int) -> Plan:
-    """Few sets while the cells are so few that other blocks, reading them again, find them in L2
-    and would have no work of their own; else as many as the rows fill."""
-    rows, tiles = n_tokens * (n_head // n_head_kv), blocks(n_kv, CELLS)
-    many = n_tokens > FEW_TOKENS and 64 < _dim(head_dim) <= 128
-    groups = n_head_kv * blocks(rows, 8 * MANY.sets)
+def decode_grid(shape: AttentionShape) -> DecodeGrid:
+    """Sets are few while the cells are few. Other blocks then read the cells again from L2, and
+    would have no work otherwise. With many cells there are as many sets as the rows fill."""
+    rows, dim, tiles = shape.rows, _dim(shape.head_dim), blocks(shape.n_kv, CELLS)
+    many = not shape.few and 64 < dim <= 128
+    groups = shape.n_head_kv * blocks(rows, 8 * MANY.sets)
     if many and tiles <= MANY_TILES and groups <= CLUSTERS[1]:
         cluster = next(size for size, room in CLUSTERS.items() if groups <= room)
-        return Plan(MANY, groups, cluster, cluster)
+        return DecodeGrid(MANY, groups, cluster, cluster)
     # tiles a block should have left
-    each = 4 if n_tokens <= FEW_TOKENS else 16 if many and tiles <= 16 else 8
+    each = 4 if shape.few else 16 if many and tiles <= 16 else 8
     for sets in SETS:
-        tuning = decode_tuning(min(rows, 8 * sets), head_dim)
-        groups = n_head_kv * blocks(rows, 8 * tuning.sets)
+        tuning = decode_tuning(min(rows, 8 * sets), shape.head_dim)
+        groups = shape.n_head_kv * blocks(rows, 8 * tuning.sets)
         if rows <= 8 * sets or groups * blocks(tiles, each) <= BLOCKS:
             break
-    if tuning.sets == 1 and 64 < _dim(head_dim) <= 128 and 4 * CLUSTER < tiles <= 8 * CLUSTER:
-        tuning = Tuning(1, 8, 1, CELLS)  # one tile a warp
-    return Plan(tuning, groups, *n_shares(groups, n_kv, tuning.warps))
+    if tuning.sets == 1 and 64 < dim <= 128 and 4 * CLUSTER < tiles <= 8 * CLUSTER:
+        tuning = AttentionTuning(1, 8, 1, CELLS)  # one tile a warp
+    return DecodeGrid(tuning, groups, *kv_parts(groups, shape.n_kv, tuning.warps))
 
 
-def uses_prefill(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int) -> bool:
+def uses_prefill(shape: AttentionShape) -> bool:
     """Whether the tokens are so many that blocks of 64 rows over all cells fill the device."""
-    rows = n_tokens * (n_head // n_head_kv)
-    tall = blocks(rows, 16 * prefill_tuning(head_dim).warps)
-    return n_tokens > FEW_TOKENS and n_head_kv * tall >= ENOUGH_BLOCKS
+    tall = blocks(shape.rows, 16 * prefill_tuning(shape.head_dim).warps)
+    return not shape.few and shape.n_head_kv * tall >= ENOUGH_BLOCKS
 
 
 def tile_bytes(head_dim: int, cells: int, rows: int) -> int:
@@ -133,98 +166,85 @@ def _stored_bytes(head_dim: int, sets: int) -> int:
     return steps * sets * 32 * 8 if steps * sets > 16 else 0
 
 
-def decode_shared(head_dim: int, t: Tuning) -> int:
+def decode_shared(head_dim: int, t: AttentionTuning) -> int:
     tiles = t.warps * t.stages * tile_bytes(head_dim, t.cells, 8 * t.sets)
     return tiles + _stored_bytes(head_dim, t.sets)
 
 
-def prefill_shared(head_dim: int, t: Tuning) -> int:
+def prefill_shared(head_dim: int, t: AttentionTuning) -> int:
     tiles = t.stages * tile_bytes(head_dim, t.cells, 16 * t.warps)
     return tiles + t.warps * _stored_bytes(head_dim, 2)
 
 
-def scratch_bytes(
-    n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_kv: int, plan: Plan | None = None
-) -> int:
-    """Bytes for what the shares of attention_decode leave to the last block: per share and row,
-    head_dim sums, a maximum and a weight. With clusters only a part of it is used."""
-    if uses_prefill(n_tokens, n_head, n_head_kv, head_dim):
+def scratch_bytes(shape: AttentionShape, grid: DecodeGrid | None = None) -> int:
+    """Bytes for what the parts of attention_decode leave to the last block: for each part and row,
+    head_dim sums, a maximum and a weight. With clusters only some of it is used."""
+    if uses_prefill(shape):
         return 0
-    plan = plan or decode_plan(n_tokens, n_head, n_head_kv, head_dim, n_kv)
-    if plan.shares == 1:
+    grid = grid or decode_grid(shape)
+    if grid.kv_parts == 1:
         return 0
-    return plan.groups * plan.shares * 8 * plan.tuning.sets * (head_dim + 2) * 4
+    return grid.groups * grid.kv_parts * 8 * grid.tuning.sets * (shape.head_dim + 2) * 4
 
 
-def n_counters(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_kv: int) -> int:
+def n_counters(shape: AttentionShape) -> int:
     """Counters (u32) the launch wants: zero before it, and zero again after; at most BLOCKS."""
-    if uses_prefill(n_tokens, n_head, n_head_kv, head_dim):
+    if uses_prefill(shape):
         return 0
-    plan = decode_plan(n_tokens, n_head, n_head_kv, head_dim, n_kv)
-    return plan.groups * plan.cluster if plan.shares > 1 else 0
+    grid = decode_grid(shape)
+    return grid.groups * grid.cluster if grid.kv_parts > 1 else 0
 
 
-def can_quantise(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int) -> bool:
+def can_quantise(shape: AttentionShape) -> bool:
     """Whether `launches` can give its result as Q8_ACT: attention_decode does, where a block of 32
     lies in one head."""
-    return head_dim % 32 == 0 and not uses_prefill(n_tokens, n_head, n_head_kv, head_dim)
+    return shape.head_dim % 32 == 0 and not uses_prefill(shape)
 
 
 def launches(
-    dst: int,
-    q: int,
-    k: int,
-    v: int,
-    mask: int,
-    scratch: int,
-    counters: int,
-    n_tokens: int,
-    n_head: int,
-    n_head_kv: int,
-    head_dim: int,
-    n_kv: int,
+    shape: AttentionShape,
+    at: AttentionAt,
     scale: float,
     quantised: bool,
-    tuning: Tuning | None = None,
-    plan: Plan | None = None,
+    tuning: AttentionTuning | None = None,
+    grid: DecodeGrid | None = None,
 ) -> list[Kernel]:
-    """The launch that computes attention; types and shapes as in graph/ops.py, addresses in bytes.
+    """The launch that computes attention.
 
-    dst (n_tokens, n_head * head_dim) is F32, or with `quantised` (where `can_quantise`) Q8_ACT.
-    scratch and counters: as `scratch_bytes` and `n_counters` say. tuning (prefill) and plan
-    (decode): instead of the usual ones, for measuring. Raises DeviceError for a head_dim that no
-    kernel has.
+    quantised: whether dst is Q8_ACT (where `can_quantise`) rather than F32. tuning (prefill) and
+    grid (decode): in place of the usual ones, for measuring. Raises DeviceError for a head_dim that
+    no kernel has.
     """
-    check(head_dim)
-    if not n_tokens:
+    check(shape.head_dim)
+    if not shape.n_tokens:
         return []
-    sizes = [n_tokens, n_head, n_head_kv, n_kv, scale]
-    if uses_prefill(n_tokens, n_head, n_head_kv, head_dim):
-        t = tuning or prefill_tuning(head_dim)
-        rows = n_tokens * (n_head // n_head_kv)
-        defines = (*_defines(head_dim, t, True), f"TILE_CELLS={t.cells}")
-        grid = (blocks(rows, 16 * t.warps), n_head_kv)
+    inputs = [at.dst, at.q, at.k, at.v, at.mask]
+    sizes = [shape.n_tokens, shape.n_head, shape.n_head_kv, shape.n_kv, scale]
+    if uses_prefill(shape):
+        t = tuning or prefill_tuning(shape.head_dim)
+        defines = (*_defines(shape.head_dim, t, True), f"TILE_CELLS={t.cells}")
         return [
             Kernel(
-                "attention", "attention_prefill", grid, 32 * t.warps, [dst, q, k, v, mask, *sizes],
-                defines, prefill_shared(head_dim, t), waits=True,
+                "attention", "attention_prefill",
+                (blocks(shape.rows, 16 * t.warps), shape.n_head_kv), 32 * t.warps,
+                [*inputs, *sizes], defines, prefill_shared(shape.head_dim, t), waits=True,
             )
         ]  # fmt: skip
-    plan = plan or decode_plan(n_tokens, n_head, n_head_kv, head_dim, n_kv)
-    t = plan.tuning
+    grid = grid or decode_grid(shape)
+    t = grid.tuning
     defines = (
-        *_defines(head_dim, t, False), f"ROW_SETS={t.sets}", f"CLUSTER={plan.cluster}",
+        *_defines(shape.head_dim, t, False), f"ROW_SETS={t.sets}", f"CLUSTER={grid.cluster}",
     )  # fmt: skip
     return [
         Kernel(
-            "attention", "attention_decode", (plan.groups, plan.shares), 32 * t.warps,
-            [dst, q, k, v, mask, scratch, counters, *sizes, int(quantised)],
-            defines, decode_shared(head_dim, t), waits=True,
+            "attention", "attention_decode", (grid.groups, grid.kv_parts), 32 * t.warps,
+            [*inputs, at.scratch, at.counters, *sizes, int(quantised)],
+            defines, decode_shared(shape.head_dim, t), waits=True,
         )
     ]  # fmt: skip
 
 
-def _defines(head_dim: int, t: Tuning, prefill: bool) -> tuple[str, ...]:
+def _defines(head_dim: int, t: AttentionTuning, prefill: bool) -> tuple[str, ...]:
     return (
         f"PREFILL={int(prefill)}", f"HEAD_DIM={head_dim}", f"WARPS={t.warps}", f"STAGES={t.stages}",
     )  # fmt: skip

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from workbench.backend.cuda import attention, elementwise, matvec, products
+from workbench.backend.cuda.attention import AttentionAt, AttentionShape
 from workbench.backend.cuda.kernel import Kernel, Place, Work
 from workbench.graph.ir import Node
 from workbench.graph.ops import interior_bytes
@@ -23,17 +24,11 @@ def _attention(node: Node, p: Place) -> list[Work]:
 
 
 def _attend(node: Node, quantize: Node | None, p: Place) -> list[Work]:
-    q, k, v, mask = node.inputs
-    n = node.params
-    tokens, heads, head_dim = q.shape
     out = (node if quantize is None else quantize).output
-    return list(
-        attention.launches(
-            p.at(out), p.at(q), p.at(k), p.at(v), p.at(mask), p.scratch, p.counters,
-            tokens, heads, n["n_head_kv"], head_dim, n["n_kv"], float(n["scale"]),
-            quantize is not None,
-        )
-    )  # fmt: skip
+    q, k, v, mask = map(p.at, node.inputs)
+    at = AttentionAt(p.at(out), q, k, v, mask, p.scratch, p.counters)
+    shape, scale = _shape(node), float(node.params["scale"])
+    return list(attention.launches(shape, at, scale, quantize is not None))
 
 
 def _attention_quantize(node: Node, p: Place) -> list[Work]:
@@ -45,9 +40,13 @@ def _attention_quantize(node: Node, p: Place) -> list[Work]:
 
 
 def _attention_can_quantise(node: Node) -> bool:
-    attend = node.parts[0]
+    return attention.can_quantise(_shape(node.parts[0]))
+
+
+def _shape(attend: Node) -> AttentionShape:
     tokens, heads, head_dim = attend.inputs[0].shape
-    return attention.can_quantise(tokens, heads, attend.params["n_head_kv"], head_dim)
+    n_head_kv, n_kv = attend.params["n_head_kv"], attend.params["n_kv"]
+    return AttentionShape(tokens, heads, n_head_kv, head_dim, n_kv)
 
 
 # the table ----------------------------------------------------------------------------------------
@@ -127,7 +126,5 @@ _IS_ONE: dict[str, Callable[[Node], bool]] = {
 
 def _own_scratch(node: Node) -> int:
     if node.op == "attention":
-        tokens, heads, head_dim = node.inputs[0].shape
-        p = node.params
-        return attention.scratch_bytes(tokens, heads, p["n_head_kv"], head_dim, p["n_kv"])
+        return attention.scratch_bytes(_shape(node))
     return products.scratch_bytes(node) if node.op == "mul_mat" else 0
