@@ -34,6 +34,7 @@ from workbench.errors import UsageError
 from workbench.output import check_folder
 
 if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
     from workbench.engine.loaded import Loaded
     from workbench.engine.wanted import Variants
 
@@ -70,7 +71,7 @@ def load(
     *,
     start: str = BEST,
     computes: bool = True,
-) -> Any:
+) -> Engine:
     """As `Engine.load`, and says on what device and with which toggles: those given beside a
     preset, `start` unless one is named. What takes no model to see is refused before this is
     called; what takes one, but no weights, by `check`. computes: the device has to."""

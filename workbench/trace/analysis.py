@@ -21,6 +21,7 @@ import pandas as pd
 
 from workbench.errors import UsageError
 from workbench.graph.ops import touched_bytes
+from workbench.program.commands import Program
 from workbench.trace.spans import HOST_LANE, LOGITS_WAIT, Span
 
 BY = ("op", "node", "kernel")  # what rows of the kernel table stand for
@@ -34,7 +35,7 @@ PYTHON, OUTSIDE = "python", "outside"  # of a step, between its commands; betwee
 _LAYER = re.compile(r"-\d+")  # `Qcur-8`, `attn_norm-8 (w)`
 
 
-def with_bytes(spans: Iterable[Span], program_of: Callable[[int], Any]) -> list[Span]:
+def with_bytes(spans: Iterable[Span], program_of: Callable[[int], Program | None]) -> list[Span]:
     """The spans; a launch's say how many bytes its node must move (`graph.ops`), on the host's lane
     and on the device's. Where the device ran several kernels for a launch, `bytes` is for all of
     them and `kernels` their number.

@@ -39,6 +39,7 @@ from workbench.trace.spans import CATEGORIES, HOST_LANE, Span
 from workbench.trace.window import Slowdown, Window, WindowRecorder
 
 if TYPE_CHECKING:
+    from workbench.config import Toggles
     from workbench.engine.engine import Engine
 
 TRACED = "traced, not for throughput"
@@ -311,7 +312,7 @@ def profile(
 
 
 def profile_each(
-    engine: Engine, arms: Mapping[str, Any], n_tokens: int = 16, **asked: Any
+    engine: Engine, arms: Mapping[str, Toggles], n_tokens: int = 16, **asked: Any
 ) -> dict[str, Profile]:
     """Traces, by name, of the last 8 of n_tokens tokens that variants of `engine` with these
     toggles generate. asked: as for `profile`."""

@@ -13,10 +13,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from workbench.errors import UsageError
+from workbench.graph.ir import StepShape
+from workbench.program.commands import Program
 from workbench.trace.spans import Recorder
 
-Shape = tuple[Any, int]  # of a step, and the number of its program's commands
-_NO_SHAPE: Shape = (None, 0)
+StepKey = tuple[StepShape, int]  # of a step, and the number of its program's commands
 
 
 class Slowdown(NamedTuple):
@@ -94,8 +95,8 @@ class WindowRecorder(Recorder):
         self._untraced: list[tuple[int, int]] = []  # tokens and ns of steps outside the window
         # which program a traced step issued; of programs of one shape one is kept, for their
         # launches are alike
-        self._shape_of: dict[int, Shape] = {}
-        self._program_of: dict[Shape, Any] = {}
+        self._key_of: dict[int, StepKey] = {}
+        self._program_of: dict[StepKey, Program] = {}
 
     # what an engine asks and tells ------------------------------------------------------------
 
@@ -109,12 +110,11 @@ class WindowRecorder(Recorder):
         """A step of n_tokens tokens took `ns` on the untraced path."""
         self._untraced.append((n_tokens, ns))
 
-    def runs(self, program: Any, step: int) -> None:
+    def runs(self, program: Program, step: int) -> None:
         """The commands of `program` are about to be issued, traced, as step number `step`."""
         if self.wants(step):
-            shape = program.shape, len(program.commands)
-            self._shape_of[step] = shape
-            self._program_of.setdefault(shape, program)
+            key = self._key_of[step] = program.shape, len(program.commands)
+            self._program_of.setdefault(key, program)
 
     # what comes of it -------------------------------------------------------------------------
 
@@ -137,9 +137,10 @@ class WindowRecorder(Recorder):
             n, median(traced[n]) / 1e3, len(traced[n]), median(untraced[n]) / 1e3, len(untraced[n])
         )
 
-    def program_of(self, step: int) -> Any:
+    def program_of(self, step: int) -> Program | None:
         """A program with the launches of traced step number `step`, None if not known."""
-        return self._program_of.get(self._shape_of.get(step, _NO_SHAPE))
+        key = self._key_of.get(step)
+        return None if key is None else self._program_of[key]
 
     # what is kept -----------------------------------------------------------------------------
 
