@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from workbench.backend.cpu.embedded import EmbeddedDevice
 from workbench.config import Toggles
 from workbench.errors import UsageError
 from workbench.program.commands import RESULT, Copy, Launch, Record, Space, Sync, Wait
@@ -93,7 +94,7 @@ def test_a_device_goes_on_while_the_next_one_stands_still(load, n_copies, ahead)
                       host_source="pinned_ring_4", step_wait="outputs")  # fmt: skip
     found: list[np.ndarray] = []
     with load() as engine, engine.variant(toggles) as variant:
-        first, second = (b for b in variant._open.backends if hasattr(b, "streams"))
+        first, second = (b for b in variant._open.backends if isinstance(b, EmbeddedDevice))
         ring = first.streams[0]
         wanted = variant.prefill(PROMPT[:64])
         variant.reset()

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from workbench.backend.cpu.embedded import EmbeddedDevice
 from workbench.backend.issue import Prepared
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.batch import Batch, make_batch
@@ -140,7 +141,8 @@ def held(engine: wb.Engine, seconds: float) -> Iterator[Callable[[], None]]:
     first and the compute stream's once the copies have landed; or by themselves after `seconds`,
     for which a host that waits for a stream is blocked."""
     backend = engine.backend
-    gates = [backend.gate(stream) for stream in (COPY_STREAM, COMPUTE_STREAM)]  # type: ignore[attr-defined]
+    assert isinstance(backend, EmbeddedDevice)
+    gates = [backend.gate(stream) for stream in (COPY_STREAM, COMPUTE_STREAM)]
 
     def open_all() -> None:
         for gate in gates:

@@ -30,6 +30,7 @@ import numpy as np
 
 from workbench.backend.base import Backend, Memory
 from workbench.backend.cuda import driver
+from workbench.backend.cuda.backend import CudaBackend
 from workbench.engine.batch import make_batch
 from workbench.engine.engine import Engine
 from workbench.engine.kv_cache import KVCache
@@ -71,8 +72,8 @@ class Block:
         self.what = what
         self._backend, self._mode = backend, mode
         self._zone = ZONE if mode == Mode.GUARDED else 0
-        # of the cuda backend, without the zeros that would make every byte initialised
-        allocate = getattr(backend, "_allocate", backend.allocate)
+        # on a GPU without the zeros that would make every byte initialised
+        allocate = backend._allocate if isinstance(backend, CudaBackend) else backend.allocate
         self._memory: Memory = allocate(nbytes + 2 * self._zone, Space.DEVICE)
         if mode != Mode.BARE:
             image = np.full(nbytes + 2 * self._zone, POISON, np.uint8)

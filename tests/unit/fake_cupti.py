@@ -282,6 +282,7 @@ class CudaEngine:
     chosen = "preset baseline"
 
     def __init__(self, cupti: FakeCupti, held: bool = False, lead: int = 0):
+        self._loaded = self  # what it stands on, for `exclusive`
         self.cupti, self.backend = cupti, CuptiBackend(cupti, held)
         self.recorder: Any = None
         self.n_steps = 0

@@ -69,6 +69,7 @@ class FakeEngine:
         self.wrong = wrong or {}
         self.shared = shared or SimpleNamespace(steps=0, variants=[], stop_at=None, error=None)
         self.recorder = None
+        self._loaded = self  # what it stands on, for `exclusive`
         self.closed = False
         self.calls: list[list[int]] = []
         self.live: list[int] = []

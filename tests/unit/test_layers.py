@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,48 @@ def test_toggles_are_read_in_their_room_and_where_the_engine_chooses():
             assert readers and readers <= {room, *CHOOSING}, field.name
     rooms = {Toggles._field(family).metadata["room"] for family in FAMILIES}
     assert {path for path, names in reads.items() if "*" in names} == rooms == {"graph/fuse.py"}
+
+
+# what may be asked whether it has a member: the system, errors, and other people's libraries
+ASKED = {
+    "os", "error", "shell", "getattr(shell, 'kernel', None)", "sys.modules.get('IPython')",
+    "shell.displayhook.exec_result", "cupti", "params", "p", "kinds", "real",
+    "value", "lab",  # of the inventory
+    "c", "s", "r", "trace", "source",  # of tests: commands, slices, records and spans of two kinds
+}  # fmt: skip
+
+
+def asked_for_members(path: Path) -> Iterator[str]:
+    """The first argument of each `hasattr`, and of each `getattr` with a name or a default."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            of, *name = (ast.unparse(arg) for arg in node.args) if node.args else ("",)
+            named = len(name) == 2 or (name[:1] and name[0][0] in "'\"")
+            if node.func.id == "hasattr" or (node.func.id == "getattr" and named):
+                yield of
+
+
+def test_nobody_probes_backends_engines_or_models():
+    """Their members are declared, with defaults (`backend/base.py`)."""
+    folders = (PACKAGE, ROOT / "tests", ROOT / "data" / "measure")
+    found = {
+        f"{path.relative_to(ROOT)}: {of}"
+        for folder in folders
+        for path in folder.rglob("*.py")
+        for of in asked_for_members(path)
+        if of not in ASKED
+    }
+    assert not found
+
+
+def test_a_probe_is_found(tmp_path):
+    """The test above, tested."""
+    (tmp_path / "a.py").write_text(
+        "hasattr(backend, 'x')\ngetattr(engine, 'x', 0)\ngetattr(model, 'x')\n"
+        "getattr(one, name)\nx = len(two)\ngetattr(three, name, 0)\n"
+    )
+    found = list(asked_for_members(tmp_path / "a.py"))
+    assert found == ["backend", "engine", "model", "three"]
 
 
 def test_no_environment_variables_are_read():

@@ -49,6 +49,7 @@ class FakeEngine:
         self.backend, self.sync_mode = SimpleNamespace(description="made up"), "per_copy"
         self.chosen = "preset baseline"
         self.n_steps = 40
+        self._loaded = self  # what it stands on, for `exclusive`
 
     def step(self) -> None:
         n, self.n_steps = self.n_steps, self.n_steps + 1

@@ -94,7 +94,7 @@ def check(loaded: object = None) -> None:
 
 def check_engine(engine: Any) -> None:
     """`check` for what uses an engine, before it has done anything."""
-    check(getattr(engine, "_loaded", None))
+    check(engine._loaded)
 
 
 def check_others(loaded: object) -> None:

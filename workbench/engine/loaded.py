@@ -110,11 +110,10 @@ class Loaded:
         """DeviceError naming the first weight, or node, that its backend has no kernel for.
 
         Asked are the nodes of a step of one token and of a full ubatch, with either kind of
-        activations. A backend that takes whatever a model file can hold has no `refuses`.
+        activations.
         """
         for b, node in self._nodes(config):
-            refuses = getattr(self.backends[b], "refuses", None)
-            if refuses is not None and (why := refuses(node)):
+            if why := self.backends[b].refuses(node):
                 names = [t.name for t in node.inputs if t.kind == Kind.WEIGHT]
                 raise DeviceError(f"{self.model.path}: {(*names, node.name)[0]}: {why}")
 
@@ -162,8 +161,7 @@ class Loaded:
                 if tensor not in in_place and not model.is_expanded(tensor):
                     left.update(tensor.nbytes)
             for backend in self.backends:
-                if (finish := getattr(backend, "finish_loading", None)) is not None:
-                    finish()
+                backend.finish_loading()
 
     def reside(self, b: int, tensor: Tensor, memory: Memory) -> None:
         """Notes that backend b keeps `tensor` in `memory`."""

@@ -24,10 +24,10 @@ from workbench.backend.cpu.vector import Emit, Value
 
 CELLS = 16
 TOKENS = 8
-_STATE = 3 * CELLS  # float32 elements of a State beside q and output
+_PAIR_STATE = 3 * CELLS  # float32 elements of a PairState beside q and output
 
 
-class State(NamedTuple):
+class PairState(NamedTuple):
     """Addresses of one (token, head): q scaled and the output so far (dim float32 each), 16 sums so
     far, the tile's 16 scores and later weights, the maximum so far, and the factor that rescales
     earlier sums to a new maximum."""
@@ -40,18 +40,18 @@ class State(NamedTuple):
     shrink: Value
 
 
-def _state(at: Value, dim: Value) -> State:
+def _pair_state(at: Value, dim: Value) -> PairState:
     after = at + dim * 8
     parts = (after, after + 64, after + 128, after + 132)
-    return State(at, at + dim * 4, *parts)
+    return PairState(at, at + dim * 4, *parts)
 
 
 def scratch_bytes(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_parts: int) -> int:
-    """Bytes of scratch of one launch: per part two tiles, and a State per (token, head) of a
+    """Bytes of scratch of one launch: per part two tiles, and a PairState per (token, head) of a
     block."""
     dim = -(-head_dim // CELLS) * CELLS
     pairs = min(n_tokens, TOKENS) * (n_head // n_head_kv)
-    return n_parts * 4 * (2 * CELLS * dim + pairs * (2 * dim + _STATE))
+    return n_parts * 4 * (2 * CELLS * dim + pairs * (2 * dim + _PAIR_STATE))
 
 
 def attention(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
@@ -62,7 +62,7 @@ def attention(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
     group = n_head // n_head_kv
     dim = (head_dim + (CELLS - 1)) // CELLS * CELLS
     kv_cols = n_head_kv * head_dim
-    state_bytes = (dim * 2 + _STATE) * 4
+    state_bytes = (dim * 2 + _PAIR_STATE) * 4
     tile_bytes = dim * (4 * CELLS)
     most_pairs = e.min(n_tokens, TOKENS) * group
     k_tile = scratch + part * (tile_bytes * 2 + most_pairs * state_bytes)
@@ -82,12 +82,12 @@ def attention(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
         @contextmanager
         def pairs(
             n_block=n_block, h0=h0, h1=h1, token0=token0, kv_head=kv_head
-        ) -> Iterator[tuple[Value, State, Value]]:
+        ) -> Iterator[tuple[Value, PairState, Value]]:
             """A loop over the pairs: the token, its state, and its byte offset in q and dst."""
             with e.loop(0, n_block) as t, e.loop(h0, h1) as h:
                 token = token0 + t
                 offset = (token * n_head + kv_head * group + h) * head_dim * 4
-                yield token, _state(states + (t * group + h) * state_bytes, dim), offset
+                yield token, _pair_state(states + (t * group + h) * state_bytes, dim), offset
 
         with pairs() as (_, state, offset):
 
@@ -165,7 +165,7 @@ def _mask_row(e: Emit, at: Value, n_cells: Value) -> Value:
     return row.get()
 
 
-def _score(e: Emit, state: State, k_tile: Value, dim: Value, seen: Value) -> None:
+def _score(e: Emit, state: PairState, k_tile: Value, dim: Value, seen: Value) -> None:
     """Stores q.k of 16 cells, and -inf for a cell that is not seen."""
     products = [e.var(e.const("f32", 0.0, CELLS)) for _ in range(CELLS)]
     with e.loop(0, dim, CELLS) as d:
@@ -177,7 +177,7 @@ def _score(e: Emit, state: State, k_tile: Value, dim: Value, seen: Value) -> Non
     e.store(e.select(seen, scores, float("-inf")), state.scores)
 
 
-def _weigh(e: Emit, state: State) -> None:
+def _weigh(e: Emit, state: PairState) -> None:
     """Turns scores into weights e^(score - maximum), and updates maximum, factor and sums."""
     scores, before = e.load("f32", state.scores, CELLS), e.load("f32", state.most)
     most = e.max(before, e.reduce(scores, e.max))
@@ -190,7 +190,7 @@ def _weigh(e: Emit, state: State) -> None:
     e.store(e.fma(e.load("f32", state.sums, CELLS), shrink, weights), state.sums)
 
 
-def _add_values(e: Emit, state: State, v_tile: Value, dim: Value) -> None:
+def _add_values(e: Emit, state: PairState, v_tile: Value, dim: Value) -> None:
     """output = output * shrink + weights of 16 cells times their values.
 
     0 times an infinity would be NaN, so a value with weight 0 counts as 0.

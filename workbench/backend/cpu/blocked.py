@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from workbench.backend.cpu.decode import Block, Code, code_of
+from workbench.backend.cpu.decode import Code, CodeBlock, code_of
 from workbench.backend.cpu.interleave import FORMATS, GROUP, pack_unit, row_addresses
 from workbench.backend.cpu.isa import Isa, Tile, dot4
 from workbench.backend.cpu.matvec import (
@@ -39,7 +39,7 @@ from workbench.backend.cpu.vector import Body, Emit, Value
 VECTOR = 64  # bytes of 16 float32, or of 4 codes of 16 rows
 SUBS = TILE_COLS // 32  # blocks of 32 columns of a tile
 
-Store = Callable[[Emit, Value, Block], None]  # emit, address in the tile, block
+Store = Callable[[Emit, Value, CodeBlock], None]  # emit, address in the tile, block
 # emit, first block of 32 columns of the tile, number of blocks, tokens, addresses of their sums
 Multiply = Callable[[Emit, Value, Value, list[Value], list[Value]], None]
 
@@ -116,7 +116,7 @@ def blocked_body(dtype: str, layout: str, isa: Isa) -> Body:
     n_factors, wide = len(code.factor_kinds), tile.groups * VECTOR
     sub_bytes = (8 + n_factors) * wide  # of every group: 8 words of codes, then the factors
 
-    def store(e: Emit, target: Value, block: Block) -> None:
+    def store(e: Emit, target: Value, block: CodeBlock) -> None:
         for c in range(8):
             e.store(block.words(c), target + c * wide)
         for f, factor in enumerate(block.factors):
@@ -171,7 +171,7 @@ def dequantised_body(dtype: str, layout: str, isa: Isa) -> Body:
     wide = tile.groups * VECTOR
     sub_bytes = 32 * wide  # of every group: 32 columns of float32
 
-    def store(e: Emit, target: Value, block: Block) -> None:
+    def store(e: Emit, target: Value, block: CodeBlock) -> None:
         for c in range(8):
             for i, value in enumerate(_values(e, code, block, c)):
                 e.store(value, target + (4 * c + i) * wide)
@@ -204,7 +204,7 @@ def dequantised_body(dtype: str, layout: str, isa: Isa) -> Body:
     return _body(dtype, layout, isa, tile, sub_bytes, store, multiply)
 
 
-def _values(e: Emit, code: Code, block: Block, c: int) -> list[Value]:
+def _values(e: Emit, code: Code, block: CodeBlock, c: int) -> list[Value]:
     """Columns 4c..4c+3 of a block, f32 x16 each, rounded as get_rows rounds them."""
     words = block.words(c).bits("i32" if code.kind == "i8" else "u32")
     scale = block.factors[0]

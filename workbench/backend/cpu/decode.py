@@ -27,7 +27,7 @@ from workbench.backend.cpu.vector import Emit, Value
 Words = Callable[[int], Value]  # c -> codes of columns 4c..4c+3 of 16 rows, as bytes x64
 
 
-class Block(NamedTuple):
+class CodeBlock(NamedTuple):
     """32 columns of 16 rows; sub: index of the block within its unit."""
 
     sub: Value
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     factors: tuple[Value, ...]
 
 
-Take = Callable[[Block], None]
+Take = Callable[[CodeBlock], None]
 Unit = Callable[[Emit, Isa, Value, Take], None]  # emit, isa, address of the packed unit, take
 
 FACTOR_KINDS = {"plain": ("f32",), "least": ("f32", "f32"), "halves": ("f32", "i32", "i32")}
@@ -86,7 +86,7 @@ def _q8_0(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
             return e.load("u8", packed + (32 + 64 * c), 64) ^ 0x80
         return e.load("i8", packed + (32 + 64 * c), 64)
 
-    take(Block(_first(e), words, (_half_scales(e, packed),)))
+    take(CodeBlock(_first(e), words, (_half_scales(e, packed),)))
 
 
 def _from_nibbles(e: Emit, first: Value, decode: Callable[[Value], Value]) -> Words:
@@ -97,7 +97,7 @@ def _from_nibbles(e: Emit, first: Value, decode: Callable[[Value], Value]) -> Wo
 
 def _q4_0(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
     words = _from_nibbles(e, packed + 32, lambda q: q)
-    take(Block(_first(e), words, (_half_scales(e, packed),)))
+    take(CodeBlock(_first(e), words, (_half_scales(e, packed),)))
 
 
 def e8m0_half(e: Emit, exponent: Value) -> Value:
@@ -127,7 +127,7 @@ def _e2m1_unsigned(e: Emit, isa: Isa, code: Value) -> Value:
 def _mxfp4(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
     scale = e8m0_half(e, e.load("u8", packed, GROUP).to("u32"))
     words = _from_nibbles(e, packed + 16, lambda code: _e2m1_unsigned(e, isa, code))
-    take(Block(_first(e), words, (scale,)))
+    take(CodeBlock(_first(e), words, (scale,)))
 
 
 def _word(e: Emit, words: Value, index: Value | int) -> Value:
@@ -172,7 +172,7 @@ def _with_mins(e: Emit, packed: Value, take: Take, words_of: Callable[[Value, in
             sub = pair * 2 + odd
             scale = e.load("f32", scales + sub * 128, GROUP)
             least = e.load("f32", scales + sub * 128 + 64, GROUP)
-            take(Block(sub, words_of(pair, odd), (scale, least)))
+            take(CodeBlock(sub, words_of(pair, odd), (scale, least)))
 
 
 def _q4_k(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
@@ -224,7 +224,7 @@ def _q6_k(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
 
             four = _word(e, scales_at, k // 2).bits("i32")
             scales = [_signed_byte(four, 2 * (k % 2) + half) for half in range(2)]
-            take(Block(n * 4 + k, words, (d, *scales)))
+            take(CodeBlock(n * 4 + k, words, (d, *scales)))
 
 
 CODES: dict[str, Code] = {

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from workbench.backend.cpu.decode import Block, Code, code_of
+from workbench.backend.cpu.decode import Code, CodeBlock, code_of
 from workbench.backend.cpu.interleave import FORMATS, GROUP, Format, pack_unit, row_addresses
 from workbench.backend.cpu.isa import Isa, dot4, pair_sums
 from workbench.backend.cpu.vector import Body, Emit, Value, Variable
@@ -96,7 +96,7 @@ def add_block(
 
 
 def multiply(
-    e: Emit, isa: Isa, code: Code, tokens: list[Token], sub: Value, block: Block,
+    e: Emit, isa: Isa, code: Code, tokens: list[Token], sub: Value, block: CodeBlock,
     acc: list[Variable],
 ) -> None:  # fmt: skip
     """Adds the products of a decoded block and block `sub` of every token."""
@@ -167,7 +167,7 @@ def quantised_body(dtype: str, layout: str, isa: Isa) -> Body:
             def unit(packed: Value, u: Value) -> None:
                 first = u * (fmt.cols // 32)
 
-                def take(block: Block) -> None:
+                def take(block: CodeBlock) -> None:
                     if layout == "rows16":
                         at = packed + block.sub * (lines * LINE) + PREFETCH
                         for i in range(lines):
