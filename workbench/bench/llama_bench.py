@@ -155,7 +155,7 @@ def describe_engine(
     model, gpu = engine.model, is_gpu(engine.device)
     cuda_names = ", ".join(str(g["name"]) for g in provenance.gpus())
     return _OFF | {
-        "build_commit": build or _short(commit["hash"]),
+        "build_commit": build or commit["hash"][:8],
         "build_number": commit["number"],
         "cpu_info": provenance.cpu_name(),
         "gpu_info": (cuda_names or engine.backend.description) if gpu else "",
@@ -180,10 +180,6 @@ def _gpu_layers(config: EngineConfig, gpu: bool) -> int:
     """As llama-bench names them: 99 for everything on a GPU, 0 without one; else what was asked."""
     everything = 99 if gpu else 0
     return everything if config.n_gpu_layers < 0 else config.n_gpu_layers
-
-
-def _short(commit: str) -> str:
-    return commit if commit == provenance.UNKNOWN else commit[:8]
 
 
 def model_type(model: Model) -> str:

@@ -45,7 +45,6 @@ from workbench.trace.window import parse_window
 
 EVENTS = "events"
 MOST_DRAWN = 3  # steps of one engine: the spans of more are too narrow to read
-Window = tuple[int, int]
 Traced = list[tuple[Engine, Profile]]
 
 
@@ -206,7 +205,7 @@ def _name(text: str | None) -> str | None:
     return text
 
 
-def _window(text: str | None) -> Window | None:
+def _window(text: str | None) -> tuple[int, int] | None:
     try:
         return parse_window(text)
     except UsageError as error:
@@ -245,7 +244,11 @@ def _are(engines: list[str]) -> str:
 
 @contextmanager
 def _tracing(
-    found: Traced, engines: list[Engine], window: Window | None, collector: str, also_new: bool
+    found: Traced,
+    engines: list[Engine],
+    window: tuple[int, int] | None,
+    collector: str,
+    also_new: bool,
 ) -> Iterator[None]:
     """Traces `engines` in the body; `found` grows by each. also_new: engines made in the body,
     too, with device spans from events."""
