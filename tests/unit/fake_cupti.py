@@ -298,7 +298,7 @@ class CudaEngine:
         values = {"x": np.zeros((1, 64), np.float32)}
         step, self.n_steps, recorder = self.n_steps, self.n_steps + 1, self.recorder
         watch = chosen(recorder, None)(step)
-        watch.begin(step, 1, step)
+        watch.begin(step, [(0, [1], "last")], step)
         try:
             self.prepared.run(values, watch)
             self.prepared.finish(watch)

@@ -27,6 +27,11 @@ Entry = tuple[int, Sequence[int], Outputs]
 Work = Sequence[Entry]
 
 
+def n_tokens(work: Work) -> int:
+    """Tokens of all entries together."""
+    return sum(len(tokens) for _, tokens, _ in work)
+
+
 class Batch(NamedTuple):
     """Tokens computed together: the step shape, the values by input name, where they go.
 
@@ -59,18 +64,20 @@ class Batches:
         self._n_ubatch = n_ubatch
         self._spent = spent
         self._next: Batch | None = None
-        self._next_is_for: object = None  # sequences and outputs, and the state of the cache
+        self._next_is_for: list[tuple[int, Outputs]] | None = None
+        self._next_is_of = -1  # the state of the cache
 
     def take(self, work: Work) -> Batch:
         """As `make_batch`; what `look_ahead` made for such work and this state is used."""
-        start = now_ns()
-        if self._next is not None and self._next_is_for == (
-            _one_each(work),
-            self._cache.n_changes,
+        start, batch = now_ns(), self._next
+        if (
+            batch is not None
+            and self._next_is_of == self._cache.n_changes
+            and self._next_is_for == _one_each(work)
         ):
-            batch = self._next
-            tokens = [token for _, (token,), _ in work]
-            batch.values["inp_tokens"] = check_ids(tokens, self._n_vocab)
+            ids = batch.values["inp_tokens"]  # the next step's own, not written yet
+            for i, (_, tokens, _) in enumerate(work):
+                ids[i] = check_id(tokens[0], i, self._n_vocab)
         else:
             batch = make_batch(work, self._cache, self._n_vocab, self._n_ubatch)
         self._spent("batch", start, now_ns())
@@ -84,17 +91,20 @@ class Batches:
             return 0
         following = [(sequence, [0], outputs) for sequence, _, outputs in work]
         self._next = make_batch(following, self._cache, self._n_vocab, self._n_ubatch)
-        self._next_is_for = alike, self._cache.n_changes
+        self._next_is_for, self._next_is_of = alike, self._cache.n_changes
         end = now_ns()
         self._spent("batch", start, end)
         return end - start
 
 
-def _one_each(work: Work) -> tuple[tuple[int, Outputs], ...] | None:
+def _one_each(work: Work) -> list[tuple[int, Outputs]] | None:
     """Sequences and outputs of work with one token for each sequence; None for other work."""
-    if any(len(tokens) != 1 for _, tokens, _ in work):
-        return None
-    return tuple([(sequence, outputs) for sequence, _, outputs in work])
+    alike = []
+    for sequence, tokens, outputs in work:
+        if len(tokens) != 1:
+            return None
+        alike.append((sequence, outputs))
+    return alike
 
 
 def make_batch(work: Work, cache: KVCache, n_vocab: int, n_ubatch: int) -> Batch:
@@ -107,42 +117,41 @@ def make_batch(work: Work, cache: KVCache, n_vocab: int, n_ubatch: int) -> Batch
     t = sum(sizes)
     if not 0 < t <= n_ubatch or 0 in sizes:
         raise UsageError(f"a step takes 1 to {n_ubatch} tokens, not {t}; use prefill, or n_ubatch")
-    given = [sequence for sequence, _, _ in work]
-    for sequence in given:
-        cache.reserve(sequence)
-        if given.count(sequence) > 1:
-            raise UsageError(f"sequence {sequence} is given twice in one step; give it once")
     ids = check_ids([i for _, tokens, _ in work for i in tokens], n_vocab)
     cells = cache.find(t)
-    n_kv = cache.extent(cells)
-    ends = np.cumsum(sizes)
-    sequences = np.repeat(np.array(given, np.int64), sizes)
-    starts = [cache.length(sequence) for sequence in given]
-    positions = np.concatenate(
-        [np.arange(at, at + n, dtype=np.int32) for at, n in zip(starts, sizes, strict=True)]
-    )
-    if t == len(work):
-        mask = cache.masks_of_one(sequences, cells, n_kv)
-    else:
-        mask = np.empty((t, n_kv), np.uint16)
-        for sequence, end, n in zip(given, ends, sizes, strict=True):
-            own = slice(end - n, end)
-            cache.mask(sequence, positions[own], cells[own], mask[own])
-    rows = [
-        _ROWS[outputs](n) + (end - n)
-        for (_, _, outputs), end, n in zip(work, ends, sizes, strict=True)
-    ]
+    mask = np.empty((t, cache.extent(cells)), np.uint16)
+    whose, positions, rows, singles, begin = [], [], [], [], 0
+    for (sequence, _, outputs), n in zip(work, sizes, strict=True):
+        if sequence in whose:
+            raise UsageError(f"sequence {sequence} is given twice in one step; give it once")
+        at, end = cache.length(sequence), begin + n
+        whose.append(sequence)
+        positions.append(np.arange(at, at + n, dtype=np.int32))
+        rows.append(_ROWS[outputs](begin, end))
+        if n == 1:
+            singles.append(begin)
+        else:
+            cache.mask(sequence, positions[-1], cells[begin:end], mask[begin:end])
+        begin = end
+    sequences = np.array(whose, np.int64)
+    if t > len(work):
+        sequences = np.repeat(sequences, sizes)
+    cache.masks_of_one(sequences, cells, singles, mask)
     values = {
         "inp_tokens": ids,
-        "inp_pos": positions,
+        "inp_pos": _joined(positions),
         "attn_inp_kq_mask": mask.view(np.float16),
         "attn_inp_k_idxs": cells,
         "attn_inp_v_idxs": cells,
-        "inp_out_ids": np.concatenate(rows).astype(np.int32),
+        "inp_out_ids": _joined(rows),
     }
     counts = tuple(map(len, rows))
-    shape = StepShape(t, sum(counts), n_kv, len(work))
-    return Batch(shape, values, sequences, positions, cells, counts)
+    shape = StepShape(t, sum(counts), mask.shape[1], len(work))
+    return Batch(shape, values, sequences, values["inp_pos"], cells, counts)
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def shift_batch(cache: KVCache) -> Batch:
@@ -153,10 +162,11 @@ def shift_batch(cache: KVCache) -> Batch:
     return Batch(shape, {DELTAS: cache.moved}, none, none.astype(np.int32), none, ())
 
 
-_ROWS = {
-    "last": lambda t: np.array([t - 1], dtype=np.int32),
-    "all": lambda t: np.arange(t, dtype=np.int32),
-    "none": lambda t: np.empty(0, dtype=np.int32),
+# which of the tokens begin..end-1 have outputs, int32
+_ROWS: dict[Outputs, Callable[[int, int], np.ndarray]] = {
+    "last": lambda begin, end: np.array([end - 1], dtype=np.int32),
+    "all": lambda begin, end: np.arange(begin, end, dtype=np.int32),
+    "none": lambda begin, end: np.empty(0, dtype=np.int32),
 }
 
 
@@ -194,9 +204,15 @@ def check_prompt(tokens: Sequence[int], n_vocab: int, n_ctx: int, n_past: int = 
 def check_ids(tokens: Sequence[int], n_vocab: int) -> np.ndarray:
     """Token ids as (T,) int32; raises UsageError naming the first outside 0..n_vocab-1."""
     for i, token in enumerate(tokens):
-        if not 0 <= token < n_vocab:
-            raise UsageError(
-                f"token id {token} at index {i} is outside the vocabulary of "
-                f"0..{n_vocab - 1}; use ids of this model's tokenizer"
-            )
+        check_id(token, i, n_vocab)
     return np.array(tokens, dtype=np.int32)
+
+
+def check_id(token: int, index: int, n_vocab: int) -> int:
+    """The token id; raises UsageError outside 0..n_vocab-1. index: among the ids given."""
+    if not 0 <= token < n_vocab:
+        raise UsageError(
+            f"token id {token} at index {index} is outside the vocabulary of "
+            f"0..{n_vocab - 1}; use ids of this model's tokenizer"
+        )
+    return token

@@ -53,6 +53,8 @@ class Engine:
         self.toggles = toggles = resolve(wanted, loaded)
         self.preset, self.chosen = said(wanted, toggles, loaded.device, self._ordering.sync)
         self.n_steps = 0
+        # after how many steps the rings that steps take by turns come round again
+        self.period = self._ordering.period
         self._turn = 0  # of the rings, also of steps that failed
         self._events: dict[str, Any] = {}
         self._under_way: Pending | None = None
@@ -66,16 +68,14 @@ class Engine:
         self._step_programs = StepPrograms(
             loaded, toggles, self._ordering, programmatic, self._residents, self._spent
         )
-        self._ns = dict.fromkeys(
-            (f"{phase}_ns" for phase in (*PHASES, "prepare", "batch", "issue", "wait")), 0
-        )
+        self._ns = dict.fromkeys((*PHASES, "prepare", "batch", "issue", "wait"), 0)
         self._programs: Programs = POLICIES[toggles.graph_reuse](self._build)
         self._workspace = Workspace(loaded.backends, self._programs.clear)
         try:
             self._residents.allocate(loaded)
             # reserve for the largest step, so that memory grows later only for many outputs
             largest = StepShape(config.n_ubatch, 1, self.cache.n_cells)
-            for turn in range(self._ordering.period):
+            for turn in range(self.period):
                 self._workspace.bind(self._step_programs.of(largest, turn))
         except BaseException:
             self.close()
@@ -171,7 +171,7 @@ class Engine:
         if work and self.cache.moved is not None:
             self._rotate()
         watch = self._watch_of(self.n_steps)
-        watch.begin(self.n_steps, sum(len(tokens) for _, tokens, _ in work), self.cache.n_used)
+        watch.begin(self.n_steps, work, self.cache.n_used)
         return watch
 
     def _rotate(self) -> None:
@@ -185,7 +185,7 @@ class Engine:
         pending.wait()
 
     def _key(self, shape: StepShape) -> Key:
-        turn, self._turn = self._turn, (self._turn + 1) % self._ordering.period
+        turn, self._turn = self._turn, (self._turn + 1) % self.period
         return Key(shape, turn)
 
     # what a step under way tells ----------------------------------------------------------------
@@ -200,7 +200,7 @@ class Engine:
 
     def count(self, phase: str, ns: int) -> None:
         """Adds to the time of a phase."""
-        self._ns[f"{phase}_ns"] += ns
+        self._ns[phase] += ns
 
     # who looks on -------------------------------------------------------------------------------
 
@@ -303,11 +303,6 @@ class Engine:
         return self._made.cycle(n_prompt, n_decoded)
 
     @property
-    def period(self) -> int:
-        """After how many steps the rings that steps take by turns come round again."""
-        return self._ordering.period
-
-    @property
     def _made(self) -> StepPrograms:
         """What makes programs, of an engine that is open."""
         assert self._open is not None
@@ -324,7 +319,7 @@ class Engine:
     def _spent(self, phase: str, start_ns: int, end_ns: int) -> None:
         """Counts host time of a phase, and shows it in a trace: in the step under way, or that to
         come."""
-        self._ns[f"{phase}_ns"] += end_ns - start_ns
+        self._ns[phase] += end_ns - start_ns
         if self._recorder is not None:
             self._recorder.add(phase, "build", HOST_LANE, start_ns, end_ns, step=self.n_steps)
 
@@ -371,7 +366,7 @@ class Engine:
             "steps": self.n_steps,
             "programs_built": self._programs.built,
             "programs_reused": self._programs.reused,
-            **self._ns,
+            **{f"{phase}_ns": ns for phase, ns in self._ns.items()},
         }
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ the stores of a later step come behind its reads in stream order. (llama.cpp: `l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -40,14 +40,17 @@ class KVCache:
         self._positions = np.full((1, self.n_cells), EMPTY, dtype=np.int32)
         self._masks = np.full((1, self.n_cells), _HIDDEN, dtype=np.uint16)
         self._next = np.zeros(1, dtype=np.int64)  # by sequence: the position of its next token
-        self._moved: np.ndarray | None = None
+        # by how many positions each cell has moved since the stored K was rotated, (n_cells,)
+        # int32; None where no cell has
+        self.moved: np.ndarray | None = None
 
     # what a step asks and tells ---------------------------------------------------------------
 
     def length(self, sequence: int = 0) -> int:
         """The position of the next token of a sequence: 0 where it has none."""
-        self._check(sequence)
-        return int(self._next[sequence]) if sequence < len(self._next) else 0
+        if not 0 <= sequence < len(self._next):
+            self.reserve(sequence)
+        return int(self._next[sequence])
 
     def owners(self, cell: int) -> set[int]:
         """The sequences that own a cell."""
@@ -73,20 +76,19 @@ class KVCache:
         positions (T,) int32 are those of the next tokens of `sequence`, cells (T,) int64 the cells
         they will have. A token sees cells of its sequence with its own position or an earlier one.
         """
-        n_kv = out.shape[1]
-        if len(positions) == 1:
-            out[0] = self._masks[sequence, :n_kv]
-            out[0, cells[0]] = 0
-            return
-        held = self._positions[sequence, :n_kv].copy()
+        held = self._positions[sequence, : out.shape[1]].copy()
         held[cells] = positions
         np.multiply((held > positions[:, None]).view(np.uint8), _HIDDEN, out=out)
 
-    def masks_of_one(self, sequences: np.ndarray, cells: np.ndarray, n_kv: int) -> np.ndarray:
-        """As `mask` for one token of each of several sequences: (T, n_kv) uint16."""
-        out = self._masks[sequences, :n_kv]
-        out[np.arange(len(cells)), cells] = 0
-        return out
+    def masks_of_one(
+        self, sequences: np.ndarray, cells: np.ndarray, rows: Sequence[int], out: np.ndarray
+    ) -> None:
+        """As `mask`, for rows of out whose token is the only one of its sequence: the token sees
+        all cells of the sequence, and its own."""
+        n_kv = out.shape[1]
+        for row in rows:
+            out[row] = self._masks[sequences[row], :n_kv]
+            out[row, cells[row]] = 0
 
     def store(
         self, sequences: np.ndarray, positions: np.ndarray, cells: np.ndarray
@@ -96,12 +98,19 @@ class KVCache:
         if not len(cells):
             return lambda: None
         before = self._next[sequences]
-        self._positions[sequences, cells] = positions
-        self._masks[sequences, cells] = 0
-        self._n_owners[cells] = 1
-        self._next[sequences] = positions + 1  # the last one counts
+        if len(cells) == 1:  # scalars are twice as fast
+            sequence, cell = sequences[0], cells[0]
+            self._positions[sequence, cell] = positions[0]
+            self._masks[sequence, cell] = 0
+            self._n_owners[cell] = 1
+            self._next[sequence] = positions[0] + 1
+        else:
+            self._positions[sequences, cells] = positions
+            self._masks[sequences, cells] = 0
+            self._n_owners[cells] = 1
+            self._next[sequences] = positions + 1  # the last one counts
         self.n_used += len(cells)
-        self._end = max(self._end, int(cells.max()) + 1)
+        self._end = max(self._end, int(cells[-1]) + 1)
         self.n_changes += 1
 
         def undo() -> None:
@@ -133,7 +142,7 @@ class KVCache:
         self._n_owners[:] = 0
         self._next[:] = 0
         self.n_used = self._end = 0
-        self._moved = None
+        self.moved = None
         self.n_changes += 1
 
     def remove(self, sequence: int, begin: int = 0, end: int | None = None) -> None:
@@ -197,20 +206,14 @@ class KVCache:
             )
         self._positions[sequence, cells] = new
         self._set_next(sequence)
-        if self._moved is None:
-            self._moved = np.zeros(self.n_cells, np.int32)
-        self._moved[cells] += delta
+        if self.moved is None:
+            self.moved = np.zeros(self.n_cells, np.int32)
+        self.moved[cells] += delta
         self.n_changes += 1
-
-    @property
-    def moved(self) -> np.ndarray | None:
-        """By how many positions each cell has moved since the stored K was rotated, (n_cells,)
-        int32; None where no cell has."""
-        return self._moved
 
     def rotated(self) -> None:
         """The stored K is where the positions are."""
-        self._moved = None
+        self.moved = None
 
     # inside -----------------------------------------------------------------------------------
 
@@ -244,8 +247,8 @@ class KVCache:
         self._n_owners[cells] -= 1
         free = cells[self._n_owners[cells] == 0]
         self.n_used -= len(free)
-        if self._moved is not None:
-            self._moved[free] = 0
+        if self.moved is not None:
+            self.moved[free] = 0
         used = np.flatnonzero(self._n_owners[: self._end])
         self._end = int(used[-1]) + 1 if len(used) else 0
         self.n_changes += 1

@@ -23,6 +23,8 @@ class Pending:
     waited for.
     """
 
+    __slots__ = ("_batch", "_engine", "_logits", "_program", "_undo", "_watch", "_work")
+
     def __init__(self, engine: Engine, watch: Watch, program: Prepared, batch: Batch, work: Work):
         """Issues the step, and notes whose its cells are."""
         self._engine, self._watch, self._program = engine, watch, program

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from workbench.backend.base import Backend, Issue
 from workbench.backend.issue import Call, Plain, Prepared
+from workbench.engine.batch import Work, n_tokens
 from workbench.program.commands import (
     RESULT,
     Command,
@@ -35,7 +36,7 @@ class Watch(Plain):
 
     counts = True  # the step's phases count among those of the engine
 
-    def begin(self, step: int, n_tokens: int, n_past: int) -> None:
+    def begin(self, step: int, work: Work, n_past: int) -> None:
         """A step begins; before its batch is made."""
 
     def end(self, waited: bool) -> None:
@@ -117,10 +118,10 @@ class Trace(Watch):
         self._span: AbstractContextManager[None] = nullcontext()
         self._marks: list[tuple[Prepared, int, int, Any, Any]] = []  # of steps not waited for, too
 
-    def begin(self, step: int, n_tokens: int, n_past: int) -> None:
+    def begin(self, step: int, work: Work, n_past: int) -> None:
         self._step = step
         self._span = self._recorder.span(
-            f"step {step}", "step", step=step, n_tokens=n_tokens, n_past=n_past
+            f"step {step}", "step", step=step, n_tokens=n_tokens(work), n_past=n_past
         )
         self._span.__enter__()
 
@@ -193,8 +194,8 @@ class Untraced(Watch):
         self._recorder, self._inner = recorder, inner
         self._n_tokens = self._start = 0
 
-    def begin(self, step: int, n_tokens: int, n_past: int) -> None:
-        self._n_tokens, self._start = n_tokens, now_ns()
+    def begin(self, step: int, work: Work, n_past: int) -> None:
+        self._n_tokens, self._start = n_tokens(work), now_ns()
 
     def head(self, prepared: Prepared) -> Iterable[Issue]:
         return self._inner.head(prepared)
