@@ -1,10 +1,10 @@
 """The argument order of every kernel, for the CPU and for CUDA alike.
 
-`pack(node, address_of, scratch)` gives the argument list of the kernel that runs `node`: addresses
-and counts as int (64 bits), real parameters as float (float32 on CUDA; on the CPU a float64 in the
-64-bit slot). `address_of(tensor)` is the byte address where the tensor lies for this node's
-backend; an absent optional tensor is address 0. `scratch` is the address of the node's scratch
-range (0 where the backend asked for none).
+`pack(node, address_of, scratch)` gives the argument list of the kernel that runs `node`. Addresses
+and counts are int (64 bits). Real parameters are float: float32 on CUDA, float64 on the CPU, where
+every argument has 64 bits. `address_of(tensor)` is the byte address where the tensor lies for this
+node's backend; an absent optional tensor is address 0. `scratch` is the address of the node's
+scratch range (0 where the backend asked for none).
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ launches:
     fuse_product_norm       where norms are halved (`defer.py`): the output and the down product +
                             the residual add + the half behind it; the other half + the products
 
-With all of them a layer is 7 launches: norm, Q + K + V to the cache, attention, output product,
-norm, gate + up + swiglu, down product. With halved norms it is 5. The patterns are those of
-llama.cpp's CUDA backend (ggml_cuda_can_fuse) taken further: its graph has a launch for each
-quantisation, rope, store, norm and product of Q, K and V.
+With all of them a layer is 7 launches: norm, QKV to the cache, attention, output product, norm,
+gate + up + swiglu, down product. With halved norms it is 5. The patterns take llama.cpp's further
+(ggml_cuda_can_fuse of its CUDA backend). Its graph has a launch for each quantisation, rope, store,
+norm and product of Q, K and V.
 
     op of the fused node   parts
     norm                   [add] [rms_norm] [mul] [quantize], two of them at least
@@ -121,22 +121,35 @@ class Product(NamedTuple):
         return self.nodes[-1].output
 
 
+def named(nodes: Sequence[Node], at: int, ops: tuple[str, ...]) -> list[Node]:
+    """The nodes from `at` on, as many as `ops`, if those are their ops; else none."""
+    found = list(nodes[at : at + len(ops)])
+    return found if tuple([n.op for n in found]) == ops else []
+
+
+def reads(nodes: Sequence[Node], at: int, op: str, made: Tensor) -> Node | None:
+    """Node `at`, if it is an `op` whose first input is `made`."""
+    node = nodes[at] if at < len(nodes) else None
+    found = node is not None and node.op == op and node.inputs[0].storage is made.storage
+    return node if found else None
+
+
 def product_at(nodes: Sequence[Node], at: int) -> Product | None:
     """The product that begins with node `at`, if one does."""
 
-    def behind(last: Node, op: str) -> Node | None:
-        node = nodes[at + 1] if at + 1 < len(nodes) else None
-        reads = node and node.op == op and node.inputs[0].storage is last.output.storage
-        return node if reads else None
-
-    if at >= len(nodes) or nodes[at].op != "mul_mat":
+    if at >= len(nodes) or nodes[at].op not in _MULTIPLIES:
         return None
     last = mul_mat = nodes[at]
-    scale = behind(last, "rms_scale")
+    scale = reads(nodes, at + 1, "rms_scale", last.output)
     if scale is not None:
         last, at = scale, at + 1
-    bias = behind(last, "add")
-    return Product(mul_mat, scale, bias if bias and len(bias.inputs[1].shape) == 1 else None)
+    bias = reads(nodes, at + 1, "add", last.output)
+    return Product(mul_mat, scale, bias if bias and has_row(bias) else None)
+
+
+def has_row(node: Node) -> bool:
+    """Whether the second input is one row for all rows of the first, as a bias or a weight is."""
+    return len(node.inputs[1].shape) == 1
 
 
 class _Products(NamedTuple):
@@ -162,15 +175,6 @@ class _Matcher:
         self.on = on
         self.at = 0
 
-    def peek(self, at: int) -> Node | None:
-        return self.nodes[at] if at < len(self.nodes) else None
-
-    def reads(self, at: int, op: str, made: Tensor) -> Node | None:
-        """Node `at`, if it is an `op` whose first input is `made`."""
-        node = self.peek(at)
-        found = node is not None and node.op == op and node.inputs[0].storage is made.storage
-        return node if found else None
-
     def next(self, readers: dict[Tensor, int]) -> list[Node]:
         node = self.nodes[self.at]
         rule = _RULES.get(node.op)
@@ -189,17 +193,19 @@ class _Matcher:
     def norm(self) -> _Taken:
         """[add] [rms_norm] [mul] [quantize], from whichever of them comes first."""
         parts = [self.nodes[self.at]]
-        if parts[0].op == "add" and len(parts[0].inputs[1].shape) == 1:
-            return None  # a bias, no residual
-        for before, op, toggle in _NORM_JOINTS:
+        for before, op, toggle, by_row in _NORM_JOINTS:
             if parts[-1].op == before and toggle in self.on:
-                node = self.reads(self.at + len(parts), op, parts[-1].output)
-                if node is not None and (op != "mul" or len(node.inputs[1].shape) == 1):
+                node = reads(self.nodes, self.at + len(parts), op, parts[-1].output)
+                if node is not None and (not by_row or has_row(node)):
                     parts.append(node)
         if len(parts) < 2:
             return None
-        named = next((p for p in parts if p.op == "rms_norm"), parts[0])
-        return [("norm", named.name, parts)], self.at + len(parts)
+        names = {p.op: p.name for p in parts}
+        return [("norm", names.get("rms_norm", parts[0].name), parts)], self.at + len(parts)
+
+    def residual(self) -> _Taken:
+        """A norm that begins with the residual add; the add of a bias begins none."""
+        return None if has_row(self.nodes[self.at]) else self.norm()
 
     def heads(self) -> _Taken:
         """The norm of the query heads may begin a rope_store; else it is a norm like any other."""
@@ -215,13 +221,10 @@ class _Matcher:
 
     def rope_store_at(self, at: int) -> list[Node]:
         """[rms_norm mul rms_norm mul] rope rope set_rows set_rows from `at` on, or nothing."""
-        for ops in (_ROPE_STORE, _NORMED_ROPE_STORE):
-            parts = self.nodes[at : at + len(ops)]
-            if tuple(n.op for n in parts) == ops and (
-                ops is _ROPE_STORE or "fuse_norm_mul" in self.on
-            ):
-                return parts
-        return []
+        parts = named(self.nodes, at, _ROPE_STORE)
+        if not parts and "fuse_norm_mul" in self.on:
+            parts = named(self.nodes, at, _NORMED_ROPE_STORE)
+        return parts
 
     def products(self) -> _Products:
         """The products of one x from here on, side by side in the graph."""
@@ -266,22 +269,21 @@ class _Matcher:
 
     def norm_behind(self, found: _Products) -> list[Node]:
         """The residual add of a product and half a norm, or nothing."""
-        parts = self.nodes[found.end : found.end + 3]
-        halved = tuple(n.op for n in parts) == ("add", "square_sums", "mul")
-        if not halved or "fuse_product_norm" not in self.on:
+        parts = named(self.nodes, found.end, _RESIDUAL_HALF)
+        if not parts or "fuse_product_norm" not in self.on:
             return []
         if found.all[0].output.storage not in {t.storage for t in parts[0].inputs}:
             return []
         if any(n.inputs[0].storage is not parts[0].output.storage for n in parts[1:]):
             return []
-        quantize = self.reads(found.end + 3, "quantize", parts[-1].output)
+        quantize = reads(self.nodes, found.end + 3, "quantize", parts[-1].output)
         joined = quantize is not None and "fuse_norm_quantize" in self.on
         return [*parts, quantize] if quantize is not None and joined else parts
 
     def glu_behind(self, found: _Products) -> list[Node]:
         """swiglu [quantize] of two products of one weight type, or nothing."""
         gate, up = found.all
-        node = self.reads(found.end, "swiglu", gate.output)
+        node = reads(self.nodes, found.end, "swiglu", gate.output)
         same = gate.mul_mat.inputs[0].dtype == up.mul_mat.inputs[0].dtype
         if node is None or node.inputs[1].storage is not up.output.storage or not same:
             return []
@@ -290,7 +292,7 @@ class _Matcher:
     def quantize_of(self, at: int, node: Node) -> list[Node]:
         if "fuse_epilogue_quantize" not in self.on:
             return []
-        quantize = self.reads(at, "quantize", node.output)
+        quantize = reads(self.nodes, at, "quantize", node.output)
         return [] if quantize is None else [quantize]
 
     def epilogue(self) -> _Taken:
@@ -303,15 +305,17 @@ class _Matcher:
 
 _Taken = tuple[list[tuple[str, str, list[Node]]], int] | None
 
+_MULTIPLIES = frozenset({"mul_mat"})
+_RESIDUAL_HALF = ("add", "square_sums", "mul")
 _ROPE_STORE = ("rope", "rope", "set_rows", "set_rows")
 _NORMED_ROPE_STORE = ("rms_norm", "mul", "rms_norm", "mul", *_ROPE_STORE)
-_NORM_JOINTS = (  # op, the op that may join it, the toggle that says so
-    ("add", "rms_norm", "fuse_add_norm"),
-    ("rms_norm", "mul", "fuse_norm_mul"),
-    ("mul", "quantize", "fuse_norm_quantize"),
+_NORM_JOINTS = (  # op, the op that may join it, the toggle that says so, only with one row
+    ("add", "rms_norm", "fuse_add_norm", False),
+    ("rms_norm", "mul", "fuse_norm_mul", True),
+    ("mul", "quantize", "fuse_norm_quantize", False),
 )
 _RULES: dict[str, Callable[[_Matcher], _Taken]] = {
-    "add": _Matcher.norm,
+    "add": _Matcher.residual,
     "rms_norm": _Matcher.heads,
     "mul": _Matcher.norm,
     "rope": _Matcher.rope_store,

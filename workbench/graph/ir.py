@@ -19,7 +19,8 @@ ALIGN = 256  # bytes: what the widest device wants of a tensor's address
 class DType(NamedTuple):
     """An element type: `block` elements are stored in `block_bytes` bytes.
 
-    Names and block geometry are ggml's (`ggml-common.h`), but for Q8_ACT, see `row_bytes`.
+    Names and block geometry are ggml's (`ggml-common.h`). Q8_ACT is none of ggml's: see
+    `row_bytes`.
     """
 
     name: str
@@ -29,9 +30,9 @@ class DType(NamedTuple):
     def row_bytes(self, cols: int) -> int:
         """Bytes of one row of `cols` elements; raises UsageError where cols does not fit blocks.
 
-        A row of Q8_ACT (activations quantised to 8 bits in blocks of 32) is three planes, one
-        behind the other: `cols` int8 quants, `cols/32` float32 scales, `cols/16` int16 sums of
-        the quants of each half block; then padding to a multiple of 64 bytes.
+        A row of Q8_ACT is activations quantised to 8 bits in blocks of 32. It has three planes, one
+        behind the other: `cols` int8 quants, `cols/32` float32 scales, `cols/16` int16 sums of the
+        quants of each half block. Padding to a multiple of 64 bytes follows.
         """
         if cols % self.block:
             raise UsageError(f"a row of {cols} {self.name} elements is no multiple of {self.block}")
@@ -124,9 +125,9 @@ class Tensor:
 class Node:
     """One op with its sources; an optional source that is absent is left out of `inputs`.
 
-    A node whose op stores into one of its inputs (set_rows) has that input as its output. A fused
-    node (`graph/fuse.py`) has as `parts` the nodes it stands for, in order, and as `outputs` what
-    others read of theirs; every other node has one output and no parts.
+    A node whose op stores into one of its inputs (set_rows) has that input as its output. The
+    `parts` of a fused node (`graph/fuse.py`) are the nodes it stands for, in order. Its `outputs`
+    are what other nodes read of the parts' results. Every other node has one output and no parts.
     """
 
     __slots__ = ("inputs", "layer", "name", "op", "outputs", "params", "parts")
@@ -150,7 +151,7 @@ class Node:
 
     @property
     def output(self) -> Tensor:
-        """The first, and of a node without parts the only, output."""
+        """The first output. A node without parts has no other."""
         return self.outputs[0]
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
 """The op table: one entry for each op, with all that is known of it without a backend.
 
-An entry (`Op`) holds the shape rule, what a node reads and writes, which of these accesses depend
-on values, the bytes it touches and its arithmetic. Backends implement exactly these ops
-(`backend/args.py` gives the argument order of their kernels).
+An entry (`Op`) says what shape comes out, what a node reads and writes, and which of these accesses
+depend on values. It also counts the bytes that a node touches and its arithmetic. Backends
+implement exactly these ops (`backend/args.py` gives the argument order of their kernels).
 Activations are float32, row-major and contiguous; Q8_ACT is the one exception (see `DType`).
 
     op         inputs -> output; params
@@ -23,8 +23,8 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
     square_sums  x (T, cols) F32 -> (T, cols / 32) F32
     rms_scale  x (T, cols) F32, squares (T, n) F32 -> like x; eps
 
-A fused node (`graph/fuse.py`) is computed as its parts are, in order; what its parts write and no
-other node reads is memory of its own, or none.
+A fused node (`graph/fuse.py`) computes its parts in order. What its parts write and no other node
+reads lies in the node's scratch, or nowhere.
 
 * rms_norm: x / sqrt(mean(x^2 over the last axis) + eps). No weight: `mul` follows.
 * rope: pair i of the first n_rot elements of each head turns by
@@ -356,7 +356,7 @@ def writes(node: Node) -> list[Access]:
 
 
 def vague(node: Node) -> tuple[set[Access], set[Access]]:
-    """The accesses among `reads`, and among `writes`, of which the node may touch a part only.
+    """The accesses among `reads`, and among `writes`, that the node may touch in part only.
 
     An access of a fused node is vague where it is vague for every part that makes it.
     """
@@ -375,7 +375,7 @@ def vague(node: Node) -> tuple[set[Access], set[Access]]:
 
 
 def flops(node: Node) -> int:
-    """Arithmetic operations of the node. A fused node does those of its parts together."""
+    """Arithmetic operations of the node. A fused node does all that its parts do."""
     return sum(OPS[part.op].flops(part) for part in node.parts or (node,))
 
 

@@ -97,8 +97,8 @@ class AttentionWeights(NamedTuple):
 def attention(s: Step, i: int, w: AttentionWeights, x: Tensor) -> Tensor | None:
     """Attention of layer i with the residual: x (T, n_embd) in and out.
 
-    In the last layer only the rows asked for go on: (n_outputs, n_embd). With none asked for it
-    ends at the cache stores, and gives None.
+    In the last layer only the rows asked for go on: (n_outputs, n_embd). Where no row is asked for,
+    attention ends at the cache stores and gives None.
     """
     h, t, n_kv = s.hparams, s.shape.n_tokens, s.shape.n_kv
     k_cache, v_cache = s.caches[i]

@@ -130,12 +130,12 @@ class Model:
         return self.stored(weight).dtype != weight.dtype
 
     def position(self, weight: Tensor) -> tuple[int, int]:
-        """Where the file has a weight: part and offset."""
+        """Where a weight lies in the file: part and offset."""
         stored = self.stored(weight)
         return stored.part, stored.offset
 
     def stored(self, weight: Tensor) -> TensorInfo:
-        """Where and how the file has a weight."""
+        """Where a weight lies in the file, and in which type."""
         return self.file.tensors[weight.name]
 
     def data(
@@ -242,8 +242,8 @@ def build_graph(
     """The graph of one step of `shape`: token ids in, rows of logits out.
 
     activations: `q8`: products with quantised weights are given quantised activations, and those
-    with float weights may round theirs to the weights' type. `float`: neither; the products' nodes
-    have it as a parameter, which says so to the backends.
+    with float weights may round theirs to the weights' type. `float`: neither. The nodes of
+    products then have `activations` as a parameter, for the backends to see.
 
     Inputs, by name: inp_tokens (T,) I32, inp_pos (T,) I32, attn_inp_kq_mask (T, n_kv) F16,
     attn_inp_k_idxs and attn_inp_v_idxs (T,) I64, inp_out_ids (n_outputs,) I32. The output is

@@ -14,7 +14,7 @@ import numpy as np
 from workbench.config import EXPAND
 from workbench.errors import DeviceError, ModelFileError
 from workbench.graph.ir import F16, Q8_0, DType
-from workbench.model.finite import place
+from workbench.model.finite import where
 from workbench.model.gguf_walk import EXPANDED_TYPES, TensorInfo, shown
 from workbench.sizes import size
 
@@ -98,7 +98,7 @@ def _refuse(values: np.ndarray, info: TensorInfo, to: DType, first: int) -> None
     if largest <= _LARGEST[to]:
         return
     bad = int(np.argmax(~(np.abs(values) <= _LARGEST[to]).reshape(-1)))
-    at = place(info, first * info.shape[-1] + bad)
+    at = where(info, first * info.shape[-1] + bad)
     if not np.isfinite(largest):
         raise ModelFileError(
             f"tensor {shown(info.name)} ({info.dtype.name}) is not finite{at}; the file is "

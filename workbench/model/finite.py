@@ -28,11 +28,11 @@ def first_not_finite(file: GGUFFile) -> str | None:
             continue  # expanded when it was loaded, and looked at then
         block = _first_block(file.data(info.name), info.dtype)
         if block is not None:
-            return f"tensor {info.name} is not finite{place(info, block * info.dtype.block)}"
+            return f"tensor {info.name} is not finite{where(info, block * info.dtype.block)}"
     return None
 
 
-def place(info: TensorInfo, element: int) -> str:
+def where(info: TensorInfo, element: int) -> str:
     """` from row R, column C on`: element `element` of a tensor, in file order."""
     row, column = divmod(element, info.shape[-1])
     return f" in row {row}, column {column}" if math.prod(info.shape[:-1]) > 1 else f" at {column}"

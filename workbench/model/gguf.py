@@ -177,12 +177,12 @@ def _open(path: str | os.PathLike[str]) -> BinaryIO:
 def model_hash(model: str | os.PathLike[str] | GGUFFile) -> str:
     """The identity of a model for provenance: 64 hex digits, quick for files of any size.
 
-    SHA-256 over the file's size, everything before the tensor data (metadata and tensor list), the
-    first 4 KiB of every tensor, and 256 evenly spaced blocks of 64 KiB of the data, its first and
-    last bytes among them; all of the data where that is no more than 16 MiB. Of a model in several
-    files it is taken over these hashes. It depends on nothing but the files' bytes. A change that
-    misses every block goes unseen: it tells models apart, and is no proof against tampering. Raises
-    ModelFileError as `open_gguf` does.
+    SHA-256 over the file's size, everything before the tensor data (metadata and tensor list), and
+    samples of the data. The samples are the first 4 KiB of every tensor, and 256 evenly spaced
+    blocks of 64 KiB, with the data's first and last bytes among them. Data of up to 16 MiB is
+    hashed whole. The identity of a model in several files is a hash over the files' hashes. It
+    depends on nothing but the files' bytes. A change that misses every block goes unseen: it tells
+    models apart, and is no proof against tampering. Raises ModelFileError as `open_gguf` does.
     """
     if not isinstance(model, GGUFFile):
         with open_gguf(model) as opened:

@@ -8,11 +8,11 @@ Layout, from the GGUF specification (ggml `docs/gguf.md`); strings are a u64 len
     padding to `general.alignment` | tensor data, every tensor at a multiple of the alignment
 
 A model file is untrusted input. Every length, offset, type and count is checked against what is
-left of the file before it is believed, and whatever is wrong raises ModelFileError, one line that
-says what, at which byte, and what to do. What is allocated is bounded: the numbers of an array
-take their own size, a string array 8 bytes a string (it is decoded on demand), a single string up
-to 4 bytes a byte (Python's widest form), and keys, tensors and nested arrays under 1 KiB each, of
-which there are at most MAX_ENTRIES.
+left of the file before it is believed. Whatever is wrong raises ModelFileError: one line that says
+what, at which byte, and what to do. What is allocated is bounded. The numbers of an array take
+their own size. A string array takes 8 bytes a string (it is decoded on demand), a single string up
+to 4 bytes a byte (Python's widest form). Keys, tensors and nested arrays take under 1 KiB each, and
+there are at most MAX_ENTRIES of each.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class HeaderWalk:
             self._key_value()
         found = [self._tensor() for _ in range(n_tensors)]
         self.data_offset = round_up(self.pos, self.alignment)
-        self.tensors = self._place(found)
+        self.tensors = self._located(found)
 
     def fail(self, what: str, at: int, do: str = DAMAGED) -> NoReturn:
         raise ModelFileError(f"{shown(self.path)}: {what} at byte {at}; {do}")
@@ -314,7 +314,7 @@ class HeaderWalk:
         nbytes = n // dtype.block * dtype.block_bytes
         return at, TensorInfo(name, dtype, tuple(reversed(dims)), offset, nbytes)
 
-    def _place(self, found: list[tuple[int, TensorInfo]]) -> dict[str, TensorInfo]:
+    def _located(self, found: list[tuple[int, TensorInfo]]) -> dict[str, TensorInfo]:
         """Tensors by name with absolute offsets; refuses twins, overlaps, and ends past the end."""
         tensors: dict[str, TensorInfo] = {}
         for at, info in found:

@@ -1,6 +1,6 @@
 """What is in a model file, and how many bytes of weights a token must read.
 
-The second is the numerator of every bandwidth figure: decode of one token reads each weight once,
+These bytes are the numerator of every bandwidth figure. Decode of one token reads each weight once,
 so tokens per second times `weight_bytes_per_token` is the bandwidth that was used.
 """
 

@@ -54,8 +54,8 @@ def names(path: str, metadata: dict[str, Any]) -> list[str]:
 def joined(path: str, walks: Sequence[HeaderWalk]) -> dict[str, TensorInfo]:
     """The tensors of all parts, in order, each with the number of its part.
 
-    Raises ModelFileError where a part is another one than its name says, where parts disagree about
-    how many there are or how many tensors they have, and for a tensor that is in two of them.
+    Raises ModelFileError where a part is another one than its name says, and for a tensor that is
+    in two parts. It also does where parts disagree about how many parts or tensors there are.
     """
     if len(walks) == 1 and walks[0].metadata.get("split.count", 1) in (0, 1):
         return walks[0].tensors

@@ -214,8 +214,8 @@ def tensor_type(spec: TensorSpec, preset: Preset, quant: str, head: str | None =
       otherwise Q6_K; the base type where that is not quantised; `head` overrides.
     * in Q4_K and Q5_K files (the `_M` mixes), attn_v and ffn_down of some layers: Q6_K.
     * MXFP4: `llama-quantize` stores only expert matrices in MXFP4 and everything else in Q8_0,
-      which would leave none in a dense model. Here the matrices of the layers are MXFP4, and head
-      and embedding Q8_0, as it makes them.
+      which would leave none in a dense model. Here the matrices of the layers are MXFP4. Head and
+      embedding are Q8_0, as `llama-quantize` makes them.
     * where a row is no multiple of the block: Q8_0 for K-quants and an unsuited head, else F16.
       (llama-quantize falls back from Q4_K to Q5_0 and from Q5_K to Q5_1; neither is a type here.)
 
@@ -248,15 +248,15 @@ def tensor_type(spec: TensorSpec, preset: Preset, quant: str, head: str | None =
 def rope_factors(preset: Preset) -> np.ndarray:
     """What `rope_freqs.weight` holds: float32 (head_dim/2,) divisors of the rotation speeds.
 
-    Llama 3.1: rotations with a wavelength under n_ctx_orig/high keep their speed (1), those over
-    n_ctx_orig/low are slowed by `factor`, and between the two the speed goes linearly in
-    n_ctx_orig/wavelength.
+    Llama 3.1: rotations with a wavelength under n_ctx_orig/high keep their speed (1). Rotations
+    with a wavelength over n_ctx_orig/low are slowed by `factor`. Between the two the speed goes
+    linearly in n_ctx_orig/wavelength.
     """
     scaling = preset.rope_scaling
     if scaling is None:
         raise UsageError("this preset has no rope factors")
     pairs = np.arange(preset.head_dim // 2, dtype=np.float64)
     wavelength = 2 * math.pi * preset.rope_base ** (2 * pairs / preset.head_dim)
-    turns = scaling.n_ctx_orig / wavelength
-    smooth = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
+    rotations = scaling.n_ctx_orig / wavelength
+    smooth = np.clip((rotations - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
     return (1 / ((1 - smooth) / scaling.factor + smooth)).astype(np.float32)

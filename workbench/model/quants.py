@@ -14,9 +14,9 @@
 | Q6_K | (d * scales[i/16]) * (q - 32) | two halves of 128 values, see below |
 
 `sc` and `m` of Q4_K and Q5_K are eight 6-bit numbers each in 12 bytes, see `unpack_scales`. Half h
-of a Q6_K block has 64 bytes of ql (values 0..63 in low nibbles, 64..127 in high ones) and 32 of qh,
-of which bits 2k and 2k + 1 of byte j are the high bits of value 32k + j. Products are float32, in
-the order the brackets give.
+of a Q6_K block has 64 bytes of ql: values 0..63 in low nibbles, 64..127 in high ones. It has 32
+bytes of qh: bits 2k and 2k + 1 of byte j are the high bits of value 32k + j. Products are float32,
+in the order the brackets give.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ _CHUNK = 4096  # blocks dequantised together: temporaries stay in the cache
 def unpack_scales(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """sc and m, uint8 (n, 8) each, of Q4_K or Q5_K `scales`, uint8 (n, 12).
 
-    Bytes 0..3 hold sc 0..3 in their low six bits, bytes 4..7 m 0..3; their top two bits are the
-    high bits of sc 4..7 and m 4..7, whose low four are the low and high nibbles of bytes 8..11.
+    Bytes 0..3 hold sc 0..3 in their low six bits, bytes 4..7 hold m 0..3. The top two bits of these
+    bytes are the high bits of sc 4..7 and m 4..7. Low and high nibbles of bytes 8..11 are the low
+    four bits of sc 4..7 and of m 4..7.
     """
     a, b, c = scales[:, 0:4], scales[:, 4:8], scales[:, 8:12]
     sc = np.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=1)
@@ -76,10 +77,10 @@ def _f32(a: np.ndarray) -> np.ndarray:
     return a.astype(np.float32)
 
 
-def _nibbles(qs: np.ndarray, run: int) -> np.ndarray:
-    """Nibbles of uint8 (n, b), (n, 2b): of every `run` bytes the low ones, then the high ones."""
-    runs = qs.reshape(len(qs), -1, 1, run)
-    return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(qs), -1)
+def _nibbles(qs: np.ndarray, group: int) -> np.ndarray:
+    """Nibbles of uint8 (n, b), (n, 2b): of every `group` bytes the low ones, then the high ones."""
+    groups = qs.reshape(len(qs), -1, 1, group)
+    return np.concatenate([groups & 15, groups >> 4], axis=2).reshape(len(qs), -1)
 
 
 def _q8_0(b: np.ndarray) -> np.ndarray:
@@ -217,8 +218,8 @@ def random_blocks(
     """Random weights of mean about 0 and standard deviation about `std`: uint8 (rows, row_bytes).
 
     F32, F16 and BF16 are normal (16-bit types by 65536 equally likely values). Quants of the other
-    types are uniform random bits; a block's scale is one of 256 within 25 % of a middle (MXFP4: the
-    two powers of two around it), drawn by random bits too; Q4_0, whose quants have mean -1/2, and
+    types are uniform random bits. A block's scale is one of 256 within 25 % of a middle (MXFP4: the
+    two powers of two around it), drawn by random bits too. Q4_0 (its quants have mean -1/2) and
     Q8_0 have scales of both signs. Every block is one a quantiser could have written: finite, no
     -128 in Q8_0. rng must draw 64 bits at a time (`numpy.random.default_rng`, SFC64, Philox).
     Raises UsageError for a std whose scales a type cannot hold.

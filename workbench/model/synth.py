@@ -2,11 +2,11 @@
 
 A scheduling question needs a model of the right shape, not one that knows anything. Files are
 complete GGUF v3: llama.cpp loads them. Weights have about zero mean and standard deviation
-1/sqrt(columns), so activations stay of order one through any number of layers; norm weights and
-biases differ from 1 and 0 by enough that a test notices where they are left out.
+1/sqrt(columns), so activations stay of order one through any number of layers. Norm weights and
+biases differ enough from 1 and 0 that a test notices where they are left out.
 
-A file is a function of (preset, quant, head, seed): that record is kept in its metadata under
-`workbench.synth`, and a file that already holds it is used again.
+A file is a function of (preset, quant, head, seed). Its metadata keeps these four under
+`workbench.synth`, and a file that already holds them is used again.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def write_model(
     The file appears under its name only when it is complete. progress: tell what is left of it
     (`workbench/progress.py`).
 
-    Raises UsageError for an unknown preset, quant or head type, for a file that is in the way, and
-    where the disk is too small or does not let us write.
+    Raises UsageError for an unknown preset, quant or head type, and for a file that is in the way.
+    It also does where the disk is too small or does not let us write.
     """
     shape, quant, out = find_preset(preset), quant_name(quant), Path(out)
     head = quant_name(head) if head is not None else None

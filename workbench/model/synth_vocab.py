@@ -65,7 +65,7 @@ def _bpe_vocab(pre: str, n_vocab: int) -> Vocab:
     llama, large = pre == "llama-bpe", n_vocab > 100_000
     control = _LLAMA_BPE_CONTROL if llama else _QWEN_CONTROL
     user_defined = [] if llama else _QWEN_USER_DEFINED
-    if large and llama:  # 256 reserved places behind 128000 tokens
+    if large and llama:  # 256 reserved tokens behind 128000 tokens
         n_named = len(control)
         control = control + [f"<|reserved_special_token_{i}|>" for i in range(256 - n_named)]
     # Qwen3 has 151669 tokens; converters pad the list to the embedding's rows.
@@ -103,7 +103,7 @@ def _fill_bpe(tokens: list[str], merges: list[str], n_tokens: int, every_split: 
 
     Each word is a merge of two earlier tokens, as BPE wants it; the long ones begin with a space
     ("Ġ" in the byte alphabet). every_split: list each way of splitting a word into two tokens, as
-    converters from tiktoken do; that gives about two merges a token, as Llama 3 has.
+    converters from tiktoken do. It gives about two merges a token, as Llama 3 has.
     """
     known = set(tokens)
     syllables = _syllables()

@@ -4,7 +4,7 @@
 `llama` is SentencePiece BPE (run by `sentencepiece`). Both packages are imported when a tokenizer
 is built, not with this module.
 
-Before either runs, control and user-defined tokens are cut out of the text: each is one token
+Before either runs, control and user-defined tokens are cut out of the text. Each is one token
 wherever its text stands, the longest first, as in llama.cpp. `decode` gives back the text that was
 encoded.
 """
