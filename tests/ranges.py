@@ -17,6 +17,7 @@ from workbench.backend.base import Backend
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import (
+    ALIGN,
     F16,
     F32,
     I32,
@@ -35,6 +36,7 @@ from workbench.graph.ir import (
 )
 from workbench.model.quants import quantize_activations, random_blocks
 from workbench.program.commands import Space
+from workbench.sizes import round_up
 
 GAP = 512  # bytes of poison around each tensor
 # bytes whose repetition is a NaN as float32 and as float16
@@ -138,9 +140,9 @@ def run(
     offsets, end = {}, GAP
     for t in placed:
         offsets[t] = end
-        end += -(-(t.nbytes + GAP) // 256) * 256
+        end += round_up(t.nbytes + GAP, ALIGN)
     scratch, scratch_bytes = end, backend.scratch_bytes(node)
-    end += -(-(scratch_bytes + GAP) // 256) * 256
+    end += round_up(scratch_bytes + GAP, ALIGN)
     before = np.full(end, poison, np.uint8)
     for tensor, offset, nbytes in ops.reads(node):
         if tensor in offsets:

@@ -28,6 +28,7 @@ from workbench.backend.cuda.backend import CudaBackend
 from workbench.graph import arena
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import (
+    ALIGN,
     DTYPES,
     F16,
     F32,
@@ -41,6 +42,7 @@ from workbench.graph.ir import (
 )
 from workbench.graph.ops import make
 from workbench.program.commands import Space
+from workbench.sizes import round_up
 
 pytestmark = pytest.mark.gpu
 
@@ -128,10 +130,10 @@ class Rig:
         self._memory: list[Memory] = []
         rng = np.random.default_rng(stream)
         made = [(name, graph, given(graph, rng)) for name, graph in graphs()]
-        plans = [self._plan(graph) for _, graph, _ in made]
-        self.poisoned = sum(plan.nbytes for plan in plans)
+        layouts = [self._layout(graph) for _, graph, _ in made]
+        self.poisoned = sum(layout.nbytes for layout in layouts)
         caches = [(t, a) for _, _, values in made for t, a in values.items() if _is_cache(t)]
-        cache_bytes = sum(_aligned(t.nbytes) for t, _ in caches)
+        cache_bytes = sum(round_up(t.nbytes, ALIGN) for t, _ in caches)
         self.nbytes = self.poisoned + cache_bytes
         self.used = np.zeros(self.nbytes, bool)  # bytes that are compared
         self.used[self.poisoned :] = True
@@ -142,38 +144,38 @@ class Rig:
         self.logged = self.log.array.reshape(BATCH, self.nbytes)
         at, cache_at = 0, self.poisoned
         self.cases = []
-        for (name, graph, values), plan in zip(made, plans, strict=True):
-            places = {t: self.work + at + offset for t, offset in plan.offsets.items()}
-            scratch = {n: self.work + at + offset for n, (offset, _) in plan.scratch.items()}
+        for (name, graph, values), layout in zip(made, layouts, strict=True):
+            addresses = {t: self.work + at + offset for t, offset in layout.offsets.items()}
+            scratch = {n: self.work + at + offset for n, (offset, _) in layout.scratch.items()}
             for t in self._kept(graph):
-                if t in plan.offsets:
-                    first = at + plan.offsets[t]
+                if t in layout.offsets:
+                    first = at + layout.offsets[t]
                     self.used[first : first + t.nbytes] = meaningful(t)
             for t, array in values.items():
                 if _is_cache(t):
-                    places[t] = self.work + cache_at
+                    addresses[t] = self.work + cache_at
                     self._upload(self.before + cache_at - self.poisoned, array)
-                    cache_at += _aligned(t.nbytes)
+                    cache_at += round_up(t.nbytes, ALIGN)
                 elif t.kind == Kind.WEIGHT:
                     self._memory.append(backend.load_weight(t, array.reshape(-1).view(np.uint8)))
-                    places[t] = self._memory[-1].address
+                    addresses[t] = self._memory[-1].address
                 else:
-                    places[t] = self._allocate(t.nbytes).address
-                    self._upload(places[t], array)
-            self.cases.append(self._case(name, graph, places, scratch))
-            at += plan.nbytes
+                    addresses[t] = self._allocate(t.nbytes).address
+                    self._upload(addresses[t], array)
+            self.cases.append(self._case(name, graph, addresses, scratch))
+            at += layout.nbytes
         backend.synchronize()
 
     def _kept(self, graph: Graph) -> list[Tensor]:
         outputs = [t for node in graph.nodes for t in node.outputs] if self.apart else graph.outputs
         return [t.storage for t in outputs]
 
-    def _plan(self, graph: Graph) -> arena.Placed:
-        return arena.plan(graph.nodes, (), self._kept(graph), self.backend.scratch_bytes)
+    def _layout(self, graph: Graph) -> arena.ArenaLayout:
+        return arena.layout(graph.nodes, (), self._kept(graph), self.backend.scratch_bytes)
 
-    def _case(self, name: str, graph: Graph, places, scratch) -> Case:
+    def _case(self, name: str, graph: Graph, addresses, scratch) -> Case:
         def at(t: Tensor) -> int:
-            return places[t.storage]
+            return addresses[t.storage]
 
         backend, early = self.backend, self.backend.capabilities.programmatic
         assert not early or all(backend.begins_early(node) for node in graph.nodes), name
@@ -234,10 +236,6 @@ class Rig:
 
 def _is_cache(t: Tensor) -> bool:
     return t.kind == Kind.CACHE
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // arena.ALIGN) * arena.ALIGN
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
-from workbench.graph.arena import ALIGN, FreeList, plan
-from workbench.graph.ir import F32, Kind, Node, Tensor
+from workbench.graph.arena import FreeList, layout
+from workbench.graph.ir import ALIGN, F32, Kind, Node, Tensor
 
 
 @st.composite
@@ -50,21 +50,21 @@ def overlap(a, b):
     return a[0] < b[1] and b[0] < a[1]
 
 
-def check_placement(nodes, inputs, keep, placed):
+def check_layout(nodes, inputs, keep, found):
     """No two tensors that are alive together share a byte, nor does a node's scratch with them."""
     alive = lifetimes(nodes, inputs, keep)
-    spans = {t: (placed.offsets[t], placed.offsets[t] + t.nbytes) for t in (*inputs, *alive)}
+    spans = {t: (found.offsets[t], found.offsets[t] + t.nbytes) for t in (*inputs, *alive)}
     tensors = list(spans)
     for i, a in enumerate(tensors):
-        assert spans[a][1] <= placed.nbytes
+        assert spans[a][1] <= found.nbytes
         assert spans[a][0] % ALIGN == 0
         for b in tensors[:i]:
             together = alive[a][0] <= alive[b][1] and alive[b][0] <= alive[a][1]
             if together:
                 assert not overlap(spans[a], spans[b]), (a, b)
     for i, node in enumerate(nodes):
-        if node in placed.scratch:
-            offset, nbytes = placed.scratch[node]
+        if node in found.scratch:
+            offset, nbytes = found.scratch[node]
             for t in tensors:
                 if alive[t][0] <= i <= alive[t][1]:
                     assert not overlap((offset, offset + nbytes), spans[t])
@@ -74,18 +74,18 @@ def check_placement(nodes, inputs, keep, placed):
 @settings(max_examples=examples(200))
 def test_live_tensors_never_overlap(case):
     nodes, inputs, keep, scratch = case
-    check_placement(nodes, inputs, keep, plan(nodes, inputs, keep, scratch.__getitem__))
+    check_layout(nodes, inputs, keep, layout(nodes, inputs, keep, scratch.__getitem__))
 
 
 def test_memory_is_shared():
-    """A chain of equal tensors needs two places, whatever its length."""
+    """A chain of equal tensors needs two ranges, whatever its length."""
     x = Tensor("x", F32, (ALIGN // 4,), Kind.INPUT)
     nodes, last = [], x
     for i in range(10):
         out = Tensor(f"t{i}", F32, (ALIGN // 4,))
         nodes.append(Node("op", out.name, out, (last,), {}, -1))
         last = out
-    assert plan(nodes, [x], [last], lambda n: 0).nbytes == 3 * ALIGN  # the input keeps its own
+    assert layout(nodes, [x], [last], lambda n: 0).nbytes == 3 * ALIGN  # the input keeps its own
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5000)), max_size=60))

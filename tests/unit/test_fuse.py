@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.graphs import PRODUCTS, Decoder
 from tests.profiles import examples
-from tests.unit.test_arena import check_placement
+from tests.unit.test_arena import check_layout
 from workbench.backend.args import parts_addresses, parts_scratch_bytes
 from workbench.config import Switch, Toggles
 from workbench.graph import ops
-from workbench.graph.arena import plan
+from workbench.graph.arena import layout
 from workbench.graph.fuse import FUSIONS, chosen, fuse
 from workbench.graph.ir import (
     BF16,
@@ -149,8 +149,8 @@ def check_memory(graph: Graph) -> None:
     def scratch(node: Node) -> int:
         return parts_scratch_bytes(node, lambda part: 40) if node.parts else 0
 
-    placed = plan(graph.nodes, graph.inputs, graph.outputs, scratch)
-    check_placement(graph.nodes, graph.inputs, graph.outputs, placed)
+    found = layout(graph.nodes, graph.inputs, graph.outputs, scratch)
+    check_layout(graph.nodes, graph.inputs, graph.outputs, found)
     for node in graph.nodes:
         if node.parts:
             outside = {t.storage: -1 for t in (*node.inputs, *node.outputs)}

@@ -13,10 +13,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from workbench.config import EngineConfig
-from workbench.engine.kv_cache import KVCache, check_room, padded
+from workbench.engine.kv_cache import KVCache, check_room
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
 from workbench.model.shift import DELTAS
+from workbench.sizes import round_up
 from workbench.trace.spans import now_ns
 
 Outputs = Literal["last", "all", "none"]
@@ -178,7 +179,7 @@ def step_shape(n_tokens: int, n_outputs: int, n_past: int, config: EngineConfig)
             f"{config.n_ubatch} tokens (n_ubatch) and at most an output of each"
         )
     check_room(n_past, n_tokens, config.n_ctx)
-    return StepShape(n_tokens, n_outputs, padded(n_past + n_tokens, config.n_kv_pad))
+    return StepShape(n_tokens, n_outputs, round_up(n_past + n_tokens, config.n_kv_pad))
 
 
 def prompt_shapes(n_prompt: int, n_decoded: int, n_ubatch: int, pad: int) -> list[StepShape]:
@@ -188,7 +189,7 @@ def prompt_shapes(n_prompt: int, n_decoded: int, n_ubatch: int, pad: int) -> lis
     made, past = [], 0
     for i, size in enumerate([*sizes, *[1] * n_decoded]):
         past += size
-        made.append(StepShape(size, int(i >= len(sizes) - 1), padded(past, pad)))
+        made.append(StepShape(size, int(i >= len(sizes) - 1), round_up(past, pad)))
     return made
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from workbench.errors import UsageError
+from workbench.sizes import round_up
 
 EMPTY = np.iinfo(np.int32).max  # a position no token ever sees
 _HIDDEN = np.float16(-np.inf).view(np.uint16)
@@ -30,7 +31,7 @@ class KVCache:
         self.n_ctx = n_ctx
         self.pad = pad
         self.n_seqs = n_seqs
-        self.n_cells = padded(n_ctx, pad)
+        self.n_cells = round_up(n_ctx, pad)
         self.n_used = 0
         self.n_changes = 0
         self._end = 0  # behind the last cell with an owner
@@ -66,7 +67,7 @@ class KVCache:
 
     def extent(self, cells: np.ndarray) -> int:
         """Cells attention looks at once `cells` are filled, too: padded, at least one pad."""
-        return padded(max(self._end, int(cells[-1]) + 1), self.pad)
+        return round_up(max(self._end, int(cells[-1]) + 1), self.pad)
 
     def mask(
         self, sequence: int, positions: np.ndarray, cells: np.ndarray, out: np.ndarray
@@ -256,11 +257,6 @@ class KVCache:
     def _set_next(self, sequence: int) -> None:
         _, positions = self._own(sequence)
         self._next[sequence] = int(positions.max()) + 1 if len(positions) else 0
-
-
-def padded(n: int, pad: int) -> int:
-    """The least multiple of `pad` that is n or more."""
-    return -(-n // pad) * pad
 
 
 def check_room(n_used: int, n_new: int, n_ctx: int) -> None:

@@ -1,9 +1,9 @@
 """The arena: which offset each activation gets, from lifetimes.
 
-Nodes are walked in order. A tensor is given room when the node that makes it is reached and gives
-it back after the last node that reads it, so that tensors which are never alive together share
-bytes. Inputs come first and keep their bytes for the whole step: their copies are in flight while
-the step before may still compute. This is right where the nodes run in order, on one stream.
+Nodes are walked in order. A tensor takes bytes at the node that makes it, and gives them back after
+the last node that reads it. So tensors that are never alive together share bytes. Inputs come first
+and keep their bytes for the whole step: their copies are in flight while the step before may still
+compute. This is right where nodes are computed in order, on one stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from workbench.graph.ir import ALIGN, Kind, Node, Tensor
 from workbench.sizes import round_up
 
 
-class Placed(NamedTuple):
+class ArenaLayout(NamedTuple):
     """Offsets in bytes by storage tensor, scratch offsets by node, and the bytes needed in all."""
 
     offsets: dict[Tensor, int]
@@ -65,18 +65,18 @@ class FreeList:
         insort(self._free, (offset, size))
 
 
-def plan(
+def layout(
     nodes: Sequence[Node],
     inputs: Iterable[Tensor],
     keep: Iterable[Tensor],
     scratch_bytes: Callable[[Node], int],
     elsewhere: Container[Tensor] = (),
-) -> Placed:
+) -> ArenaLayout:
     """Offsets for every activation that `nodes` make, for `inputs`, and for scratch.
 
     inputs: tensors written before the first node (kept all through). keep: tensors that are read
-    after the last node. Weights and caches live elsewhere and are passed over, as are activations
-    that the caller says have a place `elsewhere`.
+    after the last node. elsewhere: activations that have a range outside of the arena. They are
+    passed over, as weights and caches are.
     """
     last_use: dict[Tensor, int] = {}
     for i, node in enumerate(nodes):
@@ -113,4 +113,4 @@ def plan(
             if out in made_here and last_use.get(out, -1) < i:  # made and never read
                 free.give(offsets[out], out.nbytes)
                 made_here.discard(out)
-    return Placed(offsets, scratch, free.end)
+    return ArenaLayout(offsets, scratch, free.end)

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from workbench.choices import HostSource
 from workbench.graph import arena
-from workbench.graph.ir import Graph, Kind, Node, Tensor
+from workbench.graph.ir import ALIGN, Graph, Kind, Node, Tensor
 from workbench.program.commands import HOST, Buffer, Range, Space
 from workbench.program.split import Split
 from workbench.program.sync_modes import Ordering
+from workbench.sizes import round_up
 
 
 class Target(NamedTuple):
@@ -95,12 +96,12 @@ def lay_out(
             memory = layout.buffer(name, Space.DEVICE, nbytes, b)
             ranges.update((t, Range(memory, at, t.nbytes)) for t, at in offsets.items())
             given = []
-        placed = arena.plan(nodes, given, crossing, targets[b].scratch_bytes, layout.staged)
+        own = arena.layout(nodes, given, crossing, targets[b].scratch_bytes, layout.staged)
         where = space if b == HOST else Space.DEVICE
-        memory = layout.buffer(f"arena.{b}", where, placed.nbytes, b or owner)
-        ranges.update((s, Range(memory, at, s.nbytes)) for s, at in placed.offsets.items())
+        memory = layout.buffer(f"arena.{b}", where, own.nbytes, b or owner)
+        ranges.update((s, Range(memory, at, s.nbytes)) for s, at in own.offsets.items())
         layout.scratch.update(
-            (node, Range(memory, at, nbytes)) for node, (at, nbytes) in placed.scratch.items()
+            (node, Range(memory, at, nbytes)) for node, (at, nbytes) in own.scratch.items()
         )
         layout.ranges.append(ranges)
     return layout
@@ -120,7 +121,7 @@ def _one_behind_the_other(tensors: Sequence[Tensor]) -> tuple[dict[Tensor, int],
     offsets, end = dict[Tensor, int](), 0
     for t in dict.fromkeys(tensors):
         offsets[t] = end
-        end += -(-t.nbytes // arena.ALIGN) * arena.ALIGN
+        end += round_up(t.nbytes, ALIGN)
     return offsets, end
 
 

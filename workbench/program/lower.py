@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workbench.choices import CopyStream, InputOrder, StepWait
-from workbench.graph import arena, ops
-from workbench.graph.ir import Graph, Kind, Tensor
+from workbench.graph import ops
+from workbench.graph.ir import ALIGN, Graph, Kind, Tensor
 from workbench.program import events
 from workbench.program.commands import (
     COMPUTE_STREAM,
@@ -45,6 +45,7 @@ from workbench.program.commands import (
 from workbench.program.layout import Layout, Target, from_host
 from workbench.program.split import Split
 from workbench.program.sync_modes import Ordering
+from workbench.sizes import round_up
 
 
 class _Emitter:
@@ -246,7 +247,7 @@ def _joined(
     alignment; None where they do not."""
     _, to, from_ = before
     for first, second in ((to, dst), (from_, src)):
-        end = first.offset + -(-first.nbytes // arena.ALIGN) * arena.ALIGN
+        end = first.offset + round_up(first.nbytes, ALIGN)
         if first.buffer is not second.buffer or second.offset != end:
             return None
     nbytes = dst.offset + dst.nbytes - to.offset

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from workbench.backend.cpu.mathfn import exp
 from workbench.backend.cpu.vector import Emit, Value
+from workbench.sizes import round_up
 
 CELLS = 16
 TOKENS = 8
@@ -49,7 +50,7 @@ def _pair_state(at: Value, dim: Value) -> PairState:
 def scratch_bytes(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_parts: int) -> int:
     """Bytes of scratch of one launch: per part two tiles, and a PairState per (token, head) of a
     block."""
-    dim = -(-head_dim // CELLS) * CELLS
+    dim = round_up(head_dim, CELLS)
     pairs = min(n_tokens, TOKENS) * (n_head // n_head_kv)
     return n_parts * 4 * (2 * CELLS * dim + pairs * (2 * dim + _PAIR_STATE))
 

@@ -35,6 +35,7 @@ from workbench.backend.cpu.matvec import (
     token_row,
 )
 from workbench.backend.cpu.vector import Body, Emit, Value
+from workbench.sizes import round_up
 
 VECTOR = 64  # bytes of 16 float32, or of 4 codes of 16 rows
 SUBS = TILE_COLS // 32  # blocks of 32 columns of a tile
@@ -62,7 +63,7 @@ def _body(
         n_groups = (n_rows + (GROUP - 1)) // GROUP
         packed = e.stack(unit_bytes) if layout == "file" else None
         decoded = e.stack(SUBS * sub_bytes)
-        sums = e.stack(-(-CHUNK // tile.tokens) * tile.tokens * tile.groups * VECTOR)
+        sums = e.stack(round_up(CHUNK, tile.tokens) * tile.groups * VECTOR)
         product = multiply(decoded, x, cols)
         start, stop = e.share((n_groups + (tile.groups - 1)) // tile.groups, part, n_parts)
 

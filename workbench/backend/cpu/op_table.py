@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from workbench.backend.args import variant
 from workbench.graph.ir import DTYPES, Q8_ACT, QUANTISED, DType, Node
+from workbench.sizes import round_up
 
 if TYPE_CHECKING:
     from workbench.backend.cpu.vector import Body
@@ -136,7 +137,7 @@ def weight_layout(dtype: DType, rows: int, cols: int) -> str:
 def repacked_bytes(dtype: DType, rows: int, cols: int, layout: str) -> int:
     """Bytes of a weight in a layout; rows16 rounds rows up to 16."""
     if layout == "rows16":
-        rows = -(-rows // GROUP) * GROUP
+        rows = round_up(rows, GROUP)
     return rows * dtype.row_bytes(cols)
 
 

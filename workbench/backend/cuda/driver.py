@@ -17,7 +17,7 @@ import numpy as np
 from workbench.backend.issued import Issued
 from workbench.errors import DeviceError
 from workbench.program.commands import Space
-from workbench.sizes import size
+from workbench.sizes import round_up, size
 
 ALIGN = 256
 OLDEST = (8, 0)  # compute capability
@@ -231,7 +231,7 @@ class Driver:
     def allocate(self, nbytes: int, space: Space) -> CudaMemory:
         """ALIGN-aligned memory with whatever it holds; raises DeviceError if there is none."""
         runtime = self.cupy.cuda.runtime
-        need = max(-(-nbytes // ALIGN) * ALIGN, ALIGN)
+        need = max(round_up(nbytes, ALIGN), ALIGN)
         try:
             if space == Space.DEVICE:
                 release = functools.partial(_free_device, self.cupy, self._device)

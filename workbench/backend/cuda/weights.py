@@ -34,6 +34,7 @@ from workbench.backend.issued import Issued
 from workbench.errors import DeviceError
 from workbench.graph.ir import DTYPES, QUANTISED, WEIGHT_DTYPES, Node, Tensor
 from workbench.program.commands import Space
+from workbench.sizes import round_up
 
 if TYPE_CHECKING:
     from workbench.backend.cuda.driver import CudaEvent, CudaMemory, Driver
@@ -171,7 +172,7 @@ class Uploader:
             dtype = tensor.dtype.name if repacked else ""
             first = begin // grain
             slot.parts.append(Part(what, source, slot.used, there, dtype, first, n, total))
-            slot.used += -(-source.nbytes // ALIGN) * ALIGN
+            slot.used += round_up(source.nbytes, ALIGN)
             begin += source.nbytes
         return memory
 
