@@ -160,11 +160,19 @@ def test_a_patched_value_is_computed_with(backend: CudaBackend, room: Room):
 
 
 def test_records_and_waits_are_issued_like_any_command(backend: CudaBackend):
-    event = backend.event()
+    """Patched, they are of another event: the host then waits for that one."""
+    event, other = backend.event(), backend.event()
     record, wait = backend.record(event, COPY_STREAM), backend.wait(event, COMPUTE_STREAM)
+    assert record.addresses == wait.addresses == (int(event.handle),)
+    assert record.key == backend.record(other, COPY_STREAM).key != wait.key
+    assert move(record, {int(event.handle): int(other.handle)}) == 1
+    assert move(wait, {int(event.handle): int(other.handle)}) == 1
+    query = backend._driver.api.cuEventQuery
+    not_ready = backend._driver.api.CUresult.CUDA_ERROR_NOT_READY
     with backend.gate(COPY_STREAM):
         record()
         wait()
+        assert query(other.handle)[0] == not_ready
+        assert query(event.handle)[0] == 0, "never recorded"
     backend.synchronize()
-    assert record.key == backend.record(backend.event(), COPY_STREAM).key != wait.key
-    assert record.addresses == wait.addresses == ()
+    assert query(other.handle)[0] == 0

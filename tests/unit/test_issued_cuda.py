@@ -216,7 +216,7 @@ def test_copies_records_and_waits_are_work_too(fake):
         keys.append(copy(FAR, 64).key)
     for mark in (backend.record, backend.wait):
         assert mark(event, 0).key == mark(other, 0).key != mark(event, 1).key
-        assert mark(event, 0).addresses == ()
+        assert mark(event, 0).addresses == (int(event.handle),)
         keys.append(mark(event, 0).key)
     assert len(set(keys)) == len(keys)
 
@@ -263,12 +263,14 @@ def test_a_patched_pointer_is_what_the_next_launch_passes(fake, name: str, progr
             assert early == programmatic
 
 
-def test_a_patched_pointer_is_what_the_next_copy_passes(fake):
+def test_a_patched_pointer_is_what_the_next_copy_record_or_wait_passes(fake):
     backend, log = fake
     peer = CudaBackend(1)
     for to_host in (False, True):
         assert_patchable(log, backend.copy(FAR, 2 * FAR, 64, STREAM, to_host))
     assert_patchable(log, backend.copy_to_peer(peer, FAR, 2 * FAR, 64, STREAM))
+    for mark in (backend.record, backend.wait):
+        assert_patchable(log, mark(backend.event(), STREAM))
 
 
 def test_a_patched_value_is_passed_and_is_other_work(fake):

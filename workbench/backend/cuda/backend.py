@@ -275,10 +275,10 @@ class CudaBackend(Backend):
         if not nbytes:
             return Issued(nothing, ("copy of nothing",))
         if to_host:
-            args = dst, api.CUdeviceptr(src), nbytes, there
+            args = int(dst), api.CUdeviceptr(src), nbytes, there
             what = f"copy of {nbytes} bytes to the host"
             return prepared("cuMemcpyDtoHAsync", what, *args, same=(nbytes,), pointers=(0, 1))
-        args = api.CUdeviceptr(dst), src, nbytes, there
+        args = api.CUdeviceptr(dst), int(src), nbytes, there
         what = f"copy of {nbytes} bytes to the device"
         return prepared("cuMemcpyHtoDAsync", what, *args, same=(nbytes,), pointers=(0, 1))
 
@@ -304,12 +304,12 @@ class CudaBackend(Backend):
     def record(self, event: CudaEvent, stream: int) -> Issued:
         what, args = f"record on stream {stream}", (event.handle, self._stream(stream))
         prepared = self._driver.prepared
-        return prepared("cuEventRecord", what, *args, same=(stream,), keep=event)
+        return prepared("cuEventRecord", what, *args, same=(stream,), pointers=(0,), keep=event)
 
     def wait(self, event: CudaEvent, stream: int) -> Issued:
         what, args = f"wait of stream {stream}", (self._stream(stream), event.handle, 0)
         prepared = self._driver.prepared
-        return prepared("cuStreamWaitEvent", what, *args, same=(stream,), keep=event)
+        return prepared("cuStreamWaitEvent", what, *args, same=(stream,), pointers=(1,), keep=event)
 
     def sync_stream(self, stream: int) -> Issue:
         what, there = f"sync of stream {stream}", self._stream(stream)

@@ -120,7 +120,8 @@ class CudaEvent:
 
 class CallArguments:
     """The addresses among the arguments of a driver call, as a Block: `args` holds each as the call
-    takes it, an int or a handle that is made of one."""
+    takes it, an int or a handle that is made of one. Who patches in another event keeps it alive.
+    """
 
     __slots__ = ("_args", "_numbers", "pointers")
 
@@ -198,8 +199,8 @@ class Driver:
         """Makes one checked driver call when called.
 
         what: for messages. same: what besides the function makes two such calls the same work.
-        pointers: which of `args` are addresses, and may be patched. keep: lives as long as the
-        command, because its handle is among `args`.
+        pointers: which of `args` are addresses or handles of events, and may be patched. keep:
+        lives as long as the command, because its handle is among `args`.
         """
         call, failure, now = getattr(self.api, function), self.failure, list(args)
 
