@@ -37,10 +37,10 @@ struct Rows {
     // q (n_tokens, n_head, HEAD_DIM); the warp's rows begin at row `at` of the block's. Scaled in
     // float, with log2(e), since weights are taken as powers of two. Queries that go to `place` in
     // shared memory are shared by SHARERS warps, which take turns at the steps, this one from step
-    // `turn` on; usable once these have met.
+    // `first_step` on; usable once these have met.
     template <int SHARERS>
     DEVICE void load(const float* q, const Share& share, int at, int n_head, float scale,
-                     uint2* place, int turn) {
+                     uint2* place, int first_step) {
         const int lane = threadIdx.x % 32;
         scale *= LOG2_E;
         stored = place + lane;
@@ -48,13 +48,13 @@ struct Rows {
         locate(row, q, share, at, n_head);
         if constexpr (STORED) {
             // all loads of a batch before its first store, which the compiler would not pass
-            constexpr int turns = (STEPS + SHARERS - 1) / SHARERS, batch = turns < 4 ? turns : 4;
+            constexpr int rounds = (STEPS + SHARERS - 1) / SHARERS, batch = rounds < 4 ? rounds : 4;
 #pragma unroll 1
-            for (int first = 0; first < turns; first += batch) {
+            for (int first = 0; first < rounds; first += batch) {
                 uint2 two[batch][SETS];
 #pragma unroll
                 for (int n = 0; n < batch; n++) {
-                    const int d = turn + (first + n) * SHARERS;
+                    const int d = first_step + (first + n) * SHARERS;
 #pragma unroll
                     for (int s = 0; s < SETS; s++)
                         two[n][s] = make_uint2(two_columns(row[s], 16 * d, scale),
@@ -62,7 +62,7 @@ struct Rows {
                 }
 #pragma unroll
                 for (int n = 0; n < batch; n++) {
-                    const int d = turn + (first + n) * SHARERS;
+                    const int d = first_step + (first + n) * SHARERS;
 #pragma unroll
                     for (int s = 0; s < SETS; s++) {
                         if (d < STEPS) place[(d * SETS + s) * 32 + lane] = two[n][s];

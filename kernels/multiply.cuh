@@ -7,7 +7,7 @@
 //   N                      tokens of the block: 1, 2, 4 or 8; those past n_tokens repeat the last
 //   ROWS                   weight rows ("lines") of a warp, ROWS * N at most 32
 //   UNROLL                 units of each line in flight per lane
-//   SPLIT, WARPS           warps that share a line's columns; warps of a block
+//   ROW_WARPS, WARPS           warps that share a line's columns; warps of a block
 //   PASSES                 times that a warp takes ROWS lines, one after the other
 //   BLOCKS                 blocks that must fit a multiprocessor
 //   AHEAD                  KB that a block asks into L2 before the wait, behind its first loads
@@ -24,13 +24,13 @@
 // quantised ones in integers (dp4a), exact up to the scales.
 //
 // An element is summed as follows, whatever ROWS, UNROLL, WARPS, PASSES and N are: lane l of warp s
-// of SPLIT takes units 32 s + l, 32 (s + SPLIT) + l, ..; the butterfly over lanes (16, 8, ..); the
-// warps in order. All rounding is pinned: with one SPLIT a token's result is the same in every
+// of ROW_WARPS takes units 32 s + l, 32 (s + ROW_WARPS) + l, ..; the butterfly over lanes (16, 8, ..); the
+// warps in order. All rounding is pinned: with one ROW_WARPS a token's result is the same in every
 // batch, and fused as unfused.
 //
 // What was tried: % of read bandwidth (3.10 TB/s, one H100 80GB HBM3) with dependent launch, layers
 // of an 8B model, one token (data/results/tuning/product-1.csv, product-2.csv). By ROWS, UNROLL,
-// WARPS, BLOCKS, SPLIT; "-" was not run for the type, or not in these two files.
+// WARPS, BLOCKS, ROW_WARPS; "-" was not run for the type, or not in these two files.
 //
 //                     gate and up (28672 x 4096)        o (4096 x 4096)
 //                     F16  Q8_0  Q4_0  Q4_K  Q6_K       F16  Q8_0  Q4_0  Q4_K  Q6_K
@@ -81,7 +81,7 @@
 #define ROWS 4
 #define UNROLL 2
 #define WARPS 8
-#define SPLIT 1
+#define ROW_WARPS 1
 #endif
 #ifndef BLOCKS
 #define BLOCKS 1
@@ -94,9 +94,10 @@
 #endif
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int PASS = WARPS / SPLIT * ROWS, LINES = PASS * PASSES;  // lines of a pass, of a block
-constexpr int STEP = 32 * SPLIT, ROUND = STEP * UNROLL;  // units
-static_assert(WARPS % SPLIT == 0 && PASS % 2 == 0 && ROWS * N <= 32, "no such tuning");
+constexpr int PASS = WARPS / ROW_WARPS * ROWS;  // lines of a pass
+constexpr int LINES = PASS * PASSES;            // lines of a block
+constexpr int STEP = 32 * ROW_WARPS, ROUND = STEP * UNROLL;  // units
+static_assert(WARPS % ROW_WARPS == 0 && PASS % 2 == 0 && ROWS * N <= 32, "no such tuning");
 #define LIMITS __launch_bounds__(THREADS, BLOCKS)
 
 template <class A, class B>
@@ -128,13 +129,13 @@ DEVICE float scatter_sum(float (&v)[C]) {
     return v[0];
 }
 
-// The sums of a block, of each of SPLIT warps, and the scale of each token, in shared memory.
+// The sums of a block, of each of ROW_WARPS warps, and the scale of each token, in shared memory.
 struct Sums {
     const float *part, *scale;
     DEVICE float operator()(int line, int t) const {
         float v = part[line * N + t];
 #pragma unroll
-        for (int s = 1; s < SPLIT; s++) v = __fadd_rn(v, part[s * LINES * N + line * N + t]);
+        for (int s = 1; s < ROW_WARPS; s++) v = __fadd_rn(v, part[s * LINES * N + line * N + t]);
 #ifdef SCALED
         v = __fmul_rn(v, scale[t]);
 #endif
@@ -180,12 +181,12 @@ template <class W, class End>
 DEVICE void request_ahead(const End& end, int first, i64 cols) {
 #if __CUDA_ARCH__ >= 900
     using U = Units<W>;
-    const int lane = threadIdx.x % 32, share = threadIdx.x / 32 % SPLIT;
+    const int lane = threadIdx.x % 32, share = threadIdx.x / 32 % ROW_WARPS;
     if (AHEAD == 0 || share != 0 || lane >= ROWS * PASSES) return;
     const int units = int(cols / U::width), line = units * U::bytes;
     const int rest = max(0, line - ROUND * U::bytes), pass = lane / ROWS;
     const int before = pass == 0 ? 0 : ROWS * (rest + (pass - 1) * line);
-    const int left = (AHEAD * 1024 / (WARPS / SPLIT) - before) / ROWS / 128 * 128;
+    const int left = (AHEAD * 1024 / (WARPS / ROW_WARPS) - before) / ROWS / 128 * 128;
     const int bytes = min(pass == 0 ? rest : line, left) / 16 * 16;
     if (bytes <= 0) return;
     const int own = first + lane % ROWS;
@@ -202,14 +203,14 @@ DEVICE void request_ahead(const End& end, int first, i64 cols) {
 template <class W, class End>
 DEVICE void multiply(End& end, const Given& given) {
     using U = Units<W>;
-    __shared__ float part[SPLIT * LINES * N], scale[N];
+    __shared__ float part[ROW_WARPS * LINES * N], scale[N];
 #ifdef SCALED
     __shared__ __align__(16) float squares[N * MOST_SQUARES];
     const Scales scales = {squares, scale};
 #endif
     const i64 cols = given.cols;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int first = warp / SPLIT * ROWS, share = warp % SPLIT;
+    const int first = warp / ROW_WARPS * ROWS, share = warp % ROW_WARPS;
     const int units = int(cols / U::width), mine = share * 32 + lane;
 
     typename U::Planes planes[ROWS];

@@ -30,7 +30,7 @@ struct Rotated {
     const float* freq_factors;
     const i64* cells;
     float theta_base, freq_scale;
-    double turns;
+    double revolutions;
     struct Kept {  // by a thread for itself during the product, which needs the registers
         float sine, cosine;
         int cell;
@@ -49,7 +49,8 @@ struct Rotated {
     DEVICE void before() {
         const int i = (first + 2 * pair) % head_dim;
         turned = s < 2 && t < n_tokens && i < n_rot;
-        if (turned) turns = rope_turns(i / 2, n_rot, theta_base, freq_scale, freq_factors);
+        if (turned)
+            revolutions = rope_revolutions(i / 2, n_rot, theta_base, freq_scale, freq_factors);
 #ifdef HEAD_BLOCKS
         if (s < 2 && t < n_tokens) {
             kept->first = __ldg(factors + row(2 * pair) % head_dim);
@@ -59,8 +60,8 @@ struct Rotated {
     }
     DEVICE void after() {
         if (turned) {
-            const Turn turn(positions[t], turns);
-            kept->sine = turn.sine, kept->cosine = turn.cosine;
+            const Rotation rotation(positions[t], revolutions);
+            kept->sine = rotation.sine, kept->cosine = rotation.cosine;
         }
         const i64 cell = s && t < n_tokens ? cells[t] : -1;
         kept->cell = cell >= 0 && cell < n_kv ? int(cell) : -1;
@@ -104,9 +105,9 @@ struct Rotated {
 #endif
         if (!mine) return;
         if (turned) {
-            const Turn turn(kept->sine, kept->cosine);
-            const float w = turn.first(u, v);
-            v = turn.second(u, v);
+            const Rotation rotation(kept->sine, kept->cosine);
+            const float w = rotation.first(u, v);
+            v = rotation.second(u, v);
             u = w;
         }
         if (s == 0) {

@@ -20,24 +20,24 @@ extern "C" __global__ void rope(float* dst, const float* x, const int* positions
                                 const float* freq_factors, i64 n_tokens, i64 n_heads, i64 head_dim,
                                 i64 n_rot, i64 neox, float theta_base, float freq_scale) {
     pdl_trigger();
-    double turns = 0;
+    double revolutions = 0;
     const int pairs = int(n_rot) / 2;
     if (threadIdx.x < pairs)
-        turns = rope_turns(threadIdx.x, n_rot, theta_base, freq_scale, freq_factors);
+        revolutions = rope_revolutions(threadIdx.x, n_rot, theta_base, freq_scale, freq_factors);
     pdl_wait();
     const i64 token = blockIdx.x;
     const int first = blockIdx.y * HEADS, last = min(first + HEADS, int(n_heads));
     const int dim = int(head_dim);
     for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
         if (i != threadIdx.x)
-            turns = rope_turns(i, n_rot, theta_base, freq_scale, freq_factors);
-        const Turn turn(positions[token], turns);
+            revolutions = rope_revolutions(i, n_rot, theta_base, freq_scale, freq_factors);
+        const Rotation rotation(positions[token], revolutions);
         const int a = neox ? i : 2 * i, b = neox ? i + pairs : 2 * i + 1;
         for (int h = first; h < last; h++) {
             const i64 at = (token * n_heads + h) * dim;
             const float u = x[at + a], v = x[at + b];
-            dst[at + a] = turn.first(u, v);
-            dst[at + b] = turn.second(u, v);
+            dst[at + a] = rotation.first(u, v);
+            dst[at + b] = rotation.second(u, v);
         }
     }
     for (int i = int(n_rot) + threadIdx.x; i < dim; i += blockDim.x) {
@@ -55,10 +55,10 @@ extern "C" __global__ void rope_shift(u16* cache, const int* deltas, const float
                                       i64 n_cells, i64 n_heads, i64 head_dim, i64 n_rot, i64 neox,
                                       float theta_base, float freq_scale) {
     pdl_trigger();
-    double turns = 0;
+    double revolutions = 0;
     const int pairs = int(n_rot) / 2;
     if (threadIdx.x < pairs)
-        turns = rope_turns(threadIdx.x, n_rot, theta_base, freq_scale, freq_factors);
+        revolutions = rope_revolutions(threadIdx.x, n_rot, theta_base, freq_scale, freq_factors);
     pdl_wait();
     const i64 cell = blockIdx.x;
     const int delta = deltas[cell];
@@ -66,14 +66,14 @@ extern "C" __global__ void rope_shift(u16* cache, const int* deltas, const float
     const int first = blockIdx.y * HEADS, last = min(first + HEADS, int(n_heads));
     for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
         if (i != threadIdx.x)
-            turns = rope_turns(i, n_rot, theta_base, freq_scale, freq_factors);
-        const Turn turn(delta, turns);
+            revolutions = rope_revolutions(i, n_rot, theta_base, freq_scale, freq_factors);
+        const Rotation rotation(delta, revolutions);
         const int a = neox ? i : 2 * i, b = neox ? i + pairs : 2 * i + 1;
         for (int h = first; h < last; h++) {
             u16* head = cache + (cell * n_heads + h) * head_dim;
             const float u = half_to_float(head[a]), v = half_to_float(head[b]);
-            head[a] = float_to_half(turn.first(u, v));
-            head[b] = float_to_half(turn.second(u, v));
+            head[a] = float_to_half(rotation.first(u, v));
+            head[b] = float_to_half(rotation.second(u, v));
         }
     }
 }

@@ -1,7 +1,7 @@
 // Rotary position embedding of one pair, so that every kernel that rotates gives the same bits.
 //
 // The angle is formed and brought into one turn in double: at position 100,000 a float angle would
-// be wrong in the third digit. It is counted in turns, not radians, so that bringing it into one
+// be wrong in the third digit. It is counted in revolutions, not radians, so that bringing it into one
 // turn is a subtraction, and sine and cosine are those of pi times a float within -1 .. 1, which
 // need no long reduction (sincosf carries one, with an array in local memory).
 //
@@ -12,19 +12,19 @@
 
 // Turns per position of pair i: freq_scale * theta_base^(-2 i / n_rot) / (2 pi) / factor. Needs no
 // memory but freq_factors (or 0), a weight: to be called before the wait for the kernels before.
-DEVICE double rope_turns(int i, i64 n_rot, float theta_base, float freq_scale,
+DEVICE double rope_revolutions(int i, i64 n_rot, float theta_base, float freq_scale,
                          const float* freq_factors) {
     const double one_turn = 6.283185307179586476925286766559;
     const double power = log2(double(theta_base)) * (-2.0 * i / double(n_rot));
-    const double turns = exp2(power) * double(freq_scale) / one_turn;
-    return freq_factors ? turns / double(__ldg(freq_factors + i)) : turns;
+    const double revolutions = exp2(power) * double(freq_scale) / one_turn;
+    return freq_factors ? revolutions / double(__ldg(freq_factors + i)) : revolutions;
 }
 
-struct Turn {
+struct Rotation {
     float sine, cosine;
-    DEVICE Turn(float s, float c) : sine(s), cosine(c) {}
-    DEVICE Turn(int position, double turns) {
-        const double angle = __dmul_rn(double(position), turns);  // kept from fusing below
+    DEVICE Rotation(float s, float c) : sine(s), cosine(c) {}
+    DEVICE Rotation(int position, double revolutions) {
+        const double angle = __dmul_rn(double(position), revolutions);  // kept from fusing below
         sincospif(float(2.0 * (angle - rint(angle))), &sine, &cosine);
     }
     DEVICE float first(float u, float v) const { return fmaf(u, cosine, -__fmul_rn(v, sine)); }

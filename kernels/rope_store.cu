@@ -55,11 +55,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int pairs = int(n_rot) / 2;
     const i64 token = blockIdx.x;
     i64 head = i64(blockIdx.y) * WARPS + warp;
-    double turns[MOST_DIM / 64];  // of the pairs of this lane
+    double revolutions[MOST_DIM / 64];  // of the pairs of this lane
 #pragma unroll
     for (int j = 0; j < MOST_DIM / 64; j++) {
         const int i = lane + 32 * j;
-        if (i < pairs) turns[j] = rope_turns(i, n_rot, theta_base, freq_scale, freq_factors);
+        if (i < pairs)
+            revolutions[j] = rope_revolutions(i, n_rot, theta_base, freq_scale, freq_factors);
     }
     pdl_wait();
     if (head >= n_head + 2 * n_head_kv) return;
@@ -95,9 +96,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     for (int j = 0; j < MOST_DIM / 64; j++) {
         const int i = lane + 32 * j;
         if (i >= pairs) break;
-        const Turn turn(positions[token], turns[j]);
+        const Rotation rotation(positions[token], revolutions[j]);
         const int a = neox ? i : 2 * i, b = neox ? i + pairs : 2 * i + 1;
-        const float first = turn.first(own[a], own[b]), second = turn.second(own[a], own[b]);
+        const float first = rotation.first(own[a], own[b]);
+        const float second = rotation.second(own[a], own[b]);
         if (is_q) {
             dst[a] = first, dst[b] = second;
         } else {

@@ -28,7 +28,7 @@
 // be quantised, results go through shared memory, since the 32 of a scale are those of four warps.
 //
 // Macros: TYPE, TOKENS (of a block: 8, 16, 32, 64 or 128), WM (warps that multiply, a multiple of
-// 4), LOADING (warps that load), STEPS, STAGES, BLOCKS (of an SM, which bounds registers), SPLIT
+// 4), LOADING (warps that load), STEPS, STAGES, BLOCKS (of an SM, which bounds registers), K_PARTS
 // (at most 8), CLUSTERED, EPILOGUE (0: products; silu(gate) * up: 1 as floats, 2 as Q8_ACT).
 // workbench/backend/cuda/gemm.py chooses them. nvrtc.py compiles this file for sm_90a where the
 // device is an sm_90.
@@ -37,7 +37,7 @@
 // up have the same rows, with Q8_ACT a multiple of 32, and the dst of gate. Then x (tiles), partial
 // (F32, TOKENS x 16 WM for each block), counters (u32, one for each tile, zero; zero again
 // afterwards), cols (a multiple of the type's block), n_tokens. Block 32 (WM + LOADING). Grid (tiles
-// of rows of all segments * tiles of tokens * SPLIT, 1), gate and up as one; no more SPLIT than
+// of rows of all segments * tiles of tokens * K_PARTS, 1), gate and up as one; no more K_PARTS than
 // stages. Dynamic shared memory: the stages and 128 bytes.
 //
 // Reasons, and what was tried (one H100 80GB HBM3; ms of the products of a step of an 8B model with
@@ -91,7 +91,7 @@
 #define STEPS 2
 #define STAGES 5
 #define BLOCKS 2
-#define SPLIT 2
+#define K_PARTS 2
 #define CLUSTERED 0
 #define EPILOGUE 0
 #endif
@@ -107,7 +107,7 @@
 #include "staged.cuh"
 #include "warpgroup.cuh"
 
-#define CLUSTERS (CLUSTERED && SPLIT > 1 && __CUDA_ARCH__ >= 900)
+#define CLUSTERS (CLUSTERED && K_PARTS > 1 && __CUDA_ARCH__ >= 900)
 
 static_assert(WM % 4 == 0, "warpgroups are whole");
 
@@ -152,13 +152,13 @@ struct Segment {
 // `tile` counts those of all segments.
 struct Part {
     Segment segment;
-    u32 row0, token, first, count, number, tile;  // first: stage. number: of SPLIT
+    u32 row0, token, first, count, number, tile;  // first: stage. number: of K_PARTS
     DEVICE Part(const Segment& s0, const Segment& s1, const Segment& s2, u32 units,
                 u32 token_tiles) {
         const u32 stages = (units + UNITS - 1) / UNITS;
-        tile = blockIdx.x / SPLIT, number = blockIdx.x % SPLIT;
+        tile = blockIdx.x / K_PARTS, number = blockIdx.x % K_PARTS;
         token = tile % token_tiles * TOKENS;
-        first = stages * number / SPLIT, count = stages * (number + 1) / SPLIT - first;
+        first = stages * number / K_PARTS, count = stages * (number + 1) / K_PARTS - first;
         u32 rows = tile / token_tiles;  // which tile of rows: of all, then of the segment
         segment = s0;
         if (!GATED && rows >= s0.tiles()) {
@@ -338,7 +338,7 @@ DEVICE void add_stages(Sums& acc, const u8* shared, u32 base, const Part& part, 
 
 extern "C" __global__ void __launch_bounds__(THREADS + LOADERS, BLOCKS)
 #if CLUSTERS
-    __cluster_dims__(SPLIT, 1, 1)
+    __cluster_dims__(K_PARTS, 1, 1)
 #endif
     tensor_product(SEGMENT(0), SEGMENT(1), SEGMENT(2), const u8* x, float* partial, u32* counters,
                    i64 cols, i64 n_tokens) {

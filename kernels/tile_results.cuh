@@ -96,14 +96,14 @@ struct Result {
 
 DEVICE float4 four(const float (&c)[4]) { return make_float4(c[0], c[1], c[2], c[3]); }
 
-// The sum of SPLIT values in their order; load(r) is value r.
+// The sum of K_PARTS values in their order; load(r) is value r.
 template <class Load>
 DEVICE float4 sum_of(const Load& load) {
-    float4 v[SPLIT];
+    float4 v[K_PARTS];
 #pragma unroll
-    for (int r = 0; r < SPLIT; r++) v[r] = load(r);
+    for (int r = 0; r < K_PARTS; r++) v[r] = load(r);
 #pragma unroll
-    for (int r = 1; r < SPLIT; r++)
+    for (int r = 1; r < K_PARTS; r++)
         v[0].x += v[r].x, v[0].y += v[r].y, v[0].z += v[r].z, v[0].w += v[r].w;
     return v[0];
 }
@@ -118,22 +118,22 @@ DEVICE void finish(const Sums& acc, u8* shared, const Result& to, const Part& pa
     cluster_sync();
     const u32 at = shared_address(own);
 #pragma unroll 2
-    for (int n = part.number; n < GROUPS; n += SPLIT)
+    for (int n = part.number; n < GROUPS; n += K_PARTS)
         to.store(n, sum_of([&](int r) { return take_from(at + n * (THREADS * 16), r); }));
-    to.end(part.number, SPLIT);
+    to.end(part.number, K_PARTS);
     cluster_sync();  // none ends while others read its sums
 #else
-    if constexpr (SPLIT > 1) {
+    if constexpr (K_PARTS > 1) {
         u32& is_last = *reinterpret_cast<u32*>(shared + LAST_AT);
         float4* tile = reinterpret_cast<float4*>(partial) +
-                       i64(part.tile) * (SPLIT * GROUPS * THREADS) + threadIdx.x;
+                       i64(part.tile) * (K_PARTS * GROUPS * THREADS) + threadIdx.x;
 #pragma unroll
         for (int n = 0; n < GROUPS; n++)
             tile[(part.number * GROUPS + n) * THREADS] = four(acc[n]);
         __threadfence();
         multipliers_sync();
         if (threadIdx.x == 0) {
-            is_last = atomicAdd(counters + part.tile, 1u) == SPLIT - 1;
+            is_last = atomicAdd(counters + part.tile, 1u) == K_PARTS - 1;
             if (is_last) counters[part.tile] = 0;
         }
         multipliers_sync();

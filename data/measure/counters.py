@@ -124,7 +124,7 @@ def products(quick: bool) -> list[Counted]:
     from workbench.backend.cuda import op_table
     from workbench.backend.cuda.kernel import Kernel
 
-    nowhere, found = op_table.Place(lambda tensor: 0, 0, 0), []
+    nowhere, found = op_table.Operands(lambda tensor: 0, 0, 0), []
     for table in (QUICK,) if quick else (FEW, MANY):
         for shape, (types, batches) in table.items():
             for dtype in types:

@@ -63,12 +63,12 @@ def compile_nodes(backend: CudaBackend, nodes: Iterable[Node]) -> None:
     """Compiles what launches of `nodes` and of their parts need, several variants at a time. Left
     to the first launch of each they are compiled one after another, a quarter of a second each,
     which is most of what tests of many small nodes take."""
-    place = op_table.Place(lambda tensor: 0, 0, 0, backend._sm)
+    operands = op_table.Operands(lambda tensor: 0, 0, 0, backend._sm)
     wanted = {
         (work.file, work.defines)
         for node in nodes
         for each in (node, *node.parts)
-        for work in op_table.launches(each, place)
+        for work in op_table.launches(each, operands)
         if isinstance(work, Kernel)
     }
     nvrtc.compile_many([("repack", ()), *sorted(wanted)], backend._arch)

@@ -92,8 +92,8 @@ def test_a_token_s_result_does_not_depend_on_the_batch(compute: Compute, name: s
 def test_every_type_has_one_kernel_for_any_number_of_tokens(backend: CudaBackend):
     for name in TYPES:
         for tokens in TOKENS:
-            place = op_table.Place(lambda t: 0, 0, 0)
-            (work,) = op_table.launches(product(name, 7, 256, tokens), place)
+            operands = op_table.Operands(lambda t: 0, 0, 0)
+            (work,) = op_table.launches(product(name, 7, 256, tokens), operands)
             assert isinstance(work, Kernel)
             assert work.function == f"mul_mat_float_{name}"
             assert backend.scratch_bytes(product(name, 7, 256, tokens)) == 0

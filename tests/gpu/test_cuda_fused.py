@@ -293,8 +293,8 @@ def test_kernels_of_a_layer(early, tiny_model, preset, quant):
         layers = engine.model.n_layer
         commands = [c for c in engine.program(1).commands if isinstance(c, Launch)]
     device = [c for c in commands if c.stream.backend == 1]
-    place = op_table.Place(lambda t: 4096, 8192, 16384)
-    works = [work for c in device for work in op_table.launches(c.node, place)]
+    operands = op_table.Operands(lambda t: 4096, 8192, 16384)
+    works = [work for c in device for work in op_table.launches(c.node, operands)]
     # besides: the first norm, the two gathers and the norm between the last output and its product,
     # and the head
     assert len(works) == PER_LAYER[preset] * layers + 5 == len(device)

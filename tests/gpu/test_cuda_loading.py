@@ -10,7 +10,7 @@ import pytest
 from tests.planes import repacked
 from workbench.backend.cuda import weights as cuda_weights
 from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.weights import N_SLOTS, SLOT_BYTES, Uploader
+from workbench.backend.cuda.weights import ENTRY_BYTES, N_ENTRIES, Uploader
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError
@@ -41,7 +41,7 @@ def free_bytes(backend: CudaBackend) -> int:
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: d.name)
 def test_every_byte_is_in_its_plane(backend: CudaBackend, dtype: DType):
     """One block, odd numbers of them, and more than two slots with a bit; all in one loading."""
-    large = 2 * SLOT_BYTES // dtype.row_bytes(4096) + 3
+    large = 2 * ENTRY_BYTES // dtype.row_bytes(4096) + 3
     shapes = [(1, 256), (3, 768), (33, 1280), (large, 4096), (257, 256)]
     weights = [weight(f"w{i}", dtype, *shape) for i, shape in enumerate(shapes)]
     memory = [backend.load_weight(*w) for w in weights]
@@ -53,8 +53,8 @@ def test_every_byte_is_in_its_plane(backend: CudaBackend, dtype: DType):
 
 def test_all_types_through_a_ring_that_is_used_again_and_again(backend: CudaBackend, monkeypatch):
     """Slots of 64 KiB, hundreds of turns: a slot filled too early would show."""
-    monkeypatch.setattr(cuda_weights, "SLOT_BYTES", 64 << 10)
-    monkeypatch.setattr(cuda_weights, "N_SLOTS", 3)
+    monkeypatch.setattr(cuda_weights, "ENTRY_BYTES", 64 << 10)
+    monkeypatch.setattr(cuda_weights, "N_ENTRIES", 3)
     weights = [
         weight(f"{dtype.name}.{i}", dtype, rows, 1024)
         for i, rows in enumerate((1, 700, 63, 1500))
@@ -81,7 +81,7 @@ def test_loading_holds_no_more_than_its_slots_and_gives_them_back(backend: CudaB
     before = free_bytes(backend)
     tensor, data = weight("w", F32, 1 << 14, 4096)
     memory = backend.load_weight(tensor, data)
-    assert before - free_bytes(backend) <= tensor.nbytes + N_SLOTS * SLOT_BYTES + (4 << 20)
+    assert before - free_bytes(backend) <= tensor.nbytes + N_ENTRIES * ENTRY_BYTES + (4 << 20)
     backend.finish_loading()
     memory.free()
     assert before - free_bytes(backend) <= 4 << 20

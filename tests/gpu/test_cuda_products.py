@@ -59,7 +59,7 @@ ROWS = (1, 7, 33, 130, 1000)
 # Columns by the block of a type: one block; odd numbers of them; more than a warp takes at a time.
 # Of floats also what is no multiple of 8, which goes element by element.
 COLS = {1: (1, 33, 264, 1000, 4103), 32: (32, 96, 1120, 4160), 256: (256, 768, 1280, 5888)}
-LARGE = (3000, 8192)  # more than one slot of the uploader
+LARGE = (3000, 8192)  # more than one entry of the ring of the uploader
 # Several weights of one launch: rows of Q, K and V, rows of gate and of up, columns of all.
 SEGMENTS, GATED, WIDTH = (130, 7, 193), (33, 96, 544), 1280
 MANY = (9, 16, 33, 64, 100, 128, 300)
@@ -107,7 +107,7 @@ def product(dtype: DType, rows: int, cols: int, tokens: int) -> Node:
 @pytest.fixture(scope="module", autouse=True)
 def compiled(backend: CudaBackend) -> None:
     """Every variant these tests launch, compiled side by side."""
-    nowhere = op_table.Place(lambda t: 0, 0, 0)
+    nowhere = op_table.Operands(lambda t: 0, 0, 0)
     wanted = {
         (work.file, work.defines)
         for dtype in WEIGHT_DTYPES

@@ -31,7 +31,7 @@ from workbench.backend.cuda.tiling import (
     SHAPES,
     Build,
     Epilogue,
-    Shape,
+    TileShape,
     shapes_for,
 )
 
@@ -58,7 +58,7 @@ class Case(NamedTuple):
         return (Epilogue.GLU, Epilogue.GLU_Q8) if self.gated else (Epilogue.PLAIN,)
 
 
-def shapes_at_hand(name: str, tokens: int, hopper: bool) -> list[Shape]:
+def shapes_at_hand(name: str, tokens: int, hopper: bool) -> list[TileShape]:
     """Those of tiles of so many tokens."""
     return [shape for shape in shapes_for(name, tokens, hopper) if shape.n == tokens]
 
@@ -95,7 +95,7 @@ def run(several: Several, build: Build, end: Epilogue, into: list[Guarded]) -> l
     shape, x = build.shape, several.given
     x_bytes = blocks(x.n_tokens, shape.n) * shape.n * blocks(x.cols, 512) * 512 * 2
     tiles = shape.tiles(several.rows, x.n_tokens, end)
-    sums = tiles * build.split * shape.n * shape.rows * 4 if build.split > 1 else 0
+    sums = tiles * build.k_parts * shape.n * shape.rows * 4 if build.k_parts > 1 else 0
     segments = [s._replace(dst=into[min(i, len(into) - 1)].address)
                 for i, s in enumerate(several.segments)]  # fmt: skip
     return several.run(x_bytes + sums, into, lambda scratch: [
@@ -138,13 +138,13 @@ def test_every_shape_is_run_in_every_way():
     """For two types: each shape there is for 9.0, alone, in clusters and not, with each end. For
     the others and elsewhere: each shape."""
 
-    def kind(shape: Shape) -> tuple[int, int, int]:
+    def kind(shape: TileShape) -> tuple[int, int, int]:
         return shape.n, shape.wm, shape.blocks
 
     there = {kind(shape) for group in HOPPER_SHAPES for shape in group}
     for name in THOROUGH:
         found = {
-            (kind(case.build.shape), case.build.split > 1, case.build.clustered, end)
+            (kind(case.build.shape), case.build.k_parts > 1, case.build.clustered, end)
             for tokens in TILES
             for case in cases(name, tokens)
             if case.build.shape in shapes_at_hand(name, tokens, True)

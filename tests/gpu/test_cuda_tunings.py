@@ -15,7 +15,7 @@ from tests.gpu.test_cuda_products import EXACT, Several, quantised
 from workbench.backend.cuda import matvec, nvrtc
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.kernel import Kernel
-from workbench.backend.cuda.matvec import Segment
+from workbench.backend.cuda.matvec import Segment, X
 from workbench.backend.cuda.tuning import Tuning, tuning
 from workbench.bench.kernel_cases import SHAPES
 from workbench.graph.ir import QUANTISED
@@ -48,13 +48,13 @@ def tunings(name: str, n_tokens: int, epilogue: str) -> list[Tuning]:
 
 def plain(several: Several, t: Tuning) -> Kernel:
     x = several.given
-    return matvec.plain(several.segments, x.at, x.cols, x.n_tokens, tune=t)
+    return matvec.plain(several.segments, x, tune=t)
 
 
 def glu(several: Several, dst: int, to_q8: bool, t: Tuning) -> Kernel:
     gate, up = (s._replace(dst=dst) for s in several.segments)
     x = several.given
-    return matvec.glu(gate, up, x.at, x.cols, x.n_tokens, to_q8, tune=t)
+    return matvec.glu(gate, up, x, to_q8, tune=t)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,9 +64,9 @@ def compiled(backend: CudaBackend) -> None:
         segments = [Segment(name, 0, n, 0, 0) for n in SEGMENTS]
         gate, up = segments[0]._replace(rows=GATED[0]), segments[1]._replace(rows=GATED[1])
         for n in TOKENS:
-            made = [matvec.plain(segments, 0, COLS, n, tune=t)
+            made = [matvec.plain(segments, X(0, True, COLS, n), tune=t)
                     for t in tunings(name, n, "plain")]  # fmt: skip
-            made += [matvec.glu(gate, up, 0, COLS, n, to_q8, tune=t)
+            made += [matvec.glu(gate, up, X(0, True, COLS, n), to_q8, tune=t)
                      for t in tunings(name, n, "glu_q8") for to_q8 in (False, True)]  # fmt: skip
             wanted |= {(kernel.file, kernel.defines) for kernel in made}
     nvrtc.compile_many([("repack", ()), *sorted(wanted)], backend._arch)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tests.graphs import Decoder, fused_nodes
 from workbench.backend.cuda import op_table
-from workbench.backend.cuda.kernel import CLUSTERS, Kernel, Place, Work
+from workbench.backend.cuda.kernel import CLUSTERS, Kernel, Operands, Work
 from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import (
     BF16,
@@ -104,7 +104,7 @@ def every(tokens: int) -> Iterator[Planned]:
 
 def works(node: Node, sm: int = CLUSTERS) -> list[Work]:
     """What computes `node`, everything at addresses that are no accident."""
-    return op_table.launches(node, Place(lambda t: 4096, 8192, 16384, sm))
+    return op_table.launches(node, Operands(lambda t: 4096, 8192, 16384, sm))
 
 
 def chosen(planned: Planned) -> bool:

@@ -47,10 +47,10 @@ def test_builds_fit_the_device(dtype: str, hopper: bool):
 def test_every_block_has_a_stage(dtype: str, hopper: bool):
     for rows, cols in SIZES:
         for tokens in TOKENS:
-            shape, split, clustered = build_for(dtype, rows, cols, tokens, hopper=hopper)
-            assert 1 <= split <= min(tiling.MOST_SPLIT, blocks(cols, shape.steps * 128))
-            assert split == 1 or shape.tiles(rows, tokens) <= tiling.MOST_COUNTERS
-            assert split > 1 or not clustered
+            shape, k_parts, clustered = build_for(dtype, rows, cols, tokens, hopper=hopper)
+            assert 1 <= k_parts <= min(tiling.MOST_K_PARTS, blocks(cols, shape.steps * 128))
+            assert k_parts == 1 or shape.tiles(rows, tokens) <= tiling.MOST_COUNTERS
+            assert k_parts > 1 or not clustered
 
 
 def test_tiles_are_those_of_every_segment():
@@ -65,7 +65,7 @@ def test_tiles_are_those_of_every_segment():
 def test_a_tile_is_shared_where_tiles_are_few():
     """Not by default: with a tile for every block a device has at once, sharing only costs."""
     few, many = (build_for("Q4_0", [rows], 4096, 16) for rows in (1024, 264 * 64))
-    assert few.split > 1 and many.split == 1
+    assert few.k_parts > 1 and many.k_parts == 1
 
 
 def test_blocks_are_as_many_as_run_at_once():
@@ -77,9 +77,9 @@ def test_blocks_are_as_many_as_run_at_once():
     narrow = [shape for shape in shapes_for("Q8_0", 16, hopper=True) if shape.rows == 64]
     assert len(narrow) == 1  # the only one there is room for
     pairs = build_for("Q8_0", [4096, 1024, 1024], 4096, 16, hopper=True)
-    assert (pairs.split, pairs.clustered) == (2, True)
+    assert (pairs.k_parts, pairs.clustered) == (2, True)
     fours = build_for("Q8_0", [4096], 14336, 16, hopper=True)  # 64 clusters of 4 would not fit
-    assert (fours.split, fours.clustered) == (4, False)
+    assert (fours.k_parts, fours.clustered) == (4, False)
 
 
 def segments(*given: tuple[str, int]) -> list[Segment]:
@@ -116,7 +116,7 @@ def test_what_lies_in_scratch_does_not_overlap(hopper: bool):
                     assert convert.grid[0] == blocks(tokens, shape.n) * shape.n
                     assert at + convert.grid[0] * blocks(cols, 512) * 1024 <= partial
                     last = BEGIN + scratch_bytes(dtype, rows, cols, tokens, end)
-                    if "SPLIT=1" not in tile.defines:
+                    if "K_PARTS=1" not in tile.defines:
                         assert partial + tile.grid[0] * shape.n * shape.rows * 4 <= last
 
 
@@ -130,7 +130,7 @@ def test_weights_of_one_type_are_one_launch():
     for work, rows in ((first, [4096, 1000]), (second, [1024])):
         macros = dict(define.split("=") for define in work.defines)
         tiles = sum(blocks(n, 16 * int(macros["WM"])) for n in rows)
-        assert work.grid == (tiles * int(macros["SPLIT"]), 1) and macros["EPILOGUE"] == "0"
+        assert work.grid == (tiles * int(macros["K_PARTS"]), 1) and macros["EPILOGUE"] == "0"
 
 
 def test_gate_and_up_are_one_launch():

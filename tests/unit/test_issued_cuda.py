@@ -61,7 +61,7 @@ def test_every_address_is_marked_and_nothing_else_is(tokens: int, sm: int):
     for planned in every(tokens):
         places = Map()
         at = lambda t: Address(places(t))  # noqa: B023, E731
-        given = op_table.Place(at, Address(SCRATCH), Address(COUNTERS), sm)
+        given = op_table.Operands(at, Address(SCRATCH), Address(COUNTERS), sm)
         passed = set()
         for work in op_table.launches(planned.node, given):
             for number, marked in fields(work):

@@ -327,8 +327,8 @@ def test_everything_a_gpu_compiles_is_made_ready_before_measuring(monkeypatch):
         case = KernelCase(Q4_0, SHAPES[name])
         nodes = case.nodes(case.weights(), 2)
         backend.make_ready(nodes, left)
-        place = op_table.Place(lambda tensor: 4096, 0, 0)
+        operands = op_table.Operands(lambda tensor: 4096, 0, 0)
         assert all(op_table.begins_early(node) for node in nodes), f"{name} has no pdl"
-        (work,) = [work for node in nodes for work in op_table.launches(node, place)]
+        (work,) = [work for node in nodes for work in op_table.launches(node, operands)]
         assert wanted[-1] == (work.file, work.defines)
     assert len(set(wanted)) == 3

@@ -209,7 +209,7 @@ def test_nothing_is_asked_for_beyond_the_scratch_declared(sm: int):
                 assert t.storage in known, f"{t!r} has no place"
                 return 4096
 
-            for work in op_table.launches(node, op_table.Place(at, begin, 16384, sm)):
+            for work in op_table.launches(node, op_table.Operands(at, begin, 16384, sm)):
                 numbers = work.args if isinstance(work, Kernel) else work[1:4]
                 for a in numbers:
                     if isinstance(a, int) and a >= begin:
@@ -256,7 +256,7 @@ def test_tables_are_those_of_the_sources(sources):
 
 def test_static_assertions_hold_the_rest():
     """A tuning that the source cannot be compiled for is refused by the compiler, by name."""
-    bad = ("TYPE_0=Q4_0", "EPILOGUE=0", "N=8", "ROWS=8", "UNROLL=1", "WARPS=8", "SPLIT=1")
+    bad = ("TYPE_0=Q4_0", "EPILOGUE=0", "N=8", "ROWS=8", "UNROLL=1", "WARPS=8", "ROW_WARPS=1")
     with pytest.raises(DeviceError, match=r"does not compile for sm_90.*no such tuning"):
         nvrtc.cubin("product", "sm_90", bad)
 

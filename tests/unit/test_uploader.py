@@ -1,4 +1,4 @@
-"""Weights on their way to a GPU, without one: bytes, threads and slots, and what is refused."""
+"""Weights on their way to a GPU, without one: bytes, threads and entries, and what is refused."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ def no_thread_is_left():
 
 
 @pytest.fixture
-def small_slots(monkeypatch) -> None:
-    monkeypatch.setattr(cuda_weights, "SLOT_BYTES", 8192)
-    monkeypatch.setattr(cuda_weights, "N_SLOTS", 3)
+def small_entries(monkeypatch) -> None:
+    monkeypatch.setattr(cuda_weights, "ENTRY_BYTES", 8192)
+    monkeypatch.setattr(cuda_weights, "N_ENTRIES", 3)
 
 
 def uploader(driver: LateDriver) -> Uploader:
@@ -155,9 +155,9 @@ def weight(name: str, dtype: DType, rows: int, cols: int) -> tuple[Tensor, np.nd
 # the uploader -----------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("small_slots")
+@pytest.mark.usefixtures("small_entries")
 def test_every_byte_arrives_in_its_plane(late: LateDriver):
-    """Odd sizes of every type, between them small ones; slots are reused many times."""
+    """Odd sizes of every type, between them small ones; entries are reused many times."""
     weights = []
     for rows in (1, 3, 37):
         for dtype in WEIGHT_DTYPES:
@@ -172,22 +172,22 @@ def test_every_byte_arrives_in_its_plane(late: LateDriver):
         assert (there.block[tensor.nbytes :] == 0xA5).all(), f"written behind {tensor}"
         assert not there.freed
     assert late.calls.count("cuStreamSynchronize") == 2
-    assert late.calls.count("cuEventSynchronize") > 3 * cuda_weights.N_SLOTS
-    slots = [m for m in late.memory[Space.PINNED] + late.memory[Space.DEVICE] if m.freed]
-    assert len(slots) == 2 * cuda_weights.N_SLOTS
+    assert late.calls.count("cuEventSynchronize") > 3 * cuda_weights.N_ENTRIES
+    entries = [m for m in late.memory[Space.PINNED] + late.memory[Space.DEVICE] if m.freed]
+    assert len(entries) == 2 * cuda_weights.N_ENTRIES
 
 
-@pytest.mark.usefixtures("small_slots")
+@pytest.mark.usefixtures("small_entries")
 def test_the_map_is_read_once(late: LateDriver, monkeypatch):
     read: list[tuple[int, int]] = []
-    fill = cuda_weights.Slot.fill
+    fill = cuda_weights.Entry.fill
 
-    def noted(slot: cuda_weights.Slot) -> None:
+    def noted(entry: cuda_weights.Entry) -> None:
         assert threading.current_thread() is not threading.main_thread()
-        read.extend((int(p.source.ctypes.data), p.source.nbytes) for p in slot.parts)
-        fill(slot)
+        read.extend((int(p.source.ctypes.data), p.source.nbytes) for p in entry.pieces)
+        fill(entry)
 
-    monkeypatch.setattr(cuda_weights.Slot, "fill", noted)
+    monkeypatch.setattr(cuda_weights.Entry, "fill", noted)
     weights = [weight("a", Q4_0, 129, 256), weight("b", F16, 99, 77), weight("c", Q6_K, 11, 512)]
     up = uploader(late)
     for w in weights:
@@ -215,8 +215,8 @@ def test_nothing_loaded_is_nothing_done(late: LateDriver):
     assert not late.memory[Space.PINNED] and not late.memory[Space.DEVICE]
 
 
-def test_a_block_as_large_as_a_slot_fits_and_no_more(late: LateDriver, monkeypatch):
-    monkeypatch.setattr(cuda_weights, "SLOT_BYTES", 256)
+def test_a_block_as_large_as_an_entry_fits_and_no_more(late: LateDriver, monkeypatch):
+    monkeypatch.setattr(cuda_weights, "ENTRY_BYTES", 256)
     tensor, data = weight("w", Q6_K, 5, 512)
     up = uploader(late)
     there = cast(Memory, up.load(tensor, data))
@@ -234,11 +234,11 @@ def test_a_weight_of_the_wrong_size_is_refused_before_memory_is_taken(late: Late
     assert not late.memory[Space.DEVICE]
 
 
-@pytest.mark.usefixtures("small_slots")
+@pytest.mark.usefixtures("small_entries")
 @pytest.mark.parametrize(
     "where", ["cuMemcpyHtoDAsync", "cuEventSynchronize", "cuStreamSynchronize"]
 )
-def test_interrupted_it_leaves_no_thread_and_no_slot(late: LateDriver, where: str):
+def test_interrupted_it_leaves_no_thread_and_no_entry(late: LateDriver, where: str):
     late.fail_at = (where, 2, KeyboardInterrupt())
     up = uploader(late)
     with pytest.raises(KeyboardInterrupt):
@@ -247,17 +247,17 @@ def test_interrupted_it_leaves_no_thread_and_no_slot(late: LateDriver, where: st
         up.finish()
     up.close()
     up.close()
-    of_weights = [m for m in late.memory[Space.DEVICE] if m.nbytes != cuda_weights.SLOT_BYTES]
+    of_weights = [m for m in late.memory[Space.DEVICE] if m.nbytes != cuda_weights.ENTRY_BYTES]
     assert all(m.freed for m in late.memory[Space.PINNED]) and late.memory[Space.PINNED]
     assert sum(m.freed for m in late.memory[Space.DEVICE]) == len(late.memory[Space.PINNED])
     assert not any(m.freed for m in of_weights), "weights are their owner's to free"
 
 
 def test_a_failure_of_a_worker_is_raised_by_finish(late: LateDriver, monkeypatch):
-    def fail(slot: cuda_weights.Slot) -> None:
+    def fail(entry: cuda_weights.Entry) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(cuda_weights.Slot, "fill", fail)
+    monkeypatch.setattr(cuda_weights.Entry, "fill", fail)
     up = uploader(late)
     up.load(*weight("w", F16, 8, 64))
     with pytest.raises(OSError, match="disk is gone"):
@@ -296,7 +296,7 @@ def test_a_type_without_a_kernel_for_the_batch_is_refused(monkeypatch):
 
 
 def test_a_shape_without_a_kernel_is_refused():
-    def plan(node: Node) -> None:
+    def launches(node: Node) -> None:
         raise DeviceError("head_dim 20 has no kernel; use device=host")
 
-    assert refuses(product(F16, 1), plan) == "head_dim 20 has no kernel; use device=host"
+    assert refuses(product(F16, 1), launches) == "head_dim 20 has no kernel; use device=host"

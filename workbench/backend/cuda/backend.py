@@ -140,7 +140,7 @@ class CudaBackend(Backend):
 
     def refuses(self, node: Node) -> str:
         """Why no kernel computes `node`, or nothing."""
-        nowhere = op_table.Place(lambda tensor: 0, 0, 0)
+        nowhere = op_table.Operands(lambda tensor: 0, 0, 0)
         return weights.refuses(node, lambda n: op_table.launches(n, nowhere))
 
     def scratch_bytes(self, node: Node) -> int:
@@ -235,8 +235,8 @@ class CudaBackend(Backend):
         def at(tensor: Tensor) -> Address:
             return Address(address_of(tensor))
 
-        place = op_table.Place(at, Address(scratch), self._counters_of(stream), self._sm)
-        works = op_table.launches(node, place)
+        operands = op_table.Operands(at, Address(scratch), self._counters_of(stream), self._sm)
+        works = op_table.launches(node, operands)
         return together([self._prepare(work, there, what, programmatic) for work in works])
 
     def kernels_of(self, node: Node) -> list[KernelName]:
@@ -259,8 +259,8 @@ class CudaBackend(Backend):
         conversion at one address is made once)."""
         fresh = functools.partial(next, itertools.count(1 << 40, 1 << 40))
         addresses: defaultdict[Tensor, int] = defaultdict(fresh)
-        place = op_table.Place(lambda t: addresses[t.storage], 1 << 39, 1 << 38, self._sm)
-        return op_table.launches(node, place)
+        operands = op_table.Operands(lambda t: addresses[t.storage], 1 << 39, 1 << 38, self._sm)
+        return op_table.launches(node, operands)
 
     def _counters_of(self, stream: int) -> int:
         """Counters for last-block combines: all zero, and back at zero after every kernel. Each

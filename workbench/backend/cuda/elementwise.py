@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workbench.backend.args import Args, pack, variant
-from workbench.backend.cuda.kernel import Kernel, Place, Work, blocks
+from workbench.backend.cuda.kernel import Kernel, Operands, Work, blocks
 from workbench.backend.cuda.matvec import Rotate
 from workbench.graph.ir import Node, Tensor
 
@@ -25,49 +25,49 @@ def second(node: Node | None) -> Tensor | None:
 # elements and rows --------------------------------------------------------------------------------
 
 
-def elementwise(node: Node, p: Place) -> list[Work]:
+def elementwise(node: Node, p: Operands) -> list[Work]:
     """mul, add and swiglu."""
     args = pack(node, p.at)
     rows, cols = int(args[3]), int(args[4])
     return [Kernel("elementwise", node.op, (rows, blocks(cols, 256)), 256, args, waits=True)]
 
 
-def quantize(node: Node, p: Place) -> list[Work]:
+def quantize(node: Node, p: Operands) -> list[Work]:
     args = pack(node, p.at)
     rows, cols = int(args[2]), int(args[3])
     return [Kernel("elementwise", "quantize", (rows, blocks(cols, 1024)), 256, args, waits=True)]
 
 
-def square_sums(node: Node, p: Place) -> list[Work]:
+def square_sums(node: Node, p: Operands) -> list[Work]:
     args = pack(node, p.at)
     rows, cols = int(args[2]), int(args[3])
     return [Kernel("elementwise", "square_sums", (rows, blocks(cols, 256)), 256, args, waits=True)]
 
 
-def rms_scale(node: Node, p: Place) -> list[Work]:
+def rms_scale(node: Node, p: Operands) -> list[Work]:
     args = pack(node, p.at)
     rows, cols = int(args[3]), int(args[4])
     return [Kernel("elementwise", "rms_scale", (rows, blocks(cols, 256)), 256, args, waits=True)]
 
 
-def get_rows(node: Node, p: Place) -> list[Work]:
+def get_rows(node: Node, p: Operands) -> list[Work]:
     args = pack(node, p.at)
     ids, cols = int(args[3]), int(args[4])
     name = "_".join(variant(node))
     return [Kernel("rows", name, (ids, blocks(cols, 256)), 256, args, waits=True)]
 
 
-def set_rows(node: Node, p: Place) -> list[Work]:
+def set_rows(node: Node, p: Operands) -> list[Work]:
     args = pack(node, p.at)
     tokens, cols = int(args[3]), int(args[4])
     return [Kernel("rows", "set_rows", (tokens, blocks(cols, 256)), 256, args, waits=True)]
 
 
-def swiglu_quantize(node: Node, p: Place) -> list[Work]:
+def swiglu_quantize(node: Node, p: Operands) -> list[Work]:
     return swiglu_quantize_parts(node.parts, p)
 
 
-def swiglu_quantize_parts(parts: Sequence[Node], p: Place) -> list[Work]:
+def swiglu_quantize_parts(parts: Sequence[Node], p: Operands) -> list[Work]:
     """swiglu quantize, the product in registers."""
     swiglu, quantize = parts
     gate, up = swiglu.inputs
@@ -79,12 +79,12 @@ def swiglu_quantize_parts(parts: Sequence[Node], p: Place) -> list[Work]:
 # norms --------------------------------------------------------------------------------------------
 
 
-def norm(node: Node, p: Place) -> list[Work]:
+def norm(node: Node, p: Operands) -> list[Work]:
     """rms_norm, or a fused norm."""
     return norm_parts(node.parts or (node,), node, p)
 
 
-def norm_parts(parts: Sequence[Node], node: Node, p: Place) -> list[Work]:
+def norm_parts(parts: Sequence[Node], node: Node, p: Operands) -> list[Work]:
     """[add] [rms_norm] [mul] [quantize] of `node`."""
     by_op = {part.op: part for part in parts}
     add, rms, mul, quantize = (by_op.get(op) for op in ("add", "rms_norm", "mul", "quantize"))
@@ -113,21 +113,21 @@ def norm_parts(parts: Sequence[Node], node: Node, p: Place) -> list[Work]:
 # heads --------------------------------------------------------------------------------------------
 
 
-def rope(node: Node, p: Place) -> list[Work]:
+def rope(node: Node, p: Operands) -> list[Work]:
     args = pack(node, p.at)
     tokens, heads = int(args[4]), int(args[5])
     grid = (tokens, blocks(heads, ROPE_HEADS))
     return [Kernel("rope", "rope", grid, ROPE_THREADS, args, waits=True)]
 
 
-def rope_shift(node: Node, p: Place) -> list[Work]:
+def rope_shift(node: Node, p: Operands) -> list[Work]:
     args = pack(node, p.at)
     cells, heads = int(args[3]), int(args[4])
     grid = (cells, blocks(heads, ROPE_HEADS))
     return [Kernel("rope", "rope_shift", grid, ROPE_THREADS, args, waits=True)]
 
 
-def rotation(q_rope: Node, k_store: Node, v_store: Node, p: Place) -> Rotate:
+def rotation(q_rope: Node, k_store: Node, v_store: Node, p: Operands) -> Rotate:
     """What kernels that rotate Q and K and store K and V are told."""
     _, positions, *factors = q_rope.inputs
     r = q_rope.params
@@ -138,12 +138,12 @@ def rotation(q_rope: Node, k_store: Node, v_store: Node, p: Place) -> Rotate:
     )  # fmt: skip
 
 
-def rope_store(node: Node, p: Place) -> list[Work]:
+def rope_store(node: Node, p: Operands) -> list[Work]:
     """A fused rope_store."""
     return rope_store_parts(node.parts, p.inside(node) if unread(node) else p)
 
 
-def rope_store_parts(parts: Sequence[Node], p: Place) -> list[Work]:
+def rope_store_parts(parts: Sequence[Node], p: Operands) -> list[Work]:
     """[rms_norm mul rms_norm mul] rope rope set_rows set_rows: a warp for each head of Q, K, V."""
     *norms, q_rope, k_rope, k_store, v_store = parts
     q_norm, q_mul, k_norm, k_mul = norms or (None,) * 4

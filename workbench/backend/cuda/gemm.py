@@ -33,11 +33,10 @@ x, one after another, can leave out conversions that were made before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from workbench.backend.args import Args
 from workbench.backend.cuda.kernel import Gemm, Kernel, Work, blocks
-from workbench.backend.cuda.matvec import Segment, segment_args
+from workbench.backend.cuda.matvec import Segment, X, segment_args
 from workbench.backend.cuda.tiling import Build, Epilogue, build_for, tile_tokens
 from workbench.graph.ir import QUANTISED
 
@@ -95,24 +94,14 @@ def _scratch_bytes(
     dtype: str, rows: Sequence[int], cols: int, n_tokens: int, end: Epilogue, hopper: bool
 ) -> int:
     if by_tile(dtype, n_tokens, hopper):
-        shape, split, _ = build_for(dtype, rows, cols, n_tokens, end, hopper)
+        shape, k_parts, _ = build_for(dtype, rows, cols, n_tokens, end, hopper)
         tiles = shape.tiles(rows, n_tokens, end)
-        behind = tiles * split * shape.n * shape.rows * 4 if split > 1 else 0
+        behind = tiles * k_parts * shape.n * shape.rows * 4 if k_parts > 1 else 0
     elif dtype in _QUANTISED:
         behind = min(max(rows), _rows_at_once(cols)) * padded(dtype, cols) * 2
     else:
         behind = 0
     return 2 * _x_bytes(cols, n_tokens, hopper) + behind
-
-
-class X(NamedTuple):
-    """What is multiplied: (n_tokens, cols) at its address, F32, or Q8_ACT if `quantised`, which
-    only quantised weights take."""
-
-    at: int
-    quantised: bool
-    cols: int
-    n_tokens: int
 
 
 def by_type(segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -208,7 +197,7 @@ def tile(
     tile of results for each block where several share one."""
     shape, dtype = build.shape, segments[0].dtype
     args: Args = [*segment_args(segments), x.at, partial, counters, x.cols, x.n_tokens]
-    grid = (shape.tiles([s.rows for s in segments], x.n_tokens, end) * build.split, 1)
+    grid = (shape.tiles([s.rows for s in segments], x.n_tokens, end) * build.k_parts, 1)
     return Kernel(
         "tensor_product", "tensor_product", grid, 32 * (shape.wm + shape.loading), args,
         build.defines(dtype, end), shape.shared_bytes(dtype), waits=True,

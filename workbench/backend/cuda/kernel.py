@@ -16,7 +16,7 @@ CLUSTERS = 90  # compute capability, times ten, from which blocks can form clust
 HOPPER = 90  # that of the devices with wgmma
 
 
-class Place(NamedTuple):
+class Operands(NamedTuple):
     """Where the kernels of a node find things: tensors, scratch, and counters (u32, all zero) that
     only kernels of the same stream use."""
 
@@ -25,7 +25,7 @@ class Place(NamedTuple):
     counters: int
     sm: int = CLUSTERS  # compute capability of the device, times ten
 
-    def inside(self, node: Node) -> Place:
+    def inside(self, node: Node) -> Operands:
         """For the parts of a fused node that run as launches of their own."""
         at, scratch = parts_addresses(node, self.at, self.scratch)
         return self._replace(at=at, scratch=scratch)

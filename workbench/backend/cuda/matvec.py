@@ -3,7 +3,7 @@ which grid.
 
 Pure. A product's kernel is compiled for its weight types and a tuning, which `cuda_tuning.tuning`
 chooses by type, shape, tokens and epilogue. The order in which an element is summed follows from
-`Tuning.split` alone, the same for any number of tokens: a token's result does not depend on its
+`Tuning.row_warps` alone, the same for any number of tokens: a token's result does not depend on its
 batch. Fused and unfused products may differ in their last bits, since the table may split their
 columns differently.
 """
@@ -48,6 +48,16 @@ class Segment(NamedTuple):
     rows: int
     bias: int
     dst: int
+
+
+class X(NamedTuple):
+    """What is multiplied: (n_tokens, cols) at its address, F32, or Q8_ACT if `quantised`. Up to
+    MOST_TOKENS tokens, quantised weights want Q8_ACT and float weights F32; see also `gemm.py`."""
+
+    at: int
+    quantised: bool
+    cols: int
+    n_tokens: int
 
 
 class HeadNorm(NamedTuple):
@@ -122,24 +132,20 @@ def defines(
 
 
 def plain(
-    segments: Sequence[Segment], x: int, cols: int, n_tokens: int, scale: Scale | None = None,
-    tune: Tuning | None = None,
-) -> Kernel:  # fmt: skip
+    segments: Sequence[Segment], x: X, scale: Scale | None = None, tune: Tuning | None = None
+) -> Kernel:
     """The products of one x with 1 to 3 weights, plus biases.
 
-    x: (n_tokens, cols) at its address, F32 for float weights, Q8_ACT for quantised ones. tune: in
-    place of `tuning`'s. Raises DeviceError for what no kernel takes.
+    tune: in place of the tuning in the tables. Raises DeviceError for what no kernel takes.
     """
-    t = tune or _tuning(segments, cols, n_tokens, "plain")
+    t = tune or _tuning(segments, x, "plain")
     args, grid = segment_args(segments), _grid(segments, t)
-    return _kernel("plain", segments, x, cols, n_tokens, scale, grid, args, t)
+    return _kernel("plain", segments, x, scale, t, grid, args)
 
 
 def qkv(
     segments: Sequence[Segment],
-    x: int,
-    cols: int,
-    n_tokens: int,
+    x: X,
     rotate: Rotate,
     scale: Scale | None = None,
     tune: Tuning | None = None,
@@ -155,16 +161,16 @@ def qkv(
             f"{rotate.n_rot} rotated that one launch can turn on cuda (both even); use "
             "fuse_rope_store=off"
         )
-    t = tune or _tuning(segments, cols, n_tokens, "qkv")
+    t = tune or _tuning(segments, x, "qkv")
     if rotate.norm is not None and tune is None:
-        t = _heads_tuning(segments, cols, n_tokens, rotate.head_dim)
+        t = _heads_tuning(segments, x, rotate.head_dim)
     r = rotate
     behind: Args = [
         r.positions, r.freq_factors, r.k_indices, r.v_indices, r.n_kv, r.head_dim, r.n_rot,
         int(r.neox), float(r.theta_base), float(r.freq_scale), *(r.norm or HeadNorm(0, 0, 0.0)),
     ]  # fmt: skip
     args, grid = segment_args(segments), _grid(segments, t)
-    made = _kernel("qkv", segments, x, cols, n_tokens, scale, grid, args, t, behind)
+    made = _kernel("qkv", segments, x, scale, t, grid, args, behind)
     if r.norm is None:
         return made
     return made._replace(defines=(*made.defines, f"HEAD_BLOCKS={r.head_dim // t.lines}"))
@@ -176,7 +182,7 @@ def can_norm_heads(
     """Whether `qkv` can norm the heads of Q, K, V of these types and rows, on a device that has
     clusters: each is made by a few whole blocks, whose pairs of lines are parts of a warp."""
     segments = [Segment(dtype, 0, n, 0, 0) for dtype, n in zip(dtypes, rows, strict=True)]
-    lines = _heads_tuning(segments, cols, n_tokens, head_dim).lines
+    lines = _heads_tuning(segments, X(0, True, cols, n_tokens), head_dim).lines
     whole = all(n % head_dim == 0 for n in rows) and head_dim % lines == 0
     pairs = lines // 2
     return whole and head_dim // lines <= MOST_CLUSTER and pairs <= WARP and not pairs & (pairs - 1)
@@ -185,9 +191,7 @@ def can_norm_heads(
 def glu(
     gate: Segment,
     up: Segment,
-    x: int,
-    cols: int,
-    n_tokens: int,
+    x: X,
     quantised: bool,
     scale: Scale | None = None,
     tune: Tuning | None = None,
@@ -201,10 +205,10 @@ def glu(
             f"launch on cuda{' that quantises' if quantised else ''}; use fuse_glu=off"
         )
     epilogue = "glu_q8" if quantised else "glu"
-    t = tune or _tuning([gate, up], cols, n_tokens, epilogue)
+    t = tune or _tuning([gate, up], x, epilogue)
     args: Args = [gate.dst, gate.w, gate.bias, up.w, up.bias, gate.rows]
     grid = blocks(gate.rows, t.lines // 2)
-    return _kernel(epilogue, [gate], x, cols, n_tokens, scale, grid, args, t)
+    return _kernel(epilogue, [gate], x, scale, t, grid, args)
 
 
 def can_norm(rows: int) -> bool:
@@ -213,33 +217,32 @@ def can_norm(rows: int) -> bool:
 
 
 def normed(
-    segment: Segment, x: int, cols: int, n_tokens: int, norm: Norm, scale: Scale | None = None,
-    tune: Tuning | None = None,
-) -> Kernel:  # fmt: skip
+    segment: Segment, x: X, norm: Norm, scale: Scale | None = None, tune: Tuning | None = None
+) -> Kernel:
     """A product, its bias, the residual add and half a norm."""
     epilogue = "norm_q8" if norm.quantised else "norm"
-    t = tune or _tuning([segment], cols, n_tokens, epilogue)
+    t = tune or _tuning([segment], x, epilogue)
     args: Args = [
         segment.dst, segment.w, segment.bias, segment.rows, norm.sum, norm.squares,
         norm.residual, norm.factors,
     ]  # fmt: skip
     grid = blocks(segment.rows, t.lines)
-    return _kernel(epilogue, [segment], x, cols, n_tokens, scale, grid, args, t)
+    return _kernel(epilogue, [segment], x, scale, t, grid, args)
 
 
-def _heads_tuning(segments: Sequence[Segment], cols: int, n_tokens: int, head_dim: int) -> Tuning:
+def _heads_tuning(segments: Sequence[Segment], x: X, head_dim: int) -> Tuning:
     """As `_tuning`, with so many passes that a head is no more blocks than a cluster has."""
-    t = _tuning(segments, cols, n_tokens, "qkv")
+    t = _tuning(segments, x, "qkv")
     return t._replace(passes=max(t.passes, head_dim // (MOST_CLUSTER * t.lines)))
 
 
-def _tuning(segments: Sequence[Segment], cols: int, n_tokens: int, epilogue: str) -> Tuning:
-    """For the segments of one launch: that of the type with the most rows."""
+def _tuning(segments: Sequence[Segment], x: X, epilogue: str) -> Tuning:
+    """For the segments of one launch: the tuning of the type with the most rows."""
     rows: dict[str, int] = {}
     for s in segments:
         rows[s.dtype] = rows.get(s.dtype, 0) + s.rows
     most = max(rows, key=lambda dtype: rows[dtype])
-    found = tuning(most, sum(rows.values()), cols, n_tokens, epilogue)
+    found = tuning(most, sum(rows.values()), x.cols, x.n_tokens, epilogue)
     # types differ in the registers they need: the limit of one would make another spill
     return found if len(rows) == 1 else found._replace(per_sm=1)
 
@@ -260,17 +263,15 @@ def _grid(segments: Sequence[Segment], t: Tuning) -> int:
 def _kernel(
     epilogue: str,
     segments: Sequence[Segment],
-    x: int,
-    cols: int,
-    n_tokens: int,
+    x: X,
     scale: Scale | None,
+    t: Tuning,
     grid: int,
     args: Args,
-    t: Tuning,
     behind: Sequence[int | float] = (),
 ) -> Kernel:
     """args: what stands before x among the arguments; behind: what stands behind the scale."""
-    dtypes = [s.dtype for s in segments]
+    cols, n_tokens, dtypes = x.cols, x.n_tokens, [s.dtype for s in segments]
     if len({name in _FLOATS for name in dtypes}) != 1 or not 1 <= n_tokens <= MOST_TOKENS:
         raise DeviceError(
             f"weights {', '.join(dtypes)} and {n_tokens} tokens are no product of one launch on "
@@ -282,7 +283,7 @@ def _kernel(
             "use fuse_product_norm=off"
         )
     macros = defines(dtypes, cols, n_tokens, epilogue, t, scale is not None)
-    given: Args = [x, cols, n_tokens, scale.squares if scale else 0, scale.eps if scale else 0.0]
+    given: Args = [x.at, cols, n_tokens, scale.squares if scale else 0, scale.eps if scale else 0.0]
     file, function, _ = EPILOGUES[epilogue]
     everything = [*args, *given, *behind]
     return Kernel(file, function, (grid, 1), WARP * t.warps, everything, macros, waits=True)

@@ -12,18 +12,18 @@ from collections.abc import Callable
 
 from workbench.backend.cuda import attention, elementwise, matvec, products
 from workbench.backend.cuda.attention import AttentionAt, AttentionShape
-from workbench.backend.cuda.kernel import Kernel, Place, Work
+from workbench.backend.cuda.kernel import Kernel, Operands, Work
 from workbench.graph.ir import Node
 from workbench.graph.ops import interior_bytes
 
 # attention ----------------------------------------------------------------------------------------
 
 
-def _attention(node: Node, p: Place) -> list[Work]:
+def _attention(node: Node, p: Operands) -> list[Work]:
     return _attend(node, None, p)
 
 
-def _attend(node: Node, quantize: Node | None, p: Place) -> list[Work]:
+def _attend(node: Node, quantize: Node | None, p: Operands) -> list[Work]:
     out = (node if quantize is None else quantize).output
     q, k, v, mask = map(p.at, node.inputs)
     at = AttentionAt(p.at(out), q, k, v, mask, p.scratch, p.counters)
@@ -31,7 +31,7 @@ def _attend(node: Node, quantize: Node | None, p: Place) -> list[Work]:
     return list(attention.launches(shape, at, scale, quantize is not None))
 
 
-def _attention_quantize(node: Node, p: Place) -> list[Work]:
+def _attention_quantize(node: Node, p: Operands) -> list[Work]:
     attend, quantize = node.parts
     if _attention_can_quantise(node):
         return _attend(attend, quantize, p)
@@ -51,7 +51,7 @@ def _shape(attend: Node) -> AttentionShape:
 
 # the table ----------------------------------------------------------------------------------------
 
-_LAUNCHES: dict[str, Callable[[Node, Place], list[Work]]] = {
+_LAUNCHES: dict[str, Callable[[Node, Operands], list[Work]]] = {
     "get_rows": elementwise.get_rows,
     "rms_norm": elementwise.norm,
     "mul": elementwise.elementwise,
@@ -77,12 +77,12 @@ _LAUNCHES: dict[str, Callable[[Node, Place], list[Work]]] = {
 }
 
 
-def launches(node: Node, place: Place) -> list[Work]:
+def launches(node: Node, operands: Operands) -> list[Work]:
     """The kernels and cuBLAS products that compute `node`, in order; none where it has nothing to
     compute. Raises DeviceError for a head_dim no kernel has."""
     if not any(t.nbytes for t in node.outputs):
         return []
-    works = _LAUNCHES[node.op](node, place)
+    works = _LAUNCHES[node.op](node, operands)
     return [w for w in works if not isinstance(w, Kernel) or (w.grid[0] and w.grid[1])]
 
 
@@ -92,7 +92,7 @@ def begins_early(node: Node) -> bool:
     multiplied = [part for part in node.parts or (node,) if part.op == "mul_mat"]
     if all(part.inputs[1].shape[0] <= matvec.MOST_TOKENS for part in multiplied):
         return True
-    works = launches(node, Place(lambda tensor: 0, 0, 0))
+    works = launches(node, Operands(lambda tensor: 0, 0, 0))
     return all(isinstance(w, Kernel) and w.waits for w in works)
 
 

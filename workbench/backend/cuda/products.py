@@ -26,19 +26,19 @@ from workbench.backend.cuda.elementwise import (
     unread,
 )
 from workbench.backend.cuda.gemm import Epilogue
-from workbench.backend.cuda.kernel import CLUSTERS, HOPPER, Kernel, Place, Work, blocks
-from workbench.backend.cuda.matvec import HeadNorm, Norm, Scale, Segment
+from workbench.backend.cuda.kernel import CLUSTERS, HOPPER, Kernel, Operands, Work, blocks
+from workbench.backend.cuda.matvec import HeadNorm, Norm, Scale, Segment, X
 from workbench.graph.fuse import Product, product_at
 from workbench.graph.ir import Q8_ACT, Node, Tensor
 
 # one product, or several of one x -----------------------------------------------------------------
 
 
-def mul_mat(node: Node, p: Place) -> list[Work]:
+def mul_mat(node: Node, p: Operands) -> list[Work]:
     return _one_product(Product(node, None, None), p)
 
 
-def _float_product(node: Node, p: Place) -> list[Work]:
+def _float_product(node: Node, p: Operands) -> list[Work]:
     """The float path: dequantised weights, float32 activations."""
     args = pack(node, p.at)
     rows, tokens = int(args[3]), int(args[5])
@@ -50,7 +50,7 @@ def _is_float(product: Product) -> bool:
     return variant(product.mul_mat)[0] == "mul_mat_float"
 
 
-def _segment(product: Product, p: Place, output: Tensor | None = None) -> Segment:
+def _segment(product: Product, p: Operands, output: Tensor | None = None) -> Segment:
     """What a launch is told of one product; its result goes to `output`, or where it belongs."""
     w = product.mul_mat.inputs[0]
     out = output or product.output
@@ -58,14 +58,14 @@ def _segment(product: Product, p: Place, output: Tensor | None = None) -> Segmen
     return Segment(w.dtype.name, p.at(w), w.shape[0], bias, p.at(out))
 
 
-def _scale(product: Product, p: Place) -> Scale | None:
+def _scale(product: Product, p: Operands) -> Scale | None:
     """The half of a norm that a product's results are scaled by; all of one x have the same."""
     if product.scale is None:
         return None
     return Scale(p.at(product.scale.inputs[1]), float(product.scale.params["eps"]))
 
 
-def _split(parts: Sequence[Node]) -> tuple[list[Product], list[Node]]:
+def _products_of(parts: Sequence[Node]) -> tuple[list[Product], list[Node]]:
     """The products at the head of `parts`, and the other parts."""
     products: list[Product] = []
     at = 0
@@ -83,7 +83,7 @@ def few(node: Node) -> bool:
     )
 
 
-def _one_product(product: Product, p: Place) -> list[Work]:
+def _one_product(product: Product, p: Operands) -> list[Work]:
     """One product of any number of tokens, with what stands behind it."""
     tokens = product.mul_mat.inputs[1].shape[0]
     if not tokens:
@@ -98,12 +98,10 @@ def _one_product(product: Product, p: Place) -> list[Work]:
     return _together([product], p)
 
 
-def _in_one(products: list[Product], p: Place) -> list[Work]:
+def _in_one(products: list[Product], p: Operands) -> list[Work]:
     """Up to three products of one x and few tokens."""
-    w, x = products[0].mul_mat.inputs
     segments = [_segment(product, p) for product in products]
-    scale = _scale(products[0], p)
-    return [matvec.plain(segments, p.at(x), w.cols, x.shape[0], scale)]
+    return [matvec.plain(segments, _x(products[0], p), _scale(products[0], p))]
 
 
 def many(product: Product) -> bool:
@@ -112,18 +110,18 @@ def many(product: Product) -> bool:
     return not _is_float(product) and product.scale is None and tokens > matvec.MOST_TOKENS
 
 
-def _x(product: Product, p: Place) -> gemm.X:
+def _x(product: Product, p: Operands) -> X:
     x = product.mul_mat.inputs[1]
-    return gemm.X(p.at(x), x.dtype == Q8_ACT, x.cols, x.rows)
+    return X(p.at(x), x.dtype == Q8_ACT, x.cols, x.rows)
 
 
-def _together(products: list[Product], p: Place) -> list[Work]:
+def _together(products: list[Product], p: Operands) -> list[Work]:
     """Products of one x and many tokens: one launch for all of one type."""
     segments = [_segment(product, p) for product in products]
     return gemm.product(segments, _x(products[0], p), p.scratch, p.counters, hopper=p.sm == HOPPER)
 
 
-def _in_turn(products: list[Product], p: Place) -> list[Work]:
+def _one_by_one(products: list[Product], p: Operands) -> list[Work]:
     """Several products of one x. It is converted once: the same conversion to the same place in
     scratch is not repeated."""
     if all(many(product) for product in products):
@@ -134,24 +132,23 @@ def _in_turn(products: list[Product], p: Place) -> list[Work]:
     return works
 
 
-def fused_products(node: Node, p: Place) -> list[Work]:
+def fused_products(node: Node, p: Operands) -> list[Work]:
     """product and qkv."""
-    products, _ = _split(node.parts)
-    return _in_one(products, p) if few(node) else _in_turn(products, p.inside(node))
+    products, _ = _products_of(node.parts)
+    return _in_one(products, p) if few(node) else _one_by_one(products, p.inside(node))
 
 
 # what is fused with them --------------------------------------------------------------------------
 
 
-def product_norm(node: Node, p: Place) -> list[Work]:
+def product_norm(node: Node, p: Operands) -> list[Work]:
     """One launch, or those of its parts."""
-    (product,), (add, squares, mul, *quantize) = _split(node.parts)
+    (product,), (add, squares, mul, *quantize) = _products_of(node.parts)
     inside = p.inside(node)
     if not product_norm_is_one(node):
-        works = _in_turn([product], inside) + elementwise(add, inside)
+        works = _one_by_one([product], inside) + elementwise(add, inside)
         works += square_sums(squares, inside)
         return works + norm_parts([mul, *quantize], node, inside)
-    w, x = product.mul_mat.inputs
     made = product.output.storage
     residual = next(t for t in add.inputs if t.storage is not made)
     last = (*quantize, mul)[0].output
@@ -160,27 +157,26 @@ def product_norm(node: Node, p: Place) -> list[Work]:
         bool(quantize),
     )  # fmt: skip
     segment, scale = _segment(product, inside, last), _scale(product, p)
-    return [matvec.normed(segment, p.at(x), w.cols, x.shape[0], norm, scale)]
+    return [matvec.normed(segment, _x(product, p), norm, scale)]
 
 
 def product_norm_is_one(node: Node) -> bool:
     """Whether one launch makes it: few tokens, and where the row is quantised, nothing that reads
     it in float too."""
-    (product,), (_, _, mul, *quantize) = _split(node.parts)
+    (product,), (_, _, mul, *quantize) = _products_of(node.parts)
     rows = product.mul_mat.inputs[0].shape[0]
     both = bool(quantize) and mul.output in node.outputs
     return few(node) and matvec.can_norm(rows) and not both
 
 
-def qkv_rope_store(node: Node, p: Place) -> list[Work]:
+def qkv_rope_store(node: Node, p: Operands) -> list[Work]:
     """One launch, or the products and then rope_store."""
-    products, tail = _split(node.parts)
+    products, tail = _products_of(node.parts)
     if not qkv_is_one(node) or (len(tail) > 4 and p.sm < CLUSTERS):
         inside = p.inside(node)
-        made = _in_one(products, inside) if few(node) else _in_turn(products, inside)
+        made = _in_one(products, inside) if few(node) else _one_by_one(products, inside)
         return made + rope_store_parts(tail, inside)
     *norms, q_rope, _, k_store, v_store = tail
-    w, x = products[0].mul_mat.inputs
     p = p.inside(node) if unread(node) else p
     outputs = (q_rope.output, k_store.output, v_store.output)
     segments = [_segment(product, p, out) for product, out in zip(products, outputs, strict=True)]
@@ -191,12 +187,12 @@ def qkv_rope_store(node: Node, p: Place) -> list[Work]:
         norm = HeadNorm(q_factors, k_factors, float(q_norm.params["eps"]))
         rotate = rotate._replace(norm=norm)
     scale = _scale(products[0], p)
-    return [matvec.qkv(segments, p.at(x), w.cols, x.shape[0], rotate, scale)]
+    return [matvec.qkv(segments, _x(products[0], p), rotate, scale)]
 
 
 def qkv_is_one(node: Node) -> bool:
     """Whether one launch makes all of it, on a device that has clusters where heads are normed."""
-    products, tail = _split(node.parts)
+    products, tail = _products_of(node.parts)
     if not few(node) or tail[0].op == "rope":
         return few(node)
     weights = [product.mul_mat.inputs[0] for product in products]
@@ -207,16 +203,14 @@ def qkv_is_one(node: Node) -> bool:
     )  # fmt: skip
 
 
-def glu(node: Node, p: Place) -> list[Work]:
+def glu(node: Node, p: Operands) -> list[Work]:
     """One launch, behind the conversion of x for many tokens; or the products and then swiglu."""
-    products, (swiglu, *quantize) = _split(node.parts)
-    gate = products[0].mul_mat
+    products, (swiglu, *quantize) = _products_of(node.parts)
     quantised = bool(quantize)
     if few(node) and glu_is_one(node):
-        w, x = gate.inputs
         gate_w, up_w = [_segment(product, p, node.output) for product in products]
         scale = _scale(products[0], p)
-        return [matvec.glu(gate_w, up_w, p.at(x), w.cols, x.shape[0], quantised, scale)]
+        return [matvec.glu(gate_w, up_w, _x(products[0], p), quantised, scale)]
     if glu_in_tiles(node, p.sm == HOPPER):
         gate_w, up_w = [_segment(product, p, node.output) for product in products]
         return gemm.glu(
@@ -224,7 +218,7 @@ def glu(node: Node, p: Place) -> list[Work]:
             hopper=p.sm == HOPPER,
         )  # fmt: skip
     inside = p.inside(node)
-    works = _in_turn(products, inside)
+    works = _one_by_one(products, inside)
     if quantised:
         return works + swiglu_quantize_parts([swiglu, *quantize], inside)
     return works + elementwise(swiglu, inside)
@@ -238,7 +232,7 @@ def glu_is_one(node: Node) -> bool:
 
 def glu_in_tiles(node: Node, hopper: bool) -> bool:
     """Whether one launch of `cuda_gemm` makes it, of many tokens."""
-    products, tail = _split(node.parts)
+    products, tail = _products_of(node.parts)
     w, x = products[0].mul_mat.inputs
     quantised = tail[-1].op == "quantize"
     return all(many(product) for product in products) and gemm.can_glu(
@@ -250,7 +244,7 @@ def scratch_bytes(node: Node) -> int:
     """What `cuda_gemm` wants for the products of a node, those of one type together; 0 where it
     has none."""
     rows: dict[str, list[int]] = {}
-    for product in _split(node.parts or (node,))[0]:
+    for product in _products_of(node.parts or (node,))[0]:
         if many(product):
             w, x = product.mul_mat.inputs
             rows.setdefault(w.dtype.name, []).append(w.shape[0])

@@ -22,7 +22,7 @@ SHARED = 228 << 10  # bytes of a multiprocessor; a block has 1 KB more than it a
 MOST_SHARED = 99 << 10  # bytes of a block, of devices of compute capability 8.6, 8.9 and 12.0
 HOPPER_SHARED = 227 << 10  # of 9.0
 LEAST_STAGES = 3  # of shared memory: fewer columns a stage rather than fewer stages
-MOST_SPLIT = 8  # blocks of a cluster on every device that has clusters
+MOST_K_PARTS = 8  # blocks of a cluster on every device that has clusters
 MOST_COUNTERS = 4096
 # Clusters of so many blocks that those multiprocessors have at once, one or two blocks each: their
 # groups do not all divide by it. What cuOccupancyMaxActiveClusters says of an H100 80GB HBM3.
@@ -54,7 +54,7 @@ class Epilogue(IntEnum):
     PLAIN, GLU, GLU_Q8 = range(3)
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """A block of kernels/tensor_product.cu."""
 
     n: int  # tokens of a block
@@ -99,25 +99,25 @@ class Shape(NamedTuple):
 
 # By tokens of a tile, in their order. The first of each is there for every type, with fewer stages
 # or columns where a device has no room for it; the others only where their stages have room.
-SHAPES: tuple[tuple[Shape, ...], ...] = (
-    (Shape(8, 4, 4, 2, 5, 2),),
-    (Shape(16, 4, 4, 2, 5, 2), Shape(16, 8, 4, 2, 4, 2)),
-    (Shape(32, 4, 4, 2, 4, 2), Shape(32, 8, 4, 2, 3, 2)),
-    (Shape(64, 4, 4, 1, 4, 2),),
+SHAPES: tuple[tuple[TileShape, ...], ...] = (
+    (TileShape(8, 4, 4, 2, 5, 2),),
+    (TileShape(16, 4, 4, 2, 5, 2), TileShape(16, 8, 4, 2, 4, 2)),
+    (TileShape(32, 4, 4, 2, 4, 2), TileShape(32, 8, 4, 2, 3, 2)),
+    (TileShape(64, 4, 4, 1, 4, 2),),
 )
 # Instead, with warpgroups and 227 KB of shared memory (compute capability 9.0).
-HOPPER_SHAPES: tuple[tuple[Shape, ...], ...] = (
+HOPPER_SHAPES: tuple[tuple[TileShape, ...], ...] = (
     *SHAPES[:3],
-    (Shape(64, 8, 4, 2, 4, 1), Shape(64, 4, 4, 1, 4, 2), Shape(64, 8, 4, 1, 4, 2)),
-    (Shape(128, 8, 4, 1, 5, 1),),
+    (TileShape(64, 8, 4, 2, 4, 1), TileShape(64, 4, 4, 1, 4, 2), TileShape(64, 8, 4, 1, 4, 2)),
+    (TileShape(128, 8, 4, 1, 5, 1),),
 )
 
 
 class Build(NamedTuple):
     """How one launch is cut. clustered: blocks that share a tile are a cluster."""
 
-    shape: Shape
-    split: int  # blocks that share the columns of a tile
+    shape: TileShape
+    k_parts: int  # blocks that share the columns of a tile
     clustered: bool
 
     def defines(self, dtype: str, end: Epilogue = Epilogue.PLAIN) -> tuple[str, ...]:
@@ -126,12 +126,12 @@ class Build(NamedTuple):
         values = {
             "TYPE": dtype, "TOKENS": shape.n, "WM": shape.wm, "LOADING": shape.loading,
             "STEPS": shape.steps, "STAGES": shape.stages, "BLOCKS": shape.blocks,
-            "SPLIT": self.split, "CLUSTERED": int(self.clustered), "EPILOGUE": int(end),
+            "K_PARTS": self.k_parts, "CLUSTERED": int(self.clustered), "EPILOGUE": int(end),
         }  # fmt: skip
         return tuple(f"{name}={value}" for name, value in values.items())
 
 
-def _at_hand(n_tokens: int, hopper: bool) -> tuple[Shape, ...]:
+def _at_hand(n_tokens: int, hopper: bool) -> tuple[TileShape, ...]:
     """Those of the fewest tokens that are enough, or of the most there are."""
     found = HOPPER_SHAPES if hopper else SHAPES
     return next((shapes for shapes in found if n_tokens <= shapes[0].n), found[-1])
@@ -142,7 +142,7 @@ def tile_tokens(n_tokens: int, hopper: bool) -> int:
     return _at_hand(n_tokens, hopper)[0].n
 
 
-def shapes_for(dtype: str, n_tokens: int, hopper: bool) -> list[Shape]:
+def shapes_for(dtype: str, n_tokens: int, hopper: bool) -> list[TileShape]:
     """What a device has room for; `hopper` says that it is of compute capability 9.0."""
     first, *others = _at_hand(n_tokens, hopper)
     found = [_fitted(first, dtype, hopper, ((first.steps, LEAST_STAGES), (1, 2)))]
@@ -152,8 +152,8 @@ def shapes_for(dtype: str, n_tokens: int, hopper: bool) -> list[Shape]:
 
 
 def _fitted(
-    shape: Shape, dtype: str, hopper: bool, wanted: Sequence[tuple[int, int]]
-) -> Shape | None:
+    shape: TileShape, dtype: str, hopper: bool, wanted: Sequence[tuple[int, int]]
+) -> TileShape | None:
     """As many stages as there is room for, of the first of `wanted` (steps, least stages)."""
     most = min(HOPPER_SHARED, SHARED // shape.blocks - 1024) if hopper else MOST_SHARED
     for steps, least in wanted:
@@ -166,15 +166,15 @@ def _fitted(
 
 def cost(dtype: str, build: Build, tiles: int, cols: int) -> float:
     """What the last multiprocessor to end takes, in steps as above, of MULTIPROCESSORS."""
-    shape, split, clustered = build
+    shape, k_parts, clustered = build
     at_once = shape.at_once(dtype)
     room = MULTIPROCESSORS * at_once
-    if clustered and split > 1:
-        room = CLUSTERS[at_once][split] * split
-    steps = blocks(blocks(cols, shape.steps * 128), split) * shape.steps
+    if clustered and k_parts > 1:
+        room = CLUSTERS[at_once][k_parts] * k_parts
+    steps = blocks(blocks(cols, shape.steps * 128), k_parts) * shape.steps
     load = shape.rows * at_once / 128
-    adding = (ADD_IN_CLUSTER if clustered else ADD_IN_MEMORY[shape.n]) * load * (split > 1)
-    return blocks(tiles * split, room) * (steps * load**PACE + FILL) + adding
+    adding = (ADD_IN_CLUSTER if clustered else ADD_IN_MEMORY[shape.n]) * load * (k_parts > 1)
+    return blocks(tiles * k_parts, room) * (steps * load**PACE + FILL) + adding
 
 
 def build_for(
@@ -186,10 +186,10 @@ def build_for(
     def builds() -> Iterator[tuple[float, Build]]:
         for shape in shapes_for(dtype, n_tokens, hopper):
             tiles = shape.tiles(rows, n_tokens, end)
-            most = min(MOST_SPLIT, blocks(cols, shape.steps * 128))
-            for split in range(1, most + 1 if tiles <= MOST_COUNTERS else 2):
-                for clustered in (False, True)[:split]:
-                    build = Build(shape, split, clustered)
+            most = min(MOST_K_PARTS, blocks(cols, shape.steps * 128))
+            for k_parts in range(1, most + 1 if tiles <= MOST_COUNTERS else 2):
+                for clustered in (False, True)[:k_parts]:
+                    build = Build(shape, k_parts, clustered)
                     yield cost(dtype, build, tiles, cols), build
 
     return min(builds(), key=lambda found: found[0])[1]

@@ -20,14 +20,14 @@ class Tuning(NamedTuple):
     unroll: int
     warps: int
     per_sm: int
-    split: int
+    row_warps: int
     passes: int = 1
     ahead: int = 0
 
     @property
     def lines(self) -> int:
         """Weight rows of a block."""
-        return self.warps // self.split * self.rows * self.passes
+        return self.warps // self.row_warps * self.rows * self.passes
 
     def defines(self) -> tuple[str, ...]:
         """The macros of kernels/multiply.cuh."""
@@ -36,7 +36,7 @@ class Tuning(NamedTuple):
             f"UNROLL={self.unroll}",
             f"WARPS={self.warps}",
             f"BLOCKS={self.per_sm}",
-            f"SPLIT={self.split}",
+            f"ROW_WARPS={self.row_warps}",
             f"PASSES={self.passes}",
             f"AHEAD={self.ahead}",
         )
@@ -48,9 +48,10 @@ _CLASS = {
     "MXFP4": "MXFP4", "Q4_K": "Q4_K", "Q5_K": "K", "Q6_K": "K",
 }  # fmt: skip
 
-# One token: rows, unroll, warps, per_sm, split by the size of the weights, which are looked up in
-# the first line whose rows (of all segments) and columns are not below theirs. What decides is how
-# the blocks of a launch fill the device: all at once, with none left over, while they are few.
+# One token: rows, unroll, warps, per_sm, row_warps by the size of the weights. Weights have the
+# choice of the first line whose rows (of all segments) and columns are not below theirs. What
+# decides is how the blocks of a launch fill the device: all at once, with none left over, while
+# they are few.
 _SIZES = (
     (2304, 4095), (2304, None), (3584, 4095), (3584, None), (4608, 4608), (4608, None),
     (8192, 4095), (8192, None), (40000, 4095), (40000, None), (None, None),
@@ -136,9 +137,9 @@ _NORM: dict[str, tuple[_Choice, ...]] = {
     "Q4_K": ((2, 3, 16, 1, 1), (2, 3, 16, 1, 1)),
     "K": ((4, 1, 16, 1, 2), (4, 1, 16, 1, 2)),
 }
-_NORM_MORE = (4, 1, 8, 1)  # rows, unroll, warps, per_sm of more tokens, split as for one
+_NORM_MORE = (4, 1, 8, 1)  # rows, unroll, warps, per_sm of more tokens, row_warps as for one
 
-# (class, tokens) -> rows, unroll, warps, per_sm of more tokens, split as for one.
+# (class, tokens) -> rows, unroll, warps, per_sm of more tokens, row_warps as for one.
 _MORE_TOKENS: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("F32", 2): (2, 2, 8, 1),
     ("F32", 4): (2, 1, 8, 1),

@@ -1,17 +1,17 @@
 """Weights on their way from the model file to the GPU, and which of them its kernels can use.
 
-Bytes go from the file's map into a ring of pinned slots (worker threads: NumPy copies without the
+Bytes go from the file's map into a ring of pinned entries (worker threads: NumPy copies without the
 GIL), from there to the device on one stream, and, for the types of REPACKED, on another stream
 through a kernel that lays them out as `kernels/weights.cuh` says:
 
-    worker 0        | read slot 0 | read slot 2 |
-    worker 1        | read slot 1 | read slot 3 |
-    copy stream                   | copy 0 | copy 1 | copy 2 |
-    repack stream                          | repack 0 | repack 1 |
+    worker 0        | read entry 0 | read entry 2 |
+    worker 1        | read entry 1 | read entry 3 |
+    copy stream                    | copy 0 | copy 1 | copy 2 |
+    repack stream                           | repack 0 | repack 1 |
 
-The caller's thread alone talks to the driver. It waits for a slot's repacking before the slot is
+The caller's thread alone talks to the driver. It waits for an entry's repacking before the entry is
 filled anew, which happens a ring later, and for everything once, in `finish`. What a tensor takes
-of a slot begins on a multiple of ALIGN, so that many small tensors travel in one slot.
+of an entry begins on a multiple of ALIGN, so that many small tensors travel in one entry.
 
 The limit is the host's memory copy (a thread reaches some 10 GB/s, PCIe 5 some 50), hence several
 workers. Registering the map itself as pinned memory would save that copy, but pins every page of
@@ -39,8 +39,8 @@ from workbench.sizes import round_up
 if TYPE_CHECKING:
     from workbench.backend.cuda.driver import CudaEvent, CudaMemory, Driver
 
-SLOT_BYTES = 8 << 20
-N_SLOTS = 8  # so much pinned memory, and as much of the device's, while loading
+ENTRY_BYTES = 8 << 20
+N_ENTRIES = 8  # so much pinned memory, and as much of the device's, while loading
 N_WORKERS = 4
 ALIGN = 256
 WORD = 16  # bytes of a load: the memory of a weight ends on a multiple of it, with zeros
@@ -59,12 +59,12 @@ MOST_TOKENS: dict[tuple[str, ...], int] = {
 }
 
 
-def refuses(node: Node, plan: Callable[[Node], Any]) -> str:
+def refuses(node: Node, launches: Callable[[Node], Any]) -> str:
     """Why the cuda backend cannot compute `node`, in one line, or "".
 
-    plan: makes the node's launches without a device and raises DeviceError where there is no kernel
-    for its shape. Types and numbers of tokens are looked up in MOST_TOKENS, for a kernel that is
-    chosen by name is missed only when it is compiled.
+    launches: makes the node's launches without a device; raises DeviceError where no kernel has its
+    shape. Types and numbers of tokens are looked up in MOST_TOKENS, because a kernel is chosen by
+    name and would be missed only when it is compiled.
     """
     kind = variant(node)
     if len(kind) > 1:
@@ -78,7 +78,7 @@ def refuses(node: Node, plan: Callable[[Node], Any]) -> str:
                 "device=host or embedded"
             )
     try:
-        plan(node)
+        launches(node)
     except DeviceError as error:
         return str(error)
     return ""
@@ -92,12 +92,12 @@ def repack(dtype: str, dst: int, src: int, first: int, n: int, total: int) -> Ke
     return Kernel("repack", f"repack_{dtype}", grid, THREADS, [dst, src, first, n, total])
 
 
-class Part(NamedTuple):
-    """Bytes of one tensor that travel in a slot."""
+class Piece(NamedTuple):
+    """Bytes of one tensor that travel in an entry."""
 
     what: str  # for messages
     source: np.ndarray  # uint8 (n,), in the file's map
-    at: int  # offset in the slot
+    at: int  # offset in the entry
     there: int  # device address: where these bytes belong, of a repacked weight where it begins
     dtype: str  # "" where the bytes stay as they are
     first: int  # blocks of the weight before these
@@ -105,8 +105,8 @@ class Part(NamedTuple):
     total: int  # blocks of the weight
 
 
-class Slot:
-    """A pinned buffer with the staging memory it is copied to; SLOT_BYTES each."""
+class Entry:
+    """A pinned buffer with the staging memory it is copied to; ENTRY_BYTES each."""
 
     def __init__(self, pinned: CudaMemory, staging: CudaMemory, event: Callable[[], CudaEvent]):
         assert pinned.array is not None
@@ -114,14 +114,14 @@ class Slot:
         self.array = pinned.array
         self.staging = staging
         self.arrived, self.free = event(), event()
-        self.parts: list[Part] = []
+        self.pieces: list[Piece] = []
         self.used = 0
         self.read: Future[None] | None = None
 
     def fill(self) -> None:
-        """Copies what the parts name out of the file's map. Run by a worker."""
-        for part in self.parts:
-            np.copyto(self.array[part.at : part.at + part.source.nbytes], part.source)
+        """Copies what the pieces name out of the file's map. Run by a worker."""
+        for piece in self.pieces:
+            np.copyto(self.array[piece.at : piece.at + piece.source.nbytes], piece.source)
 
 
 class Uploader:
@@ -145,10 +145,10 @@ class Uploader:
         self._copies, self._repacks = copies, repacks
         n = min(N_WORKERS, os.cpu_count() or 1)
         self._workers = ThreadPoolExecutor(n, thread_name_prefix="loading")
-        self._slots: list[Slot] = []
-        self._filling: Slot | None = None
-        self._reading: deque[Slot] = deque()  # a worker's, or waiting for one
-        self._issued: deque[Slot] = deque()  # the device's
+        self._entries: list[Entry] = []
+        self._filling: Entry | None = None
+        self._reading: deque[Entry] = deque()  # a worker's, or waiting for one
+        self._issued: deque[Entry] = deque()  # the device's
 
     def load(self, tensor: Tensor, data: np.ndarray) -> CudaMemory:
         """Memory for a weight, which its bytes reach by the end of `finish`; not to be freed until
@@ -165,19 +165,19 @@ class Uploader:
         grain = tensor.dtype.block_bytes
         begin, total = 0, flat.nbytes // grain
         while begin < flat.nbytes:
-            slot = self._with_room(grain)
-            n = min((SLOT_BYTES - slot.used) // grain, total - begin // grain)
+            entry = self._with_room(grain)
+            n = min((ENTRY_BYTES - entry.used) // grain, total - begin // grain)
             source = flat[begin : begin + n * grain]
             there = memory.address + (0 if repacked else begin)
             dtype = tensor.dtype.name if repacked else ""
             first = begin // grain
-            slot.parts.append(Part(what, source, slot.used, there, dtype, first, n, total))
-            slot.used += round_up(source.nbytes, ALIGN)
+            entry.pieces.append(Piece(what, source, entry.used, there, dtype, first, n, total))
+            entry.used += round_up(source.nbytes, ALIGN)
             begin += source.nbytes
         return memory
 
     def finish(self) -> None:
-        """Waits until every weight is where it belongs, and gives threads and slots back."""
+        """Waits until every weight is where it belongs, and gives threads and entries back."""
         try:
             self._submit()
             while self._reading:
@@ -188,68 +188,68 @@ class Uploader:
             self.close()
 
     def close(self) -> None:
-        """Ends the threads and gives the slots back. Weights not yet under way stay unloaded."""
+        """Ends the threads and gives the entries back. Weights not yet under way stay unloaded."""
         self._workers.shutdown(wait=True, cancel_futures=True)
-        for slot in self._slots:  # freeing waits for the device
-            slot.pinned.free()
-            slot.staging.free()
-        self._slots.clear()
+        for entry in self._entries:  # freeing waits for the device
+            entry.pinned.free()
+            entry.staging.free()
+        self._entries.clear()
         self._filling = None
         self._reading.clear()
         self._issued.clear()
 
-    def _with_room(self, nbytes: int) -> Slot:
-        """The slot being filled, with room for nbytes."""
-        if self._filling is not None and SLOT_BYTES - self._filling.used < nbytes:
+    def _with_room(self, nbytes: int) -> Entry:
+        """The entry being filled, with room for nbytes."""
+        if self._filling is not None and ENTRY_BYTES - self._filling.used < nbytes:
             self._submit()
         if self._filling is None:
             self._filling = self._empty()
         return self._filling
 
     def _submit(self) -> None:
-        """Hands the slot being filled to the workers."""
-        slot, self._filling = self._filling, None
-        if slot is not None:
-            slot.read = self._workers.submit(slot.fill)
-            self._reading.append(slot)
+        """Hands the entry being filled to the workers."""
+        entry, self._filling = self._filling, None
+        if entry is not None:
+            entry.read = self._workers.submit(entry.fill)
+            self._reading.append(entry)
 
-    def _empty(self) -> Slot:
-        """A slot nobody uses: a new one, or, once there are N_SLOTS, the one issued longest ago."""
+    def _empty(self) -> Entry:
+        """An entry nobody uses: a new one, or with N_ENTRIES the one issued longest ago."""
         while self._reading and self._read(self._reading[0]).done():
             self._issue_oldest()
-        if len(self._slots) < N_SLOTS:
-            pinned = self._allocate(SLOT_BYTES, Space.PINNED)
-            staging = self._allocate(SLOT_BYTES, Space.DEVICE)
-            self._slots.append(Slot(pinned, staging, self._driver.event))
-            return self._slots[-1]
+        if len(self._entries) < N_ENTRIES:
+            pinned = self._allocate(ENTRY_BYTES, Space.PINNED)
+            staging = self._allocate(ENTRY_BYTES, Space.DEVICE)
+            self._entries.append(Entry(pinned, staging, self._driver.event))
+            return self._entries[-1]
         if not self._issued:
             self._issue_oldest()
-        slot = self._issued.popleft()
-        self._driver.call("cuEventSynchronize", "loading weights", slot.free.handle)
-        slot.parts, slot.used = [], 0
-        return slot
+        entry = self._issued.popleft()
+        self._driver.call("cuEventSynchronize", "loading weights", entry.free.handle)
+        entry.pieces, entry.used = [], 0
+        return entry
 
     @staticmethod
-    def _read(slot: Slot) -> Future[None]:
-        assert slot.read is not None
-        return slot.read
+    def _read(entry: Entry) -> Future[None]:
+        assert entry.read is not None
+        return entry.read
 
     def _issue_oldest(self) -> None:
-        """Queues copies and repacking of the slot submitted longest ago, once it has been read."""
-        slot = self._reading[0]
-        self._read(slot).result()
+        """Queues copies and repacking of the entry submitted longest ago, once it has been read."""
+        entry = self._reading[0]
+        self._read(entry).result()
         call, copies, repacks = self._driver.call, self._copies, self._repacks
-        for p in slot.parts:
-            there = slot.staging.address + p.at if p.dtype else p.there
-            here = slot.pinned.address + p.at
+        for p in entry.pieces:
+            there = entry.staging.address + p.at if p.dtype else p.there
+            here = entry.pinned.address + p.at
             call("cuMemcpyHtoDAsync", p.what, there, here, p.source.nbytes, copies)
-        what = slot.parts[-1].what
-        call("cuEventRecord", what, slot.arrived.handle, copies)
-        call("cuStreamWaitEvent", what, repacks, slot.arrived.handle, 0)
-        for p in slot.parts:
+        what = entry.pieces[-1].what
+        call("cuEventRecord", what, entry.arrived.handle, copies)
+        call("cuStreamWaitEvent", what, repacks, entry.arrived.handle, 0)
+        for p in entry.pieces:
             if p.dtype:
-                there = slot.staging.address + p.at
+                there = entry.staging.address + p.at
                 kernel = repack(p.dtype, p.there, there, p.first, p.n, p.total)
                 self._prepare(kernel, repacks, p.what)()
-        call("cuEventRecord", what, slot.free.handle, repacks)
+        call("cuEventRecord", what, entry.free.handle, repacks)
         self._issued.append(self._reading.popleft())
