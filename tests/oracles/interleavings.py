@@ -251,7 +251,7 @@ def program(commands: Sequence[Command]) -> Program:
     return Program(
         commands=list(commands),
         buffers=list(buffers),
-        placement=[],
+        layout=[],
         splits=[],
         backends=("host", "dev", "dev2"),
         shape=StepShape(1, 1, 1),

@@ -363,6 +363,6 @@ def test_weights_are_read_ahead_of(case):
 
 def test_weights_written_in_front_of_a_programmatic_launch_say_why():
     (race,) = races([program(launch(A, [], [W]), early())])
-    assert race.missing.endswith("may read weights before its turn: launch it without pdl")
+    assert race.missing.endswith("may read weights ahead of it: launch it without pdl")
     (race,) = races([program(copy(W, S, B), early())])
     assert race.missing.endswith("wait for an event recorded behind the copy, between them")

@@ -7,7 +7,7 @@ import pytest
 from tests.oracles.happens_before import racing_pairs
 from workbench.config import CopyStream, StepWait, SyncMode, Toggles
 from workbench.engine.engine import Engine
-from workbench.program.check.hazards import check, races
+from workbench.program.check.hazards import apart, check, races
 from workbench.program.commands import CommandAt, Copy, Sync
 from workbench.program.sync_modes import race_of
 
@@ -39,7 +39,7 @@ def engine_of(tiny_model):
 def test_a_mode_races_where_lowering_says_so(engine_of, way, n_tokens):
     """Of a decode, and of prompts of three ubatches; by the naive relation too."""
     with engine_of(*way) as engine:
-        cycle = engine.programs(n_tokens)
+        cycle = apart(engine.programs(n_tokens))
         says = race_of(engine._ordering, engine.backend.capabilities)
         train = n_tokens > engine.config.n_ubatch  # else every step ends with a wait
     found = races(cycle * 2)
@@ -76,7 +76,7 @@ def test_copy_boundary_is_free_of_races_and_its_first_wait_superfluous_in_a_deco
 
 def test_in_a_train_without_waits_the_first_wait_of_copy_boundary_is_needed(engine_of):
     with engine_of("copy_boundary", CopyStream.OWN, StepWait.OUTPUTS) as engine:
-        found = check(engine.programs(20))
+        found = check(apart(engine.programs(20)))
     assert found.safe
     kept = {at.step for at in found.sufficient}
     assert kept == {3, 4, 5}

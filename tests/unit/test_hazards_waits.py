@@ -67,6 +67,7 @@ def test_findings_are_json():
     assert [r["kind"] for r in made["races"]] == ["write-read", "read-write", "read-write"]
     assert made["races"][0] == {
         "kind": "write-read", "buffer": "x", "offset": 0, "bytes": 64, "may": False,
+        "count": 1,
         "missing": "nothing orders copy inp on dev:1 before launch add sum on dev:0: sync dev:1, "
         "or let dev:0 wait for an event recorded behind the copy, between them",
         "first": {

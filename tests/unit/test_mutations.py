@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import combinations, islice, product
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -36,7 +36,7 @@ from workbench.config import (
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError, UsageError
 from workbench.program.capabilities import Capabilities
-from workbench.program.check.hazards import races
+from workbench.program.check.hazards import apart, races
 from workbench.program.commands import Program, Record, Sync, Wait
 from workbench.program.sync_modes import Ordering, choose_ordering
 
@@ -59,13 +59,15 @@ class Mutant(NamedTuple):
 @contextmanager
 def copies_in_order(engine: Engine, one_order: bool) -> Iterator[None]:
     """Programs are lowered for a device whose copies have the order of its launches, or none."""
-    backend: Any = engine.backend
-    before = backend.capabilities
+    backend, programs = cast(Any, engine.backend), engine._made
+    before, targets = backend.capabilities, programs._targets
     backend.capabilities = dataclasses.replace(before, one_order=one_order)
+    in_stream = backend.capabilities.in_stream
+    programs._targets = [target._replace(in_stream=in_stream) for target in targets]
     try:
         yield
     finally:
-        backend.capabilities = before
+        backend.capabilities, programs._targets = before, targets
 
 
 def runs_of(
@@ -78,9 +80,9 @@ def runs_of(
     name = " ".join(f"{k}={v}" for k, v in on.items()) or "baseline"
     with base.variant(toggles) as engine, copies_in_order(engine, one_order):
         if (period := engine.period) > 1:
-            yield f"decode {name}", engine.programs(1, laps=period + 1)
+            yield f"decode {name}", apart(engine.programs(1, laps=period + 1))
             if toggles.step_wait == StepWait.OUTPUTS:
-                yield f"train {name}", engine.programs(period + 2, 1)
+                yield f"train {name}", apart(engine.programs(period + 2, 1))
             return
         first, _, last = engine.programs(3)
         yield f"decode {name}", [last] * 3

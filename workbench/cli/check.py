@@ -98,16 +98,23 @@ def lines(cycle: list[Program], found: Findings) -> list[str]:
     laps = len(found.steps) // len(cycle)
     patterns = [p.pattern(fold=True, result=len(cycle) > 1) for p in cycle]
     n_commands = sum(len(program.commands) for program in found.steps)
+    n_programs = len({id(program) for program in cycle})
+    what = _n(n_programs, "program")
+    if n_programs < len(cycle):
+        what = f"{_n(len(cycle), 'step')} of {what}"
     out = [
         f"pattern      {' | '.join(once(patterns))}",
-        f"checked      {_n(len(cycle), 'program')}, {laps} times: {_n(n_commands, 'command')}",
-        f"races        {len(found.races) or 'none'}",
+        f"checked      {what}, {laps} times: {_n(n_commands, 'command')}",
+        f"races        {found.n_races or 'none'}",
     ]
     for race in found.races:
         first, second = (f"step {at.step} #{at.index}" for at in (race.first, race.second))
         where = f"{race.buffer.name} bytes {race.offset} to {race.offset + race.nbytes - 1}"
         kind = f"may {race.kind}" if race.may else race.kind
-        out.append(f"  {first} and {second}, {kind} of {where}: {race.missing}")
+        alike = "" if race.count == 1 else f" ({race.count} times)"
+        out.append(f"  {first} and {second}, {kind} of {where}: {race.missing}{alike}")
+    if found.more:
+        out.append(f"  and {found.more} more, of other commands")
     for at in found.refused:
         out.append(
             f"  step {at.step} #{at.index} is launched programmatically, and its kernel "

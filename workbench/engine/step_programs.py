@@ -86,12 +86,14 @@ class StepPrograms:
         return self.of(step_shape(n_tokens, n_outputs, n_past, self._loaded.config))
 
     def several(self, n_prompt: int, n_decoded: int, laps: int) -> list[Program]:
-        """See `Engine.programs`."""
+        """See `Engine.programs`: steps of one shape and turn share one program."""
         config = self._loaded.config
         check_room(0, n_prompt + n_decoded, config.n_ctx)
         shapes = prompt_shapes(n_prompt, n_decoded, config.n_ubatch, config.n_kv_pad)
         buffers = dict[str, Buffer]()
-        return [self.of(s, i % self.period, buffers) for i, s in enumerate(shapes * laps)]
+        keys = [(shape, i % self.period) for i, shape in enumerate(shapes * laps)]
+        made = {key: self.of(*key, buffers) for key in dict.fromkeys(keys)}
+        return [made[key] for key in keys]
 
     def cycle(self, n_prompt: int, n_decoded: int) -> list[Program]:
         """See `Engine.cycle`."""

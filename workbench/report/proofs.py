@@ -27,7 +27,7 @@ def cycles(
 ) -> dict[tuple[str, str], Any]:
     """The programs that are repeated under every sync mode and copy stream, for `proof_rows`: of
     single tokens, or of prompts of n_tokens without waits between their ubatches; with `chosen`
-    values of other toggles.
+    values of other toggles. Every step has a program of its own: its waits and races are its own.
 
     engine: one that may lower what races (EngineConfig.unsafe); one that computes nothing (device
     `null`) will do.
@@ -41,7 +41,7 @@ def cycles(
         except UsageError:  # the two clash
             continue
         with engine.variant(toggles) as variant:
-            found[f"{sync}, {stream}", run] = variant.cycle(n_tokens)
+            found[f"{sync}, {stream}", run] = hazards.apart(variant.cycle(n_tokens))
     return found
 
 
@@ -62,7 +62,7 @@ def proof_rows(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> Iterator[
             "waits": len(found.waits),
             "superfluous": len(found.superfluous),
             "sufficient": len(found.sufficient),
-            "races": len(found.races),
+            "races": found.n_races,
             "because": found.races[0].missing if found.races else _once_each(kept),
         }
 

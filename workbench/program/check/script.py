@@ -63,7 +63,7 @@ class Script:
         self._buffers: dict[str, Buffer] = {}
         self._ranges: dict[str, Range] = {}
         self._tensors: dict[str, Tensor] = {}
-        self._placement: list[dict[Tensor, Range]] = [{} for _ in backends]
+        self._layout: list[dict[Tensor, Range]] = [{} for _ in backends]
 
     def step(self) -> None:
         """Begins the next step."""
@@ -105,7 +105,7 @@ class Script:
         same backend (a device may read host memory).
         """
         self._put(memory, node.output)
-        everywhere = {t: r for placed in self._placement for t, r in placed.items()}
+        everywhere = {t: r for on_backend in self._layout for t, r in on_backend.items()}
         reads, writes = (
             tuple([_part(everywhere[t], at, n) for t, at, n in accesses(node)])
             for accesses in (ops.reads, ops.writes)
@@ -169,7 +169,7 @@ class Script:
         """The steps so far."""
         return [
             Program(
-                step.commands, list(self._buffers.values()), self._placement, step.splits,
+                step.commands, list(self._buffers.values()), self._layout, step.splits,
                 self.backends, SHAPE, BY_HAND, BY_HAND,
             )
             for step in self._steps
@@ -191,7 +191,7 @@ class Script:
             block = self._buffer(memory, tensor.nbytes, owner)
             self._ranges[memory] = Range(block, 0, tensor.nbytes)
         self._tensors[memory] = tensor
-        self._placement[owner][tensor] = self._ranges[memory]
+        self._layout[owner][tensor] = self._ranges[memory]
         return self._ranges[memory]
 
     def _buffer(self, name: str, nbytes: int, owner: int) -> Buffer:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
 from workbench.program.commands import Command, Copy, Launch
 
 
 class Missing(Enum):
-    """What accesses lack that race."""
+    """What accesses lack when they race."""
 
     WAIT = "a wait in between"
     ORDER_OF_COPIES = "an order of copies within their stream"
@@ -23,7 +23,7 @@ _EARLY = {
         "without pdl"
     ),
     Missing.STREAM_ORDER_OF_WEIGHTS: (
-        "the second is programmatic and may read weights before its turn: launch it without pdl"
+        "the second is programmatic and may read weights ahead of it: launch it without pdl"
     ),
 }
 
@@ -32,13 +32,13 @@ def unordered(
     first: Command,
     second: Command,
     later: int,
-    lacks: Collection[Missing],
+    lacks: tuple[Missing, Missing],
     backends: Sequence[str],
 ) -> str:
     """One line: that nothing orders two commands that race, and what would.
 
     first: work of a stream, for what the host does itself is over when it goes on. later: how many
-    steps after it the second is issued.
+    steps after it the second is issued. lacks: what the first's accesses lack, and the second's.
     """
     assert isinstance(first, (Copy, Launch))
     when = {0: "", 1: " of the next step"}.get(later, f" issued {later} steps later")
@@ -46,9 +46,8 @@ def unordered(
     stream = first.stream.words(backends)
     behind = f"an event recorded behind the {first.kind}"
     other = None if second.by_host else second.stream
-    for reason, words in _EARLY.items():
-        if reason in lacks and other == first.stream and isinstance(first, Launch):
-            return f"{line}; {words}"
+    if lacks[1] in _EARLY and other == first.stream and isinstance(first, Launch):
+        return f"{line}; {_EARLY[lacks[1]]}"
     if Missing.ORDER_OF_COPIES in lacks and isinstance(first, Copy):
         return f"{line}: copies keep no order with their stream, sync {stream} between them"
     if other is None or Missing.ORDER_OF_COPIES in lacks:

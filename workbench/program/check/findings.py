@@ -1,0 +1,285 @@
+"""What was found, for reading: races by the commands' words, and waits.
+
+Two accessors race (`touched.py`). Told are commands, and every stretch of bytes that they dispute.
+A program that races everywhere has a race for every pair of its steps. So races of commands that
+have the same words and lack the same order are one group: the first of them, and how many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+from workbench.graph import ops
+from workbench.program.as_json import command_as_json
+from workbench.program.check.acts import Ranges, StepActs
+from workbench.program.check.touched import Pairs
+from workbench.program.check.wording import Missing, unordered
+from workbench.program.commands import Buffer, Command, CommandAt, Launch, Program, Range
+
+MOST_RACES = 1000  # groups that findings hold
+
+
+class Race(NamedTuple):
+    """Two commands that touch bytes offset..offset+nbytes-1 of a buffer in no order.
+
+    first and second are in host order, and so is kind, `write-read`, `read-write` or `write-write`.
+    may: one of them declares more bytes than it touches, and might not touch these. missing: one
+    line, what would order them. count: how many races the group has whose first this is.
+    """
+
+    first: CommandAt
+    second: CommandAt
+    buffer: Buffer
+    offset: int
+    nbytes: int
+    kind: str
+    may: bool
+    missing: str
+    count: int = 1  # type: ignore[assignment]  # a number, and no method of a tuple
+
+
+class Findings(NamedTuple):
+    """What `check` found. races: the first of each group, MOST_RACES groups at most, in host order.
+    waits are all of the steady lap, of which superfluous and sufficient are parts; refused are
+    programmatic launches of kernels that do not declare their wait. n_races: of all groups."""
+
+    races: list[Race]
+    superfluous: list[CommandAt]
+    sufficient: list[CommandAt]
+    waits: list[CommandAt]
+    refused: list[CommandAt]
+    steps: list[Program]
+    n_races: int
+
+    @property
+    def safe(self) -> bool:
+        return not (self.races or self.refused)
+
+    @property
+    def more(self) -> int:
+        """How many races are in groups that `races` does not hold."""
+        return self.n_races - sum(race.count for race in self.races)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the programs, as JSON-able values."""
+        return {
+            "safe": self.safe,
+            "n_races": self.n_races,
+            "more": self.more,
+            "races": [
+                {
+                    "kind": race.kind,
+                    "first": self._entry(race.first),
+                    "second": self._entry(race.second),
+                    "buffer": race.buffer.name,
+                    "offset": race.offset,
+                    "bytes": race.nbytes,
+                    "may": race.may,
+                    "missing": race.missing,
+                    "count": race.count,
+                }
+                for race in self.races
+            ],
+            **{
+                name: [self._entry(one) for one in getattr(self, name)]
+                for name in ("superfluous", "sufficient", "waits", "refused")
+            },
+        }
+
+    def _entry(self, at: CommandAt) -> dict[str, Any]:
+        command, backends = at.command, self.steps[at.step].backends
+        return {
+            "step": at.step,
+            "index": at.index,
+            "words": command.words(backends),
+            **command_as_json(command, backends),
+        }
+
+
+# races --------------------------------------------------------------------------------------------
+
+
+class _Racing(NamedTuple):
+    """Two commands that race: in host order of the second, then of the first, and the accessors of
+    each that do. A programmatic launch may have two, of what it reads early and of the rest."""
+
+    second_step: int
+    second_index: int
+    first_step: int
+    first_index: int
+    accessors: tuple[tuple[int, int], ...]
+
+
+def every_race(acts: StepActs, found: Pairs) -> list[Race]:
+    """Every race, in host order of the second command, then of the first."""
+    made = [race for racing in _by_commands(acts, found) for race in _told(acts, racing)]
+    return sorted(made, key=lambda r: (r.second[:2], r.first[:2], r.buffer.name, r.offset))
+
+
+def grouped(acts: StepActs, found: Pairs) -> tuple[list[Race], int]:
+    """The first race of each group, MOST_RACES at most, in host order; and how many all are."""
+    label, stretches = _Labels(acts), _Stretches(acts)
+    groups: dict[tuple[int, ...], tuple[int, _Racing]] = {}
+    total = 0
+    for racing in _by_commands(acts, found):
+        n = stretches.count(racing)
+        total += n
+        key = tuple([label.of(accessor) for accessor in racing.accessors[-1]])
+        n_before, first = groups.get(key, (0, racing))
+        groups[key] = n_before + n, min(first, racing)
+    races = []
+    for n, racing in sorted(groups.values(), key=lambda group: group[1])[:MOST_RACES]:
+        told = min(_told(acts, racing), key=lambda r: (r.buffer.name, r.offset))
+        races.append(told._replace(count=n))
+    return races, total
+
+
+def _by_commands(acts: StepActs, found: Pairs) -> Iterator[_Racing]:
+    """Each two commands that race, once."""
+    accessors = acts.accessors
+    parted: dict[tuple[int, int, int, int], _Racing] = {}
+    for first, second, first_step, second_step in found:
+        a, b = accessors[first], accessors[second]
+        pair = ((first, second),)
+        racing = _Racing(second_step, b.command, first_step, a.command, pair)
+        if not (_in_two(acts, first) or _in_two(acts, second)):
+            yield racing
+            continue
+        of = a.program, a.command, b.program, b.command
+        known = parted.get(of)
+        if known is None:
+            parted[of] = racing
+        else:
+            parted[of] = min(known, racing)._replace(
+                accessors=tuple(sorted([*known.accessors, *pair]))
+            )
+    yield from parted.values()
+
+
+def _in_two(acts: StepActs, accessor: int) -> bool:
+    """Whether another accessor belongs to the same command."""
+    near = acts.accessors[max(0, accessor - 1) : accessor + 2]
+    return [a[:2] for a in near].count(acts.accessors[accessor][:2]) > 1
+
+
+class _Labels:
+    """A number for the words of an accessor's command and for what it lacks."""
+
+    def __init__(self, acts: StepActs):
+        self._acts = acts
+        self._of: dict[int, int] = {}  # an accessor
+        self._numbers: dict[tuple[str, Missing], int] = {}
+
+    def of(self, accessor: int) -> int:
+        found = self._of.get(accessor)
+        if found is None:
+            a = self._acts.accessors[accessor]
+            program = self._acts.programs[a.program]
+            words = program.commands[a.command].words(program.backends)
+            found = self._numbers.setdefault((words, a.missing), len(self._numbers))
+            self._of[accessor] = found
+        return found
+
+
+class _Stretches:
+    """How many stretches of bytes two commands dispute, worked out once for the same ranges."""
+
+    def __init__(self, acts: StepActs):
+        self._acts = acts
+        self._known: dict[tuple[tuple[int, int], ...], int] = {}
+        self._of: dict[int, int] = {}  # an accessor
+        self._numbers: dict[tuple[Ranges, Ranges], int] = {}
+
+    def count(self, racing: _Racing) -> int:
+        key = tuple([(self._shape(a), self._shape(b)) for a, b in racing.accessors])
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = len(_disputed(self._acts, racing))
+        return found
+
+    def _shape(self, accessor: int) -> int:
+        found = self._of.get(accessor)
+        if found is None:
+            a = self._acts.accessors[accessor]
+            found = self._numbers.setdefault((a.reads, a.writes), len(self._numbers))
+            self._of[accessor] = found
+        return found
+
+
+def _told(acts: StepActs, racing: _Racing) -> Iterator[Race]:
+    """A race for every stretch of bytes that two commands dispute."""
+    at = racing.first_step, racing.first_index
+    first = CommandAt(*at, acts.steps[at[0]].commands[at[1]])
+    at = racing.second_step, racing.second_index
+    second = CommandAt(*at, acts.steps[at[0]].commands[at[1]])
+    a, b = (acts.accessors[accessor] for accessor in racing.accessors[-1])
+    line = unordered(
+        first.command,
+        second.command,
+        second.step - first.step,
+        (a.missing, b.missing),
+        acts.steps[first.step].backends,
+    )
+    for stretch, (kind, may) in _disputed(acts, racing).items():
+        yield Race(first, second, *stretch, kind, may, line)
+
+
+_Stretch = tuple[Buffer, int, int]  # offset, bytes
+
+
+def _disputed(acts: StepActs, racing: _Racing) -> dict[_Stretch, tuple[str, bool]]:
+    """The bytes that two commands, in host order, dispute: kind and may of each stretch. Where both
+    write is told before where one reads, what is sure before what may be."""
+    first = acts.steps[racing.first_step].commands[racing.first_index]
+    second = acts.steps[racing.second_step].commands[racing.second_index]
+    vague_first, vague_second = _vague(first), _vague(second)
+    both = [(acts.accessors[a], acts.accessors[b]) for a, b in racing.accessors]
+    sides: list[tuple[str, list[tuple[Range, Range]]]] = [
+        ("write-write", [pair for a, b in both for pair in product(a.writes, b.writes)]),
+        ("write-read", [pair for a, b in both for pair in product(a.writes, b.reads)]),
+        ("read-write", [pair for a, b in both for pair in product(a.reads, b.writes)]),
+    ]
+    found: dict[_Stretch, tuple[str, bool]] = {}
+    for kind, pairs in sides:
+        one, other = kind.split("-")
+        for r, s in pairs:
+            begin = max(r.offset, s.offset)
+            nbytes = min(r.offset + r.nbytes, s.offset + s.nbytes) - begin
+            if r.buffer is not s.buffer or nbytes <= 0:
+                continue
+            may = _may(first, one, r, vague_first) or _may(second, other, s, vague_second)
+            known = found.get((r.buffer, begin, nbytes))
+            if known is None or (known[1] and not may):
+                found[r.buffer, begin, nbytes] = kind, may
+    return found
+
+
+def _may(command: Command, how: str, r: Range, vague: set[tuple[str, Range]]) -> bool:
+    """Whether a command might not touch all of r, which is a range that it declares or a part."""
+    declared = command.reads if how == "read" else command.writes
+    if not vague or r in declared:
+        return (how, r) in vague
+    begin, end = r.offset, r.offset + r.nbytes
+    inside = [d for d in declared if d.buffer is r.buffer and d.offset <= begin]
+    return all((how, d) in vague for d in inside if end <= d.offset + d.nbytes)
+
+
+def _vague(command: Command) -> set[tuple[str, Range]]:
+    """The ranges of which a command may touch a part only, and how: a Launch's ranges are those of
+    `ops.reads` and `ops.writes` of its node, in that order, then its scratch."""
+    found: set[tuple[str, Range]] = set()
+    if not isinstance(command, Launch):
+        return found
+    node = command.node
+    vague = ops.vague(node)
+    for how, unsure, accesses, ranges in (
+        ("read", vague[0], ops.reads, command.reads),
+        ("write", vague[1], ops.writes, command.writes),
+    ):
+        if unsure:
+            for access, r in zip(accesses(node), ranges, strict=False):
+                if access in unsure:
+                    found.add((how, r))
+    return found

@@ -1,0 +1,286 @@
+"""Which waits could go: each is tried by walking on from the steps that lose it.
+
+What a wait is for is known beforehand: of every access, the latest work that it must find over. A
+command's number does not depend on waits. So a trial walks clocks alone, and a race is a clock that
+holds less than is needed.
+
+States of the clocks at the begin of a step are told relative to the numbers reached there, and each
+gets a number. From such a state, the same step without the same waits leads to the same next state,
+which is looked up when it comes again. A trial begins where the wait is first gone and ends where
+its states are those with the wait, so that a token of many costs little:
+
+    step            0     1     2     3     4     5
+    with the wait   a     b     b     b     b     b
+    a trial               b     c ------ as from 1 on, b leads to c and c leads to b: looked up
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+from workbench.program.check.acts import Act, StepActs
+from workbench.program.check.clocks import Clock, Clocks
+from workbench.program.check.touched import Pairs
+
+Need = tuple[tuple[int, int], ...]  # of timelines, the number of the latest work that must be over
+_LOW = -(1 << 40)  # stands for every number that no later access needs
+_RACES = -1  # in place of a state
+_RECENT = 16  # steps: what is needed of older work keeps its number in a state
+
+
+class Spot(NamedTuple):
+    """A command of a program, whatever the step; the program by its number in `StepActs`."""
+
+    program: int
+    command: int
+
+
+class _NeedSearch(Clocks):
+    """Walks through steps; `needs` fills with what each access needs, in the order of the acts.
+
+    Nothing is needed of work that races with the access while all waits are there.
+    """
+
+    def __init__(self, n: int, n_logs: int, racing: Pairs):
+        super().__init__(n)
+        self.needs: list[Need] = []
+        self._racing = racing
+        # of a log, of a timeline: the latest access of each accessor, the latest one last
+        self._logs: list[dict[int, dict[int, int]]] = [{} for _ in range(n_logs)]
+
+    def _look(self, clock: Clock, own: int, accessor: int, looks: Sequence[int]) -> None:
+        needs: dict[int, int] = {}
+        racing = self._racing.with_second(accessor)
+        for p in looks:
+            for t, latest in self._logs[p].items():
+                if t == own:
+                    continue
+                for other in reversed(latest):
+                    if other not in racing:
+                        needs[t] = max(needs.get(t, 0), latest[other])
+                        break
+        self.needs.append(tuple(needs.items()))
+
+    def _enter(self, t: int, accessor: int, marks: Sequence[int]) -> None:
+        self.streams[t][t] += 1
+        for p in marks:
+            latest = self._logs[p].setdefault(t, {})
+            latest.pop(accessor, None)
+            latest[accessor] = self.streams[t][t]
+
+
+class _Step(NamedTuple):
+    """What a step is to a trial, relative to the numbers reached at its begin. floor: the lowest
+    number of each timeline that is needed from its end on, relative to the numbers there."""
+
+    program: int
+    needs: tuple[Need, ...]
+    floor: tuple[int, ...]
+
+
+class _Trial(Clocks):
+    """The clocks through one step, which races where an access does not find what it needs."""
+
+    def __init__(self, n: int, needs: Sequence[Need]):
+        super().__init__(n)
+        self.races = False
+        self._needs = iter(needs)
+
+    def _look(self, clock: Clock, own: int, accessor: int, looks: Sequence[int]) -> None:
+        for t, number in next(self._needs):
+            if clock[t] < number:
+                self.races = True
+
+
+class _Numbered:
+    """Numbers for what is equal, and what each stands for."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self._numbers: dict[Hashable, int] = {}
+
+    def number(self, what: Hashable) -> int:
+        found = self._numbers.setdefault(what, len(self.made))
+        if found == len(self.made):
+            self.made.append(what)
+        return found
+
+
+class Trials:
+    """Tries steps without some of their waits. racing: the accessors that race with all of them."""
+
+    def __init__(self, acts: StepActs, racing: Pairs):
+        self._acts = acts
+        self._described, self._told, self._left = _Numbered(), _Numbered(), _Numbered()
+        self._left_acts: list[list[Act]] = []  # of what is left of programs
+        self._known: dict[tuple[int, int, int], int] = {}  # state, step, what is left: next state
+        first_floor = self._describe(racing)
+        self._of_program: dict[int, list[int]] = {}
+        for step, program in enumerate(acts.order):
+            self._of_program.setdefault(program, []).append(step)
+        self._states = [
+            self._told.number(_canonical(Clocks(acts.n_timelines), first_floor, acts.early))
+        ]
+        whole = self._whole()
+        for step, program in enumerate(acts.order):
+            self._states.append(self._next(self._states[-1], step, whole[program]))
+
+    def alone(self, waits: Sequence[Spot]) -> list[Spot]:
+        """The waits that can go, each with all others in place."""
+        whole = self._whole()
+        return [w for w in waits if self._changed(whole, w, self._states) is not None]
+
+    def together(self, waits: Sequence[Spot]) -> list[Spot]:
+        """Waits that keep what all keep, none of which can go: those that are left when one after
+        the other goes, if it can."""
+        left, states, kept = self._whole(), self._states.copy(), []
+        for wait in waits:
+            changed = self._changed(left, wait, states)
+            if changed is None:
+                kept.append(wait)
+                continue
+            left[wait.program] = self._less(left[wait.program], wait)
+            for step, state in changed:
+                states[step] = state
+        return kept
+
+    def _whole(self) -> list[int]:
+        """Of each program, by number, what is left of it: all."""
+        return [self._number_left((program,), acts) for program, acts in enumerate(self._acts.acts)]
+
+    def _less(self, left: int, wait: Spot) -> int:
+        """What is left of a program when `wait` goes too."""
+        program, *gone = self._left.made[left]
+        return self._number_left(
+            (program, *sorted([*gone, wait.command])),
+            [act for act in self._left_acts[left] if act[0] != wait.command],
+        )
+
+    def _number_left(self, program_and_gone: tuple[int, ...], acts: list[Act]) -> int:
+        number = self._left.number(program_and_gone)
+        if number == len(self._left_acts):
+            self._left_acts.append(acts)
+        return number
+
+    # one trial ------------------------------------------------------------------------------------
+
+    def _changed(
+        self, left: Sequence[int], wait: Spot, states: Sequence[int]
+    ) -> list[tuple[int, int]] | None:
+        """The states, each with its step, that change where `wait` goes too; None where something
+        races then. left: of each program, what is left of it. states: with all of that."""
+        order, steps = self._acts.order, self._of_program[wait.program]
+        less = self._less(left[wait.program], wait)
+        changed: list[tuple[int, int]] = []
+        step, state = steps[0], states[steps[0]]
+        while True:
+            program = order[step]
+            state = self._next(state, step, less if program == wait.program else left[program])
+            if state == _RACES:
+                return None
+            step += 1
+            if state == states[step]:  # as with the wait, until the next step that loses it
+                following = bisect_left(steps, step)
+                if following == len(steps):
+                    return changed
+                step = steps[following]
+                state = states[step]
+                continue
+            changed.append((step, state))
+            if step == len(order):
+                return changed
+
+    def _next(self, state: int, step: int, left: int) -> int:
+        """The state behind a step, or _RACES."""
+        key = state, self._steps[step], left
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._walked(
+                self._told.made[state], self._described.made[key[1]], self._left_acts[left]
+            )
+        return found
+
+    def _walked(self, state: Any, step: _Step, acts: list[Act]) -> int:
+        trial = _Trial(self._acts.n_timelines, step.needs)
+        host, streams, gates, events = state
+        trial.host = list(host)
+        trial.streams = [list(s) for s in streams]
+        for t, gate in zip(self._acts.early, gates, strict=True):
+            trial.gates[t] = list(gate)
+        trial.events = {event: list(clock) for event, clock in events}
+        for _, method, arguments in acts:
+            method(trial, *arguments)
+            if trial.races:
+                return _RACES
+        return self._told.number(_canonical(trial, step.floor, self._acts.early))
+
+    # what is known beforehand ---------------------------------------------------------------------
+
+    def _describe(self, racing: Pairs) -> tuple[int, ...]:
+        """Numbers the steps as trials see them; returns the floor of the first."""
+        acts, n = self._acts, self._acts.n_timelines
+        search = _NeedSearch(n, acts.n_logs, racing)
+        reached: list[list[int]] = []  # at the begin of each step, and at the end
+        needs: list[list[Need]] = []
+        for program in acts.order:
+            reached.append([search.streams[t][t] for t in range(n)])
+            search.needs = []
+            for _, method, arguments in acts.acts[program]:
+                method(search, *arguments)
+            needs.append(search.needs)
+        reached.append([search.streams[t][t] for t in range(n)])
+        floor = [1 << 40] * n
+        self._steps = [0] * len(needs)
+        for step in reversed(range(len(needs))):
+            there = reached[step]
+            relative = tuple(
+                [tuple([(t, number - there[t]) for t, number in need]) for need in needs[step]]
+            )
+            ends = _relative(floor, reached, step + 1)
+            self._steps[step] = self._described.number(_Step(acts.order[step], relative, ends))
+            for need in needs[step]:
+                for t, number in need:
+                    floor[t] = min(floor[t], number)
+        return _relative(floor, reached, 0)
+
+
+def _relative(floor: Sequence[int], reached: Sequence[Sequence[int]], step: int) -> tuple[int, ...]:
+    """A floor relative to the numbers at the begin of a step, _LOW where it lies far below."""
+    there, recent = reached[step], reached[max(0, step - _RECENT)]
+    return tuple(
+        [
+            _LOW if low < before else low - number
+            for low, number, before in zip(floor, there, recent, strict=True)
+        ]
+    )
+
+
+def _canonical(clocks: Clocks, floor: Sequence[int], early: Sequence[int]) -> Hashable:
+    """The state of clocks, relative to the numbers they have reached.
+
+    Clocks that lead to the same races from here on have the same state: what the host knows all
+    later work knows, and what lies below the floor is needed by none.
+    """
+    n = range(clocks.n)
+    reached = [clocks.streams[t][t] for t in n]
+    known = clocks.host
+
+    def told(clock: Clock) -> tuple[int, ...]:
+        numbers = [(clock[t] if clock[t] > known[t] else known[t]) - reached[t] for t in n]
+        return tuple([x if x >= low else _LOW for x, low in zip(numbers, floor, strict=True)])
+
+    host = told(known)
+    streams = []
+    for t in n:
+        stream = list(told(clocks.streams[t]))
+        stream[t] = 0
+        streams.append(tuple(stream))
+    events = [(event, told(clock)) for event, clock in clocks.events.items()]
+    return (
+        host,
+        tuple(streams),
+        tuple([told(clocks.gates[t]) for t in early]),
+        tuple(sorted([(event, clock) for event, clock in events if clock != host])),
+    )
