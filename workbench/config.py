@@ -13,71 +13,40 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.choices import (
-    Activations,
-    CopyStream,
-    GraphReuse,
-    HostSource,
-    InputOrder,
-    NCopies,
-    StepWait,
-    Switch,
-    SyncMode,
-)
+from workbench import devices
+from workbench.choices import Activations as Activations
+from workbench.choices import CopyStream as CopyStream
+from workbench.choices import GraphReuse as GraphReuse
+from workbench.choices import HostSource as HostSource
+from workbench.choices import InputOrder as InputOrder
+from workbench.choices import NCopies as NCopies
+from workbench.choices import StepWait as StepWait
+from workbench.choices import Switch as Switch
+from workbench.choices import SyncMode as SyncMode
 from workbench.errors import UsageError
-from workbench.toggles import (
-    BASELINE,
-    BEST,
-    EXACT,
-    FAMILIES,
-    ROUNDING,
-    TogglePreset,
-    Toggles,
-    _toggle,
-    folded,
-)
+from workbench.toggles import BASELINE as BASELINE
+from workbench.toggles import BEST as BEST
+from workbench.toggles import EXACT as EXACT
+from workbench.toggles import FAMILIES as FAMILIES
+from workbench.toggles import ROUNDING as ROUNDING
+from workbench.toggles import TogglePreset as TogglePreset
+from workbench.toggles import Toggles as Toggles
+from workbench.toggles import _toggle as _toggle
+from workbench.toggles import folded as folded
 
-__all__ = [
-    "BASELINE",
-    "BEST",
-    "DEVICES",
-    "EXACT",
-    "FAMILIES",
-    "MOST",
-    "PLACES",
-    "ROUNDING",
-    "Activations",
-    "CopyStream",
-    "EngineConfig",
-    "GraphReuse",
-    "HostSource",
-    "InputOrder",
-    "NCopies",
-    "StepWait",
-    "Switch",
-    "SyncMode",
-    "TogglePreset",
-    "Toggles",
-    "_toggle",
-    "folded",
-    "parse_override",
-]  # fmt: skip
-
-PLACES = ("host", "device")  # where a weight can be
-ALSO = {"CPU": "host", "CUDA0": "device"}  # what llama.cpp calls them
+ON_HOST = {devices.HOST: True, "device": False, "CPU": True, "CUDA0": False}  # also llama.cpp's
 
 
-def parse_override(text: str) -> tuple[re.Pattern[str], str]:
-    """`PATTERN=PLACE` as a regular expression and one of PLACES. Raises UsageError."""
-    pattern, _, place = text.rpartition("=")
-    place = ALSO.get(place, place)
-    if not pattern or place not in PLACES:
+def parse_override(text: str) -> tuple[re.Pattern[str], bool]:
+    """`PATTERN=host` or `PATTERN=device` as a regular expression, and whether the host keeps what
+    matches. Raises UsageError."""
+    pattern, _, keeper = text.rpartition("=")
+    if not pattern or keeper not in ON_HOST:
         raise UsageError(
-            f"override_tensor {text!r} is no PATTERN=PLACE with place {' or '.join(PLACES)}; "
-            "write ffn_.*=host"
+            f"override_tensor {text!r} is no PATTERN=host and no PATTERN=device; write ffn_.*=host"
         )
     try:
-        return re.compile(pattern), place
+        return re.compile(pattern), ON_HOST[keeper]
     except re.error as error:
         raise UsageError(
             f"override_tensor {text!r}: {pattern!r} is no regular expression ({error})"
@@ -85,7 +54,7 @@ def parse_override(text: str) -> tuple[re.Pattern[str], str]:
 
 
 MOST = 1 << 24  # cells, tokens; more fit no memory
-DEVICES = ("auto", "embedded", "cuda", "host", "null")  # null computes nothing
+DEVICES = devices.names()
 EXPAND = ("f16", "q8_0")
 
 

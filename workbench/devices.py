@@ -14,7 +14,8 @@ class Device(NamedTuple):
     module: has `open_backend(threads, ...)` and, with automatic, `probe()`: one line that names the
     device, or DeviceError with one line that says what is missing. gpu: an NVIDIA GPU, which CUPTI
     can trace. automatic: `auto` tries it, in the table's order. numbered: a machine can have
-    several, and `open_backend` takes the number of one. peer_name: llama-bench's `backends` of it.
+    several, and `open_backend` takes the number of one. computes: it has answers and times.
+    peer_name: llama-bench's `backends` of it.
     """
 
     module: str
@@ -22,22 +23,42 @@ class Device(NamedTuple):
     gpu: bool = False
     automatic: bool = False
     numbered: bool = False
+    computes: bool = True
     peer_name: str = ""
 
 
 DEVICES: dict[str, Device] = {
     "embedded": Device(
-        "workbench.backend.cpu.embedded", "an asynchronous device on this machine's cores"
+        "workbench.backend.cpu.embedded", "an asynchronous device on CPU threads"
     ),
     "cuda": Device(
-        "workbench.backend.cuda.backend", "an NVIDIA GPU",
+        "workbench.backend.cuda.backend", "a GPU",
         gpu=True, automatic=True, numbered=True, peer_name="CUDA",
     ),
-    HOST: Device("workbench.backend.cpu.host", "this machine's cores, one call after the other",
+    HOST: Device("workbench.backend.cpu.host", "the CPU, each kernel when it is called",
                  peer_name="CPU"),
-    "null": Device("workbench.backend.null", "computes nothing"),
+    "null": Device("workbench.backend.null", "computes nothing, for program and check",
+                   computes=False),
 }  # fmt: skip
 WITHOUT_GPU = "embedded"  # what `auto` takes where no device of the table is there
+
+
+def names() -> tuple[str, ...]:
+    """What a user may ask for: `auto`, and every device of the table."""
+    return (AUTO, *DEVICES)
+
+
+def computes(name: str) -> bool:
+    """Whether a device of this name has answers and times."""
+    return name not in DEVICES or DEVICES[name].computes
+
+
+def in_words(also_idle: bool = False) -> str:
+    """`auto: ... cuda: ...`, a sentence each. also_idle: with devices that compute nothing."""
+    tried = ", ".join(name for name, device in DEVICES.items() if device.automatic)
+    told = {AUTO: f"{tried} where there is one, else {WITHOUT_GPU}"}
+    told |= {n: d.words for n, d in DEVICES.items() if d.computes or also_idle}
+    return ". ".join(f"{name}: {words}" for name, words in told.items())
 
 
 def is_gpu(name: str) -> bool:

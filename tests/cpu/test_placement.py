@@ -112,7 +112,7 @@ def test_a_node_of_several_weights_is_fused_only_where_they_are_together(load):
     ("config", "says"),
     [
         ({"override_tensor": ("ffn_gaet=host",)}, "'ffn_gaet=host' matches no weight of "),
-        ({"override_tensor": ("token_embd=device",)}, "token_embd and rope_freqs have places of"),
+        ({"override_tensor": ("token_embd=device",)}, "token_embd and rope_freqs have backends of"),
         ({"device": "host", "n_gpu_layers": 1}, "the host device has no GPU to put layers on"),
     ],
 )
@@ -126,8 +126,8 @@ def test_what_a_model_has_not_is_refused_in_one_line(tiny_model, config, says):
     ("fields", "says"),
     [
         ({"n_gpu_layers": -2}, "n_gpu_layers=-2 must be -1 (all) or more"),
-        ({"override_tensor": ("ffn",)}, "'ffn' is no PATTERN=PLACE with place host or device"),
-        ({"override_tensor": ("ffn=gpu",)}, "'ffn=gpu' is no PATTERN=PLACE"),
+        ({"override_tensor": ("ffn",)}, "'ffn' is no PATTERN=host and no PATTERN=device"),
+        ({"override_tensor": ("ffn=gpu",)}, "'ffn=gpu' is no PATTERN=host"),
         ({"override_tensor": ("(ffn=host",)}, "'(ffn' is no regular expression (missing )"),
     ],
 )

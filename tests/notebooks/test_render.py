@@ -182,7 +182,7 @@ def test_what_counts_as_none() -> None:
 
 def test_banner() -> None:
     assert render.banner_html("cuda") == ""
-    assert "host backend" in render.banner_html("host")
+    assert "the host device" in render.banner_html("host")
     assert "<b>" not in render.banner_html("<b>")
 
 

@@ -87,7 +87,7 @@ class FakeEngine:
             weights=[SimpleNamespace(nbytes=500_000_000), SimpleNamespace(nbytes=260_000_000)],
         )  # fmt: skip
         self.counters = {"steps": 0, "wait_ns": 0}
-        self._open = SimpleNamespace(backends=[])
+        self._open = self._loaded = SimpleNamespace(backends=[])
 
     def variant(self, toggles):
         made = FakeEngine(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import graphlib
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,39 @@ def test_imports_point_down():
             if own != other and RANK[other] >= RANK[own]:
                 upward.append(f"{path.relative_to(ROOT)} imports {module}")
     assert not upward
+
+
+def is_for_types(node: ast.AST) -> bool:
+    """Whether it is `if TYPE_CHECKING:`, which nobody runs."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def imported_when_run(tree: ast.AST, names: Collection[str]) -> set[str]:
+    """Which modules of `names` a file imports, in functions too, but not for its types."""
+    found = set[str]()
+    for node in ast.iter_child_nodes(tree):
+        if is_for_types(node):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = {f"{node.module}.{a.name}" for a in node.names}
+            found |= inside if inside <= set(names) else inside | {node.module}
+        found |= imported_when_run(node, names)
+    return found & set(names)
+
+
+def test_imports_go_in_no_circle():
+    names = {
+        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
+        for p in modules()
+    }
+    graph = {
+        name: imported_when_run(ast.parse(path.read_text()), names) - {"workbench"}
+        for name, path in names.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # CycleError names the circle
+    assert len(graph) > 150 and "workbench.graph.ir" in graph["workbench.program.lower"]
 
 
 def test_only_two_places_name_modules_in_strings():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
+from workbench import devices
 from workbench.config import BASELINE, BEST, EXPAND, FAMILIES, EngineConfig, TogglePreset, Toggles
 from workbench.errors import UsageError
 from workbench.toggles import preset_words
@@ -39,11 +40,7 @@ def layers(_: Any, tokens: Any) -> int:
 # `int` in every command: digits, and nothing that would have to be rounded
 Whole = Annotated[int, Parameter(converter=whole)]
 AT_LEAST_0, AT_LEAST_1 = Number(gte=0), Number(gte=1)
-DEVICES_IN_WORDS = (
-    "auto: cuda where there is a GPU, else embedded. embedded: an asynchronous device on CPU "
-    "threads. host: the CPU, each kernel when it is called"
-)
-DeviceName = Annotated[str, Parameter(help=DEVICES_IN_WORDS)]
+DeviceName = Annotated[str, Parameter(help=devices.in_words())]
 ModelPath = Annotated[Path, Parameter(name=["--model", "-m"], help="GGUF file")]
 Ids = Annotated[str | None, Parameter(help="token ids, as 1,2,3")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="print it as JSON")]
@@ -60,10 +57,10 @@ ATTENTION = ("auto", "on", "off", "1", "0")  # what -fa takes in llama.cpp, and 
 
 def check_computes(device: str) -> None:
     """Raises UsageError for the device that computes nothing."""
-    if device == "null":
+    if not devices.computes(device):
         raise UsageError(
-            "--device null computes nothing: it has no answers and no times; use it with program "
-            "or check, or name another device"
+            f"--device {device} computes nothing: it has no answers and no times; use it with "
+            "program or check, or name another device"
         )
 
 
@@ -73,10 +70,7 @@ class EngineSettings(EngineConfig):
 
     device: Annotated[
         str,
-        Parameter(
-            group=ENGINE,
-            help=f"{DEVICES_IN_WORDS}. null: computes nothing, for program and check",
-        ),
+        Parameter(group=ENGINE, help=devices.in_words(also_idle=True)),
     ] = "auto"
     n_ctx: Annotated[
         Whole,
@@ -86,6 +80,9 @@ class EngineSettings(EngineConfig):
             help="tokens the KV cache holds; 0: as many as the model was trained on",
         ),
     ] = 2048
+    n_seqs: Annotated[
+        Whole, Parameter(group=ENGINE, help="most sequences that share the KV cache")
+    ] = 64
     n_ubatch: Annotated[
         Whole,
         Parameter(

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench import devices
 from workbench.backend.base import Backend, Memory, choose_device, open_backend
 from workbench.backend.cpu.base import n_workers
 from workbench.config import Activations, EngineConfig
@@ -60,7 +61,7 @@ class Loaded:
             self.config = config = dataclasses.replace(config, n_ctx=self.model.n_ctx_train)
         try:
             self.device, self.device_reason = choose_device(config.device)
-            self.backends.append(open_backend("host", config.threads))
+            self.backends.append(open_backend(devices.HOST, config.threads))
             self._open_devices(config)
             self.residents: list[dict[Tensor, Range]] = [{} for _ in self.backends]
             self.placement = Placement(self.model, config, len(self.backends) - 1)
@@ -74,7 +75,7 @@ class Loaded:
 
     def _open_devices(self, config: EngineConfig) -> None:
         n, device = config.n_devices, self.device
-        if device == "host":
+        if device == devices.HOST:
             if n > 1:
                 raise UsageError(f"n_devices={n} and the host device is one; use another device")
             return
@@ -88,7 +89,7 @@ class Loaded:
             )
         threads = max(1, n_workers(config.threads) // n)
         for i in range(n):
-            backend = open_backend(device, threads, **({"device": i} if device == "cuda" else {}))
+            backend = open_backend(device, threads, i)
             if not backend.capabilities.in_stream:
                 raise DeviceError(f"the {device} device has no events to order {n} of its kind by")
             backend.name = f"{device} {i}"  # told apart in programs and timelines

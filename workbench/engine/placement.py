@@ -7,7 +7,8 @@ and `override_tensor` single weights, by name, as llama.cpp's -ngl and -ot do.
 
 from __future__ import annotations
 
-from workbench.config import PLACES, EngineConfig, parse_override
+from workbench import devices
+from workbench.config import EngineConfig, parse_override
 from workbench.errors import UsageError
 from workbench.graph.ir import Kind, Node, Tensor
 from workbench.model.decoder import Model
@@ -38,29 +39,29 @@ class Placement:
             )
         first = n_layer + 1 - on_device  # the output counts as the layer behind the last
         share = max(1, n_layer - first)
-        places = [
+        self._layers = [
             DEVICE + (i - first) * n_devices // share if i >= first else HOST
             for i in range(n_layer)
         ]
-        self._layers, self._last = places, n_devices  # HOST where there is no device
+        self._last = n_devices  # HOST where there is no device
         self._rest = self._last if on_device else HOST
         self._overridden = self._override(model, config)
 
     def _override(self, model: Model, config: EngineConfig) -> dict[Tensor, int]:
         found: dict[Tensor, int] = {}
         for text in config.override_tensor:
-            pattern, place = parse_override(text)
-            if place != PLACES[0] and not self._last:
+            pattern, on_host = parse_override(text)
+            if not on_host and not self._last:
                 raise UsageError(
                     f"override_tensor {text!r}: the host device has no GPU to put weights on; name "
-                    f"{PLACES[0]}, or another device"
+                    f"{devices.HOST}, or another device"
                 )
-            taken = (model.embedding, model.rope_freqs)  # these have places of their own
+            taken = (model.embedding, model.rope_freqs)  # these have backends of their own
             matching = [t for t in model.weights if t not in taken and pattern.search(t.name)]
             if not matching and any(t is not None and pattern.search(t.name) for t in taken):
                 raise UsageError(
-                    f"override_tensor {text!r}: token_embd and rope_freqs have places of their "
-                    "own; name other weights"
+                    f"override_tensor {text!r}: token_embd and rope_freqs have backends of "
+                    "their own; name other weights"
                 )
             if not matching:
                 raise UsageError(
@@ -70,7 +71,7 @@ class Placement:
             for t in matching:
                 layer = layer_of(t)
                 own = HOST if layer is None else self._layers[layer]
-                found.setdefault(t, (own or self._last) if place == PLACES[1] else HOST)
+                found.setdefault(t, HOST if on_host else own or self._last)
         return found
 
     def of_weight(self, weight: Tensor) -> int:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workbench.config import FAMILIES, Toggles
+from workbench.config import Toggles
 from workbench.errors import UsageError
+from workbench.toggles import differing as differing
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
@@ -48,18 +49,3 @@ def panel(
             "the panel needs ipywidgets, which is not installed; pip install 'workbench[lab]'"
         ) from error
     return Panel(engine, workload, rounds, seed, baseline)
-
-
-def differing(before: Toggles, after: Toggles) -> tuple[str, str]:
-    """What each has where the two differ: `sync=per_copy` and `sync=packed`. A family is named once
-    where all of it differs and each side has it at one value. Twice `the same toggles` for two that
-    are equal."""
-    names = [n for n in before.names() if before.value_of(n) != after.value_of(n)]
-    for family in FAMILIES:
-        members = before.members(family)
-        whole = all(len({side.value_of(n) for n in members}) == 1 for side in (before, after))
-        if whole and set(members) <= set(names):
-            names = [family if n == members[0] else n for n in names if n not in members[1:]]
-    sides = (", ".join(f"{n}={side.value_of(n)}" for n in names) for side in (before, after))
-    first, second = (side or "the same toggles" for side in sides)
-    return first, second

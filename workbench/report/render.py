@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.bench import provenance, results
+from workbench.devices import DEVICES, is_gpu
 from workbench.errors import UsageError, WorkbenchError
 from workbench.output import check_writable, write_text
 from workbench.progress import HIDDEN, SHARE, Bar, bar
@@ -161,10 +162,9 @@ def check_pages(notebooks: Sequence[str | PathLike[str]], out_dir: str | PathLik
 
 def banner_html(device: str | None) -> str:
     """The red line for a page whose timings are those of a CPU; empty for a GPU's."""
-    if device == "cuda":
+    if device is not None and is_gpu(device):
         return ""
-    words = {"embedded": "the embedded device", "host": "the host backend"}
-    what = words.get(str(device), f"device {device or 'not named'}")
+    what = f"the {device} device" if device in DEVICES else f"device {device or 'not named'}"
     return f'<div class="wb-banner">Ran on {html.escape(what)}: {CPU_BANNER}.</div>'
 
 

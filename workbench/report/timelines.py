@@ -33,6 +33,7 @@ from workbench.report.style import (
     plain_axes,
     plain_number,
 )
+from workbench.trace.spans import HOST_LANE
 
 NOTE = "traced: shows where time goes, not throughput"
 
@@ -174,7 +175,7 @@ def _typical(frames: list[pd.DataFrame], shown: Shown) -> list[int]:
     for frame in frames:
         times = frame[frame["category"] == "step"].set_index("step")["dur_us"]
         if shown == "inputs":
-            ways = {n: _inputs_us(_steps(frame, n), "host") for n in times.index}
+            ways = {n: _inputs_us(_steps(frame, n), HOST_LANE) for n in times.index}
             times = pd.Series(ways) if all(ways.values()) else times
         off.append((times / times.median() - 1).abs())
     worst = pd.concat(off, axis=1, join="inner").max(axis=1)
@@ -192,7 +193,7 @@ def _window(shown: Shown, parts: Sequence[pd.DataFrame]) -> tuple[float, float]:
     if isinstance(shown, tuple):
         return shown
     end = max(_extent_us(part) for part in parts)
-    if shown == "inputs" and (host := max(_inputs_us(part, "host") for part in parts)):
+    if shown == "inputs" and (host := max(_inputs_us(part, HOST_LANE) for part in parts)):
         device = max(_inputs_us(part, "device") for part in parts)
         # a device that overslept would leave of the host's part a line
         inputs = max(host, device) if device <= MOST_LATE * host else host
@@ -225,7 +226,7 @@ def _clip(part: pd.DataFrame, first: float, last: float) -> pd.DataFrame:
 
 
 def _lanes(part: pd.DataFrame) -> list[str]:
-    return sorted(part["lane"].unique(), key=lambda lane: (lane != "host", lane))
+    return sorted(part["lane"].unique(), key=lambda lane: (lane != HOST_LANE, lane))
 
 
 def _draw(
@@ -244,7 +245,7 @@ def _draw(
     centres = []
     for lane in lanes:
         spans = part[part["lane"] == lane]
-        if lane == "host":
+        if lane == HOST_LANE:
             top = commands_top = _brackets(ax, spans, top, width)
         bottom = top - LANE
         centres.append((top + bottom) / 2)
@@ -253,14 +254,14 @@ def _draw(
         kinds = spans["kind"].where(spans["category"] == "device", spans["category"])
         for kind, look in LOOKS.items():
             _boxes(ax, spans[kinds == kind], look, kind, bottom, width)
-        if lane != "host" and len(spans):
+        if lane != HOST_LANE and len(spans):
             busy, plural = _time(_busy_us(spans)), "" if len(spans) == 1 else "s"
             ax.annotate(
                 f"{len(spans)} span{plural}\n{busy} busy", (1.005, centres[-1]),
                 xycoords=("axes fraction", "data"), fontsize=FONT - 1, va="center", color=INK,
             )  # fmt: skip
         top = bottom - SPACE
-    if "host" in lanes:
+    if HOST_LANE in lanes:
         _sync_points(ax, syncs, commands_top, top + SPACE, window)
     ax.set_yticks(centres, lanes, fontsize=FONT)
     ax.set_ylim(top + SPACE - 0.1, 0.1)

@@ -1,0 +1,43 @@
+"""One table knows the devices by name: `workbench/devices.py`. Everybody else asks it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from workbench import devices
+
+PACKAGE = Path(devices.__file__).parent
+# strings that are equal to a device's name and say something else, or whose own name it is
+OTHERS = {
+    "program/ranges.py": {"host"},  # a space of memory
+    "trace/spans.py": {"host"},  # the lane of what the host does
+    "trace/lanes.py": {"host"},  # the process of that lane
+    "backend/cpu/host.py": {"host"},
+    "backend/cpu/embedded.py": {"embedded"},
+    "backend/cuda/backend.py": {"cuda"},
+    "backend/null.py": {"null"},
+}
+
+
+def test_no_other_file_names_a_device():
+    lapses = [
+        f"workbench/{path}:{node.lineno}: {node.value}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if (path := str(file.relative_to(PACKAGE))) != "devices.py"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant)
+        and node.value in devices.DEVICES.keys() - OTHERS.get(path, set())
+    ]
+    assert not lapses, "ask workbench/devices.py:\n" + "\n".join(lapses)
+
+
+def test_what_the_table_says_of_devices():
+    assert devices.names() == ("auto", "embedded", "cuda", "host", "null")
+    assert [name for name in devices.DEVICES if devices.is_gpu(name)] == ["cuda"]
+    assert [name for name in devices.DEVICES if not devices.computes(name)] == ["null"]
+    assert devices.computes("auto") and not devices.is_gpu("auto")
+    assert not devices.is_gpu("a device that is gone")
+    words = devices.in_words()
+    assert words.startswith("auto: cuda where there is one, else embedded. embedded: ")
+    assert "null" not in words and "null: computes nothing" in devices.in_words(also_idle=True)
