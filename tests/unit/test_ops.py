@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from tests.ranges import cases
@@ -53,3 +56,22 @@ def test_every_value_dependent_op_says_which_access_is_a_superset():
             assert {t for t, *_ in found} == {node.inputs[i].storage for i in numbers}, node
             assert found <= {*ops.reads(node), *ops.writes(node)}
     assert seen == set(ops.OPS) > VAGUE.keys()
+
+
+def test_only_the_tables_and_patterns_name_ops():
+    """In the pure layers no code asks for an op by name: it is data of a table or of a pattern."""
+    package = Path(ops.__file__).parents[1]
+    asked = []
+    for path in (
+        p for layer in ("graph", "model", "program") for p in (package / layer).rglob("*")
+    ):
+        for node in ast.walk(ast.parse(path.read_text())) if path.suffix == ".py" else ():
+            if isinstance(node, ast.Compare):
+                inside = [*ast.walk(node)]
+                by_op = any(isinstance(n, ast.Attribute) and n.attr == "op" for n in inside)
+                named = {n.value for n in inside if isinstance(n, ast.Constant)} & set(ops.OPS)
+                if by_op and named:
+                    asked.append(f"{path.name}:{node.lineno}")
+            if isinstance(node, ast.MatchValue) and isinstance(node.value, ast.Constant):
+                assert node.value.value not in ops.OPS, f"{path.name}:{node.lineno}"
+    assert not asked

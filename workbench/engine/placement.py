@@ -14,6 +14,8 @@ from workbench.graph.ir import Kind, Node, Tensor
 from workbench.model.decoder import Model
 from workbench.program.commands import DEVICE, HOST
 
+_EXAMPLE = "blk.0.ffn_gate.weight"  # how weights are called
+
 
 class Placement:
     """Of one model on a host and so many devices, each of which has neighbouring layers.
@@ -66,7 +68,7 @@ class Placement:
             if not matching:
                 raise UsageError(
                     f"override_tensor {text!r} matches no weight of {model.path}; names are like "
-                    f"blk.0.ffn_gate.weight (`workbench model inspect`)"
+                    f"{_EXAMPLE} (`workbench model inspect`)"
                 )
             for t in matching:
                 layer = layer_of(t)
