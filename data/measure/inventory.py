@@ -199,10 +199,12 @@ def change(
     return Change(sorted(old & new), moved, dropped, sorted(new - old - taken))
 
 
-def docstring_change(before: Mapping[str, str], after: Mapping[str, str]) -> Change:
+def docstring_change(
+    before: Mapping[str, str], after: Mapping[str, str], rules: Iterable[Mapping[str, str]] = ()
+) -> Change:
     """What became of each docstring; of one whose definition stays, `dropped` says so."""
     said = {name: text for name, text in after.items() if text}
-    found = change((name for name, text in before.items() if text), said)
+    found = change((name for name, text in before.items() if text), said, rules)
     by_text = defaultdict(list)
     for name, text in said.items():
         by_text[text].append(name)
@@ -240,8 +242,8 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], everything: boo
         found = change(before[kind], after[kind], own)
         shown(kind, found, everything, print)
         lost += len(found.dropped) if kind in BINDING else 0
-    shown("docstrings", docstring_change(before["docstrings"], after["docstrings"]), everything,
-          print)  # fmt: skip
+    found = docstring_change(before["docstrings"], after["docstrings"], rules["docstrings"])
+    shown("docstrings", found, everything, print)
     return 1 if lost else 0
 
 
