@@ -21,7 +21,7 @@ from workbench.sizes import round_up
 from workbench.trace.spans import now_ns
 
 Outputs = Literal["last", "all", "none"]
-
+MASK = "attn_inp_kq_mask"
 
 # sequence, its next tokens, and which of their logits are wanted
 Entry = tuple[int, Sequence[int], Outputs]
@@ -91,11 +91,20 @@ class Batches:
         if not alike or self._cache.n_used + len(work) > self._cache.n_ctx:
             return 0
         following = [(sequence, [0], outputs) for sequence, _, outputs in work]
-        self._next = make_batch(following, self._cache, self._n_vocab, self._n_ubatch)
+        before = self._mask_before(alike)
+        self._next = make_batch(following, self._cache, self._n_vocab, self._n_ubatch, before)
         self._next_is_for, self._next_is_of = alike, self._cache.n_changes
         end = now_ns()
         self._spent("batch", start, end)
         return end - start
+
+    def _mask_before(self, alike: list[tuple[int, Outputs]]) -> np.ndarray | None:
+        """The mask of the step under way, where nothing but its store came behind it. The step has
+        its own copy in staging memory."""
+        if self._next_is_for != alike or self._next_is_of != self._cache.n_changes - 1:
+            return None
+        assert self._next is not None
+        return self._next.values[MASK].view(np.uint16)
 
 
 def _one_each(work: Work) -> list[tuple[int, Outputs]] | None:
@@ -108,25 +117,38 @@ def _one_each(work: Work) -> list[tuple[int, Outputs]] | None:
     return alike
 
 
-def make_batch(work: Work, cache: KVCache, n_vocab: int, n_ubatch: int) -> Batch:
+def make_batch(
+    work: Work,
+    cache: KVCache,
+    n_vocab: int,
+    n_ubatch: int,
+    mask_before: np.ndarray | None = None,
+) -> Batch:
     """The next tokens of each sequence of `work`, in its order.
 
-    Raises UsageError for no tokens, more than n_ubatch in all, a sequence that does not exist or is
-    given twice, ids outside the vocabulary, and a full context. Nothing has changed then.
+    mask_before: as `KVCache.masks_of_one` has it, where each sequence goes on by one token. Raises
+    UsageError for no tokens, more than n_ubatch in all, a sequence that does not exist or is given
+    twice, ids outside the vocabulary, and a full context. Nothing has changed then.
     """
     sizes = [len(tokens) for _, tokens, _ in work]
     t = sum(sizes)
     if not 0 < t <= n_ubatch or 0 in sizes:
-        raise UsageError(f"a step takes 1 to {n_ubatch} tokens, not {t}; use prefill, or n_ubatch")
+        raise UsageError(_refusal(work, sizes, n_ubatch))
     ids = check_ids([i for _, tokens, _ in work for i in tokens], n_vocab)
     cells = cache.find(t)
-    mask = np.empty((t, cache.extent(cells)), np.uint16)
-    whose, positions, rows, singles, begin = [], [], [], [], 0
+    n_kv = cache.extent(cells)
+    if mask_before is None or mask_before.shape != (t, n_kv):
+        mask, made = np.empty((t, n_kv), np.uint16), False
+    else:
+        mask, made = mask_before, True
+    whose, positions, rows, singles, begin = dict[int, None](), [], [], [], 0
     for (sequence, _, outputs), n in zip(work, sizes, strict=True):
         if sequence in whose:
             raise UsageError(f"sequence {sequence} is given twice in one step; give it once")
+        if outputs not in _ROWS:
+            raise UsageError(f"outputs={outputs!r} does not exist; give {', '.join(_ROWS)}")
         at, end = cache.length(sequence), begin + n
-        whose.append(sequence)
+        whose[sequence] = None
         positions.append(np.arange(at, at + n, dtype=np.int32))
         rows.append(_ROWS[outputs](begin, end))
         if n == 1:
@@ -134,21 +156,31 @@ def make_batch(work: Work, cache: KVCache, n_vocab: int, n_ubatch: int) -> Batch
         else:
             cache.mask(sequence, positions[-1], cells[begin:end], mask[begin:end])
         begin = end
-    sequences = np.array(whose, np.int64)
+    sequences = np.array([*whose], np.int64)
     if t > len(work):
         sequences = np.repeat(sequences, sizes)
-    cache.masks_of_one(sequences, cells, singles, mask)
+    cache.masks_of_one(sequences, cells, singles, mask, made)
     values = {
         "inp_tokens": ids,
         "inp_pos": _joined(positions),
-        "attn_inp_kq_mask": mask.view(np.float16),
+        MASK: mask.view(np.float16),
         "attn_inp_k_idxs": cells,
         "attn_inp_v_idxs": cells,
         "inp_out_ids": _joined(rows),
     }
     counts = tuple(map(len, rows))
-    shape = StepShape(t, sum(counts), mask.shape[1], len(work))
+    shape = StepShape(t, sum(counts), n_kv, len(work))
     return Batch(shape, values, sequences, values["inp_pos"], cells, counts)
+
+
+def _refusal(work: Work, sizes: list[int], n_ubatch: int) -> str:
+    """Why a step cannot have so many tokens."""
+    if 0 in sizes:
+        return (
+            f"sequence {work[sizes.index(0)][0]} has no tokens in a step; give at least one, or "
+            "leave the sequence out"
+        )
+    return f"a step takes 1 to {n_ubatch} tokens, not {sum(sizes)}; use prefill, or n_ubatch"
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:

@@ -169,6 +169,7 @@ class Engine:
         if self._under_way is not None:
             self._under_way.wait()
         if work and self.cache.moved is not None:
+            self._batches.take(work)  # what refuses the work does so before K is rotated
             self._rotate()
         watch = self._watch_of(self.n_steps)
         watch.begin(self.n_steps, work, self.cache.n_used)
@@ -176,12 +177,15 @@ class Engine:
 
     def _rotate(self) -> None:
         """Turns the stored K to the positions that cells have been shifted to: a step of its own,
-        without tokens."""
+        without tokens. Where it is interrupted, the cells that moved are lost."""
         with self._begin(()) as watch:
             batch = shift_batch(self.cache)
             program = self._programs.get(self._key(batch.shape))
-            self._under_way = pending = Pending(self, watch, program, batch, ())
-        self.cache.rotated()
+            try:
+                self._under_way = pending = Pending(self, watch, program, batch, ())
+                self.cache.rotated()
+            finally:
+                self.cache.lost()  # cells, where it was interrupted midway
         pending.wait()
 
     def _key(self, shape: StepShape) -> Key:

@@ -16,6 +16,7 @@ from workbench.errors import UsageError
 from workbench.sizes import round_up
 
 EMPTY = np.iinfo(np.int32).max  # a position no token ever sees
+MOST_POSITION = 1 << 30  # of a shift; tokens behind it have positions below EMPTY
 _HIDDEN = np.float16(-np.inf).view(np.uint16)
 
 
@@ -77,28 +78,36 @@ class KVCache:
         positions (T,) int32 are those of the next tokens of `sequence`, cells (T,) int64 the cells
         they will have. A token sees cells of its sequence with its own position or an earlier one.
         """
-        held = self._positions[sequence, : out.shape[1]].copy()
-        held[cells] = positions
-        np.multiply((held > positions[:, None]).view(np.uint8), _HIDDEN, out=out)
+        # all that the sequence has lies before these tokens, so only they differ among themselves
+        out[:] = self._masks[sequence, : out.shape[1]]
+        first, behind = int(cells[0]), int(cells[-1]) + 1
+        own = slice(first, behind) if behind - first == len(cells) else cells
+        out[:, own] = np.multiply((positions > positions[:, None]).view(np.uint8), _HIDDEN)
 
     def masks_of_one(
-        self, sequences: np.ndarray, cells: np.ndarray, rows: Sequence[int], out: np.ndarray
+        self,
+        sequences: np.ndarray,
+        cells: np.ndarray,
+        rows: Sequence[int],
+        out: np.ndarray,
+        made: bool = False,
     ) -> None:
         """As `mask`, for rows of out whose token is the only one of its sequence: the token sees
-        all cells of the sequence, and its own."""
+        all cells of the sequence, and its own. made: out is the mask of the same sequences' tokens
+        that were stored last, and nothing has changed since; then only its own are missing."""
         n_kv = out.shape[1]
         for row in rows:
-            out[row] = self._masks[sequences[row], :n_kv]
+            if not made:
+                out[row] = self._masks[sequences[row], :n_kv]
             out[row, cells[row]] = 0
 
     def store(
         self, sequences: np.ndarray, positions: np.ndarray, cells: np.ndarray
     ) -> Callable[[], None]:
         """Notes the owner and position of free cells, all (T,), in rising positions. Returns what
-        undoes it, for as long as the cells are where they were stored."""
+        takes these cells from these sequences again; call it before others are stored."""
         if not len(cells):
             return lambda: None
-        before = self._next[sequences]
         if len(cells) == 1:  # scalars are twice as fast
             sequence, cell = sequences[0], cells[0]
             self._positions[sequence, cell] = positions[0]
@@ -115,9 +124,10 @@ class KVCache:
         self.n_changes += 1
 
         def undo() -> None:
-            still = (self._positions[sequences, cells] == positions) & (self._n_owners[cells] == 1)
+            still = self._positions[sequences, cells] != EMPTY
             self._let_go(sequences[still], cells[still])
-            self._next[sequences] = before
+            for sequence in np.unique(sequences):
+                self._set_next(int(sequence))
 
         return undo
 
@@ -155,7 +165,7 @@ class KVCache:
 
     def keep(self, sequence: int) -> None:
         """Removes every other sequence."""
-        self.reserve(sequence)
+        self._check(sequence)
         for other in range(len(self._next)):
             if other != sequence:
                 self.remove(other)
@@ -163,6 +173,7 @@ class KVCache:
     def copy(self, source: int, to: int, begin: int = 0, end: int | None = None) -> None:
         """Makes `to` an owner of the source's cells at positions begin..end-1. Nothing is copied in
         memory. Raises UsageError where `to` has cells at these positions already."""
+        self._check(to)
         cells = self._cells(source, begin, end)
         self.reserve(to)
         positions = self._positions[source, cells]
@@ -181,10 +192,10 @@ class KVCache:
 
     def shift(self, sequence: int, delta: int, begin: int = 0, end: int | None = None) -> None:
         """Moves positions begin..end-1 of a sequence by delta. Before the next step the stored K is
-        rotated as far (`moved`). Raises UsageError where a position would be negative or taken by
-        the sequence's other cells, and for cells that another sequence owns, too."""
+        rotated as far (`moved`). Raises UsageError where a position would be negative, too large or
+        taken by the sequence's other cells, and for cells that another sequence owns, too."""
         cells = self._cells(sequence, begin, end)
-        new = self._positions[sequence, cells] + delta
+        new = self._positions[sequence, cells].astype(np.int64) + delta
         shared = cells[self._n_owners[cells] > 1]
         if len(shared):
             others = sorted(self.owners(int(shared[0])) - {sequence})
@@ -198,6 +209,11 @@ class KVCache:
                 f"a shift by {delta} would move position {new.min() - delta} of sequence "
                 f"{sequence} to {new.min()}; remove the positions below {-delta} first"
             )
+        if len(new) and new.max() > MOST_POSITION:
+            raise UsageError(
+                f"a shift by {delta} would move position {new.max() - delta} of sequence "
+                f"{sequence} to {new.max()}; positions go up to {MOST_POSITION}"
+            )
         mine, positions = self._own(sequence)
         taken = np.intersect1d(new, positions[~np.isin(mine, cells)])
         if len(taken):
@@ -207,13 +223,24 @@ class KVCache:
             )
         self._positions[sequence, cells] = new
         self._set_next(sequence)
-        if self.moved is None:
-            self.moved = np.zeros(self.n_cells, np.int32)
-        self.moved[cells] += delta
+        moved = np.zeros(self.n_cells, np.int32) if self.moved is None else self.moved
+        moved[cells] += delta if len(cells) else 0
+        self.moved = moved if moved.any() else None
         self.n_changes += 1
 
     def rotated(self) -> None:
         """The stored K is where the positions are."""
+        self.moved = None
+
+    def lost(self) -> None:
+        """Nobody knows how far the K of moved cells is: takes these from their sequences."""
+        if self.moved is None:
+            return
+        moved = np.flatnonzero(self.moved)  # each has one owner or more
+        for sequence in range(len(self._next)):
+            own = moved[self._positions[sequence, moved] != EMPTY]
+            self._let_go(np.full(len(own), sequence), own)
+            self._set_next(sequence)
         self.moved = None
 
     # inside -----------------------------------------------------------------------------------
@@ -250,6 +277,7 @@ class KVCache:
         self.n_used -= len(free)
         if self.moved is not None:
             self.moved[free] = 0
+            self.moved = self.moved if self.moved.any() else None
         used = np.flatnonzero(self._n_owners[: self._end])
         self._end = int(used[-1]) + 1 if len(used) else 0
         self.n_changes += 1

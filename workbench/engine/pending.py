@@ -10,6 +10,7 @@ import numpy as np
 from workbench.backend.issue import Prepared
 from workbench.engine.batch import Batch, Work
 from workbench.engine.watch import Watch
+from workbench.errors import UsageError
 from workbench.trace.spans import now_ns
 
 if TYPE_CHECKING:
@@ -23,13 +24,14 @@ class Pending:
     waited for.
     """
 
-    __slots__ = ("_batch", "_engine", "_logits", "_program", "_undo", "_watch", "_work")
+    __slots__ = ("_batch", "_engine", "_failed", "_logits", "_program", "_undo", "_watch", "_work")
 
     def __init__(self, engine: Engine, watch: Watch, program: Prepared, batch: Batch, work: Work):
         """Issues the step, and notes whose its cells are."""
         self._engine, self._watch, self._program = engine, watch, program
         self._batch, self._work = batch, work
         self._logits: np.ndarray | None = None
+        self._failed = False
         start = now_ns()
         program.run(batch.values, watch)
         if watch.counts:
@@ -46,8 +48,11 @@ class Pending:
     def wait(self) -> np.ndarray:
         """The step's logits, float32 (n_outputs, n_vocab), in the order of the work.
 
-        Where the wait fails or is interrupted, the cache is as it was before the step.
+        Where the wait fails or is interrupted, the step's cells are free again, and to wait once
+        more raises UsageError.
         """
+        if self._failed:
+            raise UsageError("the wait for this step failed; submit its tokens again")
         if self._logits is None:
             self._engine.ended()
             start, ahead_ns = now_ns(), 0
@@ -58,6 +63,7 @@ class Pending:
                 results = self._program.finish(self._watch)
                 self._logits = self._of(results)
             except BaseException:
+                self._failed = True
                 self._undo()
                 self._watch.fail()
                 raise
