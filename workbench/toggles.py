@@ -57,7 +57,7 @@ class _Held(str):
     __slots__ = ()
 
 
-_SYNC, _LOWER = "program/sync_modes.py", "program/lower.py"
+_SYNC, _LAYOUT, _LOWER = (f"program/{room}.py" for room in ("sync_modes", "layout", "lower"))
 _WAITS = "llama.cpp #17795"
 
 
@@ -80,10 +80,10 @@ class Toggles:
         CopyStream, CopyStream.AUTO, _SYNC, EXACT, _WAITS, "which stream input copies ride"
     )
     host_source: str = _toggle(
-        HostSource, HostSource.PINNED, _LOWER, EXACT, _WAITS, "memory that inputs are copied from"
+        HostSource, HostSource.PINNED, _LAYOUT, EXACT, _WAITS, "memory that inputs are copied from"
     )
     n_copies: str = _toggle(
-        NCopies, NCopies.ONE, _LOWER, EXACT, _WAITS, "buffers a device has for each input"
+        NCopies, NCopies.ONE, _LAYOUT, EXACT, _WAITS, "buffers a device has for each input"
     )
     input_order: str = _toggle(
         InputOrder, InputOrder.GRAPH, _LOWER, EXACT, "llama.cpp #28874", "which input goes first"

@@ -34,7 +34,7 @@ from workbench.backend.cuda.backend import CudaBackend
 from workbench.engine.batch import make_batch
 from workbench.engine.engine import Engine
 from workbench.engine.kv_cache import KVCache
-from workbench.engine.wanted import step_graph
+from workbench.engine.step_programs import step_graph
 from workbench.graph.ir import Graph, Kind, Node, Tensor
 from workbench.program.commands import Space
 from workbench.program.split import split

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from workbench.config import FAMILIES, Toggles
+from workbench.program.sync_modes import Ordering
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "workbench"
@@ -179,7 +180,7 @@ def toggle_reads(path: Path) -> set[str]:
     return found
 
 
-CHOOSING = ("engine/engine.py", "engine/wanted.py")
+CHOOSING = ("engine/engine.py", "engine/wanted.py", "engine/step_programs.py")
 
 
 def test_toggles_are_read_in_their_room_and_where_the_engine_chooses():
@@ -196,6 +197,9 @@ def test_toggles_are_read_in_their_room_and_where_the_engine_chooses():
             # read all together, by name, and by nobody else
             assert not readers and "*" in reads[room], field.name
             assert f'"{field.name}"' in (PACKAGE / room).read_text(), field.name
+        elif field.name in Ordering._fields:
+            # read all together by `Ordering.of`; what reads them then is an Ordering's field
+            assert not readers and room.startswith("program/"), field.name
         else:
             assert readers and readers <= {room, *CHOOSING}, field.name
     rooms = {Toggles._field(family).metadata["room"] for family in FAMILIES}

@@ -197,7 +197,7 @@ def test_orderings_are_refused_as_racing_where_they_race_and_nowhere_else(base, 
     able = Capabilities(True, True, one_order, False, 2)
     verdicts = []
     for toggles in orderings(step_wait=StepWait):
-        ordering = Ordering(*(getattr(toggles, name) for name in Ordering._fields))
+        ordering = Ordering.of(toggles)
         try:
             choose_ordering(ordering, able, "device")
             racing = False

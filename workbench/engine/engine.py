@@ -23,7 +23,7 @@ from workbench.engine.memory import Residents, Workspace
 from workbench.engine.pending import Pending
 from workbench.engine.reuse import POLICIES, Key, Programs
 from workbench.engine.step_programs import PHASES, StepPrograms
-from workbench.engine.wanted import Variants, Wanted, modes_of, resolve, said
+from workbench.engine.wanted import Variants, Wanted, choose, resolve
 from workbench.engine.watch import Stamp, Stamps, Watch, chosen
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
@@ -48,10 +48,9 @@ class Engine:
     def __init__(self, loaded: Loaded, config: EngineConfig, wanted: Wanted):
         """Use `Engine.load`. Raises DeviceError where the device cannot honour a toggle."""
         exclusive.check(loaded)
-        self._ordering, programmatic = modes_of(wanted, loaded)
-        self.config = config
-        self.toggles = toggles = resolve(wanted, loaded)
-        self.preset, self.chosen = said(wanted, toggles, loaded.device, self._ordering.sync)
+        have = choose(wanted, loaded)
+        self.config, self.toggles, self._ordering = config, have.toggles, have.ordering
+        self.preset, self.chosen = have.preset, have.words
         self.n_steps = 0
         # after how many steps the rings that steps take by turns come round again
         self.period = self._ordering.period
@@ -65,11 +64,9 @@ class Engine:
         self.cache = KVCache(config.n_ctx, config.n_kv_pad, config.n_seqs)
         self._batches = Batches(self.cache, loaded.model.n_vocab, config.n_ubatch, self._spent)
         self._residents = Residents(loaded, self.cache.n_cells)
-        self._step_programs = StepPrograms(
-            loaded, toggles, self._ordering, programmatic, self._residents, self._spent
-        )
+        self._step_programs = StepPrograms(loaded, have, self._residents, self._spent)
         self._ns = dict.fromkeys((*PHASES, "prepare", "batch", "issue", "wait"), 0)
-        self._programs: Programs = POLICIES[toggles.graph_reuse](self._build)
+        self._programs: Programs = POLICIES[have.toggles.graph_reuse](self._build)
         self._workspace = Workspace(loaded.backends, self._programs.clear)
         try:
             self._residents.allocate(loaded)
@@ -113,7 +110,7 @@ class Engine:
         def refuse(loaded: Loaded) -> None:
             others = variants(resolve(toggles, loaded)) if callable(variants) else variants
             for wanted in (toggles, *others):
-                modes_of(wanted, loaded)
+                choose(wanted, loaded)
             if check is not None:
                 check(loaded)
 
@@ -129,8 +126,7 @@ class Engine:
 
     def resolve(self, wanted: Wanted) -> Toggles:
         """The toggles that `variant(wanted)` would have, or its refusal of them; makes nothing."""
-        modes_of(wanted, self._open)
-        return resolve(wanted, self._open)
+        return choose(wanted, self._open).toggles
 
     # the step -----------------------------------------------------------------------------------
 

@@ -6,43 +6,63 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from workbench.config import Toggles
+from workbench.config import Switch, Toggles
 from workbench.engine.batch import prompt_shapes, step_shape
 from workbench.engine.kv_cache import check_room
 from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Residents
-from workbench.engine.wanted import step_graph
+from workbench.engine.placement import Placement
+from workbench.engine.wanted import Chosen
 from workbench.errors import UsageError
-from workbench.graph.ir import StepShape
+from workbench.graph.defer import defer
+from workbench.graph.fuse import chosen, fuse
+from workbench.graph.ir import Graph, Node, StepShape, Tensor
+from workbench.model.decoder import Model, build_graph
+from workbench.model.shift import shift_graph
 from workbench.program.commands import Buffer, Program
 from workbench.program.layout import Target, lay_out
 from workbench.program.lower import lower
-from workbench.program.split import split
-from workbench.program.sync_modes import Ordering
+from workbench.program.split import assign, split
 from workbench.trace.spans import now_ns
 
 PHASES = ("graph", "split", "layout", "lower")
 
 
+def step_graph(
+    model: Model,
+    shape: StepShape,
+    caches: list[tuple[Tensor, Tensor]],
+    toggles: Toggles,
+    placement: Placement,
+) -> tuple[Graph, Callable[[Node], int]]:
+    """The graph of a step on `caches` (K and V of each layer), as `toggles` want it, and the
+    backend of each of its nodes."""
+    if shape.n_tokens:
+        graph = build_graph(model, shape, caches, toggles.activations)
+    else:
+        graph = shift_graph(model, caches, shape.n_kv)
+    if toggles.defer_norm == Switch.ON:
+        graph = defer(graph)
+    backends = assign(graph.nodes, placement.fixed)
+    fused = fuse(graph, chosen(toggles), backends.__getitem__)
+    return fused, lambda node: backends[node.parts[0] if node.parts else node]
+
+
 class StepPrograms:
     """The programs of one engine's steps; each is made when it is asked for, and none is kept.
 
-    ordering, programmatic: as `modes_of` has them. spent: told of every phase, by name, and of the
-    ns at which it began and ended.
+    spent: told of every phase, by name, and of the ns at which it began and ended.
     """
 
     def __init__(
         self,
         loaded: Loaded,
-        toggles: Toggles,
-        ordering: Ordering,
-        programmatic: bool,
+        have: Chosen,
         residents: Residents,
         spent: Callable[[str, int, int], None],
     ):
         self._loaded = loaded
-        self._toggles = toggles
-        self._ordering = ordering
+        self._toggles, self._ordering = have.toggles, have.ordering
         self._residents = residents
         self._spent = spent
         last = loaded.backend
@@ -50,7 +70,7 @@ class StepPrograms:
             Target(
                 b.name,
                 b.scratch_bytes,
-                last.begins_early if programmatic and b is not loaded.backends[0] else None,
+                last.begins_early if have.programmatic and b is not loaded.backends[0] else None,
                 last.capabilities.in_stream,
             )
             for b in loaded.backends

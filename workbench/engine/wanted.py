@@ -1,21 +1,14 @@
-"""Which toggles an engine has, and what they make of a step before anything is placed or issued:
-its graph, and its modes."""
+"""Which toggles an engine has on a device, and how its copies, waits and launches are ordered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from workbench.config import BEST, Switch, TogglePreset, Toggles
+from workbench.config import BEST, TogglePreset, Toggles
 from workbench.engine.loaded import Loaded
-from workbench.engine.placement import Placement
 from workbench.errors import DeviceError, UsageError, WorkbenchError
-from workbench.graph.defer import defer
-from workbench.graph.fuse import chosen, fuse
-from workbench.graph.ir import Graph, Node, StepShape, Tensor
-from workbench.model.decoder import Model, build_graph
-from workbench.model.shift import shift_graph
 from workbench.program.capabilities import Capabilities
-from workbench.program.split import assign
 from workbench.program.sync_modes import Ordering, choose_ordering, choose_pdl
 from workbench.toggles import best_table
 
@@ -50,43 +43,28 @@ def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
 
 def _honours(toggles: Toggles, able: Capabilities, device: str) -> bool:
     try:
-        _modes(toggles, able, device, unsafe=False)
+        choose_ordering(Ordering.of(toggles), able, device)
+        choose_pdl(toggles.pdl, able, device)
     except WorkbenchError:
         return False
     return True
 
 
-def said(wanted: Wanted, toggles: Toggles, device: str, sync_mode: str) -> tuple[str, str]:
-    """What the toggles are called: a preset with its changes, or `as given`. And a line with the
+class Chosen(NamedTuple):
+    """What an engine has. ordering: with the sync mode and the stream that stand for `auto`.
+    programmatic: whether launches are. preset: its name with the changes, or `as given`. words: the
     kind of device and all that differs from the baseline: `best on cuda: sync=packed, fuse=on`."""
-    name = str(as_preset(wanted) or "as given")
-    shown = str(toggles).replace("sync=auto", f"sync=auto ({sync_mode})", 1)
-    return name, f"{name} on {device}: {shown}"
+
+    toggles: Toggles
+    ordering: Ordering
+    programmatic: bool
+    preset: str
+    words: str
 
 
-def step_graph(
-    model: Model,
-    shape: StepShape,
-    caches: list[tuple[Tensor, Tensor]],
-    toggles: Toggles,
-    placement: Placement,
-) -> tuple[Graph, Callable[[Node], int]]:
-    """The graph of a step on `caches` (K and V of each layer), as `toggles` want it, and the
-    backend of each of its nodes."""
-    if shape.n_tokens:
-        graph = build_graph(model, shape, caches, toggles.activations)
-    else:
-        graph = shift_graph(model, caches, shape.n_kv)
-    if toggles.defer_norm == Switch.ON:
-        graph = defer(graph)
-    places = assign(graph.nodes, placement.fixed)
-    fused = fuse(graph, chosen(toggles), places.__getitem__)
-    return fused, lambda node: places[node.parts[0] if node.parts else node]
-
-
-def modes_of(wanted: Wanted, loaded: Loaded) -> tuple[Ordering, bool]:
-    """How copies and waits are ordered, and whether launches are programmatic; DeviceError where
-    the device cannot, UsageError where the toggles are known to race."""
+def choose(wanted: Wanted, loaded: Loaded) -> Chosen:
+    """What is meant, on a device that can honour it. Raises DeviceError where the device cannot,
+    UsageError where the toggles are known to race."""
     able, device = loaded.backend.capabilities, loaded.device
     if len(loaded.backends) > 2 and not able.in_stream:
         raise DeviceError(
@@ -95,26 +73,15 @@ def modes_of(wanted: Wanted, loaded: Loaded) -> tuple[Ordering, bool]:
         )
     toggles, preset = resolve(wanted, loaded), as_preset(wanted)
     try:
-        return _modes(toggles, able, device, loaded.config.unsafe)
+        ordering = choose_ordering(Ordering.of(toggles), able, device, loaded.config.unsafe)
+        programmatic = choose_pdl(toggles.pdl, able, device)
     except (DeviceError, UsageError) as error:
         if preset is None:
             raise
         raise type(error)(f"{error}{_whose(str(error), toggles, preset)}") from None
-
-
-def _modes(
-    toggles: Toggles, able: Capabilities, device: str, unsafe: bool
-) -> tuple[Ordering, bool]:
-    wanted = Ordering(
-        toggles.sync,
-        toggles.copy_stream,
-        toggles.host_source,
-        toggles.input_order,
-        toggles.step_wait,
-        toggles.n_copies,
-    )
-    ordering = choose_ordering(wanted, able, device, unsafe)
-    return ordering, choose_pdl(toggles.pdl, able, device)
+    name = str(preset or "as given")
+    shown = str(toggles).replace("sync=auto", f"sync=auto ({ordering.sync})", 1)
+    return Chosen(toggles, ordering, programmatic, name, f"{name} on {device}: {shown}")
 
 
 def _whose(message: str, toggles: Toggles, preset: TogglePreset) -> str:

@@ -19,6 +19,7 @@ from workbench.config import (
     StepWait,
     Switch,
     SyncMode,
+    Toggles,
 )
 from workbench.errors import DeviceError, UsageError
 from workbench.program.capabilities import Capabilities
@@ -47,8 +48,8 @@ RULES: dict[str, Rule] = {
 
 
 class Ordering(NamedTuple):
-    """How a program's copies and waits are ordered; once chosen, sync and copy_stream are never
-    `auto`."""
+    """The toggles that order a program's copies and waits. Once chosen, sync and copy_stream are
+    never `auto`."""
 
     sync: str
     copy_stream: str = CopyStream.OWN
@@ -56,6 +57,12 @@ class Ordering(NamedTuple):
     input_order: str = InputOrder.GRAPH
     step_wait: str = StepWait.EVERY
     n_copies: str = NCopies.ONE
+
+    @classmethod
+    def of(cls, toggles: Toggles) -> Ordering:
+        """What an engine's toggles ask for."""
+        values = toggles.to_dict()
+        return cls(*(values[name] for name in cls._fields))
 
     @property
     def rule(self) -> Rule:
