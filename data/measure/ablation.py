@@ -100,7 +100,7 @@ def pieces(prepared: Prepared, backend: Any) -> list[Piece]:
         if not isinstance(command, Launch) or command.stream.backend != DEVICE:
             continue
         if is_gpu(backend.name):
-            kinds = [kind_of(command.node, work) for work in backend.works(command.node)]
+            kinds = [kind_of(command.node, work) for work in backend._works(command.node)]
             found += map(Piece, kinds, issued.parts or (issued,))
         else:
             found.append(Piece(kind_of(command.node), issued))

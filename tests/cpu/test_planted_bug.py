@@ -16,12 +16,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 
 import workbench as wb
-from workbench.backend.cpu.embedded import EmbeddedDevice
 from workbench.backend.issue import Prepared
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.batch import Batch, make_batch
@@ -140,8 +140,7 @@ def held(engine: wb.Engine, seconds: float) -> Iterator[Callable[[], None]]:
     """Gates hold both streams. They open when the yielded function is called, the copy stream's
     first and the compute stream's once the copies have landed; or by themselves after `seconds`,
     for which a host that waits for a stream is blocked."""
-    backend = engine.backend
-    assert isinstance(backend, EmbeddedDevice)
+    backend: Any = engine.backend  # every device that is tricked here has gates
     gates = [backend.gate(stream) for stream in (COPY_STREAM, COMPUTE_STREAM)]
 
     def open_all() -> None:

@@ -99,10 +99,10 @@ class Stamps(Watch):
         return first, last, calls
 
     def found(self) -> list[Stamp]:
-        """The stamps of all steps so far. Call it when they are over."""
+        """The stamps of all steps that were issued whole. Call it when they are over."""
         return [
             (first.device.resolve(begin, begun)[0], last.device.resolve(end, end)[1])
-            for first, last, (begin, begun, end) in self._marks
+            for first, last, (begin, begun, end) in (m for m in self._marks if len(m[2]) == 3)
         ]
 
 
