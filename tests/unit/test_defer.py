@@ -29,7 +29,8 @@ from workbench.graph.ir import (
     StepShape,
     Tensor,
 )
-from workbench.graph.ops import OPS, SQUARES, make
+from workbench.graph.ops import OPS, make
+from workbench.graph.shapes import SQUARES
 
 MODELS = ["tiny-llama", "tiny-qwen3", "tiny-llama-bias"]
 MIXED = {"attn_v": F16, "ffn_up": F16}  # of x once quantised and once as floats

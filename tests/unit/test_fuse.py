@@ -27,6 +27,7 @@ from workbench.graph.ir import (
     Q5_K,
     Q6_K,
     Q8_0,
+    Q8_ACT,
     Graph,
     Kind,
     Node,
@@ -287,7 +288,7 @@ def test_a_norm_two_products_read_differently_has_two_outputs():
     """Q in 16 bits reads the norm's floats, K and V read them quantised."""
     graph = Decoder("tiny-llama", Q8_0, {"attn_v": F16}).graph()
     node = next(n for n in fuse(graph, ALL).nodes if n.op == "norm")
-    assert [t.dtype for t in node.outputs] == [F32, ops.Q8_ACT]
+    assert [t.dtype for t in node.outputs] == [F32, Q8_ACT]
 
 
 # the whole ---------------------------------------------------------------------------------------

@@ -37,10 +37,10 @@ from workbench.backend.cuda import backend as cuda
 from workbench.backend.cuda.attention import AttentionAt, AttentionShape
 from workbench.backend.cuda.kernel import CLUSTERS, Gemm, Kernel
 from workbench.errors import DeviceError
-from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import DTYPES, F16, F32, Q4_K, Q6_K, Q8_0, WEIGHT_DTYPES, Kind, Tensor
 from workbench.graph.ops import OPS, make
+from workbench.graph.shapes import SQUARES
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 # what a block may have: threads, bytes of shared memory (compute capability 8.6 and 12.0: 99 KiB)
@@ -231,8 +231,8 @@ CONSTANTS = [  # Python's value, file, name there
     (elementwise.HEADS_PER_BLOCK, "rope_store.cu", "WARPS"),
     (attention.MAX_HEAD_DIM, "rope_store.cu", "MOST_DIM"),
     (simple.SPLIT_THREADS // 32, "attention_simple.cu", "SPLIT_WARPS"),
-    (ops.SQUARES, "rms.cuh", "SQUARES"),
-    (matvec.MOST_SCALED // ops.SQUARES, "rms.cuh", "MOST_SQUARES"),
+    (SQUARES, "rms.cuh", "SQUARES"),
+    (matvec.MOST_SCALED // SQUARES, "rms.cuh", "MOST_SQUARES"),
     (8, "mul_mat_float.cu", "WARPS"),
     (8, "mul_mat_float.cu", "TOKENS"),
 ]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from workbench.config import Activations
 from workbench.graph import ops
 from workbench.graph.ir import ALIGN, Q8_ACT, QUANTISED, Node, Tensor
+from workbench.graph.shapes import SQUARES
 from workbench.sizes import round_up
 
 AddressOf = Callable[[Tensor], int]
@@ -105,7 +106,7 @@ def _square_sums(n: Node, at, scratch) -> Args:
 def _rms_scale(n: Node, at, scratch) -> Args:
     """dst, x, squares, rows, cols, n_squares, normed (columns the squares are of), eps"""
     x, squares = n.inputs
-    normed = squares.cols * ops.SQUARES
+    normed = squares.cols * SQUARES
     return [
         at(n.output), at(x), at(squares), x.rows, x.cols, squares.cols, normed,
         float(n.params["eps"]),

@@ -25,7 +25,8 @@ from collections.abc import Sequence
 
 from workbench.graph.fuse import has_row
 from workbench.graph.ir import Graph, Kind, Node, Tensor
-from workbench.graph.ops import SQUARES, make
+from workbench.graph.ops import make
+from workbench.graph.shapes import SQUARES
 
 MOST_TOKENS = 8
 _Readers = dict[Tensor, list[Node]]

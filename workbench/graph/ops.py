@@ -45,18 +45,16 @@ reads lies in the node's scratch, or nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from workbench.errors import UsageError
-from workbench.graph.ir import ALIGN, F16, F32, I32, I64, Q8_ACT, QUANTISED, DType, Node, Tensor
+from workbench.graph import shapes
+from workbench.graph.ir import ALIGN, Node, Tensor
+from workbench.graph.shapes import Rule
 from workbench.sizes import round_up
-
-SQUARES = 32  # columns of a sum of squares
 
 Access = tuple[Tensor, int, int]  # storage, byte offset, bytes
 Accesses = Callable[[Node], list[Access]]
-Shape = tuple[DType, tuple[int, ...]]
 
 
 def _whole(*tensors: Tensor) -> list[Access]:
@@ -87,7 +85,7 @@ class Op(NamedTuple):
     """
 
     name: str
-    infer: Callable[[tuple[Tensor, ...], Mapping[str, Any]], Shape]
+    infer: Rule
     flops: Callable[[Node], int]
     stores: bool = False
     reads: Accesses = _inputs
@@ -95,141 +93,6 @@ class Op(NamedTuple):
     vague_reads: tuple[int, ...] = ()
     vague_writes: tuple[int, ...] = ()
     fewer: Callable[[Node], dict[Tensor, int]] = lambda node: {}
-
-
-def _need(condition: bool, op: str, inputs, why: str) -> None:
-    if not condition:
-        raise UsageError(f"{op}({', '.join(map(repr, inputs))}): {why}")
-
-
-def _get_rows(inputs, params):
-    table, ids = inputs
-    _need(
-        len(table.shape) == 2 and ids.dtype == I32, "get_rows", inputs, "wants (n, cols), I32 ids"
-    )
-    return F32, (ids.shape[0], table.cols)
-
-
-def _like_first(op):
-    def infer(inputs, params):
-        _need(inputs[0].dtype == F32, op, inputs, "wants F32")
-        return F32, inputs[0].shape
-
-    return infer
-
-
-def _broadcast(op):
-    def infer(inputs, params):
-        a, b = inputs
-        _need(
-            a.dtype == F32 and b.dtype == F32 and (b.shape == a.shape or b.shape == (a.cols,)),
-            op,
-            inputs,
-            "wants F32 of one shape, or a row as the second",
-        )
-        return F32, a.shape
-
-    return infer
-
-
-def _quantize(inputs, params):
-    (x,) = inputs
-    _need(x.dtype == F32 and len(x.shape) == 2, "quantize", inputs, "wants (T, cols) F32")
-    return Q8_ACT, x.shape
-
-
-def _mul_mat(inputs, params):
-    w, x = inputs
-    _need(w.cols == x.cols, "mul_mat", inputs, "columns differ")
-    allowed = (F32, Q8_ACT) if w.dtype in QUANTISED else (F32,)
-    names = " or ".join(d.name for d in allowed)
-    _need(x.dtype in allowed, "mul_mat", inputs, f"activations must be {names}")
-    return F32, (x.shape[0], w.shape[0])
-
-
-def _rope(inputs, params):
-    x, positions, *factors = inputs
-    _need(
-        x.dtype == F32 and len(x.shape) == 3 and positions.dtype == I32,
-        "rope",
-        inputs,
-        "wants (T, heads, head_dim) F32 and I32 positions",
-    )
-    _need(params["n_rot"] <= x.cols and params["n_rot"] % 2 == 0, "rope", inputs, "bad n_rot")
-    _need(
-        all(f.shape == (params["n_rot"] // 2,) for f in factors),
-        "rope",
-        inputs,
-        "wants n_rot/2 frequency factors",
-    )
-    return F32, x.shape
-
-
-def _rope_shift(inputs, params):
-    cache, deltas, *factors = inputs
-    heads, n_rot = params["n_head_kv"], params["n_rot"]
-    _need(
-        cache.dtype == F16
-        and len(cache.shape) == 2
-        and deltas.dtype == I32
-        and len(deltas.shape) == 1
-        and deltas.shape[0] <= cache.shape[0]
-        and cache.cols % heads == 0,
-        "rope_shift",
-        inputs,
-        "wants (cells, heads * head_dim) F16 and at most as many I32 deltas",
-    )
-    _need(n_rot <= cache.cols // heads and n_rot % 2 == 0, "rope_shift", inputs, "bad n_rot")
-    _need(
-        all(f.shape == (n_rot // 2,) for f in factors),
-        "rope_shift",
-        inputs,
-        "wants n_rot/2 frequency factors",
-    )
-    return cache.dtype, cache.shape
-
-
-def _set_rows(inputs, params):
-    cache, x, indices = inputs
-    _need(
-        cache.dtype == F16 and x.dtype == F32 and indices.dtype == I64 and cache.cols == x.cols,
-        "set_rows",
-        inputs,
-        "wants F16 cache, F32 rows, I64 indices",
-    )
-    return cache.dtype, cache.shape
-
-
-def _attention(inputs, params):
-    q, k, v, mask = inputs
-    _need(
-        q.dtype == F32
-        and k.dtype == F16
-        and v.dtype == F16
-        and mask.dtype == F16
-        and mask.shape == (q.shape[0], params["n_kv"])
-        and k.shape[0] >= params["n_kv"]
-        and k.cols == params["n_head_kv"] * q.cols
-        and q.shape[1] % params["n_head_kv"] == 0,
-        "attention",
-        inputs,
-        "shapes or types do not fit",
-    )
-    return F32, (q.shape[0], q.shape[1] * q.shape[2])
-
-
-def _square_sums(inputs, params):
-    (x,) = inputs
-    fits = x.dtype == F32 and len(x.shape) == 2 and x.cols % SQUARES == 0
-    _need(fits, "square_sums", inputs, f"wants (T, cols) F32, cols a multiple of {SQUARES}")
-    return F32, (x.shape[0], x.cols // SQUARES)
-
-
-def _rms_scale(inputs, params):
-    x, squares = inputs
-    fits = x.dtype == squares.dtype == F32 and len(x.shape) == 2 and x.rows == squares.rows
-    _need(fits, "rms_scale", inputs, "wants (T, cols) F32 and sums of squares of T rows")
-    return F32, x.shape
 
 
 def _no_flops(node: Node) -> int:
@@ -257,26 +120,26 @@ OPS: dict[str, Op] = {
     for op in (
         Op(
             "get_rows",
-            _get_rows,
+            shapes.get_rows,
             flops=_no_flops,
             vague_reads=(0,),  # rows of the table
             fewer=lambda n: {
                 n.inputs[0].storage: _rows(n.inputs[0], n.inputs[1].shape[0])[2],
             },
         ),
-        Op("rms_norm", _like_first("rms_norm"), flops=_per_element(3)),
-        Op("mul", _broadcast("mul"), flops=_per_element(1)),
-        Op("add", _broadcast("add"), flops=_per_element(1)),
-        Op("quantize", _quantize, flops=_per_element(3)),
+        Op("rms_norm", shapes.like_first("rms_norm"), flops=_per_element(3)),
+        Op("mul", shapes.broadcast("mul"), flops=_per_element(1)),
+        Op("add", shapes.broadcast("add"), flops=_per_element(1)),
+        Op("quantize", shapes.quantize, flops=_per_element(3)),
         Op(
             "mul_mat",
-            _mul_mat,
+            shapes.mul_mat,
             flops=lambda n: 2 * n.inputs[0].shape[0] * n.inputs[0].cols * n.output.rows,
         ),
-        Op("rope", _rope, flops=_per_element(6)),
+        Op("rope", shapes.rope, flops=_per_element(6)),
         Op(
             "rope_shift",
-            _rope_shift,
+            shapes.rope_shift,
             flops=lambda n: 6 * n.inputs[1].shape[0] * n.output.cols,
             stores=True,
             reads=lambda n: [_shifted(n), *_whole(*n.inputs[1:])],
@@ -286,7 +149,7 @@ OPS: dict[str, Op] = {
         ),
         Op(
             "set_rows",
-            _set_rows,
+            shapes.set_rows,
             flops=_no_flops,
             stores=True,
             reads=lambda n: _whole(*n.inputs[1:]),
@@ -296,14 +159,18 @@ OPS: dict[str, Op] = {
         ),
         Op(
             "attention",
-            _attention,
+            shapes.attention,
             flops=lambda n: 4 * n.output.rows * n.output.cols * n.params["n_kv"],
             reads=_attended,
             vague_reads=(1, 2),  # cells of K and V that the mask shows
         ),
-        Op("swiglu", _like_first("swiglu"), flops=_per_element(5)),
-        Op("square_sums", _square_sums, flops=lambda n: 2 * n.inputs[0].rows * n.inputs[0].cols),
-        Op("rms_scale", _rms_scale, flops=_per_element(1)),
+        Op("swiglu", shapes.like_first("swiglu"), flops=_per_element(5)),
+        Op(
+            "square_sums",
+            shapes.square_sums,
+            flops=lambda n: 2 * n.inputs[0].rows * n.inputs[0].cols,
+        ),
+        Op("rms_scale", shapes.rms_scale, flops=_per_element(1)),
     )
 }
 
@@ -313,6 +180,17 @@ def make(op: str, name: str, *sources: Tensor | None, layer: int = -1, **params)
 
     Raises UsageError on a wrong shape or type.
     """
+    return make_of(op, name, sources, layer, params)
+
+
+def make_of(
+    op: str,
+    name: str,
+    sources: Iterable[Tensor | None],
+    layer: int,
+    params: Mapping[str, Any],
+) -> Node:
+    """`make` with its arguments in a row: for what makes the nodes of a step, once a token."""
     entry, inputs = OPS[op], tuple([t for t in sources if t is not None])
     dtype, shape = entry.infer(inputs, params)
     output = inputs[0] if entry.stores else Tensor(name, dtype, shape)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from workbench.config import Activations
 from workbench.graph.ir import F16, F32, I32, I64, QUANTISED, DType, Kind, Node, StepShape, Tensor
-from workbench.graph.ops import make
+from workbench.graph.ops import make_of
 from workbench.model.hparams import HParams
 
 Caches = list[tuple[Tensor, Tensor]]
@@ -37,6 +37,7 @@ class Step:
     ) -> None:
         self.hparams, self.shape, self.caches = hparams, shape, caches
         self.rope_freqs, self.rope = rope_freqs, hparams.rope
+        self.eps, self.last_layer = hparams.eps, hparams.n_layer - 1
         t = shape.n_tokens
         self.ids = Tensor("inp_tokens", I32, (t,), Kind.INPUT)
         self.positions = Tensor("inp_pos", I32, (t,), Kind.INPUT)
@@ -49,12 +50,9 @@ class Step:
         self._said = {} if self._quantise else {"activations": str(activations)}
         self._quantised: dict[Tensor, Tensor] = {}
 
-    def is_last(self, layer: int) -> bool:
-        return layer == self.hparams.n_layer - 1
-
     def add(self, op: str, name: str, *inputs: Tensor | None, layer: int = -1, **params) -> Tensor:
         """Adds a node, and gives its output."""
-        node = make(op, name, *inputs, layer=layer, **params)
+        node = make_of(op, name, inputs, layer, params)
         self.nodes.append(node)
         return node.output
 
@@ -71,7 +69,7 @@ class Step:
 
     def norm(self, name: str, x: Tensor, weight: Tensor, layer: int) -> Tensor:
         """x normalised over its last axis, times a weight (cols,)."""
-        y = self.add("rms_norm", name, x, layer=layer, eps=self.hparams.eps)
+        y = self.add("rms_norm", name, x, layer=layer, eps=self.eps)
         return self.add("mul", f"{name} (w)", y, weight, layer=layer)
 
 
@@ -100,7 +98,7 @@ def attention(s: Step, i: int, w: AttentionWeights, x: Tensor) -> Tensor | None:
     In the last layer only the rows asked for go on: (n_outputs, n_embd). Where no row is asked for,
     attention ends at the cache stores and gives None.
     """
-    h, t, n_kv = s.hparams, s.shape.n_tokens, s.shape.n_kv
+    h, t, n_kv, last = s.hparams, s.shape.n_tokens, s.shape.n_kv, i == s.last_layer
     k_cache, v_cache = s.caches[i]
     cur = s.norm(f"attn_norm-{i}", x, w.attn_norm, i)
     q = s.product(f"Qcur-{i}", w.wq, cur, w.bq, i).view(t, h.n_head, h.head_dim)
@@ -114,14 +112,14 @@ def attention(s: Step, i: int, w: AttentionWeights, x: Tensor) -> Tensor | None:
     flat = k.view(t, h.n_embd_kv)
     s.add("set_rows", f"cache_k-{i}", k_cache, flat, s.k_idxs, layer=i, n_kv=n_kv)
     s.add("set_rows", f"cache_v-{i}", v_cache, v, s.v_idxs, layer=i, n_kv=n_kv)
-    if s.is_last(i) and not s.shape.n_outputs:
+    if last and not s.shape.n_outputs:
         return None
     attended = s.add(
         "attention", f"kqv_out-{i}", q, k_cache, v_cache, s.mask,
         layer=i, n_kv=n_kv, n_head_kv=h.n_head_kv, scale=h.head_dim**-0.5,
     )  # fmt: skip
     cur = s.product(f"attn_out-{i}", w.wo, attended, w.bo, i)
-    if s.is_last(i):
+    if last:
         cur = s.add("get_rows", "attn_out (rows)", cur, s.out_ids, layer=i)
         x = s.add("get_rows", "residual (rows)", x, s.out_ids, layer=i)
     return s.add("add", f"ffn_inp-{i}", cur, x, layer=i)
