@@ -328,7 +328,8 @@ def test_blocks_of_the_embedded_device_lie_in_memory_that_its_loops_read():
             device.wait(event, COPY_STREAM),
         ):
             block = issued.block
-            assert isinstance(block, MemoryBlock) and block.address == block.memory.ctypes.data
+            assert isinstance(block, MemoryBlock)
+            assert block.address == block.memory.buffer_info()[0]
             for field in range(len(block)):
                 block[field] = 77 + field
                 assert 77 + field in block.memory

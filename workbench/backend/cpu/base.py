@@ -9,13 +9,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from workbench.backend.args import AddressOf, Args, pack, parts_addresses, parts_scratch_bytes
 from workbench.backend.base import Backend
 from workbench.backend.cpu import op_table
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.cpu.loops import MAX_PARTS
-from workbench.backend.issued import Address, Issued, together
+from workbench.backend.issued import Address, Issued, pointers_of, together
 from workbench.errors import DeviceError
 from workbench.graph import ops
 from workbench.graph.ir import Kind, Node, Tensor
@@ -60,16 +61,35 @@ def n_parts(node: Node, workers: int) -> int:
     return max(1, min(int(us / PART_US), PARTS_PER_WORKER * workers, MAX_PARTS))
 
 
-def bind(
-    node: Node, address_of: AddressOf, scratch: int, layout: str, workers: int
-) -> tuple[int, int, Args]:
-    """Kernel address, number of parts, and arguments of `node`, whose weight lies in `layout`."""
+class KernelCall(NamedTuple):
+    """What runs a node: a kernel's address, its number of parts, its arguments, and which of them
+    are addresses."""
+
+    function: int
+    parts: int
+    args: Args
+    pointers: tuple[int, ...]
+
+
+def bind(node: Node, address_of: AddressOf, scratch: int, layout: str, workers: int) -> KernelCall:
+    """The kernel for `node`, whose weight lies in `layout`."""
     function = op_table.kernel_address(op_table.kernel_of(node), layout)
+    args = pack(node, address_of, scratch)
+    return KernelCall(function, n_parts(node, workers), args, _pointers(node))
 
-    def at(tensor: Tensor) -> Address:
-        return Address(address_of(tensor))
 
-    return function, n_parts(node, workers), pack(node, at, Address(scratch))
+_POINTERS: dict[tuple[str, int], tuple[int, ...]] = {}
+
+
+def _pointers(node: Node) -> tuple[int, ...]:
+    """Which arguments of the kernel for `node` are addresses. Found once for an op and a number of
+    inputs: to ask each argument would take a rebuilt step a third longer to prepare."""
+    which = node.op, len(node.inputs)
+    found = _POINTERS.get(which)
+    if found is None:
+        args = pack(node, lambda tensor: Address(1), Address(1))
+        found = _POINTERS[which] = pointers_of(args)
+    return found
 
 
 class CpuBackend(Backend):

@@ -20,6 +20,7 @@ import ctypes
 import operator
 import threading
 import weakref
+from array import array
 from collections import deque
 
 import numpy as np
@@ -38,7 +39,7 @@ from workbench.backend.cpu.loops import (
     record,
 )
 from workbench.backend.cpu.ring import MemoryBlock, Ring, Signal, aligned_zeros, command_words
-from workbench.backend.issued import Address, Issued, Words
+from workbench.backend.issued import Issued, Words
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
@@ -63,9 +64,8 @@ class Event:
     __slots__ = ("address", "rings", "words")
 
     def __init__(self) -> None:
-        memory = np.zeros(2, np.int64)
-        self.words = memoryview(memory.data)
-        self.address = int(memory.ctypes.data)
+        self.words = array("q", (0, 0))
+        self.address = self.words.buffer_info()[0]
         self.rings: dict[int, Ring] = {}
 
     @property
@@ -215,7 +215,7 @@ class EmbeddedDevice(base.CpuBackend):
         if self.pageable == "snapshot" and not to_host and not self._is_pinned(src):
             return self._copy_snapshot(dst, src, nbytes, ring)
         parts = max(1, min(nbytes // COPY_PART_BYTES, ring.n_workers, MAX_PARTS))
-        return ring.prepare(COPY, parts, (Address(dst), Address(src), nbytes))
+        return ring.prepare(COPY, parts, (dst, src, nbytes), pointers=(0, 1))
 
     def copy_to_peer(
         self, peer: EmbeddedDevice, dst: int, src: int, nbytes: int, stream: int
@@ -244,7 +244,7 @@ class EmbeddedDevice(base.CpuBackend):
     def record(self, event: Event, stream: int) -> Issued:
         ring = self.streams[stream]
         event.rings[ring.address + COMPLETED] = ring
-        block = MemoryBlock(np.array([event.address], np.int64), (0,))
+        block = MemoryBlock(array("q", (event.address,)), (0,), 0, 1)
         control, address = ring.address, block.address
 
         def issue(_kept: object = (event, block)) -> None:
@@ -255,7 +255,7 @@ class EmbeddedDevice(base.CpuBackend):
     def wait(self, event: Event, stream: int) -> Issued:
         ring = self.streams[stream]
         command = command_words(AWAIT, 1, (0, 0, ring.address))
-        block = MemoryBlock(np.concatenate(([event.address], command)), (0,), 0, 1)
+        block = MemoryBlock(array("q", (event.address, *command)), (0,), 0, 1)
         control, address, slow = ring.address, block.address, ring.push_slowly
 
         def issue(_kept: object = (event, block)) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.args import AddressOf
+from workbench.backend.args import AddressOf, Args
 from workbench.backend.base import Issue, nothing
 from workbench.backend.cpu import base
 from workbench.backend.cpu.loops import push, run_inline, run_worker
@@ -65,9 +65,12 @@ class HostBackend(base.CpuBackend):
         """Computes `node` to its end."""
         return self.run_kernel(*base.bind(node, address_of, scratch, "file", self.workers))
 
-    def run_kernel(self, function: int, parts: int, args: list[int | float]) -> Issued:
-        """Runs the kernel at address `function`; the workers share it where parts > 1."""
-        block = kernel_block(function, parts, args)
+    def run_kernel(
+        self, function: int, parts: int, args: Args, pointers: tuple[int, ...] = ()
+    ) -> Issued:
+        """Runs the kernel at address `function`; the workers share it where parts > 1. pointers:
+        which arguments are addresses."""
+        block = kernel_block(function, parts, args, pointers)
         address, same = block.address, (function, parts)
         if parts == 1:
 

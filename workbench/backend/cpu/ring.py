@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,7 +35,7 @@ from workbench.backend.cpu.loops import (
     stop,
     wait_slice,
 )
-from workbench.backend.issued import Issued, Words, pointers_of
+from workbench.backend.issued import Issued
 from workbench.errors import DeviceError
 
 
@@ -51,39 +52,57 @@ def aligned_zeros(nbytes: int, alignment: int = 64) -> np.ndarray:
     return block[start : start + nbytes]
 
 
-def command_words(function: int, parts: int, args: Sequence[int | float]) -> np.ndarray:
+def command_words(function: int, parts: int, args: Sequence[int | float]) -> array[int]:
     """The command that `push` takes, int64: function, parts, number of arguments, arguments (a
     float as its bits). Raises DeviceError for more than MAX_ARGS."""
     if len(args) > MAX_ARGS:
         raise DeviceError(f"a kernel with {len(args)} arguments; the ring takes {MAX_ARGS}")
-    words = (
-        struct.unpack("<q", struct.pack("<d", a))[0] if isinstance(a, float) else a for a in args
-    )
-    return np.array([function, parts, len(args), *words], np.int64)
+    words = [_float_bits(arg) if type(arg) is float else arg for arg in args]
+    return array("q", [function, parts, len(args), *words])  # type: ignore[list-item]
 
 
-class MemoryBlock(Words):
-    """The argument block of a command that compiled code reads. memory: int64, all of the command;
-    address: of `memory`; first, end: the fields among its words.
+def _float_bits(number: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", number))[0]
+
+
+class MemoryBlock:
+    """The argument block of a command that compiled code reads. memory: all of the command, int64;
+    address: of `memory`; first, n: which of its words are the fields.
 
     Plans enter here. A plan of the embedded device is to be a list of such addresses, with what to
     call for each: `push` for kernels and copies, `record` and `push_wait` for events. One compiled
     loop can walk that list without the host. A patched field holds for the plan's next walk, too.
     """
 
-    __slots__ = ("address", "memory")
+    __slots__ = ("address", "first", "memory", "n", "pointers")
 
-    def __init__(
-        self, memory: np.ndarray, pointers: tuple[int, ...], first: int = 0, end: int | None = None
-    ):
-        super().__init__(memoryview(memory.data)[first:end], pointers)
+    def __init__(self, memory: array[int], pointers: tuple[int, ...], first: int, n: int):
         self.memory = memory
-        self.address = int(memory.ctypes.data)
+        self.address = memory.buffer_info()[0]
+        self.pointers = pointers
+        self.first = first
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, field: int) -> int:
+        return self.memory[self._word(field)]
+
+    def __setitem__(self, field: int, value: int) -> None:
+        self.memory[self._word(field)] = value
+
+    def _word(self, field: int) -> int:
+        if not 0 <= field < self.n:
+            raise IndexError(f"field {field} of a block of {self.n}")
+        return self.first + field
 
 
-def kernel_block(function: int, parts: int, args: Sequence[int | float]) -> MemoryBlock:
+def kernel_block(
+    function: int, parts: int, args: Sequence[int | float], pointers: tuple[int, ...]
+) -> MemoryBlock:
     """A kernel's command for `push`, with the arguments as fields. Raises DeviceError."""
-    return MemoryBlock(command_words(function, parts, args), pointers_of(args), 3)
+    return MemoryBlock(command_words(function, parts, args), pointers, 3, len(args))
 
 
 class Signal:
@@ -144,9 +163,18 @@ class Ring:
     def completed(self) -> int:
         return self.words[COMPLETED // 8]
 
-    def prepare(self, function: int, parts: int, args: Sequence[int | float]) -> Issued:
-        """A command that queues this kernel when called, with the arguments then in its block."""
-        block = kernel_block(function, parts, args)
+    def prepare(
+        self,
+        function: int,
+        parts: int,
+        args: Sequence[int | float],
+        pointers: tuple[int, ...] = (),
+    ) -> Issued:
+        """A command that queues this kernel when called, with the arguments then in its block.
+
+        pointers: which arguments are addresses.
+        """
+        block = kernel_block(function, parts, args, pointers)
         control, address, slow = self.address, block.address, self.push_slowly
 
         def issue(_block: MemoryBlock = block) -> None:
