@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -99,6 +102,19 @@ def test_marks_are_made_around_the_same_launches_every_time(engine):
             variant.step([2])
             assert stamps._calls[prepared][2] is calls
         assert first.number < last.number and len(calls) == len(prepared.head) + 3
+
+
+def test_stamps_are_let_go_without_the_collector(engine):
+    """The collector destroys the events of the marks that it finds in a cycle."""
+    engine.reset()
+    gc.disable()
+    try:
+        with engine.stamped():
+            engine.step([1])
+            stamps = weakref.ref(engine._stamps)
+        assert stamps() is None
+    finally:
+        gc.enable()
 
 
 def test_a_line_is_found_again():

@@ -93,9 +93,12 @@ class Stamps(Watch):
         work = list(_device_work(prepared))
         first, last = work[0], work[-1]
         calls = [call.call for call in prepared.head]
-        calls.insert(last.number + 1, lambda: self._marks[-1][2].append(last.mark()))
-        calls.insert(first.number + 1, lambda: self._marks[-1][2].append(first.mark()))
-        calls.insert(first.number, lambda: self._marks[-1][2].append(first.mark()))
+        # No cycle through self: a mark's event goes back to its pool when the mark is let go, and
+        # the collector would destroy the event with it.
+        marks = self._marks
+        calls.insert(last.number + 1, lambda: marks[-1][2].append(last.mark()))
+        calls.insert(first.number + 1, lambda: marks[-1][2].append(first.mark()))
+        calls.insert(first.number, lambda: marks[-1][2].append(first.mark()))
         return first, last, calls
 
     def found(self) -> list[Stamp]:
