@@ -234,10 +234,10 @@ class _Schedule:
                 self._indulge()
 
     def _held_by(self, queue: int) -> int | None:
-        """The queue that the head of `queue` waits for. A Wait names an earlier Record, so that
+        """The queue that the head of `queue` waits for. What it waits for was issued before it, so
         going from one to the next ends."""
         after = self._tasks[queue][self._done[queue]].after
-        return None if after is None or self._reached(after) else after.queue
+        return next((point.queue for point in after if not self._reached(point)), None)
 
     def _reached(self, point: Point) -> bool:
         return self._done[point.queue] >= point.n_done
@@ -248,8 +248,8 @@ class _Schedule:
         if queue not in mood.awake:
             return False
         task = self._tasks[queue][self._done[queue]]
-        if task.after is not None:
-            return self._reached(task.after)
+        if not all(map(self._reached, task.after)):
+            return False
         if mood.late_sources and task.copies:
             return self._next_op(queue, task).spoils
         return True
@@ -265,7 +265,7 @@ class _Schedule:
 
     def _advance(self, queue: int) -> None:
         task = self._tasks[queue][self._done[queue]]
-        if task.after is None:
+        if task.orders:
             self._perform(self._next_op(queue, task))
             self._at[queue] += 1
             if self._at[queue] < len(self._ops[queue]):

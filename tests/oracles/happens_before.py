@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from typing import NamedTuple
 
+from workbench.graph import ops
+from workbench.graph.ir import Kind
 from workbench.program.commands import (
     HOST,
     Command,
@@ -39,7 +42,30 @@ def at_once(c: Command) -> bool:
     )
 
 
-def conflicts(a: Command, b: Command) -> bool:
+def begins_early(c: Command) -> bool:
+    """Whether it may begin while the kernel in front of it runs: its kernel waits inside for that,
+    and has read weights by then."""
+    return isinstance(c, Launch) and c.programmatic and not at_once(c)
+
+
+class Part(NamedTuple):
+    """What a command touches, or of a programmatic launch what it reads early and the rest."""
+
+    reads: tuple[Range, ...]
+    writes: tuple[Range, ...]
+
+
+def parts(c: Command) -> tuple[Part, Part]:
+    """What a command touches early, and the rest."""
+    if not (isinstance(c, Launch) and begins_early(c)):
+        return Part((), ()), Part(c.reads, c.writes)
+    inputs = [tensor.kind == Kind.WEIGHT for tensor, *_ in ops.reads(c.node)]
+    ahead = {i for i, is_weight in enumerate(inputs) if is_weight}
+    early = tuple(r for i, r in enumerate(c.reads) if i in ahead)
+    return Part(early, ()), Part(tuple(r for r in c.reads if r not in early), c.writes)
+
+
+def conflicts(a: Command | Part, b: Command | Part) -> bool:
     """Whether both touch some byte, one of them writing."""
     sides = [(a.writes, b.reads), (a.writes, b.writes), (a.reads, b.writes)]
 
@@ -58,14 +84,20 @@ def conflicts(a: Command, b: Command) -> bool:
 def racing_pairs(steps: Sequence[Program], one_order: bool = True) -> set[tuple[Key, Key]]:
     """Pairs, in host order, that conflict and have no path from the one to the other.
 
-    Every command has a point where the host is at it; what streams do has a point of its own, where
-    it is over. Points before a point are kept as bits.
+    Every command has a point where the host is at it; what streams do has two points of its own,
+    where it begins and where it is over. Points before a point are kept as bits.
+
+    A launch in stream order begins when all in front of it is over. A programmatic one begins when
+    the kernel in front of it has begun or the copy in front of it is over, and when everything is
+    over that an event held which its stream has waited for since.
     """
     commands = numbered(steps)
     before: list[int] = []  # of each point, the points before it and itself
+    begun: dict[int, int] = {}  # of a launch on a stream, the point at which it begins
     over: dict[int, int] = {}  # of a command, the point at which it is over
     queued: dict[Stream, list[int]] = {}  # commands of each stream
     recorded: dict[int, int] = {}  # of an event, its latest Record
+    waits: dict[int, int] = {}  # of a Wait, the Record
 
     def point(*after: int) -> int:
         mask = 1 << len(before)
@@ -73,6 +105,19 @@ def racing_pairs(steps: Sequence[Program], one_order: bool = True) -> set[tuple[
             mask |= before[p]
         before.append(mask)
         return len(before) - 1
+
+    def in_front(stream: Stream) -> list[int]:
+        """What a programmatic launch on `stream` begins after."""
+        found = []
+        for m in reversed(queued[stream]):
+            match commands[m][1]:
+                case Wait() if m in waits:
+                    found.append(over[waits[m]])
+                case Launch():
+                    return [*found, begun[m]]
+                case Copy() if one_order:
+                    return [*found, over[m]]
+        return found
 
     host = point()
     for n, (_, c) in enumerate(commands):
@@ -92,35 +137,44 @@ def racing_pairs(steps: Sequence[Program], one_order: bool = True) -> set[tuple[
             behind = [] if loose else [
                 over[m] for m in mine if one_order or not isinstance(commands[m][1], Copy)
             ]  # fmt: skip
+            begun[n] = point(host, *(in_front(c.stream) if begins_early(c) else behind))
             if isinstance(c, Wait) and c.event in recorded:
-                behind.append(over[recorded[c.event]])
-            over[n] = point(host, *behind)
+                waits[n] = recorded[c.event]
+                behind.append(over[waits[n]])
+            over[n] = point(begun[n], *behind)
             mine.append(n)
             if isinstance(c, Record):
                 recorded[c.event] = n
     found = set()
     for a, b in combinations(range(len(commands)), 2):
         (first, one), (second, other) = commands[a], commands[b]
-        if not before[over[b]] >> over[a] & 1 and conflicts(one, other):
-            found.add((first, second))
+        early, rest = parts(other)
+        for part, begins in ((early, begun.get(b, over[b])), (rest, over[b])):
+            if not before[begins] >> over[a] & 1 and conflicts(one, part):
+                found.add((first, second))
     return found
 
 
 def seen_both_ways(steps: Sequence[Program], one_order: bool = True) -> set[tuple[Key, Key]]:
     """Pairs, in host order, that conflict and of which each was done without the other in some
-    state that can be reached."""
+    state that can be reached.
+
+    What is done is a token: 2n for command n, 2n+1 for what it does early.
+    """
     commands = numbered(steps)
     queues, waits_for = _queues(commands, one_order)
+    touched = {}
+    for n, (_, c) in enumerate(commands):
+        touched[2 * n + 1], touched[2 * n] = parts(c)
     done_alone: set[tuple[int, int]] = set()
-    touching = [n for n, (_, c) in enumerate(commands) if c.reads or c.writes]
-    disputed = [(a, b) for a, b in combinations(touching, 2)
-                if conflicts(commands[a][1], commands[b][1])]  # fmt: skip
+    disputed = [(a, b) for a, b in combinations(sorted(touched), 2)
+                if a // 2 != b // 2 and conflicts(touched[a], touched[b])]  # fmt: skip
     start = (0, tuple([0] * len(queues)))
     todo, known = [start], {start}
     while todo:
         host, heads = todo.pop()
         done = {m for queue, head in zip(queues, heads, strict=True) for m in queue[:head]}
-        done |= {n for n in range(host) if at_once(commands[n][1])}
+        done |= {2 * n for n in range(host) if at_once(commands[n][1])}
         for a, b in disputed:
             if (a in done) != (b in done):
                 done_alone.add((a, b) if a in done else (b, a))
@@ -128,41 +182,58 @@ def seen_both_ways(steps: Sequence[Program], one_order: bool = True) -> set[tupl
             if state not in known:
                 known.add(state)
                 todo.append(state)
-    return {(commands[a][0], commands[b][0]) for a, b in disputed if {(a, b), (b, a)} <= done_alone}
+    return {
+        (commands[a // 2][0], commands[b // 2][0])
+        for a, b in disputed
+        if {(a, b), (b, a)} <= done_alone
+    }
 
 
 def _queues(
     commands: list[tuple[Key, Command]], one_order: bool
 ) -> tuple[list[list[int]], dict[int, list[int]]]:
-    """What is worked off in order, stream by stream, a copy without order being a queue by itself;
-    and for each Wait and Sync, the commands it is for."""
+    """What is worked off in order, stream by stream, a copy without order and what is done early
+    being queues by themselves; and for each token, the tokens that must be done before it."""
     queues: dict[object, list[int]] = {}
     recorded: dict[int, int] = {}
     waits_for: dict[int, list[int]] = {}
     of_stream: dict[Stream, list[int]] = {}
+    gates: dict[Stream, list[int]] = {}  # what must be done before anything early is
     for n, (_, c) in enumerate(commands):
         if isinstance(c, (Wait, Sync)) and c.event is not None:
-            waits_for[n] = [recorded[c.event]] if c.event in recorded else []
+            waits_for[2 * n] = [recorded[c.event]] if c.event in recorded else []
         if isinstance(c, Sync):
             if c.stream is not None:
-                waits_for[n] = list(of_stream.get(c.stream, ()))
+                waits_for[2 * n] = list(of_stream.get(c.stream, ()))
         elif not at_once(c):
             alone = isinstance(c, Copy) and not one_order
-            queues.setdefault(n if alone else c.stream, []).append(n)
-            of_stream.setdefault(c.stream, []).append(n)
+            mine = queues.setdefault(("copy", n) if alone else c.stream, [])
+            gate = gates.setdefault(c.stream, [])
+            if begins_early(c):
+                queues["early", n] = [2 * n + 1]
+                waits_for[2 * n + 1] = list(gate)
+                waits_for[2 * n] = [2 * n + 1]
+            elif isinstance(c, Launch):
+                gates[c.stream] = list(mine)
+            elif isinstance(c, Wait):
+                gate += waits_for[2 * n]
+            mine.append(2 * n)
+            if isinstance(c, Copy) and one_order:
+                gates[c.stream] = list(mine)
+            of_stream.setdefault(c.stream, []).append(2 * n)
         if isinstance(c, Record):
-            recorded[c.event] = n
+            recorded[c.event] = 2 * n
     return list(queues.values()), waits_for
 
 
 def _next(commands, queues, waits_for, host, heads, done) -> Iterator[tuple[int, tuple[int, ...]]]:
     """The states one step away: the host goes on, or a queue does what is at its head."""
-    if host < len(commands) and done.issuperset(waits_for.get(host, ()) if isinstance(
+    if host < len(commands) and done.issuperset(waits_for.get(2 * host, ()) if isinstance(
         commands[host][1], Sync
     ) else ()):  # fmt: skip
         yield host + 1, heads
     for i, (queue, head) in enumerate(zip(queues, heads, strict=True)):
-        if head < len(queue) and queue[head] < host and done.issuperset(
+        if head < len(queue) and queue[head] // 2 < host and done.issuperset(
             waits_for.get(queue[head], ())
         ):  # fmt: skip
             yield host, (*heads[:i], head + 1, *heads[i + 1 :])

@@ -6,20 +6,21 @@ command at a time, and remembers the states it has been in (how far everybody is
 wrote each byte last). Whole commands are enough: of two commands that nothing orders either can be
 first, and what a reader may see amid the pieces of the other, it may see after all of it too. The
 rest (Record, Wait, Sync, and queuing) touches no memory and only lets others go on, so it happens
-as soon as it can.
+as soon as it can. What a programmatic launch reads early, the weights, is a command of its own, in
+a queue of its own: it can come when the kernel in front of the launch has begun, and when what the
+stream has waited for since then is over.
 
 Nothing here is shared with `workbench.program`'s own readers of programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
-from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from workbench.graph.ir import F32, Node, StepShape, Tensor
-from workbench.graph.ops import make
+from workbench.graph import ops
+from workbench.graph.ir import Kind
 from workbench.program.commands import (
     HOST,
     Buffer,
@@ -30,7 +31,6 @@ from workbench.program.commands import (
     Range,
     Read,
     Record,
-    Space,
     Stream,
     Sync,
     Wait,
@@ -84,19 +84,38 @@ class Interleavings:
         self._one_order = one_order
         self._keys: list[Key] = []
         self._commands: list[Command] = []
+        self._early: set[int] = set()  # of them, those that are what a launch reads early
+        self._needs: dict[int, set[int]] = {}  # what must be over before a command can be next
+        self._gates: dict[Stream, set[int]] = {}  # the same, for what comes early on a stream
+        self._queued: dict[Stream, set[int]] = {}
+        self._latest: dict[str | None, int] = {}  # of an event, its latest Record
         touched = []
         for key, command in [
             ((s, i), c) for s, p in enumerate(steps) for i, c in enumerate(p.commands)
         ]:
             kept = among is None or key in among
-            both = [_clipped(r, within) if kept else () for r in (command.reads, command.writes)]
-            if any(both) or isinstance(command, (Record, Wait, Sync)):
+            ahead = _ahead(command)
+            rest = [r for r in command.reads if r not in ahead]
+            early, *both = (
+                _clipped(r, within) if kept else () for r in (ahead, rest, command.writes)
+            )
+            if early:
+                self._early.add(len(self._keys))
+                self._needs[len(self._keys)] = set(self._gates.get(command.stream, ()))
+                self._keys.append(key)
+                self._commands.append(command)
+                touched.append([early, ()])
+            if any(both) or early or isinstance(command, (Record, Wait, Sync)):
+                n = len(self._keys)
+                self._needs[n] = {n - 1} if early else set()
                 self._keys.append(key)
                 self._commands.append(command)
                 touched.append(both)
+                self._order(command, n)
+            else:
+                self._order(command, None)
         self._cells = _cells([r for both in touched for ranges in both for r in ranges])
         self._touched = [tuple(map(self._numbers, both)) for both in touched]
-        self._recorded = _latest_records(self._commands)
 
         versions: tuple[int, ...] = (BEFORE,) * len(self._cells)
         self._expected: list[tuple[int, ...]] = []
@@ -106,6 +125,27 @@ class Interleavings:
         self._final = versions
         self.wrong: set[Wrong] = set()
         self.n_states = self._explore()
+
+    def _order(self, command: Command, n: int | None) -> None:
+        """Enters what comes behind a command, and what it comes behind. n: None for one that is
+        left out."""
+        stream = command.stream
+        if isinstance(command, (Wait, Sync)) and n is not None and command.event in self._latest:
+            self._needs[n].add(self._latest[command.event])
+        if isinstance(command, Record) and n is not None:
+            self._latest[command.event] = n
+        if stream is None or isinstance(command, Sync) or command.by_host:
+            return
+        queued = self._queued.setdefault(stream, set())
+        gate = self._gates.setdefault(stream, set())
+        if isinstance(command, Launch) and not command.programmatic:
+            gate |= queued
+        if isinstance(command, Wait) and n is not None:
+            gate |= self._needs[n]
+        if n is not None and (self._one_order or not isinstance(command, Copy)):
+            queued.add(n)
+        if isinstance(command, Copy) and self._one_order:
+            gate |= queued
 
     def _explore(self) -> int:
         start = self._settled(_State(0, (), (BEFORE,) * len(self._cells)))
@@ -124,8 +164,9 @@ class Interleavings:
         host, queues, versions = state
         if host < len(self._commands) and self._by_host(host) and any(self._touched[host]):
             yield _State(host + 1, queues, self._done(host, versions))
+        pending = {m for _, queued in queues for m in queued}
         for i, (queue, (head, *rest)) in enumerate(queues):
-            if any(self._touched[head]):
+            if any(self._touched[head]) and not self._needs[head] & pending:
                 left = ((queue, tuple(rest)),) if rest else ()
                 yield _State(
                     host, (*queues[:i], *left, *queues[i + 1 :]), self._done(head, versions)
@@ -180,7 +221,7 @@ class Interleavings:
         pending = {m for queued in queues.values() for m in queued}
         if isinstance(command, Sync) and command.stream is not None:
             return all(stream != command.stream for stream, _ in queues)
-        return self._recorded.get(n) not in pending
+        return not self._needs[n] & pending
 
     def _by_host(self, n: int) -> bool:
         command = self._commands[n]
@@ -191,7 +232,7 @@ class Interleavings:
     def _queue_of(self, n: int) -> Queue:
         command: Any = self._commands[n]
         own = isinstance(command, Copy) and not self._one_order
-        return command.stream, n if own else -1
+        return command.stream, n if own or n in self._early else -1
 
     def _numbers(self, ranges: Iterable[Range]) -> tuple[int, ...]:
         return tuple(
@@ -230,152 +271,9 @@ def _cells(ranges: Iterable[Range]) -> list[tuple[Buffer, int, int]]:
     return [(b, x, y - x) for b, found in cuts.items() for x, y in pairwise(sorted(found))]
 
 
-def _latest_records(commands: Sequence[Command]) -> dict[int, int]:
-    """For each Wait and Sync on an event, by number: the Record it refers to, if any."""
-    latest: dict[str | None, int] = {}
-    found = {}
-    for n, c in enumerate(commands):
-        if isinstance(c, Record):
-            latest[c.event] = n
-        elif isinstance(c, (Wait, Sync)) and c.event in latest:
-            found[n] = latest[c.event]
-    return found
-
-
-# runs --------------------------------------------------------------------------------------------
-
-
-def program(commands: Sequence[Command]) -> Program:
-    """A program of nothing but commands."""
-    buffers = dict.fromkeys(r.buffer for c in commands for r in (*c.reads, *c.writes))
-    return Program(
-        commands=list(commands),
-        buffers=list(buffers),
-        layout=[],
-        splits=[],
-        backends=("host", "dev", "dev2"),
-        shape=StepShape(1, 1, 1),
-        sync="",
-        copy_stream="",
-    )
-
-
-def node(name: str) -> Node:
-    """A node to launch; what it touches is what its Launch says."""
-    return make("add", name, Tensor("a", F32, (1,)), Tensor("b", F32, (1,)))
-
-
-STREAMS = (Stream(1, 0), Stream(1, 1), Stream(2, 0))
-N_EVENTS = 2
-N_BYTES = 4  # of each buffer
-MOST_COMMANDS = 16  # of a run
-
-
-def random_run(rng: Random) -> list[Program]:
-    """A run of about MOST_COMMANDS commands at most: one program again and again, or several.
-
-    Commands come alone, which mostly race, and in the few groups that order work (see `_group`), of
-    which any may lack a command.
-    """
-    buffers = [Buffer(name, Space.PINNED, N_BYTES, 1) for name in "xyz"[: rng.randint(2, 3)]]
-    n_steps = rng.randint(1, 3)
-    most = MOST_COMMANDS // n_steps
-    alike = rng.random() < 0.5
-    made = [
-        program(_random_commands(rng, buffers, rng.randint(1, most)))
-        for _ in range(1 if alike else n_steps)
-    ]
-    return made * (n_steps // len(made))
-
-
-def _random_commands(rng: Random, buffers: list[Buffer], n: int) -> list[Command]:
-    found: list[Command] = []
-    while len(found) < n:
-        for kind, where, event in _group(rng):
-            if rng.random() < 0.95:
-                found.append(kind(rng, buffers, where, event))
-    return found[:n]
-
-
-_Kind = Callable[[Random, list[Buffer], Stream, str], Command]
-
-
-def _range(rng: Random, buffer: Buffer, nbytes: int = 0) -> Range:
-    nbytes = nbytes or rng.choice((N_BYTES, rng.randint(1, N_BYTES)))
-    return Range(buffer, rng.randint(0, N_BYTES - nbytes), nbytes)
-
-
-def _write(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
-    return Write(_range(rng, rng.choice(buffers)), "v")
-
-
-def _read(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
-    return Read(_range(rng, rng.choice(buffers)), "v")
-
-
-def _copy(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
-    dst, src = rng.sample(buffers, 2)
-    to = _range(rng, dst)
-    return Copy(to, _range(rng, src, to.nbytes), where, "c", 0)
-
-
-def _launch(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
-    reads, writes = (
-        tuple(_range(rng, rng.choice(buffers)) for _ in range(n))
-        for n in (rng.randint(0, 2), rng.randint(0, 1))
-    )
-    return Launch(node("n"), where, reads, writes, None, 0)
-
-
-def _host_launch(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
-    return _launch(rng, buffers, Stream(HOST, 0), event)
-
-
-def _record(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
-    return Record(event, where, 0)
-
-
-def _wait(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
-    return Wait(event, where, 0)
-
-
-def _sync_event(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
-    return Sync(0, event=event)
-
-
-def _sync_stream(rng: Random, buffers: list[Buffer], where: Stream, event: str) -> Command:
-    return Sync(0, stream=where)
-
-
-_WORK: tuple[_Kind, ...] = (_copy, _launch)
-_BY_HOST: tuple[_Kind, ...] = (_write, _read, _host_launch)
-_ORDER: tuple[_Kind, ...] = (_record, _wait, _sync_event, _sync_stream)
-
-
-def _group(rng: Random) -> list[tuple[_Kind, Stream, str]]:
-    """Commands that belong together, as kind, stream and event."""
-    here, there, event = rng.choice(STREAMS), rng.choice(STREAMS), str(rng.randrange(N_EVENTS))
-    work, more, by_host = rng.choice(_WORK), rng.choice(_WORK), rng.choice(_BY_HOST)
-    groups: tuple[list[tuple[_Kind, Stream, str]], ...] = (
-        [(work, here, event)],
-        [(by_host, here, event)],
-        [(rng.choice(_ORDER), here, event)],
-        # one stream behind another, and the host behind a stream
-        [(work, here, event), (_record, here, event), (_wait, there, event), (more, there, event)],
-        [
-            (work, here, event),
-            (_record, here, event),
-            (_sync_event, here, event),
-            (by_host, here, 0),
-        ],
-        [(work, here, event), (_sync_stream, here, event), (by_host, here, event)],
-        # work that comes behind the record is not waited for
-        [(_record, here, event), (work, here, event), (_wait, there, event), (more, there, event)],
-        [
-            (_record, here, event),
-            (work, here, event),
-            (_sync_event, here, event),
-            (by_host, here, 0),
-        ],
-    )
-    return rng.choice(groups)
+def _ahead(command: Command) -> tuple[Range, ...]:
+    """What a command reads early: the weights, if it is a programmatic launch."""
+    if not (isinstance(command, Launch) and command.programmatic) or command.by_host:
+        return ()
+    kinds = [tensor.kind for tensor, *_ in ops.reads(command.node)]
+    return tuple(r for r, kind in zip(command.reads, kinds, strict=False) if kind == Kind.WEIGHT)

@@ -7,18 +7,21 @@ Segments that nobody writes, or that one queue alone touches (its order is progr
 go wrong and are left out, and with them what touches nothing else: of a model's step little more
 than its inputs and results remains.
 
-Ranges are taken as declared: a command that declares a superset counts as touching all of it. A
-programmatic launch counts as any other: what its kernel may read before its turn are weights.
+Ranges are taken as declared: a command that declares a superset counts as touching all of it. What
+a programmatic launch reads early, the weights, is a task of its own: it may run as soon as the
+kernel in front of the launch has begun and all is over that the stream has waited for since.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
+from workbench.graph import ops
+from workbench.graph.ir import Kind
 from workbench.program.commands import (
     HOST,
     Buffer,
@@ -62,10 +65,11 @@ class Point(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Queued work: its ops, in each order it may do them, or a wait for the point `after`."""
+    """Queued work: its ops, in each order it may do them (none for a Wait), behind the points
+    `after`."""
 
     orders: tuple[tuple[Op, ...], ...]
-    after: Point | None = None
+    after: tuple[Point, ...] = ()
     copies: bool = False
 
 
@@ -93,7 +97,16 @@ def _pieces(r: Range) -> list[Range]:
 def _touch(command: Command, queue: int) -> _Touch:
     if isinstance(command, Copy):
         return _Touch(queue, _pieces(command.src), _pieces(command.dst))
-    return _Touch(queue, command.reads, command.writes)
+    ahead = _weights(command)
+    return _Touch(queue, [r for r in command.reads if r not in ahead], command.writes)
+
+
+def _weights(command: Command) -> list[Range]:
+    """What a programmatic launch reads early; nothing of another command."""
+    if not isinstance(command, Launch) or not command.programmatic or command.by_host:
+        return []
+    inputs = ops.reads(command.node)
+    return [r for (t, *_), r in zip(inputs, command.reads, strict=False) if t.kind == Kind.WEIGHT]
 
 
 class _Segments:
@@ -157,7 +170,10 @@ class Run:
         # copies of a stream that do not share its order, and that nothing has drained yet
         self._loose: dict[Stream, list[int]] = {}
         touches = [_touch(p.command, self._queue_of(n)) for n, p in enumerate(self.commands)]
-        self._segments = _Segments(touches)
+        self._early = {n: self._ahead_of(n) for n, p in enumerate(self.commands)
+                       if _weights(p.command)}  # fmt: skip
+        self._gates: dict[int, tuple[Point, ...]] = {}  # of a queue: what comes early is behind
+        self._segments = _Segments([*touches, *self._early.values()])
         self.bounds = self._segments.bounds
         self.tasks: list[list[Task]] = [[] for _ in range(len(self._queues) + 1)]
         self.host: list[HostStep] = []
@@ -177,20 +193,31 @@ class Run:
                 return self._queues.setdefault(command.stream, len(self._queues) + 1)
         return HOST_QUEUE
 
+    def _ahead_of(self, n: int) -> _Touch:
+        queue = self._queues.setdefault(-1 - n, len(self._queues) + 1)
+        return _Touch(queue, _weights(self.commands[n].command), ())
+
     def _issue(self, n: int, touch: _Touch) -> None:
         command = self.commands[n].command
+        now = Point(touch.queue, len(self.tasks[touch.queue]))
+        if isinstance(command, Launch) and not command.programmatic:
+            self._gates[touch.queue] = (now,)
         match command:
             case Record():
-                self._events[command.event] = Point(touch.queue, len(self.tasks[touch.queue]))
+                self._events[command.event] = now
             case Wait():
                 after = self._events.get(command.event)
-                if after and after.n_done and after.queue != touch.queue:
-                    self._put(touch.queue, Task((), after))
+                if after and after.n_done:
+                    self._gates[touch.queue] = (*self._gates.get(touch.queue, ()), after)
+                    if after.queue != touch.queue:
+                        self._put(touch.queue, Task((), (after,)))
             case Sync():
                 if until := tuple(point for point in self._awaited(command) if point.n_done):
                     self.host.append(HostStep(until=until))
             case _:
                 self._touching(n, touch)
+                if isinstance(command, Copy) and self._one_order:
+                    self._gates[touch.queue] = (Point(touch.queue, len(self.tasks[touch.queue])),)
 
     def _put(self, queue: int, task: Task) -> None:
         self.tasks[queue].append(task)
@@ -212,7 +239,8 @@ class Run:
             [ab for r in ranges for ab in [self._segments.of(r)] if ab[0] < ab[1]]
             for ranges in (touch.reads, touch.writes)
         )
-        if not reads and not writes:
+        behind = self._early_task(n)
+        if not (reads or writes or behind):
             return
         looks = [Op(n, True, a, b, final[a:b]) for a, b in reads]
         leaves = [Op(n, False, a, b, [n] * (b - a)) for a, b in writes]
@@ -223,11 +251,23 @@ class Run:
             return
         command = self.commands[n].command
         if not isinstance(command, Copy):
-            self._put(touch.queue, Task(((*looks, *leaves),)))
+            both = (*looks, *leaves)
+            self._put(touch.queue, Task((both,) if both else (), behind))
             return
         self._put(touch.queue, Task(_copy_orders(looks, leaves), copies=True))
         if not self._one_order:
             self._loose.setdefault(command.stream, []).append(touch.queue)
+
+    def _early_task(self, n: int) -> tuple[Point, ...]:
+        """Queues what a programmatic launch reads early; returns the point behind it, if any."""
+        touch = self._early.get(n)
+        segments = [self._segments.of(r) for r in touch.reads] if touch else []
+        looks = tuple([Op(n, True, a, b, self.final[a:b]) for a, b in segments if a < b])
+        if touch is None or not looks:
+            return ()
+        of = self._queues[cast(Launch, self.commands[n].command).stream]
+        self._put(touch.queue, Task((looks,), self._gates.get(of, ())))
+        return (Point(touch.queue, 1),)
 
 
 def _copy_orders(looks: list[Op], leaves: list[Op]) -> tuple[tuple[Op, ...], ...]:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from workbench.backend.cuda import nvrtc
 
-ARCH = "compute_90"  # the first that has the instruction
+ARCH = "sm_90"  # the first that has the instruction
 WAIT, TRIGGER = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
@@ -230,25 +230,36 @@ def check(text: str, kernel: str) -> Verdict:
 # compiling ----------------------------------------------------------------------------------------
 
 
+def arch_of(file: str) -> str:
+    """The virtual architecture whose PTX an engine's cubin of kernels/<file>.cu is made of: that of
+    `sm_90`, or of what `nvrtc.SPECIFIC` has in its place."""
+    return nvrtc.SPECIFIC.get((file, ARCH), ARCH).replace("sm_", "compute_")
+
+
 def compile_ptx(name: str, source: bytes, defines: Sequence[str] = ()) -> str:
-    """PTX of a CUDA source that may include the headers of kernels/, kept on disk by content."""
-    headers = nvrtc._headers()
-    decides = repr((headers, nvrtc.OPTIONS, ARCH, nvrtc._nvrtc().nvrtcVersion(), defines, source))
+    """PTX of a CUDA source that may include the headers of kernels/, kept on disk by content.
+
+    name: of a file of kernels/, or any other.
+    """
+    headers, arch = nvrtc._headers(), arch_of(name)
+    decides = repr((headers, nvrtc.OPTIONS, arch, nvrtc._nvrtc().nvrtcVersion(), defines, source))
     key = hashlib.sha256(decides.encode()).hexdigest()[:24]
-    kept = nvrtc.cache_dir() / f"{name}-{ARCH}-{key}.ptx"
+    kept = nvrtc.cache_dir() / f"{name}-{arch}-{key}.ptx"
     if not kept.is_file():
-        nvrtc._keep(kept, _compile(name, source, headers, defines))
+        nvrtc._keep(kept, _compile(name, source, headers, arch, defines))
     return kept.read_text()
 
 
-def _compile(name: str, source: bytes, headers: dict[str, bytes], defines: Sequence[str]) -> bytes:
+def _compile(
+    name: str, source: bytes, headers: dict[str, bytes], arch: str, defines: Sequence[str]
+) -> bytes:
     api = nvrtc._nvrtc()
     program = nvrtc._call(
         api, "nvrtcCreateProgram", source, name.encode(), len(headers), list(headers.values()),
         [h.encode() for h in headers],
     )  # fmt: skip
     try:
-        wanted = (f"-arch={ARCH}", *nvrtc.OPTIONS, *(f"-D{d}" for d in defines))
+        wanted = (f"-arch={arch}", *nvrtc.OPTIONS, *(f"-D{d}" for d in defines))
         (error,) = api.nvrtcCompileProgram(program, len(wanted), [o.encode() for o in wanted])
         if error:
             log = bytes(nvrtc._call(api, "nvrtcGetProgramLogSize", program))

@@ -10,7 +10,8 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from tests.oracles.adversary import SEEDS, STRATEGIES, Adversary, WrongRead, run, search
-from tests.oracles.interleavings import Interleavings, TooManyStates, node, program, random_run
+from tests.oracles.interleavings import Interleavings, TooManyStates
+from tests.oracles.random_runs import node, program, random_run
 from tests.profiles import examples
 from workbench.program.commands import (
     HOST,

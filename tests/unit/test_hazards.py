@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from tests.by_hand import (
@@ -18,7 +16,6 @@ from tests.by_hand import (
     Y,
     Z,
     copy,
-    indices,
     launch,
     memory,
     pairs,
@@ -34,7 +31,7 @@ from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F16, F32, I32, I64, Kind, Node, StepShape, Tensor
 from workbench.graph.ops import make
-from workbench.program.check.hazards import check, races, refused
+from workbench.program.check.hazards import check, races
 from workbench.program.commands import (
     HOST,
     Copy,
@@ -312,57 +309,3 @@ def test_what_copies_without_one_order_lack_is_a_sync():
     assert race.missing.endswith(
         ": sync dev:0 (or an event recorded behind the launch) between them"
     )
-
-
-# programmatic launches ----------------------------------------------------------------------------
-
-W = memory("weights")
-PRODUCT = make("mul_mat", "p", Tensor("w", F32, (4, 8), Kind.WEIGHT), Tensor("x", F32, (1, 8)))
-
-
-def early(reads: Sequence[Range] = (W, X), writes: Sequence[Range] = (Y,)) -> Launch:
-    return launch(A, reads, writes, PRODUCT, programmatic=True)
-
-
-def test_a_programmatic_launch_that_declares_its_wait_keeps_stream_order():
-    commands = (launch(A, [], [X]), early(), early((W, Y), (Z,)), launch(A, [Z]))
-    assert pairs(*commands, laps=3) == pairs(*commands, declared=lambda node: True) == []
-    assert refused([program(*commands)], lambda node: True) == []
-
-
-def test_one_that_does_not_is_refused_and_its_races_are_named():
-    run = [program(launch(A, [], [X]), early())] * 2
-    found = check(run[:1], declared=lambda node: False)
-    assert indices(found.refused) == [1] and not found.safe
-    race = found.races[0]
-    assert (race.first.index, race.second.index) == (0, 1)
-    assert race.missing.endswith("declares no griddepcontrol.wait: launch it without pdl")
-    harmless = [program(launch(A, [], [Z]), early((W, X), (Y,)), copy(S, Z, A))]
-    assert races(harmless, declared=lambda node: False) == []
-    assert indices(refused(harmless, lambda node: False)) == [1]
-
-
-EARLY = {
-    "the launch in front of it": ((launch(A, [], [W]), early()), [(0, 1)]),
-    "a launch in front of a chain": ((launch(A, [], [W]), early((Z, X), ()), early()), [(0, 2)]),
-    "a launch before the one in front": ((launch(A, [], [W]), launch(A, [Z]), early()), []),
-    "a copy in front of it": ((copy(W, S, A), early()), []),
-    "a copy that it waits for": ((copy(W, S, B), record(0, B), wait(0, A), early()), []),
-    "a copy that the launch in front waits for": (
-        (copy(W, S, B), record(0, B), wait(0, A), launch(A, [Z]), early()), [],
-    ),
-    "a copy on another stream": ((copy(W, S, B), early()), [(0, 1)]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", EARLY)
-def test_weights_are_read_ahead_of(case):
-    commands, expected = EARLY[case]
-    assert pairs(*commands) == expected
-
-
-def test_weights_written_in_front_of_a_programmatic_launch_say_why():
-    (race,) = races([program(launch(A, [], [W]), early())])
-    assert race.missing.endswith("may read weights ahead of it: launch it without pdl")
-    (race,) = races([program(copy(W, S, B), early())])
-    assert race.missing.endswith("wait for an event recorded behind the copy, between them")

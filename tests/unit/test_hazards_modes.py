@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.oracles.happens_before import racing_pairs
+from tests.oracles.walked_again import WalkedAgain
 from workbench.config import CopyStream, StepWait, SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.program.check.hazards import apart, check, races
@@ -47,6 +48,26 @@ def test_a_mode_races_where_lowering_says_so(engine_of, way, n_tokens):
     assert bool(found) == bool(says and (train or within_a_step))
     assert {(r.first[:2], r.second[:2]) for r in found} <= racing_pairs(cycle * 2)
     assert bool(found) == bool(racing_pairs(cycle * 2))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_waits_that_could_go_are_those_found_by_walking_all_again(engine_of, way):
+    """Of prompts of three ubatches with tokens behind them; steps of one shape share a program."""
+    with engine_of(*way) as engine:
+        cycle = engine.programs(20, 3)
+    found, twin = check(cycle), WalkedAgain(cycle * 3)
+    assert len({id(p) for p in cycle}) == 3 < len(cycle)
+    steady = range(len(cycle), 2 * len(cycle))
+    assert [at[:2] for at in found.superfluous] == twin.superfluous(steady)
+    assert [at[:2] for at in found.sufficient] == twin.sufficient(steady)
+    assert found.n_races == len(twin.races())
+
+
+def test_of_many_tokens_a_wait_is_one_of_its_program(engine_of):
+    with engine_of("per_copy", CopyStream.OWN) as engine:
+        few, many = check(engine.cycle(1, 20)), check(engine.cycle(1, 200))
+    assert [at.index for at in few.sufficient] == [at.index for at in many.sufficient]
+    assert len(few.waits) == len(many.waits) == 13
 
 
 @pytest.mark.parametrize("stream", [CopyStream.OWN, CopyStream.COMPUTE])

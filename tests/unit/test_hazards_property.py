@@ -6,17 +6,18 @@ the whole relation; which waits could go, to programs from which they are really
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.happens_before import racing_pairs, seen_both_ways
+from tests.oracles.walked_again import WalkedAgain
 from tests.profiles import examples
-from workbench.graph.ir import F32, StepShape, Tensor
+from workbench.graph.ir import F32, Kind, StepShape, Tensor
 from workbench.graph.ops import make
 from workbench.program.check.hazards import Race, races, sufficient, superfluous
-from workbench.program.check.intervals import cut
+from workbench.program.check.intervals import cut, slots
 from workbench.program.commands import (
     HOST,
     Buffer,
@@ -37,6 +38,7 @@ from workbench.program.commands import (
 BUFFERS = [Buffer(f"b{i}", Space.DEVICE, 8, 1) for i in range(2)]
 STREAMS = [Stream(1, 0), Stream(1, 1), Stream(2, 0)]
 ADD = make("add", "sum", Tensor("a", F32, (4,)), Tensor("b", F32, (4,)))
+PRODUCT = make("mul_mat", "p", Tensor("w", F32, (4, 8), Kind.WEIGHT), Tensor("x", F32, (1, 8)))
 
 ranges = st.builds(
     lambda buffer, ends: Range(buffer, min(ends), abs(ends[1] - ends[0])),
@@ -52,6 +54,10 @@ work = st.one_of(
     st.builds(
         Launch, st.just(ADD), st.sampled_from([*STREAMS, Stream(HOST, 0)]), some_ranges,
         some_ranges, st.none(), st.just(0),
+    ),
+    st.builds(  # a programmatic one, which reads its first range early
+        Launch, st.just(PRODUCT), st.sampled_from([*STREAMS, Stream(HOST, 0)]),
+        st.tuples(ranges, ranges), some_ranges, st.none(), st.just(0), st.just(True),
     ),
 )  # fmt: skip
 ordering = st.one_of(
@@ -110,6 +116,26 @@ def test_races_are_conflicts_without_a_path(run, one_order):
                 for r in (at.command.reads if how == "read" else at.command.writes)
             )
         assert race.nbytes > 0 and not race.may and "\n" not in race.missing
+
+
+@given(runs(16, 6), st.booleans(), st.sampled_from([None, True, False]))
+@settings(max_examples=examples(200))
+def test_findings_are_those_of_walking_all_again_for_every_wait(run, one_order, declares):
+    declared = None if declares is None else lambda node: declares
+    how = {"one_order": one_order, "declared": declared}
+    twin = WalkedAgain(run, one_order, declared)
+    assert bytes_of(run, races(run, **how)) == bytes_of(run, twin.races())
+    assert [at[:2] for at in superfluous(run, **how)] == twin.superfluous()
+    assert [at[:2] for at in sufficient(run, **how)] == twin.sufficient()
+
+
+def bytes_of(run: list[Program], found) -> set[tuple]:
+    """The bytes that commands dispute, one by one: how they are cut is not compared."""
+    return {
+        (run[r.first[0]].commands[r.first[1]], run[r.second[0]].commands[r.second[1]], r.buffer, i)
+        for r in found
+        for i in range(r.offset, r.offset + r.nbytes)
+    }
 
 
 @given(runs(12, 2), st.booleans())
@@ -203,3 +229,27 @@ def test_pieces_are_the_bytes_that_matter_cut_at_every_end(touched, needed):
             if matters(bits):
                 by_byte.add(here)
     assert {frozenset(ranges) for ranges in covering.values()} == by_byte
+
+
+@given(st.lists(ranges, max_size=12, unique=True))
+@settings(max_examples=examples(300))
+def test_slots_meet_where_ranges_overlap(some):
+    pieces = cut(dict.fromkeys(some, 1), lambda bits: True)
+    found = slots(pieces)
+    for r, s in product(some, some):
+        begin, end = max(r.offset, s.offset), min(r.offset + r.nbytes, s.offset + s.nbytes)
+        meet = bool(set(found.looks[r]) & set(found.marks[s]))
+        assert meet == (r.buffer is s.buffer and begin < end)
+    assert {n for some in (*found.looks.values(), *found.marks.values()) for n in some} <= set(
+        range(found.n)
+    )
+
+
+def test_ranges_of_many_pieces_have_few_slots():
+    """Nested: the outermost range covers all pieces."""
+    buffer = Buffer("arena", Space.DEVICE, 4096, 1)
+    nested = [Range(buffer, i, 4096 - 2 * i) for i in range(2048)]
+    pieces = cut(dict.fromkeys(nested, 1), lambda bits: True)
+    found = slots(pieces)
+    assert max(map(len, pieces.of.values())) == 4095
+    assert max(map(len, (*found.looks.values(), *found.marks.values()))) <= 6 * 12

@@ -9,7 +9,8 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from tests.oracles.adversary import Adversary
-from tests.oracles.interleavings import Interleavings, TooManyStates, Wrong, ends_wrong, random_run
+from tests.oracles.interleavings import Interleavings, TooManyStates, Wrong, ends_wrong
+from tests.oracles.random_runs import random_run
 from tests.profiles import examples
 from workbench.program.check.hazards import races
 from workbench.program.commands import Program, Range
