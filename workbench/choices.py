@@ -47,8 +47,8 @@ class CopyStream(Choice):
 
 class HostSource(Choice):
     """What memory input values are copied from. A driver may stage PAGEABLE memory and make the
-    call wait. Either may be read late. A ring has a buffer for each of the last steps; before one
-    is written again the host waits for the copies from it."""
+    call wait. Any memory may be read late. A ring has a buffer for each of the last steps. Before
+    the host writes a buffer again, it waits for the copies from it."""
 
     PINNED = "pinned", "page-locked memory, as in llama.cpp"
     PAGEABLE = "pageable", "ordinary memory, which the driver may stage first"
@@ -57,20 +57,21 @@ class HostSource(Choice):
 
 
 class NCopies(Choice):
-    """How many buffers a device has for each input, which steps take in turn (llama.cpp: 4 with
-    pipeline parallelism, which one device or a tensor override rules out, else 1; here wherever
-    there are events). With several the host waits before a copy not for all the device's work, but
-    for an event behind the graph that read the buffer last. llama.cpp's n_copies also makes copies
-    of what the host writes; here HostSource's ring does."""
+    """How many buffers a device has for each input. Several buffers are a ring: before a copy the
+    host waits only for the graph that read the buffer last, not for all the device's work.
+
+    llama.cpp has 4 with pipeline parallelism and else 1. One device, or a tensor override, rules
+    its pipeline parallelism out; here several need only events. llama.cpp's n_copies also copies
+    what the host writes; here the ring of HostSource does."""
 
     ONE = "1", "one buffer: the host waits for the device's work before it overwrites it"
     FOUR = "4", "four in turn: the host waits only for the graph that read one last"
 
 
 class InputOrder(Choice):
-    """Which of a split's input copies come first: in GRAPH order those of the kind that it uses
-    first, written by the host or computed by another backend; USER_FIRST, always those that the
-    host writes (llama.cpp #28874)."""
+    """Which of a split's input copies come first. There are two kinds of inputs: the host writes
+    some, and another backend computes the others. GRAPH: first the kind that the split uses first.
+    USER_FIRST: first what the host writes (llama.cpp #28874)."""
 
     GRAPH = "graph", "in the order in which the split uses them"
     USER_FIRST = "user_first", "what the host writes first, then what other splits computed"

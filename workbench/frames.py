@@ -8,14 +8,14 @@
 
     - packed: a text too long for a column stands below, behind the name of its row
 
-A table that is too wide is first taken apart by its groups, then loses its texts to the list below,
-then becomes several tables that repeat its keys, and at last a list. Each of these is Markdown, no
-line is wider than it may be, and no figure is lost.
+A table that is too wide is first taken apart by its groups. Then it loses its texts to the list
+below. Then it becomes several tables that repeat its keys, and at last a list. Each of these is
+Markdown, no line is wider than it may be, and no figure is lost.
 
 A frame says what it is in `attrs`: `constant` (name to value, true of every row), `groups` (columns
 by which rows belong together), `keys` (columns that name a row; by default the first ones that tell
 the rows apart), `digits` (column to digits behind the point; 2 by default), `code` (columns that a
-page shows in their own face), `right` (columns that stand to the right beside those of numbers).
+page shows in their own face), `right` (more columns that stand to the right, as numbers do).
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ class _Cells(NamedTuple):
             table = table.reset_index()
         columns = [str(c) for c in table.columns]
         digits: Mapping[str, int] = attrs["digits"] or {}
-        places = [digits.get(c, 2) for c in columns]
+        n_digits = [digits.get(c, 2) for c in columns]
         rows = [
-            [_cell(value, n) for value, n in zip(row, places, strict=True)]
+            [_cell(value, n) for value, n in zip(row, n_digits, strict=True)]
             for row in table.to_numpy(dtype=object)
         ]
         right = [

@@ -49,7 +49,7 @@ class Found(NamedTuple):
 
     @property
     def is_direct(self) -> bool:
-        """Whether it is written where it is, since nothing can take its place."""
+        """Whether it is written directly, because a new file cannot replace it."""
         regular = self.status is None or stat.S_ISREG(self.status.st_mode)
         return self.descriptor is not None or not regular
 
@@ -126,7 +126,7 @@ def refusal(shown: Path, error: OSError) -> UsageError:
 
 
 def _steps_back_from_nowhere(shown: Path) -> Path | None:
-    """The missing folder out of which a path as `no/../x` steps, which realpath would skip; None
+    """A missing folder that a path leaves again, as `no` in `no/../x`; realpath would skip it. None
     for a path as `../new/x`, whose missing folders can be made."""
     before = (Path(*shown.parts[:i]) for i, part in enumerate(shown.parts) if part == "..")
     return next((folder for folder in before if not os.path.exists(folder)), None)

@@ -14,7 +14,7 @@ def round_up(n: int, size: int) -> int:
 
 
 def size(n_bytes: float) -> str:
-    """`1.81 MB`: in the largest unit of which there is at least one, two digits behind the point.
+    """`1.81 MB`: two digits behind the point, in the largest unit that is not larger than it.
 
     Below 1 kB the bytes themselves: `128 B`.
     """

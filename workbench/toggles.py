@@ -136,8 +136,8 @@ class Toggles:
 
     @classmethod
     def preset(cls, name: str, **changes: str) -> Toggles | TogglePreset:
-        """The toggles of a preset, with `changes`. A device resolves `best`, so it is returned as
-        a TogglePreset that `Engine.load` takes. Raises UsageError for an unknown name, and for a
+        """The toggles of a preset, with `changes`; for `best`, which a device resolves, a
+        TogglePreset that `Engine.load` takes. Raises UsageError for an unknown name, and for a
         change that clashes with the preset."""
         made = TogglePreset(name, changes)
         return made if made.of_device else made.toggles()
@@ -386,7 +386,7 @@ class TogglePreset:
 
 
 def _spread(values: Mapping[str, str]) -> dict[str, str]:
-    """With every family's members in its place, those that are named themselves as they are."""
+    """Values by toggle: a family's value for each of its members that is not named itself."""
     wide = {m: v for k, v in values.items() if k in FAMILIES for m in Toggles.members(k)}
     return wide | {k: v for k, v in values.items() if k not in FAMILIES}
 

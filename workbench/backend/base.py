@@ -1,10 +1,11 @@
-"""The Backend protocol: who executes commands, on what memory. Every member that anyone calls is
-declared here; a backend overrides what its device has.
+"""The Backend protocol: who executes commands, on what memory.
+
+Every member that anyone calls is declared here. A backend overrides what its device has.
 
 A backend *prepares*: `launch`, `copy`, `record` and `wait` return `Issued` commands, and `sync_*`
-plain callables. Each performs its command when called, as often as wanted, with everything else
-(addresses, packed arguments) bound once. `backend/issue.py` strings them together; nothing here
-knows programs.
+return plain callables. Addresses and packed arguments are bound once. Each call then performs its
+command, as often as wanted. `backend/issue.py` strings the calls together; nothing here knows
+programs.
 
 `program/commands.py` says who may overwrite what, and when. In particular a command of an
 asynchronous backend returns before its work is done, and a copy's source is read late.
@@ -50,7 +51,7 @@ def nothing() -> None:
 class Memory(Protocol):
     """A block of memory at a fixed address for as long as the object lives.
 
-    `array` is a uint8 view for host and pinned memory, None for device memory the host cannot read.
+    array: a uint8 view of host or pinned memory; None for device memory the host cannot read.
     """
 
     @property
@@ -68,7 +69,7 @@ class Memory(Protocol):
 
 class KernelName(NamedTuple):
     """A kernel that a launch is made of. function: None where a library chooses it. waits: it waits
-    by itself for the launch in front of it, before it reads what that wrote or writes anything."""
+    by itself for the launch in front, before it writes anything or reads what that launch wrote."""
 
     function: str | None
     waits: bool
@@ -108,9 +109,8 @@ class Backend(ABC):
         """Bytes of scratch `node` needs here, 0 for none."""
 
     def begins_early(self, node: Node) -> bool:
-        """Whether the kernels of `node` wait by themselves for the launch in front of them, before
-        they read what it writes and before they write anything: they may then be launched
-        programmatically."""
+        """Whether `node` may be launched programmatically: its kernels wait by themselves for the
+        launch in front, before they write anything or read what that launch wrote."""
         return False
 
     def kernels_of(self, node: Node) -> Sequence[KernelName] | None:
@@ -168,13 +168,12 @@ class Backend(ABC):
 
     @abstractmethod
     def mark(self, stream: int) -> Any:
-        """A point in `stream`, now; two of them around a command give its device span. Traced
-        runs only."""
+        """A point in `stream`, now. Two marks around a command give its span on the device."""
 
     @abstractmethod
     def resolve(self, begin: Any, end: Any) -> tuple[int, int]:
-        """Start and end, in ns of the host's clock, of the work queued between two marks. Call it
-        after that work was waited for. (0, 0) where the backend has no clock of its own."""
+        """When the work between two marks began and ended, in ns of the host's clock; (0, 0) where
+        the backend has no clock. Call it after the host has waited for that work."""
 
     @abstractmethod
     def close(self) -> None:

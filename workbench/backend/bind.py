@@ -33,7 +33,7 @@ from workbench.program.commands import (
 
 
 class LandingBlock:
-    """The arguments of a copy to a `Landing`: of the copy to the block where results land next."""
+    """The arguments of a copy to a `Landing`: those to the block where results land next."""
 
     __slots__ = ("_copies", "_landing", "pointers")
 
@@ -59,8 +59,8 @@ class LandingBlock:
 class Binding:
     """One program on backends and memory.
 
-    events: of all programs of an engine by name, because a step may wait for what a step before it
-    recorded; new ones are added. values: the inputs' arrays by name, read when a write is called.
+    events: by name, for all programs of an engine, because a step may wait for an earlier step's
+    event; new ones are added. values: the inputs' arrays by name, read when a write is called.
     results: where a read leaves its array (uint8), by name.
     """
 

@@ -1,21 +1,21 @@
 """A program bound to addresses is a list of segments, and executors issue what is in them.
 
-A segment is either calls of the host (writes, reads, waits of the host, what the host computes) or
-a `SplitWork`: what one device is asked for one split, with the copies around it. Neighbours without
-a call of the host between them go to one executor together:
+A segment is one of two things. `HostCalls` are writes, reads, waits of the host, and what the host
+computes. A `SplitWork` is what one device is asked for one split, with the copies around it.
+Neighbours without a call of the host between them go to one executor together:
 
     segments    calls | work of split 1 | calls | work of split 2, work of split 3 | calls
     executors           ---- one -----          ------------- one ----------------
 
-An executor makes calls of split works once, when the program is bound. `eager` makes a call of each
-command. What replays a captured graph is another executor, and no other file changes.
+An executor turns split works into calls once, when the program is bound. `eager` makes one call of
+each command. What replays a captured graph is another executor, and no other file changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,22 +62,24 @@ def eager(works: Sequence[SplitWork]) -> list[Call]:
     ]
 
 
-class Watch(Protocol):
-    """Looks on while a program is issued. It hands out the calls, first to last; what it does
-    before it hands out the next is around a call."""
+class Unwatched:
+    """Hands out the calls of a program, first to last; costs nothing. What looks on while a program
+    is issued (`engine/watch.py`) does something around each call."""
 
     def head(self, prepared: Prepared) -> Iterable[Issue]:
         """Everything up to the last wait of the host."""
+        return prepared.plain[0]
 
     def tail(self, prepared: Prepared) -> Iterable[Issue]:
         """The wait for the results, and their reads."""
+        return prepared.plain[1]
 
 
 class Prepared:
     """A program bound to addresses. Lives as long as the memory it was bound to.
 
-    head and tail: all calls, before and from the wait for the results; `plain` the same calls
-    without their numbers, which is what runs where nobody looks on.
+    head: the calls before the wait for the results. tail: that wait and the reads. plain: both
+    without the commands' numbers, for steps that nobody looks at.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Prepared:
         works = [segment for segment in self.segments if isinstance(segment, SplitWork)]
         return {n: i for w in works for n, i in zip(w.commands, w.issued, strict=True)}
 
-    def run(self, values: Mapping[str, np.ndarray], watch: Watch) -> None:
+    def run(self, values: Mapping[str, np.ndarray], watch: Unwatched) -> None:
         """Issues everything up to the last wait. values: each input's array, of one dtype and
         shape for all runs."""
         self.binding.values.update(values)
@@ -116,24 +118,14 @@ class Prepared:
         for call in watch.head(self):
             call()
 
-    def finish(self, watch: Watch) -> dict[str, np.ndarray]:
-        """Waits for the results of the latest run: arrays by name, uint8; the caller owns them. A
+    def finish(self, watch: Unwatched) -> dict[str, np.ndarray]:
+        """Waits for the results of the latest `run`: arrays by name, uint8; the caller owns them. A
         result in a `Landing` is handed out where it landed, any other is copied."""
         for call in watch.tail(self):
             call()
         results = dict(self.binding.results)
         self.binding.results.clear()
         return results
-
-
-class Plain:
-    """Looks at nothing and costs nothing."""
-
-    def head(self, prepared: Prepared) -> Iterable[Issue]:
-        return prepared.plain[0]
-
-    def tail(self, prepared: Prepared) -> Iterable[Issue]:
-        return prepared.plain[1]
 
 
 def _first_of_tail(program: Program) -> int:

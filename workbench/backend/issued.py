@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Address(int):
-    """An address among arguments that are otherwise values. An offset from it is one, too."""
+    """An address among arguments that are otherwise values. Plus an offset it is one, too."""
 
     __slots__ = ()
 
@@ -20,8 +20,8 @@ class Address(int):
 class Block(Protocol):
     """The argument block of a prepared command: fields of 8 bytes, patchable between two calls.
 
-    pointers: numbers of the fields that are addresses; all other fields are values (a float as its
-    bits). A patched field holds for every later call.
+    pointers: numbers of the fields that are addresses. Other fields are values, a float as its
+    bits. A patched field holds for every later call.
     """
 
     pointers: tuple[int, ...]
@@ -58,9 +58,9 @@ EMPTY: Block = Words([], ())
 class Issued:
     """One command, ready to be issued as often as wanted.
 
-    call: issues it; what an executor calls in its loop. same: everything but arguments that makes
-    two commands the same work (function, grid, shapes, strides, parameters of the op). block: its
-    arguments; `call` reads them when it runs. parts: of a launch of several kernels, each of them.
+    call: issues it, in an executor's loop. same: what makes two commands the same work, apart from
+    arguments (function, grid, shapes, strides, parameters of the op). block: the arguments, which
+    `call` reads when it runs. parts: each kernel of a launch of several.
     """
 
     __slots__ = ("block", "call", "parts", "same")
@@ -82,7 +82,7 @@ class Issued:
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """Equal for two commands that are the same work at whatever addresses: `same`, and every
+        """Equal for two commands that do the same work, at whatever addresses: `same` and every
         argument that is no address."""
         if self.parts:
             return (*self.same, *(part.key for part in self.parts))

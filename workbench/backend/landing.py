@@ -1,15 +1,15 @@
 """Where results land: pinned memory that is handed to the caller as it is, without a copy.
 
-A caller owns the array of a step's logits for as long as it likes. Copying half a megabyte out of
-pinned memory for that costs the host tens of microseconds a token, during which a GPU waits. So a
-landing has several blocks: what a copy from the device has filled is handed out, and the next
-results land in a block nobody holds.
+A caller owns the array of a step's logits for as long as it likes. To copy half a megabyte out of
+pinned memory costs the host tens of microseconds a token, and a GPU waits meanwhile. So a landing
+has several blocks. The block that a copy from the device has filled is handed out, and the next
+results land in a block that nobody holds.
 
     step     n        n + 1    n + 2    n + 3      the caller keeps the last logits only
     lands    block 0  block 1  block 2  block 0
     held     -        block 0  block 1  block 2
 
-Where the caller holds the arrays of all other blocks, the results are copied and the block stays.
+Where the caller holds the arrays of all other blocks, the results are copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from workbench.backend.base import Backend, Memory
 from workbench.program.commands import Buffer, Space
 
-N_BLOCKS = 3  # one lands, one the caller holds meanwhile, and one takes the first one's place
+N_BLOCKS = 3  # one where results land, one that the caller holds, and one to land in next
 MOST_BYTES = 8 << 20  # of a result that is handed out; a longer one is copied
 
 
@@ -53,8 +53,8 @@ class Landing:
         self.blocks: list[Memory] = [
             backend.allocate(nbytes, Space.PINNED) for _ in range(N_BLOCKS)
         ]
-        # An array made on a ctypes buffer is the base of every view made of it, which keeps it
-        # alive; an array made on an array is skipped, so that it may die before its views.
+        # An array on a ctypes buffer is the base of all its views, and they keep it alive. An array
+        # on another array would not be: it may die before its views.
         kind = ctypes.c_uint8 * nbytes
         self._buffers: list[Any] = [kind.from_buffer(_array(b)) for b in self.blocks]
         self._held: list[Callable[[], np.ndarray | None]] = [_nobody] * N_BLOCKS
@@ -69,8 +69,8 @@ class Landing:
         return self.blocks[self.now].array
 
     def take(self, nbytes: int) -> np.ndarray:
-        """The first bytes of what has landed, uint8 (nbytes,), the caller's to keep. They must have
-        been waited for."""
+        """The first bytes of what has landed, uint8 (nbytes,); the caller may keep them. Call it
+        after the host has waited for them."""
         landed = self.now
         array = np.ndarray((nbytes,), np.uint8, self._buffers[landed])
         for other, held in enumerate(self._held):
@@ -81,7 +81,7 @@ class Landing:
         return array.copy()
 
     def free(self) -> None:
-        """Gives the blocks back; one whose array is held, with that array."""
+        """Gives the blocks back. A block whose array is held goes when the array does."""
         self._buffers.clear()
         for block in self.blocks:
             block.free()

@@ -3,8 +3,8 @@
 Exit status: 0 done, 1 error, 2 wrong usage, 3 slower than `compare --fail-below` allows, 130
 interrupted, 143 terminated, 129 the terminal closed. Every error is one line: `error: what is
 wrong, where, what to do`. Where standard output is full or closed, that is such an error, of status
-2. Where it is a pipe whose reader has seen enough (`| head -1`), the command ends without a word,
-with the status 141 of a program that SIGPIPE ended.
+2. A pipe's reader may have seen enough (`| head -1`). Then the command ends without a word, with
+the status 141 of a program that SIGPIPE ended.
 """
 
 from __future__ import annotations

@@ -72,9 +72,9 @@ def load(
     start: str = BEST,
     computes: bool = True,
 ) -> Engine:
-    """As `Engine.load`, and says on what device and with which toggles: those given beside a
-    preset, `start` unless one is named. What takes no model to see is refused before this is
-    called; what takes one, but no weights, by `check`. computes: the device has to."""
+    """As `Engine.load`, and says on what device and with which toggles. start: the preset, unless
+    one is named. check: refuses what only the opened model shows, before weights are read.
+    computes: the device has to."""
     from workbench.engine.engine import Engine
 
     if computes:

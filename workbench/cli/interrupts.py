@@ -1,9 +1,9 @@
 """Ctrl-C, SIGTERM and SIGHUP end a command cleanly wherever they strike: as KeyboardInterrupt, so
 that whoever measures keeps what is finished, and whoever writes leaves nothing half written.
 
-Python raises KeyboardInterrupt in whatever the main thread runs: in a finalizer too, and in a
-callback from compiled code, where nothing can catch it and the interpreter drops it. A generation
-that is pressed to stop then goes on.
+Python raises KeyboardInterrupt in whatever the main thread runs. That may be a finalizer, or a
+callback from compiled code. Nothing can catch it there, and the interpreter drops it: a generation
+that was told to stop goes on.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-AGAIN_S = (
-    0.01  # until then the finalizer has ended, or the next interrupt is dropped like the first
-)
+AGAIN_S = 0.01  # then the finalizer has ended, or the next interrupt is dropped like the first
 WORDS = {
     signal.SIGINT: "interrupted",
     signal.SIGTERM: "terminated",
@@ -47,8 +45,8 @@ class Stop:
 
 @contextmanager
 def heeded(stop: Stop | None = None) -> Iterator[None]:
-    """Within, the signals of WORDS raise KeyboardInterrupt, and `stop` knows which; those that are
-    ignored stay so. One that is dropped is raised again AGAIN_S seconds later."""
+    """In the body the signals of WORDS raise KeyboardInterrupt, and `stop` knows which. Ignored
+    signals stay ignored. A dropped interrupt is raised again AGAIN_S seconds later."""
     before = sys.unraisablehook
     stop = stop or Stop()
     again: threading.Timer | None = None

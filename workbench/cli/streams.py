@@ -36,7 +36,7 @@ class Lost(OSError):
 
 
 class Result(io.FileIO):
-    """Standard output: raises Lost where it takes no more, and then takes all, to nowhere."""
+    """Standard output: raises Lost where it takes no more, and drops everything after that."""
 
     _lost = False
 
@@ -67,7 +67,7 @@ def text(raw: io.FileIO, encoding: str | None, by_line: bool) -> io.TextIOWrappe
 
 
 def prepare() -> None:
-    """Puts both streams in the place of Python's, where these have not been replaced.
+    """Replaces Python's two streams, where nobody else has.
 
     Raises UsageError where standard output is closed: what is printed would be lost.
     """

@@ -86,7 +86,7 @@ def door(function: _Function) -> _Function:
 def check(loaded: object = None) -> None:
     """Raises UsageError where another thread measures, and Stopped where this one is to stop.
 
-    loaded: what the engine in question stands on, None where there is no engine yet.
+    loaded: the model and backends of the engine in question; None where there is no engine yet.
     """
     if (now := STATE.measurement) is not None:
         now.check(loaded)

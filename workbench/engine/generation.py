@@ -27,8 +27,8 @@ CONTEXT_FULL, END_OF_TEXT, INTERRUPTED = "n_ctx", "end of text", "interrupted"
 class Generation:
     """What `generate` made. prefill_us: the prompt, in all; token_us: each token after it.
 
-    stopped: why it ended: `max_tokens`, `end of text`, `n_ctx` (the context is full) or, with
-    Ctrl-C, `interrupted`; what was made until then is here.
+    stopped: why it ended: `max_tokens`, `end of text`, `n_ctx` (the context is full), or
+    `interrupted` by Ctrl-C, which keeps what was made.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -67,8 +67,8 @@ def _steps(parts: list[Sequence[int]], outputs: Outputs) -> set[tuple[int, int]]
 def prefilled(
     engine: Engine, ids: Sequence[int], outputs: Outputs, left: Bar, sequence: int
 ) -> np.ndarray:
-    """See `Engine.prefill`. Steps without outputs are only issued when the next one is: what is
-    shown has been waited for, so that it is what the device has done."""
+    """See `Engine.prefill`. A step without outputs may still be under way when the next is issued,
+    so the host waits before the bar shows it as done."""
     parts = _ubatches(engine, ids)
     make_ready(engine, _steps(parts, outputs))
     rows = []
@@ -83,7 +83,7 @@ def prefilled(
 
 
 def _left(max_tokens: int, on_text: Callable[[str], None] | None) -> AbstractContextManager[Bar]:
-    """What is told of tokens made: nobody where their text is shown as it comes."""
+    """The bar that counts tokens; hidden where their text is shown as it comes."""
     return nullcontext(HIDDEN) if on_text else bar("generating", max_tokens, "tokens")
 
 

@@ -34,15 +34,14 @@ MOST_DEVICES = 15  # events have numbers for so many
 
 
 class Loaded:
-    """Model, backends, and where each weight resides. Closed when its last user lets go.
+    """Model, backends, and which backend keeps each weight. Closed when its last user lets go.
 
-    The token embedding is the host's; every other weight is the device's (a tied output is both),
-    unless the configuration says otherwise (`engine/placement.py`). With device `host` there is one
-    backend and everything is its. What fails, or is interrupted,
-    while this is made leaves no memory, thread or open file behind.
+    The host keeps the token embedding, and the device every other weight. Both keep a tied output.
+    The configuration can change that (`engine/placement.py`). The device `host` keeps everything.
+    A loading that fails or is interrupted leaves no memory, thread or open file behind.
 
-    check: called with this once the file and the backends are open; what it raises ends the loading
-    before any weight is read. So is a model refused that the device has no kernel for.
+    check: called with this object when the file and the backends are open. An error of `check` ends
+    the loading before any weight is read, and so does a node without a kernel on its backend.
     Raises ModelFileError, DeviceError, UsageError, and what `check` raises.
     """
 
@@ -97,12 +96,12 @@ class Loaded:
 
     @property
     def backend(self) -> Backend:
-        """The one that computes the last layers."""
+        """The backend that computes the last layers."""
         return self.backends[-1]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The one the file describes. Raises ModelFileError where it describes none."""
+        """The file's own tokenizer. Raises ModelFileError where the file describes none."""
         from workbench.model.tokenizer import load_tokenizer
 
         return load_tokenizer(self.model.file)
@@ -119,8 +118,8 @@ class Loaded:
                 raise DeviceError(f"{self.model.path}: {(*names, node.name)[0]}: {why}")
 
     def _nodes(self, config: EngineConfig) -> Iterator[tuple[int, Node]]:
-        """The nodes a model's steps are made of and their backends; of those alike in backend,
-        types and shapes the first."""
+        """The nodes of a model's steps, with their backends. Of nodes with equal backend, types
+        and shapes only the first."""
         seen = set()
         caches = self.model.caches(config.n_kv_pad)
         for tokens in sorted({1, config.n_ubatch}):
@@ -181,8 +180,8 @@ class Loaded:
             self._close()
 
     def _close(self) -> None:
-        """Waits for the backends, then gives back weights, backends and file, each of them also
-        where one before it fails; the last failure is raised."""
+        """Waits for the backends, then gives back weights, backends and file. A failure stops none
+        of these; the last one is raised."""
         with contextlib.ExitStack() as last_first:
             last_first.callback(self.model.close)
             for backend in self.backends:
@@ -195,8 +194,8 @@ class Loaded:
 
 
 def _read_ahead(model: Model, tensors: list[Tensor]) -> Generator[Tensor, None, None]:
-    """`tensors`, one by one; the system is told READ_AHEAD_BYTES before that they will be read, so
-    that the disk works while a backend does. (Nothing is told where it takes no such advice.)"""
+    """Hands out `tensors` one by one. The system is told READ_AHEAD_BYTES earlier that each will be
+    read, so the disk works while a backend does. (A system may take no such advice.)"""
     advise = getattr(os, "posix_fadvise", None)
     told = begun = 0  # bytes
     untold = map(model.stored, tensors)

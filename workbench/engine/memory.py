@@ -1,7 +1,7 @@
-"""Where programs live: weights and caches, which stay, and the workspace, which may grow.
+"""The memory of programs: weights and caches, which stay, and the workspace, which may grow.
 
-Addresses are fixed while a prepared program refers to them. Growing the workspace therefore drops
-every kept program first, which `on_grow` is for.
+Addresses are fixed while a prepared program refers to them. So `on_grow` drops every kept program
+before the workspace grows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from workbench.program.commands import HOST, Buffer, Program, Range, Space
 
 
 class Residents:
-    """What stays at its place while an engine lives: the weights, which are its variants', too, and
-    K and V of each layer, which are its own.
+    """What keeps its address while an engine lives: weights, which variants share, and its cache.
 
-    caches: K and V by layer. ranges: by backend, where it finds a tensor. memory: behind these.
+    caches: K and V by layer. ranges[b]: where backend b finds a tensor. memory: by buffer.
     """
 
     def __init__(self, loaded: Loaded, n_cells: int):
@@ -29,8 +28,7 @@ class Residents:
         self._own: list[Memory] = []
 
     def allocate(self, loaded: Loaded) -> None:
-        """Gives the caches their places. What has been allocated is freed by `free` also where
-        this fails."""
+        """Allocates the caches. Where this fails, `free` gives back what was allocated."""
         for layer, pair in enumerate(self.caches):
             b = loaded.placement.of_cache(layer)
             space = Space.HOST if b == HOST else Space.DEVICE
@@ -42,14 +40,16 @@ class Residents:
                 self.ranges[b][tensor] = Range(buffer, 0, tensor.nbytes)
 
     def free(self) -> None:
-        """The caches; weights are the model's."""
+        """Gives the caches back; weights are the model's."""
         for memory in self._own:
             memory.free()
 
 
 class Workspace:
-    """Staging, arenas and result memory of one engine, by buffer name; the landing apart from
-    result memory that is no landing, for both may be wanted in turn."""
+    """Staging, arenas and result memory of one engine, by buffer name.
+
+    A result can need a landing in one step and plain memory in the next: each has its own.
+    """
 
     def __init__(self, backends: list[Backend], on_grow: Callable[[], None]):
         self._backends = backends
@@ -57,8 +57,7 @@ class Workspace:
         self._memory: dict[tuple[str, bool], Memory] = {}
 
     def bind(self, program: Program) -> dict[Buffer, Memory]:
-        """Memory for each buffer of `program`: what is there where it is large enough, else newly
-        allocated."""
+        """Memory for each buffer of `program`. What is there is kept where it is large enough."""
         bound = {}
         for buffer in program.buffers:
             lands = hands_out(buffer)

@@ -1,8 +1,8 @@
-"""Where a model's weights and caches are: on the host or on the device.
+"""Which backend keeps a weight or a cache: the host or a device.
 
-A node is computed where its weight or cache is (`program/split.py` says where the others are), so
-this is what makes host and device splits alternate: `n_gpu_layers` gives the device the last layers
-and `override_tensor` single weights, by name, as llama.cpp's -ngl and -ot do.
+A node is computed where its weight or cache is; `program/split.py` assigns the other nodes. So
+placement makes host and device splits alternate. `n_gpu_layers` gives the device the last layers,
+and `override_tensor` single weights by name, as llama.cpp's -ngl and -ot do.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _EXAMPLE = "blk.0.ffn_gate.weight"  # how weights are called
 
 
 class Placement:
-    """Of one model on a host and so many devices, each of which has neighbouring layers.
+    """One model on a host and n_devices devices; each device has neighbouring layers.
 
-    Raises UsageError for layers where there is no device, for devices left without any, and for an
-    override that matches no weight or names a device where there is none.
+    Raises UsageError for layers without a device and for devices without layers. Also for an
+    override that matches no weight, or that names a device where there is none.
     """
 
     def __init__(self, model: Model, config: EngineConfig, n_devices: int):
@@ -84,8 +84,8 @@ class Placement:
         return self._rest if layer is None else self._layers[layer]
 
     def keepers(self, weight: Tensor, output: Tensor) -> list[int]:
-        """The backends that keep a weight: the embedding is looked up on the host, and a tied
-        output beside it where it multiplies; the factors of RoPE are wherever a layer is."""
+        """The backends that keep a weight. The host looks the embedding up; a tied output is also
+        where it multiplies. The factors of RoPE are wherever a layer is."""
         if weight is self._shared:
             return sorted(set(self._layers))
         if weight is not self._embedding:
@@ -97,8 +97,10 @@ class Placement:
         return self._layers[layer]
 
     def fixed(self, node: Node) -> int | None:
-        """The backend that a node's weight or cache ties it to, if any. A norm goes with its layer:
-        left where its input was made it would be a second tensor to copy (as llama.cpp does)."""
+        """The backend that a node's weight or cache ties it to, if any.
+
+        A norm goes with its layer, as in llama.cpp. Elsewhere its result would be a second tensor
+        to copy."""
         if node.op == "rms_norm" and node.layer >= 0:
             return self._layers[node.layer]
         for t in node.inputs:

@@ -17,14 +17,14 @@ _said = compiled.Compiled()
 
 
 def make_ready(engine: Any, steps: Iterable[tuple[int, int]]) -> None:
-    """Has every backend compile what steps of (n_tokens, n_outputs) launch, where its cache does
-    not have it. Says what this process has compiled since it last said so, loading included."""
+    """Has every backend compile what steps of (n_tokens, n_outputs) launch and no cache has. Says
+    what this process has compiled since it last said so, loading included."""
     known = _ready.setdefault(engine, set())
     new = set(steps) - known
     if not new or engine.recorder is not None:  # what is traced shows what a first step does
         say()
         return
-    wanted: dict[int, dict[tuple, Node]] = defaultdict(dict)  # by backend, one of those alike
+    wanted: dict[int, dict[tuple, Node]] = defaultdict(dict)  # by backend, then by kind
     for n_tokens, n_outputs in sorted(new):
         for c in engine.program(n_tokens, n_outputs).commands:
             if isinstance(c, Launch):

@@ -1,8 +1,8 @@
 """ROOM #8366: step shape -> prepared program, built or reused.
 
-Topology follows from the step shape, and cache stores go through a row-index input, so a program
-that was built for a shape is right for every step of that shape: the question is only what
-rebuilding it costs.
+Topology follows from the step shape, and cache stores go through a row-index input. So a program
+that was built for a shape is right for every step with this shape. The only question is what
+building it again costs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ KEPT = 64  # most programs kept; the least recently used goes first
 
 
 class Key(NamedTuple):
-    """What a program follows from: the step's shape, and which of the places that steps take in
-    turn it has (`program/lower.py`)."""
+    """What a program follows from: the step's shape, and which copy of the rings the step takes
+    (`program/layout.py`)."""
 
     shape: StepShape
     turn: int

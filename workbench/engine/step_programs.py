@@ -1,5 +1,4 @@
-"""From the shape of a step to its program: graph, splits, layout and commands. Everything but
-addresses."""
+"""From the shape of a step to its program: graph, splits, layout and commands; no addresses."""
 
 from __future__ import annotations
 

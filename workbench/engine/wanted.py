@@ -25,8 +25,8 @@ def as_preset(wanted: Wanted) -> TogglePreset | None:
 
 
 def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
-    """The toggles that are meant on a device. Of `best`, each value in the table of the device's
-    kind that its backend can honour. Raises UsageError for a change that clashes with a preset."""
+    """The toggles that are meant on a device. `best` has each value that won on such a device and
+    that the backend can honour. Raises UsageError for a change that clashes with a preset."""
     if isinstance(wanted, Toggles):
         return wanted
     preset = as_preset(wanted)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from workbench.backend.base import Backend, Issue
-from workbench.backend.issue import Call, Plain, Prepared
+from workbench.backend.issue import Call, Prepared, Unwatched
 from workbench.engine.batch import Work, n_tokens
 from workbench.program.commands import (
     RESULT,
@@ -31,10 +31,10 @@ from workbench.trace.spans import LOGITS_WAIT, Recorder, now_ns
 Stamp = tuple[int, int]
 
 
-class Watch(Plain):
+class Watch(Unwatched):
     """Looks at nothing and costs nothing. Others say what they do at each point of a step."""
 
-    counts = True  # the step's phases count among those of the engine
+    counts = True  # the engine's counters include the step's phases
 
     def begin(self, step: int, work: Work, n_past: int) -> None:
         """A step begins; before its batch is made."""
@@ -111,7 +111,7 @@ class Stamps(Watch):
 
 class Trace(Watch):
     """Spans of a recorder: of the step, its splits and commands on the host, and of the commands on
-    devices. Steps that the recorder does not want go to `others`, and it is told of their time."""
+    devices."""
 
     counts = False
 

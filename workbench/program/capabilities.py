@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do; `lower` asks this and never a backend's name.
+    """What a backend can do.
 
     asynchronous_copies: a copy call returns before the copy is done. events: Record, Wait and Sync
     on events. one_order: copies and launches on one stream run in issue order. capture: a split
-    can be captured as a plan. n_streams: most streams usable side by side (0: no streams, every
-    launch runs inside the call). programmatic: a launch may begin before the one in front of it on
-    the stream has ended, and waits inside for what it reads (programmatic dependent launch).
+    can be captured as a plan. n_streams: most streams usable side by side; 0: every launch runs
+    inside the call. programmatic: a launch may begin before the one in front of it has ended, and
+    its kernel waits for what it reads (programmatic dependent launch).
     """
 
     asynchronous_copies: bool

@@ -1,17 +1,17 @@
 """A token is a program, and a program is data: the commands.
 
 A `Program` is the ordered list of everything the host issues for one step. Each command names the
-byte ranges it reads and writes, so that one program has many readers (issue, capture, check, draw)
-that know nothing of each other.
+byte ranges it reads and writes. So one program has many readers (issue, capture, check, draw), and
+none knows another.
 
 Contracts (host order is list order):
 
-* A Copy runs after everything already queued on its stream. Until something recorded after it has
-  been waited for, its source is neither written nor freed, and its destination is neither read nor
-  written except by later work on the same stream. The source counts as read late, whatever memory
-  it is in.
-* A Wait or a Sync refers to the event's latest Record in host order, and to nothing if there is
-  none (as in CUDA).
+* A Copy runs after everything already queued on its stream. It is over for others once an event
+  recorded after it has been waited for. Until then its source is neither written nor freed. Until
+  then only later work on the same stream reads or writes its destination. The source counts as read
+  late, whatever memory it is in.
+* A Wait or a Sync refers to the event's latest Record in host order. Without a Record it refers to
+  nothing, as in CUDA.
 * A Launch on the host backend's stream runs to its end before the next command is issued.
 * Staging memory is written by the host alone, by Write and by launches on the host backend; a
   caller's array is the caller's again at once.
@@ -51,14 +51,14 @@ class Stream(NamedTuple):
 
 
 COMPUTE_STREAM, COPY_STREAM = 0, 1
-RESULT = -1  # the split number of commands outside every split: input writes, the logits wait
+RESULT = -1  # the split number of what stands outside every split: input writes, the logits wait
 
 
 class Command:
     """What all commands share: the number of the split they serve, and the ranges they touch.
 
-    stream: the one it is queued on, or waits for, if any. blocks: the Copy that a Sync belongs to.
-    letter: in a pattern, empty where it is not printed.
+    stream: where it is queued, or what it waits for, if any. blocks: the Copy that a Sync belongs
+    to. letter: in a pattern; empty where none is printed.
     """
 
     __slots__ = ("split",)
@@ -170,10 +170,10 @@ class Copy(Command):
 
 
 class Launch(Command):
-    """One kernel: `node` computed on `stream`. `scratch` is written and read by it alone.
+    """One kernel: `node` computed on `stream`. Nothing else reads or writes `scratch`.
 
-    programmatic: it may begin before the launch in front of it on the stream has ended; the backend
-    then launches only kernels so that declare where they wait for it.
+    programmatic: the launch may begin before the one in front of it on the stream has ended. Its
+    kernels then wait by themselves, and declare that they do.
     """
 
     __slots__ = ("node", "programmatic", "reads", "scratch", "stream", "writes")
@@ -251,10 +251,9 @@ class Wait(_AtEvent):
 
 
 class Sync(Command):
-    """The host waits, for a stream (everything queued on it) or for an event: one is not None.
+    """The host waits for a stream (everything queued on it) or for an event: one is not None.
 
-    `blocks` names a Copy that this wait ends: the two together are one blocking copy, the letter
-    `c`.
+    blocks: the Copy that this wait ends. The two are one blocking copy, the letter `c`.
     """
 
     __slots__ = ("blocks", "event", "stream")
@@ -328,14 +327,12 @@ class Program:
         self.copy_stream = copy_stream
 
     def pattern(self, fold: bool = False, result: bool = False) -> str:
-        """The program's order in the letters of the threads, one group per split.
+        """The program's order in the letters of the threads (`letters.py`), one group per split.
 
-        `c` a Copy followed at once by a Sync on it (a blocking copy), `a` a Copy without, `s` any
-        other Sync, `r` Record, `w` Wait, `g` the device work of a split, `h` a host split.
-        Writes, Reads and the logits wait are not printed. With fold, every run of two copies or
-        more is written as four, and every run of sync-and-copy pairs as `scsc`, as the threads do.
-        With result, the last group ends with the way of the results to the host, `as`, where there
-        are any: `aaaag aaaag aaaagas` is a train of three ubatches.
+        Writes, Reads and the logits wait have no letter. fold: two copies or more are written as
+        four, and sync-and-copy pairs as `scsc`, as the threads do. result: the last group ends with
+        `as`, the copy of the results to the host and the wait for it, where the step has them.
+        `aaaag aaaag aaaagas` is a train of three ubatches.
         """
         groups = letters.of_splits(self.commands, len(self.splits))
         if fold:

@@ -21,9 +21,8 @@ from workbench.sizes import round_up
 class Target(NamedTuple):
     """What lowering asks of a backend.
 
-    scratch_bytes: of a node. begins_early: which nodes have kernels that wait by themselves for the
-    launch in front of them, and are launched programmatically; None for no node. in_stream: as
-    `Capabilities` has it.
+    scratch_bytes: of a node. begins_early: whether a node is launched programmatically, because its
+    kernels wait by themselves; None: no node is. in_stream: as `Capabilities` has it.
     """
 
     name: str
@@ -33,10 +32,10 @@ class Target(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """ranges[b]: where backend b finds a tensor. staged: the ranges in staging memory, for inputs
-    and for what the host computes for others, in the order of their copies. scratch: by node.
-    buffers: all memory that this step uses and no resident has, in the order of its first use.
-    known: the same by name, with those of other steps."""
+    """ranges[b]: where backend b finds a tensor. staged: ranges of staging memory, for inputs and
+    for what the host computes for devices, in the order of the copies. scratch: by node. buffers:
+    memory of this step beside the residents, in the order of first use. known: buffers of all steps
+    by name. host_turn, device_turn: which copy of each ring the step takes."""
 
     ranges: list[dict[Tensor, Range]]
     staged: dict[Tensor, Range]
@@ -65,10 +64,9 @@ def lay_out(
 ) -> Layout:
     """Gives every tensor its range on every backend that uses it.
 
-    residents[b] says where backend b keeps weights and caches; targets[0] is the host, and a last
-    one, if any, the device. turn: which copy of the rings this step takes, below the ordering's
-    `period`. known: buffers of earlier steps of the same engine by name, which are this step's too
-    and grow where it needs more; new ones are added.
+    residents[b]: where backend b keeps weights and caches. targets: the host, then the devices.
+    turn: which copy of the rings this step takes, below the ordering's `period`. known: buffers of
+    earlier steps by name. This step shares them and lets them grow; new ones are added.
     """
     layout = Layout(
         [], {}, {}, [], {} if known is None else known,
@@ -108,7 +106,7 @@ def lay_out(
 
 
 def from_host(splits: Sequence[Split]) -> list[Tensor]:
-    """What the host gives devices, in the order of the copies: inputs, and what it computes."""
+    """What the host gives to devices, in the order of the copies: inputs, and what it computes."""
     computed = {
         t.storage for part in splits if part.backend == HOST for n in part.nodes for t in n.outputs
     }

@@ -1,7 +1,9 @@
-"""The letters in which the threads write a program's order, and their runs.
+"""The letters in which the threads write a program's order (llama.cpp #17795).
 
-`c` a blocking copy, `a` a copy, `s` any other wait of the host, `r` an event recorded, `w` waited
-for on the device, `g` the device work of a split, `h` a host split (llama.cpp #17795).
+c  a blocking copy: a Copy and a Sync on it      r  an event is recorded
+a  a copy that does not block                    w  the device waits for an event
+s  any other Sync: the host waits                g  the device work of a split
+                                                 h  a host split
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def once(texts: Iterable[str]) -> list[str]:
 
 
 def folded(group: str) -> str:
-    """`scscscg` -> `scscg`, `saag` -> `saaaag`, `sag` as it is: runs as the threads write them."""
+    """`scscscg` -> `scscg`, `saag` -> `saaaag`, `sag` as it is: as the threads write repeats."""
     out, i = "", 0
     while i < len(group):
         pairs = 0

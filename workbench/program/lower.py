@@ -8,12 +8,12 @@ the host each; what they protect, with copies on their own stream:
     copies           |   c c c-'   |                            g launch          R read
     compute  ...g g -'             '-> g g g g ---> l           s S wait          l logits
 
-* the first `s` keeps a copy from overwriting an input the step before still reads,
-* the second keeps a launch from reading an input whose copy has not landed, and the host from
-  rewriting staging memory a copy has yet to read,
-* `S`, the logits wait, ends a step: its results are on the host. Where every step has one it makes
-  the first `s` superfluous, and on one stream the second too. With step_wait=outputs a step
-  without outputs has none, and the next one's writes and copies meet this one's.
+* The first `s` keeps a copy from overwriting an input that the step before still reads.
+* The second `s` keeps a launch from reading an input before its copy has landed. It also keeps the
+  host from writing staging memory that a copy has yet to read.
+* `S`, the logits wait, ends a step: the results are on the host. Where every step has one, the
+  first `s` is superfluous, and on one stream the second, too. With step_wait=outputs a step without
+  outputs has no `S`, so the next step's writes and copies meet its work.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from workbench.sizes import round_up
 
 
 class _Emitter:
-    """What the emitting steps share while one program is made.
+    """The commands of one program while they are made, and what their makers share.
 
-    last_copied: of each device the last split that copies from staging memory; a device's copies
-    run in order. read_again: splits whose inputs the next steps copy over.
+    last_copied: by device, the last split that copies from staging memory. (A device's copies run
+    in order.) read_again: splits whose inputs are overwritten by copies of later steps.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class _Emitter:
         }
 
     def write_inputs(self, graph: Graph) -> None:
-        """The host's writes, behind the waits for copies that still read this turn's staging."""
+        """The host's writes. In a ring the host first waits for copies that still read this turn's
+        staging memory."""
         if self.ordering.host_ring > 1:
             for device in range(1, len(self.targets)):
                 event = events.staged(self.targets[device].name, self.layout.host_turn)
@@ -120,13 +121,13 @@ class _Emitter:
             self._from_devices(number, part)
 
     def _staged(self, copies: Stream, number: int) -> None:
-        """Records the event behind a device's last copy out of this step's staging memory. It is
-        named by device, not by split: a step with other splits may wait for it."""
+        """Records the event behind a device's last copy out of this step's staging memory. It
+        is named by device, not by split, because a step with other splits may wait for it."""
         event = events.staged(self.targets[copies.backend].name, self.layout.host_turn)
         self.commands.append(Record(event, copies, number))
 
     def take_nothing(self, number: int) -> None:
-        """Records that event for devices that took nothing from staging memory that is a ring."""
+        """Records the event of `_staged` for devices that took nothing from a ring."""
         for device in range(1, len(self.ranges)):
             if self.ordering.host_ring > 1 and device not in self.last_copied:
                 self._staged(Stream(device, self.copies_on), number)
@@ -134,9 +135,9 @@ class _Emitter:
     def _from_devices(self, number: int, part: Split) -> None:
         """Copies from other devices, each on the stream of the device that computed the tensor.
 
-        That stream first waits for the graph that read the destination last. Then this device's
-        stream waits for the copies. The host does not wait: a device may be one step ahead of the
-        next device.
+        The copying stream first waits for the graph that read the destination last. The reading
+        device's stream then waits for the copies. The host does not wait, so a device may be one
+        step ahead of the next device.
 
         In llama.cpp the reading device's stream waits for the last reader, and the copy rides the
         other stream (`check/races_of_record.py`, reused_copy). Every sync mode here repairs this.
@@ -154,8 +155,8 @@ class _Emitter:
             emit(Wait(landed, Stream(part.backend, COMPUTE_STREAM), number))
 
     def _wait_for_graph(self, number: int, compute: Stream) -> Sync:
-        """The host's wait before copies: for all that is queued; where inputs lie in a ring, for
-        graph that read this turn's inputs."""
+        """The host's wait before copies: for everything queued, or in a ring for the graph that
+        read this turn's inputs."""
         if self.ordering.device_ring == 1:
             return Sync(number, stream=compute)
         return Sync(number, event=self._read(compute.backend, number))
@@ -243,8 +244,8 @@ class _Emitter:
 def _joined(
     before: tuple[str, Range, Range], dst: Range, src: Range
 ) -> tuple[str, Range, Range] | None:
-    """A copy and the next one as one, where both ranges go on where the first ones end but for
-    alignment; None where they do not."""
+    """Two copies as one, where the second's ranges begin at the aligned end of the first's; else
+    None."""
     _, to, from_ = before
     for first, second in ((to, dst), (from_, src)):
         end = first.offset + round_up(first.nbytes, ALIGN)
@@ -274,10 +275,10 @@ def lower(
 ) -> Program:
     """The program of one step, whose tensors lie as `layout` says.
 
-    targets: as `lay_out` was given them. ordering: one that `choose_ordering` returned. The program
-    ends with the logits wait (Record, Sync on that event, Read) unless it has no outputs and
-    step_wait wants none. On a device whose copies are not in stream order, a Sync on the stream
-    before the logits' copy and one behind it replace the event.
+    targets: as `lay_out` was given them. ordering: as `choose_ordering` returned it. The program
+    ends with the logits wait (Record, Sync on that event, Read), unless step_wait=outputs and it
+    has no outputs. Where copies are not in stream order, two Syncs on the stream replace the event:
+    one before the logits' copy, one behind it.
     """
     emitter = _Emitter(splits, layout, ordering, targets)
     emitter.write_inputs(graph)

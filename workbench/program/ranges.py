@@ -13,8 +13,8 @@ class Space(StrEnum):
 
 
 class Buffer:
-    """A block of memory the program refers to. backend: the index of the backend that owns it.
-    lands: it holds one result that a copy brings to the host, and nothing else."""
+    """A block of memory that a program refers to. backend: the index of its owner. lands: it holds
+    one result that a copy brings to the host, and nothing else."""
 
     __slots__ = ("backend", "lands", "name", "nbytes", "space")
 

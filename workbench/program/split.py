@@ -1,5 +1,4 @@
-"""Placement and splits: which backend computes a node; consecutive nodes of one backend, and the
-tensors each must be given from elsewhere."""
+"""Which backend computes a node, and how a graph is cut into splits where the backend changes."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ from workbench.program.commands import HOST
 
 
 class Split(NamedTuple):
-    """Nodes of one backend in order. inputs: host inputs and other backends' activations that
-    these nodes read, in the order of first use; a tensor copied for an earlier split of the same
-    backend is not listed again."""
+    """Consecutive nodes of one backend. inputs: host inputs and other backends' activations that
+    these nodes read, in the order of first use. A tensor that an earlier split of the same backend
+    was given is not listed again."""
 
     backend: int
     nodes: list[Node]
@@ -43,9 +42,9 @@ def split(graph: Graph, backend_of: Callable[[Node], int]) -> list[Split]:
 
 
 def assign(nodes: Sequence[Node], fixed: Callable[[Node], int | None]) -> dict[Node, int]:
-    """The backend of every node: where `fixed` says (where its weight or cache is), and else that
-    of its neighbours, as ggml_backend_sched does it: devices spread first, down the graph and then
-    up, as far as nodes have no place of their own; then the host does."""
+    """The backend of every node. fixed: which backend a node's weight or cache ties it to, if any.
+    Other nodes take a neighbour's backend, as in ggml_backend_sched: devices spread first, down the
+    graph and then up; then the host does."""
     found: list[int | None] = [fixed(node) for node in nodes]
 
     def spread(order: Iterable[int], takes: Callable[[int], bool]) -> None:

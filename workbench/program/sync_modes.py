@@ -44,7 +44,7 @@ RULES: dict[str, Rule] = {
     SyncMode.EVENT_GUARDED: Rule(False, True, False, False, guarded=True),
     SyncMode.WRITE_READ_BOUNDARY: Rule(False, False, False, True),
     SyncMode.IMPLICIT: Rule(False, False, False, False),
-}  # from the most waits to the fewest; of as many, from the most copies
+}  # from the most waits to the fewest; with equal waits, from the most copies
 
 
 class Ordering(NamedTuple):
@@ -80,7 +80,7 @@ class Ordering(NamedTuple):
 
     @property
     def period(self) -> int:
-        """After how many steps both rings come round again; each turn has its own program."""
+        """After how many steps both rings come round again. Each turn has its own program."""
         return math.lcm(self.host_ring, self.device_ring)
 
 
@@ -92,9 +92,8 @@ RINGS: dict[str, int] = {HostSource.PINNED_RING_2: 2, HostSource.PINNED_RING_4: 
 def choose_ordering(
     wanted: Ordering, capabilities: Capabilities, device: str, unsafe: bool = False
 ) -> Ordering:
-    """The ordering to lower with: `wanted` itself, or with sync=auto the mode among those that are
-    safe that has the fewest waits. (Of the waits alone: what fewer copies save, as `packed` does,
-    it does not weigh.)
+    """The ordering to lower with: `wanted` itself, or for sync=auto the safe mode with the fewest
+    waits. (Only waits count; the copies that `packed` saves do not.)
 
     unsafe: a mode whose programs race is taken all the same. Raises DeviceError where the backend
     cannot honour one of the toggles, UsageError where they race.
@@ -136,8 +135,8 @@ def _on_a_stream(o: Ordering, able: Capabilities) -> Ordering:
 
 
 def _refusal_of_rings(o: Ordering, able: Capabilities) -> str:
-    """Which toggle that gives steps memory of their own a backend cannot honour, why, and what to
-    use; empty where it can honour them. Events say when such memory comes free."""
+    """Which ring a backend cannot honour, why, and what to use; empty where it can. A ring needs
+    events, which say when its memory comes free."""
     ring = f"host_source={o.host_source}", f"use host_source={HostSource.PINNED}"
     if o.host_ring > 1 and not able.events:
         return f"{ring[0]}: {_NO_EVENTS}; {ring[1]}"
@@ -149,7 +148,7 @@ def _refusal_of_rings(o: Ordering, able: Capabilities) -> str:
 
 
 def _refusal(o: Ordering, able: Capabilities) -> str:
-    """Why a backend cannot honour a mode; empty where it can. It can where copies block."""
+    """Why a backend cannot honour a mode; empty where it can. Modes that block always work."""
     if not o.rule.blocking and not able.asynchronous_copies:
         return "its copies are not asynchronous"
     if o.rule.guarded and not able.events:

@@ -34,7 +34,7 @@ class Phase(NamedTuple):
 
 
 def phases(step: pd.DataFrame) -> list[Phase]:
-    """The phases of one step (rows of a timeline's frame), those that it has, by when they begin.
+    """The phases that a step (rows of a timeline's frame) has, by when they begin.
 
     They may overlap: the device works while the host still launches.
     """

@@ -1,7 +1,7 @@
 """Executed notebooks as offline pages, and the page that lists them with their answers.
 
-Every page says in its head what the index says of it, so the index lists whatever pages stand in
-its folder, also those of an earlier `make report`.
+The head of a page has what the index says about it. So the index lists every page of its folder,
+an earlier `make report`'s, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The proof table: which waits of which ordering are superfluous, and what races without them.
+"""The proof table: the superfluous waits of each ordering, and what races without the others.
 
 Programs go in (`Engine.programs`), a frame comes out; `program/check/hazards.py` does the proving.
 """

@@ -48,8 +48,8 @@ def render_notebook(
     """Runs a notebook with `parameters` and writes it as a page; returns the page's path.
 
     It runs in its own directory, as in JupyterLab: relative paths in parameters start there.
-    device: what it runs on, for the banner of a page whose timings are a CPU's; by default the
-    parameter of that name. The executed notebook is kept under runs_dir. trace: a Perfetto file to
+    device: what it runs on; a page with a CPU's timings has a banner. By default the parameter of
+    that name. The executed notebook is kept under runs_dir. trace: a Perfetto file to
     put into the page as a download. left: told of every cell, `cell_seconds` in all.
 
     Raises UsageError where there is no such notebook, WorkbenchError naming the cell and its error
@@ -161,7 +161,7 @@ def check_pages(notebooks: Sequence[str | PathLike[str]], out_dir: str | PathLik
 
 
 def banner_html(device: str | None) -> str:
-    """The red line for a page whose timings are those of a CPU; empty for a GPU's."""
+    """The red line for a page with a CPU's timings; empty for a GPU."""
     if device is not None and is_gpu(device):
         return ""
     what = f"the {device} device" if device in DEVICES else f"device {device or 'not named'}"

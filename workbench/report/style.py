@@ -21,7 +21,7 @@ class Picture(Figure):
     """A figure that shows itself as the last line of a cell, without pyplot."""
 
     def _repr_png_(self) -> tuple[bytes, dict[str, str]]:
-        """The image, and as metadata the text for those who cannot see it: titles and axes."""
+        """The image. Its metadata has the text for who cannot see it: titles and axes."""
         out = io.BytesIO()
         self.savefig(out, format="png")
         words = [w for ax in self.axes for w in (ax.get_title(loc="left"), ax.get_xlabel()) if w]
@@ -29,8 +29,8 @@ class Picture(Figure):
 
 
 def few_colours(png: bytes) -> bytes:
-    """The same picture in its 256 most frequent colours, every other the nearest of them: a third
-    of the bytes, so that a notebook that is kept with its pictures stays small."""
+    """The same picture in its 256 most frequent colours; any other becomes the nearest of these. It
+    has a third of the bytes, so a notebook that is kept with its pictures stays small."""
     image = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
     colours, of_pixel, n_pixels = np.unique(
         image.reshape(-1, 3) @ [1 << 16, 1 << 8, 1], return_inverse=True, return_counts=True

@@ -23,7 +23,7 @@ __all__ = [
     "show", "speedup_table", "summary",
 ]  # fmt: skip
 GEOMETRIC_MEAN = "geometric mean"
-# what a comparison is of: its columns in the speedup table, and those of `summary`
+# what a comparison is of: columns of the speedup table, and columns of `summary`
 ORIGIN = {
     "Model": "model", "Device": "device", "Toggle": "toggle", "Baseline": "baseline",
     "Background": "background", "Commit": "commit", "Date": "date",
@@ -43,7 +43,7 @@ class Comparison(Protocol):
     def summary(self) -> pd.DataFrame: ...
 
 
-class Issued(Protocol):
+class HasCounts(Protocol):
     """What is asked of a program; `program.commands.Program` is one."""
 
     def pattern(self, fold: bool = False) -> str: ...
@@ -54,9 +54,9 @@ class Issued(Protocol):
 def summary(*comparisons: Comparison) -> pd.DataFrame:
     """The summaries of several comparisons as one frame of numbers, with where each row is from.
 
-    Columns: model, device, toggle, baseline, background, commit, run_id, date,
-    comparison (its number); then those of `AB.summary()`. Rows of one device stand together,
-    devices in the order in which they come.
+    Columns: model, device, toggle, baseline, background, commit, run_id, date, comparison (its
+    number); then the columns of `AB.summary()`. Rows of one device stand together, devices in the
+    order in which they come.
     """
     parts = []
     for number, comparison in enumerate(comparisons):
@@ -85,11 +85,11 @@ def summary(*comparisons: Comparison) -> pd.DataFrame:
 def speedup_table(*comparisons: Comparison) -> pd.DataFrame:
     """The speedup table of one or more comparisons: a row per test and toggled arm.
 
-    Columns: those of IF_VARYING where they vary, then Test, Toggled, t/s baseline, t/s toggled,
-    Speedup, 95% CI, n, verdict, and answer where it varies. An arm measured in several tests has
-    its geometric mean in a row of its own at the end of its comparison; the A/A controls are in the
-    table, too. `attrs["constant"]` has the columns left out, `attrs["groups"]` those that tell one
-    comparison from another: where the table is too wide, each has a table of its own under them.
+    Columns: what varies of ORIGIN, then Test, Toggled, t/s baseline, t/s toggled, Speedup, 95% CI,
+    n, verdict, and answer where it varies. An arm with several tests has its geometric mean in a
+    row at the end of its comparison. The A/A controls have rows, too. `attrs["constant"]` has the
+    columns left out. `attrs["groups"]` tells one comparison from another: a table that is too wide
+    becomes one table for each.
     """
     numbers = summary(*comparisons)
     rows = []
@@ -142,7 +142,7 @@ def _without_constants(table: Table) -> Table:
     return made
 
 
-def counts_table(programs: Mapping[str, Issued]) -> pd.DataFrame:
+def counts_table(programs: Mapping[str, HasCounts]) -> pd.DataFrame:
     """What each program issues for one step, by its label: the pattern, then its counts."""
     rows = [
         {"program": label, "pattern": program.pattern(fold=True)} | program.counts()
@@ -174,9 +174,10 @@ def launches_table(engine: Any) -> pd.DataFrame:
 
 
 def nodes_table(program: Any, layer: int | None = None) -> pd.DataFrame:
-    """What a layer of a program launches, in order: op, name, and the ops of a fused node's
-    parts. A launch with a product belongs to the layer of that, for the norm fused behind it may be
-    of the next. layer: by default one in the middle, or the first where there are fewer than three.
+    """What a layer of a program launches, in order: op, name, and the ops of a fused node's parts.
+
+    A launch with a product belongs to the product's layer; the norm fused behind it may belong to
+    the next. layer: by default one in the middle, or the first where there are fewer than three.
     """
     nodes = [c.node for c in program.commands if c.kind == "launch"]
     if layer is None:

@@ -110,11 +110,11 @@ def timeline_pair(
 ) -> Figure:
     """The same token twice on one time axis, before above after, each from its own start.
 
-    before, after: as for `timeline`. step: its number; by default the token that both have whose
-    times lie nearest to the medians (where they share none, each one's own), so that a token that
-    was disturbed does not stand for all. window_us as for `timeline`; with `inputs`, all copies of
-    each side are seen. The end of each step is marked, and its time stands beside it. Raises
-    ValueError for a step that one of them has not.
+    before, after: as for `timeline`. step: its number. By default it is a token that both have and
+    whose times lie nearest to the medians, so no disturbed token stands for all. Where they share
+    none, each shows its own. window_us: as for `timeline`; with `inputs`, all copies of each side
+    are seen. The end of each step is marked, and its time stands beside it. Raises ValueError for a
+    step that one of them has not.
     """
     return _stacked([_frame(before), _frame(after)], list(labels), step, window_us)
 
