@@ -1,74 +1,58 @@
 // attention: softmax(scale * q.k + mask) v, over cells 0 .. n_kv - 1 of a cache of halves.
 //
-//   attention_decode   few query rows: a block has 8 * ROW_SETS rows of one kv head and one share
-//                      of the cells, each warp its own tiles of 16 cells. CLUSTER blocks merge
-//                      what they found in shared memory, the last of several clusters merges these
-//                      (attention_merge.cuh); below sm_90 the last block merges all. One launch.
-//   attention_prefill  many query rows: a block has 16 rows per warp and goes through all cells,
-//                      its warps sharing tiles of TILE_CELLS cells
+//   attention_decode   few query rows. A block has 8 * ROW_SETS rows of one kv head and one share
+//                      of the cells; each warp has its own tiles of 16 cells. CLUSTER blocks merge
+//                      what they found in shared memory. The last of several clusters merges the
+//                      clusters (attention_merge.cuh); below sm_90 the last block merges all.
+//   attention_prefill  many query rows. A block has 16 rows per warp and goes through all cells;
+//                      its warps share tiles of TILE_CELLS cells.
 //
 // Compiled for each use (workbench/backend/cuda/attention.py chooses): PREFILL picks the kernel;
 // HEAD_DIM; WARPS of a block; STAGES tiles in shared memory per warp (decode) or block (prefill);
 // decode: ROW_SETS, CLUSTER; prefill: TILE_CELLS.
 //
-// Both form K q and V^T p with mma.sync (attention_rows.cuh) from tiles that cp.async brings. Rows
-// are those of a kv head: all query heads of its group, for several tokens, so that K and V are
-// read once for them. Cells that the mask excludes are read like any other and count for nothing,
-// whatever they hold: not to read them is a mechanism of its own. A query whose every cell is
-// excluded gives zeros.
+// Both kernels form K q and V^T p with mma.sync (attention_rows.cuh) from tiles that cp.async
+// brings. The rows of a kv head are all query heads of its group, for several tokens: K and V are
+// read once for them. Masked cells are read like any other and count for nothing, whatever they
+// hold; to leave them unread is a mechanism of its own. A query whose every cell is masked gives
+// zeros.
 //
 // Masked cells: scores are replaced, so K may hold anything. V is multiplied with weights of zero,
-// which NaN and infinity survive; rather than clear V in every tile, the sums are looked at once,
-// at the end: if one is not finite all is done again, row by row, with V cleared where a row's
-// weight is zero. Finite values give the same bits on both ways, and only a broken cache pays.
+// which NaN and infinity survive. Clearing V in every tile would cost; the sums are looked at once,
+// at the end. If one is not finite, all is done again row by row, with V cleared where a row's
+// weight is zero. Finite values give the same bits both ways, so only a broken cache pays.
 //
 // Rounding: q * scale * log2(e) and the weights (0 .. 1, under the running maximum) to halves;
 // everything else is float. A weight under 2^-25 of its row's largest counts as zero.
 //
 // Why it is so:
-//   * decode of a long cache is bound by the memory: a warp waits for its own copies and for no
-//     other warp, and asks for all its STAGES tiles, 8 KB each at head_dim 128, before it has its
-//     queries: 64 KB a block at head_dim 128, where about 40 KB a multiprocessor keep the memory
-//     busy;
-//   * decode of a short one is bound by what follows one another: copy, product, maximum, product,
-//     merging. So: a tile a warp if blocks allow; blocks of a cluster merge within their shared
-//     memory, without the two round trips to L2, the fences and the counter of a last block; each
-//     block of a cluster merges its part of the columns, all loads of a merge under way at once,
-//     and so divisions and quantisation are spread too;
-//   * at most as many blocks as run at once, tiles dealt out to within one, so that no block runs
-//     alone at the end;
-//   * few rows a block while cells are few: blocks that read a cell again find it in L2;
-//   * scores transposed (cells by rows): 8 rows are the unit, not 16, which halves the products
-//     and registers of a single token; weights come out transposed and movmatrix turns them back;
-//   * the mask comes with the tile, and ldmatrix lays it out as the scores lie; a tile with nothing
-//     masked skips it;
-//   * shared memory stays under 99 KB, what every architecture from sm_80 on allows a block.
+//   * Decode of a long cache is bound by the memory. A warp waits for its own copies alone, and
+//     asks for all its STAGES tiles before it has its queries: 64 KB a block at head_dim 128, where
+//     about 40 KB a multiprocessor keep the memory busy.
+//   * Decode of a short cache is bound by a chain: copy, product, maximum, product, merging. So
+//     each warp has one tile where blocks allow, and a cluster merges within its shared memory: no
+//     round trip to L2, no fence, no counter. Each block merges some of the columns, all loads at
+//     once.
+//   * At most as many blocks as run at once; tiles are dealt out to within one.
+//   * Few rows a block while cells are few: blocks that read a cell again find it in L2.
+//   * Scores are transposed (cells by rows): 8 rows are the unit, not 16, which halves the products
+//     and registers of a single token. movmatrix transposes the weights back.
+//   * The mask comes with the tile, and ldmatrix lays it out as the scores lie. A tile with nothing
+//     masked skips it.
+//   * Shared memory stays under 99 KB, which every architecture from sm_80 on allows a block.
 //
-// Versions, in us on one H100 80GB HBM3: 32 heads, 8 kv heads, head_dim 128 / 64, caches not in L2,
-// launched programmatically one after another; read: what reading K and V takes.
-//                                           1 token, n_kv          8 tokens, n_kv
-//                                           256      4096      16384     256     4096    16384
-//   read                                    0.3/0.2  5.4/2.7   22/11     the same
-//   1  attention_simple.cu                  7.5/5.0  22/16     65/41     8.9/6.2 122/84  401/242
-//   2  tensor cores; 4 warps; the last of
-//      up to 33 blocks merges all           6.3/5.4  13.1/8.9  34/18     16/9.6  26/16   49/27
-//   2  the best of warps 2, 4, 8, stages
-//      2, 3, 4 and 1 to 66 blocks           5.1/3.7  10.9/8.1  29/17     not tried
-//   3  this file: clusters, rows spread
-//      while cells are few, addresses
-//      before pdl_wait                      3.7/3.5  13.5/8.8  32/22     6.0/4.1 18/11  50/30
-// Of 2, measured: 8 tokens took 10 to 19 us more than one at head_dim 128; quantising cost 0.4 us
-// for one token and 3 for 8; at 256 cells one block a head (5.1) beat two that merge through memory
-// (5.9, 8 warps both); at 4096 16 blocks a head beat 33 (11.4 and 15.6 with 4 warps, 4 stages;
-// 12.4 and 13.3 with 2), at 16384 at head_dim 128 too (31.3 and 33.8), but not at 64 (21.1 and
-// 18.9). Read from the code, not measured apart: one block merged all rows of all shares in turn,
-// and the compiler had put some 170 instructions of address arithmetic behind pdl_wait.
-// 9 to 128 tokens at head_dim 128 (data/results/tuning/attention-5.json), blocks as one token's: 6.4
-// for 16 tokens over 256 cells, 8.2 for 64, 13.4 and 26.3 over 1024; blocks of 16 rows and 8 warps
-// with one tile each, one a multiprocessor: 5.6, 7.4, 10.6 and 18.8. Where masked cells are NaN, and
-// all is done twice, 64 tokens over 256 cells took 27.9 for 8.2.
-// Prefill, 512 tokens over 4096 cells: 1: 2026/1274; 2: 175/118 = 196/145 TFLOP/s (4 warps, 64
-// cells; 8 warps 175/122; 32 cells 201/148, 8 warps 195/135, 3 stages 198/150).
+// Versions (us on one H100 80GB HBM3, 32 heads, 8 kv heads, head_dim 128, caches not in L2,
+// launched programmatically; 1 token over 256, 4096, 16384 cells, then 8 tokens; reading K and V
+// takes 0.3, 5.4, 22; data/results/tuning/attention-*):
+//   1  floats, a head a block (tests/gpu/twins)    7.5 22 65, 8.9 122 401
+//   2  tensor cores, the last block merges all     6.3 13.1 34, 16 26 49; best tuning 5.1 10.9 29
+//   3  this file: clusters, rows spread            3.7 13.5 32, 6.0 18 50: kept
+//   2, two blocks a head merge through memory      5.9 for 5.1 at 256 cells: slower than one
+//   2, 16 blocks a head, not 33                    11.4 for 15.6 at 4096 cells: faster
+//   3, 16 rows and 8 warps from 9 tokens on        7.4 for 8.2 (64 tokens, 256 cells): kept
+//   3, all done twice: masked cells are NaN        27.9 for 8.2 (64 tokens, 256 cells)
+//   prefill, 512 tokens over 4096 cells            1: 2026; 2: 175 (4 warps, 64 cells): kept
+//   prefill of 8 warps, 32 cells, 3 stages         175, 201, 198: no gain
 #include "attention_merge.cuh"
 #include "attention_rows.cuh"
 
@@ -106,7 +90,7 @@ constexpr int TEAM = 1;
 constexpr int SETS = ROW_SETS, ROWS = 8 * SETS;
 using Ring = Tile<16, ROWS>[STAGES];
 using Sums = float[ROWS][DIM + 4];  // 4 more: no two rows of a store on one bank
-static_assert(sizeof(Sums) <= sizeof(Ring), "sums of a warp take the place of its tiles");
+static_assert(sizeof(Sums) <= sizeof(Ring), "sums of a warp lie where its tiles were");
 
 // Requests the first of the warp's tiles begin, begin + WARPS, .. < end.
 DEVICE void start(Ring& ring, const Cells& cells, int begin, int end) {
@@ -117,7 +101,7 @@ DEVICE void start(Ring& ring, const Cells& cells, int begin, int end) {
     }
 }
 
-// Goes through them.
+// Goes through the warp's tiles.
 template <bool CAREFUL>
 DEVICE void gather(Rows<SETS>& rows, Ring& ring, const Cells& cells, int begin, int end,
                    const int (&mask_row)[SETS]) {
@@ -135,9 +119,9 @@ DEVICE void gather(Rows<SETS>& rows, Ring& ring, const Cells& cells, int begin, 
     __syncwarp();
 }
 
-// Where clusters leave what the last of them merges: sums float4 [groups][teams][ROWS][QUADS], then
-// maxima and weights float2 [groups][teams][ROWS]. A row's maximum is stored by every block that
-// has columns of it, each the same: a block reads only what blocks of its own rank wrote.
+// Where clusters leave what the last cluster merges: sums float4 [groups][teams][ROWS][QUADS], then
+// maxima and weights float2 [groups][teams][ROWS]. Every block with columns of a row stores the
+// same maximum of it: a block reads only what blocks of its own rank wrote.
 struct Scratch {
     float4* sums;
     float2* parts;
@@ -159,10 +143,10 @@ struct Scratch {
     }
 };
 
-// Grid: (n_head_kv * row groups, shares); shares a multiple of CLUSTER, whose blocks are a cluster
-// where there are such; WARPS * 32 threads (at least 64); shared memory: WARPS Rings and the stored
-// queries. scratch, where there are several shares: float [grid.x][shares][ROWS][HEAD_DIM + 2];
-// counters: grid.x * CLUSTER.
+// Grid: (n_head_kv * row groups, shares). CLUSTER shares that follow each other are a cluster where
+// the device has clusters; shares are a multiple of it. Block: WARPS * 32 threads (at least 64).
+// Shared memory: WARPS Rings and the stored queries. scratch, where there are several shares: float
+// [grid.x][shares][ROWS][HEAD_DIM + 2]; counters: grid.x * CLUSTER.
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 : 2)
     attention_decode(u8* dst, const float* q, const u16* k, const u16* v, const u16* mask,
                      u8* scratch, u32* counters, i64 n_tokens, i64 n_head, i64 n_head_kv, i64 n_kv,
@@ -183,7 +167,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 
     int mask_row[SETS];
 #pragma unroll
     for (int s = 0; s < SETS; s++) mask_row[s] = share.token_of(8 * s + lane % 8) - share.token;
-    // The compiler would do all of the above after the wait, but for a store that depends on it.
+    // Without a store that depends on it, the compiler would do all of the above after the wait.
     __shared__ volatile i64 early[THREADS];
     const float* q_rows[SETS];
     Rows<SETS>::locate(q_rows, q, share, 0, int(n_head));
@@ -199,7 +183,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 
         rows.template load<WARPS>(q, share, 0, int(n_head), scale,
                                   reinterpret_cast<uint2*>(rings + WARPS), warp);
         __syncthreads();
-    } else {  // first the queries: a warp with one tile would wait for them
+    } else {  // the queries first: a warp with one tile would wait for them
         float2 wide[STEPS][SETS][2];
         rows.request(q_rows, wide);
         start(rings[warp], cells, begin, end);
@@ -272,7 +256,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 
     cluster_arrive();  // no block ends while another reads its shared memory
 #endif
 
-    // the clusters: of each rank the last block to be done
+    // the clusters: the last block of each rank to be done
     if (teams > 1 && 32 * rank < items) {
         u32* counter = counters + blockIdx.x * TEAM + rank;
         __threadfence();

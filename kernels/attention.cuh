@@ -1,10 +1,10 @@
-// What the attention kernels have in common: which rows a block has, and the tile of cells that it
-// has in shared memory.
+// What the attention kernels have in common: which rows a block has, and its tile of cells in
+// shared memory.
 //
 // HEAD_DIM is a macro. Inside, a head is DIM columns wide, HEAD_DIM padded with zeros to whole
 // steps of 16.
 //
-// One version only of each part; measured as part of the whole: the table in attention.cu.
+// One version of each part; measured as part of the whole (attention.cu).
 #pragma once
 #include "tensor_core.cuh"
 
@@ -33,14 +33,14 @@ DEVICE float rescale(float own, float most) {
 
 // which rows -------------------------------------------------------------------------------------
 
-// The query rows of one kv head, token by token, in each token its `group` heads: a block has
-// rows first .. first + count - 1 of them. Their tokens are n_tokens from `token` on.
+// The query rows of one kv head, token by token, and in each token its `group` heads. A block has
+// rows first .. first + count - 1. Their tokens are n_tokens from `token` on.
 struct Share {
     int head_kv, group, first, count, token, n_tokens;
     DEVICE Share(int head_kv, int group, int first, int size, int all)
         : head_kv(head_kv), group(group), first(first), count(min(size, all - first)),
           token(first / group), n_tokens((first + count - 1) / group - token + 1) {}
-    // past the last row, the last again: computed and never stored
+    // past the last row: the last again, computed and never stored
     DEVICE int row(int i) const { return first + min(i, count - 1); }
     DEVICE int token_of(int i) const { return row(i) / group; }
     DEVICE int head_of(int i) const { return head_kv * group + row(i) % group; }
@@ -68,7 +68,7 @@ struct Cells {
           mask(mask + share.token * n_kv), n_kv(n_kv), stride(int(n_head_kv) * HEAD_DIM),
           n_tokens(share.n_tokens) {}
 
-    // Starts copying the tile whose first cell is `first`; thread `i` of THREADS that do. Cells
+    // Starts copying the tile whose first cell is `first`; this is thread `i` of THREADS. Cells
     // past n_kv are zeros and masked.
     template <int THREADS, int CELLS, int ROWS>
     DEVICE void request(Tile<CELLS, ROWS>& to, i64 first, u32 i) const {
@@ -80,12 +80,12 @@ struct Cells {
 #pragma unroll 1
             for (u32 n = i; n < n_tokens * (CELLS / 8); n += THREADS) {
                 const int token = n / (CELLS / 8), cell = n % (CELLS / 8) * 8;
-                u16* place = &to.mask[token][cell];
+                u16* into = &to.mask[token][cell];
                 if (cell < left) {
-                    copy16(place, from + token * n_kv + cell, true);
+                    copy16(into, from + token * n_kv + cell, true);
                 } else {
                     const u32 two = MASKED << 16 | MASKED;
-                    *reinterpret_cast<uint4*>(place) = make_uint4(two, two, two, two);
+                    *reinterpret_cast<uint4*>(into) = make_uint4(two, two, two, two);
                 }
             }
         } else {  // rows of the mask are not aligned

@@ -1,14 +1,14 @@
-// How partial results of attention become one (of the warps of a block, of the blocks of a cluster,
-// of clusters), and where the result goes.
+// How partial results of attention become one, and where the result goes. Partial results are those
+// of the warps of a block, of the blocks of a cluster, or of clusters.
 //
-// The second way to merge. The first, all rows by the last of up to 33 blocks, was part of version
-// 2 of attention.cu, whose table has the figures.
+// Versions (figures: attention.cu): 1, all rows by the last of up to 33 blocks: slower; 2, this
+// one.
 #pragma once
 #include "attention.cuh"
 #include "cluster.cuh"
 #include "quantise.cuh"
 
-// Four columns of a row over some of the cells: the sum of weighted values and the weights' sum,
+// Four columns of a row over some of the cells: the weighted sum of values and the sum of weights,
 // both relative to 2^most.
 struct Partial {
     float4 sum;
@@ -52,7 +52,7 @@ DEVICE Partial merged(int n, Load load) {
 
 constexpr int QUADS = HEAD_DIM / 4;
 
-// Four columns of one row for each lane of a warp; past the last of `items`, the last again.
+// Four columns of one row for each lane of a warp; past the last of `items` the last again.
 struct Item {
     bool there;
     int row, quad;
@@ -68,7 +68,7 @@ struct Output {
     u8* dst;
     i64 n_head;
     bool quantised;
-    // Called by whole warps, 8 lanes with a block of 32.
+    // Called by whole warps; 8 lanes have a block of 32.
     DEVICE void store(const Share& share, const Item& item, const Partial& all) const {
         const bool none = all.weight == 0;
         const float f = none ? 0.f : __fdiv_rn(1.f, all.weight);

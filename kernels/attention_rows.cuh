@@ -1,19 +1,19 @@
 // The rows of queries that a warp has, in registers or shared memory, and what they gather.
 // Method: FlashAttention-2 (Dao 2023), online softmax (Milakov and Gimelshein 2018).
 //
-// One version only since attention runs on tensor cores: versions 2 and 3 in attention.cu's table.
+// One version since attention runs on tensor cores: versions 2 and 3 of attention.cu.
 #pragma once
 #include "attention.cuh"
 
 // 8 * SETS query rows of a warp and what they have gathered. Scores are formed as K q (cells by
-// rows) and results as V^T p (columns by rows), so that 8 rows, not 16, are the least that a
-// product takes: a single token with a group of 4 or 8 heads fills one set.
+// rows) and results as V^T p (columns by rows). So 8 rows, not 16, are the least that a product
+// takes: a single token with a group of 4 or 8 heads fills one set.
 //
-// Of set s a lane has rows 8 s + 2 (lane % 4) + j, j = 0, 1, for which it keeps the running
-// maximum and the sum of its own cells' weights; sums[d][s]: columns 16 d + lane / 4 (+ 8).
+// Of set s a lane has rows 8 s + 2 (lane % 4) + j, j = 0, 1. For these it keeps the running maximum
+// and the sum of the weights of its own cells; sums[d][s]: columns 16 d + lane / 4 (+ 8).
 //
-// Where the queries are many registers they lie in shared memory, [STEPS][SETS][32] uint2, each
-// lane's as `multiply` wants them.
+// Queries of many registers lie in shared memory, [STEPS][SETS][32] uint2, for each lane as
+// `multiply` wants them.
 template <int SETS>
 struct Rows {
     static constexpr bool STORED = STEPS * SETS > 16;
@@ -34,16 +34,16 @@ struct Rows {
         }
     }
 
-    // q (n_tokens, n_head, HEAD_DIM); the warp's rows begin at row `at` of the block's. Scaled in
-    // float, with log2(e), since weights are taken as powers of two. Queries that go to `place` in
-    // shared memory are shared by SHARERS warps, which take turns at the steps, this one from step
-    // `first_step` on; usable once these have met.
+    // q (n_tokens, n_head, HEAD_DIM); the warp's rows begin at row `at` of the block. They are
+    // scaled in float, with log2(e), because weights are powers of two. SHARERS warps share queries
+    // in shared memory, at `room`: each loads every SHARERS-th step, this one from `first_step` on.
+    // The queries are usable once these warps have met.
     template <int SHARERS>
     DEVICE void load(const float* q, const Share& share, int at, int n_head, float scale,
-                     uint2* place, int first_step) {
+                     uint2* room, int first_step) {
         const int lane = threadIdx.x % 32;
         scale *= LOG2_E;
-        stored = place + lane;
+        stored = room + lane;
         const float* row[SETS];
         locate(row, q, share, at, n_head);
         if constexpr (STORED) {
@@ -65,7 +65,7 @@ struct Rows {
                     const int d = first_step + (first + n) * SHARERS;
 #pragma unroll
                     for (int s = 0; s < SETS; s++) {
-                        if (d < STEPS) place[(d * SETS + s) * 32 + lane] = two[n][s];
+                        if (d < STEPS) room[(d * SETS + s) * 32 + lane] = two[n][s];
                     }
                 }
             }
@@ -114,12 +114,12 @@ struct Rows {
     }
 
     // Adds the cells of a tile. mask_row[s]: the row of the tile's mask whose address this lane
-    // gives to load_transposed for set s. CAREFUL: a cell of weight zero adds nothing, whatever V
-    // holds; without, V must be finite. On finite values both give the same bits.
+    // gives to load_transposed for set s. With CAREFUL a cell of weight zero adds nothing, whatever
+    // V holds; otherwise V must be finite. On finite values both give the same bits.
     template <bool CAREFUL, int CELLS, int TOKENS>
     DEVICE void add(const Tile<CELLS, TOKENS>& tile, const int (&mask_row)[SETS]) {
         constexpr int parts = CELLS / 16;
-        // one product after the other waits for its predecessor: at least two chains of them
+        // a product waits for the one before it in its chain: at least two chains
         constexpr int chains = parts * SETS == 1 ? 2 : 1;
         const int lane = threadIdx.x % 32;
         float score[chains][parts][SETS][4] = {};
@@ -215,8 +215,8 @@ struct Rows {
         }
     }
 
-    // Scores to weights (p: halves, as `multiply` wants its b) under the new maximum; keep: what
-    // sums under the old one are to be multiplied with.
+    // Scores to weights (p: halves, as `multiply` wants its b) under the new maximum. keep: the
+    // factor for sums under the old maximum.
     template <int PARTS>
     DEVICE void weigh(float (&score)[PARTS][SETS][4], u32 (&p)[PARTS][SETS][2],
                       float (&keep)[SETS][2]) {
@@ -250,7 +250,7 @@ struct Rows {
         }
     }
 
-    // multiply, one of the 8 rows at a time, with V set to zero where that row's weight is.
+    // multiply, one of the 8 rows at a time, with V set to zero where the row's weight is zero.
     static DEVICE void multiply_rows(float (&c)[4], const u32 (&values)[4], const u32 (&p)[2]) {
         const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -270,7 +270,7 @@ struct Rows {
         }
     }
 
-    // Whether a sum of the warp is not finite: then V was not, perhaps in a masked cell.
+    // Whether a sum of the warp is not finite. Then V was not finite, perhaps in a masked cell.
     DEVICE bool suspicious() const {
         float zero[4] = {};  // as many chains
 #pragma unroll

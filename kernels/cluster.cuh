@@ -1,8 +1,7 @@
 // Clusters (sm_90 and later): blocks that run together and reach each other's shared memory. One
 // function an instruction.
 //
-// Nothing here was chosen among versions. What clusters gave is measured in the kernels that use
-// them: attention.cu (version 3) and product_qkv.cu (heads normed).
+// One version. What clusters gave: attention.cu (version 3), product_qkv.cu (heads normed).
 #pragma once
 #include "tensor_core.cuh"
 
@@ -37,7 +36,7 @@ DEVICE float2 load2_at(u32 address) {
     return v;
 }
 
-// All threads of the cluster: what each wrote before arriving, every one reads after waiting.
+// All threads of the cluster. What each wrote before arriving, every one can read after waiting.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 

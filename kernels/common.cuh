@@ -1,17 +1,17 @@
 // What every kernel file shares: short type names, conversions, reductions, the Q8_ACT row.
 //
-// No header of the CUDA toolkit is included, so that NVRTC needs no include path and compiles each
-// file in a fraction of a second; the half-precision conversions are two lines of PTX.
+// No header of the CUDA toolkit is included: NVRTC needs no include path and compiles each file in
+// a fraction of a second. The half-precision conversions are two lines of PTX.
 //
 // Conventions of all kernels (workbench/backend/args.py gives each one's argument order):
 //   * integers arrive as long long, reals as float, addresses as 8 bytes;
 //   * every tensor begins on a multiple of 16 bytes (the backend gives 256), and its memory ends on
-//     one: what lies between its last byte and there may be read, and counts for nothing;
+//     one: bytes between its last byte and that end may be read, and count for nothing;
 //   * inputs and outputs never overlap, but for the cache of set_rows and rope_shift;
 //   * no floating-point atomics: each result is summed in one fixed order.
 //
-// One version only, but for silu_times: with expf and a division, gate + up of 128 tokens took 69.3
-// us for 59.4 (see tensor_product.cu).
+// Versions of silu_times (gate + up of 128 tokens, tensor_product.cu): expf and a division 69.3 us;
+// this one 59.4.
 #pragma once
 
 typedef signed char i8;
@@ -70,8 +70,9 @@ DEVICE void pdl_trigger() {
 #endif
 }
 
-// Waits until the kernels before this one have ended and what they wrote can be read. Only weights
-// may be read before it, and nothing written; every thread executes it, also one with no work.
+// Waits until the kernels before this one have ended and what they wrote can be read. Before it,
+// only weights may be read and nothing may be written. Every thread executes it, also one with no
+// work.
 DEVICE void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -104,8 +105,8 @@ DEVICE float block_sum(float v) {
 
 // activations ------------------------------------------------------------------------------------
 
-// silu(g) * u, relative error under 2^-18 |g|; 0 where exp(-g) overflows. No slow paths: it stands
-// where a whole block waits for it.
+// silu(g) * u, relative error under 2^-18 |g|; 0 where exp(-g) overflows. It has no slow paths,
+// because a whole block waits for it.
 DEVICE float silu_times(float g, float u) { return __fdividef(g, 1.f + __expf(-g)) * u; }
 
 // A row of Q8_ACT: `cols` int8 quants, cols/32 float scales, cols/16 int16 sums of the quants of

@@ -12,22 +12,21 @@
 //   bfloat_rows        F32 to BF16 in their own order
 //   add_bias           dst (rows, cols) += bias (cols)
 //
-// A tile of `tile` tokens is, for each 64 columns of rows padded to 512, a matrix of `tile` rows of
-// 128 bytes, whose 16-byte word c of row n lies at c ^ (n % 8): as Hopper's tensor cores read it
-// from shared memory, where one copy brings the matrices of some hundred columns.
+// A tile of `tile` tokens has a matrix for each 64 columns of rows padded to 512: `tile` rows of
+// 128 bytes. The 16-byte word c of row n lies at c ^ (n % 8), as Hopper's tensor cores read it from
+// shared memory. One copy brings the matrices of some hundred columns.
 //
-// What was tried (one H100 80GB HBM3; all weights of an 8B model, Q4_0): one unit a thread, a block
-// or two for each row, took 8.9 ms by itself, and with the products of 32 tokens behind it 5.8 ms
-// more than those of F16 weights, which is what reading and writing take. Half of the threads had
-// no unit in rows of 4096 columns.
+// Versions (one H100 80GB HBM3; all weights of an 8B model, Q4_0):
+//   one unit a thread, a block or two for each row   8.9 ms: half of the threads had no unit
+//   units of all rows one after the other            as long as reading and writing take: kept
 //
-// No pointer to activations is __restrict__: a load that the compiler may take for one of constant
-// data can move above pdl_wait.
+// No pointer to activations is __restrict__: the compiler may move a load of what it takes for
+// constant data above pdl_wait.
 #include "halves.cuh"
 
 // Arguments: dst, w, first, n, rows (of the weight), cols. Block 256; grid (ceil(n * units of a
-// padded row / (256 * IN_FLIGHT)), 1). Threads take the units of all rows one after the other, so
-// that none is idle where a row is no multiple of 256 units, and IN_FLIGHT of them at a time.
+// padded row / (256 * IN_FLIGHT)), 1). Threads take the units of all rows one after the other,
+// IN_FLIGHT at a time: no thread is idle where a row is no multiple of 256 units.
 constexpr int IN_FLIGHT = 2;
 
 template <class W>
@@ -116,8 +115,8 @@ DEVICE void half_rows_of(u8* dst, const u8* x, i64 cols) {
     reinterpret_cast<uint4*>(dst)[i64(blockIdx.x) * words + c] = v;
 }
 
-// Thread c of a token's row has four neighbouring columns of four units: those from `first` + 32 u
-// on. In the tile they are two words of a swizzled matrix, at byte `to` and at to ^ 16.
+// Thread c of a token's row has four neighbouring columns of each of four units, from `first` + 32
+// u on. In the tile they are two words of a swizzled matrix, at byte `to` and at to ^ 16.
 template <class Columns>
 DEVICE void half_tiles_of(u8* dst, const u8* x, i64 cols, i64 n_tokens, int tile) {
     pdl_trigger();

@@ -9,11 +9,11 @@
 //
 // Blocks of 256 threads.
 //
-// No pointer is __restrict__: a load that the compiler may take for one of constant data can move
-// above pdl_wait.
+// No pointer is __restrict__: the compiler may move a load of what it takes for constant data above
+// pdl_wait.
 //
-// One version only, not tuned: fused, they are part of products and norms. What steps take with
-// these in launches of their own is data/results/cuda-decode-*-unfused.
+// One version, not tuned: a fused step has these ops in products and norms. Steps with a launch for
+// each: data/results/cuda-decode-*-unfused.
 #include "quantise.cuh"
 #include "rms.cuh"
 
@@ -45,8 +45,8 @@ extern "C" __global__ void swiglu(float* dst, const float* gate,
     if (c < cols) dst[i] = silu_times(gate[i], up[i]);
 }
 
-// The two below: cols a multiple of 32; grid (rows, ceil(cols / 1024)): a thread has 4 columns, 8
-// neighbouring lanes a block of 32.
+// The two below: cols a multiple of 32; grid (rows, ceil(cols / 1024)). A thread has 4 columns, and
+// 8 neighbouring lanes have a block of 32.
 
 // Arguments: dst, x, rows, cols.
 extern "C" __global__ void quantize(u8* dst, const float* x, i64 rows,
@@ -79,7 +79,8 @@ extern "C" __global__ void swiglu_quantize(u8* dst, const float* gate,
     if (blockIdx.y == 0) zero_padding(row, cols, threadIdx.x);
 }
 
-// Arguments: dst (rows, cols / 32), x, rows, cols (a multiple of 32). Grid (rows, ceil(cols / 256)).
+// Arguments: dst (rows, cols / 32), x, rows, cols (a multiple of 32). Grid (rows,
+// ceil(cols / 256)).
 extern "C" __global__ void square_sums(float* dst, const float* x, i64 rows, i64 cols) {
     pdl_trigger();
     pdl_wait();
@@ -89,8 +90,8 @@ extern "C" __global__ void square_sums(float* dst, const float* x, i64 rows, i64
     if (c % SQUARES == 0) dst[row * (cols / SQUARES) + c / SQUARES] = sum;
 }
 
-// Arguments: dst, x, squares (rows, n), rows, cols, n, normed (columns the sums are over), eps. Grid
-// (rows, ceil(cols / 256)).
+// Arguments: dst, x, squares (rows, n), rows, cols, n, normed (columns the sums are over), eps.
+// Grid (rows, ceil(cols / 256)).
 extern "C" __global__ void rms_scale(float* dst, const float* x, const float* squares, i64 rows,
                                      i64 cols, i64 n, i64 normed, float eps) {
     pdl_trigger();

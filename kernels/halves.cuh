@@ -5,23 +5,23 @@
 //   position 128 b + 32 i + 8 t + e   holds column
 //            128 b + 32 t + 4 i + {0, 2, 1, 3, 16, 18, 17, 19}[e]
 //
-// so that the eight halves a word of a unit decodes to are 16 neighbouring bytes, and that four
-// lanes with a unit each write, or read, 64 neighbouring bytes. Within a word the halves of a pair
-// are 16 bits apart: a mask, an addition and a multiplication make a pair of weights. Rows whose
-// columns are no multiple of 128 are padded with zeros. A dot product does not care for the order,
-// as long as activations have it too: `half_rows_F32` and `half_rows_Q8` of dequantise.cu give it
-// to them. tensor_product.cu, which takes pairs to where one mma wants them, has activations in
+// So a word of a unit decodes to eight halves in 16 neighbouring bytes, and four lanes with a unit
+// each write, or read, 64 neighbouring bytes. Within a word the halves of a pair are 16 bits apart:
+// a mask, an addition and a multiplication make a pair of weights. Rows whose columns are no
+// multiple of 128 are padded with zeros. A dot product does not depend on the order, if activations
+// have it too: `half_rows_F32` and `half_rows_Q8` of dequantise.cu give it to them.
+// tensor_product.cu wants the pairs of one mma together. Its activations lie, instead, in
 //
 //   position 128 b + 32 i + 8 p + 2 t + e   column 128 b + 32 t + 4 i + {0, 1, 16, 17}[p] + 2 e
 //
-// instead (pair p, e 0 or 1): `half_tiles_F32` and `half_tiles_Q8`.
+// (pair p, e 0 or 1): `half_tiles_F32` and `half_tiles_Q8`.
 //
-// A weight is f * q + m in half precision, q exact, f and m rounded from float: it is off by less
-// than 2^-10 of |f q| + |m| as long as f is a normal half, above 6e-5. f and m saturate.
+// A weight is f * q + m in half precision, q exact, f and m rounded from float. It is off by less
+// than 2^-10 of |f q| + |m| while f is a normal half, above 6e-5. f and m saturate.
 //
-// Versions: masks as constants, with a move before every use, made 58 instructions of 16 x 32
-// weights and 16 tokens in tensor_product.cu; masks in registers, as here, 45. Times are those of
-// the whole product: see tensor_product.cu.
+// Versions (instructions for 16 x 32 weights and 16 tokens; times: tensor_product.cu):
+//   masks as constants, a move before every use   58
+//   masks in registers                            45: kept
 #pragma once
 #include "weights.cuh"
 
@@ -60,16 +60,16 @@ DEVICE u32 both(float f) { return halves(f, f); }
 #define MINUS_1024 0xe400e400u
 #define SIXTEENTH 0x2c002c00u
 
-// Which bits of a word the low, the high nibbles of its bytes are. As a constant, a mask goes
-// through a move before every use, a quarter of the decoding; `zero`, which the compiler does not
-// know to be zero, keeps masks in registers.
+// Which bits of a word are the low, and the high, nibbles of its bytes. A constant mask would go
+// through a move before every use, a quarter of the decoding. The compiler does not know that
+// `zero` is zero, and keeps the masks in registers.
 struct Masks {
     u32 low, high;
     DEVICE explicit Masks(u32 zero = 0) : low(0x000f000fu + zero), high(0x00f000f0u + zero) {}
 };
 
-// A word of 8 nibbles as pairs (0, 4), (2, 6), (1, 5), (3, 7), less `offset` (0 or 8): the low ones
-// of its bytes are added to 1024, the high ones, worth 16 each, to 64 after a division by 16.
+// A word of 8 nibbles as pairs (0, 4), (2, 6), (1, 5), (3, 7), less `offset` (0 or 8). The low
+// nibbles are added to 1024; the high ones, worth 16 each, to 64 after a division by 16.
 template <int OFFSET>
 DEVICE void nibble_pairs(u32 v, const Masks& by, u32 (&q)[4]) {
     const u32 low = OFFSET ? 0xe408e408u : MINUS_1024;         // -1032, -1024
@@ -128,8 +128,8 @@ struct Halves<Q8_0> {
     }
 };
 
-// The three bits of an E2M1 magnitude, put where a half has the last two of its exponent and the
-// first of its fraction, are 2^-14 times the magnitude, the subnormal one too.
+// The three bits of an E2M1 magnitude go where a half has the last two bits of its exponent and the
+// first of its fraction. There they are 2^-14 times the magnitude, the subnormal one too.
 template <>
 struct Halves<MXFP4> {
     using Factors = OneFactor;

@@ -1,25 +1,23 @@
 // mul_mat_float: dst (n_tokens, rows) = x (n_tokens, cols) times w (rows, cols) transposed, with
-// float32 activations and weights of any type: the float path, against which all other products are
-// judged (toggle activations=float).
+// float32 activations and weights of any type. This is the float path: all other products are
+// judged against it (toggle activations=float).
 //
-// Every weight is decoded to the float32 it stands for by value(), the readable form in
-// weights.cuh, multiplied in float32 by an activation that was never rounded, and added in float32.
-// The fast kernels decode whole units and multiply integers, or round activations to halves for
-// tensor cores, so that a mistake of theirs cannot hide on both sides of the comparison.
+// value(), the readable form in weights.cuh, decodes every weight to the float32 it stands for. It
+// is multiplied in float32 by an activation that was never rounded, and added in float32. The fast
+// kernels decode whole units and multiply integers, or round activations to halves for tensor
+// cores. So a mistake of theirs cannot hide on both sides of the comparison.
 //
-// One warp makes one row of the result for TOKENS tokens. Its lanes stand side by side in a row, so
-// that weights, their scales and the activations are each read as one or a few neighbouring
-// sectors; a weight is decoded once for all tokens of a tile. Tiles of one group of rows are
-// neighbours in the grid, and all but the first find the weights in L2. Every element is summed in
-// an order that depends only on cols: by lane along the row, then the butterfly over lanes. So a
-// token's results are the same bits in a batch of any size.
+// One warp makes one row of the result for TOKENS tokens. Its lanes stand side by side in a row:
+// weights, their scales and the activations are each read as one or a few neighbouring sectors. A
+// weight is decoded once for all tokens of a tile. Tiles of one group of rows are neighbours in the
+// grid, and all but the first find the weights in L2. The order of a sum depends only on cols: by
+// lane along the row, then the butterfly over lanes. So a token's results are the same bits in a
+// batch of any size.
 //
-//   v1  addresses of 8 rows of x in 64 bits: a multiplication and four instructions for every load
-//   v2  (this one) 32-bit places within a tile, indices known not to be negative: for Q4_K 76
-//       instructions per weight, 16 of them loads and products of its 8 tokens; no spills, 40 to 64
-//       registers. 512 tokens of llama-3.2-1b in 185 (Q8_0) to 270 ms (K-quants) more than the fast
-//       path takes (one H100 80GB HBM3; data/results/cuda-perplexity-*). Not tuned further: a
-//       yardstick is to be read, and 2,048 tokens run through it once for a comparison.
+// Versions (one H100 80GB HBM3; data/results/cuda-perplexity-*; a yardstick is read, and not
+// tuned):
+//   1  64-bit addresses of x      five instructions more for every load
+//   2  32-bit offsets in a tile   512 tokens of 1B: 185 to 270 ms more than the fast path
 //
 // Arguments: dst, w, x, w_rows, cols, n_tokens. Block: 256 threads. Grid (one-dimensional):
 // ceil(w_rows / 8) * ceil(n_tokens / 8). cols is a multiple of the type's block; float types take
@@ -41,7 +39,7 @@ DEVICE void multiply(float* dst, const u8* w, const float* x, i64 rows, i64 cols
     if (row >= rows) return;  // whole warps
 
     const i64 n_blocks = rows * cols / BLOCK, line = row * cols;
-    // Tokens past the end repeat the last one and are not stored. Within a tile 32 bits are enough.
+    // Tokens past the end repeat the last one and are not stored. In a tile 32 bits are enough.
     const int last = int(min(n_tokens - 1 - token, i64(TOKENS - 1)));
     int from[TOKENS];
 #pragma unroll
@@ -63,8 +61,8 @@ DEVICE void multiply(float* dst, const u8* w, const float* x, i64 rows, i64 cols
     }
 }
 
-// x is not __restrict__: the compiler must not read what another kernel wrote through the
-// non-coherent cache, nor before pdl_wait.
+// x is not __restrict__: the compiler must read it neither through the non-coherent cache nor
+// before pdl_wait, because another kernel wrote it.
 #define FLOAT_PRODUCT(TYPE, BLOCK)                                                              \
     extern "C" __global__ void __launch_bounds__(32 * WARPS) mul_mat_float_##TYPE(              \
         float* dst, const u8* __restrict__ w, const float* x, i64 rows, i64 cols,               \

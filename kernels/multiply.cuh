@@ -1,65 +1,48 @@
 // Products with a few tokens (decode): dst (n_tokens, rows) = x (n_tokens, cols) times weights
-// (rows, cols) transposed. This is the product; what follows it before its result is stored is the
-// "end" of the kernels that include this: product.cu and product_qkv.cu.
+// (rows, cols) transposed. This is the product. What follows before a result is stored is the "end"
+// of the kernels that include this file: product.cu and product_qkv.cu.
 //
 // Compiled for each use (workbench/backend/cuda/matvec.py chooses):
 //   TYPE_0 TYPE_1 TYPE_2   weight types of the segments, all for one kind of activations
 //   N                      tokens of the block: 1, 2, 4 or 8; those past n_tokens repeat the last
 //   ROWS                   weight rows ("lines") of a warp, ROWS * N at most 32
 //   UNROLL                 units of each line in flight per lane
-//   ROW_WARPS, WARPS           warps that share a line's columns; warps of a block
+//   ROW_WARPS, WARPS       warps that share a line's columns; warps of a block
 //   PASSES                 times that a warp takes ROWS lines, one after the other
 //   BLOCKS                 blocks that must fit a multiprocessor
 //   AHEAD                  KB that a block asks into L2 before the wait, behind its first loads
 //   SCALED                 results are scaled by the norm of x's rows, as rms_scale does it
 //   NARROW                 float weights whose cols are no multiple of 8: one weight at a time
 //
-// A lane reads units of 8 (float), 16 (Q8_0) or 32 weights, with 16-byte loads; its neighbours read
-// the next ones. All loads of the first round are requested before the wait for the kernels before;
-// from then on a unit is unpacked, its registers at once refilled with the unit a round later, and
-// then multiplied, so that ROWS * UNROLL loads less one are always in flight. What limits these
-// kernels is how many bytes are: memory needs about 16 KB per multiprocessor.
+// A lane reads units of 8 (float), 16 (Q8_0) or 32 weights with 16-byte loads; its neighbours read
+// the next ones. All loads of the first round are requested before the wait for the kernels before.
+// From then on a unit is unpacked, its registers are refilled with the unit a round later, and then
+// it is multiplied: ROWS * UNROLL loads less one are always in flight. What limits these kernels is
+// how many bytes are in flight: memory needs about 16 KB per multiprocessor.
 //
-// Activations come through L1 and serve all lines of a warp. Float weights are multiplied in float;
+// Activations come through L1 and serve all lines of a warp. Float weights are multiplied in float,
 // quantised ones in integers (dp4a), exact up to the scales.
 //
-// An element is summed as follows, whatever ROWS, UNROLL, WARPS, PASSES and N are: lane l of warp s
-// of ROW_WARPS takes units 32 s + l, 32 (s + ROW_WARPS) + l, ..; the butterfly over lanes (16, 8, ..); the
-// warps in order. All rounding is pinned: with one ROW_WARPS a token's result is the same in every
-// batch, and fused as unfused.
+// An element is summed in one order, whatever ROWS, UNROLL, WARPS, PASSES and N are. Lane l of warp
+// s of ROW_WARPS takes units 32 s + l, 32 (s + ROW_WARPS) + l, ..; then come the butterfly over
+// lanes (16, 8, ..) and the warps in order. All rounding is pinned: with one ROW_WARPS a token's
+// result is the same in every batch, and fused as unfused.
 //
-// What was tried: % of read bandwidth (3.10 TB/s, one H100 80GB HBM3) with dependent launch, layers
-// of an 8B model, one token (data/results/tuning/product-1.csv, product-2.csv). By ROWS, UNROLL,
-// WARPS, BLOCKS, ROW_WARPS; "-" was not run for the type, or not in these two files.
-//
-//                     gate and up (28672 x 4096)        o (4096 x 4096)
-//                     F16  Q8_0  Q4_0  Q4_K  Q6_K       F16  Q8_0  Q4_0  Q4_K  Q6_K
-//     1 4 8 3 1        97    99    91     -     -        73    74    57     -     -
-//     2 1 8 4 1         -     -     -    86    88         -     -     -    59    76
-//     2 2 8 3 1        96    99    92    93    90        81    74    56    55    73
-//     2 2 8 3 2        98    97    92    88    91        81    74    60    52    66
-//     2 4 4 4 2        98   103     -     -     -        80    75     -     -     -
-//     4 1 8 2 2         -     -     -    80    89         -     -     -    76    84
-//     4 2 8 2 1        95    99    94     -     -        80    84    67     -     -
-//     4 2 8 2 2        98    97    95     -     -        85    92    80     -     -
-//
-// Large weights hardly care. Small ones want all their blocks in flight at once, and few left over:
-// 16 lines a block for o are 256 blocks, which 132 multiprocessors with 2 each take together.
-//
-// AHEAD, us of a token as one graph with 0, 4, 8, 16 and 32 KB (norms-1.txt there): llama-3-8b Q4_0
-// 2050, 2038, 2038, 2030, 2044; F16 5380, 5286, 5306, 5351, 5363; qwen3-4b Q4_K_M 1701, 1651, 1647,
-// 1639, 1671. By shape and tuning: product-3.csv (llama-3-8b), product-4.csv (2560 columns).
-//
-// One block of 16 warps a multiprocessor, 256 lines each, for gate and up as 64 lines in blocks of 4
-// or 8 warps: MXFP4 84 for 75, Q5_K 83 for 79, Q4_0 86 for 83 (product-5.csv, of 3.195 TB/s). Blocks
-// of 14 warps for 14336 lines, so that 256 of them run at once: cuda/tuning.py has the figures.
-//
-// Counted, not measured apart:
-//   * a unit of Q8_0 is 16 weights, not the block of 32: two 16-byte loads at a stride of 32 bytes
-//     would ask for each sector twice;
-//   * units of K types are one sub-block each: one scale decoded per load, not two;
-//   * sums of a warp are scattered while they are reduced: C values take C - 1 shuffles and then
-//     one per remaining step, not 5 C.
+// Versions (% of read bandwidth, one H100 80GB HBM3, launched programmatically, one token; by ROWS,
+// UNROLL, WARPS, BLOCKS, ROW_WARPS; Q8_0, Q4_0 of 28672 x 4096, then of 4096 x 4096;
+// data/results/tuning/product-*.csv has all types and shapes):
+//   1 4 8 3 1   99 91   74 57     each lane alone
+//   2 2 8 3 1   99 92   74 56     large weights hardly care
+//   2 4 4 4 2   103 -   75 -      two warps a line
+//   4 2 8 2 1   99 94   84 67     more lines a warp: fewer blocks, all of them at once
+//   4 2 8 2 2   97 95   92 80     both: best for small weights, whose 256 blocks run together
+//   AHEAD of 0, 4, 8, 16, 32 KB          us of a token of 8B Q4_0: 2050, 2038, 2038, 2030, 2044
+//   one block of 16 warps, gate and up   MXFP4 84 for 75, Q5_K 83 for 79, Q4_0 86 for 83
+//   blocks of 14 warps for 14336 lines   all 256 run at once: figures in cuda/tuning.py
+// Counted by instructions, not timed:
+//   Q8_0 units of 16 weights, not 32     two loads at a stride of 32 ask for each sector twice
+//   K types: a unit is one sub-block     one scale decoded per load, not two
+//   sums scattered while reduced         C values take C - 1 shuffles and one per step, not 5 C
 #pragma once
 #include "rms.cuh"
 #include "tensor_core.cuh"
@@ -143,8 +126,8 @@ struct Sums {
     }
 };
 
-// What is multiplied: x (n_tokens, cols), and with SCALED the sums of squares of the rows whose norm
-// x is all but for the scale.
+// What is multiplied: x (n_tokens, cols). With SCALED x is a norm without its scale, and these are
+// the sums of squares of the rows that were normed.
 struct Given {
     const u8* x;
     i64 cols;
@@ -154,7 +137,7 @@ struct Given {
 };
 
 #ifdef SCALED
-// The sums of squares on their way to shared memory while the product is made; then their scales.
+// The sums of squares come to shared memory while the product is made; then they become scales.
 struct Scales {
     float* squares;
     float* scale;
@@ -175,8 +158,9 @@ struct Scales {
 };
 #endif
 
-// Asks the first AHEAD KB of the block's lines into L2, but what its first loads are: they are on
-// their way while the kernels before end. Lines in the order of passes, equal parts of those of one.
+// Asks the first AHEAD KB of the block's lines into L2, without what the first loads bring: the
+// bytes are on their way while the kernels before end. Lines come in the order of passes, and those
+// of one pass get equal parts.
 template <class W, class End>
 DEVICE void request_ahead(const End& end, int first, i64 cols) {
 #if __CUDA_ARCH__ >= 900
@@ -214,7 +198,7 @@ DEVICE void multiply(End& end, const Given& given) {
     const int units = int(cols / U::width), mine = share * 32 + lane;
 
     typename U::Planes planes[ROWS];
-    int at[ROWS];  // the unit of each line, of all of its weight, that is multiplied next
+    int at[ROWS];  // of each line the unit that is multiplied next, counted in the whole weight
     const auto start = [&](int pass, int r) {
         return int(end.row(pass * PASS + first + r)) * units + mine;
     };
@@ -251,9 +235,9 @@ DEVICE void multiply(End& end, const Given& given) {
         for (int r = 0; r < ROWS; r++) next[r] = more ? start(pass + 1, r) : 0;
         float acc[ROWS * N] = {};
         int u = mine;
-        // Multiplies unit u + v of each line, which is raw[i], having requested the unit to be
-        // multiplied after it from there: a round on, if `known` to exist; else, in the `last` full
-        // round, a round on where there is one; else the next pass's.
+        // Multiplies unit u + v of each line, which is raw[i]. Requests first what raw[i] holds
+        // next: the unit a round on, if it is `known` to exist. In the `last` full round that unit
+        // may be missing; then it is the first unit of the next pass.
         const auto unit = [&](int i, bool known, bool last) {
             const int v = i * STEP;
             const bool here = known || (last && u + v + ROUND < units);
@@ -275,8 +259,8 @@ DEVICE void multiply(End& end, const Given& given) {
                     acc[r * N + t] = U::add(w[r], a, acc[r * N + t]);
             }
         };
-        // The numbers are made opaque, or the compiler would keep an address of 64 bits for each
-        // plane of each row.
+        // The numbers are made opaque. Otherwise the compiler would keep an address of 64 bits for
+        // each plane of each row.
         const auto advance = [&] {
             u += ROUND;
             asm("" : "+r"(u));
@@ -286,9 +270,9 @@ DEVICE void multiply(End& end, const Given& given) {
                 asm("" : "+r"(at[r]));
             }
         };
-        // Rounds in which every lane has all units, the next one too; the last of them; the rest.
-        // In the loop nothing is conditional: else the compiler merges old and new values of `raw`
-        // by copying them, and each copy waits for the load it copies.
+        // Rounds in which every lane has all units, and in the next one too; the last full round;
+        // the rest. Nothing in the loop is conditional: the compiler would merge old and new values
+        // of `raw` by copying them, and each copy waits for the load it copies.
         int left = units;
         for (; left >= 2 * ROUND; left -= ROUND) {
 #pragma unroll

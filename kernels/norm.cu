@@ -1,6 +1,6 @@
-// norm_row: RMS norm, alone or with what stands around it: the residual add before it, the weight and
-// the quantisation after it. Every part is optional (address 0, or normalise 0) and rounds to
-// float32 as if it were a launch of its own, so that any choice of them gives the same bits.
+// norm_row: RMS norm, alone or with what stands around it: the residual add before it, the weight
+// and the quantisation after it. Every part is optional (address 0, or normalise 0). It rounds to
+// float32 as a launch of its own does: any choice of parts gives the same bits.
 //
 //   sum = a + b              stored in dst_sum
 //   y   = sum / sqrt(mean(sum^2) + eps) * weight         stored in dst, and as Q8_ACT in dst_q8
@@ -11,10 +11,10 @@
 // Arguments: dst_sum, dst, dst_q8, a, b, weight, rows, cols, eps, normalise. Grid: rows; block:
 // whole warps, at most 1,024 threads.
 //
-// Versions: the first (rms_norm, before commit 43147c1) read the row twice and was not measured
-// apart. Of this one, us of a token of llama-3-8b Q4_0 with 1024 threads a block at most 2035, with
-// 512 2181, with 256 2254; product.cu says why, and what halves of a norm in the product give
-// (data/results/tuning/norms-1.txt).
+// Versions (us of a token of llama-3-8b Q4_0; data/results/tuning/norms-1.txt; halves: product.cu):
+//   1  the row read twice           before commit 43147c1, not measured apart
+//   2  at most 1024 threads a block   2035: kept
+//   2  at most 512, 256               2181, 2254: product.cu says why
 #include "quantise.cuh"
 
 #define KEPT 4  // float4 of a row per thread
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(1024)
                 if (weight) v = __fmul_rn(v, __ldg(weight + c));
                 if (dst) dst[c] = v;
             }
-            // cols is a multiple of 32 here: whole warps are inside or outside
+            // cols is a multiple of 32 here: a whole warp is inside or outside
             if (dst_q8 && c < cols) quantise32(dst_q8, cols, c - threadIdx.x % 32, v);
         }
         if (dst_q8) zero_padding(dst_q8, cols, threadIdx.x);

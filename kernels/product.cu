@@ -8,19 +8,20 @@
 //
 // EPILOGUE is the one kernel wanted: 0 plain, 2 glu, 3 norm (1 is product_qkv.cu's).
 //
-// GLU_Q8 needs all 32 columns of a group in one block, which makes them in PASSES: each requests
-// the next one's first loads once its own are all in flight. As one pass of 64 lines, too large for
-// all groups to run at once, it lost up to 16 points (8B, Q4_K: 77 % for 93 %).
+// GLU_Q8 needs all 32 columns of a group in one block, which makes them in PASSES. Each pass
+// requests the next one's first loads once its own are all in flight.
 //
-// product_norm makes half of a norm. The other half, the scale of a row, needs all of it: it is left
-// to the products that read the row, which apply it to their results (SCALED), so that nothing waits
-// for a sum over blocks. What it replaces, microseconds of a token of an 8B model with Q4_0 weights
-// (66 norms, graph replay): a launch of its own, one block of 1024 threads, 2034; of 512 threads 2181,
-// of 256 threads 2254 (small blocks start while the product before still runs, and so does the
-// product behind, whose loads then stand in the way of the norm's); the whole norm in the last block
-// of the product 2190. Halved, as here, 2011 and 2004 in two rounds, in which whole norms took 2024
-// and 2017; a step by the host's clock 2121 and 2118 for 2241 and 2236, with 165 launches for 228
-// (data/results/tuning/norms-1.txt, which has other tunings too).
+// product_norm makes half of a norm. The other half, the scale of a row, needs the whole row. The
+// products that read the row apply the scale to their results (SCALED), so nothing waits for a sum
+// over blocks.
+//
+// Versions (H100; us of a token of an 8B model with Q4_0 weights as a graph, 66 norms;
+// data/results/tuning/norms-1.txt, product-*.csv):
+//   glu in one pass of 64 lines            up to 16 points of bandwidth lost: blocks too large
+//   the norm as a launch, 1024 threads     2034
+//   the same, 512 or 256 threads           2181, 2254: they start early, and block the next product
+//   the norm in the product's last block   2190
+//   half a norm here, SCALED behind        2011 for 2024, by the host's clock 2121 for 2241: kept
 #include "multiply.cuh"
 #include "quantise.cuh"
 
@@ -43,8 +44,8 @@ struct Plain {
     }
 };
 
-// Arguments: dst, w, bias (or 0), rows of three segments (rows 0: none), x, cols, n_tokens, squares,
-// eps (with SCALED).
+// Arguments: dst, w, bias (or 0), rows of three segments (rows 0: none), x, cols, n_tokens,
+// squares, eps (with SCALED).
 extern "C" __global__ void LIMITS product_plain(SEGMENT(0), SEGMENT(1), SEGMENT(2),
                                                 GIVEN_ARGUMENTS) {
     pdl_trigger();
@@ -93,8 +94,8 @@ struct Glu {
     }
 };
 
-// Arguments: dst, w_gate, bias_gate (or 0), w_up, bias_up (or 0), rows, then as product_plain from x
-// on. With GLU_Q8 rows are a multiple of 32.
+// Arguments: dst, w_gate, bias_gate (or 0), w_up, bias_up (or 0), rows, then as product_plain from
+// x on. With GLU_Q8 rows are a multiple of 32.
 extern "C" __global__ void LIMITS product_glu(u8* dst, const u8* w_gate, const float* bias_gate,
                                               const u8* w_up, const float* bias_up, i64 rows,
                                               GIVEN_ARGUMENTS) {
@@ -106,8 +107,8 @@ extern "C" __global__ void LIMITS product_glu(u8* dst, const u8* w_gate, const f
 #endif
 
 #if !defined(EPILOGUE) || EPILOGUE == 3
-// A line of a token a thread, and 32 neighbouring lines, whose squares are summed and which are
-// quantised together, a warp.
+// A thread has one line of one token. A warp has 32 neighbouring lines: their squares are summed
+// and they are quantised together.
 struct Normed {
     Segment at;  // dst: (n_tokens, rows) float32, or with NORM_Q8 Q8_ACT rows
     i64 rows;

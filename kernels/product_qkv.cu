@@ -5,9 +5,11 @@
 //                 dst, K and V to the cache
 //
 // HEAD_BLOCKS: blocks that a head's lines are spread over. They are a cluster (sm_90 and later) and
-// give each other the sums of squares of their lines. With the heads normed in rope_store.cu
-// instead, a token of a 4B model with Q4_K_M weights took 1650 us for 1633 (graph replay;
-// data/results/tuning/norms-1.txt).
+// give each other the sums of squares of their lines.
+//
+// Versions (us of a token of a 4B model, Q4_K_M, as a graph; data/results/tuning/norms-1.txt):
+//   heads normed in rope_store.cu   1650
+//   heads normed here               1633: kept
 #include "cluster.cuh"
 #include "multiply.cuh"
 #include "rope.cuh"
@@ -19,19 +21,19 @@
 #endif
 
 #if !defined(EPILOGUE) || EPILOGUE == 1
-// Lines 2 j and 2 j + 1 of Q and K are partners of the rotation; a thread has one such pair of one
+// Lines 2 j and 2 j + 1 of Q and K are partners of the rotation. A thread has one such pair of one
 // token.
 struct Rotated {
     Segment at;
     i64 rows, n_rot, n_kv;
     int s, first, n_tokens, head_dim, pair, t;
-    bool neox, turned;
+    bool neox, rotated;
     const int* positions;
     const float* freq_factors;
     const i64* cells;
     float theta_base, freq_scale;
     double revolutions;
-    struct Kept {  // by a thread for itself during the product, which needs the registers
+    struct Kept {  // by each thread, out of registers: the product needs them
         float sine, cosine;
         int cell;
 #ifdef HEAD_BLOCKS
@@ -48,8 +50,8 @@ struct Rotated {
     }
     DEVICE void before() {
         const int i = (first + 2 * pair) % head_dim;
-        turned = s < 2 && t < n_tokens && i < n_rot;
-        if (turned)
+        rotated = s < 2 && t < n_tokens && i < n_rot;
+        if (rotated)
             revolutions = rope_revolutions(i / 2, n_rot, theta_base, freq_scale, freq_factors);
 #ifdef HEAD_BLOCKS
         if (s < 2 && t < n_tokens) {
@@ -59,7 +61,7 @@ struct Rotated {
 #endif
     }
     DEVICE void after() {
-        if (turned) {
+        if (rotated) {
             const Rotation rotation(positions[t], revolutions);
             kept->sine = rotation.sine, kept->cosine = rotation.cosine;
         }
@@ -69,7 +71,8 @@ struct Rotated {
 #ifdef HEAD_BLOCKS
     const float* factors;
     float eps;
-    // 1 / sqrt(mean(x^2) + eps) over the head of this thread's pair u, v, all of whose blocks call it.
+    // 1 / sqrt(mean(x^2) + eps) over the head of this thread's pair u, v. All blocks of the head
+    // call it.
     DEVICE float head_scale(float u, float v) const {
         constexpr int PAIRS = LINES / 2;
         static_assert(PAIRS <= 32 && (PAIRS & (PAIRS - 1)) == 0, "pairs of a token span warps");
@@ -104,7 +107,7 @@ struct Rotated {
         }
 #endif
         if (!mine) return;
-        if (turned) {
+        if (rotated) {
             const Rotation rotation(kept->sine, kept->cosine);
             const float w = rotation.first(u, v);
             v = rotation.second(u, v);

@@ -2,20 +2,21 @@
 //
 //   read_4, read_8, read_16   every 16-byte word once, a thread so many of them in one round
 //
-// `words` is read in tiles of 256 threads times that many words, each contiguous; block b of G takes
-// tiles b, b + G, b + 2 G, ..: the blocks that run together read one moving window of memory. Which
-// number and which grid is best differs from card to card, so that bench-kernels tries all of them
-// and takes the best (workbench/backend/cuda/replay.py). Of the loads of a round ptxas puts four to
-// seven before the first use (SASS for sm_90): with 8 blocks on a multiprocessor far more bytes are
-// in flight than the 16 KB that memory needs.
+// `words` is read in contiguous tiles of 256 threads times that many words. Block b of G takes
+// tiles b, b + G, b + 2 G, ..: the blocks that run together read one moving window of memory. The
+// best number of words and the best grid differ from card to card. bench-kernels tries all of them
+// and takes the best (workbench/backend/cuda/replay.py). ptxas puts four to seven loads of a round
+// before the first use (SASS for sm_90): 8 blocks on a multiprocessor have far more bytes in flight
+// than the 16 KB that memory needs.
 //
-// n: words of 16 bytes. `sink` is written only if the words add up to `never`, which a 32-bit sum
-// cannot where it is negative: the compiler does not know, and keeps the loads. Block: 256 threads.
+// n: words of 16 bytes. `sink` is written only if the words add up to `never`. A 32-bit sum cannot,
+// where `never` is negative; the compiler does not know, and keeps the loads. Block: 256 threads.
 //
-// What each gave, TB/s on one H100 80GB HBM3 (read_rates of recorded runs, data/results/cuda-*):
-// with 4 to 32 blocks for each multiprocessor read_4 3.05 to 3.14, read_8 3.04 to 3.14, read_16
-// 2.93 to 3.14; with a block for each tile 3.19 to 3.20, 3.17 to 3.18 and 3.16 to 3.17. read_4 with
-// a block for each tile was the best in every run.
+// Versions (TB/s on one H100 80GB HBM3; read_rates of recorded runs, data/results/cuda-*; 4 to 32
+// blocks for each multiprocessor, then a block for each tile):
+//   read_4    3.05 to 3.14   3.19 to 3.20: the best in every run
+//   read_8    3.04 to 3.14   3.17 to 3.18
+//   read_16   2.93 to 3.14   3.16 to 3.17
 #include "common.cuh"
 
 #define THREADS 256
@@ -34,7 +35,7 @@ DEVICE void read_all(const uint4* words, i64 n, i64 never, int* sink) {
 #pragma unroll
         for (int k = 0; k < K; k++) sum += v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
     }
-    for (int k = 0; k < K; k++) {  // of the last tile, what is there
+    for (int k = 0; k < K; k++) {  // the last tile may have fewer words
         if (i + k * THREADS >= n) break;
         const uint4 v = stream16(words + i + k * THREADS);
         sum += v.x ^ v.y ^ v.z ^ v.w;

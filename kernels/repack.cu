@@ -1,17 +1,16 @@
 // repack: blocks of a model file to the planes of kernels/weights.cuh.
 //
-//   repack_<TYPE>   one thread per unit of 32 weights: it moves the unit's quants, with the nibbles
-//                   and the bits beside them rearranged, and what belongs to the unit or, the first
-//                   of a block, to the block
+//   repack_<TYPE>   one thread per unit of 32 weights. It moves the unit's quants, with the nibbles
+//                   and the bits beside them rearranged, and the unit's scales. The first unit of a
+//                   block moves what belongs to the block, too.
 //
 // Arguments: dst (the whole weight), src (n blocks as in the file, from a multiple of 16 bytes on;
 // they are blocks number first .. first + n - 1), first, n, total (blocks of the weight).
 // Block: 256 threads. Grid: ceil(units / 256).
 //
-// Versions: the first (before commit 43147c1) moved one byte a thread, told by its arguments where
-// the fields of a block lie. Neither was measured apart. The whole load of a 4.66 GB file of Q4_0,
-// this and the copies, takes about 0.4 s once the process has loaded one
-// (data/results/cuda-load-llama-3-8b-q4_0.json).
+// Versions (neither measured apart; loading a file: data/results/cuda-load-llama-3-8b-q4_0.json):
+//   1  one byte a thread, told where fields lie   before commit 43147c1
+//   2  one unit a thread                          kept
 #include "weights.cuh"
 
 DEVICE u32 pair(const u8* p) {  // 4 bytes from an even address
@@ -45,7 +44,7 @@ DEVICE void move(Q4_0, u8* dst, const u8* src, i64 n, i64 b, int) {
 DEVICE void move(MXFP4, u8* dst, const u8* src, i64 n, i64 b, int) {
     u32 v[4] = {};
 #pragma unroll
-    for (int j = 0; j < 16; j++) {  // weights j (low) and j + 16 (high) to their places
+    for (int j = 0; j < 16; j++) {  // weights j (low) and j + 16 (high) to where they belong
         const u32 q = __ldg(src + 1 + j);
         v[j / 8] |= (q & 15) << (j % 8 * 4);
         v[2 + j / 8] |= (q >> 4) << (j % 8 * 4);
@@ -65,9 +64,9 @@ DEVICE void nibbles(u8* dst, const u8* src, int u) {
     store16(dst + u * 16, v);
 }
 
-// The 16 bytes before the quants: 12 of them hold, for j < 4, scale j in the low 6 bits of byte j,
-// minimum j in those of byte j + 4; scale and minimum j + 4 have 4 bits each in byte j + 8 and
-// their high 2 bits above the 6.
+// The 16 bytes before the quants. For j < 4, the low 6 bits of byte j are scale j, and the low 6
+// bits of byte j + 4 are minimum j. Scale and minimum j + 4 have 4 bits each in byte j + 8; their
+// high 2 bits lie above the 6.
 DEVICE void head(u8* dst, const u8* src) {
     const uint4 h = __ldg(reinterpret_cast<const uint4*>(src));
     u32 v[4] = {h.x, 0, 0, 0};
@@ -89,7 +88,7 @@ DEVICE void move(Q4_K, u8* dst, const u8* src, i64 n, i64 b, int u) {
 
 DEVICE void move(Q5_K, u8* dst, const u8* src, i64 n, i64 b, int u) {
     nibbles(dst + b * 128, src + 48, u);
-    u32 fifth = 0;  // bit u of byte l is that of weight l
+    u32 fifth = 0;  // bit u of byte l belongs to weight l
 #pragma unroll
     for (int i = 0; i < 8; i++)
         fifth |= (__ldg(reinterpret_cast<const u32*>(src + 16) + i) >> u & 0x01010101u) << i;
@@ -97,8 +96,8 @@ DEVICE void move(Q5_K, u8* dst, const u8* src, i64 n, i64 b, int u) {
     if (u == 0) head(dst + n * 160 + b * 16, src);
 }
 
-// With u = 4 a + c: low bits are the low (c < 2) or high nibbles of bytes 64 a + 32 (c % 2) + l,
-// high ones bits 2 c and 2 c + 1 of byte 32 a + l of the 64 behind them.
+// With u = 4 a + c: low bits are the low (c < 2) or high nibbles of bytes 64 a + 32 (c % 2) + l;
+// high bits are bits 2 c and 2 c + 1 of byte 32 a + l of the 64 bytes behind them.
 DEVICE void move(Q6_K, u8* dst, const u8* src, i64 n, i64 b, int u) {
     const int a = u / 4, c = u % 4;
     const u8* low = src + 64 * a + 32 * (c % 2);

@@ -8,8 +8,8 @@
 //
 // Block: 64 threads. Grid: (rows, ceil(n_heads / HEADS)).
 //
-// One version of each, not tuned. A fused step rotates in product_qkv.cu or rope_store.cu. Cells are
-// shifted between steps, and seldom.
+// One version of each, not tuned. A fused step rotates in product_qkv.cu or rope_store.cu. Cells
+// are shifted between steps, and seldom.
 #include "rope.cuh"
 
 #define HEADS 4  // as in workbench/backend/cuda/elementwise.py

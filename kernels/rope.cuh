@@ -1,17 +1,19 @@
 // Rotary position embedding of one pair, so that every kernel that rotates gives the same bits.
 //
-// The angle is formed and brought into one turn in double: at position 100,000 a float angle would
-// be wrong in the third digit. It is counted in revolutions, not radians, so that bringing it into one
-// turn is a subtraction, and sine and cosine are those of pi times a float within -1 .. 1, which
-// need no long reduction (sincosf carries one, with an array in local memory).
+// The angle is formed and reduced to one revolution in double: at position 100,000 a float angle
+// would be wrong in the third digit. It is counted in revolutions, not radians, so the reduction is
+// a subtraction. Sine and cosine are taken of pi times a float within -1 .. 1: no long reduction,
+// where sincosf carries one with an array in local memory.
 //
-// Versions: the first (before commit 43147c1) had the angle in radians, pow and sincosf. Neither
-// was measured apart; this one is part of the figures of rope_store.cu.
+// Versions (neither measured apart; rope_store.cu has the figures of the whole):
+//   1  radians, pow, sincosf       before commit 43147c1
+//   2  revolutions, sincospif      kept
 #pragma once
 #include "common.cuh"
 
-// Turns per position of pair i: freq_scale * theta_base^(-2 i / n_rot) / (2 pi) / factor. Needs no
-// memory but freq_factors (or 0), a weight: to be called before the wait for the kernels before.
+// Revolutions per position of pair i: freq_scale * theta_base^(-2 i / n_rot) / (2 pi) / factor.
+// Needs no memory but freq_factors (or 0), a weight, and is called before the wait for the kernels
+// before.
 DEVICE double rope_revolutions(int i, i64 n_rot, float theta_base, float freq_scale,
                          const float* freq_factors) {
     const double one_turn = 6.283185307179586476925286766559;

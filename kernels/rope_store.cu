@@ -1,25 +1,28 @@
-// rope_store: what stands between the products of Q, K and V and attention, in one launch: the norm
-// of the query and key heads (where a model has one), RoPE, and the stores into the cache.
+// rope_store: what stands between the products of Q, K and V and attention, in one launch. These
+// are the norm of the query and key heads (where a model has one), RoPE, and the stores into the
+// cache.
 //
-// A warp has one head of one token: the heads of Q first, then those of K, then those of V. A head
-// passes through shared memory, for the two elements of a pair lie up to head_dim / 2 apart. Every
-// step rounds as its launch of its own does (norm.cu, rope.cu, rows.cu), so that the bits are those.
+// A warp has one head of one token: the heads of Q first, then the heads of K, then those of V. A
+// head passes through shared memory, because the two elements of a pair lie up to head_dim / 2
+// apart. Every part rounds as a launch of its own does (norm.cu, rope.cu, rows.cu): the bits are
+// the same.
 //
 // Arguments: q_dst, k_cache, v_cache, q, k, v, q_weight, k_weight (0: no norm), positions,
 // freq_factors (or 0), k_indices, v_indices, n_head, n_head_kv, head_dim (a multiple of 8, at most
-// 256), n_rot, neox, n_kv, theta_base, freq_scale, eps.
-// Grid: (n_tokens, ceil((n_head + 2 n_head_kv) / WARPS)); WARPS warps.
+// 256), n_rot, neox, n_kv, theta_base, freq_scale, eps. Grid: (n_tokens, ceil((n_head + 2
+// n_head_kv) / WARPS)); WARPS warps.
 //
-// One version only. What it is worth (us of a token of llama-3-8b Q4_0, graph replay;
-// data/results/tuning/norms-1.txt): rotations and stores in launches of their own 2442 (356
-// launches), all of it behind the product of Q, K and V 2035 (228). What norms of heads take here,
-// and there: product_qkv.cu.
+// Versions (us of a token of llama-3-8b Q4_0 as a graph; data/results/tuning/norms-1.txt; norms of
+// heads: product_qkv.cu):
+//   rotations and stores in launches of their own   2442 (356 launches)
+//   this launch                                     what many tokens use
+//   all of it behind the product, product_qkv.cu    2035 (228 launches): kept for few tokens
 #include "rope.cuh"
 
 #define WARPS 4  // as in workbench/backend/cuda/elementwise.py
 #define MOST_DIM 256
 
-// x / sqrt(mean(x^2) + eps) * weight over a head, as norm_row does it: a float4 a lane.
+// x / sqrt(mean(x^2) + eps) * weight over a head, as norm_row does it. A lane has a float4.
 DEVICE void norm_head(float4* head, const float4* weight, int dim, float eps) {
     const int lane = threadIdx.x % 32, n = dim / 4;
     float total = 0;

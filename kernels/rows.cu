@@ -1,13 +1,13 @@
 // Gathering rows of a table, and storing rows into the KV cache.
 //
-//   get_rows_<TYPE>   dst[t] = table[ids[t]] as floats, one thread per element; an id outside the
+//   get_rows_<TYPE>   dst[t] = table[ids[t]] as floats, one thread per element. An id outside the
 //                     table gives zeros and reads nothing
 //   set_rows          cache[indices[t]] = x[t] as halves; an index outside 0..n_kv-1 is not stored
 //
 // Block: 256 threads. Grid: (rows, ceil(cols / 256)).
 //
-// One version only, not tuned: get_rows is two launches of a step, and with everything fused
-// set_rows is part of product_qkv.cu or rope_store.cu, which has the figures.
+// One version of each, not tuned. A step has two get_rows; a fused step stores in product_qkv.cu or
+// rope_store.cu.
 #include "weights.cuh"
 
 // Arguments: dst, table, ids, n_ids, cols, table_rows.
@@ -31,7 +31,7 @@ GET_ROWS(Q4_K, 256)
 GET_ROWS(Q5_K, 256)
 GET_ROWS(Q6_K, 256)
 
-// A table of floats may be activations, which must not be read as constants (`value` does so).
+// A table of floats may be activations. They must not be read as constants, as `value` does.
 extern "C" __global__ void get_rows_F32(float* dst, const float* table, const int* ids, i64 n_ids,
                                         i64 cols, i64 table_rows) {
     pdl_trigger();
@@ -41,8 +41,8 @@ extern "C" __global__ void get_rows_F32(float* dst, const float* table, const in
         dst[blockIdx.x * cols + c] = id >= 0 && id < table_rows ? table[id * cols + c] : 0.f;
 }
 
-// Arguments: cache, x, indices, n_tokens, cols, n_kv. Two tokens with one index leave a row made of
-// elements of either.
+// Arguments: cache, x, indices, n_tokens, cols, n_kv. Two tokens with one index leave a row with
+// elements of both.
 extern "C" __global__ void set_rows(u16* cache, const float* x, const i64* indices, i64 n_tokens,
                                     i64 cols, i64 n_kv) {
     pdl_trigger();

@@ -1,22 +1,22 @@
 // Quantised weights on their way through shared memory, as they lie in the file's planes.
 //
 // A *stage* is STEPS steps of 4 units of each of ROWS rows. Every plane of a type has a part of the
-// stage, CHUNKS words of 16 bytes for each row: the aligned words that hold the bytes of its units,
-// which may begin anywhere in the first of them. Copies are 16 bytes whatever a plane's fields are;
-// a word with a byte of the tensor in it can be read whole, as tensors begin on multiples of 16.
+// stage: for each row CHUNKS aligned words of 16 bytes, which hold the bytes of its units. The
+// bytes may begin anywhere in the first word. Copies are 16 bytes whatever a plane's fields are. A
+// word with a byte of the tensor in it can be read whole, because tensors begin on multiples of 16.
 //
 // Wants ROWS and STEPS, and what copies: LOADERS threads, of which this one is number LOADER.
 //
-// Measured as part of tensor_product.cu, whose header has the figures: weights straight to
-// registers; through shared memory, copied by the warps that multiply; copied by others, as here.
+// Versions (figures: tensor_product.cu): weights straight to registers; through shared memory,
+// copied by the warps that multiply; copied by other warps, as here.
 #pragma once
 #include "halves.cuh"
 #include "tensor_core.cuh"
 
 constexpr int UNITS = 4 * STEPS;  // of a row, in a stage
 
-// Starts a copy of 16 bytes of weights to shared memory, of zeros unless `there`. Nothing else is
-// copied with an L2 prefetch size: tests/unit/ptx.py knows by it what may be read before pdl_wait.
+// Starts a copy of 16 bytes of weights to shared memory, of zeros unless `there`. Only weights are
+// copied with an L2 prefetch size: by it tests/unit/ptx.py knows what may be read before pdl_wait.
 DEVICE void copy_weights(u32 to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(there ? 16 : 0)
@@ -26,7 +26,7 @@ DEVICE void copy_weights(u32 to, const void* from, bool there) {
 // planes -----------------------------------------------------------------------------------------
 
 // For each type, the planes in order: plane p has bytes[p] for every per[p] units. `read` puts a
-// unit together; at(plane) is where the plane has it.
+// unit together; at(plane) is the unit's address in the plane.
 template <class W>
 struct Planes;
 
@@ -101,20 +101,20 @@ struct Plane {
 
     static DEVICE i64 at(u32 unit) { return i64(unit / PER) * BYTES; }
 
-    // So that the 8 lanes of a phase, 2 rows of 4 units, read 8 different bank groups.
+    // The 8 lanes of a phase, 2 rows of 4 units, then read 8 different bank groups.
     static DEVICE u32 chunk(u32 row, u32 c) {
         if constexpr (BYTES == 32) return c ^ (row & 1);
         if constexpr (BYTES == 16 && PER == 1 && CHUNKS > 4) return c ^ (row & 1) * 4;
         return c;
     }
 
-    // Asks for the part of a stage that begins at unit u0 of rows row0 and following. Rows past the
-    // end get zeros, and so do whole words past the end of a row: nothing is read for them, and
-    // their addresses may be any.
+    // Asks for the part of a stage that begins at unit u0 of row row0 and the rows behind it. Rows
+    // past the end get zeros, and so do whole words past the end of a row. Nothing is read for
+    // them, so their addresses may be any.
     static DEVICE void request(u32 to, const u8* plane, u32 units, u32 row0, u32 rows, u32 u0) {
         const u32 last = min(u0 + UNITS, units) - 1;
         if constexpr (ALIGN == 16 && LOADERS % CHUNKS == 0 && ROWS * CHUNKS % LOADERS == 0) {
-            constexpr u32 PASS = LOADERS / CHUNKS;  // all words of a thread have one place in rows
+            constexpr u32 PASS = LOADERS / CHUNKS;  // a thread has the same word of every row
             const u32 r = LOADER / CHUNKS, c = LOADER % CHUNKS;
             const bool inside = at(u0) + c * 16 < at(last) + BYTES;
             const u32 there = inside && row0 < rows ? rows - row0 : 0;  // rows that have it
@@ -122,8 +122,8 @@ struct Plane {
             const i64 stride = at(PASS * units);
 #pragma unroll
             for (u32 k = 0; k < ROWS; k += PASS) {
-                const u32 place = PASS % 2 ? chunk(r + k, c) : chunk(r, c);
-                const u32 word = to + (r * CHUNKS + place + k * CHUNKS) * 16;
+                const u32 lies = PASS % 2 ? chunk(r + k, c) : chunk(r, c);
+                const u32 word = to + (r * CHUNKS + lies + k * CHUNKS) * 16;
                 copy_weights(word, from, r + k < there);
                 from += stride;
             }
@@ -167,7 +167,7 @@ constexpr int plane_offset() {
     else return plane_offset<W, P - 1>() + Plane<W, P - 1>::SIZE;
 }
 
-// Where a stage has unit `unit` of row `row`; `first` is the unit of the tensor that the row's part
+// Where a stage has unit `unit` of row `row`. `first`: the unit of the tensor that the row's part
 // begins with.
 template <class W>
 struct At {

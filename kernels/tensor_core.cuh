@@ -1,13 +1,13 @@
 // Tensor-core products of halves, the loads that lay matrices out for them, and asynchronous copies
 // to shared memory: instructions of sm_80 and later, one function each.
 //
-// Nothing here was chosen among versions. Measured as part of attention.cu and tensor_product.cu.
+// One version. Measured as part of attention.cu and tensor_product.cu.
 #pragma once
 #include "common.cuh"
 
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
-// Starts a copy of 16 bytes to shared memory, past L1; where `there` is false, of 16 zeros: then
+// Starts a copy of 16 bytes to shared memory, past L1. Where `there` is false, 16 zeros are stored:
 // nothing is read, and `from` may point anywhere.
 DEVICE void copy16(u32 to, const void* from, bool there) {  // `to` in shared memory
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
@@ -27,8 +27,8 @@ DEVICE void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Four 8 x 8 matrices of halves; lane l names row l % 8 of matrix l / 8. Of each, a lane gets two
-// neighbours of row lane / 4: those of columns 2 (lane % 4) and the next.
+// Four 8 x 8 matrices of halves; lane l names row l % 8 of matrix l / 8. Of each matrix a lane gets
+// two neighbours of row lane / 4: columns 2 (lane % 4) and the next.
 DEVICE void load_matrices(u32 (&r)[4], u32 row) {  // an address in shared memory
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -53,8 +53,8 @@ DEVICE u32 transposed(u32 a) {
 }
 
 // c (16 x 8, float) += a (16 x 16) b (16 x 8), both of halves. Lane l has of a: rows l / 4 and 8
-// more, columns 2 (l % 4), the next, and those 8 on; of b: the same places of its transpose; of c:
-// rows l / 4 and 8 more, columns 2 (l % 4) and the next.
+// more, columns 2 (l % 4), the next, and the two 8 on; of b: the same elements of its transpose; of
+// c: rows l / 4 and 8 more, columns 2 (l % 4) and the next.
 DEVICE void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "

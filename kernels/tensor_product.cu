@@ -1,31 +1,32 @@
 // tensor_product: dst (n_tokens, rows) = x (n_tokens, cols) times w (rows, cols) transposed, plus a
-// bias, for a few tokens up to some hundred: quantised weights are read once, decoded in registers
-// and multiplied on tensor cores. Up to three weights ("segments") of one x and type, each with row
-// tiles and a dst of its own: Q, K and V. Or gate and up, of which silu(gate) * up is stored.
+// bias, for a few tokens up to some hundred. Quantised weights are read once, decoded in registers
+// and multiplied on tensor cores. Up to three weights ("segments") of one x and type share a
+// launch, each with row tiles and a dst of its own: Q, K and V. Or gate and up: silu(gate) * up is
+// stored.
 //
 // With weights as rows and tokens as columns of mma.m16n8k16, a lane needs 2 times 4 columns of
-// rows g and g + 8 (g = lane / 4). Which columns is free, as long as activations are in the same
-// order. So a lane takes a unit of 32 weights as it lies and, decoded, that is its fragments of 8
-// mma. The four warps of wgmma.m64nNk16, which Hopper has, each take the fragments of mma as they
-// are, and activations from shared memory, once for all four: 16 rows of weights a warp with 8 to
-// 128 tokens at once, while the warp decodes the next ones. Elsewhere mma.sync does the same.
+// rows g and g + 8 (g = lane / 4). Any columns serve if the activations have the same order. So a
+// lane takes a unit of 32 weights as it lies; decoded, the unit is the lane's fragments of 8 mma.
+// Hopper's wgmma.m64nNk16 takes the same fragments from four warps and the activations from shared
+// memory, once for all four: 16 rows of weights a warp with 8 to 128 tokens, while the warp decodes
+// the next ones. Elsewhere mma.sync does the same.
 //
-// Activations come as tiles (half_tiles_* of dequantise.cu): for each 64 columns, in an order that
-// makes 16 neighbouring columns those of one mma, TOKENS rows of 128 bytes as wgmma wants them. So
-// those of a stage, STEPS * 128 columns, are neighbours: one copy. Weights are copied as they lie
+// Activations come as tiles (half_tiles_* of dequantise.cu): for each 64 columns, TOKENS rows of
+// 128 bytes as wgmma wants them, in an order that makes 16 neighbouring columns the columns of one
+// mma. The STEPS * 128 columns of a stage are neighbours: one copy. Weights are copied as they lie
 // in the file (staged.cuh), 16 bytes at a time. LOADING warps do nothing but ask for the STAGES
-// stages of a ring, WM warps decode and multiply; barriers in shared memory tell either side that a
+// stages of a ring; WM warps decode and multiply. Barriers in shared memory tell either side that a
 // stage is full or empty, and no warp waits for the others of its side. The first stages of weights
 // are asked for while the kernel before may still write the activations.
 //
-// A block has 16 WM rows and a SPLITth of the columns. The blocks that share a tile of results are a
-// cluster if CLUSTERED (and the device has clusters), and add up each others' sums through shared
-// memory, each block a part of the tile; else they leave them in `partial` and the last one adds
-// them. Either way in order of the columns: what a result is made of depends on shapes alone.
+// A block has 16 WM rows and one of K_PARTS parts of the columns. The blocks of a tile of results
+// are a cluster if CLUSTERED (and the device has clusters): each adds up a part of the tile through
+// shared memory. Otherwise they leave their sums in `partial`, and the last one adds them. Either
+// way the order is that of the columns, so a result depends on shapes alone.
 //
-// Of gate and up a block has 8 WM rows each: those of gate are the upper eight of every warp's
-// sixteen, those of up the lower, so that the two sums that a result is made of are one lane's. To
-// be quantised, results go through shared memory, since the 32 of a scale are those of four warps.
+// Of gate and up a block has 8 WM rows each. Gate has the upper eight of every warp's sixteen, up
+// the lower: the two sums that a result is made of are one lane's. Results to be quantised go
+// through shared memory, because the 32 of a scale belong to four warps.
 //
 // Macros: TYPE, TOKENS (of a block: 8, 16, 32, 64 or 128), WM (warps that multiply, a multiple of
 // 4), LOADING (warps that load), STEPS, STAGES, BLOCKS (of an SM, which bounds registers), K_PARTS
@@ -36,53 +37,37 @@
 // Arguments: dst (n_tokens, rows), w, bias (or 0), rows of three segments (rows 0: none); gate and
 // up have the same rows, with Q8_ACT a multiple of 32, and the dst of gate. Then x (tiles), partial
 // (F32, TOKENS x 16 WM for each block), counters (u32, one for each tile, zero; zero again
-// afterwards), cols (a multiple of the type's block), n_tokens. Block 32 (WM + LOADING). Grid (tiles
-// of rows of all segments * tiles of tokens * K_PARTS, 1), gate and up as one; no more K_PARTS than
-// stages. Dynamic shared memory: the stages and 128 bytes.
+// afterwards), cols (a multiple of the type's block), n_tokens. Block 32 (WM + LOADING). Grid
+// (tiles of rows of all segments * tiles of tokens * K_PARTS, 1), gate and up as one; no more
+// K_PARTS than stages. Dynamic shared memory: the stages and 128 bytes.
 //
-// Reasons, and what was tried (one H100 80GB HBM3; ms of the products of a step of an 8B model with
-// Q4_0 weights, which memory needs 1.27 ms for; at 128 tokens tensor cores need 2.42;
-// data/results/tuning/tensor_product-*.json), each weight in a launch of its own:
-//   * Weights from memory to registers, one stage ahead, four warps along columns: 3.15 at 16
-//     tokens, 3.96 at 32, 5.70 at 64, 9.76 at 128.
-//   * Through shared memory by cp.async, mma.sync, the stages of all tiles as one sequence of which
-//     every block has an equal part: 2.56, 3.31, 4.46, 7.31. wgmma in its place: 2.43 at 16, 3.60
-//     at 64, 5.13 at 128. There a launch cost 6 to 10 us beside its work: blocks wrote 64 KB each,
-//     and the last of a tile read five times that.
-//   * A fixed share of the columns for each block, sums added through a cluster: 2.25, 3.09, 4.64.
-//     Clusters leave multiprocessors idle (of 132, four-block ones get 120); through memory, sums
-//     of up to 32 tokens are as fast, and every multiprocessor has a block: 2.14 against 2.21 at
-//     16, but 4.11 against 3.88 at 128.
-//   * The next fragments decoded across stages: 4.22 at 128. Warps that load, so that those that
-//     multiply neither ask nor wait for each other: 4.02; two of them 4.13, one 4.44. Addresses in
-//     32 bits: 3.88, at 64 2.92.
-//   * Each weight alone, tokens 16, 32, 64, 128: Q4_0 2.18, 2.40, 2.96, 3.87; Q8_0 3.08, 3.26, 3.64,
-//     4.33; MXFP4 2.54, 2.81, 3.42, 4.42; Q4_K 2.45, 2.70, 3.27, 4.37; Q5_K 2.76, 3.04, 3.69, 4.86;
-//     Q6_K 2.88, 3.12, 3.77, 4.99. Q4_0 without wgmma: 2.24, 2.61, 4.15, 7.01.
-//   * This one: Q, K and V in one launch, gate + up with silu, product and quantising in another,
-//     without the output head (0.14): Q4_0 2.06, 2.20, 2.74, 3.92; Q8_0 3.08, 3.24, 3.54, 4.36;
-//     Q4_K 2.28, 2.48, 3.10, 4.42; Q6_K 2.82, 3.16, 3.68, 5.00. Gate + up of 128 tokens took 86.7 us
-//     with a warp quantising 32 columns at a time, 69.3 with four columns a thread, 59.4 with a
-//     quick silu too; as plain products 54.3. 8 warps that multiply, two blocks a multiprocessor:
-//     33.3 -> 28.4 at 16 tokens, 43.0 -> 38.6 at 64, for which those that load give registers away
-//     (without: spills, and wgmma one after the other).
-//   * All of that on zeros. On random weights and activations, which take more power, 29.3 us at 16
-//     tokens, 42.1 at 64, 71.0 at 128 for gate + up.
-//   * Every lane says that a stage is empty. One lane of a warp was as quick (Q4_0, a layer of 512
-//     tokens: 394 us for 386; Q5_K 514 for 533), but an arrival orders no other lane's reads before
-//     the copies that overwrite them: racecheck finds it (tensor_product-5.json).
-//   * From 128 tokens on beside cuBLAS on expanded weights: the table in cuda/gemm.py.
-//   * What is left: at 16 tokens some 5 us a launch beside its weights (they come at 3 TB/s); from
-//     64 on instructions (190 for 16 x 128 weights, of which decoding needs 104) and what the
-//     tensor cores take (half of the time at 64, 63 % at 128), which overlap, but not wholly. Gate
-//     and up are 224 tiles of 128 rows, for 132 multiprocessors: 1.7 rounds that take 2.
-//   * No gain: activations to the blocks of two row tiles at once (multicast), which must wait for
-//     each other: 5.81 at 128. Room for the next launch's blocks beside these: 2.48 at 16. Weights
-//     ahead to L2 before pdl_wait: 2.6. Two tiles of 16 rows a warp, or 16 warps: 4.5 at 128.
-//   * Blocks so small that a multiprocessor takes a third one: some get three, others one: 2.68 at
-//     16. Hence the least shared memory that Shape.shared_bytes asks for: 2.15.
-//   * Integers (mma.m16n8k32) straight on the quants: scaling the sums of every 32 columns takes
-//     more than decoding. Scales on the sums are impossible: one mma has 4 blocks of a row in it.
+// Versions (ms of the products of a step of an 8B model with Q4_0 weights, one H100 80GB HBM3,
+// tokens 16, 32, 64, 128; reading the weights takes 1.27, tensor cores 2.42 at 128;
+// data/results/tuning/tensor_product-*.json):
+//   memory to registers, a stage ahead, warps along columns   3.15 3.96 5.70 9.76
+//   cp.async, mma.sync, equal shares of all tiles' stages     2.56 3.31 4.46 7.31
+//   the same with wgmma                                       2.43 at 16, 3.60 at 64, 5.13 at 128
+//   a fixed part of the columns a block, added in a cluster   2.25 at 16, 3.09 at 64, 4.64 at 128
+//   the same added through memory                             2.14 (2.21) at 16, 4.11 (3.88) at 128
+//   the next fragments decoded across stages                  4.22 at 128
+//   warps that load: four, two, one                           4.02, 4.13, 4.44 at 128: four kept
+//   addresses in 32 bits, each weight alone                   2.18 2.40 2.96 3.87 (mma.sync 7.01)
+//   this file: Q, K, V and gate + up fused, no output head    2.06 2.20 2.74 3.92: kept
+//   8 warps that multiply, two blocks an SM, registers given  28.4 us (33.3) at 16, gate + up: kept
+//   quantising: 32 columns a warp, 4 columns a thread         86.7, 69.3 us at 128, gate + up
+//   the latter with a quick silu                              59.4 us: kept (plain products 54.3)
+//   random weights, not zeros: more power                     71.0 us at 128, gate + up
+//   one lane that frees a stage for its warp                  as quick, and a race (racecheck)
+//   activations multicast to two row tiles                    5.81 at 128: they wait for each other
+//   room for the next launch's blocks                         2.48 at 16: no gain
+//   weights ahead to L2 before pdl_wait                       2.6 at 16: no gain
+//   two tiles of 16 rows a warp, or 16 warps                  4.5 at 128: no gain
+//   blocks so small that some SMs take three                  2.68 at 16 for 2.15
+//   integers (mma.m16n8k32) on the quants                     scaling each 32 columns costs more
+// What is left: at 16 tokens some 5 us a launch beside its weights. From 64 on instructions (190
+// for 16 x 128 weights, 104 of them decode) and tensor cores overlap, but not wholly. Gate and up
+// are 224 tiles for 132 multiprocessors: 1.7 rounds that take 2. Against cuBLAS: the table in
+// cuda/gemm.py.
 #ifndef TYPE
 #define TYPE Q4_0
 #define TOKENS 16
@@ -126,11 +111,11 @@ constexpr int EACH = 65536 / (BLOCKS * (THREADS + LOADERS)) / 8 * 8, LOADER_HAS 
 constexpr int MULTIPLIER_HAS = (EACH * (WM + LOADING) - LOADER_HAS * LOADING) / WM / 8 * 8;
 constexpr bool UNEVEN = WARPGROUPS && LOADING % 4 == 0 && EACH < 100;
 
-// The first of a lane's two rows of the block; the second is 8 on, or with gate and up the same of
-// the other weight.
+// The first of a lane's two rows of the block. The second is 8 on, or with gate and up the same row
+// of the other weight.
 DEVICE u32 row_of() { return threadIdx.x / 32 * (16 / WEIGHTS) + threadIdx.x % 32 / 4; }
 
-// A place in the ring of stages: `phase` is the parity of how often it has gone round.
+// An entry of the ring of stages: `phase` is the parity of how often it has gone round.
 struct Slot {
     int at = 0;
     u32 phase = 0;
@@ -149,7 +134,7 @@ struct Segment {
 };
 
 // What a block computes: rows of `segment` from row0 and tokens from `token` on, of `count` stages.
-// `tile` counts those of all segments.
+// `tile` counts the tiles of all segments.
 struct Part {
     Segment segment;
     u32 row0, token, first, count, number, tile;  // first: stage. number: of K_PARTS
@@ -253,9 +238,9 @@ struct Units {
     }
 };
 
-// Adds, or with `first` sets, the products of 8 columns of each of four units: `offset` bytes from
-// where the activations of the stage begin. By warpgroups: begins to; until all but the newest
-// group of products are done, their fragments must stay.
+// Adds, or with `first` sets, the products of 8 columns of each of four units. The activations lie
+// `offset` bytes behind the beginning of the stage. A warpgroup only begins to multiply: the
+// fragments must stay until all but the newest group of products are done.
 DEVICE void add_products(Sums& acc, const Fragments& a, u32 x, int offset, bool first) {
 #if WARPGROUPS
     products_begin();
@@ -280,15 +265,15 @@ template <int PENDING>
 DEVICE void wait_for_products(Fragments& a) {
 #if WARPGROUPS
     products_wait<PENDING>();
-    // registers that products have read are no others' before here
+    // registers that products have read may be written from here on
 #pragma unroll
     for (int r = 0; r < 2; r++)
         asm volatile("" : "+r"(a[r][0]), "+r"(a[r][1]), "+r"(a[r][2]), "+r"(a[r][3]));
 #endif
 }
 
-// Sums of a block's stages. Each step of a lane is 4 times 8 columns: while the tensor cores have
-// one of them, the next is decoded, also across stages.
+// Sums of a block's stages. Each step of a lane is 4 times 8 columns. While the tensor cores have
+// one of the four, the next is decoded, also across stages.
 DEVICE void add_stages(Sums& acc, const u8* shared, u32 base, const Part& part, u32 units,
                        const Masks& masks) {
     const u32 full = base + FULL_AT, empty = base + EMPTY_AT;
@@ -314,13 +299,13 @@ DEVICE void add_stages(Sums& acc, const u8* shared, u32 base, const Part& part, 
             const int offset = step * X_STEP + i / 2 * (X_STEP / 2) + i % 2 * 64;
             add_products(acc, a[k % 2], base + here * X_BYTES, offset, k + at == 0);
             if (i == 1 && step + 1 < STEPS) read(next, at, here, step + 1);
-            if (i == 1 && step + 1 == STEPS) {  // behind the last: anything, which nobody uses
+            if (i == 1 && step + 1 == STEPS) {  // behind the last: any values, which nobody uses
                 if (at + 1 < part.count) barrier_wait(full + slot.at * 8, slot.phase);
                 read(next, min(at + 1, part.count - 1), slot.at, 0);
             }
             if (i == 3) now = next;
             wait_for_products<1>(a[(k + 1) % 2]);
-            if (k == 0 && at)  // the last stage's are done; each lane speaks for its own reads
+            if (k == 0 && at)  // the last stage is done with; each lane speaks for its own reads
                 barrier_arrive(empty + before * 8);
             now.decode((i + 1) % 4, a[(k + 1) % 2], masks);
         }

@@ -1,12 +1,10 @@
-// What becomes of the sums of tensor_product.cu: those of the blocks that share a tile are added, a
-// bias is too, and results are stored, or silu(gate) * up of them, as floats or as Q8_ACT.
+// What becomes of the sums of tensor_product.cu. The sums of the blocks of a tile are added, and a
+// bias; then the results, or silu(gate) * up, are stored as floats or as Q8_ACT.
 //
 // Wants the constants of that file, its Part and its Sums.
 //
 // Versions, measured as part of tensor_product.cu, whose header has them: sums added through a
-// cluster or through memory (2.21 and 2.14 ms at 16 tokens, 3.88 and 4.11 at 128); gate + up of 128
-// tokens with a warp quantising 32 columns at a time 86.7 us, with four columns a thread 69.3, with
-// a quick silu too 59.4.
+// cluster or through memory; a warp that quantises 32 columns, or four columns a thread.
 #pragma once
 #include "quantise.cuh"
 #include "warpgroup.cuh"
@@ -20,7 +18,7 @@ static_assert(!QUANTISED || VALUES_AT + TOKENS * PITCH * 4 <= FULL_AT, "no room 
 
 struct Result {
     const Part& part;
-    const float* other_bias;  // of up
+    const float* other_bias;  // the bias of up
     i64 n_tokens;
     u8* shared;
 
@@ -65,12 +63,12 @@ struct Result {
         }
     }
 #endif
-    // Where no barrier stands between the products and the first result.
+    // Called where no barrier stands between the products and the first result.
     DEVICE void begin() const {
         if constexpr (QUANTISED) multipliers_sync();  // none reads the stages any more
     }
-    // After the last result of groups first, first + step, .. of 8 tokens: quantises them, four
-    // columns a thread.
+    // Called after the last result of groups first, first + step, .. of 8 tokens: quantises them,
+    // four columns a thread.
     DEVICE void end(int first, int step) const {
 #if QUANTISED
         constexpr int QUADS = ROWS / 4;  // of a token

@@ -4,12 +4,12 @@
 //   width, bytes             weights of a unit, and its bytes in the first plane: `quants(planes)`
 //   planes(w, rows, cols)    and fetch, expand, add: as in kernels/weights.cuh
 //   act_planes(x, cols)      where the planes of the first token's activations begin
-//   acts(planes, at, u, v)   those for unit u + v, of the token `at` bytes further on
+//   acts(planes, at, u, v)   activations for unit u + v, of the token `at` bytes further on
 // Activations are Q8_ACT for quantised weights, else float. With NARROW a unit of float weights is
 // one weight, for cols that are no multiple of 8.
 //
-// Measured as part of the product: see multiply.cuh. Versions of a unit were compared by their
-// instructions and registers, not by time.
+// Measured as part of the product (multiply.cuh). Versions of a unit were compared by instructions
+// and registers, not by time.
 #pragma once
 #include "weights.cuh"
 
@@ -37,16 +37,16 @@ struct QuantisedUnits : W {  // 32 weights
 template <class W>
 struct Units : QuantisedUnits<W> {};
 
-// MXFP4 with 12 added to the doubled weights, which dot_unit's start takes off again. A byte
-// permutation copies the sign of the byte it picks where bit 3 of a selector is set: from a table
-// of bytes below 128 that is 0. So a code, its sign bit as it is and turned, is looked up among the
-// positive and among the negative weights, and one of both results is 0: fewer instructions than to
-// choose by the sign. The high four first, or registers spill where the limit is 128.
+// MXFP4 with 12 added to the doubled weights; dot_unit's start takes it off again. Where bit 3 of a
+// selector is set, a byte permutation copies the sign of the byte it picks: 0 in a table of bytes
+// below 128. A code is looked up among the positive weights with its sign bit, and among the
+// negative ones with the sign bit inverted. One of both results is 0: fewer instructions than
+// choosing by the sign. The high four come first, or registers spill where the limit is 128.
 template <>
 struct Units<MXFP4> : QuantisedUnits<MXFP4> {
-    static DEVICE int four(u32 codes, u32 turned) {  // those of the low 16 bits
+    static DEVICE int four(u32 codes, u32 inverted) {  // weights of the low 16 bits
         return MXFP4::permute(0x0f0e0d0cu, 0x18141210u, codes) |
-               MXFP4::permute(0x090a0b0cu, 0x00040608u, turned);
+               MXFP4::permute(0x090a0b0cu, 0x00040608u, inverted);
     }
     static DEVICE MXFP4::Ints expand(const MXFP4::Raw& r, int) {
         MXFP4::Ints w;

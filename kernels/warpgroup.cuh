@@ -1,9 +1,8 @@
-// Products of Hopper's warpgroups (wgmma) with one matrix in registers, bulk copies and barriers
-// that bring the other one to shared memory, and what the blocks of a cluster have in common. One
+// Products of Hopper's warpgroups (wgmma) with one matrix in registers; bulk copies and barriers
+// that bring the other matrix to shared memory; what the blocks of a cluster have in common. One
 // function for each instruction. Barriers are there from sm_80 on, wgmma on sm_90a alone.
 //
-// Measured as part of tensor_product.cu, whose header has the figures: with wgmma, with mma.sync in
-// its place, and with registers given away or not.
+// Versions (figures: tensor_product.cu): wgmma or mma.sync; registers given away or not.
 #pragma once
 #include "tensor_core.cuh"
 
@@ -15,10 +14,10 @@
 
 #if WARPGROUPS
 
-// A matrix of halves in shared memory, 64 columns a row: rows of 128 bytes, 8 rows 1024 bytes that
-// begin on a multiple of that, 16-byte word c of row n at c ^ (n % 8). `address` may be 32, 64 or
-// 96 bytes into the first row: then the matrix begins 16, 32 or 48 columns on; `offset`, which is
-// added to it, is a constant.
+// A matrix of halves in shared memory, 64 columns a row: rows of 128 bytes; 8 rows are 1024 bytes
+// and begin on a multiple of 1024; 16-byte word c of row n lies at c ^ (n % 8). `address` may be
+// 32, 64 or 96 bytes into the first row: the matrix then begins 16, 32 or 48 columns on. `offset`,
+// a constant, is added to it.
 DEVICE unsigned long long swizzled_matrix(u32 address, u32 offset) {
     const u32 low = (1u << 16 | address >> 4) + (offset >> 4);  // shared memory ends below 2^18
     return 1ull << 62 | 64ull << 32 | low;
@@ -34,8 +33,8 @@ DEVICE void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// From here on the calling warpgroup has N registers a thread, a multiple of 8: fewer than before,
-// or more, as soon as others of the block have given up as many.
+// From here on the calling warpgroup has N registers a thread, a multiple of 8. It has more than
+// before only once others of the block have given up as many.
 template <int N>
 DEVICE void registers_less() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
@@ -99,7 +98,7 @@ DEVICE void multiply(float (&c)[16][4], u32 a0, u32 a1, u32 a2, u32 a3, unsigned
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes barriers set up by this thread known to bulk copies.
+// Makes the barriers that this thread set up known to bulk copies.
 DEVICE void barriers_ready() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -141,7 +140,7 @@ DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
         : "memory");
 }
 
-// All threads of all blocks of the cluster; what they wrote before can be read after.
+// All threads of all blocks of the cluster. What they wrote before can be read after.
 DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                      : "memory");

@@ -1,8 +1,9 @@
 // The nine weight types: where their bytes lie, and how they are decoded.
 //
 // Values are ggml's (ggml-common.h names the blocks). Bytes lie as the backend's load_weight leaves
-// them (kernels/repack.cu). F32, F16 and BF16 are as in the file. Blocks of the quantised types,
-// whose sizes are odd, are split into planes, each holding one field of every block in file order:
+// them (kernels/repack.cu). F32, F16 and BF16 are as in the file. Blocks of the quantised types
+// have odd sizes: they are taken apart into planes. A plane has one field of every block, in file
+// order:
 //
 //   Q8_0    32 B quants | 2 B scale                              per 32 weights
 //   Q4_0    16 B quants | 2 B scale
@@ -11,9 +12,9 @@
 //   Q5_K   128 B quants | 32 B fifth bits | 16 B head
 //   Q6_K   128 B low 4 bits | 64 B high 2 bits | 16 B scales | 2 B scale
 //
-// so that quants are read 16 bytes at a time, by the lanes of a warp side by side; the bytes are as
-// many as before. A *unit* is 32 neighbouring weights, and every plane has the units of a block in
-// order, so that one 16-byte load (Q8_0: two) and a few bytes beside it make a unit:
+// The lanes of a warp, side by side, then read quants 16 bytes at a time; the bytes are as many as
+// before. A *unit* is 32 neighbouring weights. Every plane has the units of a block in order: one
+// 16-byte load (Q8_0: two) and a few bytes beside it make a unit.
 //
 //   Q4_0, Q4_K, Q5_K, Q6_K   byte j of the 16: weight j low, weight j + 16 high
 //   MXFP4                    byte j: weight 2 j low, weight 2 j + 1 high
@@ -23,20 +24,20 @@
 //                            their high 2 bits, scales in the low half
 //   scales of Q6_K           the two int8 of the unit's 16 weights each
 //
-// In the files the two halves of a byte are 32 or 64 weights apart. The first version (before
-// commit 43147c1) left them there: a unit of Q4_K or Q5_K had two scales and two minima to decode,
-// this one has one of each. Counted, not measured apart; products as they are: multiply.cuh.
+// Versions of Q4_K and Q5_K (counted, not measured apart; the products: multiply.cuh):
+//   1  nibbles 32 or 64 weights apart, as in the file   two scales and two minima to decode a unit
+//   2  nibbles 16 weights apart                         one of each: kept
 // `n` below is the number of blocks in the whole tensor, which says where the later planes begin.
 // Every quantised type gives
 //   value(w, n, i)         weight number i of the tensor, as float: the readable form, for get_rows
 //   Planes, planes(w, n)   where the planes begin
-//   Raw, fetch(p, u, v)    the bytes of unit u + v of the tensor, v a multiple of 8: so that a
-//                          constant v is an offset in the instruction
+//   Raw, fetch(p, u, v)    the bytes of unit u + v of the tensor, v a multiple of 8: a constant v
+//                          is an offset in the instruction
 //   Ints, expand(raw, u)   the unit as int8 in eight 32-bit words, with its scales
 //   add(ints, acts, sum)   sum + the product with 32 columns of activations; its rounding is
-//                          pinned, so that one product gives one result in whatever kernel
-//   load, decode           the unit as mul_mat takes it: 16 weights `lo`, 16 `hi`, and for each a
-//                          factor and an addend: a weight is f * q + m
+//                          pinned: one product gives one result in every kernel
+//   load, decode           the unit as the slow twin mul_mat takes it: 16 weights `lo`, 16 `hi`,
+//                          and for each a factor and an addend: a weight is f * q + m
 #pragma once
 #include "common.cuh"
 
@@ -210,9 +211,9 @@ struct MXFP4 : Scaled<MXFP4, 0> {  // twice the E2M1 values as int8, scale 2^(e 
     static DEVICE float scale(u8 e) {  // 2^(e - 128); the two smallest are subnormal
         return __uint_as_float(e < 2 ? 0x00200000u << e : u32(e - 1) << 23);
     }
-    // The low four of eight E2M1 codes, to int8: a byte permutation looks their magnitudes up among
-    // 0 1 2 3 4 6 8 12, another among the negatives, a third chooses by the sign bits. `magnitudes`
-    // are the codes without sign bits, `choice` 3210 with the sign bits shifted right by one.
+    // The low four of eight E2M1 codes, to int8. A byte permutation looks their magnitudes up among
+    // 0 1 2 3 4 6 8 12, another among the negatives; a third chooses by the sign bits. `magnitudes`
+    // are the codes without sign bits; `choice` is 3210 with the sign bits shifted right by one.
     static DEVICE int four(u32 magnitudes, u32 choice) {
         const u32 plus = permute(0x03020100u, 0x0c080604u, magnitudes);
         const u32 minus = permute(0xfdfeff00u, 0xf4f8fafcu, magnitudes);
@@ -365,7 +366,7 @@ struct Q6_K : Quantised<Q6_K, 256> {  // (q - 32) * scale * d, an int8 scale per
                 __ldg(reinterpret_cast<const uint2*>(p.high + i64(u + v) * 8)),
                 load_u16(p.scales + i64(u + v) * 2), load_u16(p.d + i64((u >> 3) + v / 8) * 2)};
     }
-    static DEVICE u32 above(u32 high, int i) {  // two bits of each byte, in their place
+    static DEVICE u32 above(u32 high, int i) {  // two bits of each byte, where they belong
         return (i < 2 ? high << (4 - 2 * i) : high >> (2 * i - 4)) & 0x30303030u;
     }
     static DEVICE Ints expand(const Raw& r, int) {

@@ -8,17 +8,14 @@
 //                      tokens, and goes through all cells 32 at a time, K and V in shared memory;
 //                      head_dim up to 32, 64, 128, 256
 //
-// All of them keep a running maximum and sum (online softmax). Cells that the mask excludes are
-// read like any other and count for nothing, whatever they hold: not to read them is a mechanism
-// of its own. A query whose every cell is excluded gives zeros. head_dim is a multiple of 8, at
-// most 256. Query head h reads kv head h / (n_head / n_head_kv).
+// All of them keep a running maximum and sum (online softmax). Masked cells are read like any other
+// and count for nothing, whatever they hold. A query whose every cell is masked gives zeros.
+// head_dim is a multiple of 8, at most 256. Query head h reads kv head h / (n_head / n_head_kv).
 //
 // Arguments of all but the combine: dst, q, k, v, mask, scratch, n_tokens, n_head, n_head_kv,
 // head_dim, n_kv, scale.
 //
-// Not tuned since it became the twin. It was the engine's attention before commit 43147c1, and is
-// version 1 in attention.cu's table: 7.5 us for one token over 256 cells, 65 over 16,384, where
-// version 3 takes 3.7 and 32.
+// Not tuned since it became the twin: version 1 of attention.cu, before commit 43147c1.
 #include "common.cuh"
 
 #define SPLIT_WARPS 16

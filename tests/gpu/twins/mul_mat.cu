@@ -21,10 +21,9 @@
 // any cols (those that are no multiple of 8 go one weight at a time).
 //
 // The backend never launches this file. It is the slow twin that tests compare the fast products
-// with (product.py), and is no longer tuned. It was the engine's product before commit
-// 43147c1: with it, and the other kernels of that time, a step of llama-3-8b Q4_0 took 4.12 ms for
-// one token and 183 ms for 512 (data/results/cuda-bench-*). With multiply.cuh's product, nothing
-// fused, a step of one token takes 2.9 ms (data/results/cuda-decode-*-unfused).
+// with (product.py), and is not tuned. It was the engine's product before commit 43147c1: a step of
+// one token of llama-3-8b Q4_0 took 4.12 ms, and takes 2.9 with multiply.cuh's, nothing fused
+// (data/results/cuda-bench-*, cuda-decode-*-unfused).
 #include "weights.cuh"
 
 #define WARPS 4
@@ -32,10 +31,10 @@
 
 // Where this warp works: its first row and first token.
 template <int N, int ROWS>
-struct Place {
+struct Tile {
     i64 row;
     int token, lane;
-    DEVICE Place(i64 n_tokens) {
+    DEVICE Tile(i64 n_tokens) {
         const u32 tiles = u32((n_tokens + N - 1) / N);
         row = (i64(blockIdx.x / tiles) * WARPS + threadIdx.x / 32) * ROWS;
         token = int(blockIdx.x % tiles) * N;
@@ -44,7 +43,7 @@ struct Place {
 };
 
 template <int N, int ROWS>
-DEVICE void store(float (&acc)[ROWS][N], float* dst, const Place<N, ROWS>& at, i64 rows,
+DEVICE void store(float (&acc)[ROWS][N], float* dst, const Tile<N, ROWS>& at, i64 rows,
                   i64 n_tokens) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
@@ -62,7 +61,7 @@ DEVICE void store(float (&acc)[ROWS][N], float* dst, const Place<N, ROWS>& at, i
 template <class W, int N, int ROWS, int UNROLL>
 DEVICE void multiply_float(float* dst, const u8* w, const float* x, i64 rows, i64 cols,
                            i64 n_tokens) {
-    const Place<N, ROWS> at(n_tokens);
+    const Tile<N, ROWS> at(n_tokens);
     if (at.row >= rows) return;
     float acc[ROWS][N] = {};
     // Rows and tokens past the end repeat the last one; their results are not stored.
@@ -169,7 +168,7 @@ DEVICE void add_halves(const Unit (&unit)[ROWS], const u8* x, i64 cols, int at_l
 template <class W, int N, int ROWS, int UNROLL>
 DEVICE void multiply_quantised(float* dst, const u8* w, const u8* x, i64 rows, i64 cols,
                                i64 n_tokens) {
-    const Place<N, ROWS> at(n_tokens);
+    const Tile<N, ROWS> at(n_tokens);
     if (at.row >= rows) return;
     float acc[ROWS][N] = {};
     const int units = int(cols / 32);
@@ -214,7 +213,7 @@ DEVICE void multiply_quantised(float* dst, const u8* w, const u8* x, i64 rows, i
     store(acc, dst, at, rows, n_tokens);
 }
 
-// the kernels (ROWS and N are repeated in workbench/backend/cuda/op_table.py) ---------------------------
+// the kernels (product.py has the same ROWS and N) --------------------------------------------
 
 #define FLOAT(TYPE, N, ROWS, UNROLL)                                                            \
     extern "C" __global__ void LIMITS mul_mat_##TYPE##_n##N(                                    \

@@ -1,9 +1,9 @@
 """The cuda backend: NVIDIA GPUs of compute capability 8.0 and later.
 
-CuPy gives memory, streams and events; kernels come from `kernels/*.cu` through NVRTC
-(`op_table.py`); what is issued again and again goes through cuda-bindings with everything
-converted once: a launch is one call with a ready argument block (4 us of host time on an H100's
-host, where a CuPy kernel call took 5.7), a copy, record or wait likewise.
+CuPy gives memory, streams and events. Kernels come from `kernels/*.cu` through NVRTC
+(`op_table.py`). What is issued again and again goes through cuda-bindings, with everything
+converted once. A launch is one call with a ready argument block: 4 us of host time on an H100's
+host, where a CuPy kernel call took 5.7. Copies, records and waits are prepared likewise.
 
 Importing this module loads neither CuPy nor the driver; `open_backend` and `probe` do.
 
@@ -89,7 +89,7 @@ class CudaBackend(Backend):
         self._streams: dict[int, tuple[Any, Any]] = {}  # id -> CuPy's stream, CUstream
         self._memory: weakref.WeakSet[CudaMemory] = weakref.WeakSet()
         self._gates: list[CudaGate] = []
-        self._flags: CudaMemory | None = None  # of the gates, in turn
+        self._flags: CudaMemory | None = None  # of the gates, one after the other
         self._n_gates = 0
         self._modules: dict[tuple[str, tuple[str, ...], Path | None], Any] = {}
         self._functions: dict[tuple, Any] = {}
@@ -118,7 +118,7 @@ class CudaBackend(Backend):
         return memory
 
     def _allocate(self, nbytes: int, space: Space) -> CudaMemory:
-        """As `allocate`, whatever the memory holds."""
+        """As `allocate`, but the memory is not zeroed."""
         memory = self._driver.allocate(nbytes, space)
         self._memory.add(memory)
         return memory
@@ -158,7 +158,7 @@ class CudaBackend(Backend):
         return self._streams[number][1]
 
     def _function(self, kernel: Kernel) -> Any:
-        """The kernel's CUfunction; its file is compiled and loaded where that has not been done."""
+        """The kernel's CUfunction; compiles and loads its file the first time."""
         file, defines, sources = module = kernel.file, kernel.defines, kernel.sources
         key = *module, kernel.function, kernel.shared
         if key not in self._functions:
@@ -176,8 +176,8 @@ class CudaBackend(Backend):
         return self._functions[key]
 
     def _prepare(self, work: Work, stream: Any, what: str, programmatic: bool = False) -> Issued:
-        """Issues `work` when called. A kernel's argument block is the values, 8 bytes each,
-        then their addresses: what cuLaunchKernel calls kernelParams."""
+        """Issues `work` when called. A kernel's argument block has the values, 8 bytes each, and
+        behind them their addresses: what cuLaunchKernel calls kernelParams."""
         if isinstance(work, Gemm):
             if self._blas is None:
                 self._blas = Blas()
@@ -255,16 +255,16 @@ class CudaBackend(Backend):
         nvrtc.compile_many(wanted, self._arch, left)
 
     def _works(self, node: Node) -> list[Work]:
-        """What `launch` issues for `node`, in order, at addresses that are nobody's (and differ: a
-        conversion at one address is made once)."""
+        """What `launch` issues for `node`, in order, at addresses that are nobody's. They differ,
+        because a conversion of one address is made once."""
         fresh = functools.partial(next, itertools.count(1 << 40, 1 << 40))
         addresses: defaultdict[Tensor, int] = defaultdict(fresh)
         operands = op_table.Operands(lambda t: addresses[t.storage], 1 << 39, 1 << 38, self._sm)
         return op_table.launches(node, operands)
 
     def _counters_of(self, stream: int) -> int:
-        """Counters for last-block combines: all zero, and back at zero after every kernel. Each
-        stream has its own, so that kernels side by side do not share them."""
+        """Counters for last-block combines: all zero, and zero again after every kernel. Each
+        stream has its own, because kernels side by side must not share them."""
         if stream not in self._counters:
             self._counters[stream] = self.allocate(4 * N_COUNTERS, Space.DEVICE)
         return Address(self._counters[stream].address)
@@ -285,8 +285,8 @@ class CudaBackend(Backend):
     def copy_to_peer(
         self, peer: CudaBackend, dst: int, src: int, nbytes: int, stream: int
     ) -> Issued:
-        """Straight into the peer's memory where the two are connected so, else the driver goes
-        through the host's."""
+        """Straight into the peer's memory where the devices can reach each other, else the driver
+        goes through the host's memory."""
         if not nbytes:
             return Issued(nothing, ("copy of nothing",))
         api, driver = self._driver.api, self._driver
@@ -349,7 +349,7 @@ class CudaBackend(Backend):
 
     def close(self) -> None:
         """Opens every gate, waits, and gives memory and kernels back. A failure of queued work is
-        raised once everything that can be given back has been."""
+        raised behind all that."""
         if self._closed:
             return
         self._closed = True

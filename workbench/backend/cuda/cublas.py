@@ -1,8 +1,8 @@
 """Matrix products by cuBLAS, prepared once and issued with one call.
 
-Through ctypes, not CuPy's wrapper: that one moves its handle to CuPy's current stream at every
-call, and knows no cublasSetWorkspace. The library is the one CuPy uses: cuda.pathfinder, on which
-both CuPy and cuda-bindings rely, finds what the process has loaded, or else would load.
+Calls go through ctypes. CuPy's wrapper moves its handle to CuPy's current stream at every call, and
+has no cublasSetWorkspace. The library is CuPy's own: both CuPy and cuda-bindings rely on
+cuda.pathfinder, which finds what the process has loaded or would load.
 
 Importing this module loads nothing; `Blas()` does.
 """
@@ -16,8 +16,8 @@ from workbench.backend.cuda.kernel import Gemm
 from workbench.backend.issued import Issued
 from workbench.errors import DeviceError
 
-# The library may use no more, and the same at every call: with one stream per workspace its results
-# are the same from run to run. 32 MiB is what NVIDIA recommends for compute capability 9.0.
+# A workspace of one size for each stream: so the library gives the same results every time. NVIDIA
+# recommends 32 MiB for compute capability 9.0.
 WORKSPACE_BYTES = 32 << 20
 
 # cublas_api.h, library_types.h
@@ -47,7 +47,7 @@ class Pointers:
 
 
 class Blas:
-    """cuBLAS on the calling thread's device: one handle and one workspace for each stream, so that
+    """cuBLAS on the calling thread's device. Each stream has a handle and a workspace of its own:
     streams side by side share nothing. Raises DeviceError where the library cannot be used."""
 
     def __init__(self) -> None:
@@ -66,8 +66,8 @@ class Blas:
         return major * 10000 + version.value * 100
 
     def prepare(self, gemm: Gemm, stream: int) -> Issued:
-        """Issues `gemm` when called, on `stream` (a CUstream's address); everything is bound
-        here. It raises DeviceError where cuBLAS refuses."""
+        """Issues `gemm` when called, on `stream` (a CUstream's address). Everything is bound here.
+        The call raises DeviceError where cuBLAS refuses."""
         library, check = self._library, self._check
         call = library.cublasGemmEx
         kind, wide = TYPES[gemm.dtype], TYPES["F32"]
@@ -114,7 +114,7 @@ class Blas:
                     "smaller model or n_ctx"
                 ) from None
             self._workspaces.append(workspace)
-            # after the stream: setting that one takes a workspace away again
+            # after the stream: setting a stream takes the workspace away again
             address, size = ctypes.c_void_p(workspace.ptr), ctypes.c_size_t(WORKSPACE_BYTES)
             check("cublasSetWorkspace", library.cublasSetWorkspace_v2(handle, address, size))
             mode = ctypes.c_int(MATH_FULL_SUMS)

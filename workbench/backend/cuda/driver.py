@@ -40,7 +40,8 @@ def libraries() -> tuple[Any, Any]:
 
 
 def device_properties(cupy: Any, index: int) -> dict[str, Any]:
-    """Of GPU `index`; DeviceError where there is no driver, no such GPU, or too old a one."""
+    """CuPy's properties of GPU `index`; DeviceError where there is no driver, no such GPU, or one
+    that is too old."""
     runtime = cupy.cuda.runtime
     try:
         count = runtime.getDeviceCount()
@@ -83,9 +84,9 @@ def _driver_version() -> str:
 
 
 class CudaMemory:
-    """Memory of one space, given back by `free`, at the latest when the object goes; not before the
-    device is idle, for queued work may still use it. `view`, where the host sees the memory, is the
-    ctypes array all arrays of it rest on: while one of these is alive, the memory stays."""
+    """Memory of one space, given back by `free`, at the latest when the object goes. The device is
+    idle first, because queued work may still use the memory. view: where the host sees the memory,
+    the ctypes array that all arrays of it rest on; while one of them is alive, the memory stays."""
 
     def __init__(
         self,
@@ -161,8 +162,8 @@ class Driver:
         self._device.use()
 
     def reach(self, peer: Driver) -> None:
-        """Lets this device use the memory of another, where the two are connected so that it can;
-        once is enough for a process, more does nothing."""
+        """Lets this device use the memory of another, where the hardware can. Once is enough for a
+        process; more does nothing."""
         what = "access to another device"
         if not self.call("cuDeviceCanAccessPeer", what, self._device.id, peer._device.id):
             return
@@ -172,8 +173,8 @@ class Driver:
             raise self.failure(error, "cuCtxEnablePeerAccess", what)
 
     def call(self, function: str, what: str, *args: Any) -> Any:
-        """Calls a function of the driver API; raises DeviceError, naming `what`, if it fails.
-        Returns what the function gives besides its status."""
+        """Calls a function of the driver API and returns its result without the status. Raises
+        DeviceError, naming `what`, if it fails."""
         error, *values = getattr(self.api, function)(*args)
         if error:
             raise self.failure(error, function, what)
@@ -230,7 +231,7 @@ class Driver:
         return config
 
     def allocate(self, nbytes: int, space: Space) -> CudaMemory:
-        """ALIGN-aligned memory with whatever it holds; raises DeviceError if there is none."""
+        """ALIGN-aligned memory, not zeroed; raises DeviceError if there is none."""
         runtime = self.cupy.cuda.runtime
         need = max(round_up(nbytes, ALIGN), ALIGN)
         try:

@@ -1,7 +1,7 @@
 """Launches of what is neither a product nor attention: element-wise ops, rows, norms, heads.
 
-Pure. A kernel's argument order is that of `backend/args.py`, where its op stands there, else that
-of the source file. The constants below repeat those of the sources.
+Pure. `backend/args.py` gives the argument order of an op's kernel, the source file the order of any
+other kernel. The constants below repeat those of the sources.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def norm_parts(parts: Sequence[Node], node: Node, p: Operands) -> list[Work]:
     outputs = set(node.outputs)
 
     def wanted(part: Node | None, last: bool) -> int:
-        """Where the result of `part` goes: nowhere if no other node reads it."""
+        """Address for the result of `part`: 0 if no other node reads it."""
         return p.at(part.output) if part is not None and (last or part.output in outputs) else 0
 
     dst_sum = wanted(add, False)
@@ -166,8 +166,8 @@ def rope_store_parts(parts: Sequence[Node], p: Operands) -> list[Work]:
 
 
 def unread(node: Node) -> bool:
-    """Whether no node reads the turned Q (in a last layer without outputs): it is written all the
-    same, to scratch."""
+    """Whether no node reads the rotated Q, as in a last layer without outputs. It is written all
+    the same, to scratch."""
     if node.op not in ("rope_store", "qkv_rope_store"):
         return False
     q_rope = next(part for part in node.parts if part.op == "rope")

@@ -12,8 +12,9 @@ GATE_SECONDS, N_GATES = 5.0, 256
 
 
 class CudaGate:
-    """Holds a stream: what is queued behind it starts when it is opened, or by itself after
-    GATE_SECONDS, so that a forgotten one cannot hang the device. Opens at the end of a `with`."""
+    """Holds a stream: what is queued behind the gate starts when the gate is opened. After
+    GATE_SECONDS it opens by itself: a forgotten gate cannot hang the device. It opens at the end of
+    a `with`."""
 
     def __init__(self, flags: CudaMemory, number: int):
         assert flags.array is not None

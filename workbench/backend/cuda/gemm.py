@@ -7,9 +7,9 @@ Pure. Two ways, both on tensor cores with sums in float32:
 * `tile`: kernels/tensor_product.cu decodes quantised weights in registers; they are read once. One
   launch has up to three weights of one x and type, or gate and up and what they are for.
 
-Expanding writes and reads 2 bytes a weight where a Q4_0 file has 0.56, so the first way pays once
-tensor cores, not the memory, take most of the time; the tables below say from where. Measured: us
-of the products of a layer of an 8B model, tile and cuBLAS, random weights (one H100 80GB HBM3;
+Expanding writes and reads 2 bytes a weight where a Q4_0 file has 0.56. cuBLAS pays once tensor
+cores, not the memory, take most of the time; the tables below say from where. Measured: us of the
+products of a layer of an 8B model, tile and cuBLAS, random weights (one H100 80GB HBM3;
 data/results/tuning/tensor_product-5.json; cuBLAS is timed without the swiglu that tiles include):
 
     tokens        128       256       512       640       768      1024      1536
@@ -21,13 +21,13 @@ data/results/tuning/tensor_product-5.json; cuBLAS is timed without the swiglu th
     Q6_K     174  413  294  468  556  572  724  648  852  705 1042  832 1567 1136
 
 Without warpgroups tiles of 128 tokens take 1.8 times as long (7.01 ms of a step for 3.87), more
-than half of what cuBLAS takes, and 256 would be slower. Float weights reach 79 to 83 % of what
-memory allows at 16 to 128 tokens by cuBLAS, so they have no tile.
+than half of what cuBLAS takes, and 256 would be slower. With cuBLAS, float weights reach 79 to 83 %
+of what memory allows at 16 to 128 tokens: they have no tile.
 
-Activations are converted first, to the start of scratch: for quantised weights to F16, in the order
-of kernels/halves.cuh or the tiles of kernels/tensor_product.cu, for F16 and BF16 to plain rows of
-those; F32 is taken as it is. F16 and BF16 have places of their own there, so that products of one
-x, one after another, can leave out conversions that were made before.
+Activations are converted first, to the start of scratch. Quantised weights want F16, in the order
+of kernels/halves.cuh or the tiles of kernels/tensor_product.cu; F16 and BF16 want plain rows; F32
+is taken as it is. F16 and BF16 rows lie apart in scratch: a conversion that a product before made
+for the same x is left out.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def by_tile(dtype: str, n_tokens: int, hopper: bool) -> bool:
 
 
 def _x_bytes(cols: int, n_tokens: int, hopper: bool) -> int:
-    """Of either place for converted activations, whatever the weights' type: in tiles, too."""
+    """Bytes of either area for converted activations, whatever the weights' type: in tiles, too."""
     n = tile_tokens(n_tokens, hopper) if n_tokens <= MOST_TILED else 1
     tokens = blocks(n_tokens, n) * n
     return blocks(tokens * blocks(cols, 512) * 512 * 2, 256) * 256
@@ -78,15 +78,15 @@ def _rows_at_once(cols: int) -> int:
 
 
 def can_glu(dtype: str, rows: int, n_tokens: int, quantised: bool, hopper: bool) -> bool:
-    """Whether `glu` takes gate and up of so many rows each: quantised, rows are whole blocks."""
+    """Whether `glu` takes gate and up of so many rows each. Quantised rows are whole blocks."""
     return by_tile(dtype, n_tokens, hopper) and not (quantised and rows % 32)
 
 
 def scratch_bytes(
     dtype: str, rows: Sequence[int], cols: int, n_tokens: int, end: Epilogue = Epilogue.PLAIN
 ) -> int:
-    """Bytes of scratch that `product` of weights of one type and so many rows each, or `glu` of
-    two, uses on any device: activations in two places, then expanded weights or sums."""
+    """Bytes of scratch that `product` or `glu` uses on any device, for weights of one type and so
+    many rows each: two areas for activations, then expanded weights or sums."""
     return max(_scratch_bytes(dtype, rows, cols, n_tokens, end, hopper) for hopper in (False, True))
 
 
@@ -105,7 +105,7 @@ def _scratch_bytes(
 
 
 def by_type(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Those of each weight type together, in the order in which types come."""
+    """The segments of each weight type together, in the order in which types come."""
     found: dict[str, list[Segment]] = {}
     for segment in segments:
         found.setdefault(segment.dtype, []).append(segment)
@@ -117,9 +117,9 @@ def product(
 ) -> list[Work]:
     """The products of one x with up to three weights, plus biases.
 
-    `scratch` has the most `scratch_bytes` of those of each type; `counters` has MOST_COUNTERS u32,
-    all zero, and has them so again afterwards. hopper: whether the device is of compute capability
-    9.0. x is converted once for all types of one kind.
+    `scratch` has `scratch_bytes` for the type that wants most. `counters` are MOST_COUNTERS u32,
+    zero before and after. hopper: whether the device is of compute capability 9.0. x is converted
+    once for all types of one kind.
     """
     made: list[Work] = []
     for same in by_type(segments):

@@ -13,12 +13,12 @@ from workbench.backend.args import AddressOf, Args, parts_addresses
 from workbench.graph.ir import Node, Tensor
 
 CLUSTERS = 90  # compute capability, times ten, from which blocks can form clusters
-HOPPER = 90  # that of the devices with wgmma
+HOPPER = 90  # compute capability of the devices with wgmma
 
 
 class Operands(NamedTuple):
-    """Where the kernels of a node find things: tensors, scratch, and counters (u32, all zero) that
-    only kernels of the same stream use."""
+    """Addresses for the kernels of a node: tensors, scratch, and counters (u32, all zero) that only
+    kernels of the same stream use."""
 
     at: AddressOf
     scratch: int
@@ -40,11 +40,11 @@ class Kernel(NamedTuple):
 
     file: name of a `kernels/*.cu` without its suffix; function: an `extern "C"` kernel in it;
     sources: the folder of the file, where it is not `kernels/`;
-    grid: blocks (x, y); block: threads; args: every argument as an 8-byte slot (int) or a float.
-    defines: macros (`"ROWS=2"`) the file is compiled with for this kernel alone; a file that wants
-    macros is compiled when a kernel with them is first prepared. shared: bytes of dynamic shared
-    memory. waits: the kernel executes `griddepcontrol.wait` on every path before its first
-    dependent read and before every write, so that it may be launched programmatically.
+    grid: blocks (x, y); block: threads; args: every argument as an int of 8 bytes or a float.
+    defines: macros (`"ROWS=2"`) that the file is compiled with for this kernel alone, when it is
+    first prepared. shared: bytes of dynamic shared memory. waits: the kernel executes
+    `griddepcontrol.wait` on every path before its first dependent read and before every write. Only
+    then may it be launched programmatically.
     """
 
     file: str

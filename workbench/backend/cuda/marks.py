@@ -11,7 +11,7 @@ CLOCK_TRIES, CLOCK_MAX_AGE_NS = 5, 2_000_000_000
 
 
 class Mark:
-    """A recorded timing event; goes back to the pool when nobody holds the mark any more."""
+    """A recorded timing event. It goes back to the pool when nobody holds the mark any more."""
 
     __slots__ = ("event", "pool")
 
@@ -46,17 +46,17 @@ class Marks:
         return mark
 
     def resolve(self, begin: Mark, end: Mark) -> tuple[int, int]:
-        """Times between marks are the device's (resolution 0.5 us). Their place on the host's clock
-        comes from one event recorded and waited for on an idle stream when the trace began (the
-        quickest of five tries): off by half that round trip, some 5 us, and by the drift of the
-        two clocks since, about 1 us a second."""
+        """Times between marks are the device's (resolution 0.5 us). The host's clock was compared
+        when the trace began: one event was recorded and waited for on an idle stream, the quickest
+        of five tries. The error is half that round trip, some 5 us, and the drift of the two clocks
+        since, about 1 us a second."""
         assert self._clock is not None, "a mark is made before it is resolved"
         base, base_ns = self._clock
         start = base_ns + round(self._elapsed_ms(base, begin.event) * 1e6)
         return start, start + round(self._elapsed_ms(begin.event, end.event) * 1e6)
 
     def clear(self) -> None:
-        """Gives the events back; those of marks that are still held go with these."""
+        """Gives the events back. The event of a mark that is still held goes with the mark."""
         self._pool.clear()
         self._clock = None
 

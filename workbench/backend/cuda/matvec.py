@@ -1,11 +1,11 @@
 """Products of up to 8 tokens on CUDA: which variant of kernels/product.cu or product_qkv.cu, with
 which grid.
 
-Pure. A product's kernel is compiled for its weight types and a tuning, which `cuda_tuning.tuning`
-chooses by type, shape, tokens and epilogue. The order in which an element is summed follows from
-`Tuning.row_warps` alone, the same for any number of tokens: a token's result does not depend on its
-batch. Fused and unfused products may differ in their last bits, since the table may split their
-columns differently.
+Pure. A product's kernel is compiled for its weight types and a tuning. `tuning.py` chooses the
+tuning by type, shape, tokens and epilogue. The order in which an element is summed follows from
+`Tuning.row_warps` alone, for any number of tokens: a token's result does not depend on its batch.
+Fused and unfused products may differ in their last bits, because the table may give their columns
+to different numbers of warps.
 """
 
 from __future__ import annotations
@@ -89,19 +89,20 @@ class Rotate(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Half a norm: results are scaled by 1 / sqrt(mean of squares + eps) of their row of x, whose
-    sums of squares of 32 columns are float32 (n_tokens, cols / 32) at `squares`."""
+    """Half a norm: results are scaled by 1 / sqrt(mean of squares + eps) of their row of x.
+    squares: float32 (n_tokens, cols / 32), the sums of squares of each 32 columns of x."""
 
     squares: int
     eps: float
 
 
 class Norm(NamedTuple):
-    """What follows a product whose sum with a residual is normed, all rows of segment.rows.
+    """What follows a product if its sum with a residual is normed. All rows have segment.rows
+    columns.
 
-    sum: float32, residual + product; squares: float32, its sums of squares; residual: float32;
-    factors: float32 (rows,), the norm's weight. quantised: whether segment.dst, the sum times the
-    factors, is Q8_ACT rather than float32.
+    sum: float32, residual + product; squares: float32, the sums of squares of `sum`; residual:
+    float32; factors: float32 (rows,), the norm's weight. quantised: whether segment.dst, the sum
+    times the factors, is Q8_ACT rather than float32.
     """
 
     sum: int
@@ -179,8 +180,8 @@ def qkv(
 def can_norm_heads(
     dtypes: Sequence[str], rows: Sequence[int], cols: int, n_tokens: int, head_dim: int
 ) -> bool:
-    """Whether `qkv` can norm the heads of Q, K, V of these types and rows, on a device that has
-    clusters: each is made by a few whole blocks, whose pairs of lines are parts of a warp."""
+    """Whether `qkv` can norm the heads of Q, K, V of these types and rows, on a device with
+    clusters. A few whole blocks must make each head, and their pairs of lines must fit a warp."""
     segments = [Segment(dtype, 0, n, 0, 0) for dtype, n in zip(dtypes, rows, strict=True)]
     lines = _heads_tuning(segments, X(0, True, cols, n_tokens), head_dim).lines
     whole = all(n % head_dim == 0 for n in rows) and head_dim % lines == 0

@@ -4,8 +4,8 @@ Pure Python apart from NVRTC, which needs no GPU: `cubin("rows", "sm_90")` works
 the compiler library. Nothing here talks to a device.
 
 A file is compiled when one of its kernels is first wanted: as it is, or with macros of that kernel
-(`backend/cuda/kernel.py`), so that tile sizes and weight types are constants and only what a model
-needs is compiled.
+(`kernel.py`). So tile sizes and weight types are constants, and only what a model needs is
+compiled.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from workbench.output import writing
 from workbench.progress import HIDDEN, Bar
 
 OPTIONS = ("-std=c++17", "-default-device")
-# Files with instructions that one architecture has and those after it have not: what they are
-# compiled for there. Elsewhere they do without.
+# Files with instructions of one architecture alone, and what they are compiled for there. Elsewhere
+# they do without.
 SPECIFIC = {("tensor_product", "sm_90"): "sm_90a"}
 
 
@@ -132,8 +132,8 @@ def cubin(
 def compile_many(
     wanted: Iterable[tuple[str, tuple[str, ...]]], arch: str, left: Bar = HIDDEN
 ) -> None:
-    """Sees to it that each (file, defines) is in the cache, several compiled at a time. left: told
-    of each."""
+    """Compiles each (file, defines) that is not in the cache, several at a time. left: told of
+    each."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for _ in pool.map(lambda w: cubin(w[0], arch, w[1]), dict.fromkeys(wanted)):
             left.update()
@@ -146,8 +146,8 @@ def _keep(path: Path, content: bytes) -> None:
 
 
 def cache_dir() -> Path:
-    """~/.cache/workbench/kernels; where that cannot be written, a folder of this user's own in the
-    temporary directory, and where that is not safe to trust, a new one for this process."""
+    """~/.cache/workbench/kernels. Where that cannot be written: a folder of this user's own in the
+    temporary directory. Where that one is not safe to trust: a new one for this process."""
     for folder in (
         Path.home() / ".cache" / "workbench" / "kernels",
         Path(tempfile.gettempdir()) / f"workbench-kernels-{_user()}",

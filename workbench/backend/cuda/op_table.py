@@ -1,9 +1,9 @@
 """Which CUDA kernels compute a node, with which grid and block.
 
-Pure: `launches` turns a node and its addresses into data (`backend/cuda/kernel.py`); nothing here
-compiles or talks to a device. Products are the business of `backend/cuda/products.py`, attention
-of `backend/cuda/attention.py`, all other ops of `backend/cuda/elementwise.py`; the table of ops is
-here, and what a node needs of scratch.
+Pure: `launches` makes data of a node and its addresses (`kernel.py`); nothing here compiles or
+talks to a device. Products have a file of their own (`products.py`), attention too
+(`attention.py`), and all other ops are in `elementwise.py`. The table of ops is here, and how much
+scratch a node needs.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def launches(node: Node, operands: Operands) -> list[Work]:
 
 
 def begins_early(node: Node) -> bool:
-    """Whether every kernel of `node` declares its wait (`Kernel.waits`). All of ours do; cuBLAS
-    does not, so that products it may be given must be planned to know."""
+    """Whether every kernel of `node` declares its wait (`Kernel.waits`). Kernels of this folder do,
+    cuBLAS does not: where it may be asked, the launches are made to see."""
     multiplied = [part for part in node.parts or (node,) if part.op == "mul_mat"]
     if all(part.inputs[1].shape[0] <= matvec.MOST_TOKENS for part in multiplied):
         return True
@@ -97,8 +97,9 @@ def begins_early(node: Node) -> bool:
 
 
 def scratch_bytes(node: Node) -> int:
-    """What the kernels of `node` want for partial results, converted activations and dequantised
-    weights, and, where the parts of a fused node are launches of their own, for what they share."""
+    """Bytes that the kernels of `node` want for partial results, converted activations and
+    dequantised weights. Parts of a fused node with launches of their own also share results
+    there."""
     if not node.parts:
         return _own_scratch(node)
     if node.op in ("norm", "rope_store", "swiglu_quantize"):
@@ -116,7 +117,7 @@ def scratch_bytes(node: Node) -> int:
     return interior_bytes(node) + max(together, *(_own_scratch(part) for part in node.parts))
 
 
-# Ops of several parts that are one launch for few tokens only where their shapes allow it.
+# Ops of several parts. Of few tokens they are one launch where their shapes allow it.
 _IS_ONE: dict[str, Callable[[Node], bool]] = {
     "glu": products.glu_is_one,
     "product_norm": products.product_norm_is_one,

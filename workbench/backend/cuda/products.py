@@ -1,11 +1,10 @@
 """Launches of products and of what is fused with them.
 
-Pure. Products of up to 8 tokens are the business of `backend/cuda/matvec.py`, of more tokens of
-`backend/cuda/gemm.py`; here is how fused nodes are put together from them, and what becomes of a
-fused node that no one kernel takes: its parts, one after the other. With every pattern of
-`graph/fuse.py` a llama layer of more than 8 tokens and one quantised type is 12 launches while
-tiles decode it (`gemm.by_tile`): norm, Q + K + V, rope and store, attention, output, norm,
-gate + up + swiglu, down, and x to tiles before each of the four that multiply.
+Pure. `matvec.py` has the products of up to 8 tokens, `gemm.py` those of more. This file puts fused
+nodes together from them. A fused node that no single kernel takes becomes its parts, one after the
+other. With every pattern of `graph/fuse.py` a llama layer of more than 8 tokens and one quantised
+type is 12 launches, while tiles decode it (`gemm.by_tile`): norm, Q + K + V, rope and store,
+attention, output, norm, gate + up + swiglu, down, and x to tiles before each of the four products.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def _segment(product: Product, p: Operands, output: Tensor | None = None) -> Seg
 
 
 def _scale(product: Product, p: Operands) -> Scale | None:
-    """The half of a norm that a product's results are scaled by; all of one x have the same."""
+    """The half of a norm that a product's results are scaled by; products of one x share it."""
     if product.scale is None:
         return None
     return Scale(p.at(product.scale.inputs[1]), float(product.scale.params["eps"]))
@@ -105,7 +104,7 @@ def _in_one(products: list[Product], p: Operands) -> list[Work]:
 
 
 def many(product: Product) -> bool:
-    """Whether a product is one for `cuda_gemm`."""
+    """Whether `gemm.py` makes the product."""
     tokens = product.mul_mat.inputs[1].shape[0]
     return not _is_float(product) and product.scale is None and tokens > matvec.MOST_TOKENS
 
@@ -122,8 +121,8 @@ def _together(products: list[Product], p: Operands) -> list[Work]:
 
 
 def _one_by_one(products: list[Product], p: Operands) -> list[Work]:
-    """Several products of one x. It is converted once: the same conversion to the same place in
-    scratch is not repeated."""
+    """Several products of one x. x is converted once: the same conversion to the same address is
+    not repeated."""
     if all(many(product) for product in products):
         return _together(products, p)
     works: list[Work] = []
@@ -161,8 +160,7 @@ def product_norm(node: Node, p: Operands) -> list[Work]:
 
 
 def product_norm_is_one(node: Node) -> bool:
-    """Whether one launch makes it: few tokens, and where the row is quantised, nothing that reads
-    it in float too."""
+    """Whether one launch makes it: few tokens, and no row that is read quantised and in float."""
     (product,), (_, _, mul, *quantize) = _products_of(node.parts)
     rows = product.mul_mat.inputs[0].shape[0]
     both = bool(quantize) and mul.output in node.outputs
@@ -204,7 +202,7 @@ def qkv_is_one(node: Node) -> bool:
 
 
 def glu(node: Node, p: Operands) -> list[Work]:
-    """One launch, behind the conversion of x for many tokens; or the products and then swiglu."""
+    """One launch, for many tokens behind the conversion of x; or the products and then swiglu."""
     products, (swiglu, *quantize) = _products_of(node.parts)
     quantised = bool(quantize)
     if few(node) and glu_is_one(node):
@@ -231,7 +229,7 @@ def glu_is_one(node: Node) -> bool:
 
 
 def glu_in_tiles(node: Node, hopper: bool) -> bool:
-    """Whether one launch of `cuda_gemm` makes it, of many tokens."""
+    """Whether one launch of `gemm.py` makes it, of many tokens."""
     products, tail = _products_of(node.parts)
     w, x = products[0].mul_mat.inputs
     quantised = tail[-1].op == "quantize"
@@ -241,8 +239,8 @@ def glu_in_tiles(node: Node, hopper: bool) -> bool:
 
 
 def scratch_bytes(node: Node) -> int:
-    """What `cuda_gemm` wants for the products of a node, those of one type together; 0 where it
-    has none."""
+    """Scratch that `gemm.py` wants for the products of a node, the weights of one type together; 0
+    where it makes none."""
     rows: dict[str, list[int]] = {}
     for product in _products_of(node.parts or (node,))[0]:
         if many(product):

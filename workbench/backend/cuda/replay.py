@@ -1,7 +1,7 @@
 """Launches captured into a CUDA graph and replayed, and what reading memory can reach.
 
-A kernel of a few microseconds cannot be timed between two events: the host takes as long to launch
-it. A graph holds many launches and is itself one; the device works through it at its own speed.
+A kernel of a few microseconds cannot be timed between two events, because the host takes as long to
+launch it. A graph holds many launches and is launched once; the device works at its own speed.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Replay:
         return self._driver.call(function, self._what, *args)
 
     def _capture(self) -> None:
-        # Relaxed: the collector may free device memory at any moment, which the other modes answer
-        # with a capture that has failed.
+        # Relaxed: the collector may free device memory at any moment. In the other modes the
+        # capture would fail.
         mode = self._driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._call("cuStreamBeginCapture", self._stream, mode)
         try:
@@ -92,8 +92,8 @@ class Replay:
     def time_us(self, n: int) -> list[float]:
         """The device's time for each of n replays, in us, by timing events between them.
 
-        One more replay goes before them untimed: the device is busy with it while the host queues
-        the others, so that no time of the host is within the times.
+        One more replay goes before them untimed. The device is busy with it while the host queues
+        the others: the times hold no time of the host.
         """
         while len(self._events) <= n:
             self._events.append(self._driver.event(timing=True))
@@ -168,7 +168,7 @@ def read_rates(backend: CudaBackend, nbytes: int = READ_BYTES, n: int = 5) -> di
 
 
 def _room(backend: CudaBackend, nbytes: int, least: int) -> Any:
-    """Device memory of `nbytes`, or of a half, a quarter, .. where that is all there is."""
+    """Device memory of `nbytes`, or of a half, a quarter, .. where there is no more."""
     while True:
         try:
             return backend.allocate(nbytes, Space.DEVICE)

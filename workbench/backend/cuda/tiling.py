@@ -1,11 +1,11 @@
 """How the products of more than 8 tokens are cut into tiles, stages and blocks on CUDA.
 
 Pure. `gemm.py` says what a launch is given; kernels/tensor_product.cu has the macros. For each
-number of tokens a few shapes are at hand; which of them a launch gets, and how many blocks share
-the columns of a tile, follows from a model of what it takes: the steps that the last
-multiprocessor to end has to make, one after another. Its figures were fitted to launches of an 8B
-model's products on one H100 80GB HBM3 (data/results/tuning/tensor_product-4.json), where the chosen
-build was the fastest of those tried or within 8 % of it, mostly within 4 %.
+number of tokens a few shapes are at hand. A cost model chooses the shape of a launch, and how many
+blocks share the columns of a tile. The cost is the steps that the last multiprocessor to end makes,
+one after another. Its figures were fitted to launches of an 8B model's products on one H100 80GB
+HBM3 (data/results/tuning/tensor_product-4.json). There the chosen build was the fastest of all
+tried or within 8 % of the fastest, mostly within 4 %.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ HOPPER_SHARED = 227 << 10  # of 9.0
 LEAST_STAGES = 3  # of shared memory: fewer columns a stage rather than fewer stages
 MOST_K_PARTS = 8  # blocks of a cluster on every device that has clusters
 MOST_COUNTERS = 4096
-# Clusters of so many blocks that those multiprocessors have at once, one or two blocks each: their
-# groups do not all divide by it. What cuOccupancyMaxActiveClusters says of an H100 80GB HBM3.
+# Clusters of so many blocks that the multiprocessors have at once, with one or two blocks each. Not
+# all groups of multiprocessors divide by it. From cuOccupancyMaxActiveClusters, H100 80GB HBM3.
 CLUSTERS = {
     1: {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15},
     2: {2: 132, 3: 79, 4: 62, 5: 47, 6: 39, 7: 32, 8: 30},
 }
 
-# What it takes, in steps of 128 columns of 128 rows of a multiprocessor: to begin a block; to add
-# blocks up through a cluster, or through memory, which is more the more tokens a tile has.
+# Costs in steps of 128 columns of 128 rows of a multiprocessor: to begin a block; to add blocks up
+# through a cluster; to add them up through memory, by the tokens of a tile.
 FILL, ADD_IN_CLUSTER = 6, 3
 ADD_IN_MEMORY = {8: 4, 16: 4, 32: 5, 64: 8, 128: 14}
 PACE = 0.93  # a step of twice the rows takes 2 ** PACE times as long
@@ -76,9 +76,9 @@ class TileShape(NamedTuple):
         return sum(blocks(n, self.rows) for n in rows) * blocks(n_tokens, self.n)
 
     def shared_bytes(self, dtype: str) -> int:
-        """Of a block: its stages of activations and of each plane of the weights, and barriers;
-        what blocks of a cluster add up takes their place. So much that no multiprocessor takes more
-        than `blocks`: some would, and others fewer."""
+        """Shared memory of a block: its stages of activations and of each plane of the weights, and
+        barriers. What a cluster adds up lies there later. It is so much that no multiprocessor
+        takes more than `blocks` blocks: otherwise some would take more, and others fewer."""
         words = sum(self._words(size, per, DTYPES[dtype].block) for size, per in PLANES[dtype])
         stage = self.n * self.steps * 256 + self.rows * words * 16
         return max(self.stages * stage + 128, SHARED // (self.blocks + 1) if self.blocks > 1 else 0)
@@ -88,8 +88,8 @@ class TileShape(NamedTuple):
         return max(1, min(self.blocks, SHARED // (self.shared_bytes(dtype) + 1024)))
 
     def _words(self, size: int, per: int, block: int) -> int:
-        """16-byte words that `size` bytes for every `per` units of a row's part of a stage can be
-        in: Plane::CHUNKS of kernels/staged.cuh."""
+        """16-byte words that can hold a row's part of a stage, `size` bytes for every `per` units:
+        Plane::CHUNKS of kernels/staged.cuh."""
         units = 4 * self.steps
         grain = min(units, 8) if block == 256 else 1
         pitch = size if per > 1 else size * grain
@@ -97,8 +97,8 @@ class TileShape(NamedTuple):
         return (size * max(units // per, 1) + 31 - align) // 16
 
 
-# By tokens of a tile, in their order. The first of each is there for every type, with fewer stages
-# or columns where a device has no room for it; the others only where their stages have room.
+# By tokens of a tile, in their order. The first of each serves every type, with fewer stages or
+# columns where a device has no room for it; the others only where their stages have room.
 SHAPES: tuple[tuple[TileShape, ...], ...] = (
     (TileShape(8, 4, 4, 2, 5, 2),),
     (TileShape(16, 4, 4, 2, 5, 2), TileShape(16, 8, 4, 2, 4, 2)),
@@ -132,7 +132,7 @@ class Build(NamedTuple):
 
 
 def _at_hand(n_tokens: int, hopper: bool) -> tuple[TileShape, ...]:
-    """Those of the fewest tokens that are enough, or of the most there are."""
+    """The shapes of the fewest tokens that are enough, or of the most there are."""
     found = HOPPER_SHAPES if hopper else SHAPES
     return next((shapes for shapes in found if n_tokens <= shapes[0].n), found[-1])
 
@@ -143,7 +143,7 @@ def tile_tokens(n_tokens: int, hopper: bool) -> int:
 
 
 def shapes_for(dtype: str, n_tokens: int, hopper: bool) -> list[TileShape]:
-    """What a device has room for; `hopper` says that it is of compute capability 9.0."""
+    """The shapes that a device has room for. hopper: whether its compute capability is 9.0."""
     first, *others = _at_hand(n_tokens, hopper)
     found = [_fitted(first, dtype, hopper, ((first.steps, LEAST_STAGES), (1, 2)))]
     found += [_fitted(shape, dtype, hopper, ((shape.steps, LEAST_STAGES),)) for shape in others]
@@ -165,7 +165,7 @@ def _fitted(
 
 
 def cost(dtype: str, build: Build, tiles: int, cols: int) -> float:
-    """What the last multiprocessor to end takes, in steps as above, of MULTIPROCESSORS."""
+    """Steps, as above, that the last of MULTIPROCESSORS to end makes."""
     shape, k_parts, clustered = build
     at_once = shape.at_once(dtype)
     room = MULTIPROCESSORS * at_once

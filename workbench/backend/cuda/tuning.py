@@ -1,5 +1,5 @@
-"""How the products of up to 8 tokens are cut into blocks and warps on CUDA: tables, by type, shape,
-tokens and epilogue, that were measured on an H100.
+"""How the products of up to 8 tokens are cut into blocks and warps on CUDA: tables by type, shape,
+tokens and epilogue, measured on an H100.
 
 Pure. `matvec.py` says what a launch is given; the macros are those of kernels/multiply.cuh.
 """
@@ -12,9 +12,10 @@ GROUP = 32  # columns that are quantised together, or squared
 
 
 class Tuning(NamedTuple):
-    """rows: weight rows of a warp; unroll: units of each in flight per lane; warps: of a block;
-    per_sm: blocks that registers are limited for; split: warps that share a row's columns; passes:
-    times that a warp takes its rows; ahead: KB of a block that L2 is asked for early."""
+    """rows: weight rows of a warp; unroll: units of each row in flight per thread; warps: of a
+    block; per_sm: blocks that registers are limited for; row_warps: warps that share a row's
+    columns; passes: times that a warp takes its rows; ahead: KB of a block that L2 is asked for
+    early."""
 
     rows: int
     unroll: int
@@ -96,8 +97,8 @@ _ONE_TOKEN: dict[str, tuple[_Choice, ...]] = {
     ),
 }  # fmt: skip
 
-# A plain product of gate or up of an 8B model: blocks of 14 warps, 56 lines each, that run all at
-# once with none left over. % of 3195 GB/s alone and with dependent launch, for the table above
+# A plain product of gate or up of an 8B model: blocks of 14 warps, 56 lines each, run all at once
+# with none left over. % of 3195 GB/s alone and with dependent launch, for the table above
 # (data/results/tuning/product-5.csv): Q4_0 75.7, 86.4 for 75.5, 84.8; MXFP4 73.9, 87.2 for 70.1,
 # 82.0; Q4_K 73.6, 84.7 for 71.0, 83.3; no gain for the others.
 _GATE_ROWS, _GATE_COLS = 14336, 4096
@@ -107,14 +108,13 @@ _GATE = {
     "Q4_K": (2, 1, 14, 2, 1, 2),
 }
 
-# A product that quantises its result: blocks for whole groups of columns, so that what is chosen is
-# blocks that all run at once: with up to 2, up to 3 or more groups per multiprocessor. A block has
-# one group, or with more than 3, where passes are given, as many as those make: one block of 16
-# warps a multiprocessor, each with rows that lie together. % as above, 28672 x 4096, for blocks of
-# one group: Q4_0 79.7, 85.9 for 78.5, 82.5; MXFP4 79.4, 83.7 for 73.4, 75.4; Q4_K 77.0, 82.2 for
-# 75.1, 78.2; Q5_K 78.1, 82.7 for 75.9, 78.7; Q6_K 81.9, 85.1 for 80.0, 80.8. Not Q8_0: 90.5, 91.5
-# for 87.6, 91.0 there, but 93.5 with dependent launch for 99.8 in data/results/cuda-kernels (of
-# commits 992bec8 and 995f655).
+# A product that quantises its result: blocks have whole groups of columns, and all blocks run at
+# once. Choices for up to 2, up to 3 or more groups per multiprocessor. A block has one group. With
+# more than 3, a choice with passes has one block of 16 warps a multiprocessor, and as many groups
+# as the passes make. % as above, 28672 x 4096, for blocks of one group: Q4_0 79.7, 85.9 for 78.5,
+# 82.5; MXFP4 79.4, 83.7 for 73.4, 75.4; Q4_K 77.0, 82.2 for 75.1, 78.2; Q5_K 78.1, 82.7 for 75.9,
+# 78.7; Q6_K 81.9, 85.1 for 80.0, 80.8. Not Q8_0: 90.5, 91.5 for 87.6, 91.0 there, but 93.5 with
+# dependent launch for 99.8 in data/results/cuda-kernels (of commits 992bec8 and 995f655).
 _GROUPS = (2 * 132, 3 * 132)
 _GLU_Q8: dict[str, tuple[_Choice, _Choice, _Choice | _Whole]] = {
     "F32": ((2, 2, 8, 2, 1), (2, 2, 8, 2, 1), (2, 2, 8, 2, 1)),
@@ -165,9 +165,9 @@ _MORE_TOKENS: dict[tuple[str, int], tuple[int, int, int, int]] = {
 }
 _GLU_Q8_LINES = 2 * GROUP
 
-# What a block asks L2 for beyond its first loads, KB: not for small weights, whose first loads are
-# most of them, and not much, or others' loads wait. llama-3-8b, us a token with 0, 4, 8, 16 and 32:
-# F16 5500, 5384, 5408, 5456, 5474; Q4_0 2193, 2151, 2153, 2144, 2164.
+# KB that a block asks L2 for beyond its first loads. The first loads are most of a small weight,
+# and asking for much makes others' loads wait. llama-3-8b, us a token with 0, 4, 8, 16 and 32: F16
+# 5500, 5384, 5408, 5456, 5474; Q4_0 2193, 2151, 2153, 2144, 2164.
 _AHEAD_ROWS = 4608
 _AHEAD = {"F32": 4, "float": 4, "Q8_0": 4, "Q4_0": 8, "MXFP4": 8, "Q4_K": 8, "K": 8}
 

@@ -1,8 +1,8 @@
 """Weights on their way from the model file to the GPU, and which of them its kernels can use.
 
-Bytes go from the file's map into a ring of pinned entries (worker threads: NumPy copies without the
-GIL), from there to the device on one stream, and, for the types of REPACKED, on another stream
-through a kernel that lays them out as `kernels/weights.cuh` says:
+Worker threads copy bytes from the file's map into the entries of a pinned ring (NumPy copies
+without the GIL). From there they go to the device on one stream. For the types of REPACKED a kernel
+on another stream lays them out as `kernels/weights.cuh` says:
 
     worker 0        | read entry 0 | read entry 2 |
     worker 1        | read entry 1 | read entry 3 |
@@ -10,11 +10,11 @@ through a kernel that lays them out as `kernels/weights.cuh` says:
     repack stream                           | repack 0 | repack 1 |
 
 The caller's thread alone talks to the driver. It waits for an entry's repacking before the entry is
-filled anew, which happens a ring later, and for everything once, in `finish`. What a tensor takes
-of an entry begins on a multiple of ALIGN, so that many small tensors travel in one entry.
+filled again, a ring later, and for everything once, in `finish`. A tensor's part of an entry begins
+on a multiple of ALIGN: many small tensors travel in one entry.
 
 The limit is the host's memory copy (a thread reaches some 10 GB/s, PCIe 5 some 50), hence several
-workers. Registering the map itself as pinned memory would save that copy, but pins every page of
+workers. Registering the map itself as pinned memory would save the copy. But it pins every page of
 the file first, and not every system allows it for a read-only map.
 """
 
@@ -85,8 +85,8 @@ def refuses(node: Node, launches: Callable[[Node], Any]) -> str:
 
 
 def repack(dtype: str, dst: int, src: int, first: int, n: int, total: int) -> Kernel:
-    """Lays out blocks first .. first + n - 1 of a weight of `total` blocks: from src (the n blocks
-    as in the file, at a multiple of 16 bytes) into the weight that begins at dst."""
+    """Lays out blocks first .. first + n - 1 of a weight of `total` blocks. src: the n blocks as in
+    the file, at a multiple of 16 bytes. dst: where the weight begins."""
     units = n * (DTYPES[dtype].block // UNIT)
     grid = (blocks(units, THREADS), 1)
     return Kernel("repack", f"repack_{dtype}", grid, THREADS, [dst, src, first, n, total])
@@ -98,7 +98,7 @@ class Piece(NamedTuple):
     what: str  # for messages
     source: np.ndarray  # uint8 (n,), in the file's map
     at: int  # offset in the entry
-    there: int  # device address: where these bytes belong, of a repacked weight where it begins
+    there: int  # device address of these bytes; of a repacked weight where the weight begins
     dtype: str  # "" where the bytes stay as they are
     first: int  # blocks of the weight before these
     n: int  # blocks
@@ -125,12 +125,12 @@ class Entry:
 
 
 class Uploader:
-    """One loading: `load` for every weight, then `finish`; or `close` where that is not to be.
+    """One loading: `load` for every weight, then `finish`; `close` gives up.
 
-    driver: whose calls, events. allocate(nbytes, space): device and pinned memory, whatever it
-    holds. prepare(kernel, stream, what): a callable that launches. copies, repacks: two CUstreams
-    that nothing else is queued on. All calls come from one thread. What `load` was given is read
-    later, at the latest in `finish`; it must not change until then (it is kept alive).
+    driver: for calls and events. allocate(nbytes, space): device and pinned memory, not zeroed.
+    prepare(kernel, stream, what): a callable that launches. copies, repacks: two CUstreams that
+    nothing else is queued on. All calls come from one thread. What `load` was given is kept alive
+    and read later, at the latest in `finish`; it must not change until then.
     """
 
     def __init__(
@@ -151,9 +151,9 @@ class Uploader:
         self._issued: deque[Entry] = deque()  # the device's
 
     def load(self, tensor: Tensor, data: np.ndarray) -> CudaMemory:
-        """Memory for a weight, which its bytes reach by the end of `finish`; not to be freed until
-        then. data: the file's bytes, of any shape and type. Raises DeviceError where they are not
-        as many as the tensor's, or there is no memory."""
+        """Memory for a weight. Its bytes are there at the end of `finish`; the memory is not freed
+        before. data: the file's bytes, of any shape and type. Raises DeviceError where their number
+        is not the tensor's, or there is no memory."""
         flat = data.reshape(-1).view(np.uint8)
         if flat.nbytes != tensor.nbytes:
             raise DeviceError(f"{tensor!r} wants {tensor.nbytes} bytes, not {flat.nbytes}")
