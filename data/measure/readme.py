@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from data.measure import blocks, presets, proofs, scheduling, sources, targets
+from data.measure import blocks, presets, proofs, scheduling, sources, targets, two_commits
 from data.measure.recorded import NOT_MEASURED, Recorded, commit_of, model_of
 from data.measure.same_logits import block as same_logits
 from data.measure.tables import Line, Part, Table, block
@@ -78,6 +78,7 @@ BLOCKS: dict[str, list[Part]] = {
     **scheduling.BLOCKS,
     **proofs.BLOCKS,
     **same_logits.BLOCKS,
+    **two_commits.BLOCKS,
     "sources": [sources.commits],
 }
 

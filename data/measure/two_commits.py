@@ -17,12 +17,15 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from data.measure.recorded import Recorded
+from data.measure.tables import Line, Part, Table
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDES = ("old", "control", "new")  # the package of the old folder, the same again, and ours
@@ -112,6 +115,40 @@ def measured(old: Path, model: Path, device: str, toggles: dict[str, str], round
         "us_per_token": samples["decode"],
         "logits_to_launch_us": samples["stamp"],
     }
+
+
+FIGURES = {
+    "us_per_token": "us a token",
+    "logits_to_launch_us": "us from logits to the first launch",
+}
+NAME = "two-commits"
+
+
+def lines(recorded: Recorded) -> Iterator[Line]:
+    """A line for each model and figure: the old commit, its control, and the new one."""
+    for run in (recorded.alone(NAME) or {"runs": ()})["runs"]:
+        for name, words in FIGURES.items():
+            found = run[f"{name}_judged"]
+            yield Line({
+                "model": run["model"].removesuffix(".gguf"),
+                "figure": words,
+                **{side: f"{us:.2f}" for side, us in found["median_us"].items()},
+                "speedup": f"{found['speedup']:.3f} ({found['low']:.3f}..{found['high']:.3f})",
+                "A/A band": "{:.3f}..{:.3f}".format(*found["band"]),
+                "verdict": found["verdict"],
+            })  # fmt: skip
+
+
+def said(recorded: Recorded) -> str:
+    """Commits, device and date."""
+    found = recorded.alone(NAME) or {}
+    return (
+        f"Commit {found['old'][:8]} beside commit {found['new']['commit']['hash'][:8]}, "
+        f"{found['test']}, in turn in one run; {found['runs'][0]['device']}; {found['date'][:10]}."
+    )
+
+
+BLOCKS: dict[str, list[Part]] = {NAME: [Table("Decode of an earlier commit", lines, said=said)]}
 
 
 def judged(samples: dict[str, list[float]]) -> dict[str, Any]:
