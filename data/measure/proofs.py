@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import workbench as wb
+from data.measure.races_of_record import record_rows
 from data.measure.recorded import Recorded, commit_of
 from data.measure.sources import ROOT
 from data.measure.tables import Line, Part, Table
@@ -88,6 +89,7 @@ def proved(path: Path) -> dict:
             "rows": list(proof_rows(both(engine))),
             "of_sources": OF_SOURCES,
             "sources": by_source(engine) + by_source(engine, LONG * N_UBATCH, "train"),
+            "of_record": record_rows(),
         }
 
 

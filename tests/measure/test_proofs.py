@@ -6,12 +6,14 @@ import html
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from data.measure import proofs, readme
 from data.measure.proofs import OUT, proved
+from data.measure.races_of_record import record_rows
 from data.measure.recorded import Recorded
-from workbench.report.proofs import proof_frame, record_table
+from workbench.report.proofs import proof_frame
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,7 +74,7 @@ def test_a_ring_mends_what_the_host_writes_and_nothing_else(found):
 
 
 def test_every_race_of_record_is_there_before_its_fix_and_not_after():
-    table = record_table()
+    table = pd.DataFrame(record_rows())
     assert set(table["thread"]) >= {"#20463", "#26040", "#20927", "#14855", "#8897"}
     assert (table["before"] > 0).all() and (table["after"] == 0).all()
     assert {"of the thread", "reconstructed"} == set(table["pair"])

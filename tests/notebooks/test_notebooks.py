@@ -14,7 +14,8 @@ from tests.network import network_loads
 from tests.notebooks import record
 from workbench.report.render import render_notebook
 
-NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_BYTES = 250_000
 
 
@@ -94,9 +95,10 @@ def test_it_starts_from_the_baseline_and_ends_with_its_answer(path):
 def test_they_run_in_their_own_folder_as_make_lab_opens_them_in_a_fresh_clone(
     tiny_models, tmp_path
 ):
-    """Nothing is given to them but what they name; data/ holds the models alone."""
+    """Nothing is given to them but what they name: the models, and what is committed in data/."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "models").symlink_to(tiny_models)
+    (tmp_path / "data" / "results").symlink_to(ROOT / "data" / "results")
     (tmp_path / "notebooks").mkdir()
     resources = {"metadata": {"path": str(tmp_path / "notebooks")}}
     for path in NOTEBOOKS:

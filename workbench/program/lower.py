@@ -140,7 +140,8 @@ class _Emitter:
         step ahead of the next device.
 
         In llama.cpp the reading device's stream waits for the last reader, and the copy rides the
-        other stream (`check/races_of_record.py`, reused_copy). Every sync mode here repairs this.
+        other stream (case reused_copy in `data/measure/races_of_record.py`). Every sync mode here
+        repairs this.
         """
         emit, here, made_by = self.commands.append, self.ranges[part.backend], self.made_by
         theirs = [s for s in part.inputs if s not in self.layout.staged]

@@ -15,7 +15,6 @@ from workbench.config import CopyStream, StepWait, SyncMode, Toggles
 from workbench.errors import UsageError
 from workbench.frames import Table
 from workbench.program.check import hazards
-from workbench.program.check.races_of_record import CASES
 from workbench.program.commands import RESULT, CommandAt, Copy, Program, Sync, Wait
 from workbench.program.letters import once
 
@@ -70,27 +69,6 @@ def proof_rows(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> Iterator[
 def proof_table(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> pd.DataFrame:
     """`proof_rows` as a frame; of programs that race, no wait is called superfluous."""
     return proof_frame(list(proof_rows(cycles)))
-
-
-def record_table() -> pd.DataFrame:
-    """The races of record (`program/check/races_of_record.py`), a row each: what the thread found,
-    whether it establishes the racing pair or that is reconstructed, and what the checker finds
-    before and after the fix."""
-    rows = []
-    for case in CASES:
-        before = hazards.races(case.before)
-        rows.append(
-            {
-                "thread": case.thread,
-                "what": case.title,
-                "pair": "reconstructed" if case.reconstructed else "of the thread",
-                "first": str(case.expected[0]),
-                "and": str(case.expected[1]),
-                "before": len(before),
-                "after": len(hazards.races(case.after)),
-            }
-        )
-    return Table(rows)
 
 
 def proof_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

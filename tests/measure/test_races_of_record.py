@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from data.measure.races_of_record import CASES, N_COPIES, Named, named, two_devices
+from data.measure.script import Script
 from tests.oracles import adversary
 from workbench.errors import UsageError
 from workbench.graph import ops
@@ -13,8 +15,6 @@ from workbench.graph.ir import F32
 from workbench.graph.ops import make
 from workbench.program.as_json import program_as_json
 from workbench.program.check import hazards
-from workbench.program.check.races_of_record import CASES, N_COPIES, Named, named, two_devices
-from workbench.program.check.script import Script
 from workbench.program.commands import HOST, RESULT, Copy, Launch, Program, Sync
 
 BY_NAME = {case.name: case for case in CASES}

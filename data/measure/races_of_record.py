@@ -1,9 +1,10 @@
 """The races of record: those really found in llama.cpp's scheduler, before and after their fix.
 
-Each is a small run of a few steps, with the names that its thread uses, in which the checker
-(`hazards.py`) finds the racing pair before the fix and nothing after it. `models` tells
-what of the thread a case models, and what it leaves out; where the threads establish which wait was
-missing but not which two accesses raced, the pair is ours and the case is marked reconstructed.
+Each is a small run of a few steps, with the names that its thread uses. The checker
+(`workbench/program/check/hazards.py`) finds the racing pair before the fix and nothing after it.
+`models` tells what of the thread a case models, and what it leaves out. Where the threads establish
+which wait was missing but not which two accesses raced, the pair is ours, and the case is marked
+reconstructed.
 
 llama.cpp is getting a checker of its own, open as this was written: the scheduler sanitizer of
 #26167 (`GGML_SCHED_SANITIZE=1`). It too keeps vector clocks, one per backend; it follows the
@@ -20,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from data.measure.script import Script
 from workbench.graph.ir import F32, I32, Tensor
 from workbench.graph.ops import make
-from workbench.program.check.script import Script
+from workbench.program.check import hazards
 from workbench.program.commands import RESULT, Command, Program
 
 N_COPIES = 4  # of every split input in a pipeline: llama.cpp's GGML_SCHED_MAX_COPIES
@@ -363,3 +365,20 @@ CASES = (
         expected=(Named(0, 1, "launch", "result_output"), Named(4, 1, "copy", "inp_embd")),
     ),
 )  # fmt: skip
+
+
+def record_rows() -> list[dict[str, Any]]:
+    """A row for each case: what the thread found, whether it establishes the racing pair or that is
+    reconstructed, and how many races the checker finds before and after the fix."""
+    return [
+        {
+            "thread": case.thread,
+            "what": case.title,
+            "pair": "reconstructed" if case.reconstructed else "of the thread",
+            "first": str(case.expected[0]),
+            "and": str(case.expected[1]),
+            "before": len(hazards.races(case.before)),
+            "after": len(hazards.races(case.after)),
+        }
+        for case in CASES
+    ]
