@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from workbench.backend.base import Backend, Issue, Memory, in_order
-from workbench.backend.issued import Address, Block, Issued
+from workbench.backend.issued import Block, Issued
 from workbench.backend.landing import Landing
 from workbench.graph.ir import Tensor
 from workbench.program.commands import (
@@ -77,6 +77,7 @@ class Binding:
         self._backends = backends
         self.memory = memory
         self._events = events
+        self._several = len(backends) > 2  # a thread must be attached to one after another
         self._recorded_by: dict[str, Backend] = {}
         for command in program.commands:
             if isinstance(command, Record):
@@ -87,33 +88,27 @@ class Binding:
 
     def device_of(self, command: Command) -> Backend | None:
         """The backend that is asked to do `command`; None for what the host does itself."""
-        if isinstance(command, Copy | Launch | Record | Wait):
-            backend = self._backends[command.stream.backend]
+        if type(command) in _DEVICE:
+            backend = self._backends[command.stream.backend]  # type: ignore[union-attr]
             if not backend.capabilities.synchronous:
                 return backend
         return None
 
     def issued(self, command: Command) -> Issued:
         """What asks a device to do `command`."""
-        return self._on_its_device(command, _DEVICE[type(command)](self, command))
+        issued = _DEVICE[type(command)](self, command)
+        return self._on_its_device(command, issued) if self._several else issued
 
     def call(self, command: Command) -> Issue:
         """What the host does for `command`."""
         if isinstance(command, Sync) and command.event is not None and self._several:
             backend = self._recorded_by[command.event]
             return in_order([backend.attach, self._sync(command)])
-        if isinstance(command, Copy | Launch | Record | Wait):
+        if type(command) in _DEVICE:
             return _DEVICE[type(command)](self, command).call
         return _HOST[type(command)](self, command)
 
-    @property
-    def _several(self) -> bool:
-        """Whether a thread must be attached to one device after another."""
-        return len(self._backends) > 2
-
     def _on_its_device(self, command: Any, issued: Issued) -> Issued:
-        if not self._several:
-            return issued
         attach, call = self._backends[command.stream.backend].attach, issued.call
 
         def attached() -> None:
@@ -124,8 +119,8 @@ class Binding:
 
     # addresses --------------------------------------------------------------------------------
 
-    def _address(self, r: Range) -> Address:
-        return Address(self.memory[r.buffer].address + r.offset)
+    def _address(self, r: Range) -> int:
+        return self.memory[r.buffer].address + r.offset
 
     def _host_view(self, r: Range) -> np.ndarray:
         array = self.memory[r.buffer].array
@@ -183,8 +178,7 @@ class Binding:
         if not isinstance(landing, Landing):
             return backend.copy(self._address(c.dst), source, nbytes, stream, to_host)
         copies = [
-            backend.copy(Address(block.address), source, nbytes, stream, to_host)
-            for block in landing.blocks
+            backend.copy(block.address, source, nbytes, stream, to_host) for block in landing.blocks
         ]
         calls = [copy.call for copy in copies]
 
@@ -196,10 +190,10 @@ class Binding:
     def _launch(self, c: Launch) -> Issued:
         layout, address = self._program.layout[c.stream.backend], self._address
 
-        def address_of(tensor: Tensor) -> Address:
+        def address_of(tensor: Tensor) -> int:
             return address(layout[tensor.storage])
 
-        scratch = Address(0) if c.scratch is None else address(c.scratch)
+        scratch = 0 if c.scratch is None else address(c.scratch)
         backend, stream = self._backends[c.stream.backend], c.stream.id
         backend.attach()
         return backend.launch(c.node, address_of, scratch, stream, c.programmatic)

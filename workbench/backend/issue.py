@@ -158,10 +158,12 @@ def _segments(program: Program, binding: Binding) -> list[Segment]:
 
     for number, command in enumerate(program.commands):
         if binding.device_of(command) is None:
-            end_work()
+            if work:
+                end_work()
             calls.append(Call(binding.call(command), (number,)))
             continue
-        end_calls()
+        if calls:
+            end_calls()
         if work and command.split not in (split, RESULT):
             end_work()
         if not work:

@@ -17,7 +17,7 @@ from workbench.backend.args import AddressOf, Args
 from workbench.backend.base import Issue, nothing
 from workbench.backend.cpu import base
 from workbench.backend.cpu.loops import push, run_inline, run_worker
-from workbench.backend.cpu.ring import MemoryBlock, Ring, aligned_zeros, kernel_block
+from workbench.backend.cpu.ring import MemoryBlock, Ring, aligned_zeros, kernel_block, kernel_work
 from workbench.backend.issued import Issued, Words
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
@@ -71,22 +71,23 @@ class HostBackend(base.CpuBackend):
         """Runs the kernel at address `function`; the workers share it where parts > 1. pointers:
         which arguments are addresses."""
         block = kernel_block(function, parts, args, pointers)
-        address, same = block.address, (function, parts)
+        same = kernel_work(function, parts)
         if parts == 1:
 
-            def inline(_block: MemoryBlock = block) -> None:
-                run_inline(address)
+            def inline(command: int = block.address, _block: MemoryBlock = block) -> None:
+                run_inline(command)
 
             return Issued(inline, same, block)
         if not self._helpers:
             self._helpers = True
             self._ring.start()
-        ring, control, yield_ns = self._ring, self._ring.address, self._ring.yield_ns
 
-        def shared(_block: MemoryBlock = block) -> None:
-            if push(control, address):
+        def shared(
+            ring: Ring = self._ring, command: int = block.address, _block: MemoryBlock = block
+        ) -> None:
+            if push(ring.address, command):
                 raise DeviceError("the host backend is closed; open a new one")
-            run_worker(control, ring.issued, yield_ns)
+            run_worker(ring.address, ring.issued, ring.yield_ns)
 
         return Issued(shared, same, block)
 

@@ -9,6 +9,7 @@ import struct
 import threading
 from array import array
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -98,6 +99,12 @@ class MemoryBlock:
         return self.first + field
 
 
+@cache
+def kernel_work(function: int, parts: int) -> tuple[int, int]:
+    """`Issued.same` of a kernel. One object for all its launches, for the collector's sake."""
+    return function, parts
+
+
 def kernel_block(
     function: int, parts: int, args: Sequence[int | float], pointers: tuple[int, ...]
 ) -> MemoryBlock:
@@ -175,13 +182,18 @@ class Ring:
         pointers: which arguments are addresses.
         """
         block = kernel_block(function, parts, args, pointers)
-        control, address, slow = self.address, block.address, self.push_slowly
 
-        def issue(_block: MemoryBlock = block) -> None:
-            if push(control, address):
-                slow(address)
+        # defaults, because a closure has five objects more for the collector to go through
+        def issue(
+            control: int = self.address,
+            command: int = block.address,
+            ring: Ring = self,
+            _block: MemoryBlock = block,
+        ) -> None:
+            if push(control, command):
+                ring.push_slowly(command)
 
-        return Issued(issue, (function, parts), block)
+        return Issued(issue, kernel_work(function, parts), block)
 
     def push(self, function: int, parts: int, args: Sequence[int | float]) -> None:
         """Queues a kernel once."""
