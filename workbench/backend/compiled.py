@@ -1,6 +1,6 @@
-"""What the first use of a device costs: how long this process has compiled kernels.
+"""How long this process has compiled kernels: what the first use of a device costs.
 
-Whoever has compiled one says so here. What comes out of a cache counts for nothing.
+Every compiler of kernels reports here. Kernels out of a cache do not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WORTH_SAYING_NS = 100_000_000
 
 
 class Compiled(NamedTuple):
-    """How many times something was compiled, in how many ns, and where it is kept."""
+    """n: how many kernels were compiled; ns: in how much time; folder: where they are cached."""
 
     n: int = 0
     ns: int = 0
@@ -32,7 +32,7 @@ class Compiled(NamedTuple):
 
 
 def kept_by(kernel: Any) -> Path:
-    """The folder in which numba keeps what it compiled for `kernel`."""
+    """The folder of numba's cache for `kernel`."""
     return Path(kernel._cache.cache_path)
 
 
@@ -41,8 +41,8 @@ _found, _until_ns = Compiled(), 0
 
 
 def took(begun_ns: int, folder: Path) -> None:
-    """A kernel that is kept in `folder` has been compiled since begun_ns, by perf_counter_ns. While
-    several threads compile, time counts once."""
+    """Reports a kernel, cached in `folder`, whose compilation began at begun_ns of perf_counter_ns.
+    Time in which several threads compile counts once."""
     global _found, _until_ns
     with _lock:
         now = time.perf_counter_ns()
@@ -51,5 +51,5 @@ def took(begun_ns: int, folder: Path) -> None:
 
 
 def so_far() -> Compiled:
-    """What this process has compiled."""
+    """All that this process has compiled."""
     return _found

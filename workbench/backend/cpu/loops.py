@@ -30,8 +30,8 @@ Yielding gives the core to any thread with work. On two quiet cores, against pur
 50 us, yielding was as quick to start and lost least to a busy host. (Kernels that take one worker
 5.5 ms, on two workers beside a Python loop: 5.6 ms; with 50 us of spinning: 6.8 ms.)
 
-All compiled code is in this file, because numba's cache looks only at a function's own file to
-decide whether the function is out of date. The constants below lay out a stream's control block and
+All compiled code is in this file. numba's cache looks only at a function's own file to decide
+whether the function is out of date. The constants below lay out a stream's control block and
 an entry of its ring, in bytes. Words that different threads write are a cache line apart.
 """
 
