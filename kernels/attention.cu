@@ -105,15 +105,15 @@ DEVICE void start(Ring& ring, const Cells& cells, int begin, int end) {
 template <bool CAREFUL>
 DEVICE void gather(Rows<SETS>& rows, Ring& ring, const Cells& cells, int begin, int end,
                    const int (&mask_row)[SETS]) {
-    int wanted = begin + STAGES * WARPS, slot = 0;
+    int wanted = begin + STAGES * WARPS, entry = 0;
     for (int tile = begin; tile < end; tile += WARPS, wanted += WARPS) {
         copies_wait<STAGES - 1>();
         __syncwarp();  // every lane's copies are there
-        rows.template add<CAREFUL>(ring[slot], mask_row);
+        rows.template add<CAREFUL>(ring[entry], mask_row);
         __syncwarp();  // none reads the tile any more
-        if (wanted < end) cells.request<32>(ring[slot], 16ll * wanted, threadIdx.x % 32);
+        if (wanted < end) cells.request<32>(ring[entry], 16ll * wanted, threadIdx.x % 32);
         copies_group();
-        slot = slot == STAGES - 1 ? 0 : slot + 1;
+        entry = entry == STAGES - 1 ? 0 : entry + 1;
     }
     copies_wait<0>();
     __syncwarp();
@@ -299,15 +299,15 @@ DEVICE void start(Ring& ring, const Cells& cells) {
 template <bool CAREFUL>
 DEVICE void gather(Rows<2>& rows, Ring& ring, const Cells& cells, const int (&mask_row)[2]) {
     i64 wanted = (STAGES - 1) * TILE_CELLS;
-    int slot = 0;
+    int entry = 0;
     for (i64 first = 0; first < cells.n_kv; first += TILE_CELLS, wanted += TILE_CELLS) {
         copies_wait<STAGES - 2>();
         __syncthreads();  // every thread's copies are there; none reads the tile before any more
-        const int free = slot == 0 ? STAGES - 1 : slot - 1;
+        const int free = entry == 0 ? STAGES - 1 : entry - 1;
         if (wanted < cells.n_kv) cells.request<THREADS>(ring[free], wanted, threadIdx.x);
         copies_group();
-        rows.template add<CAREFUL>(ring[slot], mask_row);
-        slot = slot == STAGES - 1 ? 0 : slot + 1;
+        rows.template add<CAREFUL>(ring[entry], mask_row);
+        entry = entry == STAGES - 1 ? 0 : entry + 1;
     }
     copies_wait<0>();
     __syncthreads();

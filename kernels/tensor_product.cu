@@ -116,7 +116,7 @@ constexpr bool UNEVEN = WARPGROUPS && LOADING % 4 == 0 && EACH < 100;
 DEVICE u32 row_of() { return threadIdx.x / 32 * (16 / WEIGHTS) + threadIdx.x % 32 / 4; }
 
 // An entry of the ring of stages: `phase` is the parity of how often it has gone round.
-struct Slot {
+struct Entry {
     int at = 0;
     u32 phase = 0;
     DEVICE void next() {
@@ -162,16 +162,16 @@ struct Loader {
     const u8* x;
     Part part;
 
-    DEVICE void weights(u32 k, int slot) const {
-        const u32 to = base + W_AT + slot * W_BYTES, u0 = (part.first + k) * UNITS;
+    DEVICE void weights(u32 k, int entry) const {
+        const u32 to = base + W_AT + entry * W_BYTES, u0 = (part.first + k) * UNITS;
 #pragma unroll
         for (int i = 0; i < WEIGHTS; i++)
             Stage<TYPE>::request(to + i * Stage<TYPE>::SIZE, w[i], units, part.row0, rows, u0);
     }
-    DEVICE void activations(u32 k, int slot) const {
+    DEVICE void activations(u32 k, int entry) const {
         const u32 row = (units + 15) / 16 * 4 * X_STEP;  // of a tile of tokens
         const u8* from = x + i64(part.token / TOKENS) * row + i64(part.first + k) * X_BYTES;
-        const u32 to = base + slot * X_BYTES, full = base + FULL_AT + slot * 8;
+        const u32 to = base + entry * X_BYTES, full = base + FULL_AT + entry * 8;
         if constexpr (BULK) {
             if (LOADER != 0) return;
             barrier_expect(full, X_BYTES);
@@ -183,7 +183,7 @@ struct Loader {
         }
     }
     DEVICE void run() const {
-        Slot slot;
+        Entry entry;
         u32 k = 0;
         if constexpr (BULK) {
             const u32 early = min(part.count, u32(STAGES));
@@ -198,12 +198,12 @@ struct Loader {
         }
 #pragma unroll 1
         for (; k < part.count; k++) {
-            if (k >= STAGES) barrier_wait(base + EMPTY_AT + slot.at * 8, slot.phase);
-            const int to = k < STAGES ? k : slot.at;
+            if (k >= STAGES) barrier_wait(base + EMPTY_AT + entry.at * 8, entry.phase);
+            const int to = k < STAGES ? k : entry.at;
             activations(k, to);
             weights(k, to);
             barrier_arrive_after_copies(base + FULL_AT + to * 8);
-            if (k >= STAGES) slot.next();
+            if (k >= STAGES) entry.next();
         }
         copies_wait<0>();
     }
@@ -277,12 +277,12 @@ DEVICE void wait_for_products(Fragments& a) {
 DEVICE void add_stages(Sums& acc, const u8* shared, u32 base, const Part& part, u32 units,
                        const Masks& masks) {
     const u32 full = base + FULL_AT, empty = base + EMPTY_AT;
-    const auto read = [&](Units& to, u32 k, int slot, int step) {  // past the end: the last unit
+    const auto read = [&](Units& to, u32 k, int entry, int step) {  // past the end: the last unit
         const u32 u0 = (part.first + k) * UNITS;
         const u32 unit = min(4 * step + threadIdx.x % 4, units - 1 - u0);
-        to.read(shared + W_AT + slot * W_BYTES, unit, u0, units, part.row0);
+        to.read(shared + W_AT + entry * W_BYTES, unit, u0, units, part.row0);
     };
-    Slot slot;
+    Entry entry;
     Fragments a[2] = {};
     Units now;
     barrier_wait(full, 0);
@@ -290,8 +290,8 @@ DEVICE void add_stages(Sums& acc, const u8* shared, u32 base, const Part& part, 
     now.decode(0, a[0], masks);
 #pragma unroll 1
     for (u32 at = 0; at < part.count; at++) {
-        const int here = slot.at, before = here == 0 ? STAGES - 1 : here - 1;
-        slot.next();
+        const int here = entry.at, before = here == 0 ? STAGES - 1 : here - 1;
+        entry.next();
         Units next;
 #pragma unroll
         for (int k = 0; k < 4 * STEPS; k++) {
@@ -300,8 +300,8 @@ DEVICE void add_stages(Sums& acc, const u8* shared, u32 base, const Part& part, 
             add_products(acc, a[k % 2], base + here * X_BYTES, offset, k + at == 0);
             if (i == 1 && step + 1 < STEPS) read(next, at, here, step + 1);
             if (i == 1 && step + 1 == STEPS) {  // behind the last: any values, which nobody uses
-                if (at + 1 < part.count) barrier_wait(full + slot.at * 8, slot.phase);
-                read(next, min(at + 1, part.count - 1), slot.at, 0);
+                if (at + 1 < part.count) barrier_wait(full + entry.at * 8, entry.phase);
+                read(next, min(at + 1, part.count - 1), entry.at, 0);
             }
             if (i == 3) now = next;
             wait_for_products<1>(a[(k + 1) % 2]);

@@ -108,12 +108,12 @@ class Block:
             return
         whole = np.zeros(self.nbytes + 2 * self._zone, np.uint8)
         self._copy(0, whole, to_host=True)
-        for place, zone in (
+        for where, zone in (
             ("before", whole[: self._zone]),
             ("behind", whole[self._zone + self.nbytes :]),
         ):
             strays = np.flatnonzero(zone != ZONE_BYTE)
-            assert not len(strays), f"{len(strays)} bytes written {place} {self.what} by {when}"
+            assert not len(strays), f"{len(strays)} bytes written {where} {self.what} by {when}"
 
     def retire(self) -> bool:
         """After the last use: gives the memory back, or poisons it, to be looked at again; whether
@@ -250,21 +250,21 @@ class DebugSteps:
         engine, model = self._engine, self._engine.model
         work = [(0, tokens, "all")]
         batch = make_batch(work, self._cache, model.n_vocab, engine.config.n_ubatch)
-        graph, place = step_graph(
+        graph, backend_of = step_graph(
             model, batch.shape, self._pairs, engine.toggles, self._loaded.placement
         )
         values: dict[Tensor, np.ndarray] = {t: batch.values[t.name] for t in graph.inputs}
-        self._run(graph, place, values)
+        self._run(graph, backend_of, values)
         self._cache.store(batch.sequences, batch.positions, batch.cells)
         (logits,) = (values[t.storage] for t in graph.outputs)
         return logits.view(np.float32).reshape(len(tokens), model.n_vocab)
 
     def _run(
-        self, graph: Graph, place: Callable[[Node], int], values: dict[Tensor, np.ndarray]
+        self, graph: Graph, backend_of: Callable[[Node], int], values: dict[Tensor, np.ndarray]
     ) -> None:
         """Computes `graph`; adds to `values` (by storage) what goes from a split to another, and
         the outputs."""
-        parts = split(graph, place)
+        parts = split(graph, backend_of)
         crossing = {t for part in parts for t in part.inputs} | {t.storage for t in graph.outputs}
         with contextlib.ExitStack() as open_arenas:
             arenas: dict[int, DebugArena] = {}
@@ -313,9 +313,9 @@ def run_alone(
         for t, a in values.items()
         if t.kind == Kind.WEIGHT
     }
-    places = {t: memory.address for t, memory in weights.items()}
+    addresses = {t: memory.address for t, memory in weights.items()}
     try:
-        with DebugArena(backend, mode, places) as arena:
+        with DebugArena(backend, mode, addresses) as arena:
             for t, array in values.items():
                 if t not in weights:
                     arena.hold(t, array)

@@ -171,7 +171,7 @@ def row_bytes(shape: Shape, quantised: bool) -> int:
     return activation_planes(cols).row_bytes if quantised else 4 * cols
 
 
-class Placed:
+class OnDevice:
     """A case on the device, with a result and scratch that begin as poison."""
 
     def __init__(self, device: Device, case: Case, grid: ca.DecodeGrid | None = None):
@@ -259,11 +259,11 @@ def compiled(backend: CudaBackend) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_slow_twin(device: Device, shape: Shape):
-    placed = Placed(device, Case(shape))
-    expected, found = placed.case.expected(), placed.result()
+    there = OnDevice(device, Case(shape))
+    expected, found = there.case.expected(), there.result()
     dst = device.put(np.full(found.nbytes, POISONS[0], np.uint8))
     scratch = device.room(twin.scratch_bytes(shape))
-    device.run(placed.simple(dst, scratch))
+    device.run(there.simple(dst, scratch))
     slow = device.get(dst, found.nbytes).view(np.float32)
     assert distance(slow, expected) < SIMPLE_TOLERANCE
     assert distance(found.view(np.float32), expected) < TOLERANCE
@@ -272,10 +272,10 @@ def test_slow_twin(device: Device, shape: Shape):
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if can_quantise(s)], ids=str)
 def test_quantised_is_quantize_of_the_result(device: Device, shape: Shape):
-    placed = Placed(device, Case(shape))
-    expected = quantised_twin(device, placed.result(), shape)
+    there = OnDevice(device, Case(shape))
+    expected = quantised_twin(device, there.result(), shape)
     for poison in POISONS:
-        assert np.array_equal(placed.result(quantised=True, poison=poison), expected)
+        assert np.array_equal(there.result(quantised=True, poison=poison), expected)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -284,12 +284,12 @@ def test_every_way_to_share_the_cells(device: Device, shape: Shape, grid: tuple[
     """Sets, clusters, several of them, shares without a tile: also those no rule picks here."""
     sets, warps, stages, kv_parts, cluster = grid
     case = Case(shape)
-    placed = Placed(device, case, forced(sets, warps, stages, kv_parts, cluster, shape))
-    found = placed.result()
+    there = OnDevice(device, case, forced(sets, warps, stages, kv_parts, cluster, shape))
+    found = there.result()
     assert distance(found.view(np.float32), case.expected()) < TOLERANCE
-    assert np.array_equal(found, placed.result(poison=POISONS[1]))
+    assert np.array_equal(found, there.result(poison=POISONS[1]))
     if can_quantise(shape):
-        quantised = placed.result(quantised=True)
+        quantised = there.result(quantised=True)
         assert np.array_equal(quantised, quantised_twin(device, found, shape))
 
 
@@ -297,10 +297,10 @@ def test_every_way_to_share_the_cells(device: Device, shape: Shape, grid: tuple[
 def test_a_broken_cell_shows_where_it_counts(device: Device, tokens: int):
     """NaN in a cell that some tokens see: in all results of these, in no other."""
     case = Case(Shape(tokens, 32, 8, 64, 400))
-    clean = Placed(device, case).result().view(np.float32).reshape(tokens, -1)
+    clean = OnDevice(device, case).result().view(np.float32).reshape(tokens, -1)
     cell = np.flatnonzero(np.isinf(case.mask[0]) & ~np.isinf(case.mask[tokens - 2]))[0]
     case.k[cell] = case.v[cell] = np.nan
-    found = Placed(device, case).result().view(np.float32).reshape(tokens, -1)
+    found = OnDevice(device, case).result().view(np.float32).reshape(tokens, -1)
     sees = ~np.isinf(case.mask[:, cell])
     assert sees.any() and not sees.all()
     assert np.isnan(found[sees]).all()
@@ -329,27 +329,29 @@ def test_a_thousand_launches_that_begin_early_give_the_same_bytes(device: Device
     results and scratch poisoned on the device before each. A block that reads what another has
     yet to write finds poison, or what another shape left there."""
     early = device.backend.capabilities.programmatic
-    cases = [(Placed(device, Case(s)), q) for s in SHAPES for q in sorted({False, can_quantise(s)})]
-    expected = [placed.result(quantised) for placed, quantised in cases]
+    cases = [
+        (OnDevice(device, Case(s)), q) for s in SHAPES for q in sorted({False, can_quantise(s)})
+    ]
+    expected = [there.result(quantised) for there, quantised in cases]
     largest = max(e.nbytes for e in expected)
-    need = max(ca.scratch_bytes(placed.case.shape) for placed, _ in cases)
-    scratch, slots = device.room(need), device.room(CHAIN * largest)
+    need = max(ca.scratch_bytes(there.case.shape) for there, _ in cases)
+    scratch, results = device.room(need), device.room(CHAIN * largest)
     size = max(need, largest)
     poison = [device.put(np.full(size, p, np.uint8)) for p in POISONS]
     zeros = device.put(np.zeros(size, np.uint8))
     rng = np.random.default_rng(0)
     for chain in range(CHAINS):
         chosen, works = rng.integers(len(cases), size=CHAIN), []
-        for slot, number in enumerate(chosen):
-            placed, quantised = cases[number]
-            dst, source = slots + slot * largest, poison[(chain + slot) % len(poison)]
+        for n, number in enumerate(chosen):
+            there, quantised = cases[number]
+            dst, source = results + n * largest, poison[(chain + n) % len(poison)]
             works.append(poisoning(scratch, source, zeros, need))
             works.append(poisoning(dst, source, zeros, expected[number].nbytes))
-            works += placed.works(dst, scratch, quantised)
+            works += there.works(dst, scratch, quantised)
         for issue in device.issues(works, early):
             issue()
-        for slot, number in enumerate(chosen):
+        for n, number in enumerate(chosen):
             want = expected[number]
-            same = np.array_equal(device.get(slots + slot * largest, want.nbytes), want)
-            assert same, (chain, slot, cases[number][0].case.shape, cases[number][1])
+            same = np.array_equal(device.get(results + n * largest, want.nbytes), want)
+            assert same, (chain, n, cases[number][0].case.shape, cases[number][1])
     assert not device.get(device.counters, 4 * ca.BLOCKS).any()

@@ -82,9 +82,9 @@ def test_long_prompts_and_fused_launches_cross_over_too(tiny_model, quant):
 
 
 def test_the_first_device_goes_on_while_the_second_stands_still(path):
-    """With the second held, the first has computed every ubatch that its results have a place for:
+    """With the second held, the first has computed every ubatch that its results have room for:
     a mark behind them is reached, and the prompt's own answer is not there yet."""
-    tokens = np.random.default_rng(5).integers(3, 300, 32).tolist()  # four ubatches, four places
+    tokens = np.random.default_rng(5).integers(3, 300, 32).tolist()  # four ubatches, room for four
     with load(path, n_devices=2, toggles=PIPELINED) as engine:
         wanted = engine.prefill(tokens, outputs="all")
         engine.reset()

@@ -54,9 +54,9 @@ def operands(name: str, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray, n
 @pytest.mark.parametrize("name", TYPES)
 def test_nothing_is_rounded_but_the_sums(compute: Compute, name: str):
     cols = COLS[DTYPES[name].block]
-    for turn, tokens in enumerate(TOKENS):
+    for shift, tokens in enumerate(TOKENS):
         for i, rows in enumerate(ROWS):
-            node = product(name, rows, cols[(i + turn) % len(cols)], tokens)
+            node = product(name, rows, cols[(i + shift) % len(cols)], tokens)
             w, x = node.inputs
             data, values, every = operands(name, rows, w.cols)
             out = compute(node, {w: data, x: every[:tokens]})

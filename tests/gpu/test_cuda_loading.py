@@ -40,7 +40,7 @@ def free_bytes(backend: CudaBackend) -> int:
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=lambda d: d.name)
 def test_every_byte_is_in_its_plane(backend: CudaBackend, dtype: DType):
-    """One block, odd numbers of them, and more than two slots with a bit; all in one loading."""
+    """One block, odd numbers of them, and more than two entries with a bit; all in one loading."""
     large = 2 * ENTRY_BYTES // dtype.row_bytes(4096) + 3
     shapes = [(1, 256), (3, 768), (33, 1280), (large, 4096), (257, 256)]
     weights = [weight(f"w{i}", dtype, *shape) for i, shape in enumerate(shapes)]
@@ -52,7 +52,7 @@ def test_every_byte_is_in_its_plane(backend: CudaBackend, dtype: DType):
 
 
 def test_all_types_through_a_ring_that_is_used_again_and_again(backend: CudaBackend, monkeypatch):
-    """Slots of 64 KiB, hundreds of turns: a slot filled too early would show."""
+    """Entries of 64 KiB, filled hundreds of times: an entry filled too early would show."""
     monkeypatch.setattr(cuda_weights, "ENTRY_BYTES", 64 << 10)
     monkeypatch.setattr(cuda_weights, "N_ENTRIES", 3)
     weights = [

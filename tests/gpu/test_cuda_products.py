@@ -92,10 +92,10 @@ def operands(name: str, rows: int, cols: int) -> Operands:
 
 
 def shapes(dtype: DType, tokens: int) -> list[tuple[int, int]]:
-    """Rows and columns for a number of tokens: every row count, and columns in turn, so that over
+    """Rows and columns for a number of tokens: every row count, and other columns for each. Over
     all numbers of tokens each goes with each."""
-    cols, turn = COLS[dtype.block], TOKENS.index(tokens)
-    return [(rows, cols[(i + turn) % len(cols)]) for i, rows in enumerate(ROWS)]
+    cols, shift = COLS[dtype.block], TOKENS.index(tokens)
+    return [(rows, cols[(i + shift) % len(cols)]) for i, rows in enumerate(ROWS)]
 
 
 def product(dtype: DType, rows: int, cols: int, tokens: int) -> Node:
@@ -156,12 +156,12 @@ def compare(
     held_x = Guarded(backend, x_bytes)
     held_y = Guarded(backend, np.full(node.output.nbytes, POISON, np.uint8))
     scratch = Guarded(backend, np.full(backend.scratch_bytes(node), POISON, np.uint8))
-    places = {w: memory.address, x: held_x.address, node.output: held_y.address}
+    addresses = {w: memory.address, x: held_x.address, node.output: held_y.address}
     twin = backend._prepare(
-        simple_product(node, places.__getitem__), backend._stream(0), "slow twin"
+        simple_product(node, addresses.__getitem__), backend._stream(0), "slow twin"
     )
     expected = given.x_values[:tokens] @ given.values.T
-    launch = backend.launch(node, places.__getitem__, scratch.address, stream=0)
+    launch = backend.launch(node, addresses.__getitem__, scratch.address, stream=0)
     limits = (EXACT if tokens <= FEW else TOLERANCE.get(name, QUANTISED_TOLERANCE), EXACT)
     for what, issue, most in zip(("product", "slow twin"), (launch, twin), limits, strict=True):
         results = []

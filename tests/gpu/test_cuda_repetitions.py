@@ -1,14 +1,15 @@
 """Ordering through global memory, by repetition: a thousand times the same launches in changing
 order and company, each time among poison, and each time the first bytes again.
 
-Racecheck sees shared memory alone. What it cannot see is whether a last block reads the partial
-sums that others wrote, whether counters are zero again, and whether a programmatic launch reads
-what the launch in front of it has not written yet, or overwrites what that still reads. So steps of
-small decoders, fused and not, and single nodes that split their columns or cells, are launched back
-to back, programmatically where the GPU can, with nothing between them that would order them; on two
-streams at once, so that blocks start and end at other times. One stream's steps give every tensor
-memory of its own, where a read too early finds poison; the other's share an arena as the engine's
-do, where a write too early destroys what is still read.
+Racecheck sees shared memory alone. It cannot see whether a last block reads the partial sums that
+others wrote, and whether counters are zero again. It cannot see whether a programmatic launch reads
+what the launch in front of it has not written yet, or overwrites what that launch still reads.
+
+So steps of small decoders, fused and not, and single nodes whose blocks share columns or cells, are
+launched back to back, programmatically where the GPU can. Nothing between them would order them. Two
+streams run at once: blocks start and end at other times. On one stream every tensor has memory of
+its own, where a read too early finds poison. On the other, tensors share an arena as in the engine,
+where a write too early destroys what is still read.
 """
 
 from __future__ import annotations
@@ -202,9 +203,9 @@ class Rig:
         caches = self.work + self.poisoned
         call("cuMemcpyDtoDAsync", "caches", caches, self.before, nbytes, there)
 
-    def keep(self, slot: int) -> None:
-        """Queues a copy of all the results to slot `slot` of the log."""
-        there = self.log.address + slot * self.nbytes
+    def keep(self, entry: int) -> None:
+        """Queues a copy of all the results to entry `entry` of the log."""
+        there = self.log.address + entry * self.nbytes
         self.backend.copy(there, self.work, self.nbytes, self.stream, to_host=True)()
 
     def alone(self, byte: int) -> np.ndarray:
@@ -217,15 +218,15 @@ class Rig:
         self.backend.sync_stream(self.stream)()
         return self.logged[0].copy()
 
-    def repeat(self, slot: int, byte: int, order: Sequence[int]) -> None:
+    def repeat(self, entry: int, byte: int, order: Sequence[int]) -> None:
         """Queues one repetition: poison, the cases in this order, the results into the log."""
         self.poison(byte)
         for i in order:
             self.cases[i].early()
-        self.keep(slot)
+        self.keep(entry)
 
     def differing(self, wanted: np.ndarray, n: int) -> list[int]:
-        """Slots of the first n whose results are not `wanted`."""
+        """Entries of the first n whose results are not `wanted`."""
         self.backend.sync_stream(self.stream)()
         return [i for i in range(n) if ((self.logged[i] != wanted) & self.used).any()]
 
@@ -255,9 +256,9 @@ def test_a_thousand_repetitions_give_the_first_bytes(backend: CudaBackend, rigs:
         other = rig.alone(POISONS[1])
         assert np.array_equal(other[rig.used], first[rig.used]), "depends on the poison"
     for start in range(0, REPETITIONS, BATCH):
-        for slot, rig in itertools.product(range(BATCH), rigs):
+        for entry, rig in itertools.product(range(BATCH), rigs):
             order = rng.permutation(len(rig.cases)).tolist()
-            rig.repeat(slot, POISONS[slot % 2], order)
+            rig.repeat(entry, POISONS[entry % 2], order)
         for rig, first in zip(rigs, wanted, strict=True):
             bad = rig.differing(first, BATCH)
             assert not bad, f"repetitions {[start + i for i in bad]} on stream {rig.stream} differ"
@@ -275,6 +276,6 @@ def test_what_is_left_out_is_missed(rigs: list[Rig]):
     wanted, n = rig.alone(POISONS[0]), len(rig.cases)
     for first in range(0, n, BATCH):
         left_out = range(first, min(first + BATCH, n))
-        for slot, missing in enumerate(left_out):
-            rig.repeat(slot, POISONS[0], [i for i in range(n) if i != missing])
+        for entry, missing in enumerate(left_out):
+            rig.repeat(entry, POISONS[0], [i for i in range(n) if i != missing])
         assert rig.differing(wanted, len(left_out)) == list(range(len(left_out)))

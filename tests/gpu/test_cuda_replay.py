@@ -36,11 +36,11 @@ class Counting:
         self.array[:] = 1.0
         self._copy(2, to_host=False)
         a, b, one = (Tensor(name, F32, (1, N)) for name in ("a", "b", "one"))
-        places = dict(zip((a, b, one), (m.address for m in self.memory), strict=True))
+        addresses = dict(zip((a, b, one), (m.address for m in self.memory), strict=True))
         forth, back = make("add", "b", a, one), make("add", "a", b, one)
-        places |= {forth.output: places[b], back.output: places[a]}
+        addresses |= {forth.output: addresses[b], back.output: addresses[a]}
         self.issues: list[Issue] = [
-            backend.launch(node, places.__getitem__, 0, COMPUTE_STREAM) for node in (forth, back)
+            backend.launch(node, addresses.__getitem__, 0, COMPUTE_STREAM) for node in (forth, back)
         ]
 
     def _copy(self, i: int, to_host: bool) -> None:
@@ -168,10 +168,10 @@ def test_reading_is_measured_by_every_kernel_and_memory_given_back(backend):
 
 
 def test_kernels_are_measured_plain_and_early(backend, tmp_path):
-    plan = KernelMatrix(
+    matrix = KernelMatrix(
         parse_types("Q4_0,F16"), parse_shapes("1b.o,1b.glu,1b.qkv"), [1, 3], quick=True
     )
-    made = bench_kernels(backend, plan, tmp_path / "run")
+    made = bench_kernels(backend, matrix, tmp_path / "run")
     kinds = {PLAIN, PDL} if backend.capabilities.programmatic else {PLAIN}
     assert {row.launch for row in made.rows} == kinds
     assert len(made.rows) == 2 * 3 * 2 * len(kinds) and not made.interrupted

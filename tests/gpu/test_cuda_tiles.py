@@ -44,7 +44,7 @@ COLS = 11 * 256
 SEGMENTS, GATED = (130, 7, 193), (96, 96)
 # Blocks that share a tile, in clusters or not: of every other shape.
 WAYS = ((1, False), (3, True), (8, False)), ((1, False), (8, True), (2, False))
-# These have every shape in every way; the other types each shape in one way, in turn.
+# These have every shape in every way; the other types each shape in one way after another.
 THOROUGH = ("Q4_0", "Q4_K")
 
 
@@ -65,7 +65,7 @@ def shapes_at_hand(name: str, tokens: int, hopper: bool) -> list[TileShape]:
 
 def cases(name: str, tokens: int) -> list[Case]:
     found = []
-    turn = list(PLANES).index(name) + TILES.index(tokens)
+    shift = list(PLANES).index(name) + TILES.index(tokens)
     anywhere, hopper = (shapes_at_hand(name, tokens, on) for on in (False, True))
     for i, shape in enumerate([*hopper, *(shape for shape in anywhere if shape not in hopper)]):
         every = [
@@ -73,7 +73,7 @@ def cases(name: str, tokens: int) -> list[Case]:
             for way, gated in itertools.product(WAYS[i % 2], (False, True))
         ]
         thorough = name in THOROUGH and shape in hopper
-        found += every if thorough else [every[(turn + i) % 6]]
+        found += every if thorough else [every[(shift + i) % 6]]
     return found
 
 

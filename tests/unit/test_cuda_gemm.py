@@ -1,4 +1,4 @@
-"""Products of several tokens without a GPU: builds fit devices and registers, splits fit tiles."""
+"""Products of several tokens without a GPU: builds fit devices and registers, k_parts fit tiles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_builds_fit_the_device(dtype: str, hopper: bool):
         for shape in shapes_for(dtype, tokens, hopper):
             assert shape.n == n and shape.shared_bytes(dtype) <= most
             assert 2 <= shape.stages < 8 and shape.wm % 4 == 0
-            sums = shape.n * shape.rows * 4  # which take the place of stages
+            sums = shape.n * shape.rows * 4  # which lie where stages were
             results = shape.n * (shape.rows // 2 + 4) * 4  # behind them, to be quantised
             assert sums + results <= shape.shared_bytes(dtype) - 128
             assert shape.at_once(dtype) in tiling.CLUSTERS
@@ -121,7 +121,7 @@ def test_what_lies_in_scratch_does_not_overlap(hopper: bool):
 
 
 def test_weights_of_one_type_are_one_launch():
-    """Whatever stands between them; the launch has the tiles of all and every segment's place."""
+    """Whatever stands between them. The launch has the tiles and the addresses of each segment."""
     given = segments(("Q4_K", 4096), ("Q6_K", 1024), ("Q4_K", 1000))
     convert, first, second = kernels_of(product(given, x_of(16), BEGIN, 5))
     assert convert.function == "half_tiles_Q8"

@@ -53,7 +53,7 @@ def test_every_kernel_and_copy_is_a_span_of_its_command(engine):
     assert prof.collector == "cupti" and prof.complete and not prof.missing and not prof.fallback
     device = [s for s in prof.timeline.spans if s.category == "device"]
     commands = engine.program.commands
-    place = {type(c): i for i, c in enumerate(commands)}  # the last of each type
+    last = {type(c): i for i, c in enumerate(commands)}  # the last of each type
     kernels = [s for s in device if s.args["kind"] == "launch"]
     assert [s.args["kernel"] for s in kernels] == [KERNELS[0], "memset", *KERNELS[1:]]
     assert {s.name for s in kernels} == {"product", "sum"}
@@ -63,7 +63,7 @@ def test_every_kernel_and_copy_is_a_span_of_its_command(engine):
     assert [(s.name, s.lane, s.args["bytes"]) for s in copies] == [
         ("x", "cuda stream 1", 256), ("embd", "cuda stream 1", 256), ("sum", "cuda stream 0", 256),
     ]  # fmt: skip
-    assert copies[-1].args["index"] == place[Copy] and kernels[-1].args["index"] == place[Launch]
+    assert copies[-1].args["index"] == last[Copy] and kernels[-1].args["index"] == last[Launch]
     assert {s.args["step"] for s in device} == {1}
     (step,) = [s for s in prof.timeline.spans if s.category == "step"]
     slack = prof.windows[0].clock_error_ns

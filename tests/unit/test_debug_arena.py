@@ -106,8 +106,8 @@ def test_what_nothing_wrote_is_nan(backend: Backend):
     """The second node without the first: it reads a tensor that only was given memory."""
     nodes, a, _ = chain()
     block = Block(backend, 84, Mode.GUARDED, "b")
-    places = {a: block.address, nodes[0].output: block.address}
-    with DebugArena(backend, Mode.EXACT, places) as arena:
+    addresses = {a: block.address, nodes[0].output: block.address}
+    with DebugArena(backend, Mode.EXACT, addresses) as arena:
         made = nodes[1].output
         arena.run([nodes[1]], {made})
         assert np.isnan(arena.content(made).view(np.float32)).all()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.fake_cuda import Call, FakeDriver, fake_backend
-from tests.unit.planned import every
+from tests.unit.launch_cases import every
 from workbench.backend.cuda import op_table
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.kernel import CLUSTERS, Gemm, Kernel
@@ -58,20 +58,21 @@ def fields(work: Kernel | Gemm) -> Iterator[tuple[int, bool]]:
 @pytest.mark.parametrize("tokens", [1, 33, 512])
 def test_every_address_is_marked_and_nothing_else_is(tokens: int, sm: int):
     """Of every op, fused and not: what is given as an address stays one through all arithmetic."""
-    for planned in every(tokens):
-        places = Map()
-        at = lambda t: Address(places(t))  # noqa: B023, E731
+    for case in every(tokens):
+        addresses = Map()
+        at = lambda t: Address(addresses(t))  # noqa: B023, E731
         given = op_table.Operands(at, Address(SCRATCH), Address(COUNTERS), sm)
         passed = set()
-        for work in op_table.launches(planned.node, given):
+        for work in op_table.launches(case.node, given):
             for number, marked in fields(work):
-                assert marked == (number >= FAR), (number, planned.node, work)
+                assert marked == (number >= FAR), (number, case.node, work)
                 passed.add(number // FAR * FAR)
-        node = planned.node
+        node = case.node
         touched = {t.storage for t in (*node.inputs, *node.outputs)}
-        assert places.asked.keys() <= touched | {t.storage for p in node.parts for t in p.outputs}
-        assert {places.asked[t] for t in touched if t in places.asked} <= passed, node
-        assert touched - places.asked.keys() == set(), f"{node} is not told where all of it lies"
+        made = {t.storage for part in node.parts for t in part.outputs}
+        assert addresses.asked.keys() <= touched | made
+        assert {addresses.asked[t] for t in touched if t in addresses.asked} <= passed, node
+        assert touched - addresses.asked.keys() == set(), f"{node} is not told where all of it lies"
 
 
 # what makes two commands the same work ------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The CUDA kernels without a GPU: they compile, and the launch table fits them.
 
 For each architecture every kernel is compiled in one of its tunings for each weight type and each
-way of ending. `make test-slow` compiles all that the nodes of `planned.chosen` need: every op;
+way of ending. `make test-slow` compiles all that the nodes of `launch_cases.chosen` need: every op;
 every weight type for one token; Q4_K and F16 (one type for each kind of activations) for 1 to 512
 tokens, fused in every way. Everything that needs no compiler is asked of all types.
 """
@@ -21,7 +21,7 @@ from tests.gpu.twins import attention as simple
 from tests.gpu.twins.product import FOLDER, simple_product
 from tests.graphs import Decoder, fused_nodes
 from tests.unit import ptx
-from tests.unit.planned import (
+from tests.unit.launch_cases import (
     FUSED,
     TOKENS,
     chosen_works,
@@ -92,7 +92,7 @@ def test_every_kernel_compiles_in_every_tuning(arch: str):
 
 def test_every_source_compiles_by_itself():
     """Also without macros, as tools and readers compile it."""
-    for path in nvrtc.source_files():
+    for path in sorted(nvrtc.source_dir().glob("*.cu")):
         assert nvrtc.cubin(path.stem, "sm_90").startswith(b"\x7fELF")
 
 
@@ -100,7 +100,7 @@ def test_the_slow_twins_compile():
     """Tests on a GPU compare with them. Their sources stand beside their launches, in no wheel."""
     found = sorted(FOLDER.glob("*.cu"))
     assert [path.stem for path in found] == ["attention_simple", "mul_mat"]
-    assert not {path.name for path in found} & {path.name for path in nvrtc.source_files()}
+    assert not any((nvrtc.source_dir() / path.name).exists() for path in found)
     made = {path.stem: nvrtc.cubin(path.stem, "sm_90", sources=FOLDER) for path in found}
     shapes = [AttentionShape(n, 8, 2, dim, 4096) for n in (1, 9) for dim in (32, 64, 128, 256)]
     products = [p.node for n in (1, 4, 9) for p in plain_nodes(n) if p.node.op == "mul_mat"]
@@ -123,9 +123,9 @@ def test_every_op_has_a_launch():
 @pytest.mark.parametrize("sm", MOST_SHARED)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_every_launch_is_possible(tokens: int, sm: int):
-    for planned in every(tokens):
-        launched = works(planned.node, sm)
-        assert launched, planned.node
+    for case in every(tokens):
+        launched = works(case.node, sm)
+        assert launched, case.node
         for work in launched:
             if isinstance(work, Gemm):
                 assert work.dtype in ("F16", "BF16", "F32") and work.dst_stride >= work.rows
@@ -139,8 +139,8 @@ def test_every_launch_is_possible(tokens: int, sm: int):
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_a_node_of_few_tokens_is_one_launch(tokens: int):
-    for planned in every(tokens):
-        node = planned.node
+    for case in every(tokens):
+        node = case.node
         mixed = any(variant(p)[0] == "mul_mat_float" for p in node.parts)  # the float path
         launched = works(node)
         if tokens <= matvec.MOST_TOKENS and not mixed:
@@ -180,8 +180,8 @@ def test_a_row_that_is_read_in_two_ways_is_normed_by_itself():
 
 
 def test_no_launch_for_no_tokens():
-    for planned in plain_nodes(0):
-        assert not [w for w in works(planned.node) if isinstance(w, Kernel)], planned.node
+    for case in plain_nodes(0):
+        assert not [w for w in works(case.node) if isinstance(w, Kernel)], case.node
 
 
 @pytest.mark.parametrize("works", [one_of_each, pytest.param(chosen_works, marks=pytest.mark.slow)])
@@ -201,12 +201,12 @@ def test_nothing_is_asked_for_beyond_the_scratch_declared(sm: int):
     both = Decoder("tiny-llama", Q8_0, {"attn_v": F16})
     for tokens in TOKENS:
         more = fused_nodes(both.graph(tokens, tokens, deferred=True), FUSIONS)
-        for node in (*(planned.node for planned in every(tokens)), *more):
+        for node in (*(case.node for case in every(tokens)), *more):
             end = begin + op_table.scratch_bytes(node)
             known = {t.storage for t in (*node.inputs, *node.outputs)}
 
             def at(t: Tensor, known=known) -> int:
-                assert t.storage in known, f"{t!r} has no place"
+                assert t.storage in known, f"{t!r} is not told where it lies"
                 return 4096
 
             for work in op_table.launches(node, op_table.Operands(at, begin, 16384, sm)):

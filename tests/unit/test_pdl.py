@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from tests.unit import ptx
-from tests.unit.planned import chosen_works, one_of_each
+from tests.unit.launch_cases import chosen_works, one_of_each
 from workbench.backend.cuda.kernel import Kernel
 from workbench.config import Toggles
 from workbench.errors import DeviceError

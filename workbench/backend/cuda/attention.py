@@ -22,7 +22,7 @@ BLOCKS = 264  # attention_decode: most blocks, all of them running at once
 CLUSTER = 8  # most blocks of a cluster that every device with clusters accepts
 LEAST_TILES = 16  # attention_decode: tiles of a block where several clusters share the cells
 SETS = (1, 2, 4)
-ENOUGH_BLOCKS = 66  # attention_prefill: with fewer, attention_decode splits the cells as well
+ENOUGH_BLOCKS = 66  # attention_prefill: with fewer, attention_decode shares the cells as well
 
 
 class AttentionShape(NamedTuple):
@@ -47,7 +47,8 @@ class AttentionShape(NamedTuple):
 
 class AttentionAt(NamedTuple):
     """Addresses in bytes. dst (n_tokens, n_head * head_dim) is F32 or Q8_ACT; q, k, v and mask are
-    as `graph/ops.py` has them. scratch and counters: see `scratch_bytes` and `n_counters`."""
+    as `graph/ops.py` has them. scratch: see `scratch_bytes`. counters: u32, zero before the launch
+    and zero again after; a launch wants groups * cluster of them, at most BLOCKS."""
 
     dst: int
     q: int
@@ -185,14 +186,6 @@ def scratch_bytes(shape: AttentionShape, grid: DecodeGrid | None = None) -> int:
     if grid.kv_parts == 1:
         return 0
     return grid.groups * grid.kv_parts * 8 * grid.tuning.sets * (shape.head_dim + 2) * 4
-
-
-def n_counters(shape: AttentionShape) -> int:
-    """Counters (u32) the launch wants: zero before it, and zero again after; at most BLOCKS."""
-    if uses_prefill(shape):
-        return 0
-    grid = decode_grid(shape)
-    return grid.groups * grid.cluster if grid.kv_parts > 1 else 0
 
 
 def can_quantise(shape: AttentionShape) -> bool:

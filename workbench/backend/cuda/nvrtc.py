@@ -41,11 +41,6 @@ def source_dir() -> Path:
     raise DeviceError(f"the CUDA kernels are missing beside {package}; install workbench again")
 
 
-def source_files() -> list[Path]:
-    """Every .cu file, one op family each."""
-    return sorted(source_dir().glob("*.cu"))
-
-
 def _headers() -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(source_dir().glob("*.cuh"))}
 

@@ -38,7 +38,7 @@ FUSED = [ALL, *(ALL - {name} for name in FUSIONS)]
 TUNED = (Q4_K, F16)  # the types whose every tuning and epilogue is compiled
 
 
-class Planned(NamedTuple):
+class LaunchCase(NamedTuple):
     """A node, how many tokens it is for, and the weight type it was made for (None: none)."""
 
     node: Node
@@ -46,7 +46,7 @@ class Planned(NamedTuple):
     dtype: DType | None
 
 
-def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[Planned]:
+def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[LaunchCase]:
     """One node of every op and weight type."""
     x, row = Tensor("x", F32, (tokens, 1280)), Tensor("b", F32, (1280,))
     heads, positions = Tensor("h", F32, (tokens, 10, 128)), Tensor("p", I32, (tokens,))
@@ -64,22 +64,22 @@ def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[Planned]:
         make("rope_shift", "k", cache_k, Tensor("d", I32, (tokens,)), n_head_kv=10, **rope),
         make("set_rows", "k", cache_k, x, Tensor("i", I64, (tokens,)), n_kv=n_kv),
     ):
-        yield Planned(node, tokens, None)
+        yield LaunchCase(node, tokens, None)
     for head_dim, extent in itertools.product((64, 128, 256), (256, n_kv)):
         q, k = Tensor("q", F32, (tokens, 32, head_dim)), Tensor("k", F16, (n_kv, 8 * head_dim))
         mask = Tensor("mask", F16, (tokens, extent))
         node = make("attention", "o", q, k, k, mask, n_kv=extent, n_head_kv=8, scale=0.1)
-        yield Planned(node, tokens, None)
+        yield LaunchCase(node, tokens, None)
     for dtype in WEIGHT_DTYPES:
         w = Tensor("w", dtype, (19, 1280), Kind.WEIGHT)
-        yield Planned(make("get_rows", "e", w, Tensor("ids", I32, (tokens,))), tokens, dtype)
+        yield LaunchCase(make("get_rows", "e", w, Tensor("ids", I32, (tokens,))), tokens, dtype)
         fast = Q8_ACT if dtype in QUANTISED else F32
-        yield Planned(make("mul_mat", "z", w, Tensor("y", fast, (tokens, 1280))), tokens, dtype)
+        yield LaunchCase(make("mul_mat", "z", w, Tensor("y", fast, (tokens, 1280))), tokens, dtype)
         as_floats = make("mul_mat", "z", w, Tensor("y", F32, (tokens, 1280)), activations="float")
-        yield Planned(as_floats, tokens, dtype)
+        yield LaunchCase(as_floats, tokens, dtype)
 
 
-def fused(tokens: int, dtype: DType, n_kv: int = N_KV) -> Iterator[Planned]:
+def fused(tokens: int, dtype: DType, n_kv: int = N_KV) -> Iterator[LaunchCase]:
     """The fused nodes of both architectures in one weight type, with biases and without."""
     mixed = {"attn_v": Q6_K if dtype in QUANTISED else BF16}
     for model in (
@@ -93,10 +93,10 @@ def fused(tokens: int, dtype: DType, n_kv: int = N_KV) -> Iterator[Planned]:
             graph = model.graph(tokens, tokens, n_kv, activations, n_kv, deferred)
             for fusions in FUSED:
                 for node in fused_nodes(graph, fusions):
-                    yield Planned(node, tokens, dtype)
+                    yield LaunchCase(node, tokens, dtype)
 
 
-def every(tokens: int) -> Iterator[Planned]:
+def every(tokens: int) -> Iterator[LaunchCase]:
     yield from plain_nodes(tokens)
     for dtype in WEIGHT_DTYPES:
         yield from fused(tokens, dtype)
@@ -107,11 +107,11 @@ def works(node: Node, sm: int = CLUSTERS) -> list[Work]:
     return op_table.launches(node, Operands(lambda t: 4096, 8192, 16384, sm))
 
 
-def chosen(planned: Planned) -> bool:
+def chosen(case: LaunchCase) -> bool:
     """Whether what a node needs is compiled here: one weight type for each kind of activations in
     every tuning and epilogue, every other type for one token, unfused."""
-    unfused = not planned.node.parts
-    return planned.dtype is None or planned.dtype in TUNED or (planned.tokens == 1 and unfused)
+    unfused = not case.node.parts
+    return case.dtype is None or case.dtype in TUNED or (case.tokens == 1 and unfused)
 
 
 @cache
@@ -130,9 +130,9 @@ def chosen_works(sm: int = CLUSTERS) -> tuple[Kernel, ...]:
     """The kernels of the nodes that are `chosen`, one of each (file, defines, function)."""
     found: dict[tuple, Kernel] = {}
     for tokens in TOKENS:
-        for planned in every(tokens):
-            if chosen(planned):
-                for work in works(planned.node, sm):
+        for case in every(tokens):
+            if chosen(case):
+                for work in works(case.node, sm):
                     if isinstance(work, Kernel):
                         found.setdefault((work.file, work.defines, work.function), work)
     return tuple(found.values())
