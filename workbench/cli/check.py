@@ -6,21 +6,8 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
-
-from workbench.cli.common import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    DEFAULT_CONFIG,
-    DEFAULT_TOGGLES,
-    AsJson,
-    EngineFlags,
-    ModelPath,
-    ToggleFlags,
-    Whole,
-    app,
-    load,
-)
+from workbench.cli import flags as f
+from workbench.cli.common import app, load
 from workbench.config import BASELINE
 
 if TYPE_CHECKING:
@@ -36,16 +23,16 @@ RACES = 3  # exit status where there are any
 @app.command
 def check(
     *,
-    model: ModelPath,
+    model: f.ModelPath,
     n_tokens: Annotated[
-        Whole, Parameter(validator=AT_LEAST_1, help="tokens of a prompt; 1: a decode")
+        f.Whole, f.flag("tokens of a prompt; 1: a decode", validator=f.AT_LEAST_1)
     ] = 1,
     n_decoded: Annotated[
-        Whole, Parameter(validator=AT_LEAST_0, help="single tokens behind each prompt")
+        f.Whole, f.flag("single tokens behind each prompt", validator=f.AT_LEAST_0)
     ] = 0,
-    as_json: AsJson = False,
-    config: EngineFlags = DEFAULT_CONFIG,
-    toggles: ToggleFlags = DEFAULT_TOGGLES,
+    as_json: f.AsJson = False,
+    config: f.EngineFlags = f.DEFAULT_CONFIG,
+    toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
     """Prove that a decode, or prompt after prompt with tokens behind it, is free of races, and list
     the waits that it could do without. Nothing is computed; what an engine refuses without --unsafe

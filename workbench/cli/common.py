@@ -12,23 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import App
 
 from workbench import __version__
-from workbench.cli.flags import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    DEFAULT_CONFIG,
-    DEFAULT_TOGGLES,
-    AsJson,
-    DeviceName,
-    EngineFlags,
-    EngineSettings,
-    GivenToggles,
-    Ids,
-    ModelPath,
-    Seed,
-    ToggleFlags,
-    Whole,
-    check_computes,
-)
+from workbench.cli.flags import EngineSettings, GivenToggles, check_computes
 from workbench.config import BEST, EngineConfig
 from workbench.errors import UsageError
 from workbench.output import check_folder
@@ -37,13 +21,6 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine
     from workbench.engine.loaded import Loaded
     from workbench.engine.wanted import Variants
-
-__all__ = [
-    "AT_LEAST_0", "AT_LEAST_1", "DEFAULT_CONFIG", "DEFAULT_TOGGLES", "AsJson", "DeviceName",
-    "EngineFlags", "Ids",
-    "ModelPath", "Seed", "ToggleFlags", "Whole", "app", "check_computes", "check_new", "load",
-    "model_app", "say",
-]  # fmt: skip
 
 app = App(
     name="workbench",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from workbench.cli import flags as f
 from workbench.cli.common import app, say
 from workbench.errors import BelowLimit, WorkbenchError
 from workbench.output import check_writable, write_text
@@ -17,16 +17,16 @@ PAGE = Path("reports/compare.html")
 
 @app.command
 def compare(
-    *runs: Annotated[Path, Parameter(help="run folders of ab or bench; the first is the baseline")],
-    out: Annotated[Path, Parameter(name=["--out", "-o"], help="the HTML page to write")] = PAGE,
+    *runs: Annotated[Path, f.flag("run folders of ab or bench; the first is the baseline")],
+    out: Annotated[Path, f.flag("the HTML page to write", "--out -o")] = PAGE,
     across: Annotated[
-        bool, Parameter(negative="", help="judge runs on another card or driver, or of another day")
+        bool, f.flag("judge runs on another card or driver, or of another day")
     ] = False,
     fail_below: Annotated[
         float | None,
-        Parameter(
+        f.flag(
+            "exit status 3 where a row's whole interval lies below this ratio, as 0.97",
             validator=Number(gt=0),
-            help="exit status 3 where a row's whole interval lies below this ratio, as 0.97",
         ),
     ] = None,
 ) -> None:

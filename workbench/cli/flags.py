@@ -21,6 +21,12 @@ from workbench.errors import UsageError
 from workbench.toggles import preset_words
 
 
+def flag(help: str, names: str | None = None, **settings: Any) -> Parameter:
+    """A parameter of a command: its help, its names where the argument's own does not do, and
+    settings of cyclopts. No flag has a `--no-...`."""
+    return Parameter(names and names.split(), help=help, **({"negative": ""} | settings))
+
+
 def whole(_: Any, tokens: Any) -> int:
     """A whole number; ValueError for 1.5 and 1e3, which cyclopts would round."""
     return _whole(tokens[0].value)
@@ -40,11 +46,11 @@ def layers(_: Any, tokens: Any) -> int:
 # `int` in every command: digits, and nothing that would have to be rounded
 Whole = Annotated[int, Parameter(converter=whole)]
 AT_LEAST_0, AT_LEAST_1 = Number(gte=0), Number(gte=1)
-DeviceName = Annotated[str, Parameter(help=devices.in_words())]
-ModelPath = Annotated[Path, Parameter(name=["--model", "-m"], help="GGUF file")]
-Ids = Annotated[str | None, Parameter(help="token ids, as 1,2,3")]
-AsJson = Annotated[bool, Parameter(name="--json", negative="", help="print it as JSON")]
-Seed = Annotated[Whole, Parameter(validator=AT_LEAST_0, help="seed of everything that is drawn")]
+DeviceName = Annotated[str, flag(devices.in_words())]
+ModelPath = Annotated[Path, flag("GGUF file", "--model -m")]
+Ids = Annotated[str | None, flag("token ids, as 1,2,3")]
+AsJson = Annotated[bool, flag("print it as JSON", "--json")]
+Seed = Annotated[Whole, flag("seed of everything that is drawn", validator=AT_LEAST_0)]
 
 ENGINE = Group("Engine", sort_key=1)
 TOGGLES = Group(
@@ -68,90 +74,60 @@ def check_computes(device: str) -> None:
 class EngineSettings(EngineConfig):
     """EngineConfig as flags. n_batch and flash_attn are taken for llama.cpp's sake."""
 
-    device: Annotated[
-        str,
-        Parameter(group=ENGINE, help=devices.in_words(also_idle=True)),
-    ] = "auto"
+    device: Annotated[str, flag(devices.in_words(also_idle=True))] = "auto"
     n_ctx: Annotated[
         Whole,
-        Parameter(
-            name=["--n-ctx", "--ctx-size", "-c"],
-            group=ENGINE,
-            help="tokens the KV cache holds; 0: as many as the model was trained on",
+        flag(
+            "tokens the KV cache holds; 0: as many as the model was trained on",
+            "--n-ctx --ctx-size -c",
         ),
     ] = 2048
-    n_seqs: Annotated[
-        Whole, Parameter(group=ENGINE, help="most sequences that share the KV cache")
-    ] = 64
+    n_seqs: Annotated[Whole, flag("most sequences that share the KV cache")] = 64
     n_ubatch: Annotated[
-        Whole,
-        Parameter(
-            name=["--n-ubatch", "--ubatch-size", "-ub"],
-            group=ENGINE,
-            help="most tokens computed together",
-        ),
+        Whole, flag("most tokens computed together", "--n-ubatch --ubatch-size -ub")
     ] = 512
-    n_kv_pad: Annotated[
-        Whole,
-        Parameter(group=ENGINE, help="a step reads this much of the cache, or a multiple of it"),
-    ] = 256
+    n_kv_pad: Annotated[Whole, flag("a step reads this much of the cache, or a multiple of it")] = (
+        256
+    )
     threads: Annotated[
-        Whole,
-        Parameter(
-            name=["--threads", "-t"],
-            group=ENGINE,
-            help="compute threads of a CPU device; 0 or -1: every core",
-        ),
+        Whole, flag("compute threads of a CPU device; 0 or -1: every core", "--threads -t")
     ] = 0
-    unsafe: Annotated[
-        bool,
-        Parameter(group=ENGINE, negative="", help="run toggles that are known to race, too"),
-    ] = False
-    n_devices: Annotated[
-        Whole, Parameter(group=ENGINE, help="devices of the kind that share the layers")
-    ] = 1
+    unsafe: Annotated[bool, flag("run toggles that are known to race, too")] = False
+    n_devices: Annotated[Whole, flag("devices of the kind that share the layers")] = 1
     n_gpu_layers: Annotated[
         int,
-        Parameter(
-            name=["--n-gpu-layers", "--gpu-layers", "-ngl"],
-            converter=layers,
-            group=ENGINE,
-            help="layers on the device, the last ones; the output counts as one. -1, all, or more "
+        flag(
+            "layers on the device, the last ones; the output counts as one. -1, all, or more "
             "than there are (99): every layer",
+            "--n-gpu-layers --gpu-layers -ngl",
+            converter=layers,
         ),
     ] = -1
     override_tensor: Annotated[
         tuple[str, ...],
-        Parameter(
-            name=["--override-tensor", "-ot"],
-            group=ENGINE,
-            negative="",
-            show_default=False,
-            help="PATTERN=host (or CPU) or PATTERN=device (or CUDA0): where weights are whose name "
+        flag(
+            "PATTERN=host (or CPU) or PATTERN=device (or CUDA0): where weights are whose name "
             "the pattern is found in, as ffn_.*=host; can be given again, the first match counts",
+            "--override-tensor -ot",
+            show_default=False,
         ),
     ] = ()
     expand: Annotated[
-        str,
-        Parameter(
-            group=ENGINE, help=f"what tensor types without kernels become: {' or '.join(EXPAND)}"
-        ),
+        str, flag(f"what tensor types without kernels become: {' or '.join(EXPAND)}")
     ] = "f16"
     n_batch: Annotated[
         Whole,
-        Parameter(
-            name=["--n-batch", "--batch-size", "-b"],
-            group=ENGINE,
-            help="tokens submitted at once. A prompt has as many ubatches as it needs here, so "
+        flag(
+            "tokens submitted at once. A prompt has as many ubatches as it needs here, so "
             "this does one thing: --n-ubatch is never above it",
+            "--n-batch --batch-size -b",
         ),
     ] = 2048
     flash_attn: Annotated[
         str,
-        Parameter(
-            name=["--flash-attn", "-fa"],
-            group=ENGINE,
-            help="on, off or auto (or 1, 0). Attention is one fused kernel here either way",
+        flag(
+            "on, off or auto (or 1, 0). Attention is one fused kernel here either way",
+            "--flash-attn -fa",
         ),
     ] = "auto"
 
@@ -221,7 +197,7 @@ def _flags() -> type[GivenToggles]:
     made = dataclasses.make_dataclass(
         "EveryToggle",
         [
-            (name, Annotated[str | None, Parameter(help=text)], field(default=None))
+            (name, Annotated[str | None, flag(text)], field(default=None))
             for name, text in helps.items()
         ],
         bases=(GivenToggles,),
@@ -236,5 +212,5 @@ if TYPE_CHECKING:
 else:
     EveryToggle = _flags()
 DEFAULT_CONFIG, DEFAULT_TOGGLES = EngineSettings(), EveryToggle()
-EngineFlags = Annotated[EngineSettings, Parameter(name="*")]
+EngineFlags = Annotated[EngineSettings, Parameter(name="*", group=ENGINE)]
 ToggleFlags = Annotated[EveryToggle, Parameter(name="*", group=TOGGLES, show_default=False)]

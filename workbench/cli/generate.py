@@ -6,27 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from workbench.cli.common import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    DEFAULT_CONFIG,
-    DEFAULT_TOGGLES,
-    AsJson,
-    EngineFlags,
-    Ids,
-    ModelPath,
-    Seed,
-    ToggleFlags,
-    Whole,
-    app,
-    as_typed,
-    load,
-    parse_ids,
-    say,
-)
+from workbench.cli import flags as f
+from workbench.cli.common import app, as_typed, load, parse_ids, say
 from workbench.config import BASELINE
 from workbench.errors import UsageError
 from workbench.output import check_writable, writing
@@ -39,28 +22,25 @@ if TYPE_CHECKING:
 @app.command
 def run(
     *,
-    model: ModelPath,
-    prompt: Annotated[
-        str | None, Parameter(name=["--prompt", "-p"], help="text to continue")
-    ] = None,
-    tokens: Ids = None,
+    model: f.ModelPath,
+    prompt: Annotated[str | None, f.flag("text to continue", "--prompt -p")] = None,
+    tokens: f.Ids = None,
     n_predict: Annotated[
-        Whole,
-        Parameter(
-            name=["--n-predict", "--predict", "-n"],
+        f.Whole,
+        f.flag(
+            "tokens to make; -1 or -2: until the text ends or the context is full",
+            "--n-predict --predict -n",
             validator=Number(gte=-2),
-            help="tokens to make; -1 or -2: until the text ends or the context is full",
         ),
     ] = 32,
     temperature: Annotated[
-        float,
-        Parameter(name=["--temperature", "--temp"], help="0: always the likeliest token"),
+        float, f.flag("0: always the likeliest token", "--temperature --temp")
     ] = 0.0,
-    top_k: Annotated[Whole, Parameter(help="draw among so many of the likeliest; 0: all")] = 40,
-    top_p: Annotated[float, Parameter(help="draw among the likeliest of this total")] = 0.95,
-    seed: Seed = 0,
-    config: EngineFlags = DEFAULT_CONFIG,
-    toggles: ToggleFlags = DEFAULT_TOGGLES,
+    top_k: Annotated[f.Whole, f.flag("draw among so many of the likeliest; 0: all")] = 40,
+    top_p: Annotated[float, f.flag("draw among the likeliest of this total")] = 0.95,
+    seed: f.Seed = 0,
+    config: f.EngineFlags = f.DEFAULT_CONFIG,
+    toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
     """Continue a prompt, or token ids; text appears as it is made (with --tokens: ids)."""
     from workbench.engine.batch import check_prompt
@@ -102,11 +82,11 @@ def run(
 @app.command
 def logits(
     *,
-    model: ModelPath,
-    tokens: Annotated[str, Parameter(help="token ids, as 1,2,3")],
-    out: Annotated[Path, Parameter(name=["--out", "-o"], help="file to write (.npy)")],
-    config: EngineFlags = DEFAULT_CONFIG,
-    toggles: ToggleFlags = DEFAULT_TOGGLES,
+    model: f.ModelPath,
+    tokens: Annotated[str, f.flag("token ids, as 1,2,3")],
+    out: Annotated[Path, f.flag("file to write (.npy)", "--out -o")],
+    config: f.EngineFlags = f.DEFAULT_CONFIG,
+    toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
     """Write the logits of every token: float32, one row per token, vocabulary wide.
 
@@ -137,12 +117,12 @@ def logits(
 @app.command
 def program(
     *,
-    model: ModelPath,
-    n_tokens: Annotated[Whole, Parameter(validator=AT_LEAST_1, help="tokens of the step")] = 1,
-    n_past: Annotated[Whole, Parameter(validator=AT_LEAST_0, help="tokens cached before it")] = 0,
-    as_json: AsJson = False,
-    config: EngineFlags = DEFAULT_CONFIG,
-    toggles: ToggleFlags = DEFAULT_TOGGLES,
+    model: f.ModelPath,
+    n_tokens: Annotated[f.Whole, f.flag("tokens of the step", validator=f.AT_LEAST_1)] = 1,
+    n_past: Annotated[f.Whole, f.flag("tokens cached before it", validator=f.AT_LEAST_0)] = 0,
+    as_json: f.AsJson = False,
+    config: f.EngineFlags = f.DEFAULT_CONFIG,
+    toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
     """Print the program of one step: its pattern, and per token its waits, copies and launches."""
     from workbench.engine.batch import step_shape

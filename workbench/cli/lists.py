@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
-from workbench.cli.flags import EngineSettings
+from workbench.cli.flags import ENGINE, EngineSettings
 from workbench.errors import UsageError
 
 MOST_NUMBERS = 1000  # that one list may stand for
@@ -92,7 +92,7 @@ def _several() -> type[SeveralSettings]:
         if f.name in LISTED:
             own = next(p for p in reversed(hint.__metadata__) if getattr(p, "help", None))
             said = f"{own.help}. Default: {default}. A list, as llama-bench takes it"
-            own = Parameter(name=own.name, group=own.group, help=said, show_default=False)
+            own = Parameter(name=own.name, help=said, show_default=False)
             hint, default = Annotated[Listed | None, own], None
         made.append((f.name, hint, field(default=default)))
     several = dataclasses.make_dataclass(
@@ -106,5 +106,5 @@ if TYPE_CHECKING:
     SeveralEngines = SeveralSettings
 else:
     SeveralEngines = _several()
-BenchFlags = Annotated[SeveralEngines, Parameter(name="*")]
+BenchFlags = Annotated[SeveralEngines, Parameter(name="*", group=ENGINE)]
 DEFAULT_BENCH = SeveralEngines()

@@ -6,26 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
-from workbench.cli.common import (
-    AT_LEAST_1,
-    DEFAULT_CONFIG,
-    DEFAULT_TOGGLES,
-    MODELS,
-    RUNS,
-    DeviceName,
-    EngineFlags,
-    ModelPath,
-    Seed,
-    ToggleFlags,
-    Whole,
-    app,
-    check_computes,
-    check_new,
-    load,
-    say,
-)
+from workbench.cli import flags as f
+from workbench.cli.common import MODELS, RUNS, app, check_new, load, say
 from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
 from workbench.cli.repeat import DEFAULT_REPEAT, RepeatFlags
 from workbench.config import BASELINE, Toggles
@@ -39,44 +21,34 @@ DEFAULT_NOTEBOOKS = ("00_tour", "02_sync_modes", "10_fusion")
 @app.command
 def bench(
     *,
-    model: Annotated[
-        list[Path],
-        Parameter(name=["--model", "-m"], negative="", help="GGUF file; can be given again"),
-    ],
+    model: Annotated[list[Path], f.flag("GGUF file; can be given again", "--model -m")],
     n_prompt: Annotated[
-        Listed,
-        Parameter(name=["--n-prompt", "-p"], help="tokens of a prompt, as 512,1024; 0: none"),
+        Listed, f.flag("tokens of a prompt, as 512,1024; 0: none", "--n-prompt -p")
     ] = PROMPTS,
     n_gen: Annotated[
-        Listed, Parameter(name=["--n-gen", "-n"], help="tokens to generate, as 128,256; 0: none")
+        Listed, f.flag("tokens to generate, as 128,256; 0: none", "--n-gen -n")
     ] = GENS,
     n_depth: Annotated[
-        Listed, Parameter(name=["--n-depth", "-d"], help="tokens cached before a test, as 0,4096")
+        Listed, f.flag("tokens cached before a test, as 0,4096", "--n-depth -d")
     ] = DEPTHS,
     pg: Annotated[
-        Listed | None,
-        Parameter(name=["--pg", "-pg"], help="a prompt and tokens behind it, as 512,128"),
+        Listed | None, f.flag("a prompt and tokens behind it, as 512,128", "--pg -pg")
     ] = None,
     repetitions: Annotated[
-        Whole,
-        Parameter(
-            name=["--repetitions", "-r"],
-            validator=AT_LEAST_1,
-            help="runs of each test; with --until the least",
+        f.Whole,
+        f.flag(
+            "runs of each test; with --until the least", "--repetitions -r", validator=f.AT_LEAST_1
         ),
     ] = 5,
-    seed: Seed = 0,
-    build: Annotated[str | None, Parameter(help="build_commit, to tell two files apart")] = None,
-    output: Annotated[
-        str, Parameter(name=["--output", "-o"], help="md, csv, json, jsonl or sql")
-    ] = "md",
+    seed: f.Seed = 0,
+    build: Annotated[str | None, f.flag("build_commit, to tell two files apart")] = None,
+    output: Annotated[str, f.flag("md, csv, json, jsonl or sql", "--output -o")] = "md",
     out: Annotated[
-        Path | None,
-        Parameter(help="run folder to write, too; OUT-1, OUT-2, ... for several engines"),
+        Path | None, f.flag("run folder to write, too; OUT-1, OUT-2, ... for several engines")
     ] = None,
     repeat: RepeatFlags = DEFAULT_REPEAT,
     config: BenchFlags = DEFAULT_BENCH,
-    toggles: ToggleFlags = DEFAULT_TOGGLES,
+    toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
     """llama-bench's tests under its names, with its lists: 512,1024, 1-8, 128-512+128, 1-8*2.
 
@@ -124,21 +96,20 @@ def _pair(text: str) -> tuple[int, int]:
 @app.command
 def ab(
     *,
-    model: ModelPath,
-    toggle: Annotated[str, Parameter(help="as sync=per_copy,copy_boundary")],
-    test: Annotated[str, Parameter(help="as tg32 or pp64,tg32")] = "tg32",
+    model: f.ModelPath,
+    toggle: Annotated[str, f.flag("as sync=per_copy,copy_boundary")],
+    test: Annotated[str, f.flag("as tg32 or pp64,tg32")] = "tg32",
     rounds: Annotated[
-        Whole, Parameter(help="runs of each arm, in turn; 5 or more; with --until the least")
+        f.Whole, f.flag("runs of each arm, in turn; 5 or more; with --until the least")
     ] = 10,
-    seed: Seed = 0,
-    out: Annotated[Path | None, Parameter(name=["--out", "-o"], help="run folder to write")] = None,
+    seed: f.Seed = 0,
+    out: Annotated[Path | None, f.flag("run folder to write", "--out -o")] = None,
     resume: Annotated[
-        bool,
-        Parameter(negative="", help="continue the run in --out; with --until for --at-most again"),
+        bool, f.flag("continue the run in --out; with --until for --at-most again")
     ] = False,
     repeat: RepeatFlags = DEFAULT_REPEAT,
-    config: EngineFlags = DEFAULT_CONFIG,
-    toggles: ToggleFlags = DEFAULT_TOGGLES,
+    config: f.EngineFlags = f.DEFAULT_CONFIG,
+    toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
     """Compare the values of one toggle, interleaved, with an A/A control; prints the table."""
     from workbench.bench.ab import ab as interleaved
@@ -172,26 +143,23 @@ def ab(
 @app.command
 def perplexity(
     *,
-    model: ModelPath,
-    file: Annotated[Path | None, Parameter(name=["--file", "-f"], help="UTF-8 text")] = None,
+    model: f.ModelPath,
+    file: Annotated[Path | None, f.flag("UTF-8 text", "--file -f")] = None,
     tokens_from: Annotated[
-        str | None, Parameter(help="ids: a .npy, .jsonl or text file, or sample:N[:SEED]")
+        str | None, f.flag("ids: a .npy, .jsonl or text file, or sample:N[:SEED]")
     ] = None,
     against: Annotated[
-        str | None, Parameter(help="compare with: base, a preset, or toggles as activations=float")
+        str | None, f.flag("compare with: base, a preset, or toggles as activations=float")
     ] = None,
-    check: Annotated[
-        bool, Parameter(negative="", help="fail where the two differ more than the type's bound")
-    ] = False,
+    check: Annotated[bool, f.flag("fail where the two differ more than the type's bound")] = False,
     sizes: Annotated[
-        str | None, Parameter(help="tokens computed at once, as 512,1: a run OUT-ubN for each")
+        str | None, f.flag("tokens computed at once, as 512,1: a run OUT-ubN for each")
     ] = None,
     out: Annotated[
-        Path | None,
-        Parameter(name=["--out", "-o"], help=f"run folder; default: a new one in {RUNS}"),
+        Path | None, f.flag(f"run folder; default: a new one in {RUNS}", "--out -o")
     ] = None,
-    config: EngineFlags = DEFAULT_CONFIG,
-    toggles: ToggleFlags = DEFAULT_TOGGLES,
+    config: f.EngineFlags = f.DEFAULT_CONFIG,
+    toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
     """Score tokens in windows of n_ctx, alone or against other toggles; keeps every token's NLL.
 
@@ -226,19 +194,16 @@ def perplexity(
 @app.command
 def bench_kernels(
     *,
-    device: DeviceName = "auto",
-    threads: Annotated[
-        Whole, Parameter(name=["--threads", "-t"], help="of a CPU device; 0: every core")
-    ] = 0,
-    types: Annotated[str, Parameter(help="as Q4_0,F16, or all")] = "all",
-    shapes: Annotated[str, Parameter(help="as 8b.o, or 8b for all of a model, or all")] = "all",
-    batch: Annotated[str, Parameter(help="tokens, as 1,2,4,8 or 1-8")] = "1",
-    seed: Seed = 0,
+    device: f.DeviceName = "auto",
+    threads: Annotated[f.Whole, f.flag("of a CPU device; 0: every core", "--threads -t")] = 0,
+    types: Annotated[str, f.flag("as Q4_0,F16, or all")] = "all",
+    shapes: Annotated[str, f.flag("as 8b.o, or 8b for all of a model, or all")] = "all",
+    batch: Annotated[str, f.flag("tokens, as 1,2,4,8 or 1-8")] = "1",
+    seed: f.Seed = 0,
     out: Annotated[
-        Path | None,
-        Parameter(name=["--out", "-o"], help=f"run folder; default: a new one in {RUNS}"),
+        Path | None, f.flag(f"run folder; default: a new one in {RUNS}", "--out -o")
     ] = None,
-    quick: Annotated[bool, Parameter(negative="", help="see that it works; no figures")] = False,
+    quick: Annotated[bool, f.flag("see that it works; no figures")] = False,
 ) -> None:
     """Time the products of real shapes, cold, against the read bandwidth; writes a run folder."""
     from workbench.backend.base import choose_device, open_backend
@@ -246,7 +211,7 @@ def bench_kernels(
     from workbench.frames import show, show_prose
     from workbench.report import roofline
 
-    check_computes(device)
+    f.check_computes(device)
     matrix = kernel_bench.KernelMatrix(
         kernel_cases.parse_types(types), kernel_cases.parse_shapes(shapes),
         kernel_cases.parse_batches(batch), quick, seed,
@@ -274,13 +239,13 @@ def bench_kernels(
 @app.command
 def report(
     *notebooks: Annotated[
-        str, Parameter(help=f"names in {NOTEBOOKS}/; none: {', '.join(DEFAULT_NOTEBOOKS)}")
+        str, f.flag(f"names in {NOTEBOOKS}/; none: {', '.join(DEFAULT_NOTEBOOKS)}")
     ],
-    out: Annotated[Path, Parameter(help="folder of the pages")] = Path("reports"),
-    device: DeviceName = "auto",
+    out: Annotated[Path, f.flag("folder of the pages")] = Path("reports"),
+    device: f.DeviceName = "auto",
     parameter: Annotated[
         list[tuple[str, str]] | None,
-        Parameter(name=["--parameter", "-p"], help="a notebook parameter, as: -p repeats 5"),
+        f.flag("a notebook parameter, as: -p repeats 5", "--parameter -p", negative=None),
     ] = None,
 ) -> None:
     """Run notebooks into offline HTML reports, and print the speedup table."""
@@ -291,7 +256,7 @@ def report(
     from workbench.report.render import check_pages, render_all
     from workbench.report.tables import show, speedup_table
 
-    check_computes(device)
+    f.check_computes(device)
     paths = [NOTEBOOKS / f"{Path(name).stem}.ipynb" for name in notebooks or DEFAULT_NOTEBOOKS]
     check_pages(paths, out)
     chosen, reason = choose_device(device)

@@ -6,22 +6,21 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
-
-from workbench.cli.common import MODELS, AsJson, Seed, model_app, say
+from workbench.cli import flags as f
+from workbench.cli.common import MODELS, model_app, say
 from workbench.model.presets import PRESETS, QUANTS
 
 
 @model_app.command
 def synth(
-    preset: Annotated[str, Parameter(help=f"shape: {', '.join(PRESETS)}")],
-    quant: Annotated[str, Parameter(help=f"type of the weights: {', '.join(QUANTS)}")],
-    out: Annotated[Path, Parameter(help="GGUF file to write")],
+    preset: Annotated[str, f.flag(f"shape: {', '.join(PRESETS)}")],
+    quant: Annotated[str, f.flag(f"type of the weights: {', '.join(QUANTS)}")],
+    out: Annotated[Path, f.flag("GGUF file to write")],
     /,
     *,
-    head: Annotated[str | None, Parameter(help="type of the head alone")] = None,
-    seed: Seed = 0,
-    force: Annotated[bool, Parameter(negative="", help="write over a file that exists")] = False,
+    head: Annotated[str | None, f.flag("type of the head alone")] = None,
+    seed: f.Seed = 0,
+    force: Annotated[bool, f.flag("write over a file that exists")] = False,
 ) -> None:
     """Write a model of a real shape with random weights (--head TYPE sets the head's type)."""
     from workbench.model.synth import write_model
@@ -30,7 +29,7 @@ def synth(
 
 
 @model_app.command
-def tiny(out: Annotated[Path, Parameter(help="folder to write them in")] = MODELS, /) -> None:
+def tiny(out: Annotated[Path, f.flag("folder to write them in")] = MODELS, /) -> None:
     """Write the tiny models that tests and notebooks use."""
     from workbench.model.synth import write_tiny_models
 
@@ -39,12 +38,12 @@ def tiny(out: Annotated[Path, Parameter(help="folder to write them in")] = MODEL
 
 @model_app.command
 def inspect(
-    file: Annotated[Path, Parameter(help="GGUF file")],
+    file: Annotated[Path, f.flag("GGUF file")],
     /,
     *,
-    as_json: AsJson = False,
+    as_json: f.AsJson = False,
     expand: Annotated[
-        Literal["f16", "q8_0"], Parameter(help="what types without kernels become when loaded")
+        Literal["f16", "q8_0"], f.flag("what types without kernels become when loaded")
     ] = "f16",
 ) -> None:
     """Print shapes, types, sizes, what is expanded when it is loaded, and the bytes of weights read

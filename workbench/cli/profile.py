@@ -7,21 +7,8 @@ import textwrap
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
-from workbench.cli.common import (
-    AT_LEAST_1,
-    DEFAULT_CONFIG,
-    DEFAULT_TOGGLES,
-    EngineFlags,
-    ModelPath,
-    Seed,
-    ToggleFlags,
-    Whole,
-    app,
-    load,
-    say,
-)
+from workbench.cli import flags as f
+from workbench.cli.common import app, load, say
 from workbench.errors import UsageError
 from workbench.output import check_writable
 
@@ -29,32 +16,28 @@ from workbench.output import check_writable
 @app.command
 def profile(
     *,
-    model: ModelPath,
-    test: Annotated[str, Parameter(help="as tg8, pp512, tg8@d512 or pp64+tg8")] = "tg8",
+    model: f.ModelPath,
+    test: Annotated[str, f.flag("as tg8, pp512, tg8@d512 or pp64+tg8")] = "tg8",
     out: Annotated[
         Path | None,
-        Parameter(
-            name=["--out", "-o"],
-            help="trace to write: t.pftrace.gz for Perfetto, t.json for Chrome's JSON",
-        ),
+        f.flag("trace to write: t.pftrace.gz for Perfetto, t.json for Chrome's JSON", "--out -o"),
     ] = None,
     window: Annotated[
         str | None,
-        Parameter(help="FIRST,N: trace N steps from step FIRST; default: the test's last 8 steps"),
+        f.flag("FIRST,N: trace N steps from step FIRST; default: the test's last 8 steps"),
     ] = None,
     by: Annotated[
-        str, Parameter(help="a row for each: op, node (of a layer) or kernel (CUPTI's name)")
+        str, f.flag("a row for each: op, node (of a layer) or kernel (CUPTI's name)")
     ] = "op",
     repetitions: Annotated[
-        Whole,
-        Parameter(name=["--repetitions", "-r"], validator=AT_LEAST_1, help="untraced runs"),
+        f.Whole, f.flag("untraced runs", "--repetitions -r", validator=f.AT_LEAST_1)
     ] = 5,
     collector: Annotated[
-        str, Parameter(help="of device spans: cupti, events, or auto (cupti on a GPU)")
+        str, f.flag("of device spans: cupti, events, or auto (cupti on a GPU)")
     ] = "auto",
-    seed: Seed = 0,
-    config: EngineFlags = DEFAULT_CONFIG,
-    toggles: ToggleFlags = DEFAULT_TOGGLES,
+    seed: f.Seed = 0,
+    config: f.EngineFlags = f.DEFAULT_CONFIG,
+    toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
     """Say where a token's time goes: by kernel, by phase of the host, by gap; write the trace.
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from workbench.cli import flags as f
 from workbench.errors import UsageError
 
 
@@ -15,12 +16,10 @@ class Repeat:
     """`--until` and `--at-most`, as they were typed."""
 
     until: Annotated[
-        str | None,
-        Parameter(help="repeat until the 95 % interval's half-width is that small, as 1%"),
+        str | None, f.flag("repeat until the 95 % interval's half-width is that small, as 1%")
     ] = None
     at_most: Annotated[
-        str | None,
-        Parameter(help="with --until: end after so much measuring, as 30s or 1h; default 10m"),
+        str | None, f.flag("with --until: end after so much measuring, as 30s or 1h; default 10m")
     ] = None
 
     def arguments(self, n: int = 1) -> dict[str, Any]:

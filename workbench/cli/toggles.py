@@ -6,8 +6,7 @@ import json
 import textwrap
 from typing import Annotated, Any
 
-from cyclopts import Parameter
-
+from workbench.cli import flags as f
 from workbench.cli.common import app
 from workbench.config import FAMILIES, Toggles
 from workbench.toggles import preset_words
@@ -15,10 +14,7 @@ from workbench.toggles import preset_words
 
 @app.command
 def toggles(
-    *,
-    as_json: Annotated[
-        bool, Parameter(name="--json", negative="", help="print it as JSON, with all words")
-    ] = False,
+    *, as_json: Annotated[bool, f.flag("print it as JSON, with all words", "--json")] = False
 ) -> None:
     """Print every toggle: its values, the thread it comes from, its room, and its answer.
 
