@@ -12,7 +12,7 @@ import pytest
 
 import workbench as wb
 from workbench.backend.base import Issue
-from workbench.backend.issue import Call, HostCalls, Plain, Prepared, SplitWork, eager
+from workbench.backend.issue import Call, HostCalls, Prepared, SplitWork, Unwatched, eager
 from workbench.config import SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.program.commands import (
@@ -122,9 +122,9 @@ def log_of(engine: wb.Engine, run) -> list[tuple]:
     return [entry for entry in log[before:] if entry[0] == "issue"]
 
 
-def step(made: Prepared, inputs: dict[str, np.ndarray], watch: Plain | None = None) -> None:
-    made.run(inputs, watch or Plain())
-    made.finish(watch or Plain())
+def step(made: Prepared, inputs: dict[str, np.ndarray], watch: Unwatched | None = None) -> None:
+    made.run(inputs, watch or Unwatched())
+    made.finish(watch or Unwatched())
 
 
 def test_another_executor_does_the_same_work(engine):
@@ -146,7 +146,9 @@ def test_another_executor_does_the_same_work(engine):
     logs = []
     for made in (one_by_one, at_once):
         logs.append(
-            log_of(engine, lambda made=made: (made.run(inputs, Plain()), made.finish(Plain())))
+            log_of(
+                engine, lambda made=made: (made.run(inputs, Unwatched()), made.finish(Unwatched()))
+            )
         )
     assert [entry[1] for entry in logs[0]] == [entry[1] for entry in logs[1]] != []
     assert [work for works in given for work in works] == [
@@ -158,7 +160,7 @@ def test_another_executor_does_the_same_work(engine):
 def test_whoever_looks_on_is_given_every_call(engine):
     seen: list[Issue] = []
 
-    class Counting(Plain):
+    class Counting(Unwatched):
         def head(self, prepared: Prepared) -> Iterator[Issue]:
             for call in prepared.head:
                 seen.append(call.call)
