@@ -26,6 +26,7 @@ from data.measure.recorded import (
     kernel_rows,
     model_of,
     scored,
+    together,
 )
 from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
@@ -69,6 +70,21 @@ BATCHES = Table(
     {"Model": "{model}", "tokens": "{n_tokens}", "t/s": "{tps:.0f}", "% of read": "{read:.1f}",
      "% of product": "{product:.1f}", "bound": "{bound}", "% of bound": "{share:.1f}"},
     "read bandwidth {read} GB/s, large product {peak} TFLOP/s",
+)  # fmt: skip
+
+
+def sequences(recorded: Recorded) -> Iterator[Line]:
+    """A number of sequences that go on together: tokens of all of them, beside the bound."""
+    for _, run in recorded.of("together"):
+        yield Line(together(run)._asdict(), [run])
+
+
+TOGETHER = Table(
+    "Sequences together", sequences,
+    {"Model": "{model}", "sequences": "{n_seqs}", "t/s prompts": "{pp:.0f}",
+     "t/s generated": "{tg:.0f}", "of each": "{each:.1f}", "ms a step": "{step_ms:.2f}",
+     "GB a step": "{step_gb:.2f}", "t/s bound": "{bound:.0f}", "% of bound": "{share:.1f}"},
+    "{tests}; read bandwidth {read} GB/s; the bound reads the weights once and every cell once",
 )  # fmt: skip
 
 
@@ -350,6 +366,7 @@ BLOCKS: dict[str, list[Part]] = {
     "mechanisms": [Table("Mechanisms", mechanisms, None, "", by_device=True)],
     "decode-cuda": [DECODE],
     "batches-cuda": [BATCHES],
+    "together-cuda": [TOGETHER],
     "kernels-cuda": [KERNELS],
     "kernels-batches-cuda": [PRODUCTS],
     "fusion-cuda": [FUSION],

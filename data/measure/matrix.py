@@ -23,7 +23,7 @@ from workbench.errors import UsageError
 STEPS = {
     "decode": 150, "kernels": 110, "depth": 35, "load": 15, "perplexity": 150, "batches": 40,
     "kernels-batches": 110, "fusion": 85, "ablation": 60, "counters": 80, "gaps": 60, "sync": 480,
-    "pipeline": 60,
+    "pipeline": 60, "together": 150,
 }  # fmt: skip
 CPU_STEP = "cpu"  # of the devices of a CPU, hence only where it is named
 FIRST = ("llama-3-8b-q4_0", "llama-3.2-1b-bf16")  # models measured before others
@@ -38,6 +38,10 @@ WITHOUT = {
     "-plain": "all pdl=off",
 }
 BATCHED = DECODED[:3]  # with steps of 9 to 128 tokens
+TOGETHER = "llama-3.2-1b-q4_k_m"  # of which several sequences go on
+# sequences -> what the cells of a step are rounded up to: by 256, steps of many sequences would
+# have another shape, and so another program, every time
+PADS = {1: 256, 8: 256, 32: 1024, 128: 4096}
 SCORED = ("f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k", "mxfp4")  # llama-3.2-1b
 # Tokens computed at once: tensor cores with cuBLAS, tensor cores on decoded tiles, decode kernels.
 SIZES = {512: "", 64: "-ub64", 1: "-ub1"}
@@ -80,6 +84,8 @@ class Row(NamedTuple):
     n_ctx: int = 1024
     sizes: tuple[int, ...] = ()
     n_ubatch: int = 512
+    n_seqs: int = 64
+    n_kv_pad: int = 256
     n_devices: int = 1
     gpus: int = 1
     device: str = "cuda"
@@ -179,6 +185,9 @@ MATRIX: tuple[Row, ...] = (
       for model in BATCHED),
     Row("kernels-batches", "kernels-batches", "kernels", test="8b",
         sizes=(2, 4, 8, 9, 16, 32, 64, 128)),
+    *(Row("together", f"together-{TOGETHER}-{n}", "together", TOGETHER, f"pp1024+tg64@b{n}", "best",
+          rounds=3 if n < 128 else 1, n_ctx=n * (1024 + 64), n_seqs=n, n_kv_pad=pad)
+      for n, pad in PADS.items()),
     *_fusion(),
     *(Row("ablation", f"ablation-{model}" + (f"-{n}" if n > 1 else ""), "ablation", model,
           sizes=(n,))

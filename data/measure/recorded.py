@@ -19,6 +19,7 @@ import pandas as pd
 from data.measure.matrix import CPU_STEP, SIZES, Row, rows
 from workbench.bench import results
 from workbench.bench.bounds import Bound, bound_of
+from workbench.bench.workload import parse
 
 NOT_MEASURED = "not measured"
 TYPES = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
@@ -174,6 +175,38 @@ def batch_steps(recorded: Recorded, name: str) -> list[Step]:
         computing = flops / result["product_tflops"] / 1e3
         found.append(Step(n, n / took * 1e9, Share(reading / took), Share(computing / took)))
     return sorted(found)
+
+
+class Together(NamedTuple):
+    """Sequences that go on together: tokens of all of them per second, of prompts (pp) and
+    generated (tg), and each sequence's. bound: what could be generated if a step took no longer
+    than to read the weights once and the cells in use once. share: of the bound."""
+
+    model: str
+    n_seqs: int
+    pp: float
+    tg: float
+    each: float
+    step_ms: float
+    step_gb: float
+    bound: float
+    share: Share
+
+
+def together(run: results.Run) -> Together:
+    """What a run of several sequences says; medians of steps and of repetitions."""
+    (name,), result = run.run["tests"], run.run["result"]
+    test, samples = parse(name), run.samples
+    prompts, steps = samples[samples["token"] == 0], samples[samples["token"] > 0]
+    step_ns = float(steps["ns"].median())
+    weights = run.run["model"]["weight_bytes_per_token"]
+    read = test.step_bytes(weights, result["cache_bytes_per_token"])
+    tg, bound = test.n_seqs * 1e9 / step_ns, test.n_seqs * result["read_gbps"] * 1e9 / read
+    pp = test.n_prompt_tokens * 1e9 / float(prompts["ns"].median())
+    return Together(
+        model_of(run.run), test.n_seqs, pp, tg, tg / test.n_seqs, step_ns / 1e6, read / 1e9, bound,
+        Share(tg / bound),
+    )  # fmt: skip
 
 
 def kernel_rows(run: results.Run | None, dtype: str = "") -> pd.DataFrame:

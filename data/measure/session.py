@@ -127,7 +127,8 @@ class Session:
         most = QUICK_CELLS.get(row.kind, 1024) if self.quick else row.n_ctx
         with wb.Engine.load(
             path, device=self.device, n_ctx=min(row.n_ctx, most), toggles=kept,
-            n_ubatch=row.n_ubatch, n_devices=row.n_devices,
+            n_ubatch=row.n_ubatch, n_seqs=row.n_seqs, n_kv_pad=row.n_kv_pad,
+            n_devices=row.n_devices,
         ) as engine:  # fmt: skip
             print(f"{path.stem}: {engine.backend.description}", flush=True)
             yield engine

@@ -27,6 +27,8 @@ from data.measure.session import (
 )
 from workbench.backend.base import choose_device, open_backend
 from workbench.bench import provenance, workload
+from workbench.bench.batched import batched
+from workbench.bench.batched import line as batched_line
 from workbench.bench.gaps import host_gaps
 from workbench.bench.kernel_bench import KernelMatrix, bench_kernels
 from workbench.bench.kernel_cases import TYPES, parse_shapes
@@ -53,8 +55,7 @@ class Kind(NamedTuple):
 def bench(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
     """llama-bench's tests; the folder also says what a step computes and what the device can do."""
     rates = session.rates(engine.backend)
-    cells = 256
-    cache = sum(t.nbytes for pair in engine.model.caches(cells) for t in pair) // cells
+    cache = _cell_bytes(engine)
     for row in rows:
         folder, tests = session.emptied(row), [workload.parse(t) for t in row.test.split(",")]
         prompts, gens, depths = (
@@ -72,6 +73,27 @@ def bench(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
         add_to_result(folder, **rates, product_flops=flops, cache_bytes_per_token=cache)
         said = ", ".join(f"{one.workload.name} {one.values()['avg_ts']:.1f} t/s" for one in made)
         print(f"{folder.name}: {said}; {rates['read_gbps']:.0f} GB/s read", flush=True)
+
+
+def together(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
+    """llama-batched-bench's tests; the folder also says what a step has to read."""
+    rates = session.rates(engine.backend)
+    for row in rows:
+        folder, test = session.emptied(row), workload.parse(row.test)
+        if session.quick:
+            test = test._replace(n_prompt=4, n_gen=2)
+        with session.variant(engine, row) as side:
+            sizes = [test.n_prompt], [test.n_gen], [test.n_seqs]
+            (made,) = batched(side, *sizes, row.rounds, out=folder)
+        add_to_result(folder, **rates, cache_bytes_per_token=_cell_bytes(engine))
+        print(
+            f"{folder.name}: {batched_line(made)}; {rates['read_gbps']:.0f} GB/s read", flush=True
+        )
+
+
+def _cell_bytes(engine: wb.Engine, cells: int = 256) -> int:
+    """Bytes of K and V of a cell, in all layers."""
+    return sum(t.nbytes for pair in engine.model.caches(cells) for t in pair) // cells
 
 
 def compare(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
@@ -181,6 +203,7 @@ def load(session: Session, engine: None, rows: list[Row]) -> None:
 
 KINDS: dict[str, Kind] = {
     "bench": Kind(bench, needs="read_gbps"),
+    "together": Kind(together, needs="read_gbps"),
     "ab": Kind(compare),
     "gaps": Kind(gaps),
     "trace": Kind(trace),
@@ -204,9 +227,9 @@ def is_there(session: Session, row: Row) -> bool:
     return session.holds(row, "product_tflops" if on_gpu else kind.needs)
 
 
-def _loaded(row: Row) -> tuple[str, int, int, int]:
+def _loaded(row: Row) -> tuple[str, int, int, int, int, int]:
     """What rows share that one engine serves."""
-    return row.model, row.n_ctx, row.n_ubatch, row.n_devices
+    return row.model, row.n_ctx, row.n_ubatch, row.n_seqs, row.n_kv_pad, row.n_devices
 
 
 def run(session: Session, rows: Sequence[Row]) -> None:

@@ -216,9 +216,11 @@ class Experiment:
 def describe(engine: Engine, workload: Workload) -> dict[str, Any]:
     """What a token of the test (or its first ubatch, if it generates none) issues: the pattern, and
     per step the waits, copies, launches and bytes. It is the proof that a toggle removed work."""
-    n_tokens = 1 if workload.n_gen else min(workload.n_prompt, engine.config.n_ubatch)
-    n_past = workload.n_depth + (workload.n_prompt if workload.n_gen else 0)
-    program = engine.program(n_tokens=n_tokens, n_outputs=1, n_past=n_past)
+    n_ubatch, prompt = engine.config.n_ubatch, workload.n_prompt_tokens
+    n_tokens = min(workload.width if workload.n_gen else prompt, n_ubatch)
+    n_past = workload.n_depth + (prompt if workload.n_gen else 0)
+    n_outputs = n_tokens if workload.n_gen else 1
+    program = engine.program(n_tokens=n_tokens, n_outputs=n_outputs, n_past=n_past)
     return {
         "n_tokens": n_tokens,
         "pattern": program.pattern(),

@@ -94,7 +94,25 @@ def bench(
     soon as a test is done. Ctrl-C writes the run folder with what is finished before it goes on.
     Raises UsageError for tests that do not fit and for fewer than 1 repetition.
     """
-    tests = workloads(n_prompt, n_gen, depth, pg)
+    return measured(
+        engine, workloads(n_prompt, n_gen, depth, pg), repetitions, seed=seed, build=build, out=out,
+        until=until, at_most_s=at_most_s, on_row=on_row,
+    )  # fmt: skip
+
+
+def measured(
+    engine: Engine,
+    tests: Sequence[Workload],
+    repetitions: int,
+    *,
+    seed: int = 0,
+    build: str | None = None,
+    out: str | Path | None = None,
+    until: float | None = None,
+    at_most_s: float = AT_MOST_S,
+    on_row: Callable[[BenchRow], None] | None = None,
+) -> list[BenchRow]:
+    """`bench` of the tests given."""
     if repetitions < 1:
         raise UsageError(f"repetitions={repetitions}: give 1 or more")
     check_untraced(engine)
@@ -151,7 +169,7 @@ def _new_run(
 def describe_engine(
     engine: Engine, test: Workload, commit: dict[str, Any], build: str | None = None
 ) -> dict[str, Any]:
-    """Every field of a row that is known before it is measured."""
+    """Every field of a row that is known before it is measured, and n_kv_max of others' rows."""
     model, gpu = engine.model, is_gpu(engine.device)
     cuda_names = ", ".join(str(g["name"]) for g in provenance.gpus())
     return _OFF | {
@@ -164,6 +182,7 @@ def describe_engine(
         "model_type": model_type(model),
         "model_size": sum(t.nbytes for t in model.weights),
         "model_n_params": model.n_params,
+        "n_kv_max": engine.config.n_ctx,
         "n_batch": engine.config.n_ubatch,  # a prompt is submitted ubatch by ubatch
         "n_ubatch": engine.config.n_ubatch,
         "n_threads": engine.config.threads or provenance.usable_cores(),

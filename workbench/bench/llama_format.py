@@ -16,7 +16,7 @@ import io
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,9 +113,14 @@ def format_rows(rows: Sequence[BenchRow], fmt: str = "md", width: int | None = N
         "md": lambda rows: _md(rows, width), "csv": _csv, "json": _json, "jsonl": _jsonl,
         "sql": _sql,
     }  # fmt: skip
-    if fmt not in writers:
-        raise UsageError(f"format {fmt!r} does not exist; choose one of {', '.join(FORMATS)}")
+    check_format(fmt)
     return writers[fmt](rows)
+
+
+def check_format(fmt: str) -> None:
+    """Raises UsageError where a format is none of FORMATS."""
+    if fmt not in FORMATS:
+        raise UsageError(f"format {fmt!r} does not exist; choose one of {', '.join(FORMATS)}")
 
 
 def _plain(value: Any) -> str:
@@ -126,10 +131,14 @@ def _plain(value: Any) -> str:
 
 
 def _csv(rows: Iterable[BenchRow]) -> str:
+    return csv_of(FIELDS, (row.values() for row in rows))
+
+
+def csv_of(fields: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
     text = io.StringIO()
-    text.write(",".join(FIELDS) + "\n")
+    text.write(",".join(fields) + "\n")
     writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
-    writer.writerows([_plain(v) for v in row.values().values()] for row in rows)
+    writer.writerows([_plain(v) for v in row.values()] for row in rows)
     return text.getvalue()
 
 
@@ -148,29 +157,41 @@ def _object(row: BenchRow) -> dict[str, Any]:
 
 
 def _json(rows: Iterable[BenchRow]) -> str:
+    return json_of(map(_object, rows))
+
+
+def json_of(objects: Iterable[Mapping[str, Any]]) -> str:
     lines = [
         "  {\n"
-        + ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in _object(row).items())
+        + ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in one.items())
         + "\n  }"
-        for row in rows
+        for one in objects
     ]
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
 def _jsonl(rows: Iterable[BenchRow]) -> str:
-    return "".join(json.dumps(_object(row)) + "\n" for row in rows)
+    return jsonl_of(map(_object, rows))
+
+
+def jsonl_of(objects: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(one) + "\n" for one in objects)
 
 
 def _sql(rows: Iterable[BenchRow]) -> str:
-    columns = ",\n".join(f"  {name} {SQL_TYPES[kind]}" for name, kind in FIELDS.items())
-    text = [f"CREATE TABLE IF NOT EXISTS {TABLE} (\n{columns}\n);\n\n"]
+    return sql_of(TABLE, FIELDS, (row.values() for row in rows))
+
+
+def sql_of(table: str, fields: Mapping[str, type], rows: Iterable[Mapping[str, Any]]) -> str:
+    columns = ",\n".join(f"  {name} {SQL_TYPES[kind]}" for name, kind in fields.items())
+    text = [f"CREATE TABLE IF NOT EXISTS {table} (\n{columns}\n);\n\n"]
     for row in rows:
-        values = ", ".join("'" + _plain(v).replace("'", "''") + "'" for v in row.values().values())
-        text.append(f"INSERT INTO {TABLE} ({', '.join(FIELDS)}) VALUES ({values});\n")
+        values = ", ".join("'" + _plain(v).replace("'", "''") + "'" for v in row.values())
+        text.append(f"INSERT INTO {table} ({', '.join(fields)}) VALUES ({values});\n")
     return "".join(text)
 
 
-class _Column(NamedTuple):
+class Column(NamedTuple):
     """A column of the md table: heading, width (negative: left), text of a row."""
 
     heading: str
@@ -178,13 +199,13 @@ class _Column(NamedTuple):
     text: Callable[[BenchRow], str]
 
 
-def _field(name: str, heading: str, width: int) -> _Column:
-    return _Column(heading, width, lambda row: _plain(row.values()[name]))
+def _field(name: str, heading: str, width: int) -> Column:
+    return Column(heading, width, lambda row: _plain(row.values()[name]))
 
 
-def _toggle(name: str) -> _Column:
+def _toggle(name: str) -> Column:
     width = max(map(len, (name, *Toggles.values(name))))
-    return _Column(name, -width, lambda row: row.toggles[name])
+    return Column(name, -width, lambda row: row.toggles[name])
 
 
 def _md(rows: Sequence[BenchRow], width: int | None) -> str:
@@ -196,10 +217,10 @@ def _md(rows: Sequence[BenchRow], width: int | None) -> str:
     if not rows:
         return ""
     columns = [
-        _Column("model", -30, lambda row: row.fields["model_type"]),
-        _Column("size", 10, lambda row: _bytes(row.fields["model_size"])),
-        _Column("params", 10, lambda row: _count(row.fields["model_n_params"])),
-        _Column("backend", -10, lambda row: row.fields["backends"]),
+        Column("model", -30, lambda row: row.fields["model_type"]),
+        Column("size", 10, lambda row: _bytes(row.fields["model_size"])),
+        Column("params", 10, lambda row: _count(row.fields["model_n_params"])),
+        Column("backend", -10, lambda row: row.fields["backends"]),
     ]
     on_gpu = any(row.fields["gpu_info"] for row in rows)
     for name, heading, wide, usual in (
@@ -212,18 +233,18 @@ def _md(rows: Sequence[BenchRow], width: int | None) -> str:
     columns += [
         _toggle(name) for name in Toggles.names() if len({row.toggles[name] for row in rows}) > 1
     ]
-    columns.append(_Column("test", 15, _test))
-    columns.append(_Column("t/s", 20, _rate))
+    columns.append(Column("test", 15, _test))
+    columns.append(Column("t/s", 20, _rate))
     names = [c for c in columns[:-2] if len({c.text(row) for row in rows}) > 1]
     first = rows[0].fields
-    shared = f"toggles: {_shared_toggles(rows)}"
+    shared = f"toggles: {shared_toggles(rows)}"
     above = "\n".join(textwrap.wrap(shared, width or len(shared), break_on_hyphens=False))
-    tables = (_table(each, rows, width) for each in (columns, [*names, *_TOKEN_COLUMNS]))
+    tables = (table_of(each, rows, width) for each in (columns, [*names, *_TOKEN_COLUMNS]))
     build = f"build: {first['build_commit']} ({first['build_number']})\n"
     return "\n\n".join([above, *tables, build])
 
 
-def _table(columns: Sequence[_Column], rows: Sequence[BenchRow], width: int | None) -> str:
+def table_of(columns: Sequence[Column], rows: Sequence[BenchRow], width: int | None) -> str:
     lines = []
     cells = [[c.heading for c in columns]] + [[c.text(row) for c in columns] for row in rows]
     for line in cells:
@@ -241,7 +262,7 @@ def _table(columns: Sequence[_Column], rows: Sequence[BenchRow], width: int | No
     return "\n".join(lines)
 
 
-def _shared_toggles(rows: Sequence[BenchRow]) -> str:
+def shared_toggles(rows: Sequence[BenchRow]) -> str:
     """The toggles that are not off and the same in every row: `sync=packed, fuse=on`."""
     first = rows[0].toggles
     return said_toggles(
@@ -262,11 +283,11 @@ def _test(row: BenchRow) -> str:
 
 
 _TOKEN_COLUMNS = [
-    _Column("test", 15, _test),
-    _Column("token p50 us", 12, _us("p50_us")),
-    _Column("p90 us", 12, _us("p90_us")),
-    _Column("p99 us", 12, _us("p99_us")),
-    _Column("first token us", 14, _us("ttft_us")),
+    Column("test", 15, _test),
+    Column("token p50 us", 12, _us("p50_us")),
+    Column("p90 us", 12, _us("p90_us")),
+    Column("p99 us", 12, _us("p99_us")),
+    Column("first token us", 14, _us("ttft_us")),
 ]
 
 

@@ -92,8 +92,14 @@ def window_of(
 ) -> tuple[int, int]:
     """The steps to trace, (first, n): those asked for, or the last 8 (all, where there are fewer).
 
-    Raises UsageError for a window that does not lie in the test.
+    Raises UsageError for a window that does not lie in the test, and for a test of several
+    sequences.
     """
+    if workload.n_seqs:
+        raise UsageError(
+            f"{workload.name} has several sequences, and a profile is of one; name a test such as "
+            "tg32, or measure this one with `workbench bench -npl`"
+        )
     n_steps = n_steps_of(workload, n_ubatch)
     first, n = asked or (max(0, n_steps - MOST_TRACED), min(n_steps, MOST_TRACED))
     if first < 0 or n < 1 or first + n > n_steps:

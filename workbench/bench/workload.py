@@ -4,6 +4,8 @@
     tg128          128 tokens one by one, the first into an empty cache
     tg128@d4096    the same behind 4096 cells that were filled untimed
     pp512+tg128    a prompt and then 128 tokens, timed together
+    pp512+tg128@b8 as llama-batched-bench has it: 8 sequences with a prompt each, packed into
+                   ubatches, and then 128 steps with a token of each; @s8: they share one prompt
 
 Tokens are random (BOS first), nothing is sampled or tokenised, and a token ends when its float32
 logits are on the host. llama-bench (`tools/llama-bench`) times the same thing: there a token ends
@@ -13,12 +15,14 @@ at `llama_synchronize`, after the copy of the logits.
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from workbench.engine.batch import Entry, Work, n_tokens
 from workbench.engine.ready import make_ready
 from workbench.errors import UsageError
 from workbench.progress import HIDDEN, Bar, bar
@@ -28,32 +32,60 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine
     from workbench.engine.loaded import Loaded
 
-_NAME = re.compile(r"(?:pp(?P<pp>\d+))?(?P<plus>\+)?(?:tg(?P<tg>\d+))?(?:\s*@\s*d(?P<depth>\d+))?")
+_NAME = re.compile(
+    r"(?:pp(?P<pp>\d+))?(?P<plus>\+)?(?:tg(?P<tg>\d+))?"
+    r"(?:\s*@\s*(?:d(?P<depth>\d+)|(?P<kind>[bs])(?P<n_seqs>\d+)))?"
+)
 
 
 class Workload(NamedTuple):
-    """One test: tokens prefilled, tokens generated, cells filled (untimed) before either."""
+    """One test: tokens prefilled, tokens generated, cells filled (untimed) before either.
+
+    n_seqs: sequences that do so together, each a prompt and tokens of its own, 0 for a test of
+    llama-bench. shared: their prompt is one, and theirs all.
+    """
 
     n_prompt: int = 0
     n_gen: int = 0
     n_depth: int = 0
+    n_seqs: int = 0
+    shared: bool = False
+
+    @property
+    def n_prompt_tokens(self) -> int:
+        """Tokens of all prompts that are computed."""
+        return self.n_prompt * (1 if self.shared else self.width)
+
+    @property
+    def width(self) -> int:
+        """Tokens of a generating step."""
+        return max(1, self.n_seqs)
 
     @property
     def n_tokens(self) -> int:
         """Tokens that count for t/s: the prompt's and the generated ones, never the depth."""
-        return self.n_prompt + self.n_gen
+        return self.n_prompt_tokens + self.width * self.n_gen
 
     @property
     def n_cells(self) -> int:
         """KV cells needed, depth included."""
-        return self.n_depth + self.n_prompt + self.n_gen
+        return self.n_depth + self.n_tokens
+
+    def step_bytes(self, weights: float, cell: float) -> float:
+        """Bytes that a generating step has to read: the weights once, and each cell once that a
+        sequence has, the step's own among them; the mean over the steps. weights, cell: bytes of
+        all weights of a token, and of K and V of a cell in all layers."""
+        before = self.n_depth + self.n_prompt_tokens
+        return weights + cell * (before + self.width * (self.n_gen + 1) / 2)
 
     @property
     def name(self) -> str:
         """`pp512`, `tg128@d4096`, `pp512+tg128`: the names compare-llama-bench.py prints."""
         parts = [f"pp{self.n_prompt}"] if self.n_prompt else []
         parts += [f"tg{self.n_gen}"] if self.n_gen else []
-        return "+".join(parts) + (f"@d{self.n_depth}" if self.n_depth else "")
+        at = f"@d{self.n_depth}" if self.n_depth else ""
+        at += f"@{'s' if self.shared else 'b'}{self.n_seqs}" if self.n_seqs else ""
+        return "+".join(parts) + at
 
     def __str__(self) -> str:
         return self.name
@@ -68,14 +100,14 @@ def parse(name: str | Workload) -> Workload:
         return name
     found = _NAME.fullmatch(str(name).strip())
     if found is not None:
-        pp, tg, depth = (int(found[key] or 0) for key in ("pp", "tg", "depth"))
+        pp, tg, depth, n_seqs = (int(found[key] or 0) for key in ("pp", "tg", "depth", "n_seqs"))
         both = found["pp"] is not None and found["tg"] is not None
-        none_is_zero = all(found[key] is None or int(found[key]) for key in ("pp", "tg"))
+        none_is_zero = all(found[key] is None or int(found[key]) for key in ("pp", "tg", "n_seqs"))
         if pp + tg and none_is_zero and both == bool(found["plus"]):
-            return Workload(pp, tg, depth)
+            return Workload(pp, tg, depth, n_seqs, found["kind"] == "s")
     raise UsageError(
         f"test {str(name)!r} does not exist; name it as llama-bench does: "
-        "pp512, tg128, tg128@d4096 or pp512+tg128"
+        "pp512, tg128, tg128@d4096 or pp512+tg128; of 8 sequences pp512+tg128@b8"
     )
 
 
@@ -114,7 +146,8 @@ class Sample(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The token ids of one repetition, made before the clock starts."""
+    """The token ids of one repetition, made before the clock starts: of several sequences prompt
+    behind prompt, and step behind step."""
 
     depth: list[int]
     prompt: list[int]
@@ -126,17 +159,24 @@ def draw_tokens(
 ) -> Tokens:
     """Random tokens: uniform ids that follow from test, seed and repetition alone.
 
-    BOS goes first into an empty cache and first into the generation, as in llama-bench.
+    BOS goes first into an empty cache and first into the generation, as in llama-bench; of several
+    sequences it begins each prompt.
     Raises UsageError for a negative seed.
     """
     if seed < 0:
         raise UsageError(f"seed={seed} must be 0 or more")
-    rng = np.random.default_rng([seed, *workload, repetition])
+    several = workload[3:] if workload.n_seqs else ()
+    rng = np.random.default_rng([seed, *workload[:3], *several, repetition])
+    width = workload.width
     depth, prompt, gen = (
         rng.integers(0, n_vocab, n).tolist()
-        for n in (workload.n_depth, workload.n_prompt, workload.n_gen)
+        for n in (workload.n_depth, workload.n_prompt_tokens, width * workload.n_gen)
     )
-    if bos is not None:
+    if bos is not None and workload.n_seqs:
+        starts = range(0, len(prompt), max(1, workload.n_prompt))
+        for i in starts:
+            prompt[i] = bos
+    elif bos is not None:
         for ids in (depth or prompt, gen):
             ids[:1] = [bos] * len(ids[:1])
     return Tokens(depth, prompt, gen)
@@ -154,11 +194,17 @@ def bos_token(opened: Engine | Loaded) -> int | None:
 
 
 def check_fits(opened: Engine | Loaded, workload: Workload) -> None:
-    """Raises UsageError where the test is longer than the engine's context."""
+    """Raises UsageError where the test is longer than the engine's context, and where it has more
+    sequences than the engine."""
     if workload.n_cells > opened.config.n_ctx:
         raise UsageError(
             f"test {workload.name} needs {workload.n_cells} KV cells, but the engine has "
             f"n_ctx={opened.config.n_ctx}; load it with n_ctx={workload.n_cells} or more"
+        )
+    if workload.n_seqs > opened.config.n_seqs:
+        raise UsageError(
+            f"test {workload.name} needs {workload.n_seqs} sequences, but the engine has "
+            f"n_seqs={opened.config.n_seqs}; load it with n_seqs={workload.n_seqs} or more"
         )
 
 
@@ -186,6 +232,8 @@ def take_sample(
     """
     check_fits(engine, workload)
     check_untraced(engine)
+    if workload.n_seqs:
+        return _take_together(engine, workload, tokens, left, warming)
     engine.reset()
     if tokens.depth:
         engine.prefill(tokens.depth, left=left)
@@ -220,6 +268,80 @@ def take_sample(
     )
 
 
+def _prompt_steps(workload: Workload, prompt: Sequence[int], n_ubatch: int) -> list[Work]:
+    """The prompts of all sequences, one behind the other, in full ubatches. As in
+    llama-batched-bench the last token of all has logits."""
+    ends: list[int] = [*range(0, len(prompt), max(1, workload.n_prompt)), len(prompt)]
+    steps: list[Work] = []
+    for begin in range(0, len(prompt), n_ubatch):
+        end, work = min(begin + n_ubatch, len(prompt)), list[Entry]()
+        for sequence, (first, behind) in enumerate(itertools.pairwise(ends)):
+            part = prompt[max(first, begin) : min(behind, end)]
+            if part:
+                work.append((sequence, part, "last" if end == behind == len(prompt) else "none"))
+        steps.append(work)
+    return steps
+
+
+def _gen_steps(workload: Workload, gen: Sequence[int], n_ubatch: int) -> list[list[Work]]:
+    """A token of each sequence, so often: one step, or as many as n_ubatch asks for."""
+    width, every = workload.width, list[list[Work]]()
+    for begin in range(0, len(gen), width):
+        row: Work = [(i, gen[begin + i : begin + i + 1], "last") for i in range(width)]
+        every.append([row[i : i + n_ubatch] for i in range(0, width, n_ubatch)])
+    return every
+
+
+def step_sizes(workload: Workload, n_ubatch: int) -> set[tuple[int, int]]:
+    """Tokens and outputs of the steps of a test of several sequences."""
+    prompt = _prompt_steps(workload, range(workload.n_prompt_tokens), n_ubatch)
+    gen = _gen_steps(workload, range(workload.width * bool(workload.n_gen)), n_ubatch)
+    return {
+        (n_tokens(work), sum(outputs != "none" for _, _, outputs in work))
+        for work in (*prompt, *itertools.chain(*gen))
+    }
+
+
+def _take_together(
+    engine: Engine, workload: Workload, tokens: Tokens, left: Bar, warming: bool
+) -> Sample:
+    """`take_sample` for several sequences: an entry for all prompts, and one for each token that
+    every sequence has generated."""
+    n_ubatch, submit, width = engine.config.n_ubatch, engine.submit, workload.width
+    prompt = _prompt_steps(workload, tokens.prompt, n_ubatch)
+    gen = _gen_steps(workload, tokens.gen, n_ubatch)
+    engine.reset()
+    stamps, stood_ns, logits = list[int](), 0, np.empty((0, engine.model.n_vocab), np.float32)
+    gc.collect(1)
+    stamps.append(now_ns())
+    for work in prompt:
+        logits = submit(work).wait()
+        if warming:
+            left.update(n_tokens(work))
+    if prompt:
+        for sequence in range(1, workload.n_seqs if workload.shared else 1):
+            engine.cache.copy(0, sequence)
+        stamps.append(now_ns())
+    untold = 0 if warming else workload.n_prompt_tokens
+    for works in gen:
+        for work in works:
+            logits = submit(work).wait()
+        now = now_ns()
+        stamps.append(now - stood_ns)
+        untold += width
+        if now >= left.due_ns:
+            left.update(untold)
+            untold, stood_ns = 0, now_ns() - stamps[-1]
+    left.update(untold)
+    counts = ([len(tokens.prompt)] if prompt else []) + [width] * workload.n_gen
+    return Sample(
+        stamps[-1] - stamps[0],
+        np.diff(np.array(stamps, np.int64)),
+        np.array(counts, np.int64),
+        np.array(logits, np.float32).reshape(-1, engine.model.n_vocab)[-1],
+    )
+
+
 WARM_MIN, WARM_MAX, WARM_SECONDS, WARM_GAIN = 2, 8, 30.0, 0.05
 
 
@@ -239,8 +361,10 @@ def warm_up(
     5 % (noise slows rounds down, warming up makes them faster); given up after 8 rounds or 30 s.
     `once`: one round, whatever it takes.
     """
-    if workload.n_gen:
-        for engine in engines:
+    for engine in engines:
+        if workload.n_seqs:
+            make_ready(engine, step_sizes(workload, engine.config.n_ubatch))
+        elif workload.n_gen:
             make_ready(engine, [(1, 1)])
     start, best = now_ns(), [0] * len(engines)
     cells = workload.n_cells * len(engines)  # of a round

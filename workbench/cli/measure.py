@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -34,6 +35,19 @@ def bench(
     pg: Annotated[
         Listed | None, f.flag("a prompt and tokens behind it, as 512,128", "--pg -pg")
     ] = None,
+    n_parallel: Annotated[
+        Listed | None,
+        Parameter(
+            name=["--n-parallel", "-npl"],
+            help="sequences that do both together, as 1,8,32: llama-batched-bench's tests",
+        ),
+    ] = None,
+    shared: Annotated[
+        bool,
+        Parameter(
+            name=["--shared-prompt", "-pps"], negative="", help="with -npl: one prompt for all"
+        ),
+    ] = False,
     repetitions: Annotated[
         f.Whole,
         f.flag(
@@ -52,16 +66,29 @@ def bench(
 ) -> None:
     """llama-bench's tests under its names, with its lists: 512,1024, 1-8, 128-512+128, 1-8*2.
 
-    A row for each test, model, and combination of -ngl, -t, -ub, -b and -fa.
+    A row for each test, model, and combination of -ngl, -t, -ub, -b and -fa. With -npl the tests
+    and the table are those of llama-batched-bench.
     """
-    from workbench.bench import llama_bench
+    from workbench.bench import batched, llama_bench
     from workbench.frames import known_columns
 
     if output not in llama_bench.FORMATS:
         raise UsageError(f"-o {output!r}: choose one of {', '.join(llama_bench.FORMATS)}")
     prompts, gens, depths = numbers("-p", n_prompt), numbers("-n", n_gen), numbers("-d", n_depth)
-    pairs = [_pair(text) for text in pg or ()]
-    needed = max(test.n_cells for test in llama_bench.workloads(prompts, gens, depths, pairs))
+    pairs, together = [_pair(text) for text in pg or ()], numbers("-npl", n_parallel or ())
+    if n_parallel and (pairs or depths != [0]):
+        raise UsageError("-npl goes with -p and -n alone; leave -d and -pg out")
+    if shared and not n_parallel:
+        raise UsageError("-pps shares a prompt among sequences; give their numbers with -npl")
+    line: Callable[..., str]
+    formatted: Callable[..., str]
+    if n_parallel:
+        tests = batched.workloads(prompts, gens, together, shared)
+        line, formatted = batched.line, batched.format_rows
+    else:
+        tests = llama_bench.workloads(prompts, gens, depths, pairs)
+        line, formatted = llama_bench.BenchRow.line, llama_bench.format_rows
+    needed, most = max(t.n_cells for t in tests), max(t.width for t in tests)
     engines = [(path, settings) for path in model for settings in config.each()]
     until = repeat.arguments(len(engines))
     folders = _folders(out, len(engines))
@@ -70,13 +97,15 @@ def bench(
     rows: list[llama_bench.BenchRow] = []
     for (path, settings), folder in zip(engines, folders, strict=True):
         # as llama-bench: the context is what the tests need
-        settings = dataclasses.replace(settings, n_ctx=max(needed, settings.n_ctx))
+        settings = dataclasses.replace(
+            settings, n_ctx=max(needed, settings.n_ctx), n_seqs=max(most, settings.n_seqs)
+        )
         with load(path, settings, toggles) as engine:
-            rows += llama_bench.bench(
-                engine, prompts, gens, depths, repetitions, pairs, seed=seed, build=build,
-                out=folder, on_row=lambda row: say(row.line()), **until,
+            rows += llama_bench.measured(
+                engine, tests, repetitions, seed=seed, build=build, out=folder,
+                on_row=lambda row: say(line(row)), **until,
             )  # fmt: skip
-    print(llama_bench.format_rows(rows, output, known_columns()), end="")
+    print(formatted(rows, output, known_columns()), end="")
 
 
 def _folders(out: Path | None, n: int) -> list[Path | None]:
