@@ -41,7 +41,7 @@ def test_a_row_can_be_measured(row):
     if row.kind == "ab":
         name, _, values = row.compared.partition("=")
         assert values.split(",")[0] == Toggles().value_of(name)
-    if row.kind in ("ab", "bench"):
+    if row.kind in ("ab", "bench", "together"):
         assert parse_tests(row.test)
 
 

@@ -55,7 +55,9 @@ def test_toggles_of_a_row_are_a_background_and_changes():
 @pytest.mark.slow
 def test_every_step_runs_with_tiny_models(tmp_path: Path, tiny_models: Path):
     """On the embedded device; a second call finds all of them there, but what a CPU cannot do."""
-    steps = ("kernels", "kernels-batches", "fusion", "gaps", "sync", "pipeline", "cpu")
+    steps = (
+        "kernels", "kernels-batches", "fusion", "gaps", "sync", "pipeline", "together", "cpu",
+    )  # fmt: skip
     measure(*steps, out=tmp_path, models=tiny_models, device="embedded", quick=True)
     made = {path.name.removeprefix("quick-embedded-") for path in tmp_path.iterdir()}
     wanted = {

@@ -15,6 +15,7 @@ from workbench.bench.workload import (
     draw_tokens,
     parse,
     parse_tests,
+    step_sizes,
     take_sample,
     warm_up,
 )
@@ -30,10 +31,14 @@ from workbench.errors import UsageError
         ("tg128 @ d4096", (0, 128, 4096)),
         ("pp512+tg128", (512, 128, 0)),
         (" pp1+tg2 @d3 ", (1, 2, 3)),
+        ("pp512+tg128@b8", (512, 128, 0, 8, False)),
+        ("pp512+tg128 @ s32", (512, 128, 0, 32, True)),
+        ("tg4@b1", (0, 4, 0, 1, False)),
     ],
 )
 def test_names(name, expected):
-    assert parse(name) == expected
+    assert parse(name) == Workload(*expected)
+    assert parse(parse(name).name) == parse(name)
 
 
 @given(st.integers(0, 9999), st.integers(0, 9999), st.integers(0, 9999))
@@ -99,6 +104,28 @@ def test_scope_of_a_repetition(monkeypatch):
     again = take_sample(engine, workload, tokens)  # the cache was emptied first
     assert len(engine.live) == workload.n_cells
     np.testing.assert_array_equal(sample.last_logits, again.last_logits)
+
+
+def test_of_several_sequences():
+    own, shared = parse("pp5+tg3@b4"), parse("pp5+tg3@s4")
+    assert (own.n_tokens, own.n_cells, shared.n_tokens, shared.n_cells) == (32, 32, 17, 17)
+    # the mean step of three: 20 (5) cells of prompts, and those of two steps
+    assert own.step_bytes(1000, 10) == 1000 + 10 * (20 + 8)
+    assert shared.step_bytes(1000, 10) == 1000 + 10 * (5 + 8)
+    assert parse("tg3").step_bytes(1000, 10) == 1020
+    tokens = draw_tokens(own, N_VOCAB, 0, bos=1)
+    assert tokens.prompt[::5] == [1] * 4 and len(tokens.gen) == 12
+    assert len({tuple(tokens.prompt[i : i + 5]) for i in range(0, 20, 5)}) == 4
+    assert len(draw_tokens(shared, N_VOCAB, 0).prompt) == 5
+    # prompts are packed into ubatches of 8; steps of 4 tokens are one, of 9 tokens two
+    assert step_sizes(own, 8) == {(8, 0), (4, 1), (4, 4)}
+    assert step_sizes(parse("tg3@b9"), 8) == {(8, 8), (1, 1)}
+
+
+@pytest.mark.parametrize("name", ["pp1@b0", "@b3", "pp1@b", "tg1@d3@b2", "tg1@x2", "tg1@b-1"])
+def test_names_of_several_sequences_that_are_none(name):
+    with pytest.raises(UsageError, match="name it as llama-bench does"):
+        parse(name)
 
 
 def test_too_long_for_the_context(monkeypatch):
