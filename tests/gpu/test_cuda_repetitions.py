@@ -6,10 +6,10 @@ others wrote, and whether counters are zero again. It cannot see whether a progr
 what the launch in front of it has not written yet, or overwrites what that launch still reads.
 
 So steps of small decoders, fused and not, and single nodes whose blocks share columns or cells, are
-launched back to back, programmatically where the GPU can. Nothing between them would order them. Two
-streams run at once: blocks start and end at other times. On one stream every tensor has memory of
-its own, where a read too early finds poison. On the other, tensors share an arena as in the engine,
-where a write too early destroys what is still read.
+launched back to back, programmatically where the GPU can. Nothing between them would order them.
+Two streams run at once: blocks start and end at other times. On one stream every tensor has memory
+of its own, where a read too early finds poison. On the other, tensors share an arena as in the
+engine, where a write too early destroys what is still read.
 """
 
 from __future__ import annotations
