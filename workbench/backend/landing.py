@@ -25,7 +25,8 @@ from workbench.backend.base import Backend, Memory
 from workbench.program.commands import Buffer, Space
 
 N_BLOCKS = 3  # one where results land, one that the caller holds, and one to land in next
-MOST_BYTES = 8 << 20  # of a result that is handed out; a longer one is copied
+# of a result that is handed out; a longer one is copied: logits of 128 sequences and 128 K words
+MOST_BYTES = 66 << 20
 
 
 def hands_out(buffer: Buffer) -> bool:

@@ -37,16 +37,13 @@ def bench(
     ] = None,
     n_parallel: Annotated[
         Listed | None,
-        Parameter(
-            name=["--n-parallel", "-npl"],
-            help="sequences that do both together, as 1,8,32: llama-batched-bench's tests",
+        f.flag(
+            "sequences that do both together, as 1,8,32: llama-batched-bench's tests",
+            "--n-parallel -npl",
         ),
     ] = None,
     shared: Annotated[
-        bool,
-        Parameter(
-            name=["--shared-prompt", "-pps"], negative="", help="with -npl: one prompt for all"
-        ),
+        bool, f.flag("with -npl: one prompt for all", "--shared-prompt -pps")
     ] = False,
     repetitions: Annotated[
         f.Whole,

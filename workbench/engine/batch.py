@@ -47,8 +47,26 @@ class Batch(NamedTuple):
     counts: tuple[int, ...]
 
 
+class _Room:
+    """Memory for the mask of one batch at a time, kept: new pages for 100 MB take tens of ms."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint16)
+
+    def mask(self, t: int, n_kv: int) -> np.ndarray:
+        """(t, n_kv) uint16, in place of the mask before."""
+        if self._memory.size < t * n_kv:
+            self._memory = np.empty(t * n_kv, np.uint16)
+        return self._memory[: t * n_kv].reshape(t, n_kv)
+
+
+def _new_mask(t: int, n_kv: int) -> np.ndarray:
+    return np.empty((t, n_kv), np.uint16)
+
+
 class Batches:
-    """The batches of one cache. A batch belongs to the step it is made for.
+    """The batches of one cache. A batch belongs to the step it is made for: when the next is taken,
+    the step must have written its values to staging memory.
 
     spent: told of the time that making them took.
     """
@@ -67,6 +85,7 @@ class Batches:
         self._next: Batch | None = None
         self._next_is_for: list[tuple[int, Outputs]] | None = None
         self._next_is_of = -1  # the state of the cache
+        self._room = _Room()  # of batches that were not made ahead
 
     def take(self, work: Work) -> Batch:
         """As `make_batch`; what `look_ahead` made for such work and this state is used."""
@@ -80,7 +99,9 @@ class Batches:
             for i, (_, tokens, _) in enumerate(work):
                 ids[i] = check_id(tokens[0], i, self._n_vocab)
         else:
-            batch = make_batch(work, self._cache, self._n_vocab, self._n_ubatch)
+            batch = make_batch(
+                work, self._cache, self._n_vocab, self._n_ubatch, new_mask=self._room.mask
+            )
         self._spent("batch", start, now_ns())
         return batch
 
@@ -123,12 +144,14 @@ def make_batch(
     n_vocab: int,
     n_ubatch: int,
     mask_before: np.ndarray | None = None,
+    new_mask: Callable[[int, int], np.ndarray] = _new_mask,
 ) -> Batch:
     """The next tokens of each sequence of `work`, in its order.
 
-    mask_before: as `KVCache.masks_of_one` has it, where each sequence goes on by one token. Raises
-    UsageError for no tokens, more than n_ubatch in all, a sequence that does not exist or is given
-    twice, ids outside the vocabulary, and a full context. Nothing has changed then.
+    mask_before: as `KVCache.masks_of_one` has it, where each sequence goes on by one token.
+    new_mask: memory for a mask, (T, n_kv) uint16, where there is none before. Raises UsageError for
+    no tokens, more than n_ubatch in all, a sequence that does not exist or is given twice, ids
+    outside the vocabulary, and a full context. Nothing has changed then.
     """
     sizes = [len(tokens) for _, tokens, _ in work]
     t = sum(sizes)
@@ -138,7 +161,7 @@ def make_batch(
     cells = cache.find(t)
     n_kv = cache.extent(cells)
     if mask_before is None or mask_before.shape != (t, n_kv):
-        mask, made = np.empty((t, n_kv), np.uint16), False
+        mask, made = new_mask(t, n_kv), False
     else:
         mask, made = mask_before, True
     whose, positions, rows, singles, begin = dict[int, None](), [], [], [], 0
