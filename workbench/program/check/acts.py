@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from workbench.graph import ops
@@ -92,6 +92,11 @@ class StepActs:
     @property
     def n_timelines(self) -> int:
         return len(self._timelines)
+
+    def merged(self) -> list[list[Act]]:
+        """The acts with those of a timeline as one that follow each other at the same clock. They
+        race where one of them does; which, they do not tell."""
+        return [list(_merged(acts)) for acts in self.acts]
 
     # commands as acts, by type --------------------------------------------------------------------
 
@@ -184,7 +189,13 @@ class StepActs:
         found = slots(cut(users, can_race))
         self.n_logs = 2 * found.n
         logs = {both: _logs(*both, found) for both in self._touched}
-        self.early = sorted({a.timeline for a in self.accessors if a.method is Clocks.early})
+        self.early = sorted(
+            {
+                a.timeline
+                for a in self.accessors
+                if a.method is Clocks.early and logs[a.reads, a.writes][0]
+            }
+        )
         numbered = enumerate(self.accessors)
         made = []
         for drafts in drafted:
@@ -224,6 +235,21 @@ def _nothing_collected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _merged(acts: Iterable[Act]) -> Iterator[Act]:
+    def timeline(act: Act) -> int | None:
+        return act[2][0] if act[1] is Clocks.in_order else None
+
+    for t, group in groupby(acts, timeline):
+        some = list(group)
+        if t is None or len(some) == 1:
+            yield from some
+            continue
+        looks = dict.fromkeys(chain.from_iterable([act[2][2] for act in some]))
+        marks = dict.fromkeys(chain.from_iterable([act[2][3] for act in some]))
+        i, method, (_, number, *_) = some[0]
+        yield i, method, (t, number, tuple(looks), tuple(marks))
 
 
 def _logs(reads: Ranges, writes: Ranges, found: Slots) -> tuple[tuple[int, ...], tuple[int, ...]]:

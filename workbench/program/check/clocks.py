@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 Clock = list[int]  # of each timeline, the number of its latest work that is over
+HOST_CLOCK, EARLY_CLOCK = -1, -2  # at which work begins, where it is not that of a timeline
 
 
 class Clocks:
@@ -40,7 +41,7 @@ class Clocks:
 
     def on_host(self, accessor: int, looks: Sequence[int], marks: Sequence[int]) -> None:
         """The host reads and writes, before it goes on."""
-        self._look(self.host, -1, accessor, looks)
+        self._look(self.host, HOST_CLOCK, accessor, looks)
 
     def in_order(self, t: int, accessor: int, looks: Sequence[int], marks: Sequence[int]) -> None:
         """Work is queued on timeline t that begins when everything queued there before is over."""
@@ -50,17 +51,17 @@ class Clocks:
     def early(self, t: int, accessor: int, looks: Sequence[int], marks: Sequence[int]) -> None:
         """As `in_order`, but the accesses may come before the work in front of it is over: at any
         time from the gate of t and the issue on."""
-        self._look(_later(self.gates[t], self.host), -1, accessor, looks)
+        self._look(_later(self.gates[t], self.host), EARLY_CLOCK, accessor, looks)
         self._enter(t, accessor, marks)
 
     def loose(self, t: int, accessor: int, looks: Sequence[int], marks: Sequence[int]) -> None:
         """Work that keeps no order with other work of t: it comes at any time after its issue."""
-        self._look(self.host, -1, accessor, looks)
+        self._look(self.host, HOST_CLOCK, accessor, looks)
         self._enter(t, accessor, marks)
 
     def _look(self, clock: Clock, own: int, accessor: int, looks: Sequence[int]) -> None:
-        """An accessor's work begins at `clock`. own: the timeline with whose work it cannot race,
-        -1 if none."""
+        """An accessor's work begins at `clock`. own: the timeline that has this clock, with whose
+        work it cannot race; or HOST_CLOCK, or EARLY_CLOCK."""
         raise NotImplementedError
 
     def _enter(self, t: int, accessor: int, marks: Sequence[int]) -> None:

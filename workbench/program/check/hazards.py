@@ -40,7 +40,7 @@ import copy
 from collections.abc import Iterable, Sequence
 
 from workbench.errors import UsageError
-from workbench.program.check.acts import Declared, StepActs
+from workbench.program.check.acts import Act, Declared, StepActs
 from workbench.program.check.findings import MOST_RACES, Findings, Race, every_race, grouped
 from workbench.program.check.touched import Pairs, RaceSearch
 from workbench.program.check.waits import Spot, Trials
@@ -65,7 +65,7 @@ def races(
     its program does not have.
     """
     acts = StepActs(list(steps), one_order, declared)
-    return every_race(acts, _found(acts))
+    return every_race(acts, _found(acts, acts.acts))
 
 
 def superfluous(
@@ -82,7 +82,7 @@ def superfluous(
     """
     acts = StepActs(list(steps), one_order, declared)
     waits = _waits(acts, steady)
-    return _named(waits, Trials(acts, _found(acts)).alone(list(waits)))
+    return _named(waits, _trials(acts)[0].alone(list(waits)))
 
 
 def sufficient(
@@ -96,7 +96,7 @@ def sufficient(
     which nothing races that does not with all: greedy removal in program order."""
     acts = StepActs(list(steps), one_order, declared)
     waits = _waits(acts, steady)
-    return _named(waits, Trials(acts, _found(acts)).together(list(waits)))
+    return _named(waits, _trials(acts)[0].together(list(waits)))
 
 
 def refused(steps: Iterable[Program], declared: Declared) -> list[CommandAt]:
@@ -133,8 +133,7 @@ def check(
     acts = StepActs(steps, one_order, declared)
     begin = laps // 2 * len(cycle)
     waits = _waits(acts, range(begin, begin + len(cycle)))
-    found = _found(acts)
-    trials = Trials(acts, found)
+    trials, found = _trials(acts)
     first, n_races = grouped(acts, found)
     return Findings(
         first,
@@ -153,10 +152,20 @@ def apart(steps: Iterable[Program]) -> list[Program]:
     return [copy.copy(program) for program in steps]
 
 
-def _found(acts: StepActs) -> Pairs:
+def _trials(acts: StepActs) -> tuple[Trials, Pairs]:
+    """Trials, and the accessors that race with all waits."""
+    walked = acts.merged()
+    found = _found(acts, walked)
+    if found:  # then the commands are wanted
+        walked = acts.acts
+        found = _found(acts, walked)
+    return Trials(acts, walked, found), found
+
+
+def _found(acts: StepActs, walked: list[list[Act]]) -> Pairs:
     search = RaceSearch(acts.n_timelines, acts.n_logs)
     for search.step, program in enumerate(acts.order):
-        for _, method, arguments in acts.acts[program]:
+        for _, method, arguments in walked[program]:
             method(search, *arguments)
     return search.found
 

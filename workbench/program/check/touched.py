@@ -31,6 +31,9 @@ class Pairs:
     def __init__(self) -> None:
         self._of: dict[int, array[int]] = {}  # of a second accessor: first ones, with both steps
 
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
     def __iter__(self) -> Iterator[Pair]:
         for second, flat in self._of.items():
             for first, one, other in zip(*[iter(flat)] * 3, strict=True):

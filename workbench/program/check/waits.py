@@ -21,7 +21,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from workbench.program.check.acts import Act, StepActs
-from workbench.program.check.clocks import Clock, Clocks
+from workbench.program.check.clocks import EARLY_CLOCK, HOST_CLOCK, Clock, Clocks
 from workbench.program.check.touched import Pairs
 
 Need = tuple[tuple[int, int], ...]  # of timelines, the number of the latest work that must be over
@@ -40,13 +40,15 @@ class Spot(NamedTuple):
 class _NeedSearch(Clocks):
     """Walks through steps; `needs` fills with what each access needs, in the order of the acts.
 
-    Nothing is needed of work that races with the access while all waits are there.
+    Nothing is needed of work that races with the access while all waits are there. Nor is what an
+    earlier access at the same clock has needed, or one of the host: clocks only grow.
     """
 
     def __init__(self, n: int, n_logs: int, racing: Pairs):
         super().__init__(n)
         self.needs: list[Need] = []
         self._racing = racing
+        self._found: dict[int, Clock] = {}  # of timelines and the host: what their clocks hold
         # of a log, of a timeline: the latest access of each accessor, the latest one last
         self._logs: list[dict[int, dict[int, int]]] = [{} for _ in range(n_logs)]
 
@@ -61,7 +63,16 @@ class _NeedSearch(Clocks):
                     if other not in racing:
                         needs[t] = max(needs.get(t, 0), latest[other])
                         break
-        self.needs.append(tuple(needs.items()))
+        if not needs:
+            self.needs.append(())
+            return
+        host = self._found.setdefault(HOST_CLOCK, [0] * self.n)
+        held = self._found.setdefault(own, [0] * self.n)
+        needed = [(t, x) for t, x in needs.items() if x > host[t] and x > held[t]]
+        if own != EARLY_CLOCK:  # each timeline has its own
+            for t, number in needed:
+                held[t] = number
+        self.needs.append(tuple(needed))
 
     def _enter(self, t: int, accessor: int, marks: Sequence[int]) -> None:
         self.streams[t][t] += 1
@@ -109,10 +120,11 @@ class _Numbered:
 
 
 class Trials:
-    """Tries steps without some of their waits. racing: the accessors that race with all of them."""
+    """Tries steps without some of their waits. walked: the acts of each program, `acts.acts` or
+    where nothing races `acts.merged()`. racing: the accessors that race with all waits."""
 
-    def __init__(self, acts: StepActs, racing: Pairs):
-        self._acts = acts
+    def __init__(self, acts: StepActs, walked: list[list[Act]], racing: Pairs):
+        self._acts, self._walked_acts = acts, walked
         self._described, self._told, self._left = _Numbered(), _Numbered(), _Numbered()
         self._left_acts: list[list[Act]] = []  # of what is left of programs
         self._known: dict[tuple[int, int, int], int] = {}  # state, step, what is left: next state
@@ -148,7 +160,9 @@ class Trials:
 
     def _whole(self) -> list[int]:
         """Of each program, by number, what is left of it: all."""
-        return [self._number_left((program,), acts) for program, acts in enumerate(self._acts.acts)]
+        return [
+            self._number_left((program,), acts) for program, acts in enumerate(self._walked_acts)
+        ]
 
     def _less(self, left: int, wait: Spot) -> int:
         """What is left of a program when `wait` goes too."""
@@ -227,7 +241,7 @@ class Trials:
         for program in acts.order:
             reached.append([search.streams[t][t] for t in range(n)])
             search.needs = []
-            for _, method, arguments in acts.acts[program]:
+            for _, method, arguments in self._walked_acts[program]:
                 method(search, *arguments)
             needs.append(search.needs)
         reached.append([search.streams[t][t] for t in range(n)])
