@@ -14,18 +14,7 @@ from weakref import WeakKeyDictionary
 from workbench.backend.base import Backend, Issue
 from workbench.backend.issue import Call, Prepared, Unwatched
 from workbench.engine.batch import Work, n_tokens
-from workbench.program.commands import (
-    RESULT,
-    Command,
-    Copy,
-    Launch,
-    Read,
-    Record,
-    Stream,
-    Sync,
-    Wait,
-    Write,
-)
+from workbench.program import commands as c
 from workbench.trace.spans import LOGITS_WAIT, Recorder, now_ns
 
 Stamp = tuple[int, int]
@@ -149,7 +138,7 @@ class Trace(Watch):
     def _spans(self, prepared: Prepared, calls: Iterable[Call]) -> Iterator[Issue]:
         """Hands out each call between the begin and the end of its span."""
         recorder, step, commands = self._recorder, self._step, prepared.program.commands
-        split, split_handle, split_start = RESULT, None, 0
+        split, split_handle, split_start = c.RESULT, None, 0
         for call in calls:
             number = call.commands[0]
             command = commands[number]
@@ -157,7 +146,7 @@ class Trace(Watch):
                 self._end_split(prepared, split, split_handle, split_start)
                 split, split_start = command.split, now_ns()
                 split_handle = (
-                    None if split == RESULT else recorder.begin(_split_name(prepared, split))
+                    None if split == c.RESULT else recorder.begin(_split_name(prepared, split))
                 )
             name, args = described(prepared, number, step)
             device = _device_of(prepared, command) if recorder.marks else None
@@ -172,7 +161,7 @@ class Trace(Watch):
         self._end_split(prepared, split, split_handle, split_start)
 
     def _end_split(self, prepared: Prepared, split: int, handle: Any, start: int) -> None:
-        if split != RESULT:
+        if split != c.RESULT:
             program = prepared.program
             backend = program.backends[program.splits[split]]
             args = {"step": self._step, "split": split, "backend": backend}
@@ -234,20 +223,20 @@ def described(prepared: Prepared, number: int, step: int) -> tuple[str, dict[str
         "on": None if stream is None else _lane(prepared, stream),
     }
     match command:
-        case Launch():
+        case c.Launch():
             return command.node.name, args | {"op": command.node.op}
-        case Copy():
+        case c.Copy():
             return command.name, args | {"bytes": command.src.nbytes}
-        case Write() | Read():
+        case c.Write() | c.Read():
             return command.value, args | {"bytes": command.staging.nbytes}
-        case Sync(blocks=Copy(name=name)):
+        case c.Sync(blocks=c.Copy(name=name)):
             # the copy, right in front of its wait
             return f"wait {name}", args | {"event": command.event, "blocks": number - 1}
-        case Sync():
+        case c.Sync():
             name = "wait stream" if command.event is None else f"wait {command.event}"
             ends = any(number in call.commands for call in prepared.tail)
             return (LOGITS_WAIT if ends else name), args | {"event": command.event}
-    assert isinstance(command, Record | Wait)
+    assert isinstance(command, c.Record | c.Wait)
     return command.kind, args | {"event": command.event}
 
 
@@ -256,13 +245,13 @@ def _split_name(prepared: Prepared, split: int) -> str:
     return f"split {split} ({program.backends[program.splits[split]]})"
 
 
-def _lane(prepared: Prepared, stream: Stream) -> str:
+def _lane(prepared: Prepared, stream: c.Stream) -> str:
     return f"{prepared.backends[stream.backend].name} stream {stream.id}"
 
 
-def _device_of(prepared: Prepared, command: Command) -> Backend | None:
+def _device_of(prepared: Prepared, command: c.Command) -> Backend | None:
     """The device that runs a copy or a launch later than the host issues it; None for others."""
-    if not isinstance(command, Copy | Launch):
+    if not isinstance(command, c.Copy | c.Launch):
         return None
     backend = prepared.backends[command.stream.backend]
     return None if backend.capabilities.synchronous else backend
@@ -271,6 +260,6 @@ def _device_of(prepared: Prepared, command: Command) -> Backend | None:
 def _device_work(prepared: Prepared) -> Iterator[_Work]:
     for number, call in enumerate(prepared.head):
         for command in (prepared.program.commands[i] for i in call.commands):
-            if isinstance(command, Launch) and (device := _device_of(prepared, command)):
+            if isinstance(command, c.Launch) and (device := _device_of(prepared, command)):
                 yield _Work(number, device, command.stream.id)
                 break

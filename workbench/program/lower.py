@@ -23,25 +23,8 @@ from collections.abc import Sequence
 from workbench.choices import CopyStream, InputOrder, StepWait
 from workbench.graph import ops
 from workbench.graph.ir import ALIGN, Graph, Kind, Tensor
+from workbench.program import commands as c
 from workbench.program import events
-from workbench.program.commands import (
-    COMPUTE_STREAM,
-    COPY_STREAM,
-    HOST,
-    RESULT,
-    Command,
-    Copy,
-    Launch,
-    Program,
-    Range,
-    Read,
-    Record,
-    Space,
-    Stream,
-    Sync,
-    Wait,
-    Write,
-)
 from workbench.program.layout import Layout, Target, from_host
 from workbench.program.split import Split
 from workbench.program.sync_modes import Ordering
@@ -65,13 +48,13 @@ class _Emitter:
         self.layout, self.ranges, self.targets = layout, layout.ranges, targets
         self.ordering, self.rule = ordering, ordering.rule
         own = ordering.copy_stream == CopyStream.OWN
-        self.copies_on = COPY_STREAM if own else COMPUTE_STREAM
-        self.commands: list[Command] = []
+        self.copies_on = c.COPY_STREAM if own else c.COMPUTE_STREAM
+        self.commands: list[c.Command] = []
         self.made_by = {
             t.storage: part.backend for part in splits for node in part.nodes for t in node.outputs
         }
         given = set(from_host(splits))
-        taking = [(i, part) for i, part in enumerate(splits) if part.backend != HOST]
+        taking = [(i, part) for i, part in enumerate(splits) if part.backend != c.HOST]
         self.last_copied = {part.backend: i for i, part in taking if given & set(part.inputs)}
         several = ordering.device_ring > 1
         self.read_again = {
@@ -84,18 +67,18 @@ class _Emitter:
         if self.ordering.host_ring > 1:
             for device in range(1, len(self.targets)):
                 event = events.staged(self.targets[device].name, self.layout.host_turn)
-                self.commands.append(Sync(RESULT, event=event))
+                self.commands.append(c.Sync(c.RESULT, event=event))
         for t in graph.inputs:
-            self.commands.append(Write(self.layout.staged[t], t.name))
+            self.commands.append(c.Write(self.layout.staged[t], t.name))
 
     def bring_inputs(self, number: int, part: Split) -> None:
         """The copies of a split's inputs, with the waits its rule puts around them."""
-        if part.backend == HOST:
+        if part.backend == c.HOST:
             self._bring_to_host(number, part)
             return
         rule, emit, staged = self.rule, self.commands.append, self.layout.staged
-        compute = Stream(part.backend, COMPUTE_STREAM)
-        copies = Stream(part.backend, self.copies_on)
+        compute = c.Stream(part.backend, c.COMPUTE_STREAM)
+        copies = c.Stream(part.backend, self.copies_on)
         copied = self._from_host(part)
         theirs_first = part.inputs and part.inputs[0] not in staged
         if theirs_first and self.ordering.input_order == InputOrder.GRAPH:
@@ -105,32 +88,32 @@ class _Emitter:
         for name, dst, src in copied:
             if rule.wait_each:
                 emit(self._wait_for_graph(number, compute))
-            copy = Copy(dst, src, copies, name, number)
+            copy = c.Copy(dst, src, copies, name, number)
             emit(copy)
             if rule.blocking:
-                emit(Sync(number, stream=copies, blocks=copy))
+                emit(c.Sync(number, stream=copies, blocks=copy))
         if rule.wait_after and copied:
-            emit(Sync(number, stream=copies))
+            emit(c.Sync(number, stream=copies))
         if rule.guarded and copied:
             landed = events.landed(self.targets[part.backend].name, number)
-            emit(Record(landed, copies, number))
-            emit(Wait(landed, compute, number))
+            emit(c.Record(landed, copies, number))
+            emit(c.Wait(landed, compute, number))
         if self.ordering.host_ring > 1 and number == self.last_copied.get(part.backend):
             self._staged(copies, number)
         if not theirs_first or self.ordering.input_order == InputOrder.USER_FIRST:
             self._from_devices(number, part)
 
-    def _staged(self, copies: Stream, number: int) -> None:
+    def _staged(self, copies: c.Stream, number: int) -> None:
         """Records the event behind a device's last copy out of this step's staging memory. It
         is named by device, not by split, because a step with other splits may wait for it."""
         event = events.staged(self.targets[copies.backend].name, self.layout.host_turn)
-        self.commands.append(Record(event, copies, number))
+        self.commands.append(c.Record(event, copies, number))
 
     def take_nothing(self, number: int) -> None:
         """Records the event of `_staged` for devices that took nothing from a ring."""
         for device in range(1, len(self.ranges)):
             if self.ordering.host_ring > 1 and device not in self.last_copied:
-                self._staged(Stream(device, self.copies_on), number)
+                self._staged(c.Stream(device, self.copies_on), number)
 
     def _from_devices(self, number: int, part: Split) -> None:
         """Copies from other devices, each on the stream of the device that computed the tensor.
@@ -146,34 +129,34 @@ class _Emitter:
         emit, here, made_by = self.commands.append, self.ranges[part.backend], self.made_by
         theirs = [s for s in part.inputs if s not in self.layout.staged]
         for device in dict.fromkeys(made_by[s] for s in theirs):
-            stream = Stream(device, COMPUTE_STREAM)
-            emit(Wait(self._read(part.backend, number), stream, number))
+            stream = c.Stream(device, c.COMPUTE_STREAM)
+            emit(c.Wait(self._read(part.backend, number), stream, number))
             for s in theirs:
                 if made_by[s] == device:
-                    emit(Copy(here[s], self.ranges[device][s], stream, s.name, number))
+                    emit(c.Copy(here[s], self.ranges[device][s], stream, s.name, number))
             landed = events.crossed(self.targets[device].name, number)
-            emit(Record(landed, stream, number))
-            emit(Wait(landed, Stream(part.backend, COMPUTE_STREAM), number))
+            emit(c.Record(landed, stream, number))
+            emit(c.Wait(landed, c.Stream(part.backend, c.COMPUTE_STREAM), number))
 
-    def _wait_for_graph(self, number: int, compute: Stream) -> Sync:
+    def _wait_for_graph(self, number: int, compute: c.Stream) -> c.Sync:
         """The host's wait before copies: for everything queued, or in a ring for the graph that
         read this turn's inputs."""
         if self.ordering.device_ring == 1:
-            return Sync(number, stream=compute)
-        return Sync(number, event=self._read(compute.backend, number))
+            return c.Sync(number, stream=compute)
+        return c.Sync(number, event=self._read(compute.backend, number))
 
     def _read(self, backend: int, number: int) -> str:
         """The event behind the graph of a split on `backend` that read this turn's inputs."""
         return events.read(self.targets[backend].name, number, self.layout.device_turn)
 
-    def _from_host(self, part: Split) -> list[tuple[str, Range, Range]]:
+    def _from_host(self, part: Split) -> list[tuple[str, c.Range, c.Range]]:
         """Name, destination and source of each copy from staging memory, in order."""
         staged = self.layout.staged
         inputs = [s for s in part.inputs if s in staged]
         if self.ordering.input_order == InputOrder.USER_FIRST:
             inputs.sort(key=lambda s: s.kind != Kind.INPUT)  # stable
         here = self.ranges[part.backend]
-        found: list[tuple[str, Range, Range]] = []
+        found: list[tuple[str, c.Range, c.Range]] = []
         for s in inputs:
             name, dst, src = s.name, here[s], staged[s]
             if self.rule.packed and found and (both := _joined(found[-1], dst, src)):
@@ -184,22 +167,22 @@ class _Emitter:
 
     def _bring_to_host(self, number: int, part: Split) -> None:
         """A host split computes at once: what it needs from a device is copied and waited for."""
-        waited: set[Stream] = set()
+        waited: set[c.Stream] = set()
         for s in part.inputs:
             if s.kind == Kind.INPUT:
                 continue
             device = self.made_by[s]
-            stream = Stream(device, COMPUTE_STREAM)
+            stream = c.Stream(device, c.COMPUTE_STREAM)
             if not self.targets[device].in_stream and stream not in waited:
                 waited.add(stream)
-                self.commands.append(Sync(number, stream=stream))
-            copy = Copy(self.ranges[HOST][s], self.ranges[device][s], stream, s.name, number)
+                self.commands.append(c.Sync(number, stream=stream))
+            copy = c.Copy(self.ranges[c.HOST][s], self.ranges[device][s], stream, s.name, number)
             self.commands.append(copy)
-            self.commands.append(Sync(number, stream=stream, blocks=copy))
+            self.commands.append(c.Sync(number, stream=stream, blocks=copy))
 
     def launches(self, number: int, part: Split) -> None:
         """The split's work, in graph order on the compute stream."""
-        stream = Stream(part.backend, COMPUTE_STREAM)
+        stream = c.Stream(part.backend, c.COMPUTE_STREAM)
         ranges, scratch, emit = self.ranges[part.backend], self.layout.scratch, self.commands.append
         early = self.targets[part.backend].begins_early
         for node in part.nodes:
@@ -208,43 +191,43 @@ class _Emitter:
             reads = tuple([_range(ranges, a) for a in ops.reads(node)]) + own
             writes = tuple([_range(ranges, a) for a in ops.writes(node)]) + own
             programmatic = early is not None and early(node)
-            emit(Launch(node, stream, reads, writes, temporary, number, programmatic))
+            emit(c.Launch(node, stream, reads, writes, temporary, number, programmatic))
         if number in self.read_again:
-            emit(Record(self._read(part.backend, number), stream, number))
+            emit(c.Record(self._read(part.backend, number), stream, number))
 
-    def result(self, graph: Graph, last: Stream) -> None:
+    def result(self, graph: Graph, last: c.Stream) -> None:
         """The logits on their way to the host, and the wait that ends the step."""
         emit = self.commands.append
-        if last.backend == HOST:
+        if last.backend == c.HOST:
             for t in graph.outputs:
-                emit(Read(self.ranges[HOST][t], t.name))
+                emit(c.Read(self.ranges[c.HOST][t], t.name))
             return
         if not graph.shape.n_outputs and self.ordering.step_wait == StepWait.OUTPUTS:
             return
         nbytes = sum(t.nbytes for t in graph.outputs)
-        landing = self.layout.buffer("result", Space.PINNED, nbytes, last.backend)
+        landing = self.layout.buffer("result", c.Space.PINNED, nbytes, last.backend)
         landing.lands = len(graph.outputs) == 1
         in_stream = self.targets[last.backend].in_stream
         reads, at = [], 0
         if not in_stream:
-            emit(Sync(RESULT, stream=last))
+            emit(c.Sync(c.RESULT, stream=last))
         for t in graph.outputs:
-            there = Range(landing, at, t.nbytes)
+            there = c.Range(landing, at, t.nbytes)
             at += t.nbytes
-            emit(Copy(there, self.ranges[self.made_by[t]][t], last, t.name, RESULT))
-            reads.append(Read(there, t.name))
+            emit(c.Copy(there, self.ranges[self.made_by[t]][t], last, t.name, c.RESULT))
+            reads.append(c.Read(there, t.name))
         if in_stream:
             ended = events.ended(self.targets[last.backend].name)
-            emit(Record(ended, last, RESULT))
-            emit(Sync(RESULT, event=ended))
+            emit(c.Record(ended, last, c.RESULT))
+            emit(c.Sync(c.RESULT, event=ended))
         else:
-            emit(Sync(RESULT, stream=last))
+            emit(c.Sync(c.RESULT, stream=last))
         self.commands.extend(reads)
 
 
 def _joined(
-    before: tuple[str, Range, Range], dst: Range, src: Range
-) -> tuple[str, Range, Range] | None:
+    before: tuple[str, c.Range, c.Range], dst: c.Range, src: c.Range
+) -> tuple[str, c.Range, c.Range] | None:
     """Two copies as one, where the second's ranges begin at the aligned end of the first's; else
     None."""
     _, to, from_ = before
@@ -259,12 +242,12 @@ def _joined(
 PACKED_NAME = "inputs"  # of a copy that brings several
 
 
-def _range(ranges: dict[Tensor, Range], access: ops.Access) -> Range:
+def _range(ranges: dict[Tensor, c.Range], access: ops.Access) -> c.Range:
     tensor, offset, nbytes = access
     base = ranges[tensor]
     if offset == 0 and nbytes == base.nbytes:
         return base
-    return Range(base.buffer, base.offset + offset, nbytes)
+    return c.Range(base.buffer, base.offset + offset, nbytes)
 
 
 def lower(
@@ -273,7 +256,7 @@ def lower(
     layout: Layout,
     targets: Sequence[Target],
     ordering: Ordering,
-) -> Program:
+) -> c.Program:
     """The program of one step, whose tensors lie as `layout` says.
 
     targets: as `lay_out` was given them. ordering: as `choose_ordering` returned it. The program
@@ -287,8 +270,8 @@ def lower(
         emitter.bring_inputs(number, part)
         emitter.launches(number, part)
     emitter.take_nothing(len(splits) - 1)
-    emitter.result(graph, Stream(splits[-1].backend, COMPUTE_STREAM))
-    return Program(
+    emitter.result(graph, c.Stream(splits[-1].backend, c.COMPUTE_STREAM))
+    return c.Program(
         emitter.commands,
         layout.buffers,
         layout.ranges,
