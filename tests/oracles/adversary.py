@@ -4,7 +4,7 @@ The hazard checker proves that a run is free of races; this finds out by trying,
 of happens-before. It plays the device in one thread. Before each thing the host does it executes
 any part of the work that is pending and that the contract lets run: the heads of the streams, a
 Wait only after its Record, a Sync not before what it waits for, and an asynchronous copy in
-pieces, each read and written at a moment of its own between the copy's turn and its end:
+pieces, each read and written at a moment of its own from when the copy may begin to its end:
 
     host     W0  W1   .    .    W0' Sync ..............  R     W' is a later step's write
     stream       |              |    c0.read  c0.write         c0 saw the bytes of W0', not of W0:
@@ -124,7 +124,7 @@ class Adversary:
     def run(self, seed: int, strategy: str | None = None) -> list[WrongRead]:
         """The wrong reads of one schedule, in program order, then what is wrong at the end.
 
-        strategy: a name of STRATEGIES to keep to; without, seeds begin with each in turn and
+        strategy: a name of STRATEGIES to keep to; without, seeds begin with one after the other and
         most change to others on the way. The same seed makes the same schedule.
         """
         names = list(STRATEGIES)

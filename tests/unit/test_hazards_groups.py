@@ -126,10 +126,10 @@ def test_what_stores_into_cells_anew_comes_behind_in_stream_order():
 
 
 def test_a_step_that_turns_the_cache_in_place_is_a_step_of_the_train():
-    turn = launch(A, [CACHE, IDS], [CACHE])
-    train = [decode(), program(Write(S, "by"), copy(IDS, S, A), turn), decode(), decode()]
+    shift = launch(A, [CACHE, IDS], [CACHE])
+    train = [decode(), program(Write(S, "by"), copy(IDS, S, A), shift), decode(), decode()]
     assert check(train).n_races == 1  # the next lap's write meets the copy that reads late
-    train[1] = program(Sync(0, stream=A), Write(S, "by"), copy(IDS, S, A), turn)
+    train[1] = program(Sync(0, stream=A), Write(S, "by"), copy(IDS, S, A), shift)
     found = check(train)
     assert found.safe and len(found.sufficient) == 1
     beside = program(launch(B, [CACHE, IDS], [CACHE]))

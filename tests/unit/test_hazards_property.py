@@ -17,7 +17,7 @@ from tests.profiles import examples
 from workbench.graph.ir import F32, Kind, StepShape, Tensor
 from workbench.graph.ops import make
 from workbench.program.check.hazards import Race, races, sufficient, superfluous
-from workbench.program.check.intervals import cut, slots
+from workbench.program.check.intervals import cut, tags
 from workbench.program.commands import (
     HOST,
     Buffer,
@@ -233,9 +233,9 @@ def test_pieces_are_the_bytes_that_matter_cut_at_every_end(touched, needed):
 
 @given(st.lists(ranges, max_size=12, unique=True))
 @settings(max_examples=examples(300))
-def test_slots_meet_where_ranges_overlap(some):
+def test_tags_meet_where_ranges_overlap(some):
     pieces = cut(dict.fromkeys(some, 1), lambda bits: True)
-    found = slots(pieces)
+    found = tags(pieces)
     for r, s in product(some, some):
         begin, end = max(r.offset, s.offset), min(r.offset + r.nbytes, s.offset + s.nbytes)
         meet = bool(set(found.looks[r]) & set(found.marks[s]))
@@ -245,11 +245,11 @@ def test_slots_meet_where_ranges_overlap(some):
     )
 
 
-def test_ranges_of_many_pieces_have_few_slots():
+def test_ranges_of_many_pieces_have_few_tags():
     """Nested: the outermost range covers all pieces."""
     buffer = Buffer("arena", Space.DEVICE, 4096, 1)
     nested = [Range(buffer, i, 4096 - 2 * i) for i in range(2048)]
     pieces = cut(dict.fromkeys(nested, 1), lambda bits: True)
-    found = slots(pieces)
+    found = tags(pieces)
     assert max(map(len, pieces.of.values())) == 4095
     assert max(map(len, (*found.looks.values(), *found.marks.values()))) <= 6 * 12

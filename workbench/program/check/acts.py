@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from workbench.graph import ops
 from workbench.graph.ir import Kind, Node
 from workbench.program.check.clocks import Clocks
-from workbench.program.check.intervals import Slots, cut, slots
+from workbench.program.check.intervals import Tags, cut, tags
 from workbench.program.check.wording import Missing
 from workbench.program.commands import (
     HOST,
@@ -186,7 +186,7 @@ class StepActs:
             by = (bits | bits >> 1) & readings
             return bool(bits >> 1 & readings) and by & (by - 1) != 0
 
-        found = slots(cut(users, can_race))
+        found = tags(cut(users, can_race))
         self.n_logs = 2 * found.n
         logs = {both: _logs(*both, found) for both in self._touched}
         self.early = sorted(
@@ -252,8 +252,8 @@ def _merged(acts: Iterable[Act]) -> Iterator[Act]:
         yield i, method, (t, number, tuple(looks), tuple(marks))
 
 
-def _logs(reads: Ranges, writes: Ranges, found: Slots) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The logs that an access looks into and enters: each slot has one of reads, one of writes."""
+def _logs(reads: Ranges, writes: Ranges, found: Tags) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The logs that an access looks into and enters: each tag has one of reads, one of writes."""
     looked = set(chain.from_iterable([found.looks[r] for r in writes]))
     also = looked.union(*[found.looks[r] for r in reads])
     read = set(chain.from_iterable([found.marks[r] for r in reads]))

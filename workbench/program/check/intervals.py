@@ -1,4 +1,4 @@
-"""Byte ranges: cut into pieces where it matters, and given slots in which those that overlap meet.
+"""Byte ranges: cut into pieces where it matters, and given tags in which those that overlap meet.
 
 Ranges of one buffer overlap in any way (an arena is used again and again). Cut at every end, they
 become pieces that each range covers whole or not at all:
@@ -30,11 +30,11 @@ class Pieces(NamedTuple):
     n: int
 
 
-class Slots(NamedTuple):
-    """What touches range r leaves its mark in the slots marks[r], and looks for the marks of others
-    in looks[r]. Slots are numbered 0..n-1.
+class Tags(NamedTuple):
+    """What touches range r leaves its mark in the tags marks[r], and looks for the marks of others
+    in looks[r]. Tags are numbered 0..n-1.
 
-    Two ranges overlap exactly where the marks of either share a slot with the looks of the other.
+    Two ranges overlap exactly where the marks of either share a tag with the looks of the other.
     """
 
     looks: dict[Range, tuple[int, ...]]
@@ -77,11 +77,11 @@ def cut(touched: Mapping[Range, int], matters: Callable[[int], bool]) -> Pieces:
     return Pieces(of, numbered)
 
 
-def slots(pieces: Pieces) -> Slots:
-    """The slots of ranges cut into pieces: some log n for a range, however many pieces it covers.
+def tags(pieces: Pieces) -> Tags:
+    """The tags of ranges cut into pieces: some log n for a range, however many pieces it covers.
 
-    A node that ranges use has a slot of its own. Where ranges use nodes inside of it, it has
-    another slot, `inside`, in which those leave their marks too.
+    A node that ranges use has a tag of its own. Where ranges use nodes inside of it, it has
+    another tag, `inside`, in which those leave their marks too.
     """
     n_leaves = 1 << max(pieces.n - 1, 0).bit_length()
     nodes = {covered: tuple(_nodes(covered, n_leaves)) for covered in set(pieces.of.values())}
@@ -103,7 +103,7 @@ def slots(pieces: Pieces) -> Slots:
             *(own[a] for a in above),
         )
         marks[covered] = (*mine, *(inside[a] for a in above))
-    return Slots(
+    return Tags(
         {r: looks[covered] for r, covered in pieces.of.items()},
         {r: marks[covered] for r, covered in pieces.of.items()},
         len(own) + len(inside),

@@ -69,7 +69,7 @@ class _Log:
 
 class RaceSearch(Clocks):
     """Walks through steps; `found` fills with the accessors that race. n_logs: of memory, as
-    `intervals.slots` numbers them. step: set by the caller, the one whose acts come next."""
+    `intervals.tags` numbers them. step: set by the caller, the one whose acts come next."""
 
     def __init__(self, n: int, n_logs: int):
         super().__init__(n)
