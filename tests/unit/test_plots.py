@@ -357,5 +357,5 @@ def test_tables_of_a_notebook_show_their_cells_whole_and_no_backticks() -> None:
     assert table["parts"].tolist() == [parts]
     assert parts in table._repr_html_() and parts in repr(table).replace("\n  ", " ")
     row = dict.fromkeys(proofs.COLUMNS, "x") | {"pattern": "h saaaasg", "races": 0}
-    shown = proofs._frame([row, row | {"pattern": "h sasg"}])._repr_html_()
+    shown = proofs.proof_frame([row, row | {"pattern": "h sasg"}])._repr_html_()
     assert "<code>h saaaasg</code>" in shown and "`" not in shown

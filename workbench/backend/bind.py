@@ -15,21 +15,7 @@ from workbench.backend.base import Backend, Issue, Memory, in_order
 from workbench.backend.issued import Block, Issued
 from workbench.backend.landing import Landing
 from workbench.graph.ir import Tensor
-from workbench.program.commands import (
-    HOST,
-    Buffer,
-    Command,
-    Copy,
-    Launch,
-    Program,
-    Range,
-    Read,
-    Record,
-    Space,
-    Sync,
-    Wait,
-    Write,
-)
+from workbench.program import commands as cmd
 
 
 class LandingBlock:
@@ -66,9 +52,9 @@ class Binding:
 
     def __init__(
         self,
-        program: Program,
+        program: cmd.Program,
         backends: Sequence[Backend],
-        memory: Mapping[Buffer, Memory],
+        memory: Mapping[cmd.Buffer, Memory],
         events: dict[str, Any],
     ):
         self.values: dict[str, np.ndarray] = {}
@@ -80,13 +66,13 @@ class Binding:
         self._several = len(backends) > 2  # a thread must be attached to one after another
         self._recorded_by: dict[str, Backend] = {}
         for command in program.commands:
-            if isinstance(command, Record):
+            if isinstance(command, cmd.Record):
                 backend = self._recorded_by[command.event] = backends[command.stream.backend]
                 if command.event not in events:
                     backend.attach()
                     events[command.event] = backend.event()
 
-    def device_of(self, command: Command) -> Backend | None:
+    def device_of(self, command: cmd.Command) -> Backend | None:
         """The backend that is asked to do `command`; None for what the host does itself."""
         if type(command) in _DEVICE:
             backend = self._backends[command.stream.backend]  # type: ignore[union-attr]
@@ -94,14 +80,14 @@ class Binding:
                 return backend
         return None
 
-    def issued(self, command: Command) -> Issued:
+    def issued(self, command: cmd.Command) -> Issued:
         """What asks a device to do `command`."""
         issued = _DEVICE[type(command)](self, command)
         return self._on_its_device(command, issued) if self._several else issued
 
-    def call(self, command: Command) -> Issue:
+    def call(self, command: cmd.Command) -> Issue:
         """What the host does for `command`."""
-        if isinstance(command, Sync) and command.event is not None and self._several:
+        if isinstance(command, cmd.Sync) and command.event is not None and self._several:
             backend = self._recorded_by[command.event]
             return in_order([backend.attach, self._sync(command)])
         if type(command) in _DEVICE:
@@ -119,17 +105,17 @@ class Binding:
 
     # addresses --------------------------------------------------------------------------------
 
-    def _address(self, r: Range) -> int:
+    def _address(self, r: cmd.Range) -> int:
         return self.memory[r.buffer].address + r.offset
 
-    def _host_view(self, r: Range) -> np.ndarray:
+    def _host_view(self, r: cmd.Range) -> np.ndarray:
         array = self.memory[r.buffer].array
         assert array is not None, f"{r} is not host memory"
         return array[r.offset : r.offset + r.nbytes]
 
     # commands, by type ------------------------------------------------------------------------
 
-    def _write(self, c: Write) -> Issue:
+    def _write(self, c: cmd.Write) -> Issue:
         there, values, name = self._host_view(c.staging), self.values, c.value
         view: np.ndarray | None = None
 
@@ -142,7 +128,7 @@ class Binding:
 
         return write
 
-    def _read(self, c: Read) -> Issue:
+    def _read(self, c: cmd.Read) -> Issue:
         results, name, nbytes = self.results, c.value, c.staging.nbytes
         landing = self.memory[c.staging.buffer]
         if isinstance(landing, Landing):
@@ -159,20 +145,20 @@ class Binding:
 
         return read
 
-    def _sync(self, c: Sync) -> Issue:
+    def _sync(self, c: cmd.Sync) -> Issue:
         if c.event is not None:
             return self._recorded_by[c.event].sync_event(self._events[c.event])
-        assert c.stream is not None and c.stream.backend != HOST
+        assert c.stream is not None and c.stream.backend != cmd.HOST
         backend = self._backends[c.stream.backend]
         sync = backend.sync_stream(c.stream.id)
         return in_order([backend.attach, sync]) if self._several else sync
 
-    def _copy(self, c: Copy) -> Issued:
+    def _copy(self, c: cmd.Copy) -> Issued:
         backend, stream, nbytes = self._backends[c.stream.backend], c.stream.id, c.src.nbytes
-        to_host = c.dst.buffer.space != Space.DEVICE
+        to_host = c.dst.buffer.space != cmd.Space.DEVICE
         source, landing = self._address(c.src), self.memory[c.dst.buffer]
         backend.attach()
-        if c.src.buffer.space == Space.DEVICE and not to_host:
+        if c.src.buffer.space == cmd.Space.DEVICE and not to_host:
             peer = self._backends[c.dst.buffer.backend]
             return backend.copy_to_peer(peer, self._address(c.dst), source, nbytes, stream)
         if not isinstance(landing, Landing):
@@ -187,7 +173,7 @@ class Binding:
 
         return Issued(copy, copies[0].same, LandingBlock(landing, copies))
 
-    def _launch(self, c: Launch) -> Issued:
+    def _launch(self, c: cmd.Launch) -> Issued:
         layout, address = self._program.layout[c.stream.backend], self._address
 
         def address_of(tensor: Tensor) -> int:
@@ -198,21 +184,21 @@ class Binding:
         backend.attach()
         return backend.launch(c.node, address_of, scratch, stream, c.programmatic)
 
-    def _record(self, c: Record) -> Issued:
+    def _record(self, c: cmd.Record) -> Issued:
         return self._backends[c.stream.backend].record(self._events[c.event], c.stream.id)
 
-    def _wait(self, c: Wait) -> Issued:
+    def _wait(self, c: cmd.Wait) -> Issued:
         return self._backends[c.stream.backend].wait(self._events[c.event], c.stream.id)
 
 
-_DEVICE: dict[type[Command], Callable[[Binding, Any], Issued]] = {
-    Copy: Binding._copy,
-    Launch: Binding._launch,
-    Record: Binding._record,
-    Wait: Binding._wait,
+_DEVICE: dict[type[cmd.Command], Callable[[Binding, Any], Issued]] = {
+    cmd.Copy: Binding._copy,
+    cmd.Launch: Binding._launch,
+    cmd.Record: Binding._record,
+    cmd.Wait: Binding._wait,
 }
-_HOST: dict[type[Command], Callable[[Binding, Any], Issue]] = {
-    Write: Binding._write,
-    Sync: Binding._sync,
-    Read: Binding._read,
+_HOST: dict[type[cmd.Command], Callable[[Binding, Any], Issue]] = {
+    cmd.Write: Binding._write,
+    cmd.Sync: Binding._sync,
+    cmd.Read: Binding._read,
 }

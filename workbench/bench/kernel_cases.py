@@ -16,30 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from workbench.errors import UsageError
-from workbench.graph import ops
+from workbench.graph import ir, ops
 from workbench.graph.fuse import fuse
-from workbench.graph.ir import (
-    BF16,
-    F16,
-    F32,
-    MXFP4,
-    Q4_0,
-    Q4_K,
-    Q5_K,
-    Q6_K,
-    Q8_0,
-    Q8_ACT,
-    QUANTISED,
-    DType,
-    Graph,
-    Kind,
-    Node,
-    StepShape,
-    Tensor,
-)
 from workbench.model.presets import PRESETS
 
-TYPES = (F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4)
+TYPES = (ir.F16, ir.BF16, ir.Q8_0, ir.Q4_0, ir.Q4_K, ir.Q5_K, ir.Q6_K, ir.MXFP4)
 MODELS = {"1b": "llama-3.2-1b", "4b": "qwen3-4b", "8b": "llama-3-8b"}
 MOST_BATCH = 4096
 FUSIONS = ("fuse_qkv", "fuse_glu", "fuse_epilogue_quantize")
@@ -82,7 +63,7 @@ SHAPES: dict[str, WeightShape] = {
 class KernelCase(NamedTuple):
     """A weight type and a shape, measured at several batches on one set of weights."""
 
-    dtype: DType
+    dtype: ir.DType
     shape: WeightShape
 
     @property
@@ -98,29 +79,33 @@ class KernelCase(NamedTuple):
             return None
         return f"rows of {cols} are no multiple of the {block} in a block of {self.dtype.name}"
 
-    def weights(self) -> tuple[Tensor, ...]:
+    def weights(self) -> tuple[ir.Tensor, ...]:
         shapes = ((rows, self.shape.cols) for rows in self.shape.rows)
-        return tuple(Tensor(f"w{i}", self.dtype, s, Kind.WEIGHT) for i, s in enumerate(shapes))
+        return tuple(
+            ir.Tensor(f"w{i}", self.dtype, s, ir.Kind.WEIGHT) for i, s in enumerate(shapes)
+        )
 
-    def nodes(self, weights: Sequence[Tensor], batch: int) -> list[Node]:
+    def nodes(self, weights: Sequence[ir.Tensor], batch: int) -> list[ir.Node]:
         """What is launched for one activation `x` of `batch` tokens, in order; each node that
         can be is fused. Results are of Kind.OUTPUT."""
-        quantised = self.dtype in QUANTISED
-        x = Tensor("x", Q8_ACT if quantised else F32, (batch, self.shape.cols), Kind.INPUT)
+        quantised = self.dtype in ir.QUANTISED
+        x = ir.Tensor(
+            "x", ir.Q8_ACT if quantised else ir.F32, (batch, self.shape.cols), ir.Kind.INPUT
+        )
         nodes = [ops.make("mul_mat", f"y{i}", w, x) for i, w in enumerate(weights)]
         if self.shape.how == "glu":
             nodes.append(ops.make("swiglu", "h", *(node.output for node in nodes)))
             if quantised:
                 nodes.append(ops.make("quantize", "h (q8)", nodes[-1].output))
-            nodes[-1].output.kind = Kind.OUTPUT
+            nodes[-1].output.kind = ir.Kind.OUTPUT
         else:
             for node in nodes:
-                node.output.kind = Kind.OUTPUT
-        graph = Graph(nodes, [x], [nodes[-1].output], StepShape(batch, batch, 0))
+                node.output.kind = ir.Kind.OUTPUT
+        graph = ir.Graph(nodes, [x], [nodes[-1].output], ir.StepShape(batch, batch, 0))
         return fuse(graph, FUSIONS).nodes if self.shape.how != "product" else nodes
 
 
-def parse_types(text: str) -> list[DType]:
+def parse_types(text: str) -> list[ir.DType]:
     """`Q4_0,F16` as types, `all` as every one of TYPES; raises UsageError naming what exists."""
     known = {dtype.name: dtype for dtype in TYPES}
     return [known[name] for name in _chosen(text, "type", {n: [n] for n in known}, str.upper)]

@@ -20,16 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import pandas as pd
 
+from workbench.bench import workload as w
 from workbench.bench.kernel_rigs import rig_of
-from workbench.bench.workload import (
-    Tokens,
-    Workload,
-    bos_token,
-    check_fits,
-    check_untraced,
-    draw_tokens,
-    warm_up,
-)
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import HOST, Launch
 from workbench.progress import Bar, bar
@@ -82,13 +74,13 @@ class Profiled(NamedTuple):
     read: Bandwidth
 
 
-def n_steps_of(workload: Workload, n_ubatch: int) -> int:
+def n_steps_of(workload: w.Workload, n_ubatch: int) -> int:
     """How many steps the test has, those that fill its depth left out."""
     return math.ceil(workload.n_prompt / n_ubatch) + workload.n_gen
 
 
 def window_of(
-    workload: Workload, n_ubatch: int, asked: tuple[int, int] | None = None
+    workload: w.Workload, n_ubatch: int, asked: tuple[int, int] | None = None
 ) -> tuple[int, int]:
     """The steps to trace, (first, n): those asked for, or the last 8 (all, where there are fewer).
 
@@ -112,7 +104,7 @@ def window_of(
 
 def profile_test(
     engine: Engine,
-    workload: Workload,
+    workload: w.Workload,
     window: tuple[int, int] | None = None,
     *,
     repetitions: int = 5,
@@ -124,16 +116,16 @@ def profile_test(
     Raises UsageError for a test that does not fit the context, for a window outside it, and while
     the engine is traced.
     """
-    check_fits(engine, workload)
-    check_untraced(engine)
+    w.check_fits(engine, workload)
+    w.check_untraced(engine)
     window = window_of(workload, engine.config.n_ubatch, window)
     if repetitions < 1:
         raise UsageError(f"repetitions={repetitions} must be at least 1")
-    bos, n_vocab = bos_token(engine), engine.model.n_vocab
+    bos, n_vocab = w.bos_token(engine), engine.model.n_vocab
     read = read_bandwidth(engine)
-    warm_up([engine], workload, seed, bos)
+    w.warm_up([engine], workload, seed, bos)
     stamped = runs_on_device(engine)
-    drawn = [draw_tokens(workload, n_vocab, seed, n, bos) for n in range(repetitions + 1)]
+    drawn = [w.draw_tokens(workload, n_vocab, seed, n, bos) for n in range(repetitions + 1)]
     steps = stamped_steps(engine, drawn[:-1], stamped)
     phases = counted_steps(engine, drawn[-1])
     untraced = steps[["n_tokens", "host_us"]].itertuples(index=False)
@@ -144,7 +136,7 @@ def profile_test(
 
 def trace_steps(
     engine: Engine,
-    tokens: Tokens,
+    tokens: w.Tokens,
     window: tuple[int, int],
     collector: str = "auto",
     untraced: Sequence[tuple[int, float]] = (),
@@ -169,7 +161,7 @@ def runs_on_device(engine: Engine) -> bool:
     return any(isinstance(c, Launch) and c.stream.backend != HOST for c in commands)
 
 
-def stamped_steps(engine: Engine, drawn: list[Tokens], stamped: bool = True) -> pd.DataFrame:
+def stamped_steps(engine: Engine, drawn: list[w.Tokens], stamped: bool = True) -> pd.DataFrame:
     """A row for each step of each repetition, untraced. drawn: the tokens of the repetitions.
     stamped: whether the device has times (`runs_on_device`).
 
@@ -187,7 +179,7 @@ def stamped_steps(engine: Engine, drawn: list[Tokens], stamped: bool = True) -> 
     return pd.concat(rows, ignore_index=True)[STEPS]
 
 
-def _repetition(engine: Engine, tokens: Tokens, stamped: bool, left: Bar) -> pd.DataFrame:
+def _repetition(engine: Engine, tokens: w.Tokens, stamped: bool, left: Bar) -> pd.DataFrame:
     """One repetition's rows. A step that began after something was written has no gap."""
     engine.reset()
     _fill(engine, tokens)
@@ -221,7 +213,7 @@ def _stamps(engine: Engine, stamped: bool) -> AbstractContextManager[Sequence[tu
     return engine.stamped() if stamped else nullcontext([])
 
 
-def counted_steps(engine: Engine, tokens: Tokens) -> pd.DataFrame:
+def counted_steps(engine: Engine, tokens: w.Tokens) -> pd.DataFrame:
     """A row for each step of one more repetition, untraced: n_tokens, and what the host spent on
     each of PHASES, us. Apart from the stamped ones, for reading the counters lengthens a gap."""
     engine.reset()
@@ -251,7 +243,7 @@ def read_bandwidth(engine: Engine) -> Bandwidth:
     return Bandwidth(rates[best], f"{note}; {void}" if void else note)
 
 
-def _steps(engine: Engine, tokens: Tokens) -> list[tuple[list[int], Outputs]]:
+def _steps(engine: Engine, tokens: w.Tokens) -> list[tuple[list[int], Outputs]]:
     """The calls of `Engine.step` that the test is: what each computes, and which logits of it."""
     n = engine.config.n_ubatch
     parts = [tokens.prompt[i : i + n] for i in range(0, len(tokens.prompt), n)]
@@ -259,6 +251,6 @@ def _steps(engine: Engine, tokens: Tokens) -> list[tuple[list[int], Outputs]]:
     return calls + [(part, "last") for part in (*parts[-1:], *([token] for token in tokens.gen))]
 
 
-def _fill(engine: Engine, tokens: Tokens) -> None:
+def _fill(engine: Engine, tokens: w.Tokens) -> None:
     if tokens.depth:
         engine.prefill(tokens.depth)

@@ -18,16 +18,8 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from workbench.bench import until as stopping
+from workbench.bench import workload as w
 from workbench.bench.until import Until
-from workbench.bench.workload import (
-    Sample,
-    Tokens,
-    Workload,
-    bos_token,
-    draw_tokens,
-    take_sample,
-    warm_up,
-)
 from workbench.progress import HIDDEN, Bar, bar
 
 if TYPE_CHECKING:
@@ -66,7 +58,7 @@ def interleave(
 class Repetition(NamedTuple):
     """One arm's part in one round of a test. n_rounds: how many there will probably be."""
 
-    workload: Workload
+    workload: w.Workload
     round_: int
     n_rounds: int
     arm: int
@@ -82,7 +74,7 @@ class Trials:
     def __init__(
         self,
         engines: Sequence[Engine],
-        workloads: Sequence[Workload],
+        workloads: Sequence[w.Workload],
         rounds: int,
         seed: int,
         until: Until | None = None,
@@ -100,10 +92,10 @@ class Trials:
 
     def measure(
         self,
-        workload: Workload,
-        taken: Callable[[Repetition, Sample], None],
+        workload: w.Workload,
+        taken: Callable[[Repetition, w.Sample], None],
         begins: Callable[[Repetition], None] = lambda one: None,
-        whole: Callable[[int, dict[int, Sample]], None] = lambda round_, found: None,
+        whole: Callable[[int, dict[int, w.Sample]], None] = lambda round_, found: None,
     ) -> None:
         """All rounds of one of the workloads that are still missing.
 
@@ -111,9 +103,9 @@ class Trials:
         samples) after each round. All arms of a round are fed the same tokens.
         """
         test, n_arms = workload.name, len(self.engines)
-        n_vocab, bos = self.engines[0].model.n_vocab, bos_token(self.engines[0])
+        n_vocab, bos = self.engines[0].model.n_vocab, w.bos_token(self.engines[0])
         with ExitStack() as stack:
-            left, n_rounds, tokens = HIDDEN, 0, Tokens([], [], [])
+            left, n_rounds, tokens = HIDDEN, 0, w.Tokens([], [], [])
 
             def rounds() -> Iterator[int]:
                 nonlocal left, n_rounds, tokens
@@ -123,15 +115,15 @@ class Trials:
                         left = stack.enter_context(self._bar(workload, n_left))
                     left.total = left.done + n_left * workload.n_cells
                     left.detail = stopping.reached(self.ended.get(test))
-                    tokens = draw_tokens(workload, n_vocab, self.seed, round_, bos)
+                    tokens = w.draw_tokens(workload, n_vocab, self.seed, round_, bos)
                     yield round_
 
-            def measure(round_: int, arm: int) -> Sample | None:
+            def measure(round_: int, arm: int) -> w.Sample | None:
                 if (test, round_, arm) in self.rates:
                     return None
                 one = Repetition(workload, round_, n_rounds, arm)
                 begins(one)
-                sample = take_sample(self.engines[arm], workload, tokens, left)
+                sample = w.take_sample(self.engines[arm], workload, tokens, left)
                 self.rates[test, round_, arm] = sample.tokens_per_second
                 taken(one, sample)
                 return sample
@@ -145,14 +137,14 @@ class Trials:
             rows.append([self.rates[test, len(rows), arm] for arm in range(n)])
         return rows
 
-    def _bar(self, workload: Workload, n_left: int) -> AbstractContextManager[Bar]:
+    def _bar(self, workload: w.Workload, n_left: int) -> AbstractContextManager[Bar]:
         limit_s = self.until.at_most_s if self.until else math.inf
         expected_s = min(n_left * self._each_s, limit_s)
         return bar(
             label_of(workload, self.workloads), n_left * workload.n_cells, "tokens", expected_s
         )
 
-    def _rounds(self, workload: Workload) -> Iterator[tuple[int, int]]:
+    def _rounds(self, workload: w.Workload) -> Iterator[tuple[int, int]]:
         """The rounds to run, and how many there will be: a fixed number, or until it is known.
         The engines are warmed up before the first.
 
@@ -163,8 +155,8 @@ class Trials:
 
         def warm() -> None:
             begun = time.monotonic()
-            bos = bos_token(self.engines[0])
-            warm = warm_up(self.engines, workload, self.seed, bos, once=self.once)
+            bos = w.bos_token(self.engines[0])
+            warm = w.warm_up(self.engines, workload, self.seed, bos, once=self.once)
             self.warm_ups[test] = warm._asdict()
             self._each_s = (time.monotonic() - begun) / warm.rounds / n_arms
 
@@ -191,7 +183,7 @@ class Trials:
         self._spent_s += self.ended[test]["seconds"] - before
 
 
-def label_of(workload: Workload, every: Sequence[Workload]) -> str:
+def label_of(workload: w.Workload, every: Sequence[w.Workload]) -> str:
     """`tg128`, and of several tests `tg128 (test 2 of 3)`."""
     where = f" (test {every.index(workload) + 1} of {len(every)})" if len(every) > 1 else ""
     return f"{workload}{where}"

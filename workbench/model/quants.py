@@ -30,30 +30,17 @@ from typing import NamedTuple
 import numpy as np
 
 from workbench.errors import UsageError
-from workbench.graph.ir import (
-    BF16,
-    F16,
-    F32,
-    MXFP4,
-    Q4_0,
-    Q4_K,
-    Q5_K,
-    Q6_K,
-    Q8_0,
-    Q8_ACT,
-    WEIGHT_DTYPES,
-    DType,
-)
+from workbench.graph import ir
 
-BLOCKS: dict[DType, np.dtype] = {
-    Q8_0: np.dtype([("d", "<f2"), ("qs", "i1", 32)]),
-    Q4_0: np.dtype([("d", "<f2"), ("qs", "u1", 16)]),
-    MXFP4: np.dtype([("e", "u1"), ("qs", "u1", 16)]),
-    Q4_K: np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)]),
-    Q5_K: np.dtype(
+BLOCKS: dict[ir.DType, np.dtype] = {
+    ir.Q8_0: np.dtype([("d", "<f2"), ("qs", "i1", 32)]),
+    ir.Q4_0: np.dtype([("d", "<f2"), ("qs", "u1", 16)]),
+    ir.MXFP4: np.dtype([("e", "u1"), ("qs", "u1", 16)]),
+    ir.Q4_K: np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)]),
+    ir.Q5_K: np.dtype(
         [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)]
     ),
-    Q6_K: np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")]),
+    ir.Q6_K: np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")]),
 }
 MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
@@ -126,22 +113,22 @@ def _q6_k(b: np.ndarray) -> np.ndarray:
     return (d[:, :, None] * _f32(q.reshape(-1, 16, 16))).reshape(-1, 256)
 
 
-_DEQUANTIZE: dict[DType, Callable[[np.ndarray], np.ndarray]] = {
-    Q8_0: _q8_0,
-    Q4_0: _q4_0,
-    MXFP4: _mxfp4,
-    Q4_K: _q4_k,
-    Q5_K: _q5_k,
-    Q6_K: _q6_k,
+_DEQUANTIZE: dict[ir.DType, Callable[[np.ndarray], np.ndarray]] = {
+    ir.Q8_0: _q8_0,
+    ir.Q4_0: _q4_0,
+    ir.MXFP4: _mxfp4,
+    ir.Q4_K: _q4_k,
+    ir.Q5_K: _q5_k,
+    ir.Q6_K: _q6_k,
 }  # blocks (n,) of BLOCKS[dtype] -> float32 (n, dtype.block)
 
 
-def dequantize(data: np.ndarray, dtype: DType, shape: tuple[int, ...]) -> np.ndarray:
+def dequantize(data: np.ndarray, dtype: ir.DType, shape: tuple[int, ...]) -> np.ndarray:
     """The weights in `data`, uint8 of any shape in file order, as a new float32 array of `shape`.
 
     Raises UsageError where data, type and shape do not fit one another.
     """
-    if dtype not in WEIGHT_DTYPES:
+    if dtype not in ir.WEIGHT_DTYPES:
         raise UsageError(f"{dtype.name} is no weight type; types are {_names()}")
     rows = math.prod(shape[:-1])
     if data.dtype != np.uint8 or data.size != rows * dtype.row_bytes(shape[-1]):
@@ -150,11 +137,11 @@ def dequantize(data: np.ndarray, dtype: DType, shape: tuple[int, ...]) -> np.nda
             f"{rows * dtype.row_bytes(shape[-1])} bytes as uint8"
         )
     data = np.ascontiguousarray(data).reshape(-1)
-    if dtype == F32:
+    if dtype == ir.F32:
         return data.view("<f4").astype(np.float32).reshape(shape)
-    if dtype == F16:
+    if dtype == ir.F16:
         return data.view("<f2").astype(np.float32).reshape(shape)
-    if dtype == BF16:
+    if dtype == ir.BF16:
         return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
     blocks = data.view(BLOCKS[dtype])
     out = np.empty((len(blocks), dtype.block), np.float32)
@@ -174,7 +161,7 @@ class ActivationPlanes(NamedTuple):
 
 def activation_planes(cols: int) -> ActivationPlanes:
     """Where the planes of a Q8_ACT row of `cols` lie; UsageError where cols is not n * 32."""
-    return ActivationPlanes(0, cols, cols + cols // 8, Q8_ACT.row_bytes(cols))
+    return ActivationPlanes(0, cols, cols + cols // 8, ir.Q8_ACT.row_bytes(cols))
 
 
 def quantize_activations(x: np.ndarray) -> np.ndarray:
@@ -213,7 +200,7 @@ def unpack_activations(rows: np.ndarray, cols: int) -> tuple[np.ndarray, np.ndar
 
 
 def random_blocks(
-    rng: np.random.Generator, dtype: DType, rows: int, cols: int, std: float
+    rng: np.random.Generator, dtype: ir.DType, rows: int, cols: int, std: float
 ) -> np.ndarray:
     """Random weights of mean about 0 and standard deviation about `std`: uint8 (rows, row_bytes).
 
@@ -225,14 +212,14 @@ def random_blocks(
     Raises UsageError for a std whose scales a type cannot hold.
     """
     n_bytes = rows * dtype.row_bytes(cols)
-    if dtype not in WEIGHT_DTYPES or not 0 < std < math.inf:
+    if dtype not in ir.WEIGHT_DTYPES or not 0 < std < math.inf:
         raise UsageError(f"random {dtype.name} of std {std}: want one of {_names()} and std > 0")
-    if dtype == F32:
+    if dtype == ir.F32:
         values = rng.standard_normal((rows, cols), np.float32)
         values *= np.float32(std)
         return values.view(np.uint8)
     raw = rng.bit_generator.random_raw(-(-n_bytes // 8)).view(np.uint8)[:n_bytes]
-    if dtype in (F16, BF16):
+    if dtype in (ir.F16, ir.BF16):
         table, words = _normal_table(dtype, std), raw.view("<u2")
         for i in range(0, len(words), 1 << 16):
             words[i : i + (1 << 16)] = table[words[i : i + (1 << 16)]]
@@ -251,10 +238,10 @@ def _normal_quantiles() -> np.ndarray:
 
 
 @lru_cache(8)
-def _normal_table(dtype: DType, std: float) -> np.ndarray:
+def _normal_table(dtype: ir.DType, std: float) -> np.ndarray:
     """The quantiles times std, as uint16 patterns of F16 or BF16."""
     values = (_normal_quantiles() * std).astype(np.float32)
-    if dtype == F16:
+    if dtype == ir.F16:
         return values.astype("<f2").view("<u2")
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")  # round half to even
@@ -324,13 +311,13 @@ def _finish_q6_k(b: np.ndarray, std: float) -> None:
     _draw(_scales(std / unit, False), b["d"])
 
 
-_FINISH: dict[DType, Callable[[np.ndarray, float], None]] = {
-    Q8_0: _finish_q8_0,
-    Q4_0: _finish_q4_0,
-    MXFP4: _finish_mxfp4,
-    Q4_K: lambda b, std: _finish_k45(b, std, 16),
-    Q5_K: lambda b, std: _finish_k45(b, std, 32),
-    Q6_K: _finish_q6_k,
+_FINISH: dict[ir.DType, Callable[[np.ndarray, float], None]] = {
+    ir.Q8_0: _finish_q8_0,
+    ir.Q4_0: _finish_q4_0,
+    ir.MXFP4: _finish_mxfp4,
+    ir.Q4_K: lambda b, std: _finish_k45(b, std, 16),
+    ir.Q5_K: lambda b, std: _finish_k45(b, std, 32),
+    ir.Q6_K: _finish_q6_k,
 }  # turns blocks of random bits into valid ones, in place
 
 
@@ -339,4 +326,4 @@ def _rms(values: np.ndarray) -> float:
 
 
 def _names() -> str:
-    return ", ".join(d.name for d in WEIGHT_DTYPES)
+    return ", ".join(d.name for d in ir.WEIGHT_DTYPES)

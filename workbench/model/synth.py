@@ -23,16 +23,7 @@ import numpy as np
 
 from workbench.errors import ModelFileError, UsageError
 from workbench.graph.ir import DType
-from workbench.model.presets import (
-    QUANTS,
-    Preset,
-    TensorSpec,
-    find_preset,
-    quant_name,
-    rope_factors,
-    tensor_type,
-    tensors,
-)
+from workbench.model import presets
 from workbench.model.synth_vocab import build_vocab, corpus
 from workbench.output import check_writable, is_replaced, writing
 from workbench.progress import BYTES, bar
@@ -50,8 +41,8 @@ def tiny_name(preset: str, quant: str) -> str:
 TINY: list[tuple[str, str, str]] = [
     (tiny_name(preset, quant), preset, quant)
     for preset, quants in (
-        ("tiny-llama", QUANTS),
-        ("tiny-qwen3", QUANTS),
+        ("tiny-llama", presets.QUANTS),
+        ("tiny-qwen3", presets.QUANTS),
         ("tiny-llama-spm", ("F16", "Q4_0")),
         ("tiny-llama-bias", ("F32", "Q8_0")),
         ("tiny-qwen2", ("F32", "Q8_0")),
@@ -80,8 +71,8 @@ def write_model(
     Raises UsageError for an unknown preset, quant or head type, and for a file that is in the way.
     It also does where the disk is too small or does not let us write.
     """
-    shape, quant, out = find_preset(preset), quant_name(quant), Path(out)
-    head = quant_name(head) if head is not None else None
+    shape, quant, out = presets.find_preset(preset), presets.quant_name(quant), Path(out)
+    head = presets.quant_name(head) if head is not None else None
     record = _record(preset, quant, head, seed)
     if is_replaced(out) and not force:
         if read_record(out) == record:
@@ -89,7 +80,9 @@ def write_model(
         raise UsageError(
             f"{out} exists and is not this model; choose another name, or overwrite it with --force"
         )
-    typed = [(spec, tensor_type(spec, shape, quant, head)) for spec in tensors(shape)]
+    typed = [
+        (spec, presets.tensor_type(spec, shape, quant, head)) for spec in presets.tensors(shape)
+    ]
     total = sum(_nbytes(spec, dtype) for spec, dtype in typed)
     check_writable(out, parents=True, n_bytes=total)
     with writing(out, parents=True) as file:
@@ -136,17 +129,19 @@ def _record(preset: str, quant: str, head: str | None, seed: int) -> str:
     return json.dumps(fields, sort_keys=True)
 
 
-def _nbytes(spec: TensorSpec, dtype: DType) -> int:
+def _nbytes(spec: presets.TensorSpec, dtype: DType) -> int:
     return math.prod(spec.shape[:-1]) * dtype.row_bytes(spec.shape[-1])
 
 
-def _chunks(spec: TensorSpec, dtype: DType, preset: Preset, seed: int) -> Iterator[np.ndarray]:
+def _chunks(
+    spec: presets.TensorSpec, dtype: DType, preset: presets.Preset, seed: int
+) -> Iterator[np.ndarray]:
     """The bytes of one tensor, some rows at a time; independent of every other tensor."""
     from workbench.model.quants import random_blocks
 
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
     if spec.kind == "rope":
-        yield rope_factors(preset)
+        yield presets.rope_factors(preset)
     elif spec.kind == "norm":
         yield (1 + 0.1 * rng.standard_normal(spec.shape)).astype(np.float32)
     elif spec.kind == "bias":
@@ -162,9 +157,9 @@ def _write(
     file: BufferedWriter,
     title: str,
     name: str,
-    preset: Preset,
+    preset: presets.Preset,
     quant: str,
-    typed: list[tuple[TensorSpec, DType]],
+    typed: list[tuple[presets.TensorSpec, DType]],
     record: str,
     seed: int,
     bar_bytes: int,
@@ -195,11 +190,11 @@ def _write(
             writer.write_padding(file, _nbytes(spec, dtype))
 
 
-def _add_metadata(writer: Any, name: str, preset: Preset, quant: str) -> None:
+def _add_metadata(writer: Any, name: str, preset: presets.Preset, quant: str) -> None:
     p, vocab = preset, build_vocab(preset)
     writer.add_type("model")
     writer.add_name(f"{name} with random weights")
-    writer.add_file_type(QUANTS[quant].file_type)
+    writer.add_file_type(presets.QUANTS[quant].file_type)
     writer.add_quantization_version(2)
     writer.add_block_count(p.n_layer)
     writer.add_context_length(p.n_ctx)

@@ -11,16 +11,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from workbench.config import (
-    CopyStream,
-    HostSource,
-    InputOrder,
-    NCopies,
-    StepWait,
-    Switch,
-    SyncMode,
-    Toggles,
-)
+from workbench import config
 from workbench.errors import DeviceError, UsageError
 from workbench.program.capabilities import Capabilities
 
@@ -37,13 +28,13 @@ class Rule(NamedTuple):
 
 
 RULES: dict[str, Rule] = {
-    SyncMode.PER_COPY: Rule(True, False, True, False),
-    SyncMode.BLOCKING_COPIES: Rule(False, True, True, True),
-    SyncMode.COPY_BOUNDARY: Rule(False, True, False, True),
-    SyncMode.PACKED: Rule(False, True, False, True, packed=True),
-    SyncMode.EVENT_GUARDED: Rule(False, True, False, False, guarded=True),
-    SyncMode.WRITE_READ_BOUNDARY: Rule(False, False, False, True),
-    SyncMode.IMPLICIT: Rule(False, False, False, False),
+    config.SyncMode.PER_COPY: Rule(True, False, True, False),
+    config.SyncMode.BLOCKING_COPIES: Rule(False, True, True, True),
+    config.SyncMode.COPY_BOUNDARY: Rule(False, True, False, True),
+    config.SyncMode.PACKED: Rule(False, True, False, True, packed=True),
+    config.SyncMode.EVENT_GUARDED: Rule(False, True, False, False, guarded=True),
+    config.SyncMode.WRITE_READ_BOUNDARY: Rule(False, False, False, True),
+    config.SyncMode.IMPLICIT: Rule(False, False, False, False),
 }  # from the most waits to the fewest; with equal waits, from the most copies
 
 
@@ -52,14 +43,14 @@ class Ordering(NamedTuple):
     never `auto`."""
 
     sync: str
-    copy_stream: str = CopyStream.OWN
-    host_source: str = HostSource.PINNED
-    input_order: str = InputOrder.GRAPH
-    step_wait: str = StepWait.EVERY
-    n_copies: str = NCopies.ONE
+    copy_stream: str = config.CopyStream.OWN
+    host_source: str = config.HostSource.PINNED
+    input_order: str = config.InputOrder.GRAPH
+    step_wait: str = config.StepWait.EVERY
+    n_copies: str = config.NCopies.ONE
 
     @classmethod
-    def of(cls, toggles: Toggles) -> Ordering:
+    def of(cls, toggles: config.Toggles) -> Ordering:
         """What an engine's toggles ask for."""
         values = toggles.to_dict()
         return cls(*(values[name] for name in cls._fields))
@@ -86,7 +77,7 @@ class Ordering(NamedTuple):
 
 _NO_EVENTS = "it has no events"
 _LOOSE = "an event does not stand behind its copies"
-RINGS: dict[str, int] = {HostSource.PINNED_RING_2: 2, HostSource.PINNED_RING_4: 4}
+RINGS: dict[str, int] = {config.HostSource.PINNED_RING_2: 2, config.HostSource.PINNED_RING_4: 4}
 
 
 def choose_ordering(
@@ -99,14 +90,14 @@ def choose_ordering(
     cannot honour one of the toggles, UsageError where they race.
     """
     able = capabilities
-    if wanted.copy_stream == CopyStream.OWN and able.n_streams < 2:
+    if wanted.copy_stream == config.CopyStream.OWN and able.n_streams < 2:
         raise DeviceError(
             f"copy_stream=own needs two streams and the {device} device has {able.n_streams}; use "
             "copy_stream=compute"
         )
     if reason := _refusal_of_rings(wanted, able):
         raise DeviceError(f"the {device} device cannot honour {reason}")
-    if wanted.sync == SyncMode.AUTO:
+    if wanted.sync == config.SyncMode.AUTO:
         modes = [_on_a_stream(wanted._replace(sync=mode), able) for mode in RULES]
         return [o for o in modes if not (_refusal(o, able) or race_of(o, able))][-1]
     wanted = _on_a_stream(wanted, able)
@@ -117,7 +108,7 @@ def choose_ordering(
         )
     if not unsafe and (race := race_of(wanted, able)):
         toggles = [f"sync={wanted.sync}", f"copy_stream={wanted.copy_stream}"]
-        if wanted.step_wait != StepWait.EVERY:  # then where inputs lie decides, too
+        if wanted.step_wait != config.StepWait.EVERY:  # then where inputs lie decides, too
             toggles += [f"host_source={wanted.host_source}", f"step_wait={wanted.step_wait}"]
         raise UsageError(
             f"toggles {' and '.join(toggles)} race on the {device} device: {race} (`workbench "
@@ -128,22 +119,22 @@ def choose_ordering(
 
 def _on_a_stream(o: Ordering, able: Capabilities) -> Ordering:
     """With the stream that a mode's copies ride by default, where none is named."""
-    if o.copy_stream != CopyStream.AUTO:
+    if o.copy_stream != config.CopyStream.AUTO:
         return o
     own = (o.rule.blocking or o.rule.guarded) and able.n_streams > 1
-    return o._replace(copy_stream=CopyStream.OWN if own else CopyStream.COMPUTE)
+    return o._replace(copy_stream=config.CopyStream.OWN if own else config.CopyStream.COMPUTE)
 
 
 def _refusal_of_rings(o: Ordering, able: Capabilities) -> str:
     """Which ring a backend cannot honour, why, and what to use; empty where it can. A ring needs
     events, which say when its memory comes free."""
-    ring = f"host_source={o.host_source}", f"use host_source={HostSource.PINNED}"
+    ring = f"host_source={o.host_source}", f"use host_source={config.HostSource.PINNED}"
     if o.host_ring > 1 and not able.events:
         return f"{ring[0]}: {_NO_EVENTS}; {ring[1]}"
     if o.host_ring > 1 and not able.one_order:
         return f"{ring[0]}: {_LOOSE}; {ring[1]}"
     if o.device_ring > 1 and not able.events:
-        return f"n_copies={o.n_copies}: {_NO_EVENTS}; use n_copies={NCopies.ONE}"
+        return f"n_copies={o.n_copies}: {_NO_EVENTS}; use n_copies={config.NCopies.ONE}"
     return ""
 
 
@@ -162,10 +153,10 @@ def _refusal(o: Ordering, able: Capabilities) -> str:
 
 def race_of(o: Ordering, able: Capabilities) -> str:
     """What races under an ordering on a backend that can honour it; empty where nothing does."""
-    rule, train = o.rule, o.step_wait != StepWait.EVERY
+    rule, train = o.rule, o.step_wait != config.StepWait.EVERY
     drained = rule.blocking or rule.wait_after  # the host goes on when the copies have landed
     apart = o.host_ring > 1  # and waits before it writes where copies are made from
-    with_launches = able.one_order and o.copy_stream == CopyStream.COMPUTE
+    with_launches = able.one_order and o.copy_stream == config.CopyStream.COMPUTE
     if not able.asynchronous_copies:
         return ""
     if not (drained or rule.guarded or with_launches):
@@ -179,9 +170,9 @@ def race_of(o: Ordering, able: Capabilities) -> str:
 
 def choose_pdl(pdl: str, capabilities: Capabilities, device: str) -> bool:
     """Whether launches may be programmatic. Raises DeviceError where the backend cannot do it."""
-    if pdl == Switch.ON and not capabilities.programmatic:
+    if pdl == config.Switch.ON and not capabilities.programmatic:
         raise DeviceError(
             f"the {device} device cannot honour pdl=on: it has no programmatic dependent launch "
             "(CUDA, compute capability 9.0 or later); use pdl=off"
         )
-    return pdl == Switch.ON
+    return pdl == config.Switch.ON

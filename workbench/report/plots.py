@@ -14,20 +14,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from workbench.report.style import (
-    BAND,
-    BLUE,
-    FONT,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    picture,
-    plain_axes,
-)
+from workbench.report import style
 from workbench.report.timelines import timeline, timeline_pair, timelines
 
 __all__ = ["per_token", "speedup", "timeline", "timeline_pair", "timelines"]
@@ -41,15 +28,15 @@ def speedup(summary: Any) -> Figure:
     """
     rows = summary if isinstance(summary, pd.DataFrame) else summary.summary()
     rows = rows.reset_index(drop=True)
-    fig = picture(9, 1.25 + 0.34 * max(len(rows), 1))
+    fig = style.picture(9, 1.25 + 0.34 * max(len(rows), 1))
     ax = fig.add_subplot()
     ys = np.arange(len(rows))[::-1]
     for y, row in zip(ys, rows.to_dict("records"), strict=True):
         if pd.notna(row["band_low"]):
             ax.fill_betweenx(
-                [y - 0.5, y + 0.5], row["band_low"], row["band_high"], color=BAND, lw=0
+                [y - 0.5, y + 0.5], row["band_low"], row["band_high"], color=style.BAND, lw=0
             )
-        colour, marker, filled = VERDICT_LOOKS.get(row["verdict"], (GREY, "o", False))
+        colour, marker, filled = VERDICT_LOOKS.get(row["verdict"], (style.GREY, "o", False))
         if pd.notna(row["low"]):
             ax.plot([row["low"], row["high"]], [y, y], color=colour, lw=2, solid_capstyle="butt")
         ax.plot(
@@ -57,31 +44,31 @@ def speedup(summary: Any) -> Figure:
             mfc=colour if filled else "white",
         )  # fmt: skip
         ax.annotate(
-            f"{row['speedup']:.3f}  {row['verdict']}", (1.01, y), fontsize=FONT, va="center",
+            f"{row['speedup']:.3f}  {row['verdict']}", (1.01, y), fontsize=style.FONT, va="center",
             xycoords=("axes fraction", "data"), annotation_clip=False,
         )  # fmt: skip
-    ax.axvline(1, color=INK, lw=0.8, ls="--", zorder=1)
+    ax.axvline(1, color=style.INK, lw=0.8, ls="--", zorder=1)
     low, high = ax.get_xlim()
     ax.set_xlim(min(low, 0.98), max(high, 1.02))  # a per mille must not look like a difference
-    ax.set_yticks(ys, _row_labels(rows), fontsize=FONT)
+    ax.set_yticks(ys, _row_labels(rows), fontsize=style.FONT)
     ax.set_ylim(-0.6, max(len(rows), 1) - 0.4)
     ax.ticklabel_format(axis="x", style="plain", useOffset=False)
-    ax.set_xlabel("speedup: t/s toggled / t/s baseline (bar: 95 % interval)", fontsize=FONT)
-    plain_axes(ax)
+    ax.set_xlabel("speedup: t/s toggled / t/s baseline (bar: 95 % interval)", fontsize=style.FONT)
+    style.plain_axes(ax)
     fig.legend(
-        handles=[Patch(color=BAND, label="A/A band: what no change looks like on this machine")],
-        loc="outside lower center", fontsize=FONT, frameon=False,
+        handles=[Patch(color=style.BAND, label=BAND_WORDS)],
+        loc="outside lower center", fontsize=style.FONT, frameon=False,
     )  # fmt: skip
     return fig
 
 
 # verdict -> colour, marker, filled
 VERDICT_LOOKS = {
-    "faster": (BLUE, ">", True),
-    "slower": (VERMILION, "<", True),
-    "no difference": (INK, "o", False),
+    "faster": (style.BLUE, ">", True),
+    "slower": (style.VERMILION, "<", True),
+    "no difference": (style.INK, "o", False),
 }
-ARM_COLOURS = (INK, BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
+BAND_WORDS = "A/A band: what no change looks like on this machine"
 ARM_LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 ARM_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -101,11 +88,12 @@ def per_token(samples: pd.DataFrame, test: str | None = None) -> Figure:
     if test not in tests:
         raise ValueError(f"no test that times single tokens ({test or 'none given'}): {tests}")
     tokens = tokens[tokens["test"] == test].assign(ms=lambda t: t["ns"] / 1e6)
-    fig = picture(11, 3.4)
+    fig = style.picture(11, 3.4)
     left, right = fig.subplots(1, 2)
+    colours = style.SERIES
     for i, (arm, part) in enumerate(tokens.groupby("arm", sort=False)):
         look = {
-            "color": GREY if part["is_control"].iloc[0] else ARM_COLOURS[i % len(ARM_COLOURS)],
+            "color": style.GREY if part["is_control"].iloc[0] else colours[i % len(colours)],
             "ls": ARM_LINES[i % len(ARM_LINES)],
             "lw": 1.4,
             "marker": ARM_MARKERS[i % len(ARM_MARKERS)],
@@ -126,23 +114,23 @@ def per_token(samples: pd.DataFrame, test: str | None = None) -> Figure:
         beyond = int((tokens["ms"] > edge).sum())
         left.annotate(
             f"{beyond} of {len(tokens)} tokens beyond, up to {slowest:.3g} ms",
-            (0.98, 0.1), xycoords="axes fraction", ha="right", fontsize=FONT - 1,
+            (0.98, 0.1), xycoords="axes fraction", ha="right", fontsize=style.FONT - 1,
             bbox={"color": "white"},
         )  # fmt: skip
-    left.set_xlabel("time of a token (ms)", fontsize=FONT)
-    left.set_ylabel("share of tokens done", fontsize=FONT)
-    right.set_xlabel("token", fontsize=FONT)
-    right.set_ylabel("median time (ms)", fontsize=FONT)
-    left.set_title(test, loc="left", fontsize=FONT + 2, fontweight="bold")
+    left.set_xlabel("time of a token (ms)", fontsize=style.FONT)
+    left.set_ylabel("share of tokens done", fontsize=style.FONT)
+    right.set_xlabel("token", fontsize=style.FONT)
+    right.set_ylabel("median time (ms)", fontsize=style.FONT)
+    left.set_title(test, loc="left", fontsize=style.FONT + 2, fontweight="bold")
     for ax in (left, right):
-        ax.tick_params(labelsize=FONT)
+        ax.tick_params(labelsize=style.FONT)
         ax.ticklabel_format(style="plain", useOffset=False)
         ax.grid(color="#DDDDDD", lw=0.6)
         ax.set_axisbelow(True)
         ax.spines[["top", "right"]].set_visible(False)
     handles, names = left.get_legend_handles_labels()
     fig.legend(
-        handles, names, loc="outside lower center", ncols=min(len(names), 6), fontsize=FONT,
+        handles, names, loc="outside lower center", ncols=min(len(names), 6), fontsize=style.FONT,
         frameon=False, handlelength=4,
     )  # fmt: skip
     return fig

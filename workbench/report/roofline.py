@@ -146,19 +146,9 @@ def _title(run: Mapping[str, Any], kinds: Sequence[str]) -> str:
 
 
 def _look(i: int, filled: bool) -> dict[str, Any]:
-    from workbench.report.style import (
-        BLUE,
-        GREEN,
-        GREY,
-        INK,
-        ORANGE,
-        PURPLE,
-        SKY,
-        VERMILION,
-    )
+    from workbench.report import style
 
-    colours = (INK, BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY)
-    colour = colours[i % len(colours)]
+    colour = (*style.SERIES, style.GREY)[i % (len(style.SERIES) + 1)]
     return {
         "ls": "",
         "marker": "os^DvPX*"[i % 8],

@@ -17,22 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from workbench.report.style import (
-    BLUE,
-    FONT,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PALE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    YELLOW,
-    picture,
-    plain_axes,
-    plain_number,
-)
+from workbench.report import style
 from workbench.trace.spans import HOST_LANE
 
 NOTE = "traced: shows where time goes, not throughput"
@@ -50,18 +35,18 @@ class Look(NamedTuple):
 
 # what a span is (a device span: its kind) -> its look
 LOOKS = {
-    "launch": Look("launch", BLUE, "#4796CC", "", 1.0),
-    "copy": Look("copy", ORANGE, ORANGE, "////", 1.0),
+    "launch": Look("launch", style.BLUE, "#4796CC", "", 1.0),
+    "copy": Look("copy", style.ORANGE, style.ORANGE, "////", 1.0),
     "sync": Look("sync (the host waits)", "white", "white", "xxxx", 0.7),
-    "build": Look("build (batch, graph, program)", YELLOW, YELLOW, "\\\\", 0.6),
-    "write": Look("write", GREY, GREY, "", 0.45),
-    "read": Look("read", PURPLE, PURPLE, "", 0.45),
-    "record": Look("record", GREEN, GREEN, "", 0.25),
-    "wait": Look("wait (of a stream)", SKY, SKY, "....", 0.25),
+    "build": Look("build (batch, graph, program)", style.YELLOW, style.YELLOW, "\\\\", 0.6),
+    "write": Look("write", style.GREY, style.GREY, "", 0.45),
+    "read": Look("read", style.PURPLE, style.PURPLE, "", 0.45),
+    "record": Look("record", style.GREEN, style.GREEN, "", 0.25),
+    "wait": Look("wait (of a stream)", style.SKY, style.SKY, "....", 0.25),
 }
-EDGES = {"sync": VERMILION, "copy": "#8A5A00", "build": "#8F8600"}
+EDGES = {"sync": style.VERMILION, "copy": "#8A5A00", "build": "#8F8600"}
 # kind -> the column that names its wide spans, and the text's colour
-LABELS = {"launch": ("op", "white"), "build": ("name", INK)}
+LABELS = {"launch": ("op", "white"), "build": ("name", style.INK)}
 LANE, BRACKET, SPACE = 0.8, 0.26, 0.3  # heights, in rows
 IN_A_LINE = 6  # of the legend, at most
 MOST_SYNC_LINES = 40  # more would hide what they mark
@@ -90,7 +75,7 @@ def timeline(
     """
     part = _steps(_frame(frame), steps)
     lanes = _lanes(part)
-    fig = picture(11, 1.35 + 0.52 * (len(lanes) + 1))
+    fig = style.picture(11, 1.35 + 0.52 * (len(lanes) + 1))
     ax = fig.add_subplot()
     _draw(ax, part, lanes, _window(window_us, [part]))
     if title is None:
@@ -138,7 +123,7 @@ def _stacked(
     parts = [_steps(frame, number) for frame, number in zip(frames, numbers, strict=True)]
     lanes = _lanes(pd.concat(parts))
     ends = [_extent_us(p) for p in parts]
-    fig = picture(11, (2.0 + 1.04 * (len(lanes) + 1)) * len(frames) / 2)
+    fig = style.picture(11, (2.0 + 1.04 * (len(lanes) + 1)) * len(frames) / 2)
     axes = list(np.atleast_1d(fig.subplots(len(frames), 1, sharex=True)))
     window = _window(window_us, parts)
     for ax, part, label, end in zip(axes, parts, labels, ends, strict=True):
@@ -214,7 +199,7 @@ def _inputs_us(part: pd.DataFrame, on: str) -> float:
 def _title(ax: Axes, text: str) -> None:
     """At the left above the axes, on as many lines as it needs."""
     lines = textwrap.fill(text, TITLE_LETTERS)
-    ax.set_title(lines, loc="left", fontsize=FONT + 2, fontweight="bold")
+    ax.set_title(lines, loc="left", fontsize=style.FONT + 2, fontweight="bold")
 
 
 def _clip(part: pd.DataFrame, first: float, last: float) -> pd.DataFrame:
@@ -250,7 +235,7 @@ def _draw(
         bottom = top - LANE
         centres.append((top + bottom) / 2)
         end = own_end if own_end is not None else last
-        ax.fill_between([0, end], bottom, top, color=PALE, lw=0, zorder=0)
+        ax.fill_between([0, end], bottom, top, color=style.PALE, lw=0, zorder=0)
         kinds = spans["kind"].where(spans["category"] == "device", spans["category"])
         for kind, look in LOOKS.items():
             _boxes(ax, spans[kinds == kind], look, kind, bottom, width)
@@ -258,26 +243,27 @@ def _draw(
             busy, plural = _time(_busy_us(spans)), "" if len(spans) == 1 else "s"
             ax.annotate(
                 f"{len(spans)} span{plural}\n{busy} busy", (1.005, centres[-1]),
-                xycoords=("axes fraction", "data"), fontsize=FONT - 1, va="center", color=INK,
+                xycoords=("axes fraction", "data"), fontsize=style.FONT - 1, va="center",
+                color=style.INK,
             )  # fmt: skip
         top = bottom - SPACE
     if HOST_LANE in lanes:
         _sync_points(ax, syncs, commands_top, top + SPACE, window)
-    ax.set_yticks(centres, lanes, fontsize=FONT)
+    ax.set_yticks(centres, lanes, fontsize=style.FONT)
     ax.set_ylim(top + SPACE - 0.1, 0.1)
     ax.set_xlim(first, last + 0.002 * width)
     if own_end is not None:
         if own_end <= last:
-            ax.axvline(own_end, color=INK, lw=1)
+            ax.axvline(own_end, color=style.INK, lw=1)
         # beside the storeys of the host's row, where nothing else is written
         ax.annotate(
             f"{_time(own_end)} in all", (1.005, 1.0), xycoords="axes fraction", va="top",
-            fontsize=FONT - 1, fontweight="bold",
+            fontsize=style.FONT - 1, fontweight="bold",
         )  # fmt: skip
     unit = 1e3 if width >= 20_000 else 1
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: plain_number(x / unit)))
-    ax.set_xlabel(f"time ({'ms' if unit > 1 else 'us'})", fontsize=FONT)
-    plain_axes(ax)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: style.plain_number(x / unit)))
+    ax.set_xlabel(f"time ({'ms' if unit > 1 else 'us'})", fontsize=style.FONT)
+    style.plain_axes(ax)
 
 
 def _brackets(ax: Axes, spans: pd.DataFrame, top: float, width: float) -> float:
@@ -287,9 +273,9 @@ def _brackets(ax: Axes, spans: pd.DataFrame, top: float, width: float) -> float:
         for row in rows.itertuples():
             ax.broken_barh(
                 [(row.start_us, row.dur_us)], (top - BRACKET, BRACKET * 0.86),
-                facecolor="white", edgecolor=INK, lw=0.6, zorder=2,
+                facecolor="white", edgecolor=style.INK, lw=0.6, zorder=2,
             )  # fmt: skip
-            _label(ax, row.name, row.start_us, row.dur_us, top - BRACKET * 0.57, width, INK)
+            _label(ax, row.name, row.start_us, row.dur_us, top - BRACKET * 0.57, width, style.INK)
         top -= BRACKET
     return top - 0.12
 
@@ -327,8 +313,8 @@ def _label(
     """Writes `text` into a span that is wide enough for it."""
     if isinstance(text, str) and dur / width > 0.0085 * len(text):
         ax.text(
-            start + dur / 2, y, text, fontsize=FONT - 1.5, color=colour, ha="center", va="center",
-            clip_on=True, zorder=4,
+            start + dur / 2, y, text, fontsize=style.FONT - 1.5, color=colour, ha="center",
+            va="center", clip_on=True, zorder=4,
         )  # fmt: skip
 
 
@@ -339,11 +325,13 @@ def _sync_points(
     starts, ends = syncs["start_us"], syncs["start_us"] + syncs["dur_us"]
     starts, ends = starts[starts.between(*window)], ends[ends.between(*window)]
     ax.plot(
-        starts, np.full(len(starts), top + 0.04), "v", color=VERMILION, ms=4, mew=0,
+        starts, np.full(len(starts), top + 0.04), "v", color=style.VERMILION, ms=4, mew=0,
         zorder=5,
     )  # fmt: skip
     if len(ends) <= MOST_SYNC_LINES:
-        ax.vlines(ends, bottom, top, color=VERMILION, lw=0.6, ls=(0, (3, 3)), alpha=0.7, zorder=1)
+        ax.vlines(
+            ends, bottom, top, color=style.VERMILION, lw=0.6, ls=(0, (3, 3)), alpha=0.7, zorder=1
+        )
 
 
 def _busy_us(spans: pd.DataFrame) -> float:
@@ -369,10 +357,10 @@ def _finish(fig: Figure, axes: list[Axes], part: pd.DataFrame) -> None:
         )
         for kind, look in LOOKS.items() if kind in kinds
     ]  # fmt: skip
-    handles.append(Patch(facecolor=PALE, label="no span: a stream idle, the host in Python"))
+    handles.append(Patch(facecolor=style.PALE, label="no span: a stream idle, the host in Python"))
     lines = math.ceil(len(handles) / IN_A_LINE)
     fig.legend(
         handles=handles, loc="outside lower center", ncols=math.ceil(len(handles) / lines),
-        fontsize=FONT, frameon=False, title=NOTE, title_fontsize=FONT - 1,
+        fontsize=style.FONT, frameon=False, title=NOTE, title_fontsize=style.FONT - 1,
     )  # fmt: skip
-    axes[-1].tick_params(axis="x", labelsize=FONT)
+    axes[-1].tick_params(axis="x", labelsize=style.FONT)

@@ -13,26 +13,17 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from workbench.trace import lanes as tracks
 from workbench.trace.flows import Flow, flows_of
-from workbench.trace.lanes import (
-    ABOUT,
-    THREAD_ID,
-    flat,
-    lanes_of,
-    nesting_order,
-    process_and_track,
-    processes_of,
-    rows_of,
-)
 from workbench.trace.spans import HOST_LANE, Span
 
 
 def encode(spans: Iterable[Span], about: Mapping[str, Any] | None = None) -> bytes:
     """The JSON object, UTF-8. `otherData` has `about` and `origin_ns`, the clock's value at 0."""
-    spans = sorted(spans, key=nesting_order)
+    spans = sorted(spans, key=tracks.nesting_order)
     origin = spans[0].start_ns if spans else 0
-    lanes = lanes_of(spans)
-    pids = processes_of([HOST_LANE, *lanes])
+    lanes = tracks.lanes_of(spans)
+    pids = tracks.processes_of([HOST_LANE, *lanes])
     events: list[dict[str, Any]] = [
         _named("process_name", pid, 0, process) for process, pid in pids.items()
     ]
@@ -40,13 +31,13 @@ def encode(spans: Iterable[Span], about: Mapping[str, Any] | None = None) -> byt
     n_threads = 0
     if about:
         n_threads = 1
-        here = pids[process_and_track(HOST_LANE)[0]], THREAD_ID + n_threads
-        events += [_named("thread_name", *here, ABOUT), _mark(flat(about), *here)]
+        here = pids[tracks.process_and_track(HOST_LANE)[0]], tracks.THREAD_ID + n_threads
+        events += [_named("thread_name", *here, tracks.ABOUT), _mark(tracks.flat(about), *here)]
     for lane in lanes:
-        process, name = process_and_track(lane)
-        for row in rows_of(spans, [n for n, s in enumerate(spans) if s.lane == lane]):
+        process, name = tracks.process_and_track(lane)
+        for row in tracks.rows_of(spans, [n for n, s in enumerate(spans) if s.lane == lane]):
             n_threads += 1
-            here = pids[process], THREAD_ID + n_threads
+            here = pids[process], tracks.THREAD_ID + n_threads
             events.append(_named("thread_name", *here, name))
             begun = [n for is_begin, n in row if is_begin]
             thread_of |= dict.fromkeys(begun, here)
@@ -68,7 +59,7 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 def _mark(about: Mapping[str, Any], pid: int, tid: int) -> dict[str, Any]:
     """An instant at the start whose args say what the trace is of."""
     where = {"ph": "i", "s": "p", "ts": 0, "pid": pid, "tid": tid}
-    return where | {"name": ABOUT, "cat": "about", "args": _args(about)}
+    return where | {"name": tracks.ABOUT, "cat": "about", "args": _args(about)}
 
 
 def _slice(span: Span, origin: int, pid: int, tid: int) -> dict[str, Any]:

@@ -30,18 +30,8 @@ from perfetto.trace_builder.proto_builder import TraceProtoBuilder
 
 from workbench.output import writing
 from workbench.trace import chrome
+from workbench.trace import lanes as tracks
 from workbench.trace.flows import flows_of
-from workbench.trace.lanes import (
-    ABOUT,
-    HOST_PROCESS,
-    THREAD_ID,
-    flat,
-    lanes_of,
-    nesting_order,
-    process_and_track,
-    processes_of,
-    rows_of,
-)
 from workbench.trace.spans import HOST_LANE, Span
 
 SEQUENCE = 1  # the one packet sequence of our traces: interned numbers belong to it
@@ -69,14 +59,14 @@ def write(
 
 def encode(spans: Iterable[Span], about: Mapping[str, Any] | None = None) -> bytes:
     """The spans as one serialised `perfetto.protos.Trace`."""
-    spans = sorted(spans, key=nesting_order)
+    spans = sorted(spans, key=tracks.nesting_order)
     writer = _Writer(spans)
-    lanes = lanes_of(spans)
+    lanes = tracks.lanes_of(spans)
     writer.add_processes(lanes)
     if about:
         writer.add_about(about, spans[0].start_ns if spans else 0)
     for lane in lanes:
-        for row in rows_of(spans, [n for n, s in enumerate(spans) if s.lane == lane]):
+        for row in tracks.rows_of(spans, [n for n, s in enumerate(spans) if s.lane == lane]):
             track = writer.add_track(lane)
             for is_begin, n in row:
                 if is_begin:
@@ -110,7 +100,7 @@ class _Writer:
     def add_processes(self, lanes: list[str]) -> None:
         """Opens the sequence, and describes a process per device that has a lane."""
         self._packet().sequence_flags = TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
-        self._pids = processes_of([HOST_LANE, *lanes])
+        self._pids = tracks.processes_of([HOST_LANE, *lanes])
         for process, pid in self._pids.items():
             track = self._packet().track_descriptor
             track.uuid = PROCESS_UUID + pid
@@ -120,22 +110,22 @@ class _Writer:
     def add_track(self, lane: str, name: str = "") -> int:
         """Describes one more track of `lane`; returns its uuid."""
         self._n_tracks += 1
-        process, own = process_and_track(lane)
+        process, own = tracks.process_and_track(lane)
         track = self._packet().track_descriptor
         track.uuid = self._n_tracks
         track.parent_uuid = PROCESS_UUID + self._pids[process]
         track.thread.pid = self._pids[process]
-        track.thread.tid = THREAD_ID + self._n_tracks
+        track.thread.tid = tracks.THREAD_ID + self._n_tracks
         track.thread.thread_name = name or own
         return self._n_tracks
 
     def add_about(self, about: Mapping[str, Any], at_ns: int) -> None:
         """A mark at the start, on a track of its own in the host's process."""
-        event, packet = self._event(self.add_track(HOST_PROCESS, ABOUT), at_ns)
+        event, packet = self._event(self.add_track(tracks.HOST_PROCESS, tracks.ABOUT), at_ns)
         event.type = TrackEvent.TYPE_INSTANT
-        event.name_iid = self._intern(packet, "event_names", ABOUT)
+        event.name_iid = self._intern(packet, "event_names", tracks.ABOUT)
         event.category_iids.append(self._intern(packet, "event_categories", "about"))
-        self._annotate(packet, event, flat(about))
+        self._annotate(packet, event, tracks.flat(about))
 
     def add_begin(self, n: int, track: int) -> None:
         span = self._spans[n]

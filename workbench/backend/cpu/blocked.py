@@ -21,24 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from workbench.backend.cpu import matvec
 from workbench.backend.cpu.decode import Code, CodeBlock, code_of
 from workbench.backend.cpu.interleave import FORMATS, GROUP, pack_unit, row_addresses
 from workbench.backend.cpu.isa import Isa, Tile, dot4
-from workbench.backend.cpu.matvec import (
-    CHUNK,
-    TILE_COLS,
-    add_block,
-    columns,
-    scales,
-    starts,
-    store_group,
-    token_row,
-)
 from workbench.backend.cpu.vector import Body, Emit, Value
 from workbench.sizes import round_up
 
 VECTOR = 64  # bytes of 16 float32, or of 4 codes of 16 rows
-SUBS = TILE_COLS // 32  # blocks of 32 columns of a tile
+SUBS = matvec.TILE_COLS // 32  # blocks of 32 columns of a tile
 
 Store = Callable[[Emit, Value, CodeBlock], None]  # emit, address in the tile, block
 # emit, first block of 32 columns of the tile, number of blocks, tokens, addresses of their sums
@@ -63,7 +54,7 @@ def _body(
         n_groups = (n_rows + (GROUP - 1)) // GROUP
         packed = e.stack(unit_bytes) if layout == "file" else None
         decoded = e.stack(SUBS * sub_bytes)
-        sums = e.stack(round_up(CHUNK, tile.tokens) * tile.groups * VECTOR)
+        sums = e.stack(round_up(matvec.CHUNK, tile.tokens) * tile.groups * VECTOR)
         product = multiply(decoded, x, cols)
         start, stop = e.share((n_groups + (tile.groups - 1)) // tile.groups, part, n_parts)
 
@@ -88,8 +79,8 @@ def _body(
         def panel_chunk(panel: Value, t0: Value, t1: Value) -> None:
             with e.loop(0, (t1 - t0) * (tile.groups * VECTOR), VECTOR) as at:
                 e.store(e.const("f32", 0.0, GROUP), sums + at)
-            with e.loop(0, n_units, TILE_COLS // fmt.cols) as first:
-                last = e.min(first + TILE_COLS // fmt.cols, n_units)
+            with e.loop(0, n_units, matvec.TILE_COLS // fmt.cols) as first:
+                last = e.min(first + matvec.TILE_COLS // fmt.cols, n_units)
                 decode(panel, first, last)
                 with e.loop(t0, t1, tile.tokens) as t:
                     # a token past the last is the last again; nobody reads its sum
@@ -101,10 +92,10 @@ def _body(
                 row = (panel * tile.groups + g) * GROUP
                 with e.when(row.compare("<", n_rows)):
                     at = sums + (t - t0) * (tile.groups * VECTOR) + g * VECTOR
-                    store_group(e, dst, t, row, n_rows, e.load("f32", at, GROUP))
+                    matvec.store_group(e, dst, t, row, n_rows, e.load("f32", at, GROUP))
 
-        with e.loop(0, n_tokens, CHUNK) as t0:
-            t1 = e.min(t0 + CHUNK, n_tokens)
+        with e.loop(0, n_tokens, matvec.CHUNK) as t0:
+            t1 = e.min(t0 + matvec.CHUNK, n_tokens)
             with e.loop(start, stop) as panel:
                 panel_chunk(panel, t0, t1)
 
@@ -127,7 +118,7 @@ def blocked_body(dtype: str, layout: str, isa: Isa) -> Body:
         def of_tile(
             e: Emit, first: Value, n_subs: Value, tokens: list[Value], sums: list[Value]
         ) -> None:
-            rows = [token_row(x, t, cols, first) for t in tokens]
+            rows = [matvec.token_row(x, t, cols, first) for t in tokens]
             with e.loop(0, n_subs) as s:
                 at = decoded + s * sub_bytes
                 _sub_product(e, isa, code, at, rows, s, sums)
@@ -143,19 +134,19 @@ def _sub_product(
     """Adds the products of the decoded block of 32 columns at `at` to the sums at `sums_at`."""
     n_groups = isa.tile.groups
     wide = n_groups * VECTOR
-    first = [starts(e, isa, code, row, sub) for row in rows]
+    first = [matvec.starts(e, isa, code, row, sub) for row in rows]
     totals: list[list[list[Value]]] = [[[] for _ in range(n_groups)] for _ in rows]
     for part, words in enumerate(code.parts):
         acc = [[start[part]] * n_groups for start in first]
         for c in words:
             w = [e.load(code.kind, at + (c * wide + g * VECTOR), 64) for g in range(n_groups)]
             for t, row in enumerate(rows):
-                q = columns(e, row, sub, c)
+                q = matvec.columns(e, row, sub, c)
                 acc[t] = [dot4(e, isa, a, w[g], q) for g, a in enumerate(acc[t])]
         for t, sums in enumerate(acc):
             for g, total in enumerate(sums):
                 totals[t][g].append(total)
-    xs = [scales(e, isa, code, row, sub) for row in rows]
+    xs = [matvec.scales(e, isa, code, row, sub) for row in rows]
     for g in range(n_groups):
         factors = [
             e.load(kind, at + ((8 + f) * wide + g * VECTOR), GROUP)
@@ -163,7 +154,9 @@ def _sub_product(
         ]
         for t, sum_at in enumerate(sums_at):
             before = e.load("f32", sum_at + g * VECTOR, GROUP)
-            e.store(add_block(e, code, factors, totals[t][g], xs[t], before), sum_at + g * VECTOR)
+            e.store(
+                matvec.add_block(e, code, factors, totals[t][g], xs[t], before), sum_at + g * VECTOR
+            )
 
 
 def dequantised_body(dtype: str, layout: str, isa: Isa) -> Body:

@@ -27,17 +27,8 @@ import numpy as np
 
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Issue
-from workbench.backend.cpu import base, op_table
-from workbench.backend.cpu.loops import (
-    AWAIT,
-    COMPLETED,
-    COPY,
-    HOST_YIELD_NS,
-    MAX_PARTS,
-    WORKER_YIELD_NS,
-    push_wait,
-    record,
-)
+from workbench.backend.cpu import base, loops, op_table
+from workbench.backend.cpu.loops import record
 from workbench.backend.cpu.ring import MemoryBlock, Ring, Signal, aligned_zeros, command_words
 from workbench.backend.issued import Issued, Words
 from workbench.errors import DeviceError
@@ -98,7 +89,7 @@ class EmbeddedGate:
 
     def __init__(self, ring: Ring):
         self._signal = Signal()
-        ring.push(AWAIT, 1, (self._signal.address, 1, ring.address))
+        ring.push(loops.AWAIT, 1, (self._signal.address, 1, ring.address))
         self._passed = (ring, ring.issued)
 
     @property
@@ -130,8 +121,8 @@ class EmbeddedDevice(base.CpuBackend):
         self.workers = base.n_workers(threads)
         self.description = f"embedded device, {self.workers} workers, {base.cpu_name()}"
         self.waiting = (
-            f"yields for {HOST_YIELD_NS // 1000} us, then sleeps on a condition variable; idle "
-            f"workers yield for {WORKER_YIELD_NS // 1000} us, the copy stream for "
+            f"yields for {loops.HOST_YIELD_NS // 1000} us, then sleeps on a condition variable; "
+            f"idle workers yield for {loops.WORKER_YIELD_NS // 1000} us, the copy stream for "
             f"{COPY_YIELD_NS // 1000} us"
         )
         self.pageable = pageable
@@ -169,9 +160,9 @@ class EmbeddedDevice(base.CpuBackend):
         memory, source = self.allocate(nbytes, Space.DEVICE), int(data.ctypes.data)
         ring = self.streams[COMPUTE_STREAM]
         # More parts than workers: the first touch of new memory takes some workers longer.
-        parts = max(1, min(nbytes // LOAD_PART_BYTES, MAX_PARTS))
+        parts = max(1, min(nbytes // LOAD_PART_BYTES, loops.MAX_PARTS))
         if layout == "file":
-            ring.push(COPY, parts, (memory.address, source, nbytes))
+            ring.push(loops.COPY, parts, (memory.address, source, nbytes))
         else:
             kernel = op_table.kernel_address(("repack", tensor.dtype.name))
             ring.push(kernel, parts, (memory.address, source, rows, cols))
@@ -214,8 +205,8 @@ class EmbeddedDevice(base.CpuBackend):
         ring = self.streams[stream]
         if self.pageable == "snapshot" and not to_host and not self._is_pinned(src):
             return self._copy_snapshot(dst, src, nbytes, ring)
-        parts = max(1, min(nbytes // COPY_PART_BYTES, ring.n_workers, MAX_PARTS))
-        return ring.prepare(COPY, parts, (dst, src, nbytes), pointers=(0, 1))
+        parts = max(1, min(nbytes // COPY_PART_BYTES, ring.n_workers, loops.MAX_PARTS))
+        return ring.prepare(loops.COPY, parts, (dst, src, nbytes), pointers=(0, 1))
 
     def copy_to_peer(
         self, peer: EmbeddedDevice, dst: int, src: int, nbytes: int, stream: int
@@ -233,7 +224,7 @@ class EmbeddedDevice(base.CpuBackend):
             to, source, size = args
             taken = np.empty(size, np.uint8)
             ctypes.memmove(taken.ctypes.data, source, size)
-            ring.push(COPY, 1, (to, int(taken.ctypes.data), size))
+            ring.push(loops.COPY, 1, (to, int(taken.ctypes.data), size))
             self._keep(taken)
 
         return Issued(issue, ("snapshot",), Words(args, (0, 1)))
@@ -243,7 +234,7 @@ class EmbeddedDevice(base.CpuBackend):
 
     def record(self, event: Event, stream: int) -> Issued:
         ring = self.streams[stream]
-        event.rings[ring.address + COMPLETED] = ring
+        event.rings[ring.address + loops.COMPLETED] = ring
         block = MemoryBlock(array("q", (event.address,)), (0,), 0, 1)
         control, address = ring.address, block.address
 
@@ -254,12 +245,12 @@ class EmbeddedDevice(base.CpuBackend):
 
     def wait(self, event: Event, stream: int) -> Issued:
         ring = self.streams[stream]
-        command = command_words(AWAIT, 1, (0, 0, ring.address))
+        command = command_words(loops.AWAIT, 1, (0, 0, ring.address))
         block = MemoryBlock(array("q", (event.address, *command)), (0,), 0, 1)
         control, address, slow = ring.address, block.address, ring.push_slowly
 
         def issue(_kept: object = (event, block)) -> None:
-            if push_wait(control, address):
+            if loops.push_wait(control, address):
                 slow(address + 8)
 
         return Issued(issue, ("wait", stream), block)

@@ -13,29 +13,8 @@ from functools import cache
 
 import numpy as np
 
-from workbench.backend.cpu.loops import (
-    COMPLETED,
-    CONTROL_BYTES,
-    ENTRIES,
-    ENTRY_BYTES,
-    HOST_YIELD_NS,
-    ISSUED,
-    MAX_ARGS,
-    NOBODY,
-    PUSHED,
-    RING_SIZE,
-    SIGNAL_BYTES,
-    SLICE_NS,
-    STAMP_SIZE,
-    STAMPS,
-    WORKER_YIELD_NS,
-    init_signal,
-    publish,
-    push,
-    run_worker,
-    stop,
-    wait_slice,
-)
+from workbench.backend.cpu import loops
+from workbench.backend.cpu.loops import publish, push
 from workbench.backend.issued import Issued
 from workbench.errors import DeviceError
 
@@ -56,8 +35,8 @@ def aligned_zeros(nbytes: int, alignment: int = 64) -> np.ndarray:
 def command_words(function: int, parts: int, args: Sequence[int | float]) -> array[int]:
     """The command that `push` takes, int64: function, parts, number of arguments, arguments (a
     float as its bits). Raises DeviceError for more than MAX_ARGS."""
-    if len(args) > MAX_ARGS:
-        raise DeviceError(f"a kernel with {len(args)} arguments; the ring takes {MAX_ARGS}")
+    if len(args) > loops.MAX_ARGS:
+        raise DeviceError(f"a kernel with {len(args)} arguments; the ring takes {loops.MAX_ARGS}")
     words = [_float_bits(arg) if type(arg) is float else arg for arg in args]
     return array("q", [function, parts, len(args), *words])  # type: ignore[list-item]
 
@@ -116,9 +95,9 @@ class Signal:
     """A counter in shared memory that compiled code and the host can wait for. Starts at 0."""
 
     def __init__(self) -> None:
-        self.memory = aligned_zeros(SIGNAL_BYTES)
+        self.memory = aligned_zeros(loops.SIGNAL_BYTES)
         self.address = int(self.memory.ctypes.data)
-        init_signal(self.address)
+        loops.init_signal(self.address)
 
     def publish(self, value: int) -> None:
         publish(self.address, value)
@@ -130,19 +109,19 @@ class Ring:
     Nothing runs before `start`. Safe to push from several Python threads.
     """
 
-    def __init__(self, name: str, n_workers: int, yield_ns: int = WORKER_YIELD_NS):
+    def __init__(self, name: str, n_workers: int, yield_ns: int = loops.WORKER_YIELD_NS):
         self.name = name
         self.n_workers = n_workers
         self.yield_ns = yield_ns
-        self.control = aligned_zeros(CONTROL_BYTES)
-        self.entries = aligned_zeros(RING_SIZE * ENTRY_BYTES)
-        self.stamps = aligned_zeros(STAMP_SIZE * 16)
+        self.control = aligned_zeros(loops.CONTROL_BYTES)
+        self.entries = aligned_zeros(loops.RING_SIZE * loops.ENTRY_BYTES)
+        self.stamps = aligned_zeros(loops.STAMP_SIZE * 16)
         self.address = int(self.control.ctypes.data)
         words = self.control.view(np.int64)
-        words[ENTRIES // 8] = self.entries.ctypes.data
-        words[STAMPS // 8] = self.stamps.ctypes.data
-        init_signal(self.address + ISSUED)
-        init_signal(self.address + COMPLETED)
+        words[loops.ENTRIES // 8] = self.entries.ctypes.data
+        words[loops.STAMPS // 8] = self.stamps.ctypes.data
+        loops.init_signal(self.address + loops.ISSUED)
+        loops.init_signal(self.address + loops.COMPLETED)
         self.words = memoryview(words.data)
         self._threads: list[threading.Thread] = []
         self.closed = False
@@ -164,11 +143,11 @@ class Ring:
     @property
     def issued(self) -> int:
         """Entries pushed so far: the sequence number of the next one."""
-        return self.words[ISSUED // 8]
+        return self.words[loops.ISSUED // 8]
 
     @property
     def completed(self) -> int:
-        return self.words[COMPLETED // 8]
+        return self.words[loops.COMPLETED // 8]
 
     def prepare(
         self,
@@ -203,8 +182,8 @@ class Ring:
         """Pushes where the ring was full: waits for room, a slice at a time."""
         while True:
             self._check()
-            self.wait(self.issued - RING_SIZE + 2)
-            if push(self.address, command) == PUSHED:
+            self.wait(self.issued - loops.RING_SIZE + 2)
+            if push(self.address, command) == loops.PUSHED:
                 return
 
     def wait(self, sequence: int) -> None:
@@ -212,8 +191,8 @@ class Ring:
 
         Raises DeviceError where the ring is closed or has lost its threads.
         """
-        signal = self.address + COMPLETED
-        while not wait_slice(signal, sequence, HOST_YIELD_NS, SLICE_NS):
+        signal = self.address + loops.COMPLETED
+        while not loops.wait_slice(signal, sequence, loops.HOST_YIELD_NS, loops.SLICE_NS):
             self._check()
 
     def _check(self) -> None:
@@ -229,12 +208,12 @@ class Ring:
 
         Raises DeviceError where the entry is not complete or more than STAMP_SIZE entries old.
         """
-        if not self.issued - STAMP_SIZE <= sequence < self.completed:
+        if not self.issued - loops.STAMP_SIZE <= sequence < self.completed:
             raise DeviceError(
                 f"{self.name}: entry {sequence} has no stamp; resolve marks after waiting for the "
-                f"work between them and within {STAMP_SIZE} entries"
+                f"work between them and within {loops.STAMP_SIZE} entries"
             )
-        row = self.stamps.view(np.int64).reshape(STAMP_SIZE, 2)[sequence % STAMP_SIZE]
+        row = self.stamps.view(np.int64).reshape(loops.STAMP_SIZE, 2)[sequence % loops.STAMP_SIZE]
         return int(row[0]), int(row[1])
 
     def close(self, drain: bool = True) -> None:
@@ -247,12 +226,12 @@ class Ring:
         finally:
             self.closed = True
             issued = self.issued
-            stop(self.address)
+            loops.stop(self.address)
             for thread in self._threads:
                 thread.join()
-            self.words[ISSUED // 8] = issued  # `stop` raised it to wake the workers
+            self.words[loops.ISSUED // 8] = issued  # `stop` raised it to wake the workers
 
 
 def _worker(control: int, yield_ns: int, memory: tuple[np.ndarray, ...]) -> None:
     """A worker's thread: one call into compiled code, until shutdown. It holds `memory`."""
-    run_worker(control, NOBODY, yield_ns)
+    loops.run_worker(control, loops.NOBODY, yield_ns)

@@ -12,18 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workbench.backend.args import pack, variant
+from workbench.backend.cuda import elementwise as elementwise_
 from workbench.backend.cuda import gemm, matvec
-from workbench.backend.cuda.elementwise import (
-    elementwise,
-    norm_parts,
-    rms_scale,
-    rope_store_parts,
-    rotation,
-    second,
-    square_sums,
-    swiglu_quantize_parts,
-    unread,
-)
 from workbench.backend.cuda.gemm import Epilogue
 from workbench.backend.cuda.kernel import CLUSTERS, HOPPER, Kernel, Operands, Work, blocks
 from workbench.backend.cuda.matvec import HeadNorm, Norm, Scale, Segment, X
@@ -53,7 +43,7 @@ def _segment(product: Product, p: Operands, output: Tensor | None = None) -> Seg
     """What a launch is told of one product; its result goes to `output`, or where it belongs."""
     w = product.mul_mat.inputs[0]
     out = output or product.output
-    bias = p.at_if(second(product.bias))
+    bias = p.at_if(elementwise_.second(product.bias))
     return Segment(w.dtype.name, p.at(w), w.shape[0], bias, p.at(out))
 
 
@@ -92,8 +82,8 @@ def _one_product(product: Product, p: Operands) -> list[Work]:
     if _is_float(product) or product.scale is not None:
         multiply = _float_product if _is_float(product) else mul_mat
         works = multiply(product.mul_mat, p)
-        works += [] if product.scale is None else rms_scale(product.scale, p)
-        return works + ([] if product.bias is None else elementwise(product.bias, p))
+        works += [] if product.scale is None else elementwise_.rms_scale(product.scale, p)
+        return works + ([] if product.bias is None else elementwise_.elementwise(product.bias, p))
     return _together([product], p)
 
 
@@ -145,9 +135,9 @@ def product_norm(node: Node, p: Operands) -> list[Work]:
     (product,), (add, squares, mul, *quantize) = _products_of(node.parts)
     inside = p.inside(node)
     if not product_norm_is_one(node):
-        works = _one_by_one([product], inside) + elementwise(add, inside)
-        works += square_sums(squares, inside)
-        return works + norm_parts([mul, *quantize], node, inside)
+        works = _one_by_one([product], inside) + elementwise_.elementwise(add, inside)
+        works += elementwise_.square_sums(squares, inside)
+        return works + elementwise_.norm_parts([mul, *quantize], node, inside)
     made = product.output.storage
     residual = next(t for t in add.inputs if t.storage is not made)
     last = (*quantize, mul)[0].output
@@ -173,12 +163,12 @@ def qkv_rope_store(node: Node, p: Operands) -> list[Work]:
     if not qkv_is_one(node) or (len(tail) > 4 and p.sm < CLUSTERS):
         inside = p.inside(node)
         made = _in_one(products, inside) if few(node) else _one_by_one(products, inside)
-        return made + rope_store_parts(tail, inside)
+        return made + elementwise_.rope_store_parts(tail, inside)
     *norms, q_rope, _, k_store, v_store = tail
-    p = p.inside(node) if unread(node) else p
+    p = p.inside(node) if elementwise_.unread(node) else p
     outputs = (q_rope.output, k_store.output, v_store.output)
     segments = [_segment(product, p, out) for product, out in zip(products, outputs, strict=True)]
-    rotate = rotation(q_rope, k_store, v_store, p)
+    rotate = elementwise_.rotation(q_rope, k_store, v_store, p)
     if norms:
         q_norm, q_mul, _, k_mul = norms
         q_factors, k_factors = p.at(q_mul.inputs[1]), p.at(k_mul.inputs[1])
@@ -218,8 +208,8 @@ def glu(node: Node, p: Operands) -> list[Work]:
     inside = p.inside(node)
     works = _one_by_one(products, inside)
     if quantised:
-        return works + swiglu_quantize_parts([swiglu, *quantize], inside)
-    return works + elementwise(swiglu, inside)
+        return works + elementwise_.swiglu_quantize_parts([swiglu, *quantize], inside)
+    return works + elementwise_.elementwise(swiglu, inside)
 
 
 def glu_is_one(node: Node) -> bool:

@@ -15,26 +15,13 @@ from typing import Any, NamedTuple
 
 from workbench.graph import ops
 from workbench.graph.ir import Kind, Node
+from workbench.program import commands as cmd
 from workbench.program.check.clocks import Clocks
 from workbench.program.check.intervals import Tags, cut, tags
 from workbench.program.check.wording import Missing
-from workbench.program.commands import (
-    HOST,
-    Command,
-    Copy,
-    Launch,
-    Program,
-    Range,
-    Read,
-    Record,
-    Stream,
-    Sync,
-    Wait,
-    Write,
-)
 
 Declared = Callable[[Node], bool]
-Ranges = tuple[Range, ...]
+Ranges = tuple[cmd.Range, ...]
 Act = tuple[int, Callable[..., None], tuple[Any, ...]]  # of which command, a method, its arguments
 
 
@@ -67,7 +54,7 @@ class StepActs:
     backend that its program does not have.
     """
 
-    def __init__(self, steps: Sequence[Program], one_order: bool, declared: Declared | None):
+    def __init__(self, steps: Sequence[cmd.Program], one_order: bool, declared: Declared | None):
         programs = list({id(program): program for program in steps}.values())
         numbers = {id(program): i for i, program in enumerate(programs)}
         self.steps = steps
@@ -76,7 +63,7 @@ class StepActs:
         self.accessors: list[Accessor] = []
         self._one_order = one_order
         self._declared = declared
-        self._timelines: dict[tuple[Stream, bool], int] = {}  # of a stream, or its loose copies
+        self._timelines: dict[tuple[cmd.Stream, bool], int] = {}  # of a stream, or its loose copies
         self._touched: dict[tuple[Ranges, Ranges], int] = {}  # what is read and written: by whom
         self._program = 0
         self._drafts: list[Act | None] = []  # none: the next accessor's
@@ -100,10 +87,10 @@ class StepActs:
 
     # commands as acts, by type --------------------------------------------------------------------
 
-    def _at_once(self, i: int, c: Command) -> None:
+    def _at_once(self, i: int, c: cmd.Command) -> None:
         self._touch(Clocks.on_host, _NO_TIMELINE, i, c.reads, c.writes)
 
-    def _copy(self, i: int, c: Copy) -> None:
+    def _copy(self, i: int, c: cmd.Copy) -> None:
         if self._one_order:
             t = self._timeline(c.stream)
             self._touch(Clocks.in_order, t, i, c.reads, c.writes)
@@ -112,8 +99,8 @@ class StepActs:
             t = self._timeline(c.stream, loose=True)
             self._touch(Clocks.loose, t, i, c.reads, c.writes, Missing.ORDER_OF_COPIES)
 
-    def _launch(self, i: int, c: Launch) -> None:
-        if c.stream.backend == HOST:
+    def _launch(self, i: int, c: cmd.Launch) -> None:
+        if c.stream.backend == cmd.HOST:
             self._at_once(i, c)
             return
         t = self._timeline(c.stream)
@@ -129,13 +116,13 @@ class StepActs:
         self._touch(Clocks.early, t, i, ahead, (), Missing.STREAM_ORDER_OF_WEIGHTS)
         self._touch(Clocks.in_order, t, i, _apart(c.reads, ahead), c.writes)
 
-    def _record(self, i: int, c: Record) -> None:
+    def _record(self, i: int, c: cmd.Record) -> None:
         self._drafts.append((i, Clocks.record, (c.event, self._timeline(c.stream))))
 
-    def _wait(self, i: int, c: Wait) -> None:
+    def _wait(self, i: int, c: cmd.Wait) -> None:
         self._drafts.append((i, Clocks.wait, (c.event, self._timeline(c.stream))))
 
-    def _sync(self, i: int, c: Sync) -> None:
+    def _sync(self, i: int, c: cmd.Sync) -> None:
         if c.event is not None:
             self._drafts.append((i, Clocks.sync, (c.event,)))
         if c.stream is not None:
@@ -143,7 +130,7 @@ class StepActs:
             drained = tuple([self._timeline(c.stream, which) for which in loose])
             self._drafts.append((i, Clocks.drain, (drained,)))
 
-    def _timeline(self, stream: Stream, loose: bool = False) -> int:
+    def _timeline(self, stream: cmd.Stream, loose: bool = False) -> int:
         found = self._timelines.get((stream, loose))
         if found is None:
             stream.words(self.programs[self._program].backends)  # refuses one that is not there
@@ -173,7 +160,7 @@ class StepActs:
 
     def _placed(self, drafted: list[list[Act | None]]) -> list[list[Act]]:
         """Gives accessors the memory they look for and mark, and leaves out what cannot race."""
-        users: dict[Range, int] = {}
+        users: dict[cmd.Range, int] = {}
         for (reads, writes), bits in self._touched.items():
             for r in reads:
                 users[r] = users.get(r, 0) | bits
@@ -213,14 +200,14 @@ class StepActs:
         return made
 
 
-_ACTS: dict[type[Command], Callable[[StepActs, int, Any], None]] = {
-    Write: StepActs._at_once,
-    Read: StepActs._at_once,
-    Copy: StepActs._copy,
-    Launch: StepActs._launch,
-    Record: StepActs._record,
-    Wait: StepActs._wait,
-    Sync: StepActs._sync,
+_ACTS: dict[type[cmd.Command], Callable[[StepActs, int, Any], None]] = {
+    cmd.Write: StepActs._at_once,
+    cmd.Read: StepActs._at_once,
+    cmd.Copy: StepActs._copy,
+    cmd.Launch: StepActs._launch,
+    cmd.Record: StepActs._record,
+    cmd.Wait: StepActs._wait,
+    cmd.Sync: StepActs._sync,
 }
 
 
@@ -263,7 +250,7 @@ def _logs(reads: Ranges, writes: Ranges, found: Tags) -> tuple[tuple[int, ...], 
     return tuple(looks), tuple(marks)
 
 
-def _apart(ranges: Iterable[Range], without: Ranges) -> Ranges:
+def _apart(ranges: Iterable[cmd.Range], without: Ranges) -> Ranges:
     """The bytes of `ranges` that are in none of `without`."""
     left = list(ranges)
     for buffer, offset, nbytes in without:
@@ -276,6 +263,6 @@ def _apart(ranges: Iterable[Range], without: Ranges) -> Ranges:
             if r.offset < offset:
                 parts.append(r._replace(nbytes=offset - r.offset))
             if other < end:
-                parts.append(Range(buffer, other, end - other))
+                parts.append(cmd.Range(buffer, other, end - other))
         left = parts
     return tuple(left)
