@@ -111,21 +111,39 @@ class Batches:
         start, alike = now_ns(), _one_each(work)
         if not alike or self._cache.n_used + len(work) > self._cache.n_ctx:
             return 0
-        following = [(sequence, [0], outputs) for sequence, _, outputs in work]
-        before = self._mask_before(alike)
-        self._next = make_batch(following, self._cache, self._n_vocab, self._n_ubatch, before)
-        self._next_is_for, self._next_is_of = alike, self._cache.n_changes
+        made = None
+        if self._next_is_for == alike and self._next_is_of == self._cache.n_changes - 1:
+            assert self._next is not None
+            made = _following(self._next, self._cache)
+        if made is None:
+            following = [(sequence, [0], outputs) for sequence, _, outputs in work]
+            made = make_batch(following, self._cache, self._n_vocab, self._n_ubatch)
+        self._next, self._next_is_for, self._next_is_of = made, alike, self._cache.n_changes
         end = now_ns()
         self._spent("batch", start, end)
         return end - start
 
-    def _mask_before(self, alike: list[tuple[int, Outputs]]) -> np.ndarray | None:
-        """The mask of the step under way, where nothing but its store came behind it. The step has
-        its own copy in staging memory."""
-        if self._next_is_for != alike or self._next_is_of != self._cache.n_changes - 1:
-            return None
-        assert self._next is not None
-        return self._next.values[MASK].view(np.uint16)
+
+def _following(batch: Batch, cache: KVCache) -> Batch | None:
+    """The batch behind one of a token for each sequence, which has been stored since, and nothing
+    else has changed; None where attention has to look at more cells. It takes the arrays over: the
+    step before has its own copies, in staging memory."""
+    cells = cache.find(batch.shape.n_tokens)
+    if cache.extent(cells) != batch.shape.n_kv:
+        return None
+    mask = batch.values[MASK]
+    if len(cells) == 1:
+        mask[0, cells[0]] = 0
+    else:
+        mask[np.arange(len(cells)), cells] = 0
+    positions = batch.positions + 1
+    values = {
+        **batch.values,
+        "inp_pos": positions,
+        "attn_inp_k_idxs": cells,
+        "attn_inp_v_idxs": cells,
+    }
+    return Batch(batch.shape, values, batch.sequences, positions, cells, batch.counts)
 
 
 def _one_each(work: Work) -> list[tuple[int, Outputs]] | None:
@@ -143,15 +161,13 @@ def make_batch(
     cache: KVCache,
     n_vocab: int,
     n_ubatch: int,
-    mask_before: np.ndarray | None = None,
     new_mask: Callable[[int, int], np.ndarray] = _new_mask,
 ) -> Batch:
     """The next tokens of each sequence of `work`, in its order.
 
-    mask_before: as `KVCache.masks_of_one` has it, where each sequence goes on by one token.
-    new_mask: memory for a mask, (T, n_kv) uint16, where there is none before. Raises UsageError for
-    no tokens, more than n_ubatch in all, a sequence that does not exist or is given twice, ids
-    outside the vocabulary, and a full context. Nothing has changed then.
+    new_mask: memory for a mask, (T, n_kv) uint16. Raises UsageError for no tokens, more than
+    n_ubatch in all, a sequence that does not exist or is given twice, ids outside the vocabulary,
+    and a full context. Nothing has changed then.
     """
     sizes = [len(tokens) for _, tokens, _ in work]
     t = sum(sizes)
@@ -160,10 +176,7 @@ def make_batch(
     ids = check_ids([i for _, tokens, _ in work for i in tokens], n_vocab)
     cells = cache.find(t)
     n_kv = cache.extent(cells)
-    if mask_before is None or mask_before.shape != (t, n_kv):
-        mask, made = new_mask(t, n_kv), False
-    else:
-        mask, made = mask_before, True
+    mask = new_mask(t, n_kv)
     whose, positions, rows, singles, begin = dict[int, None](), [], [], [], 0
     for (sequence, _, outputs), n in zip(work, sizes, strict=True):
         if sequence in whose:
@@ -182,7 +195,7 @@ def make_batch(
     sequences = np.array([*whose], np.int64)
     if t > len(work):
         sequences = np.repeat(sequences, sizes)
-    cache.masks_of_one(sequences, cells, singles, mask, made)
+    cache.masks_of_one(sequences, cells, singles, mask)
     values = {
         "inp_tokens": ids,
         "inp_pos": _joined(positions),

@@ -85,20 +85,13 @@ class KVCache:
         out[:, own] = np.multiply((positions > positions[:, None]).view(np.uint8), _HIDDEN)
 
     def masks_of_one(
-        self,
-        sequences: np.ndarray,
-        cells: np.ndarray,
-        rows: Sequence[int],
-        out: np.ndarray,
-        made: bool = False,
+        self, sequences: np.ndarray, cells: np.ndarray, rows: Sequence[int], out: np.ndarray
     ) -> None:
         """As `mask`, for rows of out whose token is the only one of its sequence: the token sees
-        all cells of the sequence, and its own. made: out is the mask of the same sequences' tokens
-        that were stored last, and nothing has changed since; then only its own are missing."""
+        all cells of the sequence, and its own."""
         n_kv = out.shape[1]
         for row in rows:
-            if not made:
-                out[row] = self._masks[sequences[row], :n_kv]
+            out[row] = self._masks[sequences[row], :n_kv]
             out[row, cells[row]] = 0
 
     def store(
