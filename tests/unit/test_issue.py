@@ -12,7 +12,7 @@ import pytest
 
 import workbench as wb
 from workbench.backend.base import Issue
-from workbench.backend.issue import Call, HostCalls, Prepared, SplitWork, Unwatched, eager
+from workbench.backend.issue import Executed, HostCalls, Prepared, SplitWork, Unwatched, eager
 from workbench.config import SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.program.commands import (
@@ -61,11 +61,9 @@ def values(engine: wb.Engine) -> dict[str, np.ndarray]:
 def commands_of(made: Prepared) -> list[int]:
     found = []
     for segment in made.segments:
-        if isinstance(segment, SplitWork):
-            assert len(segment.commands) == len(segment.issued)
-            found += segment.commands
-        else:
-            found += [n for call in segment.calls for n in call.commands]
+        made = segment.issued if isinstance(segment, SplitWork) else segment.calls
+        assert len(segment.commands) == len(made)
+        found += segment.commands
     return found
 
 
@@ -91,7 +89,7 @@ def test_work_is_what_a_device_is_asked_and_calls_are_the_host_s(engine):
             assert all(isinstance(c, (*ON_DEVICE, Launch)) for c in found)
             assert {c.split for c in found} <= {segment.split, RESULT}
         else:
-            found = [made.program.commands[n] for call in segment.calls for n in call.commands]
+            found = [made.program.commands[n] for n in segment.commands]
             hosts = (Write, Read, Sync)
             assert all(isinstance(c, hosts) or c.stream.backend == 0 for c in found)
 
@@ -131,16 +129,15 @@ def test_another_executor_does_the_same_work(engine):
     """It is given whole works, makes one call of them, and nobody else has to know."""
     given: list[list[SplitWork]] = []
 
-    def whole(works: Sequence[SplitWork]) -> list[Call]:
+    def whole(works: Sequence[SplitWork]) -> Executed:
         given.append(list(works))
         issued = [i for work in works for i in work.issued]
-        numbers = tuple(n for work in works for n in work.commands)
 
         def replay() -> None:
             for command in issued:
                 command()
 
-        return [Call(replay, numbers)]
+        return [replay], [len(issued)]
 
     one_by_one, at_once, inputs = prepared(engine), prepared(engine, whole), values(engine)
     logs = []
@@ -163,14 +160,14 @@ def test_whoever_looks_on_is_given_every_call(engine):
     class Counting(Unwatched):
         def head(self, prepared: Prepared) -> Iterator[Issue]:
             for call in prepared.head:
-                seen.append(call.call)
-                yield call.call
+                seen.append(call)
+                yield call
 
     made, inputs = prepared(engine), values(engine)
     plain = log_of(engine, partial(step, made, inputs))
     watched = log_of(engine, partial(step, made, inputs, Counting()))
     assert watched == plain
-    assert tuple(seen) == made.plain[0]
+    assert tuple(seen) == made.head
 
 
 def test_what_devices_are_asked_is_found_by_number(engine):
@@ -189,7 +186,7 @@ def test_what_devices_are_asked_is_found_by_number(engine):
 def test_neighbours_of_several_devices_go_to_one_executor_together(tiny_model):
     given: list[int] = []
 
-    def counting(works: Sequence[SplitWork]) -> list[Call]:
+    def counting(works: Sequence[SplitWork]) -> Executed:
         given.append(len(works))
         return eager(works)
 

@@ -14,7 +14,7 @@ each command. What replays a captured graph is another executor, and no other fi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,17 +25,12 @@ from workbench.backend.issued import Issued
 from workbench.program.commands import RESULT, Buffer, Program, Read, Sync
 
 
-class Call(NamedTuple):
-    """A call, and the numbers of the program's commands that it performs."""
-
-    call: Issue
-    commands: tuple[int, ...]
-
-
 class HostCalls(NamedTuple):
-    """What the host does between two split works."""
+    """What the host does between two split works. commands: their numbers in the program, one for
+    each of `calls`."""
 
-    calls: tuple[Call, ...]
+    commands: range
+    calls: tuple[Issue, ...]
 
 
 class SplitWork(NamedTuple):
@@ -45,21 +40,21 @@ class SplitWork(NamedTuple):
     """
 
     split: int
-    commands: tuple[int, ...]
+    commands: range
     issued: tuple[Issued, ...]
 
 
 Segment = HostCalls | SplitWork
-Executor = Callable[[Sequence[SplitWork]], Sequence[Call]]
+# Calls that perform the works' commands in their order, and how many commands each performs. (No
+# object for each call: what a step makes anew is what Python's collector has to look through.)
+Executed = tuple[Sequence[Issue], Sequence[int]]
+Executor = Callable[[Sequence[SplitWork]], Executed]
 
 
-def eager(works: Sequence[SplitWork]) -> list[Call]:
+def eager(works: Sequence[SplitWork]) -> Executed:
     """Every command is issued by a call of its own."""
-    return [
-        Call(issued.call, (number,))
-        for work in works
-        for number, issued in zip(work.commands, work.issued, strict=True)
-    ]
+    calls = [issued.call for work in works for issued in work.issued]
+    return calls, [1] * len(calls)
 
 
 class Unwatched:
@@ -68,18 +63,19 @@ class Unwatched:
 
     def head(self, prepared: Prepared) -> Iterable[Issue]:
         """Everything up to the last wait of the host."""
-        return prepared.plain[0]
+        return prepared.head
 
     def tail(self, prepared: Prepared) -> Iterable[Issue]:
         """The wait for the results, and their reads."""
-        return prepared.plain[1]
+        return prepared.tail
 
 
 class Prepared:
     """A program bound to addresses. Lives as long as the memory it was bound to.
 
-    head: the calls before the wait for the results. tail: that wait and the reads. plain: both
-    without the commands' numbers, for steps that nobody looks at.
+    head: the calls before the wait for the results. tail: that wait and the reads. firsts: of each
+    call, the number of the first command that it performs; the next call's first is behind its
+    last.
     """
 
     def __init__(
@@ -98,11 +94,10 @@ class Prepared:
         self._attach()
         self.binding = Binding(program, backends, memory, {} if events is None else events)
         self.segments = _segments(program, self.binding)
-        calls = tuple(_calls(self.segments, execute))
-        end = _first_of_tail(program)
-        n = sum(call.commands[-1] < end for call in calls)
-        self.head, self.tail = calls[:n], calls[n:]
-        self.plain = tuple(c.call for c in self.head), tuple(c.call for c in self.tail)
+        calls, counts = _executed(self.segments, execute)
+        self.firsts = tuple(accumulate(counts, initial=0))
+        n = self.firsts.index(_first_of_tail(program))
+        self.head, self.tail = tuple(calls[:n]), tuple(calls[n:])
 
     @property
     def issued(self) -> dict[int, Issued]:
@@ -141,43 +136,46 @@ def _first_of_tail(program: Program) -> int:
 def _segments(program: Program, binding: Binding) -> list[Segment]:
     """The commands in their order. The copies of the results belong to the last split's work."""
     segments: list[Segment] = []
-    calls: list[Call] = []
-    work: list[tuple[int, Issued]] = []
-    split = RESULT
+    calls: list[Issue] = []
+    issued: list[Issued] = []
+    first, split = 0, RESULT
 
-    def end_calls() -> None:
+    def end(number: int) -> None:
+        """What has been collected since `first` becomes a segment."""
+        nonlocal first
         if calls:
-            segments.append(HostCalls(tuple(calls)))
-            calls.clear()
-
-    def end_work() -> None:
-        if work:
-            numbers, issued = zip(*work, strict=True)
-            segments.append(SplitWork(split, numbers, issued))
-            work.clear()
+            segments.append(HostCalls(range(first, number), tuple(calls)))
+        elif issued:
+            segments.append(SplitWork(split, range(first, number), tuple(issued)))
+        calls.clear()
+        issued.clear()
+        first = number
 
     for number, command in enumerate(program.commands):
         if binding.device_of(command) is None:
-            if work:
-                end_work()
-            calls.append(Call(binding.call(command), (number,)))
+            if issued:
+                end(number)
+            calls.append(binding.call(command))
             continue
-        if calls:
-            end_calls()
-        if work and command.split not in (split, RESULT):
-            end_work()
-        if not work:
+        if calls or (issued and command.split not in (split, RESULT)):
+            end(number)
+        if not issued:
             split = command.split
-        work.append((number, binding.issued(command)))
-    end_calls()
-    end_work()
+        issued.append(binding.issued(command))
+    end(len(program.commands))
     return segments
 
 
-def _calls(segments: Sequence[Segment], execute: Executor) -> Iterable[Call]:
+def _executed(segments: Sequence[Segment], execute: Executor) -> tuple[list[Issue], list[int]]:
+    """The calls of all segments, and how many commands each performs."""
+    calls: list[Issue] = []
+    counts: list[int] = []
     for kind, neighbours in groupby(segments, type):
         if kind is HostCalls:
-            for segment in neighbours:
-                yield from segment.calls  # type: ignore[union-attr]
+            found = [call for part in neighbours for call in part.calls]  # type: ignore[union-attr]
+            made: Executed = found, [1] * len(found)
         else:
-            yield from execute(list(neighbours))  # type: ignore[arg-type]
+            made = execute(list(neighbours))  # type: ignore[arg-type]
+        calls += made[0]
+        counts += made[1]
+    return calls, counts

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from workbench.backend.base import Backend, Issue
-from workbench.backend.issue import Call, Prepared, Unwatched
+from workbench.backend.issue import Prepared, Unwatched
 from workbench.engine.batch import Work, n_tokens
 from workbench.program import commands as c
 from workbench.trace.spans import LOGITS_WAIT, Recorder, now_ns
@@ -81,7 +81,7 @@ class Stamps(Watch):
     def _marked(self, prepared: Prepared) -> tuple[_Work, _Work, list[Issue]]:
         work = list(_device_work(prepared))
         first, last = work[0], work[-1]
-        calls = [call.call for call in prepared.head]
+        calls = list(prepared.head)
         # No cycle through self: a mark's event goes back to its pool when the mark is let go, and
         # the collector would destroy the event with it.
         marks = self._marks
@@ -130,17 +130,19 @@ class Trace(Watch):
 
     def head(self, prepared: Prepared) -> Iterator[Issue]:
         self._recorder.runs(prepared.program, self._step)
-        return self._spans(prepared, prepared.head)
+        return self._spans(prepared, prepared.head, prepared.firsts)
 
     def tail(self, prepared: Prepared) -> Iterator[Issue]:
-        return self._spans(prepared, prepared.tail)
+        return self._spans(prepared, prepared.tail, prepared.firsts[len(prepared.head) :])
 
-    def _spans(self, prepared: Prepared, calls: Iterable[Call]) -> Iterator[Issue]:
-        """Hands out each call between the begin and the end of its span."""
+    def _spans(
+        self, prepared: Prepared, calls: Iterable[Issue], firsts: Iterable[int]
+    ) -> Iterator[Issue]:
+        """Hands out each call between the begin and the end of its span. firsts: the number of
+        the command that each call begins with."""
         recorder, step, commands = self._recorder, self._step, prepared.program.commands
         split, split_handle, split_start = c.RESULT, None, 0
-        for call in calls:
-            number = call.commands[0]
+        for call, number in zip(calls, firsts, strict=False):
             command = commands[number]
             if command.split != split:
                 self._end_split(prepared, split, split_handle, split_start)
@@ -154,7 +156,7 @@ class Trace(Watch):
             begin = device.mark(stream.id) if device and stream else None
             handle = recorder.begin(name)
             start = now_ns()
-            yield call.call
+            yield call
             recorder.end(handle, name, command.kind, start, args)
             if device and stream:
                 self._marks.append((prepared, step, number, begin, device.mark(stream.id)))
@@ -234,7 +236,7 @@ def described(prepared: Prepared, number: int, step: int) -> tuple[str, dict[str
             return f"wait {name}", args | {"event": command.event, "blocks": number - 1}
         case c.Sync():
             name = "wait stream" if command.event is None else f"wait {command.event}"
-            ends = any(number in call.commands for call in prepared.tail)
+            ends = number >= prepared.firsts[len(prepared.head)]
             return (LOGITS_WAIT if ends else name), args | {"event": command.event}
     assert isinstance(command, c.Record | c.Wait)
     return command.kind, args | {"event": command.event}
@@ -258,8 +260,9 @@ def _device_of(prepared: Prepared, command: c.Command) -> Backend | None:
 
 
 def _device_work(prepared: Prepared) -> Iterator[_Work]:
-    for number, call in enumerate(prepared.head):
-        for command in (prepared.program.commands[i] for i in call.commands):
+    firsts = prepared.firsts
+    for number in range(len(prepared.head)):
+        for command in prepared.program.commands[firsts[number] : firsts[number + 1]]:
             if isinstance(command, c.Launch) and (device := _device_of(prepared, command)):
                 yield _Work(number, device, command.stream.id)
                 break
