@@ -16,12 +16,12 @@ class Bound(NamedTuple):
 
 
 # By the type that holds most weights of a model. The float path decodes weights, rounds no
-# activation and adds in float32; both sides have the same weights, so that what a fast product
-# does to its activations is all that differs but for the order of sums.
+# activation and adds in float32. Both sides have the same weights. So only two things differ: what
+# a fast product does to its activations, and the order of sums.
 #
 # Quantised types, any number of tokens. Activations are rounded to 8 bits in blocks of 32, in steps
-# of max/127. For normally distributed activations the largest of 32 is about 2.1 sigma, so that one
-# product has an NMSE of (2.1/127)^2 / 12 = 2.3e-5 (0.5 % rms), whatever the weights are; outliers
+# of max/127. For normally distributed activations the largest of 32 is about 2.1 sigma. So one
+# product has an NMSE of (2.1/127)^2 / 12 = 2.3e-5 (0.5 % rms), whatever the weights are. Outliers
 # make it some times larger. In the residual stream errors and signal add up alike, and the head
 # adds its own: the logits have some times one product's (NumPy in float64, two layers of random
 # weights: 3.4e-4 to 4.5e-4 for every type; sixteen layers, measured: 5.4e-4 to 6.8e-4, which is 24

@@ -28,7 +28,7 @@ CONTROL = "A/A control"
 
 
 def background(run: dict[str, Any]) -> str:
-    """The toggles that both sides of a run of kind `ab` share, those that are not off:
+    """The toggles that both sides of a run of kind `ab` share and that are not off, as
     `copy_stream=own, fuse=on, all else off`."""
     toggle = run["result"]["toggle"]
     shared = {

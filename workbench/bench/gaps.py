@@ -126,7 +126,7 @@ class Gaps(NamedTuple):
 
     @property
     def differences(self) -> list[Difference]:
-        """What goes from mode to mode (`DIFFERENCES`), for those that the run has."""
+        """What goes from mode to mode (`DIFFERENCES`), as far as the run has the modes."""
         found, rounds = [], self._rounds()
         for stream, arms in self._modes():
             for (before, after), what in DIFFERENCES.items():

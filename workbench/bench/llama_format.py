@@ -211,8 +211,8 @@ def _toggle(name: str) -> Column:
 def _md(rows: Sequence[BenchRow], width: int | None) -> str:
     """llama-bench's table: threads on a CPU, ngl on a GPU, else only options that differ or are on.
 
-    The toggles that all rows share stand above it; those that vary have columns of their own. A
-    second table has the percentiles of single tokens and the time to first token.
+    The toggles that all rows share stand above it. Toggles that vary have columns. A second
+    table has the percentiles of single tokens and the time to first token.
     """
     if not rows:
         return ""

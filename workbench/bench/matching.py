@@ -16,8 +16,8 @@ from workbench.toggles import Toggles, folded, said_toggles
 
 
 class Repeated(NamedTuple):
-    """One arm's repetitions of one test. model: hash, name and type; toggles: every one of this
-    version, and those that only the run knows. tps: t/s, float (n,), in the order taken."""
+    """One arm's repetitions of one test. model: hash, name and type; toggles: of this version,
+    and of the run where only it knows them. tps: t/s, float (n,), in the order taken."""
 
     test: str
     arm: str
@@ -62,8 +62,8 @@ def repeated(run: results.Run) -> Iterator[Repeated]:
 def match(before: Sequence[Repeated], after: Sequence[Repeated]) -> Matching:
     """Pairs of the same test, model (by its hash, else by name and type) and toggles.
 
-    What is left of a test and model after that is a pair, too, where its arms have one name, or
-    where either side has one arm left. The toggles are what differs then, and they are named.
+    What is left of a test and model is a pair, too, if the arms have one name, or if either side
+    has one arm left. Only the toggles differ in such a pair, and they are named.
     """
     found: dict[int, int] = {}
     for rule in _RULES:

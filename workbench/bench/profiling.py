@@ -75,7 +75,7 @@ class Profiled(NamedTuple):
 
 
 def n_steps_of(workload: w.Workload, n_ubatch: int) -> int:
-    """How many steps the test has, those that fill its depth left out."""
+    """How many steps the test has, without the steps that fill its depth."""
     return math.ceil(workload.n_prompt / n_ubatch) + workload.n_gen
 
 

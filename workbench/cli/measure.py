@@ -64,7 +64,7 @@ def bench(
     """llama-bench's tests under its names, with its lists: 512,1024, 1-8, 128-512+128, 1-8*2.
 
     A row for each test, model, and combination of -ngl, -t, -ub, -b and -fa. With -npl the tests
-    and the table are those of llama-batched-bench.
+    and the table are llama-batched-bench's.
     """
     from workbench.bench import batched, llama_bench
     from workbench.frames import known_columns

@@ -251,8 +251,8 @@ def step_shape(n_tokens: int, n_outputs: int, n_past: int, config: EngineConfig)
 
 
 def prompt_shapes(n_prompt: int, n_decoded: int, n_ubatch: int, pad: int) -> list[StepShape]:
-    """The shapes of the steps of a prompt, on an empty cache, of which the last ubatch has an
-    output, and of single tokens after it."""
+    """The shapes of a prompt's steps on an empty cache, and of single tokens after it. The last
+    ubatch and each token have an output."""
     sizes = [min(n_ubatch, n_prompt - i) for i in range(0, n_prompt, n_ubatch)]
     made, past = [], 0
     for i, size in enumerate([*sizes, *[1] * n_decoded]):

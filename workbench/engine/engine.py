@@ -92,14 +92,14 @@ class Engine:
         check: Callable[[Loaded], None] | None = None,
         **fields: Any,
     ) -> Engine:
-        """Opens a GGUF file on a device. `fields` are those of EngineConfig (device, n_ctx, ...).
+        """Opens a GGUF file on a device. fields: of EngineConfig (device, n_ctx, ...).
 
         toggles: or a preset, also by name; None is `best`, what won on devices of this kind.
         variants: toggles that variants will have, or what makes them of the engine's own. What the
         device cannot honour of these and of `toggles` is refused before any weight is read, as is
         what `check` (see Loaded) refuses.
-        Raises ModelFileError for a file that cannot be believed, DeviceError for a device that is
-        not there or cannot do what a toggle asks, UsageError for impossible settings.
+        Raises ModelFileError for a file that cannot be believed, and UsageError for impossible
+        settings. DeviceError for a device that is not there or cannot do what a toggle asks.
         """
         exclusive.check()
         if config is None:

@@ -1,4 +1,4 @@
-"""The KV cache: which cells hold which positions of which sequences, and what attention may see.
+"""The KV cache: each cell's position and its sequences, and what attention may see.
 
 K and V of each layer lie at the same cell, on the device. Here is only who owns a cell. A cell can
 have several owners (`copy`), which then share its K and V; it is free when it has none. Operations
@@ -75,8 +75,8 @@ class KVCache:
     ) -> None:
         """Fills out, (T, n_kv) uint16: float16 bits, 0 where a token sees a cell, else -inf.
 
-        positions (T,) int32 are those of the next tokens of `sequence`, cells (T,) int64 the cells
-        they will have. A token sees cells of its sequence with its own position or an earlier one.
+        positions (T,) int32 has the next tokens' positions in `sequence`, and cells (T,) int64 the
+        cells they will have. A token sees its sequence's cells up to its own position.
         """
         # all that the sequence has lies before these tokens, so only they differ among themselves
         out[:] = self._masks[sequence, : out.shape[1]]

@@ -1,4 +1,4 @@
-"""The shape rules of ops: what type and shape comes out of which inputs, and what does not fit.
+"""The shape rules of ops: the type and shape of a result by its inputs, and what does not fit.
 
 A rule takes inputs and parameters, and gives the type and the shape of the output. It raises
 UsageError, which names the op and its inputs, where they do not fit. `ops.py` has the ops.

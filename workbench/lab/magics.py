@@ -5,8 +5,8 @@
 
     %%wb_profile [ENGINE ...] [--window FIRST,N] [--as NAME] [--out FILE] [--collector C]
 
-It is `wb.profile` around a cell. Without names it traces every engine there is, those that are made
-in the cell included; a variant closed within the cell is in the trace. A cell that fails or is
+It is `wb.profile` around a cell. Without names it traces every engine, also a new one;
+a variant closed within the cell is in the trace. A cell that fails or is
 interrupted keeps its trace: IPython shows the exception, and the trace is bound, written and drawn.
 """
 

@@ -179,7 +179,7 @@ def model_hash(model: str | os.PathLike[str] | GGUFFile) -> str:
 
     SHA-256 over the file's size, everything before the tensor data (metadata and tensor list), and
     samples of the data. The samples are the first 4 KiB of every tensor, and 256 evenly spaced
-    blocks of 64 KiB, with the data's first and last bytes among them. Data of up to 16 MiB is
+    blocks of 64 KiB. These include the data's first and last bytes. Data of up to 16 MiB is
     hashed whole. The identity of a model in several files is a hash over the files' hashes. It
     depends on nothing but the files' bytes. A change that misses every block goes unseen: it tells
     models apart, and is no proof against tampering. Raises ModelFileError as `open_gguf` does.

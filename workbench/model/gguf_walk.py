@@ -55,7 +55,7 @@ _SCALARS = {
 
 TENSOR_TYPES = {
     0: F32, 1: F16, 2: Q4_0, 8: Q8_0, 12: Q4_K, 13: Q5_K, 14: Q6_K, 30: BF16, 39: MXFP4,
-}  # ggml type number -> DType, of those that have kernels  # fmt: skip
+}  # ggml type number -> DType, of types with kernels  # fmt: skip
 EXPANDED_TYPES = {
     number: DType(name, block, block_bytes)
     for number, name, block, block_bytes in (
@@ -66,7 +66,7 @@ EXPANDED_TYPES = {
         (29, "IQ1_M", 256, 56), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66),
         (40, "NVFP4", 64, 36),
     )
-}  # the same, of those that are expanded when a model is loaded (`model/expand.py`)  # fmt: skip
+}  # the same, of types that are expanded when a model is loaded (`model/expand.py`)  # fmt: skip
 _KNOWN_TYPES = TENSOR_TYPES | EXPANDED_TYPES
 _REFUSED_TYPES = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64",

@@ -72,7 +72,7 @@ class ModelSummary:
     file_bytes: int
     hash: str  # see model_hash
     parameters: int
-    hyperparameters: dict[str, Any]  # those that the file states
+    hyperparameters: dict[str, Any]  # as far as the file states them
     types: tuple[TypeRow, ...]  # by bytes, largest first
     tensors: tuple[TensorRow, ...]  # in file order
     tied_output: bool  # the head is the token embedding

@@ -1,8 +1,8 @@
 """Spans as Chrome's trace events (JSON): for chrome://tracing, Perfetto and what else reads them.
 
-The format is "Trace Event Format" of the Catapult project: complete events (`X`) for spans, flow
-events (`s`, `f`) for the arrows of `flows.py`, metadata events (`M`) for names, one instant (`i`)
-that carries what the trace is of. Times are microseconds from the first span, with three decimals:
+The format is "Trace Event Format" of the Catapult project. Spans are complete events (`X`), and the
+arrows of `flows.py` flow events (`s`, `f`). Names are metadata events (`M`), and one instant (`i`)
+says what the trace is of. Times are microseconds from the first span, with three decimals:
 whole nanoseconds. Perfetto drops events of one thread that overlap without nesting; a lane whose
 spans do is several threads, as in Perfetto's own format.
 """

@@ -3,7 +3,7 @@
 CUPTI stamps with CLOCK_REALTIME (and brings the device's own times to it), the recorder with the
 monotonic clock. One reading at each end of a window takes the narrowest of many brackets host,
 CUPTI, host; in between the offset is interpolated. CUPTI could call back for its timestamps and so
-use the recorder's clock, but it would for every record, and with such a callback CUPTI 12.6 to
+use the recorder's clock. But it would call for every record, and with such a callback CUPTI 12.6 to
 13.0 writes zero timestamps (pytorch#192021).
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from workbench.trace.spans import now_ns
 
-BRACKETS = 64  # readings of both clocks, of which the narrowest counts
+BRACKETS = 64  # readings of both clocks; the narrowest counts
 
 
 class Reading(NamedTuple):
@@ -58,7 +58,7 @@ class Clock(NamedTuple):
     @property
     def error_ns(self) -> int:
         """The most that `to_host` can be off between the readings: the wider bracket, and all
-        that the clocks moved apart, for that may have happened at one moment."""
+        that the clocks moved apart, because they may have moved at one moment."""
         start, end = self.first, self.last
         drift = (end.host_ns - end.cupti_ns) - (start.host_ns - start.cupti_ns)
         return max(start.error_ns, end.error_ns) + abs(drift)

@@ -7,8 +7,8 @@ pushed as CUPTI's external correlation id. CUPTI writes that number beside the c
 every call made meanwhile. A kernel or a copy carries the correlation id of its call. So a Launch of
 several kernels (conversions, cuBLAS with kernels of its own choosing) needs no guess, and a lost
 record does not shift all that follow. Number and order are the check. What was recorded for a
-command is compared with what the backend issues for it, and in each stream the records begin in
-the order of the commands.
+command is compared with what the backend issues for it. In each stream the records begin in the
+order of the commands.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 Kernels, copies, driver and runtime calls and synchronizations, recorded by NVIDIA's profiling
 interface through the package cupti-python (extra `cupti`), in windows of a few steps. Each record
-is correlated with the command of the program during whose issue it was made (`correlate.py`), and
-becomes a span of the types that the event-based collector makes, so that frames, plots and
-Perfetto take it as it is.
+is correlated with the command that was being issued when it was made (`correlate.py`). It becomes
+a span like the event-based collector's, so frames, plots and Perfetto take it as it is.
 
-A window is complete only if its kernels and copies are those of the programs, in number and order,
-no record was dropped and no timestamp is zero; else it says what is missing.
+A window is complete only if its kernels and copies are the programs' own, in number and order. No
+record may be dropped, and no timestamp zero. A window that is not complete says what is missing.
 
 With CUDA 13.2 or older, or a driver older than r610, a process has room for one subscriber of
 CUPTI: with nsys, ncu or torch.profiler attached there is none for us. That, a missing package and
@@ -15,7 +14,7 @@ a libcupti that does not fit the driver are found by `probe` before anything is 
 then come from the backend's events.
 
 A Python callback that runs while CUPTI holds its lock can wait for the GIL that somebody else
-waits with (pytorch#186295): buffers are large enough for a window, so that they complete inside
+waits with (pytorch#186295): buffers are large enough for a window, so they complete inside
 our own flush, when nobody issues. How the clocks are aligned: `clock.py`.
 
 Importing this module loads no CUPTI.

@@ -56,7 +56,7 @@ def flows_of(spans: Sequence[Span]) -> list[Flow]:
 
 
 def _arrow(kind: str, spans: Sequence[Span], source: int, sink: int, from_end: bool) -> list[Flow]:
-    """From the end of the source to that of the sink, or from start to start; moved to the other
+    """From the source's end to the sink's end, or from start to start; moved to the other
     end of a span where two clocks that are a little apart would make the arrow run backwards. None
     where that does not help: a reader takes an arrow's ends in the order of their times."""
     out, into, to_end = spans[source], spans[sink], from_end

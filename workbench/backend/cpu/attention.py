@@ -29,9 +29,9 @@ _PAIR_STATE = 3 * CELLS  # float32 elements of a PairState beside q and output
 
 
 class PairState(NamedTuple):
-    """Addresses of one (token, head): q scaled and the output so far (dim float32 each), 16 sums so
-    far, the tile's 16 scores and later weights, the maximum so far, and the factor that rescales
-    earlier sums to a new maximum."""
+    """Addresses of one (token, head). q is scaled, and output is the output so far (dim float32
+    each). Of a tile: 16 sums so far, and 16 scores, later weights. most: the maximum so far. The
+    last is the factor that rescales earlier sums to a new maximum."""
 
     q: Value
     output: Value

@@ -138,7 +138,7 @@ def _word(e: Emit, words: Value, index: Value | int) -> Value:
 def _six_bit_scales(words: tuple[Value, Value, Value], j: int) -> tuple[Value, Value]:
     """Scale and min j (0..7) from the 12 bytes, as three u32 words, of Q4_K and Q5_K.
 
-    The low six bits of bytes 0..3 are scales 0..3, and those of bytes 4..7 mins 0..3. Scales and
+    Bytes 0..3 have scales 0..3 in their low six bits, and bytes 4..7 have mins 0..3. Scales and
     mins 4..7 take their upper two bits from the top of bytes 0..7. Their lower four bits are the
     nibbles of bytes 8..11.
     """

@@ -1,7 +1,7 @@
 """Launches of attention on CUDA: grids, tunings and scratch for `kernels/attention.cu`.
 
 Pure: addresses and shapes in, data out. Everything follows from shapes and the padded n_kv: a
-result does not depend on where tokens lie in the cache. Constants repeat those of the source.
+result does not depend on where tokens lie in the cache. Constants repeat the source's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Launches of what is neither a product nor attention: element-wise ops, rows, norms, heads.
 
 Pure. `backend/args.py` gives the argument order of an op's kernel, the source file the order of any
-other kernel. The constants below repeat those of the sources.
+other kernel. The constants below repeat the sources'.
 """
 
 from __future__ import annotations

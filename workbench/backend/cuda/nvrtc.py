@@ -104,7 +104,7 @@ def cubin(
 
     Taken from `folder` (default `cache_dir()`) where it is there, under a key of everything that
     decides its bytes; else compiled and kept there. sources: the folder of the .cu file, where it
-    is not `kernels/`; headers are those of `kernels/`. Raises DeviceError.
+    is not `kernels/`; headers come from `kernels/`. Raises DeviceError.
     """
     arch = SPECIFIC.get((file, arch), arch)
     folder, headers = folder or cache_dir(), _headers()

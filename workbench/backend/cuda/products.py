@@ -1,6 +1,6 @@
 """Launches of products and of what is fused with them.
 
-Pure. `matvec.py` has the products of up to 8 tokens, `gemm.py` those of more. This file puts fused
+Pure. `matvec.py` has the products of up to 8 tokens, `gemm.py` of more. This file puts fused
 nodes together from them. A fused node that no single kernel takes becomes its parts, one after the
 other. With every pattern of `graph/fuse.py` a llama layer of more than 8 tokens and one quantised
 type is 12 launches, while tiles decode it (`gemm.by_tile`): norm, Q + K + V, rope and store,
@@ -131,7 +131,7 @@ def fused_products(node: Node, p: Operands) -> list[Work]:
 
 
 def product_norm(node: Node, p: Operands) -> list[Work]:
-    """One launch, or those of its parts."""
+    """One launch, or a launch for each part."""
     (product,), (add, squares, mul, *quantize) = _products_of(node.parts)
     inside = p.inside(node)
     if not product_norm_is_one(node):

@@ -28,7 +28,7 @@ class Replay:
     """`issues`, captured in order from one stream into a graph that can be replayed.
 
     What the issues refer to (memory, kernels) must live as long as the replay. Not to be used by
-    two threads. `close` gives everything back; so does the end of a `with`.
+    two threads. `close`, or the end of a `with`, gives everything back.
 
     Raises UsageError where there is nothing to capture or the stream is being captured already,
     and DeviceError where an issue does what a capture forbids.

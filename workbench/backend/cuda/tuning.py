@@ -1,7 +1,7 @@
 """How the products of up to 8 tokens are cut into blocks and warps on CUDA: tables by type, shape,
 tokens and epilogue, measured on an H100.
 
-Pure. `matvec.py` says what a launch is given; the macros are those of kernels/multiply.cuh.
+Pure. `matvec.py` says what a launch is given; kernels/multiply.cuh has the macros.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def refuses(node: Node, launches: Callable[[Node], Any]) -> str:
     """Why the cuda backend cannot compute `node`, in one line, or "".
 
     launches: makes the node's launches without a device; raises DeviceError where no kernel has its
-    shape. Types and numbers of tokens are looked up in MOST_TOKENS, because a kernel is chosen by
-    name and would be missed only when it is compiled.
+    shape. Types and numbers of tokens are looked up in MOST_TOKENS. A kernel is chosen by name,
+    and a missing one would show only when it is compiled.
     """
     kind = variant(node)
     if len(kind) > 1:

@@ -22,11 +22,11 @@ from workbench.program.check.wording import Missing
 
 Declared = Callable[[Node], bool]
 Ranges = tuple[cmd.Range, ...]
-Act = tuple[int, Callable[..., None], tuple[Any, ...]]  # of which command, a method, its arguments
+Act = tuple[int, Callable[..., None], tuple[Any, ...]]  # a command, a method, its arguments
 
 
 class Accessor(NamedTuple):
-    """A command's accesses, or those of them that come early: what a walk knows by its number.
+    """A command's accesses, or only its early ones: what a walk knows by its number.
 
     program: by number, as they first come. method: of `Clocks`, with which it is issued.
     timeline: none on the host. missing: what these accesses lack where they race.
@@ -74,15 +74,15 @@ class StepActs:
                 for i, command in enumerate(program.commands):
                     _ACTS[type(command)](self, i, command)
                 drafted.append(self._drafts)
-            self.acts = self._placed(drafted)
+            self.acts = self._with_logs(drafted)
 
     @property
     def n_timelines(self) -> int:
         return len(self._timelines)
 
     def merged(self) -> list[list[Act]]:
-        """The acts with those of a timeline as one that follow each other at the same clock. They
-        race where one of them does; which, they do not tell."""
+        """The acts. A timeline's neighbours at the same clock become one, which races where any of
+        them does, but does not tell which."""
         return [list(_merged(acts)) for acts in self.acts]
 
     # commands as acts, by type --------------------------------------------------------------------
@@ -158,7 +158,7 @@ class StepActs:
 
     # memory ---------------------------------------------------------------------------------------
 
-    def _placed(self, drafted: list[list[Act | None]]) -> list[list[Act]]:
+    def _with_logs(self, drafted: list[list[Act | None]]) -> list[list[Act]]:
         """Gives accessors the memory they look for and mark, and leaves out what cannot race."""
         users: dict[cmd.Range, int] = {}
         for (reads, writes), bits in self._touched.items():

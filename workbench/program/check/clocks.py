@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 Clock = list[int]  # of each timeline, the number of its latest work that is over
-HOST_CLOCK, EARLY_CLOCK = -1, -2  # at which work begins, where it is not that of a timeline
+HOST_CLOCK, EARLY_CLOCK = -1, -2  # at which work begins that belongs to no timeline
 
 
 class Clocks:

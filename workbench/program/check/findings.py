@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from workbench.graph import ops
 from workbench.program.as_json import command_as_json
 from workbench.program.check.acts import Ranges, StepActs
-from workbench.program.check.touched import Pairs
+from workbench.program.check.touched import RacingPairs
 from workbench.program.check.wording import Missing, unordered
 from workbench.program.commands import Buffer, Command, CommandAt, Launch, Program, Range
 
@@ -24,7 +24,8 @@ MOST_RACES = 1000  # groups that findings hold
 class Race(NamedTuple):
     """Two commands that touch bytes offset..offset+nbytes-1 of a buffer in no order.
 
-    first and second are in host order, and so is kind, `write-read`, `read-write` or `write-write`.
+    first, second, and the two words of kind are in host order: `write-read`, `read-write` or
+    `write-write`.
     may: one of them declares more bytes than it touches, and might not touch these. missing: one
     line, what would order them. count: how many races the group has whose first this is.
     """
@@ -42,7 +43,7 @@ class Race(NamedTuple):
 
 class Findings(NamedTuple):
     """What `check` found. races: the first of each group, MOST_RACES groups at most, in host order.
-    waits are all of the steady lap, of which superfluous and sufficient are parts; refused are
+    waits are all of the steady lap; superfluous and sufficient are parts of it. refused are
     programmatic launches of kernels that do not declare their wait. n_races: of all groups."""
 
     races: list[Race]
@@ -112,13 +113,13 @@ class _Racing(NamedTuple):
     accessors: tuple[tuple[int, int], ...]
 
 
-def every_race(acts: StepActs, found: Pairs) -> list[Race]:
+def every_race(acts: StepActs, found: RacingPairs) -> list[Race]:
     """Every race, in host order of the second command, then of the first."""
     made = [race for racing in _by_commands(acts, found) for race in _told(acts, racing)]
     return sorted(made, key=lambda r: (r.second[:2], r.first[:2], r.buffer.name, r.offset))
 
 
-def grouped(acts: StepActs, found: Pairs) -> tuple[list[Race], int]:
+def grouped(acts: StepActs, found: RacingPairs) -> tuple[list[Race], int]:
     """The first race of each group, MOST_RACES at most, in host order; and how many all are."""
     label, stretches = _Labels(acts), _Stretches(acts)
     groups: dict[tuple[int, ...], tuple[int, _Racing]] = {}
@@ -136,7 +137,7 @@ def grouped(acts: StepActs, found: Pairs) -> tuple[list[Race], int]:
     return races, total
 
 
-def _by_commands(acts: StepActs, found: Pairs) -> Iterator[_Racing]:
+def _by_commands(acts: StepActs, found: RacingPairs) -> Iterator[_Racing]:
     """Each two commands that race, once."""
     accessors = acts.accessors
     parted: dict[tuple[int, int, int, int], _Racing] = {}
@@ -267,8 +268,8 @@ def _may(command: Command, how: str, r: Range, vague: set[tuple[str, Range]]) ->
 
 
 def _vague(command: Command) -> set[tuple[str, Range]]:
-    """The ranges of which a command may touch a part only, and how: a Launch's ranges are those of
-    `ops.reads` and `ops.writes` of its node, in that order, then its scratch."""
+    """The ranges that a command may touch only in part, and how. A Launch's ranges are `ops.reads`
+    and `ops.writes` of its node, in that order, then its scratch."""
     found: set[tuple[str, Range]] = set()
     if not isinstance(command, Launch):
         return found

@@ -8,7 +8,7 @@ proof needs no device and issues nothing. `clocks.py` has the order, `intervals.
     races         every pair of commands, once, however many steps it recurs in
     superfluous   the waits that are removable alone: without it (in every step) nothing races that
                   did not before
-    sufficient    waits that together keep what all of them keep, none of which can go: found by
+    sufficient    waits that together keep what all of them keep; none can go. Found by
                   removing one after the other in program order. Removing a wait only ever removes
                   order, so what could not go early cannot go later, and one pass is enough.
 
@@ -42,8 +42,8 @@ from collections.abc import Iterable, Sequence
 from workbench.errors import UsageError
 from workbench.program.check.acts import Act, Declared, StepActs
 from workbench.program.check.findings import MOST_RACES, Findings, Race, every_race, grouped
-from workbench.program.check.touched import Pairs, RaceSearch
-from workbench.program.check.waits import Spot, Trials
+from workbench.program.check.touched import RaceSearch, RacingPairs
+from workbench.program.check.waits import Spot, WaitTrials
 from workbench.program.commands import CommandAt, Launch, Program, Sync, Wait
 
 __all__ = [
@@ -147,22 +147,22 @@ def check(
 
 
 def apart(steps: Iterable[Program]) -> list[Program]:
-    """The same steps, each with a program of its own: a wait is then one of a step, and no longer
-    one of every step that issues its program; so is a race."""
+    """The same steps, each with a program of its own. A wait or a race then belongs to one step,
+    and no longer to every step that issues its program."""
     return [copy.copy(program) for program in steps]
 
 
-def _trials(acts: StepActs) -> tuple[Trials, Pairs]:
+def _trials(acts: StepActs) -> tuple[WaitTrials, RacingPairs]:
     """Trials, and the accessors that race with all waits."""
     walked = acts.merged()
     found = _found(acts, walked)
     if found:  # then the commands are wanted
         walked = acts.acts
         found = _found(acts, walked)
-    return Trials(acts, walked, found), found
+    return WaitTrials(acts, walked, found), found
 
 
-def _found(acts: StepActs, walked: list[list[Act]]) -> Pairs:
+def _found(acts: StepActs, walked: list[list[Act]]) -> RacingPairs:
     search = RaceSearch(acts.n_timelines, acts.n_logs)
     for search.step, program in enumerate(acts.order):
         for _, method, arguments in walked[program]:

@@ -1,9 +1,9 @@
 """Who touched which bytes last, and which accessors race.
 
 An access races with an earlier one that its clock does not hold. The latest access of an accessor
-stands for all of its accesses, for if that is over, they are too. So a log keeps of each timeline
-its accessors with the number of their latest access, in the order of these numbers (FastTrack,
-Flanagan and Freund, PLDI 2009, keeps the latest access alone; here every pair is wanted).
+stands for all of its accesses: if that is over, they are too. So a log keeps each timeline's
+accessors with the number of their latest access, in the order of these numbers. (FastTrack,
+Flanagan and Freund, PLDI 2009, keeps the latest access alone; here every pair is wanted.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from workbench.program.check.clocks import Clock, Clocks
 
 
-class Pair(NamedTuple):
+class RacingPair(NamedTuple):
     """Two accessors that race, in host order, and the first steps in which they do."""
 
     first: int
@@ -25,7 +25,7 @@ class Pair(NamedTuple):
     second_step: int
 
 
-class Pairs:
+class RacingPairs:
     """Accessors that race, each pair once, in twelve bytes."""
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class Pairs:
     def __bool__(self) -> bool:
         return bool(self._of)
 
-    def __iter__(self) -> Iterator[Pair]:
+    def __iter__(self) -> Iterator[RacingPair]:
         for second, flat in self._of.items():
             for first, one, other in zip(*[iter(flat)] * 3, strict=True):
-                yield Pair(first, second, one, other)
+                yield RacingPair(first, second, one, other)
 
     def add(self, second: int, step: int, firsts: Mapping[int, int]) -> None:
         """`second`, issued in `step`, races with `firsts`: accessors, each with its step."""
@@ -57,8 +57,8 @@ _NOBODY: frozenset[int] = frozenset()
 
 
 class _Log:
-    """Who reads, or who writes, some bytes: of each timeline the number of the latest access, and
-    of those that the host does not know to be over the accessors, each with its latest access."""
+    """Who reads, or who writes, some bytes. last: the number of each timeline's latest access.
+    accesses: each accessor's latest access, unless the host knows it to be over."""
 
     __slots__ = ("accesses", "last")
 
@@ -74,7 +74,7 @@ class RaceSearch(Clocks):
     def __init__(self, n: int, n_logs: int):
         super().__init__(n)
         self.step = 0
-        self.found = Pairs()
+        self.found = RacingPairs()
         self._logs: list[_Log | None] = [None] * n_logs  # None: no stream has touched it yet
 
     def _look(self, clock: Clock, own: int, accessor: int, looks: Sequence[int]) -> None:

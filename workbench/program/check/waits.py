@@ -6,8 +6,8 @@ holds less than is needed.
 
 States of the clocks at the begin of a step are told relative to the numbers reached there, and each
 gets a number. From such a state, the same step without the same waits leads to the same next state,
-which is looked up when it comes again. A trial begins where the wait is first gone and ends where
-its states are those with the wait, so that a token of many costs little:
+which is looked up when it comes again. A trial begins where the wait is first gone. It ends where
+its states equal the states with the wait, so one token of many costs little:
 
     step            0     1     2     3     4     5
     with the wait   a     b     b     b     b     b
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from workbench.program.check.acts import Act, StepActs
 from workbench.program.check.clocks import EARLY_CLOCK, HOST_CLOCK, Clock, Clocks
-from workbench.program.check.touched import Pairs
+from workbench.program.check.touched import RacingPairs
 
 Need = tuple[tuple[int, int], ...]  # of timelines, the number of the latest work that must be over
 _LOW = -(1 << 40)  # stands for every number that no later access needs
@@ -44,7 +44,7 @@ class _NeedSearch(Clocks):
     earlier access at the same clock has needed, or one of the host: clocks only grow.
     """
 
-    def __init__(self, n: int, n_logs: int, racing: Pairs):
+    def __init__(self, n: int, n_logs: int, racing: RacingPairs):
         super().__init__(n)
         self.needs: list[Need] = []
         self._racing = racing
@@ -119,11 +119,11 @@ class _Numbered:
         return found
 
 
-class Trials:
+class WaitTrials:
     """Tries steps without some of their waits. walked: the acts of each program, `acts.acts` or
     where nothing races `acts.merged()`. racing: the accessors that race with all waits."""
 
-    def __init__(self, acts: StepActs, walked: list[list[Act]], racing: Pairs):
+    def __init__(self, acts: StepActs, walked: list[list[Act]], racing: RacingPairs):
         self._acts, self._walked_acts = acts, walked
         self._described, self._told, self._left = _Numbered(), _Numbered(), _Numbered()
         self._left_acts: list[list[Act]] = []  # of what is left of programs
@@ -145,8 +145,8 @@ class Trials:
         return [w for w in waits if self._changed(whole, w, self._states) is not None]
 
     def together(self, waits: Sequence[Spot]) -> list[Spot]:
-        """Waits that keep what all keep, none of which can go: those that are left when one after
-        the other goes, if it can."""
+        """Waits that together keep what all keep; none can go. They are left when one after the
+        other goes, where it can."""
         left, states, kept = self._whole(), self._states.copy(), []
         for wait in waits:
             changed = self._changed(left, wait, states)
@@ -232,7 +232,7 @@ class Trials:
 
     # what is known beforehand ---------------------------------------------------------------------
 
-    def _describe(self, racing: Pairs) -> tuple[int, ...]:
+    def _describe(self, racing: RacingPairs) -> tuple[int, ...]:
         """Numbers the steps as trials see them; returns the floor of the first."""
         acts, n = self._acts, self._acts.n_timelines
         search = _NeedSearch(n, acts.n_logs, racing)

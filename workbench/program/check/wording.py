@@ -37,7 +37,7 @@ def unordered(
 ) -> str:
     """One line: that nothing orders two commands that race, and what would.
 
-    first: work of a stream, for what the host does itself is over when it goes on. later: how many
+    first: work of a stream; what the host does itself is over when it goes on. later: how many
     steps after it the second is issued. lacks: what the first's accesses lack, and the second's.
     """
     assert isinstance(first, (Copy, Launch))
