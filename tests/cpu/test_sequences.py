@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.orderings import PLACED
 from workbench.backend.issue import Prepared
 from workbench.bench.answers import compare
 from workbench.config import Toggles
@@ -25,6 +26,7 @@ from workbench.graph.ir import StepShape
 from workbench.model.shift import DELTAS
 from workbench.program.check.hazards import races
 from workbench.program.commands import Buffer, Launch, Sync, Wait
+from workbench.trace.profile import profile
 
 RNG = np.random.default_rng(16)
 PROMPTS = [RNG.integers(3, 900, n).tolist() for n in (5, 1, 17, 9)]
@@ -391,6 +393,38 @@ def test_the_checker_proves_such_a_train(engine, values):
         assert list(races(bare * 2))
 
 
+@pytest.mark.parametrize("placed", PLACED)
+def test_wherever_layers_are(engine, tiny_model, placed):
+    """On two devices, or partly on the host: the cache of each layer turns where it is."""
+    wanted = submitted(engine, waits=True)
+    toggles = Toggles(step_wait="outputs", graph_reuse="set_rows")
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=256, n_ubatch=32, threads=2,
+        toggles=toggles, **PLACED[placed],
+    ) as other:  # fmt: skip
+        for ours, theirs in zip(submitted(other, waits=False), wanted, strict=True):
+            assert np.array_equal(ours, theirs)
+
+
+def test_who_looks_on_changes_nothing(engine):
+    """Traced, a rotation is a step without tokens; stamped, it is a step like any other."""
+    wanted = submitted(engine, waits=True)
+    engine.reset()
+    with profile(engine) as traced:
+        seen = submitted(engine, waits=False)
+    assert all(map(np.array_equal, seen, wanted))
+    steps = [span.args for span in traced.recorder.spans if span.category == "step"]
+    assert [args["n_tokens"] for args in steps].count(0) == 2
+    assert steps[0]["n_tokens"] == len(PROMPTS[2]) + len(PROMPTS[3])
+    engine.reset()
+    n_steps = engine.n_steps
+    with engine.stamped() as stamps:
+        stamped = submitted(engine, waits=False)
+    assert all(map(np.array_equal, stamped, wanted))
+    assert len(stamps) == engine.n_steps - n_steps
+    assert all(begin <= end for begin, end in stamps)
+
+
 def test_a_second_submit_waits_for_the_first_and_both_are_right(engine):
     wanted = [engine.step(PROMPTS[2], "all"), engine.step(PROMPTS[3], "all", 1)]
     engine.reset()
@@ -436,11 +470,21 @@ def test_a_wait_that_fails_gives_the_cells_back(engine, monkeypatch, error):
         with pytest.raises(error):
             pending.wait()
     assert table(engine) == before and not pending.done
-    with pytest.raises(UsageError, match="the wait for this step failed; submit its tokens again"):
+    with pytest.raises(UsageError, match="has no results, for its wait failed or its engine was"):
         pending.wait()
     engine.synchronize()
     again = engine.submit([(0, NEXT[0], "all"), (1, NEXT[1][:1], "last")])
     assert np.array_equal(again.wait(), wanted)
+
+
+def test_a_closed_engine_has_no_results_to_wait_for(engine):
+    with engine.variant(Toggles()) as variant:
+        kept = variant.submit([(0, PROMPTS[0], "last")])
+        rows = kept.wait()
+        pending = variant.submit([(0, NEXT[0], "last")])
+    assert kept.wait() is rows
+    with pytest.raises(UsageError, match="has no results, for its wait failed or its engine was"):
+        pending.wait()
 
 
 def test_a_submit_whose_wait_for_the_first_fails_submits_nothing(engine, monkeypatch):

@@ -3,6 +3,11 @@
 While a device computes a step, the host has nothing to do. Behind the step the device has nothing
 to do until the host has made the next inputs. Where each sequence goes on by one token, all of them
 but the tokens are known before: `Batches` makes them while the device computes.
+
+What stands beside a sequence does not change its answer. On the devices of a CPU a step of several
+sequences gives the bits that steps of their own give, with the same cells. Alone a sequence has
+other cells, and attention adds the same terms in another order: rounding. A GPU also takes other
+kernels for other numbers of tokens.
 """
 
 from __future__ import annotations

@@ -375,6 +375,8 @@ class Engine:
             return
         exclusive.check_others(self._loaded)
         loaded, self._loaded = self._loaded, None
+        if self._under_way is not None:
+            self._under_way.give_up()
         for backend in loaded.backends:
             backend.synchronize()
         self._programs.clear()

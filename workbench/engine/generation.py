@@ -120,7 +120,7 @@ def continued(
             made.prefill_us = (now_ns() - start) / 1e3
         with _left(min(most, room), on_text) as left:
             while len(made.tokens) < most:
-                require_finite(engine.model, logits[-1], engine.n_past - 1)
+                require_finite(engine.model, logits[-1], engine.cache.length() - 1)
                 token = sampler(logits[-1])
                 if token in stops:
                     made.stopped = END_OF_TEXT

@@ -52,7 +52,10 @@ class Pending:
         more raises UsageError.
         """
         if self._failed:
-            raise UsageError("the wait for this step failed; submit its tokens again")
+            raise UsageError(
+                "this step has no results, for its wait failed or its engine was closed; submit "
+                "its tokens again"
+            )
         if self._logits is None:
             self._engine.ended()
             start, ahead_ns = now_ns(), 0
@@ -72,6 +75,10 @@ class Pending:
             self._engine.n_steps += 1
             self._watch.end(waits)
         return self._logits
+
+    def give_up(self) -> None:
+        """The engine is closed, and what the results would be read from is freed."""
+        self._failed = True
 
     def each(self) -> list[np.ndarray]:
         """The logits of each entry of the work: float32 (outputs of it, n_vocab)."""
