@@ -10,8 +10,10 @@ without an importance matrix.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -56,69 +58,19 @@ class Preset:
     biases: tuple[str, ...] = ()
 
 
-def _llama3(n_layer, n_embd, n_ff, n_head, head_dim, n_ctx, tied, scaling=None) -> Preset:
-    return Preset(
-        "llama", n_layer, n_embd, n_ff, n_head, 8, head_dim, 128256, n_ctx, 5e5, 1e-5, tied,
-        "llama-bpe", scaling,
-    )  # fmt: skip
-
-
-def _qwen3(n_layer, n_embd, n_ff, n_head, tied) -> Preset:
-    return Preset(
-        "qwen3", n_layer, n_embd, n_ff, n_head, 8, 128, 151936, 40960, 1e6, 1e-6, tied, "qwen2"
-    )
-
-
-QKV = ("attn_q", "attn_k", "attn_v")
-
-
-def _qwen25(n_layer, n_embd, n_ff, n_head, n_head_kv, n_vocab, tied) -> Preset:
-    return Preset(
-        "qwen2", n_layer, n_embd, n_ff, n_head, n_head_kv, n_embd // n_head, n_vocab, 32768, 1e6,
-        1e-6, tied, "qwen2", biases=QKV,
-    )  # fmt: skip
-
-
-def _tiny(vocab="llama-bpe", n_vocab=1024, scaling=None, biases=()) -> Preset:
-    return Preset(
-        "llama", 2, 256, 512, 4, 2, 64, n_vocab, 2048, 1e4, 1e-5, False, vocab, scaling, biases
-    )
+def _read() -> dict[str, Preset]:
+    found = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
+    for shape in found.values():
+        shape["biases"] = tuple(shape.get("biases", ()))
+        if "rope_scaling" in shape:
+            shape["rope_scaling"] = RopeScaling(**shape["rope_scaling"])
+    return {name: Preset(**shape) for name, shape in found.items()}
 
 
 # The tiny shapes hold every feature a decoder can forget: grouped heads, a head_dim that is not
 # n_embd / n_head (qwen3), rows of one and of two K-quant blocks, tied and untied heads. The small
 # n_ctx_orig makes rope factors matter from the first positions on.
-PRESETS: dict[str, Preset] = {
-    "tiny-llama": _tiny(scaling=RopeScaling(4.0, 1.0, 4.0, 64)),
-    "tiny-llama-spm": _tiny("spm", 640),
-    "tiny-llama-bias": _tiny(biases=(*QKV, "attn_output")),
-    "tiny-qwen2": Preset(
-        "qwen2", 2, 256, 512, 4, 2, 64, 1024, 2048, 1e6, 1e-6, True, "qwen2", biases=QKV
-    ),
-    "tiny-qwen3": Preset(
-        "qwen3", 2, 256, 512, 4, 2, 128, 1024, 2048, 1e6, 1e-6, True, "qwen2"
-    ),
-    "stories-15m": Preset(
-        "llama", 6, 288, 768, 6, 6, 48, 32000, 256, 1e4, 1e-5, True, "spm"
-    ),
-    "llama-3.2-1b": _llama3(
-        16, 2048, 8192, 32, 64, 131072, True, RopeScaling(32.0, 1.0, 4.0, 8192)
-    ),
-    "llama-3.2-3b": _llama3(
-        28, 3072, 8192, 24, 128, 131072, True, RopeScaling(32.0, 1.0, 4.0, 8192)
-    ),
-    "llama-3-8b": _llama3(32, 4096, 14336, 32, 128, 8192, False),
-    "llama-3.1-8b": _llama3(
-        32, 4096, 14336, 32, 128, 131072, False, RopeScaling(8.0, 1.0, 4.0, 8192)
-    ),
-    "qwen2.5-0.5b": _qwen25(24, 896, 4864, 14, 2, 151936, True),
-    "qwen2.5-1.5b": _qwen25(28, 1536, 8960, 12, 2, 151936, True),
-    "qwen2.5-7b": _qwen25(28, 3584, 18944, 28, 4, 152064, False),
-    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, True),
-    "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, True),
-    "qwen3-4b": _qwen3(36, 2560, 9728, 32, True),
-    "qwen3-8b": _qwen3(36, 4096, 12288, 32, False),
-}  # fmt: skip
+PRESETS = _read()
 
 
 class Quant(NamedTuple):

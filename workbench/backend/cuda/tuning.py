@@ -1,12 +1,14 @@
 """How the products of up to 8 tokens are cut into blocks and warps on CUDA: tables by type, shape,
-tokens and epilogue, measured on an H100.
+tokens and epilogue, measured on an H100 (`tuning.json`).
 
 Pure. `matvec.py` says what a launch is given; kernels/multiply.cuh has the macros.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
 
 GROUP = 32  # columns that are quantised together, or squared
 
@@ -32,16 +34,11 @@ class Tuning(NamedTuple):
 
     def defines(self) -> tuple[str, ...]:
         """The macros of kernels/multiply.cuh."""
-        return (
-            f"ROWS={self.rows}",
-            f"UNROLL={self.unroll}",
-            f"WARPS={self.warps}",
-            f"BLOCKS={self.per_sm}",
-            f"ROW_WARPS={self.row_warps}",
-            f"PASSES={self.passes}",
-            f"AHEAD={self.ahead}",
-        )
+        return tuple(f"{name}={value}" for name, value in zip(_MACROS, self, strict=True))
 
+
+# of the fields of Tuning
+_MACROS = ("ROWS", "UNROLL", "WARPS", "BLOCKS", "ROW_WARPS", "PASSES", "AHEAD")
 
 # Classes of types whose units ask alike for registers and instructions.
 _CLASS = {
@@ -57,56 +54,14 @@ _SIZES = (
     (2304, 4095), (2304, None), (3584, 4095), (3584, None), (4608, 4608), (4608, None),
     (8192, 4095), (8192, None), (40000, 4095), (40000, None), (None, None),
 )  # fmt: skip
-_Choice = tuple[int, int, int, int, int]
-_Whole = tuple[int, int, int, int, int, int]  # with passes
-_ONE_TOKEN: dict[str, tuple[_Choice, ...]] = {
-    "F32": (
-        (1, 2, 8, 2, 1), (2, 2, 8, 2, 2), (1, 2, 8, 2, 1), (2, 2, 8, 2, 2), (2, 2, 8, 2, 2),
-        (2, 2, 8, 2, 2), (2, 2, 8, 2, 1), (2, 2, 8, 2, 1), (2, 2, 8, 2, 1), (2, 2, 8, 2, 2),
-        (2, 2, 8, 2, 2),
-    ),
-    "float": (
-        (1, 4, 8, 2, 1), (4, 2, 8, 2, 4), (2, 2, 8, 3, 2), (2, 2, 8, 3, 2), (4, 2, 8, 2, 2),
-        (4, 2, 8, 2, 2), (2, 2, 8, 3, 1), (2, 2, 8, 3, 1), (4, 2, 8, 2, 1), (2, 4, 4, 4, 2),
-        (2, 4, 4, 4, 2),
-    ),
-    "Q8_0": (
-        (4, 2, 8, 2, 2), (4, 2, 8, 2, 4), (4, 2, 8, 2, 2), (4, 2, 8, 2, 2), (4, 2, 8, 2, 2),
-        (4, 2, 8, 2, 2), (4, 2, 8, 2, 1), (2, 2, 8, 3, 1), (2, 4, 4, 4, 1), (2, 4, 4, 4, 2),
-        (2, 4, 4, 4, 2),
-    ),
-    "Q4_0": (
-        (4, 2, 4, 4, 2), (4, 2, 8, 2, 4), (4, 2, 4, 4, 1), (4, 2, 4, 4, 2), (4, 1, 4, 4, 2),
-        (4, 2, 8, 2, 2), (4, 2, 4, 4, 1), (4, 1, 8, 2, 1), (2, 2, 8, 4, 1), (2, 2, 8, 4, 2),
-        (2, 2, 8, 4, 2),
-    ),
-    "MXFP4": (
-        (4, 2, 4, 4, 2), (4, 2, 4, 3, 2), (4, 2, 8, 2, 2), (4, 2, 4, 3, 2), (4, 1, 4, 4, 2),
-        (2, 1, 8, 4, 2), (4, 2, 8, 2, 1), (4, 1, 8, 2, 1), (2, 1, 8, 4, 1), (2, 1, 8, 4, 1),
-        (2, 2, 4, 6, 1),
-    ),
-    "Q4_K": (
-        (4, 1, 8, 2, 2), (4, 1, 8, 2, 4), (2, 1, 8, 4, 2), (2, 2, 4, 5, 2), (4, 1, 4, 4, 2),
-        (4, 1, 8, 2, 2), (4, 1, 8, 2, 1), (4, 1, 8, 2, 1), (2, 1, 8, 4, 1), (2, 4, 4, 4, 1),
-        (2, 2, 4, 5, 1),
-    ),
-    "K": (
-        (4, 1, 8, 2, 2), (2, 2, 8, 2, 2), (2, 1, 8, 4, 2), (2, 2, 8, 3, 2), (2, 1, 8, 4, 2),
-        (2, 1, 8, 4, 2), (2, 2, 8, 3, 1), (2, 1, 8, 4, 1), (2, 1, 8, 4, 1), (2, 1, 8, 4, 1),
-        (2, 2, 4, 5, 1),
-    ),
-}  # fmt: skip
+# The measured choices: one_token, gate, glu_q8, norm, more_tokens.
+_MEASURED: dict[str, Any] = json.loads(Path(__file__).with_name("tuning.json").read_text("utf-8"))
 
 # A plain product of gate or up of an 8B model: blocks of 14 warps, 56 lines each, run all at once
 # with none left over. % of 3195 GB/s alone and with dependent launch, for the table above
 # (data/results/tuning/product-5.csv): Q4_0 75.7, 86.4 for 75.5, 84.8; MXFP4 73.9, 87.2 for 70.1,
 # 82.0; Q4_K 73.6, 84.7 for 71.0, 83.3; no gain for the others.
 _GATE_ROWS, _GATE_COLS = 14336, 4096
-_GATE = {
-    "Q4_0": (2, 2, 14, 2, 1, 2),
-    "MXFP4": (4, 1, 14, 2, 1, 1),
-    "Q4_K": (2, 1, 14, 2, 1, 2),
-}
 
 # A product that quantises its result: blocks have whole groups of columns, and all blocks run at
 # once. Choices for up to 2, up to 3 or more groups per multiprocessor. A block has one group. With
@@ -116,53 +71,11 @@ _GATE = {
 # 78.7; Q6_K 81.9, 85.1 for 80.0, 80.8. Not Q8_0: 90.5, 91.5 for 87.6, 91.0 there, but 93.5 with
 # dependent launch for 99.8 in data/results/cuda-kernels (of commits 992bec8 and 995f655).
 _GROUPS = (2 * 132, 3 * 132)
-_GLU_Q8: dict[str, tuple[_Choice, _Choice, _Choice | _Whole]] = {
-    "F32": ((2, 2, 8, 2, 1), (2, 2, 8, 2, 1), (2, 2, 8, 2, 1)),
-    "float": ((4, 2, 8, 2, 1), (2, 2, 8, 3, 1), (2, 4, 4, 4, 2)),
-    "Q8_0": ((4, 1, 16, 2, 1), (4, 1, 8, 2, 2), (4, 2, 8, 2, 1)),
-    "Q4_0": ((4, 2, 8, 2, 2), (4, 2, 4, 4, 1), (4, 2, 16, 1, 1, 4)),
-    "MXFP4": ((4, 2, 8, 2, 2), (2, 2, 8, 3, 1), (4, 1, 16, 1, 1, 4)),
-    "Q4_K": ((2, 1, 16, 2, 1), (8, 1, 4, 3, 1), (4, 1, 16, 1, 1, 4)),
-    "K": ((2, 1, 16, 2, 1), (2, 2, 8, 3, 1), (4, 1, 16, 1, 1, 4)),
-}
 
 # A product behind which a row is normed: a block has groups of 32 rows. By columns: to 4608, more.
 _NORM_COLS = 4608
-_NORM: dict[str, tuple[_Choice, ...]] = {
-    "F32": ((2, 1, 16, 1, 1), (2, 1, 16, 1, 1)),
-    "float": ((4, 1, 16, 1, 2), (4, 1, 16, 1, 2)),
-    "Q8_0": ((4, 2, 16, 1, 2), (4, 2, 16, 1, 2)),
-    "Q4_0": ((4, 4, 8, 1, 1), (4, 4, 8, 1, 1)),
-    "MXFP4": ((4, 2, 16, 1, 2), (4, 2, 16, 1, 2)),
-    "Q4_K": ((2, 3, 16, 1, 1), (2, 3, 16, 1, 1)),
-    "K": ((4, 1, 16, 1, 2), (4, 1, 16, 1, 2)),
-}
-_NORM_MORE = (4, 1, 8, 1)  # rows, unroll, warps, per_sm of more tokens, row_warps as for one
-
-# (class, tokens) -> rows, unroll, warps, per_sm of more tokens, row_warps as for one.
-_MORE_TOKENS: dict[tuple[str, int], tuple[int, int, int, int]] = {
-    ("F32", 2): (2, 2, 8, 1),
-    ("F32", 4): (2, 1, 8, 1),
-    ("F32", 8): (2, 1, 8, 1),
-    ("float", 2): (4, 2, 4, 3),
-    ("float", 4): (4, 1, 4, 4),
-    ("float", 8): (4, 1, 4, 3),
-    ("Q8_0", 2): (4, 1, 8, 2),
-    ("Q8_0", 4): (4, 1, 4, 4),
-    ("Q8_0", 8): (4, 1, 4, 3),
-    ("Q4_0", 2): (4, 1, 8, 2),
-    ("Q4_0", 4): (4, 1, 4, 4),
-    ("Q4_0", 8): (4, 1, 4, 3),
-    ("MXFP4", 2): (4, 1, 8, 2),
-    ("MXFP4", 4): (4, 1, 4, 4),
-    ("MXFP4", 8): (4, 1, 4, 3),
-    ("Q4_K", 2): (4, 1, 8, 2),
-    ("Q4_K", 4): (4, 1, 4, 4),
-    ("Q4_K", 8): (4, 1, 4, 3),
-    ("K", 2): (4, 1, 8, 2),
-    ("K", 4): (4, 1, 4, 3),
-    ("K", 8): (4, 1, 4, 3),
-}
+# more tokens have rows, unroll, warps and per_sm of their own, and the row_warps of one
+_NORM_MORE = (4, 1, 8, 1)
 _GLU_Q8_LINES = 2 * GROUP
 
 # KB that a block asks L2 for beyond its first loads. The first loads are most of a small weight,
@@ -182,22 +95,22 @@ def tuning(dtype: str, rows: int, cols: int, n_tokens: int, epilogue: str) -> Tu
     epilogue of EPILOGUES."""
     kind, quantised = _CLASS[dtype], epilogue == "glu_q8"
     normed = epilogue in ("norm", "norm_q8")
-    choice: _Choice | _Whole
+    gate = _MEASURED["gate"]
     if quantised:
         groups = rows // _GLU_Q8_LINES
-        choice = _GLU_Q8[kind][sum(groups > most for most in _GROUPS)]
+        choice = _MEASURED["glu_q8"][kind][sum(groups > most for most in _GROUPS)]
     elif normed:
-        choice = _NORM[kind][cols > _NORM_COLS]
-    elif (epilogue, rows, kind in _GATE) == ("plain", _GATE_ROWS, True) and cols >= _GATE_COLS:
-        choice = _GATE[kind]
+        choice = _MEASURED["norm"][kind][cols > _NORM_COLS]
+    elif (epilogue, rows, kind in gate) == ("plain", _GATE_ROWS, True) and cols >= _GATE_COLS:
+        choice = gate[kind]
     else:
         fits = [
             (most_rows is None or rows <= most_rows) and (most_cols is None or cols <= most_cols)
             for most_rows, most_cols in _SIZES
         ]
-        choice = _ONE_TOKEN[kind][fits.index(True)]
+        choice = _MEASURED["one_token"][kind][fits.index(True)]
     if n_tokens > 1:
-        more = _NORM_MORE if normed else _MORE_TOKENS[kind, together(n_tokens)]
+        more = _NORM_MORE if normed else _MEASURED["more_tokens"][kind][str(together(n_tokens))]
         choice = (*more, choice[4])
     small = rows <= _AHEAD_ROWS and not normed
     found = Tuning(*choice)._replace(ahead=0 if small else _AHEAD[kind])
