@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from workbench.errors import UsageError
@@ -294,6 +295,7 @@ class CommandAt(NamedTuple):
         return " ".join(filter(None, parts))
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Program:
     """The commands of one step, with the names needed to read them.
 
@@ -301,30 +303,14 @@ class Program:
     lowered with (never `auto`). splits are the backends' indices in split order.
     """
 
-    __slots__ = (
-        "backends", "buffers", "commands", "copy_stream", "layout", "shape",
-        "splits", "sync",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        commands: list[Command],
-        buffers: list[Buffer],
-        layout: list[dict[Tensor, Range]],
-        splits: list[int],
-        backends: tuple[str, ...],
-        shape: StepShape,
-        sync: str,
-        copy_stream: str,
-    ):
-        self.commands = commands
-        self.buffers = buffers
-        self.layout = layout
-        self.splits = splits
-        self.backends = backends
-        self.shape = shape
-        self.sync = sync
-        self.copy_stream = copy_stream
+    commands: list[Command]
+    buffers: list[Buffer]
+    layout: list[dict[Tensor, Range]]
+    splits: list[int]
+    backends: tuple[str, ...]
+    shape: StepShape
+    sync: str
+    copy_stream: str
 
     def pattern(self, fold: bool = False, result: bool = False) -> str:
         """The program's order in the letters of the threads (`letters.py`), one group per split.

@@ -7,6 +7,7 @@ other kernel. The constants below repeat the sources'.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from workbench.backend.args import Args, pack, variant
 from workbench.backend.cuda.kernel import Kernel, Operands, Work, blocks
@@ -25,42 +26,36 @@ def second(node: Node | None) -> Tensor | None:
 # elements and rows --------------------------------------------------------------------------------
 
 
+class _Grid(NamedTuple):
+    """rows: which argument counts the rows, or tokens; the columns, or heads, are the next one.
+    cols: of them that a block takes."""
+
+    source: str
+    rows: int
+    cols: int = 256
+    threads: int = 256
+
+
+_GRIDS = {
+    "mul": _Grid("elementwise", 3),
+    "add": _Grid("elementwise", 3),
+    "swiglu": _Grid("elementwise", 3),
+    "quantize": _Grid("elementwise", 2, 1024),
+    "square_sums": _Grid("elementwise", 2),
+    "rms_scale": _Grid("elementwise", 3),
+    "get_rows": _Grid("rows", 3),
+    "set_rows": _Grid("rows", 3),
+    "rope": _Grid("rope", 4, ROPE_HEADS, ROPE_THREADS),
+    "rope_shift": _Grid("rope", 3, ROPE_HEADS, ROPE_THREADS),
+}
+
+
 def elementwise(node: Node, p: Operands) -> list[Work]:
-    """mul, add and swiglu."""
+    """The one kernel of an op of _GRIDS: a block for each row and each stretch of columns."""
+    source, rows, cols, threads = _GRIDS[node.op]
     args = pack(node, p.at)
-    rows, cols = int(args[3]), int(args[4])
-    return [Kernel("elementwise", node.op, (rows, blocks(cols, 256)), 256, args, waits=True)]
-
-
-def quantize(node: Node, p: Operands) -> list[Work]:
-    args = pack(node, p.at)
-    rows, cols = int(args[2]), int(args[3])
-    return [Kernel("elementwise", "quantize", (rows, blocks(cols, 1024)), 256, args, waits=True)]
-
-
-def square_sums(node: Node, p: Operands) -> list[Work]:
-    args = pack(node, p.at)
-    rows, cols = int(args[2]), int(args[3])
-    return [Kernel("elementwise", "square_sums", (rows, blocks(cols, 256)), 256, args, waits=True)]
-
-
-def rms_scale(node: Node, p: Operands) -> list[Work]:
-    args = pack(node, p.at)
-    rows, cols = int(args[3]), int(args[4])
-    return [Kernel("elementwise", "rms_scale", (rows, blocks(cols, 256)), 256, args, waits=True)]
-
-
-def get_rows(node: Node, p: Operands) -> list[Work]:
-    args = pack(node, p.at)
-    ids, cols = int(args[3]), int(args[4])
-    name = "_".join(variant(node))
-    return [Kernel("rows", name, (ids, blocks(cols, 256)), 256, args, waits=True)]
-
-
-def set_rows(node: Node, p: Operands) -> list[Work]:
-    args = pack(node, p.at)
-    tokens, cols = int(args[3]), int(args[4])
-    return [Kernel("rows", "set_rows", (tokens, blocks(cols, 256)), 256, args, waits=True)]
+    grid = int(args[rows]), blocks(int(args[rows + 1]), cols)
+    return [Kernel(source, "_".join(variant(node)), grid, threads, args, waits=True)]
 
 
 def swiglu_quantize(node: Node, p: Operands) -> list[Work]:
@@ -111,20 +106,6 @@ def norm_parts(parts: Sequence[Node], node: Node, p: Operands) -> list[Work]:
 
 
 # heads --------------------------------------------------------------------------------------------
-
-
-def rope(node: Node, p: Operands) -> list[Work]:
-    args = pack(node, p.at)
-    tokens, heads = int(args[4]), int(args[5])
-    grid = (tokens, blocks(heads, ROPE_HEADS))
-    return [Kernel("rope", "rope", grid, ROPE_THREADS, args, waits=True)]
-
-
-def rope_shift(node: Node, p: Operands) -> list[Work]:
-    args = pack(node, p.at)
-    cells, heads = int(args[3]), int(args[4])
-    grid = (cells, blocks(heads, ROPE_HEADS))
-    return [Kernel("rope", "rope_shift", grid, ROPE_THREADS, args, waits=True)]
 
 
 def rotation(q_rope: Node, k_store: Node, v_store: Node, p: Operands) -> Rotate:

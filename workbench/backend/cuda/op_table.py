@@ -36,7 +36,7 @@ def _attention_quantize(node: Node, p: Operands) -> list[Work]:
     if _attention_can_quantise(node):
         return _attend(attend, quantize, p)
     inside = p.inside(node)
-    return _attend(attend, None, inside) + elementwise.quantize(quantize, inside)
+    return _attend(attend, None, inside) + elementwise.elementwise(quantize, inside)
 
 
 def _attention_can_quantise(node: Node) -> bool:
@@ -52,18 +52,18 @@ def _shape(attend: Node) -> AttentionShape:
 # the table ----------------------------------------------------------------------------------------
 
 _LAUNCHES: dict[str, Callable[[Node, Operands], list[Work]]] = {
-    "get_rows": elementwise.get_rows,
+    "get_rows": elementwise.elementwise,
     "rms_norm": elementwise.norm,
     "mul": elementwise.elementwise,
     "add": elementwise.elementwise,
     "swiglu": elementwise.elementwise,
-    "square_sums": elementwise.square_sums,
-    "rms_scale": elementwise.rms_scale,
-    "quantize": elementwise.quantize,
+    "square_sums": elementwise.elementwise,
+    "rms_scale": elementwise.elementwise,
+    "quantize": elementwise.elementwise,
     "mul_mat": products.mul_mat,
-    "rope": elementwise.rope,
-    "rope_shift": elementwise.rope_shift,
-    "set_rows": elementwise.set_rows,
+    "rope": elementwise.elementwise,
+    "rope_shift": elementwise.elementwise,
+    "set_rows": elementwise.elementwise,
     "attention": _attention,
     "norm": elementwise.norm,
     "product": products.fused_products,

@@ -82,7 +82,7 @@ def _one_product(product: Product, p: Operands) -> list[Work]:
     if _is_float(product) or product.scale is not None:
         multiply = _float_product if _is_float(product) else mul_mat
         works = multiply(product.mul_mat, p)
-        works += [] if product.scale is None else elementwise_.rms_scale(product.scale, p)
+        works += [] if product.scale is None else elementwise_.elementwise(product.scale, p)
         return works + ([] if product.bias is None else elementwise_.elementwise(product.bias, p))
     return _together([product], p)
 
@@ -136,7 +136,7 @@ def product_norm(node: Node, p: Operands) -> list[Work]:
     inside = p.inside(node)
     if not product_norm_is_one(node):
         works = _one_by_one([product], inside) + elementwise_.elementwise(add, inside)
-        works += elementwise_.square_sums(squares, inside)
+        works += elementwise_.elementwise(squares, inside)
         return works + elementwise_.norm_parts([mul, *quantize], node, inside)
     made = product.output.storage
     residual = next(t for t in add.inputs if t.storage is not made)
