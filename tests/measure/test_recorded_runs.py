@@ -185,7 +185,7 @@ def figures(run: AB | Gaps) -> list[str]:
 
 def bandwidths() -> list[Path]:
     """The runs whose shares are of what their own process measured."""
-    prefixes = ("cuda-decode-", "cuda-depth-", "cuda-batches-", "cuda-kernels")
+    prefixes = ("cuda-decode-", "cuda-depth-", "cuda-batches-", "cuda-together-", "cuda-kernels")
     return [folder for folder in RUNS if folder.name.startswith(prefixes)]
 
 

@@ -52,6 +52,27 @@ def arm(launches: int) -> dict:
     return same | {"toggles": Toggles().to_dict(), "program": program}
 
 
+def test_sequences_together_stand_beside_their_bound(tmp_path: Path):
+    """Two sequences with 6 tokens of prompt and 3 generated ones, a second a step: a step reads
+    1 GB of weights and 12 + 2 * (3 + 1) / 2 = 16 cells of 0.5 GB, the mean of three steps."""
+    name = f"together-{matrix.TOGETHER}-8"
+    record(tmp_path, name, "bench", {}, tests=["pp6+tg3@b2"],
+           model=model("llama-3.2-1b", "Q4_K", 1e9),
+           result={"read_gbps": 18.0, "cache_bytes_per_token": 5e8})  # fmt: skip
+    table = results.SampleTable(name)
+    for repetition in range(3):
+        ns = np.array([4e9, 1e9, 1e9, 2e9])
+        table.add("engine", False, "pp6+tg3@b2", repetition, ns, np.array([12, 2, 2, 2]))
+    run = Recorded(tmp_path).run(name)
+    assert run is not None
+    found = recorded.together(run._replace(samples=table.frame()))
+    assert (found.n_seqs, found.pp, found.tg, found.each, found.step_ms) == (2, 3, 2, 1, 1000)
+    assert (found.step_gb, found.bound) == (9.0, 4.0)
+    assert f"{found.share:.1f}" == "50.0"
+    lines = list(blocks.TOGETHER.lines(Recorded(RESULTS)))
+    assert [line.values["n_seqs"] for line in lines] == [1, 8, 32, 128]
+
+
 def decode_run(folder: Path, launches: int = 228, us: float = 6000.0) -> None:
     """llama-3-8b F16, 15 GB a token: at 3 TB/s 5,000 us; here a token takes `us`."""
     record(

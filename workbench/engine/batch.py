@@ -171,8 +171,8 @@ def make_batch(
     """The next tokens of each sequence of `work`, in its order.
 
     new_mask: memory for a mask, (T, n_kv) uint16. Raises UsageError for no tokens, more than
-    n_ubatch in all, a sequence that does not exist or is given twice, ids outside the vocabulary,
-    and a full context. Nothing has changed then.
+    n_ubatch in all, ids outside the vocabulary, and a full context; and for a sequence that does
+    not exist or is given twice. Nothing has changed then.
     """
     sizes = [len(tokens) for _, tokens, _ in work]
     t = sum(sizes)
