@@ -124,8 +124,8 @@ class Rig:
         """A launch: to = source + 1, or + what `ones` holds when it runs."""
         x, one = Tensor("x", F32, (rows, COLS)), Tensor("one", F32, (COLS,))
         node = make("add", "sum", x, one)
-        places = {x: source, one: self.ones, node.output: to}
-        return self.backend.launch(node, lambda t: places[t].address, 0, stream)
+        memory = {x: source, one: self.ones, node.output: to}
+        return self.backend.launch(node, lambda t: memory[t].address, 0, stream)
 
     # long work -----------------------------------------------------------------------------------
 

@@ -43,11 +43,11 @@ def stored_blocks(
     if kind == "TQ2_0":  # of the four values of two bits a quantiser writes three
         both = raw & raw >> 1 & 0x55
         raw[:] &= ~(both << 1)
-    place = _PLACES.get(kind, _scale)
-    place(raw, kind, np.ones(len(raw)))
+    scale = _SCALERS.get(kind, _scale)
+    scale(raw, kind, np.ones(len(raw)))
     n = min(len(raw), 64)
     unit = gguf.quants.dequantize(raw[:n], Kind[kind])
-    place(raw, kind, std / unit.std() * rng.uniform(0.75, 1.25, len(raw)))
+    scale(raw, kind, std / unit.std() * rng.uniform(0.75, 1.25, len(raw)))
     return raw.reshape(rows, -1)
 
 
@@ -75,6 +75,6 @@ def _nvfp4(raw: np.ndarray, kind: str, scales: np.ndarray) -> None:
     raw[:, :4] = exponents[:, None] << 3 | raw[:, :4] & 7
 
 
-_PLACES: dict[str, Callable[[np.ndarray, str, np.ndarray], None]] = {
+_SCALERS: dict[str, Callable[[np.ndarray, str, np.ndarray], None]] = {
     "IQ1_M": _iq1_m, "NVFP4": _nvfp4,
 }  # fmt: skip

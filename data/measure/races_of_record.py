@@ -120,7 +120,7 @@ def _asynchronous_copies(fixed: bool) -> list[Program]:
 def _split_without_inputs(fixed: bool) -> list[Program]:
     s = Script("CPU", "Vulkan0")
     for memory in ("CPU#model.input_embed#0", "CPU#conv_states-0#0"):
-        s.place(memory, inside="Vulkan_Host", nbytes=4 * COLS)
+        s.lay(memory, inside="Vulkan_Host", nbytes=4 * COLS)
     s.resident("CPU#token_embd.weight#0", F32, (8, COLS))
     s.resident("CPU#cache_r_l0#0", F32, (8, COLS))
     for _ in range(2):

@@ -82,7 +82,7 @@ class Script:
             raise UsageError(f"{memory} is read before anything is put there; write or copy to it")
         return self._tensors[memory]
 
-    def place(self, memory: str, inside: str, nbytes: int) -> None:
+    def lay(self, memory: str, inside: str, nbytes: int) -> None:
         """From now on `memory` is the first bytes of the block named `inside`, of `nbytes`.
 
         Two tensors placed in one block share its bytes, as an allocator makes them do.

@@ -86,7 +86,7 @@ def test_a_liar_is_told_what_it_did(lie, broken):
 
 PROMPT, NEXT = [1, 17, 300, 4, 99, 512, 7, 250, 33, 611, 5, 902, 18, 404], [77, 403, 900]
 N_UBATCH = 4  # so the prompt is a train of four
-PLACES = {"device": (), "hybrid": ("ffn_=host",)}  # override_tensor: hybrid goes to and fro
+OVERRIDES = {"device": (), "hybrid": ("ffn_=host",)}  # override_tensor: hybrid goes to and fro
 
 
 @contextmanager
@@ -118,24 +118,24 @@ def logits(engine: Engine) -> np.ndarray:
     return np.concatenate([engine.prefill(PROMPT), *(engine.step([t]) for t in NEXT)])
 
 
-@pytest.fixture(scope="module", params=PLACES)
-def place(request) -> str:
+@pytest.fixture(scope="module", params=OVERRIDES)
+def placement(request) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def right(path, place) -> np.ndarray:
+def right(path, placement) -> np.ndarray:
     """What the embedded device says with every wait in place."""
-    with load(path, "embedded", override_tensor=PLACES[place]) as engine:
+    with load(path, "embedded", override_tensor=OVERRIDES[placement]) as engine:
         return logits(engine)
 
 
 @pytest.fixture(scope="module", params=DEVICES)
-def hostile(request, path, place) -> Iterator[Engine]:
+def hostile(request, path, placement) -> Iterator[Engine]:
     """An engine on an honest hostile device."""
     kind = DEVICES[request.param]
     with plugged(kind.name, partial(kind, seed=1)):
-        engine = load(path, kind.name, override_tensor=PLACES[place])
+        engine = load(path, kind.name, override_tensor=OVERRIDES[placement])
     with engine:
         yield engine
 
@@ -193,7 +193,7 @@ def test_a_ring_is_refused_where_no_event_stands_behind_copies(hostile, sync):
 
 @pytest.mark.parametrize("step_wait", StepWait)
 @pytest.mark.parametrize("sync", ["per_copy", "auto"])
-def test_places_in_turn_are_right(hostile, right, sync, step_wait):
+def test_rings_are_right(hostile, right, sync, step_wait):
     with hostile.variant(Toggles(sync=sync, n_copies="4", step_wait=step_wait)) as engine:
         assert np.array_equal(logits(engine), right)
         assert not races(engine.programs(len(PROMPT), len(NEXT)), one_order=False)

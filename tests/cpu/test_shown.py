@@ -90,11 +90,11 @@ def test_a_notebook_shows_what_a_user_can_mend_in_one_line_and_where(engine):
 
 
 def test_make_lab_makes_the_models_before_it_opens_the_notebooks():
-    planned = subprocess.run(
+    shown = subprocess.run(
         ["make", "-n", "lab"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert "workbench model tiny" in planned.split("jupyter lab")[0]
-    assert "--notebook-dir=notebooks" in planned.split("jupyter lab")[1]
+    assert "workbench model tiny" in shown.split("jupyter lab")[0]
+    assert "--notebook-dir=notebooks" in shown.split("jupyter lab")[1]
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("notebooks/*.ipynb")), ids=lambda p: p.stem)

@@ -1,4 +1,4 @@
-"""Rings of staging memory and several places for a device's inputs: steps take them in turn."""
+"""Rings of staging memory and several buffers for a device's inputs: each step takes the next."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_answer_is_the_same_in_every_turn(engine, sync, copy_stream, reuse):
                 assert np.array_equal(run(variant), wanted), toggles
 
 
-def places(program: Program) -> tuple[set[str], set[str]]:
+def buffers(program: Program) -> tuple[set[str], set[str]]:
     """The buffers that values are written to, and those that copies bring inputs to."""
     written = {c.staging.buffer.name for c in program.commands if isinstance(c, Write)}
     brought = {c.dst.buffer.name for c in program.commands
@@ -58,10 +58,10 @@ def places(program: Program) -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize("n_copies", ["1", "4"])
 @pytest.mark.parametrize("source", RINGS)
-def test_places_come_round(engine, source, n_copies):
+def test_rings_come_round(engine, source, n_copies):
     toggles = Toggles(sync="copy_boundary", host_source=source, n_copies=n_copies)
     with engine.variant(toggles) as variant:
-        found = [places(program) for program in variant.programs(8, 8)]
+        found = [buffers(program) for program in variant.programs(8, 8)]
     host, device = RINGS[source], int(n_copies)
     for i, (written, brought) in enumerate(found):
         assert written == ({"staging"} if host == 1 else {f"staging.{i % host}"})
@@ -83,8 +83,8 @@ def test_a_ring_is_written_behind_the_copies_from_it(engine):
     assert events[0] == events[2] != events[1]
 
 
-def test_with_several_places_the_host_waits_for_an_event_and_not_for_the_stream(engine):
-    """As llama.cpp does where it has events: for the graph that read the place, four steps ago."""
+def test_with_several_copies_the_host_waits_for_an_event_and_not_for_the_stream(engine):
+    """As llama.cpp does where it has events: for the graph that read the buffer, four steps ago."""
     for sync, waits in (("per_copy", 6), ("copy_boundary", 1)):
         with engine.variant(Toggles(sync=sync, n_copies="4")) as variant:
             programs = variant.programs(8, 4)

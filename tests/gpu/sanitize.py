@@ -115,13 +115,13 @@ class Run(NamedTuple):
 def find_tool() -> Path | None:
     """compute-sanitizer on the PATH, of an installed CUDA toolkit, or of NVIDIA's wheels."""
     found = shutil.which("compute-sanitizer")
-    places = [Path(found)] if found else []
-    places.append(Path("/usr/local/cuda/bin/compute-sanitizer"))
+    files = [Path(found)] if found else []
+    files.append(Path("/usr/local/cuda/bin/compute-sanitizer"))
     for folder in sys.path:
         nvidia = Path(folder) / "nvidia"
         # wheels before 13.5 lack a helper (TreeLauncherSubreaper) without which no target starts
-        places += nvidia.glob("*/compute-sanitizer/compute-sanitizer")
-    return next((place for place in places if place.is_file()), None)
+        files += nvidia.glob("*/compute-sanitizer/compute-sanitizer")
+    return next((file for file in files if file.is_file()), None)
 
 
 def tests_run(text: str) -> int:
@@ -210,12 +210,12 @@ def main() -> int:
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
     begin = time.perf_counter()
     subsets = {tool: collected([e.node for e in SUBSETS[tool]]) for tool in args.tools}
-    plan = {"before": ("plain", list(dict.fromkeys(i for ids in subsets.values() for i in ids)))}
-    plan |= {tool: (tool, ids) for tool, ids in subsets.items()}
-    plan["repetitions"] = ("plain", [REPETITIONS])
+    passes = {"before": ("plain", list(dict.fromkeys(i for ids in subsets.values() for i in ids)))}
+    passes |= {tool: (tool, ids) for tool, ids in subsets.items()}
+    passes["repetitions"] = ("plain", [REPETITIONS])
     runs: dict[str, Run] = {}
     print(f"{'run':12} {'tests':>6} {'errors':>7} {'seconds':>8}")
-    for name, (tool, ids) in plan.items():
+    for name, (tool, ids) in passes.items():
         left = LIMIT_S - (time.perf_counter() - begin)
         made = runs[name] = run(tool, sanitizer, ids, left)
         errors = "none told" if made.errors is None else str(made.errors)

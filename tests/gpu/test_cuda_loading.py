@@ -74,7 +74,7 @@ def test_what_is_read_or_launched_is_loaded_without_being_told(backend: CudaBack
     memory.free()
 
 
-def test_loading_holds_no_more_than_its_slots_and_gives_them_back(backend: CudaBackend):
+def test_loading_holds_no_more_than_its_buffers_and_gives_them_back(backend: CudaBackend):
     first = backend.load_weight(*weight("w", F16, 8, 64))  # makes the streams
     backend.finish_loading()
     first.free()

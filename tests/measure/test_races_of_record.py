@@ -193,11 +193,11 @@ def test_script_copies_between_devices_on_the_source_stream():
     assert record.event == wait.event
 
 
-def test_script_places_two_tensors_in_one_block():
+def test_script_lays_two_tensors_in_one_block():
     s = Script("CPU", "Vulkan0")
     s.step()
-    s.place("CPU#a#0", inside="Vulkan_Host", nbytes=32)
-    s.place("CPU#b#0", inside="Vulkan_Host", nbytes=32)
+    s.lay("CPU#a#0", inside="Vulkan_Host", nbytes=32)
+    s.lay("CPU#b#0", inside="Vulkan_Host", nbytes=32)
     s.write("CPU#a#0", F32, (1, 8))
     s.write("CPU#b#0", F32, (1, 8))
     a, b = s.run()[0].commands

@@ -228,14 +228,14 @@ def compare_speed(
     samples = []
     for block in range(n_blocks):
         first, second = (OURS, LLAMA) if block % 2 == 0 else (LLAMA, OURS)
-        for place, name in enumerate((first, second, second, first)):
+        for position, name in enumerate((first, second, second, first)):
             time.sleep(0.2)  # the other side's threads stop spinning
             steps_ns = sides[name].ask(timed.do, tokens=tokens)[timed.steps]
             samples.append(
                 {
                     "side": name,
                     "block": block,
-                    "place": place,
+                    "place": position,
                     "t_s": 1e9 * len(tokens) / sum(steps_ns),
                     timed.steps: steps_ns,
                 }

@@ -75,9 +75,9 @@ def test_the_order_is_a_rotating_palindrome(monkeypatch):
     one_sided = found.samples.sort_values(["arm", "order"], ignore_index=True)
     one_sided["order"] = range(len(one_sided))
     assert not AB(found.run, one_sided).interleaved
-    for k in (2, 3, 5):  # every arm takes every place equally often
-        places = [order_of(r, k).index(0) for r in range(2 * k)]
-        assert sorted(places) == sorted(list(range(k)) * 2)
+    for k in (2, 3, 5):  # every arm has every position equally often
+        positions = [order_of(r, k).index(0) for r in range(2 * k)]
+        assert sorted(positions) == sorted(list(range(k)) * 2)
 
 
 def test_every_arm_of_a_round_gets_the_same_tokens(monkeypatch):

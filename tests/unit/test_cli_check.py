@@ -54,7 +54,7 @@ def test_check_of_tokens_behind_a_prompt_is_of_both_shapes(call):
     assert call(*ask, "--n-decoded", 2040)[0] == 2
 
 
-def test_check_of_a_train_as_long_as_its_places_says_what_it_does_not_show(call):
+def test_check_of_a_train_as_long_as_its_rings_says_what_it_does_not_show(call):
     ask = ("--sync", "write_read_boundary", "--copy-stream", "own", "--step-wait", "outputs")
     ask += ("--n-copies", 4, "--n-ubatch", 16, "--n-tokens")
     status, out, _ = call(*ask, 64)

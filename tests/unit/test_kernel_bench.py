@@ -129,7 +129,7 @@ def test_shapes_are_those_of_the_models():
     assert KernelCase(Q4_0, SHAPES["8b.o"]).nbytes == 4096 * 4096 // 32 * 18
 
 
-def test_a_place_of_a_layer_is_the_launches_the_engine_makes_of_it():
+def test_a_product_of_a_layer_is_the_launches_the_engine_makes_of_it():
     def nodes(dtype, shape):
         case = KernelCase(dtype, SHAPES[shape])
         return case.nodes(case.weights(), 2)
@@ -155,7 +155,7 @@ def test_the_weights_in_turn_are_more_than_four_caches():
     assert rotating_bytes(100 << 20, quick=True) == 64 << 20
 
 
-def test_copies_are_many_finite_and_at_places_of_their_own(backend):
+def test_copies_are_many_finite_and_at_addresses_of_their_own(backend):
     case = KernelCase(MXFP4, SHAPES["qwen3-30b-a3b.down"])
     taken = []
     load = backend.load_weight

@@ -122,7 +122,7 @@ def test_imports_go_in_no_circle():
     assert len(graph) > 150 and "workbench.graph.ir" in graph["workbench.program.lower"]
 
 
-def test_only_two_places_name_modules_in_strings():
+def test_only_two_files_name_modules_in_strings():
     pattern = re.compile(r"importlib\.import_module|__import__\(")
     users = {str(p.relative_to(PACKAGE)) for p in modules() if pattern.search(p.read_text())}
     assert users == STRING_IMPORTS

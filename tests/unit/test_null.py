@@ -44,7 +44,7 @@ def test_log_has_each_command_prepared_and_issued():
     assert null.event() == 1
 
 
-def test_a_tensor_without_a_place_is_seen():
+def test_a_tensor_without_a_range_is_seen():
     node = make("add", "sum", Tensor("a", F32, (4,)), Tensor("b", F32, (4,)))
     with pytest.raises(KeyError):
         open_backend().launch(node, {}.__getitem__, 0, 0)

@@ -63,7 +63,7 @@ def test_every_token_is_scored_once_behind_bos():
     assert [t for w in made for t in w.targets] == ids
 
 
-def test_without_bos_the_token_before_takes_its_place():
+def test_without_bos_the_token_before_stands_for_it():
     ids = list(range(100, 110))
     made = list(windows(ids, 4, None))
     assert made[0] == TokenWindow([100, 101, 102, 103], [101, 102, 103, 104])

@@ -128,14 +128,14 @@ def test_modes_move_waits_and_nothing_else(house):
     assert all(other == first for other in others)
 
 
-def test_packed_inputs_are_one_copy_of_the_same_places(house):
-    """What several copies bring, one brings too: the same bytes to the same places."""
+def test_packed_inputs_are_one_copy_of_the_same_bytes(house):
+    """What several copies bring, one brings too: the same bytes to the same addresses."""
 
-    def places(program):
+    def bytes_of(program):
         copies = [c for c in program.commands if isinstance(c, Copy) and c.split != RESULT]
         return [(c.src.offset, c.dst.offset, c.src.nbytes, c.dst.nbytes) for c in copies]
 
-    single, (packed,) = places(house.program("copy_boundary")), places(house.program("packed"))
+    single, (packed,) = bytes_of(house.program("copy_boundary")), bytes_of(house.program("packed"))
     assert len(single) == 6 and packed[:2] == single[0][:2]
     assert packed[2] == packed[3]
     assert [packed[i] + packed[2] for i in (0, 1)] == [
