@@ -190,7 +190,7 @@ class Rig:
         """Raises Broken(what) where `act`, called with long work on stream 0, waits for its end.
 
         before: called when nothing is under way, in front of that work. For a backend of two
-        streams, of which stream 1 must be free when `act` has returned.
+        streams; stream 1 must be free when `act` has returned.
         """
         landing = self.host()
         glance = in_order([self.down(landing, self.counter, 1), self.backend.sync_stream(1)])

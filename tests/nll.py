@@ -33,7 +33,7 @@ def nll(engine: wb.Engine) -> np.ndarray:
 def is_the_same_under_every_ordering(
     engine: wb.Engine, wanted: np.ndarray, share: int = 1
 ) -> tuple[int, int]:
-    """How many orderings are safe, each of which gives `wanted` to the bit, and how many race.
+    """How many orderings are safe (each gives `wanted` to the bit), and how many race.
     share: of the orderings each so-manieth is tried."""
     safe = racing = 0
     for toggles in [*every_ordering(graph_reuse="set_rows")][::share]:

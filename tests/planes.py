@@ -11,7 +11,7 @@ from workbench.model.quants import BLOCKS, unpack_scales
 
 def planes(data: np.ndarray, dtype: DType) -> list[np.ndarray]:
     """The planes of the blocks in `data` (uint8, file order), uint8 (n_blocks, bytes of a block's
-    share) each; those of a whole weight lie one behind the other."""
+    share) each; the planes of a whole weight lie one behind the other."""
     blocks = np.ascontiguousarray(data).reshape(-1).view(BLOCKS[dtype])
     made = {Q8_0: _q8_0, Q4_0: _q4_0, MXFP4: _mxfp4, Q4_K: _q4_k, Q5_K: _q5_k, Q6_K: _q6_k}
     return [_bytes(plane, len(blocks)) for plane in made[dtype](blocks)]

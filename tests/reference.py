@@ -8,7 +8,7 @@ are computed at once, and nothing is rounded after the weights were (float32, by
 `rounded=True` makes the two roundings that the engine is meant to make, and no others: K and V to
 F16, and activations that meet a quantised weight to 8 bits in blocks of 32. What is left between
 such logits and the engine's is the order of float32 sums, and values that it tips over a rounding
-edge; so this is the sharper test of the engine, and the plain one that of its arithmetic.
+edge; so this is the sharper test of the engine, and the plain one tests its arithmetic.
 
 Architectures: `llama`, `qwen2` and `qwen3`. T is the number of tokens throughout.
 """

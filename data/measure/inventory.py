@@ -14,7 +14,7 @@ Listed are:
     errors      the texts of errors that are raised, with {} for what is filled in
     docstrings  modules, classes and functions that have one, and a hash of what it says
 
-Errors and docstrings are those of the package, of data/measure and of tests: what leaves the
+Errors and docstrings are taken from the package, data/measure and tests: what leaves the
 package for one of these has moved. A docstring has moved where a definition of the same name, or
 one that says the same, is elsewhere.
 
@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 RENAMED = Path(__file__).with_name("renamed.json")
-# needs the package: run with that of the checkout
+# needs the package: run with the checkout's own
 PROBE = Path(__file__).with_name("inventory_probe.py")
 FOLDERS = ("workbench", "data/measure", "tests")  # whose errors and docstrings are listed
 # dropped there is an error; of the others it is a line to read

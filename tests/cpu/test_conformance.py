@@ -61,7 +61,7 @@ def test_when_a_source_is_read(backend, space, late):
 
 
 class Broke(EmbeddedDevice):
-    """An embedded device with two workers, of which one thing is broken."""
+    """An embedded device with two workers and one thing that is broken."""
 
     def __init__(self) -> None:
         super().__init__(threads=2)

@@ -77,7 +77,7 @@ def test_a_ring_is_written_behind_the_copies_from_it(engine):
         wait, write = program.commands[:2]
         assert isinstance(wait, Sync) and isinstance(write, Write)
         copies = [i for i, c in enumerate(program.commands) if isinstance(c, Copy)]
-        record = program.commands[copies[-2] + 1]  # the last copy is that of the logits
+        record = program.commands[copies[-2] + 1]  # the last copy brings the logits
         assert isinstance(record, Record) and record.event == wait.event
     events = [program.commands[0].event for program in (first, second, third)]
     assert events[0] == events[2] != events[1]

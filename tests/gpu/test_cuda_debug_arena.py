@@ -97,7 +97,7 @@ def test_steps(tiny_model, case: str):
 
 
 def alone(backend: CudaBackend, node: Node, values: dict[Tensor, np.ndarray], mode: Mode) -> None:
-    """Runs `node` in `mode`; the result is finite and that of guarded, poisoned memory."""
+    """Runs `node` in `mode`; the result is finite and the same in guarded, poisoned memory."""
     found = run_alone(backend, node, values, mode)
     wanted = found if mode == Mode.GUARDED else run_alone(backend, node, values, Mode.GUARDED)
     for t, content in found.items():

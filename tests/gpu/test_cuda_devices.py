@@ -1,4 +1,4 @@
-"""Layers over two GPUs: the answer is that of one, per token and to the bit, under every ordering
+"""Layers over two GPUs: the answer is one GPU's, per token and to the bit, under every ordering
 that is safe, and two ubatches are under way at once."""
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ EXACT = 2e-6
 TYPES = [d.name for d in WEIGHT_DTYPES]
 TOKENS = (1, 2, 7, 8, 9, 17, 64, 130, 512)
 ROWS = (1, 7, 8, 33, 1000)
-# Columns by the block of a type; those of float types no multiple of anything, too.
+# Columns by the block of a type; float types have columns that are no multiple, too.
 COLS = {1: (1, 33, 1000, 4103), 32: (32, 96, 1120, 4160), 256: (256, 768, 1280, 5888)}
 
 

@@ -76,7 +76,7 @@ class Operands(NamedTuple):
     x_values: np.ndarray
 
 
-@lru_cache(maxsize=32)  # those of one type
+@lru_cache(maxsize=32)  # of one type
 def operands(name: str, rows: int, cols: int) -> Operands:
     dtype = DTYPES[name]
     rng = np.random.default_rng(zlib.crc32(repr((name, rows, cols)).encode()))

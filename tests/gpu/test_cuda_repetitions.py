@@ -52,7 +52,7 @@ POISONS = (0xFF, 0x7F)  # a NaN as float and as half
 STREAMS = (0, 2)
 N_KV = 256
 
-# preset, weight type, that of V, tokens, fused
+# preset, weight type, type of V, tokens, fused
 DECODERS = (
     ("tiny-llama", "Q4_0", "Q4_0", 1, True),
     ("tiny-llama", "Q4_0", "Q4_0", 1, False),

@@ -80,7 +80,7 @@ def test_a_whole_sequence_that_moved_is_answered_as_before(tiny_model, preset, q
 
 
 def test_many_sequences_are_what_one_is(tiny_model):
-    """The last of 128 sequences, with cells behind those of all others."""
+    """The last of 128 sequences, with cells behind all others'."""
     with wb.Engine.load(
         tiny_model("tiny-llama", "Q4_K"), device="cuda", n_ctx=4096, n_seqs=128, toggles="best"
     ) as engine:

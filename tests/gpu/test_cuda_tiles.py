@@ -40,7 +40,7 @@ pytestmark = pytest.mark.gpu
 TILES = (8, 16, 32, 64, 128)  # tokens
 # Stages of 128 or 256 columns: an odd number, more than the ring has, and than 8 blocks want.
 COLS = 11 * 256
-# Rows of weights of one launch, none a multiple of a tile; those of gate and of up are of blocks.
+# Rows of weights of one launch, none a multiple of a tile; gate and up have multiples of blocks.
 SEGMENTS, GATED = (130, 7, 193), (96, 96)
 # Blocks that share a tile, in clusters or not: of every other shape.
 WAYS = ((1, False), (3, True), (8, False)), ((1, False), (8, True), (2, False))

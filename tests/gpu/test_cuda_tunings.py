@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 TYPES = [dtype.name for dtype in QUANTISED]
 TOKENS = (1, 2, 3, 8)
 COLS = 1280  # one round of a warp, and part of another
-# Rows of the weights of one launch, no multiples of a block's; those of gate and up whole groups.
+# Rows of the weights of one launch, no multiples of a block's; gate and up have whole groups.
 SEGMENTS, GATED = (130, 7, 193), (416, 416)
 
 

@@ -1,4 +1,4 @@
-"""README's first table: a row per mechanism, its numbers those of the recorded comparisons."""
+"""README's first table: a row per mechanism, with the numbers of the recorded comparisons."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_all_races_but_one_are_between_steps():
 
 
 def test_split_without_inputs_overwrites_bytes_that_a_copy_still_reads():
-    """The bytes are those of two tensors at one place, as #26167's sanitizer reports them."""
+    """Two tensors share the bytes, as #26167's sanitizer reports them."""
     (race,) = [r for r in hazards.races(BY_NAME["split_without_inputs"].before) if not r.first.step]
     assert (race.kind, race.buffer.name) == ("read-write", "Vulkan_Host")
     assert (race.offset, race.nbytes) == (0, 256)

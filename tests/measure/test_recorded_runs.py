@@ -155,7 +155,7 @@ def load(folder: Path) -> AB | Gaps:
 
 @pytest.mark.parametrize("notebook", NOTEBOOK_RUNS)
 def test_notebooks_say_what_their_runs_say(notebook):
-    """The sentences and tables committed with a notebook are those of its run folders."""
+    """The sentences and tables committed with a notebook follow from its run folders."""
     cells = nbformat.read(ROOT / "notebooks" / f"{notebook}.ipynb", 4).cells
     outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs]
     said = "".join(o.text for o in outputs if o.output_type == "stream")

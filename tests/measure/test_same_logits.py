@@ -1,4 +1,4 @@
-"""The comparison of logits with those of an earlier commit: its cases, its verdicts, its record."""
+"""The comparison of logits with an earlier commit's: its cases, its verdicts, its record."""
 
 from __future__ import annotations
 

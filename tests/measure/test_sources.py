@@ -19,7 +19,7 @@ RESULTS = ROOT / "data" / "results"
 
 @pytest.fixture
 def history(tmp_path, monkeypatch):
-    """A checkout of two commits, of which the second changed a kernel; returns both."""
+    """A checkout of two commits; the second changed a kernel. Returns both."""
 
     def git(*arguments: str) -> str:
         who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")

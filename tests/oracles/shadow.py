@@ -1,5 +1,5 @@
 """A run in shadow: which of its bytes can go wrong, and which version of them each command should
-see. What the adversary plays with; it holds no order but that of the host and of each queue.
+see. What the adversary plays with; it holds no order but the host's and each queue's.
 
 Every byte carries the number of the command that wrote it last, its version. Bytes are grouped
 into segments between the bounds of all accesses (a copy's pieces have bounds of their own).

@@ -1,6 +1,6 @@
 """A CUDA driver and a cuBLAS without a GPU: they log each call with the arguments they would read.
 
-Handles and launch configurations are those of cuda-bindings, which makes them without a driver.
+Handles and launch configurations come from cuda-bindings, which needs no driver for them.
 """
 
 from __future__ import annotations

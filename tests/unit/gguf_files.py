@@ -61,7 +61,7 @@ def tensor(name="w", dims=(8,), kind=0, offset=0) -> bytes:
 def build(
     keys=(), tensors=(), data=b"", magic=b"GGUF", version=3, n_tensors=None, n_keys=None, align=32
 ) -> bytes:
-    """A file from its parts; counts are those of the parts unless given."""
+    """A file from its parts; counts follow from the parts unless given."""
     n_tensors = len(tensors) if n_tensors is None else n_tensors
     n_keys = len(keys) if n_keys is None else n_keys
     head = magic + struct.pack("<IQQ", version, n_tensors, n_keys)

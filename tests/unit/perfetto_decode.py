@@ -22,7 +22,7 @@ class Slice(NamedTuple):
 
 class Decoded(NamedTuple):
     processes: dict[int, str]  # pid -> name
-    tracks: dict[int, tuple[str, str]]  # uuid -> (process, thread); those of slices
+    tracks: dict[int, tuple[str, str]]  # uuid -> (process, thread); of slices
     slices: list[Slice]
     instants: dict[str, dict[str, Any]]  # name -> args
     flows: dict[int, list[tuple[int, bool]]]  # number -> (time, whether it ends there)

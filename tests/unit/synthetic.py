@@ -1,4 +1,4 @@
-"""Machines of which the truth is known: no arm is faster than another, whatever the noise says."""
+"""Machines whose truth is known: no arm is faster than another, whatever the noise says."""
 
 from __future__ import annotations
 

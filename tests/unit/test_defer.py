@@ -240,7 +240,7 @@ EVALUATE: dict[str, Callable[..., np.ndarray]] = {
 
 
 def evaluated(graph: Graph, values: dict[Tensor, np.ndarray]) -> dict[Tensor, np.ndarray]:
-    """All tensors of `graph` by storage, in float64, from those of its inputs and weights."""
+    """All tensors of `graph` by storage, in float64, from its inputs and weights."""
     found = dict(values)
     for node in graph.nodes:
         given = [found[t.storage].reshape(t.shape) for t in node.inputs]

@@ -1,4 +1,4 @@
-"""Graphs are those of record: node for node what commit 7839203 built, before it had blocks.
+"""Graphs are as recorded: node for node what commit 7839203 built, before it had blocks.
 
 `graphs_of_record.json` holds a hash of each graph as text: every preset, activations rounded and
 not, steps with and without outputs, fused and with halved norms. It also has the order in which

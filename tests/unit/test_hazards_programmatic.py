@@ -1,4 +1,4 @@
-"""What races where launches begin early: programs made by hand, and those of engines."""
+"""What races where launches begin early: programs made by hand, and programs of engines."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_weights_written_in_front_of_a_programmatic_launch_say_why():
 
 
 def test_bytes_read_early_and_late_are_told_once():
-    """Weights W, a part of which is read again as something else."""
+    """Weights W; a part is read again as something else."""
     again = early((W, part(W, 16, 8)))
     (race,) = races([program(copy(W, S, B), again)])
     assert (race.offset, race.nbytes, race.kind) == (0, 64, "write-read")

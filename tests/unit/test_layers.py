@@ -303,7 +303,7 @@ def imported(folders: tuple[str, ...]) -> str:
 
 
 def test_every_dependency_is_imported():
-    """Those of the package by the package; those of an extra there, in tests or in the campaign."""
+    """A package's dependency by the package; an extra's there, in tests or in the campaign."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [entry for each in project["optional-dependencies"].values() for entry in each]
     for entries, folders in (

@@ -291,7 +291,7 @@ def launched(program: Program) -> list[Launch]:
 
 
 def test_a_fused_launch_reads_and_writes_what_its_parts_do(house):
-    """Ranges of a fused launch are those of its parts' launches, less what stays inside it."""
+    """A fused launch has the ranges of its parts' launches, less what stays inside it."""
     graph = house.graph(StepShape(3, 1, 256))
     plain, fused = (house.lowered(g) for g in (graph, fuse(graph, FUSIONS)))
     named = {c.node: c for c in launched(plain)}

@@ -138,7 +138,7 @@ def test_random_blocks_have_mean_and_std(dtype, std):
     assert np.isfinite(x).all()
     assert abs(x.std() - 1) < 0.01
     assert abs(x.mean()) < 0.01
-    # A row's mean is that of 2048 draws, not much wider: blocks do not share an offset.
+    # A row's mean is the mean of 2048 draws, not much wider: blocks do not share an offset.
     assert x.mean(axis=1).std() * np.sqrt(cols) < 1.8
     assert len(np.unique(data, axis=0)) == rows
 

@@ -109,7 +109,7 @@ def test_scope_of_a_repetition(monkeypatch):
 def test_of_several_sequences():
     own, shared = parse("pp5+tg3@b4"), parse("pp5+tg3@s4")
     assert (own.n_tokens, own.n_cells, shared.n_tokens, shared.n_cells) == (32, 32, 17, 17)
-    # the mean step of three: 20 (5) cells of prompts, and those of two steps
+    # the mean step of three: 20 (5) cells of prompts, and cells of two steps
     assert own.step_bytes(1000, 10) == 1000 + 10 * (20 + 8)
     assert shared.step_bytes(1000, 10) == 1000 + 10 * (5 + 8)
     assert parse("tg3").step_bytes(1000, 10) == 1020

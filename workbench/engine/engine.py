@@ -45,6 +45,8 @@ class Engine:
     for use from several threads at once. `variant` makes another engine on the same weights.
     """
 
+    period = 1  # after how many steps the rings that steps take by turns come round again
+
     def __init__(self, loaded: Loaded, config: EngineConfig, wanted: Wanted):
         """Use `Engine.load`. Raises DeviceError where the device cannot honour a toggle."""
         exclusive.check(loaded)
@@ -52,7 +54,6 @@ class Engine:
         self.config, self.toggles, self._ordering = config, have.toggles, have.ordering
         self.preset, self.chosen = have.preset, have.words
         self.n_steps = 0
-        # after how many steps the rings that steps take by turns come round again
         self.period = self._ordering.period
         self._turn = 0  # of the rings, also of steps that failed
         self._events: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Are the logits of this checkout those of commit dcb7d40, bit for bit?
+"""Are the logits of this checkout equal to commit dcb7d40's, bit for bit?
 
     python -m data.measure.same_logits compare              embedded and host, both on this machine
     python -m data.measure.same_logits compare --sample 25  some of the cases, in under a minute
