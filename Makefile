@@ -79,7 +79,7 @@ sanitize: .venv/.dev
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check workbench data/measure tests
+	$(BIN)/ruff format --check workbench data/measure tests notebooks/*.py
 	$(BIN)/mypy
 
 bench: .venv/.dev

@@ -14,9 +14,9 @@ Listed are:
     errors      the texts of errors that are raised, with {} for what is filled in
     docstrings  modules, classes and functions that have one, and a hash of what it says
 
-Errors and docstrings are taken from the package, data/measure and tests: what leaves the
-package for one of these has moved. A docstring has moved where a definition of the same name, or
-one that says the same, is elsewhere.
+Errors and docstrings are taken from the package, data/measure, notebooks and tests: what leaves
+the package for one of these has moved. A docstring has moved where a definition of the same name,
+or one that says the same, is elsewhere.
 
 What `renamed.json` lists is renamed: for each kind, patterns of old names, what they are now, and
 why. A test of the same name in one other file has moved; so has a case. `compare` exits with 1
@@ -43,7 +43,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RENAMED = Path(__file__).with_name("renamed.json")
 # needs the package: run with the checkout's own
 PROBE = Path(__file__).with_name("inventory_probe.py")
-FOLDERS = ("workbench", "data/measure", "tests")  # whose errors and docstrings are listed
+# whose errors and docstrings are listed
+FOLDERS = ("workbench", "data/measure", "notebooks", "tests")
 # dropped there is an error; of the others it is a line to read
 BINDING = ("tests", "toggles", "commands", "names", "json")
 

@@ -100,6 +100,8 @@ def test_they_run_in_their_own_folder_as_make_lab_opens_them_in_a_fresh_clone(
     (tmp_path / "data" / "models").symlink_to(tiny_models)
     (tmp_path / "data" / "results").symlink_to(ROOT / "data" / "results")
     (tmp_path / "notebooks").mkdir()
+    for path in (ROOT / "notebooks").glob("*.py"):
+        (tmp_path / "notebooks" / path.name).symlink_to(path)
     resources = {"metadata": {"path": str(tmp_path / "notebooks")}}
     for path in NOTEBOOKS:
         book = nbformat.read(path, 4)

@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 
 import workbench as wb
+from notebooks import annotated, conclusions, launches
 from workbench.bench.comparison import AB, background
 from workbench.bench.gaps import Gaps
 from workbench.bench.results import load_run
-from workbench.report import annotated, conclusions, proofs, tables
+from workbench.report import proofs
 from workbench.trace.profile import Timeline
 from workbench.trace.spans import HOST_LANE, Span
 
@@ -86,8 +87,8 @@ def test_launches_of_a_layer(tiny_model) -> None:
         engine.variant(toggles.switched("fuse", "on")) as fused,
     ):
         layers = {
-            "unfused": tables.nodes_table(engine.program()),
-            "fused": tables.nodes_table(fused.program()),
+            "unfused": launches.nodes_table(engine.program()),
+            "fused": launches.nodes_table(fused.program()),
         }
     runs = ab("fusion"), ab("defer")
     made = conclusions.launches(layers, *runs).splitlines()

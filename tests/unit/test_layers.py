@@ -254,14 +254,15 @@ def test_no_environment_variables_are_read():
 
 
 def test_files_hold_one_room():
-    files = [*modules(), *(ROOT / "data/measure").rglob("*.py")]
+    files = [*modules(), *(ROOT / "data/measure").rglob("*.py"), *ROOT.glob("notebooks/*.py")]
     long = {str(p): n for p in files if (n := len(p.read_text().splitlines())) > 400}
     assert not long
 
 
 def test_the_package_knows_nothing_of_the_campaign_or_the_tests():
-    """data/measure and tests/ stand on the package, never the other way; the wheel has neither."""
-    foreign = re.compile(r"^\s*(?:from|import) (?:data|tests)\b", re.MULTILINE)
+    """data/measure, notebooks/ and tests/ stand on the package, never the other way. The wheel has
+    none of them."""
+    foreign = re.compile(r"^\s*(?:from|import) (?:data|notebooks|tests)\b", re.MULTILINE)
     assert not [str(p) for p in modules() if foreign.search(p.read_text())]
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     wheel = wheel["targets"]["wheel"]
@@ -269,9 +270,9 @@ def test_the_package_knows_nothing_of_the_campaign_or_the_tests():
     assert set(wheel["force-include"]) == {"kernels", "data/prompts"}
 
 
-def test_the_campaign_is_linted_and_typed_like_the_package():
+def test_the_campaign_and_the_notebooks_are_linted_and_typed_like_the_package():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    assert settings["mypy"]["packages"] == ["workbench", "data.measure"]
+    assert settings["mypy"]["packages"] == ["workbench", "data.measure", "notebooks"]
     excluded = settings["ruff"]["extend-exclude"]
     assert not [path for path in excluded if "data/measure".startswith(path)]
 

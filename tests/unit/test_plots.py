@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from comparisons import comparison
 from test_perfetto import token
 
+from notebooks import launches
 from workbench.report import plots, tables
 from workbench.report.style import few_colours
 from workbench.trace.profile import Timeline
@@ -353,7 +354,7 @@ def test_tables_of_a_notebook_show_their_cells_whole_and_no_backticks() -> None:
     program = SimpleNamespace(commands=[SimpleNamespace(kind="launch", node=node)])
     for part in ops:
         part.layer = 0
-    table = tables.nodes_table(program)
+    table = launches.nodes_table(program)
     assert table["parts"].tolist() == [parts]
     assert parts in table._repr_html_() and parts in repr(table).replace("\n  ", " ")
     row = dict.fromkeys(proofs.COLUMNS, "x") | {"pattern": "h saaaasg", "races": 0}

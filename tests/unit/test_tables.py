@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from comparisons import FACTORS, comparison
 
+from notebooks import launches
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.report import tables
@@ -105,7 +106,7 @@ class Issued:
 
 
 def test_counts() -> None:
-    table = tables.counts_table(
+    table = launches.counts_table(
         {"per_copy": Issued("h scscg", 13), "implicit": Issued("h aaaag", 1)}
     )
     assert table.to_dict("list") == {
@@ -130,7 +131,7 @@ def test_provenance_names_what_is_needed_to_run_again() -> None:
 
 def test_launches_of_every_fusion_and_the_nodes_of_a_layer(tiny_model) -> None:
     with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="null", toggles=Toggles()) as engine:
-        table = tables.launches_table(engine).set_index("toggle")
+        table = launches.launches_table(engine).set_index("toggle")
         assert list(table.index) == [*Toggles.members("fuse"), "fuse"]
         none = engine.program().counts()["launches"]
         assert (table["alone"] + table["removes"] == none).all()
@@ -138,14 +139,14 @@ def test_launches_of_every_fusion_and_the_nodes_of_a_layer(tiny_model) -> None:
         assert table.loc["fuse_bias", "removes"] == 0, "the model has no biases"
         assert (table["removes"] >= 0).all()
         with engine.variant(Toggles().switched("fuse", "on")) as fused:
-            nodes = tables.nodes_table(fused.program())
+            nodes = launches.nodes_table(fused.program())
         assert len(nodes) == 7
         assert nodes.loc[nodes["op"] == "glu", "parts"].item() == (
             "mul_mat + mul_mat + swiglu + quantize"
         )
         halved = Toggles().switched("fuse", "on").switched("defer_norm", "on")
         with engine.variant(halved) as side:  # the first layer's first norm is whole
-            names = list(tables.nodes_table(side.program())["node"])
+            names = list(launches.nodes_table(side.program())["node"])
         assert names[0] == "attn_norm-0" and names[-1] == "ffn_out-0" and len(names) == 6
-        unfused = tables.nodes_table(engine.program())
+        unfused = launches.nodes_table(engine.program())
         assert len(unfused) == 23 and set(unfused["parts"]) == {""}

@@ -53,7 +53,7 @@ def token(traced: Any, comparison: AB) -> Conclusion:
 def launches(layers: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
     """How many launches a layer needs, and what fewer of them bring.
 
-    layers: by name, a row for each launch of a layer (`tables.nodes_table`).
+    layers: by name, a row for each launch of a layer (`launches.nodes_table`).
     """
     counts = [f"{len(nodes)} {name}" for name, nodes in layers.items()]
     counts[0] = counts[0].replace(" ", " launches ", 1)
