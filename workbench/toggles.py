@@ -37,15 +37,13 @@ FAMILIES = ("fuse",)  # names that stand for all toggles `<name>_...`
 BASELINE, BEST = "baseline", "best"  # presets: everything off; what won on a kind of device
 
 
-def _toggle(
-    values: type[StrEnum], off: StrEnum, room: str, answer: str, thread: str = "", about: str = ""
-) -> Any:
-    metadata = {"values": values, "room": room, "answer": answer, "thread": thread, "about": about}
-    return field(default=off.value, metadata=metadata)
+def _toggle(off: StrEnum, room: str, answer: str, thread: str = "", about: str = "") -> Any:
+    metadata = {"room": room, "answer": answer, "thread": thread, "about": about}
+    return field(default=off.value, metadata=metadata | {"values": type(off)})
 
 
 def _fusion(about: str, thread: str = "") -> Any:
-    made = _toggle(Switch, Switch.OFF, "graph/fuse.py", ROUNDING, thread, about)
+    made = _toggle(Switch.OFF, "graph/fuse.py", ROUNDING, thread, about)
     made.default = _Held(made.default)
     return made
 
@@ -74,32 +72,32 @@ class Toggles:
     """
 
     sync: str = _toggle(
-        SyncMode, SyncMode.PER_COPY, _SYNC, EXACT, _WAITS, "where the host waits around copies"
+        SyncMode.PER_COPY, _SYNC, EXACT, _WAITS, "where the host waits around copies"
     )
     copy_stream: str = _toggle(
-        CopyStream, CopyStream.AUTO, _SYNC, EXACT, _WAITS, "which stream input copies ride"
+        CopyStream.AUTO, _SYNC, EXACT, _WAITS, "which stream input copies ride"
     )
     host_source: str = _toggle(
-        HostSource, HostSource.PINNED, _LAYOUT, EXACT, _WAITS, "memory that inputs are copied from"
+        HostSource.PINNED, _LAYOUT, EXACT, _WAITS, "memory that inputs are copied from"
     )
     n_copies: str = _toggle(
-        NCopies, NCopies.ONE, _LAYOUT, EXACT, _WAITS, "buffers a device has for each input"
+        NCopies.ONE, _LAYOUT, EXACT, _WAITS, "buffers a device has for each input"
     )
     input_order: str = _toggle(
-        InputOrder, InputOrder.GRAPH, _LOWER, EXACT, "llama.cpp #28874", "which input goes first"
+        InputOrder.GRAPH, _LOWER, EXACT, "llama.cpp #28874", "which input goes first"
     )
     step_wait: str = _toggle(
-        StepWait, StepWait.EVERY, _LOWER, EXACT, _WAITS, "which steps the host waits for"
+        StepWait.EVERY, _LOWER, EXACT, _WAITS, "which steps the host waits for"
     )
     graph_reuse: str = _toggle(
-        GraphReuse, GraphReuse.REBUILD, "engine/reuse.py", EXACT, "llama.cpp #8366",
+        GraphReuse.REBUILD, "engine/reuse.py", EXACT, "llama.cpp #8366",
         "whether the graph and program of a step are kept",
     )  # fmt: skip
     activations: str = _toggle(
-        Activations, Activations.Q8, "model/decoder.py", ROUNDING, "", "what products are given"
+        Activations.Q8, "model/decoder.py", ROUNDING, "", "what products are given"
     )
     defer_norm: str = _toggle(
-        Half, Half.OFF, "graph/defer.py", ROUNDING, "", "norms in two halves, up to 8 tokens"
+        Half.OFF, "graph/defer.py", ROUNDING, "", "norms in two halves, up to 8 tokens"
     )
     # one for each pattern of graph/fuse.py, which says what they join
     fuse_norm_mul: str = _fusion("RMS norm and its weight", "llama.cpp #14800")
@@ -111,9 +109,7 @@ class Toggles:
     fuse_glu: str = _fusion("gate, up and SwiGLU", "llama.cpp #16715")
     fuse_epilogue_quantize: str = _fusion("attention or SwiGLU and the quantisation of its result")
     fuse_product_norm: str = _fusion("a product, the residual add and half a norm")
-    pdl: str = _toggle(
-        Pdl, Pdl.OFF, _LOWER, EXACT, "llama.cpp #22522", "programmatic dependent launch"
-    )
+    pdl: str = _toggle(Pdl.OFF, _LOWER, EXACT, "llama.cpp #22522", "programmatic dependent launch")
     fuse: InitVar[str | None] = None  # every fuse_... that is not given itself
 
     def __post_init__(self, fuse: str | None) -> None:

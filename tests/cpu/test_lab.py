@@ -64,8 +64,8 @@ class Speed(StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class More(Toggles):
-    warp: str = _toggle(Speed, Speed.SLOW, "nowhere.py", EXACT)
-    fuse_all: str = _toggle(wb.config.Switch, wb.config.Switch.OFF, "nowhere.py", ROUNDING)
+    warp: str = _toggle(Speed.SLOW, "nowhere.py", EXACT)
+    fuse_all: str = _toggle(wb.config.Switch.OFF, "nowhere.py", ROUNDING)
 
 
 def test_a_new_toggle_appears_by_itself():

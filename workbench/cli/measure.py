@@ -126,7 +126,7 @@ def ab(
     toggle: Annotated[str, f.flag("as sync=per_copy,copy_boundary")],
     test: Annotated[str, f.flag("as tg32 or pp64,tg32")] = "tg32",
     rounds: Annotated[
-        f.Whole, f.flag("runs of each arm, in turn; 5 or more; with --until the least")
+        f.Whole, f.flag("runs of each arm, interleaved; 5 or more; with --until the least")
     ] = 10,
     seed: f.Seed = 0,
     out: Annotated[Path | None, f.flag("run folder to write", "--out -o")] = None,
