@@ -7,15 +7,17 @@ the run's own, so that a notebook that runs elsewhere answers for that machine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
 from workbench.bench import results
 from workbench.bench.comparison import AB, background
-from workbench.bench.gaps import Gaps
 from workbench.frames import prose_html
+
+if TYPE_CHECKING:
+    from notebooks.gaps import Gaps
 
 DECIDED = ("faster", "slower")
 

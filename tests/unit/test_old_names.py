@@ -9,7 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from workbench.bench import gaps, kernel_bench, results
+from notebooks import gaps
+from workbench.bench import kernel_bench, results
 from workbench.bench.comparison import AB
 from workbench.bench.old_names import RENAMED, Renamed, in_todays_words
 from workbench.bench.perplexity import TOKENS, Agreement

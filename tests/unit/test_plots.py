@@ -346,7 +346,7 @@ def test_no_text_lies_on_another_or_leaves_the_picture(titles: str, n_launches) 
 
 
 def test_tables_of_a_notebook_show_their_cells_whole_and_no_backticks() -> None:
-    from workbench.report import proofs
+    from notebooks import proofs
 
     parts = "mul_mat + rms_scale + mul_mat + rms_scale + mul_mat + rms_scale + rope + set_rows"
     ops = [SimpleNamespace(op=op, parts=[]) for op in parts.split(" + ")]
