@@ -134,3 +134,28 @@ def _value(t: Tensor, n_kv: int, rng: np.random.Generator) -> np.ndarray:
     if t.name.endswith("(squares)"):  # sums of 32 squares
         return 32 * np.square(x)
     return x.astype(np.float16) if t.dtype == F16 else x
+
+
+def topology_key(graph: Graph) -> tuple:
+    """What must match for reuse: ops, shapes, types, parameters, wiring; no names, no values.
+
+    The slow twin of the step shape: tests require that equal step shapes give equal keys.
+    """
+    number: dict[Tensor, int] = {}
+    rows = []
+    for node in graph.nodes:
+        for t in (*node.inputs, *node.outputs):
+            if t.storage not in number:
+                number[t.storage] = len(number)
+        rows.append(
+            (
+                node.op,
+                tuple(sorted(node.params.items())),
+                tuple(
+                    (number[t.storage], t.dtype.name, t.shape)
+                    for t in (*node.inputs, *node.outputs)
+                ),
+                tuple((part.op, *sorted(part.params.items())) for part in node.parts),
+            )
+        )
+    return tuple(rows)

@@ -1,20 +1,20 @@
 """Workbench: where the time between tokens goes. The public names, imported when first used."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from workbench.bench.ab import ab
-    from workbench.bench.compare import compare
-    from workbench.bench.results import new_run_folder, runs
-    from workbench.config import EngineConfig, Toggles
-    from workbench.engine.engine import Engine
-    from workbench.model.sampler import Sampling
-    from workbench.trace.profile import profile
+    from workbench.bench.ab import ab as ab
+    from workbench.bench.compare import compare as compare
+    from workbench.bench.results import new_run_folder as new_run_folder
+    from workbench.bench.results import runs as runs
+    from workbench.config import EngineConfig as EngineConfig
+    from workbench.config import Toggles as Toggles
+    from workbench.engine.engine import Engine as Engine
+    from workbench.model.sampler import Sampling as Sampling
+    from workbench.trace.profile import profile as profile
 
 _LAZY = {
     "Engine": "workbench.engine.engine",
@@ -28,17 +28,7 @@ _LAZY = {
     "runs": "workbench.bench.results",
 }
 
-__all__ = [
-    "Engine",
-    "EngineConfig",
-    "Sampling",
-    "Toggles",
-    "ab",
-    "compare",
-    "new_run_folder",
-    "profile",
-    "runs",
-]
+__all__ = list(_LAZY)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,5 @@
 """The commit that a figure or a trace was made with. A leaf: anyone may import it."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What toggles can be: their values, each with a word on what it does."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Self
 

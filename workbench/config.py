@@ -6,8 +6,6 @@ No environment variable is read here or anywhere in the package: two engines wit
 live side by side in one process.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import dataclass

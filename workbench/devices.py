@@ -1,7 +1,5 @@
 """The one table of devices. No other module of the package knows a device by its name."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 HOST = "host"  # computes on the host's own memory; every engine has it beside its device

@@ -4,8 +4,6 @@ Every message says what is wrong, where, and what to do. `cli.main` prints it af
 exits with `exit_status`; nothing else in the package prints an error.
 """
 
-from __future__ import annotations
-
 import linecache
 import os
 import traceback

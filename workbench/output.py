@@ -10,8 +10,6 @@ is refused. What cannot be written is a UsageError of one line: what, why, what 
 descriptor of this process whose reader has gone raises BrokenPipeError: nobody listens any more.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

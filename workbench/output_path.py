@@ -1,7 +1,5 @@
 """What stands at a path that is to be written, and in words why it cannot be."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

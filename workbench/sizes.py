@@ -3,8 +3,6 @@
 In words, `0.00 GB` stands for nothing but nothing.
 """
 
-from __future__ import annotations
-
 UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))  # of 1,000, as disks count
 
 

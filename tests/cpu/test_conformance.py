@@ -14,9 +14,10 @@ import pytest
 from conformance import CHECKS, failures, reads_late, run_check
 from hostile import LIES, OutOfOrderCopies
 
-from workbench.backend.base import Backend, Issue, in_order
+from workbench.backend.base import Backend, Issue
 from workbench.backend.cpu import embedded, host
 from workbench.backend.cpu.embedded import EmbeddedDevice, Event
+from workbench.backend.issued import in_order
 from workbench.errors import DeviceError
 from workbench.program.commands import Space
 

@@ -24,8 +24,9 @@ import pytest
 from tests.gpu.harness import compile_nodes
 from tests.graphs import Decoder, values_for
 from tests.ranges import meaningful
-from workbench.backend.base import Issue, Memory, in_order
+from workbench.backend.base import Issue, Memory
 from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.issued import in_order
 from workbench.graph import arena
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import (

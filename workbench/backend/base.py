@@ -11,8 +11,6 @@ programs.
 asynchronous backend returns before its work is done, and a copy's source is read late.
 """
 
-from __future__ import annotations
-
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,25 +19,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from workbench.backend.args import AddressOf
-from workbench.backend.issued import Issued, in_order
+from workbench.backend.issued import Issued
 from workbench.devices import AUTO, DEVICES, WITHOUT_GPU
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
 from workbench.program.commands import Space
 from workbench.progress import Bar
-
-__all__ = [
-    "Backend",
-    "Issue",
-    "Issued",
-    "KernelName",
-    "Memory",
-    "choose_device",
-    "in_order",
-    "nothing",
-    "open_backend",
-]
 
 Issue = Callable[[], Any]  # a command, or what the host does at once: a wait, a write, a read
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.base import Backend, Issue, Memory, in_order
-from workbench.backend.issued import Block, Issued
+from workbench.backend.base import Backend, Issue, Memory
+from workbench.backend.issued import Block, Issued, in_order
 from workbench.backend.landing import Landing
 from workbench.graph.ir import Tensor
 from workbench.program import commands as cmd

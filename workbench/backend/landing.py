@@ -12,8 +12,6 @@ results land in a block that nobody holds.
 Where the caller holds the arrays of all other blocks, the results are copied.
 """
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from collections.abc import Callable

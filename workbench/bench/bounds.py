@@ -3,8 +3,6 @@
 A table and its reasons, for whoever measures (`bench/perplexity.py`) and whoever reports.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

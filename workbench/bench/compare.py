@@ -13,8 +13,6 @@ Runs on another device, processor or driver, or of another day, are history: the
 without a verdict, unless `across` asks for one.
 """
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Iterator, Sequence

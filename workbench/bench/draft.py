@@ -5,8 +5,6 @@ it together with its samples and the folder where both are saved: every 10 s on 
 end. `kept` says what an interruption leaves: Ctrl-C and a failing device save what is finished.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ A shape is the weights that one operation of a layer multiplies one activation w
 Every launch reads its weights once. So its bytes are the weights' alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Nothing is dropped: what has no counterpart is listed. Older runs lack toggles t
 they did is what those toggles do when they are off, so they count as off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ A recorded run folder is never rewritten. `results.load_run` passes every run.js
 run.json adds a row to RENAMED. A test reads each committed folder and finds names nobody knows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping

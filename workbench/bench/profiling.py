@@ -35,16 +35,8 @@ if TYPE_CHECKING:
 MOST_TRACED = 8  # steps of the default window
 WRITE_EVERY = 4  # steps: what is left is written behind no more than one in so many
 STEPS = ["repetition", "step", "n_tokens", "host_us", "kernels_us", "gap_us", "step_us"]
-PHASES = [
-    "batch",
-    "graph",
-    "split",
-    "layout",
-    "lower",
-    "prepare",
-    "issue",
-    "wait",
-]  # of Engine.counters
+# of Engine.counters
+PHASES = ["batch", "graph", "split", "layout", "lower", "prepare", "issue", "wait"]
 
 
 class Bandwidth(NamedTuple):

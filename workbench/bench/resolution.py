@@ -4,8 +4,6 @@
 have had a verdict stands beside it, and how to see smaller ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

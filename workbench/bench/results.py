@@ -35,8 +35,6 @@ has a row per ubatch, and beside it `tokens.parquet`; see the module of that nam
 Folders are written so that a reader never sees half of one, and can be copied between machines.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -11,8 +11,6 @@ The A/A control is the baseline measured a second time as an arm of its own. Its
 in the log, that contains the control's whole interval.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

@@ -13,8 +13,6 @@ with itself through this rule and the verdict. Their noise drifts, lasts, jumps 
 at most 5 % of the verdicts may be false.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

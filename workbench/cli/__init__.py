@@ -7,8 +7,6 @@ wrong, where, what to do`. Where standard output is full or closed, that is such
 the status 141 of a program that SIGPIPE ended.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command that holds run folders against each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

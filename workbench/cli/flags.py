@@ -4,8 +4,6 @@ llama.cpp's names are taken with llama.cpp's meaning. The flags of toggles are m
 metadata, so a new toggle needs no line here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import dataclass, field

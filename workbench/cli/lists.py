@@ -1,7 +1,5 @@
 """llama-bench's lists: `512,1024`, `1-8`, `128-512+128`, `1-8*2`, or a flag given several times."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

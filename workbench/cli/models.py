@@ -1,7 +1,5 @@
 """Commands about model files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """The command that says where the time of a token goes, and writes the trace that shows it."""
 
-from __future__ import annotations
-
 import dataclasses
 import textwrap
 from pathlib import Path

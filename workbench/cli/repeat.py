@@ -1,7 +1,5 @@
 """The flags of commands that repeat a test until it is known."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

@@ -5,8 +5,6 @@ What goes to standard output is the result: where it is lost, the command ends a
 goes to standard error is for the eye: where it is lost, the command goes on.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

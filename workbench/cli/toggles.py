@@ -1,7 +1,5 @@
 """The command that prints every toggle and preset, from the metadata of `Toggles`."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from typing import Annotated, Any

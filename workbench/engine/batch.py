@@ -10,8 +10,6 @@ other cells, and attention adds the same terms in another order: rounding. A GPU
 kernels for other numbers of tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 

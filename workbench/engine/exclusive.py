@@ -11,8 +11,6 @@ cores, Python's lock, and mostly a device. So a measurement takes all of them:
 Nobody else pays for that. A step asks whether `STATE.measurement` is None, and that is all.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -4,8 +4,6 @@ Addresses are fixed while a prepared program refers to them. So `on_grow` drops 
 before the workspace grows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from workbench.backend.base import Backend, Memory

@@ -5,8 +5,6 @@ placement makes host and device splits alternate. `n_gpu_layers` gives the devic
 and `override_tensor` single weights by name, as llama.cpp's -ngl and -ot do.
 """
 
-from __future__ import annotations
-
 from workbench import devices
 from workbench.config import EngineConfig, parse_override
 from workbench.errors import UsageError

@@ -1,7 +1,5 @@
 """Kernels are compiled before a clock runs, not in the first step that wants them."""
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ that was built for a shape is right for every step with this shape. The only que
 building it again costs.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, Protocol

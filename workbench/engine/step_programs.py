@@ -1,7 +1,5 @@
 """From the shape of a step to its program: graph, splits, layout and commands; no addresses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

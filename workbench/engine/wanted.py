@@ -1,7 +1,5 @@
 """Which toggles an engine has on a device, and how its copies, waits and launches are ordered."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ and keep their bytes for the whole step: their copies are in flight while the st
 compute. This is right where nodes are computed in order, on one stream.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple

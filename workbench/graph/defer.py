@@ -19,8 +19,6 @@ read y.
 Pure, as fuse.py: nothing is changed in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from workbench.graph.fuse import has_row

@@ -184,27 +184,3 @@ class Graph:
         self.inputs = inputs
         self.outputs = outputs
         self.shape = shape
-
-    def topology_key(self) -> tuple:
-        """What must match for reuse: ops, shapes, types, parameters, wiring; no names, no values.
-
-        The slow twin of the step shape: tests require that equal step shapes give equal keys.
-        """
-        number: dict[Tensor, int] = {}
-        rows = []
-        for node in self.nodes:
-            for t in (*node.inputs, *node.outputs):
-                if t.storage not in number:
-                    number[t.storage] = len(number)
-            rows.append(
-                (
-                    node.op,
-                    tuple(sorted(node.params.items())),
-                    tuple(
-                        (number[t.storage], t.dtype.name, t.shape)
-                        for t in (*node.inputs, *node.outputs)
-                    ),
-                    tuple((part.op, *sorted(part.params.items())) for part in node.parts),
-                )
-            )
-        return tuple(rows)

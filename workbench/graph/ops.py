@@ -43,8 +43,6 @@ reads lies in the node's scratch, or nowhere.
 * get_rows: an id outside the table reads nothing; the engine refuses such ids before that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 

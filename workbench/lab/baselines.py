@@ -1,7 +1,5 @@
 """What a panel compares with: a preset, what its caller gave, or toggles pinned from its form."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Callable
 from typing import Any

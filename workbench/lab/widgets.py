@@ -4,8 +4,6 @@ Its drop-downs are made of the fields of `Toggles` and their metadata, so a new 
 here. All it does is `lab.pair.compare`, which anyone can also call.
 """
 
-from __future__ import annotations
-
 import contextvars
 import html
 import io

@@ -1,7 +1,5 @@
 """The table of architectures: which blocks a layer is made of, and what sets each one apart."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -7,8 +7,6 @@ its nodes. What an architecture has beyond these (experts, sinks) is another blo
 Names of nodes and of weights are llama.cpp's. T is the number of tokens of the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

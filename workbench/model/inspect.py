@@ -4,8 +4,6 @@ These bytes are the numerator of every bandwidth figure. Decode of one token rea
 so tokens per second times `weight_bytes_per_token` is the bandwidth that was used.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -6,8 +6,6 @@ have together (`split.tensors.count`). The first has all other metadata. Whichev
 others are found by name, and all of them must agree.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ specification and llama.cpp's architecture tables. Type rules: the behaviour of 
 without an importance matrix.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

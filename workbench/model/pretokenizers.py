@@ -5,8 +5,6 @@ llama.cpp's ids on prose, code and random Unicode. (tekken's is Mistral's own; l
 approximates it, and differs where combining marks follow letters of another script.)
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from workbench.errors import ModelFileError

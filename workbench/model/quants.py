@@ -19,8 +19,6 @@ bytes of qh: bits 2k and 2k + 1 of byte j are the high bits of value 32k + j. Pr
 in the order the brackets give.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import lru_cache

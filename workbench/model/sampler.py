@@ -1,7 +1,5 @@
 """Logits -> token: greedy, or seeded temperature with top-k and top-p."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ Where the cells of a sequence move by some positions, their K must turn by as ma
 applied before K was stored. V has no positions. (llama.cpp: `llama_kv_cache::build_graph_shift`.)
 """
 
-from __future__ import annotations
-
 from workbench.graph.ir import I32, Graph, Kind, StepShape, Tensor
 from workbench.graph.ops import make
 from workbench.model.blocks import Caches

@@ -9,8 +9,6 @@ A file is a function of (preset, quant, head, seed). Its metadata keeps these fo
 `workbench.synth`, and a file that already holds them is used again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import zlib

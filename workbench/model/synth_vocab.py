@@ -4,8 +4,6 @@ Text survives a round trip through any of them, and generated ids print as words
 anew for each file, the same each time.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

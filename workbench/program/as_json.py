@@ -1,7 +1,5 @@
 """Programs and their commands as JSON-able values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a backend can do. `lower` asks this and never a backend's name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

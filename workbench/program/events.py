@@ -5,8 +5,6 @@ event that an earlier one recorded. The name has the backend that records, becau
 a device, and steps of other shapes can end on another.
 """
 
-from __future__ import annotations
-
 
 def ended(backend: str) -> str:
     """The results of a step, on their way to the host."""

@@ -4,8 +4,6 @@ Weights and caches have their ranges already (`residents`). All else is laid out
 backend. `program/lower.py` says when commands come, and finds every range in the `Layout`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

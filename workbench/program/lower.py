@@ -16,8 +16,6 @@ the host each; what they protect, with copies on their own stream:
   outputs has no `S`, so the next step's writes and copies meet its work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from workbench.choices import CopyStream, InputOrder, StepWait

@@ -1,7 +1,5 @@
 """The memory that programs refer to: buffers, and ranges of their bytes."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Compared runs as a page: the question, the table, a picture, and what differs; opens offline."""
 
-from __future__ import annotations
-
 import base64
 
 import jinja2

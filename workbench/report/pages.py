@@ -4,8 +4,6 @@ The head of a page has what the index says about it. So the index lists every pa
 an earlier `make report`'s, too.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from html.parser import HTMLParser

@@ -5,8 +5,6 @@ Every arm has a line style and a marker besides its colour, and every verdict a 
 can be read in grey, on paper and by the colour-blind.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

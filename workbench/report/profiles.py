@@ -4,8 +4,6 @@ Whatever was traced says so in the name of its column. Frames go in, frames of t
 nothing is measured here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ The roofline (Williams, Waterman and Patterson, Roofline, CACM 52:4, 2009) has o
 bandwidth measured in the same run. What lies on it is as quick as memory allows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

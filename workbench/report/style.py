@@ -1,7 +1,5 @@
 """What all pictures share: colours, text sizes, and a figure that shows itself."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

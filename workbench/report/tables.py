@@ -5,8 +5,6 @@ numbers are the comparison's own (`AB.summary`); nothing is measured or estimate
 geometric mean.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 Every kind of span has a height or a hatch besides its colour, so the picture can be read in grey.
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence

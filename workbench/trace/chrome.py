@@ -7,8 +7,6 @@ whole nanoseconds. Perfetto drops events of one thread that overlap without nest
 spans do is several threads, as in Perfetto's own format.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any

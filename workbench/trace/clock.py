@@ -7,8 +7,6 @@ use the recorder's clock. But it would call for every record, and with such a ca
 13.0 writes zero timestamps (pytorch#192021).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

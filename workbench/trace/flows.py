@@ -8,8 +8,6 @@ A command is known by its step and its position in the program. A wait means the
 its event in host order, as in CUDA. What happened before the first recorded step has no arrow.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple

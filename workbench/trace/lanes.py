@@ -4,8 +4,6 @@ Both formats that are written (`perfetto.py`, `chrome.py`) have the same process
 slices; they differ in how they spell them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -12,8 +12,6 @@ A file whose name ends in `.json` or `.json.gz` gets Chrome's JSON instead (`chr
 more tools read.
 """
 
-from __future__ import annotations
-
 import gzip
 import os
 from collections import defaultdict

@@ -6,8 +6,6 @@ Times are nanoseconds of `time.perf_counter_ns`, which is the monotonic clock; d
 brought to the same clock by the backend that measured them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ outside it take the untraced path of the engine; how long they took there, besid
 of as many tokens, is the slowdown that tracing caused.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from statistics import median

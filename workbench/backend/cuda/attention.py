@@ -4,8 +4,6 @@ Pure: addresses and shapes in, data out. Everything follows from shapes and the 
 result does not depend on where tokens lie in the cache. Constants repeat the source's.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from workbench.backend.cuda.kernel import Kernel, blocks

@@ -30,8 +30,6 @@ is taken as it is. F16 and BF16 rows lie apart in scratch: a conversion that a p
 for the same x is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from workbench.backend.args import Args

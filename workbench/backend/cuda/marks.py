@@ -1,7 +1,5 @@
 """When the device passed a point of a stream, on the host's clock: timing events from a pool."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

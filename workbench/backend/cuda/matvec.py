@@ -8,8 +8,6 @@ Fused and unfused products may differ in their last bits, because the table may 
 to different numbers of warps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

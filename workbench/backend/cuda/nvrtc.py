@@ -8,8 +8,6 @@ A file is compiled when one of its kernels is first wanted: as it is, or with ma
 compiled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import stat

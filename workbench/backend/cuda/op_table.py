@@ -6,8 +6,6 @@ talks to a device. Products have a file of their own (`products.py`), attention 
 scratch a node needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from workbench.backend.cuda import attention, elementwise, matvec, products

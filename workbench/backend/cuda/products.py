@@ -7,8 +7,6 @@ type is 12 launches, while tiles decode it (`gemm.by_tile`): norm, Q + K + V, ro
 attention, output, norm, gate + up + swiglu, down, and x to tiles before each of the four products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from workbench.backend.args import pack, variant

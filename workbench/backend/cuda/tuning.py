@@ -4,8 +4,6 @@ tokens and epilogue, measured on an H100 (`tuning.json`).
 Pure. `matvec.py` says what a launch is given; kernels/multiply.cuh has the macros.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ everything issued later comes behind what the host did.
     B                                 wait---y1   |          y1 begins at A:2, B:0
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 Clock = list[int]  # of each timeline, the number of its latest work that is over

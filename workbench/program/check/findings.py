@@ -5,8 +5,6 @@ A program that races everywhere has a race for every pair of its steps. So races
 have the same words and lack the same order are one group: the first of them, and how many.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple

@@ -34,8 +34,6 @@ race or not: even its end says nothing about the launches in front of it, and wh
 not proved either.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Sequence
 

@@ -13,8 +13,6 @@ fewest nodes of it that cover its pieces. Two ranges overlap where they use the 
 one uses a node inside of a node that the other uses.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import count

@@ -6,8 +6,6 @@ accessors with the number of their latest access, in the order of these numbers.
 Flanagan and Freund, PLDI 2009, keeps the latest access alone; here every pair is wanted.)
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import gt

@@ -1,7 +1,5 @@
 """Commands in words: as findings name them, and what would order two that race."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import Enum
 
