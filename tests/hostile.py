@@ -27,8 +27,9 @@ from functools import partial
 
 import numpy as np
 
-from workbench.backend.base import Issue, Issued
+from workbench.backend.base import Issue
 from workbench.backend.cpu.embedded import EmbeddedDevice
+from workbench.backend.issued import Issued
 from workbench.program.capabilities import Capabilities
 
 LIES = EmbeddedDevice.capabilities

@@ -163,7 +163,7 @@ class RecordedAtBirth(Broke):
 
     def sync_event(self, event: Event) -> Issue:
         known, everything = super().sync_event(event), self.sync_stream(0)
-        return lambda: known() if event.recorded else everything()
+        return lambda: known() if event.words[0] else everything()
 
 
 class NoSyncEvent(Broke):
@@ -183,7 +183,7 @@ class FirstRecord(Broke):
 
     def record(self, event: Event, stream: int) -> Issue:
         record = super().record(event, stream)
-        return lambda: None if event.recorded else record()
+        return lambda: None if event.words[0] else record()
 
 
 class NoWait(Broke):

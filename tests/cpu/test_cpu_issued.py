@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests import ranges
+from tests.gates import hold
 from workbench.backend.base import Backend, open_backend
 from workbench.backend.cpu import embedded
 from workbench.backend.cpu.ring import MemoryBlock
@@ -304,9 +305,9 @@ def test_a_patched_record_or_wait_is_of_another_event():
         assert len({record.key, wait.key, device.record(one, COPY_STREAM).key,
                     device.wait(one, COMPUTE_STREAM).key}) == 4  # fmt: skip
         record.block[0] = other.address
-        with device.gate(COMPUTE_STREAM):
+        with hold(device, COMPUTE_STREAM):
             record()
-            assert other.recorded and not one.recorded
+            assert other.words[0] and not one.words[0]
             wait()
             device.sync_stream(COPY_STREAM)()  # `one` has no Record, so nothing waits
             wait.block[0] = other.address

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from device_kernels import address, append, count_parts, open_backend, rotate, spin
 
+from tests.gates import hold
 from workbench.backend.cpu.embedded import Event
 from workbench.backend.cpu.loops import MAX_ARGS, RING_SIZE
 from workbench.errors import DeviceError
@@ -93,7 +94,7 @@ def test_soak_of_both_streams(device):
 
 def test_full_ring_makes_the_host_wait(two):
     log, n = np.zeros(RING_SIZE + 1001, np.int64), RING_SIZE + 1000
-    with two.gate(0) as gate:
+    with hold(two, 0) as gate:
         threading.Timer(0.1, gate.open).start()
         start = time.perf_counter()
         call = two.streams[0].prepare(append.address, 1, (address(log), 1))
@@ -128,7 +129,7 @@ def test_when_a_copy_reads_its_source(pageable, space, expected, stream):
     source, there, result = (backend.allocate(n, s) for s in (space, Space.DEVICE, Space.PINNED))
     up = backend.copy(there.address, source.address, n, stream, to_host=False)
     down = backend.copy(result.address, there.address, n, stream, to_host=True)
-    with backend.gate(stream):
+    with hold(backend, stream):
         source.array[:] = 1
         up()
         source.array[:] = 2  # breaks the contract
@@ -165,7 +166,7 @@ def test_memory_spaces(two):
 def test_memory_freed_too_early_stays_until_the_work_is_done(two):
     source, _ = pinned(two, [3.0] * 100_000)
     result, view = pinned(two, [0.0] * 100_000)
-    with two.gate(COPY_STREAM):
+    with hold(two, COPY_STREAM):
         two.copy(result.address, source.address, source.nbytes, COPY_STREAM, to_host=True)()
         source.free()
         np.zeros(100_000, np.float32)[:] = 5.0  # would take the freed block
@@ -178,7 +179,7 @@ def test_memory_freed_too_early_stays_until_the_work_is_done(two):
 
 def test_an_event_never_recorded_is_nothing(device):
     event = device.event()
-    with device.gate(COMPUTE_STREAM):
+    with hold(device, COMPUTE_STREAM):
         device.sync_event(event)()
         device.wait(event, COPY_STREAM)()
         device.sync_stream(COPY_STREAM)()
@@ -187,7 +188,7 @@ def test_an_event_never_recorded_is_nothing(device):
 
 def test_a_wait_holds_the_stream_until_the_record(two):
     log, event = np.zeros(4, np.int64), two.event()
-    with two.gate(COMPUTE_STREAM):
+    with hold(two, COMPUTE_STREAM):
         two.streams[0].push(append.address, 1, (address(log), 1))
         two.record(event, COMPUTE_STREAM)()
         two.streams[0].push(append.address, 1, (address(log), 3))
@@ -205,7 +206,7 @@ def test_wait_and_sync_mean_the_latest_record_issued(two):
     event = two.event()
     record = two.record(event, COMPUTE_STREAM)
     record()
-    with two.gate(COPY_STREAM) as copies, two.gate(COMPUTE_STREAM) as compute:
+    with hold(two, COPY_STREAM) as copies, hold(two, COMPUTE_STREAM) as compute:
         two.wait(event, COPY_STREAM)()
         two.streams[0].push(spin.address, 1, (0,))
         two.record(event, COMPUTE_STREAM)()
@@ -239,7 +240,7 @@ def test_sync_stream_waits_for_what_was_queued(two):
 
 
 def test_ctrl_c_interrupts_a_wait(two):
-    with two.gate(0):
+    with hold(two, 0):
         two.streams[0].push(spin.address, 1, (0,))
         threading.Timer(0.05, _thread.interrupt_main).start()
         start = time.perf_counter()
@@ -251,7 +252,7 @@ def test_ctrl_c_interrupts_a_wait(two):
 
 def test_close_drains_and_is_idempotent(device):
     log = np.zeros(101, np.int64)
-    device.gate(0)  # closing opens it
+    hold(device, 0)  # closing opens it
     issue = device.streams[0].prepare(append.address, 1, (address(log), 1))
     for _ in range(100):
         issue()
@@ -294,11 +295,12 @@ def test_a_device_nobody_closed_ends_with_its_last_reference():
 
 LEAK = """
 import numpy as np
+from tests.gates import hold
 from workbench.backend.cpu.embedded import open_backend
 from workbench.program.commands import Space
 device = open_backend(threads=2)
 m = device.allocate(1 << 20, Space.PINNED)
-gate = device.gate(0)
+gate = hold(device, 0)
 for _ in range(100):
     device.copy(m.address, m.address + 64, 1000, 0, False)()
 print("leaking", flush=True)

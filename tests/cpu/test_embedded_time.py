@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from device_kernels import open_backend, queue_work, spin
 
+from tests.gates import hold
 from workbench.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM
 
@@ -30,7 +31,7 @@ def test_spans_are_on_the_host_clock(device):
 
 
 def test_marks_of_unfinished_work_are_refused(two):
-    with two.gate(0):
+    with hold(two, 0):
         begin = two.mark(0)
         two.streams[0].push(spin.address, 1, (0,))
         end = two.mark(0)
@@ -121,7 +122,7 @@ def test_an_idle_device_costs_next_to_nothing(two):
 
 def test_a_waiting_host_sleeps(two):
     two.streams[0].push(spin.address, 1, (0,))
-    with two.gate(0) as gate:
+    with hold(two, 0) as gate:
         threading.Timer(0.3, gate.open).start()
         cpu = time.process_time()
         two.synchronize()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.gates import hold
 from workbench.backend.cpu.embedded import EmbeddedDevice
 from workbench.config import Toggles
 from workbench.errors import UsageError
@@ -102,7 +103,7 @@ def test_a_device_goes_on_while_the_next_one_stands_still(load, n_copies, ahead)
         variant.prefill(PROMPT[:64])
         one_step = (ring.issued - begun) // 8
         variant.reset()
-        with second.gate():
+        with hold(second):
             before = ring.completed
             host = threading.Thread(target=lambda: found.append(variant.prefill(PROMPT[:64])))
             host.start()

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.gates import hold
 from workbench.backend.issue import Prepared
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.batch import Batch, make_batch
@@ -141,7 +142,7 @@ def held(engine: wb.Engine, seconds: float) -> Iterator[Callable[[], None]]:
     first and the compute stream's once the copies have landed; or by themselves after `seconds`,
     for which a host that waits for a stream is blocked."""
     backend: Any = engine.backend  # every device that is tricked here has gates
-    gates = [backend.gate(stream) for stream in (COPY_STREAM, COMPUTE_STREAM)]
+    gates = [hold(backend, stream) for stream in (COPY_STREAM, COMPUTE_STREAM)]
 
     def open_all() -> None:
         for gate in gates:
@@ -214,7 +215,7 @@ def test_launch_before_its_copy_has_landed(step, right, monkeypatch):
     """Copies on a stream of their own: without the wait nothing keeps the launches behind them."""
     early = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
     issue = early.prepare(monkeypatch, no_input_waits)
-    with early.engine.backend.gate(COPY_STREAM):
+    with hold(early.engine.backend, COPY_STREAM):
         wrong = early.answer(issue)  # waits for the compute stream alone
     assert is_wrong(wrong, right)
     waiting = step(SyncMode.WRITE_READ_BOUNDARY, CopyStream.OWN)
@@ -234,7 +235,7 @@ def test_an_event_keeps_launches_behind_their_copies(step, right, monkeypatch):
         assert np.array_equal(guarded.logits(issue), right)
     unguarded = step(SyncMode.EVENT_GUARDED, CopyStream.OWN)
     issue = unguarded.prepare(monkeypatch, lambda c: no_input_waits(c) and not isinstance(c, Wait))
-    with unguarded.engine.backend.gate(COPY_STREAM):
+    with hold(unguarded.engine.backend, COPY_STREAM):
         assert is_wrong(unguarded.answer(issue), right)
 
 

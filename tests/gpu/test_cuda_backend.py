@@ -10,7 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from workbench.backend.cuda import backend as cuda
+from tests import gates
+from tests.gates import hold
 from workbench.backend.cuda.backend import CudaBackend, open_backend, probe
 from workbench.errors import DeviceError
 from workbench.graph.ir import F16, F32, Kind, Tensor
@@ -48,7 +49,7 @@ def pair(backend: CudaBackend) -> Pair:
 
 def test_a_queued_copy_reads_its_pinned_source_late(backend: CudaBackend, pair: Pair):
     pair.host.array[:] = 1
-    with backend.gate(COPY_STREAM):
+    with hold(backend, COPY_STREAM):
         pair.up()()
         pair.host.array[:] = 2
     backend.sync_stream(COPY_STREAM)()
@@ -57,7 +58,7 @@ def test_a_queued_copy_reads_its_pinned_source_late(backend: CudaBackend, pair: 
 
 def test_a_wait_before_the_overwrite_keeps_the_value(backend: CudaBackend, pair: Pair):
     pair.host.array[:] = 1
-    with backend.gate(COPY_STREAM):
+    with hold(backend, COPY_STREAM):
         pair.up()()
     backend.sync_stream(COPY_STREAM)()
     pair.host.array[:] = 2
@@ -66,7 +67,7 @@ def test_a_wait_before_the_overwrite_keeps_the_value(backend: CudaBackend, pair:
 
 def test_streams_run_side_by_side(backend: CudaBackend, pair: Pair):
     pair.host.array[:] = 3
-    with backend.gate(COMPUTE_STREAM):
+    with hold(backend, COMPUTE_STREAM):
         pair.up(COPY_STREAM)()
         backend.sync_stream(COPY_STREAM)()
         assert (pair.read() == 3).all()
@@ -79,7 +80,7 @@ def test_a_stream_waits_for_the_latest_record(backend: CudaBackend, pair: Pair):
     pair.host.array[:] = 4
     other.host.array[:] = 5
     backend.sync_stream(COMPUTE_STREAM)()
-    with backend.gate(COPY_STREAM):
+    with hold(backend, COPY_STREAM):
         pair.up(COPY_STREAM)()
         backend.record(event, COPY_STREAM)()
         backend.wait(event, COMPUTE_STREAM)()
@@ -104,7 +105,7 @@ def test_an_event_never_recorded_holds_nobody_up(backend: CudaBackend, pair: Pai
 
 def test_copies_return_before_they_are_done(backend: CudaBackend, pair: Pair):
     copy = pair.up()
-    with backend.gate(COPY_STREAM):
+    with hold(backend, COPY_STREAM):
         start = time.perf_counter()
         copy()
         assert time.perf_counter() - start < 0.01
@@ -125,9 +126,9 @@ def test_a_copy_of_nothing_does_nothing(backend: CudaBackend, pair: Pair):
 
 
 def test_a_forgotten_gate_opens_by_itself(backend: CudaBackend, monkeypatch):
-    monkeypatch.setattr(cuda, "GATE_SECONDS", 0.05)
+    monkeypatch.setattr(gates, "GATE_SECONDS", 0.05)
     start = time.perf_counter()
-    backend.gate(COPY_STREAM)
+    hold(backend, COPY_STREAM)
     backend.sync_stream(COPY_STREAM)()
     assert 0.04 < time.perf_counter() - start < 2
 
@@ -155,7 +156,7 @@ def test_memory_is_zeroed_and_aligned(backend: CudaBackend, space: Space):
 def test_teardown_in_any_order():
     other = open_backend()
     kept, freed = other.allocate(N, Space.DEVICE), other.allocate(N, Space.PINNED)
-    event, gate = other.event(), other.gate(COPY_STREAM)
+    event, gate = other.event(), hold(other, COPY_STREAM)
     other.record(event, COPY_STREAM)()
     freed_early = other.allocate(N, Space.DEVICE)
     gate.open()
@@ -185,7 +186,7 @@ def test_pinned_memory_stays_while_an_array_of_it_is_held():
 
 def test_close_opens_gates():
     other = open_backend()
-    other.gate(COMPUTE_STREAM)
+    hold(other, COMPUTE_STREAM)
     start = time.perf_counter()
     other.close()
     assert time.perf_counter() - start < 2
@@ -195,7 +196,7 @@ def test_marks_are_on_the_hosts_clock(backend: CudaBackend):
     backend.synchronize()
     before = time.perf_counter_ns()
     begin = backend.mark(COMPUTE_STREAM)
-    with backend.gate(COMPUTE_STREAM):
+    with hold(backend, COMPUTE_STREAM):
         end = backend.mark(COMPUTE_STREAM)
         time.sleep(0.02)
         opened = time.perf_counter_ns()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.gates import hold
 from tests.nll import is_the_same_under_every_ordering, nll
 from tests.orderings import PLACED
 from workbench.backend.cuda.backend import open_backend
@@ -89,7 +90,7 @@ def test_the_first_device_goes_on_while_the_second_stands_still(path):
         wanted = engine.prefill(tokens, outputs="all")
         engine.reset()
         first, second = engine._open.backends[1:]
-        with second.gate():
+        with hold(second):
             engine.prefill(tokens[:24], outputs="none")  # returns: nothing waits
             first.sync_stream(COMPUTE_STREAM)()
         rows = engine.prefill(tokens[24:], outputs="all")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from tests.gates import hold
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.issued import Issued
 from workbench.graph.ir import F16, F32, I32, Q4_0, Q8_ACT, DType, Kind, Node, Tensor
@@ -168,7 +169,7 @@ def test_records_and_waits_are_issued_like_any_command(backend: CudaBackend):
     assert move(record, {int(event.handle): int(other.handle)}) == 1
     assert move(wait, {int(event.handle): int(other.handle)}) == 1
     query, result = backend._driver.api.cuEventQuery, backend._driver.api.CUresult
-    with backend.gate(COPY_STREAM):
+    with hold(backend, COPY_STREAM):
         record()
         wait()
         assert query(other.handle)[0] == result.CUDA_ERROR_NOT_READY

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.base import Issue, Issued, KernelName
+from workbench.backend.base import Issue, KernelName
 from workbench.backend.issue import Prepared
+from workbench.backend.issued import Issued
 from workbench.backend.null import NullBackend
 from workbench.config import EngineConfig, Toggles
 from workbench.engine.watch import chosen

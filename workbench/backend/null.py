@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from workbench.backend.args import AddressOf
-from workbench.backend.base import Backend, Issue, Issued
-from workbench.backend.issued import Words
+from workbench.backend.base import Backend, Issue
+from workbench.backend.issued import Issued, Words
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
@@ -125,12 +125,6 @@ class NullBackend(Backend):
 
     def synchronize(self) -> None:
         self.log.append(("synchronize",))
-
-    def mark(self, stream: int) -> None:
-        return None
-
-    def resolve(self, begin: Any, end: Any) -> tuple[int, int]:
-        return 0, 0
 
     def close(self) -> None:
         self.log.append(("close",))

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.base import Backend, Issued
+from workbench.backend.base import Backend
+from workbench.backend.issued import Issued
 from workbench.bench.kernel_cases import KernelCase
 from workbench.graph.ir import F32, Kind, Node, Tensor
 from workbench.model import quants

@@ -8,6 +8,8 @@ in a pointer, so numba can cache its callers.
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from llvmlite import ir
@@ -38,57 +40,52 @@ def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.inttoptr(address, I64.as_pointer())
 
 
-@intrinsic
-def load(typingctx, address):
+def operation(result: Any, *operands: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an operation of numba types `operands` that gives a `result`. What it decorates writes
+    the operation's code, and returns its value, if any."""
+
+    def made(write: Callable[..., Any]) -> Any:
+        def typed(typingctx, *types_):
+            def codegen(context, builder, sig, args):
+                value = write(builder, *args)
+                return context.get_dummy_value() if value is None else value
+
+            return result(*operands), codegen
+
+        return intrinsic(wraps(write)(typed))
+
+    return made
+
+
+@operation(_word, _word)
+def load(builder, address):
     """The word at `address`, sequentially consistent."""
-
-    def codegen(context, builder, sig, args):
-        return builder.load_atomic(_pointer(builder, args[0]), ORDER, 8)
-
-    return types.int64(types.int64), codegen
+    return builder.load_atomic(_pointer(builder, address), ORDER, 8)
 
 
-@intrinsic
-def store(typingctx, address, value):
+@operation(types.void, _word, _word)
+def store(builder, address, value):
     """Sets the word at `address`, sequentially consistent."""
-
-    def codegen(context, builder, sig, args):
-        builder.store_atomic(args[1], _pointer(builder, args[0]), ORDER, 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    builder.store_atomic(value, _pointer(builder, address), ORDER, 8)
 
 
-@intrinsic
-def put(typingctx, address, value):
+@operation(types.void, _word, _word)
+def put(builder, address, value):
     """Sets the word at `address`; only the next `store` orders it."""
-
-    def codegen(context, builder, sig, args):
-        builder.store_atomic(args[1], _pointer(builder, args[0]), "monotonic", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    builder.store_atomic(value, _pointer(builder, address), "monotonic", 8)
 
 
-@intrinsic
-def fetch_add(typingctx, address, value):
+@operation(_word, _word, _word)
+def fetch_add(builder, address, value):
     """Adds to the word at `address`; returns the old value."""
-
-    def codegen(context, builder, sig, args):
-        return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], ORDER)
-
-    return types.int64(types.int64, types.int64), codegen
+    return builder.atomic_rmw("add", _pointer(builder, address), value, ORDER)
 
 
-@intrinsic
-def swap_if(typingctx, address, expected, value):
+@operation(types.boolean, _word, _word, _word)
+def swap_if(builder, address, expected, value):
     """Sets the word at `address` where it is `expected`; True where it was set."""
-
-    def codegen(context, builder, sig, args):
-        pair = builder.cmpxchg(_pointer(builder, args[0]), args[1], args[2], ORDER)
-        return builder.extract_value(pair, 1)
-
-    return types.boolean(types.int64, types.int64, types.int64), codegen
+    pair = builder.cmpxchg(_pointer(builder, address), expected, value, ORDER)
+    return builder.extract_value(pair, 1)
 
 
 # The instruction that tells a core of a spin loop: LLVM intrinsic and operands. An unlisted machine
@@ -100,54 +97,34 @@ _PAUSE: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 
 
-@intrinsic
-def pause(typingctx):
+@operation(types.void)
+def pause(builder):
     """Tells the core that this is a spin loop."""
-
-    def codegen(context, builder, sig, args):
-        if platform.machine() in _PAUSE:
-            name, operands = _PAUSE[platform.machine()]
-            word = ir.IntType(32)
-            kind = ir.FunctionType(ir.VoidType(), [word] * len(operands))
-            function = cgutils.get_or_insert_function(builder.module, kind, name)
-            builder.call(function, [ir.Constant(word, o) for o in operands])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    if platform.machine() in _PAUSE:
+        name, operands = _PAUSE[platform.machine()]
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [word] * len(operands))
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        builder.call(function, [ir.Constant(word, o) for o in operands])
 
 
-@intrinsic
-def call_kernel(typingctx, function, args, part, n_parts):
+@operation(types.void, _word, _word, _word, _word)
+def call_kernel(builder, function, args, part, n_parts):
     """Calls the C function `void(int64 args, int64 part, int64 n_parts)` at address `function`."""
-
-    def codegen(context, builder, sig, values):
-        kernel = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
-        builder.call(builder.inttoptr(values[0], kernel.as_pointer()), values[1:])
-        return context.get_dummy_value()
-
-    word = types.int64
-    return types.void(word, word, word, word), codegen
+    kernel = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
+    builder.call(builder.inttoptr(function, kernel.as_pointer()), (args, part, n_parts))
 
 
-@intrinsic
-def copy_bytes(typingctx, dst, src, nbytes):
+@operation(types.void, _word, _word, _word)
+def copy_bytes(builder, dst, src, nbytes):
     """memmove: the ranges may overlap."""
-
-    def codegen(context, builder, sig, args):
-        byte = ir.IntType(8).as_pointer()
-        dst, src = (builder.inttoptr(a, byte) for a in args[:2])
-        cgutils.raw_memmove(builder, dst, src, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    byte = ir.IntType(8).as_pointer()
+    dst, src = (builder.inttoptr(a, byte) for a in (dst, src))
+    cgutils.raw_memmove(builder, dst, src, nbytes, 1)
 
 
-@intrinsic
-def two_words(typingctx):
+@operation(_word)
+def two_words(builder):
     """Address of 16 bytes of the calling function's stack: enough for a timespec."""
-
-    def codegen(context, builder, sig, args):
-        room = cgutils.alloca_once(builder, ir.ArrayType(I64, 2))
-        return builder.ptrtoint(room, I64)
-
-    return types.int64(), codegen
+    room = cgutils.alloca_once(builder, ir.ArrayType(I64, 2))
+    return builder.ptrtoint(room, I64)

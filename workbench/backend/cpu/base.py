@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from workbench.backend.args import AddressOf, Args, pack, parts_addresses, parts_scratch_bytes
 from workbench.backend.base import Backend
@@ -115,6 +115,10 @@ class CpuBackend(Backend):
             return self.launch_op(node, address_of, scratch, stream)
         at, own = parts_addresses(node, address_of, scratch)
         return together([self.launch(part, at, own, stream) for part in node.parts])
+
+    def copy_to_peer(self, peer: Any, dst: int, src: int, nbytes: int, stream: int) -> Issued:
+        """Both are memory of this process: a copy like a copy to the host, read when it runs."""
+        return self.copy(dst, src, nbytes, stream, to_host=True)
 
     def layout_of(self, weight: Tensor) -> str:
         """The layout of a weight in this backend's memory: the model file's."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from workbench.backend.cpu import matvec
-from workbench.backend.cpu.decode import Code, CodeBlock, code_of
+from workbench.backend.cpu.decode import Code, CodeBlock, code_of, values
 from workbench.backend.cpu.interleave import FORMATS, GROUP, pack_unit, row_addresses
 from workbench.backend.cpu.isa import Isa, Tile, dot4
 from workbench.backend.cpu.vector import Body, Emit, Value
@@ -167,7 +167,7 @@ def dequantised_body(dtype: str, layout: str, isa: Isa) -> Body:
 
     def store(e: Emit, target: Value, block: CodeBlock) -> None:
         for c in range(8):
-            for i, value in enumerate(_values(e, code, block, c)):
+            for i, value in enumerate(values(e, code, block, c)):
                 e.store(value, target + (4 * c + i) * wide)
 
     def multiply(decoded: Value, x: Value, cols: Value) -> Multiply:
@@ -189,27 +189,10 @@ def dequantised_body(dtype: str, layout: str, isa: Isa) -> Body:
                 [e.load("f32", p + g * VECTOR, GROUP) + a.get() for g, a in enumerate(sums)]
                 for p, sums in zip(sums_at, acc, strict=True)
             ]
-            for sum_at, values in zip(sums_at, added, strict=True):
-                for g, value in enumerate(values):
+            for sum_at, joined in zip(sums_at, added, strict=True):
+                for g, value in enumerate(joined):
                     e.store(value, sum_at + g * VECTOR)
 
         return of_tile
 
     return _body(dtype, layout, isa, tile, sub_bytes, store, multiply)
-
-
-def _values(e: Emit, code: Code, block: CodeBlock, c: int) -> list[Value]:
-    """Columns 4c..4c+3 of a block, f32 x16 each, rounded as get_rows rounds them."""
-    words = block.words(c).bits("i32" if code.kind == "i8" else "u32")
-    scale = block.factors[0]
-    if code.form == "halves":
-        scale = scale * block.factors[1 + c // 4].to("f32")
-    values = []
-    for i in range(4):
-        if code.kind == "i8":
-            number = (words << (24 - 8 * i)) >> 24
-        else:
-            number = ((words >> (8 * i)) & 255).to("i32") - code.offset
-        value = number.to("f32") * scale
-        values.append(value - block.factors[1] if code.form == "least" else value)
-    return values

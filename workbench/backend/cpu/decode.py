@@ -100,7 +100,7 @@ def _q4_0(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
     take(CodeBlock(_first(e), words, (_half_scales(e, packed),)))
 
 
-def e8m0_half(e: Emit, exponent: Value) -> Value:
+def _e8m0_half(e: Emit, exponent: Value) -> Value:
     """2^(exponent - 128) for u32 exponents 0..255; the two smallest are denormal."""
     normal = (exponent - 1) << 23
     small = e.like(exponent, 0x00200000) << exponent
@@ -125,7 +125,7 @@ def _e2m1_unsigned(e: Emit, isa: Isa, code: Value) -> Value:
 
 
 def _mxfp4(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
-    scale = e8m0_half(e, e.load("u8", packed, GROUP).to("u32"))
+    scale = _e8m0_half(e, e.load("u8", packed, GROUP).to("u32"))
     words = _from_nibbles(e, packed + 16, lambda code: _e2m1_unsigned(e, isa, code))
     take(CodeBlock(_first(e), words, (scale,)))
 
@@ -235,3 +235,21 @@ CODES: dict[str, Code] = {
     "Q5_K": Code(_q5_k, "least"),
     "Q6_K": Code(_q6_k, "halves", offset=32),
 }
+
+
+def values(e: Emit, code: Code, block: CodeBlock, c: int) -> list[Value]:
+    """Columns 4c..4c+3 of a block, f32 x16 each, rounded as in ggml's reference
+    dequantisation (`ggml-quants.c`; in NumPy, the `gguf` package)."""
+    words = block.words(c).bits("i32" if code.kind == "i8" else "u32")
+    scale = block.factors[0]
+    if code.form == "halves":
+        scale = scale * block.factors[1 + c // 4].to("f32")
+    found = []
+    for i in range(4):
+        if code.kind == "i8":
+            number = (words << (24 - 8 * i)) >> 24
+        else:
+            number = ((words >> (8 * i)) & 255).to("i32") - code.offset
+        value = number.to("f32") * scale
+        found.append(value - block.factors[1] if code.form == "least" else value)
+    return found

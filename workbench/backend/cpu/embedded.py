@@ -29,7 +29,7 @@ from workbench.backend.args import AddressOf
 from workbench.backend.base import Issue
 from workbench.backend.cpu import base, loops, op_table
 from workbench.backend.cpu.loops import record
-from workbench.backend.cpu.ring import MemoryBlock, Ring, Signal, aligned_zeros, command_words
+from workbench.backend.cpu.ring import MemoryBlock, Ring, aligned_zeros, command_words
 from workbench.backend.issued import Issued, Words
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
@@ -59,10 +59,6 @@ class Event:
         self.address = self.words.buffer_info()[0]
         self.rings: dict[int, Ring] = {}
 
-    @property
-    def recorded(self) -> bool:
-        return self.words[0] != 0
-
 
 class DeviceMemory:
     """Memory of the embedded device. `free` keeps the bytes until all work queued so far is done: a
@@ -84,31 +80,12 @@ class DeviceMemory:
         self.free()
 
 
-class EmbeddedGate:
-    """Holds a stream: entries behind it start when it is opened. It opens at the end of `with`."""
-
-    def __init__(self, ring: Ring):
-        self._signal = Signal()
-        ring.push(loops.AWAIT, 1, (self._signal.address, 1, ring.address))
-        self._passed = (ring, ring.issued)
-
-    @property
-    def passed(self) -> bool:
-        """Whether the stream has run past the gate."""
-        return self._passed[0].completed >= self._passed[1]
-
-    def open(self) -> None:
-        self._signal.publish(1)
-
-    def __enter__(self) -> EmbeddedGate:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.open()
-
-
 class EmbeddedDevice(base.CpuBackend):
-    """See the module. Any thread may call; one program is run by one thread at a time."""
+    """See the module. Any thread may call; one program is run by one thread at a time.
+
+    threads: workers (0: every core this process may use). pageable: when a copy reads a source that
+    is not pinned, `late` or `snapshot`. Raises DeviceError for a wrong option.
+    """
 
     name = "embedded"
     capabilities = Capabilities(
@@ -134,7 +111,6 @@ class EmbeddedDevice(base.CpuBackend):
         self._pinned: dict[int, int] = {}  # address -> bytes
         self._retired: deque[tuple[object, tuple[int, ...]]] = deque()
         self._reaping = threading.Lock()
-        self._gates: list[EmbeddedGate] = []
         # runs at interpreter exit too, and where nobody closed: it never waits for a stuck stream
         self._end = weakref.finalize(self, _shut_down, self.streams)
         for ring in self.streams:
@@ -151,7 +127,7 @@ class EmbeddedDevice(base.CpuBackend):
 
     def load_weight(self, tensor: Tensor, data: np.ndarray) -> DeviceMemory:
         """Copies a weight into device memory, in the layout its kernel prefers. All workers of
-        stream 0 copy, and the host waits for them: no gate may hold stream 0."""
+        stream 0 copy, and the host waits for them: nothing on stream 0 may wait for the host."""
         if data.nbytes != tensor.nbytes:
             raise DeviceError(f"weight {tensor!r} wants {tensor.nbytes} bytes, not {data.nbytes}")
         rows, cols = tensor.rows, tensor.cols
@@ -207,12 +183,6 @@ class EmbeddedDevice(base.CpuBackend):
             return self._copy_snapshot(dst, src, nbytes, ring)
         parts = max(1, min(nbytes // COPY_PART_BYTES, ring.n_workers, loops.MAX_PARTS))
         return ring.prepare(loops.COPY, parts, (dst, src, nbytes), pointers=(0, 1))
-
-    def copy_to_peer(
-        self, peer: EmbeddedDevice, dst: int, src: int, nbytes: int, stream: int
-    ) -> Issued:
-        """Both are memory of this process: a copy like a copy to the host, read when it runs."""
-        return self.copy(dst, src, nbytes, stream, to_host=True)
 
     def _is_pinned(self, address: int) -> bool:
         return any(start <= address < start + n for start, n in self._pinned.items())
@@ -277,13 +247,6 @@ class EmbeddedDevice(base.CpuBackend):
         for ring in self.streams:
             ring.wait(ring.issued)
 
-    def gate(self, stream: int = COMPUTE_STREAM) -> EmbeddedGate:
-        """Holds `stream` from now until the gate is opened or the device closed. A test aid."""
-        gate = EmbeddedGate(self.streams[stream])
-        self._gates = [g for g in self._gates if not g.passed]
-        self._gates.append(gate)
-        return gate
-
     # time ------------------------------------------------------------------------------------
 
     def mark(self, stream: int) -> Point:
@@ -301,15 +264,12 @@ class EmbeddedDevice(base.CpuBackend):
         return before, before
 
     def close(self) -> None:
-        """Opens every gate, waits for all queued entries, and ends the threads. Idempotent."""
-        for gate in self._gates:
-            gate.open()
+        """Waits for all queued entries, and ends the threads. Idempotent."""
         try:
             for ring in self.streams:
                 ring.close()
         finally:
             self._end()
-            self._gates.clear()
             self._retired.clear()
 
 
@@ -318,10 +278,4 @@ def _shut_down(streams: tuple[Ring, ...]) -> None:
         ring.close(drain=False)
 
 
-def open_backend(threads: int = 0, pageable: str = "late") -> EmbeddedDevice:
-    """The embedded device with `threads` workers (0: every core this process may use).
-
-    pageable: when a copy reads a source that is not pinned, `late` or `snapshot` (see the module).
-    Raises DeviceError for a wrong option.
-    """
-    return EmbeddedDevice(threads, pageable)
+open_backend = EmbeddedDevice

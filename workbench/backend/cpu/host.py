@@ -38,14 +38,15 @@ class HostMemory:
 
 
 class HostBackend(base.CpuBackend):
-    """See the module. Not to be launched on after `close`."""
+    """See the module. threads: the caller's included (0: every core). Not to be launched on after
+    `close`. Raises DeviceError for an impossible number of threads."""
 
     name = "host"
     capabilities = Capabilities(
         asynchronous_copies=False, events=False, one_order=True, capture=False, n_streams=0
     )
 
-    def __init__(self, threads: int):
+    def __init__(self, threads: int = 0):
         self.workers = base.n_workers(threads)
         self.description = f"host, {self.workers} threads, {base.cpu_name()}"
         self.waiting = "never: every call returns when its work is done"
@@ -100,10 +101,6 @@ class HostBackend(base.CpuBackend):
 
         return Issued(copy, ("copy",), Words(args, (0, 1)))
 
-    def copy_to_peer(self, peer: Any, dst: int, src: int, nbytes: int, stream: int) -> Issued:
-        """Host memory to host memory: a copy like any other."""
-        return self.copy(dst, src, nbytes, stream, True)
-
     def event(self) -> Any:
         return None
 
@@ -122,20 +119,8 @@ class HostBackend(base.CpuBackend):
     def synchronize(self) -> None:
         """Nothing is ever under way between two calls."""
 
-    def mark(self, stream: int) -> Any:
-        return None
-
-    def resolve(self, begin: Any, end: Any) -> tuple[int, int]:
-        """(0, 0): the host's own spans show when it computed."""
-        return 0, 0
-
     def close(self) -> None:
         self._end()
 
 
-def open_backend(threads: int = 0) -> HostBackend:
-    """The host backend with `threads` threads, the caller's included (0: every core).
-
-    Raises DeviceError for an impossible number of threads.
-    """
-    return HostBackend(threads)
+open_backend = HostBackend

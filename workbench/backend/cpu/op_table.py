@@ -13,7 +13,7 @@ types only). Both give the same bits.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -65,7 +65,7 @@ def _bodies() -> dict[str, Callable[..., Body]]:
         "mul_mat": lambda layout, isa, dtype: matvec.product_body(dtype, layout, isa),
         "mul_mat_blocked": lambda layout, isa, dtype: blocked.blocked_body(dtype, layout, isa),
         "mul_mat_float": lambda layout, isa, dtype: blocked.dequantised_body(dtype, layout, isa),
-        "get_rows": lambda layout, isa, dtype: get_rows.get_rows_body(dtype, layout),
+        "get_rows": lambda layout, isa, dtype: get_rows.get_rows_body(dtype, layout, isa),
         "repack": lambda layout, isa, dtype: interleave.repack_body(interleave.FORMATS[dtype]),
     }
 
@@ -91,12 +91,6 @@ def kernel(variant: tuple[str, ...], layout: str = "file", isa: str | None = Non
 def kernel_address(variant: tuple[str, ...], layout: str = "file") -> int:
     """Address of the compiled kernel; compiles on first use (up to a few seconds), then cached."""
     return kernel(variant, layout).address
-
-
-def warm(variants: Iterable[tuple[tuple[str, ...], str]]) -> None:
-    """Compiles, or loads from the cache, the kernels of (variant, layout) pairs."""
-    for which, layout in variants:
-        kernel_address(which, layout)
 
 
 def scratch_bytes(node: Node, n_parts: int) -> int:

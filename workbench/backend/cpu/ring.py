@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from workbench.backend.cpu import loops
-from workbench.backend.cpu.loops import publish, push
+from workbench.backend.cpu.loops import push
 from workbench.backend.issued import Issued
 from workbench.errors import DeviceError
 
@@ -89,18 +89,6 @@ def kernel_block(
 ) -> MemoryBlock:
     """A kernel's command for `push`, with the arguments as fields. Raises DeviceError."""
     return MemoryBlock(command_words(function, parts, args), pointers, 3, len(args))
-
-
-class Signal:
-    """A counter in shared memory that compiled code and the host can wait for. Starts at 0."""
-
-    def __init__(self) -> None:
-        self.memory = aligned_zeros(loops.SIGNAL_BYTES)
-        self.address = int(self.memory.ctypes.data)
-        loops.init_signal(self.address)
-
-    def publish(self, value: int) -> None:
-        publish(self.address, value)
 
 
 class Ring:

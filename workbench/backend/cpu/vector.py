@@ -49,6 +49,25 @@ def ll_type(kind: str, n: int) -> ir.Type:
     return _LL[kind] if n == 1 else ir.VectorType(_LL[kind], n)
 
 
+def _operator(
+    name: str, of_floats: str = "", signed: str = "", swap: bool = False
+) -> Callable[[Value, Operand], Value]:
+    """The method of Value that is the instruction `name`, or another of floats or of signed
+    integers. swap: the other operand stands in front."""
+    names = {"f": of_floats or name, "i": signed or name, "u": name}
+
+    def apply(self: Value, other: Operand) -> Value:
+        a, b = self, self.emit.like(self, other)
+        if isinstance(other, Value) and other.n > self.n:
+            a, b = self.emit.splat(self, other.n), other
+        if swap:
+            a, b = b, a
+        build = getattr(self.emit.builder, names[self.kind[0]])
+        return Value(self.emit, a.kind, a.n, build(a.ll, b.ll))
+
+    return apply
+
+
 class Value:
     """A scalar (n = 1) or vector (n > 1) of element `kind`, held in the LLVM value `ll`."""
 
@@ -64,53 +83,18 @@ class Value:
     def is_float(self) -> bool:
         return self.kind[0] == "f"
 
-    def _binary(self, other: Operand, name: str, swap: bool = False) -> Value:
-        a, b = self, self.emit.like(self, other)
-        if isinstance(other, Value) and other.n > self.n:
-            a, b = self.emit.splat(self, other.n), other
-        if swap:
-            a, b = b, a
-        return Value(self.emit, a.kind, a.n, getattr(self.emit.builder, name)(a.ll, b.ll))
-
-    def __add__(self, other: Operand) -> Value:
-        return self._binary(other, "fadd" if self.is_float else "add")
-
-    def __sub__(self, other: Operand) -> Value:
-        return self._binary(other, "fsub" if self.is_float else "sub")
-
-    def __rsub__(self, other: Operand) -> Value:
-        return self._binary(other, "fsub" if self.is_float else "sub", swap=True)
-
-    def __mul__(self, other: Operand) -> Value:
-        return self._binary(other, "fmul" if self.is_float else "mul")
-
-    __radd__ = __add__
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Operand) -> Value:
-        return self._binary(other, "fdiv")
-
-    def __floordiv__(self, other: Operand) -> Value:
-        """Integer division, truncating; both operands are counts, and never negative."""
-        return self._binary(other, "udiv")
-
-    def __mod__(self, other: Operand) -> Value:
-        return self._binary(other, "urem")
-
-    def __and__(self, other: Operand) -> Value:
-        return self._binary(other, "and_")
-
-    def __or__(self, other: Operand) -> Value:
-        return self._binary(other, "or_")
-
-    def __xor__(self, other: Operand) -> Value:
-        return self._binary(other, "xor")
-
-    def __lshift__(self, other: Operand) -> Value:
-        return self._binary(other, "shl")
-
-    def __rshift__(self, other: Operand) -> Value:
-        return self._binary(other, "ashr" if self.kind[0] == "i" else "lshr")
+    __add__ = __radd__ = _operator("add", "fadd")
+    __sub__ = _operator("sub", "fsub")
+    __rsub__ = _operator("sub", "fsub", swap=True)
+    __mul__ = __rmul__ = _operator("mul", "fmul")
+    __truediv__ = _operator("fdiv", "fdiv")
+    __floordiv__ = _operator("udiv")  # truncating; both operands are counts, and never negative
+    __mod__ = _operator("urem")
+    __and__ = _operator("and_")
+    __or__ = _operator("or_")
+    __xor__ = _operator("xor")
+    __lshift__ = _operator("shl")
+    __rshift__ = _operator("lshr", signed="ashr")
 
     def compare(self, op: str, other: Operand) -> Value:
         """Condition `self op other`; op is one of < <= == != > >=. NaN compares false, except by

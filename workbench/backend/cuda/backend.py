@@ -37,7 +37,6 @@ from workbench.backend.cuda.driver import (
     device_properties,
     libraries,
 )
-from workbench.backend.cuda.gate import GATE_SECONDS, N_GATES, CudaGate
 from workbench.backend.cuda.kernel import Gemm, Kernel, Work
 from workbench.backend.cuda.marks import Mark, Marks
 from workbench.backend.cuda.weights import Uploader
@@ -45,7 +44,7 @@ from workbench.backend.issued import Address, Issued, Words, pointers_of, togeth
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
-from workbench.program.commands import COMPUTE_STREAM, Space
+from workbench.program.commands import Space
 from workbench.progress import Bar
 
 N_STREAMS = 8
@@ -88,9 +87,6 @@ class CudaBackend(Backend):
         self.waiting = "the driver's choice of spinning or yielding (no device flags set)"
         self._streams: dict[int, tuple[Any, Any]] = {}  # id -> CuPy's stream, CUstream
         self._memory: weakref.WeakSet[CudaMemory] = weakref.WeakSet()
-        self._gates: list[CudaGate] = []
-        self._flags: CudaMemory | None = None  # of the gates, one after the other
-        self._n_gates = 0
         self._modules: dict[tuple[str, tuple[str, ...], Path | None], Any] = {}
         self._functions: dict[tuple, Any] = {}
         self._counters: dict[int, CudaMemory] = {}
@@ -323,20 +319,6 @@ class CudaBackend(Backend):
         for number, (_, stream) in list(self._streams.items()):
             self._driver.call("cuStreamSynchronize", f"stream {number}", stream)
 
-    def gate(self, stream: int = COMPUTE_STREAM) -> CudaGate:
-        """Holds `stream` from here on until the gate is opened, the backend closed, or
-        GATE_SECONDS have passed. For tests of what happens in between."""
-        self.attach()
-        if self._flags is None:
-            self._flags = self._driver.allocate(4 * N_GATES, Space.PINNED)  # gates keep it alive
-        number, self._n_gates = self._n_gates % N_GATES, self._n_gates + 1
-        gate = CudaGate(self._flags, number)
-        args: list[int | float] = [self._flags.address + 4 * number, int(GATE_SECONDS * 1e9)]
-        kernel = Kernel("device", "gate", (1, 1), 1, args)
-        self._prepare(kernel, self._stream(stream), "gate")()
-        self._gates = [g for g in self._gates if not g.opened] + [gate]
-        return gate
-
     # time ------------------------------------------------------------------------------------
 
     def mark(self, stream: int) -> Mark:
@@ -348,23 +330,19 @@ class CudaBackend(Backend):
         return self._marks.resolve(begin, end)
 
     def close(self) -> None:
-        """Opens every gate, waits, and gives memory and kernels back. A failure of queued work is
+        """Waits, and gives memory and kernels back. A failure of queued work is
         raised behind all that."""
         if self._closed:
             return
         self._closed = True
         self.attach()
-        for gate in self._gates:
-            gate.open()
         uploader, self._uploader = self._uploader, None
         if uploader is not None:
             uploader.close()
         try:
             self.synchronize()
         finally:
-            self._gates.clear()
             self._marks.clear()
-            self._flags = None
             for memory in list(self._memory):
                 memory.free()
             for module in self._modules.values():

@@ -56,15 +56,6 @@ class Blas:
         self._workspaces: list[Any] = []
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 
-    @property
-    def version(self) -> int:
-        """As cublasGetVersion gives it: 130100 is 13.1."""
-        version = ctypes.c_int()
-        self._check("cublasGetProperty", self._library.cublasGetProperty(0, ctypes.byref(version)))
-        major = version.value
-        self._check("cublasGetProperty", self._library.cublasGetProperty(1, ctypes.byref(version)))
-        return major * 10000 + version.value * 100
-
     def prepare(self, gemm: Gemm, stream: int) -> Issued:
         """Issues `gemm` when called, on `stream` (a CUstream's address). Everything is bound here.
         The call raises DeviceError where cuBLAS refuses."""

@@ -36,7 +36,7 @@ class _Grid(NamedTuple):
     threads: int = 256
 
 
-_GRIDS = {
+GRIDS = {
     "mul": _Grid("elementwise", 3),
     "add": _Grid("elementwise", 3),
     "swiglu": _Grid("elementwise", 3),
@@ -51,8 +51,8 @@ _GRIDS = {
 
 
 def elementwise(node: Node, p: Operands) -> list[Work]:
-    """The one kernel of an op of _GRIDS: a block for each row and each stretch of columns."""
-    source, rows, cols, threads = _GRIDS[node.op]
+    """The one kernel of an op of GRIDS: a block for each row and each stretch of columns."""
+    source, rows, cols, threads = GRIDS[node.op]
     args = pack(node, p.at)
     grid = int(args[rows]), blocks(int(args[rows + 1]), cols)
     return [Kernel(source, "_".join(variant(node)), grid, threads, args, waits=True)]

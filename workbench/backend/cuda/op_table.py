@@ -50,18 +50,9 @@ def _shape(attend: Node) -> AttentionShape:
 # the table ----------------------------------------------------------------------------------------
 
 _LAUNCHES: dict[str, Callable[[Node, Operands], list[Work]]] = {
-    "get_rows": elementwise.elementwise,
+    **dict.fromkeys(elementwise.GRIDS, elementwise.elementwise),
     "rms_norm": elementwise.norm,
-    "mul": elementwise.elementwise,
-    "add": elementwise.elementwise,
-    "swiglu": elementwise.elementwise,
-    "square_sums": elementwise.elementwise,
-    "rms_scale": elementwise.elementwise,
-    "quantize": elementwise.elementwise,
     "mul_mat": products.mul_mat,
-    "rope": elementwise.elementwise,
-    "rope_shift": elementwise.elementwise,
-    "set_rows": elementwise.elementwise,
     "attention": _attention,
     "norm": elementwise.norm,
     "product": products.fused_products,

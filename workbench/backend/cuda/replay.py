@@ -7,6 +7,7 @@ launch it. A graph holds many launches and is launched once; the device works at
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ READ_GRIDS = (4, 8, 16, 32, 0)  # blocks for each multiprocessor; 0: a block for
 READ_BYTES = 4 << 30  # read in one replay
 
 
-class Replay:
+class Replay(AbstractContextManager["Replay"]):
     """`issues`, captured in order from one stream into a graph that can be replayed.
 
     What the issues refer to (memory, kernels) must live as long as the replay. Not to be used by
@@ -120,9 +121,6 @@ class Replay:
             api.cuGraphDestroy(graph)
         self._events.clear()
         self._issues = ()
-
-    def __enter__(self) -> Replay:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

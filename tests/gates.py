@@ -1,0 +1,95 @@
+"""Gates: what holds a stream of a device, for tests of what happens in between.
+
+What is queued behind a gate starts when the gate is opened. A gate opens at the end of a `with`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import numpy as np
+
+from workbench.backend.cpu import loops
+from workbench.backend.cpu.embedded import EmbeddedDevice
+from workbench.backend.cpu.ring import aligned_zeros
+from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.cuda.driver import CudaMemory
+from workbench.backend.cuda.kernel import Kernel
+from workbench.program.commands import COMPUTE_STREAM, Space
+
+GATE_SECONDS, N_GATES = 5.0, 256
+# Pinned, of all gates of a device: to allocate more would wait for a gate that is closed.
+_FLAGS: weakref.WeakKeyDictionary[CudaBackend, CudaMemory] = weakref.WeakKeyDictionary()
+_KEPT: list[np.ndarray] = []  # a stream that nobody ended reads its gate to the end of the process
+
+
+class EmbeddedGate(AbstractContextManager["EmbeddedGate"]):
+    """Holds a stream of the embedded device until it is opened, or the device has ended."""
+
+    def __init__(self, device: EmbeddedDevice, stream: int):
+        ring = device.streams[stream]
+        self._memory = aligned_zeros(loops.SIGNAL_BYTES)
+        self._signal = int(self._memory.ctypes.data)
+        loops.init_signal(self._signal)
+        ring.push(loops.AWAIT, 1, (self._signal, 1, ring.address))
+        _KEPT.append(self._memory)
+
+    def open(self) -> None:
+        loops.publish(self._signal, 1)
+
+    def __exit__(self, *error: object) -> None:
+        self.open()
+
+
+class CudaGate(AbstractContextManager["CudaGate"]):
+    """Holds a stream of a GPU. After GATE_SECONDS it opens by itself: a forgotten gate cannot hang
+    the device."""
+
+    _n_gates: ClassVar[int] = 0
+
+    def __init__(self, backend: CudaBackend, stream: int):
+        backend.attach()
+        if backend not in _FLAGS:
+            _FLAGS[backend] = backend._driver.allocate(4 * N_GATES, Space.PINNED)
+        self._memory = _FLAGS[backend]  # the kernel watches int32 number `number` of it
+        number = CudaGate._n_gates % N_GATES
+        CudaGate._n_gates += 1
+        assert self._memory.array is not None
+        self._flag = self._memory.array.view(np.int32)[number : number + 1]
+        self._flag[0] = 0
+        args: list[int | float] = [self._memory.address + 4 * number, int(GATE_SECONDS * 1e9)]
+        kernel = Kernel("device", "gate", (1, 1), 1, args)
+        backend._prepare(kernel, backend._stream(stream), "gate")()
+
+    def open(self) -> None:
+        self._flag[0] = 1
+
+    def __exit__(self, *error: object) -> None:
+        self.open()
+
+
+_GATES: weakref.WeakKeyDictionary[Any, list[EmbeddedGate | CudaGate]] = weakref.WeakKeyDictionary()
+
+
+def hold(backend: Any, stream: int = COMPUTE_STREAM) -> EmbeddedGate | CudaGate:
+    """Holds `stream` from now until the gate is opened or the backend closed."""
+    if backend not in _GATES:
+        _GATES[backend] = []
+        _open_at_close(backend)
+    kind: Any = EmbeddedGate if isinstance(backend, EmbeddedDevice) else CudaGate
+    made = kind(backend, stream)
+    _GATES[backend].append(made)
+    return made
+
+
+def _open_at_close(backend: Any) -> None:
+    gates, close = _GATES[backend], backend.close
+
+    def opened() -> None:
+        for gate in gates:
+            gate.open()
+        close()
+
+    backend.close = opened
