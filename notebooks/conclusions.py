@@ -17,7 +17,7 @@ from workbench.bench.comparison import AB, background
 from workbench.frames import prose_html
 
 if TYPE_CHECKING:
-    from notebooks.gaps import Gaps
+    from workbench.bench.gaps import Gaps
 
 DECIDED = ("faster", "slower")
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from notebooks import gaps
-from workbench.bench import results
+from workbench.bench import gaps, results
 from workbench.bench.comparison import AB
 from workbench.config import FAMILIES, SyncMode, Toggles
 from workbench.output import write_text

@@ -30,9 +30,9 @@ from data.measure.recorded import (
 )
 from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
-from notebooks.gaps import Gaps
 from workbench.bench.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound
 from workbench.bench.comparison import AB
+from workbench.bench.gaps import Gaps
 from workbench.bench.stats import FASTER, SLOWER, verdict
 from workbench.config import CopyStream, SyncMode
 

@@ -13,8 +13,8 @@ import numpy as np
 from data.measure.matrix import CPU_STEP, MODES, Row
 from data.measure.recorded import Recorded, model_of
 from data.measure.tables import Line, Part, Table
-from notebooks.gaps import CONTROL, DIFFERENCES, Difference, Fit, Gaps
 from workbench.bench.comparison import AB
+from workbench.bench.gaps import CONTROL, DIFFERENCES, Difference, Fit, Gaps
 from workbench.bench.stats import FASTER, SLOWER, aa_band, speedup, verdict
 from workbench.config import SyncMode
 

@@ -25,11 +25,11 @@ from data.measure.session import (
     product_tflops,
     toggles_of,
 )
-from notebooks.gaps import host_gaps
 from workbench.backend.base import choose_device, open_backend
 from workbench.bench import provenance, workload
 from workbench.bench.batched import batched
 from workbench.bench.batched import line as batched_line
+from workbench.bench.gaps import host_gaps
 from workbench.bench.kernel_bench import KernelMatrix, bench_kernels
 from workbench.bench.kernel_cases import TYPES, parse_shapes
 from workbench.bench.llama_bench import bench as llama_bench

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import workbench as wb
-from notebooks.gaps import Gaps, fit_line, host_gaps, load
+from workbench.bench.gaps import Gaps, fit_line, host_gaps, load
 from workbench.config import Toggles
 from workbench.errors import UsageError
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from notebooks import gaps
-from notebooks.gaps import host_gaps
+from workbench.bench import gaps
 from workbench.bench.ab import ab
 from workbench.bench.draft import Draft, kept, new_arm, new_run
+from workbench.bench.gaps import host_gaps
 from workbench.bench.kernel_bench import KernelMatrix, bench_kernels
 from workbench.bench.kernel_cases import parse_shapes, parse_types
 from workbench.bench.llama_bench import bench

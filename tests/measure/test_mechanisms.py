@@ -9,8 +9,7 @@ import pytest
 from data.measure.blocks import AFTER, BEFORE, GAP, MECHANISMS, Mechanism
 from data.measure.readme import made
 from data.measure.recorded import Recorded
-from notebooks import gaps
-from workbench.bench import results
+from workbench.bench import gaps, results
 from workbench.bench.comparison import AB
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"

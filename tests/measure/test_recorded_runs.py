@@ -14,9 +14,9 @@ import pytest
 
 from data.measure import matrix, readme
 from data.measure.sources import age, unmarked
-from notebooks.gaps import Gaps
 from tests.gpu import sanitize
 from workbench.bench.comparison import AB
+from workbench.bench.gaps import Gaps
 from workbench.bench.perplexity import TOKENS, Agreement
 from workbench.bench.results import load_run
 from workbench.config import EXACT, Toggles

@@ -72,6 +72,8 @@ def settings_of(*flags: str) -> list[EngineConfig]:
     found = []
 
     class Engine:
+        recorder = None
+
         def __enter__(self):
             return self
 

@@ -11,8 +11,8 @@ import pytest
 
 import workbench as wb
 from notebooks import annotated, conclusions, launches, proofs
-from notebooks.gaps import Gaps
 from workbench.bench.comparison import AB, background
+from workbench.bench.gaps import Gaps
 from workbench.bench.results import load_run
 from workbench.trace.profile import Timeline
 from workbench.trace.spans import HOST_LANE, Span
