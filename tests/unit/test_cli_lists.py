@@ -86,7 +86,7 @@ def settings_of(*flags: str) -> list[EngineConfig]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "load", load)
-        patch.setattr("workbench.bench.llama_bench.bench", lambda *_, **__: [])
+        patch.setattr("workbench.bench.llama_bench.measured", lambda *_, **__: [])
         main(["bench", *flags])
     return found
 

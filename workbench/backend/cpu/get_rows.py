@@ -34,8 +34,8 @@ def get_rows_body(dtype: str, layout: str, isa: Isa) -> Body:
     def block_row(e: Emit, dst: Value, table: Value, index: Value, cols: Value) -> None:
         fmt, code = FORMATS[dtype], code_of(dtype, isa)
         packed = layout == "rows16"
-        lane = index % GROUP if packed else e.const("i64", 0)
-        source = table + (index - lane) * row_bytes(cols)
+        row = index % GROUP if packed else e.const("i64", 0)
+        source = table + (index - row) * row_bytes(cols)
         unit = e.stack(fmt.block_bytes * GROUP)
         column = e.stack(4 * GROUP)  # of the 16 rows
         with e.loop(0, cols // fmt.cols) as b:
@@ -49,7 +49,7 @@ def get_rows_body(dtype: str, layout: str, isa: Isa) -> Body:
                 for c in range(8):
                     for i, value in enumerate(values(e, code, block, c)):
                         e.store(value, column)
-                        e.store(e.load("f32", column + lane * 4), at + 4 * (4 * c + i))
+                        e.store(e.load("f32", column + row * 4), at + 4 * (4 * c + i))
 
             code.unit(e, isa, unit, take)
 
