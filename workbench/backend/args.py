@@ -28,22 +28,21 @@ def _get_rows(n: Node, at, scratch) -> Args:
     return [at(n.output), at(table), at(ids), ids.shape[0], table.cols, table.shape[0]]
 
 
+def _rows(n: Node, at, scratch) -> Args:
+    """dst, x, rows, cols; for swiglu dst, gate, up, rows, cols"""
+    x = n.inputs[0]
+    return [at(n.output), *map(at, n.inputs), x.rows, x.cols]
+
+
 def _rms_norm(n: Node, at, scratch) -> Args:
     """dst, x, rows, cols, eps"""
-    (x,) = n.inputs
-    return [at(n.output), at(x), x.rows, x.cols, float(n.params["eps"])]
+    return [*_rows(n, at, scratch), float(n.params["eps"])]
 
 
 def _binary(n: Node, at, scratch) -> Args:
     """dst, a, b, rows, cols, b_rows (1: one row for all; else rows)"""
     a, b = n.inputs
     return [at(n.output), at(a), at(b), a.rows, a.cols, 1 if len(b.shape) == 1 else b.rows]
-
-
-def _quantize(n: Node, at, scratch) -> Args:
-    """dst, x, rows, cols"""
-    (x,) = n.inputs
-    return [at(n.output), at(x), x.rows, x.cols]
 
 
 def _mul_mat(n: Node, at, scratch) -> Args:
@@ -91,18 +90,6 @@ def _attention(n: Node, at, scratch) -> Args:
     ]  # fmt: skip
 
 
-def _swiglu(n: Node, at, scratch) -> Args:
-    """dst, gate, up, rows, cols"""
-    gate, up = n.inputs
-    return [at(n.output), at(gate), at(up), gate.rows, gate.cols]
-
-
-def _square_sums(n: Node, at, scratch) -> Args:
-    """dst, x, rows, cols"""
-    (x,) = n.inputs
-    return [at(n.output), at(x), x.rows, x.cols]
-
-
 def _rms_scale(n: Node, at, scratch) -> Args:
     """dst, x, squares, rows, cols, n_squares, normed (columns the squares are of), eps"""
     x, squares = n.inputs
@@ -144,14 +131,14 @@ ARGS: dict[str, OpKernels] = {
     "rms_norm": OpKernels(_rms_norm),
     "mul": OpKernels(_binary),
     "add": OpKernels(_binary),
-    "quantize": OpKernels(_quantize),
+    "quantize": OpKernels(_rows),
     "mul_mat": OpKernels(_mul_mat, _by_weight),
     "rope": OpKernels(_rope),
     "rope_shift": OpKernels(_rope_shift),
     "set_rows": OpKernels(_set_rows),
     "attention": OpKernels(_attention),
-    "swiglu": OpKernels(_swiglu),
-    "square_sums": OpKernels(_square_sums),
+    "swiglu": OpKernels(_rows),
+    "square_sums": OpKernels(_rows),
     "rms_scale": OpKernels(_rms_scale),
 }
 

@@ -135,34 +135,26 @@ def _first_of_tail(program: Program) -> int:
 
 def _segments(program: Program, binding: Binding) -> list[Segment]:
     """The commands in their order. The copies of the results belong to the last split's work."""
-    segments: list[Segment] = []
-    calls: list[Issue] = []
-    issued: list[Issued] = []
-    first, split = 0, RESULT
-
-    def end(number: int) -> None:
-        """What has been collected since `first` becomes a segment."""
-        nonlocal first
-        if calls:
-            segments.append(HostCalls(range(first, number), tuple(calls)))
-        elif issued:
-            segments.append(SplitWork(split, range(first, number), tuple(issued)))
-        calls.clear()
-        issued.clear()
-        first = number
-
-    for number, command in enumerate(program.commands):
+    made: list[Any] = []  # of each command, its call or what its device is asked
+    splits: list[int | None] = []  # of each command; None for a call of the host
+    split = None
+    for command in program.commands:
         if binding.device_of(command) is None:
-            if issued:
-                end(number)
-            calls.append(binding.call(command))
-            continue
-        if calls or (issued and command.split not in (split, RESULT)):
-            end(number)
-        if not issued:
-            split = command.split
-        issued.append(binding.issued(command))
-    end(len(program.commands))
+            split = None
+            made.append(binding.call(command))
+        else:
+            if split is None or command.split != RESULT:
+                split = command.split
+            made.append(binding.issued(command))
+        splits.append(split)
+    segments: list[Segment] = []
+    for split, numbers in groupby(range(len(made)), splits.__getitem__):
+        first, *others = numbers
+        commands = range(first, first + 1 + len(others))
+        parts = tuple(made[first : commands.stop])
+        segments.append(
+            HostCalls(commands, parts) if split is None else SplitWork(split, commands, parts)
+        )
     return segments
 
 

@@ -76,17 +76,13 @@ def _nibbles(word: Value, high: int) -> Value:
     return ((word >> 4 if high else word) & 0x0F0F0F0F).bits("u8")
 
 
-def _first(e: Emit) -> Value:
-    return e.const("i64", 0)
-
-
 def _q8_0(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
     def words(c: int) -> Value:
         if isa.wide_bytes:
             return e.load("u8", packed + (32 + 64 * c), 64) ^ 0x80
         return e.load("i8", packed + (32 + 64 * c), 64)
 
-    take(CodeBlock(_first(e), words, (_half_scales(e, packed),)))
+    take(CodeBlock(e.const("i64", 0), words, (_half_scales(e, packed),)))
 
 
 def _from_nibbles(e: Emit, first: Value, decode: Callable[[Value], Value]) -> Words:
@@ -97,7 +93,7 @@ def _from_nibbles(e: Emit, first: Value, decode: Callable[[Value], Value]) -> Wo
 
 def _q4_0(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
     words = _from_nibbles(e, packed + 32, lambda q: q)
-    take(CodeBlock(_first(e), words, (_half_scales(e, packed),)))
+    take(CodeBlock(e.const("i64", 0), words, (_half_scales(e, packed),)))
 
 
 def _e8m0_half(e: Emit, exponent: Value) -> Value:
@@ -127,7 +123,7 @@ def _e2m1_unsigned(e: Emit, isa: Isa, code: Value) -> Value:
 def _mxfp4(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
     scale = _e8m0_half(e, e.load("u8", packed, GROUP).to("u32"))
     words = _from_nibbles(e, packed + 16, lambda code: _e2m1_unsigned(e, isa, code))
-    take(CodeBlock(_first(e), words, (scale,)))
+    take(CodeBlock(e.const("i64", 0), words, (scale,)))
 
 
 def _word(e: Emit, words: Value, index: Value | int) -> Value:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import Any
 
 import numpy as np
 
 from workbench.backend.args import AddressOf, Args
-from workbench.backend.base import Issue, nothing
 from workbench.backend.cpu import base
 from workbench.backend.cpu.loops import push, run_inline, run_worker
 from workbench.backend.cpu.ring import MemoryBlock, Ring, aligned_zeros, kernel_block, kernel_work
@@ -100,24 +98,6 @@ class HostBackend(base.CpuBackend):
             move(*args)
 
         return Issued(copy, ("copy",), Words(args, (0, 1)))
-
-    def event(self) -> Any:
-        return None
-
-    def record(self, event: Any, stream: int) -> Issued:
-        return Issued(nothing, ("record",))
-
-    def wait(self, event: Any, stream: int) -> Issued:
-        return Issued(nothing, ("wait",))
-
-    def sync_stream(self, stream: int) -> Issue:
-        return nothing
-
-    def sync_event(self, event: Any) -> Issue:
-        return nothing
-
-    def synchronize(self) -> None:
-        """Nothing is ever under way between two calls."""
 
     def close(self) -> None:
         self._end()

@@ -56,10 +56,9 @@ def available(features: Mapping[str, bool]) -> list[Isa]:
     return [isa for isa in ISAS.values() if all(features.get(f, False) for f in isa.needs)]
 
 
-def _vpdpbusd(e: Emit, acc: Value, w: Value, x: Value, bits: int, family: str) -> Value:
-    return e.call(
-        f"llvm.x86.{family}.vpdpbusd.{bits}", "i32", bits // 32, acc, w.bits("i32"), x.bits("i32")
-    )
+def _vpdpbusd(e: Emit, acc: Value, w: Value, x: Value) -> Value:
+    name = f"llvm.x86.avx512.vpdpbusd.{8 * w.n}"
+    return e.call(name, "i32", acc.n, acc, w.bits("i32"), x.bits("i32"))
 
 
 def _vpmaddubsw(e: Emit, acc: Value, w: Value, x: Value) -> Value:
@@ -78,8 +77,8 @@ def _generic(e: Emit, acc: Value, w: Value, x: Value) -> Value:
 
 
 _DOT: dict[str, tuple[int, Callable[[Emit, Value, Value, Value], Value]]] = {
-    "vpdpbusd.512": (64, lambda e, acc, w, x: _vpdpbusd(e, acc, w, x, 512, "avx512")),
-    "vpdpbusd.256": (32, lambda e, acc, w, x: _vpdpbusd(e, acc, w, x, 256, "avx512")),
+    "vpdpbusd.512": (64, _vpdpbusd),
+    "vpdpbusd.256": (32, _vpdpbusd),
     "vpmaddubsw": (32, _vpmaddubsw),
     "generic": (64, _generic),
 }

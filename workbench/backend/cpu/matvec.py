@@ -227,19 +227,12 @@ def store_group(
                     e.store(values.element(i), at + 4 * i)
 
 
-def load_f16(e: Emit, at: Value, n: int) -> Value:
-    return e.load("f16", at, n).to("f32")
-
-
-def load_bf16(e: Emit, at: Value, n: int) -> Value:
-    return (e.load("u16", at, n).to("u32") << 16).bits("f32")
-
-
-def load_f32(e: Emit, at: Value, n: int) -> Value:
-    return e.load("f32", at, n)
-
-
-FLOAT_LOADS = {"F32": (4, load_f32), "F16": (2, load_f16), "BF16": (2, load_bf16)}
+# bytes of a weight, and what loads n of them as float32
+FLOAT_LOADS: dict[str, tuple[int, Callable[[Emit, Value, int], Value]]] = {
+    "F32": (4, lambda e, at, n: e.load("f32", at, n)),
+    "F16": (2, lambda e, at, n: e.load("f16", at, n).to("f32")),
+    "BF16": (2, lambda e, at, n: (e.load("u16", at, n).to("u32") << 16).bits("f32")),
+}
 
 
 def float_body(dtype: str, isa: Isa) -> Body:
@@ -260,7 +253,7 @@ def float_body(dtype: str, isa: Isa) -> Body:
 
             def step(c: Value, width: int) -> None:
                 acc = wide if width > 1 else total
-                values = [load_f32(e, at + c * 4, width) for at in xs]
+                values = [e.load("f32", at + c * 4, width) for at in xs]
                 for r, at in enumerate(ws):
                     if width > 1:
                         e.prefetch(at + c * size + ROW_PREFETCH)

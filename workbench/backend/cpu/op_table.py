@@ -47,18 +47,15 @@ def _bodies() -> dict[str, Callable[..., Body]]:
     """What gives the body of a variant: by its op, called with (layout, isa, *types)."""
     from workbench.backend.cpu import attention, blocked, elementwise, get_rows, interleave, matvec
 
+    named = (
+        elementwise.rms_norm, elementwise.quantize, elementwise.rope, elementwise.rope_shift,
+        elementwise.set_rows, elementwise.swiglu, elementwise.square_sums, elementwise.rms_scale,
+        attention.attention,
+    )  # fmt: skip
     one_body: dict[str, Body] = {
-        "rms_norm": elementwise.rms_norm,
+        **{body.__name__: body for body in named},
         "mul": elementwise.binary_body(lambda a, b: a * b),
         "add": elementwise.binary_body(lambda a, b: a + b),
-        "quantize": elementwise.quantize,
-        "rope": elementwise.rope,
-        "rope_shift": elementwise.rope_shift,
-        "set_rows": elementwise.set_rows,
-        "attention": attention.attention,
-        "swiglu": elementwise.swiglu,
-        "square_sums": elementwise.square_sums,
-        "rms_scale": elementwise.rms_scale,
     }
     return {
         **{op: lambda layout, isa, body=body: body for op, body in one_body.items()},

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import TypeAlias
 
 from llvmlite import ir
@@ -301,24 +302,14 @@ class Emit:
         """a * b + c, rounded once."""
         return self._generic("fma", self.like(c, a), self.like(c, b), c)
 
-    def min(self, a: Value, b: Operand) -> Value:
+    def _extreme(self, which: str, a: Value, b: Operand) -> Value:
         """Of two floats with one NaN: the other float."""
-        b = self.like(a, b)
-        return self._generic("minnum" if a.is_float else f"{a.kind[0].replace('i', 's')}min", a, b)
+        name = {"f": f"{which}num", "i": f"s{which}", "u": f"u{which}"}[a.kind[0]]
+        return self._generic(name, a, self.like(a, b))
 
-    def max(self, a: Value, b: Operand) -> Value:
-        """Of two floats with one NaN: the other float."""
-        b = self.like(a, b)
-        return self._generic("maxnum" if a.is_float else f"{a.kind[0].replace('i', 's')}max", a, b)
-
-    def abs(self, a: Value) -> Value:
-        return self._generic("fabs", a)
-
-    def sqrt(self, a: Value) -> Value:
-        return self._generic("sqrt", a)
-
-    def round_even(self, a: Value) -> Value:
-        return self._generic("roundeven", a)
+    min, max = partialmethod(_extreme, "min"), partialmethod(_extreme, "max")
+    abs, sqrt = partialmethod(_generic, "fabs"), partialmethod(_generic, "sqrt")
+    round_even = partialmethod(_generic, "roundeven")
 
     def select(self, condition: Value, a: Value, b: Operand) -> Value:
         """a where the condition holds, else b."""

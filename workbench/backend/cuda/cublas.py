@@ -13,7 +13,7 @@ import ctypes
 from typing import Any
 
 from workbench.backend.cuda.kernel import Gemm
-from workbench.backend.issued import Issued
+from workbench.backend.issued import Issued, Words
 from workbench.errors import DeviceError
 
 # A workspace of one size for each stream: so the library gives the same results every time. NVIDIA
@@ -25,25 +25,6 @@ TRANSPOSED, AS_IT_IS = 1, 0
 TYPES = {"F32": 0, "F16": 2, "BF16": 14}
 COMPUTE_F32, DEFAULT_ALGORITHM = 68, -1
 MATH_FULL_SUMS = 16  # default math, sums of split products not in 16 bits; no TF32 either
-
-
-class Pointers:
-    """The addresses that a product is given, as a Block: weight, activations, result."""
-
-    __slots__ = ("_held", "pointers")
-
-    def __init__(self, held: tuple[ctypes.c_void_p, ...]):
-        self._held = held
-        self.pointers = tuple(range(len(held)))
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __getitem__(self, field: int) -> int:
-        return self._held[field].value or 0
-
-    def __setitem__(self, field: int, value: int) -> None:
-        self._held[field].value = value
 
 
 class Blas:
@@ -64,12 +45,14 @@ class Blas:
         kind, wide = TYPES[gemm.dtype], TYPES["F32"]
         # cuBLAS counts by columns: it sees w as (cols, rows), x as (cols, n_tokens), and makes
         # (rows, n_tokens), which is dst.
-        i32, address = ctypes.c_int, ctypes.c_void_p
+        i32 = ctypes.c_int
+        block = (ctypes.c_int64 * 3)(gemm.w, gemm.x, gemm.dst)
+        w, x, dst = (ctypes.c_void_p.from_buffer(block, 8 * i) for i in range(3))
         args = (
             self._handle(stream), i32(TRANSPOSED), i32(AS_IT_IS),
             i32(gemm.rows), i32(gemm.n_tokens), i32(gemm.cols), ctypes.byref(self._one),
-            address(gemm.w), i32(kind), i32(gemm.cols), address(gemm.x), i32(kind), i32(gemm.cols),
-            ctypes.byref(self._zero), address(gemm.dst), i32(wide), i32(gemm.dst_stride),
+            w, i32(kind), i32(gemm.cols), x, i32(kind), i32(gemm.cols),
+            ctypes.byref(self._zero), dst, i32(wide), i32(gemm.dst_stride),
             i32(COMPUTE_F32), i32(DEFAULT_ALGORITHM),
         )  # fmt: skip
 
@@ -79,7 +62,7 @@ class Blas:
                 check(f"cublasGemmEx of {gemm}", status)
 
         sizes = (gemm.dtype, gemm.rows, gemm.cols, gemm.n_tokens, gemm.dst_stride)
-        return Issued(issue, ("cublasGemmEx", *sizes), Pointers((args[7], args[10], args[14])))
+        return Issued(issue, ("cublasGemmEx", *sizes), Words(block, (0, 1, 2)))
 
     def close(self) -> None:
         """Destroys the handles; what `prepare` gave must not be called any more."""

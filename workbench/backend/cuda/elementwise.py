@@ -58,11 +58,7 @@ def elementwise(node: Node, p: Operands) -> list[Work]:
     return [Kernel(source, "_".join(variant(node)), grid, threads, args, waits=True)]
 
 
-def swiglu_quantize(node: Node, p: Operands) -> list[Work]:
-    return swiglu_quantize_parts(node.parts, p)
-
-
-def swiglu_quantize_parts(parts: Sequence[Node], p: Operands) -> list[Work]:
+def swiglu_quantize(parts: Sequence[Node], p: Operands) -> list[Work]:
     """swiglu quantize, the product in registers."""
     swiglu, quantize = parts
     gate, up = swiglu.inputs
@@ -74,14 +70,9 @@ def swiglu_quantize_parts(parts: Sequence[Node], p: Operands) -> list[Work]:
 # norms --------------------------------------------------------------------------------------------
 
 
-def norm(node: Node, p: Operands) -> list[Work]:
-    """rms_norm, or a fused norm."""
-    return norm_parts(node.parts or (node,), node, p)
-
-
-def norm_parts(parts: Sequence[Node], node: Node, p: Operands) -> list[Work]:
-    """[add] [rms_norm] [mul] [quantize] of `node`."""
-    by_op = {part.op: part for part in parts}
+def norm(node: Node, p: Operands, parts: Sequence[Node] = ()) -> list[Work]:
+    """rms_norm, or a fused norm, or of `node` the parts [add] [rms_norm] [mul] [quantize]."""
+    by_op = {part.op: part for part in parts or node.parts or (node,)}
     add, rms, mul, quantize = (by_op.get(op) for op in ("add", "rms_norm", "mul", "quantize"))
     first = add or rms or mul
     assert first is not None
@@ -119,12 +110,7 @@ def rotation(q_rope: Node, k_store: Node, v_store: Node, p: Operands) -> Rotate:
     )  # fmt: skip
 
 
-def rope_store(node: Node, p: Operands) -> list[Work]:
-    """A fused rope_store."""
-    return rope_store_parts(node.parts, p.inside(node) if unread(node) else p)
-
-
-def rope_store_parts(parts: Sequence[Node], p: Operands) -> list[Work]:
+def rope_store(parts: Sequence[Node], p: Operands) -> list[Work]:
     """[rms_norm mul rms_norm mul] rope rope set_rows set_rows: a warp for each head of Q, K, V."""
     *norms, q_rope, k_rope, k_store, v_store = parts
     q_norm, q_mul, k_norm, k_mul = norms or (None,) * 4

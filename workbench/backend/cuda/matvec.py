@@ -110,8 +110,8 @@ class Norm(NamedTuple):
     quantised: bool
 
 
-def can_glu_quantise(rows: int) -> bool:
-    """Whether `glu` can quantise its result: rows are whole groups of 32."""
+def whole_groups(rows: int) -> bool:
+    """Whether `glu` can quantise its result, and `normed` takes a weight of so many rows."""
     return rows % GROUP == 0
 
 
@@ -197,7 +197,7 @@ def glu(
 ) -> Kernel:
     """silu(gate) * up to gate's dst: float32 (n_tokens, rows), or with `quantised` Q8_ACT rows."""
     if (gate.dtype, gate.rows) != (up.dtype, up.rows) or (
-        quantised and not can_glu_quantise(gate.rows)
+        quantised and not whole_groups(gate.rows)
     ):
         raise DeviceError(
             f"gate {gate.dtype} of {gate.rows} rows and up {up.dtype} of {up.rows} cannot be one "
@@ -208,11 +208,6 @@ def glu(
     args: Args = [gate.dst, gate.w, gate.bias, up.w, up.bias, gate.rows]
     grid = blocks(gate.rows, t.lines // 2)
     return _kernel(epilogue, [gate], x, scale, t, grid, args)
-
-
-def can_norm(rows: int) -> bool:
-    """Whether `normed` takes a weight of so many rows: whole groups of 32."""
-    return rows % GROUP == 0
 
 
 def normed(

@@ -17,10 +17,6 @@ from workbench.graph.ops import interior_bytes
 # attention ----------------------------------------------------------------------------------------
 
 
-def _attention(node: Node, p: Operands) -> list[Work]:
-    return _attend(node, None, p)
-
-
 def _attend(node: Node, quantize: Node | None, p: Operands) -> list[Work]:
     out = (node if quantize is None else quantize).output
     q, k, v, mask = map(p.at, node.inputs)
@@ -53,15 +49,15 @@ _LAUNCHES: dict[str, Callable[[Node, Operands], list[Work]]] = {
     **dict.fromkeys(elementwise.GRIDS, elementwise.elementwise),
     "rms_norm": elementwise.norm,
     "mul_mat": products.mul_mat,
-    "attention": _attention,
+    "attention": lambda node, p: _attend(node, None, p),
     "norm": elementwise.norm,
     "product": products.fused_products,
     "product_norm": products.product_norm,
     "qkv": products.fused_products,
     "qkv_rope_store": products.qkv_rope_store,
-    "rope_store": elementwise.rope_store,
+    "rope_store": lambda node, p: elementwise.rope_store(node.parts, p.inside(node)),
     "glu": products.glu,
-    "swiglu_quantize": elementwise.swiglu_quantize,
+    "swiglu_quantize": lambda node, p: elementwise.swiglu_quantize(node.parts, p),
     "attention_quantize": _attention_quantize,
 }
 

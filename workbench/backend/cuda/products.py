@@ -135,7 +135,7 @@ def product_norm(node: Node, p: Operands) -> list[Work]:
     if not product_norm_is_one(node):
         works = _one_by_one([product], inside) + elementwise_.elementwise(add, inside)
         works += elementwise_.elementwise(squares, inside)
-        return works + elementwise_.norm_parts([mul, *quantize], node, inside)
+        return works + elementwise_.norm(node, inside, [mul, *quantize])
     made = product.output.storage
     residual = next(t for t in add.inputs if t.storage is not made)
     last = (*quantize, mul)[0].output
@@ -152,7 +152,7 @@ def product_norm_is_one(node: Node) -> bool:
     (product,), (_, _, mul, *quantize) = _products_of(node.parts)
     rows = product.mul_mat.inputs[0].shape[0]
     both = bool(quantize) and mul.output in node.outputs
-    return few(node) and matvec.can_norm(rows) and not both
+    return few(node) and matvec.whole_groups(rows) and not both
 
 
 def qkv_rope_store(node: Node, p: Operands) -> list[Work]:
@@ -161,7 +161,7 @@ def qkv_rope_store(node: Node, p: Operands) -> list[Work]:
     if not qkv_is_one(node) or (len(tail) > 4 and p.sm < CLUSTERS):
         inside = p.inside(node)
         made = _in_one(products, inside) if few(node) else _one_by_one(products, inside)
-        return made + elementwise_.rope_store_parts(tail, inside)
+        return made + elementwise_.rope_store(tail, inside)
     *norms, q_rope, _, k_store, v_store = tail
     p = p.inside(node) if elementwise_.unread(node) else p
     outputs = (q_rope.output, k_store.output, v_store.output)
@@ -206,14 +206,14 @@ def glu(node: Node, p: Operands) -> list[Work]:
     inside = p.inside(node)
     works = _one_by_one(products, inside)
     if quantised:
-        return works + elementwise_.swiglu_quantize_parts([swiglu, *quantize], inside)
+        return works + elementwise_.swiglu_quantize([swiglu, *quantize], inside)
     return works + elementwise_.elementwise(swiglu, inside)
 
 
 def glu_is_one(node: Node) -> bool:
     """Whether one launch makes it, of few tokens."""
     quantised = node.parts[-1].op == "quantize"
-    return not quantised or matvec.can_glu_quantise(node.parts[0].inputs[0].shape[0])
+    return not quantised or matvec.whole_groups(node.parts[0].inputs[0].shape[0])
 
 
 def glu_in_tiles(node: Node, hopper: bool) -> bool:

@@ -116,7 +116,7 @@ class Entry:
         self.arrived, self.free = event(), event()
         self.pieces: list[Piece] = []
         self.used = 0
-        self.read: Future[None] | None = None
+        self.read = Future[None]()
 
     def fill(self) -> None:
         """Copies what the pieces name out of the file's map. Run by a worker."""
@@ -215,7 +215,7 @@ class Uploader:
 
     def _empty(self) -> Entry:
         """An entry nobody uses: a new one, or with N_ENTRIES the one issued longest ago."""
-        while self._reading and self._read(self._reading[0]).done():
+        while self._reading and self._reading[0].read.done():
             self._issue_oldest()
         if len(self._entries) < N_ENTRIES:
             pinned = self._allocate(ENTRY_BYTES, Space.PINNED)
@@ -229,15 +229,10 @@ class Uploader:
         entry.pieces, entry.used = [], 0
         return entry
 
-    @staticmethod
-    def _read(entry: Entry) -> Future[None]:
-        assert entry.read is not None
-        return entry.read
-
     def _issue_oldest(self) -> None:
         """Queues copies and repacking of the entry submitted longest ago, once it has been read."""
         entry = self._reading[0]
-        self._read(entry).result()
+        entry.read.result()
         call, copies, repacks = self._driver.call, self._copies, self._repacks
         for p in entry.pieces:
             there = entry.staging.address + p.at if p.dtype else p.there
