@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.oracles.dequantize import unpack_scales
 from workbench.graph.ir import MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, DType
-from workbench.model.quants import BLOCKS, unpack_scales
+from workbench.model.quants import BLOCKS
 
 
 def planes(data: np.ndarray, dtype: DType) -> list[np.ndarray]:

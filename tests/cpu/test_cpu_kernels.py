@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernel_runs import run, run_parts, written_by
 
+from tests.oracles.dequantize import dequantize
 from tests.profiles import examples
 from workbench.backend import args
 from workbench.backend.cpu import op_table
 from workbench.graph import ops
 from workbench.graph.ir import F16, F32, I32, I64, QUANTISED, WEIGHT_DTYPES, Node, Tensor
-from workbench.model.quants import dequantize, quantize_activations, random_blocks
+from workbench.model.quants import quantize_activations, random_blocks
 
 RNG = np.random.default_rng(7)
 SHAPES = [(1, 1), (1, 33), (2, 64), (5, 16), (7, 100), (3, 257)]

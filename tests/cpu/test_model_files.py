@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests import reference
 from tests.edited import edited
+from tests.oracles.dequantize import dequantize
 from workbench.cli import main
 from workbench.errors import ModelFileError, WorkbenchError
 from workbench.model.decoder import Model
 from workbench.model.finite import first_not_finite
 from workbench.model.gguf import open_gguf
-from workbench.model.quants import dequantize
 
 TOKENS = [5, 300, 7, 41, 5, 900, 12, 77]
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests import reference
 from tests.gpu.harness import Compute, distance
+from tests.oracles.dequantize import dequantize
 from workbench.graph.ir import (
     DTYPES,
     F16,
@@ -21,11 +22,7 @@ from workbench.graph.ir import (
     Tensor,
 )
 from workbench.graph.ops import make
-from workbench.model.quants import (
-    dequantize,
-    quantize_activations,
-    random_blocks,
-)
+from workbench.model.quants import quantize_activations, random_blocks
 
 pytestmark = pytest.mark.gpu
 

@@ -25,6 +25,7 @@ import pytest
 
 from tests.gpu.harness import POISON, Guarded, distance
 from tests.gpu.twins.product import simple_product
+from tests.oracles.dequantize import dequantize
 from workbench.backend.cuda import gemm, nvrtc, op_table
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.kernel import Kernel, Work
@@ -41,12 +42,7 @@ from workbench.graph.ir import (
     Tensor,
 )
 from workbench.graph.ops import make
-from workbench.model.quants import (
-    dequantize,
-    quantize_activations,
-    random_blocks,
-    unpack_activations,
-)
+from workbench.model.quants import quantize_activations, random_blocks, unpack_activations
 
 pytestmark = pytest.mark.gpu
 

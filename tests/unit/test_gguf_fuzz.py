@@ -21,11 +21,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.oracles.dequantize import dequantize
 from workbench.errors import ModelFileError
 from workbench.model.expand import expanded, loaded_as, loaded_bytes
 from workbench.model.gguf import GGUFFile, StringArray, model_hash, open_gguf
 from workbench.model.inspect import summary
-from workbench.model.quants import dequantize
 
 HUGE = [0, 1, 7, 8, 9, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**60, 2**61, 2**62,
         2**63 - 1, 2**63, 2**64 - 32, 2**64 - 8, 2**64 - 1]  # fmt: skip

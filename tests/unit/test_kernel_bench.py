@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.oracles.dequantize import dequantize
 from workbench.backend.cuda import nvrtc, op_table
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.null import NullBackend, open_backend
@@ -26,7 +27,6 @@ from workbench.bench.kernel_rigs import PDL, PLAIN, Calls, CpuRig, CudaRig, rota
 from workbench.cli import main
 from workbench.errors import UsageError
 from workbench.graph.ir import BF16, F16, MXFP4, Q4_0, Q8_0, QUANTISED, Kind
-from workbench.model.quants import dequantize
 from workbench.progress import Bar
 
 

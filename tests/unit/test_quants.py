@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
+from tests.oracles.dequantize import dequantize
 from workbench.errors import UsageError
 from workbench.graph.ir import (
     BF16,
@@ -25,7 +26,6 @@ from workbench.graph.ir import (
 from workbench.model.quants import (
     BLOCKS,
     activation_planes,
-    dequantize,
     quantize_activations,
     random_blocks,
     unpack_activations,

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
+from tests.oracles.dequantize import dequantize
 from workbench.errors import UsageError, WorkbenchError
 from workbench.graph.ir import DTYPES, F32
 from workbench.model import synth
@@ -24,7 +25,6 @@ from workbench.model.presets import (
     tensor_type,
     tensors,
 )
-from workbench.model.quants import dequantize
 from workbench.model.synth import TINY, tiny_name, write_model, write_tiny, write_tiny_models
 from workbench.model.synth_vocab import build_vocab
 from workbench.model.tokenizer import load_tokenizer

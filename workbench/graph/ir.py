@@ -1,11 +1,12 @@
 """The graph: what one step computes. Pure data; no device, no program, no values.
 
-A graph follows from the step shape alone. Two steps of one shape have the same topology key, and
-may share everything built from it.
+A graph follows from the step shape alone. Two steps of one shape have the same topology, and may
+share everything built from it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -86,10 +87,7 @@ class Tensor:
         self.dtype = dtype
         self.shape = shape
         self.kind = kind
-        n = dtype.row_bytes(shape[-1])
-        for extent in shape[:-1]:
-            n *= extent
-        self.nbytes = n
+        self.nbytes = dtype.row_bytes(shape[-1]) * math.prod(shape[:-1])
         # not self: a graph must be free of reference cycles, or rebuilding one for every token
         # leaves the collector hundreds of dead nodes a time
         self._storage: Tensor | None = None
@@ -109,10 +107,7 @@ class Tensor:
     @property
     def rows(self) -> int:
         """Product of all axes but the last."""
-        n = 1
-        for extent in self.shape[:-1]:
-            n *= extent
-        return n
+        return math.prod(self.shape[:-1])
 
     @property
     def cols(self) -> int:

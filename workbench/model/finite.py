@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.graph.ir import BF16, F16, F32, MXFP4, DType
-from workbench.model.quants import BLOCKS, dequantize
+from workbench.model.quants import BLOCKS
 
 if TYPE_CHECKING:
     from workbench.model.gguf import GGUFFile, TensorInfo
@@ -57,9 +57,13 @@ def _not_finite(data: np.ndarray, dtype: DType) -> np.ndarray:
     if dtype == MXFP4:
         large = np.flatnonzero(blocks["e"] >= _MXFP4_LARGE)
         bad = np.zeros(len(blocks), bool)
-        with np.errstate(over="ignore"):
-            values = dequantize(blocks[large].view(np.uint8), dtype, (len(large), 32))
-        bad[large] = ~np.isfinite(values).all(axis=1)
+        if len(large):
+            import gguf
+
+            with np.errstate(over="ignore"):
+                rows = blocks[large].view(np.uint8).reshape(len(large), -1)
+                values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType.MXFP4)
+            bad[large] = ~np.isfinite(values).all(axis=1)
         return bad
     scales = [name for name in ("d", "dmin") if name in (blocks.dtype.names or ())]
     return ~np.logical_and.reduce([np.isfinite(blocks[name]) for name in scales])

@@ -20,18 +20,13 @@ from workbench.errors import ModelFileError
 from workbench.model import parts
 from workbench.model.gguf_walk import DAMAGED, REWRITE, HeaderWalk, StringArray, TensorInfo, shown
 
-__all__ = ["REQUIRED", "GGUFFile", "StringArray", "TensorInfo", "model_hash", "open_gguf"]
+__all__ = ["GGUFFile", "StringArray", "TensorInfo", "model_hash", "open_gguf"]
 
 T = TypeVar("T")
 D = TypeVar("D")
 
 
-class _Required:
-    def __repr__(self) -> str:
-        return "REQUIRED"
-
-
-REQUIRED: Any = _Required()
+_REQUIRED: Any = object()
 
 
 class File(NamedTuple):
@@ -97,14 +92,14 @@ class GGUFFile:
     def get(self, key: str, kind: type[T]) -> T: ...
     @overload
     def get(self, key: str, kind: type[T], default: D) -> T | D: ...
-    def get(self, key: str, kind: type[Any], default: Any = REQUIRED) -> Any:
+    def get(self, key: str, kind: type[Any], default: Any = _REQUIRED) -> Any:
         """The metadata value of `key`, which must be of `kind`; `default` where it is absent.
 
         kind: int, float (takes integers too), bool, str, np.ndarray, StringArray, or list (any
         array, as a list). Raises ModelFileError that names a missing or wrongly typed key.
         """
         if key not in self.metadata:
-            if default is REQUIRED:
+            if default is _REQUIRED:
                 raise ModelFileError(
                     f"{shown(self.path)}: metadata key {key!r} is missing; {REWRITE}, or use "
                     f"another model"

@@ -17,6 +17,7 @@ there are at most MAX_ENTRIES of each.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from array import array
@@ -93,10 +94,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def n_elements(self) -> int:
-        n = 1
-        for extent in self.shape:
-            n *= extent
-        return n
+        return math.prod(self.shape)
 
 
 class StringArray(Sequence[str]):
@@ -297,9 +295,7 @@ class HeaderWalk:
                 why, do = f"unknown type {kind}", DAMAGED
             self.fail(f"{what} has {why},", self.pos - 4, f"{do}; {readable}")
         dtype = _KNOWN_TYPES[kind]
-        n = 1
-        for extent in dims:
-            n *= extent
+        n = math.prod(dims)
         if n == 0 or n // dtype.block * dtype.block_bytes > self.size:
             why = "none may be 0" if n == 0 else "more than the file can hold"
             self.fail(f"{what} has dimensions {'x'.join(map(signed, dims))}, {why},", dims_at)

@@ -162,18 +162,13 @@ def summary(path: str | os.PathLike[str], expand: str = EXPAND[0]) -> ModelSumma
         )
 
 
-def weight_bytes_per_token(file: GGUFFile, expand: str = EXPAND[0]) -> int:
-    """Bytes of weights one decoded token reads: every tensor once, norms and biases included, in
-    the types they have in memory.
+def _bytes_per_token(file: GGUFFile, nbytes_of: Callable[[TensorInfo], int]) -> int:
+    """Bytes of weights one decoded token reads: every tensor once, norms and biases included.
 
     Of the token embedding one row is read, unless it is the head too (no `output.weight`): then all
     of it. Of stacked experts (`ffn_*_exps`) as many are read as a token uses. The KV cache is not
-    counted.
+    counted. nbytes_of: bytes of a tensor, in the type it has in the file or in memory.
     """
-    return _bytes_per_token(file, lambda info: loaded_bytes(info, expand))
-
-
-def _bytes_per_token(file: GGUFFile, nbytes_of: Callable[[TensorInfo], int]) -> int:
     architecture = file.metadata.get("general.architecture")
     used = file.metadata.get(f"{architecture}.expert_used_count")
     total = 0

@@ -1,8 +1,8 @@
-"""What the bytes of a weight mean: block layouts, and the reference everything else is tested by.
+"""What the bytes of a weight mean: block layouts, quantised activations, and random weights.
 
 `BLOCKS` describes each quantised type's block as a packed NumPy structure, so that
 `BLOCKS[Q4_K].fields["qs"]` is `(type, byte offset)`; layouts are ggml's (`ggml-common.h`).
-`dequantize` is bit-equal to `gguf.quants.dequantize`. Value i of a block:
+Value i of a block:
 
 | type | value | where quant i lies |
 |---|---|---|
@@ -13,10 +13,12 @@
 | Q5_K | as Q4_K | as Q4_K; the fifth bit of value i is bit i/32 of qh[i % 32] |
 | Q6_K | (d * scales[i/16]) * (q - 32) | two halves of 128 values, see below |
 
-`sc` and `m` of Q4_K and Q5_K are eight 6-bit numbers each in 12 bytes, see `unpack_scales`. Half h
-of a Q6_K block has 64 bytes of ql: values 0..63 in low nibbles, 64..127 in high ones. It has 32
-bytes of qh: bits 2k and 2k + 1 of byte j are the high bits of value 32k + j. Products are float32,
-in the order the brackets give.
+`sc` and `m` of Q4_K and Q5_K are eight 6-bit numbers each in 12 bytes. Bytes 0..3 hold sc 0..3 in
+their low six bits, bytes 4..7 hold m 0..3. The top two bits of these bytes are the high bits of
+sc 4..7 and m 4..7. Low and high nibbles of bytes 8..11 are the low four bits of sc 4..7 and of
+m 4..7. Half h of a Q6_K block has 64 bytes of ql: values 0..63 in low nibbles, 64..127 in high
+ones. It has 32 bytes of qh: bits 2k and 2k + 1 of byte j are the high bits of value 32k + j.
+Products are float32, in the order the brackets give.
 """
 
 import math
@@ -42,38 +44,7 @@ BLOCKS: dict[ir.DType, np.dtype] = {
 }
 MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
-_CHUNK = 4096  # blocks dequantised together: temporaries stay in the cache
-
-
-def unpack_scales(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """sc and m, uint8 (n, 8) each, of Q4_K or Q5_K `scales`, uint8 (n, 12).
-
-    Bytes 0..3 hold sc 0..3 in their low six bits, bytes 4..7 hold m 0..3. The top two bits of these
-    bytes are the high bits of sc 4..7 and m 4..7. Low and high nibbles of bytes 8..11 are the low
-    four bits of sc 4..7 and of m 4..7.
-    """
-    a, b, c = scales[:, 0:4], scales[:, 4:8], scales[:, 8:12]
-    sc = np.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=1)
-    m = np.concatenate([b & 63, (c >> 4) | (b >> 6 << 4)], axis=1)
-    return sc, m
-
-
-def _f32(a: np.ndarray) -> np.ndarray:
-    return a.astype(np.float32)
-
-
-def _nibbles(qs: np.ndarray, group: int) -> np.ndarray:
-    """Nibbles of uint8 (n, b), (n, 2b): of every `group` bytes the low ones, then the high ones."""
-    groups = qs.reshape(len(qs), -1, 1, group)
-    return np.concatenate([groups & 15, groups >> 4], axis=2).reshape(len(qs), -1)
-
-
-def _q8_0(b: np.ndarray) -> np.ndarray:
-    return _f32(b["d"])[:, None] * b["qs"]
-
-
-def _q4_0(b: np.ndarray) -> np.ndarray:
-    return _f32(b["d"])[:, None] * (_nibbles(b["qs"], 16).astype(np.int8) - np.int8(8))
+_CHUNK = 4096  # blocks finished together: temporaries stay in the cache
 
 
 def e8m0_half(e: np.ndarray) -> np.ndarray:
@@ -81,71 +52,6 @@ def e8m0_half(e: np.ndarray) -> np.ndarray:
     e = e.astype(np.uint32)
     bits = np.where(e < 2, np.uint32(0x00200000) << np.minimum(e, 1), (e - 1) << 23)
     return bits.astype(np.uint32).view(np.float32)
-
-
-def _mxfp4(b: np.ndarray) -> np.ndarray:
-    return e8m0_half(b["e"])[:, None] * MXFP4_VALUES[_nibbles(b["qs"], 16)]
-
-
-def _scale_min(b: np.ndarray, q: np.ndarray) -> np.ndarray:
-    sc, m = unpack_scales(b["scales"])
-    d = _f32(b["d"])[:, None] * sc
-    dm = _f32(b["dmin"])[:, None] * m
-    return (d[:, :, None] * _f32(q.reshape(-1, 8, 32)) - dm[:, :, None]).reshape(-1, 256)
-
-
-def _q4_k(b: np.ndarray) -> np.ndarray:
-    return _scale_min(b, _nibbles(b["qs"], 32))
-
-
-def _q5_k(b: np.ndarray) -> np.ndarray:
-    high = b["qh"][:, None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # (n, 8, 32)
-    return _scale_min(b, _nibbles(b["qs"], 32) | high.reshape(-1, 256) << 4)
-
-
-def _q6_k(b: np.ndarray) -> np.ndarray:
-    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    high = b["qh"].reshape(-1, 2, 1, 32) >> shifts & 3  # (n, 2, 4, 32)
-    q = (_nibbles(b["ql"], 64) | high.reshape(-1, 256) << 4).astype(np.int8) - np.int8(32)
-    d = _f32(b["d"])[:, None] * b["scales"]
-    return (d[:, :, None] * _f32(q.reshape(-1, 16, 16))).reshape(-1, 256)
-
-
-_DEQUANTIZE: dict[ir.DType, Callable[[np.ndarray], np.ndarray]] = {
-    ir.Q8_0: _q8_0,
-    ir.Q4_0: _q4_0,
-    ir.MXFP4: _mxfp4,
-    ir.Q4_K: _q4_k,
-    ir.Q5_K: _q5_k,
-    ir.Q6_K: _q6_k,
-}  # blocks (n,) of BLOCKS[dtype] -> float32 (n, dtype.block)
-
-
-def dequantize(data: np.ndarray, dtype: ir.DType, shape: tuple[int, ...]) -> np.ndarray:
-    """The weights in `data`, uint8 of any shape in file order, as a new float32 array of `shape`.
-
-    Raises UsageError where data, type and shape do not fit one another.
-    """
-    if dtype not in ir.WEIGHT_DTYPES:
-        raise UsageError(f"{dtype.name} is no weight type; types are {_names()}")
-    rows = math.prod(shape[:-1])
-    if data.dtype != np.uint8 or data.size != rows * dtype.row_bytes(shape[-1]):
-        raise UsageError(
-            f"{data.size} items of {data.dtype} are not {dtype.name} {list(shape)}: want "
-            f"{rows * dtype.row_bytes(shape[-1])} bytes as uint8"
-        )
-    data = np.ascontiguousarray(data).reshape(-1)
-    if dtype == ir.F32:
-        return data.view("<f4").astype(np.float32).reshape(shape)
-    if dtype == ir.F16:
-        return data.view("<f2").astype(np.float32).reshape(shape)
-    if dtype == ir.BF16:
-        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
-    blocks = data.view(BLOCKS[dtype])
-    out = np.empty((len(blocks), dtype.block), np.float32)
-    for i in range(0, len(blocks), _CHUNK):
-        out[i : i + _CHUNK] = _DEQUANTIZE[dtype](blocks[i : i + _CHUNK])
-    return out.reshape(shape)
 
 
 class ActivationPlanes(NamedTuple):
@@ -211,7 +117,8 @@ def random_blocks(
     """
     n_bytes = rows * dtype.row_bytes(cols)
     if dtype not in ir.WEIGHT_DTYPES or not 0 < std < math.inf:
-        raise UsageError(f"random {dtype.name} of std {std}: want one of {_names()} and std > 0")
+        types = ", ".join(d.name for d in ir.WEIGHT_DTYPES)
+        raise UsageError(f"random {dtype.name} of std {std}: want one of {types} and std > 0")
     if dtype == ir.F32:
         values = rng.standard_normal((rows, cols), np.float32)
         values *= np.float32(std)
@@ -321,7 +228,3 @@ _FINISH: dict[ir.DType, Callable[[np.ndarray, float], None]] = {
 
 def _rms(values: np.ndarray) -> float:
     return math.sqrt(np.mean(np.asarray(values, np.float64) ** 2))
-
-
-def _names() -> str:
-    return ", ".join(d.name for d in ir.WEIGHT_DTYPES)
