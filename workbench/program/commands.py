@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from itertools import takewhile
 from typing import ClassVar, NamedTuple
 
 from workbench.errors import UsageError
 from workbench.graph.ir import Node, StepShape, Tensor
-from workbench.program import letters
+from workbench.program.letters import folded
 from workbench.program.ranges import Buffer as Buffer
 from workbench.program.ranges import Range as Range
 from workbench.program.ranges import Space as Space
@@ -59,12 +60,11 @@ class Command:
     """What all commands share: the number of the split they serve, and the ranges they touch.
 
     stream: where it is queued, or what it waits for, if any. blocks: the Copy that a Sync belongs
-    to. letter: in a pattern; empty where none is printed.
+    to.
     """
 
     __slots__ = ("split",)
     kind: ClassVar[str]
-    letter: str = ""
     split: int
     stream: Stream | None = None
     blocks: Copy | None = None
@@ -73,6 +73,11 @@ class Command:
     def by_host(self) -> bool:
         """Whether the host itself reads and writes, before it issues the next command."""
         return False
+
+    @property
+    def letter(self) -> str:
+        """In a pattern; empty where none is printed."""
+        return ""
 
     @property
     def label(self) -> str:
@@ -97,15 +102,13 @@ class Command:
         raise NotImplementedError
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Staged(Command):
     """The host and a value in staging memory."""
 
-    __slots__ = ("staging", "value")
-
-    def __init__(self, staging: Range, value: str, split: int = RESULT):
-        self.staging = staging
-        self.value = value
-        self.split = split
+    staging: Range
+    value: str
+    split: int = RESULT
 
     @property
     def by_host(self) -> bool:
@@ -140,20 +143,17 @@ class Read(_Staged):
         return (self.staging,)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Copy(Command):
     """Asynchronous copy in stream order; `name` is the tensor's."""
 
-    __slots__ = ("dst", "name", "src", "stream")
     kind = "copy"
     letter = "a"
-    stream: Stream
-
-    def __init__(self, dst: Range, src: Range, stream: Stream, name: str, split: int):
-        self.dst = dst
-        self.src = src
-        self.stream = stream
-        self.name = name
-        self.split = split
+    dst: Range
+    src: Range
+    stream: Stream = field()  # and no value of the class above
+    name: str
+    split: int
 
     @property
     def reads(self) -> tuple[Range, ...]:
@@ -170,6 +170,7 @@ class Copy(Command):
         return f"copy {self.name} on {self.stream.words(backends)}"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Launch(Command):
     """One kernel: `node` computed on `stream`. Nothing else reads or writes `scratch`.
 
@@ -177,34 +178,22 @@ class Launch(Command):
     kernels then wait by themselves, and declare that they do.
     """
 
-    __slots__ = ("node", "programmatic", "reads", "scratch", "stream", "writes")
     kind = "launch"
-    letter = "g"
-    stream: Stream
-    reads: tuple[Range, ...]
-    writes: tuple[Range, ...]
-
-    def __init__(
-        self,
-        node: Node,
-        stream: Stream,
-        reads: tuple[Range, ...],
-        writes: tuple[Range, ...],
-        scratch: Range | None,
-        split: int,
-        programmatic: bool = False,
-    ):
-        self.node = node
-        self.programmatic = programmatic
-        self.stream = stream
-        self.reads = reads
-        self.writes = writes
-        self.scratch = scratch
-        self.split = split
+    node: Node
+    stream: Stream = field()
+    reads: tuple[Range, ...] = field()
+    writes: tuple[Range, ...] = field()
+    scratch: Range | None
+    split: int
+    programmatic: bool = False
 
     @property
     def by_host(self) -> bool:
         return self.stream.backend == HOST
+
+    @property
+    def letter(self) -> str:
+        return "h" if self.by_host else "g"
 
     def names(self) -> dict[str, str]:
         return {"op": self.node.op, "name": self.node.name}
@@ -214,16 +203,13 @@ class Launch(Command):
         return f"launch {self.node.op} {self.node.name} on {where}"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _AtEvent(Command):
     """A stream and an event."""
 
-    __slots__ = ("event", "stream")
-    stream: Stream
-
-    def __init__(self, event: str, stream: Stream, split: int):
-        self.event = event
-        self.stream = stream
-        self.split = split
+    event: str
+    stream: Stream = field()
+    split: int
 
     def names(self) -> dict[str, str]:
         return {"event": self.event}
@@ -251,28 +237,23 @@ class Wait(_AtEvent):
         return f'wait of {self.stream.words(backends)} for "{self.event}"'
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sync(Command):
     """The host waits for a stream (everything queued on it) or for an event: one is not None.
 
     blocks: the Copy that this wait ends. The two are one blocking copy, the letter `c`.
     """
 
-    __slots__ = ("blocks", "event", "stream")
     kind = "sync"
-    letter = "s"
+    split: int
+    _: KW_ONLY
+    stream: Stream | None = None
+    event: str | None = None
+    blocks: Copy | None = None
 
-    def __init__(
-        self,
-        split: int,
-        *,
-        stream: Stream | None = None,
-        event: str | None = None,
-        blocks: Copy | None = None,
-    ):
-        self.stream = stream
-        self.event = event
-        self.blocks = blocks
-        self.split = split
+    @property
+    def letter(self) -> str:
+        return "s" if self.blocks is None else ""
 
     def names(self) -> dict[str, str]:
         event = {} if self.event is None else {"event": self.event}
@@ -315,16 +296,23 @@ class Program:
     def pattern(self, fold: bool = False, result: bool = False) -> str:
         """The program's order in the letters of the threads (`letters.py`), one group per split.
 
-        Writes, Reads and the logits wait have no letter. fold: two copies or more are written as
-        four, and sync-and-copy pairs as `scsc`, as the threads do. result: the last group ends with
-        `as`, the copy of the results to the host and the wait for it, where the step has them.
+        The work of a split is one letter. Writes, Reads and the logits wait have none. fold: two
+        copies or more are written as four, and sync-and-copy pairs as `scsc`, as the threads do.
+        result: the last group ends with `as`, the copy of the results to the host and the wait for
+        it, where the step has them.
         `aaaag aaaag aaaagas` is a train of three ubatches.
         """
-        groups = letters.of_splits(self.commands, len(self.splits))
+        groups = [""] * len(self.splits)
+        blocked = {c.blocks for c in self.commands}
+        for c in self.commands:
+            letter = "c" if c in blocked else c.letter
+            if c.split >= 0 and not (letter in ("g", "h") and groups[c.split].endswith(letter)):
+                groups[c.split] += letter
         if fold:
-            groups = [letters.folded(g) for g in groups]
+            groups = [folded(g) for g in groups]
         if result:
-            groups[-1] += letters.of_results(self.commands)
+            last = {c.letter for c in takewhile(lambda c: c.split < 0, reversed(self.commands))}
+            groups[-1] += "".join(letter for letter in "as" if letter in last)
         return " ".join(groups)
 
     def counts(self) -> dict[str, int]:

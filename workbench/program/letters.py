@@ -8,38 +8,9 @@ s  any other Sync: the host waits                g  the device work of a split
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby, takewhile
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from workbench.program.commands import Command
-
-
-def of_splits(commands: Iterable[Command], n_splits: int) -> list[str]:
-    """The letters of each split, in host order; the work of a split is one letter."""
-    commands = list(commands)
-    groups = [""] * n_splits
-    blocked = {c.blocks for c in commands}
-    for c in commands:
-        letter = _letter(c, c in blocked)
-        if c.split >= 0 and not (letter in ("g", "h") and groups[c.split].endswith(letter)):
-            groups[c.split] += letter
-    return groups
-
-
-def of_results(commands: Sequence[Command]) -> str:
-    """The letters of what follows the last split: copies of results and a wait for them, if any."""
-    last = {c.letter for c in takewhile(lambda c: c.split < 0, reversed(commands))}
-    return "".join(letter for letter in "as" if letter in last)
-
-
-def _letter(c: Command, blocked: bool) -> str:
-    if c.kind == "sync":  # of a blocking copy it is part of the copy's letter
-        return "" if c.blocks else c.letter
-    if c.by_host:
-        return "h" if c.kind == "launch" else ""
-    return "c" if blocked else c.letter
+import re
+from collections.abc import Iterable
+from itertools import groupby
 
 
 def once(texts: Iterable[str]) -> list[str]:
@@ -50,19 +21,8 @@ def once(texts: Iterable[str]) -> list[str]:
 
 def folded(group: str) -> str:
     """`scscscg` -> `scscg`, `saag` -> `saaaag`, `sag` as it is: as the threads write repeats."""
-    out, i = "", 0
-    while i < len(group):
-        pairs = 0
-        while group.startswith("sc", i + 2 * pairs):
-            pairs += 1
-        if pairs and group[i + 2 * pairs : i + 2 * pairs + 1] != "c":
-            out += "scsc"
-            i += 2 * pairs
-        elif group[i] in "ac":
-            run = len(group) - i - len(group[i:].lstrip(group[i]))
-            out += group[i] * (4 if run > 1 else 1)
-            i += run
-        else:
-            out += group[i]
-            i += 1
-    return out
+    return re.sub(
+        r"((?:sc)++)(?!c)|(a|c)\2*+",
+        lambda run: "scsc" if run[1] else run[2] * (4 if len(run[0]) > 1 else 1),
+        group,
+    )
