@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from tests.oracles.happens_before import racing_pairs, seen_both_ways
 from tests.oracles.walked_again import WalkedAgain
 from tests.profiles import examples
+from tests.removable import sufficient, superfluous
 from workbench.graph.ir import F32, Kind, StepShape, Tensor
 from workbench.graph.ops import make
-from workbench.program.check.hazards import Race, races, sufficient, superfluous
+from workbench.program.check.hazards import Race, races
 from workbench.program.check.intervals import cut, tags
 from workbench.program.commands import (
     HOST,

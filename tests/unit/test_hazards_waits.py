@@ -19,8 +19,9 @@ from tests.by_hand import (
     sync,
     wait,
 )
+from tests.removable import sufficient, superfluous
 from workbench.errors import UsageError
-from workbench.program.check.hazards import check, races, sufficient, superfluous
+from workbench.program.check.hazards import check, races
 from workbench.program.commands import Write
 
 

@@ -5,15 +5,17 @@ A program that races everywhere has a race for every pair of its steps. So races
 have the same words and lack the same order are one group: the first of them, and how many.
 """
 
-from collections.abc import Iterator
-from itertools import product
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from functools import cache
+from itertools import count, product
 from typing import Any, NamedTuple
 
 from workbench.graph import ops
 from workbench.program.as_json import command_as_json
-from workbench.program.check.acts import Ranges, StepActs
+from workbench.program.check.acts import Accessor, StepActs
 from workbench.program.check.touched import RacingPairs
-from workbench.program.check.wording import Missing, unordered
+from workbench.program.check.wording import unordered
 from workbench.program.commands import Buffer, Command, CommandAt, Launch, Program, Range
 
 MOST_RACES = 1000  # groups that findings hold
@@ -119,13 +121,22 @@ def every_race(acts: StepActs, found: RacingPairs) -> list[Race]:
 
 def grouped(acts: StepActs, found: RacingPairs) -> tuple[list[Race], int]:
     """The first race of each group, MOST_RACES at most, in host order; and how many all are."""
-    label, stretches = _Labels(acts), _Stretches(acts)
+
+    def words(a: Accessor) -> Hashable:
+        program = acts.programs[a.program]
+        return program.commands[a.command].words(program.backends), a.missing
+
+    label, ranges = _numbered(acts, words), _numbered(acts, lambda a: (a.reads, a.writes))
+    stretches: dict[tuple[tuple[int, int], ...], int] = {}  # by the ranges that are disputed
     groups: dict[tuple[int, ...], tuple[int, _Racing]] = {}
     total = 0
     for racing in _by_commands(acts, found):
-        n = stretches.count(racing)
+        same = tuple([(ranges(a), ranges(b)) for a, b in racing.accessors])
+        n = stretches.get(same)
+        if n is None:
+            n = stretches[same] = len(_disputed(acts, racing))
         total += n
-        key = tuple([label.of(accessor) for accessor in racing.accessors[-1]])
+        key = tuple([label(accessor) for accessor in racing.accessors[-1]])
         n_before, first = groups.get(key, (0, racing))
         groups[key] = n_before + n, min(first, racing)
     races = []
@@ -163,48 +174,10 @@ def _in_two(acts: StepActs, accessor: int) -> bool:
     return [a[:2] for a in near].count(acts.accessors[accessor][:2]) > 1
 
 
-class _Labels:
-    """A number for the words of an accessor's command and for what it lacks."""
-
-    def __init__(self, acts: StepActs):
-        self._acts = acts
-        self._of: dict[int, int] = {}  # an accessor
-        self._numbers: dict[tuple[str, Missing], int] = {}
-
-    def of(self, accessor: int) -> int:
-        found = self._of.get(accessor)
-        if found is None:
-            a = self._acts.accessors[accessor]
-            program = self._acts.programs[a.program]
-            words = program.commands[a.command].words(program.backends)
-            found = self._numbers.setdefault((words, a.missing), len(self._numbers))
-            self._of[accessor] = found
-        return found
-
-
-class _Stretches:
-    """How many stretches of bytes two commands dispute, worked out once for the same ranges."""
-
-    def __init__(self, acts: StepActs):
-        self._acts = acts
-        self._known: dict[tuple[tuple[int, int], ...], int] = {}
-        self._of: dict[int, int] = {}  # an accessor
-        self._numbers: dict[tuple[Ranges, Ranges], int] = {}
-
-    def count(self, racing: _Racing) -> int:
-        key = tuple([(self._shape(a), self._shape(b)) for a, b in racing.accessors])
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = len(_disputed(self._acts, racing))
-        return found
-
-    def _shape(self, accessor: int) -> int:
-        found = self._of.get(accessor)
-        if found is None:
-            a = self._acts.accessors[accessor]
-            found = self._numbers.setdefault((a.reads, a.writes), len(self._numbers))
-            self._of[accessor] = found
-        return found
+def _numbered(acts: StepActs, told: Callable[[Accessor], Hashable]) -> Callable[[int], int]:
+    """Numbers for accessors, equal where `told` says the same of them, which it is asked once."""
+    numbers: defaultdict[Hashable, int] = defaultdict(count().__next__)
+    return cache(lambda accessor: numbers[told(acts.accessors[accessor])])
 
 
 def _told(acts: StepActs, racing: _Racing) -> Iterator[Race]:

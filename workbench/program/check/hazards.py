@@ -45,8 +45,8 @@ from workbench.program.check.waits import Spot, WaitTrials
 from workbench.program.commands import CommandAt, Launch, Program, Sync, Wait
 
 __all__ = [
-    "MOST_RACES", "Findings", "Race", "apart", "check", "races", "refused", "sufficient",
-    "superfluous",
+    "MOST_RACES", "Findings", "Race", "apart", "check", "races", "refused", "trials_of",
+    "waits_of",
 ]  # fmt: skip
 
 
@@ -64,37 +64,6 @@ def races(
     """
     acts = StepActs(list(steps), one_order, declared)
     return every_race(acts, _found(acts, acts.acts))
-
-
-def superfluous(
-    steps: Iterable[Program],
-    steady: range | None = None,
-    *,
-    one_order: bool = True,
-    declared: Declared | None = None,
-) -> list[CommandAt]:
-    """Every Sync and Wait of the steps `steady` (all, if not given) that is removable alone.
-
-    A wait is removed in every step that its program is issued in, and is named once, in the first
-    of the steady ones. What races with all waits in place may race without it too.
-    """
-    acts = StepActs(list(steps), one_order, declared)
-    waits = _waits(acts, steady)
-    return _named(waits, _trials(acts)[0].alone(list(waits)))
-
-
-def sufficient(
-    steps: Iterable[Program],
-    steady: range | None = None,
-    *,
-    one_order: bool = True,
-    declared: Declared | None = None,
-) -> list[CommandAt]:
-    """An inclusion-minimal set of the Syncs and Waits of `steady`, as `superfluous` has them, with
-    which nothing races that does not with all: greedy removal in program order."""
-    acts = StepActs(list(steps), one_order, declared)
-    waits = _waits(acts, steady)
-    return _named(waits, _trials(acts)[0].together(list(waits)))
 
 
 def refused(steps: Iterable[Program], declared: Declared) -> list[CommandAt]:
@@ -130,13 +99,13 @@ def check(
     steps = cycle * laps
     acts = StepActs(steps, one_order, declared)
     begin = laps // 2 * len(cycle)
-    waits = _waits(acts, range(begin, begin + len(cycle)))
-    trials, found = _trials(acts)
+    waits = waits_of(acts, range(begin, begin + len(cycle)))
+    trials, found = trials_of(acts)
     first, n_races = grouped(acts, found)
     return Findings(
         first,
-        _named(waits, trials.alone(list(waits))),
-        _named(waits, trials.together(list(waits))),
+        [waits[spot] for spot in trials.alone(list(waits))],
+        [waits[spot] for spot in trials.together(list(waits))],
         list(waits.values()),
         refused(cycle, declared) if declared else [],
         steps,
@@ -150,7 +119,7 @@ def apart(steps: Iterable[Program]) -> list[Program]:
     return [copy.copy(program) for program in steps]
 
 
-def _trials(acts: StepActs) -> tuple[WaitTrials, RacingPairs]:
+def trials_of(acts: StepActs) -> tuple[WaitTrials, RacingPairs]:
     """Trials, and the accessors that race with all waits."""
     walked = acts.merged()
     found = _found(acts, walked)
@@ -176,14 +145,12 @@ def _first_steps(steps: Sequence[Program], among: Iterable[int] | None = None) -
     return list(first.values())
 
 
-def _waits(acts: StepActs, steady: range | None) -> dict[Spot, CommandAt]:
+def waits_of(acts: StepActs, steady: range | None = None) -> dict[Spot, CommandAt]:
+    """Every Sync and Wait of the steps `steady` (all, if not given), named once, in the first of
+    the steady ones that issues its program."""
     return {
         Spot(acts.order[step], i): CommandAt(step, i, command)
         for step in _first_steps(acts.steps, steady)
         for i, command in enumerate(acts.steps[step].commands)
         if isinstance(command, (Sync, Wait))
     }
-
-
-def _named(waits: dict[Spot, CommandAt], spots: Iterable[Spot]) -> list[CommandAt]:
-    return [waits[spot] for spot in spots]

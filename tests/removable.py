@@ -1,0 +1,40 @@
+"""The waits that any steps could do without: what `check` tells of a cycle, of steps one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from workbench.program.check.acts import Declared, StepActs
+from workbench.program.check.hazards import trials_of, waits_of
+from workbench.program.commands import CommandAt, Program
+
+
+def superfluous(
+    steps: Iterable[Program],
+    steady: range | None = None,
+    *,
+    one_order: bool = True,
+    declared: Declared | None = None,
+) -> list[CommandAt]:
+    """Every Sync and Wait of the steps `steady` (all, if not given) that is removable alone.
+
+    A wait is removed in every step that its program is issued in, and is named once, in the first
+    of the steady ones. What races with all waits in place may race without it too.
+    """
+    acts = StepActs(list(steps), one_order, declared)
+    waits = waits_of(acts, steady)
+    return [waits[spot] for spot in trials_of(acts)[0].alone(list(waits))]
+
+
+def sufficient(
+    steps: Iterable[Program],
+    steady: range | None = None,
+    *,
+    one_order: bool = True,
+    declared: Declared | None = None,
+) -> list[CommandAt]:
+    """An inclusion-minimal set of the Syncs and Waits of `steady`, as `superfluous` has them, with
+    which nothing races that does not with all: greedy removal in program order."""
+    acts = StepActs(list(steps), one_order, declared)
+    waits = waits_of(acts, steady)
+    return [waits[spot] for spot in trials_of(acts)[0].together(list(waits))]
