@@ -19,12 +19,11 @@ from workbench.config import EXPAND, Activations
 from workbench.errors import ModelFileError
 from workbench.graph.ir import F16, F32, DType, Graph, Kind, StepShape, Tensor
 from workbench.model.blocks import Caches, Step, WeightSpec, blocks_of
-from workbench.model.expand import expanded, loaded_as
+from workbench.model.expand import expanded, loaded_as, loaded_bytes
 from workbench.model.gguf import GGUFFile, TensorInfo, model_hash, open_gguf
 from workbench.model.gguf_walk import shown
 from workbench.model.hparams import HParams, read_hparams
-
-EMBEDDING = "token_embd.weight"
+from workbench.model.inspect import EMBEDDING, bytes_per_token
 
 
 class Model:
@@ -47,18 +46,16 @@ class Model:
             raise
 
     def __repr__(self) -> str:
-        n = sum(t.rows * t.cols for t in self.weights)
         return (
             f"<Model: {self.name}: {self.architecture}, {self.quant}, {self.n_layer} layers, "
-            f"{n / 1e6:,.1f} M parameters in {self.file_bytes / 1e6:,.1f} MB\n {self.path}>"
+            f"{self.n_params / 1e6:,.1f} M parameters in {self.file.file_bytes / 1e6:,.1f} MB\n"
+            f" {self.path}>"
         )
 
     def _bind(self) -> None:
         h = self.hparams
-        info = self.file.tensors.get(EMBEDDING)
-        if info is None:
-            raise ModelFileError(f"{self.path}: tensor {EMBEDDING} is missing; the file is damaged")
-        self.n_vocab = int(info.shape[0])
+        self.architecture, self.n_layer, self.n_ctx_train = h.architecture, h.n_layer, h.n_ctx_train
+        self.n_vocab = int(self._info(EMBEDDING).shape[0])
         self.embedding = self._need(EMBEDDING, self.n_vocab, h.n_embd)
         self.output_norm = self._need("output_norm.weight", h.n_embd, dtype=F32)
         untied = "output.weight" in self.file.tensors
@@ -96,10 +93,13 @@ class Model:
 
         return tuple([block.take(h, take) for block in self.blocks])
 
-    def _need(self, name: str, *shape: int, dtype: DType | None = None) -> Tensor:
-        info = self.file.tensors.get(name)
-        if info is None:
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.file.tensors:
             raise ModelFileError(f"{self.path}: tensor {name} is missing; the file is damaged")
+        return self.file.tensors[name]
+
+    def _need(self, name: str, *shape: int, dtype: DType | None = None) -> Tensor:
+        info = self._info(name)
         if tuple(info.shape) != shape:
             raise ModelFileError(
                 f"{self.path}: tensor {name} has shape {list(info.shape)} where the metadata "
@@ -155,10 +155,6 @@ class Model:
         except ModelFileError as error:
             raise ModelFileError(f"{self.path}: {error}") from None
 
-    @property
-    def architecture(self) -> str:
-        return self.hparams.architecture
-
     @cached_property
     def name(self) -> str:
         return self.file.get("general.name", str, self.path.stem)
@@ -166,34 +162,6 @@ class Model:
     @cached_property
     def hash(self) -> str:
         return model_hash(self.path)
-
-    @property
-    def file_bytes(self) -> int:
-        return self.file.file_bytes
-
-    @property
-    def n_layer(self) -> int:
-        return self.hparams.n_layer
-
-    @property
-    def n_embd(self) -> int:
-        return self.hparams.n_embd
-
-    @property
-    def n_head(self) -> int:
-        return self.hparams.n_head
-
-    @property
-    def n_head_kv(self) -> int:
-        return self.hparams.n_head_kv
-
-    @property
-    def head_dim(self) -> int:
-        return self.hparams.head_dim
-
-    @property
-    def n_ctx_train(self) -> int:
-        return self.hparams.n_ctx_train
 
     @property
     def n_params(self) -> int:
@@ -217,9 +185,7 @@ class Model:
     @property
     def weight_bytes_per_token(self) -> int:
         """Bytes of weights one decoded token must read: all, but of an untied embedding one row."""
-        row = self.embedding.nbytes // self.embedding.rows
-        total = sum(t.nbytes for t in self.weights if t is not self.embedding)
-        return total + row + (self.embedding.nbytes if self.output is self.embedding else 0)
+        return bytes_per_token(self.file, lambda info: loaded_bytes(info, self.expand))
 
     def caches(self, n_ctx: int) -> Caches:
         """K and V of each layer: (n_ctx, n_head_kv * head_dim) F16, one row per cell."""

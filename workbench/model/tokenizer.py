@@ -15,7 +15,7 @@ import codecs
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from workbench.errors import ModelFileError, UsageError
 from workbench.model.gguf import GGUFFile
@@ -36,81 +36,12 @@ _EOG_TEXTS = frozenset({
 })  # fmt: skip
 
 
-class Tokenizer(Protocol):
-    """Text to ids and back. `None` stands for a special token that the file does not name."""
+class Tokenizer:
+    """Text to ids and back. `None` stands for a special token that the file does not name.
 
-    n_vocab: int
-    bos_id: int | None
-    eos_id: int | None
-    eog_ids: frozenset[int]  # any of these ends generation
-
-    def encode(self, text: str, add_bos: bool | None = None) -> list[int]:
-        """Token ids of `text`. add_bos: None does as the file says (EOS at the end included, where
-        it asks for one), True puts BOS first, False adds nothing. Lone surrogates become `?`.
-
-        Raises UsageError for add_bos=True with a model that has no BOS.
-        """
-
-    def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD. Control tokens print nothing
-        unless `special`. Raises UsageError for an id outside the vocabulary."""
-
-    def piece(self, token: int, special: bool = False) -> bytes:
-        """The bytes one token stands for, leading space included; see `decode`."""
-
-    def starts_text(self, token: int) -> bool:
-        """Whether text after this token begins afresh, so that a prefix space is not part of it."""
-
-    @property
-    def space_prefix(self) -> bool:
-        """Whether `encode` puts a space before each text."""
-
-
-class StreamDecoder:
-    """Text from ids that come one at a time; never half a UTF-8 character.
-
-    `feed` returns what is certain: bytes of an unfinished character are held until it is complete
-    or turns out not to be UTF-8. `flush` ends the stream. at_start: the first id begins a text (as
-    in `decode`); False where the ids continue a prompt, as in generation.
+    Here is everything but the merging itself: special tokens, ends, pieces. eog_ids: any of these
+    ends generation. space_prefix: whether `encode` puts a space before each text.
     """
-
-    def __init__(self, tokenizer: Tokenizer, *, special: bool = False, at_start: bool = False):
-        self._tokenizer = tokenizer
-        self._special = special
-        self._at_start = at_start
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, token: int) -> str:
-        piece = self._tokenizer.piece(token, self._special)
-        if self._tokenizer.starts_text(token):
-            self._at_start = True
-        else:
-            if self._at_start and self._tokenizer.space_prefix:
-                piece = piece.removeprefix(b" ")
-            self._at_start = False
-        return self._utf8.decode(piece)
-
-    def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
-
-
-def load_tokenizer(gguf: GGUFFile) -> Tokenizer:
-    """The tokenizer that `gguf` describes.
-
-    Raises ModelFileError where the description is missing, inconsistent, or of a kind or
-    pre-tokenizer that is not known.
-    """
-    kind = gguf.get(_KEY + "model", str)
-    if kind not in _ENCODERS:
-        raise ModelFileError(
-            f"{shown(gguf.path)}: tokenizer {shown(kind)!r} (metadata key '{_KEY}model') is not "
-            f"known; use --tokens with ids, or a model with one of {', '.join(_ENCODERS)}"
-        )
-    return _GGUFTokenizer(gguf, kind)
-
-
-class _GGUFTokenizer:
-    """Everything but the merging itself: special tokens, ends, pieces."""
 
     def __init__(self, gguf: GGUFFile, kind: str):
         self._path = shown(gguf.path)
@@ -154,6 +85,11 @@ class _GGUFTokenizer:
         self._encode_text, self._normal_piece = _ENCODERS[kind](self, gguf)
 
     def encode(self, text: str, add_bos: bool | None = None) -> list[int]:
+        """Token ids of `text`. add_bos: None does as the file says (EOS at the end included, where
+        it asks for one), True puts BOS first, False adds nothing. Lone surrogates become `?`.
+
+        Raises UsageError for add_bos=True with a model that has no BOS.
+        """
         if add_bos and self.bos_id is None:
             raise UsageError(f"{self._path} names no BOS token; leave add_bos unset")
         text = text.encode("utf-8", "replace").decode("utf-8")
@@ -172,10 +108,13 @@ class _GGUFTokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """The text of `ids`; bytes that are no UTF-8 become U+FFFD. Control tokens print nothing
+        unless `special`. Raises UsageError for an id outside the vocabulary."""
         stream = StreamDecoder(self, special=special, at_start=True)
         return "".join([stream.feed(i) for i in ids]) + stream.flush()
 
     def piece(self, token: int, special: bool = False) -> bytes:
+        """The bytes one token stands for, leading space included; see `decode`."""
         if not 0 <= token < self.n_vocab:
             raise UsageError(f"token id {token} is not in 0..{self.n_vocab - 1}, the vocabulary")
         if token in self._literal:
@@ -184,6 +123,7 @@ class _GGUFTokenizer:
         return self._normal_piece(token)
 
     def starts_text(self, token: int) -> bool:
+        """Whether text after this token begins afresh, so that a prefix space is not part of it."""
         return token in self._literal
 
     def _parts(self, text: str) -> Iterator[str | int]:
@@ -220,6 +160,49 @@ class _GGUFTokenizer:
         return ModelFileError(f"{self._path}: metadata key '{_KEY}{name}' {what}; {_REWRITE}")
 
 
+class StreamDecoder:
+    """Text from ids that come one at a time; never half a UTF-8 character.
+
+    `feed` returns what is certain: bytes of an unfinished character are held until it is complete
+    or turns out not to be UTF-8. `flush` ends the stream. at_start: the first id begins a text (as
+    in `decode`); False where the ids continue a prompt, as in generation.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False, at_start: bool = False):
+        self._tokenizer = tokenizer
+        self._special = special
+        self._at_start = at_start
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        piece = self._tokenizer.piece(token, self._special)
+        if self._tokenizer.starts_text(token):
+            self._at_start = True
+        else:
+            if self._at_start and self._tokenizer.space_prefix:
+                piece = piece.removeprefix(b" ")
+            self._at_start = False
+        return self._utf8.decode(piece)
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+def load_tokenizer(gguf: GGUFFile) -> Tokenizer:
+    """The tokenizer that `gguf` describes.
+
+    Raises ModelFileError where the description is missing, inconsistent, or of a kind or
+    pre-tokenizer that is not known.
+    """
+    kind = gguf.get(_KEY + "model", str)
+    if kind not in _ENCODERS:
+        raise ModelFileError(
+            f"{shown(gguf.path)}: tokenizer {shown(kind)!r} (metadata key '{_KEY}model') is not "
+            f"known; use --tokens with ids, or a model with one of {', '.join(_ENCODERS)}"
+        )
+    return Tokenizer(gguf, kind)
+
+
 def _cut(part: str | int, token: str, i: int) -> Iterator[str | int]:
     """The pieces of a text between occurrences of `token`, and its id `i` for each of those."""
     if isinstance(part, int):
@@ -245,7 +228,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 
-def _bpe(base: _GGUFTokenizer, gguf: GGUFFile) -> _Codec:
+def _bpe(base: Tokenizer, gguf: GGUFFile) -> _Codec:
     import tokenizers
     from tokenizers import models
 
@@ -279,7 +262,7 @@ def _bpe(base: _GGUFTokenizer, gguf: GGUFFile) -> _Codec:
     return lambda text: bpe.encode(text, add_special_tokens=False).ids, piece
 
 
-def _spm(base: _GGUFTokenizer, gguf: GGUFFile) -> _Codec:
+def _spm(base: Tokenizer, gguf: GGUFFile) -> _Codec:
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
@@ -315,11 +298,11 @@ def _spm(base: _GGUFTokenizer, gguf: GGUFFile) -> _Codec:
     return processor.EncodeAsIds, piece
 
 
-def _byte_token(base: _GGUFTokenizer, text: str, i: int) -> bytes:
+def _byte_token(base: Tokenizer, text: str, i: int) -> bytes:
     match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", text)
     if match is None:
         raise base._bad("tokens", f"holds {shown(text)!r} at {i} as a byte token, not <0x..>")
     return bytes.fromhex(match[1])
 
 
-_ENCODERS: dict[str, Callable[[_GGUFTokenizer, GGUFFile], _Codec]] = {"gpt2": _bpe, "llama": _spm}
+_ENCODERS: dict[str, Callable[[Tokenizer, GGUFFile], _Codec]] = {"gpt2": _bpe, "llama": _spm}
