@@ -160,7 +160,7 @@ def check_dataflow(before: Graph, after: Graph) -> None:
         for t in node.inputs:
             known = t.kind in (Kind.WEIGHT, Kind.CACHE, Kind.INPUT)
             assert t.storage in made or known, (node, t)
-        assert OPS[node.op].infer(node.inputs, node.params) == (
+        assert OPS[node.op].infer(node.op, node.inputs, node.params) == (
             node.output.dtype, node.output.shape,
         )  # fmt: skip
         assert node.output.kind == Kind.CACHE or node.output.storage not in made

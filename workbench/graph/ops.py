@@ -75,9 +75,9 @@ def _output(node: Node) -> list[Access]:
 class Op(NamedTuple):
     """One op. Scratch is not part of it: that follows from a backend's kernels.
 
-    infer: (inputs, params) -> type and shape of the output; raises UsageError where they do not
-    fit. flops: arithmetic operations of a node. stores: the output is input 0, stored into. reads
-    and writes: the byte ranges that a node may touch. Those with the numbers vague_reads and
+    infer: (name, inputs, params) -> type and shape of the output; raises UsageError where they do
+    not fit. flops: arithmetic operations of a node. stores: the output is input 0, stored into.
+    reads and writes: the byte ranges that a node may touch. Those with the numbers vague_reads and
     vague_writes depend on values: the node touches part of them. fewer: bytes that a step moves of
     a tensor, where they are fewer than the declared range.
     """
@@ -125,9 +125,9 @@ OPS: dict[str, Op] = {
                 n.inputs[0].storage: _rows(n.inputs[0], n.inputs[1].shape[0])[2],
             },
         ),
-        Op("rms_norm", shapes.like_first("rms_norm"), flops=_per_element(3)),
-        Op("mul", shapes.broadcast("mul"), flops=_per_element(1)),
-        Op("add", shapes.broadcast("add"), flops=_per_element(1)),
+        Op("rms_norm", shapes.like_first, flops=_per_element(3)),
+        Op("mul", shapes.broadcast, flops=_per_element(1)),
+        Op("add", shapes.broadcast, flops=_per_element(1)),
         Op("quantize", shapes.quantize, flops=_per_element(3)),
         Op(
             "mul_mat",
@@ -162,7 +162,7 @@ OPS: dict[str, Op] = {
             reads=_attended,
             vague_reads=(1, 2),  # cells of K and V that the mask shows
         ),
-        Op("swiglu", shapes.like_first("swiglu"), flops=_per_element(5)),
+        Op("swiglu", shapes.like_first, flops=_per_element(5)),
         Op(
             "square_sums",
             shapes.square_sums,
@@ -190,7 +190,7 @@ def make_of(
 ) -> Node:
     """`make` with its arguments in a row: for what makes the nodes of a step, once a token."""
     entry, inputs = OPS[op], tuple([t for t in sources if t is not None])
-    dtype, shape = entry.infer(inputs, params)
+    dtype, shape = entry.infer(op, inputs, params)
     output = inputs[0] if entry.stores else Tensor(name, dtype, shape)
     return Node(op, name, output, inputs, params, layer)
 
