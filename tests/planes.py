@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from tests.oracles.dequantize import unpack_scales
-from workbench.graph.ir import MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, DType
+from workbench.graph.ir import MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0, Q8_ACT, DType
 from workbench.model.quants import BLOCKS
 
 
@@ -83,3 +85,17 @@ def _q6_k(b: np.ndarray) -> list[np.ndarray]:
     w = np.arange(16, dtype=np.uint32)
     words = (high.astype(np.uint32) << (8 * (w % 4) + 2 * (w // 4))).sum(3, dtype=np.uint32)
     return [_units(_codes(b["ql"], 64)), words, b["scales"], b["d"]]
+
+
+class ActivationPlanes(NamedTuple):
+    """Byte offsets of the planes in a row of Q8_ACT, and its size (a multiple of 64)."""
+
+    quants: int  # int8 (cols,)
+    scales: int  # float32 (cols/32,)
+    sums: int  # int16 (cols/16,): of the quants of each half block
+    row_bytes: int
+
+
+def activation_planes(cols: int) -> ActivationPlanes:
+    """Where the planes of a Q8_ACT row of `cols` lie; UsageError where cols is not n * 32."""
+    return ActivationPlanes(0, cols, cols + cols // 8, Q8_ACT.row_bytes(cols))

@@ -10,6 +10,7 @@ import pytest
 
 from tests.gpu.harness import Compute, distance
 from tests.gpu.twins import attention as twin
+from tests.planes import activation_planes
 from workbench.backend.cuda import attention as ca
 from workbench.backend.cuda import nvrtc
 from workbench.backend.cuda.attention import AttentionAt
@@ -19,7 +20,6 @@ from workbench.backend.cuda.kernel import Kernel, Work, blocks
 from workbench.errors import DeviceError
 from workbench.graph.ir import F16, F32, Kind, Tensor
 from workbench.graph.ops import make
-from workbench.model.quants import activation_planes
 from workbench.program.commands import Space
 
 pytestmark = pytest.mark.gpu

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.oracles.dequantize import dequantize
+from tests.planes import activation_planes
 from workbench.errors import UsageError
 from workbench.graph.ir import (
     BF16,
@@ -25,7 +26,6 @@ from workbench.graph.ir import (
 )  # fmt: skip
 from workbench.model.quants import (
     BLOCKS,
-    activation_planes,
     quantize_activations,
     random_blocks,
     unpack_activations,

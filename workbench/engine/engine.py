@@ -14,14 +14,14 @@ from workbench.backend.base import Backend
 from workbench.backend.issue import Prepared
 from workbench.config import EngineConfig, Toggles
 from workbench.engine import exclusive, opened, shown
-from workbench.engine.batch import Batches, Outputs, Work, check_prompt, shift_batch
+from workbench.engine.batch import Batches, Outputs, Work, check_prompt, shift_batch, step_shape
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, continued, prefilled
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.loaded import Loaded, config_of
 from workbench.engine.memory import Residents, Workspace
 from workbench.engine.pending import Pending
-from workbench.engine.reuse import POLICIES, Key, Programs
+from workbench.engine.reuse import POLICIES, Key
 from workbench.engine.step_programs import PHASES, StepPrograms
 from workbench.engine.wanted import Variants, Wanted, choose, resolve
 from workbench.engine.watch import Stamp, Stamps, Watch, chosen
@@ -67,7 +67,7 @@ class Engine:
         self._residents = Residents(loaded, self.cache.n_cells)
         self._step_programs = StepPrograms(loaded, have, self._residents, self._spent)
         self._ns = dict.fromkeys((*PHASES, "prepare", "batch", "issue", "wait"), 0)
-        self._programs: Programs = POLICIES[have.toggles.graph_reuse](self._build)
+        self._programs = POLICIES[have.toggles.graph_reuse](self._build)
         self._workspace = Workspace(loaded.backends, self._programs.clear)
         try:
             self._residents.allocate(loaded)
@@ -289,7 +289,7 @@ class Engine:
 
     def program(self, n_tokens: int = 1, n_outputs: int = 1, n_past: int = 0) -> Program:
         """The program a step of this shape would issue. Raises UsageError where no step has it."""
-        return self._made.one(n_tokens, n_outputs, n_past)
+        return self._made.of(step_shape(n_tokens, n_outputs, n_past, self.config))
 
     def programs(self, n_prompt: int, n_decoded: int = 0, laps: int = 1) -> list[Program]:
         """The programs that a prompt of n_prompt tokens and n_decoded single ones after it would

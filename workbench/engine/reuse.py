@@ -7,7 +7,7 @@ building it again costs.
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from workbench.backend.issue import Prepared
 from workbench.config import GraphReuse
@@ -22,15 +22,6 @@ class Key(NamedTuple):
 
     shape: StepShape
     turn: int
-
-
-class Programs(Protocol):
-    built: int
-    reused: int
-
-    def get(self, key: Key) -> Prepared: ...
-
-    def clear(self) -> None: ...
 
 
 class Rebuild:
@@ -48,13 +39,12 @@ class Rebuild:
         """Nothing is kept."""
 
 
-class KeepByShape:
+class KeepByShape(Rebuild):
     """Builds once for each step shape and turn and keeps the program."""
 
     def __init__(self, build: Callable[[Key], Prepared]):
-        self._build = build
+        super().__init__(build)
         self._kept: OrderedDict[Key, Prepared] = OrderedDict()
-        self.built = self.reused = 0
 
     def get(self, key: Key) -> Prepared:
         kept = self._kept.get(key)
@@ -62,9 +52,7 @@ class KeepByShape:
             self._kept.move_to_end(key)
             self.reused += 1
             return kept
-        self.built += 1
-        made = self._build(key)
-        self._kept[key] = made
+        made = self._kept[key] = super().get(key)
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return made
@@ -73,7 +61,7 @@ class KeepByShape:
         self._kept.clear()
 
 
-POLICIES: dict[str, Callable[[Callable[[Key], Prepared]], Programs]] = {
+POLICIES: dict[str, type[Rebuild]] = {
     GraphReuse.REBUILD: Rebuild,
     GraphReuse.SET_ROWS: KeepByShape,
 }

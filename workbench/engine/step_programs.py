@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from workbench.config import Switch, Toggles
-from workbench.engine.batch import prompt_shapes, step_shape
+from workbench.engine.batch import prompt_shapes
 from workbench.engine.kv_cache import check_room
 from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Residents
@@ -97,10 +97,6 @@ class StepPrograms:
         for phase, start, end in zip(PHASES, times, times[1:], strict=False):
             self._spent(phase, start, end)
         return program
-
-    def one(self, n_tokens: int, n_outputs: int, n_past: int) -> Program:
-        """The program of a step behind n_past tokens. Raises UsageError where no step has it."""
-        return self.of(step_shape(n_tokens, n_outputs, n_past, self._loaded.config))
 
     def several(self, n_prompt: int, n_decoded: int, laps: int) -> list[Program]:
         """See `Engine.programs`: steps of one shape and turn share one program."""

@@ -84,17 +84,13 @@ class Op(NamedTuple):
 
     name: str
     infer: Rule
-    flops: Callable[[Node], int]
+    flops: Callable[[Node], int] = lambda node: 0
     stores: bool = False
     reads: Accesses = _inputs
     writes: Accesses = _output
     vague_reads: tuple[int, ...] = ()
     vague_writes: tuple[int, ...] = ()
     fewer: Callable[[Node], dict[Tensor, int]] = lambda node: {}
-
-
-def _no_flops(node: Node) -> int:
-    return 0
 
 
 def _per_element(n: int) -> Callable[[Node], int]:
@@ -119,7 +115,6 @@ OPS: dict[str, Op] = {
         Op(
             "get_rows",
             shapes.get_rows,
-            flops=_no_flops,
             vague_reads=(0,),  # rows of the table
             fewer=lambda n: {
                 n.inputs[0].storage: _rows(n.inputs[0], n.inputs[1].shape[0])[2],
@@ -148,7 +143,6 @@ OPS: dict[str, Op] = {
         Op(
             "set_rows",
             shapes.set_rows,
-            flops=_no_flops,
             stores=True,
             reads=lambda n: _whole(*n.inputs[1:]),
             writes=lambda n: [_rows(n.output, n.params["n_kv"])],

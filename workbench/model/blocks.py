@@ -151,14 +151,6 @@ def dense_ffn(s: Step, i: int, w: DenseWeights, x: Tensor) -> Tensor:
 # the table ----------------------------------------------------------------------------------------
 
 
-def _always(h: HParams) -> bool:
-    return True
-
-
-def _norms_heads(h: HParams) -> bool:
-    return h.traits.qk_norm
-
-
 class WeightSpec(NamedTuple):
     """A tensor that a block takes from each layer of a file: `blk.N.` + name.
 
@@ -171,14 +163,14 @@ class WeightSpec(NamedTuple):
     shape: Callable[[HParams], tuple[int, ...]]
     dtype: DType | None = None
     optional: bool = False
-    used: Callable[[HParams], bool] = _always
+    used: Callable[[HParams], bool] = lambda h: True
 
 
 def _norm(field: str, name: str, *, heads: bool = False) -> WeightSpec:
     """The weight of a norm: of a row, or of each head where the architecture norms heads."""
     if not heads:
         return WeightSpec(field, name, lambda h: (h.n_embd,), F32)
-    return WeightSpec(field, name, lambda h: (h.head_dim,), F32, used=_norms_heads)
+    return WeightSpec(field, name, lambda h: (h.head_dim,), F32, used=lambda h: h.traits.qk_norm)
 
 
 def _bias(field: str, name: str, rows: Callable[[HParams], int]) -> WeightSpec:

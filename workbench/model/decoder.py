@@ -19,11 +19,12 @@ from workbench.config import EXPAND, Activations
 from workbench.errors import ModelFileError
 from workbench.graph.ir import F16, F32, DType, Graph, Kind, StepShape, Tensor
 from workbench.model.blocks import Caches, Step, WeightSpec, blocks_of
-from workbench.model.expand import expanded, loaded_as, loaded_bytes
+from workbench.model.expand import expanded, loaded_as
 from workbench.model.gguf import GGUFFile, TensorInfo, model_hash, open_gguf
 from workbench.model.gguf_walk import shown
 from workbench.model.hparams import HParams, read_hparams
-from workbench.model.inspect import EMBEDDING, bytes_per_token
+
+EMBEDDING = "token_embd.weight"
 
 
 class Model:
@@ -185,7 +186,9 @@ class Model:
     @property
     def weight_bytes_per_token(self) -> int:
         """Bytes of weights one decoded token must read: all, but of an untied embedding one row."""
-        return bytes_per_token(self.file, lambda info: loaded_bytes(info, self.expand))
+        row = self.embedding.nbytes // self.embedding.rows
+        total = sum(t.nbytes for t in self.weights if t is not self.embedding)
+        return total + row + (self.embedding.nbytes if self.output is self.embedding else 0)
 
     def caches(self, n_ctx: int) -> Caches:
         """K and V of each layer: (n_ctx, n_head_kv * head_dim) F16, one row per cell."""

@@ -157,12 +157,12 @@ def summary(path: str | os.PathLike[str], expand: str = EXPAND[0]) -> ModelSumma
             tensors=tuple(tensors),
             tied_output=EMBEDDING in file.tensors and HEAD not in file.tensors,
             files=tuple(part.path for part in file.files),
-            weight_bytes_per_token=bytes_per_token(file, lambda i: loaded_bytes(i, expand)),
-            stored_bytes_per_token=bytes_per_token(file, lambda i: i.nbytes),
+            weight_bytes_per_token=_bytes_per_token(file, lambda i: loaded_bytes(i, expand)),
+            stored_bytes_per_token=_bytes_per_token(file, lambda i: i.nbytes),
         )
 
 
-def bytes_per_token(file: GGUFFile, nbytes_of: Callable[[TensorInfo], int]) -> int:
+def _bytes_per_token(file: GGUFFile, nbytes_of: Callable[[TensorInfo], int]) -> int:
     """Bytes of weights one decoded token reads: every tensor once, norms and biases included.
 
     Of the token embedding one row is read, unless it is the head too (no `output.weight`): then all

@@ -25,7 +25,6 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 from statistics import NormalDist
-from typing import NamedTuple
 
 import numpy as np
 
@@ -54,20 +53,6 @@ def e8m0_half(e: np.ndarray) -> np.ndarray:
     return bits.astype(np.uint32).view(np.float32)
 
 
-class ActivationPlanes(NamedTuple):
-    """Byte offsets of the planes in a row of Q8_ACT, and its size (a multiple of 64)."""
-
-    quants: int  # int8 (cols,)
-    scales: int  # float32 (cols/32,)
-    sums: int  # int16 (cols/16,): of the quants of each half block
-    row_bytes: int
-
-
-def activation_planes(cols: int) -> ActivationPlanes:
-    """Where the planes of a Q8_ACT row of `cols` lie; UsageError where cols is not n * 32."""
-    return ActivationPlanes(0, cols, cols + cols // 8, ir.Q8_ACT.row_bytes(cols))
-
-
 def quantize_activations(x: np.ndarray) -> np.ndarray:
     """float32 (T, cols), finite, to Q8_ACT rows: uint8 (T, row_bytes), padding zero.
 
@@ -76,13 +61,12 @@ def quantize_activations(x: np.ndarray) -> np.ndarray:
     to +-127, which only changes a block whose scale is subnormal and so has lost digits.
     """
     n, cols = x.shape
-    planes = activation_planes(cols)
+    out = np.zeros((n, ir.Q8_ACT.row_bytes(cols)), np.uint8)
     blocks = x.astype(np.float32, copy=False).reshape(n, -1, 32)
     scale = np.abs(blocks).max(axis=2) / np.float32(127)
     ratio = blocks / np.where(scale == 0, np.float32(1), scale)[:, :, None]
     ratio[scale == 0] = 0
     quants = np.clip(np.rint(ratio), -127, 127).astype(np.int8).reshape(n, cols)
-    out = np.zeros((n, planes.row_bytes), np.uint8)
     packed = unpack_activations(out, cols)
     packed[0][:] = quants
     packed[1][:] = scale
@@ -95,11 +79,11 @@ def unpack_activations(rows: np.ndarray, cols: int) -> tuple[np.ndarray, np.ndar
 
     quants int8 (T, cols), scales float32 (T, cols/32), sums int16 (T, cols/16).
     """
-    p = activation_planes(cols)
+    sums = cols + cols // 8  # where they begin: behind a scale of 4 bytes for each 32 quants
     return (
-        rows[:, p.quants : p.scales].view(np.int8),
-        rows[:, p.scales : p.sums].view("<f4"),
-        rows[:, p.sums : p.sums + cols // 8].view("<i2"),
+        rows[:, :cols].view(np.int8),
+        rows[:, cols:sums].view("<f4"),
+        rows[:, sums : sums + cols // 8].view("<i2"),
     )
 
 

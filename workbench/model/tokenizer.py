@@ -55,7 +55,8 @@ class Tokenizer:
             twice = next(t for i, t in enumerate(tokens) if self._ids[t] != i)
             raise self._bad("tokens", f"holds {shown(twice)!r} twice")
         self._tokens = tokens
-        self._types = self._types_of(gguf, kind)
+        untyped = kind == "gpt2" and _KEY + "token_type" not in gguf.metadata
+        self._types = [_NORMAL] * n if untyped else self._numbers(gguf, "token_type", (int,))
 
         specials = [
             i for i, t in enumerate(self._types) if t in (_UNKNOWN, _CONTROL, _USER_DEFINED)
@@ -134,12 +135,6 @@ class Tokenizer:
             if token in text:
                 parts = [p for part in parts for p in _cut(part, token, i)]
         yield from parts
-
-    def _types_of(self, gguf: GGUFFile, kind: str) -> list[int]:
-        key = _KEY + "token_type"
-        if kind == "gpt2" and key not in gguf.metadata:
-            return [_NORMAL] * self.n_vocab
-        return self._numbers(gguf, "token_type", (int,))
 
     def _numbers(self, gguf: GGUFFile, name: str, types: tuple[type, ...]) -> list[Any]:
         """A metadata array with one number for each token."""
