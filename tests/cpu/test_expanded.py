@@ -123,7 +123,7 @@ def test_one_line_says_what_is_expanded_and_how_much_memory_that_takes(file, cap
 
 def test_inspect_says_what_is_expanded_and_bytes_after_it(file, capsys):
     with wb.Engine.load(file, device="null") as engine:
-        each, row = engine.model.weight_bytes_per_token, 2 * engine.model.hparams.n_embd
+        each, row = engine.model.weight_bytes_per_token, 2 * engine.model.n_embd
         assert each == summary(file).weight_bytes_per_token + row  # it is looked up, too
         assert {t.dtype.name for t in engine.model.weights} == {"F16", "Q8_0", "F32"}
     with wb.Engine.load(file, device="null", expand="q8_0") as engine:

@@ -16,6 +16,7 @@ from workbench.backend.base import Backend, Memory, choose_device, open_backend
 from workbench.backend.cpu.base import n_workers
 from workbench.config import Activations, EngineConfig
 from workbench.engine.placement import Placement
+from workbench.engine.ready import kind
 from workbench.errors import DeviceError, UsageError
 from workbench.graph.ir import Kind, Node, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
@@ -118,8 +119,8 @@ class Loaded:
                 raise DeviceError(f"{self.model.path}: {(*names, node.name)[0]}: {why}")
 
     def _nodes(self, config: EngineConfig) -> Iterator[tuple[int, Node]]:
-        """The nodes of a model's steps, with their backends. Of nodes with equal backend, types
-        and shapes only the first."""
+        """The nodes of a model's steps, with their backends. Of nodes that want the same kernels of
+        one backend only the first."""
         seen = set()
         caches = self.model.caches(config.n_kv_pad)
         for tokens in sorted({1, config.n_ubatch}):
@@ -127,14 +128,8 @@ class Loaded:
                 shape = StepShape(tokens, 1, config.n_kv_pad)
                 nodes = build_graph(self.model, shape, caches, activations).nodes
                 for node, b in assign(nodes, self.placement.fixed).items():
-                    key = (
-                        b,
-                        node.op,
-                        node.params.get("activations"),
-                        *((t.dtype, t.shape) for t in node.inputs),
-                    )
-                    if key not in seen:
-                        seen.add(key)
+                    if (b, kind(node)) not in seen:
+                        seen.add((b, kind(node)))
                         yield b, node
 
     def _load_weights(self) -> None:

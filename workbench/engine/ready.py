@@ -26,7 +26,7 @@ def make_ready(engine: Any, steps: Iterable[tuple[int, int]]) -> None:
     for n_tokens, n_outputs in sorted(new):
         for c in engine.program(n_tokens, n_outputs).commands:
             if isinstance(c, Launch):
-                wanted[c.stream.backend].setdefault(_kind(c.node), c.node)
+                wanted[c.stream.backend].setdefault(kind(c.node), c.node)
     with progress.bar("compiling kernels", sum(map(len, wanted.values())), "launches") as left:
         for b, nodes in wanted.items():
             engine._open.backends[b].make_ready(list(nodes.values()), left)
@@ -43,7 +43,7 @@ def say() -> None:
         _said = found
 
 
-def _kind(node: Node) -> tuple:
+def kind(node: Node) -> tuple:
     """What nodes have in common that want the same kernels."""
     operands = ((t.dtype, t.shape, t.kind) for t in (*node.inputs, *node.outputs))
-    return (node.op, node.params.get("activations"), *operands, *map(_kind, node.parts))
+    return (node.op, node.params.get("activations"), *operands, *map(kind, node.parts))

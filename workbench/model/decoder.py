@@ -49,13 +49,14 @@ class Model:
     def __repr__(self) -> str:
         return (
             f"<Model: {self.name}: {self.architecture}, {self.quant}, {self.n_layer} layers, "
-            f"{self.n_params / 1e6:,.1f} M parameters in {self.file.file_bytes / 1e6:,.1f} MB\n"
+            f"{self.n_params / 1e6:,.1f} M parameters in {self.file_bytes / 1e6:,.1f} MB\n"
             f" {self.path}>"
         )
 
     def _bind(self) -> None:
         h = self.hparams
-        self.architecture, self.n_layer, self.n_ctx_train = h.architecture, h.n_layer, h.n_ctx_train
+        self.architecture, self.n_layer, self.n_embd = h.architecture, h.n_layer, h.n_embd
+        self.n_ctx_train, self.file_bytes = h.n_ctx_train, self.file.file_bytes
         self.n_vocab = int(self._info(EMBEDDING).shape[0])
         self.embedding = self._need(EMBEDDING, self.n_vocab, h.n_embd)
         self.output_norm = self._need("output_norm.weight", h.n_embd, dtype=F32)

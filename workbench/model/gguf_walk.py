@@ -41,18 +41,9 @@ MAX_NAME_BYTES = 64
 _U8, _U32, _U64 = struct.Struct("<B"), struct.Struct("<I"), struct.Struct("<Q")
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _SCALARS = {
-    0: ("u1", _U8),
-    1: ("i1", struct.Struct("<b")),
-    2: ("<u2", struct.Struct("<H")),
-    3: ("<i2", struct.Struct("<h")),
-    4: ("<u4", _U32),
-    5: ("<i4", struct.Struct("<i")),
-    6: ("<f4", struct.Struct("<f")),
-    _BOOL: ("?", _U8),
-    10: ("<u8", _U64),
-    11: ("<i8", struct.Struct("<q")),
-    12: ("<f8", struct.Struct("<d")),
-}  # metadata type -> numpy type, struct
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", _BOOL: "?", 10: "<Q", 11: "<q",
+    12: "<d",
+}  # metadata type -> what NumPy and struct call it  # fmt: skip
 
 TENSOR_TYPES = {
     0: F32, 1: F16, 2: Q4_0, 8: Q8_0, 12: Q4_K, 13: Q5_K, 14: Q6_K, 30: BF16, 39: MXFP4,
@@ -225,7 +216,7 @@ class HeaderWalk:
             return self._array(what, 1)
         if kind not in _SCALARS:
             self.fail(f"{what} has unknown type {kind}", at)
-        value = self._take(_SCALARS[kind][1], what)
+        value = self._take(_U8 if kind == _BOOL else struct.Struct(_SCALARS[kind]), what)
         if kind == _BOOL:
             if value > 1:
                 self.fail(f"{what} is a bool with value {value}", self.pos - 1)
@@ -239,7 +230,7 @@ class HeaderWalk:
         if kind != _STRING and kind != _ARRAY and kind not in _SCALARS:
             self.fail(f"{what} is an array of unknown type {kind}", at)
         # Least bytes of an item: a string is a length, an array a type and a length.
-        least = {_STRING: 8, _ARRAY: 12}.get(kind) or np.dtype(_SCALARS[kind][0]).itemsize
+        least = {_STRING: 8, _ARRAY: 12}.get(kind) or np.dtype(_SCALARS[kind]).itemsize
         left = self.size - self.pos
         if n > left // least:
             self.fail(f"{what} has {signed(n)} items, but {left} bytes are left", at + 4)
@@ -250,7 +241,7 @@ class HeaderWalk:
             if depth == MAX_DEPTH or self.n_nested > MAX_ENTRIES:
                 self.fail(f"{what} nests arrays too deep or too often", at, REWRITE)
             return [self._array(what, depth + 1) for _ in range(n)]
-        items = np.frombuffer(self.map, _SCALARS[kind][0], n, self.pos).copy()
+        items = np.frombuffer(self.map, _SCALARS[kind], n, self.pos).copy()
         if kind == _BOOL and n and (raw := items.view(np.uint8)).max() > 1:
             bad = self.pos + int(np.argmax(raw > 1))
             self.fail(f"{what} has a bool that is neither 0 nor 1", bad)
