@@ -50,23 +50,6 @@ class Batch(NamedTuple):
     counts: tuple[int, ...]
 
 
-class _Room:
-    """Memory for the mask of one batch at a time, kept: new pages for 100 MB take tens of ms."""
-
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint16)
-
-    def mask(self, t: int, n_kv: int) -> np.ndarray:
-        """(t, n_kv) uint16, in place of the mask before."""
-        if self._memory.size < t * n_kv:
-            self._memory = np.empty(t * n_kv, np.uint16)
-        return self._memory[: t * n_kv].reshape(t, n_kv)
-
-
-def _new_mask(t: int, n_kv: int) -> np.ndarray:
-    return np.empty((t, n_kv), np.uint16)
-
-
 class Batches:
     """The batches of one cache. A batch belongs to the step it is made for: when the next is taken,
     the step must have written its values to staging memory.
@@ -88,7 +71,7 @@ class Batches:
         self._next: Batch | None = None
         self._next_is_for: list[tuple[int, Outputs]] | None = None
         self._next_is_of = -1  # the state of the cache
-        self._room = _Room()  # of batches that were not made ahead
+        self._room = np.empty(0, np.uint16)  # for masks of batches that were not made ahead
 
     def take(self, work: Work) -> Batch:
         """As `make_batch`; what `look_ahead` made for such work and this state is used."""
@@ -102,11 +85,16 @@ class Batches:
             for i, (_, tokens, _) in enumerate(work):
                 ids[i] = check_id(tokens[0], i, self._n_vocab)
         else:
-            batch = make_batch(
-                work, self._cache, self._n_vocab, self._n_ubatch, new_mask=self._room.mask
-            )
+            batch = make_batch(work, self._cache, self._n_vocab, self._n_ubatch, self._mask)
         self._spent("batch", start, now_ns())
         return batch
+
+    def _mask(self, t: int, n_kv: int) -> np.ndarray:
+        """Memory for one mask at a time, (t, n_kv) uint16, in place of the mask before. It is kept,
+        because new pages for 100 MB take tens of ms."""
+        if self._room.size < t * n_kv:
+            self._room = np.empty(t * n_kv, np.uint16)
+        return self._room[: t * n_kv].reshape(t, n_kv)
 
     def look_ahead(self, work: Work) -> int:
         """Makes what the next step needs but its tokens, where it is one like `work` of one token
@@ -164,7 +152,7 @@ def make_batch(
     cache: KVCache,
     n_vocab: int,
     n_ubatch: int,
-    new_mask: Callable[[int, int], np.ndarray] = _new_mask,
+    new_mask: Callable[[int, int], np.ndarray] = lambda t, n_kv: np.empty((t, n_kv), np.uint16),
 ) -> Batch:
     """The next tokens of each sequence of `work`, in its order.
 
@@ -174,8 +162,13 @@ def make_batch(
     """
     sizes = [len(tokens) for _, tokens, _ in work]
     t = sum(sizes)
-    if not 0 < t <= n_ubatch or 0 in sizes:
-        raise UsageError(_refusal(work, sizes, n_ubatch))
+    if 0 in sizes:
+        raise UsageError(
+            f"sequence {work[sizes.index(0)][0]} has no tokens in a step; give at least one, or "
+            "leave the sequence out"
+        )
+    if not 0 < t <= n_ubatch:
+        raise UsageError(f"a step takes 1 to {n_ubatch} tokens, not {t}; use prefill, or n_ubatch")
     ids = check_ids([i for _, tokens, _ in work for i in tokens], n_vocab)
     cells = cache.find(t)
     n_kv = cache.extent(cells)
@@ -210,16 +203,6 @@ def make_batch(
     counts = tuple(map(len, rows))
     shape = StepShape(t, sum(counts), n_kv, len(work))
     return Batch(shape, values, sequences, values["inp_pos"], cells, counts)
-
-
-def _refusal(work: Work, sizes: list[int], n_ubatch: int) -> str:
-    """Why a step cannot have so many tokens."""
-    if 0 in sizes:
-        return (
-            f"sequence {work[sizes.index(0)][0]} has no tokens in a step; give at least one, or "
-            "leave the sequence out"
-        )
-    return f"a step takes 1 to {n_ubatch} tokens, not {sum(sizes)}; use prefill, or n_ubatch"
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:

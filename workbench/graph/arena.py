@@ -86,10 +86,8 @@ def layout(
     free = FreeList()
     offsets: dict[Tensor, int] = {}
     scratch: dict[Node, tuple[int, int]] = {}
-    kept = set()
     for t in inputs:
         offsets[t.storage] = free.take(t.nbytes)
-        kept.add(t.storage)
 
     made_here: set[Tensor] = set()
     for i, node in enumerate(nodes):

@@ -84,16 +84,14 @@ def read_hparams(file: GGUFFile) -> HParams:
         theta_base=float(file.get(f"{arch}.rope.freq_base", float, 10000.0)),
         freq_scale=_freq_scale(file, arch),
     )
+    value_length = number("attention.value_length", head_dim)
+    n_experts = file.get(f"{arch}.expert_count", int, 0)
     problems = {
         "attention.head_count is no multiple of head_count_kv": h.n_head % h.n_head_kv != 0,
         "rope.dimension_count is odd or above the head size": h.n_rot % 2 or h.n_rot > h.head_dim,
-        "attention.value_length differs from key_length": number("attention.value_length", head_dim)
-        != head_dim,
+        "attention.value_length differs from key_length": value_length != head_dim,
         "block_count is above 4096": h.n_layer > 4096,
-        "expert_count is not 0 (mixtures of experts are not supported)": file.get(
-            f"{arch}.expert_count", int, 0
-        )
-        != 0,
+        "expert_count is not 0 (mixtures of experts are not supported)": n_experts != 0,
         "layer_norm_rms_epsilon is not a small positive number": not 0 < h.eps < 1,
         "rope.freq_base is not positive": not h.theta_base > 0,
     }

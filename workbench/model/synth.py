@@ -84,7 +84,13 @@ def write_model(
     total = sum(_nbytes(spec, dtype) for spec, dtype in typed)
     check_writable(out, parents=True, n_bytes=total)
     with writing(out, parents=True) as file:
-        _write(file, out.name, preset, shape, quant, typed, record, seed, total if progress else 0)
+        writer = _begun(file, preset, shape, quant, typed, record)
+        with bar(out.name, total if progress else 0, BYTES) as left:
+            for spec, dtype in typed:
+                for chunk in _chunks(spec, dtype, shape, seed):
+                    file.write(np.ascontiguousarray(chunk).data.cast("B"))
+                    left.update(chunk.nbytes)
+                writer.write_padding(file, _nbytes(spec, dtype))
     return out
 
 
@@ -151,17 +157,15 @@ def _chunks(
             yield random_blocks(rng, dtype, min(step, rows - first), cols, 1 / math.sqrt(cols))
 
 
-def _write(
+def _begun(
     file: BufferedWriter,
-    title: str,
     name: str,
     preset: presets.Preset,
     quant: str,
     typed: list[tuple[presets.TensorSpec, DType]],
     record: str,
-    seed: int,
-    bar_bytes: int,
-) -> None:
+) -> Any:
+    """Writes metadata and the list of tensors; the writer pads the tensors that follow."""
     import gguf
 
     writer = gguf.GGUFWriter(None, preset.arch)
@@ -180,12 +184,7 @@ def _write(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.write_padding(file, file.tell())
-    with bar(title, bar_bytes, BYTES) as left:
-        for spec, dtype in typed:
-            for chunk in _chunks(spec, dtype, preset, seed):
-                file.write(np.ascontiguousarray(chunk).data.cast("B"))
-                left.update(chunk.nbytes)
-            writer.write_padding(file, _nbytes(spec, dtype))
+    return writer
 
 
 def _add_metadata(writer: Any, name: str, preset: presets.Preset, quant: str) -> None:

@@ -135,19 +135,19 @@ class WaitTrials:
         self._states = [
             self._told.number(_canonical(Clocks(acts.n_timelines), first_floor, acts.early))
         ]
-        whole = self._whole()
+        # of each program, by number, what is left of it: all
+        self._whole = [self._number_left((program,), whole) for program, whole in enumerate(walked)]
         for step, program in enumerate(acts.order):
-            self._states.append(self._next(self._states[-1], step, whole[program]))
+            self._states.append(self._next(self._states[-1], step, self._whole[program]))
 
     def alone(self, waits: Sequence[Spot]) -> list[Spot]:
         """The waits that can go, each with all others in place."""
-        whole = self._whole()
-        return [w for w in waits if self._changed(whole, w, self._states) is not None]
+        return [w for w in waits if self._changed(self._whole, w, self._states) is not None]
 
     def together(self, waits: Sequence[Spot]) -> list[Spot]:
         """Waits that together keep what all keep; none can go. They are left when one after the
         other goes, where it can."""
-        left, states, kept = self._whole(), self._states.copy(), []
+        left, states, kept = self._whole.copy(), self._states.copy(), []
         for wait in waits:
             changed = self._changed(left, wait, states)
             if changed is None:
@@ -157,12 +157,6 @@ class WaitTrials:
             for step, state in changed:
                 states[step] = state
         return kept
-
-    def _whole(self) -> list[int]:
-        """Of each program, by number, what is left of it: all."""
-        return [
-            self._number_left((program,), acts) for program, acts in enumerate(self._walked_acts)
-        ]
 
     def _less(self, left: int, wait: Spot) -> int:
         """What is left of a program when `wait` goes too."""
