@@ -127,15 +127,8 @@ def measuring(who: str, engine: Any) -> Iterator[Measurement]:
 
 
 def _refuse_users(who: str) -> None:
-    if name := _used_elsewhere():
-        raise UsageError(
-            f"{who} cannot measure while a cell is in {name}: each would spoil the other's times; "
-            "wait for the cell or interrupt it"
-        )
-
-
-def _used_elsewhere() -> str:
-    """The outermost function through which another thread is using an engine, or nothing."""
+    """Raises UsageError that names the outermost function through which another thread is using an
+    engine, if one is."""
     own = threading.get_ident()
     for thread, top in sys._current_frames().items():
         frame, found = top, ""
@@ -143,5 +136,7 @@ def _used_elsewhere() -> str:
             found = _doors.get(frame.f_code, found)
             frame = frame.f_back  # type: ignore[assignment]
         if found:
-            return found
-    return ""
+            raise UsageError(
+                f"{who} cannot measure while a cell is in {found}: each would spoil the other's "
+                "times; wait for the cell or interrupt it"
+            )

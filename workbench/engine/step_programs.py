@@ -73,11 +73,6 @@ class StepPrograms:
             for b in loaded.backends
         ]
 
-    @property
-    def period(self) -> int:
-        """After how many steps the rings that steps take by turns come round again."""
-        return self._ordering.period
-
     def of(
         self, shape: StepShape, turn: int = 0, buffers: dict[str, Buffer] | None = None
     ) -> Program:
@@ -104,7 +99,7 @@ class StepPrograms:
         check_room(0, n_prompt + n_decoded, config.n_ctx)
         shapes = prompt_shapes(n_prompt, n_decoded, config.n_ubatch, config.n_kv_pad)
         buffers = dict[str, Buffer]()
-        keys = [(shape, i % self.period) for i, shape in enumerate(shapes * laps)]
+        keys = [(shape, i % self._ordering.period) for i, shape in enumerate(shapes * laps)]
         made = {key: self.of(*key, buffers) for key in dict.fromkeys(keys)}
         return [made[key] for key in keys]
 
@@ -113,4 +108,4 @@ class StepPrograms:
         if n_prompt < 1:
             raise UsageError(f"a prompt of {n_prompt} tokens has no steps; give at least 1")
         steps = -(-n_prompt // self._loaded.config.n_ubatch) + n_decoded
-        return self.several(n_prompt, n_decoded, math.lcm(steps, self.period) // steps)
+        return self.several(n_prompt, n_decoded, math.lcm(steps, self._ordering.period) // steps)

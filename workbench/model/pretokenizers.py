@@ -37,36 +37,27 @@ class PreTokenizer(NamedTuple):
     add_bos: bool = False
 
 
-_LLAMA3 = PreTokenizer((rf"{_WORDS}|\p{{N}}{{1,3}}{_TAIL}",), ignore_merges=True, add_bos=True)
-_QWEN2 = PreTokenizer((rf"{_WORDS}|\p{{N}}{_TAIL}",))
-_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
+_LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}{_TAIL}"
 
-# `tokenizer.ggml.pre` -> split.
+# `tokenizer.ggml.pre`, several of one kind -> split.
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": PreTokenizer((_GPT2,)),
-    "phi-2": PreTokenizer((_GPT2,)),
-    "mpt": PreTokenizer((_GPT2,)),
-    "olmo": PreTokenizer((_GPT2,)),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "smaug-bpe": PreTokenizer(_LLAMA3.patterns),
-    "dbrx": PreTokenizer(_LLAMA3.patterns),
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "stablelm2": _QWEN2,
-    "megrez": _QWEN2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "command-r": _DIGITS,
-    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "deepseek-coder": PreTokenizer(
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
-    ),
-    "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),
+    name: how
+    for names, how in {
+        "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+        "gpt-2 phi-2 mpt olmo": PreTokenizer((_GPT2,)),
+        "llama-bpe llama3 llama-v3 falcon3": PreTokenizer(
+            (_LLAMA3,), ignore_merges=True, add_bos=True
+        ),
+        "smaug-bpe dbrx": PreTokenizer((_LLAMA3,)),
+        "qwen2 deepseek-r1-qwen stablelm2 megrez": PreTokenizer((rf"{_WORDS}|\p{{N}}{_TAIL}",)),
+        "smollm starcoder refact command-r": PreTokenizer((r"\p{N}", _GPT2)),
+        "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
+        "deepseek-coder": PreTokenizer(
+            (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+        ),
+        "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),
+    }.items()
+    for name in names.split()
 }
 
 
