@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -82,11 +82,6 @@ def prefilled(
     return rows[-1] if outputs == "last" else np.concatenate(rows)
 
 
-def _left(max_tokens: int, on_text: Callable[[str], None] | None) -> AbstractContextManager[Bar]:
-    """The bar that counts tokens; hidden where their text is shown as it comes."""
-    return nullcontext(HIDDEN) if on_text else bar("generating", max_tokens, "tokens")
-
-
 def continued(
     engine: Engine,
     ids: list[int],
@@ -118,7 +113,8 @@ def continued(
             start = now_ns()
             logits = engine.prefill(ids, left=left)
             made.prefill_us = (now_ns() - start) / 1e3
-        with _left(min(most, room), on_text) as left:
+        count = bar("generating", min(most, room), "tokens")  # or the text shows as it comes
+        with nullcontext(HIDDEN) if on_text else count as left:
             while len(made.tokens) < most:
                 require_finite(engine.model, logits[-1], engine.cache.length() - 1)
                 token = sampler(logits[-1])

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from workbench.config import Activations, EngineConfig
 from workbench.engine.placement import Placement
 from workbench.engine.ready import kind
 from workbench.errors import DeviceError, UsageError
-from workbench.graph.ir import Kind, Node, StepShape, Tensor
+from workbench.graph.ir import Kind, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
 from workbench.model.expand import described
 from workbench.program.commands import HOST, Buffer, Range, Space
@@ -113,24 +114,18 @@ class Loaded:
         Asked are the nodes of a step of one token and of a full ubatch, with either kind of
         activations.
         """
-        for b, node in self._nodes(config):
-            if why := self.backends[b].refuses(node):
-                names = [t.name for t in node.inputs if t.kind == Kind.WEIGHT]
-                raise DeviceError(f"{self.model.path}: {(*names, node.name)[0]}: {why}")
-
-    def _nodes(self, config: EngineConfig) -> Iterator[tuple[int, Node]]:
-        """The nodes of a model's steps, with their backends. Of nodes that want the same kernels of
-        one backend only the first."""
         seen = set()
         caches = self.model.caches(config.n_kv_pad)
-        for tokens in sorted({1, config.n_ubatch}):
-            for activations in Activations:
-                shape = StepShape(tokens, 1, config.n_kv_pad)
-                nodes = build_graph(self.model, shape, caches, activations).nodes
-                for node, b in assign(nodes, self.placement.fixed).items():
-                    if (b, kind(node)) not in seen:
-                        seen.add((b, kind(node)))
-                        yield b, node
+        for tokens, activations in product(sorted({1, config.n_ubatch}), Activations):
+            shape = StepShape(tokens, 1, config.n_kv_pad)
+            nodes = build_graph(self.model, shape, caches, activations).nodes
+            for node, b in assign(nodes, self.placement.fixed).items():
+                if (b, kind(node)) in seen:  # wants the same kernels of the same backend
+                    continue
+                seen.add((b, kind(node)))
+                if why := self.backends[b].refuses(node):
+                    names = [t.name for t in node.inputs if t.kind == Kind.WEIGHT]
+                    raise DeviceError(f"{self.model.path}: {(*names, node.name)[0]}: {why}")
 
     def _load_weights(self) -> None:
         """Gives every weight to its backends, in file order, and waits once, at the end."""

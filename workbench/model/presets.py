@@ -79,17 +79,13 @@ class Quant(NamedTuple):
     mixed: bool = False  # some attn_v and ffn_down take Q6_K instead ("_M")
 
 
-QUANTS: dict[str, Quant] = {
-    "F32": Quant(F32, 0),
-    "F16": Quant(F16, 1),
-    "BF16": Quant(BF16, 32),
-    "Q8_0": Quant(Q8_0, 7),
-    "Q4_0": Quant(Q4_0, 2),
-    "Q4_K": Quant(Q4_K, 15, mixed=True),
-    "Q5_K": Quant(Q5_K, 17, mixed=True),
-    "Q6_K": Quant(Q6_K, 18),
-    "MXFP4": Quant(MXFP4, 38),
-}
+QUANTS = {
+    dtype.name: Quant(dtype, file_type, mixed=dtype in (Q4_K, Q5_K))
+    for dtype, file_type in (
+        (F32, 0), (F16, 1), (BF16, 32), (Q8_0, 7), (Q4_0, 2), (Q4_K, 15), (Q5_K, 17), (Q6_K, 18),
+        (MXFP4, 38),
+    )
+}  # fmt: skip
 ALIASES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
 
 
