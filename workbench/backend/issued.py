@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 
@@ -55,6 +56,7 @@ class Words:
 EMPTY: Block = Words([], ())
 
 
+@dataclass(slots=True, eq=False)
 class Issued:
     """One command, ready to be issued as often as wanted.
 
@@ -63,19 +65,10 @@ class Issued:
     `call` reads when it runs. parts: each kernel of a launch of several.
     """
 
-    __slots__ = ("block", "call", "parts", "same")
-
-    def __init__(
-        self,
-        call: Callable[[], Any],
-        same: tuple[Hashable, ...],
-        block: Block = EMPTY,
-        parts: tuple[Issued, ...] = (),
-    ):
-        self.call = call
-        self.same = same
-        self.block = block
-        self.parts = parts
+    call: Callable[[], Any]
+    same: tuple[Hashable, ...]
+    block: Block = EMPTY
+    parts: tuple[Issued, ...] = ()
 
     def __call__(self) -> None:
         self.call()

@@ -91,11 +91,7 @@ def attention(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
                 yield token, _pair_state(states + (t * group + h) * state_bytes, dim), offset
 
         with pairs() as (_, state, offset):
-
-            def prepare(c: Value, n: int, state=state, offset=offset) -> None:
-                e.store(e.load("f32", q + offset + c * 4, n) * scale, state.q + c * 4)
-
-            e.flat_loops(zero, head_dim, CELLS, prepare)
+            e.copy_floats(q + offset, state.q, 0, head_dim, scale)
             _zeros(e, state.q, head_dim, dim)
             _zeros(e, state.output, zero, dim + CELLS)  # and the sums behind it
             e.store(e.const("f32", float("-inf")), state.most)
@@ -120,11 +116,7 @@ def attention(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
             total = e.sum(e.load("f32", state.sums, CELLS))
             none = total.compare("==", 0.0)
             factor = e.select(none, e.const("f32", 0.0), e.const("f32", 1.0) / total)
-
-            def finish(c: Value, n: int, state=state, offset=offset, factor=factor) -> None:
-                e.store(e.load("f32", state.output + c * 4, n) * factor, dst + offset + c * 4)
-
-            e.flat_loops(zero, head_dim, CELLS, finish)
+            e.copy_floats(state.output, dst + offset, 0, head_dim, factor)
 
 
 def _zeros(e: Emit, base: Value, start: Value, stop: Value) -> None:

@@ -32,18 +32,17 @@ VECTOR = 64  # bytes of 16 float32, or of 4 codes of 16 rows
 SUBS = matvec.TILE_COLS // 32  # blocks of 32 columns of a tile
 
 Store = Callable[[Emit, Value, CodeBlock], None]  # emit, address in the tile, block
-# emit, first block of 32 columns of the tile, number of blocks, tokens, addresses of their sums
-Multiply = Callable[[Emit, Value, Value, list[Value], list[Value]], None]
+# emit, addresses of the tile and of the activations, cols, first block of 32 columns of the tile,
+# number of blocks, tokens, addresses of their sums
+Multiply = Callable[[Emit, Value, Value, Value, Value, Value, list[Value], list[Value]], None]
 
 
 def _body(
     dtype: str, layout: str, isa: Isa, tile: Tile, sub_bytes: int, store: Store,
-    multiply: Callable[[Value, Value, Value], Multiply],
+    multiply: Multiply,
 ) -> Body:  # fmt: skip
     """The loops that both kernels share. sub_bytes: of one decoded block of 32 columns of a panel.
-
-    multiply(address of the tile, address of the activations, cols) gives the product of a tile.
-    """
+    multiply: adds the product of a tile."""
     fmt, code = FORMATS[dtype], code_of(dtype, isa)
     unit_bytes, unit_subs = fmt.block_bytes * GROUP, fmt.cols // 32
 
@@ -55,7 +54,6 @@ def _body(
         packed = e.stack(unit_bytes) if layout == "file" else None
         decoded = e.stack(SUBS * sub_bytes)
         sums = e.stack(round_up(matvec.CHUNK, tile.tokens) * tile.groups * VECTOR)
-        product = multiply(decoded, x, cols)
         start, stop = e.share((n_groups + (tile.groups - 1)) // tile.groups, part, n_parts)
 
         def decode(panel: Value, first: Value, last: Value) -> None:
@@ -87,7 +85,8 @@ def _body(
                     tokens = [e.min(t + i, t1 - 1) for i in range(tile.tokens)]
                     at = sums + (t - t0) * (tile.groups * VECTOR)
                     own_sums = [at + i * (tile.groups * VECTOR) for i in range(tile.tokens)]
-                    product(e, first * unit_subs, (last - first) * unit_subs, tokens, own_sums)
+                    n_subs = (last - first) * unit_subs
+                    multiply(e, decoded, x, cols, first * unit_subs, n_subs, tokens, own_sums)
             with e.loop(t0, t1) as t, e.loop(0, e.const("i64", tile.groups)) as g:
                 row = (panel * tile.groups + g) * GROUP
                 with e.when(row.compare("<", n_rows)):
@@ -114,16 +113,13 @@ def blocked_body(dtype: str, layout: str, isa: Isa) -> Body:
         for f, factor in enumerate(block.factors):
             e.store(factor, target + (8 + f) * wide)
 
-    def multiply(decoded: Value, x: Value, cols: Value) -> Multiply:
-        def of_tile(
-            e: Emit, first: Value, n_subs: Value, tokens: list[Value], sums: list[Value]
-        ) -> None:
-            rows = [matvec.token_row(x, t, cols, first) for t in tokens]
-            with e.loop(0, n_subs) as s:
-                at = decoded + s * sub_bytes
-                _sub_product(e, isa, code, at, rows, s, sums)
-
-        return of_tile
+    def multiply(
+        e: Emit, decoded: Value, x: Value, cols: Value, first: Value, n_subs: Value,
+        tokens: list[Value], sums: list[Value],
+    ) -> None:  # fmt: skip
+        rows = [matvec.token_row(x, t, cols, first) for t in tokens]
+        with e.loop(0, n_subs) as s:
+            _sub_product(e, isa, code, decoded + s * sub_bytes, rows, s, sums)
 
     return _body(dtype, layout, isa, tile, sub_bytes, store, multiply)
 
@@ -170,29 +166,24 @@ def dequantised_body(dtype: str, layout: str, isa: Isa) -> Body:
             for i, value in enumerate(values(e, code, block, c)):
                 e.store(value, target + (4 * c + i) * wide)
 
-    def multiply(decoded: Value, x: Value, cols: Value) -> Multiply:
-        def of_tile(
-            e: Emit, first: Value, n_subs: Value, tokens: list[Value], sums_at: list[Value]
-        ) -> None:
-            rows = [x + (t * cols + first * 32) * 4 for t in tokens]
-            acc = [[e.var(e.const("f32", 0.0, GROUP)) for _ in range(tile.groups)] for _ in rows]
-            with e.loop(0, n_subs * 32, 4) as c:
-                tile_at = decoded + c * wide
-                for i in range(4):
-                    at = tile_at + i * wide
-                    w = [e.load("f32", at + g * VECTOR, GROUP) for g in range(tile.groups)]
-                    for row, sums in zip(rows, acc, strict=True):
-                        value = e.splat(e.load("f32", row + (c + i) * 4), GROUP)
-                        for a, weights in zip(sums, w, strict=True):
-                            a.set(e.fma(weights, value, a.get()))
-            added = [
-                [e.load("f32", p + g * VECTOR, GROUP) + a.get() for g, a in enumerate(sums)]
-                for p, sums in zip(sums_at, acc, strict=True)
-            ]
-            for sum_at, joined in zip(sums_at, added, strict=True):
-                for g, value in enumerate(joined):
-                    e.store(value, sum_at + g * VECTOR)
-
-        return of_tile
+    def multiply(
+        e: Emit, decoded: Value, x: Value, cols: Value, first: Value, n_subs: Value,
+        tokens: list[Value], sums_at: list[Value],
+    ) -> None:  # fmt: skip
+        rows = [x + (t * cols + first * 32) * 4 for t in tokens]
+        acc = [[e.var(e.const("f32", 0.0, GROUP)) for _ in range(tile.groups)] for _ in rows]
+        with e.loop(0, n_subs * 32, 4) as c:
+            tile_at = decoded + c * wide
+            for i in range(4):
+                at = tile_at + i * wide
+                w = [e.load("f32", at + g * VECTOR, GROUP) for g in range(tile.groups)]
+                for row, sums in zip(rows, acc, strict=True):
+                    value = e.splat(e.load("f32", row + (c + i) * 4), GROUP)
+                    for a, weights in zip(sums, w, strict=True):
+                        a.set(e.fma(weights, value, a.get()))
+        for sum_at, sums in zip(sums_at, acc, strict=True):
+            for g, a in enumerate(sums):
+                before = e.load("f32", sum_at + g * VECTOR, GROUP)
+                e.store(before + a.get(), sum_at + g * VECTOR)
 
     return _body(dtype, layout, isa, tile, sub_bytes, store, multiply)

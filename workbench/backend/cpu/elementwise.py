@@ -62,15 +62,10 @@ def rms_norm(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
             total = wide if n > 1 else rest
             total.set(e.fma(v, v, total.get()))
 
-        zero = e.const("i64", 0)
-        e.flat_loops(zero, cols, 8, add)
+        e.flat_loops(e.const("i64", 0), cols, 8, add)
         mean = (e.sum(wide.get()) + rest.get()) / cols.to("f64")
         factor = (e.const("f64", 1.0) / e.sqrt(mean + eps)).to("f32")
-
-        def scale(c: Value, n: int, source=source, target=target, factor=factor) -> None:
-            e.store(e.load("f32", source + c * 4, n) * factor, target + c * 4)
-
-        e.flat_loops(zero, cols, ELEMENTS, scale)
+        e.copy_floats(source, target, 0, cols, factor)
 
 
 def square_sums(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
@@ -91,12 +86,8 @@ def rms_scale(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
         with e.loop(0, n) as i:
             total.set(total.get() + e.load("f32", squares + (row * n + i) * 4).to("f64"))
         factor = (e.const("f64", 1.0) / e.sqrt(total.get() / normed.to("f64") + eps)).to("f32")
-
-        def scale(c: Value, n: int, row=row, factor=factor) -> None:
-            at = (row * cols + c) * 4
-            e.store(e.load("f32", x + at, n) * factor, dst + at)
-
-        e.flat_loops(start, stop, ELEMENTS, scale)
+        at = row * cols * 4
+        e.copy_floats(x + at, dst + at, start, stop, factor)
 
 
 def quantize(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
@@ -168,14 +159,7 @@ def rope(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
                 act((base + head) * head_dim * 4)
 
         rotation.rotate(token, heads, x, dst, "f32")
-
-        def copy(at: Value) -> None:
-            def step(c: Value, n: int) -> None:
-                e.store(e.load("f32", x + at + c * 4, n), dst + at + c * 4)
-
-            e.flat_loops(n_rot, head_dim, ELEMENTS, step)
-
-        heads(copy)
+        heads(lambda at: e.copy_floats(x + at, dst + at, n_rot, head_dim))
 
 
 def rope_shift(e: Emit, args: Value, part: Value, n_parts: Value) -> None:

@@ -22,9 +22,10 @@ reassociated: only `fma` makes an fma, and sums keep the order in which they are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partialmethod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -69,16 +70,14 @@ def _operator(
     return apply
 
 
+@dataclass(slots=True, eq=False)
 class Value:
     """A scalar (n = 1) or vector (n > 1) of element `kind`, held in the LLVM value `ll`."""
 
-    __slots__ = ("emit", "kind", "ll", "n")
-
-    def __init__(self, emit: Emit, kind: str, n: int, ll: ir.Value):
-        self.emit = emit
-        self.kind = kind
-        self.n = n
-        self.ll = ll
+    emit: Emit
+    kind: str
+    n: int
+    ll: ir.Value
 
     @property
     def is_float(self) -> bool:
@@ -260,16 +259,12 @@ class Emit:
         build.branch(head)
         build.position_at_end(after)
 
-    @contextmanager
-    def when(self, condition: Value) -> Iterator[None]:
-        with self.builder.if_then(condition.ll):
-            yield
+    def when(self, condition: Value) -> AbstractContextManager[Any]:
+        return self.builder.if_then(condition.ll)
 
-    @contextmanager
-    def when_else(self, condition: Value) -> Iterator[tuple]:
+    def when_else(self, condition: Value) -> AbstractContextManager[Any]:
         """Two context managers: one for code where the condition holds, one for the other case."""
-        with self.builder.if_else(condition.ll) as both:
-            yield both
+        return self.builder.if_else(condition.ll)
 
     def share(self, n: Value, part: Value, n_parts: Value) -> tuple[Value, Value]:
         """The items start..stop-1 of n that part `part` computes."""
@@ -284,6 +279,17 @@ class Emit:
             body(i, width)
         with self.loop(whole, stop) as i:
             body(i, 1)
+
+    def copy_floats(
+        self, source: Value, target: Value, start: Operand, stop: Value, factor: Value | None = None
+    ) -> None:
+        """Copies float32 elements start..stop-1, times `factor`."""
+
+        def step(i: Value, n: int) -> None:
+            value = self.load("f32", source + i * 4, n)
+            self.store(value if factor is None else value * factor, target + i * 4)
+
+        self.flat_loops(self.like(stop, start), stop, 16, step)
 
     # functions
     def call(self, name: str, kind: str, n: int, *args: Value) -> Value:

@@ -1,6 +1,7 @@
 """When the device passed a point of a stream, on the host's clock: timing events from a pool."""
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from workbench.backend.cuda.driver import CudaEvent, Driver
@@ -8,14 +9,12 @@ from workbench.backend.cuda.driver import CudaEvent, Driver
 CLOCK_TRIES, CLOCK_MAX_AGE_NS = 5, 2_000_000_000
 
 
+@dataclass(slots=True, eq=False)
 class Mark:
     """A recorded timing event. It goes back to the pool when nobody holds the mark any more."""
 
-    __slots__ = ("event", "pool")
-
-    def __init__(self, event: CudaEvent, pool: list[CudaEvent]):
-        self.event = event
-        self.pool = pool
+    event: CudaEvent
+    pool: list[CudaEvent]
 
     def __del__(self) -> None:
         self.pool.append(self.event)
