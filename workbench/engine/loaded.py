@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Generator
 from functools import cached_property
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,10 +133,9 @@ class Loaded:
         model, new = self.model, self.model.expanded
         if new:
             print(f"expanding {described(new, model.expand)}", file=sys.stderr)
-        kept = {
-            t: self.placement.keepers(t, model.output)
-            for t in sorted(model.weights, key=model.position)
-        }
+        position = attrgetter("part", "offset")
+        weights = sorted(model.weights, key=lambda t: position(model.stored(t)))
+        kept = {t: self.placement.keepers(t, model.output) for t in weights}
         # the host uses the file's bytes where they are, unless they are expanded
         in_place = [t for t in kept if kept[t] == [HOST] and not model.is_expanded(t)]
         to_read = [t for t in kept if t not in in_place]

@@ -12,8 +12,6 @@ from workbench.graph.ir import Kind, Node, Tensor
 from workbench.model.decoder import Model
 from workbench.program.commands import DEVICE, HOST
 
-_EXAMPLE = "blk.0.ffn_gate.weight"  # how weights are called
-
 
 class Placement:
     """One model on a host and n_devices devices; each device has neighbouring layers.
@@ -66,7 +64,7 @@ class Placement:
             if not matching:
                 raise UsageError(
                     f"override_tensor {text!r} matches no weight of {model.path}; names are like "
-                    f"{_EXAMPLE} (`workbench model inspect`)"
+                    "blk.0.ffn_gate.weight (`workbench model inspect`)"
                 )
             for t in matching:
                 layer = layer_of(t)

@@ -55,10 +55,8 @@ Q6_K = DType("Q6_K", 256, 210)
 MXFP4 = DType("MXFP4", 32, 17)
 Q8_ACT = DType("Q8_ACT", 32, 40)
 
-DTYPES = {
-    d.name: d for d in (F32, F16, BF16, I32, I64, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4, Q8_ACT)
-}
 WEIGHT_DTYPES = (F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4)
+DTYPES = {d.name: d for d in (*WEIGHT_DTYPES, I32, I64, Q8_ACT)}
 QUANTISED = frozenset((Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4))
 
 

@@ -131,11 +131,6 @@ class Model:
         """Whether a weight has another type than in the file."""
         return self.stored(weight).dtype != weight.dtype
 
-    def position(self, weight: Tensor) -> tuple[int, int]:
-        """Where a weight lies in the file: part and offset."""
-        stored = self.stored(weight)
-        return stored.part, stored.offset
-
     def stored(self, weight: Tensor) -> TensorInfo:
         """Where a weight lies in the file, and in which type."""
         return self.file.tensors[weight.name]

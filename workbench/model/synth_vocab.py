@@ -18,6 +18,7 @@ _CORPUS = ("lighthouse.txt", "between_tokens.txt", "odds_and_ends.txt")
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # `tokenizer.ggml.token_type`
 _TRAINED = 1000  # tokens learnt from the corpus at most; large vocabularies are filled up
 
+_SYLLABLES = [c + v for c in "bcdfghjklmnpqrstvwxz" for v in "aeiou"]
 _LLAMA_BPE_CONTROL = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"]
 _QWEN_CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _QWEN_USER_DEFINED = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
@@ -53,10 +54,6 @@ def build_vocab(preset: Preset) -> Vocab:
     if preset.vocab == "spm":
         return _spm_vocab(preset.n_vocab)
     return _bpe_vocab(preset.vocab, preset.n_vocab)
-
-
-def _syllables() -> list[str]:
-    return [c + v for c in "bcdfghjklmnpqrstvwxz" for v in "aeiou"]
 
 
 def _bpe_vocab(pre: str, n_vocab: int) -> Vocab:
@@ -104,9 +101,8 @@ def _fill_bpe(tokens: list[str], merges: list[str], n_tokens: int, every_split: 
     converters from tiktoken do. It gives about two merges a token, as Llama 3 has.
     """
     known = set(tokens)
-    syllables = _syllables()
     for space, length in (("", 1), ("Ġ", 1), ("", 2), ("Ġ", 2), ("Ġ", 3)):
-        for word in itertools.product(syllables, repeat=length):
+        for word in itertools.product(_SYLLABLES, repeat=length):
             if len(tokens) == n_tokens:
                 return
             text = space + "".join(word)
@@ -144,7 +140,7 @@ def _spm_vocab(n_vocab: int) -> Vocab:
     types = [piece.type for piece in proto.pieces]
     scores = [piece.score for piece in proto.pieces]
     known, lowest = set(tokens), min(scores)
-    words = itertools.product(_syllables(), repeat=3)
+    words = itertools.product(_SYLLABLES, repeat=3)
     while len(tokens) < n_vocab:
         word = "▁" + "".join(next(words))
         if word not in known:

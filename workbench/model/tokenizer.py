@@ -271,7 +271,12 @@ def _spm(base: Tokenizer, gguf: GGUFFile) -> _Codec:
         if not _NORMAL <= kind <= _BYTE:
             raise base._bad("token_type", f"holds {kind} at {i}, which is no type")
         if kind == _BYTE:
-            bytes_of[i] = _byte_token(base, text, i)
+            byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", text)
+            if byte is None:
+                raise base._bad(
+                    "tokens", f"holds {shown(text)!r} at {i} as a byte token, not <0x..>"
+                )
+            bytes_of[i] = bytes.fromhex(byte[1])
         proto.pieces.add(piece=text, score=score, type=kind)
     if base._types.count(_UNKNOWN) != 1:
         raise base._bad("token_type", f"names {base._types.count(_UNKNOWN)} unknown tokens, not 1")
@@ -291,13 +296,6 @@ def _spm(base: Tokenizer, gguf: GGUFFile) -> _Codec:
         return bytes_of.get(token) or base._tokens[token].replace("▁", " ").encode()
 
     return processor.EncodeAsIds, piece
-
-
-def _byte_token(base: Tokenizer, text: str, i: int) -> bytes:
-    match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", text)
-    if match is None:
-        raise base._bad("tokens", f"holds {shown(text)!r} at {i} as a byte token, not <0x..>")
-    return bytes.fromhex(match[1])
 
 
 _ENCODERS: dict[str, Callable[[Tokenizer, GGUFFile], _Codec]] = {"gpt2": _bpe, "llama": _spm}

@@ -234,10 +234,7 @@ def _joined(
         if first.buffer is not second.buffer or second.offset != end:
             return None
     nbytes = dst.offset + dst.nbytes - to.offset
-    return PACKED_NAME, to._replace(nbytes=nbytes), from_._replace(nbytes=nbytes)
-
-
-PACKED_NAME = "inputs"  # of a copy that brings several
+    return "inputs", to._replace(nbytes=nbytes), from_._replace(nbytes=nbytes)
 
 
 def _range(ranges: dict[Tensor, c.Range], access: ops.Access) -> c.Range:
