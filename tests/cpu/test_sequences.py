@@ -383,7 +383,7 @@ def test_the_checker_proves_such_a_train(engine, values):
     ]  # fmt: skip
     with engine.variant(Toggles(**values)) as variant:
         make, buffers = variant._step_programs, dict[str, Buffer]()
-        train = [make.of(shape, i % make.period, buffers) for i, shape in enumerate(shapes)]
+        train = [make.of(shape, i % variant.period, buffers) for i, shape in enumerate(shapes)]
         assert [c.node.op for c in train[2].commands if isinstance(c, Launch)] == ["rope_shift"] * 2
         assert not list(races(train * 2, one_order=variant.backend.capabilities.one_order))
         # and it would see it: nothing waits any more

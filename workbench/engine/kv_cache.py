@@ -119,8 +119,6 @@ class KVCache:
         def undo() -> None:
             still = self._positions[sequences, cells] != EMPTY
             self._let_go(sequences[still], cells[still])
-            for sequence in np.unique(sequences):
-                self._set_next(int(sequence))
 
         return undo
 
@@ -154,7 +152,6 @@ class KVCache:
         next token comes behind the last position that is left."""
         cells = self._cells(sequence, begin, end)
         self._let_go(np.full(len(cells), sequence), cells)
-        self._set_next(sequence)
 
     def keep(self, sequence: int) -> None:
         """Removes every other sequence."""
@@ -233,7 +230,6 @@ class KVCache:
         for sequence in range(len(self._next)):
             own = moved[self._positions[sequence, moved] != EMPTY]
             self._let_go(np.full(len(own), sequence), own)
-            self._set_next(sequence)
         self.moved = None
 
     # inside -----------------------------------------------------------------------------------
@@ -263,6 +259,7 @@ class KVCache:
         return cells[(begin <= positions) & (positions < last)]
 
     def _let_go(self, sequences: np.ndarray, cells: np.ndarray) -> None:
+        """Takes cells from their sequences, (n,) each."""
         self._positions[sequences, cells] = EMPTY
         self._masks[sequences, cells] = _HIDDEN
         self._n_owners[cells] -= 1
@@ -273,6 +270,8 @@ class KVCache:
             self.moved = self.moved if self.moved.any() else None
         used = np.flatnonzero(self._n_owners[: self._end])
         self._end = int(used[-1]) + 1 if len(used) else 0
+        for sequence in np.unique(sequences).tolist():
+            self._set_next(sequence)
         self.n_changes += 1
 
     def _set_next(self, sequence: int) -> None:
