@@ -1,4 +1,4 @@
-"""Gates: what holds a stream of a device, for tests of what happens in between.
+"""Gates: what holds a stream of a device, for tests and timings of what happens in between.
 
 What is queued behind a gate starts when the gate is opened. A gate opens at the end of a `with`.
 """

@@ -15,6 +15,7 @@ import numpy as np
 
 from data.measure.matrix import Row
 from data.measure.session import Session
+from tests.gates import hold
 from workbench.backend.base import Issue, open_backend
 from workbench.backend.cuda.kernel import Kernel, blocks
 from workbench.bench import provenance
@@ -69,7 +70,7 @@ def _queued_us(backend: Any, issue: Issue) -> float:
     """us for each of IN_STREAM launches. All wait in the stream until the last is there: the host
     holds up none."""
     begin, end = (backend._driver.event(timing=True) for _ in range(2))
-    with backend.gate(COMPUTE_STREAM):
+    with hold(backend, COMPUTE_STREAM):
         backend.record(begin, COMPUTE_STREAM)()
         for _ in range(IN_STREAM):
             issue()

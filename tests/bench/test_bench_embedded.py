@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from numba import cfunc
 
+from tests.gates import hold
 from workbench.backend.cpu.embedded import open_backend
 from workbench.backend.cpu.loops import KERNEL
 from workbench.program.commands import Space
@@ -59,7 +60,7 @@ def test_chain(benchmark, device, parts):
     call = device.streams[0].prepare(nothing.address, parts, [0] * 8)
 
     def setup():
-        gate = device.gate(0)
+        gate = hold(device, 0)
         for _ in range(CHAIN):
             call()
         return (gate,), {}
