@@ -31,11 +31,11 @@ def read_body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
     """Kernel: sums (n_parts x 8 u64), source, bytes. Reads everything, four loads at a time."""
     sums, source, n_bytes = e.arguments(args, "iii")
     start, stop = e.share(n_bytes // 256, part, n_parts)
-    parts = [e.var(e.const("u64", 0, 8)) for _ in range(4)]
+    found = [e.var(e.const("u64", 0, 8)) for _ in range(4)]
     with e.loop(start, stop) as i:
-        for k, part in enumerate(parts):
-            part.set(part.get() + e.load("u64", source + i * 256 + 64 * k, 8))
-    total = parts[0].get() + parts[1].get() + parts[2].get() + parts[3].get()
+        for k, own in enumerate(found):
+            own.set(own.get() + e.load("u64", source + i * 256 + 64 * k, 8))
+    total = found[0].get() + found[1].get() + found[2].get() + found[3].get()
     e.store(total, sums + part * 64)
 
 

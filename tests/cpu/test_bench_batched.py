@@ -50,7 +50,8 @@ def cells(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("device", ["embedded", "host"])
-def test_the_table_is_llama_batched_bench_s(call, path, device):
+def test_the_table_is_llama_batched_bench_s(call, monkeypatch, path, device):
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal has what all rows share above
     status, out, err = bench(call, path, device=device)
     assert status == 0
     head, _, *rows = cells(out)
