@@ -96,7 +96,7 @@ def _q4_0(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
     take(CodeBlock(e.const("i64", 0), words, (_half_scales(e, packed),)))
 
 
-def _e8m0_half(e: Emit, exponent: Value) -> Value:
+def e8m0_half(e: Emit, exponent: Value) -> Value:
     """2^(exponent - 128) for u32 exponents 0..255; the two smallest are denormal."""
     normal = (exponent - 1) << 23
     small = e.like(exponent, 0x00200000) << exponent
@@ -121,7 +121,7 @@ def _e2m1_unsigned(e: Emit, isa: Isa, code: Value) -> Value:
 
 
 def _mxfp4(e: Emit, isa: Isa, packed: Value, take: Take) -> None:
-    scale = _e8m0_half(e, e.load("u8", packed, GROUP).to("u32"))
+    scale = e8m0_half(e, e.load("u8", packed, GROUP).to("u32"))
     words = _from_nibbles(e, packed + 16, lambda code: _e2m1_unsigned(e, isa, code))
     take(CodeBlock(e.const("i64", 0), words, (scale,)))
 

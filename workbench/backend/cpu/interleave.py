@@ -64,6 +64,16 @@ def pack_unit(e: Emit, fmt: Format, dst: Value, rows: list[Value], offset: Value
             e.store(column, dst + (fmt.head_bytes + 64 * (word + i)))
 
 
+def unpack_block(e: Emit, fmt: Format, packed: Value, row: Value, dst: Value) -> None:
+    """Writes the file block of row `row` (0..15) of the packed unit at `packed` to `dst`."""
+    if fmt.head_kind:
+        size = fmt.head_bytes // GROUP
+        e.store(e.load(fmt.head_kind, packed + row * size), dst + fmt.head_at)
+    for word in range(fmt.n_words):
+        value = e.load("u32", packed + row * 4 + (fmt.head_bytes + 64 * word))
+        e.store(value, dst + (fmt.words_at + 4 * word))
+
+
 def _transpose(fours: list[Value]) -> list[Value]:
     """Turns 16 rows of 4 words into 4 columns of 16 words."""
     pairs = [a.shuffle(range(8), b) for a, b in zip(fours[0::2], fours[1::2], strict=True)]

@@ -62,7 +62,7 @@ def _bodies() -> dict[str, Callable[..., Body]]:
         "mul_mat": lambda layout, isa, dtype: matvec.product_body(dtype, layout, isa),
         "mul_mat_blocked": lambda layout, isa, dtype: blocked.blocked_body(dtype, layout, isa),
         "mul_mat_float": lambda layout, isa, dtype: blocked.dequantised_body(dtype, layout, isa),
-        "get_rows": lambda layout, isa, dtype: get_rows.get_rows_body(dtype, layout, isa),
+        "get_rows": lambda layout, isa, dtype: get_rows.get_rows_body(dtype, layout),
         "repack": lambda layout, isa, dtype: interleave.repack_body(interleave.FORMATS[dtype]),
     }
 
