@@ -10,7 +10,7 @@
 // Four columns `c` .. c + 3 (c a multiple of 4) of a row of Q8_ACT that begins at `row`. A full
 // warp calls it. Of 8 lanes that share a block of 32 columns, lane i has columns 4 i .. 4 i + 3 of
 // the block. `there` is false for lanes past the row's end, which store nothing. Scale and quants
-// are those of round-to-nearest float32 arithmetic, as on every backend.
+// are round-to-nearest float32 arithmetic's, as on every backend.
 DEVICE void quantise4(u8* row, i64 cols, i64 c, float4 v, bool there) {
     float most = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 #pragma unroll

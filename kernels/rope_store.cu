@@ -2,7 +2,7 @@
 // are the norm of the query and key heads (where a model has one), RoPE, and the stores into the
 // cache.
 //
-// A warp has one head of one token: the heads of Q first, then the heads of K, then those of V. A
+// A warp has one head of one token: the heads of Q first, then the heads of K, then V's. A
 // head passes through shared memory, because the two elements of a pair lie up to head_dim / 2
 // apart. Every part rounds as a launch of its own does (norm.cu, rope.cu, rows.cu): the bits are
 // the same.

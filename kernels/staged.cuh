@@ -5,7 +5,7 @@
 // bytes may begin anywhere in the first word. Copies are 16 bytes whatever a plane's fields are. A
 // word with a byte of the tensor in it can be read whole, because tensors begin on multiples of 16.
 //
-// Wants ROWS and STEPS, and what copies: LOADERS threads, of which this one is number LOADER.
+// Wants ROWS and STEPS, and what copies: LOADERS threads. This one is number LOADER.
 //
 // Versions (figures: tensor_product.cu): weights straight to registers; through shared memory,
 // copied by the warps that multiply; copied by other warps, as here.

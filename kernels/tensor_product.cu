@@ -22,7 +22,7 @@
 // A block has 16 WM rows and one of K_PARTS parts of the columns. The blocks of a tile of results
 // are a cluster if CLUSTERED (and the device has clusters): each adds up a part of the tile through
 // shared memory. Otherwise they leave their sums in `partial`, and the last one adds them. Either
-// way the order is that of the columns, so a result depends on shapes alone.
+// way sums go in the order of the columns, so a result depends on shapes alone.
 //
 // Of gate and up a block has 8 WM rows each. Gate has the upper eight of every warp's sixteen, up
 // the lower: the two sums that a result is made of are one lane's. Results to be quantised go
@@ -55,7 +55,7 @@
 //   this file: Q, K, V and gate + up fused, no output head    2.06 2.20 2.74 3.92: kept
 //   8 warps that multiply, two blocks an SM, registers given  28.4 us (33.3) at 16, gate + up: kept
 //   quantising: 32 columns a warp, 4 columns a thread         86.7, 69.3 us at 128, gate + up
-//   the latter with a quick silu                              59.4 us: kept (plain products 54.3)
+//   so, with a quick silu                                     59.4 us: kept (plain products 54.3)
 //   random weights, not zeros: more power                     71.0 us at 128, gate + up
 //   one lane that frees a stage for its warp                  as quick, and a race (racecheck)
 //   activations multicast to two row tiles                    5.81 at 128: they wait for each other

@@ -38,7 +38,7 @@ WITHOUT = {
     "-plain": "all pdl=off",
 }
 BATCHED = DECODED[:3]  # with steps of 9 to 128 tokens
-TOGETHER = "llama-3.2-1b-q4_k_m"  # of which several sequences go on
+TOGETHER = "llama-3.2-1b-q4_k_m"  # its steps take several sequences
 # sequences -> what the cells of a step are rounded up to: by 256, steps of many sequences would
 # have another shape, and so another program, every time
 PADS = {1: 256, 8: 256, 32: 1024, 128: 4096}

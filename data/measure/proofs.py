@@ -51,12 +51,12 @@ N_UBATCH = 8
 WHAT = (
     "A llama of two layers; decode: one token after the other, each with its logits; train: "
     "prompts of three ubatches with `step_wait=outputs`, of which the last has logits. Waits: of "
-    "the host and of streams. Of what races, the first pair."
+    "the host and of streams. A race is shown by its first pair."
 )
-LONG = 6  # ubatches: more than there are places in a ring, so that every place comes again
+LONG = 6  # ubatches: more than a ring has entries, so that every entry comes again
 OF_SOURCES = (
-    f"The same decode, and a train of {LONG} ubatches, so that every place comes again; by "
-    "`host_source`, and with `n_copies` places for inputs on the device."
+    f"The same decode, and a train of {LONG} ubatches, so that every ring entry comes again; by "
+    "`host_source`, and with `n_copies` ring entries for inputs on the device."
 )
 
 

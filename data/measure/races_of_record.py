@@ -368,8 +368,8 @@ CASES = (
 
 
 def record_rows() -> list[dict[str, Any]]:
-    """A row for each case: what the thread found, whether it establishes the racing pair or that is
-    reconstructed, and how many races the checker finds before and after the fix."""
+    """A row for each case: what the thread found, and how many races the checker finds before and
+    after the fix. It also says whether the thread names the racing pair or we reconstructed it."""
     return [
         {
             "thread": case.thread,

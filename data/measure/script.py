@@ -130,8 +130,8 @@ class Script:
     def blocking_copy(self, to: str, source: str) -> None:
         """A copy and the wait for it, on a stream of its own: nothing orders it behind launches.
 
-        So does `ggml_backend_tensor_copy` on CUDA: on `cudaStreamPerThread`, while compute streams
-        are non-blocking ones.
+        `ggml_backend_tensor_copy` does this on CUDA: on `cudaStreamPerThread`, while compute
+        streams are non-blocking ones.
         """
         stream = Stream(self._owner(to), COPY_STREAM)
         copy = self._copy(to, source, stream)

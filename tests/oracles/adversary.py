@@ -2,20 +2,19 @@
 
 The hazard checker proves that a run is free of races; this finds out by trying, and knows nothing
 of happens-before. It plays the device in one thread. Before each thing the host does it executes
-any part of the work that is pending and that the contract lets run: the heads of the streams, a
-Wait only after its Record, a Sync not before what it waits for, and an asynchronous copy in
-pieces, each read and written at a moment of its own from when the copy may begin to its end:
+any part of the pending work that the contract lets run. Heads of streams may run, a Wait only after
+its Record, a Sync not before what it waits for. An asynchronous copy runs in pieces. Each piece is
+read and written at a moment of its own, from when the copy may begin to its end:
 
     host     W0  W1   .    .    W0' Sync ..............  R     W' is a later step's write
     stream       |              |    c0.read  c0.write         c0 saw the bytes of W0', not of W0:
                  '- c0 queued   '- pending, still unread       a wrong read
 
-"Wrong" is judged by shadow versions, not by outputs: every byte carries the number of the command
-that wrote it last, and a read is wrong where it sees another number than the same commands leave
-there in program order. At the end of a run everybody reads everything, so that two writes that
-changed places are seen even where no command reads them. Two writes that changed places and were
-both overwritten before anybody looked left no trace: the adversary is silent, the checker reports
-the race (what lay there in between was nobody's value).
+"Wrong" is judged by shadow versions, not by outputs. Every byte carries the number of the command
+that wrote it last. A read is wrong where it sees another number than the same commands leave there
+in program order. At the end of a run everybody reads everything. So two writes in the wrong order
+are seen even where no command reads them. If both are overwritten before anybody looks, they leave
+no trace: the adversary is silent, and the checker reports the race.
 
 Ranges are taken as declared: a command that declares a superset counts as touching all of it.
 

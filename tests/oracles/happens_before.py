@@ -88,8 +88,8 @@ def racing_pairs(steps: Sequence[Program], one_order: bool = True) -> set[tuple[
     where it begins and where it is over. Points before a point are kept as bits.
 
     A launch in stream order begins when all in front of it is over. A programmatic one begins when
-    the kernel in front of it has begun or the copy in front of it is over, and when everything is
-    over that an event held which its stream has waited for since.
+    the kernel in front of it has begun, or the copy in front of it is over. Where its stream has
+    waited for events since, their past must be over too.
     """
     commands = numbered(steps)
     before: list[int] = []  # of each point, the points before it and itself
@@ -156,8 +156,8 @@ def racing_pairs(steps: Sequence[Program], one_order: bool = True) -> set[tuple[
 
 
 def seen_both_ways(steps: Sequence[Program], one_order: bool = True) -> set[tuple[Key, Key]]:
-    """Pairs, in host order, that conflict and of which each was done without the other in some
-    state that can be reached.
+    """Pairs, in host order, that conflict and that can be done in either order: some state that can
+    be reached has the first alone, another the second alone.
 
     What is done is a token: 2n for command n, 2n+1 for what it does early.
     """

@@ -2,12 +2,12 @@
 to. Small runs only, or large ones reduced to the commands that touch a few bytes.
 
 It tries every order in which the host and the streams can do what touches memory, one whole
-command at a time, and remembers the states it has been in (how far everybody is, and which command
-wrote each byte last). Whole commands are enough: of two commands that nothing orders either can be
-first, and what a reader may see amid the pieces of the other, it may see after all of it too. The
-rest (Record, Wait, Sync, and queuing) touches no memory and only lets others go on, so it happens
-as soon as it can. What a programmatic launch reads early, the weights, is a command of its own, in
-a queue of its own: it can come when the kernel in front of the launch has begun, and when what the
+command at a time. It remembers the states it has been in: how far everybody is, and which command
+wrote each byte last. Whole commands are enough. If nothing orders two commands, either can be
+first. What a reader may see amid the pieces of the other, it may see after all of it too. The rest
+(Record, Wait, Sync, and queuing) touches no memory and only lets others go on, so it happens as
+soon as it can. What a programmatic launch reads early, the weights, is a command of its own, in a
+queue of its own. It can come when the kernel in front of the launch has begun, and when what the
 stream has waited for since then is over.
 
 Nothing here is shared with `workbench.program`'s own readers of programs.
@@ -84,7 +84,7 @@ class Interleavings:
         self._one_order = one_order
         self._keys: list[Key] = []
         self._commands: list[Command] = []
-        self._early: set[int] = set()  # of them, those that are what a launch reads early
+        self._early: set[int] = set()  # what launches read early
         self._needs: dict[int, set[int]] = {}  # what must be over before a command can be next
         self._gates: dict[Stream, set[int]] = {}  # the same, for what comes early on a stream
         self._queued: dict[Stream, set[int]] = {}

@@ -54,8 +54,8 @@ MOST_COMMANDS = 16  # of a run
 def random_run(rng: Random) -> list[Program]:
     """A run of about MOST_COMMANDS commands at most: one program again and again, or several.
 
-    Commands come alone, which mostly race, and in the few groups that order work (see `_group`), of
-    which any may lack a command.
+    Commands come alone, and then mostly race. They also come in the few groups that order work (see
+    `_group`), and any group may lack a command.
     """
     buffers = [Buffer(name, Space.PINNED, N_BYTES, 1) for name in "xyz"[: rng.randint(2, 3)]]
     n_steps = rng.randint(1, 3)

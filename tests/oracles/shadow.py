@@ -8,8 +8,8 @@ go wrong and are left out, and with them what touches nothing else: of a model's
 than its inputs and results remains.
 
 Ranges are taken as declared: a command that declares a superset counts as touching all of it. What
-a programmatic launch reads early, the weights, is a task of its own: it may run as soon as the
-kernel in front of the launch has begun and all is over that the stream has waited for since.
+a programmatic launch reads early, the weights, is a task of its own. It may run as soon as the
+kernel in front of the launch has begun, and what the stream has waited for since is over.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Run:
     """A run walked once in host order.
 
     commands: its commands, by number. bounds: its segments, as (buffer, first byte, end). tasks:
-    those of each queue, in its order. host: what the host does, in its order. final: the version
+    of each queue, in its order. host: what the host does, in its order. final: the version
     of every segment at the end of the run, in program order.
     """
 

@@ -126,7 +126,7 @@ def _held(spans: Sequence[Span], steps: Sequence[int]) -> frozenset[int]:
 
 
 class _Stream:
-    """When a stream worked: its spans, those that overlap joined."""
+    """When a stream worked: its spans, joined where they overlap."""
 
     def __init__(self, spans: Iterable[Span]):
         self._starts: list[int] = []

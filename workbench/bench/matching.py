@@ -60,7 +60,7 @@ def repeated(run: results.Run) -> Iterator[Repeated]:
 def match(before: Sequence[Repeated], after: Sequence[Repeated]) -> Matching:
     """Pairs of the same test, model (by its hash, else by name and type) and toggles.
 
-    What is left of a test and model is a pair, too, if the arms have one name or one arm is left on
+    The rest of a test and model is a pair, too, if the arms have one name, or if one arm is left on
     either side. Only the toggles differ in such a pair, and they are named.
     """
     found: dict[int, int] = {}

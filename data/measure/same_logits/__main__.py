@@ -38,7 +38,7 @@ SUITES = {  # what `make test`, `make test-slow` and `make test-gpu` run
 }
 GPU_FILES = ("engine", "fused", "cupti", "debug_arena", "devices", "float", "loading",
              "planted_bug", "replay", "ablation", "counters")  # fmt: skip
-GPU_SUITES = {  # of the GPU tests those that make engines
+GPU_SUITES = {  # GPU tests that make engines
     "test-gpu": [*(f"tests/gpu/test_cuda_{name}.py" for name in GPU_FILES), "-m", "gpu"]
 }
 

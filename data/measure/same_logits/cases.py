@@ -1,7 +1,7 @@
 """What is replayed: the engines that a commit's tests made, read from the logs of `hook/`.
 
-A case is a model, the fields of EngineConfig but the device, the device, every toggle written out,
-and the sequences that engines of the tests went through: prompts and steps on an empty cache.
+A case is a model, the fields of EngineConfig, and every toggle written out. It has the sequences
+that engines of the tests went through: prompts and steps on an empty cache.
 
 * An engine of the tests on a device that computes nothing, or that copies as no device does, is a
   case of the embedded device: its toggles are what counts.
@@ -211,8 +211,8 @@ def collected(logs: Logs, models: Mapping[str, str]) -> tuple[dict[Key, list[Seq
 
 
 def packed(cases: Mapping[Key, list[Sequence]]) -> dict[str, Any]:
-    """As JSON: what repeats is in a table. Toggles are a letter for each field, the place of its
-    value in `values` (a, b, ...); cases that differ in toggles alone share a row."""
+    """As JSON: what repeats is in a table. Toggles are a letter for each field, an index
+    (a, b, ...) into its `values`. Cases that differ in toggles alone share a row."""
     every = [json.loads(text) for text in sorted({key.toggles for key in cases})]
     values = {name: sorted({toggles[name] for toggles in every}) for name in every[0]}
     configs: dict[str, int] = {}

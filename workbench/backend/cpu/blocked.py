@@ -32,8 +32,8 @@ VECTOR = 64  # bytes of 16 float32, or of 4 codes of 16 rows
 SUBS = matvec.TILE_COLS // 32  # blocks of 32 columns of a tile
 
 Store = Callable[[Emit, Value, CodeBlock], None]  # emit, address in the tile, block
-# emit, addresses of the tile and of the activations, cols, first block of 32 columns of the tile,
-# number of blocks, tokens, addresses of their sums
+# emit; addresses of the tile and of the activations; cols; first block of 32 columns of the tile;
+# number of blocks; tokens; addresses of their sums
 Multiply = Callable[[Emit, Value, Value, Value, Value, Value, list[Value], list[Value]], None]
 
 

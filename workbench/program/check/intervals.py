@@ -1,4 +1,4 @@
-"""Byte ranges: cut into pieces where it matters, and given tags in which those that overlap meet.
+"""Byte ranges: cut into pieces where it matters. Overlapping ranges meet in a tag that both have.
 
 Ranges of one buffer overlap in any way (an arena is used again and again). Cut at every end, they
 become pieces that each range covers whole or not at all:
