@@ -254,8 +254,11 @@ MOST_US = {
     "test_bench_program.py::test_reuse": 100,
     "test_bench_program.py::test_import": 500_000,
     "test_bench_gguf.py::test_open": 500_000,
-    "test_bench_hazards.py::test_a_million_commands_of_one_program": 30_000_000,
-    "test_bench_hazards.py::test_commands_all_different[1.0]": 30_000_000,
+    "test_bench_hazards.py::test_a_million_commands_of_one_program": 10_000_000,
+    "test_bench_hazards.py::test_commands_all_different[1.0]": 10_000_000,
+    "test_bench_hazards.py::test_all_of_a_thousand_decoded_tokens[False]": 20_000_000,
+    "test_bench_hazards.py::test_all_of_a_thousand_decoded_tokens[True]": 20_000_000,
+    "test_bench_hazards.py::test_nested_ranges": 5_000_000,
 }
 
 
