@@ -55,6 +55,13 @@ def test_it_reads_as_prose(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+def test_no_number_of_a_thread_becomes_a_heading(path):
+    for cell in nbformat.read(path, 4).cells:
+        if cell.cell_type == "markdown":  # nbconvert takes `#123` at a line's begin for a heading
+            assert not re.search(r"^#+\d", cell.source, re.MULTILINE), cell.source
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
 def test_it_asks_a_question_and_has_one_cell_of_parameters(path):
     first = nbformat.read(path, 4).cells[0]
     assert first.cell_type == "markdown"
