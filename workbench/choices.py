@@ -121,3 +121,47 @@ class Pdl(Choice):
 
     OFF = "off", "a kernel starts after the one in front of it has ended"
     ON = "on", "a kernel starts early and waits on the device; compute capability 9.0 or later"
+
+
+class PlanRule(Choice):
+    """When commands of a device are captured as a plan and replayed (llama.cpp #16548)."""
+
+    OFF = "off", "every command is issued by a call of its own"
+    PR = "pr", "as proposed: as many splits on the same backends are updated, else all anew"
+    TODAY = "today", "llama.cpp's: captured after two equal calls, launches after a change"
+    OURS = (
+        "ours",
+        "by structure: replay equal work, update what differs in addresses, else capture",
+    )
+
+
+class PlanScope(Choice):
+    """What is in a plan. STEP wants an ordering without a wait of the host between the first copy
+    and the last launch."""
+
+    SPLIT = "split", "the launches of each split"
+    STEP = "step", "input copies, launches and copies of results: all of a step where one device is"
+
+
+class PlanWarmup(Choice):
+    """How many equal calls come before a capture."""
+
+    AUTO = "auto", "2 with plans=today, else 0"
+    NONE = "0", "the first call is captured"
+    TWO = "2", "two equal calls are issued first; a change begins again"
+
+
+class PlanEvict(Choice):
+    """Which plans go."""
+
+    AUTO = "auto", "as the rule has it: never with pr, idle with today, lru with ours"
+    NEVER = "never", "none, as long as programs live"
+    IDLE = "idle", "what was not replayed for 10 s, looked for every 5 s"
+    LRU = "lru", "the least recently replayed of more than 16"
+
+
+class PlanBatch(Choice):
+    """Which steps have plans."""
+
+    ANY = "any", "steps of any number of tokens"
+    ONE = "one", "steps of one token, llama.cpp's rule until 2026"

@@ -7,12 +7,9 @@ that each value has (`choices.py`).
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from workbench.choices import (
@@ -24,17 +21,23 @@ from workbench.choices import (
     InputOrder,
     NCopies,
     Pdl,
+    PlanBatch,
+    PlanEvict,
+    PlanRule,
+    PlanScope,
+    PlanWarmup,
     StepWait,
     Switch,
     SyncMode,
 )
 from workbench.errors import UsageError
+from workbench.presets import BASELINE as BASELINE
+from workbench.presets import BEST, fixed_presets, preset_names
 
 EXACT, ROUNDING = "exact", "rounding"
 
 
 FAMILIES = ("fuse",)  # names that stand for all toggles `<name>_...`
-BASELINE, BEST = "baseline", "best"  # presets: everything off; what won on a kind of device
 
 
 def _toggle(off: StrEnum, room: str, answer: str, thread: str = "", about: str = "") -> Any:
@@ -57,6 +60,7 @@ class _Held(str):
 
 _SYNC, _LAYOUT, _LOWER = (f"program/{room}.py" for room in ("sync_modes", "layout", "lower"))
 _WAITS = "llama.cpp #17795"
+_PLAN, _PLANS = "backend/plan.py", "llama.cpp #16548"
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,6 +114,17 @@ class Toggles:
     fuse_epilogue_quantize: str = _fusion("attention or SwiGLU and the quantisation of its result")
     fuse_product_norm: str = _fusion("a product, the residual add and half a norm")
     pdl: str = _toggle(Pdl.OFF, _LOWER, EXACT, "llama.cpp #22522", "programmatic dependent launch")
+    plans: str = _toggle(
+        PlanRule.OFF, _PLAN, EXACT, _PLANS, "when a device's commands are captured and replayed"
+    )
+    plan_scope: str = _toggle(
+        PlanScope.SPLIT, "program/plans.py", EXACT, _PLANS, "what is in a plan"
+    )
+    plan_warmup: str = _toggle(
+        PlanWarmup.AUTO, _PLAN, EXACT, "llama.cpp #19754", "equal calls before a capture"
+    )
+    plan_evict: str = _toggle(PlanEvict.AUTO, _PLAN, EXACT, _PLANS, "which plans go")
+    plan_batch: str = _toggle(PlanBatch.ANY, _PLAN, EXACT, _PLANS, "which steps have plans")
     fuse: InitVar[str | None] = None  # every fuse_... that is not given itself
 
     def __post_init__(self, fuse: str | None) -> None:
@@ -272,59 +287,6 @@ def differing(before: Toggles, after: Toggles) -> tuple[str, str]:
     sides = (", ".join(f"{n}={side.value_of(n)}" for n in names) for side in (before, after))
     first, second = (side or "the same toggles" for side in sides)
     return first, second
-
-
-class Fixed(dict[str, str]):
-    """The values of a fixed preset; `about` says whose they are."""
-
-    about: str = ""
-
-
-@functools.cache
-def fixed_presets() -> dict[str, Fixed]:
-    """Name to values, of presets that no device has to resolve (`presets.json`)."""
-    found = {}
-    for name, entry in json.loads(_beside("presets.json")).items():
-        found[name] = Fixed(entry["toggles"])
-        found[name].about = entry["about"]
-    return found
-
-
-@functools.cache
-def best_rows() -> dict[str, dict[str, dict[str, Any]]]:
-    """`best.json`: kind of device to toggle to `value`, `by` (how it won) and `runs` (folders)."""
-    return json.loads(_beside("best.json"))
-
-
-def best_table() -> dict[str, dict[str, str]]:
-    """Kind of device to toggle to what won there."""
-    return {
-        kind: {k: row["value"] for k, row in rows.items()} for kind, rows in best_rows().items()
-    }
-
-
-def _beside(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
-
-
-def preset_names() -> list[str]:
-    return [BASELINE, BEST, *(name for name in fixed_presets() if name != BASELINE)]
-
-
-def preset_words() -> list[str]:
-    """A line for each preset: what it is, and its values."""
-    best = [f"on {kind} {_assigned(values)}" for kind, values in best_table().items()]
-    return [
-        f"{BEST}: what won in recorded runs on a device of the kind; {'; '.join(best)}",
-        *(
-            f"{name}: {values.about}" + (f"; {_assigned(values)}" if values else "")
-            for name, values in fixed_presets().items()
-        ),
-    ]
-
-
-def _assigned(values: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 class TogglePreset:

@@ -81,9 +81,9 @@ def _queued_us(backend: Any, issue: Issue) -> float:
 
 
 def _replayed_us(backend: Any, issue: Issue, n: int) -> list[float]:
-    from workbench.backend.cuda.replay import Replay
+    from workbench.backend.cuda.replay import TimedReplay
 
-    with Replay(backend, [issue] * IN_GRAPH) as replay:
+    with TimedReplay(backend, [issue] * IN_GRAPH) as replay:
         return [us / IN_GRAPH for us in replay.time_us(n)]
 
 
@@ -116,7 +116,7 @@ def fastest_reads(backend: Any, sizes: Sequence[int], quick: bool) -> list[dict[
     """For every size in bytes: the quickest reading kernel (`read_8 x16`: 16 blocks for each
     multiprocessor; `read_8 tiles`: one for each tile) and its us, launched plainly, memory never
     cached."""
-    from workbench.backend.cuda.replay import READ_WORDS, Replay, l2_bytes
+    from workbench.backend.cuda.replay import READ_WORDS, TimedReplay, l2_bytes
 
     n_sm = backend._driver.properties["multiProcessorCount"]
     room = max(rotating_bytes(l2_bytes(backend), quick), *sizes)
@@ -132,7 +132,7 @@ def fastest_reads(backend: Any, sizes: Sequence[int], quick: bool) -> list[dict[
                 kernels = [reading(label, at, nbytes, sink.address, n_sm) for at in starts]
                 issues = [backend._prepare(kernel, stream, label) for kernel in kernels]
                 chain = issues * max(blocks(LEAST_READS, len(issues)), 1)
-                with Replay(backend, chain) as replay:
+                with TimedReplay(backend, chain) as replay:
                     us = spread(each / len(chain) for each in replay.time_us(2 if quick else 5))
                 if best is None or us["median"] < best["us"]["median"]:
                     best = {"bytes": nbytes, "kernel": label, "us": us}

@@ -217,7 +217,7 @@ def _parts(node: Node) -> Iterator[Node]:
 def product_tflops(backend: Any) -> float:
     """TFLOP/s of the fastest replay of PRODUCTS large F16 products by cuBLAS. The numbers are
     random: on zeros a device draws less power, and is faster than it can be with data."""
-    from workbench.backend.cuda.replay import Replay
+    from workbench.backend.cuda.replay import TimedReplay
 
     rng, nbytes = np.random.default_rng(0), SIZE * SIZE * 2
     some = rng.standard_normal((SIZE // 8, SIZE), np.float32).astype(np.float16)
@@ -231,7 +231,7 @@ def product_tflops(backend: Any) -> float:
         backend.synchronize()
         gemm = Gemm("F16", dst.address, w.address, x.address, SIZE, SIZE, SIZE, SIZE)
         issue = backend._prepare(gemm, backend._stream(COMPUTE_STREAM), "large product")
-        with Replay(backend, [issue] * PRODUCTS) as replay:
+        with TimedReplay(backend, [issue] * PRODUCTS) as replay:
             us = min(replay.time_us(5)) / PRODUCTS
     finally:
         backend.synchronize()

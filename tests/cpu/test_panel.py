@@ -17,8 +17,8 @@ from workbench.config import Toggles
 from workbench.engine import exclusive
 from workbench.errors import UsageError
 from workbench.lab import interrupts, pair, widgets
+from workbench.presets import preset_names
 from workbench.report import plots
-from workbench.toggles import preset_names
 
 ON_THIS = "the panel is measuring on this engine; press Stop or wait"
 

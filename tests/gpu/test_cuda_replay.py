@@ -10,7 +10,7 @@ import pytest
 from workbench.backend.base import Issue
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.kernel import Kernel
-from workbench.backend.cuda.replay import READ_GRIDS, READ_WORDS, Replay, l2_bytes, read_rates
+from workbench.backend.cuda.replay import READ_GRIDS, READ_WORDS, TimedReplay, l2_bytes, read_rates
 from workbench.bench.kernel_bench import KernelMatrix, bench_kernels
 from workbench.bench.kernel_cases import parse_shapes, parse_types
 from workbench.bench.kernel_rigs import PDL, PLAIN
@@ -66,7 +66,7 @@ def counting(backend: CudaBackend) -> Iterator[Counting]:
 
 
 def test_replays_compute_as_often_as_they_run(backend, counting):
-    with Replay(backend, counting.issues) as replay:
+    with TimedReplay(backend, counting.issues) as replay:
         assert counting.value == 2  # once as they are, before the capture
         replay.run()
         assert counting.value == 4
@@ -77,26 +77,26 @@ def test_replays_compute_as_often_as_they_run(backend, counting):
 
 
 def test_times_are_the_devices_and_add_up(backend, counting):
-    with Replay(backend, counting.issues * 20) as short:
+    with TimedReplay(backend, counting.issues * 20) as short:
         few = short.time_us(5)
-    with Replay(backend, counting.issues * 200) as long:
+    with TimedReplay(backend, counting.issues * 200) as long:
         many = long.time_us(5)
     assert min(few) > 10 and 2 < min(many) / min(few) < 20
 
 
 def test_what_cannot_be_captured_is_refused_and_the_stream_goes_on(backend, counting):
     with pytest.raises(UsageError, match="no launches"):
-        Replay(backend, [])
+        TimedReplay(backend, [])
 
     calls = []
 
     def captures_too() -> None:
         calls.append(1)
         if len(calls) > 1:  # the first call is before the capture
-            Replay(backend, counting.issues)
+            TimedReplay(backend, counting.issues)
 
     with pytest.raises(UsageError, match="stream 0 is being captured already"):
-        Replay(backend, [captures_too])
+        TimedReplay(backend, [captures_too])
     for issue in counting.issues:
         issue()
     assert counting.value == 2
@@ -111,14 +111,14 @@ def test_a_failing_launch_ends_the_capture(backend, counting):
             raise ValueError("told to")
 
     with pytest.raises(ValueError, match="told to"):
-        Replay(backend, [*counting.issues, fails_later])
-    with Replay(backend, counting.issues) as replay:
+        TimedReplay(backend, [*counting.issues, fails_later])
+    with TimedReplay(backend, counting.issues) as replay:
         replay.run()
     assert counting.value == 6
 
 
 def test_a_closed_replay_is_refused(backend, counting):
-    replay = Replay(backend, counting.issues)
+    replay = TimedReplay(backend, counting.issues)
     replay.close()
     replay.close()
     with pytest.raises(UsageError, match="closed"):

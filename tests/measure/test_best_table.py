@@ -9,7 +9,7 @@ import numpy as np
 from data.measure import best_table
 from workbench.bench.results import COMPLETE, Run, SampleTable
 from workbench.config import Toggles
-from workbench.toggles import best_table as committed
+from workbench.presets import best_table as committed
 
 
 def test_the_committed_table_is_what_the_recorded_runs_say():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from workbench.cli import generate, main, measure
 from workbench.config import BASELINE, BEST, FAMILIES, TogglePreset, Toggles
 from workbench.errors import UsageError
-from workbench.toggles import preset_names
+from workbench.presets import preset_names
 
 EVERY = Toggles().switched("fuse", "on")
 COMMANDS = ("run", "logits", "program", "bench", "ab", "perplexity", "check")

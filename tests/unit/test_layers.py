@@ -34,6 +34,7 @@ LAYERS = [
     ("graph",),
     ("config",),
     ("toggles",),
+    ("presets",),
     ("choices",),
     ("output",),
     ("output_path",),

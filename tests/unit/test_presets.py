@@ -15,9 +15,9 @@ from workbench.backend.null import open_backend
 from workbench.config import FAMILIES, TogglePreset, Toggles
 from workbench.engine.wanted import resolve
 from workbench.errors import DeviceError, UsageError
+from workbench.presets import best_table as committed
+from workbench.presets import fixed_presets, preset_names
 from workbench.program.capabilities import Capabilities
-from workbench.toggles import best_table as committed
-from workbench.toggles import fixed_presets, preset_names
 
 FUSIONS = Toggles.members("fuse")
 QUICK = settings(max_examples=40, deadline=None)

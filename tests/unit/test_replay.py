@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.backend.cuda.replay import READ_GRIDS, READ_WORDS, Replay, read_rates
+from workbench.backend.cuda.replay import READ_GRIDS, READ_WORDS, TimedReplay, read_rates
 from workbench.errors import DeviceError, UsageError
 
 
@@ -127,13 +127,13 @@ def test_every_kernel_runs_once_before_it_is_captured(backend):
     def b():
         backend.api.log.append("b")
 
-    with Replay(backend, [a, b, a, b]):
+    with TimedReplay(backend, [a, b, a, b]):
         assert backend.api.log == ["a", "b", "wait", "begin", "a", "b", "a", "b", "end"]
     assert not backend.api.alive
 
 
 def test_times_lie_between_events_behind_an_untimed_replay(backend):
-    with Replay(backend, [lambda: None]) as replay:
+    with TimedReplay(backend, [lambda: None]) as replay:
         backend.api.log.clear()
         assert replay.time_us(2) == [250.0, 250.0]
         assert backend.api.log == [
@@ -149,10 +149,10 @@ def test_times_lie_between_events_behind_an_untimed_replay(backend):
 def test_a_capture_within_a_capture_is_refused_and_ends_both(backend):
     def captures_too():
         if backend.api.capturing:
-            Replay(backend, [lambda: None])
+            TimedReplay(backend, [lambda: None])
 
     with pytest.raises(UsageError, match="stream 0 is being captured already; end that"):
-        Replay(backend, [captures_too])
+        TimedReplay(backend, [captures_too])
     assert not backend.api.capturing and not backend.api.alive
 
 
@@ -163,17 +163,17 @@ def test_a_failure_while_capturing_leaves_nothing(backend, stop):
             raise stop
 
     with pytest.raises(stop):
-        Replay(backend, [fails])
+        TimedReplay(backend, [fails])
     assert not backend.api.capturing and not backend.api.alive
 
 
 def test_a_graph_that_cannot_be_instantiated_is_destroyed(backend):
     backend.api.fail = "cuGraphInstantiate"
     with pytest.raises(DeviceError, match="cuGraphInstantiate failed at replay of 1 launches"):
-        Replay(backend, [lambda: None])
+        TimedReplay(backend, [lambda: None])
     assert not backend.api.alive
     with pytest.raises(UsageError, match="no launches"):
-        Replay(backend, [])
+        TimedReplay(backend, [])
 
 
 def test_reading_is_tried_with_every_kernel_and_grid(backend):

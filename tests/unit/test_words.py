@@ -43,15 +43,15 @@ WORDS = [
     Word("place places placed", "no noun", "layout, range, address, backend, row",
          names=("in_place",)),  # an adverb: where it lies already
     Word("plan plans planned", "a captured device graph with its policy", "layout, grid, matrix",
-         ("backend/plan.py",)),
+         ("backend/", "choices.py", "engine/", "program/plans.py", "toggles.py", "trace/")),
     Word("turn turns", "which of a ring's copies a step takes", "period, behind, each",
          (*RINGS, "program/sync_modes.py")),
     Word("slot slots", "a server's seat for a sequence", "entry", ("engine/slots.py", "serve/")),
     Word("lane lanes", "a row of a timeline", "worker, element", TIMELINES),
     Word("splitk", "nothing", "kv_parts, k_parts"),
     Word("split splits", "what one backend computes of the graph", "k_parts, warps_per_row",
-         ("backend/issue.py", "backend/bind.py", "bench/", "engine/", "program/", "report/",
-          "trace/")),
+         ("backend/issue.py", "backend/bind.py", "backend/plan.py", "bench/", "choices.py",
+          "engine/", "program/", "report/", "trace/")),
     Word("segment segments", "host calls, or the work of a device split", "part",
          ("backend/issue.py", "engine/watch.py",
           "backend/cuda/")),  # there a struct of the kernels: the rows of one of several products

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from workbench.backend.args import AddressOf
-from workbench.backend.issued import Issued
+from workbench.backend.issued import Issued, Plannable
 from workbench.devices import AUTO, DEVICES, WITHOUT_GPU
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
@@ -59,6 +59,30 @@ class KernelName(NamedTuple):
 
     function: str | None
     waits: bool
+
+
+class Captured(ABC):
+    """What a device has recorded: the commands of a plan, which one call launches.
+
+    launch: that call. nodes: of each node on the device, in order, the part it belongs to.
+    capture_ns, instantiate_ns: host time of the latest capture and of making it launchable.
+    """
+
+    launch: Issue
+    nodes: tuple[int, ...]
+    capture_ns: int = 0
+    instantiate_ns: int = 0
+
+    @abstractmethod
+    def update(self, work: Plannable, changed: Sequence[int] | None) -> bool:
+        """Makes it launch `work` from now on. changed: the parts that have other addresses, where
+        all else is as before; None: anything may differ. False, and nothing has changed, where the
+        device refuses because the topology is another. What is queued runs as it was."""
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Gives the recording back when queued launches are over. Twice is fine, also after the
+        backend was closed. `launch` raises DeviceError then."""
 
 
 class Backend(ABC):
@@ -131,6 +155,11 @@ class Backend(ABC):
     def copy_to_peer(self, peer: Any, dst: int, src: int, nbytes: int, stream: int) -> Issued:
         """A copy from this device's memory to the memory of `peer`, another of its kind, on a
         stream of this one."""
+
+    def capture(self, work: Plannable) -> Captured:
+        """Records the parts of `work` and runs nothing. Raises DeviceError where the device cannot
+        (`Capabilities.capture`) or refuses; nothing is left behind then."""
+        raise DeviceError(f"the {self.name} device cannot capture plans; use plans=off")
 
     # Where every call returns when its work is done, nothing is ever under way between two calls.
 

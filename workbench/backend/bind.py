@@ -7,30 +7,34 @@ write, a read, a wait of the host) becomes a plain callable.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
 
 from workbench.backend.base import Backend, Issue, Memory
-from workbench.backend.issued import Block, Issued, in_order
+from workbench.backend.issued import Block, Issued, Plannable, in_order
 from workbench.backend.landing import Landing
 from workbench.graph.ir import Tensor
 from workbench.program import commands as cmd
+
+_UIDS = count(1)  # 0 is nobody's
 
 
 class LandingBlock:
     """The arguments of a copy to a `Landing`: those to the block where results land next."""
 
-    __slots__ = ("_copies", "_landing", "pointers")
+    __slots__ = ("_copies", "landing", "pointers")
 
     def __init__(self, landing: Landing, copies: Sequence[Issued]):
-        self._landing = landing
+        self.landing = landing
         self._copies = copies
         self.pointers = copies[0].block.pointers
 
     @property
     def _now(self) -> Block:
-        return self._copies[self._landing.now].block
+        return self._copies[self.landing.now].block
 
     def __len__(self) -> int:
         return len(self._now)
@@ -65,7 +69,7 @@ class Binding:
         self._events = events
         self._several = len(backends) > 2  # a thread must be attached to one after another
         self._recorded_by: dict[str, Backend] = {}
-        for command in program.commands:
+        for command in program.singly():
             if isinstance(command, cmd.Record):
                 backend = self._recorded_by[command.event] = backends[command.stream.backend]
                 if command.event not in events:
@@ -101,7 +105,7 @@ class Binding:
             attach()
             call()
 
-        return Issued(attached, issued.same, issued.block, issued.parts)
+        return replace(issued, call=attached)
 
     # addresses --------------------------------------------------------------------------------
 
@@ -184,6 +188,19 @@ class Binding:
         backend.attach()
         return backend.launch(c.node, address_of, scratch, stream, c.programmatic)
 
+    def _replay(self, c: cmd.Replay) -> Issued:
+        parts = [_DEVICE[type(part)](self, part) for part in c.parts]
+        streams = tuple([part.stream.id for part in c.parts if part.stream is not None])
+        landings = [part.block.landing for part in parts if isinstance(part.block, LandingBlock)]
+        call = in_order([part.call for part in parts])
+        work = Plannable(
+            call, ("replay",), parts=tuple(parts), backend=self._backends[c.stream.backend],
+            stream=c.stream.id, streams=streams, uid=next(_UIDS),
+        )  # fmt: skip
+        if landings:
+            work.landing = lambda: tuple([landing.now for landing in landings])
+        return work
+
     def _record(self, c: cmd.Record) -> Issued:
         return self._backends[c.stream.backend].record(self._events[c.event], c.stream.id)
 
@@ -194,6 +211,7 @@ class Binding:
 _DEVICE: dict[type[cmd.Command], Callable[[Binding, Any], Issued]] = {
     cmd.Copy: Binding._copy,
     cmd.Launch: Binding._launch,
+    cmd.Replay: Binding._replay,
     cmd.Record: Binding._record,
     cmd.Wait: Binding._wait,
 }

@@ -8,7 +8,7 @@ Neighbours without a call of the host between them go to one executor together:
     executors           ---- one -----          ------------- one ----------------
 
 An executor turns split works into calls once, when the program is bound. `eager` makes one call of
-each command. What replays a captured graph is another executor, and no other file changes.
+each command, and issues a plan part by part. `backend/plan.py` captures plans and replays them.
 """
 
 from __future__ import annotations

@@ -56,6 +56,11 @@ class Words:
 EMPTY: Block = Words([], ())
 
 
+def _one_block() -> Hashable:
+    """Of commands without results, or with one block for them."""
+    return 0
+
+
 @dataclass(slots=True, eq=False)
 class Issued:
     """One command, ready to be issued as often as wanted.
@@ -88,6 +93,22 @@ class Issued:
         if self.parts:
             return tuple([a for part in self.parts for a in part.addresses])
         return tuple([self.block[i] for i in self.block.pointers])
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Plannable(Issued):
+    """The commands of a plan, as parts. Called, it issues them one by one.
+
+    backend: captures it. stream: the plan is launched on it. streams: of each part. landing: where
+    results land in several blocks, the numbers of the next; each has a plan of its own. uid: of the
+    commands with these arguments, another after every patch; 0 where nobody can tell.
+    """
+
+    backend: Any = None
+    stream: int = 0
+    streams: tuple[int, ...] = ()
+    landing: Callable[[], Hashable] = _one_block
+    uid: int = 0
 
 
 def in_order(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:

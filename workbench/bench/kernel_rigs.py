@@ -28,7 +28,7 @@ H100_FLOOR = 3000.0  # GB/s; a sound SXM card reads at 3.1 to 3.2 TB/s
 
 
 class Repeats(Protocol):
-    """Launches that can be repeated; `backend.cuda_replay.Replay` is one."""
+    """Launches that can be repeated; `backend.cuda_replay.TimedReplay` is one."""
 
     def time_us(self, n: int) -> list[float]:
         """How long each of n repetitions took, in us; one untimed repetition goes before them."""
@@ -79,7 +79,7 @@ class CudaRig:
         self.pass_bytes = (1 << 29) if quick else (3 << 30)  # 1 ms at 3 TB/s
 
     def repeats(self, issues: Sequence[Issue]) -> Repeats:
-        return self._replay.Replay(self._backend, issues)
+        return self._replay.TimedReplay(self._backend, issues)
 
     def read_rates(self) -> dict[str, float]:
         nbytes = self._replay.READ_BYTES // (8 if self._quick else 1)

@@ -53,8 +53,8 @@ from workbench.config import BASELINE, FAMILIES, TogglePreset, Toggles
 from workbench.engine.finite import first_bad_row, not_finite
 from workbench.errors import UsageError
 from workbench.output import check_folder
+from workbench.presets import fixed_presets
 from workbench.progress import Bar, bar
-from workbench.toggles import fixed_presets
 from workbench.trace.spans import now_ns
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from cyclopts.validators import Number
 from workbench import devices
 from workbench.config import BASELINE, BEST, EXPAND, FAMILIES, EngineConfig, TogglePreset, Toggles
 from workbench.errors import UsageError
-from workbench.toggles import preset_words
+from workbench.presets import preset_words
 
 
 def flag(help: str, names: str | None = None, **settings: Any) -> Parameter:

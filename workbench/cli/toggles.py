@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from workbench.cli import flags as f
 from workbench.cli.common import app
 from workbench.config import FAMILIES, Toggles
-from workbench.toggles import preset_words
+from workbench.presets import preset_words
 
 
 @app.command

@@ -12,6 +12,7 @@ import numpy as np
 
 from workbench.backend.base import Backend
 from workbench.backend.issue import Prepared
+from workbench.backend.plan import plans_of
 from workbench.config import EngineConfig, Toggles
 from workbench.engine import exclusive, opened, shown
 from workbench.engine.batch import Batches, Outputs, Work, check_prompt, shift_batch, step_shape
@@ -68,7 +69,8 @@ class Engine:
         self._step_programs = StepPrograms(loaded, have, self._residents, self._spent)
         self._ns = dict.fromkeys((*PHASES, "prepare", "batch", "issue", "wait"), 0)
         self._programs = POLICIES[have.toggles.graph_reuse](self._build)
-        self._workspace = Workspace(loaded.backends, self._programs.clear)
+        self._plans = plans_of(have.toggles)
+        self._workspace = Workspace(loaded.backends, self._forget)
         try:
             self._residents.allocate(loaded)
             # reserve for the largest step, so that memory grows later only for many outputs
@@ -292,9 +294,8 @@ class Engine:
         return self._made.of(step_shape(n_tokens, n_outputs, n_past, self.config))
 
     def programs(self, n_prompt: int, n_decoded: int = 0, laps: int = 1) -> list[Program]:
-        """The programs that a prompt of n_prompt tokens and n_decoded single ones after it would
-        issue, one after the other, on an empty cache; and again `laps` times. Buffers of one name
-        are one Buffer."""
+        """The programs of a prompt of n_prompt tokens and n_decoded single ones after it, on an
+        empty cache; and again `laps` times. Buffers of one name are one Buffer."""
         return self._made.several(n_prompt, n_decoded, laps)
 
     def cycle(self, n_prompt: int, n_decoded: int = 0) -> list[Program]:
@@ -305,21 +306,25 @@ class Engine:
 
     @property
     def _made(self) -> StepPrograms:
-        """What makes programs, of an engine that is open."""
-        assert self._open is not None
+        assert self._open is not None  # raises for a closed engine
         return self._step_programs
 
     def _build(self, key: Key) -> Prepared:
         program = self._made.of(key.shape, key.turn)
         start = now_ns()
         memory = self._residents.memory | self._workspace.bind(program)
-        prepared = Prepared(program, self._open.backends, memory, self._events)
+        execute = self._plans.executor(program)
+        prepared = Prepared(program, self._open.backends, memory, self._events, execute)
         self._spent("prepare", start, now_ns())
         return prepared
 
+    def _forget(self) -> None:
+        """Drops what names the workspace's addresses, which are about to change."""
+        self._programs.clear()
+        self._plans.clear()
+
     def _spent(self, phase: str, start_ns: int, end_ns: int) -> None:
-        """Counts host time of a phase, and shows it in a trace: in the step under way, or that to
-        come."""
+        """Counts host time of a phase, and shows it in a trace (step under way, or to come)."""
         self._ns[phase] += end_ns - start_ns
         if self._recorder is not None:
             self._recorder.add(phase, "build", HOST_LANE, start_ns, end_ns, step=self.n_steps)
@@ -362,12 +367,13 @@ class Engine:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Steps, programs built and reused, and ns spent by phase (sums, untraced steps)."""
+        """Steps, programs built and reused, ns by phase (sums, untraced steps), and of plans."""
         return {
             "steps": self.n_steps,
             "programs_built": self._programs.built,
             "programs_reused": self._programs.reused,
             **{f"{phase}_ns": ns for phase, ns in self._ns.items()},
+            **self._plans.counts,
         }
 
     def close(self) -> None:
@@ -380,7 +386,7 @@ class Engine:
             self._under_way.give_up()
         for backend in loaded.backends:
             backend.synchronize()
-        self._programs.clear()
+        self._forget()
         self._workspace.free()
         self._residents.free()
         loaded.release()

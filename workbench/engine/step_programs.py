@@ -19,6 +19,7 @@ from workbench.model.shift import shift_graph
 from workbench.program.commands import Buffer, Program
 from workbench.program.layout import Target, lay_out
 from workbench.program.lower import lower
+from workbench.program.plans import with_plans
 from workbench.program.split import assign, split
 from workbench.trace.spans import now_ns
 
@@ -60,6 +61,7 @@ class StepPrograms:
     ):
         self._loaded = loaded
         self._toggles, self._ordering = have.toggles, have.ordering
+        self._plan_scope = have.plan_scope
         self._residents = residents
         self._spent = spent
         last = loaded.backend
@@ -88,6 +90,8 @@ class StepPrograms:
         layout = lay_out(graph, splits, residents.ranges, self._targets, ordering, turn, buffers)
         t3 = now_ns()
         program = lower(graph, splits, layout, self._targets, ordering)
+        if self._plan_scope:
+            program = with_plans(program, self._plan_scope)
         times = (t0, t1, t2, t3, now_ns())
         for phase, start, end in zip(PHASES, times, times[1:], strict=False):
             self._spent(phase, start, end)

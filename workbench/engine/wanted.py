@@ -6,9 +6,10 @@ from typing import NamedTuple
 from workbench.config import BEST, TogglePreset, Toggles
 from workbench.engine.loaded import Loaded
 from workbench.errors import DeviceError, UsageError, WorkbenchError
+from workbench.presets import best_table
 from workbench.program.capabilities import Capabilities
+from workbench.program.plans import choose_scope
 from workbench.program.sync_modes import Ordering, choose_ordering, choose_pdl
-from workbench.toggles import best_table
 
 Wanted = Toggles | TogglePreset | str | None  # a preset's name; None: `best`
 # toggles that variants of an engine will have, or what makes them of the engine's own
@@ -41,8 +42,9 @@ def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
 
 def _honours(toggles: Toggles, able: Capabilities, device: str) -> bool:
     try:
-        choose_ordering(Ordering.of(toggles), able, device)
+        ordering = choose_ordering(Ordering.of(toggles), able, device)
         choose_pdl(toggles.pdl, able, device)
+        choose_scope(toggles.plans, toggles.plan_scope, ordering, able, device)
     except WorkbenchError:
         return False
     return True
@@ -50,12 +52,14 @@ def _honours(toggles: Toggles, able: Capabilities, device: str) -> bool:
 
 class Chosen(NamedTuple):
     """What an engine has. ordering: with the sync mode and the stream that stand for `auto`.
-    programmatic: whether launches are. preset: its name with the changes, or `as given`. words: the
+    programmatic: whether launches are. plan_scope: what is in plans, empty where there are none.
+    preset: its name with the changes, or `as given`. words: the
     kind of device and all that differs from the baseline: `best on cuda: sync=packed, fuse=on`."""
 
     toggles: Toggles
     ordering: Ordering
     programmatic: bool
+    plan_scope: str
     preset: str
     words: str
 
@@ -73,13 +77,14 @@ def choose(wanted: Wanted, loaded: Loaded) -> Chosen:
     try:
         ordering = choose_ordering(Ordering.of(toggles), able, device, loaded.config.unsafe)
         programmatic = choose_pdl(toggles.pdl, able, device)
+        scope = choose_scope(toggles.plans, toggles.plan_scope, ordering, able, device)
     except (DeviceError, UsageError) as error:
         if preset is None:
             raise
         raise type(error)(f"{error}{_whose(str(error), toggles, preset)}") from None
     name = str(preset or "as given")
     shown = str(toggles).replace("sync=auto", f"sync=auto ({ordering.sync})", 1)
-    return Chosen(toggles, ordering, programmatic, name, f"{name} on {device}: {shown}")
+    return Chosen(toggles, ordering, programmatic, scope, name, f"{name} on {device}: {shown}")
 
 
 def _whose(message: str, toggles: Toggles, preset: TogglePreset) -> str:

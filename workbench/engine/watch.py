@@ -238,6 +238,8 @@ def described(prepared: Prepared, number: int, step: int) -> tuple[str, dict[str
             name = "wait stream" if command.event is None else f"wait {command.event}"
             ends = number >= prepared.firsts[len(prepared.head)]
             return (LOGITS_WAIT if ends else name), args | {"event": command.event}
+        case c.Replay():
+            return f"plan of {len(command.parts)}", args | {"parts": len(command.parts)}
     assert isinstance(command, c.Record | c.Wait)
     return command.kind, args | {"event": command.event}
 
@@ -253,7 +255,7 @@ def _lane(prepared: Prepared, stream: c.Stream) -> str:
 
 def _device_of(prepared: Prepared, command: c.Command) -> Backend | None:
     """The device that runs a copy or a launch later than the host issues it; None for others."""
-    if not isinstance(command, c.Copy | c.Launch):
+    if not isinstance(command, c.Copy | c.Launch | c.Replay):
         return None
     backend = prepared.backends[command.stream.backend]
     return None if backend.capabilities.synchronous else backend
@@ -263,6 +265,8 @@ def _device_work(prepared: Prepared) -> Iterator[_Work]:
     firsts = prepared.firsts
     for number in range(len(prepared.head)):
         for command in prepared.program.commands[firsts[number] : firsts[number + 1]]:
-            if isinstance(command, c.Launch) and (device := _device_of(prepared, command)):
+            if isinstance(command, c.Launch | c.Replay) and (
+                device := _device_of(prepared, command)
+            ):
                 yield _Work(number, device, command.stream.id)
                 break

@@ -9,7 +9,7 @@ from ipywidgets import HTML, Button, Dropdown, HBox, Layout
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.errors import UsageError
-from workbench.toggles import BASELINE, preset_names
+from workbench.presets import BASELINE, preset_names
 
 GIVEN, PINNED = "as given", "pinned"
 

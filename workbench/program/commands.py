@@ -20,7 +20,7 @@ Contracts (host order is list order):
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import takewhile
 from typing import ClassVar, NamedTuple
@@ -264,6 +264,34 @@ class Sync(Command):
         return f"sync of {of}{'' if self.blocks is None else f' behind copy {self.blocks.name}'}"
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class Replay(Command):
+    """A plan: commands of one device, recorded once and then issued by one call on `stream`.
+
+    The parts begin when everything in front on `stream` is over. What is behind on `stream` begins
+    when every part is over. Among themselves the parts are ordered as outside of a plan, by their
+    streams, and by the Records and Waits among them. A Wait among them has its Record among them.
+    A part on another stream has no other order with what that stream does outside of the plan.
+    """
+
+    kind = "replay"
+    letter = "p"
+    parts: tuple[Command, ...]
+    stream: Stream = field()
+    split: int
+
+    @property
+    def reads(self) -> tuple[Range, ...]:
+        return tuple([r for part in self.parts for r in part.reads])
+
+    @property
+    def writes(self) -> tuple[Range, ...]:
+        return tuple([r for part in self.parts for r in part.writes])
+
+    def words(self, backends: Sequence[str]) -> str:
+        return f"replay of {len(self.parts)} commands on {self.stream.words(backends)}"
+
+
 class CommandAt(NamedTuple):
     """A command of a run of programs: at `index` of step number `step`."""
 
@@ -318,15 +346,23 @@ class Program:
     def counts(self) -> dict[str, int]:
         """Per step: waits of the host, copies, launches, records, stream waits, bytes copied.
 
-        waits counts every Sync, the logits wait included; copies likewise.
+        waits counts every Sync, the logits wait included; copies likewise. Where there are plans,
+        also replays: the host issues each of them, and not the commands in it.
         """
         names = {
             "sync": "waits", "copy": "copies", "launch": "launches",
             "record": "records", "wait": "stream_waits",
         }  # fmt: skip
         n = Counter(command.kind for command in self.commands)
-        copied = sum(c.src.nbytes for c in self.commands if isinstance(c, Copy))
-        return {name: n[kind] for kind, name in names.items()} | {"copied_bytes": copied}
+        counts = {name: n[kind] for kind, name in names.items()}
+        copied = sum(c.src.nbytes for c in self.singly() if isinstance(c, Copy))
+        replays = {"replays": n["replay"]} if n["replay"] else {}
+        return counts | {"copied_bytes": copied} | replays
+
+    def singly(self) -> Iterator[Command]:
+        """Every command, the parts of plans in place of the plans."""
+        for c in self.commands:
+            yield from c.parts if isinstance(c, Replay) else (c,)
 
     def _about(self) -> str:
         s = self.shape

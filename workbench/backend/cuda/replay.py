@@ -25,7 +25,7 @@ READ_GRIDS = (4, 8, 16, 32, 0)  # blocks for each multiprocessor; 0: a block for
 READ_BYTES = 4 << 30  # read in one replay
 
 
-class Replay(AbstractContextManager["Replay"]):
+class TimedReplay(AbstractContextManager["TimedReplay"]):
     """`issues`, captured in order from one stream into a graph that can be replayed.
 
     What the issues refer to (memory, kernels) must live as long as the replay. Not to be used by
@@ -155,7 +155,7 @@ def read_rates(backend: CudaBackend, nbytes: int = READ_BYTES, n: int = 5) -> di
                 )  # fmt: skip
                 name = f"read_{words} " + (f"x{per_sm}" if per_sm else "tiles")
                 issue = backend._prepare(kernel, stream, name)
-                with Replay(backend, [issue] * times) as replay:
+                with TimedReplay(backend, [issue] * times) as replay:
                     us = min(replay.time_us(n))
                 rates[name] = times * n_words * WORD_BYTES / us / 1e3
     finally:

@@ -1,0 +1,258 @@
+"""ROOM #16548: when a plan is captured, updated, replayed and given up.
+
+A program has a `Plannable` where it has a plan (`program/plans.py`). Called as it is, it issues its
+parts one by one. A `Plan` is what the device recorded of one, and one call replays it. A rule says
+which plan is for which work, and when it is captured:
+
+    pr       the plan with the same number in its step; all go where splits or backends change
+    today    the plan with the same number in its step, of steps with outputs or without; captured
+             after two equal calls, and not replayed where a call differs from the one before
+    ours     the plan of equal work; else one whose work is gone, if only addresses differ; else a
+             new one. The least recently used of too many goes
+
+Equal is strict: functions, grids, shapes, strides and parameters (`Issued.key`), and every address.
+Two calls of one `uid` are equal without a look; uid 0 is equal to nothing.
+
+Sources: llama.cpp #16548 (pr), #19754 (today's warm-up), #21764 (uid), #18583 (what is compared).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+from workbench.backend.base import Captured, Issue
+from workbench.backend.issue import Executed, Executor, SplitWork, eager
+from workbench.backend.issued import Plannable
+from workbench.choices import PlanBatch, PlanEvict, PlanRule, PlanWarmup
+from workbench.program.commands import Program
+from workbench.toggles import Toggles
+
+KEPT = 16  # plans of an engine, where the least recently used goes
+IDLE_S, SWEEP_S = 10.0, 5.0  # llama.cpp's
+
+Identity = tuple[tuple[Hashable, ...], tuple[tuple[int, ...], ...]]  # key, addresses of each part
+Seat = tuple[Hashable, ...]  # which plan of a step
+
+
+class Policy(NamedTuple):
+    """What the toggles `plans`, `plan_warmup`, `plan_evict` and `plan_batch` say."""
+
+    rule: str
+    warmup: int  # calls up to the one that is captured
+    evict: str
+    batch: str
+
+    @classmethod
+    def of(cls, toggles: Toggles) -> Policy:
+        """`auto` becomes what the rule has by itself."""
+        warmup, evict = _OWN[toggles.plans]
+        if toggles.plan_warmup != PlanWarmup.AUTO:
+            warmup = toggles.plan_warmup
+        if toggles.plan_evict != PlanEvict.AUTO:
+            evict = toggles.plan_evict
+        return cls(toggles.plans, int(warmup), evict, toggles.plan_batch)
+
+
+_OWN: dict[str, tuple[str, str]] = {
+    PlanRule.PR: (PlanWarmup.NONE, PlanEvict.NEVER),
+    PlanRule.TODAY: (PlanWarmup.TWO, PlanEvict.IDLE),
+    PlanRule.OURS: (PlanWarmup.NONE, PlanEvict.LRU),
+}
+
+
+class Plan:
+    """What a device recorded, if anything yet, and the latest work that came.
+
+    identity: of that work. recorded: of what is recorded. fits: the two are equal. alike: calls in
+    a row, up to the latest, that a rule takes for the same. work: nothing once the work is gone.
+    """
+
+    __slots__ = ("alike", "captured", "fits", "identity", "recorded", "uid", "used", "work")
+
+    def __init__(self) -> None:
+        self.captured: Captured | None = None
+        self.fits = False
+        self.identity: Identity | None = None
+        self.recorded: Identity | None = None
+        self.uid = self.alike = 0
+        self.used = 0.0
+        self.work: Callable[[], Plannable | None] = _nobody
+
+    def destroy(self) -> None:
+        captured, self.captured, self.recorded, self.fits = self.captured, None, None, False
+        if captured is not None:
+            captured.destroy()
+
+
+def _nobody() -> None:
+    """In place of a weak reference: no work has come yet."""
+
+
+class NoPlans:
+    """Every command is issued by a call of its own."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def executor(self, program: Program) -> Executor:
+        """Makes the calls of a program that is bound now (`backend/issue.py`)."""
+        return eager
+
+    def clear(self) -> None:
+        """Gives every plan back. Works that are called later are captured anew."""
+
+
+class Plans(NoPlans):
+    """The plans of one engine. They name the engine's memory, so `clear` comes before it changes.
+
+    counts: plans captured, updated where they are, made launchable again because the device refused
+    an update, replayed, evicted; calls that issued their parts one by one; ns of each kind of work.
+    """
+
+    def __init__(self, policy: Policy, clock: Callable[[], float] = time.monotonic):
+        self._policy = policy
+        self._clock = clock
+        self._kept: dict[Hashable, Plan] = {}
+        self._splits: tuple[int, ...] = ()
+        self._next_sweep = clock() + SWEEP_S
+        self.counts = dict.fromkeys(COUNTS, 0)
+
+    def executor(self, program: Program) -> Executor:
+        if self._policy.rule == PlanRule.PR and self._splits != tuple(program.splits):
+            self.clear()
+            self._splits = tuple(program.splits)
+        shape, numbers = program.shape, iter(range(len(program.commands)))
+        planned = self._policy.batch == PlanBatch.ANY or shape.n_tokens == 1
+
+        def execute(works: Sequence[SplitWork]) -> Executed:
+            calls: list[Issue] = []
+            for issued in (i for work in works for i in work.issued):
+                if planned and isinstance(issued, Plannable):
+                    calls.append(self._call(issued, (next(numbers), shape.n_outputs > 0)))
+                else:
+                    calls.append(issued.call)
+            return calls, [1] * len(calls)
+
+        return execute
+
+    def _call(self, work: Plannable, seat: Seat) -> Issue:
+        """What issues `work`: a replay of its plan, where it has one that fits."""
+        plans: dict[Hashable, Plan] = {}  # by landing
+        none, landing, counts, clock = Plan(), work.landing, self.counts, self._clock
+        sweeps = self._policy.evict == PlanEvict.IDLE
+
+        def call() -> None:
+            plan = plans.get(landing(), none)
+            if not plan.fits or plan.uid != work.uid or not work.uid:
+                plan = plans[landing()] = self._arrive(work, seat, plan)
+            plan.used = now = clock()
+            if sweeps and now >= self._next_sweep:
+                self._sweep(now)
+            if plan.fits and plan.captured is not None:
+                counts["plans_replayed"] += 1
+                plan.captured.launch()
+            else:
+                counts["plans_issued"] += 1
+                work.call()
+
+        return call
+
+    # rules --------------------------------------------------------------------------------------
+
+    def _arrive(self, work: Plannable, seat: Seat, had: Plan) -> Plan:
+        """The plan for work that is not known to be what its plan has, captured where the rule
+        wants it. had: of the work as it was before."""
+        known = work.uid and work.uid == had.uid and had.identity is not None
+        identity = had.identity if known else (work.key, tuple(p.addresses for p in work.parts))
+        assert identity is not None
+        plan = self._find(work, (*seat, work.landing()), identity, had)
+        before, plan.identity = plan.identity, identity
+        plan.uid, plan.work = work.uid, weakref.ref(work)
+        plan.fits = plan.recorded == identity
+        plan.alike = plan.alike + 1 if self._alike(before, identity) else 1
+        if not plan.fits and plan.alike >= self._policy.warmup:
+            self._record(plan, work)
+            plan.recorded, plan.fits = identity, True
+        return plan
+
+    def _find(self, work: Plannable, seat: Seat, identity: Identity, had: Plan) -> Plan:
+        number, outputs, landing = seat
+        match self._policy.rule:
+            case PlanRule.PR:
+                return self._kept.setdefault((number, landing), Plan())
+            case PlanRule.TODAY:
+                return self._kept.setdefault((number, outputs, landing), Plan())
+        found = self._kept.get(identity) or self._for_other_addresses(work, identity, had)
+        self._kept.pop(found.identity, None)
+        self._kept[identity] = found
+        while self._policy.evict == PlanEvict.LRU and len(self._kept) > KEPT:
+            others = {key: plan.used for key, plan in self._kept.items() if plan is not found}
+            self._give_up(min(others, key=others.__getitem__))
+        return found
+
+    def _for_other_addresses(self, work: Plannable, identity: Identity, had: Plan) -> Plan:
+        """A plan that only its addresses tell from `identity`: the work's own before a patch, or
+        one whose work is gone. Else a new plan."""
+        for plan in (had, *self._kept.values()):
+            free = plan is had or plan.work() is None
+            if free and plan.identity is not None and plan.identity[0] == identity[0]:
+                return plan
+        return Plan()
+
+    def _alike(self, before: Identity | None, now: Identity) -> bool:
+        """Whether a call counts as the one before, for the warm-up."""
+        if before is None or self._policy.rule == PlanRule.PR:
+            return before is not None
+        return before == now if self._policy.rule == PlanRule.TODAY else before[0] == now[0]
+
+    # capture and update ----------------------------------------------------------------------
+
+    def _record(self, plan: Plan, work: Plannable) -> None:
+        counts, captured = self.counts, plan.captured
+        if captured is not None:
+            start = time.perf_counter_ns()
+            done = captured.update(work, _changed(plan.recorded, plan.identity))
+            counts["plans_update_ns"] += time.perf_counter_ns() - start
+            if done:
+                counts["plans_updated"] += 1
+                return
+            plan.destroy()
+        plan.captured = made = work.backend.capture(work)
+        counts["plans_reinstantiated" if captured is not None else "plans_captured"] += 1
+        counts["plans_capture_ns"] += made.capture_ns
+        counts["plans_instantiate_ns"] += made.instantiate_ns
+
+    def _sweep(self, now: float) -> None:
+        self._next_sweep = now + SWEEP_S
+        for key in [key for key, plan in self._kept.items() if now - plan.used >= IDLE_S]:
+            self._give_up(key)
+
+    def _give_up(self, key: Hashable) -> None:
+        self.counts["plans_evicted"] += 1
+        self._kept.pop(key).destroy()
+
+    def clear(self) -> None:
+        kept, self._kept = list(self._kept.values()), {}
+        for plan in kept:
+            plan.destroy()
+
+
+def plans_of(toggles: Toggles) -> NoPlans:
+    """What an engine with these toggles has."""
+    return NoPlans() if toggles.plans == PlanRule.OFF else Plans(Policy.of(toggles))
+
+
+COUNTS = (
+    "plans_captured", "plans_updated", "plans_reinstantiated", "plans_replayed", "plans_issued",
+    "plans_evicted", "plans_capture_ns", "plans_instantiate_ns", "plans_update_ns",
+)  # fmt: skip
+
+
+def _changed(before: Identity | None, now: Identity | None) -> list[int] | None:
+    """The parts with other addresses, where nothing else differs; None where anything may."""
+    if before is None or now is None or before[0] != now[0]:
+        return None
+    return [i for i, (old, new) in enumerate(zip(before[1], now[1], strict=True)) if old != new]
