@@ -31,6 +31,11 @@ def test_default_is_the_baseline():
         "fuse_epilogue_quantize": "off",
         "fuse_product_norm": "off",
         "pdl": "off",
+        "plans": "off",
+        "plan_scope": "split",
+        "plan_warmup": "auto",
+        "plan_evict": "auto",
+        "plan_batch": "any",
     }
 
 
@@ -38,7 +43,8 @@ def test_which_toggles_may_change_the_last_bits():
     """Scheduling is exact; what another kernel computes may round differently."""
     exact = {name for name in Toggles.names() if Toggles.answer_class(name) == EXACT}
     scheduling = {"sync", "copy_stream", "host_source", "n_copies", "input_order", "step_wait"}
-    assert exact == scheduling | {"graph_reuse", "pdl"}
+    plans = {"plans", "plan_scope", "plan_warmup", "plan_evict", "plan_batch"}
+    assert exact == scheduling | {"graph_reuse", "pdl"} | plans
     assert Toggles.answer_class("fuse") == ROUNDING
 
 
