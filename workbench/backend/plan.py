@@ -171,7 +171,8 @@ class Plans(NoPlans):
         plan = self._find(work, (*seat, work.landing()), identity, had)
         before, plan.identity = plan.identity, identity
         plan.uid, plan.work = work.uid, weakref.ref(work)
-        plan.fits = plan.recorded == identity
+        # as proposed, what is new is updated without a look
+        plan.fits = plan.recorded == identity and self._policy.rule != PlanRule.PR
         plan.alike = plan.alike + 1 if self._alike(before, identity) else 1
         if not plan.fits and plan.alike >= self._policy.warmup:
             self._record(plan, work)
@@ -214,7 +215,8 @@ class Plans(NoPlans):
         counts, captured = self.counts, plan.captured
         if captured is not None:
             start = time.perf_counter_ns()
-            done = captured.update(work, _changed(plan.recorded, plan.identity))
+            looked = self._policy.rule != PlanRule.PR
+            done = captured.update(work, _changed(plan.recorded, plan.identity) if looked else None)
             counts["plans_update_ns"] += time.perf_counter_ns() - start
             if done:
                 counts["plans_updated"] += 1

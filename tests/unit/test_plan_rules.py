@@ -1,0 +1,388 @@
+"""When plans are captured, updated, replayed and given up: the rules, on a device that only notes
+what it is asked."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.backend.base import Captured
+from workbench.backend.issue import SplitWork
+from workbench.backend.issued import Issued, Plannable, Words
+from workbench.backend.plan import IDLE_S, KEPT, SWEEP_S, NoPlans, Plans, Policy, plans_of
+from workbench.config import Toggles
+from workbench.errors import DeviceError
+from workbench.graph.ir import StepShape
+
+POINTER, VALUE = 0, 1  # the fields of each part's block
+
+
+def what(work: Plannable) -> tuple[Any, ...]:
+    """All that a recording of `work` would fix."""
+    return work.key, work.addresses
+
+
+class Noted(Captured):
+    """What a device has recorded, by value; a launch is noted with it."""
+
+    def __init__(self, device: Device, work: Plannable):
+        self.device, self.what, self.alive = device, what(work), True
+        self.nodes = tuple(range(len(work.parts)))
+        self.capture_ns = self.instantiate_ns = 1
+        self.launch = self._launch
+
+    def _launch(self) -> None:
+        assert self.alive
+        self.device.did.append(("launch", self.what))
+
+    def update(self, work: Plannable, changed: Sequence[int] | None) -> bool:
+        assert self.alive
+        if self.device.refuses:
+            return False
+        self.device.did.append(("update", changed))
+        self.what = what(work)
+        return True
+
+    def destroy(self) -> None:
+        assert self.alive, "twice"
+        self.alive = False
+        self.device.did.append(("destroy",))
+
+
+class Device:
+    """Notes captures, and what is launched or issued."""
+
+    def __init__(self) -> None:
+        self.did: list[tuple[Any, ...]] = []
+        self.refuses = False
+        self.fails = False
+
+    def capture(self, work: Plannable) -> Noted:
+        if self.fails:
+            raise DeviceError("no capture today; use plans=off")
+        self.did.append(("capture",))
+        return Noted(self, work)
+
+    def work(self, uid: int, n: int = 3, same: str = "kernel") -> Plannable:
+        parts = tuple(
+            Issued(lambda: None, (same, i), Words([100 + i, 7], (POINTER,))) for i in range(n)
+        )
+        made = Plannable(lambda: None, ("replay",), parts=parts, backend=self, uid=uid)
+        made.call = lambda: self.did.append(("issue", what(made)))
+        return made
+
+    def verbs(self) -> list[str]:
+        found, self.did = [did[0] for did in self.did], []
+        return found
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def policy(plans: str, **toggles: str) -> Policy:
+    return Policy.of(Toggles(plans=plans, **toggles))
+
+
+def program(splits: Sequence[int] = (0, 1), n_tokens: int = 1, n_outputs: int = 1) -> Any:
+    return SimpleNamespace(
+        splits=list(splits), shape=StepShape(n_tokens, n_outputs, 256), commands=[None] * 9
+    )
+
+
+def bound(plans: NoPlans, *works: Plannable, of: Any = None) -> list[Any]:
+    """The calls of a program with these works."""
+    calls, counts = plans.executor(of or program())([SplitWork(1, range(len(works)), works)])
+    assert list(counts) == [1] * len(works)
+    return list(calls)
+
+
+def test_without_plans_every_work_is_issued():
+    device = Device()
+    work = device.work(1)
+    (call,) = bound(plans_of(Toggles()), work)
+    call()
+    assert device.verbs() == ["issue"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "verbs"),
+    [
+        ("pr", ["capture", "launch", "launch", "launch"]),
+        ("today", ["issue", "capture", "launch", "launch"]),
+        ("ours", ["capture", "launch", "launch", "launch"]),
+    ],
+)
+def test_the_same_work_three_times(rule, verbs):
+    device = Device()
+    plans = Plans(policy(rule))
+    (call,) = bound(plans, device.work(1))
+    for _ in range(3):
+        call()
+    assert device.verbs() == verbs
+    assert plans.counts["plans_captured"] == 1
+    assert plans.counts["plans_replayed"] == verbs.count("launch")
+    assert plans.counts["plans_issued"] == verbs.count("issue")
+
+
+@pytest.mark.parametrize("rule", ["pr", "today", "ours"])
+@pytest.mark.parametrize("warmup", ["0", "2"])
+def test_warm_up_is_a_switch_of_its_own(rule, warmup):
+    device = Device()
+    (call,) = bound(Plans(policy(rule, plan_warmup=warmup)), device.work(1))
+    call()
+    call()
+    assert device.verbs() == (
+        ["capture", "launch", "launch"] if warmup == "0" else ["issue", "capture", "launch"]
+    )
+
+
+def test_today_a_change_goes_back_to_launches_and_recovers():
+    device = Device()
+    work = device.work(1)
+    (call,) = bound(Plans(policy("today")), work)
+    call()
+    call()
+    work.parts[0].block[POINTER] = 500
+    work.uid = 2
+    call()
+    call()
+    call()
+    assert device.verbs() == [
+        "issue", "capture", "launch", "issue", "update", "launch", "launch",
+    ]  # fmt: skip
+
+
+def test_today_two_works_that_alternate_in_one_seat_are_never_captured():
+    """llama.cpp #28652: alternating shapes under one key reset the warm-up for ever."""
+    device, plans = Device(), Plans(policy("today"))
+    one, other = device.work(1), device.work(2, same="another")
+    calls = [*bound(plans, one), *bound(plans, other)]
+    for _ in range(4):
+        for call in calls:
+            call()
+    assert set(device.verbs()) == {"issue"}
+
+
+@pytest.mark.parametrize("rule", ["today", "ours"])
+def test_steps_with_outputs_and_without_have_plans_of_their_own(rule):
+    device, plans = Device(), Plans(policy(rule))
+    (with_outputs,) = bound(plans, device.work(1))
+    (without,) = bound(plans, device.work(2, same="another"), of=program(n_outputs=0))
+    for _ in range(4):
+        with_outputs()
+        without()
+    assert plans.counts["plans_captured"] == 2
+    assert "update" not in device.verbs()
+
+
+def test_the_pull_request_updates_what_has_the_same_number_and_gives_all_up_for_other_splits():
+    device, plans = Device(), Plans(policy("pr"))
+    for uid in (1, 2, 3):  # a program built anew for each token
+        first, second = device.work(uid), device.work(10 + uid)
+        first.parts[1].block[POINTER] = 1000 + uid
+        for call in bound(plans, first, second):
+            call()
+    assert plans.counts["plans_captured"] == 2
+    assert device.verbs() == ["capture", "launch"] * 2 + ["update", "launch"] * 4
+    for call in bound(plans, device.work(4), of=program(splits=(0, 1, 2))):
+        call()
+    assert device.verbs() == ["destroy", "destroy", "capture", "launch"]
+
+
+@pytest.mark.parametrize("uid", [0, 5])
+@pytest.mark.parametrize("rule", ["pr", "today", "ours"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda work: work.parts[1].block.__setitem__(POINTER, 900),
+        lambda work: work.parts[1].block.__setitem__(VALUE, 8),
+        lambda work: setattr(work.parts[1], "same", ("kernel", 1, "another shape")),
+    ],
+    ids=["a pointer", "a parameter", "a shape"],
+)
+def test_any_difference_forces_an_update(rule, uid, change):
+    device = Device()
+    work = device.work(uid)
+    (call,) = bound(Plans(policy(rule)), work)
+    for _ in range(3):
+        call()
+    device.verbs()
+    change(work)
+    work.uid = uid and uid + 1
+    for _ in range(3):
+        call()
+    assert all(did[1] == what(work) for did in device.did if did[0] in ("launch", "issue"))
+    assert {"update", "capture"} & set(device.verbs())
+
+
+def test_without_a_uid_equal_work_is_found_equal_by_a_look():
+    device = Device()
+    (call,) = bound(Plans(policy("ours")), device.work(0))
+    for _ in range(3):
+        call()
+    assert device.verbs() == ["capture", "launch", "launch", "launch"]
+
+
+def test_an_update_names_the_parts_that_have_other_addresses():
+    device = Device()
+    work = device.work(1, n=4)
+    (call,) = bound(Plans(policy("ours")), work)
+    call()
+    for i in (1, 3):
+        work.parts[i].block[POINTER] = 900 + i
+    work.uid = 2
+    call()
+    assert ("update", [1, 3]) in device.did
+
+
+def test_a_refused_update_is_captured_again_and_counted():
+    device = Device()
+    work, plans = device.work(1), Plans(policy("ours"))
+    (call,) = bound(plans, work)
+    call()
+    work.parts[0].block[POINTER], work.uid, device.refuses = 900, 2, True
+    call()
+    assert device.verbs() == ["capture", "launch", "destroy", "capture", "launch"]
+    assert plans.counts["plans_captured"] == plans.counts["plans_reinstantiated"] == 1
+    assert not plans.counts["plans_updated"]
+
+
+def test_each_block_that_results_land_in_has_a_plan():
+    device, now = Device(), [0]
+    work = device.work(1)
+    work.landing = lambda: now[0]
+    (call,) = bound(Plans(policy("ours")), work)
+    for now[0] in (0, 1, 0, 1, 2):
+        work.parts[2].block[POINTER] = 100 + now[0]
+        call()
+    assert device.verbs() == [
+        "capture", "launch", "capture", "launch", "launch", "launch", "capture", "launch",
+    ]  # fmt: skip
+
+
+def test_ours_takes_the_plan_of_equal_work_or_of_work_that_is_gone():
+    device, plans = Device(), Plans(policy("ours"))
+    for uid in (1, 2):  # built anew, at the same addresses
+        (call,) = bound(plans, device.work(uid))
+        call()
+    assert device.verbs() == ["capture", "launch", "launch"]
+    del call
+    gc.collect()
+    moved = device.work(3)
+    moved.parts[0].block[POINTER] = 900
+    (call,) = bound(plans, moved)
+    call()
+    assert device.verbs() == ["update", "launch"]
+
+
+def test_steps_of_several_tokens_have_no_plans_with_plan_batch_one():
+    device = Device()
+    plans = Plans(policy("ours", plan_batch="one"))
+    (many,) = bound(plans, device.work(1), of=program(n_tokens=8))
+    (one,) = bound(plans, device.work(2))
+    many()
+    one()
+    assert device.verbs() == ["issue", "capture", "launch"]
+
+
+def test_idle_plans_go():
+    device, clock = Device(), Clock()
+    plans = Plans(policy("today", plan_warmup="0"), clock)
+    busy, idle = device.work(1), device.work(2)
+    calls = bound(plans, busy, idle)
+    for call in calls:
+        call()
+    while clock.now < IDLE_S + SWEEP_S:
+        clock.now += 1
+        calls[0]()
+    assert device.verbs().count("destroy") == plans.counts["plans_evicted"] == 1
+    calls[1]()
+    assert device.verbs() == ["capture", "launch"]
+
+
+def test_the_least_recently_replayed_of_too_many_goes():
+    device, clock = Device(), Clock()
+    plans = Plans(policy("ours"), clock)
+    calls = []
+    for i in range(KEPT + 1):
+        clock.now += 1
+        calls += bound(plans, device.work(i + 1, same=f"kernel {i}"))
+        calls[-1]()
+        calls[0]()  # never the oldest
+    assert plans.counts["plans_evicted"] == 1
+    device.verbs()
+    calls[0]()
+    assert device.verbs() == ["launch"]
+    calls[1]()
+    assert device.verbs() == ["destroy", "capture", "launch"]
+
+
+def test_cleared_plans_are_captured_anew():
+    device, plans = Device(), Plans(policy("ours"))
+    (call,) = bound(plans, device.work(1))
+    call()
+    plans.clear()
+    plans.clear()
+    call()
+    assert device.verbs() == ["capture", "launch", "destroy", "capture", "launch"]
+
+
+def test_a_capture_that_fails_is_said_and_tried_again():
+    device, plans = Device(), Plans(policy("ours"))
+    (call,) = bound(plans, device.work(1))
+    device.fails = True
+    with pytest.raises(DeviceError, match="no capture today"):
+        call()
+    device.fails = False
+    call()
+    assert device.verbs() == ["capture", "launch"]
+
+
+@given(data=st.data())
+def test_what_is_replayed_is_what_would_have_been_issued(data):
+    """Whatever rule and policy, and whatever changes come between calls."""
+    device, clock = Device(), Clock()
+    plans = Plans(
+        policy(
+            data.draw(st.sampled_from(["pr", "today", "ours"])),
+            plan_warmup=data.draw(st.sampled_from(["auto", "0", "2"])),
+            plan_evict=data.draw(st.sampled_from(["auto", "never", "idle", "lru"])),
+        ),
+        clock,
+    )
+    next_uid, known = 1, list[tuple[Plannable, Any]]()
+    for _ in range(data.draw(st.integers(1, 25))):
+        clock.now += data.draw(st.sampled_from([0, 1, 20]))
+        device.refuses = data.draw(st.booleans())
+        verb = data.draw(st.sampled_from(["new", "call", "call", "patch", "clear", "drop"]))
+        if verb == "new" or not known:
+            work = device.work(next_uid, data.draw(st.integers(1, 3)), f"k{next_uid % 2}")
+            next_uid += 1
+            splits = (0, 1) if data.draw(st.integers(0, 3)) else (0, 1, 1)
+            known.append((work, bound(plans, work, of=program(splits))[0]))
+            continue
+        index = data.draw(st.integers(0, len(known) - 1))
+        work, call = known[index]
+        if verb == "patch":
+            part = work.parts[data.draw(st.integers(0, len(work.parts) - 1))]
+            part.block[data.draw(st.sampled_from([POINTER, VALUE]))] = data.draw(st.integers(0, 3))
+            next_uid += 1
+            work.uid = data.draw(st.sampled_from([0, next_uid]))
+        elif verb == "clear":
+            plans.clear()
+        elif verb == "drop":
+            del known[index]
+        else:
+            device.did.clear()
+            call()
+            assert device.did[-1] in [("launch", what(work)), ("issue", what(work))]
