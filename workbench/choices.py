@@ -21,7 +21,8 @@ class SyncMode(Choice):
     Letters: `s` the host waits, `c` blocking copy, `a` asynchronous copy, `g` the split's work,
     `r` an event is recorded, `w` the device waits for it. llama.cpp before the change is PER_COPY
     with copies on their own stream. What was merged is COPY_BOUNDARY on the compute stream. The
-    other modes and streams are what the thread argued about; EVENT_GUARDED and PACKED go beyond it.
+    other modes and streams are what the thread argued about; EVENT_GUARDED and the packed
+    ones go beyond it.
     """
 
     PER_COPY = "per_copy", "scscg: a wait before every copy, each copy blocks; before #17795"
@@ -29,6 +30,7 @@ class SyncMode(Choice):
     COPY_BOUNDARY = "copy_boundary", "saaaasg: asynchronous copies between two waits; as merged"
     WRITE_READ_BOUNDARY = "write_read_boundary", "aaaasg: only the wait between copies and graph"
     IMPLICIT = "implicit", "aaaag: no wait; stream order keeps copies before the graph"
+    PACKED_IMPLICIT = "packed_implicit", "ag: as implicit, but all inputs are one copy"
     EVENT_GUARDED = "event_guarded", "saaaarwg: one wait; the graph waits for an event after copies"
     PACKED = "packed", "sasg: as copy_boundary, but all inputs are one copy"
     AUTO = "auto", "the safe mode with the fewest waits on the device; every result names it"

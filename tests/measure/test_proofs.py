@@ -58,7 +58,7 @@ def test_what_races_says_between_which_commands(rows, ordering, run, says):
 
 
 def test_a_ring_mends_what_the_host_writes_and_nothing_else(found):
-    """Pageable memory is no safer than pinned, and places on the device mend no mode."""
+    """Pageable memory is no safer than pinned, and a ring on the device mends no mode."""
     races = {(row["ordering"], row["run"]): row["races"] for row in found["sources"]}
     assert all(set(by) == set(proofs.SOURCES) for by in races.values())
     safe = {key: {source for source, n in by.items() if not n} for key, by in races.items()}
@@ -69,6 +69,9 @@ def test_a_ring_mends_what_the_host_writes_and_nothing_else(found):
         ("implicit, own", "train"): set(),
         ("write_read_boundary, own", "train"): set(),
         ("implicit, compute", "train"): rings,
+        ("packed_implicit, own", "decode"): set(),
+        ("packed_implicit, own", "train"): set(),
+        ("packed_implicit, compute", "train"): rings,
         ("event_guarded, own", "train"): rings,
     }
 

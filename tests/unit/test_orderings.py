@@ -72,4 +72,4 @@ def test_an_event_is_one_backend_s_in_steps_of_every_shape(engine, share):
 
 def test_every_ordering_is_there():
     orderings = list(every_ordering())
-    assert len(orderings) == len(set(orderings)) == (7 * 2 - 1) * 4 * 2 * 2
+    assert len(orderings) == len(set(orderings)) == (8 * 2 - 1) * 4 * 2 * 2

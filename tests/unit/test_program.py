@@ -44,6 +44,7 @@ PATTERNS = {
     SyncMode.IMPLICIT: ("aaaaaag", "aaaag"),
     SyncMode.EVENT_GUARDED: ("saaaaaarwg", "saaaarwg"),
     SyncMode.PACKED: ("sasg", "sasg"),
+    SyncMode.PACKED_IMPLICIT: ("ag", "ag"),
 }
 
 
@@ -116,6 +117,7 @@ def test_waits_fall_from_two_per_input_to_the_logits_wait(house):
         "event_guarded": 2,
         "write_read_boundary": 2,
         "implicit": 1,
+        "packed_implicit": 1,
     }
 
 

@@ -44,7 +44,7 @@ def choose_scope(
     if scope == PlanScope.STEP and (ordering.rule.blocking or ordering.rule.wait_after):
         raise UsageError(
             f"toggles plan_scope={scope} and sync={ordering.sync} clash: the host waits between "
-            "the first copy and the last launch; use sync=implicit or event_guarded, or "
+            "the first copy and the last launch; use sync=packed_implicit, or "
             "plan_scope=split"
         )
     return scope

@@ -34,8 +34,9 @@ RULES: dict[str, Rule] = {
     config.SyncMode.PACKED: Rule(False, True, False, True, packed=True),
     config.SyncMode.EVENT_GUARDED: Rule(False, True, False, False, guarded=True),
     config.SyncMode.WRITE_READ_BOUNDARY: Rule(False, False, False, True),
+    config.SyncMode.PACKED_IMPLICIT: Rule(False, False, False, False, packed=True),
     config.SyncMode.IMPLICIT: Rule(False, False, False, False),
-}  # from the most waits to the fewest; with equal waits, from the most copies
+}  # from the most waits to the fewest; `auto` takes the last that is safe
 
 
 class Ordering(NamedTuple):
