@@ -101,7 +101,8 @@ def _is_safe(mode: str, stream: str) -> bool:
         Toggles(sync=mode, copy_stream=stream)
     except UsageError:  # the two clash
         return False
-    return (mode, stream) != (SyncMode.IMPLICIT, CopyStream.OWN)  # races
+    races = (SyncMode.IMPLICIT, SyncMode.PACKED_IMPLICIT)
+    return not (mode in races and stream == CopyStream.OWN)
 
 
 def _fusion() -> Iterator[Row]:
