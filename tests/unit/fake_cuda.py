@@ -9,11 +9,12 @@ import ctypes
 import itertools
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.unit.fake_graphs import Call, FakeCaptures, kernel_params
 from workbench.backend.cuda import backend as cuda
 from workbench.backend.cuda import cublas, nvrtc
 from workbench.backend.cuda.driver import Driver
@@ -22,48 +23,34 @@ from workbench.program.commands import Space
 bindings: Any = pytest.importorskip("cuda.bindings.driver")
 
 
-class Call(NamedTuple):
-    """A call of the driver or of cuBLAS. args: as they were read when it was made."""
+class Function(str):
+    """A CUfunction: its name, and a handle."""
 
-    function: str
-    args: tuple[Any, ...]
+    __slots__ = ()
+
+    def __int__(self) -> int:
+        return hash(self)
 
 
-class FakeApi:
+class FakeApi(FakeCaptures):
     """What the backend uses of cuda.bindings.driver."""
 
-    CUstream, CUevent, CUdeviceptr = bindings.CUstream, bindings.CUevent, bindings.CUdeviceptr
+    CUstream, CUevent = bindings.CUstream, bindings.CUevent
     CUlaunchConfig, CUlaunchAttribute = bindings.CUlaunchConfig, bindings.CUlaunchAttribute
     CUlaunchAttributeValue = bindings.CUlaunchAttributeValue
     CUlaunchAttributeID = bindings.CUlaunchAttributeID
     CUfunction_attribute = bindings.CUfunction_attribute
 
-    def __init__(self) -> None:
-        self.log: list[Call] = []
-
-    def _note(self, function: str, *args: Any) -> tuple[int]:
-        self.log.append(Call(function, tuple([int(a) for a in args])))
-        return (0,)
-
     def cuMemcpyHtoDAsync(self, *args: Any) -> tuple[int]:
-        return self._note("cuMemcpyHtoDAsync", *args)
+        return self._queue(args[-1], "cuMemcpyHtoDAsync", *map(int, args))
 
     def cuMemcpyDtoHAsync(self, *args: Any) -> tuple[int]:
-        return self._note("cuMemcpyDtoHAsync", *args)
+        return self._queue(args[-1], "cuMemcpyDtoHAsync", *map(int, args))
 
     def cuMemcpyPeerAsync(self, *args: Any) -> tuple[int]:
-        return self._note("cuMemcpyPeerAsync", *args)
-
-    def cuEventRecord(self, *args: Any) -> tuple[int]:
-        return self._note("cuEventRecord", *args)
-
-    def cuStreamWaitEvent(self, *args: Any) -> tuple[int]:
-        return self._note("cuStreamWaitEvent", *args)
+        return self._queue(args[-1], "cuMemcpyPeerAsync", *map(int, args))
 
     def cuMemsetD8Async(self, *args: Any) -> tuple[int]:
-        return (0,)
-
-    def cuStreamSynchronize(self, *args: Any) -> tuple[int]:
         return (0,)
 
     def cuDeviceCanAccessPeer(self, *args: Any) -> tuple[int, int]:
@@ -75,8 +62,11 @@ class FakeApi:
     def cuModuleUnload(self, module: str) -> tuple[int]:
         return (0,)
 
-    def cuModuleGetFunction(self, module: str, name: bytes) -> tuple[int, str]:
-        return 0, f"{name.decode()} of {module}"
+    def cuModuleGetFunction(self, module: str, name: bytes) -> tuple[int, Function]:
+        return 0, Function(f"{name.decode()} of {module}")
+
+    def cuFuncLoad(self, function: Function) -> tuple[int]:
+        return (0,)
 
     def cuFuncSetAttribute(self, *args: Any) -> tuple[int]:
         return (0,)
@@ -86,26 +76,15 @@ class FakeApi:
         stream: Any, params: int, extra: int,
     ) -> tuple[int]:  # fmt: skip
         grid = (x, y, z), (bx, by, bz), shared, int(stream)
-        self.log.append(Call("cuLaunchKernel", (function, *grid, *_kernel_params(params))))
-        return (0,)
+        return self._queue(stream, "cuLaunchKernel", function, *grid, *kernel_params(params))
 
     def cuLaunchKernelEx(self, config: Any, function: str, params: int, extra: int) -> tuple[int]:
         grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
         block = (config.blockDimX, config.blockDimY, config.blockDimZ)
         assert config.numAttrs == 1 and config.attrs[0].value.programmaticStreamSerializationAllowed
         where = grid, block, config.sharedMemBytes, int(config.hStream)
-        self.log.append(Call("cuLaunchKernelEx", (function, *where, *_kernel_params(params))))
-        return (0,)
-
-
-def _kernel_params(address: int) -> list[int]:
-    """The arguments that kernelParams at `address` point to. The values lie in front of them."""
-    first = ctypes.c_int64.from_address(address).value
-    n = (address - first) // 8
-    return [
-        ctypes.c_int64.from_address(ctypes.c_int64.from_address(address + 8 * i).value).value
-        for i in range(n)
-    ]
+        read = (function, *where, *kernel_params(params))
+        return self._queue(config.hStream, "cuLaunchKernelEx", *read, early=True)
 
 
 class FakeMemory:
@@ -141,24 +120,32 @@ class FakeDriver(Driver):
 
 
 class FakeCublas:
-    """What the backend uses of cuBLAS; products go to `log`, the driver's."""
+    """What the backend uses of cuBLAS; products are queued on the driver's streams. In a graph a
+    product is two nodes."""
 
-    def __init__(self, log: list[Call]):
-        self._log = log
+    def __init__(self, api: FakeApi):
+        self._api = api
+        self._streams: list[int] = []  # of each handle; handles are numbers from 1
 
     def cublasCreate_v2(self, handle: Any) -> int:
+        self._streams.append(0)
+        handle._obj.value = len(self._streams)
         return 0
 
-    def cublasSetStream_v2(self, *args: Any) -> int:
+    def cublasSetStream_v2(self, handle: Any, stream: Any) -> int:
+        self._streams[handle.value - 1] = stream.value
         return 0
 
-    cublasSetWorkspace_v2 = cublasSetMathMode = cublasDestroy_v2 = cublasSetStream_v2
+    def cublasSetWorkspace_v2(self, *args: Any) -> int:
+        return 0
 
-    def cublasGemmEx(self, *args: Any) -> int:
+    cublasSetMathMode = cublasDestroy_v2 = cublasSetWorkspace_v2
+
+    def cublasGemmEx(self, handle: Any, *args: Any) -> int:
         """The two factors, given by reference, are left out; they never differ."""
-        read = [a.value for a in args if isinstance(a, ctypes._SimpleCData)]
-        self._log.append(Call("cublasGemmEx", tuple(read)))
-        return 0
+        read = [a.value for a in (handle, *args) if isinstance(a, ctypes._SimpleCData)]
+        there = self._streams[handle.value - 1]
+        return self._api._queue(there, "cublasGemmEx", *read, nodes=2)[0]
 
 
 def _no_cubin(file: str, arch: str, defines: Any = (), sources: Any = None) -> bytes:
@@ -170,12 +157,14 @@ def fake_backend(monkeypatch: pytest.MonkeyPatch) -> tuple[cuda.CudaBackend, lis
     cupy: Any = ModuleType("cupy")
     cupy.cuda = SimpleNamespace(
         Memory=lambda nbytes: SimpleNamespace(ptr=1 << 30),
-        runtime=SimpleNamespace(CUDARuntimeError=RuntimeError),
+        runtime=SimpleNamespace(
+            CUDARuntimeError=RuntimeError, malloc=lambda nbytes: 1 << 31, free=lambda there: None
+        ),
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(cuda, "Driver", FakeDriver)
     monkeypatch.setattr(nvrtc, "cubin", _no_cubin)
     made = cuda.CudaBackend()
     log = made._driver.api.log
-    monkeypatch.setattr(cublas, "_load", lambda: (FakeCublas(log), "no library"))
+    monkeypatch.setattr(cublas, "_load", lambda: (FakeCublas(made._driver.api), "no library"))
     return made, log

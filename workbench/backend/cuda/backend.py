@@ -28,7 +28,7 @@ import numpy as np
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Backend, Issue, KernelName, nothing
 from workbench.backend.cuda import nvrtc, op_table, weights
-from workbench.backend.cuda.cublas import Blas
+from workbench.backend.cuda.cublas import PRODUCT, Blas
 from workbench.backend.cuda.driver import (
     CudaEvent,
     CudaMemory,
@@ -37,10 +37,11 @@ from workbench.backend.cuda.driver import (
     device_properties,
     libraries,
 )
+from workbench.backend.cuda.graphs import CudaGraph, KernelBlock, commands_of
 from workbench.backend.cuda.kernel import Gemm, Kernel, Work
 from workbench.backend.cuda.marks import Mark, Marks
 from workbench.backend.cuda.weights import Uploader
-from workbench.backend.issued import Address, Issued, Words, pointers_of, together
+from workbench.backend.issued import Address, Issued, Plannable, pointers_of, together
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
@@ -80,7 +81,7 @@ class CudaBackend(Backend):
         self._sm = 10 * major + minor
         self._arch = f"sm_{self._sm}"
         self.capabilities = Capabilities(
-            asynchronous_copies=True, events=True, one_order=True, capture=False,
+            asynchronous_copies=True, events=True, one_order=True, capture=True,
             n_streams=N_STREAMS, programmatic=major >= 9,
         )  # fmt: skip
         self.description = self._driver.description
@@ -93,6 +94,7 @@ class CudaBackend(Backend):
         self._blas: Blas | None = None
         self._uploader: Uploader | None = None
         self._marks = Marks(self._driver)
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
         self._closed = False
 
     def attach(self) -> None:
@@ -168,6 +170,7 @@ class CudaBackend(Backend):
                 most = self._driver.api.CUfunction_attribute
                 attribute = most.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 call("cuFuncSetAttribute", name, function, attribute, kernel.shared)
+            call("cuFuncLoad", name, function)  # else its first launch, maybe in a capture, does
             self._functions[key] = function
         return self._functions[key]
 
@@ -185,12 +188,12 @@ class CudaBackend(Backend):
         address = ctypes.addressof(block)
         values = [a if isinstance(a, int) else _bits(a) for a in kernel.args]
         layout.pack_into(block, 0, *values, *range(address, address + 8 * n, 8))
-        words = Words((ctypes.c_int64 * n).from_buffer(block), pointers_of(kernel.args))
         same = (kernel.file, kernel.function, kernel.defines, kernel.sources, kernel.grid,
                 kernel.block, kernel.shared, programmatic)  # fmt: skip
         function, launch = self._function(kernel), self._driver.api.cuLaunchKernel
         failure = self._driver.failure
         (x, y), threads, shared, params = kernel.grid, kernel.block, kernel.shared, address + 8 * n
+        words = KernelBlock(block, n, pointers_of(kernel.args), function, kernel.grid)
         if programmatic:
             if not kernel.waits:
                 raise DeviceError(
@@ -319,6 +322,18 @@ class CudaBackend(Backend):
         for number, (_, stream) in list(self._streams.items()):
             self._driver.call("cuStreamSynchronize", f"stream {number}", stream)
 
+    def capture(self, work: Plannable) -> CudaGraph:
+        """Records the parts of `work`, and runs nothing of it."""
+        self.attach()
+        self.finish_loading()
+        for issued in commands_of(work):
+            if self._blas is not None and issued.same[:1] == (PRODUCT,):
+                self._blas.load(issued)
+        streams = {number: self._stream(number) for number in (work.stream, *work.streams)}
+        graph = CudaGraph(self._driver, self.attach, work, streams)
+        self._graphs.add(graph)
+        return graph
+
     # time ------------------------------------------------------------------------------------
 
     def mark(self, stream: int) -> Mark:
@@ -343,6 +358,8 @@ class CudaBackend(Backend):
             self.synchronize()
         finally:
             self._marks.clear()
+            for graph in list(self._graphs):
+                graph.destroy()
             for memory in list(self._memory):
                 memory.free()
             for module in self._modules.values():

@@ -9,8 +9,10 @@ Importing this module loads nothing; `Blas()` does.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, cast
 
 from workbench.backend.cuda.kernel import Gemm
 from workbench.backend.issued import Issued, Words
@@ -23,6 +25,7 @@ WORKSPACE_BYTES = 32 << 20
 # cublas_api.h, library_types.h
 TRANSPOSED, AS_IT_IS = 1, 0
 TYPES = {"F32": 0, "F16": 2, "BF16": 14}
+PRODUCT = "cublasGemmEx"
 COMPUTE_F32, DEFAULT_ALGORITHM = 68, -1
 MATH_FULL_SUMS = 16  # default math, sums of split products not in 16 bits; no TF32 either
 
@@ -35,6 +38,7 @@ class Blas:
         self._library, self.path = _load()
         self._handles: dict[int, ctypes.c_void_p] = {}  # by stream
         self._workspaces: list[Any] = []
+        self._loaded: set[tuple[Hashable, ...]] = set()  # products that a capture bears
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 
     def prepare(self, gemm: Gemm, stream: int) -> Issued:
@@ -62,7 +66,28 @@ class Blas:
                 check(f"cublasGemmEx of {gemm}", status)
 
         sizes = (gemm.dtype, gemm.rows, gemm.cols, gemm.n_tokens, gemm.dst_stride)
-        return Issued(issue, ("cublasGemmEx", *sizes), Words(block, (0, 1, 2)))
+        return Issued(issue, (PRODUCT, *sizes), Words(block, (0, 1, 2)))
+
+    def load(self, product: Issued) -> None:
+        """Makes `product`, from `prepare`, one that a capture bears: the first of its shape loads
+        code. It runs once, into memory that goes again. Where there is none, nothing happens."""
+        if product.same in self._loaded:
+            return
+        import cupy
+
+        n_tokens, dst_stride = product.same[-2:]
+        nbytes = 4 * cast("int", n_tokens) * cast("int", dst_stride)
+        block, runtime = product.block, cupy.cuda.runtime
+        with contextlib.suppress(runtime.CUDARuntimeError):
+            there = runtime.malloc(nbytes)
+            dst = block[2]
+            try:
+                block[2] = there
+                product.call()
+            finally:
+                block[2] = dst
+                runtime.free(there)  # behind the product
+            self._loaded.add(product.same)
 
     def close(self) -> None:
         """Destroys the handles; what `prepare` gave must not be called any more."""

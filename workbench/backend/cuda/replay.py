@@ -12,7 +12,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from workbench.backend.base import Issue
+from workbench.backend.cuda.graphs import give_back, instantiate, record
 from workbench.backend.cuda.kernel import Kernel, blocks
+from workbench.backend.issued import in_order
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import COMPUTE_STREAM, Space
 
@@ -48,7 +50,7 @@ class TimedReplay(AbstractContextManager["TimedReplay"]):
         status = self._call("cuStreamIsCapturing", self._stream)
         if status != self._driver.api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
             raise UsageError(f"stream {stream} is being captured already; end that capture first")
-        # A kernel's first launch may load its code, which a capture does not bear.
+        # A product's first launch loads code, which a capture does not bear.
         for issue in dict.fromkeys(issues):
             issue()
         self._call("cuStreamSynchronize", self._stream)
@@ -62,22 +64,8 @@ class TimedReplay(AbstractContextManager["TimedReplay"]):
         return self._driver.call(function, self._what, *args)
 
     def _capture(self) -> None:
-        # Relaxed: the collector may free device memory at any moment. In the other modes the
-        # capture would fail.
-        mode = self._driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        self._call("cuStreamBeginCapture", self._stream, mode)
-        try:
-            for issue in self._issues:
-                issue()
-        except BaseException:
-            # Whatever state the failure left the capture in, the stream must leave it.
-            _, graph = self._driver.api.cuStreamEndCapture(self._stream)
-            if graph is not None and int(graph):
-                self._driver.api.cuGraphDestroy(graph)
-            raise
-        self._graph = self._call("cuStreamEndCapture", self._stream)
-        self._executable = self._call("cuGraphInstantiate", self._graph, 0)
-        self._call("cuGraphUpload", self._executable, self._stream)
+        self._graph = record(self._driver, self._what, self._stream, (), in_order(self._issues))
+        self._executable = instantiate(self._driver, self._what, self._graph, self._stream)
 
     def _queue(self) -> None:
         if self._executable is None:
@@ -116,9 +104,7 @@ class TimedReplay(AbstractContextManager["TimedReplay"]):
         self._graph = self._executable = None
         if executable is not None:
             api.cuStreamSynchronize(self._stream)  # a failure was or will be told by another call
-            api.cuGraphExecDestroy(executable)
-        if graph is not None:
-            api.cuGraphDestroy(graph)
+        give_back(api, graph, executable)
         self._events.clear()
         self._issues = ()
 
