@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from workbench.backend.cpu import loops
+from workbench.backend.cpu import loops, signals
 from workbench.backend.cpu.embedded import EmbeddedDevice
 from workbench.backend.cpu.ring import aligned_zeros
 from workbench.backend.cuda.backend import CudaBackend
@@ -30,14 +30,14 @@ class EmbeddedGate(AbstractContextManager["EmbeddedGate"]):
 
     def __init__(self, device: EmbeddedDevice, stream: int):
         ring = device.streams[stream]
-        self._memory = aligned_zeros(loops.SIGNAL_BYTES)
+        self._memory = aligned_zeros(signals.SIGNAL_BYTES)
         self._signal = int(self._memory.ctypes.data)
-        loops.init_signal(self._signal)
+        signals.init_signal(self._signal)
         ring.push(loops.AWAIT, 1, (self._signal, 1, ring.address))
         _KEPT.append(self._memory)
 
     def open(self) -> None:
-        loops.publish(self._signal, 1)
+        signals.publish(self._signal, 1)
 
     def __exit__(self, *error: object) -> None:
         self.open()

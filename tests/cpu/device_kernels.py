@@ -9,7 +9,8 @@ from numba import cfunc
 
 from workbench.backend.cpu import embedded
 from workbench.backend.cpu.atomics import fetch_add, load, put, store
-from workbench.backend.cpu.loops import KERNEL, now_ns
+from workbench.backend.cpu.loops import KERNEL
+from workbench.backend.cpu.signals import now_ns
 
 
 def open_backend(**options) -> Any:

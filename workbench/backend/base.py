@@ -66,18 +66,26 @@ class Captured(ABC):
 
     launch: that call. nodes: of each node on the device, in order, the part it belongs to.
     capture_ns, instantiate_ns: host time of the latest capture and of making it launchable.
+    launches: how often it was launched; 0 where nobody counts.
     """
 
     launch: Issue
     nodes: tuple[int, ...]
     capture_ns: int = 0
     instantiate_ns: int = 0
+    launches: int = 0
 
     @abstractmethod
     def update(self, work: Plannable, changed: Sequence[int] | None) -> bool:
         """Makes it launch `work` from now on. changed: the parts that have other addresses, where
         all else is as before; None: anything may differ. False, and nothing has changed, where the
         device refuses because the topology is another. What is queued runs as it was."""
+
+    def spans(self, launch: int | None = None) -> Sequence[tuple[int, int]]:
+        """When each node began and ended, in ns of the host's clock: of launch number `launch`, or
+        of the latest. Empty where that is not known (any more). Call it after the host has waited
+        for that launch."""
+        return ()
 
     @abstractmethod
     def destroy(self) -> None:

@@ -33,17 +33,17 @@ class LandingBlock:
         self.pointers = copies[0].block.pointers
 
     @property
-    def _now(self) -> Block:
+    def current(self) -> Block:
         return self._copies[self.landing.now].block
 
     def __len__(self) -> int:
-        return len(self._now)
+        return len(self.current)
 
     def __getitem__(self, field: int) -> int:
-        return self._now[field]
+        return self.current[field]
 
     def __setitem__(self, field: int, value: int) -> None:
-        self._now[field] = value
+        self.current[field] = value
 
 
 class Binding:

@@ -11,7 +11,10 @@ Details by kind:
     sync_stream   stream
     sync_event    event
 
-and `("allocate", space, bytes)`, `("load_weight", name)`, `("synchronize",)`, `("close",)`.
+    replay        stream, number of parts
+
+and `("allocate", space, bytes)`, `("load_weight", name)`, `("synchronize",)`, `("close",)`. A plan
+is prepared when it is captured, and logs `("update",)` and `("destroy",)`, too.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from workbench.backend.args import AddressOf
-from workbench.backend.base import Backend, Issue
-from workbench.backend.issued import Issued, Words
+from workbench.backend.base import Backend, Captured, Issue
+from workbench.backend.issued import Issued, Plannable, Words
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
@@ -47,6 +50,40 @@ class NullMemory:
 
     def free(self) -> None:
         self._block = self.array = None
+
+
+class NullCaptured(Captured):
+    """A plan that logs. Its nodes are the parts that no event is in."""
+
+    def __init__(self, backend: NullBackend, work: Plannable):
+        self._log, self._destroyed = backend.log, False
+        self._topology = _topology(work)
+        kinds = [part.same[0] for part in work.parts]
+        self.nodes = tuple([i for i, kind in enumerate(kinds) if kind not in ("record", "wait")])
+        issue = backend._prepare("replay", [], work.stream, len(work.parts)).call
+
+        def launch() -> None:
+            if self._destroyed:
+                raise DeviceError("this plan is destroyed; capture its commands again")
+            issue()
+            self.launches += 1
+
+        self.launch = launch
+
+    def update(self, work: Plannable, changed: Sequence[int] | None) -> bool:
+        if _topology(work) != self._topology:
+            return False
+        self._log.append(("update",))
+        return True
+
+    def destroy(self) -> None:
+        if not self._destroyed:
+            self._destroyed = True
+            self._log.append(("destroy",))
+
+
+def _topology(work: Plannable) -> tuple[Any, ...]:
+    return work.stream, work.streams, [part.same[0] for part in work.parts]
 
 
 class NullBackend(Backend):
@@ -106,6 +143,11 @@ class NullBackend(Backend):
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
         return self._prepare("copy", [dst, src], nbytes, stream, to_host)
+
+    def capture(self, work: Plannable) -> Captured:
+        if not self.capabilities.capture:
+            return super().capture(work)
+        return NullCaptured(self, work)
 
     def event(self) -> int:
         self._n_events += 1

@@ -11,6 +11,7 @@ import time
 from functools import cache
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import llvmlite.binding as llvm
 from numba import cfunc, types
@@ -29,15 +30,22 @@ def host_isas() -> list[Isa]:
 
 @cache
 def source_digest() -> str:
-    """A digest of this folder's source; every cached kernel has it in its name.
+    """A digest of this folder's source; everything that is cached has it in its name.
 
     numba looks only at the file of the function it caches, and the code here comes from other
-    files.
+    files, too.
     """
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def dated(function: Any) -> Any:
+    """Names a function after the folder's source. numba then finds only code made of this source,
+    also of the functions that are called."""
+    function.__qualname__ += f"_{source_digest()}"
+    return function
 
 
 def _kernel(args, part, n_parts):

@@ -5,13 +5,15 @@ It keeps a GPU's contract. A program that breaks the contract gets wrong numbers
 * The device has memory of its own. The host sees it through copies only.
 * There are two streams, each a FIFO with its own threads (`loops.py`). Stream 0 computes on
   `workers` threads, stream 1 copies on one. A launch or a copy returns when it is queued.
+* A plan is a list of nodes for each stream. Its launch queues a walk of each list, and the streams'
+  threads go through the lists without the host (`recorded.py`).
 * A copy reads its source when it runs. With `pageable="snapshot"`, a copy out of memory that is
   not pinned takes its bytes at the call instead. CUDA may do either, so `late` is the default.
-* An event is a point in a stream: the number of entries queued before it. Wait and Sync take the
+* An event is a point in a stream: the number of kernels queued before it. Wait and Sync take the
   latest Record in host order, and mean nothing where there is none.
 
-A ring takes 4095 entries; a push into a full ring waits for room, as on a GPU. Every entry is
-stamped with its start and end, on the clock of `time.perf_counter_ns`.
+A ring takes 4096 entries; a push into a full ring waits for room, as on a GPU. Every kernel is
+stamped with its start and end, also in a plan, on the clock of `time.perf_counter_ns`.
 """
 
 from __future__ import annotations
@@ -26,11 +28,18 @@ from collections import deque
 import numpy as np
 
 from workbench.backend.args import AddressOf
-from workbench.backend.base import Issue
-from workbench.backend.cpu import base, loops, op_table
+from workbench.backend.base import Captured, Issue
+from workbench.backend.cpu import base, loops, op_table, signals
 from workbench.backend.cpu.loops import record
-from workbench.backend.cpu.ring import MemoryBlock, Ring, aligned_zeros, command_words
-from workbench.backend.issued import Issued, Words
+from workbench.backend.cpu.recorded import Recorded
+from workbench.backend.cpu.ring import (
+    RecordBlock,
+    Ring,
+    WaitBlock,
+    aligned_zeros,
+    command_words,
+)
+from workbench.backend.issued import Issued, Plannable, Words
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
@@ -41,14 +50,14 @@ LOAD_PART_BYTES = 2 << 20  # of a weight: a huge page, because a load is the fir
 COPY_YIELD_NS = 20_000  # the copy stream's thread sleeps early: a worker needs the same core
 PAGEABLE = ("late", "snapshot")
 
-Point = tuple[Ring, int]  # a stream, and the number of its entries before the point
+Point = tuple[Ring, int]  # a stream, and the number of its kernels before the point
 
 
 class Event:
     """A point in a stream, in memory that compiled code shares (`loops.record`).
 
     words[0]: address of the signal `completed` of the stream's ring, 0 until recorded. words[1]:
-    number of the ring's entries before the point. rings: every ring that may record the event, by
+    number of the ring's kernels before the point. rings: every ring that may record the event, by
     the address of its signal.
     """
 
@@ -89,7 +98,7 @@ class EmbeddedDevice(base.CpuBackend):
 
     name = "embedded"
     capabilities = Capabilities(
-        asynchronous_copies=True, events=True, one_order=True, capture=False, n_streams=2
+        asynchronous_copies=True, events=True, one_order=True, capture=True, n_streams=2
     )
 
     def __init__(self, threads: int = 0, pageable: str = "late"):
@@ -98,8 +107,8 @@ class EmbeddedDevice(base.CpuBackend):
         self.workers = base.n_workers(threads)
         self.description = f"embedded device, {self.workers} workers, {base.cpu_name()}"
         self.waiting = (
-            f"yields for {loops.HOST_YIELD_NS // 1000} us, then sleeps on a condition variable; "
-            f"idle workers yield for {loops.WORKER_YIELD_NS // 1000} us, the copy stream for "
+            f"yields for {signals.HOST_YIELD_NS // 1000} us, then sleeps on a condition variable; "
+            f"idle workers yield for {signals.WORKER_YIELD_NS // 1000} us, the copy stream for "
             f"{COPY_YIELD_NS // 1000} us"
         )
         self.pageable = pageable
@@ -199,13 +208,16 @@ class EmbeddedDevice(base.CpuBackend):
 
         return Issued(issue, ("snapshot",), Words(args, (0, 1)))
 
+    def capture(self, work: Plannable) -> Captured:
+        return Recorded(work, self.streams, self._keep)
+
     def event(self) -> Event:
         return Event()
 
     def record(self, event: Event, stream: int) -> Issued:
         ring = self.streams[stream]
         event.rings[ring.address + loops.COMPLETED] = ring
-        block = MemoryBlock(array("q", (event.address,)), (0,), 0, 1)
+        block = RecordBlock(array("q", (event.address,)), (0,), 0, 1)
         control, address = ring.address, block.address
 
         def issue(_kept: object = (event, block)) -> None:
@@ -216,7 +228,7 @@ class EmbeddedDevice(base.CpuBackend):
     def wait(self, event: Event, stream: int) -> Issued:
         ring = self.streams[stream]
         command = command_words(loops.AWAIT, 1, (0, 0, ring.address))
-        block = MemoryBlock(array("q", (event.address, *command)), (0,), 0, 1)
+        block = WaitBlock(array("q", (event.address, *command)), (0,), 0, 1)
         control, address, slow = ring.address, block.address, ring.push_slowly
 
         def issue(_kept: object = (event, block)) -> None:
@@ -254,8 +266,8 @@ class EmbeddedDevice(base.CpuBackend):
         return ring, ring.issued
 
     def resolve(self, begin: Point, end: Point) -> tuple[int, int]:
-        """First start and last end of the entries between two marks of one stream. Without entries
-        between them: twice the end of the entry before, or (0, 0) for an empty stream."""
+        """First start and last end of the kernels between two marks of one stream. Without kernels
+        between them: twice the end of the kernel before, or (0, 0) for an empty stream."""
         ring, first = begin
         last = end[1] - 1
         if last >= first:
@@ -264,7 +276,7 @@ class EmbeddedDevice(base.CpuBackend):
         return before, before
 
     def close(self) -> None:
-        """Waits for all queued entries, and ends the threads. Idempotent."""
+        """Waits for all that is queued, and ends the threads. Idempotent."""
         try:
             for ring in self.streams:
                 ring.close()

@@ -2,199 +2,153 @@
 
 Python fills the ring. Workers empty it: threads in compiled code, without the GIL from start to
 shutdown. An entry is a kernel's address, its number of parts, and its arguments. A push copies
-the arguments into the ring, as a GPU's launch copies its parameters.
+the arguments into the ring, as a GPU's launch copies its parameters. An entry without a kernel is
+a *walk*: workers go through a list of entries elsewhere (a plan's, `recorded.py`), first to last,
+before they come back to the ring. The host has no part in it.
+
+    ring      | entry | entry | walk              | entry | ...
+    numbers   | 0     | 1     | 2    3    4    5  | 6     |
+    list                      ` node node node node '
+
+Every kernel has a number, in the order in which the stream runs them. A walk has as many numbers
+as its list has nodes. Signals, events, marks and stamps count these numbers.
 
     host      push 0 | push 1 | push 2 | ... Python ...      | sync ........|
     worker 0         | 0: a  c  | 1 | 2: a  c  e  |
     worker 1         | 0: b  d  |   | 2: b   d    |            completed = 3, the host wakes
 
-Order: an entry starts when the entry before it is complete, whichever worker ran it. Within an
-entry, workers *claim* parts from one atomic word (entry << 16 | next part) until none is left. The
-worker that finishes the last part completes the entry, and claims the first part of the next entry
-with the same store. Two things follow. A worker that the system has put aside delays at most the
-one part it holds. An entry of one part never crosses threads. (A fixed share per worker with a
-barrier between entries has neither property: on two cores, with the host on one of them, every
-barrier waits for a descheduled worker.) Results do not depend on which worker runs a part, because
-parts are disjoint rows.
+Order: a kernel starts when the kernel before it is complete, whichever worker ran it. Within a
+kernel, workers *claim* parts from one atomic word (number << 16 | next part) until none is left.
+The worker that finishes the last part completes the kernel, finds the next one, and claims the
+first part with the same store. Two things follow. A worker that the system has put aside delays at
+most the one part it holds. A kernel of one part never crosses threads. (A fixed share per worker
+with a barrier between kernels has neither property: on two cores, with the host on one of them,
+every barrier waits for a descheduled worker.) Results do not depend on which worker runs a part,
+because parts are disjoint rows.
 
-How the host and a worker wait. A `Signal` is a monotonic int64 counter in shared memory:
-
-    word 0   value          raised by `publish`, never lowered
-    word 1   wake_at        least value a sleeper wants; NOBODY when none sleeps
-    64 B on  a pthread mutex, 128 B on a pthread condition variable
-
-`await_value` spins for about a microsecond, yields for a while, then sleeps. The publisher pays for
-a wake-up only where a sleeper asked for a value that is now reached. Value and wake_at are
-sequentially consistent: either the sleeper sees the new value, or the publisher sees the sleeper.
-Yielding gives the core to any thread with work. On two quiet cores, against pure spinning of 10 and
-50 us, yielding was as quick to start and lost least to a busy host. (Kernels that take one worker
-5.5 ms, on two workers beside a Python loop: 5.6 ms; with 50 us of spinning: 6.8 ms.)
-
-All compiled code is in this file. numba's cache looks only at a function's own file to decide
-whether the function is out of date. The constants below lay out a stream's control block and
-an entry of its ring, in bytes. Words that different threads write are a cache line apart.
+The constants below lay out a stream's control block and an entry of its ring, in bytes. Words that
+different threads write are a cache line apart.
 """
 
 from __future__ import annotations
-
-import sys
-import time
 
 from numba import cfunc, njit
 
 from workbench.backend import compiled
 from workbench.backend.cpu.atomics import (
     call_kernel,
-    clock_gettime,
-    cond_broadcast,
-    cond_init,
-    cond_timedwait,
-    cond_wait,
     copy_bytes,
     fetch_add,
     load,
-    mutex_init,
-    mutex_lock,
-    mutex_unlock,
-    pause,
     put,
     sched_yield,
     store,
     swap_if,
-    two_words,
 )
-
-NOBODY = (1 << 63) - 1
-FOREVER = -1
-
-SIGNAL_BYTES = 192
-WAKE_AT, MUTEX, CONDITION = 8, 64, 128
+from workbench.backend.cpu.compile import dated
+from workbench.backend.cpu.signals import (
+    BEGUN_NS,
+    FOREVER,
+    NOBODY,
+    SIGNAL_BYTES,
+    SLICE_NS,
+    WAKE_AT,
+    WORKER_YIELD_NS,
+    await_value,
+    now_ns,
+    publish,
+    wake,
+)
 
 # control block: two signals, then words
 ISSUED, COMPLETED = 0, SIGNAL_BYTES
 CLAIM, FINISHED = 384, 448
-ENTRIES, STAMPS, STATE = 512, 520, 528
-CONTROL_BYTES = 576
+NOW, AT, LEFT, OVER = 512, 520, 528, 536  # of workers: see `run_worker`
+ENTRIES, STAMPS, STATE = 576, 584, 592
+FILLED = 640  # entries pushed so far; OVER: entries whose kernels are complete
+CONTROL_BYTES = 704
 OPEN, STOPPED = 0, 1
 
-RING_SIZE = 4096  # entries; one stays empty (see `push`)
-STAMP_SIZE = 1 << 16  # entries whose start and end are remembered
+RING_SIZE = 4096  # entries
+STAMP_SIZE = 1 << 16  # numbers whose start and end are remembered
 ENTRY_BYTES, PARTS, ARGS = 256, 8, 16
 MAX_ARGS = (ENTRY_BYTES - ARGS) // 8
 PART_BITS = 16
 MAX_PARTS = (1 << PART_BITS) - 1
 PUSHED, FULL, CLOSED = 0, 1, 2
 
-WORKER_YIELD_NS = 200_000  # an idle worker yields this long before it sleeps
-HOST_YIELD_NS = 30_000  # a waiting host likewise
-SLICE_NS = 20_000_000  # a waiting host returns to Python this often, for Ctrl-C
-
 KERNEL = "void(int64, int64, int64)"  # args, part, n_parts
-_BEGUN_NS = time.perf_counter_ns()
-
-# The clock of time.perf_counter_ns, and the one pthread_cond_timedwait counts in.
-if sys.platform == "darwin":
-    HOST_CLOCK = time.CLOCK_UPTIME_RAW
-else:
-    HOST_CLOCK = time.CLOCK_MONOTONIC
-WALL_CLOCK = time.CLOCK_REALTIME
 
 
-@njit(cache=True, nogil=True)
-def now_ns():
-    """Nanoseconds of `time.perf_counter_ns`'s clock."""
-    time_ = two_words()
-    clock_gettime(HOST_CLOCK, time_)
-    return load(time_) * 1_000_000_000 + load(time_ + 8)
-
-
-@njit(cache=True)
-def init_signal(signal):
-    """Turns the zeroed SIGNAL_BYTES at `signal` into a Signal of value 0."""
-    mutex_init(signal + MUTEX, 0)
-    cond_init(signal + CONDITION, 0)
-    store(signal + WAKE_AT, NOBODY)
-
-
-@njit(cache=True, nogil=True)
-def wake(signal):
-    """Wakes every sleeper on `signal`; a sleeper that wants a larger value sleeps again."""
-    mutex_lock(signal + MUTEX)
-    store(signal + WAKE_AT, NOBODY)
-    cond_broadcast(signal + CONDITION)
-    mutex_unlock(signal + MUTEX)
-
-
-@njit(cache=True, nogil=True)
-def publish(signal, value):
-    """Raises `signal` to `value`, and wakes the sleepers that wait for it."""
-    store(signal, value)
-    if load(signal + WAKE_AT) <= value:
-        wake(signal)
-
-
-@njit(cache=True, nogil=True)
-def await_value(signal, value, yield_ns, timeout_ns):
-    """Waits until `signal` reaches `value`; False where `timeout_ns` passed asleep without it.
-
-    First about 1 us of spinning: often the other side is about to finish. Then `yield_ns` of
-    sched_yield, which leaves the core to any thread with work. Then sleep. timeout_ns = FOREVER
-    never gives up.
-    """
-    for _ in range(20):
-        if load(signal) >= value:
-            return True
-        pause()
-    until = now_ns() + yield_ns
-    while now_ns() < until:
-        sched_yield()
-        if load(signal) >= value:
-            return True
-    deadline = two_words()
-    if timeout_ns >= 0:
-        clock_gettime(WALL_CLOCK, deadline)
-        nanoseconds = load(deadline + 8) + timeout_ns
-        put(deadline, load(deadline) + nanoseconds // 1_000_000_000)
-        put(deadline + 8, nanoseconds % 1_000_000_000)
-    mutex_lock(signal + MUTEX)
-    while True:
-        if value < load(signal + WAKE_AT):
-            store(signal + WAKE_AT, value)
-        if load(signal) >= value:  # published before the publisher could see this sleeper
-            break
-        if timeout_ns < 0:
-            cond_wait(signal + CONDITION, signal + MUTEX)
-        elif cond_timedwait(signal + CONDITION, signal + MUTEX, deadline) != 0:
-            break
-    mutex_unlock(signal + MUTEX)
-    return load(signal) >= value
-
-
-@njit("int64(int64, int64)", cache=True)
-def push(control, command):
-    """Queues the command block at `command`: function, parts, number of arguments, arguments.
-
-    Returns PUSHED, FULL or CLOSED. Holds the GIL: Python threads push one after the other.
-
-    An entry's memory is filled again only when the entry *behind* the old one is complete, too.
-    By then the claim word has left the old entry. A worker that lags behind may read the new
-    entry, but never claims a part of it.
-    """
-    entry = load(control + ISSUED)
-    if load(control + STATE) != OPEN:
-        return CLOSED
-    if entry - load(control + COMPLETED) >= RING_SIZE - 1:
-        return FULL
-    at = load(control + ENTRIES) + (entry & (RING_SIZE - 1)) * ENTRY_BYTES
+@njit("void(int64, int64)", cache=True)
+@dated
+def fill(at, command):
+    """Makes the entry at `at` what the command block says: function, parts, number of arguments,
+    arguments."""
     put(at, load(command))
     put(at + PARTS, load(command + 8))
     for i in range(load(command + 16)):
         put(at + ARGS + 8 * i, load(command + 24 + 8 * i))
-    publish(control + ISSUED, entry + 1)
+
+
+@njit("int64(int64, int64)", cache=True)
+@dated
+def push(control, command):
+    """Queues the command block at `command`. Returns PUSHED, FULL or CLOSED. Holds the GIL: Python
+    threads push one after the other."""
+    if load(control + STATE) != OPEN:
+        return CLOSED
+    filled = load(control + FILLED)
+    if filled - load(control + OVER) >= RING_SIZE:
+        return FULL
+    fill(load(control + ENTRIES) + (filled & (RING_SIZE - 1)) * ENTRY_BYTES, command)
+    put(control + FILLED, filled + 1)
+    publish(control + ISSUED, load(control + ISSUED) + 1)
+    return PUSHED
+
+
+# what launches a plan: words, then LIST_BYTES for each of its lists
+DESTROYED, N_LISTS, LAUNCHES, LISTS = 0, 8, 16, 24
+LIST_CONTROL, LIST_NODES, LIST_LENGTH, LIST_WALKS, LIST_FIRSTS = 0, 8, 16, 24, 32
+N_FIRSTS = 64  # launches whose first numbers are remembered
+LIST_BYTES = LIST_FIRSTS + 8 * N_FIRSTS
+
+
+@njit("int64(int64)", cache=True)
+@dated
+def push_walks(plan):
+    """Queues a walk of each list of a plan on the list's stream, or none. Returns as `push` does.
+
+    An entry of the ring for a walk: no function, no parts, the list's nodes, their number, and the
+    word that counts its walks.
+    """
+    if load(plan + DESTROYED):
+        return CLOSED
+    launch = load(plan + LAUNCHES) & (N_FIRSTS - 1)
+    lists, end = plan + LISTS, plan + LISTS + load(plan + N_LISTS) * LIST_BYTES
+    for one in range(lists, end, LIST_BYTES):
+        control = load(one + LIST_CONTROL)
+        if load(control + STATE) != OPEN:
+            return CLOSED
+        if load(control + FILLED) - load(control + OVER) >= RING_SIZE:
+            return FULL
+    for one in range(lists, end, LIST_BYTES):
+        control, n = load(one + LIST_CONTROL), load(one + LIST_LENGTH)
+        filled, number = load(control + FILLED), load(control + ISSUED)
+        at = load(control + ENTRIES) + (filled & (RING_SIZE - 1)) * ENTRY_BYTES
+        put(at, 0)
+        put(at + ARGS, load(one + LIST_NODES))
+        put(at + ARGS + 8, n)
+        put(at + ARGS + 16, load(one + LIST_WALKS))
+        put(one + LIST_FIRSTS + 8 * launch, number)
+        put(control + FILLED, filled + 1)
+        publish(control + ISSUED, number + n)
+    put(plan + LAUNCHES, load(plan + LAUNCHES) + 1)
     return PUSHED
 
 
 @njit("void(int64, int64)", cache=True)
+@dated
 def record(control, block):
     """Makes an event the point behind every entry queued so far. The event's address stands at
     `block`; an event is two words: address of a stream's signal (0: never recorded), and value."""
@@ -204,6 +158,7 @@ def record(control, block):
 
 
 @njit("int64(int64, int64)", cache=True)
+@dated
 def push_wait(control, block):
     """Queues a wait for an event's latest Record. At `block`: the event's address, then a command
     of `await_kernel`, whose signal and value are filled in here. Returns as `push` does.
@@ -219,61 +174,97 @@ def push_wait(control, block):
     return push(control, block + 8)
 
 
+@njit(cache=True, nogil=True)
+@dated
+def next_entry(control):
+    """The address of the ring's next entry, which is there; of a walk, its first node."""
+    over = load(control + OVER)
+    at = load(control + ENTRIES) + (over & (RING_SIZE - 1)) * ENTRY_BYTES
+    if load(at) != 0:
+        return at
+    walks = load(at + ARGS + 16)
+    put(walks, load(walks) + 1)
+    put(control + LEFT, load(at + ARGS + 8) - 1)
+    return load(at + ARGS)
+
+
 @njit("void(int64, int64, int64)", cache=True, nogil=True)
+@dated
 def run_worker(control, until, yield_ns):
-    """Runs parts of entries until entry `until - 1` is complete, or the stream is stopped."""
-    entries, stamps = load(control + ENTRIES), load(control + STAMPS)
+    """Runs parts of kernels until number `until - 1` is complete, or the stream is stopped.
+
+    NOW: the number of the kernel that runs, and its parts (number << 16 | parts). AT: its entry or
+    node. LEFT: nodes of its list behind it. They are set by the worker that claims its first part.
+    Other workers read NOW before they claim a part and AT after that. So nobody reads the memory
+    of a kernel that is complete.
+    """
+    stamps = load(control + STAMPS)
     while load(control + COMPLETED) < until:
         claim = load(control + CLAIM)
-        entry, part = claim >> PART_BITS, claim & MAX_PARTS
-        if entry >= until:
+        number, part = claim >> PART_BITS, claim & MAX_PARTS
+        if number >= until:
             return  # complete since the test above
-        if load(control + ISSUED) <= entry:
-            await_value(control + ISSUED, entry + 1, yield_ns, FOREVER)
-            continue
-        if load(control + STATE) != OPEN:  # read after ISSUED: `stop` raises both
-            return
-        at = entries + (entry & (RING_SIZE - 1)) * ENTRY_BYTES
-        parts = load(at + PARTS)
-        if part >= parts:
-            if load(control + COMPLETED) > entry:
-                sched_yield()  # complete, but its worker was put aside before the claim word moved
-            else:
-                await_value(control + COMPLETED, entry + 1, yield_ns, FOREVER)
-            continue
-        if not swap_if(control + CLAIM, claim, claim + 1):
-            continue
+        if part == 0:  # nobody has begun it
+            if load(control + ISSUED) <= number:
+                await_value(control + ISSUED, number + 1, yield_ns, FOREVER)
+                continue
+            if load(control + STATE) != OPEN:  # read after ISSUED: `stop` raises both
+                return
+            if not swap_if(control + CLAIM, claim, claim + 1):
+                continue
+            at = next_entry(control)
+            parts = load(at + PARTS)
+            put(control + AT, at)
+            store(control + NOW, number << PART_BITS | parts)
+        else:
+            now = load(control + NOW)
+            parts = now & MAX_PARTS
+            if now >> PART_BITS != number:
+                sched_yield()  # its worker was put aside before it set NOW, or before it claimed
+                continue
+            if part >= parts:
+                if load(control + COMPLETED) > number:
+                    sched_yield()  # complete, and its worker was put aside before it claimed
+                else:
+                    await_value(control + COMPLETED, number + 1, yield_ns, FOREVER)
+                continue
+            if not swap_if(control + CLAIM, claim, claim + 1):
+                continue
+            at = load(control + AT)
         while True:
-            stamp = stamps + (entry & (STAMP_SIZE - 1)) * 16
+            stamp = stamps + (number & (STAMP_SIZE - 1)) * 16
             if part == 0:
                 put(stamp, now_ns())
             call_kernel(load(at), at + ARGS, part, parts)
             if parts > 1 and fetch_add(control + FINISHED, 1) < parts - 1:
                 break
-            # every part is done: complete the entry, and keep the next one if it is there
+            # every part is done: complete the kernel, and begin the next one if it is there
             put(stamp + 8, now_ns())
             put(control + FINISHED, 0)
-            entry += 1
+            number += 1
+            left = load(control + LEFT)
+            if left > 0:
+                put(control + LEFT, left - 1)
+            else:
+                put(control + OVER, load(control + OVER) + 1)
             more = (
-                entry < until and load(control + ISSUED) > entry and load(control + STATE) == OPEN
+                number < until and load(control + ISSUED) > number and load(control + STATE) == OPEN
             )
-            store(control + COMPLETED, entry)
-            store(control + CLAIM, entry << PART_BITS | (1 if more else 0))
-            if load(control + COMPLETED + WAKE_AT) <= entry:
+            if more:
+                at = at + ENTRY_BYTES if left > 0 else next_entry(control)
+                part, parts = 0, load(at + PARTS)
+                put(control + AT, at)
+                put(control + NOW, number << PART_BITS | parts)
+            store(control + COMPLETED, number)
+            store(control + CLAIM, number << PART_BITS | (1 if more else 0))
+            if load(control + COMPLETED + WAKE_AT) <= number:
                 wake(control + COMPLETED)
             if not more:
                 break
-            at = entries + (entry & (RING_SIZE - 1)) * ENTRY_BYTES
-            part, parts = 0, load(at + PARTS)
-
-
-@njit("boolean(int64, int64, int64, int64)", cache=True, nogil=True)
-def wait_slice(signal, value, yield_ns, timeout_ns):
-    """`await_value` as the host calls it: without the GIL."""
-    return await_value(signal, value, yield_ns, timeout_ns)
 
 
 @njit("void(int64)", cache=True, nogil=True)
+@dated
 def stop(control):
     """Makes the workers leave after the parts they hold. No entry that still waits is run."""
     store(control + STATE, STOPPED)
@@ -281,12 +272,14 @@ def stop(control):
 
 
 @njit("void(int64)", cache=True, nogil=True)
+@dated
 def run_inline(command):
     """Runs the kernel of a command block in the calling thread, as one part."""
     call_kernel(load(command), command + 24, 0, 1)
 
 
 @cfunc(KERNEL, cache=True)
+@dated
 def copy_kernel(args, part, n_parts):
     """args: dst, src, nbytes. Parts are multiples of 64 bytes."""
     dst, src, nbytes = load(args), load(args + 8), load(args + 16)
@@ -295,18 +288,44 @@ def copy_kernel(args, part, n_parts):
     copy_bytes(dst + start, src + start, min(share, nbytes - start))
 
 
-@cfunc(KERNEL, cache=True)
-def await_kernel(args, part, n_parts):
-    """args: signal, value, control block of this kernel's own stream. Ends without the value where
-    the own stream is stopped."""
-    signal, value, control = load(args), load(args + 8), load(args + 16)
+@njit(cache=True, nogil=True)
+@dated
+def await_or_stop(signal, value, control):
+    """Waits for `signal` to reach `value`; no longer where the stream of `control` is stopped."""
     while not await_value(signal, value, WORKER_YIELD_NS, SLICE_NS):
         if load(control + STATE) != OPEN:
             return
 
 
+@cfunc(KERNEL, cache=True)
+@dated
+def await_kernel(args, part, n_parts):
+    """args: signal, value, control block of this kernel's own stream."""
+    await_or_stop(load(args), load(args + 8), load(args + 16))
+
+
+# In lists of a plan. A signal counts launches: it is raised to how often its list was walked.
+
+
+@cfunc(KERNEL, cache=True)
+@dated
+def await_list_kernel(args, part, n_parts):
+    """args: signal, number of walks of this kernel's own list, control block of its own stream."""
+    await_or_stop(load(args), load(load(args + 8)), load(args + 16))
+
+
+@cfunc(KERNEL, cache=True)
+@dated
+def raise_kernel(args, part, n_parts):
+    """args: signal, number of walks of this kernel's own list."""
+    publish(load(args), load(load(args + 8)))
+
+
 # their addresses in this process (numba gives every cfunc one)
-COPY, AWAIT = (int(kernel.address or 0) for kernel in (copy_kernel, await_kernel))
+COPY, AWAIT, AWAIT_LIST, RAISE = (
+    int(kernel.address or 0)
+    for kernel in (copy_kernel, await_kernel, await_list_kernel, raise_kernel)
+)
 
 if not await_kernel.cache_hits:  # then all of this file was compiled
-    compiled.took(_BEGUN_NS, compiled.kept_by(await_kernel))
+    compiled.took(BEGUN_NS, compiled.kept_by(await_kernel))

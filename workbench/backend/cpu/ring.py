@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from workbench.backend.cpu import loops
+from workbench.backend.cpu import loops, signals
 from workbench.backend.cpu.loops import push
 from workbench.backend.issued import Issued
 from workbench.errors import DeviceError
@@ -49,9 +49,8 @@ class MemoryBlock:
     """The argument block of a command that compiled code reads. memory: all of the command, int64;
     address: of `memory`; first, n: which of its words are the fields.
 
-    Plans enter here. A plan of the embedded device is to be a list of such addresses, with what to
-    call for each: `push` for kernels and copies, `record` and `push_wait` for events. One compiled
-    loop can walk that list without the host. A patched field holds for the plan's next walk, too.
+    The kind of the block says what the command is (`KernelBlock`, `RecordBlock`, `WaitBlock`): a
+    plan records it by that (`recorded.py`). A plan has a copy of what stood in the block.
     """
 
     __slots__ = ("address", "first", "memory", "n", "pointers")
@@ -78,6 +77,24 @@ class MemoryBlock:
         return self.first + field
 
 
+class KernelBlock(MemoryBlock):
+    """Of a kernel or a copy: a command of `push`, its arguments the fields."""
+
+    __slots__ = ()
+
+
+class RecordBlock(MemoryBlock):
+    """Of `record`: the event's address."""
+
+    __slots__ = ()
+
+
+class WaitBlock(MemoryBlock):
+    """Of `push_wait`: the event's address, then a command of `await_kernel`."""
+
+    __slots__ = ()
+
+
 @cache
 def kernel_work(function: int, parts: int) -> tuple[int, int]:
     """`Issued.same` of a kernel. One object for all its launches, for the collector's sake."""
@@ -86,18 +103,18 @@ def kernel_work(function: int, parts: int) -> tuple[int, int]:
 
 def kernel_block(
     function: int, parts: int, args: Sequence[int | float], pointers: tuple[int, ...]
-) -> MemoryBlock:
+) -> KernelBlock:
     """A kernel's command for `push`, with the arguments as fields. Raises DeviceError."""
-    return MemoryBlock(command_words(function, parts, args), pointers, 3, len(args))
+    return KernelBlock(command_words(function, parts, args), pointers, 3, len(args))
 
 
 class Ring:
-    """A FIFO of kernels with `n_workers` threads that run them. Sequence numbers count its entries.
+    """A FIFO of kernels with `n_workers` threads that run them, each kernel with a number.
 
     Nothing runs before `start`. Safe to push from several Python threads.
     """
 
-    def __init__(self, name: str, n_workers: int, yield_ns: int = loops.WORKER_YIELD_NS):
+    def __init__(self, name: str, n_workers: int, yield_ns: int = signals.WORKER_YIELD_NS):
         self.name = name
         self.n_workers = n_workers
         self.yield_ns = yield_ns
@@ -108,8 +125,8 @@ class Ring:
         words = self.control.view(np.int64)
         words[loops.ENTRIES // 8] = self.entries.ctypes.data
         words[loops.STAMPS // 8] = self.stamps.ctypes.data
-        loops.init_signal(self.address + loops.ISSUED)
-        loops.init_signal(self.address + loops.COMPLETED)
+        signals.init_signal(self.address + loops.ISSUED)
+        signals.init_signal(self.address + loops.COMPLETED)
         self.words = memoryview(words.data)
         self._threads: list[threading.Thread] = []
         self.closed = False
@@ -130,7 +147,7 @@ class Ring:
 
     @property
     def issued(self) -> int:
-        """Entries pushed so far: the sequence number of the next one."""
+        """Kernels queued so far, nodes of plans among them: the number of the next one."""
         return self.words[loops.ISSUED // 8]
 
     @property
@@ -169,21 +186,28 @@ class Ring:
     def push_slowly(self, command: int) -> None:
         """Pushes where the ring was full: waits for room, a slice at a time."""
         while True:
-            self._check()
-            self.wait(self.issued - loops.RING_SIZE + 2)
+            self.await_room()
             if push(self.address, command) == loops.PUSHED:
                 return
 
-    def wait(self, sequence: int) -> None:
-        """The host waits until `sequence` entries are complete. Ctrl-C interrupts within 20 ms.
+    def await_room(self) -> None:
+        """The host waits until the ring takes another entry. Raises DeviceError as `wait` does."""
+        self.check()
+        words = self.words
+        while words[loops.FILLED // 8] - words[loops.OVER // 8] >= loops.RING_SIZE:
+            self.wait(self.completed + 1)
+
+    def wait(self, number: int) -> None:
+        """The host waits until `number` kernels are complete. Ctrl-C interrupts within 20 ms.
 
         Raises DeviceError where the ring is closed or has lost its threads.
         """
         signal = self.address + loops.COMPLETED
-        while not loops.wait_slice(signal, sequence, loops.HOST_YIELD_NS, loops.SLICE_NS):
-            self._check()
+        while not signals.wait_slice(signal, number, signals.HOST_YIELD_NS, signals.SLICE_NS):
+            self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises DeviceError where the ring is closed or has lost its threads."""
         if self.closed:
             raise DeviceError(f"{self.name} is closed; open a new backend")
         if not all(t.is_alive() for t in self._threads):
@@ -191,21 +215,21 @@ class Ring:
                 f"{self.name} has lost its threads; open the backend after a fork, not before"
             )
 
-    def stamp(self, sequence: int) -> tuple[int, int]:
-        """Start and end of a completed entry, ns of time.perf_counter_ns.
+    def stamp(self, number: int) -> tuple[int, int]:
+        """Start and end of a completed kernel, ns of time.perf_counter_ns.
 
-        Raises DeviceError where the entry is not complete or more than STAMP_SIZE entries old.
+        Raises DeviceError where the kernel is not complete or more than STAMP_SIZE kernels old.
         """
-        if not self.issued - loops.STAMP_SIZE <= sequence < self.completed:
+        if not self.issued - loops.STAMP_SIZE <= number < self.completed:
             raise DeviceError(
-                f"{self.name}: entry {sequence} has no stamp; resolve marks after waiting for the "
-                f"work between them and within {loops.STAMP_SIZE} entries"
+                f"{self.name}: kernel {number} has no stamp; resolve marks after waiting for the "
+                f"work between them and within {loops.STAMP_SIZE} kernels"
             )
-        row = self.stamps.view(np.int64).reshape(loops.STAMP_SIZE, 2)[sequence % loops.STAMP_SIZE]
+        row = self.stamps.view(np.int64).reshape(loops.STAMP_SIZE, 2)[number % loops.STAMP_SIZE]
         return int(row[0]), int(row[1])
 
     def close(self, drain: bool = True) -> None:
-        """Waits for all queued entries (drain), then ends and joins the workers. Idempotent."""
+        """Waits for all queued kernels (drain), then ends and joins the workers. Idempotent."""
         if self.closed:
             return
         try:
@@ -222,4 +246,4 @@ class Ring:
 
 def _worker(control: int, yield_ns: int, memory: tuple[np.ndarray, ...]) -> None:
     """A worker's thread: one call into compiled code, until shutdown. It holds `memory`."""
-    loops.run_worker(control, loops.NOBODY, yield_ns)
+    loops.run_worker(control, signals.NOBODY, yield_ns)
