@@ -17,7 +17,7 @@ import pytest
 from tests.unit.fake_graphs import Call, FakeCaptures, kernel_params
 from workbench.backend.cuda import backend as cuda
 from workbench.backend.cuda import cublas, nvrtc
-from workbench.backend.cuda.driver import Driver
+from workbench.backend.cuda.driver import ALIGN, Driver
 from workbench.program.commands import Space
 
 bindings: Any = pytest.importorskip("cuda.bindings.driver")
@@ -112,8 +112,11 @@ class FakeDriver(Driver):
         self._events = itertools.count(5000)
 
     def allocate(self, nbytes: int, space: Space) -> Any:
-        array = None if space == Space.DEVICE else np.zeros(nbytes, np.uint8)
-        return FakeMemory(next(self._addresses), array)
+        if space == Space.DEVICE:
+            return FakeMemory(next(self._addresses), None)
+        block = np.zeros(nbytes + ALIGN, np.uint8)  # the host computes there
+        array = block[-block.ctypes.data % ALIGN :][:nbytes]
+        return FakeMemory(array.ctypes.data, array)
 
     def event(self, timing: bool = False) -> Any:
         return SimpleNamespace(handle=self.api.CUevent(next(self._events)))

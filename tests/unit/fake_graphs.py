@@ -153,6 +153,10 @@ class FakeCaptures:
             return (Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,)
         return (0,)
 
+    def cuEventSynchronize(self, event: Any) -> tuple[int]:
+        ended = int(event) in self._events  # last recorded in a capture
+        return (Result.CUDA_ERROR_CAPTURED_EVENT if ended else 0,)
+
     # captures ---------------------------------------------------------------------------------
 
     def cuStreamIsCapturing(self, stream: Any) -> tuple[int, Any]:
