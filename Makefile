@@ -13,7 +13,7 @@ HAVE_GPU := $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-sm
 comma := ,
 GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu$(comma)cupti,)
 
-.PHONY: help setup report test test-slow test-exhaustive test-gpu test-browser sanitize lint bench lab peer models readme clean
+.PHONY: help setup report test test-slow test-exhaustive test-gpu test-browser sanitize lint bench lab peer peer-cuda models readme clean
 
 help:
 	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
@@ -21,6 +21,7 @@ help:
 	@echo "make lab      JupyterLab on the notebooks"
 	@echo "make setup    only prepare .venv/, with the workbench command in it"
 	@echo "make lint     ruff and mypy;  make bench  benchmarks, recorded;  make peer  compare with llama.cpp"
+	@echo "make peer-cuda  compare with llama.cpp on this GPU, recorded;  PEER=llama-bench MODELS=... ROUNDS=5"
 	@echo "make test-gpu the GPU tests, recorded;  make sanitize  parts of them under compute-sanitizer, recorded"
 	@echo "make test-browser the panel in JupyterLab and Chromium, recorded"
 	@echo "make readme   fill README.md from data/results"
@@ -95,6 +96,10 @@ peer: .venv/.dev
 	@echo "llama-cpp-python is built in .venv-peer/ (needs a C++ compiler; minutes the first time)"
 	$(BIN)/python -m tests.peer.compare
 	$(BIN)/python -m tests.peer.files
+
+peer-cuda: .venv/.dev
+	$(BIN)/python -m tests.peer.cuda $(MODELS) $(if $(PEER),--peer "$(PEER)") \
+	  $(if $(ROUNDS),--rounds $(ROUNDS)) $(PEER_ARGS)
 
 readme: .venv/.dev
 	$(BIN)/python -m data.measure.readme

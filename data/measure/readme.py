@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from data.measure import blocks, presets, proofs, scheduling, sources, targets, two_commits
+from data.measure import blocks, peer, presets, proofs, scheduling, sources, targets, two_commits
 from data.measure.recorded import NOT_MEASURED, Recorded, commit_of, model_of
 from data.measure.same_logits import block as same_logits
 from data.measure.tables import Line, Part, Table, block
@@ -73,6 +73,7 @@ BLOCKS: dict[str, list[Part]] = {
     "rooms": [Table("Rooms", rooms)],
     "timelines": [picture],
     **blocks.BLOCKS,
+    **peer.BLOCKS,
     **targets.BLOCKS,
     **presets.BLOCKS,
     **scheduling.BLOCKS,

@@ -77,7 +77,7 @@ def unmarked(page: str) -> str:
 def commits(recorded: Recorded) -> str:
     """A line for each commit that run folders were made with, newest first."""
     by_commit: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(recorded.folder.glob(f"*/{results.RUN_JSON}")):
+    for path in sorted(recorded.folder.glob(f"**/{results.RUN_JSON}")):
         run = json.loads(path.read_text())
         by_commit.setdefault(run["commit"]["hash"], []).append(run)
     newest = sorted(by_commit.values(), key=lambda runs: runs[-1]["started"], reverse=True)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"
 PAGES = (*readme.PAGES, Path("workbench/program/README.md"), Path("kernels/README.md"),
          Path("data/measure/README.md"))  # fmt: skip
-RUNS = sorted(p.parent for p in RESULTS.glob("*/run.json"))
+RUNS = sorted(p.parent for p in RESULTS.glob("**/run.json"))
 
 
 def name(folder: Path) -> str:

@@ -70,7 +70,7 @@ def in_todays_words(
         return run
     for name, value in CONFIG.items():
         config.setdefault(name, value)
-    for toggles in _parts(run, "toggles"):
+    for toggles in filter(None, _parts(run, "toggles")):  # an arm of another engine has none
         for name, value in Toggles().to_dict().items():
             toggles.setdefault(name, value)
     if run["kind"] == "perplexity":

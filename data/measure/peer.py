@@ -1,0 +1,219 @@
+"""llama.cpp's CUDA build beside this engine: what the runs of `make peer-cuda` say.
+
+`tests/peer/cuda.py` records a run folder for each model, `data/results/peer-cuda/MODEL/`. A round
+runs every arm once. A sample is one repetition as llama-bench counts it, so both sides have the
+same rows. A round's speed is that of all its counted repetitions together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from data.measure.recorded import Recorded, model_of
+from data.measure.tables import Line, Part, Table, caption
+from workbench.bench import results
+from workbench.bench.rounds import order_of
+from workbench.bench.stats import Band, Ratio, aa_band, median_interval, speedup, verdict
+
+FOLDER = "peer-cuda"
+MODELS = (
+    "llama-3.2-1b-bf16", "llama-3-8b-f16", "llama-3-8b-q8_0", "llama-3-8b-q4_0",
+    "llama-3.2-1b-q4_k_m", "llama-3.2-3b-q4_k_m", "qwen3-4b-q4_k_m",
+)  # fmt: skip
+TESTS = ("pp512", "tg128")  # llama-bench's order
+SHOWN = "tg128"  # on the first screen
+LLAMA, OURS = "llama.cpp", "workbench"
+# what is switched in llama.cpp -> the variables that do it; it reads each once in a process
+SWITCHES: dict[str, dict[str, str]] = {
+    "default": {},
+    "graphs=off": {"GGML_CUDA_DISABLE_GRAPHS": "1"},
+    "graph_opt=1": {"GGML_CUDA_GRAPH_OPT": "1"},
+    "reuse=off": {"LLAMA_GRAPH_REUSE_DISABLE": "1"},
+    "graphs=off reuse=off": {"GGML_CUDA_DISABLE_GRAPHS": "1", "LLAMA_GRAPH_REUSE_DISABLE": "1"},
+}
+REUSE_PAIRS = (("default", "reuse=off"), ("graphs=off", "graphs=off reuse=off"))
+
+
+def theirs(switch: str) -> str:
+    """The arm of a switch of llama.cpp."""
+    return LLAMA if switch == "default" else f"{LLAMA} {switch}"
+
+
+class Best(NamedTuple):
+    """A test of one model: the fastest arm of each side, t/s, ratio ours over theirs."""
+
+    test: str
+    arm_theirs: str
+    theirs: float
+    arm_ours: str
+    ours: float
+    ratio: Ratio
+    band: Band
+
+    @property
+    def verdict(self) -> str:
+        return verdict(self.ratio, self.band)
+
+
+class Saving(NamedTuple):
+    """What llama.cpp's reuse of a graph saves, us a token: its own build, and all that a new graph
+    entails. kept, built: us a token with reuse and without; low, high: 95 % interval of us."""
+
+    with_: str
+    kept: float
+    built: float
+    us: float
+    low: float
+    high: float
+
+
+class PeerRun:
+    """A run of kind `peer`, read. Everything follows from its samples."""
+
+    def __init__(self, found: results.Run):
+        self.run, self.samples = found.run, found.samples
+        self._rates = results.rates(self.samples)
+
+    @property
+    def model(self) -> str:
+        return model_of(self.run)
+
+    def tps(self, test: str) -> pd.DataFrame:
+        """t/s of a test: a row for each round, a column for each arm, the control among them."""
+        rows = self._rates[self._rates["test"] == test]
+        table = rows.pivot(index="repetition", columns="arm", values="tps").dropna()
+        return table[[arm["name"] for arm in self.run["arms"] if arm["name"] in table]]
+
+    def side(self, name: str) -> list[str]:
+        """The arms of a side, without the A/A control."""
+        arms = (arm["name"] for arm in self.run["arms"] if not arm["is_control"])
+        return [arm for arm in arms if arm.split()[0] == name]
+
+    def best(self, test: str) -> Best:
+        """The fastest arms by their medians."""
+        tps = self.tps(test)
+        medians = tps.median()
+        a, b = (str(medians[self.side(side)].idxmax()) for side in (LLAMA, OURS))
+        found = self.ratio(test, a, b)
+        return Best(test, a, float(medians[a]), b, float(medians[b]), found, self.band(test))
+
+    def ratio(self, test: str, baseline: str, other: str) -> Ratio:
+        """Median t/s of an arm over another's, paired by round."""
+        tps = self.tps(test)
+        return speedup(tps[baseline].to_numpy(), tps[other].to_numpy(), self.run["seed"])
+
+    def band(self, test: str) -> Band:
+        """What our first arm says beside itself."""
+        (control,) = (arm["name"] for arm in self.run["arms"] if arm["is_control"])
+        return aa_band(self.ratio(test, self.side(OURS)[0], control))
+
+    def interval(self, test: str, arm: str) -> tuple[float, float, float]:
+        """Median t/s and its 95 % interval."""
+        return median_interval(self.tps(test)[arm].to_numpy(), self.run["seed"])
+
+    def savings(self, test: str) -> Iterator[Saving]:
+        """For each pair of arms that differ in reuse alone; differences within a round."""
+        us = 1e6 / self.tps(test)
+        for kept, built in REUSE_PAIRS:
+            a, b = theirs(kept), theirs(built)
+            if a in us and b in us:
+                found = median_interval((us[b] - us[a]).to_numpy(), self.run["seed"])
+                yield Saving(kept, float(us[a].median()), float(us[b].median()), *found)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether every round ran each arm once, one after the other, in turning order."""
+        names = [arm["name"] for arm in self.run["arms"]]
+        rounds = self._rates.sort_values("order").groupby("repetition", sort=True)
+        return bool(len(self._rates)) and all(
+            rows["arm"].drop_duplicates().tolist()
+            == [names[i] for i in order_of(int(round_), len(names))]
+            and rows["arm"].ne(rows["arm"].shift()).sum() == len(names)
+            and rows["order"].diff().iloc[1:].eq(1).all()
+            for round_, rows in rounds
+        )
+
+
+def recorded_peers(recorded: Recorded) -> list[PeerRun]:
+    """The complete runs, in the order of MODELS."""
+    folders = (recorded.folder / FOLDER / model for model in MODELS)
+    found = (results.load_run(f) for f in folders if (f / results.RUN_JSON).is_file())
+    return [PeerRun(run) for run in found if run.run["status"] == results.COMPLETE]
+
+
+def bests(recorded: Recorded) -> Iterator[Line]:
+    """A column for each model: the fastest arm of each side in SHOWN, and the ratio."""
+    peers = recorded_peers(recorded)
+    shown = [(peer, peer.best(SHOWN)) for peer in peers if SHOWN in peer.run["tests"]]
+    rows: dict[str, Callable[[Best], str]] = {
+        f"{LLAMA}, t/s": lambda best: f"{best.theirs:.0f}",
+        f"{OURS}, t/s": lambda best: f"{best.ours:.0f}",
+        "ratio": lambda best: _interval(best.ratio),
+    }
+    for name, cell in rows.items() if shown else ():
+        cells = {peer.model: cell(best) for peer, best in shown}
+        yield Line({SHOWN: name} | cells, [peer for peer, _ in shown])
+
+
+def _interval(ratio: Ratio) -> str:
+    return f"{ratio.value:.2f} ({ratio.low:.2f}..{ratio.high:.2f})"
+
+
+def arms(recorded: Recorded) -> Iterator[Line]:
+    """A model and arm: its speed, and how much faster our fastest arm is."""
+    for peer in recorded_peers(recorded):
+        for arm in peer.run["arms"]:
+            cells = {"Model": peer.model, "Arm": arm["name"]}
+            for test in reversed(peer.run["tests"]):
+                middle, low, high = peer.interval(test, arm["name"])
+                ours = peer.ratio(test, arm["name"], peer.best(test).arm_ours)
+                cells |= {
+                    f"{test} t/s": f"{middle:.1f} ({low:.1f}..{high:.1f})",
+                    f"{test} ratio": _interval(ours),
+                }
+            yield Line(cells, [peer])
+
+
+def savings(recorded: Recorded) -> Iterator[Line]:
+    """A model: what llama.cpp's reuse of a graph saves of a token."""
+    for peer in recorded_peers(recorded):
+        for test in peer.run["tests"]:
+            for one in peer.savings(test) if test.startswith("tg") else ():
+                yield Line({"model": peer.model, "test": test} | one._asdict(), [peer])
+
+
+def where(recorded: Recorded) -> str:
+    """A caption for each card."""
+    groups: dict[str, list[PeerRun]] = {}
+    for peer in recorded_peers(recorded):
+        groups.setdefault(peer.run["engine"]["device_description"], []).append(peer)
+    return " ".join(caption(group, _said(group)) for group in groups.values())
+
+
+def _said(peers: Sequence[PeerRun]) -> str:
+    rounds = " and ".join(map(str, sorted({peer.run["repetitions"] for peer in peers})))
+    versions = dict.fromkeys(peer.run["result"]["peer"]["version"] for peer in peers)
+    return f"in turn in one run, {rounds} rounds; llama.cpp {', '.join(versions)}"
+
+
+def answers_hold(run: dict[str, Any]) -> bool:
+    """Whether our arms gave one answer, each by its class."""
+    return all(answer["holds"] for answer in run["result"]["answers"].values())
+
+
+BLOCKS: dict[str, list[Part]] = {
+    "peer-cuda": [Table("Beside llama.cpp on a GPU", bests, said=where)],
+    "peer-cuda-arms": [
+        Table("Arms beside llama.cpp on a GPU", arms, said=where),
+        "What llama.cpp's own reuse of a graph saves of a token, the difference within a round:",
+        Table(
+            "llama.cpp's reuse of a graph", savings,
+            {"Model": "{model}", "Test": "{test}", "With": "{with_}", "us, reused": "{kept:.1f}",
+             "us, built anew": "{built:.1f}", "us saved": "{us:.1f} ({low:.1f}..{high:.1f})"},
+            said=lambda recorded: "",
+        ),
+    ],
+}  # fmt: skip

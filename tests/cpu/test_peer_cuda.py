@@ -1,0 +1,222 @@
+"""`make peer-cuda` without a GPU: a llama-bench that only says times beside the embedded device."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.measure.peer import FOLDER, SWITCHES, PeerRun, recorded_peers, theirs
+from data.measure.recorded import Recorded
+from tests.peer import cuda, fake_llama_bench, llama_bench
+from workbench.bench import results
+from workbench.bench.draft import Draft
+from workbench.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "tiny-llama-q8_0"
+TESTS = "pp8,tg4"
+SWITCHED = "default,graphs=off,graph_opt=1,reuse=off,graphs=off reuse=off"
+
+
+@pytest.fixture
+def program(tmp_path) -> Path:
+    """A folder as `build-cuda.sh` leaves it, with the fake in it."""
+    made = tmp_path / "built" / "bin" / "llama-bench"
+    made.parent.mkdir(parents=True)
+    source = Path(fake_llama_bench.__file__).read_text()
+    made.write_text(source.replace("#!/usr/bin/env python3", f"#!{sys.executable}", 1))
+    made.chmod(0o755)
+    (tmp_path / "built" / "build.json").write_text('{"nvcc": "13.0.88"}')
+    return made
+
+
+def calls(program: Path) -> list[dict]:
+    return [json.loads(line) for line in (program.parent / "calls.jsonl").read_text().splitlines()]
+
+
+def measure(program: Path, out: Path, tiny_models: Path, **options: object) -> None:
+    given = {"tests": TESTS, "ours": "best,best fuse=on", "theirs": SWITCHED} | options
+    cuda.main(MODEL, peer=program, out=out, files=tiny_models, device="embedded", **given)
+
+
+def test_both_sides_in_turn(program, tmp_path, tiny_models, monkeypatch, capsys):
+    """From the call to the table: arms, order, samples, what is recorded, what is made of it."""
+    monkeypatch.setenv("GGML_CUDA_GRAPH_OPT", "1")  # what happens to be set switches nothing
+    out = tmp_path / "results" / FOLDER
+    measure(program, out, tiny_models)
+    said = capsys.readouterr().out
+    folder = out / MODEL
+    run, samples = results.load_run(folder).run, results.load_run(folder).samples
+    peer = PeerRun(results.load_run(folder))
+    names = [*map(theirs, SWITCHES), "workbench best", "workbench best fuse=on",
+             "workbench best (A/A)"]  # fmt: skip
+    assert [arm["name"] for arm in run["arms"]] == names
+    assert [arm["is_control"] for arm in run["arms"]] == [name == names[-1] for name in names]
+    assert (run["kind"], run["status"], run["repetitions"]) == ("peer", "complete", 5)
+    assert peer.interleaved and run["result"]["first_ns"].keys() == set(names)
+    assert len(samples) == 5 * len(names) * 2 * 2, "rounds, arms, tests, counted repetitions"
+
+    # every process of llama.cpp has its arm's variables and no others
+    made = calls(program)
+    assert len(made) == 5 * len(SWITCHES)
+    given = [turn["arm"] for turn in run["result"]["turns"] if turn["arm"] in run["result"]["env"]]
+    assert [call["own"] for call in made] == [run["result"]["env"][arm] for arm in given]
+    wanted = {"-ngl": "99", "-fa": "1", "-p": "8", "-n": "4", "-r": "3", "-o": "json"}
+    assert all(call["given"].items() >= wanted.items() for call in made)
+
+    # the first repetition of a turn does not count
+    assert peer.tps("tg4")["llama.cpp"].tolist() == [pytest.approx(1000.0)] * 5
+    assert run["result"]["first_ns"]["llama.cpp"]["tg4"] == [10 * 4_000_000] * 5
+    best = peer.best("tg4")
+    assert (best.arm_theirs, best.theirs) == ("llama.cpp graph_opt=1", pytest.approx(1e6 / 900))
+    assert best.arm_ours in ("workbench best", "workbench best fuse=on")
+    ns = samples[(samples["arm"] == best.arm_ours) & (samples["test"] == "tg4")]
+    rates = 4e9 / ns.groupby("repetition")["ns"].mean()
+    assert best.ratio.value == pytest.approx(np.median(rates) / (1e6 / 900))
+    pairs = [(one.with_, pytest.approx(one.us)) for one in peer.savings("tg4")]
+    assert pairs == [("default", 50.0), ("graphs=off", 50.0)]
+    assert "reuse saves llama.cpp 50.0 us, with default" in said
+
+    # where it comes from
+    about = run["result"]["peer"]
+    assert about["version"] == "0.5.0-fake (build 7, commit fade)"
+    assert about["build"] == {"nvcc": "13.0.88"} and set(about["files"]) == {"llama-bench"}
+    assert about["says"]["build_commit"] == "fade" and run["model"]["hash"]
+    assert all(answer["holds"] for answer in run["result"]["answers"].values())
+    assert run["result"]["answers"].keys() == {"workbench best fuse=on", "A/A"}
+    assert run["arms"][-1]["counters"]["steps"] > 0 and run["arms"][0]["toggles"] == {}
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 100_000
+
+    # a second call finds it, unless another commit made it
+    again = "there already" if cuda.is_there(folder) else "ours / theirs"
+    measure(program, out, tiny_models)
+    assert again in capsys.readouterr().out
+
+
+def test_a_call_that_fails_keeps_its_rounds_and_counts_for_nothing(program, tmp_path, tiny_models):
+    (program.parent / "fails").write_text("exits at 4")
+    out = tmp_path / "results" / FOLDER
+    with pytest.raises(RuntimeError, match=r"error: failed to load model$"):
+        measure(program, out, tiny_models, ours="best", theirs="default,graphs=off")
+    run = json.loads((out / MODEL / "run.json").read_text())
+    assert run["status"] == "interrupted" and not cuda.is_there(out / MODEL)
+    assert recorded_peers(Recorded(out.parent)) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exits", "printed no rows: llama_bench: error: failed to load model"),
+        ("prints text", "printed no rows: it said nothing"),
+        ("a test is missing", "ended with 0 and rows"),
+        ("a time is missing", "pp8 has times"),
+    ],
+)
+def test_what_the_program_says_is_not_believed(program, how, said):
+    (program.parent / "fails").write_text(how)
+    with pytest.raises(RuntimeError, match=said) as refused:
+        llama_bench.find(program).run(Path("m.gguf"), ["pp8", "tg4"], 3, {})
+    assert "\n" not in str(refused.value)
+
+
+def test_a_program_that_computed_without_a_gpu_is_refused(program):
+    """llama.cpp falls back to the CPU and says nothing."""
+
+    engine = {"device": "cuda", "device_description": "NVIDIA H200 (sm_90), driver 1"}
+    draft = Draft({"engine": engine, "result": {}, "run_id": "", "duration_s": 0.0}, None)
+    turns = cuda.Turns(llama_bench.find(program), Path("m"), {}, draft, cuda.Wanted())
+    turns._check_card({"gpu_info": "NVIDIA H200"})
+    for card, named in (("", "no GPU"), ("NVIDIA L4", "NVIDIA L4")):
+        with pytest.raises(RuntimeError, match=f"computed on {named}, and the engine on NVIDIA"):
+            turns._check_card({"gpu_info": card})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"theirs": "graphs"}, "'graphs' is not one of default, graphs=off"),
+        ({"tests": "pp8+tg4"}, "give ppN and tgN"),
+        ({"tests": "tg4@d16"}, "give ppN and tgN"),
+        ({"rounds": 4}, "rounds=4, repetitions=3: give 5 and 2"),
+        ({"repetitions": 1}, "rounds=5, repetitions=1"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_runs(
+    program, tmp_path, tiny_models, options, said
+):
+    with pytest.raises(UsageError, match=said):
+        measure(program, tmp_path / "out", tiny_models, **options)
+    assert not (program.parent / "calls.jsonl").exists() and not (tmp_path / "out").exists()
+
+
+def test_no_time_is_left_for_a_model(program, tmp_path, tiny_models, capsys):
+    measure(program, tmp_path / "out", tiny_models, at_most_s=-1.0)
+    assert capsys.readouterr().out == f"{MODEL}: left, -1 s are over; call again\n"
+
+
+def test_the_program_is_found_as_it_is_in_its_folder_and_in_an_archive(
+    program, tmp_path, monkeypatch
+):
+    for path in (program, program.parent, program.parents[1]):
+        assert llama_bench.find(path).program == program
+    monkeypatch.setattr(llama_bench, "UNPACKED", tmp_path / "unpacked")
+    with tarfile.open(tmp_path / "built.tar.xz", "w:xz") as archive:
+        archive.add(program.parent, "bin")
+    found = llama_bench.find(tmp_path / "built.tar.xz")
+    assert found.program == tmp_path / "unpacked" / "bin" / "llama-bench"
+    assert found.about["build"] == "unknown: no build.json beside the program"
+    with pytest.raises(RuntimeError, match="no llama-bench there, nor in its bin/"):
+        llama_bench.find(tmp_path)
+
+
+def test_the_libraries_of_cuda_are_found_or_said_to_be_missing(program, tmp_path, monkeypatch):
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    (program.parent / "libggml-cuda.so").write_bytes(b"\0libcudart.so.913\0libcublas.so.913\0")
+    with pytest.raises(RuntimeError, match=r"^missing: libcublas\.so\.913, which .*; looked in"):
+        llama_bench.find(program)
+    wheel, named = tmp_path / "site" / "nvidia" / "cu13" / "lib", tmp_path / "named"
+    for folder, name in ((wheel, "libcublas.so.913"), (named, "libcudart.so.913")):
+        folder.mkdir(parents=True)
+        (folder / name).touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(named))
+    found = llama_bench.find(program)
+    assert found.libraries == (wheel, named)
+    path = found.environment()["LD_LIBRARY_PATH"].split(":")
+    assert path[:3] == [str(program.parent), str(wheel), str(named)]
+    assert found.environment()["CUDA_VISIBLE_DEVICES"].count(",") == 0
+
+
+def test_without_a_toolkit_one_line_says_so(tmp_path, monkeypatch):
+    """The recipe looks for nvcc before anything else."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "env", "dirname", "readlink", "mkdir"):
+        (tools / name).symlink_to(str(shutil.which(name)))
+    recipe = (ROOT / "tests" / "peer" / "build-cuda.sh").read_text()
+    (tmp_path / "build-cuda.sh").write_text(recipe.replace("/usr/local/cuda/bin", "/nowhere/bin"))
+    (tmp_path / "build-cuda.sh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(llama_bench, "BUILT", tmp_path / "built")
+    monkeypatch.setattr(llama_bench, "__file__", str(tmp_path / "llama_bench.py"))
+    with pytest.raises(RuntimeError, match=r"^missing: a CUDA toolkit \(nvcc\); looked in") as said:
+        llama_bench.find(None)
+    assert "install CUDA 13, or give PEER=path" in str(said.value)
+    assert "\n" not in str(said.value)
+
+
+def test_make_passes_what_it_is_given():
+    command = ["make", "-n", "-o", ".venv/.dev", "peer-cuda", "PEER=a b", "MODELS=m n", "ROUNDS=7"]
+    env = os.environ | {"MAKEFLAGS": ""}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    words = " ".join(done.stdout.replace("\\\n", " ").split())
+    assert words.endswith('-m tests.peer.cuda m n --peer "a b" --rounds 7'), done.stderr

@@ -1,0 +1,350 @@
+"""llama.cpp with CUDA and this engine on the same card and files, in turn in one run: how fast?
+
+`make peer-cuda` runs `python -m tests.peer.cuda [MODELS]`. It takes llama-bench from `--peer`, or
+builds one (`build-cuda.sh`: needs a CUDA toolkit, half an hour once). It writes a run folder for
+each model, `data/results/peer-cuda/MODEL/`:
+
+* An arm is a setting of one side. llama.cpp's are switched by variables, which a process reads
+  once: CUDA graphs on (its default), off, with its streams (GGML_CUDA_GRAPH_OPT=1), and without
+  reuse of its graph (LLAMA_GRAPH_REUSE_DISABLE=1). Ours are toggles. Our first arm is there twice:
+  the A/A control.
+* Round i runs each arm once; the order turns from round to round (`bench/rounds.py`).
+* llama.cpp's turn is a process of its own: it loads the file and repeats each test. Ours is in this
+  process, where the engine stays loaded and idle while llama.cpp computes.
+* The first repetition of a test in a turn is kept apart and not counted, on both sides. In it
+  llama.cpp captures its graphs, and clocks rise. Everything after it is a row of the samples.
+
+What differs from llama-bench's own table is that alone; both sides count the same tokens, from an
+empty cache, without sampling, until the logits are on the host.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from cyclopts import App
+
+import workbench as wb
+from data.measure import peer as recorded
+from data.measure.peer import LLAMA, MODELS, OURS, SWITCHES, TESTS, PeerRun
+from data.measure.session import parsed, toggles_of
+from tests.peer.llama_bench import LlamaBench, arguments, find, name_of
+from workbench.bench import answers, provenance, results
+from workbench.bench import workload as w
+from workbench.bench.draft import Draft, kept, new_arm, new_run
+from workbench.bench.experiment import describe
+from workbench.bench.rounds import interleave
+from workbench.bench.stats import MIN_REPETITIONS
+from workbench.config import EXACT, ROUNDING, Toggles
+from workbench.devices import is_gpu
+from workbench.errors import UsageError, WorkbenchError
+from workbench.model.presets import quant_name
+from workbench.model.synth import write_model
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, FILES = ROOT / "data" / "results" / recorded.FOLDER, ROOT / "data" / "models"
+SETTINGS = ("best", "best plans=ours")
+SWITCHED = ("default", "graphs=off", "graph_opt=1", "reuse=off")
+N_CTX, N_UBATCH = 1024, 512  # llama-bench's own ubatch
+
+app = App(help=__doc__, result_action="return_none")
+
+
+class Wanted(NamedTuple):
+    """What is measured of a model. settings: of ours, as rows of the campaign say them. switched:
+    names in SWITCHES. repetitions: of a test in a turn, the first of which does not count."""
+
+    device: str = "cuda"
+    tests: Sequence[str] = TESTS
+    settings: Sequence[str] = SETTINGS
+    switched: Sequence[str] = SWITCHED
+    rounds: int = MIN_REPETITIONS
+    repetitions: int = 3
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises UsageError for what cannot be compared."""
+        for test in w.parse_tests(list(self.tests)):
+            if test != w.Workload(test.n_prompt, test.n_gen) or (test.n_prompt and test.n_gen):
+                raise UsageError(f"test {test}: give ppN and tgN, which both sides name alike")
+        if unknown := [name for name in self.switched if name not in SWITCHES]:
+            raise UsageError(f"switch {unknown[0]!r} is not one of {', '.join(SWITCHES)}")
+        if not self.switched or not self.settings:
+            raise UsageError("a comparison needs an arm of each side")
+        if self.rounds < MIN_REPETITIONS or self.repetitions < 2:
+            raise UsageError(
+                f"rounds={self.rounds}, repetitions={self.repetitions}: "
+                f"give {MIN_REPETITIONS} and 2, or more"
+            )
+
+
+class Turns:
+    """The arms of a comparison. A turn takes every test of one arm and adds what counts."""
+
+    def __init__(
+        self,
+        bench: LlamaBench,
+        path: Path,
+        engines: Mapping[str, wb.Engine],
+        draft: Draft,
+        wanted: Wanted,
+    ):
+        """engines: of our arms, by name; the arms themselves stand in the draft's run."""
+        self.bench, self.path, self.engines, self.draft = bench, path, engines, draft
+        self.wanted, self.workloads = wanted, w.parse_tests(list(wanted.tests))
+        self.result = draft.run["result"]
+
+    def take(self, round_: int, arm: int) -> None:
+        """A turn, with the clocks behind it."""
+        one = self.draft.run["arms"][arm]
+        name, begun = one["name"], time.monotonic()
+        taken = self._ours(name, round_) if name in self.engines else self._theirs(name)
+        for test in self.workloads:
+            first, *counted = taken[test.name]
+            n = np.full(len(counted), test.n_tokens, np.int64)
+            ns = np.array(counted, np.int64)
+            self.draft.samples.add(name, one["is_control"], test.name, round_, ns, n)
+            self.result["first_ns"].setdefault(name, {}).setdefault(test.name, []).append(first)
+        self.result["turns"].append(
+            {"round": round_, "arm": name, "seconds": round(time.monotonic() - begun, 3)}
+            | {"gpus": [_clocks(gpu) for gpu in provenance.gpus()]}
+        )
+        self.draft.checkpoint()
+
+    def _theirs(self, name: str) -> dict[str, list[int]]:
+        env, tests = self.result["env"][name], [test.name for test in self.workloads]
+        rows = self.bench.run(self.path, tests, self.wanted.repetitions, env)
+        self._check_card(rows[0])
+        same = ("build_commit", "build_number", "gpu_info", "backends", "n_gpu_layers",
+                "flash_attn", "type_k", "type_v", "n_batch", "n_ubatch", "n_threads")  # fmt: skip
+        self.result["peer"]["says"] = {key: rows[0].get(key) for key in same}
+        return {name_of(row): list(row["samples_ns"]) for row in rows}
+
+    def _check_card(self, row: Mapping[str, Any]) -> None:
+        """Raises RuntimeError where llama.cpp computed elsewhere: without a GPU it says nothing."""
+        card, ours = row.get("gpu_info") or "", self.draft.run["engine"]
+        if is_gpu(ours["device"]) and not (card and card in ours["device_description"]):
+            raise RuntimeError(
+                f"llama-bench computed on {card or 'no GPU'}, and the engine on "
+                f"{ours['device_description']}; see `{self.bench.program} --list-devices`"
+            )
+
+    def _ours(self, name: str, round_: int) -> dict[str, list[int]]:
+        engine, n, found = self.engines[name], self.wanted.repetitions, dict[str, list[int]]()
+        for test in self.workloads:
+            every = (self._tokens(engine, test, round_ * n + i) for i in range(n))
+            found[test.name] = [w.take_sample(engine, test, one).ns_total for one in every]
+        return found
+
+    def _tokens(self, engine: wb.Engine, test: w.Workload, repetition: int) -> w.Tokens:
+        bos = w.bos_token(engine)
+        return w.draw_tokens(test, engine.model.n_vocab, self.wanted.seed, repetition, bos)
+
+    def warm_up(self) -> None:
+        """Our arms once, untimed: programs are built, kernels compiled."""
+        for engine in self.engines.values():
+            for test in self.workloads:
+                w.warm_up([engine], test, self.wanted.seed, w.bos_token(engine), once=True)
+
+
+def _clocks(gpu: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: gpu[key] for key in ("clock_mhz", "power_w", "temperature_c", "throttle_reasons")}
+
+
+def settings_of(engine: wb.Engine, wanted: Wanted) -> dict[str, Toggles]:
+    """Our arms by name. One that has another's toggles is left out, and said."""
+    found: dict[str, Toggles] = {}
+    for spec in wanted.settings:
+        toggles = engine.resolve(toggles_of(spec, engine))
+        same = [name for name, other in found.items() if other == toggles]
+        if same:
+            print(f"{OURS} {spec}: has the toggles of {same[0]}, left out", flush=True)
+        else:
+            found[f"{OURS} {spec}"] = toggles
+    return found
+
+
+def compared(settings: Mapping[str, Toggles], engines: Sequence[wb.Engine], seed: int) -> dict:
+    """The answers of our arms beside the first one's, by name; the control's is the last."""
+    (_, first), *others = [*settings.items(), ("", next(iter(settings.values())))]
+    kinds = [_kind(first, toggles) for _, toggles in others]
+    names = [*list(settings)[1:], "A/A"]
+    found = answers.compare_engines(engines, kinds, seed)
+    return {name: answer.to_dict() for name, answer in zip(names, found, strict=True)}
+
+
+def _kind(first: Toggles, other: Toggles) -> str:
+    """The class of what differs."""
+    differ = (n for n, v in first.to_dict().items() if other.to_dict()[n] != v)
+    return ROUNDING if ROUNDING in map(Toggles.answer_class, differ) else EXACT
+
+
+def compare(bench: LlamaBench, path: Path, out: Path, wanted: Wanted) -> PeerRun:
+    """Both sides on the file at `path`, into the run folder `out`, which is emptied first."""
+    shutil.rmtree(out, ignore_errors=True)
+    with ExitStack() as stack:
+        kept_programs = Toggles(graph_reuse="set_rows")
+        engine = stack.enter_context(
+            wb.Engine.load(
+                path, device=wanted.device, n_ctx=N_CTX, n_ubatch=N_UBATCH, toggles=kept_programs
+            )
+        )
+        settings = settings_of(engine, wanted)
+        first = next(iter(settings))
+        every = settings | {f"{first} (A/A)": settings[first]}
+        engines = {
+            name: stack.enter_context(closing(engine.variant(toggles)))
+            for name, toggles in every.items()
+        }
+        draft = Draft(_new_run(bench, engine, engines, out, wanted), out)
+        turns = Turns(bench, path, engines, draft, wanted)
+
+        def whole(round_: int, _: dict[int, None]) -> None:
+            print(f"  {path.stem}: round {round_ + 1}/{wanted.rounds}", file=sys.stderr, flush=True)
+
+        with kept(draft, raises=True):
+            turns.warm_up()
+            draft.run["result"]["answers"] = compared(settings, list(engines.values()), wanted.seed)
+            interleave(range(wanted.rounds), len(draft.run["arms"]), turns.take, whole)
+            for name, one in engines.items():
+                arm = next(arm for arm in draft.run["arms"] if arm["name"] == name)
+                arm["counters"] = one.counters
+            draft.run["result"]["state_after"] = provenance.state()
+    return PeerRun(results.load_run(out))
+
+
+def _new_run(
+    bench: LlamaBench,
+    engine: wb.Engine,
+    engines: Mapping[str, wb.Engine],
+    out: Path,
+    wanted: Wanted,
+) -> dict[str, Any]:
+    """run.json of a comparison that begins now. An arm of llama.cpp has variables, no toggles."""
+    tests = w.parse_tests(list(wanted.tests))
+    env = {recorded.theirs(switch): SWITCHES[switch] for switch in wanted.switched}
+    arms = [new_arm(name, {}) for name in env] + [
+        new_arm(
+            name, one.toggles.to_dict(), name.endswith("(A/A)"), one.sync_mode,
+            {test.name: describe(one, test) for test in tests},
+        )
+        for name, one in engines.items()
+    ]  # fmt: skip
+    made = new_run(
+        "peer", out.name, f"{LLAMA} beside {OURS}", provenance.collect(engine), arms,
+        [test.name for test in tests], wanted.rounds, wanted.seed,
+    )  # fmt: skip
+    names = [test.name for test in tests]
+    made["result"] |= {
+        "peer": bench.about | {"arguments": arguments("FILE", names, wanted.repetitions)},
+        "env": env,
+        "processes": "llama.cpp: one for each arm and round; ours: one, the engine stays loaded",
+        "repetitions_of_a_turn": wanted.repetitions,
+        "first_ns": {},  # arm -> test -> ns of the repetition that does not count, of each round
+        "turns": [],
+        "answers": {},
+    }
+    return made
+
+
+def model_file(model: str, folder: Path) -> Path:
+    """The file of a model as folders name it, written where it is missing."""
+    preset, quant = parsed(model)
+    quant = quant_name(quant)
+    return write_model(preset, quant, folder / f"{preset}-{quant}.gguf")
+
+
+def is_there(out: Path) -> bool:
+    """Whether `out` has a complete run of the commit that is checked out."""
+    try:
+        run = json.loads((out / results.RUN_JSON).read_text())
+    except (OSError, ValueError):
+        return False
+    ours = run["commit"] == provenance.commit() and run["commit"]["hash"] != provenance.UNKNOWN
+    return bool(ours and run["status"] == results.COMPLETE)
+
+
+def shown(peer: PeerRun) -> str:
+    """A line for each arm and test, and the ratio of the fastest ones."""
+    lines = [f"{peer.model}: {peer.run['result']['peer']['version']}"]
+    for test in peer.run["tests"]:
+        for arm in peer.tps(test):
+            middle, low, high = peer.interval(test, arm)
+            lines.append(f"  {test:6} {arm:32} {middle:9.1f} t/s ({low:.1f}..{high:.1f})")
+        best = peer.best(test)
+        lines.append(
+            f"  {test:6} ours / theirs {best.ratio.value:.3f} ({best.ratio.low:.3f}.."
+            f"{best.ratio.high:.3f}), {best.verdict}: {best.arm_ours} / {best.arm_theirs}"
+        )
+        for one in peer.savings(test) if test.startswith("tg") else ():
+            lines.append(f"  {test:6} reuse saves llama.cpp {one.us:.1f} us, with {one.with_}")
+    return "\n".join(lines)
+
+
+@app.default
+def main(
+    *models: str,
+    peer: Path | None = None,
+    out: Path = RESULTS,
+    files: Path = FILES,
+    device: str = "cuda",
+    tests: str = ",".join(TESTS),
+    ours: str = ",".join(SETTINGS),
+    theirs: str = ",".join(SWITCHED),
+    rounds: int = MIN_REPETITIONS,
+    repetitions: int = 3,
+    again: bool = False,
+    at_most_s: float = float("inf"),
+) -> None:
+    """Compares both sides on each model, prints a table, and writes a run folder.
+
+    A model that has a complete run of this commit is left out: a call that was cut off goes on
+    where it was.
+
+    Parameters
+    ----------
+    models: as folders name them, llama-3-8b-q4_0; without any, all of the README's.
+    peer: llama-bench, a folder or an archive that holds it; it is built where none is given.
+    out: where the run folders go.
+    files: where model files are, and where missing ones are written.
+    tests: ppN and tgN.
+    ours: settings of ours, a background and changes to it: best, or best plans=ours.
+    theirs: what is switched in llama.cpp: default, graphs=off, graph_opt=1, reuse=off, or both.
+    rounds: how often each arm has its turn; at least 5.
+    repetitions: of a test in a turn, the first of which does not count.
+    again: measure what was measured, too.
+    at_most_s: no model is begun after so many seconds.
+    """
+    wanted = Wanted(
+        device, tests.split(","), ours.split(","), theirs.split(","), rounds, repetitions
+    )
+    wanted.check()
+    names, begun = models or MODELS, time.monotonic()
+    for name in names:
+        parsed(name)
+    bench = find(peer)
+    for name in names:
+        if is_there(out / name) and not again:
+            print(f"{name}: there already, of this commit", flush=True)
+        elif time.monotonic() - begun > at_most_s:
+            print(f"{name}: left, {at_most_s:.0f} s are over; call again", flush=True)
+        else:
+            print(shown(compare(bench, model_file(name, files), out / name, wanted)), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except (RuntimeError, WorkbenchError, subprocess.CalledProcessError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

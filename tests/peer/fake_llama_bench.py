@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+"""Prints what llama-bench prints, with times that follow from its variables alone.
+
+It takes part in tests as `llama-bench`. Beside it lies `calls.jsonl`: a line for each call, with
+the arguments and every variable of llama.cpp's. A file `fails` beside it says how it misbehaves.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+US = {"pp": 2.0, "tg": 1000.0}  # a token; the first repetition of a test takes ten times as long
+SLOWER = {"GGML_CUDA_DISABLE_GRAPHS": 200.0, "LLAMA_GRAPH_REUSE_DISABLE": 50.0}  # us a token
+FASTER = {"GGML_CUDA_GRAPH_OPT": 100.0}
+
+
+def main(arguments: list[str]) -> int:
+    fails = HERE / "fails"
+    how = fails.read_text().strip() if fails.exists() else ""
+    if "--version" in arguments:
+        print("version: 0.5.0-fake (build 7, commit fade)", file=sys.stderr)
+        return 0
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    own = {k: v for k, v in os.environ.items() if k.startswith(("GGML_", "LLAMA_"))}
+    with open(HERE / "calls.jsonl", "a") as calls:
+        calls.write(json.dumps({"given": given, "own": own}) + "\n")
+    n_calls = len((HERE / "calls.jsonl").read_text().splitlines())
+    if how == "exits" or how == f"exits at {n_calls}":
+        print("noise\nllama_bench: error: failed to load model\nbye", file=sys.stderr)
+        return 1
+    if how == "prints text":
+        print("no JSON at all")
+        return 0
+    add = sum(us for name, us in SLOWER.items() if own.get(name) == "1")
+    add -= sum(us for name, us in FASTER.items() if own.get(name) == "1")
+    rows = []
+    for flag, kind in (("-p", "pp"), ("-n", "tg")):
+        for n in (int(n) for n in given[flag].split(",") if int(n)):
+            us = US[kind] + (add if kind == "tg" else 0.0)
+            ns = [round(us * 1e3 * n)] * int(given["-r"])
+            rows.append(
+                {
+                    "build_commit": "fade", "build_number": 7, "gpu_info": "", "backends": "CUDA",
+                    "n_gpu_layers": 99, "flash_attn": 1, "n_prompt": n if kind == "pp" else 0,
+                    "n_gen": n if kind == "tg" else 0, "samples_ns": [10 * ns[0], *ns[1:]],
+                }
+            )  # fmt: skip
+    if how == "a test is missing":
+        rows.pop()
+    if how == "a time is missing":
+        rows[0]["samples_ns"].pop()
+    print(json.dumps(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""Made-up runs of llama.cpp beside this engine, with the speeds that a test asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.measure.peer import OURS, SWITCHES, PeerRun, theirs
+from workbench.bench import results
+from workbench.bench.draft import Draft, kept, new_arm, new_run
+from workbench.bench.rounds import interleave
+from workbench.config import Toggles
+
+BEST, CONTROL = f"{OURS} best", f"{OURS} best (A/A)"
+ARMS = (*map(theirs, list(SWITCHES)[:4]), BEST, f"{OURS} best plans=ours", CONTROL)
+N_TOKENS = {"pp512": 512, "tg128": 128}
+
+
+def found(name: str, quant: str = "Q4_0", device: str = "NVIDIA Made Up") -> dict[str, Any]:
+    """What `provenance.collect` would say."""
+    return {
+        "command": ["cuda.py"],
+        "commit": {"hash": "0123456789" * 4, "number": 3, "dirty": False},
+        "versions": {},
+        "machine": {"gpus": []},
+        "model": {"name": f"{name} with random weights", "quant": quant, "hash": "abc"},
+        "engine": {"config": {}, "device": "cuda", "device_description": device},
+    }
+
+
+def write(
+    folder: Path,
+    us: Mapping[str, Mapping[str, Sequence[float]]],
+    rounds: int = 5,
+    counted: int = 2,
+    **of: str,
+) -> PeerRun:
+    """A run folder. us: arm -> test -> us a token in each round."""
+    arms = [new_arm(a, Toggles().to_dict() if a.startswith(OURS) else {}, a == CONTROL) for a in us]
+    tests = list(next(iter(us.values())))
+    made = new_run(
+        "peer",
+        folder.name,
+        "peer",
+        found(of.pop("name", folder.name), **of),
+        arms,
+        tests,
+        rounds,
+        0,
+    )
+    made["result"] = {
+        "peer": {"version": "1.0 (build 1, commit abc)"},
+        "env": {theirs(name): env for name, env in SWITCHES.items() if theirs(name) in us},
+        "answers": {},
+    }
+    draft = Draft(made, folder)
+
+    def take(round_: int, arm: int) -> None:
+        name = list(us)[arm]
+        for test in tests:
+            ns = np.full(counted, round(us[name][test][round_] * 1e3 * N_TOKENS[test]), np.int64)
+            n = np.full(counted, N_TOKENS[test], np.int64)
+            draft.samples.add(name, name == CONTROL, test, round_, ns, n)
+
+    with kept(draft):
+        interleave(range(rounds), len(us), take)
+    return PeerRun(results.load_run(folder))
