@@ -16,7 +16,7 @@ from tests.cpu.test_logits import engine, one_by_one, tokens_for  # noqa: F401 -
 from tests.gates import hold
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.cublas import PRODUCT
-from workbench.backend.cuda.graphs import COPIES, CudaGraph, KernelBlock, commands_of
+from workbench.backend.cuda.graphs import COPIES, CudaGraph, GraphArguments, commands_of
 from workbench.backend.issued import Issued, Plannable, in_order
 from workbench.config import Toggles
 from workbench.errors import DeviceError
@@ -184,7 +184,7 @@ def behind_kernels(used: wb.Engine) -> int:
         for issued in commands_of(part):
             if stream != work.stream:
                 continue
-            kernel = isinstance(issued.block, KernelBlock)
+            kernel = isinstance(issued.block, GraphArguments)
             n += kernel and bool(issued.same[-1]) and kernel_in_front
             kernel_in_front = kernel
     return n
@@ -342,7 +342,7 @@ def test_the_nodes_of_a_graph_are_those_of_its_commands(backend, line):
               and i.same[0] not in ("cuEventRecord", "cuStreamWaitEvent")]  # fmt: skip
     assert n == len(issued) == len(graph.nodes)
     for node, command in zip(nodes, issued, strict=True):
-        if isinstance(command.block, KernelBlock):
+        if isinstance(command.block, GraphArguments):
             error, params = api.cuGraphKernelNodeGetParams(node)
             assert not error and int(params.func) == int(command.block.function)
             assert (params.gridDimX, params.gridDimY) == command.block.grid

@@ -37,7 +37,7 @@ from workbench.backend.cuda.driver import (
     device_properties,
     libraries,
 )
-from workbench.backend.cuda.graphs import CudaGraph, KernelBlock, commands_of
+from workbench.backend.cuda.graphs import CudaGraph, GraphArguments, commands_of
 from workbench.backend.cuda.kernel import Gemm, Kernel, Work
 from workbench.backend.cuda.marks import Mark, Marks
 from workbench.backend.cuda.weights import Uploader
@@ -193,7 +193,7 @@ class CudaBackend(Backend):
         function, launch = self._function(kernel), self._driver.api.cuLaunchKernel
         failure = self._driver.failure
         (x, y), threads, shared, params = kernel.grid, kernel.block, kernel.shared, address + 8 * n
-        words = KernelBlock(block, n, pointers_of(kernel.args), function, kernel.grid)
+        words = GraphArguments(block, n, pointers_of(kernel.args), function, kernel.grid)
         if programmatic:
             if not kernel.waits:
                 raise DeviceError(

@@ -26,7 +26,7 @@ from workbench.errors import DeviceError
 COPIES = ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyPeerAsync")
 
 
-class KernelBlock(Words):
+class GraphArguments(Words):
     """The argument block of a kernel launch. arguments: n values of 8 bytes, and behind them n
     addresses of these values (`params`), which is what the driver calls kernelParams. function,
     grid: of the launch."""
@@ -209,7 +209,7 @@ class CudaGraph(Captured):
         )
         self._give_back.atexit = False  # the driver gives everything back then
         self._captured_key = work.key  # of what `_graph` was captured from
-        self._nodes = _Nodes(driver, self._what, self._graph, self._executable)
+        self._nodes = _GraphNodes(driver, self._what, self._graph, self._executable)
         self.nodes, self._sizes = tape.nodes, tape.sizes
 
     def _record(self, work: Plannable) -> tuple[Any, Tape]:
@@ -276,7 +276,7 @@ class CudaGraph(Captured):
         return edges(self._driver, self._graph)
 
 
-class _Nodes:
+class _GraphNodes:
     """The nodes of a captured graph, to be set one by one in its executable form.
 
     known: whether the n-th node of the graph is the n-th that the latest capture made.
@@ -316,7 +316,7 @@ class _Nodes:
             return None
         (number,) = numbers
         node = self._handles[number]
-        if isinstance(issued.block, KernelBlock):
+        if isinstance(issued.block, GraphArguments):
             params = self._params.get(number) or self._kernel(node, issued.block)
             if params is not None:
                 self._params[number] = params
@@ -330,7 +330,7 @@ class _Nodes:
                 return _SET_COPY, (node, params, self._driver.context)
         return None
 
-    def _kernel(self, node: Any, block: KernelBlock) -> Any:
+    def _kernel(self, node: Any, block: GraphArguments) -> Any:
         """Parameters of the node of a launch; None where the node is of another launch."""
         error, params = self._driver.api.cuGraphKernelNodeGetParams(node)
         same = not error and int(params.func) == int(block.function) and block.grid == (
