@@ -94,6 +94,22 @@ class GraphReuse(Choice):
     SET_ROWS = "set_rows", "kept by step shape; cache rows are an input"
 
 
+class Redo(Choice):
+    """Whether a phase is done again where its result is kept. What it makes is dropped, so that a
+    step costs that phase more and nothing else changes."""
+
+    OFF = "off", "what the phase made is kept with the program"
+    ON = "on", "done again for every step that reuses a program, and dropped"
+
+
+class KVGrowth(Choice):
+    """How many cells attention looks at. With FULL the shape of a step never changes; cells that
+    nobody owns are masked."""
+
+    STEP = "step", "up to the last cell in use, rounded up to n_kv_pad"
+    FULL = "full", "the whole cache, masked: one shape for all depths"
+
+
 class Activations(Choice):
     """What products are given.
 

@@ -17,12 +17,14 @@ from workbench.choices import CopyStream as CopyStream
 from workbench.choices import GraphReuse as GraphReuse
 from workbench.choices import HostSource as HostSource
 from workbench.choices import InputOrder as InputOrder
+from workbench.choices import KVGrowth as KVGrowth
 from workbench.choices import NCopies as NCopies
 from workbench.choices import PlanBatch as PlanBatch
 from workbench.choices import PlanEvict as PlanEvict
 from workbench.choices import PlanRule as PlanRule
 from workbench.choices import PlanScope as PlanScope
 from workbench.choices import PlanWarmup as PlanWarmup
+from workbench.choices import Redo as Redo
 from workbench.choices import StepWait as StepWait
 from workbench.choices import Switch as Switch
 from workbench.choices import SyncMode as SyncMode

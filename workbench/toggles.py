@@ -19,6 +19,7 @@ from workbench.choices import (
     Half,
     HostSource,
     InputOrder,
+    KVGrowth,
     NCopies,
     Pdl,
     PlanBatch,
@@ -26,6 +27,7 @@ from workbench.choices import (
     PlanRule,
     PlanScope,
     PlanWarmup,
+    Redo,
     StepWait,
     Switch,
     SyncMode,
@@ -37,7 +39,7 @@ from workbench.presets import BEST, fixed_presets, preset_names
 EXACT, ROUNDING = "exact", "rounding"
 
 
-FAMILIES = ("fuse",)  # names that stand for all toggles `<name>_...`
+FAMILIES = ("fuse", "redo")  # names that stand for all toggles `<name>_...`
 
 
 def _toggle(off: StrEnum, room: str, answer: str, thread: str = "", about: str = "") -> Any:
@@ -45,10 +47,17 @@ def _toggle(off: StrEnum, room: str, answer: str, thread: str = "", about: str =
     return field(default=off.value, metadata=metadata | {"values": type(off)})
 
 
-def _fusion(about: str, thread: str = "") -> Any:
-    made = _toggle(Switch.OFF, "graph/fuse.py", ROUNDING, thread, about)
+def _of_family(made: Any) -> Any:
     made.default = _Held(made.default)
     return made
+
+
+def _fusion(about: str, thread: str = "") -> Any:
+    return _of_family(_toggle(Switch.OFF, "graph/fuse.py", ROUNDING, thread, about))
+
+
+def _redo(about: str) -> Any:
+    return _of_family(_toggle(Redo.OFF, _REUSE, EXACT, _REUSED, about))
 
 
 class _Held(str):
@@ -60,6 +69,7 @@ class _Held(str):
 
 _SYNC, _LAYOUT, _LOWER = (f"program/{room}.py" for room in ("sync_modes", "layout", "lower"))
 _WAITS = "llama.cpp #17795"
+_REUSE, _REUSED = "engine/reuse.py", "llama.cpp #8366"
 _PLAN, _PLANS = "backend/plan.py", "llama.cpp #16548"
 
 
@@ -68,9 +78,9 @@ class Toggles:
     """One field per mechanism; `Toggles()` is everything off, the baseline.
 
     Values are plain strings (the enum members compare equal to them). `fuse` stands for every
-    `fuse_...` that is not given itself. Variants are made with `dataclasses.replace`. Each field's
-    metadata names the room that reads it, the thread it comes from and its correctness class:
-    `exact` (logits bit-equal to the baseline's) or `rounding`.
+    `fuse_...` that is not given itself, and `redo` for every `redo_...`. Variants are made with
+    `dataclasses.replace`. Each field's metadata names the room that reads it, the thread it comes
+    from and its correctness class: `exact` (logits bit-equal to the baseline's) or `rounding`.
 
     Raises UsageError for a value that does not exist and for two toggles that clash.
     """
@@ -94,9 +104,18 @@ class Toggles:
         StepWait.EVERY, _LOWER, EXACT, _WAITS, "which steps the host waits for"
     )
     graph_reuse: str = _toggle(
-        GraphReuse.REBUILD, "engine/reuse.py", EXACT, "llama.cpp #8366",
+        GraphReuse.REBUILD, _REUSE, EXACT, _REUSED,
         "whether the graph and program of a step are kept",
     )  # fmt: skip
+    # one for each layer of reuse: what it saves is what doing it again costs
+    redo_build: str = _redo("graph and fusions of a step")
+    redo_split: str = _redo("where the graph is cut")
+    redo_layout: str = _redo("where tensors lie")
+    redo_lower: str = _redo("commands of a step")
+    redo_bind: str = _redo("commands bound to addresses")
+    kv_growth: str = _toggle(
+        KVGrowth.STEP, "engine/kv_cache.py", ROUNDING, _REUSED, "cells that attention looks at"
+    )
     activations: str = _toggle(
         Activations.Q8, "model/decoder.py", ROUNDING, "", "what products are given"
     )
@@ -126,10 +145,12 @@ class Toggles:
     plan_evict: str = _toggle(PlanEvict.AUTO, _PLAN, EXACT, _PLANS, "which plans go")
     plan_batch: str = _toggle(PlanBatch.ANY, _PLAN, EXACT, _PLANS, "which steps have plans")
     fuse: InitVar[str | None] = None  # every fuse_... that is not given itself
+    redo: InitVar[str | None] = None
 
-    def __post_init__(self, fuse: str | None) -> None:
-        if fuse is not None and not isinstance(fuse, _Held):
-            self._spread("fuse", fuse)
+    def __post_init__(self, fuse: str | None, redo: str | None) -> None:
+        for family, value in zip(FAMILIES, (fuse, redo), strict=True):
+            if value is not None and not isinstance(value, _Held):
+                self._spread(family, value)
         for f in dataclasses.fields(self):
             _check_value(f.name, getattr(self, f.name), [v.value for v in f.metadata["values"]])
         for family in FAMILIES:
@@ -246,6 +267,13 @@ CLASHES: list[tuple[tuple[str, str], tuple[str, str], str]] = [
     (
         ("sync", "event_guarded"), ("copy_stream", "compute"),
         "the event orders two streams; use copy_stream=own, or sync=write_read_boundary",
+    ),
+    *(
+        (
+            ("graph_reuse", "rebuild"), (f"redo_{layer}", "on"),
+            "every step does all of it; use graph_reuse=set_rows",
+        )
+        for layer in ("build", "split", "layout", "lower", "bind")
     ),
 ]  # fmt: skip
 

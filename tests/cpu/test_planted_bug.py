@@ -26,6 +26,7 @@ from tests.gates import hold
 from workbench.backend.issue import Prepared
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.engine.batch import Batch, make_batch
+from workbench.engine.phases import Phases
 from workbench.engine.reuse import Key
 from workbench.engine.watch import PLAIN
 from workbench.program.commands import (
@@ -88,7 +89,7 @@ class Step:
 
         with monkeypatch.context() as patch:
             patch.setattr(made, "of", lower)
-            return self.engine._build(Key(self.batch.shape, 0))
+            return self.engine._build(Key(self.batch.shape, 0), Phases(self.engine._spent))
 
     def logits(self, issued: Prepared) -> np.ndarray:
         (raw,) = issued.finish(PLAIN).values()

@@ -99,7 +99,9 @@ def test_summary_counts_what_the_program_counts(engine):
     built = engine.toggles.graph_reuse == "rebuild"
     names = set(prof.to_frame().query("category == 'build'")["name"])
     assert names == (
-        {"batch", "graph", "split", "layout", "lower", "prepare"} if built else {"batch"}
+        {"batch", "graph", "fuse", "split", "layout", "lower", "prepare"}
+        if built
+        else {"batch", "reuse"}
     )
     begins = {s.args["step"]: s.start_ns for s in prof.timeline.spans if s.category == "step"}
     host = [s for s in prof.timeline.spans if s.lane == HOST_LANE and "step" in s.args]

@@ -34,7 +34,7 @@ from workbench.backend.cuda.backend import CudaBackend
 from workbench.engine.batch import make_batch
 from workbench.engine.engine import Engine
 from workbench.engine.kv_cache import KVCache
-from workbench.engine.step_programs import step_graph
+from workbench.engine.step_programs import fused_graph, unfused_graph
 from workbench.graph.ir import Graph, Kind, Node, Tensor
 from workbench.program.commands import Space
 from workbench.program.split import split
@@ -250,9 +250,8 @@ class DebugSteps:
         engine, model = self._engine, self._engine.model
         work = [(0, tokens, "all")]
         batch = make_batch(work, self._cache, model.n_vocab, engine.config.n_ubatch)
-        graph, backend_of = step_graph(
-            model, batch.shape, self._pairs, engine.toggles, self._loaded.placement
-        )
+        graph = unfused_graph(model, batch.shape, self._pairs, engine.toggles)
+        graph, backend_of = fused_graph(graph, engine.toggles, self._loaded.placement)
         values: dict[Tensor, np.ndarray] = {t: batch.values[t.name] for t in graph.inputs}
         self._run(graph, backend_of, values)
         self._cache.store(batch.sequences, batch.positions, batch.cells)

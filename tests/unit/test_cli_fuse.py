@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.clashes import clashing
 from workbench.cli import generate, main, measure
 from workbench.config import BASELINE, BEST, FAMILIES, TogglePreset, Toggles
 from workbench.errors import UsageError
-from workbench.presets import preset_names
+from workbench.presets import fixed_presets, preset_names
 
 EVERY = Toggles().switched("fuse", "on")
 COMMANDS = ("run", "logits", "program", "bench", "ab", "perplexity", "check")
@@ -105,13 +106,13 @@ def test_answers_take_best_and_experiments_the_baseline(start, arguments, tmp_pa
 def test_any_flags_are_what_the_same_call_in_python_is(preset, flags, start):
     words = [w for k, v in flags.items() for w in (f"--{k.replace('_', '-')}", v)]
     words += ["--preset", preset] if preset else []
-    clash = (flags.get("sync"), flags.get("copy_stream")) == ("event_guarded", "compute")
-    if clash:  # refused, in Python as well; best only once a device is known
-        with pytest.raises(UsageError, match="clash"):
-            TogglePreset(BASELINE, flags).toggles()
+    made = TogglePreset(preset or start, flags)
+    if not made.of_device and clashing(fixed_presets()[made.name], flags):
+        with pytest.raises(UsageError, match="clash"):  # best only once a device is known
+            made.toggles()
         return
     command = RUN if start == BEST else ["program", "-m", "x.gguf"]
-    assert preset_of(*command, *words) == TogglePreset(preset or start, flags)
+    assert preset_of(*command, *words) == made
 
 
 BAD = {

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from tests.clashes import clashing
 from workbench.config import EXACT, ROUNDING, EngineConfig, Toggles, folded
 from workbench.errors import UsageError
 
@@ -19,6 +20,12 @@ def test_default_is_the_baseline():
         "input_order": "graph",
         "step_wait": "every",
         "graph_reuse": "rebuild",
+        "redo_build": "off",
+        "redo_split": "off",
+        "redo_layout": "off",
+        "redo_lower": "off",
+        "redo_bind": "off",
+        "kv_growth": "step",
         "activations": "q8",
         "defer_norm": "off",
         "fuse_norm_mul": "off",
@@ -44,14 +51,18 @@ def test_which_toggles_may_change_the_last_bits():
     exact = {name for name in Toggles.names() if Toggles.answer_class(name) == EXACT}
     scheduling = {"sync", "copy_stream", "host_source", "n_copies", "input_order", "step_wait"}
     plans = {"plans", "plan_scope", "plan_warmup", "plan_evict", "plan_batch"}
-    assert exact == scheduling | {"graph_reuse", "pdl"} | plans
+    redo = {"redo_build", "redo_split", "redo_layout", "redo_lower", "redo_bind"}
+    assert exact == scheduling | {"graph_reuse", "pdl"} | plans | redo
     assert Toggles.answer_class("fuse") == ROUNDING
 
 
 def test_every_value_can_be_chosen_unless_it_clashes():
     for name in Toggles.names():
         for value in Toggles.values(name):
-            assert getattr(dataclasses.replace(Toggles(), **{name: value}), name) == value
+            fields = {name: value}
+            if clashing({}, fields):
+                fields["graph_reuse"] = "set_rows"
+            assert getattr(dataclasses.replace(Toggles(), **fields), name) == value
 
 
 @pytest.mark.parametrize(
@@ -65,6 +76,12 @@ def test_every_value_can_be_chosen_unless_it_clashes():
         ),
         ({"activations": "f16"}, "activations='f16' does not exist; choose one of q8, float"),
         ({"fuse_qkv": "yes"}, "fuse_qkv='yes' does not exist; choose one of off, on"),
+        (
+            {"redo_lower": "on"},
+            "graph_reuse=rebuild and redo_lower=on clash: every step does all of it; use "
+            "graph_reuse=set_rows",
+        ),
+        ({"redo": "again"}, "redo='again' does not exist; choose one of off, on"),
         ({"pdl": True}, "pdl=True does not exist; choose one of off, on"),
     ],
 )
@@ -76,7 +93,7 @@ def test_impossible_toggles_are_refused_in_one_line(fields, says):
 
 
 def test_unknown_toggle_names_are_refused():
-    with pytest.raises(UsageError, match="'speed' does not exist; choose one of fuse, sync"):
+    with pytest.raises(UsageError, match="'speed' does not exist; choose one of fuse, redo, sync"):
         Toggles.values("speed")
 
 
@@ -106,9 +123,9 @@ def test_no_other_name_is_a_family(name):
 def test_a_family_that_agrees_is_folded_for_reading():
     shown = folded(Toggles().switched("fuse", "on").to_dict())
     assert shown["fuse"] == "on" and not any(n.startswith("fuse_") for n in shown)
-    assert shown["sync"] == "per_copy" and len(shown) == len(Toggles.names()) - 8
+    assert shown["sync"] == "per_copy" and len(shown) == len(Toggles.names()) - 8 - 4
     mixed = Toggles(fuse_bias="on").to_dict()
-    assert folded(mixed) == mixed
+    assert folded(mixed) == {n: v for n, v in mixed.items() if n[:5] != "redo_"} | {"redo": "off"}
     assert folded({"fuse_glu": "on"}) == {"fuse_glu": "on"}, "a part is not the family"
 
 

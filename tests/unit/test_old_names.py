@@ -21,8 +21,12 @@ FOLDERS = sorted(path.parent for path in RESULTS.glob("**/run.json"))
 COUNTERS = {
     "steps", "programs_built", "programs_reused", "graph_ns", "split_ns", "layout_ns", "lower_ns",
     "prepare_ns", "batch_ns", "issue_ns", "wait_ns", *PLAN_COUNTERS,
+    "untraced_steps", "programs_refused", "reuse_ns", "fuse_ns",
 }  # fmt: skip
-LATER = {"layout_ns", *PLAN_COUNTERS}  # older runs have layout_ns in lower_ns
+# older runs have layout_ns in lower_ns, and fuse_ns in graph_ns
+LATER = {
+    "layout_ns", *PLAN_COUNTERS, "untraced_steps", "programs_refused", "reuse_ns", "fuse_ns",
+}  # fmt: skip
 COUNTS = {"waits", "copies", "launches", "records", "stream_waits", "copied_bytes"}
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.clashes import clashing, spread
 from workbench.backend.null import open_backend
 from workbench.config import FAMILIES, TogglePreset, Toggles
 from workbench.engine.wanted import resolve
@@ -151,16 +152,14 @@ def test_best_is_what_won_there_and_leaves_out_what_a_device_cannot():
 ))  # fmt: skip
 @QUICK
 def test_what_is_given_beside_best_stays_even_where_it_is_the_baseline_s(changes):
-    clash = (changes.get("sync"), changes.get("copy_stream")) == ("event_guarded", "compute")
+    clash = clashing(committed()["cuda"], changes)
     try:
         found = resolve(Toggles.preset("best", **changes), Opened("cuda", GPU))
     except UsageError:
         assert clash
         return
-    wide = dict.fromkeys(FUSIONS, changes["fuse"]) if "fuse" in changes else {}
-    wide |= {k: v for k, v in changes.items() if k != "fuse"}
     best = resolve("best", Opened("cuda", GPU)).to_dict()
-    assert found.to_dict() == best | wide and not clash
+    assert found.to_dict() == best | spread(changes) and not clash
 
 
 # an engine ----------------------------------------------------------------------------------------

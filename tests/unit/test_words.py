@@ -51,7 +51,7 @@ WORDS = [
     Word("splitk", "nothing", "kv_parts, k_parts"),
     Word("split splits", "what one backend computes of the graph", "k_parts, warps_per_row",
          ("backend/issue.py", "backend/bind.py", "backend/plan.py", "bench/", "choices.py",
-          "engine/", "program/", "report/", "trace/")),
+          "engine/", "program/", "report/", "toggles.py", "trace/")),
     Word("segment segments", "host calls, or the work of a device split", "part",
          ("backend/issue.py", "engine/watch.py",
           "backend/cuda/")),  # there a struct of the kernels: the rows of one of several products

@@ -87,9 +87,7 @@ class KernelCase(NamedTuple):
         """What is launched for one activation `x` of `batch` tokens, in order; each node that
         can be is fused. Results are of Kind.OUTPUT."""
         quantised = self.dtype in ir.QUANTISED
-        x = ir.Tensor(
-            "x", ir.Q8_ACT if quantised else ir.F32, (batch, self.shape.cols), ir.Kind.INPUT
-        )
+        x = ir.Input("x", ir.Q8_ACT if quantised else ir.F32, (batch, self.shape.cols))
         nodes = [ops.make("mul_mat", f"y{i}", w, x) for i, w in enumerate(weights)]
         if self.shape.how == "glu":
             nodes.append(ops.make("swiglu", "h", *(node.output for node in nodes)))

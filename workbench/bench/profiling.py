@@ -22,6 +22,7 @@ import pandas as pd
 
 from workbench.bench import workload as w
 from workbench.bench.kernel_rigs import rig_of
+from workbench.engine.phases import PHASES as OF_ENGINE
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import HOST, Launch
 from workbench.progress import Bar, bar
@@ -36,7 +37,7 @@ MOST_TRACED = 8  # steps of the default window
 WRITE_EVERY = 4  # steps: what is left is written behind no more than one in so many
 STEPS = ["repetition", "step", "n_tokens", "host_us", "kernels_us", "gap_us", "step_us"]
 # of Engine.counters
-PHASES = ["batch", "graph", "split", "layout", "lower", "prepare", "issue", "wait"]
+PHASES = list(OF_ENGINE)
 
 
 class Bandwidth(NamedTuple):

@@ -129,7 +129,7 @@ def program(
     from workbench.program.as_json import program_as_json
 
     if config.n_ctx:  # else the model says how much there is
-        step_shape(n_tokens, 1, n_past, config)  # refused before a model is opened
+        step_shape(n_tokens, 1, n_past, config, config.n_kv_pad)  # refused before a model is opened
     with load(model, config, toggles, start=BASELINE, computes=False) as engine:
         made = engine.program(n_tokens, 1, n_past)
     if as_json:

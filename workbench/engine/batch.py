@@ -19,12 +19,11 @@ from workbench.config import EngineConfig
 from workbench.engine.kv_cache import KVCache, check_room
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
-from workbench.model.shift import DELTAS
+from workbench.model.inputs import DELTAS, K_CELLS, MASK, OUT_IDS, POSITIONS, TOKENS, V_CELLS
 from workbench.sizes import round_up
 from workbench.trace.spans import now_ns
 
 Outputs = Literal["last", "all", "none"]
-MASK = "attn_inp_kq_mask"
 
 # sequence, its next tokens, and which of their logits are wanted
 Entry = tuple[int, Sequence[int], Outputs]
@@ -37,7 +36,8 @@ def n_tokens(work: Work) -> int:
 
 
 class Batch(NamedTuple):
-    """Tokens computed together: the step shape, the values by input name, where they go.
+    """Tokens computed together: the step shape, the value of each input by name
+    (`model/inputs.py`), where they go.
 
     sequences, positions, cells: of each token, (T,). counts: outputs of each entry of the work.
     """
@@ -81,7 +81,7 @@ class Batches:
             and self._next_is_of == self._cache.n_changes
             and self._next_is_for == _one_each(work)
         ):
-            ids = batch.values["inp_tokens"]  # the next step's own, not written yet
+            ids = batch.values[TOKENS]  # the next step's own, not written yet
             for i, (_, tokens, _) in enumerate(work):
                 ids[i] = check_id(tokens[0], i, self._n_vocab)
         else:
@@ -130,9 +130,9 @@ def _following(batch: Batch, cache: KVCache) -> Batch | None:
     positions = batch.positions + 1
     values = {
         **batch.values,
-        "inp_pos": positions,
-        "attn_inp_k_idxs": cells,
-        "attn_inp_v_idxs": cells,
+        POSITIONS: positions,
+        K_CELLS: cells,
+        V_CELLS: cells,
     }
     return Batch(batch.shape, values, batch.sequences, positions, cells, batch.counts)
 
@@ -193,16 +193,16 @@ def make_batch(
         sequences = np.repeat(sequences, sizes)
     cache.masks_of_one(sequences, cells, singles, mask)
     values = {
-        "inp_tokens": ids,
-        "inp_pos": _joined(positions),
+        TOKENS: ids,
+        POSITIONS: _joined(positions),
         MASK: mask.view(np.float16),
-        "attn_inp_k_idxs": cells,
-        "attn_inp_v_idxs": cells,
-        "inp_out_ids": _joined(rows),
+        K_CELLS: cells,
+        V_CELLS: cells,
+        OUT_IDS: _joined(rows),
     }
     counts = tuple(map(len, rows))
     shape = StepShape(t, sum(counts), n_kv, len(work))
-    return Batch(shape, values, sequences, values["inp_pos"], cells, counts)
+    return Batch(shape, values, sequences, values[POSITIONS], cells, counts)
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
@@ -225,15 +225,18 @@ _ROWS: dict[Outputs, Callable[[int, int], np.ndarray]] = {
 }
 
 
-def step_shape(n_tokens: int, n_outputs: int, n_past: int, config: EngineConfig) -> StepShape:
-    """The shape of a step behind n_past tokens. Raises UsageError where no step has it."""
+def step_shape(
+    n_tokens: int, n_outputs: int, n_past: int, config: EngineConfig, pad: int
+) -> StepShape:
+    """The shape of a step behind n_past tokens. pad: as `kv_pad` has it. Raises UsageError where no
+    step has it."""
     if not (1 <= n_tokens <= config.n_ubatch and 0 <= n_outputs <= n_tokens and n_past >= 0):
         raise UsageError(
             f"n_tokens={n_tokens}, n_outputs={n_outputs}, n_past={n_past}: a step has 1 to "
             f"{config.n_ubatch} tokens (n_ubatch) and at most an output of each"
         )
     check_room(n_past, n_tokens, config.n_ctx)
-    return StepShape(n_tokens, n_outputs, round_up(n_past + n_tokens, config.n_kv_pad))
+    return StepShape(n_tokens, n_outputs, round_up(n_past + n_tokens, pad))
 
 
 def prompt_shapes(n_prompt: int, n_decoded: int, n_ubatch: int, pad: int) -> list[StepShape]:

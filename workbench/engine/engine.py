@@ -17,13 +17,14 @@ from workbench.config import EngineConfig, Toggles
 from workbench.engine import exclusive, opened, shown
 from workbench.engine.batch import Batches, Outputs, Work, check_prompt, shift_batch, step_shape
 from workbench.engine.exclusive import STATE
-from workbench.engine.generation import Generation, continued, prefilled
-from workbench.engine.kv_cache import KVCache
+from workbench.engine.generation import Generation, asked_for, continued, prefilled
+from workbench.engine.kv_cache import KVCache, kv_pad
 from workbench.engine.loaded import Loaded, config_of
 from workbench.engine.memory import Residents, Workspace
 from workbench.engine.pending import Pending
-from workbench.engine.reuse import POLICIES, Key
-from workbench.engine.step_programs import PHASES, StepPrograms
+from workbench.engine.phases import PHASES, Phases, PhaseTimes, counters_of, per_step
+from workbench.engine.reuse import Key, programs_of
+from workbench.engine.step_programs import StepPrograms
 from workbench.engine.wanted import Variants, Wanted, choose, resolve
 from workbench.engine.watch import Stamp, Stamps, Watch, chosen
 from workbench.errors import UsageError
@@ -32,7 +33,7 @@ from workbench.model.decoder import Model
 from workbench.model.sampler import Sampler, Sampling
 from workbench.program.commands import Program
 from workbench.progress import HIDDEN, Bar
-from workbench.trace.spans import HOST_LANE, Recorder, now_ns
+from workbench.trace.spans import HOST_LANE, Recorder
 
 if TYPE_CHECKING:
     from workbench.model.tokenizer import Tokenizer
@@ -54,7 +55,7 @@ class Engine:
         have = choose(wanted, loaded)
         self.config, self.toggles, self._ordering = config, have.toggles, have.ordering
         self.preset, self.chosen = have.preset, have.words
-        self.n_steps = 0
+        self.n_steps = self.n_untraced = 0
         self.period = self._ordering.period
         self._turn = 0  # of the rings, also of steps that failed
         self._events: dict[str, Any] = {}
@@ -63,12 +64,12 @@ class Engine:
         self._stamps: Stamps | None = None
         self._watch_of = chosen(None, None)
         self._loaded: Loaded | None = loaded.share()
-        self.cache = KVCache(config.n_ctx, config.n_kv_pad, config.n_seqs)
+        self.cache = KVCache(config.n_ctx, kv_pad(have.toggles, config), config.n_seqs)
         self._batches = Batches(self.cache, loaded.model.n_vocab, config.n_ubatch, self._spent)
         self._residents = Residents(loaded, self.cache.n_cells)
         self._step_programs = StepPrograms(loaded, have, self._residents, self._spent)
-        self._ns = dict.fromkeys((*PHASES, "prepare", "batch", "issue", "wait"), 0)
-        self._programs = POLICIES[have.toggles.graph_reuse](self._build)
+        self._ns = dict.fromkeys(PHASES, 0)
+        self._programs = programs_of(have.toggles, self._build, self._spent)
         self._plans = plans_of(have.toggles)
         self._workspace = Workspace(loaded.backends, self._forget)
         try:
@@ -268,11 +269,7 @@ class Engine:
         Ctrl-C, which keeps the tokens made so far. Logits that are not finite raise ModelFileError
         or WorkbenchError, which names the weight to blame.
         """
-        if (prompt is None) == (tokens is None):
-            raise UsageError("give either a prompt or token ids")
-        if max_tokens is not None and max_tokens < 0:
-            raise UsageError(f"max_tokens={max_tokens} must be 0 or more")
-        ids = self.tokenizer.encode(prompt) if prompt is not None else list(tokens or ())
+        ids = asked_for(self, prompt, tokens, max_tokens)
         as_text = prompt is not None or on_text is not None
         sampler = Sampler(sampling or Sampling(), seed)
         return continued(self, ids, as_text, max_tokens, sampler, on_text, stop_at_eos)
@@ -291,7 +288,7 @@ class Engine:
 
     def program(self, n_tokens: int = 1, n_outputs: int = 1, n_past: int = 0) -> Program:
         """The program a step of this shape would issue. Raises UsageError where no step has it."""
-        return self._made.of(step_shape(n_tokens, n_outputs, n_past, self.config))
+        return self._made.of(step_shape(n_tokens, n_outputs, n_past, self.config, self.cache.pad))
 
     def programs(self, n_prompt: int, n_decoded: int = 0, laps: int = 1) -> list[Program]:
         """The programs of a prompt of n_prompt tokens and n_decoded single ones after it, on an
@@ -309,14 +306,15 @@ class Engine:
         assert self._open is not None  # raises for a closed engine
         return self._step_programs
 
-    def _build(self, key: Key) -> Prepared:
-        program = self._made.of(key.shape, key.turn)
-        start = now_ns()
+    def _build(self, key: Key, phases: Phases) -> Prepared:
+        """The program of a step that is ready to be issued."""
+        program = self._made.of(key.shape, key.turn, phases=phases)
+        return phases.do("prepare", self._bind, program)
+
+    def _bind(self, program: Program) -> Prepared:
         memory = self._residents.memory | self._workspace.bind(program)
         execute = self._plans.executor(program)
-        prepared = Prepared(program, self._open.backends, memory, self._events, execute)
-        self._spent("prepare", start, now_ns())
-        return prepared
+        return Prepared(program, self._open.backends, memory, self._events, execute)
 
     def _forget(self) -> None:
         """Drops what names the workspace's addresses, which are about to change."""
@@ -367,14 +365,13 @@ class Engine:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Steps, programs built and reused, ns by phase (sums, untraced steps), and of plans."""
-        return {
-            "steps": self.n_steps,
-            "programs_built": self._programs.built,
-            "programs_reused": self._programs.reused,
-            **{f"{phase}_ns": ns for phase, ns in self._ns.items()},
-            **self._plans.counts,
-        }
+        """Steps, programs built, reused and refused by an input, ns by phase, and of plans."""
+        return counters_of(self)
+
+    def phases(self, since: dict[str, int] | None = None) -> PhaseTimes:
+        """What the host spends on each phase (`engine/phases.py`), us per step: of all steps, or of
+        those since `counters` were `since`."""
+        return per_step(self.counters, since)
 
     def close(self) -> None:
         """Gives memory back, and with the last engine of a model its backends. Twice is fine."""

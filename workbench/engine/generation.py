@@ -13,6 +13,7 @@ import numpy as np
 from workbench.engine.batch import Outputs
 from workbench.engine.finite import require_finite
 from workbench.engine.ready import make_ready
+from workbench.errors import UsageError
 from workbench.model.sampler import Sampler
 from workbench.progress import HIDDEN, Bar, bar
 from workbench.trace.spans import now_ns
@@ -80,6 +81,18 @@ def prefilled(
             engine.synchronize()
         left.update(len(part))
     return rows[-1] if outputs == "last" else np.concatenate(rows)
+
+
+def asked_for(
+    engine: Engine, prompt: str | None, tokens: Sequence[int] | None, max_tokens: int | None
+) -> list[int]:
+    """The ids to continue. Raises UsageError for a prompt and tokens, neither, or a negative
+    max_tokens."""
+    if (prompt is None) == (tokens is None):
+        raise UsageError("give either a prompt or token ids")
+    if max_tokens is not None and max_tokens < 0:
+        raise UsageError(f"max_tokens={max_tokens} must be 0 or more")
+    return engine.tokenizer.encode(prompt) if prompt is not None else list(tokens or ())
 
 
 def continued(

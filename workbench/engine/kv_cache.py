@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from workbench.config import EngineConfig, KVGrowth, Toggles
 from workbench.errors import UsageError
 from workbench.sizes import round_up
 
@@ -20,9 +21,17 @@ MOST_POSITION = 1 << 30  # of a shift; tokens behind it have positions below EMP
 _HIDDEN = np.float16(-np.inf).view(np.uint16)
 
 
+def kv_pad(toggles: Toggles, config: EngineConfig) -> int:
+    """What the extent of a step is a multiple of, in cells: with kv_growth=full the whole cache."""
+    if toggles.kv_growth == KVGrowth.FULL:
+        return round_up(config.n_ctx, config.n_kv_pad)
+    return config.n_kv_pad
+
+
 class KVCache:
     """Cells and their owners. n_ctx is what the user asked for; `n_cells` is padded, so that every
-    padded extent exists. Sequences have the numbers 0..n_seqs-1; each has positions of its own.
+    extent, a multiple of `pad`, exists. Sequences have the numbers 0..n_seqs-1; each has positions
+    of its own.
 
     n_used: cells with an owner. n_changes: since it was made; what was made for one state of the
     cache serves no other.

@@ -72,6 +72,7 @@ class Pending:
                 raise
             if self._watch.counts:
                 self._engine.count("wait", now_ns() - start - ahead_ns)
+                self._engine.n_untraced += 1
             self._engine.n_steps += 1
             self._watch.end(waits)
         return self._logits

@@ -1,13 +1,17 @@
-"""From the shape of a step to its program: graph, splits, layout and commands; no addresses."""
+"""From the shape of a step to its program: graph, splits, layout and commands; no addresses.
+
+One phase goes on with what the phase before it made. So each can be done again by itself.
+"""
 
 import math
 from collections.abc import Callable
 
 from workbench.config import Switch, Toggles
 from workbench.engine.batch import prompt_shapes
-from workbench.engine.kv_cache import check_room
+from workbench.engine.kv_cache import check_room, kv_pad
 from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Residents
+from workbench.engine.phases import Phases
 from workbench.engine.placement import Placement
 from workbench.engine.wanted import Chosen
 from workbench.errors import UsageError
@@ -17,28 +21,25 @@ from workbench.graph.ir import Graph, Node, StepShape, Tensor
 from workbench.model.decoder import Model, build_graph
 from workbench.model.shift import shift_graph
 from workbench.program.commands import Buffer, Program
-from workbench.program.layout import Target, lay_out
+from workbench.program.layout import Layout, Target, lay_out
 from workbench.program.lower import lower
 from workbench.program.plans import with_plans
-from workbench.program.split import assign, split
-from workbench.trace.spans import now_ns
+from workbench.program.split import Split, assign, split
 
-PHASES = ("graph", "split", "layout", "lower")
+BackendOf = Callable[[Node], int]
 
 
-def step_graph(
-    model: Model,
-    shape: StepShape,
-    caches: list[tuple[Tensor, Tensor]],
-    toggles: Toggles,
-    placement: Placement,
-) -> tuple[Graph, Callable[[Node], int]]:
-    """The graph of a step on `caches` (K and V of each layer), as `toggles` want it, and the
-    backend of each of its nodes."""
+def unfused_graph(
+    model: Model, shape: StepShape, caches: list[tuple[Tensor, Tensor]], toggles: Toggles
+) -> Graph:
+    """The graph of a step on `caches` (K and V of each layer), before anything is fused."""
     if shape.n_tokens:
-        graph = build_graph(model, shape, caches, toggles.activations)
-    else:
-        graph = shift_graph(model, caches, shape.n_kv)
+        return build_graph(model, shape, caches, toggles.activations)
+    return shift_graph(model, caches, shape.n_kv)
+
+
+def fused_graph(graph: Graph, toggles: Toggles, placement: Placement) -> tuple[Graph, BackendOf]:
+    """The graph as `toggles` want it, and the backend of each of its nodes."""
     if toggles.defer_norm == Switch.ON:
         graph = defer(graph)
     backends = assign(graph.nodes, placement.fixed)
@@ -76,32 +77,34 @@ class StepPrograms:
         ]
 
     def of(
-        self, shape: StepShape, turn: int = 0, buffers: dict[str, Buffer] | None = None
+        self,
+        shape: StepShape,
+        turn: int = 0,
+        buffers: dict[str, Buffer] | None = None,
+        phases: Phases | None = None,
     ) -> Program:
-        """The program of a step of `shape`; turn and buffers as `lay_out` has them."""
-        loaded, residents, ordering = self._loaded, self._residents, self._ordering
-        t0 = now_ns()
-        graph, backend_of = step_graph(
-            loaded.model, shape, residents.caches, self._toggles, loaded.placement
-        )
-        t1 = now_ns()
-        splits = split(graph, backend_of)
-        t2 = now_ns()
-        layout = lay_out(graph, splits, residents.ranges, self._targets, ordering, turn, buffers)
-        t3 = now_ns()
-        program = lower(graph, splits, layout, self._targets, ordering)
-        if self._plan_scope:
-            program = with_plans(program, self._plan_scope)
-        times = (t0, t1, t2, t3, now_ns())
-        for phase, start, end in zip(PHASES, times, times[1:], strict=False):
-            self._spent(phase, start, end)
-        return program
+        """The program of a step of `shape`; turn and buffers as `lay_out` has them. phases: does
+        them, and can do each again."""
+        loaded, residents, toggles = self._loaded, self._residents, self._toggles
+        do = (phases or Phases(self._spent)).do
+        graph = do("graph", unfused_graph, loaded.model, shape, residents.caches, toggles)
+        fused, backend_of = do("fuse", fused_graph, graph, toggles, loaded.placement)
+        splits = do("split", split, fused, backend_of)
+        layout = do(
+            "layout", lay_out,
+            fused, splits, residents.ranges, self._targets, self._ordering, turn, buffers,
+        )  # fmt: skip
+        return do("lower", self._lowered, fused, splits, layout)
+
+    def _lowered(self, graph: Graph, splits: list[Split], layout: Layout) -> Program:
+        program = lower(graph, splits, layout, self._targets, self._ordering)
+        return with_plans(program, self._plan_scope) if self._plan_scope else program
 
     def several(self, n_prompt: int, n_decoded: int, laps: int) -> list[Program]:
         """See `Engine.programs`: steps of one shape and turn share one program."""
         config = self._loaded.config
         check_room(0, n_prompt + n_decoded, config.n_ctx)
-        shapes = prompt_shapes(n_prompt, n_decoded, config.n_ubatch, config.n_kv_pad)
+        shapes = prompt_shapes(n_prompt, n_decoded, config.n_ubatch, kv_pad(self._toggles, config))
         buffers = dict[str, Buffer]()
         keys = [(shape, i % self._ordering.period) for i, shape in enumerate(shapes * laps)]
         made = {key: self.of(*key, buffers) for key in dict.fromkeys(keys)}

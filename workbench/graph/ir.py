@@ -115,6 +115,24 @@ class Tensor:
         return f"{self.name}:{self.dtype.name}{list(self.shape)}"
 
 
+class Input(Tensor):
+    """A tensor that the host writes before the step.
+
+    A kept program serves a step if every input of its graph says so. Each answers for itself, and
+    an input that does not answer says no (llama.cpp: `llm_graph_input_i::can_reuse`).
+    """
+
+    __slots__ = ()
+
+    def __init__(self, name: str, dtype: DType, shape: tuple[int, ...]):
+        super().__init__(name, dtype, shape, Kind.INPUT)
+
+    def can_reuse(self, step: StepShape) -> bool:
+        """Whether a step of this shape can write its value here. The answer follows from the shape
+        alone, so that it is asked once for each kept program."""
+        return False
+
+
 class Node:
     """One op with its sources; an optional source that is absent is left out of `inputs`.
 
@@ -171,7 +189,7 @@ class Graph:
     __slots__ = ("inputs", "nodes", "outputs", "shape")
 
     def __init__(
-        self, nodes: list[Node], inputs: list[Tensor], outputs: list[Tensor], shape: StepShape
+        self, nodes: list[Node], inputs: list[Input], outputs: list[Tensor], shape: StepShape
     ):
         self.nodes = nodes
         self.inputs = inputs

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from workbench.config import Activations
-from workbench.graph.ir import F16, F32, I32, I64, QUANTISED, DType, Kind, Node, StepShape, Tensor
+from workbench.graph.ir import F32, QUANTISED, DType, Node, StepShape, Tensor
 from workbench.graph.ops import make_of
+from workbench.model import inputs as n
 from workbench.model.hparams import HParams
+from workbench.model.inputs import input_of
 
 Caches = list[tuple[Tensor, Tensor]]
 
@@ -36,13 +38,12 @@ class Step:
         self.hparams, self.shape, self.caches = hparams, shape, caches
         self.rope_freqs, self.rope = rope_freqs, hparams.rope
         self.eps, self.last_layer = hparams.eps, hparams.n_layer - 1
-        t = shape.n_tokens
-        self.ids = Tensor("inp_tokens", I32, (t,), Kind.INPUT)
-        self.positions = Tensor("inp_pos", I32, (t,), Kind.INPUT)
-        self.mask = Tensor("attn_inp_kq_mask", F16, (t, shape.n_kv), Kind.INPUT)
-        self.k_idxs = Tensor("attn_inp_k_idxs", I64, (t,), Kind.INPUT)
-        self.v_idxs = Tensor("attn_inp_v_idxs", I64, (t,), Kind.INPUT)
-        self.out_ids = Tensor("inp_out_ids", I32, (shape.n_outputs,), Kind.INPUT)
+        self.ids = input_of(n.TOKENS, shape)
+        self.positions = input_of(n.POSITIONS, shape)
+        self.mask = input_of(n.MASK, shape)
+        self.k_idxs = input_of(n.K_CELLS, shape)
+        self.v_idxs = input_of(n.V_CELLS, shape)
+        self.out_ids = input_of(n.OUT_IDS, shape)
         self.nodes: list[Node] = []
         self._quantise = activations == Activations.Q8
         self._said = {} if self._quantise else {"activations": str(activations)}

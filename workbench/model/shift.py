@@ -4,12 +4,11 @@ Where the cells of a sequence move by some positions, their K must turn by as ma
 applied before K was stored. V has no positions. (llama.cpp: `llama_kv_cache::build_graph_shift`.)
 """
 
-from workbench.graph.ir import I32, Graph, Kind, StepShape, Tensor
+from workbench.graph.ir import Graph, StepShape
 from workbench.graph.ops import make
 from workbench.model.blocks import Caches
 from workbench.model.decoder import Model
-
-DELTAS = "inp_k_shift"
+from workbench.model.inputs import DELTAS, input_of
 
 
 def shift_graph(model: Model, caches: Caches, n_cells: int) -> Graph:
@@ -20,7 +19,8 @@ def shift_graph(model: Model, caches: Caches, n_cells: int) -> Graph:
     tokens and no sequences. Raises UsageError where the caches have fewer cells.
     """
     h = model.hparams
-    deltas = Tensor(DELTAS, I32, (n_cells,), Kind.INPUT)
+    shape = StepShape(0, 0, n_cells, n_seqs=0)
+    deltas = input_of(DELTAS, shape)
     nodes = [
         make(
             "rope_shift", f"k_shift-{i}", k, deltas, model.rope_freqs,
@@ -28,4 +28,4 @@ def shift_graph(model: Model, caches: Caches, n_cells: int) -> Graph:
         )
         for i, (k, _) in enumerate(caches)
     ]  # fmt: skip
-    return Graph(nodes, [deltas], [], StepShape(0, 0, n_cells, n_seqs=0))
+    return Graph(nodes, [deltas], [], shape)

@@ -26,7 +26,7 @@ from itertools import takewhile
 from typing import ClassVar, NamedTuple
 
 from workbench.errors import UsageError
-from workbench.graph.ir import Node, StepShape, Tensor
+from workbench.graph.ir import Input, Node, StepShape, Tensor
 from workbench.program.letters import folded
 from workbench.program.ranges import Buffer as Buffer
 from workbench.program.ranges import Range as Range
@@ -309,7 +309,8 @@ class Program:
     """The commands of one step, with the names needed to read them.
 
     layout[b][tensor] is where backend b finds a tensor. sync is the mode the program was
-    lowered with (never `auto`). splits are the backends' indices in split order.
+    lowered with (never `auto`). splits are the backends' indices in split order. inputs: what the
+    host writes.
     """
 
     commands: list[Command]
@@ -320,6 +321,7 @@ class Program:
     shape: StepShape
     sync: str
     copy_stream: str
+    inputs: Sequence[Input] = ()
 
     def pattern(self, fold: bool = False, result: bool = False) -> str:
         """The program's order in the letters of the threads (`letters.py`), one group per split.

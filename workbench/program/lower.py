@@ -275,4 +275,5 @@ def lower(
         graph.shape,
         ordering.sync,
         ordering.copy_stream,
+        graph.inputs,
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from workbench.engine.phases import OF_STEPS, PHASES
 from workbench.frames import Table
 from workbench.trace.analysis import LAUNCHES, TOKENS
 from workbench.trace.spans import HOST_LANE
@@ -18,8 +19,7 @@ SINGLE = "from the first kernel to the end of the last, by the device's stamps"
 BY_HOST = "by the host's clock: nothing here runs beside the host"
 # phase of the engine's counters -> phase and part of the traced table
 COUNTED = {
-    "batch": ("build", "batch"), "graph": ("build", "graph"), "split": ("build", "split"),
-    "layout": ("build", "layout"), "lower": ("build", "lower"), "prepare": ("build", "prepare"),
+    **{name: ("build", name) for name in PHASES if name not in OF_STEPS},
     "issue": ("issue", "all"), "wait": ("results", "all"),
 }  # fmt: skip
 

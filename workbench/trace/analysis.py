@@ -198,7 +198,7 @@ def phases(frame: pd.DataFrame) -> pd.DataFrame:
 
     phase and part:
 
-    * `build` and what was built (batch, graph, split, lower, prepare);
+    * `build` and what was built (a phase of `engine/phases.py`);
     * `issue` and the kind of command;
     * `results` and the kind (the wait for the logits, the read);
     * `rest` and `python` (between the commands, recording them included) or `outside` (from this

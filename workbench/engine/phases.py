@@ -1,0 +1,110 @@
+"""The phases of a step: what the host does, how long each takes, and how to do one again.
+
+* batch: the inputs get their values
+* reuse: the kept program is found, and patched where graph_reuse wants it
+* graph: the graph is built
+* fuse: norms are halved, nodes get their backends and are fused
+* split: the graph is cut where the backend changes
+* layout: every tensor gets its range
+* lower: commands are made, and plans put in place of some
+* prepare: commands are bound to addresses
+* issue: commands are issued
+* wait: the host waits for the results
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+
+from workbench.trace.spans import now_ns
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Spent = Callable[[str, int, int], None]  # told of a phase: its name, its begin and its end in ns
+
+PHASES = (
+    "batch", "reuse", "graph", "fuse", "split", "layout", "lower", "prepare", "issue", "wait",
+)  # fmt: skip
+OF_STEPS = ("issue", "wait")  # counted where a step is not traced
+
+
+class Phases:
+    """The phases of one program, first to last; each can be done again.
+
+    spent: told of every phase. again: by name, what does a phase once more with what it was given;
+    what that makes is dropped.
+    """
+
+    def __init__(self, spent: Spent):
+        self._spent = spent
+        self.again: dict[str, Callable[[], object]] = {}
+
+    def do(self, phase: str, work: Callable[P, R], *given: P.args, **named: P.kwargs) -> R:
+        """What `work` makes of what it is given, in the phase's time."""
+        spent = self._spent
+
+        def timed() -> R:
+            start = now_ns()
+            made = work(*given, **named)
+            spent(phase, start, now_ns())
+            return made
+
+        self.again[phase] = timed
+        return timed()
+
+
+def counters_of(engine: Engine) -> dict[str, int]:
+    """See `Engine.counters`."""
+    programs = engine._programs
+    return {
+        "steps": engine.n_steps,
+        "untraced_steps": engine.n_untraced,
+        "programs_built": programs.built,
+        "programs_reused": programs.reused,
+        "programs_refused": programs.refused.total(),
+        **{f"{phase}_ns": ns for phase, ns in engine._ns.items()},
+        **engine._plans.counts,
+    }
+
+
+class PhaseTime(NamedTuple):
+    """What the host spends on a phase: us per step, and the share of all phases (0 to 1)."""
+
+    phase: str
+    us: float
+    share: float
+
+
+class PhaseTimes(list[PhaseTime]):
+    """A row for each phase, in order; shows itself as a table. steps: how many were counted."""
+
+    steps: int = 0
+
+    def __repr__(self) -> str:
+        rows = [f"{row.phase:<10}{row.us:>12.2f}{row.share:>8.1%}" for row in self]
+        return "\n".join([f"{'phase':<10}{'us a step':>12}{'share':>8}", *rows])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{html.escape(row.phase)}</td><td>{row.us:.2f}</td><td>{row.share:.1%}</td></tr>"
+            for row in self
+        )
+        return f"<table><tr><th>phase</th><th>us a step</th><th>share</th></tr>{rows}</table>"
+
+
+def per_step(after: Mapping[str, int], before: Mapping[str, int] | None = None) -> PhaseTimes:
+    """The phases of the steps between two readings of `Engine.counters`; before None: of all."""
+    spent = {name: n - (before or {}).get(name, 0) for name, n in after.items()}
+    us = {}
+    for phase in PHASES:
+        steps = spent["untraced_steps" if phase in OF_STEPS else "steps"]
+        us[phase] = spent[f"{phase}_ns"] / 1e3 / max(steps, 1)
+    total = sum(us.values()) or 1.0
+    made = PhaseTimes(PhaseTime(phase, each, each / total) for phase, each in us.items())
+    made.steps = spent["steps"]
+    return made

@@ -1,0 +1,79 @@
+"""The inputs of a step: what the host writes before it, the shape and type of each, and whether a
+kept graph can be given it again.
+
+Names are llama.cpp's. An input that looks at anything but the step shape is another class: until
+`can_reuse` is written for it, no step with it is reused, and the counters name it.
+"""
+
+from collections.abc import Callable
+
+from workbench.graph.ir import F16, I32, I64, DType, Input, StepShape
+
+
+class PerToken(Input):
+    """A number for each token of the step, (T,)."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, dtype: DType, step: StepShape):
+        super().__init__(name, dtype, (step.n_tokens,))
+
+    def can_reuse(self, step: StepShape) -> bool:
+        return self.shape == (step.n_tokens,)
+
+
+class Mask(Input):
+    """What each token sees of the cache, (T, n_kv) F16: 0 for a cell that it sees, else -inf."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, step: StepShape):
+        super().__init__(name, F16, (step.n_tokens, step.n_kv))
+
+    def can_reuse(self, step: StepShape) -> bool:
+        return self.shape == (step.n_tokens, step.n_kv)
+
+
+class OutputRows(Input):
+    """Which tokens have logits, (n_outputs,) I32."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, step: StepShape):
+        super().__init__(name, I32, (step.n_outputs,))
+
+    def can_reuse(self, step: StepShape) -> bool:
+        return self.shape == (step.n_outputs,)
+
+
+class PerCell(Input):
+    """A number for each cell of the cache, (n_kv,) I32."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, step: StepShape):
+        super().__init__(name, I32, (step.n_kv,))
+
+    def can_reuse(self, step: StepShape) -> bool:
+        return self.shape == (step.n_kv,)
+
+
+TOKENS, POSITIONS, MASK = "inp_tokens", "inp_pos", "attn_inp_kq_mask"
+K_CELLS, V_CELLS = "attn_inp_k_idxs", "attn_inp_v_idxs"
+OUT_IDS, DELTAS = "inp_out_ids", "inp_k_shift"
+
+# by name: the input of a graph for steps of a shape
+INPUTS: dict[str, Callable[[StepShape], Input]] = {
+    TOKENS: lambda step: PerToken(TOKENS, I32, step),
+    POSITIONS: lambda step: PerToken(POSITIONS, I32, step),
+    MASK: lambda step: Mask(MASK, step),
+    K_CELLS: lambda step: PerToken(K_CELLS, I64, step),
+    V_CELLS: lambda step: PerToken(V_CELLS, I64, step),
+    OUT_IDS: lambda step: OutputRows(OUT_IDS, step),
+    DELTAS: lambda step: PerCell(DELTAS, step),
+}
+
+
+def input_of(name: str, step: StepShape) -> Input:
+    """The input called `name` of a graph for steps of a shape."""
+    return INPUTS[name](step)
