@@ -3,11 +3,16 @@
 `racing_pairs` builds the whole relation, edge by edge, and asks for paths. `seen_both_ways` builds
 no relation: it plays every state that the host and the streams can be in, and looks which of two
 accesses were seen done without the other. Nothing is shared with `workbench.program`'s readers.
+
+A plan has two edges. Its begin comes behind what its stream has in front, and its parts behind the
+begin. Its end comes behind all parts, and what the stream has behind comes behind the end. Between
+the edges a part on another stream is in a queue that only this plan has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
@@ -22,27 +27,67 @@ from workbench.program.commands import (
     Range,
     Read,
     Record,
+    Replay,
     Stream,
     Sync,
     Wait,
     Write,
 )
 
-Key = tuple[int, int]  # step, index
+Key = tuple[int, int, int | None]  # step, index, number of the part of a plan
 
 
-def numbered(steps: Sequence[Program]) -> list[tuple[Key, Command]]:
-    return [((s, i), c) for s, program in enumerate(steps) for i, c in enumerate(program.commands)]
+@dataclass
+class Begin:
+    """A plan begins. others: the queues of its parts on other streams."""
+
+    stream: Stream
+    others: list[Hashable]
+    reads = writes = ()
 
 
-def at_once(c: Command) -> bool:
+class End(Begin):
+    """It is over."""
+
+
+Moment = Command | Begin
+
+
+class Entry(NamedTuple):
+    """A command of a run. queue: where it is worked off, a stream or a plan's own. plan: a number,
+    which events in it have besides their names."""
+
+    key: Key
+    command: Moment
+    queue: Hashable
+    plan: int | None = None
+
+
+def numbered(steps: Sequence[Program]) -> list[Entry]:
+    found: list[Entry] = []
+    for s, program in enumerate(steps):
+        for i, c in enumerate(program.commands):
+            if not isinstance(c, Replay):
+                found.append(Entry((s, i, None), c, c.stream))
+                continue
+            plan = len(found)
+            queues = [p.stream if p.stream == c.stream else (plan, p.stream) for p in c.parts]
+            others = [q for q in dict.fromkeys(queues) if q != c.stream]
+            found.append(Entry((s, i, None), Begin(c.stream, others), c.stream))
+            for number, (part, queue) in enumerate(zip(c.parts, queues, strict=True)):
+                found.append(Entry((s, i, number), part, queue, plan))
+            found.append(Entry((s, i, None), End(c.stream, others), c.stream))
+    return found
+
+
+def at_once(c: Moment) -> bool:
     """Whether the host does it itself."""
     return isinstance(c, (Write, Read, Sync)) or (
         isinstance(c, Launch) and c.stream.backend == HOST
     )
 
 
-def begins_early(c: Command) -> bool:
+def begins_early(c: Moment) -> bool:
     """Whether it may begin while the kernel in front of it runs: its kernel waits inside for that,
     and has read weights by then."""
     return isinstance(c, Launch) and c.programmatic and not at_once(c)
@@ -55,7 +100,7 @@ class Part(NamedTuple):
     writes: tuple[Range, ...]
 
 
-def parts(c: Command) -> tuple[Part, Part]:
+def parts(c: Moment) -> tuple[Part, Part]:
     """What a command touches early, and the rest."""
     if not (isinstance(c, Launch) and begins_early(c)):
         return Part((), ()), Part(c.reads, c.writes)
@@ -95,8 +140,9 @@ def racing_pairs(steps: Sequence[Program], one_order: bool = True) -> set[tuple[
     before: list[int] = []  # of each point, the points before it and itself
     begun: dict[int, int] = {}  # of a launch on a stream, the point at which it begins
     over: dict[int, int] = {}  # of a command, the point at which it is over
-    queued: dict[Stream, list[int]] = {}  # commands of each stream
-    recorded: dict[int, int] = {}  # of an event, its latest Record
+    queued: dict[Hashable, list[int]] = {}  # commands of each queue
+    recorded: dict[tuple, int] = {}  # of an event, its latest Record
+    plan_of: dict[Hashable, Stream] = {}  # of a queue that is a plan's own
     waits: dict[int, int] = {}  # of a Wait, the Record
 
     def point(*after: int) -> int:
@@ -106,25 +152,45 @@ def racing_pairs(steps: Sequence[Program], one_order: bool = True) -> set[tuple[
         before.append(mask)
         return len(before) - 1
 
-    def in_front(stream: Stream) -> list[int]:
-        """What a programmatic launch on `stream` begins after."""
+    def in_front(queue: Hashable) -> list[int]:
+        """What a programmatic launch in `queue` begins after."""
         found = []
-        for m in reversed(queued[stream]):
-            match commands[m][1]:
+        for m in reversed(queued[queue]):
+            match commands[m].command:
                 case Wait() if m in waits:
                     found.append(over[waits[m]])
                 case Launch():
                     return [*found, begun[m]]
                 case Copy() if one_order:
                     return [*found, over[m]]
+                case Begin():
+                    return [*found, over[m]]
         return found
 
+    def in_order(queue: Hashable) -> list[int]:
+        """What is over when the next command in `queue` begins."""
+        return [
+            over[m]
+            for m in queued.get(queue, ())
+            if one_order or not isinstance(commands[m].command, Copy)
+        ]
+
     host = point()
-    for n, (_, c) in enumerate(commands):
-        if isinstance(c, Sync):
+    for n, (_, c, queue, plan) in enumerate(commands):
+        if isinstance(c, Begin):
+            host = point(host)
+            behind = in_order(queue)
+            if isinstance(c, End):
+                behind += [p for other in c.others for p in in_order(other)]
+            over[n] = point(host, *behind)
+            queued.setdefault(queue, []).append(n)
+            for other in c.others:
+                queued.setdefault(other, []).append(n)
+                plan_of[other] = c.stream
+        elif isinstance(c, Sync):
             waited = []
-            if c.event is not None and c.event in recorded:
-                waited.append(over[recorded[c.event]])
+            if (None, c.event) in recorded:
+                waited.append(over[recorded[None, c.event]])
             if c.stream is not None:
                 waited += [over[m] for m in queued.get(c.stream, ())]
             host = over[n] = point(host, *waited)
@@ -132,22 +198,22 @@ def racing_pairs(steps: Sequence[Program], one_order: bool = True) -> set[tuple[
             host = over[n] = point(host)
         else:
             host = point(host)
-            mine = queued.setdefault(c.stream, [])
             loose = isinstance(c, Copy) and not one_order
-            behind = [] if loose else [
-                over[m] for m in mine if one_order or not isinstance(commands[m][1], Copy)
-            ]  # fmt: skip
-            begun[n] = point(host, *(in_front(c.stream) if begins_early(c) else behind))
-            if isinstance(c, Wait) and c.event in recorded:
-                waits[n] = recorded[c.event]
+            if loose:  # a plan's stream is what waits for it
+                queue = plan_of.get(queue, queue)
+            mine = queued.setdefault(queue, [])
+            behind = [] if loose else in_order(queue)
+            begun[n] = point(host, *(in_front(queue) if begins_early(c) else behind))
+            if isinstance(c, Wait) and (plan, c.event) in recorded:
+                waits[n] = recorded[plan, c.event]
                 behind.append(over[waits[n]])
             over[n] = point(begun[n], *behind)
             mine.append(n)
             if isinstance(c, Record):
-                recorded[c.event] = n
+                recorded[plan, c.event] = n
     found = set()
     for a, b in combinations(range(len(commands)), 2):
-        (first, one), (second, other) = commands[a], commands[b]
+        (first, one, *_), (second, other, *_) = commands[a], commands[b]
         early, rest = parts(other)
         for part, begins in ((early, begun.get(b, over[b])), (rest, over[b])):
             if not before[begins] >> over[a] & 1 and conflicts(one, part):
@@ -164,8 +230,8 @@ def seen_both_ways(steps: Sequence[Program], one_order: bool = True) -> set[tupl
     commands = numbered(steps)
     queues, waits_for = _queues(commands, one_order)
     touched = {}
-    for n, (_, c) in enumerate(commands):
-        touched[2 * n + 1], touched[2 * n] = parts(c)
+    for n, entry in enumerate(commands):
+        touched[2 * n + 1], touched[2 * n] = parts(entry.command)
     done_alone: set[tuple[int, int]] = set()
     disputed = [(a, b) for a, b in combinations(sorted(touched), 2)
                 if a // 2 != b // 2 and conflicts(touched[a], touched[b])]  # fmt: skip
@@ -174,7 +240,7 @@ def seen_both_ways(steps: Sequence[Program], one_order: bool = True) -> set[tupl
     while todo:
         host, heads = todo.pop()
         done = {m for queue, head in zip(queues, heads, strict=True) for m in queue[:head]}
-        done |= {2 * n for n in range(host) if at_once(commands[n][1])}
+        done |= {2 * n for n in range(host) if at_once(commands[n].command)}
         for a, b in disputed:
             if (a in done) != (b in done):
                 done_alone.add((a, b) if a in done else (b, a))
@@ -183,53 +249,63 @@ def seen_both_ways(steps: Sequence[Program], one_order: bool = True) -> set[tupl
                 known.add(state)
                 todo.append(state)
     return {
-        (commands[a // 2][0], commands[b // 2][0])
+        (commands[a // 2].key, commands[b // 2].key)
         for a, b in disputed
         if {(a, b), (b, a)} <= done_alone
     }
 
 
-def _queues(
-    commands: list[tuple[Key, Command]], one_order: bool
-) -> tuple[list[list[int]], dict[int, list[int]]]:
+def _queues(commands: list[Entry], one_order: bool) -> tuple[list[list[int]], dict[int, list[int]]]:
     """What is worked off in order, stream by stream, a copy without order and what is done early
     being queues by themselves; and for each token, the tokens that must be done before it."""
     queues: dict[object, list[int]] = {}
-    recorded: dict[int, int] = {}
+    recorded: dict[tuple, int] = {}
     waits_for: dict[int, list[int]] = {}
     of_stream: dict[Stream, list[int]] = {}
-    gates: dict[Stream, list[int]] = {}  # what must be done before anything early is
-    for n, (_, c) in enumerate(commands):
+    gates: dict[Hashable, list[int]] = {}  # what must be done before anything early is
+    begins: dict[Hashable, int] = {}  # of a plan's own queue
+    for n, (_, c, queue, plan) in enumerate(commands):
         if isinstance(c, (Wait, Sync)) and c.event is not None:
-            waits_for[2 * n] = [recorded[c.event]] if c.event in recorded else []
-        if isinstance(c, Sync):
+            waits_for[2 * n] = [recorded[plan, c.event]] if (plan, c.event) in recorded else []
+        if isinstance(c, Begin):
+            waits_for[2 * n] = [t for other in c.others for t in queues.get(other, ())]
+            queues.setdefault(queue, []).append(2 * n)
+            of_stream.setdefault(c.stream, []).append(2 * n)
+            gates[queue] = [2 * n]
+            begins |= dict.fromkeys(c.others, 2 * n)
+            gates |= {other: [2 * n] for other in c.others}
+        elif isinstance(c, Sync):
             if c.stream is not None:
                 waits_for[2 * n] = list(of_stream.get(c.stream, ()))
         elif not at_once(c):
             alone = isinstance(c, Copy) and not one_order
-            mine = queues.setdefault(("copy", n) if alone else c.stream, [])
-            gate = gates.setdefault(c.stream, [])
+            mine = queues.setdefault(("copy", n) if alone else queue, [])
+            gate = gates.setdefault(queue, [])
+            if queue in begins and not alone:
+                waits_for.setdefault(2 * n, []).append(begins[queue])
             if begins_early(c):
                 queues["early", n] = [2 * n + 1]
                 waits_for[2 * n + 1] = list(gate)
-                waits_for[2 * n] = [2 * n + 1]
+                waits_for.setdefault(2 * n, []).append(2 * n + 1)
             elif isinstance(c, Launch):
-                gates[c.stream] = list(mine)
+                gates[queue] = [*gate, *mine]
             elif isinstance(c, Wait):
                 gate += waits_for[2 * n]
             mine.append(2 * n)
             if isinstance(c, Copy) and one_order:
-                gates[c.stream] = list(mine)
-            of_stream.setdefault(c.stream, []).append(2 * n)
+                gates[queue] = [*gate, *mine]
+            if alone or queue not in begins:  # else a sync waits for the plan's end alone
+                stream = c.stream if plan is None else commands[plan].command.stream
+                of_stream.setdefault(stream, []).append(2 * n)
         if isinstance(c, Record):
-            recorded[c.event] = 2 * n
+            recorded[plan, c.event] = 2 * n
     return list(queues.values()), waits_for
 
 
 def _next(commands, queues, waits_for, host, heads, done) -> Iterator[tuple[int, tuple[int, ...]]]:
     """The states one step away: the host goes on, or a queue does what is at its head."""
     if host < len(commands) and done.issuperset(waits_for.get(2 * host, ()) if isinstance(
-        commands[host][1], Sync
+        commands[host].command, Sync
     ) else ()):  # fmt: skip
         yield host + 1, heads
     for i, (queue, head) in enumerate(zip(queues, heads, strict=True)):

@@ -10,6 +10,9 @@ soon as it can. What a programmatic launch reads early, the weights, is a comman
 queue of its own. It can come when the kernel in front of the launch has begun, and when what the
 stream has waited for since then is over.
 
+A plan is two edges in the queue of its stream, and between them its parts: those on other streams
+are in queues of the plan's own, where they wait for the first edge, and the second waits for them.
+
 Nothing here is shared with `workbench.program`'s own readers of programs.
 """
 
@@ -31,6 +34,7 @@ from workbench.program.commands import (
     Range,
     Read,
     Record,
+    Replay,
     Stream,
     Sync,
     Wait,
@@ -43,8 +47,37 @@ if TYPE_CHECKING:
 MOST_STATES = 50_000
 BEFORE = -1  # version of what was there before the run
 
-Key = tuple[int, int]  # a command by its step, and its number in it
-Queue = tuple[Stream, int]  # a stream, and which copy where each is a queue of its own
+Key = tuple[int, int, int | None]  # a command by its step, its number, and its part's in a plan
+# a stream, the number of a plan or 0, and which copy where each is a queue of its own
+Queue = tuple[Stream, int, int]
+
+
+class _Edge(NamedTuple):
+    """The begin of a plan, or the end. number: the plan's, from 1 on."""
+
+    stream: Stream
+    number: int
+    ends: bool = False
+    reads: tuple[Range, ...] = ()
+    writes: tuple[Range, ...] = ()
+    by_host: bool = False
+
+
+_Entry = tuple[Key, Any, int]  # a command or an edge, and the number of its plan or 0
+
+
+def _listed(steps: Sequence[Program]) -> list[_Entry]:
+    found: list[_Entry] = []
+    for s, program in enumerate(steps):
+        for i, c in enumerate(program.commands):
+            if isinstance(c, Replay):
+                plan = len(found) + 1
+                found.append(((s, i, None), _Edge(c.stream, plan), 0))
+                found += [((s, i, n), part, plan) for n, part in enumerate(c.parts)]
+                found.append(((s, i, None), _Edge(c.stream, plan, ends=True), 0))
+            else:
+                found.append(((s, i, None), c, 0))
+    return found
 
 
 class TooManyStates(Exception):
@@ -83,16 +116,16 @@ class Interleavings:
     ):
         self._one_order = one_order
         self._keys: list[Key] = []
-        self._commands: list[Command] = []
+        self._commands: list[Any] = []  # and the edges of plans
         self._early: set[int] = set()  # what launches read early
         self._needs: dict[int, set[int]] = {}  # what must be over before a command can be next
-        self._gates: dict[Stream, set[int]] = {}  # the same, for what comes early on a stream
-        self._queued: dict[Stream, set[int]] = {}
-        self._latest: dict[str | None, int] = {}  # of an event, its latest Record
-        touched = []
-        for key, command in [
-            ((s, i), c) for s, p in enumerate(steps) for i, c in enumerate(p.commands)
-        ]:
+        self._gates: dict[Queue, set[int]] = {}  # the same, for what comes early
+        self._queued: dict[Queue, set[int]] = {}
+        self._latest: dict[tuple[int, str | None], int] = {}  # of an event, its latest Record
+        self._plans: list[int] = []  # of each command
+        self._edges: dict[int, tuple[Stream, int]] = {}  # of a plan: its stream and its begin
+        touched: list[Any] = []
+        for key, command, plan in _listed(steps):
             kept = among is None or key in among
             ahead = _ahead(command)
             rest = [r for r in command.reads if r not in ahead]
@@ -101,19 +134,21 @@ class Interleavings:
             )
             if early:
                 self._early.add(len(self._keys))
-                self._needs[len(self._keys)] = set(self._gates.get(command.stream, ()))
+                self._needs[len(self._keys)] = set(self._gate(command, plan))
                 self._keys.append(key)
                 self._commands.append(command)
+                self._plans.append(plan)
                 touched.append([early, ()])
-            if any(both) or early or isinstance(command, (Record, Wait, Sync)):
+            if any(both) or early or isinstance(command, (Record, Wait, Sync, _Edge)):
                 n = len(self._keys)
                 self._needs[n] = {n - 1} if early else set()
                 self._keys.append(key)
                 self._commands.append(command)
+                self._plans.append(plan)
                 touched.append(both)
-                self._order(command, n)
+                self._order(command, n, plan)
             else:
-                self._order(command, None)
+                self._order(command, None, plan)
         self._cells = _cells([r for both in touched for ranges in both for r in ranges])
         self._touched = [tuple(map(self._numbers, both)) for both in touched]
 
@@ -126,18 +161,30 @@ class Interleavings:
         self.wrong: set[Wrong] = set()
         self.n_states = self._explore()
 
-    def _order(self, command: Command, n: int | None) -> None:
+    def _order(self, command: Any, n: int | None, plan: int) -> None:
         """Enters what comes behind a command, and what it comes behind. n: None for one that is
         left out."""
-        stream = command.stream
-        if isinstance(command, (Wait, Sync)) and n is not None and command.event in self._latest:
-            self._needs[n].add(self._latest[command.event])
+        event = plan, command.event if isinstance(command, (Record, Wait, Sync)) else None
+        if isinstance(command, (Wait, Sync)) and n is not None and event in self._latest:
+            self._needs[n].add(self._latest[event])
         if isinstance(command, Record) and n is not None:
-            self._latest[command.event] = n
-        if stream is None or isinstance(command, Sync) or command.by_host:
+            self._latest[event] = n
+        if command.stream is None or isinstance(command, Sync) or command.by_host:
             return
-        queued = self._queued.setdefault(stream, set())
-        gate = self._gates.setdefault(stream, set())
+        queue = self._queue(command, plan)
+        queued = self._queued.setdefault(queue, set())
+        gate = self._gate(command, plan)
+        if isinstance(command, _Edge):
+            assert n is not None
+            if command.ends:  # behind what is queued in the plan's own queues
+                for (_, number, _), parts in self._queued.items():
+                    if number == command.number:
+                        self._needs[n] |= parts
+            else:
+                self._edges[command.number] = command.stream, n
+            gate |= {*queued, n}
+        elif n is not None and queue[1]:
+            self._needs[n].add(self._edges[plan][1])
         if isinstance(command, Launch) and not command.programmatic:
             gate |= queued
         if isinstance(command, Wait) and n is not None:
@@ -146,6 +193,20 @@ class Interleavings:
             queued.add(n)
         if isinstance(command, Copy) and self._one_order:
             gate |= queued
+
+    def _queue(self, command: Any, plan: int) -> Queue:
+        """Of a command, were it no queue by itself. A copy in a plan that keeps no order with its
+        stream is waited for on the plan's."""
+        if not plan or command.stream == self._edges[plan][0]:
+            return command.stream, 0, -1
+        if isinstance(command, Copy) and not self._one_order:
+            return self._edges[plan][0], 0, -1
+        return command.stream, plan, -1
+
+    def _gate(self, command: Any, plan: int) -> set[int]:
+        queue = self._queue(command, plan)
+        begun = {self._edges[plan][1]} if queue[1] else set()
+        return self._gates.setdefault(queue, begun)
 
     def _explore(self) -> int:
         start = self._settled(_State(0, (), (BEFORE,) * len(self._cells)))
@@ -220,7 +281,7 @@ class Interleavings:
         command = self._commands[n]
         pending = {m for queued in queues.values() for m in queued}
         if isinstance(command, Sync) and command.stream is not None:
-            return all(stream != command.stream for stream, _ in queues)
+            return all(queue[:2] != (command.stream, 0) for queue in queues)
         return not self._needs[n] & pending
 
     def _by_host(self, n: int) -> bool:
@@ -230,9 +291,10 @@ class Interleavings:
         )
 
     def _queue_of(self, n: int) -> Queue:
-        command: Any = self._commands[n]
+        command = self._commands[n]
+        stream, plan, _ = self._queue(command, self._plans[n])
         own = isinstance(command, Copy) and not self._one_order
-        return command.stream, n if own or n in self._early else -1
+        return stream, plan, n if own or n in self._early else -1
 
     def _numbers(self, ranges: Iterable[Range]) -> tuple[int, ...]:
         return tuple(
@@ -247,7 +309,7 @@ def ends_wrong(steps: Sequence[Program], race: Race, one_order: bool) -> bool:
     """Whether some interleaving of the run reduced to a race's two commands, and to the bytes they
     dispute, is wrong."""
     disputed = Range(race.buffer, race.offset, race.nbytes)
-    pair = {at[:2] for at in (race.first, race.second)}
+    pair = {at.key for at in (race.first, race.second)}
     return bool(Interleavings(steps, one_order, disputed, pair).wrong)
 
 

@@ -17,6 +17,7 @@ from workbench.program.commands import (
     Range,
     Read,
     Record,
+    Replay,
     Space,
     Stream,
     Sync,
@@ -55,26 +56,60 @@ def random_run(rng: Random) -> list[Program]:
     """A run of about MOST_COMMANDS commands at most: one program again and again, or several.
 
     Commands come alone, and then mostly race. They also come in the few groups that order work (see
-    `_group`), and any group may lack a command.
+    `_group`), and any group may lack a command. In half of the runs neighbours become plans.
     """
     buffers = [Buffer(name, Space.PINNED, N_BYTES, 1) for name in "xyz"[: rng.randint(2, 3)]]
     n_steps = rng.randint(1, 3)
     most = MOST_COMMANDS // n_steps
-    alike = rng.random() < 0.5
-    made = [
-        program(_random_commands(rng, buffers, rng.randint(1, most)))
-        for _ in range(1 if alike else n_steps)
-    ]
+    alike, planned = rng.random() < 0.5, rng.random() < 0.5
+    made = []
+    for _ in range(1 if alike else n_steps):
+        commands = random_commands(rng, buffers, rng.randint(1, most))
+        made.append(program(_with_replays(rng, commands) if planned else commands))
     return made * (n_steps // len(made))
 
 
-def _random_commands(rng: Random, buffers: list[Buffer], n: int) -> list[Command]:
+def random_commands(rng: Random, buffers: list[Buffer], n: int) -> list[Command]:
     found: list[Command] = []
     while len(found) < n:
         for kind, where, event in _group(rng):
             if rng.random() < 0.95:
                 found.append(kind(rng, buffers, where, event))
     return found[:n]
+
+
+def _with_replays(rng: Random, commands: list[Command]) -> list[Command]:
+    """Neighbours on streams of one device as plans, on one of these streams. A Wait for what is
+    recorded in front of its plan stays in front, where it is the stream's."""
+    found: list[Command] = []
+    while commands:
+        n = rng.randint(1, 6)
+        device = rng.choice(STREAMS).backend
+        parts: list[Command] = []
+        while len(parts) < n and commands and _on(commands[0], device):
+            parts.append(commands.pop(0))
+        if not parts:
+            found.append(commands.pop(0))
+            continue
+        stream = rng.choice([part.stream for part in parts])
+        recorded: set[str] = set()
+        inside = []
+        for part in parts:
+            if isinstance(part, Wait) and part.event not in recorded:
+                found.append(Wait(part.event, stream, 0))
+                continue
+            inside.append(part)
+            if isinstance(part, Record):
+                recorded.add(part.event)
+        if inside:
+            found.append(Replay(tuple(inside), stream, 0))
+    return found
+
+
+def _on(command: Command, device: int) -> bool:
+    """Whether it can be part of a plan of this device."""
+    of_device = isinstance(command, (Copy, Launch, Record, Wait))
+    return of_device and not command.by_host and command.stream.backend == device
 
 
 _Kind = Callable[[Random, list[Buffer], Stream, str], Command]

@@ -10,13 +10,17 @@ than its inputs and results remains.
 Ranges are taken as declared: a command that declares a superset counts as touching all of it. What
 a programmatic launch reads early, the weights, is a task of its own. It may run as soon as the
 kernel in front of the launch has begun, and what the stream has waited for since is over.
+
+The parts of a plan are commands by themselves. What they have on other streams goes to queues of
+the plan's stream, which begin with a task that waits for this stream; when the plan ends, the
+stream waits for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +36,7 @@ from workbench.program.commands import (
     Program,
     Range,
     Record,
+    Replay,
     Stream,
     Sync,
     Wait,
@@ -163,10 +168,20 @@ class Run:
 
     def __init__(self, steps: Sequence[Program], one_order: bool):
         self._one_order = one_order
-        self.commands = [
-            CommandAt(s, i, c) for s, p in enumerate(steps) for i, c in enumerate(p.commands)
-        ]
-        self._queues: dict[Stream | int, int] = {}
+        self.commands: list[CommandAt] = []
+        self._plans: dict[int, Stream] = {}  # of a part, the stream of its plan
+        begins, ends = set(), set()  # the first parts of plans, the last ones
+        for s, program in enumerate(steps):
+            for i, c in enumerate(program.commands):
+                n = len(self.commands)
+                if not isinstance(c, Replay):
+                    self.commands.append(CommandAt(s, i, c))
+                elif c.parts:
+                    self.commands += [CommandAt(s, i, p, at) for at, p in enumerate(c.parts)]
+                    self._plans |= dict.fromkeys(range(n, n + len(c.parts)), c.stream)
+                    begins.add(n)
+                    ends.add(n + len(c.parts) - 1)
+        self._queues: dict[Stream | int | tuple[Stream, Stream], int] = {}
         # copies of a stream that do not share its order, and that nothing has drained yet
         self._loose: dict[Stream, list[int]] = {}
         touches = [_touch(p.command, self._queue_of(n)) for n, p in enumerate(self.commands)]
@@ -179,8 +194,32 @@ class Run:
         self.host: list[HostStep] = []
         self.final = [BEFORE] * len(self.bounds)
         self._events: dict[str, Point] = {}
+        outside = self._events
         for n, touch in enumerate(touches):
+            if n in begins:
+                self._events = {}  # those of a plan are known in it alone
+                self._edge(self._plans[n], ends=False)
             self._issue(n, touch)
+            if n in ends:
+                self._events = outside
+                self._edge(self._plans[n], ends=True)
+
+    def _edge(self, stream: Stream, ends: bool) -> None:
+        """A plan begins on `stream`, or ends."""
+        here = self._queues.setdefault(stream, len(self._queues) + 1)
+        if here == len(self.tasks):
+            self.tasks.append([])
+        others = [q for key, q in self._queues.items() if isinstance(key, tuple)
+                  and key[0] == stream]  # fmt: skip
+        now = Point(here, len(self.tasks[here]))
+        for other in others:
+            if ends:
+                over = Point(other, len(self.tasks[other]))
+                self._put(here, Task((), (over,)))
+            elif now.n_done:
+                self._put(other, Task((), (now,)))
+            self._gates[other] = (now,)
+        self._gates[here] = (Point(here, len(self.tasks[here])),)
 
     def _queue_of(self, n: int) -> int:
         command = self.commands[n].command
@@ -190,7 +229,9 @@ class Run:
             case Launch() if command.stream.backend == HOST:
                 return HOST_QUEUE
             case Launch() | Copy() | Wait() | Record():
-                return self._queues.setdefault(command.stream, len(self._queues) + 1)
+                plan = self._plans.get(n, command.stream)
+                key = command.stream if plan == command.stream else (plan, command.stream)
+                return self._queues.setdefault(key, len(self._queues) + 1)
         return HOST_QUEUE
 
     def _ahead_of(self, n: int) -> _Touch:
@@ -256,7 +297,7 @@ class Run:
             return
         self._put(touch.queue, Task(_copy_orders(looks, leaves), copies=True))
         if not self._one_order:
-            self._loose.setdefault(command.stream, []).append(touch.queue)
+            self._loose.setdefault(self._plans.get(n, command.stream), []).append(touch.queue)
 
     def _early_task(self, n: int) -> tuple[Point, ...]:
         """Queues what a programmatic launch reads early; returns the point behind it, if any."""
@@ -265,7 +306,7 @@ class Run:
         looks = tuple([Op(n, True, a, b, self.final[a:b]) for a, b in segments if a < b])
         if touch is None or not looks:
             return ()
-        of = self._queues[cast(Launch, self.commands[n].command).stream]
+        of = self._queue_of(n)
         self._put(touch.queue, Task((looks,), self._gates.get(of, ())))
         return (Point(touch.queue, 1),)
 

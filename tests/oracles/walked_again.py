@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, product
 from operator import gt
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from workbench.program.commands import (
     Range,
     Read,
     Record,
+    Replay,
     Stream,
     Sync,
     Wait,
@@ -34,7 +36,8 @@ from workbench.program.commands import (
 
 Clock = list[int]
 Declared = Callable[[Node], bool]
-At = tuple[int, int]  # a command by its step and its number in it
+Spot = tuple[int, int | None]  # a command by its number in a program, and that of a plan's part
+At = tuple[int, int, int | None]  # the same, of a step
 
 
 class Found(NamedTuple):
@@ -140,7 +143,7 @@ def _later(a: Clock, b: Clock) -> Clock:
 
 class _Accessor(NamedTuple):
     program: int
-    command: int
+    command: Spot
     method: Callable[..., None]
     timeline: tuple[int, ...]
     reads: tuple[Range, ...]
@@ -148,7 +151,7 @@ class _Accessor(NamedTuple):
 
 
 class _Act(NamedTuple):
-    command: int
+    command: Spot | None  # none: a plan's own
     method: Callable[..., None]
     arguments: tuple[Any, ...]
 
@@ -167,7 +170,7 @@ class WalkedAgain:
         self._one_order, self._declared = one_order, declared
         self._timelines: dict[tuple[Stream, bool], int] = {}
         drafts = [
-            [a for i, c in enumerate(program.commands) for a in self._acts_of(number, i, c)]
+            [a for i, c in enumerate(program.commands) for a in self._acts_at(number, i, c)]
             for number, program in enumerate(programs)
         ]
         ranges = {r for a in self._accessors for r in (*a.reads, *a.writes)}
@@ -205,7 +208,7 @@ class WalkedAgain:
                     if r.buffer is s.buffer and nbytes > 0:
                         by_bytes.setdefault((r.buffer, begin, nbytes), kind)
             for where, kind in by_bytes.items():
-                told.add(Found((first, one.command), (second, other.command), *where, kind))
+                told.add(Found((first, *one.command), (second, *other.command), *where, kind))
         return told
 
     def superfluous(self, steady: range | None = None) -> list[At]:
@@ -227,25 +230,54 @@ class WalkedAgain:
         for step in range(len(self._steps)) if steady is None else steady:
             first.setdefault(self._order[step], step)
         return [
-            (step, i)
+            (step, i, part)
             for step in first.values()
-            for i, command in enumerate(self._steps[step].commands)
+            for i, whole in enumerate(self._steps[step].commands)
+            for part, command in _parts(whole)
             if isinstance(command, (Sync, Wait))
         ]
 
     def _spot(self, at: At) -> At:
-        return self._order[at[0]], at[1]
+        return self._order[at[0]], *at[1:]
 
     def _walk(self, without: Collection[At] = ()) -> dict[tuple[int, int], tuple[int, int]]:
         walk = _Walk(len(self._timelines), self._n_pieces)
         for step, number in enumerate(self._order):
             walk.step = step
             for command, method, arguments in self._acts[number]:
-                if (number, command) not in without:
+                if command is None or (number, *command) not in without:
                     method(walk, *arguments)
         return walk.found
 
-    def _acts_of(self, program: int, i: int, c: Command) -> Iterator[_Act | _Accessor]:
+    def _acts_at(self, program: int, i: int, whole: Command) -> Iterator[_Act | _Accessor]:
+        """A plan is written out as commands with streams and events that only it has."""
+        if not isinstance(whole, Replay):
+            yield from self._acts_of(program, (i, None), whole)
+            return
+        here = self._timeline(whole.stream)
+        yield _Act(None, _Walk.gate, (here,))
+        forked = {p.stream: Stream(p.stream.backend, 1000 + 100 * whole.stream.id + p.stream.id)
+                  for p in whole.parts if p.stream != whole.stream}  # fmt: skip
+        for stream in forked.values():
+            yield _Act(None, _Walk.record, ("fork", here))
+            yield _Act(None, _Walk.wait, ("fork", self._timeline(stream)))
+        recorded = set()
+        for number, part in _parts(whole):
+            stream = forked.get(part.stream, part.stream)
+            if isinstance(part, Copy) and not self._one_order:
+                stream = whole.stream
+            if isinstance(part, (Record, Wait)):
+                recorded |= {part.event} if isinstance(part, Record) else set()
+                if part.event not in recorded:
+                    continue
+                part = replace(part, event=("plan", part.event))
+            yield from self._acts_of(program, (i, number), replace(part, stream=stream))
+        for stream in forked.values():
+            yield _Act(None, _Walk.record, ("join", self._timeline(stream)))
+            yield _Act(None, _Walk.wait, ("join", here))
+        yield _Act(None, _Walk.gate, (here,))
+
+    def _acts_of(self, program: int, i: Spot, c: Command) -> Iterator[_Act | _Accessor]:
         match c:
             case Write() | Read():
                 yield self._touch(program, i, _Walk.on_host, (), c.reads, c.writes)
@@ -272,7 +304,7 @@ class WalkedAgain:
                     both = tuple([self._timeline(c.stream, which) for which in loose])
                     yield _Act(i, _Walk.drain, (both,))
 
-    def _launch(self, program: int, i: int, c: Launch) -> Iterator[_Act | _Accessor]:
+    def _launch(self, program: int, i: Spot, c: Launch) -> Iterator[_Act | _Accessor]:
         t = self._timeline(c.stream)
         reads = c.reads
         if not c.programmatic:
@@ -294,6 +326,11 @@ class WalkedAgain:
         made = _Accessor(*what)
         self._accessors.append(made)
         return made
+
+
+def _parts(command: Command) -> list[tuple[int | None, Command]]:
+    """The parts of a plan by number, or the command itself."""
+    return [*enumerate(command.parts)] if isinstance(command, Replay) else [(None, command)]
 
 
 def _cut(ranges: Iterable[Range]) -> tuple[dict[Range, range], int]:

@@ -17,6 +17,7 @@ from workbench.program.commands import (
     HOST,
     Buffer,
     Command,
+    CommandAt,
     Copy,
     Launch,
     Program,
@@ -183,9 +184,9 @@ def test_a_finding_names_reader_bytes_and_both_writers():
     steps = [program([write(), upload()]), program([write(Range(STAGING, 4, 4))])]
     (found,) = Adversary(steps).run(0, "lazy")
     assert (found.buffer, found.offset, found.nbytes) == (STAGING, 4, 4)
-    assert found.reader == (0, 1, steps[0].commands[1])
-    assert found.seen == (1, 0, steps[1].commands[0])
-    assert found.expected == (0, 0, steps[0].commands[0])
+    assert found.reader == CommandAt(0, 1, steps[0].commands[1])
+    assert found.seen == CommandAt(1, 0, steps[1].commands[0])
+    assert found.expected == CommandAt(0, 0, steps[0].commands[0])
     assert str(found) == (
         "[step 0 #1 copy x] sees in staging+4:4 [step 1 #0 write x] instead of [step 0 #0 write x]"
     )
@@ -243,7 +244,7 @@ def tried(steps: Sequence[Program], one_order: bool, seeds=SEEDS) -> set:
     """What the adversary finds, byte by byte."""
     adversary = Adversary(steps, one_order)
     return {
-        (w.reader and w.reader[:2], w.buffer, byte)
+        (w.reader and w.reader.key, w.buffer, byte)
         for seed in seeds
         for w in adversary.run(seed)
         for byte in range(w.offset, w.offset + w.nbytes)

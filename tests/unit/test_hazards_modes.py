@@ -48,7 +48,7 @@ def test_a_mode_races_where_lowering_says_so(engine_of, way, n_tokens):
         way[0] in (SyncMode.IMPLICIT, SyncMode.PACKED_IMPLICIT) and way[1] == CopyStream.OWN
     )
     assert bool(found) == bool(says and (train or within_a_step))
-    assert {(r.first[:2], r.second[:2]) for r in found} <= racing_pairs(cycle * 2)
+    assert {(r.first.key, r.second.key) for r in found} <= racing_pairs(cycle * 2)
     assert bool(found) == bool(racing_pairs(cycle * 2))
 
 
@@ -60,8 +60,8 @@ def test_waits_that_could_go_are_those_found_by_walking_all_again(engine_of, way
     found, twin = check(cycle), WalkedAgain(cycle * 3)
     assert len({id(p) for p in cycle}) == 3 < len(cycle)
     steady = range(len(cycle), 2 * len(cycle))
-    assert [at[:2] for at in found.superfluous] == twin.superfluous(steady)
-    assert [at[:2] for at in found.sufficient] == twin.sufficient(steady)
+    assert [at.key for at in found.superfluous] == twin.superfluous(steady)
+    assert [at.key for at in found.sufficient] == twin.sufficient(steady)
     assert found.n_races == len(twin.races())
 
 

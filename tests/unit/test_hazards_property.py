@@ -6,6 +6,8 @@ the whole relation; which waits could go, to programs from which they are really
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import combinations, product
 
 from hypothesis import given, settings
@@ -29,6 +31,7 @@ from workbench.program.commands import (
     Range,
     Read,
     Record,
+    Replay,
     Space,
     Stream,
     Sync,
@@ -69,15 +72,32 @@ ordering = st.one_of(
 )
 
 
+def in_plans(most: int) -> st.SearchStrategy[Replay]:
+    """Plans of device 1, of parts on its streams."""
+    here, there = st.sampled_from(STREAMS[:2]), st.integers(0, 1)
+    part = st.one_of(
+        st.builds(Copy, ranges, ranges, here, st.just("x"), st.just(0)),
+        st.builds(Launch, st.just(ADD), here, some_ranges, some_ranges, st.none(), st.just(0)),
+        st.builds(  # a programmatic one
+            Launch, st.just(PRODUCT), here, st.tuples(ranges, ranges), some_ranges, st.none(),
+            st.just(0), st.just(True),
+        ),
+        st.builds(Record, there, here, st.just(0)),
+        st.builds(Wait, there, here, st.just(0)),
+    )  # fmt: skip
+    parts = st.lists(part, min_size=1, max_size=most).map(tuple)
+    return st.builds(Replay, parts, here, st.just(0))
+
+
 def program(commands: list[Command]) -> Program:
     backends = ("host", "dev", "two")
     return Program(commands, BUFFERS, [], [1], backends, StepShape(1, 1, 256), "any", "own")
 
 
-def runs(most: int, most_steps: int) -> st.SearchStrategy[list[Program]]:
-    """Runs of one or two programs, in any order."""
-    some = st.lists(st.lists(st.one_of(work, ordering), max_size=most).map(program),
-                    min_size=1, max_size=2)  # fmt: skip
+def runs(most: int, most_steps: int, parts: int = 5) -> st.SearchStrategy[list[Program]]:
+    """Runs of one or two programs, in any order. parts: of a plan, at most."""
+    command = st.one_of(work, ordering, in_plans(parts))
+    some = st.lists(st.lists(command, max_size=most).map(program), min_size=1, max_size=2)
     return some.flatmap(
         lambda made: st.lists(st.sampled_from(made), min_size=1, max_size=most_steps)
     )
@@ -88,11 +108,22 @@ def commands_of(found: list[Race]) -> set[tuple[Command, Command]]:
 
 
 def commands_at(run: list[Program], pairs) -> set[tuple[Command, Command]]:
-    """The same for pairs of (step, index); whatever recurs in other steps is once in it."""
-    return {(run[s].commands[i], run[t].commands[j]) for (s, i), (t, j) in pairs}
+    """The same for pairs of (step, index, part); whatever recurs in other steps is once in it."""
+    return {(command_at(run, first), command_at(run, second)) for first, second in pairs}
 
 
-@given(runs(5, 3), st.booleans())
+def command_at(run: list[Program], key) -> Command:
+    step, index, part = key
+    command = run[step].commands[index]
+    return command if part is None else command.parts[part]
+
+
+def key_of(at) -> tuple[int, int, int | None]:
+    """Of a CommandAt, or of such a key."""
+    return at[0], at[1], at[-1]
+
+
+@given(runs(4, 3, parts=3), st.booleans())
 @settings(max_examples=examples(300))
 def test_races_are_what_some_interleavings_do_in_one_order_and_some_in_the_other(run, one_order):
     seen = seen_both_ways(run, one_order)
@@ -106,7 +137,7 @@ def test_races_are_conflicts_without_a_path(run, one_order):
     naive = racing_pairs(run, one_order)
     found = races(run, one_order=one_order)
     assert commands_of(found) == commands_at(run, naive)
-    assert {(r.first[:2], r.second[:2]) for r in found} <= naive
+    assert {(r.first.key, r.second.key) for r in found} <= naive
     for race in found:
         doing, done = race.kind.split("-")
         for how, at in ((doing, race.first), (done, race.second)):
@@ -126,14 +157,14 @@ def test_findings_are_those_of_walking_all_again_for_every_wait(run, one_order, 
     how = {"one_order": one_order, "declared": declared}
     twin = WalkedAgain(run, one_order, declared)
     assert bytes_of(run, races(run, **how)) == bytes_of(run, twin.races())
-    assert [at[:2] for at in superfluous(run, **how)] == twin.superfluous()
-    assert [at[:2] for at in sufficient(run, **how)] == twin.sufficient()
+    assert [at.key for at in superfluous(run, **how)] == twin.superfluous()
+    assert [at.key for at in sufficient(run, **how)] == twin.sufficient()
 
 
 def bytes_of(run: list[Program], found) -> set[tuple]:
     """The bytes that commands dispute, one by one: how they are cut is not compared."""
     return {
-        (run[r.first[0]].commands[r.first[1]], run[r.second[0]].commands[r.second[1]], r.buffer, i)
+        (command_at(run, key_of(r.first)), command_at(run, key_of(r.second)), r.buffer, i)
         for r in found
         for i in range(r.offset, r.offset + r.nbytes)
     }
@@ -149,7 +180,15 @@ def test_a_race_shows_within_two_laps_or_never(cycle, one_order):
 
 def without(run: list[Program], gone: set[Command]) -> list[Program]:
     """The run, with some commands really gone."""
-    made = {id(p): program([c for c in p.commands if c not in gone]) for p in run}
+
+    def left(commands: Iterable[Command]) -> list[Command]:
+        return [
+            replace(c, parts=tuple(left(c.parts))) if isinstance(c, Replay) else c
+            for c in commands
+            if c not in gone
+        ]
+
+    made = {id(p): program(left(p.commands)) for p in run}
     return [made[id(p)] for p in run]
 
 
@@ -162,7 +201,7 @@ def naive_races(run: list[Program], gone: set[Command]) -> set[tuple[Command, Co
 @settings(max_examples=examples(150))
 def test_waits_that_could_go_are_those_without_which_nothing_more_races(run):
     anyway = naive_races(run, set())
-    waits = {c for p in run for c in p.commands if isinstance(c, (Sync, Wait))}
+    waits = {c for p in run for c in p.singly() if isinstance(c, (Sync, Wait))}
     alone = {w for w in waits if naive_races(run, {w}) == anyway}
     assert {at.command for at in superfluous(run)} == alone
     kept = {at.command for at in sufficient(run)}

@@ -43,7 +43,8 @@ WORDS = [
     Word("place places placed", "no noun", "layout, range, address, backend, row",
          names=("in_place",)),  # an adverb: where it lies already
     Word("plan plans planned", "a captured device graph with its policy", "layout, grid, matrix",
-         ("backend/", "choices.py", "engine/", "program/plans.py", "toggles.py", "trace/")),
+         ("backend/", "choices.py", "engine/", "program/check/", "program/events.py",
+          "program/plans.py", "toggles.py", "trace/")),
     Word("turn turns", "which of a ring's copies a step takes", "period, behind, each",
          (*RINGS, "program/sync_modes.py")),
     Word("slot slots", "a server's seat for a sequence", "entry", ("engine/slots.py", "serve/")),

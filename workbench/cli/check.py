@@ -84,8 +84,9 @@ def lines(cycle: list[Program], found: Findings) -> list[str]:
 
     laps = len(found.steps) // len(cycle)
     patterns = [p.pattern(fold=True, result=len(cycle) > 1) for p in cycle]
-    n_commands = sum(len(program.commands) for program in found.steps)
-    n_programs = len({id(program) for program in cycle})
+    lengths = {id(program): len([*program.singly()]) for program in cycle}
+    n_commands = laps * sum(lengths[id(program)] for program in cycle)
+    n_programs = len(lengths)
     what = _n(n_programs, "program")
     if n_programs < len(cycle):
         what = f"{_n(len(cycle), 'step')} of {what}"
@@ -95,7 +96,7 @@ def lines(cycle: list[Program], found: Findings) -> list[str]:
         f"races        {found.n_races or 'none'}",
     ]
     for race in found.races:
-        first, second = (f"step {at.step} #{at.index}" for at in (race.first, race.second))
+        first, second = race.first.where, race.second.where
         where = f"{race.buffer.name} bytes {race.offset} to {race.offset + race.nbytes - 1}"
         kind = f"may {race.kind}" if race.may else race.kind
         alike = "" if race.count == 1 else f" ({race.count} times)"
@@ -104,7 +105,7 @@ def lines(cycle: list[Program], found: Findings) -> list[str]:
         out.append(f"  and {found.more} more, of other commands")
     for at in found.refused:
         out.append(
-            f"  step {at.step} #{at.index} is launched programmatically, and its kernel "
+            f"  {at.where} is launched programmatically, and its kernel "
             f"declares no griddepcontrol.wait: {_words(found, at)}; use pdl=off"
         )
     waits = _n(len(found.waits), "wait")
@@ -116,12 +117,12 @@ def lines(cycle: list[Program], found: Findings) -> list[str]:
         ("sufficient", found.sufficient, together),
     ):
         out.append(f"{name:<13}{len(named)} of {waits}: {what}")
-        out += [f"  step {p.step} #{p.index} {_words(found, p)}" for p in named]
+        out += [f"  {at.where} {_words(found, at)}" for at in named]
     return out
 
 
 def _words(found: Findings, at: CommandAt) -> str:
-    return at.command.words(found.steps[at.step].backends)
+    return at.words(found.steps[at.step].backends)
 
 
 def _n(n: int, what: str) -> str:

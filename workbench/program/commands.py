@@ -270,8 +270,11 @@ class Replay(Command):
 
     The parts begin when everything in front on `stream` is over. What is behind on `stream` begins
     when every part is over. Among themselves the parts are ordered as outside of a plan, by their
-    streams, and by the Records and Waits among them. A Wait among them has its Record among them.
-    A part on another stream has no other order with what that stream does outside of the plan.
+    streams, and by the Records and Waits among them. A Wait among them has its Record in front of
+    it among them; nobody outside knows of that Record. A part on another stream has no other order
+    with what that stream does outside of the plan. No launch begins early towards what is in front
+    of its plan, or towards a plan in front of it. Where copies keep no order with their stream,
+    they keep none in a plan: a Sync on the plan's stream is what waits for them.
     """
 
     kind = "replay"
@@ -293,15 +296,29 @@ class Replay(Command):
 
 
 class CommandAt(NamedTuple):
-    """A command of a run of programs: at `index` of step number `step`."""
+    """A command of a run of programs: at `index` of step number `step`. part: its number among the
+    parts of the plan there, where it is in one."""
 
     step: int
     index: int  # type: ignore[assignment]  # a number, and no method of a tuple
     command: Command
+    part: int | None = None
+
+    @property
+    def key(self) -> tuple[int, int, int | None]:
+        return self.step, self.index, self.part
+
+    @property
+    def where(self) -> str:
+        """`step 1 #12`, or `step 1 #12 part 3`."""
+        return f"step {self.step} #{self.index}{'' if self.part is None else f' part {self.part}'}"
+
+    def words(self, backends: Sequence[str]) -> str:
+        """The command's, and whether it is in a plan."""
+        return f"{self.command.words(backends)}{'' if self.part is None else ' in a plan'}"
 
     def __str__(self) -> str:
-        parts = f"step {self.step} #{self.index}", self.command.kind, self.command.label
-        return " ".join(filter(None, parts))
+        return " ".join(filter(None, (self.where, self.command.kind, self.command.label)))
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -365,6 +382,12 @@ class Program:
         """Every command, the parts of plans in place of the plans."""
         for c in self.commands:
             yield from c.parts if isinstance(c, Replay) else (c,)
+
+    def located(self, step: int = 0) -> Iterator[CommandAt]:
+        """The same, each with where it is; step: the number to give all."""
+        for i, c in enumerate(self.commands):
+            parts = enumerate(c.parts) if isinstance(c, Replay) else [(None, c)]
+            yield from [CommandAt(step, i, part, n) for n, part in parts]
 
     def _about(self) -> str:
         s = self.shape

@@ -26,6 +26,16 @@ def staged(backend: str, turn: int) -> str:
     return f"copies to {backend} from staging of turn {turn}"
 
 
+def in_front(stream: str) -> str:
+    """What a stream has in front of a plan that has parts on it."""
+    return f"{stream} in front of a plan"
+
+
+def replayed(stream: str) -> str:
+    """A plan on this stream that has parts on others."""
+    return f"plan on {stream}"
+
+
 def crossed(backend: str, split: int) -> str:
     """The copies of what a device computed to another device, where a split reads them."""
     return f"copies from {backend} for split {split}"

@@ -10,18 +10,22 @@ captures and replays it. Here it says which commands those are:
 
 What a plan needs from outside is waited for in front of it. What others need of it is recorded
 behind it. So Waits for others' events move in front, and Records for others move behind, both on
-the stream that the plan is launched on. That only adds order.
+the stream that the plan is launched on. Parts on another stream lose its order with what it does
+outside; where it does anything, it is joined with the plan's stream in front and behind. All of
+that only adds order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import NamedTuple
 
 from workbench.choices import PlanRule, PlanScope
 from workbench.errors import DeviceError, UsageError
 from workbench.program import commands as c
+from workbench.program import events
 from workbench.program.capabilities import Capabilities
 from workbench.program.sync_modes import Ordering
 
@@ -50,18 +54,33 @@ def choose_scope(
     return scope
 
 
+class _Planned(NamedTuple):
+    """A plan, and what stands in front of it and behind it."""
+
+    front: list[c.Command]
+    replay: c.Replay
+    behind: list[c.Command]
+
+
 def with_plans(program: c.Program, scope: str) -> c.Program:
-    """The program with plans in place of what they stand for. Its order is at least as strong."""
+    """The program with plans in place of what they stand for. Its order is at least as strong, for
+    programs that record and wait for the same events alike."""
     used = [(i, x.event) for i, x in enumerate(program.commands) if isinstance(x, c.Wait | c.Sync)]
-    made: list[c.Command] = []
+    made: list[c.Command | _Planned] = []
     for device, group in groupby(enumerate(program.commands), lambda at: _device(at[1], scope)):
         numbers, run = zip(*group, strict=True)
         if device is None or not any(isinstance(x, c.Launch) for x in run):
             made += run
         else:
             outside = {event for i, event in used if not numbers[0] <= i <= numbers[-1]}
-            made += _planned(run, c.Stream(device[0], c.COMPUTE_STREAM), outside)
-    return replace(program, commands=made)
+            made.append(_planned(run, c.Stream(device[0], c.COMPUTE_STREAM), outside))
+    plain = [x for x in made if not isinstance(x, _Planned)]
+    around = [x for p in made if isinstance(p, _Planned) for x in (*p.front, *p.behind)]
+    apart = {x.stream for x in (*plain, *around)}
+    commands: list[c.Command] = []
+    for x in made:
+        commands += _joined(x, apart, program.backends) if isinstance(x, _Planned) else (x,)
+    return replace(program, commands=commands)
 
 
 def _device(command: c.Command, scope: str) -> tuple[int, int] | None:
@@ -73,41 +92,70 @@ def _device(command: c.Command, scope: str) -> tuple[int, int] | None:
 
 
 def _planned(
-    run: Sequence[c.Command], stream: c.Stream, outside: set[str | None]
-) -> Iterator[c.Command]:
-    """What stands in front of the plan of a run, the plan, and what stands behind it.
-
-    outside: events that others wait for.
-    """
-    work = [i for i, x in enumerate(run) if isinstance(x, _WORK)]
-    first, last = work[0], work[-1]
-    inside: set[str] = set()  # events that are recorded and waited for between first and last
-    recorded: set[str] = set()
-    for x in run[first : last + 1]:
-        if isinstance(x, c.Record):
-            recorded.add(x.event)
-        elif isinstance(x, c.Wait) and x.event in recorded:
-            inside.add(x.event)
+    run: Sequence[c.Command], stream: c.Stream, outside: Collection[str | None]
+) -> _Planned:
+    """The plan of a run. outside: events that are waited for outside of it."""
+    last = max(i for i, x in enumerate(run) if isinstance(x, _WORK))
+    record_of = _records(run[:last])
+    needed, outside = {*record_of.values()}, {*outside, *_events(run[last:], c.Wait)}
+    front: list[c.Command] = []
     parts: list[c.Command] = []
     behind: list[c.Command] = []
-    here: set[str] = set()  # events whose latest Record is a part
+    for i, x in enumerate(run):
+        if isinstance(x, _WORK) or i in record_of:
+            parts.append(x)
+        elif isinstance(x, c.Wait):
+            if i > last:
+                behind.append(x)
+            else:
+                front += [x] if x.stream == stream else [x, c.Wait(x.event, stream, x.split)]
+        elif isinstance(x, c.Record):
+            if not _works(run[:i], x.stream):  # of what the stream did before
+                front.append(x)
+                if x.event in _events(behind, c.Record):  # and the event's latest
+                    behind.append(x)
+                continue
+            if i in needed:
+                parts.append(x)
+            if i not in needed or x.event in outside:
+                behind.append(c.Record(x.event, stream, x.split))
+    split = next(x.split for x in run if isinstance(x, c.Launch))
+    return _Planned(front, c.Replay(tuple(parts), stream, split), behind)
+
+
+def _records(run: Sequence[c.Command]) -> dict[int, int]:
+    """Of each Wait for work of the run, the Record: their numbers."""
+    found: dict[int, int] = {}
+    latest: dict[str, int | None] = {}
     for i, x in enumerate(run):
         if isinstance(x, c.Record):
-            if i < first:
-                yield x
-            elif x.event in inside and i < last:
-                parts.append(x)
-                here.add(x.event)
-            if i > first and (x.event not in inside or x.event in outside):
-                behind.append(c.Record(x.event, stream, x.split))
-        elif not isinstance(x, c.Wait):
-            parts.append(x)
-        elif i > last:
-            behind.append(x)
-        elif x.event not in here:
-            yield c.Wait(x.event, stream, x.split)
-        else:
-            parts.append(x)
-    split = next(x.split for x in run if isinstance(x, c.Launch))
-    yield c.Replay(tuple(parts), stream, split)
-    yield from behind
+            latest[x.event] = i if _works(run[:i], x.stream) else None
+        elif isinstance(x, c.Wait) and (record := latest.get(x.event)) is not None:
+            found[i] = record
+    return found
+
+
+def _works(run: Sequence[c.Command], stream: c.Stream) -> bool:
+    return any(isinstance(x, _WORK) and x.stream == stream for x in run)
+
+
+def _events(run: Sequence[c.Command], kind: type[c.Record] | type[c.Wait]) -> set[str]:
+    return {x.event for x in run if isinstance(x, kind)}
+
+
+def _joined(
+    planned: _Planned, apart: Collection[c.Stream | None], backends: Sequence[str]
+) -> Sequence[c.Command]:
+    """What stands for a plan in a program. apart: streams with work outside of plans."""
+    front, replay, behind = planned
+    here, split = replay.stream, replay.split
+    streams = dict.fromkeys(x.stream for x in replay.parts)
+    others = [s for s in streams if s in apart and s is not None and s != here]
+    if not others:
+        return *front, replay, *behind
+    for other in others:
+        reached = events.in_front(other.words(backends))
+        front += [c.Record(reached, other, split), c.Wait(reached, here, split)]
+    over = events.replayed(here.words(backends))
+    joins = [c.Wait(over, other, split) for other in others]
+    return *front, replay, c.Record(over, here, split), *joins, *behind

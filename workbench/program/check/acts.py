@@ -3,12 +3,19 @@
 What cannot race is left out once for all: bytes that nobody writes, and bytes that one stream
 touches alone, in its order. Of a decode of some hundred launches some dozen acts are left, and they
 can be walked again and again.
+
+A plan is its parts. All of them begin behind what its stream has in front, and what the stream has
+behind begins when all are over. Parts on another stream have a timeline that is the plan's own:
+
+    compute   ---g g---.-- g --- w g --- g ---.--- r      the plan is between the two dots
+    copies              '- a a - r'      a ---'           what it copies has no order with the
+                         a  a                             copies of the same stream outside
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, groupby
 from typing import Any, NamedTuple
@@ -18,6 +25,7 @@ from workbench.graph.ir import Kind, Node
 from workbench.program import commands as cmd
 from workbench.program.check.clocks import Clocks
 from workbench.program.check.intervals import Tags, cut, tags
+from workbench.program.check.singly import Singly
 from workbench.program.check.wording import Missing
 
 Declared = Callable[[Node], bool]
@@ -28,8 +36,9 @@ Act = tuple[int, Callable[..., None], tuple[Any, ...]]  # a command, a method, i
 class Accessor(NamedTuple):
     """A command's accesses, or only its early ones: what a walk knows by its number.
 
-    program: by number, as they first come. method: of `Clocks`, with which it is issued.
-    timeline: none on the host. missing: what these accesses lack where they race.
+    program: by number, as they first come. command: by number, too (`singly.py`). method: of
+    `Clocks`, with which it is issued. timeline: none on the host. missing: what these accesses lack
+    where they race.
     """
 
     program: int
@@ -42,6 +51,7 @@ class Accessor(NamedTuple):
 
 
 _NO_TIMELINE = -1
+_NO_WAIT = -1  # in place of a command's number: an act that no trial leaves out
 _HOST_USER, _LOOSE_USER, _FIRST_USER = 0, 1, 2  # who touches a range: two bits, read and write
 
 
@@ -59,22 +69,32 @@ class StepActs:
         numbers = {id(program): i for i, program in enumerate(programs)}
         self.steps = steps
         self.programs = programs
+        self.singly = [Singly(program) for program in programs]
         self.order = [numbers[id(program)] for program in steps]
         self.accessors: list[Accessor] = []
         self._one_order = one_order
         self._declared = declared
-        self._timelines: dict[tuple[cmd.Stream, bool], int] = {}  # of a stream, or its loose copies
+        # of a stream, of its loose copies, or in plans on the last stream
+        self._timelines: dict[tuple[cmd.Stream, bool, cmd.Stream | None], int] = {}
         self._touched: dict[tuple[Ranges, Ranges], int] = {}  # what is read and written: by whom
         self._program = 0
+        self._plan: cmd.Stream | None = None  # on which the plan under way is launched
+        self._recorded: set[str] = set()  # events, in the plan under way
         self._drafts: list[Act | None] = []  # none: the next accessor's
         drafted = []
         with _nothing_collected():
             for self._program, program in enumerate(programs):
                 self._drafts = []
-                for i, command in enumerate(program.commands):
-                    _ACTS[type(command)](self, i, command)
+                number = 0
+                for command in program.commands:
+                    _ACTS[type(command)](self, number, command)
+                    number += len(command.parts) if type(command) is cmd.Replay else 1
                 drafted.append(self._drafts)
             self.acts = self._with_logs(drafted)
+
+    def at(self, step: int, number: int) -> cmd.CommandAt:
+        """Command `number` of the program of a step."""
+        return self.singly[self.order[step]].at(step, number)
 
     @property
     def n_timelines(self) -> int:
@@ -117,10 +137,30 @@ class StepActs:
         self._touch(Clocks.in_order, t, i, _apart(c.reads, ahead), c.writes)
 
     def _record(self, i: int, c: cmd.Record) -> None:
-        self._drafts.append((i, Clocks.record, (c.event, self._timeline(c.stream))))
+        self._recorded.add(c.event)
+        self._drafts.append((i, Clocks.record, (self._event(c), self._timeline(c.stream))))
 
     def _wait(self, i: int, c: cmd.Wait) -> None:
-        self._drafts.append((i, Clocks.wait, (c.event, self._timeline(c.stream))))
+        if self._plan is None or c.event in self._recorded:
+            self._drafts.append((i, Clocks.wait, (self._event(c), self._timeline(c.stream))))
+
+    def _event(self, c: cmd.Record | cmd.Wait) -> Hashable:
+        return c.event if self._plan is None else (_IN_A_PLAN, c.event)
+
+    def _replay(self, first: int, c: cmd.Replay) -> None:
+        """The acts of the parts, whose numbers begin at `first`."""
+        here = self._timeline(c.stream)
+        self._plan, self._recorded = c.stream, set()
+        streams = dict.fromkeys([p.stream for p in c.parts if p.stream not in (None, c.stream)])
+        forked = tuple([self._timeline(s) for s in streams if s is not None])
+        self._drafts.append((_NO_WAIT, Clocks.gate, (here,)))
+        self._drafts += [(_NO_WAIT, Clocks.behind, (t, (here,))) for t in forked]
+        for number, part in enumerate(c.parts, first):
+            _ACTS[type(part)](self, number, part)
+        self._plan = None
+        if forked:
+            self._drafts.append((_NO_WAIT, Clocks.behind, (here, forked)))
+        self._drafts.append((_NO_WAIT, Clocks.gate, (here,)))
 
     def _sync(self, i: int, c: cmd.Sync) -> None:
         if c.event is not None:
@@ -131,10 +171,13 @@ class StepActs:
             self._drafts.append((i, Clocks.drain, (drained,)))
 
     def _timeline(self, stream: cmd.Stream, loose: bool = False) -> int:
-        found = self._timelines.get((stream, loose))
+        plan = self._plan if self._plan != stream else None
+        if plan is not None and loose:  # a sync on the plan's stream is what waits for it
+            stream, plan = plan, None
+        found = self._timelines.get((stream, loose, plan))
         if found is None:
             stream.words(self.programs[self._program].backends)  # refuses one that is not there
-            found = self._timelines[stream, loose] = len(self._timelines)
+            found = self._timelines[stream, loose, plan] = len(self._timelines)
         return found
 
     def _touch(
@@ -208,7 +251,9 @@ _ACTS: dict[type[cmd.Command], Callable[[StepActs, int, Any], None]] = {
     cmd.Record: StepActs._record,
     cmd.Wait: StepActs._wait,
     cmd.Sync: StepActs._sync,
+    cmd.Replay: StepActs._replay,
 }
+_IN_A_PLAN = "in a plan"  # an event of this name outside is another
 
 
 @contextmanager

@@ -11,7 +11,7 @@ everything issued later comes behind what the host did.
     B                                 wait---y1   |          y1 begins at A:2, B:0
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 Clock = list[int]  # of each timeline, the number of its latest work that is over
 HOST_CLOCK, EARLY_CLOCK = -1, -2  # at which work begins that belongs to no timeline
@@ -32,7 +32,7 @@ class Clocks:
         self.host: Clock = [0] * n
         self.streams: list[Clock] = [[0] * n for _ in range(n)]
         self.gates: list[Clock] = [[0] * n for _ in range(n)]
-        self.events: dict[str, Clock] = {}
+        self.events: dict[Hashable, Clock] = {}
         self._host_version, self._seen_version = 0, [0] * n
 
     # what touches memory ------------------------------------------------------------------------
@@ -72,18 +72,22 @@ class Clocks:
         """Early work queued on t from here on follows everything queued so far."""
         self.gates[t] = self._issued(t).copy()
 
-    def record(self, event: str, t: int) -> None:
+    def record(self, event: Hashable, t: int) -> None:
         self.events[event] = self._issued(t).copy()
 
-    def wait(self, event: str, t: int) -> None:
+    def wait(self, event: Hashable, t: int) -> None:
         """Later work of t, early or not, begins after the event's latest record; without one,
         nothing changes."""
         reached = self.events.get(event)
         if reached is not None:
-            self.streams[t] = _later(self._issued(t), reached)
-            self.gates[t] = _later(self.gates[t], reached)
+            self._follow(t, reached)
 
-    def sync(self, event: str) -> None:
+    def behind(self, t: int, others: Iterable[int]) -> None:
+        """Later work of t, early or not, begins after everything queued so far on the others."""
+        for other in others:
+            self._follow(t, self._issued(other))
+
+    def sync(self, event: Hashable) -> None:
         """The host goes on after the event's latest record; without one, nothing changes."""
         reached = self.events.get(event)
         if reached is not None:
@@ -95,6 +99,10 @@ class Clocks:
             self._know(self.streams[t])
 
     # inside -------------------------------------------------------------------------------------
+
+    def _follow(self, t: int, reached: Clock) -> None:
+        self.streams[t] = _later(self._issued(t), reached)
+        self.gates[t] = _later(self.gates[t], reached)
 
     def _know(self, clock: Clock) -> None:
         self.host = _later(self.host, clock)

@@ -90,12 +90,14 @@ class Findings(NamedTuple):
         }
 
     def _entry(self, at: CommandAt) -> dict[str, Any]:
-        command, backends = at.command, self.steps[at.step].backends
+        backends = self.steps[at.step].backends
+        part = {} if at.part is None else {"part": at.part}
         return {
             "step": at.step,
             "index": at.index,
-            "words": command.words(backends),
-            **command_as_json(command, backends),
+            **part,
+            "words": at.words(backends),
+            **command_as_json(at.command, backends),
         }
 
 
@@ -103,28 +105,28 @@ class Findings(NamedTuple):
 
 
 class _Racing(NamedTuple):
-    """Two commands that race: in host order of the second, then of the first, and the accessors of
-    each that do. A programmatic launch may have two, of what it reads early and of the rest."""
+    """Two commands that race, by number, in host order of the second, then of the first; and the
+    accessors of each that do. A programmatic launch may have two: what it reads early, the rest."""
 
     second_step: int
-    second_index: int
+    second: int
     first_step: int
-    first_index: int
+    first: int
     accessors: tuple[tuple[int, int], ...]
 
 
 def every_race(acts: StepActs, found: RacingPairs) -> list[Race]:
     """Every race, in host order of the second command, then of the first."""
     made = [race for racing in _by_commands(acts, found) for race in _told(acts, racing)]
-    return sorted(made, key=lambda r: (r.second[:2], r.first[:2], r.buffer.name, r.offset))
+    return sorted(made, key=lambda r: (r.second.key, r.first.key, r.buffer.name, r.offset))
 
 
 def grouped(acts: StepActs, found: RacingPairs) -> tuple[list[Race], int]:
     """The first race of each group, MOST_RACES at most, in host order; and how many all are."""
 
     def words(a: Accessor) -> Hashable:
-        program = acts.programs[a.program]
-        return program.commands[a.command].words(program.backends), a.missing
+        backends = acts.programs[a.program].backends
+        return acts.singly[a.program].at(0, a.command).words(backends), a.missing
 
     label, ranges = _numbered(acts, words), _numbered(acts, lambda a: (a.reads, a.writes))
     stretches: dict[tuple[tuple[int, int], ...], int] = {}  # by the ranges that are disputed
@@ -182,18 +184,10 @@ def _numbered(acts: StepActs, told: Callable[[Accessor], Hashable]) -> Callable[
 
 def _told(acts: StepActs, racing: _Racing) -> Iterator[Race]:
     """A race for every stretch of bytes that two commands dispute."""
-    at = racing.first_step, racing.first_index
-    first = CommandAt(*at, acts.steps[at[0]].commands[at[1]])
-    at = racing.second_step, racing.second_index
-    second = CommandAt(*at, acts.steps[at[0]].commands[at[1]])
+    first = acts.at(racing.first_step, racing.first)
+    second = acts.at(racing.second_step, racing.second)
     a, b = (acts.accessors[accessor] for accessor in racing.accessors[-1])
-    line = unordered(
-        first.command,
-        second.command,
-        second.step - first.step,
-        (a.missing, b.missing),
-        acts.steps[first.step].backends,
-    )
+    line = unordered(first, second, (a.missing, b.missing), acts.steps)
     for stretch, (kind, may) in _disputed(acts, racing).items():
         yield Race(first, second, *stretch, kind, may, line)
 
@@ -204,8 +198,8 @@ _Stretch = tuple[Buffer, int, int]  # offset, bytes
 def _disputed(acts: StepActs, racing: _Racing) -> dict[_Stretch, tuple[str, bool]]:
     """The bytes that two commands, in host order, dispute: kind and may of each stretch. Where both
     write is told before where one reads, what is sure before what may be."""
-    first = acts.steps[racing.first_step].commands[racing.first_index]
-    second = acts.steps[racing.second_step].commands[racing.second_index]
+    first = acts.at(racing.first_step, racing.first).command
+    second = acts.at(racing.second_step, racing.second).command
     vague_first, vague_second = _vague(first), _vague(second)
     both = [(acts.accessors[a], acts.accessors[b]) for a, b in racing.accessors]
     sides: list[tuple[str, list[tuple[Range, Range]]]] = [

@@ -32,6 +32,8 @@ with the previous kernel in the stream"; `cudaGraphEdgeData`: "only kernel nodes
 ports"). A kernel that does not declare its wait may do all of its work early, and is *refused*,
 race or not: even its end says nothing about the launches in front of it, and what is behind it is
 not proved either.
+
+A plan is checked part by part: accesses, waits and refusals name its parts (`acts.py`).
 """
 
 import copy
@@ -70,10 +72,12 @@ def refused(steps: Iterable[Program], declared: Declared) -> list[CommandAt]:
     """Programmatic launches of kernels that do not declare their wait, each named once."""
     steps = list(steps)
     return [
-        CommandAt(step, i, command)
+        at
         for step in _first_steps(steps)
-        for i, command in enumerate(steps[step].commands)
-        if isinstance(command, Launch) and command.programmatic and not declared(command.node)
+        for at in steps[step].located(step)
+        if isinstance(at.command, Launch)
+        and at.command.programmatic
+        and not declared(at.command.node)
     ]
 
 
@@ -149,8 +153,8 @@ def waits_of(acts: StepActs, steady: range | None = None) -> dict[Spot, CommandA
     """Every Sync and Wait of the steps `steady` (all, if not given), named once, in the first of
     the steady ones that issues its program."""
     return {
-        Spot(acts.order[step], i): CommandAt(step, i, command)
+        Spot(acts.order[step], number): acts.at(step, number)
         for step in _first_steps(acts.steps, steady)
-        for i, command in enumerate(acts.steps[step].commands)
+        for number, command in enumerate(acts.singly[acts.order[step]].commands)
         if isinstance(command, (Sync, Wait))
     }

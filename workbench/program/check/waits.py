@@ -31,7 +31,7 @@ _RECENT = 16  # steps: what is needed of older work keeps its number in a state
 
 
 class Spot(NamedTuple):
-    """A command of a program, whatever the step; the program by its number in `StepActs`."""
+    """A command of a program, whatever the step; both by their numbers in `StepActs`."""
 
     program: int
     command: int
@@ -290,5 +290,5 @@ def _canonical(clocks: Clocks, floor: Sequence[int], early: Sequence[int]) -> Ha
         host,
         tuple(streams),
         tuple([told(clocks.gates[t]) for t in early]),
-        tuple(sorted([(event, clock) for event, clock in events if clock != host])),
+        frozenset([(event, clock) for event, clock in events if clock != host]),
     )

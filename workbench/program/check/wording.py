@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from enum import Enum
 
-from workbench.program.commands import Command, Copy, Launch
+from workbench.program.commands import CommandAt, Copy, Launch, Program, Stream
 
 
 class Missing(Enum):
@@ -27,28 +27,45 @@ _EARLY = {
 
 
 def unordered(
-    first: Command,
-    second: Command,
-    later: int,
-    lacks: tuple[Missing, Missing],
-    backends: Sequence[str],
+    first: CommandAt, second: CommandAt, lacks: tuple[Missing, Missing], steps: Sequence[Program]
 ) -> str:
     """One line: that nothing orders two commands that race, and what would.
 
-    first: work of a stream; what the host does itself is over when it goes on. later: how many
-    steps after it the second is issued. lacks: what the first's accesses lack, and the second's.
+    first: work of a stream; what the host does itself is over when it goes on. lacks: what the
+    first's accesses lack, and the second's. A plan is waited for, and waits, as a whole.
     """
-    assert isinstance(first, (Copy, Launch))
+    one, other, backends = first.command, second.command, steps[first.step].backends
+    assert isinstance(one, (Copy, Launch))
+    (own, plan), (own_too, plan_too) = _streams(first, steps), _streams(second, steps)
+    assert plan is not None
+    stream, loose = plan.words(backends), "copies keep no order with their stream"
+    early = f"; {_EARLY[lacks[1]]}" if lacks[1] in _EARLY and isinstance(one, Launch) else ""
+    if first.part is not None and second.part is not None and first[:2] == second[:2]:
+        line = f"nothing orders {one.words(backends)} before {other.words(backends)} in a plan"
+        if early and own == own_too:
+            return line + early
+        if Missing.ORDER_OF_COPIES in lacks:
+            return f"{line}: {loose}, leave the copy out of the plan and sync {stream}"
+        assert own_too is not None
+        waiting = f"let {own_too.words(backends)} wait for it"
+        return f"{line}: record an event behind the {one.kind} in the plan, and {waiting}"
+    later = second.step - first.step
     when = {0: "", 1: " of the next step"}.get(later, f" issued {later} steps later")
     line = f"nothing orders {first.words(backends)} before {second.words(backends)}{when}"
-    stream = first.stream.words(backends)
-    behind = f"an event recorded behind the {first.kind}"
-    other = None if second.by_host else second.stream
-    if lacks[1] in _EARLY and other == first.stream and isinstance(first, Launch):
-        return f"{line}; {_EARLY[lacks[1]]}"
-    if Missing.ORDER_OF_COPIES in lacks and isinstance(first, Copy):
-        return f"{line}: copies keep no order with their stream, sync {stream} between them"
-    if other is None or Missing.ORDER_OF_COPIES in lacks:
+    if early and (own, plan) == (own_too, plan_too):
+        return line + early
+    behind = f"an event recorded behind the {one.kind if first.part is None else 'plan'}"
+    if Missing.ORDER_OF_COPIES in lacks and isinstance(one, Copy):
+        return f"{line}: {loose}, sync {stream} between them"
+    if plan_too is None or Missing.ORDER_OF_COPIES in lacks:
         return f"{line}: sync {stream} (or {behind}) between them"
-    waiting = f"let {other.words(backends)} wait for {behind}"
+    waiting = f"let {plan_too.words(backends)} wait for {behind}"
     return f"{line}: sync {stream}, or {waiting}, between them"
+
+
+def _streams(at: CommandAt, steps: Sequence[Program]) -> tuple[Stream | None, Stream | None]:
+    """A command's own stream, and the one that it waits and is waited for on: its plan's, where it
+    is in one. Neither for what the host does itself."""
+    if at.command.by_host:
+        return None, None
+    return at.command.stream, steps[at.step].commands[at.index].stream
