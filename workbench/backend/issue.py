@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from workbench.backend.base import Backend, Issue, Memory
+from workbench.backend.base import Backend, Captured, Issue, Memory
 from workbench.backend.bind import Binding
-from workbench.backend.issued import Issued
+from workbench.backend.issued import Issued, Plannable
 from workbench.program.commands import RESULT, Buffer, Program, Read, Sync
 
 
@@ -104,6 +104,12 @@ class Prepared:
         """What devices are asked, by number of the command."""
         works = [segment for segment in self.segments if isinstance(segment, SplitWork)]
         return {n: i for w in works for n, i in zip(w.commands, w.issued, strict=True)}
+
+    def replayed(self, number: int) -> Captured | None:
+        """What command number `number`, a plan, launched when it was last called; None where it
+        issued its parts, or the host computed them."""
+        plan = self.issued.get(number)
+        return plan.replayed if isinstance(plan, Plannable) else None
 
     def run(self, values: Mapping[str, np.ndarray], watch: Unwatched) -> None:
         """Issues everything up to the last wait. values: each input's array, of one dtype and

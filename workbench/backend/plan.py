@@ -151,9 +151,10 @@ class Plans(NoPlans):
             plan.used = now = clock()
             if sweeps and now >= self._next_sweep:
                 self._sweep(now)
-            if plan.fits and plan.captured is not None:
+            work.replayed = captured = plan.captured if plan.fits else None
+            if captured is not None:
                 counts["plans_replayed"] += 1
-                plan.captured.launch()
+                captured.launch()
             else:
                 counts["plans_issued"] += 1
                 work.call()

@@ -158,6 +158,9 @@ class Trace(Watch):
             start = now_ns()
             yield call
             recorder.end(handle, name, command.kind, start, args)
+            if isinstance(command, c.Replay):
+                replayed = prepared.replayed(number)
+                recorder.replayed(step, number, None if replayed is None else replayed.nodes)
             if device and stream:
                 self._marks.append((prepared, step, number, begin, device.mark(stream.id)))
         self._end_split(prepared, split, split_handle, split_start)

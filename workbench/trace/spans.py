@@ -7,7 +7,7 @@ brought to the same clock by the backend that measured them.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -56,6 +56,10 @@ class Recorder:
 
     def runs(self, program: Any, step: int) -> None:
         """The commands of `program` are about to be issued, traced, as step number `step`."""
+
+    def replayed(self, step: int, index: int, nodes: Sequence[int] | None) -> None:
+        """Command number `index` of a step, a plan, was issued. nodes: of each node on the device,
+        its part; None where the parts were issued one by one."""
 
     @contextmanager
     def span(self, name: str, category: str, **args: Any) -> Iterator[None]:
