@@ -1,11 +1,13 @@
 """Records the GPU runs of data/results, each into a folder of its own.
 
-    python -m data.measure [NAMES] [--out DIR] [--models DIR] [--most-gb N] [--only MODEL]
+    python -m data.measure [NAMES] [--out DIR] [--models DIR] [--most-gb N] [--only MODELS]
+                             [--like FOLDER]
 
 NAMES are steps (`matrix.STEPS`), the most important first. Without any, all steps are made in that
 order. A folder that holds a complete run of this commit is kept: a call that was cut off goes on
 where it was. The tree must be committed, for a run names its commit. A GPU is needed, and 45 GB of
-disk for every model. --most-gb leaves the larger models out, --only llama-3-8b-q8_0 all but one.
+disk for every model. --most-gb leaves the larger models out, --only llama-3-8b-q8_0 all but one (or
+but several, with commas). --like 'plans-step-*,fresh-*' takes rows with such folders alone.
 How long a step takes on one H100 stands beside its name. `pipeline` needs two GPUs and is left out
 where there is one. Step `cpu` is for `--device embedded` and `--device host`.
 """
@@ -14,11 +16,12 @@ from __future__ import annotations
 
 import sys
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 
 from cyclopts import App
 
-from data.measure.matrix import CPU_STEP, STEPS, rows
+from data.measure.matrix import CPU_STEP, STEPS, Row, rows
 from data.measure.session import Session
 from data.measure.steps import run
 from workbench.errors import UsageError, WorkbenchError
@@ -38,6 +41,7 @@ def measure(
     models: Path = ROOT / "data" / "models",
     most_gb: float = 20.0,
     only: str = "",
+    like: str = "*",
     device: str = "cuda",
     quick: bool = False,
 ) -> None:
@@ -46,17 +50,25 @@ def measure(
         if name not in (*STEPS, CPU_STEP):
             known = ", ".join((*STEPS, CPU_STEP))
             raise UsageError(f"step {name!r} does not exist; choose from {known}")
-    if only and not any(only.startswith(f"{preset}-") for preset in PRESETS):
-        raise UsageError(f"--only {only}: no such model; give one as folders do, llama-3-8b-q8_0")
+    for model in filter(None, only.split(",")):
+        if not any(model.startswith(f"{preset}-") for preset in PRESETS):
+            raise UsageError(
+                f"--only {model}: no such model; give one as folders do, llama-3-8b-q8_0"
+            )
     if CPU_STEP in names and device == "cuda":
         raise UsageError(f"step {CPU_STEP} is of a CPU's devices; give --device embedded or host")
     session, begun = Session(out, models, device, most_gb, quick, only), time.monotonic()
     for name in names or STEPS:
         begin = time.monotonic()
         print(f"== {name}: about {STEPS.get(name, CPU_SECONDS)} s", flush=True)
-        run(session, [row for row in rows(name) if name != CPU_STEP or row.device == device])
+        of_device = [row for row in rows(name) if name != CPU_STEP or row.device == device]
+        run(session, [row for row in of_device if _named(row, like)])
         now = time.monotonic()
         print(f"== {name}: {now - begin:.0f} s, {now - begun:.0f} s in all", flush=True)
+
+
+def _named(row: Row, like: str) -> bool:
+    return any(fnmatch(row.folder, pattern) for pattern in like.split(","))
 
 
 if __name__ == "__main__":

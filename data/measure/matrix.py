@@ -8,7 +8,7 @@ tables and targets look rows up by their step. No folder is named a second time.
     compared   what an A/B compares: `TOGGLE=BASELINE,VALUE...`; of a perplexity run, the reference
 
 Backgrounds: `baseline` (everything off), `kept` (programs kept, all else off), `all` (all on but
-plans; `pdl` where the device has it), `best` (the preset).
+plans; `pdl` where the device has it), `planned` (all on, a step is one plan), `best` (the preset).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from workbench.errors import UsageError
 
 # step -> seconds it takes on one H100, models written included; the most important first
 STEPS = {
-    "decode": 150, "kernels": 110, "depth": 35, "load": 15, "perplexity": 150, "batches": 40,
-    "kernels-batches": 110, "fusion": 85, "ablation": 60, "counters": 80, "gaps": 60, "sync": 480,
-    "pipeline": 60, "together": 150,
+    "plans": 300, "reuse": 180, "decode": 150, "kernels": 110, "depth": 35, "load": 15,
+    "perplexity": 150, "batches": 40, "kernels-batches": 110, "fusion": 85, "ablation": 60,
+    "counters": 80, "gaps": 60, "sync": 480, "pipeline": 60, "together": 150,
 }  # fmt: skip
 CPU_STEP = "cpu"  # of the devices of a CPU, hence only where it is named
 FIRST = ("llama-3-8b-q4_0", "llama-3.2-1b-bf16")  # models measured before others
@@ -65,6 +65,17 @@ OFF_AND_ON = {"off": "kept", "on": "all"}
 MODES = [str(mode) for mode in SyncMode if mode != SyncMode.AUTO]
 N_PROMPT = 4096  # eight ubatches
 RING = "all host_source=pinned_ring_4"
+
+
+# plans and reuse are taken apart on the first three; of the others tg128 is compared
+PLANNED = (BF16, LLAMA_8B, "llama-3-8b-q8_0")
+COMPARED = ("llama-3.2-1b-q4_k_m", "llama-3.2-3b-q4_k_m", "qwen3-4b-q4_k_m", "llama-3-8b-f16")
+ONE_PLAN = "plan_scope=step sync=packed_implicit copy_stream=compute"  # its inputs are one copy
+SCOPES = {"step": f"all {ONE_PLAN}", "split": "all plan_scope=split"}
+OF_KERNELS = "ours, launches alone"  # the arm that tells what the kernels of a step take
+LAYERS = tuple(name for name in Toggles.names() if name.startswith("redo_"))  # of reuse
+N_FRESH = 64  # tokens of a fresh engine
+SWEPT = (0, 1024, 2048, 4096, 8192, 12288, 16384)  # depths
 
 
 class Row(NamedTuple):
@@ -152,6 +163,50 @@ def _pipeline() -> Iterator[Row]:
         )  # fmt: skip
 
 
+def _plans() -> Iterator[Row]:
+    """Every rule, what is in a plan, and with dependent launch or without; the first tokens of an
+    engine. Of the models that are only compared: off and ours, a step one plan."""
+    rules = f"plans={','.join(Toggles.values('plans'))}"
+    for model in PLANNED:
+        for scope, spec in SCOPES.items():
+            for suffix, pdl in {"": "", "-plain": " pdl=off"}.items():
+                folder = f"plans-{scope}{suffix}-{model}"
+                yield Row("plans", folder, "plans", model, "tg128", spec + pdl, rules)
+        yield Row("plans", f"fresh-{model}", "fresh", model, f"tg{N_FRESH}", SCOPES["step"],
+                  OFF_AND_OURS, rounds=10)  # fmt: skip
+    for model in COMPARED:
+        toggles = SCOPES["step"]
+        yield Row("plans", f"plans-step-{model}", "plans", model, "tg128", toggles, OFF_AND_OURS)
+
+
+OFF_AND_OURS = "plans=off,ours"
+
+
+def _reuse() -> Iterator[Row]:
+    """Every way to keep a graph, and each layer of reuse disabled: what it costs is what it saves.
+    A graph built anew takes so long that 32 tokens of it tell enough (#16490)."""
+    ways = f"graph_reuse={','.join(Toggles.values('graph_reuse'))}"
+    for model in PLANNED:
+        for layer in LAYERS:
+            folder = f"reuse-{layer.replace('_', '-')}-{model}"
+            yield Row("reuse", folder, "ab", model, "tg128", "all", f"{layer}=off,on")
+        yield Row("reuse", f"reuse-ways-{model}", "ab", model, "tg32", "all", ways)
+
+
+def _depths() -> Iterator[Row]:
+    """How the cache grows, and a sweep over depth, with plans and without."""
+    n_ctx = SWEPT[-1] + 1024
+    for model in (LLAMA_8B, BF16):
+        yield Row("plans", f"sweep-{model}", "sweep", model, toggles=SCOPES["step"],
+                  compared=OFF_AND_OURS, n_ctx=n_ctx)  # fmt: skip
+        for name, spec in {"off": "all", "ours": "planned"}.items() if GROWTH else ():
+            folder, tests = f"growth-{name}-{model}", "tg64,tg64@d2048,tg64@d8192"
+            yield Row("plans", folder, "ab", model, tests, spec, GROWTH, n_ctx=n_ctx)
+
+
+GROWTH = "kv_growth=step,full" if "kv_growth" in Toggles.names() else ""
+
+
 def _cpu() -> Iterator[Row]:
     """What preset `best` leaves out or takes on the devices of a CPU."""
     modes = [mode for mode in MODES if mode != SyncMode.IMPLICIT]
@@ -173,6 +228,9 @@ def _cpu() -> Iterator[Row]:
 
 
 MATRIX: tuple[Row, ...] = (
+    *_plans(),
+    *_depths(),
+    *_reuse(),
     *(Row("decode", f"decode-{model}{suffix}", "bench", model, "pp512,tg128", toggles)
       for model in DECODED for suffix, toggles in WITHOUT.items()),
     Row("kernels", "kernels", "kernels", test="all", sizes=(1,)),

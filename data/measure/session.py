@@ -43,8 +43,8 @@ PRODUCTS = 8  # of them in one replay
 @dataclass(frozen=True)
 class Session:
     """One call of `measure`. most_gb: models with larger files are left out. quick: tiny models of
-    the same types and few repetitions, to see that every step works; no figures. only: the one
-    model that is taken, as folders name it (llama-3-8b-q8_0)."""
+    the same types and few repetitions, to see that every step works; no figures. only: the models
+    that are taken, as folders name them (`llama-3-8b-q8_0,llama-3.2-1b-bf16`); empty for all."""
 
     out: Path
     models: Path
@@ -91,7 +91,7 @@ class Session:
 
     def takes(self, model: str) -> bool:
         """Whether a model is wanted and small enough; says so where it is too large."""
-        if self.only not in ("", model):
+        if self.only and model not in self.only.split(","):
             return False
         gb = 0.0 if self.quick else file_gb(model)
         if gb > self.most_gb:
@@ -153,10 +153,17 @@ def everything(engine: wb.Engine) -> wb.Toggles:
     return toggles.switched("fuse", "on").switched("defer_norm", "on").switched("pdl", pdl)
 
 
+def planned(engine: wb.Engine) -> wb.Toggles:
+    """Everything on, and a step is one plan; for that its inputs are one copy."""
+    made = everything(engine).switched("sync", "packed_implicit")
+    return made.switched("plan_scope", "step").switched("plans", "ours")
+
+
 BACKGROUNDS: dict[str, Callable[[wb.Engine], wb.Toggles]] = {
     "baseline": lambda engine: wb.Toggles(),
     "kept": lambda engine: wb.Toggles(graph_reuse="set_rows"),
     "all": everything,
+    "planned": planned,
     "best": lambda engine: engine.resolve("best"),
 }
 

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import workbench as wb
 from data.measure.ablation import ablation
 from data.measure.counters import counters
+from data.measure.in_rounds import compared
 from data.measure.launches import launches
 from data.measure.matrix import FIRST, Row, modes_on
+from data.measure.planned import fresh, plans, sweep
 from data.measure.session import (
     FILES,
     Session,
@@ -99,18 +101,8 @@ def _cell_bytes(engine: wb.Engine, cells: int = 256) -> int:
 def compare(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
     """A/B comparisons, each in a folder of its own; pdl only where the device has it."""
     for row in rows:
-        if row.compared.startswith("pdl=") and not engine.backend.capabilities.programmatic:
-            continue
-        folder = session.emptied(row)
-        found = wb.ab(
-            engine, row.compared, tests="tg8" if session.quick else row.test,
-            rounds=1 if session.quick else row.rounds,
-            background=toggles_of(row.toggles, engine), out=folder, name=folder.name,
-            smoke=session.quick,
-        )  # fmt: skip
-        print(found.verdict, flush=True)
-        if found.interrupted:
-            raise KeyboardInterrupt
+        if not row.compared.startswith("pdl=") or engine.backend.capabilities.programmatic:
+            compared(session, engine, row)
 
 
 def gaps(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
@@ -205,6 +197,9 @@ KINDS: dict[str, Kind] = {
     "bench": Kind(bench, needs="read_gbps"),
     "together": Kind(together, needs="read_gbps"),
     "ab": Kind(compare),
+    "plans": Kind(plans, needs="parts"),
+    "fresh": Kind(fresh),
+    "sweep": Kind(sweep),
     "gaps": Kind(gaps),
     "trace": Kind(trace),
     "perplexity": Kind(perplexities, needs="n_ubatch"),

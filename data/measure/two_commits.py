@@ -12,6 +12,7 @@ from the logits of one token to the first launch of the next.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import platform
@@ -26,36 +27,38 @@ import numpy as np
 
 from data.measure.recorded import Recorded
 from data.measure.tables import Line, Part, Table
+from data.measure.token_parts import logits_to_launch_ns, stamped_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDES = ("old", "control", "new")  # the package of the old folder, the same again, and ours
 N_TOKENS = 128
-WORKER = """
+# what a worker runs: also a package of an earlier commit, which has no module of ours
+SHARED = "\n".join(inspect.getsource(made) for made in (stamped_steps, logits_to_launch_ns))
+WORKER = f"""
+from __future__ import annotations
 import json, sys, time
 import numpy as np
 import workbench as wb
+{SHARED}
 path, device, toggles, n_ctx = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
 engine = wb.Engine.load(path, device=device, n_ctx=n_ctx, toggles=wb.Toggles(**toggles))
 tokens = np.random.default_rng(1).integers(0, engine.model.n_vocab, n_ctx).tolist()
-print(json.dumps({"file": wb.__file__, "device": engine.backend.description}), flush=True)
+print(json.dumps({{"file": wb.__file__, "device": engine.backend.description}}), flush=True)
 def decode(n):
     engine.reset()
-    ends = []
+    start = time.perf_counter_ns()
     for token in tokens[:n]:
         engine.step([token])
-        ends.append(time.perf_counter_ns())
-    return ends
+    return (time.perf_counter_ns() - start) / n / 1e3
 decode(n_ctx)
 for line in sys.stdin:
     what, n = line.split()
-    start = time.perf_counter_ns()
     if what == "decode":
-        found = {"us_per_token": (decode(int(n))[-1] - start) / int(n) / 1e3}
+        found = {{"us_per_token": decode(int(n))}}
     else:
-        with engine.stamped() as stamps:
-            ends = decode(int(n))
-        gaps = [stamp[0] - end for end, stamp in zip(ends, stamps[1:])]
-        found = {"logits_to_launch_us": float(np.median(gaps)) / 1e3}
+        engine.reset()
+        gaps = logits_to_launch_ns(*stamped_steps(engine, tokens[: int(n)]))
+        found = {{"logits_to_launch_us": float(np.median(gaps)) / 1e3}}
     print(json.dumps(found), flush=True)
 """
 
