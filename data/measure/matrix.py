@@ -74,6 +74,8 @@ ONE_PLAN = "plan_scope=step sync=packed_implicit copy_stream=compute"  # its inp
 SCOPES = {"step": f"all {ONE_PLAN}", "split": "all plan_scope=split"}
 OF_KERNELS = "ours, launches alone"  # the arm that tells what the kernels of a step take
 LAYERS = tuple(name for name in Toggles.names() if name.startswith("redo_"))  # of reuse
+OFF_AND_OURS = "plans=off,ours"
+GROWTH = "kv_growth=step,full"
 N_FRESH = 64  # tokens of a fresh engine
 SWEPT = (0, 1024, 2048, 4096, 8192, 12288, 16384)  # depths
 
@@ -179,9 +181,6 @@ def _plans() -> Iterator[Row]:
         yield Row("plans", f"plans-step-{model}", "plans", model, "tg128", toggles, OFF_AND_OURS)
 
 
-OFF_AND_OURS = "plans=off,ours"
-
-
 def _reuse() -> Iterator[Row]:
     """Every way to keep a graph, and each layer of reuse disabled: what it costs is what it saves.
     A graph built anew takes so long that 32 tokens of it tell enough (#16490)."""
@@ -199,12 +198,9 @@ def _depths() -> Iterator[Row]:
     for model in (LLAMA_8B, BF16):
         yield Row("plans", f"sweep-{model}", "sweep", model, toggles=SCOPES["step"],
                   compared=OFF_AND_OURS, n_ctx=n_ctx)  # fmt: skip
-        for name, spec in {"off": "all", "ours": "planned"}.items() if GROWTH else ():
+        for name, spec in {"off": "all", "ours": "planned"}.items():
             folder, tests = f"growth-{name}-{model}", "tg64,tg64@d2048,tg64@d8192"
             yield Row("plans", folder, "ab", model, tests, spec, GROWTH, n_ctx=n_ctx)
-
-
-GROWTH = "kv_growth=step,full" if "kv_growth" in Toggles.names() else ""
 
 
 def _cpu() -> Iterator[Row]:

@@ -38,10 +38,10 @@ def test_a_row_can_be_measured(row):
         Toggles().switched(name, value)
     if row.model:
         parsed(row.model)
-    if row.kind == "ab":
+    if row.kind in ("ab", "plans", "fresh", "sweep"):
         name, _, values = row.compared.partition("=")
         assert values.split(",")[0] == Toggles().value_of(name)
-    if row.kind in ("ab", "bench", "together"):
+    if row.kind in ("ab", "bench", "together", "plans", "fresh"):
         assert parse_tests(row.test)
 
 

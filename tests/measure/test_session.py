@@ -9,6 +9,7 @@ import pytest
 from data.measure import matrix
 from data.measure.__main__ import measure
 from data.measure.session import Session, toggles_of
+from workbench.bench.results import load_run
 from workbench.config import Toggles
 from workbench.errors import UsageError
 
@@ -30,7 +31,7 @@ def test_models_above_the_limit_are_left_out_and_named(tmp_path: Path, capsys):
 
 
 def test_what_does_not_exist_is_refused_before_anything_runs(tmp_path: Path):
-    with pytest.raises(UsageError, match="step 'decod' does not exist; choose from decode, "):
+    with pytest.raises(UsageError, match="step 'decod' does not exist; choose from plans, reuse, "):
         measure("decod", out=tmp_path)
     with pytest.raises(UsageError, match="--only llama: no such model"):
         measure("decode", out=tmp_path, only="llama")
@@ -69,3 +70,22 @@ def test_every_step_runs_with_tiny_models(tmp_path: Path, tiny_models: Path):
     assert made == wanted
     first = matrix.SYNCED[0]
     assert (tmp_path / f"quick-embedded-sync-own-off-{first}" / "timeline.pftrace.gz").is_file()
+
+
+@pytest.mark.slow
+def test_plans_and_reuse_of_a_model_run_with_a_tiny_one(tmp_path: Path, tiny_models: Path):
+    model = matrix.PLANNED[0]
+    measure("plans", "reuse", out=tmp_path, models=tiny_models, device="embedded", quick=True,
+            only=model)  # fmt: skip
+    made = {path.name.removeprefix("quick-embedded-") for path in tmp_path.iterdir()}
+    wanted = {r.folder for r in matrix.MATRIX if r.step in ("plans", "reuse") and r.model == model}
+    assert made == wanted
+    parts = load_run(tmp_path / f"quick-embedded-plans-step-{model}").run["result"]["parts"]
+    assert list(parts) == [*Toggles.values("plans"), matrix.OF_KERNELS]
+    assert parts["ours"]["calls"] == 1 < parts["ours"]["nodes"] == parts["off"]["calls"]
+    assert parts["ours"]["counters"]["plans_replayed"] > 0
+
+
+def test_rows_can_be_chosen_by_their_folders(tmp_path: Path, capsys):
+    measure("plans", out=tmp_path, device="embedded", quick=True, like="nothing,none-*")
+    assert not list(tmp_path.iterdir())
