@@ -137,11 +137,18 @@ class PeerRun:
         )
 
 
+def recorded_peer(recorded: Recorded, model: str) -> PeerRun | None:
+    """The run of a model; None where there is none, or one that was cut off."""
+    folder = recorded.folder / FOLDER / model
+    if not (folder / results.RUN_JSON).is_file():
+        return None
+    found = results.load_run(folder)
+    return PeerRun(found) if found.run["status"] == results.COMPLETE else None
+
+
 def recorded_peers(recorded: Recorded) -> list[PeerRun]:
-    """The complete runs, in the order of MODELS."""
-    folders = (recorded.folder / FOLDER / model for model in MODELS)
-    found = (results.load_run(f) for f in folders if (f / results.RUN_JSON).is_file())
-    return [PeerRun(run) for run in found if run.run["status"] == results.COMPLETE]
+    """The runs, in the order of MODELS."""
+    return [found for model in MODELS if (found := recorded_peer(recorded, model))]
 
 
 def bests(recorded: Recorded) -> Iterator[Line]:
@@ -165,11 +172,12 @@ def _interval(ratio: Ratio) -> str:
 def arms(recorded: Recorded) -> Iterator[Line]:
     """A model and arm: its speed, and how much faster our fastest arm is."""
     for peer in recorded_peers(recorded):
+        fastest = {test: peer.best(test).arm_ours for test in reversed(peer.run["tests"])}
         for arm in peer.run["arms"]:
             cells = {"Model": peer.model, "Arm": arm["name"]}
-            for test in reversed(peer.run["tests"]):
+            for test, best in fastest.items():
                 middle, low, high = peer.interval(test, arm["name"])
-                ours = peer.ratio(test, arm["name"], peer.best(test).arm_ours)
+                ours = peer.ratio(test, arm["name"], best)
                 cells |= {
                     f"{test} t/s": f"{middle:.1f} ({low:.1f}..{high:.1f})",
                     f"{test} ratio": _interval(ours),

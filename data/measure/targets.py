@@ -1,10 +1,10 @@
-"""What kernels and decode are meant to reach on one H100, and whether the recorded runs do.
+"""What kernels and decode are meant to reach on one GPU, and whether the recorded runs do.
 
 `python -m data.measure.targets [DIR]` prints the table of the results page. A target is a row of
 `TARGETS`: a figure for each model, type or size that it is about, and its bound. A missed target is
 shown as missed, one without a run as not measured. Some are held against numbers of llama.cpp: its
 best on the same kind of card (one H100 80GB HBM3, driver 580, 8 repetitions, random weights of the
-same shapes).
+same shapes). BESIDE is held against llama.cpp's best of the same run on the same card.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.measure import binds
+from data.measure import binds, peer
 from data.measure import recorded as figures
 from data.measure.binds import Bind
 from data.measure.matrix import BATCHED, DECODED, SCORED
@@ -159,6 +159,12 @@ def on_a_cpu(recorded: Recorded, name: str) -> Values | None:
     return {"share": ratios[name]} if name in ratios else None
 
 
+def beside(recorded: Recorded, name: str) -> Values | None:
+    """The fastest arms of both sides in one run, from `make peer-cuda`."""
+    found = peer.recorded_peer(recorded, name)
+    return {"times": found.best(peer.SHOWN).ratio.value} if found else None
+
+
 # the targets --------------------------------------------------------------------------------------
 
 # Share of the read bandwidth, batch 1: shapes, way to launch, types, the least.
@@ -184,6 +190,8 @@ WAYS: dict[str, Callable[[int], bool]] = {
     "decode kernels": lambda n_ubatch: n_ubatch == 1,
 }
 LEAST_OF_PEER = 0.9
+# tg128 with everything on, in times of llama.cpp's best arm
+BESIDE = dict(zip(peer.MODELS, (1.47, 1.16, 1.58, 1.72, 2.2, 2.15, 1.93), strict=True))
 CPU_MODELS = ("llama-3.2-1b Q8_0", "llama-3.2-1b Q4_0")
 
 HALF = "half of the bandwidth or tensor-core bound"
@@ -197,6 +205,8 @@ TARGETS: tuple[Target, ...] = (
       for name, least in DECODE.items()),
     Target("tg128: more t/s than llama.cpp's best", LLAMA_CPP, decode, "{tg:.1f} ({bound})", "tg",
            operator.gt),
+    Target("tg128 beside llama.cpp's best of the same run, times", BESIDE, beside,
+           "{times:.2f} ({bound})", "times"),
     Target("launches of a layer: 7 for llama, 8 for qwen3", MOST_LAUNCHES, decode, "{per_layer}",
            "per_layer", operator.le),
     *(Target(f"pp512 {name}: {theirs * times:.0f} t/s, {times:g}x llama.cpp's",

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.measure import peer as peers
-from data.measure import readme
+from data.measure import readme, targets
 from data.measure.peer import FOLDER, MODELS, SWITCHES, PeerRun, recorded_peers, theirs
 from data.measure.recorded import Recorded
 from tests import peer_runs
@@ -125,6 +125,17 @@ def test_the_first_screen_holds_every_model(tmp_path):
     made = readme.made("peer-cuda", Recorded(tmp_path)).splitlines()
     assert len(now.splitlines()) + 2 + len(made) <= 150
     assert all(model in made[0] for model in MODELS)
+
+
+def test_the_targets_are_held_against_the_same_run(tmp_path):
+    """Twice llama.cpp's best is enough for all but the two that ask for more."""
+    for model in MODELS[3:]:
+        peer_runs.write(tmp_path / FOLDER / model, steady())
+    (found,) = (t for t in targets.targets(Recorded(tmp_path)) if "same run" in t.what)
+    assert found.measured.startswith("llama-3-8b-q4_0 2.00 (1.72), llama-3.2-1b-q4_k_m 2.00 (2.2)")
+    missed, _, absent = found.met.partition("; ")
+    assert missed == "**missed**: llama-3.2-1b-q4_k_m, llama-3.2-3b-q4_k_m"
+    assert absent == f"not measured: {', '.join(MODELS[:3])}"
 
 
 def test_a_run_that_was_cut_off_counts_for_nothing(tmp_path):
