@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data.measure import peer as peers
@@ -19,12 +19,18 @@ from data.measure.peer import FOLDER, MODELS, SWITCHES, PeerRun, recorded_peers,
 from data.measure.recorded import Recorded
 from tests import peer_runs
 from tests.peer_runs import ARMS, BEST, CONTROL
-from workbench.bench import results
+from workbench.bench import results, stats
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"
 RUNS = sorted(path.parent for path in (RESULTS / FOLDER).glob("*/run.json"))
 US = dict(zip(ARMS, (1250.0, 1400.0, 1000.0, 1300.0, 600.0, 500.0, 600.0), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch):
+    """Intervals are looked at, and not how fine they are."""
+    monkeypatch.setattr(stats, "N_RESAMPLES", 99)
 
 
 def steady(rounds: int = 5, us: dict[str, float] = US) -> dict[str, dict[str, list[float]]]:
@@ -149,6 +155,7 @@ def test_a_run_that_was_cut_off_counts_for_nothing(tmp_path):
 RATES = st.floats(50.0, 5000.0, allow_nan=False)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.integers(5, 9), st.integers(1, 3))
 def test_the_ratio_is_of_the_fastest_arms_whatever_they_are(
     tmp_path_factory, data, rounds, counted
