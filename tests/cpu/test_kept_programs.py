@@ -1,0 +1,298 @@
+"""Which steps reuse a program, what each layer of reuse saves, and how far attention looks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import workbench as wb
+from tests.profiles import examples
+from workbench.bench.answers import compare
+from workbench.config import Toggles
+from workbench.engine.phases import PHASES
+from workbench.engine.reuse import REDO
+from workbench.errors import UsageError
+from workbench.graph.ir import I32, Input
+from workbench.model.inputs import INPUTS, POSITIONS
+from workbench.program.commands import Launch, Program
+from workbench.trace.profile import profile
+
+N_CTX, PAD, N_UBATCH = 128, 32, 16
+TOKENS = np.random.default_rng(8).integers(0, 1024, N_CTX).tolist()
+KEPT = Toggles(graph_reuse="set_rows")
+MADE = ("graph", "fuse", "split", "layout", "lower", "prepare")  # phases that reuse saves
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model) -> Iterator[wb.Engine]:
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=N_CTX, n_kv_pad=PAD, n_seqs=4,
+        n_ubatch=N_UBATCH, threads=2, toggles=Toggles(),
+    ) as engine:  # fmt: skip
+        yield engine
+
+
+@pytest.fixture
+def engine(base) -> Iterator[wb.Engine]:
+    with base.variant(KEPT) as made:
+        yield made
+
+
+class Steps:
+    """The programs that steps of an engine build and reuse, since the last look."""
+
+    def __init__(self, engine: wb.Engine):
+        self._engine, self._before = engine, engine.counters
+
+    def __call__(self) -> tuple[int, int]:
+        before, self._before = self._before, self._engine.counters
+        names = ("programs_built", "programs_reused")
+        built, reused = (self._before[name] - before[name] for name in names)
+        return built, reused
+
+
+# which steps reuse --------------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(10))
+@given(n_prompt=st.integers(1, 40), n=st.integers(2, 80))
+def test_tokens_reuse_but_for_the_first_and_those_behind_a_boundary(base, n_prompt, n):
+    with base.variant(KEPT) as engine:
+        engine.prefill(TOKENS[:n_prompt])
+        if n_prompt % N_UBATCH == 1 or n_prompt == 1:
+            return  # the prompt ends with a step of one token
+        steps = Steps(engine)
+        for token in TOKENS[n_prompt : n_prompt + n]:
+            engine.step([token])
+        ends = range(n_prompt + 1, n_prompt + n + 1)
+        boundaries = sum((end - 1) % PAD == 0 for end in ends[1:])
+        assert steps() == (1 + boundaries, n - 1 - boundaries)
+
+
+def test_a_step_of_another_n_kv_builds(engine):
+    steps = Steps(engine)
+    for token in TOKENS[:PAD]:
+        engine.step([token])
+    assert steps() == (1, PAD - 1)
+    engine.step([5])
+    assert steps() == (1, 0)
+
+
+def test_another_number_of_tokens_builds(engine):
+    engine.step([1])
+    steps = Steps(engine)
+    engine.step([2, 3])
+    assert steps() == (1, 0)
+    engine.step([4])
+    engine.step([5, 6])
+    assert steps() == (0, 2)
+
+
+def test_other_outputs_build(engine):
+    engine.step([1, 2, 3], "all")
+    steps = Steps(engine)
+    engine.step([1, 2, 3], "last")
+    engine.step([1, 2, 3], "none")
+    assert steps() == (2, 0)
+    for outputs in ("all", "last", "none"):
+        engine.step([1, 2, 3], outputs)
+    assert steps() == (0, 3)
+
+
+def test_another_number_of_sequences_builds(engine):
+    engine.submit([(0, [1, 2], "last")]).wait()
+    steps = Steps(engine)
+    engine.submit([(0, [3], "none"), (1, [4], "last")]).wait()
+    assert steps() == (1, 0), "two tokens and one output, of two sequences"
+    engine.submit([(0, [3, 1], "last")]).wait()
+    engine.submit([(2, [3], "last"), (1, [4], "none")]).wait()
+    assert steps() == (0, 2), "which two they are does not matter"
+
+
+def test_a_shift_is_a_step_of_its_own_shape(engine):
+    engine.prefill(TOKENS[:5])
+    engine.step([1])
+    steps = Steps(engine)
+    engine.cache.remove(0, 0, 1)
+    engine.cache.shift(0, -1)
+    engine.step([2])
+    assert steps() == (1, 1), "the shift is built, the step is not"
+    engine.cache.remove(0, 0, 1)
+    engine.cache.shift(0, -1)
+    engine.step([3])
+    assert steps() == (0, 2)
+
+
+def test_a_reset_keeps_programs(engine):
+    wanted = [engine.step([token]) for token in TOKENS[:4]]
+    engine.reset()
+    steps = Steps(engine)
+    found = [engine.step([token]) for token in TOKENS[:4]]
+    assert steps() == (0, 4) and np.array_equal(found, wanted)
+
+
+class Silent(Input):
+    """A new kind of input, which does not say whether a step can be given it again."""
+
+
+def test_with_an_input_that_does_not_answer_nothing_is_reused_and_it_is_named(engine, monkeypatch):
+    wanted = [engine.step([token]) for token in TOKENS[:6]]
+    monkeypatch.setitem(INPUTS, POSITIONS, lambda step: Silent(POSITIONS, I32, (step.n_tokens,)))
+    with engine.variant(KEPT) as variant:
+        found = [variant.step([token]) for token in TOKENS[:6]]
+        counters = variant.counters
+        assert variant._programs.refused == {POSITIONS: 5}
+    assert np.array_equal(found, wanted)
+    assert (counters["programs_built"], counters["programs_reused"]) == (6, 0)
+    assert counters["programs_refused"] == 5
+
+
+# what each layer saves ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*REDO, "redo"])
+def test_a_layer_that_is_done_again_costs_its_phases_and_changes_nothing(base, name):
+    """For every step whose program is reused; counters and the trace show it."""
+    redone = {p for n in Toggles.members(name) for p in REDO[n]}
+    with base.variant(KEPT) as kept, base.variant(KEPT.switched(name, "on")) as again:
+        answers = []
+        for engine in (kept, again):
+            answers.append([engine.prefill(TOKENS[:20])])
+            answers[-1] += [engine.step([token]) for token in TOKENS[20:24]]
+            before = engine.counters
+            with profile(engine, nvtx=False) as trace:
+                answers[-1] += [engine.step([token]) for token in TOKENS[24:30]]
+            after = engine.counters
+            spent = {phase for phase in MADE if after[f"{phase}_ns"] > before[f"{phase}_ns"]}
+            assert spent == (set() if engine is kept else redone)
+            assert after["programs_reused"] - before["programs_reused"] == 6
+            spans = Counter(trace.to_frame().query("category == 'build'")["name"])
+            assert {p: spans[p] for p in MADE if spans[p]} == dict.fromkeys(spent, 6)
+        for ours, theirs in zip(*answers, strict=True):
+            assert np.array_equal(ours, theirs)
+
+
+def test_the_same_program_is_issued_though_everything_is_done_again(base):
+    with base.variant(KEPT.switched("redo", "on")) as engine:
+        engine.step([1])
+        key = engine._key(engine.program().shape)
+        first = engine._programs.get(key)
+        assert engine._programs.get(key) is first
+
+
+def test_layers_cannot_be_done_again_where_nothing_is_kept(base):
+    with pytest.raises(UsageError, match="graph_reuse=rebuild and redo_build=on clash"):
+        base.variant(Toggles(redo="on"))
+
+
+def test_phases_are_shown_us_a_step(engine):
+    engine.prefill(TOKENS[:8])
+    engine.step([1])
+    before = engine.counters
+    for token in TOKENS[:5]:
+        engine.step([token])
+    table = engine.phases(since=before)
+    after = engine.counters
+    assert table.steps == 5 and [row.phase for row in table] == list(PHASES)
+    for row in table:
+        ns = after[f"{row.phase}_ns"] - before[f"{row.phase}_ns"]
+        assert row.us == pytest.approx(ns / 5e3)
+        assert (row.us > 0) == (row.phase not in MADE)
+    assert sum(row.share for row in table) == pytest.approx(1)
+    shown, page = repr(table).splitlines(), table._repr_html_()
+    assert len(shown) == 1 + len(PHASES) and shown[0].split() == ["phase", "us", "a", "step", "share"]
+    assert page.count("<tr>") == 1 + len(PHASES)
+    assert engine.phases().steps == 7
+
+
+def test_issue_and_wait_are_of_steps_that_are_not_traced(engine):
+    engine.step([1])
+    before = engine.counters
+    engine.step([2])
+    plain = {row.phase: row.us for row in engine.phases(since=before)}
+    with profile(engine, nvtx=False):
+        for token in TOKENS[:9]:
+            engine.step([token])
+    mixed = {row.phase: row.us for row in engine.phases(since=before)}
+    assert (mixed["issue"], mixed["wait"]) == (plain["issue"], plain["wait"])
+    assert engine.counters["untraced_steps"] == 2 and engine.counters["steps"] == 11
+
+
+# how far attention looks --------------------------------------------------------------------------
+
+
+def n_kv_of(program: Program) -> set[int]:
+    """The extents that attention and the cache stores of a program are built for."""
+    nodes = [c.node for c in program.singly() if isinstance(c, Launch)]
+    return {node.params["n_kv"] for node in nodes if "n_kv" in node.params}
+
+
+@pytest.mark.parametrize("device", ["embedded", "host"])
+@pytest.mark.parametrize(("preset", "quant"), [("tiny-llama", "F32"), ("tiny-qwen3", "Q8_0")])
+def test_the_whole_cache_masked_answers_the_same(tiny_model, preset, quant, device):
+    """Within the tolerance of a rounding toggle; one program serves all depths."""
+    with wb.Engine.load(
+        tiny_model(preset, quant), device=device, n_ctx=N_CTX, n_kv_pad=PAD, n_ubatch=N_UBATCH,
+        threads=2, toggles=KEPT,
+    ) as grows, grows.variant(KEPT.switched("kv_growth", "full")) as full:  # fmt: skip
+        answers = []
+        for engine in (grows, full):
+            rows = [engine.prefill(TOKENS[: 2 * N_UBATCH], outputs="all")]
+            steps = Steps(engine)
+            rows += [engine.step([token]) for token in TOKENS[2 * N_UBATCH : 112]]
+            assert steps() == ((3, 77) if engine is grows else (1, 79))
+            answers.append(np.concatenate(rows))
+        wanted, found = answers
+        answer = compare(wanted, found, Toggles.answer_class("kv_growth"))
+        assert answer.holds, str(answer)
+        assert np.array_equal(wanted.argmax(axis=-1), found.argmax(axis=-1))
+        assert len(np.unique(wanted.argmax(axis=-1))) > 10
+
+
+def test_every_program_looks_at_the_whole_cache(base):
+    """What predicts shapes follows: `program`, `programs`, `cycle`, and what steps then take."""
+    with base.variant(KEPT.switched("kv_growth", "full")) as engine:
+        for n_past in (0, 40, 100):
+            program = engine.program(2, 1, n_past)
+            assert program.shape.n_kv == N_CTX and n_kv_of(program) == {N_CTX}
+        made = engine.programs(3 * N_UBATCH, 8)
+        assert {p.shape.n_kv for p in (*made, *engine.cycle(20, 3))} == {N_CTX}
+        assert len(set(map(id, made))) == 3, "ubatches without outputs, the last one, tokens"
+        for part in (TOKENS[:N_UBATCH], TOKENS[16:32]):
+            engine.step(part, "none")
+        engine.step(TOKENS[32:48])
+        for token in TOKENS[48:56]:
+            engine.step([token])
+        assert list(dict.fromkeys(p.shape for p in made)) == [k.shape for k in engine._programs._kept]
+
+
+def test_n_ctx_need_be_no_multiple_of_the_pad(base):
+    with wb.Engine.load(
+        base.model.path, device="embedded", n_ctx=100, n_kv_pad=PAD, threads=1,
+        toggles=KEPT.switched("kv_growth", "full"),
+    ) as engine:  # fmt: skip
+        assert engine.program().shape.n_kv == engine.cache.n_cells == 128
+        assert engine.prefill(TOKENS[:100]).shape[0] == 1
+        with pytest.raises(UsageError, match="do not fit the context of 100"):
+            engine.step([1])
+
+
+def test_sequences_shifts_and_ubatches_answer_the_same_in_a_full_cache(base):
+    """Several sequences, cells taken away in the middle, a shift, prompts of ragged length."""
+
+    def answers(engine: wb.Engine) -> list[np.ndarray]:
+        rows = [engine.submit([(s, TOKENS[s : 2 * s + 3], "all") for s in range(3)]).wait()]
+        engine.cache.remove(1, 0, 2)
+        engine.cache.shift(1, -2)
+        rows.append(engine.submit([(s, [TOKENS[s]], "last") for s in (2, 1)]).wait())
+        rows.append(engine.prefill(TOKENS[:20], outputs="all", sequence=3))
+        return rows
+
+    with base.variant(KEPT) as grows, base.variant(KEPT.switched("kv_growth", "full")) as full:
+        for wanted, found in zip(answers(grows), answers(full), strict=True):
+            assert compare(wanted, found, "rounding").holds
