@@ -205,7 +205,13 @@ def test_phases_are_shown_us_a_step(engine):
         assert (row.us > 0) == (row.phase not in MADE)
     assert sum(row.share for row in table) == pytest.approx(1)
     shown, page = repr(table).splitlines(), table._repr_html_()
-    assert len(shown) == 1 + len(PHASES) and shown[0].split() == ["phase", "us", "a", "step", "share"]
+    assert len(shown) == 1 + len(PHASES) and shown[0].split() == [
+        "phase",
+        "us",
+        "a",
+        "step",
+        "share",
+    ]
     assert page.count("<tr>") == 1 + len(PHASES)
     assert engine.phases().steps == 7
 
@@ -268,7 +274,9 @@ def test_every_program_looks_at_the_whole_cache(base):
         engine.step(TOKENS[32:48])
         for token in TOKENS[48:56]:
             engine.step([token])
-        assert list(dict.fromkeys(p.shape for p in made)) == [k.shape for k in engine._programs._kept]
+        assert list(dict.fromkeys(p.shape for p in made)) == [
+            k.shape for k in engine._programs._kept
+        ]
 
 
 def test_n_ctx_need_be_no_multiple_of_the_pad(base):
@@ -296,3 +304,83 @@ def test_sequences_shifts_and_ubatches_answer_the_same_in_a_full_cache(base):
     with base.variant(KEPT) as grows, base.variant(KEPT.switched("kv_growth", "full")) as full:
         for wanted, found in zip(answers(grows), answers(full), strict=True):
             assert compare(wanted, found, "rounding").holds
+
+
+# steps with outputs and without -------------------------------------------------------------------
+
+
+def alternated(engine: wb.Engine, n: int) -> list[np.ndarray]:
+    """n times an ubatch without outputs, then a token with one."""
+    rows = []
+    for i in range(n):
+        engine.step(TOKENS[4 * i : 4 * i + 4], "none")
+        rows.append(engine.step([TOKENS[4 * i]]))
+        engine.synchronize()
+    return rows
+
+
+def growth(engine: wb.Engine, names: tuple[str, ...], n: int) -> tuple[list[np.ndarray], list[int]]:
+    """What `alternated` computes, and how far counters grow in all but the first four rounds."""
+    rows = alternated(engine, 4)
+    before = engine.counters
+    engine.reset()
+    rows += alternated(engine, n)
+    return rows, [engine.counters[name] - before[name] for name in names]
+
+
+MAKING = ("programs_built", "plans_captured", "plans_updated", "plans_reinstantiated")
+
+
+@pytest.mark.parametrize("step_wait", ["every", "outputs"])
+@pytest.mark.parametrize("rule", ["today", "ours"])
+def test_steps_with_outputs_and_without_do_not_take_each_others_entries(base, rule, step_wait):
+    """llama.cpp has two arenas of graphs, so that the two kinds of step have keys of their own."""
+    full = {"kv_growth": "full", "step_wait": step_wait, "graph_reuse": "set_rows"}
+    with base.variant(Toggles(**full)) as eager:
+        wanted = alternated(eager, 4)
+        eager.reset()
+        wanted += alternated(eager, 12)
+    with base.variant(Toggles(plans=rule, **full)) as engine:
+        names = (*MAKING, "plans_issued", "plans_replayed", "programs_reused")
+        found, grown = growth(engine, names, 12)
+        assert grown == [0, 0, 0, 0, 0, 24, 24], "two programs, a plan of each, and nothing anew"
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_the_rule_of_the_pull_request_has_one_entry_for_both(base):
+    """So its one plan becomes the other kind's in every step: what the two arenas repaired."""
+    with base.variant(Toggles(plans="pr", graph_reuse="set_rows", kv_growth="full")) as engine:
+        _, (built, captured, updated, again) = growth(engine, MAKING, 12)
+        assert built == captured == 0 and updated + again == 24
+
+
+# with plans ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("growth", "plans"), [("step", 3), ("full", 1)])
+def test_a_plan_for_each_n_kv_or_one_for_all(base, growth, plans):
+    """80 tokens cross two boundaries of 32 cells."""
+    eager = Toggles(graph_reuse="set_rows", kv_growth=growth)
+    answers = []
+    for toggles in (eager, eager.switched("plans", "ours")):
+        with base.variant(toggles) as engine:
+            answers.append([engine.step([token]) for token in TOKENS[:80]])
+            counters = engine.counters
+        assert counters["programs_built"] == plans
+    assert counters["plans_captured"] == plans and counters["plans_replayed"] == 80
+    assert np.array_equal(*answers)
+
+
+@pytest.mark.parametrize("rule", ["pr", "today", "ours"])
+def test_layers_done_again_leave_plans_as_they_are(base, rule):
+    """What is bound once more and dropped takes no plan, and gives none back."""
+    kept = Toggles(graph_reuse="set_rows", plans=rule)
+    answers, counts = [], []
+    for toggles in (kept, kept.switched("redo", "on")):
+        with base.variant(toggles) as engine:
+            rows = [engine.prefill(TOKENS[:20])]
+            answers.append(np.concatenate([*rows, *(engine.step([t]) for t in TOKENS[20:40])]))
+            found = engine.counters.items()
+        counts.append({k: n for k, n in found if k[:5] == "plans" and not k.endswith("_ns")})
+    assert np.array_equal(*answers) and counts[0] == counts[1]
