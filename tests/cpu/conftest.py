@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from workbench.backend.cpu.embedded import open_backend
@@ -23,6 +25,15 @@ def two():
     backend = open_backend(threads=2)
     yield backend
     backend.close()
+
+
+@pytest.fixture
+def no_handover():
+    """Python keeps the GIL unless it asks for something that gives it up."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(interval)
 
 
 @pytest.fixture(scope="module")

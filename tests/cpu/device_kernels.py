@@ -8,7 +8,7 @@ import numpy as np
 from numba import cfunc
 
 from workbench.backend.cpu import embedded
-from workbench.backend.cpu.atomics import fetch_add, load, put, store
+from workbench.backend.cpu.atomics import fetch_add, load, put
 from workbench.backend.cpu.loops import KERNEL
 from workbench.backend.cpu.signals import now_ns
 
@@ -19,11 +19,9 @@ def open_backend(**options) -> Any:
 
 @cfunc(KERNEL, cache=True)
 def append(args, part, n_parts):
-    """args: log, value. log[0] counts the values behind it."""
+    """args: log, value. log[0] counts the values behind it. Streams may append side by side."""
     log = load(args)
-    n = load(log) + 1
-    put(log + 8 * n, load(args + 8))
-    store(log, n)
+    put(log + 8 + 8 * fetch_add(log, 1), load(args + 8))
 
 
 @cfunc(KERNEL, cache=True)

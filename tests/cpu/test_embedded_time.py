@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from pathlib import Path
@@ -47,15 +46,6 @@ def test_two_streams_run_side_by_side(two):
     two.synchronize()
     (start0, end0), (start1, end1) = map(two.resolve, begin, end)
     assert max(start0, start1) < min(end0, end1)
-
-
-@pytest.fixture
-def no_handover():
-    """Python keeps the GIL unless it asks for something that gives it up."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)
-    yield
-    sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

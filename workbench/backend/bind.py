@@ -6,7 +6,7 @@ write, a read, a wait of the host) becomes a plain callable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -38,6 +38,9 @@ class LandingBlock:
 
     def __len__(self) -> int:
         return len(self.current)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.current)
 
     def __getitem__(self, field: int) -> int:
         return self.current[field]

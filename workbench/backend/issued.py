@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,8 @@ class Block(Protocol):
 
     def __len__(self) -> int: ...
 
+    def __iter__(self) -> Iterator[int]: ...
+
     def __getitem__(self, field: int) -> int: ...
 
     def __setitem__(self, field: int, value: int) -> None: ...
@@ -45,6 +47,9 @@ class Words:
 
     def __len__(self) -> int:
         return len(self._words)
+
+    def __iter__(self) -> Iterator[int]:
+        return map(int, self._words)
 
     def __getitem__(self, field: int) -> int:
         return int(self._words[field])
@@ -84,8 +89,10 @@ class Issued:
         argument that is no address."""
         if self.parts:
             return (*self.same, *(part.key for part in self.parts))
-        block, pointers = self.block, frozenset(self.block.pointers)
-        return (*self.same, *(block[i] for i in range(len(block)) if i not in pointers))
+        fields: list[int | None] = [*self.block]
+        for i in self.block.pointers:
+            fields[i] = None
+        return (*self.same, *fields)
 
     @property
     def addresses(self) -> tuple[int, ...]:

@@ -209,6 +209,8 @@ class EmbeddedDevice(base.CpuBackend):
         return Issued(issue, ("snapshot",), Words(args, (0, 1)))
 
     def capture(self, work: Plannable) -> Captured:
+        for ring in self.streams:
+            ring.check()
         return Recorded(work, self.streams, self._keep)
 
     def event(self) -> Event:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import add, sub
 from typing import Any, NamedTuple
@@ -43,13 +43,13 @@ WALKS_BYTES = 64  # what counts the walks of a list, on a cache line of its own
 
 
 class _Node(NamedTuple):
-    """A node: `work` and `block` of a kernel are its function, parts and number of arguments, and
-    its command. Of a node that orders streams they are its function and signal, and nothing."""
+    """A node. work: the function and parts of a kernel, whose command is `block`; the function and
+    signal of a node that orders streams, whose block is None."""
 
     stream: int
     part: int
-    work: tuple[int, ...]
-    block: KernelBlock | None = None
+    work: tuple[Any, ...]
+    block: Any = None
 
 
 class _Nodes:
@@ -65,8 +65,10 @@ class _Nodes:
         for stream in others:
             self.all.append(_Node(stream, NO_PART, (loops.AWAIT_LIST, begin)))
         for number, (part, stream) in enumerate(zip(work.parts, work.streams, strict=True)):
-            for block in _blocks(part):
-                _ADD[type(block)](self, block, stream, number)
+            for leaf in _leaves(part):
+                block = _block(leaf)
+                add = _ADD.get(type(block), _refuse)
+                add(self, _Node(stream, number, leaf.same, block))
         for stream in others:
             end = self._raised(stream, NO_PART)
             self.all.append(_Node(work.stream, NO_PART, (loops.AWAIT_LIST, end)))
@@ -83,51 +85,43 @@ class _Nodes:
         self.all.append(_Node(stream, part, (loops.RAISE, signal)))
         return signal
 
-    def _kernel(self, block: KernelBlock, stream: int, part: int) -> None:
-        function, parts, n_args = block.memory[:3]
-        self.all.append(_Node(stream, part, (function, parts, n_args), block))
+    def _kernel(self, node: _Node) -> None:
+        self.all.append(node)
 
-    def _record(self, block: RecordBlock, stream: int, part: int) -> None:
-        self._recorded[block[0]] = stream, self._raised(stream, part)
+    def _record(self, node: _Node) -> None:
+        self._recorded[node.block[0]] = node.stream, self._raised(node.stream, node.part)
 
-    def _wait(self, block: WaitBlock, stream: int, part: int) -> None:
-        if block[0] not in self._recorded:
+    def _wait(self, node: _Node) -> None:
+        event = node.block[0]
+        if event not in self._recorded:
             raise DeviceError("a plan waits for an event that it does not record; record it first")
-        by, signal = self._recorded[block[0]]
-        if by != stream:
-            self.all.append(_Node(stream, part, (loops.AWAIT_LIST, signal)))
+        by, signal = self._recorded[event]
+        if by != node.stream:
+            self.all.append(_Node(node.stream, node.part, (loops.AWAIT_LIST, signal)))
 
 
-_ADD: dict[type, Callable[..., None]] = {
+def _refuse(nodes: _Nodes, node: _Node) -> None:
+    raise DeviceError(
+        f"a {node.work[0]} copy takes its bytes at the call, so no plan can have it; use "
+        "host_source=pinned or plan_scope=split"
+    )
+
+
+_ADD: dict[type, Callable[[_Nodes, _Node], None]] = {
     KernelBlock: _Nodes._kernel,
     RecordBlock: _Nodes._record,
     WaitBlock: _Nodes._wait,
 }
 
 
-def _blocks(issued: Issued) -> Iterator[KernelBlock | RecordBlock | WaitBlock]:
-    """The blocks of a command, part by part. Raises DeviceError where one is not a ring's."""
-    for part in issued.parts:
-        yield from _blocks(part)
-    if not issued.parts:
-        block = issued.block
-        if isinstance(block, LandingBlock):
-            block = block.current
-        if not isinstance(block, KernelBlock | RecordBlock | WaitBlock):
-            raise DeviceError(
-                f"a {issued.same[0]} copy takes its bytes at the call, so no plan can have it; use "
-                "host_source=pinned or plan_scope=split"
-            )
-        yield block
+def _leaves(issued: Issued) -> Sequence[Issued]:
+    """The commands that `issued` is made of, in order."""
+    return [leaf for part in issued.parts for leaf in _leaves(part)] if issued.parts else (issued,)
 
 
-class _List(NamedTuple):
-    """A plan's nodes on one stream: their numbers among all, and the number of the first's entry in
-    the nodes' memory."""
-
-    ring: Ring
-    nodes: list[int]
-    first: int
+def _block(leaf: Issued) -> Any:
+    block = leaf.block
+    return block.current if isinstance(block, LandingBlock) else block
 
 
 class _Lists:
@@ -257,9 +251,10 @@ class Recorded(Captured):
     ) -> Mapping[int, KernelBlock] | None:
         """The blocks of nodes that may have changed; None where the topology is another."""
         if changed is not None and all(part in self._nodes_of for part in changed):
-            found: dict[int, Any] = {}
+            found: dict[int, KernelBlock] = {}
             for part in changed:
-                found.update(zip(self._nodes_of[part], _blocks(work.parts[part]), strict=True))
+                blocks = map(_block, _leaves(work.parts[part]))
+                found.update(zip(self._nodes_of[part], blocks, strict=True))
             return found
         nodes = _Nodes(work)
         return nodes.blocks if nodes.topology == self._topology else None

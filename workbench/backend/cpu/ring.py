@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -64,6 +64,9 @@ class MemoryBlock:
 
     def __len__(self) -> int:
         return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.memory[self.first : self.first + self.n])
 
     def __getitem__(self, field: int) -> int:
         return self.memory[self._word(field)]

@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import functools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -133,6 +133,9 @@ class CallArguments:
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, field: int) -> int:
         return int(self._args[self._numbers[field]])
