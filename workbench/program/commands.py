@@ -325,9 +325,8 @@ class CommandAt(NamedTuple):
 class Program:
     """The commands of one step, with the names needed to read them.
 
-    layout[b][tensor] is where backend b finds a tensor. sync is the mode the program was
-    lowered with (never `auto`). splits are the backends' indices in split order. inputs: what the
-    host writes.
+    layout[b][tensor] is where backend b finds a tensor. splits are the backends' indices in split
+    order. sync is the mode it was lowered with (never `auto`). inputs: what the host writes.
     """
 
     commands: list[Command]
