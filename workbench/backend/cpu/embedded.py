@@ -31,7 +31,7 @@ from workbench.backend.args import AddressOf
 from workbench.backend.base import Captured, Issue
 from workbench.backend.cpu import base, loops, op_table, signals
 from workbench.backend.cpu.loops import record
-from workbench.backend.cpu.recorded import Recorded
+from workbench.backend.cpu.recorded import EmbeddedPlan
 from workbench.backend.cpu.ring import (
     RecordBlock,
     Ring,
@@ -211,7 +211,7 @@ class EmbeddedDevice(base.CpuBackend):
     def capture(self, work: Plannable) -> Captured:
         for ring in self.streams:
             ring.check()
-        return Recorded(work, self.streams, self._keep)
+        return EmbeddedPlan(work, self.streams, self._keep)
 
     def event(self) -> Event:
         return Event()

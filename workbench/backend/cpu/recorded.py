@@ -153,7 +153,7 @@ class _Lists:
         return command_words(function, 1, args)
 
 
-class Recorded(Captured):
+class EmbeddedPlan(Captured):
     """See the module. streams: the device's. keep: keeps memory until what is queued is over."""
 
     def __init__(self, work: Plannable, streams: Sequence[Ring], keep: Callable[[object], None]):
