@@ -3,6 +3,8 @@
 //   get_rows_<TYPE>   dst[t] = table[ids[t]] as floats, one thread per element. An id outside the
 //                     table gives zeros and reads nothing
 //   set_rows          cache[indices[t]] = x[t] as halves; an index outside 0..n_kv-1 is not stored
+//   copy_to_view      dst[t] = x[t] as halves, rows one behind the other
+//   copy_by_table     cache[*entry + t] = x[t] as halves; a row outside 0..n_kv-1 is not stored
 //
 // Block: 256 threads. Grid: (rows, ceil(cols / 256)).
 //
@@ -50,4 +52,23 @@ extern "C" __global__ void set_rows(u16* cache, const float* x, const i64* indic
     const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, row = indices[blockIdx.x];
     if (c < cols && row >= 0 && row < n_kv)
         cache[row * cols + c] = float_to_half(x[blockIdx.x * cols + c]);
+}
+
+// Arguments: dst, x, n_tokens, cols. The host patches dst from step to step.
+extern "C" __global__ void copy_to_view(u16* dst, const float* x, i64 n_tokens, i64 cols) {
+    pdl_trigger();
+    pdl_wait();
+    const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, at = blockIdx.x * cols + c;
+    if (c < cols) dst[at] = float_to_half(x[at]);
+}
+
+// Arguments: cache, x, entry, n_tokens, cols, n_kv. The number of the first row is read here, from
+// an input that the host writes from step to step. It may be any number: no sum overflows.
+extern "C" __global__ void copy_by_table(u16* cache, const float* x, const i64* entry, i64 n_tokens,
+                                         i64 cols, i64 n_kv) {
+    pdl_trigger();
+    pdl_wait();
+    const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, t = blockIdx.x, first = *entry;
+    if (c < cols && first >= -t && first < n_kv - t)
+        cache[(first + t) * cols + c] = float_to_half(x[t * cols + c]);
 }

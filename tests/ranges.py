@@ -82,6 +82,11 @@ def cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
         yield case(name, "rope_shift", *given, n_head_kv=2, neox=neox, **rope)
     rows = ints(I64, [5, 63, 0])
     yield case("set_rows", "set_rows", f16(CELLS, 64), f32(T, 64), rows, n_kv=N_KV)
+    yield case("copy_to_view", "copy_to_view", f16(CELLS, 64), f32(T, 64), cell=11)
+    yield case("copy_to_view odd", "copy_to_view", f16(CELLS, 33), f32(1, 33), cell=CELLS - 1)
+    for name, first in (("", 7), (" ahead", -1), (" behind", N_KV - 2)):
+        table, given = ints(I64, [999, first, 999]), (f16(CELLS, 64), f32(T, 64))
+        yield case(f"copy_by_table{name}", "copy_by_table", *given, table, store=1, n_kv=N_KV)
     yield case("gather", "get_rows", f32(9, 64), ints(I32, [8, 0, 8]))
     mask = np.where(rng.random((T, N_KV)) < 0.5, np.float16(0), np.float16(-np.inf))
     yield case(

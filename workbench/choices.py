@@ -86,11 +86,18 @@ class StepWait(Choice):
 
 
 class GraphReuse(Choice):
-    """What happens to the graph and program of a step (llama.cpp #8366). With SET_ROWS they are
-    kept by step shape: cache stores go through a row-index input, so no address in the program
-    changes from token to token."""
+    """What happens to the graph and program of a step (llama.cpp #8366), and so how the cache is
+    stored to. All but REBUILD keep them by step shape.
+
+    PATCH_POINTERS: cache stores are copies to views of cells in a row, so the address of each
+    changes from token to token, and is patched. POINTER_TABLE (#9017): the copies read where to
+    from a table, one more input, with an entry for each store. SET_ROWS (#14482), also of REBUILD:
+    an input has a row for each token. The first two want the cells of a step in a row, and have no
+    launch that joins RoPE and store (fuse_rope_store)."""
 
     REBUILD = "rebuild", "graph and program are built from nothing for every step"
+    PATCH_POINTERS = "patch_pointers", "kept by step shape; every store's address is patched"
+    POINTER_TABLE = "pointer_table", "kept by step shape; stores look up their cell in a table"
     SET_ROWS = "set_rows", "kept by step shape; cache rows are an input"
 
 

@@ -226,6 +226,28 @@ def test_set_rows_rounds_and_stores_only_inside(cols: int) -> None:
         assert np.array_equal(out.view(np.float16).reshape(cache.shape), twin)
 
 
+@pytest.mark.parametrize("cols", [1, 16, 40])
+def test_copies_to_cells_in_a_row_store_as_set_rows_does(cols: int) -> None:
+    """To the bit, in any number of parts; a table's rows outside 0..n_kv-1 are not stored."""
+    cache = RNG.standard_normal((9, cols)).astype(np.float16)
+    x = normal(3, cols) * 1000
+    x[0, 0] = 1 + 2**-11  # a tie: to even, down
+    tc, tx = Tensor("c", F16, cache.shape), f32("x", x)
+    ti, tt = Tensor("i", I64, (3,)), Tensor("t", I64, (4,))
+    by_rows = ops.make("set_rows", "c", tc, tx, ti, n_kv=6)
+    by_table = ops.make("copy_by_table", "c", tc, tx, tt, store=2, n_kv=6)
+    for first in (0, 3, 4, 5, 6, 7, -1, -2, -3, -4, 2**63 - 1, -(2**63)):
+        rows = np.array([max(min(first + t, 99), -99) for t in range(3)])
+        twin = run(by_rows, {tx: x, ti: rows}, start=cache)
+        table = np.array([0, 1, first, 2])
+        for n_parts in (1, 2, 3):
+            found = run(by_table, {tx: x, tt: table}, n_parts, start=cache)
+            assert np.array_equal(found, twin), first
+            if 0 <= first <= 3:
+                by_view = ops.make("copy_to_view", "c", tc, tx, cell=first)
+                assert np.array_equal(run(by_view, {tx: x}, n_parts, start=cache), twin)
+
+
 # attention
 
 

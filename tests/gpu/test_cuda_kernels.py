@@ -80,6 +80,29 @@ def test_set_rows(compute: Compute):
     assert np.array_equal(found.view(np.float16).reshape(cells, cols), expected)
 
 
+@pytest.mark.parametrize("first", [0, 4, 10, 12, 13, -1, -5, -6, 1 << 62, -(1 << 63)])
+def test_copies_to_cells_in_a_row(compute: Compute, first: int):
+    """As set_rows stores them, to the bit; a table's rows outside 0..n_kv-1 are not stored."""
+    rng = generator("copies")
+    cells, n_kv, cols, tokens = 20, 13, 300, 6
+    cache = Tensor("cache", F16, (cells, cols), Kind.CACHE)
+    before = rng.standard_normal((cells, cols)).astype(np.float16)
+    x = normal(rng, tokens, cols) * 1000
+    rows = Tensor("x", F32, x.shape)
+    node = make("copy_by_table", "k", cache, rows, Tensor("t", I64, (5,)), store=3, n_kv=n_kv)
+    table = np.array([1, 2, 3, first, 5], np.int64)
+    found = compute(node, {cache: before, rows: x, node.inputs[2]: table})
+    expected = before.copy()
+    for token in range(tokens):
+        if 0 <= first + token < n_kv:
+            expected[first + token] = x[token].astype(np.float16)
+    assert np.array_equal(found.view(np.float16).reshape(cells, cols), expected)
+    if 0 <= first <= n_kv - tokens:
+        view = make("copy_to_view", "k", cache, rows, cell=first)
+        found = compute(view, {cache: before, rows: x})
+        assert np.array_equal(found.view(np.float16).reshape(cells, cols), expected)
+
+
 # element-wise -----------------------------------------------------------------------------------
 
 SHAPES = [(1, 1), (3, 33), (1, 4096), (5, 5001), (70, 128), (2, 8192)]

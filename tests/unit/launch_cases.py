@@ -63,6 +63,8 @@ def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[LaunchCase]:
         make("rope", "r", heads, positions, **rope),
         make("rope_shift", "k", cache_k, Tensor("d", I32, (tokens,)), n_head_kv=10, **rope),
         make("set_rows", "k", cache_k, x, Tensor("i", I64, (tokens,)), n_kv=n_kv),
+        make("copy_to_view", "k", cache_k, x, cell=7),
+        make("copy_by_table", "k", cache_k, x, Tensor("i", I64, (4,)), store=2, n_kv=n_kv),
     ):
         yield LaunchCase(node, tokens, None)
     for head_dim, extent in itertools.product((64, 128, 256), (256, n_kv)):

@@ -42,6 +42,7 @@ def test_quantised_activation_rows_are_padded_to_64_bytes():
 VAGUE: dict[str, tuple[set[int], set[int]]] = {  # the inputs, by number, read and written in part
     "get_rows": ({0}, set()),  # the table
     "set_rows": (set(), {0}),  # the cache
+    "copy_by_table": (set(), {0}),
     "rope_shift": ({0}, {0}),
     "attention": ({1, 2}, set()),  # K and V
 }

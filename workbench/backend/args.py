@@ -80,6 +80,28 @@ def _set_rows(n: Node, at, scratch) -> Args:
     return [at(cache), at(x), at(indices), x.rows, x.cols, n.params["n_kv"]]
 
 
+VIEW = 0  # number of the argument of copy_to_view that another first cell changes
+
+
+def view_address(cache: Tensor, first: int, cell: int) -> int:
+    """Where a cell of a cache lies that begins at address `first`."""
+    return first + cell * cache.dtype.row_bytes(cache.cols)
+
+
+def _copy_to_view(n: Node, at, scratch) -> Args:
+    """dst (where the first row goes), x, n_tokens, cols"""
+    cache, x = n.inputs
+    return [view_address(cache, at(cache), n.params["cell"]), at(x), x.rows, x.cols]
+
+
+def _copy_by_table(n: Node, at, scratch) -> Args:
+    """cache, x, entry (address of the first row's number), n_tokens, cols, n_kv (a row outside
+    0..n_kv-1 is not stored)"""
+    cache, x, table = n.inputs
+    entry = at(table) + n.params["store"] * table.dtype.block_bytes
+    return [at(cache), at(x), entry, x.rows, x.cols, n.params["n_kv"]]
+
+
 def _attention(n: Node, at, scratch) -> Args:
     """dst, q, k, v, mask, scratch, n_tokens, n_head, n_head_kv, head_dim, n_kv, scale"""
     q, k, v, mask = n.inputs
@@ -136,6 +158,8 @@ ARGS: dict[str, OpKernels] = {
     "rope": OpKernels(_rope),
     "rope_shift": OpKernels(_rope_shift),
     "set_rows": OpKernels(_set_rows),
+    "copy_to_view": OpKernels(_copy_to_view),
+    "copy_by_table": OpKernels(_copy_by_table),
     "attention": OpKernels(_attention),
     "swiglu": OpKernels(_rows),
     "square_sums": OpKernels(_rows),

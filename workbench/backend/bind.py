@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from workbench.backend.args import VIEW, view_address
 from workbench.backend.base import Backend, Issue, Memory
 from workbench.backend.issued import Block, Issued, Plannable, in_order
 from workbench.backend.landing import Landing
-from workbench.graph.ir import Tensor
+from workbench.graph.ir import Node, Tensor
 from workbench.program import commands as cmd
+from workbench.program.first_cell import CELL, is_view
 
 _UIDS = count(1)  # 0 is nobody's
 
@@ -54,7 +56,8 @@ class Binding:
 
     events: by name, for all programs of an engine, because a step may wait for an earlier step's
     event; new ones are added. values: the inputs' arrays by name, read when a write is called.
-    results: where a read leaves its array (uint8), by name.
+    results: where a read leaves its array (uint8), by name. cell: the first that stores to views
+    store, None where there are none.
     """
 
     def __init__(
@@ -72,6 +75,9 @@ class Binding:
         self._events = events
         self._several = len(backends) > 2  # a thread must be attached to one after another
         self._recorded_by: dict[str, Backend] = {}
+        self.cell: int | None = None
+        self._views: list[tuple[Block, int, int]] = []  # block, address of cell 0, bytes of a cell
+        self._with_views: list[Plannable] = []
         for command in program.singly():
             if isinstance(command, cmd.Record):
                 backend = self._recorded_by[command.event] = backends[command.stream.backend]
@@ -89,8 +95,22 @@ class Binding:
 
     def issued(self, command: cmd.Command) -> Issued:
         """What asks a device to do `command`."""
+        n_views = len(self._views)
         issued = _DEVICE[type(command)](self, command)
-        return self._on_its_device(command, issued) if self._several else issued
+        if self._several:
+            issued = self._on_its_device(command, issued)
+        if isinstance(issued, Plannable) and len(self._views) > n_views:
+            self._with_views.append(issued)
+        return issued
+
+    def store_at(self, cell: int) -> None:
+        """Patches the stores to views: what is called from now on stores from `cell` on. A plan
+        with such stores is other work than before."""
+        self.cell = cell
+        for block, first, nbytes in self._views:
+            block[VIEW] = first + cell * nbytes
+        for work in self._with_views:
+            work.uid = next(_UIDS)
 
     def call(self, command: cmd.Command) -> Issue:
         """What the host does for `command`."""
@@ -189,7 +209,14 @@ class Binding:
         scratch = 0 if c.scratch is None else address(c.scratch)
         backend, stream = self._backends[c.stream.backend], c.stream.id
         backend.attach()
-        return backend.launch(c.node, address_of, scratch, stream, c.programmatic)
+        issued = backend.launch(c.node, address_of, scratch, stream, c.programmatic)
+        if is_view(c.node):
+            self._note_view(c.node, issued.block, address_of(c.node.output))
+        return issued
+
+    def _note_view(self, node: Node, block: Block, first: int) -> None:
+        self.cell = node.params[CELL]
+        self._views.append((block, first, view_address(node.output, 0, 1)))
 
     def _replay(self, c: cmd.Replay) -> Issued:
         parts = [_DEVICE[type(part)](self, part) for part in c.parts]

@@ -23,6 +23,7 @@ from workbench.backend.base import Backend, Captured, Issue, Memory
 from workbench.backend.bind import Binding
 from workbench.backend.issued import Issued, Plannable
 from workbench.program.commands import RESULT, Buffer, Program, Read, Sync
+from workbench.program.first_cell import at_cell
 
 
 class HostCalls(NamedTuple):
@@ -87,7 +88,7 @@ class Prepared:
         execute: Executor = eager,
     ):
         """events: as `Binding` has them. execute: makes the calls of split works."""
-        self.program = program
+        self._program = program
         self.backends = backends
         # another engine's device may be the thread's; where there are several, commands say which
         self._attach = backends[-1].attach
@@ -98,6 +99,20 @@ class Prepared:
         self.firsts = tuple(accumulate(counts, initial=0))
         n = self.firsts.index(_first_of_tail(program))
         self.head, self.tail = tuple(calls[:n]), tuple(calls[n:])
+
+    @property
+    def program(self) -> Program:
+        """The program as its next run issues it; made when it is asked for after `store_at`."""
+        cell = self.binding.cell
+        if cell is not None:
+            self._program = at_cell(self._program, cell)
+        return self._program
+
+    def store_at(self, cell: int) -> None:
+        """Patches the program for a step whose first cell is another. What is queued stays as it
+        is. A program whose stores are no copies to views needs no patch."""
+        if self.binding.cell not in (None, cell):
+            self.binding.store_at(cell)
 
     @property
     def issued(self) -> dict[int, Issued]:

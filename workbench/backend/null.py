@@ -24,13 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.args import AddressOf
+from workbench.backend.args import VIEW, AddressOf, view_address
 from workbench.backend.base import Backend, Captured, Issue
 from workbench.backend.issued import Issued, Plannable, Words
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
 from workbench.program.commands import Space
+from workbench.program.first_cell import CELL, is_view
 from workbench.progress import Bar
 
 
@@ -135,6 +136,8 @@ class NullBackend(Backend):
         scratch. As on a real backend, `address_of` raises for a tensor that lies nowhere."""
         tensors = (*node.inputs, *node.outputs)
         args = [*[address_of(tensor) for tensor in tensors], scratch]
+        if is_view(node):
+            args[VIEW] = view_address(node.inputs[0], args[VIEW], node.params[CELL])
         call = self._prepare("launch", [], node.op, node.name, stream).call
         return Issued(call, ("launch", *_work(node)), _block(args))
 

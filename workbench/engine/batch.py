@@ -28,6 +28,8 @@ Outputs = Literal["last", "all", "none"]
 # sequence, its next tokens, and which of their logits are wanted
 Entry = tuple[int, Sequence[int], Outputs]
 Work = Sequence[Entry]
+Values = dict[str, np.ndarray]  # by input name
+NewMask = Callable[[int, int], np.ndarray]  # (T, n_kv) -> uint16
 
 
 def n_tokens(work: Work) -> int:
@@ -43,18 +45,29 @@ class Batch(NamedTuple):
     """
 
     shape: StepShape
-    values: dict[str, np.ndarray]
+    values: Values
     sequences: np.ndarray  # (T,) int64
     positions: np.ndarray  # (T,) int32
     cells: np.ndarray  # (T,) int64
     counts: tuple[int, ...]
+
+    @property
+    def first_cell(self) -> int:
+        """Where the first token is stored; 0 where there are no tokens."""
+        return int(self.cells[0]) if len(self.cells) else 0
+
+
+def row_values(cells: np.ndarray) -> Values:
+    """The inputs that tell set_rows the cells of a step's tokens, (T,) int64."""
+    return {K_CELLS: cells, V_CELLS: cells}
 
 
 class Batches:
     """The batches of one cache. A batch belongs to the step it is made for: when the next is taken,
     the step must have written its values to staging memory.
 
-    spent: told of the time that making them took.
+    spent: told of the time that making them took. store_values: the inputs that tell cache stores
+    the step's cells.
     """
 
     def __init__(
@@ -63,11 +76,13 @@ class Batches:
         n_vocab: int,
         n_ubatch: int,
         spent: Callable[[str, int, int], None] = lambda phase, start_ns, end_ns: None,
+        store_values: Callable[[np.ndarray], Values] = row_values,
     ):
         self._cache = cache
         self._n_vocab = n_vocab
         self._n_ubatch = n_ubatch
         self._spent = spent
+        self._store_values = store_values
         self._next: Batch | None = None
         self._next_is_for: list[tuple[int, Outputs]] | None = None
         self._next_is_of = -1  # the state of the cache
@@ -85,9 +100,13 @@ class Batches:
             for i, (_, tokens, _) in enumerate(work):
                 ids[i] = check_id(tokens[0], i, self._n_vocab)
         else:
-            batch = make_batch(work, self._cache, self._n_vocab, self._n_ubatch, self._mask)
+            batch = self._made(work, self._mask)
         self._spent("batch", start, now_ns())
         return batch
+
+    def _made(self, work: Work, new_mask: NewMask) -> Batch:
+        n_vocab, n_ubatch = self._n_vocab, self._n_ubatch
+        return make_batch(work, self._cache, n_vocab, n_ubatch, new_mask, self._store_values)
 
     def _mask(self, t: int, n_kv: int) -> np.ndarray:
         """Memory for one mask at a time, (t, n_kv) uint16, in place of the mask before. It is kept,
@@ -100,22 +119,28 @@ class Batches:
         """Makes what the next step needs but its tokens, where it is one like `work` of one token
         for each sequence. Returns the ns it took."""
         start, alike = now_ns(), _one_each(work)
-        if not alike or self._cache.n_used + len(work) > self._cache.n_ctx:
+        if not alike or not self._cache.has_room(len(work)):
             return 0
         made = None
         if self._next_is_for == alike and self._next_is_of == self._cache.n_changes - 1:
             assert self._next is not None
-            made = _following(self._next, self._cache)
+            made = _following(self._next, self._cache, self._store_values)
         if made is None:
             following = [(sequence, [0], outputs) for sequence, _, outputs in work]
-            made = make_batch(following, self._cache, self._n_vocab, self._n_ubatch)
+            made = self._made(following, _own_mask)
         self._next, self._next_is_for, self._next_is_of = made, alike, self._cache.n_changes
         end = now_ns()
         self._spent("batch", start, end)
         return end - start
 
 
-def _following(batch: Batch, cache: KVCache) -> Batch | None:
+def _own_mask(t: int, n_kv: int) -> np.ndarray:
+    return np.empty((t, n_kv), np.uint16)
+
+
+def _following(
+    batch: Batch, cache: KVCache, store_values: Callable[[np.ndarray], Values]
+) -> Batch | None:
     """The batch behind one of a token for each sequence, which has been stored since, and nothing
     else has changed; None where attention has to look at more cells. It takes the arrays over: the
     step before has its own copies, in staging memory."""
@@ -128,12 +153,7 @@ def _following(batch: Batch, cache: KVCache) -> Batch | None:
     else:
         mask[np.arange(len(cells)), cells] = 0
     positions = batch.positions + 1
-    values = {
-        **batch.values,
-        POSITIONS: positions,
-        K_CELLS: cells,
-        V_CELLS: cells,
-    }
+    values = {**batch.values, POSITIONS: positions, **store_values(cells)}
     return Batch(batch.shape, values, batch.sequences, positions, cells, batch.counts)
 
 
@@ -152,13 +172,15 @@ def make_batch(
     cache: KVCache,
     n_vocab: int,
     n_ubatch: int,
-    new_mask: Callable[[int, int], np.ndarray] = lambda t, n_kv: np.empty((t, n_kv), np.uint16),
+    new_mask: NewMask = _own_mask,
+    store_values: Callable[[np.ndarray], Values] = row_values,
 ) -> Batch:
     """The next tokens of each sequence of `work`, in its order.
 
-    new_mask: memory for a mask, (T, n_kv) uint16. Raises UsageError for no tokens, more than
-    n_ubatch in all, ids outside the vocabulary, and a full context; and for a sequence that does
-    not exist or is given twice. Nothing has changed then.
+    new_mask: memory for a mask, (T, n_kv) uint16. store_values: as `Batches` has it. Raises
+    UsageError for no tokens, more than n_ubatch in all, ids outside the vocabulary, a full context,
+    and one without as many cells in a row as a store wants. Likewise for a sequence that does not
+    exist or is given twice. Nothing has changed then.
     """
     sizes = [len(tokens) for _, tokens, _ in work]
     t = sum(sizes)
@@ -196,8 +218,7 @@ def make_batch(
         TOKENS: ids,
         POSITIONS: _joined(positions),
         MASK: mask.view(np.float16),
-        K_CELLS: cells,
-        V_CELLS: cells,
+        **store_values(cells),
         OUT_IDS: _joined(rows),
     }
     counts = tuple(map(len, rows))

@@ -15,15 +15,15 @@ from workbench.backend.issue import Prepared
 from workbench.backend.plan import plans_of
 from workbench.config import EngineConfig, Toggles
 from workbench.engine import exclusive, opened, shown
-from workbench.engine.batch import Batches, Outputs, Work, check_prompt, shift_batch, step_shape
+from workbench.engine.batch import Outputs, Work, check_prompt, shift_batch, step_shape
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, asked_for, continued, prefilled
-from workbench.engine.kv_cache import KVCache, kv_pad
+from workbench.engine.kv_cache import kv_pad
 from workbench.engine.loaded import Loaded, config_of
 from workbench.engine.memory import Residents, Workspace
 from workbench.engine.pending import Pending
 from workbench.engine.phases import PHASES, Phases, PhaseTimes, counters_of, per_step
-from workbench.engine.reuse import Key, programs_of
+from workbench.engine.reuse import Key, programs_of, reuse_of
 from workbench.engine.step_programs import StepPrograms
 from workbench.engine.wanted import Variants, Wanted, choose, resolve
 from workbench.engine.watch import Stamp, Stamps, Watch, chosen
@@ -64,8 +64,9 @@ class Engine:
         self._stamps: Stamps | None = None
         self._watch_of = chosen(None, None)
         self._loaded: Loaded | None = loaded.share()
-        self.cache = KVCache(config.n_ctx, kv_pad(have.toggles, config), config.n_seqs)
-        self._batches = Batches(self.cache, loaded.model.n_vocab, config.n_ubatch, self._spent)
+        self.cache, self._batches = reuse_of(have.toggles).cache(
+            loaded.model, config, kv_pad(have.toggles, config), self._spent
+        )
         self._residents = Residents(loaded, self.cache.n_cells)
         self._step_programs = StepPrograms(loaded, have, self._residents, self._spent)
         self._ns = dict.fromkeys(PHASES, 0)
@@ -146,7 +147,7 @@ class Engine:
         """
         with self._begin(work) as watch:
             batch = self._batches.take(work)
-            program = self._programs.get(self._key(batch.shape))  # built or reused
+            program = self._programs.get(self._key(batch.shape), batch.first_cell)  # built or kept
             self._under_way = pending = Pending(self, watch, program, batch, work)
         return pending
 
@@ -180,7 +181,7 @@ class Engine:
         without tokens. Where it is interrupted, the cells that moved are lost."""
         with self._begin(()) as watch:
             batch = shift_batch(self.cache)
-            program = self._programs.get(self._key(batch.shape))
+            program = self._programs.get(self._key(batch.shape), batch.first_cell)
             try:
                 self._under_way = pending = Pending(self, watch, program, batch, ())
                 self.cache.rotated()
@@ -288,7 +289,8 @@ class Engine:
 
     def program(self, n_tokens: int = 1, n_outputs: int = 1, n_past: int = 0) -> Program:
         """The program a step of this shape would issue. Raises UsageError where no step has it."""
-        return self._made.of(step_shape(n_tokens, n_outputs, n_past, self.config, self.cache.pad))
+        shape = step_shape(n_tokens, n_outputs, n_past, self.config, self.cache.pad)
+        return self._made.of(shape, cell=n_past)
 
     def programs(self, n_prompt: int, n_decoded: int = 0, laps: int = 1) -> list[Program]:
         """The programs of a prompt of n_prompt tokens and n_decoded single ones after it, on an
@@ -306,9 +308,9 @@ class Engine:
         assert self._open is not None  # raises for a closed engine
         return self._step_programs
 
-    def _build(self, key: Key, phases: Phases) -> Prepared:
+    def _build(self, key: Key, phases: Phases, cell: int = 0) -> Prepared:
         """The program of a step that is ready to be issued."""
-        program = self._made.of(key.shape, key.turn, phases=phases)
+        program = self._made.of(key.shape, key.turn, phases=phases, cell=cell)
         return phases.do("prepare", self._bind, program)
 
     def _bind(self, program: Program) -> Prepared:

@@ -33,14 +33,16 @@ class KVCache:
     extent, a multiple of `pad`, exists. Sequences have the numbers 0..n_seqs-1; each has positions
     of its own.
 
+    in_a_row: the tokens of a step want cells one behind the other.
     n_used: cells with an owner. n_changes: since it was made; what was made for one state of the
     cache serves no other.
     """
 
-    def __init__(self, n_ctx: int, pad: int, n_seqs: int = 1):
+    def __init__(self, n_ctx: int, pad: int, n_seqs: int = 1, in_a_row: bool = False):
         self.n_ctx = n_ctx
         self.pad = pad
         self.n_seqs = n_seqs
+        self._in_a_row = in_a_row
         self.n_cells = round_up(n_ctx, pad)
         self.n_used = 0
         self.n_changes = 0
@@ -68,12 +70,30 @@ class KVCache:
         return set(np.flatnonzero(self._positions[:, cell] != EMPTY).tolist())
 
     def find(self, n: int) -> np.ndarray:
-        """Indices of the n lowest free cells, (n,) int64; raises UsageError where there are fewer
-        than n."""
+        """Indices of the n lowest free cells, (n,) int64, or of the lowest n in a row. Raises
+        UsageError where there are none."""
         check_room(self.n_used, n, self.n_ctx)
         if self.n_used == self._end:  # no holes
             return np.arange(self._end, self._end + n, dtype=np.int64)
-        return np.flatnonzero(self._n_owners == 0)[:n].astype(np.int64)
+        free = np.flatnonzero(self._n_owners == 0)
+        return (in_a_row(free, n) if self._in_a_row else free[:n]).astype(np.int64)
+
+    def has_room(self, n: int) -> bool:
+        """Whether `find` finds n cells."""
+        if self.n_used + n > self.n_ctx:
+            return False
+        if not self._in_a_row or self.n_used == self._end:
+            return True
+        return _first_row(np.flatnonzero(self._n_owners == 0), n) is not None
+
+    def check_steps(self, n: int, n_ubatch: int) -> None:
+        """Raises UsageError where steps of n_ubatch tokens each, n in all, do not find cells in a
+        row. That n cells are free is known."""
+        if self._in_a_row and self.n_used != self._end:
+            free = np.flatnonzero(self._n_owners == 0)
+            for begin in range(0, n, n_ubatch):
+                taken = in_a_row(free, min(n_ubatch, n - begin))
+                free = np.setdiff1d(free, taken, assume_unique=True)
 
     def extent(self, cells: np.ndarray) -> int:
         """Cells attention looks at once `cells` are filled, too: padded, at least one pad."""
@@ -286,6 +306,28 @@ class KVCache:
     def _set_next(self, sequence: int) -> None:
         _, positions = self._own(sequence)
         self._next[sequence] = int(positions.max()) + 1 if len(positions) else 0
+
+
+def in_a_row(free: np.ndarray, n: int) -> np.ndarray:
+    """The lowest n of free cells, rising, that are one behind the other. Raises UsageError where
+    there are none."""
+    at = _first_row(free, n)
+    if at is None:
+        pieces = np.split(free, np.flatnonzero(np.diff(free) > 1) + 1)
+        raise UsageError(
+            f"a step of {n} tokens finds no {n} free cells in a row: the most in a row of the "
+            f"cache's {len(free)} free cells are {max(map(len, pieces))}; remove more sequences "
+            "(reset removes all), give fewer tokens at once, or use graph_reuse=set_rows"
+        )
+    return free[at : at + n]
+
+
+def _first_row(free: np.ndarray, n: int) -> int | None:
+    """Where in `free`, rising, the first n begin that are one behind the other."""
+    if n > len(free):
+        return None
+    found = np.flatnonzero(free[n - 1 :] - free[: len(free) - n + 1] == n - 1)
+    return int(found[0]) if len(found) else None
 
 
 def check_room(n_used: int, n_new: int, n_ctx: int) -> None:

@@ -1,20 +1,35 @@
-"""ROOM #8366: step shape -> prepared program, built or reused.
+"""ROOM #8366: step shape -> prepared program, built, patched or reused.
 
-Topology follows from the step shape, and cache stores go through a row-index input. So a program
-that was built for a shape is right for every step with this shape, if each input of its graph says
-so (`model/inputs.py`). The only question is what building it again costs. To tell which phase costs
-how much, the toggles `redo_...` have a phase done again for every step whose program is reused.
-What it makes is dropped.
+Topology follows from the step shape. So a program that was built for a shape is right for every
+step with this shape, if each input of its graph says so (`model/inputs.py`), and but for one thing:
+where K and V of the step's tokens go. That follows from the way of reuse, in the order of
+llama.cpp's history:
+
+    rebuild         set_rows, though nothing is kept
+    patch_pointers  copy_to_view: an address in every store, patched before a step (#8366)
+    pointer_table   copy_by_table: an input has an entry for every store (#9017)
+    set_rows        an input has a row for every token (#14482)
+
+The stores of the second and third take cells in a row. To tell which phase of a build costs how
+much, the toggles `redo_...` have a phase done again for every step whose program is reused. What it
+makes is dropped.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from workbench.backend.issue import Prepared
-from workbench.config import GraphReuse, Redo, Toggles
+from workbench.config import EngineConfig, GraphReuse, Redo, Toggles
+from workbench.engine.batch import Batches, Values, row_values
+from workbench.engine.kv_cache import KVCache
 from workbench.engine.phases import Phases, Spent
 from workbench.graph.ir import StepShape
+from workbench.model.decoder import Model
+from workbench.model.inputs import STORE_TABLE
 from workbench.trace.spans import now_ns
 
 KEPT = 64  # most programs kept; the least recently used goes first
@@ -45,7 +60,7 @@ class Kept(NamedTuple):
     redone: tuple[Callable[[], object], ...]
 
 
-Build = Callable[[Key, Phases], Prepared]
+Build = Callable[[Key, Phases, int], Prepared]  # of a program, and the first cell it stores
 
 
 class Rebuild:
@@ -61,9 +76,10 @@ class Rebuild:
         self.built = self.reused = 0
         self.refused: Counter[str] = Counter()
 
-    def get(self, key: Key) -> Prepared:
+    def get(self, key: Key, cell: int = 0) -> Prepared:
+        """The program of the next step, whose first token is stored in `cell`."""
         self.built += 1
-        return self._build(key, Phases(self._spent))
+        return self._build(key, Phases(self._spent), cell)
 
     def clear(self) -> None:
         """Nothing is kept."""
@@ -80,24 +96,25 @@ class KeepByShape(Rebuild):
         super().__init__(build, spent, redone)
         self._kept: OrderedDict[Key, Kept] = OrderedDict()
 
-    def get(self, key: Key) -> Prepared:
+    def get(self, key: Key, cell: int = 0) -> Prepared:
         start = now_ns()
         kept = self._kept.get(key)
         if kept is None or kept.refusing:
             if kept is not None:
                 self.refused.update(kept.refusing)
-            return self._keep(key)
+            return self._keep(key, cell)
         self._kept.move_to_end(key)
         self.reused += 1
+        self._fit(kept.prepared, cell)
         self._spent("reuse", start, now_ns())
         for again in kept.redone:
             again()
         return kept.prepared
 
-    def _keep(self, key: Key) -> Prepared:
+    def _keep(self, key: Key, cell: int) -> Prepared:
         self.built += 1
         phases = Phases(self._spent)
-        prepared = self._build(key, phases)
+        prepared = self._build(key, phases, cell)
         refusing = [t.name for t in prepared.program.inputs if not t.can_reuse(key.shape)]
         redone = [phases.again[phase] for phase in self._redone]
         self._kept[key] = Kept(prepared, tuple(refusing), tuple(redone))
@@ -105,18 +122,65 @@ class KeepByShape(Rebuild):
             self._kept.popitem(last=False)
         return prepared
 
+    def _fit(self, prepared: Prepared, cell: int) -> None:
+        """Makes a kept program right for the step. It is: inputs tell the stores where to."""
+
     def clear(self) -> None:
         self._kept.clear()
 
 
-_POLICIES: Mapping[str, type[Rebuild]] = {
-    GraphReuse.REBUILD: Rebuild,
-    GraphReuse.SET_ROWS: KeepByShape,
+class PatchPointers(KeepByShape):
+    """Keeps programs as KeepByShape does. Their stores are patched for the step's first cell."""
+
+    def _fit(self, prepared: Prepared, cell: int) -> None:
+        prepared.store_at(cell)
+
+
+def _no_values(n_layer: int, cells: np.ndarray) -> Values:
+    """Of stores that no input tells where to."""
+    return {}
+
+
+def _table(n_layer: int, cells: np.ndarray) -> Values:
+    """The first cell, for K and V of each layer."""
+    return {STORE_TABLE: np.full(2 * n_layer, cells[0], np.int64)}
+
+
+class Reuse(NamedTuple):
+    """A way of reuse. policy: what keeps programs. store: the op of the cache stores
+    (`model/blocks.py`). in_a_row: a step wants its cells so. values: (n_layer, cells) -> the
+    inputs that tell the stores the step's cells."""
+
+    policy: type[Rebuild]
+    store: str
+    in_a_row: bool
+    values: Callable[[int, np.ndarray], Values]
+
+    def cache(
+        self, model: Model, config: EngineConfig, pad: int, spent: Spent
+    ) -> tuple[KVCache, Batches]:
+        """The cache of an engine, and what makes batches of it. pad: as `KVCache` has it."""
+        cache = KVCache(config.n_ctx, pad, config.n_seqs, self.in_a_row)
+        values = partial(self.values, model.n_layer)
+        return cache, Batches(cache, model.n_vocab, config.n_ubatch, spent, values)
+
+
+_ROWS = ("set_rows", False, lambda n_layer, cells: row_values(cells))
+WAYS: dict[str, Reuse] = {
+    GraphReuse.REBUILD: Reuse(Rebuild, *_ROWS),
+    GraphReuse.PATCH_POINTERS: Reuse(PatchPointers, "copy_to_view", True, _no_values),
+    GraphReuse.POINTER_TABLE: Reuse(KeepByShape, "copy_by_table", True, _table),
+    GraphReuse.SET_ROWS: Reuse(KeepByShape, *_ROWS),
 }
+
+
+def reuse_of(toggles: Toggles) -> Reuse:
+    """The way that `toggles` want."""
+    return WAYS[toggles.graph_reuse]
 
 
 def programs_of(toggles: Toggles, build: Build, spent: Spent) -> Rebuild:
     """Where an engine with these toggles gets its programs."""
     redone = [p for name, phases in REDO.items() if getattr(toggles, name) == Redo.ON
               for p in phases]  # fmt: skip
-    return _POLICIES[toggles.graph_reuse](build, spent, tuple(redone))
+    return reuse_of(toggles).policy(build, spent, tuple(redone))

@@ -5,6 +5,7 @@ One phase goes on with what the phase before it made. So each can be done again 
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 
 from workbench.config import Switch, Toggles
 from workbench.engine.batch import prompt_shapes
@@ -13,14 +14,17 @@ from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Residents
 from workbench.engine.phases import Phases
 from workbench.engine.placement import Placement
+from workbench.engine.reuse import reuse_of
 from workbench.engine.wanted import Chosen
 from workbench.errors import UsageError
 from workbench.graph.defer import defer
 from workbench.graph.fuse import chosen, fuse
 from workbench.graph.ir import Graph, Node, StepShape, Tensor
+from workbench.model.blocks import CacheStores
 from workbench.model.decoder import Model, build_graph
 from workbench.model.shift import shift_graph
 from workbench.program.commands import Buffer, Program
+from workbench.program.first_cell import at_cell
 from workbench.program.layout import Layout, Target, lay_out
 from workbench.program.lower import lower
 from workbench.program.plans import with_plans
@@ -30,11 +34,17 @@ BackendOf = Callable[[Node], int]
 
 
 def unfused_graph(
-    model: Model, shape: StepShape, caches: list[tuple[Tensor, Tensor]], toggles: Toggles
+    model: Model,
+    shape: StepShape,
+    caches: list[tuple[Tensor, Tensor]],
+    toggles: Toggles,
+    cell: int = 0,
 ) -> Graph:
-    """The graph of a step on `caches` (K and V of each layer), before anything is fused."""
+    """The graph of a step on `caches` (K and V of each layer), before anything is fused. cell: the
+    first that the step stores."""
     if shape.n_tokens:
-        return build_graph(model, shape, caches, toggles.activations)
+        stores = CacheStores(reuse_of(toggles).store, cell)
+        return build_graph(model, shape, caches, toggles.activations, stores)
     return shift_graph(model, caches, shape.n_kv)
 
 
@@ -82,12 +92,13 @@ class StepPrograms:
         turn: int = 0,
         buffers: dict[str, Buffer] | None = None,
         phases: Phases | None = None,
+        cell: int = 0,
     ) -> Program:
-        """The program of a step of `shape`; turn and buffers as `lay_out` has them. phases: does
-        them, and can do each again."""
+        """The program of a step of `shape` that stores from `cell` on; turn and buffers as
+        `lay_out` has them. phases: does them, and can do each again."""
         loaded, residents, toggles = self._loaded, self._residents, self._toggles
         do = (phases or Phases(self._spent)).do
-        graph = do("graph", unfused_graph, loaded.model, shape, residents.caches, toggles)
+        graph = do("graph", unfused_graph, loaded.model, shape, residents.caches, toggles, cell)
         fused, backend_of = do("fuse", fused_graph, graph, toggles, loaded.placement)
         splits = do("split", split, fused, backend_of)
         layout = do(
@@ -101,14 +112,18 @@ class StepPrograms:
         return with_plans(program, self._plan_scope) if self._plan_scope else program
 
     def several(self, n_prompt: int, n_decoded: int, laps: int) -> list[Program]:
-        """See `Engine.programs`: steps of one shape and turn share one program."""
+        """See `Engine.programs`: steps of one shape and turn share one program, but for their first
+        cells."""
         config = self._loaded.config
         check_room(0, n_prompt + n_decoded, config.n_ctx)
         shapes = prompt_shapes(n_prompt, n_decoded, config.n_ubatch, kv_pad(self._toggles, config))
         buffers = dict[str, Buffer]()
         keys = [(shape, i % self._ordering.period) for i, shape in enumerate(shapes * laps)]
         made = {key: self.of(*key, buffers) for key in dict.fromkeys(keys)}
-        return [made[key] for key in keys]
+        cells = [0, *accumulate(shape.n_tokens for shape in shapes)][:-1]
+        steps = list(zip(keys, cells * laps, strict=True))
+        at = {(key, cell): at_cell(made[key], cell) for key, cell in dict.fromkeys(steps)}
+        return [at[step] for step in steps]
 
     def cycle(self, n_prompt: int, n_decoded: int) -> list[Program]:
         """See `Engine.cycle`."""

@@ -11,7 +11,8 @@ launches:
     fuse_bias               mul_mat + add of its bias
     fuse_qkv                the products of one x: Q + K + V, whatever their weight types
     fuse_rope_store         rope of Q and K + set_rows of K and V, where fuse_norm_mul is on, too,
-                            with a norm of the heads before it; behind Q + K + V, in that launch
+                            with a norm of the heads before it; behind Q + K + V, in that launch;
+                            other stores (copy_to_view, copy_by_table) have launches of their own
     fuse_glu                gate + up + swiglu
     fuse_epilogue_quantize  attention, or swiglu, + quantize of its result
     fuse_product_norm       where norms are halved (`defer.py`): the output and the down product +

@@ -17,6 +17,9 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
     rope_shift cache (cells, heads * head_dim) F16, deltas (n,) I32, freq_factors (n_rot/2,) F32 or
                none -> the cache; n_head_kv, n_rot, neox, theta_base, freq_scale
     set_rows   cache (cells, cols) F16, x (T, cols) F32, indices (T,) I64 -> the cache; n_kv
+    copy_to_view   cache (cells, cols) F16, x (T, cols) F32 -> the cache; cell
+    copy_by_table  cache (cells, cols) F16, x (T, cols) F32, table (n,) I64 -> the cache;
+               store, n_kv
     attention  q (T, heads, head_dim) F32, k and v (cells, kv_heads * head_dim) F16,
                mask (T, n_kv) F16 -> (T, heads * head_dim) F32; n_kv, n_head_kv, scale
     swiglu     gate, up (T, cols) F32 -> like gate
@@ -40,6 +43,9 @@ reads lies in the node's scratch, or nowhere.
   +-127 (which only a subnormal scale can exceed); scale 0 gives quants 0.
 * square_sums: the sum of squares of each 32 columns. rms_scale: x / sqrt(sum(squares of the row) /
   (32 n) + eps). Together with a mul they are a norm in two halves (`graph/defer.py`).
+* set_rows: row t of x becomes cell indices[t]. copy_to_view: it becomes cell `cell` + t. That cell
+  is a parameter, so the node is another for the next token. copy_by_table: it becomes cell
+  table[store] + t. Cells outside 0..n_kv-1 are not stored. All three round to F16 alike.
 * get_rows: an id outside the table reads nothing; the engine refuses such ids before that.
 """
 
@@ -103,6 +109,19 @@ def _shifted(node: Node) -> Access:
     return _rows(cache, deltas.shape[0])
 
 
+def _view(node: Node) -> Access:
+    """The cells that a copy_to_view stores."""
+    cache, x = node.inputs
+    row = cache.dtype.row_bytes(cache.cols)
+    return cache, node.params["cell"] * row, x.rows * row
+
+
+def _entry(node: Node) -> Access:
+    """What a copy_by_table reads of its table."""
+    nbytes = node.inputs[2].dtype.block_bytes
+    return node.inputs[2], node.params["store"] * nbytes, nbytes
+
+
 def _attended(node: Node) -> list[Access]:
     q, k, v, mask = node.inputs
     n = node.params["n_kv"]
@@ -145,6 +164,22 @@ OPS: dict[str, Op] = {
             shapes.set_rows,
             stores=True,
             reads=lambda n: _whole(*n.inputs[1:]),
+            writes=lambda n: [_rows(n.output, n.params["n_kv"])],
+            vague_writes=(0,),  # cells of the cache
+            fewer=lambda n: {n.output: _rows(n.output, n.inputs[1].rows)[2]},
+        ),
+        Op(
+            "copy_to_view",
+            shapes.copy_to_view,
+            stores=True,
+            reads=lambda n: _whole(n.inputs[1]),
+            writes=lambda n: [_view(n)],
+        ),
+        Op(
+            "copy_by_table",
+            shapes.copy_by_table,
+            stores=True,
+            reads=lambda n: [*_whole(n.inputs[1]), _entry(n)],
             writes=lambda n: [_rows(n.output, n.params["n_kv"])],
             vague_writes=(0,),  # cells of the cache
             fewer=lambda n: {n.output: _rows(n.output, n.inputs[1].rows)[2]},
@@ -218,8 +253,8 @@ def reads(node: Node) -> list[Access]:
 
 
 def writes(node: Node) -> list[Access]:
-    """Byte ranges the node may write. set_rows stores below row n_kv only, rope_shift into the
-    cells that it has a delta for."""
+    """Byte ranges the node may write. set_rows and copy_by_table store below row n_kv only,
+    rope_shift into the cells that it has a delta for."""
     if node.parts:
         return _of_parts(node, writes, interior(node))
     return OPS[node.op].writes(node)

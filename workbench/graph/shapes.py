@@ -98,6 +98,24 @@ def set_rows(op: str, inputs: Inputs, params: Params) -> Shape:
     return cache.dtype, cache.shape
 
 
+def copy_to_view(op: str, inputs: Inputs, params: Params) -> Shape:
+    cache, x = inputs
+    fits = (cache.dtype, x.dtype) == (F16, F32) and cache.cols == x.cols
+    _need(fits, op, inputs, "wants F16 cache, F32 rows")
+    inside = 0 <= params["cell"] <= cache.rows - x.rows
+    _need(inside, op, inputs, f"rows from cell {params['cell']} on leave the cache")
+    return cache.dtype, cache.shape
+
+
+def copy_by_table(op: str, inputs: Inputs, params: Params) -> Shape:
+    cache, x, table = inputs
+    fits = (cache.dtype, x.dtype, table.dtype) == (F16, F32, I64) and cache.cols == x.cols
+    _need(fits, op, inputs, "wants F16 cache, F32 rows, I64 table")
+    inside = len(table.shape) == 1 and 0 <= params["store"] < table.cols
+    _need(inside, op, inputs, f"the table has no entry {params['store']}")
+    return cache.dtype, cache.shape
+
+
 def attention(op: str, inputs: Inputs, params: Params) -> Shape:
     q, k, v, mask = inputs
     fits = (

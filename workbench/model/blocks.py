@@ -11,20 +11,32 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from workbench.config import Activations
-from workbench.graph.ir import F32, QUANTISED, DType, Node, StepShape, Tensor
+from workbench.graph.ir import F32, QUANTISED, DType, Input, Node, StepShape, Tensor
 from workbench.graph.ops import make_of
 from workbench.model import inputs as n
 from workbench.model.hparams import HParams
-from workbench.model.inputs import input_of
+from workbench.model.inputs import StoreTable, input_of
 
 Caches = list[tuple[Tensor, Tensor]]
+
+
+class CacheStores(NamedTuple):
+    """How a step stores K and V. op: of every store, an entry of `STORES`. cell: where the first
+    token is stored, for copy_to_view; the others find that among their inputs."""
+
+    op: str = "set_rows"
+    cell: int = 0
+
+
+SET_ROWS = CacheStores()
 
 
 class Step:
     """The graph of one step while blocks add to it.
 
     An activation is quantised once for all the products that share it. activations=float: nothing
-    is quantised, and every product says that nothing may be rounded.
+    is quantised, and every product says that nothing may be rounded. store_inputs: what tells the
+    cache stores their rows.
     """
 
     def __init__(
@@ -34,6 +46,7 @@ class Step:
         caches: Caches,
         rope_freqs: Tensor | None,
         activations: str,
+        stores: CacheStores = SET_ROWS,
     ) -> None:
         self.hparams, self.shape, self.caches = hparams, shape, caches
         self.rope_freqs, self.rope = rope_freqs, hparams.rope
@@ -41,8 +54,8 @@ class Step:
         self.ids = input_of(n.TOKENS, shape)
         self.positions = input_of(n.POSITIONS, shape)
         self.mask = input_of(n.MASK, shape)
-        self.k_idxs = input_of(n.K_CELLS, shape)
-        self.v_idxs = input_of(n.V_CELLS, shape)
+        self.stores = stores
+        self.store_inputs = STORES[stores.op].inputs(shape, hparams.n_layer)
         self.out_ids = input_of(n.OUT_IDS, shape)
         self.nodes: list[Node] = []
         self._quantise = activations == Activations.Q8
@@ -70,6 +83,49 @@ class Step:
         """x normalised over its last axis, times a weight (cols,)."""
         y = self.add("rms_norm", name, x, layer=layer, eps=self.eps)
         return self.add("mul", f"{name} (w)", y, weight, layer=layer)
+
+
+# cache stores -------------------------------------------------------------------------------------
+
+
+class StoreOp(NamedTuple):
+    """An op that stores into the cache.
+
+    inputs: (shape, n_layer) -> the inputs that say where to.
+    add: adds the stores of K and V of layer i, both (T, cols): (step, i, k, v).
+    """
+
+    inputs: Callable[[StepShape, int], list[Input]]
+    add: Callable[[Step, int, Tensor, Tensor], None]
+
+
+def _set_rows(s: Step, i: int, k: Tensor, v: Tensor) -> None:
+    n_kv = s.shape.n_kv
+    for name, cache, x, rows in zip("kv", s.caches[i], (k, v), s.store_inputs, strict=True):
+        s.add("set_rows", f"cache_{name}-{i}", cache, x, rows, layer=i, n_kv=n_kv)
+
+
+def _copy_to_view(s: Step, i: int, k: Tensor, v: Tensor) -> None:
+    for name, cache, x in zip("kv", s.caches[i], (k, v), strict=True):
+        s.add("copy_to_view", f"cache_{name}-{i}", cache, x, layer=i, cell=s.stores.cell)
+
+
+def _copy_by_table(s: Step, i: int, k: Tensor, v: Tensor) -> None:
+    (table,), n_kv = s.store_inputs, s.shape.n_kv
+    for at, (name, cache, x) in enumerate(zip("kv", s.caches[i], (k, v), strict=True)):
+        s.add("copy_by_table", f"cache_{name}-{i}", cache, x, table, layer=i,
+              store=2 * i + at, n_kv=n_kv)  # fmt: skip
+
+
+def _rows(shape: StepShape, n_layer: int) -> list[Input]:
+    return [input_of(n.K_CELLS, shape), input_of(n.V_CELLS, shape)]
+
+
+STORES: dict[str, StoreOp] = {
+    "set_rows": StoreOp(_rows, _set_rows),
+    "copy_to_view": StoreOp(lambda shape, n_layer: [], _copy_to_view),
+    "copy_by_table": StoreOp(lambda shape, n_layer: [StoreTable(n_layer)], _copy_by_table),
+}
 
 
 # attention ----------------------------------------------------------------------------------------
@@ -108,9 +164,7 @@ def attention(s: Step, i: int, w: AttentionWeights, x: Tensor) -> Tensor | None:
         k = s.norm(f"Kcur_normed-{i}", k, w.k_norm, i)
     q = s.add("rope", f"Qcur_rope-{i}", q, s.positions, s.rope_freqs, layer=i, **s.rope)
     k = s.add("rope", f"Kcur_rope-{i}", k, s.positions, s.rope_freqs, layer=i, **s.rope)
-    flat = k.view(t, h.n_embd_kv)
-    s.add("set_rows", f"cache_k-{i}", k_cache, flat, s.k_idxs, layer=i, n_kv=n_kv)
-    s.add("set_rows", f"cache_v-{i}", v_cache, v, s.v_idxs, layer=i, n_kv=n_kv)
+    STORES[s.stores.op].add(s, i, k.view(t, h.n_embd_kv), v)
     if last and not s.shape.n_outputs:
         return None
     attended = s.add(

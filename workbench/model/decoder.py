@@ -18,7 +18,7 @@ import numpy as np
 from workbench.config import EXPAND, Activations
 from workbench.errors import ModelFileError
 from workbench.graph.ir import F16, F32, DType, Graph, Kind, StepShape, Tensor
-from workbench.model.blocks import Caches, Step, WeightSpec, blocks_of
+from workbench.model.blocks import SET_ROWS, Caches, CacheStores, Step, WeightSpec, blocks_of
 from workbench.model.expand import expanded, loaded_as
 from workbench.model.gguf import GGUFFile, TensorInfo, model_hash, open_gguf
 from workbench.model.gguf_walk import shown
@@ -202,21 +202,28 @@ class Model:
 
 
 def build_graph(
-    model: Model, shape: StepShape, caches: Caches, activations: str = Activations.Q8
+    model: Model,
+    shape: StepShape,
+    caches: Caches,
+    activations: str = Activations.Q8,
+    stores: CacheStores = SET_ROWS,
 ) -> Graph:
     """The graph of one step of `shape`: token ids in, rows of logits out.
 
     activations: `q8`: products with quantised weights are given quantised activations, and those
     with float weights may round theirs to the weights' type. `float`: neither. The nodes of
-    products then have `activations` as a parameter, for the backends to see.
+    products then have `activations` as a parameter, for the backends to see. stores: the op of the
+    cache stores, and the first cell of this step where that op has it as a parameter.
 
-    Inputs, by name: inp_tokens (T,) I32, inp_pos (T,) I32, attn_inp_kq_mask (T, n_kv) F16,
-    attn_inp_k_idxs and attn_inp_v_idxs (T,) I64, inp_out_ids (n_outputs,) I32. The output is
-    `result_output` (n_outputs, n_vocab) F32. With n_outputs 0 the graph ends at the last layer's
-    cache stores.
+    Inputs, by name: inp_tokens (T,) I32, inp_pos (T,) I32, attn_inp_kq_mask (T, n_kv) F16, what
+    tells stores their rows, inp_out_ids (n_outputs,) I32. Stores have attn_inp_k_idxs and
+    attn_inp_v_idxs (T,) I64 (set_rows), or inp_store_table (2 * n_layer,) I64, the first cell for K
+    and V of each layer (copy_by_table), or nothing (copy_to_view). The output is `result_output`
+    (n_outputs, n_vocab) F32.
+    With n_outputs 0 the graph ends at the last layer's cache stores.
     """
-    s = Step(model.hparams, shape, caches, model.rope_freqs, activations)
-    stored = [s.ids, s.positions, s.k_idxs, s.v_idxs]
+    s = Step(model.hparams, shape, caches, model.rope_freqs, activations, stores)
+    stored = [s.ids, s.positions, *s.store_inputs]
     x: Tensor | None = s.add("get_rows", "inp_embd", model.embedding, s.ids)
     for i, layer in enumerate(model.layers):
         for block, weights in zip(model.blocks, layer, strict=True):
@@ -228,5 +235,5 @@ def build_graph(
     cur = s.norm("result_norm", x, model.output_norm, -1)
     logits = s.product("result_output", model.output, cur, None, -1)
     logits.kind = Kind.OUTPUT
-    inputs = [s.ids, s.positions, s.mask, s.k_idxs, s.v_idxs, s.out_ids]
+    inputs = [s.ids, s.positions, s.mask, *s.store_inputs, s.out_ids]
     return Graph(s.nodes, inputs, [logits], shape)

@@ -58,11 +58,23 @@ class PerCell(Input):
         return self.shape == (step.n_kv,)
 
 
+class StoreTable(Input):
+    """The first cell of the step, for K and V of each layer, (2 * n_layer,) I64."""
+
+    __slots__ = ()
+
+    def __init__(self, n_layer: int):
+        super().__init__(STORE_TABLE, I64, (2 * n_layer,))
+
+    def can_reuse(self, step: StepShape) -> bool:
+        return True  # of any step
+
+
 TOKENS, POSITIONS, MASK = "inp_tokens", "inp_pos", "attn_inp_kq_mask"
-K_CELLS, V_CELLS = "attn_inp_k_idxs", "attn_inp_v_idxs"
+K_CELLS, V_CELLS, STORE_TABLE = "attn_inp_k_idxs", "attn_inp_v_idxs", "inp_store_table"
 OUT_IDS, DELTAS = "inp_out_ids", "inp_k_shift"
 
-# by name: the input of a graph for steps of a shape
+# by name: the input of a graph for steps of a shape, where it follows from the shape
 INPUTS: dict[str, Callable[[StepShape], Input]] = {
     TOKENS: lambda step: PerToken(TOKENS, I32, step),
     POSITIONS: lambda step: PerToken(POSITIONS, I32, step),

@@ -49,8 +49,8 @@ def _bodies() -> dict[str, Callable[..., Body]]:
 
     named = (
         elementwise.rms_norm, elementwise.quantize, elementwise.rope, elementwise.rope_shift,
-        elementwise.set_rows, elementwise.swiglu, elementwise.square_sums, elementwise.rms_scale,
-        attention.attention,
+        elementwise.set_rows, elementwise.copy_to_view, elementwise.copy_by_table,
+        elementwise.swiglu, elementwise.square_sums, elementwise.rms_scale, attention.attention,
     )  # fmt: skip
     one_body: dict[str, Body] = {
         **{body.__name__: body for body in named},

@@ -1,0 +1,205 @@
+"""Graph reuse in its four ways: the same logits, and the work that each claims to remove gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests.reuse import N_CTX, N_UBATCH, PAD, WAYS, boundaries, long_run, mixed_run, views_of
+from workbench.config import Toggles
+from workbench.engine.engine import Engine
+from workbench.errors import UsageError
+from workbench.graph import ops
+from workbench.program.check.hazards import races
+from workbench.program.commands import Launch
+from workbench.program.first_cell import at_cell, first_cell
+
+REUSED = WAYS[1:]
+MODELS = [("tiny-llama", "Q8_0"), ("tiny-qwen3", "BF16")]
+DEVICES = ["embedded", "host"]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def engine(request, tiny_model) -> Iterator[Engine]:
+    path = tiny_model("tiny-llama", "Q4_0")
+    with wb.Engine.load(
+        path, device=request.param, n_ctx=N_CTX, n_ubatch=N_UBATCH, threads=2, toggles=Toggles()
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def long_wanted(engine):
+    engine.reset()
+    return long_run(engine)
+
+
+@pytest.fixture(scope="module")
+def mixed_wanted(engine):
+    return mixed_run(engine)
+
+
+# the same logits ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", REUSED)
+def test_more_than_512_tokens_across_a_reset(engine, long_wanted, way):
+    """A prompt, 520 tokens one by one, a reset and a shorter text, to the bit; and as many programs
+    built as boundaries of n_kv were crossed."""
+    with engine.variant(Toggles(graph_reuse=way)) as variant:
+        for ours, theirs in zip(long_run(variant), long_wanted, strict=True):
+            assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("background", ["off", "on"])
+@pytest.mark.parametrize("way", REUSED)
+def test_several_sequences(engine, mixed_wanted, way, background):
+    """Ragged steps, cells removed and shifted, to the bit; alone, and with everything else on that
+    is exact."""
+    on = {"step_wait": "outputs", "sync": "implicit", "host_source": "pinned_ring_4"}
+    if engine.device == "host":
+        on = {"step_wait": "outputs"}
+    others = on if background == "on" else {}
+    with engine.variant(Toggles(graph_reuse=way, **others)) as variant:
+        for ours, theirs in zip(mixed_run(variant), mixed_wanted, strict=True):
+            assert np.array_equal(ours, theirs)
+        assert variant.counters["programs_reused"] > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fused_and_deferred(engine, way):
+    """Everything fuses as it does by itself, but for RoPE and store."""
+    toggles = {"fuse": "on", "fuse_rope_store": "off", "defer_norm": "on"}
+    with engine.variant(Toggles(**toggles)) as variant:
+        wanted = mixed_run(variant)
+    with engine.variant(Toggles(graph_reuse=way, **(toggles | {"fuse_rope_store": "on"}))) as other:
+        for ours, theirs in zip(mixed_run(other), wanted, strict=True):
+            assert np.array_equal(ours, theirs)
+        fused = {c.node.op for c in other.program().singly() if isinstance(c, Launch)}
+    stores = {"copy_to_view", "copy_by_table"} & fused
+    assert bool(stores) == (way in ("patch_pointers", "pointer_table"))
+    assert {"qkv", "glu"} <= fused if stores else "qkv_rope_store" in fused
+
+
+@pytest.mark.parametrize("way", ["patch_pointers", "pointer_table"])
+def test_host_and_device_share_the_layers(tiny_model, way):
+    """Stores on the host are patched, too, and those of two devices."""
+    path = tiny_model("tiny-llama", "Q8_0")
+    for placed in ({"n_gpu_layers": 2}, {"n_devices": 2}):
+        with wb.Engine.load(
+            path, device="embedded", n_ctx=N_CTX, n_ubatch=N_UBATCH, threads=1, toggles=Toggles(),
+            **placed,
+        ) as engine:  # fmt: skip
+            wanted = mixed_run(engine)
+            with engine.variant(Toggles(graph_reuse=way)) as variant:
+                for ours, theirs in zip(mixed_run(variant), wanted, strict=True):
+                    assert np.array_equal(ours, theirs)
+
+
+# the work is gone ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_programs_reused_are_n_minus_1_minus_the_boundaries(engine, way):
+    with engine.variant(Toggles(graph_reuse=way)) as variant:
+        n = 2 * PAD + 10
+        for token in range(n):
+            variant.step([token])
+        counters = variant.counters
+    crossed = boundaries(n)
+    assert crossed == 2
+    reused = 0 if way == "rebuild" else n - 1 - crossed
+    assert (counters["programs_reused"], counters["programs_built"]) == (reused, n - reused)
+
+
+def test_what_tells_the_stores_where_to(engine):
+    """The inputs of each way; a patched one has none, and a store of each layer's K and V."""
+    inputs, stores = {}, {}
+    for way in WAYS:
+        with engine.variant(Toggles(graph_reuse=way)) as variant:
+            program = variant.program(n_past=5)
+        names = {c.value for c in program.commands if c.kind == "write"}
+        inputs[way] = names & {"attn_inp_k_idxs", "attn_inp_v_idxs", "inp_store_table"}
+        stores[way] = [c.node for c in program.singly()
+                       if isinstance(c, Launch) and c.node.name.startswith("cache_")]  # fmt: skip
+        assert len(stores[way]) == 2 * engine.model.n_layer
+    rows = {"attn_inp_k_idxs", "attn_inp_v_idxs"}
+    assert inputs == {"rebuild": rows, "patch_pointers": set(), "set_rows": rows,
+                      "pointer_table": {"inp_store_table"}}  # fmt: skip
+    for node in stores["patch_pointers"]:  # exact
+        row = node.output.nbytes // node.output.rows
+        assert ops.writes(node) == [(node.output, 5 * row, row)] and ops.vague(node) == (
+            set(), set()
+        )  # fmt: skip
+
+
+# a program that is patched ------------------------------------------------------------------------
+
+
+def test_a_patched_program_is_the_one_that_would_be_built(engine):
+    """Ranges, parameters and addresses: of the kept program as of one built for the cell."""
+    with engine.variant(Toggles(graph_reuse="patch_pointers")) as variant:
+        kept = None
+        for n_past in range(6):
+            variant.step([7])
+            ((prepared, *_),) = variant._programs._kept.values()
+            assert kept in (None, prepared)
+            kept = prepared
+            built = variant.program(n_past=n_past)
+            assert first_cell(prepared.program) == n_past == prepared.binding.cell
+            assert views_of(prepared.program) == views_of(built) == views_of(at_cell(built, n_past))
+            for (_, range_, _), (block, _, _) in zip(
+                views_of(prepared.program), prepared.binding._views, strict=True
+            ):
+                memory = prepared.binding.memory[
+                    next(b for b in prepared.binding.memory if b.name == range_[0])
+                ]
+                assert block[0] == memory.address + range_[1]
+        program = prepared.program
+        assert prepared.program is program  # made once
+        prepared.store_at(40)
+        assert first_cell(prepared.program) == 40 and first_cell(program) == 5
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sync", ["per_copy", "write_read_boundary"])
+def test_the_checker_sees_each_step_with_its_cells(engine, way, sync):
+    if engine.device == "host":
+        sync = "per_copy"
+    toggles = Toggles(graph_reuse=way, sync=sync, step_wait="outputs")
+    with engine.variant(toggles) as variant:
+        programs = variant.cycle(2 * N_UBATCH + 3, 4)
+        assert not races(programs * 2)
+        cells = [first_cell(p) for p in variant.programs(2 * N_UBATCH + 3, 2, laps=2)]
+    n = N_UBATCH
+    wanted = [0, n, 2 * n, 2 * n + 3, 2 * n + 4] * 2
+    assert cells == (wanted if way == "patch_pointers" else [None] * len(wanted))
+
+
+# cells in a row -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["patch_pointers", "pointer_table"])
+def test_no_cells_in_a_row_is_refused_and_the_engine_goes_on(engine, way):
+    with engine.variant(Toggles(graph_reuse=way)) as variant:
+        tokens = list(range(N_UBATCH))
+        while variant.n_past + N_UBATCH <= N_CTX:
+            variant.prefill(tokens)
+        variant.cache.remove(0, 5, 8)
+        variant.cache.remove(0, 20, 22)
+        with pytest.raises(UsageError, match=r"no 4 free cells in a row.* 5 free.* are 3;"):
+            variant.step([1, 2, 3, 4])
+        before = variant.n_past
+        with pytest.raises(UsageError, match="in a row"):
+            variant.prefill([1, 2, 3, 4])
+        assert variant.n_past == before
+        variant.step([1, 2, 3])
+        variant.step([4])  # the inputs made ahead are for cells that are there
+        variant.submit([(1, [5], "last")]).wait()
+        with pytest.raises(UsageError, match="do not fit the context"):
+            variant.step([1])
+        variant.reset()
+        assert variant.step([1, 2, 3, 4]).shape == (1, variant.model.n_vocab)
