@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -28,14 +27,7 @@ SWITCHED = "default,graphs=off,graph_opt=1,reuse=off,graphs=off reuse=off"
 
 @pytest.fixture
 def program(tmp_path) -> Path:
-    """A folder as `build-cuda.sh` leaves it, with the fake in it."""
-    made = tmp_path / "built" / "bin" / "llama-bench"
-    made.parent.mkdir(parents=True)
-    source = Path(fake_llama_bench.__file__).read_text()
-    made.write_text(source.replace("#!/usr/bin/env python3", f"#!{sys.executable}", 1))
-    made.chmod(0o755)
-    (tmp_path / "built" / "build.json").write_text('{"nvcc": "13.0.88"}')
-    return made
+    return fake_llama_bench.install(tmp_path / "built")
 
 
 def calls(program: Path) -> list[dict]:
@@ -209,7 +201,7 @@ def test_without_a_toolkit_one_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(llama_bench, "BUILT", tmp_path / "built")
     monkeypatch.setattr(llama_bench, "__file__", str(tmp_path / "llama_bench.py"))
     with pytest.raises(RuntimeError, match=r"^missing: a CUDA toolkit \(nvcc\); looked in") as said:
-        llama_bench.find(None)
+        cuda.main(MODEL, device="embedded", out=tmp_path / "out")
     assert "install CUDA 13, or give PEER=path" in str(said.value)
     assert "\n" not in str(said.value)
 

@@ -5,10 +5,10 @@
 # libraries, FOLDER/build.json says what they were built of. It takes half an hour on two cores.
 # ARCHITECTURE is 90 for a Hopper; without it the machine's own GPU says it.
 #
-# Only what is measured is built. Out of the matrix products stay the types that no model here has:
-# their files are moved away, and the linker lets their symbols be missing. No server, no curl.
+# Only what is measured is built: no server, no curl, and no matrix products of types that no model
+# here has. Their files are moved away, and the linker lets their symbols be missing.
 # A toolkit without cuBLAS is completed by the wheel, in a folder of links; it stays as it is.
-# CONFIGURE_ONLY=1 stops before the compiler starts.
+# CHECK_ONLY=1 stops when nothing is missing, CONFIGURE_ONLY=1 before the compiler starts.
 set -euo pipefail
 
 PACKAGE=0.3.36
@@ -18,8 +18,6 @@ UNUSED="iq1_s iq2_s iq2_xs iq2_xxs iq3_s iq3_xxs iq4_nl iq4_xs nvfp4 q1_0 q2_0 q
 missing() { echo "missing: $1" >&2; exit 1; }
 
 [ $# -ge 1 ] || { echo "usage: $0 FOLDER [ARCHITECTURE]" >&2; exit 2; }
-folder=$(mkdir -p "$1" && cd "$1" && pwd)
-
 toolkit=
 for nvcc in "${CUDA_HOME:-/nowhere}/bin/nvcc" "$(command -v nvcc || true)" /usr/local/cuda/bin/nvcc; do
   top=$(dirname "$(dirname "$(readlink -f "$nvcc" || true)")")
@@ -32,7 +30,9 @@ python=${PYTHON:-python3}
 "$python" -c 'import venv, ensurepip' 2>/dev/null || missing "the venv module of $python; install it (Debian: python3-venv)"
 arch=${2:-$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | tr -d . || true)}
 [ -n "$arch" ] || missing "a GPU that says its architecture; name one: $0 FOLDER 90"
+[ -z "${CHECK_ONLY:-}" ] || exit 0
 
+folder=$(mkdir -p "$1" && cd "$1" && pwd)
 cd "$folder"
 [ -x tools/bin/cmake ] || {
   "$python" -m venv tools

@@ -12,10 +12,10 @@ each model, `data/results/peer-cuda/MODEL/`:
 * llama.cpp's turn is a process of its own: it loads the file and repeats each test. Ours is in this
   process, where the engine stays loaded and idle while llama.cpp computes.
 * The first repetition of a test in a turn is kept apart and not counted, on both sides. In it
-  llama.cpp captures its graphs, and clocks rise. Everything after it is a row of the samples.
+  llama.cpp captures its graphs, and clocks rise. Every other one is a row of the samples.
 
-What differs from llama-bench's own table is that alone; both sides count the same tokens, from an
-empty cache, without sampling, until the logits are on the host.
+Both sides count the same: random tokens from an empty cache, without sampling, until the logits are
+on the host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ import workbench as wb
 from data.measure import peer as recorded
 from data.measure.peer import LLAMA, MODELS, OURS, SWITCHES, TESTS, PeerRun
 from data.measure.session import parsed, toggles_of
-from tests.peer.llama_bench import LlamaBench, arguments, find, name_of
+from tests.peer.llama_bench import LlamaBench, arguments, build, find, name_of
+from workbench.backend.base import open_backend
 from workbench.bench import answers, provenance, results
 from workbench.bench import workload as w
 from workbench.bench.draft import Draft, kept, new_arm, new_run
@@ -331,6 +332,9 @@ def main(
     names, begun = models or MODELS, time.monotonic()
     for name in names:
         parsed(name)
+    if peer is None:
+        build(check=True)  # before anything takes long
+    open_backend(device).close()
     bench = find(peer)
     for name in names:
         if is_there(out / name) and not again:

@@ -2,7 +2,8 @@
 """Prints what llama-bench prints, with times that follow from its variables alone.
 
 It takes part in tests as `llama-bench`. Beside it lies `calls.jsonl`: a line for each call, with
-the arguments and every variable of llama.cpp's. A file `fails` beside it says how it misbehaves.
+the arguments and every variable of llama.cpp's. A file `fails` beside it says how it misbehaves, a
+file `card` on which GPU it claims to have computed.
 """
 
 import json
@@ -14,6 +15,16 @@ HERE = Path(__file__).resolve().parent
 US = {"pp": 2.0, "tg": 1000.0}  # a token; the first repetition of a test takes ten times as long
 SLOWER = {"GGML_CUDA_DISABLE_GRAPHS": 200.0, "LLAMA_GRAPH_REUSE_DISABLE": 50.0}  # us a token
 FASTER = {"GGML_CUDA_GRAPH_OPT": 100.0}
+
+
+def install(folder: Path) -> Path:
+    """As `build-cuda.sh` leaves a build in `folder`; returns the program."""
+    made = folder / "bin" / "llama-bench"
+    made.parent.mkdir(parents=True)
+    made.write_text(Path(__file__).read_text().replace("/usr/bin/env python3", sys.executable, 1))
+    made.chmod(0o755)
+    (folder / "build.json").write_text('{"nvcc": "13.0.88"}')
+    return made
 
 
 def main(arguments: list[str]) -> int:
@@ -35,6 +46,8 @@ def main(arguments: list[str]) -> int:
         return 0
     add = sum(us for name, us in SLOWER.items() if own.get(name) == "1")
     add -= sum(us for name, us in FASTER.items() if own.get(name) == "1")
+    card = HERE / "card"
+    gpu_info = card.read_text() if card.exists() else ""
     rows = []
     for flag, kind in (("-p", "pp"), ("-n", "tg")):
         for n in (int(n) for n in given[flag].split(",") if int(n)):
@@ -42,7 +55,7 @@ def main(arguments: list[str]) -> int:
             ns = [round(us * 1e3 * n)] * int(given["-r"])
             rows.append(
                 {
-                    "build_commit": "fade", "build_number": 7, "gpu_info": "", "backends": "CUDA",
+                    "build_commit": "fade", "build_number": 7, "gpu_info": gpu_info,
                     "n_gpu_layers": 99, "flash_attn": 1, "n_prompt": n if kind == "pp" else 0,
                     "n_gen": n if kind == "tg" else 0, "samples_ns": [10 * ns[0], *ns[1:]],
                 }

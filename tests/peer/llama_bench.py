@@ -140,18 +140,23 @@ def _program(path: Path) -> Path:
     )
 
 
-def build() -> Path:
-    """The program in `.venv-peer/cuda`, built there where it is missing. Half an hour, once."""
+def build(check: bool = False) -> Path:
+    """The program in `.venv-peer/cuda`, built there where it is missing. Half an hour, once.
+
+    check: only whether it is there, or could be built. Raises RuntimeError, in one line, for what
+    is missing.
+    """
     program = BUILT / "bin" / PROGRAM
-    if not (program.is_file() and (BUILT / RECORD).is_file()):
-        script = Path(__file__).with_name("build-cuda.sh")
+    if program.is_file() and (BUILT / RECORD).is_file():
+        return program
+    if not check:
         print(f"{PROGRAM} is built in {BUILT} (half an hour on two cores, once)", file=sys.stderr)
-        done = subprocess.run(
-            [script, BUILT], env=os.environ | {"PYTHON": sys.executable}, stderr=subprocess.PIPE,
-            text=True,
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError((done.stderr.strip().splitlines() or ["the build failed"])[-1])
+    done = subprocess.run(
+        [Path(__file__).with_name("build-cuda.sh"), BUILT], stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHON": sys.executable} | ({"CHECK_ONLY": "1"} if check else {}),
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["the build failed"])[-1])
     return program
 
 
