@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.base import Issue, KernelName
+from workbench.backend.base import Captured, Issue, KernelName
 from workbench.backend.issue import Prepared
-from workbench.backend.issued import Issued
+from workbench.backend.issued import Issued, Plannable
 from workbench.backend.null import NullBackend
+from workbench.backend.plan import plans_of
 from workbench.config import EngineConfig, Toggles
 from workbench.engine.watch import chosen
 from workbench.graph.ir import F32, Node, StepShape, Tensor
@@ -44,7 +45,9 @@ from workbench.program.commands import (
     Wait,
     Write,
 )
+from workbench.program.plans import with_plans
 
+Work = tuple[Any, int, int, dict[str, Any]]  # kind, stream, ns, fields of a record
 OFFSET_NS = 1_700_000_000_000_000_000  # of CUPTI's clock to the recorder's
 KERNEL_NS = 40_000
 MODEL = SimpleNamespace(
@@ -79,7 +82,7 @@ class SyncType(enum.IntEnum):
 
 
 CALLS = ["", "cuLaunchKernel", "cudaLaunchKernel", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2",
-         "cuStreamSynchronize", "cuEventSynchronize", "cuEventRecord"]  # fmt: skip
+         "cuStreamSynchronize", "cuEventSynchronize", "cuEventRecord", "cuGraphLaunch"]  # fmt: skip
 
 
 class CuptiError(Exception):
@@ -107,6 +110,7 @@ class FakeCupti:
         self.stack: list[int] = []
         self._records: list[Any] = []
         self._correlation = itertools.count(1000)
+        self.captured: list[Work] | None = None  # what a capture that is under way has recorded
         self._busy: dict[int, int] = defaultdict(int)  # stream -> when it is through
         self._completed: Any = None
 
@@ -200,6 +204,10 @@ class FakeCupti:
         return number
 
     def work(self, kind: ActivityKind, number: int, stream: int, ns: int, **fields: Any) -> None:
+        if self.captured is not None:
+            self.captured.append((kind, stream, ns, fields))
+            return
+        fields.setdefault("graph_node_id", 0)
         start = max(now() + 2000, self._busy[stream])
         self._busy[stream] = start + ns
         number_of_stream = 13 + stream
@@ -221,14 +229,46 @@ class FakeCupti:
         )  # fmt: skip
 
 
+class CuptiGraph(Captured):
+    """A graph on a fake CUPTI: all of its records have the number of one call. CUPTI's numbers of
+    the nodes are `ids`, in the order of the nodes unless a test says otherwise."""
+
+    def __init__(self, cupti: FakeCupti, work: Plannable):
+        self._cupti, self._recorded, nodes = cupti, list[Work](), list[int]()
+        for number, part in enumerate(work.parts):
+            cupti.captured = []
+            part.call()
+            nodes += [number] * len(cupti.captured)
+            self._recorded += cupti.captured
+        cupti.captured = None
+        self.nodes = tuple(nodes)
+        self.ids = list(range(501, 501 + len(nodes)))
+
+    def launch(self) -> None:
+        number = self._cupti.call("cuGraphLaunch")
+        for (kind, stream, ns, fields), node in zip(self._recorded, self.ids, strict=True):
+            self._cupti.work(kind, number, stream, ns, graph_node_id=node, **fields)
+
+    def update(self, work: Plannable, changed: Any) -> bool:
+        return True
+
+    def destroy(self) -> None:
+        """Nothing to give back."""
+
+
 class CuptiBackend(NullBackend):
     """Issues on a fake CUPTI: a mul_mat is a conversion, a product of cuBLAS (two kernels of its
     own and a memset) and a bias; every other op one kernel. held: copies to the device make the
     host wait for their stream, as a pageable source can."""
 
     def __init__(self, cupti: FakeCupti, held: bool = False):
-        super().__init__("cuda", Capabilities(True, True, True, False, 2))
+        super().__init__("cuda", Capabilities(True, True, True, True, 2))
         self.cupti, self.held = cupti, held
+        self.graphs: list[CuptiGraph] = []
+
+    def capture(self, work: Plannable) -> CuptiGraph:
+        self.graphs.append(CuptiGraph(self.cupti, work))
+        return self.graphs[-1]
 
     def kernels_of(self, node: Node) -> list[KernelName]:
         made = ["half_rows", None, "add_bias"] if node.op == "mul_mat" else [node.op]
@@ -276,21 +316,32 @@ class CuptiBackend(NullBackend):
 
 class CudaEngine:
     """An engine of one program on such a device: a host split, two copies, a product and a sum on
-    the device, the result's copy, and the wait for it. lead: launches in front of the copies."""
+    the device, the result's copy, and the wait for it. lead: launches in front of the copies.
+    plans, scope: the toggles `plans` and `plan_scope`."""
 
     device = "cuda"
     model, toggles, config, sync_mode = MODEL, Toggles(), EngineConfig(), "copy_boundary"
     chosen = "preset baseline"
 
-    def __init__(self, cupti: FakeCupti, held: bool = False, lead: int = 0):
+    def __init__(
+        self,
+        cupti: FakeCupti,
+        held: bool = False,
+        lead: int = 0,
+        plans: str = "off",
+        scope: str = "split",
+    ):
         self._loaded = self  # what it stands on, for `exclusive`
         self.cupti, self.backend = cupti, CuptiBackend(cupti, held)
         self.recorder: Any = None
         self.n_steps = 0
         self.program = _program(lead)
+        if plans != "off":
+            self.program = with_plans(self.program, scope)
         host = NullBackend("host", Capabilities(False, False, True, False, 0))
         memory = {b: self.backend.allocate(b.nbytes, b.space) for b in self.program.buffers}
-        self.prepared = Prepared(self.program, [host, self.backend], memory)
+        execute = plans_of(Toggles(plans=plans)).executor(self.program)
+        self.prepared = Prepared(self.program, [host, self.backend], memory, {}, execute)
 
     def synchronize(self) -> None:
         self.backend.synchronize()

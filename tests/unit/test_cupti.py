@@ -19,9 +19,11 @@ from tests.unit.fake_cupti import (
     Result,
 )
 from workbench.errors import DeviceError, UsageError
-from workbench.program.commands import Copy, Launch, Space
+from workbench.program.commands import Copy, Launch, Replay, Space
 from workbench.trace import cupti as collector
-from workbench.trace.correlate import Activity, match
+from workbench.trace.activity import Activity
+from workbench.trace.correlate import match
+from workbench.trace.parted import parted
 from workbench.trace.profile import profile
 from workbench.trace.spans import HOST_LANE
 
@@ -144,6 +146,89 @@ def test_a_record_before_its_call_shows_in_the_stated_error(engine, cupti):
     cupti.spoil = spoiled.with_an_early_kernel
     prof = traced(engine)
     assert prof.windows[0].clock_error_ns > 20_000_000  # the machine may be busy in between
+
+
+# plans --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lead", [0, 2])
+@pytest.mark.parametrize("scope", ["split", "step"])
+@pytest.mark.parametrize("window", [(0, 1), (1, 2)])
+@pytest.mark.parametrize("plans", ["ours", "today"])
+def test_a_replayed_kernel_or_copy_is_a_span_of_its_part(cupti, plans, window, scope, lead):
+    """Replayed, captured in the window, or issued part by part: named as without a plan."""
+    prof = traced(CudaEngine(cupti, lead=lead, plans=plans, scope=scope), n=4, window=window)
+    assert prof.complete and not prof.missing, prof.missing
+    plain = traced(CudaEngine(cupti, lead=lead), n=4, window=window)
+
+    def about(spans: Any) -> list[tuple[Any, ...]]:
+        found = [s for s in spans if s.category == "device"]
+        keys = ("kernel", "bytes", "op", "kind", "stream", "step", "split")
+        return sorted(
+            (s.name, s.lane, *(str(s.args.get(key)) for key in keys)) for s in found
+        )  # fmt: skip
+
+    assert about(prof.timeline.spans) == about(plain.timeline.spans)
+    engine = CudaEngine(cupti, lead=lead, plans=plans, scope=scope)
+    device = [s for s in prof.timeline.spans if s.category == "device"]
+    plans_at = [i for i, c in enumerate(engine.program.commands) if isinstance(c, Replay)]
+    assert plans_at
+    for at in plans_at:
+        parts, inside = (
+            engine.program.commands[at].parts,
+            [s for s in device if s.args["index"] == at],
+        )
+        for span in inside:
+            part = parts[span.args["part"]]
+            assert (span.args["kind"], span.name) == (part.kind, part.label)
+        work = {i for i, part in enumerate(parts) if isinstance(part, Copy | Launch)}
+        assert {s.args["part"] for s in inside} == work
+
+
+def test_nodes_are_told_by_the_order_they_began_in_else_by_their_numbers(cupti):
+    """Numbers of CUPTI's in no order do no harm, nor does a copy that begins late."""
+    engine = CudaEngine(cupti, plans="ours", lead=2, scope="split")
+    engine.step()
+    for graph in engine.backend.graphs:
+        graph.ids.reverse()
+    assert traced(engine).complete
+    rows = [
+        Activity("kernel", name, start, start + 5, 7, 13, node=node)
+        for name, start, node in (("a", 10, 3), ("b", 30, 1), ("c", 20, 2))
+    ]
+    for names, nodes in ((("a", "c", "b"), [0, 1, 2]), (("b", "c", "a"), [0, 1, 2])):
+        found, reason = parted(rows, [[name] for name in names], nodes)
+        assert not reason and [[r.name for r in found[i]] for i in range(3)] == [[n] for n in names]
+    found, reason = parted(rows, [["c"], ["b"], ["a"]], [0, 1, 2])
+    assert not found and reason == "part 0: kernel a instead of c"
+    found, reason = parted(rows, [["a"], ["b"], ["c"]], [0, 1])
+    assert not found and reason == "3 records for 2 nodes"
+
+
+def test_products_in_a_row_are_told_by_the_nodes_of_each(cupti):
+    rows = [Activity("kernel", "gemm", 10 * i, 10 * i + 5, 7, 13, node=i + 1) for i in range(5)]
+    wanted: list[list[Any]] = [[None], [], [None], [None]]
+    found, reason = parted(rows, wanted, [0, 0, 2, 3, 3])
+    assert not reason and {i: len(r) for i, r in found.items()} == {0: 2, 2: 1, 3: 2}
+    found, _ = parted([r._replace(node=0) for r in rows], wanted, None)
+    assert {i: len(r) for i, r in found.items()} == {0: 1, 2: 1, 3: 3}, "one by one: nobody knows"
+
+
+@pytest.mark.parametrize("nodes", [True, False])
+def test_a_plan_with_a_lost_record_is_said_once(cupti, nodes):
+    engine = CudaEngine(cupti, plans="ours" if nodes else "today")
+    if nodes:
+        engine.step()
+    kinds = int(ActivityKind.CONCURRENT_KERNEL)
+    cupti.spoil = lambda records: [
+        r for r in records if not (r.kind == kinds and r.name == "add_bias")
+    ]
+    prof = traced(engine, n=1, window=(0, 1))
+    assert not prof.complete
+    assert "1 x plan not as recorded (first: step" in prof.missing
+    assert ("6 nodes" if nodes else "instead of") in prof.missing, prof.missing
+    assert "command not as recorded" not in prof.missing
+    assert not [s for s in prof.timeline.spans if s.args.get("part") is not None]
 
 
 # incomplete ---------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import pandas as pd
 
 from workbench.errors import UsageError
 from workbench.graph.ops import touched_bytes
-from workbench.program.commands import Program
+from workbench.program.commands import Program, Replay
 from workbench.trace.spans import HOST_LANE, LOGITS_WAIT, Span
 
 BY = ("op", "node", "kernel")  # what rows of the kernel table stand for
@@ -43,23 +43,25 @@ def with_bytes(spans: Iterable[Span], program_of: Callable[[int], Program | None
     program_of: the program of a step, or None.
     """
     spans = list(spans)
-    known: dict[tuple[int, int], int] = {}  # program and position -> bytes
-    n_kernels: dict[tuple[int, int], int] = {}
+    known: dict[tuple[int, int, int], int] = {}  # program, position and part -> bytes
+    n_kernels: dict[tuple[int, int, int], int] = {}
     for span in spans:
         if span.category == "device" and span.args.get("kind") == "launch":
-            launch_key = span.args["step"], span.args["index"]
+            launch_key = span.args["step"], span.args["index"], span.args.get("part", -1)
             n_kernels[launch_key] = n_kernels.get(launch_key, 0) + 1
     found = []
     for span in spans:
         launch = span.category == "launch" or span.args.get("kind") == "launch"
         program = program_of(span.args.get("step", -1)) if launch else None
         if program is not None:
-            index = span.args["index"]
-            key = id(program), index
+            index, part = span.args["index"], span.args.get("part", -1)
+            key = id(program), index, part
             if key not in known:
-                known[key] = touched_bytes(program.commands[index].node)
+                command = program.commands[index]
+                launched = command.parts[part] if isinstance(command, Replay) else command
+                known[key] = touched_bytes(launched.node)
             more: dict[str, Any] = {"bytes": known[key]}
-            several = n_kernels.get((span.args["step"], index), 1)
+            several = n_kernels.get((span.args["step"], index, part), 1)
             if span.category == "device" and several > 1:
                 more["kernels"] = several
             span = span._replace(args=span.args | more)
@@ -128,19 +130,21 @@ def _launches(frame: pd.DataFrame, by_kernel: bool = False) -> pd.DataFrame:
     start_us, dur_us (of its kernels together), end_us, bytes, issue_us (when the host's call
     began), launch_to_start_us. by_kernel: a row for each kernel instead; bytes only of single
     ones."""
-    host = frame[(frame["lane"] == HOST_LANE) & (frame["category"] == "launch")]
+    host = frame[(frame["lane"] == HOST_LANE) & frame["category"].isin(["launch", "replay"])]
     device = frame[(frame["category"] == "device") & (frame["kind"] == "launch")]
     command = ["step", "index"]
+    launch = [*command, "part"]
     if not by_kernel:
         end = (device["start_us"] + device["dur_us"]).rename("end_us")
-        device = device.assign(end_us=end).groupby(command, sort=False, as_index=False)
+        device = device.assign(end_us=end)
+        device = device.groupby(launch, sort=False, as_index=False, dropna=False)
         device = device.agg(
             name=("name", "first"), op=("op", "first"), kernel=("kernel", "first"),
             lane=("lane", "first"), start_us=("start_us", "min"), dur_us=("dur_us", "sum"),
             end_us=("end_us", "max"), bytes=("bytes", "first"),
         )  # fmt: skip
     else:
-        alone = device.groupby(command)["index"].transform("size") == 1
+        alone = device.groupby(launch, dropna=False)["index"].transform("size") == 1
         device = device.assign(
             end_us=device["start_us"] + device["dur_us"], bytes=device["bytes"].where(alone)
         )
@@ -150,7 +154,7 @@ def _launches(frame: pd.DataFrame, by_kernel: bool = False) -> pd.DataFrame:
     device = device.assign(issue_us=np.asarray(issued, "float64"))
     device["launch_to_start_us"] = device["start_us"] - device["issue_us"]
     # a launch without a device span ran inside the host's call; one of a device was not recorded
-    inside = host[host["on"].str.startswith("host ", na=False)]
+    inside = host[host["on"].str.startswith("host ", na=False) & (host["category"] == "launch")]
     inside = inside.assign(
         lane=HOST_LANE, end_us=inside["start_us"] + inside["dur_us"],
         issue_us=inside["start_us"], launch_to_start_us=np.nan,

@@ -16,39 +16,34 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from workbench.backend.base import KernelName
 from workbench.graph.ir import Node
-from workbench.program.commands import HOST, Command, Copy, Launch, Program, Stream
+from workbench.program.commands import HOST, Command, Copy, Launch, Program, Replay, Stream
+from workbench.trace.activity import (
+    COPY,
+    COUNTED,
+    DRIVER,
+    KERNEL,
+    RUNTIME,
+    SYNC,
+    Activity,
+    Want,
+    differs,
+)
+from workbench.trace.parted import parted
 from workbench.trace.spans import HOST_LANE, Span
 
-KERNEL, COPY, MEMSET = "kernel", "copy", "memset"  # the device's
-DRIVER, RUNTIME, SYNC = "driver", "runtime", "sync"  # the host's
-COUNTED = (KERNEL, COPY)  # a memset is cuBLAS's or the allocator's: no command asks for one
 LAUNCH_CALLS = ("cuLaunchKernel", "cudaLaunchKernel", "cuLaunchCooperative", "cudaLaunchCoop")
+UNTOLD = "the backend does not say which kernels a launch is made of"
 CALL = "call"  # category of the spans of calls and synchronizations
 
-CommandKey = tuple[int, int]  # step, and position in its program's commands
+# Step, and position in its program's commands; behind them the number of a part, of a plan.
+CommandKey = tuple[int, int] | tuple[int, int, int]
+Replayed = Mapping[CommandKey, Sequence[int] | None]  # of a plan, the part of each node
 KernelsOf = Callable[[Node], Sequence[KernelName] | None]  # see `backend/base.py`
-
-
-class Activity(NamedTuple):
-    """One activity record. Times are ns of CUPTI's clock, 0 where CUPTI could not tell.
-
-    name: of the kernel, of the function called, or of the kind of synchronization. correlation:
-    the call's number, the same in the call and in what it started. stream: CUPTI's number of the
-    stream, -1 where there is none. device: its number.
-    """
-
-    kind: str
-    name: str
-    start: int
-    end: int
-    correlation: int
-    stream: int = -1
-    nbytes: int = 0
-    device: int = 0
 
 
 class Match(NamedTuple):
@@ -69,10 +64,11 @@ def match(
     programs: Mapping[int, Program],
     kernels_of: KernelsOf,
     to_host: Callable[[int], int],
+    replayed: Replayed = MappingProxyType({}),
 ) -> Match:
     """external: external id by correlation id. issued: the command that had an external id.
     programs: by step, all that were issued in the window. to_host: CUPTI's clock to the
-    recorder's."""
+    recorder's. replayed: of plans that were launched as graphs, the part of each node."""
     rows, commands = list(rows), _Commands(programs)
 
     def owner(row: Activity) -> CommandKey | None:
@@ -91,37 +87,40 @@ def match(
             device[key].append(row)
         elif row.kind in COUNTED:
             strays.append(row)
+    faults = _Faults()
+    _check_calls(calls, device, commands, faults)
+    device, untold = _by_part(device, commands, kernels_of, replayed, faults)
     for key, found in device.items():
         device[key] = _as_one(found, commands.get(key))
 
-    faults = _Faults()
     for row in rows:
         if not (row.start and row.end):
             faults.add("zero timestamp", commands.at(owner(row)) + f" {row.kind} {row.name}")
     for row in strays:
         faults.add(f"{row.kind} of no command", row.name)
     for key, wanted in commands.items():
+        if key[:2] in untold:
+            continue
         expected = _expected(wanted, kernels_of)
         if expected is None:
-            unknown = "the backend does not say which kernels a launch is made of"
-            faults.add(unknown, commands.at(key))
-        elif reason := _differs(device.get(key, ()), expected):
+            faults.add(UNTOLD, commands.at(key))
+        elif reason := differs(device.get(key, ()), expected):
             faults.add("command not as recorded", f"{commands.at(key)}: {reason}")
-    _check_calls(calls, device, commands, faults)
     _check_order(device, commands, faults)
     spans = _spans(device, calls, commands, to_host)
     return Match(spans, faults.lines(), _early_ns(calls, device))
 
 
 class _Commands(dict[CommandKey, Command]):
-    """The commands that were issued. programs: by step."""
+    """The commands that were issued, and behind each plan its parts. programs: by step."""
 
     def __init__(self, programs: Mapping[int, Program]):
-        super().__init__(
-            ((step, index), command)
-            for step, program in programs.items()
-            for index, command in enumerate(program.commands)
-        )
+        for step, program in programs.items():
+            for index, command in enumerate(program.commands):
+                self[step, index] = command
+                if isinstance(command, Replay):
+                    parts = enumerate(command.parts)
+                    self.update({(step, index, number): part for number, part in parts})
         self._programs = programs
 
     def backend(self, key: CommandKey, stream: Stream) -> str:
@@ -135,7 +134,8 @@ class _Commands(dict[CommandKey, Command]):
         words = ["command"]
         if (command := self.get(key)) is not None:
             words = [command.kind, *(command.names().get(name, "") for name in ("op", "name"))]
-        return f"step {key[0]}, command {key[1]}, {' '.join(filter(None, words))}"
+        part = f" part {key[2]}" if len(key) == 3 else ""
+        return f"step {key[0]}, command {key[1]}{part}, {' '.join(filter(None, words))}"
 
 
 class _Faults:
@@ -169,47 +169,42 @@ def _as_one(rows: list[Activity], command: Command | None) -> list[Activity]:
     return rows
 
 
-def _expected(command: Command, kernels_of: KernelsOf) -> list[str | int | None] | None:
-    """What the device does for a command: a kernel's name, a copy's bytes, or None for a product
-    of cuBLAS, which is one kernel or more of any name. None where the backend does not say."""
+def _by_part(
+    device: Mapping[CommandKey, list[Activity]],
+    commands: _Commands,
+    kernels_of: KernelsOf,
+    replayed: Replayed,
+    faults: _Faults,
+) -> tuple[dict[CommandKey, list[Activity]], set[CommandKey]]:
+    """The records, and where they are a plan's, each with its part's key; and the plans that are
+    not as recorded, whose records are left out."""
+    made: dict[CommandKey, list[Activity]] = {}
+    untold: set[CommandKey] = set()
+    for key, rows in device.items():
+        plan = commands.get(key)
+        if not isinstance(plan, Replay):
+            made[key] = rows
+            continue
+        wanted = [_expected(part, kernels_of) for part in plan.parts]
+        told = [wants for wants in wanted if wants is not None]
+        if len(told) < len(wanted):
+            continue  # said of the parts that nobody tells of
+        found, reason = parted(rows, told, replayed.get(key))
+        if reason:
+            untold.add(key)
+            faults.add("plan not as recorded", f"{commands.at(key)}: {reason}")
+        made |= {(key[0], key[1], part): of_part for part, of_part in found.items()}
+    return made, untold
+
+
+def _expected(command: Command, kernels_of: KernelsOf) -> list[Want] | None:
+    """What the device does for a command; None where the backend does not say."""
     if isinstance(command, Copy):
         return [command.src.nbytes] if command.src.nbytes else []
     if isinstance(command, Launch) and command.stream.backend != HOST:
         kernels = kernels_of(command.node)
         return None if kernels is None else [kernel.function for kernel in kernels]
     return []
-
-
-def _differs(rows: Sequence[Activity], expected: Sequence[str | int | None]) -> str:
-    """How the kernels and copies recorded for a command differ from what it issues, or nothing."""
-    found = [r for r in rows if r.kind in COUNTED]
-    least = len(expected)
-    if len(found) < least or (len(found) > least and None not in expected):
-        more = " or more" if None in expected else ""
-        return f"{len(found)} records for {least}{more}"
-    at = any_more = 0  # products passed since the last kernel with a name of ours
-    for want in expected:
-        if want is None:
-            any_more += 1
-            continue
-        at += any_more
-        if any_more:  # a product may have more kernels than one
-            while at < len(found) and not _is(found[at], want):
-                at += 1
-        if at >= len(found) or not _is(found[at], want):
-            there = f"{found[at].kind} {found[at].name}" if at < len(found) else "nothing"
-            return f"{there} instead of {want}"
-        at, any_more = at + 1, 0
-    rest = len(found) - at
-    if rest < any_more:
-        return f"{rest} records for {any_more} products"
-    return f"{rest} records too many" if rest and not any_more else ""
-
-
-def _is(row: Activity, want: str | int) -> bool:
-    if isinstance(want, str):
-        return row.kind == KERNEL and row.name == want
-    return row.kind == COPY and row.nbytes == want
 
 
 def _check_calls(
@@ -243,11 +238,14 @@ def _check_order(
     faults: _Faults,
 ) -> None:
     """In each stream of a program records begin in command order, and the stream is one and the
-    same of CUPTI's, and no other's."""
+    same of CUPTI's, and no other's. Parts of a plan are on streams of the graph's own; their order
+    is how they were told apart."""
     by_stream: dict[Stream, list[tuple[int, CommandKey, Activity]]] = defaultdict(list)
     for key, rows in device.items():
         command = commands.get(key)
-        if command is not None and (stream := command.stream) is not None:
+        if len(key) == 3 or command is None:
+            continue
+        if (stream := command.stream) is not None:
             by_stream[stream] += [(r.start, key, r) for r in rows if r.kind in COUNTED and r.start]
     owners: dict[tuple[int, int], Stream] = {}
     for stream, began in by_stream.items():
@@ -319,6 +317,8 @@ def _about(key: CommandKey, command: Command, stream: Stream) -> tuple[str, dict
         "kind": command.kind, "index": key[1], "step": key[0], "split": command.split,
         "stream": stream.id,
     }  # fmt: skip
+    if len(key) == 3:
+        args["part"] = key[2]
     if isinstance(command, Launch):
         args["op"] = command.node.op
     return command.label or command.kind, args

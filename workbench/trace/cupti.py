@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.errors import WorkbenchError
 from workbench.trace import correlate
+from workbench.trace.activity import COPY, DRIVER, KERNEL, MEMSET, RUNTIME, SYNC, Activity
 from workbench.trace.clock import Clock, read_clocks
-from workbench.trace.correlate import COPY, DRIVER, KERNEL, MEMSET, RUNTIME, SYNC, Activity
 from workbench.trace.window import Window, WindowRecorder
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class Session:
 
 def _row(kind: str, activity: Any) -> Activity:
     """Asks for fields and not for types, which change with the version (Kernel10, Kernel12)."""
-    a, stream, nbytes, device = activity, -1, 0, 0
+    a, stream, nbytes, device, node = activity, -1, 0, 0, 0
     match kind:
         case "driver" | "runtime":
             name = str(int(a.cbid))
@@ -246,11 +246,12 @@ def _row(kind: str, activity: Any) -> Activity:
             name, stream = str(int(a.type)), int(a.stream_id)
         case "kernel":
             name, stream, device = str(a.name), int(a.stream_id), int(a.device_id)
+            node = int(a.graph_node_id)
         case _:
             name, stream, device = kind, int(a.stream_id), int(a.device_id)
-            nbytes = int(a.bytes)
+            nbytes, node = int(a.bytes), int(a.graph_node_id)
     return Activity(
-        kind, name, int(a.start), int(a.end), int(a.correlation_id), stream, nbytes, device
+        kind, name, int(a.start), int(a.end), int(a.correlation_id), stream, nbytes, device, node
     )
 
 
@@ -289,6 +290,7 @@ class CuptiRecorder(WindowRecorder):
         self._session: Session | None = None
         self._programs: dict[int, Any] = {}
         self._issued: dict[int, correlate.CommandKey] = {}
+        self._replayed: dict[correlate.CommandKey, Sequence[int] | None] = {}
         self._n_ids = 0
         self._steps: list[int] = []
 
@@ -334,6 +336,10 @@ class CuptiRecorder(WindowRecorder):
         if self.wants(step):
             self._programs[step] = program
 
+    def replayed(self, step: int, index: int, nodes: Sequence[int] | None) -> None:
+        if self._session is not None:
+            self._replayed[step, index] = nodes
+
     def _open_window(self) -> None:
         if self._session is not None:
             return
@@ -351,6 +357,7 @@ class CuptiRecorder(WindowRecorder):
         steps, self._steps = tuple(self._steps), []
         programs, self._programs = self._programs, {}
         issued, self._issued = self._issued, {}
+        replayed, self._replayed = self._replayed, {}
         if session is None:
             return
         faults = []
@@ -361,7 +368,7 @@ class CuptiRecorder(WindowRecorder):
         recording = session.take()
         matched = correlate.match(
             recording.rows, recording.external, issued, programs, self._kernels_of,
-            recording.clock.to_host,
+            recording.clock.to_host, replayed,
         )  # fmt: skip
         self.spans += matched.spans
         untold = sorted(set(steps) - programs.keys())

@@ -55,6 +55,7 @@ COLUMNS = {
     "step": "Int64",  # number of the engine's step, <NA> outside every step
     "split": "Int64",  # number of the split, -1 for commands outside every split
     "index": "Int64",  # position in program.commands, <NA> for what is no command
+    "part": "Int64",  # position in the parts of a plan, <NA> for what is no part
     "bytes": "Int64",  # bytes moved, of copies, writes and reads; those a launch must move
     "op": "str",  # of launches
     "kind": "str",  # device spans: "copy" or "launch"; elsewhere the category
