@@ -11,6 +11,9 @@ import time
 import numpy as np
 import pytest
 
+from workbench.graph.ir import I32, Input
+from workbench.model import inputs
+
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
@@ -22,6 +25,23 @@ def test_run_prints_text_on_stdout_and_the_rest_on_stderr(call, model):
     assert status == 0
     assert out.endswith("\n") and len(out) > 1
     assert "device: embedded" in err and "t/s" in err
+
+
+def test_run_says_what_was_reused_and_what_each_phase_took(call, model):
+    ask = ("run", "-m", model, "--tokens", "1,2,3", "-n", 5, "--device", "embedded")
+    *_, counts, phases = call(*ask)[2].splitlines()
+    assert counts.endswith("; 2 programs built, 3 reused")
+    assert phases.startswith("the host's us a step: batch ") and ", wait " in phases
+    assert "fuse" in phases and "reuse" in phases, "of the prompt and the first token, and the rest"
+    rebuilt = call(*ask, "--graph-reuse", "rebuild")[2].splitlines()
+    assert rebuilt[-2].endswith("; 5 programs built, 0 reused") and "reuse " not in rebuilt[-1]
+
+
+def test_run_names_an_input_that_refuses(call, model, monkeypatch):
+    silent = Input(inputs.OUT_IDS, I32, (1,))
+    monkeypatch.setitem(inputs.INPUTS, inputs.OUT_IDS, lambda step: silent)
+    err = call("run", "-m", model, "--tokens", "1", "-n", 5, "--device", "embedded")[2]
+    assert "; 5 programs built, 0 reused; inp_out_ids kept 4 from being reused\n" in err
 
 
 def test_run_with_ids_prints_ids(call, model):

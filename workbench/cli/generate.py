@@ -45,6 +45,7 @@ def run(
     """Continue a prompt, or token ids; text appears as it is made (with --tokens: ids)."""
     from workbench.engine.batch import check_prompt
     from workbench.engine.generation import CONTEXT_FULL
+    from workbench.engine.phases import refusals_of
     from workbench.model.sampler import Sampling
 
     ids = None if tokens is None else parse_ids(tokens)
@@ -70,8 +71,9 @@ def run(
         say(
             f"prompt {made.prefill_us / 1e3:.1f} ms; {len(made.tokens)} tokens, "
             f"{made.tokens_per_second:.1f} t/s; {engine.counters['programs_built']} programs "
-            f"built, {engine.counters['programs_reused']} reused"
+            f"built, {engine.counters['programs_reused']} reused{refusals_of(engine)}"
         )
+        say(f"the host's us a step: {engine.phases().words}")
     if made.stopped == CONTEXT_FULL:
         n_ctx = engine.config.n_ctx
         say(f"stopped at n_ctx={n_ctx}: the context is full; give -c {2 * n_ctx} for more")

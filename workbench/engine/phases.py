@@ -72,6 +72,12 @@ def counters_of(engine: Engine) -> dict[str, int]:
     }
 
 
+def refusals_of(engine: Engine) -> str:
+    """`; inp_pos kept 5 from being reused`; empty where every input agreed."""
+    refused = engine._programs.refused
+    return "".join(f"; {name} kept {n} from being reused" for name, n in refused.items())
+
+
 class PhaseTime(NamedTuple):
     """What the host spends on a phase: us per step, and the share of all phases (0 to 1)."""
 
@@ -84,6 +90,11 @@ class PhaseTimes(list[PhaseTime]):
     """A row for each phase, in order; shows itself as a table. steps: how many were counted."""
 
     steps: int = 0
+
+    @property
+    def words(self) -> str:
+        """The phases that took any time: `batch 25.4, issue 38.0, wait 412.3`."""
+        return ", ".join(f"{row.phase} {row.us:.1f}" for row in self if row.us)
 
     def __repr__(self) -> str:
         rows = [f"{row.phase:<10}{row.us:>12.2f}{row.share:>8.1%}" for row in self]
