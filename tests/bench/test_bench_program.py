@@ -119,7 +119,7 @@ def test_prepare(benchmark, rig):
 
 def test_reuse(benchmark, rig):
     """To be at most 100 us: finding the kept program of a step shape."""
-    kept = KeepByShape(lambda key, phases: rig.prepare(rig.program(key.shape)), nobody)
+    kept = KeepByShape(lambda key, phases, cell: rig.prepare(rig.program(key.shape)), nobody)
     key = Key(DECODE, 0)
     first = kept.get(key)
     assert benchmark(kept.get, key) is first and kept.reused

@@ -155,11 +155,15 @@ def test_with_an_input_that_does_not_answer_nothing_is_reused_and_it_is_named(en
 # what each layer saves ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*REDO, "redo"])
-def test_a_layer_that_is_done_again_costs_its_phases_and_changes_nothing(base, name):
+@pytest.mark.parametrize(("name", "way"), [
+    *((name, "set_rows") for name in (*REDO, "redo")),
+    ("redo", "patch_pointers"), ("redo", "pointer_table"),
+])  # fmt: skip
+def test_a_layer_that_is_done_again_costs_its_phases_and_changes_nothing(base, name, way):
     """For every step whose program is reused; counters and the trace show it."""
     redone = {p for n in Toggles.members(name) for p in REDO[n]}
-    with base.variant(KEPT) as kept, base.variant(KEPT.switched(name, "on")) as again:
+    toggles = Toggles(graph_reuse=way)
+    with base.variant(toggles) as kept, base.variant(toggles.switched(name, "on")) as again:
         answers = []
         for engine in (kept, again):
             answers.append([engine.prefill(TOKENS[:20])])

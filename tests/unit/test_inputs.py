@@ -16,6 +16,7 @@ from workbench.engine.reuse import KEPT, KeepByShape, Key, Rebuild
 from workbench.graph.defer import defer
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F16, F32, I32, I64, Graph, Input, StepShape
+from workbench.model.blocks import CacheStores
 from workbench.model.decoder import build_graph
 from workbench.model.inputs import INPUTS, POSITIONS, input_of
 from workbench.model.shift import shift_graph
@@ -42,6 +43,17 @@ def test_each_input_of_a_graph_is_in_the_table():
     for t in step:
         made = input_of(t.name, shape)
         assert (type(t), t.dtype, t.shape) == (type(made), made.dtype, made.shape)
+
+
+@given(asked=shapes)
+@settings(max_examples=examples(40))
+def test_the_table_of_stores_serves_every_step(asked):
+    """It has an entry for each store of the model, whatever the step's shape."""
+    model = Decoder("tiny-llama", F32)
+    stores = CacheStores("copy_by_table", 0)
+    inputs = build_graph(model, DECODE, model.caches(256), stores=stores).inputs
+    (table,) = (t for t in inputs if t.name not in INPUTS)
+    assert table.shape == (2 * len(model.layers),) and table.can_reuse(asked)
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -101,7 +113,7 @@ class Builder:
     def __init__(self, inputs):
         self.inputs, self.keys = inputs, []
 
-    def __call__(self, key: Key, phases) -> Prepared:
+    def __call__(self, key: Key, phases, cell: int) -> Prepared:
         self.keys.append(key)
         return Fake(self.inputs(key.shape))  # type: ignore[return-value]
 

@@ -2,8 +2,7 @@
 
 `test_phase` does one phase of a decode step again: what a token pays where nothing is kept.
 `test_step` times whole tokens, with each layer of reuse done again in turn: its difference from
-`kept` is that layer's cost. `test_graph_work` is all that comes before the first command of a
-token is issued; to be at most 60 us.
+`kept` is that layer's cost.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import pytest
 
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
-from workbench.engine.pending import Pending
 from workbench.engine.phases import Phases
 from workbench.engine.reuse import REDO, Key
 from workbench.model import presets
@@ -46,7 +44,7 @@ def base(tmp_path_factory) -> Iterator[Engine]:
 def test_phase(benchmark, base, phase):
     with base.variant(KEPT) as engine:
         phases = Phases(engine._spent)
-        prepared = engine._build(Key(engine.program().shape, 0), phases)
+        prepared = engine._build(Key(engine.program().shape, 0), phases, 0)
         assert sum(c.kind == "launch" for c in prepared.program.commands) > 7 * N_LAYER
         benchmark(phases.again[phase])
 
@@ -69,27 +67,3 @@ def test_step(benchmark, base, arm):
         wanted = {p for name in Toggles.members("redo") for p in REDO[name]
                   if arm in ("rebuild", "redo", name)}  # fmt: skip
         assert done == wanted
-
-
-def test_graph_work(benchmark, base):
-    """Inputs and program of a token, up to its first command."""
-    work = [(0, [7], "last")]
-    with base.variant(KEPT) as engine:
-        made: list[tuple] = []
-
-        def finish() -> None:
-            """The step that was made is issued and waited for, so that the next one's comes."""
-            if made:
-                Pending(engine, *made.pop(), work).wait()
-            if engine.n_past == N_KV:
-                engine.reset()
-
-        def begin() -> None:
-            watch = engine._begin(work)
-            batch = engine._batches.take(work)
-            made.append((watch, engine._programs.get(engine._key(batch.shape)), batch))
-
-        begin()
-        benchmark.pedantic(begin, setup=finish, rounds=500)
-        assert engine.counters["programs_built"] == 1
-        finish()
