@@ -8,9 +8,12 @@ from tests.oracles.happens_before import racing_pairs
 from tests.oracles.walked_again import WalkedAgain
 from workbench.config import CopyStream, StepWait, SyncMode, Toggles
 from workbench.engine.engine import Engine
+from workbench.errors import UsageError
+from workbench.program.capabilities import Capabilities
 from workbench.program.check.hazards import apart, check, races
-from workbench.program.commands import CommandAt, Copy, Sync
-from workbench.program.sync_modes import race_of
+from workbench.program.commands import CommandAt, Copy, Program, Sync
+from workbench.program.plans import choose_scope, with_plans
+from workbench.program.sync_modes import Ordering, race_of
 
 WAYS = [
     (sync_mode, stream, step_wait)
@@ -52,11 +55,32 @@ def test_a_mode_races_where_lowering_says_so(engine_of, way, n_tokens):
     assert bool(found) == bool(racing_pairs(cycle * 2))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_waits_that_could_go_are_those_found_by_walking_all_again(engine_of, way):
+def refused(way: tuple[str, ...]) -> bool:
+    """Whether a whole step can be no plan."""
+    able, ordering = Capabilities(True, True, True, True, 2), Ordering(way[0])
+    try:
+        return not choose_scope("ours", "step", ordering, able, "device")
+    except UsageError:
+        return True
+
+
+def planned(cycle: list[Program], scope: str) -> list[Program]:
+    """The programs with plans; without a scope as they are."""
+    if not scope:
+        return cycle
+    made = {id(program): with_plans(program, scope) for program in cycle}
+    return [made[id(program)] for program in cycle]
+
+
+@pytest.mark.parametrize(
+    ("way", "scope"),
+    [(way, scope) for way in WAYS for scope in ("", "split", "step")
+     if scope != "step" or not refused(way)],
+)  # fmt: skip
+def test_waits_that_could_go_are_those_found_by_walking_all_again(engine_of, way, scope):
     """Of prompts of three ubatches with tokens behind them; steps of one shape share a program."""
     with engine_of(*way) as engine:
-        cycle = engine.programs(20, 3)
+        cycle = planned(engine.programs(20, 3), scope)
     found, twin = check(cycle), WalkedAgain(cycle * 3)
     assert len({id(p) for p in cycle}) == 3 < len(cycle)
     steady = range(len(cycle), 2 * len(cycle))
