@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -73,6 +74,32 @@ def test_program_prints_pattern_and_counts(call, model):
     made = json.loads(call(*ask, "--json")[1])
     assert made["folded_pattern"] == "h saaaasg"
     assert made["counts"]["launches"] == sum(c["kind"] == "launch" for c in made["commands"])
+
+
+def test_program_lists_what_is_in_a_plan(call, model):
+    ask = ("program", "-m", model, "--device", "embedded", "--sync", "event_guarded")
+    ask += ("--plans", "ours", "--plan-scope", "step")
+    status, out, _ = call(*ask)
+    assert status == 0
+    assert "pattern   h sp" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("plan #")]
+    assert " 7 copies, 1 record, 1 wait, " in line
+    assert line.endswith(" launches on embedded:0, embedded:1")
+    made = json.loads(call(*ask, "--json")[1])
+    (replay,) = [c for c in made["commands"] if c["kind"] == "replay"]
+    launches = [part for part in replay["parts"] if part["kind"] == "launch"]
+    assert f" {len(launches)} launches " in line
+    assert all(part["reads"] and part["writes"] and part["stream"] for part in launches)
+    assert made["counts"]["replays"] == 1 and made["counts"]["launches"] == 1
+
+
+def test_run_and_bench_say_what_became_of_plans(call, model):
+    ask = ("-m", model, "--device", "embedded", "--plans", "ours")
+    said = call("run", *ask, "--tokens", "1,2,3", "-n", 6)[2]
+    assert re.search(r"^plans: 2 captured \(\d+\.\d ms\), 0 updated, 6 replayed$", said, re.M)
+    said = call("bench", *ask, "-p", 0, "-n", 4, "-r", 1)[2]
+    assert re.search(r"^plans: 1 captured \(\d+\.\d ms\), 0 updated, \d+ replayed$", said, re.M)
+    assert "plans:" not in call("run", "-m", model, "--tokens", "1,2,3", "-n", 2)[2]
 
 
 def test_inspect(call, model):

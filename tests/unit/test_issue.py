@@ -22,13 +22,16 @@ from workbench.program.commands import (
     Program,
     Read,
     Record,
+    Replay,
     Sync,
     Wait,
     Write,
 )
+from workbench.program.plans import with_plans
 
 ON_DEVICE = (Copy, Record, Wait)
 MODES = [mode for mode in SyncMode if mode != SyncMode.AUTO]
+WITHOUT_WAITS = SyncMode.IMPLICIT, SyncMode.PACKED_IMPLICIT
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +40,10 @@ def loaded(tiny_model):
         yield engine
 
 
-def prepared(engine: wb.Engine, execute=eager, n_tokens: int = 1) -> Prepared:
-    program = engine.program(n_tokens)
+def prepared(
+    engine: wb.Engine, execute=eager, n_tokens: int = 1, program: Program | None = None
+) -> Prepared:
+    program = program or engine.program(n_tokens)
     backends = engine._open.backends
     memory = {
         buffer: backends[buffer.backend].allocate(buffer.nbytes, buffer.space)
@@ -69,7 +74,7 @@ def commands_of(made: Prepared) -> list[int]:
 
 @pytest.fixture(params=MODES)
 def engine(request, loaded) -> Iterator[wb.Engine]:
-    stream = "own" if request.param != SyncMode.IMPLICIT else "compute"
+    stream = "compute" if request.param in WITHOUT_WAITS else "own"
     with loaded.variant(Toggles(sync=request.param, copy_stream=stream)) as made:
         yield made
 
@@ -196,3 +201,21 @@ def test_neighbours_of_several_devices_go_to_one_executor_together(tiny_model):
         made = prepared(engine, counting)
     works = [s for s in made.segments if isinstance(s, SplitWork)]
     assert [w.split for w in works] == [1, 2] and given == [2]
+
+
+def test_a_plan_that_is_issued_part_by_part_begins_and_ends_as_a_whole(loaded):
+    """Its parts on the copy stream come behind what the plan's stream has in front. What is behind
+    the plan there comes behind them."""
+    toggles = Toggles(sync="event_guarded", copy_stream="own")
+    with loaded.variant(toggles) as engine:
+        made = prepared(engine, program=with_plans(engine.program(1), "step"))
+        (number,) = [n for n, c in enumerate(made.program.commands) if isinstance(c, Replay)]
+        work = made.issued[number]
+        log = engine.backend.log
+        log.clear()
+        work()
+        did = [(kind, *rest) for _, kind, *rest in log]
+    (_, begin, on), (_, waited, by), *parts, (_, end, copies), (_, joined, last) = did
+    assert [did[i][0] for i in (0, 1, -2, -1)] == ["record", "wait", "record", "wait"]
+    assert (begin, on, by) == (waited, 0, 1) and (end, copies, last) == (joined, 1, 0)
+    assert [kind for kind, *_ in parts] == [c.kind for c in made.program.commands[number].parts]

@@ -222,10 +222,13 @@ class Binding:
         parts = [_DEVICE[type(part)](self, part) for part in c.parts]
         streams = tuple([part.stream.id for part in c.parts if part.stream is not None])
         landings = [part.block.landing for part in parts if isinstance(part.block, LandingBlock)]
-        call = in_order([part.call for part in parts])
+        backend, here = self._backends[c.stream.backend], c.stream.id
+        calls = [part.call for part in parts]
+        if others := [stream for stream in dict.fromkeys(streams) if stream != here]:
+            calls = _around(backend, here, others, calls)
         work = Plannable(
-            call, ("replay",), parts=tuple(parts), backend=self._backends[c.stream.backend],
-            stream=c.stream.id, streams=streams, uid=next(_UIDS),
+            in_order(calls), ("replay",), parts=tuple(parts), backend=backend, stream=here,
+            streams=streams, uid=next(_UIDS),
         )  # fmt: skip
         if landings:
             work.landing = lambda: tuple([landing.now for landing in landings])
@@ -236,6 +239,22 @@ class Binding:
 
     def _wait(self, c: cmd.Wait) -> Issued:
         return self._backends[c.stream.backend].wait(self._events[c.event], c.stream.id)
+
+
+def _around(
+    backend: Backend, here: int, others: Sequence[int], calls: Sequence[Issue]
+) -> list[Issue]:
+    """Calls for parts of a plan on stream `here` and on others, in the order that a plan has: they
+    begin behind what `here` has in front, and what it has behind begins when they are over."""
+    backend.attach()
+    begin, ends = backend.event(), [backend.event() for _ in others]
+    forked = [backend.wait(begin, other).call for other in others]
+    joined = [
+        issued.call
+        for other, end in zip(others, ends, strict=True)
+        for issued in (backend.record(end, other), backend.wait(end, here))
+    ]
+    return [backend.record(begin, here).call, *forked, *calls, *joined]
 
 
 _DEVICE: dict[type[cmd.Command], Callable[[Binding, Any], Issued]] = {

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from workbench.backend.base import Captured, Issue
@@ -252,6 +252,29 @@ COUNTS = (
     "plans_captured", "plans_updated", "plans_reinstantiated", "plans_replayed", "plans_issued",
     "plans_evicted", "plans_capture_ns", "plans_instantiate_ns", "plans_update_ns",
 )  # fmt: skip
+
+
+def in_words(counts: Mapping[str, int]) -> str:
+    """A line on plans, as `plans: 3 captured (2.1 ms), 0 updated, 61 replayed`; empty where there
+    are none. counts: `Plans.counts`, or more."""
+    if not any(counts.get(name) for name in COUNTS):
+        return ""
+    made_ns = counts["plans_capture_ns"] + counts["plans_instantiate_ns"]
+    updated = f"{counts['plans_updated']} updated"
+    if counts["plans_updated"]:
+        updated += f" ({counts['plans_update_ns'] / 1e6:.1f} ms)"
+    said = [
+        f"{counts['plans_captured']} captured ({made_ns / 1e6:.1f} ms)",
+        updated,
+        f"{counts['plans_replayed']} replayed",
+    ]
+    for name, words in (
+        ("reinstantiated", "instantiated again"),
+        ("evicted", "evicted"),
+        ("issued", "issued part by part"),
+    ):
+        said += [f"{n} {words}" for n in [counts[f"plans_{name}"]] if n]
+    return f"plans: {', '.join(said)}"
 
 
 def _changed(before: Identity | None, now: Identity | None) -> list[int] | None:

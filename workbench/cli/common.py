@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,14 @@ MODELS, RUNS = Path("data/models"), Path("data/runs")
 
 def say(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+def say_replays(counters: Mapping[str, int]) -> None:
+    """Says what became of an engine's plans, where it has any."""
+    from workbench.backend.plan import in_words
+
+    if words := in_words(counters):
+        say(words)
 
 
 def load(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts.validators import Number
 
 from workbench.cli import flags as f
-from workbench.cli.common import app, as_typed, load, parse_ids, say
+from workbench.cli.common import app, as_typed, load, parse_ids, say, say_replays
 from workbench.config import BASELINE
 from workbench.errors import UsageError
 from workbench.output import check_writable, writing
@@ -17,6 +18,7 @@ from workbench.progress import bar
 
 if TYPE_CHECKING:
     from workbench.engine.loaded import Loaded
+    from workbench.program.commands import Program, Replay
 
 
 @app.command
@@ -74,6 +76,7 @@ def run(
             f"built, {engine.counters['programs_reused']} reused{refusals_of(engine)}"
         )
         say(f"the host's us a step: {engine.phases().words}")
+        say_replays(engine.counters)
     if made.stopped == CONTEXT_FULL:
         n_ctx = engine.config.n_ctx
         say(f"stopped at n_ctx={n_ctx}: the context is full; give -c {2 * n_ctx} for more")
@@ -129,6 +132,7 @@ def program(
     """Print the program of one step: its pattern, and per token its waits, copies and launches."""
     from workbench.engine.batch import step_shape
     from workbench.program.as_json import program_as_json
+    from workbench.program.commands import Replay
 
     if config.n_ctx:  # else the model says how much there is
         step_shape(n_tokens, 1, n_past, config, config.n_kv_pad)  # refused before a model is opened
@@ -141,3 +145,18 @@ def program(
     print(f"folded    {made.pattern(fold=True)}")
     for name, n in made.counts().items():
         print(f"{name:<15}{n:>10}")
+    for at, command in enumerate(made.commands):
+        if isinstance(command, Replay):
+            print(f"{f'plan #{at}':<15}{_in_words(command, made)}")
+
+
+def _in_words(replay: Replay, program: Program) -> str:
+    """What is in a plan, as `6 copies, 35 launches on embedded:0`."""
+    kinds = Counter(part.kind for part in replay.parts)
+    said = [f"{n} {kind if n == 1 else _PLURALS[kind]}" for kind, n in kinds.items()]
+    streams = dict.fromkeys(s for s in [replay.stream, *(p.stream for p in replay.parts)] if s)
+    on = ", ".join(stream.words(program.backends) for stream in streams)
+    return f"{', '.join(said)} on {on}"
+
+
+_PLURALS = {"copy": "copies", "launch": "launches", "record": "records", "wait": "waits"}

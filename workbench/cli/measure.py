@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from workbench.cli import flags as f
-from workbench.cli.common import MODELS, RUNS, app, check_new, load, say
+from workbench.cli.common import MODELS, RUNS, app, check_new, load, say, say_replays
 from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
 from workbench.cli.repeat import DEFAULT_REPEAT, RepeatFlags
 from workbench.config import BASELINE, Toggles
@@ -102,6 +102,7 @@ def bench(
                 engine, tests, repetitions, seed=seed, build=build, out=folder,
                 on_row=lambda row: say(line(row)), **until,
             )  # fmt: skip
+            say_replays(engine.counters)
     print(formatted(rows, output, known_columns()), end="")
 
 

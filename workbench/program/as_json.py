@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from workbench.program.commands import Command, Launch, Program, Range
+from workbench.program.commands import Command, Launch, Program, Range, Replay
 
 
 def program_as_json(program: Program) -> dict[str, Any]:
@@ -42,8 +42,11 @@ def command_as_json(command: Command, backends: Sequence[str]) -> dict[str, Any]
 
 
 def _in_full(command: Command, backends: Sequence[str]) -> dict[str, Any]:
-    """With what it touches: ranges are [buffer name, offset, bytes]."""
+    """With what it touches: ranges are [buffer name, offset, bytes]. A plan has its parts, each in
+    full."""
     found = command_as_json(command, backends)
+    if isinstance(command, Replay):
+        return found | {"parts": [_in_full(part, backends) for part in command.parts]}
     if isinstance(command, Launch):
         if command.node.parts:
             found["parts"] = [part.op for part in command.node.parts]

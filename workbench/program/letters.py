@@ -3,7 +3,7 @@
 c  a blocking copy: a Copy and a Sync on it      r  an event is recorded
 a  a copy that does not block                    w  the device waits for an event
 s  any other Sync: the host waits                g  the device work of a split
-                                                 h  a host split
+p  a plan is replayed, with all that is in it    h  a host split
 """
 
 from __future__ import annotations
