@@ -16,9 +16,10 @@ from workbench.bench.answers import compare
 from workbench.config import Toggles
 from workbench.engine.phases import PHASES
 from workbench.engine.reuse import REDO
+from workbench.engine.watch import PLAIN
 from workbench.errors import UsageError
 from workbench.graph.ir import I32, Input
-from workbench.model.inputs import INPUTS, POSITIONS
+from workbench.model.inputs import INPUTS, MASK, POSITIONS
 from workbench.program.commands import Launch, Program
 from workbench.trace.profile import profile
 
@@ -388,3 +389,29 @@ def test_layers_done_again_leave_plans_as_they_are(base, rule):
             found = engine.counters.items()
         counts.append({k: n for k, n in found if k[:5] == "plans" and not k.endswith("_ns")})
     assert np.array_equal(*answers) and counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("scope", ["split", "step"])
+@pytest.mark.parametrize("name", [POSITIONS, MASK])
+def test_inputs_of_another_shape_are_refused_before_anything_is_issued(base, name, scope):
+    """Also where their bytes would fit, or be spread over the input. The engine is usable then."""
+    toggles = Toggles(
+        graph_reuse="set_rows", plans="ours", plan_scope=scope, sync="implicit",
+        copy_stream="compute",
+    )  # fmt: skip
+    with base.variant(toggles) as engine:
+        wanted = [engine.step([token]) for token in TOKENS[:6]]
+        engine.reset()
+        found = [engine.step([token]) for token in TOKENS[:3]]
+        counts = engine.counters
+        batch = engine._batches.take([(0, [1], "last")])
+        prepared = engine._programs.get(engine._key(batch.shape))
+        value = batch.values[name]
+        for other in (value.reshape(-1, 1)[:1], np.repeat(value, 2, axis=0)):
+            with pytest.raises(
+                UsageError, match=rf"input {name} is \[.*\] where its program has \["
+            ):
+                prepared.run(batch.values | {name: other}, PLAIN)
+        assert engine.counters["plans_replayed"] == counts["plans_replayed"]
+        found += [engine.step([token]) for token in TOKENS[3:6]]
+        assert np.array_equal(found, wanted)

@@ -17,6 +17,7 @@ from workbench.backend.args import VIEW, view_address
 from workbench.backend.base import Backend, Issue, Memory
 from workbench.backend.issued import Block, Issued, Plannable, in_order
 from workbench.backend.landing import Landing
+from workbench.errors import UsageError
 from workbench.graph.ir import Node, Tensor
 from workbench.program import commands as cmd
 from workbench.program.first_cell import CELL, is_view
@@ -144,13 +145,19 @@ class Binding:
 
     def _write(self, c: cmd.Write) -> Issue:
         there, values, name = self._host_view(c.staging), self.values, c.value
+        shape = next((t.shape for t in self._program.inputs if t.name == name), None)
         view: np.ndarray | None = None
 
         def write() -> None:
             nonlocal view
             value = values[name]
             if view is None:
-                view = there.view(value.dtype).reshape(value.shape)
+                view = there.view(value.dtype).reshape(shape or value.shape)
+            if value.shape != view.shape:
+                raise UsageError(
+                    f"input {name} is {list(value.shape)} where its program has "
+                    f"{list(view.shape)}; use the program of this step's shape"
+                )
             view[...] = value
 
         return write
