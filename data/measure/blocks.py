@@ -229,18 +229,25 @@ GAP = "host gap"
 
 class Mechanism(NamedTuple):
     """A mechanism, the folder that compares it, the value it is switched to, and of the tests the
-    one shown; GAP takes the host gap of a run of gaps."""
+    one shown; GAP takes the host gap of a run of gaps. kind: of the row of the matrix. later: one
+    without a run has no row yet."""
 
     name: str
     folder: str
     on: str
     test: str
+    kind: str = "ab"
+    later: bool = False
 
 
 MECHANISMS = tuple(Mechanism(*row) for row in (
-    ("fewer synchronizations (#17795)", "gaps-on-llama-3.2-1b-f16", AFTER, GAP),
+    ("fewer synchronizations (#17795)", "gaps-on-llama-3.2-1b-f16", AFTER, GAP, "gaps"),
     ("", "sync-own-on-llama-3.2-1b-f16", AFTER, "tg512"),
     ("graph reuse (#8366)", "graph-reuse-llama-3.2-1b-f16", "set_rows", "tg32"),
+    ("", "reuse-ways-llama-3.2-1b-bf16", "set_rows", "tg32", "ab", True),
+    ("a plan for each split (#16548)", "plans-split-llama-3.2-1b-bf16", "ours", "tg128", "plans",
+     True),
+    ("a step is one plan", "plans-step-llama-3.2-1b-bf16", "ours", "tg128", "plans", True),
     ("fusion", "fusion-fuse-with-all-llama-3-8b-q4_0", "on", "tg32"),
     ("norms in halves", "fusion-defer-norm-with-all-llama-3-8b-q4_0", "on", "tg32"),
     ("dependent launch", "fusion-pdl-with-all-llama-3-8b-q4_0", "on", "tg32"),
@@ -253,13 +260,14 @@ MECHANISMS = tuple(Mechanism(*row) for row in (
 def mechanisms(recorded: Recorded) -> Iterator[Line]:
     """A mechanism: the toggle values compared, and what the recorded comparison says; one whose run
     is missing says so."""
-    for name, folder, on, test in MECHANISMS:
-        row = matrix.the(folder, "gaps" if test == GAP else "ab")
+    for name, folder, on, test, kind, later in MECHANISMS:
+        row = matrix.the(folder, kind)
         off = row.compared.partition(",")[0] or f"sync={BEFORE}"
         cells = {"mechanism": name, "off": off, "on": on}
         run = recorded.run(folder)
         if run is None:
-            yield Line(cells | {"verdict": NOT_MEASURED})
+            if not later:
+                yield Line(cells | {"verdict": NOT_MEASURED})
             continue
         beside = "all else off" if row.toggles == "baseline" else "all else on"
         where = {"workload": f"{model_of(run.run)}, {test}", "with": beside}

@@ -200,7 +200,8 @@ def _depths() -> Iterator[Row]:
                   compared=OFF_AND_OURS, n_ctx=n_ctx)  # fmt: skip
         for name, spec in {"off": "all", "ours": "planned"}.items():
             folder, tests = f"growth-{name}-{model}", "tg64,tg64@d2048,tg64@d8192"
-            yield Row("plans", folder, "ab", model, tests, spec, GROWTH, n_ctx=n_ctx)
+            yield Row("plans", folder, "ab", model, tests, spec, GROWTH, f"plans={name}",
+                      n_ctx=n_ctx)  # fmt: skip
 
 
 def _cpu() -> Iterator[Row]:

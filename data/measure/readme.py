@@ -12,7 +12,18 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from data.measure import blocks, peer, presets, proofs, scheduling, sources, targets, two_commits
+from data.measure import (
+    blocks,
+    peer,
+    plan_tables,
+    presets,
+    proofs,
+    reuse_tables,
+    scheduling,
+    sources,
+    targets,
+    two_commits,
+)
 from data.measure.recorded import NOT_MEASURED, Recorded, commit_of, model_of
 from data.measure.same_logits import block as same_logits
 from data.measure.tables import Line, Part, Table, block
@@ -77,6 +88,8 @@ BLOCKS: dict[str, list[Part]] = {
     **targets.BLOCKS,
     **presets.BLOCKS,
     **scheduling.BLOCKS,
+    **reuse_tables.BLOCKS,
+    **plan_tables.BLOCKS,
     **proofs.BLOCKS,
     **same_logits.BLOCKS,
     **two_commits.BLOCKS,

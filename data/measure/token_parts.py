@@ -22,6 +22,7 @@ import numpy as np
 import workbench as wb
 from workbench.bench.rounds import interleave
 from workbench.bench.workload import Workload, draw_tokens
+from workbench.program.commands import Command, Copy, Launch, Replay
 
 PARTS = ("token", "device", "gap", "host")
 WARM_UP = 2  # tokens of each turn that do not count: the arm before has left its own
@@ -58,8 +59,8 @@ def token_parts(
     engine: wb.Engine, arms: Mapping[str, wb.Toggles], rounds: int, n_tokens: int = 12
 ) -> dict[str, dict[str, Any]]:
     """By arm: its PARTS, a list with an entry for each round, us; `counters` of the arm's engine
-    from its first step on; `nodes`: launches and copies of a token that the device is given, and
-    `calls`: of the host for them, those of the host's own split left out.
+    from its first step on; `nodes`: kernels and copies that a token gives the device, and
+    `calls`: of the host for them, a plan one call.
 
     Arms take turns of n_tokens tokens (`bench/rounds.py`): all meet the same host in a round.
     """
@@ -87,9 +88,17 @@ def token_parts(
 
 def issued(engine: wb.Engine) -> dict[str, int]:
     """`nodes` and `calls` of a token; see `token_parts`."""
+
+    def n_nodes(command: Command) -> int:
+        """Kernels and copies that a command gives the device."""
+        if isinstance(command, Launch) and not command.by_host:
+            kernels = engine.backend.kernels_of(command.node)
+            return 1 if kernels is None else len(kernels)
+        return int(isinstance(command, Copy))
+
     program = engine.program()
-    work = ("copy", "launch")
+    alone = sum(map(n_nodes, program.commands))
     return {
-        "nodes": sum(c.kind in work and not c.by_host for c in program.singly()),
-        "calls": sum(c.kind in (*work, "replay") and not c.by_host for c in program.commands),
+        "nodes": sum(map(n_nodes, program.singly())),
+        "calls": alone + sum(isinstance(c, Replay) for c in program.commands),
     }

@@ -29,8 +29,9 @@ needs_runs = pytest.mark.skipif(not RECORDED, reason="no mechanism was measured"
 
 @needs_runs
 def test_every_row_is_of_a_recorded_run():
-    head, _, *rows = made("mechanisms", Recorded(RESULTS)).splitlines()[: len(MECHANISMS) + 2]
-    for spec, line in zip(MECHANISMS, rows, strict=True):
+    shown = [spec for spec in MECHANISMS if spec in RECORDED or not spec.later]
+    head, _, *rows = made("mechanisms", Recorded(RESULTS)).splitlines()[: len(shown) + 2]
+    for spec, line in zip(shown, rows, strict=True):
         row = dict(zip(cells(head), cells(line), strict=True))
         folder = run_folder(spec)
         if not folder.is_dir():  # its run is still to be made, on a machine with a GPU
@@ -40,7 +41,8 @@ def test_every_row_is_of_a_recorded_run():
         toggle, _, value = row["off"].partition("=")
         if spec.test == GAP:
             continue
-        ab = AB.load(folder)
+        found = results.load_run(folder)
+        ab = AB(found.run, found.samples)
         assert ab.run["result"]["toggle"] == toggle and baseline["name"] == value
         summary = ab.summary().set_index(["test", "arm"]).loc[(spec.test, spec.on)]
         assert row["verdict"] == summary["verdict"]
@@ -71,5 +73,6 @@ def test_a_missing_run_keeps_its_row(tmp_path):
     spec = RECORDED[-1]
     (tmp_path / f"cuda-{spec.folder}").symlink_to(run_folder(spec))
     lines = made("mechanisms", Recorded(tmp_path)).splitlines()
-    assert sum("not measured" in line for line in lines) == len(MECHANISMS) - 1
+    first = [one for one in MECHANISMS if not one.later or one is spec]
+    assert sum("not measured" in line for line in lines) == len(first) - 1
     assert sum(spec.name in line for line in lines) == 1

@@ -348,7 +348,7 @@ def test_the_steps_run_and_go_on_where_they_were(tmp_path, tiny_models, capsys):
 
 
 def test_measure_refuses_a_step_that_is_none(tmp_path):
-    with pytest.raises(UsageError, match="step 'speed' does not exist; choose from decode"):
+    with pytest.raises(UsageError, match="step 'speed' does not exist; choose from plans"):
         measure.measure("speed", out=tmp_path)
 
 

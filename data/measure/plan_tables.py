@@ -1,0 +1,189 @@
+"""The tables of graph plans: each rule and scope, what capture and update cost, the first tokens of
+an engine, and a sweep over depth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data.measure.matrix import OF_KERNELS
+from data.measure.recorded import Recorded, model_of
+from data.measure.tables import Line, Part, Table
+from workbench.bench import results
+from workbench.bench.comparison import AB
+from workbench.bench.workload import parse
+from workbench.config import PlanRule, PlanScope
+
+OFF, OURS = PlanRule.OFF.value, PlanRule.OURS.value
+MADE = ("captured", "updated", "reinstantiated", "replayed")  # of an engine's plans
+
+
+class Planned(NamedTuple):
+    """An arm of a comparison of plans. us: of token, device, gap and host, medians over the rounds.
+    device and gap are of the kernels: where a step is one plan, its copies count to the gap. plans:
+    counters of an engine's plans from its first token on; empty without plans."""
+
+    model: str
+    scope: str
+    pdl: str
+    rule: str
+    row: dict[str, Any]  # of `AB.summary`; the baseline's t/s alone for the baseline
+    us: Mapping[str, float]
+    calls: int
+    nodes: int
+    plans: Mapping[str, int]
+    ab: AB
+
+    @property
+    def made(self) -> int:
+        """Captures of any kind."""
+        return self.plans["plans_captured"] + self.plans["plans_reinstantiated"]
+
+
+def planned(recorded: Recorded) -> Iterator[Planned]:
+    """Every arm of every comparison of plans but the controls."""
+    for _, run in recorded.of("plans", "plans"):
+        ab = AB(run.run, run.samples)
+        summary = {row["arm"]: row for row in ab.summary().to_dict("records")}
+        tps = next(iter(summary.values()))["tps_baseline"]
+        for arm in ab.run["arms"]:
+            if arm["is_control"]:
+                continue
+            toggles, parts = arm["toggles"], ab.run["result"]["parts"]
+            own = parts[arm["name"]]
+            yield Planned(
+                model_of(ab.run), toggles["plan_scope"], toggles["pdl"], arm["name"],
+                summary.get(arm["name"], {"tps_toggled": tps}), _us(toggles, parts, arm["name"]),
+                own["calls"], own["nodes"],
+                {k: n for k, n in own["counters"].items() if k.startswith("plans_")}, ab,
+            )  # fmt: skip
+
+
+def _us(toggles: dict[str, str], parts: dict[str, Any], arm: str) -> dict[str, float]:
+    own = {part: np.array(parts[arm][part], float) for part in ("token", "device", "gap", "host")}
+    if toggles["plans"] != OFF and toggles["plan_scope"] == PlanScope.STEP:
+        own["device"] = np.array(parts[OF_KERNELS]["device"], float)
+        own["gap"] = own["token"] - own["device"]
+    return {part: float(np.median(us)) for part, us in own.items()}
+
+
+def rules(recorded: Recorded) -> Iterator[Line]:
+    """A model, scope, pdl and rule."""
+    for one in planned(recorded):
+        row, off = one.row, one.rule == OFF
+        cells = {
+            "Model": one.model, "a plan is": f"a {one.scope}", "pdl": one.pdl, "plans": one.rule,
+            "t/s": f"{row['tps_toggled']:.1f}",
+            "Speedup": "" if off else f"{row['speedup']:.3f} ({row['low']:.3f}..{row['high']:.3f})",
+            "verdict": "" if off else row["verdict"], "calls": str(one.calls),
+            "nodes": str(one.nodes),
+        }  # fmt: skip
+        cells |= {f"{part} us": f"{one.us[part]:.0f}" for part in ("host", "gap", "device")}
+        cells |= {name: "" if off else str(one.plans[f"plans_{name}"]) for name in MADE}
+        yield Line(cells, [one.ab])
+
+
+def costs(recorded: Recorded) -> Iterator[Line]:
+    """A model, scope and rule: what its captures and updates took, each."""
+    for one in planned(recorded):
+        if one.rule == OFF or not one.made:
+            continue
+        capture, instantiate, update = (
+            one.plans[f"plans_{what}_ns"] / 1e3 for what in ("capture", "instantiate", "update")
+        )
+        tried = one.plans["plans_updated"] + one.plans["plans_reinstantiated"]
+        yield Line(
+            {
+                "Model": one.model, "a plan is": f"a {one.scope}", "pdl": one.pdl,
+                "plans": one.rule, "nodes": str(one.nodes),
+                "captures": str(one.made), "us to capture": f"{capture / one.made:.0f}",
+                "us to instantiate": f"{instantiate / one.made:.0f}",
+                "updates": str(tried) if tried else "",
+                "us to update": f"{update / tried:.0f}" if tried else "",
+            },
+            [one.ab],
+        )  # fmt: skip
+
+
+class Fresh(NamedTuple):
+    """The first tokens of fresh engines. ms: medians of their sum, off and ours. summary: the row
+    of `AB.summary`. plans: counters of an engine's plans at the end of them."""
+
+    model: str
+    ms: tuple[float, float]
+    summary: dict[str, Any]
+    plans: Mapping[str, int]
+    ab: AB
+
+
+def fresh(recorded: Recorded) -> list[Fresh]:
+    """A row for each model."""
+    found = []
+    for _, run in recorded.of("plans", "fresh"):
+        ab = AB(run.run, run.samples)
+        (row,) = (r for r in ab.summary().to_dict("records") if r["arm"] == OURS)
+        total = ab.samples.groupby(["arm", "repetition"])["ns"].sum().groupby("arm").median()
+        ms = (total[OFF] / 1e6, total[OURS] / 1e6)
+        found.append(Fresh(model_of(ab.run), ms, row, ab.run["result"]["counters"][OURS], ab))
+    return found
+
+
+def first_tokens(recorded: Recorded) -> Iterator[Line]:
+    """A model: ms of the first tokens, all that is made for them included."""
+    for one in fresh(recorded):
+        row, plans = one.summary, one.plans
+        making = plans["plans_capture_ns"] + plans["plans_instantiate_ns"]
+        yield Line(
+            {
+                "Model": one.model, "ms off": f"{one.ms[0]:.1f}", "ms ours": f"{one.ms[1]:.1f}",
+                "Speedup": f"{row['speedup']:.3f} ({row['low']:.3f}..{row['high']:.3f})",
+                "A/A band": f"{row['band_low']:.3f}..{row['band_high']:.3f}",
+                "verdict": row["verdict"], "captured": str(plans["plans_captured"]),
+                "ms to capture": f"{making / 1e6:.1f}", "replayed": str(plans["plans_replayed"]),
+            },
+            [one.ab],
+        )  # fmt: skip
+
+
+def sweep(recorded: Recorded) -> Iterator[Line]:
+    """A model, plans and depth, in the columns of llama.cpp's sweep-bench; the speedup of TG."""
+    for row, run in recorded.of("plans", "sweep"):
+        ab = AB(run.run, run.samples)
+        tests = [parse(test) for test in ab.run["tests"]]
+        seconds = _seconds(run)
+        speedups = {r["test"]: r for r in ab.summary().to_dict("records") if r["arm"] == OURS}
+        for arm in (OFF, OURS):
+            for pp, tg in zip(tests[::2], tests[1::2], strict=True):
+                t_pp, t_tg = (seconds[arm, test.name] for test in (pp, tg))
+                found = speedups[tg.name]
+                said = f"{found['speedup']:.3f} ({found['low']:.3f}..{found['high']:.3f})"
+                yield Line(
+                    {
+                        "Model": model_of(ab.run), row.compared.partition("=")[0]: arm,
+                        "PP": str(pp.n_prompt), "TG": str(tg.n_gen), "N_KV": str(tg.n_depth),
+                        "T_PP s": f"{t_pp:.4f}", "S_PP t/s": f"{pp.n_prompt / t_pp:.1f}",
+                        "T_TG s": f"{t_tg:.4f}", "S_TG t/s": f"{tg.n_gen / t_tg:.1f}",
+                        "Speedup of TG": said if arm == OURS else "",
+                    },
+                    [ab],
+                )  # fmt: skip
+
+
+def _seconds(run: results.Run) -> dict[tuple[str, str], float]:
+    """Of an arm and test: the median over the rounds of its repetition."""
+    total = run.samples.groupby(["arm", "test", "repetition"])["ns"].sum()
+    return (total.groupby(["arm", "test"]).median() / 1e9).to_dict()
+
+
+BLOCKS: dict[str, list[Part]] = {
+    "plans-cuda": [
+        Table("Graph plans", rules, None,
+              "{tests}, {n} interleaved repetitions; calls of the host and nodes on the device for "
+              "a token; us: medians"),
+    ],
+    "plans-costs": [Table("Costs of plans", costs, None, "means of an engine's first tokens")],
+    "plans-fresh": [Table("First tokens", first_tokens, None, "{tests}, {n} interleaved engines")],
+    "sweep-cuda": [Table("Depth", sweep, None, "{n} interleaved repetitions, medians")],
+}  # fmt: skip

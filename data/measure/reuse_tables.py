@@ -1,0 +1,170 @@
+"""The tables of graph reuse: each way to keep a graph, each layer of reuse disabled, how the cache
+grows, and what #8366 would be worth to an engine whose build costs so and so much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from data.measure import peer
+from data.measure.matrix import GROWTH, LAYERS
+from data.measure.recorded import Recorded, model_of
+from data.measure.scheduling import compared, comparisons
+from data.measure.tables import Line, Part, Table
+from workbench.bench.comparison import AB
+from workbench.config import GraphReuse
+from workbench.engine.phases import per_step
+
+WAYS, REBUILD, KEPT = "graph_reuse", GraphReuse.REBUILD.value, GraphReuse.SET_ROWS.value
+BUILD = ("graph", "fuse", "split", "layout", "lower", "prepare")  # what a kept program saves
+BUILD_US = (0, 25, 50, 100, 200, 400)
+# speedups of #8366 in its thread, Llama 7B and 13B Q4 on seven GPUs
+CLAIMED = (1.03, 1.07)
+
+
+def phases_us(arm: dict[str, Any]) -> dict[str, float]:
+    """us a token by phase, of what an arm counted."""
+    return {row.phase: row.us for row in per_step(arm["counters"])}
+
+
+def _cells(arm: dict[str, Any]) -> dict[str, str]:
+    return {phase: f"{us:.1f}" for phase, us in phases_us(arm).items()}
+
+
+def _arms(ab: AB) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The arms behind the baseline but the control, each with its row of the summary."""
+    summary = {row["arm"]: row for row in ab.summary().to_dict("records")}
+    yield from ((arm, summary[arm["name"]]) for arm in ab.run["arms"][1:] if not arm["is_control"])
+
+
+def _speedup(row: dict[str, Any]) -> str:
+    return f"{row['speedup']:.2f} ({row['low']:.2f}..{row['high']:.2f})"
+
+
+def ways(recorded: Recorded) -> Iterator[Line]:
+    """A model and way: t/s beside rebuilding, and us a token in each phase."""
+    for _, run in recorded.of("reuse", "ab", WAYS):
+        ab = AB(run.run, run.samples)
+        first, found = ab.run["arms"][0], list(_arms(ab))
+        model = {"Model": model_of(ab.run), WAYS: first["name"]}
+        yield Line(model | {"t/s": f"{found[0][1]['tps_baseline']:.1f}"} | _cells(first), [ab])
+        for arm, row in found:
+            said = {WAYS: arm["name"], "t/s": f"{row['tps_toggled']:.1f}",
+                    "Speedup": _speedup(row), "verdict": row["verdict"]}  # fmt: skip
+            yield Line(model | said | _cells(arm), [ab])
+
+
+def layers(recorded: Recorded) -> Iterator[Line]:
+    """A model and layer of reuse: what a token costs more where the layer is disabled, and us in
+    each phase then."""
+    for layer in LAYERS:
+        for _, run in recorded.of("reuse", "ab", layer):
+            ab = AB(run.run, run.samples)
+            for arm, row in _arms(ab):
+                more = 1e6 / row["tps_toggled"] - 1e6 / row["tps_baseline"]
+                cells = {
+                    "Model": model_of(ab.run), "done again": layer.removeprefix("redo_"),
+                    "t/s": f"{row['tps_baseline']:.1f}", "t/s then": f"{row['tps_toggled']:.1f}",
+                    "us more": f"{more:.0f}", "Speedup": _speedup(row), "verdict": row["verdict"],
+                }  # fmt: skip
+                yield Line(cells | _cells(arm), [ab])
+
+
+class Worth(NamedTuple):
+    """What keeping a graph is worth to a model's token. us: a token with a kept graph. own_us: all
+    phases of this engine's build; own: the speedup that was measured. theirs: what llama.cpp's
+    build takes of the same model's token on a GPU, us; None where that was not measured."""
+
+    model: str
+    us: float
+    own_us: float
+    own: float
+    theirs: float | None
+    ab: AB
+
+    def ratio(self, build_us: float) -> float:
+        """The speedup for an engine whose build costs so much, with the device idle meanwhile."""
+        return (self.us + build_us) / self.us
+
+
+def worths(recorded: Recorded) -> list[Worth]:
+    """A row for each model whose ways were compared."""
+    theirs = {
+        other.model: saving.us
+        for other in peer.recorded_peers(recorded)
+        for test in other.run["tests"]
+        for saving in (other.savings(test) if test.startswith("tg") else ())
+        if saving.with_ == peer.REUSE_PAIRS[0][0]
+    }
+    found = []
+    for _, run in recorded.of("reuse", "ab", WAYS):
+        ab = AB(run.run, run.samples)
+        kept = next((row for arm, row in _arms(ab) if arm["name"] == KEPT), None)
+        if kept is not None:
+            phases, name = phases_us(ab.run["arms"][0]), model_of(run.run)
+            own_us = sum(phases[phase] for phase in BUILD)
+            us = 1e6 / kept["tps_toggled"]
+            found.append(Worth(name, us, own_us, kept["speedup"], theirs.get(name), ab))
+    return found
+
+
+def verdicts(recorded: Recorded) -> Iterator[Line]:
+    """A model: the speedup by what a build costs; at llama.cpp's cost; and this engine's own."""
+    for one in worths(recorded):
+        low, high = (one.us * (claim - 1) for claim in CLAIMED)
+        theirs = "" if one.theirs is None else f"{one.ratio(max(one.theirs, 0)):.3f}"
+        yield Line(
+            {"Model": one.model, "us a token": f"{one.us:.0f}"}
+            | {f"{us} us": f"{one.ratio(us):.3f}" for us in BUILD_US}
+            | {
+                "llama.cpp's build, us": "" if one.theirs is None else f"{one.theirs:.1f}",
+                "at llama.cpp's": theirs,
+                "3 to 7 % is a build of": f"{low:.0f} to {high:.0f} us",
+                "this engine's build, us": f"{one.own_us:.0f}",
+                "at this engine's": f"{one.ratio(one.own_us):.2f}",
+                "measured here (Python)": f"{one.own:.2f}",
+            },
+            [one.ab],
+        )
+
+
+def verdict(recorded: Recorded) -> str:
+    """#8366 at llama.cpp's own build time: measured where a peer run did, else by its thread."""
+    found = worths(recorded)
+    measured = [one for one in found if one.theirs is not None]
+    if not measured:
+        lows, highs = zip(*((one.us * (c - 1) for c in CLAIMED) for one in found), strict=True)
+        return (
+            "Verdict on #8366, at llama.cpp's build time: its own was not measured on this card. "
+            f"Its thread has 3 to 7 %, which here would be a build of {min(lows):.0f} to "
+            f"{max(highs):.0f} us. This engine's ratio is the price of its Python."
+        )
+    said = "; ".join(
+        f"{one.model} {one.theirs:.0f} us of {one.us:.0f}, {one.ratio(max(one.theirs, 0)):.3f}"
+        for one in measured
+        if one.theirs is not None
+    )
+    return (
+        f"Verdict on #8366, at llama.cpp's build time (its reuse switch, same files): {said}. "
+        "Its thread had 3 to 7 %. This engine's ratio is the price of its Python."
+    )
+
+
+BLOCKS: dict[str, list[Part]] = {
+    "reuse-cuda": [
+        Table("Ways to keep a graph", ways, None,
+              "{tests}; us a token in each phase; all else on; {n} interleaved repetitions"),
+        "One layer of reuse disabled: its phase is done again for every token, and the us in each "
+        "phase are those then; all else on:",
+        Table("", layers, None, "{tests}; {n} interleaved repetitions"),
+    ],
+    "reuse-verdict": [
+        Table("What #8366 is worth by what a build costs", verdicts, None,
+              "speedup of a kept graph: (token + build) / token"),
+        verdict,
+    ],
+    "growth-cuda": [
+        compared("How n_kv grows", partial(comparisons, step="plans", toggle=GROWTH.split("=")[0])),
+    ],
+}  # fmt: skip
