@@ -13,6 +13,7 @@ from data.measure.recorded import Recorded, model_of
 from data.measure.tables import Line, Part, Table
 from workbench.bench import results
 from workbench.bench.comparison import AB
+from workbench.bench.stats import SLOWER
 from workbench.bench.workload import parse
 from workbench.config import PlanRule, PlanScope
 
@@ -45,20 +46,25 @@ class Planned(NamedTuple):
 def planned(recorded: Recorded) -> Iterator[Planned]:
     """Every arm of every comparison of plans but the controls."""
     for _, run in recorded.of("plans", "plans"):
-        ab = AB(run.run, run.samples)
-        summary = {row["arm"]: row for row in ab.summary().to_dict("records")}
-        tps = next(iter(summary.values()))["tps_baseline"]
-        for arm in ab.run["arms"]:
-            if arm["is_control"]:
-                continue
-            toggles, parts = arm["toggles"], ab.run["result"]["parts"]
-            own = parts[arm["name"]]
-            yield Planned(
-                model_of(ab.run), toggles["plan_scope"], toggles["pdl"], arm["name"],
-                summary.get(arm["name"], {"tps_toggled": tps}), _us(toggles, parts, arm["name"]),
-                own["calls"], own["nodes"],
-                {k: n for k, n in own["counters"].items() if k.startswith("plans_")}, ab,
-            )  # fmt: skip
+        yield from arms(run)
+
+
+def arms(run: results.Run) -> Iterator[Planned]:
+    """The arms of a comparison of plans, off first, but the control."""
+    ab = AB(run.run, run.samples)
+    summary = {row["arm"]: row for row in ab.summary().to_dict("records")}
+    tps = next(iter(summary.values()))["tps_baseline"]
+    for arm in ab.run["arms"]:
+        if arm["is_control"]:
+            continue
+        toggles, parts = arm["toggles"], ab.run["result"]["parts"]
+        own = parts[arm["name"]]
+        yield Planned(
+            model_of(ab.run), toggles["plan_scope"], toggles["pdl"], arm["name"],
+            summary.get(arm["name"], {"tps_toggled": tps}), _us(toggles, parts, arm["name"]),
+            own["calls"], own["nodes"],
+            {k: n for k, n in own["counters"].items() if k.startswith("plans_")}, ab,
+        )  # fmt: skip
 
 
 def _us(toggles: dict[str, str], parts: dict[str, Any], arm: str) -> dict[str, float]:
@@ -118,21 +124,18 @@ class Fresh(NamedTuple):
     ab: AB
 
 
-def fresh(recorded: Recorded) -> list[Fresh]:
-    """A row for each model."""
-    found = []
-    for _, run in recorded.of("plans", "fresh"):
-        ab = AB(run.run, run.samples)
-        (row,) = (r for r in ab.summary().to_dict("records") if r["arm"] == OURS)
-        total = ab.samples.groupby(["arm", "repetition"])["ns"].sum().groupby("arm").median()
-        ms = (total[OFF] / 1e6, total[OURS] / 1e6)
-        found.append(Fresh(model_of(ab.run), ms, row, ab.run["result"]["counters"][OURS], ab))
-    return found
+def fresh_of(run: results.Run) -> Fresh:
+    """What a run of fresh engines says."""
+    ab = AB(run.run, run.samples)
+    (row,) = (r for r in ab.summary().to_dict("records") if r["arm"] == OURS)
+    total = ab.samples.groupby(["arm", "repetition"])["ns"].sum().groupby("arm").median() / 1e6
+    plans = ab.run["result"]["counters"][OURS]
+    return Fresh(model_of(ab.run), (total[OFF], total[OURS]), row, plans, ab)
 
 
 def first_tokens(recorded: Recorded) -> Iterator[Line]:
     """A model: ms of the first tokens, all that is made for them included."""
-    for one in fresh(recorded):
+    for one in (fresh_of(run) for _, run in recorded.of("plans", "fresh")):
         row, plans = one.summary, one.plans
         making = plans["plans_capture_ns"] + plans["plans_instantiate_ns"]
         yield Line(
@@ -175,6 +178,33 @@ def _seconds(run: results.Run) -> dict[tuple[str, str], float]:
     """Of an arm and test: the median over the rounds of its repetition."""
     total = run.samples.groupby(["arm", "test", "repetition"])["ns"].sum()
     return (total.groupby(["arm", "test"]).median() / 1e9).to_dict()
+
+
+# figures of targets -------------------------------------------------------------------------------
+
+
+def worst(recorded: Recorded, scope: str, part: str) -> dict[str, Any] | None:
+    """Of all rows of a scope with plans=ours, the one whose part of a token takes longest."""
+    ours = [one for one in planned(recorded) if (one.rule, one.scope) == (OURS, scope)]
+    if not ours:
+        return None
+    found = max(ours, key=lambda one: one.us[part])
+    return {"us": found.us[part], "where": f"{found.model}, pdl {found.pdl}"}
+
+
+def device_us(recorded: Recorded, model: str, suffix: str) -> Mapping[str, Any] | None:
+    """What the kernels of a token take where they are captured."""
+    run = recorded.run(f"plans-step{suffix}-{model}")
+    return run and next(one.us for one in arms(run) if one.rule == OURS)
+
+
+def never_cost(recorded: Recorded, model: str) -> dict[str, Any] | None:
+    """The first tokens of a fresh engine, ours beside off. slower: 1 where they took longer."""
+    run = recorded.run(f"fresh-{model}")
+    if run is None:
+        return None
+    row = fresh_of(run).summary
+    return row | {"slower": int(row["verdict"] == SLOWER)}
 
 
 BLOCKS: dict[str, list[Part]] = {

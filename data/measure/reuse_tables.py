@@ -3,6 +3,7 @@ grows, and what #8366 would be worth to an engine whose build costs so and so mu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from data.measure.recorded import Recorded, model_of
 from data.measure.scheduling import compared, comparisons
 from data.measure.tables import Line, Part, Table
 from workbench.bench.comparison import AB
-from workbench.config import GraphReuse
+from workbench.config import GraphReuse, Toggles
 from workbench.engine.phases import per_step
 
 WAYS, REBUILD, KEPT = "graph_reuse", GraphReuse.REBUILD.value, GraphReuse.SET_ROWS.value
@@ -149,6 +150,24 @@ def verdict(recorded: Recorded) -> str:
         f"Verdict on #8366, at llama.cpp's build time (its reuse switch, same files): {said}. "
         "Its thread had 3 to 7 %. This engine's ratio is the price of its Python."
     )
+
+
+BENCHMARK = re.compile(r"test_bench_reuse\.py::test_graph_work(?:\[(.+)\])?")
+KEEPING = [way for way in Toggles.values(WAYS) if way != REBUILD]
+
+
+def graph_work(recorded: Recorded, way: str) -> dict[str, Any] | None:
+    """us before the first command of a token is issued, where `way` keeps the graph: the most of
+    the benchmarks of it, and each. One that names no way is of set_rows."""
+    every = (recorded.alone("benchmarks") or {}).get("benchmarks", {})
+    found = {}
+    for name, of in every.items():
+        matched = BENCHMARK.fullmatch(name)
+        if matched and way in (matched[1] or KEPT):
+            rest = (matched[1] or "").replace(way, "").strip("-")
+            found[rest] = of["median_us"]
+    said = ", ".join(f"{us:.0f} us {rest}".strip() for rest, us in found.items())
+    return {"us": max(found.values()), "said": said} if found else None
 
 
 BLOCKS: dict[str, list[Part]] = {

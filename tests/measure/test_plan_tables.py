@@ -1,0 +1,265 @@
+"""The tables of graph plans and of graph reuse, from small made-up run folders: every figure is
+computed again here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.measure import readme, targets
+from data.measure.matrix import OF_KERNELS
+from data.measure.recorded import Recorded
+from workbench.bench import results
+from workbench.config import Toggles
+from workbench.engine.phases import PHASES
+
+MODEL = "llama-3.2-1b-bf16"
+COUNTERS = {"steps": 10, "untraced_steps": 10, **{f"{phase}_ns": 0 for phase in PHASES}}
+WARM = {"plans_captured": 2, "plans_updated": 3, "plans_reinstantiated": 1, "plans_replayed": 40,
+        "plans_capture_ns": 6_000_000, "plans_instantiate_ns": 3_000_000,
+        "plans_update_ns": 2_000_000}  # fmt: skip
+BLOCKS = ("reuse-cuda", "reuse-verdict", "growth-cuda", "plans-cuda", "plans-costs", "plans-fresh",
+          "sweep-cuda")  # fmt: skip
+
+
+def arm(name: str, toggles: Toggles, is_control: bool = False, **us: float) -> dict[str, Any]:
+    """us: of a phase, a token."""
+    counters = COUNTERS | {f"{phase}_ns": int(10_000 * each) for phase, each in us.items()}
+    return {"name": name, "is_control": is_control, "toggles": toggles.to_dict(),
+            "sync_mode": "implicit", "program": {}, "counters": counters}  # fmt: skip
+
+
+def record(
+    folder: Path, name: str, kind: str, arms: list[dict], us: dict[str, dict[str, float]],
+    rounds: int = 6, **result: Any,
+) -> None:  # fmt: skip
+    """A made-up comparison. us: of a repetition, by test and arm; its token counts as in the name
+    of the test. A repetition is off by some tenths of a percent, alike in all arms."""
+    table = results.SampleTable(name)
+    for test, of in us.items():
+        n = int(test.partition("@")[0][2:])
+        for round_ in range(rounds):
+            for one in arms:
+                ns = np.array([1e3 * of[one["name"]] * (1 + round_ / 1e3)])
+                table.add(one["name"], one["is_control"], test, round_, ns, np.array([n]))
+    run = {
+        "schema": 1, "run_id": name, "kind": kind, "name": name, "status": "complete",
+        "started": "2026-01-02T03:04:05Z", "duration_s": 1.0, "command": [], "versions": {},
+        "commit": {"hash": "0" * 40, "number": 1, "dirty": False}, "machine": {},
+        "engine": {"device_description": "a GPU"}, "seed": 0, "tests": list(us),
+        "repetitions": rounds, "model": {"name": "llama-3.2-1b with random weights",
+                                         "quant": "BF16"},
+        "arms": arms, "result": {"answers": {}, "warm_up": {}, "smoke": False} | result,
+    }  # fmt: skip
+    results.write_run(folder / f"cuda-{name}", run, table.frame())
+
+
+def lines(folder: Path, block: str) -> list[dict[str, str]]:
+    """The rows of the first table of a block, by column."""
+    text = readme.made(block, Recorded(folder)).splitlines()
+    head, _, *rest = [line for line in text if line.startswith("|")]
+    columns = [cell.strip() for cell in head.strip("|").split("|")]
+    return [
+        dict(zip(columns, (cell.strip() for cell in line.strip("|").split("|")), strict=True))
+        for line in rest
+        if line.count("|") == head.count("|")
+    ]
+
+
+def target(folder: Path, start: str) -> targets.Result:
+    (found,) = [t for t in targets.targets(Recorded(folder)) if t.what.startswith(start)]
+    return found
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_was_not_measured_is_one_line(tmp_path, block):
+    said = readme.made(block, Recorded(tmp_path))
+    assert said.endswith(": not measured.") and "\n" not in said.replace("\n\n", "")
+
+
+# plans --------------------------------------------------------------------------------------------
+
+
+def planned(plans: str, **changes: str) -> Toggles:
+    return Toggles(graph_reuse="set_rows", plans=plans, **changes)
+
+
+def parts(token: float, device: float, gap: float, host: float, **more: Any) -> dict[str, Any]:
+    found = {"token": token, "device": device, "gap": gap, "host": host}
+    return {part: [us] * 3 for part, us in found.items()} | more
+
+
+def plans_run(folder: Path, gap: float = 20.0) -> None:
+    """A token takes 900 us without plans and 820 + gap with a plan of the whole step, in which
+    kernels take 820 us."""
+    step = {"plan_scope": "step", "sync": "packed_implicit", "pdl": "on"}
+    arms = [arm("off", planned("off", **step)), arm("ours", planned("ours", **step)),
+            arm("off (A/A)", planned("off", **step), True)]  # fmt: skip
+    none = {"counters": COUNTERS, "calls": 160, "nodes": 160}
+    ours = {"counters": COUNTERS | WARM, "calls": 1, "nodes": 160}
+    record(
+        folder, f"plans-step-{MODEL}", "ab", arms,
+        {"tg128": {"off": 128 * 900.0, "ours": 128 * (820 + gap), "off (A/A)": 128 * 901.0}},
+        toggle="plans",
+        parts={"off": parts(900, 840, 60, 50, **none),
+               "ours": parts(820 + gap, 835, 5, 30, **ours),
+               OF_KERNELS: parts(840, 820, 40, 30, **ours)},
+    )  # fmt: skip
+
+
+def test_a_plan_of_a_whole_step_has_its_copies_in_the_gap(tmp_path):
+    plans_run(tmp_path)
+    off, ours = lines(tmp_path, "plans-cuda")
+    assert (off["plans"], off["calls"], off["gap us"], off["device us"]) == (
+        "off", "160", "60", "840",
+    )  # fmt: skip
+    assert (ours["a plan is"], ours["pdl"], ours["calls"], ours["nodes"]) == (
+        "a step", "on", "1", "160",
+    )  # fmt: skip
+    assert (ours["gap us"], ours["device us"], ours["host us"]) == ("20", "820", "30")
+    assert ours["Speedup"].startswith(f"{900 / 840:.3f} (") and ours["verdict"] == "faster"
+    assert float(ours["t/s"]) == pytest.approx(1e6 / 840, rel=0.01)
+    assert [ours[name] for name in ("captured", "updated", "reinstantiated", "replayed")] == [
+        "2", "3", "1", "40",
+    ]  # fmt: skip
+
+
+def test_costs_are_for_each_capture_and_each_update(tmp_path):
+    plans_run(tmp_path)
+    (ours,) = lines(tmp_path, "plans-costs")
+    assert (ours["captures"], ours["us to capture"], ours["us to instantiate"]) == (
+        "3", "2000", "1000",
+    )  # fmt: skip
+    assert (ours["updates"], ours["us to update"]) == ("4", "500")
+
+
+@pytest.mark.parametrize(("gap", "met"), [(20.0, "not measured: split"), (30.0, "**missed**")])
+def test_gap_host_and_kernels_are_held_against_their_bounds(tmp_path, gap, met):
+    plans_run(tmp_path, gap)
+    found = target(tmp_path, "plans=ours, gap")
+    assert f"step {gap:.0f} us (llama-3.2-1b BF16, pdl on)" in found.measured
+    assert found.met.startswith(met)
+    assert target(tmp_path, "plans=ours, host").met == "not measured: split"
+    kernels = target(tmp_path, "plans=ours, pdl")
+    assert kernels.measured == f"{MODEL} 820 (809)" and f"**missed**: {MODEL}" in kernels.met
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(60.0, "faster"), (64.0, "no difference"),
+                                               (80.0, "slower")])  # fmt: skip
+def test_the_first_tokens_of_an_engine_are_not_to_cost(tmp_path, ours, verdict):
+    made = planned("off"), planned("ours"), planned("off")
+    names = "off", "ours", "off (A/A)"
+    arms = [arm(name, of, "A/A" in name) for name, of in zip(names, made, strict=True)]
+    us = dict(zip(names, (64e3, ours * 1e3, 63.9e3), strict=True))
+    record(tmp_path, f"fresh-{MODEL}", "fresh", arms, {"tg64": us}, toggle="plans",
+           counters={"ours": COUNTERS | WARM})  # fmt: skip
+    (line,) = lines(tmp_path, "plans-fresh")
+    assert (line["ms off"], line["ms ours"]) == ("64.2", f"{ours * 1.0025:.1f}")
+    assert (line["verdict"], line["captured"], line["ms to capture"]) == (verdict, "2", "9.0")
+    missed = "**missed**" in target(tmp_path, "plans never cost").met
+    assert missed == (verdict == "slower")
+
+
+def test_a_sweep_has_the_columns_of_sweep_bench(tmp_path):
+    arms = [arm("off", planned("off")), arm("ours", planned("ours")),
+            arm("off (A/A)", planned("off"), True)]  # fmt: skip
+    us = {"pp512": 40e3, "tg32": 32e3, "pp512@d1024": 50e3, "tg32@d1024": 40e3}
+    every = {test: {"off": of, "ours": of / 2, "off (A/A)": of} for test, of in us.items()}
+    record(tmp_path, f"sweep-{MODEL}", "sweep", arms, every, toggle="plans")
+    found = lines(tmp_path, "sweep-cuda")
+    columns = ["PP", "TG", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s"]
+    assert [list(line)[2:9] for line in found] == [columns] * 4
+    last = found[-1]
+    assert [last["plans"], last["N_KV"]] == ["ours", "1024"]
+    assert float(last["T_TG s"]) == pytest.approx(0.02005, abs=1e-4)
+    assert float(last["S_PP t/s"]) == pytest.approx(512 / (25e-3 * 1.0025), rel=1e-3)
+    assert last["Speedup of TG"].startswith("2.000 (")
+
+
+# reuse --------------------------------------------------------------------------------------------
+
+
+def ways_run(folder: Path) -> None:
+    """A token takes 1000 us with a kept graph, and 5000 us of building more without."""
+    build = {"graph": 1000, "fuse": 500, "split": 500, "layout": 500, "lower": 500, "prepare": 2000}
+    arms = [arm("rebuild", Toggles(), batch=30, **build),
+            arm("set_rows", Toggles(graph_reuse="set_rows"), batch=20, reuse=2),
+            arm("rebuild (A/A)", Toggles(), True)]  # fmt: skip
+    us = {"rebuild": 32 * 6500.0, "set_rows": 32 * 1000.0, "rebuild (A/A)": 32 * 6500.0}
+    record(folder, f"reuse-ways-{MODEL}", "ab", arms, {"tg32": us}, toggle="graph_reuse")
+
+
+def test_ways_to_keep_a_graph_have_us_by_phase(tmp_path):
+    ways_run(tmp_path)
+    rebuilt, kept = lines(tmp_path, "reuse-cuda")
+    assert (rebuilt["graph_reuse"], rebuilt["prepare"], rebuilt["Speedup"]) == (
+        "rebuild", "2000.0", "",
+    )  # fmt: skip
+    assert (kept["graph_reuse"], kept["prepare"], kept["batch"]) == ("set_rows", "0.0", "20.0")
+    assert kept["Speedup"].startswith("6.50 (") and kept["verdict"] == "faster"
+
+
+def test_a_layer_of_reuse_that_is_disabled_says_what_it_saves(tmp_path):
+    on, off = (Toggles(graph_reuse="set_rows", redo_lower=value) for value in ("on", "off"))
+    arms = [arm("off", off), arm("on", on, lower=700), arm("off (A/A)", off, True)]
+    us = {"off": 128 * 1000.0, "on": 128 * 1700.0, "off (A/A)": 128 * 1000.0}
+    ways_run(tmp_path)
+    record(tmp_path, f"reuse-redo-lower-{MODEL}", "ab", arms, {"tg128": us}, toggle="redo_lower")
+    text = readme.made("reuse-cuda", Recorded(tmp_path))
+    row = next(line for line in text.splitlines() if "| lower " in line and "0.59" in line)
+    assert "slower" in row and "700.0" in row
+    assert float(row.split("|")[5]) == pytest.approx(702, abs=1)
+
+
+def test_the_verdict_on_8366_is_at_what_a_build_costs(tmp_path):
+    ways_run(tmp_path)
+    (line,) = lines(tmp_path, "reuse-verdict")
+    us = 1002.5  # with the noise of `record`
+    assert line["us a token"] == "1002" and line["0 us"] == "1.000"
+    assert line["100 us"] == f"{(us + 100) / us:.3f}"
+    assert line["this engine's build, us"] == "5000" and line["measured here (Python)"] == "6.50"
+    assert line["at this engine's"] == f"{(us + 5000) / us:.2f}"
+    assert line["3 to 7 % is a build of"] == "30 to 70 us"
+    assert "its own was not measured" in readme.made("reuse-verdict", Recorded(tmp_path))
+
+
+def test_llama_cpp_s_build_comes_from_the_peer_run(tmp_path):
+    ways_run(tmp_path)
+    names = ("llama.cpp", "llama.cpp reuse=off", "workbench best", "workbench best (A/A)")
+    arms = [arm(name, Toggles(), "A/A" in name) for name in names]
+    us = dict(zip(names, (128e3, 128 * 1040.0, 128e3, 128e3), strict=True))
+    record(tmp_path, "peer", "peer", arms, {"tg128": us}, peer={"version": "1"})
+    (tmp_path / "peer-cuda").mkdir()
+    (tmp_path / "cuda-peer").rename(tmp_path / "peer-cuda" / MODEL)
+    (line,) = lines(tmp_path, "reuse-verdict")
+    assert float(line["llama.cpp's build, us"]) == pytest.approx(40.1, abs=0.1)
+    assert line["at llama.cpp's"] == "1.040"
+    said = readme.made("reuse-verdict", Recorded(tmp_path))
+    assert "its reuse switch, same files): llama-3.2-1b BF16 40 us of 1002, 1.040" in said
+
+
+def test_growth_is_compared_with_plans_and_without(tmp_path):
+    arms = [arm("step", Toggles()), arm("full", Toggles(kv_growth="full")),
+            arm("step (A/A)", Toggles(), True)]  # fmt: skip
+    us = {"step": 64e3, "full": 80e3, "step (A/A)": 64e3}
+    for plans in ("off", "ours"):
+        record(tmp_path, f"growth-{plans}-{MODEL}", "ab", arms, {"tg64": us}, toggle="kv_growth")
+    found = lines(tmp_path, "growth-cuda")
+    assert [line[""] for line in found] == ["plans=off", "plans=ours"]
+    assert all(line["Speedup"] == "0.80" and line["verdict"] == "slower" for line in found)
+
+
+def test_graph_work_is_the_most_of_its_benchmarks(tmp_path):
+    every = {"[set_rows-idle]": 40.0, "[set_rows-busy]": 70.0, "[patch_pointers-idle]": 50.0}
+    named = {f"test_bench_reuse.py::test_graph_work{k}": {"median_us": us}
+             for k, us in every.items()}  # fmt: skip
+    (tmp_path / "benchmarks.json").write_text(json.dumps({"benchmarks": named}))
+    found = target(tmp_path, "graph work")
+    assert "40 us idle, 70 us busy" in found.measured and "**missed**" in found.met
+    alone = {"test_bench_reuse.py::test_graph_work": {"median_us": 41.0}}
+    (tmp_path / "benchmarks.json").write_text(json.dumps({"benchmarks": alone}))
+    assert "41 us" in target(tmp_path, "graph work").measured
