@@ -11,7 +11,7 @@ import pytest
 import workbench as wb
 from tests.oracles.trace_pattern import HIDDEN, trace_pattern
 from workbench.config import CopyStream, SyncMode, Toggles
-from workbench.program.commands import HOST, Copy, Launch
+from workbench.program.commands import HOST, Copy, Launch, Replay
 from workbench.trace.profile import profile
 
 bindings = pytest.importorskip("cupti.cupti")
@@ -126,6 +126,66 @@ def test_events_and_cupti_agree_on_where_time_goes(loaded):
             assert prof.collector == collector, prof.note
             busy[collector] = prof.summary()["device_us"].median()
         assert 0 < busy["cupti"] < 1.05 * busy["events"], busy
+
+
+SCOPES: list[dict[str, str]] = [
+    {"plan_scope": "split"}, {"plan_scope": "step", "sync": "implicit"},
+    {"plan_scope": "step", "sync": "event_guarded", "copy_stream": "own"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fuse", ["off", "on"])
+@pytest.mark.parametrize("scope", SCOPES, ids=["split", "step", "forked"])
+def test_what_runs_in_a_replay_has_its_part(loaded, scope, fuse):
+    """Every kernel and copy of a window, the step with the capture among them, has the name, the op
+    and the kernel that its part issues."""
+    pdl = "on" if fuse == "on" and loaded.backend.capabilities.programmatic else "off"
+    toggles = Toggles(graph_reuse="set_rows", fuse=fuse, pdl=pdl, plans="ours", **scope)
+    with loaded.variant(toggles) as engine:
+        with profile(engine, window=(0, 6), nvtx=False) as prof:
+            for token in range(5, 11):
+                engine.step([token])
+        assert prof.collector == "cupti" and prof.complete, prof.note
+        program = engine.program(n_past=engine.n_past)
+        device = [s for s in prof.timeline.spans if s.category == "device"]
+        (at,) = [i for i, c in enumerate(program.commands) if isinstance(c, Replay)]
+        plan = program.commands[at]
+        assert isinstance(plan, Replay)
+        for number, part in enumerate(plan.parts):
+            here = [s for s in device if s.args["index"] == at and s.args["part"] == number]
+            assert {s.args["kind"] for s in here} <= {part.kind} and {s.name for s in here} <= {
+                part.label
+            }
+            if isinstance(part, Launch):
+                names = [kernel.function for kernel in engine.backend.kernels_of(part.node)]
+                assert [s.args["kernel"] for s in here] == names * 6
+                assert {s.args["op"] for s in here} == {part.node.op}
+            else:
+                assert [s.args["bytes"] for s in here] == (
+                    [part.src.nbytes] * 6 if isinstance(part, Copy) else []
+                )
+        copies = sum(isinstance(c, Copy) for c in program.commands)
+        assert sum("part" not in s.args for s in device) == 6 * copies
+
+
+@pytest.mark.parametrize("quant", ["Q4_0", "F16"])
+def test_products_of_cublas_in_a_replay_have_their_parts(tiny_model, quant):
+    """A prompt, captured in the window and replayed in it."""
+    path = tiny_model("tiny-llama", quant)
+    tokens = [int(t) for t in np.random.default_rng(0).integers(0, 300, 400)]
+    toggles = Toggles(graph_reuse="set_rows", plans="ours")
+    with wb.Engine.load(path, device="cuda", n_ctx=512, toggles=toggles) as engine:
+        with profile(engine, nvtx=False) as prof:
+            for _ in range(3):
+                engine.reset()
+                engine.prefill(tokens)
+        assert prof.complete, prof.note
+        kernels = [
+            [(s.name, s.args["part"], s.args["kernel"]) for s in prof.timeline.spans
+             if s.category == "device" and s.args["step"] == step and "part" in s.args]
+            for step in sorted({s.args["step"] for s in prof.timeline.spans if "step" in s.args})
+        ]  # fmt: skip
+        assert len(kernels[0]) > 20 and kernels[0] == kernels[1] == kernels[2]
 
 
 def test_with_another_subscriber_events_answer(loaded):

@@ -9,7 +9,7 @@ import ctypes
 import itertools
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,6 +21,9 @@ from workbench.backend.cuda.driver import ALIGN, Driver
 from workbench.program.commands import Space
 
 bindings: Any = pytest.importorskip("cuda.bindings.driver")
+
+
+SPARE = 1 << 31  # memory that CuPy gives
 
 
 class Function(str):
@@ -99,7 +102,10 @@ class FakeMemory:
 class FakeDriver(Driver):
     """Device number `index` of a machine without any."""
 
+    newest: ClassVar[FakeDriver]
+
     def __init__(self, index: int = 0):
+        FakeDriver.newest = self
         numbers = itertools.count(1)
         fresh = lambda **_: SimpleNamespace(ptr=next(numbers))  # noqa: E731
         self.cupy: Any = SimpleNamespace(cuda=SimpleNamespace(Stream=fresh))
@@ -156,12 +162,13 @@ def _no_cubin(file: str, arch: str, defines: Any = (), sources: Any = None) -> b
 
 
 def fake_backend(monkeypatch: pytest.MonkeyPatch) -> tuple[cuda.CudaBackend, list[Call]]:
-    """A CudaBackend on such a driver, and the log of both libraries."""
+    """A CudaBackend on such a driver, and the log of both libraries. Other backends are made on
+    drivers of their own; cuBLAS is the newest one's when it is first used."""
     cupy: Any = ModuleType("cupy")
     cupy.cuda = SimpleNamespace(
         Memory=lambda nbytes: SimpleNamespace(ptr=1 << 30),
         runtime=SimpleNamespace(
-            CUDARuntimeError=RuntimeError, malloc=lambda nbytes: 1 << 31, free=lambda there: None
+            CUDARuntimeError=RuntimeError, malloc=lambda nbytes: SPARE, free=lambda there: None
         ),
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -169,5 +176,5 @@ def fake_backend(monkeypatch: pytest.MonkeyPatch) -> tuple[cuda.CudaBackend, lis
     monkeypatch.setattr(nvrtc, "cubin", _no_cubin)
     made = cuda.CudaBackend()
     log = made._driver.api.log
-    monkeypatch.setattr(cublas, "_load", lambda: (FakeCublas(made._driver.api), "no library"))
+    monkeypatch.setattr(cublas, "_load", lambda: (FakeCublas(FakeDriver.newest.api), "no library"))
     return made, log

@@ -157,6 +157,9 @@ class FakeCaptures:
         ended = int(event) in self._events  # last recorded in a capture
         return (Result.CUDA_ERROR_CAPTURED_EVENT if ended else 0,)
 
+    def cuEventElapsedTime(self, begin: Any, end: Any) -> tuple[int, float]:
+        return 0, 0.25
+
     # captures ---------------------------------------------------------------------------------
 
     def cuStreamIsCapturing(self, stream: Any) -> tuple[int, Any]:

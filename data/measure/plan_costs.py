@@ -1,0 +1,208 @@
+"""What a plan costs the host, and a replay of it the device: one JSON file.
+
+    python -m data.measure.plan_costs [--models DIR] [--out FILE] [--only MODELS] [--rounds N]
+                                      [--quick]
+
+For a step of one token of each model, everything on: its plan is captured, made executable and
+uploaded, updated by another capture and node by node, and launched; several times each, in us.
+
+    issue_us             its parts, issued one by one
+    capture_us           calls of all parts while the stream is captured, and what each added
+    instantiate_us, upload_us   the upload to its end on the device
+    exec_update_us       the parameters of another capture; without the capture
+    refused_update_us    of another topology, without the capture
+    set_kernel_us, set_copy_us   one node; `_first`: the first time, when its parameters are read
+    launch_us            on an idle device; launch_behind_us: behind another launch that runs
+    device_us            from one replay's end to the end of the next behind it
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App
+
+import workbench as wb
+from data.measure.launches import spread
+from data.measure.session import Session, everything, planned
+from workbench.backend.cuda.backend import CudaBackend
+from workbench.backend.cuda.graphs import COPIES, CudaGraph, GraphArguments, commands_of
+from workbench.backend.issued import Issued, Plannable, in_order
+from workbench.bench import provenance
+from workbench.errors import UsageError, WorkbenchError
+from workbench.output import write_text
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ("llama-3.2-1b-bf16", "llama-3-8b-q4_0", "llama-3-8b-q8_0")
+ROUNDS, LAUNCHES = 9, 20  # launches of each kind in a round
+
+Costs = dict[str, list[float]]  # us of each time
+
+app = App(help=__doc__, result_action="return_none")
+
+
+@app.default
+def measure(
+    models: Path = ROOT / "data" / "models",
+    out: Path = ROOT / "data" / "results" / "cuda-plan-costs.json",
+    only: str = "",
+    rounds: int = ROUNDS,
+    quick: bool = False,
+) -> None:
+    """Measures the models; raises UsageError for a number of rounds that is none."""
+    if rounds < 1:
+        raise UsageError(f"--rounds {rounds} measures nothing; give 1 or more")
+    session = Session(out.parent, models, "cuda", 40.0, quick, only)
+    wanted = filter(session.takes, only.split(",") if only else MODELS)
+    rows: list[dict[str, Any]] = []
+    described = ""
+    for model in wanted:
+        kept = wb.Toggles(graph_reuse="set_rows")
+        with wb.Engine.load(session.path(model), device="cuda", n_ctx=1024, toggles=kept) as engine:
+            described = engine.backend.description
+            for toggles in (planned(engine), everything(engine).switched("plans", "ours")):
+                with engine.variant(toggles) as side:
+                    row = of_engine(side, 2 if quick else rounds)
+                about = {"model": model, "scope": toggles.plan_scope, "toggles": toggles.changed()}
+                rows.append(about | row)
+                print(line(rows[-1]), flush=True)
+    found = {"device_description": described, "quick": quick, "rows": rows}
+    record = {"date": provenance.utc_now()} | provenance.collect() | found
+    write_text(out, json.dumps(record, indent=1) + "\n", parents=True)
+
+
+def line(row: dict[str, Any]) -> str:
+    """The medians of a row, in words."""
+    said = [f"{name.removesuffix('_us')} {row[name]['median']:.1f}" for name in row["costs"]]
+    return f"{row['model']} {row['scope']}: {row['nodes']} nodes; us: {', '.join(said)}"
+
+
+def of_engine(engine: Any, rounds: int) -> dict[str, Any]:
+    """What the plan of one token costs on an engine with plans."""
+    for token in (1, 2):
+        engine.step([token])
+    engine.synchronize()
+    plans = [plan for plan in engine._plans._kept.values() if plan.captured is not None]
+    work = plans[-1].work()
+    costs = plan_costs(engine.backend, work, rounds)
+    captured: CudaGraph = plans[-1].captured
+    edges, programmatic = captured.edges()
+    return {
+        "parts": len(work.parts), "nodes": len(captured.nodes), "edges": edges,
+        "programmatic_edges": programmatic, "costs": list(costs),
+        **{name: spread(values) for name, values in costs.items()},
+    }  # fmt: skip
+
+
+def plan_costs(backend: CudaBackend, work: Plannable, rounds: int) -> Costs:
+    """Each cost, `rounds` times or more. What is computed is computed again, in the same place."""
+    found: Costs = defaultdict(list)
+    more = _longer(work)
+    _round(backend, work, more, defaultdict(list))  # warm
+    for _ in range(rounds):
+        _round(backend, work, more, found)
+    return dict(found)
+
+
+def _round(backend: CudaBackend, work: Plannable, more: Plannable, found: Costs) -> None:
+    driver, stream, what = backend._driver, backend._stream(work.stream), "a plan's costs"
+    api = driver.api
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        start = time.perf_counter_ns()
+        made = call()
+        found[name].append((time.perf_counter_ns() - start) / 1e3)
+        return made
+
+    backend.synchronize()
+    timed("issue_us", work.call)
+    backend.synchronize()
+    graph = backend.capture(work)
+    found["capture_us"].append(graph.capture_ns / 1e3)
+    try:
+        executable = timed(
+            "instantiate_us", lambda: driver.call("cuGraphInstantiate", what, graph._graph, 0)
+        )
+        upload = [
+            lambda: driver.call("cuGraphUpload", what, executable, stream), backend.synchronize,
+        ]  # fmt: skip
+        timed("upload_us", in_order(upload))
+        api.cuGraphExecDestroy(executable)
+        for name, other in (("exec_update_us", work), ("refused_update_us", more)):
+            again, _ = graph._record(other)
+            timed(name, partial(api.cuGraphExecUpdate, graph._executable, again))
+            api.cuGraphDestroy(again)
+        _set(graph, work, found)
+        _launch(backend, graph, found)
+    finally:
+        backend.synchronize()
+        graph.destroy()
+
+
+def _set(graph: CudaGraph, work: Plannable, found: Costs) -> None:
+    for kind, wanted in (("kernel", _is_kernel), ("copy", _is_copy)):
+        parts = [i for i, part in enumerate(work.parts) if all(map(wanted, commands_of(part)))]
+        n = sum(node in set(parts) for node in graph.nodes)
+        if not n:
+            continue
+        for name in (f"set_{kind}_first_us", f"set_{kind}_us"):
+            before, start = graph.nodes_set, time.perf_counter_ns()
+            graph.update(work, parts)
+            if graph.nodes_set > before:  # else the driver wants such nodes captured anew
+                found[name].append((time.perf_counter_ns() - start) / 1e3 / n)
+
+
+def _is_kernel(issued: Issued) -> bool:
+    return isinstance(issued.block, GraphArguments)
+
+
+def _is_copy(issued: Issued) -> bool:
+    return issued.same[:1] != () and issued.same[0] in COPIES
+
+
+def _launch(backend: CudaBackend, graph: CudaGraph, found: Costs) -> None:
+    driver = backend._driver
+    stream, clock = graph._there, time.perf_counter_ns
+    begin, end = (driver.event(timing=True) for _ in range(2))
+    for _ in range(LAUNCHES):
+        backend.synchronize()
+        start = clock()
+        graph.launch()
+        launched = clock()
+        driver.call("cuEventRecord", "a replay's end", begin.handle, stream)
+        behind = clock()
+        graph.launch()
+        found["launch_behind_us"].append((clock() - behind) / 1e3)
+        found["launch_us"].append((launched - start) / 1e3)
+        driver.call("cuEventRecord", "a replay's end", end.handle, stream)
+        backend.synchronize()
+        ms = driver.call("cuEventElapsedTime", "a replay", begin.handle, end.handle)
+        found["device_us"].append(ms * 1e3)
+
+
+def _longer(work: Plannable) -> Plannable:
+    """`work` and its last launch once more: another topology."""
+    again: Sequence[int] = [
+        i for i, part in enumerate(work.parts) if all(map(_is_kernel, commands_of(part)))
+    ]
+    parts = (*work.parts, work.parts[again[-1]])
+    return Plannable(
+        in_order([part.call for part in parts]), work.same, parts=parts, backend=work.backend,
+        stream=work.stream, streams=(*work.streams, work.stream),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except WorkbenchError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,86 @@
+"""Engines with plans on a driver that notes what it is asked: a replayed step queues the launches
+and copies of an eager one, with the same arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.unit.fake_cuda import SPARE, fake_backend
+from tests.unit.fake_graphs import COPIES, Call
+from workbench.config import Toggles
+
+FORKED = {"plan_scope": "step", "sync": "event_guarded", "copy_stream": "own"}
+SCOPES = [{}, {"plan_scope": "step", "sync": "implicit"}, FORKED]
+RULES = [{"plans": "ours"}, {"plans": "today"}, {"plans": "pr"}]
+FUSED = {"fuse": "on", "pdl": "on"}
+
+
+@pytest.fixture
+def engine(monkeypatch, tiny_model) -> Iterator[wb.Engine]:
+    fake_backend(monkeypatch)
+    kept = Toggles(graph_reuse="set_rows")
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "F16"), device="cuda", n_ctx=2048, toggles=kept
+    ) as made:
+        yield made
+
+
+def step(used: wb.Engine, n: int, outputs: Any = "last") -> list[tuple[Any, ...]]:
+    """What a step queues, without the addresses: variants have memory of their own."""
+    log = used.backend._driver.api.log  # type: ignore[attr-defined]
+    log.clear()
+    used.step([1] * n, outputs=outputs)
+    found = []
+    for i, call in enumerate(log):
+        product = call.function == "cublasGemmEx"
+        # a product is two nodes of a graph; in front of its first capture it runs to be loaded
+        if product and (call == log[i - 1] or SPARE in call.args):
+            continue
+        if product or (call.function in COPIES or call.function.startswith("cuLaunch")):
+            found.append(_without_addresses(call))
+    return found
+
+
+def _without_addresses(call: Call) -> tuple[Any, ...]:
+    far = 1 << 40
+    return call.function, *(a for a in call.args if not isinstance(a, int) or a < far)
+
+
+def feed(used: wb.Engine) -> list[Any]:
+    found: list[Any] = []
+    for n, outputs in ((1, "last"), (8, "all"), (500, "last"), (1, "last"), (1, "last")):
+        found += [step(used, n, outputs) for _ in range(3)]
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, FUSED], ids=["plain", "fused"])
+@pytest.mark.parametrize("scope", SCOPES, ids=["split", "step", "forked"])
+def test_a_replayed_step_queues_what_an_eager_one_does(engine, scope, more):
+    base = Toggles(
+        graph_reuse="set_rows", **more, **{k: v for k, v in scope.items() if k != "plan_scope"}
+    )
+    with engine.variant(base) as eager:
+        wanted = feed(eager)
+    for rule in RULES:
+        with engine.variant(replace(base, **rule, **scope)) as planned:
+            found, counters = feed(planned), planned.counters
+        assert [sorted(map(str, s)) for s in found] == [sorted(map(str, s)) for s in wanted], rule
+        assert counters["plans_replayed"] >= 5, counters
+        api = engine.backend._driver.api  # type: ignore[attr-defined]
+        assert not api.alive and not api._captures, "closed with its engine"
+
+
+def test_programmatic_launches_behind_kernels_are_programmatic_edges(engine):
+    for pdl, wanted in (("on", True), ("off", False)):
+        toggles = Toggles(graph_reuse="set_rows", fuse="on", pdl=pdl, plans="ours")
+        with engine.variant(toggles) as planned:
+            planned.step([1])
+            plans: Any = planned._plans
+            (plan,) = plans._kept.values()
+            edges, programmatic = plan.captured.edges()
+            assert edges == len(plan.captured.nodes) - 1 and (programmatic > 10) == wanted
