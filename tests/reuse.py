@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from workbench.backend.args import VIEW
+from workbench.backend.issue import Prepared
 from workbench.config import GraphReuse
 from workbench.engine.engine import Engine
-from workbench.program.commands import Launch, Program
+from workbench.program.commands import Launch, Program, Replay
 from workbench.program.first_cell import is_view
 
 WAYS = [way.value for way in GraphReuse]  # what keeps nothing is first
@@ -71,3 +73,14 @@ def views_of(program: Program) -> list[tuple[Any, ...]]:
         for c in program.singly()
         if isinstance(c, Launch) and is_view(c.node)
     ]
+
+
+def view_addresses(prepared: Prepared) -> list[int]:
+    """Where each store to a view, also in a plan, goes to on its device; not on the host."""
+    found = []
+    for number, issued in prepared.issued.items():
+        command = prepared.program.commands[number]
+        planned = isinstance(command, Replay)
+        parts = zip(command.parts, issued.parts, strict=True) if planned else [(command, issued)]
+        found += [i.block[VIEW] for c, i in parts if isinstance(c, Launch) and is_view(c.node)]
+    return found

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.reuse import N_CTX, N_UBATCH, PAD, WAYS, boundaries, long_run, mixed_run, views_of
+from tests.reuse import (
+    N_CTX,
+    N_UBATCH,
+    PAD,
+    WAYS,
+    boundaries,
+    long_run,
+    mixed_run,
+    view_addresses,
+    views_of,
+)
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.errors import UsageError
@@ -151,13 +161,9 @@ def test_a_patched_program_is_the_one_that_would_be_built(engine):
             built = variant.program(n_past=n_past)
             assert first_cell(prepared.program) == n_past == prepared.binding.cell
             assert views_of(prepared.program) == views_of(built) == views_of(at_cell(built, n_past))
-            for (_, range_, _), (block, _, _) in zip(
-                views_of(prepared.program), prepared.binding._views, strict=True
-            ):
-                memory = prepared.binding.memory[
-                    next(b for b in prepared.binding.memory if b.name == range_[0])
-                ]
-                assert block[0] == memory.address + range_[1]
+            at = {b.name: m.address for b, m in prepared.binding.memory.items()}
+            wanted = [at[name] + offset for _, (name, offset, _), _ in views_of(prepared.program)]
+            assert view_addresses(prepared) == ([] if engine.device == "host" else wanted)
         program = prepared.program
         assert prepared.program is program  # made once
         prepared.store_at(40)
@@ -203,3 +209,12 @@ def test_no_cells_in_a_row_is_refused_and_the_engine_goes_on(engine, way):
             variant.step([1])
         variant.reset()
         assert variant.step([1, 2, 3, 4]).shape == (1, variant.model.n_vocab)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ubatches_may_be_larger_than_the_context(tiny_model, way):
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "F32"), device="embedded", n_ctx=32, n_ubatch=512, n_kv_pad=32,
+        toggles=Toggles(graph_reuse=way),
+    ) as small:  # fmt: skip
+        assert small.prefill(list(range(32)), "all").shape[0] == 32

@@ -76,7 +76,8 @@ class Engine:
         try:
             self._residents.allocate(loaded)
             # reserve for the largest step, so that memory grows later only for many outputs
-            largest = StepShape(config.n_ubatch, 1, self.cache.n_cells)
+            n_cells = self.cache.n_cells
+            largest = StepShape(min(config.n_ubatch, n_cells), 1, n_cells)
             for turn in range(self.period):
                 self._workspace.bind(self._step_programs.of(largest, turn))
         except BaseException:

@@ -144,6 +144,9 @@ class CallArguments:
         number = self._numbers[field]
         self._args[number] = type(self._args[number])(value)
 
+    def setter(self, field: int) -> Callable[[int], None]:
+        return functools.partial(self.__setitem__, field)
+
 
 class Driver:
     """One GPU through CuPy (`cupy`) and cuda-bindings' driver API (`api`), every call checked."""
