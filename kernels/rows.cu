@@ -4,7 +4,7 @@
 //                     table gives zeros and reads nothing
 //   set_rows          cache[indices[t]] = x[t] as halves; an index outside 0..n_kv-1 is not stored
 //   copy_to_view      dst[t] = x[t] as halves, rows one behind the other
-//   copy_by_table     cache[*entry + t] = x[t] as halves; a row outside 0..n_kv-1 is not stored
+//   copy_by_table     cache[table[store] + t] = x[t] as halves; a row outside 0..n_kv-1 is not stored
 //
 // Block: 256 threads. Grid: (rows, ceil(cols / 256)).
 //
@@ -62,13 +62,14 @@ extern "C" __global__ void copy_to_view(u16* dst, const float* x, i64 n_tokens, 
     if (c < cols) dst[at] = float_to_half(x[at]);
 }
 
-// Arguments: cache, x, entry, n_tokens, cols, n_kv. The number of the first row is read here, from
+// Arguments: cache, x, table, store, n_tokens, cols, n_kv. The first row's number is read here, from
 // an input that the host writes from step to step. It may be any number: no sum overflows.
-extern "C" __global__ void copy_by_table(u16* cache, const float* x, const i64* entry, i64 n_tokens,
-                                         i64 cols, i64 n_kv) {
+extern "C" __global__ void copy_by_table(u16* cache, const float* x, const i64* table, i64 store,
+                                         i64 n_tokens, i64 cols, i64 n_kv) {
     pdl_trigger();
     pdl_wait();
-    const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, t = blockIdx.x, first = *entry;
+    const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, t = blockIdx.x;
+    const i64 first = table[store];
     if (c < cols && first >= -t && first < n_kv - t)
         cache[(first + t) * cols + c] = float_to_half(x[t * cols + c]);
 }

@@ -95,11 +95,10 @@ def _copy_to_view(n: Node, at, scratch) -> Args:
 
 
 def _copy_by_table(n: Node, at, scratch) -> Args:
-    """cache, x, entry (address of the first row's number), n_tokens, cols, n_kv (a row outside
+    """cache, x, table, store (number of the table's entry), n_tokens, cols, n_kv (a row outside
     0..n_kv-1 is not stored)"""
-    cache, x, table = n.inputs
-    entry = at(table) + n.params["store"] * table.dtype.block_bytes
-    return [at(cache), at(x), entry, x.rows, x.cols, n.params["n_kv"]]
+    p, x = n.params, n.inputs[1]
+    return [*map(at, n.inputs), p["store"], x.rows, x.cols, p["n_kv"]]
 
 
 def _attention(n: Node, at, scratch) -> Args:

@@ -134,7 +134,7 @@ class NullBackend(Backend):
     ) -> Issued:
         """One kernel for any node. Its arguments are the addresses of all tensors and of the
         scratch. As on a real backend, `address_of` raises for a tensor that lies nowhere."""
-        tensors = (*node.inputs, *node.outputs)
+        tensors = node.inputs if is_view(node) else (*node.inputs, *node.outputs)
         args = [*[address_of(tensor) for tensor in tensors], scratch]
         if is_view(node):
             args[VIEW] = view_address(node.inputs[0], args[VIEW], node.params[CELL])

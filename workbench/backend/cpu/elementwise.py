@@ -146,11 +146,11 @@ def copy_to_view(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
 
 
 def copy_by_table(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
-    """As copy_to_view, from the row of an F16 cache whose number is in memory. A first row below
-    -n_tokens or above n_kv stores nothing, so no sum overflows."""
-    cache, x, entry, n_tokens, cols, n_kv = e.arguments(args, "iiiiii")
+    """As copy_to_view, from the row of an F16 cache whose number is an entry of a table. A first
+    row below -n_tokens or above n_kv stores nothing, so no sum overflows."""
+    cache, x, table, store, n_tokens, cols, n_kv = e.arguments(args, "iiiiiii")
     start, stop = e.share(n_tokens * cols, part, n_parts)
-    row = e.load("i64", entry)
+    row = e.load("i64", table + store * 8)
     with e.when((row + n_tokens).compare(">", 0)), e.when(row.compare("<", n_kv)):
         first = e.max(start, (0 - row) * cols)
         last = e.min(stop, (n_kv - row) * cols)

@@ -46,7 +46,7 @@ GRIDS = {
     "get_rows": _Grid("rows", 3),
     "set_rows": _Grid("rows", 3),
     "copy_to_view": _Grid("rows", 2),
-    "copy_by_table": _Grid("rows", 3),
+    "copy_by_table": _Grid("rows", 4),
     "rope": _Grid("rope", 4, ROPE_HEADS, ROPE_THREADS),
     "rope_shift": _Grid("rope", 3, ROPE_HEADS, ROPE_THREADS),
 }
