@@ -85,6 +85,17 @@ class StepWait(Choice):
     OUTPUTS = "outputs", "only after steps that return logits, so ubatches of a prompt overlap"
 
 
+class Results(Choice):
+    """How logits come to the host. DIRECT spares the step a copy behind its last kernel. It holds
+    for up to 8 rows of logits, where the kernels that write them are bound by reading weights."""
+
+    COPY = "copy", "the device's memory has them first, and a copy brings them, as in llama.cpp"
+    DIRECT = (
+        "direct",
+        "the last kernel writes up to 8 rows of them into page-locked host memory",
+    )
+
+
 class GraphReuse(Choice):
     """What happens to the graph and program of a step (llama.cpp #8366), and so how the cache is
     stored to. All but REBUILD keep them by step shape.

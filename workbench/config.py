@@ -25,6 +25,7 @@ from workbench.choices import PlanRule as PlanRule
 from workbench.choices import PlanScope as PlanScope
 from workbench.choices import PlanWarmup as PlanWarmup
 from workbench.choices import Redo as Redo
+from workbench.choices import Results as Results
 from workbench.choices import StepWait as StepWait
 from workbench.choices import Switch as Switch
 from workbench.choices import SyncMode as SyncMode

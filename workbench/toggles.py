@@ -28,6 +28,7 @@ from workbench.choices import (
     PlanScope,
     PlanWarmup,
     Redo,
+    Results,
     StepWait,
     Switch,
     SyncMode,
@@ -103,6 +104,7 @@ class Toggles:
     step_wait: str = _toggle(
         StepWait.EVERY, _LOWER, EXACT, _WAITS, "which steps the host waits for"
     )
+    results: str = _toggle(Results.COPY, _LAYOUT, EXACT, "", "how logits come to the host")
     graph_reuse: str = _toggle(
         GraphReuse.REBUILD, _REUSE, EXACT, _REUSED,
         "whether the graph and program of a step are kept",

@@ -19,6 +19,7 @@ def test_default_is_the_baseline():
         "n_copies": "1",
         "input_order": "graph",
         "step_wait": "every",
+        "results": "copy",
         "graph_reuse": "rebuild",
         "redo_build": "off",
         "redo_split": "off",
@@ -50,6 +51,7 @@ def test_which_toggles_may_change_the_last_bits():
     """Scheduling is exact; what another kernel computes may round differently."""
     exact = {name for name in Toggles.names() if Toggles.answer_class(name) == EXACT}
     scheduling = {"sync", "copy_stream", "host_source", "n_copies", "input_order", "step_wait"}
+    scheduling |= {"results"}
     plans = {"plans", "plan_scope", "plan_warmup", "plan_evict", "plan_batch"}
     redo = {"redo_build", "redo_split", "redo_layout", "redo_lower", "redo_bind"}
     assert exact == scheduling | {"graph_reuse", "pdl"} | plans | redo

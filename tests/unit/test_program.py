@@ -121,6 +121,24 @@ def test_waits_fall_from_two_per_input_to_the_logits_wait(house):
     }
 
 
+def test_direct_results_need_no_copy_behind_the_last_kernel(house):
+    copied, direct = house.program("implicit"), house.program("implicit", results="direct")
+    assert copied.pattern(result=True) == "h aaaaaagas"
+    assert direct.pattern(result=True) == "h aaaaaags"
+    (read,) = [c for c in direct.commands if isinstance(c, Read)]
+    launch = [c for c in direct.commands if isinstance(c, Launch)][-1]
+    assert launch.writes[0] == read.staging and read.staging.buffer.space == Space.PINNED
+    assert read.staging.buffer.lands
+
+
+@pytest.mark.parametrize(("n_outputs", "direct"), [(0, False), (8, True), (9, False)])
+def test_many_rows_of_results_are_copied(house, n_outputs, direct):
+    """Kernels for many rows would wait for the host's memory."""
+    program = house.program("implicit", shape=StepShape(9, n_outputs, 256), results="direct")
+    copies = [c for c in program.commands if isinstance(c, Copy) and c.name == "result_output"]
+    assert len(copies) == (0 if direct or not n_outputs else 1)
+
+
 def test_modes_move_waits_and_nothing_else(house):
     def work(program):
         kept = [c for c in program.commands if not isinstance(c, Sync | Wait | Record)]

@@ -16,7 +16,7 @@ import numpy as np
 
 from workbench.backend.args import VIEW, view_address
 from workbench.backend.base import Backend, Issue, Memory
-from workbench.backend.issued import Block, Issued, Plannable, in_order
+from workbench.backend.issued import EMPTY, Block, Issued, Plannable, in_order
 from workbench.backend.landing import Landing
 from workbench.errors import UsageError
 from workbench.graph.ir import Node, Tensor
@@ -27,18 +27,19 @@ _UIDS = count(1)  # 0 is nobody's
 
 
 class LandingBlock:
-    """The arguments of a copy to a `Landing`: those to the block where results land next."""
+    """The arguments of a command that writes to a `Landing`, or of its copy for the block where
+    results land next. each: the command for each block."""
 
-    __slots__ = ("_copies", "landing", "pointers")
+    __slots__ = ("_each", "landing", "pointers")
 
-    def __init__(self, landing: Landing, copies: Sequence[Issued]):
+    def __init__(self, landing: Landing, each: Sequence[Issued]):
         self.landing = landing
-        self._copies = copies
-        self.pointers = copies[0].block.pointers
+        self._each = each
+        self.pointers = each[0].block.pointers
 
     @property
     def current(self) -> Block:
-        return self._copies[self.landing.now].block
+        return self._each[self.landing.now].block
 
     def __len__(self) -> int:
         return len(self.current)
@@ -54,6 +55,29 @@ class LandingBlock:
 
     def setter(self, field: int) -> Callable[[int], None]:
         return partial(self.__setitem__, field)
+
+
+def _landings(issued: Issued) -> Iterator[Landing]:
+    """Where a command writes results, if any."""
+    if isinstance(issued.block, LandingBlock):
+        yield issued.block.landing
+    for part in issued.parts[-1:]:  # the last one makes the results
+        yield from _landings(part)
+
+
+def _where_it_lands(landing: Landing, each: Sequence[Issued]) -> Issued:
+    """A command that writes to the block where results land next. each: the same for each block."""
+    calls = [issued.call for issued in each]
+
+    def issue() -> None:
+        calls[landing.now]()
+
+    parts = [
+        _where_it_lands(landing, alike)
+        for alike in zip(*[issued.parts for issued in each], strict=True)
+    ]
+    block = EMPTY if parts else LandingBlock(landing, each)
+    return Issued(issue, each[0].same, block, tuple(parts))
 
 
 class Binding:
@@ -202,18 +226,25 @@ class Binding:
             return backend.copy_to_peer(peer, self._address(c.dst), source, nbytes, stream)
         if not isinstance(landing, Landing):
             return backend.copy(self._address(c.dst), source, nbytes, stream, to_host)
-        copies = [
+        return _where_it_lands(landing, [
             backend.copy(block.address, source, nbytes, stream, to_host) for block in landing.blocks
-        ]
-        calls = [copy.call for copy in copies]
-
-        def copy() -> None:
-            calls[landing.now]()
-
-        return Issued(copy, copies[0].same, LandingBlock(landing, copies))
+        ])  # fmt: skip
 
     def _launch(self, c: cmd.Launch) -> Issued:
-        layout, address = self._program.layout[c.stream.backend], self._address
+        for r in c.writes:
+            landing = self.memory[r.buffer] if r.buffer.lands else None
+            if isinstance(landing, Landing):
+                at = [self._with(r.buffer, block) for block in landing.blocks]
+                return _where_it_lands(landing, [self._launched(c, address) for address in at])
+        return self._launched(c, self._address)
+
+    def _with(self, buffer: cmd.Buffer, memory: Memory) -> Callable[[cmd.Range], int]:
+        """Addresses of ranges, where `buffer` is `memory`."""
+        own = self._address
+        return lambda r: memory.address + r.offset if r.buffer is buffer else own(r)
+
+    def _launched(self, c: cmd.Launch, address: Callable[[cmd.Range], int]) -> Issued:
+        layout = self._program.layout[c.stream.backend]
 
         def address_of(tensor: Tensor) -> int:
             return address(layout[tensor.storage])
@@ -233,7 +264,7 @@ class Binding:
     def _replay(self, c: cmd.Replay) -> Issued:
         parts = [_DEVICE[type(part)](self, part) for part in c.parts]
         streams = tuple([part.stream.id for part in c.parts if part.stream is not None])
-        landings = [part.block.landing for part in parts if isinstance(part.block, LandingBlock)]
+        landings = [landing for part in parts for landing in _landings(part)]
         backend, here = self._backends[c.stream.backend], c.stream.id
         calls = [part.call for part in parts]
         if others := [stream for stream in dict.fromkeys(streams) if stream != here]:

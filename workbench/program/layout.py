@@ -7,13 +7,15 @@ backend. `program/lower.py` says when commands come, and finds every range in th
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from workbench.choices import HostSource
+from workbench.choices import HostSource, Results
 from workbench.graph import arena
 from workbench.graph.ir import ALIGN, Graph, Kind, Node, Tensor
 from workbench.program.commands import HOST, Buffer, Range, Space
 from workbench.program.split import Split
 from workbench.program.sync_modes import Ordering
 from workbench.sizes import round_up
+
+DIRECT_ROWS = 8  # of results: more are computed by kernels that would wait for the host's memory
 
 
 class Target(NamedTuple):
@@ -33,13 +35,15 @@ class Layout(NamedTuple):
     """ranges[b]: where backend b finds a tensor. staged: ranges of staging memory, for inputs and
     for what the host computes for devices, in the order of the copies. scratch: by node. buffers:
     memory of this step beside the residents, in the order of first use. known: buffers of all steps
-    by name. host_turn, device_turn: which copy of each ring the step takes."""
+    by name. landed: ranges of the host's memory that a device writes results to itself. host_turn,
+    device_turn: which copy of each ring the step takes."""
 
     ranges: list[dict[Tensor, Range]]
     staged: dict[Tensor, Range]
     scratch: dict[Node, Range]
     buffers: list[Buffer]
     known: dict[str, Buffer]
+    landed: dict[Tensor, Range]
     host_turn: int
     device_turn: int
 
@@ -49,6 +53,17 @@ class Layout(NamedTuple):
         made.nbytes = max(made.nbytes, nbytes)
         self.buffers.append(made)
         return made
+
+    def results(self, graph: Graph, backend: int) -> dict[Tensor, Range]:
+        """Ranges of page-locked memory for the results of a step that ends on `backend`."""
+        nbytes = sum(t.nbytes for t in graph.outputs)
+        landing = self.buffer("result", Space.PINNED, nbytes, backend)
+        landing.lands = len(graph.outputs) == 1
+        found, at = {}, 0
+        for t in graph.outputs:
+            found[t] = Range(landing, at, t.nbytes)
+            at += t.nbytes
+        return found
 
 
 def lay_out(
@@ -67,7 +82,7 @@ def lay_out(
     earlier steps by name. This step shares them and lets them grow; new ones are added.
     """
     layout = Layout(
-        [], {}, {}, [], {} if known is None else known,
+        [], {}, {}, [], {} if known is None else known, {},
         turn % ordering.host_ring, turn % ordering.device_ring,
     )  # fmt: skip
     owner = len(residents) - 1  # the device owns what its copies touch
@@ -78,6 +93,10 @@ def lay_out(
     staging = layout.buffer(name, space, nbytes, owner)
     layout.staged.update((t, Range(staging, at, t.nbytes)) for t, at in offsets.items())
     crossing = {s for part in splits for s in part.inputs} | set(graph.outputs)
+    last = splits[-1].backend
+    if _is_direct(graph, ordering, targets[last]) and last != HOST:
+        layout.landed.update(layout.results(graph, last))
+    elsewhere = layout.staged | layout.landed
 
     for b, resident in enumerate(residents):
         nodes = [node for part in splits if part.backend == b for node in part.nodes]
@@ -92,7 +111,9 @@ def lay_out(
             memory = layout.buffer(name, Space.DEVICE, nbytes, b)
             ranges.update((t, Range(memory, at, t.nbytes)) for t, at in offsets.items())
             given = []
-        own = arena.layout(nodes, given, crossing, targets[b].scratch_bytes, layout.staged)
+        if b == last:
+            ranges.update(layout.landed)
+        own = arena.layout(nodes, given, crossing, targets[b].scratch_bytes, elsewhere)
         where = space if b == HOST else Space.DEVICE
         memory = layout.buffer(f"arena.{b}", where, own.nbytes, b or owner)
         ranges.update((s, Range(memory, at, s.nbytes)) for s, at in own.offsets.items())
@@ -101,6 +122,12 @@ def lay_out(
         )
         layout.ranges.append(ranges)
     return layout
+
+
+def _is_direct(graph: Graph, ordering: Ordering, last: Target) -> bool:
+    """Whether the last kernels write the results to the host's memory themselves."""
+    few = 0 < graph.shape.n_outputs <= DIRECT_ROWS
+    return ordering.results == Results.DIRECT and few and last.in_stream
 
 
 def from_host(splits: Sequence[Split]) -> list[Tensor]:

@@ -202,18 +202,15 @@ class _Emitter:
             return
         if not graph.shape.n_outputs and self.ordering.step_wait == StepWait.OUTPUTS:
             return
-        nbytes = sum(t.nbytes for t in graph.outputs)
-        landing = self.layout.buffer("result", c.Space.PINNED, nbytes, last.backend)
-        landing.lands = len(graph.outputs) == 1
         in_stream = self.targets[last.backend].in_stream
-        reads, at = [], 0
         if not in_stream:
             emit(c.Sync(c.RESULT, stream=last))
-        for t in graph.outputs:
-            there = c.Range(landing, at, t.nbytes)
-            at += t.nbytes
-            emit(c.Copy(there, self.ranges[self.made_by[t]][t], last, t.name, c.RESULT))
-            reads.append(c.Read(there, t.name))
+        there = self.layout.landed
+        if not there:
+            there = self.layout.results(graph, last.backend)
+            for t, landing in there.items():
+                emit(c.Copy(landing, self.ranges[self.made_by[t]][t], last, t.name, c.RESULT))
+        reads = [c.Read(landing, t.name) for t, landing in there.items()]
         if in_stream:
             ended = events.ended(self.targets[last.backend].name)
             emit(c.Record(ended, last, c.RESULT))

@@ -49,6 +49,7 @@ class Ordering(NamedTuple):
     input_order: str = config.InputOrder.GRAPH
     step_wait: str = config.StepWait.EVERY
     n_copies: str = config.NCopies.ONE
+    results: str = config.Results.COPY
 
     @classmethod
     def of(cls, toggles: config.Toggles) -> Ordering:
