@@ -97,6 +97,26 @@ def test_graphs_that_are_built_anew_are_replayed_too(engine):  # noqa: F811
             assert planned.counters["plans_replayed"] > 90
 
 
+@pytest.mark.parametrize("scope", SCOPES, ids=["split", "step", "forked"])
+@pytest.mark.parametrize("reuse", ["patch_pointers", "pointer_table"])
+def test_stores_that_move_with_every_token_are_followed(engine, reuse, scope):  # noqa: F811
+    """Their nodes are set, or their table is written: what is captured stays."""
+    tokens = tokens_for("tiny-llama", 300)
+    shared = engine("tiny-llama", "Q4_0", "cuda")
+    with shared.variant(Toggles(graph_reuse="set_rows")) as eager:
+        wanted = one_by_one(eager, tokens)
+    for rule in RULES:
+        toggles = Toggles(graph_reuse=reuse, **rule, **scope)
+        with shared.variant(toggles) as planned:
+            assert np.array_equal(one_by_one(planned, tokens), wanted), rule
+            counters, graphs = planned.counters, captured_of(planned)
+        if rule == {"plans": "ours"} and reuse == "patch_pointers":
+            assert counters["plans_updated"] >= 290, counters
+            assert sum(g.nodes_set for g in graphs) >= 290 and not sum(g.recaptured for g in graphs)
+        if reuse == "pointer_table":
+            assert counters["plans_replayed"] >= 290 and counters["plans_updated"] <= 4, counters
+
+
 def test_more_than_512_tokens_cross_the_pads_of_the_cache(tiny_model):
     """n_kv grows twice; then the cache is empty again, and two sequences share it."""
     tokens = tokens_for("tiny-llama", 560)

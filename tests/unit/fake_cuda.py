@@ -91,9 +91,8 @@ class FakeApi(FakeCaptures):
 
 
 class FakeMemory:
-    def __init__(self, address: int, array: np.ndarray | None):
-        self.address, self.array = address, array
-        self.nbytes = 0 if array is None else array.nbytes
+    def __init__(self, address: int, nbytes: int, array: np.ndarray | None):
+        self.address, self.nbytes, self.array = address, nbytes, array
 
     def free(self) -> None:
         self.array = None
@@ -119,10 +118,10 @@ class FakeDriver(Driver):
 
     def allocate(self, nbytes: int, space: Space) -> Any:
         if space == Space.DEVICE:
-            return FakeMemory(next(self._addresses), None)
+            return FakeMemory(next(self._addresses), nbytes, None)
         block = np.zeros(nbytes + ALIGN, np.uint8)  # the host computes there
         array = block[-block.ctypes.data % ALIGN :][:nbytes]
-        return FakeMemory(array.ctypes.data, array)
+        return FakeMemory(array.ctypes.data, nbytes, array)
 
     def event(self, timing: bool = False) -> Any:
         return SimpleNamespace(handle=self.api.CUevent(next(self._events)))
