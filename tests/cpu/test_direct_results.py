@@ -49,8 +49,6 @@ def test_the_bits_are_those_that_a_copy_brings(engine, others, hold):
         found = logits(direct, hold)
         copies = [c for c in direct.program().singly() if c.kind == "copy"]
         assert "result_output" not in [c.label for c in copies]
-            c.label for c in direct.program().singly() if c.kind == "copy"
-        ]
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
 
