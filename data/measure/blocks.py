@@ -243,7 +243,7 @@ class Mechanism(NamedTuple):
 MECHANISMS = tuple(Mechanism(*row) for row in (
     ("fewer synchronizations (#17795)", "gaps-on-llama-3.2-1b-f16", AFTER, GAP, "gaps"),
     ("", "sync-own-on-llama-3.2-1b-f16", AFTER, "tg512"),
-    ("graph reuse (#8366)", "graph-reuse-llama-3.2-1b-f16", "set_rows", "tg32"),
+    ("graph reuse (#8366), in Python", "graph-reuse-llama-3.2-1b-f16", "set_rows", "tg32"),
     ("", "reuse-ways-llama-3.2-1b-bf16", "set_rows", "tg32", "ab", True),
     ("a plan for each split (#16548)", "plans-split-llama-3.2-1b-bf16", "ours", "tg128", "plans",
      True),

@@ -10,6 +10,7 @@ import numpy as np
 
 from data.measure.matrix import OF_KERNELS
 from data.measure.recorded import Recorded, model_of
+from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
 from workbench.bench import results
 from workbench.bench.comparison import AB
@@ -180,6 +181,47 @@ def _seconds(run: results.Run) -> dict[tuple[str, str], float]:
     return (total.groupby(["arm", "test"]).median() / 1e9).to_dict()
 
 
+# of data.measure.plan_costs: what it times -> column
+TIMED = {
+    "issue_us": "issued singly", "capture_us": "capture", "instantiate_us": "instantiate",
+    "upload_us": "upload", "exec_update_us": "update", "refused_update_us": "update refused",
+    "set_kernel_us": "set a kernel", "set_copy_us": "set a copy", "launch_us": "launch, idle",
+    "launch_behind_us": "launch, busy", "device_us": "on the device",
+}  # fmt: skip
+
+
+def timed(recorded: Recorded) -> Iterator[Line]:
+    """A model and scope: each call for a plan, timed by itself, us."""
+    for row in (recorded.file(PLAN_COSTS) or {"rows": ()})["rows"]:
+        cells = {"Model": row["model"], "a plan is": f"a {row['scope']}", "nodes": row["nodes"],
+                 "edges": row["edges"], "programmatic": row["programmatic_edges"]}  # fmt: skip
+        times = {
+            column: f"{row[name]['median']:.1f}" if name in row else ""
+            for name, column in TIMED.items()
+        }
+        yield Line({name: str(value) for name, value in cells.items()} | times)
+
+
+def timed_where(recorded: Recorded) -> str:
+    """Device, what the columns are, sources."""
+    found = recorded.file(PLAN_COSTS) or {}
+    return (
+        f"{found['device_description']}; us, medians, everything on: one call each; a replay "
+        f"behind another on the device; {age(found)}."
+    )
+
+
+PLAN_COSTS = "plan-costs"
+
+
+def replayed_us(recorded: Recorded, model: str) -> dict[str, Any] | None:
+    """What the launches of a token take as a plan that is replayed behind itself."""
+    for row in (recorded.file(PLAN_COSTS) or {"rows": ()})["rows"]:
+        if (row["model"], row["scope"]) == (model, PlanScope.SPLIT):
+            return {"us": row["device_us"]["median"]}
+    return None
+
+
 # figures of targets -------------------------------------------------------------------------------
 
 
@@ -213,7 +255,10 @@ BLOCKS: dict[str, list[Part]] = {
               "{tests}, {n} interleaved repetitions; calls of the host and nodes on the device for "
               "a token; us: medians"),
     ],
-    "plans-costs": [Table("Costs of plans", costs, None, "means of an engine's first tokens")],
+    "plans-costs": [
+        Table("Costs of plans", costs, None, "means of an engine's first tokens"),
+        Table("Calls for a plan", timed, said=timed_where),
+    ],
     "plans-fresh": [Table("First tokens", first_tokens, None, "{tests}, {n} interleaved engines")],
     "sweep-cuda": [Table("Depth", sweep, None, "{n} interleaved repetitions, medians")],
 }  # fmt: skip

@@ -152,7 +152,7 @@ def verdict(recorded: Recorded) -> str:
     )
 
 
-BENCHMARK = re.compile(r"test_bench_reuse\.py::test_graph_work(?:\[(.+)\])?")
+BENCHMARK = re.compile(r"test_bench_reuse\.py::test_graph_work\w*(?:\[(.+)\])?")
 KEEPING = [way for way in Toggles.values(WAYS) if way != REBUILD]
 
 

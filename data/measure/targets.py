@@ -249,6 +249,8 @@ TARGETS: tuple[Target, ...] = (
              bounds, partial(plan_tables.device_us, suffix=suffix), "{device:.0f} ({bound})",
              "device", operator.le)
       for suffix, bounds in CAPTURED.items()),
+    Target("a token's launches replayed one behind the other, as captured (H200), `pdl`, us",
+           CAPTURED[""], plan_tables.replayed_us, "{us:.0f} ({bound})", "us", operator.le),
     Target("plans never cost: the first 64 tokens of a fresh engine are not slower",
            dict.fromkeys(PLANNED, 0), plan_tables.never_cost, "{speedup:.3f} ({verdict})", "slower",
            operator.le),

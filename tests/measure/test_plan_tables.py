@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.measure import readme, targets
+from data.measure import plan_tables, readme, targets
 from data.measure.matrix import OF_KERNELS
 from data.measure.recorded import Recorded
 from workbench.bench import results
@@ -76,9 +76,9 @@ def target(folder: Path, start: str) -> targets.Result:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_what_was_not_measured_is_one_line(tmp_path, block):
-    said = readme.made(block, Recorded(tmp_path))
-    assert said.endswith(": not measured.") and "\n" not in said.replace("\n\n", "")
+def test_what_was_not_measured_is_a_line_for_each_table(tmp_path, block):
+    said = readme.made(block, Recorded(tmp_path)).split("\n\n")
+    assert all(line.endswith(": not measured.") for line in said)
 
 
 # plans --------------------------------------------------------------------------------------------
@@ -135,6 +135,21 @@ def test_costs_are_for_each_capture_and_each_update(tmp_path):
         "3", "2000", "1000",
     )  # fmt: skip
     assert (ours["updates"], ours["us to update"]) == ("4", "500")
+
+
+def test_calls_for_a_plan_are_those_of_its_own_measurement(tmp_path):
+    costs = {name: {"median": float(i)} for i, name in enumerate(plan_tables.TIMED)}
+    row = {"model": MODEL, "scope": "split", "nodes": 7, "edges": 6, "programmatic_edges": 5}
+    found = {"device_description": "a GPU", "date": "2026-01-02", "rows": [row | costs],
+             "commit": {"hash": "0" * 40}}  # fmt: skip
+    (tmp_path / "cuda-plan-costs.json").write_text(json.dumps(found))
+    text = readme.made("plans-costs", Recorded(tmp_path))
+    assert "Costs of plans: not measured." in text and "a GPU; us, medians" in text
+    (line,) = lines(tmp_path, "plans-costs")
+    assert (line["nodes"], line["programmatic"], line["capture"]) == ("7", "5", "1.0")
+    assert (line["launch, busy"], line["on the device"]) == ("9.0", "10.0")
+    replayed = target(tmp_path, "a token's launches replayed")
+    assert replayed.measured == f"{MODEL} 10 (809)" and "missed" not in replayed.met
 
 
 @pytest.mark.parametrize(("gap", "met"), [(20.0, "not measured: split"), (30.0, "**missed**")])
@@ -255,7 +270,7 @@ def test_growth_is_compared_with_plans_and_without(tmp_path):
 
 def test_graph_work_is_the_most_of_its_benchmarks(tmp_path):
     every = {"[set_rows-idle]": 40.0, "[set_rows-busy]": 70.0, "[patch_pointers-idle]": 50.0}
-    named = {f"test_bench_reuse.py::test_graph_work{k}": {"median_us": us}
+    named = {f"test_bench_reuse.py::test_graph_work_of_a_token{k}": {"median_us": us}
              for k, us in every.items()}  # fmt: skip
     (tmp_path / "benchmarks.json").write_text(json.dumps({"benchmarks": named}))
     found = target(tmp_path, "graph work")

@@ -110,7 +110,7 @@ def test_readme_has_the_table_of_the_recorded_runs():
 
 def test_without_runs_nothing_is_met(tmp_path):
     found = by_name(tmp_path).values()
-    assert len(found) == 30
+    assert len(found) == 31
     assert {t.met for t in found} == {t.measured for t in found} == {recorded.NOT_MEASURED}
     for name in blocks.BLOCKS:
         assert table(name, tmp_path).endswith("not measured.")

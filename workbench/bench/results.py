@@ -4,7 +4,7 @@
 
     schema       int     1
     run_id       str     the folder's name when it was made; every sample carries it
-    kind         str     what made it: `ab`, `bench`, `kernels`, `perplexity`
+    kind         str     what made it: `ab`, `bench`, `kernels`, `perplexity`, `sweep`, ...
     name         str     what the user called it
     status       str     `complete` or `interrupted`
     started      str     RFC 3339, UTC
