@@ -39,7 +39,7 @@ def launches_table(engine: Any) -> pd.DataFrame:
 
     def launches(toggles: Toggles) -> int:
         with engine.variant(toggles) as side:
-            return side.program().counts()["launches"]
+            return sum(c.kind == "launch" for c in side.program().singly())
 
     none, rows = launches(off), []
     for name in (*Toggles.members("fuse"), "fuse"):
@@ -56,7 +56,7 @@ def nodes_table(program: Any, layer: int | None = None) -> pd.DataFrame:
     A launch with a product belongs to the product's layer; the norm fused behind it may belong to
     the next. layer: by default one in the middle, or the first where there are fewer than three.
     """
-    nodes = [c.node for c in program.commands if c.kind == "launch"]
+    nodes = [c.node for c in program.singly() if c.kind == "launch"]
     if layer is None:
         layers = sorted({_layer(node) for node in nodes if _layer(node) >= 0})
         layer = layers[len(layers) // 2] if len(layers) > 2 else 0

@@ -110,7 +110,7 @@ def pieces(prepared: Prepared, backend: Any) -> list[Piece]:
 def weight_bytes(prepared: Prepared) -> dict[str, int]:
     """Bytes of weights that each kind of product reads, each matrix once."""
     found: dict[str, int] = {}
-    for command in prepared.program.commands:
+    for command in prepared.program.singly():
         if isinstance(command, Launch) and is_product(command.node):
             matrices = (t for t in command.node.inputs if t.kind == Kind.WEIGHT and t.rows > 1)
             kind = kind_of(command.node)

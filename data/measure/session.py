@@ -210,7 +210,7 @@ def add_to_result(folder: Path, **found: Any) -> None:
 
 def product_flops(engine: wb.Engine, n_tokens: int) -> int:
     """Arithmetic operations of the products with weights in a step of n_tokens and one output."""
-    nodes = [c.node for c in engine.program(n_tokens).commands if isinstance(c, Launch)]
+    nodes = [c.node for c in engine.program(n_tokens).singly() if isinstance(c, Launch)]
     return sum(ops.flops(part) for node in nodes for part in _parts(node) if part.op == "mul_mat")
 
 

@@ -22,7 +22,7 @@ HIDDEN = "(s)"
 # this long, and which returned no sooner than the copy was done, was held.
 HELD_NS = 20_000
 SLACK_NS = 5_000  # how far device spans may be off the host's
-LETTERS = {"copy": "a", "launch": "g", "sync": "s", "record": "r", "wait": "w"}
+LETTERS = {"copy": "a", "launch": "g", "sync": "s", "record": "r", "wait": "w", "replay": "p"}
 HOST_BACKEND = "host"
 
 

@@ -150,7 +150,7 @@ def runs_on_device(engine: Engine) -> bool:
     """Whether a token launches anything on a device that computes beside the host."""
     if engine.backend.capabilities.synchronous:
         return False
-    commands = engine.program().commands
+    commands = engine.program().singly()
     return any(isinstance(c, Launch) and c.stream.backend != HOST for c in commands)
 
 

@@ -24,7 +24,7 @@ def make_ready(engine: Any, steps: Iterable[tuple[int, int]]) -> None:
         return
     wanted: dict[int, dict[tuple, Node]] = defaultdict(dict)  # by backend, then by kind
     for n_tokens, n_outputs in sorted(new):
-        for c in engine.program(n_tokens, n_outputs).commands:
+        for c in engine.program(n_tokens, n_outputs).singly():
             if isinstance(c, Launch):
                 wanted[c.stream.backend].setdefault(kind(c.node), c.node)
     with progress.bar("compiling kernels", sum(map(len, wanted.values())), "launches") as left:

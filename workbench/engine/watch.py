@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from workbench.backend.base import Backend, Issue
+from workbench.backend.base import Backend, Captured, Issue
 from workbench.backend.issue import Prepared, Unwatched
 from workbench.engine.batch import Work, n_tokens
 from workbench.program import commands as c
@@ -54,6 +54,18 @@ class _Work(NamedTuple):
 
     def mark(self) -> Any:
         return self.device.mark(self.stream)
+
+
+class _Ran(NamedTuple):
+    """What a device was asked in one call. plan: what it replayed, in launch number `launch`."""
+
+    prepared: Prepared
+    step: int
+    number: int
+    begin: Any
+    end: Any
+    plan: Captured | None
+    launch: int
 
 
 class Stamps(Watch):
@@ -108,7 +120,7 @@ class Trace(Watch):
         self._recorder = recorder
         self._step = 0
         self._span: AbstractContextManager[None] = nullcontext()
-        self._marks: list[tuple[Prepared, int, int, Any, Any]] = []  # of steps not waited for, too
+        self._marks: list[_Ran] = []  # of steps not waited for, too
 
     def begin(self, step: int, work: Work, n_past: int) -> None:
         self._step = step
@@ -122,8 +134,8 @@ class Trace(Watch):
         if waited:
             # only now: reading the devices' clocks takes time that is not the step's
             marks, self._marks = self._marks, []
-            for mark in marks:
-                self._device_span(*mark)
+            for ran in marks:
+                self._device_spans(ran)
 
     def fail(self) -> None:
         self._span.__exit__(None, None, None)
@@ -158,11 +170,13 @@ class Trace(Watch):
             start = now_ns()
             yield call
             recorder.end(handle, name, command.kind, start, args)
+            plan = None
             if isinstance(command, c.Replay):
-                replayed = prepared.replayed(number)
-                recorder.replayed(step, number, None if replayed is None else replayed.nodes)
+                plan = prepared.replayed(number)
+                recorder.replayed(step, number, None if plan is None else plan.nodes)
             if device and stream:
-                self._marks.append((prepared, step, number, begin, device.mark(stream.id)))
+                end, launch = device.mark(stream.id), 0 if plan is None else plan.launches - 1
+                self._marks.append(_Ran(prepared, step, number, begin, end, plan, launch))
         self._end_split(prepared, split, split_handle, split_start)
 
     def _end_split(self, prepared: Prepared, split: int, handle: Any, start: int) -> None:
@@ -172,16 +186,21 @@ class Trace(Watch):
             args = {"step": self._step, "split": split, "backend": backend}
             self._recorder.end(handle, _split_name(prepared, split), "split", start, args)
 
-    def _device_span(
-        self, prepared: Prepared, step: int, number: int, begin: Any, end: Any
-    ) -> None:
+    def _device_spans(self, ran: _Ran) -> None:
+        """A span of the command; of a plan one for each of its parts, where the device knows."""
+        prepared, number = ran.prepared, ran.number
         command = prepared.program.commands[number]
-        device = _device_of(prepared, command)
-        assert device is not None
-        name, args = described(prepared, number, step)
-        start_ns, end_ns = device.resolve(begin, end)
-        lane = args.pop("on")
-        self._recorder.add(name, "device", lane, start_ns, end_ns, kind=command.kind, **args)
+        found: list[tuple[int | None, tuple[int, int]]] = []
+        if ran.plan is not None:
+            found += zip(ran.plan.nodes, ran.plan.spans(ran.launch), strict=False)
+        if not found:
+            device = _device_of(prepared, command)
+            assert device is not None
+            found = [(None, device.resolve(ran.begin, ran.end))]
+        for part, times in found:
+            name, args = described(prepared, number, ran.step, part)
+            kind = _command_at(prepared, number, part).kind
+            self._recorder.add(name, "device", args.pop("on"), *times, kind=kind, **args)
 
 
 class Untraced(Watch):
@@ -216,12 +235,15 @@ def chosen(recorder: Recorder | None, stamps: Stamps | None) -> Callable[[int], 
 # commands in words ------------------------------------------------------------------------------
 
 
-def described(prepared: Prepared, number: int, step: int) -> tuple[str, dict[str, Any]]:
-    """The name of a command's span, and its arguments."""
-    command = prepared.program.commands[number]
+def described(
+    prepared: Prepared, number: int, step: int, part: int | None = None
+) -> tuple[str, dict[str, Any]]:
+    """The name of a command's span, and its arguments. part: of a plan, its number there."""
+    command = _command_at(prepared, number, part)
     stream = command.stream
     args: dict[str, Any] = {
         "index": number,
+        **({} if part is None else {"part": part}),
         "step": step,
         "split": command.split,
         "stream": None if stream is None else stream.id,
@@ -242,9 +264,20 @@ def described(prepared: Prepared, number: int, step: int) -> tuple[str, dict[str
             ends = number >= prepared.firsts[len(prepared.head)]
             return (LOGITS_WAIT if ends else name), args | {"event": command.event}
         case c.Replay():
-            return f"plan of {len(command.parts)}", args | {"parts": len(command.parts)}
+            before = prepared.program.commands[:number]
+            args["plan"] = sum(isinstance(other, c.Replay) for other in before)
+            copied = sum(p.src.nbytes for p in command.parts if isinstance(p, c.Copy))
+            about = {"parts": len(command.parts), "bytes": copied or None}
+            return f"plan of {len(command.parts)}", args | about
     assert isinstance(command, c.Record | c.Wait)
     return command.kind, args | {"event": command.event}
+
+
+def _command_at(prepared: Prepared, number: int, part: int | None) -> c.Command:
+    command = prepared.program.commands[number]
+    if part is None or not isinstance(command, c.Replay):
+        return command
+    return command.parts[part]
 
 
 def _split_name(prepared: Prepared, split: int) -> str:

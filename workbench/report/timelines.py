@@ -34,6 +34,7 @@ class Look(NamedTuple):
 # what a span is (a device span: its kind) -> its look
 LOOKS = {
     "launch": Look("launch", style.BLUE, "#4796CC", "", 1.0),
+    "replay": Look("replay (of a plan)", style.INK, "#4D4D4D", "", 0.85),
     "copy": Look("copy", style.ORANGE, style.ORANGE, "////", 1.0),
     "sync": Look("sync (the host waits)", "white", "white", "xxxx", 0.7),
     "build": Look("build (batch, graph, program)", style.YELLOW, style.YELLOW, "\\\\", 0.6),
@@ -44,7 +45,7 @@ LOOKS = {
 }
 EDGES = {"sync": style.VERMILION, "copy": "#8A5A00", "build": "#8F8600"}
 # kind -> the column that names its wide spans, and the text's colour
-LABELS = {"launch": ("op", "white"), "build": ("name", style.INK)}
+LABELS = {"launch": ("op", "white"), "replay": ("name", "white"), "build": ("name", style.INK)}
 LANE, BRACKET, SPACE = 0.8, 0.26, 0.3  # heights, in rows
 IN_A_LINE = 6  # of the legend, at most
 MOST_SYNC_LINES = 40  # more would hide what they mark

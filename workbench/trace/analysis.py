@@ -131,7 +131,10 @@ def _launches(frame: pd.DataFrame, by_kernel: bool = False) -> pd.DataFrame:
     began), launch_to_start_us. by_kernel: a row for each kernel instead; bytes only of single
     ones."""
     host = frame[(frame["lane"] == HOST_LANE) & frame["category"].isin(["launch", "replay"])]
-    device = frame[(frame["category"] == "device") & (frame["kind"] == "launch")]
+    device = frame[(frame["category"] == "device") & frame["kind"].isin(["launch", "replay"])]
+    # a plan whose parts the device does not tell apart is one launch, of no op
+    one = device["kind"] == "launch"
+    device = device.assign(op=device["op"].where(one, "replay"), bytes=device["bytes"].where(one))
     command = ["step", "index"]
     launch = [*command, "part"]
     if not by_kernel:

@@ -37,10 +37,12 @@ def flows_of(spans: Sequence[Span]) -> list[Flow]:
     for n, span in enumerate(spans):
         if span.lane != HOST_LANE or "index" not in span.args:
             continue
+        event, lane = span.args.get("event"), span.args.get("on")
         if mine := ran.get(n):
             made += _arrow(ISSUE, spans, n, mine[0], from_end=False)
-            last_on[spans[mine[-1]].lane] = mine[-1]
-        event, lane = span.args.get("event"), span.args.get("on")
+            last_on |= {spans[m].lane: m for m in mine}
+            if span.category == "replay":  # its stream goes on when all of it is over
+                last_on[str(lane)] = max(mine, key=lambda m: spans[m].end_ns)
         if span.category == "record":
             recorded[str(event)] = n, last_on.get(str(lane))
         elif span.category == "wait" and event in recorded:
@@ -69,8 +71,8 @@ def _arrow(kind: str, spans: Sequence[Span], source: int, sink: int, from_end: b
 def _device_spans(spans: Sequence[Span]) -> dict[int, list[int]]:
     """By the number of the host's span that issued them: the device's spans, by start.
 
-    Where several runs of one step number were recorded, the first device span belongs to the first
-    host span, and so on.
+    Where several runs of one step number were recorded, the first device spans belong to the first
+    host span, and so on, as many to each.
     """
     issued: dict[tuple[Any, Any], list[int]] = defaultdict(list)
     worked: dict[tuple[Any, Any], list[int]] = defaultdict(list)
@@ -83,6 +85,7 @@ def _device_spans(spans: Sequence[Span]) -> dict[int, list[int]]:
         hosts = issued.get(key, [])
         if len(hosts) == 1:
             found[hosts[0]] = device
-        else:
-            found |= {host: [n] for host, n in zip(hosts, device, strict=False)}
+        elif hosts:
+            each = -(-len(device) // len(hosts))
+            found |= {host: device[i * each :][:each] for i, host in enumerate(hosts)}
     return found

@@ -110,7 +110,8 @@ class Timeline:
         """One row per step: what the host issued, and where the device stood still.
 
         * n_tokens, n_past: of the step.
-        * waits, copies, launches, copied_bytes: the host's commands, as `Program.counts()`.
+        * waits, copies, launches, copied_bytes: the host's commands, as `Program.counts()`. Where
+          there are plans, also replays.
         * step_us: the step on the host. build_us: of that, making batch, graph and program.
           host_us: in commands other than waits. wait_us: in waits. The rest of step_us is Python
           between the commands, the recording of spans included.
@@ -128,7 +129,7 @@ class Timeline:
             device = part[part["category"] == "device"]
             start, end, busy = _extent(device)
             shape = shapes.get(int(step), {})
-            copies = host["category"] == "copy"
+            copies, replays = host["category"] == "copy", host["category"] == "replay"
             commands = host[~host["category"].isin(["step", "split", "build", CALL])]
             syncs = commands["category"] == "sync"
             rows.append(
@@ -139,7 +140,8 @@ class Timeline:
                     "waits": int(syncs.sum()),
                     "copies": int(copies.sum()),
                     "launches": int((host["category"] == "launch").sum()),
-                    "copied_bytes": int(host.loc[copies, "bytes"].fillna(0).sum()),
+                    "replays": int(replays.sum()),
+                    "copied_bytes": int(host.loc[copies | replays, "bytes"].fillna(0).sum()),
                     "step_us": float(host.loc[host["category"] == "step", "dur_us"].sum()),
                     "build_us": float(host.loc[host["category"] == "build", "dur_us"].sum()),
                     "host_us": float(commands.loc[~syncs, "dur_us"].sum()),
@@ -151,6 +153,8 @@ class Timeline:
             )
             last_end = end
         table = pd.DataFrame(rows, columns=SUMMARY_COLUMNS).set_index("step")
+        if not table["replays"].any():
+            table = table.drop(columns="replays")
         table.attrs["note"] = TRACED
         return table
 
@@ -168,7 +172,7 @@ class Timeline:
 
 
 SUMMARY_COLUMNS = [
-    "step", "n_tokens", "n_past", "waits", "copies", "launches", "copied_bytes",
+    "step", "n_tokens", "n_past", "waits", "copies", "launches", "replays", "copied_bytes",
     "step_us", "build_us", "host_us", "wait_us", "device_us", "idle_us", "gap_us",
 ]  # fmt: skip
 

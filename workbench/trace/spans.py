@@ -18,8 +18,8 @@ LOGITS_WAIT = "wait logits"  # the name of the host's wait that ends a step
 # span categories; build is the host making a step's inputs, graph and program; call is one of the
 # driver inside a command
 CATEGORIES = (
-    "step", "build", "split", "write", "copy", "launch", "record", "wait", "sync", "read", "call",
-    "device",
+    "step", "build", "split", "write", "copy", "launch", "replay", "record", "wait", "sync", "read",
+    "call", "device",
 )  # fmt: skip
 
 
