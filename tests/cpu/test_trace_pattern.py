@@ -17,7 +17,8 @@ from workbench.program.commands import Space
 from workbench.trace.profile import profile
 from workbench.trace.spans import HOST_LANE
 
-IMPOSSIBLE = {("implicit", "own"), ("event_guarded", "compute")}  # one races, one means nothing
+# those without a wait race on their own stream; events on one stream mean nothing
+IMPOSSIBLE = {("implicit", "own"), ("packed_implicit", "own"), ("event_guarded", "compute")}
 MODES = [
     (m.value, c.value)
     for m in SyncMode
@@ -61,6 +62,15 @@ ELSEWHERE = {
         sync="event_guarded", n_copies="4", host_source="pinned_ring_2", step_wait="outputs"
     ),
     "llama.cpp's pipeline": Toggles(n_copies="4", step_wait="outputs"),
+    "plans of splits": Toggles(sync="copy_boundary", plans="ours"),
+    "plans of steps": Toggles(
+        sync="packed_implicit",
+        host_source="pinned_ring_2",
+        step_wait="outputs",
+        plans="ours",
+        plan_scope="step",
+    ),
+    "plans of steps on two streams": Toggles(sync="event_guarded", plans="ours", plan_scope="step"),
 }
 
 

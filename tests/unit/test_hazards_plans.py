@@ -34,6 +34,7 @@ from workbench.program.commands import (
     Replay,
     Space,
     Stream,
+    Sync,
     Wait,
     Write,
 )
@@ -169,9 +170,12 @@ def only_adds_order(run: Sequence[Program], scope: str) -> list[Program]:
     made = {id(p): with_plans(p, scope) for p in run}
     planned = [made[id(p)] for p in run]
     for before, after in zip(run, planned, strict=True):
-        work = [[c for c in p.singly() if not isinstance(c, (Record, Wait))]
+        work = [[c for c in p.singly() if not isinstance(c, (Record, Wait, Sync))]
                 for p in (before, after)]  # fmt: skip
         assert work[0] == work[1]  # the very same commands in their order, so the same bytes
+        waits = [[(c.stream, c.event) for c in p.commands if isinstance(c, Sync)]
+                 for p in (before, after)]  # fmt: skip
+        assert waits[0] == waits[1]
         assert not any(isinstance(c, Launch) and not c.by_host for c in after.commands)
         for c in after.commands:
             if isinstance(c, Replay):

@@ -351,7 +351,7 @@ def test_tables_of_a_notebook_show_their_cells_whole_and_no_backticks() -> None:
     parts = "mul_mat + rms_scale + mul_mat + rms_scale + mul_mat + rms_scale + rope + set_rows"
     ops = [SimpleNamespace(op=op, parts=[]) for op in parts.split(" + ")]
     node = SimpleNamespace(op="qkv", name="qkv-0", layer=0, parts=ops)
-    program = SimpleNamespace(commands=[SimpleNamespace(kind="launch", node=node)])
+    program = SimpleNamespace(singly=lambda: [SimpleNamespace(kind="launch", node=node)])
     for part in ops:
         part.layer = 0
     table = launches.nodes_table(program)

@@ -77,9 +77,15 @@ def with_plans(program: c.Program, scope: str) -> c.Program:
     plain = [x for x in made if not isinstance(x, _Planned)]
     around = [x for p in made if isinstance(p, _Planned) for x in (*p.front, *p.behind)]
     apart = {x.stream for x in (*plain, *around)}
+    copied = {part for p in made if isinstance(p, _Planned) for part in p.replay.parts}
     commands: list[c.Command] = []
     for x in made:
-        commands += _joined(x, apart, program.backends) if isinstance(x, _Planned) else (x,)
+        if isinstance(x, _Planned):
+            commands += _joined(x, apart, program.backends)
+        elif isinstance(x, c.Sync) and x.blocks in copied:  # now a wait for the plan
+            commands.append(replace(x, blocks=None))
+        else:
+            commands.append(x)
     return replace(program, commands=commands)
 
 
