@@ -15,17 +15,20 @@ from workbench.bench.comparison import AB
 from workbench.bench.old_names import RENAMED, Renamed, in_todays_words
 from workbench.bench.perplexity import TOKENS, Agreement
 from workbench.config import EngineConfig, Toggles
+from workbench.engine.phases import PHASES
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("**/run.json"))
+PHASE_COUNTERS = {f"{phase}_n" for phase in PHASES}
 COUNTERS = {
     "steps", "programs_built", "programs_reused", "graph_ns", "split_ns", "layout_ns", "lower_ns",
     "prepare_ns", "batch_ns", "issue_ns", "wait_ns", *PLAN_COUNTERS,
-    "untraced_steps", "programs_refused", "reuse_ns", "fuse_ns",
+    "untraced_steps", "programs_refused", "reuse_ns", "fuse_ns", *PHASE_COUNTERS,
 }  # fmt: skip
 # older runs have layout_ns in lower_ns, and fuse_ns in graph_ns
 LATER = {
     "layout_ns", *PLAN_COUNTERS, "untraced_steps", "programs_refused", "reuse_ns", "fuse_ns",
+    *PHASE_COUNTERS,
 }  # fmt: skip
 COUNTS = {"waits", "copies", "launches", "records", "stream_waits", "copied_bytes"}
 KINDS = ("ab", "bench", "fresh", "gaps", "kernels", "peer", "perplexity", "sweep")

@@ -22,7 +22,7 @@ from workbench.engine.kv_cache import kv_pad
 from workbench.engine.loaded import Loaded, config_of
 from workbench.engine.memory import Residents, Workspace
 from workbench.engine.pending import Pending
-from workbench.engine.phases import PHASES, Phases, PhaseTimes, counters_of, per_step
+from workbench.engine.phases import PhaseCounts, Phases, PhaseTimes, counters_of, per_step
 from workbench.engine.reuse import Key, programs_of, reuse_of
 from workbench.engine.step_programs import StepPrograms
 from workbench.engine.wanted import Variants, Wanted, choose, resolve
@@ -69,7 +69,7 @@ class Engine:
         )
         self._residents = Residents(loaded, self.cache.n_cells)
         self._step_programs = StepPrograms(loaded, have, self._residents, self._spent)
-        self._ns = dict.fromkeys(PHASES, 0)
+        self._counts = PhaseCounts()
         self._programs = programs_of(have.toggles, self._build, self._spent)
         self._plans = plans_of(have.toggles)
         self._workspace = Workspace(loaded.backends, self._forget)
@@ -83,7 +83,7 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        self._ns = dict.fromkeys(self._ns, 0)
+        self._counts = PhaseCounts()
         opened.add(self)
 
     @classmethod
@@ -206,7 +206,7 @@ class Engine:
 
     def count(self, phase: str, ns: int) -> None:
         """Adds to the time of a phase."""
-        self._ns[phase] += ns
+        self._counts.add(phase, ns)
 
     # who looks on -------------------------------------------------------------------------------
 
@@ -326,7 +326,7 @@ class Engine:
 
     def _spent(self, phase: str, start_ns: int, end_ns: int) -> None:
         """Counts host time of a phase, and shows it in a trace (step under way, or to come)."""
-        self._ns[phase] += end_ns - start_ns
+        self._counts.add(phase, end_ns - start_ns)
         if self._recorder is not None:
             self._recorder.add(phase, "build", HOST_LANE, start_ns, end_ns, step=self.n_steps)
 
@@ -368,7 +368,7 @@ class Engine:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Steps, programs built, reused and refused by an input, ns by phase, and of plans."""
+        """Steps, programs built, reused and refused by an input, n and ns by phase, of plans."""
         return counters_of(self)
 
     def phases(self, since: dict[str, int] | None = None) -> PhaseTimes:

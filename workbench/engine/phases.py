@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
@@ -58,16 +57,29 @@ class Phases:
         return timed()
 
 
+class PhaseCounts:
+    """How often each phase was done, and for how long in all, ns."""
+
+    def __init__(self) -> None:
+        self.n = dict.fromkeys(PHASES, 0)
+        self.ns = dict.fromkeys(PHASES, 0)
+
+    def add(self, phase: str, ns: int) -> None:
+        self.n[phase] += 1
+        self.ns[phase] += ns
+
+
 def counters_of(engine: Engine) -> dict[str, int]:
     """See `Engine.counters`."""
-    programs = engine._programs
+    programs, counts = engine._programs, engine._counts
     return {
         "steps": engine.n_steps,
         "untraced_steps": engine.n_untraced,
         "programs_built": programs.built,
         "programs_reused": programs.reused,
-        "programs_refused": programs.refused.total(),
-        **{f"{phase}_ns": ns for phase, ns in engine._ns.items()},
+        "programs_refused": programs.n_refused,
+        **{f"{phase}_ns": ns for phase, ns in counts.ns.items()},
+        **{f"{phase}_n": n for phase, n in counts.n.items()},
         **engine._plans.counts,
     }
 
@@ -79,9 +91,11 @@ def refusals_of(engine: Engine) -> str:
 
 
 class PhaseTime(NamedTuple):
-    """What the host spends on a phase: us per step, and the share of all phases (0 to 1)."""
+    """What the host spends on a phase in a step: how often it does it, us, and the share of all
+    phases (0 to 1)."""
 
     phase: str
+    times: float
     us: float
     share: float
 
@@ -97,25 +111,31 @@ class PhaseTimes(list[PhaseTime]):
         return ", ".join(f"{row.phase} {row.us:.1f}" for row in self if row.us)
 
     def __repr__(self) -> str:
-        rows = [f"{row.phase:<10}{row.us:>12.2f}{row.share:>8.1%}" for row in self]
-        return "\n".join([f"{'phase':<10}{'us a step':>12}{'share':>8}", *rows])
+        rows = [
+            f"{row.phase:<10}{row.times:>14.2f}{row.us:>12.2f}{row.share:>8.1%}" for row in self
+        ]
+        return "\n".join([f"{'phase':<10}{'times a step':>14}{'us a step':>12}{'share':>8}", *rows])
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{html.escape(row.phase)}</td><td>{row.us:.2f}</td><td>{row.share:.1%}</td></tr>"
+            f"<tr><td>{row.phase}</td><td>{row.times:.2f}</td><td>{row.us:.2f}</td>"
+            f"<td>{row.share:.1%}</td></tr>"
             for row in self
         )
-        return f"<table><tr><th>phase</th><th>us a step</th><th>share</th></tr>{rows}</table>"
+        head = "".join(
+            f"<th>{name}</th>" for name in ("phase", "times a step", "us a step", "share")
+        )
+        return f"<table><tr>{head}</tr>{rows}</table>"
 
 
 def per_step(after: Mapping[str, int], before: Mapping[str, int] | None = None) -> PhaseTimes:
     """The phases of the steps between two readings of `Engine.counters`; before None: of all."""
     spent = {name: n - (before or {}).get(name, 0) for name, n in after.items()}
-    us = {}
+    total = sum(spent[f"{phase}_ns"] for phase in PHASES) or 1
+    made = PhaseTimes()
     for phase in PHASES:
-        steps = spent["untraced_steps" if phase in OF_STEPS else "steps"]
-        us[phase] = spent[f"{phase}_ns"] / 1e3 / max(steps, 1)
-    total = sum(us.values()) or 1.0
-    made = PhaseTimes(PhaseTime(phase, each, each / total) for phase, each in us.items())
+        n, ns = spent[f"{phase}_n"], spent[f"{phase}_ns"]
+        steps = max(spent["untraced_steps" if phase in OF_STEPS else "steps"], 1)
+        made.append(PhaseTime(phase, n / steps, ns / 1e3 / steps, ns / total))
     made.steps = spent["steps"]
     return made

@@ -67,13 +67,13 @@ class Rebuild:
     """Builds graph and program anew for every step.
 
     build: does the phases of a program. spent: told of every phase. redone: the phases, by name,
-    that are done again where a program is reused. refused: how often each input kept a program of
-    the step's shape from being reused.
+    that are done again where a program is reused. n_refused: steps whose program was built though
+    one of their shape was kept. refused: how often each input was to blame.
     """
 
     def __init__(self, build: Build, spent: Spent, redone: tuple[str, ...] = ()):
         self._build, self._spent, self._redone = build, spent, redone
-        self.built = self.reused = 0
+        self.built = self.reused = self.n_refused = 0
         self.refused: Counter[str] = Counter()
 
     def get(self, key: Key, cell: int = 0) -> Prepared:
@@ -101,6 +101,7 @@ class KeepByShape(Rebuild):
         kept = self._kept.get(key)
         if kept is None or kept.refusing:
             if kept is not None:
+                self.n_refused += 1
                 self.refused.update(kept.refusing)
             return self._keep(key, cell)
         self._kept.move_to_end(key)
