@@ -51,7 +51,10 @@ def planned(recorded: Recorded) -> Iterator[Planned]:
 
 
 def arms(run: results.Run) -> Iterator[Planned]:
-    """The arms of a comparison of plans, off first, but the control."""
+    """The arms of a comparison of plans, off first, but the control. None of a run that was cut off
+    before the parts of its tokens were measured."""
+    if "parts" not in run.run["result"]:
+        return
     ab = AB(run.run, run.samples)
     summary = {row["arm"]: row for row in ab.summary().to_dict("records")}
     tps = next(iter(summary.values()))["tps_baseline"]
@@ -237,7 +240,7 @@ def worst(recorded: Recorded, scope: str, part: str) -> dict[str, Any] | None:
 def device_us(recorded: Recorded, model: str, suffix: str) -> Mapping[str, Any] | None:
     """What the kernels of a token take where they are captured."""
     run = recorded.run(f"plans-step{suffix}-{model}")
-    return run and next(one.us for one in arms(run) if one.rule == OURS)
+    return run and next((one.us for one in arms(run) if one.rule == OURS), None)
 
 
 def never_cost(recorded: Recorded, model: str) -> dict[str, Any] | None:

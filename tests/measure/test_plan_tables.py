@@ -128,6 +128,16 @@ def test_a_plan_of_a_whole_step_has_its_copies_in_the_gap(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_run_that_was_cut_off_before_the_parts_is_not_shown(tmp_path):
+    plans_run(tmp_path)
+    path = tmp_path / f"cuda-plans-step-{MODEL}" / "run.json"
+    run = json.loads(path.read_text())
+    del run["result"]["parts"]
+    path.write_text(json.dumps(run))
+    assert readme.made("plans-cuda", Recorded(tmp_path)) == "Graph plans: not measured."
+    assert target(tmp_path, "plans=ours, pdl").met == "not measured"
+
+
 def test_costs_are_for_each_capture_and_each_update(tmp_path):
     plans_run(tmp_path)
     (ours,) = lines(tmp_path, "plans-costs")

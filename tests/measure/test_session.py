@@ -51,6 +51,8 @@ def test_toggles_of_a_row_are_a_background_and_changes():
     )  # fmt: skip
     assert toggles_of("baseline", Opened()) == Toggles()
     assert toggles_of("all", Opened()).defer_norm == "on"
+    whole = toggles_of("planned", Opened())
+    assert whole == toggles_of(f"all plans=ours {matrix.ONE_PLAN}", Opened())
 
 
 @pytest.mark.slow
