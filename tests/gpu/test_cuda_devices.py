@@ -82,6 +82,23 @@ def test_long_prompts_and_fused_launches_cross_over_too(tiny_model, quant):
     assert np.array_equal(*found)
 
 
+@pytest.mark.parametrize(
+    "ordering",
+    [
+        {"plan_scope": "split"}, {"plan_scope": "step", "sync": "implicit"},
+        {"plan_scope": "step", "sync": "event_guarded", "copy_stream": "own"},
+    ],
+    ids=["split", "step", "forked"],
+)  # fmt: skip
+def test_each_device_replays_its_part_of_a_step(path, of_one, ordering):
+    """Copies from one device to the other are in plans, too."""
+    toggles = Toggles(graph_reuse="set_rows", plans="ours", **ordering)
+    with load(path, n_devices=2, toggles=toggles) as engine:
+        assert np.array_equal(nll(engine), of_one)
+        counters = engine.counters
+    assert counters["plans_captured"] >= 2 and counters["plans_replayed"] > 16, counters
+
+
 def test_the_first_device_goes_on_while_the_second_stands_still(path):
     """With the second held, the first has computed every ubatch that its results have room for:
     a mark behind them is reached, and the prompt's own answer is not there yet."""

@@ -102,6 +102,7 @@ class FakeDriver(Driver):
     """Device number `index` of a machine without any."""
 
     newest: ClassVar[FakeDriver]
+    _events: ClassVar[itertools.count] = itertools.count(5000)  # no two devices have the same
 
     def __init__(self, index: int = 0):
         FakeDriver.newest = self
@@ -114,7 +115,6 @@ class FakeDriver(Driver):
         self.context = 1000 + index
         self._device: Any = SimpleNamespace(id=index, use=lambda: None)
         self._addresses = itertools.count(1 << 50, 1 << 40)
-        self._events = itertools.count(5000)
 
     def allocate(self, nbytes: int, space: Space) -> Any:
         if space == Space.DEVICE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 import workbench as wb
 from tests.unit.fake_cuda import SPARE, fake_backend
 from tests.unit.fake_graphs import COPIES, Call
-from workbench.config import Toggles
+from workbench.config import SyncMode, Toggles
+from workbench.errors import UsageError
 
 FORKED = {"plan_scope": "step", "sync": "event_guarded", "copy_stream": "own"}
 SCOPES = [{}, {"plan_scope": "step", "sync": "implicit"}, FORKED]
@@ -93,6 +95,27 @@ def test_a_patched_pointer_sets_a_node_and_nothing_else_does(engine, reuse, scop
     updated = 20 - n if moves else 0
     assert counters["plans_updated"] == updated == sum(g.nodes_set for g in graphs)
     assert not sum(g.recaptured for g in graphs)
+
+
+@pytest.mark.parametrize("sync", [m.value for m in SyncMode if m != SyncMode.AUTO])
+def test_every_ordering_has_plans_that_a_capture_bears(engine, sync):
+    """No part waits for an event of another capture, and none of the host's waits is a part."""
+    n = 0
+    for copy_stream, n_copies, scope in product(("own", "compute"), ("1", "4"), ("split", "step")):
+        fields = {"sync": sync, "copy_stream": copy_stream, "n_copies": n_copies}
+        try:
+            toggles = Toggles(
+                graph_reuse="set_rows", plans="ours", plan_scope=scope, **fields,
+            )  # fmt: skip
+            planned = engine.variant(toggles)
+        except UsageError:  # a race, a clash, or the host waits amid a step
+            continue
+        n += 1
+        with planned:
+            for tokens in (1, 1, 30, 1, 1, 1):
+                planned.step([1] * tokens)
+            assert planned.counters["plans_replayed"] >= 6, fields
+    assert n >= 1
 
 
 def test_programmatic_launches_behind_kernels_are_programmatic_edges(engine):

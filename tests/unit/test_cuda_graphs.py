@@ -4,13 +4,17 @@ failure leaves behind, which nodes an update sets, and who gives a graph back.""
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.unit.fake_cuda import fake_backend
 from tests.unit.fake_graphs import Call, FakeCaptures, Result
+from workbench.backend.cuda import driver
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.graphs import CudaGraph, commands_of, record
 from workbench.backend.issued import Issued, Plannable, in_order
@@ -163,6 +167,27 @@ def test_the_collector_stays_away_from_a_capture_and_comes_back(rig):
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_pinned_memory_that_another_thread_frees_waits_for_the_capture(rig):
+    """To free it is to wait for the device, and that would end the capture."""
+    done: list[str] = []
+    runtime = SimpleNamespace(
+        CUDARuntimeError=RuntimeError, deviceSynchronize=lambda: done.append("wait"),
+        freeHost=lambda address: done.append("free"),
+    )  # fmt: skip
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    thread = threading.Thread(target=driver._free_pinned, args=(cupy, nullcontext(), 0))
+
+    def meanwhile() -> None:
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive() and not done
+
+    parts = [(COMPUTE, Issued(meanwhile, ("look",)))]
+    rig.backend.capture(work_of(rig.backend, parts))
+    thread.join()
+    assert done == ["wait", "free"]
 
 
 def test_a_product_of_cublas_has_run_before_its_first_capture(rig):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from workbench.sizes import round_up, size
 
 ALIGN = 256
 OLDEST = (8, 0)  # compute capability
+CAPTURES = threading.RLock()  # held during a capture, which a wait for the whole device would end
 ELSE = "check nvidia-smi, or use --device embedded"
 INSTALL = "pip install -e '.[gpu]' in the checkout, or use --device embedded"
 
@@ -270,7 +272,7 @@ def _free_device(cupy: Any, device: Any, address: int) -> None:
 
 
 def _free_pinned(cupy: Any, device: Any, address: int) -> None:
-    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError), device:
+    with CAPTURES, contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError), device:
         cupy.cuda.runtime.deviceSynchronize()  # a queued copy may still read it
         cupy.cuda.runtime.freeHost(address)
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from workbench.backend.base import Captured
-from workbench.backend.cuda.driver import Driver
+from workbench.backend.cuda.driver import CAPTURES, Driver
 from workbench.backend.issued import Issued, Plannable, Words
 from workbench.errors import DeviceError
 
@@ -61,7 +61,7 @@ def record(
     # Relaxed: the collector may free device memory at any moment, and a library may load code. In
     # the other modes the capture would fail.
     mode = driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    with _no_collection():
+    with CAPTURES, _no_collection():
         driver.call("cuStreamBeginCapture", what, stream, mode)
         try:
             events = [driver.event() for _ in others]
@@ -149,7 +149,7 @@ class Tape:
     def __init__(self, driver: Driver, what: str, stream: Any, work: Plannable):
         self._driver, self._what, self._stream, self._work = driver, what, stream, work
         self.nodes: tuple[int, ...] = ()  # of each node, its part
-        self.sizes: list[tuple[int, int]] = []  # of each call, its first node and how many
+        self.made: list[list[range]] = []  # of each part, the numbers of the nodes of each call
 
     def __call__(self) -> None:
         get_nodes = self._driver.api.cuGraphGetNodes
@@ -159,6 +159,7 @@ class Tape:
         graph, n = info[3], 0
         nodes: list[int] = []
         for number, part in enumerate(self._work.parts):
+            made: list[range] = []
             for issued in commands_of(part):
                 try:
                     issued.call()
@@ -168,9 +169,10 @@ class Tape:
                         f"{error}"
                     ) from None
                 now = get_nodes(graph)[2]
-                self.sizes.append((n, now - n))
+                made.append(range(n, now))
                 nodes += [number] * (now - n)
                 n = now
+            self.made.append(made)
         self.nodes = tuple(nodes)
 
 
@@ -210,7 +212,7 @@ class CudaGraph(Captured):
         self._give_back.atexit = False  # the driver gives everything back then
         self._captured_key = work.key  # of what `_graph` was captured from
         self._nodes = _GraphNodes(driver, self._what, self._graph, self._executable)
-        self.nodes, self._sizes = tape.nodes, tape.sizes
+        self.nodes, self._made = tape.nodes, tape.made
 
     def _record(self, work: Plannable) -> tuple[Any, Tape]:
         others = [self._streams[s] for s in sorted(set(work.streams) - {work.stream})]
@@ -239,11 +241,8 @@ class CudaGraph(Captured):
 
     def _moved(self, work: Plannable, changed: Sequence[int]) -> Iterator[tuple[Issued, range]]:
         """The calls of the parts `changed`, each with the numbers of its nodes."""
-        wanted, sizes = set(changed), iter(self._sizes)
-        for number, part in enumerate(work.parts):
-            for issued, (first, n) in zip(commands_of(part), sizes, strict=False):
-                if number in wanted:
-                    yield issued, range(first, first + n)
+        for number in changed:
+            yield from zip(commands_of(work.parts[number]), self._made[number], strict=True)
 
     def _update_all(self, work: Plannable) -> bool:
         """Captures `work` and takes over everything, where the topology is the same."""
@@ -258,7 +257,7 @@ class CudaGraph(Captured):
         if error:
             raise driver.failure(error, "cuGraphExecUpdate", self._what)
         self.recaptured += 1
-        self.nodes, self._sizes = tape.nodes, tape.sizes
+        self.nodes, self._made = tape.nodes, tape.made
         # Only equal commands were captured in the same order: then nodes keep their numbers.
         self._nodes.known = work.key == self._captured_key
         return True
