@@ -55,6 +55,18 @@ def count_parts(args, part, n_parts):
     fetch_add(load(args) + 8 * part, 1)
 
 
+@cfunc(KERNEL, cache=True)
+def mix(args, part, n_parts):
+    """args: dst, src, words, value, nanoseconds. After the time has passed, dst = 3 * dst + src +
+    value, in int64 words shared by the parts."""
+    dst, src, n, value = load(args), load(args + 8), load(args + 16), load(args + 24)
+    end = now_ns() + load(args + 32)
+    while now_ns() < end:
+        pass
+    for i in range(part * n // n_parts, (part + 1) * n // n_parts):
+        put(dst + 8 * i, 3 * load(dst + 8 * i) + load(src + 8 * i) + value)
+
+
 def address(array: np.ndarray) -> int:
     return int(array.ctypes.data)
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from device_kernels import address, append, spin
 
-from workbench.backend.issued import Issued, Plannable, in_order
+from workbench.backend.bind import plannable
+from workbench.backend.issued import Issued
 from workbench.program.commands import COMPUTE_STREAM
 
 Part = tuple[Issued, int]  # a command, and its stream
@@ -15,11 +16,9 @@ Part = tuple[Issued, int]  # a command, and its stream
 
 def planned(device: Any, parts: list[Part], stream: int = COMPUTE_STREAM, uid: int = 0) -> Any:
     """The Plannable of `parts`, launched on `stream`."""
-    issued = tuple([part for part, _ in parts])
-    return Plannable(
-        in_order([part.call for part in issued]), ("replay",), parts=issued, backend=device,
-        stream=stream, streams=tuple([own for _, own in parts]), uid=uid,
-    )  # fmt: skip
+    work = plannable(device, [part for part, _ in parts], stream, [own for _, own in parts])
+    work.uid = uid
+    return work
 
 
 class Log:

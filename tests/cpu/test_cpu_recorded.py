@@ -95,24 +95,29 @@ def test_a_full_ring_makes_a_launch_wait(two):
 # two streams -------------------------------------------------------------------------------------
 
 
-def test_no_part_begins_before_what_is_in_front_of_the_plan(two):
-    """Also no part on another stream, on which nothing is queued."""
+@pytest.mark.parametrize("captured", [True, False])
+def test_no_part_begins_before_what_is_in_front_of_the_plan(two, captured):
+    """Also no part on another stream, on which nothing is queued; also where the parts are issued
+    one by one."""
     log = Log(two)
-    plan = two.capture(planned(two, [log.part(2, COPY_STREAM), log.part(3)]))
+    work = planned(two, [log.part(2, COPY_STREAM), log.part(3)])
+    plan = two.capture(work)
     with hold(two, COMPUTE_STREAM):
         log(1)
-        plan.launch()
+        (plan.launch if captured else work.call)()
         time.sleep(0.01)
         assert log.values == []
     two.synchronize()
     assert log.values[0] == 1 and sorted(log.values) == [1, 2, 3]
 
 
-def test_what_is_behind_a_plan_waits_for_its_parts_on_every_stream(two):
+@pytest.mark.parametrize("captured", [True, False])
+def test_what_is_behind_a_plan_waits_for_its_parts_on_every_stream(two, captured):
     log = Log(two)
-    plan = two.capture(planned(two, [log.part(2, COPY_STREAM), log.part(1)]))
+    work = planned(two, [log.part(2, COPY_STREAM), log.part(1)])
+    plan = two.capture(work)
     with hold(two, COPY_STREAM):
-        plan.launch()
+        (plan.launch if captured else work.call)()
         log(3)
         two.streams[0].wait(two.streams[0].issued - 2)  # all but the end of the plan and the 3
         assert log.values == [1]

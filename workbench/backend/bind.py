@@ -80,6 +80,23 @@ def _where_it_lands(landing: Landing, each: Sequence[Issued]) -> Issued:
     return Issued(issue, each[0].same, block, tuple(parts))
 
 
+def plannable(
+    backend: Backend, parts: Sequence[Issued], stream: int, streams: Sequence[int]
+) -> Plannable:
+    """The commands `parts` as a plan of `backend`, launched on `stream`; streams: of each part.
+
+    Called, it issues them one by one, in the order that a plan has outside: no part begins before
+    what is in front on `stream` is over, and what is behind waits for the parts on every stream.
+    """
+    calls = [part.call for part in parts]
+    if others := [own for own in dict.fromkeys(streams) if own != stream]:
+        calls = _around(backend, stream, others, calls)
+    return Plannable(
+        in_order(calls), ("replay", stream, *streams), parts=tuple(parts), backend=backend,
+        stream=stream, streams=tuple(streams),
+    )  # fmt: skip
+
+
 class Binding:
     """One program on backends and memory.
 
@@ -265,14 +282,8 @@ class Binding:
         parts = [_DEVICE[type(part)](self, part) for part in c.parts]
         streams = tuple([part.stream.id for part in c.parts if part.stream is not None])
         landings = [landing for part in parts for landing in _landings(part)]
-        backend, here = self._backends[c.stream.backend], c.stream.id
-        calls = [part.call for part in parts]
-        if others := [stream for stream in dict.fromkeys(streams) if stream != here]:
-            calls = _around(backend, here, others, calls)
-        work = Plannable(
-            in_order(calls), ("replay",), parts=tuple(parts), backend=backend, stream=here,
-            streams=streams, uid=next(_UIDS),
-        )  # fmt: skip
+        work = plannable(self._backends[c.stream.backend], parts, c.stream.id, streams)
+        work.uid = next(_UIDS)
         if landings:
             work.landing = lambda: tuple([landing.now for landing in landings])
         return work

@@ -111,7 +111,7 @@ class Issued:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Plannable(Issued):
-    """The commands of a plan, as parts. Called, it issues them one by one.
+    """The commands of a plan, as parts. Called, it issues them one by one. (`bind.plannable`)
 
     backend: captures it. stream: the plan is launched on it. streams: of each part. landing: where
     results land in several blocks, the numbers of the next; each has a plan of its own. uid: of the
