@@ -169,16 +169,17 @@ def test_a_replay_computes_what_its_parts_compute(device, program):
 
 
 def topology(program: Sequence[Do]) -> list[Any]:
-    """What an update cannot change: the streams; of each part its kind; of each wait its record."""
-    recorded: dict[int, tuple[int, int]] = {}  # event -> number of its Record, stream
+    """What an update cannot change: the streams; of each part its kind; of each wait its record.
+    A wait for the own stream does nothing."""
+    recorded: dict[int, tuple[int, int]] = {}  # event -> part, stream
     found: list[Any] = [{do.stream for do in program} | {0}]
-    for do in program:
+    for part, do in enumerate(program):
         if do.kind == "record":
-            recorded[do.event] = len(found), do.stream
+            recorded[do.event] = part, do.stream
         if do.kind != "wait":
-            found.append((do.stream, do.kind, do.parts))
+            found.append((part, do.stream, do.kind, do.parts))
         elif recorded[do.event][1] != do.stream:
-            found.append((do.stream, do.kind, recorded[do.event]))
+            found.append((part, do.stream, do.kind, recorded[do.event]))
     return found
 
 
