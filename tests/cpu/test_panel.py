@@ -19,6 +19,7 @@ from workbench.errors import UsageError
 from workbench.lab import interrupts, pair, widgets
 from workbench.presets import preset_names
 from workbench.report import plots
+from workbench.report.timelines import LOOKS
 
 ON_THIS = "the panel is measuring on this engine; press Stop or wait"
 
@@ -334,3 +335,17 @@ def test_titles_of_the_longest_difference_are_not_cut(engine, monkeypatch):
         assert " ".join(title.get_text().split()) == label
         box = title.get_window_extent()
         assert page.x0 <= box.x0 and box.x1 <= page.x1 and box.y1 <= page.y1
+
+
+def test_the_panel_draws_the_replays_of_plans(engine, monkeypatch):
+    drawn: list[Figure] = []
+    draw = plots.timeline_pair
+    monkeypatch.setattr(plots, "timeline_pair", lambda *a: drawn.append(draw(*a)) or drawn[-1])
+    panel = wb.lab.panel(engine, "tg4", rounds=1)
+    panel.form.choices["plans"].value = "ours"
+    panel.button.click()
+    panel.wait()
+    assert panel.result.labels == ("plans=off", "plans=ours")
+    (figure,) = drawn
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert LOOKS["replay"].word in words and LOOKS["launch"].word in words

@@ -1,0 +1,96 @@
+"""Captured programs on every placement of layers: as safe, and as right, as programs without plans.
+And a bug that is planted in one: the checker names it, and the device computes something else."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests.gates import hold
+from tests.orderings import PLACED
+from workbench.program.check.hazards import check
+from workbench.program.commands import COPY_STREAM, Copy, Program, Replay, Stream
+
+PLANS: dict[str, dict[str, str]] = {
+    "split": {"sync": "per_copy"},
+    "step": {"plan_scope": "step", "sync": "packed_implicit"},
+    "step, two streams, rings": {
+        "plan_scope": "step", "sync": "event_guarded", "copy_stream": "own", "n_copies": "4",
+        "host_source": "pinned_ring_2", "step_wait": "outputs",
+    },
+}  # fmt: skip
+PROMPT, DECODED = list(range(1, 25)), [5, 900, 17, 403, 77, 250]
+
+
+@pytest.fixture(scope="module", params=PLACED)
+def placed(request, tiny_model):
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=64, n_ubatch=8, threads=2,
+        toggles=wb.Toggles(), **PLACED[request.param],
+    ) as made:  # fmt: skip
+        yield made, logits(made)
+
+
+def logits(engine: wb.Engine) -> np.ndarray:
+    engine.reset()
+    steps = [engine.prefill(PROMPT, outputs="all"), *[engine.step([t]) for t in DECODED]]
+    return np.concatenate(steps)
+
+
+@pytest.mark.parametrize("plans", PLANS)
+def test_captured_programs_are_safe_and_right_on_every_placement(placed, plans):
+    base, wanted = placed
+    with base.variant(wb.Toggles(graph_reuse="set_rows", plans="ours", **PLANS[plans])) as engine:
+        assert np.array_equal(logits(engine), wanted)
+        counts = engine.counters
+        assert counts["plans_replayed"] >= engine.n_steps and not counts["plans_issued"]
+        assert check(engine.cycle(len(PROMPT), len(DECODED))).safe
+
+
+def first_copy_elsewhere(program: Program) -> Program:
+    """The first copy in a plan is recorded on the copy stream. No launch waits for it there."""
+    (number,) = [n for n, c in enumerate(program.commands) if isinstance(c, Replay)]
+    whole: Any = program.commands[number]
+    first = next(n for n, part in enumerate(whole.parts) if isinstance(part, Copy))
+    stream = Stream(whole.stream.backend, COPY_STREAM)
+    parts = list(whole.parts)
+    parts[first] = replace(parts[first], stream=stream)
+    program.commands[number] = replace(whole, parts=tuple(parts))
+    return program
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["sound", "planted"])
+def test_a_copy_recorded_on_the_wrong_stream_is_found_and_gives_wrong_logits(
+    tiny_model, monkeypatch, planted
+):
+    """A gate holds the copy stream, as work in flight would."""
+    toggles = wb.Toggles(plans="ours", plan_scope="step", sync="implicit", copy_stream="compute")
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "F32"), device="embedded", n_ctx=64, threads=2, toggles=toggles
+    ) as engine:
+        engine.prefill(PROMPT)
+        with engine.variant(wb.Toggles()) as other:
+            other.prefill(PROMPT)
+            wanted = other.step([DECODED[0]])
+        made = engine._step_programs
+        whole = made.of
+        if planted:
+            monkeypatch.setattr(made, "of", lambda *a, **k: first_copy_elsewhere(whole(*a, **k)))
+        found = check(engine.programs(1))
+        gate = hold(engine.backend, COPY_STREAM)
+        timer = threading.Timer(0.05, gate.open)
+        timer.start()
+        got = engine.step([DECODED[0]])
+        timer.join()
+    assert found.safe == (not planted)
+    assert np.allclose(got, wanted, rtol=0, atol=1e-3) == (not planted)
+    if planted:
+        assert found.races[0].missing.startswith(
+            "nothing orders copy inp_embd on embedded:1 before"
+        )
+        assert "in a plan: record an event behind the copy" in found.races[0].missing
