@@ -62,6 +62,7 @@ def feed(used: wb.Engine, tokens: Sequence[int]) -> np.ndarray:
     [
         ("tiny-llama", "Q4_0", {}), ("tiny-qwen3", "F16", {}), ("tiny-llama", "Q8_0", FUSED),
         ("tiny-qwen3", "Q4_K", {**FUSED, "pdl": "on"}),
+        ("tiny-llama", "Q4_0", {**FUSED, "results": "direct"}),
     ],
 )  # fmt: skip
 def test_replayed_logits_are_the_eager_ones(engine, backend, preset, quant, more, scope):  # noqa: F811

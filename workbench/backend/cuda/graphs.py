@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from workbench.backend.base import Captured
+from workbench.backend.bind import LandingBlock
 from workbench.backend.cuda.driver import CAPTURES, Driver
 from workbench.backend.issued import Issued, Plannable, Words
 from workbench.errors import DeviceError
@@ -314,12 +315,14 @@ class _GraphNodes:
         if len(numbers) != 1:
             return None
         (number,) = numbers
-        node = self._handles[number]
-        if isinstance(issued.block, GraphArguments):
-            params = self._params.get(number) or self._kernel(node, issued.block)
+        node, block = self._handles[number], issued.block
+        if isinstance(block, LandingBlock):
+            block = block.current
+        if isinstance(block, GraphArguments):
+            params = self._params.get(number) or self._kernel(node, block)
             if params is not None:
                 self._params[number] = params
-                params.kernelParams = issued.block.params
+                params.kernelParams = block.params
                 return _SET_KERNEL, (node, params)
         elif issued.same[0] in COPIES:
             params = self._params.get(number) or self._copy(node)
