@@ -107,7 +107,7 @@ class Toggles:
     results: str = _toggle(Results.COPY, _LAYOUT, EXACT, "", "how logits come to the host")
     graph_reuse: str = _toggle(
         GraphReuse.REBUILD, _REUSE, EXACT, _REUSED,
-        "whether the graph and program of a step are kept",
+        "how graph and program of a step are kept, and the cache is stored to",
     )  # fmt: skip
     # one for each layer of reuse: what it saves is what doing it again costs
     redo_build: str = _redo("graph and fusions of a step")

@@ -19,6 +19,7 @@ from tests.reuse import (
     view_addresses,
     views_of,
 )
+from workbench.backend.issued import Plannable
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.errors import UsageError
@@ -218,3 +219,49 @@ def test_ubatches_may_be_larger_than_the_context(tiny_model, way):
         toggles=Toggles(graph_reuse=way),
     ) as small:  # fmt: skip
         assert small.prefill(list(range(32)), "all").shape[0] == 32
+
+
+# under plans --------------------------------------------------------------------------------------
+
+SCOPES = {
+    "split": {"plan_scope": "split"},
+    "step": {"plan_scope": "step", "sync": "implicit"},
+    "train": {
+        "plan_scope": "step", "sync": "implicit", "step_wait": "outputs",
+        "host_source": "pinned_ring_4",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("plans", ["pr", "today", "ours"])
+@pytest.mark.parametrize("way", REUSED)
+def test_under_plans(engine, mixed_wanted, way, plans, scope):
+    """To the bit, also where a patched step is captured while the one before is under way."""
+    if engine.device == "host":
+        pytest.skip("the host captures nothing")
+    toggles = Toggles(graph_reuse=way, plans=plans, **SCOPES[scope])
+    with engine.variant(toggles) as variant:
+        for ours, theirs in zip(mixed_run(variant), mixed_wanted, strict=True):
+            assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("plans", ["pr", "ours"])
+@pytest.mark.parametrize(("way", "updates"), [("patch_pointers", True), ("pointer_table", False),
+                                              ("set_rows", False)])  # fmt: skip
+def test_a_plan_is_updated_where_stores_move_and_nowhere_else(engine, way, updates, plans):
+    """A program that is patched is other work than before: its uid says so."""
+    if engine.device == "host":
+        pytest.skip("the host captures nothing")
+    n = 12
+    with engine.variant(Toggles(graph_reuse=way, plans=plans)) as variant:
+        uids = set()
+        for _ in range(n):
+            variant.step([7])
+            ((prepared, *_),) = variant._programs._kept.values()
+            uids |= {i.uid for i in prepared.issued.values() if isinstance(i, Plannable)}
+        counters = variant.counters
+    moved = n - 1 if updates else 0
+    assert len(uids) == 1 + moved and 0 not in uids
+    assert (counters["plans_captured"], counters["plans_updated"]) == (1, moved)
+    assert counters["plans_replayed"] == n and not counters["plans_reinstantiated"]

@@ -23,13 +23,15 @@ from workbench.errors import UsageError
 from workbench.model.inputs import MASK
 
 N_CTX, PAD, N_SEQS, N_UBATCH = 21, 8, 4, 8
+N_CELLS = 24
 HIDDEN = np.float16(-np.inf)
 
 
 class Model:
-    """The cache as a dict of dicts."""
+    """The cache as a dict of dicts. in_a_row: the cells of a step are one behind the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_a_row: bool = False) -> None:
+        self.in_a_row = in_a_row
         self.cells: dict[int, dict[int, int]] = {}
         self.turn: dict[int, int] = {}  # by how many positions the K of a cell has yet to turn
 
@@ -40,7 +42,11 @@ class Model:
         return max(self.of(sequence).values(), default=-1) + 1
 
     def free(self, n: int) -> list[int]:
-        return [c for c in range(N_CTX) if c not in self.cells][:n]
+        """The cells of a step of n tokens; fewer where it has none."""
+        if not self.in_a_row:
+            return [c for c in range(N_CTX) if c not in self.cells][:n]
+        rows = [list(range(first, first + n)) for first in range(N_CELLS - n + 1)]
+        return next((row for row in rows if not self.cells.keys() & row), [])
 
     def within(self, sequence: int, begin: int, end: int | None) -> list[int]:
         last = EMPTY if end is None else end
@@ -114,7 +120,10 @@ def do_step(cache: KVCache, model: Model, entries: list[tuple[int, int]], fails:
     """A step, which may fail: then the cache is as before."""
     sizes = dict(entries)  # one entry for each sequence
     work = [(sequence, [1] * n, "last") for sequence, n in sizes.items()]
-    if sum(sizes.values()) > min(N_UBATCH, N_CTX - len(model.cells)):
+    n = sum(sizes.values())
+    there = n <= N_CTX - len(model.cells) and len(model.free(n)) == n
+    assert cache.has_room(n) == there
+    if not there or n > N_UBATCH:
         refused(cache, lambda: make_batch(work, cache, 10, N_UBATCH))
         return
     batch = make_batch(work, cache, 10, N_UBATCH)
@@ -156,10 +165,10 @@ def refused(cache: KVCache, call, match: str | None = None) -> None:
 
 
 @settings(max_examples=examples(400))
-@given(st.lists(ROUND, min_size=1, max_size=5))
-def test_it_is_what_a_dict_of_cells_is(rounds):
-    cache, model = KVCache(N_CTX, PAD, N_SEQS), Model()
-    assert cache.n_cells == 24
+@given(st.lists(ROUND, min_size=1, max_size=5), st.booleans())
+def test_it_is_what_a_dict_of_cells_is(rounds, in_a_row):
+    cache, model = KVCache(N_CTX, PAD, N_SEQS, in_a_row), Model(in_a_row)
+    assert cache.n_cells == N_CELLS
     for name, *arguments in itertools.chain(*rounds):
         if name == "step":
             do_step(cache, model, *arguments)
@@ -191,6 +200,39 @@ def test_it_is_what_a_dict_of_cells_is(rounds):
             model.cells.clear()
             model.turn.clear()
         agree(cache, model)
+
+
+@settings(max_examples=examples(100))
+@given(st.sets(st.integers(0, N_CTX - 1)), st.integers(1, N_CTX), st.integers(1, N_UBATCH))
+def test_steps_that_find_their_cells_are_known_before(taken, n, n_ubatch):
+    """A prompt is refused before its first step where a later one finds no cells in a row."""
+    cache = KVCache(N_CTX, PAD, N_SEQS, in_a_row=True)
+    cells = np.arange(N_CTX)
+    cache.store(np.zeros(N_CTX, np.int64), cells.astype(np.int32), cells)
+    for cell in set(range(N_CTX)) - taken:
+        cache.remove(0, cell, cell + 1)
+    if not 0 < n <= N_CTX - len(taken):
+        return
+    rest, at = n, cache.length()
+    try:
+        while rest:
+            found = cache.find(min(rest, n_ubatch))
+            assert np.array_equal(found, np.arange(len(found)) + found[0])
+            cache.store(np.zeros(len(found), np.int64), (at + found).astype(np.int32), found)
+            rest -= len(found)
+    except UsageError as error:
+        said = str(error)
+    else:
+        said = ""
+    for cell in set(range(N_CELLS)) - taken:  # as it was
+        own = cache._positions[0, cell]
+        if own != EMPTY:
+            cache.remove(0, int(own), int(own) + 1)
+    if said:
+        with pytest.raises(UsageError, match="in a row"):
+            cache.check_steps(n, n_ubatch)
+    else:
+        cache.check_steps(n, n_ubatch)
 
 
 # what is refused ----------------------------------------------------------------------------------
