@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -14,13 +14,13 @@ import workbench as wb
 from tests.profiles import examples
 from workbench.bench.answers import compare
 from workbench.config import Toggles
-from workbench.engine.phases import PHASES
-from workbench.engine.reuse import REDO
+from workbench.engine.phases import PHASES, Phases
+from workbench.engine.reuse import REDO, Key
 from workbench.engine.watch import PLAIN
 from workbench.errors import UsageError
 from workbench.graph.ir import I32, Input
 from workbench.model.inputs import INPUTS, MASK, POSITIONS
-from workbench.program.commands import Launch, Program
+from workbench.program.commands import Launch, Program, Range
 from workbench.trace.profile import profile
 
 N_CTX, PAD, N_UBATCH = 128, 32, 16
@@ -414,3 +414,51 @@ def test_inputs_of_another_shape_are_refused_before_anything_is_issued(base, nam
         assert engine.counters["plans_replayed"] == counts["plans_replayed"]
         found += [engine.step([token]) for token in TOKENS[3:6]]
         assert np.array_equal(found, wanted)
+
+
+def commands_of(program: Program) -> list[tuple]:
+    """What a program asks for, in order."""
+    return [
+        (c.kind, c.label, c.split, c.stream, tuple(_bytes(c.reads)), tuple(_bytes(c.writes)))
+        for c in program.singly()
+    ]
+
+
+def _bytes(ranges: Iterable[Range]) -> Iterator[tuple[str, int, int]]:
+    return ((r.buffer.name, r.offset, r.nbytes) for r in ranges)
+
+
+def test_a_phase_done_again_does_all_of_its_work(base):
+    """It makes what it made before, from what it was given then: so it costs what it cost."""
+    toggles = Toggles(graph_reuse="set_rows", fuse="on", defer_norm="on", plans="ours")
+    with base.variant(toggles) as engine:
+        phases = Phases(engine._spent)
+        prepared = engine._build(Key(engine.program().shape, 0), phases, 0)
+        again = {name: work() for name, work in phases.again.items()}
+        assert set(again) == set(MADE)
+    program, (fused, _) = prepared.program, again["fuse"]
+    layout, made = again["layout"], again["prepare"]
+    n_fused = sum(isinstance(c, Launch) for c in program.singly())
+    assert len(again["graph"].nodes) > len(fused.nodes) == n_fused
+    assert [part.backend for part in again["split"]] == program.splits
+    assert sum(len(part.nodes) for part in again["split"]) == n_fused
+    names = [{t.name: r[1:] for t, r in ranges.items()} for ranges in layout.ranges]
+    assert names == [{t.name: r[1:] for t, r in ranges.items()} for ranges in program.layout]
+    assert commands_of(again["lower"]) == commands_of(program)
+    assert made is not prepared and made.program is program
+    assert {n: i.key for n, i in made.issued.items()} == {
+        n: i.key for n, i in prepared.issued.items()
+    }
+
+
+@pytest.mark.parametrize("way", ["patch_pointers", "pointer_table"])
+def test_a_full_cache_is_looked_at_alike_in_every_way_of_reuse(base, way):
+    answers = []
+    for graph_reuse in ("set_rows", way):
+        with base.variant(Toggles(graph_reuse=graph_reuse, kv_growth="full")) as engine:
+            steps = Steps(engine)
+            rows = [engine.prefill(TOKENS[:20], outputs="all")]
+            rows += [engine.step([token]) for token in TOKENS[20:100]]
+            assert steps() == (3, 79)
+            answers.append(np.concatenate(rows))
+    assert np.array_equal(*answers)
