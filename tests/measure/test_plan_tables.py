@@ -18,7 +18,8 @@ from workbench.config import Toggles
 from workbench.engine.phases import PHASES
 
 MODEL = "llama-3.2-1b-bf16"
-COUNTERS = {"steps": 10, "untraced_steps": 10, **{f"{phase}_{what}": 0 for phase in PHASES for what in ("ns", "n")}}  # fmt: skip
+COUNTED = [f"{phase}_{what}" for phase in PHASES for what in ("ns", "n")]
+COUNTERS = {"steps": 10, "untraced_steps": 10, **dict.fromkeys(COUNTED, 0)}
 WARM = {"plans_captured": 2, "plans_updated": 3, "plans_reinstantiated": 1, "plans_replayed": 40,
         "plans_capture_ns": 6_000_000, "plans_instantiate_ns": 3_000_000,
         "plans_update_ns": 2_000_000}  # fmt: skip
