@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from workbench.backend import null as null_backend
+from workbench.backend.bind import plannable
 from workbench.errors import DeviceError
 from workbench.graph.ir import F32, Kind, Tensor
 from workbench.graph.ops import make
@@ -74,3 +75,28 @@ def test_capabilities_are_as_asked():
         (null.capabilities.events, null.capabilities.one_order, null.capabilities.capture)
     )
     assert null.resolve(null.mark(0), null.mark(0)) == (0, 0)
+
+
+def test_a_plan_is_logged_when_it_is_captured_launched_updated_and_destroyed():
+    null = open_backend(capture=True)
+    event = null.event()
+    parts = [null.copy(1, 2, 3, 1, False), null.record(event, 1), null.wait(event, 0),
+             null.copy(4, 5, 6, 0, True)]  # fmt: skip
+    work = plannable(null, parts, 0, (1, 1, 0, 0))
+    null.log.clear()
+    plan = null.capture(work)
+    assert plan.nodes == (0, 3) and plan.spans() == ()
+    plan.launch()
+    assert null.log == [("prepare", "replay", 0, 4), ("issue", "replay", 0, 4)]
+    other = plannable(null, parts[:2], 0, (1, 1))
+    null.log.clear()
+    assert plan.update(work, None) and not plan.update(other, None)
+    plan.launch()
+    assert plan.launches == 2
+    plan.destroy()
+    plan.destroy()
+    with pytest.raises(DeviceError, match="this plan is destroyed; capture its commands again"):
+        plan.launch()
+    assert null.log == [("update",), ("issue", "replay", 0, 4), ("destroy",)]
+    with pytest.raises(DeviceError, match="cannot capture plans; use plans=off"):
+        open_backend().capture(work)

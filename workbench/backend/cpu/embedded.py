@@ -108,8 +108,8 @@ class EmbeddedDevice(base.CpuBackend):
         self.description = f"embedded device, {self.workers} workers, {base.cpu_name()}"
         self.waiting = (
             f"yields for {signals.HOST_YIELD_NS // 1000} us, then sleeps on a condition variable; "
-            f"idle workers yield for {signals.WORKER_YIELD_NS // 1000} us, the copy stream for "
-            f"{COPY_YIELD_NS // 1000} us"
+            f"idle workers yield for {signals.WORKER_YIELD_NS // 1000} us, a stream that waits for "
+            f"another likewise, the idle copy stream for {COPY_YIELD_NS // 1000} us"
         )
         self.pageable = pageable
         self.streams = (
