@@ -197,7 +197,7 @@ class Run:
         outside = self._events
         for n, touch in enumerate(touches):
             if n in begins:
-                self._events = {}  # those of a plan are known in it alone
+                self._events = {}  # a plan keeps its events to itself
                 self._edge(self._plans[n], ends=False)
             self._issue(n, touch)
             if n in ends:

@@ -36,7 +36,7 @@ from workbench.program.commands import (
 
 Clock = list[int]
 Declared = Callable[[Node], bool]
-Spot = tuple[int, int | None]  # a command by its number in a program, and that of a plan's part
+Spot = tuple[int, int | None]  # a command by its number in a program, and by its part's in a plan
 At = tuple[int, int, int | None]  # the same, of a step
 
 

@@ -26,6 +26,7 @@ from tests.by_hand import (
 )
 from tests.oracles.adversary import Adversary
 from tests.oracles.happens_before import racing_pairs
+from tests.planned import SCOPES, only_adds_order
 from workbench.config import SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.graph.ir import F32, Kind, Tensor
@@ -162,3 +163,5 @@ def test_what_begins_early_adds_no_race_to_the_programs_of_an_engine(tiny_model,
                 assert any(isinstance(c, Launch) and c.programmatic for c in steps[0].commands)
                 found = races(steps)
                 assert [r.first[:2] for r in found] == [r.first[:2] for r in without], chosen
+                for scope in SCOPES:
+                    only_adds_order(steps, scope)

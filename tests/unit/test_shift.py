@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.graphs import Decoder, topology_key
+from tests.planned import SCOPES, only_adds_order
 from tests.reference import rotated
 from workbench.config import CopyStream, SyncMode
 from workbench.errors import UsageError
@@ -103,6 +104,8 @@ def test_a_shift_between_steps_is_as_safe_as_the_steps(sync: SyncMode, copy_stre
     unordered = sync in (SyncMode.IMPLICIT, SyncMode.PACKED_IMPLICIT)
     safe = copy_stream == CopyStream.COMPUTE or not unordered
     assert check(programs[:1]).safe == check(programs).safe == safe
+    for scope in SCOPES:
+        only_adds_order(programs * 2, scope)
 
 
 def test_the_reference_adds_rotations():

@@ -71,8 +71,8 @@ def _arrow(kind: str, spans: Sequence[Span], source: int, sink: int, from_end: b
 def _device_spans(spans: Sequence[Span]) -> dict[int, list[int]]:
     """By the number of the host's span that issued them: the device's spans, by start.
 
-    Where several runs of one step number were recorded, the first device spans belong to the first
-    host span, and so on, as many to each.
+    Where several runs of one step number were recorded, each host span has as many device spans:
+    the first ones belong to the first host span, and so on.
     """
     issued: dict[tuple[Any, Any], list[int]] = defaultdict(list)
     worked: dict[tuple[Any, Any], list[int]] = defaultdict(list)
