@@ -362,6 +362,17 @@ def test_another_topology_is_refused_and_nothing_has_changed(rig):
     assert rig.nothing_left()
 
 
+def test_work_of_other_streams_is_taken_over_or_refused(rig):
+    """The same topology on a stream that the first capture had none of; a plan on another."""
+    first = work_of(rig.backend, [(COMPUTE, launch(rig, norm(), FAR))])
+    graph = rig.backend.capture(first)
+    aside = work_of(rig.backend, [(THIRD, launch(rig, norm(), 5 * FAR, THIRD))])
+    assert graph.update(aside, None) and rig.launched(graph) == rig.issued(aside)
+    elsewhere = work_of(rig.backend, [(COPIES, launch(rig, norm(), FAR, COPIES))], COPIES)
+    assert not graph.update(elsewhere, None) and not graph.update(elsewhere, [0])
+    assert rig.launched(graph) == rig.issued(aside)
+
+
 def test_other_failures_of_an_update_are_raised(rig):
     graph = rig.backend.capture(step(rig))
     for function, given in (

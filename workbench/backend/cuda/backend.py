@@ -329,8 +329,7 @@ class CudaBackend(Backend):
         for issued in commands_of(work):
             if self._blas is not None and issued.same[:1] == (PRODUCT,):
                 self._blas.load(issued)
-        streams = {number: self._stream(number) for number in (work.stream, *work.streams)}
-        graph = CudaGraph(self._driver, self.attach, work, streams)
+        graph = CudaGraph(self._driver, self.attach, work, self._stream)
         self._graphs.add(graph)
         return graph
 

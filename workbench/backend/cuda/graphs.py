@@ -14,7 +14,7 @@ import ctypes
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -178,7 +178,7 @@ class Tape:
 
 
 class CudaGraph(Captured):
-    """See `backend/base.py`. attach: the backend's. streams: the CUstream of each number.
+    """See `backend/base.py`. attach, stream_of: the backend's.
 
     nodes_set, recaptured: how often `update` set single nodes, and captured the whole work anew.
 
@@ -191,13 +191,13 @@ class CudaGraph(Captured):
         driver: Driver,
         attach: Callable[[], None],
         work: Plannable,
-        streams: Mapping[int, Any],
+        stream_of: Callable[[int], Any],
     ):
         self.nodes_set = self.recaptured = 0
         self._driver, self._attach = driver, attach
         self._what = f"plan of {len(work.parts)} commands"
-        self._there, self._launch = streams[work.stream], driver.api.cuGraphLaunch
-        self._streams = streams
+        self._stream, self._stream_of = work.stream, stream_of
+        self._there, self._launch = stream_of(work.stream), driver.api.cuGraphLaunch
         self._graph, tape = self._record(work)
         start = time.perf_counter_ns()
         try:
@@ -216,7 +216,7 @@ class CudaGraph(Captured):
         self.nodes, self._made = tape.nodes, tape.made
 
     def _record(self, work: Plannable) -> tuple[Any, Tape]:
-        others = [self._streams[s] for s in sorted(set(work.streams) - {work.stream})]
+        others = [self._stream_of(s) for s in sorted(set(work.streams) - {work.stream})]
         tape = Tape(self._driver, self._what, self._there, work)
         start = time.perf_counter_ns()
         graph = record(self._driver, self._what, self._there, others, tape)
@@ -235,6 +235,8 @@ class CudaGraph(Captured):
         if self._executable is None:
             raise DeviceError(f"{self._what} was destroyed and cannot be updated; capture it anew")
         self._attach()
+        if work.stream != self._stream:
+            return False
         if changed is not None and self._nodes.set(self._moved(work, changed)):
             self.nodes_set += 1
             return True
