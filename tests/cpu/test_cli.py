@@ -93,6 +93,21 @@ def test_program_lists_what_is_in_a_plan(call, model):
     assert made["counts"]["replays"] == 1 and made["counts"]["launches"] == 1
 
 
+def test_check_names_the_parts_of_plans(call, model):
+    ask = ("check", "-m", model, "--device", "embedded", "--plans", "ours", "--plan-scope", "step")
+    status, out, _ = call(*ask, "--sync", "event_guarded", "--copy-stream", "own")
+    assert status == 0 and "races        none" in out
+    (line,) = [line for line in out.splitlines() if " part " in line]
+    assert re.fullmatch(r'  step 1 #8 part \d+ wait of embedded:0 for "inputs .*" in a plan', line)
+    status, out, _ = call(*ask, "--sync", "implicit", "--copy-stream", "own", "--json")
+    race = json.loads(out)["races"][0]
+    assert status == 3 and race["first"]["part"] == 0 < race["second"]["part"]
+    assert race["first"]["words"] == "copy inp_embd on embedded:1 in a plan"
+    assert race["missing"].endswith(
+        "record an event behind the copy in the plan, and let embedded:0 wait for it"
+    )
+
+
 def test_run_and_bench_say_what_became_of_plans(call, model):
     ask = ("-m", model, "--device", "embedded", "--plans", "ours")
     said = call("run", *ask, "--tokens", "1,2,3", "-n", 6)[2]

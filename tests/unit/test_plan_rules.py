@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from workbench.backend.base import Captured
 from workbench.backend.issue import SplitWork
 from workbench.backend.issued import Issued, Plannable, Words
-from workbench.backend.plan import IDLE_S, KEPT, SWEEP_S, NoPlans, Plans, Policy, plans_of
+from workbench.backend.plan import (
+    COUNTS,
+    IDLE_S,
+    KEPT,
+    SWEEP_S,
+    NoPlans,
+    Plans,
+    Policy,
+    in_words,
+    plans_of,
+)
 from workbench.config import Toggles
 from workbench.errors import DeviceError
 from workbench.graph.ir import StepShape
@@ -386,3 +396,17 @@ def test_what_is_replayed_is_what_would_have_been_issued(data):
             device.did.clear()
             call()
             assert device.did[-1] in [("launch", what(work)), ("issue", what(work))]
+
+
+def test_what_became_of_plans_is_one_line():
+    none = dict.fromkeys(COUNTS, 0)
+    assert in_words(none) == in_words({}) == in_words(NoPlans().counts) == ""
+    few = {"plans_captured": 3, "plans_capture_ns": 1_300_000, "plans_instantiate_ns": 800_000}
+    assert in_words(none | few | {"plans_replayed": 61}) == (
+        "plans: 3 captured (2.1 ms), 0 updated, 61 replayed"
+    )
+    more = {"plans_updated": 2, "plans_update_ns": 200_000, "plans_reinstantiated": 1}
+    assert in_words(none | few | more | {"plans_evicted": 4, "plans_issued": 5}) == (
+        "plans: 3 captured (2.1 ms), 2 updated (0.2 ms), 0 replayed, 1 instantiated again, "
+        "4 evicted, 5 issued part by part"
+    )
