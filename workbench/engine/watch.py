@@ -74,7 +74,8 @@ class Stamps(Watch):
     `found` tells of each step when its first launch began (on CUDA when the stream came to it,
     before it was issued) and when its last one ended: ns on the host's clock. A mark costs the host
     a microsecond or two on CUDA, nothing on the embedded device. Only programs that launch on a
-    device can be stamped.
+    device can be stamped. A plan is one launch, with all that is in it: where it has copies, it
+    begins with the first of them and ends with the last.
     """
 
     def __init__(self) -> None:
