@@ -103,8 +103,9 @@ class GraphReuse(Choice):
     PATCH_POINTERS: cache stores are copies to views of cells in a row, so the address of each
     changes from token to token, and is patched. POINTER_TABLE (#9017): the copies read where to
     from a table, one more input, with an entry for each store. SET_ROWS (#14482), also of REBUILD:
-    an input has a row for each token. The first two want the cells of a step in a row, and have no
-    launch that joins RoPE and store (fuse_rope_store)."""
+    two inputs have a row for each token. The first two want the cells of a step in a row, and have
+    no launch that joins RoPE and store (fuse_rope_store). On CUDA that launch rounds where it norms
+    heads, too: there the ways are equal to the bit without it."""
 
     REBUILD = "rebuild", "graph and program are built from nothing for every step"
     PATCH_POINTERS = "patch_pointers", "kept by step shape; every store's address is patched"

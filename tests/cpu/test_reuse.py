@@ -128,7 +128,7 @@ def test_programs_reused_are_n_minus_1_minus_the_boundaries(engine, way):
 
 def test_what_tells_the_stores_where_to(engine):
     """The inputs of each way; a patched one has none, and a store of each layer's K and V."""
-    inputs, stores = {}, {}
+    inputs, stores, copies = {}, {}, {}
     for way in WAYS:
         with engine.variant(Toggles(graph_reuse=way)) as variant:
             program = variant.program(n_past=5)
@@ -137,6 +137,10 @@ def test_what_tells_the_stores_where_to(engine):
         stores[way] = [c.node for c in program.singly()
                        if isinstance(c, Launch) and c.node.name.startswith("cache_")]  # fmt: skip
         assert len(stores[way]) == 2 * engine.model.n_layer
+        copies[way] = program.counts()["copies"]
+    fewer = {way: copies["set_rows"] - n for way, n in copies.items()}
+    unused = {"rebuild": 0, "set_rows": 0, "pointer_table": 1, "patch_pointers": 2}
+    assert fewer == (dict.fromkeys(WAYS, 0) if engine.device == "host" else unused)
     rows = {"attn_inp_k_idxs", "attn_inp_v_idxs"}
     assert inputs == {"rebuild": rows, "patch_pointers": set(), "set_rows": rows,
                       "pointer_table": {"inp_store_table"}}  # fmt: skip

@@ -161,7 +161,7 @@ def test_programmatic_launches_are_refused_as_before(engine):
         engine.variant(Toggles(pdl="on"))
 
 
-@pytest.mark.parametrize("reuse", ["rebuild", "set_rows"])
+@pytest.mark.parametrize("reuse", Toggles.values("graph_reuse"))
 def test_the_number_of_sequences_is_part_of_the_shape(engine, reuse):
     with engine.variant(Toggles(graph_reuse=reuse)) as variant:
         made = [variant.submit(work) for work in (

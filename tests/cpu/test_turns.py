@@ -28,7 +28,7 @@ def run(engine: wb.Engine) -> np.ndarray:
     return np.concatenate([*rows, engine.prefill(PROMPT[70:])])
 
 
-@pytest.mark.parametrize("reuse", ["rebuild", "set_rows"])
+@pytest.mark.parametrize("reuse", Toggles.values("graph_reuse"))
 @pytest.mark.parametrize(("sync", "copy_stream"), [
     ("per_copy", "own"), ("copy_boundary", "own"), ("packed", "compute"), ("event_guarded", "own"),
     ("implicit", "compute"), ("auto", "own"),

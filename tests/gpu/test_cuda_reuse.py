@@ -1,0 +1,84 @@
+"""Graph reuse on the GPU: every way gives the logits of a graph that is built anew, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests.reuse import N_CTX, N_UBATCH, PAD, WAYS, boundaries, long_run, mixed_run, view_addresses
+from workbench.config import Toggles
+from workbench.engine.phases import Phases
+
+pytestmark = pytest.mark.gpu
+
+REUSED = WAYS[1:]
+# Launches that join RoPE and store are not for every way, and may round.
+ALL = {"fuse": "on", "fuse_rope_store": "off", "defer_norm": "on"}
+PLANNED = {"sync": "implicit", "plans": "ours", "plan_scope": "step"}
+
+
+@pytest.fixture(scope="module", params=[("tiny-llama", "Q4_0"), ("tiny-qwen3", "BF16")],
+                ids="-".join)  # fmt: skip
+def engine(request, tiny_model) -> Iterator[wb.Engine]:
+    path = tiny_model(*request.param)
+    with wb.Engine.load(
+        path, device="cuda", n_ctx=N_CTX, n_ubatch=N_UBATCH, toggles=Toggles()
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=[{}, ALL], ids=["plain", "all"])
+def wanted(request, engine):
+    """Toggles that all ways have, and the logits of both runs with them."""
+    with engine.variant(Toggles(**request.param)) as variant:
+        return request.param, long_run(variant), mixed_run(variant)
+
+
+@pytest.mark.parametrize("plans", ["off", "ours"])
+@pytest.mark.parametrize("way", REUSED)
+def test_more_than_512_tokens_a_reset_and_several_sequences(engine, wanted, way, plans):
+    on, long_wanted, mixed_wanted = wanted
+    toggles = Toggles(graph_reuse=way, **on, **(PLANNED if plans == "ours" else {}))
+    with engine.variant(toggles) as variant:
+        for ours, theirs in zip(long_run(variant), long_wanted, strict=True):
+            assert np.array_equal(ours, theirs)
+        for ours, theirs in zip(mixed_run(variant), mixed_wanted, strict=True):
+            assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("way", REUSED)
+def test_programmatic_launches(engine, way):
+    """The copies wait by themselves for the launch in front of them."""
+    if not engine.backend.capabilities.programmatic:
+        pytest.skip("this device has no programmatic launches")
+    found = {}
+    for pdl in ("off", "on"):
+        with engine.variant(Toggles(graph_reuse=way, pdl=pdl, **ALL)) as variant:
+            found[pdl] = mixed_run(variant)
+    for ours, theirs in zip(found["on"], found["off"], strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("way", REUSED)
+def test_programs_reused_are_n_minus_1_minus_the_boundaries(engine, way):
+    n = PAD + 20
+    with engine.variant(Toggles(graph_reuse=way)) as variant:
+        for token in range(n):
+            variant.step([token])
+        assert variant.counters["programs_reused"] == n - 1 - boundaries(n)
+
+
+def test_a_patched_store_goes_where_the_program_says(engine):
+    with engine.variant(Toggles(graph_reuse="patch_pointers")) as variant:
+        for n_past in range(5):
+            variant.step([7])
+            ((prepared, *_),) = variant._programs._kept.values()
+            built = variant._build(next(iter(variant._programs._kept)), phases(variant), n_past)
+            assert view_addresses(prepared) == view_addresses(built)
+
+
+def phases(engine: wb.Engine) -> Phases:
+    return Phases(engine._spent)
