@@ -181,11 +181,11 @@ class PlanScope(Choice):
 
 
 class PlanWarmup(Choice):
-    """How many equal calls come before a capture."""
+    """How many equal calls a capture wants."""
 
     AUTO = "auto", "2 with plans=today, else 0"
     NONE = "0", "the first call is captured"
-    TWO = "2", "two equal calls are issued first; a change begins again"
+    TWO = "2", "the second of two equal calls is captured; a change begins again"
 
 
 class PlanEvict(Choice):
@@ -194,7 +194,7 @@ class PlanEvict(Choice):
     AUTO = "auto", "as the rule has it: never with pr, idle with today, lru with ours"
     NEVER = "never", "none, as long as programs live"
     IDLE = "idle", "what was not replayed for 10 s, looked for every 5 s"
-    LRU = "lru", "the least recently replayed of more than 16"
+    LRU = "lru", "the least recently replayed of more than 64"
 
 
 class PlanBatch(Choice):

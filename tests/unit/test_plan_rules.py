@@ -243,6 +243,21 @@ def test_without_a_uid_equal_work_is_found_equal_by_a_look():
     assert device.verbs() == ["capture", "launch", "launch", "launch"]
 
 
+@pytest.mark.parametrize("rule", ["pr", "today", "ours"])
+def test_a_work_that_says_which_parts_move_is_looked_at_there_alone(rule):
+    device = Device()
+    work = device.work(1, n=4)
+    work.moves = (1, 3)
+    (call,) = bound(Plans(policy(rule, plan_warmup="0")), work)
+    for uid in range(1, 6):
+        for i in work.moves:
+            work.parts[i].block[POINTER] = 900 + uid + i
+        work.uid = uid
+        call()
+        assert device.did[-1] == ("launch", what(work))
+    assert device.verbs() == ["capture", "launch"] + ["update", "launch"] * 4
+
+
 def test_an_update_names_the_parts_that_have_other_addresses():
     device = Device()
     work = device.work(1, n=4)

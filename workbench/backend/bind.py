@@ -142,11 +142,10 @@ class Binding:
 
     def issued(self, command: cmd.Command) -> Issued:
         """What asks a device to do `command`."""
-        n_views = len(self._views)
         issued = _DEVICE[type(command)](self, command)
         if self._several:
             issued = self._on_its_device(command, issued)
-        if isinstance(issued, Plannable) and len(self._views) > n_views:
+        if isinstance(issued, Plannable) and issued.moves:
             self._with_views.append(issued)
         return issued
 
@@ -284,6 +283,9 @@ class Binding:
         landings = [landing for part in parts for landing in _landings(part)]
         work = plannable(self._backends[c.stream.backend], parts, c.stream.id, streams)
         work.uid = next(_UIDS)
+        work.moves = tuple(
+            [i for i, x in enumerate(c.parts) if isinstance(x, cmd.Launch) and is_view(x.node)]
+        )
         if landings:
             work.landing = lambda: tuple([landing.now for landing in landings])
         return work

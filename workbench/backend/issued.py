@@ -115,8 +115,9 @@ class Plannable(Issued):
 
     backend: captures it. stream: the plan is launched on it. streams: of each part. landing: where
     results land in several blocks, the numbers of the next; each has a plan of its own. uid: of the
-    commands with these arguments, another after every patch; 0 where nobody can tell. replayed:
-    the `Captured` that the latest call launched; None where the parts were issued.
+    commands with these arguments, another after every patch; 0 where nobody can tell. moves: the
+    parts that patches give other addresses, where they change nothing else. replayed: the
+    `Captured` that the latest call launched; None where the parts were issued.
     """
 
     backend: Any = None
@@ -124,6 +125,7 @@ class Plannable(Issued):
     streams: tuple[int, ...] = ()
     landing: Callable[[], Hashable] = _one_block
     uid: int = 0
+    moves: tuple[int, ...] = ()
     replayed: Any = None
 
 

@@ -30,7 +30,7 @@ from workbench.choices import PlanBatch, PlanEvict, PlanRule, PlanWarmup
 from workbench.program.commands import Program
 from workbench.toggles import Toggles
 
-KEPT = 16  # plans of an engine, where the least recently used goes
+KEPT = 64  # plans of an engine, as many as programs; then the least recently used goes
 IDLE_S, SWEEP_S = 10.0, 5.0  # llama.cpp's
 
 Identity = tuple[tuple[Hashable, ...], tuple[tuple[int, ...], ...]]  # key, addresses of each part
@@ -166,9 +166,7 @@ class Plans(NoPlans):
     def _arrive(self, work: Plannable, seat: Seat, had: Plan) -> Plan:
         """The plan for work that is not known to be what its plan has, captured where the rule
         wants it. had: of the work as it was before."""
-        known = work.uid and work.uid == had.uid and had.identity is not None
-        identity = had.identity if known else (work.key, tuple(p.addresses for p in work.parts))
-        assert identity is not None
+        identity = _identity(work, had)
         plan = self._find(work, (*seat, work.landing()), identity, had)
         before, plan.identity = plan.identity, identity
         plan.uid, plan.work = work.uid, weakref.ref(work)
@@ -187,15 +185,17 @@ class Plans(NoPlans):
                 return self._kept.setdefault((number, landing), Plan())
             case PlanRule.TODAY:
                 return self._kept.setdefault((number, outputs, landing), Plan())
-        found = self._kept.get(identity) or self._for_other_addresses(work, identity, had)
-        self._kept.pop(found.identity, None)
-        self._kept[identity] = found
+        found = self._for_the_same(identity) or self._for_other_addresses(identity, had)
+        self._kept[id(found)] = found
         while self._policy.evict == PlanEvict.LRU and len(self._kept) > KEPT:
             others = {key: plan.used for key, plan in self._kept.items() if plan is not found}
             self._give_up(min(others, key=others.__getitem__))
         return found
 
-    def _for_other_addresses(self, work: Plannable, identity: Identity, had: Plan) -> Plan:
+    def _for_the_same(self, identity: Identity) -> Plan | None:
+        return next((plan for plan in self._kept.values() if plan.identity == identity), None)
+
+    def _for_other_addresses(self, identity: Identity, had: Plan) -> Plan:
         """A plan that only its addresses tell from `identity`: the work's own before a patch, or
         one whose work is gone. Else a new plan."""
         for plan in (had, *self._kept.values()):
@@ -275,6 +275,20 @@ def in_words(counts: Mapping[str, int]) -> str:
     ):
         said += [f"{n} {words}" for n in [counts[f"plans_{name}"]] if n]
     return f"plans: {', '.join(said)}"
+
+
+def _identity(work: Plannable, had: Plan) -> Identity:
+    """What `work` is now; quicker where `had` knows what it was."""
+    before, same = had.identity, work.uid == had.uid
+    known = work.uid and had.uid and had.work() is work
+    if before is None or not (known and (same or work.moves)):
+        return work.key, tuple([part.addresses for part in work.parts])
+    if same:
+        return before
+    addresses = list(before[1])
+    for i in work.moves:
+        addresses[i] = work.parts[i].addresses
+    return before[0], tuple(addresses)
 
 
 def _changed(before: Identity | None, now: Identity | None) -> list[int] | None:
