@@ -1,5 +1,6 @@
 """The clauses of the contract that are about memory, launches, copies and the host's waits, and the
-table that clauses enter. Those about events are in `conformance_events.py`."""
+table that clauses enter. Those about events are in `conformance_events.py`, those about plans in
+`conformance_plans.py`."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ CLAIMS: dict[str, Claimed] = {
     "one order": lambda able: able.one_order,
     "in front": lambda able: able.one_order or not able.asynchronous_copies,
     "events": lambda able: able.events and able.n_streams > 1,
+    "plans": lambda able: able.capture and able.events and able.n_streams > 1,
     "ordered events": lambda able: able.events and able.n_streams > 1 and able.one_order,
 }
 

@@ -1,4 +1,4 @@
-"""What the embedded device costs: a push, a wait, an entry (`pytest --benchmark-enable`).
+"""What the embedded device costs: a push, a wait, an entry, a plan (`pytest --benchmark-enable`).
 
 Every group runs with 1 and 2 workers. Kernels do nothing: only the device's own time is measured.
 """
@@ -9,6 +9,7 @@ import pytest
 from numba import cfunc
 
 from tests.gates import hold
+from workbench.backend.bind import plannable
 from workbench.backend.cpu.embedded import open_backend
 from workbench.backend.cpu.loops import KERNEL
 from workbench.program.commands import Space
@@ -72,6 +73,45 @@ def test_chain(benchmark, device, parts):
     benchmark.group = f"chain x {CHAIN}"
     benchmark.pedantic(run, setup=setup, rounds=100)
     assert device.streams[0].completed == device.streams[0].issued
+
+
+def chain_plan(device, streams: int):
+    """The work of CHAIN kernels on one stream or two by turns, and a plan of it."""
+    calls = [ring.prepare(nothing.address, 1, [0] * 8) for ring in device.streams[:streams]]
+    on = [i % streams for i in range(CHAIN)]
+    work = plannable(device, [calls[stream] for stream in on], 0, on)
+    return work, device.capture(work)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_plan_launch(benchmark, device, streams):
+    """Host time of a launch of a plan of 1000 kernels."""
+    _, plan = chain_plan(device, streams)
+    benchmark.group = f"launch of a plan of {CHAIN}"
+    benchmark.pedantic(plan.launch, setup=device.synchronize, rounds=200)
+    assert plan.launches >= 1
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_plan_chain(benchmark, device, streams):
+    """A plan of 1000 kernels, from its launch to the last one's end."""
+    _, plan = chain_plan(device, streams)
+
+    def replay() -> None:
+        plan.launch()
+        device.synchronize()
+
+    benchmark.group = f"chain x {CHAIN}"
+    benchmark.pedantic(replay, rounds=200)
+    assert len(plan.spans()) == CHAIN
+
+
+def test_plan_capture(benchmark, device):
+    """Host time of the capture of 1000 kernels."""
+    work, _ = chain_plan(device, 1)
+    benchmark.group = f"capture x {CHAIN}"
+    benchmark(device.capture, work)
+    assert device.streams[0].issued == 0
 
 
 def test_small_copy(benchmark, device):

@@ -4,7 +4,7 @@ a device that breaks it and is found out."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,10 +14,11 @@ import pytest
 from conformance import CHECKS, failures, reads_late, run_check
 from hostile import LIES, OutOfOrderCopies
 
-from workbench.backend.base import Backend, Issue
+from workbench.backend.base import Backend, Captured, Issue
 from workbench.backend.cpu import embedded, host
 from workbench.backend.cpu.embedded import EmbeddedDevice, Event
-from workbench.backend.issued import in_order
+from workbench.backend.cpu.recorded import EmbeddedPlan
+from workbench.backend.issued import Plannable, in_order
 from workbench.errors import DeviceError
 from workbench.program.commands import Space
 
@@ -202,6 +203,42 @@ class OneEvent(Broke):
         return self._only
 
 
+class Careless(Captured):
+    """A plan that is issued part by part, and knows no order but each stream's own."""
+
+    def __init__(self, work: Plannable):
+        ordering = ("record", "wait")
+        self.launch = in_order([p.call for p in work.parts if p.same[0] not in ordering])
+        self.nodes = tuple(range(len(work.parts)))
+
+    def update(self, work: Plannable, changed: Sequence[int] | None) -> bool:
+        return True
+
+    def destroy(self) -> None:
+        """There is nothing to give back."""
+
+
+class PlansWithoutOrder(Broke):
+    def capture(self, work: Plannable) -> Captured:
+        return Careless(work)
+
+
+class RunsAtCapture(Broke):
+    def capture(self, work: Plannable) -> Captured:
+        work.call()
+        return super().capture(work)
+
+
+class UpdatesAtOnce(Broke):
+    """Updates a plan in place, whatever is queued."""
+
+    def capture(self, work: Plannable) -> Captured:
+        class InPlace(EmbeddedPlan):
+            _under_way = False
+
+        return InPlace(work, self.streams, self._keep)
+
+
 class Hasty(Broke):
     """Closes at once, whatever is queued."""
 
@@ -283,6 +320,18 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
         FirstRecord, "a Wait was over at an earlier Record than the latest"),
     "several events keep a point each": (
         OneEvent, r"Sync\(event\) waited for the Record of another event"),
+    "a capture runs nothing, and a launch runs every part in order": (
+        RunsAtCapture, "a capture ran what it recorded: 3 is there, not 1"),
+    "no part of a plan begins before what is in front of it": (
+        PlansWithoutOrder, "a part on another stream overtook the stream in front: "),
+    "what is behind a plan waits for its parts on every stream": (
+        PlansWithoutOrder, "a launch behind a plan did not wait for its parts on another stream: "),
+    "a Wait within a plan holds its stream, in every launch": (
+        PlansWithoutOrder, "a launch behind a Wait within a plan did not wait for the event: "),
+    "an update is for later launches, and queued ones run as they were": (
+        UpdatesAtOnce, "a queued launch was not what it was before the update: 0 is there, not 3"),
+    "a destroyed plan is over when its launches are": (
+        PlansWithoutOrder, "a destroyed plan was launched"),
 }  # fmt: skip
 
 
