@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from data.measure.matrix import OF_KERNELS
 from data.measure.recorded import Recorded, model_of
 from data.measure.sources import age
@@ -15,6 +13,7 @@ from data.measure.tables import Line, Part, Table
 from workbench.bench import results
 from workbench.bench.comparison import AB
 from workbench.bench.stats import SLOWER
+from workbench.bench.token_parts import medians_us
 from workbench.bench.workload import parse
 from workbench.config import PlanRule, PlanScope
 
@@ -65,18 +64,11 @@ def arms(run: results.Run) -> Iterator[Planned]:
         own = parts[arm["name"]]
         yield Planned(
             model_of(ab.run), toggles["plan_scope"], toggles["pdl"], arm["name"],
-            summary.get(arm["name"], {"tps_toggled": tps}), _us(toggles, parts, arm["name"]),
+            summary.get(arm["name"], {"tps_toggled": tps}),
+            medians_us(parts, arm["name"], toggles, OF_KERNELS),
             own["calls"], own["nodes"],
             {k: n for k, n in own["counters"].items() if k.startswith("plans_")}, ab,
         )  # fmt: skip
-
-
-def _us(toggles: dict[str, str], parts: dict[str, Any], arm: str) -> dict[str, float]:
-    own = {part: np.array(parts[arm][part], float) for part in ("token", "device", "gap", "host")}
-    if toggles["plans"] != OFF and toggles["plan_scope"] == PlanScope.STEP:
-        own["device"] = np.array(parts[OF_KERNELS]["device"], float)
-        own["gap"] = own["token"] - own["device"]
-    return {part: float(np.median(us)) for part, us in own.items()}
 
 
 def rules(recorded: Recorded) -> Iterator[Line]:

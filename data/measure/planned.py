@@ -14,8 +14,8 @@ import workbench as wb
 from data.measure.in_rounds import Samples, Turns, compared, variants
 from data.measure.matrix import OF_KERNELS, SWEPT, Row
 from data.measure.session import Session, add_to_result, toggles_of
-from data.measure.token_parts import token_parts
 from workbench.bench.arms import Arm
+from workbench.bench.token_parts import token_parts
 from workbench.bench.workload import Sample, Workload, draw_tokens, parse, take_sample
 from workbench.config import PlanScope, Toggles
 from workbench.trace.spans import now_ns

@@ -13,20 +13,16 @@ from data.measure.matrix import GROWTH, LAYERS
 from data.measure.recorded import Recorded, model_of
 from data.measure.scheduling import compared, comparisons
 from data.measure.tables import Line, Part, Table
+from workbench.bench import worth
 from workbench.bench.comparison import AB
 from workbench.config import GraphReuse, Toggles
-from workbench.engine.phases import per_step
 
 WAYS, REBUILD, KEPT = "graph_reuse", GraphReuse.REBUILD.value, GraphReuse.SET_ROWS.value
-BUILD = ("graph", "fuse", "split", "layout", "lower", "prepare")  # what a kept program saves
-BUILD_US = (0, 25, 50, 100, 200, 400)
-# speedups of #8366 in its thread, Llama 7B and 13B Q4 on seven GPUs
-CLAIMED = (1.03, 1.07)
 
 
 def phases_us(arm: dict[str, Any]) -> dict[str, float]:
     """us a token by phase, of what an arm counted."""
-    return {row.phase: row.us for row in per_step(arm["counters"])}
+    return worth.phases_us(arm["counters"])
 
 
 def _cells(arm: dict[str, Any]) -> dict[str, str]:
@@ -86,7 +82,7 @@ class Worth(NamedTuple):
 
     def ratio(self, build_us: float) -> float:
         """The speedup for an engine whose build costs so much, with the device idle meanwhile."""
-        return (self.us + build_us) / self.us
+        return worth.speedup(self.us, build_us)
 
 
 def worths(recorded: Recorded) -> list[Worth]:
@@ -103,8 +99,7 @@ def worths(recorded: Recorded) -> list[Worth]:
         ab = AB(run.run, run.samples)
         kept = next((row for arm, row in _arms(ab) if arm["name"] == KEPT), None)
         if kept is not None:
-            phases, name = phases_us(ab.run["arms"][0]), model_of(run.run)
-            own_us = sum(phases[phase] for phase in BUILD)
+            name, own_us = model_of(run.run), worth.own_build_us(ab.run["arms"][0])
             us = 1e6 / kept["tps_toggled"]
             found.append(Worth(name, us, own_us, kept["speedup"], theirs.get(name), ab))
     return found
@@ -113,11 +108,11 @@ def worths(recorded: Recorded) -> list[Worth]:
 def verdicts(recorded: Recorded) -> Iterator[Line]:
     """A model: the speedup by what a build costs; at llama.cpp's cost; and this engine's own."""
     for one in worths(recorded):
-        low, high = (one.us * (claim - 1) for claim in CLAIMED)
+        low, high = (worth.build_us(one.us, claim) for claim in worth.CLAIMED)
         theirs = "" if one.theirs is None else f"{one.ratio(max(one.theirs, 0)):.3f}"
         yield Line(
             {"Model": one.model, "us a token": f"{one.us:.0f}"}
-            | {f"{us} us": f"{one.ratio(us):.3f}" for us in BUILD_US}
+            | {f"{us} us": f"{one.ratio(us):.3f}" for us in worth.BUILD_US}
             | {
                 "llama.cpp's build, us": "" if one.theirs is None else f"{one.theirs:.1f}",
                 "at llama.cpp's": theirs,
@@ -135,7 +130,7 @@ def verdict(recorded: Recorded) -> str:
     found = worths(recorded)
     measured = [one for one in found if one.theirs is not None]
     if not measured:
-        lows, highs = zip(*((one.us * (c - 1) for c in CLAIMED) for one in found), strict=True)
+        lows, highs = ([worth.build_us(one.us, c) for one in found] for c in worth.CLAIMED)
         return (
             "Verdict on #8366, at llama.cpp's build time: its own was not measured on this card. "
             f"Its thread has 3 to 7 %, which here would be a build of {min(lows):.0f} to "

@@ -27,7 +27,7 @@ import numpy as np
 
 from data.measure.recorded import Recorded
 from data.measure.tables import Line, Part, Table
-from data.measure.token_parts import logits_to_launch_ns, stamped_steps
+from workbench.bench.token_parts import logits_to_launch_ns, stamped_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 SIDES = ("old", "control", "new")  # the package of the old folder, the same again, and ours

@@ -232,7 +232,7 @@ class AB:
             for arm in self.run["arms"]
             if not arm["is_control"] and (program := arm["program"].get(test))
         ]
-        table = Table(rows)
+        table = Table(rows).convert_dtypes()  # whole numbers, also where an arm has no replays
         table.attrs["code"] = ["pattern"]
         return table
 

@@ -7,7 +7,7 @@
 
 A plan of a whole step is one launch with the copies of inputs and results in it. Its gap begins and
 ends at kernels, too: it is the token without what the same kernels take as a plan of launches alone
-(`of_kernels`, an arm of the same run).
+(`medians_us`, which wants such an arm in the same run).
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import workbench as wb
 from workbench.bench.rounds import interleave
 from workbench.bench.workload import Workload, draw_tokens
+from workbench.config import PlanRule, PlanScope, Toggles
 from workbench.program.commands import Command, Copy, Launch, Replay
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
 
 PARTS = ("token", "device", "gap", "host")
 WARM_UP = 2  # tokens of each turn that do not count: the arm before has left its own
@@ -56,7 +59,7 @@ def parts_us(ends: Sequence[int], stamps: Sequence[tuple[int, int]]) -> dict[str
 
 
 def token_parts(
-    engine: wb.Engine, arms: Mapping[str, wb.Toggles], rounds: int, n_tokens: int = 12
+    engine: Engine, arms: Mapping[str, Toggles], rounds: int, n_tokens: int = 12
 ) -> dict[str, dict[str, Any]]:
     """By arm: its PARTS, a list with an entry for each round, us; `counters` of the arm's engine
     from its first step on; `nodes`: kernels and copies that a token gives the device, and
@@ -86,7 +89,7 @@ def token_parts(
     return found
 
 
-def issued(engine: wb.Engine) -> dict[str, int]:
+def issued(engine: Engine) -> dict[str, int]:
     """`nodes` and `calls` of a token; see `token_parts`."""
 
     def n_nodes(command: Command) -> int:
@@ -102,3 +105,16 @@ def issued(engine: wb.Engine) -> dict[str, int]:
         "nodes": sum(map(n_nodes, program.singly())),
         "calls": alone + sum(isinstance(c, Replay) for c in program.commands),
     }
+
+
+def medians_us(
+    parts: Mapping[str, Mapping[str, Any]], arm: str, toggles: Mapping[str, str], of_kernels: str
+) -> dict[str, float]:
+    """Medians of an arm's PARTS over the rounds, us. parts: of `token_parts`; toggles: the arm's.
+    of_kernels: the arm whose plans are launches alone. With it, device and gap are of the kernels
+    also where a step is one plan: its copies count to the gap."""
+    own = {part: np.array(parts[arm][part], float) for part in PARTS}
+    if toggles["plans"] != PlanRule.OFF and toggles["plan_scope"] == PlanScope.STEP:
+        own["device"] = np.array(parts[of_kernels]["device"], float)
+        own["gap"] = own["token"] - own["device"]
+    return {part: float(np.median(us)) for part, us in own.items()}
