@@ -14,6 +14,7 @@ import pandas as pd
 
 from workbench.bench import results
 from workbench.bench.comparison import AB, background
+from workbench.bench.worth import CLAIMED
 from workbench.frames import prose_html
 
 if TYPE_CHECKING:
@@ -84,6 +85,107 @@ def waits(decode: pd.DataFrame, train: pd.DataFrame, gaps: Gaps, *comparisons: A
     for when, proved in (("Between tokens", decode), ("Between ubatches of a prompt", train)):
         lines += _proved(proved, when)
     return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in _effects(ab))]))
+
+
+def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Conclusion:
+    """What building the graph anew costs, and what keeping it is worth.
+
+    kept: the tables of `kept.py`: `phases`, `steps`, `layers` and `worth`. theirs: what is recorded
+    of llama.cpp's own build; may be empty. comparisons: of `graph_reuse`, from `rebuild` on.
+    """
+    phases, steps, layers, worth = (kept[n] for n in ("phases", "steps", "layers", "worth"))
+    by_phase = phases.set_index("phase")
+    built = by_phase["rebuild"][lambda us: (by_phase["set_rows"] == 0) & (us > 0)]
+    ways = [way for way in by_phase if way != "rebuild"]
+    finding = _listed(f"{time(by_phase.loc['reuse', way])} with {way}" for way in ways)
+    alike, once = steps.iloc[:5], layers.iloc[:-1]
+    tokens, reused = alike["steps"].sum(), alike["reused"].sum()
+    costliest = once.loc[once["us more a token"].idxmax()]
+    claimed = worth[worth["whose"].str.contains("#8366")]["a build costs, us"]
+    shown = worth.set_index("a build costs, us")["speedup of a kept graph"]
+    own = worth[worth["whose"].str.contains("Python")].iloc[-1]
+    issued = {way: by_phase.loc["issue", way] for way in ("rebuild", "set_rows")}
+    lines = [
+        f"Building the graph anew costs a token {time(built.sum())} here: "
+        f"{_listed(f'{phase} {time(us)}' for phase, us in built.items())}.",
+        f"Finding a kept program takes {finding}. Issuing it takes {time(issued['set_rows'])}, "
+        f"and {time(issued['rebuild'])} where it is new.",
+        f"Of {tokens} tokens one after the other {reused} reuse a program: all but the first and "
+        f"the {tokens - 1 - reused} with which n_kv grows.",
+        f"Of the layers of reuse, {costliest['toggle']} costs most when it is done again: "
+        f"{time(costliest['us more a token'])} a token.",
+        f"The speedup of {own['speedup of a kept graph']:.2f} that was measured is the price of "
+        "this engine's Python. "
+        f"With a build of {shown.index[3]:.0f} us it would be {shown.iloc[3]:.3f} here.",
+        f"The {_listed(f'{share:.0%}' for share in (c - 1 for c in CLAIMED))} of #8366 would be a "
+        f"build of {_listed(map(time, claimed))} beside this device's token.",
+        *filter(None, [theirs]),
+    ]
+    return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in _effects(ab))]))
+
+
+def plans(planned: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
+    """When a captured graph repays itself, and what is left of the gap.
+
+    planned: the tables of `planned.py`: `calls`, `made`, `forced`, `repaid` and `gap`; and `proof`,
+    of `proofs.proof_table`, eager first. comparisons: of `plans`, from `off` on.
+    """
+    calls, gap = (planned[name].set_index("arm") for name in ("calls", "gap"))
+    lines = [
+        f"The device is given {calls['nodes'].iloc[0]} kernels and copies a token; calls of the "
+        f"host for them: {_listed(f'{n} ({arm})' for arm, n in calls['calls'].items())}.",
+        *_repaid(planned["made"].set_index("arm"), planned["repaid"]),
+        *_updates(planned["forced"]),
+        "Between the kernels of two tokens are "
+        + _listed(f"{time(us)} ({arm})" for arm, us in gap["gap us"].items()) + ".",
+        *_as_eager(planned["proof"].set_index("ordering")),
+    ]  # fmt: skip
+    return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in _effects(ab))]))
+
+
+def _repaid(made: pd.DataFrame, repaid: pd.DataFrame) -> Iterable[str]:
+    for row in repaid.to_dict("records"):
+        own = made.loc[row["arm"]]
+        yield (
+            f"plans={row['arm']} captures {own['captured']:.0f} in {own['tokens']:.0f} tokens, "
+            f"which takes {time(row['us for captures'])} in all."
+        )
+        after = f"that is repaid after {row['repaid after tokens']} tokens"
+        shorter = f"A token is {time(row['us saved a token'])} shorter"
+        if row["repaid after tokens"] == "never":
+            yield "A token is no shorter, so that is never repaid."
+        elif row["verdict"] in DECIDED:
+            yield f"{shorter}, so {after}."
+        else:
+            yield f"{shorter} by the medians, and {after}; the verdict is {row['verdict']}."
+
+
+def _updates(forced: pd.DataFrame) -> Iterable[str]:
+    """Which arms update plans all the time, and what a growing n_kv costs the others."""
+    often = forced["updated"] > forced["tokens"] / 2
+    for row in forced[often].to_dict("records"):
+        yield (
+            f"{row['arm']} updates its plan for {row['updated']} of {row['tokens']} tokens, "
+            f"{time(row['update us'])} each."
+        )
+    said = (
+        f"{row['captured']} captured and {row['updated']} updated ({row['arm']})"
+        for row in forced[~often].to_dict("records")
+    )
+    if not often.all():
+        yield f"Plans where n_kv grows: {_listed(said)}."
+
+
+def _as_eager(proof: pd.DataFrame) -> Iterable[str]:
+    racing = [name for name, races in proof["races"].items() if races != "none"]
+    if racing:
+        yield f"These race: {_listed(racing)}."
+    elif len(set(proof["because"])) == 1:
+        enough = proof["because"].iloc[0].removeprefix("enough: ")
+        yield f"Nothing races. With plans as without, this is enough: {enough}."
+    else:
+        said = (f"{why} ({name})" for name, why in proof["because"].items())
+        yield f"Nothing races; {_listed(said)}."
 
 
 def _proved(table: pd.DataFrame, when: str) -> Iterable[str]:

@@ -44,6 +44,15 @@ def cycles(
     return found
 
 
+def of_arms(engine: Any, arms: Mapping[str, Toggles]) -> dict[tuple[str, str], Any]:
+    """The programs of single tokens with each of some toggles, for `proof_rows`."""
+    found: dict[tuple[str, str], Any] = {}
+    for name, toggles in arms.items():
+        with engine.variant(toggles) as side:
+            found[name, "decode"] = hazards.apart(side.cycle(1))
+    return found
+
+
 def proof_rows(cycles: Mapping[tuple[str, str], Sequence[Program]]) -> Iterator[dict[str, Any]]:
     """A row for each (ordering, run) and the programs that are repeated for it.
 

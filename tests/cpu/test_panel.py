@@ -349,3 +349,85 @@ def test_the_panel_draws_the_replays_of_plans(engine, monkeypatch):
     (figure,) = drawn
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     assert LOOKS["replay"].word in words and LOOKS["launch"].word in words
+
+
+# graph reuse and plans --------------------------------------------------------------------------
+
+
+def chosen(panel: widgets.Panel, **values: str) -> widgets.Panel:
+    """The panel once each of these is chosen; families by their names."""
+    known = panel.form.families | panel.form.choices
+    for name, value in values.items():
+        known[name].value = value
+    return panel
+
+
+def test_each_way_of_reuse_and_each_rule_of_plans_can_be_chosen(engine):
+    form = wb.lab.panel(engine, "tg4").form
+    assert list(form.choices["graph_reuse"].options) == [
+        "rebuild", "patch_pointers", "pointer_table", "set_rows",
+    ]  # fmt: skip
+    assert list(form.choices["plans"].options) == ["off", "pr", "today", "ours"]
+    assert {"plan_scope", "plan_warmup", "plan_evict", "plan_batch", "results", "kv_growth"} <= set(
+        form.choices
+    )
+    assert list(form.families["redo"].options) == ["off", "on", widgets.MIXED]
+
+
+@pytest.mark.parametrize(
+    ("refused", "said", "mended"),
+    [
+        (
+            {"redo": "on"}, "toggles graph_reuse=rebuild and redo_build=on clash",
+            {"graph_reuse": "patch_pointers"},
+        ),
+        (
+            {"redo_bind": "on"}, "toggles graph_reuse=rebuild and redo_bind=on clash",
+            {"graph_reuse": "pointer_table"},
+        ),
+        (
+            {"plans": "ours", "plan_scope": "step"},
+            "toggles plan_scope=step and sync=per_copy clash", {"sync": "packed_implicit"},
+        ),
+    ],
+)  # fmt: skip
+def test_toggles_of_reuse_and_plans_that_clash_are_shown_at_once(engine, refused, said, mended):
+    panel = chosen(wb.lab.panel(engine, "tg4"), **refused)
+    assert said in panel.code.value and "color" in panel.code.value and panel.button.disabled
+    chosen(panel, **mended)
+    assert "wb.Toggles(" in panel.code.value and not panel.button.disabled
+
+
+def test_a_device_that_cannot_capture_says_so_at_once(tiny_model):
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64, toggles="baseline"
+    ) as engine:
+        panel = chosen(wb.lab.panel(engine, "tg4"), plans="ours")
+        assert "the host device cannot capture: plans=ours; use plans=off" in panel.code.value
+        assert panel.button.disabled
+        assert not chosen(panel, plans="off").button.disabled
+
+
+def test_a_run_of_plans_and_direct_results_draws_a_replay(engine):
+    kept = Toggles(graph_reuse="set_rows", sync="packed_implicit")
+    panel = wb.lab.panel(engine, "tg4", rounds=1, baseline=kept)
+    chosen(
+        panel, graph_reuse="set_rows", sync="packed_implicit", plans="ours", plan_scope="step",
+        results="direct",
+    )  # fmt: skip
+    panel.button.click()
+    panel.wait()
+    found = panel.result
+    assert found.labels[1] == "results=direct, plans=ours, plan_scope=step"
+    assert found.answer.holds and panel.picture.layout.display is None
+    kinds = [set(trace.to_frame()["category"]) for trace in found.traces]
+    assert "replay" not in kinds[0] and "replay" in kinds[1]
+
+
+def test_layers_that_are_done_again_are_named_as_one_family(engine):
+    panel = wb.lab.panel(engine, "tg4", rounds=1, baseline=Toggles(graph_reuse="set_rows"))
+    chosen(panel, graph_reuse="set_rows", redo="on")
+    assert "redo=&quot;on&quot;" in panel.code.value
+    panel.button.click()
+    panel.wait()
+    assert panel.result.labels == ("redo=off", "redo=on") and panel.result.answer.holds

@@ -1,0 +1,127 @@
+"""What graph plans do to a token, as tables: calls of the host, what is captured and when, after
+how many tokens that has repaid itself, and the gap that is left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from workbench.bench.comparison import AB
+from workbench.bench.token_parts import issued, medians_us
+from workbench.config import Toggles
+from workbench.frames import Table
+
+# ways of graph reuse and rules: what captures anew, and what updates, where n_kv grows
+FORCING = (
+    ("set_rows", "pr"), ("set_rows", "today"), ("set_rows", "ours"),
+    ("pointer_table", "ours"), ("patch_pointers", "ours"),
+)  # fmt: skip
+MADE = ("captured", "updated", "reinstantiated", "replayed", "issued")
+NEVER = "never"
+
+
+def calls_table(engine: Any, arms: Mapping[str, Toggles]) -> pd.DataFrame:
+    """What the host does for a token in each arm, and what the device is given: nodes are kernels
+    and copies, calls those of the host for them. A replay is one call."""
+    rows = []
+    for name, toggles in arms.items():
+        with engine.variant(toggles) as side:
+            program, given = side.program(), issued(side)
+        kinds = [command.kind for command in program.commands]
+        rows.append(
+            {
+                "arm": name,
+                "pattern": program.pattern(fold=True),
+                "values written": kinds.count("write"),
+                "host launches": sum(c.kind == "launch" and c.by_host for c in program.commands),
+                "nodes": given["nodes"],
+                "calls": given["calls"],
+                "waits": kinds.count("sync"),
+            }
+        )
+    table = Table(rows)
+    table.attrs["code"] = ["pattern"]
+    return table
+
+
+def forcing(toggles: Toggles) -> dict[str, Toggles]:
+    """Arms for `made_table`: ways of graph reuse under plans, and rules, beside `toggles`."""
+    return {
+        f"{rule} with {way}": toggles.switched("graph_reuse", way).switched("plans", rule)
+        for way, rule in FORCING
+    }
+
+
+def made_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int) -> pd.DataFrame:
+    """What a fresh engine of each arm did with its plans in its first n_tokens tokens: how many
+    were captured, updated where they are, made anew, replayed, and issued part by part.
+    `capture us` and `instantiate us` are of one capture, `update us` of one update."""
+    rows = []
+    for name, toggles in arms.items():
+        with engine.variant(toggles) as side:
+            for token in range(n_tokens):
+                side.step([1 + token % (side.model.n_vocab - 1)])
+            n = {key.removeprefix("plans_"): count for key, count in side.counters.items()}
+        captures, updates = n["captured"] + n["reinstantiated"], n["updated"]
+        rows.append(
+            {"arm": name, "tokens": n_tokens}
+            | {what: n[what] for what in MADE}
+            | {
+                "capture us": _each(n["capture_ns"], captures),
+                "instantiate us": _each(n["instantiate_ns"], captures),
+                "update us": _each(n["update_ns"], updates),
+            }
+        )
+    table = Table(rows).rename(columns={"reinstantiated": "made anew", "issued": "part by part"})
+    table.attrs["digits"] = dict.fromkeys(("capture us", "instantiate us", "update us"), 1)
+    return table
+
+
+def _each(ns: int, n: int) -> float:
+    return ns / 1e3 / n if n else math.nan
+
+
+def repaid_table(made: pd.DataFrame, *comparisons: AB) -> pd.DataFrame:
+    """After how many tokens what captures cost has been saved, a row for each arm of a comparison
+    that `made` (of `made_table`) has. us saved: of a token, medians of the comparison."""
+    costs, rows = made.set_index("arm"), []
+    for comparison in comparisons:
+        summary = comparison.summary()
+        for row in summary[~summary["is_control"]].itertuples():
+            if row.arm not in costs.index:
+                continue
+            own = costs.loc[row.arm]
+            once = own["captured"] * (own["capture us"] + own["instantiate us"])
+            saved = 1e6 / row.tps_baseline - 1e6 / row.tps_toggled
+            rows.append(
+                {
+                    "arm": row.arm,
+                    "us for captures": once,
+                    "us saved a token": saved,
+                    "repaid after tokens": f"{math.ceil(once / saved)}" if saved > 0 else NEVER,
+                    "verdict": row.verdict,
+                }
+            )
+    table = Table(rows)
+    table.attrs |= {"digits": {"us for captures": 1, "us saved a token": 1},
+                    "right": ["repaid after tokens"]}  # fmt: skip
+    return table
+
+
+def gap_table(
+    parts: Mapping[str, Mapping[str, Any]], arms: Mapping[str, Toggles], of_kernels: str
+) -> pd.DataFrame:
+    """Where a token's time goes in each arm, us, by the device's clock (`bench/token_parts.py`).
+    of_kernels: the arm whose plans are launches alone."""
+    rows = [
+        {"arm": name, "calls": parts[name]["calls"]}
+        | {f"{part} us": us
+           for part, us in medians_us(parts, name, toggles.to_dict(), of_kernels).items()}
+        for name, toggles in arms.items()
+    ]  # fmt: skip
+    table = Table(rows)
+    table.attrs["digits"] = {c: 1 for c in table if c.endswith(" us")}
+    return table
