@@ -15,7 +15,7 @@ import pytest
 from tests.gates import hold
 from workbench.backend.cpu.loops import FILLED
 from workbench.backend.cpu.recorded import EmbeddedPlan
-from workbench.choices import GraphReuse
+from workbench.choices import GraphReuse, NCopies
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
 from workbench.errors import DeviceError
@@ -33,6 +33,9 @@ SCOPES = {
     "step": {"plan_scope": "step", "sync": "implicit", "copy_stream": "compute"},
     "step, two streams": {"plan_scope": "step", "sync": "event_guarded", "copy_stream": "own"},
 }  # fmt: skip
+
+
+two_workers = pytest.mark.parametrize("base", [2], indirect=True)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 worker", "2 workers"])
@@ -74,6 +77,26 @@ def test_logits_with_plans_are_the_baselines(base, wanted, plans, scope, reuse, 
             assert counts["plans_issued"] == 0 < counts["plans_captured"]
 
 
+@two_workers
+@pytest.mark.parametrize("n_copies", list(NCopies))
+@pytest.mark.parametrize("scope", ["step", "step, two streams"])
+@pytest.mark.parametrize("plans", ["ours", "today"])
+def test_trains_of_ubatches_that_the_host_does_not_wait_for(base, plans, scope, n_copies):
+    """Copies of the next ubatch are queued while the one before computes: by replays, and under
+    `today` first by parts that are issued one by one."""
+    train = {"graph_reuse": "set_rows", "step_wait": "outputs", "host_source": "pinned_ring_4"}
+    toggles = Toggles(plans=plans, n_copies=n_copies, **{**SCOPES[scope], **train})
+    prompt = PROMPT * 3  # seven ubatches of sixteen, and eight tokens
+    with base.variant(toggles) as engine, base.variant(Toggles()) as off:
+        wanted = off.prefill(prompt)
+        for _ in range(4):
+            engine.reset()
+            assert np.array_equal(engine.prefill(prompt), wanted)
+        counts = engine.counters
+        assert counts["plans_replayed"] + counts["plans_issued"] == 32
+        assert (counts["plans_issued"] == 0) == (plans == "ours")
+
+
 EXPECTED = {  # of decode steps behind a prompt without plans of its own (`plan_batch=one`)
     ("set_rows", "split", "ours"): {"captured": 1},
     ("set_rows", "split", "pr"): {"captured": 1},
@@ -94,6 +117,7 @@ EXPECTED = {  # of decode steps behind a prompt without plans of its own (`plan_
 }
 
 
+@two_workers
 @pytest.mark.parametrize(("reuse", "scope", "plans"), EXPECTED)
 def test_counters_say_what_was_captured_updated_and_replayed(base, reuse, scope, plans):
     kept: dict[str, Any] = {"plans": plans, "graph_reuse": reuse, "plan_batch": "one"}
@@ -110,6 +134,7 @@ def test_counters_say_what_was_captured_updated_and_replayed(base, reuse, scope,
         assert (counts["plans_update_ns"] > 0) == ("updated" in expected)
 
 
+@two_workers
 @pytest.mark.parametrize("scope", SCOPES)
 def test_launches_are_gone_from_the_program_and_replays_are_there(base, scope):
     off = base.variant(Toggles(**{k: v for k, v in SCOPES[scope].items() if k != "plan_scope"}))
@@ -126,6 +151,7 @@ def test_launches_are_gone_from_the_program_and_replays_are_there(base, scope):
         engine.close()
 
 
+@two_workers
 def test_the_device_is_asked_once_for_a_step(base):
     """One entry of each ring it uses, for some fifty kernels and copies."""
     for scope, streams in (("step", [1, 0]), ("step, two streams", [1, 1])):
@@ -182,6 +208,7 @@ def right(base: Engine) -> np.ndarray:
         return engine.step([400])
 
 
+@two_workers
 def test_inputs_taken_at_the_call_are_in_no_plan_and_the_engine_goes_on(base):
     toggles = Toggles(plans="ours", host_source="pageable", **SCOPES["step"])
     with base.variant(toggles) as engine:
@@ -209,6 +236,7 @@ def plans_alive() -> int:
     return sum(isinstance(thing, EmbeddedPlan) for thing in gc.get_objects())
 
 
+@two_workers
 def test_a_hundred_engines_with_plans_leave_nothing_behind(base):
     gc.collect()
     before = plans_alive()
