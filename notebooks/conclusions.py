@@ -136,8 +136,7 @@ def plans(planned: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
         f"host for them: {_listed(f'{n} ({arm})' for arm, n in calls['calls'].items())}.",
         *_repaid(planned["made"].set_index("arm"), planned["repaid"]),
         *_updates(planned["forced"]),
-        "Between the kernels of two tokens are "
-        + _listed(f"{time(us)} ({arm})" for arm, us in gap["gap us"].items()) + ".",
+        *_left(gap),
         *_as_eager(planned["proof"].set_index("ordering")),
     ]  # fmt: skip
     return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in _effects(ab))]))
@@ -145,19 +144,37 @@ def plans(planned: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
 
 def _repaid(made: pd.DataFrame, repaid: pd.DataFrame) -> Iterable[str]:
     for row in repaid.to_dict("records"):
-        own = made.loc[row["arm"]]
+        own, after = made.loc[row["arm"]], row["repaid after tokens"]
         yield (
             f"plans={row['arm']} captures {own['captured']:.0f} in {own['tokens']:.0f} tokens, "
-            f"which takes {time(row['us for captures'])} in all."
+            f"which takes {time(row['us for captures'])} in all. {_when(after)}"
+            + (f": a token is {time(row['us saved a token'])} shorter." if after.isdigit() else ".")
         )
-        after = f"that is repaid after {row['repaid after tokens']} tokens"
-        shorter = f"A token is {time(row['us saved a token'])} shorter"
-        if row["repaid after tokens"] == "never":
-            yield "A token is no shorter, so that is never repaid."
-        elif row["verdict"] in DECIDED:
-            yield f"{shorter}, so {after}."
+
+
+def _when(after: str) -> str:
+    if after.isdigit():
+        return f"That is repaid after {after} tokens"
+    if after == "never":
+        return "That is never repaid, as a token is longer"
+    return "The comparison does not tell when that is repaid, as it shows no difference"
+
+
+def _left(gap: pd.DataFrame) -> Iterable[str]:
+    """What is between the kernels of two tokens, and what each plan saves of a token."""
+    between = _listed(f"{time(us)} ({arm})" for arm, us in gap["gap us"].items())
+    yield f"Between the kernels of two tokens are {between}."
+    for arm, row in gap[gap["repaid after tokens"] != ""].iterrows():
+        after = row["repaid after tokens"]
+        if after.isdigit():
+            yield (
+                f"By the device's clock a token is {time(row['saved us'])} shorter with {arm} "
+                f"(95% CI {row['95% CI']}); its captures took {time(row['captures us'])}, repaid "
+                f"after {after} tokens."
+            )
         else:
-            yield f"{shorter} by the medians, and {after}; the verdict is {row['verdict']}."
+            said = "longer" if after == "never" else "no shorter for sure"
+            yield f"By the device's clock a token is {said} with {arm} (95% CI {row['95% CI']})."
 
 
 def _updates(forced: pd.DataFrame) -> Iterable[str]:

@@ -7,9 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from workbench.bench.comparison import AB
+from workbench.bench.stats import FASTER, SLOWER, median_interval
 from workbench.bench.token_parts import issued, medians_us
 from workbench.config import Toggles
 from workbench.frames import Table
@@ -20,7 +22,7 @@ FORCING = (
     ("pointer_table", "ours"), ("patch_pointers", "ours"),
 )  # fmt: skip
 MADE = ("captured", "updated", "reinstantiated", "replayed", "issued")
-NEVER = "never"
+NEVER, UNKNOWN = "never", "not known"
 
 
 def calls_table(engine: Any, arms: Mapping[str, Toggles]) -> pd.DataFrame:
@@ -86,7 +88,8 @@ def _each(ns: int, n: int) -> float:
 
 def repaid_table(made: pd.DataFrame, *comparisons: AB) -> pd.DataFrame:
     """After how many tokens what captures cost has been saved, a row for each arm of a comparison
-    that `made` (of `made_table`) has. us saved: of a token, medians of the comparison."""
+    that `made` (of `made_table`) has. us saved: of a token, medians of the comparison. Not known
+    where the comparison has no verdict of a difference."""
     costs, rows = made.set_index("arm"), []
     for comparison in comparisons:
         summary = comparison.summary()
@@ -96,14 +99,10 @@ def repaid_table(made: pd.DataFrame, *comparisons: AB) -> pd.DataFrame:
             own = costs.loc[row.arm]
             once = own["captured"] * (own["capture us"] + own["instantiate us"])
             saved = 1e6 / row.tps_baseline - 1e6 / row.tps_toggled
+            known = (row.verdict == FASTER) - (row.verdict == SLOWER)
             rows.append(
-                {
-                    "arm": row.arm,
-                    "us for captures": once,
-                    "us saved a token": saved,
-                    "repaid after tokens": f"{math.ceil(once / saved)}" if saved > 0 else NEVER,
-                    "verdict": row.verdict,
-                }
+                {"arm": row.arm, "us for captures": once, "us saved a token": saved}
+                | {"repaid after tokens": _after(once, saved, known), "verdict": row.verdict}
             )
     table = Table(rows)
     table.attrs |= {"digits": {"us for captures": 1, "us saved a token": 1},
@@ -111,17 +110,35 @@ def repaid_table(made: pd.DataFrame, *comparisons: AB) -> pd.DataFrame:
     return table
 
 
+def _after(once: float, saved: float, known: int) -> str:
+    """After how many tokens; known: 1 where a token is shorter, -1 where it is longer."""
+    if known == 1 and saved > 0:
+        return f"{math.ceil(once / saved)}"
+    return NEVER if known == -1 else UNKNOWN
+
+
 def gap_table(
     parts: Mapping[str, Mapping[str, Any]], arms: Mapping[str, Toggles], of_kernels: str
 ) -> pd.DataFrame:
     """Where a token's time goes in each arm, us, by the device's clock (`bench/token_parts.py`).
-    of_kernels: the arm whose plans are launches alone."""
-    rows = [
-        {"arm": name, "calls": parts[name]["calls"]}
-        | {f"{part} us": us
-           for part, us in medians_us(parts, name, toggles.to_dict(), of_kernels).items()}
-        for name, toggles in arms.items()
-    ]  # fmt: skip
-    table = Table(rows)
-    table.attrs["digits"] = {c: 1 for c in table if c.endswith(" us")}
+    of_kernels: the arm whose plans are launches alone. Then what an arm saves of the first arm's
+    token, the median over the rounds and its 95 % interval, and when that repays its captures."""
+    rows: list[dict[str, Any]] = []
+    first = np.array(parts[next(iter(arms))]["token"], float)
+    for name, toggles in arms.items():
+        own = medians_us(parts, name, toggles.to_dict(), of_kernels)
+        row = {"arm": name, "calls": parts[name]["calls"]}
+        rows.append(row | {f"{part} us": us for part, us in own.items()})
+        n = parts[name]["counters"]
+        if "plans_captured" in n:
+            saved, low, high = median_interval(first - np.array(parts[name]["token"], float))
+            once = (n["plans_capture_ns"] + n["plans_instantiate_ns"]) / 1e3
+            known = int(low > 0) - int(high < 0)
+            rows[-1] |= {
+                "saved us": saved, "95% CI": f"{low:.1f}..{high:.1f}", "captures us": once,
+                "repaid after tokens": _after(once, saved, known),
+            }  # fmt: skip
+    table = Table(rows).fillna({"95% CI": "", "repaid after tokens": ""})
+    table.attrs |= {"digits": {c: 1 for c in table if str(c).endswith(" us")},
+                    "keys": ["arm"], "right": ["repaid after tokens"]}  # fmt: skip
     return table

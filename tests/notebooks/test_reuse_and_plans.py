@@ -105,6 +105,21 @@ def test_the_gap_of_a_step_is_without_what_its_kernels_take(engine):
     assert (gap[["token us", "device us", "gap us"]] > 0).all(axis=None)
     for arm in ("a step", "direct"):
         assert gap.loc[arm, "device us"] == gap.loc["a split", "device us"]
+    assert gap.loc["off", "repaid after tokens"] == ""
+    assert (gap.loc[["a split", "a step", "direct"], "captures us"] > 0).all()
+
+
+def test_when_captures_are_repaid_follows_from_each_round():
+    def of(token: list[float], ns: int | None) -> dict:
+        plans = {"plans_captured": 1, "plans_capture_ns": ns, "plans_instantiate_ns": 0}
+        return {"token": token, "device": token, "gap": token, "host": token, "calls": 1,
+                "counters": plans if ns else {}}  # fmt: skip
+
+    parts = {"off": of([100, 200, 300], None), "a split": of([90, 190, 290], 95_000),
+             "a step": of([110, 210, 310], 9), "direct": of([90, 200, 310], 9)}  # fmt: skip
+    gap = planned.gap_table(parts, ARMS, "a split").set_index("arm")
+    assert gap["repaid after tokens"].tolist() == ["", "10", "never", "not known"]
+    assert gap.loc["a split", "saved us"] == 10
 
 
 def test_captured_programs_are_proved_as_eager_ones(engine):
