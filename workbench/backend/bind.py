@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -53,8 +52,8 @@ class LandingBlock:
     def __setitem__(self, field: int, value: int) -> None:
         self.current[field] = value
 
-    def setter(self, field: int) -> Callable[[int], None]:
-        return partial(self.__setitem__, field)
+    def held(self, field: int) -> tuple[LandingBlock, int]:
+        return self, field
 
 
 def _landings(issued: Issued) -> Iterator[Landing]:
@@ -122,8 +121,8 @@ class Binding:
         self._several = len(backends) > 2  # a thread must be attached to one after another
         self._recorded_by: dict[str, Backend] = {}
         self.cell: int | None = None
-        # what sets where to, address of cell 0, bytes of a cell
-        self._views: list[tuple[Callable[[int], None], int, int]] = []
+        # what holds where to, and its number there; address of cell 0, bytes of a cell
+        self._views: list[tuple[Any, int, int, int]] = []
         self._with_views: list[Plannable] = []
         for command in program.singly():
             if isinstance(command, cmd.Record):
@@ -153,8 +152,8 @@ class Binding:
         """Patches the stores to views: what is called from now on stores from `cell` on. A plan
         with such stores is other work than before."""
         self.cell = cell
-        for store_to, first, nbytes in self._views:
-            store_to(first + cell * nbytes)
+        for words, field, first, nbytes in self._views:
+            words[field] = first + cell * nbytes
         for work in self._with_views:
             work.uid = next(_UIDS)
 
@@ -275,7 +274,7 @@ class Binding:
 
     def _note_view(self, node: Node, block: Block, first: int) -> None:
         self.cell = node.params[CELL]
-        self._views.append((block.setter(VIEW), first, view_address(node.output, 0, 1)))
+        self._views.append((*block.held(VIEW), first, view_address(node.output, 0, 1)))
 
     def _replay(self, c: cmd.Replay) -> Issued:
         parts = [_DEVICE[type(part)](self, part) for part in c.parts]

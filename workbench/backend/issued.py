@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 
@@ -36,8 +35,8 @@ class Block(Protocol):
 
     def __setitem__(self, field: int, value: int) -> None: ...
 
-    def setter(self, field: int) -> Callable[[int], None]:
-        """What sets a field, quicker than by its number: for what is patched for every token."""
+    def held(self, field: int) -> tuple[Any, int]:
+        """What holds a field, and its number there: to patch it for every token."""
 
 
 class Words:
@@ -61,8 +60,8 @@ class Words:
     def __setitem__(self, field: int, value: int) -> None:
         self._words[field] = value
 
-    def setter(self, field: int) -> Callable[[int], None]:
-        return partial(self._words.__setitem__, field)
+    def held(self, field: int) -> tuple[Any, int]:
+        return self._words, field
 
 
 EMPTY: Block = Words([], ())

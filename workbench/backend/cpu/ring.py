@@ -8,8 +8,8 @@ from __future__ import annotations
 import struct
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -74,8 +74,8 @@ class MemoryBlock:
     def __setitem__(self, field: int, value: int) -> None:
         self.memory[self._word(field)] = value
 
-    def setter(self, field: int) -> Callable[[int], None]:
-        return partial(self.memory.__setitem__, self._word(field))
+    def held(self, field: int) -> tuple[array[int], int]:
+        return self.memory, self._word(field)
 
     def _word(self, field: int) -> int:
         if not 0 <= field < self.n:

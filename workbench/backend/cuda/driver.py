@@ -146,8 +146,8 @@ class CallArguments:
         number = self._numbers[field]
         self._args[number] = type(self._args[number])(value)
 
-    def setter(self, field: int) -> Callable[[int], None]:
-        return functools.partial(self.__setitem__, field)
+    def held(self, field: int) -> tuple[CallArguments, int]:
+        return self, field
 
 
 class Driver:
