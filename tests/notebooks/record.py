@@ -36,12 +36,20 @@ RUNS = "runs.tar.gz"
 MADE = {
     "00_tour": ["tour"],
     "02_sync_modes": ["gaps", "sync-off", "sync-on"],
+    "03_graph_reuse": [
+        "reuse-off",
+        "reuse-on",
+        *(name.replace("_", "-") for name in wb.Toggles.members("redo")),
+    ],
+    "04_plans": ["plans-off", "plans-on"],
     "10_fusion": ["fusion", "defer"],
 }
 # a layer of the tiny model is its first or its last: 10_fusion asks a model with one in the middle
 MODELS = {
     "00_tour": ("tiny-llama", "Q8_0"),
     "02_sync_modes": ("tiny-llama", "Q8_0"),
+    "03_graph_reuse": ("llama-3.2-1b", "Q8_0"),
+    "04_plans": ("llama-3.2-1b", "Q8_0"),
     "10_fusion": ("llama-3.2-1b", "Q8_0"),
 }
 PARAMETERS: dict[str, dict[str, Any]] = {"10_fusion": {"quick": False}}

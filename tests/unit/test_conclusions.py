@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import workbench as wb
-from notebooks import annotated, conclusions, launches, proofs
+from notebooks import annotated, conclusions, kept, launches, planned, proofs
 from workbench.bench.comparison import AB, background
 from workbench.bench.gaps import Gaps
 from workbench.bench.results import load_run
@@ -126,6 +126,129 @@ def test_which_waits(tiny_model) -> None:
     assert "these race: write_read_boundary (own), implicit (own), implicit (compute)" in made[7]
     assert made[8:] == [*effects(ab("sync-off")), *effects(ab("sync-on"))]
     assert answer("02_sync_modes") == made
+
+
+def test_what_building_costs(tiny_model) -> None:
+    off, on = ab("reuse-off"), ab("reuse-on")
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="null", n_kv_pad=16,
+        toggles=wb.Toggles(graph_reuse="set_rows"),
+    ) as counter:  # fmt: skip
+        steps = kept.reuse_table(counter)
+    names = wb.Toggles.members("redo")
+    layers = kept.layers_table({name: ab(name.replace("_", "-")) for name in names})
+    worth = kept.worth_table(on)
+    tables = {"phases": kept.phases_table(off), "steps": steps, "layers": layers, "worth": worth}
+    quoted = "Verdict on #8366, at llama.cpp's build time: 1.01."
+    made = conclusions.reuse(tables, quoted, off, on).splitlines()
+    assert re.match(r"Building the graph anew costs a token .* ms here: graph .*prepare", made[0])
+    assert made[2] == (
+        "Of 33 tokens one after the other 30 reuse a program: all but the first and the 2 with "
+        "which n_kv grows."
+    )
+    kept_us = 1e6 / on.summary().set_index("arm")["tps_toggled"]["set_rows"]
+    assert "the price of this engine's Python" in made[4]
+    assert f"With a build of 100 us it would be {(kept_us + 100) / kept_us:.3f} here" in made[4]
+    assert f"a build of {conclusions.time(0.03 * kept_us)} and" in made[5]
+    assert made[6] == quoted and made[7:] == [*effects(off), *effects(on)]
+    committed = [line for line in answer("03_graph_reuse") if not line.startswith("Verdict")]
+    assert committed == [line for line in made if line != quoted]
+
+
+def tables_of_plans() -> dict[str, pd.DataFrame]:
+    made = {
+        "tokens": 24, "captured": 2, "updated": 0, "made anew": 0, "replayed": 24,
+        "part by part": 0, "capture us": 40.0, "instantiate us": 60.0, "update us": float("nan"),
+    }  # fmt: skip
+    forced = [
+        made | {"arm": "ours with set_rows", "captured": 3},
+        made | {"arm": "ours with patch_pointers", "updated": 23, "update us": 17.25},
+    ]
+    proof = {"races": "none", "because": "enough: the wait for the logits"}
+    return {
+        "calls": pd.DataFrame({"arm": ["off", "a step"], "nodes": [54, 54], "calls": [54, 1]}),
+        "made": pd.DataFrame([made | {"arm": arm} for arm in ("pr", "today", "ours")]),
+        "forced": pd.DataFrame(forced),
+        "repaid": planned.repaid_table(
+            pd.DataFrame([made | {"arm": "pr"}, made | {"arm": "ours"}]), ab("plans-on")
+        ),
+        "gap": pd.DataFrame(
+            {
+                "arm": ["off", "a split", "a step"],
+                "gap us": [40.31, 35.0, 29.0],
+                "saved us": [float("nan"), 1.0, 10.0],
+                "95% CI": ["", "-1.0..2.0", "9.0..11.0"],
+                "captures us": [float("nan"), 99.0, 200.0],
+                "repaid after tokens": ["", "not known", "20"],
+            }
+        ),
+        "proof": pd.DataFrame([{"ordering": name} | proof for name in ("off", "a step")]),
+    }
+
+
+def test_when_plans_repay_themselves() -> None:
+    tables, off, on = tables_of_plans(), ab("plans-off"), ab("plans-on")
+    made = conclusions.plans(tables, off, on).splitlines()
+    assert made[0] == (
+        "The device is given 54 kernels and copies a token; calls of the host for them: 54 (off) "
+        "and 1 (a step)."
+    )
+    assert made[1].startswith("plans=pr captures 2 in 24 tokens, which takes 200 us in all. ")
+    assert "ours with patch_pointers updates its plan for 23 of 24 tokens, 17.2 us each." in made
+    assert "Plans where n_kv grows: 3 captured and 0 updated (ours with set_rows)." in made
+    between = made.index(
+        "Between the kernels of two tokens are 40.3 us (off), 35.0 us (a split) and 29.0 us (a "
+        "step)."
+    )
+    assert made[between + 1 : between + 3] == [
+        "By the device's clock a token is no shorter for sure with a split (95% CI -1.0..2.0).",
+        "By the device's clock a token is 10.0 us shorter with a step (95% CI 9.0..11.0); its "
+        "captures took 200 us, repaid after 20 tokens.",
+    ]
+    enough = "Nothing races. With plans as without, this is enough: the wait for the logits."
+    assert made[made.index(enough) + 1 :] == [*effects(off), *effects(on)]
+    committed = answer("04_plans")
+    assert committed[committed.index(enough) + 1 :] == [*effects(off), *effects(on)]
+    assert re.match(r"The device is given \d+ kernels and copies a token; calls", committed[0])
+
+
+@pytest.mark.parametrize(
+    ("us", "verdict", "said"),
+    [
+        (4.0, "faster", "That is repaid after 50 tokens: a token is 4.0 us shorter."),
+        (-4.0, "slower", "That is never repaid, as a token is longer."),
+        (
+            4.0, "no difference",
+            "The comparison does not tell when that is repaid, as it shows no difference.",
+        ),
+    ],
+)  # fmt: skip
+def test_when_a_capture_is_repaid(us: float, verdict: str, said: str) -> None:
+    tables = tables_of_plans()
+    repaid = planned.repaid_table(tables["made"], Stub(us, verdict))  # type: ignore[arg-type]
+    assert repaid["us for captures"].tolist() == [200.0]
+    (line,) = conclusions._repaid(tables["made"].set_index("arm"), repaid)
+    assert line == f"plans=ours captures 2 in 24 tokens, which takes 200 us in all. {said}"
+
+
+class Stub:
+    """A comparison in which `ours` takes so many us less of a token of 100 us."""
+
+    def __init__(self, us: float, verdict: str):
+        self._row = {"arm": "ours", "is_control": False, "tps_baseline": 1e6 / 100,
+                     "tps_toggled": 1e6 / (100 - us), "verdict": verdict}  # fmt: skip
+
+    def summary(self) -> pd.DataFrame:
+        return pd.DataFrame([self._row])
+
+
+def test_what_races_with_plans_is_said() -> None:
+    proof = tables_of_plans()["proof"].set_index("ordering")
+    other = proof.assign(because=["enough: a", "enough: b"])
+    assert list(conclusions._as_eager(other)) == [
+        "Nothing races; enough: a (off) and enough: b (a step)."
+    ]
+    assert list(conclusions._as_eager(proof.assign(races=["none", 3]))) == ["These race: a step."]
 
 
 @pytest.mark.parametrize(
