@@ -32,7 +32,8 @@ from workbench.backend.cpu.embedded import EmbeddedDevice
 from workbench.backend.issued import Issued
 from workbench.program.capabilities import Capabilities
 
-LIES = EmbeddedDevice.capabilities
+# about copies; a copy that is made by a thread of its own is in no plan, and none claims that
+LIES = replace(EmbeddedDevice.capabilities, capture=False)
 QUICKEST_S, SLOWEST_S = 0.001, 0.003  # of a detached copy
 
 

@@ -144,7 +144,11 @@ CANNOT, RACE = "cannot honour sync=", "race on the"
 ANY = tuple(StepWait)
 REFUSED: dict[tuple[str, str], dict[str, str]] = {
     # sync mode, step_wait: what the refusal says on each device
-    **{("implicit", w): {"out_of_order": RACE, "detached": CANNOT} for w in ANY},
+    **{
+        (mode, w): {"out_of_order": RACE, "detached": CANNOT}
+        for mode in ("implicit", "packed_implicit")
+        for w in ANY
+    },
     **{("event_guarded", w): {"out_of_order": CANNOT, "detached": CANNOT} for w in ANY},
     **{(mode, w): {"detached": CANNOT} for mode in ("copy_boundary", "packed") for w in ANY},
     ("write_read_boundary", "every"): {"detached": CANNOT},

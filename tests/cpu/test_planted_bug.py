@@ -45,7 +45,9 @@ MODELS = [("tiny-llama", "F32"), ("tiny-qwen3", "Q8_0")]
 GATE_S = 0.03  # when gates open by themselves where the host waits behind them
 NEVER_S = 30.0  # and where it must not: late enough to matter to a broken test only
 # In these the host never waits for the copies themselves, only, at the end, for the logits.
-WITHOUT_COPY_WAITS = (SyncMode.IMPLICIT, SyncMode.EVENT_GUARDED, SyncMode.AUTO)
+WITHOUT_COPY_WAITS = (
+    SyncMode.IMPLICIT, SyncMode.PACKED_IMPLICIT, SyncMode.EVENT_GUARDED, SyncMode.AUTO,
+)  # fmt: skip
 
 pytestmark = pytest.mark.parametrize(("preset", "quant"), MODELS)
 

@@ -47,6 +47,9 @@ class FakeProgram:
     def __init__(self, waits: int):
         self.waits = waits
 
+    def singly(self) -> tuple[()]:
+        return self.commands
+
     def pattern(self, fold: bool = False) -> str:
         return "s" * self.waits + "g"
 

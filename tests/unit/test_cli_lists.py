@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,6 +75,7 @@ def settings_of(*flags: str) -> list[EngineConfig]:
 
     class Engine:
         recorder = None
+        counters = MappingProxyType({})
 
         def __enter__(self):
             return self
