@@ -132,6 +132,7 @@ def plans(planned: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
     """
     calls, gap = (planned[name].set_index("arm") for name in ("calls", "gap"))
     lines = [
+        _by_the_clock(gap["repaid after tokens"]),
         f"The device is given {calls['nodes'].iloc[0]} kernels and copies a token; calls of the "
         f"host for them: {_listed(f'{n} ({arm})' for arm, n in calls['calls'].items())}.",
         *_repaid(planned["made"].set_index("arm"), planned["repaid"]),
@@ -158,6 +159,14 @@ def _when(after: str) -> str:
     if after == "never":
         return "That is never repaid, as a token is longer"
     return "The comparison does not tell when that is repaid, as it shows no difference"
+
+
+def _by_the_clock(after: pd.Series) -> str:
+    """When plans are repaid: `repaid after tokens` of the gaps' table."""
+    repaid = [f"{tokens} ({arm})" for arm, tokens in after.items() if tokens.isdigit()]
+    if repaid:
+        return f"By the device's clock captures are repaid after so many tokens: {_listed(repaid)}."
+    return "By the device's clock no plan is known to repay its captures: no token is shorter."
 
 
 def _left(gap: pd.DataFrame) -> Iterable[str]:

@@ -190,10 +190,13 @@ def test_when_plans_repay_themselves() -> None:
     tables, off, on = tables_of_plans(), ab("plans-off"), ab("plans-on")
     made = conclusions.plans(tables, off, on).splitlines()
     assert made[0] == (
+        "By the device's clock captures are repaid after so many tokens: 20 (a step)."
+    )
+    assert made[1] == (
         "The device is given 54 kernels and copies a token; calls of the host for them: 54 (off) "
         "and 1 (a step)."
     )
-    assert made[1].startswith("plans=pr captures 2 in 24 tokens, which takes 200 us in all. ")
+    assert made[2].startswith("plans=pr captures 2 in 24 tokens, which takes 200 us in all. ")
     assert "ours with patch_pointers updates its plan for 23 of 24 tokens, 17.2 us each." in made
     assert "Plans where n_kv grows: 3 captured and 0 updated (ours with set_rows)." in made
     between = made.index(
@@ -209,7 +212,11 @@ def test_when_plans_repay_themselves() -> None:
     assert made[made.index(enough) + 1 :] == [*effects(off), *effects(on)]
     committed = answer("04_plans")
     assert committed[committed.index(enough) + 1 :] == [*effects(off), *effects(on)]
-    assert re.match(r"The device is given \d+ kernels and copies a token; calls", committed[0])
+    assert re.match(r"The device is given \d+ kernels and copies a token; calls", committed[1])
+    table = tables["gap"].set_index("arm")["repaid after tokens"].replace("20", "not known")
+    assert conclusions._by_the_clock(table) == (
+        "By the device's clock no plan is known to repay its captures: no token is shorter."
+    )
 
 
 @pytest.mark.parametrize(
