@@ -153,10 +153,11 @@ def _shortest(found: gaps.Gaps, name: str) -> str:
 
 
 def folders_in(*roots: Path) -> list[Path]:
-    """The folders of comparisons and gaps in `roots`; a root may be such a folder itself."""
+    """The folders of comparisons and gaps in `roots`; a root may be such a folder itself. Notebooks
+    show a tiny model, and decide nothing."""
     found = [f.parent for p in roots for f in (*p.glob("run.json"), *p.glob("*/run.json"))]
     kinds = {f: json.loads((f / "run.json").read_text())["kind"] for f in found}
-    return [f for f in found if kinds[f] in ("ab", "gaps")]
+    return [f for f in found if kinds[f] in ("ab", "gaps") and not f.name.startswith("notebook-")]
 
 
 def text(table: dict[str, Any]) -> str:

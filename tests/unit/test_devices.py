@@ -13,6 +13,7 @@ OTHERS = {
     "program/ranges.py": {"host"},  # a space of memory
     "trace/spans.py": {"host"},  # the lane of what the host does
     "trace/lanes.py": {"host"},  # the process of that lane
+    "bench/token_parts.py": {"host"},  # the part of a token that is the host's
     "backend/cpu/host.py": {"host"},
     "backend/cpu/embedded.py": {"embedded"},
     "backend/cuda/backend.py": {"cuda"},
