@@ -202,3 +202,11 @@ class PlanBatch(Choice):
 
     ANY = "any", "steps of any number of tokens"
     ONE = "one", "steps of one token, llama.cpp's rule until 2026"
+
+
+class LaunchAhead(Choice):
+    """When the plan of a step is launched, where it is a step like the one before (a token more of
+    each sequence, in the same shape). Traced steps are launched when they are submitted."""
+
+    OFF = "off", "when the step is submitted"
+    ON = "on", "while the device computes the step before; it waits there for the step's inputs"

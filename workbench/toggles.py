@@ -20,6 +20,7 @@ from workbench.choices import (
     HostSource,
     InputOrder,
     KVGrowth,
+    LaunchAhead,
     NCopies,
     Pdl,
     PlanBatch,
@@ -146,6 +147,9 @@ class Toggles:
     )
     plan_evict: str = _toggle(PlanEvict.AUTO, _PLAN, EXACT, _PLANS, "which plans go")
     plan_batch: str = _toggle(PlanBatch.ANY, _PLAN, EXACT, _PLANS, "which steps have plans")
+    launch_ahead: str = _toggle(
+        LaunchAhead.OFF, _PLAN, EXACT, "", "when the plan of a step like the one before is launched"
+    )
     fuse: InitVar[str | None] = None  # every fuse_... that is not given itself
     redo: InitVar[str | None] = None
 

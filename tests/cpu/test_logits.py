@@ -164,7 +164,9 @@ def legal_toggles(programmatic: bool = False) -> list[Toggles]:
     those that race, and, unless `programmatic`, programmatic launches. test_fused_engine.py has the
     rounding ones; tests of plans, kept programs and direct results have theirs."""
     exact = [name for name in Toggles.names() if Toggles.answer_class(name) == EXACT]
-    names = [name for name in exact if not name.startswith(("plan", "redo_", "results"))]
+    names = [
+        name for name in exact if not name.startswith(("plan", "launch_ahead", "redo_", "results"))
+    ]
     whole = [name for name in names if name not in IN_TURN]
     values = [["off"] if n == "pdl" and not programmatic else Toggles.values(n) for n in whole]
     turns = itertools.cycle(itertools.product(*(Toggles.values(name) for name in IN_TURN)))

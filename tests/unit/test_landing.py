@@ -118,3 +118,27 @@ def test_device_memory_of_cuda_goes_when_it_is_freed():
     memory.free()
     memory.free()
     assert released == [4096]
+
+
+def test_the_block_that_is_reserved_is_landed_in_next(landing: Landing):
+    """Also where another comes free in between."""
+    held = [land(landing, step) for step in range(2)]
+    assert landing.now == 2
+    assert landing.reserve() is None  # both others are held
+    held.pop()
+    assert landing.reserve() == 1
+    held.pop()
+    kept = land(landing, 7)
+    assert landing.now == 1
+    land(landing, 8)
+    assert (kept == 7).all()
+
+
+def test_a_reservation_is_for_one_result(landing: Landing):
+    order = []
+    for step in range(8):
+        if step % 2:
+            assert landing.reserve() is not None
+        order.append(landing.now)
+        kept = land(landing, step)
+    assert (kept == 7).all() and set(order) <= set(range(N_BLOCKS))

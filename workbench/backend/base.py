@@ -159,6 +159,13 @@ class Backend(ABC):
     def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
         """Queues a copy between host and device; with to_host, dst is the host's address."""
 
+    def gate_copy(
+        self, dst: int, src: int, nbytes: int, control: int, limit_ns: int, stream: int
+    ) -> Issued:
+        """As `copy` from pinned memory, once the gate at `control` is open (`backend/gate.py`).
+        Where it is cancelled or stays closed for limit_ns, nothing is copied."""
+        raise DeviceError(f"the {self.name} device has no gates; use launch_ahead=off")
+
     @abstractmethod
     def copy_to_peer(self, peer: Any, dst: int, src: int, nbytes: int, stream: int) -> Issued:
         """A copy from this device's memory to the memory of `peer`, another of its kind, on a

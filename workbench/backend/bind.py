@@ -287,6 +287,7 @@ class Binding:
         )
         if landings:
             work.landing = lambda: tuple([landing.now for landing in landings])
+            work.landings = tuple(landings)
         return work
 
     def _record(self, c: cmd.Record) -> Issued:

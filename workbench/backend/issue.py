@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from workbench.backend.bind import Binding
 from workbench.backend.issued import Issued, Plannable
 from workbench.program.commands import RESULT, Buffer, Program, Read, Sync
 from workbench.program.first_cell import at_cell
+
+if TYPE_CHECKING:
+    from workbench.backend.ahead import GatedCall
 
 
 class HostCalls(NamedTuple):
@@ -76,8 +79,10 @@ class Prepared:
 
     head: the calls before the wait for the results. tail: that wait and the reads. firsts: of each
     call, the number of the first command that it performs; the next call's first is behind its
-    last.
+    last. ahead: the call that can be launched ahead, if there is one (`backend/ahead.py`).
     """
+
+    ahead: GatedCall | None = None
 
     def __init__(
         self,

@@ -113,7 +113,8 @@ class Plannable(Issued):
     """The commands of a plan, as parts. Called, it issues them one by one. (`bind.plannable`)
 
     backend: captures it. stream: the plan is launched on it. streams: of each part. landing: where
-    results land in several blocks, the numbers of the next; each has a plan of its own. uid: of the
+    results land in several blocks, the numbers of the next; each has a plan of its own. landings:
+    these. gate: what is recorded in place of the first part (`backend/gate.py`). uid: of the
     commands with these arguments, another after every patch; 0 where nobody can tell. moves: the
     parts that patches give other addresses, where they change nothing else. replayed: the
     `Captured` that the latest call launched; None where the parts were issued.
@@ -126,6 +127,13 @@ class Plannable(Issued):
     uid: int = 0
     moves: tuple[int, ...] = ()
     replayed: Any = None
+    landings: tuple[Any, ...] = ()
+    gate: Issued | None = None
+
+    @property
+    def recorded(self) -> tuple[Issued, ...]:
+        """The parts as a device records them."""
+        return self.parts if self.gate is None else (self.gate, *self.parts[1:])
 
 
 def in_order(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:

@@ -58,6 +58,7 @@ class Landing:
         self._buffers: list[Any] = [kind.from_buffer(_array(b)) for b in self.blocks]
         self._held: list[Callable[[], np.ndarray | None]] = [_nobody] * N_BLOCKS
         self.now = 0  # number of the block that results land in
+        self._reserved: int | None = None  # of the block behind it, where somebody has asked
 
     @property
     def address(self) -> int:
@@ -72,12 +73,25 @@ class Landing:
         after the host has waited for them."""
         landed = self.now
         array = np.ndarray((nbytes,), np.uint8, self._buffers[landed])
+        if self._reserved is not None:  # nobody has it, for only the block of now is handed out
+            self._held[landed] = weakref.ref(array)
+            self.now, self._reserved = self._reserved, None
+            return array
         for other, held in enumerate(self._held):
             if other != landed and held() is None:
                 self._held[landed] = weakref.ref(array)
                 self.now = other
                 return array
         return array.copy()
+
+    def reserve(self) -> int | None:
+        """The number of the block that results land in behind the next `take`, which keeps to it.
+        None where the caller holds the arrays of all other blocks."""
+        for other, held in enumerate(self._held):
+            if other != self.now and held() is None:
+                self._reserved = other
+                return other
+        return None
 
     def free(self) -> None:
         """Gives the blocks back. A block whose array is held goes when the array does."""

@@ -13,6 +13,8 @@ which plan is for which work, and when it is captured:
 Equal is strict: functions, grids, shapes, strides and parameters (`Issued.key`), and every address.
 Two calls of one `uid` are equal without a look; uid 0 is equal to nothing.
 
+With launch_ahead=on the next step's plan is launched while the device computes (`ahead.py`).
+
 Sources: llama.cpp #16548 (pr), #19754 (today's warm-up), #21764 (uid), #18583 (what is compared).
 """
 
@@ -21,13 +23,17 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from workbench.backend.base import Captured, Issue
-from workbench.backend.issue import Executed, Executor, SplitWork, eager
+from workbench.backend import ahead
+from workbench.backend.ahead import GatedCall, inputs_of, prepare_ahead
+from workbench.backend.base import Backend, Captured, Issue, Memory
+from workbench.backend.gate import Gate
+from workbench.backend.issue import Executed, Executor, Prepared, SplitWork, eager
 from workbench.backend.issued import Plannable
-from workbench.choices import PlanBatch, PlanEvict, PlanRule, PlanWarmup
-from workbench.program.commands import Program
+from workbench.choices import LaunchAhead, PlanBatch, PlanEvict, PlanRule, PlanWarmup
+from workbench.program.commands import Buffer, Program, Replay
+from workbench.program.sync_modes import Ordering
 from workbench.toggles import Toggles
 
 KEPT = 64  # plans of an engine, as many as programs; then the least recently used goes
@@ -104,6 +110,24 @@ class NoPlans:
     def clear(self) -> None:
         """Gives every plan back. Works that are called later are captured anew."""
 
+    def prepare(
+        self,
+        program: Program,
+        backends: Sequence[Backend],
+        memory: Mapping[Buffer, Memory],
+        events: dict[str, Any],
+    ) -> Prepared:
+        """The program bound to addresses, as `Prepared` has it."""
+        return Prepared(program, backends, memory, events, self.executor(program))
+
+    def release(self) -> None:
+        """Lets go what was launched ahead. Before a wait for the device, which else takes the limit
+        of a gate."""
+
+    def free(self) -> None:
+        """Gives everything back, once nothing is queued any more."""
+        self.clear()
+
 
 class Plans(NoPlans):
     """The plans of one engine. They name the engine's memory, so `clear` comes before it changes.
@@ -112,18 +136,26 @@ class Plans(NoPlans):
     an update, replayed, evicted; calls that issued their parts one by one; ns of each kind of work.
     """
 
-    def __init__(self, policy: Policy, clock: Callable[[], float] = time.monotonic):
-        self._policy = policy
+    def __init__(
+        self,
+        policy: Policy,
+        clock: Callable[[], float] = time.monotonic,
+        device: Backend | None = None,
+    ):
+        """device: of plans that are launched ahead; None where none is."""
+        self._policy, self._device = policy, device
+        self._gate: Gate | None = None
         self._clock = clock
         self._kept: dict[Hashable, Plan] = {}
         self._splits: tuple[int, ...] = ()
         self._next_sweep = clock() + SWEEP_S
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self.counts = dict.fromkeys(COUNTS if device is None else (*COUNTS, *ahead.COUNTS), 0)
 
     def executor(self, program: Program) -> Executor:
         if self._policy.rule == PlanRule.PR and self._splits != tuple(program.splits):
             self.clear()
             self._splits = tuple(program.splits)
+        call_of = self._call if self._device is None else self._gated_of(program)
         shape, numbers = program.shape, iter(range(len(program.commands)))
         planned = self._policy.batch == PlanBatch.ANY or shape.n_tokens == 1
 
@@ -131,7 +163,7 @@ class Plans(NoPlans):
             calls: list[Issue] = []
             for issued in (i for work in works for i in work.issued):
                 if planned and isinstance(issued, Plannable):
-                    calls.append(self._call(issued, (next(numbers), shape.n_outputs > 0)))
+                    calls.append(call_of(issued, (next(numbers), shape.n_outputs > 0)))
                 else:
                     calls.append(issued.call)
             return calls, [1] * len(calls)
@@ -160,6 +192,57 @@ class Plans(NoPlans):
                 work.call()
 
         return call
+
+    # launches ahead -----------------------------------------------------------------------------
+
+    def _gated_of(self, program: Program) -> Callable[[Plannable, Seat], Issue]:
+        """As `_call`, for the plans of a program in their order."""
+        assert self._device is not None
+        if self._gate is None:
+            self._gate = Gate(self._device, self.counts)
+        gate, counts = self._gate, self.counts
+        plans = iter([command for command in program.commands if isinstance(command, Replay)])
+
+        def call_of(work: Plannable, seat: Seat) -> Issue:
+            copy = inputs_of(next(plans))
+            if copy is not None:
+                addresses = work.parts[0].addresses
+                work.gate = gate.copy(addresses, copy.src.nbytes, work.stream)
+            none = Plan()
+
+            def arrive(had: Plan | None) -> Plan:
+                return self._arrive(work, seat, had or none)
+
+            return GatedCall(gate, work, arrive, self._use, counts)
+
+        return call_of
+
+    def _use(self, plan: Plan) -> None:
+        plan.used = now = self._clock()
+        if self._policy.evict == PlanEvict.IDLE and now >= self._next_sweep:
+            self._sweep(now)
+
+    def prepare(
+        self,
+        program: Program,
+        backends: Sequence[Backend],
+        memory: Mapping[Buffer, Memory],
+        events: dict[str, Any],
+    ) -> Prepared:
+        made = super().prepare(program, backends, memory, events)
+        if self._gate is not None:
+            prepare_ahead(made)
+        return made
+
+    def release(self) -> None:
+        if self._gate is not None:
+            self._gate.cancel()
+
+    def free(self) -> None:
+        self.clear()
+        if self._gate is not None:
+            self._gate.free()
+            self._gate = None
 
     # rules --------------------------------------------------------------------------------------
 
@@ -243,9 +326,18 @@ class Plans(NoPlans):
             plan.destroy()
 
 
-def plans_of(toggles: Toggles) -> NoPlans:
-    """What an engine with these toggles has."""
-    return NoPlans() if toggles.plans == PlanRule.OFF else Plans(Policy.of(toggles))
+def plans_of(toggles: Toggles, device: Backend | None = None) -> NoPlans:
+    """What an engine with these toggles has. device: where plans are launched ahead, if wanted."""
+    if toggles.plans == PlanRule.OFF:
+        return NoPlans()
+    is_ahead = toggles.launch_ahead == LaunchAhead.ON
+    return Plans(Policy.of(toggles), device=device if is_ahead else None)
+
+
+def check_ahead(toggles: Toggles, ordering: Ordering, n_devices: int = 1) -> None:
+    """Raises UsageError where no plan could be launched ahead, though that is wanted."""
+    if toggles.launch_ahead == LaunchAhead.ON:
+        ahead.check(toggles.to_dict() | ordering._asdict(), n_devices)
 
 
 COUNTS = (
@@ -272,8 +364,10 @@ def in_words(counts: Mapping[str, int]) -> str:
         ("reinstantiated", "instantiated again"),
         ("evicted", "evicted"),
         ("issued", "issued part by part"),
+        ("ahead", "launched ahead"),
+        ("ahead_missed", "launched ahead for nothing"),
     ):
-        said += [f"{n} {words}" for n in [counts[f"plans_{name}"]] if n]
+        said += [f"{n} {words}" for n in [counts.get(f"plans_{name}")] if n]
     return f"plans: {', '.join(said)}"
 
 

@@ -104,6 +104,13 @@ class Batches:
         self._spent("batch", start, now_ns())
         return batch
 
+    @property
+    def next_shape(self) -> StepShape | None:
+        """The shape of the step that `look_ahead` has made; None where the cache has changed."""
+        if self._next is None or self._next_is_of != self._cache.n_changes:
+            return None
+        return self._next.shape
+
     def _made(self, work: Work, new_mask: NewMask) -> Batch:
         n_vocab, n_ubatch = self._n_vocab, self._n_ubatch
         return make_batch(work, self._cache, n_vocab, n_ubatch, new_mask, self._store_values)

@@ -71,7 +71,7 @@ class Engine:
         self._step_programs = StepPrograms(loaded, have, self._residents, self._spent)
         self._counts = PhaseCounts()
         self._programs = programs_of(have.toggles, self._build, self._spent)
-        self._plans = plans_of(have.toggles)
+        self._plans = plans_of(have.toggles, loaded.backend)
         self._workspace = Workspace(loaded.backends, self._forget)
         try:
             self._residents.allocate(loaded)
@@ -279,6 +279,7 @@ class Engine:
     def synchronize(self) -> None:
         """Waits for everything queued on every backend."""
         exclusive.check_others(self._loaded)
+        self._plans.release()
         for backend in self._open.backends:
             backend.synchronize()
 
@@ -294,14 +295,13 @@ class Engine:
         return self._made.of(shape, cell=n_past)
 
     def programs(self, n_prompt: int, n_decoded: int = 0, laps: int = 1) -> list[Program]:
-        """The programs of a prompt of n_prompt tokens and n_decoded single ones after it, on an
-        empty cache; and again `laps` times. Buffers of one name are one Buffer."""
+        """The programs of a prompt and n_decoded single tokens after it, on an empty cache; and
+        again `laps` times. Buffers of one name are one Buffer."""
         return self._made.several(n_prompt, n_decoded, laps)
 
     def cycle(self, n_prompt: int, n_decoded: int = 0) -> list[Program]:
-        """The programs of prompt after prompt, each with n_decoded single tokens behind it, until
-        the rings that steps take by turns come round: what a checker repeats. Raises UsageError for
-        a prompt without tokens and for more than the context holds."""
+        """The programs of prompt after prompt, each with n_decoded tokens behind it, until rings
+        come round: what a checker repeats. Raises UsageError for no tokens and too many."""
         return self._made.cycle(n_prompt, n_decoded)
 
     @property
@@ -316,8 +316,7 @@ class Engine:
 
     def _bind(self, program: Program) -> Prepared:
         memory = self._residents.memory | self._workspace.bind(program)
-        execute = self._plans.executor(program)
-        return Prepared(program, self._open.backends, memory, self._events, execute)
+        return self._plans.prepare(program, self._open.backends, memory, self._events)
 
     def _forget(self) -> None:
         """Drops what names the workspace's addresses, which are about to change."""
@@ -372,8 +371,7 @@ class Engine:
         return counters_of(self)
 
     def phases(self, since: dict[str, int] | None = None) -> PhaseTimes:
-        """What the host spends on each phase (`engine/phases.py`), us per step: of all steps, or of
-        those since `counters` were `since`."""
+        """What the host spends on each phase, us per step: of all, or since `counters` said so."""
         return per_step(self.counters, since)
 
     def close(self) -> None:
@@ -384,9 +382,11 @@ class Engine:
         loaded, self._loaded = self._loaded, None
         if self._under_way is not None:
             self._under_way.give_up()
+        self._plans.release()
         for backend in loaded.backends:
             backend.synchronize()
         self._forget()
+        self._plans.free()
         self._workspace.free()
         self._residents.free()
         loaded.release()

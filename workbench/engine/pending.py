@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.backend.issue import Prepared
+from workbench.engine.ahead import launch_ahead
 from workbench.engine.batch import Batch, Work
 from workbench.engine.watch import Watch
 from workbench.errors import UsageError
@@ -63,6 +64,8 @@ class Pending:
             try:
                 if waits:
                     ahead_ns = self._engine.look_ahead(self._work)
+                    if self._program.ahead is not None:
+                        ahead_ns += launch_ahead(self._engine, self._batch.shape)
                 results = self._program.finish(self._watch)
                 self._logits = self._of(results)
             except BaseException:

@@ -81,6 +81,10 @@ class Rebuild:
         self.built += 1
         return self._build(key, Phases(self._spent), cell)
 
+    def peek(self, key: Key) -> Prepared | None:
+        """The program that `get` would find, if it is kept; nothing is built or counted."""
+        return None
+
     def clear(self) -> None:
         """Nothing is kept."""
 
@@ -125,6 +129,10 @@ class KeepByShape(Rebuild):
 
     def _fit(self, prepared: Prepared, cell: int) -> None:
         """Makes a kept program right for the step. It is: inputs tell the stores where to."""
+
+    def peek(self, key: Key) -> Prepared | None:
+        kept = self._kept.get(key)
+        return None if kept is None or kept.refusing else kept.prepared
 
     def clear(self) -> None:
         self._kept.clear()

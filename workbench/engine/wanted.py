@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from workbench.backend.plan import check_ahead
 from workbench.config import BEST, TogglePreset, Toggles
 from workbench.engine.loaded import Loaded
 from workbench.errors import DeviceError, UsageError, WorkbenchError
@@ -45,6 +46,7 @@ def _honours(toggles: Toggles, able: Capabilities, device: str) -> bool:
         ordering = choose_ordering(Ordering.of(toggles), able, device)
         choose_pdl(toggles.pdl, able, device)
         choose_scope(toggles.plans, toggles.plan_scope, ordering, able, device)
+        check_ahead(toggles, ordering)
     except WorkbenchError:
         return False
     return True
@@ -78,6 +80,7 @@ def choose(wanted: Wanted, loaded: Loaded) -> Chosen:
         ordering = choose_ordering(Ordering.of(toggles), able, device, loaded.config.unsafe)
         programmatic = choose_pdl(toggles.pdl, able, device)
         scope = choose_scope(toggles.plans, toggles.plan_scope, ordering, able, device)
+        check_ahead(toggles, ordering, len(loaded.backends) - 1)
     except (DeviceError, UsageError) as error:
         if preset is None:
             raise

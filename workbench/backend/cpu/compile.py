@@ -30,13 +30,14 @@ def host_isas() -> list[Isa]:
 
 @cache
 def source_digest() -> str:
-    """A digest of this folder's source; everything that is cached has it in its name.
+    """A digest of this folder's source, and of the words of gates; everything that is cached has it
+    in its name.
 
     numba looks only at the file of the function it caches, and the code here comes from other
     files, too.
     """
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    digest, here = hashlib.sha256(), Path(__file__).parent
+    for path in (*sorted(here.glob("*.py")), here.parent / "gate.py"):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -193,6 +193,13 @@ class EmbeddedDevice(base.CpuBackend):
         parts = max(1, min(nbytes // COPY_PART_BYTES, ring.n_workers, loops.MAX_PARTS))
         return ring.prepare(loops.COPY, parts, (dst, src, nbytes), pointers=(0, 1))
 
+    def gate_copy(
+        self, dst: int, src: int, nbytes: int, control: int, limit_ns: int, stream: int
+    ) -> Issued:
+        ring = self.streams[stream]
+        args = (dst, src, nbytes, control, limit_ns, ring.address)
+        return ring.prepare(loops.GATE_COPY, 1, args, pointers=(0, 1))
+
     def _is_pinned(self, address: int) -> bool:
         return any(start <= address < start + n for start, n in self._pinned.items())
 

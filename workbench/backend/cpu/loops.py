@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from numba import cfunc, njit
 
-from workbench.backend import compiled
+from workbench.backend import compiled, gate
 from workbench.backend.cpu.atomics import (
     call_kernel,
     copy_bytes,
@@ -288,6 +288,28 @@ def copy_kernel(args, part, n_parts):
     copy_bytes(dst + start, src + start, min(share, nbytes - start))
 
 
+@cfunc(KERNEL, cache=True)
+@dated
+def gate_copy_kernel(args, part, n_parts):
+    """args: dst, src, nbytes, control block of the gate, ns of its limit, control block of this
+    kernel's own stream."""
+    control, until = load(args + 24), now_ns() + load(args + 32)
+    number = load(control + gate.RAN) + 1
+    while True:
+        is_open = load(control + gate.OPENED) >= number
+        if load(control + gate.CANCELLED) >> number % gate.N_CANCELLED & 1:  # read behind OPENED
+            is_open = False
+            break
+        if is_open or now_ns() >= until or load(load(args + 40) + STATE) != OPEN:
+            break
+        sched_yield()
+    if is_open:
+        copy_bytes(load(args), load(args + 8), load(args + 16))
+    went = number if is_open else -number
+    store(control + gate.WENT + number % gate.N_WENT * 8, went)
+    store(control + gate.RAN, number)
+
+
 @njit(cache=True, nogil=True)
 @dated
 def await_or_stop(signal, value, control):
@@ -322,9 +344,9 @@ def raise_kernel(args, part, n_parts):
 
 
 # their addresses in this process (numba gives every cfunc one)
-COPY, AWAIT, AWAIT_LIST, RAISE = (
+COPY, AWAIT, AWAIT_LIST, RAISE, GATE_COPY = (
     int(kernel.address or 0)
-    for kernel in (copy_kernel, await_kernel, await_list_kernel, raise_kernel)
+    for kernel in (copy_kernel, await_kernel, await_list_kernel, raise_kernel, gate_copy_kernel)
 )
 
 if not await_kernel.cache_hits:  # then all of this file was compiled

@@ -64,7 +64,7 @@ class _Nodes:
             begin = self._raised(work.stream, NO_PART)
         for stream in others:
             self.all.append(_Node(stream, NO_PART, (loops.AWAIT_LIST, begin)))
-        for number, (part, stream) in enumerate(zip(work.parts, work.streams, strict=True)):
+        for number, (part, stream) in enumerate(zip(work.recorded, work.streams, strict=True)):
             for leaf in _leaves(part):
                 block = _block(leaf)
                 add = _ADD.get(type(block), _refuse)
@@ -252,8 +252,9 @@ class EmbeddedPlan(Captured):
         """The blocks of nodes that may have changed; None where the topology is another."""
         if changed is not None and all(part in self._nodes_of for part in changed):
             found: dict[int, KernelBlock] = {}
+            recorded = work.recorded
             for part in changed:
-                blocks = map(_block, _leaves(work.parts[part]))
+                blocks = map(_block, _leaves(recorded[part]))
                 found.update(zip(self._nodes_of[part], blocks, strict=True))
             return found
         nodes = _Nodes(work)

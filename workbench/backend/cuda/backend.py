@@ -51,6 +51,7 @@ from workbench.progress import Bar
 N_STREAMS = 8
 SERVICE = -1  # the stream of loading, zeroing and the clock; no program uses it
 REPACK = -2  # the stream that repacks weights while the next are uploaded
+GATE_THREADS = 1024  # of kernels/gate.cu
 N_COUNTERS = 4096  # u32, for each stream
 
 
@@ -280,6 +281,13 @@ class CudaBackend(Backend):
         args = api.CUdeviceptr(dst), int(src), nbytes, there
         what = f"copy of {nbytes} bytes to the device"
         return prepared("cuMemcpyHtoDAsync", what, *args, same=(nbytes,), pointers=(0, 1))
+
+    def gate_copy(
+        self, dst: int, src: int, nbytes: int, control: int, limit_ns: int, stream: int
+    ) -> Issued:
+        args: list[int | float] = [Address(dst), Address(src), nbytes, control, limit_ns]
+        kernel = Kernel("gate", "gate_copy", (1, 1), GATE_THREADS, args)
+        return self._prepare(kernel, self._stream(stream), f"gated copy of {nbytes} bytes")
 
     def copy_to_peer(
         self, peer: CudaBackend, dst: int, src: int, nbytes: int, stream: int

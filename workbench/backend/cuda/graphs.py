@@ -159,7 +159,7 @@ class Tape:
             raise self._driver.failure(info[0], "cuStreamGetCaptureInfo", self._what)
         graph, n = info[3], 0
         nodes: list[int] = []
-        for number, part in enumerate(self._work.parts):
+        for number, part in enumerate(self._work.recorded):
             made: list[range] = []
             for issued in commands_of(part):
                 try:
@@ -244,8 +244,9 @@ class CudaGraph(Captured):
 
     def _moved(self, work: Plannable, changed: Sequence[int]) -> Iterator[tuple[Issued, range]]:
         """The calls of the parts `changed`, each with the numbers of its nodes."""
+        recorded = work.recorded
         for number in changed:
-            yield from zip(commands_of(work.parts[number]), self._made[number], strict=True)
+            yield from zip(commands_of(recorded[number]), self._made[number], strict=True)
 
     def _update_all(self, work: Plannable) -> bool:
         """Captures `work` and takes over everything, where the topology is the same."""

@@ -1,0 +1,241 @@
+"""Plans that are launched before their step is submitted: the same logits to the bit, whatever the
+host does in between and however late it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import workbench as wb
+from workbench.backend.gate import LIMIT_NS
+from workbench.errors import UsageError
+
+TOGGLES: dict[str, Any] = {
+    "sync": "packed_implicit", "plans": "ours", "plan_scope": "step", "graph_reuse": "set_rows",
+}  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "copy": {},
+    "direct": {"results": "direct"},
+    "ring": {"host_source": "pinned_ring_2", "step_wait": "outputs"},
+    "table": {"graph_reuse": "pointer_table", "kv_growth": "full"},
+    "today": {"plans": "today", "fuse": "on"},
+}
+LATE = 3 * LIMIT_NS / 1e9
+N_SEQS = 3
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model) -> Iterator[wb.Engine]:
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=96, n_ubatch=16, n_seqs=N_SEQS,
+        threads=1, toggles=wb.Toggles(),
+    ) as made:  # fmt: skip
+        yield made
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def pair(request, loaded) -> Iterator[tuple[wb.Engine, wb.Engine]]:
+    """Without launches ahead, and with them."""
+    toggles = TOGGLES | WAYS[request.param]
+    with (
+        loaded.variant(wb.Toggles(**toggles)) as plain,
+        loaded.variant(wb.Toggles(**toggles, launch_ahead="on")) as ahead,
+    ):
+        yield plain, ahead
+
+
+def decode(engine: wb.Engine, tokens: Sequence[int], late: Sequence[int] = ()) -> np.ndarray:
+    engine.reset()
+    rows = [engine.prefill(list(range(1, 21)))]
+    for i, token in enumerate(tokens):
+        if i in late:
+            time.sleep(LATE)
+        rows.append(engine.step([token]).copy())
+    return np.concatenate(rows)
+
+
+TOKENS = [(7 * i + 3) % 500 for i in range(30)]
+
+
+def test_steps_are_launched_ahead_and_give_the_same_logits(pair):
+    plain, ahead = pair
+    wanted, before = decode(plain, TOKENS), ahead.counters
+    assert np.array_equal(decode(ahead, TOKENS), wanted)
+    counts = ahead.counters
+    launched, missed = (counts[n] - before[n] for n in ("plans_ahead", "plans_ahead_missed"))
+    assert launched + missed > len(TOKENS) // 2  # until plans of every block are captured
+    assert "plans_ahead" not in plain.counters
+
+
+def test_a_host_that_is_late_launches_again(pair):
+    plain, ahead = pair
+    wanted = decode(plain, TOKENS)
+    decode(ahead, TOKENS)
+    before = ahead.counters["plans_ahead_missed"]
+    late = [4, 9, 10, 11, 25]
+    assert np.array_equal(decode(ahead, TOKENS, late), wanted)
+    assert ahead.counters["plans_ahead_missed"] > before
+
+
+def test_a_gate_that_is_opened_too_late_is_found_behind_the_wait(pair):
+    """The host has looked, and its plan still stood there; then the limit passes."""
+    plain, ahead = pair
+    wanted = decode(plain, TOKENS)
+    decode(ahead, TOKENS)
+    gate: Any = ahead._plans._gate  # type: ignore[attr-defined]
+    looks: Any = gate._went
+    n_looks = 0
+
+    def look(number: int) -> int:
+        nonlocal n_looks
+        n_looks += 1
+        found = looks(number)
+        if n_looks % 4 == 1:
+            time.sleep(LATE)
+        return found
+
+    gate._went = look
+    before = ahead.counters["plans_ahead_missed"]
+    try:
+        assert np.array_equal(decode(ahead, TOKENS), wanted)
+    finally:
+        del gate._went
+    assert n_looks > 20
+    assert ahead.counters["plans_ahead_missed"] > before
+
+
+DOES = st.one_of(
+    st.tuples(st.just("step"), st.integers(0, N_SEQS - 1), st.integers(1, 500)),
+    st.tuples(st.just("steps"), st.integers(1, 6), st.integers(1, 500)),
+    st.tuples(st.just("all"), st.integers(1, 4), st.integers(1, 500)),
+    st.tuples(st.just("prompt"), st.integers(0, N_SEQS - 1), st.integers(1, 20)),
+    st.tuples(st.just("silent"), st.integers(0, N_SEQS - 1), st.integers(1, 500)),
+    st.tuples(st.just("late"), st.just(0), st.just(0)),
+    st.tuples(st.just("reset"), st.just(0), st.just(0)),
+    st.tuples(st.just("remove"), st.integers(0, N_SEQS - 1), st.integers(0, 8)),
+    st.tuples(st.just("shift"), st.integers(0, N_SEQS - 1), st.integers(0, 5)),
+    st.tuples(st.just("fork"), st.integers(0, N_SEQS - 1), st.integers(0, N_SEQS - 1)),
+    st.tuples(st.just("synchronize"), st.just(0), st.just(0)),
+)
+
+
+class Doing:
+    """What an engine does; `other` is another engine on the same backend."""
+
+    def __init__(self, engine: wb.Engine, other: wb.Engine):
+        self.engine, self.other = engine, other
+        self.found: list[Any] = []
+
+    def __call__(self, what: str, a: int, b: int, sleeps: bool) -> None:
+        engine = self.engine
+        try:
+            match what:
+                case "step":
+                    self.found.append(engine.step([b], sequence=a).copy())
+                case "silent":
+                    engine.step([b], outputs="none", sequence=a)
+                case "steps":
+                    for i in range(a):
+                        self.found.append(engine.step([b + i]))  # held: blocks run out
+                case "all":
+                    for i in range(a):
+                        work: Any = [(s, [b + i + s], "last") for s in range(N_SEQS)]
+                        self.found.append(engine.submit(work).wait().copy())
+                case "prompt":
+                    tokens = [(31 * i + 7) % 500 for i in range(b)]
+                    self.found.append(engine.prefill(tokens, sequence=a).copy())
+                case "late":
+                    if sleeps:
+                        time.sleep(LATE)
+                    self.found.append(self.other.step([5]).copy())
+                case "reset":
+                    engine.reset()
+                    self.other.reset()
+                case "remove":
+                    engine.cache.remove(a, b)
+                case "shift":
+                    engine.cache.shift(a, 2, b)
+                case "fork":
+                    engine.cache.copy(a, b)
+                case "synchronize":
+                    engine.synchronize()
+        except UsageError as error:  # the same of both engines
+            self.found.append(str(error))
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(does=st.lists(DOES, max_size=14))
+def test_whatever_an_engine_does_in_between(pair, loaded, does):
+    found = []
+    for engine in pair:
+        engine.reset()
+        loaded.reset()
+        doing = Doing(engine, loaded)
+        for what, a, b in does:
+            doing(what, a, b, sleeps=engine is pair[1])
+        found.append(doing.found)
+    plain, ahead = found
+    assert len(plain) == len(ahead)
+    for wanted, got in zip(plain, ahead, strict=True):
+        assert np.array_equal(wanted, got)
+
+
+def test_two_engines_that_launch_ahead_share_a_backend(pair, loaded):
+    plain, ahead = pair
+    wanted = decode(plain, TOKENS)
+    with loaded.variant(ahead.toggles) as other:
+        rows: list[list[np.ndarray]] = [[], []]
+        for engine in (ahead, other):
+            engine.reset()
+        for engine, made in zip((ahead, other), rows, strict=True):
+            made.append(engine.prefill(list(range(1, 21))))
+        for token in TOKENS:
+            for engine, made in zip((ahead, other), rows, strict=True):
+                made.append(engine.step([token]).copy())
+        for made in rows:
+            assert np.array_equal(np.concatenate(made), wanted)
+
+
+def test_a_traced_step_is_launched_when_it_is_submitted(pair):
+    _, ahead = pair
+    decode(ahead, TOKENS)
+    with ahead.stamped() as stamps:
+        ahead.step([3])
+        before = ahead.counters["plans_ahead"]
+        for token in TOKENS[:5]:
+            ahead.step([token])
+        assert ahead.counters["plans_ahead"] == before
+    assert len(stamps) == 6
+
+
+def test_an_engine_with_a_plan_at_its_gate_can_be_closed(loaded):
+    with loaded.variant(wb.Toggles(**TOGGLES, launch_ahead="on")) as engine:
+        decode(engine, TOKENS)
+        assert engine._plans._gate._armed is not None  # type: ignore[attr-defined]
+    assert loaded.step([5]).shape[0] == 1
+
+
+REFUSED: dict[str, dict[str, str]] = {
+    "plans": {"plans": "off"},
+    "plan_scope": {"plan_scope": "split"},
+    "sync": {"sync": "implicit"},
+    "n_copies": {"n_copies": "4"},
+    "host_source": {"host_source": "pageable"},
+    "copy_stream": {"copy_stream": "own"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_never_be_launched_ahead_is_refused(loaded, name):
+    wanted = wb.Toggles(**TOGGLES | REFUSED[name], launch_ahead="on")
+    with pytest.raises(UsageError) as refused:
+        loaded.resolve(wanted)
+    assert name in str(refused.value) and "\n" not in str(refused.value)

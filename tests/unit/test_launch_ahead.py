@@ -1,0 +1,309 @@
+"""Launches ahead without a device that computes: what the host writes to a gate and reads from it,
+which plans are launched ahead, and what a capture records in place of a copy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.fake_cuda import fake_backend
+from workbench.backend.ahead import GatedCall, inputs_of
+from workbench.backend.gate import (
+    CANCELLED,
+    CONTROL_BYTES,
+    MOST_BYTES,
+    N_CANCELLED,
+    N_WENT,
+    OPENED,
+    RAN,
+    WENT,
+    Gate,
+)
+from workbench.backend.issued import Issued, Plannable, Words
+from workbench.backend.landing import N_BLOCKS, Landing
+from workbench.backend.null import open_backend
+from workbench.backend.plan import Plan, in_words
+from workbench.program.commands import HOST, Buffer, Copy, Range, Replay, Space, Stream
+
+
+class Device:
+    """Runs gates as a device does, when it is told to."""
+
+    def __init__(self) -> None:
+        array = np.zeros(CONTROL_BYTES, np.uint8)
+        self.words = array.view(np.int64)
+        self.memory = SimpleNamespace(array=array, address=4096, free=lambda: None)
+        self.queued = self.synchronized = 0
+
+    def allocate(self, nbytes: int, space: Space) -> Any:
+        assert nbytes == CONTROL_BYTES and space == Space.PINNED
+        return self.memory
+
+    def launch(self) -> None:
+        self.queued += 1
+
+    def run(self, limit: bool) -> int | None:
+        """What the next gate does: its number if it was open, or the negative; None: it waits."""
+        number = int(self.words[RAN // 8]) + 1
+        cancelled = bool(int(self.words[CANCELLED // 8]) >> number % N_CANCELLED & 1)
+        is_open = self.words[OPENED // 8] >= number and not cancelled
+        if not (is_open or limit or cancelled):
+            return None
+        self.queued -= 1
+        went = number if is_open else -number
+        self.words[WENT // 8 + number % N_WENT], self.words[RAN // 8] = went, number
+        return went
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+        while self.queued:
+            self.run(limit=True)
+
+
+def rig() -> tuple[Device, Gate, Any]:
+    device: Any = Device()
+    counts = dict.fromkeys(("plans_ahead", "plans_ahead_missed"), 0)
+    return device, Gate(device, counts), SimpleNamespace(launch=device.launch)
+
+
+def test_a_plain_launch_finds_its_gate_open():
+    device, gate, plan = rig()
+    for number in (1, 2, 3):
+        gate.launch(plan)
+        assert device.run(limit=False) == number
+    gate.launch(plan)
+    gate.launch(plan)  # a train of two
+    assert device.run(limit=False) == 4 and device.run(limit=False) == 5
+
+
+def test_a_launch_ahead_waits_until_it_is_opened():
+    device, gate, plan = rig()
+    gate.launch(plan)
+    gate.arm(plan)  # before the device has begun with the first
+    assert device.run(limit=False) == 1
+    assert device.run(limit=False) is None
+    assert gate.open(plan) == 2
+    assert device.run(limit=False) == 2 and not gate.missed(2)
+    assert gate.open(plan) == 0  # nothing stands there any more
+
+
+def test_one_that_is_cancelled_copies_nothing_and_the_next_is_open():
+    device, gate, plan = rig()
+    gate.arm(plan)
+    assert gate.open(SimpleNamespace(launch=device.launch)) == 0  # type: ignore[arg-type]
+    assert gate.open(None) == 0
+    gate.cancel()
+    assert device.run(limit=False) == -1
+    gate.launch(plan)
+    assert device.run(limit=False) == 2
+
+
+def test_one_whose_limit_passes_is_missed_before_or_behind_its_wait():
+    device, gate, plan = rig()
+    gate.arm(plan)
+    device.run(limit=True)
+    assert gate.open(plan) == 0  # the host sees it at once
+    gate.arm(plan)
+    number = gate.open(plan)
+    assert number == 2
+    device.words[OPENED // 8] = 1  # as if it had been opened behind the device's last look
+    device.run(limit=True)
+    assert gate.missed(number)
+    assert gate._counts == {"plans_ahead": 0, "plans_ahead_missed": 2}
+
+
+def test_a_launch_that_fails_is_looked_for_on_the_device():
+    device, gate, plan = rig()
+    gate.launch(plan)
+
+    def fails() -> None:
+        raise KeyboardInterrupt
+
+    def fails_behind_it() -> None:
+        device.launch()
+        raise KeyboardInterrupt
+
+    for launch, ahead in ((fails, True), (fails_behind_it, True), (fails, False)):
+        with pytest.raises(KeyboardInterrupt):
+            (gate.arm if ahead else gate.launch)(SimpleNamespace(launch=launch))  # type: ignore[arg-type]
+        gate.arm(plan)  # not while nobody knows
+        assert device.queued <= 2
+        gate.launch(plan)
+        found = device.run(limit=False)
+        assert found is not None and found > 0
+    assert device.synchronized == 3
+
+
+@given(st.lists(st.sampled_from(["launch", "arm", "open", "cancel", "run", "limit"]), max_size=40))
+def test_a_step_is_computed_from_its_own_inputs_or_known_to_be_missed(does):
+    """Whatever comes in between: what was launched plainly or opened in time copies its inputs."""
+    device, gate, plan = rig()
+    wanted: dict[int, bool] = {}  # launch -> whether it must have gone on open
+    for what in does:
+        if what == "launch":
+            gate.cancel()
+            gate.launch(plan)
+            wanted[gate._launched] = True
+        elif what == "arm":
+            gate.arm(plan)
+        elif what == "open":
+            wanted[gate.open(plan)] = True
+        elif what == "cancel":
+            gate.cancel()
+        elif device.queued:
+            number = int(device.words[RAN // 8]) + 1
+            went = device.run(limit=what == "limit")
+            if went is not None:
+                assert abs(went) == number and (went > 0) == wanted.get(number, False)
+
+
+# which plans --------------------------------------------------------------------------------------
+
+HERE, COPIES = Stream(1, 0), Stream(1, 1)
+STAGING = Buffer("staging", Space.PINNED, 1 << 20, 1)
+PAGEABLE = Buffer("staging", Space.HOST, 1 << 20, HOST)
+ARENA = Buffer("arena", Space.DEVICE, 1 << 20, 1)
+
+
+def copy(n: int = 256, source: Buffer = STAGING, to: Buffer = ARENA, stream: Stream = HERE) -> Copy:
+    return Copy(Range(to, 0, n), Range(source, 0, n), stream, "inputs", 0)
+
+
+RESULTS = copy(source=ARENA, to=STAGING)
+
+
+@pytest.mark.parametrize(
+    ("parts", "can"),
+    [
+        ((copy(), RESULTS), True),
+        ((copy(),), True),
+        ((RESULTS, copy()), False),
+        ((copy(), copy()), False),
+        ((copy(MOST_BYTES + 16), RESULTS), False),
+        ((copy(source=PAGEABLE), RESULTS), False),
+        ((copy(stream=COPIES), RESULTS), False),
+        ((copy(), copy(source=ARENA, to=STAGING, stream=COPIES)), False),
+    ],
+)
+def test_one_copy_of_all_inputs_comes_first(parts, can):
+    assert inputs_of(Replay(parts, HERE, 0)) is (parts[0] if can else None)
+
+
+def gated(landings: int = 1, **fields: Any) -> tuple[Device, GatedCall, Any]:
+    """A call whose plan has been captured for each block where results land."""
+    device, gate, _ = rig()
+    landing = Landing(open_backend(), 64)
+    work = Plannable(
+        lambda: None, ("replay",), uid=7, gate=Issued(lambda: None, ("gate",)),
+        landing=lambda: (landing.now,), landings=(landing,) * landings, **fields,
+    )  # fmt: skip
+
+    def arrive(had: Plan | None) -> Plan:
+        made = Plan()
+        made.fits, made.uid = True, work.uid
+        made.captured = SimpleNamespace(launch=device.launch)  # type: ignore[assignment]
+        return made
+
+    counts = dict.fromkeys(("plans_replayed", "plans_issued"), 0)
+    call = GatedCall(gate, work, arrive, lambda plan: None, counts)
+    held = []
+    for _ in range(N_BLOCKS):
+        call()
+        device.run(limit=False)
+        held = [landing.take(64)]
+    return device, call, SimpleNamespace(work=work, landing=landing, held=held, counts=counts)
+
+
+def test_a_plan_is_launched_ahead_into_the_block_that_comes_next():
+    device, call, rest = gated()
+    call()
+    call.arm()
+    assert device.queued == 2 and rest.landing._reserved != rest.landing.now
+    device.run(limit=False)
+    rest.landing.take(64)
+    call()  # opens; launches nothing
+    assert device.queued == 1 and device.run(limit=False) == N_BLOCKS + 2
+    assert not call.missed() and not call.missed()
+    assert rest.counts == {"plans_replayed": N_BLOCKS + 2, "plans_issued": 0}
+
+
+@pytest.mark.parametrize("why", ["held", "moves", "uid", "unfit", "no landing"])
+def test_nothing_is_launched_ahead_that_may_be_other_work(why):
+    device, call, rest = gated(landings=0 if why == "no landing" else 1)
+    call()
+    match why:
+        case "held":
+            rest.held += [rest.landing.take(64) for _ in range(N_BLOCKS)]
+        case "moves":
+            rest.work.moves = (1,)
+        case "uid":
+            rest.work.uid = 8
+        case "unfit":
+            for plan in call._plans.values():
+                plan.fits = False
+    queued = device.queued
+    call.arm()
+    assert device.queued == queued
+
+
+def test_another_landing_than_the_reserved_one_cancels():
+    """As where the wait for a step was interrupted: nobody took its results."""
+    device, call, _ = gated()
+    call()
+    call.arm()
+    device.run(limit=False)
+    call()
+    assert device.run(limit=False) == -(N_BLOCKS + 2)  # of the launch ahead
+    assert device.run(limit=False) == N_BLOCKS + 3
+
+
+def test_words_on_plans_name_launches_ahead():
+    counts = dict.fromkeys(
+        ("plans_captured", "plans_updated", "plans_reinstantiated", "plans_replayed",
+         "plans_issued", "plans_evicted", "plans_capture_ns", "plans_instantiate_ns",
+         "plans_update_ns"), 0,
+    )  # fmt: skip
+    counts["plans_replayed"] = 9
+    assert "ahead" not in in_words(counts)
+    found = in_words(counts | {"plans_ahead": 7, "plans_ahead_missed": 1})
+    assert found.endswith("9 replayed, 7 launched ahead, 1 launched ahead for nothing")
+
+
+# the cuda backend ---------------------------------------------------------------------------------
+
+
+def test_a_capture_has_the_gate_in_place_of_the_copy(monkeypatch):
+    backend, _ = fake_backend(monkeypatch)
+    api: Any = backend._driver.api
+    first = backend.copy(1 << 40, 1 << 41, 256, 0, to_host=False)
+    behind = backend.copy(1 << 42, 1 << 40, 64, 0, to_host=True)
+    work = Plannable(
+        lambda: None, ("replay",), parts=(first, behind), backend=backend, streams=(0, 0), uid=1
+    )
+    plain = backend.capture(work)
+    work.gate = backend.gate_copy(*first.addresses, 256, 4096, 500, 0)
+    assert work.gate.addresses == first.addresses and work.recorded == (work.gate, behind)
+    graph = backend.capture(work)
+    assert plain.nodes == graph.nodes == (0, 1)
+    api.log.clear()
+    graph.launch()
+    assert [c.function for c in api.log] == ["cuLaunchKernel", "cuMemcpyDtoHAsync"]
+    first.block[0] = work.gate.block[0] = 1 << 43  # other memory: the node of the gate is set
+    assert graph.update(work, [0]) and graph.nodes_set == 1
+    api.log.clear()
+    graph.launch()
+    assert 1 << 43 in api.log[0].args
+    for made in (plain, graph):
+        made.destroy()
+
+
+def test_a_gate_s_block_has_its_arguments(monkeypatch):
+    backend, _ = fake_backend(monkeypatch)
+    issued = backend.gate_copy(1 << 40, 1 << 41, 256, 4096, 500, 0)
+    assert isinstance(issued.block, Words)
+    assert list(issued.block) == [1 << 40, 1 << 41, 256, 4096, 500]

@@ -1,0 +1,177 @@
+"""Launches ahead: a plan that is launched before its step is submitted (`backend/gate.py`).
+
+A plan can be where one copy from pinned memory brings all inputs, first of all, on the stream that
+the plan is launched on. A program can be where that plan is all that a device is asked for, but for
+records behind it; where the host waits for events alone (a wait for the stream would wait for the
+gate); and where the step ends with a wait, behind which the host looks whether the gate was opened
+in time.
+
+The program and its checker see nothing new. A replay takes effect where it stands in the program:
+its first part reads the host's memory behind the gate, and the host opens the gate where the replay
+is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING
+
+from workbench.backend.gate import MOST_BYTES, Gate
+from workbench.backend.issue import Prepared, SplitWork
+from workbench.backend.issued import Plannable
+from workbench.choices import CopyStream, HostSource, NCopies, PlanRule, PlanScope, SyncMode
+from workbench.errors import UsageError
+from workbench.program import commands as c
+
+if TYPE_CHECKING:
+    from workbench.backend.plan import Plan
+
+COUNTS = ("plans_ahead", "plans_ahead_missed")
+
+
+# toggles, the values that can be, and the one to use
+_WANTED: dict[str, tuple[tuple[str, ...], str]] = {
+    "plans": ((PlanRule.PR, PlanRule.TODAY, PlanRule.OURS), PlanRule.OURS),
+    "plan_scope": ((PlanScope.STEP,), PlanScope.STEP),
+    "sync": ((SyncMode.PACKED_IMPLICIT,), SyncMode.PACKED_IMPLICIT),
+    "copy_stream": ((CopyStream.COMPUTE,), CopyStream.COMPUTE),
+    "host_source": (
+        (HostSource.PINNED, HostSource.PINNED_RING_2, HostSource.PINNED_RING_4), HostSource.PINNED
+    ),
+    "n_copies": ((NCopies.ONE,), NCopies.ONE),
+}  # fmt: skip
+
+
+def check(values: Mapping[str, str], n_devices: int) -> None:
+    """Raises UsageError where no plan could be launched ahead. values: of toggles, by name; sync
+    and copy_stream are not `auto` any more."""
+    for name, (able, use) in _WANTED.items():
+        if values[name] not in able:
+            raise UsageError(
+                f"toggles launch_ahead=on and {name}={values[name]} clash: a launch ahead wants a "
+                "plan of a whole step that begins with one copy of all inputs; use "
+                f"{name}={use}, or launch_ahead=off"
+            )
+    if n_devices > 1:
+        raise UsageError(
+            f"launch_ahead=on is for one device, not {n_devices}: plans of several devices wait "
+            "for each other; use n_devices=1, or launch_ahead=off"
+        )
+
+
+def inputs_of(plan: c.Replay) -> c.Copy | None:
+    """The copy of a plan that can stand behind a gate."""
+    first, *others = plan.parts
+    alone = (
+        isinstance(first, c.Copy)
+        and first.stream == plan.stream
+        and first.src.buffer.space == c.Space.PINNED
+        and first.dst.buffer.space == c.Space.DEVICE
+        and first.src.nbytes <= MOST_BYTES
+        and all(
+            part.stream == plan.stream
+            and not (isinstance(part, c.Copy) and part.src.buffer.space != c.Space.DEVICE)
+            for part in others
+        )
+    )
+    return first if alone and isinstance(first, c.Copy) else None
+
+
+class GatedCall:
+    """What issues a plan in an engine that launches ahead: a replay, or parts one by one.
+
+    arrive: finds the plan of the work where the one from before does not fit. use: told of every
+    plan that is called. counts: `Plans.counts`.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        work: Plannable,
+        arrive: Callable[[Plan | None], Plan],
+        use: Callable[[Plan], None],
+        counts: dict[str, int],
+    ):
+        self._gate, self._work = gate, work
+        self._arrive, self._use, self._counts = arrive, use, counts
+        self._plans: dict[Hashable, Plan] = {}  # by landing
+        self._opened = 0  # number of the latest launch, where it was made ahead
+
+    def __call__(self) -> None:
+        gate, work, counts = self._gate, self._work, self._counts
+        landing = work.landing()
+        plan = self._plans.get(landing)
+        if plan is not None and self._fits(plan):
+            self._opened = gate.open(plan.captured)
+        else:
+            self._opened = 0
+        if not self._opened:
+            gate.cancel()
+            if plan is None or not self._fits(plan):
+                plan = self._plans[landing] = self._arrive(plan)
+        assert plan is not None
+        self._use(plan)
+        work.replayed = captured = plan.captured if plan.fits else None
+        if captured is None:
+            counts["plans_issued"] += 1
+            work.call()
+            return
+        counts["plans_replayed"] += 1
+        if work.gate is None:
+            captured.launch()
+        elif not self._opened:
+            gate.launch(captured)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the plan begins with a gate."""
+        return self._work.gate is not None
+
+    def _fits(self, plan: Plan) -> bool:
+        return plan.fits and plan.uid == self._work.uid != 0
+
+    def arm(self) -> None:
+        """Launches the plan of the next call now, where it is captured and no address changes with
+        the step. The block that its results land in is chosen with it."""
+        work = self._work
+        reserved = [landing.reserve() for landing in work.landings]
+        if not reserved or None in reserved or work.moves:
+            return
+        plan = self._plans.get(tuple(reserved))
+        if plan is not None and self._fits(plan) and plan.captured is not None:
+            self._gate.arm(plan.captured)
+
+    def missed(self) -> bool:
+        """Whether the latest launch, which is over, found its gate closed."""
+        opened, self._opened = self._opened, 0
+        return bool(opened) and self._gate.missed(opened)
+
+
+def prepare_ahead(prepared: Prepared) -> None:
+    """Lets the plan of a program be launched ahead, where it can be. See the module."""
+    commands, n_head = prepared.program.commands, len(prepared.head)
+    asked = {
+        n for s in prepared.segments if isinstance(s, SplitWork) for n in s.commands
+        if not isinstance(commands[n], c.Record)
+    }  # fmt: skip
+    waits = [x for x in commands if isinstance(x, c.Sync)]
+    if len(asked) != 1 or not prepared.tail or any(x.event is None for x in waits):
+        return
+    (plan,) = asked
+    at = prepared.firsts.index(plan)  # a call performs one command
+    call = prepared.head[at]
+    ends_with_wait = isinstance(commands[prepared.firsts[n_head]], c.Sync)
+    if not (isinstance(call, GatedCall) and call.is_gated and ends_with_wait):
+        return
+    if any(not isinstance(x, c.Write | c.Sync | c.Launch) for x in commands[:plan]):
+        return
+    wait, again = prepared.tail[0], prepared.head[at:]
+
+    def wait_or_again() -> None:
+        wait()
+        if call.missed():
+            for each in again:
+                each()
+            wait()
+
+    prepared.ahead, prepared.tail = call, (wait_or_again, *prepared.tail[1:])

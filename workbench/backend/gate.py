@@ -1,0 +1,133 @@
+"""A gate: what a plan that is launched ahead waits at until the host has written its inputs.
+
+A device stands still between two steps: the host wakes, makes the next step and launches it. With
+`launch_ahead=on` the host launches the next step's plan while the device still computes this one.
+Such a plan begins with `gate_copy` (`kernels/gate.cu`, `cpu/loops.py`) in place of its packed copy
+of inputs. It holds the stream until the host has written the inputs and opens the gate:
+
+    host      launch 1 . wait    launch 2 . . . woken, writes inputs of 2, opens . wait
+    device    gate copy kernels of 1 . . . . . | gate holds ................. copy kernels of 2
+
+Launches of gates are numbered from 1, on host and device alike, for they run in stream order. Gate
+n is open once `opened` is at least n. A plain launch opens its gate before it is queued.
+
+Nothing can hang. A gate holds the stream for LIMIT_NS at most, and no longer than until the host
+cancels it: bit n % N_CANCELLED of `cancelled` is its own, whatever was opened since. Then it copies
+nothing, and `went` is -n. The graph computes the step before once more, from the inputs that are
+still on the device: the same K and V into the same cells, and logits into a block that nobody has.
+Nothing changes by that. So whatever else waits for the device (memory that is freed, a collector,
+another engine on the same backend) waits for the limit and a token at most. It is right only behind
+a step of the very same shape, whose inputs lie where this one's do (`engine/ahead.py`).
+
+After its wait for a step that was launched ahead, the host reads `went`. Where that is not n, the
+host launches the step again, and waits again.
+
+The host stores words of 8 bytes in program order, as x86 keeps it: the inputs first, then `opened`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from workbench.backend.base import Backend, Captured
+from workbench.backend.issued import Issued
+from workbench.program.commands import Space
+
+LIMIT_NS = 500_000
+# bytes of the control block. The host writes the first two words, the device the others; each side
+# has cache lines of its own. WENT: N_WENT words, one for each of the last gates.
+OPENED, CANCELLED, RAN, WENT, N_WENT = 0, 8, 64, 128, 8
+N_CANCELLED = 32  # launches; fewer are ever queued, for each writes staging memory
+CONTROL_BYTES = WENT + 8 * N_WENT
+MOST_BYTES = 1 << 17  # that a gate copies; one block of threads is slow with more
+
+
+class Gate:
+    """The gates of one engine on its device, and which plan stands at one.
+
+    counts: `plans_ahead`, launches ahead that were opened in time, and `plans_ahead_missed`, the
+    others that were wanted. `launch` and `arm` number launches. Where one was interrupted, nobody
+    knows whether it was queued; the next one waits for the device and goes on with its number.
+    """
+
+    def __init__(self, backend: Backend, counts: dict[str, int], limit_ns: int = LIMIT_NS):
+        self._backend, self._counts, self._limit_ns = backend, counts, limit_ns
+        self._memory = backend.allocate(CONTROL_BYTES, Space.PINNED)
+        assert self._memory.array is not None, "pinned memory is the host's too"
+        self._words = memoryview(self._memory.array.view(np.int64).data)
+        self._launched = self._cancelled = 0
+        self._unsure = False
+        self._armed: Captured | None = None
+
+    def copy(self, addresses: Sequence[int], nbytes: int, stream: int) -> Issued:
+        """What copies nbytes of pinned memory behind a gate. addresses: to and from."""
+        dst, src = addresses
+        control = self._memory.address
+        return self._backend.gate_copy(dst, src, nbytes, control, self._limit_ns, stream)
+
+    def launch(self, captured: Captured) -> None:
+        """Launches a plan whose gate is open."""
+        if self._unsure:
+            self._backend.synchronize()
+            self._launched, self._unsure = self._words[RAN // 8], False
+        number = self._launched + 1
+        self._words[OPENED // 8] = number
+        self._queue(captured, number)
+
+    def arm(self, captured: Captured) -> None:
+        """Launches a plan whose gate is opened later, or cancelled."""
+        if self._armed is None and not self._unsure:
+            self._queue(captured, self._launched + 1)
+            self._armed = captured
+
+    def _queue(self, captured: Captured, number: int) -> None:
+        self._unsure = True
+        if self._cancelled:
+            self._cancel(self._cancelled & ~_bit(number))  # of a launch that is long over
+        captured.launch()
+        self._launched, self._unsure = number, False
+
+    def open(self, captured: Captured | None) -> int:
+        """Lets `captured` go on where it stands at the gate: the launch's number. Else 0: where
+        another plan or none stands there, or the limit has passed."""
+        if captured is None or self._armed is not captured:
+            return 0
+        self._armed, number = None, self._launched
+        if self._went(number) == -number:
+            self._counts["plans_ahead_missed"] += 1
+            return 0
+        self._words[OPENED // 8] = number
+        self._counts["plans_ahead"] += 1
+        return number
+
+    def cancel(self) -> None:
+        """Whatever stands at the gate copies nothing and goes on."""
+        if self._armed is not None:
+            self._armed = None
+            self._cancel(self._cancelled | _bit(self._launched))
+
+    def _cancel(self, numbers: int) -> None:
+        self._cancelled = self._words[CANCELLED // 8] = numbers
+
+    def missed(self, number: int) -> bool:
+        """Whether launch `number`, which was opened and is over, had gone on before."""
+        if self._went(number) == number:
+            return False
+        self._counts["plans_ahead"] -= 1
+        self._counts["plans_ahead_missed"] += 1
+        return True
+
+    def _went(self, number: int) -> int:
+        return self._words[WENT // 8 + number % N_WENT]
+
+    def free(self) -> None:
+        """Gives the control block back, once nothing is queued any more."""
+        self.cancel()
+        self._words.release()
+        self._memory.free()
+
+
+def _bit(number: int) -> int:
+    return 1 << number % N_CANCELLED
