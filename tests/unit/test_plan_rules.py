@@ -401,8 +401,8 @@ def test_what_is_replayed_is_what_would_have_been_issued(data):
         if verb == "patch":
             part = work.parts[data.draw(st.integers(0, len(work.parts) - 1))]
             part.block[data.draw(st.sampled_from([POINTER, VALUE]))] = data.draw(st.integers(0, 3))
-            next_uid += 1
             work.uid = data.draw(st.sampled_from([0, next_uid]))
+            next_uid += 1  # nobody else has it
         elif verb == "clear":
             plans.clear()
         elif verb == "drop":
