@@ -126,7 +126,11 @@ def test_each_sequence_is_answered_as_alone(tiny_model, preset, quant, device):
 
 TOGGLES = [
     {name: value} for name in Toggles.names() for value in Toggles.values(name)
-    if value != getattr(Toggles(), name) and (name, value) not in [("pdl", "on")]
+    if value != getattr(Toggles(), name)
+    and (name, value) not in [("pdl", "on"), ("launch_ahead", "on")]
+] + [
+    {"launch_ahead": "on", "plans": "ours", "plan_scope": "step", "sync": "packed_implicit",
+     "graph_reuse": "set_rows"}
 ]  # fmt: skip
 TRAINS = [
     {"sync": sync, "copy_stream": stream, "host_source": source, "n_copies": n,
