@@ -165,7 +165,7 @@ class PlanRule(Choice):
 
     OFF = "off", "every command is issued by a call of its own"
     PR = "pr", "as proposed: as many splits on the same backends are updated, else all anew"
-    TODAY = "today", "llama.cpp's: captured after two equal calls, launches after a change"
+    TODAY = "today", "llama.cpp's: captured at the second equal call, launches after a change"
     OURS = (
         "ours",
         "by structure: replay equal work, update what differs in addresses, else capture",

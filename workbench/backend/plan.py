@@ -6,7 +6,7 @@ which plan is for which work, and when it is captured:
 
     pr       the plan with the same number in its step; all go where splits or backends change
     today    the plan with the same number in its step, of steps with outputs or without; captured
-             after two equal calls, and not replayed where a call differs from the one before
+             at the second equal call, and not replayed where a call differs from the one before
     ours     the plan of equal work; else one whose work is gone, if only addresses differ; else a
              new one. The least recently used of too many goes
 

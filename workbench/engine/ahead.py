@@ -1,8 +1,8 @@
 """When a step's plan is launched before the step is submitted (`backend/gate.py`).
 
 The next step is one like the step under way where `Batches.look_ahead` has made it. Its program is
-kept and has the very same shape. So inputs lie on the device where the step under way has its own,
-and a gate that nobody opens has the device compute that step once more.
+kept and has the very same shape. So its inputs lie where the step under way has its own. If nobody
+opens the gate, the device computes that step once more.
 """
 
 from __future__ import annotations
