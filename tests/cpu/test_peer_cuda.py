@@ -207,7 +207,17 @@ def test_without_a_toolkit_one_line_says_so(tmp_path, monkeypatch):
 
 
 def test_make_passes_what_it_is_given():
-    command = ["make", "-n", "-o", ".venv/.dev", "peer-cuda", "PEER=a b", "MODELS=m n", "ROUNDS=7"]
+    command = [
+        "make",
+        "--no-print-directory",
+        "-n",
+        "-o",
+        ".venv/.dev",
+        "peer-cuda",
+        "PEER=a b",
+        "MODELS=m n",
+        "ROUNDS=7",
+    ]
     env = os.environ | {"MAKEFLAGS": ""}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     words = " ".join(done.stdout.replace("\\\n", " ").split())
