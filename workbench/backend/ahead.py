@@ -6,6 +6,9 @@ records behind it; where the host waits for events alone (a wait for the stream 
 gate); and where the step ends with a wait, behind which the host looks whether the gate was opened
 in time.
 
+Nothing else queues behind a gate. A plan that does not stand there lets go what does, before it is
+launched or issued part by part. A program without a plan that can be launched ahead does so first.
+
 The program and its checker see nothing new. A replay takes effect where it stands in the program:
 its first part reads the host's memory behind the gate, and the host opens the gate where the replay
 is called.
@@ -16,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING
 
+from workbench.backend.base import Issue
 from workbench.backend.gate import MOST_BYTES, Gate
 from workbench.backend.issue import Prepared, SplitWork
-from workbench.backend.issued import Plannable
+from workbench.backend.issued import Plannable, in_order
 from workbench.choices import CopyStream, HostSource, NCopies, PlanRule, PlanScope, SyncMode
 from workbench.errors import UsageError
 from workbench.program import commands as c
@@ -147,24 +151,16 @@ class GatedCall:
         return bool(opened) and self._gate.missed(opened)
 
 
-def prepare_ahead(prepared: Prepared) -> None:
-    """Lets the plan of a program be launched ahead, where it can be. See the module."""
-    commands, n_head = prepared.program.commands, len(prepared.head)
-    asked = {
-        n for s in prepared.segments if isinstance(s, SplitWork) for n in s.commands
-        if not isinstance(commands[n], c.Record)
-    }  # fmt: skip
-    waits = [x for x in commands if isinstance(x, c.Sync)]
-    if len(asked) != 1 or not prepared.tail or any(x.event is None for x in waits):
+def prepare_ahead(prepared: Prepared, cancel: Issue) -> None:
+    """Lets the plan of a program be launched ahead, where it can be. See the module. Any other
+    program begins with `cancel`, so that none of its commands queues behind a gate."""
+    at = _number_of_call(prepared)
+    if at is None:
+        first, *others = prepared.head
+        prepared.head = (in_order([cancel, first]), *others)
         return
-    (plan,) = asked
-    at = prepared.firsts.index(plan)  # a call performs one command
     call = prepared.head[at]
-    ends_with_wait = isinstance(commands[prepared.firsts[n_head]], c.Sync)
-    if not (isinstance(call, GatedCall) and call.is_gated and ends_with_wait):
-        return
-    if any(not isinstance(x, c.Write | c.Sync | c.Launch) for x in commands[:plan]):
-        return
+    assert isinstance(call, GatedCall)
     wait, again = prepared.tail[0], prepared.head[at:]
 
     def wait_or_again() -> None:
@@ -175,3 +171,24 @@ def prepare_ahead(prepared: Prepared) -> None:
             wait()
 
     prepared.ahead, prepared.tail = call, (wait_or_again, *prepared.tail[1:])
+
+
+def _number_of_call(prepared: Prepared) -> int | None:
+    """Which call of the head can be launched ahead; None where none can be."""
+    commands, n_head = prepared.program.commands, len(prepared.head)
+    asked = {
+        n for s in prepared.segments if isinstance(s, SplitWork) for n in s.commands
+        if not isinstance(commands[n], c.Record)
+    }  # fmt: skip
+    waits = [x for x in commands if isinstance(x, c.Sync)]
+    if len(asked) != 1 or not prepared.tail or any(x.event is None for x in waits):
+        return None
+    (plan,) = asked
+    at = prepared.firsts.index(plan)  # a call performs one command
+    call = prepared.head[at]
+    ends_with_wait = isinstance(commands[prepared.firsts[n_head]], c.Sync)
+    if not (isinstance(call, GatedCall) and call.is_gated and ends_with_wait):
+        return None
+    if any(not isinstance(x, c.Write | c.Sync | c.Launch) for x in commands[:plan]):
+        return None
+    return at

@@ -231,7 +231,7 @@ class Plans(NoPlans):
     ) -> Prepared:
         made = super().prepare(program, backends, memory, events)
         if self._gate is not None:
-            prepare_ahead(made)
+            prepare_ahead(made, self._gate.cancel)
         return made
 
     def release(self) -> None:
@@ -321,6 +321,7 @@ class Plans(NoPlans):
         self._kept.pop(key).destroy()
 
     def clear(self) -> None:
+        self.release()
         kept, self._kept = list(self._kept.values()), {}
         for plan in kept:
             plan.destroy()

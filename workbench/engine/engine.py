@@ -26,7 +26,7 @@ from workbench.engine.phases import PhaseCounts, Phases, PhaseTimes, counters_of
 from workbench.engine.reuse import Key, programs_of, reuse_of
 from workbench.engine.step_programs import StepPrograms
 from workbench.engine.wanted import Variants, Wanted, choose, resolve
-from workbench.engine.watch import Stamp, Stamps, Watch, chosen
+from workbench.engine.watch import PLAIN, Stamp, Stamps, Watch, chosen
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model
@@ -157,10 +157,8 @@ class Engine:
         self, tokens: Sequence[int], outputs: Outputs = "last", sequence: int = 0
     ) -> np.ndarray:
         """Computes up to n_ubatch tokens of one sequence; returns their logits, float32
-        (n_outputs, n_vocab).
-
-        The logits are on the host when this returns; with step_wait=outputs a step without any may
-        still be under way. Raises UsageError as `submit` does.
+        (n_outputs, n_vocab), on the host. With step_wait=outputs a step without any may still be
+        under way. Raises UsageError as `submit` does.
         """
         return self.submit([(sequence, tokens, outputs)]).wait()
 
@@ -174,6 +172,8 @@ class Engine:
             self._batches.take(work)  # what refuses the work does so before K is rotated
             self._rotate()
         watch = self._watch_of(self.n_steps)
+        if watch is not PLAIN:  # its marks would be behind a plan that is launched ahead
+            self._plans.release()
         watch.begin(self.n_steps, work, self.cache.n_used)
         return watch
 
@@ -223,8 +223,7 @@ class Engine:
     @contextmanager
     def stamped(self) -> Iterator[list[Stamp]]:
         """Untraced steps in the body are stamped: at its end the list has, for each, when its first
-        launch on a device began (on CUDA when the stream came to it, before it was issued) and its
-        last one ended. Both in ns, differences by the device's clock, set to the host's."""
+        launch on a device began and its last one ended (`Stamps.found`)."""
         found: list[Stamp] = []
         self._stamps = stamps = Stamps()
         self._watch_of = chosen(self._recorder, stamps)
@@ -310,7 +309,8 @@ class Engine:
         return self._step_programs
 
     def _build(self, key: Key, phases: Phases, cell: int = 0) -> Prepared:
-        """The program of a step that is ready to be issued."""
+        """The program of a step that is ready to be issued. New memory may wait for the device."""
+        self._plans.release()
         program = self._made.of(key.shape, key.turn, phases=phases, cell=cell)
         return phases.do("prepare", self._bind, program)
 

@@ -1,0 +1,213 @@
+"""What stands at a gate is let go before its device is asked anything else.
+
+The limit of a gate is a minute here. A command that queued behind one would fail its test at once,
+and not by a clock: every one looks whether a plan stands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from workbench.backend import plan
+from workbench.backend.bind import Binding
+from workbench.backend.gate import Gate
+from workbench.backend.issued import Issued
+from workbench.program import commands as c
+from workbench.trace.spans import Recorder
+
+MINUTE_NS = 60 * 10**9
+TOGGLES: dict[str, Any] = {
+    "sync": "packed_implicit", "plan_scope": "step", "graph_reuse": "set_rows",
+    "launch_ahead": "on",
+}  # fmt: skip
+PLANS: dict[str, dict[str, str]] = {
+    "any": {"plans": "ours"},
+    "one": {"plans": "ours", "plan_batch": "one"},
+    "today": {"plans": "today"},  # what it has not seen twice is issued part by part
+    "pr": {"plans": "pr", "plan_batch": "one"},
+    "train": {
+        "plans": "ours", "plan_batch": "one", "host_source": "pinned_ring_2",
+        "step_wait": "outputs",
+    },
+}  # fmt: skip
+PROMPT = list(range(1, 21))
+N_SEQS = 2
+
+
+class Device:
+    """Counts what an engine's device is asked while a plan stands at the gate (`late`), and else.
+
+    Launches of plans, commands that are issued one by one, marks, waits and allocations.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, loaded: wb.Engine):
+        self.engine: Any = None
+        self.late: list[str] = []
+        self.asked = 0
+        monkeypatch.setattr(plan, "Gate", partial(Gate, limit_ns=MINUTE_NS))
+        issued, queue = Binding.issued, Gate._queue
+
+        def looked_at(binding: Binding, command: c.Command) -> Issued:
+            made = issued(binding, command)
+            made.call = self.looking(made.call, f"{type(command).__name__} on its own")
+            return made
+
+        def queued(gate: Gate, *args: Any) -> None:
+            self.look("a launch of a plan")
+            queue(gate, *args)
+
+        monkeypatch.setattr(Binding, "issued", looked_at)
+        monkeypatch.setattr(Gate, "_queue", queued)
+        for name in ("synchronize", "allocate", "mark"):
+            asked = getattr(loaded.backend, name)
+            monkeypatch.setattr(loaded.backend, name, self.looking(asked, name))
+
+    def looking(self, call: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def looks(*args: Any) -> Any:
+            self.look(what)
+            return call(*args)
+
+        return looks
+
+    def look(self, what: str) -> None:
+        self.asked += 1
+        if self.is_armed:
+            self.late.append(what)
+            self.engine._plans.release()  # or the test would take a minute
+
+    @property
+    def is_armed(self) -> bool:
+        gate = None if self.engine is None else self.engine._plans._gate
+        return gate is not None and gate._armed is not None
+
+    def arm(self) -> None:
+        """A prompt, and tokens until the plan of the next one stands at the gate."""
+        self.engine.reset()
+        self.engine.prefill(PROMPT)
+        for token in range(12):
+            self.engine.step([token])
+        assert self.is_armed and not self.late
+
+
+@pytest.fixture(scope="module", params=[-1, 1], ids=["device", "output"])
+def loaded(request, tiny_model) -> Iterator[wb.Engine]:
+    """All of a model on the device; and its output only, where steps without one are the host's."""
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=96, n_ubatch=16, n_seqs=N_SEQS,
+        threads=1, n_gpu_layers=request.param, toggles=wb.Toggles(),
+    ) as made:  # fmt: skip
+        yield made
+
+
+@pytest.fixture(params=PLANS)
+def device(request, loaded, monkeypatch) -> Iterator[Device]:
+    """An engine whose next plan stands at the gate."""
+    made = Device(monkeypatch, loaded)
+    with loaded.variant(wb.Toggles(**TOGGLES, **PLANS[request.param])) as engine:
+        made.engine = engine
+        made.arm()
+        yield made
+        assert not made.late
+        engine._plans.release()
+    made.engine = None
+
+
+def prompt(engine: wb.Engine) -> np.ndarray:
+    return engine.prefill(PROMPT, sequence=1)
+
+
+def two_tokens(engine: wb.Engine) -> np.ndarray:
+    return engine.step([3, 4], outputs="all")
+
+
+def all_logits_of_a_prompt(engine: wb.Engine) -> np.ndarray:
+    """More results than there has been room for."""
+    return engine.prefill(PROMPT, outputs="all", sequence=1)
+
+
+def no_logits(engine: wb.Engine) -> np.ndarray:
+    return engine.step([3], outputs="none")
+
+
+def two_sequences(engine: wb.Engine) -> np.ndarray:
+    return engine.submit([(s, [3 + s], "last") for s in range(N_SEQS)]).wait()
+
+
+def another_step_depth(engine: wb.Engine) -> np.ndarray:
+    """The cache is shorter, and then as long as it was."""
+    engine.cache.remove(0, 10)
+    return np.concatenate([engine.step([i]) for i in range(10)])
+
+
+def shifted(engine: wb.Engine) -> np.ndarray:
+    engine.cache.remove(0, 4, 8)
+    engine.cache.shift(0, -4, 8)
+    return engine.step([3])
+
+
+def forked(engine: wb.Engine) -> np.ndarray:
+    engine.cache.copy(0, 1)
+    return engine.step([3], sequence=1)
+
+
+def recorded(engine: wb.Engine) -> np.ndarray:
+    engine.recorder = Recorder()
+    try:
+        return engine.step([3])
+    finally:
+        engine.recorder = None
+
+
+def stamped(engine: wb.Engine) -> np.ndarray:
+    with engine.stamped() as stamps:
+        found = engine.step([3])
+    assert len(stamps) == 1 and stamps[0][0] < stamps[0][1]
+    return found
+
+
+def waited_for(engine: wb.Engine) -> np.ndarray:
+    engine.synchronize()
+    return engine.step([3])
+
+
+OTHERS = [
+    prompt, two_tokens, all_logits_of_a_prompt, no_logits, two_sequences, another_step_depth,
+    shifted, forked, recorded, stamped, waited_for,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
+def test_nothing_else_queues_behind_a_gate(device, loaded, other):
+    before = device.asked
+    got = other(device.engine)
+    assert not device.late
+    assert device.asked > before or not device.is_armed  # a step can be all of the host's
+    device.engine._plans.release()  # the other engine has the same device
+    with loaded.variant(wb.Toggles(graph_reuse="set_rows")) as plain:
+        plain.prefill(PROMPT)
+        for token in range(12):
+            plain.step([token])
+        assert np.array_equal(got, other(plain))
+
+
+@pytest.mark.parametrize("how", ["close", "forget"])
+def test_plans_go_when_nothing_stands_at_their_gate(device, how):
+    if how == "close":
+        device.engine.close()
+    else:
+        device.engine._forget()
+    assert not device.late and not device.is_armed
+
+
+def test_the_armed_plan_itself_is_not_launched_again(device):
+    before = device.engine.counters
+    device.engine.step([3])
+    counts = device.engine.counters
+    assert counts["plans_ahead"] == before["plans_ahead"] + 1
+    assert counts["plans_ahead_missed"] == before["plans_ahead_missed"]
