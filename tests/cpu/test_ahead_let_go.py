@@ -18,6 +18,7 @@ from workbench.backend import plan
 from workbench.backend.bind import Binding
 from workbench.backend.gate import Gate
 from workbench.backend.issued import Issued
+from workbench.bench.workload import draw_tokens, parse, take_sample
 from workbench.program import commands as c
 from workbench.trace.spans import Recorder
 
@@ -211,3 +212,11 @@ def test_the_armed_plan_itself_is_not_launched_again(device):
     counts = device.engine.counters
     assert counts["plans_ahead"] == before["plans_ahead"] + 1
     assert counts["plans_ahead_missed"] == before["plans_ahead_missed"]
+
+
+@pytest.mark.parametrize("test", ["tg4", "pp4+tg4@s2"])
+def test_a_measured_engine_leaves_nothing_at_its_gate(device, test):
+    """The next turn is another engine's, on the same device."""
+    workload = parse(test)
+    take_sample(device.engine, workload, draw_tokens(workload, 500, 0))
+    assert not device.late and not device.is_armed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.measure import matrix
 from data.measure.peer import FOLDER, SWITCHES, PeerRun, recorded_peers, theirs
 from data.measure.recorded import Recorded
 from tests.peer import cuda, fake_llama_bench, llama_bench
@@ -91,6 +93,25 @@ def test_both_sides_in_turn(program, tmp_path, tiny_models, monkeypatch, capsys)
     again = "there already" if cuda.is_there(folder) else "ours / theirs"
     measure(program, out, tiny_models)
     assert again in capsys.readouterr().out
+
+
+def test_ours_are_best_with_and_without_plans_of_whole_steps(program, tmp_path, tiny_models):
+    """The campaign's toggles for one plan a step, and results that no copy brings."""
+    ours = cuda.Wanted().settings
+    assert ours == (*inspect.signature(cuda.main).parameters["ours"].default.split(","),)
+    first, planned = ours
+    assert first == "best" and planned.startswith("best ")
+    assert set(matrix.ONE_PLAN.split()) <= set(planned.split())
+    measure(program, tmp_path / FOLDER, tiny_models, ours=",".join(ours), theirs="default")
+    run = results.load_run(tmp_path / FOLDER / MODEL).run
+    _, best, whole, control = (arm["toggles"] for arm in run["arms"])
+    assert best == control
+    changed = {"plans": "ours", "plan_scope": "step", "sync": "packed_implicit",
+               "copy_stream": "compute", "step_wait": "every", "results": "direct"}  # fmt: skip
+    assert whole == best | changed
+    counters = run["arms"][2]["counters"]
+    assert counters["plans_replayed"] > counters["plans_captured"] > 0
+    assert all(answer["holds"] for answer in run["result"]["answers"].values())
 
 
 def test_a_call_that_fails_keeps_its_rounds_and_counts_for_nothing(program, tmp_path, tiny_models):

@@ -16,7 +16,7 @@ def test_our_side_is_measured_where_llama_cpp_is(backend, tmp_path, tiny_models)
     program = fake_llama_bench.install(tmp_path / "built")
     card = backend.description.partition(" (sm_")[0]
     (program.parent / "card").write_text(card)
-    given = {"files": tiny_models, "tests": "pp32,tg16", "ours": "best,all,best plans=ours"}
+    given = {"files": tiny_models, "tests": "pp32,tg16", "ours": f"{','.join(cuda.SETTINGS)},all"}
     cuda.main(MODEL, peer=program, out=tmp_path / "out", **given)
     found = results.load_run(tmp_path / "out" / MODEL)
     peer, result = PeerRun(found), found.run["result"]

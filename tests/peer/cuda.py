@@ -6,8 +6,8 @@ each model, `data/results/peer-cuda/MODEL/`:
 
 * An arm is a setting of one side. llama.cpp's are switched by variables, which a process reads
   once: CUDA graphs on (its default), off, with its streams (GGML_CUDA_GRAPH_OPT=1), and without
-  reuse of its graph (LLAMA_GRAPH_REUSE_DISABLE=1). Ours are toggles. Our first arm is there twice:
-  the A/A control.
+  reuse of its graph (LLAMA_GRAPH_REUSE_DISABLE=1). Ours are toggles: `best`, and `best` with a plan
+  of every whole step. Our first arm is there twice: the A/A control.
 * Round i runs each arm once; the order turns from round to round (`bench/rounds.py`).
 * llama.cpp's turn is a process of its own: it loads the file and repeats each test. Ours is in this
   process, where the engine stays loaded and idle while llama.cpp computes.
@@ -35,6 +35,7 @@ from cyclopts import App
 
 import workbench as wb
 from data.measure import peer as recorded
+from data.measure.matrix import ONE_PLAN
 from data.measure.peer import LLAMA, MODELS, OURS, SWITCHES, TESTS, PeerRun
 from data.measure.session import parsed, toggles_of
 from tests.peer.llama_bench import LlamaBench, arguments, build, find, name_of
@@ -53,7 +54,11 @@ from workbench.model.synth import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, FILES = ROOT / "data" / "results" / recorded.FOLDER, ROOT / "data" / "models"
-SETTINGS = ("best", "best plans=ours")
+# every word once, whatever the campaign's has
+WHOLE_STEP = " ".join(
+    dict.fromkeys(f"best plans=ours {ONE_PLAN} step_wait=every results=direct".split())
+)
+SETTINGS = ("best", WHOLE_STEP)
 SWITCHED = ("default", "graphs=off", "graph_opt=1", "reuse=off")
 N_CTX, N_UBATCH = 1024, 512  # llama-bench's own ubatch
 
@@ -318,7 +323,7 @@ def main(
     out: where the run folders go.
     files: where model files are, and where missing ones are written.
     tests: ppN and tgN.
-    ours: settings of ours, a background and changes to it: best, or best plans=ours.
+    ours: settings of ours, a background and changes to it: best, or best plans=ours pdl=off.
     theirs: what is switched in llama.cpp: default, graphs=off, graph_opt=1, reuse=off, or both.
     rounds: how often each arm has its turn; at least 5.
     repetitions: of a test in a turn, the first of which does not count.

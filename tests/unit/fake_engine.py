@@ -74,6 +74,7 @@ class FakeEngine:
         self.recorder = None
         self._loaded = self  # what it stands on, for `exclusive`
         self.closed = False
+        self.n_waits = 0  # for the device
         self.calls: list[list[int]] = []
         self.live: list[int] = []
         self.device, self.device_reason = "embedded", "as asked"
@@ -124,6 +125,9 @@ class FakeEngine:
 
     def program(self, n_tokens=1, n_outputs=1, n_past=0):
         return FakeProgram({"per_copy": 9}.get(self.toggles.sync, 2))
+
+    def synchronize(self):
+        self.n_waits += 1
 
     def close(self):
         self.closed = True

@@ -101,6 +101,7 @@ def test_scope_of_a_repetition(monkeypatch):
     assert sample.token_n.tolist() == [20, 1, 1, 1]
     assert sample.ns_total == sample.token_ns.sum()
     assert sample.tokens_per_second == pytest.approx(23e9 / sample.ns_total)
+    assert engine.n_waits == 1  # at the end, so that nothing is left for whoever is next
     again = take_sample(engine, workload, tokens)  # the cache was emptied first
     assert len(engine.live) == workload.n_cells
     np.testing.assert_array_equal(sample.last_logits, again.last_logits)

@@ -226,14 +226,23 @@ def take_sample(
     stands still then, and the device has nothing to do. Nothing is written while a prompt is timed,
     since the device computes from its first ubatch to its last; with `warming` it is written.
 
-    Filling to n_depth is not timed. The young garbage is collected before the clock starts, and the
-    collector stays on: a step that makes garbage pays for it, and not for another's. Raises
+    Filling to n_depth is not timed, nor is a wait at the end: a token that was launched ahead and
+    that nobody wants holds up nobody else. The young garbage is collected before the clock starts,
+    and the collector stays on: a step that makes garbage pays for it, and not for another's. Raises
     UsageError where the test does not fit the context or the engine is being traced.
     """
     check_fits(engine, workload)
     check_untraced(engine)
-    if workload.n_seqs:
-        return _take_together(engine, workload, tokens, left, warming)
+    take = _take_together if workload.n_seqs else _take_alone
+    sample = take(engine, workload, tokens, left, warming)
+    engine.synchronize()
+    return sample
+
+
+def _take_alone(
+    engine: Engine, workload: Workload, tokens: Tokens, left: Bar, warming: bool
+) -> Sample:
+    """`take_sample` for one sequence: an entry for the prompt, and one for each token."""
     engine.reset()
     if tokens.depth:
         engine.prefill(tokens.depth, left=left)
