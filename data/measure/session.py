@@ -25,6 +25,7 @@ from data.measure.matrix import Row
 from workbench.backend.base import open_backend
 from workbench.backend.cuda.kernel import Gemm
 from workbench.bench import provenance, results
+from workbench.bench.arms import switched
 from workbench.bench.kernel_rigs import rig_of
 from workbench.errors import DeviceError, UsageError
 from workbench.graph import ops
@@ -170,11 +171,8 @@ BACKGROUNDS: dict[str, Callable[[wb.Engine], wb.Toggles]] = {
 
 def toggles_of(spec: str, engine: wb.Engine) -> wb.Toggles:
     """What a row's `toggles` say: a background, then each `NAME=VALUE` on top of it."""
-    background, *changes = spec.split()
-    toggles = BACKGROUNDS[background](engine)
-    for name, _, value in (change.partition("=") for change in changes):
-        toggles = toggles.switched(name, value)
-    return toggles
+    background, _, changes = spec.partition(" ")
+    return switched(BACKGROUNDS[background](engine), changes)
 
 
 def parsed(model: str) -> tuple[str, str]:

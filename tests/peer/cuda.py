@@ -42,11 +42,12 @@ from tests.peer.llama_bench import LlamaBench, arguments, build, find, name_of
 from workbench.backend.base import open_backend
 from workbench.bench import answers, provenance, results
 from workbench.bench import workload as w
+from workbench.bench.arms import answer_between
 from workbench.bench.draft import Draft, kept, new_arm, new_run
 from workbench.bench.experiment import describe
 from workbench.bench.rounds import interleave
 from workbench.bench.stats import MIN_REPETITIONS
-from workbench.config import EXACT, ROUNDING, Toggles
+from workbench.config import Toggles
 from workbench.devices import is_gpu
 from workbench.errors import UsageError, WorkbenchError
 from workbench.model.presets import quant_name
@@ -182,16 +183,10 @@ def settings_of(engine: wb.Engine, wanted: Wanted) -> dict[str, Toggles]:
 def compared(settings: Mapping[str, Toggles], engines: Sequence[wb.Engine], seed: int) -> dict:
     """The answers of our arms beside the first one's, by name; the control's is the last."""
     (_, first), *others = [*settings.items(), ("", next(iter(settings.values())))]
-    kinds = [_kind(first, toggles) for _, toggles in others]
+    kinds = [answer_between(first, toggles) for _, toggles in others]
     names = [*list(settings)[1:], "A/A"]
     found = answers.compare_engines(engines, kinds, seed)
     return {name: answer.to_dict() for name, answer in zip(names, found, strict=True)}
-
-
-def _kind(first: Toggles, other: Toggles) -> str:
-    """The class of what differs."""
-    differ = (n for n, v in first.to_dict().items() if other.to_dict()[n] != v)
-    return ROUNDING if ROUNDING in map(Toggles.answer_class, differ) else EXACT
 
 
 def compare(bench: LlamaBench, path: Path, out: Path, wanted: Wanted) -> PeerRun:

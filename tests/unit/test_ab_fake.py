@@ -8,7 +8,7 @@ from fake_engine import Clock, FakeEngine
 
 from workbench.bench import stats
 from workbench.bench.ab import ab
-from workbench.bench.arms import make_arms, parse_toggle_spec
+from workbench.bench.arms import arms_of, make_arms, parse_toggle_spec
 from workbench.bench.comparison import AB
 from workbench.bench.results import load_run
 from workbench.bench.rounds import order_of
@@ -186,6 +186,39 @@ def test_arms_and_backgrounds():
         make_arms("sync", ["per_copy", "event_guarded"], on)
     with pytest.raises(UsageError, match="what the background has"):
         make_arms("sync", ["per_copy"], Toggles())
+
+
+def test_sets_of_toggles_are_arms(monkeypatch):
+    """Several toggles can differ; what all arms share is the background."""
+    on = Toggles(graph_reuse="set_rows", pdl="on")
+    spec = "pdl=off | sync=copy_boundary  copy_stream=compute | fuse=on fuse_glu=off pdl=off"
+    toggle, arms = arms_of(spec, on)
+    assert toggle == "" and [arm.name for arm in arms] == [
+        "pdl=off", "sync=copy_boundary copy_stream=compute", "fuse=on fuse_glu=off pdl=off",
+        "pdl=off (A/A)",
+    ]  # fmt: skip
+    assert [arm.answer for arm in arms] == ["exact", "exact", "rounding", "exact"]
+    assert [(arm.toggles.pdl, arm.toggles.sync) for arm in arms[:2]] == [
+        ("off", "per_copy"), ("on", "copy_boundary"),
+    ]  # fmt: skip
+    assert (arms[2].toggles.fuse_qkv, arms[2].toggles.fuse_glu) == ("on", "off")
+    found = ab(engine_of(monkeypatch, 2.0), spec, tests="tg4", rounds=5, background=on)
+    assert found.summary()["verdict"].tolist()[:2] == ["faster", "no difference"]
+    said = found.verdict.splitlines()[0]
+    assert said.startswith("tg4: pdl=off -> sync=copy_boundary copy_stream=compute: faster, 2.000x")
+    assert "baseline pdl=off, background graph_reuse=set_rows, all else off" in found.caption
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [("plans=off | plans=off", "twice"), ("plans=off | pdl=off", "are the same toggles"),
+     ("plans=off | plan=ours", "'plan' does not exist"), ("plans=off | plans", "has no value"),
+     ("plans=off | plans=no", "'no' does not exist"),
+     ("pdl=off | sync=event_guarded copy_stream=compute", "clash")],
+)  # fmt: skip
+def test_sets_of_toggles_that_cannot_be_compared(spec, message):
+    with pytest.raises(UsageError, match=message):
+        arms_of(spec, Toggles())
 
 
 def test_several_values_and_auto(monkeypatch):

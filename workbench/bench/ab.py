@@ -44,10 +44,11 @@ def ab(
     at_most_s: float = AT_MOST_S,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> AB:
-    """Compares values of one toggle on the weights of `engine`.
+    """Compares values of one toggle, or sets of toggles, on the weights of `engine`.
 
     toggle: `"sync=per_copy,copy_boundary"` or the name alone, with `values`; the first value is the
-    baseline. background: all other toggles (default: the engine's). tests: llama-bench test names.
+    baseline. Or sets: `"plans=off | plans=ours plan_scope=step"`, the first the baseline.
+    background: all other toggles (default: the engine's). tests: llama-bench test names.
     rounds: repetitions of every arm, at least 5; fewer only with smoke=True, which also warms up
     only once and ends in the verdict "too few repetitions". out: a run folder, written whole at the
     end and every 10 s on the way. resume: continue the run in `out`, skipping what it holds. until:

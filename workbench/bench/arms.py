@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from workbench.bench.stats import MIN_REPETITIONS
 from workbench.bench.workload import Workload, check_fits, parse_tests
-from workbench.config import EXACT, Toggles
+from workbench.config import EXACT, ROUNDING, Toggles
 from workbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,8 +60,53 @@ def make_arms(toggle: str, values: Sequence[str], background: Toggles) -> list[A
     return [*arms, Arm(f"{values[0]} (A/A)", arms[0].toggles, True, EXACT)]
 
 
+SETS = "|"  # between sets of toggles: `plans=off | plans=ours plan_scope=step`
+
+
+def arms_of(spec: str, background: Toggles) -> tuple[str, list[Arm]]:
+    """The toggle that a spec compares, and the arms in order, the A/A control last.
+
+    Of sets of toggles there is no such toggle: an empty name. The first set is the baseline, and an
+    arm's name is its set. Raises UsageError as `parse_toggle_spec` and `make_arms` do.
+    """
+    if SETS not in spec:
+        toggle, values = parse_toggle_spec(spec)
+        return toggle, make_arms(toggle, values, background)
+    sets = [" ".join(part.split()) for part in spec.split(SETS)]
+    if len(set(sets)) < len(sets):
+        raise UsageError(f"{spec!r} has a set of toggles twice; the A/A control is added anyway")
+    every = [switched(background, part) for part in sets]
+    first = every[0]
+    if same := [part for part, made in zip(sets[1:], every[1:], strict=True) if made == first]:
+        raise UsageError(f"{same[0]!r} and {sets[0]!r} are the same toggles on this background")
+    arms = [Arm(part, made, False, answer_between(first, made))
+            for part, made in zip(sets, every, strict=True)]  # fmt: skip
+    return "", [*arms, Arm(f"{sets[0]} (A/A)", first, True, EXACT)]
+
+
+def switched(background: Toggles, changes: str) -> Toggles:
+    """The background with `NAME=VALUE NAME=VALUE...`; raises UsageError for what does not exist."""
+    given: dict[str, str] = {}
+    for change in changes.split():
+        name, equals, value = change.partition("=")
+        known = Toggles.values(name)
+        if not equals:
+            raise UsageError(f"toggle {name} has no value; write {name}={known[-1]}")
+        given |= dict.fromkeys(Toggles.members(name), value)
+    return dataclasses.replace(background, **given)
+
+
+def answer_between(before: Toggles, after: Toggles) -> str:
+    """The class that the logits of `after` are held to: `rounding` where a toggle of that class
+    differs."""
+    was, now = before.to_dict(), after.to_dict()
+    rounds = any(was[name] != now[name] and Toggles.answer_class(name) == ROUNDING for name in was)
+    return ROUNDING if rounds else EXACT
+
+
 class ComparisonSpec(NamedTuple):
-    """What a comparison will measure, before there is an engine to measure it on."""
+    """What a comparison will measure, before there is an engine to measure it on. toggle: empty
+    where sets of toggles are compared."""
 
     spec: str
     toggle: str
@@ -87,5 +133,4 @@ def comparison_spec(
         raise UsageError(
             f"rounds={rounds} is too few to compare anything; take {MIN_REPETITIONS} or more"
         )
-    name, chosen = parse_toggle_spec(spec)
-    return ComparisonSpec(spec, name, make_arms(name, chosen, background), parse_tests(tests))
+    return ComparisonSpec(spec, *arms_of(spec, background), parse_tests(tests))

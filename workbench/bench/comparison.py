@@ -28,13 +28,15 @@ CONTROL = "A/A control"
 
 
 def background(run: dict[str, Any]) -> str:
-    """The toggles that both sides of a run of kind `ab` share and that are not off, as
+    """The toggles that all sides of a run of kind `ab` share and that are not off, as
     `copy_stream=own, fuse=on, all else off`."""
     toggle = run["result"]["toggle"]
+    first, *others = (arm["toggles"] for arm in run["arms"])
     shared = {
         name: value
-        for name, value in run["arms"][0]["toggles"].items()
-        if name != toggle and not name.startswith(f"{toggle}_")
+        for name, value in first.items()
+        if all(other.get(name) == value for other in others)
+        and not (toggle and (name == toggle or name.startswith(f"{toggle}_")))
     }
     return said_toggles(shared)
 
@@ -90,6 +92,11 @@ class AB:
         """The arm's value; for sync=auto also the mode that was chosen."""
         chose = arm["toggles"].get("sync") == "auto" and self.run["result"]["toggle"] == "sync"
         return f"{arm['name']} ({arm['sync_mode']})" if chose else arm["name"]
+
+    def _assigned(self, label: str) -> str:
+        """`sync=per_copy`; of sets of toggles the set."""
+        toggle = self.run["result"]["toggle"]
+        return f"{toggle}={label}" if toggle else label
 
     def summary(self) -> pd.DataFrame:
         """One row per test and arm beside the baseline, the control included; all numbers.
@@ -175,7 +182,7 @@ class AB:
         device = run["engine"]["device_description"]
         own = "" if is_gpu(run["engine"]["device"]) else "timings of this device, not of a GPU; "
         return (
-            f"baseline {run['result']['toggle']}={self.label(baseline)}, "
+            f"baseline {self._assigned(self.label(baseline))}, "
             f"background {background(run)}; {device}; {own}"
             f"commit {str(run['commit']['hash'])[:8]}, {run['started']}"
         )
@@ -190,7 +197,7 @@ class AB:
             if row.is_control:
                 continue
             lines.append(
-                f"{row.test}: {toggle} {baseline} -> {row.label}: {row.verdict}, "
+                f"{row.test}: {f'{toggle} {baseline}'.strip()} -> {row.label}: {row.verdict}, "
                 f"{row.speedup:.3f}x (95% CI {stats.interval(row.low, row.high)}, n={row.n}, "
                 f"A/A band {stats.interval(row.band_low, row.band_high)}); {row.answer}"
             )

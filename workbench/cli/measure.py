@@ -124,7 +124,9 @@ def _pair(text: str) -> tuple[int, int]:
 def ab(
     *,
     model: f.ModelPath,
-    toggle: Annotated[str, f.flag("as sync=per_copy,copy_boundary")],
+    toggle: Annotated[
+        str, f.flag("as sync=per_copy,copy_boundary; or sets: 'plans=off | plans=ours pdl=on'")
+    ],
     test: Annotated[str, f.flag("as tg32 or pp64,tg32")] = "tg32",
     rounds: Annotated[
         f.Whole, f.flag("runs of each arm, interleaved; 5 or more; with --until the least")
@@ -138,7 +140,7 @@ def ab(
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
-    """Compare the values of one toggle, interleaved, with an A/A control; prints the table."""
+    """Compare values of a toggle, or sets of toggles, in turn, with an A/A control."""
     from workbench.bench.ab import ab as interleaved
     from workbench.bench.arms import ComparisonSpec, comparison_spec
     from workbench.bench.experiment import open_out

@@ -18,6 +18,7 @@ import numpy as np
 
 from workbench.bench import answers, resolution, stats
 from workbench.bench.answers import Answer
+from workbench.bench.arms import answer_between
 from workbench.bench.profiling import n_steps_of, trace_steps
 from workbench.bench.rounds import interleave
 from workbench.bench.workload import (
@@ -29,7 +30,7 @@ from workbench.bench.workload import (
     take_sample,
     warm_up,
 )
-from workbench.config import EXACT, ROUNDING, SyncMode, Toggles
+from workbench.config import SyncMode, Toggles
 from workbench.devices import is_gpu
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import Stopped
@@ -137,7 +138,7 @@ def compare(
             for toggles in (baseline, toggled, baseline)  # the last is the A/A control
         ]
         progress("comparing logits")
-        (answer,) = answers.compare_engines(sides[:2], [_class_of(baseline, toggled)], seed)
+        (answer,) = answers.compare_engines(sides[:2], [answer_between(baseline, toggled)], seed)
         progress("warming up")
         warm_up(sides, workload, seed, bos_token(engine))
         tps: list[list[float]] = []  # of each finished round: t/s of each side
@@ -185,15 +186,6 @@ def _time(
         tps.append([found[i] for i in range(len(sides))])
 
     interleave(each(), len(sides), measure, whole)
-
-
-def _class_of(baseline: Toggles, toggled: Toggles) -> str:
-    """The class that the toggled side's logits are held to: `rounding` if any toggle that differs
-    rounds."""
-    before, after = baseline.to_dict(), toggled.to_dict()
-    changed = [name for name in after if after[name] != before[name]]
-    rounds = any(toggled.answer_class(name) == ROUNDING for name in changed)
-    return ROUNDING if rounds else EXACT
 
 
 def _trace(engine: Engine, workload: Workload, seed: int) -> Profile:
