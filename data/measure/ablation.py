@@ -1,6 +1,7 @@
 """Where the time of a step goes, for data/results: DEVICE-ablation-MODEL[-N].json.
 
-A step of N tokens (1 where the name has no number), everything on but plans:
+A step of N tokens (1 where the name has no number), everything on but plans. A step with
+plans can be taken apart, too: its launches are the same, and step_us alone is of the plans.
 
     step_us    as the engine runs it, by the host's clock
     eager_us   its launches on the device alone, issued one after another, waited for at the end
@@ -42,6 +43,7 @@ from data.measure.session import Session, product_flops
 from workbench.backend.base import Issue
 from workbench.backend.cuda.kernel import Kernel, Work
 from workbench.backend.issue import Prepared
+from workbench.backend.issued import Issued
 from workbench.bench import provenance
 from workbench.bench.comparison import order_of
 from workbench.bench.kernel_rigs import Repeats, rig_of
@@ -49,7 +51,15 @@ from workbench.devices import is_gpu
 from workbench.engine.reuse import Key
 from workbench.graph import arena
 from workbench.graph.ir import Kind, Node
-from workbench.program.commands import COMPUTE_STREAM, DEVICE, Buffer, Launch, Space
+from workbench.program.commands import (
+    COMPUTE_STREAM,
+    DEVICE,
+    Buffer,
+    Command,
+    Launch,
+    Replay,
+    Space,
+)
 
 ROUNDS, STEPS_A_ROUND, REPLAYS = 7, 8, 4
 
@@ -93,10 +103,9 @@ def is_product(node: Node) -> bool:
 
 def pieces(prepared: Prepared, backend: Any) -> list[Piece]:
     """The launches of a step on `backend` in order; on cuda every kernel and every cuBLAS product
-    is one, elsewhere every node."""
+    is one, elsewhere every node. Those of a plan are its parts."""
     found: list[Piece] = []
-    for number, issued in prepared.issued.items():
-        command = prepared.program.commands[number]
+    for command, issued in _singly(prepared):
         if not isinstance(command, Launch) or command.stream.backend != DEVICE:
             continue
         if is_gpu(backend.name):
@@ -105,6 +114,16 @@ def pieces(prepared: Prepared, backend: Any) -> list[Piece]:
         else:
             found.append(Piece(kind_of(command.node), issued))
     return found
+
+
+def _singly(prepared: Prepared) -> Iterator[tuple[Command, Issued]]:
+    """What devices are asked, the parts of a plan one by one."""
+    for number, issued in prepared.issued.items():
+        command = prepared.program.commands[number]
+        if isinstance(command, Replay):
+            yield from zip(command.parts, issued.parts, strict=True)
+        else:
+            yield command, issued
 
 
 def weight_bytes(prepared: Prepared) -> dict[str, int]:
@@ -198,6 +217,7 @@ def take_apart(engine: wb.Engine, n_tokens: int, quick: bool = False) -> dict[st
         chains = [chain, *([p for p in distinct if p.kind != kind] for kind in ("", *kinds))]
         graphs: list[list[float]] = [[] for _ in chains]
         medians: list[list[float]] = [[] for _ in chains]
+        _eager_us(engine.backend, distinct)  # results may land in another block than the step's
         before = content(alone)
         repeats: list[Repeats] = []
         for each in chains:
@@ -250,6 +270,7 @@ def _step_us(engine: wb.Engine, n_tokens: int, n: int) -> list[float]:
         begin = time.perf_counter_ns()
         engine.step(tokens)
         found.append((time.perf_counter_ns() - begin) / 1e3)
+    engine.synchronize()  # lets go a step that was launched ahead
     return found
 
 

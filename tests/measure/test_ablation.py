@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import pairwise
 
@@ -57,6 +58,32 @@ def test_kernels_of_one_node_are_told_apart(engine):
     assert [ablation.kind_of(qkv, work) for work in works] == [
         "activations to halves", "weights to halves", "qkv", "rope_store", "qkv",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("n_tokens", [1, 64])
+@pytest.mark.parametrize(
+    "toggles",
+    [
+        {"plan_scope": "split"},
+        {"plan_scope": "step", "results": "direct"},
+        {"plan_scope": "step", "launch_ahead": "on"},
+    ],
+    ids=" ".join,
+)
+def test_a_step_with_plans_is_taken_apart_into_the_same_launches(engine, toggles, n_tokens):
+    planned = dataclasses.replace(
+        engine.toggles, plans="ours", sync="packed_implicit", graph_reuse="set_rows", **toggles
+    )
+    engine.step(list(range(n_tokens)))
+    wanted = ablation.pieces(ablation.prepared_of(engine, n_tokens), engine.backend)
+    with engine.variant(planned) as side:
+        side.step(list(range(n_tokens)))
+        found = ablation.pieces(ablation.prepared_of(side, n_tokens), side.backend)
+        assert [piece.kind for piece in found] == [piece.kind for piece in wanted]
+        apart = ablation.take_apart(side, n_tokens, quick=True)
+        assert side.counters["plans_replayed"] > 0
+    assert apart["unchanged"] and apart["launches"] == len(wanted)
+    assert set(apart["kinds"]) == {piece.kind for piece in wanted}
 
 
 def test_weights_of_kinds_are_those_of_the_step(engine):
