@@ -104,8 +104,10 @@ class GraphReuse(Choice):
     changes from token to token, and is patched. POINTER_TABLE (#9017): the copies read where to
     from a table, one more input, with an entry for each store. SET_ROWS (#14482), also of REBUILD:
     two inputs have a row for each token. The first two want the cells of a step in a row, and have
-    no launch that joins RoPE and store (fuse_rope_store). On CUDA that launch rounds where it norms
-    heads, too: there the ways are equal to the bit without it."""
+    no launch that joins RoPE and store (fuse_rope_store). The ways are equal to the bit, but for
+    one launch: on CUDA of compute capability 9.0 or later, the joined one also norms heads (of
+    qwen3) for up to 8 tokens, and rounds. So where it is on, copies are compared with rows as what
+    rounds."""
 
     REBUILD = "rebuild", "graph and program are built from nothing for every step"
     PATCH_POINTERS = "patch_pointers", "kept by step shape; every store's address is patched"

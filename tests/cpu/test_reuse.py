@@ -95,6 +95,29 @@ def test_fused_and_deferred(engine, way):
     assert {"qkv", "glu"} <= fused if stores else "qkv_rope_store" in fused
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("preset", "quant"), MODELS)
+def test_rope_and_store_are_joined_to_the_bit(tiny_model, preset, quant, device):
+    """Also where heads are normed. What a CUDA device joins may round (`bench/arms.py`); here every
+    fused node is its parts, and so the ways are equal to the bit whatever is fused."""
+    on = {"fuse": "on", "defer_norm": "on"}
+    with wb.Engine.load(
+        tiny_model(preset, quant), device=device, n_ctx=N_CTX, n_ubatch=N_UBATCH, threads=2,
+        toggles=Toggles(**on),
+    ) as joined:  # fmt: skip
+        wanted = mixed_run(joined)
+        parts = [c.node.parts for c in joined.program().singly()
+                 if isinstance(c, Launch) and c.node.op == "qkv_rope_store"]  # fmt: skip
+        assert len(parts) == joined.model.n_layer
+        normed = any(part.op == "rms_norm" for part in parts[0])
+        assert normed == (preset == "tiny-qwen3")
+        for way in REUSED:
+            for plans in ("off", "ours") if device == "embedded" else ("off",):
+                with joined.variant(Toggles(graph_reuse=way, plans=plans, **on)) as variant:
+                    for ours, theirs in zip(mixed_run(variant), wanted, strict=True):
+                        assert np.array_equal(ours, theirs), (way, plans)
+
+
 @pytest.mark.parametrize("way", ["patch_pointers", "pointer_table"])
 def test_host_and_device_share_the_layers(tiny_model, way):
     """Stores on the host are patched, too, and those of two devices."""

@@ -9,13 +9,16 @@ import pytest
 
 import workbench as wb
 from tests.reuse import N_CTX, N_UBATCH, PAD, WAYS, boundaries, long_run, mixed_run, view_addresses
-from workbench.config import Toggles
+from workbench.bench.answers import compare
+from workbench.bench.arms import answer_between
+from workbench.config import EXACT, ROUNDING, Toggles
 from workbench.engine.phases import Phases
+from workbench.program.commands import Launch
 
 pytestmark = pytest.mark.gpu
 
 REUSED = WAYS[1:]
-# Launches that join RoPE and store are not for every way, and may round.
+# The launch that joins RoPE and store is not for every way, and may round: a test of its own.
 ALL = {"fuse": "on", "fuse_rope_store": "off", "defer_norm": "on"}
 PLANNED = {"sync": "implicit", "plans": "ours", "plan_scope": "step"}
 
@@ -47,6 +50,30 @@ def test_more_than_512_tokens_a_reset_and_several_sequences(engine, wanted, way,
             assert np.array_equal(ours, theirs)
         for ours, theirs in zip(mixed_run(variant), mixed_wanted, strict=True):
             assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("way", REUSED)
+def test_one_side_alone_joins_rope_and_store(engine, way):
+    """Rows do, copies never. The joined launch is equal to the bit but where it norms the heads of
+    few tokens. More tokens (a ubatch here) are equal to the bit in any case."""
+    on = {"fuse": "on", "defer_norm": "on"}
+    prompt = list(range(3, 3 + N_UBATCH))
+    found, classes = [], []
+    for toggles in (Toggles(**on), Toggles(graph_reuse=way, **on)):
+        with engine.variant(toggles) as variant:
+            ubatch = variant.prefill(prompt, "all").copy()
+            ops = {c.node.op for c in variant.program().singly() if isinstance(c, Launch)}
+            assert ("qkv_rope_store" in ops) == (toggles.graph_reuse in ("rebuild", "set_rows"))
+            found.append((ubatch, np.concatenate(mixed_run(variant))))
+        classes.append(toggles)
+    (rows_ubatch, rows), (ubatch, ours) = found
+    assert np.array_equal(ubatch, rows_ubatch)
+    kind = answer_between(*classes)
+    assert kind == (EXACT if way == "set_rows" else ROUNDING)
+    if kind == EXACT or engine.model.architecture == "llama":
+        assert np.array_equal(ours, rows)
+    answer = compare(rows, ours, kind)
+    assert answer.holds, str(answer)
 
 
 @pytest.mark.parametrize("way", REUSED)

@@ -16,6 +16,7 @@ from data.measure import matrix, readme
 from data.measure.sources import age, unmarked
 from tests.gpu import sanitize
 from tests.notebooks.record import MADE
+from workbench.bench.arms import answer_between
 from workbench.bench.comparison import AB
 from workbench.bench.gaps import Gaps
 from workbench.bench.perplexity import TOKENS, Agreement
@@ -113,11 +114,12 @@ def test_a_comparison_is_interleaved_repeated_and_right(folder):
     assert found.run["repetitions"] >= 5
     summary = ab.summary()
     assert summary["is_control"].any()
-    for arm in found.run["arms"][1:]:
+    first, *others = found.run["arms"]
+    for arm in others:
         answer = ab.answer(arm["name"])
         assert answer is not None and answer.holds, arm["name"]
-        wanted = EXACT if arm["is_control"] else Toggles.answer_class(found.run["result"]["toggle"])
-        assert answer.kind == wanted
+        wanted = answer_between(Toggles(**first["toggles"]), Toggles(**arm["toggles"]))
+        assert answer.kind == wanted and (wanted == EXACT or not arm["is_control"])
 
 
 STREAMS = ("own", "compute")

@@ -8,7 +8,7 @@ from fake_engine import Clock, FakeEngine
 
 from workbench.bench import stats
 from workbench.bench.ab import ab
-from workbench.bench.arms import arms_of, make_arms, parse_toggle_spec
+from workbench.bench.arms import answer_between, arms_of, make_arms, parse_toggle_spec
 from workbench.bench.comparison import AB
 from workbench.bench.results import load_run
 from workbench.bench.rounds import order_of
@@ -186,6 +186,22 @@ def test_arms_and_backgrounds():
         make_arms("sync", ["per_copy", "event_guarded"], on)
     with pytest.raises(UsageError, match="what the background has"):
         make_arms("sync", ["per_copy"], Toggles())
+
+
+def test_ways_of_reuse_are_exact_but_where_one_side_alone_joins_rope_and_store():
+    """Rows are joined with RoPE where fuse_rope_store is on, copies never."""
+    ways = Toggles.values("graph_reuse")
+    assert ways == ["rebuild", "patch_pointers", "pointer_table", "set_rows"]
+    for fused in ({}, {"fuse": "on", "fuse_rope_store": "off"}):
+        arms = make_arms("graph_reuse", ways, Toggles(defer_norm="on", **fused))
+        assert {arm.answer for arm in arms} == {"exact"}
+    joined = Toggles(fuse_rope_store="on")
+    arms = make_arms("graph_reuse", ways, joined)
+    assert [arm.answer for arm in arms] == ["exact", "rounding", "rounding", "exact", "exact"]
+    copies = [joined.switched("graph_reuse", way) for way in ways[1:3]]
+    assert answer_between(*copies) == answer_between(*copies[::-1]) == "exact"
+    assert answer_between(copies[0], joined.switched("plans", "ours")) == "rounding"
+    assert answer_between(copies[0], copies[0].switched("fuse_rope_store", "off")) == "rounding"
 
 
 def test_sets_of_toggles_are_arms(monkeypatch):
