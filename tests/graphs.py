@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,23 @@ def fused_nodes(graph: Graph, fusions: Collection[str]) -> Iterator[Node]:
         if node.parts and key not in seen:
             seen.add(key)
             yield node
+
+
+def wiring(node: Node) -> tuple:
+    """What a launch follows from: ops and parameters of the parts, types and shapes of what they
+    read and make, and which of it is the same. Names and layers are no part of it."""
+    number: dict[Tensor, int] = {}
+
+    def of(tensors: Iterable[Tensor]) -> tuple:
+        return tuple(
+            (t.dtype, t.shape, t.kind, number.setdefault(t.storage, len(number))) for t in tensors
+        )
+
+    parts = tuple(
+        (part.op, repr(sorted(part.params.items())), of((*part.inputs, part.output)))
+        for part in node.parts
+    )
+    return node.op, parts, of(node.inputs), of(node.outputs)
 
 
 def values_for(node: Node, n_kv: int, rng: np.random.Generator) -> dict[Tensor, np.ndarray]:

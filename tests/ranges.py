@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tests.graphs import Decoder, fused_nodes, values_for
+from tests.graphs import Decoder, fused_nodes, values_for, wiring
 from workbench.backend.base import Backend
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS
@@ -104,8 +104,9 @@ def cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
 
 def fused_cases(n_tokens: int = T) -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
     """(name, node, values): every op of a fused node, with each of its optional parts and without,
-    from the graphs of small decoders."""
+    from the graphs of small decoders. Of nodes that are launched alike there is one."""
     rng = np.random.default_rng(8)
+    seen = set()
     every = frozenset(FUSIONS)
     biased = Decoder("tiny-llama-bias", Q4_0, biases=("ffn_gate", "ffn_up"))
     for name, model, activations, deferred in (
@@ -121,14 +122,12 @@ def fused_cases(n_tokens: int = T) -> Iterator[tuple[str, Node, dict[Tensor, np.
         ("qwen3 float halved", Decoder("tiny-qwen3", Q4_0), "float", True),
     ):
         graph = model.graph(n_tokens, n_tokens, N_KV, activations, CELLS, deferred)
-        seen = set()
         for fusions in (every, *(every - {left_out} for left_out in FUSIONS)):
             for node in fused_nodes(graph, fusions):
-                made = [part.op for part in node.parts]
-                shapes = tuple((t.dtype, t.shape) for t in (*node.inputs, *node.outputs))
-                if (*made, shapes) not in seen:
-                    seen.add((*made, shapes))
-                    yield f"{name}: {' '.join(made)} {len(seen)}", node, values_for(node, N_KV, rng)
+                if wiring(node) not in seen:
+                    seen.add(wiring(node))
+                    made = " ".join(part.op for part in node.parts)
+                    yield f"{name}: {made} {len(seen)}", node, values_for(node, N_KV, rng)
 
 
 def run(

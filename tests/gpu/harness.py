@@ -16,6 +16,7 @@ from workbench.program.commands import Space
 GUARD = 512  # bytes before and behind every tensor
 GUARD_BYTE, POISON = 0xA5, 0xFF  # 0xFF in every byte: NaN as float and as half
 Compute = Callable[..., np.ndarray]
+Wanted = set[tuple[str, tuple[str, ...]]]  # files of kernels/, each with its macros
 
 
 class Guarded:
@@ -59,16 +60,22 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected)) / (norm or 1.0)
 
 
-def compile_nodes(backend: CudaBackend, nodes: Iterable[Node]) -> None:
-    """Compiles what launches of `nodes` and of their parts need, several variants at a time. Left
-    to the first launch of each they are compiled one after another, a quarter of a second each,
-    which is most of what tests of many small nodes take."""
-    operands = op_table.Operands(lambda tensor: 0, 0, 0, backend._sm)
-    wanted = {
+def kernels_of(nodes: Iterable[Node], sm: int) -> Wanted:
+    """What launches of `nodes` and of their parts need."""
+    operands = op_table.Operands(lambda tensor: 0, 0, 0, sm)
+    return {
         (work.file, work.defines)
         for node in nodes
         for each in (node, *node.parts)
         for work in op_table.launches(each, operands)
         if isinstance(work, Kernel)
     }
-    nvrtc.compile_many([("repack", ()), *sorted(wanted)], backend._arch)
+
+
+def compile_side_by_side(backend: CudaBackend, wanted: Wanted) -> None:
+    """Compiles several variants at a time. Left to the first launch of each they are compiled one
+    after another, a quarter of a second each, which is most of what tests of many small nodes take.
+
+    A module whose fixture calls this has `kernels(sm)`, and a record compiles these of all modules
+    at once (`tests/gpu/warm.py`)."""
+    nvrtc.compile_many(sorted({("repack", ()), *wanted}), backend._arch)

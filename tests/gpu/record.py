@@ -1,19 +1,30 @@
 """Runs the GPU tests and records what came of them: `python tests/gpu/record.py [--out FILE]`.
 
+First every kernel that many tests want is compiled (`compile_kernels.py`). Then processes side by
+side share the tests, and at last this one runs what wants the GPU to itself (marker `alone`).
+Without pytest-xdist, or with few cores, this process runs them all.
+
 Writes data/results/gpu-tests.json (or FILE): date, device, driver, hash of the sources tested
-(`data/measure/sources.py`), counts and duration. Exits as pytest does. A failed
-run is recorded, too. With `--two` only what wants two GPUs, into gpu-tests-two.json.
+(`data/measure/sources.py`), counts and duration of everything together. Exits with the worst status
+of pytest's. A failed run is recorded, too. With `--two` only what wants two GPUs, into
+gpu-tests-two.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
+import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -31,6 +42,12 @@ RUNS = {
     False: (TESTS, RESULTS / "gpu-tests.json"),
     True: (TESTS / "test_cuda_devices.py", RESULTS / "gpu-tests-two.json"),
 }
+# Processes take turns on one GPU, and each wants cores: for Python, and for what NumPy expects.
+MOST_PROCESSES, CORES_EACH = 6, 2
+# libraries below NumPy that would start a thread for each core in every process
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+DURATIONS = 25  # slowest tests of a pass that are named
+INTERRUPTED, NOTHING_RUN = int(pytest.ExitCode.INTERRUPTED), int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 class Counts:
@@ -46,19 +63,87 @@ class Counts:
         self.outcomes[report.nodeid] = worst
 
 
+class Pass(NamedTuple):
+    """Tests by their markers, and how many processes share them; 0: this one alone."""
+
+    markers: str
+    processes: int = 0
+
+    @property
+    def arguments(self) -> list[str]:
+        shared = ["-n", str(self.processes), "--dist", "worksteal"] if self.processes else []
+        return ["-m", self.markers, *shared]
+
+    def __str__(self) -> str:
+        return f"{self.markers}: {self.processes or 1} at a time"
+
+
+def passes(two: bool, wanted: int | None = None) -> list[Pass]:
+    """What is run, in order. wanted: processes; else as many as there are cores for."""
+    if two:
+        return [Pass("gpu")]
+    cores = len(os.sched_getaffinity(0))
+    processes = min(MOST_PROCESSES, cores // CORES_EACH) if wanted is None else wanted
+    if processes > 1 and importlib.util.find_spec("xdist") is None:
+        print("pytest-xdist is not installed: one process runs all tests, which takes longer")
+        processes = 0
+    if processes < 2:
+        return [Pass("gpu")]
+    return [Pass("gpu and not alone", processes), Pass("gpu and alone")]
+
+
+@contextmanager
+def threads_of(processes: int) -> Iterator[None]:
+    """In the body, processes that are started have their share of the cores for NumPy's threads."""
+    before = {name: os.environ.get(name) for name in THREADS}
+    if processes:
+        share = max(1, len(os.sched_getaffinity(0)) // processes)
+        os.environ |= dict.fromkeys(THREADS, str(share))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def compile_kernels() -> None:
+    """In processes of their own. Where it fails, tests compile what they want, and tell."""
+    subprocess.run([sys.executable, "-m", "tests.gpu.compile_kernels"], cwd=ROOT, check=False)
+
+
+def run(each: Pass, tests: Path, counts: Counts, more: list[str]) -> int:
+    """pytest's status."""
+    print(each, flush=True)
+    with threads_of(each.processes):
+        arguments = [str(tests), "-p", "no:cacheprovider", f"--durations={DURATIONS}"]
+        return int(pytest.main([*arguments, *each.arguments, *more], plugins=[counts]))
+
+
+def worst(statuses: list[int]) -> int:
+    """Of all passes; one without any test says nothing where another has some."""
+    return max((s for s in statuses if s != NOTHING_RUN), default=NOTHING_RUN)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--two", action="store_true", help="only what wants two GPUs")
+    parser.add_argument("--processes", type=int, help="that share the tests")
     parser.add_argument("pytest_args", nargs="*", help="more arguments for pytest")
     args = parser.parse_args()
     tests, out = RUNS[args.two]
     device, _, driver = probe().partition(", driver ")
     counts, start = Counts(), time.perf_counter()
-    status = pytest.main(
-        [str(tests), "-m", "gpu", "-p", "no:cacheprovider", *args.pytest_args],
-        plugins=[counts],
-    )
+    if not args.two:
+        compile_kernels()
+    statuses: list[int] = []
+    for each in passes(args.two, args.processes):
+        statuses.append(run(each, tests, counts, args.pytest_args))
+        if statuses[-1] == INTERRUPTED:
+            break
     found = Counter(counts.outcomes.values())
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -73,7 +158,7 @@ def main() -> int:
     out = args.out or out
     write_text(out, json.dumps(record, indent=1) + "\n", parents=True)
     print(json.dumps(record))
-    return int(status)
+    return worst(statuses)
 
 
 if __name__ == "__main__":

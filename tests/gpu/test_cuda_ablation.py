@@ -11,7 +11,7 @@ from data.measure import __main__ as measure
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.bench.kernel_rigs import PDL, PLAIN
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from workbench.backend.gate import (
 from workbench.config import Toggles
 from workbench.program.commands import COMPUTE_STREAM, Space
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 SECOND = 1_000_000_000
 STEP: dict[str, Any] = {

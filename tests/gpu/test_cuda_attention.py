@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from tests.gpu.harness import Compute, distance
+from tests.gpu.harness import Compute, Wanted, compile_side_by_side, distance
 from tests.gpu.twins import attention as twin
 from tests.planes import activation_planes
 from workbench.backend.cuda import attention as ca
-from workbench.backend.cuda import nvrtc
 from workbench.backend.cuda.attention import AttentionAt
 from workbench.backend.cuda.attention import AttentionShape as Shape
 from workbench.backend.cuda.backend import CudaBackend
@@ -243,18 +242,21 @@ GRIDS = [  # sets, warps, stages, kv_parts, cluster
 GRIDDED = [Shape(5, 12, 4, 128, 300), Shape(8, 14, 2, 40, 1111)]  # rows fill no set
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled(backend: CudaBackend) -> None:
-    """Every variant the tests use, compiled side by side rather than one when first wanted."""
+def kernels(sm: int) -> Wanted:
+    """Every variant the tests use."""
     sizes = [Shape(t, 4, 2, d, 96) for t in TOKENS for d in HEAD_DIMS]
     sizes += [Shape(t, 8, 2, 64, n) for t in (1, 3, 12) for n in LENGTHS]
     sizes += [Shape(t, *g, 128, 320) for t in (1, 4, 5, 6, 7, 33, 100) for g in GROUPS]
-    kernels = [ca.launches(s, NOWHERE, 1.0, False)[0] for s in sizes + SHAPES]
-    kernels += [
+    found = [ca.launches(s, NOWHERE, 1.0, False)[0] for s in sizes + SHAPES]
+    found += [
         ca.launches(s, NOWHERE, 1.0, False, grid=forced(*g, s))[0] for s in GRIDDED for g in GRIDS
     ]
-    wanted = {(k.file, k.defines) for k in kernels}
-    nvrtc.compile_many([*sorted(wanted), ("elementwise", ())], backend._arch)
+    return {("elementwise", ()), *((k.file, k.defines) for k in found)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(backend: CudaBackend) -> None:
+    compile_side_by_side(backend, kernels(backend._sm))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -18,7 +18,7 @@ from workbench.graph.ir import F16, F32, Kind, Tensor
 from workbench.graph.ops import make
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM, Space
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 N = 4096
 

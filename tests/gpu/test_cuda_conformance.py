@@ -8,7 +8,7 @@ from conformance import CHECKS, reads_late, run_check
 from workbench.backend.cuda.backend import open_backend
 from workbench.program.commands import Space
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 @pytest.mark.parametrize("check", CHECKS)

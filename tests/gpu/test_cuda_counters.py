@@ -9,7 +9,7 @@ import pytest
 from data.measure import __main__ as measure
 from data.measure import counters, nsight
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 def test_launches_are_counted(tmp_path, capsys):

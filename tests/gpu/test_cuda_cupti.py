@@ -15,7 +15,7 @@ from workbench.program.commands import HOST, Copy, Launch, Replay
 from workbench.trace.profile import profile
 
 bindings = pytest.importorskip("cupti.cupti")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 # the first two race, the last means nothing
 IMPOSSIBLE = {("implicit", "own"), ("packed_implicit", "own"), ("event_guarded", "compute")}

@@ -16,7 +16,7 @@ import pytest
 import workbench as wb
 from tests import ranges
 from tests.gpu.debug_arena import DebugSteps, Mode, exact_sizes, run_alone
-from tests.gpu.harness import compile_nodes
+from tests.gpu.harness import Wanted, compile_side_by_side, kernels_of
 from tests.graphs import Decoder, values_for
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.config import Toggles
@@ -59,10 +59,14 @@ def step_nodes() -> Iterator[Node]:
             yield from fuse(graph, FUSIONS if on else ()).nodes
 
 
+def kernels(sm: int) -> Wanted:
+    cases = itertools.chain(ranges.cases(), ranges.fused_cases(1))
+    return kernels_of(itertools.chain(step_nodes(), (node for _, node, _ in cases)), sm)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled(backend: CudaBackend) -> None:
-    cases = itertools.chain(ranges.cases(), ranges.fused_cases(1))
-    compile_nodes(backend, itertools.chain(step_nodes(), (node for _, node, _ in cases)))
+    compile_side_by_side(backend, kernels(backend._sm))
 
 
 @pytest.fixture(autouse=True)

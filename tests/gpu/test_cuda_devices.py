@@ -18,7 +18,7 @@ from workbench.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM, HOST, Copy, Launch, Space
 from workbench.trace.profile import profile
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 
 PIPELINED = Toggles(
     sync="event_guarded", n_copies="4", host_source="pinned_ring_4", step_wait="outputs",

@@ -83,6 +83,7 @@ def test_bit_equal_under_every_toggle(engine, preset, quant):  # noqa: F811
         assert np.array_equal(run(toggles), wanted), toggles
 
 
+@pytest.mark.alone
 def test_the_device_s_spans_lie_inside_the_step(engine):  # noqa: F811
     """Launches run after they are issued and before the logits' wait is over; tracing changes
     nothing."""

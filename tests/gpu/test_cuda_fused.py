@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.gpu.harness import compile_nodes
-from tests.graphs import Decoder, fused_nodes, values_for
+from tests.gpu.harness import Wanted, compile_side_by_side, kernels_of
+from tests.graphs import Decoder, fused_nodes, values_for, wiring
 from workbench.backend.cuda import op_table
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.bench import answers
@@ -132,23 +132,6 @@ def cells(tokens: int) -> tuple[int, int]:
     return twice * N_KV, twice * CELLS
 
 
-def wiring(node: Node) -> tuple:
-    """What a launch follows from: ops and parameters of the parts, types and shapes of what they
-    read and make, and which of it is the same. Names and layers are no part of it."""
-    number: dict[Tensor, int] = {}
-
-    def of(tensors: Iterable[Tensor]) -> tuple:
-        return tuple(
-            (t.dtype, t.shape, t.kind, number.setdefault(t.storage, len(number))) for t in tensors
-        )
-
-    parts = tuple(
-        (part.op, repr(sorted(part.params.items())), of((*part.inputs, part.output)))
-        for part in node.parts
-    )
-    return node.op, parts, of(node.inputs), of(node.outputs)
-
-
 @cache
 def distinct(model: str, tokens: int) -> list[Node]:
     """Every fused node that any of SETS makes of a step of `model`, one of each wiring."""
@@ -162,9 +145,13 @@ def distinct(model: str, tokens: int) -> list[Node]:
     return list(found.values())
 
 
+def kernels(sm: int) -> Wanted:
+    return kernels_of((n for m in MODELS for tokens in TOKENS for n in distinct(m, tokens)), sm)
+
+
 @pytest.fixture(scope="module")
 def compiled(backend: CudaBackend) -> None:
-    compile_nodes(backend, (n for m in MODELS for tokens in TOKENS for n in distinct(m, tokens)))
+    compile_side_by_side(backend, kernels(backend._sm))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

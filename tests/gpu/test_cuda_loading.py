@@ -74,6 +74,7 @@ def test_what_is_read_or_launched_is_loaded_without_being_told(backend: CudaBack
     memory.free()
 
 
+@pytest.mark.alone
 def test_loading_holds_no_more_than_its_buffers_and_gives_them_back(backend: CudaBackend):
     first = backend.load_weight(*weight("w", F16, 8, 64))  # makes the streams
     backend.finish_loading()
@@ -88,6 +89,7 @@ def test_loading_holds_no_more_than_its_buffers_and_gives_them_back(backend: Cud
     assert not [t for t in threading.enumerate() if t.name.startswith("loading")]
 
 
+@pytest.mark.alone
 def test_interrupted_loading_gives_the_gpu_back(tiny_model, monkeypatch):
     path = tiny_model("tiny-llama", "Q4_0")
     with Engine.load(path, device="cuda", n_ctx=64, toggles=Toggles()) as engine:

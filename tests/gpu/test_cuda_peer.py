@@ -8,7 +8,7 @@ from data.measure.peer import OURS, PeerRun
 from tests.peer import cuda, fake_llama_bench
 from workbench.bench import results
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 MODEL = "tiny-llama-q8_0"
 
 

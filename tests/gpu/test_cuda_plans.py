@@ -213,6 +213,7 @@ def behind_kernels(used: wb.Engine) -> int:
     return n
 
 
+@pytest.mark.alone
 def test_every_cycle_gives_everything_back(engine, backend):  # noqa: F811
     """100 engines with plans, some destroyed before and some with their engine."""
     shared = engine("tiny-llama", "Q4_0", "cuda")
@@ -465,6 +466,7 @@ def test_teardown_in_any_order(line):
             graph.launch()
 
 
+@pytest.mark.alone
 def test_hundred_graphs_leak_nothing(backend, line):
     work, other = line.work(), line.work(given=1, b=2)
     longer = line.work(adds=2)

@@ -23,10 +23,17 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.gpu.harness import POISON, Guarded, distance
+from tests.gpu.harness import (
+    POISON,
+    Guarded,
+    Wanted,
+    compile_side_by_side,
+    distance,
+    kernels_of,
+)
 from tests.gpu.twins.product import simple_product
 from tests.oracles.dequantize import dequantize
-from workbench.backend.cuda import gemm, nvrtc, op_table
+from workbench.backend.cuda import gemm
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.kernel import Kernel, Work
 from workbench.backend.cuda.matvec import Segment
@@ -50,6 +57,7 @@ FEW, EXACT = 8, 2e-6
 TOLERANCE = {"F32": 5e-6, "F16": 4e-4, "BF16": 3.2e-3}  # beyond FEW tokens
 QUANTISED_TOLERANCE = 1.2e-3
 TYPES = [d.name for d in WEIGHT_DTYPES]
+KINDS = [d.name for d in WEIGHT_DTYPES if d in QUANTISED]
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 64, 100, 128, 130, 512, 1030)
 ROWS = (1, 7, 33, 130, 1000)
 # Columns by the block of a type: one block; odd numbers of them; more than a warp takes at a time.
@@ -100,23 +108,25 @@ def product(dtype: DType, rows: int, cols: int, tokens: int) -> Node:
     return make("mul_mat", "y", w, x)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled(backend: CudaBackend) -> None:
-    """Every variant these tests launch, compiled side by side."""
-    nowhere = op_table.Operands(lambda t: 0, 0, 0)
-    wanted = {
-        (work.file, work.defines)
+def kernels(sm: int) -> Wanted:
+    """Every variant these tests launch."""
+    nodes = (
+        product(dtype, rows, cols, tokens)
         for dtype in WEIGHT_DTYPES
         for tokens in TOKENS
         for rows, cols in [*shapes(dtype, tokens), LARGE]
-        for work in op_table.launches(product(dtype, rows, cols, tokens), nowhere)
-        if isinstance(work, Kernel)
-    }
+    )
+    wanted = kernels_of(nodes, sm)
     for dtype in QUANTISED:
         for tokens in MANY:
-            for hopper in tiled(backend, dtype.name, tokens):
+            for hopper in tiled(sm, dtype.name, tokens):
                 wanted |= {(w.file, w.defines) for w in several_works(dtype.name, tokens, hopper)}
-    nvrtc.compile_many([*sorted(wanted), ("repack", ())], backend._arch)
+    return wanted
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(backend: CudaBackend) -> None:
+    compile_side_by_side(backend, kernels(backend._sm))
 
 
 def several_works(name: str, tokens: int, hopper: bool) -> list[Kernel]:
@@ -274,23 +284,23 @@ def prepared(backend: CudaBackend, works: list[Work]) -> list[Callable[[], None]
     return [backend._prepare(work, backend._stream(0), work.file) for work in kernels_alone]
 
 
-def builds(backend: CudaBackend) -> list[bool]:
+def builds(sm: int) -> list[bool]:
     """Those of any device, and those for compute capability 9.0 alone where this is one."""
-    return [False, True] if backend._arch == "sm_90" else [False]
+    return [False, True] if sm == 90 else [False]
 
 
-def tiled(backend: CudaBackend, name: str, tokens: int) -> list[bool]:
+def tiled(sm: int, name: str, tokens: int) -> list[bool]:
     """Those of `builds` that decode weights of this type in the tile."""
-    return [hopper for hopper in builds(backend) if gemm.by_tile(name, tokens, hopper)]
+    return [hopper for hopper in builds(sm) if gemm.by_tile(name, tokens, hopper)]
 
 
 @pytest.mark.parametrize("tokens", MANY)
-@pytest.mark.parametrize("name", [d.name for d in QUANTISED])
+@pytest.mark.parametrize("name", KINDS)
 def test_several_weights_of_one_x(backend: CudaBackend, weights: list, name: str, tokens: int):
     """Of one type in one launch, and the last of another type in a launch behind it."""
     other = "Q6_K" if name != "Q6_K" else "Q4_0"
     for types in ([name] * 2, [name] * 3, [name, name, other], [name, other, name]):
-        for hopper in tiled(backend, name, tokens):
+        for hopper in tiled(backend._sm, name, tokens):
             several = Several(backend, weights, types, SEGMENTS[: len(types)], tokens, hopper)
             for i, found in enumerate(several.product()):
                 apart = distance(found, several.expected[i])
@@ -316,11 +326,11 @@ def quantised(
 
 
 @pytest.mark.parametrize("tokens", MANY)
-@pytest.mark.parametrize("name", [d.name for d in QUANTISED])
+@pytest.mark.parametrize("name", KINDS)
 def test_gate_and_up(backend: CudaBackend, weights: list, name: str, tokens: int):
     """As floats within tolerance; quantised, the very bytes of `quantize` of the floats."""
     for rows in GATED:
-        for hopper in tiled(backend, name, tokens):
+        for hopper in tiled(backend._sm, name, tokens):
             several = Several(backend, weights, [name, name], (rows, rows), tokens, hopper)
             floats = several.glu(False, several.dst[0])
             gate, up = several.expected

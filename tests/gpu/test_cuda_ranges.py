@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import ranges
-from tests.gpu.harness import compile_nodes
+from tests.gpu.harness import Wanted, compile_side_by_side, kernels_of
 from workbench.backend.cuda.backend import CudaBackend
 
 pytestmark = pytest.mark.gpu
@@ -18,9 +18,13 @@ FUSED = {
 }
 
 
+def kernels(sm: int) -> Wanted:
+    return kernels_of((node for node, _ in (*CASES.values(), *FUSED.values())), sm)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled(backend: CudaBackend) -> None:
-    compile_nodes(backend, (node for node, _ in (*CASES.values(), *FUSED.values())))
+    compile_side_by_side(backend, kernels(backend._sm))
 
 
 @pytest.mark.parametrize("name", CASES)

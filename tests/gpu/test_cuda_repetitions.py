@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.gpu.harness import compile_nodes
+from tests.gpu.harness import Wanted, compile_side_by_side, kernels_of
 from tests.graphs import Decoder, values_for
 from tests.ranges import meaningful
 from workbench.backend.base import Issue, Memory
@@ -240,9 +240,13 @@ def _is_cache(t: Tensor) -> bool:
     return t.kind == Kind.CACHE
 
 
+def kernels(sm: int) -> Wanted:
+    return kernels_of((node for _, graph in graphs() for node in graph.nodes), sm)
+
+
 @pytest.fixture
 def rigs(backend: CudaBackend) -> Iterator[list[Rig]]:
-    compile_nodes(backend, (node for _, graph in graphs() for node in graph.nodes))
+    compile_side_by_side(backend, kernels(backend._sm))
     made = [Rig(backend, stream, apart=i == 0) for i, stream in enumerate(STREAMS)]
     yield made
     backend.synchronize()

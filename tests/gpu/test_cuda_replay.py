@@ -76,6 +76,7 @@ def test_replays_compute_as_often_as_they_run(backend, counting):
         assert counting.value == 14 + 2 * 4  # one untimed
 
 
+@pytest.mark.alone
 def test_times_are_the_devices_and_add_up(backend, counting):
     with TimedReplay(backend, counting.issues * 20) as short:
         few = short.time_us(5)
@@ -155,6 +156,7 @@ def test_every_word_is_read_once(backend, words, grid):
         memory.free()
 
 
+@pytest.mark.alone
 def test_reading_is_measured_by_every_kernel_and_memory_given_back(backend):
     runtime = backend._driver.cupy.cuda.runtime
     read_rates(backend, 1 << 28, 1)  # kernels and events are there from now on
@@ -167,6 +169,7 @@ def test_reading_is_measured_by_every_kernel_and_memory_given_back(backend):
     assert l2_bytes(backend) >= 1 << 20
 
 
+@pytest.mark.alone
 def test_kernels_are_measured_plain_and_early(backend, tmp_path):
     matrix = KernelMatrix(
         parse_types("Q4_0,F16"), parse_shapes("1b.o,1b.glu,1b.qkv"), [1, 3], quick=True

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.gpu.harness import Guarded, distance
+from tests.gpu.harness import Guarded, Wanted, compile_side_by_side, distance
 from tests.gpu.test_cuda_products import (
     QUANTISED_TOLERANCE,
     Several,
@@ -22,7 +22,7 @@ from tests.gpu.test_cuda_products import (
     builds,
     quantised,
 )
-from workbench.backend.cuda import gemm, nvrtc
+from workbench.backend.cuda import gemm
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.kernel import blocks
 from workbench.backend.cuda.tiling import (
@@ -77,16 +77,20 @@ def cases(name: str, tokens: int) -> list[Case]:
     return found
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled(backend: CudaBackend) -> None:
-    wanted = {
+def kernels(sm: int) -> Wanted:
+    tiles = {
         ("tensor_product", case.build.defines(name, end))
         for name, tokens in itertools.product(PLANES, TILES)
         for case in cases(name, tokens)
         for end in case.ends
-        if case.hopper in builds(backend)
+        if case.hopper in builds(sm)
     }
-    nvrtc.compile_many([("repack", ()), ("dequantise", ()), *sorted(wanted)], backend._arch)
+    return {("dequantise", ()), *tiles}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(backend: CudaBackend) -> None:
+    compile_side_by_side(backend, kernels(backend._sm))
 
 
 def run(several: Several, build: Build, end: Epilogue, into: list[Guarded]) -> list[np.ndarray]:
@@ -129,7 +133,7 @@ def compare(backend: CudaBackend, held: list, name: str, tokens: int, case: Case
 def test_every_build(backend: CudaBackend, weights: list, name: str, n: int):
     """On a full tile of tokens and part of another, side by side."""
     for case in cases(name, n):
-        if case.hopper in builds(backend):
+        if case.hopper in builds(backend._sm):
             compare(backend, weights, name, n + n // 2 + 1, case)
     assert_counters_are_zero(backend)
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.gpu.harness import distance
+from tests.gpu.harness import Wanted, compile_side_by_side, distance
 from tests.gpu.test_cuda_products import EXACT, Several, quantised
-from workbench.backend.cuda import matvec, nvrtc
+from workbench.backend.cuda import matvec
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.kernel import Kernel
 from workbench.backend.cuda.matvec import Segment, X
 from workbench.backend.cuda.tuning import Tuning, tuning
 from workbench.bench.kernel_cases import SHAPES
-from workbench.graph.ir import QUANTISED
+from workbench.graph.ir import QUANTISED, WEIGHT_DTYPES
 
 pytestmark = pytest.mark.gpu
 
-TYPES = [dtype.name for dtype in QUANTISED]
+TYPES = [dtype.name for dtype in WEIGHT_DTYPES if dtype in QUANTISED]
 TOKENS = (1, 2, 3, 8)
 COLS = 1280  # one round of a warp, and part of another
 # Rows of the weights of one launch, no multiples of a block's; gate and up have whole groups.
@@ -57,9 +57,8 @@ def glu(several: Several, dst: int, to_q8: bool, t: Tuning) -> Kernel:
     return matvec.glu(gate, up, x, to_q8, tune=t)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled(backend: CudaBackend) -> None:
-    wanted = set()
+def kernels(sm: int) -> Wanted:
+    wanted: Wanted = set()
     for name in TYPES:
         segments = [Segment(name, 0, n, 0, 0) for n in SEGMENTS]
         gate, up = segments[0]._replace(rows=GATED[0]), segments[1]._replace(rows=GATED[1])
@@ -69,7 +68,12 @@ def compiled(backend: CudaBackend) -> None:
             made += [matvec.glu(gate, up, X(0, True, COLS, n), to_q8, tune=t)
                      for t in tunings(name, n, "glu_q8") for to_q8 in (False, True)]  # fmt: skip
             wanted |= {(kernel.file, kernel.defines) for kernel in made}
-    nvrtc.compile_many([("repack", ()), *sorted(wanted)], backend._arch)
+    return wanted
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(backend: CudaBackend) -> None:
+    compile_side_by_side(backend, kernels(backend._sm))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

@@ -1,0 +1,81 @@
+"""Compiles what the GPU tests want, before they begin: `python -m tests.gpu.compile_kernels [SM]`.
+
+Test modules that want many kernels say which (`kernels(sm)`). They are compiled once, into the
+cache on disk, by one process for each core. In a single process only one thread at a time can be in
+the compiler's front end, and several processes of tests would compile the same kernels. What a test
+wants besides is compiled at its first launch.
+
+SM: what to compile for, 90 for 9.0; else the capability of the GPU. Compiling needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.harness import Wanted
+from tests.gpu.twins.product import FOLDER
+from workbench.backend.cuda import nvrtc
+from workbench.backend.cuda.driver import device_properties, libraries
+from workbench.errors import WorkbenchError
+
+MODULES = ("attention", "debug_arena", "fused", "products", "ranges", "repetitions", "tiles",
+           "tunings")  # fmt: skip
+HELPERS = ("device", "gate", "read", "repack")  # files without macros that no module names
+Source = tuple[str, tuple[str, ...], Path | None]  # as `nvrtc.cubin` has them
+
+
+def of_module(name: str, sm: int) -> Wanted:
+    module: Any = importlib.import_module(f"tests.gpu.test_cuda_{name}")
+    found: Wanted = module.kernels(sm)
+    return found
+
+
+def of_tests(lists: Iterable[Wanted]) -> list[Source]:
+    """What the modules want, each once, with the helpers and the slow twins."""
+    wanted: Wanted = set().union(*lists, {(file, ()) for file in HELPERS})
+    twins: list[Source] = [(path.stem, (), FOLDER) for path in sorted(FOLDER.glob("*.cu"))]
+    return [*twins, *((file, defines, None) for file, defines in sorted(wanted))]
+
+
+def compile_one(source: Source, sm: int) -> None:
+    file, defines, folder = source
+    nvrtc.cubin(file, f"sm_{sm}", defines, sources=folder)
+
+
+def sm_of_gpu() -> int:
+    cupy, _ = libraries()
+    properties = device_properties(cupy, 0)
+    return 10 * int(properties["major"]) + int(properties["minor"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sm", type=int, nargs="?")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    n = len(os.sched_getaffinity(0))
+    try:
+        sm = args.sm or sm_of_gpu()
+        # a fresh interpreter for each: CUDA does not survive a fork
+        with ProcessPoolExecutor(n, multiprocessing.get_context("spawn")) as pool:
+            sources = of_tests(pool.map(of_module, MODULES, [sm] * len(MODULES)))
+            list(pool.map(compile_one, sources, [sm] * len(sources), chunksize=2))
+    except WorkbenchError as error:
+        print(f"kernels are compiled as tests want them: {error}", file=sys.stderr)
+        return 1
+    took = time.perf_counter() - start
+    print(f"{len(sources)} kernels compiled or found, {n} at a time, in {took:.1f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
