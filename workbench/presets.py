@@ -29,14 +29,30 @@ def fixed_presets() -> dict[str, Fixed]:
 
 @functools.cache
 def best_rows() -> dict[str, dict[str, dict[str, Any]]]:
-    """`best.json`: kind of device to toggle to `value`, `by` (how it won) and `runs` (folders)."""
+    """`best.json`: kind of device to toggle to `value`, `by` (how it won) and `runs` (folders).
+    A row with `alone` won together with the others that have it, and is nothing without them;
+    there stands the row of what won by itself, None where it is as in the baseline."""
     return json.loads(_beside("best.json"))
 
 
-def best_table() -> dict[str, dict[str, str]]:
-    """Kind of device to toggle to what won there."""
+def best_table(alone: bool = False) -> dict[str, dict[str, str]]:
+    """Kind of device to toggle to what won there; alone: what won by itself."""
     return {
-        kind: {k: row["value"] for k, row in rows.items()} for kind, rows in best_rows().items()
+        kind: {
+            name: chosen["value"]
+            for name, row in rows.items()
+            if (chosen := row["alone"] if alone and "alone" in row else row)
+        }
+        for kind, rows in best_rows().items()
+    }
+
+
+def best_together() -> dict[str, dict[str, str]]:
+    """Kind of device to toggle to value, of values that won together and that a device has as a
+    whole, or not at all."""
+    return {
+        kind: {name: row["value"] for name, row in rows.items() if "alone" in row}
+        for kind, rows in best_rows().items()
     }
 
 

@@ -1,19 +1,21 @@
 """Records the GPU runs of data/results, each into a folder of its own.
 
     python -m data.measure [NAMES] [--out DIR] [--models DIR] [--most-gb N] [--only MODELS]
-                             [--like FOLDER]
+                             [--like FOLDER] [--at-most-s N]
 
 NAMES are steps (`matrix.STEPS`), the most important first. Without any, all steps are made in that
 order. A folder that holds a complete run of this commit is kept: a call that was cut off goes on
 where it was. The tree must be committed, for a run names its commit. A GPU is needed, and 45 GB of
 disk for every model. --most-gb leaves the larger models out, --only llama-3-8b-q8_0 all but one (or
-but several, with commas). --like 'plans-step-*,fresh-*' takes rows with such folders alone.
+but several, with commas). --like 'plans-*,fresh-*' takes rows with such folders alone. A row that
+would not end within --at-most-s seconds is left for the next call; how long each took is printed.
 How long a step takes on one H100 stands beside its name. `pipeline` needs two GPUs and is left out
 where there is one. Step `cpu` is for `--device embedded` and `--device host`.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from fnmatch import fnmatch
@@ -44,6 +46,7 @@ def measure(
     like: str = "*",
     device: str = "cuda",
     quick: bool = False,
+    at_most_s: float = math.inf,
 ) -> None:
     """Runs the steps; raises UsageError for a name that is none."""
     for name in names:
@@ -57,7 +60,8 @@ def measure(
             )
     if CPU_STEP in names and device == "cuda":
         raise UsageError(f"step {CPU_STEP} is of a CPU's devices; give --device embedded or host")
-    session, begun = Session(out, models, device, most_gb, quick, only), time.monotonic()
+    begun = time.monotonic()
+    session = Session(out, models, device, most_gb, quick, only, begun + at_most_s)
     for name in names or STEPS:
         begin = time.monotonic()
         print(f"== {name}: about {STEPS.get(name, CPU_SECONDS)} s", flush=True)

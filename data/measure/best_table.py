@@ -8,26 +8,38 @@ A value wins where it is faster in more than half of them and slower in none. Wh
 second cannot tell, the shortest gap between tokens wins (runs of kind `gaps`), then fewer waits.
 With as few waits `auto` wins: it is safe beside any other toggle. A value whose answer did not hold
 is out. What no run of a kind of device compares stays as in the baseline, but for SAFE.
+
+Toggles of TOGETHER can need each other: a plan of a step wants one copy of all inputs. Comparisons
+of sets of them decide them as a whole, beside what won one by one. A set wins where it is faster in
+some test and slower in none, of warm engines and of fresh ones; of several the fastest by the mean.
+What won one by one stays in the table, for devices that cannot honour the whole.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from workbench.bench import gaps, results
 from workbench.bench.comparison import AB
+from workbench.bench.stats import FASTER, SLOWER
 from workbench.config import FAMILIES, SyncMode, Toggles
 from workbench.output import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, TABLE = ROOT / "data/results", ROOT / "workbench/best.json"
 KINDS = ("cuda", "embedded", "host")
+TOGETHER = (
+    "sync", "copy_stream", "host_source", "n_copies", "step_wait", "results", "plans", "plan_scope",
+    "plan_warmup", "plan_evict", "plan_batch", "launch_ahead",
+)  # fmt: skip
+COMPARING = ("ab", "fresh")  # kinds of runs
 SAFE = {"sync": "auto", "graph_reuse": "set_rows"}  # proved, or obvious; until a run says more
 
 
@@ -44,7 +56,7 @@ class Trial(NamedTuple):
 
     @property
     def lost(self) -> bool:
-        return not self.holds or self.verdict == "slower"
+        return not self.holds or self.verdict == SLOWER
 
 
 def made(folders: Iterable[Path]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -79,7 +91,48 @@ def of_kind(runs: dict[str, results.Run]) -> dict[str, dict[str, Any]]:
         trials = _trials_of(name, comparisons)
         if lost := sorted({t.folder for t in trials if t.lost and t.after != t.before}):
             rows[name] = {"value": trials[0].before, "by": "slower", "runs": lost}
-    return rows
+    return rows | _together(runs, rows)
+
+
+def _together(
+    runs: dict[str, results.Run], rows: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Rows of toggles that the set that won has otherwise than `rows`, what won one by one; that
+    stands in them as `alone`, None where it is as in the baseline. Empty where no set won."""
+    off = Toggles().to_dict()
+    singly = {name: rows[name]["value"] if name in rows else off[name] for name in TOGETHER}
+    trials: dict[tuple[str, ...], list[Trial]] = {}
+    for folder, run in runs.items():
+        arms = [arm["toggles"] for arm in run.run["arms"]] if _of_sets(run.run) else []
+        if not arms or any(arms[0][name] != value for name, value in singly.items()):
+            continue
+        named = {arm["name"]: arm["toggles"] for arm in run.run["arms"]}
+        for trial in _trials(folder, AB(run.run, run.samples)):
+            values = tuple(named[trial.after][name] for name in TOGETHER)
+            trials.setdefault(values, []).append(trial)
+    won = {
+        values: fmean(map(math.log, (t.speedup for t in them)))
+        for values, them in trials.items()
+        if any(t.verdict == FASTER for t in them) and not any(t.lost for t in them)
+    }
+    if not won:
+        return {}
+    best = max(won, key=won.__getitem__)
+    folders = sorted({t.folder for them in trials.values() for t in them})
+    return {
+        name: {"value": value, "by": "faster together", "runs": folders, "alone": rows.get(name)}
+        for name, value in zip(TOGETHER, best, strict=True)
+        if value != singly[name]
+    }
+
+
+def _of_sets(run: dict[str, Any]) -> bool:
+    """Whether a run compares sets of toggles of TOGETHER."""
+    if run["kind"] not in COMPARING or run["result"]["toggle"]:
+        return False
+    first, *others = (arm["toggles"] for arm in run["arms"])
+    differ = {name for other in others for name in other if other[name] != first[name]}
+    return bool(differ) and differ <= set(TOGETHER)
 
 
 def _winner(
@@ -91,7 +144,7 @@ def _winner(
     faster = {
         value: median(t.speedup for t in them)
         for value, them in sound.items()
-        if 2 * sum(t.verdict == "faster" for t in them) > len(them)
+        if 2 * sum(t.verdict == FASTER for t in them) > len(them)
     }
     if faster:
         return {"value": max(faster, key=faster.__getitem__), "by": "faster", "runs": folders}
@@ -154,10 +207,12 @@ def _shortest(found: gaps.Gaps, name: str) -> str:
 
 def folders_in(*roots: Path) -> list[Path]:
     """The folders of comparisons and gaps in `roots`; a root may be such a folder itself. Notebooks
-    show a tiny model, and decide nothing."""
+    show one small model, and decide nothing."""
     found = [f.parent for p in roots for f in (*p.glob("run.json"), *p.glob("*/run.json"))]
     kinds = {f: json.loads((f / "run.json").read_text())["kind"] for f in found}
-    return [f for f in found if kinds[f] in ("ab", "gaps") and not f.name.startswith("notebook-")]
+    return [
+        f for f in found if kinds[f] in (*COMPARING, "gaps") and not f.name.startswith("notebook-")
+    ]
 
 
 def text(table: dict[str, Any]) -> str:

@@ -30,6 +30,7 @@ from data.measure.recorded import (
 )
 from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
+from workbench.bench.arms import SETS
 from workbench.bench.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound
 from workbench.bench.comparison import AB
 from workbench.bench.gaps import Gaps
@@ -245,9 +246,11 @@ MECHANISMS = tuple(Mechanism(*row) for row in (
     ("", "sync-own-on-llama-3.2-1b-f16", AFTER, "tg512"),
     ("graph reuse (#8366), in Python", "graph-reuse-llama-3.2-1b-f16", "set_rows", "tg32"),
     ("", "reuse-ways-llama-3.2-1b-bf16", "set_rows", "tg32", "ab", True),
-    ("a plan for each split (#16548)", "plans-split-llama-3.2-1b-bf16", "ours", "tg128", "plans",
+    ("a plan for each split (#16548)", "plans-llama-3.2-1b-bf16", "plans=ours plan_scope=split",
+     "tg128", "plans", True),
+    ("a step is one plan", "plans-llama-3.2-1b-bf16", matrix.STEP, "tg128", "plans", True),
+    ("launched ahead, results direct", "plans-llama-3.2-1b-bf16", matrix.WHOLE, "tg128", "plans",
      True),
-    ("a step is one plan", "plans-step-llama-3.2-1b-bf16", "ours", "tg128", "plans", True),
     ("fusion", "fusion-fuse-with-all-llama-3-8b-q4_0", "on", "tg32"),
     ("norms in halves", "fusion-defer-norm-with-all-llama-3-8b-q4_0", "on", "tg32"),
     ("dependent launch", "fusion-pdl-with-all-llama-3-8b-q4_0", "on", "tg32"),
@@ -262,7 +265,8 @@ def mechanisms(recorded: Recorded) -> Iterator[Line]:
     is missing says so."""
     for name, folder, on, test, kind, later in MECHANISMS:
         row = matrix.the(folder, kind)
-        off = row.compared.partition(",")[0] or f"sync={BEFORE}"
+        off = row.compared.split("," if SETS not in row.compared else SETS)[0].strip()
+        off = off or f"sync={BEFORE}"
         cells = {"mechanism": name, "off": off, "on": on}
         run = recorded.run(folder)
         if run is None:

@@ -14,7 +14,7 @@ import workbench as wb
 from data.measure.matrix import Row
 from data.measure.session import Session, toggles_of
 from workbench.bench import answers, provenance
-from workbench.bench.arms import Arm, make_arms, parse_toggle_spec
+from workbench.bench.arms import Arm, arms_of
 from workbench.bench.comparison import AB
 from workbench.bench.draft import Draft, kept, new_arm, new_run
 from workbench.bench.experiment import describe
@@ -39,17 +39,11 @@ def compared(session: Session, engine: wb.Engine, row: Row) -> AB:
     return found
 
 
-def arms_of(engine: wb.Engine, row: Row) -> list[Arm]:
-    """The arms that a row compares, the control last."""
-    toggle, values = parse_toggle_spec(row.compared)
-    return make_arms(toggle, values, toggles_of(row.toggles, engine))
-
-
 class Turns:
     """The run of a row, while every arm takes its turn in every round."""
 
     def __init__(self, session: Session, engine: wb.Engine, row: Row, tests: Sequence[Workload]):
-        self.arms, self._row = arms_of(engine, row), row
+        toggle, self.arms = arms_of(row.compared, toggles_of(row.toggles, engine))
         self.rounds = 1 if session.quick else row.rounds
         name = session.emptied(row).name
         made = [new_arm(arm.name, arm.toggles.to_dict(), arm.is_control) for arm in self.arms]
@@ -57,20 +51,19 @@ class Turns:
             row.kind, name, name, provenance.collect(engine), made, [t.name for t in tests],
             self.rounds, seed=0,
         )  # fmt: skip
-        toggle = row.compared.partition("=")[0]
         run["result"] |= {"toggle": toggle, "smoke": session.quick, "answers": {}, "counters": {}}
         run["result"] |= {"warm_up": {}, "until": None}
-        self.run, self._tests = run, tests
+        self.run = run
         self._answers: dict[str, list[answers.Answer]] = {}
         self.draft = Draft(run, session.at(row), self._complete)
 
-    def note(self, arm: Arm, engine: wb.Engine) -> None:
-        """At the end of a repetition: what an arm's engine issues, and counted since it was made.
-        Of the counters the latest stand in the run's result."""
+    def note(self, arm: Arm, engine: wb.Engine, *tests: Workload) -> None:
+        """At the end of a repetition: what an arm's engine issues for tests, and counted since it
+        was made. Of the counters the latest stand in the run's result, by arm and test."""
         record = self.run["arms"][self.arms.index(arm)]
         record["sync_mode"] = engine.sync_mode
-        self.run["result"]["counters"][arm.name] = engine.counters
-        for test in self._tests:
+        for test in tests:
+            self.run["result"]["counters"].setdefault(arm.name, {})[test.name] = engine.counters
             if test.name not in record["program"]:
                 record["program"][test.name] = describe(engine, test)
 

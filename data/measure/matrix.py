@@ -5,10 +5,11 @@ A row is one run folder, or one JSON file, of data/results. `python -m data.meas
 tables and targets look rows up by their step. No folder is named a second time.
 
     toggles    a background, and changes to it: `all`, `all fuse=off`, `kept sync=packed`
-    compared   what an A/B compares: `TOGGLE=BASELINE,VALUE...`; of a perplexity run, the reference
+    compared   what an A/B compares: `TOGGLE=BASELINE,VALUE...`, or sets of toggles,
+               `plans=off | plans=ours plan_scope=step`; of a perplexity run, the reference
 
 Backgrounds: `baseline` (everything off), `kept` (programs kept, all else off), `all` (all on but
-plans; `pdl` where the device has it), `planned` (all on, a step is one plan), `best` (the preset).
+plans; `pdl` where the device has it), `best` (the preset).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from workbench.errors import UsageError
 
 # step -> seconds it takes on one H100, models written included; the most important first
 STEPS = {
-    "plans": 420, "reuse": 180, "decode": 150, "kernels": 110, "depth": 35, "load": 15,
-    "perplexity": 150, "batches": 40, "kernels-batches": 110, "fusion": 85, "ablation": 60,
-    "counters": 80, "gaps": 60, "sync": 480, "pipeline": 60, "together": 150,
+    "plans": 240, "best": 45, "reuse": 160, "grown": 75, "decode": 150, "kernels": 110,
+    "depth": 35, "load": 15, "perplexity": 150, "batches": 40, "kernels-batches": 110, "fusion": 85,
+    "ablation": 60, "counters": 80, "gaps": 60, "sync": 480, "pipeline": 60, "together": 150,
 }  # fmt: skip
 CPU_STEP = "cpu"  # of the devices of a CPU, hence only where it is named
 FIRST = ("llama-3-8b-q4_0", "llama-3.2-1b-bf16")  # models measured before others
@@ -69,21 +70,43 @@ RING = "all host_source=pinned_ring_4"
 
 # plans and reuse are taken apart on the first three; of the others tg128 is compared
 PLANNED = (BF16, LLAMA_8B, "llama-3-8b-q8_0")
-COMPARED = ("llama-3.2-1b-q4_k_m", "llama-3.2-3b-q4_k_m", "qwen3-4b-q4_k_m", "llama-3-8b-f16")
-ONE_PLAN = "plan_scope=step sync=packed_implicit copy_stream=compute"  # its inputs are one copy
-SCOPES = {"step": f"all {ONE_PLAN}", "split": "all plan_scope=split"}
-OF_KERNELS = "ours, launches alone"  # the arm that tells what the kernels of a step take
+COMPARED = ("llama-3.2-1b-q4_k_m", "qwen3-4b-q4_k_m", "llama-3.2-3b-q4_k_m", "llama-3-8b-f16")
+ONE_COPY = "sync=packed_implicit copy_stream=compute"  # what a plan of a step wants of its inputs
+OFF, STEP = "plans=off", "plans=ours plan_scope=step"
+DIRECT, AHEAD = "results=direct", "launch_ahead=on"  # what can be added to it
+WHOLE = f"{STEP} {DIRECT} {AHEAD}"
+RULES = tuple(
+    f"plans={rule} plan_scope={scope}"
+    for rule in Toggles.values("plans")[1:]
+    for scope in Toggles.values("plan_scope")
+)
+# background's pdl -> what is added to a plan of a step
+ADDED = {"on": (f"{STEP} {DIRECT}", f"{STEP} {AHEAD}", WHOLE), "off": (WHOLE,)}
+# toggles that make sense together alone: preset `best` has a set of them that won as a whole.
+# kind of device -> what won one by one, then the sets, on a background with everything else
+EARLY = f"{WHOLE} {ONE_COPY} plan_batch=one"
+TRAIN = f"{EARLY} step_wait=outputs host_source=pinned_ring_2"
+SETS = {
+    "cuda": ("plans=off sync=packed copy_stream=auto step_wait=outputs", EARLY, TRAIN,
+             TRAIN.replace("plan_batch=one", "plan_batch=any")),
+    "embedded": ("plans=off sync=auto", EARLY, EARLY.replace("plan_batch=one", "plan_batch=any")),
+}  # fmt: skip
 LAYERS = tuple(name for name in Toggles.names() if name.startswith("redo_"))  # of reuse
-OFF_AND_OURS = "plans=off,ours"
-GROWTH = "kv_growth=step,full"
 N_FRESH = 64  # tokens of a fresh engine
+PARTS_ROUNDS, PARTS_TOKENS = 20, 12  # where the parts of a token are measured: tokens of a round
 SWEPT = (0, 1024, 2048, 4096, 8192, 12288, 16384)  # depths
+
+
+def sets(*arms: str) -> str:
+    """What a row compares: sets of toggles, the baseline first."""
+    return " | ".join(arms)
 
 
 class Row(NamedTuple):
     """One run. kind: what measures it (`steps.KINDS`). model: as folders name it, empty where none
     is loaded. label: what a table calls the row. sizes: tokens computed at once, where the
-    kind asks. gpus: what the machine must have. device: `cuda`, or the CPU's."""
+    kind asks. gpus: what the machine must have. device: `cuda`, or the CPU's. seconds: about how
+    long it takes on one H200, the model loaded; 0 where nobody knows."""
 
     step: str
     folder: str
@@ -102,6 +125,7 @@ class Row(NamedTuple):
     n_devices: int = 1
     gpus: int = 1
     device: str = "cuda"
+    seconds: int = 0
 
 
 def modes_on(stream: str) -> list[str]:
@@ -165,52 +189,88 @@ def _pipeline() -> Iterator[Row]:
         )  # fmt: skip
 
 
+# model -> a token, about, ms on one H200: what the rows below expect to take follows from it
+TOKEN_MS = {
+    BF16: 0.9, LLAMA_8B: 1.8, "llama-3-8b-q8_0": 2.5, "llama-3.2-1b-q4_k_m": 0.6,
+    "llama-3.2-3b-q4_k_m": 1.1, "qwen3-4b-q4_k_m": 1.6, "llama-3-8b-f16": 4.2,
+}  # fmt: skip
+
+
+N_TOLD = 128 + PARTS_ROUNDS * (PARTS_TOKENS + 2) / 7.5  # tokens of a round of `plans`, all told
+
+
+def _seconds(model: str, n_tokens: float, n_arms: int, more_s: float = 0.0) -> int:
+    """Of a comparison with a control: five rounds, two or three to warm up, its engines."""
+    taken = 7.5 * n_tokens * TOKEN_MS[model] / 1e3
+    return round((n_arms + 1) * (taken + 0.2 + more_s))
+
+
 def _plans() -> Iterator[Row]:
-    """Every rule, what is in a plan, and with dependent launch or without; the first tokens of an
-    engine. Of the models that are only compared: off and ours, a step one plan."""
-    rules = f"plans={','.join(Toggles.values('plans'))}"
+    """Every rule, what is in a plan, what is added to it, and with dependent launch or without, in
+    one run; then the first tokens of an engine. Of the models that are only compared: plans of
+    steps. All arms have one ordering, as plans of steps want it."""
     for model in PLANNED:
-        for scope, spec in SCOPES.items():
-            for suffix, pdl in {"": "", "-plain": " pdl=off"}.items():
-                folder = f"plans-{scope}{suffix}-{model}"
-                yield Row("plans", folder, "plans", model, "tg128", spec + pdl, rules)
-        yield Row("plans", f"fresh-{model}", "fresh", model, f"tg{N_FRESH}", SCOPES["step"],
-                  OFF_AND_OURS, rounds=10)  # fmt: skip
+        for pdl, added in ADDED.items():
+            suffix, arms = {"on": "", "off": "-plain"}[pdl], (OFF, *RULES, *added)
+            yield Row(
+                "plans", f"plans{suffix}-{model}", "plans", model, "tg128",
+                f"all {ONE_COPY}" + (" pdl=off" if suffix else ""), sets(*arms),
+                seconds=_seconds(model, N_TOLD, len(arms)),
+            )  # fmt: skip
+        yield Row("plans", f"fresh-{model}", "fresh", model, f"tg{N_FRESH}", f"all {ONE_COPY}",
+                  sets(OFF, STEP, WHOLE), rounds=8, seconds=_seconds(model, N_FRESH, 3, 2.0),
+                  )  # fmt: skip
     for model in COMPARED:
-        toggles = SCOPES["step"]
-        yield Row("plans", f"plans-step-{model}", "plans", model, "tg128", toggles, OFF_AND_OURS)
+        arms = (OFF, STEP, f"{STEP} {DIRECT}", WHOLE, f"{STEP} pdl=off")
+        yield Row("plans", f"plans-{model}", "plans", model, "tg128", f"all {ONE_COPY}",
+                  sets(*arms), seconds=_seconds(model, N_TOLD, len(arms)),
+                  )  # fmt: skip
+
+
+def _sets() -> Iterator[Row]:
+    """The sets that preset `best` could have, beside what won one by one: tokens and prompts, of
+    one ubatch and of four; then the same in engines that are made anew."""
+    compared = sets(*SETS["cuda"])
+    yield Row("best", f"best-fresh-{BF16}", "fresh", BF16, f"tg{N_FRESH},pp512", "all", compared,
+              rounds=8, n_ctx=2048, seconds=_seconds(BF16, N_FRESH, 4, 4.0))  # fmt: skip
+    for model, more_s in {BF16: 0.4, LLAMA_8B: 1.0}.items():
+        yield Row("best", f"best-{model}", "ab", model, "tg128,pp512,pp2048", "all", compared,
+                  n_ctx=2048, seconds=_seconds(model, 128, 4, more_s))  # fmt: skip
 
 
 def _reuse() -> Iterator[Row]:
     """Every way to keep a graph, and each layer of reuse disabled: what it costs is what it saves.
     A graph built anew takes so long that 32 tokens of it tell enough (#16490)."""
     ways = f"graph_reuse={','.join(Toggles.values('graph_reuse'))}"
+    arms = ("redo=off", *(f"{layer}=on" for layer in LAYERS))
     for model in PLANNED:
-        for layer in LAYERS:
-            folder = f"reuse-{layer.replace('_', '-')}-{model}"
-            yield Row("reuse", folder, "ab", model, "tg128", "all", f"{layer}=off,on")
-        yield Row("reuse", f"reuse-ways-{model}", "ab", model, "tg32", "all", ways)
+        build_ms = 12 if model == BF16 else 22
+        yield Row("reuse", f"reuse-layers-{model}", "ab", model, "tg128", "all", sets(*arms),
+                  seconds=_seconds(model, 128, 6) + build_ms)  # fmt: skip
+        yield Row("reuse", f"reuse-ways-{model}", "ab", model, "tg32", "all", ways,
+                  seconds=_seconds(model, 32, 4) + build_ms)  # fmt: skip
 
 
 def _depths() -> Iterator[Row]:
     """How the cache grows, and a sweep over depth, with plans and without."""
     n_ctx = SWEPT[-1] + 1024
-    for model in (LLAMA_8B, BF16):
-        yield Row("plans", f"sweep-{model}", "sweep", model, toggles=SCOPES["step"],
-                  compared=OFF_AND_OURS, n_ctx=n_ctx)  # fmt: skip
-        for name, spec in {"off": "all", "ours": "planned"}.items():
-            folder, tests = f"growth-{name}-{model}", "tg64,tg64@d2048,tg64@d8192"
-            yield Row("plans", folder, "ab", model, tests, spec, GROWTH, f"plans={name}",
-                      n_ctx=n_ctx)  # fmt: skip
+    grown = tuple(f"kv_growth={how} {plans}" for plans in (OFF, WHOLE) for how in ("step", "full"))
+    for model, more_s in {BF16: 2.0, LLAMA_8B: 5.0}.items():
+        yield Row("grown", f"sweep-{model}", "sweep", model, toggles=f"all {ONE_COPY}",
+                  compared=sets(OFF, WHOLE), n_ctx=n_ctx,
+                  seconds=_seconds(model, 32 * len(SWEPT), 2, more_s))  # fmt: skip
+        yield Row("grown", f"growth-{model}", "ab", model, "tg64,tg64@d8192", f"all {ONE_COPY}",
+                  sets(*grown), n_ctx=n_ctx, seconds=_seconds(model, 160, 4, more_s / 2),
+                  )  # fmt: skip
 
 
 def _cpu() -> Iterator[Row]:
     """What preset `best` leaves out or takes on the devices of a CPU."""
     modes = [mode for mode in MODES if mode != SyncMode.IMPLICIT]
     every = {
-        "defer_norm=off,on": "best fuse=on", "fuse=off,on": "best",
-        "graph_reuse=rebuild,set_rows": "best", "step_wait=every,outputs": "best",
-        f"sync={','.join(modes)},auto": "best",
+        "defer_norm=off,on": f"best {OFF} fuse=on", "fuse=off,on": f"best {OFF}",
+        "graph_reuse=rebuild,set_rows": f"best {OFF}", "step_wait=every,outputs": f"best {OFF}",
+        f"sync={','.join(modes)},auto": f"best {OFF}",
     }  # fmt: skip
     for device, wanted in {"embedded": list(every), "host": list(every)[1:3]}.items():
         for compared in wanted:
@@ -222,12 +282,17 @@ def _cpu() -> Iterator[Row]:
                 f"{device}, all else best", rounds=10, n_ctx=2048, device=device,
                 n_ubatch=64 if train else 512,
             )  # fmt: skip
+    for folder, kind, test in (("best", "ab", "tg32,pp64"), ("best-fresh", "fresh", "tg16,pp64")):
+        yield Row(CPU_STEP, folder, kind, "llama-3.2-1b-q4_0", test, "kept",
+                  sets(*SETS["embedded"]), "embedded, all else best", rounds=10, n_ctx=2048,
+                  device="embedded")  # fmt: skip
 
 
 MATRIX: tuple[Row, ...] = (
     *_plans(),
-    *_depths(),
+    *_sets(),
     *_reuse(),
+    *_depths(),
     *(Row("decode", f"decode-{model}{suffix}", "bench", model, "pp512,tg128", toggles)
       for model in DECODED for suffix, toggles in WITHOUT.items()),
     Row("kernels", "kernels", "kernels", test="all", sizes=(1,)),

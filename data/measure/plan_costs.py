@@ -31,7 +31,8 @@ from cyclopts import App
 
 import workbench as wb
 from data.measure.launches import spread
-from data.measure.session import Session, everything, planned
+from data.measure.matrix import ONE_COPY, STEP
+from data.measure.session import Session, toggles_of
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.graphs import COPIES, CudaGraph, GraphArguments, commands_of
 from workbench.backend.issued import Issued, Plannable, in_order
@@ -41,6 +42,7 @@ from workbench.output import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("llama-3.2-1b-bf16", "llama-3-8b-q4_0", "llama-3-8b-q8_0")
+SPECS = (f"all {ONE_COPY} {STEP}", "all plans=ours plan_scope=split")
 ROUNDS, LAUNCHES = 9, 20  # launches of each kind in a round
 
 Costs = dict[str, list[float]]  # us of each time
@@ -67,7 +69,8 @@ def measure(
         kept = wb.Toggles(graph_reuse="set_rows")
         with wb.Engine.load(session.path(model), device="cuda", n_ctx=1024, toggles=kept) as engine:
             described = engine.backend.description
-            for toggles in (planned(engine), everything(engine).switched("plans", "ours")):
+            for spec in SPECS:
+                toggles = toggles_of(spec, engine)
                 with engine.variant(toggles) as side:
                     row = of_engine(side, 2 if quick else rounds)
                 about = {"model": model, "scope": toggles.plan_scope, "toggles": toggles.changed()}

@@ -6,36 +6,64 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from data.measure.matrix import OF_KERNELS
-from data.measure.recorded import Recorded, model_of
+import numpy as np
+
+from data.measure.matrix import SETS
+from data.measure.recorded import Recorded, between, model_of
 from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
 from workbench.bench import results
 from workbench.bench.comparison import AB
 from workbench.bench.stats import SLOWER
-from workbench.bench.token_parts import medians_us
+from workbench.bench.token_parts import PARTS
 from workbench.bench.workload import parse
-from workbench.config import PlanRule, PlanScope
+from workbench.choices import LaunchAhead, PlanRule, PlanScope, Results
 
 OFF, OURS = PlanRule.OFF.value, PlanRule.OURS.value
-MADE = ("captured", "updated", "reinstantiated", "replayed")  # of an engine's plans
+MADE = ("captured", "updated", "reinstantiated", "replayed", "ahead")  # of an engine's plans
+# how an arm has its plans, by toggles: what a target is told of
+KINDS = ("a split", "a step", "a step, direct", "a step, ahead", "a step, direct, ahead")
+
+
+def kind_of(toggles: Mapping[str, str]) -> str:
+    """One of KINDS: what is in a plan, and what is added to it."""
+    added = {"direct": toggles["results"] == Results.DIRECT,
+             "ahead": toggles["launch_ahead"] == LaunchAhead.ON}  # fmt: skip
+    return ", ".join([f"a {toggles['plan_scope']}", *(name for name, on in added.items() if on)])
 
 
 class Planned(NamedTuple):
-    """An arm of a comparison of plans. us: of token, device, gap and host, medians over the rounds.
-    device and gap are of the kernels: where a step is one plan, its copies count to the gap. plans:
-    counters of an engine's plans from its first token on; empty without plans."""
+    """An arm of a comparison of plans. model: as folders name it. us: of token, device, gap and
+    host, medians over the rounds. plans: counters of an engine's plans from its first token on;
+    empty without plans."""
 
     model: str
-    scope: str
-    pdl: str
-    rule: str
+    arm: dict[str, Any]
     row: dict[str, Any]  # of `AB.summary`; the baseline's t/s alone for the baseline
     us: Mapping[str, float]
     calls: int
     nodes: int
     plans: Mapping[str, int]
     ab: AB
+
+    @property
+    def toggles(self) -> Mapping[str, str]:
+        return self.arm["toggles"]
+
+    @property
+    def rule(self) -> str:
+        return self.toggles["plans"]
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.toggles)
+
+    @property
+    def where(self) -> dict[str, str]:
+        """The cells that name it."""
+        plans = self.rule if self.rule != OFF else ""
+        return {"Model": model_of(self.ab.run), "pdl": self.toggles["pdl"],
+                "plans": plans or OFF, "a plan is": self.kind if plans else ""}  # fmt: skip
 
     @property
     def made(self) -> int:
@@ -45,13 +73,13 @@ class Planned(NamedTuple):
 
 def planned(recorded: Recorded) -> Iterator[Planned]:
     """Every arm of every comparison of plans but the controls."""
-    for _, run in recorded.of("plans", "plans"):
-        yield from arms(run)
+    for row, run in recorded.of("plans", "plans"):
+        yield from arms(row.model, run)
 
 
-def arms(run: results.Run) -> Iterator[Planned]:
-    """The arms of a comparison of plans, off first, but the control. None of a run that was cut off
-    before the parts of its tokens were measured."""
+def arms(model: str, run: results.Run) -> Iterator[Planned]:
+    """The arms of a comparison of plans, the baseline first, but the control. None of a run that
+    was cut off before the parts of its tokens were measured."""
     if "parts" not in run.run["result"]:
         return
     ab = AB(run.run, run.samples)
@@ -60,35 +88,56 @@ def arms(run: results.Run) -> Iterator[Planned]:
     for arm in ab.run["arms"]:
         if arm["is_control"]:
             continue
-        toggles, parts = arm["toggles"], ab.run["result"]["parts"]
-        own = parts[arm["name"]]
+        own = ab.run["result"]["parts"][arm["name"]]
         yield Planned(
-            model_of(ab.run), toggles["plan_scope"], toggles["pdl"], arm["name"],
-            summary.get(arm["name"], {"tps_toggled": tps}),
-            medians_us(parts, arm["name"], toggles, OF_KERNELS),
-            own["calls"], own["nodes"],
+            model, arm, summary.get(arm["name"], {"tps_toggled": tps}),
+            {part: float(np.median(own[part])) for part in PARTS}, own["calls"], own["nodes"],
             {k: n for k, n in own["counters"].items() if k.startswith("plans_")}, ab,
         )  # fmt: skip
 
 
 def rules(recorded: Recorded) -> Iterator[Line]:
-    """A model, scope, pdl and rule."""
+    """An arm: speed beside the run's own without plans, launches, the parts of a token."""
     for one in planned(recorded):
-        row, off = one.row, one.rule == OFF
-        cells = {
-            "Model": one.model, "a plan is": f"a {one.scope}", "pdl": one.pdl, "plans": one.rule,
+        row = one.row
+        beside = "speedup" in row and one.toggles["pdl"] == one.ab.run["arms"][0]["toggles"]["pdl"]
+        cells = one.where | {
             "t/s": f"{row['tps_toggled']:.1f}",
-            "Speedup": "" if off else f"{row['speedup']:.3f} ({row['low']:.3f}..{row['high']:.3f})",
-            "verdict": "" if off else row["verdict"], "calls": str(one.calls),
-            "nodes": str(one.nodes),
+            "Speedup": f"{row['speedup']:.3f} ({row['low']:.3f}..{row['high']:.3f})"
+            if beside else "",
+            "verdict": row["verdict"] if beside else "",
+            "calls": str(one.calls), "nodes": str(one.nodes),
         }  # fmt: skip
         cells |= {f"{part} us": f"{one.us[part]:.0f}" for part in ("host", "gap", "device")}
-        cells |= {name: "" if off else str(one.plans[f"plans_{name}"]) for name in MADE}
+        cells |= {name: str(one.plans.get(f"plans_{name}", "")) for name in MADE}
         yield Line(cells, [one.ab])
 
 
+def added(recorded: Recorded) -> Iterator[Line]:
+    """A model: what direct results and launches ahead add to a plan of a step with ours, in the
+    same run; us a token, the difference within a round."""
+    for _, run in recorded.of("plans", "plans"):
+        ab = AB(run.run, run.samples)
+        pdl = ab.run["arms"][0]["toggles"]["pdl"]
+        ours = {kind_of(arm["toggles"]): arm["name"] for arm in ab.run["arms"]
+                if (arm["toggles"]["plans"], arm["toggles"]["pdl"]) == (OURS, pdl)}  # fmt: skip
+        plain = ours.get(KINDS[1])
+        for kind in KINDS[2:]:
+            if plain is not None and kind in ours:
+                found = between(ab, ab.run["tests"][0], plain, ours[kind])
+                yield Line(
+                    {
+                        "Model": model_of(ab.run), "pdl": pdl,
+                        "a plan is": kind, "us a step": f"{1e6 / found.before:.0f}",
+                        "us then": f"{1e6 / found.after:.0f}", "Speedup": found.said,
+                        "verdict": found.verdict,
+                    },
+                    [ab],
+                )  # fmt: skip
+
+
 def costs(recorded: Recorded) -> Iterator[Line]:
-    """A model, scope and rule: what its captures and updates took, each."""
+    """An arm: what its captures and updates took, each."""
     for one in planned(recorded):
         if one.rule == OFF or not one.made:
             continue
@@ -97,9 +146,8 @@ def costs(recorded: Recorded) -> Iterator[Line]:
         )
         tried = one.plans["plans_updated"] + one.plans["plans_reinstantiated"]
         yield Line(
-            {
-                "Model": one.model, "a plan is": f"a {one.scope}", "pdl": one.pdl,
-                "plans": one.rule, "nodes": str(one.nodes),
+            one.where | {
+                "nodes": str(one.nodes),
                 "captures": str(one.made), "us to capture": f"{capture / one.made:.0f}",
                 "us to instantiate": f"{instantiate / one.made:.0f}",
                 "updates": str(tried) if tried else "",
@@ -110,61 +158,110 @@ def costs(recorded: Recorded) -> Iterator[Line]:
 
 
 class Fresh(NamedTuple):
-    """The first tokens of fresh engines. ms: medians of their sum, off and ours. summary: the row
-    of `AB.summary`. plans: counters of an engine's plans at the end of them."""
+    """A test of fresh engines, an arm behind the baseline. ms: medians of a repetition, the
+    baseline's and the arm's. row: of `AB.summary`. plans: counters of an engine's plans at its
+    end."""
 
-    model: str
+    arm: dict[str, Any]
     ms: tuple[float, float]
-    summary: dict[str, Any]
+    row: dict[str, Any]
     plans: Mapping[str, int]
     ab: AB
 
 
-def fresh_of(run: results.Run) -> Fresh:
+def fresh_of(run: results.Run) -> Iterator[Fresh]:
     """What a run of fresh engines says."""
     ab = AB(run.run, run.samples)
-    (row,) = (r for r in ab.summary().to_dict("records") if r["arm"] == OURS)
-    total = ab.samples.groupby(["arm", "repetition"])["ns"].sum().groupby("arm").median() / 1e6
-    plans = ab.run["result"]["counters"][OURS]
-    return Fresh(model_of(ab.run), (total[OFF], total[OURS]), row, plans, ab)
+    total = ab.samples.groupby(["arm", "test", "repetition"])["ns"].sum() / 1e6
+    ms, by_name = total.groupby(["arm", "test"]).median(), {a["name"]: a for a in ab.run["arms"]}
+    for row in ab.summary().to_dict("records"):
+        if not row["is_control"]:
+            before = ms[ab.run["arms"][0]["name"], row["test"]]
+            plans = ab.run["result"]["counters"][row["arm"]][row["test"]]
+            yield Fresh(by_name[row["arm"]], (before, ms[row["arm"], row["test"]]), row, plans, ab)
 
 
 def first_tokens(recorded: Recorded) -> Iterator[Line]:
-    """A model: ms of the first tokens, all that is made for them included."""
-    for one in (fresh_of(run) for _, run in recorded.of("plans", "fresh")):
-        row, plans = one.summary, one.plans
-        making = plans["plans_capture_ns"] + plans["plans_instantiate_ns"]
-        yield Line(
-            {
-                "Model": one.model, "ms off": f"{one.ms[0]:.1f}", "ms ours": f"{one.ms[1]:.1f}",
-                "Speedup": f"{row['speedup']:.3f} ({row['low']:.3f}..{row['high']:.3f})",
-                "A/A band": f"{row['band_low']:.3f}..{row['band_high']:.3f}",
-                "verdict": row["verdict"], "captured": str(plans["plans_captured"]),
-                "ms to capture": f"{making / 1e6:.1f}", "replayed": str(plans["plans_replayed"]),
-            },
-            [one.ab],
-        )  # fmt: skip
+    """A model and arm: ms of the first tokens, all that is made for them included."""
+    for _, run in recorded.of("plans", "fresh"):
+        for one in fresh_of(run):
+            yield Line({"Model": model_of(one.ab.run), "plans": one.arm["toggles"]["plans"],
+                        "a plan is": kind_of(one.arm["toggles"])} | _made_anew(one),
+                       [one.ab])  # fmt: skip
+
+
+def _made_anew(one: Fresh) -> dict[str, str]:
+    row, plans = one.row, one.plans
+    making = plans["plans_capture_ns"] + plans["plans_instantiate_ns"]
+    return {
+        "ms before": f"{one.ms[0]:.1f}", "ms then": f"{one.ms[1]:.1f}",
+        "Speedup": f"{row['speedup']:.3f} ({row['low']:.3f}..{row['high']:.3f})",
+        "A/A band": f"{row['band_low']:.3f}..{row['band_high']:.3f}",
+        "verdict": row["verdict"], "captured": str(plans["plans_captured"]),
+        "ms to capture": f"{making / 1e6:.1f}", "replayed": str(plans["plans_replayed"]),
+    }  # fmt: skip
+
+
+def sets_of_best(recorded: Recorded) -> Iterator[Line]:
+    """A set of toggles that preset `best` could have: beside what won one by one, in engines that
+    are warm or made anew."""
+    for row, run in recorded.of("best"):
+        made = (
+            {(one.arm["name"], one.row["test"]): one for one in fresh_of(run)}
+            if row.kind == "fresh"
+            else {}
+        )
+        ab = AB(run.run, run.samples)
+        for found in ab.summary().to_dict("records"):
+            if found["is_control"]:
+                continue
+            fresh = made.get((found["arm"], found["test"]))
+            yield Line(
+                {
+                    "Model": model_of(ab.run), "engines": "made anew" if fresh else "warm",
+                    "Test": found["test"], "set": _set_name(found["arm"]),
+                    "t/s one by one": f"{found['tps_baseline']:.1f}",
+                    "t/s then": f"{found['tps_toggled']:.1f}",
+                    "Speedup": f"{found['speedup']:.3f} ({found['low']:.3f}..{found['high']:.3f})",
+                    "A/A band": f"{found['band_low']:.3f}..{found['band_high']:.3f}",
+                    "verdict": found["verdict"],
+                    "captured": str(fresh.plans["plans_captured"]) if fresh else "",
+                },
+                [ab],
+            )  # fmt: skip
+
+
+def _set_name(arm: str) -> str:
+    """What of a set tells it from the others on CUDA; the caption has what they share."""
+    shared = _shared()
+    return " ".join(f"`{word}`" for word in arm.split() if word not in shared)
+
+
+def _shared() -> list[str]:
+    first, *others = (arm.split() for arm in SETS["cuda"][1:])
+    return [word for word in first if all(word in other for other in others)]
 
 
 def sweep(recorded: Recorded) -> Iterator[Line]:
     """A model, plans and depth, in the columns of llama.cpp's sweep-bench; the speedup of TG."""
-    for row, run in recorded.of("plans", "sweep"):
+    for _, run in recorded.of("grown", "sweep"):
         ab = AB(run.run, run.samples)
         tests = [parse(test) for test in ab.run["tests"]]
-        seconds = _seconds(run)
-        speedups = {r["test"]: r for r in ab.summary().to_dict("records") if r["arm"] == OURS}
-        for arm in (OFF, OURS):
+        seconds, (first, *others) = _seconds(run), ab.run["arms"][:-1]
+        speedups = {(r["arm"], r["test"]): r for r in ab.summary().to_dict("records")}
+        for arm in (first, *others):
             for pp, tg in zip(tests[::2], tests[1::2], strict=True):
-                t_pp, t_tg = (seconds[arm, test.name] for test in (pp, tg))
-                found = speedups[tg.name]
-                said = f"{found['speedup']:.3f} ({found['low']:.3f}..{found['high']:.3f})"
+                t_pp, t_tg = (seconds[arm["name"], test.name] for test in (pp, tg))
+                found, said = speedups.get((arm["name"], tg.name)), ""
+                if found is not None:
+                    said = f"{found['speedup']:.3f} ({found['low']:.3f}..{found['high']:.3f})"
                 yield Line(
                     {
-                        "Model": model_of(ab.run), row.compared.partition("=")[0]: arm,
+                        "Model": model_of(ab.run), "plans": arm["toggles"]["plans"],
                         "PP": str(pp.n_prompt), "TG": str(tg.n_gen), "N_KV": str(tg.n_depth),
                         "T_PP s": f"{t_pp:.4f}", "S_PP t/s": f"{pp.n_prompt / t_pp:.1f}",
                         "T_TG s": f"{t_tg:.4f}", "S_TG t/s": f"{tg.n_gen / t_tg:.1f}",
-                        "Speedup of TG": said if arm == OURS else "",
+                        "Speedup of TG": said,
                     },
                     [ab],
                 )  # fmt: skip
@@ -220,28 +317,36 @@ def replayed_us(recorded: Recorded, model: str) -> dict[str, Any] | None:
 # figures of targets -------------------------------------------------------------------------------
 
 
-def worst(recorded: Recorded, scope: str, part: str) -> dict[str, Any] | None:
-    """Of all rows of a scope with plans=ours, the one whose part of a token takes longest."""
-    ours = [one for one in planned(recorded) if (one.rule, one.scope) == (OURS, scope)]
+def worst(recorded: Recorded, kind: str, part: str) -> dict[str, Any] | None:
+    """Of all rows of ours whose plans are of a kind, the one whose part of a token takes longest,
+    and how many there are."""
+    ours = [one for one in planned(recorded) if (one.rule, one.kind) == (OURS, kind)]
     if not ours:
         return None
     found = max(ours, key=lambda one: one.us[part])
-    return {"us": found.us[part], "where": f"{found.model}, pdl {found.pdl}"}
+    where = f"{model_of(found.ab.run)}, pdl {found.toggles['pdl']}"
+    return {"us": found.us[part], "where": where, "n": len(ours)}
 
 
-def device_us(recorded: Recorded, model: str, suffix: str) -> Mapping[str, Any] | None:
-    """What the kernels of a token take where they are captured."""
-    run = recorded.run(f"plans-step{suffix}-{model}")
-    return run and next((one.us for one in arms(run) if one.rule == OURS), None)
+def device_us(recorded: Recorded, model: str, pdl: str) -> Mapping[str, Any] | None:
+    """What the kernels of a token take where they are one plan of a step, with ours."""
+    for one in planned(recorded):
+        same = one.toggles["pdl"], one.rule, one.kind
+        if one.model == model and same == (pdl, OURS, KINDS[1]):
+            return one.us
+    return None
 
 
 def never_cost(recorded: Recorded, model: str) -> dict[str, Any] | None:
-    """The first tokens of a fresh engine, ours beside off. slower: 1 where they took longer."""
+    """The first tokens of fresh engines, ours beside off. slower: of how many kinds of plans they
+    took longer."""
     run = recorded.run(f"fresh-{model}")
     if run is None:
         return None
-    row = fresh_of(run).summary
-    return row | {"slower": int(row["verdict"] == SLOWER)}
+    rows = {kind_of(one.arm["toggles"]): one.row for one in fresh_of(run)}
+    said = (f"{row['speedup']:.3f} ({kind}, {row['verdict']})" for kind, row in rows.items())
+    slower = sum(row["verdict"] == SLOWER for row in rows.values())
+    return {"slower": slower, "said": ", ".join(said)}
 
 
 BLOCKS: dict[str, list[Part]] = {
@@ -249,11 +354,18 @@ BLOCKS: dict[str, list[Part]] = {
         Table("Graph plans", rules, None,
               "{tests}, {n} interleaved repetitions; calls of the host and nodes on the device for "
               "a token; us: medians"),
+        "What direct results and launches ahead add to a plan of a step, in the same run:",
+        Table("", added, None, "{tests}, {n} interleaved repetitions, plans=ours"),
     ],
     "plans-costs": [
         Table("Costs of plans", costs, None, "means of an engine's first tokens"),
         Table("Calls for a plan", timed, said=timed_where),
     ],
     "plans-fresh": [Table("First tokens", first_tokens, None, "{tests}, {n} interleaved engines")],
+    "sets-cuda": [
+        Table("Sets of toggles for best", sets_of_best, None,
+              "{n} interleaved repetitions or engines; each set has "
+              + ", ".join(f"`{word}`" for word in _shared())),
+    ],
     "sweep-cuda": [Table("Depth", sweep, None, "{n} interleaved repetitions, medians")],
 }  # fmt: skip

@@ -12,54 +12,51 @@ import numpy as np
 
 import workbench as wb
 from data.measure.in_rounds import Samples, Turns, compared, variants
-from data.measure.matrix import OF_KERNELS, SWEPT, Row
-from data.measure.session import Session, add_to_result, toggles_of
+from data.measure.matrix import PARTS_ROUNDS, PARTS_TOKENS, SWEPT, Row
+from data.measure.session import Session, add_to_result
 from workbench.bench.arms import Arm
 from workbench.bench.token_parts import token_parts
-from workbench.bench.workload import Sample, Workload, draw_tokens, parse, take_sample
-from workbench.config import PlanScope, Toggles
+from workbench.bench.workload import Sample, Workload, draw_tokens, parse_tests, take_sample
+from workbench.config import Toggles
 from workbench.trace.spans import now_ns
 
-PARTS_ROUNDS = 30
 N_PROMPT, N_GEN = 512, 32  # of a row of the sweep
+QUICK_FRESH = {False: "tg4", True: "tg4,pp16"}
 QUICK_SWEPT, QUICK_PROMPT, QUICK_GEN = (0, 256), 128, 4
 
 
 def plans(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """t/s of each rule; then, in turns again, the parts of a token."""
+    """t/s of each arm; then, in turns again, the parts of a token."""
     for row in rows:
         ab = compared(session, engine, row)
         sides = {arm["name"]: Toggles(**arm["toggles"]) for arm in ab.run["arms"][:-1]}
-        if toggles_of(row.toggles, engine).plan_scope == PlanScope.STEP:
-            sides[OF_KERNELS] = toggles_of(f"{row.toggles} {KERNELS_ALONE}", engine)
-        rounds = (2, 4) if session.quick else (PARTS_ROUNDS,)
+        rounds = (2, 4) if session.quick else (PARTS_ROUNDS, PARTS_TOKENS)
         found = token_parts(engine, sides, *rounds)
         add_to_result(session.at(row), parts=found)
-        said = ", ".join(
-            f"{arm} host {np.median(of['host']):.0f} gap {np.median(of['gap']):.0f} "
-            f"device {np.median(of['device']):.0f}"
-            for arm, of in found.items()
-        )
-        print(f"{session.at(row).name}: us of a token: {said}", flush=True)
-
-
-KERNELS_ALONE = "plans=ours plan_scope=split sync=implicit"
+        print(f"{session.at(row).name}: us of a token", flush=True)
+        for arm, of in found.items():
+            said = (f"{part} {np.median(of[part]):.0f}" for part in ("host", "gap", "device"))
+            print(f"  {', '.join(said)}: {arm}", flush=True)
 
 
 def fresh(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
-    """The first tokens of engines that are made anew for every repetition: programs are built and
-    plans captured in them. To make the engine, its memory among it, takes no time here."""
+    """The first tokens of engines that are made anew for every test of every repetition: programs
+    are built and plans captured in them. To make an engine, its memory among it, takes no time
+    here."""
     for row in rows:
-        test = parse("tg4" if session.quick else row.test)
+        tests = parse_tests(QUICK_FRESH["pp" in row.test] if session.quick else row.test)
+        turns = Turns(session, engine, row, tests)
 
-        turns = Turns(session, engine, row, [test])
-
-        def first(round_: int, arm: Arm, test: Workload = test, turns: Turns = turns) -> Samples:
-            tokens = draw_tokens(test, engine.model.n_vocab, 0, max(round_, 0))
-            with engine.variant(arm.toggles) as side:
-                sample = take_sample(side, test, tokens)
-                turns.note(arm, side)
-            return {test.name: sample}
+        def first(
+            round_: int, arm: Arm, tests: list[Workload] = tests, turns: Turns = turns
+        ) -> Samples:
+            found = dict[str, Sample]()
+            for test in tests:
+                tokens = draw_tokens(test, engine.model.n_vocab, 0, max(round_, 0))
+                with engine.variant(arm.toggles) as side:
+                    found[test.name] = take_sample(side, test, tokens)
+                    turns.note(arm, side, test)
+            return found
 
         print(turns.take(first).verdict, flush=True)
 
@@ -89,7 +86,7 @@ def sweep(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
                     sample = _prefilled(side, ids.prompt[depth : depth + n_prompt])
                     if depth in depths:
                         found[Workload(n_prompt, 0, depth).name] = sample
-                turns.note(arm, side)
+                turns.note(arm, side, *tests)
                 return found
 
             print(turns.take(swept).verdict, flush=True)

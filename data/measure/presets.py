@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from data.measure.recorded import Recorded
 from data.measure.tables import Line, Part, Table
+from workbench.config import Toggles
 from workbench.presets import best_rows, fixed_presets
 
 
@@ -17,12 +18,17 @@ def presets(_: Recorded) -> Iterator[Line]:
 
 
 def best(_: Recorded) -> Iterator[Line]:
-    """A toggle of `best` on a kind of device: its value, how it won, and where."""
-    for kind, every in best_rows().items():
-        for name, row in every.items():
-            runs = ", ".join(f"`{run}`" for run in row["runs"])
-            value = f"`{name}={row['value']}`"
-            yield Line({"device": kind, "toggle": value, "won by": row["by"], "runs": runs})
+    """A toggle of `best` on a kind of device: its value, how it won, and where. Of values that won
+    together also what stands for each where a device cannot have them all."""
+    rows = [(kind, *row) for kind, every in best_rows().items() for row in every.items()]
+    together = any("alone" in row for _, _, row in rows)
+    for kind, name, row in rows:
+        runs = ", ".join(f"`{run}`" for run in row["runs"])
+        cells = {"device": kind, "toggle": f"`{name}={row['value']}`", "won by": row["by"]}
+        if together:
+            alone = row.get("alone") or {"value": Toggles().value_of(name)}
+            cells["alone"] = f"`{name}={alone['value']}`" if "alone" in row else ""
+        yield Line(cells | {"runs": runs})
 
 
 BLOCKS: dict[str, list[Part]] = {

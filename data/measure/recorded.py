@@ -19,6 +19,8 @@ import pandas as pd
 from data.measure.matrix import CPU_STEP, SIZES, Row, rows
 from workbench.bench import results
 from workbench.bench.bounds import Bound, bound_of
+from workbench.bench.comparison import AB
+from workbench.bench.stats import Band, Ratio, aa_band, speedup, verdict
 from workbench.bench.workload import parse
 
 NOT_MEASURED = "not measured"
@@ -86,6 +88,39 @@ def tps(run: results.Run, test: str) -> float | None:
     rates = results.rates(run.samples)
     found = rates.loc[rates["test"] == test, "tps"]
     return float(found.median()) if len(found) else None
+
+
+class Between(NamedTuple):
+    """An arm beside another of the same comparison: t/s of both, medians of the same rounds."""
+
+    before: float
+    after: float
+    ratio: Ratio
+    band: Band
+
+    @property
+    def verdict(self) -> str:
+        return verdict(self.ratio, self.band)
+
+    @property
+    def said(self) -> str:
+        return f"{self.ratio.value:.3f} ({self.ratio.low:.3f}..{self.ratio.high:.3f})"
+
+
+def between(ab: AB, test: str, before: str, after: str) -> Between:
+    """What `after` is beside `before`, neither of which need be the baseline; with the A/A band of
+    the comparison."""
+    rates = results.rates(ab.samples)
+    tps = rates[rates["test"] == test].pivot(index="repetition", columns="arm", values="tps")
+    control = next(arm["name"] for arm in ab.run["arms"] if arm["is_control"])
+    first, seed = ab.run["arms"][0]["name"], ab.run["seed"]
+
+    def ratio(a: str, b: str) -> Ratio:
+        pairs = tps[[a, b]].dropna()
+        return speedup(pairs[a].to_numpy(), pairs[b].to_numpy(), seed)
+
+    middle, band = tps[[before, after]].dropna().median(), aa_band(ratio(first, control))
+    return Between(float(middle[before]), float(middle[after]), ratio(before, after), band)
 
 
 class Decode(NamedTuple):

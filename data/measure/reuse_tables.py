@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 from data.measure import peer
-from data.measure.matrix import GROWTH, LAYERS
-from data.measure.recorded import Recorded, model_of
-from data.measure.scheduling import compared, comparisons
+from data.measure.matrix import LAYERS
+from data.measure.recorded import Recorded, between, model_of
 from data.measure.tables import Line, Part, Table
 from workbench.bench import worth
 from workbench.bench.comparison import AB
+from workbench.choices import Redo
 from workbench.config import GraphReuse, Toggles
 
-WAYS, REBUILD, KEPT = "graph_reuse", GraphReuse.REBUILD.value, GraphReuse.SET_ROWS.value
+REDO, WAYS, REBUILD, KEPT = (
+    "redo",
+    "graph_reuse",
+    GraphReuse.REBUILD.value,
+    GraphReuse.SET_ROWS.value,
+)
 
 
 def phases_us(arm: dict[str, Any]) -> dict[str, float]:
@@ -55,17 +59,18 @@ def ways(recorded: Recorded) -> Iterator[Line]:
 def layers(recorded: Recorded) -> Iterator[Line]:
     """A model and layer of reuse: what a token costs more where the layer is disabled, and us in
     each phase then."""
-    for layer in LAYERS:
-        for _, run in recorded.of("reuse", "ab", layer):
-            ab = AB(run.run, run.samples)
-            for arm, row in _arms(ab):
-                more = 1e6 / row["tps_toggled"] - 1e6 / row["tps_baseline"]
-                cells = {
-                    "Model": model_of(ab.run), "done again": layer.removeprefix("redo_"),
-                    "t/s": f"{row['tps_baseline']:.1f}", "t/s then": f"{row['tps_toggled']:.1f}",
-                    "us more": f"{more:.0f}", "Speedup": _speedup(row), "verdict": row["verdict"],
-                }  # fmt: skip
-                yield Line(cells | _cells(arm), [ab])
+    for _, run in recorded.of("reuse", "ab", REDO):
+        ab = AB(run.run, run.samples)
+        for arm, row in _arms(ab):
+            done = [name for name in LAYERS if arm["toggles"][name] == Redo.ON]
+            more = 1e6 / row["tps_toggled"] - 1e6 / row["tps_baseline"]
+            cells = {
+                "Model": model_of(ab.run),
+                "done again": ", ".join(name.removeprefix(f"{REDO}_") for name in done),
+                "t/s": f"{row['tps_baseline']:.1f}", "t/s then": f"{row['tps_toggled']:.1f}",
+                "us more": f"{more:.0f}", "Speedup": _speedup(row), "verdict": row["verdict"],
+            }  # fmt: skip
+            yield Line(cells | _cells(arm), [ab])
 
 
 class Worth(NamedTuple):
@@ -165,6 +170,24 @@ def graph_work(recorded: Recorded, way: str) -> dict[str, Any] | None:
     return {"us": max(found.values()), "said": said} if found else None
 
 
+def growth(recorded: Recorded) -> Iterator[Line]:
+    """A model, test and plans: n_kv that is full beside n_kv that grows, of one run."""
+    for _, run in recorded.of("grown", "ab"):
+        ab = AB(run.run, run.samples)
+        arms = [arm for arm in ab.run["arms"] if not arm["is_control"]]
+        for test in ab.run["tests"]:
+            for step, full in zip(arms[::2], arms[1::2], strict=True):
+                found = between(ab, test, step["name"], full["name"])
+                yield Line(
+                    {
+                        "Model": model_of(ab.run), "Test": test, "plans": step["toggles"]["plans"],
+                        "t/s step": f"{found.before:.1f}", "t/s full": f"{found.after:.1f}",
+                        "Speedup": found.said, "verdict": found.verdict,
+                    },
+                    [ab],
+                )  # fmt: skip
+
+
 BLOCKS: dict[str, list[Part]] = {
     "reuse-cuda": [
         Table("Ways to keep a graph", ways, None,
@@ -179,6 +202,7 @@ BLOCKS: dict[str, list[Part]] = {
         verdict,
     ],
     "growth-cuda": [
-        compared("How n_kv grows", partial(comparisons, step="plans", toggle=GROWTH.split("=")[0])),
+        Table("How n_kv grows", growth, None, "kv_growth=step and full; {n} interleaved "
+              "repetitions"),
     ],
 }  # fmt: skip

@@ -180,11 +180,12 @@ def comparisons(
         for found in ab.summary().to_dict("records"):
             if not found["is_control"]:
                 named = {"what": row.label, "model": model_of(ab.run)}
-                yield Line(found | named | {"toggle": name, "before": before}, [ab])
+                arms = f"{before} -> {found['label']}"
+                yield Line(found | named | {"arms": f"{name}: {arms}" if name else arms}, [ab])
 
 
 COMPARED = {
-    "": "{what}", "Model": "{model}", "Test": "{test}", "toggle": "{toggle}: {before} -> {label}",
+    "": "{what}", "Model": "{model}", "Test": "{test}", "toggle": "{arms}",
     "t/s baseline": "{tps_baseline:.1f}", "t/s toggled": "{tps_toggled:.1f}",
     "Speedup": "{speedup:.2f}", "95% CI": "{low:.2f}..{high:.2f}", "verdict": "{verdict}",
 }  # fmt: skip

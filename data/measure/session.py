@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ from data.measure.matrix import Row
 from workbench.backend.base import open_backend
 from workbench.backend.cuda.kernel import Gemm
 from workbench.bench import provenance, results
-from workbench.bench.arms import switched
+from workbench.bench.arms import parse_changes, switched
 from workbench.bench.kernel_rigs import rig_of
+from workbench.config import BEST, TogglePreset
 from workbench.errors import DeviceError, UsageError
 from workbench.graph import ops
 from workbench.graph.ir import Node
@@ -53,6 +55,7 @@ class Session:
     most_gb: float
     quick: bool
     only: str = ""
+    deadline: float = math.inf
 
     @property
     def prefix(self) -> str:
@@ -100,6 +103,14 @@ class Session:
                 f"{' '.join(parsed(model))}: left out, {gb:.1f} GB is above the limit", flush=True
             )
         return gb <= self.most_gb
+
+    def late(self, row: Row) -> bool:
+        """Whether a run would probably end behind the deadline; says so."""
+        late = time.monotonic() + row.seconds > self.deadline
+        if late:
+            print(f"{self.at(row).name}: left, {row.seconds} s are too many; call again",
+                  flush=True)  # fmt: skip
+        return late
 
     def has(self, row: Row) -> bool:
         """Whether the machine has the GPUs that a row asks for; says so where it has not."""
@@ -154,24 +165,20 @@ def everything(engine: wb.Engine) -> wb.Toggles:
     return toggles.switched("fuse", "on").switched("defer_norm", "on").switched("pdl", pdl)
 
 
-def planned(engine: wb.Engine) -> wb.Toggles:
-    """Everything on, and a step is one plan; for that its inputs are one copy."""
-    made = everything(engine).switched("sync", "packed_implicit")
-    return made.switched("plan_scope", "step").switched("plans", "ours")
-
-
 BACKGROUNDS: dict[str, Callable[[wb.Engine], wb.Toggles]] = {
     "baseline": lambda engine: wb.Toggles(),
     "kept": lambda engine: wb.Toggles(graph_reuse="set_rows"),
     "all": everything,
-    "planned": planned,
-    "best": lambda engine: engine.resolve("best"),
+    BEST: lambda engine: engine.resolve(BEST),
 }
 
 
 def toggles_of(spec: str, engine: wb.Engine) -> wb.Toggles:
-    """What a row's `toggles` say: a background, then each `NAME=VALUE` on top of it."""
+    """What a row's `toggles` say: a background, then each `NAME=VALUE` on top of it. Preset `best`
+    is resolved with them."""
     background, _, changes = spec.partition(" ")
+    if background == BEST:
+        return engine.resolve(TogglePreset(BEST, parse_changes(changes)))
     return switched(BACKGROUNDS[background](engine), changes)
 
 

@@ -47,11 +47,12 @@ TRACE = "timeline.pftrace.gz"
 
 class Kind(NamedTuple):
     """measure: makes the runs of some rows. needs: the key of `result` without which a run is not
-    complete. loads: it wants an engine."""
+    complete. loads: it wants an engine. at_once: rows of a model share what is measured first."""
 
     measure: Callable[[Session, Any, list[Row]], None]
     needs: str = ""
     loads: bool = True
+    at_once: bool = False
 
 
 def bench(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
@@ -194,15 +195,15 @@ def load(session: Session, engine: None, rows: list[Row]) -> None:
 
 
 KINDS: dict[str, Kind] = {
-    "bench": Kind(bench, needs="read_gbps"),
-    "together": Kind(together, needs="read_gbps"),
+    "bench": Kind(bench, needs="read_gbps", at_once=True),
+    "together": Kind(together, needs="read_gbps", at_once=True),
     "ab": Kind(compare),
     "plans": Kind(plans, needs="parts"),
     "fresh": Kind(fresh),
     "sweep": Kind(sweep),
     "gaps": Kind(gaps),
     "trace": Kind(trace),
-    "perplexity": Kind(perplexities, needs="n_ubatch"),
+    "perplexity": Kind(perplexities, needs="n_ubatch", at_once=True),
     "kernels": Kind(kernels, loads=False),
     "load": Kind(load, loads=False),
     "ablation": Kind(ablation),
@@ -228,22 +229,33 @@ def _loaded(row: Row) -> tuple[str, int, int, int, int, int]:
 
 
 def run(session: Session, rows: Sequence[Row]) -> None:
-    """Makes the runs of some rows that are not there yet, each model loaded once."""
+    """Makes the runs of some rows that are not there yet, each model loaded once. Rows that would
+    end behind the session's deadline are left, and named."""
     rows = sorted(rows, key=lambda row: row.model not in FIRST)
     for row in rows:
         if is_there(session, row):
             print(f"{session.at(row).name}: there already, of this commit", flush=True)
     for _, alike in groupby(rows, key=_loaded):
-        group = list(alike)
+        group = [row for row in alike if not (is_there(session, row) or session.late(row))]
+        if not group:
+            continue
         first = group[0]
         if (first.model and not session.takes(first.model)) or not session.has(first):
-            continue
-        if all(is_there(session, row) for row in group):
             continue
         with ExitStack() as stack:
             loads = KINDS[first.kind].loads
             engine = stack.enter_context(session.engine(first)) if loads else None
             for name, of_kind in groupby(group, key=lambda row: row.kind):
-                left = [row for row in of_kind if not is_there(session, row)]
-                if left:
-                    KINDS[name].measure(session, engine, left)
+                _measure(session, engine, KINDS[name], list(of_kind))
+
+
+def _measure(session: Session, engine: Any, kind: Kind, rows: list[Row]) -> None:
+    """Measures rows of a kind, and says how long each took."""
+    for part in [rows] if kind.at_once else [[row] for row in rows]:
+        if session.late(part[0]):
+            continue
+        begin = time.monotonic()
+        kind.measure(session, engine, part)
+        names, about = ", ".join(session.at(row).name for row in part), sum(r.seconds for r in part)
+        expected = f", about {about} expected" if about else ""
+        print(f"== {names}: {time.monotonic() - begin:.1f} s{expected}", flush=True)

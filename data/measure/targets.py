@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 from data.measure import binds, peer, plan_tables, reuse_tables
 from data.measure import recorded as figures
 from data.measure.binds import Bind
-from data.measure.matrix import BATCHED, DECODED, PLANNED, SCOPES, SCORED
+from data.measure.matrix import BATCHED, DECODED, PLANNED, SCORED
 from data.measure.recorded import LARGE, NOT_MEASURED, SMALL, TYPES, Recorded, Share
 from data.measure.tables import Line, Part, Table, block
 from workbench.bench.bounds import FEW
+from workbench.choices import Pdl
 
 Values = Mapping[str, Any]  # of a figure, by name
 
@@ -195,14 +196,14 @@ BESIDE = dict(zip(peer.MODELS, (1.47, 1.16, 1.58, 1.72, 2.2, 2.15, 1.93), strict
 CPU_MODELS = ("llama-3.2-1b Q8_0", "llama-3.2-1b Q4_0")
 
 MOST_GAP_US, MOST_HOST_US = 25, 40  # with plans=ours
+PDL = (Pdl.ON.value, Pdl.OFF.value)
 MOST_DEVICE_US = {  # of an H200: model, with pdl and without, the captured launches of a token
     "llama-3.2-1b-bf16": (809, 904), "llama-3-8b-f16": (3992, 4106),
     "llama-3-8b-q8_0": (2339, 2479), "llama-3-8b-q4_0": (1612, 1701),
     "llama-3.2-1b-q4_k_m": (459, 563), "qwen3-4b-q4_k_m": (1415, 1587),
 }  # fmt: skip
 CAPTURED = {
-    "-plain": {model: MOST_DEVICE_US[model][1] for model in PLANNED},
-    "": {model: us for model, (us, _) in MOST_DEVICE_US.items()},
+    pdl: {model: us[i] for model, us in MOST_DEVICE_US.items()} for i, pdl in enumerate(PDL)
 }
 MOST_GRAPH_US = 60  # before the first command of a token is issued, a kept graph
 
@@ -242,17 +243,17 @@ TARGETS: tuple[Target, ...] = (
     Target(f"decode on two CPU threads: {100 * LEAST_OF_PEER:.0f} % of llama.cpp's",
            dict.fromkeys(CPU_MODELS, LEAST_OF_PEER), on_a_cpu, "{share:.0f} %"),
     *(Target(f"plans=ours, {part} on every row: at most {most} us",
-             dict.fromkeys(SCOPES, most), partial(plan_tables.worst, part=part),
-             "{us:.0f} us ({where})", "us", operator.le)
+             dict.fromkeys(plan_tables.KINDS, most), partial(plan_tables.worst, part=part),
+             "{us:.0f} us (the worst of {n}: {where})", "us", operator.le)
       for part, most in (("gap", MOST_GAP_US), ("host", MOST_HOST_US))),
-    *(Target(f"plans=ours, {'no ' if suffix else ''}pdl: a token's kernels as captured (H200), us",
-             bounds, partial(plan_tables.device_us, suffix=suffix), "{device:.0f} ({bound})",
+    *(Target(f"plans=ours, pdl={pdl}: a token's kernels as captured (H200), us",
+             bounds, partial(plan_tables.device_us, pdl=pdl), "{device:.0f} ({bound})",
              "device", operator.le)
-      for suffix, bounds in CAPTURED.items()),
+      for pdl, bounds in CAPTURED.items()),
     Target("a token's launches replayed one behind the other, as captured (H200), `pdl`, us",
-           CAPTURED[""], plan_tables.replayed_us, "{us:.0f} ({bound})", "us", operator.le),
+           CAPTURED[Pdl.ON], plan_tables.replayed_us, "{us:.0f} ({bound})", "us", operator.le),
     Target("plans never cost: the first 64 tokens of a fresh engine are not slower",
-           dict.fromkeys(PLANNED, 0), plan_tables.never_cost, "{speedup:.3f} ({verdict})", "slower",
+           dict.fromkeys(PLANNED, 0), plan_tables.never_cost, "{said}", "slower",
            operator.le),
     Target(f"graph work of a token, 32 layers, embedded device: at most {MOST_GRAPH_US} us",
            dict.fromkeys(reuse_tables.KEEPING, MOST_GRAPH_US), reuse_tables.graph_work, "{said}",

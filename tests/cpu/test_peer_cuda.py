@@ -96,18 +96,19 @@ def test_both_sides_in_turn(program, tmp_path, tiny_models, monkeypatch, capsys)
 
 
 def test_ours_are_best_with_and_without_plans_of_whole_steps(program, tmp_path, tiny_models):
-    """The campaign's toggles for one plan a step, and results that no copy brings."""
+    """The campaign's toggles for one plan a step that is launched ahead, and direct results."""
     ours = cuda.Wanted().settings
     assert ours == (*inspect.signature(cuda.main).parameters["ours"].default.split(","),)
     first, planned = ours
     assert first == "best" and planned.startswith("best ")
-    assert set(matrix.ONE_PLAN.split()) <= set(planned.split())
+    assert set(matrix.EARLY.split()) <= set(planned.split())
     measure(program, tmp_path / FOLDER, tiny_models, ours=",".join(ours), theirs="default")
     run = results.load_run(tmp_path / FOLDER / MODEL).run
     _, best, whole, control = (arm["toggles"] for arm in run["arms"])
     assert best == control
     changed = {"plans": "ours", "plan_scope": "step", "sync": "packed_implicit",
-               "copy_stream": "compute", "step_wait": "every", "results": "direct"}  # fmt: skip
+               "copy_stream": "compute", "step_wait": "every", "results": "direct",
+               "launch_ahead": "on", "plan_batch": "one"}  # fmt: skip
     assert whole == best | changed
     counters = run["arms"][2]["counters"]
     assert counters["plans_replayed"] > counters["plans_captured"] > 0

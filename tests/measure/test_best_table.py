@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from data.measure import best_table
+from data.measure.matrix import SETS
+from workbench.bench.arms import switched
 from workbench.bench.results import COMPLETE, Run, SampleTable
 from workbench.config import Toggles
 from workbench.presets import best_table as committed
@@ -53,10 +56,81 @@ def test_fewer_waits_win_where_tokens_per_second_cannot_tell():
     assert best_table.of_kind({"run": wrong})["sync"]["value"] == "packed", "answers come first"
 
 
+KEPT = Toggles(graph_reuse="set_rows")
+SINGLY, EARLY, ANY = SETS["embedded"]
+
+
+def test_a_set_of_toggles_wins_as_a_whole():
+    """It stands beside what won one by one, which stays for devices that cannot have the whole."""
+    waits = {"packed": 3, "per_copy": 9}
+    sync = comparison("sync", {"auto": 1.2}, waits)
+    table = best_table.of_kind({"sync": sync, "sets": of_sets({EARLY: 1.1, ANY: 1.05})})
+    won = {name: row["value"] for name, row in table.items()}
+    assert won == {
+        "sync": "packed_implicit", "graph_reuse": "set_rows", "copy_stream": "compute",
+        "results": "direct", "plans": "ours", "plan_scope": "step", "plan_batch": "one",
+        "launch_ahead": "on",
+    }  # fmt: skip
+    assert table["sync"] == {
+        "value": "packed_implicit", "by": "faster together", "runs": ["sets"],
+        "alone": {"value": "auto", "by": "faster", "runs": ["sync"]},
+    }  # fmt: skip
+    assert table["plans"]["alone"] is None and "alone" not in table["graph_reuse"]
+    Toggles(**won)  # legal together
+    assert best_table.text({"embedded": table})
+
+
+def test_the_fastest_set_wins_over_all_tests_of_warm_engines_and_of_fresh_ones():
+    warm = of_sets({EARLY: 1.1, ANY: 1.2})
+    assert best_table.of_kind({"warm": warm}).get("plan_batch") is None, "any is the default"
+    fresh = of_sets({EARLY: 1.0, ANY: 0.8}, "fresh")
+    table = best_table.of_kind({"warm": warm, "fresh": fresh})
+    assert table["plan_batch"]["value"] == "one" and table["plans"]["runs"] == ["fresh", "warm"]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [{"speedups": {EARLY: 0.9, ANY: 0.8}}, {"speedups": {EARLY: 1.0}},
+     {"speedups": {EARLY: 1.5}, "wrong": EARLY},
+     {"speedups": {EARLY: 1.5}, "first": "plans=off sync=packed"},
+     {"speedups": {f"{EARLY} fuse=on": 1.5}}],
+    ids=["slower", "no faster", "another answer", "beside another baseline", "other toggles, too"],
+)  # fmt: skip
+def test_a_set_that_did_not_win_changes_nothing(run):
+    alone = best_table.of_kind({})
+    assert best_table.of_kind({"sets": of_sets(**run)}) == alone == {
+        name: {"value": value, "by": "safe, not measured yet", "runs": []}
+        for name, value in best_table.SAFE.items()
+    }  # fmt: skip
+
+
+def test_sets_on_cuda_stand_beside_what_won_there_one_by_one():
+    singly = {k: v for k, v in committed(alone=True)["cuda"].items() if k in best_table.TOGETHER}
+    first, *others = (switched(Toggles(), spec).to_dict() for spec in SETS["cuda"])
+    assert {name: first[name] for name in best_table.TOGETHER} == {
+        name: singly.get(name, Toggles().value_of(name)) for name in best_table.TOGETHER
+    }
+    for made in others:
+        assert {name for name in made if made[name] != first[name]} <= set(best_table.TOGETHER)
+
+
+def of_sets(speedups, kind="ab", first=SINGLY, wrong=""):
+    """A run that compares sets of toggles on the embedded device."""
+    names = [first, *speedups, f"{first} (A/A)"]
+    toggles = {name: switched(KEPT, name.removesuffix(" (A/A)")) for name in names}
+    return made_up(toggles, speedups, kind, "", wrong=wrong)
+
+
 def comparison(toggle, speedups, waits=None, wrong=""):
     """A run folder of kind `ab` on the embedded device, with these speedups over its baseline."""
-    off, rounds = Toggles().value_of(toggle), 10
-    names = [off, *speedups, f"{off} (A/A)"]
+    off = Toggles().value_of(toggle)
+    toggles = dict.fromkeys((off, *speedups, f"{off} (A/A)"), Toggles())
+    return made_up(toggles, speedups, "ab", toggle, waits, wrong)
+
+
+def made_up(toggles, speedups, kind, toggle, waits=None, wrong=""):
+    """toggles: of each arm, by name, the control's last."""
+    names, rounds = list(toggles), 10
     samples = SampleTable("made")
     for round_ in range(rounds):
         for name in names:
@@ -65,7 +139,7 @@ def comparison(toggle, speedups, waits=None, wrong=""):
     counts = {name: {"waits": (waits or {}).get(name, 9), "launches": 50} for name in names}
     arms = [
         {
-            "name": name, "is_control": "A/A" in name, "toggles": Toggles().to_dict(),
+            "name": name, "is_control": "A/A" in name, "toggles": toggles[name].to_dict(),
             "sync_mode": "", "program": {"tg8": {"counts": counts[name]}},
         }
         for name in names
@@ -75,7 +149,7 @@ def comparison(toggle, speedups, waits=None, wrong=""):
         for name in names[1:]
     }
     run = {
-        "kind": "ab", "status": COMPLETE, "seed": 0, "tests": ["tg8"], "repetitions": rounds,
+        "kind": kind, "status": COMPLETE, "seed": 0, "tests": ["tg8"], "repetitions": rounds,
         "engine": {"device": "embedded"}, "arms": arms,
         "result": {"toggle": toggle, "smoke": False, "warm_up": {}, "answers": answers},
     }  # fmt: skip

@@ -10,6 +10,7 @@ from data.measure import matrix
 from data.measure.blocks import MECHANISMS
 from data.measure.session import BACKGROUNDS, FILES, parsed
 from data.measure.steps import KINDS
+from workbench.bench.arms import arms_of
 from workbench.bench.workload import parse_tests
 from workbench.config import Toggles
 
@@ -39,8 +40,8 @@ def test_a_row_can_be_measured(row):
     if row.model:
         parsed(row.model)
     if row.kind in ("ab", "plans", "fresh", "sweep"):
-        name, _, values = row.compared.partition("=")
-        assert values.split(",")[0] == Toggles().value_of(name)
+        toggle, arms = arms_of(row.compared, Toggles(graph_reuse="set_rows"))
+        assert not toggle or arms[0].name == Toggles().value_of(toggle)
     if row.kind in ("ab", "bench", "together", "plans", "fresh"):
         assert parse_tests(row.test)
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from data.measure import matrix
+from data.measure import best_table, matrix, readme, targets
 from data.measure.__main__ import measure
+from data.measure.recorded import NOT_MEASURED, Recorded
 from data.measure.session import Session, toggles_of
 from workbench.bench.results import load_run
 from workbench.config import Toggles
@@ -31,7 +32,7 @@ def test_models_above_the_limit_are_left_out_and_named(tmp_path: Path, capsys):
 
 
 def test_what_does_not_exist_is_refused_before_anything_runs(tmp_path: Path):
-    with pytest.raises(UsageError, match="step 'decod' does not exist; choose from plans, reuse, "):
+    with pytest.raises(UsageError, match="step 'decod' does not exist; choose from plans, best, "):
         measure("decod", out=tmp_path)
     with pytest.raises(UsageError, match="--only llama: no such model"):
         measure("decode", out=tmp_path, only="llama")
@@ -51,8 +52,36 @@ def test_toggles_of_a_row_are_a_background_and_changes():
     )  # fmt: skip
     assert toggles_of("baseline", Opened()) == Toggles()
     assert toggles_of("all", Opened()).defer_norm == "on"
-    whole = toggles_of("planned", Opened())
-    assert whole == toggles_of(f"all plans=ours {matrix.ONE_PLAN}", Opened())
+    whole = toggles_of(f"all {matrix.EARLY}", Opened())
+    assert (whole.plans, whole.sync, whole.launch_ahead) == ("ours", "packed_implicit", "on")
+
+
+def test_best_of_a_row_is_resolved_with_its_changes(tiny_model):
+    from workbench.engine.engine import Engine
+
+    with Engine.load(tiny_model("tiny-llama", "Q8_0"), device="embedded") as engine:
+        assert toggles_of("best", engine) == engine.resolve("best")
+        off = toggles_of("best plans=off sync=per_copy", engine)
+        assert (off.plans, off.sync, off.graph_reuse) == ("off", "per_copy", "set_rows")
+
+
+def test_what_would_end_behind_the_deadline_is_left_for_the_next_call(tmp_path: Path, capsys):
+    measure("plans", out=tmp_path, models=tmp_path, device="embedded", quick=True, at_most_s=1)
+    assert not list(tmp_path.iterdir())
+    said = capsys.readouterr().out
+    assert all(
+        f"quick-embedded-{row.folder}: left, {row.seconds} s are too many; call again" in said
+        for row in matrix.rows("plans")
+    )
+
+
+def test_rows_of_plans_and_reuse_fit_the_time_that_there_is():
+    """Of one session with a GPU, beside llama.cpp's runs, the tests and the notebooks."""
+    each = {step: sum(row.seconds for row in matrix.rows(step))
+            for step in ("plans", "best", "reuse", "grown")}  # fmt: skip
+    assert all(row.seconds for step in each for row in matrix.rows(step))
+    assert each == pytest.approx({step: matrix.STEPS[step] for step in each}, rel=0.1)
+    assert sum(each.values()) < 660
 
 
 @pytest.mark.slow
@@ -75,17 +104,31 @@ def test_every_step_runs_with_tiny_models(tmp_path: Path, tiny_models: Path):
 
 
 @pytest.mark.slow
-def test_plans_and_reuse_of_a_model_run_with_a_tiny_one(tmp_path: Path, tiny_models: Path):
-    model = matrix.PLANNED[0]
-    measure("plans", "reuse", out=tmp_path, models=tiny_models, device="embedded", quick=True,
-            only=model)  # fmt: skip
+def test_plans_and_reuse_of_a_model_run_with_a_tiny_one(tmp_path: Path, tiny_models: Path, capsys):
+    """Then every table has rows of it, and preset `best` would have a set, or none."""
+    model, steps = matrix.PLANNED[0], ("plans", "best", "reuse", "grown")
+    measure(*steps, out=tmp_path, models=tiny_models, device="embedded", quick=True, only=model)
     made = {path.name.removeprefix("quick-embedded-") for path in tmp_path.iterdir()}
-    wanted = {r.folder for r in matrix.MATRIX if r.step in ("plans", "reuse") and r.model == model}
-    assert made == wanted
-    parts = load_run(tmp_path / f"quick-embedded-plans-step-{model}").run["result"]["parts"]
-    assert list(parts) == [*Toggles.values("plans"), matrix.OF_KERNELS]
-    assert parts["ours"]["calls"] == 1 < parts["ours"]["nodes"] == parts["off"]["calls"]
-    assert parts["ours"]["counters"]["plans_replayed"] > 0
+    wanted = {row.folder: row for step in steps for row in matrix.rows(step) if row.model == model}
+    assert made == wanted.keys()
+    said = capsys.readouterr().out
+    assert all(f"== quick-embedded-{folder}: " in said for folder in made)
+    parts = load_run(tmp_path / f"quick-embedded-plans-{model}").run["result"]["parts"]
+    assert list(parts) == [*map(str.strip, wanted[f"plans-{model}"].compared.split("|"))]
+    step = parts[matrix.STEP]
+    assert step["calls"] == 1 < step["nodes"] == parts[matrix.OFF]["calls"]
+    assert all(
+        of["counters"]["plans_replayed"] > 0 for arm, of in parts.items() if arm != matrix.OFF
+    )
+    assert parts[matrix.WHOLE]["counters"]["plans_ahead"] > 0
+    recorded = Recorded(tmp_path, "quick-embedded")
+    for block in ("plans-cuda", "plans-costs", "plans-fresh", "sets-cuda", "sweep-cuda",
+                  "reuse-cuda", "reuse-verdict", "growth-cuda"):  # fmt: skip
+        assert "tiny-llama" in readme.made(block, recorded)
+    found = {one.what: one.measured for one in targets.targets(recorded)}
+    told = [measured for what, measured in found.items() if what.startswith("plans")]
+    assert len(told) == 5 and told.count(NOT_MEASURED) == 1, "of pdl, which no CPU has"
+    best_table.made(best_table.folders_in(tmp_path))
 
 
 def test_rows_can_be_chosen_by_their_folders(tmp_path: Path, capsys):

@@ -35,7 +35,7 @@ from cyclopts import App
 
 import workbench as wb
 from data.measure import peer as recorded
-from data.measure.matrix import ONE_PLAN
+from data.measure.matrix import EARLY
 from data.measure.peer import LLAMA, MODELS, OURS, SWITCHES, TESTS, PeerRun
 from data.measure.session import parsed, toggles_of
 from tests.peer.llama_bench import LlamaBench, arguments, build, find, name_of
@@ -55,11 +55,7 @@ from workbench.model.synth import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, FILES = ROOT / "data" / "results" / recorded.FOLDER, ROOT / "data" / "models"
-# every word once, whatever the campaign's has
-WHOLE_STEP = " ".join(
-    dict.fromkeys(f"best plans=ours {ONE_PLAN} step_wait=every results=direct".split())
-)
-SETTINGS = ("best", WHOLE_STEP)
+SETTINGS = ("best", f"best {EARLY} step_wait=every")
 SWITCHED = ("default", "graphs=off", "graph_opt=1", "reuse=off")
 N_CTX, N_UBATCH = 1024, 512  # llama-bench's own ubatch
 

@@ -89,13 +89,22 @@ def arms_of(spec: str, background: Toggles) -> tuple[str, list[Arm]]:
 def switched(background: Toggles, changes: str) -> Toggles:
     """The background with `NAME=VALUE NAME=VALUE...`; raises UsageError for what does not exist."""
     given: dict[str, str] = {}
+    for name, value in parse_changes(changes).items():
+        given |= dict.fromkeys(Toggles.members(name), value)
+    return dataclasses.replace(background, **given)
+
+
+def parse_changes(changes: str) -> dict[str, str]:
+    """`NAME=VALUE NAME=VALUE...` by name; raises UsageError for a name that does not exist, and for
+    one without a value."""
+    given: dict[str, str] = {}
     for change in changes.split():
         name, equals, value = change.partition("=")
         known = Toggles.values(name)
         if not equals:
             raise UsageError(f"toggle {name} has no value; write {name}={known[-1]}")
-        given |= dict.fromkeys(Toggles.members(name), value)
-    return dataclasses.replace(background, **given)
+        given[name] = value
+    return given
 
 
 def answer_between(before: Toggles, after: Toggles) -> str:

@@ -1,14 +1,13 @@
 """Which toggles an engine has on a device, and how its copies, waits and launches are ordered."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from workbench.backend.plan import check_ahead
 from workbench.config import BEST, TogglePreset, Toggles
 from workbench.engine.loaded import Loaded
 from workbench.errors import DeviceError, UsageError, WorkbenchError
-from workbench.presets import best_table
-from workbench.program.capabilities import Capabilities
+from workbench.presets import best_table, best_together
 from workbench.program.plans import choose_scope
 from workbench.program.sync_modes import Ordering, choose_ordering, choose_pdl
 
@@ -26,27 +25,32 @@ def as_preset(wanted: Wanted) -> TogglePreset | None:
 
 def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
     """The toggles that are meant on a device. `best` has each value that won on such a device and
-    that the backend can honour. Raises UsageError for a change that clashes with a preset."""
+    that the backend can honour. Values that won together it has as a whole, with the changes, or
+    not at all. Raises UsageError for a change that clashes with a preset."""
     if isinstance(wanted, Toggles):
         return wanted
     preset = as_preset(wanted)
     assert preset is not None
     if not preset.of_device:
         return preset.toggles()
-    able, values = loaded.backend.capabilities, dict[str, str]()
-    for name, value in best_table().get(loaded.device, {}).items():
+    values = dict[str, str]()
+    for name, value in best_table(alone=True).get(loaded.device, {}).items():
         more = values | {name: value}
-        if _honours(TogglePreset(BEST).toggles(more), able, loaded.device):
+        if _honours(TogglePreset(BEST), more, loaded):
             values = more
-    return preset.toggles(values)
+    whole = values | best_together().get(loaded.device, {})
+    return preset.toggles(whole if _honours(preset, whole, loaded) else values)
 
 
-def _honours(toggles: Toggles, able: Capabilities, device: str) -> bool:
+def _honours(preset: TogglePreset, values: Mapping[str, str], loaded: Loaded) -> bool:
+    """Whether a device can have these values of a preset, with its changes."""
+    able, device = loaded.backend.capabilities, loaded.device
     try:
+        toggles = preset.toggles(values)
         ordering = choose_ordering(Ordering.of(toggles), able, device)
         choose_pdl(toggles.pdl, able, device)
         choose_scope(toggles.plans, toggles.plan_scope, ordering, able, device)
-        check_ahead(toggles, ordering)
+        check_ahead(toggles, ordering, len(loaded.backends) - 1)
     except WorkbenchError:
         return False
     return True

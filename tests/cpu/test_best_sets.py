@@ -1,0 +1,80 @@
+"""Toggles of preset `best` that won together: a device has them as a whole, or not at all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from data.measure.matrix import SETS
+from workbench.bench.arms import parse_changes
+from workbench.config import Toggles
+
+WHOLE = parse_changes(SETS["embedded"][1])
+ALONE = {"sync": "auto", "graph_reuse": "set_rows"}
+
+
+@pytest.fixture(autouse=True)
+def won(monkeypatch):
+    """A table in which a set has won on every kind of device."""
+
+    def row(value: str, **more: Any) -> dict[str, Any]:
+        return {"value": value, "by": "made up", "runs": []} | more
+
+    rows = {name: row(value) for name, value in ALONE.items()}
+    rows |= {
+        name: row(value, alone=row(ALONE[name]) if name in ALONE else None)
+        for name, value in WHOLE.items()
+    }
+    table = json.loads(json.dumps(dict.fromkeys(("cuda", "embedded", "host"), rows)))
+    monkeypatch.setattr("workbench.presets.best_rows", lambda: table)
+
+
+def load(tiny_model, device="embedded", **given) -> wb.Engine:
+    return wb.Engine.load(tiny_model("tiny-llama", "Q8_0"), device=device, **given)
+
+
+def test_a_device_that_can_has_the_whole(tiny_model):
+    """With the baseline's answer, plans replayed, and launched ahead."""
+    tokens = (1, 5, 9, 2, 7, 3)
+    with load(tiny_model) as engine:
+        assert engine.toggles.changed() == {"graph_reuse": "set_rows"} | WHOLE
+        found, counted = [engine.step([token]).copy() for token in tokens], engine.counters
+        with engine.variant(Toggles()) as baseline:
+            for token, logits in zip(tokens, found, strict=True):
+                assert np.array_equal(logits, baseline.step([token]))
+        assert counted["plans_replayed"] > 0 and counted["plans_ahead"] > 0
+
+
+@pytest.mark.parametrize(
+    "given", [{"device": "host"}, {"n_devices": 2}], ids=["no capture", "two devices"]
+)
+def test_a_device_that_cannot_has_what_won_one_by_one(tiny_model, given):
+    with load(tiny_model, **given) as engine:
+        assert engine.toggles == Toggles(**ALONE)
+
+
+def test_what_is_changed_can_rule_the_whole_out(tiny_model):
+    """Then all of it goes, and what won one by one stands with the change."""
+    with load(tiny_model) as engine:
+        for name, value in (("plans", "off"), ("sync", "per_copy"), ("n_copies", "4")):
+            found = engine.resolve(Toggles.preset("best", **{name: value}))
+            assert found == Toggles(**ALONE | {name: value})
+        for name, value in (("launch_ahead", "off"), ("results", "copy"), ("fuse", "on")):
+            found = engine.resolve(Toggles.preset("best", **{name: value}))
+            assert found == Toggles(**ALONE | WHOLE | {name: value})
+
+
+def test_the_page_says_what_stands_for_each_value_alone():
+    from data.measure.presets import best
+    from data.measure.recorded import Recorded
+    from workbench.presets import best_together
+
+    lines = {line.values["toggle"]: line.values for line in best(Recorded.__new__(Recorded))}
+    assert lines["`sync=packed_implicit`"]["alone"] == "`sync=auto`"
+    assert lines["`plans=ours`"]["alone"] == "`plans=off`"
+    assert lines["`graph_reuse=set_rows`"]["alone"] == ""
+    assert best_together()["cuda"] == WHOLE
