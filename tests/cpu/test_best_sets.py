@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,11 @@ import pytest
 
 import workbench as wb
 from data.measure.matrix import SETS
+from data.measure.presets import best
+from data.measure.recorded import Recorded
 from workbench.bench.arms import parse_changes
 from workbench.config import Toggles
+from workbench.presets import best_together
 
 WHOLE = parse_changes(SETS["embedded"][1])
 ALONE = {"sync": "auto", "graph_reuse": "set_rows"}
@@ -30,7 +34,8 @@ def won(monkeypatch):
         for name, value in WHOLE.items()
     }
     table = json.loads(json.dumps(dict.fromkeys(("cuda", "embedded", "host"), rows)))
-    monkeypatch.setattr("workbench.presets.best_rows", lambda: table)
+    for module in ("workbench.presets", "data.measure.presets"):
+        monkeypatch.setattr(f"{module}.best_rows", lambda: table)
 
 
 def load(tiny_model, device="embedded", **given) -> wb.Engine:
@@ -69,11 +74,7 @@ def test_what_is_changed_can_rule_the_whole_out(tiny_model):
 
 
 def test_the_page_says_what_stands_for_each_value_alone():
-    from data.measure.presets import best
-    from data.measure.recorded import Recorded
-    from workbench.presets import best_together
-
-    lines = {line.values["toggle"]: line.values for line in best(Recorded.__new__(Recorded))}
+    lines = {line.values["toggle"]: line.values for line in best(Recorded(Path("nowhere")))}
     assert lines["`sync=packed_implicit`"]["alone"] == "`sync=auto`"
     assert lines["`plans=ours`"]["alone"] == "`plans=off`"
     assert lines["`graph_reuse=set_rows`"]["alone"] == ""
