@@ -269,7 +269,7 @@ def mechanisms(recorded: Recorded) -> Iterator[Line]:
         off = off or f"sync={BEFORE}"
         cells = {"mechanism": name, "off": off, "on": on}
         run = recorded.run(folder)
-        if run is None:
+        if run is None or (test != GAP and test not in run.run["tests"]):
             if not later:
                 yield Line(cells | {"verdict": NOT_MEASURED})
             continue

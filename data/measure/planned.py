@@ -97,6 +97,7 @@ def _decoded(engine: wb.Engine, tokens: list[int]) -> Sample:
     for token in tokens:
         logits = engine.step((token,))
         stamps.append(now_ns())
+    engine.synchronize()  # what was launched ahead holds up no prompt
     return _sample(np.diff(np.array(stamps, np.int64)), np.ones(len(tokens), np.int64), logits)
 
 
