@@ -176,10 +176,16 @@ class PlanRule(Choice):
 
 class PlanScope(Choice):
     """What is in a plan. STEP wants an ordering without a wait of the host between the first copy
-    and the last launch."""
+    and the last launch. Of several devices each has a plan, which waits in front for all that its
+    part of the step needs, also for room on the next device. So devices that overlap in a train of
+    ubatches (step_wait=outputs) take turns with STEP, unless inputs have several buffers."""
 
     SPLIT = "split", "the launches of each split"
-    STEP = "step", "input copies, launches and copies of results: all of a step where one device is"
+    STEP = (
+        "step",
+        "input copies, launches, copies of results: all of a step where one device is; several "
+        "devices overlap only with n_copies=4",
+    )
 
 
 class PlanWarmup(Choice):

@@ -14,7 +14,15 @@ import workbench as wb
 from tests.gates import hold
 from tests.orderings import PLACED
 from workbench.program.check.hazards import check
-from workbench.program.commands import COPY_STREAM, Copy, Program, Replay, Stream
+from workbench.program.commands import (
+    COPY_STREAM,
+    Copy,
+    Program,
+    Record,
+    Replay,
+    Stream,
+    Wait,
+)
 
 PLANS: dict[str, dict[str, str]] = {
     "split": {"sync": "per_copy"},
@@ -50,6 +58,29 @@ def test_captured_programs_are_safe_and_right_on_every_placement(placed, plans):
         counts = engine.counters
         assert counts["plans_replayed"] >= engine.n_steps and not counts["plans_issued"]
         assert check(engine.cycle(len(PROMPT), len(DECODED))).safe
+
+
+@pytest.mark.parametrize(
+    ("plans", "n_copies", "behind"),
+    [("split", "1", None), ("step", "1", 1), ("step", "4", 4)],
+)
+def test_what_plans_of_several_devices_wait_for(tiny_model, plans, n_copies, behind):
+    """behind: how many steps back the last device's plan is that the first device's waits for in
+    front. A plan of launches waits for none; a copy behind it does."""
+    toggles = wb.Toggles(
+        sync="implicit", step_wait="outputs", host_source="pinned_ring_4", graph_reuse="set_rows",
+        plans="ours", plan_scope=plans, n_copies=n_copies,
+    )  # fmt: skip
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=64, n_ubatch=8, threads=1,
+        n_devices=2, toggles=toggles,
+    ) as engine:  # fmt: skip
+        steps = engine.programs(6 * 8)
+    recorded = [{c.event for c in step.commands if isinstance(c, Record)} for step in steps]
+    first = next(n for n, c in enumerate(steps[-1].commands) if isinstance(c, Replay))
+    waits = [c.event for c in steps[-1].commands[:first] if isinstance(c, Wait)]
+    found = [next(n for n in range(1, 6) if event in recorded[5 - n]) for event in waits]
+    assert found == ([] if behind is None else [behind])
 
 
 def first_copy_elsewhere(program: Program) -> Program:

@@ -10,9 +10,12 @@ captures and replays it. Here it says which commands those are:
 
 What a plan needs from outside is waited for in front of it. What others need of it is recorded
 behind it. So Waits for others' events move in front, and Records for others move behind, both on
-the stream that the plan is launched on. Parts on another stream lose its order with what it does
-outside; where it does anything, it is joined with the plan's stream in front and behind. All of
-that only adds order.
+the stream that the plan is launched on. With `step` on several devices that costs overlap: before a
+plan begins, the next device has to be done with what the plan's last copy overwrites. Several
+buffers (n_copies=4) give the overlap back.
+
+Parts on another stream lose its order with what it does outside; where it does anything, it is
+joined with the plan's stream in front and behind. All of that only adds order.
 """
 
 from __future__ import annotations
