@@ -27,7 +27,8 @@ from workbench.backend.gate import (
 from workbench.backend.issued import Issued, Plannable, Words
 from workbench.backend.landing import N_BLOCKS, Landing
 from workbench.backend.null import open_backend
-from workbench.backend.plan import Plan, in_words
+from workbench.backend.plan import Plan
+from workbench.backend.plan_words import in_words
 from workbench.program.commands import HOST, Buffer, Copy, Range, Replay, Space, Stream
 
 

@@ -23,9 +23,9 @@ from workbench.backend.plan import (
     NoPlans,
     Plans,
     Policy,
-    in_words,
     plans_of,
 )
+from workbench.backend.plan_words import in_words
 from workbench.config import Toggles
 from workbench.errors import DeviceError
 from workbench.graph.ir import StepShape

@@ -120,11 +120,11 @@ class GatedCall:
             counts["plans_issued"] += 1
             work.call()
             return
-        counts["plans_replayed"] += 1
         if work.gate is None:
-            captured.launch()
+            plan.ask(captured.launch)
         elif not self._opened:
-            gate.launch(captured)
+            plan.ask(gate.launch, captured)
+        counts["plans_replayed"] += 1
 
     @property
     def is_gated(self) -> bool:
@@ -143,7 +143,7 @@ class GatedCall:
             return
         plan = self._plans.get(tuple(reserved))
         if plan is not None and self._fits(plan) and plan.captured is not None:
-            self._gate.arm(plan.captured)
+            plan.ask(self._gate.arm, plan.captured)
 
     def missed(self) -> bool:
         """Whether the latest launch, which is over, found its gate closed."""

@@ -90,7 +90,7 @@ class Captured(ABC):
     @abstractmethod
     def destroy(self) -> None:
         """Gives the recording back when queued launches are over. Twice is fine, also after the
-        backend was closed. `launch` raises DeviceError then."""
+        backend was closed. `launch` and `update` raise DeviceError then."""
 
 
 class Backend(ABC):

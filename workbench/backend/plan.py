@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from workbench.backend import ahead
 from workbench.backend.ahead import GatedCall, inputs_of, prepare_ahead
@@ -32,6 +32,7 @@ from workbench.backend.gate import Gate
 from workbench.backend.issue import Executed, Executor, Prepared, SplitWork, eager
 from workbench.backend.issued import Plannable
 from workbench.choices import LaunchAhead, PlanBatch, PlanEvict, PlanRule, PlanWarmup
+from workbench.errors import DeviceError
 from workbench.program.commands import Buffer, Program, Replay
 from workbench.program.sync_modes import Ordering
 from workbench.toggles import Toggles
@@ -41,6 +42,7 @@ IDLE_S, SWEEP_S = 10.0, 5.0  # llama.cpp's
 
 Identity = tuple[tuple[Hashable, ...], tuple[tuple[int, ...], ...]]  # key, addresses of each part
 Seat = tuple[Hashable, ...]  # which plan of a step
+R = TypeVar("R")
 
 
 class Policy(NamedTuple):
@@ -86,6 +88,14 @@ class Plan:
         self.uid = self.alike = 0
         self.used = 0.0
         self.work: Callable[[], Plannable | None] = _nobody
+
+    def ask(self, act: Callable[..., R], *given: Any) -> R:
+        """What `act` of the captured plan returns. Where it fails, the next call captures anew."""
+        try:
+            return act(*given)
+        except DeviceError:
+            self.destroy()
+            raise
 
     def destroy(self) -> None:
         captured, self.captured, self.recorded, self.fits = self.captured, None, None, False
@@ -185,8 +195,8 @@ class Plans(NoPlans):
                 self._sweep(now)
             work.replayed = captured = plan.captured if plan.fits else None
             if captured is not None:
+                plan.ask(captured.launch)
                 counts["plans_replayed"] += 1
-                captured.launch()
             else:
                 counts["plans_issued"] += 1
                 work.call()
@@ -300,7 +310,8 @@ class Plans(NoPlans):
         if captured is not None:
             start = time.perf_counter_ns()
             looked = self._policy.rule != PlanRule.PR
-            done = captured.update(work, _changed(plan.recorded, plan.identity) if looked else None)
+            changed = _changed(plan.recorded, plan.identity) if looked else None
+            done = plan.ask(captured.update, work, changed)
             counts["plans_update_ns"] += time.perf_counter_ns() - start
             if done:
                 counts["plans_updated"] += 1
@@ -345,31 +356,6 @@ COUNTS = (
     "plans_captured", "plans_updated", "plans_reinstantiated", "plans_replayed", "plans_issued",
     "plans_evicted", "plans_capture_ns", "plans_instantiate_ns", "plans_update_ns",
 )  # fmt: skip
-
-
-def in_words(counts: Mapping[str, int]) -> str:
-    """A line on plans, as `plans: 3 captured (2.1 ms), 0 updated, 61 replayed`; empty where there
-    are none. counts: `Plans.counts`, or more."""
-    if not any(counts.get(name) for name in COUNTS):
-        return ""
-    made_ns = counts["plans_capture_ns"] + counts["plans_instantiate_ns"]
-    updated = f"{counts['plans_updated']} updated"
-    if counts["plans_updated"]:
-        updated += f" ({counts['plans_update_ns'] / 1e6:.1f} ms)"
-    said = [
-        f"{counts['plans_captured']} captured ({made_ns / 1e6:.1f} ms)",
-        updated,
-        f"{counts['plans_replayed']} replayed",
-    ]
-    for name, words in (
-        ("reinstantiated", "instantiated again"),
-        ("evicted", "evicted"),
-        ("issued", "issued part by part"),
-        ("ahead", "launched ahead"),
-        ("ahead_missed", "launched ahead for nothing"),
-    ):
-        said += [f"{n} {words}" for n in [counts.get(f"plans_{name}")] if n]
-    return f"plans: {', '.join(said)}"
 
 
 def _identity(work: Plannable, had: Plan) -> Identity:

@@ -107,6 +107,7 @@ def _refuse(nodes: _Nodes, node: _Node) -> None:
     )
 
 
+_DESTROYED = "this plan is destroyed; capture its commands again"
 _ADD: dict[type, Callable[[_Nodes, _Node], None]] = {
     KernelBlock: _Nodes._kernel,
     RecordBlock: _Nodes._record,
@@ -233,6 +234,8 @@ class EmbeddedPlan(Captured):
         return found
 
     def update(self, work: Plannable, changed: Sequence[int] | None) -> bool:
+        if self._plan[loops.DESTROYED // 8]:
+            raise DeviceError(_DESTROYED)
         blocks = self._changed_blocks(work, changed)
         if blocks is None:
             return False
@@ -281,7 +284,7 @@ def _launch_slowly(plan: array[int], rings: Sequence[Ring]) -> None:
     """Launches where a ring was full: waits for room. Raises DeviceError where it never can."""
     while True:
         if plan[loops.DESTROYED // 8]:
-            raise DeviceError("this plan is destroyed; capture its commands again")
+            raise DeviceError(_DESTROYED)
         for ring in rings:
             ring.await_room()
         if push_walks(plan.buffer_info()[0]) == loops.PUSHED:
