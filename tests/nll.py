@@ -14,6 +14,7 @@ from workbench.bench.divergence import score
 from workbench.errors import UsageError
 
 N_UBATCH, N_WINDOW = 8, 80
+ORDERINGS = (188, 52)  # of every one: safe, racing
 TEXT = np.random.default_rng(20463).integers(3, 1000, 2 * N_WINDOW + 1)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import workbench as wb
 from tests.gates import hold
-from tests.nll import is_the_same_under_every_ordering, nll
+from tests.nll import ORDERINGS, is_the_same_under_every_ordering, nll
 from tests.orderings import PLACED
 from workbench.backend.cuda.backend import open_backend
 from workbench.config import Toggles
@@ -63,7 +63,7 @@ def test_every_token_has_the_same_nll_under_every_safe_ordering(placed, of_one):
     if "host" not in name:
         assert np.array_equal(wanted, of_one)
     assert np.allclose(wanted, of_one, atol=0.05)
-    assert is_the_same_under_every_ordering(engine, wanted) == (176, 32)
+    assert is_the_same_under_every_ordering(engine, wanted) == ORDERINGS
 
 
 @pytest.mark.parametrize("quant", ["F16", "Q4_K_M"])
