@@ -16,7 +16,7 @@ import pytest
 import workbench as wb
 from workbench.backend import plan
 from workbench.backend.bind import Binding
-from workbench.backend.gate import Gate
+from workbench.backend.gate import RAN, Gate
 from workbench.backend.issued import Issued
 from workbench.bench.workload import draw_tokens, parse, take_sample
 from workbench.program import commands as c
@@ -212,6 +212,16 @@ def test_the_armed_plan_itself_is_not_launched_again(device):
     counts = device.engine.counters
     assert counts["plans_ahead"] == before["plans_ahead"] + 1
     assert counts["plans_ahead_missed"] == before["plans_ahead_missed"]
+
+
+def test_a_trace_begins_when_what_was_launched_ahead_is_over(device):
+    gate = device.engine._plans._gate
+    with wb.profile(device.engine) as traced:
+        assert gate._words[RAN // 8] == gate._launched
+        device.engine.step([3])
+    assert {span.args["step"] for span in traced.timeline.spans if "step" in span.args} == {
+        device.engine.n_steps - 1
+    }
 
 
 @pytest.mark.parametrize("test", ["tg4", "pp4+tg4@s2"])

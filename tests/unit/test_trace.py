@@ -51,6 +51,9 @@ class FakeEngine:
         self.n_steps = 40
         self._loaded = self  # what it stands on, for `exclusive`
 
+    def synchronize(self) -> None:
+        """Nothing is queued."""
+
     def step(self) -> None:
         n, self.n_steps = self.n_steps, self.n_steps + 1
         r = self.recorder

@@ -306,6 +306,7 @@ def profile(
             f"collector={collector!r} does not exist; choose one of {', '.join(COLLECTORS)}"
         )
     recorder, fallback = _recorder(engine, window, nvtx, collector)
+    engine.synchronize()  # a step that was launched ahead is in nobody's trace
     before = engine.recorder
     engine.recorder = recorder
     try:
