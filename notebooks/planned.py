@@ -117,21 +117,19 @@ def _after(once: float, saved: float, known: int) -> str:
     return NEVER if known == -1 else UNKNOWN
 
 
-def gap_table(
-    parts: Mapping[str, Mapping[str, Any]], arms: Mapping[str, Toggles], of_kernels: str
-) -> pd.DataFrame:
+def gap_table(parts: Mapping[str, Mapping[str, Any]], arms: Mapping[str, Toggles]) -> pd.DataFrame:
     """Where a token's time goes in each arm, us, by the device's clock (`bench/token_parts.py`).
-    of_kernels: the arm whose plans are launches alone. Then what an arm saves of the first arm's
-    token, the median over the rounds and its 95 % interval, and when that repays its captures."""
+    Then what an arm saves of the first arm's plain token, the median over the rounds and its 95 %
+    interval, and when that repays its captures."""
     rows: list[dict[str, Any]] = []
-    first = np.array(parts[next(iter(arms))]["token"], float)
-    for name, toggles in arms.items():
-        own = medians_us(parts, name, toggles.to_dict(), of_kernels)
+    first = np.array(parts[next(iter(arms))]["plain"], float)
+    for name in arms:
+        own = medians_us(parts[name])
         row = {"arm": name, "calls": parts[name]["calls"]}
         rows.append(row | {f"{part} us": us for part, us in own.items()})
         n = parts[name]["counters"]
         if "plans_captured" in n:
-            saved, low, high = median_interval(first - np.array(parts[name]["token"], float))
+            saved, low, high = median_interval(first - np.array(parts[name]["plain"], float))
             once = (n["plans_capture_ns"] + n["plans_instantiate_ns"]) / 1e3
             known = int(low > 0) - int(high < 0)
             rows[-1] |= {

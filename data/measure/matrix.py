@@ -93,7 +93,7 @@ SETS = {
 }  # fmt: skip
 LAYERS = tuple(name for name in Toggles.names() if name.startswith("redo_"))  # of reuse
 N_FRESH = 64  # tokens of a fresh engine
-PARTS_ROUNDS, PARTS_TOKENS = 20, 12  # where the parts of a token are measured: tokens of a round
+PARTS_ROUNDS, PARTS_TOKENS = 20, 10  # where the parts of a token are measured: tokens of a round
 SWEPT = (0, 1024, 2048, 4096, 8192, 12288, 16384)  # depths
 
 
@@ -196,7 +196,8 @@ TOKEN_MS = {
 }  # fmt: skip
 
 
-N_TOLD = 128 + PARTS_ROUNDS * (PARTS_TOKENS + 2) / 7.5  # tokens of a round of `plans`, all told
+# tokens of a round of `plans`, all told: half as many plain ones, and two to warm up
+N_TOLD = 128 + PARTS_ROUNDS * (1.5 * PARTS_TOKENS + 2) / 7.5
 
 
 def _seconds(model: str, n_tokens: float, n_arms: int, more_s: float = 0.0) -> int:

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from data.measure.matrix import SETS
 from data.measure.recorded import Recorded, between, model_of
 from data.measure.sources import age
@@ -15,7 +13,7 @@ from data.measure.tables import Line, Part, Table
 from workbench.bench import results
 from workbench.bench.comparison import AB
 from workbench.bench.stats import SLOWER
-from workbench.bench.token_parts import PARTS
+from workbench.bench.token_parts import medians_us
 from workbench.bench.workload import parse
 from workbench.choices import LaunchAhead, PlanRule, PlanScope, Results
 
@@ -33,9 +31,9 @@ def kind_of(toggles: Mapping[str, str]) -> str:
 
 
 class Planned(NamedTuple):
-    """An arm of a comparison of plans. model: as folders name it. us: of token, device, gap and
-    host, medians over the rounds. plans: counters of an engine's plans from its first token on;
-    empty without plans."""
+    """An arm of a comparison of plans. model: as folders name it. us: `token_parts.PARTS`, medians
+    over the rounds. plans: counters of an engine's plans in its first tokens; empty without plans.
+    """
 
     model: str
     arm: dict[str, Any]
@@ -91,7 +89,7 @@ def arms(model: str, run: results.Run) -> Iterator[Planned]:
         own = ab.run["result"]["parts"][arm["name"]]
         yield Planned(
             model, arm, summary.get(arm["name"], {"tps_toggled": tps}),
-            {part: float(np.median(own[part])) for part in PARTS}, own["calls"], own["nodes"],
+            medians_us(own), own["calls"], own["nodes"],
             {k: n for k, n in own["counters"].items() if k.startswith("plans_")}, ab,
         )  # fmt: skip
 
@@ -109,6 +107,7 @@ def rules(recorded: Recorded) -> Iterator[Line]:
             "calls": str(one.calls), "nodes": str(one.nodes),
         }  # fmt: skip
         cells |= {f"{part} us": f"{one.us[part]:.0f}" for part in ("host", "gap", "device")}
+        cells["stamps us"] = f"{one.us['token'] - one.us['plain']:.1f}"  # what measuring adds
         cells |= {name: str(one.plans.get(f"plans_{name}", "")) for name in MADE}
         yield Line(cells, [one.ab])
 
@@ -353,7 +352,7 @@ BLOCKS: dict[str, list[Part]] = {
     "plans-cuda": [
         Table("Graph plans", rules, None,
               "{tests}, {n} interleaved repetitions; calls of the host and nodes on the device for "
-              "a token; us: medians"),
+              "a token; us: medians{tick}"),
         "What direct results and launches ahead add to a plan of a step, in the same run:",
         Table("", added, None, "{tests}, {n} interleaved repetitions, plans=ours"),
     ],

@@ -107,10 +107,13 @@ def caption(runs: Iterable[OfARun], more: str = "") -> str:
 
 def facts(runs: Iterable[OfARun]) -> dict[str, str]:
     """What captions tell of all runs of a table: the read bandwidth and the rate of a large
-    product (read, peak), repetitions (n), tests, shapes of kernels, tokens scored."""
+    product (read, peak), repetitions (n), tests, shapes of kernels, tokens scored; the step in
+    which the clock of stamps goes on (tick), with what stands in front of it."""
     every = [run.run for run in runs]
     made = [run["result"] for run in every]
     scored = dict.fromkeys(str(of["engine"]["n"]) for of in made if "agreement" in of)
+    timers = [timer for run in every if (timer := run["engine"].get("timer"))]
+    tick = span(timer["tick_ns"] for timer in timers)
     shapes = dict.fromkeys(row["shape"][3:] for of in made for row in of.get("rows", ()))
     return {
         "read": span(of["read_gbps"] for of in made if "read_gbps" in of),
@@ -119,6 +122,7 @@ def facts(runs: Iterable[OfARun]) -> dict[str, str]:
         "tests": ", ".join(dict.fromkeys(test for run in every for test in run["tests"])),
         "shapes": ", ".join(shapes),
         "scored": " or ".join(scored),
+        "tick": tick and f", by a clock in steps of {tick} ns",
     }
 
 

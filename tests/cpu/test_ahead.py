@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import workbench as wb
 from workbench.backend.gate import LIMIT_NS
 from workbench.errors import UsageError
+from workbench.trace.profile import profile
 
 TOGGLES: dict[str, Any] = {
     "sync": "packed_implicit", "plans": "ours", "plan_scope": "step", "graph_reuse": "set_rows",
@@ -207,13 +208,24 @@ def test_two_engines_that_launch_ahead_share_a_backend(pair, loaded):
 def test_a_traced_step_is_launched_when_it_is_submitted(pair):
     _, ahead = pair
     decode(ahead, TOKENS)
-    with ahead.stamped() as stamps:
+    with profile(ahead):
         ahead.step([3])
         before = ahead.counters["plans_ahead"]
         for token in TOKENS[:5]:
             ahead.step([token])
         assert ahead.counters["plans_ahead"] == before
-    assert len(stamps) == 6
+
+
+def test_a_stamped_step_is_launched_ahead(pair):
+    _, ahead = pair
+    for _ in range(2):  # stamped plans of every block are captured
+        before = ahead.counters
+        with ahead.stamped() as stamps:
+            decode(ahead, TOKENS)
+    launched, missed = (ahead.counters[n] - before[n]
+                        for n in ("plans_ahead", "plans_ahead_missed"))  # fmt: skip
+    assert launched + missed > len(TOKENS) - 4
+    assert len(stamps) == len(TOKENS) + 2  # a prompt of two ubatches
 
 
 def test_an_engine_with_a_plan_at_its_gate_can_be_closed(loaded):

@@ -96,7 +96,7 @@ def sets(*arms: str) -> list[dict]:
 
 
 def parts(token: float, device: float, gap: float, host: float, **more: Any) -> dict[str, Any]:
-    found = {"token": token, "device": device, "gap": gap, "host": host}
+    found = {"token": token, "device": device, "gap": gap, "host": host, "plain": token - 3}
     return {part: [us] * 3 for part, us in found.items()} | more
 
 
@@ -131,6 +131,7 @@ def test_an_arm_of_plans_says_what_is_in_them_and_what_is_added(tmp_path):
     ]  # fmt: skip
     assert (step["pdl"], step["plans"], step["calls"], step["nodes"]) == ("on", "ours", "1", "160")
     assert (step["gap us"], step["device us"], step["host us"]) == ("20", "820", "30")
+    assert step["stamps us"] == "3.0"
     assert step["Speedup"].startswith(f"{900 / 840:.3f} (") and step["verdict"] == "faster"
     assert float(step["t/s"]) == pytest.approx(1e6 / 840, rel=0.01)
     assert [step[name] for name in ("captured", "updated", "reinstantiated", "replayed")] == [

@@ -9,7 +9,7 @@ import pytest
 import workbench as wb
 from notebooks import kept, planned, proofs
 from workbench.bench import worth
-from workbench.bench.token_parts import token_parts
+from workbench.bench.token_parts import PARTS, token_parts
 from workbench.engine.reuse import WAYS
 
 KEPT = wb.Toggles(graph_reuse="set_rows", sync="packed_implicit")
@@ -99,12 +99,11 @@ def test_what_forces_a_capture_and_what_an_update(engine):
     assert (made["capture us"] > 0).all() and (made["instantiate us"] > 0).all()
 
 
-def test_the_gap_of_a_step_is_without_what_its_kernels_take(engine):
+def test_the_parts_of_a_token_are_those_of_its_kernels(engine):
     parts = token_parts(engine, ARMS, 2, n_tokens=3)
-    gap = planned.gap_table(parts, ARMS, "a split").set_index("arm")
-    assert (gap[["token us", "device us", "gap us"]] > 0).all(axis=None)
-    for arm in ("a step", "direct"):
-        assert gap.loc[arm, "device us"] == gap.loc["a split", "device us"]
+    gap = planned.gap_table(parts, ARMS).set_index("arm")
+    assert (gap[["token us", "device us", "gap us", "plain us"]] > 0).all(axis=None)
+    assert all(found["counters"].get("plans_replayed", 6) == 6 for found in parts.values())
     assert gap.loc["off", "repaid after tokens"] == ""
     assert (gap.loc[["a split", "a step", "direct"], "captures us"] > 0).all()
 
@@ -112,12 +111,11 @@ def test_the_gap_of_a_step_is_without_what_its_kernels_take(engine):
 def test_when_captures_are_repaid_follows_from_each_round():
     def of(token: list[float], ns: int | None) -> dict:
         plans = {"plans_captured": 1, "plans_capture_ns": ns, "plans_instantiate_ns": 0}
-        return {"token": token, "device": token, "gap": token, "host": token, "calls": 1,
-                "counters": plans if ns else {}}  # fmt: skip
+        return {"counters": plans if ns else {}, "calls": 1} | dict.fromkeys(PARTS, token)
 
     parts = {"off": of([100, 200, 300], None), "a split": of([90, 190, 290], 95_000),
              "a step": of([110, 210, 310], 9), "direct": of([90, 200, 310], 9)}  # fmt: skip
-    gap = planned.gap_table(parts, ARMS, "a split").set_index("arm")
+    gap = planned.gap_table(parts, ARMS).set_index("arm")
     assert gap["repaid after tokens"].tolist() == ["", "10", "never", "not known"]
     assert gap.loc["a split", "saved us"] == 10
 

@@ -83,6 +83,7 @@ class FakeEngine:
             description="a clock that counts",
             waiting="never",
             sync_stream=lambda stream: lambda: None,
+            clock=lambda: None,
         )
         self.model = SimpleNamespace(
             path=Path("models/fake.gguf"), hash="h" * 64, architecture="llama", name="fake",

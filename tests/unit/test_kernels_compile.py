@@ -46,7 +46,10 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 # what a block may have: threads, bytes of shared memory (compute capability 8.6 and 12.0: 99 KiB)
 MOST_THREADS, MOST_GRID_Y = 1024, (1 << 16) - 1
 MOST_SHARED = {80: 99 << 10, 90: 227 << 10}  # of a block, by compute capability; 8.6 has the least
-HELPERS = [("device", "gate"), ("device", "nothing"), ("gate", "gate_copy")]
+HELPERS = [
+    ("device", "gate"), ("device", "nothing"), ("gate", "gate_copy"), ("stamp", "stamp"),
+    ("stamp", "answer"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

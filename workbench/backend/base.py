@@ -61,6 +61,16 @@ class KernelName(NamedTuple):
     waits: bool
 
 
+class DeviceClock(NamedTuple):
+    """A device's own clock, read now. ahead_ns: by how much the host's (`time.perf_counter_ns`) is
+    ahead. error_ns: the most that this can be off, now. tick_ns: the step in which the device's
+    clock goes on."""
+
+    ahead_ns: int
+    error_ns: int
+    tick_ns: int
+
+
 class Captured(ABC):
     """What a device has recorded: the commands of a plan, which one call launches.
 
@@ -206,6 +216,16 @@ class Backend(ABC):
         the backend has no clock: the host's own spans then show when it computed. Call it after
         the host has waited for that work."""
         return 0, 0
+
+    def stamp(self, counter: int, ring: int, n_pairs: int, is_end: bool, stream: int) -> Issued:
+        """Writes the device's clock to the next pair of a ring in pinned memory, as its begin or as
+        its end, which counts the pair (`backend/stamps.py`). counter: an int64 of device memory.
+        The begin is read as late as can be, the end as early."""
+        raise DeviceError(f"the {self.name} device has no stamps; measure on another")
+
+    def clock(self) -> DeviceClock | None:
+        """The clock of stamps, beside the host's; None where a device has none."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

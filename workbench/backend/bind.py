@@ -144,9 +144,15 @@ class Binding:
         issued = _DEVICE[type(command)](self, command)
         if self._several:
             issued = self._on_its_device(command, issued)
-        if isinstance(issued, Plannable) and issued.moves:
-            self._with_views.append(issued)
+        if isinstance(issued, Plannable):
+            self.note(issued)
         return issued
+
+    def note(self, work: Plannable) -> None:
+        """Gives work that is made of this program's commands a uid, which patches change."""
+        work.uid = next(_UIDS)
+        if work.moves:
+            self._with_views.append(work)
 
     def store_at(self, cell: int) -> None:
         """Patches the stores to views: what is called from now on stores from `cell` on. A plan
@@ -281,7 +287,6 @@ class Binding:
         streams = tuple([part.stream.id for part in c.parts if part.stream is not None])
         landings = [landing for part in parts for landing in _landings(part)]
         work = plannable(self._backends[c.stream.backend], parts, c.stream.id, streams)
-        work.uid = next(_UIDS)
         work.moves = tuple(
             [i for i, x in enumerate(c.parts) if isinstance(x, cmd.Launch) and is_view(x.node)]
         )

@@ -14,6 +14,7 @@ each command, and issues a plan part by part. `backend/plan.py` captures plans a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +23,7 @@ import numpy as np
 from workbench.backend.base import Backend, Captured, Issue, Memory
 from workbench.backend.bind import Binding
 from workbench.backend.issued import Issued, Plannable
-from workbench.program.commands import RESULT, Buffer, Program, Read, Sync
+from workbench.program.commands import RESULT, Buffer, Program, Read, Replay, Sync
 from workbench.program.first_cell import at_cell
 
 if TYPE_CHECKING:
@@ -79,10 +80,12 @@ class Prepared:
 
     head: the calls before the wait for the results. tail: that wait and the reads. firsts: of each
     call, the number of the first command that it performs; the next call's first is behind its
-    last. ahead: the call that can be launched ahead, if there is one (`backend/ahead.py`).
+    last. ahead: the call that can be launched ahead, if there is one (`backend/ahead.py`). stamped:
+    the same program with stamps in its plans, once somebody has asked for it (`Plans.stamped`).
     """
 
     ahead: GatedCall | None = None
+    stamped: Prepared | None = None
 
     def __init__(
         self,
@@ -100,10 +103,31 @@ class Prepared:
         self._attach()
         self.binding = Binding(program, backends, memory, {} if events is None else events)
         self.segments = _segments(program, self.binding)
+        self._execute(execute)
+
+    def _execute(self, execute: Executor) -> None:
         calls, counts = _executed(self.segments, execute)
         self.firsts = tuple(accumulate(counts, initial=0))
-        n = self.firsts.index(_first_of_tail(program))
+        n = self.firsts.index(_first_of_tail(self._program))
         self.head, self.tail = tuple(calls[:n]), tuple(calls[n:])
+
+    def twin(self, other: Callable[[Replay, Plannable], Plannable], execute: Executor) -> Prepared:
+        """The same program on the same memory, with other work in place of each plan's."""
+        commands, twin = self._program.commands, copy(self)
+
+        def changed(segment: Segment) -> Segment:
+            if isinstance(segment, HostCalls):
+                return segment
+            issued = [
+                other(plan, i) if isinstance(i, Plannable) and isinstance(plan, Replay) else i
+                for plan, i in zip(map(commands.__getitem__, segment.commands), segment.issued,
+                                   strict=True)
+            ]  # fmt: skip
+            return segment._replace(issued=tuple(issued))
+
+        twin.segments, twin.ahead = [changed(segment) for segment in self.segments], None
+        twin._execute(execute)
+        return twin
 
     @property
     def program(self) -> Program:

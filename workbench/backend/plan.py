@@ -31,6 +31,7 @@ from workbench.backend.base import Backend, Captured, Issue, Memory
 from workbench.backend.gate import Gate
 from workbench.backend.issue import Executed, Executor, Prepared, SplitWork, eager
 from workbench.backend.issued import Plannable
+from workbench.backend.stamps import StampRings
 from workbench.choices import LaunchAhead, PlanBatch, PlanEvict, PlanRule, PlanWarmup
 from workbench.errors import DeviceError
 from workbench.program.commands import Buffer, Program, Replay
@@ -128,7 +129,14 @@ class NoPlans:
         events: dict[str, Any],
     ) -> Prepared:
         """The program bound to addresses, as `Prepared` has it."""
-        return Prepared(program, backends, memory, events, self.executor(program))
+        return self._ready(Prepared(program, backends, memory, events, self.executor(program)))
+
+    def _ready(self, prepared: Prepared) -> Prepared:
+        return prepared
+
+    def stamped(self, prepared: Prepared) -> Prepared:
+        """The program with stamps in its plans (`stamps.py`), kept beside the one without."""
+        return prepared
 
     def release(self) -> None:
         """Lets go what was launched ahead. Before a wait for the device, which else takes the limit
@@ -155,6 +163,7 @@ class Plans(NoPlans):
         """device: of plans that are launched ahead; None where none is."""
         self._policy, self._device = policy, device
         self._gate: Gate | None = None
+        self._rings = StampRings()
         self._clock = clock
         self._kept: dict[Hashable, Plan] = {}
         self._splits: tuple[int, ...] = ()
@@ -232,17 +241,16 @@ class Plans(NoPlans):
         if self._policy.evict == PlanEvict.IDLE and now >= self._next_sweep:
             self._sweep(now)
 
-    def prepare(
-        self,
-        program: Program,
-        backends: Sequence[Backend],
-        memory: Mapping[Buffer, Memory],
-        events: dict[str, Any],
-    ) -> Prepared:
-        made = super().prepare(program, backends, memory, events)
+    def _ready(self, prepared: Prepared) -> Prepared:
         if self._gate is not None:
-            prepare_ahead(made, self._gate.cancel)
-        return made
+            prepare_ahead(prepared, self._gate.cancel)
+        return prepared
+
+    def stamped(self, prepared: Prepared) -> Prepared:
+        if prepared.stamped is None:
+            self.release()  # rings are new memory
+            prepared.stamped = self._ready(self._rings.twin(prepared, self.executor))
+        return prepared.stamped
 
     def release(self) -> None:
         if self._gate is not None:
@@ -250,6 +258,7 @@ class Plans(NoPlans):
 
     def free(self) -> None:
         self.clear()
+        self._rings.free()
         if self._gate is not None:
             self._gate.free()
             self._gate = None
@@ -273,11 +282,9 @@ class Plans(NoPlans):
 
     def _find(self, work: Plannable, seat: Seat, identity: Identity, had: Plan) -> Plan:
         number, outputs, landing = seat
-        match self._policy.rule:
-            case PlanRule.PR:
-                return self._kept.setdefault((number, landing), Plan())
-            case PlanRule.TODAY:
-                return self._kept.setdefault((number, outputs, landing), Plan())
+        if self._policy.rule != PlanRule.OURS:
+            also = () if self._policy.rule == PlanRule.PR else (outputs,)  # and stamped or not
+            return self._kept.setdefault((number, landing, type(work), *also), Plan())
         found = self._for_the_same(identity) or self._for_other_addresses(identity, had)
         self._kept[id(found)] = found
         while self._policy.evict == PlanEvict.LRU and len(self._kept) > KEPT:

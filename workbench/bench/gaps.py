@@ -1,12 +1,12 @@
 """How long no kernel runs between two tokens, and what one wait adds to that.
 
-The *host gap* is the time from the end of a token's last kernel until the stream comes to the next
-token's first kernel. The device's own clock measures it (`Engine.stamped`), in untraced steps. In
-it are the logits' way to the host, what the host does, the inputs' way to the device, and the waits
-around them. Orderings that differ in their waits differ in their gaps. A line through gap over
-waits gives the cost of one wait, without the noise of everything else that a token takes. One line
-does not tell kinds of waits apart: `Gaps.differences` has the cost of each, a mode against the
-next.
+The *host gap* is the time from the end of a token's last kernel to the next token's first kernel.
+The device's own clock measures it (`Engine.stamped`), in untraced steps: plans are stamped inside,
+at their kernels. Without plans the gap ends where the stream comes to the first kernel. In it are
+the logits' way to the host, what the host does, the inputs' way to the device, and the waits around
+them. Orderings that differ in their waits differ in their gaps. A line through gap over waits gives
+the cost of one wait, without the noise of everything else that a token takes. One line does not
+tell kinds of waits apart: `Gaps.differences` has the cost of each, a mode against the next.
 
 A host that slows down for a tenth of a second doubles the gaps of that time. So every arm decodes
 only a few tokens before the next one does. Arms are compared within a round, in which all of them

@@ -161,7 +161,7 @@ def stamped_steps(engine: Engine, drawn: list[w.Tokens], stamped: bool = True) -
     host_us: the call of the step. By the device's clock, missing where it has none: kernels_us from
     the first kernel to the last one's end; gap_us from the step before's last kernel to this one's
     first, step_us to this one's last; both missing in the first step, and in one that waited until
-    something was written. A plan counts as one kernel, copies in it included (`engine/watch.py`).
+    something was written.
     """
     cells = sum(map(len, drawn[0]))
     rows = []

@@ -186,7 +186,15 @@ def device(config: dict[str, Any], name: str, reason: str, backend: Backend) -> 
         "device_description": backend.description,
         "waiting": backend.waiting,
         "idle_sync_us": _idle_sync_us(backend),
+        "timer": _timer(backend),
     }
+
+
+def _timer(backend: Backend) -> dict[str, int] | None:
+    """The clock that stamps are read from: the step in which it goes on, and by how much it can be
+    off the host's; null: the device has none of its own."""
+    clock = backend.clock()
+    return None if clock is None else {"tick_ns": clock.tick_ns, "error_ns": clock.error_ns}
 
 
 def _idle_sync_us(backend: Backend) -> float:

@@ -15,7 +15,8 @@
     machine      {platform, machine, cpu, memory_bytes, load_average, gpus}
     model        {file, hash, architecture, name, quant, n_params, file_bytes, ...}
     engine       {config, device, device_reason, device_description,
-                  waiting: how a host wait waits, idle_sync_us: what one costs on an idle stream}
+                  waiting: how a host wait waits, idle_sync_us: what one costs on an idle stream,
+                  timer: {tick_ns, error_ns} of the clock that stamps are read from | null}
     seed         int     of every random choice
     tests        [str]   llama-bench test names
     repetitions  int     wanted per arm and test; most that were made, where `result` has `until`

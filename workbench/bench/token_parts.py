@@ -1,13 +1,14 @@
 """Where a token's time goes, by the device's clock and without a trace: `Engine.stamped`.
 
-    token    from where the stream comes to the first launch of a token to the same of the next
-    device   from there to the end of the last launch
-    gap      from the end of the last launch to the first launch of the next token
-    host     from the logits on the host to the first launch of the next token
+    token    from the first kernel of a token to the first kernel of the next
+    device   from there to the end of the last kernel
+    gap      from there to the first kernel of the next token, copies included
+    host     from the logits on the host to the first kernel of the next token
+    plain    a token of the same turn that is not stamped, by the host's clock
 
-A plan of a whole step is one launch with the copies of inputs and results in it. Its gap begins and
-ends at kernels, too: it is the token without what the same kernels take as a plan of launches alone
-(`medians_us`, which wants such an arm in the same run).
+Plans are stamped inside, at their first and last kernels (`backend/stamps.py`). A stamped token is
+longer than a plain one by what the stamps take. Without plans a token begins where the stream comes
+to its first launch, before that is issued (`engine/watch.py`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import numpy as np
 
 from workbench.bench.rounds import interleave
 from workbench.bench.workload import Workload, draw_tokens
-from workbench.config import PlanRule, PlanScope, Toggles
+from workbench.config import Toggles
 from workbench.program.commands import Command, Copy, Launch, Replay
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
-PARTS = ("token", "device", "gap", "host")
+PARTS = ("token", "device", "gap", "host", "plain")
+STAMPED = PARTS[:-1]
 WARM_UP = 2  # tokens of each turn that do not count: the arm before has left its own
 
 
@@ -42,12 +44,12 @@ def stamped_steps(engine: Any, tokens: Sequence[int]) -> tuple[list[int], list[t
 
 
 def logits_to_launch_ns(ends: Sequence[int], stamps: Sequence[tuple[int, int]]) -> list[int]:
-    """From each token's logits to the first launch of the next."""
+    """From each token's logits to the first kernel of the next."""
     return [stamp[0] - end for end, stamp in zip(ends, stamps[1:], strict=False)]
 
 
 def parts_us(ends: Sequence[int], stamps: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Medians of PARTS, us, of the tokens between the first and the last."""
+    """Medians of STAMPED, us, of the tokens between the first and the last."""
     begun, ended = np.array(stamps, np.int64).T
     ns = {
         "token": np.diff(begun),
@@ -62,31 +64,45 @@ def token_parts(
     engine: Engine, arms: Mapping[str, Toggles], rounds: int, n_tokens: int = 12
 ) -> dict[str, dict[str, Any]]:
     """By arm: its PARTS, a list with an entry for each round, us; `counters` of the arm's engine
-    from its first step on; `nodes`: kernels and copies that a token gives the device, and
-    `calls`: of the host for them, a plan one call.
+    in its first turn, which is not stamped; `nodes`: kernels and copies that a token gives the
+    device, and `calls`: of the host for them, a plan one call.
 
-    Arms take turns of n_tokens tokens (`bench/rounds.py`): all meet the same host in a round.
+    Arms take turns (`bench/rounds.py`): all meet the same host in a round. A turn is n_tokens
+    stamped tokens, and half as many plain ones.
     """
-    test = Workload(0, WARM_UP + n_tokens)
+    n_plain = WARM_UP + max(1, n_tokens // 2)
+    test = Workload(0, n_plain + n_tokens)
     found: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
         sides = [stack.enter_context(engine.variant(toggles)) for toggles in arms.values()]
 
         def measure(round_: int, i: int) -> dict[str, float]:
-            tokens = draw_tokens(test, engine.model.n_vocab, 0, max(round_, 0)).gen
-            sides[i].reset()
-            for token in tokens[:WARM_UP]:
-                sides[i].step([token])
-            return parts_us(*stamped_steps(sides[i], tokens[WARM_UP:]))
+            tokens = draw_tokens(test, engine.model.n_vocab, 0, round_).gen
+            own = {"plain": plain_us(sides[i], tokens[:n_plain])}
+            return parts_us(*stamped_steps(sides[i], tokens[n_plain:])) | own
 
-        for i in range(len(sides)):  # whatever is made at the first step
-            measure(-1, i)
+        counters = []
+        for i, side in enumerate(sides):  # whatever is made at the first step
+            plain_us(side, draw_tokens(test, engine.model.n_vocab, 0, 0).gen)
+            counters.append(side.counters)
+            measure(0, i)
         taken: list[dict[int, dict[str, float]]] = []
         interleave(range(rounds), len(sides), measure, lambda _, of: taken.append(of))
         for i, (arm, side) in enumerate(zip(arms, sides, strict=True)):
             found[arm] = {part: [of[i][part] for of in taken] for part in PARTS}
-            found[arm] |= {"counters": side.counters, **issued(side)}
+            found[arm] |= {"counters": counters[i], **issued(side)}
     return found
+
+
+def plain_us(engine: Engine, tokens: Sequence[int]) -> float:
+    """Decodes tokens from an empty cache: the median time of a token behind the warm-up, us, from
+    logits to logits."""
+    engine.reset()
+    ends = []
+    for token in tokens:
+        engine.step([token])
+        ends.append(time.perf_counter_ns())
+    return round(float(np.median(np.diff(ends[WARM_UP - 1 :]))) / 1e3, 3)
 
 
 def issued(engine: Engine) -> dict[str, int]:
@@ -107,14 +123,6 @@ def issued(engine: Engine) -> dict[str, int]:
     }
 
 
-def medians_us(
-    parts: Mapping[str, Mapping[str, Any]], arm: str, toggles: Mapping[str, str], of_kernels: str
-) -> dict[str, float]:
-    """Medians of an arm's PARTS over the rounds, us. parts: of `token_parts`; toggles: the arm's.
-    of_kernels: the arm whose plans are launches alone. With it, device and gap are of the kernels
-    also where a step is one plan: its copies count to the gap."""
-    own = {part: np.array(parts[arm][part], float) for part in PARTS}
-    if toggles["plans"] != PlanRule.OFF and toggles["plan_scope"] == PlanScope.STEP:
-        own["device"] = np.array(parts[of_kernels]["device"], float)
-        own["gap"] = own["token"] - own["device"]
-    return {part: float(np.median(us)) for part, us in own.items()}
+def medians_us(parts: Mapping[str, Any]) -> dict[str, float]:
+    """Medians of PARTS over the rounds, us. parts: of an arm of `token_parts`."""
+    return {part: float(np.median(parts[part])) for part in PARTS}

@@ -15,16 +15,16 @@ from workbench.trace.spans import now_ns
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
+    from workbench.engine.watch import Watch
 
 
-def launch_ahead(engine: Engine, shape: StepShape) -> int:
-    """Launches the step behind the one under way, which has this shape; the ns it took. Nothing is
-    launched where the next step is another, or where anybody looks on: marks around it would be
-    behind its launch."""
+def launch_ahead(engine: Engine, shape: StepShape, watch: Watch) -> int:
+    """Launches the step behind the one under way, which has this shape and watch; the ns it took.
+    Nothing is launched where the next step is another, or where a recorder looks on: its marks
+    would be behind the launch."""
     start = now_ns()
-    watched = engine._recorder is not None or engine._stamps is not None
-    if engine._batches.next_shape == shape and not watched:
+    if engine._batches.next_shape == shape and engine._recorder is None:
         prepared = engine._programs.peek(Key(shape, engine._turn))
-        if prepared is not None and prepared.ahead is not None:
-            prepared.ahead.arm()
+        if prepared is not None and (ahead := watch.of(prepared).ahead) is not None:
+            ahead.arm()
     return now_ns() - start

@@ -26,7 +26,7 @@ from workbench.engine.phases import PhaseCounts, Phases, PhaseTimes, counters_of
 from workbench.engine.reuse import Key, programs_of, reuse_of
 from workbench.engine.step_programs import StepPrograms
 from workbench.engine.wanted import Variants, Wanted, choose, resolve
-from workbench.engine.watch import PLAIN, Stamp, Stamps, Watch, chosen
+from workbench.engine.watch import Stamp, Stamps, Watch, chosen
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model
@@ -149,7 +149,7 @@ class Engine:
         with self._begin(work) as watch:
             batch = self._batches.take(work)
             program = self._programs.get(self._key(batch.shape), batch.first_cell)  # built or kept
-            self._under_way = pending = Pending(self, watch, program, batch, work)
+            self._under_way = pending = Pending(self, watch, watch.of(program), batch, work)
         return pending
 
     @exclusive.door
@@ -172,7 +172,7 @@ class Engine:
             self._batches.take(work)  # what refuses the work does so before K is rotated
             self._rotate()
         watch = self._watch_of(self.n_steps)
-        if watch is not PLAIN:  # its marks would be behind a plan that is launched ahead
+        if self._recorder is not None:  # its marks would be behind a plan that is launched ahead
             self._plans.release()
         watch.begin(self.n_steps, work, self.cache.n_used)
         return watch
@@ -184,7 +184,7 @@ class Engine:
             batch = shift_batch(self.cache)
             program = self._programs.get(self._key(batch.shape), batch.first_cell)
             try:
-                self._under_way = pending = Pending(self, watch, program, batch, ())
+                self._under_way = pending = Pending(self, watch, watch.of(program), batch, ())
                 self.cache.rotated()
             finally:
                 self.cache.lost()  # cells, where it was interrupted midway
@@ -222,18 +222,18 @@ class Engine:
 
     @contextmanager
     def stamped(self) -> Iterator[list[Stamp]]:
-        """Untraced steps in the body are stamped: at its end the list has, for each, when its first
-        launch on a device began and its last one ended (`Stamps.found`)."""
-        found: list[Stamp] = []
-        self._stamps = stamps = Stamps()
+        """Stamps the body's untraced steps. At its end the list has for each, in ns, when its first
+        kernel began and its last one ended: the device's clock, set to the host's (`Stamps`)."""
+        self._stamps = stamps = Stamps(self._plans.stamped)
         self._watch_of = chosen(self._recorder, stamps)
         try:
-            yield found
+            yield stamps.found
+            if self._under_way is not None:
+                self._under_way.wait()
         finally:
-            self._stamps = None
-            self._watch_of = chosen(self._recorder, None)
+            self._stamps, self._watch_of = None, chosen(self._recorder, None)
             self.synchronize()
-            found += stamps.found()
+            stamps.find()
 
     @exclusive.door
     def prefill(

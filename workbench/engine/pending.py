@@ -65,7 +65,7 @@ class Pending:
                 if waits:
                     ahead_ns = self._engine.look_ahead(self._work)
                     if self._program.ahead is not None:
-                        ahead_ns += launch_ahead(self._engine, self._batch.shape)
+                        ahead_ns += launch_ahead(self._engine, self._batch.shape, self._watch)
                 results = self._program.finish(self._watch)
                 self._logits = self._of(results)
             except BaseException:

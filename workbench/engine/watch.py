@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from workbench.backend.base import Backend, Captured, Issue
 from workbench.backend.issue import Prepared, Unwatched
+from workbench.backend.stamps import StampedWork, StampRing
 from workbench.engine.batch import Work, n_tokens
 from workbench.program import commands as c
 from workbench.trace.spans import LOGITS_WAIT, Recorder, now_ns
@@ -24,6 +25,10 @@ class Watch(Unwatched):
     """Looks at nothing and costs nothing. Others say what they do at each point of a step."""
 
     counts = True  # the engine's counters include the step's phases
+
+    def of(self, prepared: Prepared) -> Prepared:
+        """What is issued for a program: itself, or the same with something to watch it by."""
+        return prepared
 
     def begin(self, step: int, work: Work, n_past: int) -> None:
         """A step begins; before its batch is made."""
@@ -46,11 +51,13 @@ PLAIN = Watch()
 
 
 class _Work(NamedTuple):
-    """The call that has a device's launch, and where its marks are made."""
+    """The call that has a device's launch, and where its marks are made. plan: what it calls, where
+    that has stamps of its own."""
 
     number: int
     device: Backend
     stream: int
+    plan: StampedWork | None
 
     def mark(self) -> Any:
         return self.device.mark(self.stream)
@@ -68,27 +75,43 @@ class _Ran(NamedTuple):
     launch: int
 
 
-class Stamps(Watch):
-    """Marks in front of the first launch on a device, behind it, and behind the last.
+class _StampedStep(NamedTuple):
+    """A stamped step: the works that it begins and ends with. marks: in front of the first and
+    behind it, and behind the last, of those that are no plans. pairs: numbers of the plans' pairs,
+    of the first and the last work; empty until the step has ended."""
 
-    `found` tells of each step when its first launch began (on CUDA when the stream came to it,
-    before it was issued) and when its last one ended: ns on the host's clock. A mark costs the host
-    a microsecond or two on CUDA, nothing on the embedded device. Only programs that launch on a
-    device can be stamped. A plan is one launch, with all that is in it: where it has copies, it
-    begins with the first of them and ends with the last.
+    first: _Work
+    last: _Work
+    marks: list[Any]
+    pairs: list[int]
+
+
+class Stamps(Watch):
+    """Of each step: when its first kernel began, and when its last one ended.
+
+    Plans have stamps of their own, by the device's clock (`backend/stamps.py`). Where a step begins
+    or ends with a launch outside of any plan, there are marks: in front of the launch, behind it,
+    and behind the last. On CUDA such a mark is passed when the stream comes to it, before the
+    launch is issued, and costs the host a microsecond or two. Only programs that launch on a device
+    can be stamped. with_stamps: gives a program plans with stamps (`Plans.stamped`).
     """
 
-    def __init__(self) -> None:
-        self._marks: list[tuple[_Work, _Work, list[Any]]] = []
+    def __init__(self, with_stamps: Callable[[Prepared], Prepared]) -> None:
+        self.found: list[Stamp] = []
+        self._with_stamps = with_stamps
+        self._steps: list[_StampedStep] = []
         self._calls: WeakKeyDictionary[Prepared, tuple[_Work, _Work, list[Issue]]]
         self._calls = WeakKeyDictionary()
+
+    def of(self, prepared: Prepared) -> Prepared:
+        return self._with_stamps(prepared)
 
     def head(self, prepared: Prepared) -> Iterable[Issue]:
         # Made once: a search in every step would be part of what is measured there.
         if prepared not in self._calls:
             self._calls[prepared] = self._marked(prepared)
         first, last, calls = self._calls[prepared]
-        self._marks.append((first, last, []))
+        self._steps.append(_StampedStep(first, last, [], []))
         return calls
 
     def _marked(self, prepared: Prepared) -> tuple[_Work, _Work, list[Issue]]:
@@ -97,18 +120,41 @@ class Stamps(Watch):
         calls = list(prepared.head)
         # No cycle through self: a mark's event goes back to its pool when the mark is let go, and
         # the collector would destroy the event with it.
-        marks = self._marks
-        calls.insert(last.number + 1, lambda: marks[-1][2].append(last.mark()))
-        calls.insert(first.number + 1, lambda: marks[-1][2].append(first.mark()))
-        calls.insert(first.number, lambda: marks[-1][2].append(first.mark()))
+        steps = self._steps
+        if last.plan is None:
+            calls.insert(last.number + 1, lambda: steps[-1].marks.append(last.mark()))
+        if first.plan is None:
+            calls.insert(first.number + 1, lambda: steps[-1].marks.append(first.mark()))
+            calls.insert(first.number, lambda: steps[-1].marks.append(first.mark()))
         return first, last, calls
 
-    def found(self) -> list[Stamp]:
-        """The stamps of all steps that were issued whole. Call it when they are over."""
-        return [
-            (first.device.resolve(begin, begun)[0], last.device.resolve(end, end)[1])
-            for first, last, (begin, begun, end) in (m for m in self._marks if len(m[2]) == 3)
-        ]
+    def end(self, waited: bool) -> None:
+        first, last, _, pairs = self._steps[-1]
+        pairs += [0 if work.plan is None else work.plan.number for work in (first, last)]
+
+    def fail(self) -> None:
+        if self._steps and not self._steps[-1].pairs:
+            self._steps.pop()
+
+    def find(self) -> None:
+        """Makes `found`: the stamps of all steps that have ended, in ns. Differences are by the
+        device's clock, which is set to the host's. Call it once, when nothing is under way."""
+        ended = [step for step in self._steps if step.pairs]
+        works = [work for step in ended for work in (step.first, step.last)]
+        rings = {id(work.plan.ring): work.plan.ring for work in works if work.plan is not None}
+        ahead = {number: _ahead_ns(ring) for number, ring in rings.items()}
+        for first, last, marks, pairs in ended:
+            if first.plan is None:
+                begin = first.device.resolve(*marks[:2])[0]
+            else:
+                begin = first.plan.ring.pair(pairs[0])[0] + ahead[id(first.plan.ring)]
+            if last.plan is None:
+                end = last.device.resolve(marks[-1], marks[-1])[1]
+            else:
+                end = last.plan.ring.pair(pairs[1])[1] + ahead[id(last.plan.ring)]
+            self.found.append((begin, end))
+        for ring in rings.values():
+            ring.forget()
 
 
 class Trace(Watch):
@@ -220,7 +266,14 @@ class Untraced(Watch):
     def tail(self, prepared: Prepared) -> Iterable[Issue]:
         return self._inner.tail(prepared)
 
+    def of(self, prepared: Prepared) -> Prepared:
+        return self._inner.of(prepared)
+
+    def fail(self) -> None:
+        self._inner.fail()
+
     def end(self, waited: bool) -> None:
+        self._inner.end(waited)
         self._recorder.untraced(self._n_tokens, now_ns() - self._start)
 
 
@@ -298,6 +351,12 @@ def _device_of(prepared: Prepared, command: c.Command) -> Backend | None:
     return None if backend.capabilities.synchronous else backend
 
 
+def _ahead_ns(ring: StampRing) -> int:
+    clock = ring.backend.clock()
+    assert clock is not None, "who writes stamps has a clock"
+    return clock.ahead_ns
+
+
 def _device_work(prepared: Prepared) -> Iterator[_Work]:
     firsts = prepared.firsts
     for number in range(len(prepared.head)):
@@ -305,5 +364,9 @@ def _device_work(prepared: Prepared) -> Iterator[_Work]:
             if isinstance(command, c.Launch | c.Replay) and (
                 device := _device_of(prepared, command)
             ):
-                yield _Work(number, device, command.stream.id)
+                plan = prepared.issued.get(firsts[number])
+                yield _Work(
+                    number, device, command.stream.id,
+                    plan if isinstance(plan, StampedWork) else None,
+                )  # fmt: skip
                 break

@@ -30,14 +30,15 @@ def host_isas() -> list[Isa]:
 
 @cache
 def source_digest() -> str:
-    """A digest of this folder's source, and of the words of gates; everything that is cached has it
-    in its name.
+    """A digest of this folder's source, and of the words of gates and of stamps; everything that is
+    cached has it in its name.
 
     numba looks only at the file of the function it caches, and the code here comes from other
     files, too.
     """
     digest, here = hashlib.sha256(), Path(__file__).parent
-    for path in (*sorted(here.glob("*.py")), here.parent / "gate.py"):
+    others = (here.parent / "gate.py", here.parent / "stamps.py")
+    for path in (*sorted(here.glob("*.py")), *others):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import threading
+import time
 import weakref
 from array import array
 from collections import deque
@@ -28,7 +29,7 @@ from collections import deque
 import numpy as np
 
 from workbench.backend.args import AddressOf
-from workbench.backend.base import Captured, Issue
+from workbench.backend.base import Captured, DeviceClock, Issue
 from workbench.backend.cpu import base, loops, op_table, signals
 from workbench.backend.cpu.loops import record
 from workbench.backend.cpu.recorded import EmbeddedPlan
@@ -283,6 +284,15 @@ class EmbeddedDevice(base.CpuBackend):
             return ring.stamp(first)[0], ring.stamp(last)[1]
         before = ring.stamp(last)[1] if last >= 0 else 0
         return before, before
+
+    def stamp(self, counter: int, ring: int, n_pairs: int, is_end: bool, stream: int) -> Issued:
+        args = (counter, ring, n_pairs, int(is_end))
+        return self.streams[stream].prepare(loops.STAMP, 1, args, pointers=(0, 1))
+
+    def clock(self) -> DeviceClock:
+        """The host's, with the step that the system states."""
+        resolution = time.get_clock_info("perf_counter").resolution
+        return DeviceClock(0, 0, max(1, round(1e9 * resolution)))
 
     def close(self) -> None:
         """Waits for all that is queued, and ends the threads. Idempotent."""

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from numba import cfunc, njit
 
-from workbench.backend import compiled, gate
+from workbench.backend import compiled, gate, stamps
 from workbench.backend.cpu.atomics import (
     call_kernel,
     copy_bytes,
@@ -310,6 +310,19 @@ def gate_copy_kernel(args, part, n_parts):
     store(control + gate.RAN, number)
 
 
+@cfunc(KERNEL, cache=True)
+@dated
+def stamp_kernel(args, part, n_parts):
+    """args: what counts pairs, memory of the ring, its pairs, 0 for a begin and 1 for an end."""
+    now, ring, is_end = now_ns(), load(args + 8), load(args + 24)
+    number = load(load(args))
+    at = ring + stamps.PAIRS + number % load(args + 16) * stamps.PAIR_BYTES
+    put(at + 8 * is_end, now)
+    if is_end:
+        store(load(args), number + 1)
+        store(ring + stamps.WRITTEN, number + 1)
+
+
 @njit(cache=True, nogil=True)
 @dated
 def await_or_stop(signal, value, control):
@@ -344,10 +357,12 @@ def raise_kernel(args, part, n_parts):
 
 
 # their addresses in this process (numba gives every cfunc one)
-COPY, AWAIT, AWAIT_LIST, RAISE, GATE_COPY = (
+COPY, AWAIT, AWAIT_LIST, RAISE, GATE_COPY, STAMP = (
     int(kernel.address or 0)
-    for kernel in (copy_kernel, await_kernel, await_list_kernel, raise_kernel, gate_copy_kernel)
-)
+    for kernel in (
+        copy_kernel, await_kernel, await_list_kernel, raise_kernel, gate_copy_kernel, stamp_kernel,
+    )
+)  # fmt: skip
 
 if not await_kernel.cache_hits:  # then all of this file was compiled
     compiled.took(BEGUN_NS, compiled.kept_by(await_kernel))

@@ -13,10 +13,8 @@ opened it; another thread calls `attach()` once before it issues anything.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
-import struct
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from workbench.backend.args import AddressOf
-from workbench.backend.base import Backend, Issue, KernelName, nothing
-from workbench.backend.cuda import nvrtc, op_table, weights
+from workbench.backend.base import Backend, DeviceClock, Issue, KernelName, nothing
+from workbench.backend.cuda import nvrtc, op_table, timer, weights
 from workbench.backend.cuda.cublas import PRODUCT, Blas
 from workbench.backend.cuda.driver import (
     CudaEvent,
@@ -38,7 +36,7 @@ from workbench.backend.cuda.driver import (
     libraries,
 )
 from workbench.backend.cuda.graphs import CudaGraph, GraphArguments, commands_of
-from workbench.backend.cuda.kernel import Gemm, Kernel, Work
+from workbench.backend.cuda.kernel import Gemm, Kernel, Work, packed
 from workbench.backend.cuda.marks import Mark, Marks
 from workbench.backend.cuda.weights import Uploader
 from workbench.backend.issued import Address, Issued, Plannable, pointers_of, together
@@ -183,18 +181,14 @@ class CudaBackend(Backend):
                 self._blas = Blas()
             return self._blas.prepare(work, int(stream))
         kernel = work
-        n = len(kernel.args)
-        kind, layout = _argument_block(n)
-        block = kind()
-        address = ctypes.addressof(block)
-        values = [a if isinstance(a, int) else _bits(a) for a in kernel.args]
-        layout.pack_into(block, 0, *values, *range(address, address + 8 * n, 8))
+        block, params = packed(kernel.args)
         same = (kernel.file, kernel.function, kernel.defines, kernel.sources, kernel.grid,
                 kernel.block, kernel.shared, programmatic)  # fmt: skip
         function, launch = self._function(kernel), self._driver.api.cuLaunchKernel
         failure = self._driver.failure
-        (x, y), threads, shared, params = kernel.grid, kernel.block, kernel.shared, address + 8 * n
-        words = GraphArguments(block, n, pointers_of(kernel.args), function, kernel.grid)
+        (x, y), threads, shared = kernel.grid, kernel.block, kernel.shared
+        pointers, n = pointers_of(kernel.args), len(kernel.args)
+        words = GraphArguments(block, n, pointers, function, kernel.grid)
         if programmatic:
             if not kernel.waits:
                 raise DeviceError(
@@ -351,6 +345,20 @@ class CudaBackend(Backend):
         """When two marks of this device were passed: ns on the host's clock (`marks.py`)."""
         return self._marks.resolve(begin, end)
 
+    def stamp(self, counter: int, ring: int, n_pairs: int, is_end: bool, stream: int) -> Issued:
+        kernel = timer.stamp(Address(counter), Address(ring), n_pairs, is_end)
+        return self._prepare(kernel, self._stream(stream), "a stamp")
+
+    def clock(self) -> DeviceClock:
+        """`%globaltimer` (`timer.py`)."""
+        memory, there = self.allocate(timer.NBYTES, Space.PINNED), self._stream(SERVICE)
+        try:
+            self._prepare(timer.answer(memory.address), there, "reading the clock")()
+            return timer.read(memory)
+        finally:
+            self._driver.call("cuStreamSynchronize", "reading the clock", there)
+            memory.free()
+
     def close(self) -> None:
         """Waits, and gives memory and kernels back. A failure of queued work is
         raised behind all that."""
@@ -378,14 +386,3 @@ class CudaBackend(Backend):
                 self._blas.close()
                 self._blas = None
             self._streams.clear()
-
-
-@functools.cache
-def _argument_block(n: int) -> tuple[Any, struct.Struct]:
-    """Type and layout of a block of n arguments and their n addresses."""
-    return ctypes.c_int64 * (2 * n), struct.Struct(f"<{2 * n}q")
-
-
-def _bits(argument: float) -> int:
-    """The 8 bytes a kernel reads for a real argument: a float32 in the low four."""
-    return struct.unpack("<I", struct.pack("<f", argument))[0]

@@ -6,8 +6,11 @@ Pure data. `op_table.py` says which of them compute a node; `backend.py` issues 
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from workbench.backend.args import AddressOf, Args, parts_addresses
 from workbench.graph.ir import Node, Tensor
@@ -74,6 +77,29 @@ class Gemm(NamedTuple):
 
 
 Work = Kernel | Gemm
+
+
+def packed(args: Args) -> tuple[Any, int]:
+    """The argument block of a kernel: the values, 8 bytes each, and behind them their addresses,
+    which are what cuLaunchKernel calls kernelParams; and the address of these."""
+    n = len(args)
+    kind, layout = _argument_block(n)
+    block = kind()
+    address = ctypes.addressof(block)
+    values = [a if isinstance(a, int) else _bits(a) for a in args]
+    layout.pack_into(block, 0, *values, *range(address, address + 8 * n, 8))
+    return block, address + 8 * n
+
+
+@functools.cache
+def _argument_block(n: int) -> tuple[Any, struct.Struct]:
+    """Type and layout of a block of n arguments and their n addresses."""
+    return ctypes.c_int64 * (2 * n), struct.Struct(f"<{2 * n}q")
+
+
+def _bits(argument: float) -> int:
+    """The 8 bytes a kernel reads for a real argument: a float32 in the low four."""
+    return struct.unpack("<I", struct.pack("<f", argument))[0]
 
 
 def blocks(n: int, size: int) -> int:

@@ -1,0 +1,343 @@
+"""Stamps of plans on the embedded device: when the first kernel of a step began and its last ended,
+whatever the plan has around them, and however it was launched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import workbench as wb
+from tests.orderings import PLACED
+from workbench.backend.gate import LIMIT_NS
+from workbench.backend.stamps import StampedPlan, StampedWork
+from workbench.engine.reuse import Key
+from workbench.errors import UsageError
+from workbench.program.commands import Launch, Replay
+from workbench.trace.profile import profile
+from workbench.trace.spans import now_ns
+
+BASE: dict[str, Any] = {"graph_reuse": "set_rows", "sync": "packed_implicit"}
+AHEAD = BASE | {"plans": "ours", "plan_scope": "step", "launch_ahead": "on"}
+TOKENS = [(7 * i + 3) % 500 for i in range(24)]
+LATE = 3 * LIMIT_NS / 1e9
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model) -> Iterator[wb.Engine]:
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=96, n_ubatch=16, threads=1,
+        toggles=wb.Toggles(),
+    ) as made:  # fmt: skip
+        yield made
+
+
+class Stamped:
+    """Steps of an engine with the host's time around each, ns."""
+
+    def __init__(self, engine: wb.Engine):
+        self.engine = engine
+        self.around: list[tuple[int, int]] = []
+
+    def step(self, token: int, outputs: Any = "last") -> np.ndarray:
+        begin = now_ns()
+        logits = self.engine.step([token], outputs).copy()
+        self.around.append((begin, now_ns()))
+        return logits
+
+    def check(self, stamps: list[tuple[int, int]], off_ns: int = 0) -> None:
+        """Each pair lies in its own step, one behind the other. off_ns: between the two clocks."""
+        assert len(stamps) == len(self.around)
+        for (begin, end), (called, returned) in zip(stamps, self.around, strict=True):
+            assert called - off_ns < begin < end < returned + off_ns
+        flat = np.array(stamps).ravel()
+        assert (np.diff(flat) > 0).all()
+
+
+def decode(engine: wb.Engine, tokens: list[int] = TOKENS) -> np.ndarray:
+    engine.reset()
+    return np.concatenate([engine.step([token]).copy() for token in tokens])
+
+
+def decode_stamped(
+    engine: wb.Engine, tokens: list[int] = TOKENS, late: Sequence[int] = (), off_ns: int = 0
+) -> np.ndarray:
+    """late: the steps that the host is late for. off_ns: of `Stamped.check`."""
+    engine.reset()
+    steps, rows = Stamped(engine), []
+    with engine.stamped() as stamps:
+        for i, token in enumerate(tokens):
+            if i in late:
+                time.sleep(LATE)
+            rows.append(steps.step(token))
+    steps.check(stamps, off_ns)
+    return np.concatenate(rows)
+
+
+NAMES = ("plans", "plan_scope", "launch_ahead", "results")
+COMBINATIONS = [
+    dict(zip(NAMES, values, strict=True)) for values in product(*map(wb.Toggles.values, NAMES))
+]
+
+
+@pytest.mark.parametrize("values", COMBINATIONS, ids=lambda v: "-".join(v.values()))
+def test_a_step_s_stamps_lie_in_it_and_change_nothing(loaded, values):
+    try:
+        toggles = loaded.resolve(wb.Toggles(**BASE | values))
+    except UsageError:
+        assert values["launch_ahead"] == "on" or values["plans"] == "off"
+        return
+    wanted = decode(loaded)
+    with loaded.variant(toggles) as engine:
+        for _ in range(2):
+            before = engine.counters
+            assert np.array_equal(decode_stamped(engine), wanted)
+            after = engine.counters
+            assert np.array_equal(decode(engine), wanted)
+        # plain and stamped plans are kept side by side
+        captures = [n for n in after if n in ("plans_captured", "plans_reinstantiated")]
+        assert all(engine.counters[n] == before[n] for n in captures)
+        if values["launch_ahead"] == "on":
+            assert after["plans_ahead"] > before["plans_ahead"] + len(TOKENS) // 2
+
+
+@pytest.mark.parametrize("scope", wb.Toggles.values("plan_scope"))
+@pytest.mark.parametrize("reuse", wb.Toggles.values("graph_reuse"))
+def test_every_way_to_keep_a_graph_can_be_stamped(loaded, reuse, scope):
+    """Also where a plan is updated for every token: its twin is another work, patched with it."""
+    values = BASE | {"plans": "ours", "plan_scope": scope, "graph_reuse": reuse}
+    wanted = decode(loaded)
+    with loaded.variant(wb.Toggles(**values)) as engine:
+        for _ in range(2):
+            assert np.array_equal(decode_stamped(engine), wanted)
+            assert np.array_equal(decode(engine), wanted)
+
+
+WAYS = [
+    {}, {"plan_scope": "step"}, {"plan_scope": "step", "results": "direct"},
+    {"plan_scope": "step", "sync": "event_guarded", "copy_stream": "own"},
+    {"plan_scope": "step", "launch_ahead": "on"},
+]  # fmt: skip
+
+
+def stamped_plans(engine: wb.Engine) -> list[tuple[StampedPlan, Any, Replay]]:
+    """Plans of a token, each with its ring and its command."""
+    prepared = engine._programs.peek(Key(engine.program().shape, 0))
+    assert prepared is not None and prepared.stamped is not None
+    found = []
+    for number, work in prepared.stamped.issued.items():
+        if isinstance(work, StampedWork):
+            plan, command = prepared.stamped.replayed(number), prepared.program.commands[number]
+            assert isinstance(plan, StampedPlan) and isinstance(command, Replay)
+            found.append((plan, work.ring, command))
+    return found
+
+
+@pytest.mark.parametrize("more", WAYS, ids=lambda v: "-".join(v.values()) or "split")
+def test_stamps_stand_between_copies_and_kernels(loaded, more):
+    with loaded.variant(wb.Toggles(**BASE | {"plans": "ours"} | more)) as engine:
+        decode_stamped(engine)
+        plans = stamped_plans(engine)
+        assert plans
+        for plan, ring, command in plans:
+            begin, end = ring.pair(plan.number)
+            launches = [i for i, part in enumerate(command.parts) if isinstance(part, Launch)]
+            first, last = launches[0], launches[-1]
+            spans = list(zip(plan.nodes, plan.spans(), strict=True))
+            copies = [span for part, span in spans if part < first]
+            behind = [span for part, span in spans if part > last]
+            (_, of_begin), *kernels, (_, of_end) = [x for x in spans if first <= x[0] <= last]
+            assert of_begin[0] <= begin <= of_begin[1] and of_end[0] <= end <= of_end[1]
+            assert all(span[1] <= begin for span in copies)
+            assert all(begin <= a <= b <= end for _, (a, b) in kernels)
+            assert all(end <= span[0] for span in behind)
+            assert bool(copies) == bool(more) and [part for part, _ in kernels] == launches
+
+
+def test_a_step_that_is_not_stamped_has_no_stamps(loaded):
+    with loaded.variant(wb.Toggles(**AHEAD)) as engine:
+        decode(engine)
+        prepared = engine._programs.peek(Key(engine.program().shape, 0))
+        assert prepared is not None and prepared.stamped is None
+        (plain,) = [i for i in prepared.issued.values() if i.parts]
+        decode_stamped(engine)
+        decode(engine)
+        twin = prepared.stamped
+        assert prepared.stamped is twin is not None
+        (stamped,) = [i for i in twin.issued.values() if isinstance(i, StampedWork)]
+        assert len(stamped.parts) == len(plain.parts)
+        more = len(stamped.replayed.nodes) - len(plain.replayed.nodes)  # type: ignore[attr-defined]
+        assert more == 2 and twin.binding is prepared.binding and twin.firsts == prepared.firsts
+        assert twin.ahead is not prepared.ahead and len(twin.head) == len(prepared.head)
+
+
+def small_rings(engine: wb.Engine, n_pairs: int) -> None:
+    engine._plans._rings._n_pairs = n_pairs  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("values", [AHEAD, AHEAD | {"plan_scope": "split", "launch_ahead": "off"}])
+def test_a_ring_goes_round_and_nothing_is_lost(loaded, values):
+    with loaded.variant(wb.Toggles(**values)) as engine:
+        small_rings(engine, 4)
+        for _ in range(2):
+            decode_stamped(engine)
+
+
+def test_launches_ahead_are_those_of_their_steps_however_late_the_host_is(loaded):
+    """Forced misses, before the host's look and behind it, and gates that are cancelled."""
+    with loaded.variant(wb.Toggles(**AHEAD)) as engine:
+        small_rings(engine, 8)
+        wanted = decode(engine)
+        decode_stamped(engine)
+        gate: Any = engine._plans._gate  # type: ignore[attr-defined]
+        looks, n_looks = gate._went, 0
+
+        def look(number: int) -> int:
+            nonlocal n_looks
+            n_looks += 1
+            found = looks(number)
+            if n_looks % 5 == 1:
+                time.sleep(LATE)
+            return found
+
+        gate._went = look
+        before = engine.counters["plans_ahead_missed"]
+        try:
+            assert np.array_equal(decode_stamped(engine), wanted)
+        finally:
+            del gate._went
+        assert engine.counters["plans_ahead_missed"] > before + 2
+
+
+DOES = st.one_of(
+    st.tuples(st.just("step"), st.integers(1, 500)),
+    st.tuples(st.just("hold"), st.integers(1, 5)),
+    st.tuples(st.just("late"), st.just(0)),
+    st.tuples(st.just("silent"), st.integers(1, 500)),
+    st.tuples(st.just("prompt"), st.integers(2, 16)),
+    st.tuples(st.just("other"), st.just(0)),
+    st.tuples(st.just("synchronize"), st.just(0)),
+    st.tuples(st.just("leave"), st.just(0)),
+)
+ENGINES: dict[str, dict[str, str]] = {
+    "ahead": AHEAD,
+    "ahead, direct": AHEAD | {"results": "direct"},
+    "ahead, today": AHEAD | {"plans": "today"},
+    "patched": AHEAD | {"launch_ahead": "off", "graph_reuse": "patch_pointers"},
+    "rebuilt": AHEAD | {"launch_ahead": "off", "graph_reuse": "rebuild"},
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine_of_steps(request, loaded) -> Iterator[wb.Engine]:
+    with loaded.variant(wb.Toggles(**ENGINES[request.param])) as engine:
+        small_rings(engine, 8)
+        yield engine
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(does=st.lists(DOES, max_size=12))
+def test_whatever_comes_in_between_a_pair_is_its_own_step_s(engine_of_steps, loaded, does):
+    engine = engine_of_steps
+    engine.reset()
+    loaded.reset()
+    steps, held, left = Stamped(engine), [], False
+    around = steps.around
+    with engine.stamped() as stamps:
+        for what, n in does:
+            if engine.n_past > 70:
+                break
+            match what:
+                case "step":
+                    steps.step(n)
+                case "hold":  # logits: blocks run out
+                    for i in range(n):
+                        begin = now_ns()
+                        held.append(engine.step([i]))
+                        around.append((begin, now_ns()))
+                case "late":
+                    time.sleep(LATE)
+                case "silent":
+                    steps.step(n, "none")
+                case "prompt":
+                    begin = now_ns()
+                    engine.prefill(list(range(1, n + 1)))
+                    around.append((begin, now_ns()))
+                case "other":
+                    loaded.step([5])
+                case "synchronize":
+                    engine.synchronize()
+                case "leave":
+                    left = True
+                    break
+        if left and engine.n_past:
+            begin = now_ns()
+            engine.submit([(0, [3], "last")])  # nobody waits for it
+            around.append((begin, 1 << 62))
+    steps.check(stamps)
+
+
+def test_a_step_that_fails_has_no_stamps_and_the_next_has_its_own(loaded):
+    with loaded.variant(wb.Toggles(**AHEAD)) as engine:
+        decode_stamped(engine)
+        _, ring, _ = stamped_plans(engine)[0]
+        queue = ring.launch
+        steps = Stamped(engine)
+        with engine.stamped() as stamps:
+            steps.step(3)
+
+            def fails(issue: Any) -> int:
+                def behind() -> None:
+                    issue()
+                    raise KeyboardInterrupt
+
+                return queue(behind)
+
+            engine.synchronize()  # nothing stands at the gate
+            ring.launch = fails
+            with pytest.raises(KeyboardInterrupt):
+                engine.step([4])
+            ring.launch = queue
+            for token in TOKENS[:6]:
+                steps.step(token)
+        steps.check(stamps)
+
+
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("scope", ["split", "step"])
+def test_steps_of_several_devices_are_stamped_from_the_first_to_the_last(tiny_model, placed, scope):
+    more = {"plan_scope": scope, "sync": "packed_implicit", "plans": "ours"}
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=64, threads=1,
+        toggles=wb.Toggles(graph_reuse="set_rows"), **PLACED[placed],
+    ) as plain, plain.variant(wb.Toggles(graph_reuse="set_rows", **more)) as engine:  # fmt: skip
+        wanted = decode(plain, TOKENS[:8])
+        for _ in range(2):
+            assert np.array_equal(decode_stamped(engine, TOKENS[:8]), wanted)
+
+
+def test_a_traced_step_has_no_stamps_though_others_have(loaded):
+    with loaded.variant(wb.Toggles(**BASE, plans="ours", plan_scope="step")) as engine:
+        decode_stamped(engine)
+        with engine.stamped() as stamps, profile(engine, window=(2, 3)) as traced:
+            for token in TOKENS[:6]:
+                engine.step([token])
+        assert len(stamps) == 6 - 3
+        spans = [s for s in traced.recorder.spans if s.category == "device"]
+        steps = {s.args["step"] for s in spans}
+        plan = [s for s in spans if s.args["step"] == min(steps)]
+        assert len(plan) == sum(1 for c in engine.program().singly() if c.kind in ("launch", "copy")
+                                and c.stream.backend)  # fmt: skip
+
+
+def test_the_clock_of_stamps_is_the_host_s(loaded):
+    clock = loaded.backend.clock()
+    assert clock is not None and clock.ahead_ns == clock.error_ns == 0 < clock.tick_ns

@@ -1,0 +1,105 @@
+"""Stamps on the GPU: a pair is its own step's, with launches ahead too, and nothing else changes.
+
+What stamps take is printed, for tiny models: a stamped token beside a plain one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cpu.test_logits import engine, tokens_for  # noqa: F401 - a fixture
+from tests.cpu.test_stamps import decode, decode_stamped, small_rings
+from workbench.backend.stamps import StampedPlan, StampRing
+from workbench.bench.token_parts import token_parts
+from workbench.config import Toggles
+from workbench.program.commands import COMPUTE_STREAM
+
+pytestmark = pytest.mark.gpu
+
+OFF_NS = 50_000  # more than the clocks are ever apart: a step takes longer
+BASE: dict[str, Any] = {"graph_reuse": "set_rows", "sync": "packed_implicit", "fuse": "on"}
+STEP = BASE | {"plans": "ours", "plan_scope": "step"}
+AHEAD = STEP | {"launch_ahead": "on"}
+WAYS: list[dict[str, Any]] = [
+    BASE,
+    BASE | {"plans": "ours", "plan_scope": "split"},
+    STEP | {"results": "direct", "pdl": "on"},
+    STEP | {"plans": "today"},
+    STEP | {"graph_reuse": "patch_pointers"},
+    AHEAD,
+    AHEAD | {"results": "direct", "pdl": "on"},
+]
+
+
+def test_the_clock_goes_on_in_steps_and_is_set_to_the_host_s(backend):
+    first = backend.clock()
+    time.sleep(0.01)
+    clock = backend.clock()
+    print(f"%globaltimer goes on by {clock.tick_ns} ns; off the host's by {clock.error_ns} ns")
+    assert 0 < clock.tick_ns <= 2_000_000 and clock.tick_ns <= clock.error_ns < OFF_NS
+    apart = abs(first.ahead_ns - clock.ahead_ns)
+    assert apart <= first.error_ns + clock.error_ns + 1_000
+
+
+def test_a_ring_goes_round_on_the_device(backend):
+    ring = StampRing(backend, COMPUTE_STREAM, 4)
+    try:
+        begin, end = ring.stamp(is_end=False), ring.stamp(is_end=True)
+
+        def pair() -> None:
+            begin()
+            end()
+
+        numbers = [ring.launch(pair) for _ in range(11)]
+        begin()  # of a pair that is cut off: written over
+        numbers.append(ring.launch(pair))
+        backend.synchronize()
+        found = np.array([ring.pair(number) for number in numbers])
+        assert numbers == list(range(12)) and (found > 0).all()
+        assert (np.diff(found.ravel()) >= 0).all()
+    finally:
+        ring.free()
+
+
+@pytest.mark.parametrize("values", WAYS, ids=lambda v: "-".join(v.values()))
+def test_a_step_s_stamps_lie_in_it_and_change_nothing(engine, backend, values):  # noqa: F811
+    if "pdl" in values and not backend.capabilities.programmatic:
+        pytest.skip("has no programmatic dependent launch")
+    tokens = tokens_for("tiny-llama", 30)
+    late = [7, 15, 16, 22] if "launch_ahead" in values else []
+    with engine("tiny-llama", "Q4_0", "cuda").variant(Toggles(**values)) as used:
+        if "plans" in values:
+            small_rings(used, 8)
+        wanted = decode(used, tokens)
+        for _ in range(2):
+            before = used.counters
+            assert np.array_equal(decode_stamped(used, tokens, late, OFF_NS), wanted)
+            counts = used.counters
+        assert np.array_equal(decode(used, tokens), wanted)
+        captured = "plans_captured" if "plans" in values else "programs_built"
+        assert used.counters[captured] == before[captured], "plain and stamped are kept"
+        if late:
+            n, missed = (counts[name] - before[name]
+                         for name in ("plans_ahead", "plans_ahead_missed"))  # fmt: skip
+            print(f"{n} launched ahead, {missed} missed")
+            assert n > 15 and missed >= len(late) - 1
+        if values.get("pdl") == "on":
+            plans: Any = used._plans
+            graphs = [plan.captured for plan in plans._kept.values()]
+            stamped = [g._captured.edges() for g in graphs if isinstance(g, StampedPlan)]
+            plain = [g.edges() for g in graphs if not isinstance(g, StampedPlan)]
+            (n, early), (n_plain, early_plain) = stamped[0], plain[0]
+            assert n == n_plain + 2 and early_plain <= early + 1 <= early_plain + 2 and early > 3
+
+
+def test_what_stamps_take(engine):  # noqa: F811
+    arms = {"off": BASE, "a step": STEP, "ahead": AHEAD}
+    used = engine("tiny-llama", "Q4_0", "cuda")
+    parts = token_parts(used, {n: Toggles(**v) for n, v in arms.items()}, 4)
+    for name, of in parts.items():
+        us = {part: np.median(of[part]) for part in ("plain", "token", "device", "gap", "host")}
+        print(name, ", ".join(f"{part} {median:.1f} us" for part, median in us.items()))
+        assert all(median > 0 for part, median in us.items() if part != "host")
