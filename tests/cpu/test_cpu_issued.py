@@ -18,7 +18,7 @@ from workbench.backend.cpu import embedded
 from workbench.backend.cpu.ring import MemoryBlock
 from workbench.backend.issued import Issued
 from workbench.graph import ops
-from workbench.graph.ir import F32, Kind, Node, Tensor
+from workbench.graph.ir import F16, F32, I32, Kind, Node, Tensor
 from workbench.program.commands import COMPUTE_STREAM, COPY_STREAM
 from workbench.program.first_cell import CELL, is_view
 
@@ -156,6 +156,39 @@ def test_other_shapes_are_other_keys(backend, monkeypatch):
             assert key != before[name][1], name
             changed += 1
     assert changed > 20
+
+
+def of_sources(op: str, *shapes: tuple[int, ...], **params: Any) -> Node:
+    """An op on sources of these shapes, whose results have the same shape in all of SOURCES."""
+    dtypes = {"get_rows": (F32, I32), "attention": (F32, F16, F16, F16)}.get(op, (F32, F32))
+    cache = (1, 2) if op == "attention" else ()
+    return ops.make(op, "made", *(
+        Tensor(f"source {i}", dtype, shape, Kind.CACHE if i in cache else Kind.ACTIVATION)
+        for i, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True))
+    ), **params)  # fmt: skip
+
+
+# two nodes each, of equal results: other rows to gather from, longer rows to multiply, a row added
+# to each or a matrix, and caches whose rows (and so their stride) are half as long
+SOURCES = {
+    "get_rows": [of_sources("get_rows", (n, 64), (4,)) for n in (100, 101)],
+    "mul_mat": [of_sources("mul_mat", (32, n), (4, n)) for n in (64, 96)],
+    "add": [of_sources("add", (4, 64), shape) for shape in ((64,), (4, 64))],
+    "attention": [
+        of_sources("attention", (2, 8, 64), *[(256, n * 64)] * 2, (2, 256), n_kv=256, n_head_kv=n,
+                   scale=0.1)
+        for n in (4, 2)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", SOURCES)
+def test_the_shape_of_a_source_alone_is_another_key(backend, op):
+    """So a plan of the one is never replayed for the other: results of top-k once were (#18561)."""
+    one, other = SOURCES[op]
+    assert one.output.shape == other.output.shape and one.output.dtype == other.output.dtype
+    keys = [backend.launch(n, Asked(1 << 50), SCRATCH, COMPUTE_STREAM).key for n in (one, other)]
+    assert keys[0] != keys[1]
 
 
 def changed(value: Any) -> Any:

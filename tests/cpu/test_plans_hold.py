@@ -116,6 +116,27 @@ def test_what_goes_is_what_the_policy_says(base, wanted, monkeypatch, rule):
             assert np.array_equal(answer(engine), wanted)
 
 
+# rings -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ring", "turns"),
+    [
+        ({}, 1), ({"host_source": "pinned_ring_2"}, 2), ({"host_source": "pinned_ring_4"}, 4),
+        ({"n_copies": "4"}, 4), ({"host_source": "pinned_ring_2", "n_copies": "4"}, 4),
+    ],
+)  # fmt: skip
+def test_each_turn_of_a_ring_has_a_plan(base, ring, turns):
+    """A plan of a step has the addresses of one staging buffer, and is never patched for another."""
+    with base.variant(planned("ours", "step", **ring)) as engine:
+        assert engine.period == turns
+        for token in DECODED:
+            engine.step([token], "none")
+        counts = engine.counters
+    assert (counts["plans_captured"], counts["plans_replayed"]) == (turns, len(DECODED))
+    assert not counts["plans_updated"] and not counts["plans_issued"]
+
+
 # memory that grows -------------------------------------------------------------------------------
 
 

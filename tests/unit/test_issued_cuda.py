@@ -78,10 +78,18 @@ def test_every_address_is_marked_and_nothing_else_is(tokens: int, sm: int):
 # what makes two commands the same work ------------------------------------------------------------
 
 
-def attention(tokens: int = 2, heads: int = 8, n_kv: int = 256, scale: float = 0.1) -> Node:
-    q, k = Tensor("q", F32, (tokens, heads, 64)), Tensor("k", F16, (512, 4 * 64), Kind.CACHE)
+def attention(
+    tokens: int = 2, heads: int = 8, n_kv: int = 256, scale: float = 0.1, n_head_kv: int = 4
+) -> Node:
+    q = Tensor("q", F32, (tokens, heads, 64))
+    k = Tensor("k", F16, (512, n_head_kv * 64), Kind.CACHE)
     mask = Tensor("m", F16, (tokens, n_kv))
-    return make("attention", "o", q, k, k, mask, n_kv=n_kv, n_head_kv=4, scale=scale)
+    return make("attention", "o", q, k, k, mask, n_kv=n_kv, n_head_kv=n_head_kv, scale=scale)
+
+
+def rows_of(n: int) -> Node:
+    table = Tensor("t", F16, (n, 256), Kind.WEIGHT)
+    return make("get_rows", "r", table, Tensor("i", I32, (4,)))
 
 
 def norm(rows: int = 2, cols: int = 256, eps: float = 1e-5) -> Node:
@@ -123,6 +131,9 @@ SAME_OP = {
     "set_rows": [store(), store(n_kv=512)],
     "product": [product(), product(rows=96), product(tokens=3), product(cols=512), product(F16),
                 product(floats=True), product(tokens=40), product(tokens=1100)],
+    # of equal results: only what a source is differs
+    "sources": [rows_of(100), rows_of(101)],
+    "heads of K": [attention(), attention(n_head_kv=2)],
     "cuBLAS": [product(F16, tokens=40), product(F16, tokens=41), product(F16, rows=65, tokens=40),
                product(F16, cols=512, tokens=40), product(BF16, tokens=40),
                product(F32, tokens=40)],
