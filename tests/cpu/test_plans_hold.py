@@ -127,7 +127,7 @@ def test_what_goes_is_what_the_policy_says(base, wanted, monkeypatch, rule):
     ],
 )  # fmt: skip
 def test_each_turn_of_a_ring_has_a_plan(base, ring, turns):
-    """A plan of a step has the addresses of one staging buffer, and is never patched for another."""
+    """A plan of a step has the addresses of one staging buffer, and is never patched for others."""
     with base.variant(planned("ours", "step", **ring)) as engine:
         assert engine.period == turns
         for token in DECODED:
