@@ -48,7 +48,8 @@ def measure(
     quick: bool = False,
     at_most_s: float = math.inf,
 ) -> None:
-    """Runs the steps; raises UsageError for a name that is none."""
+    """Runs the steps; raises UsageError for a name that is none, and at the end WorkbenchError
+    where runs failed."""
     for name in names:
         if name not in (*STEPS, CPU_STEP):
             known = ", ".join((*STEPS, CPU_STEP))
@@ -62,13 +63,16 @@ def measure(
         raise UsageError(f"step {CPU_STEP} is of a CPU's devices; give --device embedded or host")
     begun = time.monotonic()
     session = Session(out, models, device, most_gb, quick, only, begun + at_most_s)
+    failed = list[str]()
     for name in names or STEPS:
         begin = time.monotonic()
         print(f"== {name}: about {STEPS.get(name, CPU_SECONDS)} s", flush=True)
         of_device = [row for row in rows(name) if name != CPU_STEP or row.device == device]
-        run(session, [row for row in of_device if _named(row, like)])
+        failed += run(session, [row for row in of_device if _named(row, like)])
         now = time.monotonic()
         print(f"== {name}: {now - begin:.0f} s, {now - begun:.0f} s in all", flush=True)
+    if failed:
+        raise WorkbenchError(f"{len(failed)} failed: {', '.join(failed)}")
 
 
 def _named(row: Row, like: str) -> bool:

@@ -7,6 +7,7 @@ the rows' model; it is None where they name none.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import groupby
@@ -228,9 +229,11 @@ def _loaded(row: Row) -> tuple[str, int, int, int, int, int]:
     return row.model, row.n_ctx, row.n_ubatch, row.n_seqs, row.n_kv_pad, row.n_devices
 
 
-def run(session: Session, rows: Sequence[Row]) -> None:
+def run(session: Session, rows: Sequence[Row]) -> list[str]:
     """Makes the runs of some rows that are not there yet, each model loaded once. Rows that would
-    end behind the session's deadline are left, and named."""
+    end behind the session's deadline are left, and named. The folders of rows that failed: one that
+    fails costs the others nothing."""
+    failed = list[str]()
     rows = sorted(rows, key=lambda row: row.model not in FIRST)
     for row in rows:
         if is_there(session, row):
@@ -246,16 +249,23 @@ def run(session: Session, rows: Sequence[Row]) -> None:
             loads = KINDS[first.kind].loads
             engine = stack.enter_context(session.engine(first)) if loads else None
             for name, of_kind in groupby(group, key=lambda row: row.kind):
-                _measure(session, engine, KINDS[name], list(of_kind))
+                failed += _measure(session, engine, KINDS[name], list(of_kind))
+    return failed
 
 
-def _measure(session: Session, engine: Any, kind: Kind, rows: list[Row]) -> None:
-    """Measures rows of a kind, and says how long each took."""
+def _measure(session: Session, engine: Any, kind: Kind, rows: list[Row]) -> list[str]:
+    """Measures rows of a kind, and says how long each took; those that failed."""
+    failed = list[str]()
     for part in [rows] if kind.at_once else [[row] for row in rows]:
         if session.late(part[0]):
             continue
         begin = time.monotonic()
-        kind.measure(session, engine, part)
         names, about = ", ".join(session.at(row).name for row in part), sum(r.seconds for r in part)
+        try:
+            kind.measure(session, engine, part)
+        except Exception:
+            traceback.print_exc()
+            failed.append(names)
         expected = f", about {about} expected" if about else ""
         print(f"== {names}: {time.monotonic() - begin:.1f} s{expected}", flush=True)
+    return failed

@@ -12,7 +12,7 @@ from data.measure.recorded import NOT_MEASURED, Recorded
 from data.measure.session import Session, toggles_of
 from workbench.bench.results import load_run
 from workbench.config import Toggles
-from workbench.errors import UsageError
+from workbench.errors import UsageError, WorkbenchError
 
 
 def session(tmp_path: Path, **given) -> Session:
@@ -73,6 +73,21 @@ def test_what_would_end_behind_the_deadline_is_left_for_the_next_call(tmp_path: 
         f"quick-embedded-{row.folder}: left, {row.seconds} s are too many; call again" in said
         for row in matrix.rows("plans")
     )
+
+
+def test_a_row_that_fails_costs_the_others_nothing(tmp_path, tiny_models, monkeypatch, capsys):
+    def fails(engine, arms, *rounds):
+        raise RuntimeError("no clock")
+
+    monkeypatch.setattr("data.measure.planned.token_parts", fails)
+    model = matrix.COMPARED[0]
+    given = {"models": tiny_models, "device": "embedded", "quick": True, "only": model}
+    with pytest.raises(WorkbenchError, match=f"1 failed: quick-embedded-plans-{model}$"):
+        measure("plans", "reuse", out=tmp_path, **given)
+    monkeypatch.undo()
+    assert "no clock" in capsys.readouterr().err
+    measure("plans", out=tmp_path, **given)  # it is not there, so it is made
+    assert "parts" in load_run(tmp_path / f"quick-embedded-plans-{model}").run["result"]
 
 
 def test_rows_of_plans_and_reuse_fit_the_time_that_there_is():
