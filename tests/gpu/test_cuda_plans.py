@@ -164,6 +164,30 @@ def test_memory_that_grows_after_a_capture_is_followed(tiny_model):
                     assert np.array_equal(rows(planned), wanted), (rule, scope)
 
 
+def test_a_destroyed_graph_is_told_and_the_engine_goes_on(engine):  # noqa: F811
+    tokens = tokens_for("tiny-llama", 24)
+    shared = engine("tiny-llama", "Q4_0", "cuda")
+    with shared.variant(Toggles(graph_reuse="set_rows")) as eager:
+        wanted = one_by_one(eager, tokens)
+    for scope in SCOPES:
+        with shared.variant(Toggles(graph_reuse="set_rows", plans="ours", **scope)) as planned:
+            rows = [one_by_one(planned, tokens[:12])]
+            graphs = captured_of(planned)
+            for graph in graphs:
+                graph.destroy()
+            told = 0
+            for token in tokens[12:]:
+                while told <= len(graphs):
+                    try:
+                        rows.append(planned.step([token]).copy())
+                        break
+                    except DeviceError as error:
+                        told += 1
+                        assert "was destroyed and cannot be launched" in str(error)
+            assert 1 <= told <= len(graphs)
+            assert np.array_equal(np.concatenate(rows), wanted), scope
+
+
 def test_two_engines_replay_side_by_side(engine):  # noqa: F811
     tokens = tokens_for("tiny-llama", 30)
     shared = engine("tiny-llama", "Q4_0", "cuda")

@@ -14,7 +14,7 @@ import workbench as wb
 from tests.unit.fake_cuda import SPARE, fake_backend
 from tests.unit.fake_graphs import COPIES, Call
 from workbench.config import SyncMode, Toggles
-from workbench.errors import UsageError
+from workbench.errors import DeviceError, UsageError
 
 FORKED = {"plan_scope": "step", "sync": "event_guarded", "copy_stream": "own"}
 SCOPES = [{}, {"plan_scope": "step", "sync": "implicit"}, FORKED]
@@ -97,6 +97,27 @@ def test_a_patched_pointer_sets_a_node_and_nothing_else_does(engine, reuse, resu
     updated = 20 - n if moves else 0
     assert counters["plans_updated"] == updated == sum(g.nodes_set for g in graphs)
     assert not sum(g.recaptured for g in graphs)
+
+
+@pytest.mark.parametrize("reuse", ["set_rows", "patch_pointers"])
+@pytest.mark.parametrize("scope", SCOPES, ids=["split", "step", "forked"])
+def test_a_destroyed_graph_is_told_once_and_captured_anew(engine, scope, reuse):
+    """Also where it was to be updated."""
+    with engine.variant(Toggles(graph_reuse=reuse, plans="ours", **scope)) as planned:
+        wanted = [step(planned, 1) for _ in range(3)][-1]
+        plans: Any = planned._plans
+        n = len([plan.captured.destroy() for plan in plans._kept.values()])
+        told = 0
+        for _ in range(n + 3):
+            past = planned.n_past
+            try:
+                found = step(planned, 1)
+            except DeviceError as error:
+                told += 1
+                assert "was destroyed and cannot be" in str(error) and planned.n_past == past
+        assert found == wanted and 1 <= told <= n and planned.n_past == past + 1
+        counters = planned.counters
+        assert counters["plans_captured"] + counters["plans_reinstantiated"] == n + told
 
 
 @pytest.mark.parametrize("sync", [m.value for m in SyncMode if m != SyncMode.AUTO])
