@@ -10,9 +10,10 @@ import pandas as pd
 import pytest
 
 import workbench as wb
+from workbench.bench import provenance
 from workbench.bench.gaps import Gaps, fit_line, host_gaps, load
 from workbench.config import Toggles
-from workbench.errors import UsageError
+from workbench.errors import DeviceError, UsageError
 
 KEPT = {"graph_reuse": "set_rows", "copy_stream": "compute"}
 ARMS = {sync: Toggles(sync=sync, **KEPT) for sync in ("per_copy", "copy_boundary", "packed")}
@@ -66,6 +67,17 @@ def test_a_row_for_each_arm_and_a_control(found):
     assert len(found.samples) == 4 * 3 * 9
     orders = found.samples.drop_duplicates("order")["arm"].tolist()
     assert orders[:4] == orders[7:3:-1], "there and back"
+
+
+def test_a_run_says_in_which_steps_its_clock_goes_on(found, engine, monkeypatch):
+    timer = found.run["engine"]["timer"]
+    assert timer["error_ns"] == 0 < timer["tick_ns"]
+
+    def silent() -> None:
+        raise DeviceError("the GPU's clock does not answer")
+
+    monkeypatch.setattr(engine.backend, "clock", silent)
+    assert provenance.engine(engine)["timer"] is None
 
 
 def test_the_lines_are_through_arms_that_copy_alike(found):

@@ -115,8 +115,14 @@ def test_every_way_to_keep_a_graph_can_be_stamped(loaded, reuse, scope):
     wanted = decode(loaded)
     with loaded.variant(wb.Toggles(**values)) as engine:
         for _ in range(2):
-            assert np.array_equal(decode_stamped(engine), wanted)
+            before = engine.counters
             assert np.array_equal(decode(engine), wanted)
+            plain = engine.counters
+            assert np.array_equal(decode_stamped(engine), wanted)
+        # a graph that is built anew takes over the plan of one that is gone, stamped or not
+        for name in ("plans_captured", "plans_updated", "plans_replayed"):
+            done = plain[name] - before[name]
+            assert engine.counters[name] - plain[name] == done, name
 
 
 WAYS = [

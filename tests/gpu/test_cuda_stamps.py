@@ -17,7 +17,7 @@ from workbench.bench.token_parts import token_parts
 from workbench.config import Toggles
 from workbench.program.commands import COMPUTE_STREAM
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 OFF_NS = 50_000  # more than the clocks are ever apart: a step takes longer
 BASE: dict[str, Any] = {"graph_reuse": "set_rows", "sync": "packed_implicit", "fuse": "on"}

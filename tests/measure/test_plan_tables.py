@@ -52,7 +52,8 @@ def record(
         "schema": 1, "run_id": name, "kind": kind, "name": name, "status": "complete",
         "started": "2026-01-02T03:04:05Z", "duration_s": 1.0, "command": [], "versions": {},
         "commit": {"hash": "0" * 40, "number": 1, "dirty": False}, "machine": {},
-        "engine": {"device_description": "a GPU"}, "seed": 0, "tests": list(us),
+        "engine": {"device_description": "a GPU", "timer": {"tick_ns": 32, "error_ns": 900}},
+        "seed": 0, "tests": list(us),
         "repetitions": rounds, "model": {"name": "llama-3.2-1b with random weights",
                                          "quant": "BF16"},
         "arms": arms, "result": {"answers": {}, "warm_up": {}, "smoke": False} | result,
@@ -132,6 +133,8 @@ def test_an_arm_of_plans_says_what_is_in_them_and_what_is_added(tmp_path):
     assert (step["pdl"], step["plans"], step["calls"], step["nodes"]) == ("on", "ours", "1", "160")
     assert (step["gap us"], step["device us"], step["host us"]) == ("20", "820", "30")
     assert step["stamps us"] == "3.0"
+    made = readme.made("plans-cuda", Recorded(tmp_path))
+    assert "us: medians, by a clock in steps of 32 ns; commit" in made
     assert step["Speedup"].startswith(f"{900 / 840:.3f} (") and step["verdict"] == "faster"
     assert float(step["t/s"]) == pytest.approx(1e6 / 840, rel=0.01)
     assert [step[name] for name in ("captured", "updated", "reinstantiated", "replayed")] == [

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.checkout import UNKNOWN, commit
+from workbench.errors import DeviceError
 
 if TYPE_CHECKING:
     from workbench.backend.base import Backend
@@ -192,8 +193,11 @@ def device(config: dict[str, Any], name: str, reason: str, backend: Backend) -> 
 
 def _timer(backend: Backend) -> dict[str, int] | None:
     """The clock that stamps are read from: the step in which it goes on, and by how much it can be
-    off the host's; null: the device has none of its own."""
-    clock = backend.clock()
+    off the host's; null: the device has none of its own, or it does not answer."""
+    try:
+        clock = backend.clock()
+    except DeviceError:
+        return None
     return None if clock is None else {"tick_ns": clock.tick_ns, "error_ns": clock.error_ns}
 
 

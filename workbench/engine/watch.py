@@ -62,6 +62,22 @@ class _Work(NamedTuple):
     def mark(self) -> Any:
         return self.device.mark(self.stream)
 
+    @property
+    def told_by(self) -> _Told:
+        """Of its latest call."""
+        if self.plan is None:
+            return _Told(self.device)
+        return _Told(self.device, self.plan.ring, self.plan.number)
+
+
+class _Told(NamedTuple):
+    """What tells when a work began or ended: a pair of a ring, or without one marks of the device.
+    It does not keep the work: plans of works that are gone are taken over."""
+
+    device: Backend
+    ring: StampRing | None = None
+    pair: int = 0
+
 
 class _Ran(NamedTuple):
     """What a device was asked in one call. plan: what it replayed, in launch number `launch`."""
@@ -76,14 +92,11 @@ class _Ran(NamedTuple):
 
 
 class _StampedStep(NamedTuple):
-    """A stamped step: the works that it begins and ends with. marks: in front of the first and
-    behind it, and behind the last, of those that are no plans. pairs: numbers of the plans' pairs,
-    of the first and the last work; empty until the step has ended."""
+    """marks: in front of a step's first work and behind it, and behind its last, unless these are
+    plans. told: of the first work and the last; empty until the step has ended."""
 
-    first: _Work
-    last: _Work
     marks: list[Any]
-    pairs: list[int]
+    told: list[_Told]
 
 
 class Stamps(Watch):
@@ -100,6 +113,7 @@ class Stamps(Watch):
         self.found: list[Stamp] = []
         self._with_stamps = with_stamps
         self._steps: list[_StampedStep] = []
+        self._works: tuple[_Work, ...] = ()  # first and last of the step under way
         self._calls: WeakKeyDictionary[Prepared, tuple[_Work, _Work, list[Issue]]]
         self._calls = WeakKeyDictionary()
 
@@ -111,7 +125,8 @@ class Stamps(Watch):
         if prepared not in self._calls:
             self._calls[prepared] = self._marked(prepared)
         first, last, calls = self._calls[prepared]
-        self._steps.append(_StampedStep(first, last, [], []))
+        self._works = first, last
+        self._steps.append(_StampedStep([], []))
         return calls
 
     def _marked(self, prepared: Prepared) -> tuple[_Work, _Work, list[Issue]]:
@@ -129,31 +144,31 @@ class Stamps(Watch):
         return first, last, calls
 
     def end(self, waited: bool) -> None:
-        first, last, _, pairs = self._steps[-1]
-        pairs += [0 if work.plan is None else work.plan.number for work in (first, last)]
+        self._steps[-1].told.extend([work.told_by for work in self._works])
+        self._works = ()
 
     def fail(self) -> None:
-        if self._steps and not self._steps[-1].pairs:
+        if self._works:
             self._steps.pop()
+            self._works = ()
 
     def find(self) -> None:
         """Makes `found`: the stamps of all steps that have ended, in ns. Differences are by the
         device's clock, which is set to the host's. Call it once, when nothing is under way."""
-        ended = [step for step in self._steps if step.pairs]
-        works = [work for step in ended for work in (step.first, step.last)]
-        rings = {id(work.plan.ring): work.plan.ring for work in works if work.plan is not None}
-        ahead = {number: _ahead_ns(ring) for number, ring in rings.items()}
-        for first, last, marks, pairs in ended:
-            if first.plan is None:
+        ended = [step for step in self._steps if step.told]
+        rings = {told.ring for step in ended for told in step.told if told.ring is not None}
+        ahead = {ring: _ahead_ns(ring) for ring in rings}
+        for marks, (first, last) in ended:
+            if first.ring is None:
                 begin = first.device.resolve(*marks[:2])[0]
             else:
-                begin = first.plan.ring.pair(pairs[0])[0] + ahead[id(first.plan.ring)]
-            if last.plan is None:
+                begin = first.ring.pair(first.pair)[0] + ahead[first.ring]
+            if last.ring is None:
                 end = last.device.resolve(marks[-1], marks[-1])[1]
             else:
-                end = last.plan.ring.pair(pairs[1])[1] + ahead[id(last.plan.ring)]
+                end = last.ring.pair(last.pair)[1] + ahead[last.ring]
             self.found.append((begin, end))
-        for ring in rings.values():
+        for ring in rings:
             ring.forget()
 
 
