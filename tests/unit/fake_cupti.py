@@ -50,6 +50,7 @@ from workbench.program.plans import with_plans
 Work = tuple[Any, int, int, dict[str, Any]]  # kind, stream, ns, fields of a record
 OFFSET_NS = 1_700_000_000_000_000_000  # of CUPTI's clock to the recorder's
 KERNEL_NS = 40_000
+FIRST_NODE = 501  # CUPTI's number of the first node of a graph
 MODEL = SimpleNamespace(
     name="fake", quant="F32", architecture="llama", n_layer=1, weight_bytes_per_token=16384,
     path="models/fake.gguf",
@@ -242,7 +243,7 @@ class CuptiGraph(Captured):
             self._recorded += cupti.captured
         cupti.captured = None
         self.nodes = tuple(nodes)
-        self.ids = list(range(501, 501 + len(nodes)))
+        self.ids = list(range(FIRST_NODE, FIRST_NODE + len(nodes)))
 
     def launch(self) -> None:
         number = self._cupti.call("cuGraphLaunch")
@@ -317,7 +318,8 @@ class CuptiBackend(NullBackend):
 class CudaEngine:
     """An engine of one program on such a device: a host split, two copies, a product and a sum on
     the device, the result's copy, and the wait for it. lead: launches in front of the copies.
-    plans, scope: the toggles `plans` and `plan_scope`."""
+    plans, scope: the toggles `plans` and `plan_scope`. packed: one copy brings both inputs, in
+    front of the launches on their stream."""
 
     device = "cuda"
     model, toggles, config, sync_mode = MODEL, Toggles(), EngineConfig(), "copy_boundary"
@@ -330,12 +332,13 @@ class CudaEngine:
         lead: int = 0,
         plans: str = "off",
         scope: str = "split",
+        packed: bool = False,
     ):
         self._loaded = self  # what it stands on, for `exclusive`
         self.cupti, self.backend = cupti, CuptiBackend(cupti, held)
         self.recorder: Any = None
         self.n_steps = 0
-        self.program = _program(lead)
+        self.program = _program(lead, packed)
         if plans != "off":
             self.program = with_plans(self.program, scope)
         host = NullBackend("host", Capabilities(False, False, True, False, 0))
@@ -360,7 +363,7 @@ class CudaEngine:
         watch.end(waited=True)
 
 
-def _program(lead: int) -> Program:
+def _program(lead: int, packed: bool) -> Program:
     x, w = Tensor("x", F32, (1, 64)), Tensor("w", F32, (64, 64))
     host_node = make("add", "embd", x, x)
     product = make("mul_mat", "product", w, x)
@@ -387,10 +390,8 @@ def _program(lead: int) -> Program:
     def launch(node: Node, stream: Stream, split: int) -> Launch:
         return Launch(node, stream, (), (), None, split)
 
-    commands = [
-        Write(of(staging, 0), "x"),
-        launch(host_node, Stream(HOST, 0), 0),
-        *(launch(total, compute, 1) for _ in range(lead)),
+    together = [Copy(of(arena, 0, 512), of(staging, 0, 512), compute, "inputs", 1)]
+    apart = [
         Copy(on_device[x], on_host[x], compute if lead else copies, "x", 1),
         Copy(
             on_device[host_node.output], on_host[host_node.output],
@@ -399,6 +400,12 @@ def _program(lead: int) -> Program:
         Sync(1, stream=compute if lead else copies),
         Record(1, copies, 1),
         Wait(1, compute, 1),
+    ]  # fmt: skip
+    commands = [
+        Write(of(staging, 0), "x"),
+        launch(host_node, Stream(HOST, 0), 0),
+        *(launch(total, compute, 1) for _ in range(lead)),
+        *(together if packed else apart),
         launch(product, compute, 1),
         launch(total, compute, 1),
         Copy(of(result, 0), on_device[total.output], compute, "sum", RESULT),

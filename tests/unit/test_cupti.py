@@ -12,12 +12,14 @@ import workbench as wb
 from tests.oracles.trace_pattern import trace_pattern
 from tests.unit import spoiled
 from tests.unit.fake_cupti import (
+    FIRST_NODE,
     ActivityKind,
     CudaEngine,
     CuptiError,
     FakeCupti,
     Result,
 )
+from workbench.backend import gate
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import Copy, Launch, Replay, Space
 from workbench.trace import cupti as collector
@@ -183,6 +185,30 @@ def test_a_replayed_kernel_or_copy_is_a_span_of_its_part(cupti, plans, window, s
             assert (span.args["kind"], span.name) == (part.kind, part.label)
         work = {i for i, part in enumerate(parts) if isinstance(part, Copy | Launch)}
         assert {s.args["part"] for s in inside} == work
+
+
+@pytest.mark.parametrize("window", [(0, 1), (1, 2)])
+def test_the_kernel_at_a_gate_is_the_copy_of_the_inputs(cupti, window):
+    """With launch_ahead=on a plan begins with a kernel in place of its first copy."""
+    plain = traced(CudaEngine(cupti, plans="ours", scope="step", packed=True), n=4, window=window)
+
+    def gated(records: list) -> list:
+        for r in records:
+            if r.kind == ActivityKind.MEMCPY and r.graph_node_id == FIRST_NODE:
+                r.kind, r.name = int(ActivityKind.CONCURRENT_KERNEL), gate.KERNEL
+                del r.bytes
+        return records
+
+    cupti.spoil = gated
+    prof = traced(CudaEngine(cupti, plans="ours", scope="step", packed=True), n=4, window=window)
+    assert prof.complete and not prof.missing, prof.missing
+
+    def about(spans: Any) -> list[tuple[Any, ...]]:
+        keys = ("kernel", "bytes", "kind", "index", "part", "step")
+        device = [s for s in spans if s.category == "device"]
+        return sorted((s.name, s.lane, *(str(s.args.get(key)) for key in keys)) for s in device)
+
+    assert about(prof.timeline.spans) == about(plain.timeline.spans)
 
 
 def test_nodes_are_told_by_the_order_they_began_in_else_by_their_numbers(cupti):
@@ -358,7 +384,7 @@ def test_cupti_attaches_before_the_step_that_it_traces(engine, cupti, monkeypatc
     monkeypatch.setattr(engine.backend, "synchronize", counted)
     with profile(engine, nvtx=False):
         engine.step()
-        assert waited == [False, True]
+        assert waited == [False, False, True]
 
 
 @pytest.mark.parametrize(("second", "as_one"), [(64, True), (32, False)])

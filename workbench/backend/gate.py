@@ -35,6 +35,7 @@ from workbench.backend.base import Backend, Captured
 from workbench.backend.issued import Issued
 from workbench.program.commands import Space
 
+KERNEL = "gate_copy"  # what runs at a gate on a GPU, by its name
 LIMIT_NS = 500_000
 # bytes of the control block. The host writes the first two words, the device the others; each side
 # has cache lines of its own. WENT: N_WENT words, one for each of the last gates.

@@ -19,6 +19,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from workbench.backend import gate
 from workbench.backend.base import KernelName
 from workbench.graph.ir import Node
 from workbench.program.commands import HOST, Command, Copy, Launch, Program, Replay, Stream
@@ -189,12 +190,22 @@ def _by_part(
         told = [wants for wants in wanted if wants is not None]
         if len(told) < len(wanted):
             continue  # said of the parts that nobody tells of
-        found, reason = parted(rows, told, replayed.get(key))
+        found, reason = parted(_with_inputs(rows, plan), told, replayed.get(key))
         if reason:
             untold.add(key)
             faults.add("plan not as recorded", f"{commands.at(key)}: {reason}")
         made |= {(key[0], key[1], part): of_part for part, of_part in found.items()}
     return made, untold
+
+
+def _with_inputs(rows: Sequence[Activity], plan: Replay) -> list[Activity]:
+    """The records of a plan. Where it stood at a gate, the kernel there is its copy of inputs."""
+    first = plan.parts[0]
+    nbytes = first.src.nbytes if isinstance(first, Copy) else 0
+    return [
+        row._replace(kind=COPY, nbytes=nbytes) if row[:2] == (KERNEL, gate.KERNEL) else row
+        for row in rows
+    ]
 
 
 def _expected(command: Command, kernels_of: KernelsOf) -> list[Want] | None:

@@ -343,6 +343,7 @@ class CuptiRecorder(WindowRecorder):
     def _open_window(self) -> None:
         if self._session is not None:
             return
+        self._synchronize()  # of a step before the window: none of its commands
         try:
             self._session = Session(self._cupti)
             self.marks = False

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from workbench.backend import gate
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Backend, DeviceClock, Issue, KernelName, nothing
 from workbench.backend.cuda import nvrtc, op_table, timer, weights
@@ -280,7 +281,7 @@ class CudaBackend(Backend):
         self, dst: int, src: int, nbytes: int, control: int, limit_ns: int, stream: int
     ) -> Issued:
         args: list[int | float] = [Address(dst), Address(src), nbytes, control, limit_ns]
-        kernel = Kernel("gate", "gate_copy", (1, 1), GATE_THREADS, args)
+        kernel = Kernel("gate", gate.KERNEL, (1, 1), GATE_THREADS, args)
         return self._prepare(kernel, self._stream(stream), f"gated copy of {nbytes} bytes")
 
     def copy_to_peer(
