@@ -338,7 +338,9 @@ def main(
         elif time.monotonic() - begun > at_most_s:
             print(f"{name}: left, {at_most_s:.0f} s are over; call again", flush=True)
         else:
+            start = time.monotonic()
             print(shown(compare(bench, model_file(name, files), out / name, wanted)), flush=True)
+            print(f"== {name}: {time.monotonic() - start:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
