@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +164,10 @@ class Notebook:
         self.start(cell)
         return self.output(cell)
 
-    def output(self, cell: int) -> str:
+    def output(self, cell: int, patience_s: float = PATIENCE_S) -> str:
         """What a cell printed, or its error, once it has ended."""
-        until(lambda: self._number(cell) not in ("[ ]:", "[*]:"), f"the end of cell {cell}")
+        ended = f"the end of cell {cell}"
+        until(lambda: self._number(cell) not in ("[ ]:", "[*]:"), ended, patience_s)
         found = self._cells()[cell].find_elements(By.CSS_SELECTOR, ".jp-OutputArea-output")
         return "\n".join(o.text for o in found)
 
@@ -176,6 +177,15 @@ class Notebook:
     def interrupt(self) -> None:
         """Jupyter's own stop, in the notebook's toolbar."""
         self._toolbar("notebook:interrupt-kernel").click()
+
+    def interrupt_cell(self, cell: int) -> str:
+        """Ends a cell that runs for ever; its output. Presses again where the cell runs on: a page
+        that is being drawn loses clicks."""
+        for _ in range(3):
+            self.interrupt()
+            with suppress(AssertionError):
+                return self.output(cell, PATIENCE_S / 3)
+        return self.output(cell)
 
     def _toolbar(self, command: str) -> WebElement:
         return self.driver.find_element(By.CSS_SELECTOR, f'[data-command="{command}"]')

@@ -98,8 +98,7 @@ def test_a_run_does_not_begin_while_a_cell_uses_the_engine(panel):
     notebook.start(2)
     notebook.press("Run")
     notebook.says("the panel cannot measure while a cell is in Engine")
-    notebook.interrupt()
-    notebook.output(2)
+    notebook.interrupt_cell(2)
     begin_and_stop()
 
 
