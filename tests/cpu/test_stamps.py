@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.orderings import PLACED
 from workbench.backend.gate import LIMIT_NS
-from workbench.backend.stamps import StampedPlan, StampedWork
+from workbench.backend.stamps import StampedPlan, StampedWork, StampRing
 from workbench.engine.reuse import Key
-from workbench.errors import UsageError
-from workbench.program.commands import Launch, Replay
+from workbench.errors import DeviceError, UsageError
+from workbench.program.commands import COMPUTE_STREAM, Launch, Replay
 from workbench.trace.profile import profile
 from workbench.trace.spans import now_ns
 
@@ -315,6 +315,36 @@ def test_a_step_that_fails_has_no_stamps_and_the_next_has_its_own(loaded):
             for token in TOKENS[:6]:
                 steps.step(token)
         steps.check(stamps)
+
+
+def ring_goes_round(backend: Any) -> None:
+    """Pairs in a ring of four; one that is cut off behind its begin is written over."""
+    ring = StampRing(backend, COMPUTE_STREAM, 4)
+    try:
+        begin, end = ring.stamp(is_end=False), ring.stamp(is_end=True)
+
+        def pair() -> None:
+            begin()
+            end()
+
+        def cut_off() -> None:
+            begin()
+            raise DeviceError("a part that could not be issued")
+
+        numbers = [ring.launch(pair) for _ in range(11)]
+        with pytest.raises(DeviceError):
+            ring.launch(cut_off)
+        numbers += [ring.launch(pair) for _ in range(2)]
+        backend.synchronize()
+        found = np.array([ring.pair(number) for number in numbers])
+        assert numbers == list(range(13)) and (found > 0).all()
+        assert (np.diff(found.ravel()) >= 0).all()
+    finally:
+        ring.free()
+
+
+def test_a_pair_that_is_cut_off_is_written_over(two):
+    ring_goes_round(two)
 
 
 @pytest.mark.parametrize("placed", PLACED)

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from tests.cpu.test_logits import engine, tokens_for  # noqa: F401 - a fixture
-from tests.cpu.test_stamps import decode, decode_stamped, small_rings
-from workbench.backend.stamps import StampedPlan, StampRing
+from tests.cpu.test_stamps import decode, decode_stamped, ring_goes_round, small_rings
+from workbench.backend.stamps import StampedPlan
 from workbench.bench.token_parts import token_parts
 from workbench.config import Toggles
-from workbench.program.commands import COMPUTE_STREAM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -41,27 +40,11 @@ def test_the_clock_goes_on_in_steps_and_is_set_to_the_host_s(backend):
     print(f"%globaltimer goes on by {clock.tick_ns} ns; off the host's by {clock.error_ns} ns")
     assert 0 < clock.tick_ns <= 2_000_000 and clock.tick_ns <= clock.error_ns < OFF_NS
     apart = abs(first.ahead_ns - clock.ahead_ns)
-    assert apart <= first.error_ns + clock.error_ns + 1_000
+    assert apart <= first.error_ns + clock.error_ns + 10_000  # of drift
 
 
 def test_a_ring_goes_round_on_the_device(backend):
-    ring = StampRing(backend, COMPUTE_STREAM, 4)
-    try:
-        begin, end = ring.stamp(is_end=False), ring.stamp(is_end=True)
-
-        def pair() -> None:
-            begin()
-            end()
-
-        numbers = [ring.launch(pair) for _ in range(11)]
-        begin()  # of a pair that is cut off: written over
-        numbers.append(ring.launch(pair))
-        backend.synchronize()
-        found = np.array([ring.pair(number) for number in numbers])
-        assert numbers == list(range(12)) and (found > 0).all()
-        assert (np.diff(found.ravel()) >= 0).all()
-    finally:
-        ring.free()
+    ring_goes_round(backend)
 
 
 @pytest.mark.parametrize("values", WAYS, ids=lambda v: "-".join(v.values()))

@@ -56,7 +56,8 @@ class StampRing:
         self._memory = backend.allocate(PAIRS + PAIR_BYTES * n_pairs, Space.PINNED)
         assert self._memory.array is not None, "pinned memory is the host's too"
         words = self._memory.array.view(np.int64)
-        self._written, self._pairs = words[:1], words[PAIRS // 8 :].reshape(n_pairs, 2)
+        self._written: np.ndarray = words[:1]
+        self._pairs: np.ndarray = words[PAIRS // 8 :].reshape(n_pairs, 2)
         self.launched = 0
         self._unsure = False
         self._aside: list[np.ndarray] = []  # halves, (n_pairs / 2, 2) each
@@ -109,6 +110,7 @@ class StampRing:
 
     def free(self) -> None:
         """Gives memory back, once nothing is queued any more."""
+        self._written = self._pairs = np.empty(0, np.int64)  # views keep pinned memory
         self._counter.free()
         self._memory.free()
 
