@@ -1,7 +1,9 @@
 """Runs the notebooks on a GPU, and keeps what they showed and measured with the sources.
 
-    python -m tests.notebooks.record run OUT     # there: OUT/<notebook>.ipynb, OUT/runs.tar.gz
-    python -m tests.notebooks.record take OUT    # here: into notebooks/ and data/results/
+    python -m tests.notebooks.record run OUT [NAMES]   # there: OUT/<name>.ipynb, OUT/runs.tar.gz
+    python -m tests.notebooks.record take OUT          # here: into notebooks/ and data/results/
+
+NAMES are notebooks, 04_plans; without any, all are run. How long each took is printed.
 
 The parameters of a recorded run are not the notebook's own: it keeps its defaults, and loses the
 cell that papermill put in. README's pair of timelines is drawn by the way; `timelines.json` says
@@ -15,6 +17,8 @@ import shutil
 import sys
 import tarfile
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,9 @@ import nbformat
 import workbench as wb
 from workbench.backend.base import choose_device
 from workbench.bench import provenance
+from workbench.bench.stats import MIN_REPETITIONS
 from workbench.config import SyncMode
+from workbench.errors import UsageError
 from workbench.model.synth import write_model
 from workbench.report import plots
 from workbench.report.render import render_notebook
@@ -52,7 +58,11 @@ MODELS = {
     "04_plans": ("llama-3.2-1b", "Q8_0"),
     "10_fusion": ("llama-3.2-1b", "Q8_0"),
 }
-PARAMETERS: dict[str, dict[str, Any]] = {"10_fusion": {"quick": False}}
+# a graph that is built for every token takes so long that the least repetitions tell enough
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "03_graph_reuse": {"repeats": MIN_REPETITIONS},
+    "10_fusion": {"quick": False},
+}
 PICTURE, ABOUT = "timelines.png", "timelines.json"
 PAIR = (SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value)  # before and after #17795
 
@@ -78,13 +88,23 @@ def _tags(cell: Any) -> list[str]:
     return cell.metadata.get("tags", [])
 
 
-def run(out: Path, device: str = "cuda", given: dict[str, Any] | None = None) -> None:
-    """Runs each notebook; writes them, and one archive of their run folders, to `out`."""
+def run(
+    out: Path,
+    names: Sequence[str] = (),
+    device: str = "cuda",
+    given: dict[str, Any] | None = None,
+) -> None:
+    """Runs each notebook that is named; writes them, and one archive of their run folders, to
+    `out`. Raises UsageError for a name that is none."""
+    if unknown := [name for name in names if name not in MADE]:
+        raise UsageError(f"notebook {unknown[0]!r} is not one of {', '.join(MADE)}")
     device, _ = choose_device(device)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, tarfile.open(out / RUNS, "w:gz") as archive:
         for name, ends in MADE.items():
-            runs = Path(folder, name)
+            if names and name not in names:
+                continue
+            runs, begin = Path(folder, name), time.monotonic()
             runs.mkdir()
             preset, quant = MODELS[name]
             model = write_model(preset, quant, Path(folder, f"{preset}-{quant}.gguf"))
@@ -97,6 +117,7 @@ def run(out: Path, device: str = "cuda", given: dict[str, Any] | None = None) ->
             for end in ends:
                 (found,) = runs.glob(f"*-{end}")
                 archive.add(found, arcname=f"notebook-{end}")
+            print(f"== {name}: {time.monotonic() - begin:.1f} s", flush=True)
     draw(out, device)
 
 
@@ -118,16 +139,17 @@ def draw(out: Path, device: str = "cuda") -> None:
 def take(out: Path, root: Path = ROOT) -> None:
     """Puts what `run` wrote among the sources."""
     results = root / "data" / "results"
-    for ends in MADE.values():
-        for end in ends:
-            shutil.rmtree(results / f"notebook-{end}", ignore_errors=True)
+    taken = [name for name in MADE if (out / f"{name}.ipynb").is_file()]
+    for end in (end for name in taken for end in MADE[name]):
+        shutil.rmtree(results / f"notebook-{end}", ignore_errors=True)
     with tarfile.open(out / RUNS) as archive:
         archive.extractall(results, filter="data")
-    for name in MADE:
+    for name in taken:
         shutil.copyfile(out / f"{name}.ipynb", root / "notebooks" / f"{name}.ipynb")
     for name in (PICTURE, ABOUT):
         shutil.copyfile(out / name, results / name)
 
 
 if __name__ == "__main__":
-    {"run": run, "take": take}[sys.argv[1]](Path(sys.argv[2]))
+    what, folder, *chosen = sys.argv[1:]
+    run(Path(folder), chosen) if what == "run" else take(Path(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tarfile
 from pathlib import Path
 
 import nbformat
@@ -12,6 +13,7 @@ from nbclient import NotebookClient
 
 from tests.network import network_loads
 from tests.notebooks import record
+from workbench.errors import UsageError
 from workbench.report.render import render_notebook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,3 +132,21 @@ def test_a_recorded_notebook_keeps_its_own_parameters(tmp_path):
     assert [c.source for c in kept.cells] == sources
     assert [dict(c.metadata) for c in kept.cells if c.metadata] == [{"tags": ["parameters"]}]
     assert set(record.MADE) == {p.stem for p in NOTEBOOKS}
+
+
+def test_what_was_recorded_of_one_notebook_leaves_the_others(tmp_path):
+    with pytest.raises(UsageError, match="'05_streams' is not one of 00_tour, "):
+        record.run(tmp_path, ["04_plans", "05_streams"], "embedded")
+    out, root = tmp_path / "out", tmp_path / "root"
+    results, folder = root / "data" / "results", "notebook-plans-on"
+    for path in (out, root / "notebooks", results / folder, results / "notebook-tour"):
+        path.mkdir(parents=True)
+    (results / folder / "of-before").touch()
+    for name in ("04_plans.ipynb", record.PICTURE, record.ABOUT):
+        (out / name).write_text(name)
+    with tarfile.open(out / record.RUNS, "w:gz") as archive:
+        archive.add(out / "04_plans.ipynb", arcname=f"{folder}/run.json")
+    record.take(out, root)
+    assert [path.name for path in (root / "notebooks").iterdir()] == ["04_plans.ipynb"]
+    assert [path.name for path in (results / folder).iterdir()] == ["run.json"]
+    assert (results / "notebook-tour").is_dir() and (results / record.PICTURE).is_file()
