@@ -118,6 +118,32 @@ def test_one_whose_limit_passes_is_missed_before_or_behind_its_wait():
     assert gate._counts == {"plans_ahead": 0, "plans_ahead_missed": 2}
 
 
+def test_a_host_that_is_late_again_and_again_launches_ahead_ever_less():
+    device, gate, plan = rig()
+
+    def armed() -> bool:
+        before = device.queued
+        gate.arm(plan)
+        return device.queued > before
+
+    for passed in (0, 4, 8, 16, 32, 64, 64):
+        assert armed()
+        device.run(limit=True)
+        assert gate.open(plan) == 0
+        gate.launch(plan)
+        device.run(limit=False)
+        assert not any(armed() for _ in range(passed))
+    assert armed()
+    number = gate.open(plan)
+    device.run(limit=False)
+    assert number and not gate.missed(number)
+    for _ in range(2):  # in time once, and all is well
+        assert armed()
+        device.run(limit=True)
+        assert gate.open(plan) == 0
+    assert not any(armed() for _ in range(4)) and armed()
+
+
 def test_a_launch_that_fails_is_looked_for_on_the_device():
     device, gate, plan = rig()
     gate.launch(plan)

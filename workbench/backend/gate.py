@@ -22,6 +22,10 @@ a step of the very same shape, whose inputs lie where this one's do (`engine/ahe
 After its wait for a step that was launched ahead, the host reads `went`. Where that is not n, the
 host launches the step again, and waits again.
 
+A host that is late for every step, because it samples or prints, would have each step computed
+twice. So behind a second miss in a row 4 steps are not launched ahead, behind a third 8, and so on,
+up to MOST_PASSED.
+
 The host stores words of 8 bytes in program order, as x86 keeps it: the inputs first, then `opened`.
 """
 
@@ -42,6 +46,7 @@ LIMIT_NS = 500_000
 OPENED, CANCELLED, RAN, WENT, N_WENT = 0, 8, 64, 128, 8
 N_CANCELLED = 32  # launches; fewer are ever queued, for each writes staging memory
 CONTROL_BYTES = WENT + 8 * N_WENT
+MOST_PASSED = 64  # steps in a row that are not launched ahead, because the host was late
 MOST_BYTES = 1 << 17  # that a gate copies; one block of threads is slow with more
 
 
@@ -61,6 +66,7 @@ class Gate:
         self._launched = self._cancelled = 0
         self._unsure = False
         self._armed: Captured | None = None
+        self._misses = self._to_pass = 0  # misses in a row; steps that are not launched ahead
 
     def copy(self, addresses: Sequence[int], nbytes: int, stream: int) -> Issued:
         """What copies nbytes of pinned memory behind a gate. addresses: to and from."""
@@ -78,8 +84,11 @@ class Gate:
         self._queue(captured, number)
 
     def arm(self, captured: Captured) -> None:
-        """Launches a plan whose gate is opened later, or cancelled."""
-        if self._armed is None and not self._unsure:
+        """Launches a plan whose gate is opened later, or cancelled. A host that has been late again
+        and again is passed over."""
+        if self._to_pass:
+            self._to_pass -= 1
+        elif self._armed is None and not self._unsure:
             self._queue(captured, self._launched + 1)
             self._armed = captured
 
@@ -97,7 +106,7 @@ class Gate:
             return 0
         self._armed, number = None, self._launched
         if self._went(number) == -number:
-            self._counts["plans_ahead_missed"] += 1
+            self._late()
             return 0
         self._words[OPENED // 8] = number
         self._counts["plans_ahead"] += 1
@@ -115,10 +124,17 @@ class Gate:
     def missed(self, number: int) -> bool:
         """Whether launch `number`, which was opened and is over, had gone on before."""
         if self._went(number) == number:
+            self._misses = 0
             return False
         self._counts["plans_ahead"] -= 1
-        self._counts["plans_ahead_missed"] += 1
+        self._late()
         return True
+
+    def _late(self) -> None:
+        self._counts["plans_ahead_missed"] += 1
+        self._misses += 1
+        if self._misses > 1:
+            self._to_pass = min(1 << self._misses, MOST_PASSED)
 
     def _went(self, number: int) -> int:
         return self._words[WENT // 8 + number % N_WENT]
