@@ -18,6 +18,8 @@ from tests.orderings import PLACED
 from workbench.backend import gate
 from workbench.backend.gate import LIMIT_NS
 from workbench.backend.stamps import StampedPlan, StampedWork, StampRing
+from workbench.bench.gaps import host_gaps
+from workbench.bench.token_parts import PARTS, token_parts
 from workbench.engine.reuse import Key
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import COMPUTE_STREAM, Launch, Replay
@@ -111,7 +113,8 @@ def test_a_step_s_stamps_lie_in_it_and_change_nothing(loaded, values):
         captures = [n for n in after if n in ("plans_captured", "plans_reinstantiated")]
         assert all(engine.counters[n] == before[n] for n in captures)
         if values["launch_ahead"] == "on":
-            assert after["plans_ahead"] > before["plans_ahead"] + len(TOKENS) // 2
+            n = sum(after[name] - before[name] for name in ("plans_ahead", "plans_ahead_missed"))
+            assert n > len(TOKENS) // 2
 
 
 @pytest.mark.parametrize("scope", wb.Toggles.values("plan_scope"))
@@ -379,6 +382,26 @@ def test_a_traced_step_has_no_stamps_though_others_have(loaded):
         plan = [s for s in spans if s.args["step"] == min(steps)]
         assert len(plan) == sum(1 for c in engine.program().singly() if c.kind in ("launch", "copy")
                                 and c.stream.backend)  # fmt: skip
+
+
+ARMS = {"off": BASE, "a split": BASE | {"plans": "ours"}, "a step": AHEAD | {"launch_ahead": "off"},
+        "ahead": AHEAD, "ahead, direct": AHEAD | {"results": "direct"}}  # fmt: skip
+
+
+def test_the_parts_of_a_token_are_told_for_every_arm(loaded):
+    arms = {name: wb.Toggles(**values) for name, values in ARMS.items()}
+    found = token_parts(loaded, arms, 2, n_tokens=6)
+    for name, of in found.items():
+        assert all(len(of[part]) == 2 for part in PARTS)
+        assert all(us > 0 for part in PARTS for us in of[part]), name
+        replayed = of["counters"].get("plans_replayed")
+        assert replayed == (None if name == "off" else 2 + 3 + 6), "of the turn without stamps"
+
+
+def test_the_gaps_of_launches_ahead_are_measured(loaded):
+    arms = {name: wb.Toggles(**ARMS[name]) for name in ("a step", "ahead")}
+    found = host_gaps(loaded, arms, n_tokens=5, rounds=2)
+    assert (found.samples["ns"] > 0).all() and len(found.samples) == 3 * 2 * 4
 
 
 def test_the_clock_of_stamps_is_the_host_s(loaded):
