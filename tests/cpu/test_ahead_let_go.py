@@ -109,6 +109,8 @@ def loaded(request, tiny_model) -> Iterator[wb.Engine]:
 @pytest.fixture(params=PLANS)
 def device(request, loaded, monkeypatch) -> Iterator[Device]:
     """An engine whose next plan stands at the gate."""
+    if request.param in ("today", "pr") and loaded.config.n_gpu_layers == 1:
+        pytest.skip("a rule is a rule wherever layers are")
     made = Device(monkeypatch, loaded)
     with loaded.variant(wb.Toggles(**TOGGLES, **PLANS[request.param])) as engine:
         made.engine = engine
