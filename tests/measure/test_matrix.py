@@ -8,11 +8,16 @@ import pytest
 
 from data.measure import matrix
 from data.measure.blocks import MECHANISMS
-from data.measure.session import BACKGROUNDS, FILES, parsed
+from data.measure.session import BACKGROUNDS, FILES, parsed, toggles_of
 from data.measure.steps import KINDS
+from workbench.backend.null import open_backend
+from workbench.backend.plan import check_ahead
 from workbench.bench.arms import arms_of
 from workbench.bench.workload import parse_tests
 from workbench.config import Toggles
+from workbench.program.capabilities import Capabilities
+from workbench.program.plans import choose_scope
+from workbench.program.sync_modes import Ordering, choose_ordering
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 
@@ -44,6 +49,35 @@ def test_a_row_can_be_measured(row):
         assert not toggle or arms[0].name == Toggles().value_of(toggle)
     if row.kind in ("ab", "bench", "together", "plans", "fresh"):
         assert parse_tests(row.test)
+
+
+GPU = Capabilities(
+    asynchronous_copies=True, events=True, one_order=True, capture=True, n_streams=8,
+    programmatic=True,
+)  # fmt: skip
+OF_PLANS = [row for step in ("plans", "best", "reuse", "grown") for row in matrix.rows(step)]
+
+
+@pytest.mark.parametrize("row", OF_PLANS, ids=lambda row: row.folder)
+def test_a_gpu_can_have_every_arm_of_plans_and_reuse(row):
+    """What else is found out there costs the others their time."""
+
+    class Opened:
+        backend = open_backend()
+
+    Opened.backend.capabilities = GPU
+    background = toggles_of(row.toggles, Opened())
+    assert background.pdl == ("off" if "plain" in row.folder else "on")
+    _, arms = arms_of(row.compared, background)
+    for arm in arms:
+        made = arm.toggles
+        ordering = choose_ordering(Ordering.of(made), GPU, "cuda")
+        scope = choose_scope(made.plans, made.plan_scope, ordering, GPU, "cuda")
+        assert bool(scope) == (made.plans != "off")
+        check_ahead(made, ordering)
+    steps = [a for a in arms if a.toggles.plan_scope == "step" and a.toggles.plans != "off"]
+    alike = {(a.toggles.sync, a.toggles.copy_stream) for a in (*steps, arms[0])}
+    assert row.step == "best" or len(alike) == 1, "one ordering for all that is compared"
 
 
 def test_mechanisms_stand_in_the_matrix():

@@ -241,11 +241,13 @@ def test_sets_for_best_stand_beside_what_won_one_by_one(tmp_path):
         record(tmp_path, name, kind, sets(first, *others), each, toggle="", counters=counters)
     found = lines(tmp_path, "sets-cuda")
     assert len(found) == 2 * 2 * len(others)
-    assert [line["engines"] for line in found[::6]] == ["made anew", "warm"]
+    assert [line["engines"] for line in found[:: 2 * len(others)]] == ["made anew", "warm"]
+    train = "`step_wait=outputs` `host_source=pinned_ring_2`"
     assert {line["set"]: line["verdict"] for line in found} == {
-        "`plan_batch=one`": "faster",
-        "`plan_batch=one` `step_wait=outputs` `host_source=pinned_ring_2`": "faster",
-        "`plan_batch=any` `step_wait=outputs` `host_source=pinned_ring_2`": "no difference",
+        "`launch_ahead=on` `plan_batch=one`": "faster",
+        f"`launch_ahead=on` `plan_batch=one` {train}": "faster",
+        f"`plan_batch=one` {train}": "faster",
+        f"`launch_ahead=on` `plan_batch=any` {train}": "no difference",
     }
     assert "each set has `plans=ours`, `plan_scope=step`" in readme.made(
         "sets-cuda", Recorded(tmp_path)
