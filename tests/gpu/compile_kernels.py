@@ -29,7 +29,7 @@ from workbench.errors import WorkbenchError
 
 MODULES = ("attention", "debug_arena", "fused", "products", "ranges", "repetitions", "tiles",
            "tunings")  # fmt: skip
-HELPERS = ("device", "gate", "read", "repack")  # files without macros that no module names
+HELPERS = ("device", "gate", "read", "repack", "stamp")  # files without macros that no module names
 Source = tuple[str, tuple[str, ...], Path | None]  # as `nvrtc.cubin` has them
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.cpu.test_ahead import never_passed  # noqa: F401 - of every test
 from tests.cpu.test_logits import engine, tokens_for  # noqa: F401 - a fixture
 from workbench.backend.gate import (
     CANCELLED,

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from tests.cpu.test_logits import engine, tokens_for  # noqa: F401 - a fixture
-from tests.cpu.test_stamps import decode, decode_stamped, ring_goes_round, small_rings
+from tests.cpu.test_stamps import (  # noqa: F401 - `never_passed` is of every test
+    decode,
+    decode_stamped,
+    never_passed,
+    ring_goes_round,
+    small_rings,
+)
 from workbench.backend.stamps import StampedPlan
 from workbench.bench.token_parts import token_parts
 from workbench.config import Toggles
