@@ -3,6 +3,7 @@ which plans are launched ahead, and what a capture records in place of a copy.""
 
 from __future__ import annotations
 
+import platform
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from tests.unit.fake_cuda import fake_backend
 from workbench.backend.ahead import GatedCall, inputs_of
+from workbench.backend.cpu import signals
+from workbench.backend.cpu.signals import set_word
 from workbench.backend.gate import (
     CANCELLED,
     CONTROL_BYTES,
@@ -116,6 +119,28 @@ def test_one_whose_limit_passes_is_missed_before_or_behind_its_wait():
     device.run(limit=True)
     assert gate.missed(number)
     assert gate._counts == {"plans_ahead": 0, "plans_ahead_missed": 2}
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_a_gate_is_opened_behind_its_inputs_on_any_processor(monkeypatch, machine):
+    """One that orders stores by itself, and one whose store has to wait for those before it."""
+    stored = []
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(signals, "set_word", lambda *of: stored.append(of) or set_word(*of))
+    device: Any = Device()
+    device.memory.address = device.memory.array.ctypes.data
+    gate = Gate(device, dict.fromkeys(("plans_ahead", "plans_ahead_missed"), 0))
+    plan: Any = SimpleNamespace(launch=device.launch)
+    gate.launch(plan)
+    gate.arm(plan)
+    assert device.run(limit=False) == 1 and device.run(limit=False) is None
+    assert gate.open(plan) == device.run(limit=False) == 2
+    gate.arm(plan)
+    gate.cancel()
+    assert device.run(limit=False) == -3
+    at = device.memory.address
+    words = [(at + OPENED, 1), (at + OPENED, 2), (at + CANCELLED, 1 << 3)]
+    assert stored == (words if machine == "aarch64" else [])
 
 
 def test_a_host_that_is_late_again_and_again_launches_ahead_ever_less():

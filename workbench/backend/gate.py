@@ -26,12 +26,14 @@ A host that is late for every step, because it samples or prints, would have eac
 twice. So behind a second miss in a row 4 steps are not launched ahead, behind a third 8, and so on,
 up to MOST_PASSED.
 
-The host stores words of 8 bytes in program order, as x86 keeps it: the inputs first, then `opened`.
+The host stores the inputs first, then `opened`. x86 keeps this order for the device, and so a plain
+store of 8 bytes does. Other processors need a store that waits for those before it (`_store_of`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -63,6 +65,7 @@ class Gate:
         self._memory = backend.allocate(CONTROL_BYTES, Space.PINNED)
         assert self._memory.array is not None, "pinned memory is the host's too"
         self._words = memoryview(self._memory.array.view(np.int64).data)
+        self._store = _store_of(self._words, self._memory.address)
         self._launched = self._cancelled = 0
         self._unsure = False
         self._armed: Captured | None = None
@@ -80,7 +83,7 @@ class Gate:
             self._backend.synchronize()
             self._launched, self._unsure = self._words[RAN // 8], False
         number = self._launched + 1
-        self._words[OPENED // 8] = number
+        self._store(OPENED, number)
         self._queue(captured, number)
 
     def arm(self, captured: Captured) -> None:
@@ -108,7 +111,7 @@ class Gate:
         if self._went(number) == -number:
             self._late()
             return 0
-        self._words[OPENED // 8] = number
+        self._store(OPENED, number)
         self._counts["plans_ahead"] += 1
         return number
 
@@ -119,7 +122,8 @@ class Gate:
             self._cancel(self._cancelled | _bit(self._launched))
 
     def _cancel(self, numbers: int) -> None:
-        self._cancelled = self._words[CANCELLED // 8] = numbers
+        self._cancelled = numbers
+        self._store(CANCELLED, numbers)
 
     def missed(self, number: int) -> bool:
         """Whether launch `number`, which was opened and is over, had gone on before."""
@@ -144,6 +148,23 @@ class Gate:
         self.cancel()
         self._words.release()
         self._memory.free()
+
+
+def _store_of(words: memoryview, address: int) -> Callable[[int, int], None]:
+    """What sets the word at a number of bytes, behind all that the host has stored before. words:
+    of the memory at `address`."""
+    if platform.machine() in ("x86_64", "AMD64"):
+
+        def store(at: int, value: int) -> None:
+            words[at // 8] = value
+
+    else:
+        from workbench.backend.cpu.signals import set_word  # compiled, so not where nobody asks
+
+        def store(at: int, value: int) -> None:
+            set_word(address + at, value)
+
+    return store
 
 
 def _bit(number: int) -> int:

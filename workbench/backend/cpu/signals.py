@@ -98,6 +98,13 @@ def publish(signal, value):
 
 @njit(cache=True, nogil=True)
 @dated
+def set_word(address, value):
+    """Sets the word at `address`, behind all that the caller has stored before."""
+    store(address, value)
+
+
+@njit(cache=True, nogil=True)
+@dated
 def await_value(signal, value, yield_ns, timeout_ns):
     """Waits until `signal` reaches `value`; False where `timeout_ns` passed asleep without it.
 
