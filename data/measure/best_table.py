@@ -7,7 +7,8 @@ For each toggle the comparisons on the richest background count: the one with mo
 A value wins where it is faster in more than half of them and slower in none. Where tokens per
 second cannot tell, the shortest gap between tokens wins (runs of kind `gaps`), then fewer waits.
 With as few waits `auto` wins: it is safe beside any other toggle. A value whose answer did not hold
-is out. What no run of a kind of device compares stays as in the baseline, but for SAFE.
+is out, and one that not every step can have (NARROW). What no run of a kind of device compares
+stays as in the baseline, but for SAFE.
 
 Toggles of TOGETHER can need each other: a plan of a step wants one copy of all inputs. Comparisons
 of sets of them decide them as a whole, beside what won one by one. A set wins where it is faster in
@@ -27,6 +28,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from workbench.bench import gaps, results
+from workbench.bench.arms import NEVER_JOINED
 from workbench.bench.comparison import AB
 from workbench.bench.stats import FASTER, SLOWER
 from workbench.config import FAMILIES, SyncMode, Toggles
@@ -39,6 +41,8 @@ TOGETHER = (
     "sync", "copy_stream", "host_source", "n_copies", "step_wait", "results", "plans", "plan_scope",
     "plan_warmup", "plan_evict", "plan_batch", "launch_ahead",
 )  # fmt: skip
+# stores that want the cells of a step in a row, and are joined with no other launch
+NARROW = {"graph_reuse": NEVER_JOINED}
 COMPARING = ("ab", "fresh")  # kinds of runs
 SAFE = {"sync": "auto", "graph_reuse": "set_rows"}  # proved, or obvious; until a run says more
 
@@ -140,7 +144,10 @@ def _winner(
 ) -> dict[str, Any] | None:
     folders = sorted({t.folder for t in trials})
     of = {v: [t for t in trials if t.after == v] for v in dict.fromkeys(t.after for t in trials)}
-    sound = {value: them for value, them in of.items() if not any(t.lost for t in them)}
+    sound = {
+        value: them for value, them in of.items()
+        if value not in NARROW.get(name, ()) and not any(t.lost for t in them)
+    }  # fmt: skip
     faster = {
         value: median(t.speedup for t in them)
         for value, them in sound.items()

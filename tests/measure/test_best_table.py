@@ -56,6 +56,11 @@ def test_fewer_waits_win_where_tokens_per_second_cannot_tell():
     assert best_table.of_kind({"run": wrong})["sync"]["value"] == "packed", "answers come first"
 
 
+def test_a_way_that_not_every_step_can_have_does_not_win():
+    ways = comparison("graph_reuse", {"pointer_table": 20.2, "set_rows": 20.1})
+    assert best_table.of_kind({"ways": ways})["graph_reuse"]["value"] == "set_rows"
+
+
 KEPT = Toggles(graph_reuse="set_rows")
 SINGLY, EARLY, _ = SETS["embedded"]
 ANY = EARLY.replace("plan_batch=one", "plan_batch=any")
