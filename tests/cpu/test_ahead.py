@@ -263,6 +263,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "n_copies": {"n_copies": "4"},
     "host_source": {"host_source": "pageable"},
     "copy_stream": {"copy_stream": "own"},
+    "graph_reuse": {"graph_reuse": "patch_pointers"},
+    "rebuild": {"graph_reuse": "rebuild"},
 }
 
 

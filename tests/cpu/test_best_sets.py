@@ -65,7 +65,8 @@ def test_a_device_that_cannot_has_what_won_one_by_one(tiny_model, given):
 def test_what_is_changed_can_rule_the_whole_out(tiny_model):
     """Then all of it goes, and what won one by one stands with the change."""
     with load(tiny_model) as engine:
-        for name, value in (("plans", "off"), ("sync", "per_copy"), ("n_copies", "4")):
+        for name, value in (("plans", "off"), ("sync", "per_copy"), ("n_copies", "4"),
+                            ("graph_reuse", "rebuild")):  # fmt: skip
             found = engine.resolve(Toggles.preset("best", **{name: value}))
             assert found == Toggles(**ALONE | {name: value})
         for name, value in (("launch_ahead", "off"), ("results", "copy"), ("fuse", "on")):

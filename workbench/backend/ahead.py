@@ -23,7 +23,15 @@ from workbench.backend.base import Issue
 from workbench.backend.gate import MOST_BYTES, Gate
 from workbench.backend.issue import Prepared, SplitWork
 from workbench.backend.issued import Plannable, in_order
-from workbench.choices import CopyStream, HostSource, NCopies, PlanRule, PlanScope, SyncMode
+from workbench.choices import (
+    CopyStream,
+    GraphReuse,
+    HostSource,
+    NCopies,
+    PlanRule,
+    PlanScope,
+    SyncMode,
+)
 from workbench.errors import UsageError
 from workbench.program import commands as c
 
@@ -43,6 +51,7 @@ _WANTED: dict[str, tuple[tuple[str, ...], str]] = {
         (HostSource.PINNED, HostSource.PINNED_RING_2, HostSource.PINNED_RING_4), HostSource.PINNED
     ),
     "n_copies": ((NCopies.ONE,), NCopies.ONE),
+    "graph_reuse": ((GraphReuse.SET_ROWS, GraphReuse.POINTER_TABLE), GraphReuse.SET_ROWS),
 }  # fmt: skip
 
 
@@ -53,7 +62,8 @@ def check(values: Mapping[str, str], n_devices: int) -> None:
         if values[name] not in able:
             raise UsageError(
                 f"toggles launch_ahead=on and {name}={values[name]} clash: a launch ahead wants a "
-                "plan of a whole step that begins with one copy of all inputs; use "
+                "program that is kept as it is, and a plan of a whole step that begins with one "
+                "copy of all inputs; use "
                 f"{name}={use}, or launch_ahead=off"
             )
     if n_devices > 1:
