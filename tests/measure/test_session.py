@@ -10,6 +10,7 @@ from data.measure import best_table, matrix, readme, targets
 from data.measure.__main__ import measure
 from data.measure.recorded import NOT_MEASURED, Recorded
 from data.measure.session import Session, toggles_of
+from tests.unit.fake_cuda import fake_backend
 from workbench.bench.results import load_run
 from workbench.config import Toggles
 from workbench.errors import UsageError, WorkbenchError
@@ -144,6 +145,24 @@ def test_plans_and_reuse_of_a_model_run_with_a_tiny_one(tmp_path: Path, tiny_mod
     told = [measured for what, measured in found.items() if what.startswith("plans")]
     assert len(told) == 5 and told.count(NOT_MEASURED) == 1, "of pdl, which no CPU has"
     best_table.made(best_table.folders_in(tmp_path))
+
+
+@pytest.mark.slow
+def test_plans_and_reuse_of_a_model_run_on_a_faked_gpu(tmp_path, tiny_models, monkeypatch):
+    """What the host does there, with dependent launches; its clock is not faked."""
+
+    def stamped(engine, tokens):
+        ends = [engine.step([token]) is None or 1000 * i for i, token in enumerate(tokens)]
+        return ends, [(end + 100, end + 900) for end in ends]
+
+    fake_backend(monkeypatch)
+    monkeypatch.setattr("workbench.bench.token_parts.stamped_steps", stamped)
+    model, steps = matrix.PLANNED[0], ("plans", "best", "reuse", "grown")
+    measure(*steps, out=tmp_path, models=tiny_models, device="cuda", quick=True, only=model)
+    parts = load_run(tmp_path / f"quick-cuda-plans-{model}").run["result"]["parts"]
+    assert parts[matrix.STEP]["calls"] == 1 and parts[matrix.WHOLE]["device"] == [0.8, 0.8]
+    arms = load_run(tmp_path / f"quick-cuda-plans-{model}").run["arms"]
+    assert {arm["toggles"]["pdl"] for arm in arms} == {"on"}
 
 
 def test_rows_can_be_chosen_by_their_folders(tmp_path: Path, capsys):
