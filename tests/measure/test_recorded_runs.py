@@ -259,6 +259,11 @@ MOST_US = {
     "test_bench_hazards.py::test_all_of_a_thousand_decoded_tokens[False]": 20_000_000,
     "test_bench_hazards.py::test_all_of_a_thousand_decoded_tokens[True]": 20_000_000,
     "test_bench_hazards.py::test_nested_ranges": 2_000_000,
+    **{
+        f"test_bench_reuse.py::test_graph_work_of_a_token[{way}-{workers}]": 60
+        for way in ("patch_pointers", "pointer_table", "set_rows")
+        for workers in ("idle", "busy")
+    },
 }
 
 
