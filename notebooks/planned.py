@@ -27,7 +27,7 @@ NEVER, UNKNOWN = "never", "not known"
 
 def calls_table(engine: Any, arms: Mapping[str, Toggles]) -> pd.DataFrame:
     """What the host does for a token in each arm, and what the device is given: nodes are kernels
-    and copies, calls those of the host for them. A replay is one call."""
+    and copies, calls what the host calls for them. A replay is one call."""
     rows = []
     for name, toggles in arms.items():
         with engine.variant(toggles) as side:

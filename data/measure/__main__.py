@@ -6,9 +6,10 @@
 NAMES are steps (`matrix.STEPS`), the most important first. Without any, all steps are made in that
 order. A folder that holds a complete run of this commit is kept: a call that was cut off goes on
 where it was. The tree must be committed, for a run names its commit. A GPU is needed, and 45 GB of
-disk for every model. --most-gb leaves the larger models out, --only llama-3-8b-q8_0 all but one (or
-but several, with commas). --like 'plans-*,fresh-*' takes rows with such folders alone. A row that
-would not end within --at-most-s seconds is left for the next call; how long each took is printed.
+disk for every model. --most-gb leaves the larger models out. --only llama-3-8b-q8_0 leaves all but
+one out; several have commas between them. --like 'plans-*,fresh-*' takes rows with such folders
+alone. A row that would not end within --at-most-s seconds is left for the next call; how long each
+took is printed.
 How long a step takes on one H100 stands beside its name. `pipeline` needs two GPUs and is left out
 where there is one. Step `cpu` is for `--device embedded` and `--device host`.
 """

@@ -103,7 +103,7 @@ def is_product(node: Node) -> bool:
 
 def pieces(prepared: Prepared, backend: Any) -> list[Piece]:
     """The launches of a step on `backend` in order; on cuda every kernel and every cuBLAS product
-    is one, elsewhere every node. Those of a plan are its parts."""
+    is one, elsewhere every node. A launch in a plan is one like any other."""
     found: list[Piece] = []
     for command, issued in _singly(prepared):
         if not isinstance(command, Launch) or command.stream.backend != DEVICE:

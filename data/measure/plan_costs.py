@@ -105,7 +105,7 @@ def of_engine(engine: Any, rounds: int) -> dict[str, Any]:
 
 
 def plan_costs(backend: CudaBackend, work: Plannable, rounds: int) -> Costs:
-    """Each cost, `rounds` times or more. What is computed is computed again, in the same place."""
+    """Each cost, `rounds` times or more. Every round computes the same into the same memory."""
     found: Costs = defaultdict(list)
     more = _longer(work)
     _round(backend, work, more, defaultdict(list))  # warm

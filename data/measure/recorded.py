@@ -108,8 +108,8 @@ class Between(NamedTuple):
 
 
 def between(ab: AB, test: str, before: str, after: str) -> Between:
-    """What `after` is beside `before`, neither of which need be the baseline; with the A/A band of
-    the comparison."""
+    """What `after` is beside `before`, with the A/A band of the comparison. Neither need be
+    the baseline."""
     rates = results.rates(ab.samples)
     tps = rates[rates["test"] == test].pivot(index="repetition", columns="arm", values="tps")
     control = next(arm["name"] for arm in ab.run["arms"] if arm["is_control"])

@@ -254,7 +254,7 @@ def run(session: Session, rows: Sequence[Row]) -> list[str]:
 
 
 def _measure(session: Session, engine: Any, kind: Kind, rows: list[Row]) -> list[str]:
-    """Measures rows of a kind, and says how long each took; those that failed."""
+    """Measures rows of a kind, and says how long each took; the failed ones."""
     failed = list[str]()
     for part in [rows] if kind.at_once else [[row] for row in rows]:
         if session.late(part[0]):

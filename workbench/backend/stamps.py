@@ -7,8 +7,8 @@ a stamped step has two small kernels more, which write the clock into a ring in 
     plan    copy or gate . stamp . launch . launch . ... . launch . stamp . copy of results
     ring    | begin end | begin end | begin end | ...       a pair for each launch of such a plan
 
-The device counts the pairs, and so does the host, for plans on one stream run in the order in which
-they are launched. The host reads them at the end. A step that found its gate closed is launched
+The device counts the pairs, and the host counts alike: plans on one stream run in the order of
+their launches. The host reads the pairs at the end. A step that found its gate closed is launched
 again: what counts is its latest pair. The end of a pair counts it. So a pair that an error cut off
 is written over by the next.
 
