@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.late_host import LATE, late_looks, never_passed  # noqa: F401 - of every test
 from workbench.backend import gate
-from workbench.backend.gate import LIMIT_NS
 from workbench.errors import UsageError
 from workbench.trace.profile import profile
 
@@ -28,14 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "table": {"graph_reuse": "pointer_table", "kv_growth": "full"},
     "today": {"plans": "today", "fuse": "on"},
 }
-LATE = 3 * LIMIT_NS / 1e9
 N_SEQS = 3
-
-
-@pytest.fixture(autouse=True)
-def never_passed(monkeypatch):
-    """However late a busy machine makes the host, every step is launched ahead that can be."""
-    monkeypatch.setattr(gate, "MOST_PASSED", 0)
 
 
 @pytest.fixture(scope="module")
@@ -110,25 +103,10 @@ def test_a_gate_that_is_opened_too_late_is_found_behind_the_wait(pair):
     plain, ahead = pair
     wanted = decode(plain, TOKENS)
     decode(ahead, TOKENS)
-    gate: Any = ahead._plans._gate  # type: ignore[attr-defined]
-    looks: Any = gate._went
-    n_looks = 0
-
-    def look(number: int) -> int:
-        nonlocal n_looks
-        n_looks += 1
-        found = looks(number)
-        if n_looks % 4 == 1:
-            time.sleep(LATE)
-        return found
-
-    gate._went = look
     before = ahead.counters["plans_ahead_missed"]
-    try:
+    with late_looks(ahead, 4) as looked:
         assert np.array_equal(decode(ahead, TOKENS), wanted)
-    finally:
-        del gate._went
-    assert n_looks > 20
+    assert len(looked) > 20
     assert ahead.counters["plans_ahead_missed"] > before
 
 

@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.late_host import LATE, late_looks, never_passed  # noqa: F401 - of every test
 from tests.orderings import PLACED
-from workbench.backend import gate
-from workbench.backend.gate import LIMIT_NS
 from workbench.backend.stamps import StampedPlan, StampedWork, StampRing
 from workbench.bench.gaps import host_gaps
 from workbench.bench.token_parts import PARTS, token_parts
@@ -29,13 +28,6 @@ from workbench.trace.spans import now_ns
 BASE: dict[str, Any] = {"graph_reuse": "set_rows", "sync": "packed_implicit"}
 AHEAD = BASE | {"plans": "ours", "plan_scope": "step", "launch_ahead": "on"}
 TOKENS = [(7 * i + 3) % 500 for i in range(24)]
-LATE = 3 * LIMIT_NS / 1e9
-
-
-@pytest.fixture(autouse=True)
-def never_passed(monkeypatch):
-    """However late a busy machine makes the host, every step is launched ahead that can be."""
-    monkeypatch.setattr(gate, "MOST_PASSED", 0)
 
 
 @pytest.fixture(scope="module")
@@ -211,23 +203,9 @@ def test_launches_ahead_are_those_of_their_steps_however_late_the_host_is(loaded
         small_rings(engine, 8)
         wanted = decode(engine)
         decode_stamped(engine)
-        gate: Any = engine._plans._gate  # type: ignore[attr-defined]
-        looks, n_looks = gate._went, 0
-
-        def look(number: int) -> int:
-            nonlocal n_looks
-            n_looks += 1
-            found = looks(number)
-            if n_looks % 5 == 1:
-                time.sleep(LATE)
-            return found
-
-        gate._went = look
         before = engine.counters["plans_ahead_missed"]
-        try:
+        with late_looks(engine, 5):
             assert np.array_equal(decode_stamped(engine), wanted)
-        finally:
-            del gate._went
         assert engine.counters["plans_ahead_missed"] > before
 
 
