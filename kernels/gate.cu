@@ -5,7 +5,8 @@
 //
 // `control` is pinned memory of the host, words of 8 bytes: opened, cancelled, .., ran, .., and the
 // answers. The first two are read together, and beside `ran`: one trip over the bus for an open
-// gate. Volatile accesses bypass L1. The fences order them with the inputs, for the whole system.
+// gate. Volatile accesses bypass L1. The fence orders them with the inputs, for the whole system.
+// An open gate answers once the inputs have been read: then the host may write the next ones.
 // dst and src: multiples of 16 bytes, and memory ends on one. Block: 1024 threads.
 //
 // One version.
@@ -55,26 +56,30 @@ DEVICE i64 now_ns() {
     return now;
 }
 
+DEVICE void answer(volatile i64* control, i64 number, i64 went) {
+    control[WENT + number % N_WENT] = went;
+    control[RAN] = number;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     gate_copy(uint4* dst, const uint4* src, i64 nbytes, i64* control, i64 limit_ns) {
     __shared__ int is_open;
+    __shared__ i64 gate;
     if (threadIdx.x == 0) {
         Words words = read_words(control + OPENED);
         const i64 number = read_word(control + RAN) + 1, start = now_ns();
         const int bit = int(number % N_CANCELLED);
         while (words.opened < number && !(words.cancelled >> bit & 1) &&
-               now_ns() - start < limit_ns) {
-            __nanosleep(100);
+               now_ns() - start < limit_ns)
             words = read_words(control + OPENED);
-        }
         // The host has gone on since: it said before that whether this one is cancelled.
         if (words.opened > number) words = read_words(control + OPENED);
         const bool open = words.opened >= number && !(words.cancelled >> bit & 1);
-        volatile i64* answers = control;
-        answers[WENT + number % N_WENT] = open ? number : -number;
-        answers[RAN] = number;
+        if (!open) answer(control, number, -number);
+        // No write of this thread is under way: the fence waits for none.
         __threadfence_system();
         is_open = open;
+        gate = number;
     }
     __syncthreads();
     if (!is_open) return;
@@ -88,4 +93,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int k = 0; k < DEPTH; k++)
             if (first + k * THREADS < n) dst[first + k * THREADS] = v[k];
     }
+    __syncthreads();  // every thread has read its share
+    if (threadIdx.x == 0) answer(control, gate, gate);
 }

@@ -13,6 +13,8 @@ import workbench as wb
 from workbench.bench import provenance
 from workbench.bench.gaps import Gaps, fit_line, host_gaps, load
 from workbench.config import Toggles
+from workbench.engine.reuse import Key
+from workbench.engine.stamps import Stamps
 from workbench.errors import DeviceError, UsageError
 
 KEPT = {"graph_reuse": "set_rows", "copy_stream": "compute"}
@@ -107,12 +109,12 @@ def test_marks_are_made_around_the_same_launches_every_time(engine):
     with engine.variant(ARMS["per_copy"]) as variant:
         with variant.stamped():
             variant.step([1])
-            prepared = variant._programs.get(variant._key(variant.program(1).shape))
-            stamps = variant._stamps
-            assert stamps is not None
-            first, last, calls = stamps._calls[prepared]
+            prepared = variant._programs.get(Key(variant.program(1).shape, variant.next_turn()))
+            stamps = variant.untraced
+            assert isinstance(stamps, Stamps)
+            first, last, calls = stamps._programs[prepared]
             variant.step([2])
-            assert stamps._calls[prepared][2] is calls
+            assert stamps._programs[prepared].calls is calls
         assert first.number < last.number and len(calls) == len(prepared.head) + 3
 
 
@@ -123,7 +125,7 @@ def test_stamps_are_let_go_without_the_collector(engine):
     try:
         with engine.stamped():
             engine.step([1])
-            stamps = weakref.ref(engine._stamps)
+            stamps = weakref.ref(engine.untraced)
         assert stamps() is None
     finally:
         gc.enable()

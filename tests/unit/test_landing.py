@@ -142,3 +142,34 @@ def test_a_reservation_is_for_one_result(landing: Landing):
         order.append(landing.now)
         kept = land(landing, step)
     assert (kept == 7).all() and set(order) <= set(range(N_BLOCKS))
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_what_is_made_before_it_lands_is_what_is_taken(landing: Landing, view):
+    """Views that were made early hold the block, too. Others are made where the next is shorter."""
+    held: list[Any] = []
+    for step in range(3 * N_BLOCKS):
+        nbytes = N if step % 4 else N // 2
+        early = landing.early(N)
+        assert (early is None) == (len(held) >= N_BLOCKS - 1)  # a result would be copied
+        seen = None if early is None else view(early)
+        assert landing.array is not None
+        landing.array[:] = step
+        taken = landing.take(nbytes)
+        assert (taken is early) == (early is not None and nbytes == N)
+        held.append((seen if taken is early else view(taken), step, nbytes))
+        del early, taken, seen
+    for found, step, nbytes in held:
+        want = view(np.full(nbytes, step, np.uint8))
+        assert np.asarray(found).tobytes() == np.asarray(want).tobytes()
+    held.clear()
+    assert landing.early(N) is not None
+
+
+def test_a_wait_that_failed_leaves_its_block_to_the_next_result(landing: Landing):
+    assert landing.early(N) is not None
+    kept = land(landing, 1)
+    assert landing.early(N) is not None  # and nobody takes it
+    again = landing.early(N)
+    assert again is not None and land(landing, 2) is again
+    assert (kept == 1).all() and (again == 2).all()

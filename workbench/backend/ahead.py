@@ -109,22 +109,40 @@ class GatedCall:
         self._gate, self._work = gate, work
         self._arrive, self._use, self._counts = arrive, use, counts
         self._plans: dict[Hashable, Plan] = {}  # by landing
-        self._opened = 0  # number of the latest launch, where it was made ahead
+        self._armed: tuple[Plan, list[int | None]] | None = (
+            None  # for the next call, and its landing
+        )
+        self._number = 0  # of the gate of the latest launch; 0: the plan has none
+        self._opened = 0  # the same, where it was launched ahead
 
     def __call__(self) -> None:
+        armed, self._armed = self._armed, None
+        if armed is None or not self._opens(*armed):
+            self._gate.cancel()
+            self._issue()
+
+    def _opens(self, plan: Plan, reserved: list[int | None]) -> bool:
+        """Lets the plan go on that was launched ahead for the landing `reserved`; False where it is
+        not what is wanted now, or has waited for too long."""
+        work = self._work
+        if not self._fits(plan) or [landing.now for landing in work.landings] != reserved:
+            return False
+        self._opened = self._number = self._gate.open(plan.captured)
+        if not self._opened:
+            return False
+        work.replayed = plan.captured
+        self._counts["plans_replayed"] += 1
+        return True
+
+    def _issue(self) -> None:
+        """Launches the plan now, or issues its parts."""
         gate, work, counts = self._gate, self._work, self._counts
         landing = work.landing()
         plan = self._plans.get(landing)
-        if plan is not None and self._fits(plan):
-            self._opened = gate.open(plan.captured)
-        else:
-            self._opened = 0
-        if not self._opened:
-            gate.cancel()
-            if plan is None or not self._fits(plan):
-                plan = self._plans[landing] = self._arrive(plan)
-        assert plan is not None
+        if plan is None or not self._fits(plan):
+            plan = self._plans[landing] = self._arrive(plan)
         self._use(plan)
+        self._opened = self._number = 0
         work.replayed = captured = plan.captured if plan.fits else None
         if captured is None:
             counts["plans_issued"] += 1
@@ -132,8 +150,8 @@ class GatedCall:
             return
         if work.gate is None:
             plan.ask(captured.launch)
-        elif not self._opened:
-            plan.ask(gate.launch, captured)
+        else:
+            self._number = plan.ask(gate.launch, captured)
         counts["plans_replayed"] += 1
 
     @property
@@ -153,7 +171,14 @@ class GatedCall:
             return
         plan = self._plans.get(tuple(reserved))
         if plan is not None and self._fits(plan) and plan.captured is not None:
+            self._use(plan)
             plan.ask(self._gate.arm, plan.captured)
+            self._armed = plan, reserved
+
+    @property
+    def has_read(self) -> bool:
+        """Whether the device has read the inputs of the latest call: the host may write others."""
+        return self._gate.has_read(self._number)
 
     def missed(self) -> bool:
         """Whether the latest launch, which is over, found its gate closed."""

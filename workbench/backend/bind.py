@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -101,8 +102,9 @@ class Binding:
 
     events: by name, for all programs of an engine, because a step may wait for an earlier step's
     event; new ones are added. values: the inputs' arrays by name, read when a write is called.
-    results: where a read leaves its array (uint8), by name. cell: the first that stores to views
-    store, None where there are none.
+    results: where a read leaves its array (uint8), by name. early: what makes that array before the
+    read, by name, for results that are handed out where they land (`Landing.early`). cell: the
+    first that stores to views store, None where there are none.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Binding:
     ):
         self.values: dict[str, np.ndarray] = {}
         self.results: dict[str, np.ndarray] = {}
+        self.early: dict[str, Callable[[], np.ndarray | None]] = {}
         self._program = program
         self._backends = backends
         self.memory = memory
@@ -216,7 +219,7 @@ class Binding:
         results, name, nbytes = self.results, c.value, c.staging.nbytes
         landing = self.memory[c.staging.buffer]
         if isinstance(landing, Landing):
-            take = landing.take
+            take, self.early[name] = landing.take, partial(landing.early, nbytes)
 
             def hand_out() -> None:
                 results[name] = take(nbytes)

@@ -20,7 +20,8 @@ another engine on the same backend) waits for the limit and a token at most. It 
 a step of the very same shape, whose inputs lie where this one's do (`engine/ahead.py`).
 
 After its wait for a step that was launched ahead, the host reads `went`. Where that is not n, the
-host launches the step again, and waits again.
+host launches the step again, and waits again. A gate that was open writes `went` when the inputs
+have been read. So from then on the host may write the next ones (`engine/ahead.py`).
 
 A host that is late for every step, because it samples or prints, would have each step computed
 twice. So behind a second miss in a row 4 steps are not launched ahead, behind a third 8, and so on,
@@ -77,14 +78,15 @@ class Gate:
         control = self._memory.address
         return self._backend.gate_copy(dst, src, nbytes, control, self._limit_ns, stream)
 
-    def launch(self, captured: Captured) -> None:
-        """Launches a plan whose gate is open."""
+    def launch(self, captured: Captured) -> int:
+        """Launches a plan whose gate is open; the launch's number."""
         if self._unsure:
             self._backend.synchronize()
             self._launched, self._unsure = self._words[RAN // 8], False
         number = self._launched + 1
         self._store(OPENED, number)
         self._queue(captured, number)
+        return number
 
     def arm(self, captured: Captured) -> None:
         """Launches a plan whose gate is opened later, or cancelled. A host that has been late again
@@ -139,6 +141,10 @@ class Gate:
         self._misses += 1
         if self._misses > 1:
             self._to_pass = min(1 << self._misses, MOST_PASSED)
+
+    def has_read(self, number: int) -> bool:
+        """Whether the device has read the inputs behind gate `number`, one of the latest two."""
+        return self._went(number) == number != 0
 
     def _went(self, number: int) -> int:
         return self._words[WENT // 8 + number % N_WENT]

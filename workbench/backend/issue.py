@@ -13,9 +13,9 @@ each command, and issues a plan part by part. `backend/plan.py` captures plans a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
-from itertools import accumulate, groupby
+from itertools import accumulate, compress, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy as np
 from workbench.backend.base import Backend, Captured, Issue, Memory
 from workbench.backend.bind import Binding
 from workbench.backend.issued import Issued, Plannable
-from workbench.program.commands import RESULT, Buffer, Program, Read, Replay, Sync
+from workbench.program.commands import RESULT, Buffer, Program, Read, Replay, Sync, Write
 from workbench.program.first_cell import at_cell
 
 if TYPE_CHECKING:
@@ -70,6 +70,10 @@ class Unwatched:
         """Everything up to the last wait of the host."""
         return prepared.head
 
+    def late(self, prepared: Prepared) -> Iterable[Issue]:
+        """The same without what `Prepared.write_ahead` has done."""
+        return prepared.late
+
     def tail(self, prepared: Prepared) -> Iterable[Issue]:
         """The wait for the results, and their reads."""
         return prepared.tail
@@ -82,6 +86,7 @@ class Prepared:
     call, the number of the first command that it performs; the next call's first is behind its
     last. ahead: the call that can be launched ahead, if there is one (`backend/ahead.py`). stamped:
     the same program with stamps in its plans, once somebody has asked for it (`Plans.stamped`).
+    late: of the head, what is left to call behind `write_ahead`.
     """
 
     ahead: GatedCall | None = None
@@ -103,6 +108,7 @@ class Prepared:
         self._attach()
         self.binding = Binding(program, backends, memory, {} if events is None else events)
         self.segments = _segments(program, self.binding)
+        self._n_reads = sum(isinstance(command, Read) for command in program.commands)
         self._execute(execute)
 
     def _execute(self, execute: Executor) -> None:
@@ -110,6 +116,8 @@ class Prepared:
         self.firsts = tuple(accumulate(counts, initial=0))
         n = self.firsts.index(_first_of_tail(self._program))
         self.head, self.tail = tuple(calls[:n]), tuple(calls[n:])
+        self.late: tuple[Issue, ...] = ()
+        self._writes: tuple[Issue, ...] = ()
 
     def twin(self, other: Callable[[Replay, Plannable], Plannable], execute: Executor) -> Prepared:
         """The same program on the same memory, with other work in place of each plan's."""
@@ -162,6 +170,33 @@ class Prepared:
         self._attach()
         for call in watch.head(self):
             call()
+
+    def write_ahead(self, values: Mapping[str, np.ndarray], late: Collection[str]) -> None:
+        """Writes a next run's inputs now, but for those named in `late`. Staging memory must be
+        free, and no wait may be in front of the writes. Then `run_late` issues that run."""
+        if not self.late:
+            commands = [self._program.commands[n] for n in self.firsts[: len(self.head)]]
+            early = [isinstance(c, Write) and c.value in values and c.value not in late
+                     for c in commands]  # fmt: skip
+            self._writes = tuple(compress(self.head, early))
+            self.late = tuple([call for call, is_early in zip(self.head, early, strict=True)
+                               if not is_early])  # fmt: skip
+        self.binding.values.update(values)
+        for write in self._writes:
+            write()
+
+    def run_late(self, watch: Unwatched) -> None:
+        """As `run`, behind `write_ahead`: what is late is now in the arrays that it was given."""
+        for call in watch.late(self):
+            call()
+        self._attach()  # whoever waits; what is called late attaches by itself
+
+    def early(self) -> dict[str, np.ndarray] | None:
+        """The arrays that `finish` will return, before the results are in them. None where they
+        are made only then."""
+        early = {name: make() for name, make in self.binding.early.items()}
+        made = {name: array for name, array in early.items() if array is not None}
+        return made if len(made) == self._n_reads else None
 
     def finish(self, watch: Unwatched) -> dict[str, np.ndarray]:
         """Waits for the results of the latest `run`: arrays by name, uint8; the caller owns them. A

@@ -59,6 +59,7 @@ class Landing:
         self._held: list[Callable[[], np.ndarray | None]] = [_nobody] * N_BLOCKS
         self.now = 0  # number of the block that results land in
         self._reserved: int | None = None  # of the block behind it, where somebody has asked
+        self._early: np.ndarray | None = None  # what the next `take` hands out, made before
 
     @property
     def address(self) -> int:
@@ -71,8 +72,9 @@ class Landing:
     def take(self, nbytes: int) -> np.ndarray:
         """The first bytes of what has landed, uint8 (nbytes,); the caller may keep them. Call it
         after the host has waited for them."""
-        landed = self.now
-        array = np.ndarray((nbytes,), np.uint8, self._buffers[landed])
+        landed, array, self._early = self.now, self._early, None
+        if array is None or array.nbytes != nbytes:
+            array = np.ndarray((nbytes,), np.uint8, self._buffers[landed])
         if self._reserved is not None:  # nobody has it, for only the block of now is handed out
             self._held[landed] = weakref.ref(array)
             self.now, self._reserved = self._reserved, None
@@ -83,6 +85,14 @@ class Landing:
                 self.now = other
                 return array
         return array.copy()
+
+    def early(self, nbytes: int) -> np.ndarray | None:
+        """What the next `take` of nbytes will hand out, before anything has landed there: a host
+        that wants it at once has less to do behind its wait. None where `take` has to copy."""
+        if self._reserved is None and self.reserve() is None:
+            return None
+        self._early = array = np.ndarray((nbytes,), np.uint8, self._buffers[self.now])
+        return array
 
     def reserve(self) -> int | None:
         """The number of the block that results land in behind the next `take`, which keeps to it.

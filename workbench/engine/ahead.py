@@ -1,30 +1,88 @@
-"""When a step's plan is launched before the step is submitted (`backend/gate.py`).
+"""A next step like the one under way, made ready while the device computes.
 
-The next step is one like the step under way where `Batches.look_ahead` has made it. Its program is
-kept and has the very same shape. So its inputs lie where the step under way has its own. If nobody
-opens the gate, the device computes that step once more.
+Behind a step the device has nothing to do until the host has made the next one. Where that goes on
+by one token for each sequence, all of it but the tokens is known before:
+
+    inputs     `Batches.look_ahead` makes them
+    program    is looked up, where it is kept as it is
+    launch     with launch_ahead=on the plan is launched, and waits at its gate (`backend/gate.py`)
+    writes     the inputs are written to staging memory, once the device has read the inputs of the
+               step under way. Only a gate says so; other programs write when they are submitted
+
+A step that is launched ahead has the very same shape as the one under way. So its inputs lie where
+the other's do. If nobody opens the gate, the device computes that step once more.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from workbench.engine import exclusive
+from workbench.engine.exclusive import STATE
 from workbench.engine.reuse import Key
-from workbench.graph.ir import StepShape
+from workbench.model.inputs import TOKENS
 from workbench.trace.spans import now_ns
 
 if TYPE_CHECKING:
+    from workbench.backend.issue import Prepared
+    from workbench.engine.batch import Batch, Work
     from workbench.engine.engine import Engine
     from workbench.engine.watch import Watch
 
+LATE = frozenset((TOKENS,))  # inputs that are known only when a step is submitted
 
-def launch_ahead(engine: Engine, shape: StepShape, watch: Watch) -> int:
-    """Launches the step behind the one under way, which has this shape and watch; the ns it took.
-    Nothing is launched where the next step is another, or where a recorder looks on: its marks
-    would be behind the launch."""
+
+class NextStep:
+    """A step that is ready to be issued; one that was made ahead is, but for its tokens.
+
+    found_ns: what it took to look its program up. is_written: its inputs are in staging memory.
+    """
+
+    __slots__ = ("_batch_ns", "batch", "found_ns", "is_written", "program", "watch")
+
+    def __init__(self, batch: Batch, program: Prepared, watch: Watch):
+        self.batch, self.program, self.watch = batch, watch.of(program), watch
+        self.is_written, self.found_ns, self._batch_ns = False, 0, 0
+
+    def comes(self, engine: Engine, work: Work) -> bool:
+        """Whether `work` begins this step, which was made ahead. Its tokens are put in then. Raises
+        UsageError as `Engine.submit` does."""
+        if STATE.measurement is not None:
+            exclusive.check(engine._loaded)
+        start = now_ns()
+        if engine._under_way is not None or engine._batches.made_ahead(work) is not self.batch:
+            return False
+        engine.next_turn()
+        self._batch_ns = now_ns() - start
+        return True
+
+    def count(self, engine: Engine) -> None:
+        """Counts what has come, once it is issued: until then the device stands still."""
+        engine.count("batch", self._batch_ns)
+        engine.count("reuse", self.found_ns)
+        engine._programs.reused += 1
+
+
+def look_ahead(engine: Engine, now: NextStep, work: Work) -> int:
+    """Makes ready what can be known of a step like the one under way, with its work; the ns it
+    took. Only inputs are made where a recorder looks on: its marks would be behind a launch."""
     start = now_ns()
-    if engine._batches.next_shape == shape and engine._recorder is None:
-        prepared = engine._programs.peek(Key(shape, engine._turn))
-        if prepared is not None and (ahead := watch.of(prepared).ahead) is not None:
-            ahead.arm()
+    engine._batches.look_ahead(work)
+    engine._expected = None if engine._recorder else _next(engine, now, engine._batches.next)
     return now_ns() - start
+
+
+def _next(engine: Engine, now: NextStep, batch: Batch | None) -> NextStep | None:
+    start = now_ns()
+    kept = batch and engine._programs.peek(Key(batch.shape, engine._turn))
+    if batch is None or kept is None:
+        return None
+    step = NextStep(batch, kept, now.watch)
+    step.found_ns = now_ns() - start
+    gated, before = step.program.ahead, now.program.ahead
+    if gated is not None and batch.shape == now.batch.shape:
+        gated.arm()
+        if before is not None and before.has_read:
+            step.program.write_ahead(batch.values, LATE)
+            step.is_written = True
+    return step

@@ -90,26 +90,31 @@ class Batches:
 
     def take(self, work: Work) -> Batch:
         """As `make_batch`; what `look_ahead` made for such work and this state is used."""
-        start, batch = now_ns(), self._next
-        if (
-            batch is not None
-            and self._next_is_of == self._cache.n_changes
-            and self._next_is_for == _one_each(work)
-        ):
-            ids = batch.values[TOKENS]  # the next step's own, not written yet
-            for i, (_, tokens, _) in enumerate(work):
-                ids[i] = check_id(tokens[0], i, self._n_vocab)
-        else:
+        start = now_ns()
+        batch = self.made_ahead(work)
+        if batch is None:
             batch = self._made(work, self._mask)
         self._spent("batch", start, now_ns())
         return batch
 
-    @property
-    def next_shape(self) -> StepShape | None:
-        """The shape of the step that `look_ahead` has made; None where the cache has changed."""
-        if self._next is None or self._next_is_of != self._cache.n_changes:
+    def made_ahead(self, work: Work) -> Batch | None:
+        """What `look_ahead` has made, with the tokens of `work` put in; None where it is for other
+        work, or the cache has changed. Raises UsageError for ids outside the vocabulary."""
+        batch, alike = self.next, self._next_is_for
+        if batch is None or alike is None or len(work) != len(alike):
             return None
-        return self._next.shape
+        for (sequence, tokens, outputs), own in zip(work, alike, strict=True):
+            if len(tokens) != 1 or (sequence, outputs) != own:
+                return None
+        ids = batch.values[TOKENS]  # the next step's own, not written yet
+        for i, (_, tokens, _) in enumerate(work):
+            ids[i] = check_id(tokens[0], i, self._n_vocab)
+        return batch
+
+    @property
+    def next(self) -> Batch | None:
+        """What `look_ahead` has made; None where the cache has changed."""
+        return self._next if self._next_is_of == self._cache.n_changes else None
 
     def _made(self, work: Work, new_mask: NewMask) -> Batch:
         n_vocab, n_ubatch = self._n_vocab, self._n_ubatch

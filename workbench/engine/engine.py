@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from workbench.backend.issue import Prepared
 from workbench.backend.plan import plans_of
 from workbench.config import EngineConfig, Toggles
 from workbench.engine import exclusive, opened, shown
+from workbench.engine.ahead import NextStep
 from workbench.engine.batch import Outputs, Work, check_prompt, shift_batch, step_shape
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, asked_for, continued, prefilled
@@ -24,9 +25,10 @@ from workbench.engine.memory import Residents, Workspace
 from workbench.engine.pending import Pending
 from workbench.engine.phases import PhaseCounts, Phases, PhaseTimes, counters_of, per_step
 from workbench.engine.reuse import Key, programs_of, reuse_of
+from workbench.engine.stamps import Stamp, Stamps, stamped
 from workbench.engine.step_programs import StepPrograms
 from workbench.engine.wanted import Variants, Wanted, choose, resolve
-from workbench.engine.watch import Stamp, Stamps, Watch, chosen
+from workbench.engine.watch import PLAIN, Watch, chosen
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model
@@ -60,9 +62,8 @@ class Engine:
         self._turn = 0  # of the rings, also of steps that failed
         self._events: dict[str, Any] = {}
         self._under_way: Pending | None = None
-        self._recorder: Recorder | None = None
-        self._stamps: Stamps | None = None
-        self._watch_of = chosen(None, None)
+        self._expected: NextStep | None = None
+        self.look(None, PLAIN)
         self._loaded: Loaded | None = loaded.share()
         self.cache, self._batches = reuse_of(have.toggles).cache(
             loaded.model, config, kv_pad(have.toggles, config), self._spent
@@ -146,10 +147,17 @@ class Engine:
         the vocabulary, a sequence that does not exist, a full context, and while another thread
         measures; nothing has changed then.
         """
+        expected, self._expected = self._expected, None
+        if expected is not None and expected.comes(self, work):
+            with expected.watch:
+                self._under_way = pending = Pending(self, expected, work)
+            expected.count(self)
+            return pending
         with self._begin(work) as watch:
             batch = self._batches.take(work)
-            program = self._programs.get(self._key(batch.shape), batch.first_cell)  # built or kept
-            self._under_way = pending = Pending(self, watch, watch.of(program), batch, work)
+            key = Key(batch.shape, self.next_turn())
+            program = self._programs.get(key, batch.first_cell)  # built or kept
+            self._under_way = pending = Pending(self, NextStep(batch, program, watch), work)
         return pending
 
     @exclusive.door
@@ -182,23 +190,20 @@ class Engine:
         without tokens. Where it is interrupted, the cells that moved are lost."""
         with self._begin(()) as watch:
             batch = shift_batch(self.cache)
-            program = self._programs.get(self._key(batch.shape), batch.first_cell)
+            program = self._programs.get(Key(batch.shape, self.next_turn()), batch.first_cell)
             try:
-                self._under_way = pending = Pending(self, watch, watch.of(program), batch, ())
+                self._under_way = pending = Pending(self, NextStep(batch, program, watch), ())
                 self.cache.rotated()
             finally:
                 self.cache.lost()  # cells, where it was interrupted midway
         pending.wait()
 
-    def _key(self, shape: StepShape) -> Key:
+    def next_turn(self) -> int:
+        """The turn of the step that begins."""
         turn, self._turn = self._turn, (self._turn + 1) % self.period
-        return Key(shape, turn)
+        return turn
 
     # what a step under way tells ----------------------------------------------------------------
-
-    def look_ahead(self, work: Work) -> int:
-        """Makes the inputs of a next step like `work` while the device computes; the ns it took."""
-        return self._batches.look_ahead(work)
 
     def ended(self) -> None:
         """No step is under way."""
@@ -217,23 +222,17 @@ class Engine:
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
-        self._recorder = recorder
-        self._watch_of = chosen(recorder, self._stamps)
+        self.look(recorder, self.untraced)
 
-    @contextmanager
-    def stamped(self) -> Iterator[list[Stamp]]:
+    def look(self, recorder: Recorder | None, untraced: Watch) -> None:
+        """Chooses who looks on from the next step on. untraced: at steps that are not traced."""
+        self._recorder, self.untraced, self._expected = recorder, untraced, None
+        self._watch_of = chosen(recorder, untraced)
+
+    def stamped(self) -> AbstractContextManager[list[Stamp]]:
         """Stamps the body's untraced steps. At its end the list has for each, in ns, when its first
         kernel began and its last one ended: the device's clock, set to the host's (`Stamps`)."""
-        self._stamps = stamps = Stamps(self._plans.stamped)
-        self._watch_of = chosen(self._recorder, stamps)
-        try:
-            yield stamps.found
-            if self._under_way is not None:
-                self._under_way.wait()
-        finally:
-            self._stamps, self._watch_of = None, chosen(self._recorder, None)
-            self.synchronize()
-            stamps.find()
+        return stamped(self, Stamps(self._plans.stamped))
 
     @exclusive.door
     def prefill(
@@ -320,6 +319,7 @@ class Engine:
 
     def _forget(self) -> None:
         """Drops what names the workspace's addresses, which are about to change."""
+        self._expected = None
         self._programs.clear()
         self._plans.clear()
 

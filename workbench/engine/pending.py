@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.backend.issue import Prepared
-from workbench.engine.ahead import launch_ahead
-from workbench.engine.batch import Batch, Work
-from workbench.engine.watch import Watch
+from workbench.engine.ahead import NextStep, look_ahead
+from workbench.engine.batch import Work
 from workbench.errors import UsageError
 from workbench.trace.spans import now_ns
 
@@ -25,16 +23,18 @@ class Pending:
     waited for.
     """
 
-    __slots__ = ("_batch", "_engine", "_failed", "_logits", "_program", "_undo", "_watch", "_work")
+    __slots__ = ("_engine", "_failed", "_logits", "_step", "_undo", "_work")
 
-    def __init__(self, engine: Engine, watch: Watch, program: Prepared, batch: Batch, work: Work):
+    def __init__(self, engine: Engine, step: NextStep, work: Work):
         """Issues the step, and notes whose its cells are."""
-        self._engine, self._watch, self._program = engine, watch, program
-        self._batch, self._work = batch, work
+        self._engine, self._step, self._work = engine, step, work
         self._logits: np.ndarray | None = None
         self._failed = False
-        start = now_ns()
-        program.run(batch.values, watch)
+        start, batch, watch = now_ns(), step.batch, step.watch
+        if step.is_written:
+            step.program.run_late(watch)
+        else:
+            step.program.run(batch.values, watch)
         if watch.counts:
             engine.count("issue", now_ns() - start)
         self._undo: Callable[[], None] = engine.cache.store(
@@ -58,26 +58,27 @@ class Pending:
                 "its tokens again"
             )
         if self._logits is None:
-            self._engine.ended()
+            engine, watch, program = self._engine, self._step.watch, self._step.program
+            engine.ended()
             start, ahead_ns = now_ns(), 0
-            waits = bool(self._program.tail)
+            waits = bool(program.tail)
             try:
                 if waits:
-                    ahead_ns = self._engine.look_ahead(self._work)
-                    if self._program.ahead is not None:
-                        ahead_ns += launch_ahead(self._engine, self._batch.shape, self._watch)
-                results = self._program.finish(self._watch)
-                self._logits = self._of(results)
+                    ahead_ns = look_ahead(engine, self._step, self._work)
+                early = program.early()
+                logits = None if early is None else self._of(early)
+                results = program.finish(watch)
+                self._logits = self._of(results) if logits is None else logits
             except BaseException:
                 self._failed = True
                 self._undo()
-                self._watch.fail()
+                watch.fail()
                 raise
-            if self._watch.counts:
-                self._engine.count("wait", now_ns() - start - ahead_ns)
-                self._engine.n_untraced += 1
-            self._engine.n_steps += 1
-            self._watch.end(waits)
+            if watch.counts:
+                engine.count("wait", now_ns() - start - ahead_ns)
+                engine.n_untraced += 1
+            engine.n_steps += 1
+            watch.end(waits)
         return self._logits
 
     def give_up(self) -> None:
@@ -86,10 +87,10 @@ class Pending:
 
     def each(self) -> list[np.ndarray]:
         """The logits of each entry of the work: float32 (outputs of it, n_vocab)."""
-        return np.split(self.wait(), np.cumsum(self._batch.counts)[:-1])
+        return np.split(self.wait(), np.cumsum(self._step.batch.counts)[:-1])
 
     def _of(self, results: dict[str, np.ndarray]) -> np.ndarray:
-        size = (self._batch.shape.n_outputs, self._engine.model.n_vocab)
+        size = (self._step.batch.shape.n_outputs, self._engine.model.n_vocab)
         if not size[0]:
             return np.empty(size, np.float32)
         (raw,) = results.values()

@@ -82,7 +82,8 @@ class Rebuild:
         return self._build(key, Phases(self._spent), cell)
 
     def peek(self, key: Key) -> Prepared | None:
-        """The program that `get` would find, if it is kept; nothing is built or counted."""
+        """The program of a next step, if it is kept, and nothing has to be done for the step.
+        Nothing is built or counted."""
         return None
 
     def clear(self) -> None:
@@ -132,7 +133,7 @@ class KeepByShape(Rebuild):
 
     def peek(self, key: Key) -> Prepared | None:
         kept = self._kept.get(key)
-        return None if kept is None or kept.refusing else kept.prepared
+        return None if kept is None or kept.refusing or kept.redone else kept.prepared
 
     def clear(self) -> None:
         self._kept.clear()
@@ -143,6 +144,9 @@ class PatchPointers(KeepByShape):
 
     def _fit(self, prepared: Prepared, cell: int) -> None:
         prepared.store_at(cell)
+
+    def peek(self, key: Key) -> Prepared | None:
+        return None  # what a step stores is patched when it begins
 
 
 def _no_values(n_layer: int, cells: np.ndarray) -> Values:

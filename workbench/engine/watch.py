@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from workbench.backend.base import Backend, Captured, Issue
 from workbench.backend.issue import Prepared, Unwatched
-from workbench.backend.stamps import StampedWork, StampRing
 from workbench.engine.batch import Work, n_tokens
 from workbench.program import commands as c
 from workbench.trace.spans import LOGITS_WAIT, Recorder, now_ns
-
-Stamp = tuple[int, int]
 
 
 class Watch(Unwatched):
@@ -50,35 +46,6 @@ class Watch(Unwatched):
 PLAIN = Watch()
 
 
-class _Work(NamedTuple):
-    """The call that has a device's launch, and where its marks are made. plan: what it calls, where
-    that has stamps of its own."""
-
-    number: int
-    device: Backend
-    stream: int
-    plan: StampedWork | None
-
-    def mark(self) -> Any:
-        return self.device.mark(self.stream)
-
-    @property
-    def told_by(self) -> _Told:
-        """Of its latest call."""
-        if self.plan is None:
-            return _Told(self.device)
-        return _Told(self.device, self.plan.ring, self.plan.number)
-
-
-class _Told(NamedTuple):
-    """What tells when a work began or ended: a pair of a ring, or without one marks of the device.
-    It does not keep the work: plans of works that are gone are taken over."""
-
-    device: Backend
-    ring: StampRing | None = None
-    pair: int = 0
-
-
 class _Ran(NamedTuple):
     """What a device was asked in one call. plan: what it replayed, in launch number `launch`."""
 
@@ -89,87 +56,6 @@ class _Ran(NamedTuple):
     end: Any
     plan: Captured | None
     launch: int
-
-
-class _StampedStep(NamedTuple):
-    """marks: in front of a step's first work and behind it, and behind its last, unless these are
-    plans. told: of the first work and the last; empty until the step has ended."""
-
-    marks: list[Any]
-    told: list[_Told]
-
-
-class Stamps(Watch):
-    """Of each step: when its first kernel began, and when its last one ended.
-
-    Plans have stamps of their own, by the device's clock (`backend/stamps.py`). Where a step begins
-    or ends with a launch outside of any plan, there are marks: in front of the launch, behind it,
-    and behind the last. On CUDA such a mark is passed when the stream comes to it, before the
-    launch is issued, and costs the host a microsecond or two. Only programs that launch on a device
-    can be stamped. with_stamps: gives a program plans with stamps (`Plans.stamped`).
-    """
-
-    def __init__(self, with_stamps: Callable[[Prepared], Prepared]) -> None:
-        self.found: list[Stamp] = []
-        self._with_stamps = with_stamps
-        self._steps: list[_StampedStep] = []
-        self._works: tuple[_Work, ...] = ()  # first and last of the step under way
-        self._calls: WeakKeyDictionary[Prepared, tuple[_Work, _Work, list[Issue]]]
-        self._calls = WeakKeyDictionary()
-
-    def of(self, prepared: Prepared) -> Prepared:
-        return self._with_stamps(prepared)
-
-    def head(self, prepared: Prepared) -> Iterable[Issue]:
-        # Made once: a search in every step would be part of what is measured there.
-        if prepared not in self._calls:
-            self._calls[prepared] = self._marked(prepared)
-        first, last, calls = self._calls[prepared]
-        self._works = first, last
-        self._steps.append(_StampedStep([], []))
-        return calls
-
-    def _marked(self, prepared: Prepared) -> tuple[_Work, _Work, list[Issue]]:
-        work = list(_device_work(prepared))
-        first, last = work[0], work[-1]
-        calls = list(prepared.head)
-        # No cycle through self: a mark's event goes back to its pool when the mark is let go, and
-        # the collector would destroy the event with it.
-        steps = self._steps
-        if last.plan is None:
-            calls.insert(last.number + 1, lambda: steps[-1].marks.append(last.mark()))
-        if first.plan is None:
-            calls.insert(first.number + 1, lambda: steps[-1].marks.append(first.mark()))
-            calls.insert(first.number, lambda: steps[-1].marks.append(first.mark()))
-        return first, last, calls
-
-    def end(self, waited: bool) -> None:
-        self._steps[-1].told.extend([work.told_by for work in self._works])
-        self._works = ()
-
-    def fail(self) -> None:
-        if self._works:
-            self._steps.pop()
-            self._works = ()
-
-    def find(self) -> None:
-        """Makes `found`: the stamps of all steps that have ended, in ns. Differences are by the
-        device's clock, which is set to the host's. Call it once, when nothing is under way."""
-        ended = [step for step in self._steps if step.told]
-        rings = {told.ring for step in ended for told in step.told if told.ring is not None}
-        ahead = {ring: _ahead_ns(ring) for ring in rings}
-        for marks, (first, last) in ended:
-            if first.ring is None:
-                begin = first.device.resolve(*marks[:2])[0]
-            else:
-                begin = first.ring.pair(first.pair)[0] + ahead[first.ring]
-            if last.ring is None:
-                end = last.device.resolve(marks[-1], marks[-1])[1]
-            else:
-                end = last.ring.pair(last.pair)[1] + ahead[last.ring]
-            self.found.append((begin, end))
-        for ring in rings:
-            ring.forget()
 
 
 class Trace(Watch):
@@ -225,7 +111,7 @@ class Trace(Watch):
                     None if split == c.RESULT else recorder.begin(_split_name(prepared, split))
                 )
             name, args = described(prepared, number, step)
-            device = _device_of(prepared, command) if recorder.marks else None
+            device = device_of(prepared, command) if recorder.marks else None
             stream = command.stream
             begin = device.mark(stream.id) if device and stream else None
             handle = recorder.begin(name)
@@ -256,7 +142,7 @@ class Trace(Watch):
         if ran.plan is not None:
             found += zip(ran.plan.nodes, ran.plan.spans(ran.launch), strict=False)
         if not found:
-            device = _device_of(prepared, command)
+            device = device_of(prepared, command)
             assert device is not None
             found = [(None, device.resolve(ran.begin, ran.end))]
         for part, times in found:
@@ -292,9 +178,8 @@ class Untraced(Watch):
         self._recorder.untraced(self._n_tokens, now_ns() - self._start)
 
 
-def chosen(recorder: Recorder | None, stamps: Stamps | None) -> Callable[[int], Watch]:
-    """The watch of step number n, for an engine with this recorder and these stamps."""
-    plain: Watch = PLAIN if stamps is None else stamps
+def chosen(recorder: Recorder | None, plain: Watch) -> Callable[[int], Watch]:
+    """The watch of step number n, for an engine with this recorder. plain: of untraced steps."""
     if recorder is None:
         return lambda step: plain
     trace, untraced = Trace(recorder), Untraced(recorder, plain)
@@ -358,30 +243,9 @@ def _lane(prepared: Prepared, stream: c.Stream) -> str:
     return f"{prepared.backends[stream.backend].name} stream {stream.id}"
 
 
-def _device_of(prepared: Prepared, command: c.Command) -> Backend | None:
+def device_of(prepared: Prepared, command: c.Command) -> Backend | None:
     """The device that runs a copy or a launch later than the host issues it; None for others."""
     if not isinstance(command, c.Copy | c.Launch | c.Replay):
         return None
     backend = prepared.backends[command.stream.backend]
     return None if backend.capabilities.synchronous else backend
-
-
-def _ahead_ns(ring: StampRing) -> int:
-    clock = ring.backend.clock()
-    assert clock is not None, "who writes stamps has a clock"
-    return clock.ahead_ns
-
-
-def _device_work(prepared: Prepared) -> Iterator[_Work]:
-    firsts = prepared.firsts
-    for number in range(len(prepared.head)):
-        for command in prepared.program.commands[firsts[number] : firsts[number + 1]]:
-            if isinstance(command, c.Launch | c.Replay) and (
-                device := _device_of(prepared, command)
-            ):
-                plan = prepared.issued.get(firsts[number])
-                yield _Work(
-                    number, device, command.stream.id,
-                    plan if isinstance(plan, StampedWork) else None,
-                )  # fmt: skip
-                break
