@@ -6,6 +6,7 @@ anew and count what their plans did from the first token on.
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack
 
 import numpy as np
@@ -42,7 +43,8 @@ def plans(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
 def fresh(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
     """The first tokens of engines that are made anew for every test of every repetition: programs
     are built and plans captured in them. To make an engine, its memory among it, takes no time
-    here."""
+    here. Behind so many new objects Python's collector looks through all there are, which may take
+    longer than the test. So it does before the test, and not at a token of whichever arm."""
     for row in rows:
         tests = parse_tests(QUICK_FRESH["pp" in row.test] if session.quick else row.test)
         turns = Turns(session, engine, row, tests)
@@ -54,6 +56,7 @@ def fresh(session: Session, engine: wb.Engine, rows: list[Row]) -> None:
             for test in tests:
                 tokens = draw_tokens(test, engine.model.n_vocab, 0, max(round_, 0))
                 with engine.variant(arm.toggles) as side:
+                    gc.collect()
                     found[test.name] = take_sample(side, test, tokens)
                     turns.note(arm, side, test)
             return found

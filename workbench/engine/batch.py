@@ -103,12 +103,12 @@ class Batches:
         batch, alike = self.next, self._next_is_for
         if batch is None or alike is None or len(work) != len(alike):
             return None
-        for (sequence, tokens, outputs), own in zip(work, alike, strict=True):
-            if len(tokens) != 1 or (sequence, outputs) != own:
+        ids, i = batch.values[TOKENS], 0  # the next step's own, not written yet
+        for sequence, tokens, outputs in work:
+            if len(tokens) != 1 or (sequence, outputs) != alike[i]:
                 return None
-        ids = batch.values[TOKENS]  # the next step's own, not written yet
-        for i, (_, tokens, _) in enumerate(work):
             ids[i] = check_id(tokens[0], i, self._n_vocab)
+            i += 1
         return batch
 
     @property
