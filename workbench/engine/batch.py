@@ -103,12 +103,11 @@ class Batches:
         batch, alike = self.next, self._next_is_for
         if batch is None or alike is None or len(work) != len(alike):
             return None
-        ids, i = batch.values[TOKENS], 0  # the next step's own, not written yet
-        for sequence, tokens, outputs in work:
+        ids = batch.values[TOKENS]  # the next step's own, not written yet
+        for i, (sequence, tokens, outputs) in enumerate(work):
             if len(tokens) != 1 or (sequence, outputs) != alike[i]:
                 return None
             ids[i] = check_id(tokens[0], i, self._n_vocab)
-            i += 1
         return batch
 
     @property
