@@ -65,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     gate_copy(uint4* dst, const uint4* src, i64 nbytes, i64* control, i64 limit_ns) {
     __shared__ int is_open;
     __shared__ i64 gate;
+    pdl_trigger();  // the first launch of the step asks for its weights while the gate is closed
     if (threadIdx.x == 0) {
         Words words = read_words(control + OPENED);
         const i64 number = read_word(control + RAN) + 1, start = now_ns();
