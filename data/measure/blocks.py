@@ -244,8 +244,7 @@ class Mechanism(NamedTuple):
 MECHANISMS = tuple(Mechanism(*row) for row in (
     ("fewer synchronizations (#17795)", "gaps-on-llama-3.2-1b-f16", AFTER, GAP, "gaps"),
     ("", "sync-own-on-llama-3.2-1b-f16", AFTER, "tg512"),
-    ("graph reuse (#8366), in Python", "graph-reuse-llama-3.2-1b-f16", "set_rows", "tg32"),
-    ("", "reuse-ways-llama-3.2-1b-bf16", "set_rows", "tg32", "ab", True),
+    ("graph reuse (#8366), in Python", "reuse-ways-llama-3.2-1b-bf16", "set_rows", "tg32"),
     ("a plan for each split (#16548)", "plans-llama-3.2-1b-bf16", "plans=ours plan_scope=split",
      "tg128", "plans", True),
     ("a step is one plan, launched ahead", "plans-llama-3.2-1b-bf16", matrix.WHOLE, "tg128",
@@ -266,7 +265,8 @@ def mechanisms(recorded: Recorded) -> Iterator[Line]:
         row = matrix.the(folder, kind)
         off = row.compared.split("," if SETS not in row.compared else SETS)[0].strip()
         off = off or f"sync={BEFORE}"
-        cells = {"mechanism": name, "off": off, "on": on}
+        toggle = off.partition("=")[0]
+        cells = {"mechanism": name, "off": off, "on": on.removeprefix(f"{toggle}=")}
         run = recorded.run(folder)
         if run is None or (test != GAP and test not in run.run["tests"]):
             if not later:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from data.measure.recorded import Recorded, model_of
+from data.measure.recorded import NOT_MEASURED, Recorded, model_of
 from data.measure.tables import Line, Part, Table, caption
 from workbench.bench import results
 from workbench.bench.rounds import order_of
@@ -60,7 +60,8 @@ class Best(NamedTuple):
 
 class Saving(NamedTuple):
     """What llama.cpp's reuse of a graph saves, us a token: its own build, and all that a new graph
-    entails. kept, built: us a token with reuse and without; low, high: 95 % interval of us."""
+    entails. kept, built: us a token with reuse and without; low, high: 95 % interval of us;
+    speedup: of a token with reuse."""
 
     with_: str
     kept: float
@@ -68,6 +69,7 @@ class Saving(NamedTuple):
     us: float
     low: float
     high: float
+    speedup: Ratio
 
 
 class PeerRun:
@@ -121,7 +123,10 @@ class PeerRun:
             a, b = theirs(kept), theirs(built)
             if a in us and b in us:
                 found = median_interval((us[b] - us[a]).to_numpy(), self.run["seed"])
-                yield Saving(kept, float(us[a].median()), float(us[b].median()), *found)
+                yield Saving(
+                    kept, float(us[a].median()), float(us[b].median()), *found,
+                    self.ratio(test, b, a),
+                )  # fmt: skip
 
     @property
     def interleaved(self) -> bool:
@@ -152,17 +157,42 @@ def recorded_peers(recorded: Recorded) -> list[PeerRun]:
 
 
 def bests(recorded: Recorded) -> Iterator[Line]:
-    """A column for each model: the fastest arm of each side in SHOWN, and the ratio."""
-    peers = recorded_peers(recorded)
-    shown = [(peer, peer.best(SHOWN)) for peer in peers if SHOWN in peer.run["tests"]]
+    """A column for each model: the fastest arm of each side in SHOWN, and the ratio. One without a
+    run says so."""
+    peers = {name: recorded_peer(recorded, name) for name in MODELS}
+    shown = {
+        name: (peer, peer.best(SHOWN))
+        for name, peer in peers.items()
+        if peer is not None and SHOWN in peer.run["tests"]
+    }
     rows: dict[str, Callable[[Best], str]] = {
         f"{LLAMA}, t/s": lambda best: f"{best.theirs:.0f}",
         f"{OURS}, t/s": lambda best: f"{best.ours:.0f}",
         "ratio": lambda best: _interval(best.ratio),
     }
-    for name, cell in rows.items() if shown else ():
-        cells = {peer.model: cell(best) for peer, best in shown}
-        yield Line({SHOWN: name} | cells, [peer for peer, _ in shown])
+    for row, cell in rows.items() if shown else ():
+        cells = {
+            shown[name][0].model if name in shown else _title(name): cell(shown[name][1])
+            if name in shown else NOT_MEASURED
+            for name in MODELS
+        }  # fmt: skip
+        yield Line({SHOWN: row} | cells, [peer for peer, _ in shown.values()])
+
+
+def fastest(recorded: Recorded) -> str:
+    """The arms that are the fastest of their side in SHOWN, and a caption for each card."""
+    found = [peer.best(SHOWN) for peer in recorded_peers(recorded) if SHOWN in peer.run["tests"]]
+    said = [
+        " or ".join(f"`{arm}`" for arm in dict.fromkeys(arms))
+        for arms in ([best.arm_theirs for best in found], [best.arm_ours for best in found])
+    ]
+    return f"The fastest: {' and '.join(said)}. {where(recorded)}"
+
+
+def _title(name: str) -> str:
+    """How tables name one of MODELS."""
+    preset, _, quant = name.rpartition("-")
+    return f"{preset} {quant.upper().removesuffix('_M')}"
 
 
 def _interval(ratio: Ratio) -> str:
@@ -190,7 +220,8 @@ def savings(recorded: Recorded) -> Iterator[Line]:
     for peer in recorded_peers(recorded):
         for test in peer.run["tests"]:
             for one in peer.savings(test) if test.startswith("tg") else ():
-                yield Line({"model": peer.model, "test": test} | one._asdict(), [peer])
+                cells = one._asdict() | {"speedup": _interval(one.speedup)}
+                yield Line({"model": peer.model, "test": test} | cells, [peer])
 
 
 def where(recorded: Recorded) -> str:
@@ -213,15 +244,17 @@ def answers_hold(run: dict[str, Any]) -> bool:
 
 
 BLOCKS: dict[str, list[Part]] = {
-    "peer-cuda": [Table("Beside llama.cpp on a GPU", bests, said=where)],
+    "peer-cuda": [Table("Beside llama.cpp on a GPU", bests, said=fastest)],
     "peer-cuda-arms": [
         Table("Arms beside llama.cpp on a GPU", arms, said=where),
-        "What llama.cpp's own reuse of a graph saves of a token, the difference within a round:",
+        "What llama.cpp's own reuse of a graph saves of a token: its build, and all else that a "
+        "new graph entails. Differences within a round, and the speedup of its own token:",
         Table(
             "llama.cpp's reuse of a graph", savings,
             {"Model": "{model}", "Test": "{test}", "With": "{with_}", "us, reused": "{kept:.1f}",
-             "us, built anew": "{built:.1f}", "us saved": "{us:.1f} ({low:.1f}..{high:.1f})"},
-            said=lambda recorded: "",
+             "us, built anew": "{built:.1f}", "us saved": "{us:.1f} ({low:.1f}..{high:.1f})",
+             "speedup": "{speedup}"},
+            said=where,
         ),
     ],
 }  # fmt: skip

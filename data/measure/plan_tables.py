@@ -3,7 +3,7 @@ an engine, and a sweep over depth."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from data.measure.matrix import SETS
@@ -281,9 +281,14 @@ TIMED = {
 }  # fmt: skip
 
 
+def timed_rows(recorded: Recorded) -> Sequence[dict[str, Any]]:
+    """What `data.measure.plan_costs` timed, a row for each model and scope."""
+    return (recorded.file(PLAN_COSTS) or {"rows": ()})["rows"]
+
+
 def timed(recorded: Recorded) -> Iterator[Line]:
     """A model and scope: each call for a plan, timed by itself, us."""
-    for row in (recorded.file(PLAN_COSTS) or {"rows": ()})["rows"]:
+    for row in timed_rows(recorded):
         cells = {"Model": row["model"], "a plan is": f"a {row['scope']}", "nodes": row["nodes"],
                  "edges": row["edges"], "programmatic": row["programmatic_edges"]}  # fmt: skip
         times = {
@@ -307,7 +312,7 @@ PLAN_COSTS = "plan-costs"
 
 def replayed_us(recorded: Recorded, model: str) -> dict[str, Any] | None:
     """What the launches of a token take as a plan that is replayed behind itself."""
-    for row in (recorded.file(PLAN_COSTS) or {"rows": ()})["rows"]:
+    for row in timed_rows(recorded):
         if (row["model"], row["scope"]) == (model, PlanScope.SPLIT):
             return {"us": row["device_us"]["median"]}
     return None
@@ -316,15 +321,16 @@ def replayed_us(recorded: Recorded, model: str) -> dict[str, Any] | None:
 # figures of targets -------------------------------------------------------------------------------
 
 
-def worst(recorded: Recorded, kind: str, part: str) -> dict[str, Any] | None:
-    """Of all rows of ours whose plans are of a kind, the one whose part of a token takes longest,
-    and how many there are."""
+def worst(recorded: Recorded, kind: str, part: str, most: float) -> dict[str, Any] | None:
+    """Of all rows of ours whose plans are of a kind, the one whose part of a token takes longest;
+    how many there are (n), and how many of them take longer than `most` (over)."""
     ours = [one for one in planned(recorded) if (one.rule, one.kind) == (OURS, kind)]
     if not ours:
         return None
     found = max(ours, key=lambda one: one.us[part])
     where = f"{model_of(found.ab.run)}, pdl {found.toggles['pdl']}"
-    return {"us": found.us[part], "where": where, "n": len(ours)}
+    over = sum(one.us[part] > most for one in ours)
+    return {"us": found.us[part], "where": where, "n": len(ours), "over": over}
 
 
 def device_us(recorded: Recorded, model: str, pdl: str) -> Mapping[str, Any] | None:

@@ -75,25 +75,31 @@ def layers(recorded: Recorded) -> Iterator[Line]:
 
 class Worth(NamedTuple):
     """What keeping a graph is worth to a model's token. us: a token with a kept graph. own_us: all
-    phases of this engine's build; own: the speedup that was measured. theirs: what llama.cpp's
-    build takes of the same model's token on a GPU, us; None where that was not measured."""
+    phases of this engine's build; own: the speedup that was measured, with its interval. theirs:
+    what llama.cpp's reuse saves of the same model's token on a GPU; None where that was not
+    measured."""
 
     model: str
     us: float
     own_us: float
-    own: float
-    theirs: float | None
+    own: str
+    theirs: peer.Saving | None
     ab: AB
 
     def ratio(self, build_us: float) -> float:
         """The speedup for an engine whose build costs so much, with the device idle meanwhile."""
-        return worth.speedup(self.us, build_us)
+        return worth.speedup(self.us, max(build_us, 0))
+
+    def said(self, theirs: peer.Saving) -> str:
+        """The speedup at what llama.cpp's reuse saves, with its interval."""
+        value, low, high = (self.ratio(us) for us in (theirs.us, theirs.low, theirs.high))
+        return f"{value:.2f} ({low:.2f}..{high:.2f})"
 
 
 def worths(recorded: Recorded) -> list[Worth]:
     """A row for each model whose ways were compared."""
     theirs = {
-        other.model: saving.us
+        other.model: saving
         for other in peer.recorded_peers(recorded)
         for test in other.run["tests"]
         for saving in (other.savings(test) if test.startswith("tg") else ())
@@ -106,7 +112,7 @@ def worths(recorded: Recorded) -> list[Worth]:
         if kept is not None:
             name, own_us = model_of(run.run), worth.own_build_us(ab.run["arms"][0])
             us = 1e6 / kept["tps_toggled"]
-            found.append(Worth(name, us, own_us, kept["speedup"], theirs.get(name), ab))
+            found.append(Worth(name, us, own_us, _speedup(kept), theirs.get(name), ab))
     return found
 
 
@@ -114,17 +120,17 @@ def verdicts(recorded: Recorded) -> Iterator[Line]:
     """A model: the speedup by what a build costs; at llama.cpp's cost; and this engine's own."""
     for one in worths(recorded):
         low, high = (worth.build_us(one.us, claim) for claim in worth.CLAIMED)
-        theirs = "" if one.theirs is None else f"{one.ratio(max(one.theirs, 0)):.3f}"
+        of = one.theirs
         yield Line(
             {"Model": one.model, "us a token": f"{one.us:.0f}"}
             | {f"{us} us": f"{one.ratio(us):.3f}" for us in worth.BUILD_US}
             | {
-                "llama.cpp's build, us": "" if one.theirs is None else f"{one.theirs:.1f}",
-                "at llama.cpp's": theirs,
+                "llama.cpp's build, us": f"{of.us:.0f} ({of.low:.0f}..{of.high:.0f})" if of else "",
+                "at llama.cpp's": one.said(of) if of else "",
                 "3 to 7 % is a build of": f"{low:.0f} to {high:.0f} us",
                 "this engine's build, us": f"{one.own_us:.0f}",
                 "at this engine's": f"{one.ratio(one.own_us):.2f}",
-                "measured here (Python)": f"{one.own:.2f}",
+                "measured here (Python)": one.own,
             },
             [one.ab],
         )
@@ -142,13 +148,15 @@ def verdict(recorded: Recorded) -> str:
             f"{max(highs):.0f} us. This engine's ratio is the price of its Python."
         )
     said = "; ".join(
-        f"{one.model} {one.theirs:.0f} us of {one.us:.0f}, {one.ratio(max(one.theirs, 0)):.3f}"
+        f"{one.model} {one.theirs.us:.0f} us beside a token of {one.us:.0f}, "
+        f"{one.said(one.theirs)} (of its own token {one.theirs.speedup.value:.2f})"
         for one in measured
         if one.theirs is not None
     )
     return (
-        f"Verdict on #8366, at llama.cpp's build time (its reuse switch, same files): {said}. "
-        "Its thread had 3 to 7 %. This engine's ratio is the price of its Python."
+        "Verdict on #8366, at llama.cpp's build time (what its reuse switch saves on the same "
+        f"files and card, with all that a new graph entails): {said}. Its thread had 3 to 7 %. "
+        "This engine's ratio is the price of its Python."
     )
 
 

@@ -100,7 +100,8 @@ def caption(runs: Iterable[OfARun], more: str = "") -> str:
     found = [run.run for run in runs]
     devices = dict.fromkeys(str(run["engine"].get("device_description")) for run in found)
     commits = dict.fromkeys(commit_of(run) for run in found)
-    date = min(run["started"][:10] for run in found)
+    dates = sorted({run["started"][:10] for run in found})
+    date = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     parts = [" and ".join(devices), *([more] if more else [])]
     return "; ".join([*parts, f"commit {', '.join(commits)}", date]) + f"{mark(*found)}."
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.measure import binds, peer, plan_tables, reuse_tables
+from data.measure import binds, peer, plan_binds, plan_tables, reuse_tables
 from data.measure import recorded as figures
 from data.measure.binds import Bind
 from data.measure.matrix import BATCHED, DECODED, PLANNED, SCORED
@@ -50,9 +50,16 @@ class Result(NamedTuple):
     found: Mapping[str, tuple[str, bool] | None]
 
     @property
+    def _comma(self) -> str:
+        """What stands between labels: they can have commas of their own."""
+        return "; " if any("," in label for label in self.found) else ", "
+
+    @property
     def measured(self) -> str:
-        said = [f"{label} {of[0]}".strip() for label, of in self.found.items() if of]
-        return ", ".join(said) or NOT_MEASURED
+        colon = ":" if self._comma != ", " else ""
+        said = [f"{label}{colon} {of[0]}" if label else of[0]
+                for label, of in self.found.items() if of]  # fmt: skip
+        return self._comma.join(said) or NOT_MEASURED
 
     @property
     def met(self) -> str:
@@ -61,7 +68,7 @@ class Result(NamedTuple):
         absent = [label for label, of in self.found.items() if of is None]
         if len(absent) == len(self.found):
             return NOT_MEASURED
-        said = [f"{word}: {', '.join(filter(None, of))}".rstrip(": ")
+        said = [f"{word}: {self._comma.join(filter(None, of))}".rstrip(": ")
                 for word, of in (("**missed**", missed), (NOT_MEASURED, absent)) if of]  # fmt: skip
         return "; ".join(said) or "yes"
 
@@ -243,8 +250,9 @@ TARGETS: tuple[Target, ...] = (
     Target(f"decode on two CPU threads: {100 * LEAST_OF_PEER:.0f} % of llama.cpp's",
            dict.fromkeys(CPU_MODELS, LEAST_OF_PEER), on_a_cpu, "{share:.0f} %"),
     *(Target(f"plans=ours, {part} on every row: at most {most} us",
-             dict.fromkeys(plan_tables.KINDS, most), partial(plan_tables.worst, part=part),
-             "{us:.0f} us (the worst of {n}: {where})", "us", operator.le)
+             dict.fromkeys(plan_tables.KINDS, most),
+             partial(plan_tables.worst, part=part, most=most),
+             "{over} of {n} rows above, the most {us:.0f} us ({where})", "us", operator.le)
       for part, most in (("gap", MOST_GAP_US), ("host", MOST_HOST_US))),
     *(Target(f"plans=ours, pdl={pdl}: a token's kernels as captured (H200), us",
              bounds, partial(plan_tables.device_us, pdl=pdl), "{device:.0f} ({bound})",
@@ -291,10 +299,27 @@ def batch_binds(recorded: Recorded) -> Iterator[Bind]:
             yield from binds.of_batched_product(recorded, dtype, *found)
 
 
+def plan_kinds(recorded: Recorded) -> Iterator[Bind]:
+    return plan_binds.gaps(recorded, MOST_GAP_US, MOST_HOST_US)
+
+
+def captured_kernels(recorded: Recorded) -> Iterator[Bind]:
+    yield from plan_binds.device(recorded, CAPTURED)
+    yield from plan_binds.replayed(recorded, CAPTURED[Pdl.ON])
+
+
+def tokens_beside(recorded: Recorded) -> Iterator[Bind]:
+    return plan_binds.beside(recorded, BESIDE, MOST_GAP_US)
+
+
 BINDS: dict[str, Callable[[Recorded], Iterator[Bind]]] = {
     "products of one token": kernel_binds,
     "decode": decode_binds,
     "9 to 128 tokens, shares of the bound": batch_binds,
+    "tg128 beside llama.cpp": tokens_beside,
+    "the gap between tokens with plans, and the host": plan_kinds,
+    "kernels in plans": captured_kernels,
+    "first tokens of a fresh engine": plan_binds.fresh,
 }
 
 
