@@ -12,7 +12,9 @@ import workbench as wb
 from tests.oracles.trace_pattern import HIDDEN, trace_pattern
 from workbench.config import CopyStream, SyncMode, Toggles
 from workbench.program.commands import HOST, Copy, Launch, Replay
-from workbench.trace.profile import profile
+from workbench.trace import cupti as collector
+from workbench.trace.activity import KERNEL
+from workbench.trace.profile import Profile, profile
 
 bindings = pytest.importorskip("cupti.cupti")
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
@@ -172,24 +174,68 @@ def test_what_runs_in_a_replay_has_its_part(loaded, scope, fuse, first):
         assert sum("part" not in s.args for s in device) == 6 * copies
 
 
-@pytest.mark.parametrize("quant", ["Q4_0", "F16"])
-def test_products_of_cublas_in_a_replay_have_their_parts(tiny_model, quant):
-    """A prompt, captured in the window and replayed in it."""
-    path = tiny_model("tiny-llama", quant)
+def prompts(path, plans: str) -> tuple[Profile, list[tuple[str, int, list[str | None]]], int]:
+    """Three prompts of 400 tokens in a window, the plan's capture among them; of each launch label,
+    number and names of its kernels; and the number of the plan's command, -1 without one."""
     tokens = [int(t) for t in np.random.default_rng(0).integers(0, 300, 400)]
-    toggles = Toggles(graph_reuse="set_rows", plans="ours")
+    toggles = Toggles(graph_reuse="set_rows", plans=plans)
     with wb.Engine.load(path, device="cuda", n_ctx=512, toggles=toggles) as engine:
         with profile(engine, nvtx=False) as prof:
             for _ in range(3):
                 engine.reset()
                 engine.prefill(tokens)
-        assert prof.complete, prof.note
-        kernels = [
-            [(s.name, s.args["part"], s.args["kernel"]) for s in prof.timeline.spans
-             if s.category == "device" and s.args["step"] == step and "part" in s.args]
-            for step in sorted({s.args["step"] for s in prof.timeline.spans if "step" in s.args})
-        ]  # fmt: skip
-        assert len(kernels[0]) > 20 and kernels[0] == kernels[1] == kernels[2]
+        commands = engine.program(400, n_past=0).commands
+        at = next((i for i, c in enumerate(commands) if isinstance(c, Replay)), -1)
+        plan = commands[at]
+        launched = [
+            (c.label, i, [kernel.function for kernel in engine.backend.kernels_of(c.node)])
+            for i, c in enumerate(plan.parts if isinstance(plan, Replay) else commands)
+            if isinstance(c, Launch) and c.stream.backend != HOST
+        ]
+    return prof, launched, at
+
+
+def kernels_of_steps(prof: Profile, at: int) -> list[list[tuple[str, int, str]]]:
+    """Of each step its kernels: label and number of the launch, and name."""
+    number = "part" if at >= 0 else "index"
+    launches = [
+        s for s in prof.timeline.spans
+        if s.category == "device" and s.args["kind"] == "launch" and number in s.args
+    ]  # fmt: skip
+    return [
+        [(s.name, s.args[number], s.args["kernel"]) for s in launches if s.args["step"] == step]
+        for step in sorted({s.args["step"] for s in prof.timeline.spans if "step" in s.args})
+    ]
+
+
+@pytest.mark.parametrize("quant", ["Q4_0", "F16", "Q8_0", "F32"])
+def test_products_of_cublas_in_a_replay_have_their_parts(tiny_model, quant):
+    """A prompt, captured in the window and replayed in it, while modules of other engines come and
+    go: CUPTI may give a new kernel the name of an old one."""
+    prof, launched, at = prompts(tiny_model("tiny-llama", quant), plans="ours")
+    assert at >= 0 and prof.complete, prof.note
+    kernels = kernels_of_steps(prof, at)
+    assert len(kernels[0]) > 20 and kernels[0] == kernels[1] == kernels[2]
+    for label, number, names in launched:
+        here = [(name, kernel) for name, part, kernel in kernels[0] if part == number]
+        assert None in names or here == [(label, name) for name in names], prof.note
+
+
+@pytest.mark.parametrize("plans", ["off", "ours"])
+def test_a_name_of_another_kernel_is_not_believed(tiny_model, monkeypatch, plans):
+    """Grid and block in CUPTI's records are those of the launches: they tell what a kernel is."""
+    row_of = collector._row
+
+    def stale(kind, activity):
+        row = row_of(kind, activity)
+        return row._replace(name="attention_decode") if row.kind == KERNEL else row
+
+    monkeypatch.setattr(collector, "_row", stale)
+    prof, launched, at = prompts(tiny_model("tiny-llama", "Q4_0"), plans)
+    assert (at >= 0) == (plans == "ours") and prof.complete, prof.note
+    assert "kernels named by their launches" in prof.note
+    expected = [(label, i, name) for label, i, names in launched for name in names]
+    assert kernels_of_steps(prof, at) == [expected] * 3
 
 
 def test_with_another_subscriber_events_answer(loaded):

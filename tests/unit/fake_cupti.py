@@ -50,12 +50,18 @@ from workbench.program.plans import with_plans
 Work = tuple[Any, int, int, dict[str, Any]]  # kind, stream, ns, fields of a record
 OFFSET_NS = 1_700_000_000_000_000_000  # of CUPTI's clock to the recorder's
 KERNEL_NS = 40_000
+DIMS = ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")
 FIRST_NODE = 501  # CUPTI's number of the first node of a graph
 MODEL = SimpleNamespace(
     name="fake", quant="F32", architecture="llama", n_layer=1, weight_bytes_per_token=16384,
     path="models/fake.gguf",
 )  # fmt: skip
 now = time.perf_counter_ns
+
+
+def dims(function: str) -> tuple[int, ...]:
+    """Grid and block of a kernel: no two of different names have the same."""
+    return 1 + len(function), sum(function.encode()), 1, 32, 1, 1
 
 
 class ActivityKind(enum.IntEnum):
@@ -209,12 +215,13 @@ class FakeCupti:
             self.captured.append((kind, stream, ns, fields))
             return
         fields.setdefault("graph_node_id", 0)
+        sizes = zip(DIMS, dims(fields.get("name", "")), strict=True)
         start = max(now() + 2000, self._busy[stream])
         self._busy[stream] = start + ns
         number_of_stream = 13 + stream
         self._record(
             kind, start, start + ns, correlation_id=number, stream_id=number_of_stream,
-            device_id=0, **fields,
+            device_id=0, **fields, **dict(sizes),
         )  # fmt: skip
 
     def sync(self, stream: int, what: SyncType) -> None:
@@ -273,7 +280,7 @@ class CuptiBackend(NullBackend):
 
     def kernels_of(self, node: Node) -> list[KernelName]:
         made = ["half_rows", None, "add_bias"] if node.op == "mul_mat" else [node.op]
-        return [KernelName(function, False) for function in made]
+        return [KernelName(name, False, dims(name) if name else ()) for name in made]
 
     def launch(self, node, address_of, scratch, stream, programmatic=False) -> Issued:
         cupti, kernels = self.cupti, self.kernels_of(node)

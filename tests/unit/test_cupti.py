@@ -20,6 +20,7 @@ from tests.unit.fake_cupti import (
     Result,
 )
 from workbench.backend import gate
+from workbench.backend.base import KernelName
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import Copy, Launch, Replay, Space
 from workbench.trace import cupti as collector
@@ -187,6 +188,27 @@ def test_a_replayed_kernel_or_copy_is_a_span_of_its_part(cupti, plans, window, s
         assert {s.args["part"] for s in inside} == work
 
 
+@pytest.mark.parametrize("lead", [0, 2])
+@pytest.mark.parametrize("window", [(0, 1), (1, 2)])
+@pytest.mark.parametrize("plans", ["off", "ours", "today"])
+def test_a_stale_name_is_taken_for_none(cupti, plans, window, lead):
+    """A kernel has the name of its launch where CUPTI gives it another, and the note says so."""
+    plain, stale = (
+        traced(CudaEngine(cupti, plans=plans, lead=lead), n=4, window=window)
+        for cupti.spoil in (lambda records: records, spoiled.with_stale_names)
+    )
+    assert plain.complete and stale.complete and not stale.missing, stale.missing
+
+    def about(prof: Any) -> list[tuple[Any, ...]]:
+        spans = [s for s in prof.timeline.spans if s.category == "device"]
+        return [(s.name, *(s.args.get(k) for k in ("kernel", "index", "part"))) for s in spans]
+
+    assert about(stale) == about(plain)
+    n = sum(name in ("half_rows", "add_bias", "add") for _, name, *_ in about(plain))
+    assert f"{n} kernels named by their launches: CUPTI had other names" in stale.note
+    assert "named" not in plain.note
+
+
 @pytest.mark.parametrize("window", [(0, 1), (1, 2)])
 def test_the_kernel_at_a_gate_is_the_copy_of_the_inputs(cupti, window):
     """With launch_ahead=on a plan begins with a kernel in place of its first copy."""
@@ -222,12 +244,16 @@ def test_nodes_are_told_by_the_order_they_began_in_else_by_their_numbers(cupti):
         Activity("kernel", name, start, start + 5, 7, 13, node=node)
         for name, start, node in (("a", 10, 3), ("b", 30, 1), ("c", 20, 2))
     ]
-    for names, nodes in ((("a", "c", "b"), [0, 1, 2]), (("b", "c", "a"), [0, 1, 2])):
-        found, reason = parted(rows, [[name] for name in names], nodes)
-        assert not reason and [[r.name for r in found[i]] for i in range(3)] == [[n] for n in names]
-    found, reason = parted(rows, [["c"], ["b"], ["a"]], [0, 1, 2])
-    assert not found and reason == "part 0: kernel a instead of c"
-    found, reason = parted(rows, [["a"], ["b"], ["c"]], [0, 1])
+    a, b, c = (KernelName(name, False) for name in "abc")
+    for wants in ((a, c, b), (b, c, a)):
+        found, reason = parted(rows, [[want] for want in wants], [0, 1, 2])
+        assert not reason
+        assert [[r.name for r in found[i]] for i in range(3)] == [[w.function] for w in wants]
+    found, reason = parted(rows, [[c], [b], [a]], [0, 1, 2])
+    assert not found and reason == (
+        "part 0: kernel a instead of c; by numbers of nodes, part 0: kernel b instead of c"
+    )
+    found, reason = parted(rows, [[a], [b], [c]], [0, 1])
     assert not found and reason == "3 records for 2 nodes"
 
 
@@ -273,7 +299,10 @@ def test_a_plan_with_a_lost_record_is_said_once(cupti, nodes):
             "fewer kernels than launch calls (first: step 1, command 7",
         ),
         (spoiled.with_a_second_copy, "copy x: 2 records for 1"),
-        (spoiled.with_another_name, "kernel memset_kernel instead of add"),
+        (
+            spoiled.with_another_name,
+            "kernel memset_kernel (grid 99x297x1, block 32x1x1) instead of add (grid 4x297x1, ",
+        ),
         (spoiled.with_fewer_bytes, "copy copy instead of 256"),
         (spoiled.with_a_zero_end, "1 x zero timestamp (first: step 1, command 7"),
         (spoiled.with_a_call_without_times, "1 x zero timestamp"),

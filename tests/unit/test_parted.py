@@ -6,33 +6,44 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.trace.activity import COPY, COUNTED, KERNEL, MEMSET, Activity, Want
+import workbench as wb
+from tests.unit.fake_cuda import fake_backend
+from workbench.backend.base import KernelName
+from workbench.config import Toggles
+from workbench.program.commands import Launch, Replay
+from workbench.trace.activity import COPY, COUNTED, KERNEL, MEMSET, Activity, Want, named
 from workbench.trace.parted import parted
 
-NAMES = ["norm", "product", "rope"]
-launches = st.lists(st.sampled_from([*NAMES, None]), max_size=3)
+KERNELS = [
+    KernelName(name, False, (8 + i, 1, 1, 32, 1, 1))
+    for i, name in enumerate(("norm", "product", "rope"))
+]
+GEMM_DIMS = (7, 7, 1, 128, 1, 1)
+launches = st.lists(st.sampled_from([*KERNELS, None]), max_size=3)
 copies = st.sampled_from([[64], [4096]])
 plans = st.lists(st.one_of(launches, launches, copies, st.just([])), min_size=1, max_size=12)
 
 
 def recorded(
-    wanted: Sequence[Sequence[Want]], chance: random.Random
+    wanted: Sequence[Sequence[Want]], chance: random.Random, products: int = 0
 ) -> tuple[list[Activity], list[int], dict[Activity, int]]:
     """Records of a replay, the part of each node, and the part of each record. A product has
-    kernels of cuBLAS's own, and maybe a memset in front. Copies are on a stream of their own."""
+    kernels of cuBLAS's own (products: so many), and maybe a memset in front. Copies are on a stream
+    of their own."""
     rows: list[Activity] = []
     nodes: list[int] = []
     clocks = {COPY: chance.randrange(500), KERNEL: 0}
     owner: dict[Activity, int] = {}
 
-    def ran(part: int, kind: str, name: str, nbytes: int = 0) -> None:
+    def ran(part: int, kind: str, name: str, nbytes: int = 0, dims: tuple[int, ...] = ()) -> None:
         clock = COPY if kind == COPY else KERNEL
         start = clocks[clock] = clocks[clock] + chance.randrange(1, 50)
         nodes.append(part)
-        row = Activity(kind, name, start, start + 40, 7, 13, nbytes, node=100 + len(nodes))
+        row = Activity(kind, name, start, start + 40, 7, 13, nbytes, 0, 100 + len(nodes), dims)
         rows.append(row)
         owner[row] = part
 
@@ -41,12 +52,13 @@ def recorded(
             if isinstance(want, int):
                 ran(part, COPY, COPY, want)
             elif want is not None:
-                ran(part, KERNEL, want)
+                assert want.function is not None
+                ran(part, KERNEL, want.function, dims=want.dims)
             else:
-                if chance.random() < 0.3:
+                if not products and chance.random() < 0.3:
                     ran(part, MEMSET, MEMSET, 4)
-                for i in range(chance.randrange(1, 4)):
-                    ran(part, KERNEL, f"gemm_{i}")
+                for i in range(products or chance.randrange(1, 4)):
+                    ran(part, KERNEL, f"gemm_{i}", dims=GEMM_DIMS)
     return rows, nodes, owner
 
 
@@ -91,3 +103,73 @@ def test_a_record_too_few_is_never_taken_for_another(wanted, chance, data):
         rows.remove(data.draw(st.sampled_from(rows)))
         found, reason = parted(rows, wanted, nodes)
         assert not found and reason == f"{len(rows)} records for {len(nodes)} nodes"
+
+
+@given(plans, st.randoms(use_true_random=False))
+def test_kernels_with_names_of_others_are_told_by_what_was_launched(wanted, chance):
+    """Some have a name of another kernel. Only between products of cuBLAS does it stay."""
+    rows, nodes, owner = recorded(wanted, chance)
+    names = [kernel.function for kernel in KERNELS if kernel.function]
+    stale = {
+        row: row._replace(name=chance.choice(names))
+        if row.name in names and chance.random() < 0.5 else row
+        for row in rows
+    }  # fmt: skip
+    between = {
+        part
+        for part, wants in enumerate(wanted)
+        for i, want in enumerate(wants)
+        if want is not None and None in wants[:i] and None in wants[i:]
+    }
+    found, reason = parted(chance.sample(list(stale.values()), len(rows)), wanted, nodes)
+    if reason:
+        assert between
+        return
+    told = {row: part for part, of_part in found.items() for row in of_part}
+    assert all(told[row] == part for row, part in owner.items() if part not in between)
+
+
+def test_a_name_is_given_only_to_what_was_launched_so():
+    one, other = KERNELS[:2]
+    row = Activity(KERNEL, "stale", 10, 20, 7, 13, dims=one.dims)
+    assert [r.name for r in named([row], [one])] == ["norm"]
+    for wants in ([other], [one, other], [None], [KernelName("norm", False)]):
+        assert named([row], wants) == [row], wants
+    assert named([row, row], [one]) == [row, row], "one too many"
+
+
+@pytest.mark.parametrize("quant", ["Q4_0", "F16"])
+def test_a_prompt_s_replay_is_told_where_cupti_has_names_of_another_engine(
+    monkeypatch, tiny_model, quant
+):
+    """The nodes that the cuda device captures for 400 tokens. Behind other engines of a process
+    that were closed, an H200 gave `attention_decode` for `tensor_product`."""
+    fake_backend(monkeypatch)
+    toggles = Toggles(graph_reuse="set_rows", plans="ours")
+    with wb.Engine.load(
+        tiny_model("tiny-llama", quant), device="cuda", n_ctx=512, toggles=toggles
+    ) as engine:
+        engine.prefill([1] * 400)
+        program, backend = engine.program(400), engine.backend
+        (plan,) = [c for c in program.commands if isinstance(c, Replay)]
+        (captured,) = [kept.captured for kept in engine._plans._kept.values()]  # type: ignore
+    wanted = [
+        [k if k.function else None for k in backend.kernels_of(part.node)]
+        for part in plan.parts
+        if isinstance(part, Launch)
+    ]
+    assert len(wanted) == len(plan.parts)
+    rows, nodes, owner = recorded(wanted, random.Random(0), products=2)
+    assert tuple(nodes) == captured.nodes
+    other = "tensor_product" if quant == "Q4_0" else "half_rows"
+    for stale in (
+        {other: "attention_decode"},
+        dict.fromkeys(("norm_row", "mul", "quantize"), other),
+    ):
+        given = [row._replace(name=stale.get(row.name, row.name)) for row in rows]
+        assert given != rows
+        found, reason = parted(given, wanted, nodes)
+        assert not reason and {r: part for part, of in found.items() for r in of} == owner
+        unlike = [row._replace(dims=(2, 2, 1, 64, 1, 1)) for row in given]
+        found, reason = parted(unlike, wanted, nodes)
+        assert not found and "(grid 2x2x1, block 64x1x1) instead of " in reason

@@ -55,10 +55,12 @@ class Memory(Protocol):
 
 class KernelName(NamedTuple):
     """A kernel that a launch is made of. function: None where a library chooses it. waits: it waits
-    by itself for the launch in front, before it writes anything or reads what that launch wrote."""
+    by itself for the launch in front, before it writes anything or reads what that launch wrote.
+    dims: its grid (x, y, z) and its block (x, y, z), empty where nobody says."""
 
     function: str | None
     waits: bool
+    dims: tuple[int, ...] = ()
 
 
 class DeviceClock(NamedTuple):

@@ -7,8 +7,9 @@ pushed as CUPTI's external correlation id. CUPTI writes that number beside the c
 every call made meanwhile. A kernel or a copy carries the correlation id of its call. So a Launch of
 several kernels (conversions, cuBLAS with kernels of its own choosing) needs no guess, and a lost
 record does not shift all that follow. Number and order are the check. What was recorded for a
-command is compared with what the backend issues for it. In each stream the records begin in the
-order of the commands.
+command is compared with what the backend issues for it: numbers, bytes, names. A name that differs
+is CUPTI's mistake where grid and block are the launch's (`activity.named`). In each stream the
+records begin in the order of the commands.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from workbench.trace.activity import (
     Activity,
     Want,
     differs,
+    named,
 )
 from workbench.trace.parted import parted
 from workbench.trace.spans import HOST_LANE, Span
@@ -51,11 +53,13 @@ class Match(NamedTuple):
     """spans: device spans and calls, on the recorder's clock, each with the step and the command
     it belongs to. faults: lines that say what is missing or too much, none where the recording is
     complete. early_ns: by how much a record begins before the call that started it, at most; more
-    than 0 is an error of CUPTI's device clock."""
+    than 0 is an error of CUPTI's device clock. n_named: kernels that CUPTI had other names for
+    (`activity.named`)."""
 
     spans: list[Span]
     faults: list[str]
     early_ns: int
+    n_named: int
 
 
 def match(
@@ -92,7 +96,8 @@ def match(
     _check_calls(calls, device, commands, faults)
     device, untold = _by_part(device, commands, kernels_of, replayed, faults)
     for key, found in device.items():
-        device[key] = _as_one(found, commands.get(key))
+        if len(key) == 2:  # a part's are in order
+            device[key] = _as_one(found, commands.get(key))
 
     for row in rows:
         if not (row.start and row.end):
@@ -105,11 +110,15 @@ def match(
         expected = _expected(wanted, kernels_of)
         if expected is None:
             faults.add(UNTOLD, commands.at(key))
-        elif reason := differs(device.get(key, ()), expected):
-            faults.add("command not as recorded", f"{commands.at(key)}: {reason}")
+        elif differs(device.get(key, ()), expected):
+            device[key] = named(device.get(key, ()), expected)
+            if reason := differs(device[key], expected):
+                faults.add("command not as recorded", f"{commands.at(key)}: {reason}")
     _check_order(device, commands, faults)
     spans = _spans(device, calls, commands, to_host)
-    return Match(spans, faults.lines(), _early_ns(calls, device))
+    recorded = set(rows)
+    n_named = sum(r.kind == KERNEL and r not in recorded for of in device.values() for r in of)
+    return Match(spans, faults.lines(), _early_ns(calls, device), n_named)
 
 
 class _Commands(dict[CommandKey, Command]):
@@ -214,7 +223,7 @@ def _expected(command: Command, kernels_of: KernelsOf) -> list[Want] | None:
         return [command.src.nbytes] if command.src.nbytes else []
     if isinstance(command, Launch) and command.stream.backend != HOST:
         kernels = kernels_of(command.node)
-        return None if kernels is None else [kernel.function for kernel in kernels]
+        return None if kernels is None else [k if k.function else None for k in kernels]
     return []
 
 

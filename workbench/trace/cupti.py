@@ -239,6 +239,7 @@ class Session:
 def _row(kind: str, activity: Any) -> Activity:
     """Asks for fields and not for types, which change with the version (Kernel10, Kernel12)."""
     a, stream, nbytes, device, node = activity, -1, 0, 0, 0
+    dims: tuple[int, ...] = ()
     match kind:
         case "driver" | "runtime":
             name = str(int(a.cbid))
@@ -247,12 +248,15 @@ def _row(kind: str, activity: Any) -> Activity:
         case "kernel":
             name, stream, device = str(a.name), int(a.stream_id), int(a.device_id)
             node = int(a.graph_node_id)
+            sizes = a.grid_x, a.grid_y, a.grid_z, a.block_x, a.block_y, a.block_z
+            dims = tuple(map(int, sizes))
         case _:
             name, stream, device = kind, int(a.stream_id), int(a.device_id)
             nbytes, node = int(a.bytes), int(a.graph_node_id)
     return Activity(
-        kind, name, int(a.start), int(a.end), int(a.correlation_id), stream, nbytes, device, node
-    )
+        kind, name, int(a.start), int(a.end), int(a.correlation_id), stream, nbytes, device, node,
+        dims,
+    )  # fmt: skip
 
 
 def _give_buffer() -> tuple[int, int]:
@@ -376,4 +380,5 @@ class CuptiRecorder(WindowRecorder):
         faults += [f"the program of step {step} is unknown" for step in untold[:1]]
         faults += recording.faults + matched.faults
         error_ns = max(recording.clock.error_ns, matched.early_ns)
-        self.windows.append(Window(steps, "; ".join(faults), error_ns, len(recording.rows)))
+        missing, n_records = "; ".join(faults), len(recording.rows)
+        self.windows.append(Window(steps, missing, error_ns, n_records, matched.n_named))

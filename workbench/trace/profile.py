@@ -239,6 +239,8 @@ class Profile:
             state = "complete" if self.complete else f"incomplete: {self.missing}"
             error = max(w.clock_error_ns for w in self.windows)
             parts += [f"{n} records, {state}", f"clocks within {error} ns"]
+            if n_named := sum(w.n_named for w in self.windows):
+                parts.append(f"{n_named} kernels named by their launches: CUPTI had other names")
         parts.append(str(self.slowdown or "slowdown unknown: no step of this size ran untraced"))
         return "; ".join(parts)
 

@@ -56,12 +56,14 @@ def parse_window(text: str | None) -> tuple[int, int] | None:
 class Window(NamedTuple):
     """Some steps that were recorded together. missing: what they lack, nothing where complete.
     clock_error_ns: how far device spans and calls can be off the host's, at most, as far as can be
-    told: the brackets of both clocks, or a record seen before the call that made it."""
+    told: the brackets of both clocks, or a record seen before the call that made it. n_named:
+    kernels that have the names of their launches, because CUPTI had other names."""
 
     steps: tuple[int, ...]
     missing: str
     clock_error_ns: int
     n_records: int
+    n_named: int = 0
 
     @property
     def complete(self) -> bool:

@@ -237,7 +237,8 @@ class CudaBackend(Backend):
     def kernels_of(self, node: Node) -> list[KernelName]:
         """See `backend/base.py`. The kernels of a product by cuBLAS have no name: it chooses."""
         return [
-            KernelName(work.function, work.waits) if isinstance(work, Kernel)
+            KernelName(work.function, work.waits, (*work.grid, 1, work.block, 1, 1))
+            if isinstance(work, Kernel)
             else KernelName(None, False)
             for work in self._works(node)
         ]  # fmt: skip
