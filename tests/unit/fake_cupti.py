@@ -25,7 +25,7 @@ from workbench.backend.issued import Issued, Plannable
 from workbench.backend.null import NullBackend
 from workbench.backend.plan import plans_of
 from workbench.config import EngineConfig, Toggles
-from workbench.engine.watch import chosen
+from workbench.engine.watch import PLAIN, chosen
 from workbench.graph.ir import F32, Node, StepShape, Tensor
 from workbench.graph.ops import make
 from workbench.program.capabilities import Capabilities
@@ -359,7 +359,7 @@ class CudaEngine:
     def step(self) -> None:
         values = {"x": np.zeros((1, 64), np.float32)}
         step, self.n_steps, recorder = self.n_steps, self.n_steps + 1, self.recorder
-        watch = chosen(recorder, None)(step)
+        watch = chosen(recorder, PLAIN)(step)
         watch.begin(step, [(0, [1], "last")], step)
         try:
             self.prepared.run(values, watch)

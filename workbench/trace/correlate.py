@@ -20,7 +20,6 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from workbench.backend import gate
 from workbench.backend.base import KernelName
 from workbench.graph.ir import Node
 from workbench.program.commands import HOST, Command, Copy, Launch, Program, Replay, Stream
@@ -199,7 +198,8 @@ def _by_part(
         told = [wants for wants in wanted if wants is not None]
         if len(told) < len(wanted):
             continue  # said of the parts that nobody tells of
-        found, reason = parted(_with_inputs(rows, plan), told, replayed.get(key))
+        nodes = replayed.get(key)
+        found, reason = parted(_with_inputs(rows, plan, nodes), told, nodes)
         if reason:
             untold.add(key)
             faults.add("plan not as recorded", f"{commands.at(key)}: {reason}")
@@ -207,14 +207,20 @@ def _by_part(
     return made, untold
 
 
-def _with_inputs(rows: Sequence[Activity], plan: Replay) -> list[Activity]:
-    """The records of a plan. Where it stood at a gate, the kernel there is its copy of inputs."""
-    first = plan.parts[0]
-    nbytes = first.src.nbytes if isinstance(first, Copy) else 0
-    return [
-        row._replace(kind=COPY, nbytes=nbytes) if row[:2] == (KERNEL, gate.KERNEL) else row
-        for row in rows
-    ]
+def _with_inputs(
+    rows: Sequence[Activity], plan: Replay, nodes: Sequence[int] | None
+) -> list[Activity]:
+    """The records of a plan. Where it stood at a gate, the kernel there is its copy of inputs: the
+    first kernel, where one node more is a copy's than there are records of copies."""
+    first, kernels = plan.parts[0], [row for row in rows if row.kind == KERNEL and row.node]
+    n_copies = sum(row.kind == COPY for row in rows)
+    if not nodes or not kernels or not isinstance(first, Copy):
+        return list(rows)
+    if sum(isinstance(plan.parts[part], Copy) for part in nodes) != n_copies + 1:
+        return list(rows)
+    there = min(kernels, key=lambda row: row.start)
+    inputs = there._replace(kind=COPY, nbytes=first.src.nbytes)
+    return [inputs if row is there else row for row in rows]
 
 
 def _expected(command: Command, kernels_of: KernelsOf) -> list[Want] | None:
