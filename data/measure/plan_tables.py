@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from data.measure.matrix import SETS
-from data.measure.recorded import Recorded, between, model_of
+from data.measure.recorded import Recorded, between, model_of, title_of
 from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
 from workbench.bench import results
@@ -201,46 +200,6 @@ def _made_anew(one: Fresh) -> dict[str, str]:
     }  # fmt: skip
 
 
-def sets_of_best(recorded: Recorded) -> Iterator[Line]:
-    """A set of toggles that preset `best` could have: beside what won one by one, in engines that
-    are warm or made anew."""
-    for row, run in recorded.of("best"):
-        made = (
-            {(one.arm["name"], one.row["test"]): one for one in fresh_of(run)}
-            if row.kind == "fresh"
-            else {}
-        )
-        ab = AB(run.run, run.samples)
-        for found in ab.summary().to_dict("records"):
-            if found["is_control"]:
-                continue
-            fresh = made.get((found["arm"], found["test"]))
-            yield Line(
-                {
-                    "Model": model_of(ab.run), "engines": "made anew" if fresh else "warm",
-                    "Test": found["test"], "set": _set_name(found["arm"]),
-                    "t/s one by one": f"{found['tps_baseline']:.1f}",
-                    "t/s then": f"{found['tps_toggled']:.1f}",
-                    "Speedup": f"{found['speedup']:.3f} ({found['low']:.3f}..{found['high']:.3f})",
-                    "A/A band": f"{found['band_low']:.3f}..{found['band_high']:.3f}",
-                    "verdict": found["verdict"],
-                    "captured": str(fresh.plans["plans_captured"]) if fresh else "",
-                },
-                [ab],
-            )  # fmt: skip
-
-
-def _set_name(arm: str) -> str:
-    """What of a set tells it from the others on CUDA; the caption has what they share."""
-    shared = _shared()
-    return " ".join(f"`{word}`" for word in arm.split() if word not in shared)
-
-
-def _shared() -> list[str]:
-    first, *others = (arm.split() for arm in SETS["cuda"][1:])
-    return [word for word in first if all(word in other for other in others)]
-
-
 def sweep(recorded: Recorded) -> Iterator[Line]:
     """A model, plans and depth, in the columns of llama.cpp's sweep-bench; the speedup of TG."""
     for _, run in recorded.of("grown", "sweep"):
@@ -289,8 +248,9 @@ def timed_rows(recorded: Recorded) -> Sequence[dict[str, Any]]:
 def timed(recorded: Recorded) -> Iterator[Line]:
     """A model and scope: each call for a plan, timed by itself, us."""
     for row in timed_rows(recorded):
-        cells = {"Model": row["model"], "a plan is": f"a {row['scope']}", "nodes": row["nodes"],
-                 "edges": row["edges"], "programmatic": row["programmatic_edges"]}  # fmt: skip
+        cells = {"Model": title_of(row["model"]), "a plan is": f"a {row['scope']}",
+                 "nodes": row["nodes"], "edges": row["edges"],
+                 "programmatic": row["programmatic_edges"]}  # fmt: skip
         times = {
             column: f"{row[name]['median']:.1f}" if name in row else ""
             for name, column in TIMED.items()
@@ -358,7 +318,8 @@ BLOCKS: dict[str, list[Part]] = {
     "plans-cuda": [
         Table("Graph plans", rules, None,
               "{tests}, {n} interleaved repetitions; calls of the host and nodes on the device for "
-              "a token; us: medians{tick}"),
+              "a token; us: medians{tick}; what was captured and replayed: in an engine's first "
+              "tokens"),
         "What direct results and launches ahead add to a plan of a step, in the same run:",
         Table("", added, None, "{tests}, {n} interleaved repetitions, plans=ours"),
     ],
@@ -367,10 +328,5 @@ BLOCKS: dict[str, list[Part]] = {
         Table("Calls for a plan", timed, said=timed_where),
     ],
     "plans-fresh": [Table("First tokens", first_tokens, None, "{tests}, {n} interleaved engines")],
-    "sets-cuda": [
-        Table("Sets of toggles for best", sets_of_best, None,
-              "{n} interleaved repetitions or engines; each set has "
-              + ", ".join(f"`{word}`" for word in _shared())),
-    ],
     "sweep-cuda": [Table("Depth", sweep, None, "{n} interleaved repetitions, medians")],
 }  # fmt: skip
