@@ -63,6 +63,11 @@ class Planned(NamedTuple):
                 "plans": plans or OFF, "a plan is": self.kind if plans else ""}  # fmt: skip
 
     @property
+    def tried(self) -> int:
+        """Updates, refused ones among them."""
+        return self.plans["plans_updated"] + self.plans["plans_reinstantiated"]
+
+    @property
     def made(self) -> int:
         """Captures of any kind."""
         return self.plans["plans_captured"] + self.plans["plans_reinstantiated"]
@@ -99,6 +104,7 @@ def rules(recorded: Recorded) -> Iterator[Line]:
         row = one.row
         beside = "speedup" in row and one.toggles["pdl"] == one.ab.run["arms"][0]["toggles"]["pdl"]
         cells = one.where | {
+            "t/s off": f"{row['tps_baseline']:.1f}" if beside else "",
             "t/s": f"{row['tps_toggled']:.1f}",
             "Speedup": f"{row['speedup']:.3f} ({row['low']:.3f}..{row['high']:.3f})"
             if beside else "",
@@ -135,24 +141,22 @@ def added(recorded: Recorded) -> Iterator[Line]:
 
 
 def costs(recorded: Recorded) -> Iterator[Line]:
-    """An arm: what its captures and updates took, each."""
-    for one in planned(recorded):
-        if one.rule == OFF or not one.made:
-            continue
+    """An arm: what its captures and updates took, each; no column for updates that no arm had."""
+    made = [one for one in planned(recorded) if one.rule != OFF and one.made]
+    updated = any(one.tried for one in made)
+    for one in made:
         capture, instantiate, update = (
             one.plans[f"plans_{what}_ns"] / 1e3 for what in ("capture", "instantiate", "update")
         )
-        tried = one.plans["plans_updated"] + one.plans["plans_reinstantiated"]
-        yield Line(
-            one.where | {
-                "nodes": str(one.nodes),
-                "captures": str(one.made), "us to capture": f"{capture / one.made:.0f}",
-                "us to instantiate": f"{instantiate / one.made:.0f}",
-                "updates": str(tried) if tried else "",
-                "us to update": f"{update / tried:.0f}" if tried else "",
-            },
-            [one.ab],
-        )  # fmt: skip
+        cells = one.where | {
+            "nodes": str(one.nodes),
+            "captures": str(one.made), "us to capture": f"{capture / one.made:.0f}",
+            "us to instantiate": f"{instantiate / one.made:.0f}",
+        }  # fmt: skip
+        if updated:
+            cells["updates"] = str(one.tried or "")
+            cells["us to update"] = f"{update / one.tried:.0f}" if one.tried else ""
+        yield Line(cells, [one.ab])
 
 
 class Fresh(NamedTuple):
