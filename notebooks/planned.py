@@ -21,7 +21,7 @@ FORCING = (
     ("set_rows", "pr"), ("set_rows", "today"), ("set_rows", "ours"),
     ("pointer_table", "ours"), ("patch_pointers", "ours"),
 )  # fmt: skip
-MADE = ("captured", "updated", "reinstantiated", "replayed", "issued")
+MADE = ("captured", "twinned", "updated", "reinstantiated", "replayed", "issued")
 NEVER, UNKNOWN = "never", "not known"
 
 
@@ -59,8 +59,9 @@ def forcing(toggles: Toggles) -> dict[str, Toggles]:
 
 def made_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int) -> pd.DataFrame:
     """What a fresh engine of each arm did with its plans in its first n_tokens tokens: how many
-    were captured, updated where they are, made anew, replayed, and issued part by part.
-    `capture us` and `instantiate us` are of one capture, `update us` of one update."""
+    were captured, made as twins of these, updated where they are, made anew, replayed, and issued
+    part by part. `capture us` is of one capture, `instantiate us` of one or of a twin, `update us`
+    of one update."""
     rows = []
     for name, toggles in arms.items():
         with engine.variant(toggles) as side:
@@ -73,7 +74,7 @@ def made_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int) -> pd.Da
             | {what: n[what] for what in MADE}
             | {
                 "capture us": _each(n["capture_ns"], captures),
-                "instantiate us": _each(n["instantiate_ns"], captures),
+                "instantiate us": _each(n["instantiate_ns"], captures + n["twinned"]),
                 "update us": _each(n["update_ns"], updates),
             }
         )
@@ -97,7 +98,8 @@ def repaid_table(made: pd.DataFrame, *comparisons: AB) -> pd.DataFrame:
             if row.arm not in costs.index:
                 continue
             own = costs.loc[row.arm]
-            once = own["captured"] * (own["capture us"] + own["instantiate us"])
+            once = own["captured"] * own["capture us"]
+            once += (own["captured"] + own["twinned"]) * own["instantiate us"]
             saved = 1e6 / row.tps_baseline - 1e6 / row.tps_toggled
             known = (row.verdict == FASTER) - (row.verdict == SLOWER)
             rows.append(

@@ -103,6 +103,48 @@ def an_update_is_for_later(rig: Rig) -> None:
     plan.destroy()
 
 
+@clause("a twin has its own addresses, and leaves the plan that it is of as it is", "plans",
+        each_stream=False)  # fmt: skip
+def a_twin_has_its_own_addresses(rig: Rig) -> None:
+    """The results of one go here, those of the other there, and either may be destroyed first."""
+    a, b, here, there = rig.device(1.0), rig.device(), rig.host(), rig.host()
+    launch, event = rig.launch(b, a, 0), rig.backend.event()
+    front = [(launch, 0), (rig.backend.record(event, 0), 0), (rig.backend.wait(event, 1), 1)]
+    aside = (rig.launch(a, a, 1), 1)
+    plan, first = captured(rig, [*front, aside, (rig.down(here, b, 0), 0)])
+    other, work = captured(rig, [*front, aside, (rig.down(there, b, 0), 0)])
+    other.destroy()
+    rig.long(0)
+    plan.launch()
+    twin = plan.twin(work, (4,))
+    expect(twin is not None, "a plan of launches and copies has no twin")
+    assert twin is not None
+    expect(twin.nodes == plan.nodes, "nodes of a twin are not in the order of its plan")
+    twin.launch()
+    plan.launch()
+    rig.settle()
+    must_be(numbers(there), 3.0, "a twin did not run behind its plan, or not to its own address")
+    must_be(numbers(here), 4.0, "a plan did not do what it had recorded beside its twin")
+    second = twin.twin(first, (4,))
+    assert second is not None
+    plan.destroy()
+    twin.launch()
+    second.launch()
+    rig.settle()
+    must_be(numbers(there), 5.0, "a twin did not outlive its plan")
+    must_be(numbers(here), 6.0, "a twin of a twin did not go where the first plan goes")
+    twin.destroy()
+    second.launch()
+    must_be(rig.fetch(a), 7.0, "a twin of a twin did not outlive it")
+    second.destroy()
+    try:
+        plan.twin(work, (4,))
+    except DeviceError as error:
+        expect(len(str(error).splitlines()) == 1, "the refusal of a destroyed plan is long")
+    else:
+        expect(False, "a destroyed plan has a twin")
+
+
 @clause("a destroyed plan is over when its launches are", "plans", each_stream=False)
 def a_destroyed_plan(rig: Rig) -> None:
     a, b = rig.device(1.0), rig.device()

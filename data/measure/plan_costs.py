@@ -34,7 +34,8 @@ from data.measure.launches import spread
 from data.measure.matrix import ONE_COPY, STEP
 from data.measure.session import Session, toggles_of
 from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.graphs import COPIES, CudaGraph, GraphArguments, commands_of
+from workbench.backend.cuda.graph_nodes import COPIES, GraphArguments, commands_of
+from workbench.backend.cuda.graphs import CudaGraph
 from workbench.backend.issued import Issued, Plannable, in_order
 from workbench.bench import provenance
 from workbench.errors import UsageError, WorkbenchError
@@ -129,9 +130,11 @@ def _round(backend: CudaBackend, work: Plannable, more: Plannable, found: Costs)
     backend.synchronize()
     graph = backend.capture(work)
     found["capture_us"].append(graph.capture_ns / 1e3)
+    template = graph.template
+    assert template is not None, "it has just been captured"
     try:
         executable = timed(
-            "instantiate_us", lambda: driver.call("cuGraphInstantiate", what, graph._graph, 0)
+            "instantiate_us", lambda: driver.call("cuGraphInstantiate", what, template.graph, 0)
         )
         upload = [
             lambda: driver.call("cuGraphUpload", what, executable, stream), backend.synchronize,
@@ -139,7 +142,7 @@ def _round(backend: CudaBackend, work: Plannable, more: Plannable, found: Costs)
         timed("upload_us", in_order(upload))
         api.cuGraphExecDestroy(executable)
         for name, other in (("exec_update_us", work), ("refused_update_us", more)):
-            again, _ = graph._record(other)
+            again, _ = graph.owner.record(what, other)
             timed(name, partial(api.cuGraphExecUpdate, graph._executable, again))
             api.cuGraphDestroy(again)
         _set(graph, work, found)

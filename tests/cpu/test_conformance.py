@@ -239,6 +239,18 @@ class UpdatesAtOnce(Broke):
         return InPlace(work, self.streams, self._keep)
 
 
+class TwinsAreOne(Broke):
+    """Has the plan itself for a twin."""
+
+    def capture(self, work: Plannable) -> Captured:
+        class Itself(EmbeddedPlan):
+            def twin(self, work: Plannable, changed: Sequence[int]) -> Itself:
+                self.update(work, changed)
+                return self
+
+        return Itself(work, self.streams, self._keep)
+
+
 class Hasty(Broke):
     """Closes at once, whatever is queued."""
 
@@ -330,6 +342,8 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
         PlansWithoutOrder, "a launch behind a Wait within a plan did not wait for the event: "),
     "an update is for later launches, and queued ones run as they were": (
         UpdatesAtOnce, "a queued launch was not what it was before the update: 0 is there, not 3"),
+    "a twin has its own addresses, and leaves the plan that it is of as it is": (
+        TwinsAreOne, "a twin did not run behind its plan, or not to its own address: 4 is there"),
     "a destroyed plan is over when its launches are": (
         PlansWithoutOrder, "a destroyed plan was launched"),
 }  # fmt: skip

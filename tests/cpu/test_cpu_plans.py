@@ -102,7 +102,7 @@ EXPECTED = {  # of decode steps behind a prompt without plans of its own (`plan_
     ("set_rows", "split", "pr"): {"captured": 1},
     ("set_rows", "split", "today"): {"captured": 1, "issued": 1},
     # each block where results land has a plan; the first two are held, the third is copied from
-    ("set_rows", "step", "ours"): {"captured": 3},
+    ("set_rows", "step", "ours"): {"captured": 1, "twinned": 2},
     ("set_rows", "step", "pr"): {"captured": 3},
     ("set_rows", "step", "today"): {"captured": 1, "issued": 3},
     # where every step is bound anew, its uid is another
@@ -124,7 +124,7 @@ def test_counters_say_what_was_captured_updated_and_replayed(base, reuse, scope,
     with base.variant(Toggles(**kept, **SCOPES[scope])) as engine:
         logits(engine)
         expected = EXPECTED[reuse, scope, plans]
-        kinds = ("captured", "updated", "reinstantiated", "issued", "evicted")
+        kinds = ("captured", "twinned", "updated", "reinstantiated", "issued", "evicted")
         counts = engine.counters
         found = {kind: n for kind in kinds if (n := counts[f"plans_{kind}"])}
         assert found == expected

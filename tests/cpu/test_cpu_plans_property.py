@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plannable import Part, planned, records, waits
 
+from workbench.backend.identity import changed as changed_parts
+
 N_BUFFERS, N_EVENTS, WORDS, LAUNCHES = 4, 3, 37, 3
 START = np.arange(N_BUFFERS * WORDS).reshape(N_BUFFERS, WORDS)
 
@@ -105,9 +107,9 @@ def in_numpy(program: Sequence[Do], memory: np.ndarray) -> None:
 class Bound:
     """A program bound to memory of its own."""
 
-    def __init__(self, device: Any, program: Sequence[Do]):
+    def __init__(self, device: Any, program: Sequence[Do], events: Sequence[Any] | None = None):
         self.device, self.memory = device, START.copy()
-        self.events = [device.event() for _ in range(N_EVENTS + 1)]
+        self.events = events or [device.event() for _ in range(N_EVENTS + 1)]
         self.work = planned(device, [self.part(do) for do in program])
 
     def part(self, do: Do) -> Part:
@@ -206,3 +208,31 @@ def test_an_update_makes_a_plan_what_a_capture_would(device, program, other, val
     third = Bound(device, other)
     assert plan.update(third.work, None) == (topology(program) == topology(other))
     plan.destroy()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    program=some, shares=st.booleans(), source=st.integers(0, 1), order=st.permutations(range(3)),
+)  # fmt: skip
+def test_twins_compute_side_by_side_what_captures_would(device, program, shares, source, order):
+    """A plan, a twin of it, and a twin of either, each in memory of its own. They are launched by
+    turns, without a wait, and end in any order."""
+    first = Bound(device, program)
+    bound = [first, *(Bound(device, program, first.events if shares else None) for _ in range(2))]
+    plans = [device.capture(first.work)]
+    for of, other in ((0, bound[1]), (source, bound[2])):
+        moved = changed_parts(bound[of].work.identity, other.work.identity)
+        assert moved is not None
+        plans.append(plans[of].twin(other.work, moved))
+        assert plans[-1].nodes == plans[0].nodes and plans[-1].launches == 0
+    around = [[one.part(do)[0] for do in AROUND] for one in bound]
+    for _ in range(LAUNCHES):
+        for (front, behind), plan in zip(around, plans, strict=True):
+            front()
+            plan.launch()
+            behind()
+    for which in order:
+        plans[which].destroy()
+    device.synchronize()
+    for one in bound:
+        np.testing.assert_array_equal(one.memory, expected(program))

@@ -16,7 +16,8 @@ from tests.cpu.test_logits import engine, one_by_one, tokens_for  # noqa: F401 -
 from tests.gates import hold
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.cublas import PRODUCT
-from workbench.backend.cuda.graphs import COPIES, CudaGraph, GraphArguments, commands_of
+from workbench.backend.cuda.graph_nodes import COPIES, GraphArguments, commands_of
+from workbench.backend.cuda.graphs import CudaGraph
 from workbench.backend.issued import Issued, Plannable, in_order
 from workbench.config import Toggles
 from workbench.errors import DeviceError
@@ -384,8 +385,9 @@ def test_the_nodes_of_a_graph_are_those_of_its_commands(backend, line):
     work = line.work(adds=4)
     graph = backend.capture(work)
     api = backend._driver.api
-    n = api.cuGraphGetNodes(graph._graph)[2]
-    nodes = api.cuGraphGetNodes(graph._graph, n)[1]
+    assert graph.template is not None
+    n = api.cuGraphGetNodes(graph.template.graph)[2]
+    nodes = api.cuGraphGetNodes(graph.template.graph, n)[1]
     issued = [i for part in work.parts for i in commands_of(part) if i.block.pointers
               and i.same[0] not in ("cuEventRecord", "cuStreamWaitEvent")]  # fmt: skip
     assert n == len(issued) == len(graph.nodes)

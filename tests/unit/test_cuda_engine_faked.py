@@ -81,22 +81,26 @@ def test_a_replayed_step_queues_what_an_eager_one_does(engine, scope, more):
 @pytest.mark.parametrize("results", Toggles.values("results"))
 @pytest.mark.parametrize("reuse", Toggles.values("graph_reuse"))
 def test_a_patched_pointer_sets_a_node_and_nothing_else_does(engine, reuse, results, scope):
-    """Of the ways to keep a graph only `patch_pointers` has other addresses for each token. A graph
-    that is built anew finds the plan of the one before, whose logits landed in another block."""
+    """Of the ways to keep a graph only `patch_pointers` has other addresses for each token. Each
+    block that logits land in has a plan. One is captured, and the others are twins of it."""
     toggles = Toggles(graph_reuse=reuse, results=results, plans="ours", **scope)
-    with engine.variant(toggles) as planned:
-        for token in range(20):
-            planned.step([token])
-        plans: Any = planned._plans
-        graphs = [plan.captured for plan in plans._kept.values()]
-        counters = planned.counters
-    n = counters["plans_captured"]  # one for each block that logits land in
-    assert n == len(graphs) <= 2 and counters["plans_replayed"] == 20, counters
     in_plan = results == "direct" or "plan_scope" in scope
-    moves = reuse == "patch_pointers" or (reuse == "rebuild" and in_plan)
-    updated = 20 - n if moves else 0
-    assert counters["plans_updated"] == updated == sum(g.nodes_set for g in graphs)
-    assert not sum(g.recaptured for g in graphs)
+    for keeps in (False, True):  # the last logits, so that they land in three blocks
+        kept: dict[str, Any] = {}
+        with engine.variant(toggles) as planned:
+            for token in range(20):
+                logits = planned.step([token])
+                kept |= {"the last": logits} if keeps else {}
+                del logits
+            plans: Any = planned._plans
+            graphs = [plan.captured for plan in plans._kept.values()]
+            counters = planned.counters
+        n = (3 if keeps else 2) if in_plan else 1
+        assert (counters["plans_captured"], counters["plans_twinned"]) == (1, n - 1), counters
+        assert n == len(graphs) and counters["plans_replayed"] == 20, counters
+        updated = 19 if reuse == "patch_pointers" else 0
+        assert counters["plans_updated"] == updated == sum(g.nodes_set for g in graphs)
+        assert not sum(g.recaptured for g in graphs)
 
 
 @pytest.mark.parametrize("reuse", ["set_rows", "patch_pointers"])
@@ -117,7 +121,8 @@ def test_a_destroyed_graph_is_told_once_and_captured_anew(engine, scope, reuse):
                 assert "was destroyed and cannot be" in str(error) and planned.n_past == past
         assert found == wanted and 1 <= told <= n and planned.n_past == past + 1
         counters = planned.counters
-        assert counters["plans_captured"] + counters["plans_reinstantiated"] == n + told
+        made = sum(counters[f"plans_{how}"] for how in ("captured", "twinned", "reinstantiated"))
+        assert made == n + told
 
 
 @pytest.mark.parametrize("sync", [m.value for m in SyncMode if m != SyncMode.AUTO])

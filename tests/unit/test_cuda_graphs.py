@@ -16,7 +16,8 @@ from tests.unit.fake_cuda import fake_backend
 from tests.unit.fake_graphs import Call, FakeCaptures, Result
 from workbench.backend.cuda import driver
 from workbench.backend.cuda.backend import CudaBackend
-from workbench.backend.cuda.graphs import CudaGraph, commands_of, record
+from workbench.backend.cuda.graph_nodes import commands_of
+from workbench.backend.cuda.graphs import CudaGraph, record
 from workbench.backend.issued import Issued, Plannable, in_order
 from workbench.errors import DeviceError
 from workbench.graph.ir import F16, F32, Kind, Node, Tensor
@@ -117,7 +118,7 @@ def test_a_replay_queues_what_the_parts_do(rig):
 def test_each_node_knows_its_part(rig):
     """A kernel, two for a conversion and its product, which is two nodes of cuBLAS."""
     graph = rig.backend.capture(step(rig))
-    names = [node.call.function for node in graph._graph.nodes]
+    names = [node.call.function for node in graph.template.graph.nodes]
     assert graph.nodes == (0, 2, 4, 4, 4, 5, 6)
     assert names[0] == "cuMemcpyHtoDAsync" and names[3:5] == ["cublasGemmEx"] * 2
     assert names[-1] == "cuMemcpyDtoHAsync"
@@ -125,7 +126,7 @@ def test_each_node_knows_its_part(rig):
 
 def test_a_copy_on_another_stream_begins_with_the_plan_and_orders_only_what_waits(rig):
     graph = rig.backend.capture(step(rig))
-    copy, first, converts, *_ = graph._graph.nodes
+    copy, first, converts, *_ = graph.template.graph.nodes
     assert copy.behind == first.behind == ()
     assert set(converts.behind) == {copy, first}
 
@@ -402,7 +403,10 @@ def test_a_node_of_another_kernel_is_never_set(rig):
     """Should the driver list nodes in another order: the graph is captured anew."""
     before, now = step(rig), step(rig, 5 * FAR)
     graph = rig.backend.capture(before)
-    graph._graph.nodes[1], graph._graph.nodes[2] = graph._graph.nodes[2], graph._graph.nodes[1]
+    graph.template.graph.nodes[1], graph.template.graph.nodes[2] = (
+        graph.template.graph.nodes[2],
+        graph.template.graph.nodes[1],
+    )
     assert graph.update(now, [2])
     assert (graph.nodes_set, graph.recaptured) == (0, 1)
 

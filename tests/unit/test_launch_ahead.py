@@ -262,7 +262,7 @@ def gated(landings: int = 1, **fields: Any) -> tuple[Device, GatedCall, Any]:
         return made
 
     counts = dict.fromkeys(("plans_replayed", "plans_issued"), 0)
-    call = GatedCall(gate, work, arrive, lambda plan: None, counts)
+    call = GatedCall(gate, work, arrive, lambda blocks: None, lambda plan: None, counts)
     held = []
     for _ in range(N_BLOCKS):
         call()

@@ -13,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.backend.base import Captured
+from workbench.backend.bind import LandingBlock
 from workbench.backend.issue import SplitWork
 from workbench.backend.issued import Issued, Plannable, Words
+from workbench.backend.landing import N_BLOCKS, Landing
+from workbench.backend.null import open_backend
 from workbench.backend.plan import (
     COUNTS,
     IDLE_S,
@@ -59,6 +62,15 @@ class Noted(Captured):
         self.what = what(work)
         return True
 
+    def twin(self, work: Plannable, changed: Sequence[int]) -> Noted | None:
+        assert self.alive
+        self.device.did.append(("twin", list(changed)))
+        if self.device.has_no_twins:
+            return None
+        if self.device.fails_twins:
+            raise DeviceError("no twin today; use plans=off")
+        return Noted(self.device, work)
+
     def destroy(self) -> None:
         assert self.alive, "twice"
         self.alive = False
@@ -70,8 +82,7 @@ class Device:
 
     def __init__(self) -> None:
         self.did: list[tuple[Any, ...]] = []
-        self.refuses = False
-        self.fails = False
+        self.refuses = self.fails = self.has_no_twins = self.fails_twins = False
 
     def capture(self, work: Plannable) -> Noted:
         if self.fails:
@@ -85,6 +96,18 @@ class Device:
         )
         made = Plannable(lambda: None, ("replay",), parts=parts, backend=self, uid=uid)
         made.call = lambda: self.did.append(("issue", what(made)))
+        return made
+
+    def landing_work(self, uid: int, landing: Landing) -> Plannable:
+        """Work whose last part writes to where results land."""
+        made = self.work(uid)
+        each = [
+            Issued(lambda: None, ("result",), Words([block.address, 7], (POINTER,)))
+            for block in landing.blocks
+        ]
+        last = Issued(lambda: None, ("result",), LandingBlock(landing, each))
+        made.parts = (*made.parts, last)
+        made.landing, made.landings = (lambda: (landing.now,)), (landing,)
         return made
 
     def verbs(self) -> list[str]:
@@ -291,8 +314,113 @@ def test_each_block_that_results_land_in_has_a_plan():
         work.parts[2].block[POINTER] = 100 + now[0]
         call()
     assert device.verbs() == [
-        "capture", "launch", "capture", "launch", "launch", "launch", "capture", "launch",
+        "capture", "launch", "twin", "launch", "launch", "launch", "twin", "launch",
     ]  # fmt: skip
+
+
+def tokens(call: Any, landing: Landing, n: int, held: int = 1) -> None:
+    """n calls by a caller who keeps the latest results, or those of `held` calls."""
+    kept: list[Any] = []
+    for _ in range(n):
+        call()
+        kept = [landing.take(8), *kept][:held]
+
+
+@pytest.mark.parametrize(("held", "n"), [(1, 3), (0, 2), (2, 3)])
+def test_ours_captures_one_landing_and_makes_twins_for_the_others(held, n):
+    """Each behind the launch of the one before, which is what the device computes meanwhile."""
+    device, landing = Device(), Landing(open_backend(), 8)
+    work, plans = device.landing_work(1, landing), Plans(policy("ours"))
+    (call,) = bound(plans, work)
+    tokens(call, landing, 6, held)
+    twins = ["launch", "twin"] * (n - 1)
+    assert device.did[2] == ("twin", [len(work.parts) - 1])
+    launched = [what for verb, *what in device.did if verb == "launch"]
+    assert len({str(what) for what in launched}) == n
+    assert device.verbs() == ["capture", *twins, *["launch"] * (6 - n + 1)]
+    counts = {k: v for k, v in plans.counts.items() if v and not k.endswith("update_ns")}
+    assert counts == {
+        "plans_captured": 1, "plans_twinned": n - 1, "plans_replayed": 6, "plans_capture_ns": 1,
+        "plans_instantiate_ns": n,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["pr", "today"])
+def test_reproductions_capture_each_landing(rule):
+    device, landing = Device(), Landing(open_backend(), 8)
+    (call,) = bound(plans := Plans(policy(rule)), device.landing_work(1, landing))
+    tokens(call, landing, 9)
+    assert plans.counts["plans_captured"] == N_BLOCKS and not plans.counts["plans_twinned"]
+    assert "twin" not in device.verbs()
+
+
+def test_a_landing_whose_turn_was_not_foreseen_gets_its_twin_when_it_comes():
+    device, landing = Device(), Landing(open_backend(), 8)
+    (call,) = bound(plans := Plans(policy("ours")), device.landing_work(1, landing))
+    tokens(call, landing, 4, held=0)  # two blocks
+    device.verbs()
+    tokens(call, landing, 3)  # and the third
+    assert device.verbs() == ["launch", "launch", "twin", "launch"]
+    assert plans.counts["plans_captured"] == 1 and plans.counts["plans_twinned"] == 2
+
+
+def test_what_has_no_twin_is_captured():
+    device, landing = Device(), Landing(open_backend(), 8)
+    (call,) = bound(plans := Plans(policy("ours")), device.landing_work(1, landing))
+    device.has_no_twins = True
+    tokens(call, landing, 6)
+    assert plans.counts["plans_captured"] == N_BLOCKS and not plans.counts["plans_twinned"]
+
+
+def test_a_twin_that_fails_leaves_the_step_and_the_next_captures():
+    """Behind a launch nobody is told; the step that wants the plan is, if it fails again."""
+    device, landing = Device(), Landing(open_backend(), 8)
+    (call,) = bound(plans := Plans(policy("ours")), device.landing_work(1, landing))
+    call()
+    landing.take(8)
+    assert device.verbs() == ["capture", "launch", "twin"]
+    plans.clear()
+    device, landing = Device(), Landing(open_backend(), 8)
+    (call,) = bound(plans := Plans(policy("ours")), device.landing_work(1, landing))
+    device.fails_twins = True
+    tokens(call, landing, 1)
+    assert device.verbs() == ["capture", "launch", "twin", "destroy"]
+    with_it = [landing.take(8)]
+    device.fails_twins = False
+    tokens(call, landing, 6)
+    assert plans.counts["plans_replayed"] == 7 and with_it
+    assert all(plan.captured.alive for plan in plans._kept.values())
+
+
+def test_works_that_are_built_anew_share_the_twins():
+    device, landing = Device(), Landing(open_backend(), 8)
+    plans, kept = Plans(policy("ours")), []
+    for uid in range(1, 9):
+        work = device.landing_work(uid, landing)
+        bound(plans, work)[0]()
+        kept = [landing.take(8)]
+    assert kept and device.verbs().count("launch") == 8
+    counts = plans.counts
+    assert (counts["plans_captured"], counts["plans_twinned"]) == (1, N_BLOCKS - 1)
+    assert not counts["plans_updated"]
+
+
+def test_patched_work_with_landings_is_updated_and_its_twins_with_it():
+    device, landing = Device(), Landing(open_backend(), 8)
+    work, plans = device.landing_work(1, landing), Plans(policy("ours"))
+    work.moves = (0,)
+    (call,) = bound(plans, work)
+    kept = []
+    for uid in range(1, 9):
+        work.parts[0].block[POINTER], work.uid = 900 + uid, uid
+        call()
+        launched = [did for did in device.did if did[0] == "launch"][-1]
+        assert launched[1] == what(work)
+        kept = [landing.take(8)]
+    assert kept
+    counts = plans.counts
+    assert (counts["plans_captured"], counts["plans_twinned"]) == (1, N_BLOCKS - 1)
+    assert counts["plans_updated"] == 7
 
 
 def test_ours_takes_the_plan_of_equal_work_or_of_work_that_is_gone():
@@ -386,12 +514,15 @@ def test_what_is_replayed_is_what_would_have_been_issued(data):
         clock,
     )
     next_uid, known = 1, list[tuple[Plannable, Any]]()
+    landing, kept = Landing(open_backend(), 8), list[Any]()
     for _ in range(data.draw(st.integers(1, 25))):
         clock.now += data.draw(st.sampled_from([0, 1, 20]))
-        device.refuses = data.draw(st.booleans())
+        device.refuses, device.has_no_twins = data.draw(st.booleans()), data.draw(st.booleans())
         verb = data.draw(st.sampled_from(["new", "call", "call", "patch", "clear", "drop"]))
         if verb == "new" or not known:
             work = device.work(next_uid, data.draw(st.integers(1, 3)), f"k{next_uid % 2}")
+            if data.draw(st.booleans()):
+                work = device.landing_work(next_uid, landing)
             next_uid += 1
             splits = (0, 1) if data.draw(st.integers(0, 3)) else (0, 1, 1)
             known.append((work, bound(plans, work, of=program(splits))[0]))
@@ -409,8 +540,12 @@ def test_what_is_replayed_is_what_would_have_been_issued(data):
             del known[index]
         else:
             device.did.clear()
+            wanted = what(work)
             call()
-            assert device.did[-1] in [("launch", what(work)), ("issue", what(work))]
+            (does,) = [did for did in device.did if did[0] in ("launch", "issue")]
+            assert does[1] == wanted
+            if work.landings:
+                kept = [landing.take(8), *kept][: data.draw(st.integers(0, 2))]
 
 
 def test_what_became_of_plans_is_one_line():
@@ -419,6 +554,9 @@ def test_what_became_of_plans_is_one_line():
     few = {"plans_captured": 3, "plans_capture_ns": 1_300_000, "plans_instantiate_ns": 800_000}
     assert in_words(none | few | {"plans_replayed": 61}) == (
         "plans: 3 captured (2.1 ms), 0 updated, 61 replayed"
+    )
+    assert in_words(none | few | {"plans_twinned": 2}) == (
+        "plans: 3 captured, 2 twinned (2.1 ms), 0 updated, 0 replayed"
     )
     more = {"plans_updated": 2, "plans_update_ns": 200_000, "plans_reinstantiated": 1}
     assert in_words(none | few | more | {"plans_evicted": 4, "plans_issued": 5}) == (

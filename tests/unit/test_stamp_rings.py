@@ -230,7 +230,7 @@ def test_a_stamped_plan_is_the_plain_one_with_two_nodes_more(engine, name, fused
         # in front of the first launch and behind the last, the edges at the stamps are others
         assert edges == plain_edges + 2 and plain_early <= early <= plain_early + 1
         assert (early > 10) == bool(fused)
-        functions = [node.call.args[0] for node in graph._graph.nodes
+        functions = [node.call.args[0] for node in graph.template.graph.nodes
                      if node.call.function.startswith("cuLaunch")]  # fmt: skip
         stamps_at = [i for i, f in enumerate(functions) if f.startswith("stamp of")]
         assert stamps_at == [0, len(functions) - 1]

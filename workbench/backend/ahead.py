@@ -16,7 +16,7 @@ is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from workbench.backend.base import Issue
@@ -94,8 +94,9 @@ def inputs_of(plan: c.Replay) -> c.Copy | None:
 class GatedCall:
     """What issues a plan in an engine that launches ahead: a replay, or parts one by one.
 
-    arrive: finds the plan of the work where the one from before does not fit. use: told of every
-    plan that is called. counts: `Plans.counts`.
+    arrive: finds the plan of the work where the one from before does not fit. make_next: makes the
+    plan for other blocks where results land, if that takes no capture. use: told of every plan that
+    is called. counts: `Plans.counts`.
     """
 
     def __init__(
@@ -103,15 +104,15 @@ class GatedCall:
         gate: Gate,
         work: Plannable,
         arrive: Callable[[Plan | None], Plan],
+        make_next: Callable[[Sequence[int]], Plan | None],
         use: Callable[[Plan], None],
         counts: dict[str, int],
     ):
         self._gate, self._work = gate, work
-        self._arrive, self._use, self._counts = arrive, use, counts
+        self._arrive, self._make_next, self._use = arrive, make_next, use
+        self._counts = counts
         self._plans: dict[Hashable, Plan] = {}  # by landing
-        self._armed: tuple[Plan, list[int | None]] | None = (
-            None  # for the next call, and its landing
-        )
+        self._armed: tuple[Plan, Hashable] | None = None  # for the next call, and its landing
         self._number = 0  # of the gate of the latest launch; 0: the plan has none
         self._opened = 0  # the same, where it was launched ahead
 
@@ -121,11 +122,11 @@ class GatedCall:
             self._gate.cancel()
             self._issue()
 
-    def _opens(self, plan: Plan, reserved: list[int | None]) -> bool:
+    def _opens(self, plan: Plan, reserved: Hashable) -> bool:
         """Lets the plan go on that was launched ahead for the landing `reserved`; False where it is
         not what is wanted now, or has waited for too long."""
         work = self._work
-        if not self._fits(plan) or [landing.now for landing in work.landings] != reserved:
+        if not self._fits(plan) or work.landing() != reserved:
             return False
         self._opened = self._number = self._gate.open(plan.captured)
         if not self._opened:
@@ -163,13 +164,17 @@ class GatedCall:
         return plan.fits and plan.uid == self._work.uid != 0
 
     def arm(self) -> None:
-        """Launches the plan of the next call now, where it is captured and no address changes with
-        the step. The block that its results land in is chosen with it."""
+        """Launches the plan of the next call now, where it is captured or a twin of it can be made,
+        and no address changes with the step. The block of its results is chosen with it."""
         work = self._work
-        reserved = [landing.reserve() for landing in work.landings]
+        reserved = tuple([landing.reserve() for landing in work.landings])
         if not reserved or None in reserved or work.moves:
             return
-        plan = self._plans.get(tuple(reserved))
+        plan = self._plans.get(reserved)
+        if plan is None:
+            plan = self._make_next(reserved)
+            if plan is not None:
+                self._plans[reserved] = plan
         if plan is not None and self._fits(plan) and plan.captured is not None:
             self._use(plan)
             plan.ask(self._gate.arm, plan.captured)

@@ -93,6 +93,12 @@ class Captured(ABC):
         all else is as before; None: anything may differ. False, and nothing has changed, where the
         device refuses because the topology is another. What is queued runs as it was."""
 
+    def twin(self, work: Plannable, changed: Sequence[int]) -> "Captured | None":
+        """Another one, that launches `work`, made without a capture; `instantiate_ns` is its time.
+        changed: the parts that have other addresses than this one has, where all else is the same.
+        None where only a capture does. This one stays as it is, and either may go first."""
+        return None
+
     def spans(self, launch: int | None = None) -> Sequence[tuple[int, int]]:
         """When each node began and ended, in ns of the host's clock: of launch number `launch`, or
         of the latest. Empty where that is not known (any more). Call it after the host has waited
@@ -102,7 +108,7 @@ class Captured(ABC):
     @abstractmethod
     def destroy(self) -> None:
         """Gives the recording back when queued launches are over. Twice is fine, also after the
-        backend was closed. `launch` and `update` raise DeviceError then."""
+        backend was closed. `launch`, `update` and `twin` raise DeviceError then."""
 
 
 class Backend(ABC):

@@ -56,6 +56,9 @@ class LandingBlock:
     def held(self, field: int) -> tuple[LandingBlock, int]:
         return self, field
 
+    def taken(self) -> bytes:
+        return self.current.taken()
+
 
 def _landings(issued: Issued) -> Iterator[Landing]:
     """Where a command writes results, if any."""

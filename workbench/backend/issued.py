@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from workbench.backend.identity import Identity, Looks
 
 
 class Address(int):
@@ -38,6 +41,14 @@ class Block(Protocol):
     def held(self, field: int) -> tuple[Any, int]:
         """What holds a field, and its number there: to patch it for every token."""
 
+    def taken(self) -> bytes:
+        """All fields as they are now, 8 bytes each."""
+
+
+def as_bytes(fields: Iterable[int]) -> bytes:
+    """Fields of a block, 8 bytes each."""
+    return array("q", fields).tobytes()
+
 
 class Words:
     """A Block in memory that the command reads: `words`, a mutable sequence of int64."""
@@ -62,6 +73,9 @@ class Words:
 
     def held(self, field: int) -> tuple[Any, int]:
         return self._words, field
+
+    def taken(self) -> bytes:
+        return as_bytes(self)
 
 
 EMPTY: Block = Words([], ())
@@ -129,6 +143,12 @@ class Plannable(Issued):
     replayed: Any = None
     landings: tuple[Any, ...] = ()
     gate: Issued | None = None
+    looks: Looks = field(default_factory=Looks, init=False, repr=False)
+
+    @property
+    def identity(self) -> Identity:
+        """What it asks of the device where its results land next; quick where its uid is known."""
+        return self.looks.of(self, self.uid, self.moves, self.landing())
 
     @property
     def recorded(self) -> tuple[Issued, ...]:

@@ -14,7 +14,8 @@ Details by kind:
     replay        stream, number of parts
 
 and `("allocate", space, bytes)`, `("load_weight", name)`, `("synchronize",)`, `("close",)`. A plan
-is prepared when it is captured, and logs `("update",)` and `("destroy",)`, too.
+is prepared when it is captured, and logs `("update",)`, `("twin",)` and `("destroy",)`, too. A twin
+is prepared like a capture.
 """
 
 from __future__ import annotations
@@ -57,25 +58,35 @@ class NullCaptured(Captured):
     """A plan that logs. Its nodes are the parts that no event is in."""
 
     def __init__(self, backend: NullBackend, work: Plannable):
-        self._log, self._destroyed = backend.log, False
+        self._backend, self._log, self._destroyed = backend, backend.log, False
         self._topology = _topology(work)
         kinds = [part.same[0] for part in work.parts]
         self.nodes = tuple([i for i, kind in enumerate(kinds) if kind not in ("record", "wait")])
         issue = backend._prepare("replay", [], work.stream, len(work.parts)).call
 
         def launch() -> None:
-            if self._destroyed:
-                raise DeviceError("this plan is destroyed; capture its commands again")
+            self._check()
             issue()
             self.launches += 1
 
         self.launch = launch
+
+    def _check(self) -> None:
+        if self._destroyed:
+            raise DeviceError("this plan is destroyed; capture its commands again")
 
     def update(self, work: Plannable, changed: Sequence[int] | None) -> bool:
         if _topology(work) != self._topology:
             return False
         self._log.append(("update",))
         return True
+
+    def twin(self, work: Plannable, changed: Sequence[int]) -> NullCaptured | None:
+        self._check()
+        if _topology(work) != self._topology:
+            return None
+        self._log.append(("twin",))
+        return NullCaptured(self._backend, work)
 
     def destroy(self) -> None:
         if not self._destroyed:

@@ -7,11 +7,16 @@ which plan is for which work, and when it is captured:
     pr       the plan with the same number in its step; all go where splits or backends change
     today    the plan with the same number in its step, of steps with outputs or without; captured
              at the second equal call, and not replayed where a call differs from the one before
-    ours     the plan of equal work; else one whose work is gone, if only addresses differ; else a
-             new one. The least recently used of too many goes
+    ours     the plan of equal work; else a twin of one whose results land in another block; else
+             one whose work is gone, if only addresses differ; else a new one. The least recently
+             used of too many goes
 
-Equal is strict: functions, grids, shapes, strides and parameters (`Issued.key`), and every address.
-Two calls of one `uid` are equal without a look; uid 0 is equal to nothing.
+Equal is strict (`identity.py`). Two calls of one `uid` are equal without a look; uid 0 is equal to
+nothing.
+
+Results land in several blocks by turns, and each has a plan. `ours` captures one of them. A twin is
+another executable form of the same recording, with other addresses. It is made while the device
+computes the step before, so nobody waits for it.
 
 With launch_ahead=on the next step's plan is launched while the device computes (`ahead.py`).
 
@@ -22,28 +27,30 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 from workbench.backend import ahead
 from workbench.backend.ahead import GatedCall, inputs_of, prepare_ahead
-from workbench.backend.base import Backend, Captured, Issue, Memory
+from workbench.backend.base import Backend, Issue
 from workbench.backend.gate import Gate
-from workbench.backend.issue import Executed, Executor, Prepared, SplitWork, eager
+from workbench.backend.identity import Identity, changed
+from workbench.backend.issue import Executed, Executor, Prepared, SplitWork
 from workbench.backend.issued import Plannable
+from workbench.backend.kept import Plan
+from workbench.backend.landing import landing_in
+from workbench.backend.no_plans import NoPlans
 from workbench.backend.stamps import StampRings
 from workbench.choices import LaunchAhead, PlanBatch, PlanEvict, PlanRule, PlanWarmup
 from workbench.errors import DeviceError
-from workbench.program.commands import Buffer, Program, Replay
+from workbench.program.commands import Program, Replay
 from workbench.program.sync_modes import Ordering
 from workbench.toggles import Toggles
 
 KEPT = 64  # plans of an engine, as many as programs; then the least recently used goes
 IDLE_S, SWEEP_S = 10.0, 5.0  # llama.cpp's
 
-Identity = tuple[tuple[Hashable, ...], tuple[tuple[int, ...], ...]]  # key, addresses of each part
 Seat = tuple[Hashable, ...]  # which plan of a step
-R = TypeVar("R")
 
 
 class Policy(NamedTuple):
@@ -72,86 +79,12 @@ _OWN: dict[str, tuple[str, str]] = {
 }
 
 
-class Plan:
-    """What a device recorded, if anything yet, and the latest work that came.
-
-    identity: of that work. recorded: of what is recorded. fits: the two are equal. alike: calls in
-    a row, up to the latest, that a rule takes for the same. work: nothing once the work is gone.
-    """
-
-    __slots__ = ("alike", "captured", "fits", "identity", "recorded", "uid", "used", "work")
-
-    def __init__(self) -> None:
-        self.captured: Captured | None = None
-        self.fits = False
-        self.identity: Identity | None = None
-        self.recorded: Identity | None = None
-        self.uid = self.alike = 0
-        self.used = 0.0
-        self.work: Callable[[], Plannable | None] = _nobody
-
-    def ask(self, act: Callable[..., R], *given: Any) -> R:
-        """What `act` of the captured plan returns. Where it fails, the next call captures anew."""
-        try:
-            return act(*given)
-        except DeviceError:
-            self.destroy()
-            raise
-
-    def destroy(self) -> None:
-        captured, self.captured, self.recorded, self.fits = self.captured, None, None, False
-        if captured is not None:
-            captured.destroy()
-
-
-def _nobody() -> None:
-    """In place of a weak reference: no work has come yet."""
-
-
-class NoPlans:
-    """Every command is issued by a call of its own."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def executor(self, program: Program) -> Executor:
-        """Makes the calls of a program that is bound now (`backend/issue.py`)."""
-        return eager
-
-    def clear(self) -> None:
-        """Gives every plan back. Works that are called later are captured anew."""
-
-    def prepare(
-        self,
-        program: Program,
-        backends: Sequence[Backend],
-        memory: Mapping[Buffer, Memory],
-        events: dict[str, Any],
-    ) -> Prepared:
-        """The program bound to addresses, as `Prepared` has it."""
-        return self._ready(Prepared(program, backends, memory, events, self.executor(program)))
-
-    def _ready(self, prepared: Prepared) -> Prepared:
-        return prepared
-
-    def stamped(self, prepared: Prepared) -> Prepared:
-        """The program with stamps in its plans (`stamps.py`), kept beside the one without."""
-        return prepared
-
-    def release(self) -> None:
-        """Lets go what was launched ahead. Before a wait for the device, which else takes the limit
-        of a gate."""
-
-    def free(self) -> None:
-        """Gives everything back, once nothing is queued any more."""
-        self.clear()
-
-
 class Plans(NoPlans):
     """The plans of one engine. They name the engine's memory, so `clear` comes before it changes.
 
-    counts: plans captured, updated where they are, made launchable again because the device refused
-    an update, replayed, evicted; calls that issued their parts one by one; ns of each kind of work.
+    counts: plans captured, made as twins, updated where they are, made launchable again because the
+    device refused an update, replayed, evicted; calls that issued their parts one by one; ns of
+    each kind of work.
     """
 
     def __init__(
@@ -206,6 +139,8 @@ class Plans(NoPlans):
             if captured is not None:
                 plan.ask(captured.launch)
                 counts["plans_replayed"] += 1
+                if not plan.settled:
+                    self._settle(plan, work, plans)
             else:
                 counts["plans_issued"] += 1
                 work.call()
@@ -232,7 +167,10 @@ class Plans(NoPlans):
             def arrive(had: Plan | None) -> Plan:
                 return self._arrive(work, seat, had or none)
 
-            return GatedCall(gate, work, arrive, self._use, counts)
+            def make_next(blocks: Sequence[int]) -> Plan | None:
+                return self._make_next(work, blocks)
+
+            return GatedCall(gate, work, arrive, make_next, self._use, counts)
 
         return call_of
 
@@ -268,24 +206,32 @@ class Plans(NoPlans):
     def _arrive(self, work: Plannable, seat: Seat, had: Plan) -> Plan:
         """The plan for work that is not known to be what its plan has, captured where the rule
         wants it. had: of the work as it was before."""
-        identity = _identity(work, had)
+        identity = work.identity
         plan = self._find(work, (*seat, work.landing()), identity, had)
-        before, plan.identity = plan.identity, identity
-        plan.uid, plan.work = work.uid, weakref.ref(work)
-        # as proposed, what is new is updated without a look
-        plan.fits = plan.recorded == identity and self._policy.rule != PlanRule.PR
+        before = plan.identity
+        self._take_in(plan, work, identity)
         plan.alike = plan.alike + 1 if self._alike(before, identity) else 1
         if not plan.fits and plan.alike >= self._policy.warmup:
             self._record(plan, work)
             plan.recorded, plan.fits = identity, True
         return plan
 
+    def _take_in(self, plan: Plan, work: Plannable, identity: Identity) -> None:
+        plan.identity, plan.uid, plan.work = identity, work.uid, weakref.ref(work)
+        # as proposed, what is new is updated without a look
+        plan.fits = plan.recorded == identity and self._policy.rule != PlanRule.PR
+
     def _find(self, work: Plannable, seat: Seat, identity: Identity, had: Plan) -> Plan:
         number, outputs, landing = seat
         if self._policy.rule != PlanRule.OURS:
             also = () if self._policy.rule == PlanRule.PR else (outputs,)  # and stamped or not
             return self._kept.setdefault((number, landing, type(work), *also), Plan())
-        found = self._for_the_same(identity) or self._for_other_addresses(identity, had)
+        found = self._for_the_same(identity)
+        if found is None and had.captured is None:
+            found = self._twin(work, identity)
+        return self._keep(found or self._for_other_addresses(identity, had))
+
+    def _keep(self, found: Plan) -> Plan:
         self._kept[id(found)] = found
         while self._policy.evict == PlanEvict.LRU and len(self._kept) > KEPT:
             others = {key: plan.used for key, plan in self._kept.items() if plan is not found}
@@ -300,7 +246,7 @@ class Plans(NoPlans):
         one whose work is gone. Else a new plan."""
         for plan in (had, *self._kept.values()):
             free = plan is had or plan.work() is None
-            if free and plan.identity is not None and plan.identity[0] == identity[0]:
+            if free and changed(plan.identity, identity) is not None:
                 return plan
         return Plan()
 
@@ -308,7 +254,52 @@ class Plans(NoPlans):
         """Whether a call counts as the one before, for the warm-up."""
         if before is None or self._policy.rule == PlanRule.PR:
             return before is not None
-        return before == now if self._policy.rule == PlanRule.TODAY else before[0] == now[0]
+        if self._policy.rule == PlanRule.TODAY:
+            return before == now
+        return changed(before, now) is not None
+
+    # twins --------------------------------------------------------------------------------------
+
+    def _twin(self, work: Plannable, identity: Identity) -> Plan | None:
+        """A plan for `work`, made of another one of its plans; None where only a capture does."""
+        for plan in self._kept.values():
+            moved = changed(plan.recorded, identity) if plan.work() is work else None
+            if plan.captured is None or moved is None:
+                continue
+            made = plan.ask(plan.captured.twin, work, moved)
+            if made is not None:
+                twin = Plan()
+                twin.captured, twin.identity, twin.recorded = made, identity, identity
+                twin.used = self._clock()
+                self.counts["plans_twinned"] += 1
+                self.counts["plans_instantiate_ns"] += made.instantiate_ns
+                return twin
+        return None
+
+    def _make_next(self, work: Plannable, blocks: Sequence[int]) -> Plan | None:
+        """The plan for results in these blocks of the landings, where a twin does. The device is
+        busy meanwhile, and the next step finds it."""
+        if self._policy.rule != PlanRule.OURS:
+            return None
+        with landing_in(work.landings, blocks):
+            identity = work.identity
+            try:
+                found = self._for_the_same(identity) or self._twin(work, identity)
+            except DeviceError:
+                return None  # the step that wants it captures it, or says what is wrong
+            if found is not None:
+                self._take_in(self._keep(found), work, identity)
+            return found
+
+    def _settle(self, plan: Plan, work: Plannable, plans: dict[Hashable, Plan]) -> None:
+        """Behind the first launch of a plan: makes the plan for the landing that comes next. plans:
+        of the work, by landing."""
+        plan.settled = True
+        blocks = tuple([landing.reserve() for landing in work.landings])
+        if blocks and None not in blocks and blocks not in plans:
+            made = self._make_next(work, blocks)
+            if made is not None:
+                plans[blocks] = made
 
     # capture and update ----------------------------------------------------------------------
 
@@ -317,8 +308,8 @@ class Plans(NoPlans):
         if captured is not None:
             start = time.perf_counter_ns()
             looked = self._policy.rule != PlanRule.PR
-            changed = _changed(plan.recorded, plan.identity) if looked else None
-            done = plan.ask(captured.update, work, changed)
+            moved = changed(plan.recorded, plan.identity) if looked else None
+            done = plan.ask(captured.update, work, moved)
             counts["plans_update_ns"] += time.perf_counter_ns() - start
             if done:
                 counts["plans_updated"] += 1
@@ -360,27 +351,6 @@ def check_ahead(toggles: Toggles, ordering: Ordering, n_devices: int = 1) -> Non
 
 
 COUNTS = (
-    "plans_captured", "plans_updated", "plans_reinstantiated", "plans_replayed", "plans_issued",
-    "plans_evicted", "plans_capture_ns", "plans_instantiate_ns", "plans_update_ns",
+    "plans_captured", "plans_twinned", "plans_updated", "plans_reinstantiated", "plans_replayed",
+    "plans_issued", "plans_evicted", "plans_capture_ns", "plans_instantiate_ns", "plans_update_ns",
 )  # fmt: skip
-
-
-def _identity(work: Plannable, had: Plan) -> Identity:
-    """What `work` is now; quicker where `had` knows what it was."""
-    before, same = had.identity, work.uid == had.uid
-    known = work.uid and had.uid and had.work() is work
-    if before is None or not (known and (same or work.moves)):
-        return work.key, tuple([part.addresses for part in work.parts])
-    if same:
-        return before
-    addresses = list(before[1])
-    for i in work.moves:
-        addresses[i] = work.parts[i].addresses
-    return before[0], tuple(addresses)
-
-
-def _changed(before: Identity | None, now: Identity | None) -> list[int] | None:
-    """The parts with other addresses, where nothing else differs; None where anything may."""
-    if before is None or now is None or before[0] != now[0]:
-        return None
-    return [i for i, (old, new) in enumerate(zip(before[1], now[1], strict=True)) if old != new]

@@ -16,8 +16,10 @@ def in_words(counts: Mapping[str, int]) -> str:
     updated = f"{counts['plans_updated']} updated"
     if counts["plans_updated"]:
         updated += f" ({counts['plans_update_ns'] / 1e6:.1f} ms)"
+    twinned = counts.get("plans_twinned")  # an older run has none
+    made = f"{counts['plans_captured']} captured" + (f", {twinned} twinned" if twinned else "")
     said = [
-        f"{counts['plans_captured']} captured ({made_ns / 1e6:.1f} ms)",
+        f"{made} ({made_ns / 1e6:.1f} ms)",
         updated,
         f"{counts['plans_replayed']} replayed",
     ]

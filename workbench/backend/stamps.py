@@ -70,7 +70,7 @@ class StampRing:
 
     def capture(self, work: Plannable) -> StampedPlan:
         """As a backend's `capture`, of stamped work."""
-        return StampedPlan(self, work)
+        return StampedPlan(self, self.backend.capture(work))
 
     def launch(self, queue: Issue) -> int:
         """Calls what queues a pair of stamps; the pair's number."""
@@ -118,8 +118,8 @@ class StampRing:
 class StampedPlan(Captured):
     """What a device recorded of stamped work. number: of the pair of its latest launch."""
 
-    def __init__(self, ring: StampRing, work: Plannable):
-        self._ring, self._captured = ring, ring.backend.capture(work)
+    def __init__(self, ring: StampRing, captured: Captured):
+        self._ring, self._captured = ring, captured
         self.number = -1
         self._take_over()
 
@@ -139,6 +139,10 @@ class StampedPlan(Captured):
         done = self._captured.update(work, changed)
         self._take_over()
         return done
+
+    def twin(self, work: Plannable, changed: Any) -> StampedPlan | None:
+        made = self._captured.twin(work, changed)
+        return None if made is None else StampedPlan(self._ring, made)
 
     def spans(self, launch: int | None = None) -> Any:
         return self._captured.spans(launch)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from itertools import groupby
 from operator import add, sub
 from typing import Any, NamedTuple
@@ -139,13 +140,23 @@ class _Lists:
         order = sorted(range(len(nodes.all)), key=self.list_of.__getitem__)
         self.entry_of = sorted(order, key=order.__getitem__)
         self.firsts = [sum(i < one for i in self.list_of) for one in range(len(used) + 1)]
-        n_walks = len(used) * WALKS_BYTES
-        self.memory = aligned_zeros(n_walks + nodes.n_signals * signals.SIGNAL_BYTES)
+        self._n_signals = nodes.n_signals
+        self._allocate()
+
+    def _allocate(self) -> None:
+        n_walks = len(self.rings) * WALKS_BYTES
+        self.memory = aligned_zeros(n_walks + self._n_signals * signals.SIGNAL_BYTES)
         base, end = int(self.memory.ctypes.data), int(self.memory.ctypes.data) + self.memory.nbytes
         self.walks = range(base, base + n_walks, WALKS_BYTES)
         self.signals = range(base + n_walks, end, signals.SIGNAL_BYTES)
         for signal in self.signals:
             signals.init_signal(signal)
+
+    def twin(self) -> _Lists:
+        """Lists of the same nodes, with signals and walks of their own."""
+        made = copy(self)
+        made._allocate()
+        return made
 
     def command(self, number: int, node: _Node) -> array[int]:
         """The command of node `number`, which orders streams."""
@@ -168,16 +179,35 @@ class EmbeddedPlan(Captured):
         self._nodes_of = {
             part: list(found) for part, found in groupby(self._kernels, lambda i: nodes.all[i].part)
         }  # of each part with kernels
+        self._orders = {i: node for i, node in enumerate(nodes.all) if node.block is None}
         self._lists = _Lists(nodes, streams)
         self._memory = aligned_zeros(len(nodes.all) * loops.ENTRY_BYTES)
-        for i, node in enumerate(nodes.all):
-            if node.block is None:
-                command = self._lists.command(i, node)
-                loops.fill(self._entry(i), command.buffer_info()[0])
-        self._fill(nodes.blocks)
+        self._make_launchable(nodes.blocks)
+        self.instantiate_ns = time.perf_counter_ns() - start - self.capture_ns
+
+    def _make_launchable(self, blocks: Mapping[int, KernelBlock]) -> None:
+        """blocks: of the nodes whose entries are not there yet, or are others."""
+        for i, node in self._orders.items():
+            command = self._lists.command(i, node)
+            loops.fill(self._entry(i), command.buffer_info()[0])
+        self._fill(blocks)
         self._plan = self._launchable()
         self.launch = _launcher(self._plan, self._lists.rings)
-        self.instantiate_ns = time.perf_counter_ns() - start - self.capture_ns
+
+    def twin(self, work: Plannable, changed: Sequence[int]) -> EmbeddedPlan | None:
+        if self._plan[loops.DESTROYED // 8]:
+            raise DeviceError(_DESTROYED)
+        start = time.perf_counter_ns()
+        blocks = self._changed_blocks(work, changed)
+        if blocks is None:
+            return None
+        made = copy(self)
+        made._plan = array("q", (1,))  # not this one's: nothing to destroy where this raises
+        made._lists, made._memory = self._lists.twin(), aligned_zeros(self._memory.nbytes)
+        made._memory[:] = self._memory
+        made._make_launchable(blocks)
+        made.capture_ns, made.instantiate_ns = 0, time.perf_counter_ns() - start
+        return made
 
     def _entry(self, node: int) -> int:
         return int(self._memory.ctypes.data) + self._lists.entry_of[node] * loops.ENTRY_BYTES

@@ -77,6 +77,9 @@ class MemoryBlock:
     def held(self, field: int) -> tuple[array[int], int]:
         return self.memory, self._word(field)
 
+    def taken(self) -> bytes:
+        return self.memory[self.first : self.first + self.n].tobytes()
+
     def _word(self, field: int) -> int:
         if not 0 <= field < self.n:
             raise IndexError(f"field {field} of a block of {self.n}")

@@ -26,7 +26,7 @@ import numpy as np
 from workbench.backend import gate
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Backend, DeviceClock, Issue, KernelName, nothing
-from workbench.backend.cuda import nvrtc, op_table, timer, weights
+from workbench.backend.cuda import graphs, nvrtc, op_table, timer, weights
 from workbench.backend.cuda.cublas import PRODUCT, Blas
 from workbench.backend.cuda.driver import (
     CudaEvent,
@@ -36,7 +36,7 @@ from workbench.backend.cuda.driver import (
     device_properties,
     libraries,
 )
-from workbench.backend.cuda.graphs import CudaGraph, GraphArguments, commands_of
+from workbench.backend.cuda.graph_nodes import GraphArguments, commands_of
 from workbench.backend.cuda.kernel import Gemm, Kernel, Work, packed
 from workbench.backend.cuda.marks import Mark, Marks
 from workbench.backend.cuda.weights import Uploader
@@ -94,7 +94,7 @@ class CudaBackend(Backend):
         self._blas: Blas | None = None
         self._uploader: Uploader | None = None
         self._marks = Marks(self._driver)
-        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+        self._graphs: weakref.WeakSet[graphs.CudaGraph] = weakref.WeakSet()
         self._closed = False
 
     def attach(self) -> None:
@@ -326,16 +326,16 @@ class CudaBackend(Backend):
         for number, (_, stream) in list(self._streams.items()):
             self._driver.call("cuStreamSynchronize", f"stream {number}", stream)
 
-    def capture(self, work: Plannable) -> CudaGraph:
+    def capture(self, work: Plannable) -> graphs.CudaGraph:
         """Records the parts of `work`, and runs nothing of it."""
         self.attach()
         self.finish_loading()
-        for issued in commands_of(work):
-            if self._blas is not None and issued.same[:1] == (PRODUCT,):
-                self._blas.load(issued)
-        graph = CudaGraph(self._driver, self.attach, work, self._stream)
-        self._graphs.add(graph)
-        return graph
+        if self._blas is not None:
+            for issued in commands_of(work):
+                if issued.same[:1] == (PRODUCT,):
+                    self._blas.load(issued)
+        owner = graphs.Owner(self._driver, self.attach, self._stream, self._graphs)
+        return graphs.capture(owner, work)
 
     # time ------------------------------------------------------------------------------------
 

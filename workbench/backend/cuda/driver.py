@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.issued import Issued
+from workbench.backend.issued import Issued, as_bytes
 from workbench.errors import DeviceError
 from workbench.program.commands import Space
 from workbench.sizes import round_up, size
@@ -148,6 +148,9 @@ class CallArguments:
 
     def held(self, field: int) -> tuple[CallArguments, int]:
         return self, field
+
+    def taken(self) -> bytes:
+        return as_bytes(self)
 
 
 class Driver:

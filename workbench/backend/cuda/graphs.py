@@ -1,8 +1,8 @@
 """Plans of the cuda backend: CUDA graphs, captured from the calls of prepared commands.
 
-The captured graph is kept beside its executable form. It gives the handles of nodes, which an
-update of single nodes needs, and the edges. Its parameters stay as they were first captured, and
-nobody reads them. An update that is captured anew brings every parameter along.
+The captured graph is kept beside its executable forms (`graph_nodes.py`). The capture has one, and
+each twin one with other addresses at single nodes. An update that is captured anew brings every
+parameter along.
 
 Everything goes through cuda-bindings on CuPy's stream pointers. Importing this module loads
 neither CuPy nor the driver.
@@ -10,42 +10,25 @@ neither CuPy nor the driver.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from workbench.backend.base import Captured
-from workbench.backend.bind import LandingBlock
 from workbench.backend.cuda.driver import CAPTURES, Driver
-from workbench.backend.issued import Issued, Plannable, Words
+from workbench.backend.cuda.graph_nodes import (
+    Change,
+    OtherMemoryError,
+    Template,
+    commands_of,
+    edges,
+)
+from workbench.backend.identity import changed as changed_parts
+from workbench.backend.issued import Plannable
 from workbench.errors import DeviceError
-
-COPIES = ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyPeerAsync")
-
-
-class GraphArguments(Words):
-    """The argument block of a kernel launch. arguments: n values of 8 bytes, and behind them n
-    addresses of these values (`params`), which is what the driver calls kernelParams. function,
-    grid: of the launch."""
-
-    __slots__ = ("function", "grid", "params")
-
-    def __init__(
-        self,
-        arguments: Any,
-        n: int,
-        pointers: tuple[int, ...],
-        function: Any,
-        grid: tuple[int, int],
-    ):
-        super().__init__((ctypes.c_int64 * n).from_buffer(arguments), pointers)
-        self.params = ctypes.addressof(arguments) + 8 * n
-        self.function, self.grid = function, grid
-
 
 # the capture ------------------------------------------------------------------------------------
 
@@ -100,10 +83,18 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def instantiate(driver: Driver, what: str, graph: Any, stream: Any) -> Any:
-    """The executable form of `graph`, on its way to the device. Raises DeviceError."""
+def instantiate(
+    driver: Driver,
+    what: str,
+    graph: Any,
+    stream: Any,
+    finish: Callable[[Any], None] = lambda executable: None,
+) -> Any:
+    """The executable form of `graph`, on its way to the device; `finish` is called with it before.
+    Raises DeviceError, and what `finish` raises."""
     executable = driver.call("cuGraphInstantiate", what, graph, 0)
     try:
+        finish(executable)
         driver.call("cuGraphUpload", what, executable, stream)
     except BaseException:
         driver.api.cuGraphExecDestroy(executable)
@@ -119,29 +110,7 @@ def give_back(api: Any, graph: Any, executable: Any) -> None:
         api.cuGraphDestroy(graph)
 
 
-def edges(driver: Driver, graph: Any) -> tuple[int, int]:
-    """How many edges a graph has, and how many of them are programmatic."""
-    what = "the edges of a graph"
-    error, *_, n = driver.api.cuGraphGetEdges(graph)
-    if not error and n:
-        error, _, _, data, _ = driver.api.cuGraphGetEdges(graph, n)
-    if error:
-        raise driver.failure(error, "cuGraphGetEdges", what)
-    if not n:
-        return 0, 0
-    kind = int(driver.api.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
-    return n, sum(int(edge.type) == kind for edge in data[:n])
-
-
 # what is captured ---------------------------------------------------------------------------------
-
-
-def commands_of(issued: Issued) -> Iterator[Issued]:
-    """The calls that an issued command is made of, in order."""
-    if not issued.parts:
-        yield issued
-    for part in issued.parts:
-        yield from commands_of(part)
 
 
 class Tape:
@@ -177,9 +146,42 @@ class Tape:
         self.nodes = tuple(nodes)
 
 
-class CudaGraph(Captured):
-    """See `backend/base.py`. attach, stream_of: the backend's.
+class Owner(NamedTuple):
+    """What a graph has of its backend. stream_of: a stream's CUstream. graphs: all that live."""
 
+    driver: Driver
+    attach: Callable[[], None]
+    stream_of: Callable[[int], Any]
+    graphs: weakref.WeakSet[CudaGraph]
+
+    def record(self, what: str, work: Plannable) -> tuple[Any, Tape]:
+        """The graph of `work`, and which part made which of its nodes."""
+        there = self.stream_of(work.stream)
+        others = [self.stream_of(s) for s in sorted(set(work.streams) - {work.stream})]
+        tape = Tape(self.driver, what, there, work)
+        return record(self.driver, what, there, others, tape), tape
+
+
+def capture(owner: Owner, work: Plannable) -> CudaGraph:
+    """Records `work` and makes it launchable. Raises DeviceError; nothing stays behind then."""
+    what, identity = f"plan of {len(work.parts)} commands", work.identity
+    start = time.perf_counter_ns()
+    graph, tape = owner.record(what, work)
+    taken = time.perf_counter_ns() - start
+    template = Template(owner.driver, what, graph, identity, tape.nodes, tape.made)
+    try:
+        made = CudaGraph(owner, template, work.stream)
+    except BaseException:
+        template.release()
+        raise
+    made.capture_ns = taken
+    return made
+
+
+class CudaGraph(Captured):
+    """See `backend/base.py`: an executable form of a template, which may have several.
+
+    changes: what sets the nodes of the parts `moved`, where they are not as in the template.
     nodes_set, recaptured: how often `update` set single nodes, and captured the whole work anew.
 
     What a graph refers to (memory, modules, workspaces of cuBLAS) is its backend's. `destroy` does
@@ -188,70 +190,87 @@ class CudaGraph(Captured):
 
     def __init__(
         self,
-        driver: Driver,
-        attach: Callable[[], None],
-        work: Plannable,
-        stream_of: Callable[[int], Any],
+        owner: Owner,
+        template: Template,
+        stream: int,
+        moved: frozenset[int] = frozenset(),
+        changes: Sequence[Change] = (),
     ):
         self.nodes_set = self.recaptured = 0
-        self._driver, self._attach = driver, attach
-        self._what = f"plan of {len(work.parts)} commands"
-        self._stream, self._stream_of = work.stream, stream_of
-        self._there, self._launch = stream_of(work.stream), driver.api.cuGraphLaunch
-        self._graph, tape = self._record(work)
+        self.owner, self._driver, self._what = owner, owner.driver, template.what
+        self._stream, self._there = stream, owner.stream_of(stream)
+        self._launch = self._driver.api.cuGraphLaunch
+        self.template: Template | None = template
+        self._moved: frozenset[int] | None = moved  # None where every part may have moved
+        self._known = True  # whether nodes have the numbers that they have in the template
         start = time.perf_counter_ns()
-        try:
-            self._executable = instantiate(driver, self._what, self._graph, self._there)
-        except BaseException:
-            driver.api.cuGraphDestroy(self._graph)
-            raise
+
+        def set_nodes(executable: Any) -> None:
+            template.apply(changes, executable)
+
+        executable = instantiate(
+            self._driver, self._what, template.graph, self._there, set_nodes
+        )  # fmt: skip
         self.instantiate_ns = time.perf_counter_ns() - start
         # A graph that nobody destroys goes with this object.
-        self._give_back = weakref.finalize(
-            self, give_back, driver.api, self._graph, self._executable
-        )
+        template.n_forms += 1
+        self._give_back = weakref.finalize(self, _give_back, self._driver.api, executable, template)
         self._give_back.atexit = False  # the driver gives everything back then
-        self._captured_key = work.key  # of what `_graph` was captured from
-        self._nodes = _GraphNodes(driver, self._what, self._graph, self._executable)
-        self.nodes, self._made = tape.nodes, tape.made
+        self._executable, self.nodes = executable, template.nodes
+        owner.graphs.add(self)
 
-    def _record(self, work: Plannable) -> tuple[Any, Tape]:
-        others = [self._stream_of(s) for s in sorted(set(work.streams) - {work.stream})]
-        tape = Tape(self._driver, self._what, self._there, work)
-        start = time.perf_counter_ns()
-        graph = record(self._driver, self._what, self._there, others, tape)
-        self.capture_ns = time.perf_counter_ns() - start
-        return graph, tape
+    def _alive(self, asked: str) -> Template:
+        if self.template is None:
+            raise DeviceError(f"{self._what} was destroyed and {asked}; capture it anew")
+        return self.template
 
     def launch(self) -> None:
-        self._attach()
+        self.owner.attach()
         if self._executable is None:
-            raise DeviceError(f"{self._what} was destroyed and cannot be launched; capture it anew")
+            self._alive("cannot be launched")
         error = self._launch(self._executable, self._there)[0]
         if error:
             raise self._driver.failure(error, "cuGraphLaunch", self._what)
 
     def update(self, work: Plannable, changed: Sequence[int] | None) -> bool:
-        if self._executable is None:
-            raise DeviceError(f"{self._what} was destroyed and cannot be updated; capture it anew")
-        self._attach()
+        template = self._alive("cannot be updated")
+        self.owner.attach()
         if work.stream != self._stream:
             return False
-        if changed is not None and self._nodes.set(self._moved(work, changed)):
-            self.nodes_set += 1
-            return True
-        return self._update_all(work)
+        changes = None
+        if changed is not None and self._known:
+            changes = template.changes(work, changed)
+        if changes is None:
+            return self._update_all(work)
+        try:
+            template.apply(changes, self._executable)
+        except OtherMemoryError:
+            return self._update_all(work)
+        if self._moved is not None:
+            self._moved = self._moved.union(changed or ())
+        self.nodes_set += 1
+        return True
 
-    def _moved(self, work: Plannable, changed: Sequence[int]) -> Iterator[tuple[Issued, range]]:
-        """The calls of the parts `changed`, each with the numbers of its nodes."""
-        recorded = work.recorded
-        for number in changed:
-            yield from zip(commands_of(recorded[number]), self._made[number], strict=True)
+    def twin(self, work: Plannable, changed: Sequence[int]) -> CudaGraph | None:
+        template = self._alive("has no twin")
+        self.owner.attach()
+        if work.stream != self._stream or self._moved is None:
+            return None
+        moved = self._moved.union(changed)
+        changes = template.changes(work, sorted(moved))
+        if changes is None:
+            return None
+        try:
+            return CudaGraph(self.owner, template, self._stream, moved, changes)
+        except OtherMemoryError:
+            return None
 
     def _update_all(self, work: Plannable) -> bool:
         """Captures `work` and takes over everything, where the topology is the same."""
-        driver = self._driver
-        graph, tape = self._record(work)
+        driver, template = self._driver, self._alive("cannot be updated")
+        start = time.perf_counter_ns()
+        graph, tape = self.owner.record(self._what, work)
+        self.capture_ns = time.perf_counter_ns() - start
         try:
             error = driver.api.cuGraphExecUpdate(self._executable, graph)[0]
         finally:
@@ -261,105 +280,24 @@ class CudaGraph(Captured):
         if error:
             raise driver.failure(error, "cuGraphExecUpdate", self._what)
         self.recaptured += 1
-        self.nodes, self._made = tape.nodes, tape.made
+        self.nodes, self._moved = tape.nodes, None
         # Only equal commands were captured in the same order: then nodes keep their numbers.
-        self._nodes.known = work.key == self._captured_key
+        self._known = changed_parts(template.identity, work.identity) is not None
         return True
 
     def destroy(self) -> None:
-        if self._executable is not None:
+        if self.template is not None:
             self._executable = None
-            self._attach()
+            self.owner.attach()
             self._give_back()
+            self.template = None
 
     def edges(self) -> tuple[int, int]:
         """How many edges the captured graph has, and how many of them are programmatic."""
-        if self._executable is None:
-            raise DeviceError(f"{self._what} was destroyed and has no edges; capture it anew")
-        return edges(self._driver, self._graph)
+        return edges(self._driver, self._alive("has no edges").graph)
 
 
-class _GraphNodes:
-    """The nodes of a captured graph, to be set one by one in its executable form.
-
-    known: whether the n-th node of the graph is the n-th that the latest capture made.
-    """
-
-    def __init__(self, driver: Driver, what: str, graph: Any, executable: Any):
-        self.known = True
-        self._driver, self._what, self._graph, self._executable = driver, what, graph, executable
-        self._handles: Sequence[Any] = ()
-        self._params: dict[int, Any] = {}  # by number of the node
-
-    def set(self, moved: Iterator[tuple[Issued, range]]) -> bool:
-        """Gives nodes the addresses of their commands, from the next launch on. False, and nothing
-        was set, where that is no matter of single nodes: products of cuBLAS, records, waits."""
-        if not self.known:
-            return False
-        if not self._handles:
-            n = self._driver.api.cuGraphGetNodes(self._graph)[2]
-            self._handles = self._driver.api.cuGraphGetNodes(self._graph, n)[1]
-        calls: list[tuple[str, tuple[Any, ...]]] = []
-        for issued, numbers in moved:
-            found = self._call(issued, numbers)
-            if found is None:
-                return False
-            calls.append(found)
-        for function, args in calls:
-            error = getattr(self._driver.api, function)(self._executable, *args)[0]
-            if error and function == _SET_COPY:
-                return False  # memory of another kind; a new capture sets what was set until here
-            if error:
-                raise self._driver.failure(error, function, self._what)
-        return True
-
-    def _call(self, issued: Issued, numbers: range) -> tuple[str, tuple[Any, ...]] | None:
-        """The function that sets the node of a command, and its arguments behind the graph."""
-        if len(numbers) != 1:
-            return None
-        (number,) = numbers
-        node, block = self._handles[number], issued.block
-        if isinstance(block, LandingBlock):
-            block = block.current
-        if isinstance(block, GraphArguments):
-            params = self._params.get(number) or self._kernel(node, block)
-            if params is not None:
-                self._params[number] = params
-                params.kernelParams = block.params
-                return _SET_KERNEL, (node, params)
-        elif issued.same[0] in COPIES:
-            params = self._params.get(number) or self._copy(node)
-            if params is not None:
-                self._params[number] = params
-                _point(self._driver.api, params, *issued.addresses)
-                return _SET_COPY, (node, params, self._driver.context)
-        return None
-
-    def _kernel(self, node: Any, block: GraphArguments) -> Any:
-        """Parameters of the node of a launch; None where the node is of another launch."""
-        error, params = self._driver.api.cuGraphKernelNodeGetParams(node)
-        same = not error and int(params.func) == int(block.function) and block.grid == (
-            params.gridDimX, params.gridDimY
-        )  # fmt: skip
-        return params if same else None
-
-    def _copy(self, node: Any) -> Any:
-        error, params = self._driver.api.cuGraphMemcpyNodeGetParams(node)
-        return None if error else params
-
-
-_SET_KERNEL, _SET_COPY = "cuGraphExecKernelNodeSetParams", "cuGraphExecMemcpyNodeSetParams"
-
-
-def _point(api: Any, params: Any, dst: int, src: int) -> None:
-    """Lets a CUDA_MEMCPY3D copy from and to other memory of the same kinds."""
-    on_host = api.CUmemorytype.CU_MEMORYTYPE_HOST
-    if params.dstMemoryType == on_host:
-        params.dstHost = dst
-    else:
-        params.dstDevice = api.CUdeviceptr(dst)
-    if params.srcMemoryType == on_host:
-        params.srcHost = src
-    else:
-        params.srcDevice = api.CUdeviceptr(src)
-    params.dstXInBytes = params.srcXInBytes = 0
+def _give_back(api: Any, executable: Any, template: Template) -> None:
+    """The driver frees an executable form behind its queued launches."""
+    api.cuGraphExecDestroy(executable)
+    template.release()
