@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from data.measure.recorded import NOT_MEASURED, Recorded, model_of
+from data.measure.recorded import NOT_MEASURED, Recorded, model_of, title_of
 from data.measure.tables import Line, Part, Table, caption
 from workbench.bench import results
 from workbench.bench.rounds import order_of
@@ -172,7 +172,7 @@ def bests(recorded: Recorded) -> Iterator[Line]:
     }
     for row, cell in rows.items() if shown else ():
         cells = {
-            shown[name][0].model if name in shown else _title(name): cell(shown[name][1])
+            shown[name][0].model if name in shown else title_of(name): cell(shown[name][1])
             if name in shown else NOT_MEASURED
             for name in MODELS
         }  # fmt: skip
@@ -187,12 +187,6 @@ def fastest(recorded: Recorded) -> str:
         for arms in ([best.arm_theirs for best in found], [best.arm_ours for best in found])
     ]
     return f"The fastest: {' and '.join(said)}. {where(recorded)}"
-
-
-def _title(name: str) -> str:
-    """How tables name one of MODELS."""
-    preset, _, quant = name.rpartition("-")
-    return f"{preset} {quant.upper().removesuffix('_M')}"
 
 
 def _interval(ratio: Ratio) -> str:

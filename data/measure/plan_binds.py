@@ -13,7 +13,7 @@ from typing import Any
 from data.measure import peer, plan_tables
 from data.measure.binds import Bind
 from data.measure.plan_tables import KINDS, OFF, OURS, Fresh, Planned, fresh_of, kind_of, planned
-from data.measure.recorded import Recorded, model_of
+from data.measure.recorded import Recorded, model_of, title_of
 from workbench.bench import worth
 from workbench.bench.stats import SLOWER
 from workbench.choices import Pdl, PlanScope
@@ -105,7 +105,7 @@ def replayed(recorded: Recorded, bounds: Mapping[str, float]) -> Iterator[Bind]:
         bound, us = bounds.get(row["model"]), row["device_us"]
         if row["scope"] == PlanScope.SPLIT and bound is not None and us["median"] > bound:
             yield Bind(
-                f"{row['model']}, replayed one behind the other",
+                f"{title_of(row['model'])}, replayed one behind the other",
                 _above(us["median"], bound),
                 (f"rounds of {us['min']:.0f} to {us['max']:.0f} us; {row['nodes']} nodes, "
                  f"{row['programmatic_edges']} of {row['edges']} edges programmatic",),

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from data.measure.matrix import SETS
-from data.measure.recorded import Recorded, between, model_of
+from data.measure.recorded import Recorded, between, model_of, title_of
 from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
 from workbench.bench import results
@@ -71,6 +70,11 @@ class Planned(NamedTuple):
                 "plans": plans or OFF, "a plan is": self.kind if plans else ""}  # fmt: skip
 
     @property
+    def tried(self) -> int:
+        """Updates, refused ones among them."""
+        return self.plans["plans_updated"] + self.plans["plans_reinstantiated"]
+
+    @property
     def made(self) -> int:
         """Captures of any kind."""
         return self.plans["plans_captured"] + self.plans["plans_reinstantiated"]
@@ -112,6 +116,7 @@ def rules(recorded: Recorded) -> Iterator[Line]:
         row = one.row
         beside = "speedup" in row and one.toggles["pdl"] == one.ab.run["arms"][0]["toggles"]["pdl"]
         cells = one.where | {
+            "t/s off": f"{row['tps_baseline']:.1f}" if beside else "",
             "t/s": f"{row['tps_toggled']:.1f}",
             "Speedup": f"{row['speedup']:.3f} ({row['low']:.3f}..{row['high']:.3f})"
             if beside else "",
@@ -149,24 +154,22 @@ def added(recorded: Recorded) -> Iterator[Line]:
 
 
 def costs(recorded: Recorded) -> Iterator[Line]:
-    """An arm: what its captures and updates took, each."""
-    for one in planned(recorded):
-        if one.rule == OFF or not one.made:
-            continue
+    """An arm: what its captures and updates took, each; no column for updates that no arm had."""
+    made = [one for one in planned(recorded) if one.rule != OFF and one.made]
+    updated = any(one.tried for one in made)
+    for one in made:
         capture, instantiate, update = (
             one.plans[f"plans_{what}_ns"] / 1e3 for what in ("capture", "instantiate", "update")
         )
-        tried = one.plans["plans_updated"] + one.plans["plans_reinstantiated"]
-        yield Line(
-            one.where | {
-                "nodes": str(one.nodes),
-                "captures": str(one.made), "us to capture": f"{capture / one.made:.0f}",
-                "us to instantiate": f"{instantiate / one.instantiated:.0f}",
-                "updates": str(tried) if tried else "",
-                "us to update": f"{update / tried:.0f}" if tried else "",
-            },
-            [one.ab],
-        )  # fmt: skip
+        cells = one.where | {
+            "nodes": str(one.nodes),
+            "captures": str(one.made), "us to capture": f"{capture / one.made:.0f}",
+            "us to instantiate": f"{instantiate / one.instantiated:.0f}",
+        }  # fmt: skip
+        if updated:
+            cells["updates"] = str(one.tried or "")
+            cells["us to update"] = f"{update / one.tried:.0f}" if one.tried else ""
+        yield Line(cells, [one.ab])
 
 
 class Fresh(NamedTuple):
@@ -212,46 +215,6 @@ def _made_anew(one: Fresh) -> dict[str, str]:
         "verdict": row["verdict"], "captured": captured(plans),
         "ms to capture": f"{making / 1e6:.1f}", "replayed": str(plans["plans_replayed"]),
     }  # fmt: skip
-
-
-def sets_of_best(recorded: Recorded) -> Iterator[Line]:
-    """A set of toggles that preset `best` could have: beside what won one by one, in engines that
-    are warm or made anew."""
-    for row, run in recorded.of("best"):
-        made = (
-            {(one.arm["name"], one.row["test"]): one for one in fresh_of(run)}
-            if row.kind == "fresh"
-            else {}
-        )
-        ab = AB(run.run, run.samples)
-        for found in ab.summary().to_dict("records"):
-            if found["is_control"]:
-                continue
-            fresh = made.get((found["arm"], found["test"]))
-            yield Line(
-                {
-                    "Model": model_of(ab.run), "engines": "made anew" if fresh else "warm",
-                    "Test": found["test"], "set": _set_name(found["arm"]),
-                    "t/s one by one": f"{found['tps_baseline']:.1f}",
-                    "t/s then": f"{found['tps_toggled']:.1f}",
-                    "Speedup": f"{found['speedup']:.3f} ({found['low']:.3f}..{found['high']:.3f})",
-                    "A/A band": f"{found['band_low']:.3f}..{found['band_high']:.3f}",
-                    "verdict": found["verdict"],
-                    "captured": captured(fresh.plans) if fresh else "",
-                },
-                [ab],
-            )  # fmt: skip
-
-
-def _set_name(arm: str) -> str:
-    """What of a set tells it from the others on CUDA; the caption has what they share."""
-    shared = _shared()
-    return " ".join(f"`{word}`" for word in arm.split() if word not in shared)
-
-
-def _shared() -> list[str]:
-    first, *others = (arm.split() for arm in SETS["cuda"][1:])
-    return [word for word in first if all(word in other for other in others)]
 
 
 def sweep(recorded: Recorded) -> Iterator[Line]:
@@ -302,8 +265,9 @@ def timed_rows(recorded: Recorded) -> Sequence[dict[str, Any]]:
 def timed(recorded: Recorded) -> Iterator[Line]:
     """A model and scope: each call for a plan, timed by itself, us."""
     for row in timed_rows(recorded):
-        cells = {"Model": row["model"], "a plan is": f"a {row['scope']}", "nodes": row["nodes"],
-                 "edges": row["edges"], "programmatic": row["programmatic_edges"]}  # fmt: skip
+        cells = {"Model": title_of(row["model"]), "a plan is": f"a {row['scope']}",
+                 "nodes": row["nodes"], "edges": row["edges"],
+                 "programmatic": row["programmatic_edges"]}  # fmt: skip
         times = {
             column: f"{row[name]['median']:.1f}" if name in row else ""
             for name, column in TIMED.items()
@@ -371,7 +335,8 @@ BLOCKS: dict[str, list[Part]] = {
     "plans-cuda": [
         Table("Graph plans", rules, None,
               "{tests}, {n} interleaved repetitions; calls of the host and nodes on the device for "
-              "a token; us: medians{tick}"),
+              "a token; us: medians{tick}; what was captured and replayed: in an engine's first "
+              "tokens"),
         "What direct results and launches ahead add to a plan of a step, in the same run:",
         Table("", added, None, "{tests}, {n} interleaved repetitions, plans=ours"),
     ],
@@ -380,10 +345,5 @@ BLOCKS: dict[str, list[Part]] = {
         Table("Calls for a plan", timed, said=timed_where),
     ],
     "plans-fresh": [Table("First tokens", first_tokens, None, "{tests}, {n} interleaved engines")],
-    "sets-cuda": [
-        Table("Sets of toggles for best", sets_of_best, None,
-              "{n} interleaved repetitions or engines; each set has "
-              + ", ".join(f"`{word}`" for word in _shared())),
-    ],
     "sweep-cuda": [Table("Depth", sweep, None, "{n} interleaved repetitions, medians")],
 }  # fmt: skip

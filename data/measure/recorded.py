@@ -162,6 +162,12 @@ def model_of(run: dict[str, Any]) -> str:
     return f"{name} {run['model']['quant']}"
 
 
+def title_of(name: str) -> str:
+    """What `model_of` says of a model that folders name so."""
+    preset, _, quant = name.rpartition("-")
+    return f"{preset} {quant.upper().removesuffix('_M')}"
+
+
 def depth_ratio(recorded: Recorded) -> float | None:
     """What the deepest test of `depth-llama-3-8b-q4_0` adds to a token over an empty cache, in
     times of reading the cache at the run's read bandwidth."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from data.measure import plan_binds, plan_tables, readme, targets
+from data.measure import best_table, plan_binds, plan_tables, readme, set_tables, targets
 from data.measure.matrix import OFF, STEP, WHOLE
 from data.measure.recorded import Recorded
 from tests import peer_runs
@@ -101,3 +101,14 @@ def test_every_missed_target_of_plans_has_its_reason():
         (found,) = [one for one in targets.targets(recorded) if one.what.startswith(start)]
         if "**missed**" in found.met:
             assert f"What binds, {title}" in said
+
+
+def test_why_no_set_of_best_won():
+    """As the table of `best` was made: where none won, every set is slower somewhere."""
+    said = set_tables.won(Recorded(RESULTS))
+    table = json.loads(best_table.TABLE.read_text())["cuda"]
+    won = any(row["by"] == "faster together" for row in table.values())
+    assert won == (": won; " in said) == ("None did" not in said)
+    if not won:
+        lines = [line for line in said.splitlines() if line.startswith("- ")]
+        assert lines and all("slower in none" not in line for line in lines)

@@ -134,9 +134,10 @@ def test_an_arm_of_plans_says_what_is_in_them_and_what_is_added(tmp_path):
     assert (step["gap us"], step["device us"], step["host us"]) == ("20", "820", "30")
     assert step["stamps us"] == "3.0"
     made = readme.made("plans-cuda", Recorded(tmp_path))
-    assert "us: medians, by a clock in steps of 32 ns; commit" in made
+    assert "us: medians, by a clock in steps of 32 ns; what was" in made
     assert step["Speedup"].startswith(f"{900 / 840:.3f} (") and step["verdict"] == "faster"
     assert float(step["t/s"]) == pytest.approx(1e6 / 840, rel=0.01)
+    assert step["t/s off"] == off["t/s"] and off["t/s off"] == plain["t/s off"] == ""
     assert [step[name] for name in ("captured", "updated", "reinstantiated", "replayed")] == [
         "2", "3", "1", "40",
     ]  # fmt: skip
