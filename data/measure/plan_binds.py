@@ -12,7 +12,17 @@ from typing import Any
 
 from data.measure import peer, plan_tables
 from data.measure.binds import Bind
-from data.measure.plan_tables import KINDS, OFF, OURS, Fresh, Planned, fresh_of, kind_of, planned
+from data.measure.plan_tables import (
+    KINDS,
+    OFF,
+    OURS,
+    Fresh,
+    Planned,
+    captured,
+    fresh_of,
+    kind_of,
+    planned,
+)
 from data.measure.recorded import Recorded, model_of, title_of
 from workbench.bench import worth
 from workbench.bench.stats import SLOWER
@@ -153,12 +163,12 @@ def fresh(recorded: Recorded) -> Iterator[Bind]:
 def _fresh(one: Fresh, warm: Mapping[str, Any] | None) -> Bind:
     ms = one.ab.samples.groupby(["arm", "token"])["ns"].median() / 1e6
     more = ms[one.arm["name"]] - ms[one.ab.run["arms"][0]["name"]]
-    n = one.plans["plans_captured"]
+    n = one.plans["plans_captured"] + one.plans.get("plans_twinned", 0)
     making = (one.plans["plans_capture_ns"] + one.plans["plans_instantiate_ns"]) / 1e6
     dear = more.nlargest(n).sort_index()
     others = more.drop(dear.index)
     said = [
-        f"{n} captures; tokens {', '.join(map(str, dear.index))} take "
+        f"captured: {captured(one.plans)}; tokens {', '.join(map(str, dear.index))} take "
         f"{', '.join(f'{value:.1f}' for value in dear)} ms more than without plans, the "
         f"other {len(others)} together {-others.sum():.1f} ms less",
         f"capturing and making launchable take {making:.1f} ms of it; what else a first use costs, "

@@ -65,7 +65,7 @@ def test_first_tokens_say_which_of_them_cost_more(tmp_path):
     fresh_run(tmp_path)
     (found,) = plan_binds.fresh(Recorded(tmp_path))
     assert found.missed == "llama-3.2-1b BF16, first 1 tokens, a step"
-    assert found.binds[0].startswith("2 captures; tokens 0 take 16.0 ms more than without plans")
+    assert found.binds[0].startswith("captured: 2; tokens 0 take 16.0 ms more than without plans")
     assert found.binds[1].startswith("capturing and making launchable take 9.0 ms of it")
     each = {"capture_us": {"median": 200.0}, "instantiate_us": {"median": 100.0},
             "upload_us": {"median": 50.0}}  # fmt: skip

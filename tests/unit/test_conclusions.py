@@ -157,7 +157,7 @@ def test_what_building_costs(tiny_model) -> None:
 
 def tables_of_plans() -> dict[str, pd.DataFrame]:
     made = {
-        "tokens": 24, "captured": 2, "updated": 0, "made anew": 0, "replayed": 24,
+        "tokens": 24, "captured": 2, "twinned": 0, "updated": 0, "made anew": 0, "replayed": 24,
         "part by part": 0, "capture us": 40.0, "instantiate us": 60.0, "update us": float("nan"),
     }  # fmt: skip
     forced = [
