@@ -102,7 +102,9 @@ def test_a_step_s_stamps_lie_in_it_and_change_nothing(loaded, values):
             after = engine.counters
             assert np.array_equal(decode(engine), wanted)
         # plain and stamped plans are kept side by side
-        captures = [n for n in after if n in ("plans_captured", "plans_reinstantiated")]
+        captures = [
+            n for n in after if n in ("plans_captured", "plans_twinned", "plans_reinstantiated")
+        ]
         assert all(engine.counters[n] == before[n] for n in captures)
         if values["launch_ahead"] == "on":
             n = sum(after[name] - before[name] for name in ("plans_ahead", "plans_ahead_missed"))
@@ -122,7 +124,7 @@ def test_every_way_to_keep_a_graph_can_be_stamped(loaded, reuse, scope):
             plain = engine.counters
             assert np.array_equal(decode_stamped(engine), wanted)
         # a graph that is built anew takes over the plan of one that is gone, stamped or not
-        for name in ("plans_captured", "plans_updated", "plans_replayed"):
+        for name in ("plans_captured", "plans_twinned", "plans_updated", "plans_replayed"):
             done = plain[name] - before[name]
             assert engine.counters[name] - plain[name] == done, name
 
