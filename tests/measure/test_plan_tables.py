@@ -361,3 +361,10 @@ def test_graph_work_is_the_most_of_its_benchmarks(tmp_path):
     alone = {"test_bench_reuse.py::test_graph_work": {"median_us": 41.0}}
     (tmp_path / "benchmarks.json").write_text(json.dumps({"benchmarks": alone}))
     assert "41 us" in target(tmp_path, "graph work").measured
+
+
+def test_twins_are_said_beside_captures():
+    assert plan_tables.captured({}) == ""
+    assert plan_tables.captured({"plans_captured": 3}) == "3"  # a run from before twins
+    assert plan_tables.captured({"plans_captured": 3, "plans_twinned": 0}) == "3"
+    assert plan_tables.captured({"plans_captured": 1, "plans_twinned": 2}) == "1 and 2 twinned"

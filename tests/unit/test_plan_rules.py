@@ -364,6 +364,18 @@ def test_a_landing_whose_turn_was_not_foreseen_gets_its_twin_when_it_comes():
     assert plans.counts["plans_captured"] == 1 and plans.counts["plans_twinned"] == 2
 
 
+def test_behind_a_warm_up_the_first_capture_is_the_only_one():
+    """Each landing's first call issues its parts."""
+    device, landing = Device(), Landing(open_backend(), 8)
+    plans = Plans(policy("ours", plan_warmup="2"))
+    (call,) = bound(plans, device.landing_work(1, landing))
+    tokens(call, landing, 9)
+    assert device.verbs() == [
+        *["issue"] * 3, "capture", "launch", "twin", "launch", "twin", *["launch"] * 4,
+    ]  # fmt: skip
+    assert plans.counts["plans_captured"] == 1 and plans.counts["plans_issued"] == N_BLOCKS
+
+
 def test_what_has_no_twin_is_captured():
     device, landing = Device(), Landing(open_backend(), 8)
     (call,) = bound(plans := Plans(policy("ours")), device.landing_work(1, landing))

@@ -171,7 +171,7 @@ class GatedCall:
         if not reserved or None in reserved or work.moves:
             return
         plan = self._plans.get(reserved)
-        if plan is None:
+        if plan is None or plan.captured is None:
             plan = self._make_next(reserved)
             if plan is not None:
                 self._plans[reserved] = plan

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from workbench.backend import ahead
@@ -227,9 +227,7 @@ class Plans(NoPlans):
             also = () if self._policy.rule == PlanRule.PR else (outputs,)  # and stamped or not
             return self._kept.setdefault((number, landing, type(work), *also), Plan())
         found = self._for_the_same(identity)
-        if found is None and had.captured is None:
-            found = self._twin(work, identity)
-        return self._keep(found or self._for_other_addresses(identity, had))
+        return self._keep(found or self._for_other_addresses(work, identity, had))
 
     def _keep(self, found: Plan) -> Plan:
         self._kept[id(found)] = found
@@ -241,9 +239,11 @@ class Plans(NoPlans):
     def _for_the_same(self, identity: Identity) -> Plan | None:
         return next((plan for plan in self._kept.values() if plan.identity == identity), None)
 
-    def _for_other_addresses(self, identity: Identity, had: Plan) -> Plan:
+    def _for_other_addresses(self, work: Plannable, identity: Identity, had: Plan) -> Plan:
         """A plan that only its addresses tell from `identity`: the work's own before a patch, or
-        one whose work is gone. Else a new plan."""
+        one whose work is gone. Else a new plan, also where it can be a twin."""
+        if had.captured is None and any(self._siblings(work, identity)):
+            return Plan()
         for plan in (had, *self._kept.values()):
             free = plan is had or plan.work() is None
             if free and changed(plan.identity, identity) is not None:
@@ -260,21 +260,24 @@ class Plans(NoPlans):
 
     # twins --------------------------------------------------------------------------------------
 
-    def _twin(self, work: Plannable, identity: Identity) -> Plan | None:
-        """A plan for `work`, made of another one of its plans; None where only a capture does."""
-        for plan in self._kept.values():
+    def _siblings(self, work: Plannable, identity: Identity) -> Iterator[tuple[Plan, list[int]]]:
+        """Plans of `work` for other landings, each with the parts that have other addresses."""
+        for plan in list(self._kept.values()):
             moved = changed(plan.recorded, identity) if plan.work() is work else None
-            if plan.captured is None or moved is None:
-                continue
-            made = plan.ask(plan.captured.twin, work, moved)
+            if plan.captured is not None and moved is not None:
+                yield plan, moved
+
+    def _twin(self, plan: Plan, work: Plannable, identity: Identity) -> bool:
+        """Gives `plan` a twin of a sibling. False where only a capture does."""
+        for other, moved in self._siblings(work, identity):
+            assert other.captured is not None, "a sibling is captured"
+            made = other.ask(other.captured.twin, work, moved)
             if made is not None:
-                twin = Plan()
-                twin.captured, twin.identity, twin.recorded = made, identity, identity
-                twin.used = self._clock()
+                plan.captured, plan.recorded, plan.used = made, identity, self._clock()
                 self.counts["plans_twinned"] += 1
                 self.counts["plans_instantiate_ns"] += made.instantiate_ns
-                return twin
-        return None
+                return True
+        return False
 
     def _make_next(self, work: Plannable, blocks: Sequence[int]) -> Plan | None:
         """The plan for results in these blocks of the landings, where a twin does. The device is
@@ -283,12 +286,13 @@ class Plans(NoPlans):
             return None
         with landing_in(work.landings, blocks):
             identity = work.identity
+            found = self._for_the_same(identity) or Plan()
             try:
-                found = self._for_the_same(identity) or self._twin(work, identity)
+                if found.captured is None and not self._twin(found, work, identity):
+                    return None
             except DeviceError:
                 return None  # the step that wants it captures it, or says what is wrong
-            if found is not None:
-                self._take_in(self._keep(found), work, identity)
+            self._take_in(self._keep(found), work, identity)
             return found
 
     def _settle(self, plan: Plan, work: Plannable, plans: dict[Hashable, Plan]) -> None:
@@ -296,7 +300,10 @@ class Plans(NoPlans):
         of the work, by landing."""
         plan.settled = True
         blocks = tuple([landing.reserve() for landing in work.landings])
-        if blocks and None not in blocks and blocks not in plans:
+        if not blocks or None in blocks:
+            return
+        had = plans.get(blocks)
+        if had is None or had.captured is None:
             made = self._make_next(work, blocks)
             if made is not None:
                 plans[blocks] = made
@@ -315,6 +322,10 @@ class Plans(NoPlans):
                 counts["plans_updated"] += 1
                 return
             plan.destroy()
+        elif self._policy.rule == PlanRule.OURS:
+            assert plan.identity is not None, "it has arrived"
+            if self._twin(plan, work, plan.identity):
+                return
         plan.captured = made = work.backend.capture(work)
         counts["plans_reinstantiated" if captured is not None else "plans_captured"] += 1
         counts["plans_capture_ns"] += made.capture_ns

@@ -252,7 +252,7 @@ class CudaGraph(Captured):
         return True
 
     def twin(self, work: Plannable, changed: Sequence[int]) -> CudaGraph | None:
-        template = self._alive("has no twin")
+        template = self._alive("cannot have a twin")
         self.owner.attach()
         if work.stream != self._stream or self._moved is None:
             return None
