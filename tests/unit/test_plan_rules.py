@@ -384,24 +384,20 @@ def test_what_has_no_twin_is_captured():
     assert plans.counts["plans_captured"] == N_BLOCKS and not plans.counts["plans_twinned"]
 
 
-def test_a_twin_that_fails_leaves_the_step_and_the_next_captures():
-    """Behind a launch nobody is told; the step that wants the plan is, if it fails again."""
-    device, landing = Device(), Landing(open_backend(), 8)
-    (call,) = bound(plans := Plans(policy("ours")), device.landing_work(1, landing))
-    call()
-    landing.take(8)
-    assert device.verbs() == ["capture", "launch", "twin"]
-    plans.clear()
+def test_a_twin_that_fails_costs_a_capture():
+    """Whether behind a launch or where a step wants it. Nobody is told, for a capture does."""
     device, landing = Device(), Landing(open_backend(), 8)
     (call,) = bound(plans := Plans(policy("ours")), device.landing_work(1, landing))
     device.fails_twins = True
-    tokens(call, landing, 1)
-    assert device.verbs() == ["capture", "launch", "twin", "destroy"]
-    with_it = [landing.take(8)]
+    tokens(call, landing, 6)
+    failed = ["launch", "twin", "twin", "capture"]
+    assert device.verbs()[:9] == ["capture", *failed, *failed]
+    assert plans.counts["plans_captured"] == N_BLOCKS and not plans.counts["plans_twinned"]
+    plans.clear()
     device.fails_twins = False
     tokens(call, landing, 6)
-    assert plans.counts["plans_replayed"] == 7 and with_it
-    assert all(plan.captured.alive for plan in plans._kept.values())
+    assert plans.counts["plans_captured"] == N_BLOCKS + 1
+    assert plans.counts["plans_twinned"] == N_BLOCKS - 1
 
 
 def test_works_that_are_built_anew_share_the_twins():

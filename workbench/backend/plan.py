@@ -271,7 +271,10 @@ class Plans(NoPlans):
         """Gives `plan` a twin of a sibling. False where only a capture does."""
         for other, moved in self._siblings(work, identity):
             assert other.captured is not None, "a sibling is captured"
-            made = other.ask(other.captured.twin, work, moved)
+            try:
+                made = other.captured.twin(work, moved)
+            except DeviceError:
+                return False  # a capture does, or it says what is wrong
             if made is not None:
                 plan.captured, plan.recorded, plan.used = made, identity, self._clock()
                 self.counts["plans_twinned"] += 1
@@ -287,11 +290,8 @@ class Plans(NoPlans):
         with landing_in(work.landings, blocks):
             identity = work.identity
             found = self._for_the_same(identity) or Plan()
-            try:
-                if found.captured is None and not self._twin(found, work, identity):
-                    return None
-            except DeviceError:
-                return None  # the step that wants it captures it, or says what is wrong
+            if found.captured is None and not self._twin(found, work, identity):
+                return None  # the step that wants it captures it
             self._take_in(self._keep(found), work, identity)
             return found
 
