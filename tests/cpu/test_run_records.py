@@ -28,7 +28,7 @@ from workbench.config import Toggles
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 # what the campaign adds to a folder once it was measured
 ADDED = {
-    "cache_bytes_per_token", "product_flops", "product_tflops", "read_gbps", "read_rates",
+    "cache_bytes_per_token", "parts", "product_flops", "product_tflops", "read_gbps", "read_rates",
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from workbench.backend.plan import COUNTS as PLAN_COUNTERS
+from workbench.backend import ahead, plan
 from workbench.bench import gaps, kernel_bench, results
 from workbench.bench.comparison import AB
 from workbench.bench.old_names import RENAMED, Renamed, in_todays_words
@@ -19,6 +19,7 @@ from workbench.engine.phases import PHASES
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("**/run.json"))
+PLAN_COUNTERS = {*plan.COUNTS, *ahead.COUNTS}
 PHASE_COUNTERS = {f"{phase}_n" for phase in PHASES}
 COUNTERS = {
     "steps", "programs_built", "programs_reused", "graph_ns", "split_ns", "layout_ns", "lower_ns",
