@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (words.opened > number) words = read_words(control + OPENED);
         const bool open = words.opened >= number && !(words.cancelled >> bit & 1);
         if (!open) answer(control, number, -number);
-        // No write of this thread is under way: the fence waits for none.
+        // Where it is open, no write of this thread is under way for the fence to wait for.
         __threadfence_system();
         is_open = open;
         gate = number;

@@ -172,8 +172,9 @@ class Prepared:
             call()
 
     def write_ahead(self, values: Mapping[str, np.ndarray], late: Collection[str]) -> None:
-        """Writes a next run's inputs now, but for those named in `late`. Staging memory must be
-        free, and no wait may be in front of the writes. Then `run_late` issues that run."""
+        """Writes a next run's inputs now, but for those named in `late`. Then `run_late` issues
+        that run. The caller knows that the device has read what was in this staging memory: a wait
+        of the program for that comes behind these writes."""
         if not self.late:
             commands = [self._program.commands[n] for n in self.firsts[: len(self.head)]]
             early = [isinstance(c, Write) and c.value in values and c.value not in late

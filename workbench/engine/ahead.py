@@ -7,7 +7,8 @@ by one token for each sequence, all of it but the tokens is known before:
     program    is looked up, where it is kept as it is
     launch     with launch_ahead=on the plan is launched, and waits at its gate (`backend/gate.py`)
     writes     the inputs are written to staging memory, once the device has read the inputs of the
-               step under way. Only a gate says so; other programs write when they are submitted
+               step under way. Only a gate says so; other programs write when they are submitted.
+               A gate is behind all earlier steps of its stream, so rings of inputs are free, too
 
 A step that is launched ahead has the very same shape as the one under way. So its inputs lie where
 the other's do. If nobody opens the gate, the device computes that step once more.
@@ -68,7 +69,8 @@ def look_ahead(engine: Engine, now: NextStep, work: Work) -> int:
     took. Only inputs are made where a recorder looks on: its marks would be behind a launch."""
     start = now_ns()
     engine._batches.look_ahead(work)
-    engine._expected = None if engine._recorder else _next(engine, now, engine._batches.next)
+    traced, batch = engine._recorder is not None, engine._batches.next
+    engine._expected = None if traced else _next(engine, now, batch)
     return now_ns() - start
 
 
