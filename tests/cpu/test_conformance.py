@@ -273,7 +273,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "a copy moves the bytes it is told to and no others": (
         Short, "a copy of 1 bytes brought others"),
     "a prepared copy reads what is there at each call": (
-        Early, "a copy out of pinned memory did not bring .* it was called: 0 is there, not 1"),
+        Early, "a copy out of pinned memory did not bring .* it was called: .* is there, not 1"),
     "launches of a stream run in order, each as often as it is called": (
         Once, "launches did not count as often as they were called: 2 is there, not "),
     "without streams a launch is done when its call returns": (
@@ -281,9 +281,9 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "Sync(stream) waits for launches": (
         NoSyncStream, r"Sync\(stream\) returned before launches of the stream were done"),
     "Sync(stream) waits for copies to the host": (
-        NoSyncStream, r"Sync\(stream\) returned before a copy to the host was done: 0 is there"),
+        NoSyncStream, r"Sync\(stream\) returned before a copy to the host was done: .* is there"),
     "Sync(stream) waits for copies to the device, whose source is free then": (
-        NoSyncStream, "returned before a copy out of pinned memory was done: 8 is there, not 7"),
+        NoSyncStream, "returned before a copy out of pinned memory was done: .* is there, not 7"),
     "synchronize waits for every stream": (
         NoSynchronize, "synchronize returned before launches were done"),
     "streams run side by side": (
@@ -301,7 +301,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "a copy does not overwrite what launches in front of it read": (
         out_of_order, "a copy overwrote what the launches in front of it had yet to read"),
     "a launch reads what copies in front of it have brought": (
-        out_of_order, "a launch did not wait for the copy in front of it: 1 is there, not 8"),
+        out_of_order, "a launch did not wait for the copy in front of it: .* is there, not 8"),
     "copies of a stream run in order": (
         out_of_order, "a copy did not wait for the copy in front of it"),
     "a copy reads what one in front of it has brought to pinned memory": (
@@ -309,7 +309,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "memory may be freed after a Sync": (
         Scribbles, r"a copy read memory that was freed after Sync\(stream\)"),
     "close waits for what is queued": (
-        Hasty, "close returned before a copy was done: 0 is there, not 7"),
+        Hasty, "close returned before a copy was done: .* is there, not 7"),
     "teardown may be in any order, and twice": (
         ClosesOnce, "closing twice raised DeviceError: closed before"),
     "an event never recorded holds nobody up": (
@@ -355,9 +355,10 @@ def test_every_clause_has_a_device_that_breaks_it():
 
 @pytest.mark.parametrize("check", BROKEN)
 def test_a_device_that_breaks_a_clause_is_found_out(check):
-    """In one of three tries: a busy machine may do meanwhile what the device did not wait for."""
+    """In one of ten tries: a busy machine may do meanwhile what the device did not wait for. Where
+    it did half of it, the row is torn."""
     device, message = BROKEN[check]
-    found = next(filter(None, (failures(device, [check]) for _ in range(3))))[check]
+    found = next(filter(None, (failures(device, [check]) for _ in range(10))))[check]
     assert re.search(message, found) and len(found.splitlines()) == 1
 
 

@@ -40,9 +40,9 @@ def test_an_honest_device_keeps_what_it_claims(name, check):
 
 DRAINED = {
     "Sync(stream) waits for copies to the host": "Sync(stream) returned before a copy to the host "
-    "was done: 0 is there, not 7",
+    "was done: ",
     "Sync(stream) waits for copies to the device, whose source is free then": "Sync(stream) "
-    "returned before a copy out of pinned memory was done: 8 is there, not 7",
+    "returned before a copy out of pinned memory was done: ",
     "synchronize waits for every stream": "synchronize returned before a copy on stream ",
 }
 ORDERED = {
@@ -50,7 +50,7 @@ ORDERED = {
     "a launch reads what copies in front of it have brought": "did not wait for the copy in front",
     "copies of a stream run in order": "a copy did not wait for the copy in front of it",
     "Sync(event) waits for the copies before its Record": "Sync(event) returned before a copy in "
-    "front of its Record was done: 0 is there, not 7",
+    "front of its Record was done: ",
     "an event stands for the copies before its Record": "waited for an event, and ran before the "
     "copy in front of the event's Record",
 }
