@@ -48,7 +48,8 @@ class CopyStream(Choice):
 class HostSource(Choice):
     """What memory input values are copied from. A driver may stage PAGEABLE memory and make the
     call wait. Any memory may be read late. A ring has a buffer for each of the last steps. Before
-    the host writes a buffer again, it waits for the copies from it."""
+    the host writes a buffer again, it waits for the copies from it. Behind a step that the host
+    waited for, the first buffer is taken again."""
 
     PINNED = "pinned", "page-locked memory, as in llama.cpp"
     PAGEABLE = "pageable", "ordinary memory, which the driver may stage first"

@@ -188,7 +188,7 @@ def test_a_layer_that_is_done_again_costs_its_phases_and_changes_nothing(base, n
 def test_the_same_program_is_issued_though_everything_is_done_again(base):
     with base.variant(KEPT.switched("redo", "on")) as engine:
         engine.step([1])
-        key = Key(engine.program().shape, engine.next_turn())
+        key = Key(engine.program().shape, engine.turn)
         first = engine._programs.get(key)
         assert engine._programs.get(key) is first
 
@@ -408,7 +408,7 @@ def test_inputs_of_another_shape_are_refused_before_anything_is_issued(base, nam
         found = [engine.step([token]) for token in TOKENS[:3]]
         counts = engine.counters
         batch = engine._batches.take([(0, [1], "last")])
-        prepared = engine._programs.get(Key(batch.shape, engine.next_turn()))
+        prepared = engine._programs.get(Key(batch.shape, engine.turn))
         value = batch.values[name]
         for other in (value.reshape(-1, 1)[:1], np.repeat(value, 2, axis=0)):
             with pytest.raises(

@@ -119,17 +119,20 @@ def test_what_goes_is_what_the_policy_says(base, wanted, monkeypatch, rule):
 # rings -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("step_wait", Toggles.values("step_wait"))
 @pytest.mark.parametrize(
-    ("ring", "turns"),
+    ("ring", "period"),
     [
-        ({}, 1), ({"host_source": "pinned_ring_2"}, 2), ({"host_source": "pinned_ring_4"}, 4),
-        ({"n_copies": "4"}, 4), ({"host_source": "pinned_ring_2", "n_copies": "4"}, 4),
+        ({"host_source": "pinned_ring_2"}, 2), ({"host_source": "pinned_ring_4"}, 4),
+        ({"host_source": "pinned_ring_2", "n_copies": "4"}, 4),
     ],
 )  # fmt: skip
-def test_each_turn_of_a_ring_has_a_plan(base, ring, turns):
-    """A plan of a step has the addresses of one staging buffer, and is never patched for others."""
-    with base.variant(planned("ours", "step", **ring)) as engine:
-        assert engine.period == turns
+def test_each_turn_of_a_ring_has_a_plan(base, ring, period, step_wait):
+    """A plan of a step has the addresses of one staging buffer, and is never patched for others.
+    Where the host waits for each step, all have the first turn."""
+    with base.variant(planned("ours", "step", step_wait=step_wait, **ring)) as engine:
+        assert engine.period == period
+        turns = 1 if step_wait == "every" else period
         for token in DECODED:
             engine.step([token], "none")
         counts = engine.counters

@@ -1,4 +1,5 @@
-"""Rings of staging memory and several buffers for a device's inputs: each step takes the next."""
+"""Rings of staging memory and several buffers for a device's inputs: each step of a train takes the
+next, and a step behind a wait of the host the first."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from workbench.backend.issue import Prepared
 from workbench.config import Toggles
 from workbench.program.commands import RESULT, Copy, Program, Record, Sync, Write
 
@@ -56,28 +58,71 @@ def buffers(program: Program) -> tuple[set[str], set[str]]:
     return written, brought
 
 
+def of_turn(source: str, n_copies: str, turn: int) -> tuple[set[str], set[str]]:
+    """What `buffers` finds in a program of this turn."""
+    host, device = RINGS[source], int(n_copies)
+    return (
+        {"staging"} if host == 1 else {f"staging.{turn % host}"},
+        {"arena.1"} if device == 1 else {f"inputs.1.{turn % device}"},
+    )
+
+
 @pytest.mark.parametrize("n_copies", ["1", "4"])
 @pytest.mark.parametrize("source", RINGS)
-def test_rings_come_round(engine, source, n_copies):
-    toggles = Toggles(sync="copy_boundary", host_source=source, n_copies=n_copies)
+def test_rings_come_round_in_a_train(engine, source, n_copies):
+    """A train of nine ubatches; tokens behind it, and the next train, begin anew."""
+    toggles = Toggles(
+        sync="copy_boundary", host_source=source, n_copies=n_copies, step_wait="outputs"
+    )
     with engine.variant(toggles) as variant:
-        found = [buffers(program) for program in variant.programs(8, 8)]
-    host, device = RINGS[source], int(n_copies)
-    for i, (written, brought) in enumerate(found):
-        assert written == ({"staging"} if host == 1 else {f"staging.{i % host}"})
-        assert brought == ({"arena.1"} if device == 1 else {f"inputs.1.{i % device}"})
+        found = [buffers(program) for program in variant.programs(9 * 8, 2, laps=2)]
+    wanted = [of_turn(source, n_copies, turn) for turn in (*range(9), 0, 0)]
+    assert found == wanted * 2
+
+
+@pytest.mark.parametrize("source", ["pinned_ring_2", "pinned_ring_4"])
+def test_all_steps_share_a_program_where_the_host_waits_for_each(engine, source):
+    toggles = Toggles(
+        sync="copy_boundary", graph_reuse="set_rows", host_source=source, n_copies="4"
+    )
+    with engine.variant(toggles) as variant:
+        programs = variant.programs(1, 8)
+        assert [buffers(p) for p in programs] == [of_turn(source, "4", 0)] * 9
+        for token in PROMPT[:9]:
+            variant.step([token])
+        assert variant.counters["programs_built"] == 1
+
+
+@pytest.mark.parametrize("source", RINGS)
+def test_an_engine_takes_the_turns_that_its_programs_say(engine, source, monkeypatch):
+    """A train of five ubatches and tokens, and another of two."""
+    toggles = Toggles(sync="copy_boundary", host_source=source, n_copies="4", step_wait="outputs")
+    issued = []
+    with engine.variant(toggles) as variant:
+        run = Prepared.run
+        monkeypatch.setattr(
+            Prepared, "run", lambda self, *given: (issued.append(self.program), run(self, *given))
+        )
+        for wanted in (variant.programs(5 * 8, 3), variant.programs(2 * 8, 1)):
+            n_prompt = sum(p.shape.n_tokens for p in wanted if p.shape.n_tokens > 1)
+            variant.reset()
+            issued.clear()
+            variant.prefill(PROMPT[:n_prompt])
+            for token in PROMPT[: len(wanted) - n_prompt // 8]:
+                variant.step([token])
+            assert [buffers(p) for p in issued] == [buffers(p) for p in wanted]
 
 
 def test_a_ring_is_written_behind_the_copies_from_it(engine):
     """The host waits for the event that was recorded behind the copies of the turn's last step."""
-    with engine.variant(Toggles(sync="implicit", copy_stream="compute",
+    with engine.variant(Toggles(sync="implicit", copy_stream="compute", step_wait="outputs",
                                 host_source="pinned_ring_2")) as variant:  # fmt: skip
-        first, second, third = variant.programs(8, 2)
+        first, second, third, _ = variant.programs(4 * 8)
     for program in (first, second, third):
         wait, write = program.commands[:2]
         assert isinstance(wait, Sync) and isinstance(write, Write)
         copies = [i for i, c in enumerate(program.commands) if isinstance(c, Copy)]
-        record = program.commands[copies[-2] + 1]  # the last copy brings the logits
+        record = program.commands[copies[-1] + 1]
         assert isinstance(record, Record) and record.event == wait.event
     events = [program.commands[0].event for program in (first, second, third)]
     assert events[0] == events[2] != events[1]
@@ -85,9 +130,9 @@ def test_a_ring_is_written_behind_the_copies_from_it(engine):
 
 def test_with_several_copies_the_host_waits_for_an_event_and_not_for_the_stream(engine):
     """As llama.cpp does where it has events: for the graph that read the buffer, four steps ago."""
-    for sync, waits in (("per_copy", 6), ("copy_boundary", 1)):
-        with engine.variant(Toggles(sync=sync, n_copies="4")) as variant:
-            programs = variant.programs(8, 4)
+    for sync, waits in (("per_copy", 5), ("copy_boundary", 1)):
+        with engine.variant(Toggles(sync=sync, n_copies="4", step_wait="outputs")) as variant:
+            *programs, _ = variant.programs(6 * 8)
         assert programs[0].pattern().endswith("gr")
         before = [[c for c in p.commands if isinstance(c, Sync) and c.split != RESULT
                    and c.event is not None] for p in programs]  # fmt: skip

@@ -77,8 +77,8 @@ def runs_of(
 ) -> Iterator[tuple[str, list[Program]]]:
     """A decode of three tokens, and a train: two ubatches without outputs, one with, the next
     train's first. What comes again in a run is one program, but where it is patched for its cell
-    (graph_reuse). Where rings have several turns, each a program of its own, runs are so long that
-    every turn comes again. scopes: also of each, with plans, where it is not refused."""
+    (graph_reuse). Where rings have several turns, each has a program, and all come again in a
+    train. scopes: also of each, with plans, where it is not refused."""
     yield from _runs_of(base, toggles, one_order)
     for scope in scopes:
         if toggles.plans == PlanRule.OFF:
@@ -96,15 +96,14 @@ def _runs_of(
     on = {name: v for name, v in toggles.to_dict().items() if v != getattr(Toggles(), name)}
     name = " ".join(f"{k}={v}" for k, v in on.items()) or "baseline"
     with base.variant(toggles) as engine, copies_in_order(engine, one_order):
+        yield f"decode {name}", engine.programs(1, 2)
+        if toggles.step_wait != StepWait.OUTPUTS:
+            return
         if (period := engine.period) > 1:
-            yield f"decode {name}", apart(engine.programs(1, laps=period + 1))
-            if toggles.step_wait == StepWait.OUTPUTS:
-                yield f"train {name}", apart(engine.programs(period + 2, 1))
+            yield f"train {name}", apart(engine.programs(period + 2, 1))
             return
         first, second, last = engine.programs(3)
-        yield f"decode {name}", engine.programs(1, 2)
-        if toggles.step_wait == StepWait.OUTPUTS:
-            yield f"train {name}", [first, second, last, first]
+        yield f"train {name}", [first, second, last, first]
 
 
 def mutants_of(run: str, steps: list[Program], one_order: bool) -> Iterator[Mutant]:

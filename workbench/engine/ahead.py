@@ -53,7 +53,6 @@ class NextStep:
         start = now_ns()
         if engine._under_way is not None or engine._batches.made_ahead(work) is not self.batch:
             return False
-        engine.next_turn()
         self._batch_ns = now_ns() - start
         return True
 
@@ -76,7 +75,7 @@ def look_ahead(engine: Engine, now: NextStep, work: Work) -> int:
 
 def _next(engine: Engine, now: NextStep, batch: Batch | None) -> NextStep | None:
     start = now_ns()
-    kept = batch and engine._programs.peek(Key(batch.shape, engine._turn))
+    kept = batch and engine._programs.peek(Key(batch.shape, engine.turn))
     if batch is None or kept is None:
         return None
     step = NextStep(batch, kept, now.watch)

@@ -49,7 +49,7 @@ class Engine:
     for use from several threads at once. `variant` makes another engine on the same weights.
     """
 
-    period = 1  # after how many steps the rings that steps take by turns come round again
+    period = 1  # after how many steps without a wait rings come round again
 
     def __init__(self, loaded: Loaded, config: EngineConfig, wanted: Wanted):
         """Use `Engine.load`. Raises DeviceError where the device cannot honour a toggle."""
@@ -59,7 +59,7 @@ class Engine:
         self.preset, self.chosen = have.preset, have.words
         self.n_steps = self.n_untraced = 0
         self.period = self._ordering.period
-        self._turn = 0  # of the rings, also of steps that failed
+        self.turn = 0  # of the rings: of the step under way, or that comes
         self._events: dict[str, Any] = {}
         self._under_way: Pending | None = None
         self._expected: NextStep | None = None
@@ -155,7 +155,7 @@ class Engine:
             return pending
         with self._begin(work) as watch:
             batch = self._batches.take(work)
-            key = Key(batch.shape, self.next_turn())
+            key = Key(batch.shape, self.turn)
             program = self._programs.get(key, batch.first_cell)  # built or kept
             self._under_way = pending = Pending(self, NextStep(batch, program, watch), work)
         return pending
@@ -190,7 +190,7 @@ class Engine:
         without tokens. Where it is interrupted, the cells that moved are lost."""
         with self._begin(()) as watch:
             batch = shift_batch(self.cache)
-            program = self._programs.get(Key(batch.shape, self.next_turn()), batch.first_cell)
+            program = self._programs.get(Key(batch.shape, self.turn), batch.first_cell)
             try:
                 self._under_way = pending = Pending(self, NextStep(batch, program, watch), ())
                 self.cache.rotated()
@@ -198,16 +198,12 @@ class Engine:
                 self.cache.lost()  # cells, where it was interrupted midway
         pending.wait()
 
-    def next_turn(self) -> int:
-        """The turn of the step that begins."""
-        turn, self._turn = self._turn, (self._turn + 1) % self.period
-        return turn
-
     # what a step under way tells ----------------------------------------------------------------
 
-    def ended(self) -> None:
-        """No step is under way."""
+    def ended(self, waits: bool) -> None:
+        """No step is under way any more, where the host `waits` behind its wait."""
         self._under_way = None
+        self.turn = self._ordering.turn_after(self.turn, waits)
 
     def count(self, phase: str, ns: int) -> None:
         """Adds to the time of a phase."""
@@ -298,8 +294,8 @@ class Engine:
         return self._made.several(n_prompt, n_decoded, laps)
 
     def cycle(self, n_prompt: int, n_decoded: int = 0) -> list[Program]:
-        """The programs of prompt after prompt, each with n_decoded tokens behind it, until rings
-        come round: what a checker repeats. Raises UsageError for no tokens and too many."""
+        """The programs of a prompt and n_decoded tokens behind it, which a checker repeats: the
+        host has waited. Raises UsageError for no tokens and too many."""
         return self._made.cycle(n_prompt, n_decoded)
 
     @property

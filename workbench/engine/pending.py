@@ -59,9 +59,9 @@ class Pending:
             )
         if self._logits is None:
             engine, watch, program = self._engine, self._step.watch, self._step.program
-            engine.ended()
-            start, ahead_ns = now_ns(), 0
             waits = bool(program.tail)
+            engine.ended(waits)
+            start, ahead_ns = now_ns(), 0
             try:
                 if waits:
                     ahead_ns = look_ahead(engine, self._step, self._work)

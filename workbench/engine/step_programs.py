@@ -3,7 +3,6 @@
 One phase goes on with what the phase before it made. So each can be done again by itself.
 """
 
-import math
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -23,7 +22,7 @@ from workbench.graph.ir import Graph, Node, StepShape, Tensor
 from workbench.model.blocks import CacheStores
 from workbench.model.decoder import Model, build_graph
 from workbench.model.shift import shift_graph
-from workbench.program.commands import Buffer, Program
+from workbench.program.commands import RESULT, Buffer, Program
 from workbench.program.first_cell import at_cell
 from workbench.program.layout import Layout, Target, lay_out
 from workbench.program.lower import lower
@@ -118,8 +117,13 @@ class StepPrograms:
         check_room(0, n_prompt + n_decoded, config.n_ctx)
         shapes = prompt_shapes(n_prompt, n_decoded, config.n_ubatch, kv_pad(self._toggles, config))
         buffers = dict[str, Buffer]()
-        keys = [(shape, i % self._ordering.period) for i, shape in enumerate(shapes * laps)]
-        made = {key: self.of(*key, buffers) for key in dict.fromkeys(keys)}
+        keys, made, turn = [], dict[tuple[StepShape, int], Program](), 0
+        for shape in shapes * laps:
+            keys.append(key := (shape, turn))
+            if key not in made:
+                made[key] = self.of(*key, buffers)
+            waited = made[key].commands[-1].split == RESULT
+            turn = self._ordering.turn_after(turn, waited)
         cells = [0, *accumulate(shape.n_tokens for shape in shapes)][:-1]
         steps = list(zip(keys, cells * laps, strict=True))
         at = {(key, cell): at_cell(made[key], cell) for key, cell in dict.fromkeys(steps)}
@@ -129,5 +133,4 @@ class StepPrograms:
         """See `Engine.cycle`."""
         if n_prompt < 1:
             raise UsageError(f"a prompt of {n_prompt} tokens has no steps; give at least 1")
-        steps = -(-n_prompt // self._loaded.config.n_ubatch) + n_decoded
-        return self.several(n_prompt, n_decoded, math.lcm(steps, self._ordering.period) // steps)
+        return self.several(n_prompt, n_decoded, 1)

@@ -73,8 +73,17 @@ class Ordering(NamedTuple):
 
     @property
     def period(self) -> int:
-        """After how many steps both rings come round again. Each turn has its own program."""
+        """After how many steps without a wait both rings come round again. Each turn has its own
+        program."""
         return math.lcm(self.host_ring, self.device_ring)
+
+    def turn_after(self, turn: int, waited: bool) -> int:
+        """The turn behind a step of `turn`. waited: the host waited for the step. No copy is in use
+        then, and the first is taken: so tokens share one program, and one plan.
+
+        Source: llama.cpp, `ggml_backend_sched_synchronize`: copy 0 after a synchronization.
+        """
+        return 0 if waited else (turn + 1) % self.period
 
 
 _NO_EVENTS = "it has no events"
