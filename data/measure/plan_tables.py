@@ -4,6 +4,7 @@ an engine, and a sweep over depth."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from data.measure.recorded import Recorded, between, model_of, title_of
@@ -85,10 +86,10 @@ class Planned(NamedTuple):
         return self.made + self.plans.get("plans_twinned", 0)
 
 
-def planned(recorded: Recorded) -> Iterator[Planned]:
-    """Every arm of every comparison of plans but the controls."""
-    for row, run in recorded.of("plans", "plans"):
-        yield from arms(row.model, run)
+@lru_cache(maxsize=4)
+def planned(recorded: Recorded) -> list[Planned]:
+    """Every arm of every comparison of plans but the controls. Many tables and targets ask."""
+    return [one for row, run in recorded.of("plans", "plans") for one in arms(row.model, run)]
 
 
 def arms(model: str, run: results.Run) -> Iterator[Planned]:
