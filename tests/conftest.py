@@ -12,9 +12,14 @@ from tests import profiles
 from workbench.model.synth import write_tiny, write_tiny_models
 
 profiles.register()
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    # as a shell leaves it that runs us behind a `&`: children that tests interrupt would inherit it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that runs us behind a `&` ignores the one, and nohup the other. Children that tests
+# interrupt would inherit it.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
 
 

@@ -15,6 +15,7 @@ import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +67,7 @@ OF_OTHERS = {
 }
 
 
+@cache
 def files() -> dict[str, ast.Module]:
     """Path below the package -> what is in the file."""
     return {
