@@ -252,6 +252,7 @@ def test_sets_for_best_stand_beside_what_won_one_by_one(tmp_path):
         f"`launch_ahead=on` `plan_batch=one` {train}": "faster",
         f"`plan_batch=one` {train}": "faster",
         f"`launch_ahead=on` `plan_batch=any` {train}": "no difference",
+        f"`launch_ahead=on` `plan_batch=any` {train} `plan_warmup=2`": "no difference",
     }
     assert "each set has `plans=ours`, `plan_scope=step`" in readme.made(
         "sets-cuda", Recorded(tmp_path)
