@@ -150,7 +150,7 @@ def test_logits_and_counts_are_those_of_the_slow_twin(engine, does):
 def test_decoded_tokens_are_ready_where_their_programs_are_kept_as_they_are(engine):
     engine.reset()
     ready = []
-    for i in range(4):  # the program of each turn
+    for i in range(4):  # plans of every block
         engine.step([i + 1])
     for i in range(12):
         engine.step([i + 1])
