@@ -201,7 +201,7 @@ class Engine:
     # what a step under way tells ----------------------------------------------------------------
 
     def ended(self, waits: bool) -> None:
-        """No step is under way any more, where the host `waits` behind its wait."""
+        """No step is under way. waits: the host waits for it before it issues another."""
         self._under_way = None
         self.turn = self._ordering.turn_after(self.turn, waits)
 
@@ -294,8 +294,8 @@ class Engine:
         return self._made.several(n_prompt, n_decoded, laps)
 
     def cycle(self, n_prompt: int, n_decoded: int = 0) -> list[Program]:
-        """The programs of a prompt and n_decoded tokens behind it, which a checker repeats: the
-        host has waited. Raises UsageError for no tokens and too many."""
+        """The programs of a prompt and n_decoded tokens behind it: what a checker repeats, as the
+        host waits at its end. Raises UsageError for no tokens and too many."""
         return self._made.cycle(n_prompt, n_decoded)
 
     @property
