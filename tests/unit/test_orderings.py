@@ -1,5 +1,6 @@
 """What `race_of` says of every ordering is what the checker proves of its programs: of tokens one
-by one, of a train of ubatches, of layers over two devices and of some on the host."""
+by one, of a train of ubatches, of layers over two devices and of some on the host. What is safe is
+safe where steps of other shapes come between, too."""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ import pytest
 
 import workbench as wb
 from tests.orderings import NAMES, PLACED, every_ordering
+from tests.planned import SCOPES
+from workbench.graph.ir import StepShape
 from workbench.program.check import hazards
-from workbench.program.commands import Record
+from workbench.program.commands import RESULT, Buffer, Program, Record
+from workbench.program.plans import with_plans
 from workbench.program.sync_modes import race_of
 
 TOKENS = {"decode": 1, "train": 48}  # six ubatches: more than there are places
@@ -55,6 +59,43 @@ def test_what_is_said_to_race_does_and_nothing_else(engine, what, share):
         if bool(said) != bool(found) and not waits_anyhow:
             wrong.append((ordering, said, found[:1]))
     assert not wrong, (len(wrong), wrong[0])
+    assert racing
+
+
+# tokens, outputs, n_kv and sequences of each step; without tokens, stored K is turned
+MIXED = [
+    StepShape(*step) for step in (
+        (8, 0, 64, 1), (0, 0, 256, 0), (5, 0, 64, 2), (8, 0, 256, 1), (0, 0, 256, 0),
+        (0, 0, 256, 0), (1, 0, 64, 1), (8, 8, 128, 3), (3, 0, 64, 3), (1, 1, 64, 1), (2, 0, 256, 2),
+    )
+]  # fmt: skip
+
+
+def mixed(engine: wb.Engine) -> Iterator[Program]:
+    """Steps of `MIXED` twice over, each of the turn that an engine gives it."""
+    made, buffers, turn = dict[tuple[StepShape, int], Program](), dict[str, Buffer](), 0
+    for shape in MIXED * 2:
+        if (shape, turn) not in made:
+            made[shape, turn] = engine._step_programs.of(shape, turn, buffers)
+        yield (program := made[shape, turn])
+        turn = engine._ordering.turn_after(turn, program.commands[-1].split == RESULT)
+
+
+@SHARES
+def test_what_is_safe_is_safe_whatever_shapes_steps_have(engine, share):
+    """Programs share arenas, and one may lie where another lies otherwise. The shift of a cache has
+    other splits than a step, and gives nothing from one device to another."""
+    racing = 0
+    for toggles in [*every_ordering()][::share]:
+        with engine.variant(toggles) as variant:
+            said, steps = race_of(variant._ordering, engine.backend.capabilities), [*mixed(variant)]
+        found = hazards.races(steps)
+        racing += bool(found)
+        assert said or not found, (toggles, found[0])
+        for scope in () if said else SCOPES:
+            planned = {program: with_plans(program, scope) for program in dict.fromkeys(steps)}
+            found = hazards.races(planned[program] for program in steps)
+            assert not found, (toggles, scope, found[0])
     assert racing
 
 

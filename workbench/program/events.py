@@ -16,9 +16,13 @@ def landed(backend: str, split: int) -> str:
     return f"inputs of split {split} on {backend}"
 
 
-def read(backend: str, split: int, turn: int) -> str:
-    """The graph that reads a split's inputs of this turn."""
-    return f"graph of split {split} on {backend}, turn {turn}"
+def read(backend: str, turn: int) -> str:
+    """The graph on a device that reads its inputs of this turn.
+
+    It is named by device, not by split, because a step with other splits may come next. llama.cpp
+    has an event for each backend and copy, too.
+    """
+    return f"graph on {backend}, turn {turn}"
 
 
 def staged(backend: str, turn: int) -> str:

@@ -33,7 +33,8 @@ class _Emitter:
     """The commands of one program while they are made, and what their makers share.
 
     last_copied: by device, the last split that copies from staging memory. (A device's copies run
-    in order.) read_again: splits whose inputs are overwritten by copies of later steps.
+    in order.) overwritten: whether later copies to a device may come that neither the host nor the
+    device's own order holds back.
     """
 
     def __init__(
@@ -54,10 +55,7 @@ class _Emitter:
         given = set(from_host(splits))
         taking = [(i, part) for i, part in enumerate(splits) if part.backend != c.HOST]
         self.last_copied = {part.backend: i for i, part in taking if given & set(part.inputs)}
-        several = ordering.device_ring > 1
-        self.read_again = {
-            i for i, part in taking if part.inputs and (several or set(part.inputs) - given)
-        }
+        self.overwritten = ordering.device_ring > 1 or len(targets) > c.DEVICE + 1
 
     def write_inputs(self, graph: Graph) -> None:
         """The host's writes. In a ring the host first waits for copies that still read this turn's
@@ -116,9 +114,9 @@ class _Emitter:
     def _from_devices(self, number: int, part: Split) -> None:
         """Copies from other devices, each on the stream of the device that computed the tensor.
 
-        The copying stream first waits for the graph that read the destination last. The reading
-        device's stream then waits for the copies. The host does not wait, so a device may be one
-        step ahead of the next device.
+        The copying stream first waits for the graph that read the destination last. That may be one
+        of another shape, which was given nothing by other devices. The reading device's stream then
+        waits for the copies. The host does not wait, so a device may be one step ahead of the next.
 
         In llama.cpp the reading device's stream waits for the last reader, and the copy rides the
         other stream (case reused_copy in `data/measure/races_of_record.py`). Every sync mode here
@@ -128,7 +126,7 @@ class _Emitter:
         theirs = [s for s in part.inputs if s not in self.layout.staged]
         for device in dict.fromkeys(made_by[s] for s in theirs):
             stream = c.Stream(device, c.COMPUTE_STREAM)
-            emit(c.Wait(self._read(part.backend, number), stream, number))
+            emit(c.Wait(self._read(part.backend), stream, number))
             for s in theirs:
                 if made_by[s] == device:
                     emit(c.Copy(here[s], self.ranges[device][s], stream, s.name, number))
@@ -141,11 +139,11 @@ class _Emitter:
         read this turn's inputs."""
         if self.ordering.device_ring == 1:
             return c.Sync(number, stream=compute)
-        return c.Sync(number, event=self._read(compute.backend, number))
+        return c.Sync(number, event=self._read(compute.backend))
 
-    def _read(self, backend: int, number: int) -> str:
-        """The event behind the graph of a split on `backend` that read this turn's inputs."""
-        return events.read(self.targets[backend].name, number, self.layout.device_turn)
+    def _read(self, backend: int) -> str:
+        """The event behind the latest graph on `backend` that read this turn's inputs."""
+        return events.read(self.targets[backend].name, self.layout.device_turn)
 
     def _from_host(self, part: Split) -> list[tuple[str, c.Range, c.Range]]:
         """Name, destination and source of each copy from staging memory, in order."""
@@ -190,17 +188,18 @@ class _Emitter:
             writes = tuple([_range(ranges, a) for a in ops.writes(node)]) + own
             programmatic = early is not None and early(node)
             emit(c.Launch(node, stream, reads, writes, temporary, number, programmatic))
-        if number in self.read_again:
-            emit(c.Record(self._read(part.backend, number), stream, number))
+        if part.backend != c.HOST and self.overwritten:
+            emit(c.Record(self._read(part.backend), stream, number))
 
-    def result(self, graph: Graph, last: c.Stream) -> None:
+    def result(self, graph: Graph, splits: Sequence[Split]) -> None:
         """The logits on their way to the host, and the wait that ends the step."""
-        emit = self.commands.append
+        emit, last = self.commands.append, c.Stream(splits[-1].backend, c.COMPUTE_STREAM)
+        if not graph.shape.n_outputs and self.ordering.step_wait == StepWait.OUTPUTS:
+            return
+        self._join(splits, last)
         if last.backend == c.HOST:
             for t in graph.outputs:
                 emit(c.Read(self.ranges[c.HOST][t], t.name))
-            return
-        if not graph.shape.n_outputs and self.ordering.step_wait == StepWait.OUTPUTS:
             return
         in_stream = self.targets[last.backend].in_stream
         if not in_stream:
@@ -218,6 +217,22 @@ class _Emitter:
         else:
             emit(c.Sync(c.RESULT, stream=last))
         self.commands.extend(reads)
+
+    def _join(self, splits: Sequence[Split], last: c.Stream) -> None:
+        """Lets the wait that ends the step be for other devices, too, where nothing else is: what
+        their latest split computes, no later one takes. (Shifting a cache is such work.)"""
+        for device in {s.backend: None for s in splits if s.backend not in (c.HOST, last.backend)}:
+            latest = max(i for i, s in enumerate(splits) if s.backend == device)
+            taken = {s for part in splits[latest + 1 :] for s in part.inputs}
+            if any(self.made_by.get(s) == device for s in taken):
+                continue
+            stream = c.Stream(device, c.COMPUTE_STREAM)
+            if last.backend == c.HOST or not self.targets[device].in_stream:
+                self.commands.append(c.Sync(c.RESULT, stream=stream))
+            else:
+                ended = events.ended(self.targets[device].name)
+                self.commands.append(c.Record(ended, stream, c.RESULT))
+                self.commands.append(c.Wait(ended, last, c.RESULT))
 
 
 def _joined(
@@ -262,7 +277,7 @@ def lower(
         emitter.bring_inputs(number, part)
         emitter.launches(number, part)
     emitter.take_nothing(len(splits) - 1)
-    emitter.result(graph, c.Stream(splits[-1].backend, c.COMPUTE_STREAM))
+    emitter.result(graph, splits)
     return c.Program(
         emitter.commands,
         layout.buffers,
