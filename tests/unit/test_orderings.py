@@ -13,7 +13,7 @@ from tests.orderings import NAMES, PLACED, every_ordering
 from tests.planned import SCOPES
 from workbench.graph.ir import StepShape
 from workbench.program.check import hazards
-from workbench.program.commands import RESULT, Buffer, Program, Record
+from workbench.program.commands import Buffer, Program, Record
 from workbench.program.plans import with_plans
 from workbench.program.sync_modes import race_of
 
@@ -78,7 +78,7 @@ def mixed(engine: wb.Engine) -> Iterator[Program]:
         if (shape, turn) not in made:
             made[shape, turn] = engine._step_programs.of(shape, turn, buffers)
         yield (program := made[shape, turn])
-        turn = engine._ordering.turn_after(turn, program.commands[-1].split == RESULT)
+        turn = engine._ordering.turn_after(turn, program.waited)
 
 
 @SHARES

@@ -39,7 +39,6 @@ def check(
     is checked, too. Exit status 3 where commands race."""
     from workbench.engine.kv_cache import check_room
     from workbench.program.check import hazards
-    from workbench.program.commands import RESULT
 
     if config.n_ctx:  # else the model says how much there is
         check_room(0, n_tokens + n_decoded, config.n_ctx)
@@ -57,8 +56,7 @@ def check(
     else:
         n_ubatches = -(-n_tokens // config.n_ubatch)
         print("\n".join(lines(cycle, found)))
-        waited = cycle[0].commands[-1].split == RESULT  # no train, then
-        if 1 < n_ubatches <= period and not waited:
+        if 1 < n_ubatches <= period and not cycle[0].waited:  # a train
             print(
                 f"note         of prompts of {n_ubatches} ubatches; the next would overwrite what "
                 f"the first used: ask for --n-tokens {period * config.n_ubatch + 1} or more"

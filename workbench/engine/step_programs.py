@@ -22,7 +22,7 @@ from workbench.graph.ir import Graph, Node, StepShape, Tensor
 from workbench.model.blocks import CacheStores
 from workbench.model.decoder import Model, build_graph
 from workbench.model.shift import shift_graph
-from workbench.program.commands import RESULT, Buffer, Program
+from workbench.program.commands import Buffer, Program
 from workbench.program.first_cell import at_cell
 from workbench.program.layout import Layout, Target, lay_out
 from workbench.program.lower import lower
@@ -122,8 +122,7 @@ class StepPrograms:
             keys.append(key := (shape, turn))
             if key not in made:
                 made[key] = self.of(*key, buffers)
-            waited = made[key].commands[-1].split == RESULT
-            turn = self._ordering.turn_after(turn, waited)
+            turn = self._ordering.turn_after(turn, made[key].waited)
         cells = [0, *accumulate(shape.n_tokens for shape in shapes)][:-1]
         steps = list(zip(keys, cells * laps, strict=True))
         at = {(key, cell): at_cell(made[key], cell) for key, cell in dict.fromkeys(steps)}

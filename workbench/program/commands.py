@@ -22,12 +22,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import takewhile
 from typing import ClassVar, NamedTuple
 
 from workbench.errors import UsageError
 from workbench.graph.ir import Input, Node, StepShape, Tensor
-from workbench.program.letters import folded
+from workbench.program import letters
 from workbench.program.ranges import Buffer as Buffer
 from workbench.program.ranges import Range as Range
 from workbench.program.ranges import Space as Space
@@ -339,6 +338,11 @@ class Program:
     copy_stream: str
     inputs: Sequence[Input] = ()
 
+    @property
+    def waited(self) -> bool:
+        """Whether the host goes on behind it only when all of it is over."""
+        return self.commands[-1].split == RESULT
+
     def pattern(self, fold: bool = False, result: bool = False) -> str:
         """The program's order in the letters of the threads (`letters.py`), one group per split.
 
@@ -348,18 +352,7 @@ class Program:
         it, where the step has them.
         `aaaag aaaag aaaagas` is a train of three ubatches.
         """
-        groups = [""] * len(self.splits)
-        blocked = {c.blocks for c in self.commands}
-        for c in self.commands:
-            letter = "c" if c in blocked else c.letter
-            if c.split >= 0 and not (letter in ("g", "h") and groups[c.split].endswith(letter)):
-                groups[c.split] += letter
-        if fold:
-            groups = [folded(g) for g in groups]
-        if result:
-            last = {c.letter for c in takewhile(lambda c: c.split < 0, reversed(self.commands))}
-            groups[-1] += "".join(letter for letter in "as" if letter in last)
-        return " ".join(groups)
+        return letters.pattern(self.commands, len(self.splits), fold, result)
 
     def counts(self) -> dict[str, int]:
         """Per step: waits of the host, copies, launches, records, stream waits, bytes copied.

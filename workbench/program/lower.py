@@ -227,11 +227,11 @@ class _Emitter:
             if any(self.made_by.get(s) == device for s in taken):
                 continue
             stream = c.Stream(device, c.COMPUTE_STREAM)
-            if last.backend == c.HOST or not self.targets[device].in_stream:
-                self.commands.append(c.Sync(c.RESULT, stream=stream))
+            ended = events.ended(self.targets[device].name)
+            self.commands.append(c.Record(ended, stream, c.RESULT))
+            if last.backend == c.HOST:
+                self.commands.append(c.Sync(c.RESULT, event=ended))
             else:
-                ended = events.ended(self.targets[device].name)
-                self.commands.append(c.Record(ended, stream, c.RESULT))
                 self.commands.append(c.Wait(ended, last, c.RESULT))
 
 
@@ -269,7 +269,7 @@ def lower(
     targets: as `lay_out` was given them. ordering: as `choose_ordering` returned it. The program
     ends with the logits wait (Record, Sync on that event, Read), unless step_wait=outputs and it
     has no outputs. Where copies are not in stream order, two Syncs on the stream replace the event:
-    one before the logits' copy, one behind it.
+    one before the logits' copy, one behind it. When the wait is over, every device is done.
     """
     emitter = _Emitter(splits, layout, ordering, targets)
     emitter.write_inputs(graph)
