@@ -1,7 +1,9 @@
-// The copy of a step's inputs behind a gate: what a plan begins with where it is launched ahead
-// (workbench/backend/gate.py says why, and who writes which word).
+// What a plan begins and ends with where it is launched ahead: the copy of a step's inputs behind a
+// gate, and the word that tells the host of the end (workbench/backend/gate.py says why, and who
+// writes which word).
 //
 //   gate_copy   waits until the host opens the gate, then copies; one block
+//   gate_end    says that everything in front of it has ended; one thread
 //
 // `control` is pinned memory of the host, words of 8 bytes: opened, cancelled, .., ran, .., and the
 // answers. The first two are read together, and beside `ran`: one trip over the bus for an open
@@ -96,4 +98,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();  // every thread has read its share
     if (threadIdx.x == 0) answer(control, gate, gate);
+}
+
+// `counter` is memory of the device: a read over the bus would take a microsecond of every token.
+// The fence orders the word behind the results, also those that were written to the host's memory.
+extern "C" __global__ void gate_end(i64* counter, volatile i64* word) {
+    pdl_wait();
+    const i64 number = *counter + 1;
+    *counter = number;
+    __threadfence_system();
+    *word = number;
 }

@@ -219,3 +219,11 @@ class LaunchAhead(Choice):
 
     OFF = "off", "when the step is submitted"
     ON = "on", "while the device computes the step before; it waits there for the step's inputs"
+
+
+class PlanEnd(Choice):
+    """How the host learns that the plan of a step is over, where it waits for that plan alone. A
+    GPU raises an event some microseconds behind the plan. A word comes sooner."""
+
+    EVENT = "event", "by an event behind the plan, as for every other step"
+    WORD = "word", "by a word of pinned memory that the plan's last kernel writes"

@@ -24,6 +24,7 @@ from workbench.choices import (
     NCopies,
     Pdl,
     PlanBatch,
+    PlanEnd,
     PlanEvict,
     PlanRule,
     PlanScope,
@@ -149,6 +150,9 @@ class Toggles:
     plan_batch: str = _toggle(PlanBatch.ANY, _PLAN, EXACT, _PLANS, "which steps have plans")
     launch_ahead: str = _toggle(
         LaunchAhead.OFF, _PLAN, EXACT, "", "when the plan of a step like the one before is launched"
+    )
+    plan_end: str = _toggle(
+        PlanEnd.EVENT, _PLAN, EXACT, "", "how the host learns that a plan is over"
     )
     fuse: InitVar[str | None] = None  # every fuse_... that is not given itself
     redo: InitVar[str | None] = None

@@ -39,7 +39,7 @@ RESULTS, TABLE = ROOT / "data/results", ROOT / "workbench/best.json"
 KINDS = ("cuda", "embedded", "host")
 TOGETHER = (
     "sync", "copy_stream", "host_source", "n_copies", "step_wait", "results", "plans", "plan_scope",
-    "plan_warmup", "plan_evict", "plan_batch", "launch_ahead",
+    "plan_warmup", "plan_evict", "plan_batch", "launch_ahead", "plan_end",
 )  # fmt: skip
 # stores that want the cells of a step in a row, and are joined with no other launch
 NARROW = {"graph_reuse": NEVER_JOINED}

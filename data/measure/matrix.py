@@ -22,7 +22,7 @@ from workbench.errors import UsageError
 
 # step -> seconds it takes on one H100, models written included; the most important first
 STEPS = {
-    "plans": 245, "best": 62, "reuse": 160, "grown": 75, "decode": 150, "kernels": 110,
+    "plans": 275, "best": 74, "reuse": 160, "grown": 75, "decode": 150, "kernels": 110,
     "depth": 35, "load": 15, "perplexity": 150, "batches": 40, "kernels-batches": 110, "fusion": 85,
     "ablation": 60, "counters": 80, "gaps": 60, "sync": 480, "pipeline": 60, "together": 150,
 }  # fmt: skip
@@ -73,7 +73,8 @@ PLANNED = (BF16, LLAMA_8B, "llama-3-8b-q8_0")
 COMPARED = ("llama-3.2-1b-q4_k_m", "qwen3-4b-q4_k_m", "llama-3.2-3b-q4_k_m", "llama-3-8b-f16")
 ONE_COPY = "sync=packed_implicit copy_stream=compute"  # what a plan of a step wants of its inputs
 OFF, STEP = "plans=off", "plans=ours plan_scope=step"
-DIRECT, AHEAD = "results=direct", "launch_ahead=on"  # what can be added to it
+# what can be added to it
+DIRECT, AHEAD, WORD = "results=direct", "launch_ahead=on", "plan_end=word"
 WHOLE = f"{STEP} {DIRECT} {AHEAD}"
 RULES = tuple(
     f"plans={rule} plan_scope={scope}"
@@ -81,7 +82,10 @@ RULES = tuple(
     for scope in Toggles.values("plan_scope")
 )
 # background's pdl -> what is added to a plan of a step
-ADDED = {"on": (f"{STEP} {DIRECT}", f"{STEP} {AHEAD}", WHOLE), "off": (WHOLE,)}
+ADDED = {
+    "on": (f"{STEP} {DIRECT}", f"{STEP} {AHEAD}", WHOLE, f"{WHOLE} {WORD}"),
+    "off": (WHOLE, f"{WHOLE} {WORD}"),
+}
 # toggles that make sense together alone: preset `best` has a set of them that won as a whole.
 # kind of device -> what won one by one, then the sets, on a background with everything else
 EARLY = f"{WHOLE} {ONE_COPY} plan_batch=one"
@@ -89,7 +93,7 @@ TRAIN = f"{EARLY} step_wait=outputs host_source=pinned_ring_2"
 ANY = TRAIN.replace("plan_batch=one", "plan_batch=any")
 SETS = {
     "cuda": (f"{OFF} sync=packed copy_stream=auto step_wait=outputs", EARLY, TRAIN,
-             TRAIN.replace(f" {AHEAD}", ""), ANY, f"{ANY} plan_warmup=2"),
+             TRAIN.replace(f" {AHEAD}", ""), ANY, f"{ANY} plan_warmup=2", f"{ANY} {WORD}"),
     "embedded": (f"{OFF} sync=auto", EARLY, EARLY.replace(f" {AHEAD}", "")),
 }  # fmt: skip
 LAYERS = tuple(name for name in Toggles.names() if name.startswith("redo_"))  # of reuse
@@ -219,11 +223,13 @@ def _plans() -> Iterator[Row]:
                 f"all {ONE_COPY}" + (" pdl=off" if suffix else ""), sets(*arms),
                 seconds=_seconds(model, N_TOLD, len(arms)),
             )  # fmt: skip
-        yield Row("plans", f"fresh-{model}", "fresh", model, f"tg{N_FRESH}", f"all {ONE_COPY}",
-                  sets(OFF, STEP, WHOLE), rounds=8, seconds=_seconds(model, N_FRESH, 3, 2.0),
-                  )  # fmt: skip
+        yield Row(
+            "plans", f"fresh-{model}", "fresh", model, f"tg{N_FRESH}", f"all {ONE_COPY}",
+            sets(OFF, STEP, f"{WHOLE} {WORD}"), rounds=8,
+            seconds=_seconds(model, N_FRESH, 3, 2.0),
+        )  # fmt: skip
     for model in COMPARED:
-        arms = (OFF, STEP, f"{STEP} {DIRECT}", WHOLE, f"{STEP} pdl=off")
+        arms = (OFF, STEP, f"{STEP} {DIRECT}", WHOLE, f"{WHOLE} {WORD}", f"{STEP} pdl=off")
         yield Row("plans", f"plans-{model}", "plans", model, "tg128", f"all {ONE_COPY}",
                   sets(*arms), seconds=_seconds(model, N_TOLD, len(arms)),
                   )  # fmt: skip

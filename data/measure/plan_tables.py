@@ -15,18 +15,20 @@ from workbench.bench.comparison import AB
 from workbench.bench.stats import SLOWER
 from workbench.bench.token_parts import medians_us
 from workbench.bench.workload import parse
-from workbench.choices import LaunchAhead, PlanRule, PlanScope, Results
+from workbench.choices import LaunchAhead, PlanEnd, PlanRule, PlanScope, Results
 
 OFF, OURS = PlanRule.OFF.value, PlanRule.OURS.value
 MADE = ("captured", "updated", "reinstantiated", "replayed", "ahead")  # of an engine's plans
 # how an arm has its plans, by toggles: what a target is told of
-KINDS = ("a split", "a step", "a step, direct", "a step, ahead", "a step, direct, ahead")
+KINDS = ("a split", "a step", "a step, direct", "a step, ahead", "a step, direct, ahead",
+         "a step, direct, ahead, word")  # fmt: skip
 
 
 def kind_of(toggles: Mapping[str, str]) -> str:
     """One of KINDS: what is in a plan, and what is added to it."""
     added = {"direct": toggles["results"] == Results.DIRECT,
-             "ahead": toggles["launch_ahead"] == LaunchAhead.ON}  # fmt: skip
+             "ahead": toggles["launch_ahead"] == LaunchAhead.ON,
+             "word": toggles["plan_end"] == PlanEnd.WORD}  # fmt: skip
     return ", ".join([f"a {toggles['plan_scope']}", *(name for name, on in added.items() if on)])
 
 

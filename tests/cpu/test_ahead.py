@@ -16,6 +16,7 @@ import workbench as wb
 from tests.late_host import LATE, late_looks, never_passed  # noqa: F401 - of every test
 from workbench.backend import gate
 from workbench.errors import UsageError
+from workbench.program.commands import Replay
 from workbench.trace.profile import profile
 
 TOGGLES: dict[str, Any] = {
@@ -27,6 +28,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "ring": {"host_source": "pinned_ring_2", "step_wait": "outputs"},
     "table": {"graph_reuse": "pointer_table", "kv_growth": "full"},
     "today": {"plans": "today", "fuse": "on"},
+    "word": {"results": "direct", "plan_end": "word"},
+    "word behind a copy": {
+        "plan_end": "word",
+        "host_source": "pinned_ring_2",
+        "step_wait": "outputs",
+    },
 }
 N_SEQS = 3
 
@@ -45,7 +52,7 @@ def pair(request, loaded) -> Iterator[tuple[wb.Engine, wb.Engine]]:
     """Without launches ahead, and with them."""
     toggles = TOGGLES | WAYS[request.param]
     with (
-        loaded.variant(wb.Toggles(**toggles)) as plain,
+        loaded.variant(wb.Toggles(**toggles | {"plan_end": "event"})) as plain,
         loaded.variant(wb.Toggles(**toggles, launch_ahead="on")) as ahead,
     ):
         yield plain, ahead
@@ -188,6 +195,39 @@ def test_whatever_an_engine_does_in_between(pair, loaded, does):
         assert np.array_equal(wanted, got)
 
 
+@pytest.mark.parametrize("results", wb.Toggles.values("results"))
+def test_a_host_that_is_told_of_the_end_waits_for_no_event(loaded, monkeypatch, results):
+    """Nor does it go on too early: a plan that never tells is waited for by its event."""
+    waits: list[bool] = []
+    sync_event = loaded.backend.sync_event
+
+    def counted(event: Any) -> Any:
+        sync = sync_event(event)
+
+        def wait() -> None:
+            waits.append(True)
+            sync()
+
+        return wait
+
+    monkeypatch.setattr(loaded.backend, "sync_event", counted)
+    toggles = TOGGLES | {"launch_ahead": "on", "results": results}
+    found, n_waits = [], []
+    with loaded.variant(wb.Toggles(**toggles)) as by_event:
+        found.append(decode(by_event, TOKENS))
+    assert len(waits) >= len(TOKENS)
+    for deaf in (False, True):
+        if deaf:  # no plan tells, and the host looks in vain
+            monkeypatch.setattr(gate.Gate, "end", lambda self, stream, programmatic: None)
+            monkeypatch.setattr(gate, "WORD_NS", 100_000)
+        waits.clear()
+        with loaded.variant(wb.Toggles(**toggles, plan_end="word")) as by_word:
+            found.append(decode(by_word, TOKENS, late=[7, 19]))
+        n_waits.append(len(waits))
+    assert all(np.array_equal(rows, found[0]) for rows in found)
+    assert n_waits[0] == 0 and n_waits[1] > len(TOKENS)
+
+
 def test_two_engines_that_launch_ahead_share_a_backend(pair, loaded):
     plain, ahead = pair
     wanted = decode(plain, TOKENS)
@@ -213,6 +253,24 @@ def test_a_traced_step_is_launched_when_it_is_submitted(pair):
         for token in TOKENS[:5]:
             ahead.step([token])
         assert ahead.counters["plans_ahead"] == before
+
+
+def test_a_trace_has_every_command_of_a_plan_and_nothing_more(pair):
+    """What tells the host of the end is no command's, and the spans are there when it is told."""
+    _, ahead = pair
+    decode(ahead, TOKENS)
+    with profile(ahead) as prof:
+        for token in TOKENS[:6]:
+            ahead.step([token])
+    spans = [s for s in prof.timeline.spans if s.category == "device"]
+    assert all(s.end_ns >= s.start_ns > 0 for s in spans)
+    program = ahead.program(n_past=ahead.n_past)
+    (plan,) = [command for command in program.commands if isinstance(command, Replay)]
+    steps = {s.args["step"] for s in spans}
+    assert len(steps) == 6
+    for step in steps:
+        parts = {s.args["part"] for s in spans if s.args["step"] == step}
+        assert parts == set(range(len(plan.parts)))
 
 
 def test_a_stamped_step_is_launched_ahead(pair):
@@ -244,6 +302,11 @@ REFUSED: dict[str, dict[str, str]] = {
     "graph_reuse": {"graph_reuse": "patch_pointers"},
     "rebuild": {"graph_reuse": "rebuild"},
 }
+
+
+def test_no_plan_tells_of_its_end_that_is_not_launched_ahead(loaded):
+    with pytest.raises(UsageError, match="use launch_ahead=on, or plan_end=event"):
+        loaded.resolve(wb.Toggles(**TOGGLES, plan_end="word"))
 
 
 @pytest.mark.parametrize("name", REFUSED)

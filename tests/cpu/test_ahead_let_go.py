@@ -36,6 +36,7 @@ PLANS: dict[str, dict[str, str]] = {
         "plans": "ours", "plan_batch": "one", "host_source": "pinned_ring_2",
         "step_wait": "outputs",
     },
+    "word": {"plans": "ours", "plan_end": "word"},
 }  # fmt: skip
 PROMPT = list(range(1, 21))
 N_SEQS = 2

@@ -28,11 +28,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "step": STEP,
     "ahead": STEP | {"launch_ahead": "on", "results": "direct"},
     "ring": STEP | {"launch_ahead": "on", "host_source": "pinned_ring_2", "step_wait": "outputs"},
+    "word": STEP | {"launch_ahead": "on", "results": "direct", "plan_end": "word"},
     "patched": {"graph_reuse": "patch_pointers"},
     "rebuilt": {"graph_reuse": "rebuild"},
     "redone": {"redo_bind": "on"},
 }
-READY = ("eager", "step", "ahead", "ring")  # ways whose next steps can be made ready
+READY = ("eager", "step", "ahead", "ring", "word")  # ways whose next steps can be made ready
 COUNTED = (
     "steps", "programs_built", "programs_reused", "programs_refused", "batch_n", "reuse_n",
     "issue_n", "wait_n", "untraced_steps",

@@ -101,14 +101,15 @@ def test_ours_are_best_with_and_without_plans_of_whole_steps(program, tmp_path, 
     assert ours == (*inspect.signature(cuda.main).parameters["ours"].default.split(","),)
     first, planned = ours
     assert first == "best" and planned.startswith("best ")
-    assert set(matrix.EARLY.split()) <= set(planned.split())
+    assert {*matrix.ANY.split(), matrix.WORD} <= set(planned.split())
     measure(program, tmp_path / FOLDER, tiny_models, ours=",".join(ours), theirs="default")
     run = results.load_run(tmp_path / FOLDER / MODEL).run
     _, best, whole, control = (arm["toggles"] for arm in run["arms"])
     assert best == control
     changed = {"plans": "ours", "plan_scope": "step", "sync": "packed_implicit",
-               "copy_stream": "compute", "step_wait": "every", "results": "direct",
-               "launch_ahead": "on", "plan_batch": "one"}  # fmt: skip
+               "copy_stream": "compute", "step_wait": "outputs", "results": "direct",
+               "launch_ahead": "on", "plan_end": "word",
+               "host_source": "pinned_ring_2"}  # fmt: skip
     assert whole == best | changed
     counters = run["arms"][2]["counters"]
     assert counters["plans_replayed"] > counters["plans_captured"] > 0

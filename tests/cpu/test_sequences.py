@@ -127,10 +127,11 @@ def test_each_sequence_is_answered_as_alone(tiny_model, preset, quant, device):
 TOGGLES = [
     {name: value} for name in Toggles.names() for value in Toggles.values(name)
     if value != getattr(Toggles(), name)
-    and (name, value) not in [("pdl", "on"), ("launch_ahead", "on")]
+    and (name, value) not in [("pdl", "on"), ("launch_ahead", "on"), ("plan_end", "word")]
 ] + [
-    {"launch_ahead": "on", "plans": "ours", "plan_scope": "step", "sync": "packed_implicit",
-     "graph_reuse": "set_rows"}
+    {"launch_ahead": "on", "plan_end": end, "plans": "ours", "plan_scope": "step",
+     "sync": "packed_implicit", "graph_reuse": "set_rows"}
+    for end in Toggles.values("plan_end")
 ]  # fmt: skip
 TRAINS = [
     {"sync": sync, "copy_stream": stream, "host_source": source, "n_copies": n,

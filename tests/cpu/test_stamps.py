@@ -85,6 +85,9 @@ NAMES = ("plans", "plan_scope", "launch_ahead", "results")
 COMBINATIONS = [
     dict(zip(NAMES, values, strict=True)) for values in product(*map(wb.Toggles.values, NAMES))
 ]
+COMBINATIONS += [
+    values | {"plan_end": "word"} for values in COMBINATIONS if values["launch_ahead"] == "on"
+]
 
 
 @pytest.mark.parametrize("values", COMBINATIONS, ids=lambda v: "-".join(v.values()))

@@ -29,6 +29,10 @@ SCOPES: dict[str, dict[str, str]] = {
     "direct, ahead": {
         "plan_scope": "step", "sync": "packed_implicit", "launch_ahead": "on", "results": "direct",
     },
+    "ahead, word": {
+        "plan_scope": "step", "sync": "packed_implicit", "launch_ahead": "on", "results": "direct",
+        "plan_end": "word",
+    },
 }  # fmt: skip
 TOKENS = [(7 * i + 3) % 500 for i in range(10)]
 

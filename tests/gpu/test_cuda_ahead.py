@@ -158,6 +158,13 @@ def feed(used: wb.Engine, tokens: list[int], late: float = 0.0) -> np.ndarray:
         ("tiny-llama", "Q4_0", {"host_source": "pinned_ring_2", "step_wait": "outputs"}),
         ("tiny-llama", "Q4_0", {"graph_reuse": "pointer_table"}),
         ("tiny-llama", "Q4_0", {"plans": "today"}),
+        ("tiny-llama", "Q4_0", {"plan_end": "word"}),
+        ("tiny-llama", "Q8_0", {"plan_end": "word", "results": "direct", "fuse": "on"}),
+        (
+            "tiny-qwen3",
+            "Q4_K",
+            {"plan_end": "word", "results": "direct", "fuse": "on", "pdl": "on"},
+        ),
     ],
 )
 def test_steps_launched_ahead_give_the_same_bits(engine, backend, preset, quant, more):  # noqa: F811
@@ -166,7 +173,7 @@ def test_steps_launched_ahead_give_the_same_bits(engine, backend, preset, quant,
     tokens = tokens_for(preset, 100)
     shared = engine(preset, quant, "cuda")
     toggles = STEP | more
-    with shared.variant(Toggles(**toggles)) as plain:
+    with shared.variant(Toggles(**toggles | {"plan_end": "event"})) as plain:
         wanted = feed(plain, tokens)
     with shared.variant(Toggles(**toggles, launch_ahead="on")) as ahead:
         for late in (0.0, 0.3):

@@ -135,16 +135,18 @@ SCOPES: list[dict[str, str]] = [
     {"plan_scope": "split"}, {"plan_scope": "step", "sync": "implicit"},
     {"plan_scope": "step", "sync": "event_guarded", "copy_stream": "own"},
     {"plan_scope": "step", "sync": "packed_implicit", "launch_ahead": "on"},
+    {"plan_scope": "step", "sync": "packed_implicit", "launch_ahead": "on", "plan_end": "word"},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("fuse", ["off", "on"])
-@pytest.mark.parametrize("scope", SCOPES, ids=["split", "step", "forked", "gated"])
+@pytest.mark.parametrize("scope", SCOPES, ids=["split", "step", "forked", "gated", "word"])
 def test_what_runs_in_a_replay_has_its_part(loaded, scope, fuse, first):
     """Every kernel and copy of a window has the name, the op and the kernel that its part issues.
     The plan is captured in the window, or before CUPTI is there. With a gate, the kernel there is
-    the copy of the inputs; the plan that was launched ahead of the window is none of its."""
+    the copy of the inputs, and what tells of the end is nobody's; the plan that was launched ahead
+    of the window is none of its."""
     pdl = "on" if fuse == "on" and loaded.backend.capabilities.programmatic else "off"
     toggles = Toggles(graph_reuse="set_rows", fuse=fuse, pdl=pdl, plans="ours", **scope)
     with loaded.variant(toggles) as engine:

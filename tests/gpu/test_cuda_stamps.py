@@ -36,6 +36,7 @@ WAYS: list[dict[str, Any]] = [
     STEP | {"graph_reuse": "patch_pointers"},
     AHEAD,
     AHEAD | {"results": "direct", "pdl": "on"},
+    AHEAD | {"results": "direct", "pdl": "on", "plan_end": "word"},
 ]
 
 

@@ -171,7 +171,10 @@ AHEAD: dict[str, str] = {
 
 
 @pytest.mark.parametrize("results", ["copy", "direct"])
-@pytest.mark.parametrize("scope", [*SCOPES[1:], AHEAD], ids=["step", "forked", "ahead"])
+@pytest.mark.parametrize(
+    "scope", [*SCOPES[1:], AHEAD, AHEAD | {"plan_end": "word"}],
+    ids=["step", "forked", "ahead", "word"],
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("preset", "quant", "more"),
     [

@@ -203,9 +203,10 @@ def test_gap_host_and_kernels_are_held_against_their_bounds(tmp_path, gap):
         found.measured
     )
     missed = "a split; a step" + ("; a step, direct, ahead" if over else "")
-    assert found.met == f"**missed**: {missed}; not measured: a step, direct; a step, ahead"
+    left = "not measured: a step, direct; a step, ahead; a step, direct, ahead, word"
+    assert found.met == f"**missed**: {missed}; {left}"
     host = target(tmp_path, "plans=ours, host")
-    assert host.met == "**missed**: a split; not measured: a step, direct; a step, ahead"
+    assert host.met == f"**missed**: a split; {left}"
     kernels = target(tmp_path, "plans=ours, pdl=on")
     assert kernels.measured == f"{MODEL} 820 (809)" and f"**missed**: {MODEL}" in kernels.met
     assert target(tmp_path, "plans=ours, pdl=off").measured == f"{MODEL} 905 (904)"
@@ -253,6 +254,7 @@ def test_sets_for_best_stand_beside_what_won_one_by_one(tmp_path):
         f"`plan_batch=one` {train}": "faster",
         f"`launch_ahead=on` `plan_batch=any` {train}": "no difference",
         f"`launch_ahead=on` `plan_batch=any` {train} `plan_warmup=2`": "no difference",
+        f"`launch_ahead=on` `plan_batch=any` {train} `plan_end=word`": "no difference",
     }
     assert "each set has `plans=ours`, `plan_scope=step`" in readme.made(
         "sets-cuda", Recorded(tmp_path)

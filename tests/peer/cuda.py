@@ -35,7 +35,7 @@ from cyclopts import App
 
 import workbench as wb
 from data.measure import peer as recorded
-from data.measure.matrix import EARLY
+from data.measure.matrix import ANY, WORD
 from data.measure.peer import LLAMA, MODELS, OURS, SWITCHES, TESTS, PeerRun
 from data.measure.session import parsed, toggles_of
 from tests.peer.llama_bench import LlamaBench, arguments, build, find, name_of
@@ -55,7 +55,7 @@ from workbench.model.synth import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, FILES = ROOT / "data" / "results" / recorded.FOLDER, ROOT / "data" / "models"
-SETTINGS = ("best", f"best {EARLY} step_wait=every")
+SETTINGS = ("best", f"best {ANY} {WORD}")
 SWITCHED = ("default", "graphs=off", "graph_opt=1", "reuse=off")
 N_CTX, N_UBATCH = 1024, 512  # llama-bench's own ubatch
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.base import Captured, Issue, KernelName
+from workbench.backend import gate
+from workbench.backend.base import NO_PART, Captured, Issue, KernelName
 from workbench.backend.issue import Prepared
 from workbench.backend.issued import Issued, Plannable
 from workbench.backend.null import NullBackend
@@ -243,7 +244,8 @@ class CuptiGraph(Captured):
 
     def __init__(self, cupti: FakeCupti, work: Plannable):
         self._cupti, self._recorded, nodes = cupti, list[Work](), list[int]()
-        for number, part in enumerate(work.parts):
+        parts = [*enumerate(work.parts), *([] if work.end is None else [(NO_PART, work.end)])]
+        for number, part in parts:
             cupti.captured = []
             part.call()
             nodes += [number] * len(cupti.captured)
@@ -300,6 +302,13 @@ class CuptiBackend(NullBackend):
                         launch(number=cupti.call("cudaLaunchKernel", "cuLaunchKernel"), name=name)
 
         return Issued(issue, ("launch", node.op))
+
+    def gate_end(self, counter, word, stream, programmatic) -> Issued:
+        def issue() -> None:
+            number, name = self.cupti.call("cuLaunchKernel"), gate.END_KERNEL
+            self.cupti.work(ActivityKind.CONCURRENT_KERNEL, number, stream, KERNEL_NS, name=name)
+
+        return Issued(issue, ("end",))
 
     def copy(self, dst, src, nbytes, stream, to_host) -> Issued:
         cupti = self.cupti

@@ -45,6 +45,7 @@ def test_default_is_the_baseline():
         "plan_evict": "auto",
         "plan_batch": "any",
         "launch_ahead": "off",
+        "plan_end": "event",
     }
 
 
@@ -54,7 +55,7 @@ def test_which_toggles_may_change_the_last_bits():
     scheduling = {"sync", "copy_stream", "host_source", "n_copies", "input_order", "step_wait"}
     scheduling |= {"results"}
     plans = {"plans", "plan_scope", "plan_warmup", "plan_evict", "plan_batch"}
-    plans |= {"launch_ahead"}
+    plans |= {"launch_ahead", "plan_end"}
     redo = {"redo_build", "redo_split", "redo_layout", "redo_lower", "redo_bind"}
     assert exact == scheduling | {"graph_reuse", "pdl"} | plans | redo
     assert Toggles.answer_class("fuse") == ROUNDING

@@ -16,12 +16,13 @@ from tests.unit.fake_cupti import (
     FIRST_NODE,
     ActivityKind,
     CudaEngine,
+    CuptiBackend,
     CuptiError,
     FakeCupti,
     Result,
 )
 from workbench.backend import gate
-from workbench.backend.base import KernelName
+from workbench.backend.base import NO_PART, KernelName
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import Copy, Launch, Replay, Space
 from workbench.trace import cupti as collector
@@ -230,6 +231,30 @@ def test_the_kernel_at_a_gate_is_the_copy_of_the_inputs(cupti, window, stale):
     cupti.spoil = gated
     prof = traced(CudaEngine(cupti, plans="ours", scope="step", packed=True), n=4, window=window)
     assert prof.complete and not prof.missing, prof.missing
+
+    def about(spans: Any) -> list[tuple[Any, ...]]:
+        keys = ("kernel", "bytes", "kind", "index", "part", "step")
+        device = [s for s in spans if s.category == "device"]
+        return sorted((s.name, s.lane, *(str(s.args.get(key)) for key in keys)) for s in device)
+
+    assert about(prof.timeline.spans) == about(plain.timeline.spans)
+
+
+@pytest.mark.parametrize("window", [(0, 1), (1, 2)])
+def test_the_kernel_that_tells_of_the_end_is_no_command_s(cupti, window, monkeypatch):
+    """With plan_end=word a plan ends with a kernel more: all others have their parts."""
+    plain = traced(CudaEngine(cupti, plans="ours", scope="step", packed=True), n=4, window=window)
+    capture = CuptiBackend.capture
+
+    def ended(backend: Any, work: Any) -> Any:
+        work.end = backend.gate_end(1 << 44, 1 << 45, work.stream, False)
+        return capture(backend, work)
+
+    monkeypatch.setattr(CuptiBackend, "capture", ended)
+    engine = CudaEngine(cupti, plans="ours", scope="step", packed=True)
+    prof = traced(engine, n=4, window=window)
+    (graph,) = engine.backend.graphs
+    assert graph.nodes[-1] == NO_PART and prof.complete and not prof.missing, prof.missing
 
     def about(spans: Any) -> list[tuple[Any, ...]]:
         keys = ("kernel", "bytes", "kind", "index", "part", "step")

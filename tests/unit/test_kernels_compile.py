@@ -47,8 +47,8 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 MOST_THREADS, MOST_GRID_Y = 1024, (1 << 16) - 1
 MOST_SHARED = {80: 99 << 10, 90: 227 << 10}  # of a block, by compute capability; 8.6 has the least
 HELPERS = [
-    ("device", "gate"), ("device", "nothing"), ("gate", "gate_copy"), ("stamp", "stamp"),
-    ("stamp", "answer"),
+    ("device", "gate"), ("device", "nothing"), ("gate", "gate_copy"), ("gate", "gate_end"),
+    ("stamp", "stamp"), ("stamp", "answer"),
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ which plans are launched ahead, and what a capture records in place of a copy.""
 from __future__ import annotations
 
 import platform
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.gates import hold
 from tests.unit.fake_cuda import fake_backend
+from workbench.backend import gate as words
 from workbench.backend.ahead import GatedCall, inputs_of
+from workbench.backend.base import NO_PART
 from workbench.backend.cpu import signals
-from workbench.backend.cpu.signals import set_word
+from workbench.backend.cpu.embedded import open_backend as open_device
+from workbench.backend.cpu.signals import await_word, set_word
 from workbench.backend.gate import (
     CANCELLED,
     CONTROL_BYTES,
@@ -214,6 +219,38 @@ def test_a_step_is_computed_from_its_own_inputs_or_known_to_be_missed(does):
                 assert abs(went) == number and (went > 0) == wanted.get(number, False)
 
 
+def test_ends_are_told_by_number_in_time_or_not_at_all(monkeypatch):
+    monkeypatch.setattr(words, "WORD_NS", 1_000_000)
+    backend: Any = open_device(threads=1)
+    counts = dict.fromkeys(("plans_ahead", "plans_ahead_missed"), 0)
+    plain, gate = Gate(backend, counts), Gate(backend, counts, by_word=True)
+    try:
+        assert plain.end(0, False) is None and not plain.ended(1)
+        end = gate.end(0, False)
+        assert end is not None
+        assert not gate.ended(0) and not gate.ended(1)  # of no launch; of one that does not come
+        for number in (1, 2, 3):
+            with hold(backend, 0) as held:
+                end()
+                assert not gate.ended(number)
+                threading.Timer(0.01, held.open).start()
+                monkeypatch.setattr(words, "WORD_NS", 10 * 10**9)
+                assert gate.ended(number) and gate.ended(number - 1) == (number > 1)
+                monkeypatch.setattr(words, "WORD_NS", 1_000_000)
+        assert not gate.ended(4)
+    finally:
+        for made in (plain, gate):
+            made.free()
+        backend.close()
+
+
+def test_who_waits_for_a_word_leaves_python_to_others():
+    memory = np.zeros(1, np.int64)
+    threading.Timer(0.02, lambda: set_word(memory.ctypes.data, 7)).start()
+    assert await_word(memory.ctypes.data, 7, 20 * 10**9)  # with the GIL it would be in vain
+    assert not await_word(memory.ctypes.data, 8, 1_000_000)
+
+
 # which plans --------------------------------------------------------------------------------------
 
 HERE, COPIES = Stream(1, 0), Stream(1, 1)
@@ -351,6 +388,31 @@ def test_a_capture_has_the_gate_in_place_of_the_copy(monkeypatch):
     graph.launch()
     assert 1 << 43 in api.log[0].args
     for made in (plain, graph):
+        made.destroy()
+
+
+@pytest.mark.parametrize("programmatic", [False, True])
+def test_a_capture_ends_with_what_tells_the_host(monkeypatch, programmatic):
+    """Behind the last command, and of none; a twin and an update keep it."""
+    backend, _ = fake_backend(monkeypatch)
+    api: Any = backend._driver.api
+    first = backend.copy(1 << 40, 1 << 41, 256, 0, to_host=False)
+    last = backend.gate_copy(1 << 42, 1 << 43, 64, 4096, 500, 0)  # any kernel
+    work = Plannable(
+        lambda: None, ("replay",), parts=(first, last), backend=backend, streams=(0, 0), uid=1
+    )
+    work.end = backend.gate_end(1 << 44, 1 << 45, 0, programmatic)
+    graph = backend.capture(work)
+    assert graph.nodes == (0, 1, NO_PART)
+    last.block[0] = 1 << 46
+    twin = graph.twin(work, [1])
+    assert twin is not None and graph.update(work, [1])
+    launch = "cuLaunchKernelEx" if programmatic else "cuLaunchKernel"
+    for made in (graph, twin):
+        api.log.clear()
+        made.launch()
+        assert [c.function for c in api.log] == ["cuMemcpyHtoDAsync", "cuLaunchKernel", launch]
+        assert {1 << 44, 1 << 45} <= set(api.log[2].args) and 1 << 46 in api.log[1].args
         made.destroy()
 
 

@@ -185,6 +185,10 @@ class GatedCall:
         """Whether the device has read the inputs of the latest call: the host may write others."""
         return self._gate.has_read(self._number)
 
+    def ended(self) -> bool:
+        """Waits for the end of the latest launch; False where only the device's events tell."""
+        return self._gate.ended(self._number)
+
     def missed(self) -> bool:
         """Whether the latest launch, which is over, found its gate closed."""
         opened, self._opened = self._opened, 0
@@ -201,7 +205,11 @@ def prepare_ahead(prepared: Prepared, cancel: Issue) -> None:
         return
     call = prepared.head[at]
     assert isinstance(call, GatedCall)
-    wait, again = prepared.tail[0], prepared.head[at:]
+    wait_for_event, again = prepared.tail[0], prepared.head[at:]
+
+    def wait() -> None:
+        if not call.ended():
+            wait_for_event()
 
     def wait_or_again() -> None:
         wait()

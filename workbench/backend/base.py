@@ -73,10 +73,14 @@ class DeviceClock(NamedTuple):
     tick_ns: int
 
 
+NO_PART = -1  # of a node that is of no command
+
+
 class Captured(ABC):
     """What a device has recorded: the commands of a plan, which one call launches.
 
-    launch: that call. nodes: of each node on the device, in order, the part it belongs to.
+    launch: that call. nodes: of each node on the device, in order, the part it belongs to; NO_PART
+    for one that tells the host of the end.
     capture_ns, instantiate_ns: host time of the latest capture and of making it launchable.
     launches: how often it was launched; 0 where nobody counts.
     """
@@ -182,6 +186,12 @@ class Backend(ABC):
     ) -> Issued:
         """As `copy` from pinned memory, once the gate at `control` is open (`backend/gate.py`).
         Where it is cancelled or stays closed for limit_ns, nothing is copied."""
+        raise DeviceError(f"the {self.name} device has no gates; use launch_ahead=off")
+
+    def gate_end(self, counter: int, word: int, stream: int, programmatic: bool) -> Issued:
+        """Counts itself in `counter`, an int64 of device memory, and writes the count to `word`, an
+        int64 of pinned memory, once all in front of it on `stream` is over and what that wrote can
+        be read by the host. programmatic: as of `launch`."""
         raise DeviceError(f"the {self.name} device has no gates; use launch_ahead=off")
 
     @abstractmethod

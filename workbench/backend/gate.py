@@ -27,6 +27,11 @@ A host that is late for every step, because it samples or prints, would have eac
 twice. So behind a second miss in a row 4 steps are not launched ahead, behind a third 8, and so on,
 up to MOST_PASSED.
 
+With `plan_end=word` such a plan also ends with a kernel, `gate_end`. It counts launches, and writes
+the number of this one to `ended`. The host looks at that word until the number is there that it
+waits for. The driver tells of an event behind a graph later. What never comes, because a kernel has
+failed, or is long in coming is left to the event (`WORD_NS`).
+
 The host stores the inputs first, then `opened`. x86 keeps this order for the device, and so a plain
 store of 8 bytes does. Other processors need a store that waits for those before it (`_store_of`).
 """
@@ -43,12 +48,15 @@ from workbench.backend.issued import Issued
 from workbench.program.commands import Space
 
 KERNEL = "gate_copy"  # what runs at a gate on a GPU, by its name
+END_KERNEL = "gate_end"
 LIMIT_NS = 500_000
 # bytes of the control block. The host writes the first two words, the device the others; each side
 # has cache lines of its own. WENT: N_WENT words, one for each of the last gates.
 OPENED, CANCELLED, RAN, WENT, N_WENT = 0, 8, 64, 128, 8
+ENDED = WENT + 8 * N_WENT
 N_CANCELLED = 32  # launches; fewer are ever queued, for each writes staging memory
-CONTROL_BYTES = WENT + 8 * N_WENT
+CONTROL_BYTES = ENDED + 64
+WORD_NS = 10_000_000  # that the host looks at `ended`; then it waits for the event
 MOST_PASSED = 64  # steps in a row that are not launched ahead, because the host was late
 MOST_BYTES = 1 << 17  # that a gate copies; one block of threads is slow with more
 
@@ -59,10 +67,19 @@ class Gate:
     counts: `plans_ahead`, launches ahead that were opened in time, and `plans_ahead_missed`, the
     others that were wanted. `launch` and `arm` number launches. Where one was interrupted, nobody
     knows whether it was queued; the next one waits for the device and goes on with its number.
+    by_word: whether plans tell of their ends.
     """
 
-    def __init__(self, backend: Backend, counts: dict[str, int], limit_ns: int = LIMIT_NS):
+    def __init__(
+        self,
+        backend: Backend,
+        counts: dict[str, int],
+        limit_ns: int = LIMIT_NS,
+        by_word: bool = False,
+    ):
         self._backend, self._counts, self._limit_ns = backend, counts, limit_ns
+        self._counter = backend.allocate(8, Space.DEVICE) if by_word else None
+        self._await_word = _await_word() if by_word else None
         self._memory = backend.allocate(CONTROL_BYTES, Space.PINNED)
         assert self._memory.array is not None, "pinned memory is the host's too"
         self._words = memoryview(self._memory.array.view(np.int64).data)
@@ -77,6 +94,20 @@ class Gate:
         dst, src = addresses
         control = self._memory.address
         return self._backend.gate_copy(dst, src, nbytes, control, self._limit_ns, stream)
+
+    def end(self, stream: int, programmatic: bool) -> Issued | None:
+        """What ends a plan, where its end is told by a word. programmatic: as of `Backend.launch`,
+        where a kernel is in front of it."""
+        if self._counter is None:
+            return None
+        word = self._memory.address + ENDED
+        return self._backend.gate_end(self._counter.address, word, stream, programmatic)
+
+    def ended(self, number: int) -> bool:
+        """Waits until launch `number` is over; False where no word tells, or not in time."""
+        if self._await_word is None or not number:
+            return False
+        return self._await_word(self._memory.address + ENDED, number, WORD_NS)
 
     def launch(self, captured: Captured) -> int:
         """Launches a plan whose gate is open; the launch's number."""
@@ -154,6 +185,8 @@ class Gate:
         self.cancel()
         self._words.release()
         self._memory.free()
+        if self._counter is not None:
+            self._counter.free()
 
 
 def _store_of(words: memoryview, address: int) -> Callable[[int, int], None]:
@@ -171,6 +204,13 @@ def _store_of(words: memoryview, address: int) -> Callable[[int, int], None]:
             set_word(address + at, value)
 
     return store
+
+
+def _await_word() -> Callable[[int, int, int], bool]:
+    """What waits without the GIL. Compiled, so not where nobody asks."""
+    from workbench.backend.cpu.signals import await_word
+
+    return await_word
 
 
 def _bit(number: int) -> int:

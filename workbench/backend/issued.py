@@ -128,10 +128,11 @@ class Plannable(Issued):
 
     backend: captures it. stream: the plan is launched on it. streams: of each part. landing: where
     results land in several blocks, the numbers of the next; each has a plan of its own. landings:
-    these. gate: what is recorded in place of the first part (`backend/gate.py`). uid: of the
-    commands with these arguments, another after every patch; 0 where nobody can tell. moves: the
-    parts that patches give other addresses, where they change nothing else. replayed: the
-    `Captured` that the latest call launched; None where the parts were issued.
+    these. gate: what is recorded in place of the first part, and end: behind the last, if anything
+    (`backend/gate.py`). uid: of the commands with these arguments, another after every patch; 0
+    where nobody can tell. moves: the parts that patches give other addresses, where they change
+    nothing else. replayed: the `Captured` that the latest call launched; None where the parts were
+    issued.
     """
 
     backend: Any = None
@@ -143,6 +144,7 @@ class Plannable(Issued):
     replayed: Any = None
     landings: tuple[Any, ...] = ()
     gate: Issued | None = None
+    end: Issued | None = None
     looks: Looks = field(default_factory=Looks, init=False, repr=False)
 
     @property

@@ -41,9 +41,9 @@ from workbench.backend.kept import Plan
 from workbench.backend.landing import landing_in
 from workbench.backend.no_plans import NoPlans
 from workbench.backend.stamps import StampRings
-from workbench.choices import LaunchAhead, PlanBatch, PlanEvict, PlanRule, PlanWarmup
-from workbench.errors import DeviceError
-from workbench.program.commands import Program, Replay
+from workbench.choices import LaunchAhead, PlanBatch, PlanEnd, PlanEvict, PlanRule, PlanWarmup
+from workbench.errors import DeviceError, UsageError
+from workbench.program.commands import Launch, Program, Replay
 from workbench.program.sync_modes import Ordering
 from workbench.toggles import Toggles
 
@@ -92,9 +92,11 @@ class Plans(NoPlans):
         policy: Policy,
         clock: Callable[[], float] = time.monotonic,
         device: Backend | None = None,
+        by_word: bool = False,
     ):
-        """device: of plans that are launched ahead; None where none is."""
-        self._policy, self._device = policy, device
+        """device: of plans that are launched ahead; None where none is. by_word: they tell the host
+        of their ends."""
+        self._policy, self._device, self._by_word = policy, device, by_word
         self._gate: Gate | None = None
         self._rings = StampRings()
         self._clock = clock
@@ -153,15 +155,18 @@ class Plans(NoPlans):
         """As `_call`, for the plans of a program in their order."""
         assert self._device is not None
         if self._gate is None:
-            self._gate = Gate(self._device, self.counts)
+            self._gate = Gate(self._device, self.counts, by_word=self._by_word)
         gate, counts = self._gate, self.counts
         plans = iter([command for command in program.commands if isinstance(command, Replay)])
 
         def call_of(work: Plannable, seat: Seat) -> Issue:
-            copy = inputs_of(next(plans))
+            plan = next(plans)
+            copy, last = inputs_of(plan), plan.parts[-1]
             if copy is not None:
                 addresses = work.parts[0].addresses
                 work.gate = gate.copy(addresses, copy.src.nbytes, work.stream)
+                early = isinstance(last, Launch) and last.programmatic
+                work.end = gate.end(work.stream, early)
             none = Plan()
 
             def arrive(had: Plan | None) -> Plan:
@@ -352,13 +357,19 @@ def plans_of(toggles: Toggles, device: Backend | None = None) -> NoPlans:
     if toggles.plans == PlanRule.OFF:
         return NoPlans()
     is_ahead = toggles.launch_ahead == LaunchAhead.ON
-    return Plans(Policy.of(toggles), device=device if is_ahead else None)
+    by_word = toggles.plan_end == PlanEnd.WORD
+    return Plans(Policy.of(toggles), device=device if is_ahead else None, by_word=by_word)
 
 
 def check_ahead(toggles: Toggles, ordering: Ordering, n_devices: int = 1) -> None:
     """Raises UsageError where no plan could be launched ahead, though that is wanted."""
     if toggles.launch_ahead == LaunchAhead.ON:
         ahead.check(toggles.to_dict() | ordering._asdict(), n_devices)
+    elif toggles.plan_end == PlanEnd.WORD:
+        raise UsageError(
+            "toggles plan_end=word and launch_ahead=off clash: the word has the number of a launch "
+            "at a gate; use launch_ahead=on, or plan_end=event"
+        )
 
 
 COUNTS = (

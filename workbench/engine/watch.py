@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from workbench.backend.base import Backend, Captured, Issue
+from workbench.backend.base import NO_PART, Backend, Captured, Issue
 from workbench.backend.issue import Prepared, Unwatched
 from workbench.engine.batch import Work, n_tokens
 from workbench.program import commands as c
@@ -82,8 +82,18 @@ class Trace(Watch):
         if waited:
             # only now: reading the devices' clocks takes time that is not the step's
             marks, self._marks = self._marks, []
+            self._await(marks)
             for ran in marks:
                 self._device_spans(ran)
+
+    def _await(self, marks: Iterable[_Ran]) -> None:
+        """Until the marks are passed. Where a plan tells of its end, the host may have gone on
+        before that."""
+        told = (ran for ran in marks if ran.prepared.ahead is not None)
+        commands = ((ran.prepared, ran.prepared.program.commands[ran.number]) for ran in told)
+        for device in {device_of(prepared, command) for prepared, command in commands}:
+            assert device is not None
+            device.synchronize()
 
     def fail(self) -> None:
         self._span.__exit__(None, None, None)
@@ -146,6 +156,8 @@ class Trace(Watch):
             assert device is not None
             found = [(None, device.resolve(ran.begin, ran.end))]
         for part, times in found:
+            if part == NO_PART:
+                continue
             name, args = described(prepared, number, ran.step, part)
             kind = _command_at(prepared, number, part).kind
             self._recorder.add(name, "device", args.pop("on"), *times, kind=kind, **args)

@@ -20,7 +20,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from workbench.backend.base import KernelName
+from workbench.backend.base import NO_PART, KernelName
 from workbench.graph.ir import Node
 from workbench.program.commands import HOST, Command, Copy, Launch, Program, Replay, Stream
 from workbench.trace.activity import (
@@ -198,13 +198,25 @@ def _by_part(
         told = [wants for wants in wanted if wants is not None]
         if len(told) < len(wanted):
             continue  # said of the parts that nobody tells of
-        nodes = replayed.get(key)
-        found, reason = parted(_with_inputs(rows, plan, nodes), told, nodes)
+        mine, nodes = _without_end(rows, replayed.get(key))
+        found, reason = parted(_with_inputs(mine, plan, nodes), told, nodes)
         if reason:
             untold.add(key)
             faults.add("plan not as recorded", f"{commands.at(key)}: {reason}")
         made |= {(key[0], key[1], part): of_part for part, of_part in found.items()}
     return made, untold
+
+
+def _without_end(
+    rows: Sequence[Activity], nodes: Sequence[int] | None
+) -> tuple[Sequence[Activity], Sequence[int] | None]:
+    """The records of a plan and the part of each node, without the last kernel where that tells the
+    host of the end: it is no command's, and its time is the gap's."""
+    kernels = [row for row in rows if row.kind == KERNEL and row.node]
+    if not nodes or nodes[-1] != NO_PART or not kernels:
+        return rows, nodes
+    last = max(kernels, key=lambda row: row.start)
+    return [row for row in rows if row is not last], nodes[:-1]
 
 
 def _with_inputs(

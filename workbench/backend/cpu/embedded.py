@@ -201,6 +201,9 @@ class EmbeddedDevice(base.CpuBackend):
         args = (dst, src, nbytes, control, limit_ns, ring.address)
         return ring.prepare(loops.GATE_COPY, 1, args, pointers=(0, 1))
 
+    def gate_end(self, counter: int, word: int, stream: int, programmatic: bool) -> Issued:
+        return self.streams[stream].prepare(loops.GATE_END, 1, (counter, word), pointers=(0, 1))
+
     def _is_pinned(self, address: int) -> bool:
         return any(start <= address < start + n for start, n in self._pinned.items())
 

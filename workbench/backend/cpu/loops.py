@@ -312,6 +312,15 @@ def gate_copy_kernel(args, part, n_parts):
 
 @cfunc(KERNEL, cache=True)
 @dated
+def gate_end_kernel(args, part, n_parts):
+    """args: what counts ends, and the word that the host looks at."""
+    number = load(load(args)) + 1
+    store(load(args), number)
+    store(load(args + 8), number)
+
+
+@cfunc(KERNEL, cache=True)
+@dated
 def stamp_kernel(args, part, n_parts):
     """args: what counts pairs, memory of the ring, its pairs, 0 for a begin and 1 for an end."""
     now, ring, is_end = now_ns(), load(args + 8), load(args + 24)
@@ -357,10 +366,11 @@ def raise_kernel(args, part, n_parts):
 
 
 # their addresses in this process (numba gives every cfunc one)
-COPY, AWAIT, AWAIT_LIST, RAISE, GATE_COPY, STAMP = (
+COPY, AWAIT, AWAIT_LIST, RAISE, GATE_COPY, GATE_END, STAMP = (
     int(kernel.address or 0)
     for kernel in (
-        copy_kernel, await_kernel, await_list_kernel, raise_kernel, gate_copy_kernel, stamp_kernel,
+        copy_kernel, await_kernel, await_list_kernel, raise_kernel, gate_copy_kernel,
+        gate_end_kernel, stamp_kernel,
     )
 )  # fmt: skip
 

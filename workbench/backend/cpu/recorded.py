@@ -24,7 +24,7 @@ from itertools import groupby
 from operator import add, sub
 from typing import Any, NamedTuple
 
-from workbench.backend.base import Captured, Issue
+from workbench.backend.base import NO_PART, Captured, Issue
 from workbench.backend.bind import LandingBlock
 from workbench.backend.cpu import loops, signals
 from workbench.backend.cpu.loops import push_walks
@@ -39,7 +39,6 @@ from workbench.backend.cpu.ring import (
 from workbench.backend.issued import Issued, Plannable
 from workbench.errors import DeviceError
 
-NO_PART = -1
 WALKS_BYTES = 64  # what counts the walks of a list, on a cache line of its own
 
 
@@ -73,6 +72,8 @@ class _Nodes:
         for stream in others:
             end = self._raised(stream, NO_PART)
             self.all.append(_Node(work.stream, NO_PART, (loops.AWAIT_LIST, end)))
+        if work.end is not None:
+            self._kernel(_Node(work.stream, NO_PART, work.end.same, _block(work.end)))
         self.blocks = {i: node.block for i, node in enumerate(self.all) if node.block is not None}
         if not self.blocks:
             raise DeviceError("a plan without launches and copies; capture at least one")

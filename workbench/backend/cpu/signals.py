@@ -48,6 +48,7 @@ WAKE_AT, MUTEX, CONDITION = 8, 64, 128
 WORKER_YIELD_NS = 200_000  # an idle worker yields this long before it sleeps
 HOST_YIELD_NS = 30_000  # a waiting host likewise
 SLICE_NS = 20_000_000  # a waiting host returns to Python this often, for Ctrl-C
+LOOKS = 16  # at a word, before the core is offered to others
 
 BEGUN_NS = time.perf_counter_ns()  # this file and `loops.py` are compiled at import
 
@@ -101,6 +102,22 @@ def publish(signal, value):
 def set_word(address, value):
     """Sets the word at `address`, behind all that the caller has stored before."""
     store(address, value)
+
+
+@njit("boolean(int64, int64, int64)", cache=True, nogil=True)
+@dated
+def await_word(address, value, timeout_ns):
+    """Looks at the word at `address`, which nobody wakes anyone for, until it is at least `value`.
+    False where timeout_ns passed. In between the core goes to any thread with work."""
+    until = now_ns() + timeout_ns
+    while True:
+        for _ in range(LOOKS):
+            if load(address) >= value:
+                return True
+            pause()
+        sched_yield()
+        if now_ns() >= until:
+            return load(address) >= value
 
 
 @njit(cache=True, nogil=True)

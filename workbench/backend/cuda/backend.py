@@ -285,6 +285,10 @@ class CudaBackend(Backend):
         kernel = Kernel("gate", gate.KERNEL, (1, 1), GATE_THREADS, args)
         return self._prepare(kernel, self._stream(stream), f"gated copy of {nbytes} bytes")
 
+    def gate_end(self, counter: int, word: int, stream: int, programmatic: bool) -> Issued:
+        kernel = Kernel("gate", gate.END_KERNEL, (1, 1), 1, [counter, word], waits=True)
+        return self._prepare(kernel, self._stream(stream), "the end of a plan", programmatic)
+
     def copy_to_peer(
         self, peer: CudaBackend, dst: int, src: int, nbytes: int, stream: int
     ) -> Issued:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from workbench.backend.base import Captured
+from workbench.backend.base import NO_PART, Captured
 from workbench.backend.cuda.driver import CAPTURES, Driver
 from workbench.backend.cuda.graph_nodes import (
     Change,
@@ -143,6 +143,9 @@ class Tape:
                 nodes += [number] * (now - n)
                 n = now
             self.made.append(made)
+        if self._work.end is not None:
+            self._work.end()
+            nodes.append(NO_PART)
         self.nodes = tuple(nodes)
 
 
