@@ -20,6 +20,7 @@ from workbench.backend.ahead import GatedCall
 from workbench.backend.issue import Prepared
 from workbench.engine import ahead
 from workbench.errors import UsageError
+from workbench.program.commands import Sync
 from workbench.trace.spans import Recorder
 
 STEP: dict[str, Any] = {"sync": "packed_implicit", "plans": "ours", "plan_scope": "step"}
@@ -185,6 +186,11 @@ def test_inputs_are_written_before_the_step_where_a_gate_says_that_they_may(engi
     if engine.toggles.launch_ahead == "on":
         assert len(written) == 12 and len(late) in (11, 12)
         assert all(len(program.late) < len(program.head) for program in written)
+        for program in written:  # staging memory is free, and the host has seen it
+            waits = [call for call, n in zip(program.head, program.firsts, strict=False)
+                     if isinstance(program.program.commands[n], Sync)]  # fmt: skip
+            assert len(waits) == (engine.toggles.step_wait == "outputs")
+            assert not set(waits) & {*program.late}
     else:
         assert not written and not late
 

@@ -173,21 +173,25 @@ class Prepared:
 
     def write_ahead(self, values: Mapping[str, np.ndarray], late: Collection[str]) -> None:
         """Writes a next run's inputs now, but for those named in `late`. Then `run_late` issues
-        that run. The caller knows that the device has read what was in this staging memory: a wait
-        of the program for that comes behind these writes."""
+        that run. The caller knows that the device has read what was in this staging memory."""
         if not self.late:
             commands = [self._program.commands[n] for n in self.firsts[: len(self.head)]]
             early = [isinstance(c, Write) and c.value in values and c.value not in late
                      for c in commands]  # fmt: skip
+            assert self.ahead is not None, "what can be launched ahead is written ahead"
+            at = self.head.index(self.ahead)
+            waits = [isinstance(c, Sync) and i < at for i, c in enumerate(commands)]
             self._writes = tuple(compress(self.head, early))
-            self.late = tuple([call for call, is_early in zip(self.head, early, strict=True)
-                               if not is_early])  # fmt: skip
+            self.late = tuple([call for call, *done in zip(self.head, early, waits, strict=True)
+                               if not any(done)])  # fmt: skip
         self.binding.values.update(values)
         for write in self._writes:
             write()
 
     def run_late(self, watch: Unwatched) -> None:
-        """As `run`, behind `write_ahead`: what is late is now in the arrays that it was given."""
+        """As `run`, behind `write_ahead`: what is late is now in the arrays that it was given. Waits
+        of the host in front of the plan are left out. They are for steps before, on the one stream
+        that there is, and the host has waited for the last of them."""
         for call in watch.late(self):
             call()
         self._attach()  # whoever waits; what is called late attaches by itself
