@@ -189,8 +189,8 @@ class Prepared:
             write()
 
     def run_late(self, watch: Unwatched) -> None:
-        """As `run`, behind `write_ahead`: what is late is now in the arrays that it was given. Waits
-        of the host in front of the plan are left out. They are for steps before, on the one stream
+        """As `run`, behind `write_ahead`: what is late is now in the arrays that it was given. The
+        host's waits in front of the plan are left out. They are for steps before, on the one stream
         that there is, and the host has waited for the last of them."""
         for call in watch.late(self):
             call()
