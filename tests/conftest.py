@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,13 @@ for number, handler in (
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and all modules stay to the end: the collector need not look at them again
+    and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
