@@ -6,8 +6,9 @@ each model, `data/results/peer-cuda/MODEL/`:
 
 * An arm is a setting of one side. llama.cpp's are switched by variables, which a process reads
   once: CUDA graphs on (its default), off, with its streams (GGML_CUDA_GRAPH_OPT=1), and without
-  reuse of its graph (LLAMA_GRAPH_REUSE_DISABLE=1). Ours are toggles: `best`, and `best` with a plan
-  of every step that tells the host of its end. Our first arm is there twice: the A/A control.
+  reuse of its graph (LLAMA_GRAPH_REUSE_DISABLE=1). Ours are toggles: `best`, and `best` with
+  plans of whole steps, launched ahead, that tell the host of their ends. Our first arm is there
+  twice: the A/A control.
 * Round i runs each arm once; the order turns from round to round (`bench/rounds.py`).
 * llama.cpp's turn is a process of its own: it loads the file and repeats each test. Ours is in this
   process, where the engine stays loaded and idle while llama.cpp computes.

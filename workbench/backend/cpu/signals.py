@@ -48,7 +48,7 @@ WAKE_AT, MUTEX, CONDITION = 8, 64, 128
 WORKER_YIELD_NS = 200_000  # an idle worker yields this long before it sleeps
 HOST_YIELD_NS = 30_000  # a waiting host likewise
 SLICE_NS = 20_000_000  # a waiting host returns to Python this often, for Ctrl-C
-LOOKS = 128  # at a word, some 7 us, before the core is offered to others
+LOOKS = 128  # at a word, before the core is offered to others
 
 BEGUN_NS = time.perf_counter_ns()  # this file and `loops.py` are compiled at import
 
