@@ -10,12 +10,13 @@ import numpy as np
 
 from data.measure.peer import OURS, SWITCHES, PeerRun, theirs
 from workbench.bench import results
+from workbench.bench.arms import parse_changes
 from workbench.bench.draft import Draft, kept, new_arm, new_run
 from workbench.bench.rounds import interleave
 from workbench.config import Toggles
 
 BEST, CONTROL = f"{OURS} best", f"{OURS} best (A/A)"
-ARMS = (*map(theirs, list(SWITCHES)[:4]), BEST, f"{OURS} best plans=ours", CONTROL)
+ARMS = (*map(theirs, list(SWITCHES)[:4]), BEST, f"{OURS} best plans=ours plan_scope=step", CONTROL)
 N_TOKENS = {"pp512": 512, "tg128": 128}
 
 
@@ -31,6 +32,13 @@ def found(name: str, quant: str = "Q4_0", device: str = "NVIDIA Made Up") -> dic
     }
 
 
+def toggles(arm: str) -> dict[str, str]:
+    """What an arm's name says, over the baseline; an arm of llama.cpp has none."""
+    if not arm.startswith(BEST):
+        return {}
+    return Toggles().to_dict() | parse_changes(arm.removeprefix(BEST).removesuffix("(A/A)"))
+
+
 def write(
     folder: Path,
     us: Mapping[str, Mapping[str, Sequence[float]]],
@@ -39,7 +47,7 @@ def write(
     **of: str,
 ) -> PeerRun:
     """A run folder. us: arm -> test -> us a token in each round."""
-    arms = [new_arm(a, Toggles().to_dict() if a.startswith(OURS) else {}, a == CONTROL) for a in us]
+    arms = [new_arm(arm, toggles(arm), arm == CONTROL) for arm in us]
     tests = list(next(iter(us.values())))
     made = new_run(
         "peer",

@@ -12,7 +12,8 @@ stays as in the baseline, but for SAFE.
 
 Toggles of TOGETHER can need each other: a plan of a step wants one copy of all inputs. Comparisons
 of sets of them decide them as a whole, beside what won one by one. A set wins where it is faster in
-some test and slower in none, of warm engines and of fresh ones; of several the fastest by the mean.
+some test and slower in none, of warm engines and of fresh ones. Of several the fastest by the mean
+wins, where a speedup inside its A/A band counts as 1.
 What won one by one stays in the table, for devices that cannot honour the whole.
 """
 
@@ -115,7 +116,7 @@ def _together(
             values = tuple(named[trial.after][name] for name in TOGETHER)
             trials.setdefault(values, []).append(trial)
     won = {
-        values: fmean(map(math.log, (t.speedup for t in them)))
+        values: fmean(math.log(t.speedup) if t.verdict == FASTER else 0.0 for t in them)
         for values, them in trials.items()
         if any(t.verdict == FASTER for t in them) and not any(t.lost for t in them)
     }

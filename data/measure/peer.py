@@ -102,6 +102,10 @@ class PeerRun:
         found = self.ratio(test, a, b)
         return Best(test, a, float(medians[a]), b, float(medians[b]), found, self.band(test))
 
+    def toggles_of(self, arm: str) -> dict[str, str]:
+        """Of an arm of ours."""
+        return next(one["toggles"] for one in self.run["arms"] if one["name"] == arm)
+
     def ratio(self, test: str, baseline: str, other: str) -> Ratio:
         """Median t/s of an arm over another's, paired by round."""
         tps = self.tps(test)

@@ -28,7 +28,6 @@ from workbench.bench import worth
 from workbench.bench.stats import SLOWER
 from workbench.choices import Pdl, PlanScope
 
-WHOLE = KINDS[-2:]  # what comes nearest to the targets; the last that a run has
 PHASES = {"batch": "inputs", "reuse": "looking the program up", "issue": "issuing"}
 
 
@@ -124,11 +123,13 @@ def replayed(recorded: Recorded, bounds: Mapping[str, float]) -> Iterator[Bind]:
 
 def beside(recorded: Recorded, bounds: Mapping[str, float], most_gap: float) -> Iterator[Bind]:
     """An item for each model whose tg128 misses its times of llama.cpp's best: how much of a token
-    is too much, where a token's time goes, and what it would be with the gap that is wanted."""
+    is too much, where a token's time goes, and what it would be with the gap that is wanted. The
+    parts are those of the same kind of plan, from the model's comparison of plans."""
     parted = {
-        one.model: one for one in sorted(planned(recorded), key=lambda one: KINDS.index(one.kind))
-        if (one.rule, one.toggles["pdl"]) == (OURS, Pdl.ON.value) and one.kind in WHOLE
-    }  # fmt: skip
+        (one.model, one.kind): one
+        for one in planned(recorded)
+        if (one.rule, one.toggles["pdl"]) == (OURS, Pdl.ON.value)
+    }
     for model, bound in bounds.items():
         run = peer.recorded_peer(recorded, model)
         found = run.best(peer.SHOWN) if run is not None else None
@@ -136,8 +137,7 @@ def beside(recorded: Recorded, bounds: Mapping[str, float], most_gap: float) -> 
             continue
         us, wanted = 1e6 / found.ours, 1e6 / (found.theirs * bound)
         said = [f"a token takes {us:.0f} us, {us - wanted:.0f} more than {bound:g} times allow"]
-        if model in parted:
-            one = parted[model]
+        if one := parted.get((model, kind_of(run.toggles_of(found.arm_ours)))):
             short = us - max(0.0, one.us["gap"] - most_gap)
             alone = 1e6 / one.row["tps_toggled"]
             said += [

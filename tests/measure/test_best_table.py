@@ -10,7 +10,9 @@ import pytest
 from data.measure import best_table
 from data.measure.matrix import SETS
 from workbench.bench.arms import switched
+from workbench.bench.comparison import AB
 from workbench.bench.results import COMPLETE, Run, SampleTable
+from workbench.bench.stats import SAME
 from workbench.config import Toggles
 from workbench.presets import best_table as committed
 
@@ -94,6 +96,15 @@ def test_the_fastest_set_wins_over_all_tests_of_warm_engines_and_of_fresh_ones()
     assert table["plan_batch"]["value"] == "one" and table["plans"]["runs"] == ["fresh", "warm"]
 
 
+def test_between_sets_a_speedup_inside_its_band_counts_as_1():
+    warm = of_sets({EARLY: 1.1, ANY: 1.12})
+    fresh = of_sets({EARLY: 1.0, ANY: 0.975}, "fresh", spread=0.05)
+    verdicts = {row.arm: row.verdict for row in AB(fresh.run, fresh.samples).summary().itertuples()}
+    assert verdicts[ANY] == SAME
+    table = best_table.of_kind({"warm": warm, "fresh": fresh})
+    assert table["plans"]["value"] == "ours" and "plan_batch" not in table, "any is the default"
+
+
 @pytest.mark.parametrize(
     "run",
     [{"speedups": {EARLY: 0.9, ANY: 0.8}}, {"speedups": {EARLY: 1.0}},
@@ -120,11 +131,11 @@ def test_sets_on_cuda_stand_beside_what_won_there_one_by_one():
         assert {name for name in made if made[name] != first[name]} <= set(best_table.TOGETHER)
 
 
-def of_sets(speedups, kind="ab", first=SINGLY, wrong=""):
+def of_sets(speedups, kind="ab", first=SINGLY, wrong="", spread=0.0):
     """A run that compares sets of toggles on the embedded device."""
     names = [first, *speedups, f"{first} (A/A)"]
     toggles = {name: switched(KEPT, name.removesuffix(" (A/A)")) for name in names}
-    return made_up(toggles, speedups, kind, "", wrong=wrong)
+    return made_up(toggles, speedups, kind, "", wrong=wrong, spread=spread)
 
 
 def comparison(toggle, speedups, waits=None, wrong=""):
@@ -134,13 +145,17 @@ def comparison(toggle, speedups, waits=None, wrong=""):
     return made_up(toggles, speedups, "ab", toggle, waits, wrong)
 
 
-def made_up(toggles, speedups, kind, toggle, waits=None, wrong=""):
-    """toggles: of each arm, by name, the control's last."""
+def made_up(toggles, speedups, kind, toggle, waits=None, wrong="", spread=0.0):
+    """toggles: of each arm, by name, the control's last, which goes from round to round by `spread`
+    above the baseline and below it."""
     names, rounds = list(toggles), 10
     samples = SampleTable("made")
     for round_ in range(rounds):
         for name in names:
-            ns = np.full(8, int(1e6 * (1 + 0.001 * (round_ % 3)) / speedups.get(name, 1.0)))
+            speed = speedups.get(name, 1.0)
+            if "A/A" in name:
+                speed += spread * (-1) ** round_
+            ns = np.full(8, int(1e6 * (1 + 0.001 * (round_ % 3)) / speed))
             samples.add(name, "A/A" in name, "tg8", round_, ns, np.ones(8, np.int64))
     counts = {name: {"waits": (waits or {}).get(name, 9), "launches": 50} for name in names}
     arms = [

@@ -100,18 +100,13 @@ def test_launches_of_a_layer(tiny_model) -> None:
     assert committed[1:] == made[1:]
 
 
-def of_the_notebook(cycles: dict) -> dict:
-    """The orderings that the recorded notebook looked at: packed_implicit came after it."""
-    return {key: cycle for key, cycle in cycles.items() if "packed_implicit" not in key[0]}
-
-
 def test_which_waits(tiny_model) -> None:
     path = tiny_model("tiny-llama", "Q8_0")
     with wb.Engine.load(
         path, device="null", toggles="baseline", n_ubatch=16, unsafe=True
     ) as prover:
-        decode = proofs.proof_table(of_the_notebook(proofs.cycles(prover)))
-        train = proofs.proof_table(of_the_notebook(proofs.cycles(prover, 48, "train")))
+        decode = proofs.proof_table(proofs.cycles(prover))
+        train = proofs.proof_table(proofs.cycles(prover, 48, "train"))
     run = load_run(RUNS / "notebook-gaps")
     gaps = Gaps(run.run, run.samples)
     made = conclusions.waits(decode, train, gaps, ab("sync-off"), ab("sync-on")).splitlines()
@@ -122,7 +117,7 @@ def test_which_waits(tiny_model) -> None:
     (fit,) = gaps.fits.values()
     assert f"A wait adds {fit.wait_us:.2f} us" in made[1] and f"{fit.base_us:.1f} us" in made[1]
     assert "with one stream, enough: the wait for the logits." in made[3]
-    assert made[4] == "Between tokens these race: implicit (own)."
+    assert made[4] == "Between tokens these race: implicit (own) and packed_implicit (own)."
     assert "these race: write_read_boundary (own), implicit (own), implicit (compute)" in made[7]
     assert made[8:] == [*effects(ab("sync-off")), *effects(ab("sync-on"))]
     assert answer("02_sync_modes") == made
