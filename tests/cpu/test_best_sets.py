@@ -15,6 +15,7 @@ from data.measure.presets import best
 from data.measure.recorded import Recorded
 from workbench.bench.arms import parse_changes
 from workbench.config import Toggles
+from workbench.errors import UsageError
 from workbench.presets import best_together
 
 WHOLE = parse_changes(SETS["embedded"][1])
@@ -36,6 +37,7 @@ def won(monkeypatch):
     table = json.loads(json.dumps(dict.fromkeys(("cuda", "embedded", "host"), rows)))
     for module in ("workbench.presets", "data.measure.presets"):
         monkeypatch.setattr(f"{module}.best_rows", lambda: table)
+    return table
 
 
 def load(tiny_model, device="embedded", **given) -> wb.Engine:
@@ -72,6 +74,19 @@ def test_what_is_changed_can_rule_the_whole_out(tiny_model):
         for name, value in (("launch_ahead", "off"), ("results", "copy"), ("fuse", "on")):
             found = engine.resolve(Toggles.preset("best", **{name: value}))
             assert found == Toggles(**ALONE | WHOLE | {name: value})
+
+
+def test_a_word_of_the_end_goes_with_the_launch_ahead_it_tells_of(tiny_model, won):
+    """The rest of the set stays: plans of steps with direct results."""
+    won["embedded"]["plan_end"] = {"value": "word", "by": "made up", "runs": [], "alone": None}
+    with load(tiny_model) as engine:
+        whole = Toggles(**ALONE | WHOLE | {"plan_end": "word"})
+        assert engine.resolve("best") == whole
+        assert engine.resolve(Toggles.preset("best", launch_ahead="on")) == whole
+        without = ALONE | WHOLE | {"launch_ahead": "off"}
+        assert engine.resolve(Toggles.preset("best", launch_ahead="off")) == Toggles(**without)
+        with pytest.raises(UsageError, match="plan_end=word and launch_ahead=off clash"):
+            engine.variant(Toggles.preset("best", launch_ahead="off", plan_end="word"))
 
 
 def test_the_page_says_what_stands_for_each_value_alone():

@@ -153,7 +153,8 @@ def test_best_is_what_won_there_and_leaves_out_what_a_device_cannot():
 ))  # fmt: skip
 @QUICK
 def test_what_is_given_beside_best_stays_even_where_it_is_the_baseline_s(changes):
-    """What won together goes as a whole where a change rules it out."""
+    """What won together goes as a whole where a change rules it out. Without a launch ahead there
+    is no word of its end."""
     alone = committed(alone=True)["cuda"]
     clash = clashing(alone, changes)
     try:
@@ -162,6 +163,8 @@ def test_what_is_given_beside_best_stays_even_where_it_is_the_baseline_s(changes
         assert clash
         return
     whole, rest = resolve("best", Opened("cuda", GPU)), Toggles(**alone)
+    if changes.get("launch_ahead") == "off":
+        whole = dataclasses.replace(whole, launch_ahead="off", plan_end="event")
     assert found.to_dict() in [made.to_dict() | spread(changes) for made in (whole, rest)]
     assert not clash
 

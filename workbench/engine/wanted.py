@@ -14,6 +14,8 @@ from workbench.program.sync_modes import Ordering, choose_ordering, choose_pdl
 Wanted = Toggles | TogglePreset | str | None  # a preset's name; None: `best`
 # toggles that variants of an engine will have, or what makes them of the engine's own
 Variants = Sequence[Wanted] | Callable[[Toggles], Sequence[Wanted]]
+# toggle of a set that won together -> the one that it says more of, and is nothing without
+SAYS_MORE_OF = {"plan_end": "launch_ahead"}
 
 
 def as_preset(wanted: Wanted) -> TogglePreset | None:
@@ -26,7 +28,8 @@ def as_preset(wanted: Wanted) -> TogglePreset | None:
 def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
     """The toggles that are meant on a device. `best` has each value that won on such a device and
     that the backend can honour. Values that won together it has as a whole, with the changes, or
-    not at all. Raises UsageError for a change that clashes with a preset."""
+    not at all; a value that says more of another goes with it. Raises UsageError for a change that
+    clashes with a preset."""
     if isinstance(wanted, Toggles):
         return wanted
     preset = as_preset(wanted)
@@ -38,7 +41,9 @@ def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
         more = values | {name: value}
         if _honours(TogglePreset(BEST), more, loaded):
             values = more
-    whole = values | best_together().get(loaded.device, {})
+    together = best_together().get(loaded.device, {})
+    gone = {name for name, value in together.items() if preset.changes.get(name, value) != value}
+    whole = values | {k: v for k, v in together.items() if SAYS_MORE_OF.get(k) not in gone}
     return preset.toggles(whole if _honours(preset, whole, loaded) else values)
 
 
