@@ -169,9 +169,13 @@ def test_commit_and_dirty_flag(tmp_path, monkeypatch):
     assert provenance.commit() == unknown  # no repository
     git(tmp_path, "init", "-q")
     assert provenance.commit() == unknown  # no commit yet
-    (tmp_path / "f").write_text("1")
-    git(tmp_path, "add", "f")
+    recorded = tmp_path / "data" / "results" / "run.json"
+    recorded.parent.mkdir(parents=True)
+    for file in (tmp_path / "f", recorded):
+        file.write_text("1")
+    git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "one")
+    recorded.unlink()  # as a run does with the folder that it writes anew
     clean = provenance.commit()
     assert len(clean["hash"]) == 40 and clean["number"] == 1 and clean["dirty"] is False
     (tmp_path / "f").write_text("2")
