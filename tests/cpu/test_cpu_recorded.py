@@ -92,6 +92,32 @@ def test_a_full_ring_makes_a_launch_wait(two):
     assert log.words[0] == 2 * (RING_SIZE + 100)
 
 
+def test_a_ring_that_empties_itself_while_the_host_looks_at_it_has_room(two, monkeypatch):
+    """The host may be put aside between any two looks. It waits for no kernel that nobody queued:
+    `completed` here opens the gate and comes back when the ring is empty."""
+    ring, log = two.streams[0], Log(two, RING_SIZE + 100)
+    completed, waited = type(ring).completed.fget, []
+
+    def drained(ring):
+        gate.open()
+        while completed(ring) < ring.issued:
+            time.sleep(0.001)
+        return completed(ring)
+
+    def wait(ring, number):
+        waited.append(number <= ring.issued)
+
+    with hold(two, 0) as gate:
+        one = log.part(0)[0]
+        while ring.words[loops.FILLED // 8] - ring.words[loops.OVER // 8] < RING_SIZE:
+            one()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(ring), "completed", property(drained))
+            patch.setattr(type(ring), "wait", wait)
+            ring.await_room()
+    assert all(waited) and ring.completed == ring.issued
+
+
 # two streams -------------------------------------------------------------------------------------
 
 

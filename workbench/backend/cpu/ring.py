@@ -200,11 +200,18 @@ class Ring:
                 return
 
     def await_room(self) -> None:
-        """The host waits until the ring takes another entry. Raises DeviceError as `wait` does."""
+        """The host waits until the ring takes another entry. Raises DeviceError as `wait` does.
+
+        What is complete is read before the room is: the ring may empty itself in between, and
+        nobody completes a kernel that is not queued.
+        """
         self.check()
         words = self.words
-        while words[loops.FILLED // 8] - words[loops.OVER // 8] >= loops.RING_SIZE:
-            self.wait(self.completed + 1)
+        while True:
+            completed = self.completed
+            if words[loops.FILLED // 8] - words[loops.OVER // 8] < loops.RING_SIZE:
+                return
+            self.wait(completed + 1)
 
     def wait(self, number: int) -> None:
         """The host waits until `number` kernels are complete. Ctrl-C interrupts within 20 ms.
