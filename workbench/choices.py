@@ -227,3 +227,49 @@ class PlanEnd(Choice):
 
     EVENT = "event", "by an event behind the plan, as for every other step"
     WORD = "word", "by a word of pinned memory that the plan's last kernel writes"
+
+
+class Streams(Choice):
+    """On how many streams of a device a step may compute side by side."""
+
+    ONE = "1", "everything on one stream"
+    TWO = "2", "up to two branches side by side"
+    THREE = "3", "up to three: Q, K and V"
+    FOUR = "4", "up to four"
+    FIVE = "5", "up to five"
+    SIX = "6", "up to six"
+    SEVEN = "7", "up to seven"
+    EIGHT = "8", "up to eight, llama.cpp's most"
+
+
+class Fork(Choice):
+    """Where a step may leave its stream (llama.cpp #16991)."""
+
+    QKV = "qkv", "Q, K and V at attn_norm, steps of one token; llama.cpp's rule"
+    THREE_WAY = "three_way", "wherever three nodes read a result, steps of one token"
+    ANY = "any", "wherever branches gain by the costs of their ops; nested joins, any tokens"
+
+
+class BranchFusion(Choice):
+    """Whether fused nodes may have parts of several branches. Where they do, the fork is gone."""
+
+    AUTO = "auto", "what takes less time by the costs of the ops; joined with streams=1"
+    JOINED = "joined", "parts of any branches are joined: Q, K and V are one launch"
+    INSIDE = "inside", "only parts of one branch are joined, also with streams=1"
+
+
+class Lifetimes(Choice):
+    """When bytes of the arena may be used again. One stream makes all three equal."""
+
+    SERIAL = "serial", "behind the last reader in graph order: wrong beside concurrent streams"
+    INTERLEAVED = "interleaved", "the same with branches in turn; llama.cpp's: protects no source"
+    VISIBILITY = "visibility", "behind all accesses that the next user's stream knows to be over"
+
+
+class Validate(Choice):
+    """What a step with branches is checked for before it is issued. One that fails runs on one
+    stream."""
+
+    OFF = "off", "nothing"
+    WRITES = "writes", "writes of one branch against writes of another; llama.cpp's check"
+    ALL = "all", "the hazard checker: every access against every other"

@@ -7,20 +7,23 @@ that each value has (`choices.py`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from workbench.choices import (
     Activations,
+    BranchFusion,
     CopyStream,
+    Fork,
     GraphReuse,
     Half,
     HostSource,
     InputOrder,
     KVGrowth,
     LaunchAhead,
+    Lifetimes,
     NCopies,
     Pdl,
     PlanBatch,
@@ -32,9 +35,12 @@ from workbench.choices import (
     Redo,
     Results,
     StepWait,
+    Streams,
     Switch,
     SyncMode,
+    Validate,
 )
+from workbench.clashes import clash_of
 from workbench.errors import UsageError
 from workbench.presets import BASELINE as BASELINE
 from workbench.presets import BEST, fixed_presets, preset_names
@@ -74,6 +80,7 @@ _SYNC, _LAYOUT, _LOWER = (f"program/{room}.py" for room in ("sync_modes", "layou
 _WAITS = "llama.cpp #17795"
 _REUSE, _REUSED = "engine/reuse.py", "llama.cpp #8366"
 _PLAN, _PLANS = "backend/plan.py", "llama.cpp #16548"
+_FORKS, _STREAMS = "graph/forks.py", "llama.cpp #16991"
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,6 +160,19 @@ class Toggles:
     )
     plan_end: str = _toggle(
         PlanEnd.EVENT, _PLAN, EXACT, "", "how the host learns that a plan is over"
+    )
+    streams: str = _toggle(
+        Streams.ONE, _FORKS, EXACT, _STREAMS, "streams that compute side by side"
+    )
+    fork: str = _toggle(Fork.QKV, _FORKS, EXACT, _STREAMS, "where a step leaves its stream")
+    branch_fusion: str = _toggle(
+        BranchFusion.AUTO, "graph/fuse.py", ROUNDING, _STREAMS, "fusion where branches fork"
+    )
+    lifetimes: str = _toggle(
+        Lifetimes.VISIBILITY, "graph/arena.py", EXACT, _STREAMS, "when memory is used again"
+    )
+    validate: str = _toggle(
+        Validate.OFF, "program/branches.py", EXACT, _STREAMS, "what branches are checked for"
     )
     fuse: InitVar[str | None] = None  # every fuse_... that is not given itself
     redo: InitVar[str | None] = None
@@ -270,35 +290,6 @@ def _check_value(name: str, value: str, known: list[str]) -> None:
         raise UsageError(
             f"toggle {name}={value!r} does not exist; choose one of {', '.join(known)}"
         )
-
-
-# two values that cannot be together, why, and what to use
-CLASHES: list[tuple[tuple[str, str], tuple[str, str], str]] = [
-    (
-        ("sync", "event_guarded"), ("copy_stream", "compute"),
-        "the event orders two streams; use copy_stream=own, or sync=write_read_boundary",
-    ),
-    *(
-        (
-            ("graph_reuse", "rebuild"), (f"redo_{layer}", "on"),
-            "every step does all of it; use graph_reuse=set_rows",
-        )
-        for layer in ("build", "split", "layout", "lower", "bind")
-    ),
-]  # fmt: skip
-
-
-def clash_of(values: Mapping[str, str], preset: str = "", own: Collection[str] = ()) -> str:
-    """The first clash among toggles, empty where there is none. Of a preset's values, those not in
-    `own`, it says so."""
-    for first, second, why in CLASHES:
-        if all(values[name] == value for name, value in (first, second)):
-            named = [
-                f"{name}={value}" + (f" (of preset {preset})" if preset and name not in own else "")
-                for name, value in (first, second)
-            ]
-            return f"toggles {' and '.join(named)} clash: {why}"
-    return ""
 
 
 def folded(toggles: Mapping[str, str]) -> dict[str, str]:

@@ -46,6 +46,11 @@ def test_default_is_the_baseline():
         "plan_batch": "any",
         "launch_ahead": "off",
         "plan_end": "event",
+        "streams": "1",
+        "fork": "qkv",
+        "branch_fusion": "auto",
+        "lifetimes": "visibility",
+        "validate": "off",
     }
 
 
@@ -57,7 +62,8 @@ def test_which_toggles_may_change_the_last_bits():
     plans = {"plans", "plan_scope", "plan_warmup", "plan_evict", "plan_batch"}
     plans |= {"launch_ahead", "plan_end"}
     redo = {"redo_build", "redo_split", "redo_layout", "redo_lower", "redo_bind"}
-    assert exact == scheduling | {"graph_reuse", "pdl"} | plans | redo
+    streams = {"streams", "fork", "lifetimes", "validate"}
+    assert exact == scheduling | {"graph_reuse", "pdl"} | plans | redo | streams
     assert Toggles.answer_class("fuse") == ROUNDING
 
 

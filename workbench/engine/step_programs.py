@@ -22,6 +22,7 @@ from workbench.graph.ir import Graph, Node, StepShape, Tensor
 from workbench.model.blocks import CacheStores
 from workbench.model.decoder import Model, build_graph
 from workbench.model.shift import shift_graph
+from workbench.program.branches import check_of, forked, on_one_stream, refuse_races
 from workbench.program.commands import Buffer, Program
 from workbench.program.first_cell import at_cell
 from workbench.program.layout import Layout, Target, lay_out
@@ -70,7 +71,10 @@ class StepPrograms:
         spent: Callable[[str, int, int], None],
     ):
         self._loaded = loaded
-        self._toggles, self._ordering = have.toggles, have.ordering
+        self._toggles, self._ordering, self._n_streams = have.toggles, have.ordering, have.n_streams
+        toggles = have.toggles
+        self._check = check_of(toggles.validate)
+        self.n_unforked = 0  # programs whose branches failed that check
         self._plan_scope = have.plan_scope
         self._residents = residents
         self._spent = spent
@@ -99,15 +103,28 @@ class StepPrograms:
         do = (phases or Phases(self._spent)).do
         graph = do("graph", unfused_graph, loaded.model, shape, residents.caches, toggles, cell)
         fused, backend_of = do("fuse", fused_graph, graph, toggles, loaded.placement)
-        splits = do("split", split, fused, backend_of)
+        splits = do("split", self._cut, fused, backend_of, toggles.fork)
         layout = do(
-            "layout", lay_out,
-            fused, splits, residents.ranges, self._targets, self._ordering, turn, buffers,
+            "layout", lay_out, fused, splits, residents.ranges, self._targets, self._ordering,
+            turn, buffers, toggles.lifetimes,
         )  # fmt: skip
-        return do("lower", self._lowered, fused, splits, layout)
+        return do("lower", self._lowered, fused, splits, layout, toggles.lifetimes)
 
-    def _lowered(self, graph: Graph, splits: list[Split], layout: Layout) -> Program:
+    def _cut(self, graph: Graph, backend_of: BackendOf, rule: str) -> list[Split]:
+        splits = split(graph, backend_of)
+        return splits if self._n_streams == 1 else forked(splits, self._n_streams, rule)
+
+    def _lowered(
+        self, graph: Graph, splits: list[Split], layout: Layout, lifetimes: str
+    ) -> Program:
         program = lower(graph, splits, layout, self._targets, self._ordering)
+        if any(part.forked for part in splits):
+            if self._check(splits, layout, program):
+                self.n_unforked += 1
+                apart = on_one_stream(splits, lifetimes)
+                program = lower(graph, apart, layout, self._targets, self._ordering)
+            elif not self._loaded.config.unsafe:
+                refuse_races(lifetimes, self._n_streams, program)
         return with_plans(program, self._plan_scope) if self._plan_scope else program
 
     def several(self, n_prompt: int, n_decoded: int, laps: int) -> list[Program]:

@@ -8,6 +8,7 @@ from workbench.config import BEST, TogglePreset, Toggles
 from workbench.engine.loaded import Loaded
 from workbench.errors import DeviceError, UsageError, WorkbenchError
 from workbench.presets import best_table, best_together
+from workbench.program.branches import choose_streams
 from workbench.program.plans import choose_scope
 from workbench.program.sync_modes import Ordering, choose_ordering, choose_pdl
 
@@ -56,6 +57,7 @@ def _honours(preset: TogglePreset, values: Mapping[str, str], loaded: Loaded) ->
         choose_pdl(toggles.pdl, able, device)
         choose_scope(toggles.plans, toggles.plan_scope, ordering, able, device)
         check_ahead(toggles, ordering, len(loaded.backends) - 1)
+        choose_streams(toggles.streams, able, device)
     except WorkbenchError:
         return False
     return True
@@ -64,13 +66,15 @@ def _honours(preset: TogglePreset, values: Mapping[str, str], loaded: Loaded) ->
 class Chosen(NamedTuple):
     """What an engine has. ordering: with the sync mode and the stream that stand for `auto`.
     programmatic: whether launches are. plan_scope: what is in plans, empty where there are none.
-    preset: its name with the changes, or `as given`. words: the
-    kind of device and all that differs from the baseline: `best on cuda: sync=packed, fuse=on`."""
+    n_streams: on how many a step may compute. preset: its name with the changes, or `as given`.
+    words: the kind of device and all that differs from the baseline: `best on cuda: sync=packed,
+    fuse=on`."""
 
     toggles: Toggles
     ordering: Ordering
     programmatic: bool
     plan_scope: str
+    n_streams: int
     preset: str
     words: str
 
@@ -90,13 +94,15 @@ def choose(wanted: Wanted, loaded: Loaded) -> Chosen:
         programmatic = choose_pdl(toggles.pdl, able, device)
         scope = choose_scope(toggles.plans, toggles.plan_scope, ordering, able, device)
         check_ahead(toggles, ordering, len(loaded.backends) - 1)
+        n_streams = choose_streams(toggles.streams, able, device)
     except (DeviceError, UsageError) as error:
         if preset is None:
             raise
         raise type(error)(f"{error}{_whose(str(error), toggles, preset)}") from None
     name = str(preset or "as given")
     shown = str(toggles).replace("sync=auto", f"sync=auto ({ordering.sync})", 1)
-    return Chosen(toggles, ordering, programmatic, scope, name, f"{name} on {device}: {shown}")
+    words = f"{name} on {device}: {shown}"
+    return Chosen(toggles, ordering, programmatic, scope, n_streams, name, words)
 
 
 def _whose(message: str, toggles: Toggles, preset: TogglePreset) -> str:

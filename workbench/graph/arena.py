@@ -10,6 +10,7 @@ from bisect import insort
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
+from workbench.graph.forks import Branches, Clock
 from workbench.graph.ir import ALIGN, Kind, Node, Tensor
 from workbench.sizes import round_up
 
@@ -63,12 +64,27 @@ class FreeList:
         insort(self._free, (offset, size))
 
 
+class Visibility(NamedTuple):
+    """What streams know of each other: the stream of each node, and its clock (`forks.clocks`)."""
+
+    streams: Sequence[int]
+    clocks: Sequence[Clock]
+
+
+def visibility(branches: Branches) -> Visibility | None:
+    """Of nodes on several streams; None where one has them all."""
+    if branches.n_streams == 1:
+        return None
+    return Visibility(branches.streams, branches.clocks())
+
+
 def layout(
     nodes: Sequence[Node],
     inputs: Iterable[Tensor],
     keep: Iterable[Tensor],
     scratch_bytes: Callable[[Node], int],
     elsewhere: Container[Tensor] = (),
+    visible: Visibility | None = None,
 ) -> ArenaLayout:
     """Offsets for every activation that `nodes` make, for `inputs`, and for scratch.
 

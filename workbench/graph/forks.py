@@ -14,11 +14,12 @@ Pure: nodes go in, numbers come out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from workbench.graph.ir import Node
 
+MOST_STREAMS = 8
 START = -1  # in place of a node's number: what stream 0 has in front of the split
 Clock = tuple[int, ...]
 
@@ -66,6 +67,16 @@ def serial(nodes: Sequence[Node]) -> Branches:
     return Branches(nodes, [0] * len(nodes), [()] * len(nodes))
 
 
+def fork(nodes: Sequence[Node], n_streams: int, rule: str) -> Branches:
+    """The nodes on up to n_streams streams, where `rule` finds branches."""
+    return serial(nodes)
+
+
+def interleaved(branches: Branches) -> list[Node]:
+    """The nodes with those of a fork's branches in turn."""
+    return list(branches.nodes)
+
+
 def chained(several: Sequence[Branches]) -> Branches:
     """The splits of one backend, one behind the other: what begins in one follows all of the one
     before, because stream 0 has joined all streams there."""
@@ -90,3 +101,15 @@ def _ends(one: Branches, first: int) -> list[int]:
     """The last node of each stream, numbered from `first` on."""
     last = {stream: i + first for i, stream in enumerate(one.streams)}
     return list(last.values())
+
+
+def side_by_side(branches: Branches) -> Iterator[tuple[Node, Node]]:
+    """Nodes that may run at the same time: every pair that the branches do not order, in the order
+    of the nodes."""
+    nodes, streams, clocks = branches.nodes, branches.streams, branches.clocks()
+    ahead = [list[int]() for _ in range(branches.n_streams)]  # of each stream, its nodes so far
+    for j, clock in enumerate(clocks):
+        for stream, some in enumerate(ahead):
+            if stream != streams[j]:
+                yield from ((nodes[i], nodes[j]) for i in some[clock[stream] :])
+        ahead[streams[j]].append(j)

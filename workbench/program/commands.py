@@ -24,34 +24,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, NamedTuple
 
-from workbench.errors import UsageError
 from workbench.graph.ir import Input, Node, StepShape, Tensor
 from workbench.program import letters
 from workbench.program.ranges import Buffer as Buffer
 from workbench.program.ranges import Range as Range
 from workbench.program.ranges import Space as Space
+from workbench.program.streams import COMPUTE_STREAM as COMPUTE_STREAM
+from workbench.program.streams import COPY_STREAM as COPY_STREAM
+from workbench.program.streams import DEVICE as DEVICE
+from workbench.program.streams import HOST as HOST
+from workbench.program.streams import Stream as Stream
+from workbench.program.streams import compute_stream as compute_stream
 
-HOST = 0  # index of the host backend in every program
-DEVICE = 1
-
-
-class Stream(NamedTuple):
-    """Stream `id` of backend number `backend`; id 0 is the compute stream, 1 the copy stream."""
-
-    backend: int
-    id: int
-
-    def words(self, backends: Sequence[str]) -> str:
-        """`cuda:1`. backends: the program's, by index. Raises UsageError for one not there."""
-        if not 0 <= self.backend < len(backends):
-            raise UsageError(
-                f"a command is on stream {self.id} of backend {self.backend}, and the program's "
-                f"backends are numbered 0 to {len(backends) - 1} ({', '.join(backends)}); name it"
-            )
-        return f"{backends[self.backend]}:{self.id}"
-
-
-COMPUTE_STREAM, COPY_STREAM = 0, 1
 RESULT = -1  # the split number of what stands outside every split: input writes, the logits wait
 
 
@@ -204,11 +188,17 @@ class Launch(Command):
 
 @dataclass(slots=True, eq=False, repr=False)
 class _AtEvent(Command):
-    """A stream and an event."""
+    """A stream and an event. forks: it orders branches of a split, and has no letter of its own."""
 
+    _letter: ClassVar[str]
     event: str
     stream: Stream = field()
     split: int
+    forks: bool = False
+
+    @property
+    def letter(self) -> str:
+        return "" if self.forks else self._letter
 
     def names(self) -> dict[str, str]:
         return {"event": self.event}
@@ -218,8 +208,7 @@ class Record(_AtEvent):
     """The event called `event` becomes the point reached by `stream`."""
 
     __slots__ = ()
-    kind = "record"
-    letter = "r"
+    kind, _letter = "record", "r"
 
     def words(self, backends: Sequence[str]) -> str:
         return f'record of "{self.event}" on {self.stream.words(backends)}'
@@ -229,8 +218,7 @@ class Wait(_AtEvent):
     """Later work on `stream` waits for `event`; the host does not."""
 
     __slots__ = ()
-    kind = "wait"
-    letter = "w"
+    kind, _letter = "wait", "w"
 
     def words(self, backends: Sequence[str]) -> str:
         return f'wait of {self.stream.words(backends)} for "{self.event}"'
@@ -346,7 +334,8 @@ class Program:
     def pattern(self, fold: bool = False, result: bool = False) -> str:
         """The program's order in the letters of the threads (`letters.py`), one group per split.
 
-        The work of a split is one letter. Writes, Reads and the logits wait have none. fold: two
+        The work of a split is one letter, with a number where it is on several streams (`g3`).
+        Writes, Reads, the logits wait and what orders a split's streams have none. fold: two
         copies or more are written as four, and sync-and-copy pairs as `scsc`, as the threads do.
         result: the last group ends with `as`, the copy of the results to the host and the wait for
         it, where the step has them.

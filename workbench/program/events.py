@@ -43,3 +43,13 @@ def replayed(stream: str) -> str:
 def crossed(backend: str, split: int) -> str:
     """The copies of what a device computed to another device, where a split reads them."""
     return f"copies from {backend} for split {split}"
+
+
+def begun(backend: str, split: int) -> str:
+    """What the first compute stream has in front of a split."""
+    return f"begin of split {split} on {backend}"
+
+
+def branch(backend: str, split: int, node: int) -> str:
+    """A node of a split, which another compute stream waits for."""
+    return f"node {node} of split {split} on {backend}"

@@ -7,8 +7,9 @@ backend. `program/lower.py` says when commands come, and finds every range in th
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from workbench.choices import HostSource, Results
+from workbench.choices import HostSource, Lifetimes, Results
 from workbench.graph import arena
+from workbench.graph.forks import chained, interleaved
 from workbench.graph.ir import ALIGN, Graph, Kind, Node, Tensor
 from workbench.program.commands import HOST, Buffer, Range, Space
 from workbench.program.split import Split
@@ -74,12 +75,14 @@ def lay_out(
     ordering: Ordering,
     turn: int = 0,
     known: dict[str, Buffer] | None = None,
+    lifetimes: str = Lifetimes.VISIBILITY,
 ) -> Layout:
     """Gives every tensor its range on every backend that uses it.
 
     residents[b]: where backend b keeps weights and caches. targets: the host, then the devices.
     turn: which copy of the rings this step takes, below the ordering's `period`. known: buffers of
-    earlier steps by name. This step shares them and lets them grow; new ones are added.
+    earlier steps by name. This step shares them and lets them grow; new ones are added. lifetimes:
+    when bytes of an arena may be used again.
     """
     layout = Layout(
         [], {}, {}, [], {} if known is None else known, {},
@@ -99,7 +102,6 @@ def lay_out(
     elsewhere = layout.staged | layout.landed
 
     for b, resident in enumerate(residents):
-        nodes = [node for part in splits if part.backend == b for node in part.nodes]
         given = [s for part in splits if part.backend == b for s in part.inputs]
         ranges = dict(resident)
         if b == HOST:
@@ -113,7 +115,8 @@ def lay_out(
             given = []
         if b == last:
             ranges.update(layout.landed)
-        own = arena.layout(nodes, given, crossing, targets[b].scratch_bytes, elsewhere)
+        nodes, visible = _in_order([part for part in splits if part.backend == b], lifetimes)
+        own = arena.layout(nodes, given, crossing, targets[b].scratch_bytes, elsewhere, visible)
         where = space if b == HOST else Space.DEVICE
         memory = layout.buffer(f"arena.{b}", where, own.nbytes, b or owner)
         ranges.update((s, Range(memory, at, s.nbytes)) for s, at in own.offsets.items())
@@ -122,6 +125,19 @@ def lay_out(
         )
         layout.ranges.append(ranges)
     return layout
+
+
+def _in_order(
+    parts: Sequence[Split], lifetimes: str
+) -> tuple[Sequence[Node], arena.Visibility | None]:
+    """What the arena is given of a backend's splits: nodes in order, and, where it is to know
+    streams, what these know of each other."""
+    if not any(part.forked for part in parts):
+        return [node for part in parts for node in part.nodes], None
+    branches = chained([part.branches for part in parts])
+    if lifetimes == Lifetimes.INTERLEAVED:
+        return interleaved(branches), None
+    return branches.nodes, arena.visibility(branches) if lifetimes == Lifetimes.VISIBILITY else None
 
 
 def _is_direct(graph: Graph, ordering: Ordering, last: Target) -> bool:

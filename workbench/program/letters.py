@@ -4,6 +4,8 @@ c  a blocking copy: a Copy and a Sync on it      r  an event is recorded
 a  a copy that does not block                    w  the device waits for an event
 s  any other Sync: the host waits                g  the device work of a split
 p  a plan is replayed, with all that is in it    h  a host split
+
+`g3` and `p3`: the work is on three streams side by side.
 """
 
 from __future__ import annotations
@@ -14,17 +16,24 @@ from itertools import groupby, takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from workbench.program.commands import Command
+    from workbench.program.commands import Command, Stream
 
 
 def pattern(commands: Sequence[Command], n_splits: int, fold: bool, result: bool) -> str:
     """A group of letters for each split. fold, result: as `Program.pattern` has them."""
     groups = [""] * n_splits
     blocked = {c.blocks for c in commands}
+    streams: list[set[Stream | None]] = [set() for _ in range(n_splits)]
     for c in commands:
         letter = "c" if c in blocked else c.letter
         if c.split >= 0 and not (letter in ("g", "h") and groups[c.split].endswith(letter)):
             groups[c.split] += letter
+        for part in getattr(c, "parts", (c,)):
+            if part.letter == "g":
+                streams[part.split].add(part.stream)
+    for i, used in enumerate(streams):
+        if len(used) > 1:
+            groups[i] = re.sub("[gp]", rf"\g<0>{len(used)}", groups[i])
     if fold:
         groups = [folded(g) for g in groups]
     if result:

@@ -19,7 +19,7 @@ the host each; what they protect, with copies on their own stream:
 from collections.abc import Sequence
 
 from workbench.choices import CopyStream, InputOrder, StepWait
-from workbench.graph import ops
+from workbench.graph import forks, ops
 from workbench.graph.ir import ALIGN, Graph, Kind, Tensor
 from workbench.program import commands as c
 from workbench.program import events
@@ -177,19 +177,36 @@ class _Emitter:
             self.commands.append(c.Sync(number, stream=stream, blocks=copy))
 
     def launches(self, number: int, part: Split) -> None:
-        """The split's work, in graph order on the compute stream."""
-        stream = c.Stream(part.backend, c.COMPUTE_STREAM)
+        """The split's work in graph order, on the streams of its branches. All of them are joined
+        at its end: what is behind it on the first stream is behind all of it."""
+        nodes, streams, waits, joins = part.branches
+        ids = [c.Stream(part.backend, c.compute_stream(n)) for n in range(max(streams) + 1)]
         ranges, scratch, emit = self.ranges[part.backend], self.layout.scratch, self.commands.append
-        early = self.targets[part.backend].begins_early
-        for node in part.nodes:
+        early, name = self.targets[part.backend].begins_early, self.targets[part.backend].name
+        waited = {w for some in waits for w in some}.union(joins)
+
+        def wait(others: Sequence[int], stream: c.Stream) -> None:
+            for i in others:
+                begun = i == forks.START
+                event = events.begun(name, number) if begun else events.branch(name, number, i)
+                emit(c.Wait(event, stream, number, forks=True))
+
+        if forks.START in waited:
+            emit(c.Record(events.begun(name, number), ids[0], number, forks=True))
+        for i, node in enumerate(nodes):
+            stream = ids[streams[i]]
+            wait(waits[i], stream)
             temporary = scratch.get(node)
             own = () if temporary is None else (temporary,)
             reads = tuple([_range(ranges, a) for a in ops.reads(node)]) + own
             writes = tuple([_range(ranges, a) for a in ops.writes(node)]) + own
-            programmatic = early is not None and early(node)
+            programmatic = early is not None and early(node) and not waits[i]
             emit(c.Launch(node, stream, reads, writes, temporary, number, programmatic))
+            if i in waited:
+                emit(c.Record(events.branch(name, number, i), stream, number, forks=True))
+        wait(joins, ids[0])
         if part.backend != c.HOST and self.overwritten:
-            emit(c.Record(self._read(part.backend), stream, number))
+            emit(c.Record(self._read(part.backend), ids[0], number))
 
     def result(self, graph: Graph, splits: Sequence[Split]) -> None:
         """The logits on their way to the host, and the wait that ends the step."""

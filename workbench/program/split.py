@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from workbench.graph.forks import Branches, serial
 from workbench.graph.ir import Graph, Kind, Node, Tensor
 from workbench.program.commands import HOST
 
@@ -12,11 +13,17 @@ from workbench.program.commands import HOST
 class Split(NamedTuple):
     """Consecutive nodes of one backend. inputs: host inputs and other backends' activations that
     these nodes read, in the order of first use. A tensor that an earlier split of the same backend
-    was given is not listed again."""
+    was given is not listed again. forked: the nodes on several streams; None: all are on one."""
 
     backend: int
     nodes: list[Node]
     inputs: list[Tensor]
+    forked: Branches | None = None
+
+    @property
+    def branches(self) -> Branches:
+        """The nodes on the streams that they run on."""
+        return self.forked or serial(self.nodes)
 
 
 def split(graph: Graph, backend_of: Callable[[Node], int]) -> list[Split]:
