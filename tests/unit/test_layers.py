@@ -34,7 +34,7 @@ LAYERS = [
     ("graph",),
     ("config",),
     ("toggles",),
-    ("presets",),
+    ("clashes", "presets"),
     ("choices",),
     ("output",),
     ("output_path",),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from workbench.choices import Lifetimes, Streams, Validate
 from workbench.errors import DeviceError, UsageError
 from workbench.graph import ops
-from workbench.graph.forks import fork, interleaved, side_by_side
+from workbench.graph.forks import fork, interleaved
 from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
 from workbench.program.check.hazards import Race, races
@@ -68,7 +68,7 @@ def _writes(splits: Sequence[Split], layout: Layout, program: Program) -> str:
     """llama.cpp's check: whether nodes that may run side by side write the same bytes. What they
     read it does not look at."""
     for part in splits:
-        for before, after in side_by_side(part.forked) if part.forked else ():
+        for before, after in part.forked.side_by_side() if part.forked else ():
             ranges = layout.ranges[part.backend]
             if any(_meet(a, b) for a in _written(before, ranges) for b in _written(after, ranges)):
                 return f"{before.name} and {after.name}, side by side, write the same bytes"
