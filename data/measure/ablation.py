@@ -140,7 +140,7 @@ def weight_bytes(prepared: Prepared) -> dict[str, int]:
 class _NeverAgain(arena.FreeList):
     """Bytes that have been given out are not given out again."""
 
-    def give(self, offset: int, nbytes: int) -> None:
+    def give(self, offset: int, nbytes: int, clock: arena.Clock = arena.ALL) -> None:
         """They stay their tensor's."""
 
 

@@ -1,13 +1,25 @@
-"""The arena: which offset each activation gets, from lifetimes.
+"""ROOM #16991, lifetimes: which offset each activation gets in the arena.
 
-Nodes are walked in order. A tensor takes bytes at the node that makes it, and gives them back after
-the last node that reads it. So tensors that are never alive together share bytes. Inputs come first
-and keep their bytes for the whole step: their copies are in flight while the step before may still
-compute. This is right where nodes are computed in order, on one stream.
+Nodes are walked in the order in which they are issued. A tensor takes bytes at the node that makes
+it, and gives them back after the last node that reads it. Tensors that are never alive together
+share bytes. Inputs come first and keep theirs for the whole step: their copies are in flight while
+the step before may still compute.
+
+On one stream a node begins when the one in front is over, so what was given back is free. On
+several it is free for those alone that *see* it: whose stream knows, whatever the timing, that all
+who wrote or read there are over. Given-back bytes remember who that was:
+
+    stream 0   norm   Q      rope Q ....... attention      norm's result: read by Q and K
+    stream 1     `--- K ---- store K ---.'                 rope Q sees Q over, and not K: it may not
+                                                           have norm's bytes; attention may
+
+So reads are protected as writes are. (llama.cpp's allocator sees the branches' nodes in turn; so it
+keeps what a branch makes for later nodes of the others, and not what they read.)
 """
 
-from bisect import insort
-from collections.abc import Callable, Container, Iterable, Sequence
+from bisect import bisect
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from operator import lt
 from typing import NamedTuple
 
 from workbench.graph.forks import Branches, Clock
@@ -23,45 +35,68 @@ class ArenaLayout(NamedTuple):
     nbytes: int
 
 
+ALL: Clock = ()  # seen by everybody, and sees everything
+
+
 class FreeList:
-    """Free ranges of an unbounded arena, best fit, neighbours merged."""
+    """Free ranges of an unbounded arena, best fit. A range has a clock: how many nodes of each
+    stream must be over before it is used. Neighbours with one clock are merged."""
 
     def __init__(self) -> None:
-        self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset
+        self._free: list[tuple[int, int, Clock]] = []  # offset, bytes, clock; by offset
         self.end = 0
 
-    def take(self, nbytes: int) -> int:
-        """An offset with `nbytes` (rounded up to ALIGN) free behind it; may grow the end."""
+    def take(self, nbytes: int, sees: Clock = ALL) -> int:
+        """An offset with `nbytes` (rounded up to ALIGN) behind it that are free for who sees so
+        much; may grow the end."""
         need = round_up(nbytes, ALIGN)
-        best = -1
-        for i, (_, size) in enumerate(self._free):
-            if size >= need and (best < 0 or size < self._free[best][1]):
-                best = i
-        if best >= 0:
-            offset, size = self._free.pop(best)
-            if size > need:
-                insort(self._free, (offset + need, size - need))
+        best = last = None
+        for gap in self._gaps(sees):
+            first, stop, offset, size = last = gap
+            if size >= need and (best is None or size < best[3]):
+                best = gap
+        if best is None:
+            if last is not None and last[2] + last[3] == self.end:  # the last gap can grow
+                first, stop, offset, _ = last
+                del self._free[first:stop]
+            else:
+                offset = self.end
+            self.end = offset + need
             return offset
-        if self._free and sum(self._free[-1]) == self.end:  # the last gap can grow
-            offset, _ = self._free.pop()
-        else:
-            offset = self.end
-        self.end = offset + need
+        first, stop, offset, _ = best
+        end, left = offset + need, list[tuple[int, int, Clock]]()
+        for at, size, clock in self._free[first:stop]:
+            if at + size > end:
+                start = max(at, end)
+                left.append((start, at + size - start, clock))
+        self._free[first:stop] = left
         return offset
 
-    def give(self, offset: int, nbytes: int) -> None:
-        """Returns a range that `take` gave."""
+    def _gaps(self, sees: Clock) -> Iterator[tuple[int, int, int, int]]:
+        """Each gap as one who sees so much has it: the numbers of its first free range and behind
+        its last, offset, bytes."""
+        first = stop = offset = size = 0
+        for i, (at, length, clock) in enumerate(self._free):
+            free = not clock or not any(map(lt, sees, clock))
+            if free and size and at == offset + size:
+                stop, size = i + 1, size + length
+                continue
+            if size:
+                yield first, stop, offset, size
+            first, stop, offset, size = (i, i + 1, at, length) if free else (0, 0, 0, 0)
+        if size:
+            yield first, stop, offset, size
+
+    def give(self, offset: int, nbytes: int, clock: Clock = ALL) -> None:
+        """Returns a range that `take` gave. clock: what must be over before it is used."""
         size = round_up(nbytes, ALIGN)
-        merged: list[tuple[int, int]] = []
-        for start, length in self._free:
-            if start + length == offset:
-                offset, size = start, size + length
-            elif offset + size == start:
-                size += length
-            else:
-                merged.append((start, length))
-        self._free = merged
-        insort(self._free, (offset, size))
+        i = bisect(self._free, (offset,))
+        if i < len(self._free) and self._free[i][::2] == (offset + size, clock):
+            size += self._free.pop(i)[1]
+        if i and sum(self._free[i - 1][:2]) == offset and self._free[i - 1][2] == clock:
+            offset, before, _ = self._free.pop(i := i - 1)
+            size += before
+        self._free.insert(i, (offset, size, clock))
 
 
 class Visibility(NamedTuple):
@@ -99,7 +134,7 @@ def layout(
     for t in keep:
         last_use[t.storage] = len(nodes)
 
-    free = FreeList()
+    free, seen = FreeList(), _Seen(nodes, visible)
     offsets: dict[Tensor, int] = {}
     scratch: dict[Node, tuple[int, int]] = {}
     for t in inputs:
@@ -107,22 +142,58 @@ def layout(
 
     made_here: set[Tensor] = set()
     for i, node in enumerate(nodes):
-        made = [t.storage for t in node.outputs]
+        made, sees = [t.storage for t in node.outputs], seen.by(i)
         for out in made:
             homeless = out not in offsets and out not in elsewhere
             if homeless and out.kind in (Kind.ACTIVATION, Kind.OUTPUT):
-                offsets[out] = free.take(out.nbytes)
+                offsets[out] = free.take(out.nbytes, sees)
                 made_here.add(out)
         need = scratch_bytes(node)
         if need:
-            offset = free.take(need)
+            offset = free.take(need, sees)
             scratch[node] = (offset, need)
-            free.give(offset, need)
+            free.give(offset, need, seen.after(i))
         for s in {t.storage for t in node.inputs}:
             if last_use[s] == i and s in made_here:
-                free.give(offsets[s], s.nbytes)
+                free.give(offsets[s], s.nbytes, seen.after_all(s))
         for out in made:
             if out in made_here and last_use.get(out, -1) < i:  # made and never read
-                free.give(offsets[out], out.nbytes)
+                free.give(offsets[out], out.nbytes, seen.after(i))
                 made_here.discard(out)
     return ArenaLayout(offsets, scratch, free.end)
+
+
+class _Seen:
+    """Clocks for the free list: what nodes see, and what must be seen of them. On one stream
+    everything is seen."""
+
+    def __init__(self, nodes: Sequence[Node], visible: Visibility | None):
+        self._visible = visible
+        if visible is None:
+            return
+        count = [0] * len(visible.clocks[0])
+        self._after: list[tuple[int, int]] = []  # of each node, its stream, and how many are over
+        for stream in visible.streams:
+            count[stream] += 1
+            self._after.append((stream, count[stream]))
+        self._zero = [0] * len(count)
+        self._accessors: dict[Tensor, set[int]] = {}
+        for i, node in enumerate(nodes):
+            for t in (*node.inputs, *node.outputs):
+                self._accessors.setdefault(t.storage, set()).add(i)
+
+    def by(self, i: int) -> Clock:
+        return ALL if self._visible is None else self._visible.clocks[i]
+
+    def after(self, *nodes: int) -> Clock:
+        """Once these nodes are over."""
+        if self._visible is None:
+            return ALL
+        clock = self._zero.copy()
+        for stream, over in map(self._after.__getitem__, nodes):
+            clock[stream] = max(clock[stream], over)
+        return tuple(clock)
+
+    def after_all(self, storage: Tensor) -> Clock:
+        """Once all that write or read it are over."""
+        return ALL if self._visible is None else self.after(*self._accessors[storage])

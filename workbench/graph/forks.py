@@ -9,7 +9,7 @@ A *branch* is what runs on one stream between a fork and a join. A stream comput
 order. Order across streams is an event: recorded behind a node, waited for in front of another. It
 is there only where it does not already follow from others. `Branches.clocks` says what follows.
 
-Which branches there are is the rule's to say (toggle `fork`): `regions.py` finds those of llama.cpp,
+Which branches there are is the rule's to say (toggle `fork`): `regions.py` finds llama.cpp's,
 `schedule.py` any that gain.
 
 Pure: nodes go in, numbers come out.

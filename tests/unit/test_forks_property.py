@@ -1,0 +1,135 @@
+"""Branches of random graphs against the brute-force closure of their order."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.profiles import examples
+from tests.unit.random_branches import closure, random_branches, random_nodes
+from workbench.choices import Fork
+from workbench.graph.dependencies import dependencies
+from workbench.graph.forks import (
+    START,
+    Branches,
+    branch_of,
+    chained,
+    fork,
+    interleaved,
+    serial,
+)
+
+seeds = st.integers(0, 2**32 - 1).map(Random)
+sizes = st.integers(0, 40)
+streams = st.integers(1, 8)
+
+
+def needed_orders(branches: Branches) -> list[set[int]]:
+    """What must be in the closure: all dependencies, START in front of everything, and all nodes in
+    front of the end."""
+    before = [{*some, START} for some in dependencies(branches.nodes)]
+    return [*before, set(range(len(branches.nodes)))]
+
+
+def missing(branches: Branches, without: tuple[int, int] | None = None) -> bool:
+    return any(
+        not need <= have
+        for need, have in zip(needed_orders(branches), closure(branches, without), strict=True)
+    )
+
+
+def forked(rng: Random, n: int, n_streams: int) -> list[Branches]:
+    nodes = random_nodes(rng, n)
+    by_rule = [fork(nodes, n_streams, rule) for rule in Fork]
+    return [*by_rule, random_branches(rng, n, n_streams)]
+
+
+@settings(max_examples=examples(150))
+@given(seeds, sizes, streams)
+def test_every_order_that_is_needed_is_there(rng, n, n_streams):
+    for branches in forked(rng, n, n_streams):
+        assert branches.n_streams <= n_streams
+        assert not missing(branches)
+
+
+@settings(max_examples=examples(100))
+@given(seeds, sizes, streams)
+def test_no_event_could_be_left_out(rng, n, n_streams):
+    for branches in forked(rng, n, n_streams):
+        every = [(i, k) for i, waits in enumerate(branches.waits) for k in range(len(waits))]
+        every += [(-1, k) for k in range(len(branches.joins))]
+        for one in every:
+            assert missing(branches, without=one), one
+
+
+@settings(max_examples=examples(150))
+@given(seeds, sizes, streams)
+def test_clocks_are_the_closure(rng, n, n_streams):
+    for branches in forked(rng, n, n_streams):
+        place: dict[int, int] = {}
+        count = [0] * branches.n_streams
+        for i, stream in enumerate(branches.streams):
+            place[i] = count[stream]
+            count[stream] += 1
+        for clock, over in zip(branches.clocks(), closure(branches), strict=False):
+            known = {i for i in place if place[i] < clock[branches.streams[i]]}
+            assert known == over - {START}
+
+
+@settings(max_examples=examples(100))
+@given(seeds, sizes, streams)
+def test_side_by_side_are_all_pairs_without_an_order(rng, n, n_streams):
+    for branches in forked(rng, n, n_streams):
+        over = closure(branches)
+        number = {node: i for i, node in enumerate(branches.nodes)}
+        found = {(number[a], number[b]) for a, b in branches.side_by_side()}
+        assert found == {(i, j) for j in range(n) for i in range(j) if i not in over[j]}
+
+
+@settings(max_examples=examples(100))
+@given(seeds, sizes, streams)
+def test_other_orders_keep_every_node_behind_what_it_needs(rng, n, n_streams):
+    for branches in forked(rng, n, n_streams):
+        numbers = branch_of(branches)
+        for order in (interleaved(branches), sorted(branches.nodes, key=numbers.__getitem__)):
+            assert sorted(map(id, order)) == sorted(map(id, branches.nodes))
+            at = {node: i for i, node in enumerate(order)}
+            for node, before in zip(branches.nodes, dependencies(branches.nodes), strict=True):
+                assert all(at[branches.nodes[i]] < at[node] for i in before)
+
+
+@settings(max_examples=examples(100))
+@given(seeds, sizes, streams)
+def test_nodes_of_one_branch_are_neighbours_and_nobody_waits_amid_them(rng, n, n_streams):
+    for branches in forked(rng, n, n_streams):
+        numbers, waited = branch_of(branches), {i for w in branches.waits for i in w}
+        tail: dict[int, int] = {}
+        for i, (node, stream) in enumerate(zip(branches.nodes, branches.streams, strict=True)):
+            if stream in tail and numbers[branches.nodes[tail[stream]]] == numbers[node]:
+                assert not branches.waits[i] and tail[stream] not in waited
+            tail[stream] = i
+
+
+@settings(max_examples=examples(100))
+@given(seeds, st.lists(st.integers(1, 12), min_size=2, max_size=4), streams)
+def test_a_split_begins_behind_all_of_the_one_before(rng, lengths, n_streams):
+    several = [random_branches(rng, n, n_streams) for n in lengths]
+    whole = chained(several)
+    assert [node for one in several for node in one.nodes] == list(whole.nodes)
+    over, first = closure(whole), 0
+    for one in several:
+        alone = closure(one)
+        for i in range(len(one.nodes)):
+            inside = {j + first for j in alone[i] if j != START}
+            assert over[first + i] - {START} == inside | set(range(first))
+        first += len(one.nodes)
+
+
+@pytest.mark.parametrize("rule", Fork)
+def test_one_stream_is_the_graph_as_it_is(rule):
+    nodes = random_nodes(Random(1), 30)
+    assert fork(nodes, 1, rule) == serial(nodes) and serial(nodes).n_streams == 1
+    assert fork([], 8, rule).n_streams == 1
