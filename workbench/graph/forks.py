@@ -18,6 +18,7 @@ Pure: nodes go in, numbers come out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from workbench.choices import Fork
@@ -80,6 +81,10 @@ class Branches(NamedTuple):
 
 def _later(a: Sequence[int], b: Sequence[int]) -> list[int]:
     return [x if x > y else y for x, y in zip(a, b, strict=True)]
+
+
+def _sooner(a: Clock, b: Clock) -> Clock:
+    return tuple([x if x < y else y for x, y in zip(a, b, strict=True)])
 
 
 def serial(nodes: Sequence[Node]) -> Branches:
@@ -181,8 +186,9 @@ def interleaved(branches: Branches) -> list[Node]:
     count = [0] * branches.n_streams
     queues: list[list[int]] = [[] for _ in count]
     found: list[Node] = []
-    for i, clock in enumerate(branches.clocks()):
-        if list(clock) == count:  # everything in front is over: a region ends
+    known = list(accumulate(reversed(branches.clocks()), _sooner))  # by all from a node on
+    for i, clock in enumerate(reversed(known)):
+        if list(clock) == count:  # they all begin when everything in front is over: a region ends
             found += _in_turn(branches, queues)
             queues = [[] for _ in count]
         queues[branches.streams[i]].append(i)
