@@ -70,7 +70,7 @@ def test_soak_of_both_streams(device):
     """100k launches with waits across streams; the copy stream must see every value in turn."""
     log, n = np.zeros(100_001, np.int64), 50_000
     event, back = device.event(), device.event()
-    compute, copies = device.streams
+    compute, copies, *_ = device.streams
     record, wait = device.record(event, COMPUTE_STREAM), device.wait(event, COPY_STREAM)
     record_back, wait_back = device.record(back, COPY_STREAM), device.wait(back, COMPUTE_STREAM)
     first = compute.prepare(append.address, 1, (address(log), 1))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from workbench.bench.stats import MIN_REPETITIONS
 from workbench.bench.workload import Workload, check_fits, parse_tests
-from workbench.choices import GraphReuse, Switch
+from workbench.choices import BranchFusion, GraphReuse, Switch
 from workbench.config import EXACT, ROUNDING, Toggles
 from workbench.errors import UsageError
 
@@ -112,7 +112,7 @@ def answer_between(before: Toggles, after: Toggles) -> str:
     differs, or one that asks for a launch which only one side can have."""
     was, now = before.to_dict(), after.to_dict()
     rounds = any(was[name] != now[name] and Toggles.answer_class(name) == ROUNDING for name in was)
-    return ROUNDING if rounds or _joins(was) != _joins(now) else EXACT
+    return ROUNDING if rounds or _joins(was) != _joins(now) or _splits(was, now) else EXACT
 
 
 # Copies as cache stores are never joined with RoPE. On CUDA the launch of all that is joined sums
@@ -123,6 +123,13 @@ JOINED, NEVER_JOINED = "fuse_rope_store", (GraphReuse.PATCH_POINTERS, GraphReuse
 def _joins(toggles: Mapping[str, str]) -> bool:
     """Whether RoPE and the cache store are one launch, where a backend has it."""
     return toggles[JOINED] == Switch.ON and toggles["graph_reuse"] not in NEVER_JOINED
+
+
+def _splits(was: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Whether only one side may have its fused nodes kept inside branches, by their costs."""
+    fused = any(was[name] == Switch.ON for name in Toggles.members("fuse"))
+    auto = was["branch_fusion"] == BranchFusion.AUTO
+    return fused and auto and any(was[name] != now[name] for name in ("streams", "fork"))
 
 
 class ComparisonSpec(NamedTuple):

@@ -25,15 +25,15 @@ from workbench.program.split import Split
 def choose_streams(streams: str, capabilities: Capabilities, device: str) -> int:
     """On how many streams a step may compute. Raises DeviceError where the device has fewer."""
     wanted, most = int(streams), max(1, capabilities.n_streams - 1)  # one is for copies
-    if wanted > 1 and not capabilities.in_stream:
-        raise DeviceError(
-            f"the {device} device cannot honour streams={wanted}: an event does not stand behind "
-            f"its copies; use streams={Streams.ONE}"
-        )
     if wanted > most:
         raise DeviceError(
             f"the {device} device cannot honour streams={wanted}: it offers {most}; use "
             f"streams={most}"
+        )
+    if wanted > 1 and not capabilities.in_stream:
+        raise DeviceError(
+            f"the {device} device cannot honour streams={wanted}: an event does not stand behind "
+            f"its copies; use streams={Streams.ONE}"
         )
     return wanted
 

@@ -3,8 +3,11 @@
 It keeps a GPU's contract. A program that breaks the contract gets wrong numbers, as on a GPU:
 
 * The device has memory of its own. The host sees it through copies only.
-* There are two streams, each a FIFO with its own threads (`loops.py`). Stream 0 computes on
-  `workers` threads, stream 1 copies on one. A launch or a copy returns when it is queued.
+* There are nine streams, each a FIFO with its own threads (`loops.py`). Stream 0 computes on
+  `workers` threads, stream 1 copies on one. Streams 2 to 8 compute, too, on a share of as many
+  threads as a quarter of the workers. They are started when a program first uses their stream. So
+  a stream that waits holds no thread of another; more threads than cores take turns. A launch or a
+  copy returns when it is queued.
 * A plan is a list of nodes for each stream. Its launch queues a walk of each list, and the streams'
   threads go through the lists without the host (`recorded.py`).
 * A copy reads its source when it runs. With `pageable="snapshot"`, a copy out of memory that is
@@ -25,6 +28,7 @@ import time
 import weakref
 from array import array
 from collections import deque
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +54,16 @@ COPY_PART_BYTES = 1 << 18  # a shorter part of a copy is not worth a second work
 LOAD_PART_BYTES = 2 << 20  # of a weight: a huge page, because a load is the first touch of memory
 COPY_YIELD_NS = 20_000  # the copy stream's thread sleeps early: a worker needs the same core
 PAGEABLE = ("late", "snapshot")
+SIDE_STREAMS, SHARE = range(2, 9), 4  # compute streams beside the first; workers for each thread
+
+
+class SideRing(Ring):
+    """A stream whose threads are started when a program first has a command for it."""
+
+    def prepare(self, *kernel: Any, **named: Any) -> Issued:
+        self.start()
+        return super().prepare(*kernel, **named)
+
 
 Point = tuple[Ring, int]  # a stream, and the number of its kernels before the point
 
@@ -99,7 +113,7 @@ class EmbeddedDevice(base.CpuBackend):
 
     name = "embedded"
     capabilities = Capabilities(
-        asynchronous_copies=True, events=True, one_order=True, capture=True, n_streams=2
+        asynchronous_copies=True, events=True, one_order=True, capture=True, n_streams=9
     )
 
     def __init__(self, threads: int = 0, pageable: str = "late"):
@@ -110,12 +124,16 @@ class EmbeddedDevice(base.CpuBackend):
         self.waiting = (
             f"yields for {signals.HOST_YIELD_NS // 1000} us, then sleeps on a condition variable; "
             f"idle workers yield for {signals.WORKER_YIELD_NS // 1000} us, a stream that waits for "
-            f"another likewise, the idle copy stream for {COPY_YIELD_NS // 1000} us"
+            f"another likewise, idle copy and side streams for {COPY_YIELD_NS // 1000} us"
         )
         self.pageable = pageable
         self.streams = (
             Ring("embedded stream 0", self.workers),
             Ring("embedded stream 1", 1, COPY_YIELD_NS),
+            *(
+                SideRing(f"embedded stream {n}", max(1, self.workers // SHARE), COPY_YIELD_NS)
+                for n in SIDE_STREAMS
+            ),
         )
         self._layouts: dict[int, str] = {}  # weight address -> layout, of repacked weights only
         self._pinned: dict[int, int] = {}  # address -> bytes
@@ -123,7 +141,7 @@ class EmbeddedDevice(base.CpuBackend):
         self._reaping = threading.Lock()
         # runs at interpreter exit too, and where nobody closed: it never waits for a stuck stream
         self._end = weakref.finalize(self, _shut_down, self.streams)
-        for ring in self.streams:
+        for ring in self.streams[: SIDE_STREAMS[0]]:
             ring.start()
 
     # memory ----------------------------------------------------------------------------------
@@ -240,6 +258,7 @@ class EmbeddedDevice(base.CpuBackend):
 
     def wait(self, event: Event, stream: int) -> Issued:
         ring = self.streams[stream]
+        ring.start()
         command = command_words(loops.AWAIT, 1, (0, 0, ring.address))
         block = WaitBlock(array("q", (event.address, *command)), (0,), 0, 1)
         control, address, slow = ring.address, block.address, ring.push_slowly

@@ -141,8 +141,10 @@ class Ring:
         self.closed = False
 
     def start(self) -> None:
-        """Starts the workers. They are daemon threads: a device that nobody closed never holds up
-        an exit."""
+        """Starts the workers, once. They are daemon threads: a device that nobody closed never
+        holds up an exit."""
+        if self._threads or self.closed:
+            return
         memory = (self.control, self.entries, self.stamps)  # lives while a worker may touch it
         for worker in range(self.n_workers):
             thread = threading.Thread(

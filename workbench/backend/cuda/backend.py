@@ -47,7 +47,7 @@ from workbench.program.capabilities import Capabilities
 from workbench.program.commands import Space
 from workbench.progress import Bar
 
-N_STREAMS = 8
+N_STREAMS = 9  # 8 compute, 1 copies
 SERVICE = -1  # the stream of loading, zeroing and the clock; no program uses it
 REPACK = -2  # the stream that repacks weights while the next are uploaded
 GATE_THREADS = 1024  # of kernels/gate.cu
