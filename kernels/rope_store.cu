@@ -2,15 +2,18 @@
 // are the norm of the query and key heads (where a model has one), RoPE, and the stores into the
 // cache.
 //
+// Where Q, K and V are branches on streams of their own, a launch has the heads of Q alone, or those
+// of K: n_heads says how many heads there are in all.
+//
 // A warp has one head of one token: the heads of Q first, then the heads of K, then V's. A
 // head passes through shared memory, because the two elements of a pair lie up to head_dim / 2
 // apart. Every part rounds as a launch of its own does (norm.cu, rope.cu, rows.cu): the bits are
 // the same.
 //
 // Arguments: q_dst, k_cache, v_cache, q, k, v, q_weight, k_weight (0: no norm), positions,
-// freq_factors (or 0), k_indices, v_indices, n_head, n_head_kv, head_dim (a multiple of 8, at most
-// 256), n_rot, neox, n_kv, theta_base, freq_scale, eps. Grid: (n_tokens, ceil((n_head + 2
-// n_head_kv) / WARPS)); WARPS warps.
+// freq_factors (or 0), k_indices, v_indices, n_head, n_head_kv, n_heads, head_dim (a multiple of 8,
+// at most 256), n_rot, neox, n_kv, theta_base, freq_scale, eps. Grid: (n_tokens, ceil(n_heads /
+// WARPS)); WARPS warps.
 //
 // Versions (us of a token of llama-3-8b Q4_0 as a graph; data/results/tuning/norms-1.txt; norms of
 // heads: product_qkv.cu):
@@ -50,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     rope_store(float* q_dst, u16* k_cache, u16* v_cache, const float* q, const float* k,
                const float* v, const float* q_weight, const float* k_weight, const int* positions,
                const float* freq_factors, const i64* k_indices, const i64* v_indices, i64 n_head,
-               i64 n_head_kv, i64 head_dim, i64 n_rot, i64 neox, i64 n_kv, float theta_base,
+               i64 n_head_kv, i64 n_heads, i64 head_dim, i64 n_rot, i64 neox, i64 n_kv, float theta_base,
                float freq_scale, float eps) {
     pdl_trigger();
     __shared__ __align__(16) float heads[WARPS][MOST_DIM];
@@ -66,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             revolutions[j] = rope_revolutions(i, n_rot, theta_base, freq_scale, freq_factors);
     }
     pdl_wait();
-    if (head >= n_head + 2 * n_head_kv) return;
+    if (head >= n_heads) return;
 
     const bool is_q = head < n_head, is_k = !is_q && head < n_head + n_head_kv;
     const float *from = q, *weight = q_weight;

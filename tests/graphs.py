@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from workbench.choices import Fork
 from workbench.config import Activations
+from workbench.graph.branch_fusion import branch_numbers
 from workbench.graph.defer import defer
 from workbench.graph.fuse import fuse
 from workbench.graph.ir import (
@@ -99,10 +101,13 @@ class Decoder:
         return defer(graph) if deferred else graph
 
 
-def fused_nodes(graph: Graph, fusions: Collection[str]) -> Iterator[Node]:
-    """The fused nodes of `graph`, one of each combination of op, parts and shapes."""
-    seen = set()
-    for node in fuse(graph, fusions).nodes:
+def fused_nodes(graph: Graph, fusions: Collection[str], inside: bool = False) -> Iterator[Node]:
+    """The fused nodes of `graph`, one of each combination of op, parts and shapes. inside: of its
+    branches alone."""
+    seen, numbers = set(), None
+    if inside:
+        numbers = branch_numbers(graph, lambda node: 0, Fork.ANY)
+    for node in fuse(graph, fusions, branch_of=numbers).nodes:
         shapes = tuple((t.dtype, t.shape) for t in (*node.inputs, *node.outputs))
         key = node.op, tuple(part.op for part in node.parts), shapes
         if node.parts and key not in seen:

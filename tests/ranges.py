@@ -122,8 +122,10 @@ def fused_cases(n_tokens: int = T) -> Iterator[tuple[str, Node, dict[Tensor, np.
         ("qwen3 float halved", Decoder("tiny-qwen3", Q4_0), "float", True),
     ):
         graph = model.graph(n_tokens, n_tokens, N_KV, activations, CELLS, deferred)
-        for fusions in (every, *(every - {left_out} for left_out in FUSIONS)):
-            for node in fused_nodes(graph, fusions):
+        sets = [(every, False), (every, True)]
+        sets += [(every - {left_out}, False) for left_out in FUSIONS]
+        for fusions, inside in sets:
+            for node in fused_nodes(graph, fusions, inside):
                 if wiring(node) not in seen:
                     seen.add(wiring(node))
                     made = " ".join(part.op for part in node.parts)

@@ -166,7 +166,11 @@ class Toggles:
     )
     fork: str = _toggle(Fork.QKV, _FORKS, EXACT, _STREAMS, "where a step leaves its stream")
     branch_fusion: str = _toggle(
-        BranchFusion.AUTO, "graph/fuse.py", ROUNDING, _STREAMS, "fusion where branches fork"
+        BranchFusion.AUTO,
+        "graph/branch_fusion.py",
+        ROUNDING,
+        _STREAMS,
+        "fusion where branches fork",
     )
     lifetimes: str = _toggle(
         Lifetimes.VISIBILITY, "graph/arena.py", EXACT, _STREAMS, "when memory is used again"

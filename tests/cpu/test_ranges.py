@@ -34,7 +34,7 @@ def test_every_op_is_covered():
     assert {node.op for node, _ in CASES.values()} == set(OPS)
     assert {node.op for node, _ in FUSED.values()} == {
         "norm", "product", "product_norm", "qkv", "qkv_rope_store", "rope_store", "glu",
-        "swiglu_quantize", "attention_quantize",
+        "swiglu_quantize", "attention_quantize", "rope_set_rows", "norm_rope",
     }  # fmt: skip
     assert any(len(node.outputs) == n for node, _ in FUSED.values() for n in (2, 3))
 

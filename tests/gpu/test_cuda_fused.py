@@ -33,7 +33,13 @@ N_KV, CELLS = 64, 96  # twice for more tokens than that
 POISONS = (0xFF, 0x7F)  # NaN as float and as half; the largest half and float are finite
 REPETITIONS = 100
 FEW = 8  # tokens up to which a product fused with what follows has the arithmetic of the parts
-EXACT = ("norm", "swiglu_quantize", "rope_store")  # for any number of tokens
+EXACT = (
+    "norm",
+    "swiglu_quantize",
+    "rope_store",
+    "rope_set_rows",
+    "norm_rope",
+)  # for any number of tokens
 EXACT_FOR_FEW = ("product", "qkv", "qkv_rope_store", "glu")
 NMSE, NMSE_QUANTISED = 1e-6, 1e-5  # one quant tipped over its edge in a row of 256 is 2e-6
 ODD: Any = {"n_embd": 288, "n_ff": 544, "n_head": 6, "n_head_kv": 2, "head_dim": 48, "n_vocab": 131}
@@ -139,8 +145,8 @@ def distinct(model: str, tokens: int) -> list[Node]:
     n_kv, n_cells = cells(tokens)
     for activations, deferred in itertools.product(("q8", "float"), (False, True)):
         graph = MODELS[model]().graph(tokens, tokens, n_kv, activations, n_cells, deferred)
-        for fusions in SETS:
-            for node in fused_nodes(graph, fusions):
+        for fusions, inside in itertools.product(SETS, (False, True)):
+            for node in fused_nodes(graph, fusions, inside):
                 found.setdefault(wiring(node), node)
     return list(found.values())
 

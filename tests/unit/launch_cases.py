@@ -93,8 +93,8 @@ def fused(tokens: int, dtype: DType, n_kv: int = N_KV) -> Iterator[LaunchCase]:
         kinds = ("q8", "float") if dtype in (Q8_0, F16) else ("q8",)
         for activations, deferred in itertools.product(kinds, (False, True)):
             graph = model.graph(tokens, tokens, n_kv, activations, n_kv, deferred)
-            for fusions in FUSED:
-                for node in fused_nodes(graph, fusions):
+            for fusions, inside in ((f, i) for f in FUSED for i in (False, f is ALL)):
+                for node in fused_nodes(graph, fusions, inside):
                     yield LaunchCase(node, tokens, dtype)
 
 

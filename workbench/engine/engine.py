@@ -75,10 +75,11 @@ class Engine:
         self._plans = plans_of(have.toggles, loaded.backend)
         self._workspace = Workspace(loaded.backends, self._forget)
         try:
-            self._residents.allocate(loaded)
-            # reserve for the largest step, so that memory grows later only for many outputs
             n_cells = self.cache.n_cells
             largest = StepShape(min(config.n_ubatch, n_cells), 1, n_cells)
+            self._residents.allocate(loaded)
+            self._step_programs.refuse_races(largest.n_tokens, n_cells, self.cache.pad)
+            # reserve for the largest step, so that memory grows later only for many outputs
             for turn in range(self.period):
                 self._workspace.bind(self._step_programs.of(largest, turn))
         except BaseException:

@@ -4,8 +4,9 @@ One phase goes on with what the phase before it made. So each can be done again 
 """
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, product
 
+from workbench.choices import Lifetimes
 from workbench.config import Switch, Toggles
 from workbench.engine.batch import prompt_shapes
 from workbench.engine.kv_cache import check_room, kv_pad
@@ -16,8 +17,9 @@ from workbench.engine.placement import Placement
 from workbench.engine.reuse import reuse_of
 from workbench.engine.wanted import Chosen
 from workbench.errors import UsageError
+from workbench.graph.branch_fusion import fused
 from workbench.graph.defer import defer
-from workbench.graph.fuse import chosen, fuse
+from workbench.graph.fuse import chosen
 from workbench.graph.ir import Graph, Node, StepShape, Tensor
 from workbench.model.blocks import CacheStores
 from workbench.model.decoder import Model, build_graph
@@ -48,13 +50,16 @@ def unfused_graph(
     return shift_graph(model, caches, shape.n_kv)
 
 
-def fused_graph(graph: Graph, toggles: Toggles, placement: Placement) -> tuple[Graph, BackendOf]:
+def fused_graph(
+    graph: Graph, toggles: Toggles, placement: Placement, n_streams: int = 1
+) -> tuple[Graph, BackendOf]:
     """The graph as `toggles` want it, and the backend of each of its nodes."""
     if toggles.defer_norm == Switch.ON:
         graph = defer(graph)
     backends = assign(graph.nodes, placement.fixed)
-    fused = fuse(graph, chosen(toggles), backends.__getitem__)
-    return fused, lambda node: backends[node.parts[0] if node.parts else node]
+    fusions, choice = chosen(toggles), toggles.branch_fusion
+    joined = fused(graph, fusions, backends.__getitem__, choice, n_streams, toggles.fork)
+    return joined, lambda node: backends[node.parts[0] if node.parts else node]
 
 
 class StepPrograms:
@@ -102,13 +107,22 @@ class StepPrograms:
         loaded, residents, toggles = self._loaded, self._residents, self._toggles
         do = (phases or Phases(self._spent)).do
         graph = do("graph", unfused_graph, loaded.model, shape, residents.caches, toggles, cell)
-        fused, backend_of = do("fuse", fused_graph, graph, toggles, loaded.placement)
-        splits = do("split", self._cut, fused, backend_of, toggles.fork)
+        joined, backend_of = do(
+            "fuse", fused_graph, graph, toggles, loaded.placement, self._n_streams
+        )
+        splits = do("split", self._cut, joined, backend_of, toggles.fork)
         layout = do(
-            "layout", lay_out, fused, splits, residents.ranges, self._targets, self._ordering,
+            "layout", lay_out, joined, splits, residents.ranges, self._targets, self._ordering,
             turn, buffers, toggles.lifetimes,
         )  # fmt: skip
-        return do("lower", self._lowered, fused, splits, layout, toggles.lifetimes)
+        return do("lower", self._lowered, joined, splits, layout, toggles.lifetimes)
+
+    def refuse_races(self, most_tokens: int, n_cells: int, pad: int) -> None:
+        """Raises UsageError where lifetimes let steps race: of one token and of many, at the begin
+        of the cache and at its end."""
+        if self._toggles.lifetimes != Lifetimes.VISIBILITY and self._n_streams > 1:
+            for n_tokens, n_kv in product({1, most_tokens}, {min(pad, n_cells), n_cells}):
+                self.of(StepShape(n_tokens, 1, n_kv), buffers={})
 
     def _cut(self, graph: Graph, backend_of: BackendOf, rule: str) -> list[Split]:
         splits = split(graph, backend_of)

@@ -23,6 +23,9 @@ gate + up + swiglu, down product. With halved norms it is 5. The patterns take l
 (ggml_cuda_can_fuse of its CUDA backend). Its graph has a launch for each quantisation, rope, store,
 norm and product of Q, K and V.
 
+Where streams run branches side by side (`forks.py`), fusion may stay inside a branch
+(`branch_fusion=inside`): each of Q, K and V keeps its product, and only its own nodes are joined.
+
     op of the fused node   parts
     norm                   [add] [rms_norm] [mul] [quantize], two of them at least
     product                mul_mat [rms_scale] [add], two of them at least
@@ -31,6 +34,8 @@ norm and product of Q, K and V.
     qkv_rope_store         qkv, rope_store
     rope_store             [rms_norm mul rms_norm mul] rope rope set_rows set_rows
     glu                    (mul_mat [rms_scale] [add]) x 2, swiglu [quantize]
+    rope_set_rows          [rms_norm mul] rope set_rows, inside the branch of K
+    norm_rope              rms_norm mul rope, inside the branch of Q
     swiglu_quantize        swiglu quantize
     attention_quantize     attention quantize
 
@@ -39,7 +44,7 @@ Pure: a graph goes in, a graph comes out, and nothing is changed in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -55,22 +60,29 @@ def chosen(toggles: Toggles) -> frozenset[str]:
 
 
 def fuse(
-    graph: Graph, fusions: Iterable[str], backend_of: Callable[[Node], int] = lambda node: 0
+    graph: Graph,
+    fusions: Iterable[str],
+    backend_of: Callable[[Node], int] = lambda node: 0,
+    branch_of: Mapping[Node, int] | None = None,
 ) -> Graph:
     """`graph` with the patterns that `fusions` name joined; the same graph where there are none.
 
-    Only nodes of one backend are joined.
+    Only nodes of one backend are joined. branch_of: and only those with the same number, which
+    stand together then, in the order of the numbers (`forks.branch_of`).
     """
     on = frozenset(fusions)
     if not on:
         return graph
+    in_order, key = graph.nodes, backend_of
+    if branch_of is not None:
+        in_order, key = sorted(in_order, key=branch_of.__getitem__), branch_of.__getitem__
     readers: dict[Tensor, int] = {}
     for node in graph.nodes:
         for t in {t.storage for t in node.inputs}:
             readers[t] = readers.get(t, 0) + 1
     nodes: list[Node] = []
-    for _, part in groupby(graph.nodes, backend_of):
-        matcher = _Matcher(list(part), on)
+    for _, part in groupby(in_order, key):
+        matcher = _Matcher(list(part), on, inside=branch_of is not None)
         while matcher.at < len(matcher.nodes):
             nodes += matcher.next(readers)
     return Graph(nodes, graph.inputs, graph.outputs, graph.shape)
@@ -171,9 +183,10 @@ class _Products(NamedTuple):
 class _Matcher:
     """Goes through the nodes of a graph; `next` takes the longest pattern it can join."""
 
-    def __init__(self, nodes: list[Node], on: frozenset[str]):
+    def __init__(self, nodes: list[Node], on: frozenset[str], inside: bool):
         self.nodes = nodes
         self.on = on
+        self.inside = inside  # a branch: what joins several of them is not there
         self.at = 0
 
     def next(self, readers: dict[Tensor, int]) -> list[Node]:
@@ -217,8 +230,18 @@ class _Matcher:
             return None
         parts = self.rope_store_at(self.at)
         if not parts:
-            return None
+            return self.heads_inside() if self.inside else None
         return [("rope_store", f"rope_store-{parts[0].layer}", parts)], self.at + len(parts)
+
+    def heads_inside(self) -> _Taken:
+        """[rms_norm mul] rope set_rows, or rms_norm mul rope, of a branch by itself."""
+        normed = "fuse_norm_mul" in self.on
+        for op, pattern, wants_norm in _INSIDE:
+            parts = named(self.nodes, self.at, pattern)
+            if parts and (normed or not wants_norm):
+                rope = next(part for part in parts if part.op == "rope")
+                return [(op, rope.name, parts)], self.at + len(parts)
+        return None
 
     def rope_store_at(self, at: int) -> list[Node]:
         """[rms_norm mul rms_norm mul] rope rope set_rows set_rows from `at` on, or nothing."""
@@ -310,6 +333,11 @@ _MULTIPLIES = frozenset({"mul_mat"})
 _RESIDUAL_HALF = ("add", "square_sums", "mul")
 _ROPE_STORE = ("rope", "rope", "set_rows", "set_rows")
 _NORMED_ROPE_STORE = ("rms_norm", "mul", "rms_norm", "mul", *_ROPE_STORE)
+_INSIDE = (  # op of the fused node, its parts, whether heads are normed
+    ("rope_set_rows", ("rms_norm", "mul", "rope", "set_rows"), True),
+    ("norm_rope", ("rms_norm", "mul", "rope"), True),
+    ("rope_set_rows", ("rope", "set_rows"), False),
+)
 _NORM_JOINTS = (  # op, the op that may join it, the toggle that says so, only with one row
     ("add", "rms_norm", "fuse_add_norm", False),
     ("rms_norm", "mul", "fuse_norm_mul", True),

@@ -101,36 +101,77 @@ def norm(node: Node, p: Operands, parts: Sequence[Node] = ()) -> list[Work]:
 # heads --------------------------------------------------------------------------------------------
 
 
-def rotation(q_rope: Node, k_store: Node, v_store: Node, p: Operands) -> Rotate:
+def rotation(rope: Node, k_store: Node | None, v_store: Node | None, p: Operands) -> Rotate:
     """What kernels that rotate Q and K and store K and V are told."""
-    _, positions, *factors = q_rope.inputs
-    r = q_rope.params
+    _, positions, *factors = rope.inputs
+    r, store = rope.params, k_store or v_store
+    k_rows, v_rows = (0 if one is None else p.at(one.inputs[2]) for one in (k_store, v_store))
     return Rotate(
-        p.at(positions), p.at_if(factors[0] if factors else None), q_rope.output.cols, r["n_rot"],
+        p.at(positions), p.at_if(factors[0] if factors else None), rope.output.cols, r["n_rot"],
         int(r["neox"]), float(r["theta_base"]), float(r["freq_scale"]),
-        p.at(k_store.inputs[2]), p.at(v_store.inputs[2]), k_store.params["n_kv"],
+        k_rows, v_rows, store.params["n_kv"] if store else 0,
     )  # fmt: skip
+
+
+class _Heads(NamedTuple):
+    """The heads of Q or K, from the product to where attention has them. store: of K, where it is
+    the launch's."""
+
+    norm: Node | None
+    weight: Tensor | None
+    rope: Node
+    store: Node | None = None
+
+    @classmethod
+    def of(cls, parts: Sequence[Node]) -> _Heads:
+        """[rms_norm mul] rope [set_rows]"""
+        by_op = {part.op: part for part in parts}
+        weight = second(by_op.get("mul"))
+        return cls(by_op.get("rms_norm"), weight, by_op["rope"], by_op.get("set_rows"))
+
+    @property
+    def x(self) -> Tensor:
+        return (self.norm or self.rope).inputs[0]
+
+    @property
+    def many(self) -> int:
+        return self.rope.output.shape[1]
 
 
 def rope_store(parts: Sequence[Node], p: Operands) -> list[Work]:
     """[rms_norm mul rms_norm mul] rope rope set_rows set_rows: a warp for each head of Q, K, V."""
     *norms, q_rope, k_rope, k_store, v_store = parts
-    q_norm, q_mul, k_norm, k_mul = norms or (None,) * 4
-    q = (q_norm or q_rope).inputs[0]
-    k = (k_norm or k_rope).inputs[0]
-    v = v_store.inputs[1]
-    tokens, heads, head_dim = q_rope.output.shape
-    heads_kv = k_rope.output.shape[1]
-    r = rotation(q_rope, k_store, v_store, p)
+    q, k = _Heads.of([*norms[:2], q_rope]), _Heads.of([*norms[2:], k_rope, k_store])
+    return _heads(q, k, v_store, p)
+
+
+def q_heads(parts: Sequence[Node], p: Operands) -> list[Work]:
+    """rms_norm mul rope: the heads of Q alone."""
+    return _heads(_Heads.of(parts), None, None, p)
+
+
+def k_heads(parts: Sequence[Node], p: Operands) -> list[Work]:
+    """[rms_norm mul] rope set_rows: the heads of K alone."""
+    return _heads(None, _Heads.of(parts), None, p)
+
+
+def _heads(q: _Heads | None, k: _Heads | None, v_store: Node | None, p: Operands) -> list[Work]:
+    some = q or k
+    assert some is not None
+    store = k.store if k else None
+    tokens, _, head_dim = some.rope.output.shape
+    n_q, n_k, n_v = q.many if q else 0, k.many if k else 0, k.many if k and v_store else 0
+    r = rotation(some.rope, store, v_store, p)
     args = [
-        p.at(q_rope.output), p.at(k_store.output), p.at(v_store.output),
-        p.at(q), p.at(k), p.at(v),
-        p.at_if(second(q_mul)), p.at_if(second(k_mul)),
+        p.at(q.rope.output) if q else 0,
+        *(0 if one is None else p.at(one.output) for one in (store, v_store)),
+        p.at(q.x) if q else 0, p.at(k.x) if k else 0, p.at_if(second(v_store)),
+        p.at_if(q.weight) if q else 0, p.at_if(k.weight) if k else 0,
         r.positions, r.freq_factors, r.k_indices, r.v_indices,
-        heads, heads_kv, head_dim, r.n_rot, r.neox, r.n_kv,
-        r.theta_base, r.freq_scale, float(q_norm.params["eps"]) if q_norm else 0.0,
+        n_q, n_k, n_q + n_k + n_v, head_dim, r.n_rot, r.neox, r.n_kv,
+        r.theta_base, r.freq_scale, float(some.norm.params["eps"]) if some.norm else 0.0,
     ]  # fmt: skip
-    grid = (tokens, blocks(heads + 2 * heads_kv, HEADS_PER_BLOCK))
+    grid = (tokens, blocks(n_q + n_k + n_v, HEADS_PER_BLOCK))
     return [Kernel("rope_store", "rope_store", grid, 32 * HEADS_PER_BLOCK, args, waits=True)]
 
 

@@ -56,6 +56,8 @@ _LAUNCHES: dict[str, Callable[[Node, Operands], list[Work]]] = {
     "qkv": products.fused_products,
     "qkv_rope_store": products.qkv_rope_store,
     "rope_store": lambda node, p: elementwise.rope_store(node.parts, p.inside(node)),
+    "rope_set_rows": lambda node, p: elementwise.k_heads(node.parts, p.inside(node)),
+    "norm_rope": lambda node, p: elementwise.q_heads(node.parts, p.inside(node)),
     "glu": products.glu,
     "swiglu_quantize": lambda node, p: elementwise.swiglu_quantize(node.parts, p),
     "attention_quantize": _attention_quantize,
@@ -87,7 +89,7 @@ def scratch_bytes(node: Node) -> int:
     there."""
     if not node.parts:
         return _own_scratch(node)
-    if node.op in ("norm", "rope_store", "swiglu_quantize"):
+    if node.op in ("norm", "rope_store", "rope_set_rows", "norm_rope", "swiglu_quantize"):
         return interior_bytes(node) if elementwise.unread(node) else 0
     if node.op == "attention_quantize":
         own = _own_scratch(node.parts[0])
