@@ -34,10 +34,16 @@ from workbench.errors import DeviceError
 
 
 def record(
-    driver: Driver, what: str, stream: Any, others: Sequence[Any], issue: Callable[[], None]
+    driver: Driver,
+    what: str,
+    stream: Any,
+    others: Sequence[Any],
+    issue: Callable[[], None],
+    end: Callable[[], None] = lambda: None,
 ) -> Any:
     """The graph of what `issue` queues on the CUstream `stream`, and on `others`, which begin with
-    it and end in it. Nothing runs. what: for messages.
+    it and end in it; and of what `end` queues on `stream` behind all of them. Nothing runs. what:
+    for messages.
 
     Raises DeviceError where the driver refuses, and whatever `issue` raises. The streams have left
     the capture then, and nothing stays behind.
@@ -52,6 +58,7 @@ def record(
             _order(driver, what, [stream] * len(events), others, events)
             issue()
             _order(driver, what, others, [stream] * len(events), events)
+            end()
         except BaseException:
             # Whatever state the failure left the capture in, the streams must leave it.
             _, graph = driver.api.cuStreamEndCapture(stream)
@@ -143,10 +150,13 @@ class Tape:
                 nodes += [number] * (now - n)
                 n = now
             self.made.append(made)
+        self.nodes = tuple(nodes)
+
+    def end(self) -> None:
+        """What tells the host that all of it is over, where the work has that."""
         if self._work.end is not None:
             self._work.end()
-            nodes.append(NO_PART)
-        self.nodes = tuple(nodes)
+            self.nodes = (*self.nodes, NO_PART)
 
 
 class Owner(NamedTuple):
@@ -162,7 +172,7 @@ class Owner(NamedTuple):
         there = self.stream_of(work.stream)
         others = [self.stream_of(s) for s in sorted(set(work.streams) - {work.stream})]
         tape = Tape(self.driver, what, there, work)
-        return record(self.driver, what, there, others, tape), tape
+        return record(self.driver, what, there, others, tape, tape.end), tape
 
 
 def capture(owner: Owner, work: Plannable) -> CudaGraph:
