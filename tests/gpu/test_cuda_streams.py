@@ -54,7 +54,7 @@ def test_logits_are_those_of_one_stream_to_the_bit(engine, name, fusion):
     settings = (SETTINGS | MORE)[name] | fusion
     if "set_rows" not in (KEPT | settings)["graph_reuse"] and fusion:
         pytest.skip("copies as cache stores are not joined with RoPE")
-    tokens = tokens_for(engine)[:60]
+    tokens = tokens_for("tiny-llama", 60)
     found = []
     for toggles in (serial(settings), settings):
         with engine.variant(wb.Toggles(**KEPT | toggles)) as one:
@@ -70,7 +70,7 @@ def test_programs_with_branches_race_in_nothing(engine, name):
 
 
 def test_a_captured_step_has_the_edges_of_its_branches(engine):
-    tokens, made = tokens_for(engine)[:8], dict[str, tuple[int, int, int]]()
+    tokens, made = tokens_for("tiny-llama", 8), dict[str, tuple[int, int, int]]()
     for streams in ("1", "3"):
         toggles = wb.Toggles(**KEPT | STEP | {"streams": streams, "pdl": "on"})
         with engine.variant(toggles) as one:
