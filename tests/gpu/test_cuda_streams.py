@@ -75,8 +75,8 @@ def test_a_captured_step_has_the_edges_of_its_branches(engine):
         toggles = wb.Toggles(**KEPT | STEP | {"streams": streams, "pdl": "on"})
         with engine.variant(toggles) as one:
             one_by_one(one, list(tokens))
-            (graph,) = captured_of(one)
-            made[streams] = (len(graph.nodes), *graph.edges())
+            # a graph for each block that results land in, all alike
+            (made[streams],) = {(len(g.nodes), *g.edges()) for g in captured_of(one)}
             n_layer = one.model.n_layer
     one, three = made["1"], made["3"]
     assert three[0] == one[0] and one[1] == one[0] - 1
