@@ -104,3 +104,12 @@ def test_free_list_gives_disjoint_ranges(steps):
     whole = free.end
     if whole:
         assert free.take(whole) == 0  # everything merged back into one range
+
+
+def test_no_bytes_take_no_range():
+    free = FreeList()
+    offset = free.take(ALIGN)
+    assert free.take(0) == 0 and free.end == ALIGN
+    free.give(offset, ALIGN)
+    free.give(offset, 0)
+    assert free.take(0) == 0 and free.take(ALIGN) == offset and free.end == ALIGN

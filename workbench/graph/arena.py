@@ -18,7 +18,7 @@ keeps what a branch makes for later nodes of the others, and not what they read.
 """
 
 from bisect import bisect
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from operator import lt
 from typing import NamedTuple
 
@@ -48,48 +48,50 @@ class FreeList:
 
     def take(self, nbytes: int, sees: Clock = ALL) -> int:
         """An offset with `nbytes` (rounded up to ALIGN) behind it that are free for who sees so
-        much; may grow the end."""
+        much; may grow the end. 0 for no bytes."""
         need = round_up(nbytes, ALIGN)
-        best = last = None
-        for gap in self._gaps(sees):
-            first, stop, offset, size = last = gap
-            if size >= need and (best is None or size < best[3]):
-                best = gap
-        if best is None:
-            if last is not None and last[2] + last[3] == self.end:  # the last gap can grow
-                first, stop, offset, _ = last
-                del self._free[first:stop]
+        if not need:
+            return 0
+        best, best_size = -1, self.end + 1  # the smallest gap that is large enough
+        first = behind = size = 0  # of the gap at hand: its first range, its end, its bytes
+        for i, (at, length, clock) in enumerate(self._free):
+            if clock and any(map(lt, sees, clock)):
+                continue
+            if at == behind and size:
+                size += length
             else:
-                offset = self.end
-            self.end = offset + need
-            return offset
-        first, stop, offset, _ = best
-        end, left = offset + need, list[tuple[int, int, Clock]]()
-        for at, size, clock in self._free[first:stop]:
-            if at + size > end:
-                start = max(at, end)
-                left.append((start, at + size - start, clock))
-        self._free[first:stop] = left
+                if need <= size < best_size:
+                    best, best_size = first, size
+                first, size = i, length
+            behind = at + length
+        if need <= size < best_size:
+            best = first
+        if best >= 0:
+            return self._cut(best, need)
+        if size and behind == self.end:  # the last gap can grow
+            offset = self.end - size
+            del self._free[first:]
+        else:
+            offset = self.end
+        self.end = offset + need
         return offset
 
-    def _gaps(self, sees: Clock) -> Iterator[tuple[int, int, int, int]]:
-        """Each gap as one who sees so much has it: the numbers of its first free range and behind
-        its last, offset, bytes."""
-        first = stop = offset = size = 0
-        for i, (at, length, clock) in enumerate(self._free):
-            free = not clock or not any(map(lt, sees, clock))
-            if free and size and at == offset + size:
-                stop, size = i + 1, size + length
-                continue
-            if size:
-                yield first, stop, offset, size
-            first, stop, offset, size = (i, i + 1, at, length) if free else (0, 0, 0, 0)
-        if size:
-            yield first, stop, offset, size
+    def _cut(self, first: int, need: int) -> int:
+        """Takes as many bytes from range `first` and those behind it; their offset."""
+        offset, stop = self._free[first][0], first
+        end = offset + need
+        while stop < len(self._free) and self._free[stop][0] < end:
+            at, length, clock = self._free[stop]
+            stop += 1
+        left = at + length - end
+        self._free[first:stop] = [(end, left, clock)] if left else []
+        return offset
 
     def give(self, offset: int, nbytes: int, clock: Clock = ALL) -> None:
         """Returns a range that `take` gave. clock: what must be over before it is used."""
         size = round_up(nbytes, ALIGN)
+        if not size:
+            return
         i = bisect(self._free, (offset,))
         if i < len(self._free) and self._free[i][::2] == (offset + size, clock):
             size += self._free.pop(i)[1]
