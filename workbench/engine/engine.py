@@ -364,7 +364,8 @@ class Engine:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Steps, programs built, reused and refused by an input, n and ns by phase, of plans."""
+        """Steps; programs built, reused, refused by an input, and on one stream because branches
+        failed their check; n and ns by phase; of plans."""
         return counters_of(self)
 
     def phases(self, since: dict[str, int] | None = None) -> PhaseTimes:

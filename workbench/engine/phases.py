@@ -78,6 +78,7 @@ def counters_of(engine: Engine) -> dict[str, int]:
         "programs_built": programs.built,
         "programs_reused": programs.reused,
         "programs_refused": programs.n_refused,
+        "programs_unforked": engine._step_programs.n_unforked,
         **{f"{phase}_ns": ns for phase, ns in counts.ns.items()},
         **{f"{phase}_n": n for phase, n in counts.n.items()},
         **engine._plans.counts,
