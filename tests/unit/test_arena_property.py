@@ -16,6 +16,8 @@ from workbench.graph.arena import ALL, ArenaLayout, FreeList, layout, visibility
 from workbench.graph.dependencies import dependencies
 from workbench.graph.forks import START, Branches, fork, interleaved, ordered, serial
 from workbench.graph.ir import ALIGN, F32, Kind, Node, Tensor
+from workbench.graph.lifetimes import BEFORE, lifetimes
+from workbench.graph.lifetimes import overwritten as overwritten_by_clocks
 from workbench.graph.ops import make
 from workbench.sizes import round_up
 
@@ -243,3 +245,73 @@ def test_inputs_and_kept_tensors_stay():
     branches = ordered(nodes, [0, 1, 0], dependencies(nodes))
     made = layout(nodes, [x], [nodes[0].output], lambda node: 0, visible=visibility(branches))
     assert len(set(made.offsets.values())) == 4
+
+
+# lifetimes as data --------------------------------------------------------------------------------
+
+
+def by_clocks(branches: Branches, made: ArenaLayout, kept: Sequence[Tensor]):
+    """What `graph/lifetimes.py` says, as the oracle says it."""
+    found = overwritten_by_clocks(lifetimes(made, branches, kept), branches)
+    return {frozenset({one.lost.name, one.by.name}) for one in found}
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(seeds, st.integers(1, 9), st.integers(1, 4), st.sampled_from(["serial", "in turn", "seen"]))
+def test_clocks_find_what_the_oracle_finds(rng, n, n_streams, how):
+    branches = random_branches(rng, n, n_streams)
+    kept = [branches.nodes[-1].output] if branches.nodes[-1].op == "add" else []
+    nodes = interleaved(branches) if how == "in turn" else branches.nodes
+    visible = visibility(branches) if how == "seen" else None
+    made = layout(nodes, [], kept, scratch_of(rng), visible=visible)
+    assert by_clocks(branches, made, kept) == overwritten(branches, made, kept)
+
+
+def test_random_layouts_are_overwritten_now_and_then():
+    """So the test above compares something."""
+    found = 0
+    for seed in range(60):
+        branches = random_branches(Random(seed), 9, 3)
+        found += bool(by_clocks(branches, layout(branches.nodes, [], [], lambda node: 0), []))
+    assert 5 < found < 60
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(seeds, st.integers(1, 120), st.integers(1, 8))
+def test_by_visibility_nothing_is_overwritten_in_large_graphs(rng, n, n_streams):
+    branches = random_branches(rng, n, n_streams)
+    inputs = list({t for node in branches.nodes for t in node.inputs if t.kind == Kind.INPUT})
+    visible = visibility(branches)
+    made = layout(branches.nodes, inputs, [], scratch_of(rng), visible=visible)
+    found = lifetimes(made, branches)
+    assert len(found) == len(made.offsets) + len(made.scratch)
+    assert not overwritten_by_clocks(found, branches)
+
+
+def test_a_lifetime_says_who_uses_which_bytes_from_when_to_when():
+    branches = three_branches(2)
+    nodes, x = branches.nodes, branches.nodes[0].inputs[0]
+    q = next(node for node in nodes if node.name == "q0")
+    made = layout(nodes, [x], [q.output], lambda node: 100 if node is q else 0)
+    found = {one.name: one for one in lifetimes(made, branches, [q.output])}
+    norm = found["norm"]
+    readers = [i for i, node in enumerate(nodes) if node.name in ("q0", "k0", "v0")]
+    assert (norm.first, norm.last, norm.users) == (0, max(readers), (0, *readers))
+    assert (norm.offset, norm.nbytes) == (made.offsets[nodes[0].output], 256)
+    assert norm.streams == (0, 1, 2)
+    assert (found["x"].first, found["x"].last) == (BEFORE, len(nodes))
+    at = nodes.index(q)
+    assert (found["q0"].first, found["q0"].last) == (at, len(nodes))
+    scratch = found["scratch of q0"]
+    assert (scratch.first, scratch.last, scratch.nbytes) == (at, at, 100)
+
+
+def test_what_is_overwritten_says_by_whom_and_where():
+    branches = three_branches(2)
+    kept = [node.output for node in branches.nodes if node.name in ("q0", "k0", "v0")]
+    made = layout(interleaved(branches), [], kept, lambda node: 0)
+    (one,) = overwritten_by_clocks(lifetimes(made, branches, kept), branches)
+    assert (one.lost.name, one.by.name) == ("norm", "q1")
+    assert (one.offset, one.nbytes) == (made.offsets[branches.nodes[0].output], 256)
+    in_turn = serial(interleaved(branches))  # on one stream, as they were laid out
+    assert not overwritten_by_clocks(lifetimes(made, in_turn, kept), in_turn)
