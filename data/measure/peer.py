@@ -146,18 +146,20 @@ class PeerRun:
         )
 
 
-def recorded_peer(recorded: Recorded, model: str) -> PeerRun | None:
-    """The run of a model; None where there is none, or one that was cut off."""
-    folder = recorded.folder / FOLDER / model
+def recorded_peer(recorded: Recorded, model: str, of: str = FOLDER) -> PeerRun | None:
+    """The run of a model in folder `of`; None where there is none, or one that was cut off."""
+    folder = recorded.folder / of / model
     if not (folder / results.RUN_JSON).is_file():
         return None
     found = results.load_run(folder)
     return PeerRun(found) if found.run["status"] == results.COMPLETE else None
 
 
-def recorded_peers(recorded: Recorded) -> list[PeerRun]:
-    """The runs, in the order of MODELS."""
-    return [found for model in MODELS if (found := recorded_peer(recorded, model))]
+def recorded_peers(
+    recorded: Recorded, models: Sequence[str] = MODELS, of: str = FOLDER
+) -> list[PeerRun]:
+    """The runs of folder `of`, in the order of `models`."""
+    return [found for model in models if (found := recorded_peer(recorded, model, of))]
 
 
 def bests(recorded: Recorded) -> Iterator[Line]:
@@ -222,10 +224,10 @@ def savings(recorded: Recorded) -> Iterator[Line]:
                 yield Line({"model": peer.model, "test": test} | cells, [peer])
 
 
-def where(recorded: Recorded) -> str:
+def where(recorded: Recorded, models: Sequence[str] = MODELS, of: str = FOLDER) -> str:
     """A caption for each card."""
     groups: dict[str, list[PeerRun]] = {}
-    for peer in recorded_peers(recorded):
+    for peer in recorded_peers(recorded, models, of):
         groups.setdefault(peer.run["engine"]["device_description"], []).append(peer)
     return " ".join(caption(group, _said(group)) for group in groups.values())
 

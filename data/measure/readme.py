@@ -22,6 +22,7 @@ from data.measure import (
     scheduling,
     set_tables,
     sources,
+    streams,
     targets,
     two_commits,
 )
@@ -86,6 +87,7 @@ BLOCKS: dict[str, list[Part]] = {
     "timelines": [picture],
     **blocks.BLOCKS,
     **peer.BLOCKS,
+    **streams.BLOCKS,
     **targets.BLOCKS,
     **presets.BLOCKS,
     **scheduling.BLOCKS,

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.measure import matrix
+from data.measure import matrix, streams
 from data.measure.peer import FOLDER, SWITCHES, PeerRun, recorded_peers, theirs
 from data.measure.recorded import Recorded
 from tests.peer import cuda, fake_llama_bench, llama_bench
@@ -98,7 +98,7 @@ def test_both_sides_in_turn(program, tmp_path, tiny_models, monkeypatch, capsys)
 def test_ours_are_best_with_and_without_plans_of_whole_steps(program, tmp_path, tiny_models):
     """The campaign's toggles for one plan a step that is launched ahead, and direct results."""
     ours = cuda.Wanted().settings
-    assert ours == (*inspect.signature(cuda.main).parameters["ours"].default.split(","),)
+    assert cuda.CAMPAIGNS[inspect.signature(cuda.main).parameters["campaign"].default][1] is ours
     first, planned = ours
     assert first == "best" and planned.startswith("best ")
     assert {*matrix.ANY.split(), matrix.WORD} <= set(planned.split())
@@ -245,3 +245,19 @@ def test_make_passes_what_it_is_given():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     words = " ".join(done.stdout.replace("\\\n", " ").split())
     assert words.endswith('-m tests.peer.cuda m n --peer "a b" --rounds 7'), done.stderr
+
+
+def test_the_campaign_of_streams_has_each_pair_in_one_run(program, tmp_path, tiny_models):
+    """One stream and several, with the same fused nodes and the same logits, to the bit."""
+    assert len(set(streams.SETTINGS)) == len(streams.SETTINGS)
+    settings = [arm.removeprefix("workbench ") for pair in streams.PAIRS for arm in pair.arms]
+    assert set(settings) < set(streams.SETTINGS)
+    measure(program, tmp_path / FOLDER, tiny_models, ours=",".join(streams.SETTINGS),
+            theirs=",".join(streams.SWITCHED))  # fmt: skip
+    run = results.load_run(tmp_path / FOLDER / MODEL).run
+    toggles = {arm["name"]: arm["toggles"] for arm in run["arms"]}
+    for pair in streams.PAIRS:
+        first, second = (toggles[arm] for arm in pair.arms)
+        assert {name for name in first if first[name] != second[name]} <= {"streams", "fork"}
+        assert first["streams"] == "1" and int(second["streams"]) > 1
+    assert all(answer["holds"] for answer in run["result"]["answers"].values())

@@ -29,13 +29,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from cyclopts import App
 
 import workbench as wb
 from data.measure import peer as recorded
+from data.measure import streams
 from data.measure.matrix import ANY, WORD
 from data.measure.peer import LLAMA, MODELS, OURS, SWITCHES, TESTS, PeerRun
 from data.measure.session import parsed, toggles_of
@@ -58,6 +59,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS, FILES = ROOT / "data" / "results" / recorded.FOLDER, ROOT / "data" / "models"
 SETTINGS = ("best", f"best {ANY} {WORD}")
 SWITCHED = ("default", "graphs=off", "graph_opt=1", "reuse=off")
+# models, settings of ours, what is switched in llama.cpp, where the run folders go
+CAMPAIGNS: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str], Path]] = {
+    "best": (MODELS, SETTINGS, SWITCHED, RESULTS),
+    "streams": (
+        streams.MODELS, streams.SETTINGS, streams.SWITCHED, RESULTS.parent / streams.FOLDER,
+    ),
+}  # fmt: skip
 N_CTX, N_UBATCH = 1024, 512  # llama-bench's own ubatch
 
 app = App(help=__doc__, result_action="return_none")
@@ -291,13 +299,14 @@ def shown(peer: PeerRun) -> str:
 @app.default
 def main(
     *models: str,
+    campaign: Literal["best", "streams"] = "best",
     peer: Path | None = None,
-    out: Path = RESULTS,
+    out: Path | None = None,
     files: Path = FILES,
     device: str = "cuda",
     tests: str = ",".join(TESTS),
-    ours: str = ",".join(SETTINGS),
-    theirs: str = ",".join(SWITCHED),
+    ours: str = "",
+    theirs: str = "",
     rounds: int = MIN_REPETITIONS,
     repetitions: int = 3,
     again: bool = False,
@@ -310,7 +319,9 @@ def main(
 
     Parameters
     ----------
-    models: as folders name them, llama-3-8b-q4_0; without any, all of the README's.
+    models: as folders name them, llama-3-8b-q4_0; without any, all of the campaign's.
+    campaign: what models, settings and folder are where none are given: the README's, or one stream
+        against several (`data/measure/streams.py`).
     peer: llama-bench, a folder or an archive that holds it; it is built where none is given.
     out: where the run folders go.
     files: where model files are, and where missing ones are written.
@@ -322,11 +333,14 @@ def main(
     again: measure what was measured, too.
     at_most_s: no model is begun after so many seconds.
     """
+    its_models, settings, switched, folder = CAMPAIGNS[campaign]
     wanted = Wanted(
-        device, tests.split(","), ours.split(","), theirs.split(","), rounds, repetitions
-    )
+        device, tests.split(","), ours.split(",") if ours else settings,
+        theirs.split(",") if theirs else switched, rounds, repetitions,
+    )  # fmt: skip
     wanted.check()
-    names, begun = models or MODELS, time.monotonic()
+    out = out or folder
+    names, begun = models or its_models, time.monotonic()
     for name in names:
         parsed(name)
     if peer is None:
