@@ -129,73 +129,62 @@ def layout(
     after the last node. elsewhere: activations that have a range outside of the arena. They are
     passed over, as weights and caches are.
     """
-    last_use: dict[Tensor, int] = {}
-    for i, node in enumerate(nodes):
-        for t in node.inputs:
-            last_use[t.storage] = i
+    touched = [{t.storage for t in node.inputs} for node in nodes]
+    last_use = {s: i for i, read in enumerate(touched) for s in read}
     for t in keep:
         last_use[t.storage] = len(nodes)
 
-    free, seen = FreeList(), _Seen(nodes, visible)
+    free, now = FreeList(), _Now(visible)
     offsets: dict[Tensor, int] = {}
     scratch: dict[Node, tuple[int, int]] = {}
     for t in inputs:
         offsets[t.storage] = free.take(t.nbytes)
 
-    made_here: set[Tensor] = set()
+    users: dict[Tensor, list[int]] = {}  # of what was made here, as a clock counts them
     for i, node in enumerate(nodes):
-        made, sees = [t.storage for t in node.outputs], seen.by(i)
-        for out in made:
+        sees = now.begin(i)
+        for out in [t.storage for t in node.outputs]:
             homeless = out not in offsets and out not in elsewhere
             if homeless and out.kind in (Kind.ACTIVATION, Kind.OUTPUT):
                 offsets[out] = free.take(out.nbytes, sees)
-                made_here.add(out)
+                users[out] = now.nobody()
+            touched[i].add(out)
         need = scratch_bytes(node)
         if need:
             offset = free.take(need, sees)
             scratch[node] = (offset, need)
-            free.give(offset, need, seen.after(i))
-        for s in {t.storage for t in node.inputs}:
-            if last_use[s] == i and s in made_here:
-                free.give(offsets[s], s.nbytes, seen.after_all(s))
-        for out in made:
-            if out in made_here and last_use.get(out, -1) < i:  # made and never read
-                free.give(offsets[out], out.nbytes, seen.after(i))
-                made_here.discard(out)
+            free.give(offset, need, tuple(now.join(now.nobody())))
+        for s in touched[i]:
+            if s in users:
+                now.join(users[s])
+                if last_use.get(s, i) == i:  # read for the last time, or never
+                    free.give(offsets[s], s.nbytes, tuple(users.pop(s)))
     return ArenaLayout(offsets, scratch, free.end)
 
 
-class _Seen:
-    """Clocks for the free list: what nodes see, and what must be seen of them. On one stream
-    everything is seen."""
+class _Now:
+    """The node at hand, as clocks tell of it. On one stream clocks count nothing: all are ALL."""
 
-    def __init__(self, nodes: Sequence[Node], visible: Visibility | None):
+    def __init__(self, visible: Visibility | None):
         self._visible = visible
-        if visible is None:
-            return
-        count = [0] * len(visible.clocks[0])
-        self._after: list[tuple[int, int]] = []  # of each node, its stream, and how many are over
-        for stream in visible.streams:
-            count[stream] += 1
-            self._after.append((stream, count[stream]))
-        self._zero = [0] * len(count)
-        self._accessors: dict[Tensor, set[int]] = {}
-        for i, node in enumerate(nodes):
-            for t in (*node.inputs, *node.outputs):
-                self._accessors.setdefault(t.storage, set()).add(i)
+        n_streams = 1 + max(visible.streams, default=0) if visible else 0
+        self._begun = [0] * n_streams  # nodes of each stream so far, this one included
+        self._stream = 0
 
-    def by(self, i: int) -> Clock:
-        return ALL if self._visible is None else self._visible.clocks[i]
-
-    def after(self, *nodes: int) -> Clock:
-        """Once these nodes are over."""
+    def begin(self, i: int) -> Clock:
+        """Node i is at hand: what it sees."""
         if self._visible is None:
             return ALL
-        clock = self._zero.copy()
-        for stream, over in map(self._after.__getitem__, nodes):
-            clock[stream] = max(clock[stream], over)
-        return tuple(clock)
+        self._stream = self._visible.streams[i]
+        self._begun[self._stream] += 1
+        return self._visible.clocks[i]
 
-    def after_all(self, storage: Tensor) -> Clock:
-        """Once all that write or read it are over."""
-        return ALL if self._visible is None else self.after(*self._accessors[storage])
+    def nobody(self) -> list[int]:
+        """A clock to be joined."""
+        return [0] * len(self._begun)
+
+    def join(self, users: list[int]) -> list[int]:
+        """The same, and the node at hand among them: once it is over, too."""
+        if users:
+            users[self._stream] = self._begun[self._stream]
+        return users
