@@ -202,6 +202,30 @@ def _updates(forced: pd.DataFrame) -> Iterable[str]:
         yield f"Plans where n_kv grows: {_listed(said)}."
 
 
+def streams(forks: pd.DataFrame, lifetimes: pd.DataFrame, *comparisons: AB) -> Conclusion:
+    """Whether Q, K and V side by side help, and what may share memory meanwhile.
+
+    forks: `branches.forks_table`; lifetimes: `branches.lifetimes_table`.
+    """
+    side = forks.set_index("arm")
+    most = side["streams"].idxmax()
+    lines = [
+        f"With {most} a token has {side.loc[most, 'launches beside']} of its launches beside the "
+        f"first stream, on {side.loc[most, 'streams']} streams, and "
+        f"{side.loc[most, 'waits of streams']} waits between them.",
+    ]
+    rows = lifetimes.set_index("lifetimes")
+    wrong = [str(name) for name, races in rows["races"].items() if str(races) != "none"]
+    missed = [name for name in wrong if rows.loc[name, "writes finds it"] == "no"]
+    if wrong:
+        lines.append(f"Side by side, memory races with lifetimes {_listed(wrong)}.")
+    if missed:
+        lines.append(f"A check of writes against writes misses that of {_listed(missed)}.")
+    more = rows.loc["visibility", "arena bytes"] - rows.loc["serial", "arena bytes"]
+    lines.append(f"An arena that is right takes {more:,} bytes more than the serial one.")
+    return Conclusion("\n".join([*lines, *(s for one in comparisons for s in _effects(one))]))
+
+
 def _as_eager(proof: pd.DataFrame) -> Iterable[str]:
     racing = [name for name, races in proof["races"].items() if races != "none"]
     if racing:

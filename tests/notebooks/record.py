@@ -48,6 +48,7 @@ MADE = {
         *(name.replace("_", "-") for name in wb.Toggles.members("redo")),
     ],
     "04_plans": ["plans-off", "plans-on"],
+    "05_streams": ["streams-off", "streams-on", "streams-fused"],
     "10_fusion": ["fusion", "defer"],
 }
 # a layer of the tiny model is its first or its last: 10_fusion asks a model with one in the middle
@@ -56,6 +57,7 @@ MODELS = {
     "02_sync_modes": ("tiny-llama", "Q8_0"),
     "03_graph_reuse": ("llama-3.2-1b", "Q8_0"),
     "04_plans": ("llama-3.2-1b", "Q8_0"),
+    "05_streams": ("llama-3.2-1b", "BF16"),
     "10_fusion": ("llama-3.2-1b", "Q8_0"),
 }
 # a graph that is built for every token takes so long that the least repetitions tell enough

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import workbench as wb
-from notebooks import annotated, conclusions, kept, launches, planned, proofs
+from notebooks import annotated, branches, conclusions, kept, launches, planned, proofs
 from workbench.bench.comparison import AB, background
 from workbench.bench.gaps import Gaps
 from workbench.bench.results import load_run
@@ -297,3 +297,28 @@ def test_phases_of_a_token() -> None:
     assert "5  the host waits for the logits: 35 us" in texts
     with pytest.raises(ValueError, match="no step"):
         annotated.token(frame.iloc[:0])
+
+
+def test_whether_streams_help(tiny_model) -> None:
+    path = tiny_model("tiny-llama", "Q8_0")
+    one = wb.Toggles(graph_reuse="set_rows", sync="packed_implicit")
+    arms = {"streams=1": one, "streams=3": one.switched("streams", "3")}
+    with wb.Engine.load(path, device="embedded", toggles="baseline", unsafe=True) as engine:
+        forks = branches.forks_table(engine, arms)
+        lifetimes = branches.lifetimes_table(engine, arms["streams=3"])
+        frames = branches.layer_frames(engine, arms["streams=3"], layer=0)
+    assert forks["streams"].tolist() == [1, 3] and forks["waits of streams"].tolist() == [0, 8]
+    assert (
+        lifetimes["races"].tolist()[2] == "none" and "none" not in lifetimes["races"].tolist()[:2]
+    )
+    assert lifetimes["all finds it"].tolist() == ["yes", "yes", "nothing to find"]
+    lost = {name: [row for row in frame["lost"] if row] for name, frame in frames.items()}
+    assert lost["lifetimes=serial"] and not lost["lifetimes=visibility"]
+    runs = ab("streams-off"), ab("streams-on"), ab("streams-fused")
+    made = conclusions.streams(forks, lifetimes, *runs).splitlines()
+    assert made[0].startswith("With streams=3 a token has ")
+    assert made[1] == "Side by side, memory races with lifetimes serial and interleaved."
+    assert made[-len([e for run in runs for e in effects(run)]) :] == [
+        effect for run in runs for effect in effects(run)
+    ]
+    assert answer("05_streams")[-1] == made[-1]

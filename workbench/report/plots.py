@@ -13,9 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from workbench.report import style
+from workbench.report.memory import lifetimes
 from workbench.report.timelines import timeline, timeline_pair, timelines
 
-__all__ = ["per_token", "speedup", "timeline", "timeline_pair", "timelines"]
+__all__ = ["lifetimes", "per_token", "speedup", "timeline", "timeline_pair", "timelines"]
 
 
 def speedup(summary: Any) -> Figure:
