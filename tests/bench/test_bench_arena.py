@@ -1,7 +1,7 @@
 """What the arena by visibility takes of planning.
 
-Requirement: well under 25 ms for a graph of 48 layers on up to eight streams, on one core. Issue 17
-has 80 ms for forks, arena and fusion together.
+Requirement: well under 25 ms for a graph of 48 layers on up to eight streams, on one core. Forks,
+arena and fusion together have 80 ms (`test_bench_forks.py`).
 """
 
 from __future__ import annotations
