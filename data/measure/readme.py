@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from data.measure import (
+    arena_peaks,
     blocks,
     peer,
     plan_tables,
@@ -95,6 +96,7 @@ BLOCKS: dict[str, list[Part]] = {
     **plan_tables.BLOCKS,
     **set_tables.BLOCKS,
     **proofs.BLOCKS,
+    **arena_peaks.BLOCKS,
     **same_logits.BLOCKS,
     **two_commits.BLOCKS,
     "sources": [sources.commits],

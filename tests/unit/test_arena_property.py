@@ -16,7 +16,7 @@ from workbench.graph.arena import ALL, ArenaLayout, FreeList, layout, visibility
 from workbench.graph.dependencies import dependencies
 from workbench.graph.forks import START, Branches, fork, interleaved, ordered, serial
 from workbench.graph.ir import ALIGN, F32, Kind, Node, Tensor
-from workbench.graph.lifetimes import BEFORE, lifetimes
+from workbench.graph.lifetimes import BEFORE, least_bytes, lifetimes
 from workbench.graph.lifetimes import overwritten as overwritten_by_clocks
 from workbench.graph.ops import make
 from workbench.sizes import round_up
@@ -315,3 +315,29 @@ def test_what_is_overwritten_says_by_whom_and_where():
     assert (one.offset, one.nbytes) == (made.offsets[branches.nodes[0].output], 256)
     in_turn = serial(interleaved(branches))  # on one stream, as they were laid out
     assert not overwritten_by_clocks(lifetimes(made, in_turn, kept), in_turn)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(seeds, st.integers(1, 9), st.integers(1, 4))
+def test_the_least_that_an_arena_needs_is_the_heaviest_set_alive_together(rng, n, n_streams):
+    """Against every set of ranges. Two are alive together that are overwritten where all ranges
+    begin at 0."""
+    branches = random_branches(rng, n, n_streams)
+    made = layout(branches.nodes, [], [], scratch_of(rng), visible=visibility(branches))
+    on_top = ArenaLayout(
+        dict.fromkeys(made.offsets, 0),
+        {node: (0, nbytes) for node, (_, nbytes) in made.scratch.items()},
+        0,
+    )
+    together = overwritten(branches, on_top, [])
+    ranges = {name: round_up(nbytes, ALIGN) for name, _, nbytes, _ in uses(branches, made, [])}
+    heaviest = max(
+        (
+            sum(map(ranges.__getitem__, some))
+            for k in range(1, len(ranges) + 1)
+            for some in combinations(ranges, k)
+            if all(frozenset(pair) in together for pair in combinations(some, 2))
+        ),
+        default=0,
+    )
+    assert least_bytes(lifetimes(made, branches), branches) == heaviest <= made.nbytes

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from workbench.graph.arena import ArenaLayout
 from workbench.graph.forks import Branches, Clock
-from workbench.graph.ir import Node, Tensor
+from workbench.graph.ir import ALIGN, Node, Tensor
+from workbench.sizes import round_up
 
 BEFORE = -1  # in place of a node's number: written in front of the first node
 
@@ -88,6 +89,33 @@ def overwritten(found: Sequence[Lifetime], branches: Branches) -> list[Overwritt
         if (begin := max(lost.offset, by.offset))
         < (end := min(lost.offset + lost.nbytes, by.offset + by.nbytes))
     ]
+
+
+def least_bytes(found: Sequence[Lifetime], branches: Branches) -> int:
+    """What an arena needs that overwrites nothing, however it is laid out: the most bytes of ranges
+    that are in use together, each with each. The search is exhaustive, with bounds: it is quick
+    where few are, as in decoders."""
+    nbytes = {one.of: round_up(one.nbytes, ALIGN) for one in found}
+    beside: dict[Tensor | Node, list[Tensor | Node]] = {one.of: [] for one in found}
+    for lost, by in _alive_together(found, branches):
+        beside[by.of].append(lost.of)
+
+    def most(all_of: int, others: Sequence[Tensor | Node], known: int) -> int:
+        """The bytes of the heaviest set, or `known` where none has more. all_of: bytes that are in
+        the set. others: what goes with all in it, by first node."""
+        known, left = max(known, all_of), sum(map(nbytes.__getitem__, others))
+        for one in reversed(others):
+            if all_of + left <= known:
+                break
+            left -= nbytes[one]
+            with_one = set(beside[one])
+            known = most(all_of + nbytes[one], [t for t in others if t in with_one], known)
+        return known
+
+    least = 0
+    for of, others in beside.items():
+        least = most(nbytes[of], others, least)
+    return least
 
 
 def _alive_together(

@@ -1,0 +1,145 @@
+"""What lifetimes cost in memory: `python -m data.measure.arena_peaks` writes
+data/results/arena-peaks.json, which README's table is made of and `make test` computes again.
+
+Nothing is measured and no device is needed: graphs of real shapes are laid out as on a GPU, with
+the scratch of its kernels. Beside the bytes stands how many ranges each kind of lifetimes would
+overwrite while they are in use.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import groupby, product
+from typing import Any, NamedTuple
+
+from data.measure.recorded import Recorded, commit_of
+from data.measure.sources import ROOT
+from data.measure.tables import Line, Part, Table
+from tests.graphs import Decoder
+from workbench.backend.cuda.op_table import scratch_bytes
+from workbench.bench import provenance
+from workbench.choices import BranchFusion, Fork, Lifetimes, Results, SyncMode
+from workbench.graph.branch_fusion import fused
+from workbench.graph.forks import Branches, chained
+from workbench.graph.fuse import FUSIONS
+from workbench.graph.ir import BF16, F16, Q4_0, Q4_K, DType, Graph, Node
+from workbench.graph.lifetimes import least_bytes, lifetimes, overwritten
+from workbench.output import write_text
+from workbench.program.branches import forked
+from workbench.program.commands import DEVICE, HOST
+from workbench.program.layout import Target, lay_out
+from workbench.program.split import Split, split
+from workbench.program.sync_modes import Ordering
+
+NAME = "arena-peaks"
+OUT = ROOT / "data" / "results" / f"{NAME}.json"
+# shapes and types of the thread (#16991)
+MODELS: dict[str, DType] = {
+    "llama-3.2-1b": BF16, "llama-3-8b": Q4_0, "qwen3-4b": Q4_K, "qwen3-8b": F16,
+}  # fmt: skip
+STEPS = {"decode": 1, "pp512": 512}  # tokens
+N_KV = 512
+N_STREAMS = (3, 8)
+RULES = (Fork.QKV, Fork.ANY)
+FUSED: dict[str, tuple[str, ...]] = {"none": (), "inside": FUSIONS}  # which patterns, in branches
+KINDS = (Lifetimes.SERIAL, Lifetimes.INTERLEAVED, Lifetimes.VISIBILITY)
+TARGETS = [Target("host", lambda node: 0), Target("cuda", scratch_bytes)]
+# logits land in the host's memory; so the arena holds activations alone
+ORDERING = Ordering(SyncMode.COPY_BOUNDARY, results=Results.DIRECT)
+WHAT = (
+    f"KiB of the device's arena in a step on {N_KV} cells: inputs, activations and scratch. least: "
+    "no arena that is right for these branches is smaller, however it is laid out. overwritten: "
+    "pairs of ranges that share bytes while both may be in use. fused: no pattern, or every one "
+    "inside branches. Steps without branches are left out, for there all lifetimes are equal."
+)
+
+
+class Step(NamedTuple):
+    """A step with its branches: what is laid out. branches: of the device."""
+
+    graph: Graph
+    splits: list[Split]
+    branches: Branches
+
+
+def steps(model: str, n_tokens: int, patterns: Iterable[str], rule: str) -> Iterator[Step]:
+    """As an engine makes them, for each of N_STREAMS. The host looks up embeddings."""
+    decoder = Decoder(model, MODELS[model])
+
+    def backend_of(node: Node) -> int:
+        return HOST if node.op == "get_rows" and node.inputs[0] is decoder.embedding else DEVICE
+
+    unfused, inside = decoder.graph(n_tokens, 1, N_KV, n_cells=N_KV), BranchFusion.INSIDE
+    graph = fused(unfused, frozenset(patterns), backend_of, inside, max(N_STREAMS), rule)
+    for n in N_STREAMS:
+        splits = forked(split(graph, backend_of), n, rule)
+        own = [part.branches for part in splits if part.backend == DEVICE]
+        yield Step(graph, splits, chained(own))
+
+
+def figures(step: Step) -> dict[str, Any]:
+    """The arena's bytes by kind of lifetimes, the least that would do, and pairs of ranges that are
+    overwritten. Weights and caches have no range here: they lie outside of the arena."""
+    crossing = [s for part in step.splits for s in part.inputs]
+    found: dict[str, Any] = {"used": step.branches.n_streams, "bytes": {}, "overwritten": {}}
+    for kind in KINDS:
+        layout = lay_out(step.graph, step.splits, [{}, {}], TARGETS, ORDERING, lifetimes=kind)
+        made = layout.in_arena(DEVICE)
+        ranges = lifetimes(made, step.branches, [*crossing, *step.graph.outputs])
+        found["bytes"][kind.value] = made.nbytes
+        found["overwritten"][kind.value] = len(overwritten(ranges, step.branches))
+    found["least"] = least_bytes(ranges, step.branches)
+    return found
+
+
+def peaks(models: Iterable[str] = MODELS) -> Iterator[dict[str, Any]]:
+    """A row for each model, step, fusion, rule and number of streams."""
+    for model, (test, n_tokens), (how, patterns), rule in product(
+        models, STEPS.items(), FUSED.items(), RULES
+    ):
+        named = {"model": f"{model} {MODELS[model].name}", "test": test, "fused": how,
+                 "fork": rule.value}  # fmt: skip
+        for n, step in zip(N_STREAMS, steps(model, n_tokens, patterns, rule), strict=True):
+            yield {**named, "streams": n, **figures(step)}
+
+
+def lines(recorded: Recorded) -> Iterator[Line]:
+    """The rows that have branches; those that differ in `streams` alone are one."""
+    rows = [row for row in (recorded.alone(NAME) or {"rows": ()})["rows"] if row["used"] > 1]
+
+    def but_streams(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: row[name] for name in row if name not in ("streams", "used")}
+
+    for values, some in groupby(rows, but_streams):
+        sizes = {**values["bytes"], "least": values["least"]}
+        serial, seen = (values["bytes"][kind] for kind in (Lifetimes.SERIAL, Lifetimes.VISIBILITY))
+        yield Line({
+            **{name: values[name] for name in ("model", "test", "fused", "fork")},
+            "streams": " or ".join(str(row["streams"]) for row in some),
+            **{name: f"{nbytes / 1024:.0f}" for name, nbytes in sizes.items()},
+            "visibility over serial": f"{100 * (seen / serial - 1):+.1f} %",
+            "overwritten by serial": values["overwritten"][Lifetimes.SERIAL],
+            "by interleaved": values["overwritten"][Lifetimes.INTERLEAVED],
+            "by visibility": values["overwritten"][Lifetimes.VISIBILITY],
+        })  # fmt: skip
+
+
+def said(recorded: Recorded) -> str:
+    found = recorded.alone(NAME) or {}
+    return f"{WHAT} Commit {commit_of(found)}; {found['date'][:10]}."
+
+
+BLOCKS: dict[str, list[Part]] = {NAME: [Table("Memory by lifetimes", lines, said=said)]}
+
+
+def main() -> int:
+    record = {"date": provenance.utc_now(), "commit": provenance.commit(), "rows": list(peaks())}
+    write_text(OUT, json.dumps(record, indent=1) + "\n")
+    print(f"wrote {OUT}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
