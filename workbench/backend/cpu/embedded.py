@@ -240,6 +240,8 @@ class EmbeddedDevice(base.CpuBackend):
     def capture(self, work: Plannable) -> Captured:
         for ring in self.streams:
             ring.check()
+        for stream in set(work.streams):  # also one that only records an event
+            self.streams[stream].start()
         return EmbeddedPlan(work, self.streams, self._keep)
 
     def event(self) -> Event:
@@ -319,16 +321,20 @@ class EmbeddedDevice(base.CpuBackend):
     def close(self) -> None:
         """Waits for all that is queued, and ends the threads. Idempotent."""
         try:
-            for ring in self.streams:
-                ring.close()
+            if self._end.alive:
+                self.synchronize()
         finally:
             self._end()
             self._retired.clear()
 
 
 def _shut_down(streams: tuple[Ring, ...]) -> None:
+    """Ends all streams, whatever is queued. A kernel that waits is over when its stream is closed:
+    on no other stream may anything begin then."""
     for ring in streams:
-        ring.close(drain=False)
+        ring.halt()
+    for ring in streams:
+        ring.close()
 
 
 open_backend = EmbeddedDevice

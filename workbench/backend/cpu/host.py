@@ -50,7 +50,7 @@ class HostBackend(base.CpuBackend):
         self.waiting = "never: every call returns when its work is done"
         self._ring = Ring("the host backend", self.workers - 1)
         self._helpers = False
-        self._end = weakref.finalize(self, self._ring.close, drain=False)
+        self._end = weakref.finalize(self, self._ring.close)
 
     def allocate(self, nbytes: int, space: Space) -> HostMemory:
         """Zeroed, 64-byte aligned; every space is host memory here. Raises DeviceError."""

@@ -5,6 +5,7 @@ The threads that run the entries are in `loops.py`.
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from array import array
@@ -138,23 +139,30 @@ class Ring:
         signals.init_signal(self.address + loops.COMPLETED)
         self.words = memoryview(words.data)
         self._threads: list[threading.Thread] = []
+        self._starting = threading.Lock()  # of starts, and of the end of starts
+        self._process = os.getpid()
         self.closed = False
 
     def start(self) -> None:
-        """Starts the workers, once. They are daemon threads: a device that nobody closed never
-        holds up an exit."""
-        if self._threads or self.closed:
+        """Starts the workers, once; none in a process that was forked behind the ring. They are
+        daemon threads: a device that nobody closed never holds up an exit."""
+        if self._threads or self._forked:
             return
         memory = (self.control, self.entries, self.stamps)  # lives while a worker may touch it
-        for worker in range(self.n_workers):
-            thread = threading.Thread(
-                target=_worker,
-                args=(self.address, self.yield_ns, memory),
-                name=f"{self.name} worker {worker}",
-                daemon=True,
-            )
-            thread.start()
-            self._threads.append(thread)
+        with self._starting:
+            while len(self._threads) < self.n_workers and not self.closed:
+                thread = threading.Thread(
+                    target=_worker,
+                    args=(self.address, self.yield_ns, memory),
+                    name=f"{self.name} worker {len(self._threads)}",
+                    daemon=True,
+                )
+                thread.start()
+                self._threads.append(thread)
+
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
 
     @property
     def issued(self) -> int:
@@ -228,7 +236,7 @@ class Ring:
         """Raises DeviceError where the ring is closed or has lost its threads."""
         if self.closed:
             raise DeviceError(f"{self.name} is closed; open a new backend")
-        if not all(t.is_alive() for t in self._threads):
+        if self._forked:
             raise DeviceError(
                 f"{self.name} has lost its threads; open the backend after a fork, not before"
             )
@@ -246,20 +254,21 @@ class Ring:
         row = self.stamps.view(np.int64).reshape(loops.STAMP_SIZE, 2)[number % loops.STAMP_SIZE]
         return int(row[0]), int(row[1])
 
-    def close(self, drain: bool = True) -> None:
-        """Waits for all queued kernels (drain), then ends and joins the workers. Idempotent."""
+    def halt(self) -> None:
+        """No kernel begins any more. What waits is not woken: `close` does that."""
+        self.words[loops.STATE // 8] = loops.STOPPED
+
+    def close(self) -> None:
+        """Ends and joins the workers, behind the parts they hold. Idempotent."""
         if self.closed:
             return
-        try:
-            if drain:
-                self.wait(self.issued)
-        finally:
+        with self._starting:
             self.closed = True
-            issued = self.issued
-            loops.stop(self.address)
-            for thread in self._threads:
-                thread.join()
-            self.words[loops.ISSUED // 8] = issued  # `stop` raised it to wake the workers
+        issued = self.issued
+        loops.stop(self.address)
+        for thread in self._threads:
+            thread.join()
+        self.words[loops.ISSUED // 8] = issued  # `stop` raised it to wake the workers
 
 
 def _worker(control: int, yield_ns: int, memory: tuple[np.ndarray, ...]) -> None:
