@@ -100,7 +100,7 @@ def scratch_of(rng: Random):
 
 
 @settings(max_examples=examples(120), deadline=None)
-@given(seeds, st.integers(1, 9), st.integers(1, 4))
+@given(seeds, st.integers(1, 12), st.integers(1, 4))
 def test_nothing_that_can_be_alive_together_shares_bytes(rng, n, n_streams):
     branches = random_branches(rng, n, n_streams)
     kept = [branches.nodes[-1].output] if branches.nodes[-1].op == "add" else []
@@ -257,7 +257,7 @@ def by_clocks(branches: Branches, made: ArenaLayout, kept: Sequence[Tensor]):
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(seeds, st.integers(1, 9), st.integers(1, 4), st.sampled_from(["serial", "in turn", "seen"]))
+@given(seeds, st.integers(1, 12), st.integers(1, 4), st.sampled_from(["serial", "in turn", "seen"]))
 def test_clocks_find_what_the_oracle_finds(rng, n, n_streams, how):
     branches = random_branches(rng, n, n_streams)
     kept = [branches.nodes[-1].output] if branches.nodes[-1].op == "add" else []
