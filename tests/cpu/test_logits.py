@@ -157,6 +157,9 @@ def test_only_the_rows_asked_for(engine, preset):
 ASYNCHRONOUS = Capabilities(True, True, True, False, 2)
 # toggles that go with the others, not with each other
 IN_TURN = ("host_source", "n_copies", "input_order")
+# so do streams; test_branches.py has all of them, and lifetimes that race are refused
+STREAMS = (("1", "qkv"), ("3", "qkv"), ("8", "any"), ("2", "three_way"), ("3", "any"))
+OF_BRANCHES = ("streams", "fork", "lifetimes", "validate")
 
 
 def legal_toggles(programmatic: bool = False) -> list[Toggles]:
@@ -165,11 +168,14 @@ def legal_toggles(programmatic: bool = False) -> list[Toggles]:
     rounding ones; tests of plans, kept programs and direct results have theirs."""
     exact = [name for name in Toggles.names() if Toggles.answer_class(name) == EXACT]
     names = [
-        name for name in exact if not name.startswith(("plan", "launch_ahead", "redo_", "results"))
+        name
+        for name in exact
+        if not name.startswith(("plan", "launch_ahead", "redo_", "results", *OF_BRANCHES))
     ]
     whole = [name for name in names if name not in IN_TURN]
     values = [["off"] if n == "pdl" and not programmatic else Toggles.values(n) for n in whole]
     turns = itertools.cycle(itertools.product(*(Toggles.values(name) for name in IN_TURN)))
+    streams = itertools.cycle(STREAMS)
     made = []
     for chosen in itertools.product(*values):
         fields = dict(zip(whole, chosen, strict=True))
@@ -181,7 +187,9 @@ def legal_toggles(programmatic: bool = False) -> list[Toggles]:
             continue
         ordering = Ordering(toggles.sync, toggles.copy_stream, step_wait=toggles.step_wait)
         if toggles.sync == SyncMode.AUTO or not race_of(ordering, ASYNCHRONOUS):
-            made.append(Toggles(**fields | dict(zip(IN_TURN, next(turns), strict=True))))
+            branches = dict(zip(OF_BRANCHES, next(streams), strict=False))
+            own = dict(zip(IN_TURN, next(turns), strict=True)) | branches
+            made.append(Toggles(**fields | own))
     return made
 
 

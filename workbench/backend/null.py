@@ -205,7 +205,7 @@ def open_backend(
     events: bool = True,
     one_order: bool = True,
     capture: bool = False,
-    n_streams: int = 2,
+    n_streams: int = 9,
     programmatic: bool = False,
 ) -> NullBackend:
     """A null backend with these capabilities; `threads` changes nothing."""

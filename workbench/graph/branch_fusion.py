@@ -33,8 +33,8 @@ def fused(
 ) -> Graph:
     """`graph` with `fusions`, inside its branches or across them, as `choice` says.
 
-    n_streams, rule: as `forks.fork` has them. The branches that fusion stays in are those of as
-    many streams as there can be: so `inside` means the same for every number of streams.
+    n_streams, rule: as `forks.fork` has them. Fusion stays in the branches of as many streams as
+    there can be. So `inside` means the same for every number of streams.
     """
     inside = choice == BranchFusion.INSIDE
     if choice == BranchFusion.AUTO and n_streams > 1 and fusions:

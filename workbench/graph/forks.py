@@ -118,16 +118,16 @@ def ordered(
     now = [[0] * n for _ in range(n)]
     begun = [s == 0 for s in range(n)]  # streams that are behind START
     reached, since = list[list[int]](), list[bool]()
-    place, waits = list[int](), list[Sequence[int]]()
+    number, waits = list[int](), list[Sequence[int]]()  # number: of a node in its stream
     for stream, before in zip(streams, needed, strict=True):
         own, own_begun, some = now[stream], begun[stream], list[int]()
         for i in sorted(before, reverse=True):  # a later one may be behind an earlier one
-            if own[streams[i]] <= place[i]:
+            if own[streams[i]] <= number[i]:
                 some.append(i)
                 own, own_begun = _later(own, reached[i]), own_begun or since[i]
         if not own_begun:
             some.append(START)
-        place.append(own[stream])
+        number.append(own[stream])
         own = own.copy()
         own[stream] += 1
         now[stream], begun[stream] = own, True
@@ -137,7 +137,7 @@ def ordered(
     joins, own = list[int](), now[0] if n else []
     last = {stream: i for i, stream in enumerate(streams)}
     for i in sorted(last.values(), reverse=True):
-        if own[streams[i]] <= place[i]:
+        if own[streams[i]] <= number[i]:
             joins.append(i)
             own = _later(own, reached[i])
     return Branches(nodes, streams, waits, joins)
@@ -181,7 +181,7 @@ def branch_of(branches: Branches) -> dict[Node, int]:
 
 
 def interleaved(branches: Branches) -> list[Node]:
-    """The nodes with those of side-by-side streams in turn: the order in which llama.cpp's
+    """The nodes, and nodes of side-by-side streams alternate: the order in which llama.cpp's
     allocator sees them (#16991). What one branch makes then stays while another is at work."""
     count = [0] * branches.n_streams
     queues: list[list[int]] = [[] for _ in count]
@@ -189,14 +189,14 @@ def interleaved(branches: Branches) -> list[Node]:
     known = list(accumulate(reversed(branches.clocks()), _sooner))  # by all from a node on
     for i, clock in enumerate(reversed(known)):
         if list(clock) == count:  # they all begin when everything in front is over: a region ends
-            found += _in_turn(branches, queues)
+            found += _alternating(branches, queues)
             queues = [[] for _ in count]
         queues[branches.streams[i]].append(i)
         count[branches.streams[i]] += 1
-    return found + _in_turn(branches, queues)
+    return found + _alternating(branches, queues)
 
 
-def _in_turn(branches: Branches, queues: Sequence[list[int]]) -> list[Node]:
+def _alternating(branches: Branches, queues: Sequence[list[int]]) -> list[Node]:
     waiting, found = {i for queue in queues for i in queue}, list[Node]()
     heads = [iter(queue) for queue in queues]
     nexts = [next(head, None) for head in heads]

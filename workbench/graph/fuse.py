@@ -239,8 +239,7 @@ class _Matcher:
         for op, pattern, wants_norm in _INSIDE:
             parts = named(self.nodes, self.at, pattern)
             if parts and (normed or not wants_norm):
-                rope = next(part for part in parts if part.op == "rope")
-                return [(op, rope.name, parts)], self.at + len(parts)
+                return [(op, parts[-1].name, parts)], self.at + len(parts)
         return None
 
     def rope_store_at(self, at: int) -> list[Node]:

@@ -1,4 +1,4 @@
-"""Streams by number: of which backend, and which of its queues."""
+"""Streams by number: a backend's, and one of its queues."""
 
 from __future__ import annotations
 
