@@ -2,8 +2,8 @@
 // are the norm of the query and key heads (where a model has one), RoPE, and the stores into the
 // cache.
 //
-// Where Q, K and V are branches on streams of their own, a launch has the heads of Q alone, or those
-// of K: n_heads says how many heads there are in all.
+// Where Q, K and V are branches on streams of their own, a launch has the heads of Q alone, or of K.
+// n_head, n_head_kv and n_heads (of all three) say which: the count of what is not there is 0.
 //
 // A warp has one head of one token: the heads of Q first, then the heads of K, then V's. A
 // head passes through shared memory, because the two elements of a pair lie up to head_dim / 2
@@ -53,8 +53,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     rope_store(float* q_dst, u16* k_cache, u16* v_cache, const float* q, const float* k,
                const float* v, const float* q_weight, const float* k_weight, const int* positions,
                const float* freq_factors, const i64* k_indices, const i64* v_indices, i64 n_head,
-               i64 n_head_kv, i64 n_heads, i64 head_dim, i64 n_rot, i64 neox, i64 n_kv, float theta_base,
-               float freq_scale, float eps) {
+               i64 n_head_kv, i64 n_heads, i64 head_dim, i64 n_rot, i64 neox, i64 n_kv,
+               float theta_base, float freq_scale, float eps) {
     pdl_trigger();
     __shared__ __align__(16) float heads[WARPS][MOST_DIM];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, dim = int(head_dim);

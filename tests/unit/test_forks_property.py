@@ -103,13 +103,16 @@ def test_other_orders_keep_every_node_behind_what_it_needs(rng, n, n_streams):
 
 @settings(max_examples=examples(100))
 @given(seeds, sizes, streams)
-def test_nodes_of_one_branch_are_neighbours_and_nobody_waits_amid_them(rng, n, n_streams):
+def test_nodes_of_one_branch_are_neighbours_with_one_begin_and_one_end(rng, n, n_streams):
     for branches in forked(rng, n, n_streams):
         numbers, waited = branch_of(branches), {i for w in branches.waits for i in w}
         tail: dict[int, int] = {}
         for i, (node, stream) in enumerate(zip(branches.nodes, branches.streams, strict=True)):
             if stream in tail and numbers[branches.nodes[tail[stream]]] == numbers[node]:
-                assert not branches.waits[i] and tail[stream] not in waited
+                assert all(other < numbers[node] for other in branches.waits[i])
+                assert tail[stream] not in waited
+            else:
+                assert numbers[node] == i
             tail[stream] = i
 
 

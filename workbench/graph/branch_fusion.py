@@ -36,8 +36,10 @@ def fused(
     n_streams, rule: as `forks.fork` has them. Fusion stays in the branches of as many streams as
     there can be. So `inside` means the same for every number of streams.
     """
+    if not fusions:
+        return graph
     inside = choice == BranchFusion.INSIDE
-    if choice == BranchFusion.AUTO and n_streams > 1 and fusions:
+    if choice == BranchFusion.AUTO and n_streams > 1:
         inside = _gains(_a_layer(graph), fusions, backend_of, n_streams, rule, costs)
     if not inside:
         return fuse(graph, fusions, backend_of)

@@ -167,13 +167,14 @@ def chained(several: Sequence[Branches]) -> Branches:
 
 def branch_of(branches: Branches) -> dict[Node, int]:
     """A number for each branch, and for each stretch between: nodes of one number are neighbours on
-    a stream, and nobody else waits amid them. A branch has a larger number than what it waits for.
-    """
+    a stream. What they wait for is issued in front of the first, and others wait for the last
+    alone. A branch has a larger number than what it waits for."""
     found, latest = dict[Node, int](), dict[int, int]()
     waited = {i for some in branches.waits for i in some}
     for i, (node, stream) in enumerate(zip(branches.nodes, branches.streams, strict=True)):
-        if branches.waits[i] or stream not in latest:
-            latest[stream] = i
+        if any(other > latest.get(stream, i) for other in branches.waits[i]):
+            del latest[stream]
+        latest.setdefault(stream, i)
         found[node] = latest[stream]
         if i in waited:
             latest.pop(stream)

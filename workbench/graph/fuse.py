@@ -45,7 +45,7 @@ Pure: a graph goes in, a graph comes out, and nothing is changed in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from workbench.config import Switch, Toggles
@@ -68,20 +68,20 @@ def fuse(
     """`graph` with the patterns that `fusions` name joined; the same graph where there are none.
 
     Only nodes of one backend are joined. branch_of: and only those with the same number, which
-    stand together then, in the order of the numbers (`forks.branch_of`).
+    stand together then, in the order of the numbers. No node may need one with a larger number, as
+    `forks.branch_of` has it.
     """
     on = frozenset(fusions)
     if not on:
         return graph
-    in_order, key = graph.nodes, backend_of
-    if branch_of is not None:
-        in_order, key = sorted(in_order, key=branch_of.__getitem__), branch_of.__getitem__
     readers: dict[Tensor, int] = {}
     for node in graph.nodes:
         for t in {t.storage for t in node.inputs}:
             readers[t] = readers.get(t, 0) + 1
     nodes: list[Node] = []
-    for _, part in groupby(in_order, key):
+    number = branch_of or dict.fromkeys(graph.nodes, 0)
+    in_order = sorted(graph.nodes, key=number.__getitem__)
+    for _, part in groupby(in_order, lambda node: (number[node], backend_of(node))):
         matcher = _Matcher(list(part), on, inside=branch_of is not None)
         while matcher.at < len(matcher.nodes):
             nodes += matcher.next(readers)
@@ -138,6 +138,15 @@ def named(nodes: Sequence[Node], at: int, ops: tuple[str, ...]) -> list[Node]:
     """The nodes from `at` on, as many as `ops`, if those are their ops; else none."""
     found = list(nodes[at : at + len(ops)])
     return found if tuple([n.op for n in found]) == ops else []
+
+
+def chain(nodes: Sequence[Node], at: int, ops: tuple[str, ...]) -> list[Node]:
+    """As `named`, where each node reads what the one in front of it makes; else none."""
+    found = named(nodes, at, ops)
+    for before, node in pairwise(found):
+        if all(t.storage is not before.output.storage for t in node.inputs):
+            return []
+    return found
 
 
 def reads(nodes: Sequence[Node], at: int, op: str, made: Tensor) -> Node | None:
@@ -237,7 +246,7 @@ class _Matcher:
         """[rms_norm mul] rope set_rows, or rms_norm mul rope, of a branch by itself."""
         normed = "fuse_norm_mul" in self.on
         for op, pattern, wants_norm in _INSIDE:
-            parts = named(self.nodes, self.at, pattern)
+            parts = chain(self.nodes, self.at, pattern)
             if parts and (normed or not wants_norm):
                 return [(op, parts[-1].name, parts)], self.at + len(parts)
         return None

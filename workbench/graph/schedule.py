@@ -9,6 +9,8 @@ the two events that a fork and its join cost.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from workbench.graph import ops
@@ -89,12 +91,35 @@ def _branch_us(
 
 
 def estimate_us(branches: Branches, costs: Costs = COSTS) -> float:
-    """What the branches take: each node what it takes alone, behind what its stream has in front
-    and waits for; and never less than all bytes and arithmetic, which streams share."""
-    free_at, ends, work = [0.0] * branches.n_streams, list[float](), 0.0
-    for node, stream, waits in zip(*branches[:3], strict=True):
-        events = [ends[i] + costs.event_us for i in waits if i >= 0]
-        ends.append(max([free_at[stream], *events]) + costs.us(node))
-        free_at[stream] = ends[-1]
-        work += costs.work_us(node)
-    return max(max(ends, default=0.0), work)
+    """What the branches take. Launches and events of several streams go by side by side. The device
+    is shared in equal parts by the nodes whose bytes and arithmetic are under way."""
+    n = len(branches.nodes)
+    followers: list[list[tuple[int, float]]] = [[] for _ in range(n)]  # and what an event takes
+    missing, ready, tail = [0] * n, [0.0] * n, dict[int, int]()
+    for j, (stream, waits) in enumerate(zip(branches.streams, branches.waits, strict=True)):
+        behind = [(i, costs.event_us) for i in waits if i >= 0]
+        if stream in tail:
+            behind.append((tail[stream], 0.0))
+        for i, lag in behind:
+            followers[i].append((j, lag))
+        missing[j], tail[stream] = len(behind), j
+    # done: the work behind a node that has been at work from the start. In this virtual time a node
+    # ends where it would end alone, whoever begins later (Demers, Keshav and Shenker 1989).
+    begins = [(costs.launch_us, j) for j in range(n) if not missing[j]]
+    at_work, now, done = list[tuple[float, int]](), 0.0, 0.0
+    while begins or at_work:
+        end = now + (at_work[0][0] - done) * len(at_work) if at_work else inf
+        if begins and begins[0][0] < end:
+            then, j = heappop(begins)
+            done += (then - now) / len(at_work) if at_work else 0.0
+            now = then
+            heappush(at_work, (done + costs.work_us(branches.nodes[j]), j))
+            continue
+        done, i = heappop(at_work)
+        now = end
+        for j, lag in followers[i]:
+            missing[j] -= 1
+            ready[j] = max(ready[j], now + lag)
+            if not missing[j]:
+                heappush(begins, (ready[j] + costs.launch_us, j))
+    return now
