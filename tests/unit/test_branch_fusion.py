@@ -145,12 +145,12 @@ NORMED = ["rms_norm", "mul", "rope"]
 def test_a_layer_with_every_pattern_inside_its_branches(rule):
     plain = {
         "Qcur-1": ["mul_mat"], "Qcur_rope-1": ["rope"], "Kcur-1": ["mul_mat"],
-        "Kcur_rope-1": ["rope_set_rows", "rope", "set_rows"],
+        "cache_k-1": ["rope_set_rows", "rope", "set_rows"],
         "Vcur-1": ["mul_mat"], "cache_v-1": ["set_rows"],
     }  # fmt: skip
     normed = {
         "Qcur_rope-1": ["norm_rope", *NORMED],
-        "Kcur_rope-1": ["rope_set_rows", *NORMED, "set_rows"],
+        "cache_k-1": ["rope_set_rows", *NORMED, "set_rows"],
     }
     products = {name: ["product"] for name in ("Qcur-1", "Kcur-1", "Vcur-1")}
     assert of_a_layer(inside("llama", rule=rule)) == plain
@@ -160,7 +160,7 @@ def test_a_layer_with_every_pattern_inside_its_branches(rule):
     if rule != Fork.THREE_WAY:  # its fork is the residual then: two halves and an add read it
         assert halved == plain | normed | products
     mixed = ALL - {"fuse_norm_mul"}  # heads are normed apart, and K is still stored with its rope
-    assert of_a_layer(inside("qwen3", mixed, rule))["Kcur_rope-1"] == plain["Kcur_rope-1"]
+    assert of_a_layer(inside("qwen3", mixed, rule))["cache_k-1"] == plain["cache_k-1"]
 
 
 def test_a_prompt_without_a_fork_is_fused_as_ever():
