@@ -4,6 +4,7 @@
 `data/results/peer-streams/MODEL/`: llama.cpp with and without GGML_CUDA_GRAPH_OPT, and this engine
 with one stream and with several. It is there without plans and with one plan of each step, without
 fusion and with fusion that stays inside branches. Both arms of a pair have the same fused nodes.
+Another line has fusion across branches against streams.
 """
 
 from __future__ import annotations
@@ -47,13 +48,16 @@ PAIRS = (
     Pair("no plans, no fusion", f"best {NO_PLANS} {UNFUSED}"),
     Pair("plans, no fusion", f"best {PLAN} {UNFUSED}"),
     Pair("plans, no fusion, any fork", f"best {PLAN} {UNFUSED}", ANY),
+    # llama.cpp launches nothing before what is in front of it has ended
+    Pair("plans, no fusion, pdl=off", f"best {PLAN} {UNFUSED} pdl=off"),
     Pair("no plans, fusion inside branches", f"best {NO_PLANS} {INSIDE}"),
     Pair("plans, fusion inside branches", f"best {PLAN} {INSIDE}"),
 )
-# what a run has of ours, each once; the last is what fusion across branches gives
+# which of the two a preset takes; what is fused differs here
+EITHER = Pair("plans, fusion across branches or streams", f"best {PLAN}", f"{INSIDE} {THREE}")
+# what a run has of ours, each once
 SETTINGS = (
-    *dict.fromkeys(arm.removeprefix(f"{OURS} ") for pair in PAIRS for arm in pair.arms),
-    f"best {PLAN}",
+    *dict.fromkeys(arm.removeprefix(f"{OURS} ") for pair in (*PAIRS, EITHER) for arm in pair.arms),
 )
 THEIRS = Pair("llama.cpp, GGML_CUDA_GRAPH_OPT", "")
 FASTER, SAME = "faster", "no difference"
@@ -79,6 +83,7 @@ def lines(recorded: Recorded) -> Iterator[Line]:
             yield _line(peer, THEIRS.name, test, LLAMA, f"{LLAMA} graph_opt=1", None)
             for pair in PAIRS:
                 yield _line(peer, pair.name, test, *pair.arms, theirs)
+            yield _line(peer, EITHER.name, test, *EITHER.arms, None)
 
 
 def _line(

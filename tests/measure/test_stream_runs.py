@@ -8,7 +8,7 @@ import pytest
 from data.measure import streams
 from data.measure.recorded import NOT_MEASURED, Recorded
 from data.measure.tables import block
-from tests.peer_runs import BEST, CONTROL, write
+from tests.peer_runs import CONTROL, write
 
 MODEL = "llama-3-8b-q8_0"
 
@@ -25,9 +25,10 @@ def recorded(tmp_path) -> Recorded:
     us = {"llama.cpp": (90.0, 4000.0), "llama.cpp graph_opt=1": (90.0, 3850.0)}
     ours = [arm for pair in streams.PAIRS for arm in pair.arms]
     us |= dict.fromkeys(ours, (30.0, 2800.0))
-    plain, planned, anywhere, _, inside = (pair.arms[1] for pair in streams.PAIRS)
+    plain, planned, anywhere, late, _, inside = (pair.arms[1] for pair in streams.PAIRS)
+    joined = streams.EITHER.arms[0]
     us |= {plain: (30.0, 2950.0), planned: (30.0, 2745.0), anywhere: (28.0, 2600.0)}
-    us |= {inside: (30.0, 2500.0), BEST: (30.0, 2400.0)}
+    us |= {late: (30.0, 2690.0), inside: (30.0, 2500.0), joined: (30.0, 2400.0)}
     us |= {CONTROL: us[ours[0]]}  # as the first arm of ours
     made(tmp_path, us)
     return Recorded(tmp_path)
@@ -38,7 +39,7 @@ def test_each_pair_stands_in_the_columns_of_the_thread_with_its_verdict(recorded
         (line.values["setting"], line.values["test"]): line.values
         for line in streams.lines(recorded)
     }
-    assert len(found) == 2 * (1 + len(streams.PAIRS))
+    assert len(found) == 2 * (2 + len(streams.PAIRS))
     theirs = found[streams.THEIRS.name, "tg128"]
     assert theirs["one"] == pytest.approx(250, rel=0.01) and theirs["claim"] == ""
     assert theirs["ratio"] == pytest.approx(4000 / 3850, rel=0.002)
@@ -47,9 +48,12 @@ def test_each_pair_stands_in_the_columns_of_the_thread_with_its_verdict(recorded
         "no plans, no fusion": "not reproduced: slower",
         "plans, no fusion": "direction only",
         "plans, no fusion, any fork": "reproduced",
+        "plans, no fusion, pdl=off": "reproduced",
         "no plans, fusion inside branches": "not reproduced: no difference",
         "plans, fusion inside branches": "reproduced",
     }
+    either = found[streams.EITHER.name, "tg128"]
+    assert either["found"] == "slower" and either["claim"] == ""
     assert found["plans, no fusion", "pp512"]["claim"] == "reproduced"
     assert found["plans, no fusion, any fork", "pp512"]["claim"] == "not reproduced: faster"
 
