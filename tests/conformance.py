@@ -14,11 +14,14 @@ that claims less is asked for less:
     asynchronous_copies  the call returns before the copy is done, and the source is read at the
                          call or later; without it the copy is done when the call returns
     events               Record, Wait and Sync mean the latest Record in host order, or nothing
+    events, one_order,   streams beside the first two are streams like the first: events alone order
+    n_streams > 2        them, forks and joins wait for every branch, also within a plan
     capture              a plan's launches run its parts as they were captured or updated last, each
                          behind its stream, and its stream goes on behind all of them
 
 `failures` runs all checks and gives a line for each that a backend fails. The clauses are in
-`conformance_clauses.py`, `conformance_events.py` and `conformance_plans.py`. How commands are made
+`conformance_clauses.py`, `conformance_events.py`, `conformance_plans.py` and
+`conformance_streams.py`. How commands are made
 slow enough to be overtaken is in `conformance_rig.py`.
 """
 
@@ -28,6 +31,7 @@ from collections.abc import Iterable
 
 import conformance_events  # noqa: F401  enters its clauses
 import conformance_plans  # noqa: F401
+import conformance_streams  # noqa: F401
 from conformance_clauses import CHECKS, CLAIMS
 from conformance_rig import Broken, Open, Rig, numbers
 

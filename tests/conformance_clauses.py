@@ -28,6 +28,8 @@ CLAIMS: dict[str, Claimed] = {
     "in front": lambda able: able.one_order or not able.asynchronous_copies,
     "events": lambda able: able.events and able.n_streams > 1,
     "plans": lambda able: able.capture and able.events and able.n_streams > 1,
+    "several streams": lambda able: able.events and able.one_order and able.n_streams > 2,
+    "forked plans": lambda able: able.capture and able.events and able.n_streams > 2,
     "ordered events": lambda able: able.events and able.n_streams > 1 and able.one_order,
 }
 

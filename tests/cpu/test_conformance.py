@@ -203,6 +203,14 @@ class OneEvent(Broke):
         return self._only
 
 
+class WaitsForAll(Broke):
+    """A Wait holds up every compute stream beside the first."""
+
+    def wait(self, event: Event, stream: int) -> Issue:
+        held = [super(WaitsForAll, self).wait(event, s) for s in range(2, len(self.streams))]
+        return in_order([*held, super().wait(event, stream)])
+
+
 class Careless(Captured):
     """A plan that is issued part by part, and knows no order but each stream's own."""
 
@@ -344,6 +352,16 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
         UpdatesAtOnce, "a queued launch was not what it was before the update: 0 is there, not 3"),
     "a twin has its own addresses, and leaves the plan that it is of as it is": (
         TwinsAreOne, "a twin did not run behind its plan, or not to its own address: 4 is there"),
+    "a stream that waits holds up no other": (
+        WaitsForAll, "a copy waited for an event that other streams wait for"),
+    "a fork and a join order each branch": (
+        NoWait, r"stream \d did not wait for its fork|a join did not wait for stream \d"),
+    "events order streams one behind the other": (
+        NoWait, "a stream did not wait for the one before it: "),
+    "a Record on another stream takes an event over": (
+        FirstRecord, "a Wait was over at an earlier Record, on another stream: "),
+    "a plan with branches does what its parts do one by one": (
+        PlansWithoutOrder, "in a plan with branches, a (branch|join) overtook "),
     "a destroyed plan is over when its launches are": (
         PlansWithoutOrder, "a destroyed plan was launched"),
 }  # fmt: skip

@@ -13,7 +13,7 @@ import itertools
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -119,6 +119,9 @@ class FakeCupti:
         self._records: list[Any] = []
         self._correlation = itertools.count(1000)
         self.captured: list[Work] | None = None  # what a capture that is under way has recorded
+        self.behind: list[tuple[int, ...]] = []  # of each of these, what it begins behind
+        self.ends: dict[int, tuple[int, ...]] = {}  # of each stream, what its next begins behind
+        self.events: dict[Any, tuple[int, ...]] = {}
         self._busy: dict[int, int] = defaultdict(int)  # stream -> when it is through
         self._completed: Any = None
 
@@ -214,16 +217,36 @@ class FakeCupti:
     def work(self, kind: ActivityKind, number: int, stream: int, ns: int, **fields: Any) -> None:
         if self.captured is not None:
             self.captured.append((kind, stream, ns, fields))
+            self.behind.append(self.ends.get(stream, ()))
+            self.ends[stream] = (len(self.behind) - 1,)
             return
-        fields.setdefault("graph_node_id", 0)
-        sizes = zip(DIMS, dims(fields.get("name", "")), strict=True)
         start = max(now() + 2000, self._busy[stream])
         self._busy[stream] = start + ns
-        number_of_stream = 13 + stream
+        self._ran(kind, number, 13 + stream, start, ns, graph_node_id=0, **fields)
+
+    def _ran(
+        self, kind: ActivityKind, number: int, stream_id: int, start: int, ns: int, **fields: Any
+    ) -> None:
+        sizes = zip(DIMS, dims(fields.get("name", "")), strict=True)
         self._record(
-            kind, start, start + ns, correlation_id=number, stream_id=number_of_stream,
-            device_id=0, **fields, **dict(sizes),
+            kind, start, start + ns, correlation_id=number, stream_id=stream_id, device_id=0,
+            **fields, **dict(sizes),
         )  # fmt: skip
+
+    def replay(self, stream: int, work: Sequence[Work], graph: CuptiGraph) -> None:
+        """The nodes of a graph, each as soon as what it is behind is over. They are on streams of
+        the graph's own: a node goes on on the stream of the first that it is behind, where no
+        other does already."""
+        number, ends, lanes = self.call("cuGraphLaunch"), list[int](), list[int]()
+        begin, taken, free = max(now() + 2000, self._busy[stream]), set[int](), itertools.count(40)
+        for (kind, _, ns, fields), behind, node in zip(work, graph.behind, graph.ids, strict=True):
+            start = max([begin, *(ends[i] for i in behind)])
+            first = next((i for i in behind if i not in taken), None)
+            lanes.append(next(free) if first is None else lanes[first])
+            taken.update(() if first is None else (first,))
+            ends.append(start + ns)
+            self._ran(kind, number, lanes[-1], start, ns, graph_node_id=node, **fields)
+        self._busy[stream] = max([begin, *ends])
 
     def sync(self, stream: int, what: SyncType) -> None:
         name = (
@@ -244,8 +267,12 @@ class CuptiGraph(Captured):
 
     def __init__(self, cupti: FakeCupti, work: Plannable):
         self._cupti, self._recorded, nodes = cupti, list[Work](), list[int]()
+        self._stream, self.behind = work.stream, list[tuple[int, ...]]()
+        cupti.behind, cupti.ends, cupti.events = self.behind, {}, {}
         parts = [*enumerate(work.parts), *([] if work.end is None else [(NO_PART, work.end)])]
         for number, part in parts:
+            if number == NO_PART:
+                cupti.ends[work.stream] = tuple({i for of in cupti.ends.values() for i in of})
             cupti.captured = []
             part.call()
             nodes += [number] * len(cupti.captured)
@@ -255,9 +282,7 @@ class CuptiGraph(Captured):
         self.ids = list(range(FIRST_NODE, FIRST_NODE + len(nodes)))
 
     def launch(self) -> None:
-        number = self._cupti.call("cuGraphLaunch")
-        for (kind, stream, ns, fields), node in zip(self._recorded, self.ids, strict=True):
-            self._cupti.work(kind, number, stream, ns, graph_node_id=node, **fields)
+        self._cupti.replay(self._stream, self._recorded, self)
 
     def update(self, work: Plannable, changed: Any) -> bool:
         return True
@@ -272,7 +297,7 @@ class CuptiBackend(NullBackend):
     host wait for their stream, as a pageable source can."""
 
     def __init__(self, cupti: FakeCupti, held: bool = False):
-        super().__init__("cuda", Capabilities(True, True, True, True, 2))
+        super().__init__("cuda", Capabilities(True, True, True, True, 9))
         self.cupti, self.held = cupti, held
         self.graphs: list[CuptiGraph] = []
 
@@ -322,7 +347,23 @@ class CuptiBackend(NullBackend):
         return Issued(issue, ("copy", nbytes))
 
     def record(self, event, stream) -> Issued:
-        return Issued(functools.partial(self.cupti.call, "cuEventRecord"), ("record",))
+        cupti = self.cupti
+
+        def issue() -> None:
+            cupti.call("cuEventRecord")
+            if cupti.captured is not None:
+                cupti.events[event] = cupti.ends.get(stream, ())
+
+        return Issued(issue, ("record",))
+
+    def wait(self, event, stream) -> Issued:
+        cupti = self.cupti
+
+        def issue() -> None:
+            if cupti.captured is not None:
+                cupti.ends[stream] = (*cupti.ends.get(stream, ()), *cupti.events.get(event, ()))
+
+        return Issued(issue, ("wait",))
 
     def sync_stream(self, stream) -> Issue:
         return functools.partial(self.cupti.sync, stream, SyncType.STREAM_SYNCHRONIZE)
@@ -335,7 +376,8 @@ class CudaEngine:
     """An engine of one program on such a device: a host split, two copies, a product and a sum on
     the device, the result's copy, and the wait for it. lead: launches in front of the copies.
     plans, scope: the toggles `plans` and `plan_scope`. packed: one copy brings both inputs, in
-    front of the launches on their stream."""
+    front of the launches on their stream. branches: K and V are made side by side in front of the
+    sum, by kernels with the same names, and Q behind V."""
 
     device = "cuda"
     model, toggles, config, sync_mode = MODEL, Toggles(), EngineConfig(), "copy_boundary"
@@ -349,12 +391,13 @@ class CudaEngine:
         plans: str = "off",
         scope: str = "split",
         packed: bool = False,
+        branches: bool = False,
     ):
         self._loaded = self  # what it stands on, for `exclusive`
         self.cupti, self.backend = cupti, CuptiBackend(cupti, held)
         self.recorder: Any = None
         self.n_steps = 0
-        self.program = _program(lead, packed)
+        self.program = _program(lead, packed, branches)
         if plans != "off":
             self.program = with_plans(self.program, scope)
         host = NullBackend("host", Capabilities(False, False, True, False, 0))
@@ -379,7 +422,7 @@ class CudaEngine:
         watch.end(waited=True)
 
 
-def _program(lead: int, packed: bool) -> Program:
+def _program(lead: int, packed: bool, branches: bool) -> Program:
     x, w = Tensor("x", F32, (1, 64)), Tensor("w", F32, (64, 64))
     host_node = make("add", "embd", x, x)
     product = make("mul_mat", "product", w, x)
@@ -423,6 +466,7 @@ def _program(lead: int, packed: bool) -> Program:
         *(launch(total, compute, 1) for _ in range(lead)),
         *(together if packed else apart),
         launch(product, compute, 1),
+        *(_branches(launch, on_device, product.output, of(arena, 32768)) if branches else ()),
         launch(total, compute, 1),
         Copy(of(result, 0), on_device[total.output], compute, "sum", RESULT),
         Record(0, compute, RESULT),
@@ -433,3 +477,32 @@ def _program(lead: int, packed: bool) -> Program:
         commands, list(memory.values()), [on_host, on_device], [HOST, 1], ("host", "cuda"),
         StepShape(1, 1, 256), "copy_boundary", "own",
     )  # fmt: skip
+
+
+def _branches(
+    launch: Callable[..., Launch], on_device: dict[Tensor, Range], x: Tensor, there: Range
+) -> list[Any]:
+    """Streams 2 and 3 fork from stream 0; each makes two sums and stream 3 a norm behind them,
+    stream 0 a product and its square meanwhile. Joined are 3, then 2."""
+    weight = next(tensor for tensor in on_device if tensor.name == "w")
+    made: dict[str, list[Node]] = {}
+    for name, ops in {"k": "add add", "v": "add add rms_norm", "q": "mul_mat mul"}.items():
+        made[name], source = [], x
+        for i, op in enumerate(ops.split()):
+            given = {"rms_norm": (source,), "mul_mat": (weight, source)}.get(op, (source, source))
+            more: dict[str, Any] = {"eps": 1e-5} if op == "rms_norm" else {}
+            node = make(op, f"{name}{i}", *given, **more)
+            made[name].append(node)
+            on_device[node.output], source = there, node.output
+    home, k, v = Stream(1, 0), Stream(1, 2), Stream(1, 3)
+    return [
+        Record("fork", home, 1, forks=True),
+        *(Wait("fork", k, 1, forks=True), *(launch(node, k, 1) for node in made["k"])),
+        Record("of k", k, 1, forks=True),
+        *(Wait("fork", v, 1, forks=True), *(launch(node, v, 1) for node in made["v"])),
+        Record("of v", v, 1, forks=True),
+        *(launch(node, home, 1) for node in made["q"]),
+        Wait("of v", home, 1, forks=True),
+        launch(make("mul", "joined", x, x), home, 1),
+        Wait("of k", home, 1, forks=True),
+    ]

@@ -290,6 +290,63 @@ def test_nodes_are_told_by_the_order_they_began_in_else_by_their_numbers(cupti):
     assert not found and reason == "3 records for 2 nodes"
 
 
+def labels(engine: CudaEngine) -> list[tuple[str, str, str]]:
+    """Of every kernel and copy of a plan, in the order of its parts: label, lane, part's op."""
+    (plan,) = [c for c in engine.program.commands if isinstance(c, Replay)]
+    return [
+        (part.label, f"cuda stream {part.stream.id}", part.kind)
+        for part in plan.parts
+        for _ in range(5 if part.label in ("product", "q0") else 1)  # with cuBLAS's
+        if isinstance(part, Copy | Launch)
+    ]
+
+
+@pytest.mark.parametrize("numbers", ["as captured", "of another order"])
+@pytest.mark.parametrize("scope", ["split", "step"])
+def test_parts_of_branches_are_told_apart_each_on_its_own_stream_s_lane(cupti, scope, numbers):
+    """Kernels of branches begin side by side, some with the same name; CUPTI's streams are the
+    graph's own. Numbers of nodes in another order than the capture's do no harm."""
+    engine = CudaEngine(cupti, plans="ours", scope=scope, packed=True, branches=True)
+    engine.step()
+    (graph,) = engine.backend.graphs
+    if numbers == "of another order":
+        graph.ids.reverse()
+    prof = traced(engine, n=4, window=(1, 2))
+    assert prof.complete and not prof.missing, prof.missing
+    device = [s for s in prof.timeline.spans if s.category == "device" and "part" in s.args]
+    steps = {s.args["step"] for s in device}
+    assert len(steps) == 2
+    for step in steps:
+        spans = [s for s in device if s.args["step"] == step]
+        spans.sort(key=lambda s: (s.args["part"], s.start_ns))
+        assert [(s.name, s.lane, s.args["kind"]) for s in spans] == labels(engine)
+        k, v, q, joined = (
+            [s for s in spans if s.name.startswith(name)] for name in ("k", "v", "q", "joined")
+        )
+        assert k[0].start_ns == v[0].start_ns < q[-1].start_ns  # side by side they are
+        assert v[-1].end_ns <= joined[0].start_ns and k[-1].end_ns <= spans[-1].start_ns
+
+
+def test_branches_issued_one_by_one_are_told_by_the_order_of_their_calls(cupti):
+    engine = CudaEngine(cupti, plans="ours", packed=True, branches=True)
+    prof = traced(engine, n=1, window=(0, 1))  # runs them to capture them
+    assert prof.complete and not prof.missing, prof.missing
+    spans = [s for s in prof.timeline.spans if s.category == "device" and "part" in s.args]
+    assert {s.lane for s in spans if s.name.startswith("v")} == {"cuda stream 3"}
+
+
+def test_a_record_that_begins_before_its_fork_is_no_branch_s():
+    a, b, c = (KernelName(name, False, (i, 1, 1, 32, 1, 1)) for i, name in enumerate("abb", 1))
+    starts = {"a": 10, "b": 5, "c": 20}
+    rows = [Activity("kernel", n.function, starts[x], starts[x] + 5, 7, 13, node=i, dims=n.dims)
+            for i, (x, n) in enumerate(zip("abc", (a, b, c), strict=True), 1)]  # fmt: skip
+    wanted = [[a], [b], [c]]
+    found, reason = parted(rows, wanted, [0, 1, 2], [(), (0,), (0,)])
+    assert not found and reason.startswith("part 1: it began before part 0")
+    found, reason = parted(rows, wanted, [0, 1, 2], [(), (), (0,)])
+    assert not reason and [found[i] for i in range(3)] == [[row] for row in rows]
+
+
 def test_products_in_a_row_are_told_by_the_nodes_of_each(cupti):
     rows = [Activity("kernel", "gemm", 10 * i, 10 * i + 5, 7, 13, node=i + 1) for i in range(5)]
     wanted: list[list[Any]] = [[None], [], [None], [None]]

@@ -22,7 +22,17 @@ from typing import Any, NamedTuple
 
 from workbench.backend.base import NO_PART, KernelName
 from workbench.graph.ir import Node
-from workbench.program.commands import HOST, Command, Copy, Launch, Program, Replay, Stream
+from workbench.program.commands import (
+    HOST,
+    Command,
+    Copy,
+    Launch,
+    Program,
+    Record,
+    Replay,
+    Stream,
+    Wait,
+)
 from workbench.trace.activity import (
     COPY,
     COUNTED,
@@ -35,7 +45,7 @@ from workbench.trace.activity import (
     differs,
     named,
 )
-from workbench.trace.parted import parted
+from workbench.trace.parted import Behind, parted
 from workbench.trace.spans import HOST_LANE, Span
 
 LAUNCH_CALLS = ("cuLaunchKernel", "cudaLaunchKernel", "cuLaunchCooperative", "cudaLaunchCoop")
@@ -199,12 +209,33 @@ def _by_part(
         if len(told) < len(wanted):
             continue  # said of the parts that nobody tells of
         mine, nodes = _without_end(rows, replayed.get(key))
-        found, reason = parted(_with_inputs(mine, plan, nodes), told, nodes)
+        found, reason = parted(_with_inputs(mine, plan, nodes), told, nodes, _behind(plan, told))
         if reason:
             untold.add(key)
             faults.add("plan not as recorded", f"{commands.at(key)}: {reason}")
         made |= {(key[0], key[1], part): of_part for part, of_part in found.items()}
     return made, untold
+
+
+def _behind(plan: Replay, wanted: Sequence[Sequence[Want]]) -> Behind | None:
+    """Of each part with records, those of such parts that it begins behind, on its stream and by
+    events; None where all kernels are on one stream."""
+    if len({part.stream for part in plan.parts if isinstance(part, Launch)}) < 2:
+        return None
+    made: list[frozenset[int]] = []
+    reached: dict[Stream, frozenset[int]] = defaultdict(frozenset)
+    recorded: dict[str, frozenset[int]] = {}
+    for number, part in enumerate(plan.parts):
+        assert part.stream is not None
+        here = reached[part.stream]
+        made.append(here)
+        if isinstance(part, Record):
+            recorded[part.event] = here
+        elif isinstance(part, Wait):
+            reached[part.stream] = here | recorded[part.event]
+        elif wanted[number]:
+            reached[part.stream] = frozenset((number,))
+    return made
 
 
 def _without_end(

@@ -3,22 +3,30 @@
 All nodes of a launched graph share the correlation id of one call. `Captured.nodes` says which part
 each node is. A record has an id of its node, but of the node's copy in the executable graph: ids
 give an order and nothing else. So records are taken in the order in which they began, copies and
-kernels each by themselves. All kernels of a plan are on one stream; copies may ride another. Where
-names of kernels or bytes of copies do not fit then, records are taken in the order of their ids.
-Where they do not fit either, CUPTI may have names of other kernels (`activity.named`): in the order
-of the stream, what was launched decides. Else the plan is not as recorded.
+kernels each by themselves, where all kernels of a plan are on one stream; copies may ride another.
+Where names of kernels or bytes of copies do not fit then, records are taken in the order of their
+ids. Where they do not fit either, CUPTI may have names of other kernels (`activity.named`): in the
+order of the stream, what was launched decides. Else the plan is not as recorded.
 
-Parts that were issued one by one are told apart by names and bytes alone.
+Kernels of a plan with branches begin in any order that its streams and events allow, and CUPTI's
+streams are the graph's own. So ids come first there, and what begins must be behind what it waits
+for. Else each record is the first node that may begin then and has its name or its bytes. Of
+several it is the one behind a record of the same stream of the graph.
+
+Parts that were issued one by one are told apart by names and bytes alone, in the order of time; of
+branches in the order of the calls.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+from workbench.backend.base import KernelName
 from workbench.trace.activity import (
     COPY,
     COUNTED,
+    KERNEL,
     MEMSET,
     Activity,
     Want,
@@ -30,17 +38,23 @@ from workbench.trace.activity import (
 
 Wanted = Sequence[Sequence[Want]]  # of each part, what the device does for it
 Parted = dict[int, list[Activity]]  # of each part with records, these in order
+Behind = Sequence[Collection[int]]  # of each part, parts that end before it begins
 
 
 def parted(
-    rows: Sequence[Activity], wanted: Wanted, nodes: Sequence[int] | None
+    rows: Sequence[Activity],
+    wanted: Wanted,
+    nodes: Sequence[int] | None,
+    behind: Behind | None = None,
 ) -> tuple[Parted, str]:
     """The records of each part; or none, and why they cannot be told. nodes: of each node of the
-    replayed graph its part; None where the parts were issued one by one."""
+    replayed graph its part; None where the parts were issued one by one. behind: of each part of a
+    plan with branches, the parts that it begins behind; None for a plan without."""
     if nodes is None:
-        found, reason = _by_names(rows, wanted)
+        order = _start if behind is None else _call
+        in_order = sorted(rows, key=order)
+        found, reason = _by_names(in_order, wanted)
         if reason:
-            in_order = sorted(rows, key=_start)
             again, left = _by_names(named(in_order, [w for each in wanted for w in each]), wanted)
             found, reason = (found, reason) if left else (again, "")
         return found, reason
@@ -48,8 +62,9 @@ def parted(
     if len(rows) != len(nodes):
         return {}, f"{len(rows)} records for {len(nodes)} nodes"
     reasons = []
-    for found in _readings(rows, wanted, nodes):
-        reason = _first_difference(found, wanted)
+    readings = _readings if behind is None else _readings_of_branches(behind)
+    for found in readings(rows, wanted, nodes):
+        reason = _first_difference(found, wanted) or (behind and _too_early(found, behind)) or ""
         if not reason:
             return found, ""
         reasons.append(reason)
@@ -63,6 +78,29 @@ def _readings(rows: Sequence[Activity], wanted: Wanted, nodes: Sequence[int]) ->
     yield by_start
     yield _of_parts(_by_node(rows, nodes))
     yield {part: named(of_part, wanted[part]) for part, of_part in by_start.items()}
+
+
+def _readings_of_branches(behind: Behind) -> Callable[..., Iterator[Parted]]:
+    """The records of each part of a plan with branches, in three ways."""
+
+    def readings(
+        rows: Sequence[Activity], wanted: Wanted, nodes: Sequence[int]
+    ) -> Iterator[Parted]:
+        by_node = _of_parts(_by_node(rows, nodes))
+        yield by_node
+        yield _of_parts(_by_readiness(rows, wanted, nodes, behind))
+        yield {part: named(of_part, wanted[part]) for part, of_part in by_node.items()}
+
+    return readings
+
+
+def _too_early(found: Parted, behind: Behind) -> str:
+    """Which part began before what it is behind, or nothing."""
+    for part, rows in found.items():
+        for other in behind[part]:
+            if other in found and rows[0].start < max(row.start for row in found[other]):
+                return f"part {part}: it began before part {other}"
+    return ""
 
 
 def _of_parts(pairs: Iterable[tuple[int, Activity]]) -> Parted:
@@ -93,12 +131,61 @@ def _by_node(rows: Sequence[Activity], nodes: Sequence[int]) -> Iterable[tuple[i
     return zip(nodes, sorted(rows, key=lambda r: r.node), strict=True)
 
 
+def _by_readiness(
+    rows: Sequence[Activity], wanted: Wanted, nodes: Sequence[int], behind: Behind
+) -> Iterable[tuple[int, Activity]]:
+    """Each record, as it begins, is the first node that may begin and fits. Ends with the first
+    record that no node is left for."""
+    left: list[int] = [*range(len(nodes))]
+    wants = [*_wants_of_nodes(wanted, nodes)]
+    last: dict[int, Activity] = {}  # by part
+    to_do = [nodes.count(part) for part in range(len(wanted))]
+    for row in sorted(rows, key=_start):
+
+        def follows(node: int, stream: int = row.stream) -> bool:
+            part = nodes[node]
+            before = [part] if part in last else behind[part]
+            return any(last[other].stream == stream for other in before if other in last)
+
+        seen: set[int] = set()  # parts with a node in front that is not over
+        ready = []
+        for node in left:
+            part = nodes[node]
+            may = part not in seen and not any(to_do[other] for other in behind[part])
+            if may and _may_be(row, wants[node]):
+                ready.append(node)
+            seen.add(part)
+        if not ready:
+            return
+        node = next(filter(follows, ready), ready[0])
+        left.remove(node)
+        last[nodes[node]] = row
+        to_do[nodes[node]] -= 1
+        yield nodes[node], row
+
+
+def _wants_of_nodes(wanted: Wanted, nodes: Sequence[int]) -> Iterator[Want]:
+    """What each node is: None where its part has a product of cuBLAS, whose nodes nobody knows."""
+    told = {part: iter(wants) for part, wants in enumerate(wanted) if None not in wants}
+    for part in nodes:
+        yield next(told[part], None) if part in told else None
+
+
+def _may_be(row: Activity, want: Want) -> bool:
+    if isinstance(want, KernelName) and want.dims and row.dims:
+        return row.kind == KERNEL and row.dims == want.dims
+    return row.kind != COPY if want is None else fits(row, want)
+
+
+def _call(row: Activity) -> int:
+    return row.correlation
+
+
 def _start(row: Activity) -> tuple[int, int, int]:
     return row.start, row.correlation, row.node
 
 
-def _by_names(rows: Sequence[Activity], wanted: Wanted) -> tuple[Parted, str]:
-    ordered = sorted(rows, key=_start)
+def _by_names(ordered: Sequence[Activity], wanted: Wanted) -> tuple[Parted, str]:
     wants = [(part, want) for part, each in enumerate(wanted) for want in each]
     owner: dict[Activity, int] = {}
     for are in (True, False):
