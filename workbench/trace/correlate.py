@@ -218,7 +218,7 @@ def _by_part(
 
 
 def _behind(plan: Replay, wanted: Sequence[Sequence[Want]]) -> Behind | None:
-    """Of each part with records, those of such parts that it begins behind, on its stream and by
+    """Of each part with records, the other such parts that it begins behind, on its stream and by
     events; None where all kernels are on one stream."""
     if len({part.stream for part in plan.parts if isinstance(part, Launch)}) < 2:
         return None
