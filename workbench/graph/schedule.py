@@ -55,8 +55,8 @@ def spread(
         own = [i for i in before if tail[streams[i]] == i and heir[i] == j]
         if own:  # it goes on where its latest own one is
             stream = streams[max(own, key=ends.__getitem__)]
-        elif before and _branch_us(j, needed, heir, us) <= 2 * costs.event_us:
-            stream = streams[max(before, key=ends.__getitem__)]
+        elif _branch_us(j, needed, heir, us) <= 2 * costs.event_us:
+            stream = streams[max(before, key=ends.__getitem__)] if before else 0
         else:
             # a stream that nobody goes on on, idle by then; else the one that is idle first
             left = [s for s, i in enumerate(tail) if i < 0 or not 0 <= j < heir[i]]
@@ -84,7 +84,7 @@ def _branch_us(
     j: int, needed: Sequence[Sequence[int]], heir: Sequence[int], us: Sequence[float]
 ) -> float:
     """What a branch that begins with node j takes, up to the node that needs others beside it."""
-    fork, total = max(needed[j]), us[j]
+    fork, total = max(needed[j], default=-1), us[j]
     while (k := heir[j]) >= 0 and all(i == j or i <= fork for i in needed[k]):
         total, j = total + us[k], k
     return total
