@@ -123,6 +123,7 @@ class Backend(ABC):
     waiting: str  # how a wait of the host waits, for results
     capabilities: Capabilities
     workers = 1  # threads that compute, where the device's work runs on this machine's cores
+    slot_bytes = 0  # of a kernel in `launch_noted`; 0 where marks tell when each command ran
 
     @abstractmethod
     def allocate(self, nbytes: int, space: Space) -> Memory:
@@ -176,6 +177,19 @@ class Backend(ABC):
     ) -> Issued:
         """Computes `node`; its `parts` are the kernels, in order. programmatic: the launch may
         begin before the one in front of it has ended (only where `Capabilities.programmatic`)."""
+
+    def launch_noted(
+        self,
+        node: Node,
+        address_of: AddressOf,
+        scratch: int,
+        stream: int,
+        programmatic: bool = False,
+        slots: int = 0,
+    ) -> Issued:
+        """As `launch`, and every kernel notes when it ran in a slot of its own. slots: address of
+        the first; the next kernel's is `slot_bytes` behind it (`backend/launch_slots.py`)."""
+        raise DeviceError(f"kernels of the {self.name} device note nothing; use marks")
 
     @abstractmethod
     def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:

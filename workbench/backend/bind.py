@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.backend.args import VIEW, view_address
+from workbench.backend.args import VIEW, AddressOf, view_address
 from workbench.backend.base import Backend, Issue, Memory
 from workbench.backend.issued import EMPTY, Block, Issued, Plannable, in_order
 from workbench.backend.landing import Landing
@@ -24,6 +24,14 @@ from workbench.program import commands as cmd
 from workbench.program.first_cell import CELL, is_view
 
 _UIDS = count(1)  # 0 is nobody's
+
+
+Launcher = Callable[[Backend, cmd.Launch, AddressOf, int], Issued]
+
+
+def launched(backend: Backend, c: cmd.Launch, address_of: AddressOf, scratch: int) -> Issued:
+    """What asks a device for a launch, with scratch at an address."""
+    return backend.launch(c.node, address_of, scratch, c.stream.id, c.programmatic)
 
 
 class LandingBlock:
@@ -107,7 +115,7 @@ class Binding:
     event; new ones are added. values: the inputs' arrays by name, read when a write is called.
     results: where a read leaves its array (uint8), by name. early: what makes that array before the
     read, by name, for results that are handed out where they land (`Landing.early`). cell: the
-    first that stores to views store, None where there are none.
+    first that stores to views store, None where there are none. launch: makes every launch.
     """
 
     def __init__(
@@ -116,12 +124,13 @@ class Binding:
         backends: Sequence[Backend],
         memory: Mapping[cmd.Buffer, Memory],
         events: dict[str, Any],
+        launch: Launcher = launched,
     ):
         self.values: dict[str, np.ndarray] = {}
         self.results: dict[str, np.ndarray] = {}
         self.early: dict[str, Callable[[], np.ndarray | None]] = {}
         self._program = program
-        self._backends = backends
+        self._backends, self._launcher = backends, launch
         self.memory = memory
         self._events = events
         self._several = len(backends) > 2  # a thread must be attached to one after another
@@ -277,9 +286,9 @@ class Binding:
             return address(layout[tensor.storage])
 
         scratch = 0 if c.scratch is None else address(c.scratch)
-        backend, stream = self._backends[c.stream.backend], c.stream.id
+        backend = self._backends[c.stream.backend]
         backend.attach()
-        issued = backend.launch(c.node, address_of, scratch, stream, c.programmatic)
+        issued = self._launcher(backend, c, address_of, scratch)
         if is_view(c.node):
             self._note_view(c.node, issued.block, address_of(c.node.output))
         return issued

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from workbench.backend.base import Backend, Captured, Issue, Memory
-from workbench.backend.bind import Binding
+from workbench.backend.bind import Binding, Launcher, launched
 from workbench.backend.issued import Issued, Plannable
 from workbench.program.commands import RESULT, Buffer, Program, Read, Replay, Sync, Write
 from workbench.program.first_cell import at_cell
@@ -99,14 +99,16 @@ class Prepared:
         memory: Mapping[Buffer, Memory],
         events: dict[str, Any] | None = None,
         execute: Executor = eager,
+        launch: Launcher = launched,
     ):
-        """events: as `Binding` has them. execute: makes the calls of split works."""
+        """events, launch: as `Binding` has them. execute: makes the calls of split works."""
         self._program = program
         self.backends = backends
         # another engine's device may be the thread's; where there are several, commands say which
         self._attach = backends[-1].attach
         self._attach()
-        self.binding = Binding(program, backends, memory, {} if events is None else events)
+        known = {} if events is None else events
+        self.binding = Binding(program, backends, memory, known, launch)
         self.segments = _segments(program, self.binding)
         self._n_reads = sum(isinstance(command, Read) for command in program.commands)
         self._execute(execute)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workbench.backend.base import Backend, Memory
+from workbench.backend.bind import Launcher, launched
 from workbench.backend.issue import Executor, Prepared, eager
 from workbench.program.commands import Buffer, Program
 
@@ -29,9 +30,11 @@ class NoPlans:
         backends: Sequence[Backend],
         memory: Mapping[Buffer, Memory],
         events: dict[str, Any],
+        launch: Launcher = launched,
     ) -> Prepared:
         """The program bound to addresses, as `Prepared` has it."""
-        return self._ready(Prepared(program, backends, memory, events, self.executor(program)))
+        execute = self.executor(program)
+        return self._ready(Prepared(program, backends, memory, events, execute, launch))
 
     def _ready(self, prepared: Prepared) -> Prepared:
         return prepared

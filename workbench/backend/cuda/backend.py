@@ -26,7 +26,7 @@ import numpy as np
 from workbench.backend import gate
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Backend, DeviceClock, Issue, KernelName, nothing
-from workbench.backend.cuda import graphs, nvrtc, op_table, timer, weights
+from workbench.backend.cuda import graphs, noting, nvrtc, op_table, timer, weights
 from workbench.backend.cuda.cublas import PRODUCT, Blas
 from workbench.backend.cuda.driver import (
     CudaEvent,
@@ -74,6 +74,7 @@ class CudaBackend(Backend):
     """See the module and `backend/base.py`."""
 
     name = "cuda"
+    slot_bytes = noting.SLOT_BYTES
 
     def __init__(self, device: int = 0):
         self._driver = Driver(device)
@@ -223,6 +224,7 @@ class CudaBackend(Backend):
         scratch: int,
         stream: int,
         programmatic: bool = False,
+        slots: int = 0,
     ) -> Issued:
         self.finish_loading()
         there, what = self._stream(stream), f"launch {node.op} {node.name}"
@@ -231,8 +233,10 @@ class CudaBackend(Backend):
             return Address(address_of(tensor))
 
         operands = op_table.Operands(at, Address(scratch), self._counters_of(stream), self._sm)
-        works = op_table.launches(node, operands)
+        works = noting.noted(op_table.launches(node, operands), slots)
         return together([self._prepare(work, there, what, programmatic) for work in works])
+
+    launch_noted = launch
 
     def kernels_of(self, node: Node) -> list[KernelName]:
         """See `backend/base.py`. The kernels of a product by cuBLAS have no name: it chooses."""

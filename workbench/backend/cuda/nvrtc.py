@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.backend import compiled
+from workbench.backend.cuda.noting import NOTING, noting
 from workbench.errors import DeviceError, UsageError
 from workbench.output import writing
 from workbench.progress import HIDDEN, Bar
@@ -98,7 +99,7 @@ def cubin(
     sources: Path | None = None,
 ) -> bytes:
     """`kernels/<file>.cu` compiled for `arch`, or what SPECIFIC has instead, with macros `defines`
-    ("ROWS=2").
+    ("ROWS=2"). With macro NOTING its kernels note when they ran (`noting.py`).
 
     Taken from `folder` (default `cache_dir()`) where it is there, under a key of everything that
     decides its bytes; else compiled and kept there. sources: the folder of the .cu file, where it
@@ -107,6 +108,8 @@ def cubin(
     arch = SPECIFIC.get((file, arch), arch)
     folder, headers = folder or cache_dir(), _headers()
     source = ((sources or source_dir()) / f"{file}.cu").read_bytes()
+    if NOTING in defines:
+        source = noting(source)
     version = _nvrtc().nvrtcVersion()[1:]
     decides = (headers, OPTIONS, arch, version, tuple(defines), source)
     key = hashlib.sha256(repr(decides).encode()).hexdigest()

@@ -1,0 +1,40 @@
+"""Kernels that note when they ran: a compilation of the same sources with one thing added.
+
+Each kernel takes one more argument, the address of a slot, and begins with an object that notes its
+block's begin there, and at every return its warp's end (`kernels/launch_span.cuh`). The sources
+themselves have no trace of it, so the kernels that compute tokens are what they were.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from workbench.backend.cuda.kernel import Kernel, Work
+from workbench.backend.issued import Address
+from workbench.backend.launch_slots import SLOT_BYTES as SLOT_BYTES
+
+NOTING = "NOTING"  # the macro that such a compilation has; no source asks for it
+# What stands between the name of a kernel's kind and its body has no brace.
+_HEAD = re.compile(rb"(__global__[^{;]*)\)(\s*)\{")
+_ARGUMENT, _OBJECT = b"unsigned long long* span_slot", b"LaunchSpan launch_span(span_slot);"
+
+
+def noting(source: bytes) -> bytes:
+    """A source whose kernels note when they ran; its lines keep their numbers."""
+    added = rb"\1, " + _ARGUMENT + rb")\2{ " + _OBJECT
+    return b'#include "launch_span.cuh"\n#line 1\n' + _HEAD.sub(added, source)
+
+
+def noted(works: Iterable[Work], slots: int) -> list[Work]:
+    """The same launches, whose kernels note when they ran. slots: address of the first kernel's
+    slot; 0 for launches as they are. Products by cuBLAS note nothing."""
+    if not slots:
+        return list(works)
+    found, slot = list[Work](), Address(slots)
+    for work in works:
+        if isinstance(work, Kernel):
+            args, defines = [*work.args, slot], (*work.defines, NOTING)
+            work, slot = work._replace(args=args, defines=defines), slot + SLOT_BYTES
+        found.append(work)
+    return found

@@ -1,0 +1,100 @@
+"""Which launches of a program may run side by side: its regions, and the branches of each.
+
+A branch is what runs on one stream between a fork and a join: launches without a Record or a Wait
+of a fork among them. Two branches are side by side where no order between them follows from streams
+and events. Branches that are linked by such pairs are one region.
+
+    stream 0   norm | Q product . Q rope ----------- | attention
+    stream 2        | K product . K rope . K store - |
+    region            branch, branch
+
+Pure: a program goes in, numbers of its commands come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from workbench.program.commands import Command, Launch, Program, Record, Replay, Stream, Wait
+
+Place = tuple[int, int]  # a command's number, and its number in its plan; 0 outside of plans
+
+
+class Branch(NamedTuple):
+    """Launches of one stream, in order. places: where they stand in the program."""
+
+    stream: Stream
+    places: tuple[Place, ...]
+    launches: tuple[Launch, ...]
+
+
+class _Piece:
+    """What a stream computes between two points that order it with others. clock: by stream, how
+    many of its pieces are over when this one begins. number: on its own stream."""
+
+    def __init__(self, stream: Stream, number: int, clock: dict[Stream, int]):
+        self.stream, self.number, self.clock = stream, number, clock
+        self.places: list[Place] = []
+        self.launches: list[Launch] = []
+
+    def beside(self, other: _Piece) -> bool:
+        return other.clock.get(self.stream, 0) <= self.number and (
+            self.clock.get(other.stream, 0) <= other.number
+        )
+
+
+def regions(program: Program) -> list[list[Branch]]:
+    """The regions of a program, by their first launch; of each, its branches likewise."""
+    pieces = _pieces(program)
+    region_of = list(range(len(pieces)))  # the first piece of each one's region
+    for j, later in enumerate(pieces):
+        for i in range(j):
+            earlier = pieces[i]
+            if earlier.stream != later.stream and earlier.beside(later):
+                joined = sorted((region_of[i], region_of[j]))
+                region_of = [joined[0] if r == joined[1] else r for r in region_of]
+    found: dict[int, list[Branch]] = {}
+    for piece, region in zip(pieces, region_of, strict=True):
+        branch = Branch(piece.stream, tuple(piece.places), tuple(piece.launches))
+        found.setdefault(region, []).append(branch)
+    return [branches for branches in found.values() if len(branches) > 1]
+
+
+def _pieces(program: Program) -> list[_Piece]:
+    """All pieces with launches, by their first launch."""
+    found: list[_Piece] = []
+    under_way: dict[Stream, _Piece] = {}
+    clocks: dict[Stream, dict[Stream, int]] = {}
+    recorded: dict[str, dict[Stream, int]] = {}
+
+    def cut(stream: Stream) -> dict[Stream, int]:
+        """Ends the piece of a stream; its clock."""
+        clock = clocks.setdefault(stream, {})
+        if under_way.pop(stream, None) is not None:
+            clock[stream] = clock.get(stream, 0) + 1
+        return clock
+
+    for place, command in _in_order(program):
+        match command:
+            case Record(forks=True):
+                recorded[command.event] = dict(cut(command.stream))
+            case Wait(forks=True):
+                clock = cut(command.stream)
+                for stream, n in recorded[command.event].items():
+                    clock[stream] = max(clock.get(stream, 0), n)
+            case Launch(by_host=False):
+                stream = command.stream
+                if stream not in under_way:
+                    clock = clocks.setdefault(stream, {})
+                    under_way[stream] = _Piece(stream, clock.get(stream, 0), dict(clock))
+                    found.append(under_way[stream])
+                under_way[stream].places.append(place)
+                under_way[stream].launches.append(command)
+    return found
+
+
+def _in_order(program: Program) -> Iterator[tuple[Place, Command]]:
+    for number, command in enumerate(program.commands):
+        parts = command.parts if isinstance(command, Replay) else (command,)
+        yield from (((number, part), one) for part, one in enumerate(parts))
