@@ -1,4 +1,4 @@
-// When a launch ran, by %globaltimer: what a compilation with spans adds to every kernel
+// When a launch ran, by %globaltimer: what a compilation with macro NOTING adds to every kernel
 // (workbench/backend/cuda/noting.py). Other compilations never see this file.
 //
 // A slot has SPAN_CELLS cells of two words, all bits set beforehand. Word 0 becomes the earliest
@@ -19,9 +19,10 @@ struct LaunchSpan {
         if (threadIdx.x == 0) sink(0, now());
     }
 
-    // At every return of the kernel, behind the warp's last store.
+    // At every return of the kernel, behind the last store of the threads that return there. They may
+    // be a part of their warp.
     DEVICE ~LaunchSpan() {
-        if (threadIdx.x % 32 == 0) sink(1, ~now());
+        if (threadIdx.x % 32 == __ffs(__activemask()) - 1) sink(1, ~now());
     }
 
     DEVICE static unsigned long long now() {

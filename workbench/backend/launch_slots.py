@@ -5,7 +5,7 @@ A kernel of a launch that notes has a slot in device memory, and writes nothing 
     slot    cell 0      | cell 1      | .. | cell 63
     cell    begin, ~end                       words of 8 bytes, ns; all bits set where nobody wrote
 
-A begin is the earliest of a cell's blocks, an end the latest of its warps (in its complement, so
+A begin is the earliest of a cell's blocks, an end the latest of its threads (in its complement, so
 that both words only ever sink). The host reads the slots between two steps, when nothing runs, and
 sets them anew. So a step has no command more than without, and a captured plan keeps its slots.
 
@@ -120,17 +120,15 @@ class LaunchSlots:
         for b, memory in self._host.items():
             self._copied(b, memory, self._device[b], to_host=True)
             assert memory.array is not None, "pinned memory is the host's too"
-            words = memory.array.view(np.uint64).reshape(self._n[b], CELLS, CELL_WORDS)
-            found[b] = words.min(axis=1)
+            found[b] = times_of(memory.array)
         return list(self._spans(found))
 
     def _spans(self, found: dict[int, np.ndarray]) -> Iterator[NotedSpan]:
-        """found: of each backend, the least words of each slot."""
+        """found: of each backend, its slots' times."""
         before: dict[tuple[int, int], int] = {}  # end of the latest kernel of a stream
         for kernel in self.kernels:
             stream = kernel.command.stream
-            begin, end = (int(word) for word in found[stream.backend][kernel.slot])
-            end ^= 2**64 - 1
+            begin, end = (int(time) for time in found[stream.backend][kernel.slot])
             if begin > end:
                 raise DeviceError(
                     f"kernel {kernel.function} of {kernel.command.node.name} noted no time in the "
@@ -152,6 +150,14 @@ class LaunchSlots:
             for memory in memories.values():
                 memory.free()
             memories.clear()
+
+
+def times_of(slots: np.ndarray) -> np.ndarray:
+    """Begin and end of each slot, ns (n, 2): uint64; of one that nobody wrote, the begin is behind
+    the end. slots: the bytes of n."""
+    words = slots.view(np.uint64).reshape(-1, CELLS, CELL_WORDS).min(axis=1)
+    words[:, 1] = ~words[:, 1]
+    return words
 
 
 def _launches(program: Program) -> Iterator[tuple[int, int | None, Launch]]:

@@ -1,8 +1,12 @@
 """Kernels that note when they ran: a compilation of the same sources with one thing added.
 
 Each kernel takes one more argument, the address of a slot, and begins with an object that notes its
-block's begin there, and at every return its warp's end (`kernels/launch_span.cuh`). The sources
+block's begin there, and at every return its threads' end (`kernels/launch_span.cuh`). The sources
 themselves have no trace of it, so the kernels that compute tokens are what they were.
+
+A launch that begins early (`pdl`) notes its begin before it waits for the one in front of it. The
+slot is its own, so the wait protects nothing there; what the wait takes, the host leaves out
+(`backend/launch_slots.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from workbench.backend.issued import Address
 from workbench.backend.launch_slots import SLOT_BYTES as SLOT_BYTES
 
 NOTING = "NOTING"  # the macro that such a compilation has; no source asks for it
+HEADER = "launch_span.cuh"  # in no other compilation
 # What stands between the name of a kernel's kind and its body has no brace.
 _HEAD = re.compile(rb"(__global__[^{;]*)\)(\s*)\{")
 _ARGUMENT, _OBJECT = b"unsigned long long* span_slot", b"LaunchSpan launch_span(span_slot);"
@@ -23,7 +28,7 @@ _ARGUMENT, _OBJECT = b"unsigned long long* span_slot", b"LaunchSpan launch_span(
 def noting(source: bytes) -> bytes:
     """A source whose kernels note when they ran; its lines keep their numbers."""
     added = rb"\1, " + _ARGUMENT + rb")\2{ " + _OBJECT
-    return b'#include "launch_span.cuh"\n#line 1\n' + _HEAD.sub(added, source)
+    return f'#include "{HEADER}"\n#line 1\n'.encode() + _HEAD.sub(added, source)
 
 
 def noted(works: Iterable[Work], slots: int) -> list[Work]:

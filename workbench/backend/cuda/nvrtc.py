@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.backend import compiled
-from workbench.backend.cuda.noting import NOTING, noting
+from workbench.backend.cuda.noting import HEADER, NOTING, noting
 from workbench.errors import DeviceError, UsageError
 from workbench.output import writing
 from workbench.progress import HIDDEN, Bar
@@ -110,6 +110,8 @@ def cubin(
     source = ((sources or source_dir()) / f"{file}.cu").read_bytes()
     if NOTING in defines:
         source = noting(source)
+    else:
+        del headers[HEADER]
     version = _nvrtc().nvrtcVersion()[1:]
     decides = (headers, OPTIONS, arch, version, tuple(defines), source)
     key = hashlib.sha256(repr(decides).encode()).hexdigest()
