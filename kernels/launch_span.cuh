@@ -1,7 +1,7 @@
 // When a launch ran, by %globaltimer: what a compilation with macro NOTING adds to every kernel
 // (workbench/backend/cuda/noting.py). Other compilations never see this file.
 //
-// A slot has SPAN_CELLS cells of two words, all bits set beforehand. Word 0 becomes the earliest
+// A note has SPAN_CELLS cells of two words, all bits set beforehand. Word 0 becomes the earliest
 // begin of a block, word 1 the complement of the latest end of a warp: both only ever sink. The
 // SMs share the cells out, so that warps that end together do not queue for one word.
 //
@@ -10,12 +10,12 @@
 #pragma once
 #include "common.cuh"
 
-#define SPAN_CELLS 64  // as in workbench/backend/launch_slots.py
+#define SPAN_CELLS 64  // as in workbench/backend/launch_notes.py
 
 struct LaunchSpan {
-    unsigned long long* const slot;
+    unsigned long long* const note;
 
-    DEVICE explicit LaunchSpan(unsigned long long* slot_) : slot(slot_) {
+    DEVICE explicit LaunchSpan(unsigned long long* note_) : note(note_) {
         if (threadIdx.x == 0) sink(0, now());
     }
 
@@ -34,7 +34,7 @@ struct LaunchSpan {
     DEVICE void sink(int word, unsigned long long value) const {
         u32 sm;
         asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-        asm volatile("red.global.min.u64 [%0], %1;" ::"l"(slot + 2 * (sm % SPAN_CELLS) + word),
+        asm volatile("red.global.min.u64 [%0], %1;" ::"l"(note + 2 * (sm % SPAN_CELLS) + word),
                      "l"(value)
                      : "memory");
     }

@@ -12,11 +12,11 @@ from tests.unit.launch_cases import one_of_each
 from workbench.backend.cuda import noting, nvrtc
 from workbench.backend.cuda.kernel import Gemm, Kernel
 from workbench.backend.issued import Address
-from workbench.backend.launch_slots import CELLS, SLOT_BYTES
+from workbench.backend.launch_notes import CELLS, NOTE_BYTES
 
 SOURCES = sorted(nvrtc.source_dir().glob("*.cu"))
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
-OBJECT = "LaunchSpan launch_span(span_slot);"
+OBJECT = "LaunchSpan launch_span(span_note);"
 
 
 def entries(text: str) -> dict[str, list[str]]:
@@ -26,18 +26,20 @@ def entries(text: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
-def test_every_kernel_of_a_source_gets_a_slot_and_keeps_its_lines(path: Path):
+def test_every_kernel_of_a_source_gets_a_note_and_keeps_its_lines(path: Path):
     source = path.read_bytes()
     found = noting.noting(source).decode()
     kernels = COMMENT.sub("", source.decode()).count("__global__")
-    assert kernels and found.count(OBJECT) == found.count("unsigned long long* span_slot)") == kernels
+    assert (
+        kernels and found.count(OBJECT) == found.count("unsigned long long* span_note)") == kernels
+    )
     first, line, *rest = found.split("\n")
     assert (first, line) == (f'#include "{noting.HEADER}"', "#line 1")
     own = source.decode().split("\n")
     assert len(rest) == len(own)
     changed = [(a, b) for a, b in zip(own, rest, strict=True) if a != b]
     assert 1 <= len(changed) <= 2 * kernels
-    taken_out = [b.replace(f" {OBJECT}", "").replace(", unsigned long long* span_slot", "")
+    taken_out = [b.replace(f" {OBJECT}", "").replace(", unsigned long long* span_note", "")
                  for _, b in changed]  # fmt: skip
     assert taken_out == [a for a, _ in changed], "nothing else is another"
 
@@ -53,7 +55,7 @@ def test_every_kernel_notes_and_has_one_parameter_more(path: Path):
             opcodes = [statement.opcode for statement in body]
             notes = [op for op in opcodes if op == "red.global.min.u64"]
             assert len(notes) >= 2, f"{name} notes no begin and end"
-    assert "red.global.min.u64" not in plain and "span_slot" not in plain
+    assert "red.global.min.u64" not in plain and "span_note" not in plain
 
 
 def test_a_kernel_notes_at_every_return_whoever_returns():
@@ -93,7 +95,7 @@ def test_no_header_has_a_kernel():
 def test_cells_are_those_of_the_source():
     text = (nvrtc.source_dir() / noting.HEADER).read_text()
     assert re.findall(r"#define SPAN_CELLS (\d+)", text) == [str(CELLS)]
-    assert SLOT_BYTES == CELLS * 16
+    assert NOTE_BYTES == CELLS * 16
 
 
 @pytest.mark.slow
@@ -128,7 +130,7 @@ def test_other_compilations_have_no_such_header(monkeypatch, tmp_path):
     assert source == (nvrtc.source_dir() / "rows.cu").read_bytes() != rewritten
 
 
-def test_each_kernel_of_a_launch_has_the_next_slot():
+def test_each_kernel_of_a_launch_has_the_next_note():
     kernel = Kernel("rows", "set_rows", (1, 1), 32, [4096, 1], ("A=1",), waits=True)
     gemm = Gemm("F16", 1, 2, 3, 4, 5, 6, 7)
     assert noting.noted([kernel, gemm], 0) == [kernel, gemm]
@@ -136,6 +138,6 @@ def test_each_kernel_of_a_launch_has_the_next_slot():
     assert product is gemm, "a library's kernels note nothing"
     for n, one in enumerate((first, second)):
         assert isinstance(one, Kernel) and isinstance(one.args[-1], Address)
-        assert one.args == [4096, 1, (1 << 30) + n * SLOT_BYTES]
+        assert one.args == [4096, 1, (1 << 30) + n * NOTE_BYTES]
         assert one._replace(args=kernel.args, defines=kernel.defines) == kernel
         assert one.defines == ("A=1", noting.NOTING)

@@ -18,7 +18,7 @@ from workbench.bench.overlap import (
     Overlap,
     Traced,
     in_flight,
-    in_lane_order,
+    in_stream_order,
     measure_overlap,
 )
 from workbench.errors import UsageError
@@ -52,7 +52,7 @@ def span(lane: str, begin: int, end: int, **args: Any) -> Span:
                 max_size=10))  # fmt: skip
 def test_on_each_lane_a_kernel_begins_when_the_one_in_front_has_ended(made):
     spans = [span(lane, begin, begin + ns) for lane, begin, ns in made]
-    found = in_lane_order(spans)
+    found = in_stream_order(spans)
     for lane in "ab":
         own = [s for s in found if s.lane == lane]
         given_ = sorted((s.start_ns, s.end_ns) for s in spans if s.lane == lane)
@@ -125,7 +125,7 @@ def slow_regions(made: Any) -> list[list[list[int]]]:
                           st.integers(0, 2)), max_size=24))  # fmt: skip
 def test_regions_are_those_of_the_transitive_closure(does):
     made = program(does)
-    found = [[[at for at, _ in b.places] for b in branches] for branches in regions(made)]
+    found = [[[at for at, _ in b.numbers] for b in branches] for branches in regions(made)]
     assert found == slow_regions(made)
 
 
@@ -133,7 +133,7 @@ def test_a_fork_and_a_join_are_one_region_of_their_branches():
     does = [("launch", 0), ("record", 0), ("launch", 0), ("launch", 0), ("wait", 1),
             ("launch", 1), ("record", 1), ("wait", 0), ("launch", 0)]  # fmt: skip
     (branches,) = regions(program(does))
-    assert [(b.stream.id, [n for n, _ in b.places]) for b in branches] == [(0, [2, 3]), (2, [5])]
+    assert [(b.stream.id, [n for n, _ in b.numbers]) for b in branches] == [(0, [2, 3]), (2, [5])]
 
 
 # what is found ------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_branches_of_10_us_and_of_2_us_are_told_apart_where_the_tick_allows():
 def test_a_branch_under_ten_ticks_is_unresolved(ns, resolved):
     assert RESOLVED_TICKS == 10
     launch = Launch(SimpleNamespace(name="first"), Stream(DEVICE, 0), (), (), None, 0)
-    branch: Any = SimpleNamespace(stream=launch.stream, places=((3, 0),), launches=(launch,))
+    branch: Any = SimpleNamespace(stream=launch.stream, numbers=((3, 0),), launches=(launch,))
     spans = [span("s", 100, 100 + ns, index=3)]
     ((*row,),) = overlap._branches([[branch]], 0, spans, 32)
     assert row == [0, 0, 0, "first", 1, ns / 1e3, resolved]
@@ -175,7 +175,7 @@ def test_a_branch_under_ten_ticks_is_unresolved(ns, resolved):
 
 def test_a_branch_of_library_kernels_alone_has_no_row():
     launch = Launch(SimpleNamespace(name="first"), Stream(DEVICE, 0), (), (), None, 0)
-    branch: Any = SimpleNamespace(stream=launch.stream, places=((3, 0),), launches=(launch,))
+    branch: Any = SimpleNamespace(stream=launch.stream, numbers=((3, 0),), launches=(launch,))
     assert not list(overlap._branches([[branch]], 0, [span("s", 0, 9, index=4)], 1))
 
 

@@ -123,7 +123,7 @@ class Backend(ABC):
     waiting: str  # how a wait of the host waits, for results
     capabilities: Capabilities
     workers = 1  # threads that compute, where the device's work runs on this machine's cores
-    slot_bytes = 0  # of a kernel in `launch_noted`; 0 where marks tell when each command ran
+    note_bytes = 0  # of a kernel in `launch_noted`; 0 where marks tell when each command ran
 
     @abstractmethod
     def allocate(self, nbytes: int, space: Space) -> Memory:
@@ -185,10 +185,10 @@ class Backend(ABC):
         scratch: int,
         stream: int,
         programmatic: bool = False,
-        slots: int = 0,
+        notes: int = 0,
     ) -> Issued:
-        """As `launch`, and every kernel notes when it ran in a slot of its own. slots: address of
-        the first; the next kernel's is `slot_bytes` behind it (`backend/launch_slots.py`)."""
+        """As `launch`, and every kernel notes when it ran in a note of its own. notes: address of
+        the first; the next kernel's is `note_bytes` behind it (`backend/launch_notes.py`)."""
         raise DeviceError(f"kernels of the {self.name} device note nothing; use marks")
 
     @abstractmethod

@@ -97,6 +97,7 @@ class Plans(NoPlans):
         """device: of plans that are launched ahead; None where none is. by_word: they tell the host
         of their ends."""
         self._policy, self._device, self._by_word = policy, device, by_word
+        self.launches_ahead = device is not None
         self._gate: Gate | None = None
         self._rings = StampRings()
         self._clock = clock

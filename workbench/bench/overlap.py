@@ -26,7 +26,7 @@ import pandas as pd
 
 from workbench.bench.token_parts import parts_us, stamped_steps
 from workbench.bench.workload import Workload, draw_tokens
-from workbench.engine.kernel_spans import kernel_spans, place
+from workbench.engine.kernel_spans import kernel_spans, number_of
 from workbench.errors import UsageError
 from workbench.program.commands import Launch
 from workbench.program.side_by_side import Branch, regions
@@ -66,7 +66,7 @@ def in_flight(spans: Iterable[tuple[int, int]]) -> InFlight:
     return InFlight(total, beside)
 
 
-def in_lane_order(spans: Iterable[Span]) -> list[Span]:
+def in_stream_order(spans: Iterable[Span]) -> list[Span]:
     """The spans by their begins; on each lane none begins before the one in front has ended."""
     ends: dict[str, int] = {}
     found = []
@@ -197,7 +197,7 @@ def measure_overlap(
 
 def _token(spans: Sequence[Span], tick_ns: int, n_silent: int) -> dict[str, float]:
     """The row of a token."""
-    ordered = in_lane_order(spans)
+    ordered = in_stream_order(spans)
     found = in_flight((s.start_ns, s.end_ns) for s in ordered)
     lengths = [s.end_ns - s.start_ns for s in ordered]
     return {
@@ -222,14 +222,14 @@ def _branches(
     beside: Sequence[Sequence[Branch]], token: int, spans: Sequence[Span], tick_ns: int
 ) -> Iterator[tuple[Any, ...]]:
     """The rows of a token's branches. A branch of library kernels alone has none."""
-    of_place: dict[tuple[int, int], list[Span]] = {}
+    of_number: dict[tuple[int, int], list[Span]] = {}
     for span in spans:
-        of_place.setdefault(place(span), []).append(span)
+        of_number.setdefault(number_of(span), []).append(span)
     for number, branches in enumerate(beside):
         for branch in branches:
-            own = [span for at in branch.places for span in of_place.get(at, ())]
+            own = [span for at in branch.numbers for span in of_number.get(at, ())]
             if own:
-                us = _extent_us(in_lane_order(own))
+                us = _extent_us(in_stream_order(own))
                 resolved = us * 1e3 >= RESOLVED_TICKS * tick_ns
                 first = branch.launches[0].node.name
                 yield token, number, branch.stream.id, first, len(own), us, resolved
@@ -245,7 +245,7 @@ def _traced(engine: Engine, tokens: Sequence[int], collector: str, plain_us: flo
     for span in found.timeline.spans:
         if span.category == "device" and span.args.get("kind") == Launch.kind:
             of_step.setdefault(span.args["step"], []).append(span)
-    steps = [in_lane_order(spans) for spans in of_step.values()]
+    steps = [in_stream_order(spans) for spans in of_step.values()]
     overlaps = [in_flight((s.start_ns, s.end_ns) for s in spans).overlap for spans in steps]
     us = median(map(_extent_us, steps))
     host = found.slowdown

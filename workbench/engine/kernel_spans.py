@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 
 from workbench.backend.base import Issue
 from workbench.backend.issue import Prepared
-from workbench.backend.launch_slots import LaunchSlots, NotedSpan
-from workbench.choices import LaunchAhead
+from workbench.backend.launch_notes import LaunchNotes, NotedSpan
 from workbench.engine.watch import PLAIN, Watch, described
 from workbench.errors import UsageError
 from workbench.program import commands as c
@@ -43,7 +42,7 @@ def kernel_spans(engine: Engine) -> Iterator[KernelSpans]:
     step would write over what this one noted. And where no device computes.
     """
     backends = engine._open.backends
-    if engine.toggles.launch_ahead == LaunchAhead.ON:
+    if engine._plans.launches_ahead:
         raise UsageError(
             "kernels note when they ran in one step at a time, and launch_ahead=on queues the "
             "next; use launch_ahead=off plan_end=event"
@@ -51,12 +50,12 @@ def kernel_spans(engine: Engine) -> Iterator[KernelSpans]:
     if all(backend.capabilities.synchronous for backend in backends):
         raise UsageError(f"the {engine.device} device has no kernels of its own; use another")
     found, before = KernelSpans(), engine.recorder
-    looking: _Noting | _Marked
-    if engine.backend.slot_bytes:
+    looking: _Noting | _ByMarks
+    if engine.backend.note_bytes:
         looking = watch = _Noting(engine, found)
         engine.look(None, watch)
     else:
-        looking = recorder = _Marked()
+        looking = recorder = _ByMarks()
         engine.look(recorder, PLAIN)
     try:
         yield found
@@ -68,7 +67,7 @@ def kernel_spans(engine: Engine) -> Iterator[KernelSpans]:
         looking.close(found)
 
 
-class _Marked(Recorder):
+class _ByMarks(Recorder):
     """By marks around every command."""
 
     def __init__(self) -> None:
@@ -81,15 +80,15 @@ class _Marked(Recorder):
             if span.category == "device" and span.args["kind"] == c.Launch.kind:
                 of_step.setdefault(span.args["step"], []).append(span)
         for _, spans in sorted(of_step.items()):
-            found.steps.append(sorted(spans, key=place))
+            found.steps.append(sorted(spans, key=number_of))
             found.n_silent.append(0)
 
 
 class _Twin(NamedTuple):
-    """A program whose kernels note, and their slots."""
+    """A program whose kernels note, and their notes."""
 
     prepared: Prepared
-    slots: LaunchSlots
+    notes: LaunchNotes
 
 
 class _Noting(Watch):
@@ -100,14 +99,14 @@ class _Noting(Watch):
         clocks = [backend.clock() for backend in engine._open.backends]
         self._ahead_ns = [0 if clock is None else clock.ahead_ns for clock in clocks]
         self._twins = WeakKeyDictionary[Prepared, _Twin]()
-        self._slots_of = WeakKeyDictionary[Prepared, LaunchSlots]()
+        self._notes_of = WeakKeyDictionary[Prepared, LaunchNotes]()
         self._now: Prepared | None = None
 
     def of(self, prepared: Prepared) -> Prepared:
         twin = self._twins.get(prepared)
         if twin is None:
             self._twins[prepared] = twin = self._made(prepared)
-            self._slots_of[twin.prepared] = twin.slots
+            self._notes_of[twin.prepared] = twin.notes
         cell = prepared.binding.cell
         if cell is not None:
             twin.prepared.store_at(cell)
@@ -116,25 +115,33 @@ class _Noting(Watch):
     def _made(self, prepared: Prepared) -> _Twin:
         engine, program = self._engine, prepared.program
         backends, memory = engine._open.backends, prepared.binding.memory
-        slots = LaunchSlots(program, backends)
-        twin = engine._plans.prepare(program, backends, memory, engine._events, slots.launch)
-        slots.reset()
-        return _Twin(twin, slots)
+        notes = LaunchNotes(program, backends)
+        twin = engine._plans.prepare(program, backends, memory, engine._events, notes.launch)
+        notes.reset()
+        return _Twin(twin, notes)
 
     def head(self, prepared: Prepared) -> Iterable[Issue]:
+        if self._now is not None:  # that step ended with an error: what it noted is no step's
+            self._synchronize()
+            self._notes_of[self._now].reset()
         self._now = prepared  # not in `of`, which a coming step asks before this one ends
         return prepared.head
 
     def end(self, waited: bool) -> None:
         prepared, self._now = self._now, None
         assert prepared is not None, "a step that ends has begun"
+        self._synchronize()
+        notes, step = self._notes_of[prepared], len(self._found.steps)
+        try:
+            noted = notes.read()
+        finally:
+            notes.reset()
+        self._found.steps.append([self._span(prepared, step, one) for one in noted])
+        self._found.n_silent.append(notes.n_silent)
+
+    def _synchronize(self) -> None:
         for backend in self._engine._open.backends:
             backend.synchronize()
-        slots, step = self._slots_of[prepared], len(self._found.steps)
-        noted = slots.read()
-        self._found.steps.append([self._span(prepared, step, one) for one in noted])
-        self._found.n_silent.append(slots.n_silent)
-        slots.reset()
 
     def _span(self, prepared: Prepared, step: int, noted: NotedSpan) -> Span:
         kernel = noted.kernel
@@ -146,10 +153,10 @@ class _Noting(Watch):
 
     def close(self, found: KernelSpans) -> None:
         """`found` is full; nothing is queued any more."""
-        for slots in self._slots_of.values():
-            slots.free()
+        for notes in self._notes_of.values():
+            notes.free()
 
 
-def place(span: Span) -> tuple[int, int]:
+def number_of(span: Span) -> tuple[int, int]:
     """Where a launch stands among its program's commands, and in its plan."""
     return span.args["index"], span.args.get("part", 0)

@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 from workbench.program.commands import Command, Launch, Program, Record, Replay, Stream, Wait
 
-Place = tuple[int, int]  # a command's number, and its number in its plan; 0 outside of plans
+Number = tuple[int, int]  # a command's, and that of a part in its plan; 0 outside of plans
 
 
 class Branch(NamedTuple):
-    """Launches of one stream, in order. places: where they stand in the program."""
+    """Launches of one stream, in order. numbers: of their commands."""
 
     stream: Stream
-    places: tuple[Place, ...]
+    numbers: tuple[Number, ...]
     launches: tuple[Launch, ...]
 
 
@@ -35,7 +35,7 @@ class _Piece:
 
     def __init__(self, stream: Stream, number: int, clock: dict[Stream, int]):
         self.stream, self.number, self.clock = stream, number, clock
-        self.places: list[Place] = []
+        self.numbers: list[Number] = []
         self.launches: list[Launch] = []
 
     def beside(self, other: _Piece) -> bool:
@@ -56,7 +56,7 @@ def regions(program: Program) -> list[list[Branch]]:
                 region_of = [joined[0] if r == joined[1] else r for r in region_of]
     found: dict[int, list[Branch]] = {}
     for piece, region in zip(pieces, region_of, strict=True):
-        branch = Branch(piece.stream, tuple(piece.places), tuple(piece.launches))
+        branch = Branch(piece.stream, tuple(piece.numbers), tuple(piece.launches))
         found.setdefault(region, []).append(branch)
     return [branches for branches in found.values() if len(branches) > 1]
 
@@ -75,7 +75,7 @@ def _pieces(program: Program) -> list[_Piece]:
             clock[stream] = clock.get(stream, 0) + 1
         return clock
 
-    for place, command in _in_order(program):
+    for number, command in _in_order(program):
         match command:
             case Record(forks=True):
                 recorded[command.event] = dict(cut(command.stream))
@@ -89,12 +89,12 @@ def _pieces(program: Program) -> list[_Piece]:
                     clock = clocks.setdefault(stream, {})
                     under_way[stream] = _Piece(stream, clock.get(stream, 0), dict(clock))
                     found.append(under_way[stream])
-                under_way[stream].places.append(place)
+                under_way[stream].numbers.append(number)
                 under_way[stream].launches.append(command)
     return found
 
 
-def _in_order(program: Program) -> Iterator[tuple[Place, Command]]:
+def _in_order(program: Program) -> Iterator[tuple[Number, Command]]:
     for number, command in enumerate(program.commands):
         parts = command.parts if isinstance(command, Replay) else (command,)
         yield from (((number, part), one) for part, one in enumerate(parts))

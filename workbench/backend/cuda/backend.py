@@ -74,7 +74,7 @@ class CudaBackend(Backend):
     """See the module and `backend/base.py`."""
 
     name = "cuda"
-    slot_bytes = noting.SLOT_BYTES
+    note_bytes = noting.NOTE_BYTES
 
     def __init__(self, device: int = 0):
         self._driver = Driver(device)
@@ -224,7 +224,7 @@ class CudaBackend(Backend):
         scratch: int,
         stream: int,
         programmatic: bool = False,
-        slots: int = 0,
+        notes: int = 0,
     ) -> Issued:
         self.finish_loading()
         there, what = self._stream(stream), f"launch {node.op} {node.name}"
@@ -233,7 +233,7 @@ class CudaBackend(Backend):
             return Address(address_of(tensor))
 
         operands = op_table.Operands(at, Address(scratch), self._counters_of(stream), self._sm)
-        works = noting.noted(op_table.launches(node, operands), slots)
+        works = noting.noted(op_table.launches(node, operands), notes)
         return together([self._prepare(work, there, what, programmatic) for work in works])
 
     launch_noted = launch

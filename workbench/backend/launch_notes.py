@@ -1,13 +1,13 @@
-"""Slots in which the kernels of a program note when they ran, by the device's own clock.
+"""Notes in which the kernels of a program note when they ran, by the device's own clock.
 
-A kernel of a launch that notes has a slot in device memory, and writes nothing else to it:
+A kernel of a launch that notes has a note in device memory, and writes nothing else to it:
 
-    slot    cell 0      | cell 1      | .. | cell 63
+    note    cell 0      | cell 1      | .. | cell 63
     cell    begin, ~end                       words of 8 bytes, ns; all bits set where nobody wrote
 
 A begin is the earliest of a cell's blocks, an end the latest of its threads (in its complement, so
-that both words only ever sink). The host reads the slots between two steps, when nothing runs, and
-sets them anew. So a step has no command more than without, and a captured plan keeps its slots.
+that both words only ever sink). The host reads the notes between two steps, when nothing runs, and
+sets them anew. So a step has no command more than without, and a captured plan keeps its notes.
 
 A launch that begins early (`pdl`) waits on the device for the launch in front of it. That wait does
 not count: no kernel begins, here, before the one in front of it on its stream has ended.
@@ -28,18 +28,18 @@ from workbench.errors import DeviceError
 from workbench.program.commands import COMPUTE_STREAM, Launch, Program, Replay, Space
 
 CELLS, CELL_WORDS = 64, 2  # as in kernels/launch_span.cuh
-SLOT_BYTES = 8 * CELL_WORDS * CELLS
+NOTE_BYTES = 8 * CELL_WORDS * CELLS
 
 
 class NotedKernel(NamedTuple):
     """A kernel of a launch. number, part: of the launch among the program's commands, and of its
-    plan, if any. function: its name. slot: its number on its backend."""
+    plan, if any. function: its name. note: its number on its backend."""
 
     number: int
     part: int | None
     command: Launch
     function: str
-    slot: int
+    note: int
 
 
 class NotedSpan(NamedTuple):
@@ -50,8 +50,8 @@ class NotedSpan(NamedTuple):
     end_ns: int
 
 
-class LaunchSlots:
-    """The slots of one program on its backends. Gone when nobody holds it, or with `free`.
+class LaunchNotes:
+    """The notes of one program on its backends. Gone when nobody holds it, or with `free`.
 
     kernels: all that note, in the order of their launches. n_silent: kernels of libraries, which
     note nothing.
@@ -61,10 +61,10 @@ class LaunchSlots:
         self._backends = backends
         self.kernels: list[NotedKernel] = []
         self.n_silent = 0
-        self._first: dict[Launch, int] = {}  # a launch's first slot
+        self._first: dict[Launch, int] = {}  # a launch's first note
         self._n = [0] * len(backends)
         for number, part, command in _launches(program):
-            if backends[command.stream.backend].slot_bytes:
+            if backends[command.stream.backend].note_bytes:
                 self._seat(number, part, command)
         self._device: dict[int, Memory] = {}
         self._host: dict[int, Memory] = {}
@@ -90,7 +90,7 @@ class LaunchSlots:
 
     def _allocate(self, b: int, n: int) -> None:
         backend = self._backends[b]
-        nbytes = n * backend.slot_bytes
+        nbytes = n * backend.note_bytes
         self._device[b] = backend.allocate(nbytes, Space.DEVICE)
         self._host[b] = backend.allocate(nbytes, Space.PINNED)
         self._unwritten[b] = unwritten = backend.allocate(nbytes, Space.PINNED)
@@ -102,14 +102,14 @@ class LaunchSlots:
     ) -> Issued:
         """What binds a launch of the program (`bind.Launcher`)."""
         memory = self._device.get(command.stream.backend)
-        if memory is None or not backend.slot_bytes:
+        if memory is None or not backend.note_bytes:
             return launched(backend, command, address_of, scratch)
-        slots = memory.address + self._first[command] * backend.slot_bytes
+        notes = memory.address + self._first[command] * backend.note_bytes
         stream, early = command.stream.id, command.programmatic
-        return backend.launch_noted(command.node, address_of, scratch, stream, early, slots)
+        return backend.launch_noted(command.node, address_of, scratch, stream, early, notes)
 
     def reset(self) -> None:
-        """Empties every slot. Nothing of the program is queued."""
+        """Empties every note. Nothing of the program is queued."""
         for b, memory in self._device.items():
             self._copied(b, memory, self._unwritten[b], to_host=False)
 
@@ -124,11 +124,11 @@ class LaunchSlots:
         return list(self._spans(found))
 
     def _spans(self, found: dict[int, np.ndarray]) -> Iterator[NotedSpan]:
-        """found: of each backend, its slots' times."""
+        """found: of each backend, its notes' times."""
         before: dict[tuple[int, int], int] = {}  # end of the latest kernel of a stream
         for kernel in self.kernels:
             stream = kernel.command.stream
-            begin, end = (int(time) for time in found[stream.backend][kernel.slot])
+            begin, end = (int(time) for time in found[stream.backend][kernel.note])
             if begin > end:
                 raise DeviceError(
                     f"kernel {kernel.function} of {kernel.command.node.name} noted no time in the "
@@ -152,10 +152,10 @@ class LaunchSlots:
             memories.clear()
 
 
-def times_of(slots: np.ndarray) -> np.ndarray:
-    """Begin and end of each slot, ns (n, 2): uint64; of one that nobody wrote, the begin is behind
-    the end. slots: the bytes of n."""
-    words = slots.view(np.uint64).reshape(-1, CELLS, CELL_WORDS).min(axis=1)
+def times_of(notes: np.ndarray) -> np.ndarray:
+    """Begin and end of each note, ns (n, 2): uint64; of one that nobody wrote, the begin is behind
+    the end. notes: the bytes of n."""
+    words = notes.view(np.uint64).reshape(-1, CELLS, CELL_WORDS).min(axis=1)
     words[:, 1] = ~words[:, 1]
     return words
 

@@ -1,4 +1,4 @@
-"""Slots of kernels that note when they ran, on a driver that logs what it is asked."""
+"""Notes of kernels that note when they ran, on a driver that logs what it is asked."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.unit.fake_graphs import Call
 from workbench.backend.base import DeviceClock
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.backend.cuda.noting import NOTING
-from workbench.backend.launch_slots import (
+from workbench.backend.launch_notes import (
     CELL_WORDS,
     CELLS,
-    SLOT_BYTES,
-    LaunchSlots,
+    NOTE_BYTES,
+    LaunchNotes,
     NotedSpan,
     times_of,
 )
@@ -68,7 +68,7 @@ def launches(calls: list[Call]) -> list[Call]:
 
 
 def split_off(call: Call) -> tuple[tuple[Any, ...], int]:
-    """What a noting launch does besides, and its slot. A function here says its file and macros."""
+    """What a noting launch does besides, and its note. A function here says its file and macros."""
     function, *rest = call.args
     name, module = function.split(" of ")
     file, defines = ast.literal_eval(module)
@@ -99,15 +99,15 @@ def decode(used: wb.Engine, n: int = 5) -> list[list[Call]]:
 def no_reading(monkeypatch):
     """Nothing computes here, so nothing is noted: kernel i ran from 10 i to 10 i + 5."""
 
-    def read(slots: LaunchSlots) -> list[NotedSpan]:
-        kernels = enumerate(slots.kernels)
+    def read(notes: LaunchNotes) -> list[NotedSpan]:
+        kernels = enumerate(notes.kernels)
         return [NotedSpan(kernel, 10 * i, 10 * i + 5) for i, kernel in kernels]
 
-    monkeypatch.setattr(LaunchSlots, "read", read)
+    monkeypatch.setattr(LaunchNotes, "read", read)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_noting_step_launches_the_same_with_a_slot_for_each(engine, no_reading, way):
+def test_a_noting_step_launches_the_same_with_a_note_for_each(engine, no_reading, way):
     """Outside and inside plans: as many nodes and calls, in the same order, each with one argument
     more. So a kernel computes what it computed."""
     with engine.variant(Toggles(**KEPT | {"streams": "3"} | WAYS[way])) as used:
@@ -120,9 +120,9 @@ def test_a_noting_step_launches_the_same_with_a_slot_for_each(engine, no_reading
         for step, own, spans in zip(noting, wanted, found.steps, strict=True):
             pairs = [split_off(call) for call in step]
             assert [one for one, _ in pairs] == [plain(call) for call in own]
-            slots = sorted(slot for _, slot in pairs)
-            assert [b - a for a, b in itertools.pairwise(slots)] == [SLOT_BYTES] * (len(slots) - 1)
-            assert len(slots) == len(spans) and len({s.args["index"] for s in spans}) >= 1
+            notes = sorted(note for _, note in pairs)
+            assert [b - a for a, b in itertools.pairwise(notes)] == [NOTE_BYTES] * (len(notes) - 1)
+            assert len(notes) == len(spans) and len({s.args["index"] for s in spans}) >= 1
         if "plans" in WAYS[way]:
             assert used.counters["plans_replayed"] > counts["plans_replayed"] > 0
         used.reset()
@@ -131,18 +131,18 @@ def test_a_noting_step_launches_the_same_with_a_slot_for_each(engine, no_reading
         ], "plain again, and nothing is captured anew"
 
 
-def test_a_step_waits_is_read_and_its_slots_are_emptied_before_the_next(
+def test_a_step_waits_is_read_and_its_notes_are_emptied_before_the_next(
     engine, monkeypatch, no_reading
 ):
     done: list[str] = []
     for name in ("read", "reset"):
-        own = getattr(LaunchSlots, name)
+        own = getattr(LaunchNotes, name)
 
-        def noted(slots: LaunchSlots, own: Any = own, name: str = name) -> Any:
+        def noted(notes: LaunchNotes, own: Any = own, name: str = name) -> Any:
             done.append(name)
-            return own(slots)
+            return own(notes)
 
-        monkeypatch.setattr(LaunchSlots, name, noted)
+        monkeypatch.setattr(LaunchNotes, name, noted)
     with engine.variant(Toggles(**KEPT | PLAN)) as used:
         with kernel_spans(used) as found:
             used.step([1])
@@ -152,30 +152,53 @@ def test_a_step_waits_is_read_and_its_slots_are_emptied_before_the_next(
         assert [spans[0].args["step"] for spans in found.steps] == [0, 1]
 
 
-def slots_of(used: wb.Engine) -> LaunchSlots:
-    return LaunchSlots(used.program(), used._open.backends)
+def test_what_a_failed_step_noted_is_no_step_s(engine, monkeypatch, no_reading):
+    """Its notes are emptied before they are used again, and after a reading that failed."""
+    done: list[str] = []
+    own = LaunchNotes.reset
+    monkeypatch.setattr(LaunchNotes, "reset", lambda notes: (done.append("reset"), own(notes)))
+    with engine.variant(Toggles(**KEPT)) as used, kernel_spans(used) as found:
+        used.step([1])
+        watch, done[:] = used.untraced, []
+        (prepared,) = watch._notes_of
+        watch.head(prepared)  # and then an error: nobody says that the step ends
+        assert not done
+        watch.head(prepared)
+        assert done == ["reset"]
+
+        def failing(notes: LaunchNotes) -> list[NotedSpan]:
+            raise DeviceError("noted no time")
+
+        monkeypatch.setattr(LaunchNotes, "read", failing)
+        with pytest.raises(DeviceError, match="noted no time"):
+            watch.end(True)
+        assert done == ["reset"] * 2 and len(found.steps) == 1
 
 
-def fill(slots: LaunchSlots, times: dict[int, tuple[int, int]], seed: int = 0) -> None:
-    """Writes begin and end of slots as kernels do, with what is later and earlier beside it."""
+def notes_of(used: wb.Engine) -> LaunchNotes:
+    return LaunchNotes(used.program(), used._open.backends)
+
+
+def fill(notes: LaunchNotes, times: dict[int, tuple[int, int]], seed: int = 0) -> None:
+    """Writes begin and end of notes as kernels do, with what is later and earlier beside it."""
     rng = np.random.default_rng(seed)
-    ((_, memory),) = slots._host.items()
+    ((_, memory),) = notes._host.items()
     assert memory.array is not None
     words = memory.array.view(np.uint64).reshape(-1, CELLS, CELL_WORDS)
     words[:] = ~np.uint64(0)
-    for slot, (begin, end) in times.items():
+    for note, (begin, end) in times.items():
         for cell in rng.choice(CELLS, 4, replace=False):
-            words[slot, cell] = begin + 3, ~np.uint64(end - 3)
-        words[slot, rng.integers(CELLS), 0] = begin
-        words[slot, rng.integers(CELLS), 1] = ~np.uint64(end)
+            words[note, cell] = begin + 3, ~np.uint64(end - 3)
+        words[note, rng.integers(CELLS), 0] = begin
+        words[note, rng.integers(CELLS), 1] = ~np.uint64(end)
 
 
-def test_every_kernel_has_a_slot_in_the_order_of_launches(engine):
+def test_every_kernel_has_a_note_in_the_order_of_launches(engine):
     for more in ({}, PLAN):
         with engine.variant(Toggles(**KEPT | {"streams": "3"} | more)) as used:
             program = used.program()
-            slots = LaunchSlots(program, used._open.backends)
-            assert [k.slot for k in slots.kernels] == list(range(len(slots.kernels)))
+            notes = LaunchNotes(program, used._open.backends)
+            assert [k.note for k in notes.kernels] == list(range(len(notes.kernels)))
             wanted = []
             for number, command in enumerate(program.commands):
                 inside = isinstance(command, Replay)
@@ -183,29 +206,29 @@ def test_every_kernel_has_a_slot_in_the_order_of_launches(engine):
                     if isinstance(one, Launch) and not one.by_host:
                         names = [k.function for k in used.backend.kernels_of(one.node) or ()]
                         wanted += [(number, part if inside else None, one, n) for n in names if n]
-            assert [tuple(k[:4]) for k in slots.kernels] == wanted
-            slots.free()
+            assert [tuple(k[:4]) for k in notes.kernels] == wanted
+            notes.free()
 
 
-def test_a_slot_s_times_are_the_earliest_begin_and_the_latest_end(engine):
+def test_a_note_s_times_are_the_earliest_begin_and_the_latest_end(engine):
     with engine.variant(Toggles(**KEPT | {"streams": "3"})) as used:
-        slots = slots_of(used)
-        times = {i: (10_000 + 100 * i, 10_060 + 100 * i) for i in range(len(slots.kernels))}
-        fill(slots, times)
-        found = {span.kernel.slot: (span.begin_ns, span.end_ns) for span in slots.read()}
+        notes = notes_of(used)
+        times = {i: (10_000 + 100 * i, 10_060 + 100 * i) for i in range(len(notes.kernels))}
+        fill(notes, times)
+        found = {span.kernel.note: (span.begin_ns, span.end_ns) for span in notes.read()}
         assert found == times
 
 
 def test_no_kernel_begins_before_the_one_in_front_on_its_stream_has_ended(engine):
     """A dependent launch begins early and waits; two streams may run at once."""
     with engine.variant(Toggles(**KEPT | {"streams": "3", "pdl": "on"})) as used:
-        slots = slots_of(used)
-        times = {i: (10_000 + 50 * i, 10_100 + 50 * i) for i in range(len(slots.kernels))}
-        fill(slots, times)
+        notes = notes_of(used)
+        times = {i: (10_000 + 50 * i, 10_100 + 50 * i) for i in range(len(notes.kernels))}
+        fill(notes, times)
         ends: dict[int, int] = {}
         beside = 0
-        for span in slots.read():
-            stream, (begin, end) = span.kernel.command.stream.id, times[span.kernel.slot]
+        for span in notes.read():
+            stream, (begin, end) = span.kernel.command.stream.id, times[span.kernel.note]
             assert span.begin_ns == max(begin, ends.get(stream, 0)) and span.end_ns == end
             beside += any(span.begin_ns < e for s, e in ends.items() if s != stream)
             ends[stream] = end
@@ -213,32 +236,32 @@ def test_no_kernel_begins_before_the_one_in_front_on_its_stream_has_ended(engine
 
 
 def test_a_kernel_that_noted_nothing_is_said(engine):
-    slots = slots_of(engine)
-    times = {i: (100, 200) for i in range(len(slots.kernels))}
-    last = slots.kernels[-1]
-    fill(slots, {i: t for i, t in times.items() if i != last.slot})
+    notes = notes_of(engine)
+    times = {i: (100, 200) for i in range(len(notes.kernels))}
+    last = notes.kernels[-1]
+    fill(notes, {i: t for i, t in times.items() if i != last.note})
     with pytest.raises(DeviceError, match=f"kernel {last.function} of .* noted no time"):
-        slots.read()
+        notes.read()
 
 
 def test_products_of_a_library_are_counted_as_silent(engine):
     program = engine.program(n_tokens=500)
     nodes = [c.node for c in program.singly() if isinstance(c, Launch) and not c.by_host]
     names = [k.function for node in nodes for k in engine.backend.kernels_of(node) or ()]
-    slots = LaunchSlots(program, engine._open.backends)
-    assert slots.n_silent == names.count(None) > 0
-    assert len(slots.kernels) == len(names) - slots.n_silent
+    notes = LaunchNotes(program, engine._open.backends)
+    assert notes.n_silent == names.count(None) > 0
+    assert len(notes.kernels) == len(names) - notes.n_silent
 
 
 def test_a_program_without_kernels_that_note_needs_no_memory(engine):
-    slots = LaunchSlots(engine.program(), [open_backend() for _ in engine._open.backends])
-    assert not slots.kernels and slots.n_silent == 0 and not slots._device
-    slots.reset()
-    assert slots.read() == []
+    notes = LaunchNotes(engine.program(), [open_backend() for _ in engine._open.backends])
+    assert not notes.kernels and notes.n_silent == 0 and not notes._device
+    notes.reset()
+    assert notes.read() == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)), min_size=1, max_size=5))
-def test_times_of_slots_are_as_written(times):
+def test_times_of_notes_are_as_written(times):
     words = np.full((len(times), CELLS, CELL_WORDS), ~np.uint64(0))
     for i, (begin, end) in enumerate(times):
         words[i, i % CELLS, 0] = begin
@@ -247,8 +270,8 @@ def test_times_of_slots_are_as_written(times):
     assert found.tolist() == [list(pair) for pair in times]
 
 
-def test_a_slot_that_nobody_wrote_begins_behind_its_end():
-    ((begin, end),) = times_of(np.full(SLOT_BYTES, 0xFF, np.uint8)).tolist()
+def test_a_note_that_nobody_wrote_begins_behind_its_end():
+    ((begin, end),) = times_of(np.full(NOTE_BYTES, 0xFF, np.uint8)).tolist()
     assert begin > end
 
 

@@ -1,0 +1,170 @@
+"""When kernels of a step ran, and how much of it was side by side, on the embedded device: by its
+marks, untraced."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from workbench.bench.overlap import WARM_UP, in_flight, measure_overlap
+from workbench.engine.kernel_spans import kernel_spans, number_of
+from workbench.errors import UsageError
+from workbench.model import presets, synth
+from workbench.program.commands import Launch, Replay
+from workbench.program.side_by_side import regions
+from workbench.trace.spans import now_ns
+
+KEPT = {"graph_reuse": "set_rows"}
+STEP = {
+    "plans": "ours", "plan_scope": "step", "sync": "packed_implicit", "copy_stream": "compute",
+    "results": "direct",
+}  # fmt: skip
+WAYS: dict[str, dict[str, str]] = {
+    "no plans": {},
+    "a plan of the step": STEP,
+    "a plan of each split": {"plans": "ours", "plan_scope": "split"},
+}
+TOKENS = [5, 900, 17, 403, 77]
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model) -> Iterator[wb.Engine]:
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=128, threads=2,
+        toggles=wb.Toggles(),
+    ) as made:  # fmt: skip
+        yield made
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Iterator[wb.Engine]:
+    """One layer whose products of Q, K and V take about a millisecond each."""
+    tiny = presets.PRESETS["tiny-llama"]
+    shape = {"n_layer": 1, "n_embd": 2048, "n_head": 16, "n_head_kv": 16, "head_dim": 128}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(presets.PRESETS, "wide", dataclasses.replace(tiny, **shape))
+        path = synth.write_model("wide", "F32", tmp_path_factory.mktemp("wide") / "wide.gguf")
+    with wb.Engine.load(path, device="embedded", n_ctx=64, threads=2, toggles=wb.Toggles()) as made:
+        yield made
+
+
+def settings(way: str, streams: str) -> wb.Toggles:
+    return wb.Toggles(**KEPT | WAYS[way] | {"streams": streams})
+
+
+def decoded(used: wb.Engine) -> np.ndarray:
+    used.reset()
+    return np.concatenate([used.step([token]) for token in TOKENS])
+
+
+@pytest.mark.parametrize("streams", ["1", "3"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_launch_of_a_step_has_its_span_in_it_and_answers_stay(loaded, way, streams):
+    with loaded.variant(settings(way, streams)) as used:
+        wanted, around = decoded(used), []
+        used.reset()
+        with kernel_spans(used) as found:
+            rows = []
+            for token in TOKENS:
+                begin = now_ns()
+                rows.append(used.step([token]).copy())
+                around.append((begin, now_ns()))
+        np.testing.assert_array_equal(np.concatenate(rows), wanted)
+        np.testing.assert_array_equal(decoded(used), wanted)
+        assert used.recorder is None
+        assert found.n_silent == [0] * len(TOKENS)
+        for number, (spans, (called, returned)) in enumerate(zip(found.steps, around, strict=True)):
+            assert {s.args["step"] for s in spans} == {spans[0].args["step"]}
+            assert [number_of(s) for s in spans] == sorted(number_of(s) for s in spans)
+            assert all(called <= s.start_ns <= s.end_ns <= returned for s in spans)
+            program = used.program(n_past=number)
+            launches = [c for c in program.singly() if isinstance(c, Launch) and not c.by_host]
+            assert [s.name for s in spans] == [c.node.name for c in launches]
+            assert [s.args["stream"] for s in spans] == [c.stream.id for c in launches]
+            if way == "a plan of the step":
+                assert any(isinstance(c, Replay) for c in program.commands)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_stream_overlaps_by_exactly_nothing(loaded, way):
+    with loaded.variant(settings(way, "1")) as used:
+        found = measure_overlap(used, 3, collector=None)
+    assert found.tokens["overlap"].tolist() == [0.0] * 3 and found.overlap == 0.0
+    assert found.branches.empty and found.by_branch.empty
+    assert "overlap 0.0%" in str(found) and "0 of 0 branches" in str(found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_overlap_is_told_with_its_branches_its_tick_and_the_trace_beside_it(loaded, way):
+    with loaded.variant(settings(way, "3")) as used:
+        found = measure_overlap(used, 4)
+        own = regions(used.program(n_past=WARM_UP))
+        assert used.recorder is None
+        n_launches = sum(
+            isinstance(c, Launch) and not c.by_host for c in used.program(n_past=3).singly()
+        )
+    assert found.tick_ns == loaded.backend.clock().tick_ns >= 1
+    assert len(found.tokens) == 4 and (found.tokens["n_kernels"] == n_launches).all()
+    assert (found.tokens["total_us"] <= found.tokens["us"] + 1e-6).all()
+    assert (found.tokens["beside_us"] <= found.tokens["total_us"]).all()
+    assert [len(branches) for branches in own] == [3, 3], "Q, K and V in each of two layers"
+    wanted = [
+        (region, b.stream.id, b.launches[0].node.name, len(b.launches))
+        for region, branches in enumerate(own)
+        for b in branches
+    ]
+    rows = found.by_branch
+    shown = rows[["region", "stream", "first", "n"]].itertuples(index=False)
+    assert [tuple(row) for row in shown] == wanted
+    assert (rows["us"] > 0).all() and rows["resolved"].all()
+    assert found.traced is not None and found.traced.collector == "events"
+    assert found.traced.us > 0 and found.traced.slowdown > 0 and 0 <= found.traced.overlap <= 1
+    assert found.plain_us > 0
+    record = json.loads(json.dumps(found.record()))
+    assert len(record["overlaps"]) == record["n_tokens"] == 4
+    assert len(record["branches"]) == 6 and record["traced"]["fallback"] == ""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_branches_that_take_their_time_are_seen_side_by_side(wide, way):
+    """On a machine with other work they may find no core of their own: some token of some run."""
+    with wide.variant(settings(way, "3")) as used:
+        for _ in range(20):
+            with kernel_spans(used) as found:
+                for token in TOKENS:
+                    used.step([token])
+            used.reset()
+            every = [in_flight((s.start_ns, s.end_ns) for s in spans) for spans in found.steps]
+            if max(one.overlap for one in every) > 0.05:
+                break
+        else:
+            pytest.fail("no two kernels ran at once in 100 tokens")
+    assert all(0 <= one.beside_ns <= one.total_ns for one in every)
+
+
+def test_an_error_in_the_body_ends_the_looking(loaded):
+    before = loaded.recorder
+    with pytest.raises(RuntimeError, match="of the caller"), kernel_spans(loaded):
+        loaded.step([1])
+        raise RuntimeError("of the caller")
+    assert loaded.recorder is before
+    loaded.reset()
+
+
+def test_what_cannot_be_measured_is_refused_in_a_line(loaded, tiny_model):
+    ahead: Any = KEPT | STEP | {"launch_ahead": "on"}
+    with loaded.variant(wb.Toggles(**ahead)) as used:
+        with pytest.raises(UsageError, match="launch_ahead=on queues the next") as refused:
+            measure_overlap(used, 2)
+    assert "\n" not in str(refused.value)
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64, toggles=wb.Toggles()
+    ) as host:
+        with pytest.raises(UsageError, match="the host device has no kernels of its own"):
+            measure_overlap(host, 2)
