@@ -46,7 +46,13 @@ def loaded(tiny_model) -> Iterator[wb.Engine]:
 def wide(tmp_path_factory) -> Iterator[wb.Engine]:
     """One layer whose products of Q, K and V take about a millisecond each."""
     tiny = presets.PRESETS["tiny-llama"]
-    shape = {"n_layer": 1, "n_embd": 2048, "n_head": 16, "n_head_kv": 16, "head_dim": 128}
+    shape: dict[str, Any] = {
+        "n_layer": 1,
+        "n_embd": 2048,
+        "n_head": 16,
+        "n_head_kv": 16,
+        "head_dim": 128,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(presets.PRESETS, "wide", dataclasses.replace(tiny, **shape))
         path = synth.write_model("wide", "F32", tmp_path_factory.mktemp("wide") / "wide.gguf")
@@ -159,12 +165,14 @@ def test_an_error_in_the_body_ends_the_looking(loaded):
 
 def test_what_cannot_be_measured_is_refused_in_a_line(loaded, tiny_model):
     ahead: Any = KEPT | STEP | {"launch_ahead": "on"}
-    with loaded.variant(wb.Toggles(**ahead)) as used:
-        with pytest.raises(UsageError, match="launch_ahead=on queues the next") as refused:
-            measure_overlap(used, 2)
+    refusal = pytest.raises(UsageError, match="launch_ahead=on queues the next")
+    with loaded.variant(wb.Toggles(**ahead)) as used, refusal as refused:
+        measure_overlap(used, 2)
     assert "\n" not in str(refused.value)
-    with wb.Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64, toggles=wb.Toggles()
-    ) as host:
-        with pytest.raises(UsageError, match="the host device has no kernels of its own"):
-            measure_overlap(host, 2)
+    with (
+        wb.Engine.load(
+            tiny_model("tiny-llama", "Q8_0"), device="host", n_ctx=64, toggles=wb.Toggles()
+        ) as host,
+        pytest.raises(UsageError, match="the host device has no kernels of its own"),
+    ):
+        measure_overlap(host, 2)

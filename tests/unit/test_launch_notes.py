@@ -156,7 +156,12 @@ def test_what_a_failed_step_noted_is_no_step_s(engine, monkeypatch, no_reading):
     """Its notes are emptied before they are used again, and after a reading that failed."""
     done: list[str] = []
     own = LaunchNotes.reset
-    monkeypatch.setattr(LaunchNotes, "reset", lambda notes: (done.append("reset"), own(notes)))
+
+    def reset(notes: LaunchNotes) -> None:
+        done.append("reset")
+        own(notes)
+
+    monkeypatch.setattr(LaunchNotes, "reset", reset)
     with engine.variant(Toggles(**KEPT)) as used, kernel_spans(used) as found:
         used.step([1])
         watch, done[:] = used.untraced, []
@@ -237,7 +242,7 @@ def test_no_kernel_begins_before_the_one_in_front_on_its_stream_has_ended(engine
 
 def test_a_kernel_that_noted_nothing_is_said(engine):
     notes = notes_of(engine)
-    times = {i: (100, 200) for i in range(len(notes.kernels))}
+    times = dict.fromkeys(range(len(notes.kernels)), (100, 200))
     last = notes.kernels[-1]
     fill(notes, {i: t for i, t in times.items() if i != last.note})
     with pytest.raises(DeviceError, match=f"kernel {last.function} of .* noted no time"):
@@ -277,10 +282,9 @@ def test_a_note_that_nobody_wrote_begins_behind_its_end():
 
 def test_where_steps_are_launched_ahead_nothing_is_noted(engine):
     ahead = KEPT | PLAN | {"launch_ahead": "on", "results": "direct"}
-    with engine.variant(Toggles(**ahead)) as used:
-        with pytest.raises(UsageError, match="use launch_ahead=off plan_end=event"):
-            with kernel_spans(used):
-                raise AssertionError("refused beforehand")
+    refused = pytest.raises(UsageError, match="use launch_ahead=off plan_end=event")
+    with engine.variant(Toggles(**ahead)) as used, refused, kernel_spans(used):
+        raise AssertionError("refused beforehand")
 
 
 def test_a_device_whose_kernels_note_nothing_says_so():

@@ -44,6 +44,11 @@ def test_kernels_one_behind_the_other_overlap_by_exactly_nothing():
     assert in_flight([(0, 30), (10, 20), (12, 18)]) == (30, 10)
 
 
+def launch_on(stream: Stream, name: str = "first") -> Launch:
+    node: Any = SimpleNamespace(name=name)
+    return Launch(node, stream, (), (), None, 0)
+
+
 def span(lane: str, begin: int, end: int, **args: Any) -> Span:
     return Span("k", "device", lane, begin, end, args)
 
@@ -74,7 +79,7 @@ def program(does: list[tuple[str, int]]) -> Any:
     for i, (what, k) in enumerate(does):
         stream = Stream(DEVICE, compute_stream(k))
         if what == "launch":
-            commands.append(Launch(SimpleNamespace(name=f"n{i}"), stream, (), (), None, 0))
+            commands.append(launch_on(stream, f"n{i}"))
         elif what == "record":
             commands.append(Record(f"e{i}", stream, 0, forks=True))
             latest.append((f"e{i}", k))
@@ -165,7 +170,7 @@ def test_branches_of_10_us_and_of_2_us_are_told_apart_where_the_tick_allows():
 @pytest.mark.parametrize(("ns", "resolved"), [(319, False), (320, True)])
 def test_a_branch_under_ten_ticks_is_unresolved(ns, resolved):
     assert RESOLVED_TICKS == 10
-    launch = Launch(SimpleNamespace(name="first"), Stream(DEVICE, 0), (), (), None, 0)
+    launch = launch_on(Stream(DEVICE, 0))
     branch: Any = SimpleNamespace(stream=launch.stream, numbers=((3, 0),), launches=(launch,))
     spans = [span("s", 100, 100 + ns, index=3)]
     ((*row,),) = overlap._branches([[branch]], 0, spans, 32)
@@ -174,7 +179,7 @@ def test_a_branch_under_ten_ticks_is_unresolved(ns, resolved):
 
 
 def test_a_branch_of_library_kernels_alone_has_no_row():
-    launch = Launch(SimpleNamespace(name="first"), Stream(DEVICE, 0), (), (), None, 0)
+    launch = launch_on(Stream(DEVICE, 0))
     branch: Any = SimpleNamespace(stream=launch.stream, numbers=((3, 0),), launches=(launch,))
     assert not list(overlap._branches([[branch]], 0, [span("s", 0, 9, index=4)], 1))
 

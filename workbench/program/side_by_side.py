@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from workbench.program.commands import Command, Launch, Program, Record, Replay, Stream, Wait
 
-Number = tuple[int, int]  # a command's, and that of a part in its plan; 0 outside of plans
+Number = tuple[int, int]  # a command's number, and its number in its plan; 0 outside of plans
 
 
 class Branch(NamedTuple):

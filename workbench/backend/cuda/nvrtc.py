@@ -111,7 +111,7 @@ def cubin(
     if NOTING in defines:
         source = noting(source)
     else:
-        del headers[HEADER]
+        headers.pop(HEADER, None)
     version = _nvrtc().nvrtcVersion()[1:]
     decides = (headers, OPTIONS, arch, version, tuple(defines), source)
     key = hashlib.sha256(repr(decides).encode()).hexdigest()
