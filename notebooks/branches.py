@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from workbench.bench.overlap import RESOLVED_TICKS, measure_overlap
 from workbench.config import Toggles
 from workbench.engine.step_programs import fused_graph, unfused_graph
 from workbench.frames import Table
@@ -45,6 +46,41 @@ def forks_table(engine: Any, arms: Mapping[str, Toggles]) -> pd.DataFrame:
         )
     table = Table(rows)
     table.attrs["code"] = ["pattern"]
+    return table
+
+
+def overlap_table(engine: Any, arms: Mapping[str, Toggles], n_tokens: int = 16) -> pd.DataFrame:
+    """How much of a token has two kernels or more in flight in each arm, untraced, and beside it
+    what a trace shows and what it costs. Medians over n_tokens tokens; arms that are not launched
+    ahead."""
+    rows = []
+    for name, toggles in arms.items():
+        with engine.variant(toggles) as side:
+            found = measure_overlap(side, n_tokens)
+        middle, branches, traced = found.tokens.median(), found.by_branch, found.traced
+        assert traced is not None
+        known = branches["us"][branches["resolved"]]
+        rows.append(
+            {
+                "arm": name,
+                "overlap": f"{found.overlap:.1%}",
+                "us with two kernels or more": round(middle["beside_us"], 1),
+                "us with any": round(middle["total_us"], 1),
+                "us a branch": f"{known.min():.1f} to {known.max():.1f}" if len(known) else NONE,
+                "branches unresolved": f"{(~branches['resolved']).sum()} of {len(branches)}",
+                "us a token": round(found.plain_us, 1),
+                "with noting": round(middle["us"], 1),
+                "overlap traced": f"{traced.overlap:.1%}",
+                "times as long": round(traced.slowdown, 2),
+            }
+        )
+    table = Table(rows)
+    table.attrs["keys"] = ["arm"]
+    table.attrs["constant"] = {
+        "the device's clock goes on by": f"{found.tick_ns} ns",
+        "unresolved": f"shorter than {RESOLVED_TICKS} of these ticks",
+        "by libraries, which note nothing": f"{middle['n_silent']:.0f} kernels",
+    }
     return table
 
 

@@ -4,17 +4,19 @@
 `data/results/peer-streams/MODEL/`: llama.cpp with and without GGML_CUDA_GRAPH_OPT, and this engine
 with one stream and with several. It is there without plans and with one plan of each step, without
 fusion and with fusion that stays inside branches. Both arms of a pair have the same fused nodes.
-Another line has fusion across branches against streams.
+Another line has fusion across branches against streams. Behind all turns the overlap of kernels is
+measured (`workbench/bench/overlap.py`), with plans that are not launched ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from itertools import compress
+from typing import Any, NamedTuple
 
 from data.measure.matrix import DIRECT, ONE_COPY
-from data.measure.peer import LLAMA, OURS, PeerRun, recorded_peer, where
-from data.measure.recorded import Recorded
+from data.measure.peer import LLAMA, OURS, PeerRun, recorded_peer, recorded_peers, where
+from data.measure.recorded import NOT_MEASURED, Recorded
 from data.measure.tables import Line, Part, Table
 from workbench.bench.stats import Ratio, verdict
 
@@ -59,6 +61,12 @@ EITHER = Pair("plans, fusion across branches or streams", f"best {PLAN}", f"{INS
 SETTINGS = (
     *dict.fromkeys(arm.removeprefix(f"{OURS} ") for pair in (*PAIRS, EITHER) for arm in pair.arms),
 )
+# of which the overlap of kernels in flight is measured, by name; a launch ahead notes nothing
+NOT_AHEAD = "launch_ahead=off plan_end=event"
+OVERLAPS = {
+    f"plans, no fusion, {several}": f"best {PLAN} {NOT_AHEAD} {UNFUSED} {several}"
+    for several in (ONE, THREE, ANY)
+}
 THEIRS = Pair("llama.cpp, GGML_CUDA_GRAPH_OPT", "")
 FASTER, SAME = "faster", "no difference"
 
@@ -104,11 +112,64 @@ def caption(recorded: Recorded) -> str:
     return where(recorded, MODELS, FOLDER)
 
 
+def overlaps(recorded: Recorded) -> Iterator[Line]:
+    """A model and a setting: the part of a token that has two kernels or more in flight."""
+    for peer in recorded_peers(recorded, MODELS, FOLDER):
+        every = peer.run["result"].get("overlap", {})
+        for name, setting in OVERLAPS.items():
+            found = every.get(setting, {"failed": ""})
+            yield Line(_overlap({"Model": peer.model, "Setting": name}, found), [peer])
+
+
+def _overlap(named: dict[str, str], found: dict[str, Any]) -> dict[str, str]:
+    """The cells of what `Overlap.record` says."""
+    if "failed" in found:
+        why = f": {found['failed']}" if found["failed"] else ""
+        return named | {"Overlap": f"{NOT_MEASURED}{why}"}
+    branches, traced = found["branches"], found["traced"]
+    us = list(compress(branches["us"], branches["resolved"]))
+    n_all = len(branches["us"])
+    return named | {
+        "Overlap": f"{found['overlap']:.1%}",
+        "us with two or more": f"{found['beside_us']:.1f} of {found['total_us']:.1f}",
+        "us a branch": f"{min(us):.1f}..{max(us):.1f}" if us else "",
+        "Branches unresolved": f"{n_all - len(us)} of {n_all}" if n_all else "",
+        "Kernels under ten ticks": f"{found['n_short']:.0f} of {found['n_kernels']:.0f}",
+        "silent": f"{found['n_silent']:.0f}",
+        "us a token": f"{found['plain_us']:.1f}",
+        "with noting": f"{found['us']:.1f}",
+        "Overlap traced": f"{traced['overlap']:.1%} ({traced['collector']})" if traced else "",
+        "times as long": f"{traced['slowdown']:.2f}" if traced else "",
+    }
+
+
+def ticks(recorded: Recorded) -> str:
+    """What the clock of the notes can tell, and where it ran."""
+    found = [
+        one["tick_ns"]
+        for peer in recorded_peers(recorded, MODELS, FOLDER)
+        for one in peer.run["result"].get("overlap", {}).values()
+        if "tick_ns" in one
+    ]
+    if not found:
+        return caption(recorded)
+    tick = " or ".join(map(str, sorted(set(found))))
+    return f"`%globaltimer` goes on by {tick} ns. {caption(recorded)}"
+
+
 CELLS = {
     "Model": "{model}", "Setting": "{setting}", "Test": "{test}", "t/s one stream": "{one:.2f}",
     "t/s streams": "{several:.2f}", "Speedup": "{ratio:.3f} ({low:.3f}..{high:.3f})",
     "Verdict": "{found}", "The thread's claim": "{claim}",
 }  # fmt: skip
 BLOCKS: dict[str, list[Part]] = {
-    "streams": [Table("Concurrent streams on a GPU", lines, CELLS, said=caption)],
+    "streams": [
+        Table("Concurrent streams on a GPU", lines, CELLS, said=caption),
+        "How much of a token has two kernels or more in flight, untraced: every kernel notes its "
+        "own begin and end (`%globaltimer`). *us a token* is from the first kernel to the end of "
+        "the last, by kernels that note nothing; a trace stands beside it with what it costs. What "
+        "is shorter than ten ticks of the clock has no length that could be told. Products by "
+        "cuBLAS note nothing and are silent:",
+        Table("Overlap of kernels on a GPU", overlaps, said=ticks),
+    ],
 }

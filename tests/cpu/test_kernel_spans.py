@@ -134,7 +134,7 @@ def test_an_overlap_is_told_with_its_branches_its_tick_and_the_trace_beside_it(l
     assert found.plain_us > 0
     record = json.loads(json.dumps(found.record()))
     assert len(record["overlaps"]) == record["n_tokens"] == 4
-    assert len(record["branches"]) == 6 and record["traced"]["fallback"] == ""
+    assert len(record["branches"]["us"]) == 6 and record["traced"]["fallback"] == ""
 
 
 @pytest.mark.parametrize("way", WAYS)

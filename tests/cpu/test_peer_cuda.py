@@ -256,8 +256,35 @@ def test_the_campaign_of_streams_has_each_pair_in_one_run(program, tmp_path, tin
             theirs=",".join(streams.SWITCHED))  # fmt: skip
     run = results.load_run(tmp_path / FOLDER / MODEL).run
     toggles = {arm["name"]: arm["toggles"] for arm in run["arms"]}
-    for pair in streams.PAIRS:
+    early = "pdl=off"  # here nothing begins early: an arm without that is another's, and left out
+    for pair in (pair for pair in streams.PAIRS if early not in pair.setting):
         first, second = (toggles[arm] for arm in pair.arms)
         assert {name for name in first if first[name] != second[name]} <= {"streams", "fork"}
         assert first["streams"] == "1" and int(second["streams"]) > 1
     assert all(answer["holds"] for answer in run["result"]["answers"].values())
+
+
+def test_the_campaign_of_streams_says_the_overlap_of_one_stream_and_of_several(
+    program, tmp_path, tiny_models, monkeypatch, capsys
+):
+    """Behind all turns. A setting that cannot be measured says why, and the run counts."""
+    refused = "best launch_ahead=on plan_end=word plans=ours plan_scope=step results=direct"
+    given = (*streams.OVERLAPS.values(), f"{refused} sync=packed_implicit copy_stream=compute")
+    campaign = (*cuda.CAMPAIGNS["streams"][:4], given)
+    assert cuda.CAMPAIGNS["streams"][4] == tuple(streams.OVERLAPS.values())
+    monkeypatch.setitem(cuda.CAMPAIGNS, "streams", campaign)
+    measure(program, tmp_path / FOLDER, tiny_models, ours="best", theirs="default",
+            campaign="streams")  # fmt: skip
+    run = results.load_run(tmp_path / FOLDER / MODEL).run
+    one, three, anywhere, ahead = (run["result"]["overlap"][setting] for setting in given)
+    assert run["status"] == "complete" and [arm["name"] for arm in run["arms"]][:1] == ["llama.cpp"]
+    assert one["overlap"] == 0 and one["overlaps"] == [0.0] * one["n_tokens"]
+    assert not one["branches"]["us"] and three["tick_ns"] >= 1
+    assert len(anywhere["branches"]["us"]) > len(three["branches"]["us"]) == 6
+    assert "launch_ahead=on queues the next" in ahead["failed"]
+    said = capsys.readouterr().out
+    assert "overlap 0.0%" in said and "overlap not measured: kernels note" in said
+    kept = tmp_path / "page" / streams.FOLDER / streams.MODELS[0]
+    shutil.copytree(tmp_path / FOLDER / MODEL, kept)
+    lines = [line.values for line in streams.overlaps(Recorded(tmp_path / "page"))]
+    assert lines[0]["Overlap"] == "0.0%" and len(lines) == 3

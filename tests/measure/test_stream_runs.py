@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -63,4 +65,46 @@ def test_the_page_says_where_it_ran_or_that_it_did_not(recorded, tmp_path):
     assert "NVIDIA Made Up; in turn in one run, 5 rounds; llama.cpp 1.0" in page
     assert "| llama-3-8b Q8_0" in page and "direction only" in page
     nowhere = block(streams.BLOCKS["streams"], Recorded(tmp_path / "nowhere"))
-    assert nowhere == f"Concurrent streams on a GPU: {NOT_MEASURED}."
+    said = ("Concurrent streams on a GPU", "Overlap of kernels on a GPU")
+    assert nowhere == "\n\n".join(f"{title}: {NOT_MEASURED}." for title in said)
+
+
+def overlap(us: list[float], **of: object) -> dict:
+    """What `Overlap.record` says of a token with a branch of each length."""
+    branches = {"us": us, "resolved": [one >= 0.32 for one in us]}
+    traced = {"overlap": 0.25, "collector": "cupti", "slowdown": 1.5}
+    return {
+        "tick_ns": 32, "overlap": 0.1234, "beside_us": 61.7, "total_us": 500.0, "us": 610.0,
+        "plain_us": 600.0, "n_kernels": 480.0, "n_short": 3.0, "n_silent": 0.0,
+        "branches": branches, "traced": traced,
+    } | of  # fmt: skip
+
+
+def test_overlap_stands_in_a_table_of_its_own_or_is_said_to_be_not_measured(recorded, tmp_path):
+    without = block(streams.BLOCKS["streams"], recorded)
+    rows = [row for row in without.split("\n") if row.startswith("| llama-3-8b Q8_0 | plans, no")]
+    assert sum(row.rstrip(" |").endswith(NOT_MEASURED) for row in rows) == len(streams.OVERLAPS)
+    assert "goes on by" not in without
+
+    one, three, anywhere = streams.OVERLAPS.values()
+    path = tmp_path / streams.FOLDER / MODEL / "run.json"
+    run = json.loads(path.read_text())
+    run["result"]["overlap"] = {
+        one: overlap([], overlap=0.0, beside_us=0.0, traced=None),
+        three: overlap([10.0, 2.0, 0.1]),
+        anywhere: {"failed": "out of memory"},
+    }
+    path.write_text(json.dumps(run))
+    serial, found, failed = (line.values for line in streams.overlaps(Recorded(tmp_path)))
+    assert serial["Overlap"] == "0.0%" and serial["us a branch"] == serial["times as long"] == ""
+    assert found == {
+        "Model": "llama-3-8b Q8_0", "Setting": "plans, no fusion, streams=3", "Overlap": "12.3%",
+        "us with two or more": "61.7 of 500.0", "us a branch": "2.0..10.0",
+        "Branches unresolved": "1 of 3", "Kernels under ten ticks": "3 of 480", "silent": "0",
+        "us a token": "600.0", "with noting": "610.0", "Overlap traced": "25.0% (cupti)",
+        "times as long": "1.50",
+    }  # fmt: skip
+    assert failed["Overlap"] == f"{NOT_MEASURED}: out of memory"
+    page = block(streams.BLOCKS["streams"], Recorded(tmp_path))
+    assert "`%globaltimer` goes on by 32 ns. NVIDIA Made Up; in turn in one run" in page
+    assert page.count("12.3%") == 1

@@ -41,6 +41,7 @@ from data.measure.matrix import ANY, WORD
 from data.measure.peer import LLAMA, MODELS, OURS, SWITCHES, TESTS, PeerRun
 from data.measure.session import parsed, toggles_of
 from tests.peer.llama_bench import LlamaBench, arguments, build, find, name_of
+from tests.peer.overlaps import overlaps
 from workbench.backend.base import open_backend
 from workbench.bench import answers, provenance, results
 from workbench.bench import workload as w
@@ -59,11 +60,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS, FILES = ROOT / "data" / "results" / recorded.FOLDER, ROOT / "data" / "models"
 SETTINGS = ("best", f"best {ANY} {WORD}")
 SWITCHED = ("default", "graphs=off", "graph_opt=1", "reuse=off")
-# models, settings of ours, what is switched in llama.cpp, where the run folders go
-CAMPAIGNS: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str], Path]] = {
-    "best": (MODELS, SETTINGS, SWITCHED, RESULTS),
+# models, settings of ours, what is switched in llama.cpp, where the run folders go, settings of
+# which the overlap of kernels is measured
+CAMPAIGNS: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str], Path, Sequence[str]]] = {
+    "best": (MODELS, SETTINGS, SWITCHED, RESULTS, ()),
     "streams": (
         streams.MODELS, streams.SETTINGS, streams.SWITCHED, RESULTS.parent / streams.FOLDER,
+        tuple(streams.OVERLAPS.values()),
     ),
 }  # fmt: skip
 N_CTX, N_UBATCH = 1024, 512  # llama-bench's own ubatch
@@ -73,7 +76,8 @@ app = App(help=__doc__, result_action="return_none")
 
 class Wanted(NamedTuple):
     """What is measured of a model. settings: of ours, as rows of the campaign say them. switched:
-    names in SWITCHES. repetitions: of a test in a turn, the first of which does not count."""
+    names in SWITCHES. repetitions: of a test in a turn, the first of which does not count.
+    overlapped: settings of which the overlap of kernels is measured, behind all turns."""
 
     device: str = "cuda"
     tests: Sequence[str] = TESTS
@@ -82,6 +86,7 @@ class Wanted(NamedTuple):
     rounds: int = MIN_REPETITIONS
     repetitions: int = 3
     seed: int = 0
+    overlapped: Sequence[str] = ()
 
     def check(self) -> None:
         """Raises UsageError for what cannot be compared."""
@@ -225,6 +230,8 @@ def compare(bench: LlamaBench, path: Path, out: Path, wanted: Wanted) -> PeerRun
                 arm = next(arm for arm in draft.run["arms"] if arm["name"] == name)
                 arm["counters"] = one.counters
             draft.run["result"]["state_after"] = provenance.state()
+            if wanted.overlapped:
+                draft.run["result"]["overlap"] = overlaps(engine, wanted.overlapped)
     return PeerRun(results.load_run(out))
 
 
@@ -333,10 +340,10 @@ def main(
     again: measure what was measured, too.
     at_most_s: no model is begun after so many seconds.
     """
-    its_models, settings, switched, folder = CAMPAIGNS[campaign]
+    its_models, settings, switched, folder, overlapped = CAMPAIGNS[campaign]
     wanted = Wanted(
         device, tests.split(","), ours.split(",") if ours else settings,
-        theirs.split(",") if theirs else switched, rounds, repetitions,
+        theirs.split(",") if theirs else switched, rounds, repetitions, overlapped=overlapped,
     )  # fmt: skip
     wanted.check()
     out = out or folder

@@ -299,6 +299,22 @@ def test_phases_of_a_token() -> None:
         annotated.token(frame.iloc[:0])
 
 
+def test_overlap_of_branches_as_a_table(tiny_model) -> None:
+    path = tiny_model("tiny-llama", "Q8_0")
+    one = wb.Toggles(graph_reuse="set_rows", sync="packed_implicit")
+    arms = {"streams=1": one, "streams=3": one.switched("streams", "3")}
+    with wb.Engine.load(path, device="embedded", toggles="baseline") as engine:
+        found = branches.overlap_table(engine, arms, n_tokens=3)
+        tick_ns = engine.backend.clock().tick_ns
+    assert found["arm"].tolist() == list(arms) and found["overlap"][0] == "0.0%"
+    assert found["us a branch"][0] == branches.NONE and " to " in found["us a branch"][1]
+    assert found["branches unresolved"].tolist() == ["0 of 0", "0 of 6"]
+    assert (found["us with two kernels or more"] <= found["us with any"]).all()
+    assert (found[["us a token", "with noting", "times as long"]] > 0).all().all()
+    assert found.attrs["constant"]["the device's clock goes on by"] == f"{tick_ns} ns"
+    assert f"the device's clock goes on by: {tick_ns} ns; unresolved: shorter than 10" in str(found)
+
+
 def test_whether_streams_help(tiny_model) -> None:
     path = tiny_model("tiny-llama", "Q8_0")
     one = wb.Toggles(graph_reuse="set_rows", sync="packed_implicit")

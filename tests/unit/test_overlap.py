@@ -200,8 +200,9 @@ def test_what_is_said_and_recorded():
     assert (record["tick_ns"], record["resolved_ticks"], record["n_tokens"]) == (32, 10, 3)
     assert (record["us"], record["plain_us"], record["n_silent"]) == (20.0, 19.0, 2)
     assert record["traced"] == traced._asdict()
-    assert record["branches"][1] == {
-        "region": 0, "stream": 1, "first": "n1", "n": 2, "us": 2.01, "resolved": True
+    assert record["branches"] == {
+        "region": [0, 0], "stream": [0, 1], "first": ["n0", "n1"], "n": [2, 2],
+        "us": [10.01, 2.01], "resolved": [True, True],
     }  # fmt: skip
 
 

@@ -125,7 +125,7 @@ class Overlap:
         return found.assign(resolved=found["resolved"] > 0.5).reset_index()
 
     def record(self) -> dict[str, Any]:
-        """All of it as JSON: medians over the tokens, and every branch."""
+        """All of it as JSON: medians over the tokens, and every branch, column by column."""
         middle = self.tokens.median()
         of_branches = self.by_branch.assign(us=lambda frame: frame["us"].round(3))
         return {
@@ -136,7 +136,7 @@ class Overlap:
             **{name: round(float(middle[name]), 4) for name in self.tokens.columns},
             "plain_us": self.plain_us,
             "traced": None if self.traced is None else self.traced._asdict(),
-            "branches": of_branches.to_dict("records"),
+            "branches": of_branches.to_dict("list"),
         }
 
     def __str__(self) -> str:
