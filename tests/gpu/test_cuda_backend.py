@@ -246,8 +246,8 @@ def test_probe_names_the_gpu_and_its_driver(backend: CudaBackend):
 
 
 def test_errors_say_what_failed(backend: CudaBackend, pair: Pair):
-    with pytest.raises(DeviceError, match="stream 8 does not exist"):
-        backend.sync_stream(8)
+    with pytest.raises(DeviceError, match="stream 9 does not exist"):
+        backend.sync_stream(9)
     with pytest.raises(DeviceError, match="cannot allocate"):
         backend.allocate(1 << 50, Space.DEVICE)
     with pytest.raises(DeviceError, match=r"GPU 99 does not exist"):

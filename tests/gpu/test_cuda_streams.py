@@ -80,7 +80,9 @@ def test_a_captured_step_has_the_edges_of_its_branches(engine):
             n_layer = one.model.n_layer
     one, three = made["1"], made["3"]
     assert three[0] == one[0] and one[1] == one[0] - 1
-    assert three[1] == one[1] + 2 * n_layer  # of three branches two are more; each has two ends
+    # Two branches more in each layer: an edge of each to the join. Behind the first layer each also
+    # follows what its stream had there.
+    assert three[1] == one[1] + 2 * n_layer + 2 * (n_layer - 1)
     assert 0 < three[2] < one[2]  # a launch behind a wait is not programmatic
 
 
