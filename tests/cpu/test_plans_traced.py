@@ -26,6 +26,11 @@ SCOPES: dict[str, dict[str, Any]] = {
     "step, two streams": {
         "plans": "ours", "plan_scope": "step", "sync": "event_guarded", "copy_stream": "own",
     },
+    "split, branches": {"plans": "ours", "streams": "3"},
+    "step, branches anywhere": {
+        "plans": "ours", "plan_scope": "step", "sync": "implicit", "copy_stream": "compute",
+        "streams": "8", "fork": "any",
+    },
 }  # fmt: skip
 STEPS = 3
 

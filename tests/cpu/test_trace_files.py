@@ -26,6 +26,7 @@ MODES = {
     "a ring of staging": Toggles(
         sync="implicit", copy_stream="compute", host_source="pinned_ring_2", step_wait="outputs"
     ),
+    "branches": Toggles(streams="3", graph_reuse="set_rows"),
 }
 
 
@@ -109,13 +110,15 @@ def test_flows_lead_from_calls_to_the_device_from_records_to_waits_and_back_to_t
 
 
 def test_an_event_leads_from_its_record_to_the_stream_s_wait(traced, files):
-    toggles, _, _ = traced
+    toggles, _, programs = traced
     packed, plain = files
     found = [a for a in plain.arrows if a.kind == "event"]
-    if toggles.sync != "event_guarded":
-        assert not found
+    waits = [c.event for p in programs.values() for c in p.commands if isinstance(c, Wait)]
+    assert Counter(a.sink.args["event"] for a in found) == Counter(waits)
+    a_step = 1 if toggles.sync == "event_guarded" else 8 if toggles.streams == "3" else 0
+    assert len(found) == 3 * a_step, "of branches: two forked and joined in each of two layers"
+    if not found:
         return
-    assert len(found) == 3, "one a step"
     for arrow in found:
         assert arrow.source.args["event"] == arrow.sink.args["event"]
         assert arrow.source.args["on"] != arrow.sink.args["on"], "it orders two streams"

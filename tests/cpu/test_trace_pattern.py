@@ -71,6 +71,12 @@ ELSEWHERE = {
         plan_scope="step",
     ),
     "plans of steps on two streams": Toggles(sync="event_guarded", plans="ours", plan_scope="step"),
+    "branches": Toggles(sync="copy_boundary", streams="3"),
+    "branches anywhere, and copies": Toggles(sync="event_guarded", streams="8", fork="any"),
+    "branches in plans of splits": Toggles(sync="copy_boundary", plans="ours", streams="3"),
+    "branches in plans of steps": Toggles(
+        sync="event_guarded", plans="ours", plan_scope="step", streams="3", fork="any"
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from workbench.errors import UsageError
-from workbench.program.commands import RESULT
+from workbench.program.commands import COPY_STREAM, RESULT
 from workbench.program.letters import folded as fold_group
 from workbench.trace.spans import HOST_LANE, Span
 
@@ -40,7 +40,8 @@ def trace_pattern(trace: Any, step: int | None = None, *, fold: bool = False) ->
 
     trace: a Profile, a Timeline, a recorder, or spans. Without `step`, all recorded steps must
     have the same pattern. fold as for `Program.pattern`; a split with only some copies held is
-    written in full.
+    written in full. The work of a split has the number of streams that did some of it (`g3`), and
+    what orders such streams has no letter: it is known by both its ends, in `_orders_branches`.
 
     Whether a copy was held is decided over all recorded steps with the same letters: in one step
     the operating system may have stopped the host for as long. A step tells only if the copy's
@@ -72,11 +73,12 @@ def _spans(trace: Any) -> list[Span]:
 
 
 def _by_step(spans: Iterable[Span]) -> dict[int, list[Span]]:
-    """The host's commands of each step, in order, and its splits."""
+    """Of each step: the host's commands, in order, its splits, and the launches that ran."""
     steps: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         commands = span.lane == HOST_LANE and ("index" in span.args or span.category == "split")
-        if commands and span.args.get("step") is not None:
+        ran = span.category == "device" and span.args.get("kind") == "launch"
+        if (commands or ran) and span.args.get("step") is not None:
             steps[span.args["step"]].append(span)
     return steps
 
@@ -84,10 +86,14 @@ def _by_step(spans: Iterable[Span]) -> dict[int, list[Span]]:
 def _letters(spans: Sequence[Span]) -> list[_Letter]:
     """The letters of one step, in program order."""
     backends = {s.args["split"]: s.args["backend"] for s in spans if s.category == "split"}
-    commands = sorted((s for s in spans if "index" in s.args), key=lambda s: s.args["index"])
+    calls = (s for s in spans if s.lane == HOST_LANE and "index" in s.args)
+    commands = sorted(calls, key=lambda s: s.args["index"])
+    inner = _orders_branches(commands)
     letters: list[_Letter] = []
     for span in commands:
         split, index = span.args["split"], span.args["index"]
+        if index in inner:
+            continue
         letter = LETTERS.get(span.category, "")
         if letter == "g" and backends.get(split) == HOST_BACKEND:
             letter = "h"
@@ -97,7 +103,41 @@ def _letters(spans: Sequence[Span]) -> list[_Letter]:
             letters[-1] = letters[-1]._replace(letter="c")
         elif letter not in "gh" or not letters or letters[-1][:2] != (split, letter):
             letters.append(_Letter(split, letter, index))  # as are the launches of a split
-    return letters
+    return _numbered(letters, spans)
+
+
+def _numbered(letters: Sequence[_Letter], spans: Iterable[Span]) -> list[_Letter]:
+    """The letters; work that several streams did, with their number."""
+    lanes: dict[int, set[str]] = defaultdict(set)
+    for span in spans:
+        if span.category == "device":
+            lanes[span.args["split"]].add(span.lane)
+    return [
+        one._replace(letter=f"{one.letter}{len(lanes[one.split])}")
+        if one.letter in ("g", "p") and len(lanes[one.split]) > 1
+        else one
+        for one in letters
+    ]
+
+
+def _orders_branches(commands: Sequence[Span]) -> set[int]:
+    """The Records and Waits (by index) that order compute streams of one device in a split. Behind
+    a plan of branches both are on its stream."""
+    found: set[int] = set()
+    recorded: dict[str, Span] = {}
+    for span in commands:
+        if (event := span.args.get("event")) is None:
+            continue
+        if span.category == "record":
+            recorded[event] = span
+        elif span.category == "wait" and event in recorded:
+            ends = recorded[event], span
+            devices = {str(end.args["on"]).rpartition(" stream ")[0] for end in ends}
+            alike = len(devices) == len({end.args["split"] for end in ends}) == 1
+            computes = all(end.args["stream"] != COPY_STREAM for end in ends)
+            if alike and computes:
+                found |= {end.args["index"] for end in ends}
+    return found
 
 
 def _held(spans: Sequence[Span], steps: Sequence[int]) -> frozenset[int]:

@@ -105,6 +105,20 @@ def test_gaps_and_who_is_to_blame() -> None:
     assert table[kinds].sum(axis=1).tolist() == pytest.approx(table["traced_us"].tolist())
 
 
+def test_a_gap_is_behind_what_ended_last_on_any_stream() -> None:
+    """us: q 0..30, and beside it k 5..10 on another stream; out 40..50."""
+    made = []
+    for n, (op, lane, start, end) in enumerate(
+        (("q", 0, 0, 30), ("k", 2, 5, 10), ("out", 0, 40, 50))
+    ):
+        args = {"step": 0, "index": n, "split": 1, "op": op, "kind": "launch"}
+        on = f"embedded stream {lane}"
+        made.append(Span(op, "launch", HOST_LANE, 1000 * n, 1000 * n + 500, args | {"on": on}))
+        made.append(Span(op, "device", on, 1000 * start, 1000 * end, args))
+    (gap,) = analysis.gaps(frame(made)).to_dict("records")
+    assert (gap["before"], gap["after"], gap["traced_us"]) == ("q", "out", 10)
+
+
 def test_nothing_recorded_gives_empty_tables() -> None:
     for spans in ([], [s for s in step(0, 0) if s.lane == HOST_LANE and s.category != "launch"]):
         empty = Timeline(spans).to_frame()

@@ -127,7 +127,7 @@ def _planned(
             if i in needed:
                 parts.append(x)
             if i not in needed or x.event in outside:
-                behind.append(c.Record(x.event, stream, x.split))
+                behind.append(replace(x, stream=stream))
     split = next(x.split for x in run if isinstance(x, c.Launch))
     return _Planned(front, c.Replay(tuple(parts), stream, split), behind)
 

@@ -256,7 +256,8 @@ def gaps(frame: pd.DataFrame) -> pd.DataFrame:
     """A row for each time in which no kernel ran on any device, from the first kernel to the last.
 
     * step: of the kernel behind the gap. between: `steps` where the kernel in front is of another
-      step, else `launches`. before, after: ops of those kernels. traced_us: how long.
+      step, else `launches`. before, after: ops of those kernels; the one in front is the last that
+      ended, on whichever stream. traced_us: how long.
     * host_us: of that, until the host's call of the kernel behind began: the device had nothing to
       do. device_us: the rest, in which the kernel was on its way.
     * for each kind of host span that there is (`build`, `write`, `copy`, `sync`, ...), `python`
@@ -267,10 +268,11 @@ def gaps(frame: pd.DataFrame) -> pd.DataFrame:
     """
     rows = _launches(frame)
     rows = rows[rows["on"] != HOST_LANE].reset_index(drop=True)
-    reached = rows["end_us"].cummax().shift()
-    gap = rows[rows["start_us"] > reached]
-    begun = reached[gap.index]
-    before = rows.loc[gap.index - 1]
+    reached = rows["end_us"].cummax()
+    latest = rows.index.to_series().where(rows["end_us"] == reached).ffill()
+    gap = rows[rows["start_us"] > reached.shift()]
+    begun = reached.shift()[gap.index]
+    before = rows.loc[latest.shift()[gap.index]]
     issued = (gap["issue_us"] - begun).clip(lower=0)
     made = pd.DataFrame(
         {
