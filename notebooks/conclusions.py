@@ -255,15 +255,15 @@ def _proved(table: pd.DataFrame, when: str) -> Iterable[str]:
 def _effects(comparison: AB) -> Iterable[str]:
     """A sentence for each test and verdict: which arms differ from the baseline, by how much."""
     run, summary = comparison.run, comparison.summary()
-    toggle = run["result"]["toggle"]
-    what = f"{toggle}={comparison.label(run['arms'][0])}"
+    what = comparison.assigned(comparison.label(run["arms"][0]))
     beside = f" (beside {background(run)})"
     for test, rows in summary[~summary["is_control"]].groupby("test", sort=False):
         decided = rows[rows["verdict"].isin(DECIDED)].sort_values("speedup", ascending=False)
         for row in decided.itertuples():
+            arm = comparison.assigned(row.label)
             yield (
-                f"In {test}{beside}, {toggle}={row.label} is {row.speedup:.3f} times as fast as "
-                f"{what} (95% CI {row.low:.3f}..{row.high:.3f})."
+                f"In {test}{beside}, {arm} is {row.speedup:.3f} times as fast as {what} "
+                f"(95% CI {row.low:.3f}..{row.high:.3f})."
             )
         undecided = rows[~rows["verdict"].isin(DECIDED)]
         for verdict, part in undecided.groupby("verdict", sort=False):

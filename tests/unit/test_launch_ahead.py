@@ -37,7 +37,17 @@ from workbench.backend.landing import N_BLOCKS, Landing
 from workbench.backend.null import open_backend
 from workbench.backend.plan import Plan
 from workbench.backend.plan_words import in_words
-from workbench.program.commands import HOST, Buffer, Copy, Range, Replay, Space, Stream
+from workbench.program.commands import (
+    HOST,
+    Buffer,
+    Copy,
+    Range,
+    Record,
+    Replay,
+    Space,
+    Stream,
+    Wait,
+)
 
 
 class Device:
@@ -421,3 +431,32 @@ def test_a_gate_s_block_has_its_arguments(monkeypatch):
     issued = backend.gate_copy(1 << 40, 1 << 41, 256, 4096, 500, 0)
     assert isinstance(issued.block, Words)
     assert list(issued.block) == [1 << 40, 1 << 41, 256, 4096, 500]
+
+
+SIDE, BESIDE = Stream(1, 2), Stream(1, 3)
+
+
+def moved(stream: Stream) -> Copy:
+    return copy(source=ARENA, stream=stream)
+
+
+def forked(event: str, *streams: Stream) -> list[Record | Wait]:
+    """The first stream's record, and the others' waits for it."""
+    first, *others = streams
+    return [Record(event, first, 0, forks=True), *(Wait(event, s, 0, forks=True) for s in others)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "can"),
+    [
+        ((*forked("a", HERE, SIDE), moved(SIDE), moved(HERE)), True),
+        ((*forked("a", HERE, SIDE), *forked("b", SIDE, BESIDE), moved(BESIDE)), True),
+        ((moved(SIDE),), False),
+        ((*forked("a", HERE, SIDE), moved(BESIDE)), False),
+        ((*forked("a", SIDE, BESIDE), moved(BESIDE)), False),
+        ((Wait("a", SIDE, 0, forks=True), moved(SIDE)), False),
+    ],
+)
+def test_no_branch_begins_in_front_of_the_inputs(parts, can):
+    inputs = copy()
+    assert inputs_of(Replay((inputs, *parts), HERE, 0)) is (inputs if can else None)

@@ -1,10 +1,10 @@
 """Launches ahead: a plan that is launched before its step is submitted (`backend/gate.py`).
 
 A plan can be where one copy from pinned memory brings all inputs, first of all, on the stream that
-the plan is launched on. A program can be where that plan is all that a device is asked for, but for
-records behind it; where the host waits for events alone (a wait for the stream would wait for the
-gate); and where the step ends with a wait, behind which the host looks whether the gate was opened
-in time.
+the plan is launched on. Its branches on other streams must begin behind that. A program can be
+where that plan is all that a device is asked for, but for records behind it; where the host waits
+for events alone (a wait for the stream would wait for the gate); and where the step ends with a
+wait, behind which the host looks whether the gate was opened in time.
 
 Nothing else queues behind a gate. A plan that does not stand there lets go what does, before it is
 launched or issued part by part. A program without a plan that can be launched ahead does so first.
@@ -82,13 +82,23 @@ def inputs_of(plan: c.Replay) -> c.Copy | None:
         and first.src.buffer.space == c.Space.PINNED
         and first.dst.buffer.space == c.Space.DEVICE
         and first.src.nbytes <= MOST_BYTES
-        and all(
-            part.stream == plan.stream
-            and not (isinstance(part, c.Copy) and part.src.buffer.space != c.Space.DEVICE)
-            for part in others
-        )
+        and not any(isinstance(x, c.Copy) and x.src.buffer.space != c.Space.DEVICE for x in others)
+        and _all_behind(plan)
     )
     return first if alone and isinstance(first, c.Copy) else None
+
+
+def _all_behind(plan: c.Replay) -> bool:
+    """Whether every part is behind the first: on its stream, or on one that waits for it."""
+    behind, recorded = {plan.stream}, set[str]()
+    for part in plan.parts:
+        if isinstance(part, c.Wait) and part.event in recorded:
+            behind.add(part.stream)
+        if part.stream not in behind:
+            return False
+        if isinstance(part, c.Record):
+            recorded.add(part.event)
+    return True
 
 
 class GatedCall:

@@ -93,7 +93,7 @@ class AB:
         chose = arm["toggles"].get("sync") == "auto" and self.run["result"]["toggle"] == "sync"
         return f"{arm['name']} ({arm['sync_mode']})" if chose else arm["name"]
 
-    def _assigned(self, label: str) -> str:
+    def assigned(self, label: str) -> str:
         """`sync=per_copy`; of sets of toggles the set."""
         toggle = self.run["result"]["toggle"]
         return f"{toggle}={label}" if toggle else label
@@ -182,7 +182,7 @@ class AB:
         device = run["engine"]["device_description"]
         own = "" if is_gpu(run["engine"]["device"]) else "timings of this device, not of a GPU; "
         return (
-            f"baseline {self._assigned(self.label(baseline))}, "
+            f"baseline {self.assigned(self.label(baseline))}, "
             f"background {background(run)}; {device}; {own}"
             f"commit {str(run['commit']['hash'])[:8]}, {run['started']}"
         )
