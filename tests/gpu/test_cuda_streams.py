@@ -122,6 +122,7 @@ def forked(backend: CudaBackend, streams: Sequence[int]) -> Any:
     return plannable(backend, parts, 0, list(streams))
 
 
+@pytest.mark.alone  # processes beside it would have their slices of the GPU's time
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "in a graph"])
 def test_branches_run_side_by_side(backend: CudaBackend, captured: bool):
     streams = [compute_stream(k) for k in range(8)]

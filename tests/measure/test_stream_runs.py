@@ -27,7 +27,7 @@ def recorded(tmp_path) -> Recorded:
     us = {"llama.cpp": (90.0, 4000.0), "llama.cpp graph_opt=1": (90.0, 3850.0)}
     ours = [arm for pair in streams.PAIRS for arm in pair.arms]
     us |= dict.fromkeys(ours, (30.0, 2800.0))
-    plain, planned, anywhere, late, _, inside = (pair.arms[1] for pair in streams.PAIRS)
+    planned, anywhere, late, plain, _, inside = (pair.arms[1] for pair in streams.PAIRS)
     joined = streams.EITHER.arms[0]
     us |= {plain: (30.0, 2950.0), planned: (30.0, 2745.0), anywhere: (28.0, 2600.0)}
     us |= {late: (30.0, 2690.0), inside: (30.0, 2500.0), joined: (30.0, 2400.0)}
