@@ -51,6 +51,9 @@ from workbench.program.plans import with_plans
 Work = tuple[Any, int, int, dict[str, Any]]  # kind, stream, ns, fields of a record
 OFFSET_NS = 1_700_000_000_000_000_000  # of CUPTI's clock to the recorder's
 KERNEL_NS = 40_000
+# Of a copy, by `held`: nothing beside the work in front of it that holds the host; where nothing
+# does, longer than a call takes on a busy machine, so that no call ends behind its copy.
+COPY_NS = {True: 3000, False: 60_000}
 DIMS = ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")
 FIRST_NODE = 501  # CUPTI's number of the first node of a graph
 MODEL = SimpleNamespace(
@@ -340,7 +343,7 @@ class CuptiBackend(NullBackend):
 
         def issue() -> None:
             number = cupti.call("cuMemcpyDtoHAsync_v2" if to_host else "cuMemcpyHtoDAsync_v2")
-            cupti.work(ActivityKind.MEMCPY, number, stream, 3000, bytes=nbytes)
+            cupti.work(ActivityKind.MEMCPY, number, stream, COPY_NS[self.held], bytes=nbytes)
             while self.held and not to_host and now() < cupti._busy[stream]:
                 pass
 
