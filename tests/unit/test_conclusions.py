@@ -35,14 +35,15 @@ def answer(notebook: str) -> list[str]:
 def effects(found: AB) -> list[str]:
     """What is said of a comparison in one test: those that differ, the quickest first; the rest."""
     toggle = found.run["result"]["toggle"]
-    what = f"{toggle}={found.run['arms'][0]['name']}"
+    of = f"{toggle}=" if toggle else ""  # a set's arms name their toggles themselves
+    what = f"{of}{found.run['arms'][0]['name']}"
     where = f"In tg32 (beside {background(found.run)})"
     rows = [row for row in found.summary().itertuples() if not row.is_control]
     decided = sorted(
         (row for row in rows if row.verdict != "no difference"), key=lambda r: -r.speedup
     )
     lines = [
-        f"{where}, {toggle}={r.label} is {r.speedup:.3f} times as fast as {what} "
+        f"{where}, {of}{r.label} is {r.speedup:.3f} times as fast as {what} "
         f"(95% CI {r.low:.3f}..{r.high:.3f})."
         for r in decided
     ]

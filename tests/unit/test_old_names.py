@@ -25,11 +25,12 @@ COUNTERS = {
     "steps", "programs_built", "programs_reused", "graph_ns", "split_ns", "layout_ns", "lower_ns",
     "prepare_ns", "batch_ns", "issue_ns", "wait_ns", *PLAN_COUNTERS,
     "untraced_steps", "programs_refused", "reuse_ns", "fuse_ns", *PHASE_COUNTERS,
+    "programs_unforked",
 }  # fmt: skip
 # older runs have layout_ns in lower_ns, and fuse_ns in graph_ns
 LATER = {
     "layout_ns", *PLAN_COUNTERS, "untraced_steps", "programs_refused", "reuse_ns", "fuse_ns",
-    *PHASE_COUNTERS,
+    *PHASE_COUNTERS, "programs_unforked",
 }  # fmt: skip
 COUNTS = {"waits", "copies", "launches", "records", "stream_waits", "copied_bytes"}
 KINDS = ("ab", "bench", "fresh", "gaps", "kernels", "peer", "perplexity", "sweep")
