@@ -24,9 +24,14 @@ for number, handler in (
 MODELS = Path(__file__).resolve().parents[1] / "data" / "models"
 
 
+def pytest_collection() -> None:
+    """Thousands of tests and all modules stay to the end: the collector need not look at them while
+    they come, nor again and again behind that."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Thousands of tests and all modules stay to the end: the collector need not look at them again
-    and again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

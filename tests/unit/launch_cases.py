@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
-from tests.graphs import Decoder, fused_nodes
+from tests.graphs import Decoder, fused_nodes, wiring
 from workbench.backend.cuda import op_table
 from workbench.backend.cuda.kernel import CLUSTERS, Kernel, Operands, Work
 from workbench.graph.fuse import FUSIONS
@@ -98,10 +98,14 @@ def fused(tokens: int, dtype: DType, n_kv: int = N_KV) -> Iterator[LaunchCase]:
                     yield LaunchCase(node, tokens, dtype)
 
 
-def every(tokens: int) -> Iterator[LaunchCase]:
-    yield from plain_nodes(tokens)
+@cache
+def every(tokens: int) -> tuple[LaunchCase, ...]:
+    """All plain nodes, and of the fused ones one of each wiring: its launches are the others'."""
+    joined: dict[tuple, LaunchCase] = {}
     for dtype in WEIGHT_DTYPES:
-        yield from fused(tokens, dtype)
+        for case in fused(tokens, dtype):
+            joined.setdefault((dtype, wiring(case.node)), case)
+    return (*plain_nodes(tokens), *joined.values())
 
 
 def works(node: Node, sm: int = CLUSTERS) -> list[Work]:
