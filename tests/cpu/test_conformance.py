@@ -14,6 +14,7 @@ import pytest
 from conformance import CHECKS, failures, reads_late, run_check
 from hostile import LIES, OutOfOrderCopies
 
+from tests.profiles import share
 from workbench.backend.base import Backend, Captured, Issue
 from workbench.backend.cpu import embedded, host
 from workbench.backend.cpu.embedded import EmbeddedDevice, Event
@@ -28,10 +29,16 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "embedded, 2 workers": partial(embedded.open_backend, threads=2),
     "embedded, snapshot": partial(embedded.open_backend, threads=2, pageable="snapshot"),
 }
+WHOLE = "embedded, 2 workers"
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("backend", BACKENDS)
+# on two workers all; of the host's and the other devices' some
+CLAUSES = [(name, check) for check in CHECKS for name in BACKENDS if name != WHOLE]
+
+
+@pytest.mark.parametrize(
+    ("backend", "check"), [*((WHOLE, check) for check in CHECKS), *share(CLAUSES, every=4)]
+)
 def test_clause(backend, check):
     claimed = run_check(check, BACKENDS[backend])
     asked = {

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.gates import hold
+from tests.profiles import share
 from workbench.backend.cpu.loops import FILLED
 from workbench.backend.cpu.recorded import EmbeddedPlan
 from workbench.choices import GraphReuse, NCopies
@@ -58,10 +59,12 @@ def wanted(base):
     return {fuse: logits(base.variant(Toggles(fuse=fuse))) for fuse in ("off", "on")}
 
 
-@pytest.mark.parametrize("reuse", list(GraphReuse))
-@pytest.mark.parametrize("scope", SCOPES)
+KINDS = [("ours", "off"), ("ours", "on"), ("pr", "on"), ("today", "off")]
+
+
 @pytest.mark.parametrize(
-    ("plans", "fuse"), [("ours", "off"), ("ours", "on"), ("pr", "on"), ("today", "off")]
+    ("plans", "fuse", "scope", "reuse"),
+    share([(*kind, scope, how) for kind in KINDS for scope in SCOPES for how in GraphReuse], 3),
 )
 def test_logits_with_plans_are_the_baselines(base, wanted, plans, scope, reuse, fuse):
     kept: dict[str, Any] = {"plans": plans, "graph_reuse": reuse, "fuse": fuse, **SCOPES[scope]}

@@ -9,6 +9,7 @@ import pytest
 
 from tests.oracles.trace_pattern import HIDDEN, trace_pattern
 from tests.orderings import PLACED
+from tests.profiles import share
 from workbench.backend.cpu.embedded import EmbeddedDevice
 from workbench.backend.issued import Issued
 from workbench.config import CopyStream, SyncMode, Toggles
@@ -89,7 +90,7 @@ def placed(request, tiny_model):
         yield made
 
 
-@pytest.mark.parametrize("ordering", ELSEWHERE)
+@pytest.mark.parametrize("ordering", share(ELSEWHERE, every=3))
 def test_prompts_and_tokens_on_every_placement_are_as_programmed(placed, ordering):
     """Step by step: a prompt of five ubatches, then tokens. Whether a copy was held takes many
     steps alike to tell, which a prompt has not: hidden waits have tests of their own."""

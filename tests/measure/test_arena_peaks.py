@@ -11,6 +11,7 @@ import pytest
 from data.measure import readme
 from data.measure.arena_peaks import MODELS, NAME, OUT, lines, peaks
 from data.measure.recorded import Recorded
+from tests.profiles import share
 from workbench.choices import Fork, Lifetimes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +21,7 @@ def rows() -> list[dict[str, Any]]:
     return json.loads(OUT.read_text())["rows"]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", share(MODELS, every=4))
 def test_what_is_recorded_is_computed_again(model):
     recorded = [row for row in rows() if row["model"].startswith(f"{model} ")]
     assert recorded == list(peaks([model]))

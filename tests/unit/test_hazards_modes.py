@@ -6,6 +6,7 @@ import pytest
 
 from tests.oracles.happens_before import racing_pairs
 from tests.oracles.walked_again import WalkedAgain
+from tests.profiles import share
 from workbench.config import CopyStream, StepWait, SyncMode, Toggles
 from workbench.engine.engine import Engine
 from workbench.errors import UsageError
@@ -74,8 +75,8 @@ def planned(cycle: list[Program], scope: str) -> list[Program]:
 
 @pytest.mark.parametrize(
     ("way", "scope"),
-    [(way, scope) for way in WAYS for scope in ("", "split", "step")
-     if scope != "step" or not refused(way)],
+    share([(way, scope) for way in WAYS for scope in ("", "split", "step")
+           if scope != "step" or not refused(way)], every=4),
 )  # fmt: skip
 def test_waits_that_could_go_are_those_found_by_walking_all_again(engine_of, way, scope):
     """Of prompts of three ubatches with tokens behind them; steps of one shape share a program."""

@@ -43,7 +43,7 @@ def test_the_slow_tests_are_all_that_is_left_out_and_long_properties():
 def test_a_profile_sets_how_many_examples_a_property_has():
     was = settings.get_current_profile_name()
     try:
-        for profile, n in (("quick", 60), ("long", 2000)):
+        for profile, n in (("quick", 40), ("long", 2000)):
             settings.load_profile(profile)
             assert examples(200) == n and SHARES[profile] == n / 2
     finally:
@@ -58,10 +58,17 @@ SHARED = {
         "test_products_request_weights_before_they_wait",
     ],
     "tests/unit/test_cuda_gemm.py": ["test_builds_spill_nothing"],
+    "tests/cpu/test_logits.py": ["test_bit_equal_under_every_toggle"],
+    "tests/unit/test_fuse.py": ["test_every_choice_of_patterns_keeps_the_meaning"],
     "tests/unit/test_mutations.py": [
-        "test_on_all_of_this_mechanism_and_across_mechanisms_the_checker_is_right"
+        "test_without_any_one_command_the_checker_is_right",
+        "test_without_any_one_command_the_checker_is_right_where_copies_have_no_order",
+        "test_on_all_of_this_mechanism_and_across_mechanisms_the_checker_is_right",
     ],
-    "tests/unit/test_orderings.py": ["test_what_is_said_to_race_does_and_nothing_else"],
+    "tests/unit/test_orderings.py": [
+        "test_what_is_said_to_race_does_and_nothing_else",
+        "test_what_is_safe_is_safe_whatever_shapes_steps_have",
+    ],
     "tests/cpu/test_nll_of_orderings.py": [
         "test_every_token_has_the_same_nll_under_every_safe_ordering"
     ],
