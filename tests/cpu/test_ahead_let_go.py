@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.profiles import share
 from workbench.backend import plan
 from workbench.backend.bind import Binding
 from workbench.backend.gate import RAN, Gate
@@ -186,7 +187,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
+@pytest.mark.parametrize("other", share(OTHERS, every=3), ids=lambda other: other.__name__)
 def test_nothing_else_queues_behind_a_gate(device, loaded, other):
     before = device.asked
     got = other(device.engine)

@@ -7,6 +7,7 @@ import pytest
 
 import workbench as wb
 from tests.oracles.adversary import search
+from tests.profiles import share
 from workbench.errors import DeviceError, UsageError
 from workbench.program.check.hazards import check
 from workbench.program.commands import Launch, Record, Wait
@@ -59,7 +60,7 @@ def serial(settings: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("fusion", [{}, FUSED], ids=["apart", "fused inside"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", share(SETTINGS, every=3))
 def test_logits_are_those_of_one_stream_to_the_bit(engine, name, fusion):
     settings = SETTINGS[name] | fusion
     if name == "stores by pointer" and fusion:

@@ -7,6 +7,7 @@ import pytest
 from kernel_runs import run, run_parts, written_by
 
 from tests.oracles.dequantize import dequantize
+from tests.profiles import share
 from workbench.backend.cpu import op_table
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.cpu.isa import ISAS, available
@@ -85,8 +86,9 @@ def every_layout(case: Case) -> np.ndarray:
     return results[0]
 
 
-@pytest.mark.parametrize("as_floats", [False, True])
-@pytest.mark.parametrize("name", QUANTISED_NAMES)
+@pytest.mark.parametrize(
+    ("name", "as_floats"), share([(n, a) for n in QUANTISED_NAMES for a in (False, True)], every=3)
+)
 def test_every_small_batch(name: str, as_floats: bool) -> None:
     """Batches of 1 to 9, with rows that fill no group of 16 and no panel, and a single one."""
     dtype = BY_NAME[name]
@@ -199,7 +201,7 @@ OTHER_ISAS = {
 
 @pytest.mark.parametrize("n_tokens,as_floats", [(5, False), (11, False), (5, True)])
 @pytest.mark.parametrize(
-    "isa,name", [(i.name, n) for i in host_isas()[1:] for n in OTHER_ISAS[i.name]]
+    "isa,name", share([(i.name, n) for i in host_isas()[1:] for n in OTHER_ISAS[i.name]], every=2)
 )
 def test_other_instruction_sets_give_the_same_bits(
     isa: str, name: str, n_tokens: int, as_floats: bool

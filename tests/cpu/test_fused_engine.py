@@ -14,6 +14,7 @@ import pytest
 import workbench as wb
 from tests import reference
 from tests.cpu.test_logits import SHARP_TOLERANCE, TOLERANCE
+from tests.profiles import share
 from workbench.backend.base import open_backend
 from workbench.config import Toggles
 from workbench.engine import loaded
@@ -24,6 +25,7 @@ from workbench.program.commands import Launch
 
 MODELS = [("tiny-llama", "Q4_K"), ("tiny-qwen3", "Q8_0"), ("tiny-llama-bias", "Q8_0"),
           ("tiny-qwen3", "F16")]  # fmt: skip
+ON_EACH = [(*model, device) for model in MODELS for device in ("embedded", "host")]
 ALL = Toggles().switched("fuse", "on")
 HALVED = Toggles(defer_norm="on")
 TOKENS = np.random.default_rng(11).integers(0, 1024, 30).tolist()
@@ -74,8 +76,7 @@ def choices() -> list[Toggles]:
     ]
 
 
-@pytest.mark.parametrize("device", ["embedded", "host"])
-@pytest.mark.parametrize(("preset", "quant"), MODELS)
+@pytest.mark.parametrize(("preset", "quant", "device"), share(ON_EACH, every=3))
 def test_bit_equal_whatever_is_fused(engine: GetEngine, preset: str, quant: str, device: str):
     base = engine(preset, quant, device)
     wanted = logits(base, Toggles())
@@ -117,8 +118,7 @@ def test_fused_launches_follow_exact_toggles_too(engine: GetEngine):
 # halved norms ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["embedded", "host"])
-@pytest.mark.parametrize(("preset", "quant"), MODELS)
+@pytest.mark.parametrize(("preset", "quant", "device"), share(ON_EACH, every=3))
 def test_halved_norms(engine: GetEngine, tiny_model, preset: str, quant: str, device: str):
     """They round otherwise than whole ones and are no further off; and however they are fused, they
     are the same. The prompt's second ubatch and all steps are of so few tokens that they apply."""

@@ -160,7 +160,7 @@ REFUSED: dict[tuple[str, str], dict[str, str]] = {
 
 @pytest.mark.parametrize("step_wait", StepWait)
 @pytest.mark.parametrize("copy_stream", [CopyStream.OWN, CopyStream.COMPUTE])
-@pytest.mark.parametrize("sync", SyncMode)
+@pytest.mark.parametrize("sync", share(SyncMode, every=3))
 def test_refused_or_right(hostile, right, sync, copy_stream, step_wait):
     if (sync, copy_stream) == (SyncMode.EVENT_GUARDED, CopyStream.COMPUTE):
         pytest.skip("these toggles clash on every device")

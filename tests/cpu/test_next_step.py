@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests import profiles
 from tests.late_host import never_passed  # noqa: F401 - of every test
 from workbench.backend.ahead import GatedCall
 from workbench.backend.issue import Prepared
@@ -130,7 +131,7 @@ def do(engine: wb.Engine, what: str, n: int) -> list[Any]:
 
 
 @settings(
-    max_examples=15, deadline=None,
+    max_examples=profiles.examples(40), deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(does=st.lists(DOES, min_size=1, max_size=10))

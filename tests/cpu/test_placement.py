@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.profiles import share
 from workbench.config import EngineConfig, Toggles
 from workbench.engine.placement import layer_of
 from workbench.errors import UsageError
@@ -44,7 +45,7 @@ def load(tiny_model):
     return make
 
 
-@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("placed", share(PLACED, every=3))
 @pytest.mark.parametrize(("preset", "quant"), MODELS)
 def test_the_answer_is_the_same_wherever_weights_are(load, preset, quant, placed):
     """Host and embedded device compute with the same kernels: bit by bit, fused and not, with and

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.profiles import share
 from workbench.backend import plan as plan_module
 from workbench.config import EXACT, Toggles
 from workbench.errors import DeviceError
@@ -61,7 +62,7 @@ def wanted(base) -> np.ndarray:
 # each policy -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rule", "scope"), EACH)
+@pytest.mark.parametrize(("rule", "scope"), share(EACH, every=3))
 def test_every_policy_is_exact(base, wanted, rule, scope):
     """Each value by itself, and all that are not the default together."""
     for name in POLICIES:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.profiles import share
 from tests.reuse import (
     N_CTX,
     N_UBATCH,
@@ -273,11 +274,11 @@ def test_under_plans(engine, mixed_wanted, way, plans, scope):
             assert np.array_equal(ours, theirs)
 
 
-LONG = [("rebuild", "ours", "step"), *(
+LONG = [("rebuild", "ours", "step"), *share([
     (way, *case)
     for way in REUSED
     for case in [("pr", "step"), ("today", "step"), *(("ours", scope) for scope in SCOPES)]
-)]  # fmt: skip
+], every=3)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("way", "plans", "scope"), LONG)

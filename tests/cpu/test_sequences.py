@@ -18,6 +18,7 @@ import pytest
 import workbench as wb
 from tests.clashes import clashing
 from tests.orderings import PLACED
+from tests.profiles import share
 from workbench.backend.issue import Prepared
 from workbench.bench.answers import compare
 from workbench.config import Toggles
@@ -145,7 +146,9 @@ TRAINS = [
 
 
 @pytest.mark.parametrize(
-    "values", [*TOGGLES, *TRAINS], ids=lambda v: ",".join(f"{n}={w}" for n, w in v.items())
+    "values",
+    share([*TOGGLES, *TRAINS], every=3),
+    ids=lambda v: ",".join(f"{n}={w}" for n, w in v.items()),
 )
 def test_every_toggle_answers_the_same(engine, values):
     wanted = together(engine)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.late_host import LATE, late_looks, never_passed  # noqa: F401 - of every test
 from tests.orderings import PLACED
+from tests.profiles import share
 from workbench.backend.stamps import StampedPlan, StampedWork, StampRing
 from workbench.bench.gaps import host_gaps
 from workbench.bench.token_parts import PARTS, token_parts
@@ -90,7 +91,7 @@ COMBINATIONS += [
 ]
 
 
-@pytest.mark.parametrize("values", COMBINATIONS, ids=lambda v: "-".join(v.values()))
+@pytest.mark.parametrize("values", share(COMBINATIONS, every=5), ids=lambda v: "-".join(v.values()))
 def test_a_step_s_stamps_lie_in_it_and_change_nothing(loaded, values):
     try:
         toggles = loaded.resolve(wb.Toggles(**BASE | values))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.profiles import share
 from workbench.backend.issue import Prepared
 from workbench.config import Toggles
 from workbench.program.commands import RESULT, Copy, Program, Record, Sync, Write
@@ -30,7 +31,7 @@ def run(engine: wb.Engine) -> np.ndarray:
     return np.concatenate([*rows, engine.prefill(PROMPT[70:])])
 
 
-@pytest.mark.parametrize("reuse", Toggles.values("graph_reuse"))
+@pytest.mark.parametrize("reuse", share(Toggles.values("graph_reuse"), every=3))
 @pytest.mark.parametrize(("sync", "copy_stream"), [
     ("per_copy", "own"), ("copy_boundary", "own"), ("packed", "compute"), ("event_guarded", "own"),
     ("implicit", "compute"), ("auto", "own"),

@@ -16,6 +16,7 @@ from data.measure import matrix, readme
 from data.measure.sources import age, unmarked
 from tests.gpu import sanitize
 from tests.notebooks.record import MADE
+from tests.profiles import share
 from workbench.bench.arms import answer_between
 from workbench.bench.comparison import AB
 from workbench.bench.gaps import Gaps
@@ -52,7 +53,7 @@ def is_ancestor(commit: str) -> bool:
     return (known := history()) is None or commit in known
 
 
-@pytest.mark.parametrize("page", readme.PAGES, ids=str)
+@pytest.mark.parametrize("page", share(readme.PAGES, every=2), ids=str)
 def test_a_page_is_what_the_runs_say(page):
     text = (ROOT / page).read_text()
     said = unmarked(readme.fill(text, RESULTS))
@@ -104,7 +105,7 @@ def test_a_run_is_whole_small_and_of_this_history(folder):
     assert sum(p.stat().st_size for p in folder.iterdir()) < 2_000_000
 
 
-@pytest.mark.parametrize("folder", RUNS, ids=name)
+@pytest.mark.parametrize("folder", share(RUNS, every=4), ids=name)
 def test_a_comparison_is_interleaved_repeated_and_right(folder):
     found = load_run(folder)
     if found.run["kind"] != "ab":

@@ -314,6 +314,7 @@ def test_decode_kernels_are_judged_by_runs_of_one_token_at_a_time(tmp_path):
     assert re.search(r"3.0e-06 / 2.0e-06 \| +\| 3.0e-06 / 2.0e-06 \| 5e-06 / 1e-05", f16)
 
 
+@pytest.mark.slow
 def test_the_steps_run_and_go_on_where_they_were(tmp_path, tiny_models, capsys):
     """A few steps with tiny models on the embedded device; a second call measures nothing."""
 

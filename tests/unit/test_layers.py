@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,12 @@ from workbench.program.sync_modes import Ordering
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "workbench"
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
 
 # from the top; a layer may import itself and what stands below it
 LAYERS = [
@@ -59,7 +66,7 @@ def layer_of(module: str) -> str:
 
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -116,8 +123,7 @@ def test_imports_go_in_no_circle():
         for p in modules()
     }
     graph = {
-        name: imported_when_run(ast.parse(path.read_text()), names) - {"workbench"}
-        for name, path in names.items()
+        name: imported_when_run(parsed(path), names) - {"workbench"} for name, path in names.items()
     }
     graphlib.TopologicalSorter(graph).prepare()  # CycleError names the circle
     assert len(graph) > 150 and "workbench.graph.ir" in graph["workbench.program.lower"]
@@ -171,7 +177,7 @@ def test_public_names_resolve():
 def toggle_reads(path: Path) -> set[str]:
     """Toggles a module reads: `toggles.name`; `getattr(toggles, ...)`, which may be any, is `*`."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         match node:
             case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=name):
                 found |= {name} if owner == "toggles" else set()
@@ -218,7 +224,7 @@ ASKED = {
 
 def asked_for_members(path: Path) -> Iterator[str]:
     """The first argument of each `hasattr`, and of each `getattr` with a name or a default."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             of, *name = (ast.unparse(arg) for arg in node.args) if node.args else ("",)
             named = len(name) == 2 or (name[:1] and name[0][0] in "'\"")

@@ -299,18 +299,16 @@ WITHIN: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize(
-    ("share", "least"), [(61, 3), pytest.param(1, 50, marks=pytest.mark.slow)], ids=["some", "all"]
-)
-def test_on_all_of_this_mechanism_and_across_mechanisms_the_checker_is_right(base, share, least):
+def test_on_all_of_this_mechanism_and_across_mechanisms_the_checker_is_right(base):
     whole = (
         Mutant(run, "", steps, True)
-        for toggles in list(dict.fromkeys([*orderings(**WITHIN), *across()]))[::share]
+        for toggles in dict.fromkeys([*orderings(**WITHIN), *across()])
         for run, steps in runs_of(base, toggles, scopes=PlanScope)
     )
     found = judge(distinct(whole))
-    assert min(found["safe"], found["unsafe"]) > least
+    assert min(found["safe"], found["unsafe"]) > 50
 
 
 @pytest.mark.slow

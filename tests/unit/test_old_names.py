@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from tests.profiles import share
 from workbench.backend import ahead, plan
 from workbench.bench import gaps, kernel_bench, results
 from workbench.bench.comparison import AB
@@ -52,7 +53,7 @@ def frame(run: results.Run) -> pd.DataFrame:
             return results.percentiles(run.samples)
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", share(FOLDERS, every=3), ids=lambda folder: folder.name)
 def test_every_folder_is_read(folder: Path):
     """Toggles, settings and a frame can be made of each; no name in it is unknown today."""
     before = (folder / "run.json").read_bytes()
