@@ -20,6 +20,7 @@ from workbench.program.branches import forked
 from workbench.program.check.hazards import check
 from workbench.program.commands import DEVICE, Launch, Wait
 from workbench.program.split import split
+from workbench.program.streams import compute_stream
 
 LIFETIMES = tuple(Toggles.values("lifetimes"))
 NONE = "none"
@@ -129,7 +130,7 @@ def layer_frames(
                 "nbytes": each.nbytes,
                 "first": each.first,
                 "last": min(each.last, max(inside)),
-                "stream": step.branches.streams[each.first],
+                "stream": compute_stream(step.branches.streams[each.first]),
                 "lost": lost.get(each.of, []),
             }
             for each in found

@@ -346,6 +346,28 @@ def test_no_text_lies_on_another_or_leaves_the_picture(titles: str, n_launches) 
             assert not box.overlaps(there), f"{text!r} lies on {other!r}"
 
 
+@pytest.mark.parametrize("n_letters", [1, 6, 40])
+def test_a_range_has_its_name_where_it_has_room(n_letters: int) -> None:
+    rows = [
+        {"name": f"{'a' * n_letters}{at}", "offset": 64 * at, "nbytes": nbytes, "first": first,
+         "last": last, "stream": at % 3, "lost": []}
+        for at, (nbytes, first, last) in enumerate(
+            [(64, 0, 20), (64, 3, 3), (1, 0, 20), (64, 18, 20), (64, 5, 12), (2, 2, 2)]
+        )
+    ]  # fmt: skip
+    frame = pd.DataFrame(rows)
+    fig = plots.lifetimes({"one": frame, "other": frame})
+    fig.canvas.draw()
+    for ax in fig.axes:
+        of = {row["name"]: patch for row, patch in zip(rows, ax.patches, strict=False)}
+        drawn = [text for text in ax.texts if text.get_text() in of]
+        assert len(drawn) < len(rows) and (drawn or n_letters > 20)
+        for text in drawn:
+            name, range_ = text.get_window_extent(), of[text.get_text()].get_window_extent()
+            assert range_.x0 <= name.x0 and name.x1 <= range_.x1
+            assert range_.y0 <= name.y0 and name.y1 <= range_.y1
+
+
 def test_tables_of_a_notebook_show_their_cells_whole_and_no_backticks() -> None:
     from notebooks import proofs
 
