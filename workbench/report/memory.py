@@ -5,6 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
 from workbench.report import style
@@ -46,6 +47,7 @@ def lifetimes(frames: dict[str, pd.DataFrame]) -> Figure:
         ax.set_xlim(frame["first"].min(), frame["last"].max() + 1)
         ax.set_ylim(0, top)
         ax.set_xlabel("node, as issued", fontsize=style.FONT)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.yaxis.set_major_formatter(style.plain_number)
         ax.tick_params(labelsize=style.FONT)
         ax.spines[["top", "right"]].set_visible(False)
