@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
-from data.measure import matrix
 from data.measure.matrix import DECODED, SCORED
 from data.measure.recorded import (
     LARGE,
-    NOT_MEASURED,
     SMALL,
     TYPES,
     Answer,
@@ -30,12 +27,8 @@ from data.measure.recorded import (
 )
 from data.measure.sources import age
 from data.measure.tables import Line, Part, Table
-from workbench.bench.arms import SETS
 from workbench.bench.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound
 from workbench.bench.comparison import AB
-from workbench.bench.gaps import Gaps
-from workbench.bench.stats import FASTER, SLOWER, verdict
-from workbench.config import CopyStream, SyncMode
 
 
 def decodes(recorded: Recorded) -> Iterator[Line]:
@@ -224,93 +217,6 @@ def checked_where(recorded: Recorded) -> str:
     return f"{'; '.join(said)}."
 
 
-BEFORE, AFTER = SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value
-GAP = "host gap"
-
-
-class Mechanism(NamedTuple):
-    """A mechanism, the folder that compares it, the value it is switched to, and of the tests the
-    one shown; GAP takes the host gap of a run of gaps. kind: of the row of the matrix. later: one
-    without a run has no row yet."""
-
-    name: str
-    folder: str
-    on: str
-    test: str
-    kind: str = "ab"
-    later: bool = False
-
-
-MECHANISMS = tuple(Mechanism(*row) for row in (
-    ("fewer synchronizations (#17795)", "gaps-on-llama-3.2-1b-f16", AFTER, GAP, "gaps"),
-    ("", "sync-own-on-llama-3.2-1b-f16", AFTER, "tg512"),
-    ("graph reuse (#8366), in Python", "reuse-ways-llama-3.2-1b-bf16", "set_rows", "tg32"),
-    ("a plan for each split (#16548)", "plans-llama-3.2-1b-bf16", "plans=ours plan_scope=split",
-     "tg128", "plans", True),
-    ("a step is one plan, launched ahead", "plans-llama-3.2-1b-bf16",
-     f"{matrix.WHOLE} {matrix.WORD}", "tg128", "plans", True),
-    ("fusion", "fusion-fuse-with-all-llama-3-8b-q4_0", "on", "tg32"),
-    ("norms in halves", "fusion-defer-norm-with-all-llama-3-8b-q4_0", "on", "tg32"),
-    ("dependent launch", "fusion-pdl-with-all-llama-3-8b-q4_0", "on", "tg32"),
-    ("no wait between ubatches", "pipeline-one-device-llama-3-8b-q4_0", "outputs", "pp4096"),
-    ("the same, layers over two GPUs", "pipeline-step-wait-llama-3-8b-q4_0", "outputs", "pp4096"),
-    ("four input buffers, two GPUs", "pipeline-n-copies-llama-3-8b-q4_0", "4", "pp4096"),
-))  # fmt: skip
-
-
-def mechanisms(recorded: Recorded) -> Iterator[Line]:
-    """A mechanism: the toggle values compared, and what the recorded comparison says; one whose run
-    is missing says so."""
-    for name, folder, on, test, kind, later in MECHANISMS:
-        row = matrix.the(folder, kind)
-        off = row.compared.split("," if SETS not in row.compared else SETS)[0].strip()
-        off = off or f"sync={BEFORE}"
-        toggle = off.partition("=")[0]
-        cells = {"mechanism": name, "off": off, "on": on.removeprefix(f"{toggle}=")}
-        run = recorded.run(folder)
-        if run is None or (test != GAP and test not in run.run["tests"]):
-            if not later:
-                yield Line(cells | {"verdict": NOT_MEASURED})
-            continue
-        beside = "all else off" if row.toggles == "baseline" else "all else on"
-        where = {"workload": f"{model_of(run.run)}, {test}", "with": beside}
-        found = Gaps if test == GAP else AB
-        made = found(run.run, run.samples)
-        numbers = _of_gaps(made) if isinstance(made, Gaps) else _of(made, test, on)
-        yield Line(cells | where | numbers, [made])
-
-
-def _of(found: AB, test: str, on: str) -> dict[str, str]:
-    """Tokens a second under both values."""
-    summary = found.summary()
-    (line,) = summary[(summary["test"] == test) & (summary["arm"] == on)].to_dict("records")
-    return {
-        "at off": f"{line['tps_baseline']:.1f} t/s",
-        "at on": f"{line['tps_toggled']:.1f} t/s",
-        "speedup": f"{line['speedup']:.2f} ({line['low']:.2f}..{line['high']:.2f})",
-        "verdict": line["verdict"],
-    }
-
-
-def _of_gaps(found: Gaps) -> dict[str, str]:
-    """The gap under both values; copies ride their own stream."""
-    us = found.table().set_index("arm")["gap_us"]
-    own = [arm for arm in found.run["arms"] if _own(arm) and not arm["is_control"]]
-    arms = {arm["sync_mode"]: arm["name"] for arm in own}
-    ratio, band = found.ratio(BEFORE, AFTER, CopyStream.OWN.value)
-    judged = verdict(ratio, band)
-    return {
-        "at off": f"{us[arms[BEFORE]]:.0f} us",
-        "at on": f"{us[arms[AFTER]]:.0f} us",
-        "speedup": f"{ratio.value:.2f} ({ratio.low:.2f}..{ratio.high:.2f})",
-        "verdict": {FASTER: "shorter", SLOWER: "longer"}.get(judged, judged),
-    }
-
-
-def _own(arm: dict[str, Any]) -> bool:
-    return arm["toggles"]["copy_stream"] == CopyStream.OWN.value
-
-
 MADE = {
     "quantised": "{name}, by llama.cpp's quantiser",
     "blocks": "{name}, random blocks",
@@ -374,7 +280,6 @@ def peer_files_where(recorded: Recorded) -> str:
 
 
 BLOCKS: dict[str, list[Part]] = {
-    "mechanisms": [Table("Mechanisms", mechanisms, None, "", by_device=True)],
     "decode-cuda": [DECODE],
     "batches-cuda": [BATCHES],
     "together-cuda": [TOGETHER],

@@ -15,6 +15,7 @@ from pathlib import Path
 from data.measure import (
     arena_peaks,
     blocks,
+    mechanisms,
     peer,
     plan_tables,
     presets,
@@ -86,6 +87,7 @@ def _families(names: Iterable[str]) -> Iterable[str]:
 BLOCKS: dict[str, list[Part]] = {
     "rooms": [Table("Rooms", rooms)],
     "timelines": [picture],
+    **mechanisms.BLOCKS,
     **blocks.BLOCKS,
     **peer.BLOCKS,
     **streams.BLOCKS,

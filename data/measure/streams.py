@@ -113,6 +113,20 @@ def caption(recorded: Recorded) -> str:
     return where(recorded, MODELS, FOLDER)
 
 
+def either(recorded: Recorded) -> str:
+    """On which models streams win over fusion across branches: why a preset has one or several."""
+    found: dict[str, list[str]] = {}
+    for peer in recorded_peers(recorded, MODELS, FOLDER):
+        ratio = peer.ratio(DECODED, *EITHER.arms)
+        said = f"{peer.model} ({ratio.value:.3f})"
+        found.setdefault(verdict(ratio, peer.band(DECODED)), []).append(said)
+    said = "; ".join(f"{name} on {', '.join(models)}" for name, models in found.items())
+    return (
+        f"Streams beside fusion across branches, {DECODED}: {said}. `streams=1` is what preset "
+        "`best` has: a preset is for a kind of device, and not for a model."
+    )
+
+
 def overlaps(recorded: Recorded) -> Iterator[Line]:
     """A model and a setting: the part of a token that has two kernels or more in flight."""
     for peer in recorded_peers(recorded, MODELS, FOLDER):
@@ -166,6 +180,7 @@ CELLS = {
 BLOCKS: dict[str, list[Part]] = {
     "streams": [
         Table("Concurrent streams on a GPU", lines, CELLS, said=caption),
+        either,
         "How much of a token has two kernels or more in flight, untraced: every kernel notes its "
         "own begin and end (`%globaltimer`). *us a token* is from the first kernel to the end of "
         "the last, by kernels that note nothing; a trace stands beside it with what it costs. What "

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data.measure import matrix
-from data.measure.blocks import MECHANISMS
+from data.measure.mechanisms import MECHANISMS
 from data.measure.session import BACKGROUNDS, FILES, parsed, toggles_of
 from data.measure.steps import KINDS
 from workbench.backend.null import open_backend

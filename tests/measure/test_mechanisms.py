@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
 
-from data.measure.blocks import AFTER, BEFORE, GAP, MECHANISMS, Mechanism
+from data.measure.mechanisms import (
+    AFTER,
+    BEFORE,
+    GAP,
+    MECHANISMS,
+    SIDE_BY_SIDE,
+    Mechanism,
+    side_by_side,
+)  # fmt: skip
+from data.measure.peer import recorded_peer
 from data.measure.readme import made
 from data.measure.recorded import Recorded
 from workbench.bench import gaps, results
@@ -76,3 +86,20 @@ def test_a_missing_run_keeps_its_row(tmp_path):
     first = [one for one in MECHANISMS if not one.later or one is spec]
     assert sum("not measured" in line for line in lines) == len(first) - 1
     assert sum(spec.name in line for line in lines) == 1
+
+
+def test_branches_side_by_side_have_the_numbers_of_their_campaign(tmp_path):
+    recorded = Recorded(RESULTS)
+    page = made("mechanisms", recorded)
+    assert not list(side_by_side(Recorded(tmp_path)))
+    for one, line in zip(SIDE_BY_SIDE, side_by_side(recorded), strict=True):
+        found = recorded_peer(recorded, one.model, "peer-streams")
+        tps = found.tps("tg128")
+        off, on = (statistics.median(tps[arm]) for arm in one.pair.arms)
+        said = line.values
+        assert (said["at off"], said["at on"]) == (f"{off:.1f} t/s", f"{on:.1f} t/s")
+        assert float(said["speedup"].split()[0]) == pytest.approx(on / off, abs=0.02)
+        assert one.name in page
+        a, b = (found.toggles_of(arm) for arm in one.pair.arms)
+        assert a["streams"] == "1" != b["streams"]
+        assert (said["with"] == "all else on, no fusion") == (a["fuse_rope_store"] == "off")

@@ -1,0 +1,155 @@
+"""README's first table: what each mechanism is worth, by the comparisons that are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from data.measure import matrix, streams
+from data.measure.peer import recorded_peer
+from data.measure.recorded import NOT_MEASURED, Recorded, model_of
+from data.measure.tables import Line, Part, Table
+from workbench.bench.arms import SETS
+from workbench.bench.comparison import AB
+from workbench.bench.gaps import Gaps
+from workbench.bench.stats import FASTER, SLOWER, verdict
+from workbench.config import CopyStream, SyncMode
+
+BEFORE, AFTER = SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value
+GAP = "host gap"
+
+
+class Mechanism(NamedTuple):
+    """A mechanism, the folder that compares it, the value it is switched to, and of the tests the
+    one shown; GAP takes the host gap of a run of gaps. kind: of the row of the matrix. later: one
+    without a run has no row yet."""
+
+    name: str
+    folder: str
+    on: str
+    test: str
+    kind: str = "ab"
+    later: bool = False
+
+
+MECHANISMS = tuple(Mechanism(*row) for row in (
+    ("fewer synchronizations (#17795)", "gaps-on-llama-3.2-1b-f16", AFTER, GAP, "gaps"),
+    ("", "sync-own-on-llama-3.2-1b-f16", AFTER, "tg512"),
+    ("graph reuse (#8366), in Python", "reuse-ways-llama-3.2-1b-bf16", "set_rows", "tg32"),
+    ("a plan for each split (#16548)", "plans-llama-3.2-1b-bf16", "plans=ours plan_scope=split",
+     "tg128", "plans", True),
+    ("a step is one plan, launched ahead", "plans-llama-3.2-1b-bf16",
+     f"{matrix.WHOLE} {matrix.WORD}", "tg128", "plans", True),
+    ("fusion", "fusion-fuse-with-all-llama-3-8b-q4_0", "on", "tg32"),
+    ("norms in halves", "fusion-defer-norm-with-all-llama-3-8b-q4_0", "on", "tg32"),
+    ("dependent launch", "fusion-pdl-with-all-llama-3-8b-q4_0", "on", "tg32"),
+    ("no wait between ubatches", "pipeline-one-device-llama-3-8b-q4_0", "outputs", "pp4096"),
+    ("the same, layers over two GPUs", "pipeline-step-wait-llama-3-8b-q4_0", "outputs", "pp4096"),
+    ("four input buffers, two GPUs", "pipeline-n-copies-llama-3-8b-q4_0", "4", "pp4096"),
+))  # fmt: skip
+
+
+class SideBySide(NamedTuple):
+    """A row of branches side by side: its name, the model of the campaign, the pair of arms, and
+    what the second differs in."""
+
+    name: str
+    model: str
+    pair: streams.Pair
+    off: str
+    on: str
+
+
+_PLANNED, _ANYWHERE, *_ = streams.PAIRS
+SIDE_BY_SIDE = (
+    SideBySide("Q, K and V side by side (#16991)", "llama-3-8b-q4_0", _PLANNED, streams.ONE, "3"),
+    SideBySide(
+        "all branches side by side", "llama-3-8b-q4_0", _ANYWHERE, streams.ONE, "4 fork=any"
+    ),
+    SideBySide(
+        "streams, or fusion across branches", "llama-3-8b-q4_0", streams.EITHER,
+        "branch_fusion=joined", "inside streams=3",
+    ),
+)  # fmt: skip
+
+
+def mechanisms(recorded: Recorded) -> Iterator[Line]:
+    """A mechanism: the toggle values compared, and what the recorded comparison says; one whose run
+    is missing says so."""
+    for name, folder, on, test, kind, later in MECHANISMS:
+        row = matrix.the(folder, kind)
+        off = row.compared.split("," if SETS not in row.compared else SETS)[0].strip()
+        off = off or f"sync={BEFORE}"
+        toggle = off.partition("=")[0]
+        cells = {"mechanism": name, "off": off, "on": on.removeprefix(f"{toggle}=")}
+        run = recorded.run(folder)
+        if run is None or (test != GAP and test not in run.run["tests"]):
+            if not later:
+                yield Line(cells | {"verdict": NOT_MEASURED})
+            continue
+        beside = "all else off" if row.toggles == "baseline" else "all else on"
+        where = {"workload": f"{model_of(run.run)}, {test}", "with": beside}
+        found = Gaps if test == GAP else AB
+        made = found(run.run, run.samples)
+        numbers = _of_gaps(made) if isinstance(made, Gaps) else _of(made, test, on)
+        yield Line(cells | where | numbers, [made])
+
+
+def side_by_side(recorded: Recorded) -> Iterator[Line]:
+    """A row for each of SIDE_BY_SIDE that has a run."""
+    for one in SIDE_BY_SIDE:
+        found = recorded_peer(recorded, one.model, streams.FOLDER)
+        if found is None:
+            continue
+        beside = ", no fusion" if streams.UNFUSED in one.pair.setting else ""
+        off, on = (found.interval(streams.DECODED, arm)[0] for arm in one.pair.arms)
+        ratio = found.ratio(streams.DECODED, *one.pair.arms)
+        cells = {
+            "mechanism": one.name, "off": one.off, "on": one.on,
+            "workload": f"{found.model}, {streams.DECODED}", "with": f"all else on{beside}",
+            "at off": f"{off:.1f} t/s", "at on": f"{on:.1f} t/s",
+            "speedup": f"{ratio.value:.2f} ({ratio.low:.2f}..{ratio.high:.2f})",
+            "verdict": verdict(ratio, found.band(streams.DECODED)),
+        }  # fmt: skip
+        yield Line(cells, [found])
+
+
+def _of(found: AB, test: str, on: str) -> dict[str, str]:
+    """Tokens a second under both values."""
+    summary = found.summary()
+    (line,) = summary[(summary["test"] == test) & (summary["arm"] == on)].to_dict("records")
+    return {
+        "at off": f"{line['tps_baseline']:.1f} t/s",
+        "at on": f"{line['tps_toggled']:.1f} t/s",
+        "speedup": f"{line['speedup']:.2f} ({line['low']:.2f}..{line['high']:.2f})",
+        "verdict": line["verdict"],
+    }
+
+
+def _of_gaps(found: Gaps) -> dict[str, str]:
+    """The gap under both values; copies ride their own stream."""
+    us = found.table().set_index("arm")["gap_us"]
+    own = [arm for arm in found.run["arms"] if _own(arm) and not arm["is_control"]]
+    arms = {arm["sync_mode"]: arm["name"] for arm in own}
+    ratio, band = found.ratio(BEFORE, AFTER, CopyStream.OWN.value)
+    judged = verdict(ratio, band)
+    return {
+        "at off": f"{us[arms[BEFORE]]:.0f} us",
+        "at on": f"{us[arms[AFTER]]:.0f} us",
+        "speedup": f"{ratio.value:.2f} ({ratio.low:.2f}..{ratio.high:.2f})",
+        "verdict": {FASTER: "shorter", SLOWER: "longer"}.get(judged, judged),
+    }
+
+
+def _own(arm: dict[str, Any]) -> bool:
+    return arm["toggles"]["copy_stream"] == CopyStream.OWN.value
+
+
+def rows(recorded: Recorded) -> Iterator[Line]:
+    yield from mechanisms(recorded)
+    yield from side_by_side(recorded)
+
+
+BLOCKS: dict[str, list[Part]] = {
+    "mechanisms": [Table("Mechanisms", rows, None, "", by_device=True)],
+}
