@@ -34,6 +34,7 @@ LIMIT_S = 480  # for everything
 ERROR_EXIT = 86
 CONNECT_S = 60  # the interpreter and its libraries load before the first call of CUDA
 ARENA, LOADING = "tests/gpu/test_cuda_debug_arena.py", "tests/gpu/test_cuda_loading.py"
+OVERLAP = "tests/gpu/test_cuda_overlap.py"
 TILES, REPETITIONS = "tests/gpu/test_cuda_tiles.py", "tests/gpu/test_cuda_repetitions.py"
 
 
@@ -51,6 +52,7 @@ _SHARED = "shared tiles, several stages in flight"
 _BUILDS = Entry(
     f"{TILES}::test_every_build[Q5_K-*]", "builds that only wide weights get, sharing tiles and not"
 )
+_NOTING = f"{OVERLAP}::test_a_step_that_notes_computes_the_same_bits"
 
 SUBSETS: dict[str, tuple[Entry, ...]] = {
     "memcheck": (
@@ -60,6 +62,8 @@ SUBSETS: dict[str, tuple[Entry, ...]] = {
         Entry(f"{ARENA}::test_products_alone[exact-*]", "rows and columns no multiple of a tile"),
         Entry(f"{ARENA}::test_attention_alone[exact-*]", "cells no multiple of a tile, shares"),
         Entry(f"{ARENA}::test_splits_alone[exact-*]", _SPLIT),
+        Entry(f"{_NOTING}[*any, in a plan*]", "branches of a graph on several streams, where "
+              "each kernel notes its begin and end"),
         _BUILDS,
         _REPACK,
     ),
@@ -82,6 +86,7 @@ SUBSETS: dict[str, tuple[Entry, ...]] = {
         Entry(f"{ARENA}::test_products_alone[guarded-quantised-*]", _SHARED),
         Entry(f"{ARENA}::test_attention_alone[guarded-*]", _SHARED),
         Entry(f"{ARENA}::test_splits_alone[guarded-*]", "the flag that says who is last"),
+        Entry(f"{_NOTING}[*inside branches*]", "products that note"),
         _BUILDS,
     ),
     "synccheck": (
@@ -92,6 +97,7 @@ SUBSETS: dict[str, tuple[Entry, ...]] = {
               "tiles, and registers handed over"),
         Entry(f"{ARENA}::test_attention_alone[guarded-*]", "barriers of shares of other lengths"),
         Entry(f"{ARENA}::test_splits_alone[guarded-*]", "barriers on the way of the last block"),
+        Entry(f"{_NOTING}[*inside branches*]", "a kernel's end, behind its own barriers"),
         _BUILDS,
     ),
 }  # fmt: skip
