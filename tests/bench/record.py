@@ -1,7 +1,7 @@
 """Runs the benchmarks and records their medians.
 
     python -m tests.bench.record          # all of them
-    python -m tests.bench.record FILES    # those of these files, test_bench_forks.py, beside the rest
+    python -m tests.bench.record FILES    # of test_bench_forks.py, say, beside the rest
 
 Writes data/results/benchmarks.json: date, commit, machine, and for every benchmark its median,
 interquartile range and rounds, in microseconds. What a call with FILES measured says under `of`
