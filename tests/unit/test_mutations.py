@@ -318,7 +318,7 @@ def test_of_all_of_this_mechanism_without_any_one_command_the_checker_is_right(b
     """A fifth of the orderings, which has every pair of their values."""
     chosen = list(orderings(**WITHIN))[::5]
     found = judge(mutants(base, chosen, one_order=True))
-    assert min(found["safe"], found["unsafe"]) > 1000 and not found["unseen"]
+    assert min(found["safe"], found["unsafe"]) > 200 and not found["unseen"]
 
 
 @pytest.mark.slow
