@@ -47,12 +47,12 @@ INSTALL = if command -v uv >/dev/null 2>&1; then \
 
 .venv/.lab: .venv/bin/python pyproject.toml constraints.txt
 	@echo "installing into .venv/ (a minute or two the first time)"
-	@$(call INSTALL,lab$(GPU_EXTRA))
+	@$(call INSTALL,lab$(comma)serve$(GPU_EXTRA))
 	@touch $@
 
 .venv/.dev: .venv/.lab
 	@echo "installing what the tests need"
-	@$(call INSTALL,lab$(comma)dev$(GPU_EXTRA))
+	@$(call INSTALL,lab$(comma)serve$(comma)dev$(GPU_EXTRA))
 	@touch $@
 
 report: .venv/.lab

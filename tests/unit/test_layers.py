@@ -31,6 +31,7 @@ def parsed(path: Path) -> ast.Module:
 LAYERS = [
     ("__main__",),
     ("cli", "lab"),
+    ("serve",),
     ("report",),
     ("bench",),
     ("trace",),
