@@ -132,6 +132,48 @@ class KVGrowth(Choice):
     FULL = "full", "the whole cache, masked: one shape for all depths"
 
 
+class KVCacheKind(Choice):
+    """Whose cells the cache has."""
+
+    UNIFIED = "unified", "any sequence has any cell, and every token's mask spans them all"
+    PER_SEQUENCE = "per_sequence", "each sequence has as many cells of its own (llama.cpp: streams)"
+
+
+class SkipMaskedKV(Choice):
+    """Which masked cells attention leaves unread (llama.cpp #14924). All see the same mask, and
+    add the same terms in the same order."""
+
+    OFF = "off", "none: masked cells are read, and count for nothing"
+    IN_LOOP = "in_loop", "tiles that are masked for all their tokens, seen as they come (#13584)"
+    TAIL = "tail", "all behind the last 256 cells that a token sees; a kernel looks for them first"
+    CLASSES = "classes", "every 64 cells that a token does not see; what it sees whole has no mask"
+
+
+class SkipGate(Choice):
+    """Where skipping is on."""
+
+    REFERENCE = "reference", "the proposal's: n_kv a multiple of 256, and 1024 tokens or 2 regions"
+    ALWAYS = "always", "in every step"
+    NEVER = "never", "in no step"
+
+
+class AttnKernel(Choice):
+    """Which kernels compute attention."""
+
+    AUTO = "auto", "what is fastest for the shape"
+    VEC = "vec", "a query row at a time, no tiles of queries"
+    TILE = "tile", "tiles of queries, plain multiply-add"
+    MMA = "mma", "tiles of queries, matrix units; CUDA"
+
+
+class KVParts(Choice):
+    """Into how many parts attention splits the cells, which are then combined in a fixed order."""
+
+    OFF = "off", "one"
+    PARALLEL_BLOCKS = "parallel_blocks", "as many for each query row as fill the device"
+    STREAM_K = "stream_k", "every block has as many tiles, which may be of several query rows"
+
+
 class Activations(Choice):
     """What products are given.
 

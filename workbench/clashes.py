@@ -12,6 +12,14 @@ CLASHES: list[tuple[tuple[str, str], tuple[str, str], str]] = [
     ),
     *(
         (
+            ("graph_reuse", reuse), ("kv_cache", "per_sequence"),
+            "it stores a step's tokens in cells in a row, and those of several sequences are in "
+            "none; use graph_reuse=set_rows",
+        )
+        for reuse in ("patch_pointers", "pointer_table")
+    ),
+    *(
+        (
             ("graph_reuse", "rebuild"), (f"redo_{layer}", "on"),
             "every step does all of it; use graph_reuse=set_rows",
         )

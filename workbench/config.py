@@ -17,6 +17,7 @@ from workbench.choices import CopyStream as CopyStream
 from workbench.choices import GraphReuse as GraphReuse
 from workbench.choices import HostSource as HostSource
 from workbench.choices import InputOrder as InputOrder
+from workbench.choices import KVCacheKind as KVCacheKind
 from workbench.choices import KVGrowth as KVGrowth
 from workbench.choices import NCopies as NCopies
 from workbench.choices import PlanBatch as PlanBatch

@@ -14,6 +14,7 @@ from typing import Any
 
 from workbench.choices import (
     Activations,
+    AttnKernel,
     BranchFusion,
     CopyStream,
     Fork,
@@ -21,7 +22,9 @@ from workbench.choices import (
     Half,
     HostSource,
     InputOrder,
+    KVCacheKind,
     KVGrowth,
+    KVParts,
     LaunchAhead,
     Lifetimes,
     NCopies,
@@ -34,6 +37,8 @@ from workbench.choices import (
     PlanWarmup,
     Redo,
     Results,
+    SkipGate,
+    SkipMaskedKV,
     StepWait,
     Streams,
     Switch,
@@ -80,6 +85,8 @@ _SYNC, _LAYOUT, _LOWER = (f"program/{room}.py" for room in ("sync_modes", "layou
 _WAITS = "llama.cpp #17795"
 _REUSE, _REUSED = "engine/reuse.py", "llama.cpp #8366"
 _PLAN, _PLANS = "backend/plan.py", "llama.cpp #16548"
+_CACHE, _SERVED = "engine/kv_cache.py", "llama.cpp #14924"
+_EXTENT, _ATTEND = "engine/kv_extent.py", "graph/attend.py"
 _FORKS, _STREAMS = "graph/forks.py", "llama.cpp #16991"
 
 
@@ -125,7 +132,22 @@ class Toggles:
     redo_lower: str = _redo("commands of a step")
     redo_bind: str = _redo("commands bound to addresses")
     kv_growth: str = _toggle(
-        KVGrowth.STEP, "engine/kv_cache.py", ROUNDING, _REUSED, "cells that attention looks at"
+        KVGrowth.STEP, _CACHE, ROUNDING, _REUSED, "cells that attention looks at"
+    )
+    kv_cache: str = _toggle(
+        KVCacheKind.UNIFIED, _CACHE, ROUNDING, _SERVED, "whose cells the cache has"
+    )
+    skip_masked_kv: str = _toggle(
+        SkipMaskedKV.OFF, _EXTENT, EXACT, _SERVED, "masked cells that attention leaves unread"
+    )
+    skip_gate: str = _toggle(
+        SkipGate.REFERENCE, _EXTENT, EXACT, _SERVED, "steps in which they are left unread"
+    )
+    attn_kernel: str = _toggle(
+        AttnKernel.AUTO, _ATTEND, ROUNDING, _SERVED, "which kernels compute attention"
+    )
+    kv_parts: str = _toggle(
+        KVParts.OFF, _ATTEND, ROUNDING, _SERVED, "parts that attention splits the cells into"
     )
     activations: str = _toggle(
         Activations.Q8, "model/decoder.py", ROUNDING, "", "what products are given"

@@ -55,10 +55,11 @@ def run(
     def address_of(tensor: Tensor) -> int:
         return int(body.ctypes.data) if tensor is out else arena.address(tensor)
 
-    block = words(args.pack(node, address_of, int(scratch.ctypes.data) + GUARD))
-    call = op_table.kernel(op_table.kernel_of(node), layout, isa).ctypes
-    for part in range(n_parts):
-        call(int(block.ctypes.data), part, n_parts)
+    block = words(op_table.arguments(node, address_of, int(scratch.ctypes.data) + GUARD))
+    for kernel in op_table.kernels_of(node):
+        call = op_table.kernel(kernel, layout, isa).ctypes
+        for part in range(n_parts):
+            call(int(block.ctypes.data), part, n_parts)
     for outside in (padded[:GUARD], padded[GUARD + out.nbytes :]):
         assert (outside == 0xA5).all(), "bytes beside the output were written"
     for outside in (scratch[:GUARD], scratch[GUARD + n_scratch :]):
@@ -85,7 +86,7 @@ def written_by(node: Node, arrays: dict[Tensor, np.ndarray], n_parts: int, layou
             body = np.full(out.nbytes, fill, np.uint8)
             own = {out: body}
             block = words(
-                args.pack(
+                op_table.arguments(
                     node,
                     lambda t, own=own: int(own.get(t, arena.arrays.get(t)).ctypes.data),
                     int(scratch.ctypes.data),

@@ -555,7 +555,7 @@ def table(engine: Engine) -> bytes:
     rows = max((s + 1 for s in range(cache.n_seqs) if cache.length(s)), default=0)
     arrays = (cache._positions[:rows], cache._masks[:rows], cache._next[:rows], cache._n_owners)
     moved = None if cache.moved is None else cache.moved.tolist()
-    return pickle.dumps(([a.tolist() for a in arrays], moved, cache.n_used, cache._end))
+    return pickle.dumps(([a.tolist() for a in arrays], moved, cache.n_used, cache._ends.tolist()))
 
 
 REFUSED = {

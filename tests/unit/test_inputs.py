@@ -24,11 +24,11 @@ from workbench.model.shift import shift_graph
 N_VOCAB, N_CTX, N_UBATCH, PAD = 64, 96, 16, 32
 NUMPY = {I32: np.int32, I64: np.int64, F16: np.float16, F32: np.float32}
 DECODE = StepShape(1, 1, 256)
-# which parts of a step shape an input must be asked about; no input has a shape from n_seqs
+# which parts of a step shape an input must be asked about
 DEPENDS = {
     "inp_tokens": {"n_tokens"}, "inp_pos": {"n_tokens"}, "attn_inp_kq_mask": {"n_tokens", "n_kv"},
     "attn_inp_k_idxs": {"n_tokens"}, "attn_inp_v_idxs": {"n_tokens"},
-    "inp_out_ids": {"n_outputs"}, "inp_k_shift": {"n_kv"},
+    "inp_out_ids": {"n_outputs"}, "inp_k_shift": {"n_kv"}, "attn_inp_regions": {"n_seqs"},
 }  # fmt: skip
 
 shapes = st.builds(StepShape, *[st.integers(1, 600)] * 3, n_seqs=st.integers(1, 4))
@@ -38,6 +38,7 @@ def test_each_input_of_a_graph_is_in_the_table():
     model = Decoder("tiny-llama", F32)
     shape = StepShape(4, 2, 256)
     step = build_graph(model, shape, model.caches(256)).inputs
+    step += build_graph(model, shape, model.caches(512), regions=True).inputs
     shift = shift_graph(model, model.caches(256), 256).inputs
     assert {t.name for t in (*step, *shift)} == set(INPUTS) == set(DEPENDS)
     for t in step:

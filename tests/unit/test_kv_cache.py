@@ -122,7 +122,7 @@ def do_step(cache: KVCache, model: Model, entries: list[tuple[int, int]], fails:
     work = [(sequence, [1] * n, "last") for sequence, n in sizes.items()]
     n = sum(sizes.values())
     there = n <= N_CTX - len(model.cells) and len(model.free(n)) == n
-    assert cache.has_room(n) == there
+    assert cache.has_room([(0, n)]) == there
     if not there or n > N_UBATCH:
         refused(cache, lambda: make_batch(work, cache, 10, N_UBATCH))
         return
@@ -216,7 +216,7 @@ def test_steps_that_find_their_cells_are_known_before(taken, n, n_ubatch):
     rest, at = n, cache.length()
     try:
         while rest:
-            found = cache.find(min(rest, n_ubatch))
+            found = cache.find([(0, min(rest, n_ubatch))])
             assert np.array_equal(found, np.arange(len(found)) + found[0])
             cache.store(np.zeros(len(found), np.int64), (at + found).astype(np.int32), found)
             rest -= len(found)
@@ -230,9 +230,9 @@ def test_steps_that_find_their_cells_are_known_before(taken, n, n_ubatch):
             cache.remove(0, int(own), int(own) + 1)
     if said:
         with pytest.raises(UsageError, match="in a row"):
-            cache.check_steps(n, n_ubatch)
+            cache.check_steps(0, n, n_ubatch)
     else:
-        cache.check_steps(n, n_ubatch)
+        cache.check_steps(0, n, n_ubatch)
 
 
 # what is refused ----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from workbench.config import Activations
 from workbench.graph import ops
+from workbench.graph.attend import attended
 from workbench.graph.ir import ALIGN, Q8_ACT, QUANTISED, Node, Tensor
 from workbench.graph.shapes import SQUARES
 from workbench.sizes import round_up
@@ -102,13 +103,22 @@ def _copy_by_table(n: Node, at, scratch) -> Args:
 
 
 def _attention(n: Node, at, scratch) -> Args:
-    """dst, q, k, v, mask, scratch, n_tokens, n_head, n_head_kv, head_dim, n_kv, scale"""
-    q, k, v, mask = n.inputs
-    p = n.params
+    """dst, q, k, v, mask, scratch, regions, extents, classes, sinks, n_tokens, n_head, n_head_kv,
+    head_dim, n_kv, n_regions, scale"""
+    a, p = attended(n), n.params
+    more = [0 if t is None else at(t) for t in (a.regions, a.extents, a.classes, a.sinks)]
+    n_regions = 0 if a.regions is None else a.regions.shape[0]
     return [
-        at(n.output), at(q), at(k), at(v), at(mask), scratch,
-        q.shape[0], q.shape[1], p["n_head_kv"], q.shape[2], p["n_kv"], float(p["scale"]),
+        at(n.output), at(a.q), at(a.k), at(a.v), at(a.mask), scratch, *more,
+        a.q.shape[0], a.q.shape[1], p["n_head_kv"], a.q.shape[2], p["n_kv"], n_regions,
+        float(p["scale"]),
     ]  # fmt: skip
+
+
+def _of_mask(n: Node, at, scratch) -> Args:
+    """dst, mask, n_tokens, n_kv"""
+    (mask,) = n.inputs
+    return [at(n.output), at(mask), *mask.shape]
 
 
 def _rms_scale(n: Node, at, scratch) -> Args:
@@ -129,6 +139,11 @@ def _one(n: Node) -> tuple[str, ...]:
 def _by_first(n: Node) -> tuple[str, ...]:
     """An op with a kernel for each type of its first input."""
     return (n.op, n.inputs[0].dtype.name)
+
+
+def _by_cache(n: Node) -> tuple[str, ...]:
+    """Attention has a kernel for each pair of types of K and V."""
+    return (n.op, n.inputs[1].dtype.name, n.inputs[2].dtype.name)
 
 
 def _by_weight(n: Node) -> tuple[str, ...]:
@@ -156,10 +171,12 @@ ARGS: dict[str, OpKernels] = {
     "mul_mat": OpKernels(_mul_mat, _by_weight),
     "rope": OpKernels(_rope),
     "rope_shift": OpKernels(_rope_shift),
-    "set_rows": OpKernels(_set_rows),
-    "copy_to_view": OpKernels(_copy_to_view),
-    "copy_by_table": OpKernels(_copy_by_table),
-    "attention": OpKernels(_attention),
+    "set_rows": OpKernels(_set_rows, _by_first),
+    "copy_to_view": OpKernels(_copy_to_view, _by_first),
+    "copy_by_table": OpKernels(_copy_by_table, _by_first),
+    "attention": OpKernels(_attention, _by_cache),
+    "kv_extents": OpKernels(_of_mask),
+    "kv_classes": OpKernels(_of_mask),
     "swiglu": OpKernels(_rows),
     "square_sums": OpKernels(_rows),
     "rms_scale": OpKernels(_rms_scale),

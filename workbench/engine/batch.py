@@ -11,15 +11,26 @@ kernels for other numbers of tokens.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from workbench.config import EngineConfig
-from workbench.engine.kv_cache import KVCache, check_room
+from workbench.engine.free_cells import check_room
+from workbench.engine.kv_cache import KVCache
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
-from workbench.model.inputs import DELTAS, K_CELLS, MASK, OUT_IDS, POSITIONS, TOKENS, V_CELLS
+from workbench.model.inputs import (
+    DELTAS,
+    K_CELLS,
+    MASK,
+    OUT_IDS,
+    POSITIONS,
+    REGIONS,
+    TOKENS,
+    V_CELLS,
+)
 from workbench.sizes import round_up
 from workbench.trace.spans import now_ns
 
@@ -130,7 +141,7 @@ class Batches:
         """Makes what the next step needs but its tokens, where it is one like `work` of one token
         for each sequence. Returns the ns it took."""
         start, alike = now_ns(), _one_each(work)
-        if not alike or not self._cache.has_room(len(work)):
+        if not alike or not self._cache.has_room([(sequence, 1) for sequence, _ in alike]):
             return 0
         made = None
         if self._next_is_for == alike and self._next_is_of == self._cache.n_changes - 1:
@@ -155,14 +166,14 @@ def _following(
     """The batch behind one of a token for each sequence, which has been stored since, and nothing
     else has changed; None where attention has to look at more cells. It takes the arrays over: the
     step before has its own copies, in staging memory."""
-    cells = cache.find(batch.shape.n_tokens)
+    cells = cache.next_cells(batch.sequences)
     if cache.extent(cells) != batch.shape.n_kv:
         return None
-    mask = batch.values[MASK]
+    mask, at = batch.values[MASK], cache.in_region(cells)
     if len(cells) == 1:
-        mask[0, cells[0]] = 0
+        mask[0, at[0]] = 0
     else:
-        mask[np.arange(len(cells)), cells] = 0
+        mask[np.arange(len(cells)), at] = 0
     positions = batch.positions + 1
     values = {**batch.values, POSITIONS: positions, **store_values(cells)}
     return Batch(batch.shape, values, batch.sequences, positions, cells, batch.counts)
@@ -203,7 +214,7 @@ def make_batch(
     if not 0 < t <= n_ubatch:
         raise UsageError(f"a step takes 1 to {n_ubatch} tokens, not {t}; use prefill, or n_ubatch")
     ids = check_ids([i for _, tokens, _ in work for i in tokens], n_vocab)
-    cells = cache.find(t)
+    cells = cache.find([(sequence, n) for (sequence, *_), n in zip(work, sizes, strict=True)])
     n_kv = cache.extent(cells)
     mask = new_mask(t, n_kv)
     whose, positions, rows, singles, begin = dict[int, None](), [], [], [], 0
@@ -232,9 +243,17 @@ def make_batch(
         **store_values(cells),
         OUT_IDS: _joined(rows),
     }
+    if cache.n_regions > 1:
+        values[REGIONS] = _regions([*whose], sizes, cache)
     counts = tuple(map(len, rows))
     shape = StepShape(t, sum(counts), n_kv, len(work))
     return Batch(shape, values, sequences, values[POSITIONS], cells, counts)
+
+
+def _regions(sequences: list[int], sizes: list[int], cache: KVCache) -> np.ndarray:
+    """What `model/inputs.py` has as Regions."""
+    firsts = [0, *accumulate(sizes)][:-1]
+    return np.array([firsts, [*map(cache.first_cell, sequences)]], np.int32).T.copy()
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:

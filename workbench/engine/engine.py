@@ -19,7 +19,7 @@ from workbench.engine.ahead import NextStep
 from workbench.engine.batch import Outputs, Work, check_prompt, shift_batch, step_shape
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, asked_for, continued, prefilled
-from workbench.engine.kv_cache import kv_pad
+from workbench.engine.kv_cache import kv_pad, n_regions
 from workbench.engine.loaded import Loaded, config_of
 from workbench.engine.memory import Residents, Workspace
 from workbench.engine.pending import Pending
@@ -66,7 +66,8 @@ class Engine:
         self.look(None, PLAIN)
         self._loaded: Loaded | None = loaded.share()
         self.cache, self._batches = reuse_of(have.toggles).cache(
-            loaded.model, config, kv_pad(have.toggles, config), self._spent
+            loaded.model, config, kv_pad(have.toggles, config), n_regions(have.toggles, config),
+            self._spent,
         )
         self._residents = Residents(loaded, self.cache.n_cells)
         self._step_programs = StepPrograms(loaded, have, self._residents, self._spent)
@@ -75,10 +76,10 @@ class Engine:
         self._plans = plans_of(have.toggles, loaded.backend)
         self._workspace = Workspace(loaded.backends, self._forget)
         try:
-            n_cells = self.cache.n_cells
-            largest = StepShape(min(config.n_ubatch, n_cells), 1, n_cells)
+            n_kv = self.cache.region_cells
+            largest = StepShape(min(config.n_ubatch, n_kv), 1, n_kv)
             self._residents.allocate(loaded)
-            self._step_programs.refuse_races(largest.n_tokens, n_cells, self.cache.pad)
+            self._step_programs.refuse_races(largest.n_tokens, n_kv, self.cache.pad)
             # reserve for the largest step, so that memory grows later only for many outputs
             for turn in range(self.period):
                 self._workspace.bind(self._step_programs.of(largest, turn))
@@ -244,7 +245,7 @@ class Engine:
 
         Raises UsageError, before anything is computed, for a prompt that does not fit the context.
         """
-        check_prompt(tokens, self.model.n_vocab, self.config.n_ctx, self.n_past)
+        check_prompt(tokens, self.model.n_vocab, self.cache.n_ctx_seq)
         return prefilled(self, tokens, outputs, left, sequence)
 
     @exclusive.door

@@ -70,7 +70,7 @@ def prefilled(
 ) -> np.ndarray:
     """See `Engine.prefill`. A step without outputs may still be under way when the next is issued,
     so the host waits before the bar shows it as done."""
-    engine.cache.check_steps(len(ids), engine.config.n_ubatch)
+    engine.cache.check_steps(sequence, len(ids), engine.config.n_ubatch)
     parts = _ubatches(engine, ids)
     make_ready(engine, _steps(parts, outputs))
     rows = []

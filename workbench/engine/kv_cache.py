@@ -1,9 +1,16 @@
 """The KV cache: each cell's position and its sequences, and what attention may see.
 
-K and V of each layer lie at the same cell, on the device. Here is only who owns a cell. A cell can
-have several owners (`copy`), which then share its K and V; it is free when it has none. Operations
-change this table at once and memory never: a step that is still under way has its mask already, and
-the stores of a later step come behind its reads in stream order. (llama.cpp: `llama_kv_cells`.)
+K and V of each layer lie at the same cell, on the device. Here is only who owns a cell. It is free
+when nobody does. Operations change this table at once and memory never: a step that is still under
+way has its mask already, and the stores of a later step come behind its reads in stream order.
+(llama.cpp: `llama_kv_cells`.)
+
+The cells are one region for all sequences, or a region for each (`kv_cache`):
+
+    unified        a cell can have several owners, which share its K and V (`copy`). A mask spans
+                   the cells of all.
+    per_sequence   a mask spans the cells of one sequence. Its cells are nobody else's, so `copy`
+                   has K and V copied before the next step (`copied`). (llama.cpp: streams.)
 """
 
 from __future__ import annotations
@@ -12,7 +19,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from workbench.config import EngineConfig, KVGrowth, Toggles
+from workbench.config import EngineConfig, KVCacheKind, KVGrowth, Toggles
+from workbench.engine.free_cells import check_room, first_row, in_a_row
 from workbench.errors import UsageError
 from workbench.sizes import round_up
 
@@ -21,41 +29,59 @@ MOST_POSITION = 1 << 30  # of a shift; tokens behind it have positions below EMP
 _HIDDEN = np.float16(-np.inf).view(np.uint16)
 
 
+def n_regions(toggles: Toggles, config: EngineConfig) -> int:
+    """Into how many regions the cells are divided."""
+    return config.n_seqs if toggles.kv_cache == KVCacheKind.PER_SEQUENCE else 1
+
+
 def kv_pad(toggles: Toggles, config: EngineConfig) -> int:
-    """What the extent of a step is a multiple of, in cells: with kv_growth=full the whole cache."""
+    """What the extent of a step is a multiple of, in cells: with kv_growth=full a whole region."""
     if toggles.kv_growth == KVGrowth.FULL:
-        return round_up(config.n_ctx, config.n_kv_pad)
+        return round_up(config.n_ctx // n_regions(toggles, config), config.n_kv_pad)
     return config.n_kv_pad
 
 
 class KVCache:
-    """Cells and their owners. n_ctx is what the user asked for; `n_cells` is padded, so that every
-    extent, a multiple of `pad`, exists. Sequences have the numbers 0..n_seqs-1; each has positions
-    of its own.
+    """Cells and their owners. n_ctx is what the user asked for, and each of n_regions regions has
+    an equal part of it, `n_ctx_seq`. A region's cells are padded, so that every extent, a multiple
+    of `pad`, exists. Sequences have the numbers 0..n_seqs-1; each has positions of its own.
 
     in_a_row: the tokens of a step want cells one behind the other.
-    n_used: cells with an owner. n_changes: since it was made; what was made for one state of the
-    cache serves no other.
+    n_cells: of all regions. n_used: cells with an owner. n_changes: since it was made; what was
+    made for one state of the cache serves no other.
     """
 
-    def __init__(self, n_ctx: int, pad: int, n_seqs: int = 1, in_a_row: bool = False):
-        self.n_ctx = n_ctx
+    def __init__(
+        self, n_ctx: int, pad: int, n_seqs: int = 1, in_a_row: bool = False, n_regions: int = 1
+    ):
+        if n_ctx < n_regions:
+            raise UsageError(
+                f"n_ctx={n_ctx} cells cannot be shared out to {n_regions} sequences (n_seqs); use "
+                "a longer context, fewer sequences, or kv_cache=unified"
+            )
+        self.n_ctx_seq = n_ctx // n_regions
         self.pad = pad
         self.n_seqs = n_seqs
+        self.n_regions = n_regions
+        self.region_cells = round_up(self.n_ctx_seq, pad)
+        self.n_cells = n_regions * self.region_cells
         self._in_a_row = in_a_row
-        self.n_cells = round_up(n_ctx, pad)
         self.n_used = 0
         self.n_changes = 0
-        self._end = 0  # behind the last cell with an owner
-        self._n_owners = np.zeros(self.n_cells, dtype=np.int32)
-        # by sequence and cell: the position, EMPTY where the cell is not the sequence's; and the
-        # mask for a token behind all of the sequence (float16 as uint16)
-        self._positions = np.full((1, self.n_cells), EMPTY, dtype=np.int32)
-        self._masks = np.full((1, self.n_cells), _HIDDEN, dtype=np.uint16)
+        # by region: cells with an owner, and the end behind the last of them
+        self._used = np.zeros(n_regions, np.int64)
+        self._ends = np.zeros(n_regions, np.int64)
+        self._n_owners = np.zeros((n_regions, self.region_cells), dtype=np.int32)
+        # by sequence and cell of its region: the position, EMPTY where the cell is not the
+        # sequence's; and the mask for a token behind all of the sequence (float16 as uint16)
+        self._positions = np.full((1, self.region_cells), EMPTY, dtype=np.int32)
+        self._masks = np.full((1, self.region_cells), _HIDDEN, dtype=np.uint16)
         self._next = np.zeros(1, dtype=np.int64)  # by sequence: the position of its next token
         # by how many positions each cell has moved since the stored K was rotated, (n_cells,)
         # int32; None where no cell has
         self.moved: np.ndarray | None = None
+        # cell -> the cell whose K and V it is to have before the next step; one after the other
+        self.copied: list[dict[int, int]] = []
 
     # what a step asks and tells ---------------------------------------------------------------
 
@@ -67,37 +93,79 @@ class KVCache:
 
     def owners(self, cell: int) -> set[int]:
         """The sequences that own a cell."""
-        return set(np.flatnonzero(self._positions[:, cell] != EMPTY).tolist())
+        region, at = divmod(cell, self.region_cells)
+        owning = np.flatnonzero(self._positions[:, at] != EMPTY)
+        return {s for s in owning.tolist() if self.region(s) == region}
 
-    def find(self, n: int) -> np.ndarray:
-        """Indices of the n lowest free cells, (n,) int64, or of the lowest n in a row. Raises
-        UsageError where there are none."""
-        check_room(self.n_used, n, self.n_ctx)
-        if self.n_used == self._end:  # no holes
-            return np.arange(self._end, self._end + n, dtype=np.int64)
-        free = np.flatnonzero(self._n_owners == 0)
-        return (in_a_row(free, n) if self._in_a_row else free[:n]).astype(np.int64)
+    def region(self, sequence: int) -> int:
+        """The region that a sequence's cells are in."""
+        return sequence if self.n_regions > 1 else 0
 
-    def has_room(self, n: int) -> bool:
-        """Whether `find` finds n cells."""
-        if self.n_used + n > self.n_ctx:
+    def first_cell(self, sequence: int) -> int:
+        """The first cell of a sequence's region."""
+        return self.region(sequence) * self.region_cells
+
+    def find(self, work: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Cells for the next tokens of sequences, given as (sequence, tokens), (T,) int64: the
+        lowest free ones, or the lowest in a row. Raises UsageError where there are none."""
+        if self.n_regions == 1:
+            return self._find_in(0, sum(n for _, n in work))
+        for sequence, _ in work:
+            self._check(sequence)
+        return np.concatenate([self._find_in(self.region(s), n) for s, n in work])
+
+    def next_cells(self, sequences: np.ndarray) -> np.ndarray:
+        """`find` for a token of each sequence."""
+        if self.n_regions == 1:
+            return self._find_in(0, len(sequences))
+        if (self._used[sequences] == self._ends[sequences]).all():  # no holes
+            full = self._used[sequences] >= self.n_ctx_seq
+            if not full.any():
+                return sequences * self.region_cells + self._ends[sequences]
+        return self.find([(s, 1) for s in sequences.tolist()])
+
+    def _find_in(self, region: int, n: int) -> np.ndarray:
+        used, end = int(self._used[region]), int(self._ends[region])
+        check_room(used, n, self.n_ctx_seq)
+        first = region * self.region_cells
+        if used == end:  # no holes
+            return np.arange(first + end, first + end + n, dtype=np.int64)
+        free = np.flatnonzero(self._n_owners[region] == 0)
+        return (in_a_row(free, n) if self._in_a_row else free[:n]).astype(np.int64) + first
+
+    def has_room(self, work: Sequence[tuple[int, int]]) -> bool:
+        """Whether `find` finds cells for this work."""
+        if self.n_regions == 1:
+            return self._has_room(0, sum(n for _, n in work))
+        return all(self._has_room(self.region(s), n) for s, n in work)
+
+    def _has_room(self, region: int, n: int) -> bool:
+        if self._used[region] + n > self.n_ctx_seq:
             return False
-        if not self._in_a_row or self.n_used == self._end:
+        if not self._in_a_row or self._used[region] == self._ends[region]:
             return True
-        return _first_row(np.flatnonzero(self._n_owners == 0), n) is not None
+        return first_row(np.flatnonzero(self._n_owners[region] == 0), n) is not None
 
-    def check_steps(self, n: int, n_ubatch: int) -> None:
-        """Raises UsageError where steps of n_ubatch tokens each, n in all, do not find cells in a
-        row. That n cells are free is known."""
-        if self._in_a_row and self.n_used != self._end:
-            free = np.flatnonzero(self._n_owners == 0)
+    def check_steps(self, sequence: int, n: int, n_ubatch: int) -> None:
+        """Raises UsageError where a sequence's next n tokens do not fit, or where steps of n_ubatch
+        tokens each do not find cells in a row."""
+        region = self.region(sequence)
+        check_room(int(self._used[region]), n, self.n_ctx_seq)
+        if self._in_a_row and self._used[region] != self._ends[region]:
+            free = np.flatnonzero(self._n_owners[region] == 0)
             for begin in range(0, n, n_ubatch):
                 taken = in_a_row(free, min(n_ubatch, n - begin))
                 free = np.setdiff1d(free, taken, assume_unique=True)
 
     def extent(self, cells: np.ndarray) -> int:
-        """Cells attention looks at once `cells` are filled, too: padded, at least one pad."""
-        return round_up(max(self._end, int(cells[-1]) + 1), self.pad)
+        """Cells of a region that attention looks at once `cells` are filled, too: padded, at least
+        one pad."""
+        if self.n_regions == 1:
+            most = max(int(self._ends[0]), int(cells[-1]) + 1)
+        else:
+            regions, at = np.divmod(cells, self.region_cells)
+            most = max(int(self._ends[regions].max()), int(at.max()) + 1)
+        return round_up(most, self.pad)
 
     def mask(
         self, sequence: int, positions: np.ndarray, cells: np.ndarray, out: np.ndarray
@@ -109,8 +177,9 @@ class KVCache:
         """
         # all that the sequence has lies before these tokens, so only they differ among themselves
         out[:] = self._masks[sequence, : out.shape[1]]
-        first, behind = int(cells[0]), int(cells[-1]) + 1
-        own = slice(first, behind) if behind - first == len(cells) else cells
+        at = cells - self.first_cell(sequence)
+        first, behind = int(at[0]), int(at[-1]) + 1
+        own = slice(first, behind) if behind - first == len(at) else at
         out[:, own] = np.multiply((positions > positions[:, None]).view(np.uint8), _HIDDEN)
 
     def masks_of_one(
@@ -118,10 +187,14 @@ class KVCache:
     ) -> None:
         """As `mask`, for rows of out whose token is the only one of its sequence: the token sees
         all cells of the sequence, and its own."""
-        n_kv = out.shape[1]
+        n_kv, at = out.shape[1], self.in_region(cells)
         for row in rows:
             out[row] = self._masks[sequences[row], :n_kv]
-            out[row, cells[row]] = 0
+            out[row, at[row]] = 0
+
+    def in_region(self, cells: np.ndarray) -> np.ndarray:
+        """Where in their regions cells are."""
+        return cells if self.n_regions == 1 else cells % self.region_cells
 
     def store(
         self, sequences: np.ndarray, positions: np.ndarray, cells: np.ndarray
@@ -131,23 +204,29 @@ class KVCache:
         if not len(cells):
             return lambda: None
         if len(cells) == 1:  # scalars are twice as fast
-            sequence, cell = sequences[0], cells[0]
-            self._positions[sequence, cell] = positions[0]
-            self._masks[sequence, cell] = 0
-            self._n_owners[cell] = 1
+            sequence, cell = sequences[0], int(cells[0])
+            region, at = divmod(cell, self.region_cells)
+            self._positions[sequence, at] = positions[0]
+            self._masks[sequence, at] = 0
+            self._n_owners[region, at] = 1
             self._next[sequence] = positions[0] + 1
+            self._used[region] += 1
+            self._ends[region] = max(self._ends[region], at + 1)
         else:
-            self._positions[sequences, cells] = positions
-            self._masks[sequences, cells] = 0
-            self._n_owners[cells] = 1
+            regions, places = np.divmod(cells, self.region_cells)
+            self._positions[sequences, places] = positions
+            self._masks[sequences, places] = 0
+            self._n_owners[regions, places] = 1
             self._next[sequences] = positions + 1  # the last one counts
+            np.add.at(self._used, regions, 1)
+            np.maximum.at(self._ends, regions, places + 1)
         self.n_used += len(cells)
-        self._end = max(self._end, int(cells[-1]) + 1)
         self.n_changes += 1
 
         def undo() -> None:
-            still = self._positions[sequences, cells] != EMPTY
-            self._let_go(sequences[still], cells[still])
+            at = self.in_region(cells)
+            still = self._positions[sequences, at] != EMPTY
+            self._let_go(sequences[still], at[still])
 
         return undo
 
@@ -158,9 +237,9 @@ class KVCache:
         if sequence < have:
             return
         more = min(max(2 * have, sequence + 1), self.n_seqs) - have
-        rows = np.full((more, self.n_cells), EMPTY, np.int32)
+        rows = np.full((more, self.region_cells), EMPTY, np.int32)
         self._positions = np.concatenate([self._positions, rows])
-        hidden = np.full((more, self.n_cells), _HIDDEN, np.uint16)
+        hidden = np.full((more, self.region_cells), _HIDDEN, np.uint16)
         self._masks = np.concatenate([self._masks, hidden])
         self._next = np.concatenate([self._next, np.zeros(more, np.int64)])
 
@@ -172,8 +251,8 @@ class KVCache:
         self._masks[:] = _HIDDEN
         self._n_owners[:] = 0
         self._next[:] = 0
-        self.n_used = self._end = 0
-        self.moved = None
+        self._used[:] = self._ends[:] = self.n_used = 0
+        self.moved, self.copied = None, []
         self.n_changes += 1
 
     def remove(self, sequence: int, begin: int = 0, end: int | None = None) -> None:
@@ -190,8 +269,9 @@ class KVCache:
                 self.remove(other)
 
     def copy(self, source: int, to: int, begin: int = 0, end: int | None = None) -> None:
-        """Makes `to` an owner of the source's cells at positions begin..end-1. Nothing is copied in
-        memory. Raises UsageError where `to` has cells at these positions already."""
+        """Makes `to` an owner of the source's cells at positions begin..end-1. In a region of its
+        own it gets as many cells, and K and V are copied there before the next step (`copied`).
+        Raises UsageError where `to` has cells at these positions already, or no room."""
         self._check(to)
         cells = self._cells(source, begin, end)
         self.reserve(to)
@@ -203,11 +283,32 @@ class KVCache:
                 f"sequence {to} has a cell at {at} already; remove its cells before copying "
                 f"sequence {source} into it"
             )
+        if self.n_regions > 1:
+            cells = self._copies(source, to, cells)
         self._positions[to, cells] = positions
         self._masks[to, cells] = 0
-        self._n_owners[cells] += 1
+        self._n_owners[self.region(to), cells] += 1
         self._set_next(to)
         self.n_changes += 1
+
+    def _copies(self, source: int, to: int, cells: np.ndarray) -> np.ndarray:
+        """Cells of `to` that are to be copies of the source's `cells`, all in their regions."""
+        if not len(cells):
+            return cells
+        region = self.region(to)
+        fresh = self._find_in(region, len(cells))
+        whence = (cells + self.first_cell(source)).tolist()
+        if self.moved is not None:
+            self.moved[fresh] = self.moved[whence]
+        if not self.copied or set(fresh.tolist()) & set(self.copied[-1].values()):
+            self.copied.append({})  # what overwrites a source comes behind its reader
+        last = self.copied[-1]
+        last.update(zip(fresh.tolist(), [last.get(cell, cell) for cell in whence], strict=True))
+        at = fresh - region * self.region_cells
+        self._used[region] += len(at)
+        self._ends[region] = max(self._ends[region], int(at[-1]) + 1)
+        self.n_used += len(at)
+        return at
 
     def shift(self, sequence: int, delta: int, begin: int = 0, end: int | None = None) -> None:
         """Moves positions begin..end-1 of a sequence by delta. Before the next step the stored K is
@@ -215,8 +316,8 @@ class KVCache:
         taken by the sequence's other cells, and for cells that another sequence owns, too."""
         cells = self._cells(sequence, begin, end)
         new = self._positions[sequence, cells].astype(np.int64) + delta
-        shared = cells[self._n_owners[cells] > 1]
-        if len(shared):
+        shared = cells[self._n_owners[self.region(sequence), cells] > 1]
+        if len(shared):  # of a region that several sequences have
             others = sorted(self.owners(int(shared[0])) - {sequence})
             raise UsageError(
                 f"sequence {sequence} shares the cell at position "
@@ -243,7 +344,7 @@ class KVCache:
         self._positions[sequence, cells] = new
         self._set_next(sequence)
         moved = np.zeros(self.n_cells, np.int32) if self.moved is None else self.moved
-        moved[cells] += delta if len(cells) else 0
+        moved[cells + self.first_cell(sequence)] += delta if len(cells) else 0
         self.moved = moved if moved.any() else None
         self.n_changes += 1
 
@@ -252,13 +353,18 @@ class KVCache:
         self.moved = None
 
     def lost(self) -> None:
-        """Nobody knows how far the K of moved cells is: takes these from their sequences."""
-        if self.moved is None:
-            return
-        moved = np.flatnonzero(self.moved)  # each has one owner or more
-        for sequence in range(len(self._next)):
-            own = moved[self._positions[sequence, moved] != EMPTY]
-            self._let_go(np.full(len(own), sequence), own)
+        """Nobody knows how far the K of moved cells is, or which copies have been made: takes these
+        cells from their sequences."""
+        unknown = np.zeros(self.n_cells, bool) if self.moved is None else self.moved != 0
+        for copies in self.copied:
+            unknown[list(copies)] = True
+        self.copied = []
+        if unknown.any():
+            for sequence in range(len(self._next)):
+                first = self.first_cell(sequence)
+                gone = unknown[first : first + self.region_cells]
+                own = np.flatnonzero(gone & (self._positions[sequence] != EMPTY))
+                self._let_go(np.full(len(own), sequence), own)
         self.moved = None
 
     # inside -----------------------------------------------------------------------------------
@@ -271,7 +377,7 @@ class KVCache:
             )
 
     def _own(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-        """A sequence's cells and their positions."""
+        """A sequence's cells, in its region, and their positions."""
         row = self._positions[sequence]
         cells = np.flatnonzero(row != EMPTY)
         return cells, row[cells]
@@ -288,17 +394,20 @@ class KVCache:
         return cells[(begin <= positions) & (positions < last)]
 
     def _let_go(self, sequences: np.ndarray, cells: np.ndarray) -> None:
-        """Takes cells from their sequences, (n,) each."""
+        """Takes cells, in their regions, from their sequences, (n,) each."""
+        regions = sequences if self.n_regions > 1 else np.zeros_like(sequences)
         self._positions[sequences, cells] = EMPTY
         self._masks[sequences, cells] = _HIDDEN
-        self._n_owners[cells] -= 1
-        free = cells[self._n_owners[cells] == 0]
-        self.n_used -= len(free)
+        self._n_owners[regions, cells] -= 1
+        free = self._n_owners[regions, cells] == 0
+        self.n_used -= int(free.sum())
         if self.moved is not None:
-            self.moved[free] = 0
+            self.moved[(regions * self.region_cells + cells)[free]] = 0
             self.moved = self.moved if self.moved.any() else None
-        used = np.flatnonzero(self._n_owners[: self._end])
-        self._end = int(used[-1]) + 1 if len(used) else 0
+        for region in np.unique(regions).tolist():
+            used = np.flatnonzero(self._n_owners[region, : self._ends[region]])
+            self._used[region] = len(used)
+            self._ends[region] = int(used[-1]) + 1 if len(used) else 0
         for sequence in np.unique(sequences).tolist():
             self._set_next(sequence)
         self.n_changes += 1
@@ -306,34 +415,3 @@ class KVCache:
     def _set_next(self, sequence: int) -> None:
         _, positions = self._own(sequence)
         self._next[sequence] = int(positions.max()) + 1 if len(positions) else 0
-
-
-def in_a_row(free: np.ndarray, n: int) -> np.ndarray:
-    """The lowest n of free cells, rising, that are one behind the other. Raises UsageError where
-    there are none."""
-    at = _first_row(free, n)
-    if at is None:
-        pieces = np.split(free, np.flatnonzero(np.diff(free) > 1) + 1)
-        raise UsageError(
-            f"a step of {n} tokens finds no {n} free cells in a row: the most in a row of the "
-            f"cache's {len(free)} free cells are {max(map(len, pieces))}; remove more sequences "
-            "(reset removes all), give fewer tokens at once, or use graph_reuse=set_rows"
-        )
-    return free[at : at + n]
-
-
-def _first_row(free: np.ndarray, n: int) -> int | None:
-    """Where in `free`, rising, the first n begin that are one behind the other."""
-    if n > len(free):
-        return None
-    found = np.flatnonzero(free[n - 1 :] - free[: len(free) - n + 1] == n - 1)
-    return int(found[0]) if len(found) else None
-
-
-def check_room(n_used: int, n_new: int, n_ctx: int) -> None:
-    """Raises UsageError where n_used + n_new tokens do not fit a context of n_ctx."""
-    if n_used + n_new > n_ctx:
-        raise UsageError(
-            f"{n_used} + {n_new} tokens do not fit the context of {n_ctx}; "
-            "use a longer context (--n-ctx) or fewer tokens"
-        )

@@ -170,10 +170,11 @@ class Reuse(NamedTuple):
     values: Callable[[int, np.ndarray], Values]
 
     def cache(
-        self, model: Model, config: EngineConfig, pad: int, spent: Spent
+        self, model: Model, config: EngineConfig, pad: int, regions: int, spent: Spent
     ) -> tuple[KVCache, Batches]:
-        """The cache of an engine, and what makes batches of it. pad: as `KVCache` has it."""
-        cache = KVCache(config.n_ctx, pad, config.n_seqs, self.in_a_row)
+        """The cache of an engine, and what makes batches of it. pad and regions: as `KVCache` has
+        them."""
+        cache = KVCache(config.n_ctx, pad, config.n_seqs, self.in_a_row, regions)
         values = partial(self.values, model.n_layer)
         return cache, Batches(cache, model.n_vocab, config.n_ubatch, spent, values)
 

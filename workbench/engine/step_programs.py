@@ -7,9 +7,10 @@ from collections.abc import Callable
 from itertools import accumulate, product
 
 from workbench.choices import Lifetimes
-from workbench.config import Switch, Toggles
+from workbench.config import KVCacheKind, Switch, Toggles
 from workbench.engine.batch import prompt_shapes
 from workbench.engine.kv_cache import check_room, kv_pad
+from workbench.engine.kv_extent import skip_masked
 from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Residents
 from workbench.engine.phases import Phases
@@ -17,6 +18,7 @@ from workbench.engine.placement import Placement
 from workbench.engine.reuse import reuse_of
 from workbench.engine.wanted import Chosen
 from workbench.errors import UsageError
+from workbench.graph.attend import attend_by
 from workbench.graph.branch_fusion import fused
 from workbench.graph.defer import defer
 from workbench.graph.fuse import chosen
@@ -46,7 +48,10 @@ def unfused_graph(
     first that the step stores."""
     if shape.n_tokens:
         stores = CacheStores(reuse_of(toggles).store, cell)
-        return build_graph(model, shape, caches, toggles.activations, stores)
+        regions = toggles.kv_cache == KVCacheKind.PER_SEQUENCE
+        graph = build_graph(model, shape, caches, toggles.activations, stores, regions)
+        graph = attend_by(graph, toggles.attn_kernel, toggles.kv_parts)
+        return skip_masked(graph, toggles.skip_masked_kv, toggles.skip_gate)
     return shift_graph(model, caches, shape.n_kv)
 
 

@@ -45,6 +45,7 @@ class DType(NamedTuple):
 F32 = DType("F32", 1, 4)
 F16 = DType("F16", 1, 2)
 BF16 = DType("BF16", 1, 2)
+U8 = DType("U8", 1, 1)
 I32 = DType("I32", 1, 4)
 I64 = DType("I64", 1, 8)
 Q8_0 = DType("Q8_0", 32, 34)
@@ -56,7 +57,8 @@ MXFP4 = DType("MXFP4", 32, 17)
 Q8_ACT = DType("Q8_ACT", 32, 40)
 
 WEIGHT_DTYPES = (F32, F16, BF16, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4)
-DTYPES = {d.name: d for d in (*WEIGHT_DTYPES, I32, I64, Q8_ACT)}
+DTYPES = {d.name: d for d in (*WEIGHT_DTYPES, U8, I32, I64, Q8_ACT)}
+CACHE_DTYPES = (F16, BF16, F32, Q8_0)  # of K and V
 QUANTISED = frozenset((Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4))
 
 

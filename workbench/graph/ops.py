@@ -21,7 +21,11 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
     copy_by_table  cache (cells, cols) F16, x (T, cols) F32, table (n,) I64 -> the cache;
                store, n_kv
     attention  q (T, heads, head_dim) F32, k and v (cells, kv_heads * head_dim) F16,
-               mask (T, n_kv) F16 -> (T, heads * head_dim) F32; n_kv, n_head_kv, scale
+               mask (T, n_kv) F16, and by `more`: regions (n_seqs, 2) I32, extents (T,) I32 or
+               classes (T, blocks) U8, sinks (heads,) F32 -> (T, heads * head_dim) F32;
+               n_kv, n_head_kv, scale, more, skip, kernel, kv_parts
+    kv_extents mask (T, n_kv) F16 -> (T,) I32
+    kv_classes mask (T, n_kv) F16 -> (T, blocks) U8
     swiglu     gate, up (T, cols) F32 -> like gate
     square_sums  x (T, cols) F32 -> (T, cols / 32) F32
     rms_scale  x (T, cols) F32, squares (T, n) F32 -> like x; eps
@@ -37,7 +41,11 @@ reads lies in the node's scratch, or nowhere.
   as position, in place. The arithmetic is float32, rounded to F16 once. A cell with delta 0 and
   elements past n_rot keep their bytes. (llama.cpp's build_rope_shift.)
 * attention: softmax(scale * q.k + mask) v over cells 0..n_kv-1, query head h reading kv head
-  h // (heads / kv_heads). mask is 0 or -inf; a row all -inf gives zeros.
+  h // (heads / kv_heads). mask is 0 or -inf; a row all -inf gives zeros. With regions, n_kv cells
+  from the first cell of the token's region on. A head's sink is a score more, without a value.
+* kv_extents: of each token the first cell behind the last EXTENT_CELLS of which it sees one; 0
+  where it sees none. kv_classes: of each CLASS_CELLS cells whether the token sees none (0), some
+  (1) or all (2) of them. What lies behind n_kv counts for nothing (`graph/attend.py`).
 * swiglu: silu(gate) * up.
 * quantize: per block of 32, scale = max|x| / 127, quants = round-half-even(x / scale) clamped to
   +-127 (which only a subnormal scale can exceed); scale 0 gives quants 0.
@@ -56,6 +64,8 @@ from workbench.graph import shapes
 from workbench.graph.ir import ALIGN, Node, Tensor
 from workbench.graph.shapes import Rule
 from workbench.sizes import round_up
+
+REGIONS = "regions"  # the first of what `more` may name of an attention's inputs
 
 Access = tuple[Tensor, int, int]  # storage, byte offset, bytes
 Accesses = Callable[[Node], list[Access]]
@@ -123,9 +133,18 @@ def _entry(node: Node) -> Access:
 
 
 def _attended(node: Node) -> list[Access]:
-    q, k, v, mask = node.inputs
-    n = node.params["n_kv"]
-    return [(q.storage, 0, q.nbytes), _rows(k, n), _rows(v, n), (mask, 0, mask.nbytes)]
+    q, k, v, *others = node.inputs
+    n = k.rows if REGIONS in node.params.get("more", ()) else node.params["n_kv"]
+    return [(q.storage, 0, q.nbytes), _rows(k, n), _rows(v, n), *_whole(*others)]
+
+
+def _attended_bytes(node: Node) -> dict[Tensor, int]:
+    """Of regions the cells of the step's sequences."""
+    if REGIONS not in node.params.get("more", ()):
+        return {}
+    k, v = node.inputs[1:3]
+    n = node.params["n_kv"] * node.inputs[4].shape[0]
+    return {t: _rows(t, min(n, t.rows))[2] for t in (k, v)}
 
 
 OPS: dict[str, Op] = {
@@ -190,7 +209,10 @@ OPS: dict[str, Op] = {
             flops=lambda n: 4 * n.output.rows * n.output.cols * n.params["n_kv"],
             reads=_attended,
             vague_reads=(1, 2),  # cells of K and V that the mask shows
+            fewer=_attended_bytes,
         ),
+        Op("kv_extents", shapes.kv_extents),
+        Op("kv_classes", shapes.kv_classes),
         Op("swiglu", shapes.like_first, flops=_per_element(5)),
         Op(
             "square_sums",

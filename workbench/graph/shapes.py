@@ -7,11 +7,11 @@ ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from workbench.errors import UsageError
-from workbench.graph.ir import F16, F32, I32, I64, Q8_ACT, QUANTISED, DType, Tensor
+from workbench.graph.ir import CACHE_DTYPES, F16, F32, I32, I64, Q8_ACT, QUANTISED, U8, DType, Tensor
 
 SQUARES = 32  # columns of a sum of squares
 
@@ -116,10 +116,45 @@ def copy_by_table(op: str, inputs: Inputs, params: Params) -> Shape:
     return cache.dtype, cache.shape
 
 
+EXTENT_CELLS = 256  # what an extent is a multiple of; the step of llama.cpp's search
+CLASS_CELLS = 64  # cells of one class
+
+
+def kv_extents(op: str, inputs: Inputs, params: Params) -> Shape:
+    (mask,) = inputs
+    _need(mask.dtype == F16 and len(mask.shape) == 2, op, inputs, "wants a mask (T, n_kv) F16")
+    return I32, mask.shape[:1]
+
+
+def kv_classes(op: str, inputs: Inputs, params: Params) -> Shape:
+    (mask,) = inputs
+    _need(mask.dtype == F16 and len(mask.shape) == 2, op, inputs, "wants a mask (T, n_kv) F16")
+    return U8, (mask.shape[0], -(-mask.shape[1] // CLASS_CELLS))
+
+
+def _fits_attention(more: Sequence[str], others: Inputs, q: Tensor, n_kv: int) -> bool:
+    """Whether an attention's inputs behind the mask are what `more` says."""
+    if not more and not others:
+        return True
+    tokens, heads, _ = q.shape
+    wanted = {
+        "regions": lambda t: t.dtype == I32 and len(t.shape) == 2 and t.cols == 2,
+        "extents": lambda t: (t.dtype, t.shape) == (I32, (tokens,)),
+        "classes": lambda t: (t.dtype, t.shape) == (U8, (tokens, -(-n_kv // CLASS_CELLS))),
+        "sinks": lambda t: (t.dtype, t.shape) == (F32, (heads,)),
+    }
+    return [n for n in wanted if n in more] == list(more) and len(more) == len(others) and all(
+        wanted[name](t) for name, t in zip(more, others, strict=True)
+    )  # fmt: skip
+
+
 def attention(op: str, inputs: Inputs, params: Params) -> Shape:
-    q, k, v, mask = inputs
+    q, k, v, mask, *others = inputs
     fits = (
-        (q.dtype, k.dtype, v.dtype, mask.dtype) == (F32, F16, F16, F16)
+        _fits_attention(params.get("more", ()), others, q, params["n_kv"])
+        and (q.dtype, mask.dtype) == (F32, F16)
+        and k.dtype in CACHE_DTYPES
+        and v.dtype in CACHE_DTYPES
         and mask.shape == (q.shape[0], params["n_kv"])
         and k.shape[0] >= params["n_kv"]
         and k.cols == params["n_head_kv"] * q.cols

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from workbench.config import Activations
 from workbench.graph.ir import F32, QUANTISED, DType, Input, Node, StepShape, Tensor
-from workbench.graph.ops import make_of
+from workbench.graph.ops import REGIONS, make_of
 from workbench.model import inputs as n
 from workbench.model.hparams import HParams
 from workbench.model.inputs import StoreTable, input_of
@@ -36,7 +36,7 @@ class Step:
 
     An activation is quantised once for all the products that share it. activations=float: nothing
     is quantised, and every product says that nothing may be rounded. store_inputs: what tells the
-    cache stores their rows.
+    cache stores their rows. regions: whether each sequence has cells of its own.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Step:
         rope_freqs: Tensor | None,
         activations: str,
         stores: CacheStores = SET_ROWS,
+        regions: bool = False,
     ) -> None:
         self.hparams, self.shape, self.caches = hparams, shape, caches
         self.rope_freqs, self.rope = rope_freqs, hparams.rope
@@ -54,6 +55,8 @@ class Step:
         self.ids = input_of(n.TOKENS, shape)
         self.positions = input_of(n.POSITIONS, shape)
         self.mask = input_of(n.MASK, shape)
+        self.regions = input_of(n.REGIONS, shape) if regions else None
+        self.more = {"more": (REGIONS,)} if regions else {}
         self.stores = stores
         self.store_inputs = STORES[stores.op].inputs(shape, hparams.n_layer)
         self.out_ids = input_of(n.OUT_IDS, shape)
@@ -100,8 +103,8 @@ class StoreOp(NamedTuple):
 
 
 def _set_rows(s: Step, i: int, k: Tensor, v: Tensor) -> None:
-    n_kv = s.shape.n_kv
     for name, cache, x, rows in zip("kv", s.caches[i], (k, v), s.store_inputs, strict=True):
+        n_kv = s.shape.n_kv if s.regions is None else cache.rows
         s.add("set_rows", f"cache_{name}-{i}", cache, x, rows, layer=i, n_kv=n_kv)
 
 
@@ -168,8 +171,8 @@ def attention(s: Step, i: int, w: AttentionWeights, x: Tensor) -> Tensor | None:
     if last and not s.shape.n_outputs:
         return None
     attended = s.add(
-        "attention", f"kqv_out-{i}", q, k_cache, v_cache, s.mask,
-        layer=i, n_kv=n_kv, n_head_kv=h.n_head_kv, scale=h.head_dim**-0.5,
+        "attention", f"kqv_out-{i}", q, k_cache, v_cache, s.mask, s.regions,
+        layer=i, n_kv=n_kv, n_head_kv=h.n_head_kv, scale=h.head_dim**-0.5, **s.more,
     )  # fmt: skip
     cur = s.product(f"attn_out-{i}", w.wo, attended, w.bo, i)
     if last:

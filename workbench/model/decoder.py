@@ -207,13 +207,15 @@ def build_graph(
     caches: Caches,
     activations: str = Activations.Q8,
     stores: CacheStores = SET_ROWS,
+    regions: bool = False,
 ) -> Graph:
     """The graph of one step of `shape`: token ids in, rows of logits out.
 
     activations: `q8`: products with quantised weights are given quantised activations, and those
     with float weights may round theirs to the weights' type. `float`: neither. The nodes of
     products then have `activations` as a parameter, for the backends to see. stores: the op of the
-    cache stores, and the first cell of this step where that op has it as a parameter.
+    cache stores, and the first cell of this step where that op has it as a parameter. regions:
+    whether each sequence has cells of its own; attn_inp_regions (n_seqs, 2) I32 is an input then.
 
     Inputs, by name: inp_tokens (T,) I32, inp_pos (T,) I32, attn_inp_kq_mask (T, n_kv) F16, what
     tells stores their rows, inp_out_ids (n_outputs,) I32. Stores have attn_inp_k_idxs and
@@ -222,18 +224,19 @@ def build_graph(
     (n_outputs, n_vocab) F32.
     With n_outputs 0 the graph ends at the last layer's cache stores.
     """
-    s = Step(model.hparams, shape, caches, model.rope_freqs, activations, stores)
+    s = Step(model.hparams, shape, caches, model.rope_freqs, activations, stores, regions)
     stored = [s.ids, s.positions, *s.store_inputs]
+    seen = [s.mask] if s.regions is None else [s.mask, s.regions]
     x: Tensor | None = s.add("get_rows", "inp_embd", model.embedding, s.ids)
     for i, layer in enumerate(model.layers):
         for block, weights in zip(model.blocks, layer, strict=True):
             assert x is not None
             x = block.build(s, i, weights, x)
             if x is None:  # the last layer attends to nothing: a model of one needs no mask
-                return Graph(s.nodes, [*stored, *([s.mask] if i else [])], [], shape)
+                return Graph(s.nodes, [*stored, *(seen if i else [])], [], shape)
     assert x is not None
     cur = s.norm("result_norm", x, model.output_norm, -1)
     logits = s.product("result_output", model.output, cur, None, -1)
     logits.kind = Kind.OUTPUT
-    inputs = [s.ids, s.positions, s.mask, *s.store_inputs, s.out_ids]
+    inputs = [s.ids, s.positions, *seen, *s.store_inputs, s.out_ids]
     return Graph(s.nodes, inputs, [logits], shape)

@@ -58,6 +58,19 @@ class PerCell(Input):
         return self.shape == (step.n_kv,)
 
 
+class Regions(Input):
+    """For each sequence of the step its first token, and the first cell of its region of the cache,
+    (n_seqs, 2) I32. A sequence's tokens end where the next one's begin."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, step: StepShape):
+        super().__init__(name, I32, (step.n_seqs, 2))
+
+    def can_reuse(self, step: StepShape) -> bool:
+        return self.shape == (step.n_seqs, 2)
+
+
 class StoreTable(Input):
     """The first cell of the step, for K and V of each layer, (2 * n_layer,) I64."""
 
@@ -72,7 +85,7 @@ class StoreTable(Input):
 
 TOKENS, POSITIONS, MASK = "inp_tokens", "inp_pos", "attn_inp_kq_mask"
 K_CELLS, V_CELLS, STORE_TABLE = "attn_inp_k_idxs", "attn_inp_v_idxs", "inp_store_table"
-OUT_IDS, DELTAS = "inp_out_ids", "inp_k_shift"
+OUT_IDS, DELTAS, REGIONS = "inp_out_ids", "inp_k_shift", "attn_inp_regions"
 
 # by name: the input of a graph for steps of a shape, where it follows from the shape
 INPUTS: dict[str, Callable[[StepShape], Input]] = {
@@ -83,6 +96,7 @@ INPUTS: dict[str, Callable[[StepShape], Input]] = {
     V_CELLS: lambda step: PerToken(V_CELLS, I64, step),
     OUT_IDS: lambda step: OutputRows(OUT_IDS, step),
     DELTAS: lambda step: PerCell(DELTAS, step),
+    REGIONS: lambda step: Regions(REGIONS, step),
 }
 
 

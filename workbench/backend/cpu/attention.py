@@ -1,31 +1,68 @@
 """attention: softmax(scale * q.k + mask) v, with grouped heads, in one pass over the cache.
 
 The cache is read in tiles of 16 cells. A tile of K and a tile of V are converted to float32 once,
-in the part's own scratch. They serve up to TOKENS tokens and all query heads of the part that read
-this kv head. Per (token, head) and tile, the 16 scores are one vector. The maximum so far, the
-sums and the output are rescaled when the maximum grows (online softmax). Every part takes tiles in
-the same order. The result of a (token, head) depends neither on n_parts nor on the other tokens.
+in the part's own scratch. They serve up to TOKENS tokens of one sequence and all query heads of the
+part that read this kv head. Per (token, head) and tile, the 16 scores are one vector. The maximum
+so far, the sums and the output are rescaled when the maximum grows (online softmax). Every part
+takes tiles in the same order. The result of a (token, head) depends neither on n_parts nor on the
+other tokens.
 
 Scores, weights and output are three loops over the pairs of (token, head), not one loop. The chain
 of dependent operations in each loop is then short enough for the CPU to overlap several pairs.
 
-Masked cells are read and computed like others; this op does not skip them. Their contents never
-matter: masked scores are replaced by -inf, and values of weight 0 by 0.
+Masked cells: their contents never matter, for masked scores are replaced by -inf, and values of
+weight 0 by 0. A tile that is masked for all tokens may be passed over (`skip`): it would change
+nothing but the sign of a zero, which `_finish` takes away.
+
+Several shares (`kv_parts`) have a part of the tiles each. What a share has found lies in scratch:
+maximum, sum of weights, and sums of values. A second kernel, `attention_combine`, merges them in
+the order of their shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from workbench.backend.cpu.cells import CELL_TYPES, CellType
 from workbench.backend.cpu.mathfn import exp
-from workbench.backend.cpu.vector import Emit, Value
+from workbench.backend.cpu.vector import Body, Emit, Value
+from workbench.choices import KVParts, SkipMaskedKV
+from workbench.graph.shapes import CLASS_CELLS
 from workbench.sizes import round_up
 
 CELLS = 16
 TOKENS = 8
 _PAIR_STATE = 3 * CELLS  # float32 elements of a PairState beside q and output
+
+
+SKIPS = {SkipMaskedKV.OFF: 0, SkipMaskedKV.IN_LOOP: 1, SkipMaskedKV.TAIL: 2, SkipMaskedKV.CLASSES: 3}
+SHARES = 8  # most parts that the cells of a token are split into
+LEAST_TILES = 8  # of a share
+STREAM_PIECES = 16  # into how many the tiles of all rows are cut (stream_k)
+
+
+class Shares(NamedTuple):
+    """How the tiles of 16 cells are dealt out. n: shares of each row of tiles. piece: 0: share i
+    has tiles i, i + n, ..; else the tiles of all rows stand one behind the other, and are cut every
+    `piece` of them."""
+
+    n: int
+    piece: int
+
+
+def shares_of(kv_parts: str, n_tokens: int, n_head_kv: int, n_kv: int) -> Shares:
+    """The shares of a step of this shape, for a value of the toggle `kv_parts`. A row of tiles is a
+    token's, for a kv head."""
+    tiles = -(-n_kv // CELLS)
+    most = max(1, tiles // LEAST_TILES)
+    if kv_parts == KVParts.OFF or most == 1:
+        return Shares(1, 0)
+    if kv_parts == KVParts.PARALLEL_BLOCKS:
+        return Shares(min(SHARES, most), 0)
+    rows = n_tokens * n_head_kv
+    piece = max(LEAST_TILES, -(-rows * tiles // STREAM_PIECES))
+    return Shares(-(-tiles // piece) + 1, piece) if piece < rows * tiles else Shares(1, 0)
 
 
 class PairState(NamedTuple):
@@ -47,76 +84,250 @@ def _pair_state(at: Value, dim: Value) -> PairState:
     return PairState(at, at + dim * 4, *parts)
 
 
-def scratch_bytes(n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_parts: int) -> int:
-    """Bytes of scratch of one launch: per part two tiles, and a PairState per (token, head) of a
-    block."""
+def scratch_bytes(
+    n_tokens: int, n_head: int, n_head_kv: int, head_dim: int, n_parts: int, n_shares: int
+) -> int:
+    """Bytes of scratch of one launch: what the shares have found, and per part two tiles and a
+    PairState per (token, head) of a block."""
     dim = round_up(head_dim, CELLS)
     pairs = min(n_tokens, TOKENS) * (n_head // n_head_kv)
-    return n_parts * 4 * (2 * CELLS * dim + pairs * (2 * dim + _PAIR_STATE))
+    own = n_parts * 4 * (2 * CELLS * dim + pairs * (2 * dim + _PAIR_STATE))
+    return own + found_bytes(n_tokens, n_head, head_dim, n_shares)
 
 
-def attention(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
-    """Parts are pairs of (block of tokens, query head)."""
-    (dst, q, k, v, mask, scratch, n_tokens, n_head, n_head_kv, head_dim, n_kv,
-     scale64) = e.arguments(args, "iiiiiiiiiiif")  # fmt: skip
-    scale = scale64.to("f32")
-    group = n_head // n_head_kv
-    dim = (head_dim + (CELLS - 1)) // CELLS * CELLS
-    kv_cols = n_head_kv * head_dim
+def found_bytes(n_tokens: int, n_head: int, head_dim: int, n_shares: int) -> int:
+    """Bytes that shares leave to be combined: (tokens, heads, shares, 2 + head_dim) float32."""
+    return n_tokens * n_head * n_shares * 4 * (2 + head_dim) if n_shares > 1 else 0
+
+
+# names and kinds of the arguments, for both kernels (`backend/args.py`)
+_ARGUMENTS = "iiiiiiiiiiiiiiiiiiif"
+
+
+class _Args:
+    """The arguments of both kernels, and what follows from them."""
+
+    def __init__(self, e: Emit, args: Value):
+        (self.dst, self.q, self.k, self.v, self.mask, self.scratch, self.regions, self.extents,
+         self.classes, self.sinks, self.n_tokens, self.n_head, self.n_head_kv, self.head_dim,
+         self.n_kv, self.n_regions, self.skip, self.n_shares, self.piece,
+         scale) = e.arguments(args, _ARGUMENTS)  # fmt: skip
+        self.scale = scale.to("f32")
+        self.group = self.n_head // self.n_head_kv
+        self.dim = (self.head_dim + (CELLS - 1)) // CELLS * CELLS
+        self.tiles = (self.n_kv + (CELLS - 1)) // CELLS
+
+    def found(self, token: Value, head: Value, share: Value) -> Value:
+        """Where a share leaves what it has found of a (token, head)."""
+        each = (self.head_dim + 2) * 4
+        return self.scratch + ((token * self.n_head + head) * self.n_shares + share) * each
+
+    def behind_found(self, e: Emit) -> Value:
+        """Where the parts' own scratch begins."""
+        nbytes = self.n_tokens * self.n_head * self.n_shares * (self.head_dim + 2) * 4
+        one = self.n_shares.compare("==", 1)
+        return self.scratch + e.select(one, e.const("i64", 0), nbytes)
+
+
+def attention_body(k_type: str, v_type: str) -> Body:
+    """The kernel for a cache of these types. Parts are (block of tokens, share, query head)."""
+
+    def attention(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+        _attention(e, _Args(e, args), part, n_parts, CELL_TYPES[k_type], CELL_TYPES[v_type])
+
+    return attention
+
+
+def _attention(
+    e: Emit, a: _Args, part: Value, n_parts: Value, k_cells: CellType, v_cells: CellType
+) -> None:
+    dim, group, head_dim = a.dim, a.group, a.head_dim
+    kv_cols = a.n_head_kv * head_dim
     state_bytes = (dim * 2 + _PAIR_STATE) * 4
     tile_bytes = dim * (4 * CELLS)
-    most_pairs = e.min(n_tokens, TOKENS) * group
-    k_tile = scratch + part * (tile_bytes * 2 + most_pairs * state_bytes)
+    most_pairs = e.min(a.n_tokens, TOKENS) * group
+    k_tile = a.behind_found(e) + part * (tile_bytes * 2 + most_pairs * state_bytes)
     v_tile, states = k_tile + tile_bytes, k_tile + tile_bytes * 2
-    zero = e.const("i64", 0)
+    zero, one = e.const("i64", 0), e.const("i64", 1)
 
-    n_blocks = (n_tokens + (TOKENS - 1)) // TOKENS
-    start, stop = e.share(n_blocks * n_head, part, n_parts)
-    with e.loop(start // group, (stop + group - 1) // group) as item:
-        # item: (block of tokens, kv head); the part may have only some of its query heads
-        token0 = item // n_head_kv * TOKENS
-        kv_head = item % n_head_kv
-        n_block = e.min(n_tokens - token0, TOKENS)
+    n_blocks = (a.n_tokens + (TOKENS - 1)) // TOKENS
+    start, stop = e.share(n_blocks * a.n_shares * a.n_head, part, n_parts)
+    rows = e.select(a.regions.compare("==", 0), one, a.n_regions)
+    with (
+        e.loop(start // group, (stop + group - 1) // group) as item,
+        e.loop(zero, rows) as row,
+    ):
+        # item: (block of tokens, share, kv head); the part may have only some of its query heads.
+        # row: of the regions, a sequence whose tokens may be in the block
+        kv_head = item % a.n_head_kv
+        share = item // a.n_head_kv % a.n_shares
+        first = item // a.n_head_kv // a.n_shares * TOKENS
+        first, behind, base = _tokens_of(e, a, row, rows, first)
         h0 = e.max(start - item * group, 0)
         h1 = e.min(stop - item * group, group)
 
         @contextmanager
-        def pairs(
-            n_block=n_block, h0=h0, h1=h1, token0=token0, kv_head=kv_head
-        ) -> Iterator[tuple[Value, PairState, Value]]:
-            """A loop over the pairs: the token, its state, and its byte offset in q and dst."""
-            with e.loop(0, n_block) as t, e.loop(h0, h1) as h:
-                token = token0 + t
-                offset = (token * n_head + kv_head * group + h) * head_dim * 4
-                yield token, _pair_state(states + (t * group + h) * state_bytes, dim), offset
+        def pairs(first=first, behind=behind, h0=h0, h1=h1, kv_head=kv_head):
+            """A loop over the pairs: the token, its head, and its state."""
+            with e.loop(first, behind) as token, e.loop(h0, h1) as h:
+                state = _pair_state(states + ((token - first) * group + h) * state_bytes, dim)
+                yield token, kv_head * group + h, state
 
-        with pairs() as (_, state, offset):
-            e.copy_floats(q + offset, state.q, 0, head_dim, scale)
-            _zeros(e, state.q, head_dim, dim)
-            _zeros(e, state.output, zero, dim + CELLS)  # and the sums behind it
-            e.store(e.const("f32", float("-inf")), state.most)
+        with e.when(first.compare("<", behind)):
+            with pairs() as (token, head, state):
+                at = a.q + (token * a.n_head + head) * head_dim * 4
+                e.copy_floats(at, state.q, 0, head_dim, a.scale)
+                _zeros(e, state.q, head_dim, dim)
+                _zeros(e, state.output, zero, dim + CELLS)  # and the sums behind it
+                e.store(e.const("f32", float("-inf")), state.most)
 
-        with e.loop(0, n_kv, CELLS) as cell0:
-            with e.loop(0, e.const("i64", CELLS)) as c:
-                # past n_kv, the last cell stands in, with mask -inf
-                cell = e.min(cell0 + c, n_kv - 1)
-                at = (cell * kv_cols + kv_head * head_dim) * 2
-                _widen(e, k + at, k_tile, c, head_dim, dim)
-                _widen(e, v + at, v_tile, c, head_dim, dim)
-            n_cells = e.min(n_kv - cell0, CELLS)
-            with pairs() as (token, state, _):
-                row = _mask_row(e, mask + (token * n_kv + cell0) * 2, n_cells)
-                _score(e, state, k_tile, dim, row.compare("==", 0.0))
-            with pairs() as (_, state, _):
-                _weigh(e, state)
-            with pairs() as (_, state, _):
-                _add_values(e, state, v_tile, dim)
+            begin, n_own, stride = _tiles_of(e, a, share, first, kv_head)
+            end = _last_cell(e, a, first, behind)
+            with e.loop(zero, n_own) as number:
+                cell0 = (begin + number * stride) * CELLS
+                with e.when(_is_seen(e, a, cell0, end, first, behind)):
+                    with e.loop(zero, e.const("i64", CELLS)) as c:
+                        # past n_kv, the last cell stands in, with mask -inf
+                        cell = base + e.min(cell0 + c, a.n_kv - 1)
+                        for types, cells, tile in ((k_cells, a.k, k_tile), (v_cells, a.v, v_tile)):
+                            at = cells + types.offset(cell, kv_cols, kv_head, head_dim)
+                            _widen(e, types, at, tile, c, head_dim, dim)
+                    n_cells = e.min(a.n_kv - cell0, CELLS)
+                    with pairs() as (token, _, state):
+                        at = a.mask + (token * a.n_kv + cell0) * 2
+                        seen = _mask_row(e, at, n_cells)
+                        _score(e, state, k_tile, dim, seen.compare("==", 0.0))
+                    with pairs() as (_, _, state):
+                        _weigh(e, state)
+                    with pairs() as (_, _, state):
+                        _add_values(e, state, v_tile, dim)
 
-        with pairs() as (_, state, offset):
-            total = e.sum(e.load("f32", state.sums, CELLS))
-            none = total.compare("==", 0.0)
-            factor = e.select(none, e.const("f32", 0.0), e.const("f32", 1.0) / total)
-            e.copy_floats(state.output, dst + offset, 0, head_dim, factor)
+            with pairs() as (token, head, state):
+                total = e.sum(e.load("f32", state.sums, CELLS))
+                most = e.load("f32", state.most)
+                with e.when_else(a.n_shares.compare("==", 1)) as (whole, partial):
+                    with whole:
+                        at = a.dst + (token * a.n_head + head) * head_dim * 4
+                        _finish(e, a, head, state.output, at, most, total)
+                    with partial:
+                        found = a.found(token, head, share)
+                        e.store(most, found)
+                        e.store(total, found + 4)
+                        e.copy_floats(state.output, found + 8, 0, head_dim)
+
+
+def _tokens_of(
+    e: Emit, a: _Args, row: Value, rows: Value, first: Value
+) -> tuple[Value, Value, Value]:
+    """The tokens of a region in the block that begins with token `first`: the first, the one behind
+    the last, and the region's first cell."""
+    behind = e.min(first + TOKENS, a.n_tokens)
+    begin, end, base = e.var(first), e.var(behind), e.var(e.const("i64", 0))
+    with e.when(a.regions.compare("!=", 0)):
+        at = a.regions + row * 8
+        begin.set(e.max(first, e.load("i32", at).to("i64")))
+        base.set(e.load("i32", at + 4).to("i64"))
+        with e.when((row + 1).compare("<", rows)):
+            end.set(e.min(behind, e.load("i32", at + 8).to("i64")))
+    return begin.get(), end.get(), base.get()
+
+
+def _tiles_of(
+    e: Emit, a: _Args, share: Value, token: Value, kv_head: Value
+) -> tuple[Value, Value, Value]:
+    """The tiles of a share: the first, how many, and from each to the next. Cut into pieces, the
+    tiles of a row begin at its number times their number."""
+    zero = e.const("i64", 0)
+    begin, n_own, stride = e.var(share), e.var(zero), e.var(a.n_shares)
+    with e.when_else(a.piece.compare("==", 0)) as (dealt, cut):
+        with dealt:
+            n_own.set(e.max(a.tiles - share + a.n_shares - 1, 0) // a.n_shares)
+        with cut:
+            low = (token * a.n_head_kv + kv_head) * a.tiles
+            edge = (low // a.piece + share) * a.piece
+            here = e.max(edge - low, 0)
+            begin.set(here)
+            n_own.set(e.max(e.min(edge + a.piece - low, a.tiles) - here, 0))
+            stride.set(e.const("i64", 1))
+    return begin.get(), n_own.get(), stride.get()
+
+
+def _last_cell(e: Emit, a: _Args, first: Value, behind: Value) -> Value:
+    """Behind which cell none of the tokens sees any: n_kv, or the greatest of their extents."""
+    end = e.var(a.n_kv)
+    with e.when(a.skip.compare("==", SKIPS[SkipMaskedKV.TAIL])):
+        end.set(e.const("i64", 0))
+        with e.loop(first, behind) as token:
+            end.set(e.max(end.get(), e.load("i32", a.extents + token * 4).to("i64")))
+    return end.get()
+
+
+def _is_seen(e: Emit, a: _Args, cell0: Value, end: Value, first: Value, behind: Value) -> Value:
+    """Whether a tile has to be looked at: it begins before `end`, and some token sees some of it,
+    as far as that is asked."""
+    n_seen = e.var(e.select(cell0.compare("<", end), e.const("i64", 1), 0))
+    with e.when(a.skip.compare("==", SKIPS[SkipMaskedKV.IN_LOOP])):
+        n_seen.set(e.const("i64", 0))
+        n_cells = e.min(a.n_kv - cell0, CELLS)
+        with e.loop(first, behind) as token:
+            row = _mask_row(e, a.mask + (token * a.n_kv + cell0) * 2, n_cells)
+            n_seen.set(n_seen.get() + e.sum(row.compare("==", 0.0).to("u32")).to("i64"))
+    with e.when(a.skip.compare("==", SKIPS[SkipMaskedKV.CLASSES])):
+        n_seen.set(e.const("i64", 0))
+        each = (a.n_kv + (CLASS_CELLS - 1)) // CLASS_CELLS
+        with e.loop(first, behind) as token:
+            at = a.classes + token * each + cell0 // CLASS_CELLS
+            n_seen.set(n_seen.get() + e.load("u8", at).to("i64"))
+    return n_seen.get().compare("!=", 0)
+
+
+def _finish(
+    e: Emit, a: _Args, head: Value, sums: Value, dst: Value, most: Value, total: Value
+) -> None:
+    """Stores sums / total, where a head's sink adds to the total; zeros where nothing is seen."""
+    all_of, shrink = e.var(total), e.var(e.const("f32", 1.0))
+    with e.when(a.sinks.compare("!=", 0)):
+        sink = e.load("f32", a.sinks + head * 4)
+        top = e.max(most, sink)
+        shrink.set(exp(e, most - top))
+        all_of.set(e.fma(total, shrink.get(), exp(e, sink - top)))
+    none = total.compare("==", 0.0)
+    factor = e.select(none, e.const("f32", 0.0), shrink.get() / all_of.get())
+
+    def step(i: Value, n: int) -> None:
+        value = e.load("f32", sums + i * 4, n) * e.splat(factor, n)
+        e.store(value + e.const("f32", 0.0, n), dst + i * 4)  # -0 + 0 is 0: the sign of a zero says nothing
+
+    e.flat_loops(e.const("i64", 0), a.head_dim, CELLS, step)
+
+
+def attention_combine(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+    """Merges what the shares of each (token, head) have found. Parts are pairs of these."""
+    a = _Args(e, args)
+    start, stop = e.share(a.n_tokens * a.n_head, part, n_parts)
+    each = (a.head_dim + 2) * 4
+    zero = e.const("i64", 0)
+    with e.loop(start, stop) as pair:
+        found = a.scratch + pair * a.n_shares * each
+        most = e.var(e.const("f32", float("-inf")))
+        with e.loop(zero, a.n_shares) as share:
+            most.set(e.max(most.get(), e.load("f32", found + share * each)))
+        top = e.select(most.get().compare("==", float("-inf")), e.const("f32", 0.0), most.get())
+        total = e.var(e.const("f32", 0.0))
+        with e.loop(zero, a.n_shares) as share:  # the first one has the sums
+            at = found + share * each
+            weight = exp(e, e.load("f32", at) - top)
+            total.set(e.fma(e.load("f32", at + 4), weight, total.get()))
+
+            def step(i: Value, n: int, at=at, share=share, weight=weight) -> None:
+                own = e.load("f32", at + 8 + i * 4, n) * e.splat(weight, n)
+                so_far = e.load("f32", found + 8 + i * 4, n)
+                is_first = e.splat(share.compare("==", 0), n)
+                e.store(e.select(is_first, own, so_far + own), found + 8 + i * 4)
+
+            e.flat_loops(zero, a.head_dim, CELLS, step)
+        _finish(e, a, pair % a.n_head, found + 8, a.dst + pair * a.head_dim * 4, most.get(),
+                total.get())  # fmt: skip
 
 
 def _zeros(e: Emit, base: Value, start: Value, stop: Value) -> None:
@@ -124,8 +335,10 @@ def _zeros(e: Emit, base: Value, start: Value, stop: Value) -> None:
     e.flat_loops(start, stop, CELLS, lambda c, n: e.store(e.const("f32", 0.0, n), base + c * 4))
 
 
-def _widen(e: Emit, src: Value, tile: Value, cell: Value, head_dim: Value, dim: Value) -> None:
-    """Stores one cell's head_dim float16 in the tile as float32, then zeros up to dim.
+def _widen(
+    e: Emit, types: CellType, src: Value, tile: Value, cell: Value, head_dim: Value, dim: Value
+) -> None:
+    """Stores one cell's head_dim values in the tile as float32, then zeros up to dim.
 
     A tile is (dim/16, 16 cells, 16) float32: elements that are read together lie at fixed
     distances.
@@ -136,7 +349,7 @@ def _widen(e: Emit, src: Value, tile: Value, cell: Value, head_dim: Value, dim: 
         return column + (c // CELLS) * (4 * CELLS * CELLS) + (c % CELLS) * 4
 
     def step(c: Value, n: int) -> None:
-        e.store(e.load("f16", src + c * 2, n).to("f32"), at(c))
+        e.store(types.load(e, src, c, n), at(c))
 
     e.flat_loops(e.const("i64", 0), head_dim, CELLS, step)
     with e.loop(head_dim, dim) as c:

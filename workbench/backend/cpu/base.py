@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from workbench.backend.args import AddressOf, Args, pack, parts_addresses, parts_scratch_bytes
+from workbench.backend.args import AddressOf, Args, parts_addresses, parts_scratch_bytes
 from workbench.backend.base import Backend
 from workbench.backend.cpu import op_table
 from workbench.backend.cpu.compile import host_isas
@@ -71,23 +71,28 @@ class KernelCall(NamedTuple):
     pointers: tuple[int, ...]
 
 
-def bind(node: Node, address_of: AddressOf, scratch: int, layout: str, workers: int) -> KernelCall:
-    """The kernel for `node`, whose weight lies in `layout`."""
-    function = op_table.kernel_address(op_table.kernel_of(node), layout)
-    args = pack(node, address_of, scratch)
-    return KernelCall(function, n_parts(node, workers), args, _pointers(node))
+def bind(
+    node: Node, address_of: AddressOf, scratch: int, layout: str, workers: int
+) -> list[KernelCall]:
+    """The kernels for `node`, whose weight lies in `layout`, one after the other."""
+    args, pointers = op_table.arguments(node, address_of, scratch), _pointers(node)
+    parts = n_parts(node, workers)
+    return [
+        KernelCall(op_table.kernel_address(kernel, layout), parts, args, pointers)
+        for kernel in op_table.kernels_of(node)
+    ]
 
 
-_POINTERS: dict[tuple[str, int], tuple[int, ...]] = {}
+_POINTERS: dict[tuple[str, object], tuple[int, ...]] = {}
 
 
 def _pointers(node: Node) -> tuple[int, ...]:
     """Which arguments of the kernel for `node` are addresses. Found once for an op and a number of
     inputs: to ask each argument would take a rebuilt step a third longer to prepare."""
-    which = node.op, len(node.inputs)
+    which = node.op, node.params["more"] if "more" in node.params else len(node.inputs)
     found = _POINTERS.get(which)
     if found is None:
-        args = pack(node, lambda tensor: Address(1), Address(1))
+        args = op_table.arguments(node, lambda tensor: Address(1), Address(1))
         found = _POINTERS[which] = pointers_of(args)
     return found
 
@@ -136,7 +141,8 @@ class CpuBackend(Backend):
         if not node.parts:
             first = node.inputs[0]
             layout = self.layout_of(first) if first.kind == Kind.WEIGHT else "file"
-            op_table.kernel_address(op_table.kernel_of(node), layout)
+            for kernel in op_table.kernels_of(node):
+                op_table.kernel_address(kernel, layout)
 
     @abstractmethod
     def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issued:

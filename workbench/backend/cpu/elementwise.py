@@ -122,51 +122,6 @@ def quantize(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
             e.store(e.const("u8", 0), target + i)
 
 
-def set_rows(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
-    """F32 rows into an F16 cache. Parts are ranges of columns: of two tokens for one cell, the last
-    wins."""
-    cache, x, indices, n_tokens, cols, n_kv = e.arguments(args, "iiiiii")
-    start, stop = e.share(cols, part, n_parts)
-    with e.loop(0, n_tokens) as t:
-        index = e.load("i64", indices + t * 8)
-        with e.when(index.compare(">=", 0)), e.when(index.compare("<", n_kv)):
-
-            def step(c: Value, n: int, t=t, index=index) -> None:
-                values = e.load("f32", x + (t * cols + c) * 4, n)
-                e.store(values.to("f16"), cache + (index * cols + c) * 2)
-
-            e.flat_loops(start, stop, ELEMENTS, step)
-
-
-def copy_to_view(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
-    """F32 rows into F16 rows that lie one behind the other."""
-    dst, x, n_tokens, cols = e.arguments(args, "iiii")
-    start, stop = e.share(n_tokens * cols, part, n_parts)
-    _store_halves(e, x, dst, start, stop)
-
-
-def copy_by_table(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
-    """As copy_to_view, from the row of an F16 cache whose number is an entry of a table. A first
-    row below -n_tokens or above n_kv stores nothing, so no sum overflows."""
-    cache, x, table, store, n_tokens, cols, n_kv = e.arguments(args, "iiiiiii")
-    start, stop = e.share(n_tokens * cols, part, n_parts)
-    row = e.load("i64", table + store * 8)
-    with e.when((row + n_tokens).compare(">", 0)), e.when(row.compare("<", n_kv)):
-        first = e.max(start, (0 - row) * cols)
-        last = e.min(stop, (n_kv - row) * cols)
-        with e.when(first.compare("<", last)):
-            _store_halves(e, x, cache + row * cols * 2, first, last)
-
-
-def _store_halves(e: Emit, x: Value, dst: Value, start: Value, stop: Value) -> None:
-    """Elements start..stop-1 of x, rounded to F16."""
-
-    def step(i: Value, n: int) -> None:
-        e.store(e.load("f32", x + i * 4, n).to("f16"), dst + i * 2)
-
-    e.flat_loops(start, stop, ELEMENTS, step)
-
-
 _PAIRS = 8  # angles worked on together, as float64
 
 

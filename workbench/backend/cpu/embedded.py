@@ -44,7 +44,7 @@ from workbench.backend.cpu.ring import (
     aligned_zeros,
     command_words,
 )
-from workbench.backend.issued import Issued, Plannable, Words
+from workbench.backend.issued import Issued, Plannable, Words, together
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
@@ -203,7 +203,8 @@ class EmbeddedDevice(base.CpuBackend):
         """Queues `node` as one entry of the ring."""
         layout = self._layouts.get(address_of(node.inputs[0]), "file")
         ring = self.streams[stream]
-        return ring.prepare(*base.bind(node, address_of, scratch, layout, ring.n_workers))
+        calls = base.bind(node, address_of, scratch, layout, ring.n_workers)
+        return together([ring.prepare(*call) for call in calls])
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int, to_host: bool) -> Issued:
         ring = self.streams[stream]

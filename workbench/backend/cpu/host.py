@@ -16,7 +16,7 @@ from workbench.backend.args import AddressOf, Args
 from workbench.backend.cpu import base
 from workbench.backend.cpu.loops import push, run_inline, run_worker
 from workbench.backend.cpu.ring import MemoryBlock, Ring, aligned_zeros, kernel_block, kernel_work
-from workbench.backend.issued import Issued, Words
+from workbench.backend.issued import Issued, Words, together
 from workbench.errors import DeviceError
 from workbench.graph.ir import Node, Tensor
 from workbench.program.capabilities import Capabilities
@@ -62,7 +62,8 @@ class HostBackend(base.CpuBackend):
 
     def launch_op(self, node: Node, address_of: AddressOf, scratch: int, stream: int) -> Issued:
         """Computes `node` to its end."""
-        return self.run_kernel(*base.bind(node, address_of, scratch, "file", self.workers))
+        calls = base.bind(node, address_of, scratch, "file", self.workers)
+        return together([self.run_kernel(*call) for call in calls])
 
     def run_kernel(
         self, function: int, parts: int, args: Args, pointers: tuple[int, ...] = ()

@@ -17,11 +17,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
-from workbench.backend.args import variant
+from workbench.backend.args import AddressOf, Args, pack, variant
+from workbench.choices import KVParts, SkipMaskedKV
 from workbench.graph.ir import DTYPES, Q8_ACT, QUANTISED, DType, Node
 from workbench.sizes import round_up
 
 if TYPE_CHECKING:
+    from workbench.backend.cpu.attention import Shares
     from workbench.backend.cpu.vector import Body
 
 GROUP = 16
@@ -45,12 +47,21 @@ def kernel_of(node: Node) -> tuple[str, ...]:
 @cache
 def _bodies() -> dict[str, Callable[..., Body]]:
     """What gives the body of a variant: by its op, called with (layout, isa, *types)."""
-    from workbench.backend.cpu import attention, blocked, elementwise, get_rows, interleave, matvec
+    from workbench.backend.cpu import (
+        attention,
+        blocked,
+        elementwise,
+        extents,
+        get_rows,
+        interleave,
+        matvec,
+        stores,
+    )
 
     named = (
         elementwise.rms_norm, elementwise.quantize, elementwise.rope, elementwise.rope_shift,
-        elementwise.set_rows, elementwise.copy_to_view, elementwise.copy_by_table,
-        elementwise.swiglu, elementwise.square_sums, elementwise.rms_scale, attention.attention,
+        elementwise.swiglu, elementwise.square_sums, elementwise.rms_scale,
+        attention.attention_combine, extents.kv_extents, extents.kv_classes,
     )  # fmt: skip
     one_body: dict[str, Body] = {
         **{body.__name__: body for body in named},
@@ -59,6 +70,11 @@ def _bodies() -> dict[str, Callable[..., Body]]:
     }
     return {
         **{op: lambda layout, isa, body=body: body for op, body in one_body.items()},
+        "attention": lambda layout, isa, k, v: attention.attention_body(k, v),
+        **{
+            op: lambda layout, isa, dtype, body=body: body(dtype)
+            for op, body in stores.BODIES.items()
+        },
         "mul_mat": lambda layout, isa, dtype: matvec.product_body(dtype, layout, isa),
         "mul_mat_blocked": lambda layout, isa, dtype: blocked.blocked_body(dtype, layout, isa),
         "mul_mat_float": lambda layout, isa, dtype: blocked.dequantised_body(dtype, layout, isa),
@@ -94,12 +110,41 @@ def scratch_bytes(node: Node, n_parts: int) -> int:
     """Bytes of scratch, of any alignment, for a launch of `node` in n_parts; 0 for most ops."""
     if node.op != "attention":
         return 0
-    from workbench.backend.cpu.attention import scratch_bytes as of_attention
+    from workbench.backend.cpu import attention
 
-    q = node.inputs[0]
-    assert q is not None
-    n_tokens, n_head, head_dim = q.shape
-    return of_attention(n_tokens, n_head, node.params["n_head_kv"], head_dim, n_parts)
+    n_tokens, n_head, head_dim = node.inputs[0].shape
+    n_shares = shares(node).n
+    n_head_kv = node.params["n_head_kv"]
+    return attention.scratch_bytes(n_tokens, n_head, n_head_kv, head_dim, n_parts, n_shares)
+
+
+def shares(node: Node) -> Shares:
+    """How an attention node deals its cells out."""
+    from workbench.backend.cpu.attention import shares_of
+
+    n_tokens, n_head_kv = node.inputs[0].shape[0], node.params["n_head_kv"]
+    kv_parts = node.params.get("kv_parts", KVParts.OFF)
+    return shares_of(kv_parts, n_tokens, n_head_kv, node.params["n_kv"])
+
+
+def arguments(node: Node, address_of: AddressOf, scratch: int) -> Args:
+    """Arguments of the kernels of a node: `backend.args.pack`, and for attention what is a CPU's
+    alone before the scale: how it skips, its shares and their pieces."""
+    args = pack(node, address_of, scratch)
+    if node.op == "attention":
+        from workbench.backend.cpu.attention import SKIPS
+
+        skip = SKIPS[SkipMaskedKV(node.params.get("skip", SkipMaskedKV.OFF))]
+        args[-1:-1] = [skip, *shares(node)]
+    return args
+
+
+def kernels_of(node: Node) -> list[tuple[str, ...]]:
+    """The variants that run `node` one after the other, with the same arguments."""
+    first = kernel_of(node)
+    if node.op == "attention" and shares(node).n > 1:
+        return [first, ("attention_combine",)]
+    return [first]
 
 
 def weight_layout(dtype: DType, rows: int, cols: int) -> str:

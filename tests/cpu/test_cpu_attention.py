@@ -1,0 +1,136 @@
+"""Attention of a CPU in all its ways: regions, skipping, parts of the cells, sinks, cache types."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tests.attention import Case, attention_case, causal, parted, skipping
+from tests.cpu.kernel_runs import run, run_parts
+from tests.profiles import examples
+from workbench.engine import kv_extent
+from workbench.graph import ops
+from workbench.graph.ir import BF16, F16, F32, Q8_0, Tensor
+
+WAYS = ("off", "in_loop", "tail", "classes")
+PARTS = ("off", "parallel_blocks", "stream_k")
+CASES = {
+    "one token": Case((1,), 8, 2, 64, 256),
+    "many": Case((19,), 4, 2, 32, 300, sinks=True),
+    "of several": Case((1, 1, 1, 1, 1, 1, 1, 1, 1, 1), 8, 2, 48, 272, regions=True),
+    "ragged": Case((3, 1, 12, 1), 6, 3, 80, 513, regions=True),
+    "sinks": Case((1, 2), 4, 1, 96, 200, regions=True, sinks=True),
+    "wide": Case((2,), 2, 1, 256, 130),
+    "BF16": Case((1, 1), 4, 2, 64, 256, regions=True, k_type=BF16, v_type=BF16),
+    "F32": Case((1,), 4, 2, 64, 256, k_type=F32, v_type=F32),
+    "Q8_0": Case((2, 3), 4, 2, 64, 256, regions=True, k_type=Q8_0, v_type=Q8_0),
+    "mixed types": Case((5,), 4, 2, 32, 160, k_type=Q8_0, v_type=F16),
+}
+
+
+def floats(found: np.ndarray, shape) -> np.ndarray:
+    return found.view(np.float32).reshape(shape)
+
+
+@pytest.mark.parametrize("kv_parts", PARTS)
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_its_twin_and_skipping_changes_no_bit(name, kv_parts):
+    case = CASES[name]
+    mask = causal(case, case.n_kv // 3)
+    node, arrays, twin = attention_case(case, mask)
+    node = parted(node, kv_parts)
+    wanted = run_parts(node, arrays)
+    np.testing.assert_allclose(floats(wanted, twin.shape), twin, rtol=0, atol=4e-6)
+    for way in WAYS[1:]:
+        assert np.array_equal(run(*skipping(node, arrays, way), 3), wanted), way
+
+
+MASKS = st.sampled_from(["any", "tail", "holes", "none", "one"])
+
+
+@given(st.data())
+@settings(max_examples=examples(60))
+def test_any_mask(data: st.DataObject) -> None:
+    """Whole rows hidden, interior holes, one visible cell, n_kv that is no multiple of anything."""
+    tokens = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    regions = data.draw(st.booleans())
+    n_kv = data.draw(st.integers(1, 600))
+    case = Case(tokens, 4, 2, 16, n_kv, regions, data.draw(st.booleans()))
+    mask = drawn_mask(data, case.n_tokens, n_kv)
+    node, arrays, twin = attention_case(case, mask, seed=n_kv)
+    node = parted(node, data.draw(st.sampled_from(PARTS)))
+    wanted = run(node, arrays, 2)
+    np.testing.assert_allclose(floats(wanted, twin.shape), twin, rtol=0, atol=4e-6)
+    assert not floats(wanted, twin.shape)[~mask.any(axis=1)].any()
+    for way in WAYS[1:]:
+        assert np.array_equal(run(*skipping(node, arrays, way)), wanted), way
+
+
+def drawn_mask(data: st.DataObject, n_tokens: int, n_kv: int) -> np.ndarray:
+    """(n_tokens, n_kv) bool, true where a cell is seen."""
+    kind = data.draw(MASKS)
+    mask = np.zeros((n_tokens, n_kv), bool)
+    if kind == "any":
+        return data.draw(hnp.arrays(bool, (n_tokens, n_kv)))
+    for row in mask:
+        at = data.draw(st.integers(0, n_kv - 1))
+        if kind == "tail":
+            row[: at + 1] = True
+        elif kind == "holes":
+            row[at:] = True
+            row[at + data.draw(st.integers(0, 300)) :][:130] = False
+        elif kind == "one":
+            row[at] = True
+    return mask
+
+
+@given(st.data())
+@settings(max_examples=examples(60))
+def test_extents_and_classes_are_what_the_host_finds(data: st.DataObject) -> None:
+    n_tokens, n_kv = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 900))
+    seen = drawn_mask(data, n_tokens, n_kv)
+    mask = np.where(seen, 0, -np.inf).astype(np.float16)
+    tensor = Tensor("m", F16, mask.shape)
+    for op, dtype, twin in (
+        ("kv_extents", np.int32, kv_extent.extents), ("kv_classes", np.uint8, kv_extent.classes)
+    ):  # fmt: skip
+        node, wanted = ops.make(op, "found", tensor), twin(mask)
+        found = run_parts(node, {tensor: mask}).view(dtype)
+        assert np.array_equal(found.reshape(wanted.shape), wanted)
+
+
+@given(st.data())
+@settings(max_examples=examples(60))
+def test_what_the_host_finds_is_what_can_be_said_of_each_cell(data: st.DataObject) -> None:
+    """The twin's own twin, a cell at a time."""
+    n_tokens, n_kv = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 600))
+    seen = drawn_mask(data, n_tokens, n_kv)
+    mask = np.where(seen, 0, -np.inf).astype(np.float16)
+    for row, end, each in zip(seen, kv_extent.extents(mask), kv_extent.classes(mask), strict=True):
+        last = max((c for c in range(n_kv) if row[c]), default=-1)
+        assert end == (0 if last < 0 else min((last // 256 + 1) * 256, n_kv))
+        for block, found in enumerate(each):
+            own = [row[c] for c in range(64 * block, min(64 * block + 64, n_kv))]
+            assert found == (2 if all(own) else 1 if any(own) else 0)
+
+
+def test_each_share_has_its_tiles_and_all_have_all():
+    """Of any shape, the shares of a row are a partition of its tiles."""
+    from workbench.backend.cpu.attention import CELLS, shares_of
+
+    for n_tokens, n_head_kv, n_kv in ((1, 1, 4096), (1, 8, 777), (5, 3, 2048), (64, 8, 256)):
+        tiles = -(-n_kv // CELLS)
+        for kv_parts in PARTS:
+            n, piece = shares_of(kv_parts, n_tokens, n_head_kv, n_kv)
+            for row in range(n_tokens * n_head_kv):
+                found = []
+                for share in range(n):
+                    if not piece:
+                        found += range(share, tiles, n)
+                        continue
+                    edge = ((row * tiles) // piece + share) * piece - row * tiles
+                    found += range(max(edge, 0), min(edge + piece, tiles))
+                assert sorted(found) == list(range(tiles)), (kv_parts, row)

@@ -1,0 +1,63 @@
+"""ROOM #14924: how attention is computed: by which kernels, and in how many parts of the cells.
+
+An attention node says it itself (`kernel` and `kv_parts` among its params), and backends read it
+there. What is not said is `auto` and `off`. Parts follow from the step shape and the padded n_kv
+alone. So which cells a token sees changes no sum's order, and `off`, `parallel_blocks` and
+`stream_k` differ by rounding.
+
+    off              a query row goes through all cells
+    parallel_blocks  its cells are dealt out to several blocks (flash-decoding, Dao et al. 2023)
+    stream_k         the tiles of all rows, one behind the other, are cut into equal pieces, one a
+                     block (Osama et al. 2023, arXiv 2301.03598)
+
+Parts that belong together are combined in the order of their cells.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from workbench.choices import AttnKernel, KVParts
+from workbench.graph.ir import Graph, Node, Tensor
+from workbench.graph.ops import REGIONS
+
+EXTENTS, CLASSES, SINKS = "extents", "classes", "sinks"
+
+
+class Attended(NamedTuple):
+    """The inputs of an attention node by name; None for one that it has not."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor
+    regions: Tensor | None = None
+    extents: Tensor | None = None
+    classes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+def attended(node: Node) -> Attended:
+    """What an attention node reads."""
+    q, k, v, mask, *others = node.inputs
+    return Attended(q, k, v, mask, **dict(zip(node.params.get("more", ()), others, strict=True)))
+
+
+def with_inputs(node: Node, params: Mapping[str, Any], **more: Tensor) -> Node:
+    """An attention node with more inputs, by name, and other params; its output is the same."""
+    have = attended(node)._asdict() | more
+    names = tuple(n for n in (REGIONS, EXTENTS, CLASSES, SINKS) if have[n] is not None)
+    inputs = (*node.inputs[:4], *(have[n] for n in names))
+    return Node(
+        node.op, node.name, node.output, inputs, {**node.params, **params, "more": names},
+        node.layer,
+    )  # fmt: skip
+
+
+def attend_by(graph: Graph, kernel: str, kv_parts: str) -> Graph:
+    """The graph whose attention is computed by these kernels and parts, values of the toggles
+    `attn_kernel` and `kv_parts`; the same graph where these are `auto` and `off`."""
+    if (kernel, kv_parts) == (AttnKernel.AUTO, KVParts.OFF):
+        return graph
+    said = {"kernel": str(kernel), "kv_parts": str(kv_parts)}
+    nodes = [with_inputs(n, said) if n.op == "attention" else n for n in graph.nodes]
+    return Graph(nodes, graph.inputs, graph.outputs, graph.shape)
