@@ -55,6 +55,7 @@
 //   prefill of 8 warps, 32 cells, 3 stages         175, 201, 198: no gain
 #include "attention_merge.cuh"
 #include "attention_rows.cuh"
+#include "attention_walk.cuh"
 
 #ifndef PREFILL
 #define PREFILL 0
@@ -92,27 +93,44 @@ using Ring = Tile<16, ROWS>[STAGES];
 using Sums = float[ROWS][DIM + 4];  // 4 more: no two rows of a store on one bank
 static_assert(sizeof(Sums) <= sizeof(Ring), "sums of a warp lie where its tiles were");
 
-// Requests the first of the warp's tiles begin, begin + WARPS, .. < end.
-DEVICE void start(Ring& ring, const Cells& cells, int begin, int end) {
-#pragma unroll
-    for (int s = 0; s < STAGES; s++, begin += WARPS) {
-        if (begin < end) cells.request<32>(ring[s], 16ll * begin, threadIdx.x % 32);
-        copies_group();
+using Tiles = Walk<16, false>;
+
+// The tiles of a warp that are on their way: how many, and which of them have a mask.
+struct Asked {
+    int n;
+    u32 masked;
+};
+
+// Requests a tile for an entry of the ring, if there is one.
+DEVICE void ask(Asked& asked, Ring& ring, int entry, Tiles& tiles) {
+    const int tile = tiles.next();
+    if (tile >= 0) {
+        tiles.cells.request<32>(ring[entry], 16ll * tile, threadIdx.x % 32, tiles.masked);
+        asked.n++;
+        if (SKIP == 3) asked.masked = (asked.masked & ~(1u << entry)) | u32(tiles.masked) << entry;
     }
+    copies_group();
+}
+
+// Requests the first of the warp's tiles.
+DEVICE Asked start(Ring& ring, Tiles& tiles) {
+    Asked asked = {0, 0};
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) ask(asked, ring, s, tiles);
+    return asked;
 }
 
 // Goes through the warp's tiles.
 template <bool CAREFUL>
-DEVICE void gather(Rows<SETS>& rows, Ring& ring, const Cells& cells, int begin, int end,
+DEVICE void gather(Rows<SETS>& rows, Ring& ring, Tiles& tiles, Asked asked,
                    const int (&mask_row)[SETS]) {
-    int wanted = begin + STAGES * WARPS, entry = 0;
-    for (int tile = begin; tile < end; tile += WARPS, wanted += WARPS) {
+    int entry = 0;
+    for (int done = 0; done < asked.n; done++) {
         copies_wait<STAGES - 1>();
         __syncwarp();  // every lane's copies are there
-        rows.template add<CAREFUL>(ring[entry], mask_row);
+        rows.template add<CAREFUL>(ring[entry], mask_row, SKIP < 3 || asked.masked >> entry & 1);
         __syncwarp();  // none reads the tile any more
-        if (wanted < end) cells.request<32>(ring[entry], 16ll * wanted, threadIdx.x % 32);
-        copies_group();
+        ask(asked, ring, entry, tiles);
         entry = entry == STAGES - 1 ? 0 : entry + 1;
     }
     copies_wait<0>();
@@ -143,26 +161,40 @@ struct Scratch {
     }
 };
 
-// Grid: (n_head_kv * row groups, shares). CLUSTER shares that follow each other are a cluster where
-// the device has clusters; shares are a multiple of it. Block: WARPS * 32 threads (at least 64).
+// Grid: (n_head_kv * row groups, shares); of each group the heads stand side by side. CLUSTER shares
+// that follow each other are a cluster where the device has clusters; shares are a multiple of it.
+// With REGIONS row groups are numbered from sequence to sequence. Block: WARPS * 32 threads (at
+// least 64).
 // Shared memory: WARPS Rings and the stored queries. scratch, where there are several shares: float
 // [grid.x][shares][ROWS][HEAD_DIM + 2]; counters: grid.x * CLUSTER.
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 : 2)
     attention_decode(u8* dst, const float* q, const u16* k, const u16* v, const u16* mask,
-                     u8* scratch, u32* counters, i64 n_tokens, i64 n_head, i64 n_head_kv, i64 n_kv,
-                     float scale, i64 quantised) {
+                     u8* scratch, u32* counters, const int* regions, const u8* known,
+                     const float* sinks, i64 n_tokens, i64 n_head, i64 n_head_kv, i64 n_kv,
+                     i64 n_regions, i64 least, i64 most, float scale, i64 quantised) {
     pdl_trigger();
     __shared__ float2 of_warps[WARPS][ROWS], of_block[ROWS];  // maxima and weights
     __shared__ bool last;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int group = int(n_head) / int(n_head_kv), all = int(n_tokens) * group;
-    const int row_groups = (all + ROWS - 1) / ROWS, shares = gridDim.y;
-    const Share share(blockIdx.x / row_groups, group, blockIdx.x % row_groups * ROWS, ROWS, all);
+    const int group = int(n_head) / int(n_head_kv), shares = gridDim.y;
+    const int head_kv = blockIdx.x % u32(n_head_kv), number = blockIdx.x / u32(n_head_kv);
+#if REGIONS
+    pdl_wait();
+    const More more = {regions, known, sinks, n_regions, least, most};
+    const Tokens own(more, int(n_tokens), number, group, ROWS);
+    if (own.tile < 0) return;
+    dst += own.token * (quantised ? act_row_bytes(n_head * HEAD_DIM) : n_head * HEAD_DIM * 4);
+    q += i64(own.token) * n_head * HEAD_DIM;
+    mask += own.token * n_kv;
+    k += own.cell * n_head_kv * HEAD_DIM, v += own.cell * n_head_kv * HEAD_DIM;
+#else
+    const Tokens own(int(n_tokens), number);
+#endif
+    const Share share(head_kv, group, own.tile * ROWS, ROWS, own.count * group);
     const Cells cells(k, v, mask, n_head_kv, n_kv, share);
-    const Output output{dst, n_head, bool(quantised)};
-    const u32 tiles = (n_kv + 15) / 16;
-    const int begin = int(tiles * blockIdx.y / shares) + warp;
-    const int end = int(tiles * (blockIdx.y + 1) / shares);
+    const Output output{dst, sinks, n_head, bool(quantised)};
+    known += (own.token + share.token) * known_stride(n_kv);
+    const int begin = blockIdx.y * WARPS + warp, stride = shares * WARPS;
     Ring* rings = reinterpret_cast<Ring*>(memory);
     int mask_row[SETS];
 #pragma unroll
@@ -171,30 +203,35 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 
     __shared__ volatile i64 early[THREADS];
     const float* q_rows[SETS];
     Rows<SETS>::locate(q_rows, q, share, 0, int(n_head));
-    i64 known = i64(cells.k) ^ i64(cells.v) ^ i64(cells.mask) ^ begin ^ end;
+    i64 found = i64(cells.k) ^ i64(cells.v) ^ i64(cells.mask) ^ begin ^ stride;
 #pragma unroll
-    for (int s = 0; s < SETS; s++) known ^= mask_row[s] ^ i64(q_rows[s]);
-    early[threadIdx.x] = known;
+    for (int s = 0; s < SETS; s++) found ^= mask_row[s] ^ i64(q_rows[s]);
+    early[threadIdx.x] = found;
+#if !REGIONS
     pdl_wait();
+#endif
+    Tiles tiles(cells, known, begin, stride);
 
     Rows<SETS> rows;
+    Asked asked;
     if constexpr (rows.STORED) {
-        start(rings[warp], cells, begin, end);
+        asked = start(rings[warp], tiles);
         rows.template load<WARPS>(q, share, 0, int(n_head), scale,
                                   reinterpret_cast<uint2*>(rings + WARPS), warp);
         __syncthreads();
     } else {  // the queries first: a warp with one tile would wait for them
         float2 wide[STEPS][SETS][2];
         rows.request(q_rows, wide);
-        start(rings[warp], cells, begin, end);
+        asked = start(rings[warp], tiles);
         rows.convert(wide, scale * LOG2_E);
     }
     rows.clear();
-    gather<false>(rows, rings[warp], cells, begin, end, mask_row);
+    gather<false>(rows, rings[warp], tiles, asked, mask_row);
     if (rows.suspicious()) {
-        start(rings[warp], cells, begin, end);
+        Tiles again(cells, known, begin, stride);
+        asked = start(rings[warp], again);
         rows.clear();
-        gather<true>(rows, rings[warp], cells, begin, end, mask_row);
+        gather<true>(rows, rings[warp], again, asked, mask_row);
     }
     rows.add_weights();
     Sums& sums = *reinterpret_cast<Sums*>(rings + warp);
@@ -285,62 +322,97 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 
 constexpr int ROWS = 16 * WARPS;
 using Ring = Tile<TILE_CELLS, ROWS>[STAGES];
 
-// Requests the first tiles.
-DEVICE void start(Ring& ring, const Cells& cells) {
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) {
-        if (s * TILE_CELLS < cells.n_kv)
-            cells.request<THREADS>(ring[s], s * TILE_CELLS, threadIdx.x);
-        copies_group();
+using Tiles = Walk<TILE_CELLS, true>;
+
+// The tiles of the block that are on their way: how many, and which of them have a mask.
+struct Asked {
+    int n;
+    u32 masked;
+};
+
+// Requests a tile for an entry of the ring, if there is one.
+DEVICE void ask(Asked& asked, Ring& ring, int entry, Tiles& tiles) {
+    const int tile = tiles.next();
+    if (tile >= 0) {
+        tiles.cells.request<THREADS>(ring[entry], i64(tile) * TILE_CELLS, threadIdx.x,
+                                     tiles.masked);
+        asked.n++;
+        if (SKIP == 3) asked.masked = (asked.masked & ~(1u << entry)) | u32(tiles.masked) << entry;
     }
+    copies_group();
+}
+
+// Requests the first tiles.
+DEVICE Asked start(Ring& ring, Tiles& tiles) {
+    Asked asked = {0, 0};
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) ask(asked, ring, s, tiles);
+    return asked;
 }
 
 // Goes through all tiles, with all warps of the block.
 template <bool CAREFUL>
-DEVICE void gather(Rows<2>& rows, Ring& ring, const Cells& cells, const int (&mask_row)[2]) {
-    i64 wanted = (STAGES - 1) * TILE_CELLS;
+DEVICE void gather(Rows<2>& rows, Ring& ring, Tiles& tiles, Asked asked,
+                   const int (&mask_row)[2]) {
     int entry = 0;
-    for (i64 first = 0; first < cells.n_kv; first += TILE_CELLS, wanted += TILE_CELLS) {
+    for (int done = 0; done < asked.n; done++) {
         copies_wait<STAGES - 2>();
         __syncthreads();  // every thread's copies are there; none reads the tile before any more
-        const int free = entry == 0 ? STAGES - 1 : entry - 1;
-        if (wanted < cells.n_kv) cells.request<THREADS>(ring[free], wanted, threadIdx.x);
-        copies_group();
-        rows.template add<CAREFUL>(ring[entry], mask_row);
+        ask(asked, ring, entry == 0 ? STAGES - 1 : entry - 1, tiles);
+        rows.template add<CAREFUL>(ring[entry], mask_row, SKIP < 3 || asked.masked >> entry & 1);
         entry = entry == STAGES - 1 ? 0 : entry + 1;
     }
     copies_wait<0>();
     __syncthreads();
 }
 
-// Grid: (ceil(rows / (16 WARPS)), n_head_kv), where a kv head has n_tokens * n_head / n_head_kv
-// rows; WARPS * 32 threads; shared memory: a Ring and every warp's stored queries.
+// Grid: (row groups, n_head_kv), where a kv head has n_tokens * n_head / n_head_kv rows, 16 WARPS of
+// them a group; with REGIONS each sequence has groups of its own. WARPS * 32 threads; shared memory:
+// a Ring and every warp's stored queries.
 extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 4 ? 1 : 2)
     attention_prefill(float* dst, const float* q, const u16* k, const u16* v, const u16* mask,
-                      i64 n_tokens, i64 n_head, i64 n_head_kv, i64 n_kv, float scale) {
+                      const int* regions, const u8* known, const float* sinks, i64 n_tokens,
+                      i64 n_head, i64 n_head_kv, i64 n_kv, i64 n_regions, i64 least, i64 most,
+                      float scale) {
     pdl_trigger();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int group = int(n_head) / int(n_head_kv);
-    const Share share(blockIdx.y, group, blockIdx.x * ROWS, ROWS, int(n_tokens) * group);
+#if REGIONS
+    pdl_wait();
+    const More more = {regions, known, sinks, n_regions, least, most};
+    const Tokens own(more, int(n_tokens), blockIdx.x, group, ROWS);
+    if (own.tile < 0) return;
+    dst += i64(own.token) * n_head * HEAD_DIM, q += i64(own.token) * n_head * HEAD_DIM;
+    mask += own.token * n_kv;
+    k += own.cell * n_head_kv * HEAD_DIM, v += own.cell * n_head_kv * HEAD_DIM;
+#else
+    const Tokens own(int(n_tokens), blockIdx.x);
+#endif
+    const Share share(blockIdx.y, group, own.tile * ROWS, ROWS, own.count * group);
+    known += (own.token + share.token) * known_stride(n_kv);
     const Cells cells(k, v, mask, n_head_kv, n_kv, share);
     Ring& ring = *reinterpret_cast<Ring*>(memory);
     int mask_row[2];
 #pragma unroll
     for (int s = 0; s < 2; s++)
         mask_row[s] = share.token_of(16 * warp + 8 * s + lane % 8) - share.token;
+#if !REGIONS
     pdl_wait();
+#endif
 
-    start(ring, cells);
+    Tiles tiles(cells, known, 0, 1);
+    Asked asked = start(ring, tiles);
     Rows<2> rows;
     u8* stored = memory + sizeof(Ring) + warp * Rows<2>::STORED_BYTES;
     uint2* queries = reinterpret_cast<uint2*>(stored);
     rows.template load<1>(q, share, 16 * warp, int(n_head), scale, queries, 0);  // a lane its own
     rows.clear();
-    gather<false>(rows, ring, cells, mask_row);
+    gather<false>(rows, ring, tiles, asked, mask_row);
     if (__syncthreads_or(rows.suspicious())) {
-        start(ring, cells);
+        Tiles again(cells, known, 0, 1);
+        asked = start(ring, again);
         rows.clear();
-        gather<true>(rows, ring, cells, mask_row);
+        gather<true>(rows, ring, again, asked, mask_row);
     }
     rows.add_weights();
 #pragma unroll
@@ -349,7 +421,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 4 ? 1 : 2)
         for (int j = 0; j < 2; j++) {
             const int row = 16 * warp + 8 * s + lane % 4 * 2 + j;
             if (row >= share.count) continue;
-            const float weight = rows.weight[s][j];
+            float weight = rows.weight[s][j], keep = 1;
+            if (SINKS) add_sink(sinks, share.head_of(row), rows.most[s][j], weight, keep);
             const i64 head = i64(share.token_of(row)) * n_head + share.head_of(row);
             float* to = dst + head * HEAD_DIM + lane / 4;
 #pragma unroll
@@ -358,7 +431,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 4 ? 1 : 2)
                 for (int half = 0; half < 2; half++) {
                     const int c = 16 * d + 8 * half;
                     const float sum = rows.sums[d][s][2 * half + j];
-                    if (c < HEAD_DIM) to[c] = weight == 0 ? 0.f : __fdividef(sum, weight);
+                    if (c < HEAD_DIM) to[c] = weight == 0 ? 0.f : __fdividef(sum * keep, weight);
                 }
             }
         }

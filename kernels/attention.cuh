@@ -31,6 +31,18 @@ DEVICE float rescale(float own, float most) {
     return exp2_fast(own - (most == NEG_INFINITY ? 0.f : most));
 }
 
+#ifndef SINKS
+#define SINKS 0
+#endif
+
+// A head's sink as a score more, without a value: adds its weight to that of a row, and gives the
+// factor for what was gathered under the row's own maximum.
+DEVICE void add_sink(const float* sinks, int head, float most, float& weight, float& keep) {
+    const float sink = sinks[head] * LOG2_E, top = fmaxf(most, sink);
+    keep = rescale(most, top);
+    weight = fmaf(weight, keep, exp2_fast(sink - top));
+}
+
 // which rows -------------------------------------------------------------------------------------
 
 // The query rows of one kv head, token by token, and in each token its `group` heads. A block has
@@ -69,12 +81,13 @@ struct Cells {
           n_tokens(share.n_tokens) {}
 
     // Starts copying the tile whose first cell is `first`; this is thread `i` of THREADS. Cells
-    // past n_kv are zeros and masked.
+    // past n_kv are zeros and masked. A tile that all see whole needs no mask.
     template <int THREADS, int CELLS, int ROWS>
-    DEVICE void request(Tile<CELLS, ROWS>& to, i64 first, u32 i) const {
+    DEVICE void request(Tile<CELLS, ROWS>& to, i64 first, u32 i, bool masked = true) const {
         const int left = int(min(n_kv - first, i64(CELLS)));
         copy_rows<THREADS, CELLS>(to.keys, k + first * stride, left, i);
         copy_rows<THREADS, CELLS>(to.values, v + first * stride, left, i);
+        if (!masked) return;
         const u16* from = mask + first;
         if (n_kv % 8 == 0) {
 #pragma unroll 1

@@ -66,12 +66,15 @@ struct Item {
 // Where results go: floats, or rows of Q8_ACT of all heads of a token.
 struct Output {
     u8* dst;
+    const float* sinks;
     i64 n_head;
     bool quantised;
     // Called by whole warps; 8 lanes have a block of 32.
     DEVICE void store(const Share& share, const Item& item, const Partial& all) const {
-        const bool none = all.weight == 0;
-        const float f = none ? 0.f : __fdiv_rn(1.f, all.weight);
+        float weight = all.weight, keep = 1;
+        if (SINKS) add_sink(sinks, share.head_of(item.row), all.most, weight, keep);
+        const bool none = weight == 0;
+        const float f = none ? 0.f : __fdiv_rn(keep, weight);
         const float4 v = none ? make_float4(0, 0, 0, 0) : scaled(all.sum, f);
         const i64 token = share.token_of(item.row), cols = n_head * HEAD_DIM;
         const i64 c = share.head_of(item.row) * HEAD_DIM + 4 * item.quad;

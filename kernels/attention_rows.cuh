@@ -117,7 +117,8 @@ struct Rows {
     // gives to load_transposed for set s. With CAREFUL a cell of weight zero adds nothing, whatever
     // V holds; otherwise V must be finite. On finite values both give the same bits.
     template <bool CAREFUL, int CELLS, int TOKENS>
-    DEVICE void add(const Tile<CELLS, TOKENS>& tile, const int (&mask_row)[SETS]) {
+    DEVICE void add(const Tile<CELLS, TOKENS>& tile, const int (&mask_row)[SETS],
+                    bool masked = true) {
         constexpr int parts = CELLS / 16;
         // a product waits for the one before it in its chain: at least two chains
         constexpr int chains = parts * SETS == 1 ? 2 : 1;
@@ -148,7 +149,7 @@ struct Rows {
 #pragma unroll
             for (int i = 0; i < 4; i++) score[0][c][0][i] += score[chains - 1][c][0][i];
         }
-        apply_mask(score[0], tile, mask_row);
+        if (masked) apply_mask(score[0], tile, mask_row);
 
         u32 p[parts][SETS][2];
         float keep[SETS][2];

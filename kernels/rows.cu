@@ -2,9 +2,9 @@
 //
 //   get_rows_<TYPE>   dst[t] = table[ids[t]] as floats, one thread per element. An id outside the
 //                     table gives zeros and reads nothing
-//   set_rows          cache[indices[t]] = x[t] as halves; an index outside 0..n_kv-1 is not stored
-//   copy_to_view      dst[t] = x[t] as halves, rows one behind the other
-//   copy_by_table     cache[table[store] + t] = x[t] as halves; a row outside 0..n_kv-1 is not stored
+//   set_rows_<TYPE>   cache[indices[t]] = x[t]; an index outside 0..n_kv-1 is not stored
+//   copy_to_view_<TYPE>   dst[t] = x[t], rows one behind the other
+//   copy_by_table_<TYPE>  cache[table[store] + t] = x[t]; a row outside 0..n_kv-1 is not stored
 //
 // Block: 256 threads. Grid: (rows, ceil(cols / 256)).
 //
@@ -43,33 +43,77 @@ extern "C" __global__ void get_rows_F32(float* dst, const float* table, const in
         dst[blockIdx.x * cols + c] = id >= 0 && id < table_rows ? table[id * cols + c] : 0.f;
 }
 
-// Arguments: cache, x, indices, n_tokens, cols, n_kv. Two tokens with one index leave a row with
+// A float as element c of a cell, for the types that the cache may have. Whole warps call it, and
+// lanes have neighbouring columns; a block of Q8_0 is a warp's.
+struct CellF16 {
+    static DEVICE void store(u8* row, i64 c, float x, bool there) {
+        if (there) reinterpret_cast<u16*>(row)[c] = float_to_half(x);
+    }
+    static DEVICE i64 row_bytes(i64 cols) { return 2 * cols; }
+};
+struct CellBF16 {
+    static DEVICE void store(u8* row, i64 c, float x, bool there) {
+        const u32 bits = __float_as_uint(x);
+        const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+        const u32 rounded = nan ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        if (there) reinterpret_cast<u16*>(row)[c] = u16(rounded);
+    }
+    static DEVICE i64 row_bytes(i64 cols) { return 2 * cols; }
+};
+struct CellF32 {
+    static DEVICE void store(u8* row, i64 c, float x, bool there) {
+        if (there) reinterpret_cast<float*>(row)[c] = x;
+    }
+    static DEVICE i64 row_bytes(i64 cols) { return 4 * cols; }
+};
+// ggml's quantize_row_q8_0_ref: scale = max|x| / 127, quants rounded half away from zero.
+struct CellQ8_0 {
+    static DEVICE void store(u8* row, i64 c, float x, bool there) {
+        const float scale = __fdiv_rn(warp_max(there ? fabsf(x) : 0.f), 127.f);
+        const float inverse = scale == 0 ? 0.f : __fdiv_rn(1.f, scale);
+        if (!there) return;
+        u8* block = row + c / 32 * 34;
+        if (c % 32 == 0) *reinterpret_cast<u16*>(block) = float_to_half(scale);
+        reinterpret_cast<i8*>(block)[2 + c % 32] = i8(roundf(__fmul_rn(x, inverse)));
+    }
+    static DEVICE i64 row_bytes(i64 cols) { return cols / 32 * 34; }
+};
+
+// set_rows: cache, x, indices, n_tokens, cols, n_kv. Two tokens with one index leave a row with
 // elements of both.
-extern "C" __global__ void set_rows(u16* cache, const float* x, const i64* indices, i64 n_tokens,
-                                    i64 cols, i64 n_kv) {
-    pdl_trigger();
-    pdl_wait();
-    const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, row = indices[blockIdx.x];
-    if (c < cols && row >= 0 && row < n_kv)
-        cache[row * cols + c] = float_to_half(x[blockIdx.x * cols + c]);
-}
-
-// Arguments: dst, x, n_tokens, cols. The host patches dst from step to step.
-extern "C" __global__ void copy_to_view(u16* dst, const float* x, i64 n_tokens, i64 cols) {
-    pdl_trigger();
-    pdl_wait();
-    const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, at = blockIdx.x * cols + c;
-    if (c < cols) dst[at] = float_to_half(x[at]);
-}
-
-// Arguments: cache, x, table, store, n_tokens, cols, n_kv. The first row's number is read here, from
-// an input that the host writes from step to step. It may be any number: no sum overflows.
-extern "C" __global__ void copy_by_table(u16* cache, const float* x, const i64* table, i64 store,
-                                         i64 n_tokens, i64 cols, i64 n_kv) {
-    pdl_trigger();
-    pdl_wait();
-    const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, t = blockIdx.x;
-    const i64 first = table[store];
-    if (c < cols && first >= -t && first < n_kv - t)
-        cache[(first + t) * cols + c] = float_to_half(x[t * cols + c]);
-}
+// copy_to_view: dst, x, n_tokens, cols. The host patches dst from step to step.
+// copy_by_table: cache, x, table, store, n_tokens, cols, n_kv. The first row's number is read here,
+// from an input that the host writes from step to step. It may be any number: no sum overflows.
+#define STORES(TYPE)                                                                             \
+    extern "C" __global__ void set_rows_##TYPE(u8* cache, const float* x, const i64* indices,    \
+                                               i64 n_tokens, i64 cols, i64 n_kv) {               \
+        pdl_trigger();                                                                           \
+        pdl_wait();                                                                              \
+        const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, row = indices[blockIdx.x];            \
+        if (row < 0 || row >= n_kv) return;                                                      \
+        Cell##TYPE::store(cache + row * Cell##TYPE::row_bytes(cols), c,                          \
+                          c < cols ? x[blockIdx.x * cols + c] : 0.f, c < cols);                  \
+    }                                                                                            \
+    extern "C" __global__ void copy_to_view_##TYPE(u8* dst, const float* x, i64 n_tokens,        \
+                                                   i64 cols) {                                   \
+        pdl_trigger();                                                                           \
+        pdl_wait();                                                                              \
+        const i64 c = i64(blockIdx.y) * 256 + threadIdx.x;                                       \
+        Cell##TYPE::store(dst + blockIdx.x * Cell##TYPE::row_bytes(cols), c,                     \
+                          c < cols ? x[blockIdx.x * cols + c] : 0.f, c < cols);                  \
+    }                                                                                            \
+    extern "C" __global__ void copy_by_table_##TYPE(u8* cache, const float* x, const i64* table, \
+                                                    i64 store, i64 n_tokens, i64 cols,           \
+                                                    i64 n_kv) {                                  \
+        pdl_trigger();                                                                           \
+        pdl_wait();                                                                              \
+        const i64 c = i64(blockIdx.y) * 256 + threadIdx.x, t = blockIdx.x;                       \
+        const i64 first = table[store];                                                          \
+        if (first < -t || first >= n_kv - t) return;                                             \
+        Cell##TYPE::store(cache + (first + t) * Cell##TYPE::row_bytes(cols), c,                  \
+                          c < cols ? x[t * cols + c] : 0.f, c < cols);                           \
+    }
+STORES(F16)
+STORES(BF16)
+STORES(F32)
+STORES(Q8_0)

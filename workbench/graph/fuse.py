@@ -49,7 +49,7 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from workbench.config import Switch, Toggles
-from workbench.graph.ir import Graph, Kind, Node, Tensor
+from workbench.graph.ir import F16, Graph, Kind, Node, Tensor
 
 FUSIONS = tuple(n for n in Toggles.names() if n.startswith("fuse_"))
 
@@ -247,7 +247,7 @@ class _Matcher:
         normed = "fuse_norm_mul" in self.on
         for op, pattern, wants_norm in _INSIDE:
             parts = chain(self.nodes, self.at, pattern)
-            if parts and (normed or not wants_norm):
+            if parts and _stores_halves(parts) and (normed or not wants_norm):
                 return [(op, parts[-1].name, parts)], self.at + len(parts)
         return None
 
@@ -256,7 +256,7 @@ class _Matcher:
         parts = named(self.nodes, at, _ROPE_STORE)
         if not parts and "fuse_norm_mul" in self.on:
             parts = named(self.nodes, at, _NORMED_ROPE_STORE)
-        return parts
+        return parts if _stores_halves(parts) else []
 
     def products(self) -> _Products:
         """The products of one x from here on, side by side in the graph."""
@@ -333,6 +333,11 @@ class _Matcher:
         if not quantize:
             return None
         return [(f"{node.op}_quantize", node.name, [node, *quantize])], self.at + 2
+
+
+def _stores_halves(parts: Sequence[Node]) -> bool:
+    """Whether what is stored into the cache is F16: no launch joins RoPE and another store."""
+    return all(p.output.dtype == F16 for p in parts if p.op == "set_rows")
 
 
 _Taken = tuple[list[tuple[str, str, list[Node]]], int] | None

@@ -7,9 +7,11 @@ result does not depend on where tokens lie in the cache. Constants repeat the so
 from typing import NamedTuple
 
 from workbench.backend.cuda.kernel import Kernel, blocks
+from workbench.choices import KVParts, SkipMaskedKV
 from workbench.errors import DeviceError
 
 MAX_HEAD_DIM = 256
+MOST_TOKENS = 1 << 30  # of a sequence; more than there can be
 FEW_TOKENS = 8  # attention_decode alone up to here
 CELLS = 16  # attention_decode: cells of a tile
 CELL_PAD = 8  # halves behind each row of a tile, against bank conflicts
@@ -24,23 +26,52 @@ ENOUGH_BLOCKS = 66  # attention_prefill: with fewer, attention_decode shares the
 
 
 class AttentionShape(NamedTuple):
-    """What attention is computed of; see `graph/ops.py`. n_kv: the padded cells of each kv head."""
+    """What attention is computed of; see `graph/ops.py`. n_kv: the padded cells of each kv head.
+    n_regions: sequences with cells of their own; 0: all have the same. skip, kv_parts: values of
+    the toggles."""
 
     n_tokens: int
     n_head: int
     n_head_kv: int
     head_dim: int
     n_kv: int
+    n_regions: int = 0
+    skip: str = SkipMaskedKV.OFF
+    kv_parts: str = KVParts.PARALLEL_BLOCKS
+    has_sinks: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.n_head // self.n_head_kv
+
+    @property
+    def each_one(self) -> bool:
+        """Whether every sequence has one token, and cells of its own."""
+        return self.n_regions == self.n_tokens
+
+    @property
+    def ragged(self) -> bool:
+        """Whether sequences with cells of their own may have any number of tokens."""
+        return self.n_regions > 1 and not self.each_one
+
+    def row_groups(self, rows: int) -> int:
+        """Groups of `rows` rows of a kv head, of sequences of their own at most."""
+        if self.each_one:
+            return self.n_tokens * blocks(self.group, rows)
+        if self.ragged:
+            return min(self.n_tokens, self.n_regions) + self.rows // rows
+        return blocks(self.rows, rows)
 
     @property
     def rows(self) -> int:
         """Query rows that read the same kv head."""
-        return self.n_tokens * (self.n_head // self.n_head_kv)
+        return self.n_tokens * self.group
 
     @property
     def few(self) -> bool:
         """Whether the tokens are so few that attention_decode alone takes them."""
-        return self.n_tokens <= FEW_TOKENS
+        return self.each_one or self.n_tokens <= FEW_TOKENS
 
 
 class AttentionAt(NamedTuple):
@@ -55,6 +86,9 @@ class AttentionAt(NamedTuple):
     mask: int
     scratch: int
     counters: int
+    regions: int = 0
+    known: int = 0
+    sinks: int = 0
 
 
 class AttentionTuning(NamedTuple):
@@ -112,6 +146,13 @@ def prefill_tuning(head_dim: int) -> AttentionTuning:
     return AttentionTuning(2, 4, 2, 64 if _dim(head_dim) <= 128 else 16)
 
 
+def parts_of(shape: AttentionShape, groups: int, warps: int) -> tuple[int, int]:
+    """As `kv_parts`, for a shape that may want one part."""
+    if shape.kv_parts == KVParts.OFF:
+        return 1, 1
+    return kv_parts(groups, shape.n_kv, warps)
+
+
 def kv_parts(groups: int, n_kv: int, warps: int) -> tuple[int, int]:
     """Blocks that share the cells of one kv head and group of rows, and how many are a cluster.
 
@@ -131,8 +172,12 @@ def decode_grid(shape: AttentionShape) -> DecodeGrid:
     """Sets are few while the cells are few. Other blocks then read the cells again from L2, and
     would have no work otherwise. With many cells there are as many sets as the rows fill."""
     rows, dim, tiles = shape.rows, _dim(shape.head_dim), blocks(shape.n_kv, CELLS)
-    many = not shape.few and 64 < dim <= 128
+    many = not shape.few and 64 < dim <= 128 and shape.kv_parts != KVParts.OFF
     groups = shape.n_head_kv * blocks(rows, 8 * MANY.sets)
+    if shape.n_regions > 1:
+        tuning = decode_tuning(min(shape.group, 8), shape.head_dim)
+        groups = shape.n_head_kv * shape.row_groups(8 * tuning.sets)
+        return DecodeGrid(tuning, groups, *parts_of(shape, groups, tuning.warps))
     if many and tiles <= MANY_TILES and groups <= CLUSTERS[1]:
         cluster = next(size for size, room in CLUSTERS.items() if groups <= room)
         return DecodeGrid(MANY, groups, cluster, cluster)
@@ -145,13 +190,14 @@ def decode_grid(shape: AttentionShape) -> DecodeGrid:
             break
     if tuning.sets == 1 and 64 < dim <= 128 and 4 * CLUSTER < tiles <= 8 * CLUSTER:
         tuning = AttentionTuning(1, 8, 1, CELLS)  # one tile a warp
-    return DecodeGrid(tuning, groups, *kv_parts(groups, shape.n_kv, tuning.warps))
+    return DecodeGrid(tuning, groups, *parts_of(shape, groups, tuning.warps))
 
 
 def uses_prefill(shape: AttentionShape) -> bool:
     """Whether the tokens are so many that blocks of 64 rows over all cells fill the device."""
     tall = blocks(shape.rows, 16 * prefill_tuning(shape.head_dim).warps)
-    return not shape.few and shape.n_head_kv * tall >= ENOUGH_BLOCKS
+    enough = shape.n_head_kv * tall >= ENOUGH_BLOCKS or shape.kv_parts == KVParts.OFF
+    return not shape.few and (enough or shape.ragged)
 
 
 def tile_bytes(head_dim: int, cells: int, rows: int) -> int:
@@ -178,7 +224,7 @@ def prefill_shared(head_dim: int, t: AttentionTuning) -> int:
 def scratch_bytes(shape: AttentionShape, grid: DecodeGrid | None = None) -> int:
     """Bytes for what the parts of attention_decode leave to the last block: for each part and row,
     head_dim sums, a maximum and a weight. With clusters only some of it is used."""
-    if uses_prefill(shape):
+    if uses_prefill(shape) and not shape.ragged:
         return 0
     grid = grid or decode_grid(shape)
     if grid.kv_parts == 1:
@@ -209,33 +255,58 @@ def launches(
     check(shape.head_dim)
     if not shape.n_tokens:
         return []
-    inputs = [at.dst, at.q, at.k, at.v, at.mask]
-    sizes = [shape.n_tokens, shape.n_head, shape.n_head_kv, shape.n_kv, scale]
-    if uses_prefill(shape):
-        t = tuning or prefill_tuning(shape.head_dim)
-        defines = (*_defines(shape.head_dim, t, True), f"TILE_CELLS={t.cells}")
-        return [
-            Kernel(
-                "attention", "attention_prefill",
-                (blocks(shape.rows, 16 * t.warps), shape.n_head_kv), 32 * t.warps,
-                [*inputs, *sizes], defines, prefill_shared(shape.head_dim, t), waits=True,
-            )
-        ]  # fmt: skip
-    grid = grid or decode_grid(shape)
+    if not uses_prefill(shape):
+        return [_decode(shape, at, scale, quantised, grid or decode_grid(shape), MOST_TOKENS)]
+    works = [_prefill(shape, at, scale, tuning or prefill_tuning(shape.head_dim))]
+    if shape.ragged:  # sequences of few tokens by themselves
+        works.append(_decode(shape, at, scale, quantised, grid or decode_grid(shape), FEW_TOKENS))
+    return works
+
+
+def _prefill(shape: AttentionShape, at: AttentionAt, scale: float, t: AttentionTuning) -> Kernel:
+    least = FEW_TOKENS + 1 if shape.ragged else 1
+    rows = 16 * t.warps
+    groups = shape.row_groups(rows)
+    if shape.ragged:  # of sequences that have `least` tokens
+        groups = min(shape.n_regions, shape.n_tokens // least) + shape.rows // rows
+    defines = (*_defines(shape, t, True), f"TILE_CELLS={t.cells}")
+    return Kernel(
+        "attention", "attention_prefill", (groups, shape.n_head_kv), 32 * t.warps,
+        [at.dst, at.q, at.k, at.v, at.mask, at.regions, at.known, at.sinks,
+         *_sizes(shape), least, MOST_TOKENS, scale],
+        defines, prefill_shared(shape.head_dim, t), waits=True,
+    )  # fmt: skip
+
+
+def _decode(
+    shape: AttentionShape, at: AttentionAt, scale: float, quantised: bool, grid: DecodeGrid,
+    most: int,
+) -> Kernel:  # fmt: skip
+    """most: tokens of a sequence that is computed."""
     t = grid.tuning
     defines = (
-        *_defines(shape.head_dim, t, False), f"ROW_SETS={t.sets}", f"CLUSTER={grid.cluster}",
+        *_defines(shape, t, False), f"ROW_SETS={t.sets}", f"CLUSTER={grid.cluster}",
     )  # fmt: skip
-    return [
-        Kernel(
-            "attention", "attention_decode", (grid.groups, grid.kv_parts), 32 * t.warps,
-            [*inputs, at.scratch, at.counters, *sizes, int(quantised)],
-            defines, decode_shared(shape.head_dim, t), waits=True,
-        )
-    ]  # fmt: skip
+    return Kernel(
+        "attention", "attention_decode", (grid.groups, grid.kv_parts), 32 * t.warps,
+        [at.dst, at.q, at.k, at.v, at.mask, at.scratch, at.counters, at.regions, at.known, at.sinks,
+         *_sizes(shape), 1, most, scale, int(quantised)],
+        defines, decode_shared(shape.head_dim, t), waits=True,
+    )  # fmt: skip
 
 
-def _defines(head_dim: int, t: AttentionTuning, prefill: bool) -> tuple[str, ...]:
+def _sizes(shape: AttentionShape) -> list[int]:
+    return [shape.n_tokens, shape.n_head, shape.n_head_kv, shape.n_kv, shape.n_regions]
+
+
+_SKIPS = {SkipMaskedKV.IN_LOOP: 1, SkipMaskedKV.TAIL: 2, SkipMaskedKV.CLASSES: 3}
+
+
+def _defines(shape: AttentionShape, t: AttentionTuning, prefill: bool) -> tuple[str, ...]:
+    """Macros of a compilation; what a shape does without is not named."""
+    regions, skip = shape.n_regions > 0, _SKIPS.get(SkipMaskedKV(shape.skip))
     return (
-        f"PREFILL={int(prefill)}", f"HEAD_DIM={head_dim}", f"WARPS={t.warps}", f"STAGES={t.stages}",
+        f"PREFILL={int(prefill)}", f"HEAD_DIM={shape.head_dim}", f"WARPS={t.warps}",
+        f"STAGES={t.stages}", *(["REGIONS=1"] if regions else []),
+        *([f"SKIP={skip}"] if skip else []), *(["SINKS=1"] if shape.has_sinks else []),
     )  # fmt: skip

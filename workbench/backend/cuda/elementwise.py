@@ -15,6 +15,7 @@ from workbench.backend.cuda.matvec import Rotate
 from workbench.graph.ir import Node, Tensor
 
 ROPE_HEADS, ROPE_THREADS = 4, 64  # rope, rope_shift: heads and threads of a block
+SEEN_WARPS = 8  # kv_extents, kv_classes: warps of a block
 HEADS_PER_BLOCK = 4  # rope_store: heads of a block, a warp each
 
 
@@ -67,6 +68,14 @@ def swiglu_quantize(parts: Sequence[Node], p: Operands) -> list[Work]:
     args: Args = [p.at(quantize.output), p.at(gate), p.at(up), gate.rows, gate.cols]
     grid = (gate.rows, blocks(gate.cols, 1024))
     return [Kernel("elementwise", "swiglu_quantize", grid, 256, args, waits=True)]
+
+
+def seen(node: Node, p: Operands) -> list[Work]:
+    """kv_extents: a block for each token. kv_classes: a warp for each class."""
+    args = pack(node, p.at)
+    n_tokens, n = node.inputs[0].shape[0], node.output.cols
+    grid = (n_tokens, blocks(n, SEEN_WARPS) if node.op == "kv_classes" else 1)
+    return [Kernel("extents", node.op, grid, 32 * SEEN_WARPS, args, waits=True)]
 
 
 # norms --------------------------------------------------------------------------------------------

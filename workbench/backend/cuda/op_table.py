@@ -11,6 +11,8 @@ from collections.abc import Callable
 from workbench.backend.cuda import attention, elementwise, matvec, products
 from workbench.backend.cuda.attention import AttentionAt, AttentionShape
 from workbench.backend.cuda.kernel import Kernel, Operands, Work
+from workbench.choices import KVParts, SkipMaskedKV
+from workbench.graph.attend import attended
 from workbench.graph.ir import Node
 from workbench.graph.ops import interior_bytes
 
@@ -19,8 +21,11 @@ from workbench.graph.ops import interior_bytes
 
 def _attend(node: Node, quantize: Node | None, p: Operands) -> list[Work]:
     out = (node if quantize is None else quantize).output
-    q, k, v, mask = map(p.at, node.inputs)
-    at = AttentionAt(p.at(out), q, k, v, mask, p.scratch, p.counters)
+    a = attended(node)
+    at = AttentionAt(
+        p.at(out), *map(p.at, a[:4]), p.scratch, p.counters,
+        p.at_if(a.regions), p.at_if(a.extents or a.classes), p.at_if(a.sinks),
+    )  # fmt: skip
     shape, scale = _shape(node), float(node.params["scale"])
     return list(attention.launches(shape, at, scale, quantize is not None))
 
@@ -40,13 +45,19 @@ def _attention_can_quantise(node: Node) -> bool:
 def _shape(attend: Node) -> AttentionShape:
     tokens, heads, head_dim = attend.inputs[0].shape
     n_head_kv, n_kv = attend.params["n_head_kv"], attend.params["n_kv"]
-    return AttentionShape(tokens, heads, n_head_kv, head_dim, n_kv)
+    a, said = attended(attend), attend.params
+    n_regions = 0 if a.regions is None else a.regions.shape[0]
+    return AttentionShape(
+        tokens, heads, n_head_kv, head_dim, n_kv, n_regions, said.get("skip", SkipMaskedKV.OFF),
+        said.get("kv_parts", KVParts.OFF), a.sinks is not None,
+    )  # fmt: skip
 
 
 # the table ----------------------------------------------------------------------------------------
 
 _LAUNCHES: dict[str, Callable[[Node, Operands], list[Work]]] = {
     **dict.fromkeys(elementwise.GRIDS, elementwise.elementwise),
+    **dict.fromkeys(("kv_extents", "kv_classes"), elementwise.seen),
     "rms_norm": elementwise.norm,
     "mul_mat": products.mul_mat,
     "attention": lambda node, p: _attend(node, None, p),
