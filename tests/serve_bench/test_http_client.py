@@ -1,0 +1,212 @@
+"""The client process against a server with known delays: order and counts, never tight times."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from tests.serve_bench import fake_server as fake
+from tests.serve_bench.fake_server import Delays, serving
+from workbench.errors import WorkbenchError
+from workbench.serve import records as rec
+from workbench.serve.http1 import HttpAnswer
+from workbench.serve.load import CLOSED, POISSON, Arrivals, Load, draw, lengths
+from workbench.serve.targets import Asking, HttpTarget, model_of
+
+ALL_AT_ONCE = Arrivals(POISSON, float("inf"))
+IDS = np.arange(100, 800, dtype=np.int32)
+
+
+def loaded(arriving, n, n_prompt="uniform:2-9", n_wanted="3", **more) -> Load:
+    return draw(arriving, n, lengths("-p", n_prompt), lengths("-n", n_wanted), IDS, **more)
+
+
+def offered(server, load, asking=None, most_s=float("inf"), **more):
+    """The records of a load in the order of their numbers, and the target."""
+    target = HttpTarget(server.url, "fake", **more)
+    found = [r for part in target.offer(load, asking or Asking(), most_s) for r in part]
+    return sorted(found, key=lambda r: r.request), target
+
+
+def test_a_streamed_request_s_times_are_in_order_and_its_tokens_are_counted():
+    load = loaded(Arrivals(CLOSED, 2), 6, n_wanted="uniform:2-6")
+    with serving(Delays(0.02, 0.01)) as server:
+        records, target = offered(server, load)
+    assert [r.request for r in records] == list(range(6)) and {r.status for r in records} == {"ok"}
+    assert [r.n_prompt for r in records] == load.n_prompt.tolist()
+    for r in records:
+        assert r.n_made == r.n_wanted == len(r.times_ns) and r.finish == "length"
+        assert 0 <= r.due_ns <= r.sent_ns < r.times_ns[0] and r.times_ns[-1] <= r.end_ns
+        assert (np.diff(r.times_ns) >= 5e6).sum() >= len(r.times_ns) // 2
+        assert r.times_ns[0] - r.sent_ns >= 19e6
+    (spent,) = target.spent
+    assert spent.n_chunks == sum(r.n_made for r in records) and 0 < spent.cpu_s < 5
+    assert server.most == 2
+    bodies = sorted(server.seen, key=lambda b: b["seed"])
+    for i, body in enumerate(bodies):
+        assert body["prompt"] == load.prompt(i).tolist() and body["seed"] == 3000 * i + 2
+        assert body["ignore_eos"] is True and body["model"] == "fake" and body["stream"] is True
+        assert body["max_tokens"] == load.n_wanted[i] and body["temperature"] == 0
+
+
+def test_a_closed_loop_keeps_its_number_in_flight_over_its_connections():
+    load = loaded(Arrivals(CLOSED, 4), 20, n_wanted="2")
+    with serving(Delays(0.01, 0.005)) as server:
+        records, _ = offered(server, load)
+    assert server.most == 4 and len(records) == 20
+    assert 4 <= server.n_connections <= 8
+    ends = np.sort([r.end_ns for r in records])
+    later = sorted(records, key=lambda r: r.due_ns)[4:]
+    assert np.array_equal([r.due_ns for r in later], ends[:16]), "each is due as another ends"
+
+
+def test_all_at_once_waits_in_the_server():
+    with serving(Delays(0.01, 0, n_slots=2)) as server:
+        records, _ = offered(server, loaded(ALL_AT_ONCE, 9, n_wanted="1"))
+    assert {r.due_ns for r in records} == {0} and server.most == 2
+    assert max(r.times_ns[0] for r in records) >= 4 * 10e6
+
+
+def test_open_arrivals_come_when_they_are_due_however_slow_the_server():
+    load = loaded(Arrivals(POISSON, 100.0), 12, n_wanted="1")
+    with serving(Delays(0.3)) as server:
+        records, _ = offered(server, load)
+    assert [r.due_ns for r in records] == load.due_ns().tolist()
+    assert all(r.sent_ns >= r.due_ns for r in records)
+    assert server.most > 3
+
+
+def test_several_processes_share_a_load():
+    load = loaded(Arrivals(CLOSED, 3), 11, n_wanted="2")
+    with serving(Delays(0.005)) as server:
+        records, target = offered(server, load, processes=2)
+        assert [r.request for r in records] == list(range(11)) and len(target.spent) == 2
+        assert server.most <= 3
+        records, target = offered(server, loaded(Arrivals(CLOSED, 1), 3), processes=4)
+        assert len(target.spent) == 1 and len(records) == 3
+
+
+def test_several_tokens_may_share_an_event_and_the_server_counts_them():
+    with serving(Delays(per_event=4)) as server:
+        (record,), _ = offered(server, loaded(ALL_AT_ONCE, 1, n_wanted="10"))
+    assert len(record.times_ns) == 3 and record.n_made == 10
+
+
+def test_whole_answers_have_an_end_alone():
+    with serving(Delays(0.01, 0.001)) as server:
+        records, _ = offered(server, loaded(Arrivals(CLOSED, 2), 4), Asking(streamed=False))
+    for r in records:
+        assert r.status == "ok" and r.n_made == 3 and r.times_ns.tolist() == [r.end_ns]
+    assert not any("stream_options" in body for body in server.seen)
+
+
+FAULTS = [
+    (fake.REFUSE, rec.REFUSED, "all slots are taken"),
+    (fake.BAD_REQUEST, "http 400", "the prompt is too long"),
+    (fake.CLOSE, rec.DISCONNECTED, "the server closed the connection"),
+    (fake.GARBAGE, rec.MALFORMED, '{"choices": [{"tex'),
+    (fake.ERROR_EVENT, rec.FAILED, "the engine process has died"),
+    (fake.HANG, rec.TIMEOUT, "no end within 1 s"),
+    (fake.SHORT, rec.OK, ""),
+]
+
+
+def test_every_failure_is_counted_by_its_kind():
+    """A load whose prompts are all of one id: the one that makes the server fail."""
+    for fault, status, why in FAULTS:
+        load = draw(
+            Arrivals(CLOSED, 2), 3, lengths("-p", "2"), lengths("-n", "4"), np.array([fault])
+        )
+        with serving() as server:
+            records, _ = offered(server, load, Asking(timeout_s=1.0))
+        assert [r.status for r in records] == [status] * 3, status
+        assert all(why in r.why for r in records), (records[0].why, why)
+        assert status != rec.OK or [r.n_made for r in records] == [2] * 3
+
+
+def test_nobody_there_is_a_failure_too():
+    with serving() as server:
+        url = server.url
+    target = HttpTarget(url, "fake")
+    found = [r for part in target.offer(loaded(ALL_AT_ONCE, 3), Asking()) for r in part]
+    assert [r.status for r in found] == [rec.NO_CONNECTION] * 3
+    with pytest.raises(WorkbenchError, match=r"names no models: .*refused"):
+        model_of(url)
+
+
+def test_the_end_of_the_time_ends_what_is_in_flight():
+    load = draw(
+        Arrivals(CLOSED, 2), 9, lengths("-p", "2"), lengths("-n", "4"), np.array([fake.HANG])
+    )
+    with serving() as server:
+        begun = time.monotonic()
+        records, target = offered(server, load, most_s=0.3)
+        assert time.monotonic() - begun < 10
+    assert [r.status for r in records] == [rec.UNFINISHED] * 2 and len(target.spent) == 1
+
+
+def test_who_stops_iterating_leaves_no_process(monkeypatch):
+    from workbench.serve import targets
+
+    children = []
+    start = targets._start_client
+
+    def start_and_note():
+        pair = start()
+        children.append(pair[1])
+        return pair
+
+    monkeypatch.setattr(targets, "_start_client", start_and_note)
+    with serving(Delays(0.01)) as server:
+        offer = HttpTarget(server.url, "fake").offer(loaded(Arrivals(CLOSED, 1), 500), Asking())
+        assert next(offer)
+        offer.close()
+    assert [child.returncode for child in children] == [0]
+
+
+def test_the_first_model_is_the_one_and_a_key_opens_the_server():
+    with serving(key="sesame") as server:
+        assert model_of(server.url, "sesame") == ("fake", 800)
+        with pytest.raises(WorkbenchError, match="HTTP Error 401"):
+            model_of(server.url)
+        records, _ = offered(server, loaded(ALL_AT_ONCE, 1), key="sesame")
+        assert records[0].status == rec.OK
+        records, _ = offered(server, loaded(ALL_AT_ONCE, 1))
+        assert records[0].status == "http 401" and records[0].why == "no such key"
+
+
+# an answer, cut anywhere -------------------------------------------------------------------------
+
+STREAM = b"".join(
+    fake.event({"choices": [{"text": t, "finish_reason": None}]}) for t in ("a", "", "\u20ac")
+) + (
+    b": a comment\n\n"
+    + fake.event({"choices": [{"text": "b", "finish_reason": "length"}]})
+    + fake.event({"choices": [], "usage": {"completion_tokens": 7}})
+    + b"data: [DONE]\n\n"
+)
+
+
+@pytest.mark.parametrize("stream", [STREAM, STREAM.replace(b"\n", b"\r\n")], ids=["lf", "crlf"])
+def test_a_stream_is_read_the_same_however_it_is_cut(stream):
+    for size in range(1, len(stream) + 1):
+        ended = []
+        answer = HttpAnswer(True, ended.append)
+        answer.head(200)
+        for i in range(0, len(stream), size):
+            answer.body(stream[i : i + size], i)
+        answer.complete(len(stream))
+        assert ended == [answer] and answer.status == rec.OK, size
+        assert (len(answer.times), answer.n_made, answer.finish) == (4, 7, "length")
+        assert answer.times == sorted(answer.times)
+
+
+def test_chat_chunks_count_too():
+    answer = HttpAnswer(True, lambda _: None)
+    answer.head(200)
+    answer.body(fake.event({"choices": [{"delta": {"content": "x"}}]}), 5)
+    answer.body(fake.event({"choices": [{"delta": {}, "finish_reason": "stop"}]}), 6)
+    answer.lost(9, "gone")
+    assert answer.status == rec.DISCONNECTED and answer.times == [5]
