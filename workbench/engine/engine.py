@@ -66,7 +66,10 @@ class Engine:
         self.look(None, PLAIN)
         self._loaded: Loaded | None = loaded.share()
         self.cache, self._batches = reuse_of(have.toggles).cache(
-            loaded.model, config, kv_pad(have.toggles, config), n_regions(have.toggles, config),
+            loaded.model,
+            config,
+            kv_pad(have.toggles, config),
+            n_regions(have.toggles, config),
             self._spent,
         )
         self._residents = Residents(loaded, self.cache.n_cells)

@@ -11,7 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from workbench.errors import UsageError
-from workbench.graph.ir import CACHE_DTYPES, F16, F32, I32, I64, Q8_ACT, QUANTISED, U8, DType, Tensor
+from workbench.graph.ir import (
+    CACHE_DTYPES,
+    F16,
+    F32,
+    I32,
+    I64,
+    Q8_ACT,
+    QUANTISED,
+    U8,
+    DType,
+    Tensor,
+)
 
 SQUARES = 32  # columns of a sum of squares
 

@@ -37,7 +37,7 @@ def launches(shape: AttentionShape, at: AttentionAt, scale: float) -> list[Kerne
     the counters are not used."""
     check(shape.head_dim)
     rows = shape.n_tokens * shape.n_head
-    args: Args = [*at[:-1], *shape, scale]
+    args: Args = [*at[:6], *shape[:5], scale]
     if not shape.few:
         function, tile = next(TILES[d] for d in TILES if shape.head_dim <= d)
         return [_kernel(function, (blocks(shape.n_tokens, tile), shape.n_head), 128, args)]

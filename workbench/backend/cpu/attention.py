@@ -36,7 +36,12 @@ TOKENS = 8
 _PAIR_STATE = 3 * CELLS  # float32 elements of a PairState beside q and output
 
 
-SKIPS = {SkipMaskedKV.OFF: 0, SkipMaskedKV.IN_LOOP: 1, SkipMaskedKV.TAIL: 2, SkipMaskedKV.CLASSES: 3}
+SKIPS = {
+    SkipMaskedKV.OFF: 0,
+    SkipMaskedKV.IN_LOOP: 1,
+    SkipMaskedKV.TAIL: 2,
+    SkipMaskedKV.CLASSES: 3,
+}
 SHARES = 8  # most parts that the cells of a token are split into
 LEAST_TILES = 8  # of a share
 STREAM_PIECES = 16  # into how many the tiles of all rows are cut (stream_k)
@@ -296,7 +301,9 @@ def _finish(
 
     def step(i: Value, n: int) -> None:
         value = e.load("f32", sums + i * 4, n) * e.splat(factor, n)
-        e.store(value + e.const("f32", 0.0, n), dst + i * 4)  # -0 + 0 is 0: the sign of a zero says nothing
+        e.store(
+            value + e.const("f32", 0.0, n), dst + i * 4
+        )  # -0 + 0 is 0: the sign of a zero says nothing
 
     e.flat_loops(e.const("i64", 0), a.head_dim, CELLS, step)
 

@@ -32,7 +32,7 @@ from workbench.backend.args import variant
 from workbench.backend.cuda.kernel import Kernel, blocks
 from workbench.backend.issued import Issued
 from workbench.errors import DeviceError
-from workbench.graph.ir import DTYPES, QUANTISED, WEIGHT_DTYPES, Node, Tensor
+from workbench.graph.ir import CACHE_DTYPES, DTYPES, QUANTISED, WEIGHT_DTYPES, Node, Tensor
 from workbench.program.commands import Space
 from workbench.sizes import round_up
 
@@ -51,11 +51,14 @@ REPACKED = frozenset(d.name for d in QUANTISED)  # a kernel of kernels/repack.cu
 # What the kernels compute: (op or its variant, weight type) -> most tokens (get_rows: rows) a node
 # may have.
 ANY = 1 << 31
+CACHE_STORES = ("set_rows", "copy_to_view", "copy_by_table")
 _PRODUCTS = [d.name for d in WEIGHT_DTYPES]
 MOST_TOKENS: dict[tuple[str, ...], int] = {
     **{("mul_mat", name): ANY for name in _PRODUCTS},
     **{("mul_mat_float", name): ANY for name in _PRODUCTS},
     **{("get_rows", name): ANY for name in _PRODUCTS},
+    **{(op, d.name): ANY for op in CACHE_STORES for d in CACHE_DTYPES},
+    ("attention", "F16", "F16"): ANY,
 }
 
 
@@ -70,12 +73,16 @@ def refuses(node: Node, launches: Callable[[Node], Any]) -> str:
     if len(kind) > 1:
         tokens, most = node.output.rows, MOST_TOKENS.get(kind, 0)
         if tokens > most:
-            able = [name for op, name in MOST_TOKENS if op == kind[0]]
+            able = [" and ".join(names) for op, *names in MOST_TOKENS if op == kind[0]]
             why = f"{tokens} tokens" if most else f"any batch (it has {', '.join(able) or 'none'})"
-            do = "use a smaller n_ubatch" if most else "quantise the model anew"
+            of_cache = kind[0] in ("attention", *CACHE_STORES)
+            what, do = ("cells", "use a cache of another type") if of_cache else (
+                "weights", "quantise the model anew"
+            )  # fmt: skip
+            do = "use a smaller n_ubatch" if most else do
             return (
-                f"cuda has no {kind[0]} kernel for {kind[1]} weights and {why}; {do}, or use "
-                "device=host or embedded"
+                f"cuda has no {kind[0]} kernel for {' and '.join(kind[1:])} {what} and {why}; {do},"
+                " or use device=host or embedded"
             )
     try:
         launches(node)
