@@ -88,13 +88,17 @@ class StepWait(Choice):
 
 class Results(Choice):
     """How logits come to the host. DIRECT spares the step a copy behind its last kernel. It holds
-    for up to 8 rows of logits, where the kernels that write them are bound by reading weights."""
+    for up to 8 rows of logits, where the kernels that write them are bound by reading weights.
+    With BEHIND the next step may be submitted, and run, before the results of this one are there.
+    There are two buffers of results, so the host waits for a step before it issues the second
+    behind it."""
 
     COPY = "copy", "the device's memory has them first, and a copy brings them, as in llama.cpp"
     DIRECT = (
         "direct",
         "the last kernel writes up to 8 rows of them into page-locked host memory",
     )
+    BEHIND = "behind", "a copy on the copy stream brings them while the next step runs"
 
 
 class GraphReuse(Choice):

@@ -30,6 +30,7 @@ from workbench.choices import (
     NCopies,
     PlanRule,
     PlanScope,
+    Results,
     SyncMode,
 )
 from workbench.errors import UsageError
@@ -50,6 +51,7 @@ _WANTED: dict[str, tuple[tuple[str, ...], str]] = {
     "host_source": (
         (HostSource.PINNED, HostSource.PINNED_RING_2, HostSource.PINNED_RING_4), HostSource.PINNED
     ),
+    "results": ((Results.COPY, Results.DIRECT), Results.DIRECT),
     "n_copies": ((NCopies.ONE,), NCopies.ONE),
     "graph_reuse": ((GraphReuse.SET_ROWS, GraphReuse.POINTER_TABLE), GraphReuse.SET_ROWS),
 }  # fmt: skip

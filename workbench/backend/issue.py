@@ -116,7 +116,7 @@ class Prepared:
     def _execute(self, execute: Executor) -> None:
         calls, counts = _executed(self.segments, execute)
         self.firsts = tuple(accumulate(counts, initial=0))
-        n = self.firsts.index(_first_of_tail(self._program))
+        n = self.firsts.index(self._program.first_of_tail)
         self.head, self.tail = tuple(calls[:n]), tuple(calls[n:])
         self.late: tuple[Issue, ...] = ()
         self._writes: tuple[Issue, ...] = ()
@@ -213,16 +213,6 @@ class Prepared:
         results = dict(self.binding.results)
         self.binding.results.clear()
         return results
-
-
-def _first_of_tail(program: Program) -> int:
-    """The number of the first of the waits and reads that end a program."""
-    end = len(program.commands)
-    while end and isinstance(last := program.commands[end - 1], Read | Sync):
-        if last.split != RESULT:
-            break
-        end -= 1
-    return end
 
 
 def _segments(program: Program, binding: Binding) -> list[Segment]:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import gc
 import itertools
 import re
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from workbench.trace.spans import now_ns
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
     from workbench.engine.loaded import Loaded
+    from workbench.engine.pending import Pending
 
 _NAME = re.compile(
     r"(?:pp(?P<pp>\d+))?(?P<plus>\+)?(?:tg(?P<tg>\d+))?"
@@ -311,6 +313,23 @@ def step_sizes(workload: Workload, n_ubatch: int) -> set[tuple[int, int]]:
     }
 
 
+def _of_each(engine: Engine, gen: list[list[Work]]) -> Iterator[np.ndarray]:
+    """The last logits of each token of all sequences, as they come. Its ids are known before, so a
+    step is submitted while the one before is under way, where the engine can have two."""
+    under_way: deque[tuple[Pending, bool]] = deque()  # and whether a token of all ends there
+    most = 2 if engine.is_ahead else 1
+    for works in gen:
+        for work in works:
+            under_way.append((engine.submit(work), work is works[-1]))
+            if len(under_way) < most:
+                continue
+            pending, is_last = under_way.popleft()
+            logits = pending.wait()
+            if is_last:
+                yield logits
+    yield from (pending.wait() for pending, is_last in under_way if is_last)
+
+
 def _take_together(
     engine: Engine, workload: Workload, tokens: Tokens, left: Bar, warming: bool
 ) -> Sample:
@@ -332,9 +351,7 @@ def _take_together(
             engine.cache.copy(0, sequence)
         stamps.append(now_ns())
     untold = 0 if warming else workload.n_prompt_tokens
-    for works in gen:
-        for work in works:
-            logits = submit(work).wait()
+    for logits in _of_each(engine, gen):  # noqa: B007, the last ones are kept
         now = now_ns()
         stamps.append(now - stood_ns)
         untold += width

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -61,7 +62,7 @@ class Engine:
         self.period = self._ordering.period
         self.turn = 0  # of the rings: of the step under way, or that comes
         self._events: dict[str, Any] = {}
-        self._under_way: Pending | None = None
+        self._under_way: deque[Pending] = deque()  # oldest first
         self._expected: NextStep | None = None
         self.look(None, PLAIN)
         self._loaded: Loaded | None = loaded.share()
@@ -155,15 +156,33 @@ class Engine:
         expected, self._expected = self._expected, None
         if expected is not None and expected.comes(self, work):
             with expected.watch:
-                self._under_way = pending = Pending(self, expected, work)
+                pending = self._issued(Pending(self, expected, work))
             expected.count(self)
             return pending
         with self._begin(work) as watch:
             batch = self._batches.take(work)
             key = Key(batch.shape, self.turn)
             program = self._programs.get(key, batch.first_cell)  # built or kept
-            self._under_way = pending = Pending(self, NextStep(batch, program, watch), work)
+            pending = self._issued(Pending(self, NextStep(batch, program, watch), work))
+        if self.is_ahead:  # while the device computes
+            self._batches.look_ahead(work)
         return pending
+
+    def _issued(self, pending: Pending) -> Pending:
+        self._under_way.append(pending)
+        if self._ordering.result_ring > 1:
+            self.turn = self._ordering.turn_after(self.turn, False)
+        return pending
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next step is made ready when one is submitted, not when one is waited for."""
+        return self._most_under_way > 1
+
+    @property
+    def _most_under_way(self) -> int:
+        """How many steps may be under way: a trace looks at one at a time."""
+        return self._ordering.result_ring if self._recorder is None else 1
 
     @exclusive.door
     def step(
@@ -179,8 +198,7 @@ class Engine:
         """The watch of the step that begins, once the step before has ended."""
         if STATE.measurement is not None:
             exclusive.check(self._loaded)
-        if self._under_way is not None:
-            self._under_way.wait()
+        self.end_all_but(self._most_under_way - 1)
         if work and self.cache.moved is not None:
             self._batches.take(work)  # what refuses the work does so before K is rotated
             self._rotate()
@@ -197,7 +215,7 @@ class Engine:
             batch = shift_batch(self.cache)
             program = self._programs.get(Key(batch.shape, self.turn), batch.first_cell)
             try:
-                self._under_way = pending = Pending(self, NextStep(batch, program, watch), ())
+                pending = self._issued(Pending(self, NextStep(batch, program, watch), ()))
                 self.cache.rotated()
             finally:
                 self.cache.lost()  # cells, where it was interrupted midway
@@ -205,10 +223,25 @@ class Engine:
 
     # what a step under way tells ----------------------------------------------------------------
 
-    def ended(self, waits: bool) -> None:
-        """No step is under way. waits: the host waits for it before it issues another."""
-        self._under_way = None
-        self.turn = self._ordering.turn_after(self.turn, waits)
+    def ended(self, pending: Pending, waits: bool) -> None:
+        """A step ends, and those before it have. waits: the host waits for it before it issues
+        another."""
+        while self._under_way and self._under_way[0] is not pending:
+            self._under_way[0].wait()
+        if self._under_way:
+            self._under_way.popleft()
+        if self._ordering.result_ring == 1:
+            self.turn = self._ordering.turn_after(self.turn, waits)
+
+    def end_all_but(self, n: int) -> None:
+        """Waits until no more than n steps are under way."""
+        while len(self._under_way) > n:
+            self._under_way[0].wait()
+
+    def failed(self) -> None:
+        """A step has failed: those behind it have no results either."""
+        while self._under_way:
+            self._under_way.pop().fail()
 
     def count(self, phase: str, ns: int) -> None:
         """Adds to the time of a phase."""
@@ -382,8 +415,8 @@ class Engine:
             return
         exclusive.check_others(self._loaded)
         loaded, self._loaded = self._loaded, None
-        if self._under_way is not None:
-            self._under_way.give_up()
+        while self._under_way:
+            self._under_way.pop().give_up()
         self._plans.release()
         for backend in loaded.backends:
             backend.synchronize()

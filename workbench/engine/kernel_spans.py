@@ -59,8 +59,7 @@ def kernel_spans(engine: Engine) -> Iterator[KernelSpans]:
         engine.look(recorder, PLAIN)
     try:
         yield found
-        if engine._under_way is not None:
-            engine._under_way.wait()
+        engine.end_all_but(0)
     finally:
         engine.look(before, PLAIN)
         engine.synchronize()

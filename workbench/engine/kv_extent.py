@@ -94,7 +94,7 @@ def classes(mask: np.ndarray) -> np.ndarray:
     seen = np.zeros((t, n), bool)
     seen[:, :n_kv] = mask != -np.inf
     each = seen.reshape(t, -1, CLASS_CELLS)
-    whole = each.all(axis=2)
+    whole = np.asarray(each.all(axis=2))
     if n != n_kv:  # cells behind n_kv count for nothing
         whole[:, -1] = seen[:, n - CLASS_CELLS : n_kv].all(axis=1)
     return np.where(whole, SEEN, np.where(each.any(axis=2), MIXED, UNSEEN)).astype(np.uint8)

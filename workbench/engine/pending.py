@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Pending:
     """Logits on their way to the host. They may be read when `wait` returns.
 
-    The next `submit` of the engine ends this step first: its results are kept here until they are
-    waited for.
+    A later `submit` of the engine ends this step first (the next one, or with results=behind the
+    one after): its results are kept here until they are waited for.
     """
 
     __slots__ = ("_engine", "_failed", "_logits", "_step", "_undo", "_work")
@@ -60,19 +60,20 @@ class Pending:
         if self._logits is None:
             engine, watch, program = self._engine, self._step.watch, self._step.program
             waits = bool(program.tail)
-            engine.ended(waits)
+            engine.ended(self, waits)
+            if self._failed:
+                return self.wait()  # with a step before it
             start, ahead_ns = now_ns(), 0
             try:
-                if waits:
+                if waits and not engine.is_ahead:
                     ahead_ns = look_ahead(engine, self._step, self._work)
                 early = program.early()
                 logits = None if early is None else self._of(early)
                 results = program.finish(watch)
                 self._logits = self._of(results) if logits is None else logits
             except BaseException:
-                self._failed = True
-                self._undo()
-                watch.fail()
+                engine.failed()
+                self.fail()
                 raise
             if watch.counts:
                 engine.count("wait", now_ns() - start - ahead_ns)
@@ -80,6 +81,12 @@ class Pending:
             engine.n_steps += 1
             watch.end(waits)
         return self._logits
+
+    def fail(self) -> None:
+        """The step has no results. Its cells are free again."""
+        self._failed = True
+        self._undo()
+        self._step.watch.fail()
 
     def give_up(self) -> None:
         """The engine is closed, and what the results would be read from is freed."""

@@ -162,8 +162,7 @@ def stamped(engine: Engine, stamps: Stamps) -> Iterator[list[Stamp]]:
     engine.look(engine.recorder, stamps)
     try:
         yield stamps.found
-        if engine._under_way is not None:
-            engine._under_way.wait()
+        engine.end_all_but(0)
     finally:
         engine.look(engine.recorder, PLAIN)
         engine.synchronize()

@@ -4,7 +4,9 @@ One phase goes on with what the phase before it made. So each can be done again 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate, product
+from math import lcm
 
 from workbench.choices import Lifetimes
 from workbench.config import KVCacheKind, Switch, Toggles
@@ -33,6 +35,7 @@ from workbench.program.layout import Layout, Target, lay_out
 from workbench.program.lower import lower
 from workbench.program.plans import with_plans
 from workbench.program.split import Split, assign, split
+from workbench.program.sync_modes import Ordering
 
 BackendOf = Callable[[Node], int]
 
@@ -168,4 +171,19 @@ class StepPrograms:
         """See `Engine.cycle`."""
         if n_prompt < 1:
             raise UsageError(f"a prompt of {n_prompt} tokens has no steps; give at least 1")
-        return self.several(n_prompt, n_decoded, 1)
+        laps = 1
+        if self._ordering.result_ring > 1:  # each program takes every turn
+            laps = lcm(n := len(self.several(n_prompt, n_decoded, 1)), self._ordering.period) // n
+        return as_issued(self.several(n_prompt, n_decoded, laps), self._ordering)
+
+
+def as_issued(cycle: list[Program], ordering: Ordering) -> list[Program]:
+    """A cycle in the order in which the host issues it. Where a step may be under way when the next
+    begins, the wait for its results, and their reads, come behind the next one's commands."""
+    if ordering.result_ring == 1:
+        return cycle
+    before = [cycle[-1], *cycle[:-1]]
+    return [
+        replace(p, commands=p.commands[: p.first_of_tail] + b.commands[b.first_of_tail :])
+        for p, b in zip(cycle, before, strict=True)
+    ]

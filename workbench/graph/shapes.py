@@ -162,7 +162,7 @@ def _fits_attention(more: Sequence[str], others: Inputs, q: Tensor, n_kv: int) -
 def attention(op: str, inputs: Inputs, params: Params) -> Shape:
     q, k, v, mask, *others = inputs
     fits = (
-        _fits_attention(params.get("more", ()), others, q, params["n_kv"])
+        _fits_attention(params.get("more", ()), tuple(others), q, params["n_kv"])
         and (q.dtype, mask.dtype) == (F32, F16)
         and k.dtype in CACHE_DTYPES
         and v.dtype in CACHE_DTYPES

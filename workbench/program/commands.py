@@ -327,6 +327,17 @@ class Program:
     inputs: Sequence[Input] = ()
 
     @property
+    def first_of_tail(self) -> int:
+        """The number of the first of the waits and reads that end the step; of commands, where it
+        ends with neither."""
+        end = len(self.commands)
+        while end and isinstance(last := self.commands[end - 1], Read | Sync):
+            if last.split != RESULT:
+                break
+            end -= 1
+        return end
+
+    @property
     def waited(self) -> bool:
         """Whether the host goes on behind it only when all of it is over."""
         return self.commands[-1].split == RESULT

@@ -11,6 +11,16 @@ def ended(backend: str) -> str:
     return f"end of step on {backend}"
 
 
+def computed(backend: str) -> str:
+    """The results of a step, where a copy behind it brings them."""
+    return f"results on {backend}"
+
+
+def arrived(backend: str, turn: int) -> str:
+    """The copy of the results of a step of this turn, while the next step may run."""
+    return f"results of turn {turn} from {backend}"
+
+
 def landed(backend: str, split: int) -> str:
     """The copies of a split's inputs."""
     return f"inputs of split {split} on {backend}"

@@ -37,7 +37,8 @@ class Layout(NamedTuple):
     for what the host computes for devices, in the order of the copies. scratch: by node. buffers:
     memory of this step beside the residents, in the order of first use. known: buffers of all steps
     by name. landed: ranges of the host's memory that a device writes results to itself. host_turn,
-    device_turn: which copy of each ring the step takes."""
+    device_turn, result_turn: which copy of each ring the step takes. result_ring: how many there
+    are of results."""
 
     ranges: list[dict[Tensor, Range]]
     staged: dict[Tensor, Range]
@@ -47,6 +48,8 @@ class Layout(NamedTuple):
     landed: dict[Tensor, Range]
     host_turn: int
     device_turn: int
+    result_turn: int = 0
+    result_ring: int = 1
 
     def buffer(self, name: str, space: Space, nbytes: int, backend: int) -> Buffer:
         """The buffer called `name`, of at least `nbytes`; new where no step before had it."""
@@ -58,7 +61,8 @@ class Layout(NamedTuple):
     def results(self, graph: Graph, backend: int) -> dict[Tensor, Range]:
         """Ranges of page-locked memory for the results of a step that ends on `backend`."""
         nbytes = sum(t.nbytes for t in graph.outputs)
-        landing = self.buffer("result", Space.PINNED, nbytes, backend)
+        name = _of_ring("result", self.result_turn, self.result_ring)
+        landing = self.buffer(name, Space.PINNED, nbytes, backend)
         landing.lands = len(graph.outputs) == 1
         found, at = {}, 0
         for t in graph.outputs:
@@ -98,6 +102,7 @@ def lay_out(
     layout = Layout(
         [], {}, {}, [], {} if known is None else known, {},
         turn % ordering.host_ring, turn % ordering.device_ring,
+        turn % ordering.result_ring, ordering.result_ring,
     )  # fmt: skip
     owner = len(residents) - 1  # the device owns what its copies touch
     pageable = ordering.host_source == HostSource.PAGEABLE or not owner
@@ -110,7 +115,13 @@ def lay_out(
     last = splits[-1].backend
     if _is_direct(graph, ordering, targets[last]) and last != HOST:
         layout.landed.update(layout.results(graph, last))
-    elsewhere = layout.staged | layout.landed
+    kept: dict[Tensor, Range] = {}
+    if ordering.result_ring > 1 and last != HOST and graph.outputs:
+        offsets, nbytes = _one_behind_the_other(graph.outputs)
+        name = _of_ring(f"kept results.{last}", layout.result_turn, ordering.result_ring)
+        memory = layout.buffer(name, Space.DEVICE, nbytes, last)
+        kept.update((t, Range(memory, at, t.nbytes)) for t, at in offsets.items())
+    elsewhere = layout.staged | layout.landed | kept
 
     for b, resident in enumerate(residents):
         given = [s for part in splits if part.backend == b for s in part.inputs]
@@ -125,7 +136,7 @@ def lay_out(
             ranges.update((t, Range(memory, at, t.nbytes)) for t, at in offsets.items())
             given = []
         if b == last:
-            ranges.update(layout.landed)
+            ranges.update(layout.landed | kept)
         nodes, visible = _in_order([part for part in splits if part.backend == b], lifetimes)
         own = arena.layout(nodes, given, crossing, targets[b].scratch_bytes, elsewhere, visible)
         where = space if b == HOST else Space.DEVICE

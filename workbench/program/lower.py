@@ -221,13 +221,23 @@ class _Emitter:
         in_stream = self.targets[last.backend].in_stream
         if not in_stream:
             emit(c.Sync(c.RESULT, stream=last))
+        behind = self.ordering.result_ring > 1
+        brings = c.Stream(last.backend, c.COPY_STREAM) if behind else last
         there = self.layout.landed
         if not there:
             there = self.layout.results(graph, last.backend)
+            if behind:
+                computed = events.computed(self.targets[last.backend].name)
+                emit(c.Record(computed, last, c.RESULT))
+                emit(c.Wait(computed, brings, c.RESULT))
             for t, landing in there.items():
-                emit(c.Copy(landing, self.ranges[self.made_by[t]][t], last, t.name, c.RESULT))
+                emit(c.Copy(landing, self.ranges[self.made_by[t]][t], brings, t.name, c.RESULT))
         reads = [c.Read(landing, t.name) for t, landing in there.items()]
-        if in_stream:
+        if behind:
+            ended = events.arrived(self.targets[last.backend].name, self.layout.result_turn)
+            emit(c.Record(ended, brings, c.RESULT))
+            emit(c.Sync(c.RESULT, event=ended))
+        elif in_stream:
             ended = events.ended(self.targets[last.backend].name)
             emit(c.Record(ended, last, c.RESULT))
             emit(c.Sync(c.RESULT, event=ended))

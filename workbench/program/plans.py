@@ -97,6 +97,8 @@ def _device(command: c.Command, scope: str) -> tuple[int, int] | None:
     if command.by_host or not isinstance(command, _IN[scope]):
         return None
     assert command.stream is not None
+    if command.split == c.RESULT and command.stream.id == c.COPY_STREAM:
+        return None  # the copy of results behind a step, which the next one does not wait for
     return command.stream.backend, command.split if scope == PlanScope.SPLIT else 0
 
 

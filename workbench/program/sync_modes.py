@@ -72,10 +72,15 @@ class Ordering(NamedTuple):
         return int(self.n_copies)
 
     @property
+    def result_ring(self) -> int:
+        """How many steps have results of their own: so many may be under way."""
+        return 2 if self.results == config.Results.BEHIND else 1
+
+    @property
     def period(self) -> int:
-        """After how many steps without a wait both rings come round again. Each turn has its own
+        """After how many steps without a wait the rings come round again. Each turn has its own
         program."""
-        return math.lcm(self.host_ring, self.device_ring)
+        return math.lcm(self.host_ring, self.device_ring, self.result_ring)
 
     def turn_after(self, turn: int, waited: bool) -> int:
         """The turn behind a step of `turn`. waited: the host waited for the step. No copy is in use
@@ -83,7 +88,7 @@ class Ordering(NamedTuple):
 
         Source: llama.cpp, `ggml_backend_sched_synchronize`: copy 0 after a synchronization.
         """
-        return 0 if waited else (turn + 1) % self.period
+        return 0 if waited and self.result_ring == 1 else (turn + 1) % self.period
 
 
 _NO_EVENTS = "it has no events"
@@ -121,6 +126,8 @@ def choose_ordering(
         toggles = [f"sync={wanted.sync}", f"copy_stream={wanted.copy_stream}"]
         if wanted.step_wait != config.StepWait.EVERY:  # then where inputs lie decides, too
             toggles += [f"host_source={wanted.host_source}", f"step_wait={wanted.step_wait}"]
+        elif wanted.result_ring > 1:
+            toggles += [f"host_source={wanted.host_source}", f"results={wanted.results}"]
         raise UsageError(
             f"toggles {' and '.join(toggles)} race on the {device} device: {race} (`workbench "
             "check` names the commands); use sync=auto, or unsafe to run them all the same"
@@ -139,6 +146,8 @@ def _on_a_stream(o: Ordering, able: Capabilities) -> Ordering:
 def _refusal_of_rings(o: Ordering, able: Capabilities) -> str:
     """Which ring a backend cannot honour, why, and what to use; empty where it can. A ring needs
     events, which say when its memory comes free."""
+    if o.result_ring > 1 and not (able.events and able.one_order and able.n_streams > 1):
+        return f"results={o.results}: {_NO_EVENTS}; use results={config.Results.COPY}"
     ring = f"host_source={o.host_source}", f"use host_source={config.HostSource.PINNED}"
     if o.host_ring > 1 and not able.events:
         return f"{ring[0]}: {_NO_EVENTS}; {ring[1]}"
@@ -164,7 +173,7 @@ def _refusal(o: Ordering, able: Capabilities) -> str:
 
 def race_of(o: Ordering, able: Capabilities) -> str:
     """What races under an ordering on a backend that can honour it; empty where nothing does."""
-    rule, train = o.rule, o.step_wait != config.StepWait.EVERY
+    rule, train = o.rule, o.step_wait != config.StepWait.EVERY or o.result_ring > 1
     drained = rule.blocking or rule.wait_after  # the host goes on when the copies have landed
     apart = o.host_ring > 1  # and waits before it writes where copies are made from
     with_launches = able.one_order and o.copy_stream == config.CopyStream.COMPUTE

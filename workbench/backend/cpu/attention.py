@@ -36,7 +36,7 @@ TOKENS = 8
 _PAIR_STATE = 3 * CELLS  # float32 elements of a PairState beside q and output
 
 
-SKIPS = {
+SKIPS: dict[str, int] = {
     SkipMaskedKV.OFF: 0,
     SkipMaskedKV.IN_LOOP: 1,
     SkipMaskedKV.TAIL: 2,

@@ -134,7 +134,7 @@ def arguments(node: Node, address_of: AddressOf, scratch: int) -> Args:
     if node.op == "attention":
         from workbench.backend.cpu.attention import SKIPS
 
-        skip = SKIPS[SkipMaskedKV(node.params.get("skip", SkipMaskedKV.OFF))]
+        skip = SKIPS[node.params.get("skip", SkipMaskedKV.OFF)]
         args[-1:-1] = [skip, *shares(node)]
     return args
 

@@ -299,12 +299,12 @@ def _sizes(shape: AttentionShape) -> list[int]:
     return [shape.n_tokens, shape.n_head, shape.n_head_kv, shape.n_kv, shape.n_regions]
 
 
-_SKIPS = {SkipMaskedKV.IN_LOOP: 1, SkipMaskedKV.TAIL: 2, SkipMaskedKV.CLASSES: 3}
+_SKIPS: dict[str, int] = {SkipMaskedKV.IN_LOOP: 1, SkipMaskedKV.TAIL: 2, SkipMaskedKV.CLASSES: 3}
 
 
 def _defines(shape: AttentionShape, t: AttentionTuning, prefill: bool) -> tuple[str, ...]:
     """Macros of a compilation; what a shape does without is not named."""
-    regions, skip = shape.n_regions > 0, _SKIPS.get(SkipMaskedKV(shape.skip))
+    regions, skip = shape.n_regions > 0, _SKIPS.get(shape.skip)
     return (
         f"PREFILL={int(prefill)}", f"HEAD_DIM={shape.head_dim}", f"WARPS={t.warps}",
         f"STAGES={t.stages}", *(["REGIONS=1"] if regions else []),

@@ -22,8 +22,9 @@ from workbench.graph.ops import interior_bytes
 def _attend(node: Node, quantize: Node | None, p: Operands) -> list[Work]:
     out = (node if quantize is None else quantize).output
     a = attended(node)
+    q, k, v, mask = map(p.at, node.inputs[:4])
     at = AttentionAt(
-        p.at(out), *map(p.at, a[:4]), p.scratch, p.counters,
+        p.at(out), q, k, v, mask, p.scratch, p.counters,
         p.at_if(a.regions), p.at_if(a.extents or a.classes), p.at_if(a.sinks),
     )  # fmt: skip
     shape, scale = _shape(node), float(node.params["scale"])
