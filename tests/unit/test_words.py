@@ -48,7 +48,7 @@ WORDS = [
           "program/plans.py", "toggles.py", "trace/")),
     Word("turn turns", "which of a ring's copies a step takes", "period, behind, each",
          (*RINGS, "program/sync_modes.py")),
-    Word("slot slots", "a server's seat for a sequence", "entry", ("engine/slots.py", "serve/")),
+    Word("slot slots", "a server's seat for a sequence", "entry", ("engine/slots.py", "serve/", "cli/serve")),
     Word("lane lanes", "a row of a timeline", "worker, element", TIMELINES),
     Word("splitk", "nothing", "kv_parts, k_parts"),
     Word("split splits", "what one backend computes of the graph", "k_parts, warps_per_row",

@@ -4,10 +4,10 @@
 
     bench                       client process
     Job             ->
-                    <- Prepared     every request is drawn and encoded
+                    <- ClientReady  every request is drawn and encoded
     Begin           ->              at which time of the clock that both read
                     <- [Record]     several times a second, of requests that have ended
-    Stop            ->              or the pipe is closed: what is in flight is UNFINISHED
+    StopSending     ->              or the pipe is closed: what is in flight is UNFINISHED
                     <- Spent        the last message
 
 It is a process of its own, since a client beside the server's work would measure its own waiting.
@@ -37,11 +37,11 @@ from workbench.serve.records import (
     TIMEOUT,
     UNFINISHED,
     Begin,
+    ClientReady,
     Job,
-    Prepared,
     RequestRecord,
     Spent,
-    Stop,
+    StopSending,
 )
 
 MOST_IDLE_NS = 2_000_000_000  # servers close a connection that is idle for 5 s
@@ -194,12 +194,12 @@ async def serve(pipe: Connection) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, 50, 50)
-    pipe.send(Prepared())
-    begin: Begin | Stop = pipe.recv()
-    if isinstance(begin, Stop):
+    pipe.send(ClientReady())
+    begin: Begin | StopSending = pipe.recv()
+    if isinstance(begin, StopSending):
         return
     client, loop = HttpClient(job, begin.at_ns, requests), asyncio.get_running_loop()
-    loop.add_reader(pipe.fileno(), client.stop)  # a Stop, or the other end is closed
+    loop.add_reader(pipe.fileno(), client.stop)  # a StopSending, or the other end is closed
     cpu, wall = time.process_time(), time.monotonic()
     client.start_due()
     while not client.done.is_set():

@@ -268,12 +268,12 @@ def warnings(found: Figures, n_requests: int, busy: float | None = None) -> list
     said = []
     if found["failed"]:
         kinds = ", ".join(f"{n} {kind}" for kind, n in found["failures"].items())
-        said.append(f"{found['failed']} requests did not end well: {kinds}")
+        said.append(f"{_counted(found['failed'], 'request')} did not end well: {kinds}")
     begun = found["completed"] + found["failed"]
     if begun < n_requests:
-        said.append(f"{n_requests - begun} of {n_requests} requests were not started")
+        said.append(f"{n_requests - begun} of {n_requests} requests were not measured to their end")
     if found["short"]:
-        said.append(f"{found['short']} answers are shorter than asked for: lengths are not fixed")
+        said.append(f"{_counted(found['short'], 'answer')} shorter than asked for")
     if found["mean_lag_ms"] > LAG_SHARE * found["mean_ttft_ms"]:
         share = found["mean_lag_ms"] / found["mean_ttft_ms"]
         said.append(
@@ -286,3 +286,7 @@ def warnings(found: Figures, n_requests: int, busy: float | None = None) -> list
             "give more --client-processes"
         )
     return said
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"

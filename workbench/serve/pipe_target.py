@@ -78,7 +78,7 @@ class _Offer:
         self._pipe, self._load = pipe, load
         self._starts = Starts(load.due_ns(), load)
         self._asked: dict[int, _Asked] = {}
-        self._open = set[int]()  # numbers of which the engine has not said the end
+        self._open = set[int]()  # numbers whose end the engine has not said
         sampling = Sampling(temperature=asking.temperature)
         self._asks = [
             messages.Ask(

@@ -64,7 +64,7 @@ class Job(NamedTuple):
     parts: int
 
 
-class Prepared(NamedTuple):
+class ClientReady(NamedTuple):
     """The client waits for Begin."""
 
 
@@ -72,5 +72,5 @@ class Begin(NamedTuple):
     at_ns: int
 
 
-class Stop(NamedTuple):
+class StopSending(NamedTuple):
     """The measuring is over."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from workbench.errors import UsageError, WorkbenchError
 from workbench.serve.load import Load
-from workbench.serve.records import Begin, Job, Prepared, RequestRecord, Spent, Stop
+from workbench.serve.records import Begin, ClientReady, Job, RequestRecord, Spent, StopSending
 
 HEAD_START_NS = 20_000_000  # from the last client's being ready to the beginning
 GRACE_S = 10.0  # for client processes to say what they have, once they are to stop
@@ -75,7 +75,7 @@ class HttpTarget:
                     Job(self.url, self.key, self.model, load, *asking, part=part, parts=parts)
                 )
             for pipe in pipes:
-                if not isinstance(receive(pipe), Prepared):
+                if not isinstance(receive(pipe), ClientReady):
                     raise WorkbenchError("a client process did not begin; see its error above")
             begin = time.perf_counter_ns() + HEAD_START_NS
             for pipe in pipes:
@@ -99,7 +99,7 @@ class HttpTarget:
             if left <= 0 and not stopped:
                 stopped = True
                 for pipe in going:
-                    pipe.send(Stop())
+                    pipe.send(StopSending())
             ready = wait(going, None if stopped or math.isinf(left) else left)
             for pipe in [p for p in going if p in ready]:
                 said = receive(pipe)

@@ -1,0 +1,129 @@
+"""What serve-bench prints: vLLM's table to the letter, the summary, JSON."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from workbench.errors import UsageError
+from workbench.serve.bench import ServedRow
+from workbench.serve.bench_text import format_rows, report, summary
+from workbench.serve.latency import Served, Slo, figures
+from workbench.serve.load import CLOSED, POISSON, Arrivals
+from workbench.serve.records import OK, REFUSED, RequestRecord
+
+MS = 10**6
+CLIENT = {"us_per_chunk": 20.0, "us_per_request": 150.5, "busy": 0.25, "processes": 1}
+
+
+def record(i: int, due_ms: int, *token_ms: float, **more) -> RequestRecord:
+    times = np.array([int(t * MS) for t in token_ms], np.int64)
+    made = RequestRecord(
+        i, 10, 3, len(times), due_ms * MS, due_ms * MS + MS, int(times[-1]), times, OK, "length"
+    )
+    return made._replace(**more)
+
+
+RECORDS = [
+    record(0, 0, 100, 120, 150),
+    record(1, 0, 110, 130, 160),
+    record(2, 150, 250, 300, 325),
+    record(3, 160, 161, status=REFUSED, n_made=0, times_ns=np.empty(0, np.int64)),
+]
+ROW = ServedRow(
+    Arrivals(CLOSED, 2), 4, figures(Served.of(RECORDS, True), Slo.of("ttft:105ms"), 2), CLIENT
+)
+
+TABLE = """\
+============ Serving Benchmark Result ============
+Successful requests:                     3         
+Failed requests:                         1         
+Maximum request concurrency:             2         
+Benchmark duration (s):                  0.33      
+Total input tokens:                      30        
+Total generated tokens:                  9         
+Request throughput (req/s):              9.23      
+Request goodput (req/s):                 6.15      
+Output token throughput (tok/s):         27.69     
+Peak output token throughput (tok/s):    9.00      
+Peak concurrent requests:                2         
+Total token throughput (tok/s):          120.00    
+---------------Time to First Token----------------
+Mean TTFT (ms):                          103.33    
+Median TTFT (ms):                        100.00    
+P99 TTFT (ms):                           109.80    
+-----Time per Output Token (excl. 1st token)------
+Mean TPOT (ms):                          29.17     
+Median TPOT (ms):                        25.00     
+P99 TPOT (ms):                           37.25     
+---------------Inter-token Latency----------------
+Mean ITL (ms):                           29.17     
+Median ITL (ms):                         27.50     
+P99 ITL (ms):                            49.00     
+----------------End-to-end Latency----------------
+Mean E2EL (ms):                          161.67    
+Median E2EL (ms):                        160.00    
+P99 E2EL (ms):                           174.70    
+-------------------Steady State-------------------
+Steady from (s):                         0.15      
+Steady until (s):                        0.25      
+Steady request throughput (req/s):       10.00     
+Steady output throughput (tok/s):        20.00     
+Steady P99 ITL (ms):                     30.00     
+----------------------Client----------------------
+Mean client lag (ms):                    1.00      
+Max client lag (ms):                     1.00      
+Tokens per chunk:                        1.00      
+Client CPU per chunk (us):               20.00     
+Client CPU per request (us):             150.50    
+Busiest client (share of a core):        0.25      
+==================================================
+"""  # noqa: W291 - the blanks are vLLM's
+
+
+def test_the_table_is_vllm_s_to_the_letter():
+    assert report(ROW) + "\n" == TABLE
+
+
+def test_what_is_not_known_has_no_line():
+    whole = [record(0, 0, 100), record(1, 0, 100)]
+    row = ServedRow(Arrivals(POISSON, 2.5), 2, figures(Served.of(whole, False)), {})
+    text = report(row)
+    assert "Request rate configured (RPS):           2.50      " in text
+    for word in ("TTFT", "TPOT", "ITL", "goodput", "nan", "concurrency:", "CPU", "Steady"):
+        assert word not in text, word
+    assert "Mean E2EL (ms):                          100.00    " in text
+    heads = [line for line in text.splitlines() if line[0] in "-="]
+    assert all(len(line) == 50 for line in heads) and len(heads) == 4
+
+
+def test_several_settings_have_a_row_each():
+    other = ROW._replace(setting=Arrivals(POISSON, float("inf")))
+    table = summary([ROW, other])
+    assert table["setting"].tolist() == ["concurrency=2", "rate=inf"]
+    assert table["failed"].tolist() == [1, 1] and "good/s" in table
+    text = format_rows([ROW, other])
+    assert text.startswith("concurrency=2\n" + TABLE) and text.count(" Serving B") == 2
+    assert "| rate=inf " in text and text.endswith("|\n")
+    assert format_rows([ROW]) == "concurrency=2\n" + TABLE, "one setting needs no summary"
+    md = format_rows([ROW, other], "md")
+    assert md.count("\n") == 4 and md.startswith("| setting ")
+    narrow = format_rows([ROW, other], "md", 60)
+    assert max(map(len, narrow.splitlines())) <= 60
+
+
+def test_json_has_vllm_s_keys_and_no_nan():
+    for text, wanted in (("json", json.loads), ("jsonl", lambda s: [json.loads(s)])):
+        (made,) = wanted(format_rows([ROW], text))
+        assert made["max_concurrency"] == 2 and made["request_rate"] == "inf"
+        assert made["completed"] == 3 and made["failures"] == {"refused": 1}
+        assert made["p99_itl_ms"] == pytest.approx(49.0) and made["num_prompts"] == 4
+        assert made["steady"]["mean_ttft_ms"] is None
+        assert made["server_bench"]["mean_depth"] == pytest.approx(12.0)
+        assert made["server_bench"]["generated_tokens_per_s_and_slot"] == pytest.approx(9 / 0.65)
+        assert made["client"] == CLIENT and "1 refused" in made["warnings"][0]
+    assert "NaN" not in format_rows([ROW], "json")
+    with pytest.raises(UsageError, match="-o 'csv': choose one of table, md, json, jsonl"):
+        format_rows([ROW], "csv")

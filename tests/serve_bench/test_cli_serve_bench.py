@@ -1,0 +1,186 @@
+"""`workbench serve-bench`, against the fake server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.serve_bench import fake_server as fake
+from tests.serve_bench.fake_server import Delays, serving
+from workbench.cli import flags
+from workbench.cli import serve_bench as command
+from workbench.errors import UsageError, WorkbenchError
+from workbench.serve import child
+from workbench.serve.bench import load_served
+
+SHORT = ("-p", "uniform:2-9", "-n", "3", "--n-requests", 6)
+
+
+def test_each_rate_and_concurrency_has_a_row(call, tmp_path):
+    with serving(Delays(0.002, 0.001)) as server:
+        status, out, err = call(
+            "serve-bench", "--url", server.url, *SHORT, "--concurrency", "1,3", "--rate", "200,inf",
+            "-o", "json", "--out", tmp_path / "run", "--slo", "e2e:10s", "--slots", 4,
+            "--client-processes", 2, "--shared-prefix", 2,
+        )  # fmt: skip
+    assert status == 0, err
+    rows = json.loads(out)
+    names = ["rate=200", "rate=inf", "concurrency=1", "concurrency=3"]
+    assert [row["setting"] for row in rows] == names
+    assert all(row["completed"] == 6 and row["failed"] == 0 for row in rows)
+    assert all(row["request_goodput"] == row["request_throughput"] for row in rows)
+    assert [line.split(":")[0] for line in err.splitlines() if " requests in " in line] == names
+    found = load_served(tmp_path / "run")
+    assert [row.setting.name for row in found.rows] == names
+    run = found.run
+    assert run["model"]["name"] == "fake" and run["engine"]["url"] == server.url
+    assert run["command"][0] and run["status"] == "complete" and run["result"]["client"]
+    assert len(server.seen) == 4 * (1 + 6)
+    assert all(i < 800 for body in server.seen for i in body["prompt"])  # its vocabulary
+
+
+def test_one_row_is_vllm_s_table(call):
+    with serving() as server:
+        status, out, _ = call("serve-bench", "--url", server.url, *SHORT)
+        assert status == 0 and out.startswith("rate=inf\n============ Serving Benchmark Result ===")
+        status, out, _ = call("serve-bench", "--url", server.url, *SHORT, "--whole", "-o", "md")
+        assert status == 0 and "| rate=inf |" in out and "TTFT" not in out
+
+
+def test_the_key_is_read_from_a_file_and_stands_nowhere(call, tmp_path):
+    (tmp_path / "key").write_text("sesame\n")
+    with serving(key="sesame") as server:
+        flags = ("--url", server.url, *SHORT, "--out", tmp_path / "run")
+        status, _, err = call("serve-bench", *flags)
+        assert status == 1 and "HTTP Error 401" in err
+        status, _, err = call("serve-bench", *flags, "--api-key-file", tmp_path / "key")
+    assert status == 0, err
+    assert "sesame" not in (tmp_path / "run" / "run.json").read_text()
+
+
+REFUSED = [
+    ([], "name a server: --url http://127.0.0.1:8000, or -m and a GGUF file"),
+    (["--url", "http://x", "-m", "y.gguf"], "name a server"),
+    (["--url", "localhost:8000"], "is no address; write it as http://127.0.0.1:8000"),
+    (["--url", "http://x", "-o", "csv"], "-o 'csv': choose one of table, md, json, jsonl"),
+    (["--url", "http://x", "--rate", "0"], "--rate '0' is no rate"),
+    (["--url", "http://x", "--n-ctx", "512"], "--n-ctx is the server's"),
+    (["--url", "http://x", "--fuse", "on"], "--fuse is the server's"),
+    (["--url", "http://x", "--model-id", "m", "-p", "many"], "-p 'many' is no length"),
+    (["--url", "http://x", "--model-id", "m", "--ids", "9"], "--ids '9' is no range"),
+    (["--url", "http://x", "--model-id", "m", "--slo", "fast"], "--slo 'fast' is no objective"),
+    (["--url", "http://x", "--model-id", "m", "--timeout", "0"], "--timeout 0.0 is no length of"),
+    (["--url", "http://x", "--api-key-file", "/none"], "/none cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED, ids=lambda v: " ".join(v)[-24:])
+def test_what_makes_no_sense_is_refused_in_one_line(call, given, said):
+    status, out, err = call("serve-bench", *given)
+    assert status == 2 and out == ""
+    (line,) = err.strip().splitlines()
+    assert said in line
+
+
+def test_nobody_there_is_one_line(call):
+    with serving() as server:
+        url = server.url
+    status, out, err = call("serve-bench", "--url", url, *SHORT)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"error: {url} names no models: ") and err.count("\n") == 1
+
+
+def test_a_server_that_always_refuses_ends_it_at_the_warm_up(call):
+    with serving() as server:
+        status, out, err = call(
+            "serve-bench", "--url", server.url, *SHORT, "--model-id", "fake",
+            "--ids", f"{fake.REFUSE}-{fake.REFUSE}",
+        )  # fmt: skip
+    assert (status, out) == (1, "")
+    assert "no warm-up request ended well (refused: all slots are taken); mend that first" in err
+
+
+def test_ctrl_c_prints_and_saves_what_has_ended(tmp_path):
+    with serving(Delays(0.01, 0.02)) as server:
+        arguments = [
+            "serve-bench", "--url", server.url, "-p", "4", "-n", "5", "--n-requests", "2000",
+            "--concurrency", "2", "--warmup", "0", "-o", "json", "--out", str(tmp_path / "run"),
+        ]  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-m", "workbench", *arguments], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        until = time.monotonic() + 30
+        while len(server.seen) < 12 and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(0.4)  # records come several times a second
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "error: interrupted; what was finished is kept" in err
+    (row,) = json.loads(out)
+    assert 0 < row["completed"] < 2000
+    assert "of 2000 requests were not measured to their end" in row["warnings"][0]
+    found = load_served(tmp_path / "run")
+    assert found.interrupted and found.rows[0].figures["completed"] == row["completed"]
+
+
+# a server of its own -----------------------------------------------------------------------------
+
+
+def test_a_server_that_does_not_begin_says_why():
+    with pytest.raises(WorkbenchError, match=r"the server did not begin: \w"):  # noqa: SIM117
+        with child.served(["--no-such-flag"]):
+            pass
+
+
+def test_a_server_is_begun_and_stopped(monkeypatch):
+    """The command itself is tested with the server; here a fake one stands for it."""
+    children = []
+
+    def start(arguments, log):
+        assert arguments[0] == "-m" and arguments[-2] == "--port"
+        begun = [sys.executable, "-m", "tests.serve_bench.fake_server", arguments[-1]]
+        children.append(subprocess.Popen(begun, stdout=log, stderr=log, start_new_session=True))
+        return children[-1]
+
+    monkeypatch.setattr(child, "_start", start)
+    with child.served(["-m", "x.gguf"]) as url:
+        assert child._healthy(url) and children[0].poll() is None
+    assert children[0].poll() is not None and not child._healthy(url)
+
+
+def test_engine_flags_and_toggles_are_passed_on_as_typed():
+    config = flags.EngineSettings(n_ctx=512, unsafe=True, override_tensor=("a=host", "b=device"))
+    toggles = flags.EveryToggle(preset="baseline", fuse="on")
+    assert list(command._server_flags(config, toggles)) == [
+        "--n-ctx", "512", "--unsafe", "--override-tensor", "a=host", "--override-tensor",
+        "b=device", "--preset", "baseline", "--fuse", "on",
+    ]  # fmt: skip
+    assert list(command._server_flags(flags.DEFAULT_CONFIG, flags.DEFAULT_TOGGLES)) == []
+
+
+def test_prompts_are_of_normal_tokens(tiny_model):
+    path = tiny_model("tiny-llama", "Q8_0")
+    ids = child.normal_ids(path)
+    from workbench.model.gguf import open_gguf
+
+    with open_gguf(path) as file:
+        types = file.get("tokenizer.ggml.token_type", list)
+    assert ids.tolist() == [i for i, kind in enumerate(types) if kind == 1] and len(ids) > 100
+    facts = child.model_facts(path)
+    assert facts["file"] == path.name and facts["quant"] == "Q8_0" and facts["n_params"] > 0
+
+
+def test_ranges_of_ids():
+    assert child.id_range(None, None)[[0, -1]].tolist() == [100, 10000]
+    assert child.id_range(None, 800)[[0, -1]].tolist() == [100, 799]
+    assert child.id_range("7-9", 800).tolist() == [7, 8, 9]
+    with pytest.raises(UsageError, match="--ids 7-800 goes beyond the vocabulary of 800 tokens"):
+        child.id_range("7-800", 800)

@@ -1,0 +1,220 @@
+"""Latencies and throughput, against a slow plain recomputation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.errors import UsageError
+from workbench.serve.fits import Quadratic, asymptotic_ratio, quadratic
+from workbench.serve.latency import Served, Slo, figures, good, latencies, peak, warnings
+from workbench.serve.records import OK, REFUSED, TIMEOUT, UNFINISHED, RequestRecord
+
+SLO = Slo.of("ttft:200ms,tpot:30ms,e2e:5s")
+
+
+@st.composite
+def records(draw):
+    """Requests in any order, some of which fail, some of whose events have several tokens."""
+    made = []
+    for i in range(draw(st.integers(0, 12))):
+        due = draw(st.integers(0, 10**9))
+        sent = due + draw(st.integers(0, 10**6))
+        status = draw(st.sampled_from([OK, OK, OK, REFUSED, TIMEOUT, UNFINISHED]))
+        n = draw(st.integers(0 if status != OK else 1, 6)) if status != REFUSED else 0
+        gaps = draw(st.lists(st.integers(1, 10**8), min_size=n, max_size=n))
+        times = sent + np.cumsum(np.array(gaps, np.int64))
+        end = int(times[-1] if n else sent) + draw(st.integers(0, 10**6))
+        n_made = n + (draw(st.integers(0, 3)) if n else 0)
+        made.append(
+            RequestRecord(
+                i, draw(st.integers(1, 50)), 6, n_made, due, sent, end, times.astype(np.int64),
+                status,
+            )
+        )  # fmt: skip
+    return draw(st.permutations(made))
+
+
+def same(a, b) -> bool:
+    return a == pytest.approx(b, nan_ok=True, rel=1e-9, abs=1e-9)
+
+
+@given(records())
+def test_figures_are_those_of_a_plain_recomputation(given_records):
+    found = figures(Served.of(given_records, True), SLO, parallel=4)
+    ok = [r for r in given_records if r.status == OK]
+    assert found["completed"] == len(ok)
+    assert found["failed"] == len(given_records) - len(ok) == sum(found["failures"].values())
+    if not given_records:
+        assert math.isnan(found["duration"]) and found["failures"] == {}
+        return
+    seconds = max(r.end_ns for r in given_records) / 1e9
+    assert same(found["duration"], seconds)
+    values = {"ttft": [], "tpot": [], "itl": [], "e2el": []}
+    kept = 0
+    for r in ok:
+        ttft = (r.times_ns[0] - r.due_ns) / 1e6
+        e2e = (r.times_ns[-1] - r.due_ns) / 1e6
+        values["ttft"].append(ttft)
+        values["e2el"].append(e2e)
+        tpot = 0.0
+        if r.n_made > 1:
+            tpot = (e2e - ttft) / (r.n_made - 1)
+            values["tpot"].append(tpot)
+        for i in range(1, len(r.times_ns)):
+            values["itl"].append((r.times_ns[i] - r.times_ns[i - 1]) / 1e6)
+        kept += ttft <= 200 and tpot <= 30 and e2e <= 5000
+    for name, some in values.items():
+        some.sort()
+        if not some:
+            assert math.isnan(found[f"mean_{name}_ms"]) and math.isnan(found[f"p99_{name}_ms"])
+            continue
+        at = 0.99 * (len(some) - 1)
+        low = math.floor(at)
+        p99 = some[low] + (at - low) * (some[min(low + 1, len(some) - 1)] - some[low])
+        middle = (some[(len(some) - 1) // 2] + some[len(some) // 2]) / 2
+        assert same(found[f"p99_{name}_ms"], p99) and same(found[f"median_{name}_ms"], middle)
+        assert same(found[f"mean_{name}_ms"], sum(some) / len(some))
+    tokens = sum(r.n_made for r in ok)
+    assert same(found["output_throughput"], tokens / seconds)
+    assert same(found["total_token_throughput"], (tokens + sum(r.n_prompt for r in ok)) / seconds)
+    assert same(found["request_throughput"], len(ok) / seconds)
+    assert same(found["request_goodput"], kept / seconds)
+    lags = [(r.sent_ns - r.due_ns) / 1e6 for r in given_records]
+    assert same(found["mean_lag_ms"], sum(lags) / len(lags)) and same(
+        found["max_lag_ms"], max(lags)
+    )
+    together = [
+        sum(r.sent_ns <= at < r.end_ns for r in given_records)
+        for at in [r.sent_ns for r in given_records]
+    ]
+    assert found["max_concurrent_requests"] == max(together)
+
+
+@given(records())
+def test_the_steady_window_is_between_ramp_and_drain(given_records):
+    found = figures(Served.of(given_records, True))["steady"]
+    ends = [r.end_ns for r in given_records if r.status == OK]
+    firsts = [
+        r.times_ns[0] for r in given_records if r.status in (OK, UNFINISHED) and len(r.times_ns)
+    ]
+    if not ends or max(firsts) <= min(ends):
+        assert found["completed"] == 0 and math.isnan(found["output_throughput"])
+        return
+    begin, end = min(ends), max(firsts)
+    assert same(found["begin_s"], begin / 1e9) and same(found["end_s"], end / 1e9)
+    tokens, waits = 0.0, []
+    for r in given_records:
+        for t in r.times_ns if r.status in (OK, UNFINISHED) else ():
+            tokens += (begin < t <= end) * r.n_made / len(r.times_ns)
+        if r.status == OK and begin < r.due_ns <= end:
+            waits.append((r.times_ns[0] - r.due_ns) / 1e6)
+    assert same(found["output_throughput"], tokens / (end - begin) * 1e9)
+    assert found["completed"] == sum(begin < e <= end for e in ends)
+    assert same(found["mean_ttft_ms"], sum(waits) / len(waits) if waits else math.nan)
+
+
+@given(records())
+def test_server_bench_s_figures_are_its_script_s(given_records):
+    """The loop of scripts/server-bench.py, over records whose events have one token each."""
+    given_records = [r._replace(n_made=len(r.times_ns)) for r in given_records]
+    found = figures(Served.of(given_records, True), parallel=4)["server_bench"]
+    ok = [r for r in given_records if r.status == OK]
+    if not ok:
+        assert found == {}
+        return
+    prompt_s, token_s, depth = [], [], 0
+    for r in ok:
+        prompt_s.append((r.times_ns[0] - r.sent_ns) / 1e9)
+        token_s += (r.times_ns / 1e9).tolist()
+        n = len(r.times_ns)
+        depth += n * r.n_prompt + n * (n + 1) // 2
+    last = max(token_s)
+    assert same(found["requests_per_s"], len(ok) / last)
+    assert same(found["mean_prompt_latency_ms"], 1e3 * sum(prompt_s) / len(prompt_s))
+    assert same(found["prompt_tokens_per_s"], sum(r.n_prompt for r in ok) / sum(prompt_s))
+    assert same(found["mean_depth"], depth / len(token_s))
+    assert same(found["generated_tokens_per_s_and_slot"], len(token_s) / (4 * last))
+
+
+def test_whole_answers_show_no_tokens():
+    one = RequestRecord(0, 5, 4, 4, 10, 20, 10**9, np.array([10**9]), OK)
+    served = Served.of([one], False)
+    found = figures(served, Slo.of("e2e:2s"))
+    assert math.isnan(found["mean_ttft_ms"]) and math.isnan(found["mean_itl_ms"])
+    assert same(found["mean_e2el_ms"], (10**9 - 10) / 1e6) and same(found["request_goodput"], 1.0)
+    assert same(found["output_throughput"], 4.0)
+    with pytest.raises(UsageError, match="TTFT and TPOT are not known of whole answers"):
+        good(latencies(served), SLO)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=20))
+def test_the_peak_is_the_most_that_share_a_moment(pairs):
+    spans = [(min(p), max(p)) for p in pairs]
+    found = peak(np.array([a for a, _ in spans], int), np.array([b for _, b in spans], int))
+    assert found == max([sum(a <= t < b for a, b in spans) for t in range(31)], default=0)
+
+
+def test_objectives_have_units():
+    assert Slo.of("ttft:200ms") == Slo(200.0, math.inf, math.inf)
+    assert Slo.of("e2el:1.5s,tpot:800us") == Slo(math.inf, 0.8, 1500.0)
+    for text in ("", "ttft", "ttft:200", "itl:3ms", "ttft:-1ms"):
+        with pytest.raises(UsageError, match="is no objective; write them as ttft:200ms"):
+            Slo.of(text)
+
+
+def test_what_a_reader_must_know_is_said():
+    late = RequestRecord(0, 5, 4, 3, 0, 10**7, 3 * 10**8, np.array([10**8, 2 * 10**8]), OK)
+    lost = late._replace(request=1, status=REFUSED, times_ns=np.empty(0, np.int64), n_made=0)
+    said = warnings(figures(Served.of([late, lost], True)), 5, 0.9)
+    assert said == [
+        "1 request did not end well: 1 refused",
+        "3 of 5 requests were not measured to their end",
+        "1 answer shorter than asked for",
+        "the client started requests 10.00 ms late, 10% of TTFT; give it more --client-processes "
+        "or a machine of its own",
+        "a client process was busy 90% of the time, so it may have read tokens late; give more "
+        "--client-processes",
+    ]
+    fine = late._replace(sent_ns=10, n_made=4)
+    assert warnings(figures(Served.of([fine], True)), 1, 0.1) == []
+
+
+# fits --------------------------------------------------------------------------------------------
+
+
+@given(
+    st.tuples(st.floats(0, 100), st.floats(1e-4, 1e-1), st.floats(1e-8, 1e-5)),
+    st.lists(st.integers(100, 20_000), min_size=5, max_size=9, unique=True),
+)
+def test_a_quadratic_is_found_again(abc, lengths):
+    a, b, c = abc
+    fit = quadratic(lengths, [a + b * x + c * x * x for x in lengths])
+    assert all(fit(x) == pytest.approx(a + b * x + c * x * x, rel=1e-6) for x in lengths)
+    expected = np.polyfit(lengths, [fit(x) for x in lengths], 2)
+    assert [fit.c, fit.b, fit.a] == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+def test_the_limit_of_long_prompts_is_the_ratio_of_the_quadratic_parts():
+    x = np.array([1000, 3000, 6000, 9500, 12000])
+    noise = np.random.default_rng(1).normal(0, 0.5, 5)
+    slow_s, fast_s = (5 + 2e-3 * x + c * x * x for c in (5e-7, 4e-7))
+    slow, fast = quadratic(x, slow_s + noise), quadratic(x, fast_s)
+    ratio, error = asymptotic_ratio(slow, fast)
+    assert ratio == pytest.approx(1.25, abs=3 * error) and 0 < error < 0.2
+    _, covariance = np.polyfit(x / 1e4, slow_s + noise, 2, cov=True)
+    assert slow.errors[2] == pytest.approx(math.sqrt(covariance[0, 0]) / 1e8, rel=1e-6)
+    flat = Quadratic(1.0, 1.0, -1e-9, (0, 0, 0))
+    assert all(map(math.isnan, asymptotic_ratio(slow, flat)))
+
+
+def test_too_few_lengths_fix_no_quadratic():
+    with pytest.raises(UsageError, match="2 lengths fix no quadratic; measure three or more"):
+        quadratic([1, 2, 2], [1, 2, 3])
+    with pytest.raises(UsageError, match="finite"):
+        quadratic([1, 2, 3], [1, 2, math.nan])
+    assert math.isnan(quadratic([1, 2, 3], [1, 4, 9]).errors[2])

@@ -1,0 +1,212 @@
+"""`workbench serve-bench`: a load on a server, and what its requests saw."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from workbench.cli import flags as f
+from workbench.cli.common import app, check_new, say
+from workbench.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from workbench.serve.bench import BenchSpec
+    from workbench.serve.targets import HttpTarget
+
+LOAD, CLIENT = Group("Load", sort_key=1), Group("Client", sort_key=2)
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """What is sent, and when."""
+
+    rate: Annotated[
+        str | None, f.flag("requests a second, as 1,2.5,inf: a row each; inf: all at once")
+    ] = None
+    concurrency: Annotated[
+        str | None,
+        f.flag("requests in flight, as 1,8,32: a row each; one that ends starts the next"),
+    ] = None
+    arrivals: Annotated[str, f.flag("how --rate is kept: poisson or constant")] = "poisson"
+    n_prompt: Annotated[
+        str,
+        f.flag(
+            "tokens of a prompt: 1024, uniform:16-512, or as llama.cpp's server-bench.py draws "
+            "them, rng-0-19000",
+            "--n-prompt -p",
+        ),
+    ] = "1024"
+    n_gen: Annotated[
+        str, f.flag("tokens of an answer, in the same words; the end token is no end", "--n-gen -n")
+    ] = "128"
+    n_requests: Annotated[f.Whole, f.flag("of each row", validator=f.AT_LEAST_1)] = 100
+    warmup: Annotated[
+        f.Whole, f.flag("requests before each row, not counted", validator=f.AT_LEAST_0)
+    ] = 1
+    max_seconds: Annotated[
+        float | None, f.flag("of each row; what has not ended then is unfinished")
+    ] = None
+    shared_prefix: Annotated[
+        f.Whole, f.flag("tokens that all prompts begin with", validator=f.AT_LEAST_0)
+    ] = 0
+    ids: Annotated[
+        str | None,
+        f.flag("token ids of prompts, as 100-10000; default: -m's normal tokens, or these"),
+    ] = None
+    temperature: Annotated[float, f.flag("0: the likeliest token")] = 0.0
+    whole: Annotated[bool, f.flag("answers come whole, not streamed: no TTFT, TPOT or ITL")] = False
+    seed: f.Seed = 0
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """Who sends it."""
+
+    client_processes: Annotated[
+        f.Whole, f.flag("that share the requests", validator=f.AT_LEAST_1)
+    ] = 1
+    timeout: Annotated[float, f.flag("seconds of a request, to its end")] = 3600.0
+    model_id: Annotated[
+        str | None, f.flag("model's name in requests; default: the first that the server names")
+    ] = None
+    api_key_file: Annotated[Path | None, f.flag("file whose first line is the API key")] = None
+    slo: Annotated[str | None, f.flag("what goodput counts, as ttft:200ms,tpot:30ms,e2e:5s")] = None
+
+
+LoadFlags = Annotated[LoadSettings, Parameter(name="*", group=LOAD)]
+ClientFlags = Annotated[ClientSettings, Parameter(name="*", group=CLIENT)]
+DEFAULT_LOAD, DEFAULT_CLIENT = LoadSettings(), ClientSettings()
+
+
+@app.command
+def serve_bench(
+    *,
+    url: Annotated[str | None, f.flag("a running server, as http://127.0.0.1:8000")] = None,
+    model: Annotated[
+        Path | None, f.flag("GGUF file: begins `workbench serve` and stops it", "--model -m")
+    ] = None,
+    slots: Annotated[
+        f.Whole | None, f.flag("of the server; with -m it has 8", validator=f.AT_LEAST_1)
+    ] = None,
+    output: Annotated[str, f.flag("table (vLLM's), md, json or jsonl", "--output -o")] = "table",
+    out: Annotated[Path | None, f.flag("run folder to write, too")] = None,
+    load: LoadFlags = DEFAULT_LOAD,
+    client: ClientFlags = DEFAULT_CLIENT,
+    config: f.EngineFlags = f.DEFAULT_CONFIG,
+    toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
+) -> None:
+    """Send requests to a server at given rates or concurrencies, and time every token.
+
+    The server is any with OpenAI's /v1/completions that takes token ids (--url), or one of the file
+    -m; then flags of the engine and toggles are its own. The client is a process of its own.
+    """
+    from workbench.frames import known_columns
+    from workbench.serve import bench, bench_text, child
+    from workbench.serve.load import arrivals
+
+    bench_text.check_format(output)
+    settings = arrivals(load.arrivals, load.rate, load.concurrency)
+    if (url is None) == (model is None):
+        raise UsageError("name a server: --url http://127.0.0.1:8000, or -m and a GGUF file")
+    given = list(_server_flags(config, toggles))
+    if url is not None and given:
+        raise UsageError(f"{given[0]} is the server's; give it where the server of --url begins")
+    check_new(out)
+    with ExitStack() as opened:
+        about: dict[str, Any] = {"engine": {"device": "unknown", "url": url}}
+        if model is not None:
+            slots = slots or 8
+            about = {"model": child.model_facts(model), "engine": {"device": config.device}}
+            command = ["-m", str(model), "--slots", str(slots), *given]
+            about["engine"] |= {"command": ["serve", *command]}
+            say(f"{model} is loaded by a server with {slots} slots")
+            url = opened.enter_context(child.served(command))
+        assert url is not None
+        target, n_vocab = _target(url, client)
+        about.setdefault("model", {"name": target.model, "quant": None})
+        ids = (
+            child.normal_ids(model)
+            if model and load.ids is None
+            else child.id_range(load.ids, n_vocab)
+        )
+        made = bench.serve_bench(
+            target, settings, _spec(load, client, ids, slots), about=about, out=out,
+            on_row=_say_row,
+        )  # fmt: skip
+    print(bench_text.format_rows(made.rows, output, known_columns()), end="")
+    if made.interrupted:
+        raise KeyboardInterrupt
+
+
+def _say_row(row: Any) -> None:
+    found = row.figures
+    say(
+        f"{row.setting.name}: {found['completed']} requests in {found['duration']:.2f} s, "
+        f"{found['output_throughput']:.1f} t/s"
+    )
+    for warning in row.warnings:
+        say(f"note: {row.setting.name}: {warning}")
+
+
+def _target(url: str, client: ClientSettings) -> tuple[HttpTarget, int | None]:
+    """The server, and its vocabulary where it says so."""
+    from workbench.serve.targets import HttpTarget, model_of
+
+    key = None
+    if client.api_key_file is not None:
+        try:
+            key = client.api_key_file.read_text(encoding="utf-8").split("\n")[0].strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{client.api_key_file} cannot be read: {error}") from error
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"--url {url!r} is no address; write it as http://127.0.0.1:8000")
+    name, n_vocab = client.model_id, None
+    if name is None:
+        name, n_vocab = model_of(url, key)
+    return HttpTarget(url, name, key, client.client_processes), n_vocab
+
+
+def _spec(
+    load: LoadSettings, client: ClientSettings, ids: np.ndarray, slots: int | None
+) -> BenchSpec:
+    from workbench.serve.bench import BenchSpec
+    from workbench.serve.latency import Slo
+    from workbench.serve.load import lengths
+    from workbench.serve.targets import Asking
+
+    for flag, value in (("--max-seconds", load.max_seconds), ("--timeout", client.timeout)):
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{flag} {value} is no length of time; give seconds above 0")
+    return BenchSpec(
+        lengths("-p", load.n_prompt), lengths("-n", load.n_gen), ids,
+        n_requests=load.n_requests, n_warm_up=load.warmup, n_shared=load.shared_prefix,
+        seed=load.seed, most_s=load.max_seconds or math.inf,
+        slo=None if client.slo is None else Slo.of(client.slo),
+        asking=Asking(not load.whole, load.temperature, client.timeout), parallel=slots,
+    )  # fmt: skip
+
+
+def _server_flags(config: f.EngineSettings, toggles: f.GivenToggles) -> Iterator[str]:
+    """Flags of the engine and toggles that were given, as one types them."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        flag = f"--{field.name.replace('_', '-')}"
+        if value == field.default:
+            continue
+        if isinstance(value, bool):
+            yield flag
+            continue
+        for one in value if isinstance(value, tuple) else (value,):
+            yield from (flag, str(one))
+    for name, value in vars(toggles).items():
+        if value is not None:
+            yield from (f"--{name.replace('_', '-')}", str(value))
