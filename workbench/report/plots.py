@@ -14,9 +14,13 @@ from matplotlib.patches import Patch
 
 from workbench.report import style
 from workbench.report.memory import lifetimes
+from workbench.report.serving import throughput_against_latency
 from workbench.report.timelines import timeline, timeline_pair, timelines
 
-__all__ = ["lifetimes", "per_token", "speedup", "timeline", "timeline_pair", "timelines"]
+__all__ = [
+    "lifetimes", "per_token", "speedup", "throughput_against_latency", "timeline", "timeline_pair",
+    "timelines",
+]  # fmt: skip
 
 
 def speedup(summary: Any) -> Figure:

@@ -116,6 +116,24 @@ def summary(rows: Sequence[ServedRow]) -> Table:
     return table
 
 
+def points(rows: Sequence[ServedRow], curve: str, latency: str = "mean_tpot_ms") -> Table:
+    """The rows as `report.serving.throughput_against_latency` takes them: columns curve, label (of
+    the setting: its number), latency_ms (the figure of that name), tokens_per_s."""
+    made = [
+        {
+            "curve": curve,
+            "label": f"{row.setting.value:g}",
+            "latency_ms": row.figures[latency],
+            "tokens_per_s": row.figures["output_throughput"],
+        }
+        for row in rows
+    ]
+    table = Table(made, columns=["curve", "label", "latency_ms", "tokens_per_s"])
+    word, name, _ = latency.split("_")
+    table.attrs["latency"] = _label(word, name).rstrip(":")
+    return table
+
+
 def as_object(row: ServedRow) -> dict[str, Any]:
     """A row for JSON: the setting, vLLM's keys, and what only this client has."""
     begin = {"setting": row.setting.name, "num_prompts": row.n_requests}

@@ -202,8 +202,9 @@ async def serve(pipe: Connection) -> None:
     loop.add_reader(pipe.fileno(), client.stop)  # a StopSending, or the other end is closed
     cpu, wall = time.process_time(), time.monotonic()
     client.start_due()
-    while not client.done.is_set():
-        await asyncio.wait([loop.create_task(client.done.wait())], timeout=REPORT_EVERY_S)
+    done = loop.create_task(client.done.wait())
+    while not done.done():
+        await asyncio.wait([done], timeout=REPORT_EVERY_S)
         if client.records:
             records, client.records = client.records, []
             pipe.send(records)
