@@ -11,7 +11,7 @@ from tests.serve_bench import fake_server as fake
 from tests.serve_bench.fake_server import Delays, serving
 from workbench.errors import WorkbenchError
 from workbench.serve import records as rec
-from workbench.serve.http1 import HttpAnswer
+from workbench.serve.http1 import HttpAnswer, HttpConnection
 from workbench.serve.load import CLOSED, POISSON, Arrivals, Load, draw, lengths
 from workbench.serve.targets import Asking, HttpTarget, model_of
 
@@ -210,3 +210,79 @@ def test_chat_chunks_count_too():
     answer.body(fake.event({"choices": [{"delta": {}, "finish_reason": "stop"}]}), 6)
     answer.lost(9, "gone")
     assert answer.status == rec.DISCONNECTED and answer.times == [5]
+
+
+# a connection, without a network -----------------------------------------------------------------
+
+
+class Wire:
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.sent, self.closed = b"", False
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def abort(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+
+def wired():
+    """A connection that has sent a request: it, its wire, ended answers, and free connections."""
+    ended, free, wire = [], [], Wire()
+    connection = HttpConnection(free.append)
+    connection.connection_made(wire)
+    connection.send(b"POST", HttpAnswer(True, ended.append))
+    return connection, wire, ended, free
+
+
+OK_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+
+
+def test_a_connection_is_free_again_behind_an_answer():
+    connection, wire, ended, free = wired()
+    body = b"".join(fake.chunk(part + b"\n\n") for part in STREAM.split(b"\n\n")[:-1])
+    connection.data_received(OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n")
+    assert [a.status for a in ended] == [rec.OK] and free == [connection] and connection.is_open
+    second = HttpAnswer(True, ended.append)
+    connection.send(b"POST", second)
+    connection.data_received(b"HTTP/1.1 503 X\r\nContent-Length: 4\r\n\r\nbusy")
+    assert second.status == rec.REFUSED and second.why == "busy" and wire.sent == b"POSTPOST"
+
+
+def test_a_server_that_closes_behind_its_answer_has_answered():
+    connection, wire, ended, free = wired()
+    connection.data_received(OK_HEAD + b"Connection: close\r\n\r\n" + STREAM)
+    assert not ended
+    connection.connection_lost(None)
+    assert [a.status for a in ended] == [rec.OK] and not free
+    connection, wire, ended, free = wired()
+    head = OK_HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(STREAM)
+    connection.data_received(head + STREAM)
+    assert [a.status for a in ended] == [rec.OK] and wire.closed and not free
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n", rec.MALFORMED),
+        (OK_HEAD + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n", rec.MALFORMED),
+        (OK_HEAD + b"Content-Length: 0\r\n\r\n", rec.DISCONNECTED),
+        (OK_HEAD + b"Content-Length: 14\r\n\r\ndata: [DONE]\n\n", rec.NO_TOKEN),
+        (OK_HEAD + b"Content-Length: 10\r\n\r\ndata: 12\n\n", rec.MALFORMED),
+        (
+            OK_HEAD + b"Content-Length: 26\r\n\r\n" + b'data: {"choices": [null]}\n',
+            rec.DISCONNECTED,
+        ),
+        (OK_HEAD + b"Content-Length: 27\r\n\r\n" + b'data: {"choices": [null]}\n\n', rec.MALFORMED),
+    ],
+)
+def test_what_is_no_answer_ends_the_request_once(data, status):
+    connection, _, ended, _ = wired()
+    connection.data_received(data)
+    connection.connection_lost(None)
+    assert [a.status for a in ended] == [status]

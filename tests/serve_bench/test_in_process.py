@@ -10,7 +10,7 @@ from tests.serve_bench.fake_engine import FakeEngine, running
 from workbench.errors import UsageError, WorkbenchError
 from workbench.serve import records as rec
 from workbench.serve.bench import BenchSpec, load_served, serve_bench
-from workbench.serve.load import CLOSED, POISSON, Arrivals, lengths
+from workbench.serve.load import CLOSED, POISSON, Arrivals
 from workbench.serve.pipe_target import PipeTarget
 from workbench.serve.targets import Asking
 
@@ -19,10 +19,8 @@ INF = float("inf")
 
 
 def spec(n_prompt="uniform:2-9", n_gen="uniform:1-5", ids=IDS, **more) -> BenchSpec:
-    return BenchSpec(
-        lengths("-p", n_prompt), lengths("-n", n_gen), np.asarray(ids, np.int32),
-        **({"n_requests": 12} | more),
-    )  # fmt: skip
+    ids = np.asarray(ids, np.int32)
+    return BenchSpec.of(n_prompt, n_gen, ids, **({"n_requests": 12} | more))
 
 
 def test_each_setting_has_a_row_and_each_request_is_asked_once():

@@ -31,7 +31,7 @@ from workbench.errors import UsageError, WorkbenchError
 from workbench.output import check_folder
 from workbench.progress import bar
 from workbench.serve.latency import COLUMNS, Figures, Served, Slo, figures, warnings
-from workbench.serve.load import CLOSED, Arrivals, Lengths, Load, draw
+from workbench.serve.load import CLOSED, Arrivals, Lengths, Load, draw, lengths
 from workbench.serve.records import OK, RequestRecord, Spent
 from workbench.serve.targets import Asking, LoadTarget
 
@@ -55,6 +55,11 @@ class BenchSpec(NamedTuple):
     slo: Slo | None = None
     asking: Asking = ASKING
     parallel: int | None = None
+
+    @classmethod
+    def of(cls, n_prompt: str, n_gen: str, ids: np.ndarray, **more: Any) -> BenchSpec:
+        """Lengths as they are typed: `of("1024", "uniform:16-512", np.arange(100, 10_000))`."""
+        return cls(lengths("n_prompt", n_prompt), lengths("n_gen", n_gen), ids, **more)
 
     @property
     def name(self) -> str:

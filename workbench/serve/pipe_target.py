@@ -27,6 +27,8 @@ from workbench.serve.records import (
 )
 from workbench.serve.targets import GRACE_S, Asking, receive
 
+TIMER_S = 0.001
+
 _STATUS = {
     messages.STOP: OK, messages.LENGTH: OK, messages.CANCELLED: UNFINISHED,
     messages.TIMEOUT: TIMEOUT, messages.FAILED: FAILED,
@@ -104,7 +106,10 @@ class _Offer:
             if next_ns is None and not self._asked:
                 return
             wake_ns = until_ns if next_ns is None else min(next_ns, until_ns)
-            left = None if math.isinf(wake_ns) else max(0.0, (wake_ns - self._now()) / 1e9)
+            # poll counts in ms; so the last one is spent looking at the clock
+            left = (
+                None if math.isinf(wake_ns) else max(0.0, (wake_ns - self._now()) / 1e9 - TIMER_S)
+            )
             if self._pipe.poll(left) and (found := self._take()):
                 yield found
         yield [self._record(n, self._now(), UNFINISHED) for n in list(self._asked)]
