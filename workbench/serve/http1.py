@@ -1,8 +1,9 @@
 """One connection to an OpenAI-compatible server, and the answer that comes over it.
 
 A streamed token is one read, httptools' C parser, a search in bytes, and one number in a list. JSON
-is parsed only where an event is not of the common kind. On one core of an EPYC that is 5 us,
-and 40 us of processor with the event loop and the system's calls. httpx takes 200 us.
+is parsed only where an event is not of the common kind. On one core of an EPYC that is 5 us.
+With the event loop and the system's calls it is 40 us of processor where each comes alone, and 20
+where 64 requests are in flight. httpx takes 200 us.
 """
 
 from __future__ import annotations

@@ -137,8 +137,9 @@ def peak(begins: np.ndarray, ends: np.ndarray) -> int:
 def figures(served: Served, slo: Slo | None = None, parallel: int | None = None) -> Figures:
     """All figures of a setting, by vLLM's names where it has them; s, ms and tokens.
 
-    parallel: requests that the server has at once, for llama.cpp's speed per slot. `steady` has the
-    figures between ramp and drain, `server_bench` those that llama.cpp's script prints.
+    Throughput is of requests that ended well, over all the time; where the measuring was cut short
+    `steady` says more, the figures between ramp and drain. `server_bench` has what llama.cpp's
+    script prints. parallel: requests that the server has at once, for its speed per slot.
     """
     rows = served.requests
     ok = (rows["status"] == OK).to_numpy()
@@ -146,12 +147,13 @@ def figures(served: Served, slo: Slo | None = None, parallel: int | None = None)
     seconds = float(rows["end_ns"].max()) / 1e9 if len(rows) else math.nan
     n_in, n_out = int(done.requests["n_prompt"].sum()), int(done.requests["n_made"].sum())
     n_chunks = sum(map(len, done.times))
-    failures = rows["status"][~ok].value_counts()
+    failures = rows["status"][~ok & (rows["status"] != UNFINISHED)].value_counts()
     lag = (rows["sent_ns"] - rows["due_ns"]).to_numpy(float) / 1e6
     made: Figures = {
         "completed": int(ok.sum()),
-        "failed": int((~ok).sum()),
+        "failed": int(failures.sum()),
         "failures": {str(kind): int(n) for kind, n in sorted(failures.items())},
+        "unfinished": int((rows["status"] == UNFINISHED).sum()),
         "short": int((done.requests["n_made"] < done.requests["n_wanted"]).sum()),
         "duration": seconds,
         "total_input_tokens": n_in,
@@ -269,9 +271,9 @@ def warnings(found: Figures, n_requests: int, busy: float | None = None) -> list
     if found["failed"]:
         kinds = ", ".join(f"{n} {kind}" for kind, n in found["failures"].items())
         said.append(f"{_counted(found['failed'], 'request')} did not end well: {kinds}")
-    begun = found["completed"] + found["failed"]
-    if begun < n_requests:
-        said.append(f"{n_requests - begun} of {n_requests} requests were not measured to their end")
+    ended = found["completed"] + found["failed"]
+    if ended < n_requests:
+        said.append(f"{n_requests - ended} of {n_requests} requests were not measured to their end")
     if found["short"]:
         said.append(f"{_counted(found['short'], 'answer')} shorter than asked for")
     if found["mean_lag_ms"] > LAG_SHARE * found["mean_ttft_ms"]:
