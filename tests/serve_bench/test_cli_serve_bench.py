@@ -156,6 +156,16 @@ def test_a_server_is_begun_and_stopped(monkeypatch):
     assert children[0].poll() is not None and not child._healthy(url)
 
 
+def test_a_server_ends_with_the_process_that_began_it():
+    code = f"{child.ENDS_WITH_US}; import time; print(flush=True); time.sleep(60)"
+    begun = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert begun.stdout.readline() and begun.poll() is None
+    begun.communicate(timeout=10)
+    assert begun.returncode == -signal.SIGTERM
+
+
 def test_engine_flags_and_toggles_are_passed_on_as_typed():
     config = flags.EngineSettings(n_ctx=512, unsafe=True, override_tensor=("a=host", "b=device"))
     toggles = flags.EveryToggle(preset="baseline", fuse="on")

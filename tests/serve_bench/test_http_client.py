@@ -11,6 +11,7 @@ from tests.serve_bench import fake_server as fake
 from tests.serve_bench.fake_server import Delays, serving
 from workbench.errors import WorkbenchError
 from workbench.serve import records as rec
+from workbench.serve import targets
 from workbench.serve.http1 import HttpAnswer, HttpConnection
 from workbench.serve.load import CLOSED, POISSON, Arrivals, Load, draw, lengths
 from workbench.serve.targets import Asking, HttpTarget, model_of
@@ -148,7 +149,6 @@ def test_the_end_of_the_time_ends_what_is_in_flight():
 
 
 def test_who_stops_iterating_leaves_no_process(monkeypatch):
-    from workbench.serve import targets
 
     children = []
     start = targets._start_client
@@ -286,3 +286,22 @@ def test_what_is_no_answer_ends_the_request_once(data, status):
     connection.data_received(data)
     connection.connection_lost(None)
     assert [a.status for a in ended] == [status]
+
+
+def test_a_client_process_that_dies_is_said(monkeypatch):
+    start = targets._start_client
+    children = []
+
+    def noted():
+        pair = start()
+        children.append(pair[1])
+        return pair
+
+    monkeypatch.setattr(targets, "_start_client", noted)
+    with serving(Delays(0.01)) as server:
+        offer = HttpTarget(server.url, "fake").offer(loaded(Arrivals(CLOSED, 1), 500), Asking())
+        assert next(offer)
+        children[0].kill()
+        with pytest.raises(WorkbenchError, match="a client process ended before its requests did"):
+            list(offer)
+    assert children[0].returncode is not None

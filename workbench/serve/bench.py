@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,8 +141,9 @@ def serve_bench(
             record.begin(setting)
             load = spec.load(setting, row)
             try:
-                with bar(setting.name, load.n, "requests") as left:
-                    for records in target.offer(load, spec.asking, spec.most_s):
+                offered = target.offer(load, spec.asking, spec.most_s)
+                with bar(setting.name, load.n, "requests") as left, closing(offered):
+                    for records in offered:
                         record.add(records)
                         left.update(len(records))
             finally:

@@ -23,6 +23,12 @@ from workbench.serve.targets import without_proxy
 
 NORMAL = 1  # of `tokenizer.ggml.token_type`
 DEFAULT_IDS = (100, 10_000)  # what llama.cpp's server-bench.py draws prompts from
+# a thread of the server waits for the end of its standard input, which ends with this process,
+# even where that is killed
+ENDS_WITH_US = (
+    "import os, signal, threading; threading.Thread(daemon=True, target=lambda: "
+    "os.read(0, 1) or os.kill(os.getpid(), signal.SIGTERM)).start()"
+)
 POLL_S, STOP_S = 0.1, 30.0
 BEGIN_S = 900.0  # a large model comes from a slow disk
 
@@ -55,13 +61,10 @@ def _free_port() -> int:
 
 def _start(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     """A session of its own keeps Ctrl-C from it: it is stopped when the measuring has ended."""
-    code = (
-        f"import sys; sys.path[:] = {sys.path!r}; from workbench.cli import main; "
-        f"main({['serve', *arguments]!r})"
-    )
+    code = f"{ENDS_WITH_US}; from workbench.cli import main; main({['serve', *arguments]!r})"
     return subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        start_new_session=True,
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"],
+        stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
     )  # fmt: skip
 
 
@@ -93,6 +96,8 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)  # the session is its own
         child.wait()
+    if child.stdin is not None:
+        child.stdin.close()
 
 
 def normal_ids(path: str | Path) -> np.ndarray:

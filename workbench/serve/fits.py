@@ -28,7 +28,9 @@ class Quadratic(NamedTuple):
         return self.a + self.b * x + self.c * x * x
 
 
-def quadratic(lengths: Sequence[float], seconds: Sequence[float]) -> Quadratic:
+def quadratic(
+    lengths: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray
+) -> Quadratic:
     """The least-squares fit of runtimes to mean lengths. Raises UsageError for fewer than three
     different lengths, and for runtimes that are no numbers."""
     x, y = np.asarray(lengths, float), np.asarray(seconds, float)

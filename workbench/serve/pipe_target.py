@@ -25,7 +25,7 @@ from workbench.serve.records import (
     RequestRecord,
     Spent,
 )
-from workbench.serve.targets import GRACE_S, Asking, receive
+from workbench.serve.targets import GRACE_S, Asking, Offered, receive
 
 TIMER_S = 0.001
 
@@ -59,9 +59,7 @@ class PipeTarget:
             raise WorkbenchError("the engine process ended before it was ready; see its error")
         self.ready: messages.Ready = said
 
-    def offer(
-        self, load: Load, asking: Asking, most_s: float = math.inf
-    ) -> Iterator[list[RequestRecord]]:
+    def offer(self, load: Load, asking: Asking, most_s: float = math.inf) -> Offered:
         """See `targets.LoadTarget`. Raises WorkbenchError where the pipe is closed."""
         if not asking.streamed:
             raise UsageError("an engine process sends tokens as they come; leave --whole out")

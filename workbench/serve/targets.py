@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +20,8 @@ from workbench.serve.records import Begin, ClientReady, Job, RequestRecord, Spen
 
 HEAD_START_NS = 20_000_000  # from the last client's being ready to the beginning
 GRACE_S = 10.0  # for client processes to say what they have, once they are to stop
+
+Offered = Generator[list[RequestRecord], None, None]
 
 
 class Asking(NamedTuple):
@@ -36,9 +38,7 @@ class LoadTarget(Protocol):
 
     spent: list[Spent]
 
-    def offer(
-        self, load: Load, asking: Asking, most_s: float = math.inf
-    ) -> Iterator[list[RequestRecord]]:
+    def offer(self, load: Load, asking: Asking, most_s: float = math.inf) -> Offered:
         """Sends the requests and gives records as requests end, until all have or most_s are over.
 
         What is in flight then, or when the iterator is closed, is UNFINISHED; of requests that did
@@ -59,9 +59,7 @@ class HttpTarget:
         self.url, self.model, self.key, self.processes = url, model, key, processes
         self.spent: list[Spent] = []
 
-    def offer(
-        self, load: Load, asking: Asking, most_s: float = math.inf
-    ) -> Iterator[list[RequestRecord]]:
+    def offer(self, load: Load, asking: Asking, most_s: float = math.inf) -> Offered:
         most = load.arrivals.in_flight
         parts = min(self.processes, load.n, self.processes if most is None else most)
         pipes, children = [], []
@@ -91,7 +89,7 @@ class HttpTarget:
                     child.kill()
                     child.wait()
 
-    def _records(self, pipes: list[Connection], until_s: float) -> Iterator[list[RequestRecord]]:
+    def _records(self, pipes: list[Connection], until_s: float) -> Offered:
         """What the clients send, until each has said what it spent."""
         going, stopped = list(pipes), False
         while going:
