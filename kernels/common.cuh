@@ -22,6 +22,7 @@ typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
 #define NEG_INFINITY (-__int_as_float(0x7f800000))
+#define INFINITY_F (__int_as_float(0x7f800000))
 
 // conversions ------------------------------------------------------------------------------------
 

@@ -161,6 +161,22 @@ class SkipGate(Choice):
     NEVER = "never", "in no step"
 
 
+class BatchSizes(Choice):
+    """How many tokens, sequences and outputs a step has. With PADDED steps of nearly as many share
+    a program and a plan; what is added sees nothing, and is stored nowhere."""
+
+    EXACT = "exact", "those of the work"
+    PADDED = "padded", "rounded up, so that there are few shapes"
+
+
+class SampleOn(Choice):
+    """Where tokens are drawn from logits. A device that draws them goes on with them itself: no
+    logits come to the host, and the next step may be issued before anybody knows its tokens."""
+
+    HOST = "host", "on the host, from the logits of each step"
+    DEVICE = "device", "by a kernel behind the output; the host is given the tokens"
+
+
 class AttnKernel(Choice):
     """Which kernels compute attention."""
 

@@ -20,6 +20,14 @@ CLASHES: list[tuple[tuple[str, str], tuple[str, str], str]] = [
     ),
     *(
         (
+            ("graph_reuse", reuse), ("batch_sizes", "padded"),
+            "it stores every token of a step, and those that are added have no cell; use "
+            "graph_reuse=set_rows",
+        )
+        for reuse in ("patch_pointers", "pointer_table")
+    ),
+    *(
+        (
             ("graph_reuse", "rebuild"), (f"redo_{layer}", "on"),
             "every step does all of it; use graph_reuse=set_rows",
         )

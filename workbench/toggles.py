@@ -15,6 +15,7 @@ from typing import Any
 from workbench.choices import (
     Activations,
     AttnKernel,
+    BatchSizes,
     BranchFusion,
     CopyStream,
     Fork,
@@ -37,6 +38,7 @@ from workbench.choices import (
     PlanWarmup,
     Redo,
     Results,
+    SampleOn,
     SkipGate,
     SkipMaskedKV,
     StepWait,
@@ -142,6 +144,12 @@ class Toggles:
     )
     skip_gate: str = _toggle(
         SkipGate.REFERENCE, _EXTENT, EXACT, _SERVED, "steps in which they are left unread"
+    )
+    batch_sizes: str = _toggle(
+        BatchSizes.EXACT, "engine/padding.py", ROUNDING, _SERVED, "tokens and sequences of a step"
+    )
+    sampling: str = _toggle(
+        SampleOn.HOST, "engine/draws.py", EXACT, _SERVED, "where a server's tokens are drawn"
     )
     attn_kernel: str = _toggle(
         AttnKernel.AUTO, _ATTEND, ROUNDING, _SERVED, "which kernels compute attention"

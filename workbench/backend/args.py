@@ -121,6 +121,24 @@ def _of_mask(n: Node, at, scratch) -> Args:
     return [at(n.output), at(mask), *mask.shape]
 
 
+def _feed(n: Node, at, scratch) -> Args:
+    """dst, ids, last, n_tokens, n_seqs"""
+    ids, last = n.inputs
+    return [at(n.output), at(ids), at(last), ids.shape[0], last.shape[0]]
+
+
+def _draw(n: Node, at, scratch) -> Args:
+    """dst, logits, settings, n_rows, n_vocab"""
+    logits, settings = n.inputs
+    return [at(n.output), at(logits), at(settings), *logits.shape]
+
+
+def _keep_tokens(n: Node, at, scratch) -> Args:
+    """last, ids, rows, n_ids, n_seqs (a row outside 0..n_seqs-1 is not stored)"""
+    last, ids, rows = n.inputs
+    return [at(last), at(ids), at(rows), ids.shape[0], last.shape[0]]
+
+
 def _rms_scale(n: Node, at, scratch) -> Args:
     """dst, x, squares, rows, cols, n_squares, normed (columns the squares are of), eps"""
     x, squares = n.inputs
@@ -177,6 +195,9 @@ ARGS: dict[str, OpKernels] = {
     "attention": OpKernels(_attention, _by_cache),
     "kv_extents": OpKernels(_of_mask),
     "kv_classes": OpKernels(_of_mask),
+    "feed": OpKernels(_feed),
+    "draw": OpKernels(_draw),
+    "keep_tokens": OpKernels(_keep_tokens),
     "swiglu": OpKernels(_rows),
     "square_sums": OpKernels(_rows),
     "rms_scale": OpKernels(_rms_scale),

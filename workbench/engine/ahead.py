@@ -45,13 +45,13 @@ class NextStep:
         self.batch, self.program, self.watch = batch, watch.of(program), watch
         self.is_written, self.found_ns, self._batch_ns = False, 0, 0
 
-    def comes(self, engine: Engine, work: Work) -> bool:
+    def comes(self, engine: Engine, work: Work, draws: bool) -> bool:
         """Whether `work` begins this step, which was made ahead. Its tokens are put in then. Raises
         UsageError as `Engine.submit` does."""
         if STATE.measurement is not None:
             exclusive.check(engine._loaded)
         start = now_ns()
-        if engine._under_way or engine._batches.made_ahead(work) is not self.batch:
+        if engine._under_way or engine._batches.made_ahead(work, draws) is not self.batch:
             return False
         self._batch_ns = now_ns() - start
         return True
@@ -67,7 +67,7 @@ def look_ahead(engine: Engine, now: NextStep, work: Work) -> int:
     """Makes ready what can be known of a step like the one under way, with its work; the ns it
     took. Only inputs are made where a recorder looks on: its marks would be behind a launch."""
     start = now_ns()
-    engine._batches.look_ahead(work)
+    engine._batches.look_ahead(work, now.batch.shape.draws)
     traced, batch = engine._recorder is not None, engine._batches.next
     engine._expected = None if traced else _next(engine, now, batch)
     return now_ns() - start
@@ -76,7 +76,7 @@ def look_ahead(engine: Engine, now: NextStep, work: Work) -> int:
 def _next(engine: Engine, now: NextStep, batch: Batch | None) -> NextStep | None:
     start = now_ns()
     kept = batch and engine._programs.peek(Key(batch.shape, engine.turn))
-    if batch is None or kept is None:
+    if batch is None or kept is None or batch.shape.draws:  # draws are late, too
         return None
     step = NextStep(batch, kept, now.watch)
     step.found_ns = now_ns() - start

@@ -11,14 +11,15 @@ kernels for other numbers of tokens.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from workbench.config import EngineConfig
+from workbench.engine.draws import FED, UNKEPT, Draws
 from workbench.engine.free_cells import check_room
-from workbench.engine.kv_cache import KVCache
+from workbench.engine.kv_cache import HIDDEN, KVCache
+from workbench.engine.padding import Rule, Sizes, as_they_are
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
 from workbench.model.inputs import (
@@ -40,6 +41,7 @@ Outputs = Literal["last", "all", "none"]
 Entry = tuple[int, Sequence[int], Outputs]
 Work = Sequence[Entry]
 Values = dict[str, np.ndarray]  # by input name
+NO_CELL = -1  # of a token that is stored nowhere
 NewMask = Callable[[int, int], np.ndarray]  # (T, n_kv) -> uint16
 
 
@@ -78,7 +80,7 @@ class Batches:
     the step must have written its values to staging memory.
 
     spent: told of the time that making them took. store_values: the inputs that tell cache stores
-    the step's cells.
+    the step's cells. sizes: what steps are rounded up to. draws: how tokens are drawn.
     """
 
     def __init__(
@@ -88,37 +90,51 @@ class Batches:
         n_ubatch: int,
         spent: Callable[[str, int, int], None] = lambda phase, start_ns, end_ns: None,
         store_values: Callable[[np.ndarray], Values] = row_values,
+        sizes: Rule = as_they_are,
     ):
         self._cache = cache
         self._n_vocab = n_vocab
         self._n_ubatch = n_ubatch
         self._spent = spent
         self._store_values = store_values
+        self._sizes = sizes
+        self.draws = Draws()
         self._next: Batch | None = None
         self._next_is_for: list[tuple[int, Outputs]] | None = None
         self._next_is_of = -1  # the state of the cache
         self._room = np.empty(0, np.uint16)  # for masks of batches that were not made ahead
 
-    def take(self, work: Work) -> Batch:
-        """As `make_batch`; what `look_ahead` made for such work and this state is used."""
+    def take(self, work: Work, draws: bool = False) -> Batch:
+        """As `make_batch`; what `look_ahead` made for such work and this state is used. draws: the
+        device draws a token from each output."""
         start = now_ns()
-        batch = self.made_ahead(work)
+        batch = self.made_ahead(work, draws)
         if batch is None:
-            batch = self._made(work, self._mask)
+            batch = self._made(work, self._mask, draws)
+        if draws:
+            batch.values.update(self._draws_of(work, batch.shape.n_outputs))
         self._spent("batch", start, now_ns())
         return batch
 
-    def made_ahead(self, work: Work) -> Batch | None:
+    def _draws_of(self, work: Work, n_outputs: int) -> Values:
+        """Of several outputs of a sequence the last is kept."""
+        rows: list[int] = []
+        for sequence, tokens, outputs in work:
+            n = {"last": 1, "all": len(tokens)}.get(outputs, 0)
+            rows += [UNKEPT] * (n - 1) + [sequence] * (n > 0)
+        return self.draws.values(rows + [UNKEPT] * (n_outputs - len(rows)))
+
+    def made_ahead(self, work: Work, draws: bool = False) -> Batch | None:
         """What `look_ahead` has made, with the tokens of `work` put in; None where it is for other
         work, or the cache has changed. Raises UsageError for ids outside the vocabulary."""
         batch, alike = self.next, self._next_is_for
-        if batch is None or alike is None or len(work) != len(alike):
+        if batch is None or alike is None or len(work) != len(alike) or batch.shape.draws != draws:
             return None
         ids = batch.values[TOKENS]  # the next step's own, not written yet
         for i, (sequence, tokens, outputs) in enumerate(work):
             if len(tokens) != 1 or (sequence, outputs) != alike[i]:
                 return None
-            ids[i] = check_id(tokens[0], i, self._n_vocab)
+            ids[i] = known_id(tokens[0], i, sequence, self._n_vocab, draws)
         return batch
 
     @property
@@ -126,9 +142,11 @@ class Batches:
         """What `look_ahead` has made; None where the cache has changed."""
         return self._next if self._next_is_of == self._cache.n_changes else None
 
-    def _made(self, work: Work, new_mask: NewMask) -> Batch:
+    def _made(self, work: Work, new_mask: NewMask, draws: bool) -> Batch:
         n_vocab, n_ubatch = self._n_vocab, self._n_ubatch
-        return make_batch(work, self._cache, n_vocab, n_ubatch, new_mask, self._store_values)
+        return make_batch(
+            work, self._cache, n_vocab, n_ubatch, new_mask, self._store_values, self._sizes, draws
+        )
 
     def _mask(self, t: int, n_kv: int) -> np.ndarray:
         """Memory for one mask at a time, (t, n_kv) uint16, in place of the mask before. It is kept,
@@ -137,7 +155,7 @@ class Batches:
             self._room = np.empty(t * n_kv, np.uint16)
         return self._room[: t * n_kv].reshape(t, n_kv)
 
-    def look_ahead(self, work: Work) -> int:
+    def look_ahead(self, work: Work, draws: bool = False) -> int:
         """Makes what the next step needs but its tokens, where it is one like `work` of one token
         for each sequence. Returns the ns it took."""
         start, alike = now_ns(), _one_each(work)
@@ -149,7 +167,7 @@ class Batches:
             made = _following(self._next, self._cache, self._store_values)
         if made is None:
             following = [(sequence, [0], outputs) for sequence, _, outputs in work]
-            made = self._made(following, _own_mask)
+            made = self._made(following, _own_mask, draws)
         self._next, self._next_is_for, self._next_is_of = made, alike, self._cache.n_changes
         end = now_ns()
         self._spent("batch", start, end)
@@ -169,13 +187,16 @@ def _following(
     cells = cache.next_cells(batch.sequences)
     if cache.extent(cells) != batch.shape.n_kv:
         return None
-    mask, at = batch.values[MASK], cache.in_region(cells)
-    if len(cells) == 1:
+    mask, at, n = batch.values[MASK], cache.in_region(cells), len(cells)
+    if n == 1:
         mask[0, at[0]] = 0
     else:
-        mask[np.arange(len(cells)), at] = 0
-    positions = batch.positions + 1
+        mask[np.arange(n), at] = 0
+    positions, more = batch.positions + 1, batch.shape.n_tokens - n
     values = {**batch.values, POSITIONS: positions, **store_values(cells)}
+    if more:
+        values[POSITIONS] = _with_more(positions, more, 0)
+        values |= store_values(_with_more(cells, more, NO_CELL))
     return Batch(batch.shape, values, batch.sequences, positions, cells, batch.counts)
 
 
@@ -196,64 +217,97 @@ def make_batch(
     n_ubatch: int,
     new_mask: NewMask = _own_mask,
     store_values: Callable[[np.ndarray], Values] = row_values,
+    sizes: Rule = as_they_are,
+    draws: bool = False,
 ) -> Batch:
     """The next tokens of each sequence of `work`, in its order.
 
-    new_mask: memory for a mask, (T, n_kv) uint16. store_values: as `Batches` has it. Raises
+    new_mask: memory for a mask, (T, n_kv) uint16. store_values: as `Batches` has it. sizes: what
+    the step is rounded up to. draws: the device draws; then FED may stand for a token. Raises
     UsageError for no tokens, more than n_ubatch in all, ids outside the vocabulary, a full context,
     and one without as many cells in a row as a store wants. Likewise for a sequence that does not
     exist or is given twice. Nothing has changed then.
     """
-    sizes = [len(tokens) for _, tokens, _ in work]
-    t = sum(sizes)
-    if 0 in sizes:
+    lengths = [len(tokens) for _, tokens, _ in work]
+    t = sum(lengths)
+    if 0 in lengths:
         raise UsageError(
-            f"sequence {work[sizes.index(0)][0]} has no tokens in a step; give at least one, or "
+            f"sequence {work[lengths.index(0)][0]} has no tokens in a step; give at least one, or "
             "leave the sequence out"
         )
     if not 0 < t <= n_ubatch:
         raise UsageError(f"a step takes 1 to {n_ubatch} tokens, not {t}; use prefill, or n_ubatch")
-    ids = check_ids([i for _, tokens, _ in work for i in tokens], n_vocab)
-    cells = cache.find([(sequence, n) for (sequence, *_), n in zip(work, sizes, strict=True)])
+    ids = _ids(work, n_vocab, draws)
+    cells = cache.find([(sequence, n) for (sequence, *_), n in zip(work, lengths, strict=True)])
     n_kv = cache.extent(cells)
-    mask = new_mask(t, n_kv)
-    whose, positions, rows, singles, begin = dict[int, None](), [], [], [], 0
-    for (sequence, _, outputs), n in zip(work, sizes, strict=True):
+    whose, positions, rows, begin = dict[int, int](), [], [], 0
+    for (sequence, _, outputs), n in zip(work, lengths, strict=True):
         if sequence in whose:
             raise UsageError(f"sequence {sequence} is given twice in one step; give it once")
         if outputs not in _ROWS:
             raise UsageError(f"outputs={outputs!r} does not exist; give {', '.join(_ROWS)}")
-        at, end = cache.length(sequence), begin + n
-        whose[sequence] = None
-        positions.append(np.arange(at, at + n, dtype=np.int32))
+        past, end = cache.length(sequence), begin + n
+        whose[sequence] = begin
+        positions.append(np.arange(past, past + n, dtype=np.int32))
         rows.append(_ROWS[outputs](begin, end))
-        if n == 1:
-            singles.append(begin)
-        else:
-            cache.mask(sequence, positions[-1], cells[begin:end], mask[begin:end])
         begin = end
+    counts = tuple(map(len, rows))
+    size = sizes(Sizes(t, len(work), sum(counts)), n_ubatch)
+    mask = _mask_of(cache, whose, positions, cells, new_mask(size.n_tokens, n_kv))
     sequences = np.array([*whose], np.int64)
     if t > len(work):
-        sequences = np.repeat(sequences, sizes)
-    cache.masks_of_one(sequences, cells, singles, mask)
+        sequences = np.repeat(sequences, lengths)
+    at, more = _joined(positions), size.n_tokens - t
     values = {
-        TOKENS: ids,
-        POSITIONS: _joined(positions),
+        TOKENS: _with_more(ids, more, 0),
+        POSITIONS: _with_more(at, more, 0),
         MASK: mask.view(np.float16),
-        **store_values(cells),
-        OUT_IDS: _joined(rows),
+        **store_values(_with_more(cells, more, NO_CELL)),
+        OUT_IDS: _with_more(_joined(rows), size.n_outputs - sum(counts), 0),
     }
     if cache.n_regions > 1:
-        values[REGIONS] = _regions([*whose], sizes, cache)
-    counts = tuple(map(len, rows))
-    shape = StepShape(t, sum(counts), n_kv, len(work))
-    return Batch(shape, values, sequences, values[POSITIONS], cells, counts)
+        values[REGIONS] = _regions(whose, t, size, cache)
+    shape = StepShape(size.n_tokens, size.n_outputs, n_kv, size.n_seqs, draws)
+    return Batch(shape, values, sequences, at, cells, counts)
 
 
-def _regions(sequences: list[int], sizes: list[int], cache: KVCache) -> np.ndarray:
-    """What `model/inputs.py` has as Regions."""
-    firsts = [0, *accumulate(sizes)][:-1]
-    return np.array([firsts, [*map(cache.first_cell, sequences)]], np.int32).T.copy()
+def _mask_of(
+    cache: KVCache,
+    whose: dict[int, int],
+    positions: list[np.ndarray],
+    cells: np.ndarray,
+    mask: np.ndarray,
+) -> np.ndarray:
+    """Fills a mask, (tokens, n_kv) uint16. whose: of each sequence its first token. What has been
+    added behind the tokens sees nothing."""
+    singles: list[int] = []
+    for (sequence, begin), own in zip(whose.items(), positions, strict=True):
+        if len(own) == 1:
+            singles.append(begin)
+        else:
+            end = begin + len(own)
+            cache.mask(sequence, own, cells[begin:end], mask[begin:end])
+    if singles:
+        alone = {begin: sequence for sequence, begin in whose.items()}
+        cache.masks_of_one([alone[begin] for begin in singles], cells, singles, mask)
+    mask[len(cells) :] = HIDDEN
+    return mask
+
+
+def _with_more(values: np.ndarray, n: int, value: int) -> np.ndarray:
+    """With n times `value` behind them."""
+    return np.concatenate([values, np.full(n, value, values.dtype)]) if n else values
+
+
+def _regions(whose: dict[int, int], t: int, size: Sizes, cache: KVCache) -> np.ndarray:
+    """What `model/inputs.py` has as Regions. What has been added comes behind: a token each where
+    all have one, else all tokens of the first."""
+    firsts, more = [*whose.values()], size.n_seqs - len(whose)
+    if size.n_seqs == size.n_tokens:
+        firsts += range(t, size.n_tokens)
+    elif more:
+        firsts += [t, *[size.n_tokens] * (more - 1)]
+    return np.array([firsts, [*map(cache.first_cell, whose), *[0] * more]], np.int32).T.copy()
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
@@ -315,6 +369,23 @@ def check_ids(tokens: Sequence[int], n_vocab: int) -> np.ndarray:
     for i, token in enumerate(tokens):
         check_id(token, i, n_vocab)
     return np.array(tokens, dtype=np.int32)
+
+
+def known_id(token: int, index: int, sequence: int, n_vocab: int, draws: bool) -> int:
+    """What a device is told of a token: its id, or of one that it draws itself whose it is. Raises
+    UsageError as `check_id`."""
+    if draws and token == FED:
+        return -1 - sequence
+    return check_id(token, index, n_vocab)
+
+
+def _ids(work: Work, n_vocab: int, draws: bool) -> np.ndarray:
+    """What a device is told of the tokens, (T,) int32."""
+    if not draws:
+        return check_ids([i for _, tokens, _ in work for i in tokens], n_vocab)
+    each = ((token, sequence) for sequence, tokens, _ in work for token in tokens)
+    found = [known_id(token, i, s, n_vocab, draws) for i, (token, s) in enumerate(each)]
+    return np.array(found, np.int32)
 
 
 def check_id(token: int, index: int, n_vocab: int) -> int:

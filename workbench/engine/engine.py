@@ -15,7 +15,7 @@ from workbench.backend.base import Backend
 from workbench.backend.issue import Prepared
 from workbench.backend.plan import plans_of
 from workbench.config import EngineConfig, Toggles
-from workbench.engine import exclusive, opened, shown
+from workbench.engine import draws, exclusive, opened, shown
 from workbench.engine.ahead import NextStep
 from workbench.engine.batch import Outputs, Work, check_prompt, shift_batch, step_shape
 from workbench.engine.exclusive import STATE
@@ -23,6 +23,7 @@ from workbench.engine.generation import Generation, asked_for, continued, prefil
 from workbench.engine.kv_cache import kv_pad, n_regions
 from workbench.engine.loaded import Loaded, config_of
 from workbench.engine.memory import Residents, Workspace
+from workbench.engine.padding import sizes_of
 from workbench.engine.pending import Pending
 from workbench.engine.phases import PhaseCounts, Phases, PhaseTimes, counters_of, per_step
 from workbench.engine.reuse import Key, programs_of, reuse_of
@@ -71,9 +72,15 @@ class Engine:
             config,
             kv_pad(have.toggles, config),
             n_regions(have.toggles, config),
+            sizes_of(have.toggles),
             self._spent,
         )
-        self._residents = Residents(loaded, self.cache.n_cells)
+        self.draws = self._batches.draws
+        draws.check(have.toggles, loaded)
+        last_tokens = draws.last_tokens(have.toggles, config.n_seqs)
+        if last_tokens is not None:
+            draws.bring_embedding(loaded, loaded.backend)
+        self._residents = Residents(loaded, self.cache.n_cells, last_tokens)
         self._step_programs = StepPrograms(loaded, have, self._residents, self._spent)
         self._counts = PhaseCounts()
         self._programs = programs_of(have.toggles, self._build, self._spent)
@@ -144,8 +151,9 @@ class Engine:
     # the step -----------------------------------------------------------------------------------
 
     @exclusive.door
-    def submit(self, work: Work) -> Pending:
-        """Issues a step: up to n_ubatch tokens of one or more sequences.
+    def submit(self, work: Work, draws: bool = False) -> Pending:
+        """Issues a step: up to n_ubatch tokens of one or more sequences. draws: its results are
+        tokens that the device draws, where it does (`engine/draws.py`).
 
         work: for each sequence its number, its next token ids, and which of their logits are wanted
         (`last`, `all` or `none`). A step that is still under way is waited for first, because the
@@ -153,19 +161,21 @@ class Engine:
         the vocabulary, a sequence that does not exist, a full context, and while another thread
         measures; nothing has changed then.
         """
+        if draws and self._residents.last_tokens is None:
+            raise UsageError("this engine's device draws no tokens; use sampling=device")
         expected, self._expected = self._expected, None
-        if expected is not None and expected.comes(self, work):
+        if expected is not None and expected.comes(self, work, draws):
             with expected.watch:
                 pending = self._issued(Pending(self, expected, work))
             expected.count(self)
             return pending
         with self._begin(work) as watch:
-            batch = self._batches.take(work)
+            batch = self._batches.take(work, draws)
             key = Key(batch.shape, self.turn)
             program = self._programs.get(key, batch.first_cell)  # built or kept
             pending = self._issued(Pending(self, NextStep(batch, program, watch), work))
         if self.is_ahead:  # while the device computes
-            self._batches.look_ahead(work)
+            self._batches.look_ahead(work, draws)
         return pending
 
     def _issued(self, pending: Pending) -> Pending:

@@ -26,7 +26,7 @@ from workbench.sizes import round_up
 
 EMPTY = np.iinfo(np.int32).max  # a position no token ever sees
 MOST_POSITION = 1 << 30  # of a shift; tokens behind it have positions below EMPTY
-_HIDDEN = np.float16(-np.inf).view(np.uint16)
+HIDDEN = np.float16(-np.inf).view(np.uint16)
 
 
 def n_regions(toggles: Toggles, config: EngineConfig) -> int:
@@ -75,7 +75,7 @@ class KVCache:
         # by sequence and cell of its region: the position, EMPTY where the cell is not the
         # sequence's; and the mask for a token behind all of the sequence (float16 as uint16)
         self._positions = np.full((1, self.region_cells), EMPTY, dtype=np.int32)
-        self._masks = np.full((1, self.region_cells), _HIDDEN, dtype=np.uint16)
+        self._masks = np.full((1, self.region_cells), HIDDEN, dtype=np.uint16)
         self._next = np.zeros(1, dtype=np.int64)  # by sequence: the position of its next token
         # by how many positions each cell has moved since the stored K was rotated, (n_cells,)
         # int32; None where no cell has
@@ -180,16 +180,16 @@ class KVCache:
         at = cells - self.first_cell(sequence)
         first, behind = int(at[0]), int(at[-1]) + 1
         own = slice(first, behind) if behind - first == len(at) else at
-        out[:, own] = np.multiply((positions > positions[:, None]).view(np.uint8), _HIDDEN)
+        out[:, own] = np.multiply((positions > positions[:, None]).view(np.uint8), HIDDEN)
 
     def masks_of_one(
-        self, sequences: np.ndarray, cells: np.ndarray, rows: Sequence[int], out: np.ndarray
+        self, sequences: Sequence[int], cells: np.ndarray, rows: Sequence[int], out: np.ndarray
     ) -> None:
         """As `mask`, for rows of out whose token is the only one of its sequence: the token sees
-        all cells of the sequence, and its own."""
+        all cells of the sequence, and its own. sequences: of these rows; cells: of all."""
         n_kv, at = out.shape[1], self.in_region(cells)
-        for row in rows:
-            out[row] = self._masks[sequences[row], :n_kv]
+        for row, sequence in zip(rows, sequences, strict=True):
+            out[row] = self._masks[sequence, :n_kv]
             out[row, at[row]] = 0
 
     def in_region(self, cells: np.ndarray) -> np.ndarray:
@@ -239,7 +239,7 @@ class KVCache:
         more = min(max(2 * have, sequence + 1), self.n_seqs) - have
         rows = np.full((more, self.region_cells), EMPTY, np.int32)
         self._positions = np.concatenate([self._positions, rows])
-        hidden = np.full((more, self.region_cells), _HIDDEN, np.uint16)
+        hidden = np.full((more, self.region_cells), HIDDEN, np.uint16)
         self._masks = np.concatenate([self._masks, hidden])
         self._next = np.concatenate([self._next, np.zeros(more, np.int64)])
 
@@ -248,7 +248,7 @@ class KVCache:
     def clear(self) -> None:
         """Removes every sequence."""
         self._positions[:] = EMPTY
-        self._masks[:] = _HIDDEN
+        self._masks[:] = HIDDEN
         self._n_owners[:] = 0
         self._next[:] = 0
         self._used[:] = self._ends[:] = self.n_used = 0
@@ -397,7 +397,7 @@ class KVCache:
         """Takes cells, in their regions, from their sequences, (n,) each."""
         regions = sequences if self.n_regions > 1 else np.zeros_like(sequences)
         self._positions[sequences, cells] = EMPTY
-        self._masks[sequences, cells] = _HIDDEN
+        self._masks[sequences, cells] = HIDDEN
         self._n_owners[regions, cells] -= 1
         free = self._n_owners[regions, cells] == 0
         self.n_used -= int(free.sum())

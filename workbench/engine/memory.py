@@ -16,11 +16,13 @@ from workbench.program.commands import HOST, Buffer, Program, Range, Space
 class Residents:
     """What keeps its address while an engine lives: weights, which variants share, and its cache.
 
-    caches: K and V by layer. ranges[b]: where backend b finds a tensor. memory: by buffer.
+    caches: K and V by layer. last_tokens: as `build_graph` has it. ranges[b]: where backend b finds
+    a tensor. memory: by buffer.
     """
 
-    def __init__(self, loaded: Loaded, n_cells: int):
+    def __init__(self, loaded: Loaded, n_cells: int, last_tokens: Tensor | None = None):
         self.caches = loaded.model.caches(n_cells)
+        self.last_tokens = last_tokens
         self.ranges: list[dict[Tensor, Range]] = [dict(r) for r in loaded.residents]
         self.memory = dict(loaded.memory)
         self._own: list[Memory] = []
@@ -28,14 +30,18 @@ class Residents:
     def allocate(self, loaded: Loaded) -> None:
         """Allocates the caches. Where this fails, `free` gives back what was allocated."""
         for layer, pair in enumerate(self.caches):
-            b = loaded.placement.of_cache(layer)
-            space = Space.HOST if b == HOST else Space.DEVICE
             for tensor in pair:
-                memory = loaded.backends[b].allocate(tensor.nbytes, space)
-                self._own.append(memory)
-                buffer = Buffer(tensor.name, space, tensor.nbytes, b)
-                self.memory[buffer] = memory
-                self.ranges[b][tensor] = Range(buffer, 0, tensor.nbytes)
+                self._keep(loaded, loaded.placement.of_cache(layer), tensor)
+        if self.last_tokens is not None:
+            self._keep(loaded, len(loaded.backends) - 1, self.last_tokens)
+
+    def _keep(self, loaded: Loaded, b: int, tensor: Tensor) -> None:
+        space = Space.HOST if b == HOST else Space.DEVICE
+        memory = loaded.backends[b].allocate(tensor.nbytes, space)
+        self._own.append(memory)
+        buffer = Buffer(tensor.name, space, tensor.nbytes, b)
+        self.memory[buffer] = memory
+        self.ranges[b][tensor] = Range(buffer, 0, tensor.nbytes)
 
     def free(self) -> None:
         """Gives the caches back; weights are the model's."""

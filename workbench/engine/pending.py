@@ -47,7 +47,8 @@ class Pending:
         return self._logits is not None
 
     def wait(self) -> np.ndarray:
-        """The step's logits, float32 (n_outputs, n_vocab), in the order of the work.
+        """The step's logits, float32 (n_outputs, n_vocab), in the order of the work. Where the
+        device draws, its tokens, int32 (n_outputs,); -1 from logits that are not finite.
 
         Where the wait fails or is interrupted, the step's cells are free again, and to wait once
         more raises UsageError.
@@ -97,8 +98,11 @@ class Pending:
         return np.split(self.wait(), np.cumsum(self._step.batch.counts)[:-1])
 
     def _of(self, results: dict[str, np.ndarray]) -> np.ndarray:
-        size = (self._step.batch.shape.n_outputs, self._engine.model.n_vocab)
-        if not size[0]:
-            return np.empty(size, np.float32)
+        shape, n = self._step.batch.shape, sum(self._step.batch.counts)
+        row = () if shape.draws else (self._engine.model.n_vocab,)
+        kind = np.dtype(np.int32 if shape.draws else np.float32)
+        if not n:
+            return np.empty((0, *row), kind)
         (raw,) = results.values()
-        return raw.view(np.float32).reshape(size)
+        found: np.ndarray = raw.view(kind).reshape(shape.n_outputs, *row)
+        return found[:n]

@@ -103,7 +103,8 @@ class Placement:
             if t.kind == Kind.CACHE:
                 return self.of_cache(node.layer)
             if t.kind == Kind.WEIGHT and t is not self._shared:
-                return HOST if node.op == "get_rows" else self.of_weight(t)
+                looks_up = node.op == "get_rows" and node.inputs[1].kind == Kind.INPUT
+                return HOST if looks_up else self.of_weight(t)
         return None
 
 

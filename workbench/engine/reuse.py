@@ -26,6 +26,7 @@ from workbench.backend.issue import Prepared
 from workbench.config import EngineConfig, GraphReuse, Redo, Toggles
 from workbench.engine.batch import Batches, Values, row_values
 from workbench.engine.kv_cache import KVCache
+from workbench.engine.padding import Rule
 from workbench.engine.phases import Phases, Spent
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model
@@ -170,13 +171,19 @@ class Reuse(NamedTuple):
     values: Callable[[int, np.ndarray], Values]
 
     def cache(
-        self, model: Model, config: EngineConfig, pad: int, regions: int, spent: Spent
+        self,
+        model: Model,
+        config: EngineConfig,
+        pad: int,
+        regions: int,
+        sizes: Rule,
+        spent: Spent,
     ) -> tuple[KVCache, Batches]:
         """The cache of an engine, and what makes batches of it. pad and regions: as `KVCache` has
-        them."""
+        them. sizes: as `Batches`."""
         cache = KVCache(config.n_ctx, pad, config.n_seqs, self.in_a_row, regions)
         values = partial(self.values, model.n_layer)
-        return cache, Batches(cache, model.n_vocab, config.n_ubatch, spent, values)
+        return cache, Batches(cache, model.n_vocab, config.n_ubatch, spent, values, sizes)
 
 
 _ROWS = ("set_rows", False, lambda n_layer, cells: row_values(cells))

@@ -46,13 +46,14 @@ def unfused_graph(
     caches: list[tuple[Tensor, Tensor]],
     toggles: Toggles,
     cell: int = 0,
+    last_tokens: Tensor | None = None,
 ) -> Graph:
     """The graph of a step on `caches` (K and V of each layer), before anything is fused. cell: the
-    first that the step stores."""
+    first that the step stores. last_tokens: as `build_graph` has it."""
     if shape.n_tokens:
         stores = CacheStores(reuse_of(toggles).store, cell)
         regions = toggles.kv_cache == KVCacheKind.PER_SEQUENCE
-        graph = build_graph(model, shape, caches, toggles.activations, stores, regions)
+        graph = build_graph(model, shape, caches, toggles.activations, stores, regions, last_tokens)
         graph = attend_by(graph, toggles.attn_kernel, toggles.kv_parts)
         return skip_masked(graph, toggles.skip_masked_kv, toggles.skip_gate)
     return shift_graph(model, caches, shape.n_kv)
@@ -114,7 +115,10 @@ class StepPrograms:
         `lay_out` has them. phases: does them, and can do each again."""
         loaded, residents, toggles = self._loaded, self._residents, self._toggles
         do = (phases or Phases(self._spent)).do
-        graph = do("graph", unfused_graph, loaded.model, shape, residents.caches, toggles, cell)
+        graph = do(
+            "graph", unfused_graph, loaded.model, shape, residents.caches, toggles, cell,
+            residents.last_tokens,
+        )  # fmt: skip
         joined, backend_of = do(
             "fuse", fused_graph, graph, toggles, loaded.placement, self._n_streams
         )

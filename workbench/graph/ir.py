@@ -176,13 +176,15 @@ class StepShape(NamedTuple):
     """Everything the topology of a step follows from.
 
     n_tokens computed together, n_outputs rows of logits wanted, n_kv cells attention looks at
-    (padded), n_seqs sequences that the tokens belong to.
+    (padded), n_seqs sequences that the tokens belong to. draws: whether the device draws a token
+    from each row of logits; then the results are these.
     """
 
     n_tokens: int
     n_outputs: int
     n_kv: int
     n_seqs: int = 1
+    draws: bool = False
 
 
 class Graph:

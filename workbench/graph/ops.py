@@ -26,6 +26,9 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
                n_kv, n_head_kv, scale, more, skip, kernel, kv_parts
     kv_extents mask (T, n_kv) F16 -> (T,) I32
     kv_classes mask (T, n_kv) F16 -> (T, blocks) U8
+    feed       ids (T,) I32, last (n_seqs,) I32 -> (T,) I32
+    draw       logits (n, n_vocab) F32, settings (n, 4) F32 -> (n,) I32
+    keep_tokens  last (n_seqs,) I32, ids (n,) I32, rows (n,) I32 -> last
     swiglu     gate, up (T, cols) F32 -> like gate
     square_sums  x (T, cols) F32 -> (T, cols / 32) F32
     rms_scale  x (T, cols) F32, squares (T, n) F32 -> like x; eps
@@ -49,6 +52,10 @@ reads lies in the node's scratch, or nowhere.
 * swiglu: silu(gate) * up.
 * quantize: per block of 32, scale = max|x| / 127, quants = round-half-even(x / scale) clamped to
   +-127 (which only a subnormal scale can exceed); scale 0 gives quants 0.
+* feed: token ids that are known, and for id -1 - s the token that sequence s has drawn last. draw:
+  a token from each row of logits, by temperature, top_k, top_p and a uniform number
+  (`model/sampler.py`); -1 from a row with NaN. keep_tokens: ids[i] becomes the last token of
+  sequence rows[i]; a row outside is not stored.
 * square_sums: the sum of squares of each 32 columns. rms_scale: x / sqrt(sum(squares of the row) /
   (32 n) + eps). Together with a mul they are a norm in two halves (`graph/defer.py`).
 * set_rows: row t of x becomes cell indices[t]. copy_to_view: it becomes cell `cell` + t. That cell
@@ -111,6 +118,10 @@ class Op(NamedTuple):
 
 def _per_element(n: int) -> Callable[[Node], int]:
     return lambda node: n * node.output.rows * node.output.cols
+
+
+def _per_logit(node: Node) -> int:
+    return 3 * node.inputs[0].rows * node.inputs[0].cols
 
 
 def _shifted(node: Node) -> Access:
@@ -213,6 +224,19 @@ OPS: dict[str, Op] = {
         ),
         Op("kv_extents", shapes.kv_extents),
         Op("kv_classes", shapes.kv_classes),
+        Op(
+            "feed",
+            shapes.feed,
+            vague_reads=(1,),  # sequences whose tokens are not known
+        ),
+        Op("draw", shapes.draw, flops=_per_logit),
+        Op(
+            "keep_tokens",
+            shapes.keep_tokens,
+            stores=True,
+            reads=lambda n: _whole(*n.inputs[1:]),
+            vague_writes=(0,),  # sequences of the step
+        ),
         Op("swiglu", shapes.like_first, flops=_per_element(5)),
         Op(
             "square_sums",

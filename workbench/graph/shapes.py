@@ -175,6 +175,34 @@ def attention(op: str, inputs: Inputs, params: Params) -> Shape:
     return F32, (q.shape[0], q.shape[1] * q.shape[2])
 
 
+DRAW_SETTINGS = 4  # temperature, top_k, top_p, and the uniform number of a draw
+
+
+def feed(op: str, inputs: Inputs, params: Params) -> Shape:
+    ids, last = inputs
+    fits = ids.dtype == last.dtype == I32 and len(ids.shape) == len(last.shape) == 1
+    _need(fits, op, inputs, "wants ids (T,) and last tokens (n,), I32")
+    return I32, ids.shape
+
+
+def draw(op: str, inputs: Inputs, params: Params) -> Shape:
+    logits, settings = inputs
+    fits = (
+        logits.dtype == settings.dtype == F32
+        and len(logits.shape) == 2
+        and settings.shape == (logits.shape[0], DRAW_SETTINGS)
+    )
+    _need(fits, op, inputs, f"wants logits (n, n_vocab) and settings (n, {DRAW_SETTINGS}), F32")
+    return I32, logits.shape[:1]
+
+
+def keep_tokens(op: str, inputs: Inputs, params: Params) -> Shape:
+    last, ids, rows = inputs
+    fits = all(t.dtype == I32 and len(t.shape) == 1 for t in inputs) and ids.shape == rows.shape
+    _need(fits, op, inputs, "wants last tokens (n,), and as many ids as rows, I32")
+    return last.dtype, last.shape
+
+
 def square_sums(op: str, inputs: Inputs, params: Params) -> Shape:
     (x,) = inputs
     fits = x.dtype == F32 and len(x.shape) == 2 and x.cols % SQUARES == 0

@@ -36,7 +36,8 @@ class Step:
 
     An activation is quantised once for all the products that share it. activations=float: nothing
     is quantised, and every product says that nothing may be rounded. store_inputs: what tells the
-    cache stores their rows. regions: whether each sequence has cells of its own.
+    cache stores their rows. regions: whether each sequence has cells of its own. last_tokens: of
+    each sequence the token that a device has drawn last, (n_seqs,) I32, where devices draw.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Step:
         activations: str,
         stores: CacheStores = SET_ROWS,
         regions: bool = False,
+        last_tokens: Tensor | None = None,
     ) -> None:
         self.hparams, self.shape, self.caches = hparams, shape, caches
         self.rope_freqs, self.rope = rope_freqs, hparams.rope
@@ -61,6 +63,7 @@ class Step:
         self.store_inputs = STORES[stores.op].inputs(shape, hparams.n_layer)
         self.out_ids = input_of(n.OUT_IDS, shape)
         self.nodes: list[Node] = []
+        self.last_tokens = last_tokens if shape.draws else None
         self._quantise = activations == Activations.Q8
         self._said = {} if self._quantise else {"activations": str(activations)}
         self._quantised: dict[Tensor, Tensor] = {}

@@ -23,6 +23,7 @@ from workbench.model.expand import expanded, loaded_as
 from workbench.model.gguf import GGUFFile, TensorInfo, model_hash, open_gguf
 from workbench.model.gguf_walk import shown
 from workbench.model.hparams import HParams, read_hparams
+from workbench.model.inputs import DRAWS, OUT_SEQS, input_of
 
 EMBEDDING = "token_embd.weight"
 
@@ -208,6 +209,7 @@ def build_graph(
     activations: str = Activations.Q8,
     stores: CacheStores = SET_ROWS,
     regions: bool = False,
+    last_tokens: Tensor | None = None,
 ) -> Graph:
     """The graph of one step of `shape`: token ids in, rows of logits out.
 
@@ -216,6 +218,9 @@ def build_graph(
     products then have `activations` as a parameter, for the backends to see. stores: the op of the
     cache stores, and the first cell of this step where that op has it as a parameter. regions:
     whether each sequence has cells of its own; attn_inp_regions (n_seqs, 2) I32 is an input then.
+    last_tokens: (n_seqs,) I32, for steps whose tokens the device draws (`shape.draws`). These have
+    inp_draws (n_outputs, 4) F32 and inp_out_seqs (n_outputs,) I32, too, and their output is `drawn`
+    (n_outputs,) I32. An id below 0 stands for a sequence's last token (`feed`).
 
     Inputs, by name: inp_tokens (T,) I32, inp_pos (T,) I32, attn_inp_kq_mask (T, n_kv) F16, what
     tells stores their rows, inp_out_ids (n_outputs,) I32. Stores have attn_inp_k_idxs and
@@ -224,10 +229,15 @@ def build_graph(
     (n_outputs, n_vocab) F32.
     With n_outputs 0 the graph ends at the last layer's cache stores.
     """
-    s = Step(model.hparams, shape, caches, model.rope_freqs, activations, stores, regions)
+    s = Step(
+        model.hparams, shape, caches, model.rope_freqs, activations, stores, regions, last_tokens
+    )
     stored = [s.ids, s.positions, *s.store_inputs]
     seen = [s.mask] if s.regions is None else [s.mask, s.regions]
-    x: Tensor | None = s.add("get_rows", "inp_embd", model.embedding, s.ids)
+    ids: Tensor = s.ids
+    if s.last_tokens is not None:
+        ids = s.add("feed", "inp_fed", s.ids, s.last_tokens)
+    x: Tensor | None = s.add("get_rows", "inp_embd", model.embedding, ids)
     for i, layer in enumerate(model.layers):
         for block, weights in zip(model.blocks, layer, strict=True):
             assert x is not None
@@ -237,6 +247,12 @@ def build_graph(
     assert x is not None
     cur = s.norm("result_norm", x, model.output_norm, -1)
     logits = s.product("result_output", model.output, cur, None, -1)
-    logits.kind = Kind.OUTPUT
     inputs = [s.ids, s.positions, *seen, *s.store_inputs, s.out_ids]
-    return Graph(s.nodes, inputs, [logits], shape)
+    if s.last_tokens is None:
+        logits.kind = Kind.OUTPUT
+        return Graph(s.nodes, inputs, [logits], shape)
+    settings, sequences = input_of(DRAWS, shape), input_of(OUT_SEQS, shape)
+    drawn = s.add("draw", "drawn", logits, settings)
+    s.add("keep_tokens", "last_tokens", s.last_tokens, drawn, sequences)
+    drawn.kind = Kind.OUTPUT
+    return Graph(s.nodes, [*inputs, settings, sequences], [drawn], shape)

@@ -7,7 +7,8 @@ Names are llama.cpp's. An input that looks at anything but the step shape is ano
 
 from collections.abc import Callable
 
-from workbench.graph.ir import F16, I32, I64, DType, Input, StepShape
+from workbench.graph.ir import F16, F32, I32, I64, DType, Input, StepShape
+from workbench.graph.shapes import DRAW_SETTINGS
 
 
 class PerToken(Input):
@@ -35,7 +36,8 @@ class Mask(Input):
 
 
 class OutputRows(Input):
-    """Which tokens have logits, (n_outputs,) I32."""
+    """A number for each row of logits, (n_outputs,) I32: which token it is of (inp_out_ids), or the
+    sequence that its token is drawn for (inp_out_seqs)."""
 
     __slots__ = ()
 
@@ -71,6 +73,19 @@ class Regions(Input):
         return self.shape == (step.n_seqs, 2)
 
 
+class Draws(Input):
+    """How the token of each row of logits is drawn, (n_outputs, 4) F32: temperature, top_k, top_p,
+    and a uniform number from 0 to 1."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, step: StepShape):
+        super().__init__(name, F32, (step.n_outputs, DRAW_SETTINGS))
+
+    def can_reuse(self, step: StepShape) -> bool:
+        return self.shape == (step.n_outputs, DRAW_SETTINGS)
+
+
 class StoreTable(Input):
     """The first cell of the step, for K and V of each layer, (2 * n_layer,) I64."""
 
@@ -86,6 +101,7 @@ class StoreTable(Input):
 TOKENS, POSITIONS, MASK = "inp_tokens", "inp_pos", "attn_inp_kq_mask"
 K_CELLS, V_CELLS, STORE_TABLE = "attn_inp_k_idxs", "attn_inp_v_idxs", "inp_store_table"
 OUT_IDS, DELTAS, REGIONS = "inp_out_ids", "inp_k_shift", "attn_inp_regions"
+DRAWS, OUT_SEQS = "inp_draws", "inp_out_seqs"
 
 # by name: the input of a graph for steps of a shape, where it follows from the shape
 INPUTS: dict[str, Callable[[StepShape], Input]] = {
@@ -97,6 +113,8 @@ INPUTS: dict[str, Callable[[StepShape], Input]] = {
     OUT_IDS: lambda step: OutputRows(OUT_IDS, step),
     DELTAS: lambda step: PerCell(DELTAS, step),
     REGIONS: lambda step: Regions(REGIONS, step),
+    DRAWS: lambda step: Draws(DRAWS, step),
+    OUT_SEQS: lambda step: OutputRows(OUT_SEQS, step),
 }
 
 

@@ -164,7 +164,8 @@ def _in_order(
 
 def _is_direct(graph: Graph, ordering: Ordering, last: Target) -> bool:
     """Whether the last kernels write the results to the host's memory themselves."""
-    few = 0 < graph.shape.n_outputs <= DIRECT_ROWS
+    shape = graph.shape
+    few = shape.n_outputs > 0 and (shape.draws or shape.n_outputs <= DIRECT_ROWS)
     return ordering.results == Results.DIRECT and few and last.in_stream
 
 

@@ -55,6 +55,7 @@ def _bodies() -> dict[str, Callable[..., Body]]:
         get_rows,
         interleave,
         matvec,
+        sampling,
         stores,
     )
 
@@ -62,6 +63,7 @@ def _bodies() -> dict[str, Callable[..., Body]]:
         elementwise.rms_norm, elementwise.quantize, elementwise.rope, elementwise.rope_shift,
         elementwise.swiglu, elementwise.square_sums, elementwise.rms_scale,
         attention.attention_combine, extents.kv_extents, extents.kv_classes,
+        sampling.feed, sampling.keep_tokens,
     )  # fmt: skip
     one_body: dict[str, Body] = {
         **{body.__name__: body for body in named},
@@ -93,6 +95,10 @@ def kernel(variant: tuple[str, ...], layout: str = "file", isa: str | None = Non
     from workbench.backend.cpu import compile as compiler
     from workbench.backend.cpu.isa import ISAS
 
+    if variant[0] == "draw":  # as numba compiles it
+        from workbench.backend.cpu.sampling import draw
+
+        return draw
     quantised = variant[0] in WEIGHT_OPS and DTYPES[variant[1]] in QUANTISED
     if layout not in (LAYOUTS if quantised else LAYOUTS[:1]):
         raise KeyError((variant, layout))

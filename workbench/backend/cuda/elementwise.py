@@ -16,6 +16,7 @@ from workbench.graph.ir import Node, Tensor
 
 ROPE_HEADS, ROPE_THREADS = 4, 64  # rope, rope_shift: heads and threads of a block
 SEEN_WARPS = 8  # kv_extents, kv_classes: warps of a block
+DRAW_THREADS, DRAW_BYTES = 1024, 2048 * (8 + 4 + 8) + 1024  # draw: of a block
 HEADS_PER_BLOCK = 4  # rope_store: heads of a block, a warp each
 
 
@@ -76,6 +77,15 @@ def seen(node: Node, p: Operands) -> list[Work]:
     n_tokens, n = node.inputs[0].shape[0], node.output.cols
     grid = (n_tokens, blocks(n, SEEN_WARPS) if node.op == "kv_classes" else 1)
     return [Kernel("extents", node.op, grid, 32 * SEEN_WARPS, args, waits=True)]
+
+
+def tokens(node: Node, p: Operands) -> list[Work]:
+    """feed, keep_tokens: a thread for each token. draw: a block for each row."""
+    args = pack(node, p.at)
+    n = int(args[3])
+    if node.op == "draw":
+        return [Kernel("sampling", "draw", (n, 1), DRAW_THREADS, args, (), DRAW_BYTES, waits=True)]
+    return [Kernel("sampling", node.op, (blocks(n, 256), 1), 256, args, waits=True)]
 
 
 # norms --------------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ def _shape(attend: Node) -> AttentionShape:
 _LAUNCHES: dict[str, Callable[[Node, Operands], list[Work]]] = {
     **dict.fromkeys(elementwise.GRIDS, elementwise.elementwise),
     **dict.fromkeys(("kv_extents", "kv_classes"), elementwise.seen),
+    **dict.fromkeys(("feed", "draw", "keep_tokens"), elementwise.tokens),
     "rms_norm": elementwise.norm,
     "mul_mat": products.mul_mat,
     "attention": lambda node, p: _attend(node, None, p),

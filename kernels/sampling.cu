@@ -1,0 +1,358 @@
+// The tokens that the device draws, and goes on with itself.
+//
+//   feed         ids that are known, and for id -1 - s the last token of sequence s
+//   draw         a token from each row of logits: top-k, top-p, temperature, a uniform number
+//   keep_tokens  drawn tokens become the last ones of their sequences
+//
+// draw: a block a row. Elements have a total order: the larger logit first, of equal ones the lower
+// id. It is a 64-bit word, `rank`. top-k, top-p and the draw each look for a place in that order,
+// where a count, or a sum of weights, reaches a target:
+//
+//   1  a histogram over 2,048 equal intervals of the logits says in which one that is
+//   2  the elements of that interval are gathered in shared memory and sorted; where they are too
+//      many, the interval is divided again
+//
+// Few survivors of top-k are gathered at once, with all that is before them, and the rest is done on
+// the sorted list. Weights are exp(logit - maximum) in fixed point, 2^-40: integers add up to the
+// same sum in any order, so the atomics here are deterministic. model/sampler.py is the twin, in
+// float64; a draw can differ from it where the uniform number is within 1e-6 of an edge.
+//
+// Versions: 1, this one. Radix digits of the float's bits instead of equal intervals: nearly all
+// logits in some twenty counters, which then take their turns.
+#include "common.cuh"
+
+typedef unsigned long long u64;
+
+constexpr int THREADS = 1024, BUCKETS = 2048, LIST = 2048;
+constexpr float FIXED = 1099511627776.f;  // 2^40
+
+// feed: dst, ids, last, n_tokens, n_seqs. keep_tokens: last, ids, rows, n_ids, n_seqs. Grid: one
+// block of 256 threads for each 256.
+extern "C" __global__ void feed(int* dst, const int* ids, const int* last, i64 n_tokens,
+                                i64 n_seqs) {
+    pdl_trigger();
+    pdl_wait();
+    const i64 t = i64(blockIdx.x) * 256 + threadIdx.x;
+    if (t >= n_tokens) return;
+    const int id = ids[t];
+    dst[t] = id >= 0 ? id : -1 - id < n_seqs ? last[-1 - id] : 0;
+}
+
+extern "C" __global__ void keep_tokens(int* last, const int* ids, const int* rows, i64 n_ids,
+                                       i64 n_seqs) {
+    pdl_trigger();
+    pdl_wait();
+    const i64 i = i64(blockIdx.x) * 256 + threadIdx.x;
+    if (i >= n_ids) return;
+    const int row = rows[i];
+    if (row >= 0 && row < n_seqs) last[row] = ids[i];
+}
+
+// ranks ------------------------------------------------------------------------------------------
+
+// Grows from the largest logit to the smallest, and among equal ones with the id.
+DEVICE u64 rank_of(float x, int id) {
+    const u32 bits = __float_as_uint(x + 0.f);  // -0 is 0
+    const u32 rising = bits >> 31 ? ~bits : bits | 0x80000000u;
+    return u64(~rising) << 32 | u32(id);
+}
+DEVICE float logit_of(u64 rank) {
+    const u32 rising = ~u32(rank >> 32);
+    return __uint_as_float(rising >> 31 ? rising & 0x7fffffffu : ~rising);
+}
+
+constexpr u64 LAST = ~0ull;
+
+template <class T>
+DEVICE T warp_scan(T v) {  // inclusive
+#pragma unroll
+    for (int o = 1; o < 32; o *= 2) {
+        const T other = __shfl_up_sync(~0u, v, o);
+        if (int(threadIdx.x % 32) >= o) v += other;
+    }
+    return v;
+}
+
+struct Shared {
+    u64 mass[BUCKETS];
+    u32 count[BUCKETS];
+    u64 list[LIST];
+    u64 of_warps[32];
+    float lows[32];
+    u64 bests[32];
+    u32 n;              // of the list
+    int bucket;         // where the target is reached
+    u64 before;         // what is in front of that bucket
+    u64 answer;
+};
+
+// Sums over the block; in front of what this thread adds.
+DEVICE u64 block_before(Shared& s, u64 own, u64& total) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u64 sum = warp_scan(own);
+    __syncthreads();
+    if (lane == 31) s.of_warps[warp] = sum;
+    __syncthreads();
+    const u64 all = warp_scan(s.of_warps[lane]);
+    total = __shfl_sync(~0u, all, 31);
+    const u64 front = warp == 0 ? 0 : __shfl_sync(~0u, all, warp - 1);
+    return front + sum - own;
+}
+
+// A row, and the part of its order that still counts: ranks up to `end`.
+struct Row {
+    const float* logits;
+    int n;
+    float most;
+    u64 end;
+
+    template <class Act>
+    DEVICE void each(Act act) const {
+        if (n % 4 == 0) {
+            const float4* fours = reinterpret_cast<const float4*>(logits);
+            for (int i = threadIdx.x; i < n / 4; i += THREADS) {
+                const float4 v = fours[i];
+                act(v.x, 4 * i), act(v.y, 4 * i + 1), act(v.z, 4 * i + 2), act(v.w, 4 * i + 3);
+            }
+        } else {
+            for (int i = threadIdx.x; i < n; i += THREADS) act(logits[i], i);
+        }
+    }
+};
+
+// What an element adds to a sum: one, or its weight at a temperature.
+struct Weight {
+    float inverse;  // of the temperature; 0: every element counts one
+    DEVICE u64 of(float x, float most) const {
+        return inverse == 0 ? 1 : u64(__expf((x - most) * inverse) * FIXED);
+    }
+};
+
+// Sorts the list, n a power of two at most LIST.
+DEVICE void sort(Shared& s, int n) {
+    for (int size = 2; size <= n; size *= 2) {
+        for (int step = size / 2; step > 0; step /= 2) {
+            __syncthreads();
+            for (int i = threadIdx.x; i < n; i += THREADS) {
+                const int other = i ^ step;
+                if (other > i) {
+                    const u64 a = s.list[i], b = s.list[other];
+                    if ((a > b) == ((i & size) == 0)) s.list[i] = b, s.list[other] = a;
+                }
+            }
+        }
+    }
+    __syncthreads();
+}
+
+// Gathers and sorts the elements for which `inside` holds, at most LIST; how many.
+template <class Inside>
+DEVICE int gather(Shared& s, const Row& row, Inside inside) {
+    __syncthreads();
+    if (threadIdx.x == 0) s.n = 0;
+    __syncthreads();
+    row.each([&](float x, int id) {
+        const u64 rank = rank_of(x, id);
+        if (rank <= row.end && inside(x)) {
+            const u32 at = atomicAdd(&s.n, 1u);
+            if (at < LIST) s.list[at] = rank;
+        }
+    });
+    __syncthreads();
+    const int n = min(int(s.n), LIST);
+    int size = 2;
+    while (size < n) size *= 2;
+    for (int i = n + threadIdx.x; i < size; i += THREADS) s.list[i] = LAST;
+    sort(s, size);
+    return n;
+}
+
+// The rank at which the sum over the sorted list, from `before` on, reaches the target (at least 1
+// more than `before`); the last one where it does not.
+DEVICE u64 reached(Shared& s, const Row& row, int n, Weight weight, u64 before, u64 target) {
+    if (threadIdx.x == 0) s.answer = n ? s.list[n - 1] : row.end;
+    __syncthreads();
+    constexpr int EACH = LIST / THREADS;
+    u64 own[EACH], sum = 0, total;
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const int i = EACH * threadIdx.x + j;
+        own[j] = i < n ? weight.of(logit_of(s.list[i]), row.most) : 0;
+        sum += own[j];
+    }
+    u64 front = before + block_before(s, sum, total);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        if (front < target && front + own[j] >= target) s.answer = s.list[EACH * threadIdx.x + j];
+        front += own[j];
+    }
+    __syncthreads();
+    return s.answer;
+}
+
+// Where the sum over the row's order reaches the target. low: no logit is below.
+DEVICE u64 place(Shared& s, const Row& row, float low, Weight weight, u64 target) {
+    float top = row.most, bottom = low;
+    u64 before = 0;  // of all above `top`
+    bool first = true;
+    for (;;) {
+        const float scale = top > bottom ? float(BUCKETS) / (top - bottom) : 0.f;
+        const auto bucket = [&](float x) {
+            return min(max(int((top - x) * scale), 0), BUCKETS - 1);
+        };
+        const auto here = [&](float x) { return first || (x <= top && x >= bottom); };
+        __syncthreads();
+        for (int i = threadIdx.x; i < BUCKETS; i += THREADS) s.mass[i] = s.count[i] = 0;
+        if (threadIdx.x == 0) s.bucket = BUCKETS - 1, s.before = 0;
+        __syncthreads();
+        row.each([&](float x, int id) {
+            if (rank_of(x, id) <= row.end && here(x)) {
+                const int b = bucket(x);
+                atomicAdd(&s.count[b], 1u);
+                if (weight.inverse != 0) atomicAdd(&s.mass[b], weight.of(x, row.most));
+            }
+        });
+        __syncthreads();
+        constexpr int EACH = BUCKETS / THREADS;
+        u64 own[EACH], sum = 0, total;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            const int b = EACH * threadIdx.x + j;
+            own[j] = weight.inverse != 0 ? s.mass[b] : s.count[b];
+            sum += own[j];
+        }
+        u64 front = before + block_before(s, sum, total);
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            if (front < target && front + own[j] >= target)
+                s.bucket = EACH * threadIdx.x + j, s.before = front;
+            front += own[j];
+        }
+        __syncthreads();
+        if (before + total < target) return row.end;  // all of them
+        const int found = s.bucket;
+        const u64 in_front = s.before;
+        const u32 many = s.count[found];
+        float high = -INFINITY_F, least = INFINITY_F;
+        if (many > LIST) {  // what the interval really spans
+            row.each([&](float x, int id) {
+                if (rank_of(x, id) <= row.end && here(x) && bucket(x) == found)
+                    high = fmaxf(high, x), least = fminf(least, x);
+            });
+            high = warp_max(high), least = -warp_max(-least);
+            __syncthreads();
+            if (threadIdx.x % 32 == 0)
+                s.lows[threadIdx.x / 32] = least, s.of_warps[threadIdx.x / 32] = __float_as_uint(high);
+            __syncthreads();
+            least = -warp_max(-s.lows[threadIdx.x % 32]);
+            high = warp_max(__uint_as_float(u32(s.of_warps[threadIdx.x % 32])));
+        }
+        if (many <= LIST) {
+            const int n = gather(s, row, [&](float x) { return here(x) && bucket(x) == found; });
+            return reached(s, row, n, weight, in_front, target);
+        }
+        if (high == least) {  // so many equal ones: the id decides
+            const u64 each = weight.of(high, row.most);
+            const u64 wanted = each ? (target - in_front + each - 1) / each : 1;  // of them, in order
+            const int chunk = (row.n + THREADS - 1) / THREADS;
+            u64 mine = 0, all;
+            for (int i = chunk * threadIdx.x; i < min(chunk * int(threadIdx.x + 1), row.n); i++)
+                mine += row.logits[i] == high && rank_of(high, i) <= row.end;
+            u64 passed = block_before(s, mine, all);
+            for (int i = chunk * threadIdx.x; i < min(chunk * int(threadIdx.x + 1), row.n); i++) {
+                if (row.logits[i] == high && rank_of(high, i) <= row.end && ++passed == wanted)
+                    s.answer = rank_of(high, i);
+            }
+            __syncthreads();
+            return s.answer;
+        }
+        top = high, bottom = least, before = in_front, first = false;
+    }
+}
+
+// The sum of all weights.
+DEVICE u64 sum_of(Shared& s, const Row& row, Weight weight) {
+    u64 own = 0, total;
+    row.each([&](float x, int id) {
+        if (rank_of(x, id) <= row.end) own += weight.of(x, row.most);
+    });
+    block_before(s, own, total);
+    return total;
+}
+
+// The sum of weights of the first n of the list.
+DEVICE u64 sum_of_list(Shared& s, const Row& row, int n, Weight weight) {
+    u64 own = 0, total;
+    for (int i = threadIdx.x; i < n; i += THREADS)
+        own += weight.of(logit_of(s.list[i]), row.most);
+    block_before(s, own, total);
+    return total;
+}
+
+DEVICE u64 share_of(u64 total, double part) { return u64(double(total) * part); }
+
+// Arguments: dst, logits, settings (temperature, top_k, top_p, uniform), n_rows, n_vocab. Grid:
+// n_rows; THREADS threads; shared memory: a Shared.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    draw(int* dst, const float* logits, const float4* settings, i64 n_rows, i64 n_vocab) {
+    pdl_trigger();
+    pdl_wait();
+    extern __shared__ __align__(16) u8 memory[];
+    Shared& s = *reinterpret_cast<Shared*>(memory);
+    const float4 how = settings[blockIdx.x];
+    Row row = {logits + i64(blockIdx.x) * n_vocab, int(n_vocab), 0.f, LAST};
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    u64 best = LAST;
+    float low = INFINITY_F;
+    bool bad = false;
+    row.each([&](float x, int id) {
+        bad |= x != x;
+        best = min(best, rank_of(x, id));
+        low = fminf(low, x);
+    });
+#pragma unroll
+    for (int o = 16; o; o /= 2) best = min(best, __shfl_xor_sync(~0u, best, o));
+    low = -warp_max(-low);
+    if (lane == 0) s.bests[warp] = best, s.lows[warp] = low;
+    bad = __syncthreads_or(bad);
+    best = s.bests[lane];
+#pragma unroll
+    for (int o = 16; o; o /= 2) best = min(best, __shfl_xor_sync(~0u, best, o));
+    low = -warp_max(-s.lows[lane]);
+    row.most = logit_of(best);
+    if (bad || row.most == INFINITY_F || row.most == -INFINITY_F) {
+        if (threadIdx.x == 0) dst[blockIdx.x] = -1;
+        return;
+    }
+    if (how.x == 0) {
+        if (threadIdx.x == 0) dst[blockIdx.x] = int(u32(best));
+        return;
+    }
+    low = fmaxf(low, -3e38f);
+    const Weight one = {0.f}, plain = {1.f}, warm = {fminf(1.f / how.x, 1e30f)};
+    const u64 top_k = u64(how.y);
+    u64 token;
+    if (top_k > 0 && top_k < u64(n_vocab)) row.end = place(s, row, low, one, top_k);
+    if (top_k > 0 && top_k <= LIST) {  // the survivors, sorted
+        int n = gather(s, row, [](float) { return true; });
+        if (how.z < 1) {
+            const u64 total = sum_of_list(s, row, n, plain);
+            const u64 end = reached(s, row, n, plain, 0, max(share_of(total, how.z), u64(1)));
+            u64 own = 0, kept;
+            for (int i = threadIdx.x; i < n; i += THREADS) own += s.list[i] <= end;
+            block_before(s, own, kept);
+            n = int(kept);
+        }
+        const u64 total = sum_of_list(s, row, n, warm);
+        token = reached(s, row, n, warm, 0, min(share_of(total, how.w) + 1, total));
+    } else {
+        if (how.z < 1) {
+            const u64 total = sum_of(s, row, plain);
+            row.end = place(s, row, low, plain, max(share_of(total, how.z), u64(1)));
+        }
+        const u64 total = sum_of(s, row, warm);
+        token = place(s, row, low, warm, min(share_of(total, how.w) + 1, total));
+    }
+    if (threadIdx.x == 0) dst[blockIdx.x] = int(u32(token));
+}

@@ -1,0 +1,100 @@
+"""feed, draw and keep_tokens: the tokens that a device draws, and goes on with itself.
+
+`draw` sorts, as `model/sampler.py` does, and computes in float64. It is compiled by numba as it
+stands: sorting is no vector code.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, types
+from numba.extending import intrinsic
+
+from workbench.backend.cpu.atomics import load
+from workbench.backend.cpu.compile import dated
+from workbench.backend.cpu.loops import KERNEL
+from workbench.backend.cpu.vector import Emit, Value
+from workbench.graph.shapes import DRAW_SETTINGS
+
+
+def feed(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+    """Parts are ranges of tokens. A sequence that does not exist gives token 0."""
+    dst, ids, last, n_tokens, n_seqs = e.arguments(args, "iiiii")
+    start, stop = e.share(n_tokens, part, n_parts)
+    with e.loop(start, stop) as t:
+        token = e.var(e.load("i32", ids + t * 4))
+        sequence = -1 - token.get().to("i64")
+        with e.when(sequence.compare(">=", 0)):
+            token.set(e.const("i32", 0))
+            with e.when(sequence.compare("<", n_seqs)):
+                token.set(e.load("i32", last + sequence * 4))
+        e.store(token.get(), dst + t * 4)
+
+
+def keep_tokens(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+    """The first part stores all: of two tokens for one sequence the last wins."""
+    last, ids, rows, n_ids, n_seqs = e.arguments(args, "iiiii")
+    with e.when(part.compare("==", 0)), e.loop(e.const("i64", 0), n_ids) as i:
+        row = e.load("i32", rows + i * 4).to("i64")
+        with e.when(row.compare(">=", 0)), e.when(row.compare("<", n_seqs)):
+            e.store(e.load("i32", ids + i * 4), last + row * 4)
+
+
+def _as_pointer(typing_context, address):
+    """An address as what `carray` takes."""
+
+    def generate(context, builder, signature, values):
+        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+_pointer: Any = intrinsic(_as_pointer)
+
+
+@cfunc(KERNEL, cache=True)
+@dated
+def draw(args, part, n_parts):
+    """dst, logits, settings, n_rows, n_vocab. Parts are ranges of rows."""
+    n_rows, n_vocab = load(args + 24), load(args + 32)
+    dst = carray(_pointer(load(args)), (n_rows,), np.int32)
+    logits = carray(_pointer(load(args + 8)), (n_rows, n_vocab), np.float32)
+    settings = carray(_pointer(load(args + 16)), (n_rows, DRAW_SETTINGS), np.float32)
+    for row in range(n_rows * part // n_parts, n_rows * (part + 1) // n_parts):
+        own = logits[row]
+        temperature, top_k, top_p, uniform = settings[row]
+        best, bad = 0, False
+        for i in range(n_vocab):
+            bad = bad or math.isnan(own[i])
+            if own[i] > own[best]:
+                best = i
+        if bad or math.isinf(own[best]):
+            dst[row] = -1
+            continue
+        if temperature == 0:
+            dst[row] = best
+            continue
+        order = np.argsort(-own, kind="mergesort")
+        n = n_vocab if top_k == 0 else min(int(top_k), n_vocab)
+        total = 0.0
+        for i in range(n):
+            total += math.exp(float(own[order[i]]) - own[best])
+        reached, kept = 0.0, n
+        for i in range(n):
+            reached += math.exp(float(own[order[i]]) - own[best]) / total
+            if reached >= top_p:
+                kept = i + 1
+                break
+        total = 0.0
+        for i in range(kept):
+            total += math.exp((float(own[order[i]]) - own[best]) / temperature)
+        reached, dst[row] = 0.0, order[kept - 1]
+        for i in range(kept):
+            reached += math.exp((float(own[order[i]]) - own[best]) / temperature)
+            if reached / total > uniform:
+                dst[row] = order[i]
+                break

@@ -1,0 +1,62 @@
+"""ROOM #14924: steps of several sequences in few shapes, so that programs and plans are reused.
+
+While a server runs, the number of its sequences changes from step to step. Each number is another
+step shape, and a program of its own is built and captured for it. So numbers are rounded up:
+
+    a token each   1 2 4 8 16 24 32 48 64 96 128 192 256 ..; as many tokens as sequences and outputs
+    other steps    tokens to a multiple of 64, sequences and outputs as above
+
+A token that is added sees nothing, and has no cell. It belongs to a sequence that is added, without
+a region of its own. A step of one sequence stays as it is: its prompts have few shapes as they are.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from workbench.choices import BatchSizes
+from workbench.config import Toggles
+from workbench.sizes import round_up
+
+TOKENS = 64  # what the tokens of a step are a multiple of, where sequences have several
+
+
+class Sizes(NamedTuple):
+    """Of a step: its tokens, sequences and outputs."""
+
+    n_tokens: int
+    n_seqs: int
+    n_outputs: int
+
+
+def size(n: int) -> int:
+    """The least size that n things fit: a power of two, or from 16 on half as much more."""
+    whole = 1 << max(0, n - 1).bit_length()
+    between = whole // 4 * 3
+    return between if between >= max(n, 24) else whole
+
+
+def padded(exact: Sizes, n_ubatch: int) -> Sizes:
+    """The sizes of a step with so many tokens, sequences and outputs."""
+    n_tokens, n_seqs, n_outputs = exact
+    if n_seqs == n_tokens:
+        whole = min(size(n_seqs), n_ubatch)
+        return Sizes(whole, whole, whole if n_outputs else 0)
+    if n_seqs == 1:
+        return exact
+    more = min(round_up(n_tokens, TOKENS), n_ubatch)
+    # tokens that are added belong to none of the sequences
+    seqs = min(size(n_seqs + (more > n_tokens)), more)
+    return Sizes(more, max(seqs, n_seqs), min(size(n_outputs), more) if n_outputs else 0)
+
+
+def as_they_are(exact: Sizes, n_ubatch: int) -> Sizes:
+    """Nothing is added."""
+    return exact
+
+
+Rule = Callable[[Sizes, int], Sizes]
+
+
+def sizes_of(toggles: Toggles) -> Rule:
+    """The rule that toggles want: (sizes, n_ubatch) -> sizes."""
+    return padded if toggles.batch_sizes == BatchSizes.PADDED else as_they_are
