@@ -38,14 +38,20 @@ extern "C" __global__ void feed(int* dst, const int* ids, const int* last, i64 n
     dst[t] = id >= 0 ? id : -1 - id < n_seqs ? last[-1 - id] : 0;
 }
 
-extern "C" __global__ void keep_tokens(int* last, const int* ids, const int* rows, i64 n_ids,
+extern "C" __global__ void keep_tokens(int* last, const int2* ids, const int* rows, i64 n_ids,
                                        i64 n_seqs) {
     pdl_trigger();
     pdl_wait();
     const i64 i = i64(blockIdx.x) * 256 + threadIdx.x;
     if (i >= n_ids) return;
     const int row = rows[i];
-    if (row >= 0 && row < n_seqs) last[row] = ids[i];
+    if (row >= 0 && row < n_seqs) last[row] = ids[i].x;
+}
+
+DEVICE u64 now_ns() {
+    u64 t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+    return t;
 }
 
 // ranks ------------------------------------------------------------------------------------------
@@ -294,9 +300,13 @@ DEVICE u64 share_of(u64 total, double part) { return u64(double(total) * part); 
 // Arguments: dst, logits, settings (temperature, top_k, top_p, uniform), n_rows, n_vocab. Grid:
 // n_rows; THREADS threads; shared memory: a Shared.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    draw(int* dst, const float* logits, const float4* settings, i64 n_rows, i64 n_vocab) {
+    draw(int2* dst, const float* logits, const float4* settings, i64 n_rows, i64 n_vocab) {
     pdl_trigger();
     pdl_wait();
+    const u64 begun = now_ns();
+    const auto answer = [&](int token) {
+        if (threadIdx.x == 0) dst[blockIdx.x] = make_int2(token, int(now_ns() - begun));
+    };
     extern __shared__ __align__(16) u8 memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory);
     const float4 how = settings[blockIdx.x];
@@ -322,11 +332,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     low = -warp_max(-s.lows[lane]);
     row.most = logit_of(best);
     if (bad || row.most == INFINITY_F || row.most == -INFINITY_F) {
-        if (threadIdx.x == 0) dst[blockIdx.x] = -1;
+        answer(-1);
         return;
     }
     if (how.x == 0) {
-        if (threadIdx.x == 0) dst[blockIdx.x] = int(u32(best));
+        answer(int(u32(best)));
         return;
     }
     low = fmaxf(low, -3e38f);
@@ -354,5 +364,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const u64 total = sum_of(s, row, warm);
         token = place(s, row, low, warm, min(share_of(total, how.w) + 1, total));
     }
-    if (threadIdx.x == 0) dst[blockIdx.x] = int(u32(token));
+    answer(int(u32(token)));
 }

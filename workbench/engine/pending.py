@@ -48,7 +48,8 @@ class Pending:
 
     def wait(self) -> np.ndarray:
         """The step's logits, float32 (n_outputs, n_vocab), in the order of the work. Where the
-        device draws, its tokens, int32 (n_outputs,); -1 from logits that are not finite.
+        device draws: int32 (n_outputs, 2), its tokens, -1 from logits that are not finite, and the
+        nanoseconds that each draw took.
 
         Where the wait fails or is interrupted, the step's cells are free again, and to wait once
         more raises UsageError.
@@ -99,10 +100,10 @@ class Pending:
 
     def _of(self, results: dict[str, np.ndarray]) -> np.ndarray:
         shape, n = self._step.batch.shape, sum(self._step.batch.counts)
-        row = () if shape.draws else (self._engine.model.n_vocab,)
+        row = 2 if shape.draws else self._engine.model.n_vocab
         kind = np.dtype(np.int32 if shape.draws else np.float32)
         if not n:
-            return np.empty((0, *row), kind)
+            return np.empty((0, row), kind)
         (raw,) = results.values()
-        found: np.ndarray = raw.view(kind).reshape(shape.n_outputs, *row)
+        found: np.ndarray = raw.view(kind).reshape(shape.n_outputs, row)
         return found[:n]

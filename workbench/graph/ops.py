@@ -27,8 +27,8 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
     kv_extents mask (T, n_kv) F16 -> (T,) I32
     kv_classes mask (T, n_kv) F16 -> (T, blocks) U8
     feed       ids (T,) I32, last (n_seqs,) I32 -> (T,) I32
-    draw       logits (n, n_vocab) F32, settings (n, 4) F32 -> (n,) I32
-    keep_tokens  last (n_seqs,) I32, ids (n,) I32, rows (n,) I32 -> last
+    draw       logits (n, n_vocab) F32, settings (n, 4) F32 -> (n, 2) I32
+    keep_tokens  last (n_seqs,) I32, ids (n, 2) I32, rows (n,) I32 -> last
     swiglu     gate, up (T, cols) F32 -> like gate
     square_sums  x (T, cols) F32 -> (T, cols / 32) F32
     rms_scale  x (T, cols) F32, squares (T, n) F32 -> like x; eps
@@ -54,8 +54,8 @@ reads lies in the node's scratch, or nowhere.
   +-127 (which only a subnormal scale can exceed); scale 0 gives quants 0.
 * feed: token ids that are known, and for id -1 - s the token that sequence s has drawn last. draw:
   a token from each row of logits, by temperature, top_k, top_p and a uniform number
-  (`model/sampler.py`); -1 from a row with NaN. keep_tokens: ids[i] becomes the last token of
-  sequence rows[i]; a row outside is not stored.
+  (`model/sampler.py`); -1 from a row with NaN. Beside it the nanoseconds that it took.
+  keep_tokens: ids[i, 0] becomes the last token of sequence rows[i]; a row outside is not stored.
 * square_sums: the sum of squares of each 32 columns. rms_scale: x / sqrt(sum(squares of the row) /
   (32 n) + eps). Together with a mul they are a norm in two halves (`graph/defer.py`).
 * set_rows: row t of x becomes cell indices[t]. copy_to_view: it becomes cell `cell` + t. That cell

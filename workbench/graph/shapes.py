@@ -193,13 +193,13 @@ def draw(op: str, inputs: Inputs, params: Params) -> Shape:
         and settings.shape == (logits.shape[0], DRAW_SETTINGS)
     )
     _need(fits, op, inputs, f"wants logits (n, n_vocab) and settings (n, {DRAW_SETTINGS}), F32")
-    return I32, logits.shape[:1]
+    return I32, (logits.shape[0], 2)
 
 
 def keep_tokens(op: str, inputs: Inputs, params: Params) -> Shape:
     last, ids, rows = inputs
-    fits = all(t.dtype == I32 and len(t.shape) == 1 for t in inputs) and ids.shape == rows.shape
-    _need(fits, op, inputs, "wants last tokens (n,), and as many ids as rows, I32")
+    fits = all(t.dtype == I32 for t in inputs) and ids.shape == (*rows.shape, 2)
+    _need(fits, op, inputs, "wants last tokens (n,), ids (rows, 2), and rows, I32")
     return last.dtype, last.shape
 
 

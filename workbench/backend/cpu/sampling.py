@@ -11,14 +11,17 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, types
+from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from workbench.backend.cpu.atomics import load
 from workbench.backend.cpu.compile import dated
 from workbench.backend.cpu.loops import KERNEL
+from workbench.backend.cpu.signals import now_ns
 from workbench.backend.cpu.vector import Emit, Value
 from workbench.graph.shapes import DRAW_SETTINGS
+
+MOST_NS = 2**31 - 1
 
 
 def feed(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
@@ -41,7 +44,7 @@ def keep_tokens(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
     with e.when(part.compare("==", 0)), e.loop(e.const("i64", 0), n_ids) as i:
         row = e.load("i32", rows + i * 4).to("i64")
         with e.when(row.compare(">=", 0)), e.when(row.compare("<", n_seqs)):
-            e.store(e.load("i32", ids + i * 4), last + row * 4)
+            e.store(e.load("i32", ids + i * 8), last + row * 4)
 
 
 def _as_pointer(typing_context, address):
@@ -56,45 +59,52 @@ def _as_pointer(typing_context, address):
 _pointer: Any = intrinsic(_as_pointer)
 
 
+@njit
+@dated
+def _drawn(own, how):
+    """The token of a row of logits; -1 where one is no number. how: its settings."""
+    temperature, top_k, top_p, uniform = how
+    n_vocab = len(own)
+    best, bad = 0, False
+    for i in range(n_vocab):
+        bad = bad or math.isnan(own[i])
+        if own[i] > own[best]:
+            best = i
+    if bad or math.isinf(own[best]):
+        return -1
+    if temperature == 0:
+        return best
+    order = np.argsort(-own, kind="mergesort")
+    n = n_vocab if top_k == 0 else min(int(top_k), n_vocab)
+    total = 0.0
+    for i in range(n):
+        total += math.exp(float(own[order[i]]) - own[best])
+    reached, kept = 0.0, n
+    for i in range(n):
+        reached += math.exp(float(own[order[i]]) - own[best]) / total
+        if reached >= top_p:
+            kept = i + 1
+            break
+    total = 0.0
+    for i in range(kept):
+        total += math.exp((float(own[order[i]]) - own[best]) / temperature)
+    reached = 0.0
+    for i in range(kept):
+        reached += math.exp((float(own[order[i]]) - own[best]) / temperature)
+        if reached / total > uniform:
+            return order[i]
+    return order[kept - 1]
+
+
 @cfunc(KERNEL, cache=True)
 @dated
 def draw(args, part, n_parts):
     """dst, logits, settings, n_rows, n_vocab. Parts are ranges of rows."""
     n_rows, n_vocab = load(args + 24), load(args + 32)
-    dst = carray(_pointer(load(args)), (n_rows,), np.int32)
+    drawn = carray(_pointer(load(args)), (n_rows, 2), np.int32)
     logits = carray(_pointer(load(args + 8)), (n_rows, n_vocab), np.float32)
     settings = carray(_pointer(load(args + 16)), (n_rows, DRAW_SETTINGS), np.float32)
     for row in range(n_rows * part // n_parts, n_rows * (part + 1) // n_parts):
-        own = logits[row]
-        temperature, top_k, top_p, uniform = settings[row]
-        best, bad = 0, False
-        for i in range(n_vocab):
-            bad = bad or math.isnan(own[i])
-            if own[i] > own[best]:
-                best = i
-        if bad or math.isinf(own[best]):
-            dst[row] = -1
-            continue
-        if temperature == 0:
-            dst[row] = best
-            continue
-        order = np.argsort(-own, kind="mergesort")
-        n = n_vocab if top_k == 0 else min(int(top_k), n_vocab)
-        total = 0.0
-        for i in range(n):
-            total += math.exp(float(own[order[i]]) - own[best])
-        reached, kept = 0.0, n
-        for i in range(n):
-            reached += math.exp(float(own[order[i]]) - own[best]) / total
-            if reached >= top_p:
-                kept = i + 1
-                break
-        total = 0.0
-        for i in range(kept):
-            total += math.exp((float(own[order[i]]) - own[best]) / temperature)
-        reached, dst[row] = 0.0, order[kept - 1]
-        for i in range(kept):
-            reached += math.exp((float(own[order[i]]) - own[best]) / temperature)
-            if reached / total > uniform:
-                dst[row] = order[i]
-                break
+        begun = now_ns()
+        drawn[row, 0] = _drawn(logits[row], settings[row])
+        drawn[row, 1] = min(now_ns() - begun, MOST_NS)
