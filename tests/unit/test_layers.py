@@ -289,6 +289,7 @@ def test_the_campaign_and_the_notebooks_are_linted_and_typed_like_the_package():
 IMPORTED_AS = {
     "cupti-python": "cupti", "cupy-cuda13x": "cupy", "nvidia-ml-py": "pynvml",
     "cuda-bindings": "cuda.bindings",
+    "prometheus-client": "prometheus_client",
 }  # fmt: skip
 # packages that nobody imports, and what they are for
 INDIRECT = {
@@ -297,6 +298,8 @@ INDIRECT = {
     "pytest-benchmark": "the fixture of tests/bench",
     "pytest-timeout": "a limit for each test",
     "pytest-xdist": "`make test` on two cores",
+    "httptools": "uvicorn's parser of HTTP",
+    "uvloop": "uvicorn's event loop",
     "ruff": "`make lint`",
     "mypy": "`make lint`",
     "nvidia-cuda-nvrtc": "the library behind cuda.bindings.nvrtc, without a toolkit",

@@ -1,0 +1,56 @@
+"""Values that a schema allows, for `hypothesis`: of the keywords that our schemas have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+Schema = dict[str, Any]
+FEW = 3  # entries and letters beyond the least
+
+
+def from_schema(schema: Schema) -> st.SearchStrategy[Any]:
+    if "anyOf" in schema:
+        return st.one_of([from_schema(one) for one in schema["anyOf"]])
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    kinds = schema.get("type", [])
+    return st.one_of([_OF_TYPE[k](schema) for k in ([kinds] if isinstance(kinds, str) else kinds)])
+
+
+def _numbers(schema: Schema) -> st.SearchStrategy[Any]:
+    above = schema.get("exclusiveMinimum")
+    return st.floats(
+        schema.get("minimum", above), schema.get("maximum"), exclude_min=above is not None,
+        allow_nan=False, allow_infinity=False,
+    )  # fmt: skip
+
+
+def _strings(schema: Schema) -> st.SearchStrategy[str]:
+    least = schema.get("minLength", 0)
+    return st.text(min_size=least, max_size=least + FEW)
+
+
+def _arrays(schema: Schema) -> st.SearchStrategy[Any]:
+    least = schema.get("minItems", 0)
+    most = min(schema.get("maxItems", least + FEW), least + FEW)
+    return st.lists(from_schema(schema["items"]) if most else st.nothing(), min_size=least,
+                    max_size=most)  # fmt: skip
+
+
+def _objects(schema: Schema) -> st.SearchStrategy[Any]:
+    fields = {name: from_schema(of) for name, of in schema.get("properties", {}).items()}
+    required = {name: fields.pop(name) for name in schema.get("required", ())}
+    return st.fixed_dictionaries(required, optional=fields)
+
+
+_OF_TYPE = {
+    "string": _strings,
+    "integer": lambda s: st.integers(s.get("minimum"), s.get("maximum")),
+    "number": _numbers,
+    "boolean": lambda s: st.booleans(),
+    "null": lambda s: st.none(),
+    "array": _arrays,
+    "object": _objects,
+}

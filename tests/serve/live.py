@@ -1,0 +1,115 @@
+"""Servers for tests: a live one in a thread, and the application alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+
+from tests.serve.fake_worker import FakeWorker
+from workbench.model.gguf import open_gguf
+from workbench.model.tokenizer import load_tokenizer
+from workbench.serve.app import build
+from workbench.serve.chat import ChatTemplate
+from workbench.serve.front import SERVING, Front, FrontSettings
+from workbench.serve.link import Link
+from workbench.serve.server import FrontServer, Listening, serve
+from workbench.serve.text import TokenTexts
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def texts_of(path: Path) -> TokenTexts:
+    with open_gguf(path) as file:
+        return TokenTexts(load_tokenizer(file))
+
+
+class Live(NamedTuple):
+    """A server in a thread, at `url`."""
+
+    url: str
+    worker: FakeWorker
+    server: FrontServer
+    said: list[str]
+
+    def client(self, key: str = "none", **settings: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **settings)
+
+    def http(self, **settings: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=20, **settings)
+
+
+@contextlib.contextmanager
+def live(
+    texts: TokenTexts,
+    worker: FakeWorker | None = None,
+    template: str | None = TEMPLATE,
+    settings: FrontSettings | None = None,
+    drain_s: float = 5.0,
+) -> Iterator[Live]:
+    """A server with an engine process that is none, until the body ends."""
+    worker = worker or FakeWorker(texts.tokenizer.n_vocab)
+    said: list[str] = []
+    servers: list[FrontServer] = []
+    ready = threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if line.startswith("ready"):
+            ready.set()
+
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            serve(
+                worker.start, texts, template, settings or FrontSettings("tiny"),
+                Listening(port=0, drain_s=drain_s), say, servers.append,
+            )  # fmt: skip
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        assert ready.wait(20), (said, failed)
+        yield Live(said[0].partition(" at ")[2].partition(";")[0], worker, servers[0], said)
+    finally:
+        if servers and servers[0]._until is None:
+            servers[0].finish()
+        thread.join(20)
+    assert not thread.is_alive() and not failed, failed
+
+
+@contextlib.asynccontextmanager
+async def in_process(
+    texts: TokenTexts,
+    worker: FakeWorker | None = None,
+    template: str | None = TEMPLATE,
+    settings: FrontSettings | None = None,
+) -> AsyncIterator[tuple[httpx.AsyncClient, Front]]:
+    """A client of the application alone, without a socket."""
+    worker = worker or FakeWorker(texts.tokenizer.n_vocab)
+    connection, _ = worker.start()
+    front = Front(Link(connection), texts, settings or FrontSettings("tiny"))
+    chat = ChatTemplate(template, texts.tokenizer, front.settings.template_s)
+    app = build(front, chat)
+    front.begin()
+    while front.state != SERVING:
+        await asyncio.sleep(0.001)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
+            yield client, front
+    finally:
+        front.finish()
+        await chat.close()

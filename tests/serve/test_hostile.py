@@ -1,0 +1,230 @@
+"""Clients that go away, are slow, send too much or nonsense; an engine process that dies."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from tests.serve.fake_worker import FakeWorker
+from tests.serve.live import Live, live
+from workbench.serve import protocol, reply, streams
+from workbench.serve.front import FrontSettings
+
+JSON = {"content-type": "application/json"}
+ASK = {"prompt": [1], "max_tokens": 400}
+
+
+def raw(server: Live, data: bytes, *more: bytes) -> bytes:
+    """What comes back until the server closes, or says no more for a second."""
+    at = urlsplit(server.url)
+    with socket.create_connection((at.hostname, at.port), timeout=5) as sock:
+        sock.sendall(data)
+        for part in more:
+            time.sleep(0.05)
+            sock.sendall(part)
+        sock.settimeout(1)
+        parts = []
+        try:
+            while part := sock.recv(65536):
+                parts.append(part)
+        except TimeoutError:
+            pass
+    return b"".join(parts)
+
+
+def wait_for(condition, seconds: float = 5.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "headers", "status"),
+    [
+        ("GET", "/nowhere", None, {}, 404),
+        ("GET", "/v1/completions", None, {}, 405),
+        ("DELETE", "/health", None, {}, 405),
+        ("POST", "/v1/completions", b"a=1", {"content-type": "text/plain"}, 415),
+        ("POST", "/v1/completions", b"{}", JSON | {"content-encoding": "gzip"}, 415),
+        ("POST", "/v1/completions", b"{", JSON, 400),
+        ("POST", "/v1/completions", b"[]", JSON, 400),
+        ("POST", "/v1/completions", b'{"prompt": "\xff"}', JSON, 400),
+        ("POST", "/v1/completions", b'{"prompt": "a", "temperature": NaN}', JSON, 400),
+        ("POST", "/v1/completions", b'{"prompt": "a", "temperature": 1e999}', JSON, 400),
+        ("POST", "/v1/completions", b'{"prompt": ' + b"[" * 50_000, JSON, 400),
+        ("POST", "/v1/chat/completions", b'{"messages": []}', JSON, 400),
+    ],
+)
+def test_what_is_wrong_has_its_status_and_json(server, method, path, content, headers, status):
+    with server.http() as http:
+        answer = http.request(method, path, content=content, headers=headers)
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+        assert http.get("/health").json() == {"status": "ok"}
+
+
+def test_lone_surrogates_are_text(server):
+    with server.http() as http:
+        answer = http.post(
+            "/v1/completions", content=b'{"prompt": "\\ud800 a", "max_tokens": 1}', headers=JSON
+        )
+        assert answer.status_code == 200
+        wrong = http.post(
+            "/v1/completions", content=b'{"prompt": "a", "model": "\\ud800"}', headers=JSON
+        )
+        assert wrong.status_code == 404 and wrong.json()["error"]["code"] == "model_not_found"
+
+
+def test_bytes_that_are_no_http_are_400_in_json(server):
+    head, _, body = raw(server, b"\x16\x03\x01\x00nonsense\r\n\r\n").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["message"]
+
+
+def test_endless_headers_are_refused(server):
+    lines = b"".join(b"x-%d: %s\r\n" % (i, b"a" * 1000) for i in range(100))
+    assert raw(server, b"GET /health HTTP/1.1\r\n", lines).startswith(b"HTTP/1.1 431")
+
+
+def test_a_huge_body_is_413_said_or_unsaid(texts):
+    with live(texts, settings=FrontSettings("tiny", max_body=10_000)) as server:
+        body = json.dumps({"prompt": "a" * 10_001}).encode()
+        with server.http() as http:
+            said = http.post("/v1/completions", content=body, headers=JSON)
+            assert said.status_code == 413 and "10000 bytes" in said.json()["error"]["message"]
+            unsaid = http.post("/v1/completions", content=iter([body]), headers=JSON)
+            assert unsaid.status_code == 413
+            assert http.get("/health").status_code == 200
+
+
+def test_a_slow_body_is_408(texts):
+    with live(texts, settings=FrontSettings("tiny", body_s=0.2)) as server:
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+            b"content-length: 100\r\n\r\n"
+        )
+        began = time.monotonic()
+        answer = raw(server, head, b'{"prompt"')
+        assert answer.startswith(b"HTTP/1.1 408") and time.monotonic() - began < 3
+        with server.http() as http:
+            assert http.get("/health").status_code == 200
+
+
+def test_slow_headers_are_408(texts, monkeypatch):
+    monkeypatch.setattr(protocol, "HEADERS_S", 0.1)
+    with live(texts) as server:
+        assert raw(server, b"GET /health HT").startswith(b"HTTP/1.1 408")
+        assert raw(server, b"").startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_cancels_its_requests(texts, stream):
+    worker = FakeWorker(texts.tokenizer.n_vocab, step_s=0.01)
+    with live(texts, worker) as server, server.http() as http:
+        body = ASK | {"stream": stream, "n": 3}
+        if stream:
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/v1/completions", json=body, timeout=0.2)
+        wait_for(lambda: len(worker.cancelled) == 3)
+        assert sorted(worker.cancelled) == [ask.number for ask in worker.asked]
+        wait_for(lambda: 'outcome="cancelled"} 3.0' in http.get("/metrics").text)
+
+
+def test_a_client_that_does_not_read_is_dropped(texts, monkeypatch):
+    monkeypatch.setattr(reply, "MOST_BUFFERED", 100_000)
+    worker = FakeWorker(texts.tokenizer.n_vocab, n_ctx=100_000, n_slots=100, n_waiting=100)
+    with live(texts, worker) as server:
+        ask = {"prompt": [1], "max_tokens": 90_000, "stream": True, "n": 100}
+        body = json.dumps(ask).encode()
+        at = urlsplit(server.url)
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect((at.hostname, at.port))
+            sock.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            wait_for(lambda: len(worker.cancelled) == 100, 20)
+        with server.http() as http:
+            assert http.get("/health").status_code == 200
+
+
+def test_a_stream_that_is_stuck_is_dropped():
+    class Stuck:
+        sending_since = 0.0
+        reply = type("R", (), {"dropped": False, "drop": lambda self: setattr(self, "gone", 1)})()
+
+    found = streams.OpenStreams()
+    found.open.add(Stuck())  # type: ignore[arg-type]
+    found.drop_stuck(streams.STUCK_S - 1)
+    assert "gone" not in vars(Stuck.reply)
+    found.drop_stuck(streams.STUCK_S + 1)
+    assert vars(Stuck.reply)["gone"]
+
+
+def test_a_key_is_asked_for(texts):
+    with live(texts, settings=FrontSettings("tiny", keys=(b"first", b"second"))) as server:
+        for key in ("none", "firs", "first1"):
+            with pytest.raises(openai.AuthenticationError):
+                server.client(key).models.list()
+        for key in ("first", "second"):
+            assert server.client(key).completions.create(model="tiny", prompt="a").choices
+        with server.http() as http:
+            assert http.get("/health").status_code == 200
+            refused = http.post("/v1/completions", json=ASK)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert http.get("/metrics", headers={"x-api-key": "second"}).status_code == 200
+
+
+def test_no_other_origin_is_let_in(server):
+    with server.http() as http:
+        answer = http.get("/health", headers={"origin": "http://evil"})
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dead_engine_is_503_also_for_what_was_pending(texts, stream):
+    worker = FakeWorker(texts.tokenizer.n_vocab, step_s=0.01)
+    with live(texts, worker) as server, server.http() as http:
+        if stream:
+            with http.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                worker.kill()
+                last = [line for line in lines if line][-1]
+            assert json.loads(last[6:])["error"]["code"] == "dead"
+        else:
+            import threading
+
+            threading.Timer(0.2, worker.kill).start()
+            answer = http.post("/v1/completions", json=ASK)
+            assert answer.status_code == 503 and "died" in answer.json()["error"]["message"]
+        assert http.get("/health").status_code == 503
+        assert http.post("/v1/completions", json=ASK).status_code == 503
+        assert http.get("/v1/models").status_code == 503
+        assert http.get("/metrics").status_code == 200
+        assert any("died" in line for line in server.said)
+
+
+def test_a_request_that_waits_is_cancelled_too(texts):
+    worker = FakeWorker(texts.tokenizer.n_vocab, n_slots=1, step_s=0.005)
+    with (
+        live(texts, worker) as server,
+        server.http() as http,
+        http.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as first,
+    ):
+        lines = first.iter_lines()  # held: without it the response is closed
+        next(lines)
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json=ASK, timeout=0.1)
+        wait_for(lambda: worker.cancelled == [1])

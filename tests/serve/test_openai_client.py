@@ -1,0 +1,253 @@
+"""The `openai` package, pointed at the server."""
+
+from __future__ import annotations
+
+import itertools
+
+import openai
+import pytest
+
+from tests.serve.fake_worker import FakeWorker
+from tests.serve.live import live
+
+
+def test_a_completion_has_the_engines_tokens(server, texts):
+    made = server.client().completions.create(model="tiny", prompt=[5, 6, 100], max_tokens=7)
+    (choice,) = made.choices
+    assert choice.text == texts.text(range(101, 108))
+    assert choice.finish_reason == "length"
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3, 7)
+    assert made.model == "tiny" and made.object == "text_completion"
+    assert made.timings["predicted_n"] == 7
+
+
+def test_a_stream_is_the_same_text_in_one_event_for_each_token(server, texts):
+    stream = server.client().completions.create(
+        model="tiny", prompt=[100], max_tokens=40, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    text = "".join(c.choices[0].text for c in chunks if c.choices)
+    assert text == texts.text(range(101, 141))
+    assert len(chunks) == 40 + 1 + 1
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * 40 + ["length"]
+    assert chunks[-1].usage.completion_tokens == 40 and not chunks[-1].choices
+    assert all(c.usage is None for c in chunks[:-1])
+    assert chunks[-1].timings["prompt_n"] == 1
+
+
+def test_a_stream_without_usage_has_timings_in_its_last_chunk(server):
+    chunks = list(
+        server.client().completions.create(model="tiny", prompt="a", max_tokens=2, stream=True)
+    )
+    assert len(chunks) == 3 and chunks[-1].timings["predicted_n"] == 2
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_chat_is_prompted_by_the_template(server, texts):
+    messages = [{"role": "user", "content": "The engine waits"}]
+    made = server.client().chat.completions.create(
+        model="tiny", messages=messages, max_completion_tokens=5
+    )
+    ask = server.worker.asked[-1]
+    said = texts.tokenizer.decode(ask.tokens.tolist())
+    assert said == "<user>The engine waits\n<assistant>"
+    assert ask.tokens[0] == texts.tokenizer.bos_id and ask.tokens[1] != ask.tokens[0]
+    assert made.choices[0].message.role == "assistant"
+    assert made.choices[0].message.content == texts.text(
+        [(int(ask.tokens[-1]) + i) % texts.tokenizer.n_vocab for i in range(1, 6)]
+    )
+
+
+def test_a_chat_streams_its_role_once_for_each_choice(server):
+    stream = server.client().chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=3, n=2, stream=True
+    )
+    chunks = list(stream)
+    roles = [c.choices[0].index for c in chunks if c.choices[0].delta.role]
+    assert sorted(roles) == [0, 1]
+    for index in (0, 1):
+        of = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        assert len(of) == 1 + 3 + 1 and of[-1].finish_reason == "length"
+
+
+def test_several_prompts_and_answers_come_in_order(server, texts):
+    made = server.client().completions.create(
+        model="tiny", prompt=[[10], [20, 30]], n=2, max_tokens=3, seed=7
+    )
+    assert [c.index for c in made.choices] == [0, 1, 2, 3]
+    wanted = [texts.text([t + 1, t + 2, t + 3]) for t in (10, 10, 30, 30)]
+    assert [c.text for c in made.choices] == wanted
+    assert [ask.seed for ask in server.worker.asked[-4:]] == [7, 8, 7, 8]
+    assert made.usage.prompt_tokens == 3 and made.usage.completion_tokens == 12
+
+
+def test_logprobs_are_in_openais_form(server, texts):
+    made = server.client().completions.create(
+        model="tiny", prompt=[100], max_tokens=4, logprobs=2, temperature=0
+    )
+    logprobs = made.choices[0].logprobs
+    assert logprobs.token_logprobs == [-0.5] * 4
+    assert len(logprobs.tokens) == len(logprobs.top_logprobs) == len(logprobs.text_offset) == 4
+    assert logprobs.text_offset[0] == 0
+    chat = server.client().chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=4, logprobs=True,
+        top_logprobs=3,
+    )  # fmt: skip
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 4 and all(len(c.top_logprobs) == 3 for c in content)
+    assert bytes(content[0].bytes).decode("utf-8", "replace") == content[0].token
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_the_request_in_the_engine(texts, stream):
+    tokens = texts.tokenizer.encode("the engine waits for the end", add_bos=False)
+    worker = FakeWorker(texts.tokenizer.n_vocab, script=tokens, step_s=0.002)
+    with live(texts, worker) as server:
+        made = server.client().completions.create(
+            model="tiny", prompt="a", max_tokens=200, stop=["aits f", "zzz"], stream=stream
+        )
+        if stream:
+            chunks = list(made)
+            text = "".join(c.choices[0].text for c in chunks)
+            reason = chunks[-1].choices[0].finish_reason
+        else:
+            text, reason = made.choices[0].text, made.choices[0].finish_reason
+        assert (text, reason) == ("the engine w", "stop")
+        assert worker.cancelled == [worker.asked[0].number]
+
+
+def test_what_a_request_says_reaches_the_engine(server, texts):
+    client = server.client()
+    client.completions.create(
+        model="tiny", prompt=[9], max_tokens=2, temperature=0.25, top_p=0.5, seed=11,
+        extra_body={"top_k": 3, "ignore_eos": True, "timeout": 50},
+    )  # fmt: skip
+    ask = server.worker.asked[-1]
+    assert (ask.sampling.temperature, ask.sampling.top_p, ask.sampling.top_k) == (0.25, 0.5, 3)
+    assert (ask.seed, ask.max_tokens, ask.ends, ask.timeout_s) == (11, 2, frozenset(), 50.0)
+    client.completions.create(model="tiny", prompt=[9], max_tokens=2)
+    assert server.worker.asked[-1].ends == texts.tokenizer.eog_ids
+
+
+def test_an_end_token_ends_with_stop_and_is_no_text(texts):
+    tokens = [*texts.tokenizer.encode("engine", add_bos=False), texts.tokenizer.eos_id]
+    with live(texts, FakeWorker(texts.tokenizer.n_vocab, script=tokens)) as server:
+        made = server.client().completions.create(model="tiny", prompt="a", max_tokens=50)
+        assert (made.choices[0].text, made.choices[0].finish_reason) == ("engine", "stop")
+        assert made.usage.completion_tokens == len(tokens) - 1
+
+
+def test_characters_of_several_tokens_are_never_broken(texts):
+    text = "Brücke ↔ 橋 🙂 end"
+    tokens = texts.tokenizer.encode(text, add_bos=False)
+    assert len(tokens) > len(text)
+    with live(texts, FakeWorker(texts.tokenizer.n_vocab, script=tokens)) as server:
+        chunks = list(
+            server.client().completions.create(
+                model="tiny", prompt="a", max_tokens=len(tokens), stream=True
+            )
+        )
+    parts = [c.choices[0].text for c in chunks]
+    assert "".join(parts) == text and len(parts) == len(tokens) + 1
+    assert not any("�" in part for part in parts)
+
+
+def test_half_a_character_at_the_end_is_a_replacement_character(texts):
+    tokens = texts.tokenizer.encode("🙂", add_bos=False)[:-1]
+    with live(texts, FakeWorker(texts.tokenizer.n_vocab, script=tokens)) as server:
+        client = server.client()
+        whole = client.completions.create(model="tiny", prompt="a", max_tokens=len(tokens))
+        parts = client.completions.create(
+            model="tiny", prompt="a", max_tokens=len(tokens), stream=True
+        )
+        assert whole.choices[0].text == "".join(c.choices[0].text for c in parts) == "�"
+
+
+def test_models_are_listed(server):
+    client = server.client()
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "workbench"
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "param"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "model"),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"max_tokens": 10_000}, openai.BadRequestError, "prompt"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"echo": True}, openai.BadRequestError, "echo"),
+        ({"best_of": 2}, openai.BadRequestError, "best_of"),
+        ({"n": 129}, openai.BadRequestError, "n"),
+        ({"stop": ["a"] * 17}, openai.BadRequestError, "stop"),
+        ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias"),
+        ({"prompt": [10**6]}, openai.BadRequestError, "prompt"),
+        ({"prompt": [-1]}, openai.BadRequestError, "prompt"),
+        ({"presence_penalty": 0.5}, openai.BadRequestError, "presence_penalty"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
+)
+def test_errors_name_the_field(server, wrong, kind, param):
+    given = {"model": "tiny", "prompt": "a", "max_tokens": 4} | wrong
+    with pytest.raises(kind) as caught:
+        server.client().completions.create(**given)
+    assert caught.value.param == param and caught.value.body["message"]
+
+
+def test_too_long_a_prompt_says_how_many_tokens(server):
+    with pytest.raises(openai.BadRequestError, match=r"512 tokens.*context has 512") as caught:
+        server.client().completions.create(model="tiny", prompt=[5] * 512, max_tokens=1)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_chats_say_what_is_not_supported(server):
+    for extra, words in (
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "given form"),
+        ({"top_logprobs": 3}, "logprobs=true"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            server.client().chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "a"}], extra_body=extra
+            )
+
+
+def test_many_at_once_are_all_answered(texts):
+    worker = FakeWorker(texts.tokenizer.n_vocab, n_slots=3, n_waiting=1000)
+    with live(texts, worker) as server:
+        made = server.client().completions.create(
+            model="tiny", prompt=[[i] for i in range(100)], max_tokens=5
+        )
+        assert [c.text for c in made.choices] == [
+            texts.text(range(i + 1, i + 6)) for i in range(100)
+        ]
+
+
+def test_a_full_engine_is_503_with_a_time_to_come_again(texts):
+    worker = FakeWorker(texts.tokenizer.n_vocab, n_slots=1, n_waiting=0)
+    with live(texts, worker) as server, pytest.raises(openai.InternalServerError) as caught:
+        server.client().completions.create(model="tiny", prompt=[1], max_tokens=3)
+    assert caught.value.status_code == 503
+    assert caught.value.response.headers["retry-after"] == "2"
+
+
+def test_a_failed_step_is_an_error_of_the_server(texts):
+    numbers = itertools.count()
+    worker = FakeWorker(texts.tokenizer.n_vocab, fails=lambda ask: next(numbers) == 0)
+    with live(texts, worker) as server:
+        with pytest.raises(openai.InternalServerError, match="told to"):
+            server.client().completions.create(model="tiny", prompt=[1], max_tokens=3)
+        assert server.client().completions.create(model="tiny", prompt=[1], max_tokens=3).choices
+
+
+def test_a_time_limit_ends_a_request_with_what_it_has(texts):
+    worker = FakeWorker(texts.tokenizer.n_vocab, step_s=0.01)
+    with live(texts, worker) as server:
+        made = server.client().completions.create(
+            model="tiny", prompt=[1], max_tokens=400, extra_body={"timeout": 0.05}
+        )
+    assert made.choices[0].finish_reason == "timeout"
+    assert 0 < made.usage.completion_tokens < 400

@@ -1,0 +1,72 @@
+"""Text of tokens, and stop texts: each fast way against a slow one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.profiles import examples
+from workbench.model.tokenizer import StreamDecoder
+from workbench.serve.text import StopSearch
+
+
+@pytest.mark.parametrize("which", ["texts", "spm_texts"])
+@given(data=st.data())
+@settings(max_examples=examples(200))
+def test_text_is_that_of_the_stream_decoder(request, which, data):
+    texts = request.getfixturevalue(which)
+    n_vocab = texts.tokenizer.n_vocab
+    some = st.integers(0, n_vocab - 1) | st.sampled_from([0, 1, 2, n_vocab - 1])
+    tokens = data.draw(st.lists(some, max_size=30))
+    slow, fast = StreamDecoder(texts.tokenizer), texts.decoder()
+    wanted = [slow.feed(t) for t in tokens] + [slow.flush()]
+    assert [fast.feed(t) for t in tokens] + [fast.flush()] == wanted
+    assert texts.text(tokens) == "".join(wanted)
+
+
+def cut(text: str, stops: list[str]) -> str:
+    """The slow twin, of a whole text that comes letter by letter."""
+    for n in range(len(text) + 1):
+        found = [text[:n].find(s) for s in stops if s in text[:n]]
+        if found:
+            return text[: min(found)]
+    return text
+
+
+LETTERS = st.text("ab", max_size=4)
+
+
+@given(
+    parts=st.lists(LETTERS, max_size=12),
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+)
+@settings(max_examples=examples(1000))
+def test_a_stop_text_is_found_across_parts_and_nothing_of_it_is_given_out(parts, stops):
+    search = StopSearch(stops)
+    given_out, seen = "", ""
+    for part in parts:
+        if search.found_at is not None:
+            break
+        given_out += search.feed(part)
+        seen += part
+        if search.found_at is None:
+            # nothing is held that could not become a stop text
+            held = seen[len(given_out) :]
+            assert not held or any(stop.startswith(held) for stop in stops)
+            assert not any(stop in seen for stop in stops)
+    if search.found_at is None:
+        assert given_out + search.flush() == "".join(parts)
+    else:
+        assert search.found_at == len(given_out)
+        starts = [seen.find(stop) for stop in stops if stop in seen]
+        assert given_out == seen[: min(starts)]
+        assert len(given_out) <= len(cut(seen, stops))
+        assert search.feed("more") == ""
+
+
+def test_text_that_may_begin_a_stop_text_is_held_back():
+    search = StopSearch(["</s>", "stop"])
+    assert [search.feed(c) for c in "a</b"] == ["a", "", "", "</b"]
+    assert search.feed("st") == "" and search.feed("ep") == "step"
+    assert search.feed("<") == "" and search.flush() == "<"

@@ -1,0 +1,280 @@
+"""How the endpoints word their answers: OpenAI's two forms, and llama.cpp's own.
+
+An event of a stream is made for each token, so its JSON is put together from bytes that are the
+same for the whole request, and the token's text.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from json.encoder import encode_basestring_ascii
+from typing import Any
+
+from workbench.serve.messages import Timings
+from workbench.serve.reply import Continuation, Reply
+from workbench.serve.text import TokenTexts
+
+DONE = b"data: [DONE]\n\n"
+Json = dict[str, Any]
+
+
+def quoted(text: str) -> bytes:
+    """A text as JSON."""
+    return encode_basestring_ascii(text).encode("ascii")
+
+
+def event(value: Json) -> bytes:
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+class _OpenAI:
+    """What completions and chats have in common.
+
+    The parts of a token's event: `_head`, the choice's index, `_text_head`, the text, `_tail`.
+    """
+
+    clips = False
+    kind, kind_of_event, id_prefix = "", "", ""
+    _text_head, _tail = b"", b""
+
+    def __init__(self, model: str, texts: TokenTexts, with_usage: bool):
+        self._texts = texts
+        self._same = {
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "object": self.kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._of_event = self._same | {"object": self.kind_of_event}
+        self._usage_later = {"usage": None} if with_usage else {}
+        if with_usage:
+            self._tail = self._tail[:-3] + b',"usage":null}\n\n'
+        head = json.dumps(self._of_event, separators=(",", ":")).encode()
+        self._head = b"data: " + head[:-1] + b',"choices":[{"index":'
+
+    def token(self, part: Continuation, text: str) -> bytes:
+        if part.logprobs:
+            return event(
+                self._of_event
+                | {"choices": [self._logged(part, text, len(part.tokens) - 1)]}
+                | self._usage_later
+            )
+        return b"%b%d%b%b%b" % (
+            self._head, part.index, self._text_head, quoted(text), self._tail,
+        )  # fmt: skip
+
+    def end(self, part: Continuation, text: str, last: bool) -> bytes:
+        choice = self._choice(part.index, text, part.reason)
+        value = self._of_event | {"choices": [choice]} | self._usage_later
+        if last and not self._usage_later:
+            value["timings"] = timings_of(part)
+        return event(value)
+
+    def last(self, reply: Reply) -> bytes:
+        if not self._usage_later:
+            return DONE
+        value = self._of_event | {"choices": [], "usage": usage(reply)}
+        return event(value | {"timings": timings_of(reply.parts[-1])}) + DONE
+
+    def whole(self, reply: Reply) -> bytes:
+        value = self._same | {
+            "choices": [self._whole_choice(part) for part in reply.parts],
+            "usage": usage(reply),
+            "timings": timings_of(reply.parts[-1]),
+        }
+        return json.dumps(value).encode()
+
+    def _choice(self, index: int, text: str, reason: str | None) -> Json:
+        raise NotImplementedError
+
+    def _whole_choice(self, part: Continuation) -> Json:
+        raise NotImplementedError
+
+    def _logged(self, part: Continuation, text: str, at: int) -> Json:
+        raise NotImplementedError
+
+
+class Completions(_OpenAI):
+    """/v1/completions."""
+
+    kind, kind_of_event, id_prefix = "text_completion", "text_completion", "cmpl"
+    _text_head, _tail = b',"text":', b',"logprobs":null,"finish_reason":null}]}\n\n'
+
+    def _choice(self, index: int, text: str, reason: str | None) -> Json:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+    def _whole_choice(self, part: Continuation) -> Json:
+        choice = self._choice(part.index, part.text, part.reason)
+        if part.reply.wanted.n_logprobs is not None:
+            choice["logprobs"] = self._logprobs(part, 0, part.n_kept)
+        return choice
+
+    def _logged(self, part: Continuation, text: str, at: int) -> Json:
+        choice = self._choice(part.index, text, None)
+        choice["logprobs"] = self._logprobs(part, at, at + 1)
+        return choice
+
+    def _logprobs(self, part: Continuation, begin: int, end: int) -> Json:
+        """OpenAI's four lists. text_offset: characters before the token, of the answer."""
+        texts, tops = [], []
+        for token, of in zip(part.tokens[begin:end], part.logprobs[begin:end], strict=True):
+            texts.append(self._shown(token))
+            top = {self._shown(int(t)): float(v) for t, v in zip(of.tokens, of.values, strict=True)}
+            tops.append(top | {texts[-1]: of.drawn})
+        return {
+            "tokens": texts,
+            "token_logprobs": [of.drawn for of in part.logprobs[begin:end]],
+            "top_logprobs": tops,
+            "text_offset": _offsets(self._texts, part.tokens[:end])[begin:],
+        }
+
+    def _shown(self, token: int) -> str:
+        """A token's text. One that is no whole character is written in bytes, as OpenAI does."""
+        raw = self._texts.shown(token)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _offsets(texts: TokenTexts, tokens: list[int]) -> list[int]:
+    """For each token the characters before it."""
+    decoder, at, offsets = texts.decoder(), 0, []
+    for token in tokens:
+        offsets.append(at)
+        at += len(decoder.feed(token))
+    return offsets
+
+
+class Chat(_OpenAI):
+    """/v1/chat/completions. The first event of a choice names its role."""
+
+    kind, kind_of_event, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    _text_head = b',"delta":{"content":'
+    _tail = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+
+    def token(self, part: Continuation, text: str) -> bytes:
+        made = super().token(part, text)
+        return self._role(part) + made if len(part.tokens) == 1 else made
+
+    def end(self, part: Continuation, text: str, last: bool) -> bytes:
+        made = super().end(part, text, last)
+        return made if part.tokens else self._role(part) + made
+
+    def _role(self, part: Continuation) -> bytes:
+        choice = self._choice(part.index, "", None)
+        choice["delta"] = {"role": "assistant", "content": ""}
+        return event(self._of_event | {"choices": [choice]} | self._usage_later)
+
+    def _choice(self, index: int, text: str, reason: str | None) -> Json:
+        delta = {"content": text} if text else {}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+    def _whole_choice(self, part: Continuation) -> Json:
+        n_logprobs = part.reply.wanted.n_logprobs
+        return {
+            "index": part.index,
+            "message": {"role": "assistant", "content": part.text, "refusal": None},
+            "logprobs": None if n_logprobs is None else self._logprobs(part, 0, part.n_kept),
+            "finish_reason": part.reason,
+        }
+
+    def _logged(self, part: Continuation, text: str, at: int) -> Json:
+        choice = self._choice(part.index, text, None)
+        return choice | {"logprobs": self._logprobs(part, at, at + 1)}
+
+    def _logprobs(self, part: Continuation, begin: int, end: int) -> Json:
+        content = [
+            self._logprob(token, of.drawn)
+            | {
+                "top_logprobs": [
+                    self._logprob(int(t), float(v))
+                    for t, v in zip(of.tokens, of.values, strict=True)
+                ]
+            }
+            for token, of in zip(part.tokens[begin:end], part.logprobs[begin:end], strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _logprob(self, token: int, value: float) -> Json:
+        raw = self._texts.shown(token)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": value, "bytes": list(raw)}
+
+
+class Native:
+    """llama.cpp's /completion: one answer, no `[DONE]`."""
+
+    clips = True
+
+    def __init__(self, model: str):
+        self._model = model
+
+    def token(self, part: Continuation, text: str) -> bytes:
+        return b'data: {"index":0,"content":%b,"tokens":[%d],"stop":false}\n\n' % (
+            quoted(text), part.tokens[-1],
+        )  # fmt: skip
+
+    def end(self, part: Continuation, text: str, last: bool) -> bytes:
+        return event(self._ended(part, text, []))
+
+    def last(self, reply: Reply) -> bytes:
+        return b""
+
+    def whole(self, reply: Reply) -> bytes:
+        part = reply.parts[0]
+        return json.dumps(self._ended(part, part.text, part.tokens)).encode()
+
+    def _ended(self, part: Continuation, text: str, tokens: list[int]) -> Json:
+        return {
+            "index": 0,
+            "content": text,
+            "tokens": tokens,
+            "stop": True,
+            "stop_type": {"stop": "eos", "length": "limit"}.get(part.reason or "", part.reason),
+            "model": self._model,
+            "tokens_predicted": len(part.tokens),
+            "tokens_evaluated": part.n_prompt,
+            "timings": timings_of(part),
+        }
+
+
+def usage(reply: Reply) -> Json:
+    """Tokens of a request. A prompt with several answers counts once, as with OpenAI."""
+    firsts = reply.parts[:: reply.wanted.n]
+    n_prompt = sum(part.n_prompt for part in firsts)
+    n_made = sum(len(part.tokens) for part in reply.parts)
+    n_cached = sum(part.timings.n_cached for part in firsts if part.timings)
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_made,
+        "total_tokens": n_prompt + n_made,
+        "prompt_tokens_details": {"cached_tokens": n_cached},
+    }
+
+
+def timings_of(part: Continuation) -> Json:
+    """llama.cpp's `timings`, with the time in the queue and of sampling."""
+    t = part.timings
+    if t is None:
+        return {}
+    return _timings(t)
+
+
+def _timings(t: Timings) -> Json:
+    n_prompt = t.n_prompt - t.n_cached
+    n_later = max(0, t.n_made - 1)  # the first token comes of the prompt's last step
+    return {
+        "cache_n": t.n_cached,
+        "prompt_n": n_prompt,
+        "prompt_ms": 1e3 * t.prompt_s,
+        "prompt_per_token_ms": 1e3 * t.prompt_s / n_prompt if n_prompt else 0.0,
+        "prompt_per_second": n_prompt / t.prompt_s if t.prompt_s else 0.0,
+        "predicted_n": t.n_made,
+        "predicted_ms": 1e3 * t.made_s,
+        "predicted_per_token_ms": 1e3 * t.made_s / n_later if n_later else 0.0,
+        "predicted_per_second": n_later / t.made_s if t.made_s else 0.0,
+        "queued_ms": 1e3 * t.queued_s,
+        "sampling_ms": 1e3 * t.sampling_s,
+    }

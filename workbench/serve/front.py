@@ -1,0 +1,228 @@
+"""The front: what it knows of its engine process, and the requests that are under way."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.serve.api import Defaults, Wanted, check_counts, fitted
+from workbench.serve.faults import ApiError, bad
+from workbench.serve.link import Link, Message
+from workbench.serve.messages import Ask, Cancel, Ended, Finish, Made, Ready, Refused, Totals
+from workbench.serve.metrics import Counted
+from workbench.serve.reply import Continuation, Form, Reply
+from workbench.serve.text import TokenTexts
+
+LOADING, SERVING, FINISHING, DEAD = "loading", "serving", "finishing", "dead"
+NOT_NOW = {
+    LOADING: "the model is being loaded; come again",
+    FINISHING: "the server is shutting down",
+    DEAD: "the engine process has died; start the server again",
+}
+
+
+class FrontSettings(NamedTuple):
+    """Limits and defaults. Sizes are bytes, times are seconds. keys: one of these must come with a
+    request; none: no key is asked for."""
+
+    model: str
+    defaults: Defaults = Defaults()
+    keys: tuple[bytes, ...] = ()
+    max_body: int = 16 << 20
+    body_s: float = 30.0
+    max_pending: int = 4096
+    template_s: float = 5.0
+
+
+class Front:
+    """Hands requests to the engine process, and each token to the request it belongs to.
+
+    number, step: its requests have the numbers number, number + step, ... so that several fronts
+    can share an engine process.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        texts: TokenTexts,
+        settings: FrontSettings,
+        number: int = 0,
+        step: int = 1,
+    ):
+        self.texts, self.settings, self.counted = texts, settings, Counted()
+        self.state = LOADING
+        self.ready: Ready | None = None
+        self.totals: Totals | None = None
+        self.on_state: Callable[[], None] = _nothing  # called when it serves, and when it is dead
+        self._link = link
+        self._numbers = itertools.count(number, step)
+        self._parts: dict[int, Continuation] = {}
+        self._take: dict[int, Callable[[int], None]] = {}
+        self._n_first = 0  # of this message, tokens that are their request's first
+        self._last_s: float | None = None  # when tokens came last
+
+    def begin(self) -> None:
+        """Called in the event loop, before any request."""
+        self._link.begin(self._got, self._lost)
+
+    @property
+    def n_pending(self) -> int:
+        return len(self._parts)
+
+    def check_serving(self) -> Ready:
+        """Raises ApiError (503) where no request is taken now."""
+        if self.state != SERVING or self.ready is None:
+            retry = 1.0 if self.state == LOADING else None
+            raise ApiError(503, NOT_NOW[self.state], code=self.state, retry_after_s=retry)
+        return self.ready
+
+    def open(self, wanted: Wanted, prompts: list[list[int]], form: Form) -> Reply:
+        """Asks the engine for the answers that a request wants. prompts: its token ids.
+
+        Raises ApiError for what cannot be served, or not now.
+        """
+        ready = self.check_serving()
+        check_counts(wanted)
+        if len(self._parts) + len(prompts) * wanted.n > self.settings.max_pending:
+            raise ApiError(503, "too many requests wait; come again", retry_after_s=1)
+        lengths = []
+        for prompt in prompts:
+            lengths.append(fitted(len(prompt), wanted.max_tokens, ready.n_ctx, form.clips))
+            if max(prompt) >= ready.n_vocab:
+                raise bad(not_known(max(prompt), ready.n_vocab), "prompt")
+        reply = Reply(wanted, form, self.texts, self.cancel)
+        ends = frozenset() if wanted.ignore_eos else self.texts.tokenizer.eog_ids
+        first_seed = secrets.randbits(48) if wanted.seed is None else wanted.seed
+        asks = []
+        for prompt, length in zip(prompts, lengths, strict=True):
+            tokens = np.asarray(prompt, np.int32)
+            for i in range(wanted.n):
+                part = reply.add(next(self._numbers), len(prompt))
+                self._parts[part.number] = part
+                self._take[part.number] = _First(self, part)
+                asks.append(
+                    Ask(
+                        part.number, tokens, length, wanted.sampling, (first_seed + i) % 2**63,
+                        ends, wanted.n_logprobs, wanted.timeout_s,
+                    )
+                )  # fmt: skip
+        for ask in asks:
+            self._link.send(ask)
+        return reply
+
+    def cancel(self, number: int) -> None:
+        """Tells the engine that nobody wants the rest. It answers with an `Ended`."""
+        if self._take.get(number, _nothing_of) is not _nothing_of:
+            self._take[number] = _nothing_of
+            self._link.send(Cancel(number))
+
+    def refuse_new(self) -> None:
+        """No request is taken any more; those under way go on."""
+        if self.state in (LOADING, SERVING):
+            self.state = FINISHING
+
+    def give_up(self) -> None:
+        """Ends what is under way: its time is over."""
+        for part in list(self._parts.values()):
+            part.reply.fail(ApiError(503, NOT_NOW[FINISHING], code=FINISHING))
+
+    def finish(self) -> None:
+        """Tells the engine process that it can end."""
+        self._link.send(Finish())
+        self._link.end()
+
+    # --- what the engine says ----------------------------------------------------------------
+
+    def _got(self, message: Message) -> None:
+        if isinstance(message, Made):
+            self._made(message)
+        elif isinstance(message, Refused):
+            self._refused(message)
+        elif isinstance(message, Ready):
+            self.ready = message
+            if self.state == LOADING:
+                self.state = SERVING
+                self.on_state()
+        else:
+            raise TypeError(f"the engine process sent {type(message).__name__}")
+
+    def _made(self, made: Made) -> None:
+        self.totals = made.totals
+        n, now = len(made.numbers), time.perf_counter()
+        for number, logprobs in made.logprobs.items():
+            self._parts[number].logprobs.append(logprobs)
+        self._n_first = 0
+        take = self._take
+        for number, token in zip(made.numbers.tolist(), made.tokens.tolist(), strict=True):
+            take[number](token)
+        if n:
+            if self._last_s is not None:
+                self.counted.between_tokens.add(now - self._last_s, n - self._n_first)
+            self._last_s = now
+        self._ended(made.ended)
+
+    def _ended(self, ended: Iterable[Ended]) -> None:
+        for each in ended:
+            part = self._parts.pop(each.number)
+            del self._take[each.number]
+            part.end(each)
+            self.counted.ended(part, each)
+        if not self._parts:
+            self._last_s = None
+
+    def _first(self, part: Continuation, token: int) -> None:
+        """The first token of a continuation."""
+        self._n_first += 1
+        self.counted.first_token.add(time.perf_counter() - part.reply.begun_at)
+        self._take[part.number] = part.take
+        part.take(token)
+
+    def _refused(self, refused: Refused) -> None:
+        part = self._parts.pop(refused.number)
+        del self._take[refused.number]
+        part.reason = "refused"
+        self.counted.outcomes["refused"] += 1
+        status = 400 if refused.retry_after_s is None else 503
+        part.reply.left -= 1
+        part.reply.fail(ApiError(status, refused.why, retry_after_s=refused.retry_after_s))
+
+    def _lost(self) -> None:
+        """The pipe was closed."""
+        self.state = DEAD
+        parts = list(self._parts.values())
+        self._parts.clear()
+        self._take.clear()
+        for part in parts:
+            self.counted.outcomes["failed"] += 1
+            part.reply.fail(ApiError(503, NOT_NOW[DEAD], code=DEAD))
+        self.on_state()
+
+
+def not_known(token: int, n_vocab: int) -> str:
+    """What is said of a token id outside the vocabulary."""
+    return f"token id {token} is not in 0..{n_vocab - 1}, the vocabulary"
+
+
+class _First:
+    """Takes the first token of a continuation."""
+
+    __slots__ = ("_front", "_part")
+
+    def __init__(self, front: Front, part: Continuation):
+        self._front, self._part = front, part
+
+    def __call__(self, token: int) -> None:
+        self._front._first(self._part, token)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _nothing_of(token: int) -> None:
+    """A token that nobody wants."""

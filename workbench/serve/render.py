@@ -1,0 +1,88 @@
+"""Renders a chat template, in a process of its own: `python -m workbench.serve.render`.
+
+A template comes with the model file, so it is not trusted: it runs in Jinja's sandbox, and here,
+where the system bounds its memory and its caller its time. The first line of standard input is the
+template, each further one the values of a rendering. Each is answered by a line with `text` or
+`error`. All lines are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MOST_BYTES = 1 << 30  # of memory, the interpreter's included
+MOST_TEXT = 16 << 20  # characters of a prompt
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` marks, in training, what the model has to learn. Here it marks nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
+    """Jinja's own would escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
+
+
+def compiled(template: str) -> Callable[[dict[str, Any]], str]:
+    """`template` with what Hugging Face's templates expect. Raises TemplateError."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template).render
+
+
+def answer(render: Callable[[dict[str, Any]], str], values: dict[str, Any]) -> dict[str, str]:
+    """The text, or what went wrong. Whatever a template raises is its own fault."""
+    try:
+        text = render(values)
+    except MemoryError:
+        return {"error": "it takes too much memory"}
+    except RecursionError:
+        return {"error": "it nests too deeply"}
+    except Exception as error:
+        return {"error": f"{error or type(error).__name__}"}
+    if len(text) > MOST_TEXT:
+        return {"error": f"it makes {len(text)} characters; {MOST_TEXT} are the most"}
+    return {"text": text}
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to us, too
+    if sys.platform == "linux":  # macOS has no such bound
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    template = json.loads(sys.stdin.readline())
+    failed = None
+    try:
+        render = compiled(template)
+    except (TemplateError, RecursionError, MemoryError) as error:
+        failed = {"error": f"{error or type(error).__name__}"}
+    for line in sys.stdin:
+        print(json.dumps(failed or answer(render, json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

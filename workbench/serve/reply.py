@@ -1,0 +1,215 @@
+"""Answers in the making: what becomes of the tokens of a request.
+
+An HTTP request is one `Reply` with a `Continuation` for each prompt and each of its `n` answers.
+The engine's messages come many times a second, so a continuation costs what its request needs: a
+list's `append` where only the whole text is wanted, a decoder where it streams or has stop texts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Protocol
+
+from workbench.serve.api import Wanted
+from workbench.serve.faults import ApiError
+from workbench.serve.messages import CANCELLED, FAILED, STOP, Ended, Logprobs, Timings
+from workbench.serve.text import StopSearch, TokenTexts
+
+MOST_BUFFERED = 1 << 20  # bytes of a stream that its client has not taken
+
+
+class Form(Protocol):
+    """How an endpoint words its answers. clips: more tokens than fit may be asked for."""
+
+    clips: bool
+
+    def token(self, part: Continuation, text: str) -> bytes:
+        """The event of a token. text: what it makes certain, which may be nothing."""
+
+    def end(self, part: Continuation, text: str, last: bool) -> bytes:
+        """The event of a continuation's end. last: no other one of the reply runs."""
+
+    def last(self, reply: Reply) -> bytes:
+        """The events behind all others."""
+
+    def whole(self, reply: Reply) -> bytes:
+        """The answer of a request that does not stream."""
+
+
+class Continuation:
+    """One answer to one prompt.
+
+    tokens: of the engine so far. offsets: for each token with logprobs, the characters before it.
+    take: what to do with the next token.
+    """
+
+    __slots__ = (
+        "_decoder", "_n_certain", "_parts", "_search", "_text", "index", "logprobs", "n_prompt",
+        "number", "offsets", "reason", "reply", "take", "timings", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, reply: Reply, index: int, number: int, n_prompt: int):
+        self.reply, self.index, self.number, self.n_prompt = reply, index, number, n_prompt
+        self.tokens: list[int] = []
+        self.logprobs: list[Logprobs] = []
+        self.offsets: list[int] = []
+        self.reason: str | None = None
+        self.timings: Timings | None = None
+        self._parts: list[str] = []
+        self._text: str | None = None
+        self._n_certain = 0  # characters, with a stop text's
+        wanted = reply.wanted
+        self._decoder = reply.texts.decoder()
+        self._search = StopSearch(wanted.stop) if wanted.stop else None
+        self.take: Callable[[int], None]
+        if wanted.stream:
+            self.take = self._take_streamed
+        else:
+            self.take = self._take if wanted.stop else self.tokens.append
+
+    @property
+    def text(self) -> str:
+        """The whole text; of a request that does not stream."""
+        if self._text is None:
+            self._text = (
+                "".join(self._parts) if self._search else self.reply.texts.text(self.tokens)
+            )
+        return self._text
+
+    @property
+    def n_kept(self) -> int:
+        """Tokens that begin before a stop text."""
+        found_at = self._search.found_at if self._search else None
+        if found_at is None or not self.offsets:
+            return len(self.tokens)
+        return bisect_left(self.offsets, found_at)
+
+    def _take(self, token: int) -> None:
+        text = self._certain(token)
+        if text:
+            self._parts.append(text)
+
+    def _take_streamed(self, token: int) -> None:
+        self.reply.emit(self.reply.form.token(self, self._certain(token)))
+
+    def _certain(self, token: int) -> str:
+        self.tokens.append(token)
+        text = self._decoder.feed(token)
+        if self._search is None:
+            return text
+        if self.logprobs:
+            self.offsets.append(self._n_certain)
+            self._n_certain += len(text)
+        text = self._search.feed(text)
+        if self._search.found_at is not None:
+            self.reply.stop(self)
+        return text
+
+    def end(self, ended: Ended) -> None:
+        """No more tokens come."""
+        found = self._search is not None and self._search.found_at is not None
+        self.reason = STOP if found and ended.reason == CANCELLED else ended.reason
+        self.timings = ended.timings
+        rest = ""
+        if not found:
+            rest = self._decoder.flush()
+            if self._search is not None:
+                rest = self._search.feed(rest) + self._search.flush()
+        if rest and self._search and not self.reply.wanted.stream:
+            self._parts.append(rest)
+        self.reply.ended(self, rest, ended)
+
+
+class Reply:
+    """The answer to one HTTP request. Its coroutine is woken at most once for each message of the
+    engine where it streams, and once at its end where it does not."""
+
+    def __init__(
+        self, wanted: Wanted, form: Form, texts: TokenTexts, cancel: Callable[[int], None]
+    ):
+        self.wanted, self.form, self.texts, self._cancel = wanted, form, texts, cancel
+        self.parts: list[Continuation] = []
+        self.left = 0  # continuations that have not ended
+        self.error: ApiError | None = None
+        self.begun_at = time.perf_counter()
+        self.dropped = False  # the client has gone, or takes nothing
+        self.abort: Callable[[], None] | None = None  # closes the connection
+        self._events: list[bytes] = []
+        self._n_buffered = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._awake = False
+
+    def add(self, number: int, n_prompt: int) -> Continuation:
+        part = Continuation(self, len(self.parts), number, n_prompt)
+        self.parts.append(part)
+        self.left += 1
+        return part
+
+    @property
+    def over(self) -> bool:
+        return self.error is not None or self.dropped or self.left == 0
+
+    async def news(self) -> None:
+        """Waits until there are events to send, or the reply is over."""
+        if not self._awake:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        self._awake = False
+
+    def wake(self) -> None:
+        self._awake = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def taken(self) -> bytes:
+        """The events since the last call."""
+        body = b"".join(self._events)
+        self._events.clear()
+        self._n_buffered = 0
+        return body
+
+    def emit(self, event: bytes) -> None:
+        self._events.append(event)
+        self._n_buffered += len(event)
+        if self._n_buffered > MOST_BUFFERED and not self.dropped:
+            self.drop()
+        elif not self._awake:
+            self.wake()
+
+    def stop(self, part: Continuation) -> None:
+        """A stop text was found: the engine need not go on."""
+        self._cancel(part.number)
+
+    def ended(self, part: Continuation, rest: str, ended: Ended) -> None:
+        """A continuation is over."""
+        self.left -= 1
+        if ended.reason == FAILED:
+            self.fail(ApiError(500, f"the step failed: {ended.why}"))
+        elif self.wanted.stream and not self.dropped:
+            self.emit(self.form.end(part, rest, self.left == 0))
+        if self.left == 0:
+            self.wake()
+
+    def fail(self, error: ApiError) -> None:
+        """Nothing more comes of it."""
+        if self.error is None:
+            self.error = error
+            self._cancel_all()
+            self.wake()
+
+    def drop(self) -> None:
+        """Nobody wants the rest. A client that does not read is not waited for."""
+        self.dropped = True
+        self._cancel_all()
+        if self.abort is not None:
+            self.abort()
+        self.wake()
+
+    def _cancel_all(self) -> None:
+        for part in self.parts:
+            if part.reason is None:
+                self._cancel(part.number)

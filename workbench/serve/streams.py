@@ -1,0 +1,81 @@
+"""Server-sent events, and what becomes of clients that go or do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from workbench.serve.reply import Reply
+
+STUCK_S = 30.0  # a client that takes nothing for so long is dropped
+SWEEP_S = 5.0
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # asks a proxy not to collect them
+]
+
+
+async def watched(receive: Receive, reply: Reply) -> None:
+    """Drops a reply when its client goes away."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
+    if not reply.over:
+        reply.drop()
+
+
+class OpenStreams:
+    """The event streams that are open."""
+
+    def __init__(self) -> None:
+        self.open: set[EventStream] = set()
+
+    async def sweep(self) -> None:
+        """Drops clients that have taken nothing for STUCK_S seconds."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.drop_stuck(time.monotonic())
+
+    def drop_stuck(self, now: float) -> None:
+        for stream in list(self.open):
+            if stream.sending_since is not None and now - stream.sending_since > STUCK_S:
+                stream.reply.drop()
+
+
+class EventStream(Response):
+    """The events of a reply, one body part for all that came since the last."""
+
+    def __init__(self, reply: Reply, watch: asyncio.Future[None], streams: OpenStreams):
+        self.status_code, self.background = 200, None
+        self.raw_headers = HEADERS
+        self.reply, self._watch, self._streams = reply, watch, streams
+        self.sending_since: float | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = self.reply
+        self._streams.open.add(self)
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            while not reply.dropped:
+                over, body = reply.over, reply.taken()
+                if over:
+                    body += self._last()
+                self.sending_since = time.monotonic()
+                await send({"type": "http.response.body", "body": body, "more_body": not over})
+                self.sending_since = None
+                if over:
+                    break
+                await reply.news()
+        finally:
+            self._streams.open.discard(self)
+            self._watch.cancel()
+            if not reply.over:
+                reply.drop()
+
+    def _last(self) -> bytes:
+        if self.reply.error is None:
+            return self.reply.form.last(self.reply)
+        return b"data: " + self.reply.error.body + b"\n\n"
