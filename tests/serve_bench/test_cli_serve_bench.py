@@ -76,6 +76,8 @@ REFUSED = [
     (["--url", "http://x", "--model-id", "m", "--ids", "9"], "--ids '9' is no range"),
     (["--url", "http://x", "--model-id", "m", "--slo", "fast"], "--slo 'fast' is no objective"),
     (["--url", "http://x", "--model-id", "m", "--timeout", "0"], "--timeout 0.0 is no length of"),
+    (["--url", "http://x", "--whole", "--slo", "tpot:9ms"], "whole answers show no TTFT"),
+    (["-m", "none.gguf", "--ids", "9-3"], "--ids '9-3' is no range"),
     (["--url", "http://x", "--api-key-file", "/none"], "/none cannot be read"),
 ]
 

@@ -10,6 +10,7 @@ from tests.serve_bench.fake_engine import FakeEngine, running
 from workbench.errors import UsageError, WorkbenchError
 from workbench.serve import records as rec
 from workbench.serve.bench import BenchSpec, load_served, serve_bench
+from workbench.serve.latency import Slo
 from workbench.serve.load import CLOSED, POISSON, Arrivals
 from workbench.serve.pipe_target import PipeTarget
 from workbench.serve.targets import Asking
@@ -102,6 +103,9 @@ def test_whole_answers_are_http_s():
         asked = spec(asking=Asking(streamed=False), n_warm_up=0)
         with pytest.raises(UsageError, match="sends tokens as they come"):
             serve_bench(target, [Arrivals(CLOSED, 2)], asked)
+        with pytest.raises(UsageError, match="whole answers show no TTFT and no TPOT"):
+            slo = Slo.of("ttft:1s")
+            serve_bench(target, [Arrivals(CLOSED, 2)], asked._replace(slo=slo))
         with pytest.raises(UsageError, match="there is no setting to measure"):
             serve_bench(target, [], asked)
 
@@ -127,8 +131,6 @@ def test_the_folder_has_every_request_and_gives_the_same_figures_again(tmp_path,
 
 
 def test_another_objective_can_be_asked_of_a_folder(tmp_path):
-    from workbench.serve.latency import Slo
-
     with running(FakeEngine()) as pipe:
         serve_bench(PipeTarget(pipe), [Arrivals(CLOSED, 3)], spec(), out=tmp_path / "run")
     (row,) = load_served(tmp_path / "run").rows

@@ -17,12 +17,10 @@ from workbench.cli.common import app, check_new, say
 from workbench.errors import UsageError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from workbench.serve.bench import BenchSpec
     from workbench.serve.targets import HttpTarget
 
-LOAD, CLIENT = Group("Load", sort_key=1), Group("Client", sort_key=2)
+LOAD, CLIENT = Group("Load", sort_key=-2), Group("Client", sort_key=-1)
 
 
 @dataclass(frozen=True)
@@ -120,6 +118,7 @@ def serve_bench(
     given = list(_server_flags(config, toggles))
     if url is not None and given:
         raise UsageError(f"{given[0]} is the server's; give it where the server of --url begins")
+    spec = _spec(load, client, slots)
     check_new(out)
     with ExitStack() as opened:
         about: dict[str, Any] = {"engine": {"device": "unknown", "url": url}}
@@ -138,9 +137,9 @@ def serve_bench(
             if model and load.ids is None
             else child.id_range(load.ids, n_vocab)
         )
+        spec = spec._replace(ids=ids, parallel=slots)
         made = bench.serve_bench(
-            target, settings, _spec(load, client, ids, slots), about=about, out=out,
-            on_row=_say_row,
+            target, settings, spec, about=about, out=out, on_row=_say_row
         )  # fmt: skip
     print(bench_text.format_rows(made.rows, output, known_columns()), end="")
     if made.interrupted:
@@ -161,12 +160,7 @@ def _target(url: str, client: ClientSettings) -> tuple[HttpTarget, int | None]:
     """The server, and its vocabulary where it says so."""
     from workbench.serve.targets import HttpTarget, model_of
 
-    key = None
-    if client.api_key_file is not None:
-        try:
-            key = client.api_key_file.read_text(encoding="utf-8").split("\n")[0].strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{client.api_key_file} cannot be read: {error}") from error
+    key = None if client.api_key_file is None else _key(client.api_key_file)
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"--url {url!r} is no address; write it as http://127.0.0.1:8000")
     name, n_vocab = client.model_id, None
@@ -175,10 +169,22 @@ def _target(url: str, client: ClientSettings) -> tuple[HttpTarget, int | None]:
     return HttpTarget(url, name, key, client.client_processes), n_vocab
 
 
-def _spec(
-    load: LoadSettings, client: ClientSettings, ids: np.ndarray, slots: int | None
-) -> BenchSpec:
+def _key(file: Path) -> str:
+    """The first line of a file; it goes into a header, so it is ASCII."""
+    try:
+        return file.read_text(encoding="ascii").split("\n")[0].strip()
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} holds no API key: it is not ASCII") from error
+
+
+def _spec(load: LoadSettings, client: ClientSettings, slots: int | None) -> BenchSpec:
+    """Everything but the ids of prompts, which the server's model has; checked before it begins."""
+    import numpy as np
+
     from workbench.serve.bench import BenchSpec
+    from workbench.serve.child import id_range
     from workbench.serve.latency import Slo
     from workbench.serve.load import lengths
     from workbench.serve.targets import Asking
@@ -186,13 +192,16 @@ def _spec(
     for flag, value in (("--max-seconds", load.max_seconds), ("--timeout", client.timeout)):
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{flag} {value} is no length of time; give seconds above 0")
-    return BenchSpec(
-        lengths("-p", load.n_prompt), lengths("-n", load.n_gen), ids,
+    id_range(load.ids, None)
+    made = BenchSpec(
+        lengths("-p", load.n_prompt), lengths("-n", load.n_gen), np.empty(0, np.int32),
         n_requests=load.n_requests, n_warm_up=load.warmup, n_shared=load.shared_prefix,
         seed=load.seed, most_s=load.max_seconds or math.inf,
         slo=None if client.slo is None else Slo.of(client.slo),
         asking=Asking(not load.whole, load.temperature, client.timeout), parallel=slots,
     )  # fmt: skip
+    made.check()
+    return made
 
 
 def _server_flags(config: f.EngineSettings, toggles: f.GivenToggles) -> Iterator[str]:

@@ -69,6 +69,14 @@ class BenchSpec(NamedTuple):
             return f"pp{self.n_prompt.low}+tg{self.n_gen.low}"
         return f"{self.n_prompt}/{self.n_gen}"
 
+    def check(self) -> None:
+        """Raises UsageError for an objective that whole answers do not show."""
+        slo = self.slo
+        if slo is not None and not self.asking.streamed and min(slo.ttft, slo.tpot) < math.inf:
+            raise UsageError(
+                "whole answers show no TTFT and no TPOT; use e2e, or stream"
+            )
+
     def load(self, arriving: Arrivals, row: int, n: int | None = None) -> Load:
         """Of n requests, n_requests by default. Raises UsageError as `load.draw`."""
         return draw(
@@ -130,6 +138,7 @@ def serve_bench(
     settings = list(dict.fromkeys(settings))
     if not settings:
         raise UsageError("there is no setting to measure; give a rate or a concurrency")
+    spec.check()
     if out is not None:
         check_folder(out, new=True)
     folder = Path(out) if out is not None else results.new_run_folder(name="serve")

@@ -113,12 +113,8 @@ def spread(name: str, values_ms: np.ndarray) -> Figures:
 
 def good(found: pd.DataFrame, slo: Slo) -> np.ndarray:
     """Which of `latencies` keep the objective, bool (n,); an answer of one token has a TPOT of 0.
-
-    Raises UsageError for an objective of what an answer that is not streamed does not show.
-    """
+    What is not known is not kept."""
     known = found.fillna({"tpot": 0.0})
-    if len(found) and found["ttft"].isna().all() and min(slo.ttft, slo.tpot) < math.inf:
-        raise UsageError("TTFT and TPOT are not known of whole answers; stream them, or leave both")
     kept = np.ones(len(found), bool)
     for name, limit in slo._asdict().items():
         if limit < math.inf:

@@ -34,7 +34,7 @@ class Asking(NamedTuple):
 
 class LoadTarget(Protocol):
     """Serves loads, one after another. spent: of the client processes of the last one, empty where
-    there are none. streams: whether it can say when each token came."""
+    there are none."""
 
     spent: list[Spent]
 
