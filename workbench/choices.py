@@ -161,6 +161,17 @@ class SkipGate(Choice):
     NEVER = "never", "in no step"
 
 
+class SlotChoice(Choice):
+    """Which free slot a request gets. A slot keeps the cells of its last request, and what a new
+    one has in common with it is not computed again."""
+
+    LONGEST_PREFIX = (
+        "longest_prefix",
+        "the one that has most of the prompt, else the longest idle",
+    )
+    LOWEST_FREE = "lowest_free", "the one with the lowest number"
+
+
 class BatchSizes(Choice):
     """How many tokens, sequences and outputs a step has. With PADDED steps of nearly as many share
     a program and a plan; what is added sees nothing, and is stored nowhere."""

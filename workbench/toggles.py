@@ -41,6 +41,7 @@ from workbench.choices import (
     SampleOn,
     SkipGate,
     SkipMaskedKV,
+    SlotChoice,
     StepWait,
     Streams,
     Switch,
@@ -144,6 +145,9 @@ class Toggles:
     )
     skip_gate: str = _toggle(
         SkipGate.REFERENCE, _EXTENT, EXACT, _SERVED, "steps in which they are left unread"
+    )
+    slot_choice: str = _toggle(
+        SlotChoice.LONGEST_PREFIX, "engine/slots.py", ROUNDING, _SERVED, "a request's slot"
     )
     batch_sizes: str = _toggle(
         BatchSizes.EXACT, "engine/padding.py", ROUNDING, _SERVED, "tokens and sequences of a step"

@@ -73,9 +73,7 @@ class BenchSpec(NamedTuple):
         """Raises UsageError for an objective that whole answers do not show."""
         slo = self.slo
         if slo is not None and not self.asking.streamed and min(slo.ttft, slo.tpot) < math.inf:
-            raise UsageError(
-                "whole answers show no TTFT and no TPOT; use e2e, or stream"
-            )
+            raise UsageError("whole answers show no TTFT and no TPOT; use e2e, or stream")
 
     def load(self, arriving: Arrivals, row: int, n: int | None = None) -> Load:
         """Of n requests, n_requests by default. Raises UsageError as `load.draw`."""

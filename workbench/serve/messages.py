@@ -20,29 +20,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.model.sampler import Sampling
-
-STOP, LENGTH, CANCELLED, TIMEOUT = "stop", "length", "cancelled", "timeout"  # why a request ended
-FAILED = "failed"  # and its step with it: `Ended.why` says of what
-
-
-class Ask(NamedTuple):
-    """A prompt to continue.
-
-    number: the front's own, never used again. tokens: (n,) int32, at least one. ends: tokens after
-    which the request is over; they are not part of it. n_logprobs: None for none, else how many of
-    the likeliest tokens are wanted beside the one that was drawn. timeout_s: from now until its
-    last token; None: no limit.
-    """
-
-    number: int
-    tokens: np.ndarray
-    max_tokens: int
-    sampling: Sampling = Sampling()
-    seed: int = 0
-    ends: frozenset[int] = frozenset()
-    n_logprobs: int | None = None
-    timeout_s: float | None = None
+from workbench.engine.asks import CANCELLED as CANCELLED
+from workbench.engine.asks import FAILED as FAILED
+from workbench.engine.asks import LENGTH as LENGTH
+from workbench.engine.asks import STOP as STOP
+from workbench.engine.asks import TIMEOUT as TIMEOUT
+from workbench.engine.asks import Ask as Ask
+from workbench.engine.asks import Ended as Ended
+from workbench.engine.asks import Logprobs as Logprobs
+from workbench.engine.asks import Timings as Timings
+from workbench.engine.asks import Totals as Totals
 
 
 class Cancel(NamedTuple):
@@ -65,56 +52,6 @@ class Ready(NamedTuple):
     n_ctx: int
     n_slots: int
     n_waiting: int
-
-
-class Logprobs(NamedTuple):
-    """Natural logarithms of probabilities at temperature 1, before anything is cut away.
-
-    drawn: of the token that was drawn. tokens, values: the likeliest, in falling order, (k,) int32
-    and (k,) float32.
-    """
-
-    drawn: float
-    tokens: np.ndarray
-    values: np.ndarray
-
-
-class Timings(NamedTuple):
-    """Of one request. n_cached: tokens of the prompt whose cells were there. prompt_s: from its
-    first step until its first token. made_s: from there to its last token. sampling_s: of the
-    choice of its tokens, on the host or on the device."""
-
-    queued_s: float
-    n_prompt: int
-    n_cached: int
-    prompt_s: float
-    n_made: int
-    made_s: float
-    sampling_s: float
-
-
-class Ended(NamedTuple):
-    """A request is over. reason: STOP, LENGTH, CANCELLED, TIMEOUT or FAILED."""
-
-    number: int
-    reason: str
-    timings: Timings
-    why: str = ""
-
-
-class Totals(NamedTuple):
-    """What the engine process has counted since it began, and what it has now."""
-
-    n_steps: int
-    n_prompt_tokens: int
-    n_cached_tokens: int
-    n_made_tokens: int
-    step_s: float
-    sampling_s: float
-    n_running: int
-    n_waiting: int
-    n_cells_used: int
-    n_cells: int
 
 
 class Made(NamedTuple):

@@ -1,0 +1,414 @@
+"""ROOM #14924: continuous batching. Requests share an engine, each in a slot, step by step.
+
+A slot is a sequence of the engine's cache with a place in every step. A request waits until a slot
+is free, and cells for all of its tokens are. So none has to give way later:
+
+    waiting   in the order in which they came; the first one waits for what it needs
+    prompt    its tokens go into steps as there is room: behind a token of each slot that generates,
+              prompts fill a step up to n_ubatch, in the order in which they began
+    tokens    one in each step, until the last one, an end, a limit of time, or nobody wants more
+
+Where the device draws tokens and results come behind (sampling=device, results=behind), a step is
+issued before the host knows the tokens of the step before. The host looks at those while the device
+computes:
+
+    device  | step n          | step n + 1      | step n + 2
+    host     n + 1   n - 1     n + 2   n         n + 3   n + 1       issue .. look at results
+
+So a request that turns out to be over has a token too many under way. Nobody looks at it, and its
+cell is let go. Otherwise the host draws, and waits for each step.
+
+A slot that is free keeps its cells. A prompt that begins like what a slot has (or another sequence,
+whose cells are copied or shared) is computed from where the two part.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from workbench.choices import SampleOn
+from workbench.engine.asks import (
+    CANCELLED,
+    FAILED,
+    LENGTH,
+    STOP,
+    TIMEOUT,
+    Ask,
+    Ended,
+    Logprobs,
+    Timings,
+    Totals,
+)
+from workbench.engine.batch import Entry
+from workbench.engine.draws import FED
+from workbench.engine.prefixes import Kept, place_for
+from workbench.errors import UsageError
+from workbench.model.sampler import Sampler
+from workbench.trace.spans import now_ns
+
+if TYPE_CHECKING:
+    from workbench.engine.engine import Engine
+    from workbench.engine.pending import Pending
+
+
+class Token(NamedTuple):
+    """A token that a step has made for a request."""
+
+    number: int
+    token: int
+    logprobs: Logprobs | None
+
+
+class Results(NamedTuple):
+    """What a step has made: tokens in the order of its rows, and requests that are over."""
+
+    tokens: list[Token]
+    ended: list[Ended]
+
+
+class Request:
+    """An Ask that waits or runs. planned: tokens that it has, or that are under way.
+
+    todo: tokens of its prompt that no step has yet. cells: what it may need in all.
+    """
+
+    def __init__(self, ask: Ask, room: int):
+        self.ask, self.asked_ns = ask, now_ns()
+        self.prompt = np.asarray(ask.tokens, np.int32)
+        self.most = min(ask.max_tokens, room - len(self.prompt) + 1)
+        self.cells = len(self.prompt) + self.most - 1
+        self.sampler = Sampler(ask.sampling, ask.seed)
+        limit = ask.timeout_s
+        self.due_ns = None if limit is None else self.asked_ns + int(limit * 1e9)
+        self.todo, self.planned, self.made = len(self.prompt), 0, 0
+        self.last: int | None = None  # its last token, where the host knows it
+        self.n_cached = self.sampling_ns = 0
+        self.begun_ns = self.first_ns = self.last_ns = 0
+
+    def timings(self) -> Timings:
+        now = now_ns()
+        first = self.first_ns or now
+        return Timings(
+            ((self.begun_ns or now) - self.asked_ns) / 1e9,
+            len(self.prompt), self.n_cached,
+            (first - self.begun_ns) / 1e9 if self.begun_ns else 0.0,
+            self.made, max(0, (self.last_ns or first) - first) / 1e9, self.sampling_ns / 1e9,
+        )  # fmt: skip
+
+
+class Slot:
+    """A sequence, with the request that it serves. kept: the tokens of its cells."""
+
+    def __init__(self, sequence: int, n_cells: int):
+        self.sequence = sequence
+        self.request: Request | None = None
+        self.kept = Kept(n_cells)
+        self.used_ns = 0
+
+
+class _Row(NamedTuple):
+    slot: Slot
+    request: Request
+
+
+class _Step(NamedTuple):
+    """A step under way: the requests of its rows of outputs."""
+
+    pending: Pending
+    rows: list[_Row]
+    draws: bool
+    begun_ns: int
+
+
+class Slots:
+    """n_slots slots of an engine. n_waiting: most requests that wait for one.
+
+    `ask` takes a request, `step` issues a step and returns what an earlier one has made. Numbers of
+    requests are the caller's, each given once.
+    """
+
+    def __init__(self, engine: Engine, n_slots: int, n_waiting: int = 1024):
+        if not 0 < n_slots <= engine.cache.n_seqs:
+            raise UsageError(
+                f"{n_slots} slots; this engine has {engine.cache.n_seqs} sequences (n_seqs), and a "
+                "server at least 1 slot"
+            )
+        if n_slots > engine.config.n_ubatch:
+            raise UsageError(
+                f"{n_slots} slots want a token each in a step, which has up to "
+                f"{engine.config.n_ubatch} (n_ubatch); use fewer slots, or a larger n_ubatch"
+            )
+        self.engine, self.n_waiting = engine, n_waiting
+        self.room = engine.cache.n_ctx_seq  # cells that a request may have
+        self.slots = [Slot(i, engine.cache.region_cells) for i in range(n_slots)]
+        self._choice = engine.toggles.slot_choice
+        self._on_device = engine.toggles.sampling == SampleOn.DEVICE
+        self._running: dict[int, _Row] = {}  # by number, in the order in which they began
+        self._waiting: dict[int, Request] = {}
+        self._under_way: deque[_Step] = deque()
+        self._ended: list[Ended] = []
+        self._reserved = 0  # cells of all that run, where these share a region
+        self.n_steps = self.n_prompt = self.n_cached = self.n_made = 0
+        self.step_ns = self.sampling_ns = self._busy_until = 0
+
+    # requests ----------------------------------------------------------------------------------
+
+    def refusal(self, ask: Ask) -> str:
+        """Why a request can never be served; empty where it can."""
+        n = len(ask.tokens)
+        if n > self.room:
+            return f"the prompt has {n} tokens, and the context of a request is {self.room}"
+        if not n or ask.max_tokens < 1:
+            return f"{n} tokens of a prompt, {ask.max_tokens} to make; both must be 1 or more"
+        bad = next((t for t in np.asarray(ask.tokens).tolist() if not self._is_id(t)), None)
+        if bad is not None:
+            return f"token id {bad} is outside the vocabulary of {self.engine.model.n_vocab}"
+        return ""
+
+    def _is_id(self, token: int) -> bool:
+        return 0 <= token < self.engine.model.n_vocab
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more requests may wait."""
+        return len(self._waiting) >= self.n_waiting
+
+    def ask(self, ask: Ask) -> None:
+        """Takes a request that nothing refuses."""
+        self._waiting[ask.number] = Request(ask, self.room)
+
+    def cancel(self, number: int) -> None:
+        """Ends a request with CANCELLED, if it has not ended."""
+        self._end(number, CANCELLED)
+
+    def retry_after_s(self) -> float:
+        """When a slot will probably be free: by the time that steps take, and the tokens that the
+        requests here have to make."""
+        each_s = self.step_ns / max(1, self.n_steps) / 1e9
+        left = [request.most - request.made for _, request in self._running.values()]
+        left += [request.most for request in self._waiting.values()]
+        return max(1.0, each_s * sum(left) / len(self.slots))
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self._running or self._waiting or self._under_way or self._ended)
+
+    def totals(self) -> Totals:
+        cache = self.engine.cache
+        return Totals(
+            self.n_steps, self.n_prompt, self.n_cached, self.n_made, self.step_ns / 1e9,
+            self.sampling_ns / 1e9, len(self._running), len(self._waiting), cache.n_used,
+            cache.n_cells,
+        )  # fmt: skip
+
+    # a step ------------------------------------------------------------------------------------
+
+    def step(self) -> Results:
+        """Issues a step where there is work, and returns what the step before has made, or this
+        one. Where a step fails, all requests have ended with FAILED, and the error is raised by
+        the next call."""
+        self._expire()
+        self._admit()
+        draws = self._on_device and all(
+            request.ask.n_logprobs is None for _, request in self._running.values()
+        )
+        tokens: list[Token] = []
+        if self._under_way and not (draws and self._under_way[-1].draws):
+            self._complete(0, tokens)  # the host wants to know its tokens
+        work, rows = self._work(draws)
+        if work:
+            pending = self.engine.submit(work, draws)
+            self._under_way.append(_Step(pending, rows, draws, now_ns()))
+            self.n_steps += 1
+        ahead = bool(work) and draws and self.engine.is_ahead
+        self._complete(1 if ahead else 0, tokens)
+        ended, self._ended = self._ended, []
+        return Results(tokens, ended)
+
+    def _expire(self) -> None:
+        now = now_ns()
+        every = [*self._waiting.values(), *(request for _, request in self._running.values())]
+        for request in every:
+            if request.due_ns is not None and request.due_ns < now:
+                self._end(request.ask.number, TIMEOUT)
+
+    def _admit(self) -> None:
+        """Gives slots to the first that wait, as long as there are slots and cells."""
+        cache = self.engine.cache
+        while self._waiting:
+            free = [slot for slot in self.slots if slot.request is None]
+            number, request = next(iter(self._waiting.items()))
+            if not free or (
+                cache.n_regions == 1 and self._reserved + request.cells > cache.n_ctx_seq
+            ):
+                return
+            del self._waiting[number]
+            slot, source, n = place_for(request.prompt, free, self.slots, self._choice)
+            self._seat(slot, source, n, request)
+
+    def _seat(self, slot: Slot, source: Slot | None, n: int, request: Request) -> None:
+        """Gives a request a slot. The first n tokens of its prompt are in the slot's cells, or in
+        the source's."""
+        cache, sequence = self.engine.cache, slot.sequence
+        if source is None:
+            cache.remove(sequence, n)
+            slot.kept.cut(n)
+        else:
+            cache.remove(sequence)
+            slot.kept.cut(0)
+            self._make_room(request.cells, {slot, source})
+            cache.copy(source.sequence, sequence, 0, n)
+            slot.kept.extend(request.prompt[:n])
+        self._make_room(request.cells, {slot})
+        self._reserved += request.cells
+        slot.request = request
+        self._running[request.ask.number] = _Row(slot, request)
+        request.todo = len(request.prompt) - n
+        request.n_cached, request.begun_ns = n, now_ns()
+        self.n_cached += n
+        self.engine.draws.samplers[sequence] = request.sampler
+
+    def _make_room(self, cells: int, but: set[Slot]) -> None:
+        """Lets idle slots' cells go, the longest idle first, until those that run have all they
+        may need."""
+        cache = self.engine.cache
+        if cache.n_regions > 1:
+            return
+        idle = [s for s in self.slots if s.request is None and s not in but and len(s.kept)]
+        idle.sort(key=lambda s: s.used_ns)
+        for slot in idle:
+            if self._reserved + cells + sum(len(s.kept) for s in idle) <= cache.n_ctx_seq:
+                return
+            cache.remove(slot.sequence)
+            slot.kept.cut(0)
+
+    def _work(self, draws: bool) -> tuple[list[Entry], list[_Row]]:
+        """The next step: a token of each slot that generates, and as many tokens of prompts as fit
+        beside them."""
+        work: list[Entry] = []
+        rows: list[_Row] = []
+        room = self.engine.config.n_ubatch
+        begun = [row for row in self._running.values() if row.request.todo]
+        for slot, request in self._running.values():
+            if request.todo or request.planned >= request.most:
+                continue
+            token = FED if request.last is None else request.last
+            if token == FED and not draws:
+                raise AssertionError(f"the host does not know the last token of {slot.sequence}")
+            work.append((slot.sequence, (token,), "last"))
+            self._plan(slot, request, rows)
+            slot.kept.add(token)
+            room -= 1
+        for slot, request in begun:
+            if not room:
+                break
+            at, n = len(request.prompt) - request.todo, min(room, request.todo)
+            tokens = request.prompt[at : at + n]
+            request.todo -= n
+            work.append((slot.sequence, tokens.tolist(), "none" if request.todo else "last"))
+            slot.kept.extend(tokens)
+            self.n_prompt += n
+            room -= n
+            if not request.todo:
+                self._plan(slot, request, rows)
+        return work, rows
+
+    def _plan(self, slot: Slot, request: Request, rows: list[_Row]) -> None:
+        rows.append(_Row(slot, request))
+        request.planned += 1
+        request.last = None
+
+    # results -----------------------------------------------------------------------------------
+
+    def _complete(self, n: int, found: list[Token]) -> None:
+        """Looks at the results of all steps under way but the last n."""
+        while len(self._under_way) > n:
+            step = self._under_way.popleft()
+            try:
+                results = step.pending.wait()
+            except BaseException as error:
+                self._fail(f"the step failed: {error}")
+                raise
+            now = now_ns()
+            self.step_ns += now - max(step.begun_ns, self._busy_until)
+            self._busy_until = now
+            if step.draws:
+                took = int(results[:, 1].max(initial=0))
+                self.sampling_ns += took
+                for row, token in zip(step.rows, results[:, 0].tolist(), strict=True):
+                    self._take(row, token, took, now, None, found)
+            else:
+                for row, logits in zip(step.rows, results, strict=True):
+                    begun = now_ns()
+                    token = self.engine.draws.draw(row.slot.sequence, logits)
+                    took = now_ns() - begun
+                    self.sampling_ns += took
+                    wanted = row.request.ask.n_logprobs
+                    known = None if wanted is None else logprobs(logits, token, wanted)
+                    self._take(row, token, took, now, known, found)
+
+    def _take(
+        self, row: _Row, token: int, took: int, now: int, known: Logprobs | None, found: list[Token]
+    ) -> None:
+        """Gives a request its token, if it still runs."""
+        request, slot = row.request, row.slot
+        if slot.request is not request:
+            return
+        number = request.ask.number
+        request.sampling_ns += took
+        if not self._is_id(token):
+            self._end(number, FAILED, "its logits are not finite; the model or its cache is broken")
+            return
+        request.first_ns, request.last_ns = request.first_ns or now, now
+        if token in request.ask.ends:
+            self._end(number, STOP)
+            return
+        request.made += 1
+        self.n_made += 1
+        slot.kept.known(token, request.planned - request.made)
+        if request.planned == request.made:
+            request.last = token
+        found.append(Token(number, token, known))
+        if request.made == request.most:
+            self._end(number, LENGTH)
+
+    def _end(self, number: int, reason: str, why: str = "") -> None:
+        """Ends a request, if it has not ended. Its slot keeps the cells whose tokens are known."""
+        request = self._waiting.pop(number, None)
+        row = self._running.pop(number, None)
+        if row is not None:
+            slot, request = row
+            slot.request = None
+            slot.kept.cut(slot.kept.n_known)
+            self.engine.cache.remove(slot.sequence, len(slot.kept))
+            slot.used_ns = now_ns()
+            self._reserved -= request.cells
+        if request is not None:
+            self._ended.append(Ended(number, reason, request.timings(), why))
+
+    def _fail(self, why: str) -> None:
+        self._under_way.clear()
+        for number in [*self._running, *self._waiting]:
+            self._end(number, FAILED, why)
+
+    def drop(self) -> list[Ended]:
+        """Ends all requests with FAILED: the engine has broken."""
+        self._fail("the engine failed")
+        ended, self._ended = self._ended, []
+        return ended
+
+
+def logprobs(logits: np.ndarray, token: int, n: int) -> Logprobs:
+    """Log-probabilities of a row of logits, (n_vocab,) float32: of a token, and the n largest."""
+    wide = logits.astype(np.float64)
+    top = wide.max()
+    total = top + np.log(np.exp(wide - top).sum())
+    n = min(n, len(wide))
+    best = np.argpartition(-wide, n - 1)[:n] if n else np.empty(0, np.int64)
+    best = best[np.lexsort((best, -wide[best]))]
+    values = (wide[best] - total).astype(np.float32)
+    return Logprobs(float(wide[token] - total), best.astype(np.int32), values)
