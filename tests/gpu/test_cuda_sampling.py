@@ -1,0 +1,95 @@
+"""Tokens drawn by the cuda backend against the host's sampler, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.gpu.harness import Compute
+from workbench.graph import ops
+from workbench.graph.ir import F32, I32, Kind, Tensor
+from workbench.model.sampler import Sampling, drawn
+
+pytestmark = pytest.mark.gpu
+
+EDGE = 2e-5  # weights are 2^-24 of themselves off
+
+
+def draw(compute: Compute, logits: np.ndarray, how: list[Sampling], u: np.ndarray) -> np.ndarray:
+    settings = np.array(
+        [[s.temperature, s.top_k, s.top_p, x] for s, x in zip(how, u, strict=True)], np.float32
+    )
+    tl, ts = Tensor("l", F32, logits.shape), Tensor("s", F32, settings.shape)
+    node = ops.make("draw", "d", tl, ts)
+    return first(compute, node, {tl: logits, ts: settings})
+
+
+def first(compute, node, arrays) -> np.ndarray:
+    """The tokens; how long each took differs from run to run, so they are run by hand."""
+    from tests.gpu import harness
+
+    backend = compute.__closure__[0].cell_contents
+    held = {t: harness.Guarded(backend, a.reshape(-1).view(np.uint8)) for t, a in arrays.items()}
+    out = harness.Guarded(backend, np.full(node.output.nbytes, 0xFF, np.uint8))
+    at = {**held, node.output: out}
+    backend.launch(node, lambda t: at[t].address, 0, stream=0)()
+    backend.sync_stream(0)()
+    found = out.download().view(np.int32).reshape(node.output.shape)
+    assert (found[:, 1] >= 0).all() and (found[:, 1] < 10_000_000).all()
+    return found[:, 0]
+
+
+def near(logits: np.ndarray, s: Sampling, u: float) -> set[int]:
+    """The tokens that uniform numbers near u draw, and places near an edge of top-p."""
+    found = set()
+    for du in (-EDGE, 0, EDGE):
+        for dp in (-EDGE, 0, EDGE):
+            p = s.top_p if s.top_p == 1 else min(max(s.top_p + dp, 1e-6), 1.0)
+            found.add(drawn(logits, Sampling(s.temperature, s.top_k, p), min(max(u + du, 0), 1)))
+    return found
+
+
+@pytest.mark.parametrize("n_vocab", [5, 1000, 1024, 32001, 128256])
+@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 40.0, "ties", "two"])
+def test_draws_are_the_hosts(compute: Compute, n_vocab: int, spread) -> None:
+    rng = np.random.default_rng(n_vocab)
+    n = 40
+    logits = rng.standard_normal((n, n_vocab)).astype(np.float32)
+    if spread == "ties":
+        logits = np.round(logits * 2)
+    elif spread == "two":
+        logits = (logits > 0).astype(np.float32)
+    else:
+        logits *= spread
+    how = [
+        Sampling(t, k, p)
+        for t, k, p in zip(
+            rng.choice([0.0, 0.3, 1.0, 4.0], n), rng.choice([0, 1, 40, 1000, 5000], n).tolist(),
+            rng.choice([0.05, 0.5, 0.95, 1.0], n), strict=True,
+        )
+    ]  # fmt: skip
+    u = rng.random(n).astype(np.float32)
+    u[:2] = 0.0, 1.0
+    found = draw(compute, logits, how, u)
+    for row in range(n):
+        wanted = near(logits[row], how[row], float(u[row]))
+        assert found[row] in wanted, (row, how[row], float(u[row]), found[row], wanted)
+
+
+def test_rows_that_are_not_finite_draw_nothing(compute: Compute) -> None:
+    logits = np.zeros((4, 100), np.float32)
+    logits[0, 7], logits[1, 3], logits[2] = np.nan, np.inf, -np.inf
+    found = draw(compute, logits, [Sampling(1.0)] * 4, np.full(4, 0.5))
+    assert found[:3].tolist() == [-1, -1, -1] and found[3] >= 0
+
+
+def test_feed_and_keep(compute: Compute) -> None:
+    ids, last = np.array([5, -1, -3, 7, -9], np.int32), np.array([11, 12, 13], np.int32)
+    ti, tl = Tensor("i", I32, ids.shape), Tensor("l", I32, last.shape, Kind.CACHE)
+    fed = compute(ops.make("feed", "f", ti, tl), {ti: ids, tl: last}).view(np.int32)
+    assert fed.tolist() == [5, 11, 13, 7, 0]
+    drawn_ = np.array([[1, 9], [2, 9], [3, 9]], np.int32)
+    td, tr = Tensor("d", I32, drawn_.shape), Tensor("r", I32, (3,))
+    rows = np.array([2, -1, 0], np.int32)
+    kept = compute(ops.make("keep_tokens", "k", tl, td, tr), {tl: last, td: drawn_, tr: rows})
+    assert kept.view(np.int32).tolist() == [3, 12, 1]

@@ -1,0 +1,37 @@
+"""The toggles that a server has, where nobody says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from workbench import devices
+from workbench.config import BEST, TogglePreset
+
+# What a server adds to `best`. A region for each request, with its masked cells left unread, keeps
+# a step's cost to its own cells. The device goes on with the tokens that it draws, so the host
+# looks at results while the next step runs. Few shapes let plans be replayed.
+SERVING: dict[str, str] = {
+    "kv_cache": "per_sequence",
+    "kv_parts": "parallel_blocks",
+    "skip_masked_kv": "tail",
+    "batch_sizes": "padded",
+    "sampling": "device",
+    "graph_reuse": "set_rows",
+    "results": "behind",
+    "sync": "packed_implicit",
+    "copy_stream": "compute",
+    "host_source": "pinned_ring_2",
+    "step_wait": "outputs",
+    "launch_ahead": "off",
+    "plan_end": "event",
+}
+# the host computes a step where it is issued: nothing can run behind it
+ON_HOST = ("kv_cache", "kv_parts", "skip_masked_kv", "batch_sizes", "graph_reuse")
+
+
+def serving(device: str, preset: str | None, changes: Mapping[str, str]) -> TogglePreset:
+    """The toggles of a server: a preset's, or `best` with what serving adds; changes win."""
+    if preset is not None:
+        return TogglePreset(preset, changes)
+    own = {k: v for k, v in SERVING.items() if device != devices.HOST or k in ON_HOST}
+    return TogglePreset(BEST, own | dict(changes))

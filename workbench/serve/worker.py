@@ -1,0 +1,198 @@
+"""The engine process of a server: requests in, one message a step out.
+
+It has the engine to itself, so nothing that a front does holds a step up. Between two steps it
+reads what has come; while there is nothing to do it waits for the pipes. It ends when every front
+has said Finish, or is gone, and all that runs has ended. A front that is gone has its requests
+cancelled. Where a step fails, all requests end with FAILED, and the process with an error.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from workbench.config import EngineConfig
+from workbench.engine.asks import Ask, Ended
+from workbench.engine.slots import Results, Slots, Token
+from workbench.errors import WorkbenchError
+from workbench.serve.messages import Cancel, Finish, Made, Ready, Refused
+from workbench.serve.serving import serving
+
+if TYPE_CHECKING:
+    from multiprocessing.context import SpawnProcess
+
+    from workbench.engine.engine import Engine
+
+IDLE_S = 1.0  # how long to wait for requests before the pipes are looked at again
+
+
+class WorkerSettings(NamedTuple):
+    """What an engine process is started with. toggles: a preset's name and changes of one's own;
+    None: `serving`'s. n_slots: requests served together. n_waiting: most that wait for a slot."""
+
+    model: str
+    config: EngineConfig
+    n_slots: int
+    preset: str | None = None
+    changes: tuple[tuple[str, str], ...] = ()
+    n_waiting: int = 1024
+
+
+def start(
+    settings: WorkerSettings, n_fronts: int = 1, target: Callable[..., None] | None = None
+) -> tuple[list[Connection], SpawnProcess]:
+    """Starts the process; one end of a pipe for each front. Its first message is Ready."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(n_fronts)]
+    theirs = [pipe[1] for pipe in pipes]
+    process = context.Process(target=target or main, args=(theirs, settings), name="engine")
+    process.start()
+    for end in theirs:
+        end.close()
+    return [pipe[0] for pipe in pipes], process
+
+
+def main(fronts: list[Connection], settings: WorkerSettings) -> None:
+    """The process. What stops it is said on stderr, in a line."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a front says when to finish
+    try:
+        with open_engine(settings) as engine:
+            slots = Slots(engine, settings.n_slots, settings.n_waiting)
+            EngineProcess(slots, fronts).run(settings.model)
+    except WorkbenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)
+
+
+def open_engine(settings: WorkerSettings) -> Engine:
+    """The engine of these settings."""
+    from workbench.engine.engine import Engine
+
+    wanted = serving(settings.config.device, settings.preset, dict(settings.changes))
+    return Engine.load(settings.model, config=settings.config, toggles=wanted)
+
+
+class EngineProcess:
+    """Serves the requests of some fronts with some slots."""
+
+    def __init__(self, slots: Slots, fronts: list[Connection]):
+        self._slots = slots
+        self._fronts = dict(enumerate(fronts))
+        self._asking = set(self._fronts)  # fronts that may ask for more
+        # of each request here: its front, and its number there
+        self._of: dict[int, tuple[int, int]] = {}
+        self._here: dict[tuple[int, int], int] = {}
+        self._next = 0
+
+    def run(self, model: str) -> None:
+        """Until there is nothing more to do."""
+        slots, engine = self._slots, self._slots.engine
+        ready = Ready(
+            engine.model.name or model, engine.device, engine.model.n_vocab, slots.room,
+            len(slots.slots), slots.n_waiting,
+        )  # fmt: skip
+        for number in [*self._fronts]:
+            self._send(number, ready)
+        try:
+            while self._asking or not slots.idle:
+                self._read(IDLE_S if slots.idle else 0)
+                if not slots.idle:
+                    self._tell(slots.step())
+        except BaseException:
+            self._tell(Results([], slots.drop()))
+            raise
+        finally:
+            for pipe in self._fronts.values():
+                pipe.close()
+
+    # from the fronts ---------------------------------------------------------------------------
+
+    def _read(self, timeout_s: float) -> None:
+        """Does what the fronts have said; waits up to timeout_s for the first."""
+        ready = wait([*self._fronts.values()], timeout_s)
+        for number, pipe in [*self._fronts.items()]:
+            if pipe not in ready:
+                continue
+            try:
+                while number in self._fronts and pipe.poll():
+                    self._hear(number, pipe.recv())
+            except (EOFError, OSError):
+                self._gone(number)
+
+    def _hear(self, front: int, message: Any) -> None:
+        if isinstance(message, Ask):
+            self._ask(front, message)
+        elif isinstance(message, Cancel):
+            here = self._here.get((front, message.number))
+            if here is not None:
+                self._slots.cancel(here)
+        elif isinstance(message, Finish):
+            self._asking.discard(front)
+        else:
+            raise TypeError(f"front {front} said {type(message).__name__}, which means nothing")
+
+    def _ask(self, front: int, ask: Ask) -> None:
+        why, after = self._slots.refusal(ask), None
+        if not why and self._slots.is_full:
+            why, after = "the server is busy; try again later", self._slots.retry_after_s()
+        if why:
+            self._send(front, Refused(ask.number, why, after))
+            return
+        here, self._next = self._next, self._next + 1
+        self._of[here], self._here[front, ask.number] = (front, ask.number), here
+        self._slots.ask(ask._replace(number=here))
+
+    def _gone(self, front: int) -> None:
+        """A front has closed its pipe: nobody waits for its requests."""
+        self._asking.discard(front)
+        pipe = self._fronts.pop(front, None)
+        if pipe is not None:
+            pipe.close()
+        for here, (whose, _) in list(self._of.items()):
+            if whose == front:
+                self._slots.cancel(here)
+
+    # to the fronts -----------------------------------------------------------------------------
+
+    def _tell(self, results: Results) -> None:
+        """A message to each front that the results are for."""
+        tokens: dict[int, list[Token]] = {}
+        ended: dict[int, list[Ended]] = {}
+        for token in results.tokens:
+            front, number = self._of[token.number]
+            tokens.setdefault(front, []).append(token._replace(number=number))
+        for end in results.ended:
+            front, number = self._of.pop(end.number)
+            del self._here[front, number]
+            ended.setdefault(front, []).append(end._replace(number=number))
+        totals = self._slots.totals() if tokens or ended else None
+        for front in {**tokens, **ended}:
+            made = tokens.get(front, [])
+            assert totals is not None
+            self._send(front, Made(
+                np.array([t.number for t in made], np.int64),
+                np.array([t.token for t in made], np.int32),
+                {t.number: t.logprobs for t in made if t.logprobs is not None},
+                tuple(ended.get(front, ())), totals,
+            ))  # fmt: skip
+
+    def _send(self, front: int, message: Any) -> None:
+        pipe = self._fronts.get(front)
+        if pipe is None:
+            return
+        try:
+            pipe.send(message)
+        except (BrokenPipeError, OSError):
+            self._gone(front)
