@@ -19,6 +19,7 @@ from workbench.cli import (  # noqa: F401 - commands
     measure,
     models,
     profile,
+    serve,
     serve_bench,
     streams,
     toggles,

@@ -63,6 +63,7 @@ class Front:
         self._numbers = itertools.count(number, step)
         self._parts: dict[int, Continuation] = {}
         self._take: dict[int, Callable[[int], None]] = {}
+        self._touched: list[Reply] = []  # by this message
         self._n_first = 0  # of this message, tokens that are their request's first
         self._last_s: float | None = None  # when tokens came last
 
@@ -95,7 +96,7 @@ class Front:
             lengths.append(fitted(len(prompt), wanted.max_tokens, ready.n_ctx, form.clips))
             if max(prompt) >= ready.n_vocab:
                 raise bad(not_known(max(prompt), ready.n_vocab), "prompt")
-        reply = Reply(wanted, form, self.texts, self.cancel)
+        reply = Reply(wanted, form, self.texts, self.cancel, self._touched)
         ends = frozenset() if wanted.ignore_eos else self.texts.tokenizer.eog_ids
         first_seed = secrets.randbits(48) if wanted.seed is None else wanted.seed
         asks = []
@@ -165,6 +166,9 @@ class Front:
                 self.counted.between_tokens.add(now - self._last_s, n - self._n_first)
             self._last_s = now
         self._ended(made.ended)
+        for reply in self._touched:
+            reply.flush()
+        self._touched.clear()
 
     def _ended(self, ended: Iterable[Ended]) -> None:
         for each in ended:

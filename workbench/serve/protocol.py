@@ -1,4 +1,8 @@
-"""uvicorn's HTTP/1.1 connection, with the limits that it lacks and errors in JSON."""
+"""uvicorn's HTTP/1.1 connection, with the limits that it lacks and errors in JSON.
+
+It can also write a part of a body at once. ASGI would wake the coroutine of the response for each
+part, which costs more than the part.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ LINGER_S = 1.0  # closed with bytes unread, a connection is reset and its client
 
 
 class FrontProtocol(HttpToolsProtocol):
-    """A connection. `abort`, in the scope's state, closes it without waiting for its client."""
+    """A connection. In its scope's state are `abort`, which closes it without waiting for its
+    client, and `write_part`."""
 
     _n_headers = 0
     _late: asyncio.TimerHandle | None = None
@@ -47,7 +52,7 @@ class FrontProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_headers, self._n_headers = True, 0
-        self.scope["state"]["abort"] = self.transport.abort
+        self.scope["state"] |= {"abort": self.transport.abort, "write_part": self.write_part}
         if self._late is None:
             self._late = self.loop.call_later(HEADERS_S, self._too_late)
 
@@ -58,6 +63,14 @@ class FrontProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, "this is no HTTP request"))
+
+    def write_part(self, data: bytes) -> int:
+        """Writes a part of a body of unknown length that was begun, and is not at its end. Returns
+        how many bytes wait for the client."""
+        if self.transport.is_closing():
+            return 0
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return self.transport.get_write_buffer_size() if self.flow.write_paused else 0
 
     def _on_time(self) -> None:
         if self._late is not None:

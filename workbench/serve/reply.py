@@ -19,6 +19,7 @@ from workbench.serve.messages import CANCELLED, FAILED, STOP, Ended, Logprobs, T
 from workbench.serve.text import StopSearch, TokenTexts
 
 MOST_BUFFERED = 1 << 20  # bytes of a stream that its client has not taken
+MOST_EVENTS = 4096  # and events, while the beginning of its answer waits to be sent
 
 
 class Form(Protocol):
@@ -125,20 +126,32 @@ class Continuation:
 
 class Reply:
     """The answer to one HTTP request. Its coroutine is woken at most once for each message of the
-    engine where it streams, and once at its end where it does not."""
+    engine where it streams, and once at its end where it does not. Where a connection can be
+    written to `direct`ly, events need no coroutine at all.
+
+    touched: gathers replies that have events; their `flush` is called behind each message.
+    """
 
     def __init__(
-        self, wanted: Wanted, form: Form, texts: TokenTexts, cancel: Callable[[int], None]
+        self,
+        wanted: Wanted,
+        form: Form,
+        texts: TokenTexts,
+        cancel: Callable[[int], None],
+        touched: list[Reply],
     ):
         self.wanted, self.form, self.texts, self._cancel = wanted, form, texts, cancel
+        self._touched = touched
         self.parts: list[Continuation] = []
         self.left = 0  # continuations that have not ended
         self.error: ApiError | None = None
         self.begun_at = time.perf_counter()
         self.dropped = False  # the client has gone, or takes nothing
         self.abort: Callable[[], None] | None = None  # closes the connection
+        # writes events without its coroutine; what it cannot take is the coroutine's
+        self.direct: Callable[[bytes], int] | None = None
         self._events: list[bytes] = []
-        self._n_buffered = 0
+        self._touches = False  # whether it is among `touched`
         self._waiter: asyncio.Future[None] | None = None
         self._awake = False
 
@@ -165,20 +178,36 @@ class Reply:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    @property
+    def has_events(self) -> bool:
+        """Whether there are some that were not taken."""
+        return bool(self._events)
+
     def taken(self) -> bytes:
         """The events since the last call."""
         body = b"".join(self._events)
         self._events.clear()
-        self._n_buffered = 0
         return body
 
     def emit(self, event: bytes) -> None:
+        """Adds an event; `flush` sends it."""
+        if not self._touches:
+            self._touches = True
+            self._touched.append(self)
         self._events.append(event)
-        self._n_buffered += len(event)
-        if self._n_buffered > MOST_BUFFERED and not self.dropped:
-            self.drop()
-        elif not self._awake:
+
+    def flush(self) -> None:
+        """Sends the events, or wakes who does. A client that takes too little is dropped."""
+        self._touches = False
+        if self.over:
             self.wake()
+        elif self.direct is not None:
+            if self.direct(self.taken()) > MOST_BUFFERED:
+                self.drop()
+        else:
+            self.wake()
+            if len(self._events) > MOST_EVENTS:
+                self.drop()
 
     def stop(self, part: Continuation) -> None:
         """A stop text was found: the engine need not go on."""

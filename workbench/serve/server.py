@@ -6,6 +6,7 @@ A first SIGINT or SIGTERM ends it gracefully: new requests get 503, what runs is
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import time
@@ -130,6 +131,8 @@ def serve(
                 say("the engine process has died; requests get 503")
 
         front.on_state = on_state
+        if not (settings.keys or is_loopback(sock)):
+            say(f"warning: {address_of(sock)} takes requests of other machines, and asks no key")
         if on_server is not None:
             on_server(server)
         say(f"listening at {address_of(sock)}; loading {settings.model}")
@@ -140,6 +143,11 @@ def serve(
             connection.close()
         if front.state == DEAD and not loaded:
             raise DeviceError("the engine process ended before it had loaded the model; see above")
+
+
+def is_loopback(sock: socket.socket) -> bool:
+    """Whether only this machine reaches it."""
+    return ipaddress.ip_address(sock.getsockname()[0]).is_loopback
 
 
 def address_of(sock: socket.socket) -> str:

@@ -55,7 +55,7 @@ class EventStream(Response):
         self.sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = self.reply
+        reply, direct = self.reply, scope.get("state", {}).get("write_part")
         self._streams.open.add(self)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
@@ -68,8 +68,11 @@ class EventStream(Response):
                 self.sending_since = None
                 if over:
                     break
+                if not reply.has_events:
+                    reply.direct = direct
                 await reply.news()
         finally:
+            reply.direct = None
             self._streams.open.discard(self)
             self._watch.cancel()
             if not reply.over:

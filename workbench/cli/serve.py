@@ -1,0 +1,134 @@
+"""`workbench serve`: a model behind OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+from cyclopts.validators import Number
+
+from workbench.cli import flags as f
+from workbench.cli.common import app, say
+from workbench.errors import UsageError
+
+SERVER = Group("Server", sort_key=0)
+MOST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Where it listens, whom it serves, and what a request gets that does not say."""
+
+    host: Annotated[str, f.flag("address to listen at; others than this machine's need a key")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        f.Whole, f.flag("0: any that is free", validator=Number(gte=0, lte=MOST_PORT))
+    ] = 8000
+    api_key_file: Annotated[
+        Path | None, f.flag("file with API keys, one a line; a request must have one of them")
+    ] = None
+    model_id: Annotated[
+        str | None, f.flag("model's name for clients; default: the file's", "--model-id --alias -a")
+    ] = None
+    chat_template_file: Annotated[
+        Path | None, f.flag("chat template (Jinja) in place of the model file's")
+    ] = None
+    max_waiting: Annotated[
+        f.Whole, f.flag("requests that may wait for a slot; more get 503", validator=f.AT_LEAST_0)
+    ] = 512
+    max_body: Annotated[
+        f.Whole, f.flag("most bytes of a request's body", validator=f.AT_LEAST_1)
+    ] = 16 << 20
+    timeout: Annotated[
+        float | None, f.flag("seconds that a request may take; default: no limit")
+    ] = None
+    drain: Annotated[float, f.flag("seconds that what runs has when the server is told to end")] = (
+        60.0
+    )
+    temperature: Annotated[
+        float, f.flag("of requests that name none; 0: the likeliest token", "--temperature --temp")
+    ] = 0.8
+    top_k: Annotated[f.Whole, f.flag("of requests that name none; 0: all")] = 40
+    top_p: Annotated[float, f.flag("of requests that name none")] = 0.95
+
+
+ServerFlags = Annotated[ServerSettings, Parameter(name="*", group=SERVER)]
+DEFAULT_SERVER = ServerSettings()
+
+
+@app.command
+def serve(
+    *,
+    model: f.ModelPath,
+    slots: Annotated[
+        f.Whole, f.flag("requests served at once", "--slots --parallel -np", validator=f.AT_LEAST_1)
+    ] = 8,
+    server: ServerFlags = DEFAULT_SERVER,
+    config: f.EngineFlags = f.DEFAULT_CONFIG,
+    toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
+) -> None:
+    """Serve a model by HTTP: OpenAI's completions and chats, and llama.cpp's own endpoints.
+
+    Ends gracefully on Ctrl-C and SIGTERM: what runs is finished first. A second one ends it at
+    once. /openapi.json describes the interface, /metrics is for Prometheus.
+    """
+    from workbench.model.gguf import open_gguf
+    from workbench.model.sampler import Sampling
+    from workbench.model.tokenizer import load_tokenizer
+    from workbench.serve.api import Defaults
+    from workbench.serve.chat import KEY
+    from workbench.serve.front import FrontSettings
+    from workbench.serve.server import Listening
+    from workbench.serve.server import serve as serve_http
+    from workbench.serve.text import TokenTexts
+    from workbench.serve.worker import start
+
+    f.check_computes(config.device)
+    wanted = toggles.wanted()
+    if server.timeout is not None and not server.timeout > 0:
+        raise UsageError(f"--timeout {server.timeout} must be above 0 seconds")
+    if not server.drain >= 0:
+        raise UsageError(f"--drain {server.drain} must be 0 or more seconds")
+    defaults = Defaults(Sampling(server.temperature, server.top_k, server.top_p), server.timeout)
+    keys = _keys(server.api_key_file)
+    template = _text(server.chat_template_file)
+    with open_gguf(model) as file:
+        texts = TokenTexts(load_tokenizer(file))
+        if template is None:
+            template = file.get(KEY, str, "") or None
+    for note in config.notes:
+        say(note)
+    serve_http(
+        lambda: start(model, config.plain(), wanted, slots, server.max_waiting),
+        texts,
+        template,
+        FrontSettings(server.model_id or model.stem, defaults, keys, server.max_body),
+        Listening(server.host, server.port, server.drain),
+        say,
+    )
+
+
+def _text(path: Path | None) -> str | None:
+    """What is in a file. Raises UsageError where it is not to be read."""
+    if path is None:
+        return None
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; name another file") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no UTF-8 at byte {error.start}; convert it") from None
+
+
+def _keys(path: Path | None) -> tuple[bytes, ...]:
+    """The API keys in a file. Raises UsageError where there is none."""
+    text = _text(path)
+    if text is None:
+        return ()
+    keys = tuple(line.strip().encode() for line in text.splitlines() if line.strip())
+    if not keys:
+        raise UsageError(f"{path} has no API key; write one a line")
+    return keys
