@@ -6,6 +6,8 @@
 //   copy_to_view_<TYPE>   dst[t] = x[t], rows one behind the other
 //   copy_by_table_<TYPE>  cache[table[store] + t] = x[t]; a row outside 0..n_kv-1 is not stored
 //
+//   copy_cells        cells of one cache to other cells of it
+//
 // Block: 256 threads. Grid: (rows, ceil(cols / 256)).
 //
 // One version of each, not tuned. A step has two get_rows; a fused step stores in product_qkv.cu or
@@ -78,6 +80,19 @@ struct CellQ8_0 {
     }
     static DEVICE i64 row_bytes(i64 cols) { return cols / 32 * 34; }
 };
+
+// Arguments: cache, pairs (to, from), n_pairs, row_bytes (a multiple of 2), n_cells. Grid:
+// (n_pairs, ceil(row_bytes / 512)). No cell is both read and written.
+extern "C" __global__ void copy_cells(u8* cache, const i64* pairs, i64 n_pairs, i64 row_bytes,
+                                      i64 n_cells) {
+    pdl_trigger();
+    pdl_wait();
+    const i64 to = pairs[2 * blockIdx.x], from = pairs[2 * blockIdx.x + 1];
+    const i64 c = i64(blockIdx.y) * 256 + threadIdx.x;
+    if (to < 0 || from < 0 || to >= n_cells || from >= n_cells || 2 * c >= row_bytes) return;
+    reinterpret_cast<u16*>(cache + to * row_bytes)[c] =
+        reinterpret_cast<const u16*>(cache + from * row_bytes)[c];
+}
 
 // set_rows: cache, x, indices, n_tokens, cols, n_kv. Two tokens with one index leave a row with
 // elements of both.

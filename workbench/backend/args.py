@@ -139,6 +139,13 @@ def _keep_tokens(n: Node, at, scratch) -> Args:
     return [at(last), at(ids), at(rows), ids.shape[0], last.shape[0]]
 
 
+def _copy_cells(n: Node, at, scratch) -> Args:
+    """cache, pairs, n_pairs, row_bytes, n_cells"""
+    cache, pairs = n.inputs
+    row_bytes = cache.dtype.row_bytes(cache.cols)
+    return [at(cache), at(pairs), pairs.shape[0], row_bytes, cache.rows]
+
+
 def _rms_scale(n: Node, at, scratch) -> Args:
     """dst, x, squares, rows, cols, n_squares, normed (columns the squares are of), eps"""
     x, squares = n.inputs
@@ -198,6 +205,7 @@ ARGS: dict[str, OpKernels] = {
     "feed": OpKernels(_feed),
     "draw": OpKernels(_draw),
     "keep_tokens": OpKernels(_keep_tokens),
+    "copy_cells": OpKernels(_copy_cells),
     "swiglu": OpKernels(_rows),
     "square_sums": OpKernels(_rows),
     "rms_scale": OpKernels(_rms_scale),

@@ -10,7 +10,7 @@ other cells, and attention adds the same terms in another order: rounding. A GPU
 kernels for other numbers of tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -22,7 +22,9 @@ from workbench.engine.kv_cache import HIDDEN, KVCache
 from workbench.engine.padding import Rule, Sizes, as_they_are
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
+from workbench.model.copies import copy_shape
 from workbench.model.inputs import (
+    COPIES,
     DELTAS,
     K_CELLS,
     MASK,
@@ -115,6 +117,10 @@ class Batches:
             batch.values.update(self._draws_of(work, batch.shape.n_outputs))
         self._spent("batch", start, now_ns())
         return batch
+
+    def check(self, work: Work, draws: bool) -> None:
+        """Raises UsageError as `take` would; nothing has been taken."""
+        self._made(work, self._mask, draws)
 
     def _draws_of(self, work: Work, n_outputs: int) -> Values:
         """Of several outputs of a sequence the last is kept."""
@@ -320,6 +326,19 @@ def shift_batch(cache: KVCache) -> Batch:
     none = np.empty(0, np.int64)
     shape = StepShape(0, 0, cache.n_cells, n_seqs=0)
     return Batch(shape, {DELTAS: cache.moved}, none, none.astype(np.int32), none, ())
+
+
+def copy_batch(copies: Mapping[int, int]) -> Batch:
+    """The step that copies cells, given as to -> from; it has no tokens."""
+    pairs = np.full((size_of_copies(len(copies)), 2), NO_CELL, np.int64)
+    pairs[: len(copies)] = [*copies.items()]
+    none = np.empty(0, np.int64)
+    return Batch(copy_shape(len(pairs)), {COPIES: pairs}, none, none.astype(np.int32), none, ())
+
+
+def size_of_copies(n: int) -> int:
+    """How many cells a step copies, where n are to be copied: few numbers, so few programs."""
+    return max(256, 1 << (n - 1).bit_length())
 
 
 # which of the tokens begin..end-1 have outputs, int32

@@ -17,7 +17,15 @@ from workbench.backend.plan import plans_of
 from workbench.config import EngineConfig, Toggles
 from workbench.engine import draws, exclusive, opened, shown
 from workbench.engine.ahead import NextStep
-from workbench.engine.batch import Outputs, Work, check_prompt, shift_batch, step_shape
+from workbench.engine.batch import (
+    Batch,
+    Outputs,
+    Work,
+    check_prompt,
+    copy_batch,
+    shift_batch,
+    step_shape,
+)
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, asked_for, continued, prefilled
 from workbench.engine.kv_cache import kv_pad, n_regions
@@ -169,7 +177,7 @@ class Engine:
                 pending = self._issued(Pending(self, expected, work))
             expected.count(self)
             return pending
-        with self._begin(work) as watch:
+        with self._begin(work, draws) as watch:
             batch = self._batches.take(work, draws)
             key = Key(batch.shape, self.turn)
             program = self._programs.get(key, batch.first_cell)  # built or kept
@@ -204,31 +212,38 @@ class Engine:
         """
         return self.submit([(sequence, tokens, outputs)]).wait()
 
-    def _begin(self, work: Work) -> Watch:
+    def _begin(self, work: Work, draws: bool = False) -> Watch:
         """The watch of the step that begins, once the step before has ended."""
         if STATE.measurement is not None:
             exclusive.check(self._loaded)
         self.end_all_but(self._most_under_way - 1)
-        if work and self.cache.moved is not None:
-            self._batches.take(work)  # what refuses the work does so before K is rotated
-            self._rotate()
+        if work and (self.cache.copied or self.cache.moved is not None):
+            self._batches.check(work, draws)  # what refuses the work does so before cells change
+            self._change_cells()
         watch = self._watch_of(self.n_steps)
         if self._recorder is not None:  # its marks would be behind a plan that is launched ahead
             self._plans.release()
         watch.begin(self.n_steps, work, self.cache.n_used)
         return watch
 
-    def _rotate(self) -> None:
-        """Turns the stored K to the positions that cells have been shifted to: a step of its own,
-        without tokens. Where it is interrupted, the cells that moved are lost."""
+    def _change_cells(self) -> None:
+        """Copies cells, and turns the stored K to the positions that cells have been shifted to: in
+        steps of their own, without tokens. Cells that an interrupted one has changed are lost."""
+        while self.cache.copied:
+            self._change(copy_batch(self.cache.copied[0]), self.cache.are_copied)
+        if self.cache.moved is not None:
+            self._change(shift_batch(self.cache), self.cache.rotated)
+
+    def _change(self, batch: Batch, done: Callable[[], None]) -> None:
+        """Issues a step without tokens. done: tells the cache of it, once it is issued."""
         with self._begin(()) as watch:
-            batch = shift_batch(self.cache)
             program = self._programs.get(Key(batch.shape, self.turn), batch.first_cell)
+            issued = False
             try:
                 pending = self._issued(Pending(self, NextStep(batch, program, watch), ()))
-                self.cache.rotated()
+                issued = True
             finally:
-                self.cache.lost()  # cells, where it was interrupted midway
+                done() if issued else self.cache.lost()  # where it was interrupted midway
         pending.wait()
 
     # what a step under way tells ----------------------------------------------------------------

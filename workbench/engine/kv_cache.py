@@ -352,6 +352,10 @@ class KVCache:
         """The stored K is where the positions are."""
         self.moved = None
 
+    def are_copied(self) -> None:
+        """The first round of copies has been issued."""
+        del self.copied[0]
+
     def lost(self) -> None:
         """Nobody knows how far the K of moved cells is, or which copies have been made: takes these
         cells from their sequences."""

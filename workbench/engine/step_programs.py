@@ -26,6 +26,7 @@ from workbench.graph.defer import defer
 from workbench.graph.fuse import chosen
 from workbench.graph.ir import Graph, Node, StepShape, Tensor
 from workbench.model.blocks import CacheStores
+from workbench.model.copies import copy_graph
 from workbench.model.decoder import Model, build_graph
 from workbench.model.shift import shift_graph
 from workbench.program.branches import check_of, forked, on_one_stream, refuse_races
@@ -56,6 +57,8 @@ def unfused_graph(
         graph = build_graph(model, shape, caches, toggles.activations, stores, regions, last_tokens)
         graph = attend_by(graph, toggles.attn_kernel, toggles.kv_parts)
         return skip_masked(graph, toggles.skip_masked_kv, toggles.skip_gate)
+    if shape.n_seqs:
+        return copy_graph(caches, shape.n_kv)
     return shift_graph(model, caches, shape.n_kv)
 
 

@@ -29,6 +29,7 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
     feed       ids (T,) I32, last (n_seqs,) I32 -> (T,) I32
     draw       logits (n, n_vocab) F32, settings (n, 4) F32 -> (n, 2) I32
     keep_tokens  last (n_seqs,) I32, ids (n, 2) I32, rows (n,) I32 -> last
+    copy_cells cache (cells, cols) of any type, pairs (n, 2) I64 -> the cache
     swiglu     gate, up (T, cols) F32 -> like gate
     square_sums  x (T, cols) F32 -> (T, cols / 32) F32
     rms_scale  x (T, cols) F32, squares (T, n) F32 -> like x; eps
@@ -56,6 +57,8 @@ reads lies in the node's scratch, or nowhere.
   a token from each row of logits, by temperature, top_k, top_p and a uniform number
   (`model/sampler.py`); -1 from a row with NaN. Beside it the nanoseconds that it took.
   keep_tokens: ids[i, 0] becomes the last token of sequence rows[i]; a row outside is not stored.
+* copy_cells: cell pairs[i, 0] becomes what cell pairs[i, 1] is. No cell is both read and written.
+  A pair with a cell outside is not copied.
 * square_sums: the sum of squares of each 32 columns. rms_scale: x / sqrt(sum(squares of the row) /
   (32 n) + eps). Together with a mul they are a norm in two halves (`graph/defer.py`).
 * set_rows: row t of x becomes cell indices[t]. copy_to_view: it becomes cell `cell` + t. That cell
@@ -236,6 +239,15 @@ OPS: dict[str, Op] = {
             stores=True,
             reads=lambda n: _whole(*n.inputs[1:]),
             vague_writes=(0,),  # sequences of the step
+        ),
+        Op(
+            "copy_cells",
+            shapes.copy_cells,
+            stores=True,
+            reads=lambda n: _whole(*n.inputs),
+            vague_reads=(0,),  # cells that are copied
+            vague_writes=(0,),
+            fewer=lambda n: {n.output: 2 * n.inputs[1].shape[0] * _rows(n.output, 1)[2]},
         ),
         Op("swiglu", shapes.like_first, flops=_per_element(5)),
         Op(

@@ -203,6 +203,13 @@ def keep_tokens(op: str, inputs: Inputs, params: Params) -> Shape:
     return last.dtype, last.shape
 
 
+def copy_cells(op: str, inputs: Inputs, params: Params) -> Shape:
+    cache, pairs = inputs
+    fits = cache.dtype in CACHE_DTYPES and pairs.dtype == I64 and pairs.shape[1:] == (2,)
+    _need(fits, op, inputs, "wants a cache (cells, cols) and pairs (n, 2) I64")
+    return cache.dtype, cache.shape
+
+
 def square_sums(op: str, inputs: Inputs, params: Params) -> Shape:
     (x,) = inputs
     fits = x.dtype == F32 and len(x.shape) == 2 and x.cols % SQUARES == 0

@@ -60,6 +60,18 @@ class PerCell(Input):
         return self.shape == (step.n_kv,)
 
 
+class CellPairs(Input):
+    """Cells to copy: to which, from which, (n_kv, 2) I64; -1 where there is nothing to copy."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, step: StepShape):
+        super().__init__(name, I64, (step.n_kv, 2))
+
+    def can_reuse(self, step: StepShape) -> bool:
+        return self.shape == (step.n_kv, 2)
+
+
 class Regions(Input):
     """For each sequence of the step its first token, and the first cell of its region of the cache,
     (n_seqs, 2) I32. A sequence's tokens end where the next one's begin."""
@@ -101,7 +113,7 @@ class StoreTable(Input):
 TOKENS, POSITIONS, MASK = "inp_tokens", "inp_pos", "attn_inp_kq_mask"
 K_CELLS, V_CELLS, STORE_TABLE = "attn_inp_k_idxs", "attn_inp_v_idxs", "inp_store_table"
 OUT_IDS, DELTAS, REGIONS = "inp_out_ids", "inp_k_shift", "attn_inp_regions"
-DRAWS, OUT_SEQS = "inp_draws", "inp_out_seqs"
+DRAWS, OUT_SEQS, COPIES = "inp_draws", "inp_out_seqs", "inp_copies"
 
 # by name: the input of a graph for steps of a shape, where it follows from the shape
 INPUTS: dict[str, Callable[[StepShape], Input]] = {
@@ -113,6 +125,7 @@ INPUTS: dict[str, Callable[[StepShape], Input]] = {
     OUT_IDS: lambda step: OutputRows(OUT_IDS, step),
     DELTAS: lambda step: PerCell(DELTAS, step),
     REGIONS: lambda step: Regions(REGIONS, step),
+    COPIES: lambda step: CellPairs(COPIES, step),
     DRAWS: lambda step: Draws(DRAWS, step),
     OUT_SEQS: lambda step: OutputRows(OUT_SEQS, step),
 }

@@ -63,7 +63,7 @@ def _bodies() -> dict[str, Callable[..., Body]]:
         elementwise.rms_norm, elementwise.quantize, elementwise.rope, elementwise.rope_shift,
         elementwise.swiglu, elementwise.square_sums, elementwise.rms_scale,
         attention.attention_combine, extents.kv_extents, extents.kv_classes,
-        sampling.feed, sampling.keep_tokens,
+        sampling.feed, sampling.keep_tokens, stores.copy_cells,
     )  # fmt: skip
     one_body: dict[str, Body] = {
         **{body.__name__: body for body in named},

@@ -78,6 +78,22 @@ def copy_by_table(dtype: str) -> Body:
     return body
 
 
+def copy_cells(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+    """Parts are ranges of pairs. Rows are multiples of 2 bytes."""
+    cache, pairs, n_pairs, row_bytes, n_cells = e.arguments(args, "iiiii")
+    start, stop = e.share(n_pairs, part, n_parts)
+    with e.loop(start, stop) as i:
+        to, whence = (e.load("i64", pairs + i * 16 + 8 * side) for side in range(2))
+        low, high = e.min(to, whence), e.max(to, whence)
+        with e.when(low.compare(">=", 0)), e.when(high.compare("<", n_cells)):
+            dst, src = cache + to * row_bytes, cache + whence * row_bytes
+
+            def step(c: Value, n: int, dst=dst, src=src) -> None:
+                e.store(e.load("u16", src + c * 2, n), dst + c * 2)
+
+            e.flat_loops(e.const("i64", 0), row_bytes // 2, 16, step)
+
+
 BODIES: dict[str, Callable[[str], Body]] = {
     "set_rows": set_rows, "copy_to_view": copy_to_view, "copy_by_table": copy_by_table,
 }  # fmt: skip

@@ -88,6 +88,13 @@ def tokens(node: Node, p: Operands) -> list[Work]:
     return [Kernel("sampling", node.op, (blocks(n, 256), 1), 256, args, waits=True)]
 
 
+def copy_cells(node: Node, p: Operands) -> list[Work]:
+    """A block for each pair of cells, and each 512 bytes."""
+    args = pack(node, p.at)
+    grid = (int(args[2]), blocks(int(args[3]), 512))
+    return [Kernel("rows", "copy_cells", grid, 256, args, waits=True)]
+
+
 # norms --------------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,7 @@ def _shape(attend: Node) -> AttentionShape:
 _LAUNCHES: dict[str, Callable[[Node, Operands], list[Work]]] = {
     **dict.fromkeys(elementwise.GRIDS, elementwise.elementwise),
     **dict.fromkeys(("kv_extents", "kv_classes"), elementwise.seen),
+    "copy_cells": elementwise.copy_cells,
     **dict.fromkeys(("feed", "draw", "keep_tokens"), elementwise.tokens),
     "rms_norm": elementwise.norm,
     "mul_mat": products.mul_mat,
