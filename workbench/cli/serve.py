@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Annotated
 
@@ -57,6 +60,7 @@ class ServerSettings:
 
 ServerFlags = Annotated[ServerSettings, Parameter(name="*", group=SERVER)]
 DEFAULT_SERVER = ServerSettings()
+DEFAULT_ENGINE = f.EngineSettings(n_ctx=32768)  # of all slots together
 
 
 @app.command
@@ -67,10 +71,13 @@ def serve(
         f.Whole, f.flag("requests served at once", "--slots --parallel -np", validator=f.AT_LEAST_1)
     ] = 8,
     server: ServerFlags = DEFAULT_SERVER,
-    config: f.EngineFlags = f.DEFAULT_CONFIG,
+    config: f.EngineFlags = DEFAULT_ENGINE,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
     """Serve a model by HTTP: OpenAI's completions and chats, and llama.cpp's own endpoints.
+
+    Preset best has what serving wants beside it: a region of the cache for each slot, tokens drawn
+    on the device, results behind the next step. --n-ctx is of all slots together.
 
     Ends gracefully on Ctrl-C and SIGTERM: what runs is finished first. A second one ends it at
     once. /openapi.json describes the interface, /metrics is for Prometheus.
@@ -84,7 +91,7 @@ def serve(
     from workbench.serve.server import Listening
     from workbench.serve.server import serve as serve_http
     from workbench.serve.text import TokenTexts
-    from workbench.serve.worker import start
+    from workbench.serve.worker import WorkerSettings, start
 
     f.check_computes(config.device)
     wanted = toggles.wanted()
@@ -101,8 +108,15 @@ def serve(
             template = file.get(KEY, str, "") or None
     for note in config.notes:
         say(note)
+    engine = dataclasses.replace(config.plain(), n_seqs=slots)
+    settings = WorkerSettings(str(model), engine, slots, wanted, server.max_waiting)
+
+    def begin() -> tuple[Connection, SpawnProcess]:
+        (pipe,), process = start(settings)
+        return pipe, process
+
     serve_http(
-        lambda: start(model, config.plain(), wanted, slots, server.max_waiting),
+        begin,
         texts,
         template,
         FrontSettings(server.model_id or model.stem, defaults, keys, server.max_body),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from workbench import devices
 from workbench.config import BEST, TogglePreset
 
@@ -29,9 +27,10 @@ SERVING: dict[str, str] = {
 ON_HOST = ("kv_cache", "kv_parts", "skip_masked_kv", "batch_sizes", "graph_reuse")
 
 
-def serving(device: str, preset: str | None, changes: Mapping[str, str]) -> TogglePreset:
-    """The toggles of a server: a preset's, or `best` with what serving adds; changes win."""
-    if preset is not None:
-        return TogglePreset(preset, changes)
+def serving(device: str, wanted: TogglePreset) -> TogglePreset:
+    """The toggles of a server: what is wanted, and where that begins with `best` what serving adds.
+    device: as EngineConfig has it."""
+    if wanted.name != BEST:
+        return wanted
     own = {k: v for k, v in SERVING.items() if device != devices.HOST or k in ON_HOST}
-    return TogglePreset(BEST, own | dict(changes))
+    return TogglePreset(BEST, own | wanted.changes)

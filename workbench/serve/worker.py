@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from workbench.config import EngineConfig
+from workbench.config import BEST, EngineConfig, TogglePreset
 from workbench.engine.asks import Ask, Ended
 from workbench.engine.slots import Results, Slots, Token
 from workbench.errors import WorkbenchError
@@ -34,14 +34,13 @@ IDLE_S = 1.0  # how long to wait for requests before the pipes are looked at aga
 
 
 class WorkerSettings(NamedTuple):
-    """What an engine process is started with. toggles: a preset's name and changes of one's own;
-    None: `serving`'s. n_slots: requests served together. n_waiting: most that wait for a slot."""
+    """What an engine process is started with. toggles: of `serving`'s where they begin with preset
+    best. n_slots: requests served together. n_waiting: most that wait for a slot."""
 
     model: str
     config: EngineConfig
     n_slots: int
-    preset: str | None = None
-    changes: tuple[tuple[str, str], ...] = ()
+    toggles: TogglePreset = TogglePreset(BEST)
     n_waiting: int = 1024
 
 
@@ -80,7 +79,7 @@ def open_engine(settings: WorkerSettings) -> Engine:
     """The engine of these settings."""
     from workbench.engine.engine import Engine
 
-    wanted = serving(settings.config.device, settings.preset, dict(settings.changes))
+    wanted = serving(settings.config.device, settings.toggles)
     return Engine.load(settings.model, config=settings.config, toggles=wanted)
 
 
