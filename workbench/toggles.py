@@ -341,21 +341,6 @@ def folded(toggles: Mapping[str, str]) -> dict[str, str]:
     return {agreed.get(name, name): value for name, value in toggles.items()}
 
 
-def differing(before: Toggles, after: Toggles) -> tuple[str, str]:
-    """What each has where the two differ: `sync=per_copy` and `sync=packed`. A family is named once
-    where all of it differs and each side has it at one value. Twice `the same toggles` for two that
-    are equal."""
-    names = [n for n in before.names() if before.value_of(n) != after.value_of(n)]
-    for family in FAMILIES:
-        members = before.members(family)
-        whole = all(len({side.value_of(n) for n in members}) == 1 for side in (before, after))
-        if whole and set(members) <= set(names):
-            names = [family if n == members[0] else n for n in names if n not in members[1:]]
-    sides = (", ".join(f"{n}={side.value_of(n)}" for n in names) for side in (before, after))
-    first, second = (side or "the same toggles" for side in sides)
-    return first, second
-
-
 class TogglePreset:
     """A preset by name, with toggles of one's own, which win.
 
@@ -414,11 +399,3 @@ def _spread(values: Mapping[str, str]) -> dict[str, str]:
     """Values by toggle: a family's value for each of its members that is not named itself."""
     wide = {m: v for k, v in values.items() if k in FAMILIES for m in Toggles.members(k)}
     return wide | {k: v for k, v in values.items() if k not in FAMILIES}
-
-
-def said_toggles(toggles: Mapping[str, str]) -> str:
-    """The toggles that are not off, in words: `copy_stream=own, fuse=on, all else off`."""
-    off = Toggles().to_dict()
-    off |= folded(off)
-    on = [f"{name}={value}" for name, value in folded(toggles).items() if off.get(name) != value]
-    return ", ".join([*on, "all else off"]) if on else "everything off"

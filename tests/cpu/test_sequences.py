@@ -553,9 +553,10 @@ def table(engine: Engine) -> bytes:
     """Who owns which cell at which position, and what a step would see of it."""
     cache = engine.cache
     rows = max((s + 1 for s in range(cache.n_seqs) if cache.length(s)), default=0)
-    arrays = (cache._positions[:rows], cache._masks[:rows], cache._next[:rows], cache._n_owners)
+    arrays = [cache._positions[:rows], cache._masks[:rows], cache._next[:rows]]
+    arrays += [cache.free.n_owners, cache.free.ends]
     moved = None if cache.moved is None else cache.moved.tolist()
-    return pickle.dumps(([a.tolist() for a in arrays], moved, cache.n_used, cache._ends.tolist()))
+    return pickle.dumps(([a.tolist() for a in arrays], moved, cache.n_used))
 
 
 REFUSED = {

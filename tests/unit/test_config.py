@@ -27,6 +27,14 @@ def test_default_is_the_baseline():
         "redo_lower": "off",
         "redo_bind": "off",
         "kv_growth": "step",
+        "kv_cache": "unified",
+        "skip_masked_kv": "off",
+        "skip_gate": "reference",
+        "slot_choice": "longest_prefix",
+        "batch_sizes": "exact",
+        "sampling": "host",
+        "attn_kernel": "auto",
+        "kv_parts": "off",
         "activations": "q8",
         "defer_norm": "off",
         "fuse_norm_mul": "off",
@@ -58,7 +66,7 @@ def test_which_toggles_may_change_the_last_bits():
     """Scheduling is exact; what another kernel computes may round differently."""
     exact = {name for name in Toggles.names() if Toggles.answer_class(name) == EXACT}
     scheduling = {"sync", "copy_stream", "host_source", "n_copies", "input_order", "step_wait"}
-    scheduling |= {"results"}
+    scheduling |= {"results", "skip_masked_kv", "skip_gate", "sampling"}
     plans = {"plans", "plan_scope", "plan_warmup", "plan_evict", "plan_batch"}
     plans |= {"launch_ahead", "plan_end"}
     redo = {"redo_build", "redo_split", "redo_layout", "redo_lower", "redo_bind"}

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.graphs import Decoder
 from tests.profiles import examples
 from workbench.backend.issue import Prepared
-from workbench.engine.batch import Batches, shift_batch
+from workbench.engine.batch import shift_batch
+from workbench.engine.batches import Batches
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.reuse import KEPT, KeepByShape, Key, Rebuild
 from workbench.graph.defer import defer

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
-from workbench.engine.batch import Batches, make_batch, shift_batch
+from workbench.engine.batch import make_batch, shift_batch
+from workbench.engine.batches import Batches
 from workbench.engine.kv_cache import EMPTY, MOST_POSITION, KVCache
 from workbench.errors import UsageError
 from workbench.model.inputs import MASK

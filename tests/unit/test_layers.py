@@ -41,6 +41,7 @@ LAYERS = [
     ("model",),
     ("graph",),
     ("config",),
+    ("toggle_words",),
     ("toggles",),
     ("clashes", "presets"),
     ("choices",),

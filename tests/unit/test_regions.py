@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
-from workbench.engine.batch import Batches, make_batch
+from workbench.engine.batch import make_batch
+from workbench.engine.batches import Batches
 from workbench.engine.kv_cache import EMPTY, KVCache
 from workbench.errors import UsageError
 from workbench.model.inputs import MASK, REGIONS
@@ -86,7 +87,7 @@ def check_inputs(batch, cache: KVCache, work: list[tuple[int, int]]) -> None:
 def agree(cache: KVCache, memory: Memory) -> None:
     for sequence, wanted in enumerate(memory.wanted):
         at, positions = cache._own(sequence)
-        assert len(at) == cache._used[sequence] == (cache._n_owners[sequence] == 1).sum()
+        assert len(at) == cache.free.used[sequence] == (cache.free.n_owners[sequence] == 1).sum()
         found = dict(zip(positions.tolist(), (at + sequence * CELLS).tolist(), strict=True))
         assert found.keys() == wanted.keys()
         assert cache.length(sequence) == max(wanted, default=-1) + 1

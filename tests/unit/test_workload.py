@@ -8,6 +8,7 @@ from fake_engine import BOS, N_VOCAB, Clock, FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench.bench.together import step_sizes
 from workbench.bench.workload import (
     WARM_MAX,
     Workload,
@@ -15,7 +16,6 @@ from workbench.bench.workload import (
     draw_tokens,
     parse,
     parse_tests,
-    step_sizes,
     take_sample,
     warm_up,
 )

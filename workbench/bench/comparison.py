@@ -22,7 +22,7 @@ from workbench.bench.until import Ended
 from workbench.devices import is_gpu
 from workbench.errors import UsageError
 from workbench.frames import Table, markdown, terminal_columns, to_html
-from workbench.toggles import said_toggles
+from workbench.toggle_words import said_toggles
 
 CONTROL = "A/A control"
 

@@ -27,7 +27,8 @@ from workbench.bench.until import Ended
 from workbench.bench.workload import Sample, Workload
 from workbench.errors import UsageError
 from workbench.frames import markdown
-from workbench.toggles import Toggles, said_toggles
+from workbench.toggle_words import said_toggles
+from workbench.toggles import Toggles
 
 FIELDS: dict[str, type] = {
     "build_commit": str, "build_number": int, "cpu_info": str, "gpu_info": str, "backends": str,

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from workbench.bench import results
-from workbench.toggles import Toggles, folded, said_toggles
+from workbench.toggle_words import said_toggles
+from workbench.toggles import Toggles, folded
 
 
 class Repeated(NamedTuple):

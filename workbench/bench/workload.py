@@ -15,7 +15,6 @@ at `llama_synchronize`, after the copy of the logits.
 from __future__ import annotations
 
 import gc
-import itertools
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from workbench.engine.batch import Entry, Work, n_tokens
+from workbench.bench.together import gen_steps, prompt_steps, step_sizes
+from workbench.engine.batch import Work, n_tokens
 from workbench.engine.ready import make_ready
 from workbench.errors import UsageError
 from workbench.progress import HIDDEN, Bar, bar
@@ -279,45 +279,11 @@ def _take_alone(
     )
 
 
-def _prompt_steps(workload: Workload, prompt: Sequence[int], n_ubatch: int) -> list[Work]:
-    """The prompts of all sequences, one behind the other, in full ubatches. As in
-    llama-batched-bench the last token of all has logits."""
-    ends: list[int] = [*range(0, len(prompt), max(1, workload.n_prompt)), len(prompt)]
-    steps: list[Work] = []
-    for begin in range(0, len(prompt), n_ubatch):
-        end, work = min(begin + n_ubatch, len(prompt)), list[Entry]()
-        for sequence, (first, behind) in enumerate(itertools.pairwise(ends)):
-            part = prompt[max(first, begin) : min(behind, end)]
-            if part:
-                work.append((sequence, part, "last" if end == behind == len(prompt) else "none"))
-        steps.append(work)
-    return steps
-
-
-def _gen_steps(workload: Workload, gen: Sequence[int], n_ubatch: int) -> list[list[Work]]:
-    """A token of each sequence, so often: one step, or as many as n_ubatch asks for."""
-    width, every = workload.width, list[list[Work]]()
-    for begin in range(0, len(gen), width):
-        row: Work = [(i, gen[begin + i : begin + i + 1], "last") for i in range(width)]
-        every.append([row[i : i + n_ubatch] for i in range(0, width, n_ubatch)])
-    return every
-
-
-def step_sizes(workload: Workload, n_ubatch: int) -> set[tuple[int, int]]:
-    """Tokens and outputs of the steps of a test of several sequences."""
-    prompt = _prompt_steps(workload, range(workload.n_prompt_tokens), n_ubatch)
-    gen = _gen_steps(workload, range(workload.width * bool(workload.n_gen)), n_ubatch)
-    return {
-        (n_tokens(work), sum(outputs != "none" for _, _, outputs in work))
-        for work in (*prompt, *itertools.chain(*gen))
-    }
-
-
 def _of_each(engine: Engine, gen: list[list[Work]]) -> Iterator[np.ndarray]:
     """The last logits of each token of all sequences, as they come. Its ids are known before, so a
     step is submitted while the one before is under way, where the engine can have two."""
     under_way: deque[tuple[Pending, bool]] = deque()  # and whether a token of all ends there
-    most = 2 if engine.is_ahead else 1
+    most = 2 if engine.under_way.is_ahead else 1
     for works in gen:
         for work in works:
             under_way.append((engine.submit(work), work is works[-1]))
@@ -336,8 +302,8 @@ def _take_together(
     """`take_sample` for several sequences: an entry for all prompts, and one for each token that
     every sequence has generated."""
     n_ubatch, submit, width = engine.config.n_ubatch, engine.submit, workload.width
-    prompt = _prompt_steps(workload, tokens.prompt, n_ubatch)
-    gen = _gen_steps(workload, tokens.gen, n_ubatch)
+    prompt = prompt_steps(workload, tokens.prompt, n_ubatch)
+    gen = gen_steps(workload, tokens.gen, n_ubatch)
     engine.reset()
     stamps, stood_ns, logits = list[int](), 0, np.empty((0, engine.model.n_vocab), np.float32)
     gc.collect(1)

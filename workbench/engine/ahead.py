@@ -51,7 +51,7 @@ class NextStep:
         if STATE.measurement is not None:
             exclusive.check(engine._loaded)
         start = now_ns()
-        if engine._under_way or engine._batches.made_ahead(work, draws) is not self.batch:
+        if engine.under_way or engine._batches.made_ahead(work, draws) is not self.batch:
             return False
         self._batch_ns = now_ns() - start
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -17,15 +16,8 @@ from workbench.backend.plan import plans_of
 from workbench.config import EngineConfig, Toggles
 from workbench.engine import draws, exclusive, opened, shown
 from workbench.engine.ahead import NextStep
-from workbench.engine.batch import (
-    Batch,
-    Outputs,
-    Work,
-    check_prompt,
-    copy_batch,
-    shift_batch,
-    step_shape,
-)
+from workbench.engine.batch import Outputs, Work, check_prompt, step_shape
+from workbench.engine.cell_steps import change_cells
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, asked_for, continued, prefilled
 from workbench.engine.kv_cache import kv_pad, n_regions
@@ -37,6 +29,7 @@ from workbench.engine.phases import PhaseCounts, Phases, PhaseTimes, counters_of
 from workbench.engine.reuse import Key, programs_of, reuse_of
 from workbench.engine.stamps import Stamp, Stamps, stamped
 from workbench.engine.step_programs import StepPrograms
+from workbench.engine.under_way import UnderWay
 from workbench.engine.wanted import Variants, Wanted, choose, resolve
 from workbench.engine.watch import PLAIN, Watch, chosen
 from workbench.errors import UsageError
@@ -69,9 +62,8 @@ class Engine:
         self.preset, self.chosen = have.preset, have.words
         self.n_steps = self.n_untraced = 0
         self.period = self._ordering.period
-        self.turn = 0  # of the rings: of the step under way, or that comes
         self._events: dict[str, Any] = {}
-        self._under_way: deque[Pending] = deque()  # oldest first
+        self.under_way = UnderWay(self._ordering)
         self._expected: NextStep | None = None
         self.look(None, PLAIN)
         self._loaded: Loaded | None = loaded.share()
@@ -169,38 +161,22 @@ class Engine:
         the vocabulary, a sequence that does not exist, a full context, and while another thread
         measures; nothing has changed then.
         """
-        if draws and self._residents.last_tokens is None:
+        if draws and not self.can_draw:
             raise UsageError("this engine's device draws no tokens; use sampling=device")
         expected, self._expected = self._expected, None
         if expected is not None and expected.comes(self, work, draws):
             with expected.watch:
-                pending = self._issued(Pending(self, expected, work))
+                pending = self.under_way.add(Pending(self, expected, work))
             expected.count(self)
             return pending
         with self._begin(work, draws) as watch:
             batch = self._batches.take(work, draws)
             key = Key(batch.shape, self.turn)
             program = self._programs.get(key, batch.first_cell)  # built or kept
-            pending = self._issued(Pending(self, NextStep(batch, program, watch), work))
-        if self.is_ahead:  # while the device computes
+            pending = self.under_way.add(Pending(self, NextStep(batch, program, watch), work))
+        if self.under_way.is_ahead:  # while the device computes
             self._batches.look_ahead(work, draws)
         return pending
-
-    def _issued(self, pending: Pending) -> Pending:
-        self._under_way.append(pending)
-        if self._ordering.result_ring > 1:
-            self.turn = self._ordering.turn_after(self.turn, False)
-        return pending
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the next step is made ready when one is submitted, not when one is waited for."""
-        return self._most_under_way > 1
-
-    @property
-    def _most_under_way(self) -> int:
-        """How many steps may be under way: a trace looks at one at a time."""
-        return self._ordering.result_ring if self._recorder is None else 1
 
     @exclusive.door
     def step(
@@ -216,57 +192,17 @@ class Engine:
         """The watch of the step that begins, once the step before has ended."""
         if STATE.measurement is not None:
             exclusive.check(self._loaded)
-        self.end_all_but(self._most_under_way - 1)
+        self.under_way.end_all_but(self.under_way.most - 1)
         if work and (self.cache.copied or self.cache.moved is not None):
             self._batches.check(work, draws)  # what refuses the work does so before cells change
-            self._change_cells()
+            change_cells(self)
         watch = self._watch_of(self.n_steps)
         if self._recorder is not None:  # its marks would be behind a plan that is launched ahead
             self._plans.release()
         watch.begin(self.n_steps, work, self.cache.n_used)
         return watch
 
-    def _change_cells(self) -> None:
-        """Copies cells, and turns the stored K to the positions that cells have been shifted to: in
-        steps of their own, without tokens. Cells that an interrupted one has changed are lost."""
-        while self.cache.copied:
-            self._change(copy_batch(self.cache.copied[0]), self.cache.are_copied)
-        if self.cache.moved is not None:
-            self._change(shift_batch(self.cache), self.cache.rotated)
-
-    def _change(self, batch: Batch, done: Callable[[], None]) -> None:
-        """Issues a step without tokens. done: tells the cache of it, once it is issued."""
-        with self._begin(()) as watch:
-            program = self._programs.get(Key(batch.shape, self.turn), batch.first_cell)
-            issued = False
-            try:
-                pending = self._issued(Pending(self, NextStep(batch, program, watch), ()))
-                issued = True
-            finally:
-                done() if issued else self.cache.lost()  # where it was interrupted midway
-        pending.wait()
-
     # what a step under way tells ----------------------------------------------------------------
-
-    def ended(self, pending: Pending, waits: bool) -> None:
-        """A step ends, and those before it have. waits: the host waits for it before it issues
-        another."""
-        while self._under_way and self._under_way[0] is not pending:
-            self._under_way[0].wait()
-        if self._under_way:
-            self._under_way.popleft()
-        if self._ordering.result_ring == 1:
-            self.turn = self._ordering.turn_after(self.turn, waits)
-
-    def end_all_but(self, n: int) -> None:
-        """Waits until no more than n steps are under way."""
-        while len(self._under_way) > n:
-            self._under_way[0].wait()
-
-    def failed(self) -> None:
-        """A step has failed: those behind it have no results either."""
-        while self._under_way:
-            self._under_way.pop().fail()
 
     def count(self, phase: str, ns: int) -> None:
         """Adds to the time of a phase."""
@@ -286,6 +222,7 @@ class Engine:
     def look(self, recorder: Recorder | None, untraced: Watch) -> None:
         """Chooses who looks on from the next step on. untraced: at steps that are not traced."""
         self._recorder, self.untraced, self._expected = recorder, untraced, None
+        self.under_way.one_by_one = recorder is not None  # a trace looks at one at a time
         self._watch_of = chosen(recorder, untraced)
 
     def stamped(self) -> AbstractContextManager[list[Stamp]]:
@@ -416,6 +353,16 @@ class Engine:
         return self._ordering.sync
 
     @property
+    def can_draw(self) -> bool:
+        """Whether the device draws tokens (sampling=device)."""
+        return self._residents.last_tokens is not None
+
+    @property
+    def turn(self) -> int:
+        """Of the rings: of the step that comes."""
+        return self.under_way.turn
+
+    @property
     def n_past(self) -> int:
         """Cells of the cache that a sequence owns."""
         return self.cache.n_used
@@ -440,8 +387,7 @@ class Engine:
             return
         exclusive.check_others(self._loaded)
         loaded, self._loaded = self._loaded, None
-        while self._under_way:
-            self._under_way.pop().give_up()
+        self.under_way.give_up()
         self._plans.release()
         for backend in loaded.backends:
             backend.synchronize()

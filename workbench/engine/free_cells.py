@@ -7,6 +7,90 @@ import numpy as np
 from workbench.errors import UsageError
 
 
+class FreeCells:
+    """Which cells of n_regions regions have owners, and how many.
+
+    n_ctx: most cells of a region that may have. in_a_row: a step wants cells one behind the other.
+    used, ends: by region, cells with an owner, and the end behind the last of them. n_used: of all.
+    """
+
+    def __init__(self, n_regions: int, region_cells: int, n_ctx: int, in_a_row: bool):
+        self.region_cells, self._n_ctx, self._in_a_row = region_cells, n_ctx, in_a_row
+        self.n_owners = np.zeros((n_regions, region_cells), np.int32)
+        self.used = np.zeros(n_regions, np.int64)
+        self.ends = np.zeros(n_regions, np.int64)
+        self.n_used = 0
+
+    def find(self, region: int, n: int) -> np.ndarray:
+        """The n lowest free cells of a region, (n,) int64, or the lowest n in a row. Raises
+        UsageError where there are none."""
+        used, end = int(self.used[region]), int(self.ends[region])
+        check_room(used, n, self._n_ctx)
+        first = region * self.region_cells
+        if used == end:  # no holes
+            return np.arange(first + end, first + end + n, dtype=np.int64)
+        free = self._free(region)
+        return (in_a_row(free, n) if self._in_a_row else free[:n]).astype(np.int64) + first
+
+    def next_of_each(self, regions: np.ndarray) -> np.ndarray | None:
+        """A free cell of each of these regions, (n,) int64; None where one has holes or no room."""
+        ends = self.ends[regions]
+        if (self.used[regions] != ends).any() or (ends >= self._n_ctx).any():
+            return None
+        cells: np.ndarray = regions * self.region_cells + ends
+        return cells
+
+    def has_room(self, region: int, n: int) -> bool:
+        """Whether `find` finds n cells."""
+        if self.used[region] + n > self._n_ctx:
+            return False
+        if not self._in_a_row or self.used[region] == self.ends[region]:
+            return True
+        return first_row(self._free(region), n) is not None
+
+    def check_steps(self, region: int, n: int, n_ubatch: int) -> None:
+        """Raises UsageError where n tokens do not fit, or where steps of n_ubatch tokens each do
+        not find cells in a row."""
+        check_room(int(self.used[region]), n, self._n_ctx)
+        if self._in_a_row and self.used[region] != self.ends[region]:
+            free = self._free(region)
+            for begin in range(0, n, n_ubatch):
+                taken = in_a_row(free, min(n_ubatch, n - begin))
+                free = np.setdiff1d(free, taken, assume_unique=True)
+
+    def _free(self, region: int) -> np.ndarray:
+        return np.flatnonzero(self.n_owners[region] == 0)
+
+    def take_one(self, region: int, cell: int) -> None:
+        """Gives a free cell of a region its first owner."""
+        self.n_owners[region, cell] = 1
+        self.used[region] += 1
+        self.ends[region] = max(self.ends[region], cell + 1)
+        self.n_used += 1
+
+    def take(self, regions: np.ndarray, cells: np.ndarray) -> None:
+        """Gives free cells of regions, (n,) each, their first owners."""
+        self.n_owners[regions, cells] = 1
+        np.add.at(self.used, regions, 1)
+        np.maximum.at(self.ends, regions, cells + 1)
+        self.n_used += len(cells)
+
+    def let_go(self, regions: np.ndarray, cells: np.ndarray) -> np.ndarray:
+        """Takes an owner from cells of regions, (n,) each; which are free now, (n,) bool."""
+        self.n_owners[regions, cells] -= 1
+        free: np.ndarray = self.n_owners[regions, cells] == 0
+        self.n_used -= int(free.sum())
+        for region in np.unique(regions).tolist():
+            owned = np.flatnonzero(self.n_owners[region, : self.ends[region]])
+            self.used[region] = len(owned)
+            self.ends[region] = int(owned[-1]) + 1 if len(owned) else 0
+        return free
+
+    def clear(self) -> None:
+        """All cells are free."""
+        self.n_owners[:] = self.used[:] = self.ends[:] = self.n_used = 0
+
+
 def in_a_row(free: np.ndarray, n: int) -> np.ndarray:
     """The lowest n of free cells, rising, that are one behind the other. Raises UsageError where
     there are none."""

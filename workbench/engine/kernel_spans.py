@@ -59,7 +59,7 @@ def kernel_spans(engine: Engine) -> Iterator[KernelSpans]:
         engine.look(recorder, PLAIN)
     try:
         yield found
-        engine.end_all_but(0)
+        engine.under_way.end_all_but(0)
     finally:
         engine.look(before, PLAIN)
         engine.synchronize()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from workbench.config import EngineConfig, KVCacheKind, KVGrowth, Toggles
-from workbench.engine.free_cells import check_room, first_row, in_a_row
+from workbench.engine.free_cells import FreeCells
 from workbench.errors import UsageError
 from workbench.sizes import round_up
 
@@ -47,7 +47,7 @@ class KVCache:
     of `pad`, exists. Sequences have the numbers 0..n_seqs-1; each has positions of its own.
 
     in_a_row: the tokens of a step want cells one behind the other.
-    n_cells: of all regions. n_used: cells with an owner. n_changes: since it was made; what was
+    n_cells: of all regions. free: which of them nobody owns. n_changes: since it was made; what was
     made for one state of the cache serves no other.
     """
 
@@ -65,13 +65,8 @@ class KVCache:
         self.n_regions = n_regions
         self.region_cells = round_up(self.n_ctx_seq, pad)
         self.n_cells = n_regions * self.region_cells
-        self._in_a_row = in_a_row
-        self.n_used = 0
+        self.free = FreeCells(n_regions, self.region_cells, self.n_ctx_seq, in_a_row)
         self.n_changes = 0
-        # by region: cells with an owner, and the end behind the last of them
-        self._used = np.zeros(n_regions, np.int64)
-        self._ends = np.zeros(n_regions, np.int64)
-        self._n_owners = np.zeros((n_regions, self.region_cells), dtype=np.int32)
         # by sequence and cell of its region: the position, EMPTY where the cell is not the
         # sequence's; and the mask for a token behind all of the sequence (float16 as uint16)
         self._positions = np.full((1, self.region_cells), EMPTY, dtype=np.int32)
@@ -97,6 +92,11 @@ class KVCache:
         owning = np.flatnonzero(self._positions[:, at] != EMPTY)
         return {s for s in owning.tolist() if self.region(s) == region}
 
+    @property
+    def n_used(self) -> int:
+        """Cells with an owner."""
+        return self.free.n_used
+
     def region(self, sequence: int) -> int:
         """The region that a sequence's cells are in."""
         return sequence if self.n_regions > 1 else 0
@@ -109,62 +109,39 @@ class KVCache:
         """Cells for the next tokens of sequences, given as (sequence, tokens), (T,) int64: the
         lowest free ones, or the lowest in a row. Raises UsageError where there are none."""
         if self.n_regions == 1:
-            return self._find_in(0, sum(n for _, n in work))
+            return self.free.find(0, sum(n for _, n in work))
         for sequence, _ in work:
             self._check(sequence)
-        return np.concatenate([self._find_in(self.region(s), n) for s, n in work])
+        return np.concatenate([self.free.find(self.region(s), n) for s, n in work])
 
     def next_cells(self, sequences: np.ndarray) -> np.ndarray:
         """`find` for a token of each sequence."""
         if self.n_regions == 1:
-            return self._find_in(0, len(sequences))
-        if (self._used[sequences] == self._ends[sequences]).all():  # no holes
-            full = self._used[sequences] >= self.n_ctx_seq
-            if not full.any():
-                return sequences * self.region_cells + self._ends[sequences]
+            return self.free.find(0, len(sequences))
+        cells = self.free.next_of_each(sequences)
+        if cells is not None:
+            return cells
         return self.find([(s, 1) for s in sequences.tolist()])
-
-    def _find_in(self, region: int, n: int) -> np.ndarray:
-        used, end = int(self._used[region]), int(self._ends[region])
-        check_room(used, n, self.n_ctx_seq)
-        first = region * self.region_cells
-        if used == end:  # no holes
-            return np.arange(first + end, first + end + n, dtype=np.int64)
-        free = np.flatnonzero(self._n_owners[region] == 0)
-        return (in_a_row(free, n) if self._in_a_row else free[:n]).astype(np.int64) + first
 
     def has_room(self, work: Sequence[tuple[int, int]]) -> bool:
         """Whether `find` finds cells for this work."""
         if self.n_regions == 1:
-            return self._has_room(0, sum(n for _, n in work))
-        return all(self._has_room(self.region(s), n) for s, n in work)
-
-    def _has_room(self, region: int, n: int) -> bool:
-        if self._used[region] + n > self.n_ctx_seq:
-            return False
-        if not self._in_a_row or self._used[region] == self._ends[region]:
-            return True
-        return first_row(np.flatnonzero(self._n_owners[region] == 0), n) is not None
+            return self.free.has_room(0, sum(n for _, n in work))
+        return all(self.free.has_room(self.region(s), n) for s, n in work)
 
     def check_steps(self, sequence: int, n: int, n_ubatch: int) -> None:
         """Raises UsageError where a sequence's next n tokens do not fit, or where steps of n_ubatch
         tokens each do not find cells in a row."""
-        region = self.region(sequence)
-        check_room(int(self._used[region]), n, self.n_ctx_seq)
-        if self._in_a_row and self._used[region] != self._ends[region]:
-            free = np.flatnonzero(self._n_owners[region] == 0)
-            for begin in range(0, n, n_ubatch):
-                taken = in_a_row(free, min(n_ubatch, n - begin))
-                free = np.setdiff1d(free, taken, assume_unique=True)
+        self.free.check_steps(self.region(sequence), n, n_ubatch)
 
     def extent(self, cells: np.ndarray) -> int:
         """Cells of a region that attention looks at once `cells` are filled, too: padded, at least
         one pad."""
         if self.n_regions == 1:
-            most = max(int(self._ends[0]), int(cells[-1]) + 1)
+            most = max(int(self.free.ends[0]), int(cells[-1]) + 1)
         else:
             regions, at = np.divmod(cells, self.region_cells)
-            most = max(int(self._ends[regions].max()), int(at.max()) + 1)
+            most = max(int(self.free.ends[regions].max()), int(at.max()) + 1)
         return round_up(most, self.pad)
 
     def mask(
@@ -208,19 +185,14 @@ class KVCache:
             region, at = divmod(cell, self.region_cells)
             self._positions[sequence, at] = positions[0]
             self._masks[sequence, at] = 0
-            self._n_owners[region, at] = 1
             self._next[sequence] = positions[0] + 1
-            self._used[region] += 1
-            self._ends[region] = max(self._ends[region], at + 1)
+            self.free.take_one(region, at)
         else:
-            regions, places = np.divmod(cells, self.region_cells)
-            self._positions[sequences, places] = positions
-            self._masks[sequences, places] = 0
-            self._n_owners[regions, places] = 1
+            regions, within = np.divmod(cells, self.region_cells)
+            self._positions[sequences, within] = positions
+            self._masks[sequences, within] = 0
             self._next[sequences] = positions + 1  # the last one counts
-            np.add.at(self._used, regions, 1)
-            np.maximum.at(self._ends, regions, places + 1)
-        self.n_used += len(cells)
+            self.free.take(regions, within)
         self.n_changes += 1
 
         def undo() -> None:
@@ -249,9 +221,8 @@ class KVCache:
         """Removes every sequence."""
         self._positions[:] = EMPTY
         self._masks[:] = HIDDEN
-        self._n_owners[:] = 0
         self._next[:] = 0
-        self._used[:] = self._ends[:] = self.n_used = 0
+        self.free.clear()
         self.moved, self.copied = None, []
         self.n_changes += 1
 
@@ -285,9 +256,10 @@ class KVCache:
             )
         if self.n_regions > 1:
             cells = self._copies(source, to, cells)
+        else:
+            self.free.n_owners[0, cells] += 1
         self._positions[to, cells] = positions
         self._masks[to, cells] = 0
-        self._n_owners[self.region(to), cells] += 1
         self._set_next(to)
         self.n_changes += 1
 
@@ -296,7 +268,7 @@ class KVCache:
         if not len(cells):
             return cells
         region = self.region(to)
-        fresh = self._find_in(region, len(cells))
+        fresh = self.free.find(region, len(cells))
         whence = (cells + self.first_cell(source)).tolist()
         if self.moved is not None:
             self.moved[fresh] = self.moved[whence]
@@ -305,9 +277,7 @@ class KVCache:
         last = self.copied[-1]
         last.update(zip(fresh.tolist(), [last.get(cell, cell) for cell in whence], strict=True))
         at = fresh - region * self.region_cells
-        self._used[region] += len(at)
-        self._ends[region] = max(self._ends[region], int(at[-1]) + 1)
-        self.n_used += len(at)
+        self.free.take(np.full(len(at), region), at)
         return at
 
     def shift(self, sequence: int, delta: int, begin: int = 0, end: int | None = None) -> None:
@@ -316,7 +286,7 @@ class KVCache:
         taken by the sequence's other cells, and for cells that another sequence owns, too."""
         cells = self._cells(sequence, begin, end)
         new = self._positions[sequence, cells].astype(np.int64) + delta
-        shared = cells[self._n_owners[self.region(sequence), cells] > 1]
+        shared = cells[self.free.n_owners[self.region(sequence), cells] > 1]
         if len(shared):  # of a region that several sequences have
             others = sorted(self.owners(int(shared[0])) - {sequence})
             raise UsageError(
@@ -402,16 +372,10 @@ class KVCache:
         regions = sequences if self.n_regions > 1 else np.zeros_like(sequences)
         self._positions[sequences, cells] = EMPTY
         self._masks[sequences, cells] = HIDDEN
-        self._n_owners[regions, cells] -= 1
-        free = self._n_owners[regions, cells] == 0
-        self.n_used -= int(free.sum())
+        free = self.free.let_go(regions, cells)
         if self.moved is not None:
             self.moved[(regions * self.region_cells + cells)[free]] = 0
             self.moved = self.moved if self.moved.any() else None
-        for region in np.unique(regions).tolist():
-            used = np.flatnonzero(self._n_owners[region, : self._ends[region]])
-            self._used[region] = len(used)
-            self._ends[region] = int(used[-1]) + 1 if len(used) else 0
         for sequence in np.unique(sequences).tolist():
             self._set_next(sequence)
         self.n_changes += 1

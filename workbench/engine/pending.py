@@ -62,19 +62,19 @@ class Pending:
         if self._logits is None:
             engine, watch, program = self._engine, self._step.watch, self._step.program
             waits = bool(program.tail)
-            engine.ended(self, waits)
+            engine.under_way.end(self, waits)
             if self._failed:
                 return self.wait()  # with a step before it
             start, ahead_ns = now_ns(), 0
             try:
-                if waits and not engine.is_ahead:
+                if waits and not engine.under_way.is_ahead:
                     ahead_ns = look_ahead(engine, self._step, self._work)
                 early = program.early()
                 logits = None if early is None else self._of(early)
                 results = program.finish(watch)
                 self._logits = self._of(results) if logits is None else logits
             except BaseException:
-                engine.failed()
+                engine.under_way.fail()
                 self.fail()
                 raise
             if watch.counts:

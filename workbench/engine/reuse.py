@@ -24,7 +24,8 @@ import numpy as np
 
 from workbench.backend.issue import Prepared
 from workbench.config import EngineConfig, GraphReuse, Redo, Toggles
-from workbench.engine.batch import Batches, Values, row_values
+from workbench.engine.batch import Values, row_values
+from workbench.engine.batches import Batches
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.padding import Rule
 from workbench.engine.phases import Phases, Spent

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from workbench.choices import SampleOn
 from workbench.engine.asks import (
     CANCELLED,
     FAILED,
@@ -145,7 +144,7 @@ class Slots:
         self.room = engine.cache.n_ctx_seq  # cells that a request may have
         self.slots = [Slot(i, engine.cache.region_cells) for i in range(n_slots)]
         self._choice = engine.toggles.slot_choice
-        self._on_device = engine.toggles.sampling == SampleOn.DEVICE
+        self._on_device = engine.can_draw
         self._running: dict[int, _Row] = {}  # by number, in the order in which they began
         self._waiting: dict[int, Request] = {}
         self._under_way: deque[_Step] = deque()
@@ -224,7 +223,7 @@ class Slots:
             pending = self.engine.submit(work, draws)
             self._under_way.append(_Step(pending, rows, draws, now_ns()))
             self.n_steps += 1
-        ahead = bool(work) and draws and self.engine.is_ahead
+        ahead = bool(work) and draws and self.engine.under_way.is_ahead
         self._complete(1 if ahead else 0, tokens)
         ended, self._ended = self._ended, []
         return Results(tokens, ended)

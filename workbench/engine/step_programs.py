@@ -11,7 +11,8 @@ from math import lcm
 from workbench.choices import Lifetimes
 from workbench.config import KVCacheKind, Switch, Toggles
 from workbench.engine.batch import prompt_shapes
-from workbench.engine.kv_cache import check_room, kv_pad
+from workbench.engine.free_cells import check_room
+from workbench.engine.kv_cache import kv_pad
 from workbench.engine.kv_extent import skip_masked
 from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Residents

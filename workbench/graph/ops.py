@@ -47,8 +47,8 @@ reads lies in the node's scratch, or nowhere.
 * attention: softmax(scale * q.k + mask) v over cells 0..n_kv-1, query head h reading kv head
   h // (heads / kv_heads). mask is 0 or -inf; a row all -inf gives zeros. With regions, n_kv cells
   from the first cell of the token's region on. A head's sink is a score more, without a value.
-* kv_extents: of each token the first cell behind the last EXTENT_CELLS of which it sees one; 0
-  where it sees none. kv_classes: of each CLASS_CELLS cells whether the token sees none (0), some
+* kv_extents: of each token the cell behind the last EXTENT_CELLS where it sees any; 0 where it sees
+  none. kv_classes: of each CLASS_CELLS cells whether the token sees none (0), some
   (1) or all (2) of them. What lies behind n_kv counts for nothing (`graph/attend.py`).
 * swiglu: silu(gate) * up.
 * quantize: per block of 32, scale = max|x| / 127, quants = round-half-even(x / scale) clamped to

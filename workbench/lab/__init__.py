@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from workbench.config import Toggles
 from workbench.errors import UsageError
-from workbench.toggles import differing as differing
+from workbench.toggle_words import differing as differing
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine

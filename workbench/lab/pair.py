@@ -35,7 +35,7 @@ from workbench.devices import is_gpu
 from workbench.engine.engine import Engine
 from workbench.engine.exclusive import Stopped
 from workbench.errors import UsageError
-from workbench.toggles import differing
+from workbench.toggle_words import differing
 from workbench.trace.profile import Profile
 
 TRACED_STEPS = 8  # at most, the last of the test: enough for a typical one

@@ -85,7 +85,7 @@ class Regions(Input):
         return self.shape == (step.n_seqs, 2)
 
 
-class Draws(Input):
+class DrawSettings(Input):
     """How the token of each row of logits is drawn, (n_outputs, 4) F32: temperature, top_k, top_p,
     and a uniform number from 0 to 1."""
 
@@ -126,7 +126,7 @@ INPUTS: dict[str, Callable[[StepShape], Input]] = {
     DELTAS: lambda step: PerCell(DELTAS, step),
     REGIONS: lambda step: Regions(REGIONS, step),
     COPIES: lambda step: CellPairs(COPIES, step),
-    DRAWS: lambda step: Draws(DRAWS, step),
+    DRAWS: lambda step: DrawSettings(DRAWS, step),
     OUT_SEQS: lambda step: OutputRows(OUT_SEQS, step),
 }
 

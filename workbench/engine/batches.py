@@ -1,0 +1,164 @@
+"""The batches of an engine, and the next one while the device computes.
+
+While a device computes a step, the host has nothing to do. Behind the step the device has nothing
+to do until the host has made the next inputs. Where each sequence goes on by one token, all of them
+but the tokens are known before: `Batches` makes them while the device computes.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from workbench.engine.batch import (
+    NO_CELL,
+    Batch,
+    NewMask,
+    Outputs,
+    Values,
+    Work,
+    known_id,
+    make_batch,
+    own_mask,
+    row_values,
+    with_more,
+)
+from workbench.engine.draws import UNKEPT, Draws
+from workbench.engine.kv_cache import KVCache
+from workbench.engine.padding import Rule, as_they_are
+from workbench.model.inputs import MASK, POSITIONS, TOKENS
+from workbench.trace.spans import now_ns
+
+
+class Batches:
+    """The batches of one cache. A batch belongs to the step it is made for: when the next is taken,
+    the step must have written its values to staging memory.
+
+    spent: told of the time that making them took. store_values: the inputs that tell cache stores
+    the step's cells. sizes: what steps are rounded up to. draws: how tokens are drawn.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        n_vocab: int,
+        n_ubatch: int,
+        spent: Callable[[str, int, int], None] = lambda phase, start_ns, end_ns: None,
+        store_values: Callable[[np.ndarray], Values] = row_values,
+        sizes: Rule = as_they_are,
+    ):
+        self._cache = cache
+        self._n_vocab = n_vocab
+        self._n_ubatch = n_ubatch
+        self._spent = spent
+        self._store_values = store_values
+        self._sizes = sizes
+        self.draws = Draws()
+        self._next: Batch | None = None
+        self._next_is_for: list[tuple[int, Outputs]] | None = None
+        self._next_is_of = -1  # the state of the cache
+        self._room = np.empty(0, np.uint16)  # for masks of batches that were not made ahead
+
+    def take(self, work: Work, draws: bool = False) -> Batch:
+        """As `make_batch`; what `look_ahead` made for such work and this state is used. draws: the
+        device draws a token from each output."""
+        start = now_ns()
+        batch = self.made_ahead(work, draws)
+        if batch is None:
+            batch = self._made(work, self._mask, draws)
+        if draws:
+            batch.values.update(self._draws_of(work, batch.shape.n_outputs))
+        self._spent("batch", start, now_ns())
+        return batch
+
+    def check(self, work: Work, draws: bool) -> None:
+        """Raises UsageError as `take` would; nothing has been taken."""
+        self._made(work, self._mask, draws)
+
+    def _draws_of(self, work: Work, n_outputs: int) -> Values:
+        """Of several outputs of a sequence the last is kept."""
+        rows: list[int] = []
+        for sequence, tokens, outputs in work:
+            n = {"last": 1, "all": len(tokens)}.get(outputs, 0)
+            rows += [UNKEPT] * (n - 1) + [sequence] * (n > 0)
+        return self.draws.values(rows + [UNKEPT] * (n_outputs - len(rows)))
+
+    def made_ahead(self, work: Work, draws: bool = False) -> Batch | None:
+        """What `look_ahead` has made, with the tokens of `work` put in; None where it is for other
+        work, or the cache has changed. Raises UsageError for ids outside the vocabulary."""
+        batch, alike = self.next, self._next_is_for
+        if batch is None or alike is None or len(work) != len(alike) or batch.shape.draws != draws:
+            return None
+        ids = batch.values[TOKENS]  # the next step's own, not written yet
+        for i, (sequence, tokens, outputs) in enumerate(work):
+            if len(tokens) != 1 or (sequence, outputs) != alike[i]:
+                return None
+            ids[i] = known_id(tokens[0], i, sequence, self._n_vocab, draws)
+        return batch
+
+    @property
+    def next(self) -> Batch | None:
+        """What `look_ahead` has made; None where the cache has changed."""
+        return self._next if self._next_is_of == self._cache.n_changes else None
+
+    def _made(self, work: Work, new_mask: NewMask, draws: bool) -> Batch:
+        n_vocab, n_ubatch = self._n_vocab, self._n_ubatch
+        return make_batch(
+            work, self._cache, n_vocab, n_ubatch, new_mask, self._store_values, self._sizes, draws
+        )
+
+    def _mask(self, t: int, n_kv: int) -> np.ndarray:
+        """Memory for one mask at a time, (t, n_kv) uint16, in place of the mask before. It is kept,
+        because new pages for 100 MB take tens of ms."""
+        if self._room.size < t * n_kv:
+            self._room = np.empty(t * n_kv, np.uint16)
+        return self._room[: t * n_kv].reshape(t, n_kv)
+
+    def look_ahead(self, work: Work, draws: bool = False) -> int:
+        """Makes what the next step needs but its tokens, where it is one like `work` of one token
+        for each sequence. Returns the ns it took."""
+        start, alike = now_ns(), _one_each(work)
+        if not alike or not self._cache.has_room([(sequence, 1) for sequence, _ in alike]):
+            return 0
+        made = None
+        if self._next_is_for == alike and self._next_is_of == self._cache.n_changes - 1:
+            assert self._next is not None
+            made = _following(self._next, self._cache, self._store_values)
+        if made is None:
+            following = [(sequence, [0], outputs) for sequence, _, outputs in work]
+            made = self._made(following, own_mask, draws)
+        self._next, self._next_is_for, self._next_is_of = made, alike, self._cache.n_changes
+        end = now_ns()
+        self._spent("batch", start, end)
+        return end - start
+
+
+def _following(
+    batch: Batch, cache: KVCache, store_values: Callable[[np.ndarray], Values]
+) -> Batch | None:
+    """The batch behind one of a token for each sequence, which has been stored since, and nothing
+    else has changed; None where attention has to look at more cells. It takes the arrays over: the
+    step before has its own copies, in staging memory."""
+    cells = cache.next_cells(batch.sequences)
+    if cache.extent(cells) != batch.shape.n_kv:
+        return None
+    mask, at, n = batch.values[MASK], cache.in_region(cells), len(cells)
+    if n == 1:
+        mask[0, at[0]] = 0
+    else:
+        mask[np.arange(n), at] = 0
+    positions, more = batch.positions + 1, batch.shape.n_tokens - n
+    values = {**batch.values, POSITIONS: positions, **store_values(cells)}
+    if more:
+        values[POSITIONS] = with_more(positions, more, 0)
+        values |= store_values(with_more(cells, more, NO_CELL))
+    return Batch(batch.shape, values, batch.sequences, positions, cells, batch.counts)
+
+
+def _one_each(work: Work) -> list[tuple[int, Outputs]] | None:
+    """Sequences and outputs of work with one token for each sequence; None for other work."""
+    alike = []
+    for sequence, tokens, outputs in work:
+        if len(tokens) != 1:
+            return None
+        alike.append((sequence, outputs))
+    return alike
