@@ -17,6 +17,10 @@ def clashing(values: Mapping[str, str], given: Mapping[str, str]) -> bool:
     """Whether a preset's values clash with what is given beside it, or that with itself."""
     every = Toggles().to_dict() | spread(values) | spread(given)
     redone = any(every[name] == "on" for name in Toggles.members("redo"))
+    in_a_row = every["graph_reuse"] in ("patch_pointers", "pointer_table")
+    apart = every["kv_cache"] == "per_sequence" or every["batch_sizes"] == "padded"
+    if in_a_row and apart:
+        return True
     return (every["sync"], every["copy_stream"]) == ("event_guarded", "compute") or (
         redone and every["graph_reuse"] == "rebuild"
     )

@@ -54,8 +54,6 @@ from workbench.presets import BASELINE as BASELINE
 from workbench.presets import BEST, fixed_presets, preset_names
 
 EXACT, ROUNDING = "exact", "rounding"
-
-
 FAMILIES = ("fuse", "redo")  # names that stand for all toggles `<name>_...`
 
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from workbench.backend.base import Backend
 from workbench.choices import SampleOn
 from workbench.config import Toggles
 from workbench.engine.loaded import Loaded
@@ -30,24 +29,19 @@ FED = -1  # in place of a token id: the one that the sequence has drawn last
 GREEDY = Sampler(Sampling(), 0)
 
 
-def last_tokens(toggles: Toggles, n_seqs: int) -> Tensor | None:
-    """What a device keeps of each sequence, where it draws: (n_seqs,) I32."""
+def last_tokens(toggles: Toggles, loaded: Loaded, n_seqs: int) -> Tensor | None:
+    """What a device keeps of each sequence, where it draws: (n_seqs,) I32. It has the embedding
+    then. Raises UsageError where no device can: it wants all layers, to look up tokens itself."""
     if toggles.sampling == SampleOn.HOST:
         return None
-    return Tensor("last_tokens", I32, (n_seqs,), Kind.CACHE)
-
-
-def check(toggles: Toggles, loaded: Loaded) -> None:
-    """Raises UsageError where no device can draw: it looks the next embedding up itself, so it has
-    all layers."""
-    if toggles.sampling == SampleOn.HOST:
-        return
     backends = {loaded.placement.of_cache(i) for i in range(loaded.model.n_layer)}
     if HOST in backends or len(backends) > 1:
         raise UsageError(
             f"sampling={toggles.sampling} wants all layers on one device, which looks up its own "
             "tokens; use n_gpu_layers=-1 and n_devices=1, or sampling=host"
         )
+    _bring_embedding(loaded, len(loaded.backends) - 1)
+    return Tensor("last_tokens", I32, (n_seqs,), Kind.CACHE)
 
 
 class Draws:
@@ -75,9 +69,9 @@ class Draws:
         return self.samplers.get(sequence, GREEDY)(logits)
 
 
-def bring_embedding(loaded: Loaded, backend: Backend) -> None:
-    """Loads the embedding to the device too, where it is not there."""
-    b, embedding = loaded.backends.index(backend), loaded.model.embedding
+def _bring_embedding(loaded: Loaded, b: int) -> None:
+    """Loads the embedding to backend b too, where it is not there."""
+    backend, embedding = loaded.backends[b], loaded.model.embedding
     if embedding not in loaded.residents[b]:
         loaded.reside(b, embedding, backend.load_weight(embedding, loaded.model.data(embedding)))
         backend.finish_loading()

@@ -76,10 +76,7 @@ class Engine:
             self._spent,
         )
         self.draws = self._batches.draws
-        draws.check(have.toggles, loaded)
-        last_tokens = draws.last_tokens(have.toggles, config.n_seqs)
-        if last_tokens is not None:
-            draws.bring_embedding(loaded, loaded.backend)
+        last_tokens = draws.last_tokens(have.toggles, loaded, config.n_seqs)
         self._residents = Residents(loaded, self.cache.n_cells, last_tokens)
         self._step_programs = StepPrograms(loaded, have, self._residents, self._spent)
         self._counts = PhaseCounts()
@@ -201,8 +198,6 @@ class Engine:
             self._plans.release()
         watch.begin(self.n_steps, work, self.cache.n_used)
         return watch
-
-    # what a step under way tells ----------------------------------------------------------------
 
     def count(self, phase: str, ns: int) -> None:
         """Adds to the time of a phase."""
