@@ -1,6 +1,6 @@
 """`workbench serve` with an engine process that is none: `python -m tests.serve.command FLAGS`.
 
-What the engine process is given is printed, and `FAKE` in a flag's place changes it.
+What the engine process is given is printed. With a context of one token it dies at once.
 """
 
 from __future__ import annotations
@@ -8,28 +8,26 @@ from __future__ import annotations
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import texts_of
+from workbench.cli import main
+from workbench.serve import worker
+from workbench.serve.worker import WorkerSettings
 
 
-def start(
-    model: Path, config: Any, toggles: Any, n_slots: int, n_waiting: int
-) -> tuple[Connection, FakeWorker]:
+def start(settings: WorkerSettings, n_fronts: int) -> tuple[list[Connection], FakeWorker]:
     """As `workbench.serve.worker.start`."""
-    print(f"started {model.name} {config.device} {n_slots} {n_waiting}", file=sys.stderr)
-    n_vocab = texts_of(model).tokenizer.n_vocab
-    worker = FakeWorker(n_vocab, config.n_ctx, n_slots, n_waiting, step_s=0.02)
-    worker.killed = config.n_ctx == 1  # dies before it has loaded
-    return worker.start()
+    config, n_slots, n_waiting = settings.config, settings.n_slots, settings.n_waiting
+    name = Path(settings.model).name
+    said = (name, config.device, n_slots, config.n_seqs, n_waiting, settings.toggles.changes)
+    print("started", *said, file=sys.stderr)
+    n_vocab = texts_of(Path(settings.model)).tokenizer.n_vocab
+    fake = FakeWorker(n_vocab, config.n_ctx, n_slots, n_waiting, step_s=0.02)
+    fake.killed = config.n_ctx == 1  # dies before it has loaded
+    return fake.start(n_fronts)
 
 
 if __name__ == "__main__":
-    module: Any = ModuleType("workbench.serve.worker")
-    module.start = start
-    sys.modules[module.__name__] = module
-    from workbench.cli import main
-
+    worker.start = start  # type: ignore[assignment]
     main(["serve", *sys.argv[1:]])

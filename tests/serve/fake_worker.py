@@ -74,12 +74,13 @@ class FakeWorker:
         self._steps = self._made = self._prompt = 0
         self.paused = threading.Event()
 
-    def start(self) -> tuple[Connection, FakeWorker]:
-        """As `server.Start`."""
+    def start(self, n_fronts: int = 1) -> tuple[list[Connection], FakeWorker]:
+        """As `server.Start`, for one front."""
+        assert n_fronts == 1
         self.front, self.own = Pipe()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        return self.front, self
+        return [self.front], self
 
     def join(self, timeout: float | None = None) -> None:
         self._thread.join(timeout)

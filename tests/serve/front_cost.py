@@ -38,10 +38,10 @@ def front(say: Connection, step_s: float) -> None:
         target=engine, args=(theirs, texts.tokenizer.n_vocab, step_s), daemon=True
     )
 
-    def start() -> tuple[Connection, object]:
+    def start(n_fronts: int) -> tuple[list[Connection], object]:
         process.start()
         theirs.close()
-        return ours, process
+        return [ours], process
 
     serve(start, texts, None, FrontSettings("tiny"), Listening(port=0), say.send)  # type: ignore
 

@@ -99,7 +99,7 @@ async def in_process(
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Front]]:
     """A client of the application alone, without a socket."""
     worker = worker or FakeWorker(texts.tokenizer.n_vocab)
-    connection, _ = worker.start()
+    (connection,), _ = worker.start()
     front = Front(Link(connection), texts, settings or FrontSettings("tiny"))
     chat = ChatTemplate(template, texts.tokenizer, front.settings.template_s)
     app = build(front, chat)

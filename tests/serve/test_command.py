@@ -51,6 +51,7 @@ def test_flags_reach_the_engine_and_a_signal_ends_it_gracefully(tmp_path, model)
     keys.write_text("one\n\ntwo\n")
     flags = ["-m", model, "--slots", 3, "--max-waiting", 5, "-c", 256, "--alias", "mine"]
     flags += ["--chat-template-file", template, "--api-key-file", keys, "--temp", 0]
+    flags += ["--device", "embedded", "--streams", 2]
     with served(tmp_path, *flags) as (process, url, log):
         http = httpx.Client(base_url=url, headers={"authorization": "Bearer two"})
         assert http.get("/v1/models").json()["data"][0]["id"] == "mine"
@@ -67,7 +68,9 @@ def test_flags_reach_the_engine_and_a_signal_ends_it_gracefully(tmp_path, model)
         assert rest[-1] == "data: [DONE]" and len(rest) == 49 + 1 + 1
         assert process.wait(10) == 143
         text = log.read_text()
-    assert f"started {model.name} auto 3 5" in text and "warning" not in text
+    assert (
+        f"started {model.name} embedded 3 3 5 {{'streams': '2'}}" in text and "warning" not in text
+    )
     assert text.splitlines()[-1].startswith("error: terminated")
 
 
@@ -115,16 +118,13 @@ def test_an_engine_that_dies_while_it_loads_is_an_error(model):
         (["--api-key-file", "/no/such"], "cannot read /no/such"),
         (["--api-key-file", os.devnull], "no API key"),
         (["--chat-template-file", "/no/such"], "cannot read"),
+        (["--n-seqs", "5"], "--slots"),
         (["--device", "null"], "computes nothing"),
         (["--host", "no.such.host.invalid", "--port", "0"], "cannot listen"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
 def test_wrong_flags_are_refused_before_anything_is_loaded(call, monkeypatch, model, flags, words):
-    from types import ModuleType
-
-    module = ModuleType("workbench.serve.worker")
-    module.start = None  # type: ignore[attr-defined]  # never called
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("workbench.serve.worker.start", None)  # never called
     status, out, err = call("serve", "-m", model, *flags)
     assert status == 2 and not out and words in err and err.startswith("error: ")

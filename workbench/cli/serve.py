@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Annotated
 
@@ -95,6 +93,8 @@ def serve(
 
     f.check_computes(config.device)
     wanted = toggles.wanted()
+    if config.n_seqs not in (slots, DEFAULT_ENGINE.n_seqs):
+        raise UsageError("--n-seqs: a server has as many sequences as --slots; leave it out")
     if server.timeout is not None and not server.timeout > 0:
         raise UsageError(f"--timeout {server.timeout} must be above 0 seconds")
     if not server.drain >= 0:
@@ -111,12 +111,8 @@ def serve(
     engine = dataclasses.replace(config.plain(), n_seqs=slots)
     settings = WorkerSettings(str(model), engine, slots, wanted, server.max_waiting)
 
-    def begin() -> tuple[Connection, SpawnProcess]:
-        (pipe,), process = start(settings)
-        return pipe, process
-
     serve_http(
-        begin,
+        lambda n_fronts: start(settings, n_fronts),
         texts,
         template,
         FrontSettings(server.model_id or model.stem, defaults, keys, server.max_body),

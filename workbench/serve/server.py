@@ -31,7 +31,7 @@ ENGINE_END_S = 10.0  # an engine process that was told to end and has not is kil
 CLOSE_S = 5  # what was answered is sent within so long
 
 
-class EngineProcess(Protocol):
+class EngineHandle(Protocol):
     """What is asked of the engine process: `multiprocessing.Process` has it."""
 
     def join(self, timeout: float | None = None) -> None: ...
@@ -39,7 +39,8 @@ class EngineProcess(Protocol):
     def is_alive(self) -> bool: ...
 
 
-Start = Callable[[], tuple[Connection, EngineProcess]]
+# starts the engine process with pipes for so many fronts (`worker.start`)
+Start = Callable[[int], tuple[list[Connection], EngineHandle]]
 
 
 class Listening(NamedTuple):
@@ -63,7 +64,7 @@ def listen(host: str, port: int) -> socket.socket:
 class FrontServer(uvicorn.Server):
     """uvicorn's server, which goes on answering while what runs is finished."""
 
-    def __init__(self, config: uvicorn.Config, front: Front, engine: EngineProcess, drain_s: float):
+    def __init__(self, config: uvicorn.Config, front: Front, engine: EngineHandle, drain_s: float):
         super().__init__(config)
         self._front, self._engine, self._drain_s = front, engine, drain_s
         self._until: float | None = None
@@ -109,7 +110,7 @@ def serve(
     be had, DeviceError where the engine process ends before it has loaded the model.
     """
     with listen(listening.host, listening.port) as sock:
-        connection, engine = start()
+        (connection,), engine = start(1)
         front = Front(Link(connection), texts, settings)
         chat = ChatTemplate(template, texts.tokenizer, settings.template_s)
         config = uvicorn.Config(
@@ -156,7 +157,7 @@ def address_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _end(engine: EngineProcess, graceful: bool) -> None:
+def _end(engine: EngineHandle, graceful: bool) -> None:
     engine.join(ENGINE_END_S if graceful else 0)
     if engine.is_alive():
         engine.kill()
