@@ -199,15 +199,15 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 
     int mask_row[SETS];
 #pragma unroll
     for (int s = 0; s < SETS; s++) mask_row[s] = share.token_of(8 * s + lane % 8) - share.token;
-    // Without a store that depends on it, the compiler would do all of the above after the wait.
-    __shared__ volatile i64 early[THREADS];
     const float* q_rows[SETS];
     Rows<SETS>::locate(q_rows, q, share, 0, int(n_head));
+#if !REGIONS  // where the cells are is known before the wait, too
+    // Without a store that depends on it, the compiler would do all of the above after the wait.
+    __shared__ volatile i64 early[THREADS];
     i64 found = i64(cells.k) ^ i64(cells.v) ^ i64(cells.mask) ^ begin ^ stride;
 #pragma unroll
     for (int s = 0; s < SETS; s++) found ^= mask_row[s] ^ i64(q_rows[s]);
     early[threadIdx.x] = found;
-#if !REGIONS
     pdl_wait();
 #endif
     Tiles tiles(cells, known, begin, stride);
