@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from workbench.config import EngineConfig as EngineConfig
     from workbench.config import Toggles as Toggles
     from workbench.engine.engine import Engine as Engine
+    from workbench.engine.kv_visits import kv_visits as kv_visits
     from workbench.model.sampler import Sampling as Sampling
     from workbench.trace.profile import profile as profile
 
@@ -23,6 +24,7 @@ _LAZY = {
     "Toggles": "workbench.config",
     "ab": "workbench.bench.ab",
     "compare": "workbench.bench.compare",
+    "kv_visits": "workbench.engine.kv_visits",
     "new_run_folder": "workbench.bench.results",
     "profile": "workbench.trace.profile",
     "runs": "workbench.bench.results",

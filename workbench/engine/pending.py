@@ -30,7 +30,10 @@ class Pending:
         self._engine, self._step, self._work = engine, step, work
         self._logits: np.ndarray | None = None
         self._failed = False
-        start, batch, watch = now_ns(), step.batch, step.watch
+        batch, watch = step.batch, step.watch
+        if watch.looks_at_batches:
+            watch.batch(batch, step.program.program)
+        start = now_ns()
         if step.is_written:
             step.program.run_late(watch)
         else:

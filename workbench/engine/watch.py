@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from workbench.backend.base import NO_PART, Backend, Captured, Issue
 from workbench.backend.issue import Prepared, Unwatched
-from workbench.engine.batch import Work, n_tokens
+from workbench.engine.batch import Batch, Work, n_tokens
 from workbench.program import commands as c
 from workbench.trace.spans import LOGITS_WAIT, Recorder, now_ns
 
@@ -21,6 +21,7 @@ class Watch(Unwatched):
     """Looks at nothing and costs nothing. Others say what they do at each point of a step."""
 
     counts = True  # the engine's counters include the step's phases
+    looks_at_batches = False  # whether it is told of the step's inputs
 
     def of(self, prepared: Prepared) -> Prepared:
         """What is issued for a program: itself, or the same with something to watch it by."""
@@ -28,6 +29,10 @@ class Watch(Unwatched):
 
     def begin(self, step: int, work: Work, n_past: int) -> None:
         """A step begins; before its batch is made."""
+
+    def batch(self, batch: Batch, program: c.Program) -> None:
+        """The step is about to be issued; where `looks_at_batches`. The inputs are not to be kept:
+        the next step writes over them."""
 
     def end(self, waited: bool) -> None:
         """The step has ended. waited: with a wait of the host for its results."""

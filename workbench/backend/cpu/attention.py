@@ -21,6 +21,7 @@ the order of their shares.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -134,18 +135,23 @@ class _Args:
         return self.scratch + e.select(one, e.const("i64", 0), nbytes)
 
 
-def attention_body(k_type: str, v_type: str) -> Body:
-    """The kernel for a cache of these types. Parts are (block of tokens, share, query head)."""
+def attention_body(
+    k_type: str, v_type: str, on_tile: Callable[[Emit], None] = lambda e: None
+) -> Body:
+    """The kernel for a cache of these types. Parts are (block of tokens, share, query head).
+    on_tile: emits what is done at each tile that is visited, once for each kv head (tests)."""
 
     def attention(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
-        _attention(e, _Args(e, args), part, n_parts, CELL_TYPES[k_type], CELL_TYPES[v_type])
+        types = CELL_TYPES[k_type], CELL_TYPES[v_type]
+        _attention(e, _Args(e, args), part, n_parts, *types, on_tile)
 
     return attention
 
 
 def _attention(
-    e: Emit, a: _Args, part: Value, n_parts: Value, k_cells: CellType, v_cells: CellType
-) -> None:
+    e: Emit, a: _Args, part: Value, n_parts: Value, k_cells: CellType, v_cells: CellType,
+    on_tile: Callable[[Emit], None],
+) -> None:  # fmt: skip
     dim, group, head_dim = a.dim, a.group, a.head_dim
     kv_cols = a.n_head_kv * head_dim
     state_bytes = (dim * 2 + _PAIR_STATE) * 4
@@ -191,6 +197,7 @@ def _attention(
             with e.loop(zero, n_own) as number:
                 cell0 = (begin + number * stride) * CELLS
                 with e.when(_is_seen(e, a, cell0, end, first, behind)):
+                    on_tile(e)
                     with e.loop(zero, e.const("i64", CELLS)) as c:
                         # past n_kv, the last cell stands in, with mask -inf
                         cell = base + e.min(cell0 + c, a.n_kv - 1)

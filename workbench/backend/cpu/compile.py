@@ -54,8 +54,8 @@ def _kernel(args, part, n_parts):
     BODY(args, part, n_parts)  # type: ignore[name-defined]  # noqa: F821
 
 
-def compile_kernel(name: str, body: Body):
-    """The numba CFunc whose code `body` writes, cached on disk under `name`.
+def compile_kernel(name: str, body: Body, keep: bool = True):
+    """The numba CFunc whose code `body` writes, cached on disk under `name` where it is kept.
 
     Each kernel has its own function object, with the body among the globals. numba keys its cache
     by a function's closure, and would never find an intrinsic there again. The name holds
@@ -75,7 +75,7 @@ def compile_kernel(name: str, body: Body):
     function.__qualname__ = f"{name}_{source_digest()}"
     function.__module__ = __name__
     begun_ns = time.perf_counter_ns()
-    made = cfunc("void(int64,int64,int64)", cache=True)(function)
-    if not made.cache_hits:
+    made = cfunc("void(int64,int64,int64)", cache=keep)(function)
+    if keep and not made.cache_hits:
         compiled.took(begun_ns, compiled.kept_by(made))
     return made

@@ -1,0 +1,188 @@
+"""Blocks of cells that attention visits: the host's count, a slow one, the kernel's own."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import workbench as wb
+from tests.attention import Case, attention_case, causal, parted, skipping
+from tests.cpu.kernel_runs import words
+from tests.cpu.test_cpu_attention import CASES, PARTS, WAYS, drawn_mask
+from tests.profiles import examples
+from workbench.backend.cpu import compile as compiler
+from workbench.backend.cpu import op_table
+from workbench.backend.cpu.attention import CELLS, TOKENS, attention_body
+from workbench.backend.cpu.vector import Emit
+from workbench.engine import kv_visits
+from workbench.graph.ir import Node, Tensor
+
+REGIONED = {"graph_reuse": "set_rows", "kv_cache": "per_sequence", "skip_gate": "always"}
+
+
+def firsts_of(case: Case) -> np.ndarray | None:
+    return np.cumsum([0, *case.tokens[:-1]]) if case.regions else None
+
+
+def halves(seen: np.ndarray) -> np.ndarray:
+    return np.where(seen, 0, -np.inf).astype(np.float16)
+
+
+COUNTER = np.zeros(1, np.int64)
+
+
+@cache
+def counting(*types: str):
+    """The kernel for these types, that adds 1 to COUNTER at each tile."""
+
+    def count(e: Emit) -> None:
+        at = e.const("i64", int(COUNTER.ctypes.data))
+        e.store(e.load("i64", at) + 1, at)
+
+    return compiler.compile_kernel("counting", attention_body(*types, on_tile=count), keep=False)
+
+
+def counted(node: Node, arrays: dict[Tensor, np.ndarray], n_parts: int) -> int:
+    """How many tiles the kernel itself visits, of all kv heads."""
+    COUNTER[0] = 0
+    made = counting(*op_table.kernel_of(node)[1:])
+    memory = {t: np.ascontiguousarray(a) for t, a in arrays.items()}
+    memory[node.output] = np.empty(node.output.nbytes, np.uint8)
+    scratch = np.zeros(max(1, op_table.scratch_bytes(node, n_parts)), np.uint8)
+    block = words(
+        op_table.arguments(node, lambda t: int(memory[t].ctypes.data), int(scratch.ctypes.data))
+    )
+    for part in range(n_parts):
+        made.ctypes(int(block.ctypes.data), part, n_parts)
+    return int(COUNTER[0])
+
+
+@pytest.mark.parametrize("name", ["one token", "of several", "ragged", "many"])
+def test_the_kernel_of_a_cpu_visits_the_blocks_that_are_counted(name):
+    """With one part each kv head of a group is one walk, whatever the shares of the cells are."""
+    case = CASES[name]
+    for past in (0, case.n_kv // 3):
+        mask = causal(case, past)
+        mask[:, 40:110] = False  # an interior hole
+        node, arrays, _ = attention_case(case, mask)
+        for kv_parts in PARTS:
+            own = parted(node, kv_parts)
+            for way in WAYS:
+                found = kv_visits.visited(halves(mask), way, firsts_of(case))
+                n = counted(*skipping(own, arrays, way), 1)
+                assert n == found.sum() * case.kv_heads, (way, kv_parts)
+
+
+def slow(mask: np.ndarray, way: str, firsts: list[int]) -> list[list[bool]]:
+    """A token and a cell at a time."""
+    t, n_kv = mask.shape
+    region = [max((f for f in firsts if f <= i), default=0) for i in range(t)]
+    each: dict[tuple[int, int], list[int]] = {}
+    for token in range(t):
+        each.setdefault((token // TOKENS, region[token]), []).append(token)
+    found = []
+    for tokens in each.values():
+        last = max((c for i in tokens for c in range(n_kv) if mask[i, c]), default=-1)
+        row = []
+        for begin in range(0, n_kv, CELLS):
+            wide = begin // 64 * 64
+            looked = {
+                "off": True,
+                "in_loop": mask[tokens, begin : begin + CELLS].any(),
+                "tail": last >= 0 and begin < (last // 256 + 1) * 256,
+                "classes": mask[tokens, wide : wide + 64].any(),
+            }
+            row.append(bool(looked[way]))
+        found.append(row)
+    return found
+
+
+@given(st.data())
+@settings(max_examples=examples(60))
+def test_blocks_of_any_mask_are_what_can_be_said_of_each_cell(data: st.DataObject) -> None:
+    tokens = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+    regions, n_kv = data.draw(st.booleans()), data.draw(st.integers(1, 400))
+    mask = drawn_mask(data, sum(tokens), n_kv)
+    firsts = np.cumsum([0, *tokens[:-1]]) if regions else None
+    for way in WAYS:
+        wanted = slow(mask, way, [] if firsts is None else firsts.tolist())
+        assert np.array_equal(kv_visits.visited(halves(mask), way, firsts), wanted), way
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    path = tiny_model("tiny-llama", "Q8_0")
+    with wb.Engine.load(
+        path, device="embedded", n_ctx=1024, n_seqs=2, toggles=wb.Toggles(**REGIONED)
+    ) as made:
+        yield made
+
+
+def of_steps(engine: wb.Engine, way: str, **more: str) -> tuple[kv_visits.VisitTable, np.ndarray]:
+    """A prompt of 40 and one of 300 tokens, then a token of each."""
+    rng = np.random.default_rng(3)
+    a, b = (rng.integers(3, 900, n).tolist() for n in (40, 300))
+    with engine.variant(wb.Toggles(**REGIONED | {"skip_masked_kv": way} | more)) as own:
+        with wb.kv_visits(own) as found:
+            own.submit([(0, a, "last"), (1, b, "last")]).wait()
+            logits = own.submit([(0, [5], "last"), (1, [6], "last")]).wait()
+            logits = logits.copy()
+        own.submit([(0, [7], "last"), (1, [8], "last")]).wait()
+    return found, logits
+
+
+def test_a_step_says_how_many_blocks_its_attention_visited(engine):
+    """Every way visits fewer than all, and none behind what the host's oracle sees; the logits are
+    the same, and nothing is counted behind the body."""
+    n_layer = engine.model.n_layer
+    off, wanted = of_steps(engine, "off")
+    assert len(off) == 2 * n_layer and off.skipped == 0
+    assert [row.layer for row in off[:n_layer]] == list(range(n_layer))
+    total, n = off.visited, dict[str, int]()
+    for way in WAYS[1:]:
+        found, logits = of_steps(engine, way)
+        assert np.array_equal(logits, wanted)
+        assert found.visited + found.skipped == total and {row.way for row in found} == {way}
+        n[way] = found.visited
+    assert n["in_loop"] <= n["classes"] <= n["tail"] < total
+    (_, decode) = of_steps(engine, "tail")[0].steps().to_dict("records")
+    assert decode["tokens"] == 2 and decode["regions"] == 2 and decode["n_kv"] == 512
+    # 41 and 301 cells: one and two steps of 256 cells, of 16 each
+    assert decode["visited"] == n_layer * (16 + 32) and decode["skipped"] == n_layer * 16
+
+
+def test_a_closed_gate_skips_nothing(engine):
+    found, _ = of_steps(engine, "tail", kv_cache="unified", skip_gate="reference")
+    assert {row.way for row in found} == {"off"} and found.skipped == 0
+    assert {row.n_regions for row in found} == {0}
+
+
+def test_plans_launched_ahead_and_fused_nodes_are_counted_too(engine):
+    ahead = {
+        "plans": "ours", "plan_scope": "step", "sync": "packed_implicit", "launch_ahead": "on",
+        "copy_stream": "compute", "results": "direct", "fuse": "on",
+    }  # fmt: skip
+    plain, planned = of_steps(engine, "tail"), of_steps(engine, "tail", **ahead)
+    assert planned[0].visited == plain[0].visited and len(planned[0]) == len(plain[0])
+
+
+def test_a_recorder_is_back_when_the_count_is_over(engine):
+    from workbench.trace.spans import Recorder
+
+    engine.recorder = recorder = Recorder(nvtx=False)
+    try:
+        with wb.kv_visits(engine) as found:
+            engine.reset()
+            engine.step([5, 6])
+        assert engine.recorder is recorder and found and not recorder.spans
+    finally:
+        engine.recorder = None
+        engine.reset()
+
+
+def test_the_unit_is_the_tile_of_a_cpu():
+    assert (kv_visits.CELLS, kv_visits.TOKENS) == (CELLS, TOKENS)
