@@ -155,8 +155,12 @@ class _Counting(Watch):
                 of_way = visited(mask, way, firsts)
                 n = int(of_way.sum())
                 known[way] = n, of_way.size - n
-            shape = (*mask.shape, 0 if firsts is None else len(firsts))
-            self._found.append(Visits(self._engine.n_steps, node.layer, way, *shape, *known[way]))
+            n_tokens, n_kv = mask.shape
+            n_regions = 0 if firsts is None else len(firsts)
+            step, (n_visited, n_skipped) = self._engine.n_steps, known[way]
+            self._found.append(
+                Visits(step, node.layer, way, n_tokens, n_kv, n_regions, n_visited, n_skipped)
+            )
 
 
 def attentions(program: Program) -> Iterator[Node]:
