@@ -66,6 +66,11 @@ def _empty(backend: Any, programmatic: bool) -> Issue:
     return backend._prepare(kernel, stream, "an empty kernel", programmatic)
 
 
+def graph_us(backend: Any, kind: str) -> float:
+    """The median us of an empty kernel in a graph. kind: PLAIN or PDL."""
+    return float(np.median(_replayed_us(backend, _empty(backend, kind == PDL), 9)))
+
+
 def _queued_us(backend: Any, issue: Issue) -> float:
     """us for each of IN_STREAM launches. All wait in the stream until the last is there: the host
     holds up none."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from data.measure import (
     arena_peaks,
+    batched_tables,
     blocks,
     mechanisms,
     peer,
@@ -90,6 +91,7 @@ BLOCKS: dict[str, list[Part]] = {
     **mechanisms.BLOCKS,
     **blocks.BLOCKS,
     **peer.BLOCKS,
+    **batched_tables.BLOCKS,
     **streams.BLOCKS,
     **targets.BLOCKS,
     **presets.BLOCKS,

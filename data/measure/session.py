@@ -36,6 +36,7 @@ from workbench.model.presets import PRESETS, find_preset, quant_name, tensor_typ
 from workbench.model.synth import write_model
 from workbench.output import write_text
 from workbench.program.commands import COMPUTE_STREAM, Launch, Space
+from workbench.serve.serving import serving
 
 FILES = ("load", "ablation", "launches", "counters")  # kinds that write one JSON file
 QUICK_CELLS = {"perplexity": 64}  # of the cache, where runs are quick; else 1,024
@@ -165,20 +166,30 @@ def everything(engine: wb.Engine) -> wb.Toggles:
     return toggles.switched("fuse", "on").switched("defer_norm", "on").switched("pdl", pdl)
 
 
+SERVED = "serving"  # what `workbench serve` has
+
+
+def _served(engine: wb.Engine, changes: str) -> TogglePreset:
+    return serving(engine.device, TogglePreset(BEST, parse_changes(changes)))
+
+
 BACKGROUNDS: dict[str, Callable[[wb.Engine], wb.Toggles]] = {
     "baseline": lambda engine: wb.Toggles(),
     "kept": lambda engine: wb.Toggles(graph_reuse="set_rows"),
     "all": everything,
     BEST: lambda engine: engine.resolve(BEST),
+    SERVED: lambda engine: engine.resolve(_served(engine, "")),
 }
 
 
 def toggles_of(spec: str, engine: wb.Engine) -> wb.Toggles:
     """What a row's `toggles` say: a background, then each `NAME=VALUE` on top of it. Preset `best`
-    is resolved with them."""
+    is resolved with them, and so is what a server adds to it (`serving`)."""
     background, _, changes = spec.partition(" ")
     if background == BEST:
         return engine.resolve(TogglePreset(BEST, parse_changes(changes)))
+    if background == SERVED:
+        return engine.resolve(_served(engine, changes))
     return switched(BACKGROUNDS[background](engine), changes)
 
 

@@ -43,7 +43,7 @@ class LlamaBench(NamedTuple):
         Raises RuntimeError, in one line, where it fails or says something else.
         """
         command = [str(self.program), *arguments(model, tests, repetitions)]
-        done = self._call(command, env)
+        done = self.call(command, env)
         try:
             rows = json.loads(done.stdout)
             names = [name_of(row) for row in rows]
@@ -58,12 +58,14 @@ class LlamaBench(NamedTuple):
                 raise RuntimeError(f"{self.program}: {name_of(row)} has times {row['samples_ns']}")
         return rows
 
-    def _call(
+    def call(
         self, command: Sequence[str], env: Mapping[str, str] = {}
     ) -> subprocess.CompletedProcess[str]:
+        """Runs a program of the build to its end. Raises RuntimeError where it cannot be started,
+        and where it takes too long."""
         try:
             return subprocess.run(
-                command, env=self.environment() | env, capture_output=True, text=True,
+                command, env={**self.environment(), **env}, capture_output=True, text=True,
                 timeout=SECONDS,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
@@ -82,7 +84,7 @@ class LlamaBench(NamedTuple):
 
     def described(self) -> LlamaBench:
         """With `about`: version, build, hash of program and libraries, where CUDA's are."""
-        done = self._call([str(self.program), "--version"])
+        done = self.call([str(self.program), "--version"])
         found = re.search(r"version: (.+)", done.stderr + done.stdout)
         if done.returncode or found is None:
             raise RuntimeError(f"{self.program} --version: {last_line(done)}")

@@ -3,8 +3,8 @@
 Counted by the host, from the mask of each step. So it is what skipping can and does leave out, and
 it costs the device nothing. A CPU's kernel visits the very same blocks; a test counts there, too.
 
-    block   16 cells, for a group of up to 8 tokens of one region: a CPU's tile. A GPU's kernels
-            have other tiles, of which the same ways leave out the same cells, rounded otherwise
+    block   16 cells, for a group of up to 8 tokens of one region: a CPU's tile. A GPU's tiles are
+            larger, so a GPU visits a few cells more
 
 Every kv head of a layer visits the same blocks, so they are counted once.
 """
