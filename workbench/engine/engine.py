@@ -78,7 +78,8 @@ class Engine:
         self.draws = self._batches.draws
         last_tokens = draws.last_tokens(have.toggles, loaded, config.n_seqs)
         self._residents = Residents(loaded, self.cache.n_cells, last_tokens)
-        self._step_programs = StepPrograms(loaded, have, self._residents, self._spent)
+        alone = config.n_seqs == 1
+        self._step_programs = StepPrograms(loaded, have, self._residents, self._spent, alone)
         self._counts = PhaseCounts()
         self._programs = programs_of(have.toggles, self._build, self._spent)
         self._plans = plans_of(have.toggles, loaded.backend)

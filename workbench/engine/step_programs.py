@@ -49,12 +49,14 @@ def unfused_graph(
     toggles: Toggles,
     cell: int = 0,
     last_tokens: Tensor | None = None,
+    alone: bool = False,
 ) -> Graph:
     """The graph of a step on `caches` (K and V of each layer), before anything is fused. cell: the
-    first that the step stores. last_tokens: as `build_graph` has it."""
+    first that the step stores. last_tokens: as `build_graph` has it. alone: the engine has one
+    sequence, so its cells are all cells."""
     if shape.n_tokens:
         stores = CacheStores(reuse_of(toggles).store, cell)
-        regions = toggles.kv_cache == KVCacheKind.PER_SEQUENCE
+        regions = toggles.kv_cache == KVCacheKind.PER_SEQUENCE and not alone
         graph = build_graph(model, shape, caches, toggles.activations, stores, regions, last_tokens)
         graph = attend_by(graph, toggles.attn_kernel, toggles.kv_parts)
         return skip_masked(graph, toggles.skip_masked_kv, toggles.skip_gate)
@@ -78,7 +80,8 @@ def fused_graph(
 class StepPrograms:
     """The programs of one engine's steps; each is made when it is asked for, and none is kept.
 
-    spent: told of every phase, by name, and of the ns at which it began and ended.
+    spent: told of every phase, by name, and of the ns at which it began and ended. alone: as
+    `unfused_graph` has it.
     """
 
     def __init__(
@@ -87,8 +90,9 @@ class StepPrograms:
         have: Chosen,
         residents: Residents,
         spent: Callable[[str, int, int], None],
+        alone: bool = False,
     ):
-        self._loaded = loaded
+        self._loaded, self._alone = loaded, alone
         self._toggles, self._ordering, self._n_streams = have.toggles, have.ordering, have.n_streams
         toggles = have.toggles
         self._check = check_of(toggles.validate)
@@ -121,7 +125,7 @@ class StepPrograms:
         do = (phases or Phases(self._spent)).do
         graph = do(
             "graph", unfused_graph, loaded.model, shape, residents.caches, toggles, cell,
-            residents.last_tokens,
+            residents.last_tokens, self._alone,
         )  # fmt: skip
         joined, backend_of = do(
             "fuse", fused_graph, graph, toggles, loaded.placement, self._n_streams
