@@ -1,0 +1,186 @@
+"""Throughput through HTTP beside the same load in process: what do the front and its events cost?
+
+    python -m data.measure.over_http [MODEL] [--in-flight 1,8,32,128] [--rounds N]
+
+Three arms take every number of requests in flight in turn: an engine process over its pipe, as the
+server's own front has it; `workbench serve` with answers that come whole; and with answers streamed
+by server-sent events. The client of the last two is a process of its own. The run folder is
+`data/results/over-http/MODEL`.
+
+`result`: `points` (`served_arms.py`), each with `front_cpu_s`, the CPU time of the server's
+processes but the engine's, and `n_fronts`, how many these are.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from cyclopts import App
+
+from data.measure.http_tables import FOLDER, PIPE, STREAMED, WHOLE, shown
+from data.measure.served_arms import (
+    Point,
+    ProcessTime,
+    Recording,
+    children_of,
+    front_time,
+    in_process,
+)
+from tests.peer.cuda import is_there, model_file
+from workbench.bench.draft import kept
+from workbench.bench.rounds import interleave
+from workbench.config import BEST, EngineConfig, TogglePreset
+from workbench.errors import UsageError, WorkbenchError
+from workbench.serve.bench import BenchSpec
+from workbench.serve.child import normal_ids, served
+from workbench.serve.serving import serving
+from workbench.serve.targets import Asking, HttpTarget, LoadTarget, model_of
+from workbench.serve.worker import WorkerSettings
+from workbench.sizes import round_up
+
+ROOT = Path(__file__).resolve().parents[2]
+PAD, LEAST_REQUESTS = 256, 16
+
+app = App(help=__doc__, result_action="return_none")
+
+
+class Reached(NamedTuple):
+    """A target, and its server's first process where there is one."""
+
+    target: LoadTarget
+    pid: int | None
+    streamed: bool
+
+    def time(self) -> ProcessTime | None:
+        return None if self.pid is None else front_time(self.pid)
+
+
+@contextmanager
+def reached(
+    path: Path, config: EngineConfig, slots: int, processes: int
+) -> Iterator[list[Reached]]:
+    """The three arms: an engine process, and a server for the other two."""
+    toggles = TogglePreset(BEST)
+    arguments = [
+        "-m", str(path), "--slots", str(slots), "--device", config.device,
+        "--n-ctx", str(config.n_ctx), "--n-ubatch", str(config.n_ubatch),
+        "--n-kv-pad", str(config.n_kv_pad),
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        pipe = stack.enter_context(in_process(WorkerSettings(str(path), config, slots, toggles)))
+        before = children_of(os.getpid())
+        url = stack.enter_context(served(arguments))
+        pid = next(iter(children_of(os.getpid()) - before), None)
+        name, _ = model_of(url)
+        http = HttpTarget(url, name, processes=processes)
+        yield [Reached(pipe, None, True), Reached(http, pid, False), Reached(http, pid, True)]
+
+
+@app.default
+def main(
+    model: str = "llama-3.2-1b-q4_k_m",
+    *,
+    in_flight: str = "1,8,32,128",
+    n_prompt: int = 1024,
+    n_gen: int = 128,
+    each: int = 4,
+    n_ubatch: int = 512,
+    rounds: int = 3,
+    client_processes: int = 2,
+    device: str = "cuda",
+    out: Path = ROOT / "data" / "results" / FOLDER,
+    files: Path = ROOT / "data" / "models",
+    again: bool = False,
+    at_most_s: float = math.inf,
+) -> None:
+    """Measures the three arms, and prints the table.
+
+    Parameters
+    ----------
+    model: as folders name it.
+    in_flight: requests in flight together.
+    n_prompt, n_gen: tokens of each request.
+    each: requests of a point, in times of those in flight; at least 16.
+    n_ubatch: tokens computed at once.
+    rounds: how often each point is measured.
+    client_processes: that send what goes through HTTP.
+    out: where the run folder goes.
+    files: where model files are, and where missing ones are written.
+    again: measure what was measured, too.
+    at_most_s: no round begins after so many seconds.
+    """
+    numbers = sorted({int(n) for n in in_flight.split(",")})
+    if min(numbers[0], n_prompt, n_gen, each, rounds) < 1:
+        raise UsageError("--in-flight, --n-prompt, --n-gen, --each and --rounds are 1 or more")
+    folder, begun, slots = out / model, time.monotonic(), numbers[-1]
+    if is_there(folder) and not again:
+        print(f"{model}: there already, of this commit", flush=True)
+        return
+    path = model_file(model, files)
+    shutil.rmtree(folder, ignore_errors=True)
+    config = EngineConfig(
+        device=device, n_ctx=slots * round_up(n_prompt + n_gen, PAD), n_seqs=slots,
+        n_ubatch=n_ubatch, n_kv_pad=PAD,
+    )  # fmt: skip
+    ids, toggles = normal_ids(path), serving(device, TogglePreset(BEST)).changes
+    points = [
+        Point(f"pp{n_prompt}+tg{n_gen}@b{n}", n, BenchSpec.of(
+            str(n_prompt), str(n_gen), ids, n_requests=max(LEAST_REQUESTS, each * n),
+            n_warm_up=n, parallel=slots,
+        ))
+        for n in numbers
+    ]  # fmt: skip
+    arms = (PIPE, WHOLE, STREAMED)
+    recording = Recording(
+        FOLDER, path, folder, dict.fromkeys(arms, toggles), [p.test for p in points], rounds, device
+    )
+    recording.run["result"]["slots"] = slots
+
+    def rounds_left() -> Iterator[int]:
+        for round_ in range(rounds):
+            if round_ and time.monotonic() - begun > at_most_s:
+                return
+            yield round_
+
+    with kept(recording.draft, raises=True), reached(path, config, slots, client_processes) as by:
+
+        def take(round_: int, arm: int) -> None:
+            for number, point in enumerate(points):
+                own = by[arm]
+                # other prompts than any arm has sent: no server finds their beginnings in its cache
+                seed = (round_ * len(arms) + arm) * len(points) + number
+                spec = point.spec._replace(seed=seed, asking=Asking(own.streamed))
+                before = own.time()
+                row = recording.measure(arms[arm], round_, own.target, point._replace(spec=spec))
+                after = own.time()
+                entry = recording.run["result"]["points"][-1]
+                spent = None if before is None or after is None else after.cpu_s - before.cpu_s
+                entry["front_cpu_s"] = spent
+                entry["n_fronts"] = after.n_fronts if after else None
+                entry["n_warm_up"] = spec.n_warm_up
+                rate = row.figures["output_throughput"]
+                print(f"  {point.test} {arms[arm]}: {rate:.1f} t/s", flush=True)
+
+        def whole(round_: int, _: dict[int, None]) -> None:
+            recording.run["repetitions"] = round_ + 1
+
+        interleave(rounds_left(), len(arms), take, whole)
+    print(shown(folder), flush=True)
+    print(f"== {model}: {time.monotonic() - begun:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except (RuntimeError, WorkbenchError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

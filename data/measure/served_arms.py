@@ -1,0 +1,128 @@
+"""Engine processes and servers that a measuring command begins, and the load that each is given.
+
+A point is one setting of one arm in one round: requests that are in flight together, until all have
+ended. `samples.parquet` has a row for each: its generated tokens, and the ns that all took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from workbench.backend.base import open_backend
+from workbench.bench import provenance
+from workbench.bench.draft import Draft, new_arm, new_run
+from workbench.serve.bench import BenchSpec, ServedRow, finite, serve_bench
+from workbench.serve.child import model_facts
+from workbench.serve.load import CLOSED, Arrivals
+from workbench.serve.messages import Finish
+from workbench.serve.pipe_target import PipeTarget
+from workbench.serve.targets import LoadTarget
+from workbench.serve.worker import WorkerSettings, start
+
+END_S = 60.0
+KEPT = (
+    "completed", "failed", "duration", "total_input_tokens", "total_output_tokens",
+    "output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_itl_ms",
+    "mean_e2el_ms", "tokens_per_chunk",
+)  # fmt: skip
+
+
+@contextmanager
+def in_process(settings: WorkerSettings) -> Iterator[PipeTarget]:
+    """An engine process of its own, as a server has it, reached over its pipe."""
+    (pipe,), process = start(settings)
+    try:
+        yield PipeTarget(pipe)
+        pipe.send(Finish())
+    finally:
+        pipe.close()
+        process.join(END_S)
+        if process.is_alive():
+            process.terminate()
+            process.join()
+
+
+class Point(NamedTuple):
+    """A setting: its test, the requests in flight, and what is sent."""
+
+    test: str
+    n_in_flight: int
+    spec: BenchSpec
+
+
+class Recording:
+    """A run that grows by points. kind: of the run; `result` has `points` beside what is given."""
+
+    def __init__(
+        self, kind: str, path: Path, out: Path, arms: dict[str, dict[str, str]], tests: list[str],
+        rounds: int, device: str,
+    ):  # fmt: skip
+        """arms: toggles by name; the first is the baseline."""
+        backend = open_backend(device)
+        try:
+            engine = {"device": device, "device_description": backend.description}
+        finally:
+            backend.close()
+        found = provenance.collect() | {"model": model_facts(path), "engine": engine}
+        made = [new_arm(name, toggles) for name, toggles in arms.items()]
+        self.run = new_run(kind, out.name, kind, found, made, tests, rounds, 0)
+        self.run["result"] = {"points": []}
+        self.draft = Draft(self.run, out)
+
+    def measure(
+        self, arm: str, round_: int, target: LoadTarget, point: Point, **more: Any
+    ) -> ServedRow:
+        """Offers a point's load and notes what came of it. more: of the point's entry."""
+        (row,) = serve_bench(target, [Arrivals(CLOSED, point.n_in_flight)], point.spec).rows
+        entry = {"arm": arm, "test": point.test, "round": round_, "in_flight": point.n_in_flight}
+        figures = {name: row.figures[name] for name in KEPT}
+        self.run["result"]["points"].append(entry | finite(figures) | {"client": row.client} | more)
+        ns = np.array([round(row.figures["duration"] * 1e9)], np.int64)
+        n = np.array([row.figures["total_output_tokens"]], np.int64)
+        self.draft.samples.add(arm, False, point.test, round_, ns, n)
+        self.draft.checkpoint()
+        return row
+
+
+class ProcessTime(NamedTuple):
+    """The CPU time of the processes of a server but the engine's, s, and how many there are."""
+
+    cpu_s: float
+    n_fronts: int
+
+
+def front_time(pid: int) -> ProcessTime | None:
+    """Of a server's first process and those that it began; None where there is no /proc. The
+    process with the most memory is the engine's."""
+    tree = [pid]
+    for other in tree:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{other}/task").iterdir():
+                tree += map(int, (task / "children").read_text().split())
+    try:
+        stats = {each: Path(f"/proc/{each}/stat").read_text() for each in tree}
+        words = {each: Path(f"/proc/{each}/cmdline").read_text() for each in tree}
+    except OSError:
+        return None
+    fields = {each: stat.rpartition(")")[2].split() for each, stat in stats.items()}
+    others = [each for each in tree if "resource_tracker" not in words[each]]
+    engine = max(others, key=lambda each: int(fields[each][21])) if len(others) > 1 else None
+    fronts = [each for each in others if each != engine]
+    ticks = sum(int(fields[each][11]) + int(fields[each][12]) for each in fronts)
+    return ProcessTime(ticks / os.sysconf("SC_CLK_TCK"), len(fronts))
+
+
+def children_of(pid: int) -> set[int]:
+    """The processes that a process has begun and that have not ended; empty without /proc."""
+    found = set[int]()
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found |= {int(each) for each in (task / "children").read_text().split()}
+    return found
