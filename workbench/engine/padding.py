@@ -44,8 +44,9 @@ def padded(exact: Sizes, n_ubatch: int) -> Sizes:
     if n_seqs == 1:
         return exact
     more = min(round_up(n_tokens, TOKENS), n_ubatch)
-    # tokens that are added belong to none of the sequences
-    seqs = min(size(n_seqs + (more > n_tokens)), more)
+    # tokens that are added belong to none of the sequences; as many sequences as tokens would say
+    # that each has one
+    seqs = min(size(n_seqs + (more > n_tokens)), more - 1)
     return Sizes(more, max(seqs, n_seqs), min(size(n_outputs), more) if n_outputs else 0)
 
 

@@ -1,0 +1,43 @@
+"""Steps in few shapes: what is added changes no answer, and no shape says what it is not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import workbench as wb
+from workbench.engine.padding import Sizes, padded
+
+TOGGLES = wb.Toggles(graph_reuse="set_rows", kv_cache="per_sequence", batch_sizes="padded")
+
+
+@given(st.data())
+def test_as_many_sequences_as_tokens_mean_a_token_each(data):
+    """Kernels take a step with as many regions as tokens for one of single tokens."""
+    n_ubatch = data.draw(st.integers(1, 600))
+    n_tokens = data.draw(st.integers(1, n_ubatch))
+    n_seqs = data.draw(st.integers(1, n_tokens))
+    n_outputs = data.draw(st.integers(0, n_seqs))
+    found = padded(Sizes(n_tokens, n_seqs, n_outputs), n_ubatch)
+    assert n_tokens <= found.n_tokens <= n_ubatch and n_seqs <= found.n_seqs <= found.n_tokens
+    assert n_outputs <= found.n_outputs <= found.n_tokens
+    assert (found.n_seqs == found.n_tokens) == (n_seqs == n_tokens)
+    if found.n_tokens > n_tokens:  # what is added belongs to none of them
+        assert found.n_seqs > n_seqs
+
+
+@pytest.mark.parametrize("lengths", [[6, 1, 1, 1, 1, 1, 1, 1, 1], [2] * 7 + [1], [15, 1], [1] * 11])
+def test_steps_of_many_sequences_and_few_tokens_answer_as_they_do_alone(tiny_model, lengths):
+    """Where the tokens of a step fill n_ubatch, or nearly so."""
+    path = tiny_model("tiny-llama", "Q8_0")
+    rng = np.random.default_rng(1)
+    work = [(i, rng.integers(3, 900, n).tolist(), "last") for i, n in enumerate(lengths)]
+    with wb.Engine.load(
+        path, device="embedded", n_ctx=512, n_seqs=16, n_ubatch=16, toggles=TOGGLES
+    ) as engine:
+        together = engine.submit(work).wait().copy()
+        engine.reset()
+        alone = [engine.submit([one]).wait().copy() for one in work]
+    assert np.array_equal(together, np.concatenate(alone))
