@@ -1,7 +1,7 @@
 // Rotary position embedding, both pairings.
 //
-//   rope        dst = x, turned by the token's position
-//   rope_shift  cache = cache, turned by the cell's delta: the K that is stored, in place
+//   rope               dst = x, turned by the token's position
+//   rope_shift_<TYPE>  cache = cache, turned by the cell's delta: the K that is stored, in place
 //
 // A thread has one pair of one row (a token or a cell). It works out the angle once and turns the
 // pair in HEADS heads (kernels/rope.cuh).
@@ -10,9 +10,11 @@
 //
 // One version of each, not tuned. A fused step rotates in product_qkv.cu or rope_store.cu. Cells
 // are shifted between steps, and seldom.
+#include "cells.cuh"
 #include "rope.cuh"
 
-#define HEADS 4  // as in workbench/backend/cuda/elementwise.py
+#define HEADS 4       // as in workbench/backend/cuda/elementwise.py
+#define MOST_DIM 256  // of a head, as in workbench/backend/cuda/attention.py
 
 // Arguments: dst, x, positions, freq_factors (or 0), n_tokens, n_heads, head_dim, n_rot, neox,
 // theta_base, freq_scale.
@@ -48,32 +50,71 @@ extern "C" __global__ void rope(float* dst, const float* x, const int* positions
     }
 }
 
-// Arguments: cache, deltas, freq_factors (or 0), n_cells, n_heads, head_dim, n_rot, neox,
-// theta_base, freq_scale. The arithmetic is float32; a result is rounded to a half once. A cell
-// with delta 0, and elements past n_rot, are not written.
-extern "C" __global__ void rope_shift(u16* cache, const int* deltas, const float* freq_factors,
-                                      i64 n_cells, i64 n_heads, i64 head_dim, i64 n_rot, i64 neox,
-                                      float theta_base, float freq_scale) {
+// Arguments of rope_shift_<TYPE>: cache, deltas, freq_factors (or 0), n_cells, n_heads, head_dim,
+// n_rot, neox, theta_base, freq_scale. The arithmetic is float32; a result is rounded to the cache's
+// type once. A cell with delta 0, and blocks past n_rot, are not written.
+#define SHIFT_ARGUMENTS                                                                          \
+    u8 *cache, const int *deltas, const float *freq_factors, i64 n_cells, i64 n_heads,           \
+        i64 head_dim, i64 n_rot, i64 neox, float theta_base, float freq_scale
+
+#define ROPE_SHIFT(TYPE)                                                                         \
+    extern "C" __global__ void rope_shift_##TYPE(SHIFT_ARGUMENTS) {                              \
+        pdl_trigger();                                                                           \
+        double revolutions = 0;                                                                  \
+        const int pairs = int(n_rot) / 2;                                                        \
+        if (threadIdx.x < pairs)                                                                 \
+            revolutions =                                                                        \
+                rope_revolutions(threadIdx.x, n_rot, theta_base, freq_scale, freq_factors);      \
+        pdl_wait();                                                                              \
+        const int delta = deltas[blockIdx.x];                                                    \
+        if (delta == 0) return;                                                                  \
+        const int first = blockIdx.y * HEADS, last = min(first + HEADS, int(n_heads));           \
+        u8* row = cache + blockIdx.x * Cell##TYPE::row_bytes(n_heads * head_dim);                \
+        for (int i = threadIdx.x; i < pairs; i += blockDim.x) {                                  \
+            if (i != threadIdx.x)                                                                \
+                revolutions =                                                                    \
+                    rope_revolutions(i, n_rot, theta_base, freq_scale, freq_factors);            \
+            const Rotation rotation(delta, revolutions);                                         \
+            const int a = neox ? i : 2 * i, b = neox ? i + pairs : 2 * i + 1;                    \
+            for (int h = first; h < last; h++) {                                                 \
+                const i64 at = h * head_dim;                                                     \
+                const float u = Cell##TYPE::load(row, at + a), v = Cell##TYPE::load(row, at + b);\
+                Cell##TYPE::store(row, at + a, rotation.first(u, v), true);                      \
+                Cell##TYPE::store(row, at + b, rotation.second(u, v), true);                     \
+            }                                                                                    \
+        }                                                                                        \
+    }
+ROPE_SHIFT(F16)
+ROPE_SHIFT(BF16)
+ROPE_SHIFT(F32)
+
+// A block of Q8_0 is rounded whole: the elements of a head wait in shared memory until all of them
+// are turned. Each head works its angles out again.
+extern "C" __global__ void rope_shift_Q8_0(SHIFT_ARGUMENTS) {
+    __shared__ float values[MOST_DIM];
     pdl_trigger();
-    double revolutions = 0;
-    const int pairs = int(n_rot) / 2;
-    if (threadIdx.x < pairs)
-        revolutions = rope_revolutions(threadIdx.x, n_rot, theta_base, freq_scale, freq_factors);
     pdl_wait();
-    const i64 cell = blockIdx.x;
-    const int delta = deltas[cell];
+    const int delta = deltas[blockIdx.x];
     if (delta == 0) return;
     const int first = blockIdx.y * HEADS, last = min(first + HEADS, int(n_heads));
-    for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
-        if (i != threadIdx.x)
-            revolutions = rope_revolutions(i, n_rot, theta_base, freq_scale, freq_factors);
-        const Rotation rotation(delta, revolutions);
-        const int a = neox ? i : 2 * i, b = neox ? i + pairs : 2 * i + 1;
-        for (int h = first; h < last; h++) {
-            u16* head = cache + (cell * n_heads + h) * head_dim;
-            const float u = half_to_float(head[a]), v = half_to_float(head[b]);
-            head[a] = float_to_half(rotation.first(u, v));
-            head[b] = float_to_half(rotation.second(u, v));
+    const int pairs = int(n_rot) / 2, whole = (int(n_rot) + 31) / 32 * 32;
+    u8* row = cache + blockIdx.x * CellQ8_0::row_bytes(n_heads * head_dim);
+    for (int h = first; h < last; h++) {
+        const i64 at = h * head_dim;
+        for (int i = threadIdx.x; i < whole; i += blockDim.x)
+            values[i] = CellQ8_0::load(row, at + i);
+        __syncthreads();
+        for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
+            const Rotation rotation(
+                delta, rope_revolutions(i, n_rot, theta_base, freq_scale, freq_factors));
+            const int a = neox ? i : 2 * i, b = neox ? i + pairs : 2 * i + 1;
+            const float u = values[a], v = values[b];
+            values[a] = rotation.first(u, v);
+            values[b] = rotation.second(u, v);
         }
+        __syncthreads();
+        for (int i = threadIdx.x; i < whole; i += blockDim.x)  // whole warps
+            CellQ8_0::store(row, at + i, values[i], true);
+        __syncthreads();
     }
 }

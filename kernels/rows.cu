@@ -12,6 +12,7 @@
 //
 // One version of each, not tuned. A step has two get_rows; a fused step stores in product_qkv.cu or
 // rope_store.cu.
+#include "cells.cuh"
 #include "weights.cuh"
 
 // Arguments: dst, table, ids, n_ids, cols, table_rows.
@@ -44,42 +45,6 @@ extern "C" __global__ void get_rows_F32(float* dst, const float* table, const in
     if (c < cols)
         dst[blockIdx.x * cols + c] = id >= 0 && id < table_rows ? table[id * cols + c] : 0.f;
 }
-
-// A float as element c of a cell, for the types that the cache may have. Whole warps call it, and
-// lanes have neighbouring columns; a block of Q8_0 is a warp's.
-struct CellF16 {
-    static DEVICE void store(u8* row, i64 c, float x, bool there) {
-        if (there) reinterpret_cast<u16*>(row)[c] = float_to_half(x);
-    }
-    static DEVICE i64 row_bytes(i64 cols) { return 2 * cols; }
-};
-struct CellBF16 {
-    static DEVICE void store(u8* row, i64 c, float x, bool there) {
-        const u32 bits = __float_as_uint(x);
-        const bool nan = (bits & 0x7fffffff) > 0x7f800000;
-        const u32 rounded = nan ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        if (there) reinterpret_cast<u16*>(row)[c] = u16(rounded);
-    }
-    static DEVICE i64 row_bytes(i64 cols) { return 2 * cols; }
-};
-struct CellF32 {
-    static DEVICE void store(u8* row, i64 c, float x, bool there) {
-        if (there) reinterpret_cast<float*>(row)[c] = x;
-    }
-    static DEVICE i64 row_bytes(i64 cols) { return 4 * cols; }
-};
-// ggml's quantize_row_q8_0_ref: scale = max|x| / 127, quants rounded half away from zero.
-struct CellQ8_0 {
-    static DEVICE void store(u8* row, i64 c, float x, bool there) {
-        const float scale = __fdiv_rn(warp_max(there ? fabsf(x) : 0.f), 127.f);
-        const float inverse = scale == 0 ? 0.f : __fdiv_rn(1.f, scale);
-        if (!there) return;
-        u8* block = row + c / 32 * 34;
-        if (c % 32 == 0) *reinterpret_cast<u16*>(block) = float_to_half(scale);
-        reinterpret_cast<i8*>(block)[2 + c % 32] = i8(roundf(__fmul_rn(x, inverse)));
-    }
-    static DEVICE i64 row_bytes(i64 cols) { return cols / 32 * 34; }
-};
 
 // Arguments: cache, pairs (to, from), n_pairs, row_bytes (a multiple of 2), n_cells. Grid:
 // (n_pairs, ceil(row_bytes / 512)). No cell is both read and written.

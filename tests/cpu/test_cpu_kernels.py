@@ -363,7 +363,7 @@ def test_parts_write_disjoint_bytes_and_all_of_them(op: str) -> None:
 def test_every_op_has_a_kernel() -> None:
     assert set(args.ARGS) == set(ops.OPS)
     for op in ops.OPS:
-        typed = ("get_rows", "mul_mat", "set_rows", "copy_to_view", "copy_by_table")
+        typed = ("get_rows", "mul_mat", "set_rows", "copy_to_view", "copy_by_table", "rope_shift")
         suffix = ("F16",) if op in typed else ("F16", "F16") if op == "attention" else ()
         assert op_table.kernel_address((op, *suffix)) != 0
     with pytest.raises(KeyError):

@@ -7,10 +7,11 @@ import zlib
 import numpy as np
 import pytest
 
-from tests import reference
+from tests import attention, reference
 from tests.gpu.harness import Compute, distance
 from tests.oracles.dequantize import dequantize
 from workbench.graph.ir import (
+    CACHE_DTYPES,
     DTYPES,
     F16,
     F32,
@@ -193,6 +194,39 @@ def test_rope(compute: Compute, neox, with_factors, heads, head_dim, n_rot):
     found = compute(node, arrays).view(np.float32)
     expected = rotated(x, positions, factors, n_rot, neox, 500000.0, scale)
     assert distance(found, expected) < 3e-7
+
+
+@pytest.mark.parametrize("neox", [False, True])
+@pytest.mark.parametrize(("heads", "head_dim", "n_rot"), [(1, 64, 64), (6, 96, 34), (5, 256, 256)])
+@pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=lambda d: d.name)
+def test_rope_shift_of_every_type_of_cells(compute: Compute, dtype, neox, heads, head_dim, n_rot):
+    """What a shift leaves is the turned values, stored anew; other blocks and cells keep theirs."""
+    rng = generator("shift", dtype.name, neox, heads)
+    cells, n = 7, 6
+    deltas = np.array([0, 1, -1, 0, -8191, 131071], np.int32)
+    moved = np.append(deltas != 0, [False] * (cells - n))
+    values = rng.standard_normal((cells, heads * head_dim)).astype(np.float32)
+    data, numbers = attention.stored(values, dtype)
+    cache = Tensor("c", dtype, values.shape, Kind.CACHE)
+    node = make(
+        "rope_shift", "k", cache, Tensor("d", I32, deltas.shape), n_head_kv=heads, n_rot=n_rot,
+        neox=neox, theta_base=500000.0, freq_scale=1.0,
+    )  # fmt: skip
+    found = compute(node, {cache: data, node.inputs[1]: deltas}).view(np.uint8)
+    before, after = (x.view(np.uint8).reshape(cells, heads, -1) for x in (data, found))
+    assert np.array_equal(after[~moved], before[~moved])
+    behind = -(-n_rot // dtype.block) * dtype.block_bytes
+    assert np.array_equal(after[..., behind:], before[..., behind:])
+
+    k, pairs = numbers.reshape(cells, heads, head_dim)[moved], "halves" if neox else "adjacent"
+    twin = reference.rotated(k, deltas[deltas != 0], pairs, n_rot, 500000.0)
+    if dtype == F32:
+        turned = after.view(np.float32)[moved]
+        np.testing.assert_allclose(turned, twin, rtol=0, atol=1e-6)
+        return
+    again, _ = attention.stored(twin.reshape(-1, heads * head_dim).astype(np.float32), dtype)
+    wanted = again.view(np.uint8).reshape(after[moved].shape)
+    assert np.mean(after[moved] == wanted) > 0.99
 
 
 @pytest.mark.parametrize("neox", [False, True])

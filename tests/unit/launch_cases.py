@@ -13,6 +13,7 @@ from workbench.backend.cuda.kernel import CLUSTERS, Kernel, Operands, Work
 from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import (
     BF16,
+    CACHE_DTYPES,
     F16,
     F32,
     I32,
@@ -72,6 +73,13 @@ def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[LaunchCase]:
         mask = Tensor("mask", F16, (tokens, extent))
         node = make("attention", "o", q, k, k, mask, n_kv=extent, n_head_kv=8, scale=0.1)
         yield LaunchCase(node, tokens, None)
+    for dtype in CACHE_DTYPES:
+        k, deltas = Tensor("k", dtype, (n_kv, 1280), Kind.CACHE), Tensor("d", I32, (tokens,))
+        to, table = Tensor("i", I64, (tokens,)), Tensor("t", I64, (1,))
+        yield LaunchCase(make("set_rows", "k", k, x, to, n_kv=n_kv), tokens, None)
+        yield LaunchCase(make("copy_to_view", "k", k, x, cell=7), tokens, None)
+        yield LaunchCase(make("copy_by_table", "k", k, x, table, store=0, n_kv=n_kv), tokens, None)
+        yield LaunchCase(make("rope_shift", "k", k, deltas, n_head_kv=10, **rope), tokens, None)
     for dtype in WEIGHT_DTYPES:
         w = Tensor("w", dtype, (19, 1280), Kind.WEIGHT)
         yield LaunchCase(make("get_rows", "e", w, Tensor("ids", I32, (tokens,))), tokens, dtype)

@@ -195,7 +195,7 @@ ARGS: dict[str, OpKernels] = {
     "quantize": OpKernels(_rows),
     "mul_mat": OpKernels(_mul_mat, _by_weight),
     "rope": OpKernels(_rope),
-    "rope_shift": OpKernels(_rope_shift),
+    "rope_shift": OpKernels(_rope_shift, _by_first),
     "set_rows": OpKernels(_set_rows, _by_first),
     "copy_to_view": OpKernels(_copy_to_view, _by_first),
     "copy_by_table": OpKernels(_copy_by_table, _by_first),

@@ -14,13 +14,12 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
                activations="float" where a backend may not round x, else without
     rope       x (T, heads, head_dim) F32, positions (T,) I32, freq_factors (n_rot/2,) F32 or none
                -> like x; n_rot, neox, theta_base, freq_scale
-    rope_shift cache (cells, heads * head_dim) F16, deltas (n,) I32, freq_factors (n_rot/2,) F32 or
+    rope_shift cache (cells, heads * head_dim), deltas (n,) I32, freq_factors (n_rot/2,) F32 or
                none -> the cache; n_head_kv, n_rot, neox, theta_base, freq_scale
-    set_rows   cache (cells, cols) F16, x (T, cols) F32, indices (T,) I64 -> the cache; n_kv
-    copy_to_view   cache (cells, cols) F16, x (T, cols) F32 -> the cache; cell
-    copy_by_table  cache (cells, cols) F16, x (T, cols) F32, table (n,) I64 -> the cache;
-               store, n_kv
-    attention  q (T, heads, head_dim) F32, k and v (cells, kv_heads * head_dim) F16,
+    set_rows   cache (cells, cols), x (T, cols) F32, indices (T,) I64 -> the cache; n_kv
+    copy_to_view   cache (cells, cols), x (T, cols) F32 -> the cache; cell
+    copy_by_table  cache (cells, cols), x (T, cols) F32, table (n,) I64 -> the cache; store, n_kv
+    attention  q (T, heads, head_dim) F32, k and v (cells, kv_heads * head_dim),
                mask (T, n_kv) F16, and by `more`: regions (n_seqs, 2) I32, extents (T,) I32 or
                classes (T, blocks) U8, sinks (heads,) F32 -> (T, heads * head_dim) F32;
                n_kv, n_head_kv, scale, more, skip, kernel, kv_parts
@@ -29,10 +28,12 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
     feed       ids (T,) I32, last (n_seqs,) I32 -> (T,) I32
     draw       logits (n, n_vocab) F32, settings (n, 4) F32 -> (n, 2) I32
     keep_tokens  last (n_seqs,) I32, ids (n, 2) I32, rows (n,) I32 -> last
-    copy_cells cache (cells, cols) of any type, pairs (n, 2) I64 -> the cache
+    copy_cells cache (cells, cols), pairs (n, 2) I64 -> the cache
     swiglu     gate, up (T, cols) F32 -> like gate
     square_sums  x (T, cols) F32 -> (T, cols / 32) F32
     rms_scale  x (T, cols) F32, squares (T, n) F32 -> like x; eps
+
+A cache, K or V of attention, is of any of CACHE_DTYPES; those of K and V may differ.
 
 A fused node (`graph/fuse.py`) computes its parts in order. What its parts write and no other node
 reads lies in the node's scratch, or nowhere.
@@ -42,8 +43,8 @@ reads lies in the node's scratch, or nowhere.
   position * freq_scale * theta_base^(-2i/n_rot) / freq_factors[i]; neox pairs element i with
   i + n_rot/2, otherwise 2i with 2i + 1. Elements past n_rot are copied.
 * rope_shift: the heads in each of the first n cells turn as `rope` turns them, by the cell's delta
-  as position, in place. The arithmetic is float32, rounded to F16 once. A cell with delta 0 and
-  elements past n_rot keep their bytes. (llama.cpp's build_rope_shift.)
+  as position, in place. The arithmetic is float32, rounded to the cache's type once. A cell with
+  delta 0 and blocks past n_rot keep their bytes. (llama.cpp's build_rope_shift.)
 * attention: softmax(scale * q.k + mask) v over cells 0..n_kv-1, query head h reading kv head
   h // (heads / kv_heads). mask is 0 or -inf; a row all -inf gives zeros. With regions, n_kv cells
   from the first cell of the token's region on. A head's sink is a score more, without a value.
@@ -63,7 +64,8 @@ reads lies in the node's scratch, or nowhere.
   (32 n) + eps). Together with a mul they are a norm in two halves (`graph/defer.py`).
 * set_rows: row t of x becomes cell indices[t]. copy_to_view: it becomes cell `cell` + t. That cell
   is a parameter, so the node is another for the next token. copy_by_table: it becomes cell
-  table[store] + t. Cells outside 0..n_kv-1 are not stored. All three round to F16 alike.
+  table[store] + t. Cells outside 0..n_kv-1 are not stored. All three round alike: to the
+  nearest, ties to even, and blocks of Q8_0 as ggml does (`backend/cpu/stores.py`).
 * get_rows: an id outside the table reads nothing; the engine refuses such ids before that.
 """
 

@@ -91,28 +91,33 @@ def rope_shift(op: str, inputs: Inputs, params: Params) -> Shape:
     cache, deltas = inputs[:2]
     heads = params["n_head_kv"]
     fits = (
-        (cache.dtype, deltas.dtype) == (F16, I32)
+        (cache.dtype in CACHE_DTYPES and deltas.dtype == I32)
         and (len(cache.shape), len(deltas.shape)) == (2, 1)
         and deltas.shape[0] <= cache.shape[0]
-        and cache.cols % heads == 0
+        and cache.cols % (heads * cache.dtype.block) == 0
     )
-    why = "wants (cells, heads * head_dim) F16 and at most as many I32 deltas"
+    why = "wants (cells, heads * head_dim) of a cache type and at most as many I32 deltas"
     _need(fits, op, inputs, why)
     _need_rotation(op, inputs, params["n_rot"], cache.cols // heads)
     return cache.dtype, cache.shape
 
 
+def _need_rows(op: str, cache: Tensor, x: Tensor, inputs: Inputs) -> None:
+    """What stores want of the rows, and of the cache that gets them."""
+    fits = cache.dtype in CACHE_DTYPES and x.dtype == F32 and cache.cols == x.cols
+    _need(fits, op, inputs, "wants F32 rows as wide as a cache of a cache type")
+
+
 def set_rows(op: str, inputs: Inputs, params: Params) -> Shape:
     cache, x, indices = inputs
-    fits = (cache.dtype, x.dtype, indices.dtype) == (F16, F32, I64) and cache.cols == x.cols
-    _need(fits, op, inputs, "wants F16 cache, F32 rows, I64 indices")
+    _need_rows(op, cache, x, inputs)
+    _need(indices.dtype == I64, op, inputs, "wants I64 indices")
     return cache.dtype, cache.shape
 
 
 def copy_to_view(op: str, inputs: Inputs, params: Params) -> Shape:
     cache, x = inputs
-    fits = (cache.dtype, x.dtype) == (F16, F32) and cache.cols == x.cols
-    _need(fits, op, inputs, "wants F16 cache, F32 rows")
+    _need_rows(op, cache, x, inputs)
     inside = 0 <= params["cell"] <= cache.rows - x.rows
     _need(inside, op, inputs, f"rows from cell {params['cell']} on leave the cache")
     return cache.dtype, cache.shape
@@ -120,8 +125,8 @@ def copy_to_view(op: str, inputs: Inputs, params: Params) -> Shape:
 
 def copy_by_table(op: str, inputs: Inputs, params: Params) -> Shape:
     cache, x, table = inputs
-    fits = (cache.dtype, x.dtype, table.dtype) == (F16, F32, I64) and cache.cols == x.cols
-    _need(fits, op, inputs, "wants F16 cache, F32 rows, I64 table")
+    _need_rows(op, cache, x, inputs)
+    _need(table.dtype == I64, op, inputs, "wants an I64 table")
     inside = len(table.shape) == 1 and 0 <= params["store"] < table.cols
     _need(inside, op, inputs, f"the table has no entry {params['store']}")
     return cache.dtype, cache.shape
@@ -168,7 +173,8 @@ def attention(op: str, inputs: Inputs, params: Params) -> Shape:
         and v.dtype in CACHE_DTYPES
         and mask.shape == (q.shape[0], params["n_kv"])
         and k.shape[0] >= params["n_kv"]
-        and k.cols == params["n_head_kv"] * q.cols
+        and k.cols == v.cols == params["n_head_kv"] * q.cols
+        and q.cols % k.dtype.block == q.cols % v.dtype.block == 0
         and q.shape[1] % params["n_head_kv"] == 0
     )
     _need(fits, op, inputs, "shapes or types do not fit")

@@ -23,7 +23,32 @@ class CellType(NamedTuple):
 
     def offset(self, cell: Value, cols: Value, head: Value, head_dim: Value) -> Value:
         """Bytes from the first cell to a head of a cell."""
-        return (cell * cols + head * head_dim) // self.dtype.block * self.dtype.block_bytes
+        return self.nbytes(cell * cols + head * head_dim)
+
+    def nbytes(self, n: Value) -> Value:
+        """Bytes of n elements, whole blocks."""
+        return n // self.dtype.block * self.dtype.block_bytes
+
+    def read(self, e: Emit, src: Value, dst: Value, n: Value) -> None:
+        """The first n elements from address src on, as float32 to address dst."""
+
+        def step(i: Value, width: int) -> None:
+            e.store(self.load(e, src, i, width), dst + i * 4)
+
+        e.flat_loops(e.const("i64", 0), n, 16, step)
+
+    def write(self, e: Emit, x: Value, dst: Value, start: Value, stop: Value) -> None:
+        """The float32 x[start..stop-1] as elements of the same numbers behind address dst; both are
+        multiples of the type's block."""
+
+        def step(i: Value, n: int) -> None:
+            self.store(e, x + i * 4, dst + self.nbytes(i), n)
+
+        if self.dtype.block > 1:
+            with e.loop(start, stop, self.dtype.block) as i:
+                step(i, self.dtype.block)
+        else:
+            e.flat_loops(start, stop, 16, step)
 
 
 def _f32(e: Emit, src: Value, at: Value, n: int) -> Value:

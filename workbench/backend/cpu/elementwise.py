@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from workbench.backend.cpu.cells import CELL_TYPES
 from workbench.backend.cpu.mathfn import exp, sine_cosine
-from workbench.backend.cpu.vector import Body, Emit, Value, size_of
+from workbench.backend.cpu.vector import Body, Emit, Value
 
 ELEMENTS = 16  # float32 elements worked on together; narrower machines split them
 
@@ -142,23 +143,42 @@ def rope(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
             with e.loop(first, last) as head:
                 act((base + head) * head_dim * 4)
 
-        rotation.rotate(token, heads, x, dst, "f32")
+        rotation.rotate(token, heads, x, dst)
         heads(lambda at: e.copy_floats(x + at, dst + at, n_rot, head_dim))
 
 
-def rope_shift(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
-    """Parts are ranges of cells. An angle is a float64 as in `rope`, for all heads of a cell."""
-    (cache, deltas, factors, n_cells, n_heads, head_dim, n_rot, neox, theta_base,
-     freq_scale) = e.arguments(args, "iiiiiiiiff")  # fmt: skip
-    start, stop = e.share(n_cells, part, n_parts)
-    rotation = _Rotation(e, deltas, factors, n_rot, neox, theta_base, freq_scale)
-    with e.loop(start, stop) as cell, e.when(e.load("i32", deltas + cell * 4).compare("!=", 0)):
+def rope_shift(dtype: str) -> Body:
+    """Parts are ranges of cells. An angle is a float64 as in `rope`, for all heads of a cell. The
+    blocks with elements to turn become float32 in the part's scratch, and are rounded once."""
+    types = CELL_TYPES[dtype]
 
-        def heads(act: Callable[[Value], None], cell=cell) -> None:
-            with e.loop(0, n_heads) as head:
-                act((cell * n_heads + head) * head_dim * 2)
+    def body(e: Emit, args: Value, part: Value, n_parts: Value) -> None:
+        (cache, deltas, factors, scratch, n_cells, n_heads, head_dim, n_rot, neox, theta_base,
+         freq_scale) = e.arguments(args, "iiiiiiiiiff")  # fmt: skip
+        start, stop = e.share(n_cells, part, n_parts)
+        rotation = _Rotation(e, deltas, factors, n_rot, neox, theta_base, freq_scale)
+        cols, block = n_heads * head_dim, types.dtype.block
+        own = scratch + part * cols * 4
+        turned = (n_rot + (block - 1)) // block * block
+        with e.loop(start, stop) as cell, e.when(e.load("i32", deltas + cell * 4).compare("!=", 0)):
 
-        rotation.rotate(cell, heads, cache, cache, "f16")
+            def heads(act: Callable[[Value], None]) -> None:
+                with e.loop(0, n_heads) as head:
+                    act(head * head_dim * 4)
+
+            def there(at: Value, cell=cell) -> Value:
+                return cache + types.nbytes(cell * cols + at // 4)
+
+            heads(lambda at: types.read(e, there(at), own + at, turned))
+            rotation.rotate(cell, heads, own, own)
+            heads(lambda at: types.write(e, own + at, there(at), e.const("i64", 0), turned))
+
+    return body
+
+
+def rope_shift_scratch_bytes(cols: int, n_parts: int) -> int:
+    """A cell as float32 for each part."""
+    return n_parts * cols * 4
 
 
 class _Rotation:
@@ -178,18 +198,18 @@ class _Rotation:
         self.stride = powers[_PAIRS]
         self.is_neox = neox.compare("!=", 0)
 
-    def rotate(self, row: Value, heads: _Heads, x: Value, dst: Value, kind: str) -> None:
-        """Rotates the pairs of all heads of `row`, elements of `kind`, from x to dst, by the row's
-        position. heads(act) runs act(byte offset) for each head."""
-        e, half, size = self.e, self.half, size_of(kind)
+    def rotate(self, row: Value, heads: _Heads, x: Value, dst: Value) -> None:
+        """Rotates the pairs of all heads of `row`, float32, from x to dst, by the row's position.
+        heads(act) runs act(byte offset) for each head."""
+        e, half = self.e, self.half
         position = e.load("i32", self.positions + row * 4).to("f64") * self.freq_scale
         frequency = e.var(e.load("f64", self.first_powers, _PAIRS))
 
         def load(at: Value, n: int) -> Value:
-            return e.load(kind, x + at, n).to("f32")
+            return e.load("f32", x + at, n)
 
         def store(value: Value, at: Value) -> None:
-            e.store(value.to(kind), dst + at)
+            e.store(value, dst + at)
 
         def step(i: Value, n: int, freq: Value) -> None:
             divisor = e.var(e.const("f64", 1.0, n))
@@ -204,19 +224,19 @@ class _Rotation:
             def head(at: Value) -> None:
                 with e.when_else(self.is_neox) as (apart, adjacent):
                     with apart:
-                        low, high = at + i * size, at + (i + half) * size
+                        low, high = at + i * 4, at + (i + half) * 4
                         c, d = pair(load(low, n), load(high, n))
                         store(c, low)
                         store(d, high)
                     with adjacent:
-                        low = at + i * (2 * size)
+                        low = at + i * 8
                         both = load(low, 2 * n)
                         c, d = pair(
                             both.shuffle(range(0, 2 * n, 2)), both.shuffle(range(1, 2 * n, 2))
                         )
                         if n == 1:
                             store(c, low)
-                            store(d, low + size)
+                            store(d, low + 4)
                         else:
                             order = [k // 2 + n * (k % 2) for k in range(2 * n)]
                             store(c.shuffle(order, d), low)

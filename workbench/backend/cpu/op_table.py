@@ -60,8 +60,8 @@ def _bodies() -> dict[str, Callable[..., Body]]:
     )
 
     named = (
-        elementwise.rms_norm, elementwise.quantize, elementwise.rope, elementwise.rope_shift,
-        elementwise.swiglu, elementwise.square_sums, elementwise.rms_scale,
+        elementwise.rms_norm, elementwise.quantize, elementwise.rope, elementwise.swiglu,
+        elementwise.square_sums, elementwise.rms_scale,
         attention.attention_combine, extents.kv_extents, extents.kv_classes,
         sampling.feed, sampling.keep_tokens, stores.copy_cells,
     )  # fmt: skip
@@ -75,7 +75,7 @@ def _bodies() -> dict[str, Callable[..., Body]]:
         "attention": lambda layout, isa, k, v: attention.attention_body(k, v),
         **{
             op: lambda layout, isa, dtype, body=body: body(dtype)
-            for op, body in stores.BODIES.items()
+            for op, body in {**stores.BODIES, "rope_shift": elementwise.rope_shift}.items()
         },
         "mul_mat": lambda layout, isa, dtype: matvec.product_body(dtype, layout, isa),
         "mul_mat_blocked": lambda layout, isa, dtype: blocked.blocked_body(dtype, layout, isa),
@@ -114,6 +114,10 @@ def kernel_address(variant: tuple[str, ...], layout: str = "file") -> int:
 
 def scratch_bytes(node: Node, n_parts: int) -> int:
     """Bytes of scratch, of any alignment, for a launch of `node` in n_parts; 0 for most ops."""
+    if node.op == "rope_shift":
+        from workbench.backend.cpu.elementwise import rope_shift_scratch_bytes
+
+        return rope_shift_scratch_bytes(node.inputs[0].cols, n_parts)
     if node.op != "attention":
         return 0
     from workbench.backend.cpu import attention
@@ -134,9 +138,12 @@ def shares(node: Node) -> Shares:
 
 
 def arguments(node: Node, address_of: AddressOf, scratch: int) -> Args:
-    """Arguments of the kernels of a node: `backend.args.pack`, and for attention what is a CPU's
-    alone before the scale: how it skips, its shares and their pieces."""
+    """Arguments of the kernels of a node: `backend.args.pack`, and what is a CPU's alone. For
+    attention that is, before the scale, how it skips, its shares and their pieces; for rope_shift
+    its scratch, behind the factors."""
     args = pack(node, address_of, scratch)
+    if node.op == "rope_shift":
+        args[3:3] = [scratch]
     if node.op == "attention":
         from workbench.backend.cpu.attention import SKIPS
 

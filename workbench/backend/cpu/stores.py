@@ -8,22 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from workbench.backend.cpu.cells import CELL_TYPES, CellType
+from workbench.backend.cpu.cells import CELL_TYPES
 from workbench.backend.cpu.vector import Body, Emit, Value
-
-
-def _store(types: CellType, e: Emit, x: Value, dst: Value, start: Value, stop: Value) -> None:
-    """Elements start..stop-1 of x; both are multiples of the type's block."""
-    block = types.dtype.block
-
-    def step(i: Value, n: int) -> None:
-        types.store(e, x + i * 4, dst + i // block * types.dtype.block_bytes, n)
-
-    if block > 1:
-        with e.loop(start, stop, block) as i:
-            step(i, block)
-    else:
-        e.flat_loops(start, stop, 16, step)
 
 
 def set_rows(dtype: str) -> Body:
@@ -34,11 +20,11 @@ def set_rows(dtype: str) -> Body:
         cache, x, indices, n_tokens, cols, n_kv = e.arguments(args, "iiiiii")
         block = types.dtype.block
         start, stop = (at * block for at in e.share(cols // block, part, n_parts))
-        row_bytes = cols // block * types.dtype.block_bytes
+        row_bytes = types.nbytes(cols)
         with e.loop(0, n_tokens) as t:
             index = e.load("i64", indices + t * 8)
             with e.when(index.compare(">=", 0)), e.when(index.compare("<", n_kv)):
-                _store(types, e, x + t * cols * 4, cache + index * row_bytes, start, stop)
+                types.write(e, x + t * cols * 4, cache + index * row_bytes, start, stop)
 
     return body
 
@@ -52,7 +38,7 @@ def copy_to_view(dtype: str) -> Body:
         block = types.dtype.block
         shared = e.share(n_tokens * cols // block, part, n_parts)
         start, stop = (at * block for at in shared)
-        _store(types, e, x, dst, start, stop)
+        types.write(e, x, dst, start, stop)
 
     return body
 
@@ -72,8 +58,8 @@ def copy_by_table(dtype: str) -> Body:
             first = e.max(start, (0 - row) * cols)
             last = e.min(stop, (n_kv - row) * cols)
             with e.when(first.compare("<", last)):
-                row_bytes = cols // block * types.dtype.block_bytes
-                _store(types, e, x, cache + row * row_bytes, first, last)
+                row_bytes = types.nbytes(cols)
+                types.write(e, x, cache + row * row_bytes, first, last)
 
     return body
 

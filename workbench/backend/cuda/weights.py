@@ -57,7 +57,7 @@ MOST_TOKENS: dict[tuple[str, ...], int] = {
     **{("mul_mat", name): ANY for name in _PRODUCTS},
     **{("mul_mat_float", name): ANY for name in _PRODUCTS},
     **{("get_rows", name): ANY for name in _PRODUCTS},
-    **{(op, d.name): ANY for op in CACHE_STORES for d in CACHE_DTYPES},
+    **{(op, d.name): ANY for op in (*CACHE_STORES, "rope_shift") for d in CACHE_DTYPES},
     ("attention", "F16", "F16"): ANY,
 }
 
