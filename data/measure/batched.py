@@ -189,9 +189,10 @@ def _arm(draft: Draft, name: str) -> dict[str, Any]:
 
 
 def _warm_up(engine: wb.Engine, wanted: Wanted) -> dict[str, int]:
-    """Every test once, untimed; then how many launches a generating step of it has."""
+    """Every test once, untimed; then how many launches a generating step of it has. The widest goes
+    first: it takes the most memory, and where that grows programs are made anew."""
     found, bos = dict[str, int](), w.bos_token(engine)
-    for test in wanted.tests:
+    for test in sorted(wanted.tests, key=lambda test: -test.width):
         w.warm_up([engine], test, wanted.seed, bos, once=True)
         work: list[Entry] = [(i, [0], "last") for i in range(test.width)]
         steps = [work[i : i + wanted.n_ubatch] for i in range(0, len(work), wanted.n_ubatch)]
