@@ -8,16 +8,20 @@ whatever the poison was.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
 
+from tests.attention import Case, attention_case, causal, parted, skipping, stored
 from tests.graphs import Decoder, fused_nodes, values_for, wiring
 from workbench.backend.base import Backend
+from workbench.choices import KVParts, SkipMaskedKV
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import (
     ALIGN,
+    CACHE_DTYPES,
     F16,
     F32,
     I32,
@@ -93,6 +97,33 @@ def cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
         "attention", "attention", f32(T, 4, 32), f16(CELLS, 64), f16(CELLS, 64),
         (Tensor("m", F16, mask.shape), mask), n_kv=N_KV, n_head_kv=2, scale=32**-0.5,
     )  # fmt: skip
+    found = (Tensor("m", F16, mask.shape), mask)
+    yield case("kv_extents", "kv_extents", found)
+    yield case("kv_classes", "kv_classes", found)
+    last, known = ints(I32, [7, 8, 9, 10]), ints(I32, [5, -1, -4])  # sequences 0 and 3 have drawn
+    yield case("feed", "feed", known, last)
+    how = np.array([[0, 0, 1, 0.5], [0.7, 40, 0.9, 0.3], [1, 0, 1, 0.99]], np.float32)
+    yield case("draw", "draw", f32(T, 640), (Tensor("h", F32, how.shape), how))
+    drawn = ints(I32, [[11, 300], [12, 301], [13, 302]])
+    yield case("keep_tokens", "keep_tokens", last, drawn, ints(I32, [2, -1, 0]))
+    for dtype in CACHE_DTYPES:
+        kept = stored(rng.standard_normal((CELLS, 64)).astype(np.float32), dtype)[0]
+        cache = (Tensor("c", dtype, (CELLS, 64)), kept)
+        pairs = ints(I64, [[3, 90], [-1, 5], [40, 41], [7, CELLS]])  # two leave the cache
+        yield case(f"copy_cells {dtype.name}", "copy_cells", cache, pairs)
+        if dtype != F16:  # which has its cases above
+            more, row = {"n_kv": N_KV}, f32(T, 64)
+            yield case(f"set_rows {dtype.name}", "set_rows", cache, row, rows, **more)
+            yield case(f"copy_to_view {dtype.name}", "copy_to_view", cache, row, cell=11)
+            table = ints(I64, [999, 7, 999])
+            given = (cache, row, table)
+            yield case(f"copy_by_table {dtype.name}", "copy_by_table", *given, store=1, **more)
+            name, params = f"rope_shift {dtype.name}", rope | {"n_head_kv": 2, "neox": True}
+            yield case(name, "rope_shift", cache, deltas, **params)
+    for way in SkipMaskedKV:
+        yield attention_range(f"attention {way}", way)
+    parts = str(KVParts.PARALLEL_BLOCKS)
+    yield attention_range(f"attention {parts}", SkipMaskedKV.CLASSES, parts)
     for dtype in WEIGHT_DTYPES:
         yield case(f"get_rows {dtype.name}", "get_rows", weight(dtype, 9, 256), ints(I32, [8, 0]))
         x = rng.standard_normal((T, 256)).astype(np.float32)
@@ -100,6 +131,26 @@ def cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
         if dtype in QUANTISED:
             given = (Tensor("q", Q8_ACT, x.shape), quantize_activations(x))
         yield case(f"mul_mat {dtype.name}", "mul_mat", weight(dtype, 33, 256), given)
+
+
+def attention_range(
+    name: str, way: str, kv_parts: str = KVParts.OFF, k_type: DType = F16, v_type: DType = F16
+) -> tuple[str, Node, dict[Tensor, np.ndarray]]:
+    """A case of attention whose sequences have regions, with sinks. Cells that nobody sees hold no
+    numbers. way: of skip_masked_kv."""
+    of = Case((1, 2, 9), 4, 2, 64, 320, regions=True, sinks=True, k_type=k_type, v_type=v_type)
+    node, values, _ = attention_case(of, causal(of, 100))
+    return name, *skipping(parted(node, str(kv_parts)), values, str(way))
+
+
+def cpu_cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
+    """What the devices of a CPU have besides: parts in one row with others, caches of any types."""
+    ways = itertools.cycle(SkipMaskedKV)
+    yield attention_range("attention stream_k", SkipMaskedKV.TAIL, KVParts.STREAM_K)
+    for k_type, v_type in itertools.product(CACHE_DTYPES, repeat=2):
+        way = next(ways)
+        name = f"attention {k_type.name} {v_type.name} {way}"
+        yield attention_range(name, way, KVParts.OFF, k_type, v_type)
 
 
 def fused_cases(n_tokens: int = T) -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
@@ -183,9 +234,12 @@ def backend_keeps(node: Node, tensor: Tensor) -> bool:
     return any(part.op == "mul_mat" and part.inputs[0] is tensor for part in node.parts or (node,))
 
 
-def meaningful(tensor: Tensor) -> np.ndarray:
-    """Which bytes of `tensor` hold values: rows of Q8_ACT are padded. bool (nbytes,)"""
+def meaningful(tensor: Tensor, op: str = "") -> np.ndarray:
+    """Which bytes of an op's output hold values that follow from its inputs. Rows of Q8_ACT are
+    padded, and beside a drawn token stands how long that took. bool (nbytes,)"""
     used = np.ones(tensor.nbytes, bool)
+    if op == "draw":
+        used.reshape(tensor.rows, 2, -1)[:, 1] = False
     if tensor.dtype == Q8_ACT:
         cols = tensor.cols
         row = np.arange(tensor.dtype.row_bytes(cols)) < cols + cols // 32 * 4 + cols // 16 * 2
@@ -212,7 +266,7 @@ def check(backend: Backend, node: Node, values: dict[Tensor, np.ndarray]) -> Non
             stored = (first != was_first) | (second != was_second)
             assert stored.any() and np.array_equal(first[stored], second[stored])
             continue
-        used = meaningful(tensor)
+        used = meaningful(tensor, node.op)
         assert np.array_equal(first[used], second[used]), f"{tensor!r} depends on undeclared bytes"
         if tensor.dtype == F32:
             assert np.isfinite(first.view(np.float32)).all(), tensor

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from tests.graphs import Decoder, fused_nodes, wiring
 from workbench.backend.cuda import op_table
 from workbench.backend.cuda.kernel import CLUSTERS, Kernel, Operands, Work
+from workbench.choices import KVParts, SkipMaskedKV
+from workbench.graph.attend import with_inputs
 from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import (
     BF16,
@@ -23,6 +25,7 @@ from workbench.graph.ir import (
     Q8_0,
     Q8_ACT,
     QUANTISED,
+    U8,
     WEIGHT_DTYPES,
     DType,
     Kind,
@@ -30,9 +33,12 @@ from workbench.graph.ir import (
     Tensor,
 )
 from workbench.graph.ops import make
+from workbench.graph.shapes import CLASS_CELLS
 
 TOKENS = (1, 2, 4, 8, 9, 33, 512)
 N_KV = 4096
+PARTS = (str(KVParts.OFF), str(KVParts.PARALLEL_BLOCKS))
+WAYS = tuple(map(str, SkipMaskedKV))
 ALL = frozenset(FUSIONS)
 # every pattern, and those that change what a fused node consists of left out one by one
 FUSED = [ALL, *(ALL - {name} for name in FUSIONS)]
@@ -52,6 +58,7 @@ def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[LaunchCase]:
     x, row = Tensor("x", F32, (tokens, 1280)), Tensor("b", F32, (1280,))
     heads, positions = Tensor("h", F32, (tokens, 10, 128)), Tensor("p", I32, (tokens,))
     cache_k = Tensor("k", F16, (n_kv, 1280), Kind.CACHE)
+    last = Tensor("last_tokens", I32, (tokens,), Kind.CACHE)
     rope: dict[str, Any] = {"n_rot": 128, "neox": True, "theta_base": 1e4, "freq_scale": 1.0}
     for node in (
         make("rms_norm", "n", x, eps=1e-5),
@@ -66,13 +73,14 @@ def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[LaunchCase]:
         make("set_rows", "k", cache_k, x, Tensor("i", I64, (tokens,)), n_kv=n_kv),
         make("copy_to_view", "k", cache_k, x, cell=7),
         make("copy_by_table", "k", cache_k, x, Tensor("i", I64, (4,)), store=2, n_kv=n_kv),
+        make("kv_extents", "e", Tensor("mask", F16, (tokens, n_kv))),
+        make("kv_classes", "c", Tensor("mask", F16, (tokens, n_kv))),
+        make("feed", "f", Tensor("i", I32, (tokens,)), last),
+        make("draw", "d", Tensor("l", F32, (tokens, 19000)), Tensor("s", F32, (tokens, 4))),
+        make("keep_tokens", "t", last, Tensor("i", I32, (tokens, 2)), Tensor("s", I32, (tokens,))),
     ):
         yield LaunchCase(node, tokens, None)
-    for head_dim, extent in itertools.product((64, 128, 256), (256, n_kv)):
-        q, k = Tensor("q", F32, (tokens, 32, head_dim)), Tensor("k", F16, (n_kv, 8 * head_dim))
-        mask = Tensor("mask", F16, (tokens, extent))
-        node = make("attention", "o", q, k, k, mask, n_kv=extent, n_head_kv=8, scale=0.1)
-        yield LaunchCase(node, tokens, None)
+    yield from attending(tokens, n_kv)
     for dtype in CACHE_DTYPES:
         k, deltas = Tensor("k", dtype, (n_kv, 1280), Kind.CACHE), Tensor("d", I32, (tokens,))
         to, table = Tensor("i", I64, (tokens,)), Tensor("t", I64, (1,))
@@ -80,6 +88,8 @@ def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[LaunchCase]:
         yield LaunchCase(make("copy_to_view", "k", k, x, cell=7), tokens, None)
         yield LaunchCase(make("copy_by_table", "k", k, x, table, store=0, n_kv=n_kv), tokens, None)
         yield LaunchCase(make("rope_shift", "k", k, deltas, n_head_kv=10, **rope), tokens, None)
+        pairs = Tensor("p", I64, (tokens, 2))
+        yield LaunchCase(make("copy_cells", "k", k, pairs), tokens, None)
     for dtype in WEIGHT_DTYPES:
         w = Tensor("w", dtype, (19, 1280), Kind.WEIGHT)
         yield LaunchCase(make("get_rows", "e", w, Tensor("ids", I32, (tokens,))), tokens, dtype)
@@ -87,6 +97,32 @@ def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[LaunchCase]:
         yield LaunchCase(make("mul_mat", "z", w, Tensor("y", fast, (tokens, 1280))), tokens, dtype)
         as_floats = make("mul_mat", "z", w, Tensor("y", F32, (tokens, 1280)), activations="float")
         yield LaunchCase(as_floats, tokens, dtype)
+
+
+def attending(tokens: int, n_kv: int) -> Iterator[LaunchCase]:
+    """Attention of every head size, in one part and in several; and, of one head size, with all
+    that it may be given: regions for one token each or for more, ways to skip cells, sinks."""
+    for head_dim, extent, kv_parts in itertools.product((64, 128, 256), (256, n_kv), PARTS):
+        yield LaunchCase(attention(tokens, head_dim, n_kv, extent, kv_parts), tokens, None)
+    for n_regions, way, kv_parts in itertools.product((0, tokens, tokens // 2), WAYS, PARTS):
+        more: dict[str, Tensor] = {}
+        if n_regions > 1:
+            more["regions"] = Tensor("r", I32, (n_regions, 2))
+        if way == "tail":
+            more["extents"] = Tensor("e", I32, (tokens,))
+        if way == "classes":
+            more["classes"] = Tensor("c", U8, (tokens, n_kv // CLASS_CELLS))
+        more["sinks"] = Tensor("s", F32, (32,))
+        plain = attention(tokens, 64, n_kv, n_kv, kv_parts)
+        yield LaunchCase(with_inputs(plain, {"skip": way}, **more), tokens, None)
+
+
+def attention(tokens: int, head_dim: int, cells: int, n_kv: int, kv_parts: str) -> Node:
+    """32 query heads over 8 kv heads."""
+    q, k = Tensor("q", F32, (tokens, 32, head_dim)), Tensor("k", F16, (cells, 8 * head_dim))
+    mask = Tensor("mask", F16, (tokens, n_kv))
+    made = make("attention", "o", q, k, k, mask, n_kv=n_kv, n_head_kv=8, scale=0.1)
+    return with_inputs(made, {"kv_parts": kv_parts})
 
 
 def fused(tokens: int, dtype: DType, n_kv: int = N_KV) -> Iterator[LaunchCase]:

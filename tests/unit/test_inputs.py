@@ -16,8 +16,9 @@ from workbench.engine.kv_cache import KVCache
 from workbench.engine.reuse import KEPT, KeepByShape, Key, Rebuild
 from workbench.graph.defer import defer
 from workbench.graph.fuse import FUSIONS, fuse
-from workbench.graph.ir import F16, F32, I32, I64, Graph, Input, StepShape
+from workbench.graph.ir import F16, F32, I32, I64, Graph, Input, Kind, StepShape, Tensor
 from workbench.model.blocks import CacheStores
+from workbench.model.copies import copy_graph
 from workbench.model.decoder import build_graph
 from workbench.model.inputs import INPUTS, POSITIONS, input_of
 from workbench.model.shift import shift_graph
@@ -30,6 +31,7 @@ DEPENDS = {
     "inp_tokens": {"n_tokens"}, "inp_pos": {"n_tokens"}, "attn_inp_kq_mask": {"n_tokens", "n_kv"},
     "attn_inp_k_idxs": {"n_tokens"}, "attn_inp_v_idxs": {"n_tokens"},
     "inp_out_ids": {"n_outputs"}, "inp_k_shift": {"n_kv"}, "attn_inp_regions": {"n_seqs"},
+    "inp_draws": {"n_outputs"}, "inp_out_seqs": {"n_outputs"}, "inp_copies": {"n_kv"},
 }  # fmt: skip
 
 shapes = st.builds(StepShape, *[st.integers(1, 600)] * 3, n_seqs=st.integers(1, 4))
@@ -40,8 +42,12 @@ def test_each_input_of_a_graph_is_in_the_table():
     shape = StepShape(4, 2, 256)
     step = build_graph(model, shape, model.caches(256)).inputs
     step += build_graph(model, shape, model.caches(512), regions=True).inputs
-    shift = shift_graph(model, model.caches(256), 256).inputs
-    assert {t.name for t in (*step, *shift)} == set(INPUTS) == set(DEPENDS)
+    last = Tensor("last_tokens", I32, (8,), Kind.CACHE)
+    drawing = shape._replace(draws=True)
+    step += build_graph(model, drawing, model.caches(256), last_tokens=last).inputs
+    others = shift_graph(model, model.caches(256), 256).inputs
+    others += copy_graph(model.caches(256), 8).inputs
+    assert {t.name for t in (*step, *others)} == set(INPUTS) == set(DEPENDS)
     for t in step:
         made = input_of(t.name, shape)
         assert (type(t), t.dtype, t.shape) == (type(made), made.dtype, made.shape)

@@ -37,6 +37,7 @@ from workbench.backend.cuda import backend as cuda
 from workbench.backend.cuda.attention import AttentionAt, AttentionShape
 from workbench.backend.cuda.kernel import CLUSTERS, Gemm, Kernel
 from workbench.errors import DeviceError
+from workbench.graph.attend import attend_by, with_inputs
 from workbench.graph.fuse import FUSIONS, fuse
 from workbench.graph.ir import DTYPES, F16, F32, Q4_K, Q6_K, Q8_0, WEIGHT_DTYPES, Kind, Tensor
 from workbench.graph.ops import OPS, make
@@ -163,7 +164,8 @@ def test_a_layer_of_many_tokens(tokens: int, mixed: bool):
     """Products of one x and type share a launch, gate + up + swiglu are one; x is made tiles for
     each of them once, and nothing else is between."""
     model = Decoder("tiny-llama", Q4_K, {"attn_v": Q6_K} if mixed else {})
-    layer = [n for n in fuse(model.graph(tokens, tokens), FUSIONS).nodes if n.layer == 0]
+    graph = attend_by(model.graph(tokens, tokens), "auto", "parallel_blocks")
+    layer = [n for n in fuse(graph, FUSIONS).nodes if n.layer == 0]
     launched = [w.function for n in layer for w in works(n) if isinstance(w, Kernel)]
     tiles, product = "half_tiles_Q8", "tensor_product"
     qkv = [product] * (1 + mixed)
@@ -267,20 +269,32 @@ def test_static_assertions_hold_the_rest():
         nvrtc.cubin("product", "sm_90", bad)
 
 
-def test_attention_splits_by_padded_length_alone():
-    """The same cells give the same shares, wherever the tokens stand in them."""
+def test_attention_in_one_part_of_many_tokens_is_a_launch_of_tall_blocks():
+    """Nothing shares the cells. Its result is floats, so a node quantises it behind."""
+    graph = Decoder("tiny-llama", Q4_K).graph(9, 9)
+    layer = [n for n in fuse(graph, FUSIONS).nodes if n.layer == 0]
+    launched = [w.function for n in layer for w in works(n) if isinstance(w, Kernel)]
+    at = launched.index("attention_prefill")
+    assert launched[at + 1] == "quantize" and "attention_decode" not in launched
+
+
+@pytest.mark.parametrize("kv_parts", ["off", "parallel_blocks"])
+def test_attention_splits_by_padded_length_alone(kv_parts: str):
+    """The same cells give the same shares, wherever the tokens stand in them; one share where
+    kv_parts=off."""
     heads, cache = Tensor("q", F32, (1, 8, 64)), Tensor("k", F16, (8192, 512), Kind.CACHE)
     shares = []
     for n_kv in (256, 1024, 8192):
         mask = Tensor("m", F16, (1, n_kv))
         node = make("attention", "o", heads, cache, cache, mask, n_kv=n_kv, n_head_kv=8, scale=0.1)
-        (work,) = works(node)
+        (work,) = works(with_inputs(node, {"kv_parts": kv_parts}))
         assert isinstance(work, Kernel)
         shares.append(work.grid[1])
         rows = 8 * attention.decode_tuning(1, 64).sets
         scratch = 8 * work.grid[1] * rows * (64 + 2) * 4 if work.grid[1] > 1 else 0
-        assert op_table.scratch_bytes(node) == scratch
-    assert shares == sorted(shares) and shares[-1] > shares[0]
+        assert op_table.scratch_bytes(with_inputs(node, {"kv_parts": kv_parts})) == scratch
+    assert shares == sorted(shares)
+    assert shares == [1, 1, 1] if kv_parts == "off" else shares[-1] > shares[0]
 
 
 @pytest.mark.parametrize("dtype", sorted(weights.REPACKED))

@@ -45,6 +45,9 @@ VAGUE: dict[str, tuple[set[int], set[int]]] = {  # the inputs, by number, read a
     "copy_by_table": (set(), {0}),
     "rope_shift": ({0}, {0}),
     "attention": ({1, 2}, set()),  # K and V
+    "feed": ({1}, set()),  # last tokens
+    "keep_tokens": (set(), {0}),
+    "copy_cells": ({0}, {0}),
 }
 
 

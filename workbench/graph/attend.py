@@ -21,6 +21,7 @@ from workbench.graph.ir import Graph, Node, Tensor
 from workbench.graph.ops import REGIONS
 
 EXTENTS, CLASSES, SINKS = "extents", "classes", "sinks"
+_ATTEND = frozenset({"attention"})
 
 
 class Attended(NamedTuple):
@@ -59,5 +60,5 @@ def attend_by(graph: Graph, kernel: str, kv_parts: str) -> Graph:
     if (kernel, kv_parts) == (AttnKernel.AUTO, KVParts.OFF):
         return graph
     said = {"kernel": str(kernel), "kv_parts": str(kv_parts)}
-    nodes = [with_inputs(n, said) if n.op == "attention" else n for n in graph.nodes]
+    nodes = [with_inputs(n, said) if n.op in _ATTEND else n for n in graph.nodes]
     return Graph(nodes, graph.inputs, graph.outputs, graph.shape)

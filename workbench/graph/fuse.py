@@ -50,6 +50,7 @@ from typing import NamedTuple
 
 from workbench.config import Switch, Toggles
 from workbench.graph.ir import F16, Graph, Kind, Node, Tensor
+from workbench.graph.ops import OPS
 
 FUSIONS = tuple(n for n in Toggles.names() if n.startswith("fuse_"))
 
@@ -337,7 +338,7 @@ class _Matcher:
 
 def _stores_halves(parts: Sequence[Node]) -> bool:
     """Whether what is stored into the cache is F16: no launch joins RoPE and another store."""
-    return all(p.output.dtype == F16 for p in parts if p.op == "set_rows")
+    return all(p.output.dtype == F16 for p in parts if OPS[p.op].stores)
 
 
 _Taken = tuple[list[tuple[str, str, list[Node]]], int] | None

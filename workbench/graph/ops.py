@@ -33,7 +33,7 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
     square_sums  x (T, cols) F32 -> (T, cols / 32) F32
     rms_scale  x (T, cols) F32, squares (T, n) F32 -> like x; eps
 
-A cache, K or V of attention, is of any of CACHE_DTYPES; those of K and V may differ.
+A cache, K or V of attention, is of any of CACHE_DTYPES. K and V may be of different types.
 
 A fused node (`graph/fuse.py`) computes its parts in order. What its parts write and no other node
 reads lies in the node's scratch, or nowhere.
