@@ -9,7 +9,7 @@ import pytest
 
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import live
-from tests.serve.test_hostile import wait_for
+from tests.serve.test_hostile_clients import wait_for
 from workbench.errors import DeviceError, UsageError
 from workbench.serve.front import FrontSettings
 from workbench.serve.server import Listening, listen, serve

@@ -11,6 +11,10 @@ PACKAGE = Path(devices.__file__).parent
 # strings that are equal to a device's name and say something else, or whose own name it is
 OTHERS = {
     "program/ranges.py": {"host"},  # a space of memory
+    "choices.py": {"host"},  # who draws tokens: the host, or any device
+    "serve/api.py": {"null"},  # of JSON
+    "serve/openapi.py": {"null"},
+    "serve/schema.py": {"null"},
     "trace/spans.py": {"host"},  # the lane of what the host does
     "trace/lanes.py": {"host"},  # the process of that lane
     "bench/token_parts.py": {"host"},  # the part of a token that is the host's

@@ -17,7 +17,7 @@ from workbench.bench.ab import ab
 from workbench.bench.comparison import AB
 from workbench.bench.llama_bench import bench
 from workbench.bench.results import load_run
-from workbench.bench.until import BLOCK, LEAST_ROUNDS, TIME, WIDTH, Ended, Stopping, Until
+from workbench.bench.until import BLOCK, LEAST_ROUNDS, TIME, WIDTH, RepeatEnd, Stopping, Until
 from workbench.errors import UsageError
 
 SPEC = "sync=per_copy,copy_boundary"
@@ -281,14 +281,15 @@ def test_bench_at_most(monkeypatch):
 
 
 def test_how_it_ended_in_words():
-    assert Ended(1, None, 0.01, TIME, 3.0).line() == (
+    assert RepeatEnd(1, None, 0.01, TIME, 3.0).line() == (
         "the interval's half-width is unknown after 1 rounds; 1 % was asked for"
     )
-    assert Ended(40, 0.02, 0.01, TIME, 600.0).line() == (
+    assert RepeatEnd(40, 0.02, 0.01, TIME, 600.0).line() == (
         "1 % was not reached: the interval's half-width is 2 % after 40 rounds and 10 min. "
         "About 160 rounds would do, in 40 min"
     )
-    assert not until.reached(None) and not until.reached(Ended(1, None, 0.01, TIME, 3.0)._asdict())
-    assert until.reached(Ended(40, 0.018, 0.01, TIME, 600.0)._asdict()) == (
+    assert not until.reached(None)
+    assert not until.reached(RepeatEnd(1, None, 0.01, TIME, 3.0)._asdict())
+    assert until.reached(RepeatEnd(40, 0.018, 0.01, TIME, 600.0)._asdict()) == (
         "half-width 1.8 %, 1 % asked"
     )

@@ -18,7 +18,7 @@ import pandas as pd
 from workbench.bench import resolution, results, stats
 from workbench.bench.answers import Answer
 from workbench.bench.rounds import order_of
-from workbench.bench.until import Ended
+from workbench.bench.until import RepeatEnd
 from workbench.devices import is_gpu
 from workbench.errors import UsageError
 from workbench.frames import Table, markdown, terminal_columns, to_html
@@ -224,7 +224,7 @@ class AB:
         asked = self.run["result"].get("until")
         if asked:
             for test, ended in asked["tests"].items():
-                yield f"{test}: {Ended(**ended).line()}"
+                yield f"{test}: {RepeatEnd(**ended).line()}"
 
     def percentiles(self) -> Table:
         """How long single tokens took, a row per test and arm: see `results.percentiles`."""

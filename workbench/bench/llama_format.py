@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.bench import results
-from workbench.bench.until import Ended
+from workbench.bench.until import RepeatEnd
 from workbench.bench.workload import Sample, Workload
 from workbench.errors import UsageError
 from workbench.frames import markdown
@@ -52,7 +52,7 @@ class BenchRow(NamedTuple):
     """One test, measured. `fields` holds every name of FIELDS but the four statistics.
 
     samples: the repetitions, in the order taken. toggles: the engine's, all of them. ended: how the
-    repeating ended (`until.Ended` as a dict), empty for a fixed number of repetitions.
+    repeating ended (`until.RepeatEnd` as a dict), empty for a fixed number of repetitions.
     """
 
     workload: Workload
@@ -75,7 +75,7 @@ class BenchRow(NamedTuple):
         said = f"{self.workload.name}: {self.values()['avg_ts']:.2f} t/s"
         if not self.ended:
             return said
-        ended = Ended(**self.ended).line(rounds="repetitions", of="the median's")
+        ended = RepeatEnd(**self.ended).line(rounds="repetitions", of="the median's")
         return f"{said}; {ended}"
 
     def tokens(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Trials:
     """Workloads on engines, one for each arm, the first the baseline.
 
     rates: t/s by test, round and arm. What is there already, of a resumed run, is not measured
-    again. warm_ups, ended: by test, as run.json has them (`workload.WarmUp`, `until.Ended`).
+    again. warm_ups, ended: by test, as run.json has them (`workload.WarmUp`, `until.RepeatEnd`).
     """
 
     def __init__(

@@ -132,7 +132,7 @@ class Stopping:
         return int(stats.rounds_for(self._looked, self.width, self.until.half_width))
 
 
-class Ended(NamedTuple):
+class RepeatEnd(NamedTuple):
     """How the repeating of a test ended, as `run.json` has it under `result.until.tests`.
 
     rounds: made; half_width: of the interval at the last look, null before the first; wanted: what
@@ -167,7 +167,7 @@ class Ended(NamedTuple):
 def rounds(
     until: Until,
     whole: Callable[[], Rates],
-    note: Callable[[Ended], None],
+    note: Callable[[RepeatEnd], None],
     *,
     prepare: Callable[[], None] = lambda: None,
     seed: int = 0,
@@ -188,7 +188,7 @@ def rounds(
         stopped = stopping.reason(tps, spent, round_s)
         width = None if math.isnan(stopping.width) else stopping.width
         seconds = round(seconds_before + spent, 3)
-        note(Ended(len(tps), width, until.half_width, stopped or INTERRUPTED, seconds))
+        note(RepeatEnd(len(tps), width, until.half_width, stopped or INTERRUPTED, seconds))
         if stopped is not None:
             return
         if not prepared:

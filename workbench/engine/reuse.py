@@ -53,7 +53,7 @@ class Key(NamedTuple):
     turn: int
 
 
-class Kept(NamedTuple):
+class KeptProgram(NamedTuple):
     """A program that is ready. refusing: inputs, by name, that cannot be given it again. redone:
     the phases that each reuse does again."""
 
@@ -101,7 +101,7 @@ class KeepByShape(Rebuild):
 
     def __init__(self, build: Build, spent: Spent, redone: tuple[str, ...] = ()):
         super().__init__(build, spent, redone)
-        self._kept: OrderedDict[Key, Kept] = OrderedDict()
+        self._kept: OrderedDict[Key, KeptProgram] = OrderedDict()
 
     def get(self, key: Key, cell: int = 0) -> Prepared:
         start = now_ns()
@@ -125,7 +125,7 @@ class KeepByShape(Rebuild):
         prepared = self._build(key, phases, cell)
         refusing = [t.name for t in prepared.program.inputs if not t.can_reuse(key.shape)]
         redone = [phases.again[phase] for phase in self._redone]
-        self._kept[key] = Kept(prepared, tuple(refusing), tuple(redone))
+        self._kept[key] = KeptProgram(prepared, tuple(refusing), tuple(redone))
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return prepared

@@ -28,7 +28,7 @@ PREFETCH = 8192  # bytes ahead of use; the CPU does not foresee the order of K-q
 ROW_PREFETCH = 2048  # bytes ahead of use along a row of floats
 
 
-class Token(NamedTuple):
+class TokenRow(NamedTuple):
     """One row of Q8_ACT: addresses of its quants, scales and half-block sums."""
 
     quants: Value
@@ -36,11 +36,11 @@ class Token(NamedTuple):
     sums: Value
 
 
-def token_row(x: Value, t: Value, cols: Value, sub: Value) -> Token:
+def token_row(x: Value, t: Value, cols: Value, sub: Value) -> TokenRow:
     """Row t of the activations at x, from block `sub` of 32 columns on."""
     row = x + t * ((cols + cols // 4 + 63) // 64 * 64)  # DType.row_bytes of Q8_ACT
     planes = (row + sub * 32, row + cols + sub * 4, row + (cols + cols // 8) + sub * 4)
-    return Token(*planes)
+    return TokenRow(*planes)
 
 
 class Scales(NamedTuple):
@@ -53,12 +53,12 @@ class Scales(NamedTuple):
     minus_sum: Value | None
 
 
-def _half_sums(e: Emit, t: Token, sub: Value) -> Value:
+def _half_sums(e: Emit, t: TokenRow, sub: Value) -> Value:
     """The sums of both halves of block `sub` as i16 pairs, the same in each of 16 elements."""
     return e.splat(e.load("i32", t.sums + sub * 4), GROUP).bits("i16")
 
 
-def starts(e: Emit, isa: Isa, code: Code, t: Token, sub: Value) -> list[Value]:
+def starts(e: Emit, isa: Isa, code: Code, t: TokenRow, sub: Value) -> list[Value]:
     """i32 x16 for each integer sum of block `sub`: the correction for the offset of the codes."""
     if not code.offset:
         return [e.const("i32", 0, GROUP) for _ in code.parts]
@@ -68,7 +68,7 @@ def starts(e: Emit, isa: Isa, code: Code, t: Token, sub: Value) -> list[Value]:
     return [pair_sums(e, isa, sums, less, less)]
 
 
-def scales(e: Emit, isa: Isa, code: Code, t: Token, sub: Value) -> Scales:
+def scales(e: Emit, isa: Isa, code: Code, t: TokenRow, sub: Value) -> Scales:
     """The factors of block `sub`. Load them after the products: registers are few before."""
     minus_sum = None
     if code.form == "least":
@@ -76,7 +76,7 @@ def scales(e: Emit, isa: Isa, code: Code, t: Token, sub: Value) -> Scales:
     return Scales(e.splat(e.load("f32", t.scales + sub * 4), GROUP), minus_sum)
 
 
-def columns(e: Emit, t: Token, sub: Value, c: int) -> Value:
+def columns(e: Emit, t: TokenRow, sub: Value, c: int) -> Value:
     """Quants 4c..4c+3 of block `sub`, the same in each of 16 elements, as i8 x64."""
     return e.splat(e.load("i32", t.quants + sub * 32 + 4 * c), GROUP).bits("i8")
 
@@ -96,7 +96,7 @@ def add_block(
 
 
 def multiply(
-    e: Emit, isa: Isa, code: Code, tokens: list[Token], sub: Value, block: CodeBlock,
+    e: Emit, isa: Isa, code: Code, tokens: list[TokenRow], sub: Value, block: CodeBlock,
     acc: list[Variable],
 ) -> None:  # fmt: skip
     """Adds the products of a decoded block and block `sub` of every token."""

@@ -82,7 +82,7 @@ class _NeedSearch(Clocks):
             latest[accessor] = self.streams[t][t]
 
 
-class _Step(NamedTuple):
+class _StepNeeds(NamedTuple):
     """What a step is to a trial, relative to the numbers reached at its begin. floor: the lowest
     number of each timeline that is needed from its end on, relative to the numbers there."""
 
@@ -210,7 +210,7 @@ class WaitTrials:
             )
         return found
 
-    def _walked(self, state: Any, step: _Step, acts: list[Act]) -> int:
+    def _walked(self, state: Any, step: _StepNeeds, acts: list[Act]) -> int:
         trial = _Trial(self._acts.n_timelines, step.needs)
         host, streams, gates, events = state
         trial.host = list(host)
@@ -247,7 +247,7 @@ class WaitTrials:
                 [tuple([(t, number - there[t]) for t, number in need]) for need in needs[step]]
             )
             ends = _relative(floor, reached, step + 1)
-            self._steps[step] = self._described.number(_Step(acts.order[step], relative, ends))
+            self._steps[step] = self._described.number(_StepNeeds(acts.order[step], relative, ends))
             for need in needs[step]:
                 for t, number in need:
                     floor[t] = min(floor[t], number)
