@@ -8,7 +8,8 @@ A value wins where it is faster in more than half of them and slower in none. Wh
 second cannot tell, the shortest gap between tokens wins (runs of kind `gaps`), then fewer waits.
 With as few waits `auto` wins: it is safe beside any other toggle. A value whose answer did not hold
 is out, and one that not every step can have (NARROW). What no run of a kind of device compares
-stays as in the baseline, but for SAFE.
+stays as in the baseline, but for SAFE, and on a GPU for what its recorded runs had before it was a
+toggle.
 
 Toggles of TOGETHER can need each other: a plan of a step wants one copy of all inputs. Comparisons
 of sets of them decide them as a whole, beside what won one by one. A set wins where it is faster in
@@ -23,7 +24,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -31,8 +32,10 @@ from typing import Any, NamedTuple
 from workbench.bench import gaps, results
 from workbench.bench.arms import NEVER_JOINED
 from workbench.bench.comparison import AB
+from workbench.bench.old_names import UNSAID_ON_GPU
 from workbench.bench.stats import FASTER, SLOWER
 from workbench.config import FAMILIES, SyncMode, Toggles
+from workbench.devices import is_gpu
 from workbench.output import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +49,7 @@ TOGETHER = (
 NARROW = {"graph_reuse": NEVER_JOINED}
 COMPARING = ("ab", "fresh")  # kinds of runs
 SAFE = {"sync": "auto", "graph_reuse": "set_rows"}  # proved, or obvious; until a run says more
+SAFE_ON = {kind: SAFE | (UNSAID_ON_GPU if is_gpu(kind) else {}) for kind in KINDS}
 
 
 class Trial(NamedTuple):
@@ -68,7 +72,7 @@ def made(folders: Iterable[Path]) -> dict[str, dict[str, dict[str, Any]]]:
     """The table: kind of device -> toggle -> value, by what it won, and the runs."""
     runs = {f.name: results.load_run(f) for f in sorted(folders, key=lambda f: f.name)}
     return {
-        kind: of_kind({name: r for name, r in runs.items() if _device(r.run) == kind})
+        kind: of_kind({n: r for n, r in runs.items() if _device(r.run) == kind}, SAFE_ON[kind])
         for kind in KINDS
     }
 
@@ -78,9 +82,11 @@ def _device(run: dict[str, Any]) -> str:
     return run.get("engine", {}).get("device", "") if whole else ""
 
 
-def of_kind(runs: dict[str, results.Run]) -> dict[str, dict[str, Any]]:
+def of_kind(
+    runs: dict[str, results.Run], safe: Mapping[str, str] = SAFE
+) -> dict[str, dict[str, Any]]:
     """Toggle to its row, for values that are not the baseline's. Then come members of a family that
-    lost where the others won."""
+    lost where the others won. safe: of what no run compares."""
     comparisons = {f: AB(r.run, r.samples) for f, r in runs.items() if r.run["kind"] == "ab"}
     gap_runs = {f: gaps.Gaps(r.run, r.samples) for f, r in runs.items() if r.run["kind"] == "gaps"}
     members = {m: f for f in FAMILIES for m in Toggles.members(f)}
@@ -88,8 +94,8 @@ def of_kind(runs: dict[str, results.Run]) -> dict[str, dict[str, Any]]:
     for name in (*FAMILIES, *(n for n in Toggles.names() if n not in members)):
         trials, off = _trials_of(name, comparisons), Toggles().value_of(name)
         row = _winner(name, trials, gap_runs) if trials else None
-        if row is None and name in SAFE:
-            row = {"value": SAFE[name], "by": "safe, not measured yet", "runs": []}
+        if row is None and name in safe:
+            row = {"value": safe[name], "by": "safe, not measured yet", "runs": []}
         if row is not None and row["value"] != off:
             rows[name] = row
     for name in (m for m, family in members.items() if family in rows):
