@@ -63,6 +63,7 @@ def parse_override(text: str) -> tuple[re.Pattern[str], bool]:
 MOST = 1 << 24  # cells, tokens; more fit no memory
 DEVICES = devices.names()
 EXPAND = ("f16", "q8_0")
+CACHE_TYPES = ("f16", "bf16", "f32", "q8_0")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,9 @@ class EngineConfig:
 
     expand: what weights of types without kernels (Q4_1, Q5_0, Q2_K, the IQ types, ...) become when
     they are loaded: `f16`, or `q8_0`, which takes half the memory and rounds to 8 bits.
+
+    cache_type_k, cache_type_v: what K and V are in the cache: `f16`, `bf16`, `f32` or `q8_0`
+    (llama.cpp's -ctk and -ctv).
     """
 
     device: str = "auto"
@@ -99,6 +103,8 @@ class EngineConfig:
     n_gpu_layers: int = -1
     override_tensor: tuple[str, ...] = ()
     expand: str = "f16"
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -120,8 +126,10 @@ class EngineConfig:
             raise UsageError(f"threads={self.threads} must be 0 (every core) or more")
         if self.n_gpu_layers < -1:
             raise UsageError(f"n_gpu_layers={self.n_gpu_layers} must be -1 (all) or more")
-        if self.expand not in EXPAND:
-            raise UsageError(f"expand={self.expand!r} must be one of {', '.join(EXPAND)}")
+        types = {"cache_type_k": CACHE_TYPES, "cache_type_v": CACHE_TYPES}
+        for name, known in {"expand": EXPAND, **types}.items():
+            if (value := getattr(self, name)) not in known:
+                raise UsageError(f"{name}={value!r} must be one of {', '.join(known)}")
         for override in self.override_tensor:
             parse_override(override)
 

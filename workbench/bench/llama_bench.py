@@ -35,7 +35,7 @@ __all__ = ["FIELDS", "FORMATS", "BenchRow", "bench", "format_rows", "workloads"]
 
 # what llama-bench says of an option that is off, or that this engine does not have
 _OFF: dict[str, Any] = {
-    "cpu_mask": "0x0", "cpu_strict": False, "poll": 0, "type_k": "f16", "type_v": "f16",
+    "cpu_mask": "0x0", "cpu_strict": False, "poll": 0,
     "n_cpu_moe": 0, "split_mode": "none", "main_gpu": 0, "no_kv_offload": False, "flash_attn": 1,
     "tensor_split": "0.00", "tensor_buft_overrides": "none", "load_mode": "mmap",
     "lazy_mode": "off", "embeddings": False, "no_op_offload": 0, "no_host": False, "repack": True,
@@ -186,6 +186,8 @@ def describe_engine(
         "n_batch": engine.config.n_ubatch,  # a prompt is submitted ubatch by ubatch
         "n_ubatch": engine.config.n_ubatch,
         "n_threads": engine.config.threads or provenance.usable_cores(),
+        "type_k": engine.config.cache_type_k,
+        "type_v": engine.config.cache_type_v,
         "n_gpu_layers": _gpu_layers(engine.config, gpu),
         "devices": engine.device,
         "n_prompt": test.n_prompt,

@@ -8,13 +8,22 @@ import dataclasses
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from workbench import devices
-from workbench.config import BASELINE, BEST, EXPAND, FAMILIES, EngineConfig, TogglePreset, Toggles
+from workbench.config import (
+    BASELINE,
+    BEST,
+    CACHE_TYPES,
+    EXPAND,
+    FAMILIES,
+    EngineConfig,
+    TogglePreset,
+    Toggles,
+)
 from workbench.errors import UsageError
 from workbench.presets import preset_words
 
@@ -56,6 +65,8 @@ TOGGLES = Group(
     sort_key=2,
     help="Every scheduling decision; `workbench toggles` prints them with their threads.",
 )
+CachedAs = Literal["f16", "bf16", "f32", "q8_0"]  # K and V in the cache
+_CACHED = f"{', '.join(CACHE_TYPES[:-1])} or {CACHE_TYPES[-1]}"
 ATTENTION = ("auto", "on", "off", "1", "0")  # what -fa takes in llama.cpp, and in llama-bench
 
 
@@ -112,6 +123,12 @@ class EngineSettings(EngineConfig):
     ] = ()
     expand: Annotated[
         str, flag(f"what tensor types without kernels become: {' or '.join(EXPAND)}")
+    ] = "f16"
+    cache_type_k: Annotated[
+        str, flag(f"type of K in the cache: {_CACHED}", "--cache-type-k -ctk")
+    ] = "f16"
+    cache_type_v: Annotated[
+        str, flag(f"type of V in the cache: {_CACHED}", "--cache-type-v -ctv")
     ] = "f16"
     n_batch: Annotated[
         Whole,

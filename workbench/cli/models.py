@@ -43,10 +43,16 @@ def inspect(
     expand: Annotated[
         Literal["f16", "q8_0"], f.flag("what types without kernels become when loaded")
     ] = "f16",
+    cache_type_k: Annotated[
+        f.CachedAs, f.flag("type of K in the cache", "--cache-type-k -ctk")
+    ] = "f16",
+    cache_type_v: Annotated[
+        f.CachedAs, f.flag("type of V in the cache", "--cache-type-v -ctv")
+    ] = "f16",
 ) -> None:
-    """Print shapes, types, sizes, what is expanded when it is loaded, and the bytes of weights read
-    per token."""
+    """Print shapes, types, sizes, what is expanded when it is loaded, and the bytes of weights and
+    of KV cache per token."""
     from workbench.model.inspect import summary
 
-    found = summary(file, expand)
+    found = summary(file, expand, (cache_type_k, cache_type_v))
     print(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))

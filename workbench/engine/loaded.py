@@ -58,7 +58,8 @@ class Loaded:
         self.config = config
         self.backends: list[Backend] = []
         self.memory: dict[Buffer, Memory] = {}
-        self.model = Model(path, config.expand)
+        types = config.cache_type_k, config.cache_type_v
+        self.model = Model(path, config.expand, types)
         if config.n_ctx == 0:
             self.config = config = dataclasses.replace(config, n_ctx=self.model.n_ctx_train)
         try:

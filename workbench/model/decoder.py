@@ -17,8 +17,9 @@ import numpy as np
 
 from workbench.config import EXPAND, Activations
 from workbench.errors import ModelFileError
-from workbench.graph.ir import F16, F32, DType, Graph, Kind, StepShape, Tensor
+from workbench.graph.ir import F32, DType, Graph, Kind, StepShape, Tensor
 from workbench.model.blocks import SET_ROWS, Caches, CacheStores, Step, WeightSpec, blocks_of
+from workbench.model.cache_types import DEFAULT, CacheTypes, cache_dtypes
 from workbench.model.expand import expanded, loaded_as
 from workbench.model.gguf import GGUFFile, TensorInfo, model_hash, open_gguf
 from workbench.model.gguf_walk import shown
@@ -31,16 +32,21 @@ EMBEDDING = "token_embd.weight"
 class Model:
     """A model file opened: hyper-parameters, and a graph tensor for every weight used.
 
-    expand: as EngineConfig has it. Raises ModelFileError where a tensor is missing, is one that the
-    architecture does not use, or has a shape the hyper-parameters rule out.
+    expand: as EngineConfig has it, and cache_types: of K and of V. Raises ModelFileError where a
+    tensor is missing, is one that the architecture does not use, or has a shape the
+    hyper-parameters rule out. UsageError for a cache type that heads of this size cannot have.
     """
 
-    def __init__(self, path: str | Path, expand: str = EXPAND[0]):
+    def __init__(
+        self, path: str | Path, expand: str = EXPAND[0], cache_types: CacheTypes = DEFAULT
+    ):
         self.expand = expand
         self.file: GGUFFile = open_gguf(path)
         self.path = Path(path)
         try:
             self.hparams: HParams = read_hparams(self.file)
+            heads = (self.hparams.head_dim,) * 2
+            self.cache_dtypes = cache_dtypes(path, cache_types, heads)
             self._weights: dict[str, Tensor] = {}
             self._bind()
         except BaseException:
@@ -188,12 +194,12 @@ class Model:
         return total + row + (self.embedding.nbytes if self.output is self.embedding else 0)
 
     def caches(self, n_ctx: int) -> Caches:
-        """K and V of each layer: (n_ctx, n_head_kv * head_dim) F16, one row per cell."""
-        shape = (n_ctx, self.hparams.n_embd_kv)
+        """K and V of each layer: (n_ctx, n_head_kv * head_dim), one row per cell."""
+        shape, (k, v) = (n_ctx, self.hparams.n_embd_kv), self.cache_dtypes
         return [
             (
-                Tensor(f"cache_k_l{i}", F16, shape, Kind.CACHE),
-                Tensor(f"cache_v_l{i}", F16, shape, Kind.CACHE),
+                Tensor(f"cache_k_l{i}", k, shape, Kind.CACHE),
+                Tensor(f"cache_v_l{i}", v, shape, Kind.CACHE),
             )
             for i in range(self.n_layer)
         ]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from workbench.config import EXPAND
+from workbench.model.cache_types import DEFAULT, CacheTypes, cache_dtypes
 from workbench.model.expand import loaded_as, loaded_bytes
 from workbench.model.gguf import GGUFFile, StringArray, TensorInfo, model_hash, open_gguf
 from workbench.model.gguf_walk import shown
@@ -77,6 +78,8 @@ class ModelSummary:
     files: tuple[str, ...]  # one, or the parts of a model that was split
     weight_bytes_per_token: int  # in the types they are loaded as
     stored_bytes_per_token: int  # in the types of the file
+    cache_types: tuple[str, str]  # of K and V
+    cache_bytes_per_token: int | None  # of K and V; None where the file leaves sizes unsaid
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, fit for JSON."""
@@ -111,17 +114,27 @@ class ModelSummary:
                 f"{size(t.bytes):>10}  {' x '.join(map(str, t.shape))}"
             )
         each, stored = self.weight_bytes_per_token, self.stored_bytes_per_token
-        said = f"weights read per token {size(each)} ({each:,} bytes)"
+        out += ["", f"weights read per token {size(each)} ({each:,} bytes)"]
         if stored != each:
-            return [*out, "", f"{said} after expansion", f"as stored {size(stored)}"]
-        return [*out, "", said]
+            out[-1] += " after expansion"
+            out.append(f"as stored {size(stored)}")
+        if (cell := self.cache_bytes_per_token) is not None:
+            k, v = self.cache_types
+            types = k if k == v else f"K {k}, V {v}"
+            out.append(f"KV cache per token {size(cell)} ({cell:,} bytes, {types})")
+        return out
 
 
-def summary(path: str | os.PathLike[str], expand: str = EXPAND[0]) -> ModelSummary:
+def summary(
+    path: str | os.PathLike[str],
+    expand: str = EXPAND[0],
+    cache_types: CacheTypes = DEFAULT,
+) -> ModelSummary:
     """Reads the file at `path`; no tensor data beyond what `model_hash` samples.
 
-    expand: what tensors become that have no kernels for their type, as in EngineConfig. Raises
-    ModelFileError for a file that cannot be believed or names no architecture.
+    expand: what tensors become that have no kernels for their type, as in EngineConfig, and
+    cache_types: of K and of V. Raises ModelFileError for a file that cannot be believed or names no
+    architecture. UsageError for a cache type that heads of this size cannot have.
     """
     with open_gguf(path) as file:
         architecture = file.get("general.architecture", str)
@@ -159,7 +172,27 @@ def summary(path: str | os.PathLike[str], expand: str = EXPAND[0]) -> ModelSumma
             files=tuple(part.path for part in file.files),
             weight_bytes_per_token=_bytes_per_token(file, lambda i: loaded_bytes(i, expand)),
             stored_bytes_per_token=_bytes_per_token(file, lambda i: i.nbytes),
+            cache_types=cache_types,
+            cache_bytes_per_token=_cache_bytes(file, architecture, cache_types),
         )
+
+
+def _cache_bytes(file: GGUFFile, architecture: str, types: CacheTypes) -> int | None:
+    """Bytes of K and V of one token in all layers; None where sizes are missing, or differ from
+    layer to layer."""
+
+    def stated(key: str, default: int | None = None) -> int:
+        value = file.metadata.get(f"{architecture}.{key}", default)
+        return value if type(value) is int and 0 < value < 1 << 31 else 0
+
+    layers, heads = stated("block_count"), stated("attention.head_count")
+    kv_heads, width = stated("attention.head_count_kv", heads), stated("embedding_length")
+    own = width // heads if heads else 0
+    dims = stated("attention.key_length", own), stated("attention.value_length", own)
+    if not (layers and kv_heads and all(dims)):
+        return None
+    kinds = cache_dtypes(file.path, types, dims)
+    return sum(layers * kv_heads * t.row_bytes(d) for t, d in zip(kinds, dims, strict=True))
 
 
 def _bytes_per_token(file: GGUFFile, nbytes_of: Callable[[TensorInfo], int]) -> int:
