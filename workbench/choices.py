@@ -223,10 +223,12 @@ class Switch(Choice):
 
 
 class Half(Choice):
-    """Whether norms are computed in two halves (graph/defer.py)."""
+    """Whether norms are computed in two halves (graph/defer.py). From two tokens on that costs a
+    GPU more than it saves: ONE leaves such steps alone."""
 
     OFF = "off", "a norm ends before the next product begins"
     ON = "on", "the norm's scale is applied after the product, which need not wait for it"
+    ONE = "one", "on, in steps of one token"
 
 
 class Pdl(Choice):

@@ -323,3 +323,12 @@ def test_any_model_stays_whole(
             ]
             assert len(scaled) == (x in weighted)
             assert x not in weighted or makers[scaled[0].inputs[1]].inputs == makers[x].inputs[:1]
+
+
+def test_one_token_alone():
+    model = Decoder("tiny-llama", Q8_0)
+    one, two = model.graph(1), model.graph(2, 2)
+    assert [n.name for n in defer(one, "one").nodes] == [n.name for n in defer(one).nodes]
+    assert defer(one, "one") is not one
+    assert defer(two, "one") is two and defer(two, "on") is not two
+    assert defer(one, "off") is one

@@ -9,7 +9,7 @@ from itertools import accumulate, product
 from math import lcm
 
 from workbench.choices import Lifetimes
-from workbench.config import KVCacheKind, Switch, Toggles
+from workbench.config import KVCacheKind, Toggles
 from workbench.engine.batch import prompt_shapes
 from workbench.engine.free_cells import check_room
 from workbench.engine.kv_cache import kv_pad
@@ -69,8 +69,7 @@ def fused_graph(
     graph: Graph, toggles: Toggles, placement: Placement, n_streams: int = 1
 ) -> tuple[Graph, BackendOf]:
     """The graph as `toggles` want it, and the backend of each of its nodes."""
-    if toggles.defer_norm == Switch.ON:
-        graph = defer(graph)
+    graph = defer(graph, toggles.defer_norm)
     backends = assign(graph.nodes, placement.fixed)
     fusions, choice = chosen(toggles), toggles.branch_fusion
     joined = fused(graph, fusions, backends.__getitem__, choice, n_streams, toggles.fork)

@@ -21,23 +21,25 @@ Pure, as fuse.py: nothing is changed in place.
 
 from collections.abc import Sequence
 
+from workbench.choices import Half
 from workbench.graph.fuse import has_row
 from workbench.graph.ir import Graph, Kind, Node, Tensor
 from workbench.graph.ops import make
 from workbench.graph.shapes import SQUARES
 
 MOST_TOKENS = 8
+_MOST: dict[str, int] = {Half.OFF: 0, Half.ONE: 1, Half.ON: MOST_TOKENS}
 _Readers = dict[Tensor, list[Node]]
 _Makers = dict[Tensor, Node]
 
 
-def defer(graph: Graph) -> Graph:
+def defer(graph: Graph, half: str = Half.ON) -> Graph:
     """`graph` with its norms halved; the same graph where there is none to halve.
 
-    A norm is halved where it stands between the residual add of a product and other products, in
-    steps of up to MOST_TOKENS tokens.
+    A norm is halved where it stands between the residual add of a product and other products. half:
+    a value of the toggle `defer_norm`, which says up to how many tokens of a step.
     """
-    if graph.shape.n_tokens > MOST_TOKENS:
+    if graph.shape.n_tokens > _MOST[half]:
         return graph
     readers: _Readers = {}
     makers: _Makers = {}

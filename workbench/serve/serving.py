@@ -7,12 +7,14 @@ from workbench.config import BEST, TogglePreset
 
 # What a server adds to `best`. A region for each request, with its masked cells left unread, keeps
 # a step's cost to its own cells. The device goes on with the tokens that it draws, so the host
-# looks at results while the next step runs. Few shapes let plans be replayed.
+# looks at results while the next step runs. Few shapes let plans be replayed. Norms in halves pay
+# for one token alone.
 SERVING: dict[str, str] = {
     "kv_cache": "per_sequence",
     "kv_parts": "parallel_blocks",
     "skip_masked_kv": "tail",
     "batch_sizes": "padded",
+    "defer_norm": "one",
     "sampling": "device",
     "graph_reuse": "set_rows",
     "results": "behind",
@@ -25,6 +27,7 @@ SERVING: dict[str, str] = {
 }
 # the host computes a step where it is issued: nothing can run behind it
 ON_HOST = ("kv_cache", "kv_parts", "skip_masked_kv", "batch_sizes", "graph_reuse")
+ON_GPU = ("defer_norm",)  # a CPU has no halves
 
 
 def serving(device: str, wanted: TogglePreset) -> TogglePreset:
@@ -32,5 +35,8 @@ def serving(device: str, wanted: TogglePreset) -> TogglePreset:
     device: as EngineConfig has it."""
     if wanted.name != BEST:
         return wanted
-    own = {k: v for k, v in SERVING.items() if device != devices.HOST or k in ON_HOST}
+    on_gpu = device == devices.AUTO or devices.is_gpu(device)
+    own = {k: v for k, v in SERVING.items() if on_gpu or k not in ON_GPU}
+    if device == devices.HOST:
+        own = {k: v for k, v in own.items() if k in ON_HOST}
     return TogglePreset(BEST, own | wanted.changes)

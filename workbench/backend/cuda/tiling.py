@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from functools import cache
 from typing import NamedTuple
 
 from workbench.backend.cuda.kernel import blocks
@@ -182,7 +183,13 @@ def build_for(
     end: Epilogue = Epilogue.PLAIN, hopper: bool = False,
 ) -> Build:  # fmt: skip
     """The build of a launch of weights of so many rows each. Follows from the shapes alone."""
+    return _build_for(dtype, tuple(rows), cols, n_tokens, end, hopper)
 
+
+@cache  # the layers of a model ask for the same, and a program asks several times
+def _build_for(
+    dtype: str, rows: tuple[int, ...], cols: int, n_tokens: int, end: Epilogue, hopper: bool
+) -> Build:
     def builds() -> Iterator[tuple[float, Build]]:
         for shape in shapes_for(dtype, n_tokens, hopper):
             tiles = shape.tiles(rows, n_tokens, end)
