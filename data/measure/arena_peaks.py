@@ -20,7 +20,16 @@ from data.measure.tables import Line, Part, Table
 from tests.graphs import Decoder
 from workbench.backend.cuda.op_table import scratch_bytes
 from workbench.bench import provenance
-from workbench.choices import BranchFusion, Fork, Lifetimes, Results, SyncMode
+from workbench.choices import (
+    AttnKernel,
+    BranchFusion,
+    Fork,
+    KVParts,
+    Lifetimes,
+    Results,
+    SyncMode,
+)
+from workbench.graph.attend import attend_by
 from workbench.graph.branch_fusion import fused
 from workbench.graph.forks import Branches, chained
 from workbench.graph.fuse import FUSIONS
@@ -65,13 +74,15 @@ class Step(NamedTuple):
 
 
 def steps(model: str, n_tokens: int, patterns: Iterable[str], rule: str) -> Iterator[Step]:
-    """As an engine makes them, for each of N_STREAMS. The host looks up embeddings."""
+    """As an engine with kv_parts=parallel_blocks makes them, for each of N_STREAMS. The host looks
+    up embeddings."""
     decoder = Decoder(model, MODELS[model])
 
     def backend_of(node: Node) -> int:
         return HOST if node.op == "get_rows" and node.inputs[0] is decoder.embedding else DEVICE
 
-    unfused, inside = decoder.graph(n_tokens, 1, N_KV, n_cells=N_KV), BranchFusion.INSIDE
+    plain, inside = decoder.graph(n_tokens, 1, N_KV, n_cells=N_KV), BranchFusion.INSIDE
+    unfused = attend_by(plain, AttnKernel.AUTO, KVParts.PARALLEL_BLOCKS)
     graph = fused(unfused, frozenset(patterns), backend_of, inside, max(N_STREAMS), rule)
     for n in N_STREAMS:
         splits = forked(split(graph, backend_of), n, rule)

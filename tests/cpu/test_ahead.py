@@ -196,7 +196,15 @@ def test_whatever_an_engine_does_in_between(pair, loaded, does):
         assert np.array_equal(wanted, got)
 
 
-@pytest.mark.parametrize("results", wb.Toggles.values("results"))
+def test_nothing_is_launched_ahead_where_results_come_behind(loaded):
+    """The host submits the next step before it waits for this one; so nobody launches for it."""
+    toggles = TOGGLES | {"results": "behind", "host_source": "pinned_ring_2"}
+    loaded.resolve(wb.Toggles(**toggles))
+    with pytest.raises(UsageError, match="launch_ahead=on and results=behind clash"):
+        loaded.resolve(wb.Toggles(**toggles, launch_ahead="on"))
+
+
+@pytest.mark.parametrize("results", [r for r in wb.Toggles.values("results") if r != "behind"])
 def test_a_host_that_is_told_of_the_end_waits_for_no_event(loaded, monkeypatch, results):
     """Nor does it go on too early: a plan that never tells is waited for by its event."""
     waits: list[bool] = []

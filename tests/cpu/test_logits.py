@@ -160,22 +160,31 @@ IN_TURN = ("host_source", "n_copies", "input_order")
 # so do streams; test_branches.py has all of them, and lifetimes that race are refused
 STREAMS = (("1", "qkv"), ("3", "qkv"), ("8", "any"), ("2", "three_way"), ("3", "any"))
 OF_BRANCHES = ("streams", "fork", "lifetimes", "validate")
+# which masked cells are left unread, where; one sequence of few tokens opens no gate but `always`
+SKIPS = (
+    ("off", "reference"), ("tail", "always"), ("in_loop", "reference"), ("classes", "always"),
+    ("tail", "never"), ("classes", "reference"), ("in_loop", "never"),
+)  # fmt: skip
+OF_SKIPS = ("skip_masked_kv", "skip_gate")
+SAMPLING = ("host", "device", "device")  # where the embedding is, so that the device may draw
 
 
 def legal_toggles(programmatic: bool = False) -> list[Toggles]:
-    """Every combination of values of the exact toggles, IN_TURN's in turn, but those that clash,
-    those that race, and, unless `programmatic`, programmatic launches. test_fused_engine.py has the
-    rounding ones; tests of plans, kept programs and direct results have theirs."""
+    """Every combination of values of the exact toggles, but those that clash, those that race,
+    and, unless `programmatic`, programmatic launches. Values of IN_TURN, SKIPS and SAMPLING come by
+    turns. test_fused_engine.py has the rounding ones; tests of plans, kept programs and direct
+    results have theirs."""
     exact = [name for name in Toggles.names() if Toggles.answer_class(name) == EXACT]
     names = [
         name
         for name in exact
         if not name.startswith(("plan", "launch_ahead", "redo_", "results", *OF_BRANCHES))
+        and name not in (*OF_SKIPS, "sampling")
     ]
     whole = [name for name in names if name not in IN_TURN]
     values = [["off"] if n == "pdl" and not programmatic else Toggles.values(n) for n in whole]
     turns = itertools.cycle(itertools.product(*(Toggles.values(name) for name in IN_TURN)))
-    streams = itertools.cycle(STREAMS)
+    streams, skips, sampling = map(itertools.cycle, (STREAMS, SKIPS, SAMPLING))
     made = []
     for chosen in itertools.product(*values):
         fields = dict(zip(whole, chosen, strict=True))
@@ -189,6 +198,7 @@ def legal_toggles(programmatic: bool = False) -> list[Toggles]:
         if toggles.sync == SyncMode.AUTO or not race_of(ordering, ASYNCHRONOUS):
             branches = dict(zip(OF_BRANCHES, next(streams), strict=False))
             own = dict(zip(IN_TURN, next(turns), strict=True)) | branches
+            own |= dict(zip(OF_SKIPS, next(skips), strict=True)) | {"sampling": next(sampling)}
             made.append(Toggles(**fields | own))
     return made
 
@@ -213,3 +223,9 @@ def test_bit_equal_under_every_toggle(engine, preset, quant, every):
     assert len(combinations) == 104
     for toggles in combinations[::every]:
         assert np.array_equal(run(toggles), wanted), toggles
+
+
+@pytest.mark.parametrize("name", [*IN_TURN, *OF_SKIPS, "sampling", "sync", "step_wait"])
+def test_each_value_is_among_the_few_that_the_quick_tests_take(name):
+    wanted = set(Toggles.values(name))
+    assert {getattr(toggles, name) for toggles in legal_toggles()[::5]} == wanted

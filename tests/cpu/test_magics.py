@@ -185,10 +185,10 @@ def test_an_interrupted_cell_keeps_its_trace_and_the_engine_goes_on(shell, engin
     look_ahead = engine._batches.look_ahead
     calls = iter(range(100))
 
-    def pressed(outputs):  # Ctrl-C while the third step is under way on the device
+    def pressed(work, draws):  # Ctrl-C while the third step is under way on the device
         if next(calls) == 2:
             signal.raise_signal(signal.SIGINT)
-        return look_ahead(outputs)
+        return look_ahead(work, draws)
 
     monkeypatch.setattr(engine._batches, "look_ahead", pressed)
     shown = run(shell, "%%wb_profile --as t\nfor i in range(1, 50):\n    logits = eng.step([i])")

@@ -47,6 +47,16 @@ def engine(tiny_model) -> Iterator[Engine]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def of_few(tiny_model) -> Iterator[Engine]:
+    """For few sequences, so that each may have a region of its own that its tokens fit in."""
+    path = tiny_model("tiny-llama", "Q8_0")
+    with wb.Engine.load(
+        path, device="embedded", n_ctx=256, n_seqs=8, n_ubatch=32, threads=2, toggles=Toggles()
+    ) as made:
+        yield made
+
+
 @pytest.fixture(autouse=True)
 def fresh(request):
     if "engine" in request.fixturenames:
@@ -150,8 +160,18 @@ TRAINS = [
     share([*TOGGLES, *TRAINS], every=3),
     ids=lambda v: ",".join(f"{n}={w}" for n, w in v.items()),
 )
-def test_every_toggle_answers_the_same(engine, values):
+def test_every_toggle_answers_the_same(engine, of_few, values):
     wanted = together(engine)
+    if values.get("kv_cache") == "per_sequence":
+        with (
+            engine.variant(Toggles(**values)) as variant,
+            pytest.raises(UsageError, match="do not fit the context of 4"),
+        ):
+            together(variant)
+        engine = of_few
+    if values.get("results") == "behind":
+        with pytest.raises(UsageError, match="results=behind race"):
+            engine.variant(Toggles(sync="implicit", copy_stream="compute", **values))
     if values == {"sync": "implicit"}:
         values = values | {"copy_stream": "compute"}
     if clashing({}, values):
