@@ -437,7 +437,7 @@ def test_a_phase_done_again_does_all_of_its_work(base):
     toggles = Toggles(graph_reuse="set_rows", fuse="on", defer_norm="on", plans="ours")
     with base.variant(toggles) as engine:
         phases = Phases(engine._spent)
-        prepared = engine._build(Key(engine.program().shape, 0), phases, 0)
+        prepared = engine._bound.build(Key(engine.program().shape, 0), phases, 0)
         again = {name: work() for name, work in phases.again.items()}
         assert set(again) == set(MADE)
     program, (fused, _) = prepared.program, again["fuse"]

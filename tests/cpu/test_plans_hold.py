@@ -148,7 +148,7 @@ def test_each_turn_of_a_ring_has_a_plan(base, ring, period, step_wait):
 def test_memory_that_grows_behind_a_capture_is_followed(base, monkeypatch, rule, scope):
     """The engine has room for steps of one token, and captures them. A prompt wants more: arena and
     results move, with the scratch of products in it. No plan keeps an address of theirs."""
-    monkeypatch.setattr("workbench.engine.engine.StepShape", lambda *shape: StepShape(1, 1, 32))
+    monkeypatch.setattr("workbench.engine.bound.StepShape", lambda *shape: StepShape(1, 1, 32))
     with base.variant(Toggles()) as off, base.variant(planned(rule, scope)) as engine:
         found = []
         for side in (off, engine):
@@ -168,7 +168,7 @@ def test_memory_that_grows_behind_a_capture_is_followed(base, monkeypatch, rule,
 
 def address_of(engine: wb.Engine) -> dict[str, int]:
     """Where the workspace's buffers are."""
-    return {name: m.address for (name, _), m in engine._workspace._memory.items()}
+    return {name: m.address for (name, _), m in engine._bound.workspace._memory.items()}
 
 
 # plans that are destroyed ------------------------------------------------------------------------

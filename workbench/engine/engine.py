@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.backend.base import Backend
-from workbench.backend.issue import Prepared
 from workbench.backend.plan import plans_of
 from workbench.config import EngineConfig, Toggles
 from workbench.engine import draws, exclusive, opened, shown
 from workbench.engine.ahead import NextStep
 from workbench.engine.batch import Outputs, Work, check_prompt, step_shape
+from workbench.engine.bound import BoundPrograms
 from workbench.engine.cell_steps import change_cells
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, asked_for, continued, prefilled
 from workbench.engine.kv_cache import kv_pad, n_regions
 from workbench.engine.loaded import Loaded, config_of
-from workbench.engine.memory import Residents, Workspace
+from workbench.engine.memory import Residents
 from workbench.engine.padding import sizes_of
 from workbench.engine.pending import Pending
-from workbench.engine.phases import PhaseCounts, Phases, PhaseTimes, counters_of, per_step
+from workbench.engine.phases import PhaseCounts, PhaseTimes, counters_of, per_step
 from workbench.engine.reuse import Key, programs_of, reuse_of
 from workbench.engine.stamps import Stamp, Stamps, stamped
 from workbench.engine.step_programs import StepPrograms
@@ -33,7 +33,6 @@ from workbench.engine.under_way import UnderWay
 from workbench.engine.wanted import Variants, Wanted, choose, resolve
 from workbench.engine.watch import PLAIN, Watch, chosen
 from workbench.errors import UsageError
-from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model
 from workbench.model.sampler import Sampler, Sampling
 from workbench.program.commands import Program
@@ -62,7 +61,6 @@ class Engine:
         self.preset, self.chosen = have.preset, have.words
         self.n_steps = self.n_untraced = 0
         self.period = self._ordering.period
-        self._events: dict[str, Any] = {}
         self.under_way = UnderWay(self._ordering)
         self._expected: NextStep | None = None
         self.look(None, PLAIN)
@@ -81,17 +79,13 @@ class Engine:
         alone = config.n_seqs == 1
         self._step_programs = StepPrograms(loaded, have, self._residents, self._spent, alone)
         self._counts = PhaseCounts()
-        self._programs = programs_of(have.toggles, self._build, self._spent)
         self._plans = plans_of(have.toggles, loaded.backend)
-        self._workspace = Workspace(loaded.backends, self._forget)
+        self._bound = BoundPrograms(
+            loaded, self._residents, self._plans, lambda: self._made, self._forget
+        )
+        self._programs = programs_of(have.toggles, self._bound.build, self._spent)
         try:
-            n_kv = self.cache.region_cells
-            largest = StepShape(min(config.n_ubatch, n_kv), 1, n_kv)
-            self._residents.allocate(loaded)
-            self._step_programs.refuse_races(largest.n_tokens, n_kv, self.cache.pad)
-            # reserve for the largest step, so that memory grows later only for many outputs
-            for turn in range(self.period):
-                self._workspace.bind(self._step_programs.of(largest, turn))
+            self._bound.reserve(self.cache, config.n_ubatch, self.period)
         except BaseException:
             self.close()
             raise
@@ -299,16 +293,6 @@ class Engine:
         assert self._open is not None  # raises for a closed engine
         return self._step_programs
 
-    def _build(self, key: Key, phases: Phases, cell: int = 0) -> Prepared:
-        """The program of a step that is ready to be issued. New memory may wait for the device."""
-        self._plans.release()
-        program = self._made.of(key.shape, key.turn, phases=phases, cell=cell)
-        return phases.do("prepare", self._bind, program)
-
-    def _bind(self, program: Program) -> Prepared:
-        memory = self._residents.memory | self._workspace.bind(program)
-        return self._plans.prepare(program, self._open.backends, memory, self._events)
-
     def _forget(self) -> None:
         """Drops what names the workspace's addresses, which are about to change."""
         self._expected = None
@@ -389,8 +373,7 @@ class Engine:
             backend.synchronize()
         self._forget()
         self._plans.free()
-        self._workspace.free()
-        self._residents.free()
+        self._bound.free()
         loaded.release()
 
     __repr__, _repr_html_ = shown.text, shown.page

@@ -115,7 +115,7 @@ class _Noting(Watch):
         engine, program = self._engine, prepared.program
         backends, memory = engine._open.backends, prepared.binding.memory
         notes = LaunchNotes(program, backends)
-        twin = engine._plans.prepare(program, backends, memory, engine._events, notes.launch)
+        twin = engine._plans.prepare(program, backends, memory, engine._bound.events, notes.launch)
         notes.reset()
         return _Twin(twin, notes)
 

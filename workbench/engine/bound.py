@@ -1,0 +1,63 @@
+"""Programs on addresses: a step's program is made, bound to memory and prepared for its backends.
+
+Programs of one engine share its workspace and its events. Where a program wants more memory than
+there is, whatever names the old addresses is dropped before they change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from workbench.backend.issue import Prepared
+from workbench.backend.no_plans import NoPlans
+from workbench.engine.kv_cache import KVCache
+from workbench.engine.loaded import Loaded
+from workbench.engine.memory import Residents, Workspace
+from workbench.engine.phases import Phases
+from workbench.engine.reuse import Key
+from workbench.engine.step_programs import StepPrograms
+from workbench.graph.ir import StepShape
+from workbench.program.commands import Program
+
+
+class BoundPrograms:
+    """Of one engine. made: what makes its programs. on_grow: drops what names the workspace's
+    addresses, which are about to change. events: by name."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        residents: Residents,
+        plans: NoPlans,
+        made: Callable[[], StepPrograms],
+        on_grow: Callable[[], None],
+    ):
+        self._loaded, self._residents, self._plans, self._made = loaded, residents, plans, made
+        self.workspace = Workspace(loaded.backends, on_grow)
+        self.events: dict[str, Any] = {}
+
+    def build(self, key: Key, phases: Phases, cell: int = 0) -> Prepared:
+        """The program of a step that is ready to be issued. New memory may wait for the device."""
+        self._plans.release()
+        program = self._made().of(key.shape, key.turn, phases=phases, cell=cell)
+        return phases.do("prepare", self._prepared, program)
+
+    def _prepared(self, program: Program) -> Prepared:
+        memory = self._residents.memory | self.workspace.bind(program)
+        return self._plans.prepare(program, self._loaded.backends, memory, self.events)
+
+    def reserve(self, cache: KVCache, n_ubatch: int, period: int) -> None:
+        """Allocates the cache, and memory for the largest step in each of its turns: so memory
+        grows later only for many outputs. Raises UsageError where lifetimes let steps race."""
+        self._residents.allocate(self._loaded)
+        n_kv = cache.region_cells
+        n_tokens = min(n_ubatch, n_kv)
+        self._made().refuse_races(n_tokens, n_kv, cache.pad)
+        for turn in range(period):
+            self.workspace.bind(self._made().of(StepShape(n_tokens, 1, n_kv), turn))
+
+    def free(self) -> None:
+        """Gives memory back, but for the weights, which are the model's."""
+        self.workspace.free()
+        self._residents.free()
