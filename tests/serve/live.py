@@ -103,7 +103,7 @@ async def in_process(
     front = Front(Link(connection), texts, settings or FrontSettings("tiny"))
     chat = ChatTemplate(template, texts.tokenizer, front.settings.template_s)
     app = build(front, chat)
-    front.begin()
+    await front.begin()
     while front.state != SERVING:
         await asyncio.sleep(0.001)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -111,5 +111,5 @@ async def in_process(
         async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
             yield client, front
     finally:
-        front.finish()
+        await front.finish()
         await chat.close()

@@ -263,7 +263,7 @@ def build(front: Front, template: ChatTemplate) -> ASGIApp:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        front.begin()
+        await front.begin()
         await template.begin()
         sweeping = asyncio.ensure_future(ends.streams.sweep())
         yield

@@ -67,9 +67,9 @@ class Front:
         self._n_first = 0  # of this message, tokens that are their request's first
         self._last_s: float | None = None  # when tokens came last
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         """Called in the event loop, before any request."""
-        self._link.begin(self._got, self._lost)
+        await self._link.begin(self._got, self._lost)
 
     @property
     def n_pending(self) -> int:
@@ -132,10 +132,10 @@ class Front:
         for part in list(self._parts.values()):
             part.reply.fail(ApiError(503, NOT_NOW[FINISHING], code=FINISHING))
 
-    def finish(self) -> None:
+    async def finish(self) -> None:
         """Tells the engine process that it can end."""
         self._link.send(Finish())
-        self._link.end()
+        await self._link.end()
 
     # --- what the engine says ----------------------------------------------------------------
 

@@ -1,66 +1,114 @@
 """The front's end of the pipe to its engine process.
 
-Messages are read by the event loop itself, when the pipe has some: a thread that hands them over
-would cost two switches a step. Messages are written by a thread, since a pipe that is full makes
-its writer wait, and the event loop must not.
+Messages go through a transport of the event loop. So a pipe that is full, or has half a message,
+makes nobody wait. The event loop must not wait, and a thread would cost two switches a step.
+
+The file descriptor is the event loop's alone. uvloop makes what it watches non-blocking, and a
+`Connection` that meets a full pipe there raises BlockingIOError in the middle of a message.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
-from collections.abc import Callable
+import os
+import pickle
+import socket
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 Message = Any  # a tuple of messages.py
+LENGTH_BYTES = 4  # before each message, as multiprocessing.connection writes it: signed, big-endian
+LONG_BYTES = 8  # behind a length of -1, the true one
+MOST_SHORT = 2**31 - 1
+END_S = 2.0  # for what was sent to be written
 
 
-class Link:
+def framed(message: Message) -> bytes:
+    """A message as `Connection.recv` reads it."""
+    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    if len(body) <= MOST_SHORT:
+        return len(body).to_bytes(LENGTH_BYTES) + body
+    return (-1).to_bytes(LENGTH_BYTES, signed=True) + len(body).to_bytes(LONG_BYTES) + body
+
+
+class Messages:
+    """Messages from bytes that come in parts, as `Connection.send` writes them."""
+
+    def __init__(self) -> None:
+        self._parts = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Gives the messages that are whole now."""
+        parts = self._parts
+        parts += data
+        at = 0
+        while (found := self._bounds(at)) is not None:
+            begin, end = found
+            at = end
+            with memoryview(parts) as view, view[begin:end] as body:
+                message = pickle.loads(body)
+            yield message
+        del parts[:at]
+
+    def _bounds(self, at: int) -> tuple[int, int] | None:
+        """Where the message is that begins at `at`; None: it is not whole."""
+        parts = self._parts
+        begin = at + LENGTH_BYTES
+        n = int.from_bytes(parts[at:begin], signed=True)
+        if n == -1:
+            begin += LONG_BYTES
+            n = int.from_bytes(parts[begin - LONG_BYTES : begin])
+        return (begin, begin + n) if begin + n <= len(parts) else None
+
+
+class Link(asyncio.Protocol):
     """A pipe whose messages go to `got`, in order, in the event loop; `lost` is called once, when
     the other side has closed it."""
 
     def __init__(self, connection: Connection):
         self._connection = connection
-        self._to_send: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._messages = Messages()
+        self._transport: asyncio.Transport | None = None
+        self._closed = asyncio.Event()
+        self._ending = False
         self._got: Callable[[Message], None]
         self._lost: Callable[[], None]
 
-    def begin(self, got: Callable[[Message], None], lost: Callable[[], None]) -> None:
+    async def begin(self, got: Callable[[Message], None], lost: Callable[[], None]) -> None:
         """Called in the event loop."""
         self._got, self._lost = got, lost
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._connection.fileno(), self._read)
-        threading.Thread(target=self._write, name="to the engine", daemon=True).start()
+        # closing the transport must not close the pipe: its owner does that
+        end = socket.socket(fileno=os.dup(self._connection.fileno()))
+        end.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
 
     def send(self, message: Message) -> None:
         """Returns at once. A message to an engine process that has died is dropped."""
-        self._to_send.put(message)
+        if self._transport is not None and not self._ending:
+            self._transport.write(framed(message))
 
-    def end(self) -> None:
-        """Stops both directions; messages that were sent are written first."""
-        self._stop_reading()
-        self._to_send.put(None)
-
-    def _stop_reading(self) -> None:
-        if self._loop is not None:
-            self._loop.remove_reader(self._connection.fileno())
-            self._loop = None
-
-    def _read(self) -> None:
-        try:
-            message = self._connection.recv()
-        except (EOFError, OSError):
-            self._stop_reading()
-            self._lost()
-            return
-        self._got(message)
-
-    def _write(self) -> None:
-        while (message := self._to_send.get()) is not None:
+    async def end(self) -> None:
+        """Stops both directions; messages that were sent are written first, if they are taken."""
+        self._ending = True
+        if self._transport is not None:
+            self._transport.close()
             try:
-                self._connection.send(message)
-            except OSError:  # the reader learns that it is closed
-                return
+                await asyncio.wait_for(self._closed.wait(), END_S)
+            except TimeoutError:
+                self._transport.abort()
+
+    # what asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, or asyncio's
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._messages.feed(data):
+            self._got(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._closed.set()
+        if not self._ending:
+            self._lost()

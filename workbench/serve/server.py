@@ -91,7 +91,7 @@ class FrontServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        self._front.finish()
+        await self._front.finish()
 
 
 def serve(
