@@ -9,13 +9,13 @@
 //
 // Compiled for each use (workbench/backend/cuda/attention.py chooses): PREFILL picks the kernel;
 // HEAD_DIM; WARPS of a block; STAGES tiles in shared memory per warp (decode) or block (prefill);
-// decode: ROW_SETS, CLUSTER; prefill: TILE_CELLS.
+// decode: ROW_SETS, CLUSTER; prefill: TILE_CELLS. STREAM: how the cells are dealt out
+// (attention_stream.cuh).
 //
 // Both kernels form K q and V^T p with mma.sync (attention_rows.cuh) from tiles that cp.async
 // brings. The rows of a kv head are all query heads of its group, for several tokens: K and V are
-// read once for them. Masked cells are read like any other and count for nothing, whatever they
-// hold; to leave them unread is a mechanism of its own. A query whose every cell is masked gives
-// zeros.
+// read once for them. Masked cells count for nothing, whatever they hold; which of them are left
+// unread says attention_walk.cuh. A query whose every cell is masked gives zeros.
 //
 // Masked cells: scores are replaced, so K may hold anything. V is multiplied with weights of zero,
 // which NaN and infinity survive. Clearing V in every tile would cost; the sums are looked at once,
@@ -55,6 +55,7 @@
 //   prefill of 8 warps, 32 cells, 3 stages         175, 201, 198: no gain
 #include "attention_merge.cuh"
 #include "attention_rows.cuh"
+#include "attention_stream.cuh"
 #include "attention_walk.cuh"
 
 #ifndef PREFILL
@@ -78,6 +79,21 @@
 
 constexpr int THREADS = 32 * WARPS;
 extern __shared__ __align__(16) u8 memory[];
+
+// What a launch was told (see the kernels).
+struct Attention {
+    u8* dst;
+    const float* q;
+    const u16 *k, *v, *mask;
+    u8* scratch;
+    u32* counters;
+    More more;
+    i64 n_tokens, n_head, n_head_kv, n_kv;
+    float scale;
+    bool quantised;
+
+    DEVICE void attend(const Piece& piece) const;
+};
 
 #if !PREFILL
 
@@ -137,71 +153,37 @@ DEVICE void gather(Rows<SETS>& rows, Ring& ring, Tiles& tiles, Asked asked,
     __syncwarp();
 }
 
-// Where clusters leave what the last cluster merges: sums float4 [groups][teams][ROWS][QUADS], then
-// maxima and weights float2 [groups][teams][ROWS]. Every block with columns of a row stores the
-// same maximum of it: a block reads only what blocks of its own rank wrote.
-struct Scratch {
-    float4* sums;
-    float2* parts;
-    DEVICE Scratch(u8* scratch, int teams)
-        : sums(reinterpret_cast<float4*>(scratch)),
-          parts(reinterpret_cast<float2*>(sums + i64(gridDim.x) * teams * ROWS * QUADS)) {
-        sums += i64(blockIdx.x) * teams * ROWS * QUADS;
-        parts += i64(blockIdx.x) * teams * ROWS;
-    }
-    DEVICE void store(int team, const Item& item, const Partial& own) const {
-        if (!item.there) return;
-        sums[(i64(team) * ROWS + item.row) * QUADS + item.quad] = own.sum;
-        if (item.quad == 0 || threadIdx.x % 32 == 0)
-            parts[team * ROWS + item.row] = make_float2(own.most, own.weight);
-    }
-    DEVICE Partial load(int team, const Item& item) const {
-        const float2 own = parts[team * ROWS + item.row];
-        return {sums[(i64(team) * ROWS + item.row) * QUADS + item.quad], own.x, own.y};
-    }
-};
-
-// Grid: (n_head_kv * row groups, shares); of each group the heads stand side by side. CLUSTER shares
-// that follow each other are a cluster where the device has clusters; shares are a multiple of it.
-// With REGIONS row groups are numbered from sequence to sequence. Block: WARPS * 32 threads (at
-// least 64).
-// Shared memory: WARPS Rings and the stored queries. scratch, where there are several shares: float
-// [grid.x][shares][ROWS][HEAD_DIM + 2]; counters: grid.x * CLUSTER.
-extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 : 2)
-    attention_decode(u8* dst, const float* q, const u16* k, const u16* v, const u16* mask,
-                     u8* scratch, u32* counters, const int* regions, const u8* known,
-                     const float* sinks, i64 n_tokens, i64 n_head, i64 n_head_kv, i64 n_kv,
-                     i64 n_regions, i64 least, i64 most, float scale, i64 quantised) {
-    pdl_trigger();
+// One group of rows, or a share of its cells.
+DEVICE void Attention::attend(const Piece& piece) const {
     __shared__ float2 of_warps[WARPS][ROWS], of_block[ROWS];  // maxima and weights
     __shared__ bool last;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int group = int(n_head) / int(n_head_kv), shares = gridDim.y;
-    const int head_kv = blockIdx.x % u32(n_head_kv), number = blockIdx.x / u32(n_head_kv);
+    const int group = int(n_head) / int(n_head_kv);
+    const int head_kv = piece.group % u32(n_head_kv), number = piece.group / u32(n_head_kv);
 #if REGIONS
-    pdl_wait();
-    const More more = {regions, known, sinks, n_regions, least, most};
+    if (!STREAM) pdl_wait();
     const Tokens own(more, int(n_tokens), number, group, ROWS);
     if (own.tile < 0) return;
-    dst += own.token * (quantised ? act_row_bytes(n_head * HEAD_DIM) : n_head * HEAD_DIM * 4);
-    q += i64(own.token) * n_head * HEAD_DIM;
-    mask += own.token * n_kv;
-    k += own.cell * n_head_kv * HEAD_DIM, v += own.cell * n_head_kv * HEAD_DIM;
 #else
     const Tokens own(int(n_tokens), number);
 #endif
+    u8* const to = dst + own.token * (quantised ? act_row_bytes(n_head * HEAD_DIM)
+                                                : n_head * HEAD_DIM * 4);
+    const float* const queries = q + i64(own.token) * n_head * HEAD_DIM;
+    const i64 skipped = own.cell * n_head_kv * HEAD_DIM;
     const Share share(head_kv, group, own.tile * ROWS, ROWS, own.count * group);
-    const Cells cells(k, v, mask, n_head_kv, n_kv, share);
-    const Output output{dst, sinks, n_head, bool(quantised)};
-    known += (own.token + share.token) * known_stride(n_kv);
-    const int begin = blockIdx.y * WARPS + warp, stride = shares * WARPS;
+    const Cells cells(k + skipped, v + skipped, mask + own.token * n_kv, n_head_kv, n_kv, share);
+    const Output output{to, more.sinks, n_head, quantised};
+    const u8* known = more.known + (own.token + share.token) * known_stride(n_kv);
+    const int begin = (STREAM ? piece.first : piece.share * WARPS) + warp;
+    const int stride = STREAM ? WARPS : piece.shares * WARPS;
     Ring* rings = reinterpret_cast<Ring*>(memory);
     int mask_row[SETS];
 #pragma unroll
     for (int s = 0; s < SETS; s++) mask_row[s] = share.token_of(8 * s + lane % 8) - share.token;
     const float* q_rows[SETS];
-    Rows<SETS>::locate(q_rows, q, share, 0, int(n_head));
-#if !REGIONS  // where the cells are is known before the wait, too
+    Rows<SETS>::locate(q_rows, queries, share, 0, int(n_head));
+#if !REGIONS && !STREAM  // where the cells are is known before the wait, too
     // Without a store that depends on it, the compiler would do all of the above after the wait.
     __shared__ volatile i64 early[THREADS];
     i64 found = i64(cells.k) ^ i64(cells.v) ^ i64(cells.mask) ^ begin ^ stride;
@@ -211,12 +193,13 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 
     pdl_wait();
 #endif
     Tiles tiles(cells, known, begin, stride);
+    if (STREAM) tiles.end = min(tiles.end, piece.end);
 
     Rows<SETS> rows;
     Asked asked;
     if constexpr (rows.STORED) {
         asked = start(rings[warp], tiles);
-        rows.template load<WARPS>(q, share, 0, int(n_head), scale,
+        rows.template load<WARPS>(queries, share, 0, int(n_head), scale,
                                   reinterpret_cast<uint2*>(rings + WARPS), warp);
         __syncthreads();
     } else {  // the queries first: a warp with one tile would wait for them
@@ -229,6 +212,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 
     gather<false>(rows, rings[warp], tiles, asked, mask_row);
     if (rows.suspicious()) {
         Tiles again(cells, known, begin, stride);
+        if (STREAM) again.end = min(again.end, piece.end);
         asked = start(rings[warp], again);
         rows.clear();
         gather<true>(rows, rings[warp], again, asked, mask_row);
@@ -249,9 +233,9 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 
     }
     __syncthreads();
 
-    const int rank = blockIdx.y % TEAM, team = blockIdx.y / TEAM, teams = shares / TEAM;
+    const int rank = piece.share % TEAM, team = piece.share / TEAM, teams = piece.shares / TEAM;
     const int items = share.count * QUADS, mine = 32 * (warp * TEAM + rank);
-    const Scratch parts(scratch, teams);
+    const Parts<ROWS> parts(scratch, piece, teams);
     const auto finish = [&](const Item& item, const Partial& all) {
         if (teams == 1) {
             output.store(share, item, all);
@@ -295,7 +279,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 
 
     // the clusters: the last block of each rank to be done
     if (teams > 1 && 32 * rank < items) {
-        u32* counter = counters + blockIdx.x * TEAM + rank;
+        u32* counter = counters + (STREAM ? piece.block : piece.group * TEAM + rank);
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) last = atomicAdd(counter, 1u) == u32(teams - 1);
@@ -314,6 +298,34 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 
     if (rank == 0 && (teams == 1 || last)) output.pad(share);
 #if __CUDA_ARCH__ >= 900 && CLUSTER > 1
     cluster_wait();
+#endif
+}
+
+// Grid: (n_head_kv * row groups, shares); of each group the heads stand side by side. CLUSTER shares
+// that follow each other are a cluster where the device has clusters; shares are a multiple of it.
+// With STREAM: (blocks, 1), each with a piece of the tiles of n_groups groups. With REGIONS row
+// groups are numbered from sequence to sequence. Block: WARPS * 32 threads (at least 64).
+// Shared memory: WARPS Rings and the stored queries. scratch, where there are several shares: float
+// [grid.x][shares][ROWS][HEAD_DIM + 2], with STREAM [blocks][2][ROWS][HEAD_DIM + 2]; counters:
+// grid.x * CLUSTER.
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, WARPS > 4 ? 1 : 2)
+    attention_decode(u8* dst, const float* q, const u16* k, const u16* v, const u16* mask,
+                     u8* scratch, u32* counters, const int* regions, const u8* known,
+                     const float* sinks, i64 n_tokens, i64 n_head, i64 n_head_kv, i64 n_kv,
+                     i64 n_regions, i64 least, i64 most, float scale, i64 quantised,
+                     i64 n_groups, i64 piece) {
+    pdl_trigger();
+    const More more = {regions, known, sinks, n_regions, least, most};
+    const Attention all = {dst,      q,      k,         v,    mask,  scratch,        counters, more,
+                           n_tokens, n_head, n_head_kv, n_kv, scale, bool(quantised)};
+#if STREAM
+    pdl_wait();
+    for (Pieces pieces(n_groups, int((n_kv + 15) / 16), piece); pieces.there(); pieces.next()) {
+        all.attend(pieces.own());
+        __syncthreads();  // shared memory is the next piece's
+    }
+#else
+    all.attend({int(blockIdx.x), 0, 0, int(blockIdx.y), int(gridDim.y), 0});
 #endif
 }
 
@@ -366,55 +378,51 @@ DEVICE void gather(Rows<2>& rows, Ring& ring, Tiles& tiles, Asked asked,
     __syncthreads();
 }
 
-// Grid: (row groups, n_head_kv), where a kv head has n_tokens * n_head / n_head_kv rows, 16 WARPS of
-// them a group; with REGIONS each sequence has groups of its own. WARPS * 32 threads; shared memory:
-// a Ring and every warp's stored queries.
-extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 4 ? 1 : 2)
-    attention_prefill(float* dst, const float* q, const u16* k, const u16* v, const u16* mask,
-                      const int* regions, const u8* known, const float* sinks, i64 n_tokens,
-                      i64 n_head, i64 n_head_kv, i64 n_kv, i64 n_regions, i64 least, i64 most,
-                      float scale) {
-    pdl_trigger();
+// One group of rows, or a stretch of its cells.
+DEVICE void Attention::attend(const Piece& piece) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int group = int(n_head) / int(n_head_kv);
+    const int head_kv = piece.group % u32(n_head_kv), number = piece.group / u32(n_head_kv);
 #if REGIONS
-    pdl_wait();
-    const More more = {regions, known, sinks, n_regions, least, most};
-    const Tokens own(more, int(n_tokens), blockIdx.x, group, ROWS);
+    if (!STREAM) pdl_wait();
+    const Tokens own(more, int(n_tokens), number, group, ROWS);
     if (own.tile < 0) return;
-    dst += i64(own.token) * n_head * HEAD_DIM, q += i64(own.token) * n_head * HEAD_DIM;
-    mask += own.token * n_kv;
-    k += own.cell * n_head_kv * HEAD_DIM, v += own.cell * n_head_kv * HEAD_DIM;
 #else
-    const Tokens own(int(n_tokens), blockIdx.x);
+    const Tokens own(int(n_tokens), number);
 #endif
-    const Share share(blockIdx.y, group, own.tile * ROWS, ROWS, own.count * group);
-    known += (own.token + share.token) * known_stride(n_kv);
-    const Cells cells(k, v, mask, n_head_kv, n_kv, share);
+    float* const to = reinterpret_cast<float*>(dst) + i64(own.token) * n_head * HEAD_DIM;
+    const float* const from = q + i64(own.token) * n_head * HEAD_DIM;
+    const i64 skipped = own.cell * n_head_kv * HEAD_DIM;
+    const Share share(head_kv, group, own.tile * ROWS, ROWS, own.count * group);
+    const u8* known = more.known + (own.token + share.token) * known_stride(n_kv);
+    const Cells cells(k + skipped, v + skipped, mask + own.token * n_kv, n_head_kv, n_kv, share);
     Ring& ring = *reinterpret_cast<Ring*>(memory);
     int mask_row[2];
 #pragma unroll
     for (int s = 0; s < 2; s++)
         mask_row[s] = share.token_of(16 * warp + 8 * s + lane % 8) - share.token;
-#if !REGIONS
-    pdl_wait();
-#endif
+    if (!REGIONS && !STREAM) pdl_wait();
 
-    Tiles tiles(cells, known, 0, 1);
+    const int first = STREAM ? piece.first : 0;
+    Tiles tiles(cells, known, first, 1);
+    if (STREAM) tiles.end = min(tiles.end, piece.end);
     Asked asked = start(ring, tiles);
     Rows<2> rows;
     u8* stored = memory + sizeof(Ring) + warp * Rows<2>::STORED_BYTES;
     uint2* queries = reinterpret_cast<uint2*>(stored);
-    rows.template load<1>(q, share, 16 * warp, int(n_head), scale, queries, 0);  // a lane its own
+    rows.template load<1>(from, share, 16 * warp, int(n_head), scale, queries, 0);  // a lane its own
     rows.clear();
     gather<false>(rows, ring, tiles, asked, mask_row);
     if (__syncthreads_or(rows.suspicious())) {
-        Tiles again(cells, known, 0, 1);
+        Tiles again(cells, known, first, 1);
+        if (STREAM) again.end = min(again.end, piece.end);
         asked = start(ring, again);
         rows.clear();
         gather<true>(rows, ring, again, asked, mask_row);
     }
     rows.add_weights();
+    const Parts<ROWS> parts(scratch, piece, 1);
+    const bool whole = !STREAM || piece.shares == 1;
 #pragma unroll
     for (int s = 0; s < 2; s++) {
 #pragma unroll
@@ -422,20 +430,72 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 4 ? 1 : 2)
             const int row = 16 * warp + 8 * s + lane % 4 * 2 + j;
             if (row >= share.count) continue;
             float weight = rows.weight[s][j], keep = 1;
-            if (SINKS) add_sink(sinks, share.head_of(row), rows.most[s][j], weight, keep);
             const i64 head = i64(share.token_of(row)) * n_head + share.head_of(row);
-            float* to = dst + head * HEAD_DIM + lane / 4;
+            float* at = to + head * HEAD_DIM + lane / 4;
+            if (whole) {
+                if (SINKS) add_sink(more.sinks, share.head_of(row), rows.most[s][j], weight, keep);
+            } else {
+                const i64 part = parts.entry(piece.share) * ROWS + row;
+                at = reinterpret_cast<float*>(parts.sums + part * QUADS) + lane / 4;
+                if (lane < 4) parts.weights[part] = make_float2(rows.most[s][j], weight);
+            }
 #pragma unroll
             for (int d = 0; d < STEPS; d++) {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int c = 16 * d + 8 * half;
                     const float sum = rows.sums[d][s][2 * half + j];
-                    if (c < HEAD_DIM) to[c] = weight == 0 ? 0.f : __fdividef(sum * keep, weight);
+                    if (c >= HEAD_DIM) continue;
+                    at[c] = !whole ? sum : weight == 0 ? 0.f : __fdividef(sum * keep, weight);
                 }
             }
         }
     }
+#if STREAM
+    if (whole) return;
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    u32* counter = counters + piece.block;
+    if (threadIdx.x == 0) last = atomicAdd(counter, 1u) == u32(piece.shares - 1);
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    const Output output{reinterpret_cast<u8*>(to), more.sinks, n_head, false};
+    const int items = share.count * QUADS;
+    for (int at = 32 * warp; at < items; at += THREADS) {
+        const Item item(at, items);
+        output.store(share, item, merged<4>(piece.shares, [&](int part) -> Partial {
+                         return parts.load(part, item);
+                     }));
+    }
+    if (threadIdx.x == 0) *counter = 0;
+#endif
+}
+
+// Grid: (row groups, n_head_kv), where a kv head has n_tokens * n_head / n_head_kv rows, 16 WARPS of
+// them a group; with STREAM (blocks, 1), each with a piece of the tiles of n_groups groups, where
+// scratch and counters are as for attention_decode. With REGIONS each sequence has groups of its
+// own. WARPS * 32 threads; shared memory: a Ring and every warp's stored queries.
+extern "C" __global__ void __launch_bounds__(THREADS, WARPS > 4 ? 1 : 2)
+    attention_prefill(u8* dst, const float* q, const u16* k, const u16* v, const u16* mask,
+                      u8* scratch, u32* counters, const int* regions, const u8* known,
+                      const float* sinks, i64 n_tokens, i64 n_head, i64 n_head_kv, i64 n_kv,
+                      i64 n_regions, i64 least, i64 most, float scale, i64 n_groups, i64 piece) {
+    pdl_trigger();
+    const More more = {regions, known, sinks, n_regions, least, most};
+    const Attention all = {dst,      q,      k,         v,    mask,  scratch, counters, more,
+                           n_tokens, n_head, n_head_kv, n_kv, scale, false};
+#if STREAM
+    pdl_wait();
+    const int tiles = int((n_kv + TILE_CELLS - 1) / TILE_CELLS);
+    for (Pieces pieces(n_groups, tiles, piece); pieces.there(); pieces.next()) {
+        all.attend(pieces.own());
+        __syncthreads();  // shared memory is the next piece's
+    }
+#else
+    all.attend({int(blockIdx.x * u32(n_head_kv) + blockIdx.y), 0, 0, 0, 1, 0});
+#endif
 }
 
 #endif

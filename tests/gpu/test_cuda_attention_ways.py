@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 TOLERANCE = 2**-10  # as in test_cuda_attention.py
 WAYS = ("in_loop", "tail", "classes")
-PARTS = ("off", "parallel_blocks")
+PARTS = ("off", "parallel_blocks", "stream_k")
 EIGHT = (1,) * 8
 CASES = {
     "one token": Case((1,), 32, 8, 64, 1280),
@@ -33,6 +33,8 @@ CASES = {
     "odd": Case((1, 1, 11), 6, 3, 80, 333, regions=True),
     "heads of 48": Case((1, 1), 4, 2, 48, 256, regions=True),
     "heads of 96": Case((4,), 4, 2, 96, 290),
+    "a long cache": Case((3,), 8, 2, 64, 9000),
+    "a long prompt": Case((200,), 8, 2, 128, 5000, sinks=True),
 }
 
 

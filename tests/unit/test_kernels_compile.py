@@ -297,6 +297,27 @@ def test_attention_splits_by_padded_length_alone(kv_parts: str):
     assert shares == [1, 1, 1] if kv_parts == "off" else shares[-1] > shares[0]
 
 
+@pytest.mark.parametrize("shape", [
+    AttentionShape(1, 32, 8, 64, 8192), AttentionShape(128, 32, 8, 64, 1280, 128),
+    AttentionShape(500, 32, 8, 128, 1024), AttentionShape(200, 8, 8, 256, 777, 7, "tail"),
+])  # fmt: skip
+def test_stream_k_gives_every_tile_to_one_block(shape: AttentionShape):
+    """Blocks have equal pieces of all tiles, no more blocks than run at once, and room for two
+    parts each."""
+    shape = shape._replace(kv_parts="stream_k")
+    for kernel in attention.launches(shape, AttentionAt(*range(10)), 1.0, False):
+        n_groups, piece = kernel.args[-2:]
+        cells = attention.prefill_tuning(shape.head_dim).cells
+        tiles = n_groups * -(-shape.n_kv // (16 if kernel.function.endswith("decode") else cells))
+        assert kernel.grid[1] == 1 and kernel.grid[0] <= attention.BLOCKS
+        assert (kernel.grid[0] - 1) * piece < tiles <= kernel.grid[0] * piece
+        rows = 16 * attention.prefill_tuning(shape.head_dim).warps
+        needed = kernel.grid[0] * 2 * rows * (shape.head_dim + 2) * 4
+        assert attention.scratch_bytes(shape) >= needed
+        for arch in ("sm_80", "sm_90"):
+            assert nvrtc.cubin(kernel.file, arch, kernel.defines).startswith(b"\x7fELF")
+
+
 @pytest.mark.parametrize("dtype", sorted(weights.REPACKED))
 def test_every_weight_is_repacked_once(dtype: str):
     """Pieces of a weight, one after another: grids cover every unit of 32 weights."""

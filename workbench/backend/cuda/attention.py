@@ -7,7 +7,7 @@ result does not depend on where tokens lie in the cache. Constants repeat the so
 from typing import NamedTuple
 
 from workbench.backend.cuda.kernel import Kernel, blocks
-from workbench.choices import KVParts, SkipMaskedKV
+from workbench.choices import AttnKernel, KVParts, SkipMaskedKV
 from workbench.errors import DeviceError
 
 MAX_HEAD_DIM = 256
@@ -27,8 +27,8 @@ ENOUGH_BLOCKS = 66  # attention_prefill: with fewer, attention_decode shares the
 
 class AttentionShape(NamedTuple):
     """What attention is computed of; see `graph/ops.py`. n_kv: the padded cells of each kv head.
-    n_regions: sequences with cells of their own; 0: all have the same. skip, kv_parts: values of
-    the toggles."""
+    n_regions: sequences with cells of their own; 0: all have the same. skip, kv_parts, kernel:
+    values of the toggles. k_type, v_type: names of the cache's types, for `attending.py`."""
 
     n_tokens: int
     n_head: int
@@ -39,6 +39,9 @@ class AttentionShape(NamedTuple):
     skip: str = SkipMaskedKV.OFF
     kv_parts: str = KVParts.PARALLEL_BLOCKS
     has_sinks: bool = False
+    kernel: str = AttnKernel.AUTO
+    k_type: str = "F16"
+    v_type: str = "F16"
 
     @property
     def group(self) -> int:
@@ -109,12 +112,21 @@ CLUSTERS = {8: 15, 4: 30, 2: 66, 1: 132}
 
 class DecodeGrid(NamedTuple):
     """The grid of attention_decode: (n_head_kv * row groups, kv_parts). `cluster` blocks whose
-    parts of the cells follow each other are a cluster."""
+    parts of the cells follow each other are a cluster. With stream_k it is (blocks, 1) instead, and
+    kv_parts and cluster are 1."""
 
     tuning: AttentionTuning
     groups: int
     kv_parts: int
     cluster: int
+
+
+class Stream(NamedTuple):
+    """How stream_k cuts the tiles of all row groups, one behind the other: so many blocks, each
+    with `piece` of the tiles."""
+
+    blocks: int
+    piece: int
 
 
 def _dim(head_dim: int) -> int:
@@ -146,9 +158,16 @@ def prefill_tuning(head_dim: int) -> AttentionTuning:
     return AttentionTuning(2, 4, 2, 64 if _dim(head_dim) <= 128 else 16)
 
 
+def stream(groups: int, tiles: int, least: int) -> Stream:
+    """The pieces of `tiles` tiles of each group: as many as run at once, of `least` tiles or more.
+    Follows from shapes and the padded n_kv alone."""
+    piece = max(least, blocks(groups * tiles, BLOCKS))
+    return Stream(blocks(groups * tiles, piece), piece)
+
+
 def parts_of(shape: AttentionShape, groups: int, warps: int) -> tuple[int, int]:
-    """As `kv_parts`, for a shape that may want one part."""
-    if shape.kv_parts == KVParts.OFF:
+    """As `kv_parts`, for a shape that may want one part, or parts that no row has to itself."""
+    if shape.kv_parts != KVParts.PARALLEL_BLOCKS:
         return 1, 1
     return kv_parts(groups, shape.n_kv, warps)
 
@@ -172,7 +191,7 @@ def decode_grid(shape: AttentionShape) -> DecodeGrid:
     """Sets are few while the cells are few. Other blocks then read the cells again from L2, and
     would have no work otherwise. With many cells there are as many sets as the rows fill."""
     rows, dim, tiles = shape.rows, _dim(shape.head_dim), blocks(shape.n_kv, CELLS)
-    many = not shape.few and 64 < dim <= 128 and shape.kv_parts != KVParts.OFF
+    many = not shape.few and 64 < dim <= 128 and shape.kv_parts == KVParts.PARALLEL_BLOCKS
     groups = shape.n_head_kv * blocks(rows, 8 * MANY.sets)
     if shape.n_regions > 1:
         tuning = decode_tuning(min(shape.group, 8), shape.head_dim)
@@ -196,7 +215,8 @@ def decode_grid(shape: AttentionShape) -> DecodeGrid:
 def uses_prefill(shape: AttentionShape) -> bool:
     """Whether the tokens are so many that blocks of 64 rows over all cells fill the device."""
     tall = blocks(shape.rows, 16 * prefill_tuning(shape.head_dim).warps)
-    enough = shape.n_head_kv * tall >= ENOUGH_BLOCKS or shape.kv_parts == KVParts.OFF
+    alone = shape.kv_parts != KVParts.PARALLEL_BLOCKS
+    enough = shape.n_head_kv * tall >= ENOUGH_BLOCKS or alone
     return not shape.few and (enough or shape.ragged)
 
 
@@ -224,12 +244,15 @@ def prefill_shared(head_dim: int, t: AttentionTuning) -> int:
 def scratch_bytes(shape: AttentionShape, grid: DecodeGrid | None = None) -> int:
     """Bytes for what the parts of attention_decode leave to the last block: for each part and row,
     head_dim sums, a maximum and a weight. With clusters only some of it is used."""
+    row = (shape.head_dim + 2) * 4
+    if shape.kv_parts == KVParts.STREAM_K:  # two parts of each block, of its widest kernel
+        return BLOCKS * 2 * row * (16 * prefill_tuning(shape.head_dim).warps)
     if uses_prefill(shape) and not shape.ragged:
         return 0
     grid = grid or decode_grid(shape)
     if grid.kv_parts == 1:
         return 0
-    return grid.groups * grid.kv_parts * 8 * grid.tuning.sets * (shape.head_dim + 2) * 4
+    return grid.groups * grid.kv_parts * 8 * grid.tuning.sets * row
 
 
 def can_quantise(shape: AttentionShape) -> bool:
@@ -270,10 +293,10 @@ def _prefill(shape: AttentionShape, at: AttentionAt, scale: float, t: AttentionT
     if shape.ragged:  # of sequences that have `least` tokens
         groups = min(shape.n_regions, shape.n_tokens // least) + shape.rows // rows
     defines = (*_defines(shape, t, True), f"TILE_CELLS={t.cells}")
+    grid, cut = _cut(shape, (groups, shape.n_head_kv), blocks(shape.n_kv, t.cells), 1)
     return Kernel(
-        "attention", "attention_prefill", (groups, shape.n_head_kv), 32 * t.warps,
-        [at.dst, at.q, at.k, at.v, at.mask, at.regions, at.known, at.sinks,
-         *_sizes(shape), least, MOST_TOKENS, scale],
+        "attention", "attention_prefill", grid, 32 * t.warps,
+        [*at, *_sizes(shape), least, MOST_TOKENS, scale, *cut],
         defines, prefill_shared(shape.head_dim, t), waits=True,
     )  # fmt: skip
 
@@ -287,12 +310,24 @@ def _decode(
     defines = (
         *_defines(shape, t, False), f"ROW_SETS={t.sets}", f"CLUSTER={grid.cluster}",
     )  # fmt: skip
+    tiles = blocks(shape.n_kv, CELLS)
+    of_kernel, cut = _cut(shape, (grid.groups, grid.kv_parts), tiles, 2 * t.warps)
     return Kernel(
-        "attention", "attention_decode", (grid.groups, grid.kv_parts), 32 * t.warps,
-        [at.dst, at.q, at.k, at.v, at.mask, at.scratch, at.counters, at.regions, at.known, at.sinks,
-         *_sizes(shape), 1, most, scale, int(quantised)],
+        "attention", "attention_decode", of_kernel, 32 * t.warps,
+        [*at, *_sizes(shape), 1, most, scale, int(quantised), *cut],
         defines, decode_shared(shape.head_dim, t), waits=True,
     )  # fmt: skip
+
+
+def _cut(
+    shape: AttentionShape, grid: tuple[int, int], tiles: int, least: int
+) -> tuple[tuple[int, int], list[int]]:
+    """The grid of a kernel, and its arguments n_groups and piece. grid: without stream_k."""
+    if shape.kv_parts != KVParts.STREAM_K:
+        return grid, [0, 0]
+    groups = grid[0] * grid[1]
+    cut = stream(groups, tiles, least)
+    return (cut.blocks, 1), [groups, cut.piece]
 
 
 def _sizes(shape: AttentionShape) -> list[int]:
@@ -305,8 +340,10 @@ _SKIPS: dict[str, int] = {SkipMaskedKV.IN_LOOP: 1, SkipMaskedKV.TAIL: 2, SkipMas
 def _defines(shape: AttentionShape, t: AttentionTuning, prefill: bool) -> tuple[str, ...]:
     """Macros of a compilation; what a shape does without is not named."""
     regions, skip = shape.n_regions > 0, _SKIPS.get(shape.skip)
+    stream_k = shape.kv_parts == KVParts.STREAM_K
     return (
         f"PREFILL={int(prefill)}", f"HEAD_DIM={shape.head_dim}", f"WARPS={t.warps}",
-        f"STAGES={t.stages}", *(["REGIONS=1"] if regions else []),
+        f"STAGES={t.stages}", *(["STREAM=1"] if stream_k else []),
+        *(["REGIONS=1"] if regions else []),
         *([f"SKIP={skip}"] if skip else []), *(["SINKS=1"] if shape.has_sinks else []),
     )  # fmt: skip
