@@ -172,6 +172,14 @@ class SlotChoice(Choice):
     LOWEST_FREE = "lowest_free", "the one with the lowest number"
 
 
+class Defrag(Choice):
+    """Whether cells of a cache that all share are moved together. A cache with a region for each
+    sequence has no holes."""
+
+    OFF = "off", "cells stay where they are, unless a step finds none in a row"
+    CELLS = "cells", "holes are filled from behind where attention looks at fewer cells then"
+
+
 class BatchSizes(Choice):
     """How many tokens, sequences and outputs a step has. With PADDED steps of nearly as many share
     a program and a plan; what is added sees nothing, and is stored nowhere."""

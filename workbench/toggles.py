@@ -18,6 +18,7 @@ from workbench.choices import (
     BatchSizes,
     BranchFusion,
     CopyStream,
+    Defrag,
     Fork,
     GraphReuse,
     Half,
@@ -147,6 +148,9 @@ class Toggles:
     slot_choice: str = _toggle(
         SlotChoice.LONGEST_PREFIX, "engine/slots.py", ROUNDING, _SERVED, "a request's slot"
     )
+    defrag: str = _toggle(
+        Defrag.OFF, "engine/defrag.py", ROUNDING, _SERVED, "holes among a server's cells"
+    )
     batch_sizes: str = _toggle(
         BatchSizes.EXACT, "engine/padding.py", ROUNDING, _SERVED, "tokens and sequences of a step"
     )
@@ -198,11 +202,7 @@ class Toggles:
     )
     fork: str = _toggle(Fork.QKV, _FORKS, EXACT, _STREAMS, "where a step leaves its stream")
     branch_fusion: str = _toggle(
-        BranchFusion.AUTO,
-        "graph/branch_fusion.py",
-        ROUNDING,
-        _STREAMS,
-        "fusion where branches fork",
+        BranchFusion.AUTO, "graph/branch_fusion.py", ROUNDING, _STREAMS, "fusion where forks are"
     )
     lifetimes: str = _toggle(
         Lifetimes.VISIBILITY, "graph/arena.py", EXACT, _STREAMS, "when memory is used again"

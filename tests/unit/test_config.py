@@ -31,6 +31,7 @@ def test_default_is_the_baseline():
         "skip_masked_kv": "off",
         "skip_gate": "reference",
         "slot_choice": "longest_prefix",
+        "defrag": "off",
         "batch_sizes": "exact",
         "sampling": "host",
         "attn_kernel": "auto",

@@ -86,6 +86,13 @@ class FreeCells:
             self.ends[region] = int(owned[-1]) + 1 if len(owned) else 0
         return free
 
+    def move(self, cells: np.ndarray, to: np.ndarray) -> None:
+        """Gives free cells of the first region the owners of others, (n,) each."""
+        self.n_owners[0, to] = self.n_owners[0, cells]
+        self.n_owners[0, cells] = 0
+        owned = np.flatnonzero(self.n_owners[0])
+        self.ends[0] = int(owned[-1]) + 1 if len(owned) else 0
+
     def clear(self) -> None:
         """All cells are free."""
         self.n_owners[:] = self.used[:] = self.ends[:] = self.n_used = 0

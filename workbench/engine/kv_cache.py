@@ -269,16 +269,31 @@ class KVCache:
             return cells
         region = self.region(to)
         fresh = self.free.find(region, len(cells))
-        whence = (cells + self.first_cell(source)).tolist()
+        whence = cells + self.first_cell(source)
         if self.moved is not None:
             self.moved[fresh] = self.moved[whence]
-        if not self.copied or set(fresh.tolist()) & set(self.copied[-1].values()):
-            self.copied.append({})  # what overwrites a source comes behind its reader
-        last = self.copied[-1]
-        last.update(zip(fresh.tolist(), [last.get(cell, cell) for cell in whence], strict=True))
+        self._copy(whence, fresh)
         at = fresh - region * self.region_cells
         self.free.take(np.full(len(at), region), at)
         return at
+
+    def _copy(self, cells: np.ndarray, to: np.ndarray) -> None:
+        """K and V of cells, (n,), are to be in others before the next step."""
+        if not self.copied or set(to.tolist()) & set(self.copied[-1].values()):
+            self.copied.append({})  # what overwrites a source comes behind its reader
+        last = self.copied[-1]
+        last.update(zip(to.tolist(), [last.get(c, c) for c in cells.tolist()], strict=True))
+
+    def move(self, cells: np.ndarray, to: np.ndarray) -> None:
+        """Gives free cells what others have, (n,) each, of the region that sequences share."""
+        for table, none in ((self._positions, EMPTY), (self._masks, HIDDEN)):
+            table[:, to] = table[:, cells]
+            table[:, cells] = none
+        if self.moved is not None:
+            self.moved[to], self.moved[cells] = self.moved[cells], 0
+        self.free.move(cells, to)
+        self._copy(cells, to)
+        self.n_changes += 1
 
     def shift(self, sequence: int, delta: int, begin: int = 0, end: int | None = None) -> None:
         """Moves positions begin..end-1 of a sequence by delta. Before the next step the stored K is

@@ -11,7 +11,7 @@ from workbench.choices import SlotChoice
 from workbench.engine.draws import FED
 
 if TYPE_CHECKING:
-    from workbench.engine.slots import Slot
+    from workbench.engine.seats import Slot
 
 LEAST_GAIN = 32  # tokens that cells of another sequence must save to be copied
 
@@ -65,7 +65,7 @@ def common(a: np.ndarray, b: np.ndarray) -> int:
     return int(different[0]) if len(different) else n
 
 
-def place_for(
+def slot_for(
     prompt: np.ndarray, free: Sequence[Slot], slots: Sequence[Slot], choice: str
 ) -> tuple[Slot, Slot | None, int]:
     """The slot of `free` for a prompt; the slot whose cells it should copy, None for its own; and

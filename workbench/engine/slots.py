@@ -25,6 +25,8 @@ whose cells are copied or shared) is computed from where the two part.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -38,74 +40,19 @@ from workbench.engine.asks import (
     Ask,
     Ended,
     Logprobs,
-    Timings,
     Totals,
 )
 from workbench.engine.batch import Entry
+from workbench.engine.defrag import Defragmenting
 from workbench.engine.draws import FED
-from workbench.engine.prefixes import Kept, place_for
+from workbench.engine.requests import Request, Stepped, Token, logprobs
+from workbench.engine.seats import Seats, Slot
 from workbench.errors import UsageError
-from workbench.model.sampler import Sampler
 from workbench.trace.spans import now_ns
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
     from workbench.engine.pending import Pending
-
-
-class Token(NamedTuple):
-    """A token that a step has made for a request."""
-
-    number: int
-    token: int
-    logprobs: Logprobs | None
-
-
-class Results(NamedTuple):
-    """What a step has made: tokens in the order of its rows, and requests that are over."""
-
-    tokens: list[Token]
-    ended: list[Ended]
-
-
-class Request:
-    """An Ask that waits or runs. planned: tokens that it has, or that are under way.
-
-    todo: tokens of its prompt that no step has yet. cells: what it may need in all.
-    """
-
-    def __init__(self, ask: Ask, room: int):
-        self.ask, self.asked_ns = ask, now_ns()
-        self.prompt = np.asarray(ask.tokens, np.int32)
-        self.most = min(ask.max_tokens, room - len(self.prompt) + 1)
-        self.cells = len(self.prompt) + self.most - 1
-        self.sampler = Sampler(ask.sampling, ask.seed)
-        limit = ask.timeout_s
-        self.due_ns = None if limit is None else self.asked_ns + int(limit * 1e9)
-        self.todo, self.planned, self.made = len(self.prompt), 0, 0
-        self.last: int | None = None  # its last token, where the host knows it
-        self.n_cached = self.sampling_ns = 0
-        self.begun_ns = self.first_ns = self.last_ns = 0
-
-    def timings(self) -> Timings:
-        now = now_ns()
-        first = self.first_ns or now
-        return Timings(
-            ((self.begun_ns or now) - self.asked_ns) / 1e9,
-            len(self.prompt), self.n_cached,
-            (first - self.begun_ns) / 1e9 if self.begun_ns else 0.0,
-            self.made, max(0, (self.last_ns or first) - first) / 1e9, self.sampling_ns / 1e9,
-        )  # fmt: skip
-
-
-class Slot:
-    """A sequence, with the request that it serves. kept: the tokens of its cells."""
-
-    def __init__(self, sequence: int, n_cells: int):
-        self.sequence = sequence
-        self.request: Request | None = None
-        self.kept = Kept(n_cells)
-        self.used_ns = 0
 
 
 class _Row(NamedTuple):
@@ -142,14 +89,14 @@ class Slots:
             )
         self.engine, self.n_waiting = engine, n_waiting
         self.room = engine.cache.n_ctx_seq  # cells that a request may have
-        self.slots = [Slot(i, engine.cache.region_cells) for i in range(n_slots)]
-        self._choice = engine.toggles.slot_choice
+        self._seats = Seats(engine.cache, n_slots, engine.toggles.slot_choice)
+        self.slots = self._seats.slots
+        self.defrag = Defragmenting(engine.toggles)
         self._on_device = engine.can_draw
         self._running: dict[int, _Row] = {}  # by number, in the order in which they began
         self._waiting: dict[int, Request] = {}
         self._under_way: deque[_Step] = deque()
         self._ended: list[Ended] = []
-        self._reserved = 0  # cells of all that run, where these share a region
         self.n_steps = self.n_prompt = self.n_cached = self.n_made = 0
         self.step_ns = self.sampling_ns = self._busy_until = 0
 
@@ -172,8 +119,8 @@ class Slots:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more requests may wait."""
-        return len(self._waiting) >= self.n_waiting
+        """Whether no more requests may wait. The first few find slots that are free."""
+        return len(self._waiting) >= self.n_waiting + len(self._seats.free)
 
     def ask(self, ask: Ask) -> None:
         """Takes a request that nothing refuses."""
@@ -206,10 +153,10 @@ class Slots:
 
     # a step ------------------------------------------------------------------------------------
 
-    def step(self) -> Results:
+    def step(self) -> Stepped:
         """Issues a step where there is work, and returns what the step before has made, or this
-        one. Where a step fails, all requests have ended with FAILED, and the error is raised by
-        the next call."""
+        one. Where a step fails, its error is raised, and all requests have ended with FAILED:
+        `drop` tells of them, or the next step."""
         self._expire()
         self._admit()
         draws = self._on_device and all(
@@ -220,13 +167,15 @@ class Slots:
             self._complete(0, tokens)  # the host wants to know its tokens
         work, rows = self._work(draws)
         if work:
-            pending = self.engine.submit(work, draws)
+            with self._failing():
+                self.defrag(self.engine.cache, sum(len(tokens) for _, tokens, _ in work))
+                pending = self.engine.submit(work, draws)
             self._under_way.append(_Step(pending, rows, draws, now_ns()))
             self.n_steps += 1
         ahead = bool(work) and draws and self.engine.under_way.is_ahead
         self._complete(1 if ahead else 0, tokens)
         ended, self._ended = self._ended, []
-        return Results(tokens, ended)
+        return Stepped(tokens, ended)
 
     def _expire(self) -> None:
         now = now_ns()
@@ -237,53 +186,16 @@ class Slots:
 
     def _admit(self) -> None:
         """Gives slots to the first that wait, as long as there are slots and cells."""
-        cache = self.engine.cache
         while self._waiting:
-            free = [slot for slot in self.slots if slot.request is None]
             number, request = next(iter(self._waiting.items()))
-            if not free or (
-                cache.n_regions == 1 and self._reserved + request.cells > cache.n_ctx_seq
-            ):
+            slot = self._seats.seat(request)
+            if slot is None:
                 return
             del self._waiting[number]
-            slot, source, n = place_for(request.prompt, free, self.slots, self._choice)
-            self._seat(slot, source, n, request)
-
-    def _seat(self, slot: Slot, source: Slot | None, n: int, request: Request) -> None:
-        """Gives a request a slot. The first n tokens of its prompt are in the slot's cells, or in
-        the source's."""
-        cache, sequence = self.engine.cache, slot.sequence
-        if source is None:
-            cache.remove(sequence, n)
-            slot.kept.cut(n)
-        else:
-            cache.remove(sequence)
-            slot.kept.cut(0)
-            self._make_room(request.cells, {slot, source})
-            cache.copy(source.sequence, sequence, 0, n)
-            slot.kept.extend(request.prompt[:n])
-        self._make_room(request.cells, {slot})
-        self._reserved += request.cells
-        slot.request = request
-        self._running[request.ask.number] = _Row(slot, request)
-        request.todo = len(request.prompt) - n
-        request.n_cached, request.begun_ns = n, now_ns()
-        self.n_cached += n
-        self.engine.draws.samplers[sequence] = request.sampler
-
-    def _make_room(self, cells: int, but: set[Slot]) -> None:
-        """Lets idle slots' cells go, the longest idle first, until those that run have all they
-        may need."""
-        cache = self.engine.cache
-        if cache.n_regions > 1:
-            return
-        idle = [s for s in self.slots if s.request is None and s not in but and len(s.kept)]
-        idle.sort(key=lambda s: s.used_ns)
-        for slot in idle:
-            if self._reserved + cells + sum(len(s.kept) for s in idle) <= cache.n_ctx_seq:
-                return
-            cache.remove(slot.sequence)
-            slot.kept.cut(0)
+            self._running[number] = _Row(slot, request)
+            request.begun_ns = now_ns()
+            self.n_cached += request.n_cached
+            self.engine.draws.samplers[slot.sequence] = request.sampler
 
     def _work(self, draws: bool) -> tuple[list[Entry], list[_Row]]:
         """The next step: a token of each slot that generates, and as many tokens of prompts as fit
@@ -327,11 +239,8 @@ class Slots:
         """Looks at the results of all steps under way but the last n."""
         while len(self._under_way) > n:
             step = self._under_way.popleft()
-            try:
+            with self._failing():
                 results = step.pending.wait()
-            except BaseException as error:
-                self._fail(f"the step failed: {error}")
-                raise
             now = now_ns()
             self.step_ns += now - max(step.begun_ns, self._busy_until)
             self._busy_until = now
@@ -380,34 +289,28 @@ class Slots:
         request = self._waiting.pop(number, None)
         row = self._running.pop(number, None)
         if row is not None:
-            slot, request = row
-            slot.request = None
-            slot.kept.cut(slot.kept.n_known)
-            self.engine.cache.remove(slot.sequence, len(slot.kept))
-            slot.used_ns = now_ns()
-            self._reserved -= request.cells
+            request = row.request
+            self._seats.leave(row.slot, request, keeps=reason != FAILED)
         if request is not None:
             self._ended.append(Ended(number, reason, request.timings(), why))
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Where the body fails, all requests have."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(f"the step failed: {error}")
+            raise
 
     def _fail(self, why: str) -> None:
         self._under_way.clear()
         for number in [*self._running, *self._waiting]:
             self._end(number, FAILED, why)
+        self._seats.forget()
 
     def drop(self) -> list[Ended]:
         """Ends all requests with FAILED: the engine has broken."""
         self._fail("the engine failed")
         ended, self._ended = self._ended, []
         return ended
-
-
-def logprobs(logits: np.ndarray, token: int, n: int) -> Logprobs:
-    """Log-probabilities of a row of logits, (n_vocab,) float32: of a token, and the n largest."""
-    wide = logits.astype(np.float64)
-    top = wide.max()
-    total = top + np.log(np.exp(wide - top).sum())
-    n = min(n, len(wide))
-    best = np.argpartition(-wide, n - 1)[:n] if n else np.empty(0, np.int64)
-    best = best[np.lexsort((best, -wide[best]))]
-    values = (wide[best] - total).astype(np.float32)
-    return Logprobs(float(wide[token] - total), best.astype(np.int32), values)

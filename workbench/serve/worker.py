@@ -20,7 +20,8 @@ import numpy as np
 
 from workbench.config import BEST, EngineConfig, TogglePreset
 from workbench.engine.asks import Ask, Ended
-from workbench.engine.slots import Results, Slots, Token
+from workbench.engine.requests import Stepped, Token
+from workbench.engine.slots import Slots
 from workbench.errors import WorkbenchError
 from workbench.serve.messages import Cancel, Finish, Made, Ready, Refused
 from workbench.serve.serving import serving
@@ -110,7 +111,7 @@ class EngineProcess:
                 if not slots.idle:
                     self._tell(slots.step())
         except BaseException:
-            self._tell(Results([], slots.drop()))
+            self._tell(Stepped([], slots.drop()))
             raise
         finally:
             for pipe in self._fronts.values():
@@ -165,7 +166,7 @@ class EngineProcess:
 
     # to the fronts -----------------------------------------------------------------------------
 
-    def _tell(self, results: Results) -> None:
+    def _tell(self, results: Stepped) -> None:
         """A message to each front that the results are for."""
         tokens: dict[int, list[Token]] = {}
         ended: dict[int, list[Ended]] = {}

@@ -1,0 +1,69 @@
+"""A request that waits or runs in a server, and what a step makes for it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.engine.asks import Ask, Ended, Logprobs, Timings
+from workbench.model.sampler import Sampler
+from workbench.trace.spans import now_ns
+
+
+class Token(NamedTuple):
+    """A token that a step has made for a request."""
+
+    number: int
+    token: int
+    logprobs: Logprobs | None
+
+
+class Stepped(NamedTuple):
+    """What a step has made: tokens in the order of its rows, and requests that are over."""
+
+    tokens: list[Token]
+    ended: list[Ended]
+
+
+class Request:
+    """An Ask that waits or runs. room: cells that it may have.
+
+    planned: tokens that it has, or that are under way. todo: tokens of its prompt that no step has
+    yet. cells: what it may need in all.
+    """
+
+    def __init__(self, ask: Ask, room: int):
+        self.ask, self.asked_ns = ask, now_ns()
+        self.prompt = np.asarray(ask.tokens, np.int32)
+        self.most = min(ask.max_tokens, room - len(self.prompt) + 1)
+        self.cells = len(self.prompt) + self.most - 1
+        self.sampler = Sampler(ask.sampling, ask.seed)
+        limit = ask.timeout_s
+        self.due_ns = None if limit is None else self.asked_ns + int(limit * 1e9)
+        self.todo, self.planned, self.made = len(self.prompt), 0, 0
+        self.last: int | None = None  # its last token, where the host knows it
+        self.n_cached = self.sampling_ns = 0
+        self.begun_ns = self.first_ns = self.last_ns = 0
+
+    def timings(self) -> Timings:
+        now = now_ns()
+        first = self.first_ns or now
+        return Timings(
+            ((self.begun_ns or now) - self.asked_ns) / 1e9,
+            len(self.prompt), self.n_cached,
+            (first - self.begun_ns) / 1e9 if self.begun_ns else 0.0,
+            self.made, max(0, (self.last_ns or first) - first) / 1e9, self.sampling_ns / 1e9,
+        )  # fmt: skip
+
+
+def logprobs(logits: np.ndarray, token: int, n: int) -> Logprobs:
+    """Log-probabilities of a row of logits, (n_vocab,) float32: of a token, and the n largest."""
+    wide = logits.astype(np.float64)
+    top = wide.max()
+    total = top + np.log(np.exp(wide - top).sum())
+    n = min(n, len(wide))
+    best = np.argpartition(-wide, n - 1)[:n] if n else np.empty(0, np.int64)
+    best = best[np.lexsort((best, -wide[best]))]
+    values = (wide[best] - total).astype(np.float32)
+    return Logprobs(float(wide[token] - total), best.astype(np.int32), values)
