@@ -14,6 +14,7 @@ from pathlib import Path
 
 from data.measure import (
     arena_peaks,
+    attention_tables,
     batched_tables,
     blocks,
     http_tables,
@@ -94,6 +95,7 @@ BLOCKS: dict[str, list[Part]] = {
     **mechanisms.BLOCKS,
     **blocks.BLOCKS,
     **peer.BLOCKS,
+    **attention_tables.BLOCKS,
     **batched_tables.BLOCKS,
     **skipping_tables.BLOCKS,
     **random_tables.BLOCKS,

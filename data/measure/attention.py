@@ -1,0 +1,276 @@
+"""Attention of many sequences with deep caches, alone: one command, for one GPU.
+
+    python -m data.measure.attention [--widths 32] [--depth 8192] [--rounds N]
+
+The run folder `data/results/attention/`. A repetition is the attention of a whole step: a token of
+each sequence, each with cells of its own, in every layer, and what `skip_masked_kv` finds out
+before. Launches are captured and replayed. The caches of LAYERS layers go round, in all more than
+the last cache of the device holds.
+
+    full    every sequence sees all its cells: nothing can be skipped
+    half    a sequence sees 1 to all of its cells, as drawn; half of them in the mean
+
+An arm is a way to deal out the cells (`kv_parts`) with a way to skip (`skip_masked_kv`); the last
+is the first once more. `result`: `read_gbps`, `bytes` that an attention launch must read by test,
+`per_replay` attention launches of a replay.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from cyclopts import App
+
+from data.measure.attention_tables import FOLDER, shown
+from workbench.backend.base import Backend, Issue, open_backend
+from workbench.bench import provenance
+from workbench.bench.draft import Draft, kept, new_arm, new_run
+from workbench.bench.kernel_rigs import PDL, Repeats, rig_of
+from workbench.bench.rounds import interleave
+from workbench.config import Toggles
+from workbench.engine.kv_extent import skip_masked
+from workbench.errors import UsageError, WorkbenchError
+from workbench.graph import ops
+from workbench.graph.attend import attend_by
+from workbench.graph.ir import F16, F32, I32, Graph, Input, Kind, Node, StepShape, Tensor
+from workbench.graph.ops import REGIONS
+from workbench.model.presets import PRESETS
+from workbench.program.commands import COMPUTE_STREAM, Space
+from workbench.progress import bar
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ("llama-3.2-1b", "llama-3-8b")
+LAYERS, REPLAYS, RANDOM_BYTES = 4, 3, 16 << 20
+MASKS = ("full", "half")
+
+app = App(help=__doc__, result_action="return_none")
+
+
+class Shape(NamedTuple):
+    """Attention of a model's layer: a token of each of `width` sequences over `depth` cells."""
+
+    model: str
+    width: int
+    depth: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_layer: int
+
+    @classmethod
+    def of(cls, model: str, width: int, depth: int) -> Shape:
+        p = PRESETS[model]
+        return cls(model, width, depth, p.n_head, p.n_head_kv, p.head_dim, p.n_layer)
+
+    def test(self, mask: str) -> str:
+        return f"{self.model} b{self.width}@d{self.depth} {mask}"
+
+    @property
+    def cell_bytes(self) -> int:
+        """K and V of a cell."""
+        return 2 * 2 * self.n_head_kv * self.head_dim
+
+    def lengths(self, mask: str, seed: int) -> np.ndarray:
+        """How many cells each sequence sees, (width,) int64."""
+        if mask == "full":
+            return np.full(self.width, self.depth)
+        return np.random.default_rng(seed).integers(1, self.depth + 1, self.width)
+
+
+def step(shape: Shape, kv_parts: str, way: str) -> list[Node]:
+    """The nodes of attention in LAYERS layers, and in front what finds masked cells."""
+    rows, cols = shape.width * shape.depth, shape.n_head_kv * shape.head_dim
+    q = Input("q", F32, (shape.width, shape.n_head, shape.head_dim))
+    mask, regions = Input("mask", F16, (shape.width, shape.depth)), Input(
+        REGIONS, I32, (shape.width, 2)
+    )  # fmt: skip
+    nodes = [
+        ops.make(
+            "attention", f"attended-{i}", q,
+            *(Tensor(f"{name}-{i}", F16, (rows, cols), Kind.CACHE) for name in "kv"),
+            mask, regions, more=(REGIONS,), n_kv=shape.depth, n_head_kv=shape.n_head_kv,
+            scale=shape.head_dim**-0.5, layer=i,
+        )
+        for i in range(LAYERS)
+    ]  # fmt: skip
+    sizes = StepShape(shape.width, shape.width, shape.depth, shape.width)
+    graph = Graph(nodes, [q, mask, regions], [node.output for node in nodes], sizes)
+    return skip_masked(attend_by(graph, "auto", kv_parts), way, "always").nodes
+
+
+class Bench:
+    """The memory of one shape, and launches on it."""
+
+    def __init__(self, backend: Backend, shape: Shape, seed: int):
+        self._backend, self._shape, self._seed = backend, shape, seed
+        self._memory: list[Any] = []
+        self._at: dict[str, int] = {}  # by name: the ways to skip share caches and inputs
+        self._rng = np.random.default_rng(seed)
+        width, depth = shape.width, shape.depth
+        q = self._rng.standard_normal((width, shape.n_head, shape.head_dim), np.float32)
+        table = np.stack([np.arange(width), np.arange(width) * depth], axis=1).astype(np.int32)
+        self._fill("q", q)
+        self._fill(REGIONS, table)
+        piece = self._rng.standard_normal(RANDOM_BYTES // 2, np.float32).astype(np.float16)
+        for i, name in itertools.product(range(LAYERS), "kv"):
+            self._fill(f"{name}-{i}", piece, width * depth * shape.cell_bytes // 2)
+
+    def _allocate(self, nbytes: int, space: Space = Space.DEVICE) -> Any:
+        self._memory.append(self._backend.allocate(nbytes, space))
+        return self._memory[-1]
+
+    def _fill(self, name: str, values: np.ndarray, nbytes: int = 0) -> None:
+        """Memory with these values, repeated up to nbytes."""
+        whole = nbytes or values.nbytes
+        there = self._allocate(whole)
+        staging = self._backend.allocate(min(values.nbytes, whole), Space.PINNED)
+        assert staging.array is not None
+        staging.array[:] = values.reshape(-1).view(np.uint8)[: staging.nbytes]
+        for begin in range(0, whole, staging.nbytes):
+            n = min(staging.nbytes, whole - begin)
+            self._backend.copy(there.address + begin, staging.address, n, COMPUTE_STREAM, False)()
+        self._backend.sync_stream(COMPUTE_STREAM)()
+        staging.free()
+        self._at[name] = there.address
+
+    def masked(self, mask: str) -> None:
+        """From now on sequences see what `mask` says."""
+        lengths = self._shape.lengths(mask, self._seed)
+        seen = np.arange(self._shape.depth) < lengths[:, None]
+        self._fill("mask", np.where(seen, 0, -np.inf).astype(np.float16))
+
+    def issues(self, kv_parts: str, way: str, n_layers: int, programmatic: bool) -> list[Issue]:
+        """The launches of a step of n_layers layers."""
+        nodes, at = step(self._shape, kv_parts, way), dict[Tensor, int]()
+        need = max(self._backend.scratch_bytes(node) for node in nodes)
+        scratch = self._allocate(need).address if need else 0
+        for node in nodes:
+            for t in (*node.inputs, *node.outputs):
+                if t not in at:
+                    known = self._at.get(t.name)
+                    at[t] = self._allocate(t.nbytes).address if known is None else known
+        finding = [node for node in nodes if node.op != "attention"]
+        attending = [node for node in nodes if node.op == "attention"]
+        whole = [*finding, *itertools.islice(itertools.cycle(attending), n_layers)]
+        return [
+            self._backend.launch(node, at.__getitem__, scratch, COMPUTE_STREAM, programmatic)
+            for node in whole
+        ]
+
+    def free(self) -> None:
+        self._backend.synchronize()
+        for memory in self._memory:
+            memory.free()
+
+
+def arms_of(kinds: Sequence[str], ways: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Arms by name: each way with the first of `kinds`, and the others with those at its ends."""
+    first, *others = kinds
+    found = [(first, way) for way in ways] + [(kind, ways[0]) for kind in others]
+    return {f"{kind} {way}": (kind, way) for kind, way in found}
+
+
+def measured(backend: Backend, draft: Draft, shapes: Sequence[Shape], quick: bool) -> None:
+    """Every test and arm of the draft's run."""
+    rig, run = rig_of(backend, quick), draft.run
+    run["result"] |= {"read_gbps": max(rig.read_rates().values()), "bytes": {}, "per_replay": {}}
+    run["result"]["void"] = rig.void(run["result"]["read_gbps"])
+    early = PDL in rig.kinds
+    arms = [tuple(arm["toggles"].values()) for arm in run["arms"]]
+    names = [(arm["name"], arm["is_control"]) for arm in run["arms"]]
+    for shape in shapes:
+        n_layers = LAYERS if quick else shape.n_layer
+        with bar("compiling kernels", len(arms), "arms") as left:
+            backend.make_ready([n for arm in arms for n in step(shape, *arm)], left)
+        for mask in MASKS:
+            test, bench = shape.test(mask), Bench(backend, shape, run["seed"])
+            lengths = shape.lengths(mask, run["seed"])
+            run["result"]["bytes"][test] = int(lengths.sum()) * shape.cell_bytes
+            run["result"]["per_replay"][test] = n_layers
+            with ExitStack() as stack:
+                stack.callback(bench.free)
+                bench.masked(mask)
+                repeats: list[Repeats] = []
+                for kind, way in arms:
+                    repeats.append(rig.repeats(bench.issues(kind, way, n_layers, early)))
+                    stack.callback(repeats[-1].close)
+
+                def one(round_: int, i: int, test: str = test, all_: list = repeats) -> None:
+                    ns = np.rint(np.array(all_[i].time_us(1 if quick else REPLAYS)) * 1e3)
+                    n = np.ones(len(ns), np.int64)
+                    draft.samples.add(*names[i], test, round_, ns.astype(np.int64), n)
+
+                interleave(range(run["repetitions"]), len(arms), one)
+            draft.checkpoint()
+
+
+def shapes_of(models: Sequence[str], widths: Sequence[int], depth: int) -> Iterator[Shape]:
+    for model, width in itertools.product(models, widths):
+        yield Shape.of(model, width, depth)
+
+
+@app.default
+def main(
+    *models: str,
+    widths: str = "32",
+    depth: int = 8192,
+    rounds: int = 7,
+    device: str = "cuda",
+    out: Path = ROOT / "data" / "results" / FOLDER,
+    quick: bool = False,
+) -> None:
+    """Measures every shape, and prints the table.
+
+    Parameters
+    ----------
+    models: presets; their heads and layers are taken.
+    widths: numbers of sequences.
+    depth: cells of each.
+    rounds: how often each arm has its turn.
+    out: the run folder, which is emptied first.
+    quick: few launches and little memory; no figures.
+    """
+    sizes = [int(n) for n in widths.split(",")]
+    names = models or MODELS
+    unknown = [name for name in names if name not in PRESETS]
+    if unknown or min(*sizes, depth, rounds) < 1:
+        raise UsageError(f"models are {', '.join(PRESETS)}; widths, depth and rounds 1 or more")
+    shapes = list(shapes_of(names, sizes, depth))
+    kinds = ["parallel_blocks", "off", "stream_k"]
+    arms = arms_of(kinds, Toggles.values("skip_masked_kv"))
+    made = [
+        new_arm(name, {"kv_parts": kind, "skip_masked_kv": way})
+        for name, (kind, way) in arms.items()
+    ]
+    made.append(new_arm(f"{made[0]['name']} (A/A)", made[0]["toggles"], True))
+    backend = open_backend(device)
+    try:
+        about: dict[str, Any] = {"widths": sizes, "depth": depth}
+        found = provenance.collect() | {
+            "model": {"name": " ".join(names), "quant": "F16"},
+            "engine": provenance.device(about, backend.name, "as asked", backend),
+        }
+        tests = [shape.test(mask) for shape in shapes for mask in MASKS]
+        shutil.rmtree(out, ignore_errors=True)
+        draft = Draft(new_run("attention", out.name, FOLDER, found, made, tests, rounds, 0), out)
+        with kept(draft, raises=True):
+            measured(backend, draft, shapes, quick)
+    finally:
+        backend.close()
+    print(shown(out), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except WorkbenchError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
