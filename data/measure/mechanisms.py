@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from data.measure import matrix, streams
+from data.measure import matrix, skipping_tables, streams
 from data.measure.peer import recorded_peer
 from data.measure.recorded import NOT_MEASURED, Recorded, model_of
 from data.measure.tables import Line, Part, Table
@@ -70,6 +70,29 @@ SIDE_BY_SIDE = (
         "streams, or fusion across branches", "llama-3-8b-q4_0", streams.EITHER,
         "branch_fusion=joined", "inside streams=3",
     ),
+)  # fmt: skip
+
+
+class OfAttention(NamedTuple):
+    """A row of what attention reads: its name, the folder of `data.measure.skipping`, prompts or
+    generated tokens, and the arms compared. beside: what else the arms have."""
+
+    name: str
+    folder: str
+    phase: str
+    off: str
+    on: str
+    beside: str = "what a server has"
+
+
+_ALONE, _OWN = "skip_masked_kv=off", "kv_cache=per_sequence"
+ATTENTION = (
+    OfAttention("masked cells left unread (#14924)", "ub2048", "prompts", _ALONE,
+                "skip_masked_kv=tail"),
+    OfAttention("cells of its own for each sequence", "together-512", "generated",
+                f"kv_cache=unified {_ALONE}", f"{_OWN} {_ALONE}", "what a server has, no skipping"),
+    OfAttention("blocks share a sequence's cells", "depth", "generated", "kv_parts=off",
+                "kv_parts=parallel_blocks"),
 )  # fmt: skip
 
 
@@ -145,9 +168,32 @@ def _own(arm: dict[str, Any]) -> bool:
     return arm["toggles"]["copy_stream"] == CopyStream.OWN.value
 
 
+def attention(recorded: Recorded) -> Iterator[Line]:
+    """A row for each of ATTENTION that has a run."""
+    every = skipping_tables.runs(recorded)
+    for one in ATTENTION:
+        run = every.get(one.folder)
+        if run is None:
+            continue
+        test = run.run["tests"][-1]
+        rates, ratio = run.rates(test, one.phase), run.ratio(test, one.phase, one.on, one.off)
+        cells = {
+            "mechanism": one.name, "off": one.off.split()[0],
+            "on": one.on.split()[0].partition("=")[2],
+            "workload": f"{model_of(run.run)}, {test}, {one.phase}",
+            "with": one.beside,
+            "at off": f"{rates[one.off].median():.1f} t/s",
+            "at on": f"{rates[one.on].median():.1f} t/s",
+            "speedup": f"{ratio.value:.2f} ({ratio.low:.2f}..{ratio.high:.2f})",
+            "verdict": run.verdict(test, one.phase, one.on, one.off),
+        }  # fmt: skip
+        yield Line(cells, [run])
+
+
 def rows(recorded: Recorded) -> Iterator[Line]:
     yield from mechanisms(recorded)
     yield from side_by_side(recorded)
+    yield from attention(recorded)
 
 
 BLOCKS: dict[str, list[Part]] = {

@@ -9,16 +9,20 @@ import pytest
 
 from data.measure.mechanisms import (
     AFTER,
+    ATTENTION,
     BEFORE,
     GAP,
     MECHANISMS,
     SIDE_BY_SIDE,
     Mechanism,
+    attention,
     side_by_side,
 )  # fmt: skip
 from data.measure.peer import recorded_peer
 from data.measure.readme import made
 from data.measure.recorded import Recorded
+from data.measure.skipping import comparisons
+from data.measure.skipping_tables import runs
 from workbench.bench import gaps, results
 from workbench.bench.comparison import AB
 
@@ -103,3 +107,20 @@ def test_branches_side_by_side_have_the_numbers_of_their_campaign(tmp_path):
         a, b = (found.toggles_of(arm) for arm in one.pair.arms)
         assert a["streams"] == "1" != b["streams"]
         assert (said["with"] == "all else on, no fusion") == (a["fuse_rope_store"] == "off")
+
+
+def test_rows_of_attention_are_of_their_arms():
+    """Each row names two arms that its comparison has."""
+    every = {one.folder: one for one in comparisons(8192, [512, 2048], 32, 5)}
+    for one in ATTENTION:
+        assert {one.off, one.on} <= set(every[one.folder].arms)
+        assert one.off.split()[0].partition("=")[0] == one.on.split()[0].partition("=")[0]
+    recorded = Recorded(RESULTS)
+    found = {line.values["mechanism"]: line for line in attention(recorded)}
+    assert set(found) == {one.name for one in ATTENTION if one.folder in runs(recorded)}
+    for one in ATTENTION:
+        if one.name in found:
+            run, values = runs(recorded)[one.folder], found[one.name].values
+            test = run.run["tests"][-1]
+            ratio = run.ratio(test, one.phase, one.on, one.off)
+            assert values["speedup"].startswith(f"{ratio.value:.2f} (")
