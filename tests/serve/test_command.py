@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,16 +16,21 @@ import httpx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BEGIN_S = 30.0
+BEGIN_S = 60.0
+
+
+NO_ENGINE = ("tests.serve.command",)
 
 
 @contextmanager
-def served(tmp_path: Path, *arguments: object) -> Iterator[tuple[subprocess.Popen, str, Path]]:
-    """The command, its address once it is ready, and where its stderr goes."""
+def served(
+    tmp_path: Path, *arguments: object, module: Sequence[str] = NO_ENGINE
+) -> Iterator[tuple[subprocess.Popen, str, Path]]:
+    """The command, its address once it is ready, and where its stderr goes. module: what to run."""
     log = tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.serve.command", "--port", "0", *map(str, arguments)],
+            [sys.executable, "-m", *module, "--port", "0", *map(str, arguments)],
             cwd=ROOT, stderr=file, start_new_session=True,
         )  # fmt: skip
     try:

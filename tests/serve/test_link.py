@@ -167,5 +167,6 @@ def test_requests_with_more_tokens_than_the_pipe_holds_are_all_answered(texts):
     worker = FakeWorker(texts.tokenizer.n_vocab, n_ctx=4096, n_waiting=256, step_s=0.05)
     prompts = [[i + 1] * 2000 for i in range(128)]
     with live(texts, worker) as server:
-        made = server.client().completions.create(model="tiny", prompt=prompts, max_tokens=1)
+        client = server.client(timeout=20)
+        made = client.completions.create(model="tiny", prompt=prompts, max_tokens=1)
         assert [c.text for c in made.choices] == [texts.text([i + 2]) for i in range(128)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -110,6 +111,9 @@ def serve(
         say(note)
     engine = dataclasses.replace(config.plain(), n_seqs=slots)
     settings = WorkerSettings(str(model), engine, slots, wanted, server.max_waiting)
+    # a vocabulary is many objects, and to look through them would hold up tokens for 10 ms
+    gc.collect()
+    gc.freeze()
 
     serve_http(
         lambda n_fronts: start(settings, n_fronts),

@@ -64,7 +64,6 @@ class Counted:
         self.between_tokens, self.queued = Histogram(SHORT_S), Histogram(LONG_S)
         self.outcomes: Counter[str] = Counter()
         self.n_prompt = self.n_cached = self.n_made = 0
-        self.sampling_s = 0.0
 
     def ended(self, part: Continuation, ended: Ended) -> None:
         """A continuation is over."""
@@ -73,7 +72,6 @@ class Counted:
         self.n_prompt += timings.n_prompt
         self.n_cached += timings.n_cached
         self.n_made += timings.n_made
-        self.sampling_s += timings.sampling_s
         self.queued.add(timings.queued_s)
         self.whole.add(time.perf_counter() - part.reply.begun_at)
 
@@ -90,7 +88,6 @@ class _Collector:
             ("prompt_tokens", "Tokens of prompts", counted.n_prompt),
             ("prompt_tokens_cached", "Tokens of prompts found in the cache", counted.n_cached),
             ("tokens_predicted", "Tokens made", counted.n_made),
-            ("sampling_seconds", "Seconds choosing tokens", counted.sampling_s),
         ):
             yield CounterMetricFamily(f"workbench:{name}", about, value=value)
         by_reason = CounterMetricFamily(
@@ -106,6 +103,7 @@ class _Collector:
             for name, about, value in (
                 ("engine_steps", "Steps of the engine", totals.n_steps),
                 ("engine_seconds", "Seconds in steps of the engine", totals.step_s),
+                ("sampling_seconds", "Seconds choosing tokens, each step once", totals.sampling_s),
                 ("engine_tokens", "Tokens made for all fronts", totals.n_made_tokens),
             ):
                 yield CounterMetricFamily(f"workbench:{name}", about, value=value)

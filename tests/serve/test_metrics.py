@@ -1,0 +1,88 @@
+"""/metrics: what Prometheus reads is what was served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serve.fake_worker import FakeWorker
+from tests.serve.live import live
+
+N_MADE = 3 * 5 + 7
+
+
+class Metrics(NamedTuple):
+    """What was read: type by family, value by name of the sample and its labels."""
+
+    types: dict[str, str]
+    values: dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.values[f"workbench:{name}", tuple(labels.items())]
+
+    def buckets(self, name: str) -> Iterator[float]:
+        for (found, _), value in self.values.items():
+            if found == f"workbench:{name}_bucket":
+                yield value
+
+
+def read(http: httpx.Client) -> Metrics:
+    answer = http.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = list(text_string_to_metric_families(answer.text))
+    assert len({f.name for f in families}) == len(families)
+    values = {(s.name, tuple(s.labels.items())): s.value for f in families for s in f.samples}
+    return Metrics({f.name: f.type for f in families}, values)
+
+
+@pytest.fixture(scope="module")
+def found(texts) -> Metrics:
+    worker = FakeWorker(texts.tokenizer.n_vocab, step_s=0.001)
+    with live(texts, worker) as server, server.http() as http:
+        client = server.client()
+        client.completions.create(model="tiny", prompt=[1, 2], n=3, max_tokens=5)
+        list(client.completions.create(model="tiny", prompt=[1], max_tokens=7, stream=True))
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="tiny", prompt="a", max_tokens=0)
+        return read(http)
+
+
+def test_counters_are_what_was_served(found):
+    assert found.value("tokens_predicted_total") == found.value("engine_tokens_total") == N_MADE
+    assert found.value("prompt_tokens_total") == 3 * 2 + 1
+    assert found.value("requests_total", outcome="length") == 4
+    assert found.value("requests_total", outcome="invalid") == 1
+    assert found.value("requests_pending") == found.value("requests_processing") == 0
+    assert found.value("kv_cache_usage_ratio") == 0
+    assert found.types["workbench:tokens_predicted"] == "counter"
+    assert found.types["workbench:requests_processing"] == "gauge"
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [
+        ("time_to_first_token_seconds", 4),
+        ("inter_token_latency_seconds", N_MADE - 4),
+        ("e2e_request_latency_seconds", 4),
+        ("request_queue_time_seconds", 4),
+    ],
+)
+def test_histograms_count_each_request_or_token_once(found, name, n):
+    buckets = list(found.buckets(name))
+    assert buckets == sorted(buckets) and buckets[-1] == found.value(f"{name}_count") == n
+    assert found.types[f"workbench:{name}"] == "histogram"
+    if name != "request_queue_time_seconds":  # the engine that is none says 0
+        assert 0 < found.value(f"{name}_sum") < 60
+
+
+def test_a_server_that_did_nothing_has_metrics(texts):
+    with live(texts) as server, server.http() as http:
+        empty = read(http)
+        assert empty.value("tokens_predicted_total") == 0
+        assert empty.value("e2e_request_latency_seconds_count") == 0

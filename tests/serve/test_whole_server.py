@@ -1,0 +1,172 @@
+"""`workbench serve` with engine process and model: every way to ask has the engine's answer."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import openai
+import psutil
+import pytest
+
+from tests.edited import edited
+from tests.serve.live import TEMPLATE
+from tests.serve.test_command import served
+from tests.serve.test_hostile_clients import wait_for
+from workbench.config import BEST, TogglePreset
+from workbench.engine.engine import Engine
+from workbench.serve.chat import KEY
+from workbench.serve.serving import serving
+
+MODULE = ("workbench", "serve")
+FLAGS = ("--device", "embedded", "--slots", 3, "-c", 3 * 512)
+PROMPT = "The engine waits for"
+
+
+class Served(NamedTuple):
+    """A server, and the file it serves."""
+
+    url: str
+    model: Path
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model, tmp_path_factory) -> Path:
+    """A tiny model with a chat template in its file."""
+    out = tmp_path_factory.mktemp("served") / "chats.gguf"
+    return edited(tiny_model("tiny-llama", "Q8_0"), out, keys={KEY: TEMPLATE})
+
+
+@pytest.fixture(scope="module")
+def real(model, tmp_path_factory) -> Iterator[Served]:
+    flags = ("-m", model, *FLAGS)
+    with served(tmp_path_factory.mktemp("log"), *flags, module=MODULE) as (_, url, _):
+        yield Served(url, model)
+
+
+def ask(real: Served, **more: Any) -> Any:
+    given = {"model": "chats", "prompt": PROMPT, "max_tokens": 12, "temperature": 0} | more
+    return real.client().completions.create(extra_body={"ignore_eos": True}, **given)
+
+
+def test_every_way_to_ask_has_the_same_answer(real):
+    with real.http() as http:
+        ids = http.post("/tokenize", json={"content": PROMPT, "add_special": True}).json()["tokens"]
+    whole = ask(real)
+    text = whole.choices[0].text
+    assert text and whole.usage.completion_tokens == 12
+    assert whole.usage.prompt_tokens == len(ids)
+    assert ask(real, prompt=ids).choices[0].text == text
+    assert ask(real, logprobs=1).choices[0].text == text  # drawn on the host
+    parts = list(ask(real, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].text for c in parts if c.choices) == text
+    assert len(parts) == 12 + 1 + 1 and parts[-1].usage.completion_tokens == 12
+    assert parts[-1].timings["predicted_n"] == 12 and parts[-1].timings["predicted_ms"] > 0
+    found = text[4:7]
+    stopped = ask(real, stop=[found]).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (text[: text.index(found)], "stop")
+
+
+def test_log_probabilities_are_those_of_the_engines_logits(real):
+    made = ask(real, prompt=[5, 6, 7], logprobs=2).choices[0].logprobs
+    with real.http() as http:
+        body = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        native = http.post("/completion", json=body | {"n_predict": 12}).json()
+    toggles = serving("embedded", TogglePreset(BEST))
+    sizes = {"n_ctx": 3 * 512, "n_seqs": 3}
+    with Engine.load(real.model, device="embedded", toggles=toggles, **sizes) as engine:
+        logits = engine.step([5, 6, 7])[-1].astype(np.float64)
+        for token, said in zip(native["tokens"], made.token_logprobs, strict=True):
+            top = logits.max()
+            known = logits - top - np.log(np.exp(logits - top).sum())
+            assert said == pytest.approx(known[token], abs=0.02)
+            assert known[token] > known.max() - 0.02  # the likeliest
+            logits = engine.step([token])[-1].astype(np.float64)
+
+
+def test_a_seed_says_what_is_drawn(real):
+    first, again, other = (
+        ask(real, temperature=1, seed=seed, n=2).choices for seed in (7, 7, 9)
+    )  # fmt: skip
+    assert [c.text for c in first] == [c.text for c in again] != [c.text for c in other]
+    assert first[0].text != first[1].text
+
+
+def test_a_chat_has_the_template_of_the_file(real):
+    messages = [{"role": "user", "content": "What waits?"}]
+    with real.http() as http:
+        assert http.get("/props").json()["chat_template"] == TEMPLATE
+        prompt = http.post("/apply-template", json={"messages": messages}).json()["prompt"]
+    assert prompt == "<user>What waits?\n<assistant>"
+    made = real.client().chat.completions.create(
+        model="chats", messages=messages, max_completion_tokens=6, temperature=0,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    assert made.choices[0].message.content == ask(real, prompt=prompt, max_tokens=6).choices[0].text
+
+
+def test_a_client_that_goes_away_frees_its_slot(real):
+    body = {"prompt": [1], "max_tokens": 500, "stream": True, "ignore_eos": True}
+    with real.http() as http:
+        for _ in range(2):
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+        wait_for(lambda: "workbench:requests_processing 0.0" in http.get("/metrics").text)
+        assert "workbench:requests_pending 0.0" in http.get("/metrics").text
+    assert ask(real).choices[0].text
+
+
+def test_more_requests_than_slots_are_all_answered(real):
+    prompts = [[i] * 20 for i in range(1, 13)]
+    made = ask(real, prompt=prompts, max_tokens=9)
+    assert [c.index for c in made.choices] == list(range(12))
+    assert made.usage.completion_tokens == 12 * 9 and all(c.text for c in made.choices)
+
+
+def engine_of(pid: int) -> psutil.Process:
+    """The engine process of a server."""
+    found = [p for p in psutil.Process(pid).children() if "spawn_main" in " ".join(p.cmdline())]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_a_killed_engine_process_is_503_for_what_was_pending_and_for_health(model, tmp_path):
+    with served(tmp_path, "-m", model, *FLAGS, module=MODULE) as (process, url, log):
+        http = httpx.Client(base_url=url, timeout=60)
+        body = {"prompt": [1], "max_tokens": 500, "ignore_eos": True}
+        answers: list[httpx.Response] = []
+        # six times the slots, so that most of them wait
+        asking = [
+            threading.Thread(
+                target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body))
+            )
+            for _ in range(18)
+        ]
+        for thread in asking:
+            thread.start()
+        with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as streamed:
+            lines = streamed.iter_lines()
+            next(lines)
+            engine_of(process.pid).send_signal(signal.SIGKILL)
+            last = [line for line in lines if line][-1]
+        for thread in asking:
+            thread.join(30)
+        assert json.loads(last[6:])["error"]["code"] == "dead"
+        assert len(answers) == 18 and {a.status_code for a in answers} <= {200, 503}
+        assert [a.json()["error"]["code"] for a in answers if a.status_code == 503].count("dead")
+        assert http.get("/health").status_code == 503
+        assert "has died" in log.read_text()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
