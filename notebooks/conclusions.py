@@ -9,28 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from workbench.bench import results
-from workbench.bench.comparison import AB, background
+from workbench.bench.comparison import AB
 from workbench.bench.worth import CLAIMED
-from workbench.frames import prose_html
+from workbench.report.sentences import DECIDED, Conclusion, effects, listed, time
 
 if TYPE_CHECKING:
     from workbench.bench.gaps import Gaps
-
-DECIDED = ("faster", "slower")
-
-
-class Conclusion(str):
-    """Sentences, a line for each; shows itself as prose in a notebook and on a terminal."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return f'<p class="wb-answer">{"<br>".join(map(prose_html, self.splitlines()))}</p>'
 
 
 def token(traced: Any, comparison: AB) -> Conclusion:
@@ -41,7 +28,7 @@ def token(traced: Any, comparison: AB) -> Conclusion:
     times = results.percentiles(comparison.samples).set_index(["test", "arm"])["p50_us"]
     arms = [arm["name"] for arm in run["arms"] if not arm["is_control"]]
     toggle, test = run["result"]["toggle"], run["tests"][0]
-    untraced = _listed(f"{time(times[test, arm])} with {toggle}={arm}" for arm in arms)
+    untraced = listed(f"{time(times[test, arm])} with {toggle}={arm}" for arm in arms)
     lines = [
         f"One token is {s['launches']:.0f} launches, {s['copies']:.0f} copies and "
         f"{s['waits']:.0f} waits of the host; untraced it takes {untraced} ({test}).",
@@ -50,7 +37,7 @@ def token(traced: Any, comparison: AB) -> Conclusion:
         f"The device works {time(s['device_us'])} of that. It stands still {time(s['idle_us'])} "
         "between its first and its last work.",
     ]
-    return Conclusion("\n".join([*lines, *_effects(comparison)]))
+    return Conclusion("\n".join([*lines, *effects(comparison)]))
 
 
 def launches(layers: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
@@ -60,8 +47,8 @@ def launches(layers: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion
     """
     counts = [f"{len(nodes)} {name}" for name, nodes in layers.items()]
     counts[0] = counts[0].replace(" ", " launches ", 1)
-    first = f"A layer takes {_listed(counts)}."
-    return Conclusion("\n".join([first, *(line for ab in comparisons for line in _effects(ab))]))
+    first = f"A layer takes {listed(counts)}."
+    return Conclusion("\n".join([first, *(line for ab in comparisons for line in effects(ab))]))
 
 
 def waits(decode: pd.DataFrame, train: pd.DataFrame, gaps: Gaps, *comparisons: AB) -> Conclusion:
@@ -84,7 +71,7 @@ def waits(decode: pd.DataFrame, train: pd.DataFrame, gaps: Gaps, *comparisons: A
         )
     for when, proved in (("Between tokens", decode), ("Between ubatches of a prompt", train)):
         lines += _proved(proved, when)
-    return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in _effects(ab))]))
+    return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in effects(ab))]))
 
 
 def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Conclusion:
@@ -97,7 +84,7 @@ def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Co
     by_phase = phases.set_index("phase")
     built = by_phase["rebuild"][lambda us: (by_phase["set_rows"] == 0) & (us > 0)]
     ways = [way for way in by_phase if way != "rebuild"]
-    finding = _listed(f"{time(by_phase.loc['reuse', way])} with {way}" for way in ways)
+    finding = listed(f"{time(by_phase.loc['reuse', way])} with {way}" for way in ways)
     alike, once = steps.iloc[:5], layers.iloc[:-1]
     tokens, reused = alike["steps"].sum(), alike["reused"].sum()
     costliest = once.loc[once["us more a token"].idxmax()]
@@ -107,7 +94,7 @@ def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Co
     issued = {way: by_phase.loc["issue", way] for way in ("rebuild", "set_rows")}
     lines = [
         f"Building the graph anew costs a token {time(built.sum())} here: "
-        f"{_listed(f'{phase} {time(us)}' for phase, us in built.items())}.",
+        f"{listed(f'{phase} {time(us)}' for phase, us in built.items())}.",
         f"Finding a kept program takes {finding}. Issuing it takes {time(issued['set_rows'])}, "
         f"and {time(issued['rebuild'])} where it is new.",
         f"Of {tokens} tokens one after the other {reused} reuse a program: all but the first and "
@@ -117,11 +104,11 @@ def reuse(kept: Mapping[str, pd.DataFrame], theirs: str, *comparisons: AB) -> Co
         f"The speedup of {own['speedup of a kept graph']:.2f} that was measured is the price of "
         "this engine's Python. "
         f"With a build of {shown.index[3]:.0f} us it would be {shown.iloc[3]:.3f} here.",
-        f"The {_listed(f'{share:.0%}' for share in (c - 1 for c in CLAIMED))} of #8366 would be a "
-        f"build of {_listed(map(time, claimed))} beside this device's token.",
+        f"The {listed(f'{share:.0%}' for share in (c - 1 for c in CLAIMED))} of #8366 would be a "
+        f"build of {listed(map(time, claimed))} beside this device's token.",
         *filter(None, [theirs]),
     ]
-    return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in _effects(ab))]))
+    return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in effects(ab))]))
 
 
 def plans(planned: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
@@ -134,13 +121,13 @@ def plans(planned: Mapping[str, pd.DataFrame], *comparisons: AB) -> Conclusion:
     lines = [
         _by_the_clock(gap["repaid after tokens"]),
         f"The device is given {calls['nodes'].iloc[0]} kernels and copies a token; calls of the "
-        f"host for them: {_listed(f'{n} ({arm})' for arm, n in calls['calls'].items())}.",
+        f"host for them: {listed(f'{n} ({arm})' for arm, n in calls['calls'].items())}.",
         *_repaid(planned["made"].set_index("arm"), planned["repaid"]),
         *_updates(planned["forced"]),
         *_left(gap),
         *_as_eager(planned["proof"].set_index("ordering")),
     ]  # fmt: skip
-    return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in _effects(ab))]))
+    return Conclusion("\n".join([*lines, *(line for ab in comparisons for line in effects(ab))]))
 
 
 def _repaid(made: pd.DataFrame, repaid: pd.DataFrame) -> Iterable[str]:
@@ -165,13 +152,13 @@ def _by_the_clock(after: pd.Series) -> str:
     """When plans are repaid: `repaid after tokens` of the gaps' table."""
     repaid = [f"{tokens} ({arm})" for arm, tokens in after.items() if tokens.isdigit()]
     if repaid:
-        return f"By the device's clock captures are repaid after so many tokens: {_listed(repaid)}."
+        return f"By the device's clock captures are repaid after so many tokens: {listed(repaid)}."
     return "By the device's clock no plan is known to repay its captures: no token is shorter."
 
 
 def _left(gap: pd.DataFrame) -> Iterable[str]:
     """What is between the kernels of two tokens, and what each plan saves of a token."""
-    between = _listed(f"{time(us)} ({arm})" for arm, us in gap["gap us"].items())
+    between = listed(f"{time(us)} ({arm})" for arm, us in gap["gap us"].items())
     yield f"Between the kernels of two tokens are {between}."
     for arm, row in gap[gap["repaid after tokens"] != ""].iterrows():
         after = row["repaid after tokens"]
@@ -199,7 +186,7 @@ def _updates(forced: pd.DataFrame) -> Iterable[str]:
         for row in forced[~often].to_dict("records")
     )
     if not often.all():
-        yield f"Plans where n_kv grows: {_listed(said)}."
+        yield f"Plans where n_kv grows: {listed(said)}."
 
 
 def streams(forks: pd.DataFrame, lifetimes: pd.DataFrame, *comparisons: AB) -> Conclusion:
@@ -218,24 +205,139 @@ def streams(forks: pd.DataFrame, lifetimes: pd.DataFrame, *comparisons: AB) -> C
     wrong = [str(name) for name, races in rows["races"].items() if str(races) != "none"]
     missed = [name for name in wrong if rows.loc[name, "writes finds it"] == "no"]
     if wrong:
-        lines.append(f"Side by side, memory races with lifetimes {_listed(wrong)}.")
+        lines.append(f"Side by side, memory races with lifetimes {listed(wrong)}.")
     if missed:
-        lines.append(f"A check of writes against writes misses that of {_listed(missed)}.")
+        lines.append(f"A check of writes against writes misses that of {listed(missed)}.")
     more = rows.loc["visibility", "arena bytes"] - rows.loc["serial", "arena bytes"]
     lines.append(f"An arena that is right takes {more:,} bytes more than the serial one.")
-    return Conclusion("\n".join([*lines, *(s for one in comparisons for s in _effects(one))]))
+    return Conclusion("\n".join([*lines, *(s for one in comparisons for s in effects(one))]))
+
+
+def skipping(
+    visits: pd.DataFrame,
+    prompts: Mapping[int, pd.DataFrame],
+    phases: pd.DataFrame,
+    ragged: pd.DataFrame,
+    parts: AB,
+    answers: pd.DataFrame,
+) -> Conclusion:
+    """What it saves not to touch dead cells, by tokens at once, sequences and depth.
+
+    visits: `masked.visits_table`. prompts: by tokens at once, `AB.summary()`. phases, ragged,
+    answers: `skipped.phase_summary`, `ragged_table`, `answers_table`. parts: of `kv_parts`.
+    """
+    step = visits.set_index(["step", "cache"])
+    gates = {
+        gate: listed(f"{row.step} ({row.cache}, {row.tokens} tokens)" for row in of.itertuples())
+        for gate, of in visits.groupby("gate", sort=False)
+    }
+    lines = [
+        f"A token of each of {of['tokens']} sequences visits {of['in_loop']} of the blocks with "
+        f"in_loop, {of['classes, gate open']} with classes and {of['tail, gate open']} with tail "
+        f"(kv_cache={cache})."
+        for (what, cache), of in step.iterrows()
+        if what.startswith("a token of")
+    ]
+    lines += [f"The gate of #14924 is {gate} to {steps}." for gate, steps in gates.items()]
+    lines += [
+        f"A prompt of {of['test'].iloc[0].removeprefix('pp')} tokens, {n:,} at once: "
+        f"{_by_verdict(of[~of['is_control']], 'arm')}."
+        for n, of in prompts.items()
+    ]
+    generated = phases[(phases["phase"] == "generated") & ~phases["is_control"]]
+    baseline = phases.attrs.get("baseline", "the first arm")
+    lines += [
+        f"Generated by {n} sequences of {depth} cells, beside {baseline}: "
+        f"{_by_verdict(of, 'label')}."
+        for (n, depth), of in generated.groupby(["n_seqs", "depth"])
+    ]
+    faster = (f"{row.speedup:.2f} times as fast with {row.way}" for row in ragged.itertuples())
+    lines.append(
+        f"Prompts of random lengths, {ragged['tokens a prompt'].iloc[0]} tokens in the mean, once "
+        f"each: {listed([*faster][1:])}."
+    )
+    exact = answers[answers["answer"].str.startswith("exact")]
+    rest = answers.drop(exact.index)
+    lines.append(f"Bit-equal logits: {_alike(exact)}.")
+    if len(rest):
+        lines.append(f"Equal but for rounding, or not: {_alike(rest, said=True)}.")
+    return Conclusion("\n".join([*lines, *effects(parts)]))
+
+
+def _by_verdict(rows: pd.DataFrame, name: str) -> str:
+    """`faster 1.50 (tail) and 1.60 (in_loop); no difference: classes`."""
+    said = []
+    for verdict, of in rows.groupby("verdict", sort=False):
+        if verdict in DECIDED:
+            ordered = of.sort_values("speedup", ascending=False)
+            pairs = zip(ordered[name], ordered["speedup"], strict=True)
+            said.append(f"{verdict} {listed(f'{ratio:.2f} ({arm})' for arm, ratio in pairs)}")
+        else:
+            said.append(f"{verdict}: {listed(of[name])}")
+    return "; ".join(said)
+
+
+def _alike(rows: pd.DataFrame, said: bool = False) -> str:
+    return "; ".join(
+        f"{row.comparison} ({row.arms}, beside {row.baseline}{f': {row.answer}' if said else ''})"
+        for row in rows.itertuples()
+    )
+
+
+def serving(figures: pd.DataFrame, sampling: pd.DataFrame, ways: pd.DataFrame) -> Conclusion:
+    """How throughput trades against latency, by setting and by the way to the engine.
+
+    figures: `loaded.figures_of` with output_throughput, mean_tpot_ms and mean_ttft_ms. sampling,
+    ways: `loaded.sampling_table`, `ways_table`.
+    """
+    lines = []
+    for name, of in figures.groupby("setting", sort=False):
+        of = of.set_index("in_flight").sort_index()
+        few, many = of.iloc[0], of.iloc[-1]
+        lines.append(
+            f"{name}: from {of.index[0]} to {of.index[-1]} in flight {_times(many, few, RATE)} the "
+            f"tokens a second ({few[RATE]:,.0f} to {many[RATE]:,.0f}), for "
+            f"{_times(many, few, TPOT)} the time of a token ({few[TPOT]:.2f} to "
+            f"{many[TPOT]:.2f} ms) and {_times(many, few, TTFT)} the time to the first "
+            f"({few[TTFT]:.1f} to {many[TTFT]:.1f} ms)."
+        )
+    for n, of in figures.groupby("in_flight"):
+        best = of.loc[of[RATE].idxmax()]
+        soon = of.loc[of[TPOT].idxmin()]
+        lines.append(
+            f"At {n} in flight the most tokens a second has {best['setting']} ({best[RATE]:,.0f}), "
+            f"the shortest time of a token {soon['setting']} ({soon[TPOT]:.2f} ms)."
+        )
+    shares = (
+        f"{row['of all the time']} ({row['setting']}, {row['sampling']})"
+        for row in sampling.to_dict("records")
+    )
+    lines.append(f"Choosing tokens takes of all the time: {listed(shares)}.")
+    for n, of in ways.groupby("in flight"):
+        said = (f"{row['of this process']} ({row['way']})" for row in of.to_dict("records")[1:])
+        lines.append(f"Of the tokens a second in this process, {n} in flight: {listed(said)}.")
+    lines.append(ONCE)
+    return Conclusion("\n".join(lines))
+
+
+RATE, TPOT, TTFT = "output_throughput", "mean_tpot_ms", "mean_ttft_ms"
+ONCE = "Each point is one run, so it has no interval: small differences may be none."
+
+
+def _times(many: pd.Series, few: pd.Series, name: str) -> str:
+    return f"{many[name] / few[name]:.1f} times"
 
 
 def _as_eager(proof: pd.DataFrame) -> Iterable[str]:
     racing = [name for name, races in proof["races"].items() if races != "none"]
     if racing:
-        yield f"These race: {_listed(racing)}."
+        yield f"These race: {listed(racing)}."
     elif len(set(proof["because"])) == 1:
         enough = proof["because"].iloc[0].removeprefix("enough: ")
         yield f"Nothing races. With plans as without, this is enough: {enough}."
     else:
         said = (f"{why} ({name})" for name, why in proof["because"].items())
-        yield f"Nothing races; {_listed(said)}."
+        yield f"Nothing races; {listed(said)}."
 
 
 def _proved(table: pd.DataFrame, when: str) -> Iterable[str]:
@@ -249,36 +351,4 @@ def _proved(table: pd.DataFrame, when: str) -> Iterable[str]:
         for ordering, races in rows["races"].items()
         if races != "none"
     ]
-    yield f"{when} these race: {_listed(racing)}." if racing else f"{when} nothing races."
-
-
-def _effects(comparison: AB) -> Iterable[str]:
-    """A sentence for each test and verdict: which arms differ from the baseline, by how much."""
-    run, summary = comparison.run, comparison.summary()
-    what = comparison.assigned(comparison.label(run["arms"][0]))
-    beside = f" (beside {background(run)})"
-    for test, rows in summary[~summary["is_control"]].groupby("test", sort=False):
-        decided = rows[rows["verdict"].isin(DECIDED)].sort_values("speedup", ascending=False)
-        for row in decided.itertuples():
-            arm = comparison.assigned(row.label)
-            yield (
-                f"In {test}{beside}, {arm} is {row.speedup:.3f} times as fast as {what} "
-                f"(95% CI {row.low:.3f}..{row.high:.3f})."
-            )
-        undecided = rows[~rows["verdict"].isin(DECIDED)]
-        for verdict, part in undecided.groupby("verdict", sort=False):
-            yield f"In {test}{beside}, {verdict} from {what}: {_listed(part['label'])}."
-
-
-def time(us: float) -> str:
-    """`3.10 ms`, `746 us` or `12.3 us`; `unknown` for what was not measured."""
-    if not np.isfinite(us):
-        return "unknown"
-    if us >= 1000:
-        return f"{us / 1000:.2f} ms"
-    return f"{us:.0f} us" if us >= 100 else f"{us:.1f} us"
-
-
-def _listed(words: Iterable[str]) -> str:
-    *first, last = map(str, words)
-    return f"{', '.join(first)} and {last}" if first else last
+    yield f"{when} these race: {listed(racing)}." if racing else f"{when} nothing races."

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine as Engine
     from workbench.engine.kv_visits import kv_visits as kv_visits
     from workbench.model.sampler import Sampling as Sampling
+    from workbench.serve.served import serve_bench as serve_bench
     from workbench.trace.profile import profile as profile
 
 _LAZY = {
@@ -28,6 +29,7 @@ _LAZY = {
     "new_run_folder": "workbench.bench.results",
     "profile": "workbench.trace.profile",
     "runs": "workbench.bench.results",
+    "serve_bench": "workbench.serve.served",
 }
 
 __all__ = list(_LAZY)

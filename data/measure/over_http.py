@@ -32,7 +32,6 @@ from data.measure.served_arms import (
     Recording,
     children_of,
     front_time,
-    in_process,
 )
 from tests.peer.cuda import is_there, model_file
 from workbench.bench.draft import kept
@@ -41,6 +40,7 @@ from workbench.config import BEST, EngineConfig, TogglePreset
 from workbench.errors import UsageError, WorkbenchError
 from workbench.serve.bench import BenchSpec
 from workbench.serve.child import normal_ids, served
+from workbench.serve.served import engine_process
 from workbench.serve.serving import serving
 from workbench.serve.targets import Asking, HttpTarget, LoadTarget, model_of
 from workbench.serve.worker import WorkerSettings
@@ -75,7 +75,9 @@ def reached(
         "--n-kv-pad", str(config.n_kv_pad),
     ]  # fmt: skip
     with ExitStack() as stack:
-        pipe = stack.enter_context(in_process(WorkerSettings(str(path), config, slots, toggles)))
+        pipe = stack.enter_context(
+            engine_process(WorkerSettings(str(path), config, slots, toggles))
+        )
         before = children_of(os.getpid())
         url = stack.enter_context(served(arguments))
         pid = next(iter(children_of(os.getpid()) - before), None)

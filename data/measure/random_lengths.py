@@ -20,7 +20,7 @@ from pathlib import Path
 from cyclopts import App
 
 from data.measure.random_tables import FOLDER, shown
-from data.measure.served_arms import Point, Recording, in_process
+from data.measure.served_arms import Point, Recording
 from tests.peer.cuda import is_there, model_file
 from workbench.bench.draft import kept
 from workbench.bench.rounds import order_of
@@ -28,6 +28,7 @@ from workbench.config import BEST, EngineConfig, TogglePreset
 from workbench.errors import UsageError, WorkbenchError
 from workbench.serve.bench import BenchSpec
 from workbench.serve.child import normal_ids
+from workbench.serve.served import engine_process
 from workbench.serve.serving import serving
 from workbench.serve.worker import WorkerSettings
 from workbench.sizes import round_up
@@ -93,7 +94,7 @@ def main(
     recording.run["result"] |= {"slots": slots, "n_ubatch": n_ubatch}
     with ExitStack() as stack, kept(recording.draft, raises=True):
         targets = [
-            stack.enter_context(in_process(WorkerSettings(str(path), config, slots, preset)))
+            stack.enter_context(engine_process(WorkerSettings(str(path), config, slots, preset)))
             for preset in wanted.values()
         ]
         names, number = list(wanted), 0

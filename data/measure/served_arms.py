@@ -1,4 +1,4 @@
-"""Engine processes and servers that a measuring command begins, and the load that each is given.
+"""Loads that a measuring command gives to engine processes and servers, point by point.
 
 A point is one setting of one arm in one round: requests that are in flight together, until all have
 ended. `samples.parquet` has a row for each: its generated tokens, and the ns that all took.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,32 +19,13 @@ from workbench.bench.draft import Draft, new_arm, new_run
 from workbench.serve.bench import BenchSpec, ServedRow, finite, serve_bench
 from workbench.serve.child import model_facts
 from workbench.serve.load import CLOSED, Arrivals
-from workbench.serve.messages import Finish
-from workbench.serve.pipe_target import PipeTarget
 from workbench.serve.targets import LoadTarget
-from workbench.serve.worker import WorkerSettings, start
 
-END_S = 60.0
 KEPT = (
     "completed", "failed", "duration", "total_input_tokens", "total_output_tokens",
     "output_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_itl_ms",
     "mean_e2el_ms", "tokens_per_chunk",
 )  # fmt: skip
-
-
-@contextmanager
-def in_process(settings: WorkerSettings) -> Iterator[PipeTarget]:
-    """An engine process of its own, as a server has it, reached over its pipe."""
-    (pipe,), process = start(settings)
-    try:
-        yield PipeTarget(pipe)
-        pipe.send(Finish())
-    finally:
-        pipe.close()
-        process.join(END_S)
-        if process.is_alive():
-            process.terminate()
-            process.join()
 
 
 class Point(NamedTuple):

@@ -14,12 +14,14 @@ from matplotlib.patches import Patch
 
 from workbench.report import style
 from workbench.report.memory import lifetimes
+from workbench.report.scaling import speedup_by
 from workbench.report.serving import throughput_against_latency
 from workbench.report.timelines import timeline, timeline_pair, timelines
+from workbench.report.visits import kv_blocks
 
 __all__ = [
-    "lifetimes", "per_token", "speedup", "throughput_against_latency", "timeline", "timeline_pair",
-    "timelines",
+    "kv_blocks", "lifetimes", "per_token", "speedup", "speedup_by", "throughput_against_latency",
+    "timeline", "timeline_pair", "timelines",
 ]  # fmt: skip
 
 

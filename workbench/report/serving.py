@@ -5,12 +5,15 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from workbench.report import style
 
 LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+HALO = [withStroke(linewidth=2, foreground="white")]  # a number that lies on a line is read
+LETTERS, HANDLE_LETTERS = 110, 10  # of the legend's line, and what a curve's own look takes of it
 DECADES = 0.7  # an axis with less has more ticks than 1, 2, 5
 
 
@@ -28,7 +31,7 @@ def throughput_against_latency(
     known = frame[(frame["latency_ms"] > 0) & (frame["tokens_per_s"] > 0)]
     if known.empty:
         raise ValueError("no point has a latency and a throughput")
-    fig = style.picture(7.5, 4.4)
+    fig = style.picture(8.5, 4.8)
     ax = fig.add_subplot()
     for i, (curve, part) in enumerate(known.groupby("curve", sort=False)):
         colour = style.SERIES[i % len(style.SERIES)]
@@ -49,9 +52,11 @@ def throughput_against_latency(
     ax.grid(color="#DDDDDD", lw=0.6)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
+    names = known["curve"].astype(str).unique()
+    in_a_line = LETTERS // (max(map(len, names)) + HANDLE_LETTERS)
     fig.legend(
-        loc="outside lower center", ncols=min(known["curve"].nunique(), 4), fontsize=style.FONT,
-        frameon=False, handlelength=4,
+        loc="outside lower center", ncols=min(len(names), max(1, in_a_line), 4), frameon=False,
+        fontsize=style.FONT, handlelength=4,
     )  # fmt: skip
     return fig
 
@@ -63,7 +68,7 @@ def _name_points(ax: Axes, part: pd.DataFrame, colour: str, above: bool) -> None
     for x, y, label in zip(part["latency_ms"], part["tokens_per_s"], part["label"], strict=True):
         ax.annotate(
             str(label), (x, y), xytext=offset, textcoords="offset points", ha=ha, va=va,
-            color=colour, fontsize=style.FONT,
+            color=colour, fontsize=style.FONT, path_effects=HALO,
         )  # fmt: skip
 
 

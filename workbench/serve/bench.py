@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,16 +29,21 @@ import pyarrow.parquet as pq
 from workbench.bench import provenance, results
 from workbench.bench.draft import Draft, kept, new_arm, new_run
 from workbench.checkout import UNKNOWN
+from workbench.engine.asks import Totals
 from workbench.errors import UsageError, WorkbenchError
+from workbench.frames import Table, markdown, terminal_columns, to_html
 from workbench.output import check_folder
 from workbench.progress import bar
 from workbench.serve.latency import COLUMNS, Figures, Served, Slo, figures, warnings
 from workbench.serve.load import CLOSED, Arrivals, Lengths, Load, draw, lengths
 from workbench.serve.records import OK, RequestRecord, Spent
+from workbench.serve.summary import table_of
 from workbench.serve.targets import Asking, LoadTarget
 
 REQUESTS = "requests.parquet"
 ASKING = Asking()
+NOT_TOLD: Mapping[str, float] = MappingProxyType({})
+COUNTED = ("n_steps", "n_prompt_tokens", "n_made_tokens", "step_s", "sampling_s")  # of Totals
 
 
 class BenchSpec(NamedTuple):
@@ -92,12 +98,14 @@ class BenchSpec(NamedTuple):
 
 class ServedRow(NamedTuple):
     """A setting and its figures (`latency.figures`). client: what the client took, where it is a
-    process of its own: us_per_chunk, us_per_request, busy (the share of a core), processes."""
+    process of its own: us_per_chunk, us_per_request, busy (the share of a core), processes.
+    engine: what the engine counted, where it says so (`engine_figures`)."""
 
     setting: Arrivals
     n_requests: int
     figures: Figures
     client: dict[str, float]
+    engine: Mapping[str, float] = NOT_TOLD
 
     @property
     def warnings(self) -> list[str]:
@@ -114,6 +122,16 @@ class ServeBench(NamedTuple):
     @property
     def interrupted(self) -> bool:
         return bool(self.run["status"] == results.INTERRUPTED)
+
+    def table(self) -> Table:
+        """A row for each setting."""
+        return table_of([(row.setting.name, row.figures) for row in self.rows])
+
+    def __repr__(self) -> str:
+        return markdown(self.table(), terminal_columns())
+
+    def _repr_html_(self) -> str:
+        return to_html(self.table())
 
 
 def serve_bench(
@@ -145,6 +163,7 @@ def serve_bench(
     with kept(record.draft):
         for row, setting in enumerate(settings):
             _warm_up(target, spec, setting, len(settings) + row)
+            before = target.totals
             record.begin(setting)
             load = spec.load(setting, row)
             try:
@@ -154,7 +173,7 @@ def serve_bench(
                         record.add(records)
                         left.update(len(records))
             finally:
-                record.end(target.spent)
+                record.end(target.spent, engine_figures(before, target.totals))
             if on_row is not None:
                 on_row(record.rows[-1])
             record.draft.checkpoint()
@@ -184,6 +203,7 @@ def _new_run(
         "spec": finite(spec.to_dict()),
         "settings": [finite(setting._asdict()) for setting in settings],
         "client": {},
+        "engine": {},
         "figures": {},
     }
     return made
@@ -206,16 +226,17 @@ class _Recording:
     def add(self, records: list[RequestRecord]) -> None:
         self._records += records
 
-    def end(self, spent: Sequence[Spent]) -> None:
-        """Nothing more comes of this setting."""
+    def end(self, spent: Sequence[Spent], engine: dict[str, float]) -> None:
+        """Nothing more comes of this setting. engine: what the engine counted in it."""
         if not self._records:
             return
         spec, arm = self._spec, self._setting.name
         served = Served.of(self._records, spec.asking.streamed)
         client = client_figures(spent, len(self._records))
         found = figures(served, spec.slo, self._setting.in_flight or spec.parallel)
-        self.rows.append(ServedRow(self._setting, spec.n_requests, found, client))
+        self.rows.append(ServedRow(self._setting, spec.n_requests, found, client, engine))
         self._run["result"]["client"][arm] = client
+        self._run["result"]["engine"][arm] = engine
         self._run["result"]["figures"][arm] = finite(found)
         self._frames.append(served.requests.assign(run_id=self._run["run_id"], arm=arm))
         rows = served.requests[["request", "due_ns", "n_prompt"]].itertuples(index=False)
@@ -244,6 +265,16 @@ def client_figures(spent: Sequence[Spent], n_requests: int) -> dict[str, float]:
         "busy": max(s.cpu_s / max(s.wall_s, 1e-9) for s in spent),
         "processes": len(spent),
     }
+
+
+def engine_figures(before: Totals | None, after: Totals | None) -> dict[str, float]:
+    """What the engine counted in between: n_steps, tokens of prompts (those found in the cache
+    left out) and tokens made; step_s, the time of its steps, and sampling_s, of its draws. Empty
+    where the engine does not say."""
+    if after is None:
+        return {}
+    begun = dict.fromkeys(COUNTED, 0) if before is None else before._asdict()
+    return {name: value - begun[name] for name, value in after._asdict().items() if name in COUNTED}
 
 
 def finite(value: Any) -> Any:
@@ -278,7 +309,8 @@ def load_served(folder: str | Path, slo: Slo | None = None) -> ServeBench:
             served = Served(of_arm[list(COLUMNS)], times, streamed)
             made = figures(served, slo, setting.in_flight or spec["parallel"])
             client = result["client"].get(setting.name, {})
-            rows.append(ServedRow(setting, int(spec["n_requests"]), made, client))
+            engine = result.get("engine", {}).get(setting.name, {})  # older runs have none
+            rows.append(ServedRow(setting, int(spec["n_requests"]), made, client, engine))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{folder} is a damaged run of serve-bench: {error!r}") from error
     return ServeBench(rows, found.run)

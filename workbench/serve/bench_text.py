@@ -1,8 +1,9 @@
 """What `serve-bench` prints: vLLM's table for each setting, a summary of several, and JSON.
 
 The table is the one that `vllm bench serve` prints, widths and blanks too. So whatever reads the
-one reads the other. Behind it stand two parts that vLLM does not have: the steady state between
-ramp and drain, and what the client itself took. The keys of JSON are those in vLLM's result file.
+one reads the other. Behind it stand parts that vLLM does not have: the steady state between ramp
+and drain, the engine's steps, and what the client itself took. The keys of JSON are those in
+vLLM's result file.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from workbench.frames import Table, markdown
 from workbench.serve.bench import ServedRow, finite
 from workbench.serve.latency import METRICS, Figures
 from workbench.serve.load import CLOSED
+from workbench.serve.summary import table_of
 
 FORMATS = ("table", "md", "json", "jsonl")
 WIDTH, LABEL = 50, 40
@@ -52,15 +54,10 @@ _CLIENT = {
     "Tokens per chunk:": "tokens_per_chunk", "Client CPU per chunk (us):": "us_per_chunk",
     "Client CPU per request (us):": "us_per_request", "Busiest client (share of a core):": "busy",
 }  # fmt: skip
-# of the summary: heading, key, digits
-_COLUMNS = (
-    ("ok", "completed", 0), ("failed", "failed", 0), ("req/s", "request_throughput", 2),
-    ("good/s", "request_goodput", 2), ("out t/s", "output_throughput", 1),
-    ("total t/s", "total_token_throughput", 1), ("peak", "max_concurrent_requests", 0),
-    ("TTFT ms", "mean_ttft_ms", 2), ("median", "median_ttft_ms", 2), ("P99", "p99_ttft_ms", 2),
-    ("TPOT ms", "mean_tpot_ms", 2), ("P99 TPOT", "p99_tpot_ms", 2), ("P99 ITL", "p99_itl_ms", 2),
-    ("E2EL ms", "mean_e2el_ms", 1), ("P99 E2EL", "p99_e2el_ms", 1), ("lag ms", "mean_lag_ms", 2),
-)  # fmt: skip
+_ENGINE = {
+    "Steps:": "n_steps", "Tokens a step:": "tokens_per_step",
+    "Sampling a step (ms):": "sampling_ms", "Sampling (share of the time):": "sampling_share",
+}  # fmt: skip
 
 
 def setting_fields(row: ServedRow) -> dict[str, Any]:
@@ -82,8 +79,24 @@ def report(row: ServedRow) -> str:
         keys = {_label(word, name): f"{word}_{name}_ms" for word in _WORDS}
         lines += _part(_HEADERS[name], keys, found)
     lines += _part("Steady State", _STEADY, row.figures["steady"])
+    lines += _part("Engine", _ENGINE, step_figures(row))
     lines += _part("Client", _CLIENT, found)
     return "\n".join([*lines, "=" * WIDTH])
+
+
+def step_figures(row: ServedRow) -> Figures:
+    """Of the engine's mean step in a setting: n_steps, tokens_per_step, sampling_ms, and the share
+    of sampling in all the time; empty where the engine did not say."""
+    counted = row.engine
+    n = int(counted.get("n_steps", 0))
+    if not n:
+        return {}
+    return {
+        "n_steps": n,
+        "tokens_per_step": (counted["n_prompt_tokens"] + counted["n_made_tokens"]) / n,
+        "sampling_ms": 1e3 * counted["sampling_s"] / n,
+        "sampling_share": counted["sampling_s"] / row.figures["duration"],
+    }
 
 
 def _label(word: str, name: str) -> str:
@@ -106,14 +119,7 @@ def _lines(keys: dict[str, str], found: Figures) -> Iterator[str]:
 
 def summary(rows: Sequence[ServedRow]) -> Table:
     """One row per setting; figures that no setting has are left out."""
-    made = [
-        {"setting": row.setting.name} | {head: row.figures[key] for head, key, _ in _COLUMNS}
-        for row in rows
-    ]
-    table = Table(made, columns=["setting", *(head for head, _, _ in _COLUMNS)])
-    table = Table(table.dropna(axis=1, how="all"))
-    table.attrs = {"keys": ["setting"], "digits": {head: n for head, _, n in _COLUMNS}}
-    return table
+    return table_of([(row.setting.name, row.figures) for row in rows])
 
 
 def points(rows: Sequence[ServedRow], curve: str, latency: str = "mean_tpot_ms") -> Table:
@@ -137,7 +143,7 @@ def points(rows: Sequence[ServedRow], curve: str, latency: str = "mean_tpot_ms")
 def as_object(row: ServedRow) -> dict[str, Any]:
     """A row for JSON: the setting, vLLM's keys, and what only this client has."""
     begin = {"setting": row.setting.name, "num_prompts": row.n_requests}
-    rest = {"client": row.client, "warnings": row.warnings}
+    rest = {"client": row.client, "engine": dict(row.engine), "warnings": row.warnings}
     made: dict[str, Any] = finite(begin | setting_fields(row) | row.figures | rest)
     return made
 

@@ -1,4 +1,7 @@
-"""An engine process without HTTP: a load over the pipe that the server's front would have."""
+"""An engine without HTTP: a load over the pipe that a server's front would have.
+
+At its other end is an engine process, or an engine of this process (`own_engine.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from workbench.serve.records import (
     RequestRecord,
     Spent,
 )
-from workbench.serve.targets import GRACE_S, Asking, Offered, receive
+from workbench.serve.targets import GRACE_S, Asking, Offered
 
 TIMER_S = 0.001
 
@@ -33,6 +35,16 @@ _STATUS = {
     messages.STOP: OK, messages.LENGTH: OK, messages.CANCELLED: UNFINISHED,
     messages.TIMEOUT: TIMEOUT, messages.FAILED: FAILED,
 }  # fmt: skip
+
+
+class MessagePipe(Protocol):
+    """As a `Connection`: one end of a pipe on which `messages` go."""
+
+    def send(self, message: Any, /) -> None: ...
+
+    def poll(self, timeout: float | None = 0.0, /) -> bool: ...
+
+    def recv(self) -> Any: ...
 
 
 class _Asked(NamedTuple):
@@ -51,10 +63,11 @@ class PipeTarget:
     Waits for Ready; raises WorkbenchError where the engine process ends instead.
     """
 
-    def __init__(self, pipe: Connection):
+    def __init__(self, pipe: MessagePipe):
         self._pipe, self._number = pipe, 0
         self.spent: list[Spent] = []
-        said = receive(pipe)
+        self.totals: messages.Totals | None = None
+        said = _received(pipe)
         if not isinstance(said, messages.Ready):
             raise WorkbenchError("the engine process ended before it was ready; see its error")
         self.ready: messages.Ready = said
@@ -69,13 +82,15 @@ class PipeTarget:
             yield from work.records(most_s)
         finally:
             work.cancel()
+            self.totals = work.totals or self.totals
 
 
 class _Offer:
     """One load. number: the last that was used before."""
 
-    def __init__(self, pipe: Connection, load: Load, asking: Asking, number: int):
+    def __init__(self, pipe: MessagePipe, load: Load, asking: Asking, number: int):
         self._pipe, self._load = pipe, load
+        self.totals: messages.Totals | None = None  # of the engine's last message
         self._starts = Starts(load.due_ns(), load)
         self._asked: dict[int, _Asked] = {}
         self._open = set[int]()  # numbers whose end the engine has not said
@@ -114,7 +129,7 @@ class _Offer:
 
     def _take(self) -> list[RequestRecord]:
         """One message: the records of requests that are over with it."""
-        said = receive(self._pipe)
+        said = _received(self._pipe)
         now = self._now()
         self._close(said)
         match said:
@@ -157,7 +172,7 @@ class _Offer:
             for number in self._open:
                 self._pipe.send(messages.Cancel(number))
             while self._open and self._pipe.poll(max(0.0, until - time.monotonic())):
-                said = receive(self._pipe)
+                said = _received(self._pipe)
                 if said is None:
                     return
                 self._close(said)
@@ -167,5 +182,14 @@ class _Offer:
         match said:
             case messages.Made():
                 self._open -= {end.number for end in said.ended}
+                self.totals = said.totals
             case messages.Refused():
                 self._open.discard(said.number)
+
+
+def _received(pipe: MessagePipe) -> Any:
+    """The next message; None where the other end is closed."""
+    try:
+        return pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return None

@@ -14,6 +14,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Protocol
 
+from workbench.engine.asks import Totals
 from workbench.errors import UsageError, WorkbenchError
 from workbench.serve.load import Load
 from workbench.serve.records import Begin, ClientReady, Job, RequestRecord, Spent, StopSending
@@ -34,9 +35,10 @@ class Asking(NamedTuple):
 
 class LoadTarget(Protocol):
     """Serves loads, one after another. spent: of the client processes of the last one, empty where
-    there are none."""
+    there are none. totals: what the engine had counted at its end; None where nobody says."""
 
     spent: list[Spent]
+    totals: Totals | None
 
     def offer(self, load: Load, asking: Asking, most_s: float = math.inf) -> Offered:
         """Sends the requests and gives records as requests end, until all have or most_s are over.
@@ -58,6 +60,7 @@ class HttpTarget:
             raise UsageError("the client needs httptools; install workbench[serve]")
         self.url, self.model, self.key, self.processes = url, model, key, processes
         self.spent: list[Spent] = []
+        self.totals: Totals | None = None
 
     def offer(self, load: Load, asking: Asking, most_s: float = math.inf) -> Offered:
         most = load.arrivals.in_flight
