@@ -1,0 +1,282 @@
+"""The hazard checker on batched steps: prompts beside tokens, draws, copied and shifted cells.
+
+An engine issues real steps of several sequences, and the host's order is noted: which program it
+began when, and when it waited for which. With results=behind the wait for a step comes behind the
+commands of the next. The checker is given the programs in that order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests.orderings import every_ordering
+from tests.profiles import share
+from workbench.backend.issue import Prepared
+from workbench.config import Toggles
+from workbench.engine.draws import FED
+from workbench.engine.engine import Engine
+from workbench.engine.reuse import Key
+from workbench.errors import UsageError
+from workbench.program import events
+from workbench.program.check.hazards import races
+from workbench.program.commands import (
+    COPY_STREAM,
+    Buffer,
+    Command,
+    Copy,
+    Launch,
+    Program,
+    Read,
+    Sync,
+    Wait,
+    Write,
+)
+from workbench.program.plans import with_plans
+from workbench.program.sync_modes import race_of
+
+N_UBATCH = 16
+# what a server has: no wait of the host but for results, and for its own staging memory
+SERVED = {
+    "graph_reuse": "set_rows", "sync": "packed_implicit", "copy_stream": "compute",
+    "host_source": "pinned_ring_2", "step_wait": "outputs", "skip_gate": "always",
+}  # fmt: skip
+NAMES = ("kv_cache", "skip_masked_kv", "kv_parts", "batch_sizes", "sampling", "results")
+EVERY = [
+    dict(zip(NAMES, values, strict=True))
+    for values in itertools.product(*(Toggles.values(name) for name in NAMES))
+]
+BEHIND = SERVED | {
+    "kv_cache": "per_sequence", "skip_masked_kv": "tail", "kv_parts": "parallel_blocks",
+    "batch_sizes": "padded", "sampling": "device", "results": "behind",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model) -> Iterator[Engine]:
+    """It computes nothing, so that programs that race may be issued, too (unsafe)."""
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="null", n_ctx=512, n_seqs=4, n_kv_pad=32,
+        n_ubatch=N_UBATCH, threads=1, unsafe=True, toggles=Toggles(),
+    ) as made:  # fmt: skip
+        yield made
+
+
+class Part(NamedTuple):
+    """Of a step: all that comes before the wait for its results, or that wait and the reads."""
+
+    key: Key
+    is_tail: bool
+
+
+def issued(engine: Engine) -> list[Part]:
+    """What the host does, in its order, for sequences that begin, go on, share and end."""
+    found: list[Part] = []
+    keys: dict[Prepared, Key] = {}
+    get, run, finish = engine._programs.get, Prepared.run, Prepared.finish
+
+    def noted(key: Key, cell: int = 0) -> Prepared:
+        keys[made := get(key, cell)] = key
+        return made
+
+    def began(prepared: Prepared, *given: Any) -> None:
+        found.append(Part(keys[prepared], False))
+        run(prepared, *given)
+
+    def ended(prepared: Prepared, *given: Any) -> Any:
+        found.append(Part(keys[prepared], True))
+        return finish(prepared, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._programs, "get", noted)
+        patch.setattr(Prepared, "run", began)
+        patch.setattr(Prepared, "finish", ended)
+        serve(engine)
+    return found
+
+
+def serve(engine: Engine) -> None:
+    """Steps of several sequences. Each is submitted as soon as the engine takes it."""
+    draws, cache = engine.can_draw, engine.cache
+    numbers = np.random.default_rng(4)
+
+    def submit(*work: tuple[int, int, Any], draws: bool = draws) -> None:
+        made = [
+            (s, [FED] if draws and n == 1 else numbers.integers(3, 900, n).tolist(), outputs)
+            for s, n, outputs in work
+        ]
+        pending.append(engine.submit(made, draws))
+
+    pending: list[Any] = []
+    engine.reset()
+    submit((0, 9, "last"), (1, 5, "none"))
+    submit((0, 1, "last"), (1, 8, "last"))
+    for _ in range(5):  # a train without results, longer than any ring
+        submit((2, N_UBATCH, "none"))
+    submit((2, 3, "last"), (0, 1, "last"), (1, 1, "last"))
+    submit((1, 1, "last"), (0, 1, "last"), (2, 1, "last"))
+    cache.copy(2, 3, 0, 20)  # which the next step finds there
+    submit((3, 4, "last"), (0, 1, "last"), (1, 1, "last"))
+    for _ in range(3):
+        submit(*((s, 1, "last") for s in (0, 1, 2, 3)))
+    cache.remove(1)
+    cache.remove(0, 2, 6)
+    cache.shift(0, -4, 6)  # K of which is turned before the next step
+    submit((0, 1, "last"), (2, 1, "last"), (3, 1, "last"))
+    submit((0, 3, "all"), (2, 1, "last"), draws=False)  # whose logits the host wants
+    submit((1, 6, "last"), (0, 1, "last"))
+    submit((0, 1, "last"))
+    for step in pending:
+        step.wait()
+
+
+def as_programs(engine: Engine, parts: list[Part], scope: str = "") -> list[Program]:
+    """The programs of the parts, on common buffers, for the checker to read. scope: of plans."""
+    buffers, made = dict[str, Buffer](), dict[Key, Program]()
+    cut: dict[Part, Program] = {}
+    for part in parts:
+        if part.key not in made:
+            program = engine._step_programs.of(*part.key, buffers)
+            made[part.key] = with_plans(program, scope) if scope else program
+        program, at = made[part.key], made[part.key].first_of_tail
+        commands = program.commands[at:] if part.is_tail else program.commands[:at]
+        if part not in cut:
+            cut[part] = replace(program, commands=commands)
+    return [cut[part] for part in parts if cut[part].commands]
+
+
+def order_of(engine: Engine, values: dict[str, str]) -> list[Program]:
+    with engine.variant(Toggles(**values)) as variant:
+        return as_programs(variant, issued(variant))
+
+
+def ops_of(steps: list[Program]) -> set[str]:
+    return {c.node.op for p in steps for c in p.singly() if isinstance(c, Launch)}
+
+
+@pytest.mark.parametrize("values", share(EVERY, every=7), ids=lambda v: "-".join(v.values()))
+def test_batched_steps_are_free_of_races(engine, values):
+    steps = order_of(engine, SERVED | values)
+    assert not races(steps * 2)
+    found = ops_of(steps)
+    assert ("draw" in found) == ("keep_tokens" in found) == (values["sampling"] == "device")
+    assert ("kv_extents" in found) == (values["skip_masked_kv"] == "tail")
+    assert ("kv_classes" in found) == (values["skip_masked_kv"] == "classes")
+    assert ("copy_cells" in found) == (values["kv_cache"] == "per_sequence")
+    assert "rope_shift" in found
+    # and it would see it: nothing waits any more
+    bare = [replace(p, commands=[c for c in p.commands if not isinstance(c, Sync | Wait)])
+            for p in dict.fromkeys(steps)]  # fmt: skip
+    without = dict(zip(dict.fromkeys(steps), bare, strict=True))
+    assert races([without[p] for p in steps])
+
+
+def test_a_share_has_every_value():
+    for name in NAMES:
+        assert {v[name] for v in EVERY[::7]} == set(Toggles.values(name))
+
+
+@pytest.mark.parametrize("scope", Toggles.values("plan_scope"))
+@pytest.mark.parametrize("results", Toggles.values("results"))
+def test_batched_steps_in_plans_are_free_of_races(engine, results, scope):
+    with engine.variant(Toggles(**BEHIND | {"results": results})) as variant:
+        steps = as_programs(variant, issued(variant), scope)
+    assert not races(steps * 2)
+    assert sum(p.counts().get("replays", 0) for p in steps) > 10
+
+
+def test_the_host_goes_on_before_results_are_there(engine):
+    """Else the order would prove nothing of results behind: a step begins before the wait for the
+    step before it, and never two steps."""
+    for results in Toggles.values("results"):
+        with engine.variant(Toggles(**BEHIND | {"results": results})) as variant:
+            parts = issued(variant)
+        open_steps, most = 0, 0
+        for part in parts:
+            open_steps += -1 if part.is_tail else 1
+            most = max(most, open_steps)
+        assert most == (2 if results == "behind" else 1)
+        assert open_steps == 0
+
+
+# faults that are planted --------------------------------------------------------------------------
+
+
+def spoiled(steps: list[Program], gone: Any) -> list[Program]:
+    """The steps without the commands that `gone` says of."""
+    made = {p: replace(p, commands=[c for c in p.commands if not gone(c)]) for p in {*steps}}
+    assert any(len(made[p].commands) < len(p.commands) for p in steps)
+    return [made[p] for p in steps]
+
+
+def is_wait_of_results(command: Command) -> bool:
+    """The copy stream's wait for what the graph computes."""
+    return isinstance(command, Wait) and command.event == events.computed("null")
+
+
+def is_wait_for_results(command: Command) -> bool:
+    """The host's wait for the copies of results."""
+    arrived = {events.arrived("null", turn) for turn in range(2)}
+    return isinstance(command, Sync) and command.event in arrived
+
+
+def test_results_that_are_copied_too_early_are_found(engine):
+    found = races(spoiled(order_of(engine, BEHIND), is_wait_of_results))
+    assert found
+    for race in found:
+        copy = next(at.command for at in (race.first, race.second) if isinstance(at.command, Copy))
+        assert copy.stream.id == COPY_STREAM
+
+
+def test_results_that_are_read_too_early_are_found(engine):
+    found = races(spoiled(order_of(engine, BEHIND), is_wait_for_results))
+    assert any(isinstance(race.second.command, Read) for race in found)
+
+
+def test_results_without_a_ring_are_found(engine):
+    """Two steps whose results lie in the same memory."""
+    with engine.variant(Toggles(**BEHIND)) as variant:
+        parts = [part._replace(key=part.key._replace(turn=0)) for part in issued(variant)]
+        assert races(as_programs(variant, parts))
+
+
+def test_staging_memory_without_a_ring_is_refused_and_races(engine, tiny_model):
+    """The guard of results=behind: the host writes the next step's inputs."""
+    values = BEHIND | {"host_source": "pinned"}
+    found = races(order_of(engine, values))
+    assert any(isinstance(race.second.command, Write) for race in found)
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=256, n_seqs=4, threads=1,
+        toggles=Toggles(),
+    ) as safe:  # fmt: skip
+        with pytest.raises(UsageError, match="the next step's inputs are written where copies"):
+            safe.variant(Toggles(**values))
+        safe.variant(Toggles(**BEHIND)).close()
+
+
+# every ordering of results behind -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "every", [13, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_what_is_said_to_race_with_results_behind_does_and_nothing_else(engine, every):
+    """`race_of` against the checker."""
+    toggles_of = every_ordering(
+        results="behind", graph_reuse="set_rows", kv_cache="per_sequence", sampling="device"
+    )
+    said = set()
+    for toggles in [*toggles_of][::every]:
+        with engine.variant(toggles) as variant:
+            steps = as_programs(variant, issued(variant))
+            why = race_of(variant._ordering, variant.backend.capabilities)
+        found = races(steps)
+        assert bool(found) == bool(why), (toggles, why, found[:1])
+        said.add(why)
+    assert "" in said and len(said) > 2
