@@ -1,49 +1,134 @@
-"""What llama.cpp's `scripts/server-bench.py` asks, in its order, and its other endpoints."""
+"""What benchmarks of others ask: llama.cpp's `scripts/server-bench.py`, in its order, and guidellm;
+and llama.cpp's own endpoints."""
 
 from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import requests
 
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import live
+
+RNG = random.Random(0)
 
 
 def lines_of(answer) -> list[bytes]:
     return [line.encode() for line in answer.iter_lines() if line.startswith("data: ")]
 
 
-def test_server_bench_with_random_prompts_counts_every_token(texts):
-    rng = random.Random(0)
-    worker = FakeWorker(texts.tokenizer.n_vocab, n_ctx=4096)
-    with live(texts, worker) as server, server.http() as http:
-        for n_predict in (1, 7, 60):
-            body = {
-                "prompt": [rng.randint(0, texts.tokenizer.n_vocab - 1) for _ in range(100)],
-                "ignore_eos": True, "seed": -1, "max_tokens": n_predict, "stream": True,
-            }  # fmt: skip
-            with http.stream("POST", "/v1/completions", json=body) as answer:
-                answer.raise_for_status()
-                lines = lines_of(answer)
-            # as the script counts: all but the last line, and but one with timings
-            arrivals = lines[:-1]
-            if len(lines) > 1 and "timings" in json.loads(lines[-2][6:]):
-                arrivals = arrivals[:-1]
-            assert len(arrivals) == n_predict
+class ServerBench:
+    """The script's requests, by its own library and in its words.
+
+    It counts events, so one token must be one event. It leaves the last one out, and the one
+    before where that has `timings`.
+    """
+
+    def __init__(self, url: str):
+        self.url = url
+        self.session = requests.Session()
+        adapter = requests.adapters.HTTPAdapter(pool_connections=8, pool_maxsize=8)
+        self.session.mount("http://", adapter)
+
+    def prompt_length(self, text: str) -> int:
+        asked = {"messages": [{"role": "user", "content": text, "stream": True}]}
+        response = self.session.post(f"{self.url}/apply-template", json=asked)
+        response.raise_for_status()
+        asked = {"content": json.loads(response.text)["prompt"], "add_special": True}
+        response = self.session.post(f"{self.url}/tokenize", json=asked)
+        response.raise_for_status()
+        return len(json.loads(response.text)["tokens"])
+
+    def n_counted(self, prompt: str | list[int], n_predict: int, seed: int) -> int:
+        """Tokens that the script counts for a request."""
+        asked = {
+            "prompt": prompt, "ignore_eos": True, "seed": seed, "max_tokens": n_predict,
+            "stream": True,
+        }  # fmt: skip
+        response = self.session.post(f"{self.url}/v1/completions", json=asked, stream=True)
+        response.raise_for_status()
+        lines = [
+            line for line in response.iter_lines(decode_unicode=False) if line.startswith(b"data: ")
+        ]
+        n = len(lines) - 1
+        return n - 1 if len(lines) > 1 and "timings" in json.loads(lines[-2][6:]) else n
+
+
+@pytest.mark.parametrize("seed_offset", [-1, 0, 7])
+def test_server_bench_with_random_prompts_counts_every_token(texts, seed_offset):
+    worker = FakeWorker(texts.tokenizer.n_vocab, n_ctx=4096, n_slots=4)
+    most = texts.tokenizer.n_vocab - 1
+    data: list[tuple[list[int], int, int]] = []
+    for i in range(24):
+        drawn = random.Random(3 * (seed_offset + 1000 * i) + 1) if seed_offset >= 0 else RNG
+        prompt = [drawn.randint(100, min(10_000, most)) for _ in range(drawn.randint(1, 300))]
+        seed = 3 * (seed_offset + 1000 * i) + 2 if seed_offset >= 0 else -1
+        data.append((prompt, drawn.randint(1, 60), seed))
+    with live(texts, worker) as server, ThreadPoolExecutor(8) as pool:
+        script = ServerBench(server.url)
+        counted = list(pool.map(lambda one: script.n_counted(*one), data))
+    assert counted == [n_predict for _, n_predict, _ in data]
+    if seed_offset >= 0:
+        assert sorted(ask.seed for ask in worker.asked) == sorted(seed for *_, seed in data)
 
 
 def test_server_bench_with_texts_asks_for_template_and_length(server, texts):
+    script = ServerBench(server.url)
+    text = "What waits for what, and why?\n(A) host (B) device"
+    wanted = texts.tokenizer.encode(f"<user>{text}\n<assistant>")
+    assert script.prompt_length(text) == len(wanted)
+    assert script.n_counted(text, 9, 2) == 9
+    assert server.worker.asked[-1].tokens.tolist() == texts.tokenizer.encode(text)
+
+
+def test_server_bench_begins_when_health_is_200(server):
+    assert requests.get(f"{server.url}/health").status_code == 200
+
+
+# what guidellm 0.8.1 sent, beside GET /health and GET /v1/models
+GUIDELLM = {
+    "/v1/completions": {
+        "max_tokens": 24, "ignore_eos": True,
+        "prompt": "Question 0: what waits for what, 0 times?",
+    },
+    "/v1/chat/completions": {
+        "max_completion_tokens": 24, "ignore_eos": True,
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "Question 0: what waits for what, 0 times?"}],
+            }
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", GUIDELLM)
+@pytest.mark.parametrize("stream", [True, False])
+def test_guidellm_is_told_text_and_usage(server, path, stream):
+    body = GUIDELLM[path] | {"model": "tiny"}
+    if stream:
+        usage = {"include_usage": True, "continuous_usage_stats": True}
+        body |= {"stream": True, "stream_options": usage}
     with server.http() as http:
-        messages = [{"role": "user", "content": "What waits?", "stream": True}]
-        prompt = http.post("/apply-template", json={"messages": messages}).json()["prompt"]
-        assert prompt == "<user>What waits?\n<assistant>"
-        tokens = http.post("/tokenize", json={"content": prompt, "add_special": True}).json()
-        assert tokens["tokens"] == texts.tokenizer.encode(prompt)
-        body = {"prompt": prompt, "ignore_eos": True, "seed": 2, "max_tokens": 9, "stream": True}
-        with http.stream("POST", "/v1/completions", json=body) as answer:
-            assert len(lines_of(answer)) == 9 + 2
+        assert http.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        if not stream:
+            made = http.post(path, json=body).json()
+            assert made["usage"]["completion_tokens"] == 24
+            return
+        with http.stream("POST", path, json=body) as answer:
+            lines = lines_of(answer)
+    assert lines[-1] == b"data: [DONE]"
+    events = [json.loads(line[6:]) for line in lines[:-1]]
+    assert events[-1]["usage"]["completion_tokens"] == 24 and not events[-1]["choices"]
+    texts = [
+        choice.get("text") or choice.get("delta", {}).get("content")
+        for event in events for choice in event["choices"]
+    ]  # fmt: skip
+    assert len([text for text in texts if text]) > 12
 
 
 def test_the_native_endpoint_streams_as_llama_cpp_does(server, texts):

@@ -84,6 +84,7 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         counted, totals = self._front.counted, self._front.totals
+        value: float
         for name, about, value in (
             ("prompt_tokens", "Tokens of prompts", counted.n_prompt),
             ("prompt_tokens_cached", "Tokens of prompts found in the cache", counted.n_cached),
