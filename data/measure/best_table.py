@@ -8,8 +8,7 @@ A value wins where it is faster in more than half of them and slower in none. Wh
 second cannot tell, the shortest gap between tokens wins (runs of kind `gaps`), then fewer waits.
 With as few waits `auto` wins: it is safe beside any other toggle. A value whose answer did not hold
 is out, and one that not every step can have (NARROW). What no run of a kind of device compares
-stays as in the baseline, but for SAFE, and on a GPU for what its recorded runs had before it was a
-toggle.
+stays as in the baseline, but for SAFE and SAFE_ON_GPU.
 
 Toggles of TOGETHER can need each other: a plan of a step wants one copy of all inputs. Comparisons
 of sets of them decide them as a whole, beside what won one by one. A set wins where it is faster in
@@ -32,8 +31,8 @@ from typing import Any, NamedTuple
 from workbench.bench import gaps, results
 from workbench.bench.arms import NEVER_JOINED
 from workbench.bench.comparison import AB
-from workbench.bench.old_names import UNSAID_ON_GPU
 from workbench.bench.stats import FASTER, SLOWER
+from workbench.choices import KVParts
 from workbench.config import FAMILIES, SyncMode, Toggles
 from workbench.devices import is_gpu
 from workbench.output import write_text
@@ -49,7 +48,9 @@ TOGETHER = (
 NARROW = {"graph_reuse": NEVER_JOINED}
 COMPARING = ("ab", "fresh")  # kinds of runs
 SAFE = {"sync": "auto", "graph_reuse": "set_rows"}  # proved, or obvious; until a run says more
-SAFE_ON = {kind: SAFE | (UNSAID_ON_GPU if is_gpu(kind) else {}) for kind in KINDS}
+# as every run had it that was recorded before it was a toggle
+SAFE_ON_GPU = {"kv_parts": str(KVParts.PARALLEL_BLOCKS)}
+SAFE_ON = {kind: SAFE | (SAFE_ON_GPU if is_gpu(kind) else {}) for kind in KINDS}
 
 
 class Trial(NamedTuple):

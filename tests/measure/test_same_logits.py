@@ -66,7 +66,10 @@ def test_the_cases_are_of_tiny_models_and_of_settings_that_exist(found, whole):
 
 
 # values that the old commit did not have
-SINCE = {"sync": {"packed_implicit"}, "graph_reuse": {"patch_pointers", "pointer_table"}}
+SINCE = {
+    "sync": {"packed_implicit"}, "graph_reuse": {"patch_pointers", "pointer_table"},
+    "results": {"behind"},
+}  # fmt: skip
 
 
 def test_every_value_of_every_toggle_is_tried(found):

@@ -90,8 +90,6 @@ def test_what_a_run_leaves_unsaid_is_what_engines_did():
     del old["result"]["n_ubatch"]
     new = in_todays_words(copy.deepcopy(old))
     assert new["arms"][0]["toggles"]["step_wait"] == "every"
-    assert new["engine"]["device"] == "cuda"
-    assert new["arms"][0]["toggles"]["kv_parts"] == "parallel_blocks" != Toggles().kv_parts
     assert new["arms"][0]["toggles"]["sync"] == old["arms"][0]["toggles"]["sync"] == "implicit"
     assert new["engine"]["config"]["expand"] == "f16"
     assert new["result"]["n_ubatch"] == old["engine"]["config"]["n_ubatch"] == 512
@@ -119,9 +117,7 @@ def test_a_devices_threads_are_workers_in_every_run():
     """Two runs of one device compare equal, whichever commit wrote its description."""
     folder = next(f for f in FOLDERS if f.name == "embedded-sync")
     assert run_of(folder)["engine"]["device_description"].startswith("embedded device, 2 lanes, ")
-    run = results.load_run(folder).run
-    assert {arm["toggles"]["kv_parts"] for arm in run["arms"]} == {"off"}, "no GPU"
-    engine = run["engine"]
+    engine = results.load_run(folder).run["engine"]
     assert engine["device_description"].startswith("embedded device, 2 workers, ")
     assert "idle workers yield" in engine["waiting"]
 

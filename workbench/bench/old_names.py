@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from workbench import devices
-from workbench.choices import KVParts
 from workbench.config import EngineConfig, Toggles
 
 
@@ -49,9 +47,6 @@ CONFIG = {
     if field.name not in ("device", "n_ctx", "n_ubatch", "n_kv_pad", "threads")  # runs always say
 }
 
-# what engines on a GPU did before it was a toggle, where that is not the toggle's default
-UNSAID_ON_GPU = {"kv_parts": str(KVParts.PARALLEL_BLOCKS)}
-
 
 def in_todays_words(
     run: dict[str, Any], renamed: tuple[Renamed, ...] | None = None
@@ -59,8 +54,9 @@ def in_todays_words(
     """A run.json with today's names, changed in place. renamed: RENAMED where None.
 
     What a run leaves unsaid: before a toggle or a setting existed, engines did what its default
-    does now, but for UNSAID_ON_GPU. A perplexity run computed as many tokens at once as its
-    engine's n_ubatch.
+    does now. A perplexity run computed as many tokens at once as its engine's n_ubatch. (One toggle
+    is otherwise: attention on a GPU shared out its cells, kv_parts=parallel_blocks, before anybody
+    could say so. Such a run is read as what its pages call it, with everything off.)
     """
     for row in RENAMED if renamed is None else renamed:
         for part in _parts(run, row.where):
@@ -76,11 +72,8 @@ def in_todays_words(
         return run
     for name, value in CONFIG.items():
         config.setdefault(name, value)
-    unsaid = Toggles().to_dict()
-    if devices.is_gpu(run["engine"].get("device", "")):
-        unsaid |= UNSAID_ON_GPU
     for toggles in filter(None, _parts(run, "toggles")):  # an arm of another engine has none
-        for name, value in unsaid.items():
+        for name, value in Toggles().to_dict().items():
             toggles.setdefault(name, value)
     if run["kind"] == "perplexity":
         run["result"].setdefault("n_ubatch", config.get("n_ubatch"))
