@@ -63,7 +63,8 @@ def logprobs(logits: np.ndarray, token: int, n: int) -> Logprobs:
     top = wide.max()
     total = top + np.log(np.exp(wide - top).sum())
     n = min(n, len(wide))
-    best = np.argpartition(-wide, n - 1)[:n] if n else np.empty(0, np.int64)
-    best = best[np.lexsort((best, -wide[best]))]
+    least = np.partition(wide, len(wide) - n)[len(wide) - n] if n else np.inf
+    best = np.flatnonzero(wide >= least)  # with all ties at the edge: the lowest ids come first
+    best = best[np.lexsort((best, -wide[best]))][:n]
     values = (wide[best] - total).astype(np.float32)
     return Logprobs(float(wide[token] - total), best.astype(np.int32), values)
