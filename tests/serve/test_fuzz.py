@@ -1,9 +1,13 @@
-"""The interface, fuzzed from its schemas: whatever comes, never a 5xx, and the server goes on."""
+"""The interface, fuzzed from its schemas and in its bytes: whatever comes, never a 5xx, and the
+server goes on."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
+import socket
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +15,8 @@ from hypothesis import strategies as st
 
 from tests.profiles import examples
 from tests.serve.fake_worker import FakeWorker
-from tests.serve.live import in_process
+from tests.serve.live import Live, in_process
+from tests.serve.test_hostile_clients import wait_for
 from tests.serve.test_schema import VALUES, bodies
 from workbench.serve.api import SCHEMAS
 
@@ -74,3 +79,58 @@ def test_bytes_that_are_nearly_json(texts, path, data):
 @QUIET
 def test_values_of_any_kind(texts, path, value):
     asyncio.run(sent(texts, path, json.dumps(value).encode()))
+
+
+def answers_to(server: Live, data: bytes, cuts: list[int]) -> bytes:
+    """What comes back for bytes that are sent in pieces, until no more comes for a moment."""
+    at = urlsplit(server.url)
+    with socket.create_connection((at.hostname, at.port), timeout=20) as sock:
+        parts = []
+        try:
+            for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+                sock.sendall(data[begin:end])
+            sock.settimeout(0.1)
+            while part := sock.recv(1 << 16):
+                parts.append(part)
+        except OSError:  # no more came, or it was closed with bytes unread
+            pass
+    return b"".join(parts)
+
+
+def request(path: bytes, *headers: bytes, body: bytes = b"") -> bytes:
+    """A request with a JSON body."""
+    lines = [b"POST %b HTTP/1.1" % path, b"host: a", b"content-type: application/json", *headers]
+    return b"\r\n".join([*lines, b"", body])
+
+
+ASKED = b'{"prompt": [1, 2], "max_tokens": 3}'
+REQUESTS = [
+    b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n",
+    request(b"/v1/completions", b"content-length: %d" % len(ASKED), body=ASKED),
+    request(
+        b"/tokenize", b"transfer-encoding: chunked",
+        body=b'12\r\n{"content": "waits\r\n2\r\n"}\r\n0\r\n\r\n',
+    ),
+]  # fmt: skip
+
+
+@given(data=st.data())
+@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck), deadline=None)
+def test_bytes_that_are_nearly_http(server, data):
+    raw = bytearray(
+        b"".join(data.draw(st.lists(st.sampled_from(REQUESTS), min_size=1, max_size=3)))
+    )
+    for _ in range(data.draw(st.integers(0, 4))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=4)))
+    said = answers_to(server, bytes(raw), cuts)
+    statuses = [int(found) for found in re.findall(rb"HTTP/1\.1 (\d{3}) ", said)]
+    assert all(200 <= status < 500 for status in statuses), (raw, said)
+    with server.http() as http:
+        assert http.get("/health").json() == {"status": "ok"}
+
+
+def test_the_requests_that_are_spoiled_are_good_ones(server):
+    for raw in REQUESTS:
+        wait_for(lambda raw=raw: answers_to(server, raw, []).startswith(b"HTTP/1.1 200 "))

@@ -87,6 +87,35 @@ def test_bytes_that_are_no_http_are_400_in_json(server):
     assert head.startswith(b"HTTP/1.1 400") and json.loads(body)["error"]["message"]
 
 
+def test_nonsense_behind_a_request_does_not_overtake_its_answer(texts):
+    """The client takes what comes first for the answer to what it sent first."""
+    worker = FakeWorker(texts.tokenizer.n_vocab, step_s=0.01)
+    body = json.dumps({"prompt": [1], "max_tokens": 20}).encode()
+    asked = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    with live(texts, worker) as server:
+        for sent in ((asked + b"nonsense\r\n\r\n",), (asked, b"nonsense\r\n\r\n")):
+            head, _, answer = raw(server, *sent).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200") and b"connection: close" in head.lower()
+            assert json.loads(answer)["usage"]["completion_tokens"] == 20
+        # of two requests before it the first is answered; the close tells that the second was not
+        answer = raw(server, asked + asked, b"nonsense\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+        with server.http() as http:
+            wait_for(lambda: "requests_pending 0.0" in http.get("/metrics").text)
+
+
+def test_a_body_that_breaks_off_in_nonsense_is_400(server):
+    head = (
+        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\n"
+    )
+    answer = raw(server, head + b'5\r\n{"con\r\n', b"no length\r\n")
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1
+
+
 def test_endless_headers_are_refused(server):
     lines = b"".join(b"x-%d: %s\r\n" % (i, b"a" * 1000) for i in range(100))
     assert raw(server, b"GET /health HTTP/1.1\r\n", lines).startswith(b"HTTP/1.1 431")

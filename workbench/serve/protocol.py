@@ -9,7 +9,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from workbench.serve.faults import ApiError
 
@@ -27,6 +31,7 @@ class FrontProtocol(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
     _in_headers = True
     _refused = False
+    _running: RequestResponseCycle | None = None  # the request that is being answered
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -81,11 +86,24 @@ class FrontProtocol(HttpToolsProtocol):
         self._late = None
         self._refuse(ApiError(408, f"no request came within {HEADERS_S:g} s"))
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
     def _refuse(self, error: ApiError) -> None:
-        """Answers before there is a request, and closes."""
+        """Answers what is no request, and closes. An answer under way, to a request before it, is
+        the last one of the connection instead."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
+        running = self._running
+        if running is not None and not running.response_complete:
+            if running is not self.cycle or not running.more_body:
+                running.keep_alive = False
+                self.pipeline.clear()
+                return
+            running.disconnected = True  # what is wrong is in its own body
+            running.message_event.set()
         headers: dict[str, Any] = error.headers | {
             "content-type": "application/json",
             "content-length": len(error.body),
