@@ -22,7 +22,7 @@ from workbench.serve.front import FrontSettings
 from workbench.serve.server import Listening, serve
 
 MODELS = Path(__file__).resolve().parents[2] / "data" / "models"
-N_TOKENS = 1000
+N_PROMPT, N_TOKENS = 1000, 1000
 
 
 def engine(own: Connection, n_vocab: int, step_s: float) -> None:
@@ -83,7 +83,7 @@ def main() -> None:
         pass
     url, pid = line.rpartition(" ")[2], process.pid
     assert pid is not None
-    same = {"prompt": list(range(100)), "ignore_eos": True}
+    same = {"prompt": list(range(N_PROMPT)), "ignore_eos": True}
     for n in (1, 8, 32, 128):
         for name, extra in (
             ("whole", {}),

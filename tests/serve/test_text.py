@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
+from tests.serve.live import live
 from workbench.model.tokenizer import StreamDecoder
-from workbench.serve.text import StopSearch
+from workbench.serve.text import StopSearch, TokenDecoder, TokenTexts
 
 
 @pytest.mark.parametrize("which", ["texts", "spm_texts"])
@@ -23,6 +24,25 @@ def test_text_is_that_of_the_stream_decoder(request, which, data):
     wanted = [slow.feed(t) for t in tokens] + [slow.flush()]
     assert [fast.feed(t) for t in tokens] + [fast.flush()] == wanted
     assert texts.text(tokens) == "".join(wanted)
+
+
+def test_an_answer_that_comes_whole_is_made_text_once_at_its_end(texts, monkeypatch):
+    made: list[int] = []
+    whole = TokenTexts.text
+
+    def text(self: TokenTexts, tokens: list[int]) -> str:
+        made.append(len(tokens))
+        return whole(self, tokens)
+
+    monkeypatch.setattr(TokenTexts, "text", text)
+    monkeypatch.setattr(TokenDecoder, "feed", None)  # nothing of single tokens
+    with live(texts) as server, server.http() as http:
+        body = {"prompt": [[100], [200]], "max_tokens": 30}
+        answer = http.post("/v1/completions", json=body).json()
+    assert made == [30, 30]
+    assert [c["text"] for c in answer["choices"]] == [
+        whole(texts, list(range(first, first + 30))) for first in (101, 201)
+    ]
 
 
 def cut(text: str, stops: list[str]) -> str:

@@ -115,7 +115,8 @@ def serve(
         chat = ChatTemplate(template, texts.tokenizer, settings.template_s)
         config = uvicorn.Config(
             build(front, chat), http=FrontProtocol, ws="none", lifespan="on", log_config=None,
-            log_level="critical", access_log=False, server_header=False, backlog=BACKLOG,
+            log_level="critical", access_log=False, server_header=False, proxy_headers=False,
+            backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_S,
         )  # fmt: skip
         server = FrontServer(config, front, engine, listening.drain_s)
