@@ -48,7 +48,7 @@ Request throughput (req/s):              9.23
 Request goodput (req/s):                 6.15      
 Output token throughput (tok/s):         27.69     
 Peak output token throughput (tok/s):    9.00      
-Peak concurrent requests:                2         
+Peak concurrent requests:                2.00      
 Total token throughput (tok/s):          120.00    
 ---------------Time to First Token----------------
 Mean TTFT (ms):                          103.33    

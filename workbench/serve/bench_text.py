@@ -74,6 +74,7 @@ def report(row: ServedRow) -> str:
     """vLLM's table, without a newline at its end. What is not known has no line."""
     found = row.figures | row.client | setting_fields(row)
     found["request_rate"] = None if found["request_rate"] == "inf" else found["request_rate"]
+    found["max_concurrent_requests"] = float(found["max_concurrent_requests"])  # vLLM writes 2.00
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_lines(_COUNTS, found)]
     for name in METRICS:
         keys = {_label(word, name): f"{word}_{name}_ms" for word in _WORDS}
