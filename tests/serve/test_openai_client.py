@@ -99,6 +99,30 @@ def test_logprobs_are_in_openais_form(server, texts):
     assert bytes(content[0].bytes).decode("utf-8", "replace") == content[0].token
 
 
+@pytest.mark.parametrize("stop", [None, "aits f"])
+def test_streamed_logprobs_are_those_of_the_whole_answer(texts, stop):
+    """Offsets of a stream are counted as tokens come, those of a whole answer at its end."""
+    tokens = texts.tokenizer.encode("the engine 🙂 waits for the end", add_bos=False)
+    ask = {"model": "tiny", "max_tokens": len(tokens), "stop": stop, "temperature": 0}
+    worker = FakeWorker(texts.tokenizer.n_vocab, script=tokens, step_s=0.001)
+    with live(texts, worker) as server:
+        create = server.client().completions.create
+        whole = create(prompt="a", logprobs=2, **ask).choices[0].logprobs.to_dict()
+        chunks = list(create(prompt="a", logprobs=2, stream=True, **ask))
+        parts = [c.choices[0].logprobs.to_dict() for c in chunks if c.choices[0].logprobs]
+        chat = server.client().chat.completions.create
+        messages = [{"role": "user", "content": "a"}]
+        said = chat(messages=messages, logprobs=True, top_logprobs=2, **ask).choices[0].logprobs
+        heard = list(chat(messages=messages, logprobs=True, top_logprobs=2, stream=True, **ask))
+    n = len(whole["tokens"])
+    assert n == len(tokens) if stop is None else 0 < n < len(tokens)
+    for name, values in whole.items():
+        assert [v for part in parts for v in part[name]][:n] == values
+    assert whole["text_offset"][0] == 0 and len(set(whole["text_offset"])) > 3
+    content = [c for e in heard if e.choices[0].logprobs for c in e.choices[0].logprobs.content]
+    assert content[: len(said.content)] == said.content and said.content
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_text_ends_the_request_in_the_engine(texts, stream):
     tokens = texts.tokenizer.encode("the engine waits for the end", add_bos=False)

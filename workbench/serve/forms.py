@@ -127,7 +127,7 @@ class Completions(_OpenAI):
             "tokens": texts,
             "token_logprobs": [of.drawn for of in part.logprobs[begin:end]],
             "top_logprobs": tops,
-            "text_offset": _offsets(self._texts, part.tokens[:end])[begin:],
+            "text_offset": (part.offsets or _offsets(self._texts, part.tokens))[begin:end],
         }
 
     def _shown(self, token: int) -> str:

@@ -43,7 +43,8 @@ class Form(Protocol):
 class Continuation:
     """One answer to one prompt.
 
-    tokens: of the engine so far. offsets: for each token with logprobs, the characters before it.
+    tokens: of the engine so far. offsets: for each token with logprobs that is decoded as it comes,
+    the characters before it.
     take: what to do with the next token.
     """
 
@@ -99,11 +100,11 @@ class Continuation:
     def _certain(self, token: int) -> str:
         self.tokens.append(token)
         text = self._decoder.feed(token)
-        if self._search is None:
-            return text
         if self.logprobs:
             self.offsets.append(self._n_certain)
             self._n_certain += len(text)
+        if self._search is None:
+            return text
         text = self._search.feed(text)
         if self._search.found_at is not None:
             self.reply.stop(self)
