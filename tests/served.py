@@ -110,6 +110,13 @@ def check_cells(slots: Slots) -> None:
     assert int(cache.free.n_owners.sum()) == kept
 
 
+def go_on(slots: Slots, n: int, told: Told) -> None:
+    """n steps."""
+    for _ in range(n):
+        told.take(slots.step())
+        check_cells(slots)
+
+
 def serve(
     slots: Slots, asks: Iterable[Ask], each: Callable[[Slots], None] = check_cells, told=None
 ) -> Told:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.profiles import examples
-from tests.served import APART, BEHIND, Alone, Told, alone, check_cells, ids, same, serve
+from tests.served import APART, BEHIND, Alone, Told, alone, go_on, ids, same, serve
 from workbench.config import BEST, TogglePreset, Toggles
 from workbench.engine.asks import LENGTH, STOP, Ask
 from workbench.engine.engine import Engine
@@ -93,7 +93,6 @@ def a_request(draw: st.DrawFn) -> tuple[Ask, int, int | None]:
 @given(st.lists(a_request(), min_size=1, max_size=12))
 def test_a_request_among_others_has_the_tokens_it_has_alone(own, shared, load):
     asks, told = dict[int, Ask](), Told()
-    shared.reset()
     slots = Slots(shared, N_SLOTS)
     for number, (ask, n_steps, end_at) in enumerate(load):
         ask = ask._replace(number=number)
@@ -101,9 +100,7 @@ def test_a_request_among_others_has_the_tokens_it_has_alone(own, shared, load):
         if end_at is not None and end_at < len(made):
             ask = ask._replace(ends=frozenset({made[end_at], 1023}))
         asks[number] = ask
-        for _ in range(n_steps):
-            told.take(slots.step())
-            check_cells(slots)
+        go_on(slots, n_steps, told)
         slots.ask(ask)
     serve(slots, (), told=told)
     assert told.ended.keys() == asks.keys()
@@ -158,7 +155,6 @@ def test_what_a_server_has_is_what_it_has_alone(own, tiny_model):
 
 def test_a_context_that_is_full_ends_a_request(own, shared):
     """The last token needs no cell, so a prompt of all cells has one token."""
-    shared.reset()
     slots = Slots(shared, N_SLOTS)
     room = slots.room
     told = serve(slots, [Ask(0, ids(room), 9), Ask(1, ids(room - 3), 9), Ask(2, ids(2), 3)])
@@ -184,6 +180,5 @@ def test_a_stop_token_is_no_part_of_the_answer(own, shared):
     ask = Ask(0, ids(7), 8, Sampling(1.0), 3)
     made = alone(own, ask).tokens
     at = max(i for i in range(8) if made[i] not in made[:i])
-    shared.reset()
     told = serve(Slots(shared, N_SLOTS), [ask._replace(ends=frozenset({made[at]}))])
     assert told.tokens.get(0, []) == made[:at] and told.ended[0].reason == STOP

@@ -73,7 +73,7 @@ class Slots:
     """n_slots slots of an engine. n_waiting: most requests that wait for one.
 
     `ask` takes a request, `step` issues a step and returns what an earlier one has made. Numbers of
-    requests are the caller's, each given once.
+    requests are the caller's, each given once. The engine's cache is emptied.
     """
 
     def __init__(self, engine: Engine, n_slots: int, n_waiting: int = 1024):
@@ -89,6 +89,7 @@ class Slots:
             )
         self.engine, self.n_waiting = engine, n_waiting
         self.room = engine.cache.n_ctx_seq  # cells that a request may have
+        engine.reset()
         self._seats = Seats(engine.cache, n_slots, engine.toggles.slot_choice)
         self.slots = self._seats.slots
         self.defrag = Defragmenting(engine.toggles)

@@ -1,0 +1,329 @@
+"""What is in each step: tokens of all that generate, prompts in the room beside them, and which
+step is issued before the results of the one before are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import workbench as wb
+from tests.profiles import examples
+from tests.served import APART, BEHIND, Told, check_cells, go_on, ids, serve
+from workbench.config import Toggles
+from workbench.engine import pending
+from workbench.engine.asks import CANCELLED, FAILED, LENGTH, TIMEOUT, Ask
+from workbench.engine.engine import Engine
+from workbench.engine.slots import Slots
+from workbench.errors import DeviceError
+
+N_SLOTS, N_UBATCH = 4, 12
+SETTINGS = {"host": APART, "behind": BEHIND | APART, "shared": BEHIND}
+
+
+@pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS)
+def engine(request, tiny_model) -> Iterator[Engine]:
+    with opened(tiny_model, request.param) as made:
+        yield made
+
+
+def opened(tiny_model, toggles: dict[str, str]) -> Engine:
+    return wb.Engine.load(
+        tiny_model("tiny-llama", "F32"), device="embedded", n_ctx=N_SLOTS * 96, n_seqs=N_SLOTS,
+        n_ubatch=N_UBATCH, threads=1, toggles=Toggles(**toggles),
+    )  # fmt: skip
+
+
+class Watched:
+    """Slots whose steps are noted: sequence -> its tokens in a step."""
+
+    def __init__(self, engine: Engine, n: int = N_SLOTS):
+        self.slots, self.told, self.steps = Slots(engine, n), Told(), list[dict[int, int]]()
+        submit = engine.submit
+
+        def noted(work, draws=False):
+            self.steps.append({sequence: len(tokens) for sequence, tokens, _ in work})
+            return submit(work, draws)
+
+        engine.submit = noted  # of this engine alone
+        self._undo = lambda: delattr(engine, "submit")
+
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo()
+
+    def go(self, n: int) -> None:
+        go_on(self.slots, n, self.told)
+
+    def finish(self) -> None:
+        serve(self.slots, (), told=self.told)
+
+
+# prompts beside tokens ----------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_cut_and_nobody_who_generates_waits(engine):
+    with Watched(engine) as made:
+        for number in range(3):
+            made.slots.ask(Ask(number, ids(2, number), 30))
+        made.go(1)
+        made.slots.ask(Ask(9, ids(60, 9), 3))
+        before = len(made.steps)
+        made.go(8)
+        during = made.steps[before : before + 7]
+        # 60 tokens, 9 of them beside 3 others in each step
+        assert [step[3] for step in during] == [9] * 6 + [6]
+        assert all(step[i] == 1 for step in during for i in range(3))
+        made.finish()
+
+
+def test_prompts_fill_a_step_in_the_order_in_which_they_began(engine):
+    with Watched(engine) as made:
+        for number, n in enumerate((20, 7, 3)):
+            made.slots.ask(Ask(number, ids(n, number), 4))
+        made.go(4)
+        assert made.steps[:3] == [{0: 12}, {0: 8, 1: 4}, {0: 1, 1: 3, 2: 3}]
+        made.finish()
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 9), st.sampled_from([0, 0, 1, 4])),
+        min_size=1, max_size=10,
+    )
+)  # fmt: skip
+def test_no_step_is_too_large_and_none_that_generates_is_left_out(engine, load):
+    with Watched(engine) as made:
+        slots = made.slots
+
+        def step() -> None:
+            generating = {
+                slot.sequence: request
+                for slot, request in slots._running.values()
+                if not request.todo and request.planned < request.most
+            }
+            n = len(made.steps)
+            made.go(1)
+            for step in made.steps[n:]:
+                assert 0 < sum(step.values()) <= N_UBATCH
+                for sequence, request in generating.items():
+                    assert step.get(sequence) == 1 or request.ask.number in made.told.ended
+                if any(request.todo for _, request in slots._running.values()):
+                    assert sum(step.values()) == N_UBATCH  # there was no room for more
+
+        for number, (n, most, n_steps) in enumerate(load):
+            slots.ask(Ask(number, ids(n, number), most))
+            for _ in range(n_steps):
+                step()
+        while not slots.idle:
+            step()
+        assert len(made.told.ended) == len(load)
+        computed = sum(sum(step.values()) for step in made.steps)
+        wasted = computed - slots.n_prompt - sum(most - 1 for _, most, _ in load)
+        assert wasted == 0  # limits are known before: no token is under way for nothing
+
+
+def test_with_as_many_slots_as_tokens_a_prompt_still_goes_on(tiny_model):
+    with (
+        wb.Engine.load(
+            tiny_model("tiny-llama", "F32"), device="embedded", n_ctx=256, n_seqs=4, n_ubatch=4,
+            threads=1, toggles=Toggles(**APART),
+        ) as engine,
+        Watched(engine) as made,
+    ):  # fmt: skip
+        for number in range(4):
+            made.slots.ask(Ask(number, ids(3 + 10 * (number == 3), number), 20))
+        made.finish()
+        assert max(sum(step.values()) for step in made.steps) == 4
+        assert {end.reason for end in made.told.ended.values()} == {LENGTH}
+
+
+# a step ahead -------------------------------------------------------------------------------------
+
+
+def order_of(engine: Engine, monkeypatch) -> tuple[list[str], list[int]]:
+    """When steps are issued and waited for, and how many are under way behind each call."""
+    order, under_way = list[str](), list[int]()
+    wait, submit = pending.Pending.wait, engine.submit
+
+    def waits(self):
+        done = self.done
+        found = wait(self)
+        if not done:
+            order.append("look")
+        return found
+
+    def issues(work, draws=False):
+        made = submit(work, draws)
+        order.append("issue")
+        return made
+
+    monkeypatch.setattr(pending.Pending, "wait", waits)
+    monkeypatch.setattr(engine, "submit", issues, raising=False)
+    slots = Slots(engine, N_SLOTS)
+    for number in range(2):
+        slots.ask(Ask(number, ids(5, number), 4))
+    while not slots.idle:
+        slots.step()
+        under_way.append(len(slots._under_way))
+        assert len(engine.under_way) == len(slots._under_way)
+    return order, under_way
+
+
+def test_with_results_behind_a_step_is_issued_before_the_one_before_is_looked_at(
+    tiny_model, monkeypatch
+):
+    with opened(tiny_model, BEHIND | APART) as engine:
+        order, under_way = order_of(engine, monkeypatch)
+    assert order == ["issue", *["issue", "look"] * 3, "look"]
+    assert under_way == [1, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "toggles",
+    [APART, APART | {"sampling": "device"}, BEHIND | APART | {"sampling": "host"}],
+    ids=["host", "device, not behind", "behind, drawn by the host"],
+)
+def test_without_each_step_is_looked_at_before_the_next(tiny_model, monkeypatch, toggles):
+    with opened(tiny_model, toggles) as engine:
+        order, under_way = order_of(engine, monkeypatch)
+    assert order == ["issue", "look"] * 4 and under_way == [0] * 4
+
+
+def test_who_wants_logprobs_has_all_wait_and_then_it_goes_on_ahead(tiny_model):
+    with opened(tiny_model, BEHIND | APART) as engine, Watched(engine) as made:
+        made.slots.ask(Ask(0, ids(5), 30))
+        made.go(3)
+        assert len(made.slots._under_way) == 1
+        made.slots.ask(Ask(1, ids(5, 1), 3, n_logprobs=2))
+        made.go(2)
+        assert len(made.slots._under_way) == 0
+        made.go(3)
+        assert 1 in made.told.ended and len(made.slots._under_way) == 1
+        made.finish()
+        assert [len(made.told.tokens[i]) for i in range(2)] == [30, 3]
+
+
+# ends ---------------------------------------------------------------------------------------------
+
+
+def test_a_token_too_many_is_looked_at_by_nobody(tiny_model):
+    """An end is known when the next token is under way already."""
+    with opened(tiny_model, BEHIND | APART) as engine, Watched(engine) as made:
+        first = serve(Slots(engine, 1), [Ask(0, ids(5), 6)]).tokens[0]
+        at = max(i for i in range(6) if first[i] not in first[:i])
+        made.slots.ask(Ask(0, ids(5), 30, ends=frozenset({first[at]})))
+        before = len(made.steps)
+        made.finish()
+        assert made.told.tokens.get(0, []) == first[:at]
+        assert len(made.steps) - before == at + 2
+        assert len(made.slots.slots[0].kept) == engine.cache.n_used == 5 + at
+
+
+def test_a_limit_of_time_ends_what_waits_and_what_runs(engine):
+    with Watched(engine, 1) as made:
+        made.slots.ask(Ask(0, ids(5), 60, timeout_s=3600.0))
+        made.slots.ask(Ask(1, ids(5), 60, timeout_s=0.0))
+        made.go(2)
+        assert {n: e.reason for n, e in made.told.ended.items()} == {1: TIMEOUT}
+        made.slots._running[0].request.due_ns = 0
+        made.finish()
+        assert made.told.ended[0].reason == TIMEOUT
+        assert 1 <= made.told.ended[0].timings.n_made < 60
+
+
+def test_who_is_cancelled_ends_once_and_the_others_go_on(engine):
+    with Watched(engine, 2) as made:
+        for number in range(4):
+            made.slots.ask(Ask(number, ids(5, number), 9))
+        made.go(2)
+        for number in (0, 3, 3, 0, 77):  # runs, waits, twice, unknown
+            made.slots.cancel(number)
+        made.finish()
+        made.slots.cancel(1)  # it has ended
+        assert made.slots.idle
+        reasons = [made.told.ended[n].reason for n in range(4)]
+        assert reasons == [CANCELLED, LENGTH, LENGTH, CANCELLED]
+
+
+# failures -----------------------------------------------------------------------------------------
+
+
+def spoiled(engine: Engine, monkeypatch, row: int) -> None:
+    """From now on a row of every step's results is what broken logits give."""
+    wait = pending.Pending.wait
+
+    def broken(self):
+        found = wait(self)
+        if len(found) > row:
+            found = found.copy()
+            found[row] = [-1, 0] if found.dtype == np.int32 else np.nan
+        return found
+
+    monkeypatch.setattr(pending.Pending, "wait", broken)
+
+
+def test_logits_that_are_not_finite_end_their_request_alone(engine, monkeypatch):
+    with Watched(engine, 2) as made:
+        made.slots.ask(Ask(0, ids(5), 9))
+        made.slots.ask(Ask(1, ids(4, 1), 9))
+        made.go(3)
+        with monkeypatch.context() as patch:
+            spoiled(engine, patch, 1)
+            made.go(1)
+        made.finish()
+        end = made.told.ended[1]
+        assert end.reason == FAILED and "not finite" in end.why and end.timings.n_made < 9
+        assert made.told.ended[0].reason == LENGTH and len(made.told.tokens[0]) == 9
+        # what broken cells hold is no prefix of anything
+        assert len(made.slots.slots[1].kept) == 0 and engine.cache.length(1) == 0
+
+
+@pytest.mark.parametrize("where", ["issue", "look"])
+def test_a_step_that_fails_ends_all_and_its_error_is_raised(engine, monkeypatch, where):
+    with Watched(engine, 2) as made:
+        for number in range(3):
+            made.slots.ask(Ask(number, ids(5, number), 9))
+        made.go(3)
+
+        def fails(self, *_: object):
+            if where == "look":
+                engine.under_way.fail()
+            raise DeviceError("the device is gone")
+
+        with monkeypatch.context() as patch:
+            if where == "issue":
+                patch.setattr(engine, "submit", lambda *_: fails(None), raising=False)
+            else:
+                patch.setattr(pending.Pending, "wait", fails)
+            with pytest.raises(DeviceError, match="gone"):
+                made.slots.step()
+        assert engine.cache.n_used == 0 and not made.slots.idle
+        ends = made.slots.drop()
+        assert sorted(end.number for end in ends) == [0, 1, 2]
+        assert {end.reason for end in ends} == {FAILED}
+        assert all("the device is gone" in end.why for end in ends)
+        assert made.slots.idle and made.slots.drop() == []
+        check_cells(made.slots)
+
+
+def test_what_comes_behind_a_failure_is_served_as_ever(engine, monkeypatch):
+    ask = Ask(0, ids(5), 6)
+    wanted = serve(Slots(engine, 2), [ask]).tokens[0]
+    slots = Slots(engine, 2)
+    slots.ask(ask)
+    slots.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._batches, "take", lambda *_: 1 / 0)
+        patch.setattr(engine, "_expected", None)
+        with pytest.raises(ZeroDivisionError):
+            slots.step()
+    (end,) = slots.step().ended  # told by the next step, where nobody asks before
+    assert end.reason == FAILED and slots.idle
+    assert serve(slots, [ask._replace(number=1)]).tokens[1] == wanted
