@@ -2,16 +2,16 @@
 
 Pure: `launches` makes data of a node and its addresses (`kernel.py`); nothing here compiles or
 talks to a device. Products have a file of their own (`products.py`), attention too
-(`attention.py`), and all other ops are in `elementwise.py`. The table of ops is here, and how much
+(`attending.py`), and all other ops are in `elementwise.py`. The table of ops is here, and how much
 scratch a node needs.
 """
 
 from collections.abc import Callable
 
-from workbench.backend.cuda import attention, elementwise, matvec, products
+from workbench.backend.cuda import attending, elementwise, matvec, products
 from workbench.backend.cuda.attention import AttentionAt, AttentionShape
 from workbench.backend.cuda.kernel import Kernel, Operands, Work
-from workbench.choices import KVParts, SkipMaskedKV
+from workbench.choices import AttnKernel, KVParts, SkipMaskedKV
 from workbench.graph.attend import attended
 from workbench.graph.ir import Node
 from workbench.graph.ops import interior_bytes
@@ -28,7 +28,7 @@ def _attend(node: Node, quantize: Node | None, p: Operands) -> list[Work]:
         p.at_if(a.regions), p.at_if(a.extents or a.classes), p.at_if(a.sinks),
     )  # fmt: skip
     shape, scale = _shape(node), float(node.params["scale"])
-    return list(attention.launches(shape, at, scale, quantize is not None))
+    return list(attending.launches(shape, at, scale, quantize is not None))
 
 
 def _attention_quantize(node: Node, p: Operands) -> list[Work]:
@@ -40,7 +40,7 @@ def _attention_quantize(node: Node, p: Operands) -> list[Work]:
 
 
 def _attention_can_quantise(node: Node) -> bool:
-    return attention.can_quantise(_shape(node.parts[0]))
+    return attending.can_quantise(_shape(node.parts[0]))
 
 
 def _shape(attend: Node) -> AttentionShape:
@@ -51,6 +51,7 @@ def _shape(attend: Node) -> AttentionShape:
     return AttentionShape(
         tokens, heads, n_head_kv, head_dim, n_kv, n_regions, said.get("skip", SkipMaskedKV.OFF),
         said.get("kv_parts", KVParts.OFF), a.sinks is not None,
+        said.get("kernel", AttnKernel.AUTO), a.k.dtype.name, a.v.dtype.name,
     )  # fmt: skip
 
 
@@ -128,5 +129,5 @@ _IS_ONE: dict[str, Callable[[Node], bool]] = {
 
 def _own_scratch(node: Node) -> int:
     if node.op == "attention":
-        return attention.scratch_bytes(_shape(node))
+        return attending.scratch_bytes(_shape(node))
     return products.scratch_bytes(node) if node.op == "mul_mat" else 0

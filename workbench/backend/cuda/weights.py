@@ -24,6 +24,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -58,7 +59,7 @@ MOST_TOKENS: dict[tuple[str, ...], int] = {
     **{("mul_mat_float", name): ANY for name in _PRODUCTS},
     **{("get_rows", name): ANY for name in _PRODUCTS},
     **{(op, d.name): ANY for op in (*CACHE_STORES, "rope_shift") for d in CACHE_DTYPES},
-    ("attention", "F16", "F16"): ANY,
+    **{("attention", k.name, v.name): ANY for k, v in product(CACHE_DTYPES, repeat=2)},
 }
 
 

@@ -1,0 +1,201 @@
+// What the attention kernels without tensor cores have in common (attention_vec.cu,
+// attention_tile.cu): which rows and tiles a block has, where results go, and how the partial
+// results of a group of rows become one.
+//
+// A group is ROWS query rows of one kv head at most. Its cells are `tiles` tiles of CELLS cells.
+// They are a block's alone, or several blocks share them (`kv_parts`):
+//
+//   piece 0       grid (groups, shares): share i has tiles i, i + shares, ..
+//   piece > 0     grid (pieces): the tiles of all groups stand one behind the other, and block i has
+//                 `piece` of them, from i * piece on. They may be of several groups (stream_k)
+//
+// What several blocks have found of a group lies in scratch, an entry for each, in the order of the
+// shares or pieces. A second launch, attention_combine, merges the entries in this order. So nothing
+// depends on which block ends first.
+//
+// Compiled for each use (workbench/backend/cuda/attention_plain.py chooses): HEAD_DIM; K_CELL and
+// V_CELL, the types of cells.cuh; GROUP_ROWS, TILE_CELLS, WARPS; REGIONS, SKIP and SINKS as in
+// attention.cu.
+// ONE_TOKEN: whether the rows of a group are all of one token.
+//
+// One version. Measured as part of the kernels.
+#pragma once
+#include "attention_walk.cuh"
+#include "cell_loads.cuh"
+
+#ifndef K_CELL
+#define K_CELL CellF16
+#endif
+#ifndef V_CELL
+#define V_CELL CellF16
+#endif
+
+using LoadsK = Loads<K_CELL>;
+using LoadsV = Loads<V_CELL>;
+
+constexpr int ROWS = GROUP_ROWS, CELLS = TILE_CELLS, THREADS = 32 * WARPS;
+constexpr int PAIRS = (HEAD_DIM / 2 + 31) / 32;  // of neighbouring columns, a lane
+
+// What a launch is given, but for addresses of K and V. groups: of all kv heads; head by head they
+// stand side by side. entries: of a group in scratch.
+struct Call {
+    float* dst;
+    const float* q;
+    const u16* mask;
+    float* scratch;
+    More more;
+    i64 n_tokens, n_head, n_head_kv, n_kv, groups, entries, piece;
+    float scale;
+    DEVICE int tiles() const { return int((n_kv + CELLS - 1) / CELLS); }
+    DEVICE i64 kv_row_bytes(i64 of_head) const { return n_head_kv * of_head; }
+};
+
+// The rows of a group: `share`, whose tokens are counted from `token` on, of a sequence whose cells
+// begin at `cell`. there: whether the launch computes them.
+struct Group {
+    int token;
+    i64 cell;
+    bool there;
+    Share share;
+};
+
+#if ONE_TOKEN
+
+DEVICE Group group_of(const Call& c, int number) {
+    const int head_kv = number % int(c.n_head_kv), group = int(c.n_head / c.n_head_kv);
+    number /= int(c.n_head_kv);
+    const int each = (group + ROWS - 1) / ROWS, token = number / each;
+    const int first = token * group + number % each * ROWS;
+    const Share share(head_kv, group, first, ROWS, (token + 1) * group);
+#if REGIONS
+    // the last sequence that does not begin behind the token
+    const int2* table = reinterpret_cast<const int2*>(c.more.regions);
+    const int n = int(c.more.n_regions);
+    int low = 0, high = n - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (table[middle].x <= token) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    const int own = (low + 1 < n ? table[low + 1].x : int(c.n_tokens)) - table[low].x;
+    return {0, table[low].y, c.more.least <= own && own <= c.more.most, share};
+#else
+    return {0, 0, true, share};
+#endif
+}
+
+#else
+
+// Called by whole warps.
+DEVICE Group group_of(const Call& c, int number) {
+    const int head_kv = number % int(c.n_head_kv), group = int(c.n_head / c.n_head_kv);
+    number /= int(c.n_head_kv);
+#if REGIONS
+    const Tokens own(c.more, int(c.n_tokens), number, group, ROWS);
+#else
+    const Tokens own(int(c.n_tokens), number);
+#endif
+    const bool there = own.tile >= 0;
+    const Share share(head_kv, group, there ? own.tile * ROWS : 0, ROWS,
+                      there ? own.count * group : 1);
+    return {own.token, own.cell, there, share};
+}
+
+#endif
+
+// Tiles begin, begin + step, .. below `end` of a group, and where what is found of them goes: entry
+// `entry` of `entries`.
+struct Segment {
+    int group, begin, end, step, entry, entries;
+};
+
+// The first piece that has tiles of a group, and how many have.
+DEVICE i64 first_piece(const Call& c, i64 group) { return group * c.tiles() / c.piece; }
+DEVICE int n_entries(const Call& c, i64 group) {
+    if (c.piece == 0) return int(c.entries);
+    return int(((group + 1) * c.tiles() - 1) / c.piece - first_piece(c, group)) + 1;
+}
+
+// Calls `compute` for each segment of the block, one after the other.
+template <class Compute>
+DEVICE void each_segment(const Call& c, Compute compute) {
+    const int tiles = c.tiles();
+    if (c.piece == 0) {
+        const int shares = int(gridDim.y), share = int(blockIdx.y);
+        compute(Segment{int(blockIdx.x), share, tiles, shares, share, shares});
+        return;
+    }
+    const i64 low = blockIdx.x * c.piece, high = min(low + c.piece, c.groups * tiles);
+    for (i64 at = low; at < high;) {
+        const i64 group = at / tiles;
+        const int begin = int(at - group * tiles), end = int(min(i64(tiles), begin + high - at));
+        const int entry = int(blockIdx.x - first_piece(c, group));
+        compute(Segment{int(group), begin, end, 1, entry, n_entries(c, group)});
+        at += end - begin;
+    }
+}
+
+// Scratch: sums [groups][entries][ROWS][HEAD_DIM], then maxima and weights [groups][entries][ROWS].
+struct Entry {
+    float* sums;
+    float2* parts;
+    DEVICE Entry(const Call& c, i64 group, int entry) {
+        const i64 number = group * c.entries + entry;
+        parts = reinterpret_cast<float2*>(c.scratch + c.groups * c.entries * ROWS * HEAD_DIM);
+        parts += number * ROWS, sums = c.scratch + number * ROWS * HEAD_DIM;
+    }
+};
+
+// A column of a row of a group: `sum` of its values and `weight` of its cells, relative to 2^most.
+DEVICE void store_result(const Call& c, const Group& own, int row, int col, float sum, float most,
+                         float weight) {
+    float keep = 1;
+    const int head = own.share.head_of(row);
+    if (SINKS) add_sink(c.more.sinks, head, most, weight, keep);
+    const i64 token = own.token + own.share.token_of(row);
+    // -0 + 0 is 0: the sign of a zero says nothing
+    c.dst[(token * c.n_head + head) * HEAD_DIM + col] =
+        weight == 0 ? 0.f : __fdiv_rn(sum * keep, weight) + 0.f;
+}
+
+DEVICE void store_column(const Call& c, const Group& own, const Segment& s, int row, int col,
+                         float sum, float most, float weight) {
+    if (s.entries == 1) {
+        store_result(c, own, row, col, sum, most, weight);
+        return;
+    }
+    const Entry entry(c, s.group, s.entry);
+    entry.sums[row * HEAD_DIM + col] = sum;
+    if (col == 0) entry.parts[row] = make_float2(most, weight);
+}
+
+// One group a block of COMBINE_THREADS threads: merges what its blocks have left.
+constexpr int COMBINE_THREADS = 128;
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
+    attention_combine(float* dst, float* scratch, const int* regions, const float* sinks,
+                      i64 n_tokens, i64 n_head, i64 n_head_kv, i64 n_kv, i64 n_regions, i64 least,
+                      i64 most, i64 groups, i64 entries, i64 piece) {
+    pdl_trigger();
+    pdl_wait();
+    const Call c = {dst, nullptr, nullptr, scratch, {regions, nullptr, sinks, n_regions, least, most},
+                    n_tokens, n_head, n_head_kv, n_kv, groups, entries, piece, 0.f};
+    const int group = int(blockIdx.x), n = n_entries(c, group);
+    const Group own = group_of(c, group);
+    if (!own.there || n == 1) return;
+    for (int i = threadIdx.x; i < own.share.count * HEAD_DIM; i += COMBINE_THREADS) {
+        const int row = i / HEAD_DIM, col = i % HEAD_DIM;
+        float top = NEG_INFINITY, sum = 0, weight = 0;
+        for (int s = 0; s < n; s++) top = fmaxf(top, Entry(c, group, s).parts[row].x);
+        for (int s = 0; s < n; s++) {
+            const Entry entry(c, group, s);
+            const float2 part = entry.parts[row];
+            const float f = rescale(part.x, top);
+            sum = fmaf(entry.sums[row * HEAD_DIM + col], f, sum);
+            weight = fmaf(part.y, f, weight);
+        }
+        store_result(c, own, row, col, sum, top, weight);
+    }
+}

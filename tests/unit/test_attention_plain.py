@@ -1,0 +1,301 @@
+"""Attention of cuda without tensor cores: its launches, and what its kernels compute, run on this
+machine's CPU (`on_host.py`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.attention import Case, attention_case, causal, parted, skipping
+from tests.profiles import examples
+from tests.unit import on_host, ptx
+from workbench.backend.cuda import attending, attention_plain, nvrtc, op_table, weights
+from workbench.backend.cuda.attention import FEW_TOKENS, AttentionAt, AttentionShape
+from workbench.backend.cuda.attention_plain import TokenCounts, tile_grid, vec_grid
+from workbench.backend.cuda.kernel import Kernel, Operands, blocks
+from workbench.choices import KVParts, SkipMaskedKV
+from workbench.errors import DeviceError
+from workbench.graph.attend import with_inputs
+from workbench.graph.fuse import join
+from workbench.graph.ir import BF16, CACHE_DTYPES, F16, F32, Q8_0, Node, Tensor
+from workbench.graph.ops import make
+
+WAYS, PARTS = tuple(map(str, SkipMaskedKV)), tuple(map(str, KVParts))
+HEADS = (48, 64, 80, 96, 128, 256)
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+MOST_SHARED = 99 << 10  # of a block, on every architecture
+NOWHERE = Operands(lambda tensor: 4096, 8192, 0)
+
+# what its kernels compute ------------------------------------------------------------------------
+
+CASES = {
+    "one token": Case((1,), 8, 2, 64, 200),
+    "a chunk": Case((9,), 6, 2, 48, 150, sinks=True, k_type=BF16, v_type=F32),
+    "several": Case((1,) * 3, 8, 2, 64, 200, regions=True, sinks=True, k_type=Q8_0, v_type=Q8_0),
+    "ragged": Case((1, 1, 11, 2), 4, 2, 96, 150, True, True, k_type=F32, v_type=Q8_0),
+    "wide": Case((1, 3), 4, 2, 256, 96, regions=True, k_type=Q8_0, v_type=BF16),
+    "a large group": Case((2,), 10, 1, 80, 130, k_type=BF16),
+    "two chunks": Case((2, 9), 2, 2, 128, 100, regions=True, v_type=BF16),
+}
+QUICK = [
+    ("one token", "vec"), ("a chunk", "tile"), ("several", "vec"), ("ragged", "auto"),
+    ("wide", "tile"), ("a large group", "vec"), ("two chunks", "tile"),
+]  # fmt: skip
+PAIRS = [
+    *QUICK,
+    *(
+        pytest.param(name, kernel, marks=pytest.mark.slow)
+        for name, kernel in itertools.product(CASES, ("vec", "tile"))
+        if (name, kernel) not in QUICK
+    ),
+]
+needs_compiler = pytest.mark.skipif(on_host.COMPILER is None, reason="no g++")
+
+
+def masks(case: Case) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(len(case.tokens))
+    tail = causal(case, case.n_kv // 3)
+    holes = tail.copy()
+    holes[:, 20:90] = False
+    any_ = rng.random(tail.shape) < 0.3
+    any_[-1] = False
+    one = np.zeros_like(tail)
+    one[np.arange(len(one)), rng.integers(0, case.n_kv, len(one))] = True
+    return {"tail": tail, "holes": holes, "any": any_, "one": one}
+
+
+def works(node: Node) -> list[Kernel]:
+    """Its launches, at addresses that are nobody's."""
+    return [w for w in op_table.launches(node, NOWHERE) if isinstance(w, Kernel)]
+
+
+def compute(node: Node, arrays: dict[Tensor, np.ndarray], seed: int = 0, edits=()) -> np.ndarray:
+    """The node's output, float32; fails where bytes beside it or beside the scratch are written."""
+    out = node.output
+    rooms = {t: on_host.aligned(a) for t, a in arrays.items()}
+    rooms[out] = on_host.aligned(np.full(out.nbytes, 0xFF, np.uint8))
+    scratch = on_host.aligned(np.full(op_table.scratch_bytes(node), 0xFF, np.uint8))
+
+    def at(tensor: Tensor) -> int:
+        return int(rooms[tensor][1].ctypes.data)
+
+    for work in op_table.launches(node, Operands(at, int(scratch[1].ctypes.data), 0)):
+        assert isinstance(work, Kernel)
+        on_host.run(work, seed, edits if "combine" not in work.function else ())
+    for room, body in (*rooms.values(), scratch):
+        begin = body.ctypes.data - room.ctypes.data
+        assert (room[:begin] == 0xA5).all() and (room[begin + body.nbytes :] == 0xA5).all()
+    return rooms[out][1].view(np.float32).reshape(out.shape[0], -1).copy()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "kernel"), PAIRS)
+def test_it_is_its_twin_and_skipping_changes_no_bit(name: str, kernel: str):
+    """Whatever order threads and blocks have. A token that sees nothing gives zeros."""
+    case = CASES[name]
+    node, arrays, _ = attention_case(case, causal(case, 10))
+    wanted = {
+        (w.file, w.defines)
+        for way in WAYS for w in works(skipping(parted(node, "stream_k", kernel), arrays, way)[0])
+    }  # fmt: skip
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda w: on_host.library(*w), sorted(wanted)))
+    for n, (kind, mask) in enumerate(masks(case).items()):
+        kv_parts = PARTS[n % 3]
+        node, arrays, twin = attention_case(case, mask)
+        node = parted(node, kv_parts, kernel)
+        found = compute(node, arrays)
+        np.testing.assert_allclose(found, twin, rtol=0, atol=4e-6, err_msg=f"{kind} {kv_parts}")
+        assert not found[~mask.any(axis=1)].any()
+        for seed, way in enumerate(WAYS):
+            again = compute(*skipping(node, arrays, way), seed)
+            assert np.array_equal(again.view(np.uint32), found.view(np.uint32)), (kind, way)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kernel", "barrier"),
+    [
+        ("vec", "__syncwarp();  // the weights of all lanes are there"),
+        ("tile", "__syncthreads();  // the scores are there; none reads K any more"),
+    ],
+)
+def test_a_barrier_that_is_missing_shows(kernel: str, barrier: str):
+    case = Case((3,), 4, 2, 64, 130)
+    node, arrays, twin = attention_case(case, causal(case, 120))
+    node = parted(node, "off", kernel)
+    with np.errstate(invalid="ignore"):
+        wrong = [
+            np.abs(compute(node, arrays, seed, ((barrier, ""),)) - twin).max() for seed in range(3)
+        ]
+    assert not all(w < 1e-3 for w in wrong)
+
+
+@needs_compiler
+def test_shared_memory_is_what_the_struct_takes():
+    for name, kernel in QUICK:
+        node = parted(attention_case(CASES[name], causal(CASES[name], 10))[0], "off", kernel)
+        for work in works(node):
+            assert work.shared == on_host.library(work.file, work.defines).memory_bytes()
+
+
+# launches ----------------------------------------------------------------------------------------
+
+
+def files(shape: AttentionShape) -> list[str]:
+    return [w.file for w in attending.launches(shape, AttentionAt(*range(7)), 1.0, False)]
+
+
+def test_auto_takes_tensor_cores_for_halves_and_else_goes_by_the_number_of_tokens():
+    few, many = AttentionShape(1, 8, 2, 64, 512), AttentionShape(64, 8, 2, 64, 512)
+    assert set(files(few)) == set(files(many)) == {"attention"}
+    for types in ({"k_type": "Q8_0"}, {"v_type": "BF16"}, {"k_type": "F32", "v_type": "F32"}):
+        assert set(files(few._replace(**types))) == {"attention_vec"}
+        assert set(files(many._replace(**types))) == {"attention_tile"}
+        assert not attending.can_quantise(few._replace(**types))
+    for kernel in ("vec", "tile"):
+        for shape in (few, many):
+            assert set(files(shape._replace(kernel=kernel))) == {f"attention_{kernel}"}
+
+
+def test_sequences_of_few_tokens_beside_many_have_a_launch_of_their_own():
+    shape = AttentionShape(70, 8, 2, 64, 512, n_regions=3, k_type="Q8_0")
+    found = attention_plain.kernels_of(shape)
+    assert [k for k, _ in found] == ["tile", "vec"]
+    assert found[0][1].least == found[1][1].most + 1 == FEW_TOKENS + 1
+    assert attention_plain.kernels_of(shape._replace(kernel="vec")) == [("vec", TokenCounts())]
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "said"), [(Q8_0, F16, "Q8_0"), (F16, F32, "F32"), (Q8_0, BF16, "Q8_0 and BF16")]
+)
+def test_what_mma_cannot_read_is_refused_in_one_line(k, v, said):
+    node = parted(attention_case(Case((1,), 4, 2, 64, 64, k_type=k, v_type=v),
+                                 np.ones((1, 64), bool))[0], "off", "mma")  # fmt: skip
+    what = f"attn_kernel=mma reads no cache of {said}; use attn_kernel=auto, vec or tile, or a"
+    assert weights.refuses(node, lambda n: op_table.launches(n, NOWHERE)) == f"{what} cache of f16"
+
+
+def test_heads_that_no_kernel_has_are_refused_in_one_line():
+    shape = AttentionShape(1, 4, 2, 264, 64, kernel="vec")
+    with pytest.raises(DeviceError, match=r"head_dim 264 is not supported on cuda \(multiples of"):
+        files(shape)
+    with pytest.raises(DeviceError, match=r"heads of 80 elements are no whole blocks of Q8_0"):
+        files(shape._replace(head_dim=80, v_type="Q8_0"))
+
+
+SHAPES = st.builds(
+    AttentionShape, st.integers(1, 600), st.just(8), st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([64, 128, 256]), st.integers(1, 9000), st.just(0),
+    kv_parts=st.sampled_from(PARTS),
+)  # fmt: skip
+
+
+@given(SHAPES, st.sampled_from([vec_grid, tile_grid]))
+@settings(max_examples=examples(100))
+def test_every_tile_is_one_block_s_and_every_result_has_an_entry(shape: AttentionShape, grid_of):
+    """As `each_segment` of attention_plain.cuh deals them out."""
+    grid = grid_of(shape, TokenCounts())
+    tiles, (x, y) = blocks(shape.n_kv, grid.cells), grid.grid
+    assert 0 < x < 1 << 31 and 0 < y < 1 << 16
+    if shape.kv_parts == KVParts.OFF:
+        assert grid.entries == 1 and grid.piece == 0
+    if not grid.piece:
+        assert (x, y) == (grid.groups, grid.entries)
+        return
+    entries: dict[int, list[int]] = {}
+    n_tiles = Counter[int]()
+    for block in range(x):
+        at, high = block * grid.piece, min((block + 1) * grid.piece, grid.groups * tiles)
+        assert at < high  # none has nothing to do
+        while at < high:
+            group, begin = divmod(at, tiles)
+            end = min(tiles, begin + high - at)
+            entries.setdefault(group, []).append(block - group * tiles // grid.piece)
+            n_tiles[group] += end - begin
+            at += end - begin
+    assert n_tiles == dict.fromkeys(range(grid.groups), tiles)
+    for group, own in entries.items():
+        n = ((group + 1) * tiles - 1) // grid.piece - group * tiles // grid.piece + 1
+        assert own == list(range(n)) and n <= grid.entries
+
+
+def one(dim: int, k: str, v: str, kernel: str, way: str, regions: int, sinks: bool) -> list[Kernel]:
+    shape = AttentionShape(
+        12, 8, 2, dim, 512, regions, way, "stream_k", sinks, kernel, k, v
+    )  # fmt: skip
+    return attending.launches(shape, AttentionAt(*range(0, 160, 16)), 1.0, False)
+
+
+def builds() -> list[Kernel]:
+    """Every pair of types, head size and way, though not each with each; heads of 80 and 48 are no
+    blocks of Q8_0."""
+    names, found = [t.name for t in CACHE_DTYPES], []
+    for n, (k, v) in enumerate(itertools.product(names, repeat=2)):
+        dim = (64, 128, 256, 96)[n % 4] if "Q8_0" in (k, v) else HEADS[n % len(HEADS)]
+        way, regions = WAYS[n // 2 % 4], (0, 3, 12)[n % 3]
+        found += one(dim, k, v, ("vec", "tile")[(n + n // 4) % 2], way, regions, bool(n % 2))
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_compile(arch: str):
+    """The builds in turn, each for one architecture; the slow test has all for all."""
+    made = sorted({(w.file, w.defines) for w in builds()})[ARCHITECTURES.index(arch) :: 4]
+    nvrtc.compile_many(made, arch)
+    for file, defines in made:
+        cubin = nvrtc.cubin(file, arch, defines)
+        for function in (file, "attention_combine"):
+            assert b".text." + function.encode() + b"\0" in cubin, (file, defines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel_compiles_for_every_type_head_and_way(arch: str):
+    names = [t.name for t in CACHE_DTYPES]
+    every = itertools.product(HEADS, names, names, ("vec", "tile"), WAYS, (0, 3), (False, True))
+    made = sorted(
+        {
+            (w.file, w.defines)
+            for dim, k, v, *rest in every if dim % 32 == 0 or "Q8_0" not in (k, v)
+            for w in one(dim, k, v, *rest)
+        }
+    )  # fmt: skip
+    nvrtc.compile_many(made, arch)
+    assert all(nvrtc.cubin(file, arch, defines).startswith(b"\x7fELF") for file, defines in made)
+
+
+def test_arguments_are_those_the_compiler_saw_and_nothing_comes_before_the_wait():
+    for kernel in ("vec", "tile"):
+        launched = one(64, "Q8_0", "F16", kernel, "classes", 3, True)
+        assert [w.function for w in launched] == [f"attention_{kernel}", "attention_combine"]
+        for work in launched:
+            text = ptx.kernel_ptx(work.file, work.defines)
+            given_ = ["f32" if type(a) is float else "u64" for a in work.args]
+            assert ptx.parameters(text, work.function) == given_
+            verdict = ptx.check(text, work.function)
+            assert work.waits and verdict.violations == () and verdict.triggers
+
+
+def test_block_sizes_and_shared_memory_are_possible():
+    for dim, kernel in itertools.product(HEADS, ("vec", "tile")):
+        for work in one(dim, "F16", "BF16", kernel, "off", 0, False):
+            assert work.block % 32 == 0 and 0 < work.block <= 1024
+            assert 0 <= work.shared <= MOST_SHARED
+
+
+def test_a_fused_quantisation_is_a_launch_of_its_own():
+    node, _, _ = attention_case(Case((2,), 4, 2, 64, 200, k_type=Q8_0), np.ones((2, 200), bool))
+    node = with_inputs(node, {"kv_parts": "stream_k"})
+    quantize = make("quantize", "q", node.output)
+    joined = join("attention_quantize", "aq", [node, quantize], {node.output.storage: 1})
+    names = [w.function for w in works(joined)]
+    assert names == ["attention_vec", "attention_combine", "quantize"]
+    assert op_table.scratch_bytes(joined) > op_table.scratch_bytes(joined.parts[0])
