@@ -132,6 +132,31 @@ def test_a_huge_body_is_413_said_or_unsaid(texts):
             assert http.get("/health").status_code == 200
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(texts, monkeypatch):
+    longest = max(len(texts.shown(token)) for token in range(texts.tokenizer.n_vocab))
+    assert texts.longest == longest
+    real, asked = type(texts.tokenizer).encode, []
+
+    def encode(self, text, *rest):
+        asked.append(len(text))
+        return real(self, text, *rest)
+
+    monkeypatch.setattr(type(texts.tokenizer), "encode", encode)
+    with live(texts) as server, server.http() as http:
+        for n in (512 * longest, 512 * longest + 1):
+            for path, body in (
+                ("/v1/completions", {"prompt": ["ok", "a" * n]}),
+                ("/completion", {"prompt": "a" * n}),
+            ):
+                answer = http.post(path, json=body)
+                assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
+                assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert max(asked) == 512 * longest
+        chat = {"messages": [{"role": "user", "content": "a" * (512 * longest)}]}
+        refused = http.post("/v1/chat/completions", json=chat)
+        assert refused.status_code == 400 and "512 tokens" in refused.json()["error"]["message"]
+
+
 def test_a_slow_body_is_408(texts):
     with live(texts, settings=FrontSettings("tiny", body_s=0.2)) as server:
         head = (

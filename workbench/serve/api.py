@@ -284,6 +284,13 @@ def check_counts(wanted: Wanted) -> None:
         raise bad(f"n times the prompts is {n}; {MAX_CHOICES} answers are the most", "n")
 
 
+def check_text(n_characters: int, n_ctx: int, longest: int) -> None:
+    """Raises ApiError (400) for a text that no n_ctx tokens say, each of `longest` bytes at most.
+    It is not made into tokens first: of a whole body that takes many seconds."""
+    if n_characters > n_ctx * longest:
+        raise _too_long(f"the prompt has {n_characters} characters", n_ctx, "tokens")
+
+
 def fitted(n_prompt: int, max_tokens: int | None, n_ctx: int, clip: bool = False) -> int:
     """How many tokens an answer may have, of a context of n_ctx tokens. clip: less than wanted
     will do. Raises ApiError (400), which says how many tokens there are."""
@@ -303,9 +310,9 @@ def fitted(n_prompt: int, max_tokens: int | None, n_ctx: int, clip: bool = False
     return max_tokens
 
 
-def _too_long(what: str, n_ctx: int) -> ApiError:
+def _too_long(what: str, n_ctx: int, of: str = "") -> ApiError:
     return bad(
-        f"{what}, and the context has {n_ctx}; send less, or ask for fewer",
+        f"{what}, and the context has {n_ctx}{of and ' '}{of}; send less, or ask for fewer",
         "prompt",
         "context_length_exceeded",
     )

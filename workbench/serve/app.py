@@ -92,6 +92,10 @@ class Endpoints:
                     reply.drop()
 
     async def _all_ids(self, prompts: list[str | list[int]]) -> list[list[int]]:
+        n_ctx = self.front.check_serving().n_ctx
+        for text in prompts:
+            if isinstance(text, str):
+                api.check_text(len(text), n_ctx, self.front.texts.longest)
         return [await self._ids(p) if isinstance(p, str) else p for p in prompts]
 
     async def _ids(self, text: str, add_bos: bool | None = None) -> list[int]:

@@ -13,11 +13,13 @@ from workbench.model.tokenizer import Tokenizer
 
 
 class TokenTexts:
-    """The bytes of each token of a vocabulary, looked up once."""
+    """The bytes of each token of a vocabulary, looked up once. longest: bytes of the longest one,
+    also of those that a text names, as `<|end_of_text|>`."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.bytes = [tokenizer.piece(i) for i in range(tokenizer.n_vocab)]
+        self.longest = max(len(self.shown(i)) for i in range(tokenizer.n_vocab))
         # after these, and after nothing else, a tokenizer with prefix spaces drops one
         every = range(tokenizer.n_vocab) if tokenizer.space_prefix else range(0)
         self.restarts = frozenset(filter(tokenizer.starts_text, every))
