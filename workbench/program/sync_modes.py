@@ -176,20 +176,16 @@ def race_of(o: Ordering, able: Capabilities) -> str:
     rule, train = o.rule, o.step_wait != config.StepWait.EVERY or o.result_ring > 1
     drained = rule.blocking or rule.wait_after  # the host goes on when the copies have landed
     apart = o.host_ring > 1  # and waits before it writes where copies are made from
+    # every step under way has inputs of its own on the device
+    own_inputs = o.step_wait == config.StepWait.EVERY and o.device_ring >= o.result_ring
     with_launches = able.one_order and o.copy_stream == config.CopyStream.COMPUTE
-    # every step's results ride that stream, and wait for the step's graph
-    behind_results = (
-        o.result_ring > 1
-        and o.copy_stream == config.CopyStream.OWN
-        and o.step_wait == config.StepWait.EVERY
-    )
     if not able.asynchronous_copies:
         return ""
     if not (drained or rule.guarded or with_launches):
         return "nothing orders a copy before the graph that reads what it brings"
     if train and not (drained or apart):
         return "the next step's inputs are written where copies of this one have yet to read"
-    if train and not (rule.wait_each or rule.wait_before or with_launches or behind_results):
+    if train and not (rule.wait_each or rule.wait_before or with_launches or own_inputs):
         return "copies overwrite what the graph of the step before still reads"
     return ""
 
