@@ -286,7 +286,7 @@ class PlanEvict(Choice):
     AUTO = "auto", "as the rule has it: never with pr, idle with today, lru with ours"
     NEVER = "never", "none, as long as programs live"
     IDLE = "idle", "what was not replayed for 10 s, looked for every 5 s"
-    LRU = "lru", "the least recently replayed of more than 64"
+    LRU = "lru", "the least recently replayed of more than 256"
 
 
 class PlanBatch(Choice):

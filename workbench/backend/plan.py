@@ -47,7 +47,7 @@ from workbench.program.commands import Launch, Program, Replay
 from workbench.program.sync_modes import Ordering
 from workbench.toggles import Toggles
 
-KEPT = 64  # plans of an engine, as many as programs; then the least recently used goes
+KEPT = 256  # plans of an engine, as many as programs; then the least recently used goes
 IDLE_S, SWEEP_S = 10.0, 5.0  # llama.cpp's
 
 Seat = tuple[Hashable, ...]  # which plan of a step

@@ -34,7 +34,7 @@ from workbench.model.decoder import Model
 from workbench.model.inputs import STORE_TABLE
 from workbench.trace.spans import now_ns
 
-KEPT = 64  # most programs kept; the least recently used goes first
+KEPT = 256  # most programs kept; the least recently used goes first
 # toggle -> the phases that it has done again, in their order
 REDO: dict[str, tuple[str, ...]] = {
     "redo_build": ("graph", "fuse"),
