@@ -133,6 +133,7 @@ class KVGrowth(Choice):
     nobody owns are masked."""
 
     STEP = "step", "up to the last cell in use, rounded up to n_kv_pad"
+    GEOMETRIC = "geometric", "rounded up to a power of two, or half as much more, times n_kv_pad"
     FULL = "full", "the whole cache, masked: one shape for all depths"
 
 

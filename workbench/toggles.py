@@ -89,6 +89,7 @@ _REUSE, _REUSED = "engine/reuse.py", "llama.cpp #8366"
 _PLAN, _PLANS = "backend/plan.py", "llama.cpp #16548"
 _CACHE, _SERVED = "engine/kv_cache.py", "llama.cpp #14924"
 _EXTENT, _ATTEND = "engine/kv_extent.py", "graph/attend.py"
+_GROWTH = "engine/kv_growth.py"
 _FORKS, _STREAMS = "graph/forks.py", "llama.cpp #16991"
 
 
@@ -134,7 +135,7 @@ class Toggles:
     redo_lower: str = _redo("commands of a step")
     redo_bind: str = _redo("commands bound to addresses")
     kv_growth: str = _toggle(
-        KVGrowth.STEP, _CACHE, ROUNDING, _REUSED, "cells that attention looks at"
+        KVGrowth.STEP, _GROWTH, ROUNDING, _REUSED, "cells that attention looks at"
     )
     kv_cache: str = _toggle(
         KVCacheKind.UNIFIED, _CACHE, ROUNDING, _SERVED, "whose cells the cache has"

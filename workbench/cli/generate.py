@@ -131,11 +131,13 @@ def program(
 ) -> None:
     """Print the program of one step: its pattern, and per token its waits, copies and launches."""
     from workbench.engine.batch import step_shape
+    from workbench.engine.kv_growth import Growth
     from workbench.program.as_json import program_as_json
     from workbench.program.commands import Replay
 
     if config.n_ctx:  # else the model says how much there is
-        step_shape(n_tokens, 1, n_past, config, config.n_kv_pad)  # refused before a model is opened
+        growth = Growth(config.n_kv_pad, config.n_ctx)
+        step_shape(n_tokens, 1, n_past, config, growth)  # refused before a model is opened
     with load(model, config, toggles, start=BASELINE, computes=False) as engine:
         made = engine.program(n_tokens, 1, n_past)
     if as_json:

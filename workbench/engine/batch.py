@@ -15,6 +15,7 @@ from workbench.config import EngineConfig
 from workbench.engine.draws import FED
 from workbench.engine.free_cells import check_room
 from workbench.engine.kv_cache import HIDDEN, KVCache
+from workbench.engine.kv_growth import Growth
 from workbench.engine.padding import Rule, Sizes, as_they_are
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
@@ -30,7 +31,6 @@ from workbench.model.inputs import (
     TOKENS,
     V_CELLS,
 )
-from workbench.sizes import round_up
 
 Outputs = Literal["last", "all", "none"]
 
@@ -210,27 +210,26 @@ _ROWS: dict[Outputs, Callable[[int, int], np.ndarray]] = {
 
 
 def step_shape(
-    n_tokens: int, n_outputs: int, n_past: int, config: EngineConfig, pad: int
+    n_tokens: int, n_outputs: int, n_past: int, config: EngineConfig, growth: Growth
 ) -> StepShape:
-    """The shape of a step behind n_past tokens. pad: as `kv_pad` has it. Raises UsageError where no
-    step has it."""
+    """The shape of a step behind n_past tokens. Raises UsageError where no step has it."""
     if not (1 <= n_tokens <= config.n_ubatch and 0 <= n_outputs <= n_tokens and n_past >= 0):
         raise UsageError(
             f"n_tokens={n_tokens}, n_outputs={n_outputs}, n_past={n_past}: a step has 1 to "
             f"{config.n_ubatch} tokens (n_ubatch) and at most an output of each"
         )
     check_room(n_past, n_tokens, config.n_ctx)
-    return StepShape(n_tokens, n_outputs, round_up(n_past + n_tokens, pad))
+    return StepShape(n_tokens, n_outputs, growth.extent(n_past + n_tokens))
 
 
-def prompt_shapes(n_prompt: int, n_decoded: int, n_ubatch: int, pad: int) -> list[StepShape]:
+def prompt_shapes(n_prompt: int, n_decoded: int, n_ubatch: int, growth: Growth) -> list[StepShape]:
     """The shapes of a prompt's steps on an empty cache, and of single tokens after it. The last
     ubatch and each token have an output."""
     sizes = [min(n_ubatch, n_prompt - i) for i in range(0, n_prompt, n_ubatch)]
     made, past = [], 0
     for i, size in enumerate([*sizes, *[1] * n_decoded]):
         past += size
-        made.append(StepShape(size, int(i >= len(sizes) - 1), round_up(past, pad)))
+        made.append(StepShape(size, int(i >= len(sizes) - 1), growth.extent(past)))
     return made
 
 

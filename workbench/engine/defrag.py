@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.choices import Defrag
-from workbench.sizes import round_up
 
 if TYPE_CHECKING:
     from workbench.config import Toggles
@@ -51,7 +50,7 @@ def pays(cache: KVCache, n_new: int) -> bool:
     if end - used < LEAST_HOLES * end:
         return False
     behind = max(end, used + n_new)  # the lowest free cells are filled first
-    return round_up(used + n_new, cache.pad) < round_up(behind, cache.pad)
+    return cache.growth.extent(used + n_new) < cache.growth.extent(behind)
 
 
 class Defragmenting:

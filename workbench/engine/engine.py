@@ -20,7 +20,8 @@ from workbench.engine.bound import BoundPrograms
 from workbench.engine.cell_steps import change_cells
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, asked_for, continued, prefilled
-from workbench.engine.kv_cache import kv_pad, n_regions
+from workbench.engine.kv_cache import n_regions
+from workbench.engine.kv_growth import growth_of
 from workbench.engine.loaded import Loaded, config_of
 from workbench.engine.memory import Residents
 from workbench.engine.padding import sizes_of
@@ -65,11 +66,12 @@ class Engine:
         self._expected: NextStep | None = None
         self.look(None, PLAIN)
         self._loaded: Loaded | None = loaded.share()
+        regions = n_regions(have.toggles, config)
         self.cache, self._batches = reuse_of(have.toggles).cache(
             loaded.model,
             config,
-            kv_pad(have.toggles, config),
-            n_regions(have.toggles, config),
+            growth_of(have.toggles, config, regions),
+            regions,
             sizes_of(have.toggles),
             self._spent,
         )
@@ -275,7 +277,7 @@ class Engine:
 
     def program(self, n_tokens: int = 1, n_outputs: int = 1, n_past: int = 0) -> Program:
         """The program a step of this shape would issue. Raises UsageError where no step has it."""
-        shape = step_shape(n_tokens, n_outputs, n_past, self.config, self.cache.pad)
+        shape = step_shape(n_tokens, n_outputs, n_past, self.config, self.cache.growth)
         return self._made.of(shape, cell=n_past)
 
     def programs(self, n_prompt: int, n_decoded: int = 0, laps: int = 1) -> list[Program]:

@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from workbench.config import EngineConfig, KVCacheKind, KVGrowth, Toggles
+from workbench.config import EngineConfig, KVCacheKind, Toggles
 from workbench.engine.free_cells import FreeCells
+from workbench.engine.kv_growth import Growth
 from workbench.errors import UsageError
 from workbench.sizes import round_up
 
@@ -34,17 +35,10 @@ def n_regions(toggles: Toggles, config: EngineConfig) -> int:
     return config.n_seqs if toggles.kv_cache == KVCacheKind.PER_SEQUENCE else 1
 
 
-def kv_pad(toggles: Toggles, config: EngineConfig) -> int:
-    """What the extent of a step is a multiple of, in cells: with kv_growth=full a whole region."""
-    if toggles.kv_growth == KVGrowth.FULL:
-        return round_up(config.n_ctx // n_regions(toggles, config), config.n_kv_pad)
-    return config.n_kv_pad
-
-
 class KVCache:
     """Cells and their owners. n_ctx is what the user asked for, and each of n_regions regions has
-    an equal part of it, `n_ctx_seq`. A region's cells are padded, so that every extent, a multiple
-    of `pad`, exists. Sequences have the numbers 0..n_seqs-1; each has positions of its own.
+    an equal part of it, `n_ctx_seq`. A region's cells are padded, so that every extent of `growth`
+    exists. Sequences have the numbers 0..n_seqs-1; each has positions of its own.
 
     in_a_row: the tokens of a step want cells one behind the other.
     n_cells: of all regions. free: which of them nobody owns. n_changes: since it was made; what was
@@ -52,8 +46,9 @@ class KVCache:
     """
 
     def __init__(
-        self, n_ctx: int, pad: int, n_seqs: int = 1, in_a_row: bool = False, n_regions: int = 1
-    ):
+        self, n_ctx: int, pad: int, n_seqs: int = 1, in_a_row: bool = False, n_regions: int = 1,
+        growth: Growth | None = None,
+    ):  # fmt: skip
         if n_ctx < n_regions:
             raise UsageError(
                 f"n_ctx={n_ctx} cells cannot be shared out to {n_regions} sequences (n_seqs); use "
@@ -65,6 +60,7 @@ class KVCache:
         self.n_regions = n_regions
         self.region_cells = round_up(self.n_ctx_seq, pad)
         self.n_cells = n_regions * self.region_cells
+        self.growth = growth or Growth(pad, self.region_cells)
         self.free = FreeCells(n_regions, self.region_cells, self.n_ctx_seq, in_a_row)
         self.n_changes = 0
         # by sequence and cell of its region: the position, EMPTY where the cell is not the
@@ -142,7 +138,7 @@ class KVCache:
         else:
             regions, at = np.divmod(cells, self.region_cells)
             most = max(int(self.free.ends[regions].max()), int(at.max()) + 1)
-        return round_up(most, self.pad)
+        return self.growth.extent(most)
 
     def mask(
         self, sequence: int, positions: np.ndarray, cells: np.ndarray, out: np.ndarray

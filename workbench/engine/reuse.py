@@ -27,6 +27,7 @@ from workbench.config import EngineConfig, GraphReuse, Redo, Toggles
 from workbench.engine.batch import Values, row_values
 from workbench.engine.batches import Batches
 from workbench.engine.kv_cache import KVCache
+from workbench.engine.kv_growth import Growth
 from workbench.engine.padding import Rule
 from workbench.engine.phases import Phases, Spent
 from workbench.graph.ir import StepShape
@@ -175,14 +176,14 @@ class Reuse(NamedTuple):
         self,
         model: Model,
         config: EngineConfig,
-        pad: int,
+        growth: Growth,
         regions: int,
         sizes: Rule,
         spent: Spent,
     ) -> tuple[KVCache, Batches]:
-        """The cache of an engine, and what makes batches of it. pad and regions: as `KVCache` has
-        them. sizes: as `Batches`."""
-        cache = KVCache(config.n_ctx, pad, config.n_seqs, self.in_a_row, regions)
+        """The cache of an engine, and what makes batches of it. regions: as `KVCache` has them.
+        sizes: as `Batches`."""
+        cache = KVCache(config.n_ctx, growth.pad, config.n_seqs, self.in_a_row, regions, growth)
         values = partial(self.values, model.n_layer)
         return cache, Batches(cache, model.n_vocab, config.n_ubatch, spent, values, sizes)
 

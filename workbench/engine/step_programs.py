@@ -12,8 +12,9 @@ from workbench.choices import Lifetimes
 from workbench.config import KVCacheKind, Toggles
 from workbench.engine.batch import prompt_shapes
 from workbench.engine.free_cells import check_room
-from workbench.engine.kv_cache import kv_pad
+from workbench.engine.kv_cache import n_regions
 from workbench.engine.kv_extent import skip_masked
+from workbench.engine.kv_growth import growth_of
 from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Residents
 from workbench.engine.phases import Phases
@@ -165,7 +166,8 @@ class StepPrograms:
         cells."""
         config = self._loaded.config
         check_room(0, n_prompt + n_decoded, config.n_ctx)
-        shapes = prompt_shapes(n_prompt, n_decoded, config.n_ubatch, kv_pad(self._toggles, config))
+        growth = growth_of(self._toggles, config, n_regions(self._toggles, config))
+        shapes = prompt_shapes(n_prompt, n_decoded, config.n_ubatch, growth)
         buffers = dict[str, Buffer]()
         keys, made, turn = [], dict[tuple[StepShape, int], Program](), 0
         for shape in shapes * laps:

@@ -11,6 +11,7 @@ from workbench.config import BEST, TogglePreset
 # for one token alone.
 SERVING: dict[str, str] = {
     "kv_cache": "per_sequence",
+    "kv_growth": "geometric",
     "kv_parts": "parallel_blocks",
     "skip_masked_kv": "tail",
     "batch_sizes": "padded",
@@ -26,7 +27,7 @@ SERVING: dict[str, str] = {
     "plan_end": "event",
 }
 # the host computes a step where it is issued: nothing can run behind it
-ON_HOST = ("kv_cache", "kv_parts", "skip_masked_kv", "batch_sizes", "graph_reuse")
+ON_HOST = ("kv_cache", "kv_growth", "kv_parts", "skip_masked_kv", "batch_sizes", "graph_reuse")
 ON_GPU = ("defer_norm",)  # a CPU has no halves
 
 

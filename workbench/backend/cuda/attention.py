@@ -121,7 +121,7 @@ class DecodeGrid(NamedTuple):
     cluster: int
 
 
-class Stream(NamedTuple):
+class StreamGrid(NamedTuple):
     """How stream_k cuts the tiles of all row groups, one behind the other: so many blocks, each
     with `piece` of the tiles."""
 
@@ -158,11 +158,11 @@ def prefill_tuning(head_dim: int) -> AttentionTuning:
     return AttentionTuning(2, 4, 2, 64 if _dim(head_dim) <= 128 else 16)
 
 
-def stream(groups: int, tiles: int, least: int) -> Stream:
+def stream(groups: int, tiles: int, least: int) -> StreamGrid:
     """The pieces of `tiles` tiles of each group: as many as run at once, of `least` tiles or more.
     Follows from shapes and the padded n_kv alone."""
     piece = max(least, blocks(groups * tiles, BLOCKS))
-    return Stream(blocks(groups * tiles, piece), piece)
+    return StreamGrid(blocks(groups * tiles, piece), piece)
 
 
 def parts_of(shape: AttentionShape, groups: int, warps: int) -> tuple[int, int]:
