@@ -150,6 +150,16 @@ def test_what_the_engine_had_before_is_gone(small):
     serve(slots, [Ask(0, ids(60), 4)])
 
 
+def test_where_none_may_wait_as_many_come_as_there_are_slots(apart):
+    slots = Slots(apart, 2, n_waiting=0)
+    for number in range(2):
+        assert not slots.is_full
+        slots.ask(Ask(number, ids(3), 2))
+    assert slots.is_full
+    told = serve(slots, ())
+    assert not slots.is_full and len(told.ended) == 2
+
+
 # which slot ---------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,343 @@
+"""The engine process: a process of its own, with a tiny model on the embedded device."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.served import Alone, alone, ids, same
+from workbench.config import BEST, EngineConfig, TogglePreset, Toggles
+from workbench.engine import engine as engine_room
+from workbench.engine.slots import Slots
+from workbench.errors import DeviceError
+from workbench.model.sampler import Sampling
+from workbench.serve import worker
+from workbench.serve.messages import (
+    CANCELLED,
+    FAILED,
+    LENGTH,
+    STOP,
+    Ask,
+    Cancel,
+    Ended,
+    Finish,
+    Made,
+    Ready,
+    Refused,
+)
+from workbench.serve.worker import WorkerSettings, start
+
+N_SLOTS, ROOM, LONG = 3, 512, 400
+PATIENCE_S = 60.0
+FLOAT = TogglePreset(BEST, {"activations": "float"})
+
+
+class Front:
+    """A front's end of the pipe, and what has come. Each request is answered once."""
+
+    def __init__(self, pipe: Connection):
+        self.pipe = pipe
+        self.ready: Ready | None = None
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: dict[int, Ended] = {}
+        self.refused: dict[int, Refused] = {}
+        self.made: list[Made] = []
+
+    def ask(self, number: int, n_prompt: int = 5, most: int = 4, **more: Any) -> Ask:
+        ask = Ask(number, ids(n_prompt, number), most, **more)
+        self.pipe.send(ask)
+        return ask
+
+    def hear(self) -> None:
+        assert self.pipe.poll(PATIENCE_S), "the engine process says nothing"
+        message = self.pipe.recv()
+        if isinstance(message, Ready):
+            assert self.ready is None
+            self.ready = message
+            return
+        assert self.ready is not None, "it is ready before anything else"
+        if isinstance(message, Refused):
+            self._over(message.number)
+            self.refused[message.number] = message
+            return
+        assert isinstance(message, Made)
+        self.made.append(message)
+        numbers = message.numbers.tolist()
+        # a step has a token for each; where all begin to wait for results, two steps come at once
+        assert len(numbers) == len(message.tokens) <= 2 * len({*numbers})
+        assert numbers or message.ended, "a message that says nothing"
+        for number, token in zip(numbers, message.tokens.tolist(), strict=True):
+            self._over(number)
+            self.tokens.setdefault(number, []).append(token)
+        for end in message.ended:
+            self._over(end.number)
+            self.ended[end.number] = end
+
+    def _over(self, number: int) -> None:
+        assert number not in self.ended and number not in self.refused, f"{number} is over"
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        while not condition():
+            self.hear()
+
+    def to_the_end(self) -> None:
+        """Until the pipe is closed."""
+        with pytest.raises((EOFError, ConnectionResetError)):
+            while True:
+                self.hear()
+
+
+def settings(path: Path, n_waiting: int = 64, **more: Any) -> WorkerSettings:
+    config = EngineConfig(
+        device="embedded", n_ctx=N_SLOTS * ROOM, n_seqs=N_SLOTS, n_ubatch=32, threads=1
+    )
+    return WorkerSettings(str(path), config, N_SLOTS, FLOAT, n_waiting)._replace(**more)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model) -> Path:
+    return tiny_model("tiny-llama", "F32")
+
+
+@pytest.fixture(scope="module")
+def twin(model) -> Iterator[Callable[[Ask], Alone]]:
+    with wb.Engine.load(
+        model, device="embedded", n_ctx=ROOM, n_seqs=1, n_ubatch=ROOM, threads=1, toggles=Toggles()
+    ) as engine:
+        yield lambda ask: alone(engine, ask)
+
+
+@contextmanager
+def running(
+    wanted: WorkerSettings, n_fronts: int = 1, target: Callable[..., None] | None = None
+) -> Iterator[tuple[list[Front], Any]]:
+    """The process, which has to end by itself when the body has ended."""
+    pipes, process = start(wanted, n_fronts, target)
+    try:
+        yield [Front(pipe) for pipe in pipes], process
+        process.join(PATIENCE_S)
+        assert not process.is_alive(), "it goes on"
+    finally:
+        process.kill()
+        process.join()
+        for pipe in pipes:
+            pipe.close()
+
+
+def test_it_is_ready_and_answers_each_as_alone(model, twin):
+    with running(settings(model)) as ((front,), process):
+        front.until(lambda: front.ready)
+        ready = front.ready
+        assert (ready.n_ctx, ready.n_slots, ready.n_waiting) == (ROOM, N_SLOTS, 64)
+        assert (ready.device, ready.n_vocab) == ("embedded", 1024) and "tiny" in ready.model
+        asks = [
+            front.ask(i, 1 + 7 * i, 1 + i, sampling=Sampling(0.8 * (i % 2), 8, 1.0), seed=i)
+            for i in range(10)
+        ]
+        stop = twin(asks[9]).tokens[3]
+        asks.append(front.ask(9 + 100, 1, 5, ends=frozenset({stop}), n_logprobs=2))
+        front.pipe.send(Finish())
+        front.to_the_end()
+    assert process.exitcode == 0
+    for ask in asks:
+        if same(ask, front.tokens[ask.number], twin(ask)):
+            assert front.ended[ask.number].reason in (LENGTH, STOP)
+        timings = front.ended[ask.number].timings
+        assert (timings.n_prompt, timings.n_made) == (
+            len(ask.tokens), len(front.tokens[ask.number]))  # fmt: skip
+    n_known = sum(109 in made.logprobs for made in front.made)
+    assert n_known == len(front.tokens[109]) and all(m.logprobs.keys() <= {109} for m in front.made)
+    last = front.made[-1].totals
+    assert last.n_made_tokens == sum(map(len, front.tokens.values()))
+    assert (last.n_running, last.n_waiting) == (0, 0)
+
+
+def test_fronts_have_numbers_of_their_own_and_one_message_a_step(model, twin):
+    with running(settings(model), 3) as (fronts, process):
+        asks = {}
+        for i, front in enumerate(fronts):
+            front.until(lambda f=front: f.ready)
+            for number in range(4):
+                ask = Ask(number, ids(3 + number, 10 * i + number), 6)
+                asks[i, number] = ask
+                front.pipe.send(ask)
+        for front in fronts:
+            front.pipe.send(Finish())
+        for front in fronts:
+            front.to_the_end()
+    assert process.exitcode == 0
+    for (i, number), ask in asks.items():
+        same(ask, fronts[i].tokens[number], twin(ask))
+    for front in fronts:
+        steps = [made.totals.n_steps for made in front.made if len(made.numbers)]
+        assert steps == sorted(steps) and len(steps) <= steps[-1] and len(front.ended) == 4
+
+
+def test_who_is_cancelled_ends_and_frees_its_slot(model):
+    with running(settings(model)) as ((front,), _):
+        for number in range(N_SLOTS):
+            front.ask(number, 5, LONG)
+        front.until(lambda: len(front.tokens) == N_SLOTS)
+        front.ask(10, 5, 2)
+        for number in (0, 0, 77):  # twice, and one that nobody asked
+            front.pipe.send(Cancel(number))
+        front.until(lambda: 0 in front.ended and 10 in front.ended)
+        assert front.ended[0].reason == CANCELLED and front.ended[10].reason == LENGTH
+        assert 0 < len(front.tokens[0]) < LONG and len(front.ended) == 2
+        for number in (1, 2):
+            front.pipe.send(Cancel(number))
+        front.pipe.send(Finish())
+        front.to_the_end()
+    assert {front.ended[n].reason for n in (1, 2)} == {CANCELLED}
+
+
+def test_a_front_that_is_gone_has_its_requests_cancelled(model):
+    with running(settings(model), 2) as ((stays, goes), process):
+        goes.until(lambda: goes.ready)
+        for number in range(2 * N_SLOTS):  # half of them wait
+            goes.ask(number, 5, LONG)
+        goes.until(lambda: len(goes.tokens) == N_SLOTS)
+        goes.pipe.close()
+        stays.until(lambda: stays.ready)
+        stays.ask(0, 5, 20)
+        stays.until(lambda: 0 in stays.ended)
+        totals = stays.made[-1].totals
+        assert (totals.n_running, totals.n_waiting) == (0, 0)
+        assert totals.n_made_tokens < N_SLOTS * LONG  # nobody made what nobody reads
+        stays.pipe.send(Finish())
+        stays.to_the_end()
+    assert process.exitcode == 0 and len(stays.tokens[0]) == 20
+
+
+def test_it_ends_when_all_fronts_are_gone(model):
+    with running(settings(model), 2) as (fronts, process):
+        for front in fronts:
+            front.until(lambda f=front: f.ready)
+            front.ask(0, 5, LONG)
+        for front in fronts:
+            front.pipe.close()
+    assert process.exitcode == 0
+
+
+def test_finish_is_the_end_behind_all_that_was_asked(model):
+    with running(settings(model)) as ((front,), process):
+        for number in range(3 * N_SLOTS):
+            front.ask(number, 5, 10)
+        front.pipe.send(Finish())
+        front.to_the_end()
+    assert process.exitcode == 0
+    assert [len(front.tokens[n]) for n in range(3 * N_SLOTS)] == [10] * (3 * N_SLOTS)
+    assert {end.reason for end in front.ended.values()} == {LENGTH}
+
+
+def test_an_interrupt_from_the_keyboard_is_the_fronts_to_handle(model):
+    with running(settings(model)) as ((front,), process):
+        front.until(lambda: front.ready)
+        os.kill(process.pid, signal.SIGINT)
+        front.ask(0)
+        front.pipe.send(Finish())
+        front.to_the_end()
+    assert process.exitcode == 0 and len(front.tokens[0]) == 4
+
+
+def test_what_cannot_be_served_is_refused_and_what_cannot_be_now_says_when(model):
+    with running(settings(model, n_waiting=2)) as ((front,), _):
+        front.until(lambda: front.ready)
+        front.ask(100, ROOM + 1)
+        front.ask(101, 5, 0)
+        front.until(lambda: len(front.refused) == 2)
+        assert front.refused[100].retry_after_s is None is front.refused[101].retry_after_s
+        assert f"{ROOM + 1} tokens" in front.refused[100].why
+        for number in range(N_SLOTS + 2):
+            front.ask(number, 5, LONG)
+        front.until(lambda: len(front.tokens) == N_SLOTS)
+        assert not front.refused.keys() & {*range(N_SLOTS + 2)}
+        front.ask(50)
+        front.until(lambda: 50 in front.refused)
+        refused = front.refused[50]
+        assert "busy" in refused.why and refused.retry_after_s >= 1
+        for number in range(N_SLOTS + 2):
+            front.pipe.send(Cancel(number))
+        front.ask(51)
+        front.pipe.send(Finish())
+        front.to_the_end()
+    assert front.ended[51].reason == LENGTH
+
+
+# how it ends badly --------------------------------------------------------------------------------
+
+
+def breaks(error: BaseException) -> None:
+    """The engine of this process fails in its tenth step."""
+    submit, left = engine_room.Engine.submit, [9]
+
+    def fails(self: Any, *more: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        return submit(self, *more)
+
+    engine_room.Engine.submit = fails  # type: ignore[method-assign]
+
+
+def main_with_a_device_that_fails(fronts: list[Connection], wanted: WorkerSettings) -> None:
+    breaks(DeviceError("the device is gone"))
+    worker.main(fronts, wanted)
+
+
+def main_with_a_bug(fronts: list[Connection], wanted: WorkerSettings) -> None:
+    breaks(ZeroDivisionError("a bug"))
+    worker.main(fronts, wanted)
+
+
+@pytest.mark.parametrize(
+    ("target", "status", "line"),
+    [
+        (main_with_a_device_that_fails, DeviceError.exit_status, "error: the device is gone"),
+        (main_with_a_bug, 1, "ZeroDivisionError: a bug"),
+    ],
+)
+def test_a_step_that_fails_is_told_to_all_and_ends_the_process(model, capfd, target, status, line):
+    with running(settings(model), 2, target) as (fronts, process):
+        for front in fronts:
+            front.until(lambda f=front: f.ready)
+            for number in range(3):
+                front.ask(number, 5, LONG)
+        for front in fronts:
+            front.to_the_end()
+    assert process.exitcode == status
+    ends = [end for front in fronts for end in front.ended.values()]
+    assert len(ends) == 6 and {end.reason for end in ends} == {FAILED}
+    assert all(str(end.why).startswith("the step failed: ") for end in ends)
+    assert capfd.readouterr().err.strip().splitlines()[-1] == line
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"model": "no/such.gguf"}, "no/such.gguf"),
+        ({"n_slots": N_SLOTS + 1}, f"this engine has {N_SLOTS} sequences"),
+        ({"toggles": TogglePreset(BEST, {"graph_reuse": "pointer_table"})}, "clash"),
+    ],
+)
+def test_what_cannot_begin_says_why_in_a_line(model, capfd, change, line):
+    with running(settings(model)._replace(**change)) as ((front,), process):
+        front.to_the_end()
+    assert process.exitcode not in (0, None) and front.ready is None
+    said = capfd.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and said[0].startswith("error: ") and line in said[0]
+
+
+def test_slots_are_the_engines_own_not_the_settings(model):
+    """What a worker opens has its slots' sequences, and the toggles of a server."""
+    with worker.open_engine(settings(model)) as engine:
+        assert engine.toggles.kv_cache == "per_sequence" and engine.under_way.is_ahead
+        assert Slots(engine, N_SLOTS).room == ROOM
