@@ -35,7 +35,8 @@ from workbench.sizes import round_up
 
 ROOT = Path(__file__).resolve().parents[2]
 PAD = 256
-ARMS = {"off": {"skip_masked_kv": "off"}, "tail": {"skip_masked_kv": "tail"}}
+# both with llama.cpp's extents: with a server's own, reading all would read more than there
+ARMS = {way: {"skip_masked_kv": way, "kv_growth": "step"} for way in ("off", "tail")}
 
 app = App(help=__doc__, result_action="return_none")
 

@@ -11,7 +11,7 @@ Run folders of `wb.ab` in `data/results/skipping/`, each with an A/A control:
     parts          the same with kv_parts off and on, with skipping and without
     depth          one sequence, pp8192 and tokens behind it: kv_parts alone
 
-Background: what `workbench serve` has. `result` of a run has `n_ubatch`, and `visits`: by arm and
+Background: what `workbench serve` has, but for `kv_growth=step`. `result` of a run has `n_ubatch`, and `visits`: by arm and
 test, the blocks that attention visits and skips (`workbench.engine.kv_visits`), of prompts and of
 generated tokens. They are counted on the null device, which computes nothing.
 """
@@ -44,7 +44,8 @@ from workbench.sizes import round_up
 
 ROOT = Path(__file__).resolve().parents[2]
 UBATCHES = ",".join(str(1 << i) for i in range(14))
-BACKGROUND, PAD, LEAST_GATED = "serving", 256, 1024
+# with llama.cpp's extents: with a server's own, reading all would read more than there
+BACKGROUND, PAD, LEAST_GATED = "serving kv_growth=step", 256, 1024
 OFF, IN_LOOP, TAIL, CLASSES = (f"skip_masked_kv={way}" for way in Toggles.values("skip_masked_kv"))
 ALWAYS = "skip_gate=always"
 
