@@ -11,9 +11,10 @@ Run folders of `wb.ab` in `data/results/skipping/`, each with an A/A control:
     parts          the same with kv_parts off and on, with skipping and without
     depth          one sequence, pp8192 and tokens behind it: kv_parts alone
 
-Background: what `workbench serve` has, but for `kv_growth=step`. `result` of a run has `n_ubatch`, and `visits`: by arm and
-test, the blocks that attention visits and skips (`workbench.engine.kv_visits`), of prompts and of
-generated tokens. They are counted on the null device, which computes nothing.
+Background: what `workbench serve` has, but for `kv_growth=step`. `result` of a run has `n_ubatch`,
+and `visits`: by arm and test, the blocks that attention visits and skips
+(`workbench.engine.kv_visits`), of prompts and of generated tokens. They are counted on the null
+device, which computes nothing.
 """
 
 from __future__ import annotations
