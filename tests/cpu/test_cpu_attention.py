@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import workbench as wb
 from tests.attention import Case, attention_case, causal, parted, skipping
 from tests.cpu.kernel_runs import run, run_parts
 from tests.profiles import examples
 from workbench.engine import kv_extent
+from workbench.errors import DeviceError
 from workbench.graph import ops
-from workbench.graph.ir import BF16, F16, F32, Q8_0, Tensor
+from workbench.graph.ir import BF16, CACHE_DTYPES, F16, F32, Q8_0, DType, Tensor
 
 WAYS = ("off", "in_loop", "tail", "classes")
 PARTS = ("off", "parallel_blocks", "stream_k")
@@ -46,6 +50,54 @@ def test_it_is_its_twin_and_skipping_changes_no_bit(name, kv_parts):
     np.testing.assert_allclose(floats(wanted, twin.shape), twin, rtol=0, atol=4e-6)
     for way in WAYS[1:]:
         assert np.array_equal(run(*skipping(node, arrays, way), 3), wanted), way
+
+
+TYPED = [
+    (dim, k, v) for dim in (48, 64, 80, 96, 128, 256)
+    for k, v in itertools.product(CACHE_DTYPES, repeat=2)
+    if dim % 32 == 0 or Q8_0 not in (k, v)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dim", "k", "v"), TYPED, ids=[f"{dim} {k.name} {v.name}" for dim, k, v in TYPED]
+)
+def test_every_head_size_and_pair_of_types(dim: int, k: DType, v: DType):
+    """Each with another way, parts and kernel; one token in three sees nothing."""
+    n = TYPED.index((dim, k, v))
+    case = Case((1, 4, 1), 4, 2, dim, 290, n % 2 == 0, n % 3 == 0, k, v)
+    mask = causal(case, 170)
+    mask[1::3] = False
+    node, arrays, twin = attention_case(case, mask, seed=n)
+    node = parted(node, PARTS[n % 3], ("auto", "vec", "tile")[n // 3 % 3])
+    found = run(*skipping(node, arrays, WAYS[n % 4]), 2)
+    np.testing.assert_allclose(floats(found, twin.shape), twin, rtol=0, atol=4e-6)
+    assert not floats(found, twin.shape)[1::3].any()
+    assert np.array_equal(run(node, arrays), found)
+
+
+@pytest.mark.parametrize("name", ["many", "ragged", "Q8_0"])
+def test_how_many_tokens_a_tile_serves_changes_no_bit(name):
+    """With stream_k pieces follow from the rows of a tile, so that is rounding."""
+    case = CASES[name]
+    node, arrays, twin = attention_case(case, causal(case, case.n_kv // 3))
+    for kv_parts in PARTS:
+        tile, vec = (
+            run_parts(parted(node, kv_parts, kernel), arrays) for kernel in ("tile", "vec")
+        )
+        np.testing.assert_allclose(floats(vec, twin.shape), twin, rtol=0, atol=4e-6)
+        assert np.array_equal(tile, vec) or kv_parts == "stream_k"
+
+
+def test_matrix_units_are_refused_in_one_line(tiny_model):
+    for device in ("host", "embedded"):
+        with pytest.raises(DeviceError) as caught:
+            wb.Engine.load(
+                tiny_model("tiny-llama", "Q8_0"), device=device, n_ctx=64, threads=1,
+                toggles=wb.Toggles(attn_kernel="mma"),
+            )  # fmt: skip
+        said = f"with device={device} use attn_kernel=auto, vec or tile"
+        assert str(caught.value) == f"attn_kernel=mma wants the matrix units of a GPU; {said}"
 
 
 MASKS = st.sampled_from(["any", "tail", "holes", "none", "one"])
@@ -119,7 +171,7 @@ def test_what_the_host_finds_is_what_can_be_said_of_each_cell(data: st.DataObjec
 
 def test_each_share_has_its_tiles_and_all_have_all():
     """Of any shape, the shares of a row are a partition of its tiles."""
-    from workbench.backend.cpu.attention import CELLS, shares_of
+    from workbench.backend.cpu.kv_shares import CELLS, shares_of
 
     for n_tokens, n_head_kv, n_kv in ((1, 1, 4096), (1, 8, 777), (5, 3, 2048), (64, 8, 256)):
         tiles = -(-n_kv // CELLS)

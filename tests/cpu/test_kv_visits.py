@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import numpy as np
@@ -16,7 +17,8 @@ from tests.cpu.test_cpu_attention import CASES, PARTS, WAYS, drawn_mask
 from tests.profiles import examples
 from workbench.backend.cpu import compile as compiler
 from workbench.backend.cpu import op_table
-from workbench.backend.cpu.attention import CELLS, TOKENS, attention_body
+from workbench.backend.cpu.attention import attention_body
+from workbench.backend.cpu.kv_shares import CELLS, TOKENS
 from workbench.backend.cpu.vector import Emit
 from workbench.engine import kv_visits
 from workbench.graph.ir import Node, Tensor
@@ -69,10 +71,10 @@ def test_the_kernel_of_a_cpu_visits_the_blocks_that_are_counted(name):
         mask = causal(case, past)
         mask[:, 40:110] = False  # an interior hole
         node, arrays, _ = attention_case(case, mask)
-        for kv_parts in PARTS:
-            own = parted(node, kv_parts)
+        for kv_parts, kernel in itertools.product(PARTS, ("tile", "vec")):
+            own = parted(node, kv_parts, kernel)
             for way in WAYS:
-                found = kv_visits.visited(halves(mask), way, firsts_of(case))
+                found = kv_visits.visited(halves(mask), way, firsts_of(case), kernel)
                 n = counted(*skipping(own, arrays, way), 1)
                 assert n == found.sum() * case.kv_heads, (way, kv_parts)
 

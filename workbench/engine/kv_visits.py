@@ -3,8 +3,8 @@
 Counted by the host, from the mask of each step. So it is what skipping can and does leave out, and
 it costs the device nothing. A CPU's kernel visits the very same blocks; a test counts there, too.
 
-    block   16 cells, for a group of up to 8 tokens of one region: a CPU's tile. A GPU's tiles are
-            larger, so a GPU visits a few cells more
+    block   16 cells, for a group of up to 8 tokens of one region (with attn_kernel=vec one): a
+            CPU's tile. A GPU's tiles are larger, so a GPU visits a few cells more
 
 Every kv head of a layer visits the same blocks, so they are counted once.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from workbench.choices import SkipMaskedKV
+from workbench.choices import AttnKernel, SkipMaskedKV
 from workbench.engine.kv_extent import UNSEEN, classes, extents
 from workbench.engine.watch import Watch
 from workbench.frames import Table
@@ -79,26 +79,35 @@ class VisitTable(list[Visits]):
         return self.steps()._repr_html_()
 
 
-def groups(n_tokens: int, firsts: np.ndarray | None = None) -> np.ndarray:
+def groups(
+    n_tokens: int, firsts: np.ndarray | None = None, kernel: str = AttnKernel.AUTO
+) -> np.ndarray:
     """The first token of each group of rows, (groups,) int64: every 8th, and each region's first.
 
-    firsts: (regions,) first tokens of the regions; None where all tokens share one.
+    firsts: (regions,) first tokens of the regions; None where all tokens share one. kernel: a value
+    of `attn_kernel`.
     """
-    every = np.arange(0, n_tokens, TOKENS)
+    every = np.arange(0, n_tokens, 1 if kernel == AttnKernel.VEC else TOKENS)
     if firsts is None:
         return every
     inside = firsts[firsts < n_tokens]
     return np.union1d(every, inside)
 
 
-def visited(mask: np.ndarray, way: str, firsts: np.ndarray | None = None) -> np.ndarray:
+def visited(
+    mask: np.ndarray,
+    way: str,
+    firsts: np.ndarray | None = None,
+    kernel: str = AttnKernel.AUTO,
+) -> np.ndarray:
     """Which blocks a way of `skip_masked_kv` visits, (groups, tiles of 16 cells) bool.
 
-    mask: (T, n_kv) float16, -inf where a token does not see a cell. firsts: as `groups` has them.
+    mask: (T, n_kv) float16, -inf where a token does not see a cell. firsts, kernel: as `groups` has
+    them.
     """
     t, n_kv = mask.shape
     begins = np.arange(0, n_kv, CELLS)
-    of_group = groups(t, firsts)
+    of_group = groups(t, firsts, kernel)
     if way == SkipMaskedKV.OFF:
         return np.ones((len(of_group), len(begins)), bool)
     return _KNOWN[way](mask, of_group, begins)
@@ -152,7 +161,7 @@ class _Counting(Watch):
         for node in attentions(program):
             way = str(node.params.get("skip", SkipMaskedKV.OFF))
             if way not in known:
-                of_way = visited(mask, way, firsts)
+                of_way = visited(mask, way, firsts, node.params.get("kernel", AttnKernel.AUTO))
                 n = int(of_way.sum())
                 known[way] = n, of_way.size - n
             n_tokens, n_kv = mask.shape

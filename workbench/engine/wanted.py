@@ -4,12 +4,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from workbench.backend.plan import check_ahead
+from workbench.choices import AttnKernel
 from workbench.config import BEST, TogglePreset, Toggles
 from workbench.engine.loaded import Loaded
 from workbench.errors import DeviceError, UsageError, WorkbenchError
+from workbench.graph.attend import attend_by
+from workbench.graph.ir import StepShape
+from workbench.model.decoder import build_graph
 from workbench.presets import best_table, best_together
 from workbench.program.branches import choose_streams
 from workbench.program.plans import choose_scope
+from workbench.program.split import assign
 from workbench.program.sync_modes import Ordering, choose_ordering, choose_pdl
 
 Wanted = Toggles | TogglePreset | str | None  # a preset's name; None: `best`
@@ -95,6 +100,7 @@ def choose(wanted: Wanted, loaded: Loaded) -> Chosen:
         scope = choose_scope(toggles.plans, toggles.plan_scope, ordering, able, device)
         check_ahead(toggles, ordering, len(loaded.backends) - 1)
         n_streams = choose_streams(toggles.streams, able, device)
+        _check_attention(toggles, loaded)
     except (DeviceError, UsageError) as error:
         if preset is None:
             raise
@@ -103,6 +109,18 @@ def choose(wanted: Wanted, loaded: Loaded) -> Chosen:
     shown = str(toggles).replace("sync=auto", f"sync=auto ({ordering.sync})", 1)
     words = f"{name} on {device}: {shown}"
     return Chosen(toggles, ordering, programmatic, scope, n_streams, name, words)
+
+
+def _check_attention(toggles: Toggles, loaded: Loaded) -> None:
+    """Raises DeviceError where a backend lacks the kernels that attention is to be computed by."""
+    if toggles.attn_kernel == AttnKernel.AUTO:
+        return
+    model, n_kv = loaded.model, loaded.config.n_kv_pad
+    graph = build_graph(model, StepShape(1, 1, n_kv), model.caches(n_kv))
+    chosen = attend_by(graph, toggles.attn_kernel, toggles.kv_parts)
+    for node, b in assign(chosen.nodes, loaded.placement.fixed).items():
+        if node.op == "attention" and (why := loaded.backends[b].refuses(node)):
+            raise DeviceError(why)
 
 
 def _whose(message: str, toggles: Toggles, preset: TogglePreset) -> str:

@@ -1,11 +1,11 @@
 """attention: softmax(scale * q.k + mask) v, with grouped heads, in one pass over the cache.
 
 The cache is read in tiles of 16 cells. A tile of K and a tile of V are converted to float32 once,
-in the part's own scratch. They serve up to TOKENS tokens of one sequence and all query heads of the
-part that read this kv head. Per (token, head) and tile, the 16 scores are one vector. The maximum
-so far, the sums and the output are rescaled when the maximum grows (online softmax). Every part
-takes tiles in the same order. The result of a (token, head) depends neither on n_parts nor on the
-other tokens.
+in the part's own scratch. They serve up to TOKENS tokens of one sequence (one with
+attn_kernel=vec) and all query heads of the part that read this kv head. Per (token, head) and tile,
+the 16 scores are one vector. The maximum so far, the sums and the output are rescaled when the
+maximum grows (online softmax). Every part takes tiles in the same order. So the result of a (token,
+head) does not depend on n_parts; nor, but for stream_k, on the other tokens.
 
 Scores, weights and output are three loops over the pairs of (token, head), not one loop. The chain
 of dependent operations in each loop is then short enough for the CPU to overlap several pairs.
@@ -26,49 +26,14 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from workbench.backend.cpu.cells import CELL_TYPES, CellType
+from workbench.backend.cpu.kv_shares import CELLS, SKIPS, TOKENS, found_bytes
 from workbench.backend.cpu.mathfn import exp
 from workbench.backend.cpu.vector import Body, Emit, Value
-from workbench.choices import KVParts, SkipMaskedKV
+from workbench.choices import SkipMaskedKV
 from workbench.graph.shapes import CLASS_CELLS
 from workbench.sizes import round_up
 
-CELLS = 16
-TOKENS = 8
 _PAIR_STATE = 3 * CELLS  # float32 elements of a PairState beside q and output
-
-
-SKIPS: dict[str, int] = {
-    SkipMaskedKV.OFF: 0,
-    SkipMaskedKV.IN_LOOP: 1,
-    SkipMaskedKV.TAIL: 2,
-    SkipMaskedKV.CLASSES: 3,
-}
-SHARES = 8  # most parts that the cells of a token are split into
-LEAST_TILES = 8  # of a share
-STREAM_PIECES = 16  # into how many the tiles of all rows are cut (stream_k)
-
-
-class Shares(NamedTuple):
-    """How the tiles of 16 cells are dealt out. n: shares of each row of tiles. piece: 0: share i
-    has tiles i, i + n, ..; else the tiles of all rows stand one behind the other, and are cut every
-    `piece` of them."""
-
-    n: int
-    piece: int
-
-
-def shares_of(kv_parts: str, n_tokens: int, n_head_kv: int, n_kv: int) -> Shares:
-    """The shares of a step of this shape, for a value of the toggle `kv_parts`. A row of tiles is a
-    token's, for a kv head."""
-    tiles = -(-n_kv // CELLS)
-    most = max(1, tiles // LEAST_TILES)
-    if kv_parts == KVParts.OFF or most == 1:
-        return Shares(1, 0)
-    if kv_parts == KVParts.PARALLEL_BLOCKS:
-        return Shares(min(SHARES, most), 0)
-    rows = n_tokens * n_head_kv
-    piece = max(LEAST_TILES, -(-rows * tiles // STREAM_PIECES))
-    return Shares(-(-tiles // piece) + 1, piece) if piece < rows * tiles else Shares(1, 0)
 
 
 class PairState(NamedTuple):
@@ -101,13 +66,8 @@ def scratch_bytes(
     return own + found_bytes(n_tokens, n_head, head_dim, n_shares)
 
 
-def found_bytes(n_tokens: int, n_head: int, head_dim: int, n_shares: int) -> int:
-    """Bytes that shares leave to be combined: (tokens, heads, shares, 2 + head_dim) float32."""
-    return n_tokens * n_head * n_shares * 4 * (2 + head_dim) if n_shares > 1 else 0
-
-
 # names and kinds of the arguments, for both kernels (`backend/args.py`)
-_ARGUMENTS = "iiiiiiiiiiiiiiiiiiif"
+_ARGUMENTS = "i" * 20 + "f"
 
 
 class _Args:
@@ -116,7 +76,7 @@ class _Args:
     def __init__(self, e: Emit, args: Value):
         (self.dst, self.q, self.k, self.v, self.mask, self.scratch, self.regions, self.extents,
          self.classes, self.sinks, self.n_tokens, self.n_head, self.n_head_kv, self.head_dim,
-         self.n_kv, self.n_regions, self.skip, self.n_shares, self.piece,
+         self.n_kv, self.n_regions, self.skip, self.n_shares, self.piece, self.tokens,
          scale) = e.arguments(args, _ARGUMENTS)  # fmt: skip
         self.scale = scale.to("f32")
         self.group = self.n_head // self.n_head_kv
@@ -161,7 +121,7 @@ def _attention(
     v_tile, states = k_tile + tile_bytes, k_tile + tile_bytes * 2
     zero, one = e.const("i64", 0), e.const("i64", 1)
 
-    n_blocks = (a.n_tokens + (TOKENS - 1)) // TOKENS
+    n_blocks = (a.n_tokens + (a.tokens - 1)) // a.tokens
     start, stop = e.share(n_blocks * a.n_shares * a.n_head, part, n_parts)
     rows = e.select(a.regions.compare("==", 0), one, a.n_regions)
     with (
@@ -172,7 +132,7 @@ def _attention(
         # row: of the regions, a sequence whose tokens may be in the block
         kv_head = item % a.n_head_kv
         share = item // a.n_head_kv % a.n_shares
-        first = item // a.n_head_kv // a.n_shares * TOKENS
+        first = item // a.n_head_kv // a.n_shares * a.tokens
         first, behind, base = _tokens_of(e, a, row, rows, first)
         h0 = e.max(start - item * group, 0)
         h1 = e.min(stop - item * group, group)
@@ -233,7 +193,7 @@ def _tokens_of(
 ) -> tuple[Value, Value, Value]:
     """The tokens of a region in the block that begins with token `first`: the first, the one behind
     the last, and the region's first cell."""
-    behind = e.min(first + TOKENS, a.n_tokens)
+    behind = e.min(first + a.tokens, a.n_tokens)
     begin, end, base = e.var(first), e.var(behind), e.var(e.const("i64", 0))
     with e.when(a.regions.compare("!=", 0)):
         at = a.regions + row * 8

@@ -17,6 +17,7 @@ from workbench.backend.cpu import op_table
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.cpu.loops import MAX_PARTS
 from workbench.backend.issued import Address, Issued, pointers_of, together
+from workbench.choices import AttnKernel
 from workbench.errors import DeviceError
 from workbench.graph import ops
 from workbench.graph.ir import Kind, Node, Tensor
@@ -100,6 +101,14 @@ def _pointers(node: Node) -> tuple[int, ...]:
 class CpuBackend(Backend):
     """A backend that computes nodes on `workers` threads. A fused node runs part by part, because
     every CPU kernel computes one op."""
+
+    def refuses(self, node: Node) -> str:
+        if node.params.get("kernel") == AttnKernel.MMA:
+            return (
+                f"attn_kernel=mma wants the matrix units of a GPU; with device={self.name} use "
+                "attn_kernel=auto, vec or tile"
+            )
+        return ""
 
     def scratch_bytes(self, node: Node) -> int:
         if node.parts:

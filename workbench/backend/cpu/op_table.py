@@ -18,12 +18,12 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from workbench.backend.args import AddressOf, Args, pack, variant
-from workbench.choices import KVParts, SkipMaskedKV
+from workbench.choices import AttnKernel, KVParts, SkipMaskedKV
 from workbench.graph.ir import DTYPES, Q8_ACT, QUANTISED, DType, Node
 from workbench.sizes import round_up
 
 if TYPE_CHECKING:
-    from workbench.backend.cpu.attention import Shares
+    from workbench.backend.cpu.kv_shares import Shares
     from workbench.backend.cpu.vector import Body
 
 GROUP = 16
@@ -130,7 +130,7 @@ def scratch_bytes(node: Node, n_parts: int) -> int:
 
 def shares(node: Node) -> Shares:
     """How an attention node deals its cells out."""
-    from workbench.backend.cpu.attention import shares_of
+    from workbench.backend.cpu.kv_shares import shares_of
 
     n_tokens, n_head_kv = node.inputs[0].shape[0], node.params["n_head_kv"]
     kv_parts = node.params.get("kv_parts", KVParts.OFF)
@@ -139,16 +139,17 @@ def shares(node: Node) -> Shares:
 
 def arguments(node: Node, address_of: AddressOf, scratch: int) -> Args:
     """Arguments of the kernels of a node: `backend.args.pack`, and what is a CPU's alone. For
-    attention that is, before the scale, how it skips, its shares and their pieces; for rope_shift
-    its scratch, behind the factors."""
+    attention that is, before the scale, how it skips, its shares and their pieces, and how many
+    tokens a tile serves; for rope_shift its scratch, behind the factors."""
     args = pack(node, address_of, scratch)
     if node.op == "rope_shift":
         args[3:3] = [scratch]
     if node.op == "attention":
-        from workbench.backend.cpu.attention import SKIPS
+        from workbench.backend.cpu.kv_shares import SKIPS, tokens_of
 
         skip = SKIPS[node.params.get("skip", SkipMaskedKV.OFF)]
-        args[-1:-1] = [skip, *shares(node)]
+        tokens = tokens_of(node.params.get("kernel", AttnKernel.AUTO))
+        args[-1:-1] = [skip, *shares(node), tokens]
     return args
 
 

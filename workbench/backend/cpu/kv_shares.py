@@ -1,0 +1,57 @@
+"""Which tiles of 16 cells attention of a CPU has: which it leaves out, and how it deals the others
+out to the shares of each row.
+
+Shares follow from the step shape and the padded n_kv alone. What they find is combined in the order
+of their shares (`attention.attention_combine`).
+"""
+
+from typing import NamedTuple
+
+from workbench.choices import AttnKernel, KVParts, SkipMaskedKV
+
+CELLS = 16  # of a tile
+TOKENS = 8  # most tokens of a sequence that a tile serves at once
+SHARES = 8  # most parts that the cells of a token are split into
+LEAST_TILES = 8  # of a share
+STREAM_PIECES = 16  # into how many the tiles of all rows are cut (stream_k)
+
+SKIPS: dict[str, int] = {
+    SkipMaskedKV.OFF: 0,
+    SkipMaskedKV.IN_LOOP: 1,
+    SkipMaskedKV.TAIL: 2,
+    SkipMaskedKV.CLASSES: 3,
+}
+
+
+class Shares(NamedTuple):
+    """How the tiles of 16 cells are dealt out. n: shares of each row of tiles. piece: 0: share i
+    has tiles i, i + n, ..; else the tiles of all rows stand one behind the other, and are cut every
+    `piece` of them."""
+
+    n: int
+    piece: int
+
+
+def shares_of(kv_parts: str, n_tokens: int, n_head_kv: int, n_kv: int) -> Shares:
+    """The shares of a step of this shape, for a value of the toggle `kv_parts`. A row of tiles is a
+    token's, for a kv head."""
+    tiles = -(-n_kv // CELLS)
+    most = max(1, tiles // LEAST_TILES)
+    if kv_parts == KVParts.OFF or most == 1:
+        return Shares(1, 0)
+    if kv_parts == KVParts.PARALLEL_BLOCKS:
+        return Shares(min(SHARES, most), 0)
+    rows = n_tokens * n_head_kv
+    piece = max(LEAST_TILES, -(-rows * tiles // STREAM_PIECES))
+    return Shares(-(-tiles // piece) + 1, piece) if piece < rows * tiles else Shares(1, 0)
+
+
+def tokens_of(kernel: str) -> int:
+    """How many tokens of a sequence a tile serves at once, for a value of the toggle
+    `attn_kernel`."""
+    return 1 if kernel == AttnKernel.VEC else TOKENS
+
+
+def found_bytes(n_tokens: int, n_head: int, head_dim: int, n_shares: int) -> int:
+    """Bytes that shares leave to be combined: (tokens, heads, shares, 2 + head_dim) float32."""
+    return n_tokens * n_head * n_shares * 4 * (2 + head_dim) if n_shares > 1 else 0
