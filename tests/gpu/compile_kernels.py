@@ -27,8 +27,8 @@ from workbench.backend.cuda import nvrtc
 from workbench.backend.cuda.driver import device_properties, libraries
 from workbench.errors import WorkbenchError
 
-MODULES = ("attention", "attention_ways", "debug_arena", "fused", "products", "ranges",
-           "repetitions", "tiles", "tunings")  # fmt: skip
+MODULES = ("attention", "attention_types", "attention_ways", "debug_arena", "fused", "products",
+           "ranges", "repetitions", "tiles", "tunings")  # fmt: skip
 HELPERS = ("device", "gate", "read", "repack", "stamp")  # files without macros that no module names
 Source = tuple[str, tuple[str, ...], Path | None]  # as `nvrtc.cubin` has them
 
