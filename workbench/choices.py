@@ -201,9 +201,9 @@ class AttnKernel(Choice):
     """Which kernels compute attention."""
 
     AUTO = "auto", "what is fastest for the shape"
-    VEC = "vec", "a query row at a time, no tiles of queries"
+    VEC = "vec", "one token of a sequence at a time, no tiles of queries"
     TILE = "tile", "tiles of queries, plain multiply-add"
-    MMA = "mma", "tiles of queries, matrix units; CUDA"
+    MMA = "mma", "tiles of queries, matrix units; CUDA, caches of F16"
 
 
 class KVParts(Choice):

@@ -12,14 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import workbench as wb
 from tests.attention import Case, attention_case, causal, parted, skipping
 from tests.profiles import examples
 from tests.unit import on_host, ptx
+from tests.unit.fake_cuda import fake_backend
+from tests.unit.test_cuda_engine_faked import feed
 from workbench.backend.cuda import attending, attention_plain, nvrtc, op_table, weights
 from workbench.backend.cuda.attention import FEW_TOKENS, AttentionAt, AttentionShape
 from workbench.backend.cuda.attention_plain import TokenCounts, tile_grid, vec_grid
 from workbench.backend.cuda.kernel import Kernel, Operands, blocks
 from workbench.choices import KVParts, SkipMaskedKV
+from workbench.config import Toggles
 from workbench.errors import DeviceError
 from workbench.graph.attend import with_inputs
 from workbench.graph.fuse import join
@@ -299,3 +303,35 @@ def test_a_fused_quantisation_is_a_launch_of_its_own():
     names = [w.function for w in works(joined)]
     assert names == ["attention_vec", "attention_combine", "quantize"]
     assert op_table.scratch_bytes(joined) > op_table.scratch_bytes(joined.parts[0])
+
+
+# engines on a driver that notes what it is asked --------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_parts", PARTS)
+@pytest.mark.parametrize("kernel", ["auto", "vec", "tile"])
+def test_a_replayed_step_with_such_a_cache_queues_what_an_eager_one_does(
+    monkeypatch, tiny_model, kernel: str, kv_parts: str
+):
+    fake_backend(monkeypatch)
+    chosen = {"graph_reuse": "set_rows", "attn_kernel": kernel, "kv_parts": kv_parts, "fuse": "on"}
+    with wb.Engine.load(
+        tiny_model("tiny-llama", "F16"), device="cuda", n_ctx=2048, cache_type_k="q8_0",
+        toggles=Toggles(**chosen),
+    ) as eager:  # fmt: skip
+        wanted = feed(eager)
+        with eager.variant(Toggles(**chosen, plans="ours")) as planned:
+            found = feed(planned)
+            assert planned.counters["plans_replayed"] >= 5
+    assert [sorted(map(str, s)) for s in found] == [sorted(map(str, s)) for s in wanted]
+
+
+def test_an_engine_refuses_mma_for_such_a_cache_and_has_it_for_halves(monkeypatch, tiny_model):
+    fake_backend(monkeypatch)
+    path, mma = tiny_model("tiny-llama", "F16"), Toggles(attn_kernel="mma")
+    with pytest.raises(DeviceError) as caught:
+        wb.Engine.load(path, device="cuda", n_ctx=512, cache_type_v="q8_0", toggles=mma)
+    said = "attn_kernel=mma reads no cache of Q8_0; use attn_kernel=auto, vec or tile, or a cache"
+    assert str(caught.value) == f"{said} of f16"
+    with wb.Engine.load(path, device="cuda", n_ctx=512, toggles=mma) as engine:
+        assert engine.toggles.attn_kernel == "mma"
