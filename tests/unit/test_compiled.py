@@ -153,3 +153,18 @@ def test_what_is_left_to_compile_is_said(tiny_model, monkeypatch, slow_compiler)
     lines = [line for line in out.getvalue().splitlines() if line.startswith("compiling kernels: ")]
     assert re.match(r"compiling kernels: 1 of (\d+) launches, about \d+ s left", lines[0])
     assert len(lines) < 40, "of launches that are alike one"
+
+
+def test_a_kernel_is_what_it_includes():
+    """Another header may change, and it is not compiled again."""
+    headers = {
+        "a.cuh": b'#pragma once\n#include "b.cuh"\n', "b.cuh": b'  #include "a.cuh"\nint b;',
+        "c.cuh": b"int c;",
+    }  # fmt: skip
+    source = b'// #include "c.cuh"\n#include <cuda_fp16.h>\n#include "a.cuh"\nvoid f();'
+    assert list(nvrtc.included(source, headers)) == ["a.cuh", "b.cuh"]
+    assert nvrtc.included(b"void f();", headers) == {}
+    every = nvrtc._headers()
+    for path in sorted(nvrtc.source_dir().glob("*.cu")):
+        found = nvrtc.included(path.read_bytes(), every)
+        assert "common.cuh" in found and "launch_span.cuh" not in found

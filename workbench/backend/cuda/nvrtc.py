@@ -10,6 +10,7 @@ compiled.
 
 import hashlib
 import os
+import re
 import stat
 import tempfile
 import time
@@ -20,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from workbench.backend import compiled
-from workbench.backend.cuda.noting import HEADER, NOTING, noting
+from workbench.backend.cuda.noting import NOTING, noting
 from workbench.errors import DeviceError, UsageError
 from workbench.output import writing
 from workbench.progress import HIDDEN, Bar
 
+_INCLUDED = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 OPTIONS = ("-std=c++17", "-default-device")
 # Files with instructions of one architecture alone, and what they are compiled for there. Elsewhere
 # they do without.
@@ -42,6 +44,17 @@ def source_dir() -> Path:
 
 def _headers() -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(source_dir().glob("*.cuh"))}
+
+
+def included(source: bytes, headers: dict[str, bytes]) -> dict[str, bytes]:
+    """What a source includes of these headers, and what they include; by name, sorted."""
+    found, left = dict[str, bytes](), [source]
+    while left:
+        for name in map(bytes.decode, _INCLUDED.findall(left.pop())):
+            if name in headers and name not in found:
+                found[name] = headers[name]
+                left.append(headers[name])
+    return dict(sorted(found.items()))
 
 
 def _nvrtc() -> Any:
@@ -102,16 +115,15 @@ def cubin(
     ("ROWS=2"). With macro NOTING its kernels note when they ran (`noting.py`).
 
     Taken from `folder` (default `cache_dir()`) where it is there, under a key of everything that
-    decides its bytes; else compiled and kept there. sources: the folder of the .cu file, where it
+    decides its bytes, of headers those that it includes; else compiled and kept there. sources: the folder of the .cu file, where it
     is not `kernels/`; headers come from `kernels/`. Raises DeviceError.
     """
     arch = SPECIFIC.get((file, arch), arch)
-    folder, headers = folder or cache_dir(), _headers()
+    folder = folder or cache_dir()
     source = ((sources or source_dir()) / f"{file}.cu").read_bytes()
     if NOTING in defines:
         source = noting(source)
-    else:
-        headers.pop(HEADER, None)
+    headers = included(source, _headers())
     version = _nvrtc().nvrtcVersion()[1:]
     decides = (headers, OPTIONS, arch, version, tuple(defines), source)
     key = hashlib.sha256(repr(decides).encode()).hexdigest()
