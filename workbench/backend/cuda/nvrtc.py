@@ -115,8 +115,9 @@ def cubin(
     ("ROWS=2"). With macro NOTING its kernels note when they ran (`noting.py`).
 
     Taken from `folder` (default `cache_dir()`) where it is there, under a key of everything that
-    decides its bytes, of headers those that it includes; else compiled and kept there. sources: the folder of the .cu file, where it
-    is not `kernels/`; headers come from `kernels/`. Raises DeviceError.
+    decides its bytes, of headers those that it includes; else compiled and kept there. sources: the
+    folder of the .cu file, where it is not `kernels/`; headers come from `kernels/`. Raises
+    DeviceError.
     """
     arch = SPECIFIC.get((file, arch), arch)
     folder = folder or cache_dir()
