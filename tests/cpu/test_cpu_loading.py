@@ -7,12 +7,12 @@ import gc
 import os
 import shutil
 import threading
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from workbench.backend.base import Backend
 from workbench.backend.cpu import embedded, host, op_table
 from workbench.backend.cpu.compile import host_isas
 from workbench.backend.cpu.ring import Ring
@@ -20,7 +20,8 @@ from workbench.config import EngineConfig, Toggles
 from workbench.engine.engine import Engine
 from workbench.engine.loaded import Loaded
 from workbench.errors import DeviceError
-from workbench.graph.ir import QUANTISED, WEIGHT_DTYPES, DType, Kind, Tensor
+from workbench.graph.ir import F32, I32, QUANTISED, WEIGHT_DTYPES, DType, Kind, Tensor
+from workbench.graph.ops import make
 
 
 def weight(dtype: DType, rows: int, cols: int) -> tuple[Tensor, np.ndarray]:
@@ -124,9 +125,13 @@ def test_interrupted_while_the_workers_work(tiny_model, monkeypatch, tmp_path, a
 
 @pytest.mark.parametrize("opener", [host.open_backend, embedded.open_backend])
 def test_the_cpu_refuses_no_type_of_a_model_file(opener):
-    """Why these backends keep the default of `refuses`: every type has kernels, for any batch."""
+    """Every type has kernels, for any batch."""
     backend = opener(threads=1)
-    assert type(backend).refuses is Backend.refuses
+    for dtype, n_tokens in product(WEIGHT_DTYPES, (1, 9)):
+        w, x = Tensor("w", dtype, (8, 256), Kind.WEIGHT), Tensor("x", F32, (n_tokens, 256))
+        ids = Tensor("ids", I32, (n_tokens,))
+        assert not backend.refuses(make("get_rows", "r", w, ids))
+        assert not backend.refuses(make("mul_mat", "m", w, x, activations="float"))
     backend.close()
     isa = host_isas()[0]
     for dtype in WEIGHT_DTYPES:
