@@ -73,7 +73,11 @@ class RandomRun:
 
 
 def _words(fit: Quadratic) -> str:
-    return f"{fit.a:.3g} + {fit.b:.3g} x + {fit.c:.3g} x²"
+    return f"{fit.a:.3g} {_signed(fit.b)} x {_signed(fit.c)} x²"
+
+
+def _signed(value: float) -> str:
+    return f"{'-' if value < 0 else '+'} {abs(value):.3g}"
 
 
 def recorded_random(recorded: Recorded) -> Iterator[RandomRun]:
@@ -95,7 +99,7 @@ def fits(recorded: Recorded) -> str:
 
 def where(recorded: Recorded) -> str:
     return " ".join(
-        caption([one], f"{one.run['repetitions']} rounds") for one in recorded_random(recorded)
+        caption([one], f"rounds: {one.run['repetitions']}") for one in recorded_random(recorded)
     )
 
 

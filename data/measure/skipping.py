@@ -84,7 +84,8 @@ def comparisons(n_prompt: int, ubatches: Sequence[int], n_gen: int, rounds: int)
     together = w.Workload(max(1, n_prompt // n_seqs), n_gen, 0, n_seqs)
     behind = w.Workload(0, n_gen, n_prompt)
     own, one = "kv_cache=per_sequence", "kv_cache=unified"
-    regions = [f"{own} {OFF}", f"{own} {TAIL}", f"{own} {CLASSES}", f"{one} {OFF}", f"{one} {TAIL}"]
+    regions = [f"{own} {way}" for way in (OFF, IN_LOOP, TAIL, CLASSES)]
+    regions += [f"{one} {way}" for way in (OFF, IN_LOOP, TAIL)]
     kinds = Toggles.values("kv_parts")
     parts = [f"kv_parts={kind} {way}" for way in (OFF, TAIL) for kind in kinds]
     usual = min(512, max(ubatches))

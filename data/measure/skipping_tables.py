@@ -137,13 +137,11 @@ def parts(recorded: Recorded) -> Iterator[Line]:
     """kv_parts, beside `off` with the same skipping; one sequence at depth behind them."""
     every = runs(recorded)
     for run in filter(None, (every.get(name) for name in ("parts", "depth"))):
-        for arm in run.arms:
-            kind, _, way = arm.partition(" ")
-            before = " ".join(filter(None, ("kv_parts=off", way)))
-            yield from (
-                _line(run, arm, before, {"cache": kind, "way": way}, test)
-                for test in run.run["tests"]
-            )
+        for test in run.run["tests"]:
+            for arm in run.arms:
+                kind, _, way = arm.partition(" ")
+                before = " ".join(filter(None, ("kv_parts=off", way)))
+                yield _line(run, arm, before, {"cache": kind, "way": way}, test)
 
 
 def _line(run: SkipRun, arm: str, before: str, named: dict[str, str], test: str = "") -> Line:
@@ -164,8 +162,8 @@ def _line(run: SkipRun, arm: str, before: str, named: dict[str, str], test: str 
 BY_UBATCH = {
     "Model": "{model}", "Test": "{test}", "ubatch": "{n}", "t/s off": "{off:.0f}",
     **{name: f"{{{name}}}" for name in WAYS},
-    **{f"{name} skips %": f"{{{name} blocks:.0f}}" for name in ("in_loop", "tail", "classes")},
-    "most skipped": "{verdict}",
+    **{f"{name} skips %": f"{{{name} blocks:.0f}}" for name in WAYS},
+    "verdict of most skipped": "{verdict}",
 }  # fmt: skip
 TOGETHER = {
     "Model": "{model}", "Test": "{test}", "ubatch": "{n}", "Cache": "{cache}", "Skipping": "{way}",
@@ -175,9 +173,9 @@ TOGETHER = {
 }  # fmt: skip
 PARTS = {("Parts" if k == "Cache" else k): v for k, v in TOGETHER.items()}
 TABLES = (
-    Table("Prompts by ubatch size, skipping masked cells", by_ubatch, BY_UBATCH, "{n} rounds"),
-    Table("Sequences side by side, skipping masked cells", side_by_side, TOGETHER, "{n} rounds"),
-    Table("Parts of the cells, apart from skipping", parts, PARTS, "{n} rounds"),
+    Table("Prompts by ubatch size, skipping masked cells", by_ubatch, BY_UBATCH, "rounds: {n}"),
+    Table("Sequences side by side, skipping masked cells", side_by_side, TOGETHER, "rounds: {n}"),
+    Table("Parts of the cells, apart from skipping", parts, PARTS, "rounds: {n}"),
 )
 
 

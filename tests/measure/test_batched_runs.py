@@ -61,8 +61,9 @@ def test_rates_are_of_all_sequences_and_apart_for_prompts(found):
         assert made["llama.cpp"].tolist() == [pytest.approx(n / (1e-3 + 1e-4 * n), rel=1e-3)] * 2
         assert prompts["llama.cpp"].tolist() == [pytest.approx(5e5, rel=1e-3)] * 2
     arm = found.best("pp6+tg4@b3")
-    ratio, medians = found.ratio("pp6+tg4@b3", arm), found.rates("pp6+tg4@b3", False).median()
-    assert ratio.value == pytest.approx(medians[arm] / medians["llama.cpp"], rel=0.2)  # of two
+    ratio, rates = found.ratio("pp6+tg4@b3", arm), found.rates("pp6+tg4@b3", False)
+    pairs = rates[arm] / rates["llama.cpp"]
+    assert pairs.min() <= ratio.value <= pairs.max()
 
 
 def test_the_bounds_of_a_step_are_its_bytes_and_launches(found):
