@@ -28,7 +28,7 @@ class BlockLook(NamedTuple):
 LOOKS = {
     (SEEN, True): BlockLook("visited, all of it seen", style.BLUE, ""),
     (MIXED, True): BlockLook("visited, some of it seen", style.SKY, ""),
-    (UNSEEN, True): BlockLook("visited in vain: none of it seen", "#EBA27A", "////"),
+    (UNSEEN, True): BlockLook("visited in vain: none of it seen", "#EBA27A", "//"),
     (UNSEEN, False): BlockLook("left unread", "white", ""),
     # what a wrong bound would do; a picture must show it
     (MIXED, False): BlockLook("left unread, though some of it is seen", style.YELLOW, "////"),
@@ -47,7 +47,7 @@ def kv_blocks(frames: Mapping[str, pd.DataFrame]) -> Figure:
     if not frames:
         raise ValueError("there is no mask to draw")
     ways = list(dict.fromkeys(way for frame in frames.values() for way in frame["way"]))
-    fig = style.picture(11, 0.9 + 1.62 * len(frames))
+    fig = style.picture(11, 0.9 + 1.45 * len(frames))
     axes = fig.subplots(len(frames), len(ways), squeeze=False)
     shown: set[tuple[str, bool]] = set()
     for (name, frame), row in zip(frames.items(), axes, strict=True):
@@ -77,7 +77,7 @@ def _draw(ax: Axes, part: pd.DataFrame) -> None:
         if len(blocks):
             ax.add_collection(
                 PolyCollection(
-                    _corners(blocks), facecolors=look.colour, edgecolors="#C4C4C4", linewidths=0.3,
+                    _corners(blocks), facecolors=look.colour, edgecolors="#D4D4D4", linewidths=0.25,
                     hatch=look.hatch or None,
                 )
             )  # fmt: skip
