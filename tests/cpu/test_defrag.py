@@ -18,6 +18,7 @@ from workbench.engine.asks import LENGTH, Ask
 from workbench.engine.defrag import defragment, pays
 from workbench.engine.engine import Engine
 from workbench.engine.kv_cache import KVCache
+from workbench.engine.kv_growth import Growth
 from workbench.engine.kv_visits import kv_visits
 from workbench.engine.slots import Slots
 from workbench.sizes import round_up
@@ -120,14 +121,18 @@ def cell_of(cache: KVCache) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 @settings(max_examples=examples(200))
-@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 9), st.sampled_from([4, 16]))
-def test_it_pays_where_the_extent_of_the_step_is_less(used, holes, n_new, pad):
+@given(
+    st.integers(0, 60), st.integers(0, 60), st.integers(1, 9), st.sampled_from([4, 16]),
+    st.booleans(),
+)  # fmt: skip
+def test_it_pays_where_the_extent_of_the_step_is_less(used, holes, n_new, pad, geometric):
     """The slow twin closes the holes and asks for the extents."""
     if used + holes + n_new > 60:
         return
     extents, made = [], []
+    growth = Growth(pad, round_up(60, pad), geometric)
     for close in (False, True):
-        cache = KVCache(60, pad, n_seqs=2)
+        cache = KVCache(60, pad, n_seqs=2, growth=growth)
         cache.reserve(1)
         for sequence, n in ((0, holes), (1, used)):
             at = np.arange(n, dtype=np.int32)
@@ -140,7 +145,7 @@ def test_it_pays_where_the_extent_of_the_step_is_less(used, holes, n_new, pad):
         extents.append(cache.extent(cache.find([(1, n_new)])))
     enough = used > 0 and holes >= 0.1 * (used + holes)
     assert made == [enough and extents[1] < extents[0]] * 2
-    assert extents[1] == round_up((used or holes) + n_new, pad)
+    assert extents[1] == growth.extent((used or holes) + n_new)
 
 
 # answers ------------------------------------------------------------------------------------------
