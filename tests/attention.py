@@ -144,3 +144,8 @@ def causal(case: Case, past: int) -> np.ndarray:
     """Token i of a sequence sees cells 0..past+i; bool (T, n_kv)."""
     at = np.concatenate([np.arange(n) for n in case.tokens])
     return np.arange(case.n_kv) <= past + at[:, None]
+
+
+def windowed(case: Case, past: int, window: int) -> np.ndarray:
+    """As `causal`, but only the last `window` of these cells; bool (T, n_kv)."""
+    return causal(case, past) & ~causal(case, past - window)

@@ -179,6 +179,8 @@ def attention(model: ModelFile, block: str, x: np.ndarray, rounded: bool) -> np.
     scores = np.einsum("ihd,jhd->hij", q, k, optimize=True) / np.sqrt(model.head_dim)
     future = np.triu(np.ones((n_tokens, n_tokens), bool), 1)
     scores[:, future] = -np.inf
+    if window := int(model.key("attention.sliding_window", 0)):  # Beltagy et al. 2020
+        scores[:, np.tril(np.ones((n_tokens, n_tokens), bool), -window)] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     mixed = np.einsum("hij,jhd->ihd", weights, v, optimize=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import workbench as wb
-from tests.attention import Case, attention_case, causal, parted, skipping
+from tests.attention import Case, attention_case, causal, parted, skipping, windowed
 from tests.cpu.kernel_runs import run, run_parts
 from tests.profiles import examples
 from workbench.engine import kv_extent
@@ -43,13 +43,13 @@ def floats(found: np.ndarray, shape) -> np.ndarray:
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_its_twin_and_skipping_changes_no_bit(name, kv_parts):
     case = CASES[name]
-    mask = causal(case, case.n_kv // 3)
-    node, arrays, twin = attention_case(case, mask)
-    node = parted(node, kv_parts)
-    wanted = run_parts(node, arrays)
-    np.testing.assert_allclose(floats(wanted, twin.shape), twin, rtol=0, atol=4e-6)
-    for way in WAYS[1:]:
-        assert np.array_equal(run(*skipping(node, arrays, way), 3), wanted), way
+    for mask in (causal(case, case.n_kv // 3), windowed(case, case.n_kv // 2, 40)):
+        node, arrays, twin = attention_case(case, mask)
+        node = parted(node, kv_parts)
+        wanted = run_parts(node, arrays)
+        np.testing.assert_allclose(floats(wanted, twin.shape), twin, rtol=0, atol=4e-6)
+        for way in WAYS[1:]:
+            assert np.array_equal(run(*skipping(node, arrays, way), 3), wanted), way
 
 
 TYPED = [

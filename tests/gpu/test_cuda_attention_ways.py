@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.attention import Case, attention_case, causal, parted, skipping
+from tests.attention import Case, attention_case, causal, parted, skipping, windowed
 from tests.gpu.harness import Compute, compile_side_by_side, distance, kernels_of
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.engine import kv_extent
@@ -47,7 +47,8 @@ def masks(case: Case) -> dict[str, np.ndarray]:
     any_[-1] = False
     one = np.zeros_like(tail)
     one[np.arange(len(one)), rng.integers(0, case.n_kv, len(one))] = True
-    return {"tail": tail, "holes": holes, "any": any_, "one": one}
+    window = windowed(case, case.n_kv // 2, 90)
+    return {"tail": tail, "holes": holes, "any": any_, "one": one, "window": window}
 
 
 def nodes(name: str) -> list[Node]:

@@ -139,7 +139,7 @@ def _following(
     else has changed; None where attention has to look at more cells. It takes the arrays over: the
     step before has its own copies, in staging memory."""
     cells = cache.next_cells(batch.sequences)
-    if cache.extent(cells) != batch.shape.n_kv:
+    if cache.window or cache.extent(cells) != batch.shape.n_kv:  # a window moves with the token
         return None
     mask, at, n = batch.values[MASK], cache.in_region(cells), len(cells)
     if n == 1:

@@ -22,6 +22,7 @@ import numpy as np
 from workbench.config import EngineConfig, KVCacheKind, Toggles
 from workbench.engine.free_cells import FreeCells
 from workbench.engine.kv_growth import Growth
+from workbench.engine.window import narrow
 from workbench.errors import UsageError
 from workbench.sizes import round_up
 
@@ -40,14 +41,14 @@ class KVCache:
     an equal part of it, `n_ctx_seq`. A region's cells are padded, so that every extent of `growth`
     exists. Sequences have the numbers 0..n_seqs-1; each has positions of its own.
 
-    in_a_row: the tokens of a step want cells one behind the other.
+    in_a_row: the tokens of a step want cells one behind the other. window: see `window.py`; 0: none
     n_cells: of all regions. free: which of them nobody owns. n_changes: since it was made; what was
     made for one state of the cache serves no other.
     """
 
     def __init__(
         self, n_ctx: int, pad: int, n_seqs: int = 1, in_a_row: bool = False, n_regions: int = 1,
-        growth: Growth | None = None,
+        growth: Growth | None = None, window: int = 0,
     ):  # fmt: skip
         if n_ctx < n_regions:
             raise UsageError(
@@ -56,8 +57,7 @@ class KVCache:
             )
         self.n_ctx_seq = n_ctx // n_regions
         self.pad = pad
-        self.n_seqs = n_seqs
-        self.n_regions = n_regions
+        self.n_seqs, self.n_regions, self.window = n_seqs, n_regions, window
         self.region_cells = round_up(self.n_ctx_seq, pad)
         self.n_cells = n_regions * self.region_cells
         self.growth = growth or Growth(pad, self.region_cells)
@@ -154,6 +154,7 @@ class KVCache:
         first, behind = int(at[0]), int(at[-1]) + 1
         own = slice(first, behind) if behind - first == len(at) else at
         out[:, own] = np.multiply((positions > positions[:, None]).view(np.uint8), HIDDEN)
+        narrow(out, self.window, positions, self._positions[sequence], at)
 
     def masks_of_one(
         self, sequences: Sequence[int], cells: np.ndarray, rows: Sequence[int], out: np.ndarray
@@ -164,6 +165,9 @@ class KVCache:
         for row, sequence in zip(rows, sequences, strict=True):
             out[row] = self._masks[sequence, :n_kv]
             out[row, at[row]] = 0
+            if self.window:
+                one, stored = slice(row, row + 1), self._positions[sequence]
+                narrow(out[one], self.window, self._next[[sequence]], stored, at[one])
 
     def in_region(self, cells: np.ndarray) -> np.ndarray:
         """Where in their regions cells are."""

@@ -183,7 +183,10 @@ class Reuse(NamedTuple):
     ) -> tuple[KVCache, Batches]:
         """The cache of an engine, and what makes batches of it. regions: as `KVCache` has them.
         sizes: as `Batches`."""
-        cache = KVCache(config.n_ctx, growth.pad, config.n_seqs, self.in_a_row, regions, growth)
+        cache = KVCache(
+            config.n_ctx, growth.pad, config.n_seqs, self.in_a_row, regions, growth,
+            model.hparams.window,
+        )  # fmt: skip
         values = partial(self.values, model.n_layer)
         return cache, Batches(cache, model.n_vocab, config.n_ubatch, spent, values, sizes)
 

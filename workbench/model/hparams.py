@@ -16,7 +16,8 @@ from workbench.model.gguf import GGUFFile
 
 @dataclass(frozen=True)
 class HParams:
-    """Sizes in elements; eps, theta_base and freq_scale as in `graph.ops`."""
+    """Sizes in elements; eps, theta_base and freq_scale as in `graph.ops`. window: positions that a
+    token sees, its own the last; 0: all."""
 
     architecture: str
     n_layer: int
@@ -30,6 +31,7 @@ class HParams:
     eps: float
     theta_base: float
     freq_scale: float
+    window: int = 0
 
     @property
     def traits(self) -> Architecture:
@@ -83,6 +85,7 @@ def read_hparams(file: GGUFFile) -> HParams:
         eps=float(file.get(f"{arch}.attention.layer_norm_rms_epsilon", float)),
         theta_base=float(file.get(f"{arch}.rope.freq_base", float, 10000.0)),
         freq_scale=_freq_scale(file, arch),
+        window=_window(file, arch),
     )
     value_length = number("attention.value_length", head_dim)
     n_experts = file.get(f"{arch}.expert_count", int, 0)
@@ -99,6 +102,19 @@ def read_hparams(file: GGUFFile) -> HParams:
         if wrong:
             raise ModelFileError(f"{file.path}: {arch}.{what}; the file is damaged or unsupported")
     return h
+
+
+def _window(file: GGUFFile, arch: str) -> int:
+    """The window of every layer; files with windows in some layers are refused."""
+    window, pattern = (f"{arch}.attention.sliding_window{end}" for end in ("", "_pattern"))
+    size = file.get(window, int, 0)
+    if not 0 <= size < 1 << 31:
+        raise ModelFileError(f"{file.path}: {window} = {size} is not a possible size")
+    if size and pattern in file.metadata:
+        raise ModelFileError(
+            f"{file.path}: {pattern} is not supported; use a model whose layers all have the window"
+        )
+    return size
 
 
 def _freq_scale(file: GGUFFile, arch: str) -> float:

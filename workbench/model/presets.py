@@ -36,7 +36,7 @@ class Preset:
 
     vocab: which vocabulary `synth` builds: `llama-bpe`, `qwen2` (both byte-level BPE, named by
     their pre-tokenizer) or `spm` (SentencePiece). tied: the head is the token embedding, and the
-    file holds no `output.weight`. biases: the matrices that have one.
+    file holds no `output.weight`. biases: the matrices that have one. window: as of HParams.
     """
 
     arch: str
@@ -54,6 +54,7 @@ class Preset:
     vocab: str
     rope_scaling: RopeScaling | None = None
     biases: tuple[str, ...] = ()
+    window: int = 0
 
 
 def _read() -> dict[str, Preset]:

@@ -204,6 +204,8 @@ def _add_metadata(writer: Any, name: str, preset: presets.Preset, quant: str) ->
     writer.add_layer_norm_rms_eps(p.eps)
     writer.add_rope_freq_base(p.rope_base)
     writer.add_rope_dimension_count(p.head_dim)
+    if p.window:
+        writer.add_sliding_window(p.window)
     writer.add_vocab_size(p.n_vocab)
     writer.add_tokenizer_model(vocab.model)
     writer.add_tokenizer_pre(vocab.pre)
