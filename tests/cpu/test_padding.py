@@ -24,8 +24,42 @@ def test_as_many_sequences_as_tokens_mean_a_token_each(data):
     assert n_tokens <= found.n_tokens <= n_ubatch and n_seqs <= found.n_seqs <= found.n_tokens
     assert n_outputs <= found.n_outputs <= found.n_tokens
     assert (found.n_seqs == found.n_tokens) == (n_seqs == n_tokens)
-    if found.n_tokens > n_tokens:  # what is added belongs to none of them
+    if found.n_tokens > n_tokens and n_seqs > 1:  # what is added belongs to none of them
         assert found.n_seqs > n_seqs
+
+
+def test_a_server_has_few_shapes():
+    """Whatever mixture of prompts and sequences a step has."""
+    n_ubatch = 512
+    every = {
+        padded(Sizes(n_tokens, n_seqs, n_outputs), n_ubatch)
+        for n_tokens in range(1, n_ubatch + 1)
+        for n_seqs in range(1, min(n_tokens, 128) + 1, 3)
+        for n_outputs in {0, 1, n_seqs // 2, n_seqs}
+    }
+    mixed = {found for found in every if found.n_seqs != found.n_tokens}
+    assert len(every) - len(mixed) <= 2 * 11 and len(mixed) <= 200
+    assert {found.n_tokens for found in mixed} == {16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512}
+
+
+@pytest.mark.parametrize("n", [2, 5, 17, 100])
+@pytest.mark.parametrize("kv_cache", ["unified", "per_sequence"])
+def test_a_prompt_of_any_length_answers_as_it_does_unpadded(tiny_model, kv_cache, n):
+    """A server's prompts end in steps of any number of tokens."""
+    path, tokens = tiny_model("tiny-llama", "Q8_0"), [3 + i % 500 for i in range(n)]
+    toggles = TOGGLES.switched("kv_cache", kv_cache)
+    with (
+        wb.Engine.load(
+            path, device="embedded", n_ctx=4096, n_seqs=4, n_ubatch=128, toggles=toggles
+        ) as engine,
+        engine.variant(toggles.switched("batch_sizes", "exact")) as exact,
+    ):
+        for used in (engine, exact):
+            used.submit([(2, [7] * 30, "none")]).wait()
+        for outputs in ("last", "all", "none"):
+            found = engine.submit([(1, tokens, outputs)]).wait()
+            wanted = exact.submit([(1, tokens, outputs)]).wait()
+            assert np.array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("lengths", [[6, 1, 1, 1, 1, 1, 1, 1, 1], [2] * 7 + [1], [15, 1], [1] * 11])

@@ -4,10 +4,11 @@ While a server runs, the number of its sequences changes from step to step. Each
 step shape, and a program of its own is built and captured for it. So numbers are rounded up:
 
     a token each   1 2 4 8 16 24 32 48 64 96 128 192 256 ..; as many tokens as sequences and outputs
-    other steps    tokens to a multiple of 64, sequences and outputs as above
+    one sequence   tokens 16 24 32 48 ..
+    several        tokens as for one, sequences and outputs 1 2 4 8 16 32 64 ..
 
-A token that is added sees nothing, and has no cell. It belongs to a sequence that is added, without
-a region of its own. A step of one sequence stays as it is: its prompts have few shapes as they are.
+A token that is added sees nothing, and has no cell. Where there are several sequences, it belongs
+to one that is added, without a region of its own.
 """
 
 from collections.abc import Callable
@@ -15,9 +16,8 @@ from typing import NamedTuple
 
 from workbench.choices import BatchSizes
 from workbench.config import Toggles
-from workbench.sizes import round_up
 
-TOKENS = 64  # what the tokens of a step are a multiple of, where sequences have several
+LEAST_TOKENS = 16  # of a step in which sequences have several
 
 
 class Sizes(NamedTuple):
@@ -41,13 +41,15 @@ def padded(exact: Sizes, n_ubatch: int) -> Sizes:
     if n_seqs == n_tokens:
         whole = min(size(n_seqs), n_ubatch)
         return Sizes(whole, whole, whole if n_outputs else 0)
-    if n_seqs == 1:
-        return exact
-    more = min(round_up(n_tokens, TOKENS), n_ubatch)
-    # tokens that are added belong to none of the sequences; as many sequences as tokens would say
-    # that each has one
-    seqs = min(size(n_seqs + (more > n_tokens)), more - 1)
-    return Sizes(more, max(seqs, n_seqs), min(size(n_outputs), more) if n_outputs else 0)
+    more = min(size(max(n_tokens, LEAST_TOKENS)), n_ubatch)
+    seqs = n_seqs
+    if n_seqs > 1:
+        # tokens that are added belong to none of the sequences; as many sequences as tokens would
+        # say that each has one
+        wanted = n_seqs + (more > n_tokens)
+        seqs = max(n_seqs, min(1 << (wanted - 1).bit_length(), more - 1))
+    outputs = seqs if 0 < n_outputs <= seqs else min(size(n_outputs), more) if n_outputs else 0
+    return Sizes(more, seqs, outputs)
 
 
 def as_they_are(exact: Sizes, n_ubatch: int) -> Sizes:
