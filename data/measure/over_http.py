@@ -13,6 +13,7 @@ processes but the engine's, and `n_fronts`, how many these are.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -32,6 +33,7 @@ from data.measure.served_arms import (
     Recording,
     children_of,
     front_time,
+    offer,
 )
 from tests.peer.cuda import is_there, model_file
 from workbench.bench.draft import kept
@@ -48,6 +50,7 @@ from workbench.sizes import round_up
 
 ROOT = Path(__file__).resolve().parents[2]
 PAD, LEAST_REQUESTS = 256, 16
+UNCOUNTED = 1 << 20  # from here on: seeds of what is sent before anything counts
 
 app = App(help=__doc__, result_action="return_none")
 
@@ -153,6 +156,12 @@ def main(
             yield round_
 
     with kept(recording.draft, raises=True), reached(path, config, slots, client_processes) as by:
+
+        # while requests come and go, steps have other shapes than in a warm-up before a point
+        for n, (own, point) in enumerate(itertools.product(by, points)):
+            spec = point.spec._replace(seed=UNCOUNTED + n, asking=Asking(own.streamed))
+            offer(own.target, point._replace(spec=spec))
+        print(f"  warmed up: {time.monotonic() - begun:.0f} s", flush=True)
 
         def take(round_: int, arm: int) -> None:
             for number, point in enumerate(points):

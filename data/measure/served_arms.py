@@ -36,6 +36,11 @@ class Point(NamedTuple):
     spec: BenchSpec
 
 
+def offer(target: LoadTarget, point: Point) -> ServedRow:
+    """A point's load on a target; what came of it."""
+    return serve_bench(target, [Arrivals(CLOSED, point.n_in_flight)], point.spec).rows[0]
+
+
 class Recording:
     """A run that grows by points. kind: of the run; `result` has `points` beside what is given."""
 
@@ -59,7 +64,7 @@ class Recording:
         self, arm: str, round_: int, target: LoadTarget, point: Point, **more: Any
     ) -> ServedRow:
         """Offers a point's load and notes what came of it. more: of the point's entry."""
-        (row,) = serve_bench(target, [Arrivals(CLOSED, point.n_in_flight)], point.spec).rows
+        row = offer(target, point)
         entry = {"arm": arm, "test": point.test, "round": round_, "in_flight": point.n_in_flight}
         figures = {name: row.figures[name] for name in KEPT}
         self.run["result"]["points"].append(entry | finite(figures) | {"client": row.client} | more)
