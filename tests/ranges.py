@@ -16,11 +16,12 @@ import numpy as np
 from tests.attention import Case, attention_case, causal, parted, skipping, stored
 from tests.graphs import Decoder, fused_nodes, values_for, wiring
 from workbench.backend.base import Backend
-from workbench.choices import KVParts, SkipMaskedKV
+from workbench.choices import AttnKernel, KVParts, SkipMaskedKV
 from workbench.graph import ops
 from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import (
     ALIGN,
+    BF16,
     CACHE_DTYPES,
     F16,
     F32,
@@ -134,19 +135,28 @@ def cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
 
 
 def attention_range(
-    name: str, way: str, kv_parts: str = KVParts.OFF, k_type: DType = F16, v_type: DType = F16
+    name: str,
+    way: str,
+    kv_parts: str = KVParts.OFF,
+    k_type: DType = F16,
+    v_type: DType = F16,
+    kernel: str = AttnKernel.AUTO,
 ) -> tuple[str, Node, dict[Tensor, np.ndarray]]:
     """A case of attention whose sequences have regions, with sinks. Cells that nobody sees hold no
     numbers. way: of skip_masked_kv."""
     of = Case((1, 2, 9), 4, 2, 64, 320, regions=True, sinks=True, k_type=k_type, v_type=v_type)
     node, values, _ = attention_case(of, causal(of, 100))
-    return name, *skipping(parted(node, str(kv_parts)), values, str(way))
+    return name, *skipping(parted(node, str(kv_parts), str(kernel)), values, str(way))
 
 
-def cpu_cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
-    """What the devices of a CPU have besides: parts in one row with others, caches of any types."""
+def attention_cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
+    """Attention by every kernel of all backends, with parts of every kind and caches of all
+    types."""
     ways = itertools.cycle(SkipMaskedKV)
     yield attention_range("attention stream_k", SkipMaskedKV.TAIL, KVParts.STREAM_K)
+    for kernel, kv_parts in itertools.product((AttnKernel.VEC, AttnKernel.TILE), KVParts):
+        name = f"attention {kernel} {kv_parts}"
+        yield attention_range(name, next(ways), kv_parts, Q8_0, BF16, kernel)
     for k_type, v_type in itertools.product(CACHE_DTYPES, repeat=2):
         way = next(ways)
         name = f"attention {k_type.name} {v_type.name} {way}"

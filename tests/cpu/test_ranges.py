@@ -9,7 +9,7 @@ from workbench.backend.base import open_backend
 from workbench.graph.fuse import join
 from workbench.graph.ops import OPS
 
-CASES = {n: (node, values) for n, node, values in (*ranges.cases(), *ranges.cpu_cases())}
+CASES = {n: (node, values) for n, node, values in (*ranges.cases(), *ranges.attention_cases())}
 FUSED = {name: (node, values) for name, node, values in ranges.fused_cases()}
 
 

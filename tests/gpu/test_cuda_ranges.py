@@ -10,7 +10,7 @@ from workbench.backend.cuda.backend import CudaBackend
 
 pytestmark = pytest.mark.gpu
 
-CASES = {name: (node, values) for name, node, values in ranges.cases()}
+CASES = {n: (node, values) for n, node, values in (*ranges.cases(), *ranges.attention_cases())}
 FUSED = {
     f"{n_tokens} {name}": (node, values)
     for n_tokens in (1, 3, 8, 9, 33)
