@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
-NOTEBOOKS ?= 00_tour 02_sync_modes 03_graph_reuse 04_plans 05_streams 10_fusion
+NOTEBOOKS ?= 00_tour 02_sync_modes 03_graph_reuse 04_plans 05_streams 06_masked_kv 07_batched_serving 10_fusion
 REPORT_ARGS ?=
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2

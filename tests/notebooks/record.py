@@ -49,6 +49,20 @@ MADE = {
     ],
     "04_plans": ["plans-off", "plans-on"],
     "05_streams": ["streams-off", "streams-on", "streams-fused"],
+    "06_masked_kv": [
+        *(f"prompts-in-{part}" for part in (16, 4, 1)),
+        "side-by-side",
+        *(f"ragged-{way.replace('_', '-')}" for way in wb.Toggles.values("skip_masked_kv")),
+        "kv-parts",
+    ],
+    "07_batched_serving": [
+        *(f"together-{name}" for name in ("baseline", "serving")),
+        *(f"served-{name}" for name in ("baseline", "serving")),
+        "served-serving-skip-masked-kv-off",
+        "served-serving-sampling-host",
+        "served-serving-kv-cache-unified",
+        *(f"ways-{way}" for way in ("own", "process", "http-whole", "http-streamed")),
+    ],
     "10_fusion": ["fusion", "defer"],
 }
 # a layer of the tiny model is its first or its last: 10_fusion asks a model with one in the middle
@@ -58,11 +72,19 @@ MODELS = {
     "03_graph_reuse": ("llama-3.2-1b", "Q8_0"),
     "04_plans": ("llama-3.2-1b", "Q8_0"),
     "05_streams": ("llama-3.2-1b", "BF16"),
+    "06_masked_kv": ("llama-3.2-1b", "Q4_K_M"),
+    "07_batched_serving": ("llama-3.2-1b", "Q4_K_M"),
     "10_fusion": ("llama-3.2-1b", "Q8_0"),
 }
 # a graph that is built for every token takes so long that the least repetitions tell enough
 PARAMETERS: dict[str, dict[str, Any]] = {
     "03_graph_reuse": {"repeats": MIN_REPETITIONS},
+    "06_masked_kv": {"n_prompt": 8192, "slots": "4,16,32", "workload": "tg32"},
+    "07_batched_serving": {
+        "workload": "pp1024+tg128",
+        "concurrency": "1,8,32,128",
+        "n_requests": 128,
+    },
     "10_fusion": {"quick": False},
 }
 PICTURE, ABOUT = "timelines.png", "timelines.json"

@@ -136,8 +136,8 @@ def test_a_recorded_notebook_keeps_its_own_parameters(tmp_path):
 
 
 def test_what_was_recorded_of_one_notebook_leaves_the_others(tmp_path):
-    with pytest.raises(UsageError, match="'06_masked_kv' is not one of 00_tour, "):
-        record.run(tmp_path, ["04_plans", "06_masked_kv"], "embedded")
+    with pytest.raises(UsageError, match="'08_ladder' is not one of 00_tour, "):
+        record.run(tmp_path, ["04_plans", "08_ladder"], "embedded")
     out, root = tmp_path / "out", tmp_path / "root"
     results, folder = root / "data" / "results", "notebook-plans-on"
     for path in (out, root / "notebooks", results / folder, results / "notebook-tour"):

@@ -16,7 +16,10 @@ from workbench.errors import UsageError, WorkbenchError
 
 NOTEBOOKS = Path("notebooks")
 PROMPTS, GENS, DEPTHS = ["512"], ["128"], ["0"]  # llama-bench's
-DEFAULT_NOTEBOOKS = ("00_tour", "02_sync_modes", "03_graph_reuse", "04_plans", "10_fusion")
+DEFAULT_NOTEBOOKS = (
+    "00_tour", "02_sync_modes", "03_graph_reuse", "04_plans", "05_streams", "06_masked_kv",
+    "07_batched_serving", "10_fusion",
+)  # fmt: skip
 
 
 @app.command
