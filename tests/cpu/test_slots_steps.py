@@ -317,13 +317,16 @@ def test_what_comes_behind_a_failure_is_served_as_ever(engine, monkeypatch):
     ask = Ask(0, ids(5), 6)
     wanted = serve(Slots(engine, 2), [ask]).tokens[0]
     slots = Slots(engine, 2)
+    serve(slots, [Ask(7, ids(9, 7), 2)])
     slots.ask(ask)
     slots.step()
+    assert len(slots.slots[0].kept) == 10 and slots.slots[1].request is not None
     with monkeypatch.context() as patch:
         patch.setattr(engine._batches, "take", lambda *_: 1 / 0)
         patch.setattr(engine, "_expected", None)
         with pytest.raises(ZeroDivisionError):
             slots.step()
+    assert engine.cache.n_used == 0  # nobody knows what an idle slot's cells are now
     (end,) = slots.step().ended  # told by the next step, where nobody asks before
     assert end.reason == FAILED and slots.idle
     assert serve(slots, [ask._replace(number=1)]).tokens[1] == wanted
