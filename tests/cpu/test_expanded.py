@@ -134,8 +134,9 @@ def test_inspect_says_what_is_expanded_and_bytes_after_it(file, capsys):
     out = capsys.readouterr().out
     (line,) = (line for line in out.splitlines() if line.startswith("IQ4_XS"))
     assert "expanded to Q8_0, " in line
-    assert f"({each:,} bytes) after expansion" in out.splitlines()[-2]
-    assert "as stored" in out.splitlines()[-1]
+    read, stored, cached = out.splitlines()[-3:]
+    assert f"({each:,} bytes) after expansion" in read
+    assert stored.startswith("as stored ") and cached.startswith("KV cache per token ")
     main(["model", "inspect", str(file), "--json"])
     made = json.loads(capsys.readouterr().out)
     assert made["weight_bytes_per_token"] > made["stored_bytes_per_token"]
