@@ -142,6 +142,25 @@ def every(recorded: Recorded) -> Iterator[Line]:
         yield from found.lines()
 
 
+def in_short(recorded: Recorded) -> Iterator[Line]:
+    """Generated t/s of the first model beside llama.cpp: a column for each width."""
+    for found in recorded_batched(recorded):
+        if not found.side(LLAMA):
+            continue
+        of = [line.values for line in found.lines()]
+        for name, cell in (
+            (f"{LLAMA}, t/s", "{tg_theirs:.0f}"), (f"{OURS}, t/s", "{tg:.0f}"), ("ratio", "{ratio}")
+        ):  # fmt: skip
+            values = {str(v["n"]): filled(cell, v) for v in of}
+            yield Line({f"{found.model}, sequences": name} | values, [found])
+        return
+
+
+def first(recorded: Recorded) -> str:
+    found = next((f for f in recorded_batched(recorded) if f.side(LLAMA)), None)
+    return caption([found], about(found)) if found else ""
+
+
 def where(recorded: Recorded) -> str:
     """A caption for each run: rounds, the device's rates, and whose programs."""
     return " ".join(caption([found], about(found)) for found in recorded_batched(recorded))
@@ -175,6 +194,7 @@ def shown(folder: Path) -> str:
 
 
 BLOCKS: dict[str, list[Part]] = {
+    "batched-short": [Table("Many sequences beside llama.cpp", in_short, said=first)],
     "batched": [
         Table("Sequences side by side on a GPU", every, CELLS, said=where),
         "Beside a generating step stand the ms that it cannot take less than, each by itself: to "

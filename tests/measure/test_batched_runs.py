@@ -91,6 +91,12 @@ def test_the_page_is_what_the_run_says(measured, found, monkeypatch):
         assert cells in " ".join(text.split())
         assert f"{v['tg']:.0f} | {v['ratio']}" in " ".join(text.split())
     assert "llama.cpp 0.5.0-fake (build 7, commit fade)" in text and "2 rounds" in text
+    short = " ".join(readme.made("batched-short", Recorded(measured[0])).split())
+    widths = [line.values for line in found.lines()]
+    assert f"{found.model}, sequences | " + " | ".join(str(v["n"]) for v in widths) in short
+    for name, cell in (("workbench, t/s", "{tg:.0f}"), ("ratio", "{ratio}")):
+        cells = " | ".join(cell.format_map(v) for v in widths)
+        assert f"| {name} | {cells} |" in short
     nothing = readme.made("batched", Recorded(measured[0] / "nowhere"))
     assert nothing == f"Sequences side by side on a GPU: {NOT_MEASURED}."
 
