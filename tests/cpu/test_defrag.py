@@ -30,8 +30,8 @@ CACHES = [("f16", "f16"), ("bf16", "f32"), ("q8_0", "q8_0")]
 def opened(tiny_model, n_ctx=256, **more) -> Engine:
     toggles = Toggles(**more.pop("toggles", {"graph_reuse": "set_rows"}))
     return wb.Engine.load(
-        tiny_model("tiny-llama", "F32"), device="embedded", n_ctx=n_ctx, n_seqs=N_SEQS,
-        n_ubatch=32, n_kv_pad=16, threads=1, toggles=toggles, **more,
+        tiny_model("tiny-llama", "F32"), n_ctx=n_ctx, n_seqs=N_SEQS, n_ubatch=32, n_kv_pad=16,
+        threads=1, toggles=toggles, **({"device": "embedded"} | more),
     )  # fmt: skip
 
 
@@ -151,9 +151,10 @@ def test_it_pays_where_the_extent_of_the_step_is_less(used, holes, n_new, pad, g
 # answers ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("device", ["embedded", "host"])
 @pytest.mark.parametrize("types", CACHES, ids="/".join)
-def test_answers_are_what_they_were(tiny_model, types):
-    with opened(tiny_model, cache_type_k=types[0], cache_type_v=types[1]) as engine:
+def test_answers_are_what_they_were(tiny_model, types, device):
+    with opened(tiny_model, cache_type_k=types[0], cache_type_v=types[1], device=device) as engine:
         found = []
         for close in (False, True):
             filled(engine)
