@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.cpu import test_batched_hazards as hazards_room
 from tests.profiles import examples
 from tests.served import APART, BEHIND, Told, alone, check_cells, go_on, ids, same, serve
 from workbench.bench.answers import compare
@@ -21,6 +23,8 @@ from workbench.engine.kv_cache import KVCache
 from workbench.engine.kv_growth import Growth
 from workbench.engine.kv_visits import kv_visits
 from workbench.engine.slots import Slots
+from workbench.program.check.hazards import races
+from workbench.program.commands import Sync, Wait
 from workbench.sizes import round_up
 
 N_SEQS = 8
@@ -282,3 +286,18 @@ def test_regions_have_no_holes_to_close(tiny_model):
         serve(slots, [load()[5]], told=told)
         assert slots.defrag.n_moved == 0 and len(told.ended) == 6
         assert (engine.cache.free.used == engine.cache.free.ends).all()
+
+
+def test_steps_between_which_cells_move_are_free_of_races(tiny_model, monkeypatch):
+    """A step with results behind it is under way when the next step's cells are copied."""
+    monkeypatch.setattr(hazards_room, "serve", lambda engine: serve(Slots(engine, 4), load()))
+    with opened(tiny_model, toggles=BEHIND | {"defrag": "cells"}) as engine:
+        parts = hazards_room.issued(engine)
+        steps = hazards_room.as_programs(engine, parts)
+    assert "copy_cells" in hazards_room.ops_of(steps)
+    assert not races(steps)
+    bare = {
+        p: replace(p, commands=[c for c in p.commands if not isinstance(c, Sync | Wait)])
+        for p in dict.fromkeys(steps)
+    }
+    assert races([bare[p] for p in steps])  # and it would see one
