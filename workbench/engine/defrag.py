@@ -10,10 +10,14 @@ The cells behind the first n go to the holes among the first n, n being how many
 could move. K and V are copied in a step without tokens, before the next one. (llama.cpp had it as
 `--defrag-thold`; its caches of one stream still leave holes.)
 
+It pays little. Counted at 16 slots, 300 requests of up to 70 + 48 tokens: attention visits 11 %
+fewer blocks of cells. With skip_masked_kv=tail it visits 6 % more: new tokens no longer fill low
+holes, so a sequence reaches further.
+
 Where each sequence has a region, there are no holes: a sequence has the first cells of its own. Nor
-do regions of idle sequences between them cost anything: a step names the first cell of
-each of its sequences, so none that it does not have is looked at. (llama.cpp cuts a step where the
-numbers of its sequences have a gap.)
+do regions of idle sequences between them cost anything. A step names the first cell of each of its
+sequences, so no other region is looked at. (llama.cpp cuts a step where the numbers of its
+sequences have a gap.)
 """
 
 from __future__ import annotations
