@@ -4,6 +4,7 @@ Nothing is timed here (`skipped.py` does)."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from workbench.engine.kv_visits import CELLS, groups, visited
 from workbench.engine.watch import Watch
 from workbench.frames import Table
 from workbench.model.inputs import MASK, REGIONS
+from workbench.sizes import round_up
 from workbench.trace.profile import Profile, profile
 
 WAYS = tuple(Toggles.values("skip_masked_kv"))
@@ -38,6 +40,7 @@ TOGETHER = {
         f"unified {way}": f"{ONE_REGION} skip_masked_kv={way}" for way in ("off", "in_loop", "tail")
     },
 }
+PAD = 256
 DRAWN = ("off", "tail")
 DEPTHS = (30, 300, 80, 150, 60, 480, 120, 220)  # of 8 sequences, cells
 Begun = list[tuple[int, int]]  # sequences and their tokens
@@ -181,8 +184,14 @@ def blocks_by_test(
 ) -> pd.DataFrame:
     """The share of blocks that arms visit in whole tests, prompts and generated tokens apart."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
+    n_seqs = max(parse(test).width for test in tests)
+    each = max(-(-parse(test).n_cells // parse(test).width) for test in tests)
+    config = dataclasses.replace(
+        engine.config, n_seqs=n_seqs, n_ctx=n_seqs * round_up(each, PAD),
+        n_ubatch=min(512, engine.config.n_ubatch),
+    )  # fmt: skip
     for name, arm in arms.items():
-        with engine.variant(switched(engine.toggles, arm)) as side:
+        with wb.Engine(engine._open, config, switched(engine.toggles, arm)) as side:
             for test in map(parse, tests):
                 for phase, works in _works(side, test).items():
                     with wb.kv_visits(side) as counted:

@@ -23,14 +23,14 @@ from workbench.serve.serving import serving
 from workbench.sizes import round_up
 
 PHASES = ("prompts", "generated")
-PLAIN = {"skip_masked_kv": "off", "kv_cache": "unified"}
+PLAIN = {"skip_masked_kv": "off", "kv_cache": "unified", "kv_growth": "step"}
 PAD, LEAST = 256, stats.MIN_REPETITIONS
 MARKS = {"faster": "faster", "slower": "slower", "no difference": "="}  # of verdicts
 
 
 def served(engine: wb.Engine) -> Toggles:
-    """What a server of the engine's device has, with one region of the cache and nothing skipped:
-    the background of all that is measured here."""
+    """What a server of the engine's device has, with one region of the cache, nothing skipped, and
+    n_kv that grows by n_kv_pad: the background of all that is measured here."""
     return engine.resolve(serving(engine.device, TogglePreset(BEST, PLAIN)))
 
 

@@ -156,7 +156,6 @@ def main(
             yield round_
 
     with kept(recording.draft, raises=True), reached(path, config, slots, client_processes) as by:
-
         # while requests come and go, steps have other shapes than in a warm-up before a point
         for n, (own, point) in enumerate(itertools.product(by, points)):
             spec = point.spec._replace(seed=UNCOUNTED + n, asking=Asking(own.streamed))
