@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import nbformat
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,9 +15,11 @@ from workbench.bench import results
 from workbench.bench.comparison import AB
 from workbench.bench.stats import speedup
 from workbench.config import EngineConfig
-from workbench.report import plots
+from workbench.report import plots, sentences
 from workbench.serve.bench import load_served
 
+ROOT = Path(__file__).resolve().parents[2]
+RUNS = ROOT / "data" / "results"
 CONFIG = EngineConfig("embedded", n_ctx=4096, n_seqs=8, n_ubatch=256)
 
 
@@ -273,3 +278,43 @@ def test_a_comparison_of_the_notebook_is_read_back(by_size):
     folders = sorted(results.runs(runs)["folder"])
     assert len(folders) == 5
     assert all(AB.load(folder).summary()["n"].eq(1).all() for folder in folders)
+
+
+# what is committed ----------------------------------------------------------------------------
+
+
+def answer(notebook: str) -> list[str]:
+    cells = nbformat.read(ROOT / "notebooks" / f"{notebook}.ipynb", 4).cells
+    return cells[-1].outputs[0].data["text/plain"].splitlines()
+
+
+def test_the_committed_answer_on_skipping_is_of_the_runs_beside_it():
+    said = answer("06_masked_kv")
+    parts = AB.load(RUNS / "notebook-kv-parts")
+    effects = [*sentences.effects(parts)]
+    assert said[-len(effects) :] == effects
+    made = {
+        f"skip_masked_kv={way}": load_served(RUNS / f"notebook-ragged-{way.replace('_', '-')}")
+        for way in masked.WAYS
+    }
+    table = skipped.ragged_table(made)
+    (line,) = (line for line in said if line.startswith("Prompts of random lengths"))
+    for row in table.iloc[1:].itertuples():
+        assert f"{row.speedup:.2f} times as fast with {row.way}" in line
+
+
+def test_the_committed_answer_on_serving_is_of_the_runs_beside_it():
+    names = ["baseline", "serving"]
+    names += [f"serving {one}" for one in ("skip_masked_kv=off", "sampling=host")]
+    names += ["serving kv_cache=unified"]
+    served = {name: load_served(RUNS / f"notebook-served-{loaded.slug(name)}") for name in names}
+    folders = ("own", "process", "http-whole", "http-streamed")
+    ways = (loaded.IN_PROCESS, loaded.PROCESS, loaded.WHOLE, loaded.STREAMED)
+    reached = {
+        way: load_served(RUNS / f"notebook-ways-{folder}")
+        for way, folder in zip(ways, folders, strict=True)
+    }
+    made = conclusions.serving(
+        loaded.figures_of(served), loaded.sampling_table(served), loaded.ways_table(reached)
+    )
+    assert answer("07_batched_serving") == made.splitlines()
