@@ -34,7 +34,9 @@ LATER = {
     *PHASE_COUNTERS, "programs_unforked",
 }  # fmt: skip
 COUNTS = {"waits", "copies", "launches", "records", "stream_waits", "copied_bytes"}
-KINDS = ("ab", "bench", "fresh", "gaps", "kernels", "peer", "perplexity", "sweep")
+KINDS = (
+    "ab", "attention", "bench", "fresh", "gaps", "kernels", "peer", "perplexity", "serve", "sweep",
+)  # fmt: skip
 
 
 def frame(run: results.Run) -> pd.DataFrame:
