@@ -58,21 +58,30 @@ def picture(recorded: Recorded) -> str:
     )
 
 
+THREADS = ("#17795", "#8366", "#16548", "#16991", "#14924")
+
+
 def rooms(_: Recorded) -> Iterator[Line]:
-    """A room: the toggles that only it reads, from their own metadata."""
+    """A thread of llama.cpp: its rooms with the toggles that only they read, from the toggles' own
+    metadata; at the end all other rooms."""
     found: dict[str, list[dataclasses.Field]] = {}
     for field in dataclasses.fields(Toggles):
         found.setdefault(field.metadata["room"], []).append(field)
+    of: dict[str, list[str]] = {thread: [] for thread in (*THREADS, "others")}
     for room, fields in found.items():
-        answers = dict.fromkeys(ANSWERS[f.metadata["answer"]] for f in fields)
-        yield Line(
-            {
-                "room": f"`workbench/{room}`",
-                "toggles": ", ".join(f"`{name}`" for name in _families(f.name for f in fields)),
-                "llama.cpp": ", ".join(_threads(fields)),
-                "the answer stays": ", ".join(answers),
-            }
-        )
+        thread = next((t for t in _threads(fields) if t in THREADS), "others")
+        of[thread].append(room)
+    for thread, own in of.items():
+        texts = [
+            f"`{room}`: "
+            + ", ".join(f"`{name}`" for name in _families(f.name for f in found[room]))
+            for room in own
+        ]
+        answers = dict.fromkeys(ANSWERS[f.metadata["answer"]] for room in own for f in found[room])
+        yield Line({
+            "llama.cpp": thread, "rooms in `workbench/`, and the toggles that they read":
+            "; ".join(texts), "answers stay": ", or ".join(answers),
+        })  # fmt: skip
 
 
 def _threads(fields: Iterable[dataclasses.Field]) -> Iterable[str]:
