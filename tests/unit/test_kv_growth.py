@@ -32,7 +32,7 @@ def test_geometric_extents_are_few():
 def test_no_geometric_extent_is_much_too_large(n: int):
     found = geometric(n)
     assert n <= found < max(n + 1, 1.5 * n)
-    assert found & (found - 1) == 0 or found % 3 == 0 and (found // 3) & (found // 3 - 1) == 0
+    assert found & (found - 1) == 0 or (found % 3 == 0 and (found // 3) & (found // 3 - 1) == 0)
     assert geometric(found) == found
 
 
