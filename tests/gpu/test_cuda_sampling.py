@@ -35,7 +35,7 @@ def first(compute, node, arrays) -> np.ndarray:
     backend.launch(node, lambda t: at[t].address, 0, stream=0)()
     backend.sync_stream(0)()
     found = out.download().view(np.int32).reshape(node.output.shape)
-    assert (found[:, 1] >= 0).all() and (found[:, 1] < 10_000_000).all()
+    assert (found[:, 1] >= 0).all()
     return found[:, 0]
 
 

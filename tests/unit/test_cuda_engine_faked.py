@@ -3,6 +3,7 @@ and copies of an eager one, with the same arguments."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -167,3 +168,17 @@ def test_programmatic_launches_behind_kernels_are_programmatic_edges(engine):
             (plan,) = plans._kept.values()
             edges, programmatic = plan.captured.edges()
             assert edges == len(plan.captured.nodes) - 1 and (programmatic > 10) == wanted
+
+
+def test_a_dropped_program_leaves_nothing_to_the_collector(engine):
+    """Launches bound for one step die with its program."""
+    with engine.variant(Toggles()) as rebuilding:
+        rebuilding.step([1])
+        gc.collect()
+        gc.disable()
+        try:
+            for token in range(3):
+                rebuilding.step([token])
+            assert gc.collect() < 10
+        finally:
+            gc.enable()

@@ -7,6 +7,7 @@ every executable form. A new executable form begins with its parameters; else no
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,12 @@ class OtherMemoryError(DeviceError):
     """A node copies between memory of other kinds than the driver lets it be set to."""
 
 
+@functools.cache
+def _words(n: int) -> Any:
+    """The type of n words. Made anew for every block, it would be a cycle for the collector."""
+    return ctypes.c_int64 * n
+
+
 class GraphArguments(Words):
     """The argument block of a kernel launch. arguments: n values of 8 bytes, and behind them n
     addresses of these values (`params`), which is what the driver calls kernelParams. function,
@@ -41,7 +48,7 @@ class GraphArguments(Words):
         function: Any,
         grid: tuple[int, int],
     ):
-        super().__init__((ctypes.c_int64 * n).from_buffer(arguments), pointers)
+        super().__init__(_words(n).from_buffer(arguments), pointers)
         self.params = ctypes.addressof(arguments) + 8 * n
         self.function, self.grid = function, grid
 
