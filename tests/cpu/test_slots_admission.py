@@ -133,7 +133,7 @@ def test_a_full_queue_says_so_and_when_to_come_again(apart):
     told = Told()
     go_on(slots, 1, told)
     assert slots.is_full and slots.totals().n_waiting == 3
-    slots.n_steps, slots.step_ns = 10, 20 * 10**9  # 2 s each
+    slots.recent_ns = 2e9
     left = 5 * 40 - sum(r.made for _, r in slots._running.values())
     assert slots.retry_after_s() == pytest.approx(2 * left / 2)
     slots.cancel(4)

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from workbench.engine.engine import Engine
     from workbench.engine.pending import Pending
 
+RECENT = 1 / 16  # the share of the last step in what a step takes
+
 
 class _Row(NamedTuple):
     slot: Slot
@@ -100,6 +102,7 @@ class Slots:
         self._ended: list[Ended] = []
         self.n_steps = self.n_prompt = self.n_cached = self.n_made = 0
         self.step_ns = self.sampling_ns = self._busy_until = 0
+        self.recent_ns = 0.0  # what a step takes: the first ones, whose programs are made, fade
 
     # requests ----------------------------------------------------------------------------------
 
@@ -132,9 +135,9 @@ class Slots:
         self._end(number, CANCELLED)
 
     def retry_after_s(self) -> float:
-        """When a slot will probably be free: by the time that steps take, and the tokens that the
-        requests here have to make."""
-        each_s = self.step_ns / max(1, self.n_steps) / 1e9
+        """When a slot will probably be free: by the time that steps take lately, and the tokens
+        that the requests here have to make."""
+        each_s = self.recent_ns / 1e9
         left = [request.most - request.made for _, request in self._running.values()]
         left += [request.most for request in self._waiting.values()]
         return max(1.0, each_s * sum(left) / len(self.slots))
@@ -168,10 +171,11 @@ class Slots:
             self._complete(0, tokens)  # the host wants to know its tokens
         work, rows = self._work(draws)
         if work:
+            begun = now_ns()
             with self._failing():
                 self.defrag(self.engine.cache, sum(len(tokens) for _, tokens, _ in work))
                 pending = self.engine.submit(work, draws)
-            self._under_way.append(_Step(pending, rows, draws, now_ns()))
+            self._under_way.append(_Step(pending, rows, draws, begun))
             self.n_steps += 1
         ahead = bool(work) and draws and self.engine.under_way.is_ahead
         self._complete(1 if ahead else 0, tokens)
@@ -243,7 +247,9 @@ class Slots:
             with self._failing():
                 results = step.pending.wait()
             now = now_ns()
-            self.step_ns += now - max(step.begun_ns, self._busy_until)
+            own = now - max(step.begun_ns, self._busy_until)
+            self.step_ns += own
+            self.recent_ns += (own - self.recent_ns) * (RECENT if self.recent_ns else 1)
             self._busy_until = now
             if step.draws:
                 took = int(results[:, 1].max(initial=0))
