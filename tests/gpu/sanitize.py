@@ -35,6 +35,7 @@ ERROR_EXIT = 86
 CONNECT_S = 60  # the interpreter and its libraries load before the first call of CUDA
 ARENA, LOADING = "tests/gpu/test_cuda_debug_arena.py", "tests/gpu/test_cuda_loading.py"
 OVERLAP = "tests/gpu/test_cuda_overlap.py"
+WAYS, TYPES = (f"tests/gpu/test_cuda_attention_{name}.py" for name in ("ways", "types"))
 TILES, REPETITIONS = "tests/gpu/test_cuda_tiles.py", "tests/gpu/test_cuda_repetitions.py"
 
 
@@ -54,6 +55,13 @@ _BUILDS = Entry(
 )
 _NOTING = f"{OVERLAP}::test_a_step_that_notes_computes_the_same_bits"
 
+_TWIN = "test_it_is_its_twin_and_skipping_changes_no_bit"
+_WAYS = (
+    Entry(f"{WAYS}::{_TWIN}[odd-*]", "sequences with cells of their own, every way to share the "
+          "cells and to leave masked ones out"),
+    Entry(f"{TYPES}::test_every_pair_of_types[Q8_0 BF16 *]", "attention without tensor cores"),
+)  # fmt: skip
+
 SUBSETS: dict[str, tuple[Entry, ...]] = {
     "memcheck": (
         Entry(f"{ARENA}::test_steps[exact-*]", "whole steps, each tensor just its bytes, fused "
@@ -64,6 +72,7 @@ SUBSETS: dict[str, tuple[Entry, ...]] = {
         Entry(f"{ARENA}::test_splits_alone[exact-*]", _SPLIT),
         Entry(f"{_NOTING}[*any, in a plan*]", "branches of a graph on several streams, where "
               "each kernel notes its begin and end"),
+        *_WAYS,
         _BUILDS,
         _REPACK,
     ),
@@ -87,6 +96,7 @@ SUBSETS: dict[str, tuple[Entry, ...]] = {
         Entry(f"{ARENA}::test_attention_alone[guarded-*]", _SHARED),
         Entry(f"{ARENA}::test_splits_alone[guarded-*]", "the flag that says who is last"),
         Entry(f"{_NOTING}[*inside branches*]", "products that note"),
+        *_WAYS,
         _BUILDS,
     ),
     "synccheck": (
@@ -98,6 +108,7 @@ SUBSETS: dict[str, tuple[Entry, ...]] = {
         Entry(f"{ARENA}::test_attention_alone[guarded-*]", "barriers of shares of other lengths"),
         Entry(f"{ARENA}::test_splits_alone[guarded-*]", "barriers on the way of the last block"),
         Entry(f"{_NOTING}[*inside branches*]", "a kernel's end, behind its own barriers"),
+        *_WAYS,
         _BUILDS,
     ),
 }  # fmt: skip
