@@ -2,10 +2,10 @@
 
     python -m data.measure.attention [--widths 32] [--depth 8192] [--rounds N]
 
-The run folder `data/results/attention/`. A repetition is the attention of a whole step: a token of
-each sequence, each with cells of its own, in every layer, and what `skip_masked_kv` finds out
-before. Launches are captured and replayed. The caches of LAYERS layers go round, in all more than
-the last cache of the device holds.
+The run folder `data/results/attention/cuda/`. A repetition is the attention of a whole step: a
+token of each sequence, each with cells of its own, in every layer, and what `skip_masked_kv` finds
+out before. Launches are captured and replayed. The caches of LAYERS layers go round, in all more
+than the last cache of the device holds.
 
     full    every sequence sees all its cells: nothing can be skipped
     half    a sequence sees 1 to all of its cells, as drawn; half of them in the mean
@@ -223,7 +223,7 @@ def main(
     depth: int = 8192,
     rounds: int = 7,
     device: str = "cuda",
-    out: Path = ROOT / "data" / "results" / FOLDER,
+    out: Path | None = None,
     quick: bool = False,
 ) -> None:
     """Measures every shape, and prints the table.
@@ -234,10 +234,11 @@ def main(
     widths: numbers of sequences.
     depth: cells of each.
     rounds: how often each arm has its turn.
-    out: the run folder, which is emptied first.
+    out: the run folder, which is emptied first; default: data/results/attention/DEVICE.
     quick: few launches and little memory; no figures.
     """
     sizes = [int(n) for n in widths.split(",")]
+    out = out or ROOT / "data" / "results" / FOLDER / device
     names = models or MODELS
     unknown = [name for name in names if name not in PRESETS]
     if unknown or min(*sizes, depth, rounds) < 1:

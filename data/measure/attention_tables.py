@@ -52,10 +52,9 @@ class AttentionRun:
 
 
 def recorded_attention(recorded: Recorded) -> Iterator[AttentionRun]:
-    """The run, where there is a complete one."""
-    path = recorded.folder / FOLDER
-    if (path / results.RUN_JSON).is_file():
-        found = results.load_run(path)
+    """The complete runs, by folder."""
+    for path in sorted((recorded.folder / FOLDER).glob(f"*/{results.RUN_JSON}")):
+        found = results.load_run(path.parent)
         if found.run["status"] == results.COMPLETE:
             yield AttentionRun(found)
 

@@ -21,7 +21,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
     attention.main(
-        "tiny-llama", widths="2", depth=128, rounds=3, device="embedded", out=out / FOLDER,
+        "tiny-llama", widths="2", depth=128, rounds=3, device="embedded", out=out / FOLDER / "made",
         quick=True,
     )  # fmt: skip
     return Recorded(out)
@@ -67,9 +67,9 @@ def test_bad_input_is_one_line(tmp_path):
         attention.main("no-such-model", device="embedded", out=tmp_path / "x")
 
 
-def test_the_recorded_run_is_complete():
-    path = RESULTS / FOLDER
-    if (path / results.RUN_JSON).is_file():
-        run = results.load_run(path)
-        assert run.run["status"] == results.COMPLETE and not run.run["result"]["void"]
-        assert set(run.samples["test"]) == set(run.run["tests"])
+@pytest.mark.parametrize("path", sorted((RESULTS / FOLDER).glob("*/run.json")), ids=str)
+def test_a_recorded_run_is_complete(path):
+    run = results.load_run(path.parent)
+    assert run.run["status"] == results.COMPLETE and not run.run["result"]["void"]
+    assert not run.run["commit"]["dirty"]
+    assert set(run.samples["test"]) == set(run.run["tests"])

@@ -303,6 +303,27 @@ def test_the_committed_answer_on_skipping_is_of_the_runs_beside_it():
         assert f"{row.speedup:.2f} times as fast with {row.way}" in line
 
 
+def shown(notebook: str) -> str:
+    """All tables of a committed notebook, as text, in single spaces."""
+    cells = nbformat.read(ROOT / "notebooks" / f"{notebook}.ipynb", 4).cells
+    outputs = [o for cell in cells if cell.cell_type == "code" for o in cell.outputs]
+    return " ".join("".join(o.get("data", {}).get("text/plain", "") for o in outputs).split())
+
+
+def test_the_committed_tables_on_skipping_are_of_the_runs_beside_them():
+    text = shown("06_masked_kv")
+    every = [AB.load(path) for path in sorted(RUNS.glob("notebook-prompts-in-*"))]
+    prompts = {ab.run["engine"]["config"]["n_ubatch"]: ab for ab in every}
+    together = AB.load(RUNS / "notebook-side-by-side")
+    phases = skipped.phase_summary(together, masked.TOGETHER)
+    tables = (skipped.ubatch_table(prompts, masked.PROMPTS), skipped.scaling_table(phases))
+    for table in tables:
+        cells = [str(cell) for row in table.to_numpy().tolist() for cell in row]
+        assert len(cells) > 10
+        for cell in cells:
+            assert f" {cell} " in text, cell
+
+
 def test_the_committed_answer_on_serving_is_of_the_runs_beside_it():
     names = ["baseline", "serving"]
     names += [f"serving {one}" for one in ("skip_masked_kv=off", "sampling=host")]

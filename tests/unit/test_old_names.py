@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from data.measure.attention_tables import AttentionRun
 from tests.profiles import share
 from workbench.backend import ahead, plan
 from workbench.bench import gaps, kernel_bench, results
@@ -17,6 +18,7 @@ from workbench.bench.old_names import RENAMED, Renamed, in_todays_words
 from workbench.bench.perplexity import TOKENS, Agreement
 from workbench.config import EngineConfig, Toggles
 from workbench.engine.phases import PHASES
+from workbench.serve.bench import load_served
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("**/run.json"))
@@ -39,6 +41,10 @@ KINDS = (
 )  # fmt: skip
 
 
+# launches alone; or an engine that a server runs, and that the client knows nothing of
+OF_NO_ENGINE = ("kernels", "attention", "serve")
+
+
 def frame(run: results.Run) -> pd.DataFrame:
     """What a run's reader makes of it."""
     match run.run["kind"]:
@@ -51,6 +57,10 @@ def frame(run: results.Run) -> pd.DataFrame:
         case "perplexity":
             tokens = pd.read_parquet(run.folder / TOKENS)
             return pd.DataFrame([Agreement.of(tokens, 0)._asdict()])
+        case "serve":
+            return pd.DataFrame([row.figures for row in load_served(run.folder).rows])
+        case "attention":
+            return pd.DataFrame([line.values for line in AttentionRun(run).lines()])
         case _:
             return results.percentiles(run.samples)
 
@@ -70,7 +80,7 @@ def test_every_folder_is_read(folder: Path):
         assert not found or COUNTERS - LATER <= found <= COUNTERS
         for program in arm["program"].values():
             assert set(program["counts"]) - {"replays"} == COUNTS  # where there are plans
-    if run.run["kind"] != "kernels":
+    if run.run["kind"] not in OF_NO_ENGINE:
         ours = (arm for arm in run.run["arms"] if not arm["name"].startswith("llama.cpp"))
         assert all(set(arm["toggles"]) == set(Toggles.names()) for arm in ours)
         config = run.run["engine"]["config"]
