@@ -9,7 +9,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from data.measure import http_tables, random_tables
 from data.measure.attention_tables import AttentionRun
+from data.measure.batched_tables import BatchedRun
 from tests.profiles import share
 from workbench.backend import ahead, plan
 from workbench.bench import gaps, kernel_bench, results
@@ -37,12 +39,13 @@ LATER = {
 }  # fmt: skip
 COUNTS = {"waits", "copies", "launches", "records", "stream_waits", "copied_bytes"}
 KINDS = (
-    "ab", "attention", "bench", "fresh", "gaps", "kernels", "peer", "perplexity", "serve", "sweep",
+    "ab", "attention", "batched", "bench", "fresh", "gaps", "kernels", "peer", "perplexity",
+    "serve", "sweep", random_tables.FOLDER, http_tables.FOLDER,
 )  # fmt: skip
 
 
-# launches alone; or an engine that a server runs, and that the client knows nothing of
-OF_NO_ENGINE = ("kernels", "attention", "serve")
+# launches alone; or an engine of another process, of which a client knows what it asked for
+OF_NO_ENGINE = ("kernels", "attention", "serve", random_tables.FOLDER, http_tables.FOLDER)
 
 
 def frame(run: results.Run) -> pd.DataFrame:
@@ -61,6 +64,10 @@ def frame(run: results.Run) -> pd.DataFrame:
             return pd.DataFrame([row.figures for row in load_served(run.folder).rows])
         case "attention":
             return pd.DataFrame([line.values for line in AttentionRun(run).lines()])
+        case "batched":
+            return pd.DataFrame([line.values for line in BatchedRun(run).lines()])
+        case random_tables.FOLDER | http_tables.FOLDER:
+            return pd.DataFrame(run.run["result"]["points"])
         case _:
             return results.percentiles(run.samples)
 
