@@ -88,10 +88,9 @@ def test_a_host_that_is_late_launches_again(pair):
     decode(ahead, TOKENS)
     before = ahead.counters["plans_ahead_missed"]
     late = [4, 9, 10, 11, 25]
-    for _ in range(5):  # on a busy machine earlier misses may have made launches ahead rare
-        assert np.array_equal(decode(ahead, TOKENS, late), wanted)
-        if ahead.counters["plans_ahead_missed"] > before:
-            break
+    own: Any = ahead._plans._gate  # type: ignore[attr-defined]
+    own._misses = own._to_pass = 0  # what a busy machine missed before makes no launch pass now
+    assert np.array_equal(decode(ahead, TOKENS, late), wanted)
     assert ahead.counters["plans_ahead_missed"] > before
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from workbench.model.sampler import Sampling, drawn
 
 pytestmark = pytest.mark.gpu
 
+TICKS_NS = 10_000  # the device's clock ticks coarsely
 EDGE = 2e-5  # weights are 2^-24 of themselves off
 
 
@@ -32,10 +35,13 @@ def first(compute, node, arrays) -> np.ndarray:
     held = {t: harness.Guarded(backend, a.reshape(-1).view(np.uint8)) for t, a in arrays.items()}
     out = harness.Guarded(backend, np.full(node.output.nbytes, 0xFF, np.uint8))
     at = {**held, node.output: out}
-    backend.launch(node, lambda t: at[t].address, 0, stream=0)()
+    launch = backend.launch(node, lambda t: at[t].address, 0, stream=0)
+    begun = time.perf_counter_ns()
+    launch()
     backend.sync_stream(0)()
+    elapsed = time.perf_counter_ns() - begun
     found = out.download().view(np.int32).reshape(node.output.shape)
-    assert (found[:, 1] >= 0).all()
+    assert (found[:, 1] >= 0).all() and (found[:, 1] <= elapsed + TICKS_NS).all()
     return found[:, 0]
 
 

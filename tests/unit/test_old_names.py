@@ -87,10 +87,12 @@ def test_every_folder_is_read(folder: Path):
         assert not found or COUNTERS - LATER <= found <= COUNTERS
         for program in arm["program"].values():
             assert set(program["counts"]) - {"replays"} == COUNTS  # where there are plans
+    engine = run.run["engine"]
     if run.run["kind"] not in OF_NO_ENGINE:
         ours = (arm for arm in run.run["arms"] if not arm["name"].startswith("llama.cpp"))
         assert all(set(arm["toggles"]) == set(Toggles.names()) for arm in ours)
-        config = run.run["engine"]["config"]
+    if run.run["kind"] not in OF_NO_ENGINE or (run.run["kind"] == "serve" and "config" in engine):
+        config = engine["config"]
         EngineConfig(**config | {"override_tensor": tuple(config["override_tensor"])})
     assert len(results.rates(run.samples)) and len(frame(run))
     assert (folder / "run.json").read_bytes() == before

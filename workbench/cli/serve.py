@@ -111,7 +111,7 @@ def serve(
         say(note)
     engine = dataclasses.replace(config.plain(), n_seqs=slots)
     settings = WorkerSettings(str(model), engine, slots, wanted, server.max_waiting)
-    # a vocabulary is many objects, and to look through them would hold up tokens for 10 ms
+    # a vocabulary is many objects: to look through them would hold up tokens
     gc.collect()
     gc.freeze()
 

@@ -10,9 +10,8 @@ The cells behind the first n go to the holes among the first n, n being how many
 could move. K and V are copied in a step without tokens, before the next one. (llama.cpp had it as
 `--defrag-thold`; its caches of one stream still leave holes.)
 
-It pays little. Counted at 16 slots, 300 requests of up to 70 + 48 tokens: attention visits 11 %
-fewer blocks of cells. With skip_masked_kv=tail it visits 6 % more: new tokens no longer fill low
-holes, so a sequence reaches further.
+It pays where masked cells are read: attention looks at fewer. With skip_masked_kv=tail it can look
+at more, since new tokens no longer fill low holes, and a sequence reaches further.
 
 Where each sequence has a region, there are no holes: a sequence has the first cells of its own. Nor
 do regions of idle sequences between them cost anything. A step names the first cell of each of its

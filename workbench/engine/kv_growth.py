@@ -3,8 +3,8 @@
 The padded extent is part of a step's shape. So each extent has programs of its own, and plans:
 
     step        a multiple of n_kv_pad (llama.cpp: 256): for 16384 cells 64 extents
-    geometric   n_kv_pad times a power of two, or half as much more: 13. Attention looks at up to a
-                third of masked cells more, unless these are left unread (`kv_extent.py`)
+    geometric   n_kv_pad times a power of two, or half as much more: 12. Attention looks at up to
+                half as many cells more, unless masked ones are left unread (`kv_extent.py`)
     full        the whole region: one
 """
 
