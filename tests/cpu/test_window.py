@@ -16,7 +16,8 @@ from tests import reference
 from tests.profiles import examples
 from workbench.config import Toggles
 from workbench.engine.engine import Engine
-from workbench.engine.kv_cache import HIDDEN, KVCache
+from workbench.engine.kv_cache import KVCache
+from workbench.engine.masks import HIDDEN
 from workbench.errors import ModelFileError
 from workbench.model import presets, synth
 

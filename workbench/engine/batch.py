@@ -14,8 +14,9 @@ import numpy as np
 from workbench.config import EngineConfig
 from workbench.engine.draws import FED
 from workbench.engine.free_cells import check_room
-from workbench.engine.kv_cache import HIDDEN, KVCache
+from workbench.engine.kv_cache import KVCache
 from workbench.engine.kv_growth import Growth
+from workbench.engine.masks import HIDDEN
 from workbench.engine.padding import Rule, Sizes, as_they_are
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape

@@ -22,13 +22,12 @@ import numpy as np
 from workbench.config import EngineConfig, KVCacheKind, Toggles
 from workbench.engine.free_cells import FreeCells
 from workbench.engine.kv_growth import Growth
-from workbench.engine.window import narrow
+from workbench.engine.masks import HIDDEN, fill, narrow
 from workbench.errors import UsageError
 from workbench.sizes import round_up
 
 EMPTY = np.iinfo(np.int32).max  # a position no token ever sees
 MOST_POSITION = 1 << 30  # of a shift; tokens behind it have positions below EMPTY
-HIDDEN = np.float16(-np.inf).view(np.uint16)
 
 
 def n_regions(toggles: Toggles, config: EngineConfig) -> int:
@@ -41,7 +40,7 @@ class KVCache:
     an equal part of it, `n_ctx_seq`. A region's cells are padded, so that every extent of `growth`
     exists. Sequences have the numbers 0..n_seqs-1; each has positions of its own.
 
-    in_a_row: the tokens of a step want cells one behind the other. window: see `window.py`; 0: none
+    in_a_row: the tokens of a step want cells one behind the other. window: see `masks.py`; 0: none
     n_cells: of all regions. free: which of them nobody owns. n_changes: since it was made; what was
     made for one state of the cache serves no other.
     """
@@ -145,15 +144,12 @@ class KVCache:
     ) -> None:
         """Fills out, (T, n_kv) uint16: float16 bits, 0 where a token sees a cell, else -inf.
 
-        positions (T,) int32 has the next tokens' positions in `sequence`, and cells (T,) int64 the
-        cells they will have. A token sees its sequence's cells up to its own position.
+        positions (T,) int32 has the next tokens' positions in `sequence`, cells (T,) int64 the
+        cells they will have; both rise. A token sees its sequence's cells up to its own position.
         """
         # all that the sequence has lies before these tokens, so only they differ among themselves
-        out[:] = self._masks[sequence, : out.shape[1]]
         at = cells - self.first_cell(sequence)
-        first, behind = int(at[0]), int(at[-1]) + 1
-        own = slice(first, behind) if behind - first == len(at) else at
-        out[:, own] = np.multiply((positions > positions[:, None]).view(np.uint8), HIDDEN)
+        fill(out, self._masks[sequence, : out.shape[1]], at)
         narrow(out, self.window, positions, self._positions[sequence], at)
 
     def masks_of_one(
