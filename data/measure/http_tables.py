@@ -90,7 +90,7 @@ def where(recorded: Recorded) -> str:
 def _about(found: HttpRun) -> str:
     tests = found.run["tests"]
     shape = tests[0].partition("@")[0]
-    return f"{shape} a request, {found.run['repetitions']} rounds in turn"
+    return f"{shape} a request, rounds in turn: {found.run['repetitions']}"
 
 
 CELLS = {
