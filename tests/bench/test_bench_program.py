@@ -125,6 +125,7 @@ def test_reuse(benchmark, rig):
     assert benchmark(kept.get, key) is first and kept.reused
 
 
+@pytest.mark.slow
 def test_between_tokens(benchmark, model, monkeypatch):
     """A decode step without the launches of its layers, on a device that does nothing: inputs made
     and written, the embedding looked up, results handed out; and, which a GPU hides behind its

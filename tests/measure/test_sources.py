@@ -110,6 +110,7 @@ def test_commits_are_listed_newest_first(tmp_path, history):
     )
 
 
+@pytest.mark.slow
 def test_pages_can_be_made_without_any_run_of_a_gpu(tmp_path):
     """And say what was not measured: no test and no page needs a GPU's run."""
     kept = [p for p in RESULTS.iterdir() if not p.name.startswith(("cuda-", "gpu-", "notebook-"))]

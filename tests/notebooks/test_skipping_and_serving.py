@@ -254,6 +254,7 @@ def test_each_setting_serves_the_same_load_into_a_folder_of_its_own(served):
     assert (sampling["sampling us a step"] > 0).all()
 
 
+@pytest.mark.slow
 def test_four_ways_to_an_engine(engine, path, served, tmp_path):
     config = EngineConfig("embedded", n_ctx=4 * 256, n_seqs=4, n_ubatch=64)
     with wb.Engine.load(path, config=config, toggles="baseline") as small:

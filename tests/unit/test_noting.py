@@ -108,6 +108,7 @@ def test_every_kernel_compiles_with_noting():
         assert b".text." + name.encode() + b"\0" in cubin, f"{name} is not in {file}.cu"
 
 
+@pytest.mark.slow
 def test_every_source_compiles_with_noting():
     for path in SOURCES:
         noted = nvrtc.cubin(path.stem, "sm_90", (noting.NOTING,))
