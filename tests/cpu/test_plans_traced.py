@@ -142,6 +142,7 @@ def test_every_kind_of_command_is_known_to_all_that_draw_it():
     assert kinds - {"write", "read"} == set(LETTERS)
 
 
+@pytest.mark.slow
 def test_what_measures_takes_a_replay_for_work_of_the_device(base):
     toggles = {name: wb.Toggles(graph_reuse="set_rows", **SCOPES["step"] | {"sync": sync})
                for name, sync in (("one", "implicit"), ("another", "packed_implicit"))}  # fmt: skip

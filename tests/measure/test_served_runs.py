@@ -48,6 +48,7 @@ def http(measured) -> HttpRun:
     return HttpRun(results.load_run(measured / http_tables.FOLDER / MODEL))
 
 
+@pytest.mark.slow
 def test_both_arms_are_sent_the_same_prompts_and_all_end(by_length):
     points = by_length.points
     assert len(points) == 2 * 3 and set(points["arm"]) == {"off", "tail"}
@@ -62,6 +63,7 @@ def test_both_arms_are_sent_the_same_prompts_and_all_end(by_length):
     assert order == ["off", "tail", "tail", "off", "tail", "off"]
 
 
+@pytest.mark.slow
 def test_runtimes_are_fitted_by_their_mean_length(by_length):
     off = by_length.points[by_length.points["arm"] == "off"]
     fit = by_length.fit("off")
@@ -73,6 +75,7 @@ def test_runtimes_are_fitted_by_their_mean_length(by_length):
     assert two.fit("off") is None and two.said() == ""
 
 
+@pytest.mark.slow
 def test_three_ways_take_the_same_load_in_turn(http):
     points = http.points
     assert len(points) == 3 * 2 * 2 and (points["completed"] == 16).all()
@@ -91,6 +94,7 @@ def test_three_ways_take_the_same_load_in_turn(http):
     assert each.min() - 1e-9 <= http.ratio(test, STREAMED).value <= each.max() + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
 def test_an_event_has_its_time_at_the_front_and_at_the_client(http):
     for test in http.run["tests"]:
@@ -99,6 +103,7 @@ def test_an_event_has_its_time_at_the_front_and_at_the_client(http):
         assert 0.5 < found["per_event"] <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_is_what_the_run_says(measured, tmp_path, name):
     text = " ".join(readme.made(name, Recorded(measured)).split())

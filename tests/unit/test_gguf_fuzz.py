@@ -168,6 +168,7 @@ def test_damaged_files_for_long(tmp_path, changes, in_header):
     check(changes, in_header, tmp_path)
 
 
+@pytest.mark.slow
 def test_every_length_and_count_made_huge(tmp_path):
     """Every u64 before the tensor data replaced in turn, at every fourth byte and at odd ones."""
     content, data_offset = original()

@@ -99,6 +99,7 @@ def test_a_failure_in_the_first_pass_is_told_and_the_second_runs(tmp_path):
     assert (status, found["passed"], found["failed"], found["skipped"]) == (1, 7, 1, 1), said
 
 
+@pytest.mark.slow
 def test_without_xdist_one_process_runs_all_and_says_so(tmp_path):
     status, found, said = recorded(tmp_path, without="xdist")
     assert (status, found["passed"], found["skipped"]) == (0, 7, 1), said
