@@ -5,7 +5,7 @@
 Run folders of `wb.ab` in `data/results/skipping/`, each with an A/A control:
 
     ub512          pp8192 of one sequence, computed 512 tokens at once: each way to skip. Below 64
-                   tokens a prompt takes seconds, so there are fewer ways, and below 16 one round
+                   tokens a prompt takes seconds, so there are fewer ways
     together-512   8 sequences, prompts of 1024 tokens and then a token each: skipping with a region
                    for each sequence, and with one for all, where the gate is closed to them
     parts          the same with kv_parts off and on, with skipping and without
@@ -71,8 +71,7 @@ class Compared(NamedTuple):
 
 def ways(n_ubatch: int) -> list[str]:
     """What is compared at a ubatch size. The reference gate is open from LEAST_GATED tokens on."""
-    found = [OFF, IN_LOOP, *([TAIL] if n_ubatch > 2 else [])]
-    found += [CLASSES] if n_ubatch >= 16 else []
+    found = [OFF, IN_LOOP, TAIL, *([CLASSES] if n_ubatch >= 16 else [])]
     if 64 <= n_ubatch < LEAST_GATED:
         found += [f"{TAIL} {ALWAYS}", f"{CLASSES} {ALWAYS}"]
     return found
@@ -90,7 +89,7 @@ def comparisons(n_prompt: int, ubatches: Sequence[int], n_gen: int, rounds: int)
     parts = [f"kv_parts={kind} {way}" for way in (OFF, TAIL) for kind in kinds]
     usual = min(512, max(ubatches))
     return [
-        *(Compared(f"ub{n}", ways(n), [alone], n, rounds=rounds if n >= 16 else 1)
+        *(Compared(f"ub{n}", ways(n), [alone], n, rounds=rounds)
           for n in sorted(ubatches, reverse=True)),
         *(Compared(f"together-{n}", regions, [together], n, n_seqs, rounds)
           for n in sorted({usual, min(2048, max(ubatches))})),
@@ -186,7 +185,7 @@ def main(
     ubatches: tokens computed at once.
     n_prompt: tokens of the prompt.
     n_gen: tokens that are generated behind prompts.
-    rounds: how often each arm is measured; below 16 tokens at once a single time.
+    rounds: how often each arm is measured.
     out: where the run folders go.
     files: where model files are, and where missing ones are written.
     again: measure what was measured, too.
@@ -222,7 +221,7 @@ def main(
 
 def _urgent(every: list[Compared]) -> list[Compared]:
     """What takes long comes last: prompts in small ubatches."""
-    return sorted(every, key=lambda one: one.rounds < MIN_REPETITIONS or one.n_ubatch < 64)
+    return sorted(every, key=lambda one: one.n_ubatch < 64)
 
 
 if __name__ == "__main__":

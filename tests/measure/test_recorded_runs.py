@@ -12,7 +12,7 @@ import nbformat
 import pandas as pd
 import pytest
 
-from data.measure import matrix, readme, skipping_tables
+from data.measure import matrix, readme
 from data.measure.sources import age, unmarked
 from tests.gpu import sanitize
 from tests.notebooks.record import MADE
@@ -22,7 +22,6 @@ from workbench.bench.comparison import AB
 from workbench.bench.gaps import Gaps
 from workbench.bench.perplexity import TOKENS, Agreement
 from workbench.bench.results import load_run
-from workbench.bench.stats import MIN_REPETITIONS, TOO_FEW
 from workbench.config import EXACT, Toggles
 from workbench.devices import is_gpu
 from workbench.errors import WorkbenchError
@@ -113,10 +112,8 @@ def test_a_comparison_is_interleaved_repeated_and_right(folder):
         return
     ab = AB(found.run, found.samples)
     assert ab.interleaved
+    assert found.run["repetitions"] >= 5
     summary = ab.summary()
-    if found.run["repetitions"] < MIN_REPETITIONS:  # a prompt of few tokens at once takes seconds
-        assert folder.parent.name == skipping_tables.FOLDER
-        assert set(summary.loc[~summary["is_control"], "verdict"]) == {TOO_FEW}
     assert summary["is_control"].any()
     first, *others = found.run["arms"]
     for arm in others:
