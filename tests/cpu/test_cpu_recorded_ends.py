@@ -101,12 +101,14 @@ def test_hundreds_of_plans_leave_nothing_behind(two):
 
     tracemalloc.start()
     many(100)
-    before = traced()
-    gone = [ref() for ref in many(300)]
-    assert gone == [None] * 600, "without the collector's help"
-    grown = traced() - before
+    grown = []
+    for _ in range(3):  # what is left behind comes every time; what others begin or end, once
+        before = traced()
+        gone = [ref() for ref in many(300)]
+        assert gone == [None] * 600, "without the collector's help"
+        grown.append(traced() - before)
     tracemalloc.stop()
-    assert grown < 30_000  # 100 bytes a plan; its nodes alone have 1500
+    assert min(grown) < 30_000  # 100 bytes a plan; its nodes alone have 1500
 
 
 def ended(order: str, plan_goes_first: bool, log: Log) -> list[weakref.ref]:
