@@ -75,7 +75,8 @@ SIDE_BY_SIDE = (
 
 class OfAttention(NamedTuple):
     """A row of what attention reads: its name, the folder of `data.measure.skipping`, prompts or
-    generated tokens, and the arms compared. beside: what else the arms have."""
+    generated tokens, and the arms compared. Of prompts it names the ubatch size. beside: what else
+    the arms have."""
 
     name: str
     folder: str
@@ -85,10 +86,10 @@ class OfAttention(NamedTuple):
     beside: str = "what a server has"
 
 
-_ALONE, _OWN = "skip_masked_kv=off", "kv_cache=per_sequence"
+_ALONE, _TAIL, _OWN = "skip_masked_kv=off", "skip_masked_kv=tail", "kv_cache=per_sequence"
 ATTENTION = (
-    OfAttention("masked cells left unread (#14924)", "ub2048", "prompts", _ALONE,
-                "skip_masked_kv=tail"),
+    OfAttention("masked cells left unread (#14924)", "ub2048", "prompts", _ALONE, _TAIL),
+    OfAttention("", "ub8192", "prompts", _ALONE, _TAIL),
     OfAttention("cells of its own for each sequence", "together-512", "generated",
                 f"kv_cache=unified {_ALONE}", f"{_OWN} {_ALONE}", "what a server has, no skipping"),
     OfAttention("blocks share a sequence's cells", "depth", "generated", "kv_parts=off",
@@ -176,11 +177,16 @@ def attention(recorded: Recorded) -> Iterator[Line]:
         if run is None:
             continue
         test = run.run["tests"][-1]
+        what = (
+            f"{run.run['result']['n_ubatch']} at once"
+            if one.phase == skipping_tables.PHASES[0]
+            else one.phase
+        )
         rates, ratio = run.rates(test, one.phase), run.ratio(test, one.phase, one.on, one.off)
         cells = {
             "mechanism": one.name, "off": one.off.split()[0],
             "on": one.on.split()[0].partition("=")[2],
-            "workload": f"{model_of(run.run)}, {test}, {one.phase}",
+            "workload": f"{model_of(run.run)}, {test}, {what}",
             "with": one.beside,
             "at off": f"{rates[one.off].median():.1f} t/s",
             "at on": f"{rates[one.on].median():.1f} t/s",

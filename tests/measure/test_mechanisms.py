@@ -111,7 +111,7 @@ def test_branches_side_by_side_have_the_numbers_of_their_campaign(tmp_path):
 
 def test_rows_of_attention_are_of_their_arms():
     """Each row names two arms that its comparison has."""
-    every = {one.folder: one for one in comparisons(8192, [512, 2048], 32, 5)}
+    every = {one.folder: one for one in comparisons(8192, [512, 2048, 8192], 32, 5)}
     for one in ATTENTION:
         assert {one.off, one.on} <= set(every[one.folder].arms)
         assert one.off.split()[0].partition("=")[0] == one.on.split()[0].partition("=")[0]
@@ -124,3 +124,5 @@ def test_rows_of_attention_are_of_their_arms():
             test = run.run["tests"][-1]
             ratio = run.ratio(test, one.phase, one.on, one.off)
             assert values["speedup"].startswith(f"{ratio.value:.2f} (")
+            at_once = every[one.folder].n_ubatch if one.phase == "prompts" else one.phase
+            assert str(at_once) in values["workload"].split(", ")[-1]

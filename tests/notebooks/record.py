@@ -29,10 +29,10 @@ from workbench.backend.base import choose_device
 from workbench.bench import provenance
 from workbench.bench.stats import MIN_REPETITIONS
 from workbench.config import SyncMode
-from workbench.errors import UsageError
+from workbench.errors import UsageError, WorkbenchError
 from workbench.model.synth import write_model
 from workbench.report import plots
-from workbench.report.render import render_notebook
+from workbench.report.render import execute_notebook
 from workbench.trace.profile import profile_each
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,10 +81,11 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "03_graph_reuse": {"repeats": MIN_REPETITIONS},
     # with one region for all, a step's mask spans the cells of every slot
     "06_masked_kv": {"n_prompt": 2048, "slots": "4,8,16", "workload": "tg32"},
+    # one request at a time takes every setting through n_requests * 128 steps
     "07_batched_serving": {
         "workload": "pp1024+tg128",
-        "concurrency": "1,8,32,128",
-        "n_requests": 128,
+        "concurrency": "1,8,32",
+        "n_requests": 32,
     },
     "10_fusion": {"quick": False},
 }
@@ -120,7 +121,7 @@ def run(
     given: dict[str, Any] | None = None,
 ) -> None:
     """Runs each notebook that is named; writes them, and one archive of their run folders, to
-    `out`. Raises UsageError for a name that is none."""
+    `out`. Raises UsageError for a name that is none, WorkbenchError for a cell that fails."""
     if unknown := [name for name in names if name not in MADE]:
         raise UsageError(f"notebook {unknown[0]!r} is not one of {', '.join(MADE)}")
     device, _ = choose_device(device)
@@ -136,8 +137,10 @@ def run(
             chosen = {"device": device, "model": str(model), "runs": str(runs)}
             chosen |= PARAMETERS.get(name, {}) | (given or {})
             source = ROOT / "notebooks" / f"{name}.ipynb"
-            render_notebook(source, Path(folder, f"{name}.html"), chosen, runs_dir=folder)
-            notebook = nbformat.read(Path(folder, f"{name}.ipynb"), 4)
+            executed = Path(folder, f"{name}.ipynb")
+            if failure := execute_notebook(source, executed, chosen):
+                raise WorkbenchError(f"{source.name}: {failure}")
+            notebook = nbformat.read(executed, 4)
             nbformat.write(stripped(notebook), out / f"{name}.ipynb")
             for end in ends:
                 (found,) = runs.glob(f"*-{end}")

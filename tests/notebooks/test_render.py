@@ -139,7 +139,7 @@ def test_all_reports_are_named(
         executed.parent.mkdir(exist_ok=True)
         executed.write_text(source.read_text())
 
-    monkeypatch.setattr(render, "_execute", execute)
+    monkeypatch.setattr(render, "execute_notebook", execute)
     books = [notebook(tmp_path / f"{n}.ipynb", "1") for n in ("a", "b")]
     pages = render.render_all(books, tmp_path / "out", {"n": 2, "x": 1}, runs_dir=tmp_path / "r")
     assert given == {"a.ipynb": {"n": 2}, "b.ipynb": {"n": 2}}

@@ -63,7 +63,7 @@ def render_notebook(
     for path in (executed, target):
         check_writable(path, parents=True)
     before = set(results.runs(Path(runs_dir))["folder"])
-    failure = _execute(source, executed, parameters, timeout_s, left)
+    failure = execute_notebook(source, executed, parameters, timeout_s, left)
     made = [f for f in results.runs(Path(runs_dir))["folder"] if f not in before]
     device = device if device is not None else parameters.get("device")
     head = banner_html(device)
@@ -225,11 +225,15 @@ def cell_seconds(notebook: Path, runs_dir: str | PathLike[str]) -> dict[str, flo
     return {c.source: known.get(c.source, 1.0) for c in cells if c.cell_type == "code"}
 
 
-def _execute(
-    source: Path, executed: Path, parameters: dict[str, Any], timeout_s: int, left: Bar
+def execute_notebook(
+    source: Path,
+    executed: Path,
+    parameters: dict[str, Any],
+    timeout_s: int = 600,
+    left: Bar = HIDDEN,
 ) -> str | None:
     """Runs the notebook and writes it as `executed`, with every cell that ended; returns what
-    failed, in one line."""
+    failed, in one line. Writes no page, and needs nothing of nbconvert."""
     with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
         made = Path(folder) / executed.name  # papermill writes it over and over
         failure = _run_cells(source, made, parameters, timeout_s, left, executed.parent)
