@@ -120,6 +120,11 @@ class Turns:
             yield test, ns.round().astype(np.int64), n
 
 
+def about_peer(bench: LlamaBench | None) -> dict[str, Any] | None:
+    """What a run says of llama.cpp's programs."""
+    return None if bench is None else bench.about | {"program": PROGRAM}
+
+
 def batched_rows(bench: LlamaBench, path: Path, wanted: Wanted) -> list[dict[str, Any]]:
     """What llama-batched-bench says of every width. Raises RuntimeError where it says less."""
     command = [
@@ -137,6 +142,17 @@ def batched_rows(bench: LlamaBench, path: Path, wanted: Wanted) -> list[dict[str
             f"widths: {last_line(done)}"
         )
     return rows
+
+
+def bench_of(peer: Path | None) -> LlamaBench | None:
+    """llama.cpp's programs at `peer`, llama-batched-bench among them; None without a path. Raises
+    UsageError where it is missing."""
+    if peer is None:
+        return None
+    bench = find(peer)
+    if not bench.program.with_name(PROGRAM).is_file():
+        raise UsageError(f"{bench.program.parent}: no {PROGRAM} beside {bench.program.name}")
+    return bench
 
 
 def measured(bench: LlamaBench | None, path: Path, out: Path, wanted: Wanted) -> None:
@@ -217,10 +233,9 @@ def _new_run(
     )  # fmt: skip
     cells = 256
     cache = sum(t.nbytes for pair in engine.model.caches(cells) for t in pair) // cells
-    about = None if bench is None else bench.about | {"program": PROGRAM}
     made["result"] |= {
-        "peer": about, "cell_bytes": cache, "n_vocab": engine.model.n_vocab, "launches": {},
-        "rates": {}, "answers": {},
+        "peer": about_peer(bench), "cell_bytes": cache, "n_vocab": engine.model.n_vocab,
+        "launches": {}, "rates": {}, "answers": {},
     }  # fmt: skip
     return made
 
@@ -269,9 +284,7 @@ def main(
     for name in names:
         parsed(name)
     open_backend(device).close()
-    bench = None if peer is None else find(peer)
-    if bench is not None and not bench.program.with_name(PROGRAM).is_file():
-        raise UsageError(f"{bench.program.parent}: no {PROGRAM} beside {bench.program.name}")
+    bench = bench_of(peer)
     if bench is None and is_gpu(device):
         print("no --peer: ours alone", file=sys.stderr)
     for name in names:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from data.measure.peer import LLAMA
 from data.measure.recorded import Recorded, Share, model_of
 from data.measure.tables import Line, Part, Table, caption, filled
 from workbench.bench import results
@@ -35,10 +36,12 @@ class HttpRun:
         rows = self._rates[self._rates["test"] == test]
         return rows.pivot(index="repetition", columns="arm", values="tps").dropna()
 
-    def ratio(self, test: str, arm: str) -> Ratio:
-        """An arm's throughput over that in process, paired by round."""
+    def ratio(self, test: str, arm: str, of: str = PIPE) -> Ratio | None:
+        """An arm's throughput over another's, paired by round; None without one of them."""
         table = self.rates(test)
-        return speedup(table[PIPE].to_numpy(), table[arm].to_numpy(), self.run["seed"])
+        if not {arm, of} <= set(table):
+            return None
+        return speedup(table[of].to_numpy(), table[arm].to_numpy(), self.run["seed"])
 
     def event_us(self, test: str) -> dict[str, Any]:
         """CPU time of an event, us: of the server's processes but the engine's, and the client's.
@@ -64,10 +67,16 @@ class HttpRun:
             values: dict[str, Any] = {
                 "model": self.model, "n": int(first["in_flight"]), "n_requests": first["completed"],
                 "pipe": medians[PIPE], "whole": medians[WHOLE], "streamed": medians[STREAMED],
-                "whole_ratio": self.ratio(test, WHOLE).value,
-                "streamed_ratio": self.ratio(test, STREAMED).value, **self.event_us(test),
+                "whole_ratio": _value(self.ratio(test, WHOLE)),
+                "streamed_ratio": _value(self.ratio(test, STREAMED)),
+                "theirs": medians.get(LLAMA), "of_theirs": _value(self.ratio(test, PIPE, LLAMA)),
+                **self.event_us(test),
             }  # fmt: skip
             yield Line(values, [self])
+
+
+def _value(ratio: Ratio | None) -> float | None:
+    return None if ratio is None else ratio.value
 
 
 def recorded_http(recorded: Recorded) -> Iterator[HttpRun]:
@@ -90,12 +99,16 @@ def where(recorded: Recorded) -> str:
 def _about(found: HttpRun) -> str:
     tests = found.run["tests"]
     shape = tests[0].partition("@")[0]
-    return f"{shape} a request, rounds in turn: {found.run['repetitions']}"
+    peer = found.run["result"].get("peer")
+    said = f"{shape} a request, rounds in turn: {found.run['repetitions']}"
+    return said + (f"; llama.cpp {peer['version']}" if peer else "")
 
 
 CELLS = {
     "Model": "{model}", "in flight": "{n}", "requests": "{n_requests}",
-    "t/s in process": "{pipe:.0f}", "HTTP whole": "{whole:.0f}", "of it": "{whole_ratio:.2f}",
+    "llama.cpp's batched bench": "{theirs:.0f}", "t/s in process": "{pipe:.0f}",
+    "times llama.cpp's": "{of_theirs:.2f}",
+    "HTTP whole": "{whole:.0f}", "of it": "{whole_ratio:.2f}",
     "HTTP streamed": "{streamed:.0f}", "of that": "{streamed_ratio:.2f}",
     "tokens an event": "{per_event:.2f}", "front us an event": "{front_us:.1f}",
     "client us": "{client_us:.1f}", "client busy %": "{busy:.0f}", "fronts": "{n_fronts}",
@@ -112,6 +125,8 @@ def shown(folder: Path) -> str:
 BLOCKS: dict[str, list[Part]] = {
     "over-http": [
         Table("Throughput through HTTP", every, CELLS, said=where),
+        "Tokens that are generated in a second, their prompts' time included. A request that ends "
+        "makes room for the next; llama.cpp's batched bench has as many sequences, all at once. "
         "*of it* and *of that*: of what the same load reaches in process. The CPU time of an event "
         "is that of the server's processes but the engine's.",
     ],

@@ -74,7 +74,7 @@ SIDE_BY_SIDE = (
 
 
 class OfAttention(NamedTuple):
-    """A row of what attention reads: its name, the folder of `data.measure.skipping`, prompts or
+    """A row of what attention reads: its name, a folder of `data.measure.skipping`, prompts or
     generated tokens, and the arms compared. Of prompts it names the ubatch size. beside: what else
     the arms have."""
 
@@ -87,6 +87,7 @@ class OfAttention(NamedTuple):
 
 
 _ALONE, _TAIL, _OWN = "skip_masked_kv=off", "skip_masked_kv=tail", "kv_cache=per_sequence"
+ATTENTION_MODEL = "llama-3.2-1b-q4_k_m"
 ATTENTION = (
     OfAttention("masked cells left unread (#14924)", "ub2048", "prompts", _ALONE, _TAIL),
     OfAttention("", "ub8192", "prompts", _ALONE, _TAIL),
@@ -171,7 +172,7 @@ def _own(arm: dict[str, Any]) -> bool:
 
 def attention(recorded: Recorded) -> Iterator[Line]:
     """A row for each of ATTENTION that has a run."""
-    every = skipping_tables.runs(recorded)
+    every = skipping_tables.runs(recorded, ATTENTION_MODEL)
     for one in ATTENTION:
         run = every.get(one.folder)
         if run is None:

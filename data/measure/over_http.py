@@ -1,11 +1,12 @@
-"""Throughput through HTTP beside the same load in process: what do the front and its events cost?
+"""A server's throughput, in process and through HTTP: what do the front and its events cost?
 
-    python -m data.measure.over_http [MODEL] [--in-flight 1,8,32,128] [--rounds N]
+    python -m data.measure.over_http [MODEL] [--peer DIR] [--in-flight 1,8,32,128] [--rounds N]
 
 Three arms take every number of requests in flight in turn: an engine process over its pipe, as the
 server's own front has it; `workbench serve` with answers that come whole; and with answers streamed
-by server-sent events. The client of the last two is a process of its own. The run folder is
-`data/results/over-http/MODEL`.
+by server-sent events. The client of the last two is a process of its own. With `--peer`, as
+`data.measure.batched` has it, llama.cpp's batched bench is the fourth arm. It has as many sequences
+as requests are in flight, all at once. The run folder is `data/results/over-http/MODEL`.
 
 `result`: `points` (`served_arms.py`), each with `front_cpu_s`, the CPU time of the server's
 processes but the engine's, and `n_fronts`, how many these are.
@@ -26,7 +27,9 @@ from typing import NamedTuple
 
 from cyclopts import App
 
+from data.measure import batched
 from data.measure.http_tables import FOLDER, PIPE, STREAMED, WHOLE, shown
+from data.measure.peer import LLAMA
 from data.measure.served_arms import (
     Point,
     ProcessTime,
@@ -93,11 +96,12 @@ def reached(
 def main(
     model: str = "llama-3.2-1b-q4_k_m",
     *,
-    in_flight: str = "1,8,32,128",
-    n_prompt: int = 1024,
-    n_gen: int = 128,
+    peer: Path | None = None,
+    in_flight: str = batched.WIDTHS,
+    n_prompt: int = batched.N_PROMPT,
+    n_gen: int = batched.N_GEN,
     each: int = 4,
-    n_ubatch: int = 512,
+    n_ubatch: int = batched.N_UBATCH,
     rounds: int = 3,
     client_processes: int = 2,
     device: str = "cuda",
@@ -106,11 +110,12 @@ def main(
     again: bool = False,
     at_most_s: float = math.inf,
 ) -> None:
-    """Measures the three arms, and prints the table.
+    """Measures the arms, and prints the table.
 
     Parameters
     ----------
     model: as folders name it.
+    peer: a folder with llama.cpp's programs, or an archive of one.
     in_flight: requests in flight together.
     n_prompt, n_gen: tokens of each request.
     each: requests of a point, in times of those in flight; at least 16.
@@ -129,7 +134,7 @@ def main(
     if is_there(folder) and not again:
         print(f"{model}: there already, of this commit", flush=True)
         return
-    path = model_file(model, files)
+    bench, path = batched.bench_of(peer), model_file(model, files)
     shutil.rmtree(folder, ignore_errors=True)
     config = EngineConfig(
         device=device, n_ctx=slots * round_up(n_prompt + n_gen, PAD), n_seqs=slots,
@@ -143,11 +148,12 @@ def main(
         ))
         for n in numbers
     ]  # fmt: skip
-    arms = (PIPE, WHOLE, STREAMED)
-    recording = Recording(
-        FOLDER, path, folder, dict.fromkeys(arms, toggles), [p.test for p in points], rounds, device
-    )
-    recording.run["result"]["slots"] = slots
+    ours = (PIPE, WHOLE, STREAMED)
+    every = dict.fromkeys(ours, toggles) | ({LLAMA: {}} if bench is not None else {})
+    arms = list(every)
+    recording = Recording(FOLDER, path, folder, every, [p.test for p in points], rounds, device)
+    recording.run["result"] |= {"slots": slots, "peer": batched.about_peer(bench)}
+    side_by_side = batched.Wanted(numbers, (), n_prompt, n_gen, n_ubatch)
 
     def rounds_left() -> Iterator[int]:
         for round_ in range(rounds):
@@ -163,10 +169,13 @@ def main(
         print(f"  warmed up: {time.monotonic() - begun:.0f} s", flush=True)
 
         def take(round_: int, arm: int) -> None:
+            if arms[arm] == LLAMA:
+                theirs(round_)
+                return
+            own = by[arm]
             for number, point in enumerate(points):
-                own = by[arm]
                 # other prompts than any arm has sent: no server finds their beginnings in its cache
-                seed = (round_ * len(arms) + arm) * len(points) + number
+                seed = (round_ * len(ours) + arm) * len(points) + number
                 spec = point.spec._replace(seed=seed, asking=Asking(own.streamed))
                 before = own.time()
                 row = recording.measure(arms[arm], round_, own.target, point._replace(spec=spec))
@@ -178,6 +187,14 @@ def main(
                 entry["n_warm_up"] = spec.n_warm_up
                 rate = row.figures["output_throughput"]
                 print(f"  {point.test} {arms[arm]}: {rate:.1f} t/s", flush=True)
+
+        def theirs(round_: int) -> None:
+            assert bench is not None
+            rows = batched.batched_rows(bench, path, side_by_side)
+            for point, row in zip(points, rows, strict=True):
+                seconds, n = row["t_pp"] + row["t_tg"], point.n_in_flight * n_gen
+                recording.note(LLAMA, round_, point.test, seconds, n)
+                print(f"  {point.test} {LLAMA}: {n / seconds:.1f} t/s", flush=True)
 
         def whole(round_: int, _: dict[int, None]) -> None:
             recording.run["repetitions"] = round_ + 1

@@ -68,11 +68,15 @@ class Recording:
         entry = {"arm": arm, "test": point.test, "round": round_, "in_flight": point.n_in_flight}
         figures = {name: row.figures[name] for name in KEPT}
         self.run["result"]["points"].append(entry | finite(figures) | {"client": row.client} | more)
-        ns = np.array([round(row.figures["duration"] * 1e9)], np.int64)
-        n = np.array([row.figures["total_output_tokens"]], np.int64)
-        self.draft.samples.add(arm, False, point.test, round_, ns, n)
-        self.draft.checkpoint()
+        self.note(arm, round_, point.test, row.figures["duration"],
+                  row.figures["total_output_tokens"])  # fmt: skip
         return row
+
+    def note(self, arm: str, round_: int, test: str, seconds: float, n_generated: int) -> None:
+        """Adds a sample: so many generated tokens, and what they took with their prompts."""
+        ns, n = np.array([round(seconds * 1e9)], np.int64), np.array([n_generated], np.int64)
+        self.draft.samples.add(arm, False, test, round_, ns, n)
+        self.draft.checkpoint()
 
 
 class ProcessTime(NamedTuple):

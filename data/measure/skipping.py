@@ -1,8 +1,8 @@
 """What it saves to leave masked cells unread (llama.cpp #14924): one command, for one GPU.
 
-    python -m data.measure.skipping [MODEL] [--ubatches 1,..,8192] [--rounds N]
+    python -m data.measure.skipping [MODEL] [--ubatches 1,..,8192] [--rounds N] [--only ub]
 
-Run folders of `wb.ab` in `data/results/skipping/`, each with an A/A control:
+Run folders of `wb.ab` in `data/results/skipping/MODEL/`, each with an A/A control:
 
     ub512          pp8192 of one sequence, computed 512 tokens at once: each way to skip. Below 64
                    tokens a prompt takes seconds, so there are fewer ways
@@ -171,6 +171,7 @@ def main(
     n_prompt: int = 8192,
     n_gen: int = 32,
     rounds: int = MIN_REPETITIONS,
+    only: str = "",
     device: str = "cuda",
     out: Path = ROOT / "data" / "results" / FOLDER,
     files: Path = ROOT / "data" / "models",
@@ -186,6 +187,7 @@ def main(
     n_prompt: tokens of the prompt.
     n_gen: tokens that are generated behind prompts.
     rounds: how often each arm is measured.
+    only: how the names of the folders begin that are measured; without it, all are.
     out: where the run folders go.
     files: where model files are, and where missing ones are written.
     again: measure what was measured, too.
@@ -206,7 +208,9 @@ def main(
         wb.Engine.load(path, config=on_null, toggles=kept) as null,
     ):
         for one in _urgent(comparisons(n_prompt, usable, n_gen, rounds)):
-            folder, begin = out / one.folder, time.monotonic()
+            if not one.folder.startswith(only):
+                continue
+            folder, begin = out / model / one.folder, time.monotonic()
             if is_there(folder) and not again:
                 print(f"{one.folder}: there already, of this commit", flush=True)
             elif begin - begun > at_most_s:

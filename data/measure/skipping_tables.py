@@ -93,19 +93,27 @@ class Cell(NamedTuple):
         return self.run.skipped(self.test, self.phase, self.arm)
 
 
-def runs(recorded: Recorded) -> dict[str, SkipRun]:
-    """The complete runs by folder, large ubatches last."""
+def runs(recorded: Recorded, model: str) -> dict[str, SkipRun]:
+    """The complete runs of a model by folder, large ubatches last."""
     found = {}
-    for path in (recorded.folder / FOLDER).glob(f"*/{results.RUN_JSON}"):
+    for path in (recorded.folder / FOLDER / model).glob(f"*/{results.RUN_JSON}"):
         one = results.load_run(path.parent)
         if one.run["status"] == results.COMPLETE and "visits" in one.run["result"]:
             found[path.parent.name] = SkipRun(one)
     return dict(sorted(found.items(), key=lambda item: item[1].run["result"]["n_ubatch"]))
 
 
+def every(recorded: Recorded) -> Iterator[tuple[str, SkipRun]]:
+    """The runs of all models with their folders, small models first."""
+    models = (path.name for path in (recorded.folder / FOLDER).glob("*"))
+    by_model = [list(runs(recorded, model).items()) for model in models]
+    for of in sorted(filter(None, by_model), key=lambda of: of[0][1].run["model"]["n_params"]):
+        yield from of
+
+
 def by_ubatch(recorded: Recorded) -> Iterator[Line]:
     """A ubatch size: t/s without skipping, and what each way gains; the blocks that are skipped."""
-    for folder, run in runs(recorded).items():
+    for folder, run in every(recorded):
         if not re.fullmatch(r"ub\d+", folder):
             continue
         (test,) = run.run["tests"]
@@ -126,7 +134,7 @@ def by_ubatch(recorded: Recorded) -> Iterator[Line]:
 
 def side_by_side(recorded: Recorded) -> Iterator[Line]:
     """Several sequences: an arm of `together-...`, beside the same cache without skipping."""
-    for folder, run in runs(recorded).items():
+    for folder, run in every(recorded):
         if folder.startswith("together-"):
             for arm in run.arms:
                 cache, _, way = arm.partition(" ")
@@ -135,8 +143,7 @@ def side_by_side(recorded: Recorded) -> Iterator[Line]:
 
 def parts(recorded: Recorded) -> Iterator[Line]:
     """kv_parts, beside `off` with the same skipping; one sequence at depth behind them."""
-    every = runs(recorded)
-    for run in filter(None, (every.get(name) for name in ("parts", "depth"))):
+    for run in (run for name in ("parts", "depth") for of, run in every(recorded) if of == name):
         for test in run.run["tests"]:
             for arm in run.arms:
                 kind, _, way = arm.partition(" ")

@@ -10,6 +10,7 @@ import pytest
 from data.measure.mechanisms import (
     AFTER,
     ATTENTION,
+    ATTENTION_MODEL,
     BEFORE,
     GAP,
     MECHANISMS,
@@ -117,10 +118,11 @@ def test_rows_of_attention_are_of_their_arms():
         assert one.off.split()[0].partition("=")[0] == one.on.split()[0].partition("=")[0]
     recorded = Recorded(RESULTS)
     found = {line.values["mechanism"]: line for line in attention(recorded)}
-    assert set(found) == {one.name for one in ATTENTION if one.folder in runs(recorded)}
+    known = runs(recorded, ATTENTION_MODEL)
+    assert set(found) == {one.name for one in ATTENTION if one.folder in known}
     for one in ATTENTION:
         if one.name in found:
-            run, values = runs(recorded)[one.folder], found[one.name].values
+            run, values = known[one.folder], found[one.name].values
             test = run.run["tests"][-1]
             ratio = run.ratio(test, one.phase, one.on, one.off)
             assert values["speedup"].startswith(f"{ratio.value:.2f} (")

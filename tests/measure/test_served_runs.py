@@ -13,8 +13,10 @@ import pytest
 
 from data.measure import http_tables, over_http, random_lengths, random_tables, readme, served_arms
 from data.measure.http_tables import PIPE, STREAMED, WHOLE, HttpRun
+from data.measure.peer import LLAMA
 from data.measure.random_tables import RandomRun
 from data.measure.recorded import NOT_MEASURED, Recorded
+from tests.peer import fake_llama_bench
 from workbench.bench import results
 from workbench.errors import UsageError
 
@@ -31,8 +33,9 @@ def measured(tmp_path_factory, tiny_models):
         MODEL, means="6,12,20", prompts=4, slots=2, out=out / random_tables.FOLDER,
         files=tiny_models, **MADE,
     )  # fmt: skip
+    peer = fake_llama_bench.install(tmp_path_factory.mktemp("built")).parent
     over_http.main(
-        MODEL, in_flight="1,2", n_prompt=5, each=1, rounds=2, client_processes=1,
+        MODEL, peer=peer, in_flight="1,2", n_prompt=5, each=1, rounds=2, client_processes=1,
         out=out / http_tables.FOLDER, files=tiny_models, **MADE,
     )  # fmt: skip
     return out
@@ -89,6 +92,12 @@ def test_three_ways_take_the_same_load_in_turn(http):
         table[WHOLE], own["total_output_tokens"] / own["duration"], rtol=1e-6
     )
     assert http.ratio(test, PIPE).value == 1.0
+    # two sequences at once, as the program says it: 5 tokens at 2 us each, 3 steps of 1.2 ms
+    wanted = 2 * MADE["n_gen"] / (2 * 5 * 2e-6 + MADE["n_gen"] * 1.2e-3)
+    assert table[LLAMA].tolist() == [pytest.approx(wanted, rel=1e-3)] * 2
+    times = table[PIPE] / table[LLAMA]
+    assert times.min() <= http.ratio(test, PIPE, LLAMA).value <= times.max()
+    assert http.ratio(test, PIPE, "nobody") is None
     # two rounds: the ratio lies between those of either
     each = table[STREAMED] / table[PIPE]
     assert each.min() - 1e-9 <= http.ratio(test, STREAMED).value <= each.max() + 1e-9
@@ -111,6 +120,9 @@ def test_the_page_is_what_the_run_says(measured, tmp_path, name):
     for line in tables.every(Recorded(measured)):
         key, digits = ("ratio", 3) if name == random_tables.FOLDER else ("whole_ratio", 2)
         assert f"| {line.values[key]:.{digits}f} |" in text
+        if name == http_tables.FOLDER:
+            v = line.values
+            assert f"| {v['theirs']:.0f} | {v['pipe']:.0f} | {v['of_theirs']:.2f} |" in text
     assert "tiny-llama Q8_0" in text and "commit" in text
     nothing = readme.made(name, Recorded(tmp_path))
     assert nothing.startswith(PAGES[name]) and NOT_MEASURED in nothing

@@ -17,15 +17,15 @@ from workbench.bench.arms import arms_of
 from workbench.config import Toggles
 
 RESULTS = Path(__file__).resolve().parents[2] / "data" / "results"
-RUNS = sorted((RESULTS / FOLDER).glob("*/run.json"))
-N_PROMPT, CELLS, TOKENS = 128, 16, 8
+RUNS = sorted((RESULTS / FOLDER).glob("*/*/run.json"))
+MODEL, N_PROMPT, CELLS, TOKENS = "tiny-llama-q8_0", 128, 16, 8
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, tiny_models):
     out = tmp_path_factory.mktemp("results")
     skipping.main(
-        "tiny-llama-q8_0", ubatches="1,64", n_prompt=N_PROMPT, n_gen=2, rounds=1,
+        MODEL, ubatches="1,64", n_prompt=N_PROMPT, n_gen=2, rounds=1,
         device="embedded", out=out / FOLDER, files=tiny_models,
     )  # fmt: skip
     return Recorded(out)
@@ -49,7 +49,7 @@ def test_every_comparison_has_toggles_of_its_own_and_the_gate_is_said():
 
 
 def test_each_folder_is_a_comparison_with_its_blocks(measured):
-    found = runs(measured)
+    found = runs(measured, MODEL)
     assert set(found) == {"ub1", "ub64", "together-64", "parts", "depth"}
     for run in found.values():
         assert all(answer["holds"] for answer in run.run["result"]["answers"].values())
@@ -68,7 +68,7 @@ def test_each_folder_is_a_comparison_with_its_blocks(measured):
 
 
 def test_with_one_region_the_gate_stays_closed(measured):
-    run = runs(measured)["together-64"]
+    run = runs(measured, MODEL)["together-64"]
     (test,) = run.run["tests"]
     for phase in skipping_tables.PHASES:
         assert run.skipped(test, phase, f"kv_cache=unified {TAIL}") == 0
@@ -76,9 +76,9 @@ def test_with_one_region_the_gate_stays_closed(measured):
 
 
 def test_a_phase_is_its_own_tokens(measured):
-    run = runs(measured)["together-64"]
+    run = runs(measured, MODEL)["together-64"]
     (test,) = run.run["tests"]
-    samples = results.load_run(measured.folder / FOLDER / "together-64").samples
+    samples = results.load_run(measured.folder / FOLDER / MODEL / "together-64").samples
     arm = run.arms[0]
     own = samples[samples["arm"] == arm]
     first, rest = own[own["token"] == 0], own[own["token"] > 0]
@@ -109,7 +109,7 @@ def test_one_sequence_with_a_region_of_its_own_is_one_with_all_cells(tiny_model)
     assert np.array_equal(*found)
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: "-".join(path.parts[-3:-1]))
 def test_a_recorded_run_is_complete_and_its_answers_hold(path):
     one = SkipRun(results.load_run(path.parent))
     assert one.run["status"] == "complete" and one.run["result"]["visits"]
