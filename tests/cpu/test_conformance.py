@@ -32,12 +32,13 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 WHOLE = "embedded, 2 workers"
 
 
-# on two workers all; of the host's and the other devices' some
+# on two workers every other one at once; of the host's and the other devices' fewer
 CLAUSES = [(name, check) for check in CHECKS for name in BACKENDS if name != WHOLE]
 
 
 @pytest.mark.parametrize(
-    ("backend", "check"), [*((WHOLE, check) for check in CHECKS), *share(CLAUSES, every=4)]
+    ("backend", "check"),
+    [*share([(WHOLE, check) for check in CHECKS], every=2), *share(CLAUSES, every=4)],
 )
 def test_clause(backend, check):
     claimed = run_check(check, BACKENDS[backend])
@@ -378,7 +379,7 @@ def test_every_clause_has_a_device_that_breaks_it():
     assert BROKEN.keys() == CHECKS.keys()
 
 
-@pytest.mark.parametrize("check", BROKEN)
+@pytest.mark.parametrize("check", share(BROKEN, every=2))
 def test_a_device_that_breaks_a_clause_is_found_out(check):
     """In one of ten tries: a busy machine may do meanwhile what the device did not wait for. Where
     it did half of it, the row is torn."""
@@ -387,6 +388,7 @@ def test_a_device_that_breaks_a_clause_is_found_out(check):
     assert re.search(message, found) and len(found.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_failures_name_what_is_broken_and_nothing_else():
     events = [name for name, check in CHECKS.items() if "events" in check.claim]
     found = set().union(*(failures(NoSyncEvent, events) for _ in range(3)))

@@ -67,7 +67,9 @@ KEPT = (  # for it lies about copies alone
     ("lie", "broken"),
     [
         (partial(OutOfOrderCopies, capabilities=LIES), ORDERED),
-        (partial(DetachedCopies, capabilities=LIES), ORDERED | DRAINED),
+        pytest.param(
+            partial(DetachedCopies, capabilities=LIES), ORDERED | DRAINED, marks=pytest.mark.slow
+        ),
         # claims a queue that at least a Sync drains
         (partial(DetachedCopies, capabilities=OutOfOrderCopies.HONEST), DRAINED),
     ],

@@ -255,7 +255,7 @@ def test_of_programs_with_plans_without_any_one_command_the_checker_is_right(bas
     assert found["unseen"] <= found["unsafe"] // 10
 
 
-@pytest.mark.parametrize("one_order", [True, False])
+@pytest.mark.parametrize("one_order", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_orderings_are_refused_as_racing_where_they_race_and_nowhere_else(base, one_order):
     """`lower` knows by rule what the checker proves and the adversary tries."""
     able = Capabilities(True, True, one_order, False, 2)
