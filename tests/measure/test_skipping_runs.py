@@ -109,6 +109,16 @@ def test_one_sequence_with_a_region_of_its_own_is_one_with_all_cells(tiny_model)
     assert np.array_equal(*found)
 
 
+def test_of_a_model_only_named_folders_are_measured(tmp_path, tiny_models, monkeypatch):
+    made = []
+    monkeypatch.setattr(skipping, "measured", lambda *given: made.append(given[-1]))
+    skipping.main(
+        MODEL, ubatches="1,64", n_prompt=N_PROMPT, only="ub", device="embedded", out=tmp_path,
+        files=tiny_models,
+    )  # fmt: skip
+    assert made == [tmp_path / MODEL / "ub64", tmp_path / MODEL / "ub1"], "what takes long is last"
+
+
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: "-".join(path.parts[-3:-1]))
 def test_a_recorded_run_is_complete_and_its_answers_hold(path):
     one = SkipRun(results.load_run(path.parent))
