@@ -70,6 +70,12 @@ def test_what_is_wrong_has_its_status_and_json(server, method, path, content, he
         assert http.get("/health").json() == {"status": "ok"}
 
 
+def test_a_method_that_a_path_does_not_take_is_told_which_it_takes(server):
+    with server.http() as http:
+        assert http.get("/v1/completions").headers["allow"] == "POST"
+        assert "GET" in http.delete("/health").headers["allow"].split(", ")
+
+
 def test_lone_surrogates_are_text(server):
     with server.http() as http:
         answer = http.post(

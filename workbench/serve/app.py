@@ -291,7 +291,9 @@ def build(front: Front, template: ChatTemplate) -> ASGIApp:
 
 def _error(front: Front, error: Exception) -> Response:
     """What a client is told; of an error that is ours, stderr is told more."""
+    headers = dict[str, str]()
     if isinstance(error, HTTPException):
+        headers |= error.headers or {}  # what a path takes instead
         words = {404: "there is no such path", 405: "this path does not take this method"}
         error = ApiError(error.status_code, words.get(error.status_code, error.detail))
     elif isinstance(error, RecursionError):
@@ -303,7 +305,7 @@ def _error(front: Front, error: Exception) -> Response:
         error = ApiError(500, "the server failed; its log says how")
     if 400 <= error.status < 500:
         front.counted.outcomes["invalid"] += 1
-    headers = dict(error.headers)
+    headers |= error.headers
     if error.status in (408, 413):  # what is left of the body is not waited for
         headers["connection"] = "close"
     return Response(error.body, error.status, headers, "application/json")
