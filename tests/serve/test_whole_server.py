@@ -104,12 +104,22 @@ def test_a_seed_says_what_is_drawn(real):
     assert first[0].text != first[1].text
 
 
+def test_the_newer_name_of_max_tokens_counts(real):
+    both = {"max_tokens": 4, "max_completion_tokens": 2, "ignore_eos": True}
+    with real.http() as http:
+        made = http.post("/v1/completions", json={"prompt": [1]} | both).json()
+    assert made["usage"]["completion_tokens"] == 2
+
+
 def test_a_chat_has_the_template_of_the_file(real):
     messages = [{"role": "user", "content": "What waits?"}]
     with real.http() as http:
         assert http.get("/props").json()["chat_template"] == TEMPLATE
         prompt = http.post("/apply-template", json={"messages": messages}).json()["prompt"]
+        alone = [{"role": "user", "content": "a\ud800"}]  # a surrogate without its other half
+        broken = http.post("/apply-template", content=json.dumps({"messages": alone}))
     assert prompt == "<user>What waits?\n<assistant>"
+    assert broken.json()["prompt"] == "<user>a?\n<assistant>"
     made = real.client().chat.completions.create(
         model="chats", messages=messages, max_completion_tokens=6, temperature=0,
         extra_body={"ignore_eos": True},

@@ -17,7 +17,7 @@ from workbench.serve import records as rec
 from workbench.serve.bench import engine_figures, load_served
 from workbench.serve.bench_text import report, step_figures
 from workbench.serve.latency import Slo
-from workbench.serve.load import CLOSED, Arrivals, draw, lengths
+from workbench.serve.load import CLOSED, CONSTANT, Arrivals, draw, lengths
 from workbench.serve.own_engine import OwnEngine
 from workbench.serve.pipe_target import PipeTarget
 from workbench.serve.targets import Asking
@@ -57,6 +57,13 @@ def test_an_engine_serves_every_request_itself(engine, tmp_path):
         row.figures["duration"] for row in made.rows
     ]
     assert "| concurrency=3 |" in repr(made) and "<table" in made._repr_html_()
+
+
+def test_requests_come_at_random_or_one_like_the_other(engine):
+    made = wb.serve_bench(engine, slots=4, rate="500", arrivals="constant", **ASKED)
+    assert [row.setting for row in made.rows] == [Arrivals(CONSTANT, 500.0)]
+    with pytest.raises(UsageError, match="poisson or constant"):
+        wb.serve_bench(engine, slots=4, rate="500", arrivals="never", **ASKED)
 
 
 def test_fewer_in_flight_take_more_steps(engine):

@@ -110,6 +110,7 @@ _OPENAI: dict[str, Schema] = _SAMPLING | {
     "model": {"type": ["string", "null"]},
     "n": _number("integer", 1, MAX_CHOICES),
     "max_tokens": _number("integer", 1, INT32),
+    "max_completion_tokens": _number("integer", 1, INT32),
     "stream_options": {
         "type": ["object", "null"],
         "properties": {"include_usage": _FLAG},
@@ -171,7 +172,6 @@ SCHEMAS: dict[str, Schema] = {
         _OPENAI
         | _MESSAGES
         | {
-            "max_completion_tokens": _number("integer", 1, INT32),
             "logprobs": _FLAG,
             "top_logprobs": _number("integer", 0, MAX_LOGPROBS),
             "tool_choice": _refused({"enum": ["none", "auto", None]}, "tools"),
@@ -201,10 +201,10 @@ SCHEMAS: dict[str, Schema] = {
 def completion(body: dict[str, Any], defaults: Defaults) -> Wanted:
     """Of /v1/completions. Raises ApiError for what its schema does not allow."""
     check(body, SCHEMAS["/v1/completions"])
-    tokens = body.get("max_tokens")
+    tokens = _most(body)
     return _wanted(body, defaults)._replace(
         prompts=_prompts(body["prompt"]),
-        max_tokens=COMPLETION_TOKENS if tokens is None else whole(tokens),
+        max_tokens=COMPLETION_TOKENS if tokens is None else tokens,
         n_logprobs=whole(body.get("logprobs")),
     )
 
@@ -215,11 +215,16 @@ def chat(body: dict[str, Any], defaults: Defaults) -> Wanted:
     top = whole(body.get("top_logprobs"))
     if top and not body.get("logprobs"):
         raise bad("top_logprobs needs logprobs=true; set it too", "top_logprobs")
-    tokens = body.get("max_completion_tokens")
     return _wanted(body, defaults)._replace(
-        max_tokens=whole(body.get("max_tokens") if tokens is None else tokens),
+        max_tokens=_most(body),
         n_logprobs=(top or 0) if body.get("logprobs") else None,
     )
+
+
+def _most(body: dict[str, Any]) -> int | None:
+    """Tokens of an answer: max_completion_tokens, else max_tokens, its older name."""
+    tokens = body.get("max_completion_tokens")
+    return whole(body.get("max_tokens") if tokens is None else tokens)
 
 
 def native(body: dict[str, Any], defaults: Defaults) -> Wanted:

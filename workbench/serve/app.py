@@ -139,7 +139,9 @@ class Endpoints:
 
     async def apply_template(self, request: Request) -> Response:
         body = await self._body(request, "/apply-template")
-        return JSONResponse({"prompt": await self.template.prompt(body)})
+        prompt = await self.template.prompt(body)
+        # of a lone surrogate no UTF-8 is made; the tokenizer writes it like this, too
+        return JSONResponse({"prompt": prompt.encode("utf-8", "replace").decode("utf-8")})
 
     # --- what it is and how it does ------------------------------------------------------------
 

@@ -9,11 +9,10 @@ from typing import Any
 
 from workbench.bench import provenance
 from workbench.engine.engine import Engine
-from workbench.serve import bench
+from workbench.serve import bench, load
 from workbench.serve.bench import BenchSpec, ServeBench, ServedRow
 from workbench.serve.child import id_range, model_facts
 from workbench.serve.latency import Slo
-from workbench.serve.load import POISSON, arrivals
 from workbench.serve.messages import Finish
 from workbench.serve.own_engine import OwnEngine
 from workbench.serve.pipe_target import PipeTarget
@@ -46,6 +45,7 @@ def serve_bench(
     slots: int = 8,
     concurrency: str | None = None,
     rate: str | None = None,
+    arrivals: str = load.POISSON,
     n_prompt: str = "1024",
     n_gen: str = "128",
     n_requests: int = 100,
@@ -60,11 +60,12 @@ def serve_bench(
     served: an engine, which this process then serves with; or what an engine process is started
     with, and ended behind it; or the address of a server that runs. slots: of an engine, requests
     served together. concurrency: `"1,8,32"` requests in flight; rate: requests a second, as
-    `"2,inf"`. n_prompt, n_gen: tokens of a request, as `"1024"`, `"uniform:16-512"` or
-    `"rng-0-512"`. slo: what goodput counts, as `"ttft:200ms,tpot:30ms"`. out: a run folder.
+    `"2,inf"`; arrivals: how these come, `"poisson"` or `"constant"`. n_prompt, n_gen: tokens of a
+    request, as `"1024"`, `"uniform:16-512"` or `"rng-0-512"`. slo: what goodput counts, as
+    `"ttft:200ms,tpot:30ms"`. out: a run folder.
     asked: more of `BenchSpec`. See `bench.serve_bench` for Ctrl-C, and what is raised.
     """
-    settings = arrivals(POISSON, rate, concurrency)
+    settings = load.arrivals(arrivals, rate, concurrency)
     with ExitStack() as stack:
         target, about, n_vocab, parallel = _reached(served, slots, stack)
         spec = BenchSpec.of(
