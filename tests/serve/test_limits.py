@@ -66,6 +66,15 @@ def test_more_requests_than_may_wait_here_are_503(texts):
     assert len(worker.asked) == 3
 
 
+def test_more_answers_than_ever_fit_are_no_matter_of_when(texts):
+    worker = FakeWorker(texts.tokenizer.n_vocab, n_slots=2, n_waiting=3)
+    with live(texts, worker) as server, server.http() as http:
+        refused = http.post("/v1/completions", json={"prompt": [[1], [2], [3]], "n": 2})
+        assert refused.status_code == 400 and "retry-after" not in refused.headers
+        assert "wants 6 answers; ask for 5 at most" in refused.json()["error"]["message"]
+    assert not worker.asked
+
+
 def test_more_connections_than_there_may_be_are_503(texts, monkeypatch):
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 3)
     with live(texts) as server:

@@ -89,7 +89,11 @@ class Front:
         """
         ready = self.check_serving()
         check_counts(wanted)
-        if len(self._parts) + len(prompts) * wanted.n > self.settings.max_pending:
+        n, most = len(prompts) * wanted.n, self.settings.max_pending
+        at_once = min(most, ready.n_slots + ready.n_waiting)
+        if n > at_once:
+            raise bad(f"the request wants {n} answers; ask for {at_once} at most", "n")
+        if len(self._parts) + n > most:
             raise ApiError(503, "too many requests wait; come again", retry_after_s=1)
         lengths = []
         for prompt in prompts:
