@@ -144,6 +144,11 @@ def test_the_native_endpoint_streams_as_llama_cpp_does(server, texts):
         assert last["timings"]["predicted_n"] == 8
         whole = http.post("/completions", json=body | {"stream": False}).json()
         assert whole["content"] == texts.text(range(101, 109)) and whole["stop"]
+        assert whole["stopping_word"] == ""
+        word = texts.text([104])
+        cut = http.post("/completion", json=body | {"stream": False, "stop": ["no", word]}).json()
+        assert (cut["stop_type"], cut["stopping_word"]) == ("word", word)
+        assert cut["content"] == texts.text(range(101, 109)).partition(word)[0]
 
 
 def test_more_than_fits_is_cut_at_the_native_endpoint(server):

@@ -177,6 +177,9 @@ def test_a_killed_engine_process_is_503_for_what_was_pending_and_for_health(mode
         assert len(answers) == 18 and {a.status_code for a in answers} <= {200, 503}
         assert [a.json()["error"]["code"] for a in answers if a.status_code == 503].count("dead")
         assert http.get("/health").status_code == 503
+        told = http.get("/metrics").text
+        for gauge in ("requests_processing", "requests_deferred", "kv_cache_cells_used"):
+            assert f"workbench:{gauge} 0.0" in told
         assert "has died" in log.read_text()
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 143

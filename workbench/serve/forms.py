@@ -18,6 +18,7 @@ from workbench.serve.text import TokenTexts
 
 DONE = b"data: [DONE]\n\n"
 Json = dict[str, Any]
+_STOP_TYPES = {"stop": "eos", "length": "limit"}  # llama.cpp's words, where no stop text was found
 
 
 def quoted(text: str) -> bytes:
@@ -227,12 +228,14 @@ class Native:
         return json.dumps(self._ended(part, part.text, part.tokens)).encode()
 
     def _ended(self, part: Continuation, text: str, tokens: list[int]) -> Json:
+        reason = part.reason or ""
         return {
             "index": 0,
             "content": text,
             "tokens": tokens,
             "stop": True,
-            "stop_type": {"stop": "eos", "length": "limit"}.get(part.reason or "", part.reason),
+            "stop_type": "word" if part.stop_text else _STOP_TYPES.get(reason, reason),
+            "stopping_word": part.stop_text,
             "model": self._model,
             "tokens_predicted": len(part.tokens),
             "tokens_evaluated": part.n_prompt,

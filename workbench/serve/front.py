@@ -202,6 +202,8 @@ class Front:
     def _lost(self) -> None:
         """The pipe was closed."""
         self.state = DEAD
+        if self.totals is not None:  # what it counted stays; what it had is gone
+            self.totals = self.totals._replace(n_running=0, n_waiting=0, n_cells_used=0)
         parts = list(self._parts.values())
         self._parts.clear()
         self._take.clear()

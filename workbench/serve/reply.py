@@ -82,6 +82,11 @@ class Continuation:
         return self._text
 
     @property
+    def stop_text(self) -> str:
+        """The stop text that ended it; empty where none did."""
+        return self._search.found if self._search else ""
+
+    @property
     def n_kept(self) -> int:
         """Tokens that begin before a stop text."""
         found_at = self._search.found_at if self._search else None

@@ -66,11 +66,11 @@ class TokenDecoder:
 class StopSearch:
     """Finds the first of several texts in a text that comes in parts.
 
-    What may be the beginning of a stop text is held back until it is known. found_at: characters
-    before the stop text, once one was found; the text ends there.
+    What may be the beginning of a stop text is held back until it is known. found: the stop text,
+    once one was found, and found_at: characters before it; the text ends there.
     """
 
-    __slots__ = ("_firsts", "_held", "_longest", "_stops", "_taken", "found_at")
+    __slots__ = ("_firsts", "_held", "_longest", "_stops", "_taken", "found", "found_at")
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
@@ -78,6 +78,7 @@ class StopSearch:
         self._firsts = {stop[0] for stop in self._stops}
         self._held = ""
         self._taken = 0  # characters given out
+        self.found = ""
         self.found_at: int | None = None
 
     def feed(self, text: str) -> str:
@@ -88,9 +89,10 @@ class StopSearch:
             self._taken += len(text)
             return text
         text = self._held + text
-        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        starts = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if starts:
-            out, self._held = text[: min(starts)], ""
+            first, self.found = min(starts)
+            out, self._held = text[:first], ""
             self.found_at = self._taken + len(out)
         else:
             held = self._possible(text)
