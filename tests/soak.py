@@ -43,9 +43,9 @@ class Memory:
         for name, pid in self.pids.items():
             self.samples[name].append(resident(pid))
 
-    def quarters(self, name: str) -> tuple[float, float]:
-        """Megabytes in the first and in the last quarter: medians."""
-        mb = np.array(self.samples[name]) / 1e6
+    def quarters(self, name: str, warm_up: int = 0) -> tuple[float, float]:
+        """Megabytes in the first and in the last quarter behind so many requests: medians."""
+        mb = np.array(self.samples[name][warm_up:]) / 1e6
         n = max(1, len(mb) // 4)
         return float(np.median(mb[:n])), float(np.median(mb[-n:]))
 

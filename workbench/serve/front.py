@@ -92,7 +92,7 @@ class Front:
         n, most = len(prompts) * wanted.n, self.settings.max_pending
         at_once = min(most, ready.n_slots + ready.n_waiting)
         if n > at_once:
-            raise bad(f"the request wants {n} answers; ask for {at_once} at most", "n")
+            raise bad(f"the request wants {n} answers; ask for {at_once} at most")
         if len(self._parts) + n > most:
             raise ApiError(503, "too many requests wait; come again", retry_after_s=1)
         lengths = []
