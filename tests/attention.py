@@ -149,3 +149,10 @@ def causal(case: Case, past: int) -> np.ndarray:
 def windowed(case: Case, past: int, window: int) -> np.ndarray:
     """As `causal`, but only the last `window` of these cells; bool (T, n_kv)."""
     return causal(case, past) & ~causal(case, past - window)
+
+
+def broadcast(case: Case, rng: np.random.Generator) -> np.ndarray:
+    """All tokens of a region see the same cells of it, none in the last third; bool (T, n_kv)."""
+    rows = rng.random((case.n_regions, case.n_kv)) < 0.3
+    rows[:, case.n_kv - case.n_kv // 3 :] = False
+    return np.repeat(rows, case.tokens if case.regions else case.n_tokens, axis=0)

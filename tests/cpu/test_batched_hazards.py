@@ -18,8 +18,10 @@ import pytest
 import workbench as wb
 from tests.orderings import every_ordering
 from tests.profiles import share
+from workbench.backend.base import Backend, open_backend
 from workbench.backend.issue import Prepared
 from workbench.config import Toggles
+from workbench.engine import loaded
 from workbench.engine.draws import FED
 from workbench.engine.engine import Engine
 from workbench.engine.reuse import Key
@@ -60,11 +62,20 @@ BEHIND = SERVED | {
 
 @pytest.fixture(scope="module")
 def engine(tiny_model) -> Iterator[Engine]:
-    """It computes nothing, so that programs that race may be issued, too (unsafe)."""
-    with wb.Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="null", n_ctx=512, n_seqs=4, n_kv_pad=32,
-        n_ubatch=N_UBATCH, threads=1, unsafe=True, toggles=Toggles(),
-    ) as made:  # fmt: skip
+    """It computes nothing, so that programs that race may be issued, too (unsafe). As on a GPU,
+    kernels may begin early, and steps may compute on several streams."""
+
+    def able(name: str, threads: int) -> Backend:
+        early = {"programmatic": True} if name == "null" else {}
+        return open_backend(name, threads, **early)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaded, "open_backend", able)
+        made = wb.Engine.load(
+            tiny_model("tiny-llama", "Q8_0"), device="null", n_ctx=512, n_seqs=4, n_kv_pad=32,
+            n_ubatch=N_UBATCH, threads=1, unsafe=True, toggles=Toggles(),
+        )  # fmt: skip
+    with made:
         yield made
 
 
@@ -180,6 +191,51 @@ def test_batched_steps_are_free_of_races(engine, values):
 def test_a_share_has_every_value():
     for name in NAMES:
         assert {v[name] for v in EVERY[::7]} == set(Toggles.values(name))
+
+
+# as programs of one sequence are lowered for a GPU
+LOWERED: dict[str, dict[str, str]] = {
+    "fused": {"fuse": "on"},
+    "three streams": {"streams": "3", "fork": "any"},
+    "four streams": {"streams": "4", "fork": "any"},
+    "fused on four streams": {
+        "streams": "4", "fork": "any", "fuse": "on", "branch_fusion": "inside", "defer_norm": "on",
+    },
+    "begun early": {"pdl": "on"},
+    "norms halved": {"defer_norm": "on"},
+    "halved for one": {"defer_norm": "one"},
+    "best of a GPU": {"pdl": "on", "fuse": "on", "defer_norm": "on"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cache", Toggles.values("kv_cache"))
+@pytest.mark.parametrize("name", LOWERED)
+def test_batched_steps_lowered_as_for_a_gpu_are_free_of_races(engine, name, cache):
+    values = LOWERED[name]
+    steps = order_of(engine, BEHIND | {"kv_cache": cache} | values)
+    assert not races(steps * 2)
+    # that programs of several sequences are what the toggles say
+    several = [p for p in steps if p.shape.n_seqs > 1]
+    on_device = [c for p in several for c in p.singly()
+                 if isinstance(c, Launch) and c.stream.backend == 1]  # fmt: skip
+    assert any(c.node.parts for c in on_device) == ("fuse" in values)
+    assert any(c.programmatic for c in on_device) == ("pdl" in values)
+    n_streams = len({c.stream for c in on_device})
+    assert n_streams > 1 if "streams" in values else n_streams == 1
+    assert is_halved(several) == (values.get("defer_norm") == "on")
+    assert is_halved(steps) == ("defer_norm" in values)
+    if "streams" in values:  # and it would see it: no stream waits for another any more
+        assert races(spoiled(steps, is_wait_of_branches))
+
+
+def is_halved(steps: list[Program]) -> bool:
+    nodes = [c.node for p in steps for c in p.singly() if isinstance(c, Launch)]
+    return any(part.op == "square_sums" for node in nodes for part in node.parts or (node,))
+
+
+def is_wait_of_branches(command: Command) -> bool:
+    """A stream's wait for another one that computes beside it."""
+    return isinstance(command, Wait) and command.forks
 
 
 @pytest.mark.parametrize("scope", Toggles.values("plan_scope"))

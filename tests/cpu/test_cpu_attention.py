@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import workbench as wb
-from tests.attention import Case, attention_case, causal, parted, skipping, windowed
+from tests.attention import Case, attention_case, broadcast, causal, parted, skipping, windowed
 from tests.cpu.kernel_runs import run, run_parts
 from tests.profiles import examples
 from workbench.engine import kv_extent
@@ -43,7 +43,8 @@ def floats(found: np.ndarray, shape) -> np.ndarray:
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_its_twin_and_skipping_changes_no_bit(name, kv_parts):
     case = CASES[name]
-    for mask in (causal(case, case.n_kv // 3), windowed(case, case.n_kv // 2, 40)):
+    shared = broadcast(case, np.random.default_rng(case.n_kv))
+    for mask in (causal(case, case.n_kv // 3), windowed(case, case.n_kv // 2, 40), shared):
         node, arrays, twin = attention_case(case, mask)
         node = parted(node, kv_parts)
         wanted = run_parts(node, arrays)
@@ -100,7 +101,7 @@ def test_matrix_units_are_refused_in_one_line(tiny_model):
         assert str(caught.value) == f"attn_kernel=mma wants the matrix units of a GPU; {said}"
 
 
-MASKS = st.sampled_from(["any", "tail", "holes", "none", "one"])
+MASKS = st.sampled_from(["any", "tail", "holes", "none", "one", "broadcast"])
 
 
 @given(st.data())
@@ -122,11 +123,13 @@ def test_any_mask(data: st.DataObject) -> None:
 
 
 def drawn_mask(data: st.DataObject, n_tokens: int, n_kv: int) -> np.ndarray:
-    """(n_tokens, n_kv) bool, true where a cell is seen."""
+    """(n_tokens, n_kv) bool, true where a cell is seen. broadcast: one row for all tokens."""
     kind = data.draw(MASKS)
     mask = np.zeros((n_tokens, n_kv), bool)
     if kind == "any":
         return data.draw(hnp.arrays(bool, (n_tokens, n_kv)))
+    if kind == "broadcast":
+        mask[:] = data.draw(hnp.arrays(bool, n_kv))
     for row in mask:
         at = data.draw(st.integers(0, n_kv - 1))
         if kind == "tail":

@@ -94,7 +94,7 @@ def node_distance(compute: Compute, *sizes: int) -> float:
     return distance(found, case.expected())
 
 
-HEAD_DIMS = (8, 32, 40, 64, 80, 128, 192, 256)
+HEAD_DIMS = (8, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 TOKENS = (1, 2, 8, 9, 17, 40)
 LENGTHS = (1, 31, 256, 257, 300, 1024, 5000, 20000)
 GROUPS = ((1, 1), (8, 8), (32, 8), (15, 5), (14, 2))
@@ -218,7 +218,7 @@ SHAPES = [
     Shape(5, 8, 1, 256, 600), Shape(7, 12, 4, 80, 1500), Shape(8, 32, 8, 128, 256),
     Shape(8, 32, 8, 128, 1024), Shape(8, 32, 8, 64, 4096), Shape(8, 6, 6, 32, 40),
     Shape(9, 32, 8, 64, 1024), Shape(40, 32, 8, 128, 320), Shape(150, 32, 8, 64, 333),
-    Shape(150, 32, 8, 128, 256),
+    Shape(150, 32, 8, 128, 256), *(Shape(150, 32, 8, d, 300) for d in (48, 80, 96, 256)),
 ]  # fmt: skip
 
 

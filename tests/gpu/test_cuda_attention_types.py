@@ -16,7 +16,7 @@ from tests.gpu.test_cuda_attention_ways import masks
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.choices import KVParts
 from workbench.errors import DeviceError
-from workbench.graph.ir import BF16, CACHE_DTYPES, F32, Q8_0, Node
+from workbench.graph.ir import BF16, CACHE_DTYPES, F16, F32, Q8_0, DType, Node
 
 pytestmark = pytest.mark.gpu
 
@@ -41,8 +41,16 @@ CASES = {
     "ragged rows": (Case((2, 1, 5, 11), 12, 1, 80, 333, regions=True, k_type=F32), "vec"),
     "wide": (Case((1, 3, 20), 4, 2, 256, 512, regions=True, k_type=Q8_0, v_type=BF16), "auto"),
     "heads of 48": (Case((13,), 6, 6, 48, 290, v_type=BF16), "tile"),
+    "rows of 48": (Case((1, 4), 6, 2, 48, 290, regions=True, k_type=BF16, v_type=F32), "vec"),
+    "rows of 96": (Case((3, 1), 8, 2, 96, 400, True, True, Q8_0, Q8_0), "vec"),
+    "tiles of 80": (Case((9, 20), 4, 1, 80, 333, regions=True, k_type=BF16), "tile"),
 }  # fmt: skip
-TYPED = list(itertools.product(CACHE_DTYPES, CACHE_DTYPES, ("vec", "tile")))
+# every pair of types at heads of 64, and some at 128, where the code is the same but for its loops
+TYPES = [
+    *((64, k, v) for k, v in itertools.product(CACHE_DTYPES, repeat=2)),
+    *((128, dtype, dtype) for dtype in CACHE_DTYPES), (128, Q8_0, BF16), (128, F16, Q8_0),
+]  # fmt: skip
+TYPED = [(*types, kernel) for types in TYPES for kernel in ("vec", "tile")]
 
 
 def nodes() -> list[Node]:
@@ -52,8 +60,8 @@ def nodes() -> list[Node]:
         node, arrays, _ = attention_case(case, causal(case, 10))
         node = parted(node, "stream_k", kernel)
         made += [node, *(skipping(node, arrays, way)[0] for way in WAYS)]
-    for k, v, kernel in TYPED:
-        case = Case((2, 12), 4, 2, 64, 300, True, True, k, v)
+    for dim, k, v, kernel in TYPED:
+        case = Case((2, 12), 4, 2, dim, 300, True, True, k, v)
         made.append(parted(attention_case(case, causal(case, 200))[0], "off", kernel))
     return made
 
@@ -84,10 +92,12 @@ def test_it_is_its_twin_and_skipping_changes_no_bit(compute: Compute, name: str,
 
 
 @pytest.mark.parametrize(
-    ("k", "v", "kernel"), TYPED, ids=[f"{k.name} {v.name} {kernel}" for k, v, kernel in TYPED]
+    ("dim", "k", "v", "kernel"),
+    TYPED,
+    ids=[f"{dim} {k.name} {v.name} {kernel}" for dim, k, v, kernel in TYPED],
 )
-def test_every_pair_of_types(compute: Compute, k, v, kernel: str):
-    case = Case((2, 12), 4, 2, 64, 300, True, True, k, v)
+def test_every_pair_of_types(compute: Compute, dim: int, k: DType, v: DType, kernel: str):
+    case = Case((2, 12), 4, 2, dim, 300, True, True, k, v)
     for mask in masks(case).values():
         node, arrays, twin = attention_case(case, mask)
         found = compute(parted(node, "off", kernel), arrays)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.attention import Case, attention_case, causal, parted, skipping, windowed
+from tests.attention import Case, attention_case, broadcast, causal, parted, skipping, windowed
 from tests.gpu.harness import Compute, compile_side_by_side, distance, kernels_of
 from workbench.backend.cuda.backend import CudaBackend
 from workbench.engine import kv_extent
@@ -48,7 +48,10 @@ def masks(case: Case) -> dict[str, np.ndarray]:
     one = np.zeros_like(tail)
     one[np.arange(len(one)), rng.integers(0, case.n_kv, len(one))] = True
     window = windowed(case, case.n_kv // 2, 90)
-    return {"tail": tail, "holes": holes, "any": any_, "one": one, "window": window}
+    return {
+        "tail": tail, "holes": holes, "any": any_, "one": one, "window": window,
+        "broadcast": broadcast(case, rng),
+    }  # fmt: skip
 
 
 def nodes(name: str) -> list[Node]:
@@ -83,15 +86,17 @@ def test_it_is_its_twin_and_skipping_changes_no_bit(compute: Compute, name: str,
 
 @pytest.mark.parametrize("n_kv", [1, 7, 64, 255, 256, 1000, 4096, 5001])
 def test_extents_and_classes_are_the_hosts(compute: Compute, n_kv: int):
+    """Of rows that differ, and of broadcast masks: each of these rows for all tokens."""
     rng = np.random.default_rng(n_kv)
     seen = rng.random((9, n_kv)) < 0.01
     seen[0], seen[1], seen[2] = False, True, np.arange(n_kv) == n_kv - 1
     seen[3] = np.arange(n_kv) == 0
     seen[4] = np.arange(n_kv) < n_kv // 2
-    mask = np.where(seen, 0, -np.inf).astype(np.float16)
-    tensor = Tensor("m", F16, mask.shape)
-    for op, dtype, twin in (
-        ("kv_extents", np.int32, kv_extent.extents), ("kv_classes", np.uint8, kv_extent.classes)
-    ):  # fmt: skip
-        found = compute(ops.make(op, "found", tensor), {tensor: mask}).view(dtype)
-        assert np.array_equal(found.reshape(twin(mask).shape), twin(mask)), op
+    for each in (seen, *(np.broadcast_to(row, seen.shape) for row in seen[:6])):
+        mask = np.where(each, 0, -np.inf).astype(np.float16)
+        tensor = Tensor("m", F16, mask.shape)
+        for op, dtype, twin in (
+            ("kv_extents", np.int32, kv_extent.extents), ("kv_classes", np.uint8, kv_extent.classes)
+        ):  # fmt: skip
+            found = compute(ops.make(op, "found", tensor), {tensor: mask}).view(dtype)
+            assert np.array_equal(found.reshape(twin(mask).shape), twin(mask)), op

@@ -1,5 +1,5 @@
-"""Several sequences on the GPU: each answered as alone, moved cells as before, and cells given away
-while a step is under way."""
+"""Several sequences on the GPU: each answered as alone, also in batches as a server has them, moved
+cells as before, and cells given away while a step is under way."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.cpu import test_served_batches as served
 from tests.cpu.test_sequences import (
     MODELS,
     NEXT,
@@ -49,6 +50,22 @@ def test_each_sequence_is_answered_as_alone(tiny_model, preset, quant, toggles):
             for ours, theirs in zip(together(engine, turn), wanted, strict=True):
                 answer = compare(theirs, ours, "rounding", ROUNDING.get(quant, QUANTISED))
                 assert answer.holds, str(answer)
+
+
+@pytest.mark.parametrize(("preset", "quant"), served.MODELS)
+def test_each_sequence_of_a_served_batch_is_answered_as_alone(tiny_model, preset, quant):
+    allowed = ROUNDING.get(quant, QUANTISED)
+    served.check_each_is_answered_as_alone(tiny_model(preset, quant), "cuda", allowed)
+
+
+@pytest.mark.parametrize(("preset", "quant"), served.MODELS)
+def test_company_of_a_served_batch_changes_no_bit(tiny_model, preset, quant):
+    served.check_company_changes_no_bit(tiny_model(preset, quant), "cuda")
+
+
+def test_served_tokens_are_those_of_each_alone(tiny_model):
+    path = tiny_model("tiny-llama", "F32")
+    served.check_served_tokens_are_those_of_each_alone(path, "cuda", ROUNDING["F32"])
 
 
 @pytest.mark.parametrize("values", [{}, {"step_wait": "outputs"}, *TRAINS],

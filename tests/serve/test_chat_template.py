@@ -74,7 +74,6 @@ def test_a_bos_that_the_tokenizer_adds_is_left_out(texts):
     ("source", "words"),
     [
         (None, "no chat template"),
-        ("{% for %}", "Expected"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
@@ -91,6 +90,14 @@ def test_a_template_that_does_not_do_is_400_with_the_reason(texts, source, words
     with pytest.raises(ApiError, match=words) as caught:
         rendered(texts, source)
     assert caught.value.status == 400 and caught.value.param == "messages"
+
+
+def test_a_template_that_is_none_is_no_fault_of_the_messages(texts):
+    with pytest.raises(
+        ApiError, match=r"template is broken: Expected.*--chat-template-file"
+    ) as found:
+        rendered(texts, "{% for %}")
+    assert found.value.status == 400 and found.value.param is None
 
 
 def test_a_template_that_never_ends_is_ended(texts):

@@ -79,6 +79,23 @@ def test_flags_reach_the_engine_and_a_signal_ends_it_gracefully(tmp_path, model)
     assert text.splitlines()[-1].startswith("error: terminated")
 
 
+@pytest.mark.parametrize(
+    ("flags", "each"),
+    [
+        ([], 2048),  # what the model was trained on
+        (["--device", "embedded", "--slots", 3], 2048),
+        (["-c", 8192, "--slots", 4], 8192),  # of all slots: the engine divides it
+    ],
+)
+def test_a_slot_holds_as_many_tokens_as_the_model_knows(tmp_path, model, flags, each):
+    with served(tmp_path, "-m", model, *flags) as (_, url, log):
+        n_slots = flags[-1] if "--slots" in flags else 8
+        # the engine that is none has one room for all
+        n_ctx = each if "-c" in flags else n_slots * each
+        assert httpx.get(f"{url}/props").json()["default_generation_settings"]["n_ctx"] == n_ctx
+        assert f"({n_slots} slots, {n_ctx} tokens each)" in log.read_text()
+
+
 def test_a_second_signal_ends_it_at_once(tmp_path, model):
     with (
         served(tmp_path, "-m", model, "-c", 4000) as (process, url, _),
@@ -123,13 +140,19 @@ def test_an_engine_that_dies_while_it_loads_is_an_error(model):
         (["--api-key-file", "/no/such"], "cannot read /no/such"),
         (["--api-key-file", os.devnull], "no API key"),
         (["--chat-template-file", "/no/such"], "cannot read"),
+        (["--chat-template-file", "BROKEN"], "line 2 is no chat template: Expected an expression"),
         (["--n-seqs", "5"], "--slots"),
         (["--device", "null"], "computes nothing"),
         (["--host", "no.such.host.invalid", "--port", "0"], "cannot listen"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
-def test_wrong_flags_are_refused_before_anything_is_loaded(call, monkeypatch, model, flags, words):
+def test_wrong_flags_are_refused_before_anything_is_loaded(
+    call, monkeypatch, model, tmp_path, flags, words
+):
+    broken = tmp_path / "t.jinja"
+    broken.write_text("{{ bos_token }}\n{% for %}")
+    flags = [str(broken) if flag == "BROKEN" else flag for flag in flags]
     monkeypatch.setattr("workbench.serve.worker.start", None)  # never called
     status, out, err = call("serve", "-m", model, *flags)
     assert status == 2 and not out and words in err and err.startswith("error: ")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import httpx
@@ -13,7 +15,7 @@ import pytest
 
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import Live, live
-from workbench.serve import protocol, reply, streams
+from workbench.serve import beside, protocol, reply, streams
 from workbench.serve.front import FrontSettings
 
 JSON = {"content-type": "application/json"}
@@ -49,6 +51,8 @@ def wait_for(condition, seconds: float = 5.0) -> None:
     ("method", "path", "content", "headers", "status"),
     [
         ("GET", "/nowhere", None, {}, 404),
+        ("GET", "/v1/models/", None, {}, 404),
+        ("GET", "/v1/models/other", None, {}, 404),
         ("GET", "/v1/completions", None, {}, 405),
         ("DELETE", "/health", None, {}, 405),
         ("POST", "/v1/completions", b"a=1", {"content-type": "text/plain"}, 415),
@@ -199,7 +203,8 @@ def test_a_client_that_goes_away_cancels_its_requests(texts, stream):
         wait_for(lambda: 'outcome="cancelled"} 3.0' in http.get("/metrics").text)
 
 
-def test_a_client_that_does_not_read_is_dropped(texts, monkeypatch):
+def test_a_client_that_does_not_read_costs_no_more_tokens_and_is_told(texts, monkeypatch):
+    """What was made till then comes, in order, and behind it the reason."""
     monkeypatch.setattr(reply, "MOST_BUFFERED", 100_000)
     worker = FakeWorker(texts.tokenizer.n_vocab, n_ctx=100_000, n_slots=100, n_waiting=100)
     with live(texts, worker) as server:
@@ -211,24 +216,81 @@ def test_a_client_that_does_not_read_is_dropped(texts, monkeypatch):
             sock.connect((at.hostname, at.port))
             sock.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
-                b"content-length: %d\r\n\r\n%b" % (len(body), body)
+                b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
             )
             wait_for(lambda: len(worker.cancelled) == 100, 20)
-        with server.http() as http:
-            assert http.get("/health").status_code == 200
+            answer = http.client.HTTPResponse(sock)
+            answer.begin()
+            *events, last = [line[6:] for line in answer.read().split(b"\n\n") if line]
+        assert json.loads(last)["error"]["code"] == "slow_client"
+        said = [json.loads(event)["choices"][0] for event in events]
+        assert len(said) > 300 and not any(choice["finish_reason"] for choice in said)
+        tokens = texts.text([i % texts.tokenizer.n_vocab for i in range(2, 2 + len(said))])
+        for index in range(100):
+            own = "".join(choice["text"] for choice in said if choice["index"] == index)
+            assert own and tokens.startswith(own)
+        with server.http() as client:
+            assert client.get("/health").status_code == 200
 
 
 def test_a_stream_that_is_stuck_is_dropped():
-    class Stuck:
-        sending_since = 0.0
-        reply = type("R", (), {"dropped": False, "drop": lambda self: setattr(self, "gone", 1)})()
+    """Stuck is a client that takes nothing, not one that takes little."""
+    worker = type("Reply", (), {"over": True, "drop": lambda self: setattr(self, "gone", 1)})()
+    stream = streams.EventStream(worker, None, found := streams.OpenStreams())  # type: ignore[arg-type]
+    found.open.add(stream)
+    waits, now = 1000, 0.0
+    stream._backlog = lambda: waits
+    found.drop_stuck(streams.STUCK_S + 1)  # nothing is to be sent
+    stream.sending_since = now
+    for _ in range(20):
+        now, waits = now + streams.STUCK_S - 1, waits - 1
+        found.drop_stuck(now)
+    assert "gone" not in vars(worker)
+    found.drop_stuck(now + streams.STUCK_S + 1)
+    assert vars(worker)["gone"]
 
-    found = streams.OpenStreams()
-    found.open.add(Stuck())  # type: ignore[arg-type]
-    found.drop_stuck(streams.STUCK_S - 1)
-    assert "gone" not in vars(Stuck.reply)
-    found.drop_stuck(streams.STUCK_S + 1)
-    assert vars(Stuck.reply)["gone"]
+
+def test_all_others_are_served_while_a_huge_text_is_tokenised(texts):
+    """Of 6 MB, which take a second or more; of the same in ids; and of twenty prompts that do not
+    fit, of which one is looked at."""
+    text = "the engine waits for the end. " * 200_000
+    ids = texts.tokenizer.encode(text[:3000], False) * 1000
+    with live(texts) as server, server.http() as client, ThreadPoolExecutor(4) as pool:
+        for path, body, status in (
+            ("/tokenize", {"content": text}, 200),
+            ("/tokenize", {"content": text, "with_pieces": True}, 200),
+            ("/detokenize", {"tokens": ids}, 200),
+            ("/v1/completions", {"prompt": ids}, 400),
+            ("/v1/completions", {"prompt": [text[:4000]] * 20}, 400),
+        ):
+            content = json.dumps(body).encode()
+
+            def post(path: str = path, content: bytes = content) -> httpx.Response:
+                with server.http() as other:
+                    return other.post(path, content=content, headers=JSON, timeout=60)
+
+            asked, n = pool.submit(post), 0
+            while not asked.done():
+                answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+                assert answer.status_code == 200
+                n += 1
+            assert asked.result().status_code == status
+            assert status == 400 or n > 20, (path, n)
+
+
+def test_huge_texts_wait_for_each_other_and_not_without_end(texts, monkeypatch):
+    monkeypatch.setattr(beside, "MOST_HUGE", 2)
+    text = json.dumps({"content": "the engine waits " * 60_000}).encode()
+    with live(texts) as server, ThreadPoolExecutor(6) as pool:
+
+        def post(_: int) -> httpx.Response:
+            with server.http() as http:
+                return http.post("/tokenize", content=text, headers=JSON, timeout=60)
+
+        answers = list(pool.map(post, range(6)))
+    late = [answer for answer in answers if answer.status_code == 503]
+    assert late and len(late) < 5 and all(answer.headers["retry-after"] == "10" for answer in late)
+    assert all(answer.status_code == 200 for answer in answers if answer not in late)
 
 
 def test_a_key_is_asked_for(texts):

@@ -12,6 +12,7 @@ import requests
 
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import live
+from workbench.serve.app import AT_ONCE
 
 RNG = random.Random(0)
 
@@ -165,6 +166,35 @@ def test_text_goes_to_tokens_and_back(server, text):
         assert http.post("/detokenize", json={"tokens": ids}).json() == {"content": text}
         wrong = http.post("/detokenize", json={"tokens": [10**9]})
         assert wrong.status_code == 400 and "vocabulary" in wrong.text
+
+
+def test_names_of_control_tokens_are_text_where_asked(server, texts):
+    name = texts.shown(texts.tokenizer.eos_id).decode()
+    for asked, is_one in (({}, True), ({"parse_special": False}, False)):
+        with server.http() as http:
+            tokens = http.post("/tokenize", json={"content": name} | asked).json()["tokens"]
+            assert (tokens == [texts.tokenizer.eos_id]) == is_one
+            assert http.post("/detokenize", json={"tokens": tokens}).json() == {"content": name}
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_long_lists_of_tokens_come_in_parts(server, texts, pieces):
+    text = "the engine waits " * 8000
+    with server.http() as http:
+        asked = {"content": text, "with_pieces": pieces}
+        tokens = http.post("/tokenize", json=asked).json()["tokens"]
+        ids = [t["id"] for t in tokens] if pieces else tokens
+        assert ids == texts.tokenizer.encode(text, False) and len(ids) > 3 * AT_ONCE
+        assert http.post("/detokenize", json={"tokens": ids}).json()["content"] == text
+
+
+def test_max_tokens_is_another_word_for_n_predict(server):
+    with server.http() as http:
+        for more, n in (({"max_tokens": 3}, 3), ({"max_tokens": 3, "n_predict": 2}, 2)):
+            answer = http.post("/completion", json={"prompt": [1]} | more).json()
+            assert answer["tokens_predicted"] == n
+        refused = http.post("/completion", json={"prompt": [1], "max_tokens": 0})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
 
 
 def test_properties_and_slots_are_in_llama_cpps_words(server):

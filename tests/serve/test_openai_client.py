@@ -18,7 +18,7 @@ def test_a_completion_has_the_engines_tokens(server, texts):
     assert choice.finish_reason == "length"
     assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3, 7)
     assert made.model == "tiny" and made.object == "text_completion"
-    assert made.timings["predicted_n"] == 7
+    assert made.timings["predicted_n"] == 7 and made.timings["prompt_n"] == made.usage.prompt_tokens
 
 
 def test_a_stream_is_the_same_text_in_one_event_for_each_token(server, texts):
@@ -71,6 +71,15 @@ def test_a_chat_streams_its_role_once_for_each_choice(server):
         assert len(of) == 1 + 3 + 1 and of[-1].finish_reason == "length"
 
 
+def test_timings_of_several_answers_are_of_all(server):
+    for ask in ({"n": 3, "prompt": [7]}, {"prompt": [[1, 2], [3], [5, 6, 7]]}):
+        made = server.client().completions.create(model="tiny", max_tokens=5, **ask)
+        assert made.timings["predicted_n"] == 15
+        assert made.timings["prompt_n"] == (3 if "n" in ask else 6)
+        rate = 12 / made.timings["predicted_ms"] * 1e3
+        assert made.timings["predicted_per_second"] == pytest.approx(rate)
+
+
 def test_several_prompts_and_answers_come_in_order(server, texts):
     made = server.client().completions.create(
         model="tiny", prompt=[[10], [20, 30]], n=2, max_tokens=3, seed=7
@@ -99,7 +108,7 @@ def test_logprobs_are_in_openais_form(server, texts):
     assert bytes(content[0].bytes).decode("utf-8", "replace") == content[0].token
 
 
-@pytest.mark.parametrize("stop", [None, "aits f"])
+@pytest.mark.parametrize("stop", [None, "aits f", "ends", "zz", "or the e", "d"])
 def test_streamed_logprobs_are_those_of_the_whole_answer(texts, stop):
     """Offsets of a stream are counted as tokens come, those of a whole answer at its end."""
     tokens = texts.tokenizer.encode("the engine 🙂 waits for the end", add_bos=False)
@@ -115,12 +124,15 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(texts, stop):
         said = chat(messages=messages, logprobs=True, top_logprobs=2, **ask).choices[0].logprobs
         heard = list(chat(messages=messages, logprobs=True, top_logprobs=2, stream=True, **ask))
     n = len(whole["tokens"])
-    assert n == len(tokens) if stop is None else 0 < n < len(tokens)
+    found = stop is not None and stop in "the engine 🙂 waits for the end"
+    assert 0 < n <= len(tokens) if found else n == len(tokens)
     for name, values in whole.items():
-        assert [v for part in parts for v in part[name]][:n] == values
+        assert [v for part in parts for v in part[name]] == values
     assert whole["text_offset"][0] == 0 and len(set(whole["text_offset"])) > 3
     content = [c for e in heard if e.choices[0].logprobs for c in e.choices[0].logprobs.content]
-    assert content[: len(said.content)] == said.content and said.content
+    assert content == said.content and said.content
+    # an event for each token, also where its text is held back
+    assert len(chunks) == len(tokens) + 1 or found
 
 
 @pytest.mark.parametrize("stream", [False, True])

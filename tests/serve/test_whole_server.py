@@ -153,9 +153,9 @@ def engine_of(pid: int) -> psutil.Process:
 
 
 def test_a_killed_engine_process_is_503_for_what_was_pending_and_for_health(model, tmp_path):
-    with served(tmp_path, "-m", model, *FLAGS, module=MODULE) as (process, url, log):
+    with served(tmp_path, "-m", model, *FLAGS[:-1], 3 * 4096, module=MODULE) as (process, url, log):
         http = httpx.Client(base_url=url, timeout=60)
-        body = {"prompt": [1], "max_tokens": 500, "ignore_eos": True}
+        body = {"prompt": [1], "max_tokens": 4000, "ignore_eos": True}
         answers: list[httpx.Response] = []
         # six times the slots, so that most of them wait
         asking = [

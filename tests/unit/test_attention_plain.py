@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.attention import Case, attention_case, causal, parted, skipping, windowed
+from tests.attention import Case, attention_case, broadcast, causal, parted, skipping, windowed
 from tests.profiles import examples
 from tests.unit import on_host, ptx
 from tests.unit.fake_cuda import fake_backend
@@ -72,7 +72,10 @@ def masks(case: Case) -> dict[str, np.ndarray]:
     one = np.zeros_like(tail)
     one[np.arange(len(one)), rng.integers(0, case.n_kv, len(one))] = True
     window = windowed(case, case.n_kv // 2, 20)
-    return {"tail": tail, "holes": holes, "any": any_, "one": one, "window": window}
+    return {
+        "tail": tail, "holes": holes, "any": any_, "one": one, "window": window,
+        "broadcast": broadcast(case, rng),
+    }  # fmt: skip
 
 
 def works(node: Node) -> list[Kernel]:

@@ -19,6 +19,7 @@ from tokenizers import models, trainers
 
 from tests.profiles import examples
 from workbench.errors import ModelFileError, UsageError
+from workbench.model import tokenizer as tokenizer_module
 from workbench.model.gguf import open_gguf
 from workbench.model.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
 from workbench.model.synth_vocab import corpus
@@ -88,6 +89,15 @@ def spm_keys(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-2", "smollm", "default"])
 def test_bpe_gives_the_ids_of_the_tokenizer_it_was_rebuilt_from(tmp_path, pre):
+    trained, keys = trained_bpe(pre)
+    rebuilt = load_tokenizer(describe(tmp_path / "v.gguf", keys))
+    for text in TEXTS:
+        assert rebuilt.encode(text) == trained.encode(text).ids
+        assert rebuilt.decode(rebuilt.encode(text)) == text
+
+
+def trained_bpe(pre: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """A tokenizer trained on the corpus, and a file's keys for it."""
     trained = tokenizers.Tokenizer(models.BPE(ignore_merges=PRE_TOKENIZERS[pre].ignore_merges))
     trained.pre_tokenizer = pre_tokenizer(pre)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
@@ -95,11 +105,10 @@ def test_bpe_gives_the_ids_of_the_tokenizer_it_was_rebuilt_from(tmp_path, pre):
     trained.train_from_iterator([corpus()], trainer)
     tokens = [trained.id_to_token(i) for i in range(trained.get_vocab_size())]
     merges = [m if isinstance(m, str) else " ".join(m) for m in bpe_merges(trained)]
-    keys = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": merges}
-    rebuilt = load_tokenizer(describe(tmp_path / "v.gguf", keys))
-    for text in TEXTS:
-        assert rebuilt.encode(text) == trained.encode(text).ids
-        assert rebuilt.decode(rebuilt.encode(text)) == text
+    # no vocabulary of so few tokens has a BOS
+    return trained, {
+        "model": "gpt2", "pre": pre, "tokens": tokens, "merges": merges, "add_bos_token": False,
+    }  # fmt: skip
 
 
 def bpe_merges(trained) -> list:
@@ -147,6 +156,26 @@ def test_pre_tokenizers_split_as_their_models_do(pre, words):
     assert ["".join(shown.get(c, c) for c in word) for word, _ in split] == words
 
 
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_a_long_text_in_pieces_has_the_ids_that_it_has_whole(tmp_path, monkeypatch, pre):
+    tokenizer = load_tokenizer(describe(tmp_path / "v.gguf", trained_bpe(pre)[1]))
+
+    @given(st.text("hey tS'.,12 \n\r\t\u0301é世ー<_$", max_size=60), st.integers(1, 9))
+    @hypothesis_settings(max_examples=examples(60))
+    def same(text: str, least: int) -> None:
+        monkeypatch.setattr(tokenizer_module, "LONG_TEXT", len(text) + 1)
+        whole = tokenizer.encode(text)
+        monkeypatch.setattr(tokenizer_module, "LONG_TEXT", least)
+        assert tokenizer.encode(text) == whole
+
+    same()
+
+
+def test_pieces_end_where_words_do():
+    pieces = [*tokenizer_module._pieces("he hey  h he.\nh 1 h hé h", 1)]
+    assert pieces == ["he", " hey  h", " he.\nh 1 h", " hé h"]
+
+
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3", "tiny-llama-spm"])
 def test_text_survives_the_round_trip(tiny_model, preset):
     tokenizer = load_tokenizer(open_gguf(tiny_model(preset, "Q4_0")))
@@ -171,6 +200,16 @@ def test_special_tokens_in_text_are_one_token_each(tmp_path):
     ids = [258, h, e, 260, y]
     assert tokenizer.decode(ids) == "he<tool>y"  # user-defined prints, control does not
     assert tokenizer.decode(ids, special=True) == "<s>he<tool>y"
+
+
+def test_names_of_control_tokens_can_be_text(tmp_path):
+    """User-defined tokens are tokens either way, as in llama.cpp."""
+    tokenizer = load_tokenizer(describe(tmp_path / "v.gguf", bpe_keys()))
+    text = "<s><tool>"
+    assert tokenizer.encode(text, add_bos=False) == [258, 260]
+    said = tokenizer.encode(text, add_bos=False, parse_special=False)
+    assert 258 not in said and said[-1] == 260
+    assert tokenizer.decode(said, special=True) == text
 
 
 def test_begin_and_end_follow_the_file_unless_told(tmp_path):

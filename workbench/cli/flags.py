@@ -67,6 +67,7 @@ TOGGLES = Group(
 )
 CachedAs = Literal["f16", "bf16", "f32", "q8_0"]  # K and V in the cache
 _CACHED = f"{', '.join(CACHE_TYPES[:-1])} or {CACHE_TYPES[-1]}"
+SLOT_CELLS = 4096  # of a server's slot, where nobody says
 ATTENTION = ("auto", "on", "off", "1", "0")  # what -fa takes in llama.cpp, and in llama-bench
 
 
@@ -169,6 +170,20 @@ class EngineSettings(EngineConfig):
         return []
 
 
+@dataclass(frozen=True)
+class ServedSettings(EngineSettings):
+    """EngineSettings of a server."""
+
+    n_ctx: Annotated[
+        Whole,
+        flag(
+            "tokens the KV cache holds, of all slots together; 0: for each slot as many as the "
+            f"model was trained on, at most {SLOT_CELLS}",
+            "--n-ctx --ctx-size -c",
+        ),
+    ] = 0
+
+
 class GivenToggles:
     """A preset's name, and the toggles that are given beside it; None is not given. Its fields are
     made of the metadata of `Toggles` (`_flags`)."""
@@ -227,5 +242,7 @@ if TYPE_CHECKING:
 else:
     EveryToggle = _flags()
 DEFAULT_CONFIG, DEFAULT_TOGGLES = EngineSettings(), EveryToggle()
+DEFAULT_SERVED = ServedSettings()
 EngineFlags = Annotated[EngineSettings, Parameter(name="*", group=ENGINE)]
+ServedFlags = Annotated[ServedSettings, Parameter(name="*", group=ENGINE)]
 ToggleFlags = Annotated[EveryToggle, Parameter(name="*", group=TOGGLES, show_default=False)]

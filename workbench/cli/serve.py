@@ -59,7 +59,6 @@ class ServerSettings:
 
 ServerFlags = Annotated[ServerSettings, Parameter(name="*", group=SERVER)]
 DEFAULT_SERVER = ServerSettings()
-DEFAULT_ENGINE = f.EngineSettings(n_ctx=32768)  # of all slots together
 
 
 @app.command
@@ -70,18 +69,19 @@ def serve(
         f.Whole, f.flag("requests served at once", "--slots --parallel -np", validator=f.AT_LEAST_1)
     ] = 8,
     server: ServerFlags = DEFAULT_SERVER,
-    config: f.EngineFlags = DEFAULT_ENGINE,
+    config: f.ServedFlags = f.DEFAULT_SERVED,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
     """Serve a model by HTTP: OpenAI's completions and chats, and llama.cpp's own endpoints.
 
     Preset best has what serving wants beside it: a region of the cache for each slot, tokens drawn
-    on the device, results behind the next step. --n-ctx is of all slots together.
+    on the device, results behind the next step.
 
     Ends gracefully on Ctrl-C and SIGTERM: what runs is finished first. A second one ends it at
     once. /openapi.json describes the interface, /metrics is for Prometheus.
     """
     from workbench.model.gguf import open_gguf
+    from workbench.model.hparams import read_hparams
     from workbench.model.sampler import Sampling
     from workbench.model.tokenizer import load_tokenizer
     from workbench.serve.api import Defaults
@@ -94,7 +94,7 @@ def serve(
 
     f.check_computes(config.device)
     wanted = toggles.wanted()
-    if config.n_seqs not in (slots, DEFAULT_ENGINE.n_seqs):
+    if config.n_seqs not in (slots, f.DEFAULT_SERVED.n_seqs):
         raise UsageError("--n-seqs: a server has as many sequences as --slots; leave it out")
     if server.timeout is not None and not server.timeout > 0:
         raise UsageError(f"--timeout {server.timeout} must be above 0 seconds")
@@ -102,14 +102,16 @@ def serve(
         raise UsageError(f"--drain {server.drain} must be 0 or more seconds")
     defaults = Defaults(Sampling(server.temperature, server.top_k, server.top_p), server.timeout)
     keys = _keys(server.api_key_file)
-    template = _text(server.chat_template_file)
+    template = _template(server.chat_template_file)
     with open_gguf(model) as file:
         texts = TokenTexts(load_tokenizer(file))
+        trained = read_hparams(file).n_ctx_train
         if template is None:
             template = file.get(KEY, str, "") or None
     for note in config.notes:
         say(note)
-    engine = dataclasses.replace(config.plain(), n_seqs=slots)
+    n_ctx = config.n_ctx or slots * min(trained, f.SLOT_CELLS)
+    engine = dataclasses.replace(config.plain(), n_seqs=slots, n_ctx=n_ctx)
     settings = WorkerSettings(str(model), engine, slots, wanted, server.max_waiting)
     # a vocabulary is many objects: to look through them would hold up tokens
     gc.collect()
@@ -135,6 +137,23 @@ def _text(path: Path | None) -> str | None:
         raise UsageError(f"cannot read {path}: {error.strerror}; name another file") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is no UTF-8 at byte {error.start}; convert it") from None
+
+
+def _template(path: Path | None) -> str | None:
+    """The template in a file. Raises UsageError for what is none."""
+    from jinja2 import TemplateError
+
+    from workbench.serve.render import compiled
+
+    text = _text(path)
+    if text is not None:
+        try:
+            compiled(text)
+        except (TemplateError, RecursionError) as error:
+            line = getattr(error, "lineno", None)
+            where = f"{path} line {line}" if line else f"{path}"
+            raise UsageError(f"{where} is no chat template: {error}; mend it") from None
+    return text
 
 
 def _keys(path: Path | None) -> tuple[bytes, ...]:

@@ -99,7 +99,7 @@ def serve_bench(
     out: Annotated[Path | None, f.flag("run folder to write, too")] = None,
     load: LoadFlags = DEFAULT_LOAD,
     client: ClientFlags = DEFAULT_CLIENT,
-    config: f.EngineFlags = f.DEFAULT_CONFIG,
+    config: f.ServedFlags = f.DEFAULT_SERVED,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
     """Send requests to a server at given rates or concurrencies, and time every token.

@@ -25,6 +25,7 @@ from workbench.model.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
 _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _REWRITE = "convert the model again with a current converter"
+LONG_TEXT = 1 << 16  # characters; more are tokenised in pieces
 
 # --- what every tokenizer is -----------------------------------------------------------------
 
@@ -85,11 +86,15 @@ class Tokenizer:
         self.space_prefix = spm and gguf.get(_KEY + "add_space_prefix", bool, True)
         self._encode_text, self._normal_piece = _ENCODERS[kind](self, gguf)
 
-    def encode(self, text: str, add_bos: bool | None = None) -> list[int]:
+    def encode(
+        self, text: str, add_bos: bool | None = None, parse_special: bool = True
+    ) -> list[int]:
         """Token ids of `text`. add_bos: None does as the file says (EOS at the end included, where
-        it asks for one), True puts BOS first, False adds nothing. Lone surrogates become `?`.
+        it asks for one), True puts BOS first, False adds nothing. parse_special: False takes the
+        names of control tokens for text. Lone surrogates become `?`.
 
-        Raises UsageError for add_bos=True with a model that has no BOS.
+        Other threads run meanwhile: the packages release Python's lock. Raises UsageError for
+        add_bos=True with a model that has no BOS.
         """
         if add_bos and self.bos_id is None:
             raise UsageError(f"{self._path} names no BOS token; leave add_bos unset")
@@ -97,7 +102,7 @@ class Tokenizer:
         ids: list[int] = []
         if add_bos if add_bos is not None else self._add_bos:
             ids.append(self.bos_id)  # type: ignore[arg-type]  # checked above and at load
-        for part in self._parts(text):
+        for part in self._parts(text, parse_special):
             if isinstance(part, int):
                 ids.append(part)
             elif self.space_prefix and (not ids or self.starts_text(ids[-1])):
@@ -127,12 +132,12 @@ class Tokenizer:
         """Whether text after this token begins afresh, so that a prefix space is not part of it."""
         return token in self._literal
 
-    def _parts(self, text: str) -> Iterator[str | int]:
+    def _parts(self, text: str, parse_special: bool) -> Iterator[str | int]:
         """Texts and special token ids, in order. Longest special token first over the whole text,
         not leftmost first: that is llama.cpp's order, and tells where two of them overlap."""
         parts: list[str | int] = [text] if text else []
         for token, i in self._specials:
-            if token in text:
+            if token in text and (parse_special or i not in self._silent):
                 parts = [p for part in parts for p in _cut(part, token, i)]
         yield from parts
 
@@ -210,6 +215,19 @@ def _cut(part: str | int, token: str, i: int) -> Iterator[str | int]:
             yield text
 
 
+# In no pattern of `PRE_TOKENIZERS` does a word reach over this place.
+_WORD_ENDS = re.compile("(?<=[A-Za-z])(?= [A-Za-z])")
+
+
+def _pieces(text: str, least: int) -> Iterator[str]:
+    """The text in pieces, cut where words end. least: characters of all but the last, 1 or more."""
+    at = 0
+    while (found := _WORD_ENDS.search(text, at + least)) is not None:
+        yield text[at : found.start()]
+        at = found.start()
+    yield text[at:]
+
+
 # --- the two kinds ---------------------------------------------------------------------------
 
 # What a kind gives: text without special tokens -> ids, and a normal token's bytes.
@@ -254,7 +272,14 @@ def _bpe(base: Tokenizer, gguf: GGUFFile) -> _Codec:
         except KeyError:  # not written in the byte alphabet: the text itself
             return text.encode()
 
-    return lambda text: bpe.encode(text, add_special_tokens=False).ids, piece
+    def encode(text: str) -> list[int]:
+        # a batch, as that releases Python's lock; in pieces, as each token takes 300 bytes there
+        ids: list[int] = []
+        for part in _pieces(text, LONG_TEXT):
+            ids += bpe.encode_batch_fast([part], add_special_tokens=False)[0].ids
+        return ids
+
+    return encode, piece
 
 
 def _spm(base: Tokenizer, gguf: GGUFFile) -> _Codec:

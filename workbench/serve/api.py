@@ -185,11 +185,15 @@ SCHEMAS: dict[str, Schema] = {
         | {
             "prompt": {"title": "a text or a list of token ids", "anyOf": [_TEXT, _IDS]},
             "n_predict": _number("integer", NATIVE_TOKENS, INT32),
+            "max_tokens": _number("integer", NATIVE_TOKENS, INT32),
             "n_probs": _refused(_ZERO, "probabilities"),
         },
         "prompt",
     ),
-    "/tokenize": _object({"content": _TEXT, "add_special": _FLAG, "with_pieces": _FLAG}, "content"),
+    "/tokenize": _object(
+        {"content": _TEXT} | dict.fromkeys(("add_special", "parse_special", "with_pieces"), _FLAG),
+        "content",
+    ),
     "/detokenize": _object({"tokens": _IDS | {"minItems": 0}}, "tokens"),
     "/apply-template": _object(_MESSAGES, "messages"),
 }
@@ -230,9 +234,10 @@ def _most(body: dict[str, Any]) -> int | None:
 def native(body: dict[str, Any], defaults: Defaults) -> Wanted:
     """Of llama.cpp's own /completion."""
     check(body, SCHEMAS["/completion"])
-    tokens = whole(body.get("n_predict"))
+    name = "max_tokens" if body.get("n_predict") is None else "n_predict"
+    tokens = whole(body.get(name))
     if tokens == 0:
-        raise bad("n_predict must be -1 (as many as fit) or at least 1", "n_predict")
+        raise bad(f"{name} must be -1 (as many as fit) or at least 1", name)
     return _wanted(body, defaults)._replace(
         prompts=_prompts(body["prompt"]),
         max_tokens=None if tokens in (None, NATIVE_TOKENS) else tokens,
@@ -274,11 +279,12 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt[0], str | list):
-        return [p if isinstance(p, str) else _ids(p) for p in prompt]
-    return [_ids(prompt)]
+        return [p if isinstance(p, str) else ids(p) for p in prompt]
+    return [ids(prompt)]
 
 
-def _ids(values: list[Any]) -> list[int]:
+def ids(values: list[Any]) -> list[int]:
+    """Checked token ids, which JSON may write as 2.0."""
     return values if set(map(type, values)) == {int} else [int(v) for v in values]
 
 
@@ -287,6 +293,13 @@ def check_counts(wanted: Wanted) -> None:
     n = wanted.n * max(1, len(wanted.prompts))
     if n > MAX_CHOICES:
         raise bad(f"n times the prompts is {n}; {MAX_CHOICES} answers are the most", "n")
+
+
+def check_entries(prompt: Any, n_ctx: int) -> None:
+    """Raises ApiError (400) for a list that is neither so many tokens nor so many prompts. Nothing
+    is asked of its entries, which may be millions."""
+    if isinstance(prompt, list) and len(prompt) > max(n_ctx, MAX_PROMPTS):
+        raise _too_long(f"the prompt has {len(prompt)} entries", n_ctx, "tokens")
 
 
 def check_text(n_characters: int, n_ctx: int, longest: int) -> None:

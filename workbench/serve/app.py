@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from workbench.serve import api, metrics
 from workbench.serve.api import SCHEMAS, Wanted
+from workbench.serve.beside import HUGE, Beside
 from workbench.serve.chat import ChatTemplate
 from workbench.serve.faults import ApiError, bad
 from workbench.serve.forms import Chat, Completions, Native
@@ -29,7 +31,7 @@ from workbench.serve.reply import Form
 from workbench.serve.schema import check, parse
 from workbench.serve.streams import EventStream, OpenStreams, watched
 
-LONG_TEXT = 4000  # characters; a longer one is tokenised beside the event loop
+AT_ONCE = 10_000  # entries of a list in an answer; a longer one is sent in parts of so many
 LINGER_S = 2.0  # a client that sends too much is heard so long, so that it sees the answer
 OPEN_PATHS = ("/health",)  # need no key
 
@@ -39,7 +41,7 @@ class Endpoints:
 
     def __init__(self, front: Front, template: ChatTemplate):
         self.front, self.template = front, template
-        self.settings, self.streams = front.settings, OpenStreams()
+        self.settings, self.streams, self.beside = front.settings, OpenStreams(), Beside()
         self._tokenizer = front.texts.tokenizer
         self._began = int(time.time())
 
@@ -47,6 +49,7 @@ class Endpoints:
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request)
+        api.check_entries(body.get("prompt"), self.front.check_serving().n_ctx)
         wanted = api.completion(body, self.settings.defaults)
         self._check_model(wanted.model)
         api.check_counts(wanted)
@@ -62,7 +65,9 @@ class Endpoints:
         return await self._answer(request, wanted, await self._all_ids([prompt]), form)
 
     async def native(self, request: Request) -> Response:
-        wanted = api.native(await self._body(request), self.settings.defaults)
+        body = await self._body(request)
+        api.check_entries(body.get("prompt"), self.front.check_serving().n_ctx)
+        wanted = api.native(body, self.settings.defaults)
         form = Native(self.settings.model)
         return await self._answer(request, wanted, await self._all_ids(wanted.prompts), form)
 
@@ -96,15 +101,25 @@ class Endpoints:
         for text in prompts:
             if isinstance(text, str):
                 api.check_text(len(text), n_ctx, self.front.texts.longest)
-        return [await self._ids(p) if isinstance(p, str) else p for p in prompts]
+        found = []
+        for prompt in prompts:
+            found.append(await self._ids(prompt) if isinstance(prompt, str) else prompt)
+            if found[-1]:  # of none, `Front.open` says so
+                api.fitted(len(found[-1]), None, n_ctx)  # before the next one takes its time
+        return found
 
-    async def _ids(self, text: str, add_bos: bool | None = None) -> list[int]:
-        if len(text) < LONG_TEXT:
-            return self._tokenizer.encode(text, add_bos)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_bos)
+    async def _ids(
+        self, text: str, add_bos: bool | None = None, parse_special: bool = True
+    ) -> list[int]:
+        encode = self._tokenizer.encode
+        return await self.beside.run(len(text), encode, text, add_bos, parse_special)
 
     def _check_model(self, model: str | None) -> None:
-        if model not in (None, "", self.settings.model):
+        if model not in (None, ""):
+            self._check_name(model)
+
+    def _check_name(self, model: str) -> None:
+        if model != self.settings.model:
             raise ApiError(
                 404,
                 f"model {model!r} is not served here; ask for {self.settings.model!r}",
@@ -116,12 +131,28 @@ class Endpoints:
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, "/tokenize")
-        tokens: list[Any] = await self._ids(
-            body["content"], None if body.get("add_special") else False
+        special = body.get("parse_special")
+        tokens = await self._ids(
+            body["content"],
+            None if body.get("add_special") else False,
+            True if special is None else special,
         )
-        if body.get("with_pieces"):
-            tokens = [{"id": t, "piece": self._piece(t)} for t in tokens]
-        return JSONResponse({"tokens": tokens})
+        pieces = bool(body.get("with_pieces"))
+        if len(tokens) <= AT_ONCE:
+            return Response(b"".join(self._listed(tokens, pieces)), media_type="application/json")
+        return StreamingResponse(
+            _in_turns(self._listed(tokens, pieces)), media_type="application/json"
+        )
+
+    def _listed(self, tokens: list[int], pieces: bool) -> Iterator[bytes]:
+        """The answer of /tokenize, in parts."""
+        yield b'{"tokens":['
+        for at in range(0, len(tokens), AT_ONCE):
+            part: list[Any] = tokens[at : at + AT_ONCE]
+            if pieces:
+                part = [{"id": t, "piece": self._piece(t)} for t in part]
+            yield b"," * bool(at) + json.dumps(part, separators=(",", ":"))[1:-1].encode()
+        yield b"]}"
 
     def _piece(self, token: int) -> str | list[int]:
         raw = self.front.texts.shown(token)
@@ -131,11 +162,12 @@ class Endpoints:
             return list(raw)
 
     async def detokenize(self, request: Request) -> Response:
-        tokens = [int(t) for t in (await self._body(request, "/detokenize"))["tokens"]]
+        tokens = api.ids((await self._body(request, "/detokenize"))["tokens"])
         n_vocab = self._tokenizer.n_vocab
         if tokens and max(tokens) >= n_vocab:
             raise bad(not_known(max(tokens), n_vocab), "tokens")
-        return JSONResponse({"content": self._tokenizer.decode(tokens, special=True)})
+        text = await self.beside.run(len(tokens), self._tokenizer.decode, tokens, special=True)
+        return JSONResponse({"content": text})
 
     async def apply_template(self, request: Request) -> Response:
         body = await self._body(request, "/apply-template")
@@ -149,7 +181,7 @@ class Endpoints:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
+        self._check_name(request.path_params["name"])
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -207,12 +239,9 @@ class Endpoints:
         if "content-encoding" in request.headers:
             raise ApiError(415, "a content-encoding is not known; send the JSON itself")
         raw = await self._read(request)
-        body = parse(raw)
-        if not isinstance(body, dict):
-            raise bad("the body must be a JSON object")
-        if path is not None:
-            check(body, SCHEMAS[path])
-        return body
+        if len(raw) < HUGE:
+            return _checked(raw, path)
+        return await asyncio.to_thread(_checked, raw, path)
 
     async def _read(self, request: Request) -> bytes:
         most, parts, n = self.settings.max_body, [], 0
@@ -235,6 +264,22 @@ class Endpoints:
         if too_long:
             raise ApiError(413, f"the body has more than {most} bytes; send less")
         return b"".join(parts)
+
+
+def _checked(raw: bytes, path: str | None) -> dict[str, Any]:
+    body = parse(raw)
+    if not isinstance(body, dict):
+        raise bad("the body must be a JSON object")
+    if path is not None:
+        check(body, SCHEMAS[path])
+    return body
+
+
+async def _in_turns(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
+    """The parts; others have their turn between two."""
+    for part in parts:
+        yield part
+        await asyncio.sleep(0)
 
 
 _HANDLED = (ApiError, HTTPException, ClientDisconnect, RecursionError, Exception)
@@ -274,6 +319,7 @@ def build(front: Front, template: ChatTemplate) -> ASGIApp:
         sweeping = asyncio.ensure_future(ends.streams.sweep())
         yield
         sweeping.cancel()
+        ends.beside.close()
         await template.close()
 
     def refused(request: Request, error: Exception) -> Response:

@@ -90,6 +90,11 @@ class ChatTemplate:
                 await self.close()
                 raise self._failed("its process died; it may take too much memory")
         answer = json.loads(line)
+        if "broken" in answer:
+            raise bad(
+                f"the chat template is broken: {answer['error']}; give the server another one with "
+                "--chat-template-file, or use /v1/completions"
+            )
         if "error" in answer:
             raise self._failed(answer["error"])
         return answer["text"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
@@ -57,33 +58,30 @@ class _OpenAI:
 
     def token(self, part: Continuation, text: str) -> bytes:
         if part.logprobs:
-            return event(
-                self._of_event
-                | {"choices": [self._logged(part, text, len(part.tokens) - 1)]}
-                | self._usage_later
-            )
+            choice = self._choice(part.index, text, None) | self._log(part)
+            return event(self._of_event | {"choices": [choice]} | self._usage_later)
         return b"%b%d%b%b%b" % (
             self._head, part.index, self._text_head, quoted(text), self._tail,
         )  # fmt: skip
 
     def end(self, part: Continuation, text: str, last: bool) -> bytes:
-        choice = self._choice(part.index, text, part.reason)
+        choice = self._choice(part.index, text, part.reason) | self._log(part)
         value = self._of_event | {"choices": [choice]} | self._usage_later
         if last and not self._usage_later:
-            value["timings"] = timings_of(part)
+            value["timings"] = timings_of(part.reply.parts)
         return event(value)
 
     def last(self, reply: Reply) -> bytes:
         if not self._usage_later:
             return DONE
         value = self._of_event | {"choices": [], "usage": usage(reply)}
-        return event(value | {"timings": timings_of(reply.parts[-1])}) + DONE
+        return event(value | {"timings": timings_of(reply.parts)}) + DONE
 
     def whole(self, reply: Reply) -> bytes:
         value = self._same | {
             "choices": [self._whole_choice(part) for part in reply.parts],
             "usage": usage(reply),
-            "timings": timings_of(reply.parts[-1]),
+            "timings": timings_of(reply.parts),
         }
         return json.dumps(value).encode()
 
@@ -93,7 +91,13 @@ class _OpenAI:
     def _whole_choice(self, part: Continuation) -> Json:
         raise NotImplementedError
 
-    def _logged(self, part: Continuation, text: str, at: int) -> Json:
+    def _log(self, part: Continuation) -> Json:
+        """The logprobs of tokens whose text is certain now; of those that may belong to a stop
+        text, not yet."""
+        begin, end = part.to_log() if part.logprobs else (0, 0)
+        return {"logprobs": self._logprobs(part, begin, end)} if end > begin else {}
+
+    def _logprobs(self, part: Continuation, begin: int, end: int) -> Json:
         raise NotImplementedError
 
 
@@ -110,11 +114,6 @@ class Completions(_OpenAI):
         choice = self._choice(part.index, part.text, part.reason)
         if part.reply.wanted.n_logprobs is not None:
             choice["logprobs"] = self._logprobs(part, 0, part.n_kept)
-        return choice
-
-    def _logged(self, part: Continuation, text: str, at: int) -> Json:
-        choice = self._choice(part.index, text, None)
-        choice["logprobs"] = self._logprobs(part, at, at + 1)
         return choice
 
     def _logprobs(self, part: Continuation, begin: int, end: int) -> Json:
@@ -182,10 +181,6 @@ class Chat(_OpenAI):
             "finish_reason": part.reason,
         }
 
-    def _logged(self, part: Continuation, text: str, at: int) -> Json:
-        choice = self._choice(part.index, text, None)
-        return choice | {"logprobs": self._logprobs(part, at, at + 1)}
-
     def _logprobs(self, part: Continuation, begin: int, end: int) -> Json:
         content = [
             self._logprob(token, of.drawn)
@@ -239,7 +234,7 @@ class Native:
             "model": self._model,
             "tokens_predicted": len(part.tokens),
             "tokens_evaluated": part.n_prompt,
-            "timings": timings_of(part),
+            "timings": timings_of([part]),
         }
 
 
@@ -257,17 +252,21 @@ def usage(reply: Reply) -> Json:
     }
 
 
-def timings_of(part: Continuation) -> Json:
-    """llama.cpp's `timings`, with the time in the queue and of sampling."""
-    t = part.timings
-    if t is None:
+def timings_of(parts: Sequence[Continuation]) -> Json:
+    """llama.cpp's `timings`, with the time in the queue and of sampling. Several answers are made
+    side by side: their tokens are added up, and the longest times count."""
+    every = [part.timings for part in parts if part.timings is not None]
+    if not every:
         return {}
-    return _timings(t)
-
-
-def _timings(t: Timings) -> Json:
+    # the first token of each comes of its prompt's last step
+    n_later = sum(max(0, t.n_made - 1) for t in every)
+    added = ("n_prompt", "n_cached", "n_made", "sampling_s")
+    columns: list[tuple[Any, ...]] = [*zip(*every, strict=True)]
+    t = Timings(*[
+        (sum if name in added else max)(values)
+        for name, values in zip(Timings._fields, columns, strict=True)
+    ])  # fmt: skip
     n_prompt = t.n_prompt - t.n_cached
-    n_later = max(0, t.n_made - 1)  # the first token comes of the prompt's last step
     return {
         "cache_n": t.n_cached,
         "prompt_n": n_prompt,

@@ -25,7 +25,7 @@ LINGER_S = 1.0  # closed with bytes unread, a connection is reset and its client
 
 class FrontProtocol(HttpToolsProtocol):
     """A connection. In its scope's state are `abort`, which closes it without waiting for its
-    client, and `write_part`."""
+    client, `write_part`, and `backlog`, the bytes that wait for the client."""
 
     _n_headers = 0
     _late: asyncio.TimerHandle | None = None
@@ -57,7 +57,10 @@ class FrontProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_headers, self._n_headers = True, 0
-        self.scope["state"] |= {"abort": self.transport.abort, "write_part": self.write_part}
+        self.scope["state"] |= {
+            "abort": self.transport.abort, "write_part": self.write_part,
+            "backlog": self.transport.get_write_buffer_size,
+        }  # fmt: skip
         if self._late is None:
             self._late = self.loop.call_later(HEADERS_S, self._too_late)
 

@@ -3,7 +3,7 @@
 A template comes with the model file, so it is not trusted: it runs in Jinja's sandbox, and here,
 where the system bounds its memory and its caller its time. The first line of standard input is the
 template, each further one the values of a rendering. Each is answered by a line with `text` or
-`error`. All lines are JSON.
+`error`, and `broken` where the template itself is none. All lines are JSON.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> None:
     try:
         render = compiled(template)
     except (TemplateError, RecursionError, MemoryError) as error:
-        failed = {"error": f"{error or type(error).__name__}"}
+        failed = {"error": f"{error or type(error).__name__}", "broken": True}
     for line in sys.stdin:
         print(json.dumps(failed or answer(render, json.loads(line))), flush=True)
 

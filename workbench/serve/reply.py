@@ -20,6 +20,7 @@ from workbench.serve.text import StopSearch, TokenTexts
 
 MOST_BUFFERED = 1 << 20  # bytes of a stream that its client has not taken
 MOST_EVENTS = 4096  # and events, while the beginning of its answer waits to be sent
+SLOW = "the client takes events more slowly than they are made; read faster, or do not stream"
 
 
 class Form(Protocol):
@@ -49,8 +50,8 @@ class Continuation:
     """
 
     __slots__ = (
-        "_decoder", "_n_certain", "_parts", "_search", "_text", "index", "logprobs", "n_prompt",
-        "number", "offsets", "reason", "reply", "take", "timings", "tokens",
+        "_decoder", "_n_certain", "_n_logged", "_parts", "_search", "_text", "index",
+        "logprobs", "n_prompt", "number", "offsets", "reason", "reply", "take", "timings", "tokens",
     )  # fmt: skip
 
     def __init__(self, reply: Reply, index: int, number: int, n_prompt: int):
@@ -63,6 +64,7 @@ class Continuation:
         self._parts: list[str] = []
         self._text: str | None = None
         self._n_certain = 0  # characters, with a stop text's
+        self._n_logged = 0  # tokens whose logprobs were sent
         wanted = reply.wanted
         self._decoder = reply.texts.decoder()
         self._search = StopSearch(wanted.stop) if wanted.stop else None
@@ -88,11 +90,18 @@ class Continuation:
 
     @property
     def n_kept(self) -> int:
-        """Tokens that begin before a stop text."""
-        found_at = self._search.found_at if self._search else None
-        if found_at is None or not self.offsets:
+        """Tokens that begin before a stop text, or before what may be one."""
+        search = self._search
+        if search is None or not search.holds or not self.offsets:
             return len(self.tokens)
-        return bisect_left(self.offsets, found_at)
+        return bisect_left(self.offsets, search.n_given)
+
+    def to_log(self) -> tuple[int, int]:
+        """The first token whose logprobs no event has had, and the end of those that have one
+        now."""
+        begin = self._n_logged
+        self._n_logged = max(begin, self.n_kept)
+        return begin, self._n_logged
 
     def _take(self, token: int) -> None:
         text = self._certain(token)
@@ -203,17 +212,18 @@ class Reply:
         self._events.append(event)
 
     def flush(self) -> None:
-        """Sends the events, or wakes who does. A client that takes too little is dropped."""
+        """Sends the events, or wakes who does. A client that takes too little gets an error behind
+        what it has."""
         self._touches = False
         if self.over:
             self.wake()
         elif self.direct is not None:
             if self.direct(self.taken()) > MOST_BUFFERED:
-                self.drop()
+                self.fail(ApiError(408, SLOW, code="slow_client"))
         else:
             self.wake()
             if len(self._events) > MOST_EVENTS:
-                self.drop()
+                self.fail(ApiError(408, SLOW, code="slow_client"))
 
     def stop(self, part: Continuation) -> None:
         """A stop text was found: the engine need not go on."""
@@ -224,7 +234,7 @@ class Reply:
         self.left -= 1
         if ended.reason == FAILED:
             self.fail(ApiError(500, f"the step failed: {ended.why}"))
-        elif self.wanted.stream and not self.dropped:
+        elif self.wanted.stream and not self.dropped and self.error is None:
             self.emit(self.form.end(part, rest, self.left == 0))
         if self.left == 0:
             self.wake()

@@ -128,7 +128,9 @@ def serve(
                 server.should_exit = True
             elif front.state == SERVING:
                 loaded = True
-                say(f"ready: {settings.model} at {address_of(sock)}")
+                assert front.ready is not None
+                each = f"{front.ready.n_slots} slots, {front.ready.n_ctx} tokens each"
+                say(f"ready: {settings.model} at {address_of(sock)} ({each})")
             elif front.state == DEAD:
                 say("the engine process has died; requests get 503")
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from workbench.serve.reply import Reply
 
-STUCK_S = 30.0  # a client that takes nothing for so long is dropped
+STUCK_S = 30.0  # a client that is waited for, and takes nothing for so long, is dropped
 SWEEP_S = 5.0
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -41,7 +42,7 @@ class OpenStreams:
 
     def drop_stuck(self, now: float) -> None:
         for stream in list(self.open):
-            if stream.sending_since is not None and now - stream.sending_since > STUCK_S:
+            if stream.is_stuck(now):
                 stream.reply.drop()
 
 
@@ -53,9 +54,23 @@ class EventStream(Response):
         self.raw_headers = HEADERS
         self.reply, self._watch, self._streams = reply, watch, streams
         self.sending_since: float | None = None
+        self._backlog: Callable[[], int] = int
+        self._waited = 0  # bytes that waited for the client, when they were last looked at
+
+    def is_stuck(self, now: float) -> bool:
+        """Whether its client has taken nothing for STUCK_S seconds."""
+        if self.sending_since is None:
+            return False
+        waits = self._backlog()
+        if waits < self._waited:
+            self.sending_since = now
+        self._waited = waits
+        return now - self.sending_since > STUCK_S
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply, direct = self.reply, scope.get("state", {}).get("write_part")
+        state = scope.get("state", {})
+        reply, direct = self.reply, state.get("write_part")
+        self._backlog = state.get("backlog", int)
         self._streams.open.add(self)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})

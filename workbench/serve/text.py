@@ -81,6 +81,16 @@ class StopSearch:
         self.found = ""
         self.found_at: int | None = None
 
+    @property
+    def holds(self) -> bool:
+        """Whether text is held back, or a stop text was found."""
+        return bool(self._held) or self.found_at is not None
+
+    @property
+    def n_given(self) -> int:
+        """Characters given out."""
+        return self._taken
+
     def feed(self, text: str) -> str:
         """The text that can be given out now. Nothing comes behind a stop text."""
         if self.found_at is not None:
