@@ -251,10 +251,10 @@ def test_a_stream_that_is_stuck_is_dropped():
 
 
 def test_all_others_are_served_while_a_huge_text_is_tokenised(texts):
-    """Of 6 MB, which take a second or more; of the same in ids; and of twenty prompts that do not
+    """Of 2 MB, which take most of a second; of the same in ids; and of twenty prompts that do not
     fit, of which one is looked at."""
-    text = "the engine waits for the end. " * 200_000
-    ids = texts.tokenizer.encode(text[:3000], False) * 1000
+    text = "the engine waits for the end. " * 70_000
+    ids = texts.tokenizer.encode(text[:3000], False) * 500
     with live(texts) as server, server.http() as client, ThreadPoolExecutor(4) as pool:
         for path, body, status in (
             ("/tokenize", {"content": text}, 200),
@@ -275,7 +275,7 @@ def test_all_others_are_served_while_a_huge_text_is_tokenised(texts):
                 assert answer.status_code == 200
                 n += 1
             assert asked.result().status_code == status
-            assert status == 400 or n > 20, (path, n)
+            assert status == 400 or n > 5, (path, n)
 
 
 def test_huge_texts_wait_for_each_other_and_not_without_end(texts, monkeypatch):

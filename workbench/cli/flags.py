@@ -67,7 +67,7 @@ TOGGLES = Group(
 )
 CachedAs = Literal["f16", "bf16", "f32", "q8_0"]  # K and V in the cache
 _CACHED = f"{', '.join(CACHE_TYPES[:-1])} or {CACHE_TYPES[-1]}"
-SLOT_CELLS = 4096  # of a server's slot, where nobody says
+SERVED_TOKENS = 4096  # most of a request, prompt and answer, where nobody says
 ATTENTION = ("auto", "on", "off", "1", "0")  # what -fa takes in llama.cpp, and in llama-bench
 
 
@@ -178,7 +178,7 @@ class ServedSettings(EngineSettings):
         Whole,
         flag(
             "tokens the KV cache holds, of all slots together; 0: for each slot as many as the "
-            f"model was trained on, at most {SLOT_CELLS}",
+            f"model was trained on, at most {SERVED_TOKENS}",
             "--n-ctx --ctx-size -c",
         ),
     ] = 0

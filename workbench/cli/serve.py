@@ -110,7 +110,7 @@ def serve(
             template = file.get(KEY, str, "") or None
     for note in config.notes:
         say(note)
-    n_ctx = config.n_ctx or slots * min(trained, f.SLOT_CELLS)
+    n_ctx = config.n_ctx or slots * min(trained, f.SERVED_TOKENS)
     engine = dataclasses.replace(config.plain(), n_seqs=slots, n_ctx=n_ctx)
     settings = WorkerSettings(str(model), engine, slots, wanted, server.max_waiting)
     # a vocabulary is many objects: to look through them would hold up tokens

@@ -19,7 +19,7 @@ from workbench.serve.messages import CANCELLED, FAILED, STOP, Ended, Logprobs, T
 from workbench.serve.text import StopSearch, TokenTexts
 
 MOST_BUFFERED = 1 << 20  # bytes of a stream that its client has not taken
-MOST_EVENTS = 4096  # and events, while the beginning of its answer waits to be sent
+MOST_EVENTS = 1 << 16  # and events, while the beginning of its answer waits to be sent
 SLOW = "the client takes events more slowly than they are made; read faster, or do not stream"
 
 
