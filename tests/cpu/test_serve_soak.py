@@ -27,7 +27,7 @@ from workbench.model.tokenizer import load_tokenizer
 N_SLOTS, ROOM, N_WAITING, N_CLIENTS = 16, 128, 4, 32
 # of a process, from the first to the last quarter of 2,000 requests. Before them come others: a
 # new process grows until every shape of a step has its program, and a leak grows on.
-MOST_GROWTH_MB, WARM_UP = 5.0, 1000
+MOST_GROWTH_MB, WARM_UP = 3.0, 6000
 SIZES = (1, 2, 3, 5, 8, 13, 20, 33, 34, 50, 60, 70)
 DRAIN_S = 60.0
 
