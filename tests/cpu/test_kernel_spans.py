@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +19,6 @@ from workbench.model import presets, synth
 from workbench.program.commands import Launch, Replay
 from workbench.program.side_by_side import regions
 from workbench.trace.spans import now_ns
-
-PATIENCE_S = 60  # other work may have every core for long
 
 KEPT = {"graph_reuse": "set_rows"}
 STEP = {
@@ -144,8 +141,7 @@ def test_an_overlap_is_told_with_its_branches_its_tick_and_the_trace_beside_it(l
 def test_branches_that_take_their_time_are_seen_side_by_side(wide, way):
     """On a machine with other work they may find no core of their own: some token of some run."""
     with wide.variant(settings(way, "3")) as used:
-        until = time.monotonic() + PATIENCE_S
-        while time.monotonic() < until:
+        for _ in range(20):
             with kernel_spans(used) as found:
                 for token in TOKENS:
                     used.step([token])
@@ -154,7 +150,7 @@ def test_branches_that_take_their_time_are_seen_side_by_side(wide, way):
             if max(one.overlap for one in every) > 0.05:
                 break
         else:
-            pytest.fail(f"no two kernels ran at once in {PATIENCE_S} s")
+            pytest.fail("no two kernels ran at once in 100 tokens")
     assert all(0 <= one.beside_ns <= one.total_ns for one in every)
 
 

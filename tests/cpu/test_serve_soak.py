@@ -1,8 +1,8 @@
 """The whole server for a long time: the command, its engine process, HTTP over loopback.
 
-2,000 requests of random kinds and lengths (`tests/soak.py`) at 16 slots, and more clients than may
+8,000 requests of random kinds and lengths (`tests/soak.py`) at 16 slots, and more clients than may
 wait, so that some are refused and come again. In the end every request has one answer, no cell is
-in use that no slot keeps, and both processes have the memory they had in the first quarter.
+in use that no slot keeps, and both processes have the memory that they had 2,000 requests before.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.cpu.test_sequences import QUANTISED, ROUNDING
 from tests.served import ids, serve
 from workbench.bench.answers import MARGIN_IN_RMS, compare
 from workbench.config import BEST, TogglePreset
@@ -32,9 +33,6 @@ PAST = 288  # its cells before it has company: all of its steps look at 512, in 
 N_TOKENS = 4  # steps of a token of each, between prompts in one step and prompts beside tokens
 MODELS = [("tiny-llama", "F32"), ("tiny-qwen3", "BF16"), ("tiny-llama-bias", "Q8_0"),
           ("tiny-qwen3", "Q4_K")]  # fmt: skip
-# NMSE. Measured: 2e-12 at most without 8-bit activations; with them mostly 0, and 1.4e-4 where one
-# of them rounds the other way.
-ROUNDING, QUANTISED = 1e-9, 1e-3
 
 
 class Company(NamedTuple):

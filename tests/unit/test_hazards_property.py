@@ -124,7 +124,7 @@ def key_of(at) -> tuple[int, int, int | None]:
 
 
 @given(runs(4, 3, parts=3), st.booleans())
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(300))
 def test_races_are_what_some_interleavings_do_in_one_order_and_some_in_the_other(run, one_order):
     seen = seen_both_ways(run, one_order)
     assert seen == racing_pairs(run, one_order)  # the twins agree

@@ -254,7 +254,7 @@ def usage(reply: Reply) -> Json:
 
 def timings_of(parts: Sequence[Continuation]) -> Json:
     """llama.cpp's `timings`, with the time in the queue and of sampling. Several answers are made
-    side by side: their tokens are added up, and the longest times count."""
+    side by side: tokens and sampling are added up, and of other times the longest counts."""
     every = [part.timings for part in parts if part.timings is not None]
     if not every:
         return {}
