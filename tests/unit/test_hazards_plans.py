@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.by_hand import A, B, S, X, Y, Z, launch, program, record, sync, wait
+from tests.by_hand import A, B, OTHER, S, X, Y, Z, launch, program, record, sync, wait
 from tests.by_hand import copy as copying
 from tests.oracles.adversary import Adversary
 from tests.oracles.happens_before import racing_pairs
@@ -162,7 +162,34 @@ def test_where_copies_have_no_order_a_plan_gives_them_none():
 @settings(max_examples=examples(300))
 def test_plans_only_add_order_to_any_program(rng, scope, laps):
     buffers = [Buffer(name, Space.PINNED, 4, 1) for name in "xyz"]
-    only_adds_order([of_commands(random_commands(rng, buffers, rng.randint(1, 14)))] * laps, scope)
+    only_adds_order([of_commands(random_commands(rng, buffers, rng.randint(1, 20)))] * laps, scope)
+
+
+HAND_ON, OF_OTHER = [launch(A, [], [X]), record(1, A), wait(1, B), record(0, B)], record(0, OTHER)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(
+    "commands",
+    {
+        "a Record behind a Wait behind the last work, of that stream": [
+            copying(X, S, OTHER), OF_OTHER, launch(B), wait(0, B), record(0, B), launch(OTHER),
+            sync(event=0), Write(X, "in")],
+        "and of one that had no work": [
+            copying(X, S, OTHER), OF_OTHER, launch(A), wait(0, B), record(1, B), launch(OTHER),
+            sync(event=1), Write(X, "in")],
+        "a Record that has nothing but a Wait in front of it": [
+            *HAND_ON, launch(B, [Y]), sync(event=0), Write(X, "in")],
+        "and is waited for amid the work": [
+            *HAND_ON, wait(0, A), launch(A, [X], [X]), sync(A), Write(X, "in")],
+        "an event that another stream records behind the Wait for it": [
+            launch(OTHER, [X]), OF_OTHER, launch(A), wait(0, A), record(0, B), copying(Y, S, B),
+            launch(A, [], [X])],
+    }.values(),
+)  # fmt: skip
+def test_plans_keep_what_an_event_hands_on(commands, scope):
+    assert not races([program(*commands)])
+    only_adds_order([program(*commands)], scope)
 
 
 @pytest.fixture(scope="module", params=PLACED)

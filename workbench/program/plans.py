@@ -112,42 +112,47 @@ def _planned(
     front: list[c.Command] = []
     parts: list[c.Command] = []
     behind: list[c.Command] = []
+    waits: list[c.Wait] = []  # of those behind
     for i, x in enumerate(run):
         if isinstance(x, _WORK) or i in record_of:
             parts.append(x)
         elif isinstance(x, c.Wait):
             if i > last:
+                waits.append(x)
                 behind.append(x)
             else:
                 front += [x] if x.stream == stream else [x, c.Wait(x.event, stream, x.split)]
         elif isinstance(x, c.Record):
-            if not _works(run[:i], x.stream):  # of what the stream did before
+            if any(w.event == x.event or w.stream == x.stream for w in waits):
+                behind.append(x)  # of what the stream waits for there, or by the same name
+            elif any(part.stream == x.stream for part in parts):
+                if i in needed:
+                    parts.append(x)
+                if i not in needed or x.event in outside:
+                    behind.append(replace(x, stream=stream))
+            else:  # of what the stream did before
                 front.append(x)
                 if x.event in _events(behind, c.Record):  # and the event's latest
                     behind.append(x)
-                continue
-            if i in needed:
-                parts.append(x)
-            if i not in needed or x.event in outside:
-                behind.append(replace(x, stream=stream))
     split = next(x.split for x in run if isinstance(x, c.Launch))
     return _Planned(front, c.Replay(tuple(parts), stream, split), behind)
 
 
 def _records(run: Sequence[c.Command]) -> dict[int, int]:
-    """Of each Wait for work of the run, the Record: their numbers."""
+    """Of each Wait for work of the run, the Record: their numbers. What such a Wait is in front of
+    is behind that work, too."""
     found: dict[int, int] = {}
     latest: dict[str, int | None] = {}
+    begun: set[c.Stream | None] = set()
     for i, x in enumerate(run):
         if isinstance(x, c.Record):
-            latest[x.event] = i if _works(run[:i], x.stream) else None
-        elif isinstance(x, c.Wait) and (record := latest.get(x.event)) is not None:
+            latest[x.event] = i if x.stream in begun else None
+            continue
+        if isinstance(x, c.Wait) and (record := latest.get(x.event)) is not None:
             found[i] = record
+        if isinstance(x, _WORK) or i in found:
+            begun.add(x.stream)
     return found
-
-
-def _works(run: Sequence[c.Command], stream: c.Stream) -> bool:
-    return any(isinstance(x, _WORK) and x.stream == stream for x in run)
 
 
 def _events(run: Sequence[c.Command], kind: type[c.Record] | type[c.Wait]) -> set[str]:
