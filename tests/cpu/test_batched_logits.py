@@ -28,9 +28,10 @@ from workbench.errors import DeviceError, UsageError
 
 N_SEQS, N_UBATCH, MOST = 6, 24, 60  # MOST: tokens of a sequence
 TEXTS = np.random.default_rng(18).integers(3, 900, (N_SEQS, MOST)).tolist()
-# NMSE against the sequence alone: as in test_sequences.py. Without 8-bit activations 1e-11 at most
-# was measured; with them one that rounds the other way gives 2e-5.
-ROUNDING = {"F32": 1e-9, "Q8_0": 2e-4}
+# NMSE against the sequence alone, by weights and cache. Measured in 2,056 sequences: 2e-13 at most
+# with a cache of f32, and 1.2e-9 with one of f16, where a cell's value rounds the other way. With
+# 8-bit activations one of those that does gives 2e-5.
+ROUNDING = {("F32", "f32"): 1e-11, ("F32", "f16"): 1e-8, ("Q8_0", "f16"): 2e-4}
 NAMES = ("kv_cache", "batch_sizes", "kv_parts", "skip_masked_kv", "results")
 BEHIND = {"sync": "packed_implicit", "copy_stream": "compute", "host_source": "pinned_ring_2"}
 
@@ -38,10 +39,10 @@ Entry = tuple[int, int, str]  # sequence, tokens, outputs
 
 
 class Room:
-    """An engine, and its variants by the values of NAMES."""
+    """An engine, and its variants by the values of NAMES. allowed: NMSE where it may round."""
 
-    def __init__(self, quant: str, first: Engine):
-        self.quant, self.first = quant, first
+    def __init__(self, first: Engine, allowed: float):
+        self.first, self.allowed = first, allowed
         self.variants: dict[tuple[str, ...], Engine] = {}
 
     def engine(self, *values: str) -> Engine:
@@ -55,15 +56,18 @@ class Room:
 
 
 @pytest.fixture(
-    scope="module", params=[*itertools.product(("embedded", "host"), ROUNDING)], ids="-".join
+    scope="module",
+    params=[(device, *of) for device in ("embedded", "host") for of in ROUNDING],
+    ids="-".join,
 )
 def room(request, tiny_model) -> Iterator[Room]:
-    device, quant = request.param
+    device, quant, cache = request.param
     with wb.Engine.load(
         tiny_model("tiny-llama", quant), device=device, n_ctx=N_SEQS * 64, n_seqs=N_SEQS,
         n_kv_pad=32, n_ubatch=N_UBATCH, threads=2, toggles=Toggles(),
+        cache_type_k=cache, cache_type_v=cache,
     ) as first:  # fmt: skip
-        made = Room(quant, first)
+        made = Room(first, ROUNDING[quant, cache])
         yield made
         for variant in made.variants.values():
             variant.close()
@@ -139,7 +143,7 @@ def test_each_sequence_is_answered_as_alone(room, values, steps):
         if kv_cache == "per_sequence" and kv_parts == "off":
             assert np.array_equal(rows, wanted), sequence
         elif len(rows):
-            answer = compare(wanted, rows, "rounding", ROUNDING[room.quant])
+            answer = compare(wanted, rows, "rounding", room.allowed)
             assert answer.holds, (sequence, str(answer))
     if kv_parts == "off":
         for sequence, rows in one_by_one(engine, steps).items():

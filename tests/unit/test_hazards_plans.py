@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.by_hand import A, B, OTHER, S, X, Y, Z, launch, program, record, sync, wait
+from tests.by_hand import OTHER, A, B, S, X, Y, Z, launch, program, record, sync, wait
 from tests.by_hand import copy as copying
 from tests.oracles.adversary import Adversary
 from tests.oracles.happens_before import racing_pairs
