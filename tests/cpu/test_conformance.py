@@ -32,13 +32,13 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 WHOLE = "embedded, 2 workers"
 
 
-# on two workers every other one at once; of the host's and the other devices' fewer
+# on two workers every third at once; of the host's and the other devices' fewer
 CLAUSES = [(name, check) for check in CHECKS for name in BACKENDS if name != WHOLE]
 
 
 @pytest.mark.parametrize(
     ("backend", "check"),
-    [*share([(WHOLE, check) for check in CHECKS], every=2), *share(CLAUSES, every=4)],
+    [*share([(WHOLE, check) for check in CHECKS], every=3), *share(CLAUSES, every=7)],
 )
 def test_clause(backend, check):
     claimed = run_check(check, BACKENDS[backend])
@@ -379,7 +379,7 @@ def test_every_clause_has_a_device_that_breaks_it():
     assert BROKEN.keys() == CHECKS.keys()
 
 
-@pytest.mark.parametrize("check", share(BROKEN, every=2))
+@pytest.mark.parametrize("check", share(BROKEN, every=3))
 def test_a_device_that_breaks_a_clause_is_found_out(check):
     """In one of ten tries: a busy machine may do meanwhile what the device did not wait for. Where
     it did half of it, the row is torn."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.profiles import share
 from workbench.backend import base
 from workbench.cli import main
 from workbench.engine.engine import Engine
@@ -97,7 +98,7 @@ def test_it_is_refused_before_anything_is_opened(call, monkeypatch, tmp_path, na
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "kept"
 
 
-@pytest.mark.parametrize("name", [*FILES, *FOLDERS, "model tiny"])
+@pytest.mark.parametrize("name", share([*FILES, *FOLDERS, "model tiny"], every=2))
 def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(call, monkeypatch, tmp_path, name):
     write, out = os.write, tmp_path / "deep" / "out.gz"
     if name in ("logits", "profile"):  # which make no folders

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import ranges
+from tests.profiles import share
 from workbench.backend.base import open_backend
 from workbench.graph.fuse import join
 from workbench.graph.ops import OPS
@@ -20,7 +21,7 @@ def backend(request):
     b.close()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", share(CASES, every=2))
 def test_declared_ranges_hold(backend, name):
     ranges.check(backend, *CASES[name])
 

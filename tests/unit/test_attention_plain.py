@@ -47,10 +47,7 @@ CASES = {
     "a large group": Case((2,), 10, 1, 80, 130, k_type=BF16),
     "two chunks": Case((2, 9), 2, 2, 128, 100, regions=True, v_type=BF16),
 }
-QUICK = [
-    ("one token", "vec"), ("a chunk", "tile"), ("several", "vec"), ("ragged", "auto"),
-    ("wide", "tile"),
-]  # fmt: skip
+QUICK = [("a chunk", "tile"), ("several", "vec"), ("ragged", "auto")]
 PAIRS = [
     *QUICK,
     *(
@@ -146,11 +143,11 @@ def test_a_barrier_that_is_missing_shows(kernel: str, barrier: str):
 
 
 @needs_compiler
-def test_shared_memory_is_what_the_struct_takes():
-    for name, kernel in QUICK:
-        node = parted(attention_case(CASES[name], causal(CASES[name], 10))[0], "off", kernel)
-        for work in works(node):
-            assert work.shared == on_host.library(work.file, work.defines).memory_bytes()
+@pytest.mark.parametrize(("name", "kernel"), PAIRS)
+def test_shared_memory_is_what_the_struct_takes(name: str, kernel: str):
+    node = parted(attention_case(CASES[name], causal(CASES[name], 10))[0], "off", kernel)
+    for work in works(node):
+        assert work.shared == on_host.library(work.file, work.defines).memory_bytes()
 
 
 # launches ----------------------------------------------------------------------------------------
@@ -254,8 +251,8 @@ def builds() -> list[Kernel]:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile(arch: str):
-    """The builds in turn, each for one architecture; a slow test has all for all."""
-    made = sorted({(w.file, w.defines) for w in builds()})[ARCHITECTURES.index(arch) :: 4]
+    """Half of the builds in turn, each for one architecture; a slow test has all for all."""
+    made = sorted({(w.file, w.defines) for w in builds()})[ARCHITECTURES.index(arch) :: 8]
     nvrtc.compile_many(made, arch)
     for file, defines in made:
         cubin = nvrtc.cubin(file, arch, defines)

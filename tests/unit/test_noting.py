@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.profiles import share
 from tests.unit import ptx
 from tests.unit.launch_cases import one_of_each
 from workbench.backend.cuda import noting, nvrtc
@@ -44,7 +45,7 @@ def test_every_kernel_of_a_source_gets_a_note_and_keeps_its_lines(path: Path):
     assert taken_out == [a for a, _ in changed], "nothing else is another"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", share(SOURCES, every=2), ids=lambda p: p.stem)
 def test_every_kernel_notes_and_has_one_parameter_more(path: Path):
     plain = ptx.kernel_ptx(path.stem)
     noted = ptx.compile_ptx(path.stem, noting.noting(path.read_bytes()))
