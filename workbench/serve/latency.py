@@ -141,6 +141,7 @@ def figures(served: Served, slo: Slo | None = None, parallel: int | None = None)
     ok = (rows["status"] == OK).to_numpy()
     done, found = served.only(ok), latencies(served)
     seconds = float(rows["end_ns"].max()) / 1e9 if len(rows) else math.nan
+    span = seconds or math.nan  # all may be refused at once: then nothing has a rate
     n_in, n_out = int(done.requests["n_prompt"].sum()), int(done.requests["n_made"].sum())
     n_chunks = sum(map(len, done.times))
     failures = rows["status"][~ok & (rows["status"] != UNFINISHED)].value_counts()
@@ -154,10 +155,10 @@ def figures(served: Served, slo: Slo | None = None, parallel: int | None = None)
         "duration": seconds,
         "total_input_tokens": n_in,
         "total_output_tokens": n_out,
-        "request_throughput": len(done.times) / seconds,
-        "request_goodput": None if slo is None else float(good(found, slo).sum()) / seconds,
-        "output_throughput": n_out / seconds,
-        "total_token_throughput": (n_in + n_out) / seconds,
+        "request_throughput": len(done.times) / span,
+        "request_goodput": None if slo is None else float(good(found, slo).sum()) / span,
+        "output_throughput": n_out / span,
+        "total_token_throughput": (n_in + n_out) / span,
         "max_output_tokens_per_s": _busiest_second(done),
         "max_concurrent_requests": peak(rows["sent_ns"].to_numpy(), rows["end_ns"].to_numpy()),
         "tokens_per_chunk": n_out / n_chunks if n_chunks and served.streamed else math.nan,
