@@ -43,9 +43,8 @@ def test_an_honest_device_keeps_what_it_claims(name, check):
 DRAINED = {
     "Sync(stream) waits for copies to the host": "Sync(stream) returned before a copy to the host "
     "was done: ",
-    # of host or of pinned memory, by which of them comes too late first
     "Sync(stream) waits for copies to the device, whose source is free then": "Sync(stream) "
-    "returned before a copy out of ",
+    "returned before a copy out of pinned memory was done: ",
     "synchronize waits for every stream": "synchronize returned before a copy on stream ",
 }
 ORDERED = {
@@ -81,12 +80,13 @@ KEPT = (  # for it lies about copies alone
     ids=["out of order as embedded", "detached as embedded", "detached as out of order"],
 )
 def test_a_liar_is_told_what_it_did(lie, broken):
-    found: dict[str, str] = {}
-    for seed in SEEDS:
-        found |= failures(partial(lie, threads=2, seed=seed), broken)
-    assert found.keys() == broken.keys()
-    for name, message in broken.items():
-        assert message in found[name]
+    """Each clause with its words, in one of some tries: on a busy machine a copy out of host memory
+    comes too late now and then, which is told before pinned memory is tried."""
+    left = dict(broken)
+    for seed in range(20):
+        found = failures(partial(lie, threads=2, seed=seed), left)
+        left = {name: said for name, said in left.items() if said not in found.get(name, "")}
+    assert not left
     for name in KEPT:  # what a launch made is fetched by a copy, which may come late now and then
         assert any(not failures(partial(lie, threads=2, seed=seed), [name]) for seed in range(20))
 

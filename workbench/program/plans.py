@@ -10,7 +10,8 @@ captures and replays it. Here it says which commands those are:
 
 What a plan needs from outside is waited for in front of it. What others need of it is recorded
 behind it. So Waits for others' events move in front, and Records for others move behind, both on
-the stream that the plan is launched on. With `step` on several devices that costs overlap: before a
+the stream that the plan is launched on. A Wait behind the last work stays on its stream, and so
+does a Record behind it. With `step` on several devices that costs overlap: before a
 plan begins, the next device has to be done with what the plan's last copy overwrites. Several
 buffers (n_copies=4) give the overlap back.
 
