@@ -164,7 +164,13 @@ class Backend(ABC):
         """Compiles what launches of `nodes` need, where no cache has it; tells `left` of each."""
 
     def attach(self) -> None:  # noqa: B027, most serve any thread
-        """Makes the calling thread one that may issue on this device."""
+        """Makes this device the calling thread's.
+
+        Streams, events and kernels belong to the device that is the thread's when they are first
+        named, and only their own device may use them. So whoever prepares, marks or issues attaches
+        before, wherever another device may be the thread's. `allocate`, `load_weight`, `capture`,
+        `clock` and `close` attach by themselves, and so does all that a `Captured` can do.
+        """
 
     @abstractmethod
     def launch(

@@ -156,6 +156,7 @@ class Binding:
 
     def issued(self, command: cmd.Command) -> Issued:
         """What asks a device to do `command`."""
+        self._attached(command)
         issued = _DEVICE[type(command)](self, command)
         if self._several:
             issued = self._on_its_device(command, issued)
@@ -180,12 +181,20 @@ class Binding:
 
     def call(self, command: cmd.Command) -> Issue:
         """What the host does for `command`."""
+        self._attached(command)
         if isinstance(command, cmd.Sync) and command.event is not None and self._several:
             backend = self._recorded_by[command.event]
             return in_order([backend.attach, self._sync(command)])
         if type(command) in _DEVICE:
             return _DEVICE[type(command)](self, command).call
         return _HOST[type(command)](self, command)
+
+    def _attached(self, command: cmd.Command) -> None:
+        """Attaches the thread to the device of `command`. Whatever is prepared then makes its
+        handles (stream, kernel, event) in the context of that device and of no other."""
+        stream = command.stream
+        if stream is not None:
+            self._backends[stream.backend].attach()
 
     def _on_its_device(self, command: Any, issued: Issued) -> Issued:
         attach, call = self._backends[command.stream.backend].attach, issued.call
@@ -256,7 +265,6 @@ class Binding:
         backend, stream, nbytes = self._backends[c.stream.backend], c.stream.id, c.src.nbytes
         to_host = c.dst.buffer.space != cmd.Space.DEVICE
         source, landing = self._address(c.src), self.memory[c.dst.buffer]
-        backend.attach()
         if c.src.buffer.space == cmd.Space.DEVICE and not to_host:
             peer = self._backends[c.dst.buffer.backend]
             return backend.copy_to_peer(peer, self._address(c.dst), source, nbytes, stream)
@@ -287,7 +295,6 @@ class Binding:
 
         scratch = 0 if c.scratch is None else address(c.scratch)
         backend = self._backends[c.stream.backend]
-        backend.attach()
         issued = self._launcher(backend, c, address_of, scratch)
         if is_view(c.node):
             self._note_view(c.node, issued.block, address_of(c.node.output))

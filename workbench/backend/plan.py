@@ -155,6 +155,7 @@ class Plans(NoPlans):
     def _gated_of(self, program: Program) -> Callable[[Plannable, Seat], Issue]:
         """As `_call`, for the plans of a program in their order."""
         assert self._device is not None
+        self._device.attach()
         if self._gate is None:
             self._gate = Gate(self._device, self.counts, by_word=self._by_word)
         gate, counts = self._gate, self.counts

@@ -177,11 +177,13 @@ def stamped_work(plan: c.Replay, work: Plannable, ring: StampRing) -> Plannable:
     ]  # fmt: skip
     if not launches:
         return work
+    attach = work.backend.attach
+    attach()
     parts, (first, last) = list(work.parts), (launches[0], launches[-1])
     parts[first] = together((ring.stamp(is_end=False), parts[first]))
     parts[last] = together((parts[last], ring.stamp(is_end=True)))
     issue = plannable(work.backend, parts, work.stream, work.streams).call
-    attach, singly = work.backend.attach, [-1]  # no cycle: a plan goes when its work does
+    singly = [-1]  # no cycle: a plan goes when its work does
 
     def call() -> None:
         attach()
