@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from workbench.backend.args import AddressOf
 from workbench.backend.base import Captured, DeviceClock, Issue
@@ -62,7 +62,7 @@ class ContextDevice(EmbeddedDevice):
     """See the module. device: its number. checks: how many calls were checked."""
 
     name = NAME
-    _memory: dict[int, tuple[int, int]] = {}  # address -> bytes, device: of every such device
+    _memory: ClassVar[dict[int, tuple[int, int]]] = {}  # address -> bytes, device: of every such device
 
     def __init__(self, threads: int = 0, device: int = 0):
         self.number, self.checks = device, 0
