@@ -62,7 +62,9 @@ class ContextDevice(EmbeddedDevice):
     """See the module. device: its number. checks: how many calls were checked."""
 
     name = NAME
-    _memory: ClassVar[dict[int, tuple[int, int]]] = {}  # address -> bytes, device: of every such device
+    _memory: ClassVar[
+        dict[int, tuple[int, int]]
+    ] = {}  # address -> bytes, device: of every such device
 
     def __init__(self, threads: int = 0, device: int = 0):
         self.number, self.checks = device, 0

@@ -25,7 +25,7 @@ from data.measure.recorded import (
     scored,
     together,
 )
-from data.measure.sources import age
+from data.measure.sources import TESTS, age
 from data.measure.tables import Line, Part, Table
 from workbench.bench.bounds import FEW, FEW_BOUNDS, MANY_BOUNDS, Bound
 from workbench.bench.comparison import AB
@@ -210,9 +210,11 @@ def checked_where(recorded: Recorded) -> str:
     for name, (run, _) in GPU_TESTS.items():
         if tests := recorded.alone(name):
             skipped = f", {tests['skipped']} skipped" if tests["skipped"] else ""
-            said.append(f"{run}: {tests['device']}, {age(tests)}{skipped}")
+            said.append(f"{run}: {tests['device']}, {age(tests, TESTS)}{skipped}")
     if tools := recorded.alone("gpu-sanitizer"):
-        said.append(f"tools: {tools['device']}, {tools['duration_s']:.0f} s in all, {age(tools)}")
+        said.append(
+            f"tools: {tools['device']}, {tools['duration_s']:.0f} s in all, {age(tools, TESTS)}"
+        )
         said.append(f"compute-sanitizer {tools['tool']}")
     return f"{'; '.join(said)}."
 

@@ -24,7 +24,7 @@ from workbench.errors import UsageError
 STEPS = {
     "plans": 275, "best": 74, "reuse": 160, "grown": 75, "decode": 150, "kernels": 110,
     "depth": 35, "load": 15, "perplexity": 150, "batches": 40, "kernels-batches": 110, "fusion": 85,
-    "ablation": 60, "counters": 80, "gaps": 60, "sync": 480, "pipeline": 60, "together": 150,
+    "ablation": 60, "counters": 80, "gaps": 60, "sync": 480, "pipeline": 150, "together": 150,
 }  # fmt: skip
 CPU_STEP = "cpu"  # of the devices of a CPU, hence only where it is named
 FIRST = ("llama-3-8b-q4_0", "llama-3.2-1b-bf16")  # models measured before others
@@ -64,7 +64,9 @@ NOT_ALONE = ("fuse_product_norm",)
 SYNCED = ("llama-3.2-1b-f16", "llama-3.2-3b-q4_k_m", "qwen3-4b-q4_k_m")
 OFF_AND_ON = {"off": "kept", "on": "all"}
 MODES = [str(mode) for mode in SyncMode if mode != SyncMode.AUTO]
-N_PROMPT = 4096  # eight ubatches
+N_PIPELINED = 8192  # sixteen ubatches
+PIPELINED = f"pp{N_PIPELINED},tg128"
+RACED = "llama-3.2-1b-q4_0"
 RING = "all host_source=pinned_ring_4"
 
 
@@ -177,21 +179,28 @@ def _sync() -> Iterator[Row]:
 
 
 def _pipeline() -> Iterator[Row]:
-    """A prompt of eight ubatches over two GPUs. The host waits for each ubatch or for the last one.
-    Inputs have one buffer or four, with stream order in their stead and with waits of the host.
-    Then the same prompt on one GPU."""
-    train = f"{RING} step_wait=outputs"
+    """A long prompt and single tokens over two GPUs. The host waits for each ubatch or for the last
+    one. Inputs have one buffer or four, with stream order in their stead and with waits of the
+    host. Every sync mode that is safe in a train. Then the same on one GPU. At last what orderings
+    that race do (`racing.py`)."""
+    train, n_ctx = f"{RING} step_wait=outputs", N_PIPELINED + 256
+    modes = f"sync={','.join(modes_on(CopyStream.OWN))}"
     for name, compared, toggles, label, n_devices in (
         ("step-wait", "step_wait=every,outputs", f"{RING} n_copies=4", "two devices", 2),
         ("n-copies", "n_copies=1,4", train, "two devices, step_wait=outputs", 2),
         ("n-copies-per-copy", "n_copies=1,4", f"{train} sync=per_copy copy_stream=own",
          "the same, sync=per_copy, copy_stream=own", 2),
+        ("sync", modes, f"{RING} n_copies=4 copy_stream=own",
+         "two devices, step_wait=every, copy_stream=own", 2),
         ("one-device", "step_wait=every,outputs", f"{RING} n_copies=4", "one device", 1),
+        ("one-device-sync", modes, f"{RING} n_copies=4 copy_stream=own",
+         "one device, step_wait=every, copy_stream=own", 1),
     ):  # fmt: skip
         yield Row(
-            "pipeline", f"pipeline-{name}-{LLAMA_8B}", "ab", LLAMA_8B, f"pp{N_PROMPT}", toggles,
-            compared, label, n_ctx=N_PROMPT + 64, n_devices=n_devices, gpus=2,
+            "pipeline", f"pipeline-{name}-{LLAMA_8B}", "ab", LLAMA_8B, PIPELINED, toggles,
+            compared, label, n_ctx=n_ctx, n_devices=n_devices, gpus=2,
         )  # fmt: skip
+    yield Row("pipeline", f"pipeline-races-{RACED}", "races", RACED, n_devices=2, gpus=2)
 
 
 # model -> a token, about, ms on one H200: what the rows below expect to take follows from it

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.measure.matrix import CPU_STEP, MODES, Row
+from data.measure.racing_tables import RACES
 from data.measure.recorded import Recorded, model_of
 from data.measure.tables import Line, Part, Table
 from workbench.bench.comparison import AB
@@ -215,7 +216,11 @@ BLOCKS: dict[str, list[Part]] = {
     "graph-reuse-cuda": [
         compared("Graph reuse", partial(comparisons, step="sync", toggle="graph_reuse"))
     ],
-    "pipeline-cuda": [compared("Two devices", partial(comparisons, step="pipeline"))],
+    "pipeline-cuda": [
+        compared("Two devices", partial(comparisons, step="pipeline")),
+        "What the orderings do that the checker refuses (#20463), on these devices:",
+        RACES,
+    ],
     "toggles-cpu": [
         compared(device, partial(comparisons, step=CPU_STEP, device=device))
         for device in ("embedded", "host")

@@ -38,7 +38,7 @@ from workbench.output import write_text
 from workbench.program.commands import COMPUTE_STREAM, Launch, Space
 from workbench.serve.serving import serving
 
-FILES = ("load", "ablation", "launches", "counters")  # kinds that write one JSON file
+FILES = ("load", "ablation", "launches", "counters", "races")  # kinds that write one JSON file
 QUICK_CELLS = {"perplexity": 64}  # of the cache, where runs are quick; else 1,024
 SIZE = 8192  # of the large product: rows, columns and tokens
 PRODUCTS = 8  # of them in one replay
@@ -117,7 +117,7 @@ class Session:
         """Whether the machine has the GPUs that a row asks for; says so where it has not."""
         if row.gpus == 1:
             return True
-        last = {"device": row.gpus - 1} if self.device == "cuda" else {}
+        last = {"number": row.gpus - 1} if self.device == "cuda" else {}
         try:
             open_backend(self.device, **last).close()
         except DeviceError as reason:

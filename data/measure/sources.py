@@ -1,7 +1,8 @@
 """Which sources a recorded run was made of, and whether this checkout has other ones.
 
 A run on a GPU speaks for the sources that it ran. Nothing fails where the sources have changed
-since: the pages name a run's sources, and mark the run where they are older.
+since: the pages name a run's sources, and mark the run where they are older. The mark says for what
+the run is no evidence. (Two GPUs stopped working behind a record that was 500 commits old.)
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +21,10 @@ from workbench.bench import results
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("kernels", "workbench/backend")  # what a figure of a device depends on first
-OLDER = " (older sources)"
+OLDER = " (older sources: no evidence {of})"
+# what a run of today's sources would be evidence of
+TIMES, TESTS, ANSWERS = "of today's times", "that today's pass", "of today's answers"
+_MARK = re.compile(re.escape(OLDER).replace(re.escape("{of}"), "[^)]*"))
 
 
 def source_hash(root: Path = ROOT) -> str:
@@ -32,23 +37,23 @@ def source_hash(root: Path = ROOT) -> str:
     return digest.hexdigest()
 
 
-def age(found: Mapping[str, Any]) -> str:
+def age(found: Mapping[str, Any], of: str = TIMES) -> str:
     """`sources 741a99c4, 2026-11-21`, or `commit 209afd4e, 2026-11-21`: what a run was made of.
 
     found: a run.json, or a recorded file with a source_hash. It ends with OLDER where FOLDERS have
-    changed since; where no history tells, it does not.
+    changed since; where no history tells, it does not. of: what the run is then no evidence of.
     """
     date = str(found.get("started") or found.get("date") or "")[:10]
     if "source_hash" in found:
         named = f"sources {found['source_hash'][:8]}"
     else:
         named = f"commit {found['commit']['hash'][:8]}"
-    return ", ".join(filter(None, (named, date))) + mark(found)
+    return ", ".join(filter(None, (named, date))) + mark(found, of=of)
 
 
-def mark(*found: Mapping[str, Any]) -> str:
+def mark(*found: Mapping[str, Any], of: str = TIMES) -> str:
     """OLDER where one of these runs is of older sources, else nothing."""
-    return OLDER if any(map(_is_older, found)) else ""
+    return OLDER.format(of=of) if any(map(_is_older, found)) else ""
 
 
 def _is_older(found: Mapping[str, Any]) -> bool:
@@ -71,7 +76,7 @@ def _has_changed(commit: str) -> bool:
 
 def unmarked(page: str) -> str:
     """A page without its marks. They change with the sources, and the page with its runs."""
-    return page.replace(OLDER, "")
+    return _MARK.sub("", page)
 
 
 def commits(recorded: Recorded) -> str:
@@ -86,5 +91,9 @@ def commits(recorded: Recorded) -> str:
         f"{'run' if len(runs) == 1 else 'runs'}"
         for runs in newest
     ]
-    said = f"A run is marked{OLDER} where `{'` or `'.join(f + '/' for f in FOLDERS)}` changed since"
-    return "\n".join([f"{said}.", "", *lines]) if lines else "Runs: not measured."
+    changed = "` or `".join(f"{folder}/" for folder in FOLDERS)
+    said = (
+        f"A run is marked{OLDER.format(of='of ...')} where `{changed}` changed since: it says "
+        "what its own sources did, and nothing of what today's do."
+    )
+    return "\n".join([said, "", *lines]) if lines else "Runs: not measured."

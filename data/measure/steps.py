@@ -20,6 +20,7 @@ from data.measure.in_rounds import compared
 from data.measure.launches import launches
 from data.measure.matrix import FIRST, Row, modes_on
 from data.measure.planned import fresh, plans, sweep
+from data.measure.racing import racing
 from data.measure.session import (
     FILES,
     Session,
@@ -210,6 +211,7 @@ KINDS: dict[str, Kind] = {
     "ablation": Kind(ablation),
     "launches": Kind(launches, loads=False),
     "counters": Kind(counters, loads=False),
+    "races": Kind(racing, loads=False),
 }
 
 

@@ -11,7 +11,10 @@ import pytest
 
 from data.measure import readme, sources
 from data.measure.recorded import Recorded
-from data.measure.sources import OLDER, age, mark, source_hash, unmarked
+from data.measure.sources import age, mark, source_hash, unmarked
+
+OLDER = " (older sources: no evidence of today's times)"
+UNTESTED = " (older sources: no evidence that today's pass)"
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "data" / "results"
@@ -89,8 +92,8 @@ def test_the_page_marks_runs_of_older_sources(tmp_path):
         text = json.dumps(tests | {"source_hash": digest})
         (tmp_path / "gpu-tests.json").write_text(text)
         said = readme.made("correctness-cuda", Recorded(tmp_path))
-        assert f"sources {digest[:8]}, 2026-01-02" in said and (OLDER in said) == marked
-        assert OLDER not in unmarked(said)
+        assert f"sources {digest[:8]}, 2026-01-02" in said and (UNTESTED in said) == marked
+        assert "older sources" not in unmarked(said)
 
 
 def test_commits_are_listed_newest_first(tmp_path, history):
@@ -106,7 +109,8 @@ def test_commits_are_listed_newest_first(tmp_path, history):
         f"- commit {old[:8]}, 2026-01-01{OLDER}: 1 run",
     ]
     assert (
-        OLDER in lines[0] and sources.commits(Recorded(tmp_path / "none")) == "Runs: not measured."
+        "nothing of what today's do" in lines[0]
+        and sources.commits(Recorded(tmp_path / "none")) == "Runs: not measured."
     )
 
 

@@ -18,7 +18,7 @@ import pytest
 bindings: Any = pytest.importorskip("cuda.bindings.driver")
 Result = bindings.CUresult
 HOST, DEVICE = bindings.CUmemorytype.CU_MEMORYTYPE_HOST, bindings.CUmemorytype.CU_MEMORYTYPE_DEVICE
-COPIES = {"cuMemcpyHtoDAsync": (0, 1), "cuMemcpyDtoHAsync": (0, 1), "cuMemcpyPeerAsync": (0, 2)}
+COPIES = {"cuMemcpyHtoDAsync": (0, 1), "cuMemcpyDtoHAsync": (0, 1), "cuMemcpyDtoDAsync": (0, 1)}
 _handles = itertools.count(1 << 32)
 
 

@@ -297,17 +297,16 @@ class CudaBackend(Backend):
         self, peer: CudaBackend, dst: int, src: int, nbytes: int, stream: int
     ) -> Issued:
         """Straight into the peer's memory where the devices can reach each other, else the driver
-        goes through the host's memory."""
+        goes through the host's memory. Unified addresses say which devices: a capture refuses
+        cuMemcpyPeerAsync (driver 580, two H100s)."""
         if not nbytes:
             return Issued(nothing, ("copy of nothing",))
         api, driver = self._driver.api, self._driver
         driver.reach(peer._driver)
         what = f"copy of {nbytes} bytes to {peer.name}"
-        there, here = api.CUdeviceptr(dst), api.CUdeviceptr(src)
-        return driver.prepared(
-            "cuMemcpyPeerAsync", what, there, peer._driver.context, here, driver.context, nbytes,
-            self._stream(stream), same=(nbytes, peer.name), pointers=(0, 2),
-        )  # fmt: skip
+        args = api.CUdeviceptr(dst), api.CUdeviceptr(src), nbytes, self._stream(stream)
+        same = nbytes, peer.name
+        return driver.prepared("cuMemcpyDtoDAsync", what, *args, same=same, pointers=(0, 1))
 
     def event(self) -> CudaEvent:
         return self._driver.event()

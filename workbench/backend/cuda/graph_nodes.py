@@ -17,7 +17,7 @@ from workbench.backend.identity import Identity
 from workbench.backend.issued import Issued, Plannable, Words
 from workbench.errors import DeviceError
 
-COPIES = ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyPeerAsync")
+COPIES = ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync")
 _SET_KERNEL, _SET_COPY = "cuGraphExecKernelNodeSetParams", "cuGraphExecMemcpyNodeSetParams"
 
 Change = tuple[str, tuple[Any, ...]]  # the function that sets a node, and what it takes
