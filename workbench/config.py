@@ -71,11 +71,12 @@ class EngineConfig:
     """What an engine is built with, apart from its toggles.
 
     n_ctx: cells in the KV cache; 0: as many tokens as the model was trained on. n_seqs: sequences
-    that share the cache, numbered from 0 (llama.cpp's n_seq_max). n_ubatch: most
-    tokens computed together. n_kv_pad: the KV extent of a step is rounded up to a multiple of this
-    (llama.cpp: 256). threads: threads of the host backend, workers of the embedded device;
-    0: every core this process may use. unsafe: toggles whose programs are known to race are
-    run all the same, and may give wrong answers.
+    that share the cache, numbered from 0 (llama.cpp's n_seq_max): as many as the work needs, and
+    with kv_cache=per_sequence each has its part of the cells. n_ubatch: most tokens computed
+    together. n_kv_pad: the KV extent of a step is rounded up to a multiple of this (llama.cpp:
+    256). threads: threads of the host backend, workers of the embedded device; 0: every core this
+    process may use. unsafe: toggles whose programs are known to race are run all the same, and may
+    give wrong answers.
 
     n_devices: devices of the kind that share the layers, one part of them after the other; what one
     computes is copied to the next, which works on it while the first begins the next ubatch.
@@ -94,7 +95,7 @@ class EngineConfig:
 
     device: str = "auto"
     n_ctx: int = 2048
-    n_seqs: int = 64
+    n_seqs: int = 1
     n_ubatch: int = 512
     n_kv_pad: int = 256
     threads: int = 0

@@ -127,7 +127,7 @@ class Row(NamedTuple):
     n_ctx: int = 1024
     sizes: tuple[int, ...] = ()
     n_ubatch: int = 512
-    n_seqs: int = 64
+    n_seqs: int = 1
     n_kv_pad: int = 256
     n_devices: int = 1
     gpus: int = 1

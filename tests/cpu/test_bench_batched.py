@@ -105,7 +105,7 @@ def test_it_saves_a_run(call, path, tmp_path):
     status, _, _ = bench(call, path, "--out", tmp_path / "run")
     assert status == 0
     run = results.load_run(tmp_path / "run")
-    assert run.run["kind"] == "bench" and run.run["engine"]["config"]["n_seqs"] == 64
+    assert run.run["kind"] == "bench" and run.run["engine"]["config"]["n_seqs"] == 20
     assert run.run["tests"] == [f"pp{p}+tg3@b{n}" for p in (6, 9) for n in (1, 3, 20)]
     rates = results.rates(run.samples)
     assert len(rates) == 12
@@ -135,7 +135,9 @@ def test_what_is_measured_is_what_a_user_does(engine):
 
 def test_the_null_device_takes_the_same_steps(path):
     toggles = Toggles(graph_reuse="set_rows")
-    with wb.Engine.load(path, device="null", n_ctx=64, n_ubatch=8, toggles=toggles) as engine:
+    with wb.Engine.load(
+        path, device="null", n_ctx=64, n_seqs=3, n_ubatch=8, toggles=toggles
+    ) as engine:
         (row,) = batched.batched(engine, [5], [4], [3], 2)
         assert [s.token_n.tolist() for s in row.samples] == [[15, 3, 3, 3, 3]] * 2
         assert engine.n_past == 27
@@ -162,7 +164,7 @@ REFUSED = [
     (["-npl", "2", "-pg", "4,2"], "-npl goes with -p and -n alone; leave -d and -pg out"),
     (["-npl", "many"], "-npl 'many' is no list of whole numbers"),
     (["-pps"], "-pps shares a prompt among sequences; give their numbers with -npl"),
-    (["-npl", "99999999", "-p", "1", "-n", "1"], "n_ctx=199999998 must be at least 0, at most"),
+    (["-npl", "99999999", "-p", "1", "-n", "1"], "n_seqs=99999999 must be at least 1, at most"),
 ]
 
 

@@ -146,7 +146,7 @@ def test_a_line_is_found_again():
     [
         ({"arms": {}}, "there are no arms"),
         ({"n_tokens": 1}, "leave no gap"),
-        ({"n_tokens": 66}, "68 tokens do not fit n_ctx=64"),
+        ({"n_tokens": 66}, "68 tokens do not fit the context of 64"),
     ],
 )
 def test_what_leaves_no_gap_is_refused(engine, asked, says):

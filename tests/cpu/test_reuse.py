@@ -38,7 +38,13 @@ DEVICES = ["embedded", "host"]
 def engine(request, tiny_model) -> Iterator[Engine]:
     path = tiny_model("tiny-llama", "Q4_0")
     with wb.Engine.load(
-        path, device=request.param, n_ctx=N_CTX, n_ubatch=N_UBATCH, threads=2, toggles=Toggles()
+        path,
+        device=request.param,
+        n_ctx=N_CTX,
+        n_seqs=8,
+        n_ubatch=N_UBATCH,
+        threads=2,
+        toggles=Toggles(),
     ) as made:
         yield made
 
@@ -103,8 +109,8 @@ def test_rope_and_store_are_joined_to_the_bit(tiny_model, preset, quant, device)
     fused node is its parts, and so the ways are equal to the bit whatever is fused."""
     on = {"fuse": "on", "defer_norm": "on"}
     with wb.Engine.load(
-        tiny_model(preset, quant), device=device, n_ctx=N_CTX, n_ubatch=N_UBATCH, threads=2,
-        toggles=Toggles(**on),
+        tiny_model(preset, quant), device=device, n_ctx=N_CTX, n_seqs=8, n_ubatch=N_UBATCH,
+        threads=2, toggles=Toggles(**on),
     ) as joined:  # fmt: skip
         wanted = mixed_run(joined)
         parts = [c.node.parts for c in joined.program().singly()
@@ -125,8 +131,8 @@ def test_host_and_device_share_the_layers(tiny_model, way):
     path = tiny_model("tiny-llama", "Q8_0")
     for placed in ({"n_gpu_layers": 2}, {"n_devices": 2}):
         with wb.Engine.load(
-            path, device="embedded", n_ctx=N_CTX, n_ubatch=N_UBATCH, threads=1, toggles=Toggles(),
-            **placed,
+            path, device="embedded", n_ctx=N_CTX, n_seqs=8, n_ubatch=N_UBATCH, threads=1,
+            toggles=Toggles(), **placed,
         ) as engine:  # fmt: skip
             wanted = mixed_run(engine)
             with engine.variant(Toggles(graph_reuse=way)) as variant:

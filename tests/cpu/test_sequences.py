@@ -42,7 +42,7 @@ ROUNDING, QUANTISED = 1e-9, 2e-4
 def engine(tiny_model) -> Iterator[Engine]:
     path = tiny_model("tiny-llama", "Q8_0")
     with wb.Engine.load(
-        path, device="embedded", n_ctx=256, n_ubatch=32, threads=2, toggles=Toggles()
+        path, device="embedded", n_ctx=256, n_seqs=64, n_ubatch=32, threads=2, toggles=Toggles()
     ) as made:
         yield made
 
@@ -120,7 +120,7 @@ MODELS = [
 @pytest.mark.parametrize(("preset", "quant"), MODELS)
 def test_each_sequence_is_answered_as_alone(tiny_model, preset, quant, device):
     with wb.Engine.load(
-        tiny_model(preset, quant), device=device, n_ctx=256, n_ubatch=32, threads=2,
+        tiny_model(preset, quant), device=device, n_ctx=256, n_seqs=64, n_ubatch=32, threads=2,
         toggles=Toggles(graph_reuse="set_rows"),
     ) as engine:  # fmt: skip
         allowed = QUANTISED if quant.startswith("Q") else ROUNDING
@@ -325,7 +325,7 @@ def test_a_whole_sequence_that_moved_is_answered_as_before(tiny_model, preset, q
     """RoPE is relative: with every position 40 further on, each answer is the same but for rounding
     (of K to halves, and of larger angles)."""
     with wb.Engine.load(
-        tiny_model(preset, quant), device=device, n_ctx=64, threads=2, toggles=Toggles()
+        tiny_model(preset, quant), device=device, n_ctx=64, n_seqs=8, threads=2, toggles=Toggles()
     ) as engine:
         wanted = engine.step([*PROMPTS[2], *NEXT[0]], "all")[-5:]
         engine.reset()
@@ -434,8 +434,8 @@ def test_wherever_layers_are(engine, tiny_model, placed):
     wanted = submitted(engine, waits=True)
     toggles = Toggles(step_wait="outputs", graph_reuse="set_rows")
     with wb.Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=256, n_ubatch=32, threads=2,
-        toggles=toggles, **PLACED[placed],
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=256, n_seqs=64, n_ubatch=32,
+        threads=2, toggles=toggles, **PLACED[placed],
     ) as other:  # fmt: skip
         for ours, theirs in zip(submitted(other, waits=False), wanted, strict=True):
             assert np.array_equal(ours, theirs)
@@ -586,7 +586,8 @@ def table(engine: Engine) -> bytes:
 REFUSED = {
     "a sequence that does not exist": (
         lambda e: e.submit([(0, [1], "last"), (64, [1], "last")]),
-        "sequence 64 does not exist; this engine has 0 to 63 (n_seqs)",
+        "sequence 64 does not exist; this engine has 0 to 63 (n_seqs=64); load it with n_seqs=65 "
+        "or more",
     ),
     "a sequence given twice": (
         lambda e: e.submit([(1, [1], "last"), (1, [2], "last")]),
@@ -631,7 +632,7 @@ def test_bad_input_is_one_line_and_changes_nothing(tiny_model, what):
     call, wanted = REFUSED[what]
     toggles = Toggles(graph_reuse="set_rows")
     with wb.Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=256, n_ubatch=32,
+        tiny_model("tiny-llama", "Q8_0"), device="embedded", n_ctx=256, n_seqs=64, n_ubatch=32,
         threads=2, toggles=toggles,
     ) as engine:  # fmt: skip
         engine.prefill([1, 2, 3] * 70, "none")

@@ -65,7 +65,7 @@ def ab(
     check_engine(engine)
     made = comparison_spec(toggle, values, tests, rounds, background or engine.toggles, smoke)
     check_untraced(engine)
-    made.check(engine)
+    made.check(engine.config)
     asked = make_until(until, at_most_s)
     if asked is not None and smoke:
         raise UsageError("smoke=True measures next to nothing; leave out until, or smoke")

@@ -79,7 +79,7 @@ def force(engine: Engine, tokens: Tokens, left: Bar = HIDDEN) -> np.ndarray:
 def compare_engines(engines: Sequence[Engine], kinds: Sequence[str], seed: int) -> list[Answer]:
     """Feeds the same tokens to every engine, a prompt and then one by one, and compares the logits
     with the first one's. kinds: the class that each of the others is held to."""
-    room = engines[0].config.n_ctx
+    room = min(engine.cache.n_ctx_seq for engine in engines)
     n_steps = min(N_STEPS, room - 1)
     fixed = Workload(min(N_PREFILL, room - n_steps), n_steps)
     tokens = draw_tokens(fixed, engines[0].model.n_vocab, seed, bos=bos_token(engines[0]))

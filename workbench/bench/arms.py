@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import product
+from typing import NamedTuple
 
+from workbench.bench.needs import check_fits
 from workbench.bench.stats import MIN_REPETITIONS
-from workbench.bench.workload import Workload, check_fits, parse_tests
+from workbench.bench.workload import Workload, parse_tests
 from workbench.choices import BranchFusion, GraphReuse, Switch
-from workbench.config import EXACT, ROUNDING, Toggles
+from workbench.config import EXACT, ROUNDING, EngineConfig, Toggles
 from workbench.errors import UsageError
-
-if TYPE_CHECKING:
-    from workbench.engine.engine import Engine
-    from workbench.engine.loaded import Loaded
 
 
 class Arm(NamedTuple):
@@ -141,10 +139,10 @@ class ComparisonSpec(NamedTuple):
     arms: list[Arm]
     workloads: list[Workload]
 
-    def check(self, opened: Engine | Loaded) -> None:
-        """Raises UsageError for a test longer than the context of `opened`, an engine or Loaded."""
-        for workload in self.workloads:
-            check_fits(opened, workload)
+    def check(self, config: EngineConfig) -> None:
+        """Raises UsageError for a test that does not fit an arm of such an engine."""
+        for workload, arm in product(self.workloads, self.arms):
+            check_fits(arm.toggles, config, workload)
 
 
 def comparison_spec(

@@ -31,6 +31,7 @@ from workbench.bench.rounds import interleave
 from workbench.bench.stats import Band, Ratio, aa_band, median_interval, speedup
 from workbench.bench.workload import Tokens, Workload, draw_tokens
 from workbench.config import SyncMode, Toggles
+from workbench.engine.room import room_of
 from workbench.errors import UsageError
 from workbench.frames import Table, markdown, terminal_columns, to_html
 from workbench.progress import bar
@@ -255,8 +256,8 @@ def host_gaps(
         raise UsageError(f"arm {taken[0]!r}: names that end with {CONTROL!r} are the control's")
     if n_tokens < 2 or rounds < 1:
         raise UsageError(f"n_tokens={n_tokens} and rounds={rounds} leave no gap to measure")
-    if n_tokens + WARM_UP > engine.config.n_ctx:
-        raise UsageError(f"{n_tokens + WARM_UP} tokens do not fit n_ctx={engine.config.n_ctx}")
+    for toggles in arms.values():
+        room_of(toggles, engine.config).check(0, n_tokens + WARM_UP)
     baseline = next(iter(arms))
     every = {**arms, baseline + CONTROL: arms[baseline]}
     decoded = Workload(0, n_tokens + WARM_UP)

@@ -18,10 +18,11 @@ from workbench.bench import provenance
 from workbench.bench.draft import Draft, kept, new_arm, new_run
 from workbench.bench.experiment import describe
 from workbench.bench.llama_format import FIELDS, FORMATS, BenchRow, format_rows
+from workbench.bench.needs import check_fits
 from workbench.bench.rounds import Repetition, Trials
 from workbench.bench.until import AT_MOST_S
 from workbench.bench.until import make as make_until
-from workbench.bench.workload import Sample, Workload, check_fits, check_untraced
+from workbench.bench.workload import Sample, Workload, check_untraced
 from workbench.config import EngineConfig
 from workbench.devices import DEVICES, is_gpu
 from workbench.errors import UsageError
@@ -117,7 +118,7 @@ def measured(
         raise UsageError(f"repetitions={repetitions}: give 1 or more")
     check_untraced(engine)
     for test in tests:
-        check_fits(engine, test)
+        check_fits(engine.toggles, engine.config, test)
     asked = make_until(until, at_most_s)
     if out is not None:
         check_folder(out, new=True)

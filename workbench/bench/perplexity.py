@@ -150,6 +150,7 @@ def perplexity_by_size(
         if against is not None:
             reference = engine.variant(against)
             opened.callback(reference.close)
+            reference.cache.room.check(0, min(source.n_tokens, engine.cache.n_ctx_seq))
         records: list[_Record] = []
         for size, folder in folders.items():
             side = engine
@@ -228,13 +229,14 @@ class _Record:
         self.arms = [(ENGINE_ARM, engine, size)]
         if reference is not None:
             self.arms.append((REFERENCE_ARM, reference, reference.config.n_ubatch))
-        self.test = f"pp{engine.config.n_ctx}"
+        n_ctx = engine.cache.n_ctx_seq
+        self.test = f"pp{n_ctx}"
         self._parts: list[pd.DataFrame] = []
         found = provenance.collect(engine)
         run = new_run(
             "perplexity", folder.name, source.label, found, [], [self.test], 0, source.seed
         )
-        run["result"] |= {"source": source.label, "n_ctx": engine.config.n_ctx, "n_ubatch": size}
+        run["result"] |= {"source": source.label, "n_ctx": n_ctx, "n_ubatch": size}
         self.draft = Draft(run, folder, self._complete)
 
     def add(self, number: int, columns: dict[str, np.ndarray], times: list[Times]) -> None:
@@ -273,7 +275,7 @@ class _Record:
 
 
 def _arm(name: str, engine: Engine, size: int, test: str) -> dict[str, Any]:
-    n, counters = min(size, engine.config.n_ctx), engine.counters
+    n, counters = min(size, engine.cache.n_ctx_seq), engine.counters
     program = engine.program(n_tokens=n, n_outputs=n, n_past=0)
     issued = {test: {"n_tokens": n, "counts": program.counts()}}
     toggles = engine.toggles.to_dict()

@@ -22,6 +22,7 @@ import pandas as pd
 
 from workbench.bench import workload as w
 from workbench.bench.kernel_rigs import rig_of
+from workbench.bench.needs import check_fits
 from workbench.engine.phases import PHASES as OF_ENGINE
 from workbench.errors import DeviceError, UsageError
 from workbench.program.commands import HOST, Launch
@@ -109,7 +110,7 @@ def profile_test(
     Raises UsageError for a test that does not fit the context, for a window outside it, and while
     the engine is traced.
     """
-    w.check_fits(engine, workload)
+    check_fits(engine.toggles, engine.config, workload)
     w.check_untraced(engine)
     window = window_of(workload, engine.config.n_ubatch, window)
     if repetitions < 1:

@@ -68,12 +68,12 @@ class AskedTokens:
             _scored(opened, self.label, self.ids)
 
     def open(self, engine: Engine) -> Source:
-        """The windows of `engine`, each of its n_ctx. Raises as `check` does."""
+        """The windows of `engine`, each as long as a sequence may be. Raises as `check` does."""
         self.check(engine)
         if self.ids is None:
             return sample(engine, self.n, self.seed)
         bos, (ids, n) = bos_token(engine), _scored(engine, self.label, self.ids)
-        return Source(self.label, n, 0, windows(ids, engine.config.n_ctx, bos))
+        return Source(self.label, n, 0, windows(ids, engine.cache.n_ctx_seq, bos))
 
 
 def ask(file: Path | None, tokens_from: str | None) -> AskedTokens:
@@ -162,7 +162,7 @@ def _drawn(engine: Engine, n: int, seed: int) -> Iterator[TokenWindow]:
             row = engine.step(inputs[-1:])[-1]
             require_finite(engine.model, row, len(inputs) - 1)
             targets.append(draw(row, rng.random()))
-            if len(targets) == min(n, engine.config.n_ctx):
+            if len(targets) == min(n, engine.cache.n_ctx_seq):
                 break
             inputs.append(targets[-1])
         n -= len(targets)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from workbench.bench.needs import check_fits
 from workbench.bench.together import gen_steps, prompt_steps, step_sizes
 from workbench.engine.batch import Work, n_tokens
 from workbench.engine.ready import make_ready
@@ -72,6 +73,15 @@ class Workload(NamedTuple):
     def n_cells(self) -> int:
         """KV cells needed, depth included."""
         return self.n_depth + self.n_tokens
+
+    @property
+    def n_cells_seq(self) -> int:
+        """KV cells that one of the sequences needs, depth and a shared prompt included."""
+        return self.n_depth + self.n_prompt + self.n_gen
+
+    def n_ctx(self, n_regions: int) -> int:
+        """The context needed: of all cells, where sequences share them or have a region each."""
+        return self.n_cells if n_regions == 1 else n_regions * self.n_cells_seq
 
     def step_bytes(self, weights: float, cell: float) -> float:
         """Bytes that a generating step has to read: the weights once, and each cell once that a
@@ -195,21 +205,6 @@ def bos_token(opened: Engine | Loaded) -> int | None:
     return bos if wanted and 0 <= bos < opened.model.n_vocab else None
 
 
-def check_fits(opened: Engine | Loaded, workload: Workload) -> None:
-    """Raises UsageError where the test is longer than the engine's context, and where it has more
-    sequences than the engine."""
-    if workload.n_cells > opened.config.n_ctx:
-        raise UsageError(
-            f"test {workload.name} needs {workload.n_cells} KV cells, but the engine has "
-            f"n_ctx={opened.config.n_ctx}; load it with n_ctx={workload.n_cells} or more"
-        )
-    if workload.n_seqs > opened.config.n_seqs:
-        raise UsageError(
-            f"test {workload.name} needs {workload.n_seqs} sequences, but the engine has "
-            f"n_seqs={opened.config.n_seqs}; load it with n_seqs={workload.n_seqs} or more"
-        )
-
-
 def check_untraced(engine: Engine) -> None:
     """Raises UsageError while the engine is traced: no throughput comes from a traced run."""
     if engine.recorder is not None:
@@ -233,7 +228,7 @@ def take_sample(
     and the collector stays on: a step that makes garbage pays for it, and not for another's. Raises
     UsageError where the test does not fit the context or the engine is being traced.
     """
-    check_fits(engine, workload)
+    check_fits(engine.toggles, engine.config, workload)
     check_untraced(engine)
     take = _take_together if workload.n_seqs else _take_alone
     sample = take(engine, workload, tokens, left, warming)

@@ -37,11 +37,11 @@ def check(
     """Prove that a decode, or prompt after prompt with tokens behind it, is free of races, and list
     the waits that it could do without. Nothing is computed; what an engine refuses without --unsafe
     is checked, too. Exit status 3 where commands race."""
-    from workbench.engine.free_cells import check_room
+    from workbench.engine.room import Room
     from workbench.program.check import hazards
 
     if config.n_ctx:  # else the model says how much there is
-        check_room(0, n_tokens + n_decoded, config.n_ctx)
+        Room(config.n_ctx).check(0, n_tokens + n_decoded)
     unsafe = dataclasses.replace(config, unsafe=True)
     with load(model, unsafe, toggles, start=BASELINE, computes=False) as engine:
         cycle = engine.cycle(n_tokens, n_decoded)

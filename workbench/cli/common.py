@@ -19,8 +19,11 @@ from workbench.output import check_folder
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
-    from workbench.engine.loaded import Loaded
+    from workbench.engine.loaded import Fit, Loaded
+    from workbench.engine.room import Room
     from workbench.engine.wanted import Variants
+
+    Check = Callable[[Loaded, Room], None]
 
 app = App(
     name="workbench",
@@ -52,15 +55,18 @@ def load(
     config: EngineConfig,
     toggles: Any,
     variants: Variants = (),
-    check: Callable[[Loaded], None] | None = None,
+    check: Check | None = None,
     *,
+    fit: Fit | None = None,
     start: str = BEST,
     computes: bool = True,
 ) -> Engine:
     """As `Engine.load`, and says on what device and with which toggles. start: the preset, unless
-    one is named. check: refuses what only the opened model shows, before weights are read.
-    computes: the device has to."""
+    one is named. check: refuses what only the opened model shows, before weights are read, and is
+    told what room a sequence will have. computes: the device has to."""
     from workbench.engine.engine import Engine
+    from workbench.engine.room import room_of
+    from workbench.engine.wanted import resolve
 
     if computes:
         check_computes(config.device)
@@ -69,7 +75,14 @@ def load(
             say(note)
         config = config.plain()
     wanted = toggles.wanted(start) if isinstance(toggles, GivenToggles) else toggles
-    engine = Engine.load(model, config=config, toggles=wanted, variants=variants, check=check)
+
+    def refuse(loaded: Loaded) -> None:
+        if check is not None:
+            check(loaded, room_of(resolve(wanted, loaded), loaded.config))
+
+    engine = Engine.load(
+        model, config=config, toggles=wanted, variants=variants, check=refuse, fit=fit
+    )
     say(f"device: {engine.backend.description} ({engine.device_reason})")
     say(f"toggles: {engine.chosen}")
     n_ctx, trained = engine.config.n_ctx, engine.model.n_ctx_train

@@ -92,7 +92,9 @@ class EngineSettings(EngineConfig):
             "--n-ctx --ctx-size -c",
         ),
     ] = 2048
-    n_seqs: Annotated[Whole, flag("most sequences that share the KV cache")] = 64
+    n_seqs: Annotated[
+        Whole, flag("sequences that share the KV cache; more where a test names more, as tg8@b8")
+    ] = 1
     n_ubatch: Annotated[
         Whole, flag("most tokens computed together", "--n-ubatch --ubatch-size -ub")
     ] = 512

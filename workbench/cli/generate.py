@@ -18,6 +18,7 @@ from workbench.progress import bar
 
 if TYPE_CHECKING:
     from workbench.engine.loaded import Loaded
+    from workbench.engine.room import Room
     from workbench.program.commands import Program, Replay
 
 
@@ -56,9 +57,9 @@ def run(
     if (prompt is None) == (ids is None):
         raise UsageError("give either a prompt (-p) or token ids (--tokens)")
 
-    def check(opened: Loaded) -> None:
+    def check(opened: Loaded, room: Room) -> None:
         given = opened.tokenizer.encode(str(prompt)) if ids is None else ids
-        check_prompt(given, opened.model.n_vocab, opened.config.n_ctx)
+        check_prompt(given, opened.model.n_vocab, room)
 
     with load(model, config, toggles, check=check) as engine:
         made = engine.generate(
@@ -78,8 +79,7 @@ def run(
         say(f"the host's us a step: {engine.phases().words}")
         say_replays(engine.counters)
     if made.stopped == CONTEXT_FULL:
-        n_ctx = engine.config.n_ctx
-        say(f"stopped at n_ctx={n_ctx}: the context is full; give -c {2 * n_ctx} for more")
+        say(engine.cache.room.is_full)
     if made.interrupted:
         raise KeyboardInterrupt
 
@@ -105,8 +105,8 @@ def logits(
     ids = parse_ids(tokens)
     check_writable(out)
 
-    def check(opened: Loaded) -> None:
-        check_prompt(ids, opened.model.n_vocab, opened.config.n_ctx)
+    def check(opened: Loaded, room: Room) -> None:
+        check_prompt(ids, opened.model.n_vocab, room)
 
     with load(model, config, toggles, check=check) as engine:
         with bar("logits", len(ids), "tokens") as left:
@@ -132,12 +132,14 @@ def program(
     """Print the program of one step: its pattern, and per token its waits, copies and launches."""
     from workbench.engine.batch import step_shape
     from workbench.engine.kv_growth import Growth
+    from workbench.engine.room import Room
     from workbench.program.as_json import program_as_json
     from workbench.program.commands import Replay
 
     if config.n_ctx:  # else the model says how much there is
         growth = Growth(config.n_kv_pad, config.n_ctx)
-        step_shape(n_tokens, 1, n_past, config, growth)  # refused before a model is opened
+        # what no layout has room for is refused before a model is opened
+        step_shape(n_tokens, 1, n_past, config.n_ubatch, growth, Room(config.n_ctx))
     with load(model, config, toggles, start=BASELINE, computes=False) as engine:
         made = engine.program(n_tokens, 1, n_past)
     if as_json:

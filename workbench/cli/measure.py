@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -70,6 +70,7 @@ def bench(
     and the table are llama-batched-bench's.
     """
     from workbench.bench import batched, llama_bench
+    from workbench.bench.needs import long_enough, wide_enough
     from workbench.frames import known_columns
 
     if output not in llama_bench.FORMATS:
@@ -88,7 +89,6 @@ def bench(
     else:
         tests = llama_bench.workloads(prompts, gens, depths, pairs)
         line, formatted = llama_bench.BenchRow.line, llama_bench.format_rows
-    needed, most = max(t.n_cells for t in tests), max(t.width for t in tests)
     engines = [(path, settings) for path in model for settings in config.each()]
     until = repeat.arguments(len(engines))
     folders = _folders(out, len(engines))
@@ -96,11 +96,8 @@ def bench(
         check_new(folder)
     rows: list[llama_bench.BenchRow] = []
     for (path, settings), folder in zip(engines, folders, strict=True):
-        # as llama-bench: the context is what the tests need
-        settings = dataclasses.replace(
-            settings, n_ctx=max(needed, settings.n_ctx), n_seqs=max(most, settings.n_seqs)
-        )
-        with load(path, settings, toggles) as engine:
+        fit = partial(long_enough, tests)  # as llama-bench: the context is what the tests need
+        with load(path, wide_enough(tests, settings), toggles, fit=fit) as engine:
             rows += llama_bench.measured(
                 engine, tests, repetitions, seed=seed, build=build, out=folder,
                 on_row=lambda row: say(line(row)), **until,
@@ -147,6 +144,8 @@ def ab(
     from workbench.bench.ab import ab as interleaved
     from workbench.bench.arms import ComparisonSpec, comparison_spec
     from workbench.bench.experiment import open_out
+    from workbench.bench.needs import wide_enough
+    from workbench.bench.workload import parse_tests
     from workbench.frames import show, show_prose
 
     until = repeat.arguments()
@@ -160,7 +159,8 @@ def ab(
         switched(wanted.toggles())
     open_out(out, resume)
     with load(
-        model, config, wanted, switched, lambda opened: specs[-1].check(opened)
+        model, wide_enough(parse_tests(test), config), wanted, switched,
+        lambda opened, _: specs[-1].check(opened.config),
     ) as engine:  # fmt: skip
         result = interleaved(
             engine, toggle, tests=test, rounds=rounds, seed=seed, out=out, resume=resume, **until
@@ -210,7 +210,7 @@ def perplexity(
     folders = ppl.folders_of(folder, at_once)
     ppl.check_folders(folders, config.n_ubatch)
     variants = [] if other is None else [other]
-    with load(model, config, toggles, variants, source.check) as engine:
+    with load(model, config, toggles, variants, lambda opened, _: source.check(opened)) as engine:
         runs = ppl.perplexity_by_size(engine, source.open(engine), folders, against=other)
         dtype = engine.model.main_weight.dtype.name
     for made in runs:

@@ -1,7 +1,7 @@
 """The command that says where the time of a token goes, and writes the trace that shows it."""
 
-import dataclasses
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -43,6 +43,7 @@ def profile(
     traced is labelled so: it attributes time, and does not measure it.
     """
     from workbench.bench import profiling
+    from workbench.bench.needs import long_enough
     from workbench.bench.workload import parse
     from workbench.frames import show, terminal_columns
     from workbench.report import profiles
@@ -57,9 +58,8 @@ def profile(
     steps = profiling.window_of(workload, config.n_ubatch, asked)
     if out is not None:
         check_writable(out)
-    if 0 < config.n_ctx < workload.n_cells:  # as bench: the context is what the test needs
-        config = dataclasses.replace(config, n_ctx=workload.n_cells)
-    with load(model, config, toggles) as engine:
+    fit = partial(long_enough, [workload])  # as bench: the context is what the test needs
+    with load(model, config, toggles, fit=fit) as engine:
         found = profiling.profile_test(
             engine, workload, steps, repetitions=repetitions, seed=seed, collector=collector
         )

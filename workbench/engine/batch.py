@@ -11,13 +11,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from workbench.config import EngineConfig
 from workbench.engine.draws import FED
-from workbench.engine.free_cells import check_room
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.kv_growth import Growth
 from workbench.engine.masks import HIDDEN
 from workbench.engine.padding import Rule, Sizes, as_they_are
+from workbench.engine.room import Room
 from workbench.errors import UsageError
 from workbench.graph.ir import StepShape
 from workbench.model.copies import copy_shape
@@ -211,15 +210,15 @@ _ROWS: dict[Outputs, Callable[[int, int], np.ndarray]] = {
 
 
 def step_shape(
-    n_tokens: int, n_outputs: int, n_past: int, config: EngineConfig, growth: Growth
+    n_tokens: int, n_outputs: int, n_past: int, n_ubatch: int, growth: Growth, room: Room
 ) -> StepShape:
     """The shape of a step behind n_past tokens. Raises UsageError where no step has it."""
-    if not (1 <= n_tokens <= config.n_ubatch and 0 <= n_outputs <= n_tokens and n_past >= 0):
+    if not (1 <= n_tokens <= n_ubatch and 0 <= n_outputs <= n_tokens and n_past >= 0):
         raise UsageError(
             f"n_tokens={n_tokens}, n_outputs={n_outputs}, n_past={n_past}: a step has 1 to "
-            f"{config.n_ubatch} tokens (n_ubatch) and at most an output of each"
+            f"{n_ubatch} tokens (n_ubatch) and at most an output of each"
         )
-    check_room(n_past, n_tokens, config.n_ctx)
+    room.check(n_past, n_tokens)
     return StepShape(n_tokens, n_outputs, growth.extent(n_past + n_tokens))
 
 
@@ -234,13 +233,13 @@ def prompt_shapes(n_prompt: int, n_decoded: int, n_ubatch: int, growth: Growth) 
     return made
 
 
-def check_prompt(tokens: Sequence[int], n_vocab: int, n_ctx: int, n_past: int = 0) -> None:
-    """Raises UsageError for no tokens, ids outside the vocabulary, and more than a context of n_ctx
-    holds beside n_past."""
+def check_prompt(tokens: Sequence[int], n_vocab: int, room: Room) -> None:
+    """Raises UsageError for no tokens, ids outside the vocabulary, and more than a sequence has
+    room for."""
     if not len(tokens):
         raise UsageError("the prompt is empty; give at least one token")
     check_ids(tokens, n_vocab)
-    check_room(n_past, len(tokens), n_ctx)
+    room.check(0, len(tokens))
 
 
 def check_ids(tokens: Sequence[int], n_vocab: int) -> np.ndarray:

@@ -20,14 +20,14 @@ from workbench.engine.bound import BoundPrograms
 from workbench.engine.cell_steps import change_cells
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, asked_for, continued, prefilled
-from workbench.engine.kv_cache import n_regions
 from workbench.engine.kv_growth import growth_of
-from workbench.engine.loaded import Loaded, config_of
+from workbench.engine.loaded import Fit, Loaded, config_of
 from workbench.engine.memory import Residents
 from workbench.engine.padding import sizes_of
 from workbench.engine.pending import Pending
 from workbench.engine.phases import PhaseCounts, PhaseTimes, counters_of, per_step
 from workbench.engine.reuse import Key, programs_of, reuse_of
+from workbench.engine.room import n_regions
 from workbench.engine.stamps import Stamp, Stamps, stamped
 from workbench.engine.step_programs import StepPrograms
 from workbench.engine.under_way import UnderWay
@@ -104,14 +104,16 @@ class Engine:
         config: EngineConfig | None = None,
         variants: Variants = (),
         check: Callable[[Loaded], None] | None = None,
+        fit: Fit | None = None,
         **fields: Any,
     ) -> Engine:
-        """Opens a GGUF file on a device. fields: of EngineConfig (device, n_ctx, ...).
+        """Opens a GGUF file on a device. fields: of EngineConfig (device, n_ctx, ...); n_seqs is 1
+        unless it is given.
 
         toggles: or a preset, also by name; None is `best`, what won on devices of this kind.
         variants: toggles that variants will have, or what makes them of the engine's own. What the
         device cannot honour of these and of `toggles` is refused before any weight is read, as is
-        what `check` (see Loaded) refuses.
+        what `check` (see Loaded) refuses. fit: has the configuration follow from the toggles.
         Raises ModelFileError for a file that cannot be believed, and UsageError for impossible
         settings. DeviceError for a device that is not there or cannot do what a toggle asks.
         """
@@ -122,7 +124,10 @@ class Engine:
             raise UsageError("give either config or its fields, not both")
 
         def refuse(loaded: Loaded) -> None:
-            others = variants(resolve(toggles, loaded)) if callable(variants) else variants
+            own = resolve(toggles, loaded)
+            if fit is not None:
+                loaded.config = fit(own, loaded.config)
+            others = variants(own) if callable(variants) else variants
             for wanted in (toggles, *others):
                 choose(wanted, loaded)
             if check is not None:
@@ -235,7 +240,7 @@ class Engine:
 
         Raises UsageError, before anything is computed, for a prompt that does not fit the context.
         """
-        check_prompt(tokens, self.model.n_vocab, self.cache.n_ctx_seq)
+        check_prompt(tokens, self.model.n_vocab, self.cache.room)
         return prefilled(self, tokens, outputs, left, sequence)
 
     @exclusive.door
@@ -277,7 +282,9 @@ class Engine:
 
     def program(self, n_tokens: int = 1, n_outputs: int = 1, n_past: int = 0) -> Program:
         """The program a step of this shape would issue. Raises UsageError where no step has it."""
-        shape = step_shape(n_tokens, n_outputs, n_past, self.config, self.cache.growth)
+        shape = step_shape(
+            n_tokens, n_outputs, n_past, self.config.n_ubatch, self.cache.growth, self.cache.room
+        )
         return self._made.of(shape, cell=n_past)
 
     def programs(self, n_prompt: int, n_decoded: int = 0, laps: int = 1) -> list[Program]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from workbench.engine.room import Room
 from workbench.errors import UsageError
 
 
 class FreeCells:
-    """Which cells of n_regions regions have owners, and how many.
+    """Which cells of each region have owners, and how many.
 
-    n_ctx: most cells of a region that may have. in_a_row: a step wants cells one behind the other.
+    room: how many cells of a region may have. in_a_row: a step wants cells one behind the other.
     used, ends: by region, cells with an owner, and the end behind the last of them. n_used: of all.
     """
 
-    def __init__(self, n_regions: int, region_cells: int, n_ctx: int, in_a_row: bool):
-        self.region_cells, self._n_ctx, self._in_a_row = region_cells, n_ctx, in_a_row
+    def __init__(self, region_cells: int, room: Room, in_a_row: bool):
+        n_regions = room.n_regions
+        self.region_cells, self._room, self._in_a_row = region_cells, room, in_a_row
         self.n_owners = np.zeros((n_regions, region_cells), np.int32)
         self.used = np.zeros(n_regions, np.int64)
         self.ends = np.zeros(n_regions, np.int64)
@@ -25,7 +27,7 @@ class FreeCells:
         """The n lowest free cells of a region, (n,) int64, or the lowest n in a row. Raises
         UsageError where there are none."""
         used, end = int(self.used[region]), int(self.ends[region])
-        check_room(used, n, self._n_ctx)
+        self._room.check(used, n)
         first = region * self.region_cells
         if used == end:  # no holes
             return np.arange(first + end, first + end + n, dtype=np.int64)
@@ -35,14 +37,18 @@ class FreeCells:
     def next_of_each(self, regions: np.ndarray) -> np.ndarray | None:
         """A free cell of each of these regions, (n,) int64; None where one has holes or no room."""
         ends = self.ends[regions]
-        if (self.used[regions] != ends).any() or (ends >= self._n_ctx).any():
+        if (self.used[regions] != ends).any() or (ends >= self._room.each).any():
             return None
         cells: np.ndarray = regions * self.region_cells + ends
         return cells
 
+    def left(self, region: int) -> int:
+        """How many more cells of a region may have an owner."""
+        return self._room.each - int(self.used[region])
+
     def has_room(self, region: int, n: int) -> bool:
         """Whether `find` finds n cells."""
-        if self.used[region] + n > self._n_ctx:
+        if n > self.left(region):
             return False
         if not self._in_a_row or self.used[region] == self.ends[region]:
             return True
@@ -51,7 +57,7 @@ class FreeCells:
     def check_steps(self, region: int, n: int, n_ubatch: int) -> None:
         """Raises UsageError where n tokens do not fit, or where steps of n_ubatch tokens each do
         not find cells in a row."""
-        check_room(int(self.used[region]), n, self._n_ctx)
+        self._room.check(int(self.used[region]), n)
         if self._in_a_row and self.used[region] != self.ends[region]:
             free = self._free(region)
             for begin in range(0, n, n_ubatch):
@@ -118,12 +124,3 @@ def first_row(free: np.ndarray, n: int) -> int | None:
         return None
     found = np.flatnonzero(free[n - 1 :] - free[: len(free) - n + 1] == n - 1)
     return int(found[0]) if len(found) else None
-
-
-def check_room(n_used: int, n_new: int, n_ctx: int) -> None:
-    """Raises UsageError where n_used + n_new tokens do not fit a context of n_ctx."""
-    if n_used + n_new > n_ctx:
-        raise UsageError(
-            f"{n_used} + {n_new} tokens do not fit the context of {n_ctx}; "
-            "use a longer context (--n-ctx) or fewer tokens"
-        )

@@ -111,7 +111,7 @@ def continued(
 
     stops = engine.tokenizer.eog_ids if stop_at_eos and as_text else frozenset()
     decoder = StreamDecoder(engine.tokenizer) if as_text else None
-    room = engine.config.n_ctx - engine.n_past - len(ids) + 1  # the last token needs no cell
+    room = engine.cache.left() - len(ids) + 1  # the last token needs no cell
     most = room + 1 if max_tokens is None else max_tokens
     made, pieces = Generation(), []
 
@@ -140,7 +140,7 @@ def continued(
                     say(decoder.feed(token))
                 if len(made.tokens) == most:
                     break
-                if engine.cache.n_used == engine.config.n_ctx:
+                if not engine.cache.left():
                     made.stopped = CONTEXT_FULL
                     break
                 start = now_ns()

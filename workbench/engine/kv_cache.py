@@ -19,20 +19,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from workbench.config import EngineConfig, KVCacheKind, Toggles
 from workbench.engine.free_cells import FreeCells
 from workbench.engine.kv_growth import Growth
 from workbench.engine.masks import HIDDEN, fill, narrow
+from workbench.engine.room import Room
 from workbench.errors import UsageError
 from workbench.sizes import round_up
 
 EMPTY = np.iinfo(np.int32).max  # a position no token ever sees
 MOST_POSITION = 1 << 30  # of a shift; tokens behind it have positions below EMPTY
-
-
-def n_regions(toggles: Toggles, config: EngineConfig) -> int:
-    """Into how many regions the cells are divided."""
-    return config.n_seqs if toggles.kv_cache == KVCacheKind.PER_SEQUENCE else 1
 
 
 class KVCache:
@@ -52,15 +47,16 @@ class KVCache:
         if n_ctx < n_regions:
             raise UsageError(
                 f"n_ctx={n_ctx} cells cannot be shared out to {n_regions} sequences (n_seqs); use "
-                "a longer context, fewer sequences, or kv_cache=unified"
+                "a longer context, fewer sequences (--n-seqs), or kv_cache=unified"
             )
-        self.n_ctx_seq = n_ctx // n_regions
+        self.room = Room(n_ctx, n_regions)
+        self.n_ctx_seq = self.room.each  # most cells of a sequence
         self.pad = pad
         self.n_seqs, self.n_regions, self.window = n_seqs, n_regions, window
         self.region_cells = round_up(self.n_ctx_seq, pad)
         self.n_cells = n_regions * self.region_cells
         self.growth = growth or Growth(pad, self.region_cells)
-        self.free = FreeCells(n_regions, self.region_cells, self.n_ctx_seq, in_a_row)
+        self.free = FreeCells(self.region_cells, self.room, in_a_row)
         self.n_changes = 0
         # by sequence and cell of its region: the position, EMPTY where the cell is not the
         # sequence's; and the mask for a token behind all of the sequence (float16 as uint16)
@@ -123,6 +119,10 @@ class KVCache:
         if self.n_regions == 1:
             return self.free.has_room(0, sum(n for _, n in work))
         return all(self.free.has_room(self.region(s), n) for s, n in work)
+
+    def left(self, sequence: int = 0) -> int:
+        """How many more tokens a sequence has room for."""
+        return self.free.left(self.region(sequence))
 
     def check_steps(self, sequence: int, n: int, n_ubatch: int) -> None:
         """Raises UsageError where a sequence's next n tokens do not fit, or where steps of n_ubatch
@@ -356,9 +356,10 @@ class KVCache:
 
     def _check(self, sequence: int) -> None:
         if not 0 <= sequence < self.n_seqs:
+            have = "0 alone" if self.n_seqs == 1 else f"0 to {self.n_seqs - 1}"
             raise UsageError(
-                f"sequence {sequence} does not exist; this engine has 0 to {self.n_seqs - 1} "
-                "(n_seqs)"
+                f"sequence {sequence} does not exist; this engine has {have} (n_seqs="
+                f"{self.n_seqs}); load it with n_seqs={max(sequence, 0) + 1} or more"
             )
 
     def _own(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:

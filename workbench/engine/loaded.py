@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from workbench import devices
 from workbench.backend.base import Backend, Memory, choose_device, open_backend
 from workbench.backend.cpu.base import n_workers
-from workbench.config import Activations, EngineConfig
+from workbench.config import Activations, EngineConfig, Toggles
 from workbench.engine.placement import Placement
 from workbench.engine.ready import kind
 from workbench.errors import DeviceError, UsageError
@@ -30,6 +30,8 @@ from workbench.progress import BYTES, bar
 if TYPE_CHECKING:
     from workbench.model.tokenizer import Tokenizer
 
+# what an engine is built with, by its toggles: they say what a context must hold
+Fit = Callable[[Toggles, EngineConfig], EngineConfig]
 READ_AHEAD_BYTES = 128 << 20  # of the file, asked of the disk before a backend reads them
 
 

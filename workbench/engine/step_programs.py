@@ -11,8 +11,6 @@ from math import lcm
 from workbench.choices import Lifetimes
 from workbench.config import KVCacheKind, Toggles
 from workbench.engine.batch import prompt_shapes
-from workbench.engine.free_cells import check_room
-from workbench.engine.kv_cache import n_regions
 from workbench.engine.kv_extent import skip_masked
 from workbench.engine.kv_growth import growth_of
 from workbench.engine.loaded import Loaded
@@ -20,6 +18,7 @@ from workbench.engine.memory import Residents
 from workbench.engine.phases import Phases
 from workbench.engine.placement import Placement
 from workbench.engine.reuse import reuse_of
+from workbench.engine.room import room_of
 from workbench.engine.wanted import Chosen
 from workbench.errors import UsageError
 from workbench.graph.attend import attend_by
@@ -165,8 +164,9 @@ class StepPrograms:
         """See `Engine.programs`: steps of one shape and turn share one program, but for their first
         cells."""
         config = self._loaded.config
-        check_room(0, n_prompt + n_decoded, config.n_ctx)
-        growth = growth_of(self._toggles, config, n_regions(self._toggles, config))
+        room = room_of(self._toggles, config)
+        room.check(0, n_prompt + n_decoded)
+        growth = growth_of(self._toggles, config, room.n_regions)
         shapes = prompt_shapes(n_prompt, n_decoded, config.n_ubatch, growth)
         buffers = dict[str, Buffer]()
         keys, made, turn = [], dict[tuple[StepShape, int], Program](), 0

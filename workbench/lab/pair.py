@@ -19,12 +19,12 @@ import numpy as np
 from workbench.bench import answers, resolution, stats
 from workbench.bench.answers import Answer
 from workbench.bench.arms import answer_between
+from workbench.bench.needs import check_fits
 from workbench.bench.profiling import n_steps_of, trace_steps
 from workbench.bench.rounds import interleave
 from workbench.bench.workload import (
     Workload,
     bos_token,
-    check_fits,
     check_untraced,
     draw_tokens,
     take_sample,
@@ -103,7 +103,7 @@ class Pair(NamedTuple):
 
 def check(engine: Engine, workload: Workload, rounds: int, seed: int) -> None:
     """Raises UsageError for what `compare` could not measure, whatever the toggles are."""
-    check_fits(engine, workload)
+    check_fits(engine.toggles, engine.config, workload)
     bos_token(engine)  # refuses a closed engine
     if rounds < 1:
         raise UsageError(f"rounds={rounds} must be at least 1 ({stats.MIN_REPETITIONS} to judge)")
