@@ -152,6 +152,7 @@ class SkipMaskedKV(Choice):
     IN_LOOP = "in_loop", "tiles that are masked for all their tokens, seen as they come (#13584)"
     TAIL = "tail", "all behind the last 256 cells that a token sees; a kernel looks for them first"
     CLASSES = "classes", "every 64 cells that a token does not see; what it sees whole has no mask"
+    AUTO = "auto", "by size: classes for long prompts, tail for sequences with deep caches, or none"
 
 
 class SkipGate(Choice):

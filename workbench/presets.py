@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 BASELINE, BEST = "baseline", "best"  # everything off; what won on a kind of device
+ONE, SEVERAL = "one", "several"  # sequences that a set of `best` is for
+FOR = {ONE: "for one sequence", SEVERAL: "for several sequences"}
 
 
 class Fixed(dict[str, str]):
     """The values of a fixed preset; `about` says whose they are."""
 
     about: str = ""
+
+
+class BestSet(NamedTuple):
+    """A set of `best`: for one sequence or for several, on a kind of device.
+
+    values: toggle to what won. alone: the same, with what won by itself in place of what won
+    together. together: of `values` those that won together; a device has all of them, or none.
+    """
+
+    values: dict[str, str]
+    alone: dict[str, str]
+    together: dict[str, str]
+
+
+NOTHING = BestSet({}, {}, {})
 
 
 @functools.cache
@@ -28,32 +45,35 @@ def fixed_presets() -> dict[str, Fixed]:
 
 
 @functools.cache
-def best_rows() -> dict[str, dict[str, dict[str, Any]]]:
-    """`best.json`: kind of device to toggle to `value`, `by` (how it won) and `runs` (folders).
-    A row with `alone` won together with the others that have it, and is nothing without them;
-    there stands the row of what won by itself, None where it is as in the baseline."""
+def best_rows() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """`best.json`: kind of device to `one` or `several` to toggle to its row: `value`, `by` (how it
+    won) and `runs` (folders). A row with `alone` won together with the others that have it, and is
+    nothing without them. In `alone` stands the row of what won by itself, None where that is the
+    baseline's value."""
     return json.loads(_beside("best.json"))
 
 
-def best_table(alone: bool = False) -> dict[str, dict[str, str]]:
-    """Kind of device to toggle to what won there; alone: what won by itself."""
-    return {
-        kind: {
-            name: chosen["value"]
-            for name, row in rows.items()
-            if (chosen := row["alone"] if alone and "alone" in row else row)
-        }
-        for kind, rows in best_rows().items()
-    }
+def set_for(n_seqs: int) -> str:
+    """Which set an engine takes that is opened for so many sequences."""
+    return ONE if n_seqs == 1 else SEVERAL
 
 
-def best_together() -> dict[str, dict[str, str]]:
-    """Kind of device to toggle to value, of values that won together and that a device has as a
-    whole, or not at all."""
-    return {
-        kind: {name: row["value"] for name, row in rows.items() if "alone" in row}
-        for kind, rows in best_rows().items()
-    }
+def best_set(kind: str, wanted: str) -> BestSet:
+    """The set `wanted` (`one` or `several`) of a kind of device; empty where none is recorded."""
+    rows = best_rows().get(kind, {}).get(wanted, {})
+    alone = {n: row.get("alone", row) for n, row in rows.items()}
+    return BestSet(
+        {name: row["value"] for name, row in rows.items()},
+        {name: row["value"] for name, row in alone.items() if row},
+        {name: row["value"] for name, row in rows.items() if "alone" in row},
+    )
+
+
+def best_sets() -> Iterator[tuple[str, str, BestSet]]:
+    """Every kind of device, `one` or `several`, and the set."""
+    for kind, sets in best_rows().items():
+        for wanted in sets:
+            yield kind, wanted, best_set(kind, wanted)
 
 
 def _beside(name: str) -> str:
@@ -65,10 +85,14 @@ def preset_names() -> list[str]:
 
 
 def preset_words() -> list[str]:
-    """A line for each preset: what it is, and its values."""
-    best = [f"on {kind} {_assigned(values)}" for kind, values in best_table().items()]
+    """A line for each preset, and of `best` for each set: what it is, and its values."""
     return [
-        f"{BEST}: what won in recorded runs on a device of the kind; {'; '.join(best)}",
+        f"{BEST}: what won in recorded runs on a device of the kind, for the number of sequences "
+        "that an engine is opened for (--n-seqs, -npl, --slots)",
+        *(
+            f"{BEST} {FOR[wanted]} on {kind}: {_assigned(found.values)}"
+            for kind, wanted, found in best_sets()
+        ),
         *(
             f"{name}: {values.about}" + (f"; {_assigned(values)}" if values else "")
             for name, values in fixed_presets().items()

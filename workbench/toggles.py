@@ -343,16 +343,17 @@ def folded(toggles: Mapping[str, str]) -> dict[str, str]:
 class TogglePreset:
     """A preset by name, with toggles of one's own, which win.
 
-    changes: toggles (or a family) that are given beside it. Raises UsageError for an unknown name,
-    toggle or value. `engine.wanted.resolve` makes Toggles of `best`, for a device.
+    changes: toggles (or a family) that are given beside it. n_seqs: the sequences that `best` is to
+    be for; 0: those that the engine is opened for. Raises UsageError for an unknown name, toggle or
+    value. `engine.wanted.resolve` makes Toggles of `best`, for a device.
     """
 
-    def __init__(self, name: str, changes: Mapping[str, str] | None = None):
+    def __init__(self, name: str, changes: Mapping[str, str] | None = None, n_seqs: int = 0):
         if name not in preset_names():
             raise UsageError(
                 f"preset {name!r} does not exist; choose one of {', '.join(preset_names())}"
             )
-        self.name = name
+        self.name, self.n_seqs = name, n_seqs
         own: dict[str, str] = {}
         for key, value in sorted((changes or {}).items(), key=lambda c: c[0] not in FAMILIES):
             _check_value(key, value, Toggles.values(key))
@@ -377,13 +378,22 @@ class TogglePreset:
 
     def switched(self, name: str, value: str) -> TogglePreset:
         """The preset with one more change."""
-        return TogglePreset(self.name, self.changes | dict.fromkeys(Toggles.members(name), value))
+        changes = self.changes | dict.fromkeys(Toggles.members(name), value)
+        return TogglePreset(self.name, changes, self.n_seqs)
+
+    def for_sequences(self, n_seqs: int) -> TogglePreset:
+        """The preset for so many sequences, whatever an engine is opened for."""
+        return TogglePreset(self.name, self.changes, n_seqs)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TogglePreset) and str(self) == str(other)
+        return isinstance(other, TogglePreset) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(str(self))
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[str, int]:
+        return str(self), self.n_seqs
 
     def __str__(self) -> str:
         changes = ", ".join(f"{k}={v}" for k, v in folded(self.changes).items())

@@ -3,12 +3,15 @@
     python -m data.measure.best_table            writes workbench/best.json from data/results
     python -m data.measure.best_table RUNS...    takes the run folders in these folders, too
 
+A kind of device has two sets of values: for one sequence, of runs whose tests have one, and for
+several, of runs whose tests have several.
+
 For each toggle the comparisons on the richest background count: the one with most else switched on.
 A value wins where it is faster in more than half of them and slower in none. Where tokens per
 second cannot tell, the shortest gap between tokens wins (runs of kind `gaps`), then fewer waits.
 With as few waits `auto` wins: it is safe beside any other toggle. A value whose answer did not hold
 is out, and one that not every step can have (NARROW). What no run of a kind of device compares
-stays as in the baseline, but for SAFE and SAFE_ON_GPU.
+stays as in the baseline, but for SAFE.
 
 Toggles of TOGETHER can need each other: a plan of a step wants one copy of all inputs. Comparisons
 of sets of them decide them as a whole, beside what won one by one. A set wins where it is faster in
@@ -23,7 +26,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -32,10 +35,10 @@ from workbench.bench import gaps, results
 from workbench.bench.arms import NEVER_JOINED
 from workbench.bench.comparison import AB
 from workbench.bench.stats import FASTER, SLOWER
-from workbench.choices import KVParts
+from workbench.bench.workload import parse
 from workbench.config import FAMILIES, SyncMode, Toggles
-from workbench.devices import is_gpu
 from workbench.output import write_text
+from workbench.presets import ONE, SEVERAL, set_for
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, TABLE = ROOT / "data/results", ROOT / "workbench/best.json"
@@ -48,9 +51,6 @@ TOGETHER = (
 NARROW = {"graph_reuse": NEVER_JOINED}
 COMPARING = ("ab", "fresh")  # kinds of runs
 SAFE = {"sync": "auto", "graph_reuse": "set_rows"}  # proved, or obvious; until a run says more
-# as every run had it that was recorded before it was a toggle
-SAFE_ON_GPU = {"kv_parts": str(KVParts.PARALLEL_BLOCKS)}
-SAFE_ON = {kind: SAFE | (SAFE_ON_GPU if is_gpu(kind) else {}) for kind in KINDS}
 
 
 class Trial(NamedTuple):
@@ -69,13 +69,23 @@ class Trial(NamedTuple):
         return not self.holds or self.verdict == SLOWER
 
 
-def made(folders: Iterable[Path]) -> dict[str, dict[str, dict[str, Any]]]:
-    """The table: kind of device -> toggle -> value, by what it won, and the runs."""
+def made(folders: Iterable[Path]) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """The table: kind of device -> one or several sequences -> toggle -> value, by what it won, and
+    the runs."""
     runs = {f.name: results.load_run(f) for f in sorted(folders, key=lambda f: f.name)}
+    found = {name: (_device(run.run), _for(run.run)) for name, run in runs.items()}
     return {
-        kind: of_kind({n: r for n, r in runs.items() if _device(r.run) == kind}, SAFE_ON[kind])
+        kind: {
+            wanted: of_kind({name: runs[name] for name in runs if found[name] == (kind, wanted)})
+            for wanted in (ONE, SEVERAL)
+        }
         for kind in KINDS
     }
+
+
+def _for(run: dict[str, Any]) -> str:
+    """Whether a run is of one sequence or of several: of the most that a test of it has."""
+    return set_for(max((parse(test).width for test in run["tests"]), default=1))
 
 
 def _device(run: dict[str, Any]) -> str:
@@ -83,11 +93,9 @@ def _device(run: dict[str, Any]) -> str:
     return run.get("engine", {}).get("device", "") if whole else ""
 
 
-def of_kind(
-    runs: dict[str, results.Run], safe: Mapping[str, str] = SAFE
-) -> dict[str, dict[str, Any]]:
+def of_kind(runs: dict[str, results.Run]) -> dict[str, dict[str, Any]]:
     """Toggle to its row, for values that are not the baseline's. Then come members of a family that
-    lost where the others won. safe: of what no run compares."""
+    lost where the others won. What no run compares is as SAFE has it."""
     comparisons = {f: AB(r.run, r.samples) for f, r in runs.items() if r.run["kind"] == "ab"}
     gap_runs = {f: gaps.Gaps(r.run, r.samples) for f, r in runs.items() if r.run["kind"] == "gaps"}
     members = {m: f for f in FAMILIES for m in Toggles.members(f)}
@@ -95,8 +103,8 @@ def of_kind(
     for name in (*FAMILIES, *(n for n in Toggles.names() if n not in members)):
         trials, off = _trials_of(name, comparisons), Toggles().value_of(name)
         row = _winner(name, trials, gap_runs) if trials else None
-        if row is None and name in safe:
-            row = {"value": safe[name], "by": "safe, not measured yet", "runs": []}
+        if row is None and name in SAFE:
+            row = {"value": SAFE[name], "by": "safe, not measured yet", "runs": []}
         if row is not None and row["value"] != off:
             rows[name] = row
     for name in (m for m, family in members.items() if family in rows):

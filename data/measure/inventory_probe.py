@@ -18,7 +18,7 @@ import workbench
 from workbench.cli import main
 from workbench.cli.common import app
 from workbench.model.synth import write_tiny
-from workbench.presets import best_table, fixed_presets
+from workbench.presets import best_sets, fixed_presets
 from workbench.toggles import Toggles
 
 SMALL = ["--device", "embedded", "--n-ctx", "64", "--n-ubatch", "8", "--threads", "1"]
@@ -88,8 +88,9 @@ def toggles() -> Iterator[str]:
             yield f"{name}={value} ({Toggles.answer_class(name)})"
     for name, values in fixed_presets().items():
         yield f"preset {name}: {json.dumps(values, sort_keys=True)}"
-    for kind, best in best_table().items():
-        yield f"preset best on {kind}: {json.dumps(best, sort_keys=True)}"
+    for kind, wanted, best in best_sets():
+        assigned = json.dumps(best.values, sort_keys=True)
+        yield f"preset best for {wanted} on {kind}: {assigned}"
 
 
 def keys(value: Any, path: str) -> Iterator[str]:

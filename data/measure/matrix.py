@@ -25,7 +25,12 @@ STEPS = {
     "plans": 275, "best": 74, "reuse": 160, "grown": 75, "decode": 150, "kernels": 110,
     "depth": 35, "load": 15, "perplexity": 150, "batches": 40, "kernels-batches": 110, "fusion": 85,
     "ablation": 60, "counters": 80, "gaps": 60, "sync": 480, "pipeline": 150, "together": 150,
+    "several": 240, "skip": 150,
 }  # fmt: skip
+SEVERAL, SKIP_STEP = (
+    "several",
+    "skip",
+)  # what `best` has for several sequences, and for long prompts
 CPU_STEP = "cpu"  # of the devices of a CPU, hence only where it is named
 FIRST = ("llama-3-8b-q4_0", "llama-3.2-1b-bf16")  # models measured before others
 
@@ -98,6 +103,15 @@ SETS = {
              TRAIN.replace(f" {AHEAD}", ""), ANY, f"{ANY} plan_warmup=2", f"{ANY} {WORD}"),
     "embedded": (f"{OFF} sync=auto", EARLY, EARLY.replace(f" {AHEAD}", "")),
 }  # fmt: skip
+# As `SETS`, for several sequences: what won there one by one; results that travel while the next
+# step runs, without plans and with; what won for one sequence.
+SERVED = ("sync=packed_implicit copy_stream=compute host_source=pinned_ring_2 step_wait=outputs "
+          "results=behind")  # fmt: skip
+SINGLY = f"{OFF} sync=auto copy_stream=auto"
+SETS_SEVERAL = {
+    "cuda": (SINGLY, f"{OFF} {SERVED}", f"{STEP} {SERVED}", f"{ANY} {WORD}"),
+    "embedded": (SINGLY, f"{OFF} {SERVED}", f"{STEP} {SERVED}"),
+}
 LAYERS = tuple(name for name in Toggles.names() if name.startswith("redo_"))  # of reuse
 N_FRESH = 64  # tokens of a fresh engine
 PARTS_ROUNDS, PARTS_TOKENS = 20, 10  # where the parts of a token are measured: tokens of a round
@@ -281,6 +295,72 @@ def _depths() -> Iterator[Row]:
                   )  # fmt: skip
 
 
+# what is compared for several sequences, on all the others of a kind of device: values, and whether
+# prompts alone tell
+REGIONS = "kv_cache=per_sequence kv_parts=parallel_blocks skip_masked_kv=auto"
+OTHERS = {
+    "cuda": f"all defer_norm=one {REGIONS} {STEP} {SERVED}",
+    "embedded": f"kept {REGIONS} sync=auto",
+    "host": f"kept {REGIONS} sync=auto",
+}
+SKIPS = f"skip_masked_kv={','.join(Toggles.values('skip_masked_kv'))}"
+BOTH = ("kv_cache=unified,per_sequence", "kv_growth=step,geometric,full",
+        "kv_parts=off,parallel_blocks,stream_k", SKIPS)  # fmt: skip
+COMPARED_TOGETHER = {
+    "cuda": (*BOTH, "fuse=off,on", "defer_norm=off,on,one", "pdl=off,on",
+             "graph_reuse=rebuild,set_rows"),
+    "embedded": (*BOTH, "graph_reuse=rebuild,set_rows"),
+    "host": (*BOTH, "graph_reuse=rebuild,set_rows"),
+}  # fmt: skip
+
+
+def _several() -> Iterator[Row]:
+    """What preset `best` has for several sequences: toggles one by one, then sets of them."""
+    of = {"cuda": (TOGETHER, "pp512+tg32@b8,pp512+tg32@b32", 32 * 768, 32),
+          "embedded": ("llama-3.2-1b-q4_0", "pp32+tg16@b8", 8 * 256, 8),
+          "host": ("llama-3.2-1b-q4_0", "pp32+tg16@b8", 8 * 256, 8)}  # fmt: skip
+    for device, (model, tests, n_ctx, n_seqs) in of.items():
+        suffix = f"-{model}" if device == "cuda" else ""
+        step = SEVERAL if device == "cuda" else CPU_STEP
+
+        def row(
+            name: str, toggles: str, compared: str, tests: str = tests, n_ctx: int = n_ctx,
+            n_seqs: int = n_seqs, n_ubatch: int = 512,
+            device: str = device, model: str = model, suffix: str = suffix, step: str = step,
+        ) -> Row:  # fmt: skip
+            return Row(step, f"several-{name}{suffix}", "ab", model, tests, toggles, compared,
+                       f"{device}, several sequences", n_ctx=n_ctx, n_seqs=n_seqs,
+                       n_ubatch=n_ubatch, device=device)  # fmt: skip
+
+        for compared in COMPARED_TOGETHER[device]:
+            name = compared.partition("=")[0].replace("_", "-")
+            some = tests.split(",")[-1] if compared.startswith(("graph_reuse", "skip")) else tests
+            yield row(name, OTHERS[device], compared, some)
+        if device == "cuda":  # prompts that are longer than the gate wants of a region
+            yield row("skip-prompts", OTHERS[device], SKIPS, "pp4096+tg8@b4,pp8192+tg8@b4",
+                      4 * 8448, 4, 4096)  # fmt: skip
+        if device in SETS_SEVERAL:
+            background = OTHERS[device].partition(f" {STEP}")[0]
+            yield row("sets", background, sets(*SETS_SEVERAL[device]))
+
+
+def _skipped() -> Iterator[Row]:
+    """Every way to leave masked cells unread in prompts of one sequence, gate and all, and how many
+    parts attention splits deep caches into."""
+    ways = (*(f"skip_masked_kv={way}" for way in Toggles.values("skip_masked_kv")),
+            "skip_masked_kv=tail skip_gate=always", "skip_masked_kv=classes skip_gate=always",
+            "skip_masked_kv=auto skip_gate=always")  # fmt: skip
+    for model in (TOGETHER, LLAMA_8B):
+        for n_ubatch, tests in ((2048, "pp4096"), (4096, "pp4096,pp8192")):
+            yield Row(SKIP_STEP, f"skip-one-{n_ubatch}-{model}", "ab", model, tests, "best", SKIPS,
+                      f"prompts, {n_ubatch} at once", n_ctx=8448, n_ubatch=n_ubatch)  # fmt: skip
+        yield Row(SKIP_STEP, f"skip-gate-{model}", "ab", model, "pp512,pp4096", "best",
+                  sets(*ways), "prompts, 512 at once, gate open", n_ctx=8448)  # fmt: skip
+        yield Row(SKIP_STEP, f"parts-one-{model}", "ab", model, "tg64,tg64@d2048,tg64@d8192",
+                  "best", "kv_parts=off,parallel_blocks,stream_k", "deep caches",
+                  n_ctx=8448)  # fmt: skip
+
+
 def _cpu() -> Iterator[Row]:
     """What preset `best` leaves out or takes on the devices of a CPU."""
     modes = [mode for mode in MODES if mode != SyncMode.IMPLICIT]
@@ -336,6 +416,8 @@ MATRIX: tuple[Row, ...] = (
       for model in SYNCED for name, spec in OFF_AND_ON.items()),
     *_sync(),
     *_pipeline(),
+    *_several(),
+    *_skipped(),
     *_cpu(),
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.engine.kv_extent import is_open
+from workbench.engine.kv_extent import way_of
 from workbench.graph.ir import StepShape
 
 
@@ -25,12 +25,37 @@ from workbench.graph.ir import StepShape
 @pytest.mark.parametrize("way", ["tail", "classes"])
 def test_the_gate_is_the_proposals(way, n_tokens, n_kv, n_seqs, regions, wanted):
     shape = StepShape(n_tokens, 1, n_kv, n_seqs)
-    assert is_open("reference", way, shape, regions) == wanted
-    assert is_open("always", way, shape, regions) and not is_open("never", way, shape, regions)
+    assert way_of("reference", way, shape, regions) == (way if wanted else "off")
+    assert way_of("always", way, shape, regions) == way
+    assert way_of("never", way, shape, regions) == "off"
 
 
 def test_nothing_opens_for_off_and_in_loop_has_no_gate():
     few, many = StepShape(1, 1, 250), StepShape(2048, 1, 2048)
     for gate in ("reference", "always", "never"):
-        assert not is_open(gate, "off", many, False)
-        assert is_open(gate, "in_loop", few, False) == (gate != "never")
+        assert way_of(gate, "off", many, False) == "off"
+        assert way_of(gate, "in_loop", few, False) == ("off" if gate == "never" else "in_loop")
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "n_kv", "n_seqs", "regions", "wanted"),
+    [
+        (512, 8192, 1, False, "off"),
+        (1024, 2048, 1, False, "classes"),
+        (4096, 4096, 1, True, "classes"),
+        (1024, 2000, 1, False, "off"),  # cells that are no multiple of 256
+        (4096, 4096, 4, True, "classes"),  # 1024 tokens of each
+        (4096, 4096, 8, True, "tail"),
+        (4096, 1024, 8, True, "off"),  # what would be saved is less than a launch
+        (8, 2048, 8, True, "tail"),
+        (8, 8192, 8, False, "off"),  # all share one region
+    ],
+)
+def test_auto_goes_by_size(n_tokens, n_kv, n_seqs, regions, wanted):
+    shape = StepShape(n_tokens, 1, n_kv, n_seqs)
+    assert way_of("reference", "auto", shape, regions) == wanted
+    assert way_of("never", "auto", shape, regions) == "off"
+    assert way_of("always", "auto", shape, regions) == ("classes" if wanted == "classes" else
+                                                        "classes" if n_tokens // max(
+                                                            n_seqs if regions else 1, 1) >= 1024
+                                                        else "tail")  # fmt: skip

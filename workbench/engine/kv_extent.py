@@ -12,6 +12,10 @@ token of a tile sees need not be read. Three ways to know it:
               Attention passes over what no token of a tile sees, also between cells that are seen.
               Where all see all, it does not read the mask
 
+    auto      classes where a region has 1024 query tokens in a step; tail where several regions
+              have 2048 cells each, so that what the kernel saves is more than its launch; else
+              nothing. The sizes follow from runs (`data/results/README.md`)
+
 In llama.cpp the kernel runs before attention of each layer. Here it is one node of the step, whose
 result all layers read. A tile that is left unread would have added nothing, so all four ways are
 equal to the bit. Bounds are an optimisation only: attention is right without any.
@@ -30,6 +34,7 @@ from workbench.graph.shapes import CLASS_CELLS, EXTENT_CELLS
 from workbench.sizes import round_up
 
 GATE_TOKENS = 1024
+TAIL_CELLS = 2048  # of each of several regions, from which `auto` looks for their ends
 # what a way wants to know: the op that finds it, and its name among attention's inputs
 _FOUND_BY: dict[str, tuple[str, str]] = {
     SkipMaskedKV.TAIL: ("kv_extents", EXTENTS),
@@ -38,15 +43,24 @@ _FOUND_BY: dict[str, tuple[str, str]] = {
 UNSEEN, MIXED, SEEN = range(3)  # classes
 
 
-def is_open(gate: str, way: str, shape: StepShape, regions: bool) -> bool:
-    """Whether masked cells are skipped in steps of a shape. regions: as `build_graph` has it."""
+def way_of(gate: str, way: str, shape: StepShape, regions: bool) -> str:
+    """How masked cells are skipped in steps of a shape: `off`, `in_loop`, `tail` or `classes`.
+    gate, way: values of the toggles. regions: as `build_graph` has it."""
+    n_regions = max(shape.n_seqs, 1) if regions else 1
+    rows = shape.n_tokens // n_regions
+    if way == SkipMaskedKV.AUTO:
+        deep = n_regions > 1 and shape.n_kv >= TAIL_CELLS
+        way = (
+            SkipMaskedKV.CLASSES if rows >= GATE_TOKENS
+            else SkipMaskedKV.TAIL if deep or gate == SkipGate.ALWAYS
+            else SkipMaskedKV.OFF
+        )  # fmt: skip
     if way == SkipMaskedKV.OFF or gate == SkipGate.NEVER:
-        return False
+        return str(SkipMaskedKV.OFF)
     if gate == SkipGate.ALWAYS or way == SkipMaskedKV.IN_LOOP:
-        return True
-    n_regions = shape.n_seqs if regions else 1
-    rows = shape.n_tokens // max(n_regions, 1)
-    return shape.n_kv % EXTENT_CELLS == 0 and (rows >= GATE_TOKENS or n_regions > 1)
+        return str(way)
+    is_open = shape.n_kv % EXTENT_CELLS == 0 and (rows >= GATE_TOKENS or n_regions > 1)
+    return str(way if is_open else SkipMaskedKV.OFF)
 
 
 def skip_masked(graph: Graph, way: str, gate: str) -> Graph:
@@ -56,7 +70,8 @@ def skip_masked(graph: Graph, way: str, gate: str) -> Graph:
     if not attending:
         return graph
     regions = REGIONS in attending[0].params.get("more", ())
-    if not is_open(gate, way, graph.shape, regions):
+    way = way_of(gate, way, graph.shape, regions)
+    if way == SkipMaskedKV.OFF:
         return graph
     finding: dict[Tensor, Node] = {}  # by mask
     nodes: list[Node] = []
@@ -72,7 +87,7 @@ def skip_masked(graph: Graph, way: str, gate: str) -> Graph:
                 finding[mask] = make(op, f"{mask.name} ({name})", mask, layer=node.layer)
                 nodes.append(finding[mask])
             more[name] = finding[mask].output
-        nodes.append(with_inputs(node, {"skip": str(way)}, **more))
+        nodes.append(with_inputs(node, {"skip": way}, **more))
     return Graph(nodes, graph.inputs, graph.outputs, graph.shape)
 
 

@@ -11,7 +11,7 @@ from workbench.errors import DeviceError, UsageError, WorkbenchError
 from workbench.graph.attend import attend_by
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import build_graph
-from workbench.presets import best_table, best_together
+from workbench.presets import FOR, best_set, set_for
 from workbench.program.branches import choose_streams
 from workbench.program.plans import choose_scope
 from workbench.program.split import assign
@@ -32,25 +32,30 @@ def as_preset(wanted: Wanted) -> TogglePreset | None:
 
 
 def resolve(wanted: Wanted, loaded: Loaded) -> Toggles:
-    """The toggles that are meant on a device. `best` has each value that won on such a device and
-    that the backend can honour. Values that won together it has as a whole, with the changes, or
-    not at all; a value that says more of another goes with it. Raises UsageError for a change that
-    clashes with a preset."""
+    """The toggles that are meant on a device. `best` has each value that won on such a device, for
+    one sequence or for several, and that the backend can honour. Values that won together it has as
+    a whole, with the changes, or not at all. A value that refines another is left out where that
+    other is. Raises UsageError for a change that clashes with a preset."""
     if isinstance(wanted, Toggles):
         return wanted
     preset = as_preset(wanted)
     assert preset is not None
     if not preset.of_device:
         return preset.toggles()
-    values = dict[str, str]()
-    for name, value in best_table(alone=True).get(loaded.device, {}).items():
+    values, best = dict[str, str](), best_set(loaded.device, _which(preset, loaded))
+    for name, value in best.alone.items():
         more = values | {name: value}
         if _honours(TogglePreset(BEST), more, loaded):
             values = more
-    together = best_together().get(loaded.device, {})
+    together = best.together
     gone = {name for name, value in together.items() if preset.changes.get(name, value) != value}
     whole = values | {k: v for k, v in together.items() if SAYS_MORE_OF.get(k) not in gone}
     return preset.toggles(whole if _honours(preset, whole, loaded) else values)
+
+
+def _which(preset: TogglePreset, loaded: Loaded) -> str:
+    """For how many sequences `best` is meant: `one` or `several`."""
+    return set_for(preset.n_seqs or loaded.config.n_seqs)
 
 
 def _honours(preset: TogglePreset, values: Mapping[str, str], loaded: Loaded) -> bool:
@@ -71,9 +76,9 @@ def _honours(preset: TogglePreset, values: Mapping[str, str], loaded: Loaded) ->
 class Chosen(NamedTuple):
     """What an engine has. ordering: with the sync mode and the stream that stand for `auto`.
     programmatic: whether launches are. plan_scope: what is in plans, empty where there are none.
-    n_streams: on how many a step may compute. preset: its name with the changes, or `as given`.
-    words: the kind of device and all that differs from the baseline: `best on cuda: sync=packed,
-    fuse=on`."""
+    n_streams: on how many a step may compute. preset: its name with the changes, or `as given`; of
+    `best` also for how many sequences. words: the kind of device and all that differs from the
+    baseline: `best for one sequence on cuda: sync=packed, fuse=on`."""
 
     toggles: Toggles
     ordering: Ordering
@@ -106,6 +111,8 @@ def choose(wanted: Wanted, loaded: Loaded) -> Chosen:
             raise
         raise type(error)(f"{error}{_whose(str(error), toggles, preset)}") from None
     name = str(preset or "as given")
+    if preset is not None and preset.of_device:
+        name = f"{preset} {FOR[_which(preset, loaded)]}"
     shown = str(toggles).replace("sync=auto", f"sync=auto ({ordering.sync})", 1)
     words = f"{name} on {device}: {shown}"
     return Chosen(toggles, ordering, programmatic, scope, n_streams, name, words)
