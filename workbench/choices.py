@@ -213,6 +213,7 @@ class KVParts(Choice):
     OFF = "off", "one"
     PARALLEL_BLOCKS = "parallel_blocks", "as many for each query row as fill the device"
     STREAM_K = "stream_k", "every block has as many tiles, which may be of several query rows"
+    AUTO = "auto", "by size: parallel_blocks, or one where a head's cells are few"
 
 
 class Activations(Choice):

@@ -303,9 +303,10 @@ OTHERS = {
     "embedded": f"kept {REGIONS} sync=auto",
     "host": f"kept {REGIONS} sync=auto",
 }
+PARTS = f"kv_parts={','.join(Toggles.values('kv_parts'))}"
 SKIPS = f"skip_masked_kv={','.join(Toggles.values('skip_masked_kv'))}"
 BOTH = ("kv_cache=unified,per_sequence", "kv_growth=step,geometric,full",
-        "kv_parts=off,parallel_blocks,stream_k", SKIPS)  # fmt: skip
+        PARTS, SKIPS)  # fmt: skip
 COMPARED_TOGETHER = {
     "cuda": (*BOTH, "fuse=off,on", "defer_norm=off,on,one", "pdl=off,on",
              "graph_reuse=rebuild,set_rows"),
@@ -357,7 +358,7 @@ def _skipped() -> Iterator[Row]:
         yield Row(SKIP_STEP, f"skip-gate-{model}", "ab", model, "pp512,pp4096", "best",
                   sets(*ways), "prompts, 512 at once, gate open", n_ctx=8448)  # fmt: skip
         yield Row(SKIP_STEP, f"parts-one-{model}", "ab", model, "tg64,tg64@d2048,tg64@d8192",
-                  "best", "kv_parts=off,parallel_blocks,stream_k", "deep caches",
+                  "best", PARTS, "deep caches",
                   n_ctx=8448)  # fmt: skip
 
 

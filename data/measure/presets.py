@@ -18,13 +18,20 @@ def presets(_: Recorded) -> Iterator[Line]:
 
 
 def best(_: Recorded) -> Iterator[Line]:
-    """A toggle of `best` on a kind of device: its value, how it won, and where. Of values that won
-    together also what stands for each where a device cannot have them all."""
-    rows = [(kind, *row) for kind, every in best_rows().items() for row in every.items()]
-    together = any("alone" in row for _, _, row in rows)
-    for kind, name, row in rows:
+    """A toggle of `best` on a kind of device, for one sequence or several: its value, how it won,
+    and where. Of values that won together also what stands for each where a device cannot have them
+    all."""
+    rows = [
+        (kind, wanted, *row)
+        for kind, sets in best_rows().items()
+        for wanted, every in sets.items()
+        for row in every.items()
+    ]
+    together = any("alone" in row for *_, row in rows)
+    for kind, wanted, name, row in rows:
         runs = ", ".join(f"`{run}`" for run in row["runs"])
-        cells = {"device": kind, "toggle": f"`{name}={row['value']}`", "won by": row["by"]}
+        cells = {"device": kind, "sequences": wanted, "toggle": f"`{name}={row['value']}`",
+                 "won by": row["by"]}  # fmt: skip
         if together:
             alone = row.get("alone") or {"value": Toggles().value_of(name)}
             cells["alone"] = f"`{name}={alone['value']}`" if "alone" in row else ""

@@ -16,7 +16,7 @@ from data.measure.recorded import Recorded
 from workbench.bench.arms import parse_changes
 from workbench.config import Toggles
 from workbench.errors import UsageError
-from workbench.presets import best_together
+from workbench.presets import best_set
 
 WHOLE = parse_changes(SETS["embedded"][1])
 ALONE = {"sync": "auto", "graph_reuse": "set_rows"}
@@ -34,7 +34,8 @@ def won(monkeypatch):
         name: row(value, alone=row(ALONE[name]) if name in ALONE else None)
         for name, value in WHOLE.items()
     }
-    table = json.loads(json.dumps(dict.fromkeys(("cuda", "embedded", "host"), rows)))
+    sets = {"one": rows, "several": {}}
+    table = json.loads(json.dumps(dict.fromkeys(("cuda", "embedded", "host"), sets)))
     for module in ("workbench.presets", "data.measure.presets"):
         monkeypatch.setattr(f"{module}.best_rows", lambda: table)
     return table
@@ -78,7 +79,12 @@ def test_what_is_changed_can_rule_the_whole_out(tiny_model):
 
 def test_a_word_of_the_end_goes_with_the_launch_ahead_it_tells_of(tiny_model, won):
     """The rest of the set stays: plans of steps with direct results."""
-    won["embedded"]["plan_end"] = {"value": "word", "by": "made up", "runs": [], "alone": None}
+    won["embedded"]["one"]["plan_end"] = {
+        "value": "word",
+        "by": "made up",
+        "runs": [],
+        "alone": None,
+    }
     with load(tiny_model) as engine:
         whole = Toggles(**ALONE | WHOLE | {"plan_end": "word"})
         assert engine.resolve("best") == whole
@@ -94,4 +100,4 @@ def test_the_page_says_what_stands_for_each_value_alone():
     assert lines["`sync=packed_implicit`"]["alone"] == "`sync=auto`"
     assert lines["`plans=ours`"]["alone"] == "`plans=off`"
     assert lines["`graph_reuse=set_rows`"]["alone"] == ""
-    assert best_together()["cuda"] == WHOLE
+    assert best_set("cuda", "one").together == WHOLE

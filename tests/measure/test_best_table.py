@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from data.measure import best_table
-from data.measure.matrix import SETS
+from data.measure.matrix import SETS, SETS_SEVERAL
 from workbench.bench.arms import switched
 from workbench.bench.comparison import AB
 from workbench.bench.results import COMPLETE, Run, SampleTable
 from workbench.bench.stats import SAME
 from workbench.config import Toggles
-from workbench.presets import best_table as committed
+from workbench.presets import best_set
 
 
 def test_the_committed_table_is_what_the_recorded_runs_say():
@@ -22,13 +22,14 @@ def test_the_committed_table_is_what_the_recorded_runs_say():
     assert best_table.TABLE.read_text() == best_table.text(made), (
         "python -m data.measure.best_table"
     )
-    for kind, rows in made.items():
-        Toggles(**committed()[kind])  # legal together
-        for name, row in rows.items():
-            assert row["runs"] or best_table.SAFE_ON[kind][name] == row["value"], (
-                f"{name} rests on nothing"
-            )
-            assert all((best_table.RESULTS / run).is_dir() for run in row["runs"])
+    for kind, sets in made.items():
+        for wanted, rows in sets.items():
+            Toggles(**best_set(kind, wanted).values)  # legal together
+            for name, row in rows.items():
+                assert row["runs"] or best_table.SAFE[name] == row["value"], (
+                    f"{name} rests on nothing"
+                )
+                assert all((best_table.RESULTS / run).is_dir() for run in row["runs"])
 
 
 def test_a_quiet_machine_s_runs_would_fill_the_table():
@@ -123,9 +124,11 @@ def test_a_set_that_did_not_win_changes_nothing(run):
     }  # fmt: skip
 
 
-def test_sets_on_cuda_stand_beside_what_won_there_one_by_one():
-    singly = {k: v for k, v in committed(alone=True)["cuda"].items() if k in best_table.TOGETHER}
-    first, *others = (switched(Toggles(), spec).to_dict() for spec in SETS["cuda"])
+@pytest.mark.parametrize(("wanted", "sets"), [("one", SETS), ("several", SETS_SEVERAL)])
+def test_sets_on_cuda_stand_beside_what_won_there_one_by_one(wanted, sets):
+    alone = best_set("cuda", wanted).alone
+    singly = {k: v for k, v in alone.items() if k in best_table.TOGETHER}
+    first, *others = (switched(Toggles(), spec).to_dict() for spec in sets["cuda"])
     assert {name: first[name] for name in best_table.TOGETHER} == {
         name: singly.get(name, Toggles().value_of(name)) for name in best_table.TOGETHER
     }

@@ -11,7 +11,7 @@ from data.measure import streams
 from data.measure.recorded import NOT_MEASURED, Recorded
 from data.measure.tables import block
 from tests.peer_runs import CONTROL, write
-from workbench.presets import best_table
+from workbench.presets import best_set
 
 MODEL = "llama-3-8b-q8_0"
 
@@ -73,7 +73,9 @@ def test_the_page_says_where_it_ran_or_that_it_did_not(recorded, tmp_path):
 def test_the_page_says_on_which_models_streams_win_over_fusion(recorded):
     said = streams.either(recorded)
     assert ": slower on llama-3-8b Q8_0 (0.960). `streams=1`" in said
-    assert best_table()["cuda"].get("streams", "1") == "1", "what the sentence says of the preset"
+    assert best_set("cuda", "one").values.get("streams", "1") == "1", (
+        "what the sentence says of the preset"
+    )
 
 
 def overlap(us: list[float], **of: object) -> dict:

@@ -55,7 +55,5 @@ def test_auto_goes_by_size(n_tokens, n_kv, n_seqs, regions, wanted):
     shape = StepShape(n_tokens, 1, n_kv, n_seqs)
     assert way_of("reference", "auto", shape, regions) == wanted
     assert way_of("never", "auto", shape, regions) == "off"
-    assert way_of("always", "auto", shape, regions) == ("classes" if wanted == "classes" else
-                                                        "classes" if n_tokens // max(
-                                                            n_seqs if regions else 1, 1) >= 1024
-                                                        else "tail")  # fmt: skip
+    rows = n_tokens // (n_seqs if regions else 1)
+    assert way_of("always", "auto", shape, regions) == ("classes" if rows >= 1024 else "tail")

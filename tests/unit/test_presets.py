@@ -16,8 +16,7 @@ from workbench.backend.null import open_backend
 from workbench.config import FAMILIES, TogglePreset, Toggles
 from workbench.engine.wanted import resolve
 from workbench.errors import DeviceError, UsageError
-from workbench.presets import best_table as committed
-from workbench.presets import fixed_presets, preset_names
+from workbench.presets import best_set, best_sets, fixed_presets, preset_names, preset_words
 from workbench.program.capabilities import Capabilities
 
 FUSIONS = Toggles.members("fuse")
@@ -123,7 +122,8 @@ def test_a_clash_names_both_and_whose_they_are(monkeypatch):
 class Opened:
     """What `resolve` asks: a device of a kind with capabilities."""
 
-    def __init__(self, device: str, able: Capabilities):
+    def __init__(self, device: str, able: Capabilities, n_seqs: int = 1):
+        self.config = wb.EngineConfig(n_seqs=n_seqs)
         self.device, self.backend = device, open_backend()
         self.backend.capabilities = able
         self.backends = [open_backend(), self.backend]
@@ -135,12 +135,31 @@ GPU = Capabilities(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize(("n_seqs", "wanted"), [(1, "one"), (2, "several"), (128, "several")])
+def test_best_is_the_set_for_as_many_sequences_as_an_engine_has(n_seqs, wanted):
+    opened = Opened("cuda", GPU, n_seqs)
+    assert resolve("best", opened) == Toggles(**best_set("cuda", wanted).values)
+    for n, of in ((1, "one"), (8, "several")):
+        sized = TogglePreset("best").for_sequences(n)
+        assert resolve(sized, opened) == Toggles(**best_set("cuda", of).values)
+    assert sized != TogglePreset("best") and str(sized) == "best"
+    assert sized.switched("sync", "per_copy").n_seqs == 8
+
+
+def test_the_words_of_presets_name_every_set():
+    words = preset_words()
+    for kind, wanted, found in best_sets():
+        (line,) = [w for w in words if w.startswith(f"best for {wanted} sequence") and
+                   f" on {kind}: " in w]  # fmt: skip
+        assert all(f"{name}={value}" in line for name, value in found.values.items())
+
+
 def test_best_is_what_won_there_and_leaves_out_what_a_device_cannot():
     best = Toggles.preset("best")
     assert repr(best) == "Toggles.preset('best')" and best == TogglePreset("best")
     whole = resolve(best, Opened("cuda", GPU))
     assert whole == resolve(None, Opened("cuda", GPU)) == resolve("best", Opened("cuda", GPU))
-    assert whole == Toggles(**committed()["cuda"])
+    assert whole == Toggles(**best_set("cuda", "one").values)
     old = resolve(best, Opened("cuda", dataclasses.replace(GPU, programmatic=False)))
     assert old == dataclasses.replace(whole, pdl="off")
     plain = dataclasses.replace(GPU, asynchronous_copies=False, events=False)
@@ -155,7 +174,7 @@ def test_best_is_what_won_there_and_leaves_out_what_a_device_cannot():
 def test_what_is_given_beside_best_stays_even_where_it_is_the_baseline_s(changes):
     """What won together goes as a whole where a change rules it out. Without a launch ahead there
     is no word of its end."""
-    alone = committed(alone=True)["cuda"]
+    alone = best_set("cuda", "one").alone
     clash = clashing(alone, changes)
     try:
         found = resolve(Toggles.preset("best", **changes), Opened("cuda", GPU))
@@ -175,15 +194,18 @@ def test_what_is_given_beside_best_stays_even_where_it_is_the_baseline_s(changes
 def test_an_engine_has_best_unless_told_otherwise(tiny_model):
     path = tiny_model("tiny-llama", "Q8_0")
     with wb.Engine.load(path, device="embedded", n_ctx=64) as engine:
-        assert engine.preset == "best"
-        assert engine.toggles == Toggles(**committed()["embedded"])
-        assert engine.chosen.startswith("best on embedded: sync=")
+        assert engine.preset == "best for one sequence"
+        assert engine.toggles == Toggles(**best_set("embedded", "one").values)
+        assert engine.chosen.startswith("best for one sequence on embedded: sync=")
         with engine.variant("baseline") as plain:
             assert plain.toggles == Toggles() and plain.preset == "baseline"
             assert plain.chosen == "baseline on embedded: everything off"
         with engine.variant(Toggles.preset("best", sync="per_copy")) as one:
             assert one.sync_mode == "per_copy" and one.toggles.graph_reuse == "set_rows"
-            assert one.chosen.startswith("best with sync=per_copy on embedded: ")
+            assert one.chosen.startswith("best with sync=per_copy for one sequence on embedded: ")
+        with wb.Engine.load(path, device="embedded", n_ctx=64, n_seqs=2) as two:
+            assert two.preset == "best for several sequences"
+            assert two.toggles == Toggles(**best_set("embedded", "several").values)
         with engine.variant(Toggles(pdl="off")) as given_:
             assert given_.preset == "as given"
         with pytest.raises(DeviceError, match=r"use pdl=off; pdl=on is of preset llama\.cpp"):

@@ -216,11 +216,15 @@ class Experiment:
 def describe(engine: Engine, workload: Workload) -> dict[str, Any]:
     """What a token of the test (or its first ubatch, if it generates none) issues: the pattern, and
     per step the waits, copies, launches and bytes. It is the proof that a toggle removed work."""
-    n_ubatch, prompt = engine.config.n_ubatch, workload.n_prompt_tokens
-    n_tokens = min(workload.width if workload.n_gen else prompt, n_ubatch)
-    n_past = workload.n_depth + (prompt if workload.n_gen else 0)
-    n_outputs = n_tokens if workload.n_gen else 1
-    program = engine.program(n_tokens=n_tokens, n_outputs=n_outputs, n_past=n_past)
+    n_ubatch, prompt = engine.config.n_ubatch, workload.n_prompt
+    if workload.n_gen:
+        n_tokens = n_seqs = n_outputs = min(workload.width, n_ubatch)
+        n_past = workload.n_depth + prompt
+    else:
+        n_tokens, n_past = min(workload.n_prompt_tokens, n_ubatch), workload.n_depth
+        n_seqs = -(-n_tokens // prompt)
+        n_outputs = max(1, n_tokens // prompt)
+    program = engine.program(n_tokens, n_outputs, n_past, n_seqs)
     return {
         "n_tokens": n_tokens,
         "pattern": program.pattern(),

@@ -210,16 +210,27 @@ _ROWS: dict[Outputs, Callable[[int, int], np.ndarray]] = {
 
 
 def step_shape(
-    n_tokens: int, n_outputs: int, n_past: int, n_ubatch: int, growth: Growth, room: Room
+    n_tokens: int,
+    n_outputs: int,
+    n_past: int,
+    n_ubatch: int,
+    growth: Growth,
+    room: Room,
+    n_seqs: int = 1,
 ) -> StepShape:
-    """The shape of a step behind n_past tokens. Raises UsageError where no step has it."""
+    """The shape of a step of n_seqs sequences, each with n_past tokens before it. Raises UsageError
+    where no step has it."""
     if not (1 <= n_tokens <= n_ubatch and 0 <= n_outputs <= n_tokens and n_past >= 0):
         raise UsageError(
             f"n_tokens={n_tokens}, n_outputs={n_outputs}, n_past={n_past}: a step has 1 to "
             f"{n_ubatch} tokens (n_ubatch) and at most an output of each"
         )
-    room.check(n_past, n_tokens)
-    return StepShape(n_tokens, n_outputs, growth.extent(n_past + n_tokens))
+    if not 1 <= n_seqs <= n_tokens:
+        raise UsageError(f"n_seqs={n_seqs}: a step of {n_tokens} tokens is of 1 to {n_tokens}")
+    in_a_region = 1 if room.n_regions > 1 else n_seqs  # sequences
+    used, new = n_past * in_a_region, -(-n_tokens // n_seqs) * in_a_region
+    room.check(used, new)
+    return StepShape(n_tokens, n_outputs, growth.extent(used + new), n_seqs)
 
 
 def prompt_shapes(n_prompt: int, n_decoded: int, n_ubatch: int, growth: Growth) -> list[StepShape]:

@@ -280,11 +280,15 @@ class Engine:
 
     # what is behind -----------------------------------------------------------------------------
 
-    def program(self, n_tokens: int = 1, n_outputs: int = 1, n_past: int = 0) -> Program:
-        """The program a step of this shape would issue. Raises UsageError where no step has it."""
+    def program(
+        self, n_tokens: int = 1, n_outputs: int = 1, n_past: int = 0, n_seqs: int = 1
+    ) -> Program:
+        """The program that a step of this shape would issue: n_tokens of n_seqs sequences, each
+        with n_past tokens before. Raises UsageError where no step has it."""
         shape = step_shape(
-            n_tokens, n_outputs, n_past, self.config.n_ubatch, self.cache.growth, self.cache.room
-        )
+            n_tokens, n_outputs, n_past, self.config.n_ubatch, self.cache.growth, self.cache.room,
+            n_seqs,
+        )  # fmt: skip
         return self._made.of(shape, cell=n_past)
 
     def programs(self, n_prompt: int, n_decoded: int = 0, laps: int = 1) -> list[Program]:
