@@ -315,6 +315,9 @@ COMPARED_TOGETHER = {
 }  # fmt: skip
 
 
+SMALL = ("defer-norm", "pdl")
+
+
 def _several() -> Iterator[Row]:
     """What preset `best` has for several sequences: toggles one by one, then sets of them."""
     of = {"cuda": (TOGETHER, "pp512+tg32@b8,pp512+tg32@b32", 32 * 768, 32),
@@ -326,20 +329,24 @@ def _several() -> Iterator[Row]:
 
         def row(
             name: str, toggles: str, compared: str, tests: str = tests, n_ctx: int = n_ctx,
-            n_seqs: int = n_seqs, n_ubatch: int = 512,
+            n_seqs: int = n_seqs, n_ubatch: int = 512, rounds: int = 5,
             device: str = device, model: str = model, suffix: str = suffix, step: str = step,
         ) -> Row:  # fmt: skip
             return Row(step, f"several-{name}{suffix}", "ab", model, tests, toggles, compared,
-                       f"{device}, several sequences", n_ctx=n_ctx, n_seqs=n_seqs,
+                       f"{device}, several sequences", rounds=rounds, n_ctx=n_ctx, n_seqs=n_seqs,
                        n_ubatch=n_ubatch, device=device)  # fmt: skip
 
         for compared in COMPARED_TOGETHER[device]:
             name = compared.partition("=")[0].replace("_", "-")
             some = tests.split(",")[-1] if compared.startswith(("graph_reuse", "skip")) else tests
-            yield row(name, OTHERS[device], compared, some)
+            small = name in SMALL and device == "cuda"  # effects of some percent
+            some = some.replace("tg32", "tg128") if small else some
+            yield row(name, OTHERS[device], compared, some, rounds=10 if small else 5)
         if device == "cuda":  # prompts that are longer than the gate wants of a region
             yield row("skip-prompts", OTHERS[device], SKIPS, "pp4096+tg8@b4,pp8192+tg8@b4",
                       4 * 8448, 4, 4096)  # fmt: skip
+            yield row("deep-parts", OTHERS[device], PARTS, "pp4096+tg64@b2,pp4096+tg64@b4",
+                      4 * 4352, 4)  # fmt: skip
         if device in SETS_SEVERAL:
             background = OTHERS[device].partition(f" {STEP}")[0]
             yield row("sets", background, sets(*SETS_SEVERAL[device]))
