@@ -20,7 +20,7 @@ _TOKENS = f"{_PREFIX}tokens"
 
 
 def check_vocabulary(file: GGUFFile) -> None:
-    """Compares all that a file says of how many tokens there are, and of which are special.
+    """Compares all numbers of tokens in a file, and looks whether special ids are tokens.
 
     The measure is the list of tokens, or without one the rows of the embedding; a file with neither
     passes. Raises ModelFileError, one line with both numbers, where the scores, the types, the rows
