@@ -78,13 +78,19 @@ def test_an_output_of_other_rows(source, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("bos", N), ("eos", N), ("eot", N + 1), ("unknown", N), ("padding", (1 << 32) - 1),
-     ("seperator", (1 << 32) - 1), ("mask", N), ("fim_pad", N), ("prefix", N)],
+    [("bos", N), ("eos", N), ("eot", N + 1), ("eom", (1 << 32) - 1), ("unknown", N),
+     ("padding", N), ("seperator", N), ("mask", N), ("fim_pad", N), ("prefix", N)],
 )  # fmt: skip
 def test_a_special_id_that_is_no_token(source, tmp_path, name, value):
     key = f"{T}{name}_token_id"
     line = refusal(edited(source, tmp_path / "m.gguf", keys={key: value}))
     assert f"'{key}' is {value}, outside the vocabulary of {N}" in line
+
+
+def test_an_id_without_effect_may_name_no_token(source, tmp_path):
+    """As older converters wrote it, in llama.cpp's own smallest test model, too."""
+    none = {f"{T}{name}_token_id": (1 << 32) - 1 for name in ("padding", "seperator")}
+    assert Model(edited(source, tmp_path / "m.gguf", keys=none)).n_vocab == N
 
 
 def test_a_file_without_tokens_still_opens(tiny_model, tmp_path):

@@ -174,7 +174,10 @@ TOKENIZER_KEYS: tuple[FileKey, ...] = (
 FILE_KEYS: tuple[FileKey, ...] = (
     FileKey("general.architecture", Use.HONOURED, "an entry of architectures.py"),
     FileKey("general.alignment", Use.HONOURED, "what every tensor's offset is a multiple of"),
-    FileKey("general.name", Use.HONOURED, "what tables and run folders call the model"),
+    FileKey(
+        "general.name", Use.HONOURED, "what tables and run folders call the model; llama.cpp drops "
+        "spaces behind special tokens where it has phi-3 in it",
+    ),
     FileKey("general.file_type", Use.WITHOUT_EFFECT, "each tensor says its type"),
     FileKey("split.no", Use.HONOURED, "which part of a model in several files"),
     FileKey("split.count", Use.HONOURED, "how many parts there are"),

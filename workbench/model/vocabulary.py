@@ -13,10 +13,14 @@ import numpy as np
 from workbench.errors import ModelFileError
 from workbench.model.gguf import GGUFFile
 from workbench.model.gguf_walk import REWRITE, StringArray, shown
+from workbench.model.metadata import TOKENIZER_KEYS, Use
 
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 _PREFIX = "tokenizer.ggml."
 _TOKENS = f"{_PREFIX}tokens"
+# what older converters wrote where there is no such token; let pass in keys without effect
+_NO_TOKEN = (-1, (1 << 32) - 1)
+_WITHOUT_EFFECT = {key.name for key in TOKENIZER_KEYS if key.use == Use.WITHOUT_EFFECT}
 
 
 def check_vocabulary(file: GGUFFile) -> None:
@@ -25,7 +29,7 @@ def check_vocabulary(file: GGUFFile) -> None:
     The measure is the list of tokens, or without one the rows of the embedding; a file with neither
     passes. Raises ModelFileError, one line with both numbers, where the scores, the types, the rows
     of embedding and output, or `vocab_size` are more or fewer. It also does for a special id that
-    is no token.
+    is no token; an id without effect may say that there is none.
     """
     listed = _length(file, _TOKENS)
     if listed is not None:
@@ -40,7 +44,7 @@ def check_vocabulary(file: GGUFFile) -> None:
     for key in file.metadata:
         if key.startswith(_PREFIX) and key.endswith("_token_id"):
             value = file.get(key, int)
-            if not 0 <= value < n:
+            if not 0 <= value < n and not (key in _WITHOUT_EFFECT and value in _NO_TOKEN):
                 raise ModelFileError(
                     f"{shown(file.path)}: metadata key {shown(key)!r} is {value}, outside the "
                     f"vocabulary of {n}; {REWRITE}"
