@@ -20,7 +20,7 @@ _PREFIX = "tokenizer.ggml."
 _TOKENS = f"{_PREFIX}tokens"
 # what older converters wrote where there is no such token; let pass in keys without effect
 _NO_TOKEN = (-1, (1 << 32) - 1)
-_WITHOUT_EFFECT = {key.name for key in TOKENIZER_KEYS if key.use == Use.WITHOUT_EFFECT}
+_IDS = {key.name: key.use for key in TOKENIZER_KEYS if key.name.endswith("_token_id")}
 
 
 def check_vocabulary(file: GGUFFile) -> None:
@@ -41,14 +41,13 @@ def check_vocabulary(file: GGUFFile) -> None:
     for what, other in _counts(file):
         if other != n:
             raise ModelFileError(f"{shown(file.path)}: {what} for {n} {those}; {REWRITE}")
-    for key in file.metadata:
-        if key.startswith(_PREFIX) and key.endswith("_token_id"):
-            value = file.get(key, int)
-            if not 0 <= value < n and not (key in _WITHOUT_EFFECT and value in _NO_TOKEN):
-                raise ModelFileError(
-                    f"{shown(file.path)}: metadata key {shown(key)!r} is {value}, outside the "
-                    f"vocabulary of {n}; {REWRITE}"
-                )
+    for key, use in _IDS.items():
+        value = file.get(key, int, 0)
+        if not 0 <= value < n and not (use == Use.WITHOUT_EFFECT and value in _NO_TOKEN):
+            raise ModelFileError(
+                f"{shown(file.path)}: metadata key {key!r} is {value}, outside the vocabulary of "
+                f"{n}; {REWRITE}"
+            )
 
 
 def _counts(file: GGUFFile) -> Iterator[tuple[str, int]]:
