@@ -8,7 +8,9 @@ import pytest
 import workbench as wb
 from tests.edited import edited
 from tests.unit.test_metadata import SAMPLES
+from workbench.errors import ModelFileError
 from workbench.model.architectures import ARCHITECTURES
+from workbench.model.decoder import Model
 from workbench.model.gguf import open_gguf
 from workbench.model.metadata import KEYS, Use
 from workbench.model.tokenizer import load_tokenizer
@@ -95,3 +97,25 @@ def test_an_end_of_turn_typed_normal_is_one_token_of_a_chat(tiny_model, tmp_path
         assert ids[-1].count(end) == 1 and end in tokenizer.eog_ids
         assert tokenizer.decode([end]) == ""
     assert ids[0] == ids[1]
+
+
+SHAPES = {  # a size in the metadata -> the first tensor that contradicts it
+    "embedding_length": (128, "token_embd.weight has shape [1024, 256]"),
+    "attention.head_count": (2, "blk.0.attn_q.weight has shape [256, 256]"),
+    "attention.head_count_kv": (4, "blk.0.attn_k.weight has shape [128, 256]"),
+    "attention.value_length": (32, "value_length differs from key_length"),
+    "feed_forward_length": (256, "blk.0.ffn_gate.weight has shape [512, 256]"),
+    "rope.dimension_count": (32, "rope_freqs.weight has shape [32]"),
+    "block_count": (3, "blk.2.attn_norm.weight is missing"),
+}
+
+
+@pytest.mark.parametrize("key", SHAPES)
+def test_a_size_that_a_tensor_contradicts_is_refused(tiny_model, tmp_path, key):
+    size, why = SHAPES[key]
+    path = edited(
+        tiny_model("tiny-llama", "Q4_0"), tmp_path / "m.gguf", keys={f"llama.{key}": size}
+    )
+    with pytest.raises(ModelFileError) as caught:
+        Model(path)
+    assert why in str(caught.value) and "\n" not in str(caught.value)
