@@ -35,8 +35,9 @@ def edited(
     """Writes `source` to `out` with changes; returns the file to open.
 
     architecture: another one, whose keys are the source's under its name. keys: metadata to add or
-    replace; None drops one. tensors: to add or replace; None drops one. tensors_a_part: the model
-    in parts of so many tensors, `out` with `-00001-of-...` behind its name.
+    replace, lists as arrays; None drops one. tensors: to add or replace; None drops one.
+    tensors_a_part: the model in parts of so many tensors, `out` with `-00001-of-...` behind its
+    name.
     """
     reader = gguf.GGUFReader(source)
     own = reader.fields["general.architecture"].contents()
@@ -54,7 +55,9 @@ def edited(
         sub = field.types[1] if len(field.types) > 1 else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=sub)
     for name, value in values.items():
-        if value is not None:
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif value is not None:
             writer.add_key_value(name, value, _SCALARS[type(value)])
     changed = dict(tensors or {})
     for tensor in reader.tensors:

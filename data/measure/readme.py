@@ -38,10 +38,13 @@ from data.measure.same_logits import block as same_logits
 from data.measure.tables import Line, Part, Table, block
 from workbench.config import EXACT, FAMILIES, ROUNDING, Toggles
 from workbench.errors import WorkbenchError
+from workbench.model.metadata import KEYS, Use
 from workbench.output import write_text
 
 RESULTS = Path("data/results")
-PAGES = (Path("README.md"), RESULTS / "README.md")  # the first screen; everything
+PAGES = (  # the first screen; everything; model files
+    Path("README.md"), RESULTS / "README.md", Path("workbench/model/README.md"),
+)  # fmt: skip
 ANSWERS = {EXACT: "bit-equal", ROUNDING: "within a tolerance"}
 BLOCK = re.compile(r"(<!-- begin (\S+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
@@ -98,8 +101,18 @@ def _families(names: Iterable[str]) -> Iterable[str]:
     )
 
 
+def keys(_: Recorded) -> Iterator[Line]:
+    """The metadata keys of model files, a line each, those with one use together."""
+    for key in sorted(KEYS, key=lambda key: [*Use].index(key.use)):
+        own = "; llama.cpp does not read it" if key.only_here else ""
+        yield Line(
+            {"key": f"`{key.name}`", "here": str(key.use), "what it says, or why": key.why + own}
+        )
+
+
 BLOCKS: dict[str, list[Part]] = {
     "rooms": [Table("Rooms", rooms)],
+    "keys": [Table("Keys", keys)],
     "timelines": [picture],
     **mechanisms.BLOCKS,
     **blocks.BLOCKS,

@@ -294,7 +294,10 @@ def test_lone_surrogates_and_ids_outside_the_vocabulary(tmp_path):
         (bpe_keys(tokens=None), "tokenizer.ggml.tokens"),
         (bpe_keys(tokens="x"), "tokenizer.ggml.tokens"),
         (bpe_keys(tokens=[1, 2]), "tokenizer.ggml.tokens"),
-        (bpe_keys(tokens=["a", "b", "a"], token_type=[1, 1, 1]), "holds 'a' twice"),
+        (
+            bpe_keys(tokens=["a", "b", "a"], token_type=[1, 1, 1], bos_token_id=0, eos_token_id=1),
+            "holds 'a' twice",
+        ),
         (bpe_keys(token_type=[1, 3]), "token_type' has 2 entries for 261"),
         (bpe_keys(token_type=["x"] * 261), "token_type' holds more than int"),
         (bpe_keys(merges=None), "tokenizer.ggml.merges"),

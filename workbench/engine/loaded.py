@@ -136,6 +136,8 @@ class Loaded:
         model, new = self.model, self.model.expanded
         if new:
             print(f"expanding {described(new, model.expand)}", file=sys.stderr)
+        for note in model.notes:
+            print(note, file=sys.stderr)
         position = attrgetter("part", "offset")
         weights = sorted(model.weights, key=lambda t: position(model.stored(t)))
         kept = {t: self.placement.keepers(t, model.output) for t in weights}

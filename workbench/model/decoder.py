@@ -25,8 +25,8 @@ from workbench.model.gguf import GGUFFile, TensorInfo, model_hash, open_gguf
 from workbench.model.gguf_walk import shown
 from workbench.model.hparams import HParams, read_hparams
 from workbench.model.inputs import DRAWS, OUT_SEQS, input_of
-
-EMBEDDING = "token_embd.weight"
+from workbench.model.metadata import notes
+from workbench.model.vocabulary import EMBEDDING, OUTPUT, check_vocabulary
 
 
 class Model:
@@ -34,7 +34,9 @@ class Model:
 
     expand: as EngineConfig has it, and cache_types: of K and of V. Raises ModelFileError where a
     tensor is missing, is one that the architecture does not use, or has a shape the
-    hyper-parameters rule out. UsageError for a cache type that heads of this size cannot have.
+    hyper-parameters rule out. It also does where the file contradicts itself about its vocabulary
+    (`check_vocabulary`), and for metadata that is refused (`metadata.py`). UsageError for a cache
+    type that heads of this size cannot have.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Model:
         self.path = Path(path)
         try:
             self.hparams: HParams = read_hparams(self.file)
+            check_vocabulary(self.file)
             heads = (self.hparams.head_dim,) * 2
             self.cache_dtypes = cache_dtypes(path, cache_types, heads)
             self._weights: dict[str, Tensor] = {}
@@ -67,10 +70,8 @@ class Model:
         self.n_vocab = int(self._info(EMBEDDING).shape[0])
         self.embedding = self._need(EMBEDDING, self.n_vocab, h.n_embd)
         self.output_norm = self._need("output_norm.weight", h.n_embd, dtype=F32)
-        untied = "output.weight" in self.file.tensors
-        self.output = (
-            self._need("output.weight", self.n_vocab, h.n_embd) if untied else (self.embedding)
-        )
+        untied = OUTPUT in self.file.tensors
+        self.output = self._need(OUTPUT, self.n_vocab, h.n_embd) if untied else self.embedding
         slowed = h.traits.rope_factors and "rope_freqs.weight" in self.file.tensors
         self.rope_freqs = (
             self._need("rope_freqs.weight", h.n_rot // 2, dtype=F32) if slowed else None
@@ -158,6 +159,11 @@ class Model:
             return expanded(data, self.stored(weight), weight.dtype, n_workers, progress)
         except ModelFileError as error:
             raise ModelFileError(f"{self.path}: {error}") from None
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each key of the metadata that makes answers differ from llama.cpp's."""
+        return notes(self.file, self.architecture)
 
     @cached_property
     def name(self) -> str:

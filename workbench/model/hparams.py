@@ -9,9 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from workbench.errors import ModelFileError
 from workbench.model.architectures import ARCHITECTURES, Architecture
 from workbench.model.gguf import GGUFFile
+from workbench.model.metadata import ARCHITECTURE_KEYS, refuse
 
 
 @dataclass(frozen=True)
@@ -55,30 +58,47 @@ class HParams:
 
 
 def read_hparams(file: GGUFFile) -> HParams:
-    """Raises ModelFileError for an unknown architecture, a missing key or an impossible size."""
+    """Raises ModelFileError for an unknown architecture, a missing key or an impossible size, and
+    for what `metadata.ARCHITECTURE_KEYS` refuses."""
     arch = file.get("general.architecture", str)
     if arch not in ARCHITECTURES:
         raise ModelFileError(
             f"{file.path}: architecture {arch!r} is not supported; use a model of "
             f"{', '.join(ARCHITECTURES)}"
         )
+    refuse(file, arch, ARCHITECTURE_KEYS)
+
+    def size(key: str, value: int) -> int:
+        if not 0 < value < 1 << 31:
+            raise ModelFileError(f"{file.path}: {arch}.{key} = {value} is not a possible size")
+        return value
 
     def number(key: str, default: int | None = None) -> int:
         name = f"{arch}.{key}"
-        value = file.get(name, int) if default is None else file.get(name, int, default)
-        if not 0 < value < 1 << 31:
-            raise ModelFileError(f"{file.path}: {name} = {value} is not a possible size")
-        return value
+        return size(key, file.get(name, int) if default is None else file.get(name, int, default))
 
-    n_embd, n_head = number("embedding_length"), number("attention.head_count")
+    def each(key: str, default: int | None = None) -> int:
+        """A size of all layers, which the file may say once for each."""
+        values = file.metadata.get(f"{arch}.{key}")
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
+            return number(key, default)
+        if len(values) != n_layer or (values != values[0]).any():
+            raise ModelFileError(
+                f"{file.path}: {arch}.{key} has {len(values)} sizes, {n_layer} equal ones are "
+                "supported; use a model whose layers are alike"
+            )
+        return size(key, int(values[0]))
+
+    n_layer = number("block_count")
+    n_embd, n_head = number("embedding_length"), each("attention.head_count")
     head_dim = number("attention.key_length", max(1, n_embd // n_head))
     h = HParams(
         architecture=arch,
-        n_layer=number("block_count"),
+        n_layer=n_layer,
         n_embd=n_embd,
-        n_ff=number("feed_forward_length"),
+        n_ff=each("feed_forward_length"),
         n_head=n_head,
-        n_head_kv=number("attention.head_count_kv", n_head),
+        n_head_kv=each("attention.head_count_kv", n_head),
         head_dim=head_dim,
         n_rot=number("rope.dimension_count", head_dim),
         n_ctx_train=number("context_length"),
@@ -88,13 +108,13 @@ def read_hparams(file: GGUFFile) -> HParams:
         window=_window(file, arch),
     )
     value_length = number("attention.value_length", head_dim)
-    n_experts = file.get(f"{arch}.expert_count", int, 0)
+    n_embd_out = file.get(f"{arch}.embedding_length_out", int, 0)
     problems = {
         "attention.head_count is no multiple of head_count_kv": h.n_head % h.n_head_kv != 0,
         "rope.dimension_count is odd or above the head size": h.n_rot % 2 or h.n_rot > h.head_dim,
         "attention.value_length differs from key_length": value_length != head_dim,
         "block_count is above 4096": h.n_layer > 4096,
-        "expert_count is not 0 (mixtures of experts are not supported)": n_experts != 0,
+        "embedding_length_out differs from embedding_length": n_embd_out not in (0, n_embd),
         "layer_norm_rms_epsilon is not a small positive number": not 0 < h.eps < 1,
         "rope.freq_base is not positive": not h.theta_base > 0,
     }
@@ -128,12 +148,6 @@ def _freq_scale(file: GGUFFile, arch: str) -> float:
         raise ModelFileError(
             f"{file.path}: {arch}.rope.scaling.type {kind!r} is not supported; "
             "use a model with none or linear scaling"
-        )
-    stretched = file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0)
-    if stretched != 1:
-        raise ModelFileError(
-            f"{file.path}: {arch}.rope.scaling.attn_factor = {stretched} is not supported; use a "
-            "model without it"
         )
     keys = (f"{arch}.rope.scaling.factor", f"{arch}.rope.scale_linear")
     key = next((k for k in keys if k in file.metadata), None)

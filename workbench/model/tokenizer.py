@@ -20,21 +20,26 @@ from typing import Any
 from workbench.errors import ModelFileError, UsageError
 from workbench.model.gguf import GGUFFile
 from workbench.model.gguf_walk import shown
+from workbench.model.metadata import TOKENIZER_KEYS, refuse
 from workbench.model.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
+from workbench.model.special_tokens import (
+    BYTE,
+    CONTROL,
+    END_KEYS,
+    NORMAL,
+    ROLES,
+    UNKNOWN,
+    USER_DEFINED,
+    special_tokens,
+)
+from workbench.model.vocabulary import check_vocabulary
 
 _KEY = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _REWRITE = "convert the model again with a current converter"
+_NAMED = (*END_KEYS, *(key for role in ROLES for key in role.keys))  # keys of token ids
 LONG_TEXT = 1 << 16  # characters; more are tokenised in pieces
 
 # --- what every tokenizer is -----------------------------------------------------------------
-
-# Texts that end a turn, whatever the file calls them.
-_EOG_TEXTS = frozenset({
-    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<|end|>",
-    "<|return|>", "<|call|>", "<end_of_turn>", "<end_of_utterance>", "</s>", "<eos>", "<EOT>",
-    "_<EOT>", "[EOT]", "[EOS]", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
-})  # fmt: skip
 
 
 class Tokenizer:
@@ -57,22 +62,28 @@ class Tokenizer:
             raise self._bad("tokens", f"holds {shown(twice)!r} twice")
         self._tokens = tokens
         untyped = kind == "gpt2" and _KEY + "token_type" not in gguf.metadata
-        self._types = [_NORMAL] * n if untyped else self._numbers(gguf, "token_type", (int,))
+        self._types = [NORMAL] * n if untyped else self._numbers(gguf, "token_type", (int,))
 
-        specials = [
-            i for i, t in enumerate(self._types) if t in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-        ]
+        spm = kind == "llama"
+        if spm and (wrong := [i for i, t in enumerate(self._types) if not NORMAL <= t <= BYTE]):
+            what = f"holds {self._types[wrong[0]]} at {wrong[0]}, which is no type"
+            raise self._bad("token_type", what)
+        self.bos_id = gguf.get(_KEY + "bos_token_id", int, 1 if spm and n > 1 else None)
+        self.eos_id = gguf.get(_KEY + "eos_token_id", int, 2 if spm and n > 2 else None)
+        named = {key: gguf.get(_KEY + key, int, None) for key in _NAMED}
+        named["eos_token_id"] = self.eos_id
+        special = special_tokens(self._ids, {k: i for k, i in named.items() if i is not None})
+        self.eog_ids = special.ends
+        for i, known in special.types.items():
+            if self._types[i] not in (UNKNOWN, BYTE):
+                self._types[i] = known
+
+        specials = [i for i, t in enumerate(self._types) if t in (UNKNOWN, CONTROL, USER_DEFINED)]
         specials.sort(key=lambda i: len(tokens[i].encode()), reverse=True)
         self._specials = [(tokens[i], i) for i in specials]
         self._literal = frozenset(specials)
-        self._silent = frozenset(i for i in specials if self._types[i] != _USER_DEFINED)
+        self._silent = frozenset(i for i in specials if self._types[i] != USER_DEFINED)
 
-        spm = kind == "llama"
-        self.bos_id = self._id(gguf, "bos_token_id", 1 if spm and n > 1 else None)
-        self.eos_id = self._id(gguf, "eos_token_id", 2 if spm and n > 2 else None)
-        ends = {self.eos_id, *(self._id(gguf, f"{e}_token_id", None) for e in ("eot", "eom"))}
-        ends |= {self._ids[t] for t in _EOG_TEXTS if t in self._ids}
-        self.eog_ids = frozenset(i for i in ends if i is not None)
         pre = PRE_TOKENIZERS.get(gguf.get(_KEY + "pre", str, "default"))
         default = self.bos_id is not None and (spm or (pre is not None and pre.add_bos))
         self._add_bos = gguf.get(_KEY + "add_bos_token", bool, default)
@@ -144,17 +155,9 @@ class Tokenizer:
     def _numbers(self, gguf: GGUFFile, name: str, types: tuple[type, ...]) -> list[Any]:
         """A metadata array with one number for each token."""
         values = gguf.get(_KEY + name, list)
-        if len(values) != self.n_vocab:
-            raise self._bad(name, f"has {len(values)} entries for {self.n_vocab} tokens")
         if not all(isinstance(v, types) for v in values):
             raise self._bad(name, f"holds more than {' and '.join(t.__name__ for t in types)}")
         return values
-
-    def _id(self, gguf: GGUFFile, name: str, default: int | None) -> int | None:
-        value = gguf.get(_KEY + name, int, default)
-        if value is not None and not 0 <= value < self.n_vocab:
-            raise self._bad(name, f"is {value}, outside the vocabulary of {self.n_vocab}")
-        return value
 
     def _bad(self, name: str, what: str) -> ModelFileError:
         return ModelFileError(f"{self._path}: metadata key '{_KEY}{name}' {what}; {_REWRITE}")
@@ -192,7 +195,8 @@ def load_tokenizer(gguf: GGUFFile) -> Tokenizer:
     """The tokenizer that `gguf` describes.
 
     Raises ModelFileError where the description is missing, inconsistent, or of a kind or
-    pre-tokenizer that is not known.
+    pre-tokenizer that is not known. It also does where the file has more or fewer tokens than rows
+    of the embedding (`check_vocabulary`), and for keys that are refused (`metadata.py`).
     """
     kind = gguf.get(_KEY + "model", str)
     if kind not in _ENCODERS:
@@ -200,6 +204,8 @@ def load_tokenizer(gguf: GGUFFile) -> Tokenizer:
             f"{shown(gguf.path)}: tokenizer {shown(kind)!r} (metadata key '{_KEY}model') is not "
             f"known; use --tokens with ids, or a model with one of {', '.join(_ENCODERS)}"
         )
+    check_vocabulary(gguf)
+    refuse(gguf, gguf.metadata.get("general.architecture", ""), TOKENIZER_KEYS)
     return Tokenizer(gguf, kind)
 
 
@@ -293,9 +299,7 @@ def _spm(base: Tokenizer, gguf: GGUFFile) -> _Codec:
     for i, (text, score, kind) in enumerate(zip(base._tokens, scores, base._types, strict=True)):
         if not math.isfinite(score):
             raise base._bad("scores", f"holds {score} at {i}")
-        if not _NORMAL <= kind <= _BYTE:
-            raise base._bad("token_type", f"holds {kind} at {i}, which is no type")
-        if kind == _BYTE:
+        if kind == BYTE:
             byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", text)
             if byte is None:
                 raise base._bad(
@@ -303,11 +307,11 @@ def _spm(base: Tokenizer, gguf: GGUFFile) -> _Codec:
                 )
             bytes_of[i] = bytes.fromhex(byte[1])
         proto.pieces.add(piece=text, score=score, type=kind)
-    if base._types.count(_UNKNOWN) != 1:
-        raise base._bad("token_type", f"names {base._types.count(_UNKNOWN)} unknown tokens, not 1")
+    if base._types.count(UNKNOWN) != 1:
+        raise base._bad("token_type", f"names {base._types.count(UNKNOWN)} unknown tokens, not 1")
     proto.trainer_spec.model_type = pb2.TrainerSpec.BPE
     proto.trainer_spec.byte_fallback = len(set(bytes_of.values())) == 256
-    proto.trainer_spec.unk_id = base._types.index(_UNKNOWN)
+    proto.trainer_spec.unk_id = base._types.index(UNKNOWN)
     proto.normalizer_spec.name = "identity"
     proto.normalizer_spec.add_dummy_prefix = False  # `encode` does, after special tokens too
     proto.normalizer_spec.remove_extra_whitespaces = False

@@ -1,0 +1,106 @@
+"""Which tokens are special by their text, and which of them end generation.
+
+Files often give such tokens a wrong type. So llama.cpp knows them by their texts, whatever type
+they have (`llama_vocab::impl::load`). The names and the exceptions here are the ones it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
+
+# end a turn or an answer, and print nothing
+END_TEXTS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[",
+)  # fmt: skip
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # behind `tokenizer.ggml.`
+
+# are always printed, and one token also where text is taken as text
+SHOWN_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
+
+
+class Role(NamedTuple):
+    """A part that a token plays where gaps in code are filled.
+
+    keys: metadata that names the token, the last one counts.
+    texts: of the token, where no key names it. Such a token prints nothing.
+    ends: whether it ends generation.
+    """
+
+    keys: tuple[str, ...]
+    texts: tuple[str, ...]
+    ends: bool = False
+
+
+ROLES = (
+    Role(("fim_pre_token_id", "prefix_token_id"),
+         ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
+          "<|code_prefix|>", "<|prefix|>")),
+    Role(("fim_suf_token_id", "suffix_token_id"),
+         ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>",
+          "<|code_suffix|>", "<|suffix|>")),
+    Role(("fim_mid_token_id", "middle_token_id"),
+         ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>",
+          "<|code_middle|>", "<|middle|>")),
+    Role(("fim_pad_token_id",),
+         ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"), ends=True),
+    Role(("fim_rep_token_id",),
+         ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"), ends=True),
+    Role(("fim_sep_token_id",), ("<|file_sep|>",), ends=True),
+)  # fmt: skip
+
+
+class NoEnd(NamedTuple):
+    """A text that is no end beside certain other ends.
+
+    beside: sets of other ends; any one of each set must be there.
+    type: what the token is then.
+    """
+
+    text: str
+    beside: tuple[tuple[str, ...], ...]
+    type: int
+
+
+_CALLS = ("<|call|>", "<|calls|>")
+NO_ENDS = (
+    NoEnd("<|end|>", (_CALLS, ("<|return|>", "<|flush|>")), USER_DEFINED),
+    NoEnd("</s>", (("<|tool_response>",),), NORMAL),
+)
+
+
+class Special(NamedTuple):
+    """ends: ids that end generation. types: of tokens whose text decides it, by id."""
+
+    ends: frozenset[int]
+    types: dict[int, int]
+
+
+def special_tokens(ids: Mapping[str, int], named: Mapping[str, int]) -> Special:
+    """ids: of each token by its text. named: of the tokens that the file names, by the key behind
+    `tokenizer.ggml.`."""
+
+    def found(texts: Iterable[str]) -> list[int]:
+        return [ids[text] for text in texts if text in ids]
+
+    ends = set(found(END_TEXTS))
+    types = dict.fromkeys(ends, CONTROL)
+    for role in ROLES:
+        given = [named[key] for key in role.keys if key in named][-1:]
+        tokens = given or found(role.texts)
+        if not given:
+            types |= dict.fromkeys(tokens, CONTROL)
+        if role.ends:
+            ends.update(tokens)
+    types |= dict.fromkeys(found(SHOWN_TEXTS), USER_DEFINED)
+    ends.update(named[key] for key in END_KEYS if key in named)
+    for text, beside, kind in NO_ENDS:
+        if ids.get(text) in ends and all(ends.intersection(found(any_of)) for any_of in beside):
+            ends.discard(ids[text])
+            types[ids[text]] = kind
+    return Special(frozenset(ends), types)
