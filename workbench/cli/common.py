@@ -72,6 +72,8 @@ def load(
     engine = Engine.load(model, config=config, toggles=wanted, variants=variants, check=check)
     say(f"device: {engine.backend.description} ({engine.device_reason})")
     say(f"toggles: {engine.chosen}")
+    if engine.ranges.on:
+        say(f"NVTX ranges: {engine.ranges.words}; they take time (--nvtx off leaves them out)")
     n_ctx, trained = engine.config.n_ctx, engine.model.n_ctx_train
     if n_ctx > trained:
         say(

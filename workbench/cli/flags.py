@@ -20,6 +20,7 @@ from workbench.config import (
     CACHE_TYPES,
     EXPAND,
     FAMILIES,
+    NVTX,
     EngineConfig,
     TogglePreset,
     Toggles,
@@ -131,6 +132,10 @@ class EngineSettings(EngineConfig):
     cache_type_v: Annotated[
         str, flag(f"type of V in the cache: {_CACHED}", "--cache-type-v -ctv")
     ] = "f16"
+    nvtx: Annotated[
+        str,
+        flag(f"NVTX ranges: {', '.join(NVTX)}; auto: where a tool, as nsys, listens to them"),
+    ] = "auto"
     n_batch: Annotated[
         Whole,
         flag(
