@@ -55,8 +55,8 @@ OFF = NoRanges()
 class NvtxRanges(NoRanges):
     """The ranges of one engine, for the thread that uses it.
 
-    depth: how many ranges of this thread are open. kept: what is made once for a program. listens: whether a tool does; without one, each
-    call costs the host some time, and nobody sees it.
+    depth: how many ranges of this thread are open. kept: what is made once for a program.
+    listens: whether a tool does; without one, each call takes time, and nobody sees it.
     """
 
     on = True
