@@ -301,8 +301,11 @@ def environment(folder: Path) -> dict[str, str]:
 def logged(folder: Path) -> list[list[Event]]:
     """What the tool of each process was told, of processes that said anything."""
     found = [path.read_text().splitlines() for path in sorted(folder.glob("*.jsonl"))]
-    return [
-        [Event(*e[:4], tuple(e[4]) if isinstance(e[4], list) else e[4], *e[5:])
-         for e in map(json.loads, lines)]
-        for lines in found if lines
-    ]  # fmt: skip
+    return [[as_event(json.loads(line)) for line in lines] for lines in found if lines]
+
+
+def as_event(row: Sequence[Any]) -> Event:
+    """An event that JSON gives back."""
+    event = Event(*row)
+    numbers = event.payload
+    return event._replace(payload=tuple(numbers)) if isinstance(numbers, list) else event

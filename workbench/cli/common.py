@@ -20,6 +20,7 @@ from workbench.output import check_folder
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
     from workbench.engine.loaded import Loaded
+    from workbench.engine.nvtx_ranges import NoRanges
     from workbench.engine.wanted import Variants
 
 app = App(
@@ -47,6 +48,12 @@ def say_replays(counters: Mapping[str, int]) -> None:
         say(words)
 
 
+def say_ranges(ranges: NoRanges) -> None:
+    """Says that there are NVTX ranges, and whether a tool listens, where there are any."""
+    if ranges.on:
+        say(f"NVTX ranges: {ranges.words}; they take time (--nvtx off leaves them out)")
+
+
 def load(
     model: Path,
     config: EngineConfig,
@@ -72,8 +79,7 @@ def load(
     engine = Engine.load(model, config=config, toggles=wanted, variants=variants, check=check)
     say(f"device: {engine.backend.description} ({engine.device_reason})")
     say(f"toggles: {engine.chosen}")
-    if engine.ranges.on:
-        say(f"NVTX ranges: {engine.ranges.words}; they take time (--nvtx off leaves them out)")
+    say_ranges(engine.ranges)
     n_ctx, trained = engine.config.n_ctx, engine.model.n_ctx_train
     if n_ctx > trained:
         say(
