@@ -21,6 +21,9 @@ from nvtx_injection import Event  # noqa: E402
 
 from workbench.config import EngineConfig  # noqa: E402
 from workbench.engine.asks import Ask  # noqa: E402
+from workbench.engine.nvtx_ranges import OFF  # noqa: E402
+from workbench.engine.phases import PhaseClock  # noqa: E402
+from workbench.engine.watch import PLAIN  # noqa: E402
 from workbench.model.sampler import Sampling  # noqa: E402
 from workbench.serve.messages import Finish  # noqa: E402
 from workbench.serve.worker import WorkerSettings, start  # noqa: E402
@@ -158,6 +161,12 @@ def test_a_traced_command_is_one_range_and_not_two(told):
 def test_what_fails_leaves_no_range_open(told):
     one = told["failing"]
     assert len(one.of("step")) == 2 and one.facts["n_past"] == 0
+
+
+def test_without_a_tool_nothing_is_in_the_way(engine):
+    """The watch of a step and the clock of its phases are those of an engine without ranges."""
+    assert engine.config.nvtx == "auto" and engine.ranges is OFF
+    assert engine._watch_of(0) is PLAIN and type(engine._spent) is PhaseClock
 
 
 # commands -----------------------------------------------------------------------------------------

@@ -86,8 +86,8 @@ class NvtxRanges(NoRanges):
         self._finish()
 
     def unwind(self, depth: int) -> None:
-        """Ends ranges of this thread until no more than `depth` are open: those of work that ended
-        with an error."""
+        """Ends ranges of this thread until no more than `depth` are open. An error has left them
+        open."""
         while self.depth > depth:
             self.pop()
 

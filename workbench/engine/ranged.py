@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 AHEAD = "launch ahead"  # category: of a plan that is launched before its step is submitted
 
 
-class _Marked(NamedTuple):
+class _InRanges(NamedTuple):
     """A call, what ranges begin before it, outermost first, and how many end after it."""
 
     call: Issue
@@ -39,10 +39,10 @@ class _Marks(NamedTuple):
     """Of one program, the calls of its head and of its tail; `ahead`: of its plan, launched ahead.
     late: as `Prepared.late`, empty until that is known."""
 
-    head: list[_Marked]
-    tail: list[_Marked]
+    head: list[_InRanges]
+    tail: list[_InRanges]
     ahead: Any
-    late: list[_Marked]
+    late: list[_InRanges]
 
 
 class RangedWatch(Watch):
@@ -112,7 +112,7 @@ class RangedWatch(Watch):
     def tail(self, prepared: Prepared) -> Iterable[Issue]:
         return self._calls(self._inner.tail(prepared), self._marks_of(prepared).tail)
 
-    def _calls(self, calls: Iterable[Issue], marked: Iterable[_Marked]) -> Iterator[Issue]:
+    def _calls(self, calls: Iterable[Issue], marked: Iterable[_InRanges]) -> Iterator[Issue]:
         """Hands out `calls`, each that is marked in its ranges. Between marked ones, in their
         order, there may be calls of the inner watch."""
         push, pop, left = self._ranges.push, self._ranges.pop, iter(marked)
@@ -139,7 +139,7 @@ def _nothing() -> None:
     """No program has this call."""
 
 
-_NONE = _Marked(_nothing, (), 0)
+_NONE = _InRanges(_nothing, (), 0)
 
 
 def _marks_of(prepared: Prepared, ranges: NvtxRanges) -> _Marks:
@@ -156,11 +156,11 @@ def _marks_of(prepared: Prepared, ranges: NvtxRanges) -> _Marks:
 
 def _marked(
     prepared: Prepared, calls: Iterable[Issue], firsts: Iterable[int], ranges: NvtxRanges
-) -> list[_Marked]:
+) -> list[_InRanges]:
     """Each call in the range of the command that it begins with, inside the range of its split.
     firsts: the number of that command."""
     commands = prepared.program.commands
-    made, before = list[_Marked](), c.RESULT
+    made, before = list[_InRanges](), c.RESULT
     for call, number in zip(calls, firsts, strict=False):
         split, begin = commands[number].split, []
         if split != before != c.RESULT:
@@ -168,7 +168,7 @@ def _marked(
         if split not in (before, c.RESULT):
             begin.append(ranges.attributes(split_name(prepared, split), "split", split))
         begin.append(ranges.attributes(*_range_of(prepared, number)))
-        made.append(_Marked(call, tuple(begin), 1))
+        made.append(_InRanges(call, tuple(begin), 1))
         before = split
     if before != c.RESULT:
         made[-1] = made[-1]._replace(n_end=2)
