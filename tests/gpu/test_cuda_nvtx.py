@@ -52,7 +52,7 @@ def counted(tool: Path, model: Path, folder: Path, wanted: str, *toggles: str) -
         ("workbench@attn_norm-0/", EAGER, True),
         ("workbench@prompt/", EAGER, False),
         ("workbench@step", EAGER, False),
-        ("workbench@regex:^plan of .*/", PLANS, False),
+        ("workbench@plan/", PLANS, False),
     ],
     ids=["node", "prompt", "step", "plan"],
 )

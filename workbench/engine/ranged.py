@@ -179,8 +179,10 @@ def _range_of(prepared: Prepared, number: int) -> tuple[str, str, int]:
     """Name, category and payload of a command's range: the number of a plan in its program; the
     bytes of a copy, a write and a read; of any other command its number."""
     name, args = described(prepared, number, 0)
-    payload = next((args[key] for key in ("plan", "bytes") if args.get(key) is not None), number)
-    return name, prepared.program.commands[number].kind, payload
+    kind = prepared.program.commands[number].kind
+    if kind == c.Replay.kind:  # one name, for a filter of a tool
+        return "plan", kind, args["plan"]
+    return name, kind, args.get("bytes", number)
 
 
 def ranged(engine: Engine, recorder: Recorder | None) -> Callable[[Watch, bool], Watch]:
