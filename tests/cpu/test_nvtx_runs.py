@@ -242,3 +242,17 @@ def test_a_served_request_is_a_range_over_steps(
     assert len(one.of("server")) >= 4 and {e.name for e in one.of("server")} == {"server step"}
     assert max(e.payload for e in one.of("server")) == 2  # that run when it begins
     assert len(one.of("step")) >= 4 and nvtx_injection.balanced(one.events)
+
+
+@pytest.mark.slow
+def test_each_measurement_of_a_kernel_is_a_range(tmp_path):
+    done = ran(
+        tmp_path / "tool", "-m", "workbench", "bench-kernels", "--device", "host", "--types",
+        "Q4_0", "--shapes", "8b.o", "--quick", "-t", "1", "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert done.stderr.splitlines().count(LISTENS) == 1
+    one = heard(tmp_path / "tool")
+    assert {e.name for e in one.of("case")} == {"Q4_0 8b.o b1 plain"}
+    assert [e.payload for e in one.of("case")] == [0, 1]  # rounds
+    made = json.loads((tmp_path / "run" / "run.json").read_text())["engine"]
+    assert made["nvtx"] == "on, a tool listens"
