@@ -64,6 +64,7 @@ MOST = 1 << 24  # cells, tokens; more fit no memory
 DEVICES = devices.names()
 EXPAND = ("f16", "q8_0")
 CACHE_TYPES = ("f16", "bf16", "f32", "q8_0")
+NVTX = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,9 @@ class EngineConfig:
 
     cache_type_k, cache_type_v: what K and V are in the cache: `f16`, `bf16`, `f32` or `q8_0`
     (llama.cpp's -ctk and -ctv).
+
+    nvtx: ranges for tools that listen to NVTX, as Nsight Systems does: `auto` (where a tool has
+    announced itself to NVTX), `on` or `off`.
     """
 
     device: str = "auto"
@@ -106,6 +110,7 @@ class EngineConfig:
     expand: str = "f16"
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
+    nvtx: str = "auto"
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -128,7 +133,7 @@ class EngineConfig:
         if self.n_gpu_layers < -1:
             raise UsageError(f"n_gpu_layers={self.n_gpu_layers} must be -1 (all) or more")
         types = {"cache_type_k": CACHE_TYPES, "cache_type_v": CACHE_TYPES}
-        for name, known in {"expand": EXPAND, **types}.items():
+        for name, known in {"expand": EXPAND, **types, "nvtx": NVTX}.items():
             if (value := getattr(self, name)) not in known:
                 raise UsageError(f"{name}={value!r} must be one of {', '.join(known)}")
         for override in self.override_tensor:

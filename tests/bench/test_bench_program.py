@@ -17,6 +17,7 @@ import pytest
 from workbench.backend.issue import Prepared
 from workbench.backend.null import open_backend
 from workbench.config import Toggles
+from workbench.engine.batches import NOBODY
 from workbench.engine.engine import Engine
 from workbench.engine.reuse import KeepByShape, Key
 from workbench.graph.ir import StepShape
@@ -29,10 +30,6 @@ from workbench.program.split import split
 from workbench.program.sync_modes import Ordering
 
 DECODE = StepShape(1, 1, 256)
-
-
-def nobody(phase: str, start_ns: int, end_ns: int) -> None:
-    """Is told of phases."""
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +116,7 @@ def test_prepare(benchmark, rig):
 
 def test_reuse(benchmark, rig):
     """To be at most 100 us: finding the kept program of a step shape."""
-    kept = KeepByShape(lambda key, phases, cell: rig.prepare(rig.program(key.shape)), nobody)
+    kept = KeepByShape(lambda key, phases, cell: rig.prepare(rig.program(key.shape)), NOBODY)
     key = Key(DECODE, 0)
     first = kept.get(key)
     assert benchmark(kept.get, key) is first and kept.reused

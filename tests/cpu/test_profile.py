@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +17,6 @@ from workbench.trace.spans import HOST_LANE
 
 UNIT = Path(__file__).resolve().parents[1] / "unit"
 sys.path.insert(0, str(UNIT))
-import nvtx_injection  # noqa: E402
 from perfetto_decode import decode  # noqa: E402
 
 PROMPT = [1, 17, 300, 4]
@@ -132,41 +128,6 @@ def test_the_perfetto_file_holds_the_run(engine, tmp_path):
     assert set(decoded.processes.values()) == {"host", "embedded"}
     issued = [s for s in decoded.slices if s.starts and s.category in ("copy", "launch")]
     assert len(issued) == sum(s.category == "device" for s in spans)
-
-
-PROGRAM = """
-import json, os, sys
-sys.path.insert(0, os.environ["HELPER"])
-import nvtx_injection
-tool = nvtx_injection.Counter(os.environ["NVTX_INJECTION64_PATH"])
-import workbench as wb
-with wb.Engine.load(
-    sys.argv[1], device="embedded", n_ctx=256, toggles=wb.Toggles()
-) as engine:
-    with wb.profile(engine) as prof:
-        engine.generate(tokens=[1, 2, 3], max_tokens=3)
-# the phases of building are counted by the engine and added when they are over: no ranges
-json.dump(dict(
-    pushed=[message for domain, message in tool.pushes], n_popped=len(tool.pops),
-    host=[s.name for s in prof.recorder.spans if s.lane == "host" and s.category != "build"],
-), sys.stdout)
-"""
-
-
-@pytest.mark.skipif(not nvtx_injection.supported(), reason="the injection library is for Linux")
-def test_nvtx_ranges_of_an_engine_reach_a_tool(tiny_model, tmp_path):
-    library = tmp_path / "libnvtxtool.so"
-    nvtx_injection.write_library(library)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tiny_model("tiny-llama", "Q8_0"))],
-        env=os.environ | {"HELPER": str(UNIT), "NVTX_INJECTION64_PATH": str(library)},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
-    assert len(seen["host"]) > 100
-    assert sorted(seen["pushed"]) == sorted(seen["host"])
-    assert seen["n_popped"] == len(seen["pushed"])
 
 
 def test_variants_are_traced_by_name(tiny_model):

@@ -170,11 +170,13 @@ def test_a_server_ends_with_the_process_that_began_it():
 
 
 def test_engine_flags_and_toggles_are_passed_on_as_typed():
-    config = flags.EngineSettings(n_ctx=512, unsafe=True, override_tensor=("a=host", "b=device"))
+    config = flags.EngineSettings(
+        n_ctx=512, unsafe=True, override_tensor=("a=host", "b=device"), nvtx="off"
+    )
     toggles = flags.EveryToggle(preset="baseline", fuse="on")
     assert list(command._server_flags(config, toggles)) == [
         "--n-ctx", "512", "--unsafe", "--override-tensor", "a=host", "--override-tensor",
-        "b=device", "--preset", "baseline", "--fuse", "on",
+        "b=device", "--nvtx", "off", "--preset", "baseline", "--fuse", "on",
     ]  # fmt: skip
     assert list(command._server_flags(flags.DEFAULT_CONFIG, flags.DEFAULT_TOGGLES)) == []
 

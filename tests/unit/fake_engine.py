@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from workbench.config import EngineConfig, Toggles
+from workbench.engine.nvtx_ranges import OFF
 from workbench.engine.room import Room
 from workbench.progress import HIDDEN
 
@@ -74,7 +75,7 @@ class FakeEngine:
         self.ns_of = ns_of or (lambda toggles, n_tokens, nth: 1_000_000 * n_tokens)
         self.wrong = wrong or {}
         self.shared = shared or SimpleNamespace(steps=0, variants=[], stop_at=None, error=None)
-        self.recorder = None
+        self.recorder, self.ranges = None, OFF
         self._loaded = self  # what it stands on, for `exclusive`
         self.closed = False
         self.n_waits = 0  # for the device

@@ -14,12 +14,24 @@ callback tables. Only the counting is done in Python.
 from __future__ import annotations
 
 import ctypes
+import json
 import platform
 import struct
 import sys
-from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_size_t, c_uint32, c_void_p
+from collections.abc import Sequence
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    c_char_p,
+    c_int,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ENTRY = "InitializeInjectionNvtx2"
 SLOT = "nvtx_tool_entry"
@@ -128,26 +140,49 @@ class _Callbacks(ctypes.Structure):
 
 CALLBACKS_TABLE = 1  # NVTX_ETID_CALLBACKS
 CORE2 = 5  # NVTX_CB_MODULE_CORE2: the functions that take a domain
-PUSH, POP, REGISTER_STRING, CREATE_DOMAIN = 4, 5, 10, 12  # NvtxCallbackIdCore2
+# NvtxCallbackIdCore2
+START, END, PUSH, POP, NAME_CATEGORY, REGISTER_STRING, CREATE_DOMAIN = 2, 3, 4, 5, 8, 10, 12
+INT64, EXTENDED = 2, 0xDFBD0009  # payload types; nvtxPayloadData_t: schema, bytes, address
+REGISTERED = 3  # message type
+
+
+class Event(NamedTuple):
+    """A range that begins (`push`, `start`) or ends (`pop`, `end`), of a process's one thread.
+
+    payload: the number, or the numbers of an extended payload. registered: the name is a registered
+    string. number: of the range, for `start` and `end`.
+    """
+
+    kind: str
+    domain: str
+    name: str = ""
+    category: str = ""
+    payload: int | tuple[int, ...] | None = None
+    registered: bool = False
+    number: int = 0
 
 
 class Counter:
     """The tool behind the library at `path`. Make it before the first NVTX call of the process.
 
-    pushes: (domain, message) of every range opened; pops: domain of every range closed, in order;
-    max_depth: the deepest nesting seen.
+    events: what NVTX was told, in order. log: a file that has each as a line of JSON at once, for
+    processes that end as they like.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, log: Path | None = None):
         self.loaded = False
-        self.pushes: list[tuple[str, str]] = []
-        self.pops: list[str] = []
-        self.max_depth = 0
+        self.events: list[Event] = []
+        self._log = None if log is None else log.open("w", buffering=1)
         self._names: list[bytes] = [b""]  # what handles stand for: domains and strings, by number
-        pointer = c_void_p
+        self._categories: dict[tuple[int, int], str] = {}  # by domain and number
+        self._n_started = 0
+        pointer, attributes = c_void_p, POINTER(EventAttributes)
         self._keep = {
-            PUSH: CFUNCTYPE(c_int, pointer, POINTER(EventAttributes))(self._push),
+            START: CFUNCTYPE(c_uint64, pointer, attributes)(self._start),
+            END: CFUNCTYPE(None, pointer, c_uint64)(self._end),
+            PUSH: CFUNCTYPE(c_int, pointer, attributes)(self._push),
             POP: CFUNCTYPE(c_int, pointer)(self._pop),
+            NAME_CATEGORY: CFUNCTYPE(None, pointer, c_uint32, c_char_p)(self._name_category),
             REGISTER_STRING: CFUNCTYPE(pointer, pointer, c_char_p)(lambda _, s: self._handle(s)),
             CREATE_DOMAIN: CFUNCTYPE(pointer, c_char_p)(self._handle),
         }
@@ -155,6 +190,11 @@ class Counter:
         self._library = ctypes.CDLL(str(path))
         slot = c_void_p.in_dll(self._library, SLOT)
         slot.value = ctypes.cast(self._entry, c_void_p).value
+
+    @property
+    def begun(self) -> list[Event]:
+        """The ranges, in the order in which they began."""
+        return [event for event in self.events if event.kind in ("push", "start")]
 
     def _initialize(self, get_export_table: Any) -> int:
         """What NVTX calls as InitializeInjectionNvtx2; 1 means that the tool is in place."""
@@ -171,15 +211,101 @@ class Counter:
         self._names.append(name)
         return len(self._names) - 1
 
+    def _name_category(self, domain: int, number: int, name: bytes) -> None:
+        self._categories[domain, number] = name.decode()
+
+    def _add(self, event: Event) -> None:
+        self.events.append(event)
+        if self._log is not None:
+            self._log.write(json.dumps(event) + "\n")
+
+    def _begun(self, kind: str, domain: int, a: Any, number: int = 0) -> None:
+        registered = a.message_type == REGISTERED
+        name = self._names[a.message] if registered else ctypes.string_at(a.message)
+        category = self._categories.get((domain, a.category), "")
+        self._add(
+            Event(
+                kind, self._names[domain].decode(), name.decode(), category, _payload(a),
+                registered, number,
+            )
+        )  # fmt: skip
+
     def _push(self, domain: int, attributes: Any) -> int:
-        a = attributes.contents
-        registered = a.message_type == 3
-        message = self._names[a.message] if registered else ctypes.string_at(a.message)
-        self.pushes.append((self._names[domain].decode(), message.decode()))
-        depth = len(self.pushes) - len(self.pops)
-        self.max_depth = max(self.max_depth, depth)
-        return depth - 1
+        self._begun("push", domain, attributes.contents)
+        return 0
 
     def _pop(self, domain: int) -> int:
-        self.pops.append(self._names[domain].decode())
-        return len(self.pushes) - len(self.pops)
+        self._add(Event("pop", self._names[domain].decode()))
+        return 0
+
+    def _start(self, domain: int, attributes: Any) -> int:
+        self._n_started += 1
+        self._begun("start", domain, attributes.contents, self._n_started)
+        return self._n_started
+
+    def _end(self, domain: int, number: int) -> None:
+        self._add(Event("end", self._names[domain].decode(), number=number))
+
+
+def _payload(a: Any) -> int | tuple[int, ...] | None:
+    kind = a.payload_type & 0xFFFFFFFF
+    if kind == INT64:
+        return c_int64(a.payload).value
+    if kind != EXTENDED:
+        return None
+    _, n_bytes, address = (c_uint64 * 3).from_address(a.payload)
+    return tuple((c_int64 * (n_bytes // 8)).from_address(address))
+
+
+def balanced(events: Sequence[Event]) -> bool:
+    """Whether every range has ended, once, and no thread's range ended before it began."""
+    depth, lowest, open_ones = 0, 0, set[int]()
+    for event in events:
+        depth += {"push": 1, "pop": -1}.get(event.kind, 0)
+        lowest = min(lowest, depth)
+        if event.kind == "start":
+            open_ones.add(event.number)
+        elif event.kind == "end":
+            open_ones.remove(event.number)
+    return (depth, lowest, len(open_ones)) == (0, 0, 0)
+
+
+# every Python that begins with the variables of `environment` has a tool, whoever starts it
+_SITE = """
+import os, sys
+from pathlib import Path
+sys.path.append(os.environ["NVTX_TOOL_HELPER"])
+import nvtx_injection
+tool = nvtx_injection.Counter(
+    Path(os.environ["NVTX_INJECTION64_PATH"]),
+    Path(os.environ["NVTX_TOOL_LOGS"], f"{os.getpid()}.jsonl"),
+)
+"""
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables with which Python processes, and those that they start, have a tool from their
+    begin. What it is told goes to files in `folder` (`logged`)."""
+    site, library = folder / "site", folder / "libnvtxtool.so"
+    site.mkdir(parents=True)
+    (site / "sitecustomize.py").write_text(_SITE)
+    write_library(library)
+    return {
+        "PYTHONPATH": str(site),
+        "NVTX_INJECTION64_PATH": str(library),
+        "NVTX_TOOL_HELPER": str(Path(__file__).parent),
+        "NVTX_TOOL_LOGS": str(folder),
+    }
+
+
+def logged(folder: Path) -> list[list[Event]]:
+    """What the tool of each process was told, of processes that said anything."""
+    found = [path.read_text().splitlines() for path in sorted(folder.glob("*.jsonl"))]
+    return [[as_event(json.loads(line)) for line in lines] for lines in found if lines]
+
+
+def as_event(row: Sequence[Any]) -> Event:
+    """An event that JSON gives back."""
+    event = Event(*row)
+    numbers = event.payload
+    return event._replace(payload=tuple(numbers)) if isinstance(numbers, list) else event

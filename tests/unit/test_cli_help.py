@@ -52,6 +52,12 @@ def test_every_command_is_walked():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("words", [*WITH_TOGGLES, ("bench-kernels",)], ids=" ".join)
+def test_every_command_that_computes_has_nvtx(words):
+    (flag,) = [a for a in leaves(EVERY[words]) if "--nvtx" in a.names]
+    assert "auto, on, off" in flag.parameter.help
+
+
 @pytest.mark.parametrize("words", EVERY, ids=" ".join)
 def test_every_parameter_has_a_line_and_every_command_too(words):
     command = EVERY[words]

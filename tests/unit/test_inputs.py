@@ -11,7 +11,7 @@ from tests.graphs import Decoder
 from tests.profiles import examples
 from workbench.backend.issue import Prepared
 from workbench.engine.batch import shift_batch
-from workbench.engine.batches import Batches
+from workbench.engine.batches import NOBODY, Batches
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.reuse import KEPT, KeepByShape, Key, Rebuild
 from workbench.graph.defer import defer
@@ -126,16 +126,12 @@ class Builder:
         return Fake(self.inputs(key.shape))  # type: ignore[return-value]
 
 
-def nobody(phase: str, start_ns: int, end_ns: int) -> None:
-    """Is told of phases."""
-
-
 def own(shape: StepShape) -> list[Input]:
     return [input_of(name, shape) for name in INPUTS]
 
 
 def kept(inputs=own) -> KeepByShape:
-    return KeepByShape(Builder(inputs), nobody)
+    return KeepByShape(Builder(inputs), NOBODY)
 
 
 class Silent(Input):
@@ -218,7 +214,7 @@ def test_the_least_recently_used_goes_first():
 
 
 def test_a_rebuilt_graph_is_asked_nothing():
-    policy = Rebuild(Builder(lambda shape: [Silent("inp_new", I32, (1,))]), nobody)
+    policy = Rebuild(Builder(lambda shape: [Silent("inp_new", I32, (1,))]), NOBODY)
     for _ in range(3):
         policy.get(Key(DECODE, 0))
     assert (policy.built, policy.reused) == (3, 0) and not policy.refused

@@ -1,4 +1,4 @@
-"""NVTX ranges reach a tool: a library that NVTX loads by itself counts the recorder's ranges."""
+"""NVTX ranges reach a tool: a library that NVTX loads by itself hears of what an engine is told."""
 
 from __future__ import annotations
 
@@ -14,84 +14,94 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import nvtx_injection
 
-pytestmark = pytest.mark.skipif(
+from workbench.config import EngineConfig
+from workbench.engine import nvtx_ranges
+from workbench.errors import UsageError
+
+linux = pytest.mark.skipif(
     not nvtx_injection.supported(), reason="the injection library is written for Linux only"
 )
 
 # Runs in a process of its own: NVTX looks for its tool once, at its first call.
 PROGRAM = """
-import json, os, sys
-sys.path.insert(0, os.environ["HELPER"])
-import nvtx_injection
-tool = nvtx_injection.Counter(os.environ["LIBRARY"])
-from workbench.trace.spans import Recorder
-recorder = Recorder(nvtx={nvtx}, record={record})
-with recorder.span("step", "step", step=0):
-    for split, n in ((0, 1), (1, 40)):
-        with recorder.span(f"split {{split}}", "split", split=split):
-            for i in range(n):
-                handle = recorder.begin(f"node-{{i}}")
-                recorder.end(handle, f"node-{{i}}", "launch", 0, dict(index=i))
-    recorder.add("node-0", "device", "embedded stream 0", 1, 2, index=0)
+import json, sys
+from workbench.engine.nvtx_ranges import ranges_of
+ranges = ranges_of(sys.argv[1])
+spent = []
+clock = ranges.clock(lambda *told: spent.append(told[0]), lambda: 7)
+with ranges.scope("prompt", "prompt", 512):
+    step = ranges.start_step(3, 1, 40) if ranges.on else 0
+    clock.end("batch", clock.begin("batch"))
+    clock.begin("reuse")
+    clock.leave()
+    request = ranges.start("request", "request", 9)
+    ranges.stop(step)
     try:
-        with recorder.span("logits", "read"):
+        with ranges.scope("server step", "server", 2):
+            clock.begin("graph")
             raise OSError
     except OSError:
         pass
-json.dump(dict(
-    loaded=tool.loaded, pushes=tool.pushes, pops=tool.pops, max_depth=tool.max_depth,
-    host=[s.name for s in sorted(recorder.spans, key=lambda s: -s.end_ns) if s.lane == "host"],
-    other=[s.name for s in recorder.spans if s.lane != "host"],
-), sys.stdout)
+ranges.stop(request)
+json.dump(dict(on=ranges.on, words=ranges.words, spent=spent), sys.stdout)
 """
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("nvtx") / "libnvtxtool.so"
-    nvtx_injection.write_library(path)
-    return path
-
-
-def run(library: Path, injected: bool = True, nvtx: bool = True, record: bool = True) -> Any:
+def run(folder: Path, setting: str, tool: bool = True) -> tuple[Any, list[nvtx_injection.Event]]:
+    """What the program says, and what its tool was told."""
     env = {k: v for k, v in os.environ.items() if k != "NVTX_INJECTION64_PATH"}
-    env |= {"HELPER": str(Path(__file__).parent), "LIBRARY": str(library)}
-    if injected:
-        env["NVTX_INJECTION64_PATH"] = str(library)
+    env |= nvtx_injection.environment(folder) if tool else {}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(nvtx=nvtx, record=record)],
-        env=env,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", PROGRAM, setting], env=env, capture_output=True, text=True,
         timeout=120,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    told = nvtx_injection.logged(folder)
+    return json.loads(done.stdout), told[0] if told else []
 
 
-def test_every_host_span_is_one_range(library: Path) -> None:
-    seen = run(library)
-    assert seen["loaded"]
-    # 1 step, 2 splits, 41 nodes, 1 read; the device span is no range of the host's
-    assert len(seen["host"]) == 45 and seen["other"] == ["node-0"]
-    assert sorted(m for _, m in seen["pushes"]) == sorted(seen["host"])
-    assert len(seen["pops"]) == len(seen["pushes"])
-    assert {d for d, _ in seen["pushes"]} == set(seen["pops"]) == {"workbench"}
-    assert [m for _, m in seen["pushes"]][:4] == ["step", "split 0", "node-0", "split 1"]
-    assert seen["max_depth"] == 3  # step, split, node
+@linux
+def test_where_a_tool_listens_auto_tells_it(tmp_path: Path) -> None:
+    said, told = run(tmp_path, "auto")
+    assert said == {"on": True, "words": "on, a tool listens", "spent": ["batch"]}
+    begun = [
+        (e.kind, e.name, e.category, e.payload) for e in told if e.kind in ("push", "start")
+    ]  # fmt: skip
+    assert begun == [
+        ("push", "prompt", "prompt", 512),
+        ("start", "step", "step", (3, 1, 40)),  # tokens and cells beside its number
+        ("push", "batch", "build", 7),
+        ("push", "reuse", "build", 7),
+        ("start", "request", "request", 9),
+        ("push", "server step", "server", 2),
+        ("push", "graph", "build", 7),
+    ]
+    assert {e.domain for e in told} == {nvtx_ranges.DOMAIN}
+    assert all(e.registered for e in told if e.name)
+    assert nvtx_injection.balanced(told)  # the range of the failed phase, too
 
 
-def test_ranges_without_a_record(library: Path) -> None:
-    """Under nsys nothing need be recorded: the ranges are the same."""
-    seen = run(library, record=False)
-    assert (len(seen["pushes"]), len(seen["host"])) == (45, 0)
+@linux
+@pytest.mark.parametrize(
+    ("setting", "tool", "words"),
+    [("off", True, "off"), ("auto", False, "off"), ("on", False, "on, no tool listens")],
+)
+def test_no_tool_or_no_ranges(tmp_path: Path, setting: str, tool: bool, words: str) -> None:
+    said, told = run(tmp_path, setting, tool)
+    assert said == {"on": setting == "on", "words": words, "spent": ["batch"]} and not told
 
 
-@pytest.mark.parametrize(("injected", "nvtx"), [(False, True), (True, False)])
-def test_no_tool_or_no_ranges(library: Path, injected: bool, nvtx: bool) -> None:
-    seen = run(library, injected=injected, nvtx=nvtx)
-    assert not seen["loaded"] and not seen["pushes"]
-    assert len(seen["host"]) == 45
+def test_without_the_package_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvtx_ranges, "_domain", lambda: None)
+    assert nvtx_ranges.ranges_of("auto") is nvtx_ranges.OFF
+    with pytest.raises(UsageError, match="nvtx=on: the package nvtx is not installed"):
+        nvtx_ranges.ranges_of("on")
+
+
+def test_the_setting_has_three_values() -> None:
+    assert EngineConfig().nvtx == "auto"
+    with pytest.raises(UsageError, match="nvtx='yes' must be one of auto, on, off"):
+        EngineConfig(nvtx="yes")
 
 
 def test_both_machines_have_a_library(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from workbench.bench.kernel_cases import KernelCase, WeightShape
 from workbench.bench.kernel_memory import Copies, Launches
 from workbench.bench.kernel_rigs import PDL, Repeats, Rig, rig_of, rotating_bytes
 from workbench.bench.rounds import interleave
+from workbench.engine.nvtx_ranges import OFF, NoRanges
 from workbench.errors import UsageError
 from workbench.graph import ops
 from workbench.graph.ir import DType
@@ -136,10 +137,12 @@ def bench_kernels(
     rig: Rig | None = None,
     on_row: Callable[[KernelRow], None] | None = None,
     on_note: Callable[[str], None] | None = None,
+    ranges: NoRanges = OFF,
 ) -> KernelRun:
     """Measures `matrix` on an open backend. out: a run folder, written whole at the end and every
     10 s on the way. reason: why this device. on_row(row) is called as soon as a row is measured,
-    on_note(line) for what else there is to say. rig: instead of the device's own.
+    on_note(line) for what else there is to say. rig: instead of the device's own. ranges: each
+    measurement is one of them in each round.
 
     Ctrl-C ends the measuring: what is finished is kept, saved and returned, marked interrupted. It
     is saved, too, when the device fails, before the error is raised. Raises UsageError where
@@ -147,8 +150,8 @@ def bench_kernels(
     """
     if out is not None:
         check_folder(out, new=True)
-    bench = _Bench(backend, matrix, Path(out) if out else None, reason, rig, on_row, on_note)
-    return bench.measure()
+    folder = Path(out) if out else None
+    return _Bench(backend, matrix, folder, reason, rig, on_row, on_note, ranges).measure()
 
 
 class _Bench:
@@ -163,8 +166,9 @@ class _Bench:
         rig: Rig | None,
         on_row: Callable[[KernelRow], None] | None,
         on_note: Callable[[str], None] | None,
+        ranges: NoRanges,
     ):
-        self.backend, self.matrix = backend, matrix
+        self.backend, self.matrix, self.ranges = backend, matrix, ranges
         self.rig = rig or rig_of(backend, matrix.quick)
         self.on_row, self.note = on_row, on_note or (lambda line: None)
         self.rotating = rotating_bytes(self.rig.cache_bytes, matrix.quick)
@@ -181,7 +185,8 @@ class _Bench:
         matrix, backend = self.matrix, self.backend
         found = provenance.collect() | {
             "model": {"name": "kernels", "quant": " ".join(dtype.name for dtype in matrix.types)},
-            "engine": provenance.device(matrix.to_dict(), backend.name, reason, backend),
+            "engine": provenance.device(matrix.to_dict(), backend.name, reason, backend)
+            | {"nvtx": self.ranges.words},
         }
         toggles = {kind: {"pdl": "on" if kind == PDL else "off"} for kind in self.rig.kinds}
         arms = [new_arm(kind, toggles[kind]) for kind in self.rig.kinds]
@@ -268,7 +273,9 @@ class _Bench:
             us: list[list[float]] = [[] for _ in kinds]
 
             def measure(round_: int, i: int) -> None:
-                taken = repeats[i].time_us(self.replays)
+                name = f"{_test(case, batch)} {kinds[i]}"
+                with self.ranges.scope(name, "case", round_):
+                    taken = repeats[i].time_us(self.replays)
                 us[i] += [t / (n_copies * times_round) for t in taken]
                 self.draft.samples.add(
                     kinds[i], False, _test(case, batch), round_,

@@ -174,8 +174,11 @@ def model(engine: Engine) -> dict[str, Any]:
 
 
 def engine(engine: Engine) -> dict[str, Any]:
-    """How an engine was made: its configuration, the device it took and why."""
-    return device(engine.config.to_dict(), engine.device, engine.device_reason, engine.backend)
+    """How an engine was made: its configuration, the device it took and why, and whether its NVTX
+    ranges cost it time."""
+    config = engine.config.to_dict()
+    made = device(config, engine.device, engine.device_reason, engine.backend)
+    return made | {"nvtx": engine.ranges.words}
 
 
 def device(config: dict[str, Any], name: str, reason: str, backend: Backend) -> dict[str, Any]:

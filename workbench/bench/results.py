@@ -16,7 +16,8 @@
     model        {file, hash, architecture, name, quant, n_params, file_bytes, ...}
     engine       {config, device, device_reason, device_description,
                   waiting: how a host wait waits, idle_sync_us: what one costs on an idle stream,
-                  timer: {tick_ns, error_ns} of the clock that stamps are read from | null}
+                  timer: {tick_ns, error_ns} of the clock that stamps are read from | null,
+                  nvtx: whether there were NVTX ranges, which take time, and a tool for them}
     seed         int     of every random choice
     tests        [str]   llama-bench test names
     repetitions  int     wanted per arm and test; most that were made, where `result` has `until`

@@ -303,10 +303,11 @@ def _take_together(
     stamps, stood_ns, logits = list[int](), 0, np.empty((0, engine.model.n_vocab), np.float32)
     gc.collect(1)
     stamps.append(now_ns())
-    for work in prompt:
-        logits = submit(work).wait()
-        if warming:
-            left.update(n_tokens(work))
+    with engine.ranges.scope("prompt", "prompt", len(tokens.prompt)):
+        for work in prompt:
+            logits = submit(work).wait()
+            if warming:
+                left.update(n_tokens(work))
     if prompt:
         for sequence in range(1, workload.n_seqs if workload.shared else 1):
             engine.cache.copy(0, sequence)

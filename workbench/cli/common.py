@@ -20,6 +20,7 @@ from workbench.output import check_folder
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
     from workbench.engine.loaded import Fit, Loaded
+    from workbench.engine.nvtx_ranges import NoRanges
     from workbench.engine.room import Room
     from workbench.engine.wanted import Variants
 
@@ -48,6 +49,12 @@ def say_replays(counters: Mapping[str, int]) -> None:
 
     if words := in_words(counters):
         say(words)
+
+
+def say_ranges(ranges: NoRanges) -> None:
+    """Says that there are NVTX ranges, and whether a tool listens, where there are any."""
+    if ranges.on:
+        say(f"NVTX ranges: {ranges.words}; they take time (--nvtx off leaves them out)")
 
 
 def load(
@@ -85,6 +92,7 @@ def load(
     )
     say(f"device: {engine.backend.description} ({engine.device_reason})")
     say(f"toggles: {engine.chosen}")
+    say_ranges(engine.ranges)
     n_ctx, trained = engine.config.n_ctx, engine.model.n_ctx_train
     if n_ctx > trained:
         say(

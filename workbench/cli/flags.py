@@ -20,6 +20,7 @@ from workbench.config import (
     CACHE_TYPES,
     EXPAND,
     FAMILIES,
+    NVTX,
     EngineConfig,
     TogglePreset,
     Toggles,
@@ -57,6 +58,7 @@ DeviceName = Annotated[str, flag(devices.in_words())]
 ModelPath = Annotated[Path, flag("GGUF file", "--model -m")]
 Ids = Annotated[str | None, flag("token ids, as 1,2,3")]
 AsJson = Annotated[bool, flag("print it as JSON", "--json")]
+Nvtx = Annotated[str, flag(f"NVTX ranges: {', '.join(NVTX)}; auto: where a tool, as nsys, listens")]
 Seed = Annotated[Whole, flag("seed of everything that is drawn", validator=AT_LEAST_0)]
 
 ENGINE = Group("Engine", sort_key=1)
@@ -133,6 +135,7 @@ class EngineSettings(EngineConfig):
     cache_type_v: Annotated[
         str, flag(f"type of V in the cache: {_CACHED}", "--cache-type-v -ctv")
     ] = "f16"
+    nvtx: Nvtx = "auto"
     n_batch: Annotated[
         Whole,
         flag(

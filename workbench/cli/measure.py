@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 from workbench.cli import flags as f
-from workbench.cli.common import MODELS, RUNS, app, check_new, load, say, say_replays
+from workbench.cli.common import MODELS, RUNS, app, check_new, load, say, say_ranges, say_replays
 from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
 from workbench.cli.repeat import DEFAULT_REPEAT, RepeatFlags
-from workbench.config import BASELINE, Toggles
+from workbench.config import BASELINE, EngineConfig, Toggles
 from workbench.errors import UsageError, WorkbenchError
 
 NOTEBOOKS = Path("notebooks")
@@ -236,14 +236,17 @@ def bench_kernels(
         Path | None, f.flag(f"run folder; default: a new one in {RUNS}", "--out -o")
     ] = None,
     quick: Annotated[bool, f.flag("see that it works; no figures")] = False,
+    nvtx: f.Nvtx = "auto",
 ) -> None:
     """Time the products of real shapes, cold, against the read bandwidth; writes a run folder."""
     from workbench.backend.base import choose_device, open_backend
     from workbench.bench import kernel_bench, kernel_cases, results
+    from workbench.engine.nvtx_ranges import ranges_of
     from workbench.frames import show, show_prose
     from workbench.report import roofline
 
     f.check_computes(device)
+    ranges = ranges_of(EngineConfig(nvtx=nvtx).nvtx)
     matrix = kernel_bench.KernelMatrix(
         kernel_cases.parse_types(types), kernel_cases.parse_shapes(shapes),
         kernel_cases.parse_batches(batch), quick, seed,
@@ -253,10 +256,12 @@ def bench_kernels(
     chosen, reason = choose_device(device)
     backend = open_backend(chosen, threads)
     say(f"device: {backend.description} ({reason})")
+    say_ranges(ranges)
     try:
         made = kernel_bench.bench_kernels(
-            backend, matrix, folder, reason=reason, on_row=lambda row: say(str(row)), on_note=say
-        )
+            backend, matrix, folder, reason=reason, on_row=lambda row: say(str(row)), on_note=say,
+            ranges=ranges,
+        )  # fmt: skip
     finally:
         backend.close()
     roofline.save(made.run, folder)  # before what is printed, which nobody may read to its end

@@ -82,7 +82,7 @@ def _next(engine: Engine, now: NextStep, batch: Batch | None) -> NextStep | None
     step.found_ns = now_ns() - start
     gated, before = step.program.ahead, now.program.ahead
     if gated is not None and batch.shape == now.batch.shape:
-        gated.arm()
+        now.watch.arm(step.program)
         if before is not None and before.has_read:
             step.program.write_ahead(batch.values, LATE)
             step.is_written = True

@@ -25,15 +25,17 @@ from workbench.engine.batch import (
 from workbench.engine.draws import UNKEPT, Draws
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.padding import Rule, as_they_are
+from workbench.engine.phases import PhaseClock
 from workbench.model.inputs import MASK, POSITIONS, TOKENS
-from workbench.trace.spans import now_ns
+
+NOBODY = PhaseClock(lambda phase, start_ns, end_ns: None)
 
 
 class Batches:
     """The batches of one cache. A batch belongs to the step it is made for: when the next is taken,
     the step must have written its values to staging memory.
 
-    spent: told of the time that making them took. store_values: the inputs that tell cache stores
+    clock: told when their making begins and ends. store_values: the inputs that tell cache stores
     the step's cells. sizes: what steps are rounded up to. draws: how tokens are drawn.
     """
 
@@ -42,14 +44,14 @@ class Batches:
         cache: KVCache,
         n_vocab: int,
         n_ubatch: int,
-        spent: Callable[[str, int, int], None] = lambda phase, start_ns, end_ns: None,
+        clock: PhaseClock = NOBODY,
         store_values: Callable[[np.ndarray], Values] = row_values,
         sizes: Rule = as_they_are,
     ):
         self._cache = cache
         self._n_vocab = n_vocab
         self._n_ubatch = n_ubatch
-        self._spent = spent
+        self._clock = clock
         self._store_values = store_values
         self._sizes = sizes
         self.draws = Draws()
@@ -61,13 +63,13 @@ class Batches:
     def take(self, work: Work, draws: bool = False) -> Batch:
         """As `make_batch`; what `look_ahead` made for such work and this state is used. draws: the
         device draws a token from each output."""
-        start = now_ns()
+        start = self._clock.begin("batch")
         batch = self.made_ahead(work, draws)
         if batch is None:
             batch = self._made(work, self._mask, draws)
         if draws:
             batch.values.update(self._draws_of(work, batch.shape.n_outputs))
-        self._spent("batch", start, now_ns())
+        self._clock.end("batch", start)
         return batch
 
     def check(self, work: Work, draws: bool) -> None:
@@ -116,8 +118,9 @@ class Batches:
     def look_ahead(self, work: Work, draws: bool = False) -> int:
         """Makes what the next step needs but its tokens, where it is one like `work` of one token
         for each sequence. Returns the ns it took."""
-        start, alike = now_ns(), _one_each(work)
+        start, alike = self._clock.begin("batch"), _one_each(work)
         if not alike or not self._cache.has_room([(sequence, 1) for sequence, _ in alike]):
+            self._clock.leave()
             return 0
         made = None
         if self._next_is_for == alike and self._next_is_of == self._cache.n_changes - 1:
@@ -127,9 +130,7 @@ class Batches:
             following = [(sequence, [0], outputs) for sequence, _, outputs in work]
             made = self._made(following, own_mask, draws)
         self._next, self._next_is_for, self._next_is_of = made, alike, self._cache.n_changes
-        end = now_ns()
-        self._spent("batch", start, end)
-        return end - start
+        return self._clock.end("batch", start) - start
 
 
 def _following(

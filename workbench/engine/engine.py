@@ -23,9 +23,11 @@ from workbench.engine.generation import Generation, asked_for, continued, prefil
 from workbench.engine.kv_growth import growth_of
 from workbench.engine.loaded import Fit, Loaded, config_of
 from workbench.engine.memory import Residents
+from workbench.engine.nvtx_ranges import ranges_of
 from workbench.engine.padding import sizes_of
 from workbench.engine.pending import Pending
 from workbench.engine.phases import PhaseCounts, PhaseTimes, counters_of, per_step
+from workbench.engine.ranged import ranged
 from workbench.engine.reuse import Key, programs_of, reuse_of
 from workbench.engine.room import n_regions
 from workbench.engine.stamps import Stamp, Stamps, stamped
@@ -61,6 +63,8 @@ class Engine:
         self.config, self.toggles, self._ordering = config, have.toggles, have.ordering
         self.preset, self.chosen = have.preset, have.words
         self.n_steps = self.n_untraced = 0
+        self.ranges = ranges_of(config.nvtx)
+        self._spent = self.ranges.clock(self._count, lambda: self.n_steps)
         self.period = self._ordering.period
         self.under_way = UnderWay(self._ordering)
         self._expected: NextStep | None = None
@@ -127,6 +131,7 @@ class Engine:
             own = resolve(toggles, loaded)
             if fit is not None:
                 loaded.config = fit(own, loaded.config)
+            ranges_of(loaded.config.nvtx)
             others = variants(own) if callable(variants) else variants
             for wanted in (toggles, *others):
                 choose(wanted, loaded)
@@ -220,7 +225,7 @@ class Engine:
         """Chooses who looks on from the next step on. untraced: at steps that are not traced."""
         self._recorder, self.untraced, self._expected = recorder, untraced, None
         self.under_way.one_by_one = recorder is not None  # a trace looks at one at a time
-        self._watch_of = chosen(recorder, untraced)
+        self._watch_of = chosen(recorder, untraced, ranged(self, recorder))
 
     def stamped(self) -> AbstractContextManager[list[Stamp]]:
         """Stamps the body's untraced steps. At its end the list has for each, in ns, when its first
@@ -312,7 +317,7 @@ class Engine:
         self._programs.clear()
         self._plans.clear()
 
-    def _spent(self, phase: str, start_ns: int, end_ns: int) -> None:
+    def _count(self, phase: str, start_ns: int, end_ns: int) -> None:
         """Counts host time of a phase, and shows it in a trace (step under way, or to come)."""
         self._counts.add(phase, end_ns - start_ns)
         if self._recorder is not None:

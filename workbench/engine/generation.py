@@ -74,13 +74,14 @@ def prefilled(
     parts = _ubatches(engine, ids)
     make_ready(engine, _steps(parts, outputs))
     rows = []
-    for part in parts:
-        last = part is parts[-1]
-        wanted: Outputs = "none" if outputs == "last" and not last else outputs
-        rows.append(engine.step(part, wanted, sequence))
-        if not last and now_ns() >= left.due_ns:
-            engine.synchronize()
-        left.update(len(part))
+    with engine.ranges.scope("prompt", "prompt", len(ids)):
+        for part in parts:
+            last = part is parts[-1]
+            wanted: Outputs = "none" if outputs == "last" and not last else outputs
+            rows.append(engine.step(part, wanted, sequence))
+            if not last and now_ns() >= left.due_ns:
+                engine.synchronize()
+            left.update(len(part))
     return rows[-1] if outputs == "last" else np.concatenate(rows)
 
 

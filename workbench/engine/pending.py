@@ -96,6 +96,7 @@ class Pending:
     def give_up(self) -> None:
         """The engine is closed, and what the results would be read from is freed."""
         self._failed = True
+        self._step.watch.fail()
 
     def each(self) -> list[np.ndarray]:
         """The logits of each entry of the work: float32 (outputs of it, n_vocab)."""

@@ -32,25 +32,45 @@ PHASES = (
 OF_STEPS = ("issue", "wait")  # counted where a step is not traced
 
 
-class Phases:
-    """The phases of one program, first to last; each can be done again.
-
-    spent: told of every phase. again: by name, what does a phase once more with what it was given;
-    what that makes is dropped.
-    """
+class PhaseClock:
+    """Is told when a phase begins, and when it ends. spent: told of every phase that has ended."""
 
     def __init__(self, spent: Spent):
         self._spent = spent
+
+    def begin(self, phase: str) -> int:
+        """The time now, ns."""
+        return now_ns()
+
+    def end(self, phase: str, start_ns: int) -> int:
+        """The time now, ns. start_ns: as `begin` has said it."""
+        end_ns = now_ns()
+        self._spent(phase, start_ns, end_ns)
+        return end_ns
+
+    def leave(self) -> None:
+        """What has begun turned out to be none of that phase."""
+
+
+class Phases:
+    """The phases of one program, first to last; each can be done again.
+
+    clock: told of every phase. again: by name, what does a phase once more with what it was given;
+    what that makes is dropped.
+    """
+
+    def __init__(self, clock: PhaseClock):
+        self._clock = clock
         self.again: dict[str, Callable[[], object]] = {}
 
     def do(self, phase: str, work: Callable[P, R], *given: P.args, **named: P.kwargs) -> R:
         """What `work` makes of what it is given, in the phase's time."""
-        spent = self._spent
+        clock = self._clock
 
         def timed() -> R:
-            start = now_ns()
+            start = clock.begin(phase)
             made = work(*given, **named)
-            spent(phase, start, now_ns())
+            clock.end(phase, start)
             return made
 
         self.again[phase] = timed

@@ -30,8 +30,10 @@ class Request:
     """An Ask that waits or runs. room: cells that it may have.
 
     planned: tokens that it has, or that are under way. todo: tokens of its prompt that no step has
-    yet. cells: what it may need in all.
+    yet. cells: what it may need in all. range: its NVTX range, until it is over.
     """
+
+    range = 0
 
     def __init__(self, ask: Ask, room: int):
         self.ask, self.asked_ns = ask, now_ns()

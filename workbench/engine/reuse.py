@@ -29,11 +29,10 @@ from workbench.engine.batches import Batches
 from workbench.engine.kv_cache import KVCache
 from workbench.engine.kv_growth import Growth
 from workbench.engine.padding import Rule
-from workbench.engine.phases import Phases, Spent
+from workbench.engine.phases import PhaseClock, Phases
 from workbench.graph.ir import StepShape
 from workbench.model.decoder import Model
 from workbench.model.inputs import STORE_TABLE
-from workbench.trace.spans import now_ns
 
 KEPT = 256  # most programs kept; the least recently used goes first
 # toggle -> the phases that it has done again, in their order
@@ -69,20 +68,20 @@ Build = Callable[[Key, Phases, int], Prepared]  # of a program, and the first ce
 class Rebuild:
     """Builds graph and program anew for every step.
 
-    build: does the phases of a program. spent: told of every phase. redone: the phases, by name,
+    build: does the phases of a program. clock: told of every phase. redone: the phases, by name,
     that are done again where a program is reused. n_refused: steps whose program was built though
     one of their shape was kept. refused: how often each input was to blame.
     """
 
-    def __init__(self, build: Build, spent: Spent, redone: tuple[str, ...] = ()):
-        self._build, self._spent, self._redone = build, spent, redone
+    def __init__(self, build: Build, clock: PhaseClock, redone: tuple[str, ...] = ()):
+        self._build, self._clock, self._redone = build, clock, redone
         self.built = self.reused = self.n_refused = 0
         self.refused: Counter[str] = Counter()
 
     def get(self, key: Key, cell: int = 0) -> Prepared:
         """The program of the next step, whose first token is stored in `cell`."""
         self.built += 1
-        return self._build(key, Phases(self._spent), cell)
+        return self._build(key, Phases(self._clock), cell)
 
     def peek(self, key: Key) -> Prepared | None:
         """The program of a next step, if it is kept, and nothing has to be done for the step.
@@ -100,14 +99,15 @@ class KeepByShape(Rebuild):
     step shape, and both stay what they are. So a token pays for one look at the answers.
     """
 
-    def __init__(self, build: Build, spent: Spent, redone: tuple[str, ...] = ()):
-        super().__init__(build, spent, redone)
+    def __init__(self, build: Build, clock: PhaseClock, redone: tuple[str, ...] = ()):
+        super().__init__(build, clock, redone)
         self._kept: OrderedDict[Key, KeptProgram] = OrderedDict()
 
     def get(self, key: Key, cell: int = 0) -> Prepared:
-        start = now_ns()
+        start = self._clock.begin("reuse")
         kept = self._kept.get(key)
         if kept is None or kept.refusing:
+            self._clock.leave()
             if kept is not None:
                 self.n_refused += 1
                 self.refused.update(kept.refusing)
@@ -115,14 +115,14 @@ class KeepByShape(Rebuild):
         self._kept.move_to_end(key)
         self.reused += 1
         self._fit(kept.prepared, cell)
-        self._spent("reuse", start, now_ns())
+        self._clock.end("reuse", start)
         for again in kept.redone:
             again()
         return kept.prepared
 
     def _keep(self, key: Key, cell: int) -> Prepared:
         self.built += 1
-        phases = Phases(self._spent)
+        phases = Phases(self._clock)
         prepared = self._build(key, phases, cell)
         refusing = [t.name for t in prepared.program.inputs if not t.can_reuse(key.shape)]
         redone = [phases.again[phase] for phase in self._redone]
@@ -179,7 +179,7 @@ class Reuse(NamedTuple):
         growth: Growth,
         regions: int,
         sizes: Rule,
-        spent: Spent,
+        clock: PhaseClock,
     ) -> tuple[KVCache, Batches]:
         """The cache of an engine, and what makes batches of it. regions: as `KVCache` has them.
         sizes: as `Batches`."""
@@ -188,7 +188,7 @@ class Reuse(NamedTuple):
             model.hparams.window,
         )  # fmt: skip
         values = partial(self.values, model.n_layer)
-        return cache, Batches(cache, model.n_vocab, config.n_ubatch, spent, values, sizes)
+        return cache, Batches(cache, model.n_vocab, config.n_ubatch, clock, values, sizes)
 
 
 _ROWS = ("set_rows", False, lambda n_layer, cells: row_values(cells))
@@ -205,8 +205,8 @@ def reuse_of(toggles: Toggles) -> Reuse:
     return WAYS[toggles.graph_reuse]
 
 
-def programs_of(toggles: Toggles, build: Build, spent: Spent) -> Rebuild:
+def programs_of(toggles: Toggles, build: Build, clock: PhaseClock) -> Rebuild:
     """Where an engine with these toggles gets its programs."""
     redone = [p for name, phases in REDO.items() if getattr(toggles, name) == Redo.ON
               for p in phases]  # fmt: skip
-    return reuse_of(toggles).policy(build, spent, tuple(redone))
+    return reuse_of(toggles).policy(build, clock, tuple(redone))

@@ -128,7 +128,8 @@ class Slots:
 
     def ask(self, ask: Ask) -> None:
         """Takes a request that nothing refuses."""
-        self._waiting[ask.number] = Request(ask, self.room)
+        request = self._waiting[ask.number] = Request(ask, self.room)
+        request.range = self.engine.ranges.start("request", "request", ask.number)
 
     def cancel(self, number: int) -> None:
         """Ends a request with CANCELLED, if it has not ended."""
@@ -161,6 +162,10 @@ class Slots:
         """Issues a step where there is work, and returns what the step before has made, or this
         one. Where a step fails, its error is raised, and all requests have ended with FAILED:
         `drop` tells of them, or the next step."""
+        with self.engine.ranges.scope("server step", "server", len(self._running)):
+            return self._step()
+
+    def _step(self) -> Stepped:
         self._expire()
         self._admit()
         draws = self._on_device and all(
@@ -299,6 +304,7 @@ class Slots:
             request = row.request
             self._seats.leave(row.slot, request, keeps=reason != FAILED)
         if request is not None:
+            self.engine.ranges.stop(request.range)
             self._ended.append(Ended(number, reason, request.timings(), why))
 
     @contextmanager

@@ -15,7 +15,7 @@ from workbench.engine.kv_extent import skip_masked
 from workbench.engine.kv_growth import growth_of
 from workbench.engine.loaded import Loaded
 from workbench.engine.memory import Residents
-from workbench.engine.phases import Phases
+from workbench.engine.phases import PhaseClock, Phases
 from workbench.engine.placement import Placement
 from workbench.engine.reuse import reuse_of
 from workbench.engine.room import room_of
@@ -79,8 +79,7 @@ def fused_graph(
 class StepPrograms:
     """The programs of one engine's steps; each is made when it is asked for, and none is kept.
 
-    spent: told of every phase, by name, and of the ns at which it began and ended. alone: as
-    `unfused_graph` has it.
+    clock: told of every phase. alone: as `unfused_graph` has it.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class StepPrograms:
         loaded: Loaded,
         have: Chosen,
         residents: Residents,
-        spent: Callable[[str, int, int], None],
+        clock: PhaseClock,
         alone: bool = False,
     ):
         self._loaded, self._alone = loaded, alone
@@ -98,7 +97,7 @@ class StepPrograms:
         self.n_unforked = 0  # programs whose branches failed that check
         self._plan_scope = have.plan_scope
         self._residents = residents
-        self._spent = spent
+        self._clock = clock
         last = loaded.backend
         self._targets = [
             Target(
@@ -121,7 +120,7 @@ class StepPrograms:
         """The program of a step of `shape` that stores from `cell` on; turn and buffers as
         `lay_out` has them. phases: does them, and can do each again."""
         loaded, residents, toggles = self._loaded, self._residents, self._toggles
-        do = (phases or Phases(self._spent)).do
+        do = (phases or Phases(self._clock)).do
         graph = do(
             "graph", unfused_graph, loaded.model, shape, residents.caches, toggles, cell,
             residents.last_tokens, self._alone,

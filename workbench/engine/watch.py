@@ -34,6 +34,11 @@ class Watch(Unwatched):
         """The step is about to be issued; where `looks_at_batches`. The inputs are not to be kept:
         the next step writes over them."""
 
+    def arm(self, prepared: Prepared) -> None:
+        """Launches the plan of a step to come, which can be launched ahead."""
+        assert prepared.ahead is not None, "the plan can be launched ahead"
+        prepared.ahead.arm()
+
     def end(self, waited: bool) -> None:
         """The step has ended. waited: with a wait of the host for its results."""
 
@@ -123,7 +128,7 @@ class Trace(Watch):
                 self._end_split(prepared, split, split_handle, split_start)
                 split, split_start = command.split, now_ns()
                 split_handle = (
-                    None if split == c.RESULT else recorder.begin(_split_name(prepared, split))
+                    None if split == c.RESULT else recorder.begin(split_name(prepared, split))
                 )
             name, args = described(prepared, number, step)
             device = device_of(prepared, command) if recorder.marks else None
@@ -147,7 +152,7 @@ class Trace(Watch):
             program = prepared.program
             backend = program.backends[program.splits[split]]
             args = {"step": self._step, "split": split, "backend": backend}
-            self._recorder.end(handle, _split_name(prepared, split), "split", start, args)
+            self._recorder.end(handle, split_name(prepared, split), "split", start, args)
 
     def _device_spans(self, ran: _Ran) -> None:
         """A span of the command; of a plan one for each of its parts, where the device knows."""
@@ -195,11 +200,17 @@ class Untraced(Watch):
         self._recorder.untraced(self._n_tokens, now_ns() - self._start)
 
 
-def chosen(recorder: Recorder | None, plain: Watch) -> Callable[[int], Watch]:
-    """The watch of step number n, for an engine with this recorder. plain: of untraced steps."""
+def chosen(
+    recorder: Recorder | None,
+    plain: Watch,
+    ranged: Callable[[Watch, bool], Watch] = lambda watch, traced: watch,
+) -> Callable[[int], Watch]:
+    """The watch of step number n, for an engine with this recorder. plain: of untraced steps.
+    ranged: puts NVTX ranges around what a watch, of traced steps or others, hands out."""
     if recorder is None:
-        return lambda step: plain
-    trace, untraced = Trace(recorder), Untraced(recorder, plain)
+        watch = ranged(plain, False)
+        return lambda step: watch
+    trace, untraced = ranged(Trace(recorder), True), ranged(Untraced(recorder, plain), False)
     return lambda step: trace if recorder.wants(step) else untraced
 
 
@@ -251,7 +262,7 @@ def _command_at(prepared: Prepared, number: int, part: int | None) -> c.Command:
     return command.parts[part]
 
 
-def _split_name(prepared: Prepared, split: int) -> str:
+def split_name(prepared: Prepared, split: int) -> str:
     program = prepared.program
     return f"split {split} ({program.backends[program.splits[split]]})"
 

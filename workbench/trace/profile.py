@@ -289,8 +289,8 @@ def profile(
 
     window=(first, n) traces n steps, the first of them number `first` of those made in the body,
     counted from 0: traces stay small, the warm-up stays out of them, and the other steps show what
-    tracing costs. With nvtx, the host's spans are NVTX ranges too. A body that raises keeps its
-    trace.
+    tracing costs. With nvtx, a tool that listens to NVTX hears of traced steps and commands, too. A
+    body that raises keeps its trace.
 
     collector: where device spans come from. `events`: two marks of the backend around each command;
     on CUDA they hold the host up, and where the device waits for the host a span is what issuing

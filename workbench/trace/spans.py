@@ -1,7 +1,7 @@
 """Spans: what the host and the device did, and when. A leaf: every layer may import it.
 
-One call site feeds both sinks: the recorder (spans for timelines and tests) and NVTX ranges (for
-nsys and other tools). An engine without a recorder takes the untraced path and pays nothing.
+A recorder collects them, for timelines and tests. An engine without a recorder takes the untraced
+path and pays nothing. NVTX ranges of the same commands are in `engine/ranged.py`.
 Times are nanoseconds of `time.perf_counter_ns`, which is the monotonic clock; device spans are
 brought to the same clock by the backend that measured them.
 """
@@ -35,17 +35,17 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Collects spans, and mirrors the host's as NVTX ranges where `nvtx` is set.
+    """Collects spans.
 
-    marks: device spans come from marks that the backend sets around each command.
+    marks: device spans come from marks that the backend sets around each command. nvtx: a tool that
+    listens to NVTX is told of traced steps, too.
     """
 
     marks = True
 
-    def __init__(self, nvtx: bool = True, record: bool = True):
+    def __init__(self, nvtx: bool = True):
         self.spans: list[Span] = []
-        self.record = record
-        self._nvtx = _nvtx_domain() if nvtx else None
+        self.nvtx = nvtx
 
     def wants(self, step: int) -> bool:
         """Whether step number `step` is to be traced; asked before each, in order."""
@@ -72,32 +72,16 @@ class Recorder:
             self.end(handle, name, category, start, args)
 
     def begin(self, name: str) -> Any:
-        """Opens an NVTX range; the hot loop's form of `span` (no generator)."""
-        if self._nvtx is not None:
-            self._nvtx.push_range(self._nvtx.get_event_attributes(message=name))
+        """A span begins; the hot loop's form of `span` (no generator). Returns what `end` wants."""
         return None
 
     def end(
         self, handle: Any, name: str, category: str, start_ns: int, args: dict[str, Any]
     ) -> None:
-        end_ns = now_ns()
-        if self._nvtx is not None:
-            self._nvtx.pop_range()
-        if self.record:
-            self.spans.append(Span(name, category, HOST_LANE, start_ns, end_ns, args))
+        self.spans.append(Span(name, category, HOST_LANE, start_ns, now_ns(), args))
 
     def add(
         self, name: str, category: str, lane: str, start_ns: int, end_ns: int, **args: Any
     ) -> None:
         """A span measured elsewhere: the device's."""
-        if self.record:
-            self.spans.append(Span(name, category, lane, start_ns, end_ns, args))
-
-
-def _nvtx_domain() -> Any:
-    """The package's NVTX domain, or None where the nvtx package has no build (macOS)."""
-    try:
-        import nvtx
-    except ImportError:
-        return None
-    return nvtx.get_domain("workbench")
+        self.spans.append(Span(name, category, lane, start_ns, end_ns, args))
