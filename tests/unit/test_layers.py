@@ -262,12 +262,6 @@ def test_no_environment_variables_are_read():
     assert not [p for p in modules() if pattern.search(p.read_text())]
 
 
-def test_files_hold_one_room():
-    files = [*modules(), *(ROOT / "data/measure").rglob("*.py"), *ROOT.glob("notebooks/*.py")]
-    long = {str(p): n for p in files if (n := len(p.read_text().splitlines())) > 400}
-    assert not long
-
-
 def test_the_package_knows_nothing_of_the_campaign_or_the_tests():
     """data/measure, notebooks/ and tests/ stand on the package, never the other way. The wheel has
     none of them."""

@@ -33,7 +33,7 @@ from workbench.engine.room import n_regions
 from workbench.engine.stamps import Stamp, Stamps, stamped
 from workbench.engine.step_programs import StepPrograms
 from workbench.engine.under_way import UnderWay
-from workbench.engine.wanted import Variants, Wanted, choose, resolve
+from workbench.engine.wanted import Variants, Wanted, as_preset, choose, resolve
 from workbench.engine.watch import PLAIN, Watch, chosen
 from workbench.errors import UsageError
 from workbench.model.decoder import Model
@@ -61,7 +61,7 @@ class Engine:
         exclusive.check(loaded)
         have = choose(wanted, loaded)
         self.config, self.toggles, self._ordering = config, have.toggles, have.ordering
-        self.preset, self.chosen = have.preset, have.words
+        self.wanted, self.preset, self.chosen = as_preset(wanted), have.preset, have.words
         self.n_steps = self.n_untraced = 0
         self.ranges = ranges_of(config.nvtx)
         self._spent = self.ranges.clock(self._count, lambda: self.n_steps)
