@@ -33,14 +33,19 @@ has a row per ubatch, and beside it `tokens.parquet`; see the module of that nam
     n_tokens int32     tokens this row counts: the prompt's length, or 1
     ns int64           nanoseconds it took
 
-Folders are written so that a reader never sees half of one, and can be copied between machines.
+A save replaces the folder as a whole (`workbench/output_swap.py`). Whenever its process was killed,
+the folder holds the files of one save, and the next save removes what the killed one left beside
+it. `load_run` reads all files of one save while others are written, too; by hand that takes a
+folder that nobody writes. Folders can be copied between machines.
 """
 
 import html
 import json
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,9 +60,11 @@ from workbench.bench.workload import parse
 from workbench.errors import UsageError
 from workbench.frames import Table, to_html
 from workbench.output import writing_folder
+from workbench.output_swap import aside
 
 SCHEMA = 1
 RUN_JSON, SAMPLES = "run.json", "samples.parquet"
+TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"  # of `perplexity`, and of `serve`
 COMPLETE, INTERRUPTED = "complete", "interrupted"
 CHECKPOINT_SECONDS = 10.0  # what is finished is saved so often while an experiment runs
 DEFAULT_ROOT = Path("data/runs")
@@ -244,12 +251,13 @@ def write_run(
     run: Mapping[str, Any],
     samples: pd.DataFrame,
     tables: Mapping[str, pd.DataFrame] | None = None,
+    new: bool = False,
 ) -> Path:
     """Writes `run`, `samples` and other `tables` by file name as a run folder; returns its path.
 
-    A new folder appears whole. In a folder that is there already each file is replaced whole,
-    run.json last; other files (a timeline) stay. Raises UsageError where `run` is not schema 1 or
-    the folder cannot be written.
+    A folder that is there already is replaced as a whole: a reader finds the files of this save or
+    of an earlier one, never of both. Other files (a timeline) stay. new: it must not be there.
+    Raises UsageError where `run` is not schema 1 or the folder cannot be written.
     """
     folder = Path(folder)
     check_run(run, folder)
@@ -259,7 +267,7 @@ def write_run(
         name: pa.Table.from_pandas(frame, preserve_index=False)
         for name, frame in (tables or {}).items()
     }
-    with writing_folder(folder) as made:
+    with writing_folder(folder, new=new, without=(TOKENS, REQUESTS)) as made:
         for name, content in (others | {SAMPLES: table}).items():
             with made.writing(name) as file:
                 pq.write_table(content, file, compression="zstd")
@@ -280,14 +288,23 @@ def _plain(value: Any) -> Any:
 def load_run(folder: str | Path) -> Run:
     """Reads a run folder, in today's words (`old_names.py`); raises UsageError, in one line, where
     it is none or is damaged."""
+    return load_tables(folder)[0]
+
+
+def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame]]:
+    """As `load_run`, and the tables of these file names; all of them are of one save."""
     folder = Path(folder)
     try:
-        run = json.loads((folder / RUN_JSON).read_text(encoding="utf-8"))
-        if not isinstance(run, dict):
-            raise UsageError(f"{folder}: run.json is no object")
-        check_run(run, folder)
-        in_todays_words(run)
-        samples = pq.read_table(folder / SAMPLES)
+        while True:
+            with _opened(folder) as (at, is_replaced):
+                try:
+                    run, (samples, *tables) = _read_run(folder, at), [
+                        _read_table(at, name) for name in (SAMPLES, *names)
+                    ]
+                    break
+                except FileNotFoundError:
+                    if not is_replaced():
+                        raise
     except FileNotFoundError as error:
         raise UsageError(
             f"{folder} is no run folder: {Path(str(error.filename)).name} is missing"
@@ -298,7 +315,10 @@ def load_run(folder: str | Path) -> Run:
         raise UsageError(f"{folder} cannot be read: {str(error).splitlines()[0]}") from error
     if samples.schema.names != SAMPLE_SCHEMA.names:
         raise UsageError(f"{folder}: samples.parquet has columns {samples.schema.names}")
-    return Run(folder, run, samples.to_pandas().astype(_DTYPES))
+    return (
+        Run(folder, run, samples.to_pandas().astype(_DTYPES)),
+        [table.to_pandas() for table in tables],
+    )
 
 
 def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
