@@ -122,7 +122,9 @@ faults = st.builds(
 
 def hopeless(fault: Fault) -> bool:
     """What cannot be removed stays, and no call fails that has renamed: no writer can help it."""
-    lost = fault.call in ("unlink", "rmdir") or (fault.call in ("rename", "exchange") and fault.after)
+    lost = fault.call in ("unlink", "rmdir") or (
+        fault.call in ("rename", "exchange") and fault.after
+    )
     return lost and isinstance(fault.what, OSError)
 
 

@@ -47,6 +47,7 @@ import pandas as pd
 from workbench.bench import provenance, results
 from workbench.bench.divergence import Agreement, Estimate, compare_rows, score
 from workbench.bench.draft import Draft, kept, new_arm, new_run
+from workbench.bench.results import TOKENS
 from workbench.bench.token_source import Source, TokenWindow
 from workbench.bench.workload import check_untraced
 from workbench.config import BASELINE, FAMILIES, TogglePreset, Toggles
@@ -60,7 +61,6 @@ from workbench.trace.spans import now_ns
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
-TOKENS = "tokens.parquet"
 ENGINE_ARM, REFERENCE_ARM = "engine", "reference"
 Times = list[tuple[int, int]]  # of every step: ns, tokens
 

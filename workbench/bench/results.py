@@ -42,10 +42,8 @@ folder that nobody writes. Folders can be copied between machines.
 import html
 import json
 import math
-import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,16 +53,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from workbench.bench.old_names import in_todays_words
+from workbench.bench.one_save import read_files
 from workbench.bench.provenance import utc_now
 from workbench.bench.workload import parse
 from workbench.errors import UsageError
 from workbench.frames import Table, to_html
 from workbench.output import writing_folder
-from workbench.output_swap import aside
+from workbench.output_parts import TEMPORARY
 
 SCHEMA = 1
 RUN_JSON, SAMPLES = "run.json", "samples.parquet"
-TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"  # of `perplexity`, and of `serve`
+TABLES = TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"  # of `perplexity`, and of `serve`
 COMPLETE, INTERRUPTED = "complete", "interrupted"
 CHECKPOINT_SECONDS = 10.0  # what is finished is saved so often while an experiment runs
 DEFAULT_ROOT = Path("data/runs")
@@ -256,8 +255,9 @@ def write_run(
     """Writes `run`, `samples` and other `tables` by file name as a run folder; returns its path.
 
     A folder that is there already is replaced as a whole: a reader finds the files of this save or
-    of an earlier one, never of both. Other files (a timeline) stay. new: it must not be there.
-    Raises UsageError where `run` is not schema 1 or the folder cannot be written.
+    of an earlier one, never of both. Other files (a timeline) stay, but for tables of another run.
+    new: the folder must not be there, but for an earlier save of this run. Raises UsageError where
+    `run` is not schema 1 or the folder cannot be written.
     """
     folder = Path(folder)
     check_run(run, folder)
@@ -267,13 +267,24 @@ def write_run(
         name: pa.Table.from_pandas(frame, preserve_index=False)
         for name, frame in (tables or {}).items()
     }
-    with writing_folder(folder, new=new, without=(TOKENS, REQUESTS)) as made:
+    saved = _holds(folder, run)
+    without = () if saved else TABLES
+    with writing_folder(folder, new=new and not saved, without=without) as made:
         for name, content in (others | {SAMPLES: table}).items():
             with made.writing(name) as file:
                 pq.write_table(content, file, compression="zstd")
         with made.writing(RUN_JSON, "t") as file:
             file.write(text)
     return folder
+
+
+def _holds(folder: Path, run: Mapping[str, Any]) -> bool:
+    """Whether an earlier save of the same run is there."""
+    try:
+        old = json.loads((folder / RUN_JSON).read_text(encoding="utf-8"))
+        return all(old[key] == run[key] for key in ("run_id", "kind", "started"))
+    except (OSError, ValueError, TypeError, KeyError):  # no run, or a damaged one
+        return False
 
 
 def _plain(value: Any) -> Any:
@@ -295,16 +306,13 @@ def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame
     """As `load_run`, and the tables of these file names; all of them are of one save."""
     folder = Path(folder)
     try:
-        while True:
-            with _opened(folder) as (at, is_replaced):
-                try:
-                    run, (samples, *tables) = _read_run(folder, at), [
-                        _read_table(at, name) for name in (SAMPLES, *names)
-                    ]
-                    break
-                except FileNotFoundError:
-                    if not is_replaced():
-                        raise
+        text, *contents = read_files(folder, RUN_JSON, SAMPLES, *names)
+        run = json.loads(text.decode("utf-8"))
+        if not isinstance(run, dict):
+            raise UsageError(f"{folder}: run.json is no object")
+        check_run(run, folder)
+        in_todays_words(run)
+        samples, *tables = (pq.read_table(pa.BufferReader(content)) for content in contents)
     except FileNotFoundError as error:
         raise UsageError(
             f"{folder} is no run folder: {Path(str(error.filename)).name} is missing"
@@ -329,7 +337,8 @@ def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
     """
     rows = []
     for path in sorted(Path(root).glob(f"**/{RUN_JSON}")):
-        if path.parent.name.startswith("."):  # what a killed process left
+        inside = path.relative_to(root).parts
+        if any(part.startswith(TEMPORARY) for part in inside):  # being written, or left over
             continue
         try:
             rows.append(_row(path.parent))
