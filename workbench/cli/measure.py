@@ -10,7 +10,7 @@ from typing import Annotated
 from workbench.cli import flags as f
 from workbench.cli.common import MODELS, RUNS, app, check_new, load, say, say_replays
 from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
-from workbench.cli.repeat import DEFAULT_REPEAT, RepeatFlags
+from workbench.cli.repeat import DEFAULT_REPEAT, RepeatFlags, Resume
 from workbench.config import BASELINE, Toggles
 from workbench.errors import UsageError, WorkbenchError
 
@@ -60,6 +60,7 @@ def bench(
     out: Annotated[
         Path | None, f.flag("run folder to write, too; OUT-1, OUT-2, ... for several engines")
     ] = None,
+    resume: Resume = False,
     repeat: RepeatFlags = DEFAULT_REPEAT,
     config: BenchFlags = DEFAULT_BENCH,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
@@ -70,6 +71,7 @@ def bench(
     and the table are llama-batched-bench's.
     """
     from workbench.bench import batched, llama_bench
+    from workbench.bench.resumed import open_outs
     from workbench.frames import known_columns
 
     if output not in llama_bench.FORMATS:
@@ -92,10 +94,9 @@ def bench(
     engines = [(path, settings) for path in model for settings in config.each()]
     until = repeat.arguments(len(engines))
     folders = _folders(out, len(engines))
-    for folder in folders:
-        check_new(folder)
+    earlier = open_outs(folders, resume)
     rows: list[llama_bench.BenchRow] = []
-    for (path, settings), folder in zip(engines, folders, strict=True):
+    for (path, settings), folder, held in zip(engines, folders, earlier, strict=True):
         # as llama-bench: the context is what the tests need
         settings = dataclasses.replace(
             settings, n_ctx=max(needed, settings.n_ctx), n_seqs=max(most, settings.n_seqs)
@@ -103,7 +104,7 @@ def bench(
         with load(path, settings, toggles) as engine:
             rows += llama_bench.measured(
                 engine, tests, repetitions, seed=seed, build=build, out=folder,
-                on_row=lambda row: say(line(row)), **until,
+                resume=held is not None, on_row=lambda row: say(line(row)), **until,
             )  # fmt: skip
             say_replays(engine.counters)
     print(formatted(rows, output, known_columns()), end="")
@@ -136,9 +137,7 @@ def ab(
     ] = 10,
     seed: f.Seed = 0,
     out: Annotated[Path | None, f.flag("run folder to write", "--out -o")] = None,
-    resume: Annotated[
-        bool, f.flag("continue the run in --out; with --until for --at-most again")
-    ] = False,
+    resume: Resume = False,
     repeat: RepeatFlags = DEFAULT_REPEAT,
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
@@ -146,7 +145,7 @@ def ab(
     """Compare values of a toggle, or sets of toggles, in turn, with an A/A control."""
     from workbench.bench.ab import ab as interleaved
     from workbench.bench.arms import ComparisonSpec, comparison_spec
-    from workbench.bench.experiment import open_out
+    from workbench.bench.resumed import open_out
     from workbench.frames import show, show_prose
 
     until = repeat.arguments()
@@ -190,6 +189,7 @@ def perplexity(
     out: Annotated[
         Path | None, f.flag(f"run folder; default: a new one in {RUNS}", "--out -o")
     ] = None,
+    resume: Annotated[bool, f.flag("continue the run in --out")] = False,
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
@@ -199,6 +199,7 @@ def perplexity(
     """
     from workbench.bench import perplexity as ppl
     from workbench.bench import results
+    from workbench.bench.resumed import open_out
     from workbench.bench.token_source import ask
 
     if check and against is None:
@@ -206,12 +207,16 @@ def perplexity(
     other = None if against is None else ppl.parse_against(against)
     at_once = [config.n_ubatch] if sizes is None else numbers("--sizes", sizes)
     source = ask(file, tokens_from)
+    if out is None:
+        open_out(out, resume)
     folder = out or results.new_run_folder(RUNS, f"ppl-{source.label}")
     folders = ppl.folders_of(folder, at_once)
-    ppl.check_folders(folders, config.n_ubatch)
+    ppl.check_folders(folders, config.n_ubatch, resume)
     variants = [] if other is None else [other]
     with load(model, config, toggles, variants, source.check) as engine:
-        runs = ppl.perplexity_by_size(engine, source.open(engine), folders, against=other)
+        runs = ppl.perplexity_by_size(
+            engine, source.open(engine), folders, against=other, resume=resume
+        )
         dtype = engine.model.main_weight.dtype.name
     for made in runs:
         print("\n".join(made.lines()))
