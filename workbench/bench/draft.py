@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.bench import provenance, results
+from workbench.bench.nameless import portable
 from workbench.bench.results import COMPLETE, INTERRUPTED, SampleTable
 
 
@@ -59,7 +60,7 @@ def new_run(
         "status": INTERRUPTED,
         "started": provenance.utc_now(),
         "duration_s": 0.0,
-        **found,
+        **portable(found),
         "seed": seed,
         "tests": list(tests),
         "repetitions": repetitions,

@@ -81,5 +81,5 @@ def take_over(old: Mapping[str, Any], new: dict[str, Any]) -> None:
 
 
 def session_of(run: Mapping[str, Any]) -> dict[str, Any]:
-    """When one session of a run began, and of which commit."""
+    """When one session of a run began, and its commit."""
     return {"started": run["started"], "commit": run["commit"]}

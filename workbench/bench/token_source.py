@@ -47,8 +47,8 @@ class Source(NamedTuple):
     windows: Iterable[TokenWindow]
 
     def after(self, known: Sequence[Sequence[int]]) -> Iterator[TokenWindow]:
-        """All windows, of which the targets of the first are known; a sampling source does not
-        compute those again. Raises UsageError where the tokens are others by now."""
+        """All windows. known: the targets of the first ones; a sampling source does not compute
+        those again. Raises UsageError where the tokens are others by now."""
         if isinstance(self.windows, _Drawn):
             self.windows.known = known
         windows = iter(self.windows)
