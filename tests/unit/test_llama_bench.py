@@ -305,8 +305,9 @@ class TestResumed:
     def test_only_the_same_run_is_resumed(self, monkeypatch, tmp_path, change, key):
         self.cut(monkeypatch, tmp_path / "r")
         before = {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()}
-        of_engine = {k: change.pop(k) for k in ("toggles", "n_ctx") if k in change}
-        same = {"n_prompt": [4], "n_gen": [2], "repetitions": 3, "out": tmp_path / "r"} | change
+        of_engine = {k: v for k, v in change.items() if k in ("toggles", "n_ctx")}
+        of_bench = {k: v for k, v in change.items() if k not in of_engine}
+        same = {"n_prompt": [4], "n_gen": [2], "repetitions": 3, "out": tmp_path / "r"} | of_bench
         with pytest.raises(UsageError, match=f"its {key} is"):
             bench(self.engine(monkeypatch, **of_engine), **same, resume=True)
         assert {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()} == before
