@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.bench.nameless import card, command
+from workbench.bench.nameless import card, portable
 from workbench.checkout import UNKNOWN, commit
 from workbench.errors import DeviceError
 
@@ -218,11 +218,11 @@ def _idle_sync_us(backend: Backend) -> float:
 def collect(engine_: Engine | None = None) -> dict[str, Any]:
     """Everything of this module at once: the part of `run.json` that no experiment chooses."""
     found = {
-        "command": command(sys.argv),
+        "command": list(sys.argv),
         "commit": commit(),
         "versions": dict(versions()),
         "machine": machine(),
     }
     if engine_ is not None:
         found |= {"model": model(engine_), "engine": engine(engine_)}
-    return found
+    return dict(portable(found))
