@@ -53,6 +53,7 @@ def test_a_killed_run_goes_on(tiny_model, tmp_path, what):
     assert load_run(out).samples.equals(whole.samples)
 
 
+@pytest.mark.slow
 def test_of_several_engines_those_with_a_folder_go_on(call, tiny_model, tmp_path):
     ask = ["bench", "-m", tiny_model("tiny-llama", "Q8_0"), "-p", "2", "-n", "0", "-r", "2",
            "--device", "host", "-t", "1,2", "-o", "json", "--out", tmp_path / "r"]  # fmt: skip
