@@ -1,9 +1,10 @@
 """Every file and folder that the package writes is written here.
 
 A file is never seen half written: the content goes to a temporary file in the same folder, which
-then takes the name. A symbolic link stays, and what it points to is written. A device, a FIFO or a
-descriptor (`/dev/stdout`) cannot be replaced: it is written directly. Whatever ends the writing
-early (an error, Ctrl-C, SIGTERM) leaves the old content, and nothing beside it.
+then takes the name. A folder is replaced as a whole (`output_swap.py`). A symbolic link stays, and
+what it points to is written. A device, a FIFO or a descriptor (`/dev/stdout`) cannot be replaced:
+it is written directly. Whatever ends the writing early (an error, Ctrl-C, SIGTERM) leaves the old
+content, and nothing beside it. What SIGKILL leaves beside it, the next writing there removes.
 
 Files are written from front to back, so that a pipe takes what a disk takes: `tell` counts, `seek`
 is refused. What cannot be written is a UsageError of one line: what, why, what to do. Only a
@@ -13,21 +14,21 @@ descriptor of this process whose reader has gone raises BrokenPipeError: nobody 
 import errno
 import io
 import os
-import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from workbench.errors import UsageError
+from workbench.output_parts import made_parents, move, temporary, temporary_folder
 from workbench.output_path import Found, look, named, refusal, refusing
+from workbench.output_swap import carry, refuse_mounted, replace_folder, settle
 from workbench.sizes import sizes
 
-TEMPORARY = ".workbench-"  # what is being written is called so; a killed process may leave one
 BUFFER_BYTES = 1 << 18
 
 
@@ -46,10 +47,10 @@ def writing(path: str | PathLike[str], mode: str = "b", *, parents: bool = False
         with _sink(_open_direct(found), mode, found) as file:
             yield file
         return
-    with _parents(found, parents), _temporary(found, parents) as (descriptor, temporary):
+    with made_parents(found, parents), temporary(found) as (descriptor, beside):
         with _sink(descriptor, mode, found) as file:
             yield file
-        _move(found.shown, [(temporary, found.target)])
+        move(found.shown, beside, found.target)
 
 
 def write_text(path: str | PathLike[str], text: str, *, parents: bool = False) -> None:
@@ -80,7 +81,7 @@ def check_writable(path: str | PathLike[str], *, parents: bool = False, n_bytes:
         if not os.access(found.target, os.W_OK):
             raise refusal(found.shown, OSError(errno.EACCES, ""))
         return
-    with _parents(found, parents, keep=False), _temporary(found, parents) as (descriptor, _):
+    with made_parents(found, parents, keep=False), temporary(found) as (descriptor, _):
         try:
             with refusing(found.shown):
                 os.write(descriptor, b"\0")  # a full disk takes names, but no byte
@@ -106,40 +107,50 @@ class NewFolder(NamedTuple):
     def writing(self, name: str, mode: str = "b") -> Iterator[Any]:
         """As `output.writing`, of the file `name` of this folder."""
         target = Found(self.path / name, str(self.beside / name), None, None)
-        with _temporary(target, False) as (descriptor, temporary):
+        with temporary(target) as (descriptor, beside):
             with _sink(descriptor, mode, target) as file:
                 yield file
-            _move(target.shown, [(temporary, target.target)])
+            move(target.shown, beside, target.target)
         self.names.append(name)
 
 
 @contextmanager
-def writing_folder(path: str | PathLike[str]) -> Iterator[NewFolder]:
+def writing_folder(
+    path: str | PathLike[str], *, new: bool = False, without: Collection[str] = ()
+) -> Iterator[NewFolder]:
     """A folder whose files appear together once the body has ended; missing parents are made.
 
-    A new folder appears whole. In one that is there already each file is replaced whole, in the
-    order in which they were written; its other files stay. Raises UsageError where that cannot be.
+    A folder that is there already is replaced in one step: whoever opens it has all files of this
+    writing, or none. Its other files stay, but for those named in `without`. new: it must not be
+    there. Raises UsageError where that cannot be.
     """
-    found = look(path, folder=True)
-    exists = found.status is not None
-    with _parents(found, True), _temporary_folder(found) as beside:
+    with _found_folder(path, new) as found, temporary_folder(found) as beside:
         folder = NewFolder(found.shown, beside, [])
         yield folder
-        if exists:
-            files = [(str(beside / n), os.path.join(found.target, n)) for n in folder.names]
-            _move(found.shown, files)
-        else:
-            _move(found.shown, [(str(beside), found.target)])
+        if found.status is not None:
+            carry(found, str(beside), {*folder.names, *without})
+        replace_folder(found, str(beside), without, new)
 
 
 def check_folder(path: str | PathLike[str], *, new: bool = False) -> None:
-    """Raises UsageError where `writing_folder(path)` would now, and, if it shall be `new`, where
-    the folder exists; leaves nothing behind."""
-    found = look(path, folder=True)
-    if new and found.status is not None:
-        raise UsageError(f"{named(found.shown)} exists already; choose another folder")
-    with _parents(found, True, keep=False), _temporary_folder(found):
+    """Raises UsageError where `writing_folder(path, new=new)` would now; leaves nothing behind."""
+    with _found_folder(path, new, keep=False) as found, temporary_folder(found):
         pass
+
+
+@contextmanager
+def _found_folder(path: str | PathLike[str], new: bool, keep: bool = True) -> Iterator[Found]:
+    """What stands at the path, and its parents, made where they are missing; at the end they are
+    taken back unless they are to keep."""
+    found = look(path, folder=True)
+    if settle(found.target):
+        found = look(path, folder=True)
+    if found.status is not None:
+        if new:
+            raise UsageError(f"{named(found.shown)} exists already; choose another folder")
+        refuse_mounted(found)
+    with made_parents(found, True, keep=keep):
+        yield found
 
 
 # what is open ------------------------------------------------------------------------------------
@@ -215,105 +226,3 @@ def _sink(descriptor: int, mode: str, found: Found) -> Iterator[Any]:
         file.close()
         raw.close()
         raise
-
-
-# what is made and taken back ---------------------------------------------------------------------
-
-
-@contextmanager
-def _temporary(found: Found, parents: bool) -> Iterator[tuple[int, str]]:
-    """(descriptor, name) of a new file beside the target; removed unless it was renamed."""
-    folder = os.path.dirname(found.target)
-    name = os.path.join(folder, TEMPORARY + secrets.token_hex(8))
-    try:
-        with refusing(found.shown):
-            descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            if found.status is not None:
-                with suppress(PermissionError):  # a file system without modes
-                    os.fchmod(descriptor, stat.S_IMODE(found.status.st_mode))
-        yield descriptor, name
-    finally:
-        _remove(name)
-
-
-@contextmanager
-def _temporary_folder(found: Found) -> Iterator[Path]:
-    """A new folder, in the target where that exists, else beside it; removed unless renamed."""
-    parent = found.target if found.status is not None else os.path.dirname(found.target)
-    beside = Path(parent, TEMPORARY + secrets.token_hex(8))
-    try:
-        with refusing(found.shown):
-            beside.mkdir()
-        yield beside
-    finally:
-        _remove(str(beside))
-
-
-@contextmanager
-def _parents(found: Found, wanted: bool, keep: bool = True) -> Iterator[None]:
-    """Makes the folders that the target lacks, if `wanted`; takes them back where the body fails,
-    and at its end unless `keep`."""
-    made: list[Path] = []
-    try:
-        if wanted:
-            with refusing(found.shown):
-                _make(Path(found.target).parent, made)
-        yield
-    except BaseException:
-        keep = False
-        raise
-    finally:
-        if not keep:
-            for folder in reversed(made):
-                _remove(str(folder), only_empty=True)
-
-
-def _make(folder: Path, made: list[Path]) -> None:
-    if folder.is_dir():
-        return
-    _make(folder.parent, made)
-    made.append(folder)
-    try:
-        folder.mkdir()
-    except FileExistsError:  # somebody else was quicker
-        made.remove(folder)
-    except FileNotFoundError as error:  # in a folder that is there, as /proc
-        raise OSError(errno.EOPNOTSUPP, "") from error
-
-
-def _move(shown: Path, moves: list[tuple[str, str]]) -> None:
-    """Renames each source to its target, all of them: a Ctrl-C meanwhile is heeded after."""
-    stopped: KeyboardInterrupt | None = None
-    for source, target in moves:
-        while True:
-            try:
-                with refusing(shown):
-                    os.rename(source, target)
-            except KeyboardInterrupt as error:
-                stopped = error
-                if os.path.lexists(source):
-                    continue
-            break
-    if stopped is not None:
-        raise stopped
-
-
-def _remove(path: str, only_empty: bool = False) -> None:
-    """Removes the file or folder if it is there; a Ctrl-C meanwhile is heeded after."""
-    try:
-        _remove_once(path, only_empty)
-    except KeyboardInterrupt:
-        _remove_once(path, only_empty)
-        raise
-
-
-def _remove_once(path: str, only_empty: bool) -> None:
-    with suppress(FileNotFoundError):
-        if not os.path.isdir(path):
-            os.unlink(path)
-            return
-        if not only_empty:
-            for name in os.listdir(path):  # of files only
-                os.unlink(os.path.join(path, name))
-        with suppress(OSError):  # somebody else put a file there
-            os.rmdir(path)

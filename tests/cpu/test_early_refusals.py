@@ -56,6 +56,8 @@ ARGUMENTS = {
     "bench: no test": (["bench", "-p", "0", "-n", "0"], "there is no test to run"),
     "bench: repetitions": (["bench", "-r", "0"], "for -r. Must be >= 1"),
     "bench: folder": (["bench", "--out", "/tmp"], "/tmp exists already"),
+    "bench: nothing to resume": (["bench", "--resume"], "give it as out"),
+    "bench: no run": (["bench", "--resume", "--out", "/no"], "/no is no run folder"),
     "ab: toggle": (["ab", "--toggle", "speed=11"], "toggle 'speed' does not exist"),
     "ab: value": (["ab", "--toggle", "sync=never"], "sync='never' does not exist"),
     "ab: the background's": (["ab", "--toggle", "sync=per_copy"], "what the background has"),
@@ -77,6 +79,8 @@ ARGUMENTS = {
     "perplexity: size": (["perplexity", *SAMPLE, "--sizes", "513"], "513 tokens cannot be"),
     "perplexity: sizes": (["perplexity", *SAMPLE, "--sizes", "x"], "--sizes 'x'"),
     "perplexity: folder": (["perplexity", *SAMPLE, "-o", "/tmp"], "/tmp exists already"),
+    "perplexity: nothing to resume": (["perplexity", *SAMPLE, "--resume"], "give it as out"),
+    "perplexity: no run": (["perplexity", *SAMPLE, "--resume", "-o", "/no"], "is no run folder"),
     "perplexity: against": (["perplexity", *SAMPLE, "--against", "x=1"], "'x' does not exist"),
     "perplexity: check": (["perplexity", *SAMPLE, "--check"], "--check needs a reference"),
 }  # fmt: skip

@@ -4,6 +4,8 @@ when it is interrupted."""
 from __future__ import annotations
 
 import json
+import platform
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -82,8 +84,34 @@ def test_the_keys_of_a_new_run_are_those_of_recorded_ones(engine, tmp_path, kind
             assert set(run[part]) <= set(new[part]), part
         assert set(run["model"]) == set(new["model"])
         assert set(run["result"]) - ADDED <= set(new["result"])
-    assert set(new["result"]) <= set().union(*(run["result"] for run in old)) | {"until"}
+    more = {"until", "sessions"}
+    assert set(new["result"]) <= set().union(*(run["result"] for run in old)) | more
     assert issued([new]) == issued(old)
+
+
+def strings(value: Any) -> Iterator[str]:
+    """All text in what JSON can say."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from (text for one in value.values() for text in strings(one))
+    elif isinstance(value, list):
+        yield from (text for one in value for text in strings(one))
+
+
+@pytest.mark.parametrize("kind", MEASURE)
+def test_a_run_says_nothing_of_where_it_was_made(engine, tmp_path, monkeypatch, kind):
+    """Programs and files have their names, and no folders; nobody finds the machine or its user."""
+    argv = ["/opt/bin/workbench", kind, "-m", str(engine.model.path), f"--out={tmp_path}/run"]
+    monkeypatch.setattr("sys.argv", argv)
+    MEASURE[kind](engine, tmp_path / "run")
+    run = load_run(tmp_path / "run").run
+    name = Path(engine.model.path).name
+    assert run["command"] == ["workbench", kind, "-m", name, "--out=run"]
+    places = [str(tmp_path), str(Path(engine.model.path).parent), str(Path.home())]
+    places += [platform.node()] * (len(platform.node()) > 5)  # a shorter one may be a word
+    for text in strings(run):
+        assert not text.startswith(("/", "~")) and not any(place in text for place in places), text
 
 
 # the loop, and what an interruption leaves -------------------------------------------------------

@@ -83,18 +83,18 @@ class LlamaBench(NamedTuple):
         return kept | {"LD_LIBRARY_PATH": path, "CUDA_VISIBLE_DEVICES": visible}
 
     def described(self) -> LlamaBench:
-        """With `about`: version, build, hash of program and libraries, where CUDA's are."""
+        """With `about`: version, build, hash of program and libraries, names of CUDA's folders."""
         done = self.call([str(self.program), "--version"])
         found = re.search(r"version: (.+)", done.stderr + done.stdout)
         if done.returncode or found is None:
             raise RuntimeError(f"{self.program} --version: {last_line(done)}")
         return self._replace(
             about={
-                "program": str(self.program),
+                "program": self.program.name,
                 "version": found[1],
                 "files": {path.name: _sha256(path) for path in _files(self.program)},
                 "build": _record(self.program),
-                "libraries": [str(folder) for folder in self.libraries],
+                "libraries": [folder.name for folder in self.libraries],
             }
         )
 

@@ -62,11 +62,11 @@ def call(call, tmp_path):
     return lambda *arguments: call("compare", "-o", tmp_path / "page.html", *arguments)
 
 
-def gpu(uuid="GPU-1", driver="580.1", card="NVIDIA H100", day="2026-11-21", cpu="A CPU"):
+def gpu(number="1111", driver="580.1", card="NVIDIA H100", day="2026-11-21", cpu="A CPU"):
     return {
         "engine": {"device": "cuda", "device_description": f"{card} (sm_90), driver {driver}",
                    "config": {}},
-        "machine": {"cpu": {"name": cpu}, "gpus": [{"uuid": uuid, "driver": driver}]},
+        "machine": {"cpu": {"name": cpu}, "gpus": [{"card": number, "driver": driver}]},
         "started": f"{day}T10:00:00Z",
     }  # fmt: skip
 
@@ -176,7 +176,7 @@ def test_an_older_run_lacks_toggles_that_are_off(tmp_path):
     ("other", "why"),
     [
         ({"card": "NVIDIA H200"}, "another device (NVIDIA H100 (sm_90), and NVIDIA H200 (sm_90))"),
-        ({"uuid": "GPU-2"}, "another card (GPU-1, and GPU-2)"),
+        ({"number": "2222"}, "another card (1111, and 2222)"),
         ({"driver": "570.2"}, "another driver (580.1, and 570.2)"),
         ({"day": "2026-11-22"}, "another day (2026-11-21, and 2026-11-22)"),
         ({"cpu": "Another CPU"}, "another processor (A CPU, and Another CPU)"),

@@ -46,6 +46,8 @@ LAYERS = [
     ("clashes", "presets"),
     ("choices",),
     ("output",),
+    ("output_swap",),
+    ("output_parts",),
     ("output_path",),
     ("checkout", "devices", "errors", "frames", "progress", "sizes", "trace.spans"),
 ]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from fake_engine import Clock, FakeEngine
 
+from workbench.bench.ab import ab
 from workbench.bench.llama_bench import bench, workloads
 from workbench.bench.llama_format import (
     FIELDS,
@@ -222,3 +223,105 @@ def test_a_run_folder_is_written_also_when_interrupted(monkeypatch, tmp_path):
     cut = load_run(tmp_path / "cut")
     assert cut.run["status"] == "interrupted"
     assert cut.samples.groupby("test")["repetition"].nunique().to_dict() == {"pp4": 3, "tg2": 1}
+
+
+class TestResumed:
+    """4 prompts and 2 tokens, 3 times each: 6 repetitions, behind warm-ups."""
+
+    ASK = ([4], [2])
+
+    def engine(self, monkeypatch, stop_at=None, **changes):
+        ns_of = lambda toggles, n, nth: 1_000_000 * n + 1000 * nth  # noqa: E731
+        engine = FakeEngine(Clock().install(monkeypatch), ns_of=ns_of, **changes)
+        engine.shared.stop_at, engine.shared.error = stop_at, KeyboardInterrupt()
+        return engine
+
+    def cut(self, monkeypatch, out, stop_at=12, **how):
+        with pytest.raises(KeyboardInterrupt):
+            bench(self.engine(monkeypatch, stop_at), *self.ASK, repetitions=3, out=out, **how)
+        return load_run(out)
+
+    def test_what_is_finished_is_kept_and_the_rest_is_measured(self, monkeypatch, tmp_path):
+        cut, seen = self.cut(monkeypatch, tmp_path / "r"), []
+        engine = self.engine(monkeypatch)
+        rows = bench(
+            engine, *self.ASK, repetitions=3, out=tmp_path / "r", resume=True, on_row=seen.append
+        )
+        whole = load_run(tmp_path / "r")
+        assert whole.run["status"] == "complete" and seen == rows
+        n = len(cut.samples)
+        assert 0 < n < len(whole.samples) and whole.samples.iloc[:n].equals(cut.samples)
+        counts = whole.samples.groupby("test")["repetition"].nunique()
+        assert (
+            counts.to_dict() == {"pp4": 3, "tg2": 3}
+            and whole.samples["order"].is_monotonic_increasing
+        )
+        for row in rows:  # and the rows are of all of them
+            of = whole.samples[whole.samples["test"] == row.workload.name]
+            assert row.samples_ns == of.groupby("repetition")["ns"].sum().tolist()
+            assert all(s.token_ns.sum() == s.ns_total for s in row.samples)
+        assert format_rows(rows, "json") and rows[0].values()["test_time"] == cut.run["started"]
+
+    def test_a_resumed_run_says_when_it_was_measured(self, monkeypatch, tmp_path):
+        cut = self.cut(monkeypatch, tmp_path / "r").run
+        engine = self.engine(monkeypatch)
+        bench(engine, *self.ASK, repetitions=3, out=tmp_path / "r", resume=True)
+        run = load_run(tmp_path / "r").run
+        assert [run[k] for k in ("run_id", "started")] == [cut[k] for k in ("run_id", "started")]
+        assert run["duration_s"] >= cut["duration_s"] and len(run["result"]["sessions"]) == 2
+        before, after = (one["arms"][0]["counters"]["steps"] for one in (cut, run))
+        assert after == before + engine.counters["steps"]
+        assert set(run["arms"][0]["program"]) == {"pp4", "tg2"} == set(run["result"]["warm_up"])
+
+    def test_a_finished_run_is_not_measured_again_and_may_get_more(self, monkeypatch, tmp_path):
+        first = bench(self.engine(monkeypatch), *self.ASK, repetitions=3, out=tmp_path / "r")
+        engine = self.engine(monkeypatch)
+        again = bench(engine, *self.ASK, repetitions=3, out=tmp_path / "r", resume=True)
+        assert engine.shared.steps == 0
+        assert [row.samples_ns for row in again] == [row.samples_ns for row in first]
+        more = bench(
+            self.engine(monkeypatch), *self.ASK, repetitions=5, out=tmp_path / "r", resume=True
+        )
+        assert [len(row.samples) for row in more] == [5, 5]
+        assert load_run(tmp_path / "r").run["repetitions"] == 5
+
+    def test_until_goes_on_to_its_width(self, monkeypatch, tmp_path):
+        self.cut(monkeypatch, tmp_path / "r", until=0.0001)
+        rows = bench(
+            self.engine(monkeypatch), *self.ASK, repetitions=3, out=tmp_path / "r", resume=True,
+            until=0.1,
+        )  # fmt: skip
+        run = load_run(tmp_path / "r").run
+        assert [row.ended["stopped"] for row in rows] == ["width", "width"]
+        assert run["result"]["until"]["tests"]["tg2"]["rounds"] == len(rows[1].samples) >= 10
+
+    @pytest.mark.parametrize(
+        ("change", "key"),
+        [
+            ({"n_gen": [3]}, "tests"), ({"seed": 1}, "seed"),
+            ({"toggles": Toggles(sync="packed")}, "arms"), ({"n_ctx": 300}, "engine"),
+        ],
+    )  # fmt: skip
+    def test_only_the_same_run_is_resumed(self, monkeypatch, tmp_path, change, key):
+        self.cut(monkeypatch, tmp_path / "r")
+        before = {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()}
+        of_engine = {k: v for k, v in change.items() if k in ("toggles", "n_ctx")}
+        of_bench = {k: v for k, v in change.items() if k not in of_engine}
+        same = {"n_prompt": [4], "n_gen": [2], "repetitions": 3, "out": tmp_path / "r"} | of_bench
+        with pytest.raises(UsageError, match=f"its {key} is"):
+            bench(self.engine(monkeypatch, **of_engine), **same, resume=True)
+        assert {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()} == before
+
+    def test_without_a_run_to_resume_it_is_refused(self, monkeypatch, tmp_path):
+        for out, says in ((tmp_path / "none", "is no run folder"), (None, "give it as out")):
+            with pytest.raises(UsageError, match=says):
+                bench(self.engine(monkeypatch), *self.ASK, out=out, resume=True)
+        ab(
+            self.engine(monkeypatch),
+            "sync=per_copy,packed",
+            tests="tg2",
+            rounds=5,
+            out=tmp_path / "a",
+        )
+        with pytest.raises(UsageError, match="its kind is ab, and now it would be bench"):
+            bench(self.engine(monkeypatch), [], [2], out=tmp_path / "a", resume=True)

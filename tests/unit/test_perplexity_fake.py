@@ -326,3 +326,116 @@ def test_logits_that_are_not_finite_end_it(engine, tmp_path, value):
     source = open_source(engine, None, str(write(tmp_path / "ids", "1 2 3")))
     with pytest.raises(WorkbenchError, match=r"logits behind token 0 are not finite"):
         ppl.perplexity(engine, source, out=tmp_path / "run")
+
+
+# resumed -----------------------------------------------------------------------------------------
+
+
+def ids_of(tmp_path: Path, n: int = 110, seed: int = 0) -> str:
+    ids = np.random.default_rng(seed).integers(0, N_VOCAB, n)
+    return str(write(tmp_path / "ids", " ".join(map(str, ids))))
+
+
+def cut(engine: RowEngine, asked: str, out: Path, stop_at: int, **how) -> None:
+    """A run that a Ctrl-C ends at that step of all engines."""
+    engine.shared.stop_at, engine.shared.error = stop_at, KeyboardInterrupt()
+    ppl.perplexity(engine, open_source(engine, None, asked), out=out, **how)
+    assert load_run(out).run["status"] == "interrupted"
+    engine.shared.stop_at, engine.shared.steps = None, 0
+
+
+@pytest.mark.parametrize("against", [None, Toggles(sync="auto")])
+def test_finished_windows_are_kept_and_the_rest_is_scored(engine, tmp_path, against):
+    """Windows of 40, 40 and 30 tokens, in steps of 16: three of them, and two at the end."""
+    asked, sides = ids_of(tmp_path), 1 if against is None else 2
+    source = open_source(engine, None, asked)
+    whole = ppl.perplexity(engine, source, against=against, out=tmp_path / "whole")
+    engine.shared.steps = 0
+    cut(engine, asked, tmp_path / "r", 3 * sides * 2 + 1, against=against)
+    before, kept = load_run(tmp_path / "r"), pd.read_parquet(tmp_path / "r" / ppl.TOKENS)
+    assert len(kept) == 80
+    source = open_source(engine, None, asked)
+    made = ppl.perplexity(engine, source, against=against, out=tmp_path / "r", resume=True)
+    assert engine.shared.steps == 2 * sides and not made.interrupted
+    tokens = pd.read_parquet(tmp_path / "r" / ppl.TOKENS)
+    pd.testing.assert_frame_equal(tokens[:80], kept)
+    same = [tokens.drop(columns="run_id"), whole.tokens.drop(columns="run_id")]
+    pd.testing.assert_frame_equal(*same)
+    assert (made.engine, made.reference, made.agreement) == whole[3:]
+    run, samples = load_run(tmp_path / "r")[1:]
+    assert (run["status"], run["repetitions"]) == ("complete", 3)
+    assert samples.iloc[: len(before.samples)].equals(before.samples)
+    assert samples["repetition"].nunique() == 3 and samples["n_tokens"].sum() == 110 * sides
+    assert run["started"] == before.run["started"] and len(run["result"]["sessions"]) == 2
+    engine.shared.steps = 0
+    source = open_source(engine, None, asked)
+    again = ppl.perplexity(engine, source, against=against, out=tmp_path / "r", resume=True)
+    assert engine.shared.steps == 0 and again.engine == whole.engine
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_sample_that_goes_on_is_the_same_and_is_not_drawn_again(engine, tmp_path, bos):
+    engine.model.file.metadata["tokenizer.ggml.add_bos_token"] = bos
+    whole = ppl.perplexity(engine, sample(engine, 110, 3), out=tmp_path / "whole")
+    engine.shared.steps = 0
+    cut(engine, "sample:110:3", tmp_path / "r", 2 * (40 + 3) + 5)  # while the third is drawn
+    made = ppl.perplexity(engine, sample(engine, 110, 3), out=tmp_path / "r", resume=True)
+    assert engine.shared.steps == 30 + 2
+    assert made.tokens["token"].tolist() == whole.tokens["token"].tolist()
+    assert made.tokens["nll"].tolist() == whole.tokens["nll"].tolist()
+
+
+def test_each_size_goes_on_with_what_it_lacks(engine, tmp_path):
+    """One folder is there whole, one has a window less, and one has none."""
+    asked, folders = ids_of(tmp_path), ppl.folders_of(tmp_path / "run", [16, 8, 4])
+
+    def score(sizes, **how):
+        engine.shared.steps = 0
+        source, of = open_source(engine, None, asked), {n: folders[n] for n in sizes}
+        return ppl.perplexity_by_size(engine, source, of, **how)
+
+    score([16])
+    engine.shared.stop_at, engine.shared.error = 5 * 2 + 1, KeyboardInterrupt()
+    score([8])  # two of three windows
+    engine.shared.stop_at = None
+    runs = score([16, 8, 4], resume=True)
+    assert engine.shared.steps == 4 + (10 + 10 + 8)
+    assert [made.run["repetitions"] for made in runs] == [3, 3, 3]
+    for made in runs[1:]:
+        assert made.tokens["nll"].tolist() == runs[0].tokens["nll"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"asked": "sample:110:1"}, "its seed is 0, and now it would be 1"),
+        ({"asked": "sample:111:0"}, "its source is sample:110:0"),
+        ({"against": Toggles()}, "its arms is"),
+        ({"size": 8}, "its n_ubatch is 16, and now it would be 8"),
+        ({"n_ctx": 41}, "its tests is"),
+        ({"out": "none"}, "is no run folder"),
+    ],
+)
+def test_only_the_same_run_is_resumed(engine, tmp_path, change, says):
+    cut(engine, "sample:110:0", tmp_path / "r", 2 * 43 + 5)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()}
+    other = RowEngine(Clock(), n_ctx=change.get("n_ctx", 40), wrong={"auto": 0.5})
+    source = open_source(other, None, change.get("asked", "sample:110:0"))
+    folders = {change.get("size", 16): tmp_path / change.get("out", "r")}
+    with pytest.raises(UsageError, match=says):
+        ppl.perplexity_by_size(
+            other, source, folders, against=change.get("against"), resume=True
+        )  # fmt: skip
+    assert {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()} == before
+
+
+def test_a_file_whose_tokens_are_others_by_now_is_refused(engine, tmp_path):
+    cut(engine, ids_of(tmp_path), tmp_path / "r", 3 * 2 + 1)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()}
+    for asked in (lambda: ids_of(tmp_path, seed=1), lambda: ids_of(tmp_path, n=70)):
+        with pytest.raises(UsageError, match="ids has other tokens than the run to resume"):
+            source = open_source(engine, None, asked())
+            ppl.perplexity(engine, source, out=tmp_path / "r", resume=True)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir()} == before
+    with pytest.raises(UsageError, match="give it as out"):
+        ppl.perplexity(engine, open_source(engine, None, ids_of(tmp_path)), resume=True)

@@ -131,7 +131,8 @@ def test_runs_lists_what_is_there_and_says_what_is_not_readable(tmp_path):
     write_run(tmp_path / "a", a_run("a"), some_samples("a"))
     write_run(tmp_path / "c", a_run("c"), some_samples("c"))
     (tmp_path / "c" / "run.json").write_text("{")
-    write_run(tmp_path / ".d-left", a_run("d"), some_samples("d"))
+    for left in (f".workbench-{'0' * 16}", f".workbench-{'1' * 16}/inside"):
+        write_run(tmp_path / left, a_run("d"), some_samples("d"))
     table = runs(tmp_path)
     assert table["run_id"].tolist() == ["c", "a", "b"]
     assert table["status"].tolist()[1:] == ["complete"] * 2

@@ -75,6 +75,7 @@ def batched(
     seed: int = 0,
     build: str | None = None,
     out: str | Path | None = None,
+    resume: bool = False,
     until: float | None = None,
     at_most_s: float = AT_MOST_S,
     on_row: Callable[[BenchRow], None] | None = None,
@@ -86,7 +87,7 @@ def batched(
     """
     return measured(
         engine, workloads(n_prompt, n_gen, n_seqs, shared), repetitions, seed=seed, build=build,
-        out=out, until=until, at_most_s=at_most_s, on_row=on_row,
+        out=out, resume=resume, until=until, at_most_s=at_most_s, on_row=on_row,
     )  # fmt: skip
 
 

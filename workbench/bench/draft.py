@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.bench import provenance, results
+from workbench.bench.nameless import portable
 from workbench.bench.results import COMPLETE, INTERRUPTED, SampleTable
 
 
@@ -59,7 +60,7 @@ def new_run(
         "status": INTERRUPTED,
         "started": provenance.utc_now(),
         "duration_s": 0.0,
-        **found,
+        **portable(found),
         "seed": seed,
         "tests": list(tests),
         "repetitions": repetitions,
@@ -77,11 +78,13 @@ class Draft:
         out: Path | None,
         complete: Callable[[], Mapping[str, pd.DataFrame]] = dict,
         earlier: pd.DataFrame | None = None,
+        new: bool = False,
     ):
         """out: the run folder, None for a run that nobody keeps. complete: called before each
         saving; it completes `run`, and returns what else the folder has, by file name. earlier:
-        samples of a run that is resumed, and `run` has the seconds it took."""
-        self.run, self.out, self._complete = run, out, complete
+        samples of a run that is resumed, and `run` has the seconds it took. new: saving raises
+        UsageError where the folder has another run, that was quicker."""
+        self.run, self.out, self._complete, self._new = run, out, complete, new
         self.samples = SampleTable(run["run_id"], earlier)
         self.seconds_before: float = run["duration_s"]
         self.begun = self.saved = time.monotonic()
@@ -92,7 +95,7 @@ class Draft:
         seconds = self.seconds_before + time.monotonic() - self.begun
         self.run |= {"status": status, "duration_s": round(seconds, 3)}
         if self.out is not None:
-            results.write_run(self.out, self.run, self.samples.frame(), tables)
+            results.write_run(self.out, self.run, self.samples.frame(), tables, new=self._new)
         self.saved = time.monotonic()
 
     def checkpoint(self) -> None:

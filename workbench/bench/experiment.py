@@ -13,30 +13,13 @@ from workbench.bench import answers, provenance, results
 from workbench.bench.arms import Arm
 from workbench.bench.comparison import AB
 from workbench.bench.draft import Draft, kept, new_arm, new_run
+from workbench.bench.resumed import check_same, open_out, session_of, take_over
 from workbench.bench.rounds import Repetition, Trials, order_of
 from workbench.bench.until import Until
 from workbench.bench.workload import Sample, Workload
-from workbench.errors import UsageError
-from workbench.output import check_folder
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
-
-
-def open_out(out: Path | None, resume: bool) -> results.Run | None:
-    """The run to continue, None for a new one. Raises UsageError for a folder that is there and not
-    to be resumed, and for one to be resumed that is not."""
-    if resume:
-        if out is None:
-            raise UsageError("resume needs the run folder to continue; give it as out")
-        found = results.load_run(out)
-        check_folder(out)
-        return found
-    if out is not None:
-        check_folder(out)
-        if out.exists():
-            raise UsageError(f"{out} exists already; resume it, or choose another folder")
-    return None
 
 
 class Experiment:
@@ -68,10 +51,10 @@ class Experiment:
         run_id = (out or results.new_run_folder(name=name)).name
         record = self._new_record(run_id, name)
         if earlier is not None:
-            self._check_same(earlier.run, record, out)
+            check_same(earlier.run, record, out)
             self._take_over(earlier, record)
         samples = None if earlier is None else earlier.samples
-        self.draft = Draft(record, out, self._complete, samples)
+        self.draft = Draft(record, out, self._complete, samples, new=earlier is None)
 
     def _new_record(self, run_id: str, name: str) -> dict[str, Any]:
         made = new_run(
@@ -90,44 +73,15 @@ class Experiment:
             "warm_up": {},
             "until": None,
             "answers": {},
-            "sessions": [{"started": made["started"], "commit": made["commit"]}],
+            "sessions": [session_of(made)],
         }
         return made
-
-    def _check_same(self, old: dict[str, Any], new: dict[str, Any], out: Path | None) -> None:
-        """Raises UsageError, naming the difference, where `old` measured something else."""
-
-        def identity(record: dict[str, Any]) -> dict[str, Any]:
-            return {
-                "arms": [(a["name"], a["toggles"]) for a in record["arms"]],
-                "tests": record["tests"],
-                "seed": record["seed"],
-                "model": record["model"].get("hash"),
-                "engine": record["engine"]["config"],
-                "device": record["engine"]["device_description"],
-                "commit": record["commit"]["hash"],
-            }
-
-        was, now = identity(old), identity(new)
-        for key, value in was.items():
-            if now[key] != value:
-                raise UsageError(
-                    f"{out} cannot be resumed: its {key} is {value}, and now it would be {now[key]}"
-                )
 
     def _take_over(self, earlier: results.Run, record: dict[str, Any]) -> None:
         """What a resumed run has already: its name, repetitions, answers, counters and sessions."""
         old, found = earlier.run, earlier.run["result"]
-        record |= {k: old[k] for k in ("run_id", "name", "started", "duration_s")}
-        record["result"]["sessions"] = [*found["sessions"], *record["result"]["sessions"]]
-        number = {arm.name: i for i, arm in enumerate(self.arms)}
-        cells = results.rates(earlier.samples)[["arm", "test", "repetition", "tps"]]
-        self.trials.rates = {
-            (test, round_, number[arm]): tps
-            for arm, test, round_, tps in cells.itertuples(index=False)
-        }
-        self.trials.warm_ups = dict(found["warm_up"])
-        self.trials.ended = dict((found.get("until") or {}).get("tests", {}))
+        take_over(old, record)
+        self.trials.take_over(earlier, [arm.name for arm in self.arms])
         for arm, old_arm in zip(record["arms"], old["arms"], strict=True):
             arm["counters"] = old_arm["counters"]
         for known, one in zip(self.answers, self.arms, strict=True):

@@ -178,7 +178,7 @@ class _Bench:
         if not self.cases:
             raise UsageError(f"nothing to measure: {matrix.cases[0].misfit}; choose another type")
         run_id = (out or results.new_run_folder(name="bench-kernels")).name
-        self.draft = Draft(self._new_run(run_id, reason), out)
+        self.draft = Draft(self._new_run(run_id, reason), out, new=True)
         self.result = self.draft.run["result"]
 
     def _new_run(self, run_id: str, reason: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -19,6 +19,8 @@ from workbench.bench.draft import Draft, kept, new_arm, new_run
 from workbench.bench.experiment import describe
 from workbench.bench.llama_format import FIELDS, FORMATS, BenchRow, format_rows
 from workbench.bench.needs import check_fits
+from workbench.bench.results import Run
+from workbench.bench.resumed import check_same, open_out, session_of, take_over
 from workbench.bench.rounds import Repetition, Trials
 from workbench.bench.until import AT_MOST_S
 from workbench.bench.until import make as make_until
@@ -26,7 +28,6 @@ from workbench.bench.workload import Sample, Workload, check_untraced
 from workbench.config import EngineConfig
 from workbench.devices import DEVICES, is_gpu
 from workbench.errors import UsageError
-from workbench.output import check_folder
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
@@ -82,6 +83,7 @@ def bench(
     seed: int = 0,
     build: str | None = None,
     out: str | Path | None = None,
+    resume: bool = False,
     until: float | None = None,
     at_most_s: float = AT_MOST_S,
     on_row: Callable[[BenchRow], None] | None = None,
@@ -89,7 +91,8 @@ def bench(
     """Measures every test of the matrix on `engine`, as llama-bench does; one row per test.
 
     The engine's context must hold the longest test. build: goes to build_commit, instead of the
-    commit. out: a run folder to write, too (per-token times). until: repeat each test until the
+    commit. out: a run folder to write, too (per-token times). resume: continue the run in `out`:
+    repetitions that it holds are kept, and not measured again. until: repeat each test until the
     half-width of its median t/s has that share (0.01 for 1 %); `repetitions` (and 10) is then the
     least, and at_most_s of measuring, over all tests, ends it in any case. on_row(row) is called as
     soon as a test is done. Ctrl-C writes the run folder with what is finished before it goes on.
@@ -97,7 +100,7 @@ def bench(
     """
     return measured(
         engine, workloads(n_prompt, n_gen, depth, pg), repetitions, seed=seed, build=build, out=out,
-        until=until, at_most_s=at_most_s, on_row=on_row,
+        resume=resume, until=until, at_most_s=at_most_s, on_row=on_row,
     )  # fmt: skip
 
 
@@ -109,6 +112,7 @@ def measured(
     seed: int = 0,
     build: str | None = None,
     out: str | Path | None = None,
+    resume: bool = False,
     until: float | None = None,
     at_most_s: float = AT_MOST_S,
     on_row: Callable[[BenchRow], None] | None = None,
@@ -120,21 +124,28 @@ def measured(
     for test in tests:
         check_fits(engine.toggles, engine.config, test)
     asked = make_until(until, at_most_s)
-    if out is not None:
-        check_folder(out, new=True)
+    earlier = open_out(None if out is None else Path(out), resume)
     trials = Trials([engine], tests, repetitions, seed, asked, once=repetitions == 1)
     commit, rows = provenance.commit(), list[BenchRow]()
     run = _new_run(engine, tests, repetitions, seed, Path(out).name) if out is not None else {}
+    before = NOTHING
+    if earlier is not None:
+        before = _take_over(earlier, run, trials, Path(out or ""))
 
     def complete() -> dict[str, pd.DataFrame]:
         run["result"]["warm_up"] = trials.warm_ups
-        run["arms"][0]["counters"] = engine.counters
+        run["arms"][0]["counters"] = {
+            name: n + before.counters.get(name, 0) for name, n in engine.counters.items()
+        }
         if asked is not None:
             run["result"]["until"] = asked._asdict() | {"tests": trials.ended}
-            run["repetitions"] = max(len(row.samples) for row in rows)
+            run["repetitions"] = max([before.most, *(len(row.samples) for row in rows)])
         return {}
 
-    drafts = [Draft(run, Path(out), complete)] if out is not None else []
+    drafts = []
+    if out is not None:
+        held = None if earlier is None else earlier.samples
+        drafts = [Draft(run, Path(out), complete, held, new=earlier is None)]
 
     def taken(one: Repetition, sample: Sample) -> None:
         rows[-1].samples.append(sample._replace(last_logits=NO_LOGITS))
@@ -147,7 +158,10 @@ def measured(
     with kept(*drafts, raises=True):
         for test in tests:
             fields = describe_engine(engine, test, commit, build)
-            rows.append(BenchRow(test, [], fields, engine.toggles.to_dict(), {}))
+            samples = before.samples.get(test.name, [])
+            if samples:
+                fields["test_time"] = run["started"]
+            rows.append(BenchRow(test, [*samples], fields, engine.toggles.to_dict(), {}))
             trials.measure(test, taken)
             rows[-1].ended.update(trials.ended.get(test.name, {}))
             if drafts:
@@ -163,8 +177,35 @@ def _new_run(
     arm = new_arm(ARM, engine.toggles.to_dict(), sync_mode=engine.sync_mode)
     names, found = [test.name for test in tests], provenance.collect(engine)
     made = new_run("bench", name, name, found, [arm], names, repetitions, seed)
-    made["result"] |= {"warm_up": {}, "until": None}
+    made["result"] |= {"warm_up": {}, "until": None, "sessions": [session_of(made)]}
     return made
+
+
+class _Before(NamedTuple):
+    """What earlier sessions of a run measured. samples: the repetitions of each test; most: of one
+    test; counters: the engine's."""
+
+    samples: dict[str, list[Sample]]
+    counters: dict[str, int]
+    most: int
+
+
+NOTHING = _Before({}, {}, 0)
+
+
+def _take_over(earlier: Run, run: dict[str, Any], trials: Trials, out: Path) -> _Before:
+    """Makes `run` go on where `earlier` ended. Raises UsageError where that measured another
+    thing."""
+    check_same(earlier.run, run, out)
+    take_over(earlier.run, run)
+    trials.take_over(earlier, [ARM])
+    arm = earlier.run["arms"][0]
+    run["arms"][0]["program"] = arm["program"]
+    samples: dict[str, list[Sample]] = {}
+    for (test, _), part in earlier.samples.groupby(["test", "repetition"], sort=False):
+        ns, n = part["ns"].to_numpy(), part["n_tokens"].to_numpy().astype(np.int64)
+        samples.setdefault(str(test), []).append(Sample(int(ns.sum()), ns, n, NO_LOGITS))
+    return _Before(samples, arm["counters"], max(map(len, samples.values()), default=0))
 
 
 def describe_engine(

@@ -47,12 +47,13 @@ import pandas as pd
 from workbench.bench import provenance, results
 from workbench.bench.divergence import Agreement, Estimate, compare_rows, score
 from workbench.bench.draft import Draft, kept, new_arm, new_run
+from workbench.bench.results import TOKENS
+from workbench.bench.resumed import check_same, open_out, open_outs, session_of, take_over
 from workbench.bench.token_source import Source, TokenWindow
 from workbench.bench.workload import check_untraced
 from workbench.config import BASELINE, FAMILIES, TogglePreset, Toggles
 from workbench.engine.finite import first_bad_row, not_finite
 from workbench.errors import UsageError
-from workbench.output import check_folder
 from workbench.presets import fixed_presets
 from workbench.progress import Bar, bar
 from workbench.trace.spans import now_ns
@@ -60,7 +61,6 @@ from workbench.trace.spans import now_ns
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
-TOKENS = "tokens.parquet"
 ENGINE_ARM, REFERENCE_ARM = "engine", "reference"
 Times = list[tuple[int, int]]  # of every step: ns, tokens
 
@@ -111,23 +111,29 @@ def perplexity(
     *,
     against: Toggles | None = None,
     out: str | Path | None = None,
+    resume: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
     """Scores the tokens of `source` with `engine`, window by window, n_ubatch tokens at a time.
 
     against: also with an engine of these toggles on the same weights, and compares the two. out:
     the run folder to write (default: a new one in `data/runs`), written at the end and on the way.
+    resume: continue the run in `out`: windows that it holds are kept, and not scored again.
     progress(tokens scored, tokens in all) is called after every window.
 
     Ctrl-C ends the measuring: finished windows are kept, saved and returned, marked interrupted.
     They are saved, too, when the device fails, before the error is raised. Raises UsageError for a
-    folder that is there already and for a traced engine. Raises DeviceError for toggles the device
+    folder that is there already (or, with `resume`, that holds another run), and for a traced
+    engine. Raises DeviceError for toggles the device
     cannot honour, ModelFileError or WorkbenchError for logits that are not finite.
     """
+    if out is None:
+        open_out(out, resume)
     folder = Path(out) if out is not None else results.new_run_folder(name=f"ppl-{source.label}")
     return perplexity_by_size(
-        engine, source, {engine.config.n_ubatch: folder}, against=against, progress=progress
-    )[0]
+        engine, source, {engine.config.n_ubatch: folder}, against=against, resume=resume,
+        progress=progress,
+    )[0]  # fmt: skip
 
 
 def perplexity_by_size(
@@ -136,15 +142,17 @@ def perplexity_by_size(
     folders: dict[int, Path],
     *,
     against: Toggles | None = None,
+    resume: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Perplexity]:
     """As `perplexity`, once for each size of `folders`: how many tokens to compute at once, and the
-    run folder to write. The reference computes n_ubatch at a time, once for all of them.
+    run folder to write. The reference computes n_ubatch at a time, once for all of them. With
+    `resume` each size goes on with the windows it lacks; one without a folder begins.
 
     Raises UsageError also for no size, and for one that is not in 1..n_ubatch.
     """
     check_untraced(engine)
-    check_folders(folders, engine.config.n_ubatch)
+    earlier = check_folders(folders, engine.config.n_ubatch, resume)
     with ExitStack() as opened:
         reference = None
         if against is not None:
@@ -152,18 +160,23 @@ def perplexity_by_size(
             opened.callback(reference.close)
             reference.cache.room.check(0, min(source.n_tokens, engine.cache.n_ctx_seq))
         records: list[_Record] = []
-        for size, folder in folders.items():
+        for (size, folder), held in zip(folders.items(), earlier, strict=True):
             side = engine
             if records:  # each has a cache of its own
                 side = engine.variant(engine.toggles)
                 opened.callback(side.close)
-            records.append(_Record(side, reference, source, folder, size))
-        n_sides = len(records) + (reference is not None)
-        left = opened.enter_context(bar(source.label, source.n_tokens * n_sides, "tokens"))
+            records.append(_Record(side, reference, source, folder, size, held is not None))
+        n_left = [source.n_tokens - record.n_tokens for record in records]
+        n_left += [max(n_left)] * (reference is not None)
+        left = opened.enter_context(bar(source.label, sum(n_left), "tokens"))
+        windows = source.after(max((record.windows for record in records), key=len))
         with kept(*(record.draft for record in records)):
-            for number, window in enumerate(source.windows):
+            for number, window in enumerate(windows):
+                missing = [record for record in records if len(record.windows) <= number]
+                if not missing:
+                    continue
                 try:
-                    _measure(records, reference, window, number, left)
+                    _measure(missing, reference, window, number, left)
                 except KeyboardInterrupt:  # the step cut short still reads staging memory
                     engine.backend.synchronize()
                     raise
@@ -219,12 +232,15 @@ def _rows(engine: Engine, inputs: Sequence[int], size: int, times: Times, left: 
 
 class _Record:
     """One run folder as it grows, finished windows only; size: tokens the engine computes at
-    once."""
+    once. windows: the targets of each."""
 
     def __init__(
-        self, engine: Engine, reference: Engine | None, source: Source, folder: Path, size: int
-    ):
+        self, engine: Engine, reference: Engine | None, source: Source, folder: Path, size: int,
+        resume: bool,
+    ):  # fmt: skip
         self.folder, self.n_tokens, self.n_broken = folder, 0, 0
+        self.windows: list[list[int]] = []
+        self._counters: dict[str, dict[str, int]] = {}  # of earlier sessions
         self.engine, self.size = engine, size
         self.arms = [(ENGINE_ARM, engine, size)]
         if reference is not None:
@@ -233,19 +249,35 @@ class _Record:
         self.test = f"pp{n_ctx}"
         self._parts: list[pd.DataFrame] = []
         found = provenance.collect(engine)
+        arms = [new_arm(name, side.toggles.to_dict()) for name, side, _ in self.arms]
         run = new_run(
-            "perplexity", folder.name, source.label, found, [], [self.test], 0, source.seed
+            "perplexity", folder.name, source.label, found, arms, [self.test], 0, source.seed
         )
         run["result"] |= {"source": source.label, "n_ctx": n_ctx, "n_ubatch": size}
-        self.draft = Draft(run, folder, self._complete)
+        run["result"]["sessions"] = [session_of(run)]
+        samples = self._take_over(run) if resume else None
+        self.draft = Draft(run, folder, self._complete, samples, new=not resume)
+
+    def _take_over(self, run: dict[str, Any]) -> pd.DataFrame:
+        """Makes `run` go on where the one in the folder ended; the samples of that. Raises
+        UsageError where it measured another thing."""
+        earlier, (tokens,) = results.load_tables(self.folder, TOKENS)
+        check_same(earlier.run, run, self.folder, ("source", "n_ctx", "n_ubatch"))
+        take_over(earlier.run, run)
+        self._counters = {arm["name"]: arm["counters"] for arm in earlier.run["arms"]}
+        self._parts, self.n_tokens = [tokens], len(tokens)
+        self.windows = [w["token"].tolist() for _, w in tokens.groupby("window")]
+        self.n_broken = (earlier.run["result"]["agreement"] or {}).get("n_broken", 0)
+        return earlier.samples
 
     def add(self, number: int, columns: dict[str, np.ndarray], times: list[Times]) -> None:
         """A finished window: its columns, and by arm the times of its steps."""
         self.n_broken += int(columns.pop("breaks_rule", np.zeros(1)).sum())
         n = len(columns["nll"])
-        begin = {"run_id": self.folder.name, "window": np.int32(number)}
+        begin = {"run_id": self.draft.run["run_id"], "window": np.int32(number)}
         begin["place"] = np.arange(n, dtype=np.int32)
         begin["token"] = columns.pop("token").astype(np.int32)
+        self.windows.append(begin["token"].tolist())
         self._parts.append(pd.DataFrame(begin | columns))
         for (arm, *_), taken in zip(self.arms, times, strict=True):
             ns, counts = np.array(taken).T
@@ -269,8 +301,11 @@ class _Record:
         }  # fmt: skip
         for key, part in parts.items():
             run["result"][key] = None if part is None else _finite(part._asdict())
-        run["repetitions"] = len(self._parts)  # windows
+        run["repetitions"] = len(self.windows)
         run["arms"] = [_arm(*arm, self.test) for arm in self.arms]
+        for arm in run["arms"]:
+            before = self._counters.get(arm["name"], {})
+            arm["counters"] = {k: n + before.get(k, 0) for k, n in arm["counters"].items()}
         return {TOKENS: found.tokens}
 
 
@@ -294,17 +329,20 @@ def folders_of(folder: Path, sizes: Sequence[int]) -> dict[int, Path]:
     return {size: folder.with_name(f"{folder.name}-ub{size}") for size in sizes}
 
 
-def check_folders(folders: dict[int, Path], n_ubatch: int) -> None:
-    """Raises UsageError for no size, one that is not in 1..n_ubatch, and a folder that exists."""
-    for size, folder in folders.items():
+def check_folders(
+    folders: dict[int, Path], n_ubatch: int, resume: bool = False
+) -> list[results.Run | None]:
+    """The runs to continue, None for a new one. Raises UsageError for no size, one that is not in
+    1..n_ubatch, and as `resumed.open_outs`."""
+    for size in folders:
         if not 1 <= size <= n_ubatch:
             raise UsageError(
                 f"{size} tokens cannot be computed at once; give 1 to n_ubatch ({n_ubatch}), "
                 "or raise --n-ubatch"
             )
-        check_folder(folder, new=True)
     if not folders:
         raise UsageError("no size is given; say how many tokens to compute at once, as 512,1")
+    return open_outs([*folders.values()], resume)
 
 
 def parse_against(text: str) -> Toggles:

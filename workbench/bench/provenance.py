@@ -1,5 +1,6 @@
 """Where a number comes from: everything a run folder records about versions, machine and model.
 
+Programs and files have their names, and no paths; GPUs have no serial numbers (`nameless.py`).
 What cannot be found out is `"unknown"` or null, never left out: two run folders are compared key by
 key, perhaps years apart and on machines that no longer exist.
 """
@@ -18,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.bench.nameless import card, portable
 from workbench.checkout import UNKNOWN, commit
 from workbench.errors import DeviceError
 
@@ -111,7 +113,8 @@ def state() -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name, driver, memory, clocks (MHz), power (W), temperature, throttle reasons of every GPU.
+    """Name, driver, memory, clocks (MHz), power (W), temperature, throttle reasons of every GPU;
+    `card` tells one from another.
 
     Empty where there is no GPU or no nvidia-ml-py. A query that the driver refuses gives null.
     """
@@ -146,7 +149,7 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
     draw = _ask(nvml, nvml.nvmlDeviceGetPowerUsage, handle)
     return {
         "name": _ask(nvml, nvml.nvmlDeviceGetName, handle),
-        "uuid": _ask(nvml, nvml.nvmlDeviceGetUUID, handle),
+        "card": card(_ask(nvml, nvml.nvmlDeviceGetUUID, handle)),
         "memory_bytes": None if memory is None else int(memory.total),
         "clock_mhz": {
             k: _ask(nvml, nvml.nvmlDeviceGetClockInfo, handle, c) for k, c in clocks.items()
@@ -218,11 +221,11 @@ def _idle_sync_us(backend: Backend) -> float:
 def collect(engine_: Engine | None = None) -> dict[str, Any]:
     """Everything of this module at once: the part of `run.json` that no experiment chooses."""
     found = {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": list(sys.argv),
         "commit": commit(),
         "versions": dict(versions()),
         "machine": machine(),
     }
     if engine_ is not None:
         found |= {"model": model(engine_), "engine": engine(engine_)}
-    return found
+    return dict(portable(found))

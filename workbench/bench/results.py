@@ -34,7 +34,10 @@ has a row per ubatch, and beside it `tokens.parquet`; see the module of that nam
     n_tokens int32     tokens this row counts: the prompt's length, or 1
     ns int64           nanoseconds it took
 
-Folders are written so that a reader never sees half of one, and can be copied between machines.
+A save replaces the folder as a whole (`workbench/output_swap.py`). Whenever its process was killed,
+the folder holds the files of one save, and the next save removes what the killed one left beside
+it. `load_run` reads all files of one save while others are written, too; by hand that takes a
+folder that nobody writes. Folders can be copied between machines.
 """
 
 import html
@@ -51,14 +54,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from workbench.bench.old_names import in_todays_words
+from workbench.bench.one_save import read_files
 from workbench.bench.provenance import utc_now
 from workbench.bench.workload import parse
 from workbench.errors import UsageError
 from workbench.frames import Table, to_html
 from workbench.output import writing_folder
+from workbench.output_parts import TEMPORARY
 
 SCHEMA = 1
 RUN_JSON, SAMPLES = "run.json", "samples.parquet"
+TABLES = TOKENS, REQUESTS = "tokens.parquet", "requests.parquet"  # of `perplexity`, and of `serve`
 COMPLETE, INTERRUPTED = "complete", "interrupted"
 CHECKPOINT_SECONDS = 10.0  # what is finished is saved so often while an experiment runs
 DEFAULT_ROOT = Path("data/runs")
@@ -245,12 +251,14 @@ def write_run(
     run: Mapping[str, Any],
     samples: pd.DataFrame,
     tables: Mapping[str, pd.DataFrame] | None = None,
+    new: bool = False,
 ) -> Path:
     """Writes `run`, `samples` and other `tables` by file name as a run folder; returns its path.
 
-    A new folder appears whole. In a folder that is there already each file is replaced whole,
-    run.json last; other files (a timeline) stay. Raises UsageError where `run` is not schema 1 or
-    the folder cannot be written.
+    A folder that is there already is replaced as a whole: a reader finds the files of this save or
+    of an earlier one, never of both. Other files (a timeline) stay, but for tables of another run.
+    new: the folder must not be there, but for an earlier save of this run. Raises UsageError where
+    `run` is not schema 1 or the folder cannot be written.
     """
     folder = Path(folder)
     check_run(run, folder)
@@ -260,13 +268,24 @@ def write_run(
         name: pa.Table.from_pandas(frame, preserve_index=False)
         for name, frame in (tables or {}).items()
     }
-    with writing_folder(folder) as made:
+    saved = _holds(folder, run)
+    without = () if saved else TABLES
+    with writing_folder(folder, new=new and not saved, without=without) as made:
         for name, content in (others | {SAMPLES: table}).items():
             with made.writing(name) as file:
                 pq.write_table(content, file, compression="zstd")
         with made.writing(RUN_JSON, "t") as file:
             file.write(text)
     return folder
+
+
+def _holds(folder: Path, run: Mapping[str, Any]) -> bool:
+    """Whether an earlier save of the same run is there."""
+    try:
+        old = json.loads((folder / RUN_JSON).read_text(encoding="utf-8"))
+        return all(old[key] == run[key] for key in ("run_id", "kind", "started"))
+    except (OSError, ValueError, TypeError, KeyError):  # no run, or a damaged one
+        return False
 
 
 def _plain(value: Any) -> Any:
@@ -281,14 +300,20 @@ def _plain(value: Any) -> Any:
 def load_run(folder: str | Path) -> Run:
     """Reads a run folder, in today's words (`old_names.py`); raises UsageError, in one line, where
     it is none or is damaged."""
+    return load_tables(folder)[0]
+
+
+def load_tables(folder: str | Path, *names: str) -> tuple[Run, list[pd.DataFrame]]:
+    """As `load_run`, and the tables of these file names; all of them are of one save."""
     folder = Path(folder)
     try:
-        run = json.loads((folder / RUN_JSON).read_text(encoding="utf-8"))
+        text, *contents = read_files(folder, RUN_JSON, SAMPLES, *names)
+        run = json.loads(text.decode("utf-8"))
         if not isinstance(run, dict):
             raise UsageError(f"{folder}: run.json is no object")
         check_run(run, folder)
         in_todays_words(run)
-        samples = pq.read_table(folder / SAMPLES)
+        samples, *tables = (pq.read_table(pa.BufferReader(content)) for content in contents)
     except FileNotFoundError as error:
         raise UsageError(
             f"{folder} is no run folder: {Path(str(error.filename)).name} is missing"
@@ -299,7 +324,10 @@ def load_run(folder: str | Path) -> Run:
         raise UsageError(f"{folder} cannot be read: {str(error).splitlines()[0]}") from error
     if samples.schema.names != SAMPLE_SCHEMA.names:
         raise UsageError(f"{folder}: samples.parquet has columns {samples.schema.names}")
-    return Run(folder, run, samples.to_pandas().astype(_DTYPES))
+    return (
+        Run(folder, run, samples.to_pandas().astype(_DTYPES)),
+        [table.to_pandas() for table in tables],
+    )
 
 
 def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
@@ -310,7 +338,8 @@ def runs(root: str | Path = DEFAULT_ROOT) -> pd.DataFrame:
     """
     rows = []
     for path in sorted(Path(root).glob(f"**/{RUN_JSON}")):
-        if path.parent.name.startswith("."):  # what a killed process left
+        inside = path.relative_to(root).parts
+        if any(part.startswith(TEMPORARY) for part in inside):  # being written, or left over
             continue
         try:
             rows.append(_row(path.parent))

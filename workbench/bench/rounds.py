@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from workbench.bench import results
 from workbench.bench import until as stopping
 from workbench.bench import workload as w
 from workbench.bench.until import Until
@@ -89,6 +90,17 @@ class Trials:
         self._rows: dict[str, list[list[float]]] = {}  # `rates` of whole rounds, by test
         self._spent_s = 0.0  # of `until.at_most_s`
         self._each_s = 0.0  # what a repetition took in the warm-up
+
+    def take_over(self, earlier: results.Run, arms: Sequence[str]) -> None:
+        """What a resumed run has measured already. arms: the name of each engine's."""
+        number, found = {name: i for i, name in enumerate(arms)}, earlier.run["result"]
+        cells = results.rates(earlier.samples)[["arm", "test", "repetition", "tps"]]
+        self.rates = {
+            (test, round_, number[arm]): tps
+            for arm, test, round_, tps in cells.itertuples(index=False)
+        }
+        self.warm_ups = dict(found["warm_up"])
+        self.ended = dict((found.get("until") or {}).get("tests", {}))
 
     def measure(
         self,

@@ -6,9 +6,10 @@ token before; each further input is the target before it (`bench/perplexity.py` 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,7 +44,21 @@ class Source(NamedTuple):
     label: str
     n_tokens: int
     seed: int
-    windows: Iterator[TokenWindow]
+    windows: Iterable[TokenWindow]
+
+    def after(self, known: Sequence[Sequence[int]]) -> Iterator[TokenWindow]:
+        """All windows. known: the targets of the first ones; a sampling source does not compute
+        those again. Raises UsageError where the tokens are others by now."""
+        if isinstance(self.windows, _Drawn):
+            self.windows.known = known
+        windows = iter(self.windows)
+        first = list(itertools.islice(windows, len(known)))
+        if [window.targets for window in first] != [list(targets) for targets in known]:
+            raise UsageError(
+                f"{self.label} has other tokens than the run to resume; give the tokens of that "
+                "run, or another folder"
+            )
+        return itertools.chain(first, windows)
 
 
 @dataclass
@@ -140,7 +155,7 @@ def sample(engine: Engine, n: int, seed: int) -> Source:
     Raises UsageError for n below 1.
     """
     _check_sample(n)
-    return Source(_sample_label(n, seed), n, seed, _drawn(engine, n, seed))
+    return Source(_sample_label(n, seed), n, seed, _Drawn(engine, n, seed))
 
 
 def _check_sample(n: int) -> None:
@@ -152,22 +167,39 @@ def _sample_label(n: int, seed: int) -> str:
     return f"sample:{n}:{seed}"
 
 
-def _drawn(engine: Engine, n: int, seed: int) -> Iterator[TokenWindow]:
-    rng, bos = np.random.default_rng(seed), bos_token(engine)
-    first = int(rng.integers(engine.model.n_vocab)) if bos is None else bos
-    while n:
-        engine.reset()
-        inputs, targets = [first], []
+class _Drawn:
+    """Windows as they are drawn. known: the targets of the first ones, which are not drawn."""
+
+    def __init__(self, engine: Engine, n: int, seed: int):
+        self._engine, self._n, self._seed = engine, n, seed
+        self.known: Sequence[Sequence[int]] = ()
+
+    def __iter__(self) -> Iterator[TokenWindow]:
+        engine, n = self._engine, self._n
+        rng, bos = np.random.default_rng(self._seed), bos_token(engine)
+        first = int(rng.integers(engine.model.n_vocab)) if bos is None else bos
+        known = iter(self.known)
+        while n > 0:
+            targets = list(next(known, ()))
+            if targets:
+                rng.random(len(targets))  # what drawing them took
+            else:
+                targets = self._draw(first, min(n, engine.cache.n_ctx_seq), rng)
+            yield TokenWindow([first, *targets[:-1]], targets)
+            n -= len(targets)
+            first = targets[-1] if bos is None else bos
+
+    def _draw(self, first: int, n: int, rng: np.random.Generator) -> list[int]:
+        """n tokens behind `first`, from an empty cache."""
+        self._engine.reset()
+        inputs, targets = [first], list[int]()
         while True:
-            row = engine.step(inputs[-1:])[-1]
-            require_finite(engine.model, row, len(inputs) - 1)
+            row = self._engine.step(inputs[-1:])[-1]
+            require_finite(self._engine.model, row, len(inputs) - 1)
             targets.append(draw(row, rng.random()))
-            if len(targets) == min(n, engine.cache.n_ctx_seq):
-                break
+            if len(targets) == n:
+                return targets
             inputs.append(targets[-1])
-        n -= len(targets)
-        first = targets[-1] if bos is None else bos
-        yield TokenWindow(inputs, targets)
 
 
 def draw(logits: np.ndarray, u: float) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated
 from workbench.cli import flags as f
 from workbench.cli.common import MODELS, RUNS, app, check_new, load, say, say_ranges, say_replays
 from workbench.cli.lists import DEFAULT_BENCH, BenchFlags, Listed, numbers
-from workbench.cli.repeat import DEFAULT_REPEAT, RepeatFlags
+from workbench.cli.repeat import DEFAULT_REPEAT, RepeatFlags, Resume
 from workbench.config import BASELINE, EngineConfig, Toggles
 from workbench.errors import UsageError, WorkbenchError
 
@@ -60,6 +60,7 @@ def bench(
     out: Annotated[
         Path | None, f.flag("run folder to write, too; OUT-1, OUT-2, ... for several engines")
     ] = None,
+    resume: Resume = False,
     repeat: RepeatFlags = DEFAULT_REPEAT,
     config: BenchFlags = DEFAULT_BENCH,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
@@ -71,6 +72,7 @@ def bench(
     """
     from workbench.bench import batched, llama_bench
     from workbench.bench.needs import long_enough, wide_enough
+    from workbench.bench.resumed import open_outs
     from workbench.frames import known_columns
 
     if output not in llama_bench.FORMATS:
@@ -92,15 +94,14 @@ def bench(
     engines = [(path, settings) for path in model for settings in config.each()]
     until = repeat.arguments(len(engines))
     folders = _folders(out, len(engines))
-    for folder in folders:
-        check_new(folder)
+    earlier = open_outs(folders, resume)
     rows: list[llama_bench.BenchRow] = []
-    for (path, settings), folder in zip(engines, folders, strict=True):
+    for (path, settings), folder, held in zip(engines, folders, earlier, strict=True):
         fit = partial(long_enough, tests)  # as llama-bench: the context is what the tests need
         with load(path, wide_enough(tests, settings), toggles, fit=fit) as engine:
             rows += llama_bench.measured(
                 engine, tests, repetitions, seed=seed, build=build, out=folder,
-                on_row=lambda row: say(line(row)), **until,
+                resume=held is not None, on_row=lambda row: say(line(row)), **until,
             )  # fmt: skip
             say_replays(engine.counters)
     print(formatted(rows, output, known_columns()), end="")
@@ -133,9 +134,7 @@ def ab(
     ] = 10,
     seed: f.Seed = 0,
     out: Annotated[Path | None, f.flag("run folder to write", "--out -o")] = None,
-    resume: Annotated[
-        bool, f.flag("continue the run in --out; with --until for --at-most again")
-    ] = False,
+    resume: Resume = False,
     repeat: RepeatFlags = DEFAULT_REPEAT,
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
@@ -143,8 +142,8 @@ def ab(
     """Compare values of a toggle, or sets of toggles, in turn, with an A/A control."""
     from workbench.bench.ab import ab as interleaved
     from workbench.bench.arms import ComparisonSpec, comparison_spec
-    from workbench.bench.experiment import open_out
     from workbench.bench.needs import wide_enough
+    from workbench.bench.resumed import open_out
     from workbench.bench.workload import parse_tests
     from workbench.frames import show, show_prose
 
@@ -190,6 +189,7 @@ def perplexity(
     out: Annotated[
         Path | None, f.flag(f"run folder; default: a new one in {RUNS}", "--out -o")
     ] = None,
+    resume: Annotated[bool, f.flag("continue the run in --out")] = False,
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
 ) -> None:
@@ -199,6 +199,7 @@ def perplexity(
     """
     from workbench.bench import perplexity as ppl
     from workbench.bench import results
+    from workbench.bench.resumed import open_out
     from workbench.bench.token_source import ask
 
     if check and against is None:
@@ -206,12 +207,16 @@ def perplexity(
     other = None if against is None else ppl.parse_against(against)
     at_once = [config.n_ubatch] if sizes is None else numbers("--sizes", sizes)
     source = ask(file, tokens_from)
+    if out is None:
+        open_out(out, resume)
     folder = out or results.new_run_folder(RUNS, f"ppl-{source.label}")
     folders = ppl.folders_of(folder, at_once)
-    ppl.check_folders(folders, config.n_ubatch)
+    ppl.check_folders(folders, config.n_ubatch, resume)
     variants = [] if other is None else [other]
     with load(model, config, toggles, variants, lambda opened, _: source.check(opened)) as engine:
-        runs = ppl.perplexity_by_size(engine, source.open(engine), folders, against=other)
+        runs = ppl.perplexity_by_size(
+            engine, source.open(engine), folders, against=other, resume=resume
+        )
         dtype = engine.model.main_weight.dtype.name
     for made in runs:
         print("\n".join(made.lines()))

@@ -1,4 +1,4 @@
-"""The flags of commands that repeat a test until it is known."""
+"""The flags of commands that repeat a test until it is known, and that go on with a run."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -35,5 +35,6 @@ class Repeat:
         return {"until": share, "at_most_s": at_most_s / n}
 
 
+Resume = Annotated[bool, f.flag("continue the run in --out; with --until for --at-most again")]
 RepeatFlags = Annotated[Repeat, Parameter(name="*")]
 DEFAULT_REPEAT = Repeat()

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 
 from workbench.bench import provenance, results
 from workbench.bench.draft import Draft, kept, new_arm, new_run
+from workbench.bench.results import REQUESTS
 from workbench.checkout import UNKNOWN
 from workbench.engine.asks import Totals
 from workbench.errors import UsageError, WorkbenchError
@@ -40,7 +40,6 @@ from workbench.serve.records import OK, RequestRecord, Spent
 from workbench.serve.summary import table_of
 from workbench.serve.targets import Asking, LoadTarget
 
-REQUESTS = "requests.parquet"
 ASKING = Asking()
 NOT_TOLD: Mapping[str, float] = MappingProxyType({})
 COUNTED = ("n_steps", "n_prompt_tokens", "n_made_tokens", "step_s", "sampling_s")  # of Totals
@@ -213,7 +212,7 @@ class _Recording:
     """The run as it grows: what finished settings left, and the records of the next."""
 
     def __init__(self, run: dict[str, Any], out: Path | None, spec: BenchSpec):
-        self.draft = Draft(run, out, self._tables)
+        self.draft = Draft(run, out, self._tables, new=True)
         self.rows: list[ServedRow] = []
         self._run, self._spec = run, spec
         self._frames: list[pd.DataFrame] = []
@@ -293,7 +292,7 @@ def load_served(folder: str | Path, slo: Slo | None = None) -> ServeBench:
     if found.run["kind"] != "serve":
         raise UsageError(f"{folder} is a run of kind {found.run['kind']!r}, not of serve-bench")
     try:
-        requests = pq.read_table(found.folder / REQUESTS).to_pandas()
+        found, (requests,) = results.load_tables(folder, REQUESTS)
         spec, result = found.run["result"]["spec"], found.run["result"]
         if slo is None and spec["slo"] is not None:
             slo = Slo(**{name: limit for name, limit in spec["slo"].items() if limit is not None})

@@ -1,0 +1,250 @@
+"""A folder is replaced as a whole: whoever is killed, whoever reads, and whoever else writes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from killed_saves import no_exchange
+from test_results import a_run
+
+from workbench import output_swap
+from workbench.bench.results import SampleTable, load_run, write_run
+from workbench.errors import UsageError
+from workbench.output import check_folder, writing, writing_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT = f".workbench-{'0' * 16}"
+
+
+def save(folder: Path, value: str, **how: object) -> None:
+    with writing_folder(folder, **how) as made:
+        for name in ("a", "b"):
+            with made.writing(name, "t") as file:
+                file.write(value)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+@pytest.fixture(params=["exchange", "two-renames"])
+def swap(request, monkeypatch):
+    if request.param != "exchange":
+        monkeypatch.setattr(output_swap, "exchange", no_exchange)
+    return request.param
+
+
+# killed ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("files", "exchange"),
+        ("files", "two-renames"),
+        pytest.param("runs", "exchange", marks=pytest.mark.slow),
+        pytest.param("runs", "two-renames", marks=pytest.mark.slow),
+    ],
+)
+def test_a_save_that_is_killed_at_any_call_leaves_the_files_of_one_save(tmp_path, kind, way):
+    script = [sys.executable, "tests/unit/killed_saves.py", str(tmp_path), kind, way]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(script, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sum(one["killed"] for one in found) > 25
+    for one in found:
+        before = None if one["starts"] == "new" else one["before"]
+        for seen in one["after"]:
+            assert len(set(seen)) == 1, one  # never a file of each
+            assert seen[0] in (before, one["before"] + 1) or (seen[0] is None and way != "exchange")
+        assert one["after"][1][0] in (before, one["before"] + 1), "who loads it finds a save"
+        assert {value for seen in one["next"] for value in seen} == {one["before"] + 2}
+        assert one["listed"] == ["run"], "the next save removes what the killed one left"
+        assert one["other"] == (one["starts"] == "old"), "another's file stays"
+    for starts in ("new", "old"):  # both outcomes were met
+        these = (one for one in found if one["starts"] == starts)
+        after = [one["after"][1][0] == one["before"] + 1 for one in these]
+        assert not after[0] and after[-1] and after == sorted(after)
+
+
+def test_leftovers_of_files_and_folders_are_removed_by_the_next_writing_there(tmp_path):
+    def leave() -> None:
+        (tmp_path / LEFT).mkdir(exist_ok=True)
+        (tmp_path / LEFT / "in").mkdir(exist_ok=True)
+        (tmp_path / LEFT / "in" / "x").write_text("x")
+        (tmp_path / LEFT.replace("0", "1")).write_text("x")
+
+    mine = tmp_path / ".workbench-mine"
+    mine.write_text("no name of ours")
+    for write in (
+        lambda: save(tmp_path / "run", "1"),
+        lambda: check_folder(tmp_path / "run"),
+        lambda: writing(tmp_path / "file").__enter__(),
+    ):
+        leave()
+        write()
+        assert not (tmp_path / LEFT).exists() and not (tmp_path / LEFT.replace("0", "1")).exists()
+    assert mine.exists()
+
+
+def test_an_older_version_s_leftover_in_the_folder_is_not_carried(tmp_path):
+    save(tmp_path / "run", "1")
+    (tmp_path / "run" / LEFT).mkdir()
+    save(tmp_path / "run", "2")
+    assert names(tmp_path / "run") == ["a", "b"]
+
+
+def test_what_a_living_process_writes_is_left_alone(tmp_path, swap):
+    with writing_folder(tmp_path / "one") as one, writing(tmp_path / "file", "t") as file:
+        save(tmp_path / "two", "1")
+        save(tmp_path / "two", "2")
+        assert len(names(tmp_path)) == 3
+        file.write("content")
+        with one.writing("a", "t") as a:
+            a.write("content")
+    assert names(tmp_path) == ["file", "one", "two"]
+    assert (tmp_path / "file").read_text() == (tmp_path / "one" / "a").read_text() == "content"
+
+
+def test_without_locks_a_leftover_is_known_by_its_age(tmp_path, monkeypatch):
+    def none(*_: object) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    old, young = tmp_path / LEFT, tmp_path / LEFT.replace("0", "1")
+    for path in (old, young):
+        path.mkdir()
+    then = time.time() - 7200
+    os.utime(old, (then, then))
+    save(tmp_path / "run", "1")
+    assert names(tmp_path) == [young.name, "run"]
+
+
+# several at once ---------------------------------------------------------------------------------
+
+
+def a_save(folder: Path, repetitions: int) -> None:
+    samples = SampleTable("r1")
+    for i in range(repetitions):
+        samples.add("a", False, "tg1", i, np.array([5]), np.array([1]))
+    write_run(folder, a_run(repetitions=repetitions), samples.frame())
+
+
+def test_a_reader_beside_a_writer_has_run_and_samples_of_one_save(tmp_path, swap):
+    ended = threading.Event()
+
+    def write() -> None:
+        for i in range(2, 12):
+            a_save(tmp_path / "run", i)
+        ended.set()
+
+    a_save(tmp_path / "run", 1)
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while not ended.is_set():
+        found = load_run(tmp_path / "run")
+        assert len(found.samples) == found.run["repetitions"]
+        seen.add(len(found.samples))
+    writer.join()
+    assert len(seen) > 1
+
+
+def test_two_writers_leave_the_folder_of_one(tmp_path, swap):
+    threads = [
+        threading.Thread(target=lambda v=v: [save(tmp_path / "run", v) for _ in range(60)])
+        for v in ("one", "two")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = {p.name: p.read_text() for p in (tmp_path / "run").iterdir()}
+    assert found in ({"a": v, "b": v} for v in ("one", "two")) and names(tmp_path) == ["run"]
+
+
+def test_of_two_new_runs_at_one_folder_the_second_is_refused(tmp_path):
+    first, second = (a_run(started=f"2025-11-2{i}T00:00:00Z") for i in (1, 2))
+    none = SampleTable("r1").frame()
+    for _ in range(2):  # its own saves it replaces
+        write_run(tmp_path / "r", first, none, new=True)
+        with pytest.raises(UsageError, match="exists already"):
+            write_run(tmp_path / "r", second, none, new=True)
+    assert load_run(tmp_path / "r").run == first and names(tmp_path) == ["r"]
+
+    x = tmp_path / "x"
+    with pytest.raises(UsageError, match="exists already"), writing_folder(x, new=True):
+        save(x, "meanwhile")
+    assert (tmp_path / "x" / "a").read_text() == "meanwhile"
+
+
+# what else is in the folder ----------------------------------------------------------------------
+
+
+def test_other_files_folders_and_modes_stay(tmp_path, swap):
+    run = tmp_path / "run"
+    save(run, "1")
+    (run / "in" / "side").mkdir(parents=True)
+    (run / "in" / "side" / "x").write_text("x")
+    (run / "link").symlink_to("nowhere")
+    (run / "b.parquet").write_text("x")
+    run.chmod(0o750)
+    with writing_folder(run, without=("b.parquet",)) as made:
+        (run / "late").write_text("somebody else's")
+        with made.writing("a", "t") as file:
+            file.write("2")
+    assert names(run) == ["a", "b", "in", "late", "link"] and (run / "a").read_text() == "2"
+    assert (run / "in" / "side" / "x").read_text() == "x" and (run / "link").is_symlink()
+    assert run.stat().st_mode & 0o777 == 0o750
+
+
+def test_where_links_cannot_be_made_other_files_are_copied(tmp_path, monkeypatch):
+    def none(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    save(tmp_path / "run", "1")
+    (tmp_path / "run" / "other").write_text("x")
+    monkeypatch.setattr(os, "link", none)
+    save(tmp_path / "run", "2")
+    assert (tmp_path / "run" / "other").read_text() == "x"
+
+
+def test_tables_of_another_run_do_not_stay(tmp_path):
+    tokens = {"tokens.parquet": SampleTable("r").frame()}
+    none = SampleTable("r1").frame()
+    write_run(tmp_path / "r", a_run(kind="perplexity"), none, tokens)
+    write_run(tmp_path / "r", a_run(kind="perplexity"), none)  # the same, with more in `result`
+    assert "tokens.parquet" in names(tmp_path / "r")
+    write_run(tmp_path / "r", a_run(kind="ab"), none)
+    assert names(tmp_path / "r") == ["run.json", "samples.parquet"]
+
+
+def test_a_folder_behind_a_link_and_the_current_one(tmp_path, monkeypatch, swap):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    save(tmp_path / "link", "1")
+    assert (tmp_path / "link").is_symlink() and names(tmp_path / "real") == ["a", "b"]
+    monkeypatch.chdir(tmp_path / "real")
+    for value in ("2", "3"):  # this process goes on in the new folder
+        save(Path("."), value)
+        assert Path("a").read_text() == (tmp_path / "real" / "a").read_text() == value
+
+
+def test_what_is_mounted_is_refused_before_and_at_the_writing(tmp_path, monkeypatch):
+    save(tmp_path / "run", "1")
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path).endswith("run"))
+    for attempt in (check_folder, lambda path: save(path, "2")):
+        with pytest.raises(UsageError, match="something is mounted there"):
+            attempt(tmp_path / "run")
+    assert (tmp_path / "run" / "a").read_text() == "1"

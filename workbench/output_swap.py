@@ -1,0 +1,179 @@
+"""A folder takes the place of another in one step: a reader finds all of the old or of the new.
+
+    beside    run.json' samples'      written first, in a folder of its own (`output_parts.py`)
+    target    run.json  samples       one call exchanges both names; then the old folder is removed
+
+Linux calls it renameat2 with RENAME_EXCHANGE, macOS renamex_np with RENAME_SWAP. A file system that
+has neither (NFS) takes two renames: the old folder steps aside under the name of `aside`, and the
+new one comes. Between the two nothing is at the target. Whoever is killed there leaves the old
+folder aside, where readers look next, and the next save puts it back (`settle`).
+"""
+
+import ctypes
+import errno
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+
+from workbench.output_parts import TEMPORARY, is_temporary, remove, rename
+from workbench.output_path import Found, refusal, refusing
+
+_AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
+# what a kernel or a file system answers that cannot exchange
+_CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
+_THERE = (errno.EEXIST, errno.ENOTEMPTY)
+
+
+def exchange(one: str, other: str) -> None:
+    """Two folders of one file system take each other's name, in one step. Raises OSError, ENOSYS
+    where this system has no such call."""
+    libc, paths = ctypes.CDLL(None, use_errno=True), (os.fsencode(one), os.fsencode(other))
+    try:
+        if sys.platform == "darwin":
+            failed = libc.renamex_np(*paths, ctypes.c_uint(_RENAME_SWAP))
+        else:
+            at = ctypes.c_int(_AT_FDCWD)
+            how = ctypes.c_uint(_RENAME_EXCHANGE)
+            failed = libc.renameat2(at, paths[0], at, paths[1], how)
+    except AttributeError:  # an older C library
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+    if failed:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), one, None, other)
+
+
+def replace_folder(
+    found: Found, beside: str, without: Collection[str] = (), new: bool = False
+) -> None:
+    """The new folder `beside` gets the name of the target, and the old one, where there is one, is
+    called `beside` then. Raises UsageError where that cannot be: the target is as it was.
+
+    without: names in the old folder that do not stay. new: there must be no old one.
+    """
+    target, absent = found.target, found.status is None
+    with _standing_where_we_stood(), refusing(found.shown):
+        while True:
+            try:
+                if absent:
+                    rename(beside, target)
+                    return
+                exchange(beside, target)
+                break
+            except OSError as error:
+                if absent and error.errno in _THERE and not new:  # somebody else was quicker
+                    absent = False
+                elif not absent and error.errno == errno.ENOENT:
+                    absent = True
+                elif not absent and error.errno in _CANNOT:
+                    _replace_in_two(beside, target)
+                    break
+                else:
+                    raise
+        _bring_latecomers(beside, target, without)
+
+
+def _replace_in_two(beside: str, target: str) -> None:
+    """As `exchange`, where the file system has none."""
+    old = aside(target)
+    stopped: KeyboardInterrupt | None = None
+    while True:
+        remove(old)  # the target is there, so nobody needs it
+        try:
+            rename(target, old)
+        except FileNotFoundError:
+            pass
+        except KeyboardInterrupt as error:
+            stopped = error
+        try:
+            rename(beside, target)
+        except KeyboardInterrupt as error:
+            stopped = error
+        except OSError as error:
+            if error.errno in _THERE:
+                continue
+            with suppress(OSError):
+                rename(old, target)
+            raise
+        break
+    with suppress(OSError):
+        rename(old, beside)  # to be removed
+    if stopped is not None:
+        raise stopped
+
+
+def aside(target: str) -> str:
+    """The name of the old folder while a new one takes its place in two steps."""
+    return os.path.join(os.path.dirname(target), f"{TEMPORARY}aside-{os.path.basename(target)}")
+
+
+def settle(target: str) -> bool:
+    """Puts a folder back that a killed process left aside, or removes what is left of one; whether
+    there was one."""
+    old = aside(target)
+    if not os.path.isdir(old):
+        return False
+    with suppress(OSError):  # somebody else was quicker, or it stays where readers find it
+        if os.path.lexists(target):
+            remove(old)
+        else:
+            rename(old, target)
+    return True
+
+
+def carry(found: Found, beside: str, without: Collection[str]) -> None:
+    """What else is in the old folder gets a name in the new one, too: a link, or a copy where the
+    file system has none. without: names that are not carried."""
+    with refusing(found.shown), suppress(FileNotFoundError):  # it has just been removed
+        for name in os.listdir(found.target):
+            if name not in without and not is_temporary(name):
+                _carry(os.path.join(found.target, name), os.path.join(beside, name))
+        with suppress(PermissionError):  # a file system without modes
+            os.chmod(beside, stat.S_IMODE(os.stat(found.target).st_mode))
+
+
+def _carry(source: str, target: str) -> None:
+    with suppress(FileNotFoundError):
+        if stat.S_ISDIR(os.lstat(source).st_mode):
+            os.mkdir(target)
+            for name in os.listdir(source):
+                _carry(os.path.join(source, name), os.path.join(target, name))
+            shutil.copystat(source, target)
+            return
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _bring_latecomers(old: str, target: str, without: Collection[str]) -> None:
+    """What somebody else put into the old folder while the new one was made."""
+    with suppress(OSError):
+        for name in set(os.listdir(old)).difference(os.listdir(target), without):
+            if not is_temporary(name):
+                rename(os.path.join(old, name), os.path.join(target, name))
+
+
+@contextmanager
+def _standing_where_we_stood() -> Iterator[None]:
+    """The current folder may be the one that goes: then this process moves to the new one."""
+    try:
+        here = os.getcwd()
+    except OSError:
+        here = ""
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if here and not os.path.samefile(here, "."):
+                os.chdir(here)
+
+
+def refuse_mounted(found: Found) -> None:
+    """Raises UsageError where something is mounted at the target: it cannot be replaced."""
+    if os.path.ismount(found.target):
+        raise refusal(found.shown, OSError(errno.EBUSY, ""))
