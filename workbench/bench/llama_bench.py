@@ -22,6 +22,7 @@ from workbench.bench.needs import check_fits
 from workbench.bench.results import Run
 from workbench.bench.resumed import check_same, open_out, session_of, take_over
 from workbench.bench.rounds import Repetition, Trials
+from workbench.bench.sides import Sides
 from workbench.bench.until import AT_MOST_S
 from workbench.bench.until import make as make_until
 from workbench.bench.workload import Sample, Workload, check_untraced
@@ -116,13 +117,18 @@ def measured(
     until: float | None = None,
     at_most_s: float = AT_MOST_S,
     on_row: Callable[[BenchRow], None] | None = None,
+    on_side: Callable[[Engine], None] = lambda side: None,
+    on_end: Callable[[dict[str, int]], None] = lambda counters: None,
 ) -> list[BenchRow]:
-    """`bench` of the tests given."""
+    """`bench` of the tests given. Where the engine has preset `best`, a test of another number of
+    sequences runs on a variant with the set for its own (`sides.py`); on_side is told of it. on_end
+    is told what all of them have counted."""
     if repetitions < 1:
         raise UsageError(f"repetitions={repetitions}: give 1 or more")
     check_untraced(engine)
+    sides = Sides(engine, on_side)
     for test in tests:
-        check_fits(engine.toggles, engine.config, test)
+        check_fits(sides.toggles_of(test), engine.config, test)
     asked = make_until(until, at_most_s)
     earlier = open_out(None if out is None else Path(out), resume)
     trials = Trials([engine], tests, repetitions, seed, asked, once=repetitions == 1)
@@ -135,7 +141,7 @@ def measured(
     def complete() -> dict[str, pd.DataFrame]:
         run["result"]["warm_up"] = trials.warm_ups
         run["arms"][0]["counters"] = {
-            name: n + before.counters.get(name, 0) for name, n in engine.counters.items()
+            name: n + before.counters.get(name, 0) for name, n in sides.counters.items()
         }
         if asked is not None:
             run["result"]["until"] = asked._asdict() | {"tests": trials.ended}
@@ -155,19 +161,23 @@ def measured(
             )
             draft.checkpoint()
 
-    with kept(*drafts, raises=True):
+    with sides, kept(*drafts, raises=True):
         for test in tests:
-            fields = describe_engine(engine, test, commit, build)
+            side = sides.of(test)
+            trials.engines = [side]
+            fields = describe_engine(side, test, commit, build)
             samples = before.samples.get(test.name, [])
             if samples:
                 fields["test_time"] = run["started"]
-            rows.append(BenchRow(test, [*samples], fields, engine.toggles.to_dict(), {}))
+            rows.append(BenchRow(test, [*samples], fields, side.toggles.to_dict(), {}))
             trials.measure(test, taken)
             rows[-1].ended.update(trials.ended.get(test.name, {}))
             if drafts:
-                run["arms"][0]["program"][test.name] = describe(engine, test)
+                run["arms"][0]["program"][test.name] = describe(side, test)
+                run["result"]["sides"][test.name] = side.chosen
             if on_row is not None:
                 on_row(rows[-1])
+        on_end(sides.counters)
     return rows
 
 
@@ -177,7 +187,7 @@ def _new_run(
     arm = new_arm(ARM, engine.toggles.to_dict(), sync_mode=engine.sync_mode)
     names, found = [test.name for test in tests], provenance.collect(engine)
     made = new_run("bench", name, name, found, [arm], names, repetitions, seed)
-    made["result"] |= {"warm_up": {}, "until": None, "sessions": [session_of(made)]}
+    made["result"] |= {"warm_up": {}, "until": None, "sides": {}, "sessions": [session_of(made)]}
     return made
 
 

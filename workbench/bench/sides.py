@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from workbench.bench.workload import Workload
+from workbench.config import TogglePreset, Toggles
 
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
@@ -24,19 +25,25 @@ class Sides:
         self._variant: Engine | None = None
         self._closed: Counter[str] = Counter()  # counters of variants that are closed
 
+    def _wanted(self, test: Workload) -> Toggles | TogglePreset:
+        wanted = self._engine.wanted
+        if wanted is None or not wanted.of_device:
+            return self._engine.toggles
+        return wanted.for_sequences(test.width)
+
+    def toggles_of(self, test: Workload) -> Toggles:
+        """The toggles that `test` runs with."""
+        return self._engine.resolve(self._wanted(test))
+
     def of(self, test: Workload) -> Engine:
         """The engine that `test` runs on. The variant of an earlier test is closed, where this one
         needs another."""
-        wanted = self._engine.wanted
-        if wanted is None or not wanted.of_device:
-            return self._engine
-        sized = wanted.for_sequences(test.width)
-        toggles = self._engine.resolve(sized)
+        toggles = self.toggles_of(test)
         if toggles == self._engine.toggles:
             return self._engine
         if self._variant is None or self._variant.toggles != toggles:
             self.close()
-            self._variant = self._engine.variant(sized)
+            self._variant = self._engine.variant(self._wanted(test))
             self._on_side(self._variant)
         return self._variant
 

@@ -101,9 +101,9 @@ def bench(
         with load(path, wide_enough(tests, settings), toggles, fit=fit) as engine:
             rows += llama_bench.measured(
                 engine, tests, repetitions, seed=seed, build=build, out=folder,
-                resume=held is not None, on_row=lambda row: say(line(row)), **until,
+                resume=held is not None, on_row=lambda row: say(line(row)),
+                on_side=lambda side: say(f"toggles: {side.chosen}"), on_end=say_replays, **until,
             )  # fmt: skip
-            say_replays(engine.counters)
     print(formatted(rows, output, known_columns()), end="")
 
 
