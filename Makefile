@@ -9,6 +9,7 @@ PYTEST_ARGS ?=
 TEST_WORKERS ?= 2
 PARALLEL = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 BROWSER_ARGS ?=
+EXHAUSTIVE_ARGS ?=
 HAVE_GPU := $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi; } >/dev/null 2>&1 && echo yes)
 comma := ,
 GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu$(comma)cupti,)
@@ -17,7 +18,8 @@ GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu$(comma)cupti,)
 
 help:
 	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
-	@echo "make test     all tests but the slow ones;  make test-exhaustive  the full product of toggles"
+	@echo "make test     all tests, of what is long a little;  make test-slow  more of that"
+	@echo "make test-exhaustive  all of it and the full product of toggles: hours, recorded"
 	@echo "make lab      JupyterLab on the notebooks"
 	@echo "make setup    only prepare .venv/, with the workbench command in it"
 	@echo "make lint     ruff and mypy;  make bench  benchmarks, recorded;  make peer  compare with llama.cpp"
@@ -62,12 +64,11 @@ test: .venv/.dev
 	$(PARALLEL) --durations=25 $(PYTEST_ARGS)
 
 test-slow: .venv/.dev
-	$(PARALLEL) -m "slow and not gpu and not exhaustive" --durations=25 $(PYTEST_ARGS)
-	$(PARALLEL) -m "hypothesis and not slow and not gpu and not exhaustive and not browser" \
-	  --hypothesis-profile=long $(PYTEST_ARGS)
+	$(PARALLEL) -m "(slow or hypothesis) and not gpu and not exhaustive and not browser" \
+	  --hypothesis-profile=slow --durations=25 $(PYTEST_ARGS)
 
 test-exhaustive: .venv/.dev
-	$(BIN)/python -m tests.exhaustive
+	$(BIN)/python -m tests.exhaustive $(EXHAUSTIVE_ARGS)
 
 test-browser: .venv/.dev
 	$(BIN)/python -m tests.browser.record $(BROWSER_ARGS)

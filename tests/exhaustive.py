@@ -1,97 +1,118 @@
-"""Runs the exhaustive tests, a process for each, and records what came of them.
+"""Runs what `make test` and `make test-slow` leave out, and records what came of it.
 
-    python -m tests.exhaustive [--out FILE] [--jobs N]
+    python -m tests.exhaustive [--only PREFIX ...] [--out FILE] [--jobs N]
 
-Writes data/results/exhaustive.json (or FILE) whenever a test is over: the commit, the processor,
-and for each test its seconds, its outcome and how many runs it judged (safe; unsafe; unsafe though
-no seed saw it). Tests that FILE has of this commit are not run again, so that a run cut off goes
-on. Takes hours. Exits with 1 where a test failed.
+That is every test marked `exhaustive`: the full products of toggles, which take hours, and the rest
+of what the other targets try a share of (`tests/profiles.py`). And it is every property, with the
+examples of the profile `exhaustive`. --only: those whose names begin with one of these paths, such
+as `tests/cpu/test_ranges.py` or `tests/unit/test_mutations.py::test_without_any_two`.
+
+Writes data/results/exhaustive.json (or FILE) whenever a test is over: for each test its commit, its
+seconds, its outcome and how many runs it judged where it counts them (safe; unsafe; unsafe though
+no seed saw it); for each commit the date and the machine. Tests that FILE has of this commit are
+not run again, so that a run cut off goes on. Rows of other tests stay; without
+--only those of tests that are gone go.
+Exits with 1 where a test that is asked for failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ET
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from workbench.bench import provenance
 from workbench.output import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ROOT / "tests"
 OUT = ROOT / "data" / "results" / "exhaustive.json"
-PYTEST = [sys.executable, "-m", "pytest", "-m", "exhaustive", "-p", "no:cacheprovider"]
+MARKERS = "(exhaustive or hypothesis) and not gpu and not browser"
+PYTEST = ["-m", MARKERS, "--hypothesis-profile=exhaustive", "-p", "no:cacheprovider"]
+MOST_SECONDS = 7200  # of one test, unless it is marked otherwise
 
 
-def collected() -> list[str]:
-    """The ids of the exhaustive tests."""
-    marked = [p for p in sorted(TESTS.rglob("test_*.py")) if "mark.exhaustive" in p.read_text()]
-    said = subprocess.run(
-        [*PYTEST, "--collect-only", *marked], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout
-    return [line for line in said.splitlines() if "::" in line]
+class Record:
+    """What FILE holds; as a pytest plugin it notes each test that is over, and writes FILE."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        found = json.loads(out.read_text()) if out.is_file() else {}
+        self.commits: dict[str, Any] = found.get("commits", {})
+        self.tests: dict[str, Any] = found.get("tests", {})
+        commit = provenance.commit()
+        self.commit = commit["hash"] + ("+" if commit["dirty"] else "")
+        self.about = {"commit": commit, "machine": provenance.machine()}
+
+    def is_done(self, test: str) -> bool:
+        """Whether it has been run at this commit, and has not failed."""
+        row = self.tests.get(test, {})
+        return row.get("commit") == self.commit and row["outcome"] != "failed"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        counts = dict(report.user_properties).get("runs", {})
+        self.tests[report.nodeid] = {
+            "commit": self.commit, "outcome": report.outcome,
+            "seconds": round(report.duration, 1), **counts,
+        }  # fmt: skip
+        self.commits[self.commit] = self.about | {"date": provenance.utc_now()}
+        self.write()
+
+    def write(self) -> None:
+        """A line for a test: there are thousands."""
+        used = {row["commit"] for row in self.tests.values()}
+        commits = {name: about for name, about in self.commits.items() if name in used}
+        rows = [
+            f"{json.dumps(name)}: {json.dumps(self.tests[name])}" for name in sorted(self.tests)
+        ]
+        tests = ",\n  ".join(rows)
+        write_text(self.out, f'{{"commits": {json.dumps(commits, indent=1)},\n'
+                             f' "tests": {{\n  {tests}\n}}}}\n')  # fmt: skip
 
 
-def run(test: str) -> dict[str, Any]:
-    """One test, in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        xml = Path(folder) / "found.xml"
-        said = subprocess.run(
-            [*PYTEST, test, f"--junitxml={xml}"], cwd=ROOT, capture_output=True, text=True
+def collected(only: Sequence[str] = ()) -> list[str]:
+    """The names of the exhaustive tests and of the properties, of those that begin with one of
+    `only`: each is a path of this checkout, perhaps with a part of the name of a test behind it."""
+    paths = dict.fromkeys(prefix.partition("::")[0] for prefix in only)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *PYTEST, "--collect-only", *paths],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise SystemExit(f"pytest does not collect the tests: {done.stdout}{done.stderr}")
+    known = [line for line in done.stdout.splitlines() if "::" in line]
+    found = [test for test in known if test.startswith(tuple(only) or "")]
+    if not found:
+        raise SystemExit(
+            f"no test begins with {' or '.join(only)}; see python -m tests.exhaustive -h"
         )
-        case = next(ET.parse(xml).iter("testcase")) if xml.is_file() else None
-    if said.returncode or case is None:
-        print(said.stdout, said.stderr, flush=True)
-    if case is None:  # killed
-        return {"outcome": "failed", "seconds": None}
-    counts = {p.attrib["name"]: p.attrib["value"] for p in case.iter("property")}
-    passed = not said.returncode and case.find("skipped") is None
-    return {
-        "outcome": "passed" if passed else "failed",
-        "seconds": round(float(case.attrib["time"]), 1),
-        **ast.literal_eval(counts.get("runs", "{}")),
-    }
-
-
-def write(out: Path, record: dict[str, Any]) -> None:
-    write_text(out, json.dumps(record, indent=1) + "\n")
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=[], metavar="PREFIX")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
-    record: dict[str, Any] = {
-        "commit": provenance.commit(), "machine": provenance.machine(), "tests": {},
-    }  # fmt: skip
-    if args.out.is_file():
-        before = json.loads(args.out.read_text())
-        if before["commit"] == record["commit"]:
-            record = before
-    tests = record["tests"]
-    wanted = [t for t in collected() if tests.get(t, {}).get("outcome") != "passed"]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        futures = {pool.submit(run, test): test for test in wanted}
-        try:
-            for future in as_completed(futures):
-                test = futures[future]
-                tests[test] = future.result()
-                record |= {"date": provenance.utc_now(), "tests": dict(sorted(tests.items()))}
-                write(args.out, record)
-                print(test, tests[test], flush=True)
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
+    os.chdir(ROOT)
+    record, chosen = Record(args.out), collected(args.only)
+    if not args.only:
+        record.tests = {test: row for test, row in record.tests.items() if test in chosen}
+    if wanted := [test for test in chosen if not record.is_done(test)]:
+        shared = ["-n", str(args.jobs), "--dist", "worksteal", f"--timeout={MOST_SECONDS}"]
+        status = pytest.main([*wanted, *PYTEST, *shared, "-vv"], plugins=[record])
+        if status == pytest.ExitCode.INTERRUPTED:
             return 130
-    return int(any(t["outcome"] != "passed" for t in tests.values()))
+    return int(not all(map(record.is_done, chosen)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
-"""How many examples the properties are tried with: `quick` in `make test`, `long` in
-`make test-slow`, which says `--hypothesis-profile=long`. Where CI is set the examples are always
-the same: a gate judges the change, not the draw. Of long products of parameters `make test` has a
-share, and `make test-slow` the rest."""
+"""How much of what is long is tried, by three targets: `make test` tries little, `make test-slow`
+more, `make test-exhaustive` all.
+
+Properties have as many examples as the profile of their target says: `quick`, `slow` or
+`exhaustive` (`--hypothesis-profile`). Where CI is set the examples are always the same: a gate
+judges the change, not the draw. Of long products of parameters `share` and `tiers` mark what is
+`slow` or `exhaustive`; what they leave unmarked is quick. Each target tries something of each: none
+of them leaves a test out altogether.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-SHARES = {"quick": 20, "long": 1000}  # of a hundred
+SHARES = {"quick": 20, "slow": 50, "exhaustive": 1000}  # of a hundred
 
 
 def register() -> None:
-    """Makes both known, and the quick one the default."""
+    """Makes all known, and the quick one the default."""
     for name, share in SHARES.items():
         settings.register_profile(
             name, max_examples=share, deadline=None, derandomize="CI" in os.environ
@@ -30,16 +35,29 @@ def examples(n: int) -> int:
     return max(5, n * settings.default.max_examples // 100)
 
 
-def share(values: Iterable[Any], every: int) -> list[Any]:
-    """Of a test's parameters every so many-th for `make test`, and the others marked slow; a tuple
-    is several parameters. `every` should have no divisor in common with the inner length of a
-    product: then each value has its turn."""
-    slow = pytest.mark.slow
-    return [
-        value if n % every == 0 else pytest.param(*_of(value), marks=slow)
-        for n, value in enumerate(values)
-    ]
+def share(values: Iterable[Any], every: int, slow: int = 1) -> list[Any]:
+    """Of a test's parameters every so many-th for `make test`; of the others every slow-th for
+    `make test-slow`, and the rest for `make test-exhaustive`. A tuple is several parameters.
+
+    `every` should have no divisor in common with the inner length of a product: then each value
+    has its turn."""
+    tried = list(values)
+    others = iter(rest([value for n, value in enumerate(tried) if n % every], slow))
+    return [next(others) if n % every else value for n, value in enumerate(tried)]
 
 
-def _of(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def rest(values: Iterable[Any], slow: int) -> list[Any]:
+    """Of parameters that `make test` has no use for every slow-th for `make test-slow`, and the
+    others for `make test-exhaustive`."""
+    return [_marked(v, "exhaustive" if n % slow else "slow") for n, v in enumerate(values)]
+
+
+def tiers(slow: Any, exhaustive: Any) -> list[Any]:
+    """Of a parameter that says how much a test tries, the value for `make test-slow` and the one
+    for `make test-exhaustive`; those in front of them are for `make test`."""
+    return [_marked(slow, "slow"), _marked(exhaustive, "exhaustive")]
+
+
+def _marked(value: Any, mark: str) -> Any:
+    several = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*several, marks=getattr(pytest.mark, mark))

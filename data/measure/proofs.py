@@ -112,7 +112,7 @@ def exhaustive(recorded: Recorded) -> Iterator[Line]:
     """How many runs each of the tests of exhaustive.json judged."""
     tests = (recorded.alone("exhaustive") or {"tests": {}})["tests"]
     for test, what in EXHAUSTIVE.items() if tests else ():
-        of_test = [r for name, r in tests.items() if name.partition("[")[0].endswith(test)]
+        of_test = [row for name, row in tests.items() if _function(name) == test]
         safe, unsafe, unseen = (  # a test that failed has no counts
             sum(r.get(outcome, 0) for r in of_test) for outcome in ("safe", "unsafe", "unseen")
         )
@@ -120,18 +120,26 @@ def exhaustive(recorded: Recorded) -> Iterator[Line]:
                     "of these no seed saw": unseen, "hours": f"{_hours(of_test):.1f}"})  # fmt: skip
 
 
+def _function(name: str) -> str:
+    return name.partition("[")[0].rpartition("::")[2]
+
+
 def _hours(tests: Iterable[dict[str, Any]]) -> float:
-    return sum(test["seconds"] or 0 for test in tests) / 3600  # none of a test that was killed
+    return sum(test["seconds"] for test in tests) / 3600
 
 
 def exhaustive_where(recorded: Recorded) -> str:
     found = recorded.alone("exhaustive") or {}
     tests = found["tests"]
-    failed = sum(test["outcome"] != "passed" for test in tests.values())
-    return (
-        f"{len(tests)} tests, {failed} failed, {_hours(tests.values()):.1f} hours of one core; "
-        f"{found['machine']['cpu']['name']}; commit {commit_of(found)}; {found['date'][:10]}."
-    )
+    n = sum(_function(name) in EXHAUSTIVE for name in tests)
+    failed = sum(test["outcome"] == "failed" for test in tests.values())
+    runs = [
+        f"{about['machine']['cpu']['name']}; commit {commit_of(about)}; {about['date'][:10]}."
+        for about in found["commits"].values()
+    ]
+    more = f", {len(tests) - n} of what the slow tests try a share of" if len(tests) > n else ""
+    hours = f"{_hours(tests.values()):.1f} hours of one core"
+    return f"{n} tests{more}, {failed} failed, {hours}; {' '.join(runs)}"
 
 
 def _told(key: str, recorded: Recorded) -> str:

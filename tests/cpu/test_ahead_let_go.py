@@ -187,7 +187,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("other", share(OTHERS, every=3), ids=lambda other: other.__name__)
+@pytest.mark.parametrize("other", share(OTHERS, every=3, slow=2), ids=lambda other: other.__name__)
 def test_nothing_else_queues_behind_a_gate(device, loaded, other):
     before = device.asked
     got = other(device.engine)

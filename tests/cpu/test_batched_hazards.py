@@ -17,7 +17,7 @@ import pytest
 
 import workbench as wb
 from tests.orderings import every_ordering
-from tests.profiles import share
+from tests.profiles import share, tiers
 from workbench.backend.base import Backend, open_backend
 from workbench.backend.issue import Prepared
 from workbench.config import Toggles
@@ -171,7 +171,9 @@ def ops_of(steps: list[Program]) -> set[str]:
     return {c.node.op for p in steps for c in p.singly() if isinstance(c, Launch)}
 
 
-@pytest.mark.parametrize("values", share(EVERY, every=7), ids=lambda v: "-".join(v.values()))
+@pytest.mark.parametrize(
+    "values", share(EVERY, every=7, slow=3), ids=lambda v: "-".join(v.values())
+)
 def test_batched_steps_are_free_of_races(engine, values):
     steps = order_of(engine, SERVED | values)
     assert not races(steps * 2)
@@ -328,9 +330,7 @@ def two_devices(tiny_model) -> Iterator[Engine]:
         yield made
 
 
-@pytest.mark.parametrize(
-    "every", [13, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"]
-)
+@pytest.mark.parametrize("every", [13, *tiers(5, 1)], ids=["some", "more", "all"])
 def test_what_is_said_to_race_with_results_behind_does_and_nothing_else(engine, two_devices, every):
     """`race_of` against the checker. It knows nothing of devices. On one, copies of inputs that
     ride a stream of their own come behind the results there, and so behind the graph that they

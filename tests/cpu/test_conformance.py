@@ -38,7 +38,7 @@ CLAUSES = [(name, check) for check in CHECKS for name in BACKENDS if name != WHO
 
 @pytest.mark.parametrize(
     ("backend", "check"),
-    [*share([(WHOLE, check) for check in CHECKS], every=3), *share(CLAUSES, every=7)],
+    [*share([(WHOLE, check) for check in CHECKS], every=3), *share(CLAUSES, every=7, slow=3)],
 )
 def test_clause(backend, check):
     claimed = run_check(check, BACKENDS[backend])
@@ -379,7 +379,7 @@ def test_every_clause_has_a_device_that_breaks_it():
     assert BROKEN.keys() == CHECKS.keys()
 
 
-@pytest.mark.parametrize("check", share(BROKEN, every=3))
+@pytest.mark.parametrize("check", share(BROKEN, every=3, slow=2))
 def test_a_device_that_breaks_a_clause_is_found_out(check):
     """In one of ten tries: a busy machine may do meanwhile what the device did not wait for. Where
     it did half of it, the row is torn."""

@@ -96,7 +96,7 @@ def inside(node: Node, tensor: Tensor, address: int) -> int:
 # blocks and keys -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", share(CASES, every=7))
+@pytest.mark.parametrize("case", share(CASES, every=7, slow=4))
 def test_the_pointers_of_a_launch_are_its_addresses_and_its_key_is_its_work(backend, case):
     """Every address of a tensor and of the scratch is a pointer, and nothing else is one. A launch
     at other addresses has an equal key."""

@@ -87,7 +87,8 @@ def every_layout(case: Case) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("name", "as_floats"), share([(n, a) for n in QUANTISED_NAMES for a in (False, True)], every=3)
+    ("name", "as_floats"),
+    share([(n, a) for n in QUANTISED_NAMES for a in (False, True)], every=3, slow=2),
 )
 def test_every_small_batch(name: str, as_floats: bool) -> None:
     """Batches of 1 to 9, with rows that fill no group of 16 and no panel, and a single one."""

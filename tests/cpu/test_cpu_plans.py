@@ -64,7 +64,9 @@ KINDS = [("ours", "off"), ("ours", "on"), ("pr", "on"), ("today", "off")]
 
 @pytest.mark.parametrize(
     ("plans", "fuse", "scope", "reuse"),
-    share([(*kind, scope, how) for kind in KINDS for scope in SCOPES for how in GraphReuse], 3),
+    share(
+        [(*kind, scope, how) for kind in KINDS for scope in SCOPES for how in GraphReuse], 3, slow=2
+    ),
 )
 def test_logits_with_plans_are_the_baselines(base, wanted, plans, scope, reuse, fuse):
     kept: dict[str, Any] = {"plans": plans, "graph_reuse": reuse, "fuse": fuse, **SCOPES[scope]}

@@ -34,7 +34,8 @@ SEEDS = range(3)
 
 
 @pytest.mark.parametrize(
-    ("check", "name"), share([(check, name) for check in CHECKS for name in DEVICES], every=5)
+    ("check", "name"),
+    share([(check, name) for check in CHECKS for name in DEVICES], every=5, slow=2),
 )
 def test_an_honest_device_keeps_what_it_claims(name, check):
     run_check(check, partial(DEVICES[name], threads=2, seed=len(check)))

@@ -17,6 +17,7 @@ import pytest
 
 import workbench as wb
 from tests import reference
+from tests.profiles import tiers
 from workbench.config import EXACT, CopyStream, SyncMode, Toggles
 from workbench.errors import UsageError
 from workbench.program.capabilities import Capabilities
@@ -203,7 +204,7 @@ def legal_toggles(programmatic: bool = False) -> list[Toggles]:
     return made
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("every", [5, *tiers(2, 1)], ids=["some", "more", "all"])
 @pytest.mark.parametrize(("preset", "quant"), [("tiny-llama", "Q4_0"), ("tiny-qwen3", "Q8_0")])
 def test_bit_equal_under_every_toggle(engine, preset, quant, every):
     """Where the host waits and what it copies is exact: a prompt in ubatches of which all rows are

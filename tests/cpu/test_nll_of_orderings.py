@@ -11,6 +11,7 @@ import pytest
 import workbench as wb
 from tests.nll import N_UBATCH, N_WINDOW, ORDERINGS, is_the_same_under_every_ordering, nll
 from tests.orderings import PLACED
+from tests.profiles import tiers
 
 
 @pytest.fixture(scope="module", params=PLACED)
@@ -22,7 +23,7 @@ def engine(request, tiny_model) -> Iterator[wb.Engine]:
         yield made
 
 
-@pytest.mark.parametrize("share", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("share", [7, *tiers(3, 1)], ids=["some", "more", "all"])
 def test_every_token_has_the_same_nll_under_every_safe_ordering(engine, share):
     wanted = nll(engine)
     assert len(wanted) == N_WINDOW and np.isfinite(wanted).all()

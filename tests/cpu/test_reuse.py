@@ -284,7 +284,7 @@ LONG = [("rebuild", "ours", "step"), *share([
     (way, *case)
     for way in REUSED
     for case in [("pr", "step"), ("today", "step"), *(("ours", scope) for scope in SCOPES)]
-], every=3)]  # fmt: skip
+], every=3, slow=2)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("way", "plans", "scope"), LONG)

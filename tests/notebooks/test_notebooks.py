@@ -30,7 +30,7 @@ def by_name(path: Path) -> str:
     return path.stem
 
 
-@pytest.mark.parametrize("path", share(NOTEBOOKS, every=4), ids=by_name)
+@pytest.mark.parametrize("path", share(NOTEBOOKS, every=4, slow=3), ids=by_name)
 def test_it_runs_on_the_embedded_device(path, tiny_models, tmp_path):
     page = render_notebook(
         path,

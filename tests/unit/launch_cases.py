@@ -175,6 +175,11 @@ def one_of_each(sm: int = CLUSTERS) -> tuple[Kernel, ...]:
     return tuple(found.values())
 
 
+def some_works(sm: int = CLUSTERS) -> tuple[Kernel, ...]:
+    """Of `chosen_works` a fourth."""
+    return chosen_works(sm)[::4]
+
+
 @cache
 def chosen_works(sm: int = CLUSTERS) -> tuple[Kernel, ...]:
     """The kernels of the nodes that are `chosen`, one of each (file, defines, function)."""

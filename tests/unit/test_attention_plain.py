@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.attention import Case, attention_case, broadcast, causal, parted, skipping, windowed
-from tests.profiles import examples
+from tests.profiles import examples, rest, tiers
 from tests.unit import on_host, ptx
 from tests.unit.fake_cuda import fake_backend
 from tests.unit.test_cuda_engine_faked import feed
@@ -48,14 +48,8 @@ CASES = {
     "two chunks": Case((2, 9), 2, 2, 128, 100, regions=True, v_type=BF16),
 }
 QUICK = [("a chunk", "tile"), ("several", "vec"), ("ragged", "auto")]
-PAIRS = [
-    *QUICK,
-    *(
-        pytest.param(name, kernel, marks=pytest.mark.slow)
-        for name, kernel in itertools.product(CASES, ("vec", "tile"))
-        if (name, kernel) not in QUICK
-    ),
-]
+REST = [pair for pair in itertools.product(CASES, ("vec", "tile")) if pair not in QUICK]
+PAIRS = [*QUICK, *rest(REST, slow=3)]
 needs_compiler = pytest.mark.skipif(on_host.COMPILER is None, reason="no g++")
 
 
@@ -251,7 +245,7 @@ def builds() -> list[Kernel]:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile(arch: str):
-    """Half of the builds in turn, each for one architecture; a slow test has all for all."""
+    """Half of the builds in turn, each for one architecture; the next test has the others."""
     made = sorted({(w.file, w.defines) for w in builds()})[ARCHITECTURES.index(arch) :: 8]
     nvrtc.compile_many(made, arch)
     for file, defines in made:
@@ -260,10 +254,10 @@ def test_kernels_compile(arch: str):
             assert b".text." + function.encode() + b"\0" in cubin, (file, defines)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("share", tiers(2 * len(ARCHITECTURES), 1), ids=["half in turn", "all"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_kernel_compiles_for_every_type_and_head(arch: str):
+def test_every_kernel_compiles_for_every_type_and_head(arch: str, share: int):
     """Each with another way, with regions or without, with sinks or without."""
     names, made = [t.name for t in CACHE_DTYPES], set()
     every = itertools.product(HEADS, names, names, ("vec", "tile"))
@@ -271,8 +265,10 @@ def test_every_kernel_compiles_for_every_type_and_head(arch: str):
         if dim % 32 == 0 or "Q8_0" not in (k, v):
             launched = one(dim, k, v, kernel, WAYS[n // 2 % 4], 3 * (n % 3 == 0), n % 5 < 2)
             made |= {(w.file, w.defines) for w in launched}
-    nvrtc.compile_many(sorted(made), arch)
-    assert all(nvrtc.cubin(file, arch, defines).startswith(b"\x7fELF") for file, defines in made)
+    of_arch = sorted(made)[ARCHITECTURES.index(arch) % share :: share]
+    nvrtc.compile_many(of_arch, arch)
+    for file, defines in of_arch:
+        assert nvrtc.cubin(file, arch, defines).startswith(b"\x7fELF")
 
 
 def test_arguments_are_those_the_compiler_saw_and_nothing_comes_before_the_wait():

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.profiles import tiers
 from workbench.backend.cuda import gemm, nvrtc, tiling
 from workbench.backend.cuda.gemm import X, glu, product, scratch_bytes
 from workbench.backend.cuda.kernel import Gemm, Kernel, Work, blocks
@@ -23,7 +24,6 @@ GATED = (Epilogue.GLU, Epilogue.GLU_Q8)
 BEGIN = 1 << 40  # of scratch
 # the types that need most registers, one of 32 and one of 256 weights a block
 HEAVY = ("Q8_0", "Q5_K")
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("hopper", [False, True])
@@ -208,9 +208,9 @@ def spilled(arch: str, dtype: str, build: Build, end: Epilogue) -> str:
     return " ".join(serial) if found == [("0", "0")] else f"{found} {serial}"
 
 
-@pytest.mark.parametrize("all_tokens", [(128,), pytest.param((16, 32, 64), marks=SLOW)], ids=len)
+@pytest.mark.parametrize("all_tokens", [[128], *tiers([64], [16, 32])], ids=str)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a", "sm_100", "sm_120"])
-def test_builds_spill_nothing(arch: str, all_tokens: tuple[int, ...]):
+def test_builds_spill_nothing(arch: str, all_tokens: list[int]):
     """sm_90: as another device would run it; products of warpgroups run side by side."""
     builds = dict.fromkeys(
         (arch, dtype, Build(shape, 2 + (shape.n > 32), shape.n > 32), end)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.graphs import PRODUCTS, Decoder, topology_key
-from tests.profiles import examples, share
+from tests.profiles import examples, share, tiers
 from tests.unit.test_arena import check_layout
 from workbench.backend.args import parts_addresses, parts_scratch_bytes
 from workbench.config import Switch, Toggles
@@ -168,7 +168,7 @@ def check_memory(graph: Graph) -> None:
                     assert (at(t) < 0) == (t.storage in outside)
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("every", [7, *tiers(3, 1)], ids=["some", "more", "all"])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_choice_of_patterns_keeps_the_meaning(model: str, step: str, every: int):

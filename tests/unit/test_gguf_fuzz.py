@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.dequantize import dequantize
+from tests.profiles import examples
 from workbench.errors import ModelFileError
 from workbench.model.expand import expanded, loaded_as, loaded_bytes
 from workbench.model.gguf import GGUFFile, StringArray, model_hash, open_gguf
@@ -163,7 +164,7 @@ def test_damaged_files(tmp_path, changes, in_header):
 
 
 @pytest.mark.slow
-@fuzz(8000)
+@fuzz(examples(2000))
 def test_damaged_files_for_long(tmp_path, changes, in_header):
     check(changes, in_header, tmp_path)
 

@@ -39,7 +39,9 @@ def engine_of(tiny_model):
         yield make_one
 
 
-@pytest.mark.parametrize(("way", "n_tokens"), share([(w, n) for w in WAYS for n in (1, 20)], 3))
+@pytest.mark.parametrize(
+    ("way", "n_tokens"), share([(w, n) for w in WAYS for n in (1, 20)], 3, slow=2)
+)
 def test_a_mode_races_where_lowering_says_so(engine_of, way, n_tokens):
     """Of a decode, and of prompts of three ubatches; by the naive relation too."""
     with engine_of(*way) as engine:
@@ -75,7 +77,7 @@ def planned(cycle: list[Program], scope: str) -> list[Program]:
 @pytest.mark.parametrize(
     ("way", "scope"),
     share([(way, scope) for way in WAYS for scope in ("", "split", "step")
-           if scope != "step" or not refused(way)], every=4),
+           if scope != "step" or not refused(way)], every=4, slow=2),
 )  # fmt: skip
 def test_waits_that_could_go_are_those_found_by_walking_all_again(engine_of, way, scope):
     """Of prompts of three ubatches with tokens behind them; steps of one shape share a program."""

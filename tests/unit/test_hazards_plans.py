@@ -20,7 +20,7 @@ from tests.oracles.random_runs import PRODUCT, random_commands
 from tests.oracles.random_runs import program as of_commands
 from tests.orderings import PLACED, every_ordering
 from tests.planned import SCOPES, only_adds_order
-from tests.profiles import examples
+from tests.profiles import examples, tiers
 from workbench.errors import UsageError
 from workbench.program.capabilities import Capabilities
 from workbench.program.check.hazards import Race, apart, check, races
@@ -201,9 +201,7 @@ def engine(request, tiny_model) -> Iterator[wb.Engine]:
         yield made
 
 
-@pytest.mark.parametrize(
-    "share", [13, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"]
-)
+@pytest.mark.parametrize("share", [13, *tiers(5, 1)], ids=["some", "more", "all"])
 @pytest.mark.parametrize("n_tokens", [1, 48], ids=["decode", "train"])
 def test_plans_only_add_order_to_the_programs_of_every_ordering(engine, n_tokens, share):
     refused = planned = 0

@@ -1,10 +1,11 @@
 """The CUDA kernels without a GPU: they compile, and the launch table fits them.
 
 Every kernel is compiled in one of its tunings for each weight type and each way of ending, these
-builds in turn for the four architectures. `make test-slow` compiles for each all that the nodes of
-`launch_cases.chosen` need: every op; every weight type for one token; Q4_K and F16 (one type for
-each kind of activations) for 1 to 512 tokens, fused in every way. Everything that needs no compiler
-is asked of all types.
+builds in turn for the four architectures. `make test-slow` compiles all that the nodes of
+`launch_cases.chosen` need, again in turn: every op; every weight type for one token; Q4_K and F16
+(one type for each kind of activations) for 1 to 512 tokens, fused in every way.
+`make test-exhaustive` compiles each for each. Everything that needs no compiler is asked of all
+types.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import pytest
 from tests.gpu.twins import attention as simple
 from tests.gpu.twins.product import FOLDER, simple_product
 from tests.graphs import Decoder, fused_nodes
+from tests.profiles import tiers
 from tests.unit import ptx
 from tests.unit.launch_cases import (
     FUSED,
@@ -30,6 +32,7 @@ from tests.unit.launch_cases import (
     fused,
     one_of_each,
     plain_nodes,
+    some_works,
     works,
 )
 from workbench.backend.args import variant
@@ -86,16 +89,17 @@ def compiled(works: Iterable[Kernel], arch: str, every: slice = slice(None)) -> 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile(arch: str):
-    """Half of the builds in turn, each for one architecture; the next test has all for all."""
+    """Half of the builds in turn, each for one architecture; the next test has the others."""
     share = slice(ARCHITECTURES.index(arch), None, 2 * len(ARCHITECTURES))
     compiled(one_of_each(int(arch.removeprefix("sm_"))), arch, share)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("share", tiers(len(ARCHITECTURES), 1), ids=["in turn", "all"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_kernel_compiles_in_every_tuning(arch: str):
-    compiled(chosen_works(int(arch.removeprefix("sm_"))), arch)
+def test_every_kernel_compiles_in_every_tuning(arch: str, share: int):
+    turn = slice(ARCHITECTURES.index(arch) % share, None, share)
+    compiled(chosen_works(int(arch.removeprefix("sm_"))), arch, turn)
 
 
 @pytest.mark.slow
@@ -194,7 +198,7 @@ def test_no_launch_for_no_tokens():
         assert not [w for w in works(case.node) if isinstance(w, Kernel)], case.node
 
 
-@pytest.mark.parametrize("works", [one_of_each, pytest.param(chosen_works, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("works", [one_of_each, *tiers(some_works, chosen_works)])
 def test_arguments_are_those_the_compiler_saw(works: Callable[[], Iterable[Kernel]]):
     """As many as declared, reals where reals are, 8 bytes everywhere else."""
     own = [weights.repack(name, 0, 0, 0, 1, 1) for name in sorted(weights.REPACKED)]

@@ -22,6 +22,7 @@ import pytest
 
 from tests.oracles.adversary import SEEDS, Adversary
 from tests.oracles.interleavings import ends_wrong
+from tests.profiles import tiers
 from workbench.choices import BranchFusion, Fork, Lifetimes
 from workbench.config import (
     CopyStream,
@@ -300,32 +301,33 @@ WITHIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_on_all_of_this_mechanism_and_across_mechanisms_the_checker_is_right(base):
+@pytest.mark.parametrize("share", tiers(23, 1), ids=["more", "all"])
+def test_on_all_of_this_mechanism_and_across_mechanisms_the_checker_is_right(base, share):
+    asked = list(dict.fromkeys([*orderings(**WITHIN), *across()]))
     whole = (
         Mutant(run, "", steps, True)
-        for toggles in dict.fromkeys([*orderings(**WITHIN), *across()])
+        for toggles in asked[::share]
         for run, steps in runs_of(base, toggles, scopes=PlanScope)
     )
     found = judge(distinct(whole))
-    assert min(found["safe"], found["unsafe"]) > 50
+    assert min(found["safe"], found["unsafe"]) > 50 // share
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_of_all_of_this_mechanism_without_any_one_command_the_checker_is_right(base):
-    found = judge(mutants(base, orderings(**WITHIN), one_order=True))
-    assert min(found["safe"], found["unsafe"]) > 1000 and not found["unseen"]
+@pytest.mark.parametrize(("share", "least"), tiers((11, 80), (1, 1000)), ids=["more", "all"])
+def test_of_all_of_this_mechanism_without_any_one_command_the_checker_is_right(base, share, least):
+    found = judge(mutants(base, list(orderings(**WITHIN))[::share], one_order=True))
+    assert min(found["safe"], found["unsafe"]) > least and not found["unseen"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_of_all_of_this_mechanism_with_plans_too(base):
+@pytest.mark.parametrize(("share", "least"), tiers((5, 20), (1, 100)), ids=["more", "all"])
+def test_of_all_of_this_mechanism_with_plans_too(base, share, least):
     """A share of the orderings; the exhaustive test of placements has most of the others."""
-    chosen = list(orderings(**WITHIN))[::13]
+    chosen = list(orderings(**WITHIN))[:: 13 * share]
     found = judge(mutants(base, chosen, one_order=True, scopes=PlanScope))
-    assert min(found["safe"], found["unsafe"]) > 100 and not found["unseen"]
+    assert min(found["safe"], found["unsafe"]) > least and not found["unseen"]
 
 
 PLACEMENTS: dict[str, dict[str, Any]] = {

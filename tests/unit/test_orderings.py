@@ -11,6 +11,7 @@ import pytest
 import workbench as wb
 from tests.orderings import NAMES, PLACED, every_ordering
 from tests.planned import SCOPES
+from tests.profiles import tiers
 from workbench.graph.ir import StepShape
 from workbench.program.check import hazards
 from workbench.program.commands import Buffer, Program, Record
@@ -20,10 +21,8 @@ from workbench.program.sync_modes import race_of
 TOKENS = {"decode": 1, "train": 48}  # six ubatches: more than there are places
 
 
-# of the orderings a thirteenth, which has of every value of every toggle, or all
-SHARES = pytest.mark.parametrize(
-    "share", [13, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"]
-)
+# of the orderings a thirteenth, which has of every value of every toggle, a fifth, or all
+SHARES = pytest.mark.parametrize("share", [13, *tiers(5, 1)], ids=["some", "more", "all"])
 
 
 @pytest.fixture(scope="module", params=PLACED)
@@ -38,7 +37,8 @@ def engine(request, tiny_model) -> Iterator[wb.Engine]:
 def test_a_share_has_every_value():
     for name in NAMES:
         values = {getattr(t, name) for t in every_ordering()}
-        assert {getattr(t, name) for t in [*every_ordering()][::7]} == values
+        for share in (13, 7, 5, 3):
+            assert {getattr(t, name) for t in [*every_ordering()][::share]} == values, share
 
 
 @SHARES

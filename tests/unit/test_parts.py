@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from tests.unit.gguf_files import build, items, pair, tensor, text, u32
 from tests.unit.test_gguf_fuzz import DAMAGE, damage, read_all
 from workbench.errors import ModelFileError
@@ -240,7 +241,7 @@ def test_damaged_parts(changes, where, opened):
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(1000), deadline=None, suppress_health_check=list(HealthCheck))
 @given(*LISTS)
 def test_damaged_parts_for_long(changes, where, opened):
     fuzz(changes, where, opened)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from tests.profiles import tiers
 from tests.unit import ptx
-from tests.unit.launch_cases import chosen_works, one_of_each
+from tests.unit.launch_cases import chosen_works, one_of_each, some_works
 from workbench.backend.cuda import nvrtc
 from workbench.backend.cuda.kernel import Kernel
 from workbench.config import Toggles
@@ -152,10 +153,10 @@ def test_the_reader_reads_what_ptxas_reads():
 
 
 Modules = dict[tuple[str, tuple[str, ...]], set[str]]
-SLOW = pytest.mark.slow
 # Those with a kernel that declares its wait, and some more. Asking the launch table which those
 # are takes seconds, too long for what every worker does to find the tests.
 FILES = sorted(path.stem for path in nvrtc.source_dir().glob("*.cu"))
+WORKS = pytest.mark.parametrize("works", [one_of_each, *tiers(some_works, chosen_works)])
 
 
 def waiting(works: Callable[[], Iterable[Kernel]]) -> Modules:
@@ -168,7 +169,7 @@ def waiting(works: Callable[[], Iterable[Kernel]]) -> Modules:
     return found
 
 
-@pytest.mark.parametrize("works", [one_of_each, pytest.param(chosen_works, marks=SLOW)])
+@WORKS
 @pytest.mark.parametrize("file", FILES)
 def test_nothing_dependent_comes_before_the_wait(file: str, works):
     for (own, defines), names in waiting(works).items():
@@ -180,7 +181,7 @@ def test_nothing_dependent_comes_before_the_wait(file: str, works):
                 assert verdict.triggers, f"{name} {defines} does not let the next kernel begin"
 
 
-@pytest.mark.parametrize("works", [one_of_each, pytest.param(chosen_works, marks=SLOW)])
+@WORKS
 def test_products_request_weights_before_they_wait(works):
     """What the toggle is for: a product that loads nothing early gains nothing from it."""
     products = {k: names for k, names in waiting(works).items() if k[0].startswith("product")}
