@@ -11,8 +11,8 @@ runs alone.
 * A round runs every arm once, all widths of it, in an order that turns. The last arm is our first
   once more: the A/A control.
 * llama.cpp's turn is one process, `llama-batched-bench`. Of its steps it says the sum.
-* Ours have a region of the cache for each sequence. What `serving` adds to `best` has their results
-  travel while the next step runs.
+* Ours are what `workbench bench -npl WIDTHS -p 1024 -n 128` runs: preset `best`, for one sequence
+  or for several.
 
 `result`: `rates` of the device (`served_costs.py`), `launches` of a generating step by arm and
 test, `cell_bytes` of K and V in all layers, `answers` of our arms beside our first.
@@ -26,6 +26,7 @@ import math
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -46,7 +47,7 @@ from workbench.bench import provenance
 from workbench.bench import workload as w
 from workbench.bench.draft import Draft, kept, new_arm, new_run
 from workbench.bench.rounds import interleave
-from workbench.config import Toggles
+from workbench.config import BEST, Toggles
 from workbench.devices import is_gpu
 from workbench.engine.batch import Entry
 from workbench.errors import UsageError, WorkbenchError
@@ -64,7 +65,7 @@ class Wanted(NamedTuple):
     at_most_s: no round begins later."""
 
     widths: Sequence[int]
-    ours: Sequence[str] = ("serving",)
+    ours: Sequence[str] = (BEST,)
     n_prompt: int = N_PROMPT
     n_gen: int = N_GEN
     n_ubatch: int = N_UBATCH
@@ -85,11 +86,46 @@ class Wanted(NamedTuple):
         return max(self.widths) * each
 
 
+class Own:
+    """An arm of ours: an engine for each set of toggles that its tests have. setting: as rows of
+    the campaign say it."""
+
+    def __init__(self, opened: wb.Engine, config: wb.EngineConfig, setting: str, wanted: Wanted):
+        self._of = {test: toggles_of(setting, opened, test.width) for test in wanted.tests}
+        self.toggles = self._of[max(wanted.tests, key=lambda test: test.width)]
+        self.engines: dict[Toggles, wb.Engine] = {}
+        try:
+            for toggles in dict.fromkeys(self._of.values()):
+                self.engines[toggles] = wb.Engine(opened._open, config, toggles)
+        except BaseException:
+            self.close()
+            raise
+
+    def of(self, test: w.Workload) -> wb.Engine:
+        return self.engines[self._of[test]]
+
+    @property
+    def widest(self) -> wb.Engine:
+        """The engine of the test with the most sequences."""
+        return self.engines[self.toggles]
+
+    @property
+    def counters(self) -> dict[str, int]:
+        found = Counter[str]()
+        for engine in self.engines.values():
+            found.update(engine.counters)
+        return dict(found)
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+
+
 class Turns:
     """The arms of a run, by name; each takes every test in its turn."""
 
     def __init__(
-        self, bench: LlamaBench | None, path: Path, engines: Mapping[str, wb.Engine], draft: Draft,
+        self, bench: LlamaBench | None, path: Path, engines: Mapping[str, Own], draft: Draft,
         wanted: Wanted,
     ):  # fmt: skip
         self._bench, self._path, self._engines = bench, path, engines
@@ -102,11 +138,10 @@ class Turns:
             self._draft.samples.add(arm["name"], arm["is_control"], test.name, round_, ns, n)
         self._draft.checkpoint()
 
-    def _ours(
-        self, engine: wb.Engine, round_: int
-    ) -> Iterator[tuple[w.Workload, np.ndarray, np.ndarray]]:
-        bos = w.bos_token(engine)
+    def _ours(self, own: Own, round_: int) -> Iterator[tuple[w.Workload, np.ndarray, np.ndarray]]:
+        bos = w.bos_token(own.widest)
         for test in self._wanted.tests:
+            engine = own.of(test)
             tokens = w.draw_tokens(test, engine.model.n_vocab, self._wanted.seed, round_, bos)
             sample = w.take_sample(engine, test, tokens)
             yield test, sample.token_ns, sample.token_n
@@ -170,14 +205,15 @@ def measured(bench: LlamaBench | None, path: Path, out: Path, wanted: Wanted) ->
         config = dataclasses.replace(
             engine.config, n_ctx=wanted.n_ctx, n_seqs=max(wanted.widths), n_ubatch=wanted.n_ubatch
         )
-        settings = {f"{OURS} {s}": toggles_of(s, engine) for s in wanted.ours}
+        settings = {f"{OURS} {s}": s for s in wanted.ours}
         first = next(iter(settings))
         every = settings | {f"{first} (A/A)": settings[first]}
         engines = {
-            name: stack.enter_context(closing(wb.Engine(engine._open, config, toggles)))
-            for name, toggles in every.items()
+            name: stack.enter_context(closing(Own(engine, config, setting, wanted)))
+            for name, setting in every.items()
         }
-        draft = Draft(_new_run(bench, engines[first], every, out, wanted), out)
+        toggles = {name: own.toggles for name, own in engines.items()}
+        draft = Draft(_new_run(bench, engines[first].widest, toggles, out, wanted), out)
         turns = Turns(bench, path, engines, draft, wanted)
         result = draft.run["result"]
 
@@ -195,10 +231,13 @@ def measured(bench: LlamaBench | None, path: Path, out: Path, wanted: Wanted) ->
         with kept(draft, raises=True):
             for name, own in engines.items():
                 result["launches"][name] = _warm_up(own, wanted)
-                _arm(draft, name)["sync_mode"] = own.sync_mode
-            last = engines[first]
+                _arm(draft, name)["sync_mode"] = own.widest.sync_mode
+                result["sides"] = {test.name: own.of(test).chosen for test in wanted.tests}
+            last = engines[first].widest
             result["rates"] = served_costs.device_rates(last, wanted.quick)
-            result["answers"] = compared(settings, list(engines.values()), wanted.seed)
+            widest = [own.widest for own in engines.values()]
+            ours = {name: toggles[name] for name in settings}
+            result["answers"] = compared(ours, widest, wanted.seed)
             interleave(rounds(), len(draft.run["arms"]), turns.take, whole)
             for name, own in engines.items():
                 _arm(draft, name)["counters"] = own.counters
@@ -209,11 +248,12 @@ def _arm(draft: Draft, name: str) -> dict[str, Any]:
     return found
 
 
-def _warm_up(engine: wb.Engine, wanted: Wanted) -> dict[str, int]:
+def _warm_up(own: Own, wanted: Wanted) -> dict[str, int]:
     """Every test once, untimed; then how many launches a generating step of it has. The widest goes
     first: it takes the most memory, and where that grows programs are made anew."""
-    found, bos = dict[str, int](), w.bos_token(engine)
+    found, bos = dict[str, int](), w.bos_token(own.widest)
     for test in sorted(wanted.tests, key=lambda test: -test.width):
+        engine = own.of(test)
         w.warm_up([engine], test, wanted.seed, bos, once=True)
         work: list[Entry] = [(i, [0], "last") for i in range(test.width)]
         steps = [work[i : i + wanted.n_ubatch] for i in range(0, len(work), wanted.n_ubatch)]
@@ -246,7 +286,7 @@ def main(
     peer: Path | None = None,
     widths: str = WIDTHS,
     rounds: int = 3,
-    ours: str = "serving",
+    ours: str = BEST,
     n_prompt: int = N_PROMPT,
     n_gen: int = N_GEN,
     n_ubatch: int = N_UBATCH,
@@ -265,7 +305,7 @@ def main(
     peer: a folder with llama.cpp's programs, or an archive of one.
     widths: numbers of sequences.
     rounds: how often each arm has its turn.
-    ours: settings of ours with commas between them: serving, or serving skip_masked_kv=off.
+    ours: settings of ours with commas between them: best, or best skip_masked_kv=off, or serving.
     n_prompt, n_gen: tokens of each sequence.
     n_ubatch: tokens computed at once, on both sides.
     out: where the run folders go.

@@ -182,12 +182,13 @@ BACKGROUNDS: dict[str, Callable[[wb.Engine], wb.Toggles]] = {
 }
 
 
-def toggles_of(spec: str, engine: wb.Engine) -> wb.Toggles:
+def toggles_of(spec: str, engine: wb.Engine, n_seqs: int = 0) -> wb.Toggles:
     """What a row's `toggles` say: a background, then each `NAME=VALUE` on top of it. Preset `best`
-    is resolved with them, and so is what a server adds to it (`serving`)."""
+    is resolved with them, for n_seqs sequences (0: the engine's), and so is what a server adds to
+    it (`serving`)."""
     background, _, changes = spec.partition(" ")
     if background == BEST:
-        return engine.resolve(TogglePreset(BEST, parse_changes(changes)))
+        return engine.resolve(TogglePreset(BEST, parse_changes(changes), n_seqs))
     if background == SERVED:
         return engine.resolve(_served(engine, changes))
     return switched(BACKGROUNDS[background](engine), changes)

@@ -46,7 +46,7 @@ def test_each_row_has_the_set_for_its_number_of_sequences(path, tmp_path):
         "pp8+tg4@b1": "best for one sequence", "pp8+tg4@b2": "best for several sequences",
         "pp8+tg4@b4": "best for several sequences",
     }  # fmt: skip
-    assert run["arms"][0]["counters"]["plans_issued"] > 0, "of the variant, too"
+    assert run["arms"][0]["counters"]["plans_captured"] > 0, "of the variant, too"
 
 
 def test_tests_of_one_sequence_have_the_set_for_one(path):
