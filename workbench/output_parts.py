@@ -62,9 +62,9 @@ def temporary_folder(found: Found) -> Iterator[Path]:
             while held < 0:
                 os.mkdir(name)
                 held = _opened(name)
-                if held < 0:
+                if held < 0 and os.path.lexists(name):
                     break
-                if not _is_ours(held, name):
+                if held < 0 or not _is_ours(held, name):
                     held, name = _close(held), _new_name(folder)
         yield Path(name)
     finally:
@@ -84,14 +84,22 @@ def sweep(folder: str) -> None:
     """Removes from `folder` what killed processes left while they wrote."""
     with suppress(OSError):  # the folder is not there, or not to be read: the writing says it
         for name in filter(is_temporary, os.listdir(folder)):
-            path = os.path.join(folder, name)
             with suppress(OSError):  # somebody else's
-                if _is_left_over(path):
-                    remove(path)
+                _remove_left_over(os.path.join(folder, name))
 
 
-def _is_left_over(path: str) -> bool:
+def _remove_left_over(path: str) -> None:
+    """Removes it unless somebody writes it. It is locked until it is gone: whoever has just made
+    it finds that out."""
     held = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if _is_left_over(held):
+            remove(path)
+    finally:
+        _close(held)
+
+
+def _is_left_over(held: int) -> bool:
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -99,8 +107,6 @@ def _is_left_over(path: str) -> bool:
         return False
     except OSError:  # there are no locks
         return time.time() - os.fstat(held).st_mtime > LEFT_OVER_S
-    finally:
-        _close(held)
 
 
 def _new_name(folder: str) -> str:

@@ -8,8 +8,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -142,34 +142,30 @@ def a_save(folder: Path, repetitions: int) -> None:
 
 
 def test_a_reader_beside_a_writer_has_run_and_samples_of_one_save(tmp_path, swap):
-    ended = threading.Event()
-
     def write() -> None:
         for i in range(2, 12):
             a_save(tmp_path / "run", i)
-        ended.set()
 
     a_save(tmp_path / "run", 1)
-    writer = threading.Thread(target=write)
-    writer.start()
     seen = set()
-    while not ended.is_set():
-        found = load_run(tmp_path / "run")
-        assert len(found.samples) == found.run["repetitions"]
-        seen.add(len(found.samples))
-    writer.join()
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(write)
+        while not writer.done():
+            found = load_run(tmp_path / "run")
+            assert len(found.samples) == found.run["repetitions"]
+            seen.add(len(found.samples))
+        writer.result()
     assert len(seen) > 1
 
 
 def test_two_writers_leave_the_folder_of_one(tmp_path, swap):
-    threads = [
-        threading.Thread(target=lambda v=v: [save(tmp_path / "run", v) for _ in range(60)])
-        for v in ("one", "two")
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    def write(value: str) -> None:
+        for _ in range(60):
+            save(tmp_path / "run", value)
+
+    with ThreadPoolExecutor(2) as pool:
+        for writer in [pool.submit(write, value) for value in ("one", "two")]:
+            writer.result()
     found = {p.name: p.read_text() for p in (tmp_path / "run").iterdir()}
     assert found in ({"a": v, "b": v} for v in ("one", "two")) and names(tmp_path) == ["run"]
 
