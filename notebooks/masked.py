@@ -17,6 +17,7 @@ from workbench.bench.together import gen_steps, prompt_steps
 from workbench.bench.workload import Workload, draw_tokens, parse
 from workbench.config import Toggles
 from workbench.engine.batch import Work
+from workbench.engine.kv_extent import WAYS
 from workbench.engine.kv_visits import CELLS, groups, visited
 from workbench.engine.watch import Watch
 from workbench.frames import Table
@@ -24,7 +25,6 @@ from workbench.model.inputs import MASK, REGIONS
 from workbench.sizes import round_up
 from workbench.trace.profile import Profile, profile
 
-WAYS = tuple(Toggles.values("skip_masked_kv"))
 OFF, IN_LOOP, TAIL, CLASSES = (f"skip_masked_kv={way}" for way in WAYS)
 ALWAYS = "skip_gate=always"
 # arms of one sequence, by their names: the gate of #14924, and an open one where a way has a gate

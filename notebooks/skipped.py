@@ -16,6 +16,7 @@ from workbench.bench.arms import switched
 from workbench.bench.comparison import AB
 from workbench.bench.workload import parse
 from workbench.config import BEST, TogglePreset, Toggles
+from workbench.engine.kv_extent import WAYS
 from workbench.errors import DeviceError, UsageError
 from workbench.frames import Table
 from workbench.serve.bench import ServeBench
@@ -236,7 +237,7 @@ def ragged(
     """Requests with prompts of 1 to `most` tokens, as many in flight as there are slots: without
     skipping and with each way, a region for each slot."""
     found = {}
-    for way in Toggles.values("skip_masked_kv"):
+    for way in WAYS:
         toggles = switched(background, f"kv_cache=per_sequence skip_masked_kv={way}")
         with sized(engine, toggles, slots, most + n_gen, min(512, engine.config.n_ubatch)) as side:
             found[f"skip_masked_kv={way}"] = wb.serve_bench(

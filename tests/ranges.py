@@ -17,7 +17,9 @@ from tests.attention import Case, attention_case, causal, parted, skipping, stor
 from tests.graphs import Decoder, fused_nodes, values_for, wiring
 from workbench.backend.base import Backend
 from workbench.choices import AttnKernel, KVParts, SkipMaskedKV
+from workbench.engine.kv_extent import WAYS
 from workbench.graph import ops
+from workbench.graph.attend import PARTS
 from workbench.graph.fuse import FUSIONS
 from workbench.graph.ir import (
     ALIGN,
@@ -121,7 +123,7 @@ def cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
             yield case(f"copy_by_table {dtype.name}", "copy_by_table", *given, store=1, **more)
             name, params = f"rope_shift {dtype.name}", rope | {"n_head_kv": 2, "neox": True}
             yield case(name, "rope_shift", cache, deltas, **params)
-    for way in SkipMaskedKV:
+    for way in WAYS:
         yield attention_range(f"attention {way}", way)
     parts = str(KVParts.PARALLEL_BLOCKS)
     yield attention_range(f"attention {parts}", SkipMaskedKV.CLASSES, parts)
@@ -154,7 +156,7 @@ def attention_cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
     types."""
     ways = itertools.cycle(SkipMaskedKV)
     yield attention_range("attention stream_k", SkipMaskedKV.TAIL, KVParts.STREAM_K)
-    for kernel, kv_parts in itertools.product((AttnKernel.VEC, AttnKernel.TILE), KVParts):
+    for kernel, kv_parts in itertools.product((AttnKernel.VEC, AttnKernel.TILE), PARTS):
         name = f"attention {kernel} {kv_parts}"
         yield attention_range(name, next(ways), kv_parts, Q8_0, BF16, kernel)
     for k_type, v_type in itertools.product(CACHE_DTYPES, repeat=2):

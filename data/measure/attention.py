@@ -34,8 +34,7 @@ from workbench.bench import provenance
 from workbench.bench.draft import Draft, kept, new_arm, new_run
 from workbench.bench.kernel_rigs import PDL, Repeats, rig_of
 from workbench.bench.rounds import interleave
-from workbench.config import Toggles
-from workbench.engine.kv_extent import skip_masked
+from workbench.engine.kv_extent import WAYS, skip_masked
 from workbench.errors import UsageError, WorkbenchError
 from workbench.graph import ops
 from workbench.graph.attend import attend_by
@@ -245,7 +244,7 @@ def main(
         raise UsageError(f"models are {', '.join(PRESETS)}; widths, depth and rounds 1 or more")
     shapes = list(shapes_of(names, sizes, depth))
     kinds = ["parallel_blocks", "off", "stream_k"]
-    arms = arms_of(kinds, Toggles.values("skip_masked_kv"))
+    arms = arms_of(kinds, [str(way) for way in WAYS])
     made = [
         new_arm(name, {"kv_parts": kind, "skip_masked_kv": way})
         for name, (kind, way) in arms.items()

@@ -157,8 +157,14 @@ def in_short(recorded: Recorded) -> Iterator[Line]:
 
 
 def first(recorded: Recorded) -> str:
+    """The caption, and what prints our figures; both sides in turn are a command of the campaign."""
     found = next((f for f in recorded_batched(recorded) if f.side(LLAMA)), None)
-    return caption([found], about(found)) if found else ""
+    if found is None:
+        return ""
+    test, widths = found.tests[0], ",".join(str(test.width) for test in found.tests)
+    typed = f"`workbench bench -m 1b.gguf -npl {widths} -p {test.n_prompt} -n {test.n_gen}` prints "
+    typed += "ours; `python -m data.measure.batched --peer DIR` both. "
+    return typed + caption([found], about(found))
 
 
 def where(recorded: Recorded) -> str:

@@ -33,7 +33,7 @@ def compared(session: Session, engine: wb.Engine, row: Row) -> AB:
         background=toggles_of(row.toggles, engine), out=folder, name=folder.name,
         smoke=session.quick,
     )  # fmt: skip
-    print(found.verdict, flush=True)
+    print(found.table().to_string(index=False), found.verdict, sep="\n", flush=True)
     if found.interrupted:
         raise KeyboardInterrupt
     return found

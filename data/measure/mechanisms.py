@@ -17,6 +17,7 @@ from workbench.config import CopyStream, SyncMode
 
 BEFORE, AFTER = SyncMode.PER_COPY.value, SyncMode.COPY_BOUNDARY.value
 GAP = "host gap"
+COMMAND = "python -m"  # the heading of the column with the command that prints a row
 
 
 class Mechanism(NamedTuple):
@@ -43,9 +44,9 @@ MECHANISMS = tuple(Mechanism(*row) for row in (
     ("fusion", "fusion-fuse-with-all-llama-3-8b-q4_0", "on", "tg32"),
     ("norms in halves", "fusion-defer-norm-with-all-llama-3-8b-q4_0", "on", "tg32"),
     ("dependent launch", "fusion-pdl-with-all-llama-3-8b-q4_0", "on", "tg32"),
-    ("no wait between ubatches", "pipeline-one-device-llama-3-8b-q4_0", "outputs", "pp4096"),
-    ("the same, layers over two GPUs", "pipeline-step-wait-llama-3-8b-q4_0", "outputs", "pp4096"),
-    ("four input buffers, two GPUs", "pipeline-n-copies-llama-3-8b-q4_0", "4", "pp4096"),
+    ("no wait between ubatches", "pipeline-one-device-llama-3-8b-q4_0", "outputs", "pp8192"),
+    ("the same, layers over two GPUs", "pipeline-step-wait-llama-3-8b-q4_0", "outputs", "pp8192"),
+    ("four input buffers, two GPUs", "pipeline-n-copies-llama-3-8b-q4_0", "4", "pp8192"),
 ))  # fmt: skip
 
 
@@ -107,6 +108,7 @@ def mechanisms(recorded: Recorded) -> Iterator[Line]:
         off = off or f"sync={BEFORE}"
         toggle = off.partition("=")[0]
         cells = {"mechanism": name, "off": off, "on": on.removeprefix(f"{toggle}=")}
+        typed = {COMMAND: f"`data.measure {row.step} --like {row.folder}`"}
         run = recorded.run(folder)
         if run is None or (test != GAP and test not in run.run["tests"]):
             if not later:
@@ -117,7 +119,7 @@ def mechanisms(recorded: Recorded) -> Iterator[Line]:
         found = Gaps if test == GAP else AB
         made = found(run.run, run.samples)
         numbers = _of_gaps(made) if isinstance(made, Gaps) else _of(made, test, on)
-        yield Line(cells | where | numbers, [made])
+        yield Line(cells | where | numbers | typed, [made])
 
 
 def side_by_side(recorded: Recorded) -> Iterator[Line]:
@@ -135,6 +137,7 @@ def side_by_side(recorded: Recorded) -> Iterator[Line]:
             "at off": f"{off:.1f} t/s", "at on": f"{on:.1f} t/s",
             "speedup": f"{ratio.value:.2f} ({ratio.low:.2f}..{ratio.high:.2f})",
             "verdict": verdict(ratio, found.band(streams.DECODED)),
+            COMMAND: f"`tests.peer.cuda --campaign streams {one.model}`",
         }  # fmt: skip
         yield Line(cells, [found])
 
@@ -193,6 +196,7 @@ def attention(recorded: Recorded) -> Iterator[Line]:
             "at on": f"{rates[one.on].median():.1f} t/s",
             "speedup": f"{ratio.value:.2f} ({ratio.low:.2f}..{ratio.high:.2f})",
             "verdict": run.verdict(test, one.phase, one.on, one.off),
+            COMMAND: f"`data.measure.skipping {ATTENTION_MODEL} --only {one.folder.split('-')[0]}`",
         }  # fmt: skip
         yield Line(cells, [run])
 

@@ -40,14 +40,16 @@ from workbench.bench.stats import MIN_REPETITIONS
 from workbench.bench.together import gen_steps, prompt_steps
 from workbench.config import Toggles
 from workbench.engine.batch import Work
+from workbench.engine.kv_extent import WAYS
 from workbench.errors import UsageError, WorkbenchError
+from workbench.graph.attend import PARTS
 from workbench.sizes import round_up
 
 ROOT = Path(__file__).resolve().parents[2]
 UBATCHES = ",".join(str(1 << i) for i in range(14))
 # with llama.cpp's extents: with a server's own, reading all would read more than there
 BACKGROUND, PAD, LEAST_GATED = "serving kv_growth=step", 256, 1024
-OFF, IN_LOOP, TAIL, CLASSES = (f"skip_masked_kv={way}" for way in Toggles.values("skip_masked_kv"))
+OFF, IN_LOOP, TAIL, CLASSES = (f"skip_masked_kv={way}" for way in WAYS)
 ALWAYS = "skip_gate=always"
 
 app = App(help=__doc__, result_action="return_none")
@@ -85,7 +87,7 @@ def comparisons(n_prompt: int, ubatches: Sequence[int], n_gen: int, rounds: int)
     own, one = "kv_cache=per_sequence", "kv_cache=unified"
     regions = [f"{own} {way}" for way in (OFF, IN_LOOP, TAIL, CLASSES)]
     regions += [f"{one} {way}" for way in (OFF, IN_LOOP, TAIL)]
-    kinds = Toggles.values("kv_parts")
+    kinds = [str(kind) for kind in PARTS]
     parts = [f"kv_parts={kind} {way}" for way in (OFF, TAIL) for kind in kinds]
     usual = min(512, max(ubatches))
     return [

@@ -29,6 +29,7 @@ from workbench.backend.base import choose_device
 from workbench.bench import provenance
 from workbench.bench.stats import MIN_REPETITIONS
 from workbench.config import SyncMode
+from workbench.engine.kv_extent import WAYS
 from workbench.errors import UsageError, WorkbenchError
 from workbench.model.synth import write_model
 from workbench.report import plots
@@ -52,7 +53,7 @@ MADE = {
     "06_masked_kv": [
         *(f"prompts-in-{part}" for part in (16, 4, 1)),
         "side-by-side",
-        *(f"ragged-{way.replace('_', '-')}" for way in wb.Toggles.values("skip_masked_kv")),
+        *(f"ragged-{way.replace('_', '-')}" for way in WAYS),
         "kv-parts",
     ],
     "07_batched_serving": [

@@ -40,6 +40,8 @@ _FOUND_BY: dict[str, tuple[str, str]] = {
     SkipMaskedKV.TAIL: ("kv_extents", EXTENTS),
     SkipMaskedKV.CLASSES: ("kv_classes", CLASSES),
 }
+# how a program can skip; `auto` is one of these, by size
+WAYS = (SkipMaskedKV.OFF, SkipMaskedKV.IN_LOOP, SkipMaskedKV.TAIL, SkipMaskedKV.CLASSES)
 UNSEEN, MIXED, SEEN = range(3)  # classes
 
 

@@ -26,6 +26,8 @@ from workbench.graph.ops import REGIONS
 
 EXTENTS, CLASSES, SINKS = "extents", "classes", "sinks"
 _ATTEND = frozenset({"attention"})
+# how a node can split its cells; `auto` is one of these, by size
+PARTS = (KVParts.OFF, KVParts.PARALLEL_BLOCKS, KVParts.STREAM_K)
 AUTO_ELEMENTS = 256 * 128  # cells by elements of a head
 
 
