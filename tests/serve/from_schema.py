@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jsonschema
 from hypothesis import strategies as st
 
 Schema = dict[str, Any]
@@ -15,7 +16,7 @@ def from_schema(schema: Schema) -> st.SearchStrategy[Any]:
         return st.one_of([from_schema(one) for one in schema["anyOf"]])
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
-    kinds = schema.get("type", [])
+    kinds = schema.get("type", ["null", "boolean"])  # where anything will do
     return st.one_of([_OF_TYPE[k](schema) for k in ([kinds] if isinstance(kinds, str) else kinds)])
 
 
@@ -42,7 +43,11 @@ def _arrays(schema: Schema) -> st.SearchStrategy[Any]:
 def _objects(schema: Schema) -> st.SearchStrategy[Any]:
     fields = {name: from_schema(of) for name, of in schema.get("properties", {}).items()}
     required = {name: fields.pop(name) for name in schema.get("required", ())}
-    return st.fixed_dictionaries(required, optional=fields)
+    drawn = st.fixed_dictionaries(required, optional=fields)
+    if "dependentSchemas" not in schema:
+        return drawn
+    allowed = jsonschema.Draft202012Validator({"dependentSchemas": schema["dependentSchemas"]})
+    return drawn.filter(allowed.is_valid)
 
 
 _OF_TYPE = {

@@ -54,22 +54,23 @@ class Endpoints:
         self._check_model(wanted.model)
         api.check_counts(wanted)
         form = Completions(self.settings.model, self.front.texts, wanted.include_usage)
-        return await self._answer(request, wanted, await self._all_ids(wanted.prompts), form)
+        return await self._answer(request, wanted, await self._all_ids(wanted), form)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request)
         wanted = api.chat(body, self.settings.defaults)
         self._check_model(wanted.model)
-        prompt = await self.template.prompt(body)
+        wanted = wanted._replace(prompts=[await self.template.prompt(body)])
         form = Chat(self.settings.model, self.front.texts, wanted.include_usage)
-        return await self._answer(request, wanted, await self._all_ids([prompt]), form)
+        return await self._answer(request, wanted, await self._all_ids(wanted), form)
 
     async def native(self, request: Request) -> Response:
         body = await self._body(request)
         api.check_entries(body.get("prompt"), self.front.check_serving().n_ctx)
         wanted = api.native(body, self.settings.defaults)
-        form = Native(self.settings.model)
-        return await self._answer(request, wanted, await self._all_ids(wanted.prompts), form)
+        self._check_model(wanted.model)
+        form = Native(self.settings.model, self.front.texts)
+        return await self._answer(request, wanted, await self._all_ids(wanted), form)
 
     async def _answer(
         self, request: Request, wanted: Wanted, prompts: list[list[int]], form: Form
@@ -96,14 +97,16 @@ class Endpoints:
                 if not reply.over:
                     reply.drop()
 
-    async def _all_ids(self, prompts: list[str | list[int]]) -> list[list[int]]:
+    async def _all_ids(self, wanted: Wanted) -> list[list[int]]:
         n_ctx = self.front.check_serving().n_ctx
-        for text in prompts:
+        for text in wanted.prompts:
             if isinstance(text, str):
                 api.check_text(len(text), n_ctx, self.front.texts.longest)
         found = []
-        for prompt in prompts:
-            found.append(await self._ids(prompt) if isinstance(prompt, str) else prompt)
+        for prompt in wanted.prompts:
+            found.append(
+                await self._ids(prompt, wanted.add_bos) if isinstance(prompt, str) else prompt
+            )
             if found[-1]:  # of none, `Front.open` says so
                 api.fitted(len(found[-1]), None, n_ctx)  # before the next one takes its time
         return found
@@ -225,7 +228,7 @@ class Endpoints:
         )
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(described())
+        return JSONResponse(described(self._tokenizer.n_vocab))
 
     # --- bodies ------------------------------------------------------------------------------
 

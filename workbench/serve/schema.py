@@ -1,8 +1,8 @@
 """Checks a value against a JSON schema, and names the field that is wrong.
 
 The part of JSON Schema 2020-12 that the interface needs: type, enum, anyOf, the bounds of numbers,
-strings, arrays and objects, items, properties and required. A schema may say in `x-refusal` what a
-client is told; else the words are made from the schema.
+strings, arrays and objects, items, properties, required and dependentSchemas. A schema may say in
+`x-refusal` what a client is told; else the words are made from the schema.
 """
 
 from __future__ import annotations
@@ -111,6 +111,9 @@ def _of_fields(value: dict[str, Any], schema: Schema, name: str) -> tuple[str, s
     for field, of in schema.get("properties", {}).items():
         if field in value and (problem := _problem(value[field], of, prefix + field)):
             return problem
+    for field, of in schema.get("dependentSchemas", {}).items():
+        if field in value and (problem := _problem(value, of, name)):
+            return prefix + field, problem[1]
     return None
 
 
