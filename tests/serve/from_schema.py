@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 Schema = dict[str, Any]
 FEW = 3  # entries and letters beyond the least
+MANY = 12  # optional fields of an object; of more, so many are drawn
 
 
 def from_schema(schema: Schema) -> st.SearchStrategy[Any]:
@@ -41,9 +42,16 @@ def _arrays(schema: Schema) -> st.SearchStrategy[Any]:
 
 
 def _objects(schema: Schema) -> st.SearchStrategy[Any]:
-    fields = {name: from_schema(of) for name, of in schema.get("properties", {}).items()}
-    required = {name: fields.pop(name) for name in schema.get("required", ())}
-    drawn = st.fixed_dictionaries(required, optional=fields)
+    fields = dict(schema.get("properties", {}))
+    required = {name: from_schema(fields.pop(name)) for name in schema.get("required", ())}
+    optional = {name: st.deferred(lambda of=of: from_schema(of)) for name, of in fields.items()}
+    if len(optional) <= MANY:
+        drawn = st.fixed_dictionaries(required, optional=optional)
+    else:
+        some = st.sets(st.sampled_from(sorted(optional)), max_size=MANY)
+        drawn = some.flatmap(
+            lambda names: st.fixed_dictionaries(required | {n: optional[n] for n in sorted(names)})
+        )
     if "dependentSchemas" not in schema:
         return drawn
     allowed = jsonschema.Draft202012Validator({"dependentSchemas": schema["dependentSchemas"]})

@@ -85,7 +85,7 @@ def serve(
     from workbench.model.sampler import Sampling
     from workbench.model.tokenizer import load_tokenizer
     from workbench.serve.api import Defaults
-    from workbench.serve.chat import KEY, NO_TEMPLATE
+    from workbench.serve.chat import KEY
     from workbench.serve.front import FrontSettings
     from workbench.serve.server import Listening
     from workbench.serve.server import serve as serve_http
@@ -108,8 +108,6 @@ def serve(
         trained = read_hparams(file).n_ctx_train
         if template is None:
             template = file.get(KEY, str, "") or None
-    if template is None:
-        say(f"note: {NO_TEMPLATE}")
     for note in config.notes:
         say(note)
     n_ctx = config.n_ctx or slots * min(trained, f.SERVED_TOKENS)

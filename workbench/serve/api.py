@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from workbench.model.sampler import Sampling
 from workbench.serve.faults import ApiError, bad
-from workbench.serve.fields import CHAT, COMPLETIONS, NATIVE
-from workbench.serve.fields import SCHEMAS as SCHEMAS
-from workbench.serve.schema import check, whole
+from workbench.serve.fields import CHAT, COMPLETIONS, NATIVE, honoured
+from workbench.serve.schema import whole
 from workbench.serve.shapes import AS_MANY, MAX_CHOICES, MAX_PROMPTS
 
 COMPLETION_TOKENS = 16  # of /v1/completions, where the request names no number
@@ -54,7 +53,7 @@ class Wanted(NamedTuple):
 
 def completion(body: dict[str, Any], defaults: Defaults) -> Wanted:
     """Of /v1/completions. Raises ApiError for what its schema does not allow."""
-    check(body, SCHEMAS[COMPLETIONS])
+    body = honoured(body, COMPLETIONS)
     wanted, logprobs = _wanted(body, defaults), whole(body.get("logprobs"))
     return wanted._replace(
         prompts=_prompts(body["prompt"]),
@@ -65,7 +64,7 @@ def completion(body: dict[str, Any], defaults: Defaults) -> Wanted:
 
 def chat(body: dict[str, Any], defaults: Defaults) -> Wanted:
     """Of /v1/chat/completions; its prompt is made of its messages later."""
-    check(body, SCHEMAS[CHAT])
+    body = honoured(body, CHAT)
     wanted = _wanted(body, defaults)
     if body.get("logprobs"):
         top = whole(body.get("top_logprobs"))
@@ -75,7 +74,7 @@ def chat(body: dict[str, Any], defaults: Defaults) -> Wanted:
 
 def native(body: dict[str, Any], defaults: Defaults) -> Wanted:
     """Of llama.cpp's own /completion."""
-    check(body, SCHEMAS[NATIVE])
+    body = honoured(body, NATIVE)
     return _wanted(body, defaults)._replace(
         prompts=_prompts(body["prompt"]), max_tokens=_most(body)
     )

@@ -20,15 +20,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from workbench.serve import api, metrics
-from workbench.serve.api import SCHEMAS, Wanted
+from workbench.serve.api import Wanted
 from workbench.serve.beside import HUGE, Beside
 from workbench.serve.chat import ChatTemplate
 from workbench.serve.faults import ApiError, bad
+from workbench.serve.fields import honoured
 from workbench.serve.forms import Chat, Completions, Native
 from workbench.serve.front import Front, not_known
 from workbench.serve.openapi import described
 from workbench.serve.reply import Form
-from workbench.serve.schema import check, parse
+from workbench.serve.schema import parse
 from workbench.serve.streams import EventStream, OpenStreams, watched
 
 AT_ONCE = 10_000  # entries of a list in an answer; a longer one is sent in parts of so many
@@ -273,9 +274,7 @@ def _checked(raw: bytes, path: str | None) -> dict[str, Any]:
     body = parse(raw)
     if not isinstance(body, dict):
         raise bad("the body must be a JSON object")
-    if path is not None:
-        check(body, SCHEMAS[path])
-    return body
+    return body if path is None else honoured(body, path)
 
 
 async def _in_turns(parts: Iterable[bytes]) -> AsyncIterator[bytes]:

@@ -7,10 +7,10 @@ row has passes unseen: clients send extras. README.md lists the table for reader
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from workbench.serve import shapes as s
-from workbench.serve.schema import Schema
+from workbench.serve.schema import Schema, check
 
 COMPLETIONS, CHAT, NATIVE = "/v1/completions", "/v1/chat/completions", "/completion"
 TEMPLATE, TOKENIZE, DETOKENIZE = "/apply-template", "/tokenize", "/detokenize"
@@ -81,6 +81,8 @@ HONOURS = [
     Field("top_logprobs", HONOURED, s.number("integer", 0, s.MAX_LOGPROBS), (CHAT,)),
     Field("n_probs", HONOURED, s.number("integer", 0, s.MAX_LOGPROBS)),
     Field("add_special_tokens", HONOURED, s.FLAG, PLAIN),
+    Field("add_special_tokens", HONOURED,
+          OFF | {"x-refusal": "must be false here: a BOS is the template's"}, CHATS),
     Field("add_generation_prompt continue_final_message", HONOURED, s.FLAG, CHATS),
     Field("chat_template_kwargs", HONOURED, _OF_TEMPLATE, CHATS),
     Field("documents", HONOURED, s.OBJECTS, CHATS),
@@ -142,8 +144,8 @@ REFUSALS = [
           asks="a text before the prompt's", instead="say it in a message"),
     Field("web_search_options", REFUSED, s.NULL, asks="a search"),
     Field("modalities", REFUSED, s.one_of(["text"]), asks="more than text"),
-    Field("audio image_data mm_processor_kwargs media_io_kwargs multimodal_data", REFUSED, s.NOTHING,
-          asks="more than text"),
+    Field("audio image_data mm_processor_kwargs media_io_kwargs multimodal_data", REFUSED,
+          s.NOTHING, asks="more than text"),
     Field("verbosity", REFUSED, s.one_of("medium"), asks="another verbosity",
           instead="say it in a message"),
     Field("skip_special_tokens", REFUSED, s.one_of(True), asks="names of special tokens"),
@@ -163,8 +165,8 @@ REFUSALS = [
     # reasoning
     Field("reasoning_effort", REFUSED, s.NULL, PLAIN, "reasoning, by no template",
           "use /v1/chat/completions"),
-    Field("reasoning thinking think thinking_token_budget thinking_budget_tokens reasoning_budget", REFUSED,
-          s.NOTHING, asks="a way to reason"),
+    Field("reasoning thinking think thinking_token_budget thinking_budget_tokens "
+          "reasoning_budget", REFUSED, s.NOTHING, asks="a way to reason"),
     Field("enable_thinking", REFUSED, s.NULL, asks="a value of the template's",
           instead="send it in chat_template_kwargs"),
     Field("include_reasoning separate_reasoning stream_reasoning", REFUSED, s.one_of(True),
@@ -183,7 +185,6 @@ REFUSALS = [
           "give the server one with --chat-template-file"),
     Field("documents", REFUSED, s.NOTHING, PLAIN, "documents, by no template",
           "use /v1/chat/completions"),
-    Field("add_special_tokens", REFUSED, OFF, CHATS, "a second BOS"),
     Field("truncate truncate_prompt_tokens", REFUSED, s.NULL, asks="a shorter prompt",
           instead="send one"),
     Field("truncation_side", REFUSED, s.NULL, asks="a shorter prompt", instead="send one"),
@@ -208,7 +209,8 @@ IDLE = [
     Field("parallel_tool_calls parse_tool_calls", WITHOUT_EFFECT),
     # when and how an answer comes, not which
     Field("return_tokens timings_per_token return_progress verbose priority request_id rid "
-          "spaces_between_special_tokens prediction backend_sampling n_cache_reuse keep_alive", WITHOUT_EFFECT),
+          "spaces_between_special_tokens prediction backend_sampling n_cache_reuse keep_alive",
+          WITHOUT_EFFECT),
     Field("speculative.n_max speculative.n_min speculative.p_min", WITHOUT_EFFECT),
     # who asks
     Field("user metadata store service_tier safety_identifier prompt_cache_key "
@@ -256,3 +258,19 @@ def _schema(route: str) -> Schema:
 
 
 SCHEMAS: dict[str, Schema] = {route: _schema(route) for route in _REQUIRED}
+_READ = {
+    route: {
+        name
+        for field in FIELDS
+        if route in field.routes and field.treatment == HONOURED
+        for name in field.names.split()
+    }
+    for route in _REQUIRED
+}
+
+
+def honoured(body: Any, route: str) -> dict[str, Any]:
+    """The fields of a body that are honoured at `route`. Raises ApiError (400) for those that are
+    refused, and for values that the schema does not allow."""
+    check(body, SCHEMAS[route])
+    return {name: value for name, value in body.items() if name in _READ[route]}

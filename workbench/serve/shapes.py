@@ -92,7 +92,7 @@ MESSAGES: Schema = {
 
 
 def of_vocabulary(schema: Any, n_vocab: int) -> Any:
-    """A schema whose token ids are those of a vocabulary."""
+    """A schema whose token ids end with a vocabulary of n_vocab tokens."""
     if isinstance(schema, list):
         return [of_vocabulary(part, n_vocab) for part in schema]
     if not isinstance(schema, dict):
