@@ -165,6 +165,9 @@ def test_the_last_message_can_be_left_open(texts, trimmed):
     messages = [*USER, {"role": "assistant", "content": "It is "}]
     said = rendered(texts, source, messages, continue_final_message=True)
     assert said == "<user>a < b<end><assistant>It is" + ("" if trimmed else " ")
+    messages[-1]["content"] = "e"  # stands behind the message, too
+    said = rendered(texts, source, messages, continue_final_message=True)
+    assert said == "<user>a < b<end><assistant>e"
     hidden = "{% for m in messages %}{{ m.role }}{% endfor %}"
     with pytest.raises(ApiError, match="does not show the last message") as caught:
         rendered(texts, hidden, messages, continue_final_message=True)

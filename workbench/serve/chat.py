@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import sys
 from typing import Any
 
@@ -49,16 +50,19 @@ class ChatTemplate:
     async def prompt(self, body: dict[str, Any]) -> str:
         """The prompt of a checked body with `messages`. A BOS at its start is left out where
         `Tokenizer.encode` puts one there. Raises ApiError (400) where the template cannot do it."""
-        last, effort = body["messages"][-1], body.get("reasoning_effort")
-        goes_on = bool(body.get("continue_final_message"))
+        effort, goes_on = body.get("reasoning_effort"), bool(body.get("continue_final_message"))
         said = body.get("add_generation_prompt")
         given = dict(body.get("chat_template_kwargs") or {})
         if effort is not None:
             if "reasoning_effort" not in self.source:
                 raise bad("the chat template knows no effort; leave it out", "reasoning_effort")
             given["reasoning_effort"] = effort
+        messages = [_plain(message) for message in body["messages"]]
+        last, mark = messages[-1]["content"], secrets.token_hex(16)
+        if goes_on:
+            messages[-1]["content"] += f"{mark} "
         values = given | {
-            "messages": [_plain(message) for message in body["messages"]],
+            "messages": messages,
             "add_generation_prompt": not goes_on if said is None else said,
             "tools": body.get("tools") or None,
             "documents": body.get("documents") or None,
@@ -66,7 +70,7 @@ class ChatTemplate:
         }
         text = await self._rendered(json.dumps(values))
         if goes_on:
-            text = _open_ended(text, _plain(last)["content"])
+            text = _open_ended(text, last, mark)
         if not self._adds_bos or body.get("add_special_tokens") is False:
             return text
         return text.removeprefix(self._tokens["bos_token"])
@@ -135,15 +139,15 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": "" if content is None else content}
 
 
-def _open_ended(text: str, last: str) -> str:
+def _open_ended(text: str, last: str, mark: str) -> str:
     """A rendered chat that ends with its last message, as `continue_final_message` of Hugging
-    Face's `apply_chat_template` has it. Raises ApiError where the chat does not have the message.
+    Face's `apply_chat_template` has it. mark: what stands behind the message, and a space. Raises
+    ApiError where the chat does not have the message.
     """
-    begin = text.rfind(last.strip())
-    if begin < 0:
+    before, found, behind = text.rpartition(mark)
+    if not found or last.strip() not in before:
         raise bad(
             "the chat template does not show the last message as it is; ask for a whole answer",
             "continue_final_message",
         )
-    end = begin + len(last)
-    return text[: end if text[begin:end] == last else begin + len(last.strip())]
+    return before if behind.startswith(" ") else before.rstrip()  # a template that trims
