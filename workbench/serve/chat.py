@@ -55,7 +55,10 @@ class ChatTemplate:
         given = dict(body.get("chat_template_kwargs") or {})
         if effort is not None:
             if "reasoning_effort" not in self.source:
-                raise bad("the chat template knows no effort; leave it out", "reasoning_effort")
+                raise bad(
+                    "reasoning_effort is not read by the chat template; leave it out",
+                    "reasoning_effort",
+                )
             given["reasoning_effort"] = effort
         messages = [_plain(message) for message in body["messages"]]
         last, mark = messages[-1]["content"], secrets.token_hex(16)

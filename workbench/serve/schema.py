@@ -108,9 +108,12 @@ def _of_fields(value: dict[str, Any], schema: Schema, name: str) -> tuple[str, s
     for field in schema.get("required", ()):
         if field not in value:
             return prefix + field, "is missing"
-    for field, of in schema.get("properties", {}).items():
-        if field in value and (problem := _problem(value[field], of, prefix + field)):
-            return problem
+    properties = schema.get("properties", {})
+    for field in min(value, properties, key=len):  # a body has few of many, or many of none
+        if field in value and field in properties:
+            problem = _problem(value[field], properties[field], prefix + field)
+            if problem:
+                return problem
     for field, of in schema.get("dependentSchemas", {}).items():
         if field in value and (problem := _problem(value, of, name)):
             return prefix + field, problem[1]
