@@ -189,6 +189,27 @@ def test_the_slot_that_has_most_of_a_prompt_else_the_longest_idle(request, room)
     assert served_at(slots, Ask(8, ids(5, 79), 2)) == 2
 
 
+def test_who_wants_no_kept_cells_has_its_whole_prompt_computed(apart):
+    slots, prompt = Slots(apart, N_SLOTS), ids(LEAST_GAIN + 9)
+    told = serve(slots, [Ask(0, prompt, 3)])
+    served_at(slots, Ask(1, prompt, 3, cache_prompt=False))
+    assert slots.n_cached == 0
+    again = serve(slots, [Ask(2, prompt, 3, cache_prompt=False)])
+    assert again.ended[2].timings.n_cached == slots.n_cached == 0
+    assert again.tokens[2] == told.tokens[0]
+    kept = serve(slots, [Ask(3, prompt, 3)])  # its cells serve those who want them
+    assert kept.ended[3].timings.n_cached == len(prompt) - 1
+
+
+def test_a_time_limit_is_told_before_a_length(apart):
+    """The last token of a budget comes late: both hold, and the first of the rule is told."""
+    slots = Slots(apart, N_SLOTS)
+    slots.ask(Ask(0, ids(5), 1, timeout_s=1000.0))
+    slots._waiting[0].is_late = lambda now: slots._running != {}
+    told = serve(slots, ())
+    assert told.ended[0].reason == TIMEOUT and len(told.tokens[0]) == 1
+
+
 def test_the_lowest_slot_that_is_free(apart):
     with apart.variant(Toggles(slot_choice="lowest_free", **APART)) as engine:
         slots = Slots(engine, N_SLOTS)

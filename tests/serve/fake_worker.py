@@ -46,8 +46,9 @@ class _Seat:
 class FakeWorker:
     """Both ends of the pipe, and the thread at one of them.
 
-    step_s: of a step. script: tokens that every answer is made of, in turn; None: counting.
-    asked, cancelled: what came, for tests to look at.
+    step_s: of a step. load_s: the longest until it has loaded; `loaded` ends it. script: tokens
+    that every answer is made of, in turn; None: counting. asked, cancelled: what came, for tests to
+    look at.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class FakeWorker:
         self._ended: list[Ended] = []
         self._no_more = False
         self._steps = self._made = self._prompt = 0
-        self.paused = threading.Event()
+        self.paused, self.loaded = threading.Event(), threading.Event()
 
     def start(self, n_fronts: int = 1) -> tuple[list[Connection], FakeWorker]:
         """As `server.Start`, for one front."""
@@ -94,7 +95,7 @@ class FakeWorker:
 
     def _serve(self) -> None:
         try:
-            time.sleep(self.load_s)
+            self.loaded.wait(self.load_s)
             if not self.killed:
                 self.own.send(self.ready)
             while not self.killed and not (self._no_more and not self._seats and not self._waiting):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jsonschema
 from hypothesis import strategies as st
 
 Schema = dict[str, Any]
 FEW = 3  # entries and letters beyond the least
+MANY = 12  # optional fields of an object; of more, so many are drawn
 
 
 def from_schema(schema: Schema) -> st.SearchStrategy[Any]:
@@ -15,7 +17,7 @@ def from_schema(schema: Schema) -> st.SearchStrategy[Any]:
         return st.one_of([from_schema(one) for one in schema["anyOf"]])
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
-    kinds = schema.get("type", [])
+    kinds = schema.get("type", ["null", "boolean"])  # where anything will do
     return st.one_of([_OF_TYPE[k](schema) for k in ([kinds] if isinstance(kinds, str) else kinds)])
 
 
@@ -40,9 +42,20 @@ def _arrays(schema: Schema) -> st.SearchStrategy[Any]:
 
 
 def _objects(schema: Schema) -> st.SearchStrategy[Any]:
-    fields = {name: from_schema(of) for name, of in schema.get("properties", {}).items()}
-    required = {name: fields.pop(name) for name in schema.get("required", ())}
-    return st.fixed_dictionaries(required, optional=fields)
+    fields = dict(schema.get("properties", {}))
+    required = {name: from_schema(fields.pop(name)) for name in schema.get("required", ())}
+    optional = {name: st.deferred(lambda of=of: from_schema(of)) for name, of in fields.items()}
+    if len(optional) <= MANY:
+        drawn = st.fixed_dictionaries(required, optional=optional)
+    else:
+        some = st.sets(st.sampled_from(sorted(optional)), max_size=MANY)
+        drawn = some.flatmap(
+            lambda names: st.fixed_dictionaries(required | {n: optional[n] for n in sorted(names)})
+        )
+    if "dependentSchemas" not in schema:
+        return drawn
+    allowed = jsonschema.Draft202012Validator({"dependentSchemas": schema["dependentSchemas"]})
+    return drawn.filter(allowed.is_valid)
 
 
 _OF_TYPE = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,9 @@ from workbench.serve.faults import ApiError
 from workbench.serve.render import answer, compiled
 
 USER = [{"role": "user", "content": "a < b"}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+THINK = Path(__file__).with_name("think.jinja").read_text()
+TOOLS = Path(__file__).with_name("tools.jinja").read_text()
 
 
 def rendered(texts, source, messages=USER, limit_s=10.0, **body) -> str:
@@ -73,7 +78,6 @@ def test_a_bos_that_the_tokenizer_adds_is_left_out(texts):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (None, "no chat template"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
@@ -120,6 +124,65 @@ def test_a_template_that_never_ends_is_ended(texts):
     assert asyncio.run(both()) == "done"
 
 
-def test_what_the_server_sets_a_request_cannot(texts):
-    with pytest.raises(ApiError, match="cannot set bos_token"):
-        rendered(texts, "a", chat_template_kwargs={"bos_token": "x"})
+# what a request gives -----------------------------------------------------------------------------
+
+
+def test_tools_and_documents_are_none_where_a_request_has_none(texts):
+    seen = "{{ tools is none }} {{ documents is none }}"
+    assert rendered(texts, seen) == "True True"
+    assert rendered(texts, seen, tools=[], documents=None) == "True True"
+    assert rendered(texts, seen, tools=[CALL], documents=[{"text": "t"}]) == "False False"
+    assert rendered(texts, TOOLS) == "<user>a < b</user><assistant>"
+    with_tools = rendered(texts, TOOLS, tools=[{"name": "f"}], add_generation_prompt=False)
+    assert with_tools == '<tools>{"name": "f"}</tools><user>a < b</user>'
+
+
+def test_every_field_of_a_message_reaches_the_template(texts):
+    message = {
+        "role": "assistant", "reasoning_content": "hm", "content": "a", "name": "bo",
+        "tool_calls": [CALL], "tool_call_id": "7", "own": {"b": [None]},
+    }  # fmt: skip
+    assert json.loads(rendered(texts, "{{ messages[0] | tojson }}", [message])) == message
+    assert list(json.loads(rendered(texts, "{{ messages[0] | tojson }}", [message]))) == [*message]
+    said = rendered(texts, THINK, [message, {"role": "tool", "content": "3"}])
+    assert "<|im_start|>assistant\n<think>hm</think>a<|im_end|>" in said
+    assert said.endswith("<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_no_template_is_chatml_as_in_llama_cpp(texts):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    wanted = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n"
+    assert rendered(texts, None, messages) == wanted + "<|im_start|>assistant\n"
+    assert rendered(texts, None, messages, add_generation_prompt=False) == wanted
+
+
+@pytest.mark.parametrize("trimmed", ["", " | trim"])
+def test_the_last_message_can_be_left_open(texts, trimmed):
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content" + trimmed + " }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    messages = [*USER, {"role": "assistant", "content": "It is "}]
+    said = rendered(texts, source, messages, continue_final_message=True)
+    assert said == "<user>a < b<end><assistant>It is" + ("" if trimmed else " ")
+    messages[-1]["content"] = "e"  # stands behind the message, too
+    said = rendered(texts, source, messages, continue_final_message=True)
+    assert said == "<user>a < b<end><assistant>e"
+    hidden = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    with pytest.raises(ApiError, match="does not show the last message") as caught:
+        rendered(texts, hidden, messages, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_an_effort_reaches_a_template_that_knows_it(texts):
+    source = "{{ reasoning_effort }}{{ messages[0].content }}"
+    assert rendered(texts, source, reasoning_effort="high") == "higha < b"
+    with pytest.raises(ApiError, match="reasoning_effort is not read by") as caught:
+        rendered(texts, "a", reasoning_effort="high")
+    assert caught.value.param == "reasoning_effort"
+
+
+def test_without_special_tokens_the_templates_own_bos_is_the_only_one(texts):
+    bos = texts.tokenizer.piece(texts.tokenizer.bos_id, special=True).decode()
+    assert rendered(texts, "{{ bos_token }}a") == "a"  # the tokenizer adds it
+    assert rendered(texts, "{{ bos_token }}a", add_special_tokens=False) == f"{bos}a"

@@ -96,6 +96,18 @@ def test_a_slot_holds_as_many_tokens_as_the_model_knows(tmp_path, model, flags, 
         assert f"({n_slots} slots, {n_ctx} tokens each)" in log.read_text()
 
 
+def test_a_file_without_a_template_gets_chatml_and_the_start_says_so(tmp_path, model):
+    with served(tmp_path, "-m", model) as (_, url, log):
+        assert "has no chat template" in log.read_text() and "ChatML" in log.read_text()
+        messages = [{"role": "user", "content": "a"}]
+        made = httpx.post(f"{url}/apply-template", json={"messages": messages}).json()
+    assert made == {"prompt": "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"}
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages[0].content }}")
+    with served(tmp_path, "-m", model, "--chat-template-file", template) as (_, _, log):
+        assert "ChatML" not in log.read_text()
+
+
 def test_a_second_signal_ends_it_at_once(tmp_path, model):
     with (
         served(tmp_path, "-m", model, "-c", 4000) as (process, url, _),

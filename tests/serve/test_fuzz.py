@@ -18,10 +18,10 @@ from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import Live, in_process
 from tests.serve.test_hostile_clients import wait_for
 from tests.serve.test_schema import VALUES, bodies
-from workbench.serve.api import SCHEMAS
+from workbench.serve.fields import SCHEMAS
 
 QUIET = settings(
-    max_examples=examples(120), suppress_health_check=[HealthCheck.too_slow], deadline=None
+    max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None
 )
 
 

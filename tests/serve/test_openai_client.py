@@ -108,11 +108,22 @@ def test_logprobs_are_in_openais_form(server, texts):
     assert bytes(content[0].bytes).decode("utf-8", "replace") == content[0].token
 
 
-@pytest.mark.parametrize("stop", [None, "aits f", "ends", "zz", "or the e", "d"])
-def test_streamed_logprobs_are_those_of_the_whole_answer(texts, stop):
+@pytest.mark.parametrize(
+    "stop", [None, "aits f", "ends", "zz", "or the e", "d", "🙂", " 🙂 w", "\ufffd"]
+)
+@pytest.mark.parametrize("half", [False, True])
+def test_streamed_logprobs_are_those_of_the_whole_answer(texts, stop, half):
     """Offsets of a stream are counted as tokens come, those of a whole answer at its end."""
-    tokens = texts.tokenizer.encode("the engine 🙂 waits for the end", add_bos=False)
-    ask = {"model": "tiny", "max_tokens": len(tokens), "stop": stop, "temperature": 0}
+    parts = ("the engine 🙂", " waits for the end")
+    tokens = [token for part in parts for token in texts.tokenizer.encode(part, add_bos=False)]
+    if half:  # of a character that nobody goes on with, and a token without text behind it
+        at = len(texts.tokenizer.encode(parts[0], add_bos=False))
+        tokens[at - 1 : at] = [texts.tokenizer.eos_id]
+    said = texts.text(tokens)
+    ask = {
+        "model": "tiny", "max_tokens": len(tokens), "stop": stop, "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
     worker = FakeWorker(texts.tokenizer.n_vocab, script=tokens, step_s=0.001)
     with live(texts, worker) as server:
         create = server.client().completions.create
@@ -121,18 +132,37 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(texts, stop):
         parts = [c.choices[0].logprobs.to_dict() for c in chunks if c.choices[0].logprobs]
         chat = server.client().chat.completions.create
         messages = [{"role": "user", "content": "a"}]
-        said = chat(messages=messages, logprobs=True, top_logprobs=2, **ask).choices[0].logprobs
+        made = chat(messages=messages, logprobs=True, top_logprobs=2, **ask).choices[0].logprobs
         heard = list(chat(messages=messages, logprobs=True, top_logprobs=2, stream=True, **ask))
     n = len(whole["tokens"])
-    found = stop is not None and stop in "the engine 🙂 waits for the end"
+    found = stop is not None and stop in said
     assert 0 < n <= len(tokens) if found else n == len(tokens)
     for name, values in whole.items():
         assert [v for part in parts for v in part[name]] == values
     assert whole["text_offset"][0] == 0 and len(set(whole["text_offset"])) > 3
     content = [c for e in heard if e.choices[0].logprobs for c in e.choices[0].logprobs.content]
-    assert content == said.content and said.content
+    assert content == made.content and made.content
     # an event for each token, also where its text is held back
     assert len(chunks) == len(tokens) + 1 or found
+
+
+def test_a_token_begins_where_the_character_of_its_first_byte_does(texts):
+    """Half a character that nothing goes on with is flushed, and is a character."""
+    smile, a = texts.tokenizer.encode("🙂", add_bos=False), texts.tokenizer.encode("a", False)
+    assert len(smile) > 2 and len(a) == 1
+    tokens = [*smile, *a, *smile[:2], *a, smile[0], *smile, *a]
+    n = len(smile)
+    wanted = [0] * n + [1] + [2, 2] + [3] + [4] + [5] * n + [6]
+    worker = FakeWorker(texts.tokenizer.n_vocab, script=tokens)
+    with live(texts, worker) as server:
+        create = server.client().completions.create
+        whole = create(model="tiny", prompt="a", max_tokens=len(tokens), logprobs=0).choices[0]
+        chunks = list(
+            create(model="tiny", prompt="a", max_tokens=len(tokens), logprobs=0, stream=True)
+        )
+    assert whole.text == "🙂a\ufffda\ufffd🙂a" and whole.logprobs.text_offset == wanted
+    streamed = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
+    assert [offset for part in streamed for offset in part.text_offset] == wanted
 
 
 @pytest.mark.parametrize("stream", [False, True])

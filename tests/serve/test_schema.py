@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.profiles import examples
 from tests.serve.from_schema import from_schema
-from workbench.serve.api import SCHEMAS
 from workbench.serve.faults import ApiError
+from workbench.serve.fields import SCHEMAS
 from workbench.serve.openapi import described
 from workbench.serve.schema import check, parse
 
@@ -60,9 +60,37 @@ def test_a_body_is_refused_exactly_where_json_schema_refuses_it(path, data):
         ("/v1/completions", {"prompt": "a", "echo": True}, "echo asks for the prompt's", "echo"),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "a"}, {"role": "tool"}]},
-            'messages[1].role must be one of "system"',
+            {"messages": [{"role": "user", "content": "a"}, {"role": 3}]},
+            "messages[1].role must be a string, not 3",
             "messages[1].role",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user"}], "chat_template_kwargs": {"bos_token": "x"}},
+            "chat_template_kwargs.bos_token cannot be set here",
+            "chat_template_kwargs.bos_token",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user"}], "top_logprobs": 2, "logprobs": False},
+            "needs logprobs=true",
+            "top_logprobs",
+        ),
+        (
+            "/apply-template",
+            {
+                "messages": [{"role": "user"}],
+                "add_generation_prompt": True,
+                "continue_final_message": True,
+            },
+            "continue_final_message cannot be, with add_generation_prompt=true",
+            "continue_final_message",
+        ),
+        (
+            "/completion",
+            {"prompt": "a", "n_predict": 0},
+            "n_predict must be at least 1, or -1",
+            "n_predict",
         ),
         ("/detokenize", {"tokens": [1, 2, "3"]}, "tokens[2] must be a whole", "tokens[2]"),
         ("/detokenize", {"tokens": [1, -2, 3]}, "tokens[1] must be at least 0", "tokens[1]"),
@@ -99,7 +127,7 @@ def test_the_last_of_equal_keys_counts():
 def test_schemas_and_the_description_are_right_themselves():
     for schema in SCHEMAS.values():
         jsonschema.Draft202012Validator.check_schema(schema)
-    document = described()
+    document = described(1024)
     assert document["openapi"].startswith("3.1") and set(SCHEMAS) <= set(document["paths"])
     ref = document["paths"]["/tokenize"]["post"]["responses"]["default"]["content"]
     name = ref["application/json"]["schema"]["$ref"].rpartition("/")[2]

@@ -53,7 +53,7 @@ def test_what_takes_longer_than_the_drain_is_503_and_cancelled(texts):
 
 
 def test_while_the_model_loads_requests_are_503(texts):
-    worker = FakeWorker(texts.tokenizer.n_vocab, load_s=0.5)
+    worker = FakeWorker(texts.tokenizer.n_vocab, load_s=20)
     said, servers = [], []
     thread = threading.Thread(
         target=lambda: serve(
@@ -70,6 +70,7 @@ def test_while_the_model_loads_requests_are_503(texts):
     answer = httpx.get(f"{url}/health")
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "loading"
     assert answer.headers["retry-after"] == "1"
+    worker.loaded.set()
     wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
     servers[0].finish()
     thread.join(10)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +12,10 @@ from hypothesis import strategies as st
 from tests.profiles import examples
 from tests.serve.live import live
 from workbench.model.tokenizer import StreamDecoder
+from workbench.serve.api import Defaults, completion
+from workbench.serve.forms import Completions
+from workbench.serve.messages import Ended, Logprobs, Timings
+from workbench.serve.reply import Reply
 from workbench.serve.text import StopSearch, TokenDecoder, TokenTexts
 
 
@@ -45,6 +52,12 @@ def test_an_answer_that_comes_whole_is_made_text_once_at_its_end(texts, monkeypa
     ]
 
 
+def some_tokens(texts: TokenTexts) -> st.SearchStrategy[int]:
+    """Letters, bytes of longer characters, and tokens without text."""
+    whole = texts.tokenizer.encode("ab é🙂b", add_bos=False)
+    return st.sampled_from([*whole, *whole, texts.tokenizer.eos_id])
+
+
 def cut(text: str, stops: list[str]) -> str:
     """The slow twin, of a whole text that comes letter by letter."""
     for n in range(len(text) + 1):
@@ -52,6 +65,52 @@ def cut(text: str, stops: list[str]) -> str:
         if found:
             return text[: min(found)]
     return text
+
+
+@given(data=st.data())
+@settings(max_examples=examples(400))
+def test_a_token_begins_at_the_character_of_its_first_byte(texts, data):
+    tokens = data.draw(st.lists(some_tokens(texts), max_size=12))
+    decoder, before = texts.measuring(), b""
+    for token in tokens:
+        decoder.feed(token)
+        piece = texts.bytes[token]
+        if piece:  # the slow twin: all bytes until then, as a text of their own
+            wanted = len((before + piece[:1]).decode("utf-8", "replace")) - 1
+            assert decoder.offsets[-1] == wanted
+        before += piece
+    assert len(decoder.offsets) == len(tokens) and decoder.offsets == sorted(decoder.offsets)
+
+
+@given(data=st.data())
+@settings(max_examples=examples(400))
+def test_a_stream_sends_the_logprobs_that_the_whole_answer_has(texts, data):
+    tokens = data.draw(st.lists(some_tokens(texts), max_size=12))
+    stops = data.draw(st.lists(st.sampled_from(["a", "ab", "\ufffd", "é", "b🙂"]), max_size=2))
+    body = {"prompt": "a", "logprobs": 1, "stop": stops}
+    answers = []
+    for stream in (False, True):
+        cut: list[int] = []
+        wanted = completion(body | {"stream": stream}, Defaults())
+        form = Completions("tiny", texts, False)
+        reply = Reply(wanted, form, texts, cut.append, [])
+        part = reply.add(0, 1)
+        for token in tokens:
+            if not cut:
+                part.logprobs.append(Logprobs(-0.5, np.array([token]), np.array([-0.5])))
+                part.take(token)
+        part.end(Ended(0, "length", Timings(0, 1, 0, 0, len(tokens), 0, 0)))
+        raw = reply.taken() if stream else form.whole(reply)
+        events = [json.loads(line[6:]) for line in raw.split(b"\n\n") if line] if stream else [
+            json.loads(raw)]  # fmt: skip
+        told = [event["choices"][0] for event in events]
+        known = [choice["logprobs"] for choice in told if choice["logprobs"]]
+        lists = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        answers.append((
+            "".join(choice["text"] for choice in told), told[-1]["finish_reason"],
+            [[value for part in known for value in part[name]] for name in lists],
+        ))  # fmt: skip
+    assert answers[0] == answers[1]
 
 
 LETTERS = st.text("ab", max_size=4)

@@ -96,6 +96,37 @@ def test_log_probabilities_are_those_of_the_engines_logits(real):
             logits = engine.step([token])[-1].astype(np.float64)
 
 
+def test_who_wants_no_kept_cells_has_the_same_answer_without_them(real):
+    text = ask(real, prompt=[7] * 40).choices[0].text
+    with real.http() as http:
+        body = {"prompt": [7] * 40, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        for kept in (True, False):
+            answer = http.post("/v1/completions", json=body | {"cache_prompt": kept}).json()
+            assert answer["choices"][0]["text"] == text
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == (39 if kept else 0)
+
+
+def test_a_stop_text_at_the_end_of_the_budget_is_stop(real):
+    text = ask(real).choices[0].text
+    assert len(text) > 2
+    made = ask(real, stop=[text[-2:]]).choices[0]  # the engine ends by itself with its last token
+    assert (made.text, made.finish_reason) == (text.partition(text[-2:])[0], "stop")
+
+
+def test_tokens_that_a_request_names_end_its_answer(real):
+    with real.http() as http:
+        body = {"prompt": PROMPT, "n_predict": 12, "temperature": 0, "ignore_eos": True}
+        whole = http.post("/completion", json=body | {"n_probs": 3}).json()
+        known = whole["completion_probabilities"]
+        assert [k["id"] for k in known] == whole["tokens"] == [
+            k["top_logprobs"][0]["id"] for k in known
+        ]  # fmt: skip
+        end = whole["tokens"][5]
+        cut = http.post("/completion", json=body | {"stop_token_ids": [end]}).json()
+    assert cut["tokens"] == whole["tokens"][: whole["tokens"].index(end)]
+    assert (cut["stop_type"], whole["stop_type"]) == ("eos", "limit")
+
+
 def test_a_seed_says_what_is_drawn(real):
     first, again, other = (
         ask(real, temperature=1, seed=seed, n=2).choices for seed in (7, 7, 9)

@@ -1,13 +1,22 @@
 """What a server asks of an engine, and what it is told. Times are seconds."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from workbench.model.sampler import Sampling
 
-STOP, LENGTH, CANCELLED, TIMEOUT = "stop", "length", "cancelled", "timeout"  # why a request ended
-FAILED = "failed"  # and its step with it: `Ended.why` says of what
+# why a request ended. STOP_TEXT: of what a front has read; the engine knows no text. STOP: a token
+# that ends a generation. FAILED: its step has, and `Ended.why` says of what
+STOP_TEXT, STOP, LENGTH = "stop_text", "stop", "length"
+CANCELLED, TIMEOUT, FAILED = "cancelled", "timeout", "failed"
+REASONS = (STOP_TEXT, FAILED, STOP, CANCELLED, TIMEOUT, LENGTH)
+
+
+def foremost(reasons: Iterable[str]) -> str:
+    """The reason that is told where several hold: the first of REASONS."""
+    return min(reasons, key=REASONS.index)
 
 
 class Ask(NamedTuple):
@@ -16,7 +25,7 @@ class Ask(NamedTuple):
     number: the front's own, never used again. tokens: (n,) int32, at least one. ends: tokens after
     which the request is over; they are not part of it. n_logprobs: None for none, else how many of
     the likeliest tokens are wanted beside the one that was drawn. timeout_s: from now until its
-    last token; None: no limit.
+    last token; None: no limit. cache_prompt: cells that are there already may serve its prompt.
     """
 
     number: int
@@ -27,6 +36,7 @@ class Ask(NamedTuple):
     ends: frozenset[int] = frozenset()
     n_logprobs: int | None = None
     timeout_s: float | None = None
+    cache_prompt: bool = True
 
 
 class Logprobs(NamedTuple):

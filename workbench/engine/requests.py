@@ -48,6 +48,10 @@ class Request:
         self.n_cached = self.sampling_ns = 0
         self.begun_ns = self.first_ns = self.last_ns = 0
 
+    def is_late(self, now: int) -> bool:
+        """Whether its time is over."""
+        return self.due_ns is not None and self.due_ns < now
+
     def timings(self) -> Timings:
         now = now_ns()
         first = self.first_ns or now

@@ -41,6 +41,7 @@ from workbench.engine.asks import (
     Ended,
     Logprobs,
     Totals,
+    foremost,
 )
 from workbench.engine.batch import Entry
 from workbench.engine.defrag import Defragmenting
@@ -191,7 +192,7 @@ class Slots:
         now = now_ns()
         every = [*self._waiting.values(), *(request for _, request in self._running.values())]
         for request in every:
-            if request.due_ns is not None and request.due_ns < now:
+            if request.is_late(now):
                 self._end(request.ask.number, TIMEOUT)
 
     def _admit(self) -> None:
@@ -294,7 +295,7 @@ class Slots:
             request.last = token
         found.append(Token(number, token, known))
         if request.made == request.most:
-            self._end(number, LENGTH)
+            self._end(number, foremost([LENGTH, *[TIMEOUT] * request.is_late(now)]))
 
     def _end(self, number: int, reason: str, why: str = "") -> None:
         """Ends a request, if it has not ended. Its slot keeps the cells whose tokens are known."""

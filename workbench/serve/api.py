@@ -1,8 +1,4 @@
-"""The interface: what requests may say (`SCHEMAS`), and what they want of the engine.
-
-The schemas are JSON Schema and are served at /openapi.json. A field that is in none of them is
-ignored, as OpenAI does. A field that asks for what is not built is refused, and says so.
-"""
+"""The interface: what a request wants of the engine, by the fields of its body (`fields.py`)."""
 
 from __future__ import annotations
 
@@ -11,13 +7,10 @@ from typing import Any, NamedTuple
 
 from workbench.model.sampler import Sampling
 from workbench.serve.faults import ApiError, bad
-from workbench.serve.schema import Schema, check, whole
+from workbench.serve.fields import CHAT, COMPLETIONS, NATIVE, honoured
+from workbench.serve.schema import whole
+from workbench.serve.shapes import AS_MANY, MAX_CHOICES, MAX_PROMPTS
 
-MAX_STOPS, MAX_STOP_LENGTH = 16, 500
-MAX_CHOICES, MAX_PROMPTS = 128, 128
-MAX_LOGPROBS = 20
-INT32 = 2**31 - 1
-NATIVE_TOKENS = -1  # llama.cpp's `n_predict` for as many as fit
 COMPLETION_TOKENS = 16  # of /v1/completions, where the request names no number
 
 
@@ -33,6 +26,8 @@ class Wanted(NamedTuple):
 
     prompts: texts, or token ids; none of a chat, whose `messages` a template makes into one. n:
     continuations of each. max_tokens: None for as many as the context holds. seed: None for any.
+    stop_ids: tokens that end an answer, beside the model's own. add_bos: of texts, as
+    `Tokenizer.encode` takes it.
     """
 
     prompts: list[str | list[int]]
@@ -43,205 +38,54 @@ class Wanted(NamedTuple):
     stop: tuple[str, ...]
     n_logprobs: int | None
     ignore_eos: bool
+    stop_ids: frozenset[int]
+    cache_prompt: bool
+    add_bos: bool | None
     stream: bool
     include_usage: bool
     timeout_s: float | None
     model: str | None
 
-
-def _number(kind: str, least: float | None = None, most: float | None = None) -> Schema:
-    made: Schema = {"type": [kind, "null"]}
-    if least is not None:
-        made["minimum"] = least
-    if most is not None:
-        made["maximum"] = most
-    return made
-
-
-def _refused(allowed: Schema, what: str) -> Schema:
-    """A field that may only say nothing."""
-    return allowed | {"x-refusal": f"asks for {what}, which is not supported; leave it out"}
-
-
-_FLAG: Schema = {"type": ["boolean", "null"]}
-_TEXT: Schema = {"type": "string"}
-_IDS: Schema = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": INT32},
-    "minItems": 1,
-}
-_MANY = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
-_PROMPT: Schema = {
-    "title": "a text, a list of token ids, or a list of up to "
-    f"{MAX_PROMPTS} texts or lists of token ids",
-    "anyOf": [_TEXT, _IDS, _MANY | {"items": _TEXT}, _MANY | {"items": _IDS}],
-}
-_STOP_TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
-_STOP: Schema = {
-    "title": f"a text or a list of up to {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters",
-    "anyOf": [
-        _STOP_TEXT,
-        {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOPS},
-        {"type": "null"},
-    ],
-}
-_NOTHING = {"type": ["array", "null"], "maxItems": 0}
-_ZERO = {"enum": [0, None]}
-
-_SAMPLING: dict[str, Schema] = {
-    "temperature": _number("number", 0, 100),
-    "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
-    "top_k": _number("integer", -1, INT32),
-    "seed": _number("integer", -(2**63), 2**64 - 1),
-    "stop": _STOP,
-    "stream": _FLAG,
-    "ignore_eos": _FLAG,
-    "timeout": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 86400},
-    "presence_penalty": _refused(_ZERO, "a penalty"),
-    "frequency_penalty": _refused(_ZERO, "a penalty"),
-    "repetition_penalty": _refused({"enum": [1, None]}, "a penalty"),
-    "repeat_penalty": _refused({"enum": [1, None]}, "a penalty"),
-    "min_p": _refused(_ZERO, "sampling by min_p"),
-    "logit_bias": _refused({"type": ["object", "null"], "maxProperties": 0}, "a bias of logits"),
-    "grammar": _refused({"enum": ["", None]}, "a grammar"),
-    "json_schema": _refused({"type": "null"}, "an answer of a given form"),
-}
-_OPENAI: dict[str, Schema] = _SAMPLING | {
-    "model": {"type": ["string", "null"]},
-    "n": _number("integer", 1, MAX_CHOICES),
-    "max_tokens": _number("integer", 1, INT32),
-    "max_completion_tokens": _number("integer", 1, INT32),
-    "stream_options": {
-        "type": ["object", "null"],
-        "properties": {"include_usage": _FLAG},
-    },
-    "response_format": _refused(
-        {"type": ["object", "null"], "properties": {"type": {"enum": ["text"]}}},
-        "an answer of a given form",
-    ),
-}
-_MESSAGE: Schema = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant"]},
-        "content": {
-            "title": "a text or a list of parts of type text",
-            "anyOf": [
-                {"type": ["string", "null"]},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "required": ["type", "text"],
-                        "properties": {"type": {"enum": ["text"]}, "text": _TEXT},
-                    },
-                },
-            ],
-        },
-        "name": {"type": ["string", "null"]},
-        "tool_calls": _refused(_NOTHING, "tools"),
-    },
-}
-_MESSAGES: dict[str, Schema] = {
-    "messages": {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": 10_000},
-    "add_generation_prompt": _FLAG,
-    "chat_template_kwargs": {"type": ["object", "null"]},
-    "tools": _refused(_NOTHING, "tools"),
-    "functions": _refused(_NOTHING, "tools"),
-}
-
-
-def _object(fields: dict[str, Schema], *required: str) -> Schema:
-    return {"type": "object", "properties": fields, "required": list(required)}
-
-
-SCHEMAS: dict[str, Schema] = {
-    "/v1/completions": _object(
-        _OPENAI
-        | {
-            "prompt": _PROMPT,
-            "logprobs": _number("integer", 0, MAX_LOGPROBS),
-            "echo": _refused({"enum": [False, None]}, "the prompt's text"),
-            "best_of": _refused({"enum": [1, None]}, "more than it answers"),
-            "suffix": _refused({"enum": ["", None]}, "a text between two others"),
-        },
-        "prompt",
-    ),
-    "/v1/chat/completions": _object(
-        _OPENAI
-        | _MESSAGES
-        | {
-            "logprobs": _FLAG,
-            "top_logprobs": _number("integer", 0, MAX_LOGPROBS),
-            "tool_choice": _refused({"enum": ["none", "auto", None]}, "tools"),
-            "modalities": _refused({"enum": [["text"], None]}, "more than text"),
-            "audio": _refused({"type": "null"}, "audio"),
-        },
-        "messages",
-    ),
-    "/completion": _object(
-        _SAMPLING
-        | {
-            "prompt": {"title": "a text or a list of token ids", "anyOf": [_TEXT, _IDS]},
-            "n_predict": _number("integer", NATIVE_TOKENS, INT32),
-            "max_tokens": _number("integer", NATIVE_TOKENS, INT32),
-            "n_probs": _refused(_ZERO, "probabilities"),
-        },
-        "prompt",
-    ),
-    "/tokenize": _object(
-        {"content": _TEXT} | dict.fromkeys(("add_special", "parse_special", "with_pieces"), _FLAG),
-        "content",
-    ),
-    "/detokenize": _object({"tokens": _IDS | {"minItems": 0}}, "tokens"),
-    "/apply-template": _object(_MESSAGES, "messages"),
-}
-
-
-# --- from a body to what it wants ------------------------------------------------------------
+    def ends(self, eog_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end an answer. eog_ids: the model's own."""
+        return self.stop_ids if self.ignore_eos else self.stop_ids | eog_ids
 
 
 def completion(body: dict[str, Any], defaults: Defaults) -> Wanted:
     """Of /v1/completions. Raises ApiError for what its schema does not allow."""
-    check(body, SCHEMAS["/v1/completions"])
-    tokens = _most(body)
-    return _wanted(body, defaults)._replace(
+    body = honoured(body, COMPLETIONS)
+    wanted, logprobs = _wanted(body, defaults), whole(body.get("logprobs"))
+    return wanted._replace(
         prompts=_prompts(body["prompt"]),
-        max_tokens=COMPLETION_TOKENS if tokens is None else tokens,
-        n_logprobs=whole(body.get("logprobs")),
+        max_tokens=_most(body, COMPLETION_TOKENS),
+        n_logprobs=wanted.n_logprobs if logprobs is None else logprobs,
     )
 
 
 def chat(body: dict[str, Any], defaults: Defaults) -> Wanted:
     """Of /v1/chat/completions; its prompt is made of its messages later."""
-    check(body, SCHEMAS["/v1/chat/completions"])
-    top = whole(body.get("top_logprobs"))
-    if top and not body.get("logprobs"):
-        raise bad("top_logprobs needs logprobs=true; set it too", "top_logprobs")
-    return _wanted(body, defaults)._replace(
-        max_tokens=_most(body),
-        n_logprobs=(top or 0) if body.get("logprobs") else None,
-    )
-
-
-def _most(body: dict[str, Any]) -> int | None:
-    """Tokens of an answer: max_completion_tokens, else max_tokens, its older name."""
-    tokens = body.get("max_completion_tokens")
-    return whole(body.get("max_tokens") if tokens is None else tokens)
+    body = honoured(body, CHAT)
+    wanted = _wanted(body, defaults)
+    if body.get("logprobs"):
+        top = whole(body.get("top_logprobs"))
+        wanted = wanted._replace(n_logprobs=wanted.n_logprobs or 0 if top is None else top)
+    return wanted._replace(max_tokens=_most(body))
 
 
 def native(body: dict[str, Any], defaults: Defaults) -> Wanted:
     """Of llama.cpp's own /completion."""
-    check(body, SCHEMAS["/completion"])
-    name = "max_tokens" if body.get("n_predict") is None else "n_predict"
-    tokens = whole(body.get(name))
-    if tokens == 0:
-        raise bad(f"{name} must be -1 (as many as fit) or at least 1", name)
+    body = honoured(body, NATIVE)
     return _wanted(body, defaults)._replace(
-        prompts=_prompts(body["prompt"]),
-        max_tokens=None if tokens in (None, NATIVE_TOKENS) else tokens,
+        prompts=_prompts(body["prompt"]), max_tokens=_most(body)
     )
+
+
+def _most(body: dict[str, Any], default: int | None = None) -> int | None:
+    """Tokens of an answer, by the first of its names that says something."""
+    for name in ("n_predict", "max_completion_tokens", "max_tokens"):
+        if (tokens := whole(body.get(name))) is not None:
+            return None if tokens == AS_MANY else tokens
+    return default
 
 
 def _wanted(body: dict[str, Any], defaults: Defaults) -> Wanted:
@@ -256,8 +100,11 @@ def _wanted(body: dict[str, Any], defaults: Defaults) -> Wanted:
         sampling=_sampling(body, defaults.sampling),
         seed=None if seed in (None, -1) else int(seed or 0) % 2**63,
         stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-        n_logprobs=None,
+        n_logprobs=whole(body.get("n_probs")) or None,
         ignore_eos=bool(body.get("ignore_eos")),
+        stop_ids=frozenset(map(int, body.get("stop_token_ids") or ())),
+        cache_prompt=body.get("cache_prompt") is not False,
+        add_bos=False if body.get("add_special_tokens") is False else None,
         stream=bool(body.get("stream")),
         include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
         timeout_s=min((t for t in (asked, most) if t is not None), default=None),

@@ -20,15 +20,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from workbench.serve import api, metrics
-from workbench.serve.api import SCHEMAS, Wanted
+from workbench.serve.api import Wanted
 from workbench.serve.beside import HUGE, Beside
 from workbench.serve.chat import ChatTemplate
 from workbench.serve.faults import ApiError, bad
+from workbench.serve.fields import honoured
 from workbench.serve.forms import Chat, Completions, Native
 from workbench.serve.front import Front, not_known
 from workbench.serve.openapi import described
 from workbench.serve.reply import Form
-from workbench.serve.schema import check, parse
+from workbench.serve.schema import parse
 from workbench.serve.streams import EventStream, OpenStreams, watched
 
 AT_ONCE = 10_000  # entries of a list in an answer; a longer one is sent in parts of so many
@@ -54,22 +55,23 @@ class Endpoints:
         self._check_model(wanted.model)
         api.check_counts(wanted)
         form = Completions(self.settings.model, self.front.texts, wanted.include_usage)
-        return await self._answer(request, wanted, await self._all_ids(wanted.prompts), form)
+        return await self._answer(request, wanted, await self._all_ids(wanted), form)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request)
         wanted = api.chat(body, self.settings.defaults)
         self._check_model(wanted.model)
-        prompt = await self.template.prompt(body)
+        wanted = wanted._replace(prompts=[await self.template.prompt(body)])
         form = Chat(self.settings.model, self.front.texts, wanted.include_usage)
-        return await self._answer(request, wanted, await self._all_ids([prompt]), form)
+        return await self._answer(request, wanted, await self._all_ids(wanted), form)
 
     async def native(self, request: Request) -> Response:
         body = await self._body(request)
         api.check_entries(body.get("prompt"), self.front.check_serving().n_ctx)
         wanted = api.native(body, self.settings.defaults)
-        form = Native(self.settings.model)
-        return await self._answer(request, wanted, await self._all_ids(wanted.prompts), form)
+        self._check_model(wanted.model)
+        form = Native(self.settings.model, self.front.texts)
+        return await self._answer(request, wanted, await self._all_ids(wanted), form)
 
     async def _answer(
         self, request: Request, wanted: Wanted, prompts: list[list[int]], form: Form
@@ -96,14 +98,16 @@ class Endpoints:
                 if not reply.over:
                     reply.drop()
 
-    async def _all_ids(self, prompts: list[str | list[int]]) -> list[list[int]]:
+    async def _all_ids(self, wanted: Wanted) -> list[list[int]]:
         n_ctx = self.front.check_serving().n_ctx
-        for text in prompts:
+        for text in wanted.prompts:
             if isinstance(text, str):
                 api.check_text(len(text), n_ctx, self.front.texts.longest)
         found = []
-        for prompt in prompts:
-            found.append(await self._ids(prompt) if isinstance(prompt, str) else prompt)
+        for prompt in wanted.prompts:
+            found.append(
+                await self._ids(prompt, wanted.add_bos) if isinstance(prompt, str) else prompt
+            )
             if found[-1]:  # of none, `Front.open` says so
                 api.fitted(len(found[-1]), None, n_ctx)  # before the next one takes its time
         return found
@@ -225,7 +229,7 @@ class Endpoints:
         )
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(described())
+        return JSONResponse(described(self._tokenizer.n_vocab))
 
     # --- bodies ------------------------------------------------------------------------------
 
@@ -270,9 +274,7 @@ def _checked(raw: bytes, path: str | None) -> dict[str, Any]:
     body = parse(raw)
     if not isinstance(body, dict):
         raise bad("the body must be a JSON object")
-    if path is not None:
-        check(body, SCHEMAS[path])
-    return body
+    return body if path is None else honoured(body, path)
 
 
 async def _in_turns(parts: Iterable[bytes]) -> AsyncIterator[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import sys
 from typing import Any
 
@@ -13,19 +14,30 @@ from workbench.serve.faults import ApiError, bad
 
 KEY = "tokenizer.chat_template"
 MOST_LINE = 128 << 20  # bytes of an answer
-# what a request's `chat_template_kwargs` cannot set
-OURS = ("messages", "add_generation_prompt", "bos_token", "eos_token", "tools", "documents")
+# llama.cpp's, of files without a template (common/chat.cpp: CHATML_TEMPLATE_SRC)
+CHATML = """\
+{%- for message in messages -%}
+  {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+NO_TEMPLATE = (
+    f"the model file has no chat template ({KEY}): chats are written in ChatML; give the server "
+    "the model's own with --chat-template-file"
+)
 
 
 class ChatTemplate:
-    """A chat template, and the process that renders it. source: None where the file has none.
+    """A chat template, and the process that renders it. source: None for CHATML.
 
     A rendering has limit_s seconds. One that takes longer is ended with its process, and the next
     one gets a new process.
     """
 
     def __init__(self, source: str | None, tokenizer: Tokenizer, limit_s: float):
-        self.source, self._limit_s = source, limit_s
+        self.source, self._limit_s = CHATML if source is None else source, limit_s
         self._tokens = {
             name: "" if token is None else tokenizer.piece(token, special=True).decode()
             for name, token in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id))
@@ -38,27 +50,37 @@ class ChatTemplate:
     async def prompt(self, body: dict[str, Any]) -> str:
         """The prompt of a checked body with `messages`. A BOS at its start is left out where
         `Tokenizer.encode` puts one there. Raises ApiError (400) where the template cannot do it."""
-        if self.source is None:
-            raise bad(
-                f"the model file has no chat template ({KEY}); give the server one with "
-                "--chat-template-file, or use /v1/completions",
-                "messages",
-            )
-        given = body.get("chat_template_kwargs") or {}
-        if wrong := next((name for name in given if name in OURS), None):
-            raise bad(f"chat_template_kwargs cannot set {wrong}", "chat_template_kwargs")
-        wanted = body.get("add_generation_prompt")
+        effort, goes_on = body.get("reasoning_effort"), bool(body.get("continue_final_message"))
+        said = body.get("add_generation_prompt")
+        given = dict(body.get("chat_template_kwargs") or {})
+        if effort is not None:
+            if "reasoning_effort" not in self.source:
+                raise bad(
+                    "reasoning_effort is not read by the chat template; leave it out",
+                    "reasoning_effort",
+                )
+            given["reasoning_effort"] = effort
+        messages = [_plain(message) for message in body["messages"]]
+        last, mark = messages[-1]["content"], secrets.token_hex(16)
+        if goes_on:
+            messages[-1]["content"] += f"{mark} "
         values = given | {
-            "messages": [_plain(message) for message in body["messages"]],
-            "add_generation_prompt": True if wanted is None else wanted,
+            "messages": messages,
+            "add_generation_prompt": not goes_on if said is None else said,
+            "tools": body.get("tools") or None,
+            "documents": body.get("documents") or None,
             **self._tokens,
         }
         text = await self._rendered(json.dumps(values))
-        return text.removeprefix(self._tokens["bos_token"]) if self._adds_bos else text
+        if goes_on:
+            text = _open_ended(text, last, mark)
+        if not self._adds_bos or body.get("add_special_tokens") is False:
+            return text
+        return text.removeprefix(self._tokens["bos_token"])
 
     async def begin(self) -> None:
         """Starts the process, so that the first request need not wait for it."""
-        if self.source is not None and self._process is None:
+        if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "workbench.serve.render",
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MOST_LINE,
@@ -112,9 +134,23 @@ class ChatTemplate:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """What templates know of a message; a list of texts becomes one text, as in llama.cpp."""
+    """A message with all of its fields. A list of texts becomes one text, as in llama.cpp; so
+    templates may rely on a text."""
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)
-    made = {"role": message["role"], "content": "" if content is None else content}
-    return made | ({"name": message["name"]} if message.get("name") else {})
+    return message | {"content": "" if content is None else content}
+
+
+def _open_ended(text: str, last: str, mark: str) -> str:
+    """A rendered chat that ends with its last message, as `continue_final_message` of Hugging
+    Face's `apply_chat_template` has it. mark: what stands behind the message, and a space. Raises
+    ApiError where the chat does not have the message.
+    """
+    before, found, behind = text.rpartition(mark)
+    if not found or last.strip() not in before:
+        raise bad(
+            "the chat template does not show the last message as it is; ask for a whole answer",
+            "continue_final_message",
+        )
+    return before if behind.startswith(" ") else before.rstrip()  # a template that trims

@@ -127,7 +127,7 @@ class Completions(_OpenAI):
             "tokens": texts,
             "token_logprobs": [of.drawn for of in part.logprobs[begin:end]],
             "top_logprobs": tops,
-            "text_offset": (part.offsets or _offsets(self._texts, part.tokens))[begin:end],
+            "text_offset": part.offsets[begin:end],
         }
 
     def _shown(self, token: int) -> str:
@@ -137,15 +137,6 @@ class Completions(_OpenAI):
             return raw.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def _offsets(texts: TokenTexts, tokens: list[int]) -> list[int]:
-    """For each token the characters before it."""
-    decoder, at, offsets = texts.decoder(), 0, []
-    for token in tokens:
-        offsets.append(at)
-        at += len(decoder.feed(token))
-    return offsets
 
 
 class Chat(_OpenAI):
@@ -183,10 +174,10 @@ class Chat(_OpenAI):
 
     def _logprobs(self, part: Continuation, begin: int, end: int) -> Json:
         content = [
-            self._logprob(token, of.drawn)
+            _logprob(self._texts, token, of.drawn)
             | {
                 "top_logprobs": [
-                    self._logprob(int(t), float(v))
+                    _logprob(self._texts, int(t), float(v))
                     for t, v in zip(of.tokens, of.values, strict=True)
                 ]
             }
@@ -194,9 +185,11 @@ class Chat(_OpenAI):
         ]
         return {"content": content, "refusal": None}
 
-    def _logprob(self, token: int, value: float) -> Json:
-        raw = self._texts.shown(token)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": value, "bytes": list(raw)}
+
+def _logprob(texts: TokenTexts, token: int, value: float) -> Json:
+    """A token with its logarithm, as chats and llama.cpp word it."""
+    raw = texts.shown(token)
+    return {"token": raw.decode("utf-8", "replace"), "logprob": value, "bytes": list(raw)}
 
 
 class Native:
@@ -204,23 +197,41 @@ class Native:
 
     clips = True
 
-    def __init__(self, model: str):
-        self._model = model
+    def __init__(self, model: str, texts: TokenTexts):
+        self._model, self._texts = model, texts
 
     def token(self, part: Continuation, text: str) -> bytes:
+        if part.logprobs:
+            made = {"index": 0, "content": text, "tokens": part.tokens[-1:], "stop": False}
+            return event(made | self._known(part, *part.to_log()))
         return b'data: {"index":0,"content":%b,"tokens":[%d],"stop":false}\n\n' % (
             quoted(text), part.tokens[-1],
         )  # fmt: skip
 
     def end(self, part: Continuation, text: str, last: bool) -> bytes:
-        return event(self._ended(part, text, []))
+        known = self._known(part, *part.to_log()) if part.logprobs else {}
+        return event(self._ended(part, text, []) | known)
 
     def last(self, reply: Reply) -> bytes:
         return b""
 
     def whole(self, reply: Reply) -> bytes:
         part = reply.parts[0]
-        return json.dumps(self._ended(part, part.text, part.tokens)).encode()
+        known = self._known(part, 0, part.n_kept) if part.logprobs else {}
+        return json.dumps(self._ended(part, part.text, part.tokens) | known).encode()
+
+    def _known(self, part: Continuation, begin: int, end: int) -> Json:
+        """`completion_probabilities`, where there are some."""
+        values = [
+            {"id": token} | _logprob(self._texts, token, of.drawn) | {
+                "top_logprobs": [
+                    {"id": int(t)} | _logprob(self._texts, int(t), float(v))
+                    for t, v in zip(of.tokens, of.values, strict=True)
+                ]
+            }
+            for token, of in zip(part.tokens[begin:end], part.logprobs[begin:end], strict=True)
+        ]  # fmt: skip
+        return {"completion_probabilities": values} if values else {}
 
     def _ended(self, part: Continuation, text: str, tokens: list[int]) -> Json:
         reason = part.reason or ""

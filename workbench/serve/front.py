@@ -101,7 +101,7 @@ class Front:
             if max(prompt) >= ready.n_vocab:
                 raise bad(not_known(max(prompt), ready.n_vocab), "prompt")
         reply = Reply(wanted, form, self.texts, self.cancel, self._touched)
-        ends = frozenset() if wanted.ignore_eos else self.texts.tokenizer.eog_ids
+        ends = wanted.ends(self.texts.tokenizer.eog_ids)
         first_seed = secrets.randbits(48) if wanted.seed is None else wanted.seed
         asks = []
         for prompt, length in zip(prompts, lengths, strict=True):
@@ -113,7 +113,7 @@ class Front:
                 asks.append(
                     Ask(
                         part.number, tokens, length, wanted.sampling, (first_seed + i) % 2**63,
-                        ends, wanted.n_logprobs, wanted.timeout_s,
+                        ends, wanted.n_logprobs, wanted.timeout_s, wanted.cache_prompt,
                     )
                 )  # fmt: skip
         for ask in asks:

@@ -24,12 +24,14 @@ from workbench.engine.asks import CANCELLED as CANCELLED
 from workbench.engine.asks import FAILED as FAILED
 from workbench.engine.asks import LENGTH as LENGTH
 from workbench.engine.asks import STOP as STOP
+from workbench.engine.asks import STOP_TEXT as STOP_TEXT
 from workbench.engine.asks import TIMEOUT as TIMEOUT
 from workbench.engine.asks import Ask as Ask
 from workbench.engine.asks import Ended as Ended
 from workbench.engine.asks import Logprobs as Logprobs
 from workbench.engine.asks import Timings as Timings
 from workbench.engine.asks import Totals as Totals
+from workbench.engine.asks import foremost as foremost
 
 
 class Cancel(NamedTuple):

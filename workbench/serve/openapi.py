@@ -1,11 +1,12 @@
-"""The interface in OpenAPI 3.1, made from `api.SCHEMAS`."""
+"""The interface in OpenAPI 3.1, made from the table of fields."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from workbench import __version__
-from workbench.serve.api import SCHEMAS
+from workbench.serve.fields import SCHEMAS
+from workbench.serve.shapes import of_vocabulary
 
 ABOUT = {
     "/v1/completions": "Continue prompts",
@@ -41,8 +42,8 @@ ERROR = {
 }
 
 
-def described() -> dict[str, Any]:
-    """The document."""
+def described(n_vocab: int) -> dict[str, Any]:
+    """The document. n_vocab: tokens of the model that is served."""
     answers = {
         "200": {"description": "done"},
         "default": {
@@ -56,7 +57,7 @@ def described() -> dict[str, Any]:
                 "summary": ABOUT[path],
                 "requestBody": {
                     "required": True,
-                    "content": {"application/json": {"schema": schema}},
+                    "content": {"application/json": {"schema": of_vocabulary(schema, n_vocab)}},
                 },
                 "responses": answers,
             }

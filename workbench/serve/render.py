@@ -39,9 +39,17 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
-    """Jinja's own would escape for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
+def _to_json(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own would escape for HTML. Arguments are in Hugging Face's order."""
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def compiled(template: str) -> Callable[[dict[str, Any]], str]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from typing import Protocol
 
 from workbench.serve.api import Wanted
 from workbench.serve.faults import ApiError
-from workbench.serve.messages import CANCELLED, FAILED, STOP, Ended, Logprobs, Timings
-from workbench.serve.text import StopSearch, TokenTexts
+from workbench.serve.messages import FAILED, STOP, STOP_TEXT, Ended, Logprobs, Timings, foremost
+from workbench.serve.text import MeasuringDecoder, StopSearch, TokenTexts
 
 MOST_BUFFERED = 1 << 20  # bytes of a stream that its client has not taken
 MOST_EVENTS = 1 << 16  # and events, while the beginning of its answer waits to be sent
@@ -44,29 +43,27 @@ class Form(Protocol):
 class Continuation:
     """One answer to one prompt.
 
-    tokens: of the engine so far. offsets: for each token with logprobs that is decoded as it comes,
-    the characters before it.
-    take: what to do with the next token.
+    tokens: of the engine so far. reason: why it ended, as a client is told. take: what to do with
+    the next token.
     """
 
     __slots__ = (
-        "_decoder", "_n_certain", "_n_logged", "_parts", "_search", "_text", "index",
-        "logprobs", "n_prompt", "number", "offsets", "reason", "reply", "take", "timings", "tokens",
+        "_decoder", "_n_logged", "_parts", "_search", "_text", "index",
+        "logprobs", "n_prompt", "number", "reason", "reply", "take", "timings", "tokens",
     )  # fmt: skip
 
     def __init__(self, reply: Reply, index: int, number: int, n_prompt: int):
         self.reply, self.index, self.number, self.n_prompt = reply, index, number, n_prompt
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
-        self.offsets: list[int] = []
         self.reason: str | None = None
         self.timings: Timings | None = None
         self._parts: list[str] = []
         self._text: str | None = None
-        self._n_certain = 0  # characters, with a stop text's
         self._n_logged = 0  # tokens whose logprobs were sent
         wanted = reply.wanted
-        self._decoder = reply.texts.decoder()
+        texts = reply.texts
+        self._decoder = texts.decoder() if wanted.n_logprobs is None else texts.measuring()
         self._search = StopSearch(wanted.stop) if wanted.stop else None
         self.take: Callable[[int], None]
         if wanted.stream:
@@ -89,12 +86,21 @@ class Continuation:
         return self._search.found if self._search else ""
 
     @property
+    def offsets(self) -> list[int]:
+        """Of each token with logprobs: characters before it, of the answer."""
+        decoder = self._decoder
+        assert isinstance(decoder, MeasuringDecoder)
+        for token in self.tokens[len(decoder.offsets) :]:  # of an answer that is read as a whole
+            decoder.feed(token)
+        return decoder.offsets
+
+    @property
     def n_kept(self) -> int:
-        """Tokens that begin before a stop text, or before what may be one."""
-        search = self._search
-        if search is None or not search.holds or not self.offsets:
+        """Tokens with logprobs that begin before a stop text, or before what may be one."""
+        if self._search is None:
             return len(self.tokens)
-        return bisect_left(self.offsets, search.n_given)
+        assert isinstance(self._decoder, MeasuringDecoder)
+        return self._decoder.n_before(self._search.n_given)
 
     def to_log(self) -> tuple[int, int]:
         """The first token whose logprobs no event has had, and the end of those that have one
@@ -114,29 +120,31 @@ class Continuation:
     def _certain(self, token: int) -> str:
         self.tokens.append(token)
         text = self._decoder.feed(token)
-        if self.logprobs:
-            self.offsets.append(self._n_certain)
-            self._n_certain += len(text)
         if self._search is None:
             return text
         text = self._search.feed(text)
-        if self._search.found_at is not None:
+        if self._is_cut:
             self.reply.stop(self)
         return text
 
     def end(self, ended: Ended) -> None:
         """No more tokens come."""
-        found = self._search is not None and self._search.found_at is not None
-        self.reason = STOP if found and ended.reason == CANCELLED else ended.reason
-        self.timings = ended.timings
         rest = ""
-        if not found:
+        if not self._is_cut:
             rest = self._decoder.flush()
             if self._search is not None:
                 rest = self._search.feed(rest) + self._search.flush()
+        told = foremost([ended.reason, *[STOP_TEXT] * self._is_cut])
+        self.reason = STOP if told == STOP_TEXT else told
+        self.timings = ended.timings
         if rest and self._search and not self.reply.wanted.stream:
             self._parts.append(rest)
         self.reply.ended(self, rest, ended)
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether a stop text was found."""
+        return self._search is not None and self._search.found_at is not None
 
 
 class Reply:
@@ -232,7 +240,7 @@ class Reply:
     def ended(self, part: Continuation, rest: str, ended: Ended) -> None:
         """A continuation is over."""
         self.left -= 1
-        if ended.reason == FAILED:
+        if part.reason == FAILED:
             self.fail(ApiError(500, f"the step failed: {ended.why}"))
         elif self.wanted.stream and not self.dropped and self.error is None:
             self.emit(self.form.end(part, rest, self.left == 0))

@@ -1,8 +1,8 @@
 """Checks a value against a JSON schema, and names the field that is wrong.
 
 The part of JSON Schema 2020-12 that the interface needs: type, enum, anyOf, the bounds of numbers,
-strings, arrays and objects, items, properties and required. A schema may say in `x-refusal` what a
-client is told; else the words are made from the schema.
+strings, arrays and objects, items, properties, required and dependentSchemas. A schema may say in
+`x-refusal` what a client is told; else the words are made from the schema.
 """
 
 from __future__ import annotations
@@ -108,9 +108,15 @@ def _of_fields(value: dict[str, Any], schema: Schema, name: str) -> tuple[str, s
     for field in schema.get("required", ()):
         if field not in value:
             return prefix + field, "is missing"
-    for field, of in schema.get("properties", {}).items():
-        if field in value and (problem := _problem(value[field], of, prefix + field)):
-            return problem
+    properties = schema.get("properties", {})
+    for field in min(value, properties, key=len):  # a body has few of many, or many of none
+        if field in value and field in properties:
+            problem = _problem(value[field], properties[field], prefix + field)
+            if problem:
+                return problem
+    for field, of in schema.get("dependentSchemas", {}).items():
+        if field in value and (problem := _problem(value, of, name)):
+            return prefix + field, problem[1]
     return None
 
 

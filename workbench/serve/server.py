@@ -19,7 +19,7 @@ import uvicorn
 
 from workbench.errors import DeviceError, UsageError
 from workbench.serve.app import build
-from workbench.serve.chat import ChatTemplate
+from workbench.serve.chat import NO_TEMPLATE, ChatTemplate
 from workbench.serve.front import DEAD, FINISHING, SERVING, Front, FrontSettings
 from workbench.serve.link import Link
 from workbench.serve.protocol import FrontProtocol
@@ -105,9 +105,9 @@ def serve(
 ) -> None:
     """Serves until a signal, or for good where none comes.
 
-    start: starts the engine process. template: the chat template. say: takes lines for the eye.
-    on_server: is given the server before it runs. Raises UsageError for an address that is not to
-    be had, DeviceError where the engine process ends before it has loaded the model.
+    start: starts the engine process. template: the chat template; None: ChatML. say: takes lines
+    for the eye. on_server: is given the server before it runs. Raises UsageError for an address
+    that is not to be had, DeviceError where the engine process ends before it has loaded the model.
     """
     with listen(listening.host, listening.port) as sock:
         (connection,), engine = start(1)
@@ -140,6 +140,8 @@ def serve(
         if on_server is not None:
             on_server(server)
         say(f"listening at {address_of(sock)}; loading {settings.model}")
+        if template is None:
+            say(f"note: {NO_TEMPLATE}")
         try:
             server.run(sockets=[sock])
         finally:

@@ -7,6 +7,7 @@ place of a call for each token.
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from workbench.model.tokenizer import Tokenizer
@@ -39,28 +40,78 @@ class TokenTexts:
     def decoder(self) -> TokenDecoder:
         return TokenDecoder(self)
 
+    def measuring(self) -> MeasuringDecoder:
+        return MeasuringDecoder(self)
+
 
 class TokenDecoder:
     """Text from tokens that come one at a time; never half a character."""
 
-    __slots__ = ("_decode", "_pieces", "_restarted", "_restarts")
+    __slots__ = ("_pieces", "_restarted", "_restarts", "_utf8")
 
     def __init__(self, texts: TokenTexts):
         self._pieces, self._restarts = texts.bytes, texts.restarts
         self._restarted = False
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
         """What is certain now: bytes of an unfinished character are held."""
+        return self._utf8.decode(self._piece(token))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", True)
+
+    def _piece(self, token: int) -> bytes:
+        """The bytes that it adds here."""
         piece = self._pieces[token]
         if self._restarts:
             if self._restarted and token not in self._restarts:
                 piece = piece.removeprefix(b" ")
             self._restarted = token in self._restarts
-        return self._decode(piece)
+        return piece
 
-    def flush(self) -> str:
-        return self._decode(b"", True)
+
+class MeasuringDecoder(TokenDecoder):
+    """A decoder that knows where each token begins.
+
+    offsets: for each token fed, characters before the character that its first byte belongs to.
+    Half a character that no token goes on with is a character, too: U+FFFD.
+    """
+
+    __slots__ = ("_half", "_n", "_said", "offsets")
+
+    def __init__(self, texts: TokenTexts):
+        super().__init__(texts)
+        self.offsets: list[int] = []
+        self._said: list[bool] = []  # whether the token has bytes at all
+        self._n = 0  # characters that are certain
+        self._half = b""  # bytes of the character that is not
+
+    def feed(self, token: int) -> str:
+        piece = self._piece(token)
+        broken = _broken(self._half + piece[:1]) if piece else 0
+        self.offsets.append(self._n + broken)
+        self._said.append(bool(piece))
+        text = self._utf8.decode(piece)
+        self._n += len(text)
+        self._half = self._utf8.getstate()[0]
+        return text
+
+    def n_before(self, at: int) -> int:
+        """How many tokens begin before character `at`; those without bytes there count, too."""
+        n = bisect_left(self.offsets, at)
+        while n < len(self.offsets) and not self._said[n]:
+            n += 1
+        return n
+
+
+def _broken(raw: bytes) -> int:
+    """Characters that the bytes before the last one become where it does not go on with them."""
+    try:
+        codecs.getincrementaldecoder("utf-8")("strict").decode(raw)
+    except UnicodeDecodeError:
+        return len(raw[:-1].decode("utf-8", "replace"))
+    return 0
 
 
 class StopSearch:
@@ -80,11 +131,6 @@ class StopSearch:
         self._taken = 0  # characters given out
         self.found = ""
         self.found_at: int | None = None
-
-    @property
-    def holds(self) -> bool:
-        """Whether text is held back, or a stop text was found."""
-        return bool(self._held) or self.found_at is not None
 
     @property
     def n_given(self) -> int:
