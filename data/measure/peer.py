@@ -192,7 +192,8 @@ def fastest(recorded: Recorded) -> str:
         " or ".join(f"`{arm}`" for arm in dict.fromkeys(arms))
         for arms in ([best.arm_theirs for best in found], [best.arm_ours for best in found])
     ]
-    return f"The fastest: {' and '.join(said)}. {where(recorded)}"
+    typed = "`make peer-cuda` measures both; `workbench bench -m 1b.gguf -n 128` prints ours. "
+    return f"{typed}The fastest: {' and '.join(said)}. {where(recorded)}"
 
 
 def _interval(ratio: Ratio) -> str:
