@@ -157,7 +157,7 @@ def in_short(recorded: Recorded) -> Iterator[Line]:
 
 
 def first(recorded: Recorded) -> str:
-    """The caption, with the command that prints our figures and the one that measures both sides."""
+    """The caption; before it the commands that print our figures, and both sides'."""
     found = next((f for f in recorded_batched(recorded) if f.side(LLAMA)), None)
     if found is None:
         return ""
