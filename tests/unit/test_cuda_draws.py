@@ -1,5 +1,5 @@
-"""The cuda kernel that draws tokens, run on this machine's CPU (`on_host.py`): its draws are those of
-the host."""
+"""The cuda kernel that draws tokens, run on this machine's CPU (`on_host.py`): the host draws the
+same."""
 
 from __future__ import annotations
 

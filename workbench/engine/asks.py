@@ -13,10 +13,11 @@ FAILED = "failed"  # and its step with it: `Ended.why` says of what
 class Ask(NamedTuple):
     """A prompt to continue.
 
-    number: the front's own, never used again. tokens: (n,) int32, at least one. ends: tokens after
-    which the request is over; they are not part of it. n_logprobs: None for none, else how many of
-    the likeliest tokens are wanted beside the one that was drawn. timeout_s: from now until its
-    last token; None: no limit.
+    number: the front's own, never used again. tokens: (n,) int32, at least one. max_tokens: 0 for
+    the prompt alone. ends: tokens after which the request is over; they are not part of it.
+    n_logprobs: None for none, else how many of the likeliest tokens are wanted beside the one that
+    was drawn. timeout_s: from now until its last token; None: no limit. scores_prompt: the prompt's
+    tokens have logprobs, too, all but the first; it needs n_logprobs.
     """
 
     number: int
@@ -27,12 +28,13 @@ class Ask(NamedTuple):
     ends: frozenset[int] = frozenset()
     n_logprobs: int | None = None
     timeout_s: float | None = None
+    scores_prompt: bool = False
 
 
 class Logprobs(NamedTuple):
     """Natural logarithms of probabilities at temperature 1, before anything is cut away.
 
-    drawn: of the token that was drawn. tokens, values: the likeliest, in falling order, (k,) int32
+    drawn: of the token that was drawn, or that a prompt has. tokens, values: the likeliest, in falling order, (k,) int32
     and (k,) float32.
     """
 

@@ -80,7 +80,7 @@ def drawn(logits: np.ndarray, s: Sampling, uniform: float) -> int:
         if top_p < 1:
             sums = np.cumsum(weights(below))
             n = _reached(sums, max(int(float(sums[-1]) * float(top_p)), 1))
-        n = min(n, np.count_nonzero(kept >= best + log_min_p))
+        n = min(n, int(np.count_nonzero(kept >= best + log_min_p)))
         sums = np.cumsum(weights(below[:n] * min(np.float32(1) / temperature, STEEPEST)))
     wanted = min(int(float(sums[-1]) * float(u)) + 1, int(sums[-1]))
     return int(order[_reached(sums, wanted) - 1])

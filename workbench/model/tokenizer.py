@@ -113,6 +113,11 @@ class Tokenizer:
             ids.append(self.eos_id)  # type: ignore[arg-type]
         return ids
 
+    @property
+    def n_added(self) -> tuple[int, int]:
+        """How many ids `encode` puts before those of a text, and after them."""
+        return int(self._add_bos), int(self._add_eos)
+
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD. Control tokens print nothing
         unless `special`. Raises UsageError for an id outside the vocabulary."""

@@ -24,7 +24,7 @@ COMPLETION_TOKENS = 16  # of /v1/completions, where the request names no number
 class Defaults(NamedTuple):
     """What a request has that does not say. timeout_s: also the most it can ask for."""
 
-    sampling: Sampling = Sampling(0.8, 40, 0.95)  # llama.cpp's server has the same
+    sampling: Sampling = Sampling(0.8, 40, 0.95)  # as llama.cpp's server, but for its min_p of 0.05
     timeout_s: float | None = None
 
 
@@ -33,6 +33,7 @@ class Wanted(NamedTuple):
 
     prompts: texts, or token ids; none of a chat, whose `messages` a template makes into one. n:
     continuations of each. max_tokens: None for as many as the context holds. seed: None for any.
+    echo: an answer begins with its prompt, whose tokens have logprobs where the others have.
     """
 
     prompts: list[str | list[int]]
@@ -47,6 +48,7 @@ class Wanted(NamedTuple):
     include_usage: bool
     timeout_s: float | None
     model: str | None
+    echo: bool = False
 
 
 def _number(kind: str, least: float | None = None, most: float | None = None) -> Schema:
@@ -92,6 +94,7 @@ _SAMPLING: dict[str, Schema] = {
     "temperature": _number("number", 0, 100),
     "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
     "top_k": _number("integer", -1, INT32),
+    "min_p": _number("number", 0, 1),
     "seed": _number("integer", -(2**63), 2**64 - 1),
     "stop": _STOP,
     "stream": _FLAG,
@@ -101,7 +104,6 @@ _SAMPLING: dict[str, Schema] = {
     "frequency_penalty": _refused(_ZERO, "a penalty"),
     "repetition_penalty": _refused({"enum": [1, None]}, "a penalty"),
     "repeat_penalty": _refused({"enum": [1, None]}, "a penalty"),
-    "min_p": _refused(_ZERO, "sampling by min_p"),
     "logit_bias": _refused({"type": ["object", "null"], "maxProperties": 0}, "a bias of logits"),
     "grammar": _refused({"enum": ["", None]}, "a grammar"),
     "json_schema": _refused({"type": "null"}, "an answer of a given form"),
@@ -162,7 +164,9 @@ SCHEMAS: dict[str, Schema] = {
         | {
             "prompt": _PROMPT,
             "logprobs": _number("integer", 0, MAX_LOGPROBS),
-            "echo": _refused({"enum": [False, None]}, "the prompt's text"),
+            "max_tokens": _number("integer", 0, INT32),
+            "max_completion_tokens": _number("integer", 0, INT32),
+            "echo": _FLAG,
             "best_of": _refused({"enum": [1, None]}, "more than it answers"),
             "suffix": _refused({"enum": ["", None]}, "a text between two others"),
         },
@@ -210,6 +214,7 @@ def completion(body: dict[str, Any], defaults: Defaults) -> Wanted:
         prompts=_prompts(body["prompt"]),
         max_tokens=COMPLETION_TOKENS if tokens is None else tokens,
         n_logprobs=whole(body.get("logprobs")),
+        echo=bool(body.get("echo")),
     )
 
 
@@ -266,7 +271,9 @@ def _wanted(body: dict[str, Any], defaults: Defaults) -> Wanted:
 
 
 def _sampling(body: dict[str, Any], default: Sampling) -> Sampling:
-    said: dict[str, Callable[[Any], Any]] = {"temperature": float, "top_k": int, "top_p": float}
+    said: dict[str, Callable[[Any], Any]] = {
+        "temperature": float, "top_k": int, "top_p": float, "min_p": float,
+    }  # fmt: skip
     values = {
         name: getattr(default, name) if body.get(name) is None else kind(body[name])
         for name, kind in said.items()
@@ -310,12 +317,12 @@ def check_text(n_characters: int, n_ctx: int, longest: int) -> None:
 
 
 def fitted(n_prompt: int, max_tokens: int | None, n_ctx: int, clip: bool = False) -> int:
-    """How many tokens an answer may have, of a context of n_ctx tokens. clip: less than wanted
-    will do. Raises ApiError (400), which says how many tokens there are."""
+    """How many tokens an answer may have, of a context of n_ctx tokens; 0 where none is wanted.
+    clip: less than wanted will do. Raises ApiError (400), which says how many tokens there are."""
     if n_prompt == 0:
         raise bad("the prompt has no tokens; give at least one", "prompt")
     room = n_ctx - n_prompt
-    if room < 1:
+    if room < (max_tokens != 0):
         raise _too_long(f"the prompt has {n_prompt} tokens", n_ctx)
     if max_tokens is None or (clip and max_tokens > room):
         return room

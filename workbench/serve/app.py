@@ -105,7 +105,7 @@ class Endpoints:
         for prompt in prompts:
             found.append(await self._ids(prompt) if isinstance(prompt, str) else prompt)
             if found[-1]:  # of none, `Front.open` says so
-                api.fitted(len(found[-1]), None, n_ctx)  # before the next one takes its time
+                api.fitted(len(found[-1]), 0, n_ctx)  # before the next one takes its time
         return found
 
     async def _ids(

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from workbench.serve.api import Wanted
+from workbench.serve.echo import Echo
 from workbench.serve.faults import ApiError
 from workbench.serve.messages import CANCELLED, FAILED, STOP, Ended, Logprobs, Timings
 from workbench.serve.text import StopSearch, TokenTexts
@@ -45,12 +46,12 @@ class Continuation:
     """One answer to one prompt.
 
     tokens: of the engine so far. offsets: for each token with logprobs that is decoded as it comes,
-    the characters before it.
+    the characters before it. echo: its prompt, where the answer begins with it.
     take: what to do with the next token.
     """
 
     __slots__ = (
-        "_decoder", "_n_certain", "_n_logged", "_parts", "_search", "_text", "index",
+        "_decoder", "_n_certain", "_n_logged", "_parts", "_search", "_text", "echo", "index",
         "logprobs", "n_prompt", "number", "offsets", "reason", "reply", "take", "timings", "tokens",
     )  # fmt: skip
 
@@ -59,6 +60,7 @@ class Continuation:
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
         self.offsets: list[int] = []
+        self.echo: Echo | None = None
         self.reason: str | None = None
         self.timings: Timings | None = None
         self._parts: list[str] = []
