@@ -213,10 +213,11 @@ def test_models_are_listed(server):
     ("wrong", "kind", "param"),
     [
         ({"model": "other"}, openai.NotFoundError, "model"),
-        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"max_tokens": -1}, openai.BadRequestError, "max_tokens"),
         ({"max_tokens": 10_000}, openai.BadRequestError, "prompt"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
-        ({"echo": True}, openai.BadRequestError, "echo"),
+        ({"echo": 1}, openai.BadRequestError, "echo"),
+        ({"extra_body": {"min_p": 1.5}}, openai.BadRequestError, "min_p"),
         ({"best_of": 2}, openai.BadRequestError, "best_of"),
         ({"n": 129}, openai.BadRequestError, "n"),
         ({"stop": ["a"] * 17}, openai.BadRequestError, "stop"),

@@ -34,8 +34,8 @@ class Ask(NamedTuple):
 class Logprobs(NamedTuple):
     """Natural logarithms of probabilities at temperature 1, before anything is cut away.
 
-    drawn: of the token that was drawn, or that a prompt has. tokens, values: the likeliest, in falling order, (k,) int32
-    and (k,) float32.
+    drawn: of the token that was drawn, or that a prompt has. tokens, values: the likeliest, in
+    falling order, (k,) int32 and (k,) float32.
     """
 
     drawn: float
