@@ -99,7 +99,7 @@ def test_a_stop_text_is_looked_for_in_the_answer_alone(server):
 
 def payload(prompt: list[list[int]]) -> dict:
     return {
-        "model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 1, "logprobs": 1,
+        "model": "", "prompt": prompt, "temperature": 0, "max_tokens": 1, "logprobs": 1,
         "seed": 1234, "echo": True,
     }  # fmt: skip
 
@@ -107,7 +107,9 @@ def payload(prompt: list[list[int]]) -> dict:
 def parsed(outputs: dict, ctxlens: list[int]) -> list[tuple[float, bool]]:
     """Loglikelihood of each continuation, and whether it is the greedy one."""
     found = []
-    for choice, n in zip(sorted(outputs["choices"], key=lambda c: c["index"]), ctxlens, strict=True):
+    for choice, n in zip(
+        sorted(outputs["choices"], key=lambda c: c["index"]), ctxlens, strict=True
+    ):
         logprobs = choice["logprobs"]
         own, tops = logprobs["token_logprobs"][n:-1], logprobs["top_logprobs"][n:-1]
         greedy = all(a == max(top.values()) for a, top in zip(own, tops, strict=True))
