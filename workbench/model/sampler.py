@@ -1,6 +1,6 @@
 """Logits -> token: greedy, or seeded temperature with top-k, top-p and min-p.
 
-The order is that of llama.cpp's chain, as far as its samplers exist here:
+The order is the chain's of llama.cpp, as far as its samplers exist here:
 
     top_k     the k largest logits
     top_p     of these the fewest whose probabilities reach p; 1 keeps all

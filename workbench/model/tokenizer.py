@@ -115,7 +115,7 @@ class Tokenizer:
 
     @property
     def n_added(self) -> tuple[int, int]:
-        """How many ids `encode` puts before those of a text, and after them."""
+        """How many ids `encode` puts before a text's own ids, and after them."""
         return int(self._add_bos), int(self._add_eos)
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
