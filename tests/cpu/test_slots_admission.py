@@ -105,8 +105,8 @@ def test_what_can_never_fit_is_refused_with_the_reason(small, apart):
         assert not slots.refusal(Ask(0, ids(room), 1))
         why = slots.refusal(Ask(0, ids(room + 1), 1))
         assert f"{room + 1} tokens" in why and f"is {room}" in why
-        assert "both must be 1 or more" in slots.refusal(Ask(0, ids(3), 0))
-        assert "both must be 1 or more" in slots.refusal(Ask(0, ids(0), 1))
+        assert "give at least 1, and 0" in slots.refusal(Ask(0, ids(3), -1))
+        assert "give at least 1, and 0" in slots.refusal(Ask(0, ids(0), 1))
         for bad in (-1, engine.model.n_vocab):
             why = slots.refusal(Ask(0, np.array([5, bad], np.int32), 1))
             assert f"token id {bad} " in why and str(engine.model.n_vocab) in why

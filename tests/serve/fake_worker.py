@@ -154,11 +154,19 @@ class FakeWorker:
             return
         if self.step_s:
             time.sleep(self.step_s)
-        numbers, tokens, logprobs = [], [], {}
+        numbers, tokens, logprobs, scores = [], [], {}, {}
         for seat in list(self._seats.values()):
             ask = seat.ask
             if self.fails(ask):
                 self._end(seat, FAILED, "the fake was told to")
+                continue
+            if ask.scores_prompt and not seat.n_made:
+                assert ask.n_logprobs is not None
+                scores[ask.number] = [
+                    self._logprobs(t, ask.n_logprobs) for t in ask.tokens[1:].tolist()
+                ]
+            if not ask.max_tokens:
+                self._end(seat, LENGTH)
                 continue
             token = self._next(seat)
             if token in ask.ends:
@@ -182,6 +190,7 @@ class FakeWorker:
                     self._steps, self._prompt, 0, self._made, 0.0, 0.0, len(self._seats),
                     len(self._waiting), sum(s.n_made for s in self._seats.values()), 4096,
                 ),
+                scores,
             )
         )  # fmt: skip
 

@@ -148,6 +148,7 @@ def test_an_engine_that_dies_while_it_loads_is_an_error(model):
         (["--port", "70000"], "65535"),
         (["--slots", "0"], "--slots"),
         (["--temp", "-1"], "temperature"),
+        (["--min-p", "2"], "min_p"),
         (["--timeout", "-1"], "--timeout"),
         (["--api-key-file", "/no/such"], "cannot read /no/such"),
         (["--api-key-file", os.devnull], "no API key"),

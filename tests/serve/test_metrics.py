@@ -49,7 +49,7 @@ def found(texts) -> Metrics:
         client.completions.create(model="tiny", prompt=[1, 2], n=3, max_tokens=5)
         list(client.completions.create(model="tiny", prompt=[1], max_tokens=7, stream=True))
         with pytest.raises(openai.BadRequestError):
-            client.completions.create(model="tiny", prompt="a", max_tokens=0)
+            client.completions.create(model="tiny", prompt="a", max_tokens=-2)
         return read(http)
 
 

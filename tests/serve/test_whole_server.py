@@ -18,6 +18,7 @@ import pytest
 from tests.edited import edited
 from tests.serve.live import TEMPLATE
 from tests.serve.test_command import served
+from tests.serve.test_echo import parsed, payload
 from tests.serve.test_hostile_clients import wait_for
 from workbench.config import BEST, TogglePreset
 from workbench.engine.engine import Engine
@@ -125,6 +126,32 @@ def test_tokens_that_a_request_names_end_its_answer(real):
         cut = http.post("/completion", json=body | {"stop_token_ids": [end]}).json()
     assert cut["tokens"] == whole["tokens"][: whole["tokens"].index(end)]
     assert (cut["stop_type"], whole["stop_type"]) == ("eos", "limit")
+
+
+def test_loglikelihoods_are_those_of_the_engines_logits(real):
+    """What lm-eval asks, also of a prompt whose cells the server has."""
+    prompts = [[5, 6, 7, 8, 300, 301], [5, 6, 7, 9]]
+    with Engine.load(real.model, device="embedded", n_ctx=512) as engine, real.http() as http:
+        for _ in range(2):
+            made = http.post("/v1/completions", json=payload(prompts)).json()
+            for prompt, (found, _) in zip(prompts, parsed(made, [2, 2]), strict=True):
+                engine.reset()
+                wide = engine.prefill(prompt, outputs="all").astype(np.float64)
+                known = wide - np.logaddexp.reduce(wide, axis=1, keepdims=True)
+                wanted = sum(known[i - 1, prompt[i]] for i in range(2, len(prompt)))
+                assert found == pytest.approx(wanted, abs=0.05)
+
+
+def test_min_p_of_one_draws_the_likeliest(real):
+    """On the device, whatever the temperature."""
+    hot = {"temperature": 5, "extra_body": {"ignore_eos": True, "min_p": 1, "top_k": 0}}
+    greedy, sure = ask(real), real.client().completions.create(
+        model="chats", prompt=PROMPT, max_tokens=12, **hot
+    )  # fmt: skip
+    assert sure.choices[0].text == greedy.choices[0].text
+    hot["extra_body"]["min_p"] = 0
+    other = real.client().completions.create(model="chats", prompt=PROMPT, max_tokens=12, **hot)
+    assert other.choices[0].text != greedy.choices[0].text
 
 
 def test_a_seed_says_what_is_drawn(real):

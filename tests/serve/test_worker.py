@@ -252,7 +252,7 @@ def test_what_cannot_be_served_is_refused_and_what_cannot_be_now_says_when(model
     with running(settings(model, n_waiting=2)) as ((front,), _):
         front.until(lambda: front.ready)
         front.ask(100, ROOM + 1)
-        front.ask(101, 5, 0)
+        front.ask(101, 5, -1)
         front.until(lambda: len(front.refused) == 2)
         assert front.refused[100].retry_after_s is None is front.refused[101].retry_after_s
         assert f"{ROOM + 1} tokens" in front.refused[100].why

@@ -55,6 +55,7 @@ class ServerSettings:
     ] = 0.8
     top_k: Annotated[f.Whole, f.flag("of requests that name none; 0: all")] = 40
     top_p: Annotated[float, f.flag("of requests that name none")] = 0.95
+    min_p: Annotated[float, f.flag("of requests that name none; 0: all")] = 0.0
 
 
 ServerFlags = Annotated[ServerSettings, Parameter(name="*", group=SERVER)]
@@ -100,7 +101,8 @@ def serve(
         raise UsageError(f"--timeout {server.timeout} must be above 0 seconds")
     if not server.drain >= 0:
         raise UsageError(f"--drain {server.drain} must be 0 or more seconds")
-    defaults = Defaults(Sampling(server.temperature, server.top_k, server.top_p), server.timeout)
+    sampling = Sampling(server.temperature, server.top_k, server.top_p, server.min_p)
+    defaults = Defaults(sampling, server.timeout)
     keys = _keys(server.api_key_file)
     template = _template(server.chat_template_file)
     with open_gguf(model) as file:

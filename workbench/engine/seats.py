@@ -50,8 +50,7 @@ class Seats:
         free, cache = self.free, self._cache
         if not free or (cache.n_regions == 1 and self._reserved + request.cells > cache.n_ctx_seq):
             return None
-        known = request.prompt if request.ask.cache_prompt else request.prompt[:0]
-        slot, source, n = slot_for(known, free, self.slots, self._choice)
+        slot, source, n = slot_for(request.reusable, free, self.slots, self._choice)
         sequence = slot.sequence
         if source is None:
             cache.remove(sequence, n)

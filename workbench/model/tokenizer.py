@@ -110,9 +110,8 @@ class Tokenizer:
         if add_bos and self.bos_id is None:
             raise UsageError(f"{self._path} names no BOS token; leave add_bos unset")
         text = text.encode("utf-8", "replace").decode("utf-8")
-        ids: list[int] = []
-        if add_bos if add_bos is not None else self._add_bos:
-            ids.append(self.bos_id)  # type: ignore[arg-type]  # checked above and at load
+        before, after = self.n_added(add_bos)
+        ids: list[int] = [self.bos_id] * before  # type: ignore[list-item]  # checked
         for part in self._parts(text, parse_special):
             if isinstance(part, int):
                 ids.append(part)
@@ -120,9 +119,13 @@ class Tokenizer:
                 ids += self._encode_text(" " + part)
             else:
                 ids += self._encode_text(part)
-        if add_bos is None and self._add_eos:
-            ids.append(self.eos_id)  # type: ignore[arg-type]
-        return ids
+        return ids + [self.eos_id] * after  # type: ignore[list-item]
+
+    def n_added(self, add_bos: bool | None = None) -> tuple[int, int]:
+        """How many ids `encode` puts before a text's own ids, and after them."""
+        if add_bos is None:
+            return int(self._add_bos), int(self._add_eos)
+        return int(add_bos), 0
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD. Control tokens print nothing

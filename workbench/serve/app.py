@@ -109,7 +109,7 @@ class Endpoints:
                 await self._ids(prompt, wanted.add_bos) if isinstance(prompt, str) else prompt
             )
             if found[-1]:  # of none, `Front.open` says so
-                api.fitted(len(found[-1]), None, n_ctx)  # before the next one takes its time
+                api.fitted(len(found[-1]), 0, n_ctx)  # before the next one takes its time
         return found
 
     async def _ids(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workbench.serve.api import Defaults, Wanted, check_counts, fitted
+from workbench.serve.echo import Echo
 from workbench.serve.faults import ApiError, bad
 from workbench.serve.link import Link, Message
 from workbench.serve.messages import Ask, Cancel, Ended, Finish, Made, Ready, Refused, Totals
@@ -104,16 +105,19 @@ class Front:
         ends = wanted.ends(self.texts.tokenizer.eog_ids)
         first_seed = secrets.randbits(48) if wanted.seed is None else wanted.seed
         asks = []
-        for prompt, length in zip(prompts, lengths, strict=True):
+        for at, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             tokens = np.asarray(prompt, np.int32)
             for i in range(wanted.n):
                 part = reply.add(next(self._numbers), len(prompt))
+                if wanted.echo:
+                    part.echo = Echo(self.texts, prompt, wanted.prompts[at], wanted.add_bos)
                 self._parts[part.number] = part
                 self._take[part.number] = _First(self, part)
                 asks.append(
                     Ask(
                         part.number, tokens, length, wanted.sampling, (first_seed + i) % 2**63,
                         ends, wanted.n_logprobs, wanted.timeout_s, wanted.cache_prompt,
+                        wanted.echo and wanted.n_logprobs is not None,
                     )
                 )  # fmt: skip
         for ask in asks:
@@ -159,6 +163,9 @@ class Front:
     def _made(self, made: Made) -> None:
         self.totals = made.totals
         n, now = len(made.numbers), time.perf_counter()
+        for number, scores in (made.scores or {}).items():
+            if (echo := self._parts[number].echo) is not None:
+                echo.logprobs += scores
         for number, logprobs in made.logprobs.items():
             self._parts[number].logprobs.append(logprobs)
         self._n_first = 0

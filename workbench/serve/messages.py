@@ -58,13 +58,15 @@ class Ready(NamedTuple):
 
 class Made(NamedTuple):
     """What a step made. numbers (n,) int64 and tokens (n,) int32: the requests that have a token of
-    it, and the token. logprobs: by number, of those that asked. ended: requests that are over."""
+    it, and the token. logprobs: by number, of those that asked. ended: requests that are over.
+    scores: by number, of the next tokens of prompts that are scored; None: of none."""
 
     numbers: np.ndarray
     tokens: np.ndarray
     logprobs: dict[int, Logprobs]
     ended: tuple[Ended, ...]
     totals: Totals
+    scores: dict[int, list[Logprobs]] | None = None
 
 
 class Refused(NamedTuple):

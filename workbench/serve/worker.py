@@ -20,7 +20,7 @@ import numpy as np
 
 from workbench.config import BEST, EngineConfig, TogglePreset
 from workbench.engine.asks import Ask, Ended
-from workbench.engine.requests import Stepped, Token
+from workbench.engine.requests import Scores, Stepped, Token
 from workbench.engine.slots import Slots
 from workbench.errors import WorkbenchError
 from workbench.serve.messages import Cancel, Finish, Made, Ready, Refused
@@ -111,7 +111,7 @@ class EngineProcess:
                 if not slots.idle:
                     self._tell(slots.step())
         except BaseException:
-            self._tell(Stepped([], slots.drop()))
+            self._tell(Stepped([], slots.drop(), {}))
             raise
         finally:
             for pipe in self._fronts.values():
@@ -170,6 +170,10 @@ class EngineProcess:
         """A message to each front that the results are for."""
         tokens: dict[int, list[Token]] = {}
         ended: dict[int, list[Ended]] = {}
+        scores: dict[int, Scores] = {}
+        for here, found in results.scores.items():
+            front, number = self._of[here]
+            scores.setdefault(front, {})[number] = found
         for token in results.tokens:
             front, number = self._of[token.number]
             tokens.setdefault(front, []).append(token._replace(number=number))
@@ -177,15 +181,15 @@ class EngineProcess:
             front, number = self._of.pop(end.number)
             del self._here[front, number]
             ended.setdefault(front, []).append(end._replace(number=number))
-        totals = self._slots.totals() if tokens or ended else None
-        for front in {**tokens, **ended}:
+        totals = self._slots.totals() if tokens or ended or scores else None
+        for front in {**tokens, **ended, **scores}:
             made = tokens.get(front, [])
             assert totals is not None
             self._send(front, Made(
                 np.array([t.number for t in made], np.int64),
                 np.array([t.token for t in made], np.int32),
                 {t.number: t.logprobs for t in made if t.logprobs is not None},
-                tuple(ended.get(front, ())), totals,
+                tuple(ended.get(front, ())), totals, scores.get(front, {}),
             ))  # fmt: skip
 
     def _send(self, front: int, message: Any) -> None:
