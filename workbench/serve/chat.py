@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from workbench.model.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ class ChatTemplate:
     one gets a new process.
     """
 
-    def __init__(self, source: str | None, tokenizer: Tokenizer, limit_s: float):
+    def __init__(self, source: str | None, tokenizer: Tokenizer, limit_s: float = 5.0):
         self.source, self._limit_s = source, limit_s
         self._tokens = {
             name: "" if token is None else tokenizer.piece(token, special=True).decode()
@@ -38,6 +39,11 @@ class ChatTemplate:
     async def prompt(self, body: dict[str, Any]) -> str:
         """The prompt of a checked body with `messages`. A BOS at its start is left out where
         `Tokenizer.encode` puts one there. Raises ApiError (400) where the template cannot do it."""
+        return self.text_of(await self.rendered([self.values(body)]))
+
+    def values(self, body: dict[str, Any]) -> bytes:
+        """What the template is given for a checked body, as JSON. Raises ApiError (400) where there
+        is no template, or the body wants what a template cannot have."""
         if self.source is None:
             raise bad(
                 f"the model file has no chat template ({KEY}); give the server one with "
@@ -53,7 +59,19 @@ class ChatTemplate:
             "add_generation_prompt": True if wanted is None else wanted,
             **self._tokens,
         }
-        text = await self._rendered(json.dumps(values))
+        return json.dumps(values).encode()
+
+    def text_of(self, line: bytes) -> str:
+        """The prompt, of what the renderer has said. Raises ApiError (400) for an error of it."""
+        answer = json.loads(line)
+        if "broken" in answer:
+            raise bad(
+                f"the chat template is broken: {answer['error']}; give the server another one with "
+                "--chat-template-file, or use /v1/completions"
+            )
+        if "error" in answer:
+            raise self._failed(answer["error"])
+        text: str = answer["text"]
         return text.removeprefix(self._tokens["bos_token"]) if self._adds_bos else text
 
     async def begin(self) -> None:
@@ -73,7 +91,9 @@ class ChatTemplate:
                 process.kill()
             await process.wait()
 
-    async def _rendered(self, values: str) -> str:
+    async def rendered(self, values: Sequence[bytes]) -> bytes:
+        """What the renderer says of `values`, given in parts: a line for `text_of`. Raises ApiError
+        (400) where it takes too long, or dies."""
         async with self._alone:
             try:
                 async with asyncio.timeout(self._limit_s):
@@ -89,22 +109,15 @@ class ChatTemplate:
             if not line:
                 await self.close()
                 raise self._failed("its process died; it may take too much memory")
-        answer = json.loads(line)
-        if "broken" in answer:
-            raise bad(
-                f"the chat template is broken: {answer['error']}; give the server another one with "
-                "--chat-template-file, or use /v1/completions"
-            )
-        if "error" in answer:
-            raise self._failed(answer["error"])
-        return answer["text"]
+        return line
 
-    async def _asked(self, values: str) -> bytes:
+    async def _asked(self, values: Sequence[bytes]) -> bytes:
         await self.begin()
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        process.stdin.write(values.encode() + b"\n")
-        await process.stdin.drain()
+        for part in (*values, b"\n"):
+            process.stdin.write(part)
+            await process.stdin.drain()
         return await process.stdout.readline()
 
     def _failed(self, why: str) -> ApiError:
