@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.serve.live import Live, live
+from workbench.serve.beside import LONG
 from workbench.serve.echo import Echo
 from workbench.serve.front import FrontSettings
 
@@ -35,6 +36,11 @@ def test_an_answer_begins_with_the_text_of_its_prompt(server, texts, n):
     chunks = streamed(server, **asked)
     assert "".join(c.choices[0].text for c in chunks) == made["choices"][0]["text"]
     assert chunks[0].choices[0].text == TEXT and len(chunks) == 1 + n + 1
+
+
+def test_a_prompt_that_is_read_in_another_process_is_echoed_too(server):
+    body = {"prompt": [TEXT, "a"], "echo": True, "max_tokens": 0, "no_field": "x" * LONG}
+    assert [c["text"] for c in answer(server, **body)["choices"]] == [TEXT, "a"]
 
 
 @pytest.mark.parametrize("n", [0, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -33,7 +34,7 @@ from workbench.serve.messages import (
     Ready,
     Refused,
 )
-from workbench.serve.worker import WorkerSettings, start
+from workbench.serve.worker import TELL_S, WorkerSettings, start
 
 N_SLOTS, ROOM, LONG = 3, 512, 400
 PATIENCE_S = 60.0
@@ -50,6 +51,7 @@ class Front:
         self.ended: dict[int, Ended] = {}
         self.refused: dict[int, Refused] = {}
         self.made: list[Made] = []
+        self.heard_s = 0.0  # when a message without tokens came
 
     def ask(self, number: int, n_prompt: int = 5, most: int = 4, **more: Any) -> Ask:
         ask = Ask(number, ids(n_prompt, number), most, **more)
@@ -73,7 +75,9 @@ class Front:
         numbers = message.numbers.tolist()
         # a step has a token for each; where all begin to wait for results, two steps come at once
         assert len(numbers) == len(message.tokens) <= 2 * len({*numbers})
-        assert numbers or message.ended, "a message that says nothing"
+        if not (numbers or message.ended):  # it says what was counted
+            assert time.monotonic() - self.heard_s > TELL_S / 2
+            self.heard_s = time.monotonic()
         for number, token in zip(numbers, message.tokens.tolist(), strict=True):
             self._over(number)
             self.tokens.setdefault(number, []).append(token)
@@ -296,6 +300,30 @@ def main_with_a_device_that_fails(fronts: list[Connection], wanted: WorkerSettin
 def main_with_a_bug(fronts: list[Connection], wanted: WorkerSettings) -> None:
     breaks(ZeroDivisionError("a bug"))
     worker.main(fronts, wanted)
+
+
+def main_that_cannot_take_a_request(fronts: list[Connection], wanted: WorkerSettings) -> None:
+    take = Slots.ask
+
+    def takes(self: Any, ask: Ask) -> None:
+        if len(ask.tokens) == 13:
+            raise ZeroDivisionError("thirteen")
+        take(self, ask)
+
+    Slots.ask = takes  # type: ignore[method-assign]
+    worker.main(fronts, wanted)
+
+
+def test_a_request_that_cannot_be_taken_fails_alone(model, capfd):
+    with running(settings(model), 1, main_that_cannot_take_a_request) as ((front,), process):
+        for number, n_prompt in enumerate((5, 13, 6)):
+            front.ask(number, n_prompt)
+        front.pipe.send(Finish())
+        front.to_the_end()
+    assert process.exitcode == 0
+    assert [front.ended[n].reason for n in range(3)] == [LENGTH, FAILED, LENGTH]
+    assert front.ended[1].why == "thirteen" and 1 not in front.tokens
+    assert capfd.readouterr().err.count("ZeroDivisionError: thirteen") == 1
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,9 @@ class Ended(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What the engine process has counted since it began, and what it has now."""
+    """What the engine process has counted since it began, and what it has now. n_prompt_tokens are
+    computed, n_cached_tokens found in the cache. n_cells_used: of the cache, held by requests that
+    run. n_cells_kept: others, whose tokens a later prompt may begin with."""
 
     n_steps: int
     n_prompt_tokens: int
@@ -90,3 +92,4 @@ class Totals(NamedTuple):
     n_waiting: int
     n_cells_used: int
     n_cells: int
+    n_cells_kept: int = 0

@@ -83,6 +83,10 @@ class KVCache:
         owning = np.flatnonzero(self._positions[:, at] != EMPTY)
         return {s for s in owning.tolist() if self.region(s) == region}
 
+    def cells(self, sequence: int) -> np.ndarray:
+        """The cells of a sequence, in its region, rising, (n,) int64."""
+        return self._own(sequence)[0]
+
     @property
     def n_used(self) -> int:
         """Cells with an owner."""

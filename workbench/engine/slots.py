@@ -50,7 +50,7 @@ from workbench.engine.batch import Entry, Outputs
 from workbench.engine.defrag import Defragmenting
 from workbench.engine.draws import FED
 from workbench.engine.requests import Request, Scores, Stepped, Token, logprobs
-from workbench.engine.seats import Seats, Slot
+from workbench.engine.seats import Seats, Slot, check_cells
 from workbench.errors import UsageError
 from workbench.trace.spans import now_ns
 
@@ -106,6 +106,8 @@ class Slots:
                 f"{n_slots} slots want a token each in a step, which has up to "
                 f"{engine.config.n_ubatch} (n_ubatch); use fewer slots, or a larger n_ubatch"
             )
+        shares = engine.cache.n_regions == 1
+        check_cells(engine.cache.n_ctx_seq * (1 if shares else n_slots), n_slots)
         self.engine, self.n_waiting = engine, n_waiting
         self.room = engine.cache.n_ctx_seq  # cells that a request may have
         engine.reset()
@@ -166,11 +168,11 @@ class Slots:
         return not (self._running or self._waiting or self._under_way or self._ended)
 
     def totals(self) -> Totals:
-        cache = self.engine.cache
+        cache, n_kept = self.engine.cache, self._seats.n_kept
         return Totals(
             self.n_steps, self.n_prompt, self.n_cached, self.n_made, self.step_ns / 1e9,
-            self.sampling_ns / 1e9, len(self._running), len(self._waiting), cache.n_used,
-            cache.n_cells,
+            self.sampling_ns / 1e9, len(self._running), len(self._waiting),
+            cache.n_used - n_kept, cache.n_cells, n_kept,
         )  # fmt: skip
 
     # a step ------------------------------------------------------------------------------------

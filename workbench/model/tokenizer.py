@@ -15,10 +15,11 @@ import codecs
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from workbench.errors import ModelFileError, UsageError
-from workbench.model.gguf import GGUFFile
+from workbench.model.gguf import GGUFFile, open_gguf
 from workbench.model.gguf_walk import shown
 from workbench.model.metadata import TOKENIZER_KEYS, refuse
 from workbench.model.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
@@ -50,7 +51,7 @@ class Tokenizer:
     """
 
     def __init__(self, gguf: GGUFFile, kind: str):
-        self._path = shown(gguf.path)
+        self._path, self._file = shown(gguf.path), gguf.path
         tokens = gguf.get(_KEY + "tokens", list)
         n = self.n_vocab = len(tokens)
         if n == 0 or not all(isinstance(t, str) for t in tokens):
@@ -96,6 +97,10 @@ class Tokenizer:
                 raise self._bad(key, "asks for a token that the file does not name")
         self.space_prefix = spm and gguf.get(_KEY + "add_space_prefix", bool, True)
         self._encode_text, self._normal_piece = _ENCODERS[kind](self, gguf)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled is where the file is: who unpickles it reads that."""
+        return _load_from, (self._file,)
 
     def encode(
         self, text: str, add_bos: bool | None = None, parse_special: bool = True
@@ -210,6 +215,11 @@ def load_tokenizer(gguf: GGUFFile) -> Tokenizer:
     check_vocabulary(gguf)
     refuse(gguf, gguf.metadata.get("general.architecture", ""), TOKENIZER_KEYS)
     return Tokenizer(gguf, kind)
+
+
+def _load_from(path: Path) -> Tokenizer:
+    with open_gguf(path) as file:
+        return load_tokenizer(file)
 
 
 def _cut(part: str | int, token: str, i: int) -> Iterator[str | int]:

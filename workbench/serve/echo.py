@@ -9,8 +9,8 @@ from workbench.serve.text import TokenTexts
 
 
 class Echo:
-    """tokens: the prompt's ids. asked: as the request has it, a text or ids. add_bos: as the
-    tokenizer was given it with a text.
+    """tokens: the prompt's ids. asked: the text that the request has; a list where it has
+    ids. add_bos: as the tokenizer was given it with a text.
 
     logprobs: of each token but the first, where the request wants them; they come with the steps.
     """

@@ -2,7 +2,8 @@
 
 The front speaks HTTP and knows text. The engine process knows tokens. Between them is a pipe
 (`multiprocessing.Pipe`), on which each message is one of these tuples. The engine sends one `Made`
-for a step, however many requests the step served. Times are seconds.
+for a step, however many requests the step served. While steps are made, one comes every 0.25 s at
+least: it may have no tokens, and says what was counted. Times are seconds.
 
     front                               engine process
                       <- Ready          the model is loaded

@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from workbench.config import BEST, EngineConfig, TogglePreset
-from workbench.engine.asks import Ask, Ended
+from workbench.engine.asks import FAILED, Ask, Ended, Timings, Totals
 from workbench.engine.requests import Scores, Stepped, Token
 from workbench.engine.slots import Slots
 from workbench.errors import WorkbenchError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from workbench.engine.engine import Engine
 
+TELL_S = 0.25  # every front hears at least so often what steps have counted
 IDLE_S = 1.0  # how long to wait for requests before the pipes are looked at again
 
 
@@ -95,6 +97,7 @@ class EngineProcess:
         self._of: dict[int, tuple[int, int]] = {}
         self._here: dict[tuple[int, int], int] = {}
         self._next = 0
+        self._told_s = 0.0  # when all fronts were told last
 
     def run(self, model: str) -> None:
         """Until there is nothing more to do."""
@@ -133,7 +136,11 @@ class EngineProcess:
 
     def _hear(self, front: int, message: Any) -> None:
         if isinstance(message, Ask):
-            self._ask(front, message)
+            try:
+                self._ask(front, message)
+            except Exception as error:  # of this request alone: no step has seen it
+                traceback.print_exc()
+                self._send(front, _failed(message, str(error), self._slots.totals()))
         elif isinstance(message, Cancel):
             here = self._here.get((front, message.number))
             if here is not None:
@@ -151,8 +158,8 @@ class EngineProcess:
             self._send(front, Refused(ask.number, why, after))
             return
         here, self._next = self._next, self._next + 1
-        self._of[here], self._here[front, ask.number] = (front, ask.number), here
         self._slots.ask(ask._replace(number=here))
+        self._of[here], self._here[front, ask.number] = (front, ask.number), here
 
     def _gone(self, front: int) -> None:
         """A front has closed its pipe: nobody waits for its requests."""
@@ -167,7 +174,7 @@ class EngineProcess:
     # to the fronts -----------------------------------------------------------------------------
 
     def _tell(self, results: Stepped) -> None:
-        """A message to each front that the results are for."""
+        """A message to each front that the results are for, and now and then to all."""
         tokens: dict[int, list[Token]] = {}
         ended: dict[int, list[Ended]] = {}
         scores: dict[int, Scores] = {}
@@ -181,8 +188,11 @@ class EngineProcess:
             front, number = self._of.pop(end.number)
             del self._here[front, number]
             ended.setdefault(front, []).append(end._replace(number=number))
-        totals = self._slots.totals() if tokens or ended or scores else None
-        for front in {**tokens, **ended, **scores}:
+        fronts = tokens.keys() | ended.keys() | scores.keys()
+        if (now := time.monotonic()) - self._told_s > TELL_S:
+            self._told_s, fronts = now, self._fronts.keys() | fronts
+        totals = self._slots.totals() if fronts else None
+        for front in sorted(fronts):
             made = tokens.get(front, [])
             assert totals is not None
             self._send(front, Made(
@@ -200,3 +210,9 @@ class EngineProcess:
             pipe.send(message)
         except (BrokenPipeError, OSError):
             self._gone(front)
+
+
+def _failed(ask: Ask, why: str, totals: Totals) -> Made:
+    """What is said of a request that could not be taken."""
+    ended = Ended(ask.number, FAILED, Timings(0.0, len(ask.tokens), 0, 0.0, 0, 0.0, 0.0), why)
+    return Made(np.empty(0, np.int64), np.empty(0, np.int32), {}, (ended,), totals)
