@@ -219,15 +219,17 @@ def test_a_killed_engine_process_ends_the_server_behind_what_was_pending(model, 
         # six times the slots, so that most of them wait
         asking = [
             threading.Thread(
-                target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body))
+                target=lambda: answers.append(
+                    httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+                )
             )
             for _ in range(18)
         ]
-        for thread in asking:
-            thread.start()
         with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as streamed:
             lines = streamed.iter_lines()
             next(lines)
+            for thread in asking:  # behind the stream, which has a slot
+                thread.start()
             until = time.monotonic() + 30
             while "requests_pending 19.0" not in http.get("/metrics").text:
                 assert time.monotonic() < until
