@@ -136,6 +136,15 @@ class StepPrograms:
         )  # fmt: skip
         return do("lower", self._lowered, joined, splits, layout, toggles.lifetimes)
 
+    def nodes_of(self, shape: StepShape) -> list[tuple[Node, int]]:
+        """What a step of `shape` launches, in order, and the backend of each."""
+        residents, toggles, loaded = self._residents, self._toggles, self._loaded
+        graph = unfused_graph(
+            loaded.model, shape, residents.caches, toggles, 0, residents.last_tokens, self._alone
+        )
+        joined, backend_of = fused_graph(graph, toggles, loaded.placement, self._n_streams)
+        return [(node, backend_of(node)) for node in joined.nodes]
+
     def refuse_races(self, most_tokens: int, n_cells: int, pad: int) -> None:
         """Raises UsageError where lifetimes let steps race: of one token and of many, at the begin
         of the cache and at its end."""
