@@ -28,6 +28,7 @@ from workbench.serve.messages import (
     Finish,
     Logprobs,
     Made,
+    Preparing,
     Ready,
     Refused,
     Timings,
@@ -60,9 +61,11 @@ class FakeWorker:
         script: Sequence[int] | None = None,
         fails: Callable[[Ask], bool] = lambda ask: False,
         load_s: float = 0.0,
+        prepare_s: float = 0.0,
     ):
         self.ready = Ready("fake.gguf", "no device", n_vocab, n_ctx, n_slots, n_waiting)
         self.step_s, self.script, self.fails, self.load_s = step_s, script, fails, load_s
+        self.prepare_s = prepare_s
         self.asked: list[Ask] = []
         self.cancelled: list[int] = []
         self.finished = threading.Event()
@@ -95,6 +98,9 @@ class FakeWorker:
     def _serve(self) -> None:
         try:
             time.sleep(self.load_s)
+            if not self.killed and self.prepare_s:
+                self.own.send(Preparing())
+                time.sleep(self.prepare_s)
             if not self.killed:
                 self.own.send(self.ready)
             while not self.killed and not (self._no_more and not self._seats and not self._waiting):

@@ -5,7 +5,8 @@ The front speaks HTTP and knows text. The engine process knows tokens. Between t
 for a step, however many requests the step served. Times are seconds.
 
     front                               engine process
-                      <- Ready          the model is loaded
+                      <- Preparing      the model is loaded; kernels and first steps are to come
+                      <- Ready          requests are taken
     Ask, Ask, Cancel  ->
                       <- Made           after each step: a token for each request it served
                       <- Refused        of an Ask that cannot be served, or not now
@@ -40,6 +41,10 @@ class Cancel(NamedTuple):
 
 class Finish(NamedTuple):
     """No further Ask comes."""
+
+
+class Preparing(NamedTuple):
+    """The model is loaded. What the first requests need is compiled and captured now."""
 
 
 class Ready(NamedTuple):
