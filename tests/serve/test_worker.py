@@ -30,6 +30,7 @@ from workbench.serve.messages import (
     Ended,
     Finish,
     Made,
+    Preparing,
     Ready,
     Refused,
 )
@@ -46,6 +47,7 @@ class Front:
     def __init__(self, pipe: Connection):
         self.pipe = pipe
         self.ready: Ready | None = None
+        self.prepares = False  # it has said so
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, Ended] = {}
         self.refused: dict[int, Refused] = {}
@@ -59,8 +61,12 @@ class Front:
     def hear(self) -> None:
         assert self.pipe.poll(PATIENCE_S), "the engine process says nothing"
         message = self.pipe.recv()
+        if isinstance(message, Preparing):
+            assert not self.prepares and self.ready is None
+            self.prepares = True
+            return
         if isinstance(message, Ready):
-            assert self.ready is None
+            assert self.prepares and self.ready is None
             self.ready = message
             return
         assert self.ready is not None, "it is ready before anything else"
