@@ -108,6 +108,25 @@ def test_nothing_is_left_behind(path):
         assert load(slots, 12, 2) == load(plain, 12, 2)
 
 
+def test_a_prompt_that_begins_like_another_and_logits_find_all_made(path, monkeypatch):
+    """Neither a copy of cells nor an answer with log-probabilities drops the programs kept."""
+    with served(path, "embedded") as engine:
+        slots, dropped = Slots(engine, SLOTS), list[str]()
+        first_steps(engine, SLOTS)
+        n_kept, forget = len(engine._programs._kept), engine._bound.workspace._on_grow
+        monkeypatch.setattr(
+            engine._bound.workspace, "_on_grow", lambda: (dropped.append("all"), forget())
+        )
+        tokens = np.arange(3, 60, dtype=np.int32)
+        for number in range(SLOTS):
+            slots.ask(Ask(number, tokens, 8, Sampling(), 0, frozenset(), 2, None))
+            slots.step()
+        while not slots.idle:
+            slots.step()
+        assert slots.totals().n_cached_tokens > 50 and not dropped
+        assert len(engine._programs._kept) >= n_kept
+
+
 @pytest.mark.parametrize("growth", KVGrowth)
 @pytest.mark.parametrize("kind", ["per_sequence", pytest.param("unified", marks=pytest.mark.slow)])
 def test_tokens_alone_are_made_at_every_extent(path, growth, kind):

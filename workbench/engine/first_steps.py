@@ -6,6 +6,7 @@ is built, memory grows, a plan is captured. A server pads its steps, so their sh
 
     tokens    1, 2, 4, .. sequences with a token each, at every extent of a region
     prompts   tokens of a prompt beside such tokens, full ubatches first, short extents first
+    copies    cells of a prompt that begins like another's
 
 All kernels of these shapes are compiled first, many at once. Memory grows to the largest of them.
 Then steps are taken, on tokens and cells that are nobody's, as many as are kept and as a limit of
@@ -19,12 +20,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from workbench.engine.batch import Entry, Work, n_tokens
+from workbench.engine.batch import Entry, Work, n_tokens, size_of_copies
 from workbench.engine.padding import LEAST_TOKENS, size
 from workbench.engine.ready import make_ready
 from workbench.engine.rehearsal import empty_like, shape_of, take
 from workbench.engine.reuse import KEPT, Key
 from workbench.graph.ir import StepShape
+from workbench.model.copies import copy_shape
 from workbench.progress import bar
 
 if TYPE_CHECKING:
@@ -51,8 +53,11 @@ def first_steps(engine: Engine, n_slots: int) -> int:
         if first.n_past:
             take([(0, range(first.n_past), "none")], cache)
         every.setdefault(shape_of(engine, first.work, cache, draws), first)
-    make_ready(engine, _kinds(every))
-    engine._bound.grow(max(every, key=_memory), engine.period)
+    copies = copy_shape(size_of_copies(1))
+    make_ready(engine, [*_kinds(every), *([copies] if engine.cache.n_regions > 1 else [])])
+    most = max(every, key=_memory)
+    for shape in {most, most._replace(draws=False)}:  # logits, too, which a request may ask for
+        engine._bound.grow(shape, engine.period)
     kept = [*every.items()][: MOST_KEPT // engine.period]
     until = time.monotonic() + (AT_MOST_S if engine._plans.replays else BUILDING_S)
     n_ready = 0
@@ -63,9 +68,20 @@ def first_steps(engine: Engine, n_slots: int) -> int:
             _take(engine, shape, first, draws)
             n_ready += 1
             left.update()
+    if engine.cache.n_regions > 1:
+        _copy(engine, draws)
     engine.synchronize()
     engine.reset()
     return n_ready
+
+
+def _copy(engine: Engine, draws: bool) -> None:
+    """A sequence goes on from cells of another, as where two prompts begin alike."""
+    for _ in range(engine.period):
+        engine.reset()
+        take([(0, [0], "none")], engine.cache)
+        engine.cache.copy(0, 1)
+        engine.submit([(1, [0], "last")], draws).wait()
 
 
 def _take(engine: Engine, shape: StepShape, first: First, draws: bool) -> None:
