@@ -20,6 +20,7 @@ from workbench.engine.bound import BoundPrograms
 from workbench.engine.cell_steps import change_cells
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, asked_for, continued, prefilled
+from workbench.engine.kv_cache import n_regions
 from workbench.engine.kv_growth import growth_of
 from workbench.engine.loaded import Fit, Loaded, config_of
 from workbench.engine.memory import Residents
@@ -27,7 +28,6 @@ from workbench.engine.padding import sizes_of
 from workbench.engine.pending import Pending
 from workbench.engine.phases import PhaseCounts, PhaseTimes, counters_of, per_step
 from workbench.engine.reuse import Key, programs_of, reuse_of
-from workbench.engine.room import n_regions
 from workbench.engine.stamps import Stamp, Stamps, stamped
 from workbench.engine.step_programs import StepPrograms
 from workbench.engine.under_way import UnderWay

@@ -44,11 +44,11 @@ class First(NamedTuple):
     n_past: int
 
 
-def first_steps(engine: Engine, n_slots: int) -> int:
-    """Makes an engine with an empty cache ready for n_slots slots. Returns how many shapes have a
-    program that is kept: those that fit the limit of time, the likeliest first."""
+def first_steps(engine: Engine, n_seqs: int) -> int:
+    """Makes an engine with an empty cache ready to serve n_seqs requests at once. Returns how many
+    shapes have a program that is kept: those that fit the limit of time, the likeliest first."""
     draws, every = engine.can_draw, dict[StepShape, First]()
-    for first in _in_order(engine, n_slots):
+    for first in _in_order(engine, n_seqs):
         cache = empty_like(engine.cache)
         if first.n_past:
             take([(0, range(first.n_past), "none")], cache)
@@ -117,17 +117,17 @@ def _memory(shape: StepShape) -> tuple[int, int, int]:
     return shape.n_outputs, shape.n_tokens, shape.n_kv
 
 
-def _in_order(engine: Engine, n_slots: int) -> Iterator[First]:
+def _in_order(engine: Engine, n_seqs: int) -> Iterator[First]:
     """Steps that a server may take, the likeliest first."""
     growth, n_ubatch = engine.cache.growth, engine.config.n_ubatch
     room = engine.cache.n_ctx_seq
     extents = sorted({growth.extent(n) for n in range(1, room + 1, min(growth.pad, room))})
     sizes = sorted({*_sizes(LEAST_TOKENS, n_ubatch), n_ubatch}, reverse=True)
-    widths = sorted({n_slots, *(1 << i for i in range(n_slots.bit_length()))} - {0}, reverse=True)
+    widths = sorted({n_seqs, *(1 << i for i in range(n_seqs.bit_length()))} - {0}, reverse=True)
     soon, later = extents[:SOON], extents[SOON:]
 
     def tokens(extent: int) -> Iterator[First]:
-        for n in sorted({n_slots, *_sizes(1, n_slots)}, reverse=True):
+        for n in sorted({n_seqs, *_sizes(1, n_seqs)}, reverse=True):
             yield from _fitted(engine, [(i, (0,), "last") for i in range(n)], extent)
 
     def prompts(extent: int, n: int) -> Iterator[First]:

@@ -11,6 +11,7 @@ from math import lcm
 from workbench.choices import Lifetimes
 from workbench.config import KVCacheKind, Toggles
 from workbench.engine.batch import prompt_shapes
+from workbench.engine.kv_cache import n_regions
 from workbench.engine.kv_extent import skip_masked
 from workbench.engine.kv_growth import growth_of
 from workbench.engine.loaded import Loaded
@@ -18,7 +19,7 @@ from workbench.engine.memory import Residents
 from workbench.engine.phases import Phases
 from workbench.engine.placement import Placement
 from workbench.engine.reuse import reuse_of
-from workbench.engine.room import room_of
+from workbench.engine.room import Room
 from workbench.engine.wanted import Chosen
 from workbench.errors import UsageError
 from workbench.graph.attend import attend_by
@@ -173,7 +174,7 @@ class StepPrograms:
         """See `Engine.programs`: steps of one shape and turn share one program, but for their first
         cells."""
         config = self._loaded.config
-        room = room_of(self._toggles, config)
+        room = Room(config.n_ctx, n_regions(self._toggles, config))
         room.check(0, n_prompt + n_decoded)
         growth = growth_of(self._toggles, config, room.n_regions)
         shapes = prompt_shapes(n_prompt, n_decoded, config.n_ubatch, growth)
