@@ -58,12 +58,12 @@ def shape_of(engine: Engine, work: Work, cache: KVCache, draws: bool = False) ->
 
 def take(work: Work, cache: KVCache) -> None:
     """Gives the tokens of a step their cells, as if they had been computed."""
-    for sequence, tokens, _ in work:
-        n = len(tokens)
-        cells, at = cache.find([(sequence, n)]), cache.length(sequence)
-        cache.reserve(sequence)
-        positions = np.arange(at, at + n, dtype=np.int32)
-        cache.store(np.full(n, sequence), positions, cells)
+    lengths = [(sequence, len(tokens)) for sequence, tokens, _ in work]
+    cells = cache.find(lengths)
+    past = [cache.length(sequence) for sequence, _ in lengths]
+    each = [np.arange(at, at + n) for at, (_, n) in zip(past, lengths, strict=True)]
+    sequences, counts = np.array(lengths, np.int64).T
+    cache.store(np.repeat(sequences, counts), np.concatenate(each).astype(np.int32), cells)
 
 
 def alone(engine: Engine, sequence: int, parts: Sequence[tuple[int, int]]) -> list[StepShape]:
