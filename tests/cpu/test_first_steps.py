@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -174,3 +177,35 @@ def test_cuda_kernels_are_compiled_together_before_the_first_step(path, monkeypa
         assert engine.counters["plans_captured"] - before < before / 4
     (wanted,) = [one for one in ready if one]
     assert len(wanted) > 5 and not late
+
+
+def test_a_second_start_finds_every_cuda_kernel_of_the_first(path, monkeypatch, tmp_path):
+    """Kernels are compiled side by side, kept on disk, and found there by the next process."""
+    at_once, most, compiled = threading.Semaphore(0), list[int](), list[str]()
+
+    def compile_source(
+        name: str, source: bytes, headers: Any, arch: str, defines: Sequence[str] = ()
+    ) -> bytes:
+        at_once.release()
+        time.sleep(0.005)
+        most.append(at_once._value)
+        at_once.acquire()
+        compiled.append(f"{name} {defines}")
+        return b"\x7fELF" + repr((name, defines)).encode()
+
+    cubin = nvrtc.cubin
+    fake_backend(monkeypatch)
+    monkeypatch.setattr(nvrtc, "cubin", cubin)
+    monkeypatch.setattr(nvrtc, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0)))
+    monkeypatch.setattr(nvrtc, "compile_source", compile_source)
+    monkeypatch.setattr(nvrtc.os, "cpu_count", lambda: 4)
+    for n_start in range(2):
+        with served(path, "cuda") as engine:
+            slots, n_before = Slots(engine, SLOTS), len(compiled)
+            first_steps(engine, SLOTS)
+            n_ready = len(compiled)
+            load(slots, 6, 5)
+            assert len(compiled) == n_ready, "nothing is compiled for a request"
+            assert (n_ready > n_before) == (n_start == 0)
+    assert len({*compiled}) == len(compiled) and max(most) > 1
