@@ -78,8 +78,7 @@ class Engine:
         self.draws = self._batches.draws
         last_tokens = draws.last_tokens(have.toggles, loaded, config.n_seqs)
         self._residents = Residents(loaded, self.cache.n_cells, last_tokens)
-        alone = config.n_seqs == 1
-        self._step_programs = StepPrograms(loaded, have, self._residents, self._spent, alone)
+        self._step_programs = StepPrograms(loaded, have, self._residents, self._spent, config)
         self._counts = PhaseCounts()
         self._plans = plans_of(have.toggles, loaded.backend)
         self._bound = BoundPrograms(

@@ -9,7 +9,7 @@ from itertools import accumulate, product
 from math import lcm
 
 from workbench.choices import Lifetimes
-from workbench.config import KVCacheKind, Toggles
+from workbench.config import EngineConfig, KVCacheKind, Toggles
 from workbench.engine.batch import prompt_shapes
 from workbench.engine.kv_cache import n_regions
 from workbench.engine.kv_extent import skip_masked
@@ -80,8 +80,8 @@ def fused_graph(
 class StepPrograms:
     """The programs of one engine's steps; each is made when it is asked for, and none is kept.
 
-    spent: told of every phase, by name, and of the ns at which it began and ended. alone: as
-    `unfused_graph` has it.
+    spent: told of every phase, by name, and of the ns at which it began and ended. config: the
+    engine's own, which need not be that of the model as it was opened.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class StepPrograms:
         have: Chosen,
         residents: Residents,
         spent: Callable[[str, int, int], None],
-        alone: bool = False,
+        config: EngineConfig,
     ):
-        self._loaded, self._alone = loaded, alone
+        self._loaded, self._config, self._alone = loaded, config, config.n_seqs == 1
         self._toggles, self._ordering, self._n_streams = have.toggles, have.ordering, have.n_streams
         toggles = have.toggles
         self._check = check_of(toggles.validate)
@@ -173,7 +173,7 @@ class StepPrograms:
     def several(self, n_prompt: int, n_decoded: int, laps: int) -> list[Program]:
         """See `Engine.programs`: steps of one shape and turn share one program, but for their first
         cells."""
-        config = self._loaded.config
+        config = self._config
         room = Room(config.n_ctx, n_regions(self._toggles, config))
         room.check(0, n_prompt + n_decoded)
         growth = growth_of(self._toggles, config, room.n_regions)
