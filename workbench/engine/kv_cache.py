@@ -23,7 +23,7 @@ from workbench.config import EngineConfig, KVCacheKind, Toggles
 from workbench.engine.free_cells import FreeCells
 from workbench.engine.kv_growth import Growth
 from workbench.engine.masks import HIDDEN, fill, narrow
-from workbench.engine.room import Room
+from workbench.engine.room import Room, check_sequence
 from workbench.errors import UsageError
 from workbench.sizes import round_up
 
@@ -357,12 +357,7 @@ class KVCache:
     # inside -----------------------------------------------------------------------------------
 
     def _check(self, sequence: int) -> None:
-        if not 0 <= sequence < self.n_seqs:
-            have = "0 alone" if self.n_seqs == 1 else f"0 to {self.n_seqs - 1}"
-            raise UsageError(
-                f"sequence {sequence} does not exist; this engine has {have} (n_seqs="
-                f"{self.n_seqs}); load it with n_seqs={max(sequence, 0) + 1} or more"
-            )
+        check_sequence(sequence, self.n_seqs)
 
     def _own(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
         """A sequence's cells, in its region, and their positions."""

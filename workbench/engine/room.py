@@ -61,3 +61,13 @@ class Room(NamedTuple):
     @property
     def _fewer(self) -> str:
         return ", fewer sequences (--n-seqs)" if self.n_regions > 1 else ""
+
+
+def check_sequence(sequence: int, n_seqs: int) -> None:
+    """Raises UsageError where an engine of n_seqs sequences does not have this one."""
+    if not 0 <= sequence < n_seqs:
+        have = "0 alone" if n_seqs == 1 else f"0 to {n_seqs - 1}"
+        raise UsageError(
+            f"sequence {sequence} does not exist; this engine has {have} (n_seqs={n_seqs}); load "
+            f"it with n_seqs={max(sequence, 0) + 1} or more"
+        )
