@@ -81,7 +81,7 @@ class StepPrograms:
     """The programs of one engine's steps; each is made when it is asked for, and none is kept.
 
     spent: told of every phase, by name, and of the ns at which it began and ended. config: the
-    engine's own, which need not be that of the model as it was opened.
+    engine's own; `loaded` may have been opened with another.
     """
 
     def __init__(
