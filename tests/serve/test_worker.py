@@ -31,6 +31,7 @@ from workbench.serve.messages import (
     Ended,
     Finish,
     Made,
+    Preparing,
     Ready,
     Refused,
 )
@@ -47,6 +48,7 @@ class Front:
     def __init__(self, pipe: Connection):
         self.pipe = pipe
         self.ready: Ready | None = None
+        self.prepares = False  # it has said so
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, Ended] = {}
         self.refused: dict[int, Refused] = {}
@@ -61,8 +63,12 @@ class Front:
     def hear(self) -> None:
         assert self.pipe.poll(PATIENCE_S), "the engine process says nothing"
         message = self.pipe.recv()
+        if isinstance(message, Preparing):
+            assert not self.prepares and self.ready is None
+            self.prepares = True
+            return
         if isinstance(message, Ready):
-            assert self.ready is None
+            assert self.prepares and self.ready is None
             self.ready = message
             return
         assert self.ready is not None, "it is ready before anything else"
@@ -280,7 +286,8 @@ def test_what_cannot_be_served_is_refused_and_what_cannot_be_now_says_when(model
 
 
 def breaks(error: BaseException) -> None:
-    """The engine of this process fails in its tenth step."""
+    """The engine of this process fails in its tenth step; it takes no first ones."""
+    worker.first_steps = lambda engine, n_slots: 0  # type: ignore[assignment]
     submit, left = engine_room.Engine.submit, [9]
 
     def fails(self: Any, *more: Any) -> Any:

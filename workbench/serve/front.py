@@ -16,15 +16,28 @@ from workbench.serve.api import Defaults, Wanted, check_counts, fitted
 from workbench.serve.echo import Echo
 from workbench.serve.faults import FAILED_HERE, ApiError, bad
 from workbench.serve.link import Link, Message
-from workbench.serve.messages import Ask, Cancel, Ended, Finish, Made, Ready, Refused, Totals
+from workbench.serve.messages import (
+    Ask,
+    Cancel,
+    Ended,
+    Finish,
+    Made,
+    Preparing,
+    Ready,
+    Refused,
+    Totals,
+)
 from workbench.serve.metrics import Counted
 from workbench.serve.reading import not_known
 from workbench.serve.reply import Continuation, Form, Reply
 from workbench.serve.text import TokenTexts
 
-LOADING, SERVING, FINISHING, DEAD = "loading", "serving", "finishing", "dead"
+LOADING, PREPARING, SERVING = "loading", "preparing", "serving"
+FINISHING, DEAD = "finishing", "dead"
+BEGINNING = (LOADING, PREPARING)  # no request is taken yet
 NOT_NOW = {
     LOADING: "the model is being loaded; come again",
+    PREPARING: "kernels are being compiled and first steps are taken; come again",
     FINISHING: "the server is shutting down",
     DEAD: "the engine process has died; start the server again",
 }
@@ -68,7 +81,7 @@ class Front:
         self.state = LOADING
         self.ready: Ready | None = None
         self.totals: Totals | None = None
-        self.on_state: Callable[[], None] = _nothing  # called when it serves, and when it is dead
+        self.on_state: Callable[[], None] = _nothing  # called when it prepares, serves, and is dead
         self._link = link
         self._numbers = itertools.count(number, step)
         self._parts: dict[int, Continuation] = {}
@@ -88,7 +101,7 @@ class Front:
     def check_serving(self) -> Ready:
         """Raises ApiError (503) where no request is taken now."""
         if self.state != SERVING or self.ready is None:
-            retry = 1.0 if self.state == LOADING else None
+            retry = 1.0 if self.state in BEGINNING else None
             raise ApiError(503, NOT_NOW[self.state], code=self.state, retry_after_s=retry)
         return self.ready
 
@@ -142,7 +155,7 @@ class Front:
 
     def refuse_new(self) -> None:
         """No request is taken any more; those under way go on."""
-        if self.state in (LOADING, SERVING):
+        if self.state in (*BEGINNING, SERVING):
             self.state = FINISHING
 
     def give_up(self) -> None:
@@ -162,9 +175,13 @@ class Front:
             self._made(message)
         elif isinstance(message, Refused):
             self._refused(message)
+        elif isinstance(message, Preparing):
+            if self.state == LOADING:
+                self.state = PREPARING
+                self.on_state()
         elif isinstance(message, Ready):
             self.ready = message
-            if self.state == LOADING:
+            if self.state in BEGINNING:
                 self.state = SERVING
                 self.on_state()
         else:

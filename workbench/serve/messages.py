@@ -6,7 +6,8 @@ for a step, however many requests the step served. While steps are made, one com
 least: it may have no tokens, and says what was counted. Times are seconds.
 
     front                               engine process
-                      <- Ready          the model is loaded
+                      <- Preparing      the model is loaded; kernels and first steps are to come
+                      <- Ready          requests are taken
     Ask, Ask, Cancel  ->
                       <- Made           after each step: a token for each request it served
                       <- Refused        of an Ask that cannot be served, or not now
@@ -43,6 +44,10 @@ class Cancel(NamedTuple):
 
 class Finish(NamedTuple):
     """No further Ask comes."""
+
+
+class Preparing(NamedTuple):
+    """The model is loaded. What the first requests need is compiled and captured now."""
 
 
 class Ready(NamedTuple):

@@ -20,7 +20,7 @@ import uvicorn
 from workbench.errors import DeviceError, UsageError
 from workbench.serve.app import build
 from workbench.serve.chat import NO_TEMPLATE, ChatTemplate
-from workbench.serve.front import DEAD, FINISHING, SERVING, Front, FrontSettings
+from workbench.serve.front import DEAD, FINISHING, PREPARING, SERVING, Front, FrontSettings
 from workbench.serve.link import Link
 from workbench.serve.protocol import FrontProtocol
 from workbench.serve.text import TokenTexts
@@ -127,6 +127,8 @@ def serve(
             nonlocal loaded
             if front.state == DEAD:
                 server.should_exit = True
+            elif front.state == PREPARING:
+                say(f"loaded: {settings.model}; compiling kernels and taking first steps")
             elif front.state == SERVING:
                 loaded = True
                 assert front.ready is not None

@@ -21,10 +21,12 @@ import numpy as np
 
 from workbench.config import BEST, EngineConfig, TogglePreset
 from workbench.engine.asks import FAILED, Ask, Ended, Timings, Totals
+from workbench.engine.first_steps import first_steps
 from workbench.engine.requests import Scores, Stepped, Token
 from workbench.engine.slots import Slots
 from workbench.errors import WorkbenchError
-from workbench.serve.messages import Cancel, Finish, Made, Ready, Refused
+from workbench.progress import shown_on
+from workbench.serve.messages import Cancel, Finish, Made, Preparing, Ready, Refused
 from workbench.serve.serving import serving
 
 if TYPE_CHECKING:
@@ -67,7 +69,10 @@ def main(fronts: list[Connection], settings: WorkerSettings) -> None:
     try:
         with open_engine(settings) as engine:
             slots = Slots(engine, settings.n_slots, settings.n_waiting)
-            EngineProcess(slots, fronts).run(settings.model)
+            process = EngineProcess(slots, fronts)
+            with shown_on(sys.stderr):
+                process.prepare()
+            process.run(settings.model)
     except WorkbenchError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
@@ -98,6 +103,12 @@ class EngineProcess:
         self._here: dict[tuple[int, int], int] = {}
         self._next = 0
         self._told_s = 0.0  # when all fronts were told last
+
+    def prepare(self) -> None:
+        """Makes ready what the first requests need, before they may come."""
+        for number in [*self._fronts]:
+            self._send(number, Preparing())
+        first_steps(self._slots.engine, len(self._slots.slots))
 
     def run(self, model: str) -> None:
         """Until there is nothing more to do."""
