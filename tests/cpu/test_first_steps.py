@@ -124,6 +124,8 @@ def test_a_prompt_that_begins_like_another_and_logits_find_all_made(path, monkey
         for number in range(SLOTS):
             slots.ask(Ask(number, tokens, 8, Sampling(), 0, frozenset(), 2, None))
             slots.step()
+        scored = np.arange(3, 90, dtype=np.int32)
+        slots.ask(Ask(SLOTS, scored, 1, Sampling(), n_logprobs=2, scores_prompt=True))
         while not slots.idle:
             slots.step()
         assert slots.totals().n_cached_tokens > 50 and not dropped

@@ -21,10 +21,11 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from workbench.engine.batch import Entry, Work, n_tokens, size_of_copies
-from workbench.engine.padding import LEAST_TOKENS, size
+from workbench.engine.padding import LEAST_TOKENS, Sizes, size
 from workbench.engine.ready import make_ready
 from workbench.engine.rehearsal import empty_like, shape_of, take
 from workbench.engine.reuse import KEPT, Key
+from workbench.engine.slots import SCORED
 from workbench.graph.ir import StepShape
 from workbench.model.copies import copy_shape
 from workbench.progress import bar
@@ -56,7 +57,10 @@ def first_steps(engine: Engine, n_seqs: int) -> int:
     copies = copy_shape(size_of_copies(1))
     make_ready(engine, [*_kinds(every), *([copies] if engine.cache.n_regions > 1 else [])])
     most = max(every, key=_memory)
-    for shape in {most, most._replace(draws=False)}:  # logits, too, which a request may ask for
+    # logits, too, which a request may ask for; of a prompt that is scored for many tokens
+    scored = Sizes(most.n_tokens, most.n_seqs, min(most.n_tokens, SCORED + n_seqs))
+    n_outputs = engine._batches.sizes(scored, engine.config.n_ubatch).n_outputs
+    for shape in {most, most._replace(draws=False, n_outputs=n_outputs)}:
         engine._bound.grow(shape, engine.period)
     kept = [*every.items()][: MOST_KEPT // engine.period]
     until = time.monotonic() + (AT_MOST_S if engine._plans.replays else BUILDING_S)
