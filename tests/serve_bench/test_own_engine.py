@@ -135,7 +135,7 @@ def test_an_engine_process_is_begun_and_ended(tiny_model):
     assert row.figures["completed"] == 9 and row.figures["failed"] == 0
     assert row.engine["n_made_tokens"] == row.figures["total_output_tokens"]
     assert made.run["engine"]["toggles"]["preset"] == "best"
-    assert made.run["engine"]["toggles"]["kv_cache"] == "per_sequence"
+    assert made.run["engine"]["toggles"]["kv_growth"] == "geometric"
     assert made.run["model"]["architecture"] == "llama"
 
 
