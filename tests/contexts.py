@@ -27,12 +27,18 @@ from workbench.program.commands import Space
 
 NAME = "contexts"
 NOBODY = -1
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    device = NOBODY
+
+
+_thread = _Thread()
 
 
 def current() -> int:
     """The number of the calling thread's device; NOBODY before the thread has attached to one."""
-    return getattr(_thread, "device", NOBODY)
+    return _thread.device
 
 
 class ContextEvent(Event):

@@ -68,7 +68,8 @@ class FakeEngine:
 
     def __init__(self, clock, toggles=None, ns_of=None, wrong=None, n_ctx=256, shared=None):
         self.clock = clock
-        self.toggles = toggles or Toggles()
+        self.toggles, self.wanted = toggles or Toggles(), None  # no preset
+        self.chosen = "as given"
         self.config = EngineConfig(n_ctx=n_ctx, n_ubatch=16)
         room = Room(n_ctx)
         self.cache = SimpleNamespace(room=room, n_ctx_seq=room.each)
@@ -128,7 +129,10 @@ class FakeEngine:
             left.update(len(tokens[i : i + n]))
         return logits
 
-    def program(self, n_tokens=1, n_outputs=1, n_past=0):
+    def resolve(self, toggles):
+        return toggles
+
+    def program(self, n_tokens=1, n_outputs=1, n_past=0, n_seqs=1):
         return FakeProgram({"per_copy": 9}.get(self.toggles.sync, 2))
 
     def synchronize(self):
