@@ -1,21 +1,23 @@
 // The tokens that the device draws, and goes on with itself.
 //
 //   feed         ids that are known, and for id -1 - s the last token of sequence s
-//   draw         a token from each row of logits: top-k, top-p, temperature, a uniform number
+//   draw         a token from each row of logits: top-k, top-p, min-p, temperature, a uniform number
 //   keep_tokens  drawn tokens become the last ones of their sequences
 //
 // draw: a block a row. Elements have a total order: the larger logit first, of equal ones the lower
 // id. It is a 64-bit word, `rank`. top-k, top-p and the draw each look for a place in that order,
 // where a count, or a sum of weights, reaches a target:
 //
-//   1  a histogram over 2,048 equal intervals of the logits says in which one that is
+//   1  a histogram over 2,048 intervals of the logits, equal ones, says in which one that is
 //   2  the elements of that interval are gathered in shared memory and sorted; where they are too
 //      many, the interval is divided again
 //
 // Few survivors of top-k are gathered at once, with all that is before them, and the rest is done on
-// the sorted list. Weights are exp(logit - maximum) in fixed point, 2^-40: integers add up to the
-// same sum in any order, so the atomics here are deterministic. model/sampler.py is the twin, in
-// float64; a draw can differ from it where the uniform number is within 1e-6 of an edge.
+// the sorted list. min-p cuts by value, so it needs no sum.
+//
+// Weights are exp(logit - maximum) in fixed point, 2^-40: integers add up to the same sum in any
+// order, so the atomics here are deterministic. The exponential is that of model/draw_weights.py, step
+// by step, each product and sum rounded by itself. So a token is the one that model/sampler.py draws.
 //
 // Versions: 1, this one. Radix digits of the float's bits instead of equal intervals: nearly all
 // logits in some twenty counters, which then take their turns.
@@ -24,7 +26,7 @@
 typedef unsigned long long u64;
 
 constexpr int THREADS = 1024, BUCKETS = 2048, LIST = 2048;
-constexpr float FIXED = 1099511627776.f;  // 2^40
+constexpr int SETTINGS = 5;  // of a row: temperature, top_k, top_p, log(min_p), uniform
 
 // feed: dst, ids, last, n_tokens, n_seqs. keep_tokens: last, ids, rows, n_ids, n_seqs. Grid: one
 // block of 256 threads for each 256.
@@ -126,11 +128,29 @@ struct Row {
     }
 };
 
+// exp(x) * 2^40, rounded down, for x up to 0: model/draw_weights.py.
+DEVICE u64 weight_of(float x) {
+    const auto times = [](float a, float b) { return __fmul_rn(a, b); };
+    const auto plus = [](float a, float b) { return __fadd_rn(a, b); };
+    const float z = fmaxf(x, -29.f), whole = 12582912.f;
+    const float n = plus(plus(times(z, 1.44269504088896341f), whole), -whole);
+    const float r = plus(plus(z, -times(n, 0.693359375f)), -times(n, -2.12194440e-4f));
+    float y = 1.9875691500e-4f;
+    y = plus(times(y, r), 1.3981999507e-3f);
+    y = plus(times(y, r), 8.3334519073e-3f);
+    y = plus(times(y, r), 4.1665795894e-2f);
+    y = plus(times(y, r), 1.6666665459e-1f);
+    y = plus(times(y, r), 5.0000001201e-1f);
+    y = plus(plus(times(y, times(r, r)), r), 1.f);
+    return u64(y * __uint_as_float(u32(127 + 40 + int(n)) << 23));  // times 2^(40 + n): exact
+}
+
 // What an element adds to a sum: one, or its weight at a temperature.
 struct Weight {
-    float inverse;  // of the temperature; 0: every element counts one
+    float inverse;  // of the temperature
+    bool counts;    // every element is one
     DEVICE u64 of(float x, float most) const {
-        return inverse == 0 ? 1 : u64(__expf((x - most) * inverse) * FIXED);
+        return counts ? 1 : weight_of(__fmul_rn(__fadd_rn(x, -most), inverse));
     }
 };
 
@@ -196,15 +216,20 @@ DEVICE u64 reached(Shared& s, const Row& row, int n, Weight weight, u64 before, 
     return s.answer;
 }
 
-// Where the sum over the row's order reaches the target. low: no logit is below.
+// Where the sum over the row's order reaches the target. low: the least finite logit.
 DEVICE u64 place(Shared& s, const Row& row, float low, Weight weight, u64 target) {
     float top = row.most, bottom = low;
     u64 before = 0;  // of all above `top`
     bool first = true;
     for (;;) {
-        const float scale = top > bottom ? float(BUCKETS) / (top - bottom) : 0.f;
+        // -infinity has the last one to itself, so all others span what is finite
+        const float span = top - bottom, scale = float(BUCKETS - 1) / span;
+        const bool is_wide = !(span > 1e-30f && span < 1e38f);  // float32 cannot divide that
+        const double wide_scale = top > bottom ? (BUCKETS - 1) / (double(top) - bottom) : 0.;
         const auto bucket = [&](float x) {
-            return min(max(int((top - x) * scale), 0), BUCKETS - 1);
+            if (x == -INFINITY_F) return BUCKETS - 1;
+            const int at = is_wide ? int((double(top) - x) * wide_scale) : int((top - x) * scale);
+            return min(max(at, 0), BUCKETS - 2);
         };
         const auto here = [&](float x) { return first || (x <= top && x >= bottom); };
         __syncthreads();
@@ -215,7 +240,7 @@ DEVICE u64 place(Shared& s, const Row& row, float low, Weight weight, u64 target
             if (rank_of(x, id) <= row.end && here(x)) {
                 const int b = bucket(x);
                 atomicAdd(&s.count[b], 1u);
-                if (weight.inverse != 0) atomicAdd(&s.mass[b], weight.of(x, row.most));
+                if (!weight.counts) atomicAdd(&s.mass[b], weight.of(x, row.most));
             }
         });
         __syncthreads();
@@ -224,7 +249,7 @@ DEVICE u64 place(Shared& s, const Row& row, float low, Weight weight, u64 target
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
             const int b = EACH * threadIdx.x + j;
-            own[j] = weight.inverse != 0 ? s.mass[b] : s.count[b];
+            own[j] = weight.counts ? s.count[b] : s.mass[b];
             sum += own[j];
         }
         u64 front = before + block_before(s, sum, total);
@@ -297,10 +322,10 @@ DEVICE u64 sum_of_list(Shared& s, const Row& row, int n, Weight weight) {
 
 DEVICE u64 share_of(u64 total, double part) { return u64(double(total) * part); }
 
-// Arguments: dst, logits, settings (temperature, top_k, top_p, uniform), n_rows, n_vocab. Grid:
-// n_rows; THREADS threads; shared memory: a Shared.
+// Arguments: dst, logits, settings (n_rows, SETTINGS), n_rows, n_vocab. Grid: n_rows; THREADS
+// threads; shared memory: a Shared.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    draw(int2* dst, const float* logits, const float4* settings, i64 n_rows, i64 n_vocab) {
+    draw(int2* dst, const float* logits, const float* settings, i64 n_rows, i64 n_vocab) {
     pdl_trigger();
     pdl_wait();
     const u64 begun = now_ns();
@@ -309,7 +334,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     };
     extern __shared__ __align__(16) u8 memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory);
-    const float4 how = settings[blockIdx.x];
+    const float* how = settings + SETTINGS * blockIdx.x;
+    const float temperature = how[0], top_p = how[2], log_min_p = how[3], uniform = how[4];
+    const u64 top_k = u64(how[1]);
     Row row = {logits + i64(blockIdx.x) * n_vocab, int(n_vocab), 0.f, LAST};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
@@ -319,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     row.each([&](float x, int id) {
         bad |= x != x;
         best = min(best, rank_of(x, id));
-        low = fminf(low, x);
+        low = fminf(low, x == -INFINITY_F ? INFINITY_F : x);
     });
 #pragma unroll
     for (int o = 16; o; o /= 2) best = min(best, __shfl_xor_sync(~0u, best, o));
@@ -335,34 +362,37 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         answer(-1);
         return;
     }
-    if (how.x == 0) {
+    if (temperature == 0) {
         answer(int(u32(best)));
         return;
     }
-    low = fmaxf(low, -3e38f);
-    const Weight one = {0.f}, plain = {1.f}, warm = {fminf(1.f / how.x, 1e30f)};
-    const u64 top_k = u64(how.y);
+    const Weight one = {0.f, true}, plain = {1.f, false};
+    const Weight warm = {fminf(1.f / temperature, 1e30f), false};
+    // the last rank that min-p keeps
+    const u64 likely = rank_of(__fadd_rn(row.most, log_min_p), ~0);
     u64 token;
     if (top_k > 0 && top_k < u64(n_vocab)) row.end = place(s, row, low, one, top_k);
     if (top_k > 0 && top_k <= LIST) {  // the survivors, sorted
         int n = gather(s, row, [](float) { return true; });
-        if (how.z < 1) {
+        u64 end = likely;
+        if (top_p < 1) {
             const u64 total = sum_of_list(s, row, n, plain);
-            const u64 end = reached(s, row, n, plain, 0, max(share_of(total, how.z), u64(1)));
-            u64 own = 0, kept;
-            for (int i = threadIdx.x; i < n; i += THREADS) own += s.list[i] <= end;
-            block_before(s, own, kept);
-            n = int(kept);
+            end = min(end, reached(s, row, n, plain, 0, max(share_of(total, top_p), u64(1))));
         }
+        u64 own = 0, kept;
+        for (int i = threadIdx.x; i < n; i += THREADS) own += s.list[i] <= end;
+        block_before(s, own, kept);
+        n = int(kept);
         const u64 total = sum_of_list(s, row, n, warm);
-        token = reached(s, row, n, warm, 0, min(share_of(total, how.w) + 1, total));
+        token = reached(s, row, n, warm, 0, min(share_of(total, uniform) + 1, total));
     } else {
-        if (how.z < 1) {
+        if (top_p < 1) {
             const u64 total = sum_of(s, row, plain);
-            row.end = place(s, row, low, plain, max(share_of(total, how.z), u64(1)));
+            row.end = place(s, row, low, plain, max(share_of(total, top_p), u64(1)));
         }
+        row.end = min(row.end, likely);
         const u64 total = sum_of(s, row, warm);
-        token = place(s, row, low, warm, min(share_of(total, how.w) + 1, total));
+        token = place(s, row, low, warm, min(share_of(total, uniform) + 1, total));
     }
     answer(int(u32(token)));
 }

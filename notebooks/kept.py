@@ -89,7 +89,8 @@ def inputs_table(program: Any) -> pd.DataFrame:
 def reuse_table(engine: Any) -> pd.DataFrame:
     """Steps in a row, and how many of them built a program and reused one.
 
-    engine: a fresh one; what it computes does not matter (device `null` computes nothing).
+    engine: a fresh one of two sequences. What it computes does not matter (device `null` computes
+    nothing).
     """
     pad, one = engine.config.n_kv_pad, [(0, [1], "last")]
     taken = [

@@ -42,6 +42,7 @@ from workbench.graph.ir import (
     Tensor,
 )
 from workbench.model.quants import quantize_activations, random_blocks
+from workbench.model.sampler import Sampling
 from workbench.program.commands import Space
 from workbench.sizes import round_up
 
@@ -105,7 +106,8 @@ def cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
     yield case("kv_classes", "kv_classes", found)
     last, known = ints(I32, [7, 8, 9, 10]), ints(I32, [5, -1, -4])  # sequences 0 and 3 have drawn
     yield case("feed", "feed", known, last)
-    how = np.float32([[0, 0, 1, 0.5], [0.7, 40, 0.9, 0.3], [1, 0, 1, 0.99]])[np.arange(T) % 3]
+    drawing = [(Sampling(), 0.5), (Sampling(0.7, 40, 0.9, 0.02), 0.3), (Sampling(1, 0, 1), 0.99)]
+    how = np.stack([drawing[t % 3][0].settings(drawing[t % 3][1]) for t in range(T)])
     yield case("draw", "draw", f32(T, 640), (Tensor("h", F32, how.shape), how))
     drawn = ints(I32, [[11, 300], [12, 301], [13, 302]])
     yield case("keep_tokens", "keep_tokens", last, drawn, ints(I32, [2, -1, 0]))

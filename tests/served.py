@@ -81,9 +81,13 @@ class Told:
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[Logprobs | None]] = {}
+        self.scores: dict[int, list[Logprobs]] = {}
         self.ended: dict[int, Ended] = {}
 
     def take(self, made: Stepped) -> None:
+        for number, scored in made.scores.items():
+            assert scored and number not in self.ended and number not in self.tokens
+            self.scores.setdefault(number, []).extend(scored)
         for number, token, known in made.tokens:
             assert number not in self.ended, f"a token of {number} behind its end"
             self.tokens.setdefault(number, []).append(token)

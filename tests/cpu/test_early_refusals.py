@@ -44,6 +44,7 @@ ARGUMENTS = {
     "run: fewer than no tokens": (["run", "--tokens", "1", "-n=-3"], "for -n. Must be >= -2"),
     "run: seed": (["run", "--tokens", "1", "--seed=-1"], "--seed"),
     "run: temperature": (["run", "--tokens", "1", "--temp=-1"], "temperature=-1.0"),
+    "run: min_p": (["run", "--tokens", "1", "--min-p=1.5"], "min_p=1.5"),
     "logits: ids": (["logits", "--tokens", "x", "-o", "x.npy"], "no list of token ids"),
     "logits: folder": (["logits", "--tokens", "1", "-o", "/no/x.npy"], "make it first"),
     "program: no tokens": (["program", "--n-tokens", "0"], "--n-tokens"),

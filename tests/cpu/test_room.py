@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import workbench as wb
 from workbench.bench import results
 from workbench.choices import KVCacheKind, KVGrowth
 from workbench.config import EngineConfig, Toggles
+from workbench.engine.engine import Engine
 from workbench.engine.room import Room
 from workbench.errors import UsageError
 
@@ -140,3 +142,15 @@ def test_room_in_words():
     Room(64, 3).check(0, 21)
     with pytest.raises(UsageError, match=r"0 \+ 22 tokens .* 21 that each of 3 .*--n-seqs"):
         Room(64, 3).check(0, 22)
+
+
+def test_an_engine_of_its_own_configuration_proves_its_own_steps(path):
+    """As a variant for other numbers of sequences has it: 64 cells, or 4 times 16."""
+    with wb.Engine.load(path, device="null", n_ctx=64, n_kv_pad=16) as engine:
+        config = replace(engine.config, n_seqs=4)
+        toggles = Toggles(kv_cache="per_sequence", graph_reuse="set_rows")
+        with Engine(engine._open, config, toggles) as regions:
+            assert {p.shape.n_kv for p in regions.programs(16)} == {16}
+            with pytest.raises(UsageError, match=r"0 \+ 17 tokens .* 16 that each of 4"):
+                regions.programs(17)
+        assert engine.programs(17)

@@ -105,8 +105,8 @@ def test_what_can_never_fit_is_refused_with_the_reason(small, apart):
         assert not slots.refusal(Ask(0, ids(room), 1))
         why = slots.refusal(Ask(0, ids(room + 1), 1))
         assert f"{room + 1} tokens" in why and f"is {room}" in why
-        assert "both must be 1 or more" in slots.refusal(Ask(0, ids(3), 0))
-        assert "both must be 1 or more" in slots.refusal(Ask(0, ids(0), 1))
+        assert "give at least 1, and 0" in slots.refusal(Ask(0, ids(3), -1))
+        assert "give at least 1, and 0" in slots.refusal(Ask(0, ids(0), 1))
         for bad in (-1, engine.model.n_vocab):
             why = slots.refusal(Ask(0, np.array([5, bad], np.int32), 1))
             assert f"token id {bad} " in why and str(engine.model.n_vocab) in why
@@ -301,3 +301,51 @@ def test_idle_cells_go_for_who_needs_them_the_longest_idle_first(small):
     serve(slots, [Ask(9, ids(18, 9), 8)])  # 25 cells beside 39 that are left
     assert [len(s.kept) for s in slots.slots] == [0, 15, 15, 25]
     assert small.cache.n_used == 55
+
+
+# what is counted ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["apart", "wide"])
+def test_cells_of_requests_that_run_are_told_from_those_that_are_kept(layout, request):
+    """Also where a request shares cells with what an idle slot keeps: these are held."""
+    engine = request.getfixturevalue(layout)
+    slots = Slots(engine, N_SLOTS)
+    prompt = ids(LEAST_GAIN + 10)
+
+    def counted() -> tuple[int, int, int]:
+        totals = slots.totals()
+        return totals.n_running, totals.n_cells_used, totals.n_cells_kept
+
+    serve(slots, [Ask(0, prompt, 4)])
+    n_kept = len(prompt) + 3
+    assert counted() == (0, 0, n_kept)
+    for number in (1, 2):  # one takes the slot with these cells, the other one a copy
+        slots.ask(Ask(number, prompt, 9))
+    slots.step()
+    n_running, n_used, n_kept = counted()
+    assert (n_running, n_kept) == (2, 0) and n_used == engine.cache.n_used
+    slots.cancel(1)
+    n_running, n_used, n_kept = counted()
+    assert n_running == 1 and n_used + n_kept == engine.cache.n_used
+    owned = {c for c in range(engine.cache.n_cells) if engine.cache.owners(c)}
+    (row,) = slots._running.values()
+    held = {c for c in owned if row.slot.sequence in engine.cache.owners(c)}
+    assert n_used == len(held) and n_kept == len(owned - held) > 0
+    while not slots.idle:
+        slots.step()
+    assert counted() == (0, 0, engine.cache.n_used) and engine.cache.n_used
+
+
+@pytest.mark.parametrize(
+    ("layout", "n_ctx", "fits"),
+    [("shared", 7, False), ("shared", 8, True), ("apart", 7, False), ("apart", 8, True)],
+)
+def test_fewer_cells_than_the_slots_can_use_are_an_error(tiny_model, layout, n_ctx, fits):
+    with opened(tiny_model, n_ctx, **(APART if layout == "apart" else {})) as engine:
+        if fits:
+            told = serve(Slots(engine, N_SLOTS), [Ask(n, ids(1, n), 1) for n in range(N_SLOTS)])
+            assert {end.reason for end in told.ended.values()} == {LENGTH}
+        else:
+            with pytest.raises(UsageError, match="4 slots cannot be used together"):
+                Slots(engine, N_SLOTS)

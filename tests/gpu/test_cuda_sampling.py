@@ -1,4 +1,4 @@
-"""Tokens drawn by the cuda backend against the host's sampler, in float64."""
+"""Tokens drawn by the cuda backend are those that the host draws, also at edges."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ import time
 import numpy as np
 import pytest
 
+from tests import draws
+from tests.draws import Draw
 from tests.gpu.harness import Compute
 from workbench.graph import ops
-from workbench.graph.ir import F32, I32, Kind, Tensor
-from workbench.model.sampler import Sampling, drawn
+from workbench.graph.ir import I32, Kind, Tensor
+from workbench.model.sampler import Sampling
 
 pytestmark = pytest.mark.gpu
 
 TICKS_NS = 10_000  # the device's clock ticks coarsely
-EDGE = 2e-5  # weights are 2^-24 of themselves off
 
 
-def draw(compute: Compute, logits: np.ndarray, how: list[Sampling], u: np.ndarray) -> np.ndarray:
-    settings = np.array(
-        [[s.temperature, s.top_k, s.top_p, x] for s, x in zip(how, u, strict=True)], np.float32
-    )
-    tl, ts = Tensor("l", F32, logits.shape), Tensor("s", F32, settings.shape)
-    node = ops.make("draw", "d", tl, ts)
-    return first(compute, node, {tl: logits, ts: settings})
+def draw(compute: Compute, asked: list[Draw]) -> np.ndarray:
+    return first(compute, *draws.as_node(asked))
 
 
 def first(compute, node, arrays) -> np.ndarray:
@@ -45,16 +41,6 @@ def first(compute, node, arrays) -> np.ndarray:
     return found[:, 0]
 
 
-def near(logits: np.ndarray, s: Sampling, u: float) -> set[int]:
-    """The tokens that uniform numbers near u draw, and places near an edge of top-p."""
-    found = set()
-    for du in (-EDGE, 0, EDGE):
-        for dp in (-EDGE, 0, EDGE):
-            p = s.top_p if s.top_p == 1 else min(max(s.top_p + dp, 1e-6), 1.0)
-            found.add(drawn(logits, Sampling(s.temperature, s.top_k, p), min(max(u + du, 0), 1)))
-    return found
-
-
 @pytest.mark.parametrize("n_vocab", [5, 1000, 1024, 32001, 128256])
 @pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 40.0, "ties", "two"])
 def test_draws_are_the_hosts(compute: Compute, n_vocab: int, spread) -> None:
@@ -68,24 +54,42 @@ def test_draws_are_the_hosts(compute: Compute, n_vocab: int, spread) -> None:
     else:
         logits *= spread
     how = [
-        Sampling(t, k, p)
-        for t, k, p in zip(
+        Sampling(t, k, p, m)
+        for t, k, p, m in zip(
             rng.choice([0.0, 0.3, 1.0, 4.0], n), rng.choice([0, 1, 40, 1000, 5000], n).tolist(),
-            rng.choice([0.05, 0.5, 0.95, 1.0], n), strict=True,
+            rng.choice([0.05, 0.5, 0.95, 1.0], n), rng.choice([0.0, 0.0, 0.01, 0.3], n),
+            strict=True,
         )
     ]  # fmt: skip
     u = rng.random(n).astype(np.float32)
     u[:2] = 0.0, 1.0
-    found = draw(compute, logits, how, u)
-    for row in range(n):
-        wanted = near(logits[row], how[row], float(u[row]))
-        assert found[row] in wanted, (row, how[row], float(u[row]), found[row], wanted)
+    asked = [Draw(row, s, float(x)) for row, s, x in zip(logits, how, u, strict=True)]
+    assert draw(compute, asked).tolist() == [each.token for each in asked]
+
+
+@pytest.mark.parametrize("n_vocab", [1, 60, 64, 8192, 128256])
+@pytest.mark.parametrize("kind", draws.LEVELS)
+def test_ties_gaps_and_ends_of_ranges_are_drawn_alike(compute: Compute, n_vocab: int, kind):
+    """Also where more elements are alike than the sorted list has room for."""
+    rng = np.random.default_rng(n_vocab)
+    asked = [
+        Draw(
+            rng.choice(np.array(draws.LEVELS[kind], np.float32), n_vocab),
+            Sampling(
+                rng.choice(draws.TEMPERATURES), int(rng.choice([*draws.TOP_KS, 2100, 5000])),
+                rng.choice(draws.TOP_PS), rng.choice(draws.MIN_PS),
+            ),
+            float(np.float32(rng.choice([*draws.UNIFORMS, rng.random()]))),
+        )
+        for _ in range(64)
+    ]  # fmt: skip
+    assert draw(compute, asked).tolist() == [each.token for each in asked]
 
 
 def test_rows_that_are_not_finite_draw_nothing(compute: Compute) -> None:
     logits = np.zeros((4, 100), np.float32)
     logits[0, 7], logits[1, 3], logits[2] = np.nan, np.inf, -np.inf
-    found = draw(compute, logits, [Sampling(1.0)] * 4, np.full(4, 0.5))
+    found = draw(compute, [Draw(row, Sampling(1.0), 0.5) for row in logits])
     assert found[:3].tolist() == [-1, -1, -1] and found[3] >= 0
 
 

@@ -33,7 +33,12 @@ QUANTISED = 2e-3
 @pytest.fixture(scope="module")
 def engine(tiny_model) -> Iterator[wb.Engine]:
     with wb.Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="cuda", n_ctx=256, n_ubatch=32, toggles=Toggles()
+        tiny_model("tiny-llama", "Q8_0"),
+        device="cuda",
+        n_ctx=256,
+        n_seqs=8,
+        n_ubatch=32,
+        toggles=Toggles(),
     ) as made:
         yield made
 
@@ -42,7 +47,7 @@ def engine(tiny_model) -> Iterator[wb.Engine]:
 @pytest.mark.parametrize("toggles", ["baseline", "best"])
 def test_each_sequence_is_answered_as_alone(tiny_model, preset, quant, toggles):
     with wb.Engine.load(
-        tiny_model(preset, quant), device="cuda", n_ctx=256, n_ubatch=32, toggles=toggles
+        tiny_model(preset, quant), device="cuda", n_ctx=256, n_seqs=8, n_ubatch=32, toggles=toggles
     ) as engine:
         wanted = alone(engine)
         for turn in range(4):
@@ -84,7 +89,7 @@ def test_cells_may_go_while_a_step_is_under_way(engine, values):
                                                ("tiny-qwen3", "Q8_0")])  # fmt: skip
 def test_a_whole_sequence_that_moved_is_answered_as_before(tiny_model, preset, quant):
     with wb.Engine.load(
-        tiny_model(preset, quant), device="cuda", n_ctx=64, toggles=Toggles()
+        tiny_model(preset, quant), device="cuda", n_ctx=64, n_seqs=8, toggles=Toggles()
     ) as engine:
         engine.step(PROMPTS[2], "none")
         wanted = engine.step(NEXT[0], "all")

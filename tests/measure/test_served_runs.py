@@ -11,7 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.measure import http_tables, over_http, random_lengths, random_tables, readme, served_arms
+from data.measure import (
+    first_requests,
+    http_tables,
+    over_http,
+    random_lengths,
+    random_tables,
+    readme,
+    served_arms,
+)
 from data.measure.http_tables import PIPE, STREAMED, WHOLE, HttpRun
 from data.measure.peer import LLAMA
 from data.measure.random_tables import RandomRun
@@ -158,6 +166,25 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
         random_lengths.main(MODEL, prompts=0, out=tmp_path)
     with pytest.raises(UsageError, match="--in-flight"):
         over_http.main(MODEL, in_flight="0,1", out=tmp_path)
+    with pytest.raises(UsageError, match="--starts"):
+        first_requests.main(MODEL, starts=0, out=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_first_requests_of_each_start_stand_beside_the_next(tmp_path, tiny_models, capsys):
+    first_requests.main(
+        MODEL, starts=2, requests=4, in_flight=2, n_prompt=5, out=tmp_path, files=tiny_models,
+        **MADE,
+    )  # fmt: skip
+    found = results.load_run(tmp_path / MODEL)
+    assert found.run["status"] == "complete" and found.run["kind"] == first_requests.FOLDER
+    ns = found.samples.groupby("repetition", observed=True)["ns"]
+    for (_, took), start in zip(ns, first_requests.starts_of(found.run), strict=True):
+        assert len(took) == 8 and start.begin_s > 0
+        assert start.first_ms == took.to_numpy()[:4].max() / 1e6
+        assert start.next_ms == took.to_numpy()[4:].max() / 1e6
+    said = capsys.readouterr().out
+    assert "start 0: healthy after" in said and "median ratio of 2 starts: " in said
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -1,6 +1,6 @@
 """`workbench serve` with an engine process that is none: `python -m tests.serve.command FLAGS`.
 
-What the engine process is given is printed. With a context of one token it dies at once.
+What the engine process is given is printed. With a context of 16 tokens it dies at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def start(settings: WorkerSettings, n_fronts: int) -> tuple[list[Connection], Fa
     said = (name, config.device, n_slots, config.n_seqs, n_waiting, settings.toggles.changes)
     print("started", *said, file=sys.stderr)
     n_vocab = texts_of(Path(settings.model)).tokenizer.n_vocab
-    fake = FakeWorker(n_vocab, config.n_ctx, n_slots, n_waiting, step_s=0.02)
-    fake.killed = config.n_ctx == 1  # dies before it has loaded
+    fake = FakeWorker(n_vocab, config.n_ctx, n_slots, n_waiting, step_s=0.005)
+    fake.killed = config.n_ctx == 16  # dies before it has loaded
     return fake.start(n_fronts)
 
 

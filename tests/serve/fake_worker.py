@@ -28,6 +28,7 @@ from workbench.serve.messages import (
     Finish,
     Logprobs,
     Made,
+    Preparing,
     Ready,
     Refused,
     Timings,
@@ -46,9 +47,9 @@ class _Seat:
 class FakeWorker:
     """Both ends of the pipe, and the thread at one of them.
 
-    step_s: of a step. load_s: the longest until it has loaded; `loaded` ends it. script: tokens
-    that every answer is made of, in turn; None: counting. asked, cancelled: what came, for tests to
-    look at.
+    step_s: of a step. load_s: the longest until it has loaded; `loaded` ends it. prepare_s: the
+    same of what it prepares behind that, and `prepared`. script: tokens that every answer is made
+    of, in turn; None: counting. asked, cancelled: what came, for tests to look at.
     """
 
     def __init__(
@@ -61,9 +62,11 @@ class FakeWorker:
         script: Sequence[int] | None = None,
         fails: Callable[[Ask], bool] = lambda ask: False,
         load_s: float = 0.0,
+        prepare_s: float = 0.0,
     ):
         self.ready = Ready("fake.gguf", "no device", n_vocab, n_ctx, n_slots, n_waiting)
         self.step_s, self.script, self.fails, self.load_s = step_s, script, fails, load_s
+        self.prepare_s = prepare_s
         self.asked: list[Ask] = []
         self.cancelled: list[int] = []
         self.finished = threading.Event()
@@ -73,7 +76,8 @@ class FakeWorker:
         self._ended: list[Ended] = []
         self._no_more = False
         self._steps = self._made = self._prompt = 0
-        self.paused, self.loaded = threading.Event(), threading.Event()
+        self.paused = threading.Event()
+        self.loaded, self.prepared = threading.Event(), threading.Event()
 
     def start(self, n_fronts: int = 1) -> tuple[list[Connection], FakeWorker]:
         """As `server.Start`, for one front."""
@@ -96,6 +100,9 @@ class FakeWorker:
     def _serve(self) -> None:
         try:
             self.loaded.wait(self.load_s)
+            if not self.killed and self.prepare_s:
+                self.own.send(Preparing())
+                self.prepared.wait(self.prepare_s)
             if not self.killed:
                 self.own.send(self.ready)
             while not self.killed and not (self._no_more and not self._seats and not self._waiting):
@@ -154,11 +161,19 @@ class FakeWorker:
             return
         if self.step_s:
             time.sleep(self.step_s)
-        numbers, tokens, logprobs = [], [], {}
+        numbers, tokens, logprobs, scores = [], [], {}, {}
         for seat in list(self._seats.values()):
             ask = seat.ask
             if self.fails(ask):
                 self._end(seat, FAILED, "the fake was told to")
+                continue
+            if ask.scores_prompt and not seat.n_made:
+                assert ask.n_logprobs is not None
+                scores[ask.number] = [
+                    self._logprobs(t, ask.n_logprobs) for t in ask.tokens[1:].tolist()
+                ]
+            if not ask.max_tokens:
+                self._end(seat, LENGTH)
                 continue
             token = self._next(seat)
             if token in ask.ends:
@@ -182,6 +197,7 @@ class FakeWorker:
                     self._steps, self._prompt, 0, self._made, 0.0, 0.0, len(self._seats),
                     len(self._waiting), sum(s.n_made for s in self._seats.values()), 4096,
                 ),
+                scores,
             )
         )  # fmt: skip
 

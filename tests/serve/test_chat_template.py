@@ -6,10 +6,11 @@ import asyncio
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from workbench.serve.chat import ChatTemplate
+from workbench.serve.chat import ChatTemplate, text_of
 from workbench.serve.faults import ApiError
 from workbench.serve.render import answer, compiled
 
@@ -19,11 +20,15 @@ THINK = Path(__file__).with_name("think.jinja").read_text()
 TOOLS = Path(__file__).with_name("tools.jinja").read_text()
 
 
+async def prompt(template: ChatTemplate, body: dict[str, Any]) -> str:
+    return text_of(await template.rendered([template.values(body)]))
+
+
 def rendered(texts, source, messages=USER, limit_s=10.0, **body) -> str:
     async def one() -> str:
         template = ChatTemplate(source, texts.tokenizer, limit_s)
         try:
-            return await template.prompt({"messages": messages} | body)
+            return await prompt(template, {"messages": messages} | body)
         finally:
             await template.close()
 
@@ -114,10 +119,10 @@ def test_a_template_that_never_ends_is_ended(texts):
         template = ChatTemplate(forever, texts.tokenizer, 0.5)
         await template.begin()
         with pytest.raises(ApiError, match="takes longer than"):
-            await template.prompt({"messages": [{"role": "user", "content": "go"}]})
+            await prompt(template, {"messages": [{"role": "user", "content": "go"}]})
         template._limit_s = 10.0
         try:
-            return await template.prompt({"messages": USER})
+            return await prompt(template, {"messages": USER})
         finally:
             await template.close()
 

@@ -53,7 +53,7 @@ def test_flags_reach_the_engine_and_a_signal_ends_it_gracefully(tmp_path, model)
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages[0].content }}!")
     keys = tmp_path / "keys"
-    keys.write_text("one\n\ntwo\n")
+    keys.write_text("# of the first team\none\n\n  # of the second\ntwo\n")
     flags = ["-m", model, "--slots", 3, "--max-waiting", 5, "-c", 256, "--alias", "mine"]
     flags += ["--chat-template-file", template, "--api-key-file", keys, "--temp", 0]
     flags += ["--device", "embedded", "--streams", 2]
@@ -63,7 +63,9 @@ def test_flags_reach_the_engine_and_a_signal_ends_it_gracefully(tmp_path, model)
         assert http.get("/props").json()["total_slots"] == 3
         messages = [{"role": "user", "content": "a"}]
         assert http.post("/apply-template", json={"messages": messages}).json() == {"prompt": "a!"}
-        assert httpx.get(f"{url}/v1/models").status_code == 401
+        for wrong in ("", "#", "# of the first team"):
+            refused = httpx.get(f"{url}/v1/models", headers={"x-api-key": wrong})
+            assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
         body = {"prompt": [1], "max_tokens": 50, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
@@ -135,7 +137,7 @@ def test_an_address_for_all_without_a_key_is_warned_of(tmp_path, model):
 
 def test_an_engine_that_dies_while_it_loads_is_an_error(model):
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.serve.command", "-m", model, "--port", "0", "-c", "1"],
+        [sys.executable, "-m", "tests.serve.command", "-m", model, "--port", "0", "-c", "16"],
         cwd=ROOT, capture_output=True, text=True, timeout=BEGIN_S,
     )  # fmt: skip
     assert ended.returncode == 1
@@ -148,6 +150,7 @@ def test_an_engine_that_dies_while_it_loads_is_an_error(model):
         (["--port", "70000"], "65535"),
         (["--slots", "0"], "--slots"),
         (["--temp", "-1"], "temperature"),
+        (["--min-p", "2"], "min_p"),
         (["--timeout", "-1"], "--timeout"),
         (["--api-key-file", "/no/such"], "cannot read /no/such"),
         (["--api-key-file", os.devnull], "no API key"),
@@ -155,6 +158,10 @@ def test_an_engine_that_dies_while_it_loads_is_an_error(model):
         (["--chat-template-file", "BROKEN"], "line 2 is no chat template: Expected an expression"),
         (["--n-seqs", "5"], "--slots"),
         (["--device", "null"], "computes nothing"),
+        (["--cors-origin", "chat.example"], "'chat.example' is no origin"),
+        (["--cors-origin", "https://chat.example/a"], "is no origin"),
+        (["-c", "15"], "8 slots cannot be used together: the cache has 15 cells"),
+        (["-c", "5", "--slots", "3", "--kv-cache", "unified"], "each needs 2 at least"),
         (["--host", "no.such.host.invalid", "--port", "0"], "cannot listen"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,

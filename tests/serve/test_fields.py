@@ -189,7 +189,7 @@ def test_what_the_schema_allows_is_not_refused_for_its_range(http, path, data):
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/completion", BODIES["/completion"] | {"n_predict": 0}),
+        ("/completion", BODIES["/completion"] | {"n_predict": -2}),
         ("/completion", {"prompt": [N_VOCAB]}),
         ("/v1/completions", {"prompt": [[1], [5, N_VOCAB]]}),
         ("/detokenize", {"tokens": [N_VOCAB]}),

@@ -190,10 +190,15 @@ def test_long_lists_of_tokens_come_in_parts(server, texts, pieces):
 
 def test_max_tokens_is_another_word_for_n_predict(server):
     with server.http() as http:
-        for more, n in (({"max_tokens": 3}, 3), ({"max_tokens": 3, "n_predict": 2}, 2)):
+        asked = (
+            ({"max_tokens": 3}, 3),
+            ({"max_tokens": 3, "n_predict": 2}, 2),
+            ({"n_predict": 0}, 0),
+        )
+        for more, n in asked:
             answer = http.post("/completion", json={"prompt": [1]} | more).json()
-            assert answer["tokens_predicted"] == n
-        refused = http.post("/completion", json={"prompt": [1], "max_tokens": 0})
+            assert answer["tokens_predicted"] == n and answer["stop_type"] == "limit"
+        refused = http.post("/completion", json={"prompt": [1], "max_tokens": -2})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
 
 

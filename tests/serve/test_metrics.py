@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
@@ -13,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import live
 
+PAGE = Path(__file__).resolve().parents[2] / "workbench" / "serve" / "README.md"
 N_MADE = 3 * 5 + 7
 
 
@@ -49,7 +52,7 @@ def found(texts) -> Metrics:
         client.completions.create(model="tiny", prompt=[1, 2], n=3, max_tokens=5)
         list(client.completions.create(model="tiny", prompt=[1], max_tokens=7, stream=True))
         with pytest.raises(openai.BadRequestError):
-            client.completions.create(model="tiny", prompt="a", max_tokens=0)
+            client.completions.create(model="tiny", prompt="a", max_tokens=-2)
         return read(http)
 
 
@@ -79,6 +82,33 @@ def test_histograms_count_each_request_or_token_once(found, name, n):
     assert found.types[f"workbench:{name}"] == "histogram"
     if name != "request_queue_time_seconds":  # the engine that is none says 0
         assert 0 < found.value(f"{name}_sum") < 60
+
+
+def test_the_page_has_every_metric(found):
+    table = PAGE.read_text().partition("| metric |")[2].partition("\n\n")[0]
+    listed = dict(re.findall(r"^\| `workbench:(\w+)` \| (\w+) \|", table, re.M))
+    types = {name.removeprefix("workbench:"): kind for name, kind in found.types.items()}
+    assert listed == types and len(types) > 15
+
+
+def test_counters_rise_while_requests_run(texts):
+    worker = FakeWorker(texts.tokenizer.n_vocab, step_s=0.01)
+    body = {"prompt": [1, 2, 3], "max_tokens": 300, "stream": True}
+    with live(texts, worker) as server, server.http() as http:
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            seen = []
+            for _ in range(2):
+                for _ in range(5):
+                    next(lines)
+                seen.append(read(http))
+        assert (
+            5 <= seen[0].value("tokens_predicted_total") < seen[1].value("tokens_predicted_total")
+        )
+        assert seen[0].value("prompt_tokens_total") == 3
+        assert seen[0].value("engine_steps_total") < seen[1].value("engine_steps_total")
+        assert seen[0].value("requests_processing") == 1
+        assert 0 < seen[0].value("kv_cache_usage_ratio") < seen[1].value("kv_cache_usage_ratio")
 
 
 def test_a_server_that_did_nothing_has_metrics(texts):

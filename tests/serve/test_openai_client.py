@@ -9,6 +9,7 @@ import pytest
 
 from tests.serve.fake_worker import FakeWorker
 from tests.serve.live import live
+from workbench.model.sampler import Sampling
 
 
 def test_a_completion_has_the_engines_tokens(server, texts):
@@ -187,10 +188,10 @@ def test_what_a_request_says_reaches_the_engine(server, texts):
     client = server.client()
     client.completions.create(
         model="tiny", prompt=[9], max_tokens=2, temperature=0.25, top_p=0.5, seed=11,
-        extra_body={"top_k": 3, "ignore_eos": True, "timeout": 50},
+        extra_body={"top_k": 3, "min_p": 0.05, "ignore_eos": True, "timeout": 50},
     )  # fmt: skip
     ask = server.worker.asked[-1]
-    assert (ask.sampling.temperature, ask.sampling.top_p, ask.sampling.top_k) == (0.25, 0.5, 3)
+    assert ask.sampling == Sampling(0.25, 3, 0.5, 0.05)
     assert (ask.seed, ask.max_tokens, ask.ends, ask.timeout_s) == (11, 2, frozenset(), 50.0)
     client.completions.create(model="tiny", prompt=[9], max_tokens=2)
     assert server.worker.asked[-1].ends == texts.tokenizer.eog_ids
@@ -242,10 +243,11 @@ def test_models_are_listed(server):
     ("wrong", "kind", "param"),
     [
         ({"model": "other"}, openai.NotFoundError, "model"),
-        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"max_tokens": -2}, openai.BadRequestError, "max_tokens"),
         ({"max_tokens": 10_000}, openai.BadRequestError, "prompt"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
-        ({"echo": True}, openai.BadRequestError, "echo"),
+        ({"echo": 1}, openai.BadRequestError, "echo"),
+        ({"extra_body": {"min_p": 1.5}}, openai.BadRequestError, "min_p"),
         ({"best_of": 2}, openai.BadRequestError, "best_of"),
         ({"n": 129}, openai.BadRequestError, "n"),
         ({"stop": ["a"] * 17}, openai.BadRequestError, "stop"),

@@ -57,7 +57,8 @@ def test_a_body_is_refused_exactly_where_json_schema_refuses_it(path, data):
         ("/v1/completions", {"prompt": "a", "n": True}, "not true", "n"),
         ("/v1/completions", {"prompt": "a", "n": 0}, "n must be at least 1, and is 0", "n"),
         ("/v1/completions", {"prompt": {}}, "a list of token ids, or", "prompt"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, "echo asks for the prompt's", "echo"),
+        ("/v1/completions", {"prompt": "a", "echo": 2}, "echo must be true or false", "echo"),
+        ("/completion", {"prompt": "a", "min_p": 2}, "min_p must be at most 1", "min_p"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "a"}, {"role": 3}]},
@@ -88,8 +89,8 @@ def test_a_body_is_refused_exactly_where_json_schema_refuses_it(path, data):
         ),
         (
             "/completion",
-            {"prompt": "a", "n_predict": 0},
-            "n_predict must be at least 1, or -1",
+            {"prompt": "a", "n_predict": -2},
+            "n_predict must be at least 0, or -1",
             "n_predict",
         ),
         ("/detokenize", {"tokens": [1, 2, "3"]}, "tokens[2] must be a whole", "tokens[2]"),

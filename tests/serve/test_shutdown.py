@@ -53,7 +53,7 @@ def test_what_takes_longer_than_the_drain_is_503_and_cancelled(texts):
 
 
 def test_while_the_model_loads_requests_are_503(texts):
-    worker = FakeWorker(texts.tokenizer.n_vocab, load_s=20)
+    worker = FakeWorker(texts.tokenizer.n_vocab, load_s=20, prepare_s=20)
     said, servers = [], []
     thread = threading.Thread(
         target=lambda: serve(
@@ -71,7 +71,13 @@ def test_while_the_model_loads_requests_are_503(texts):
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "loading"
     assert answer.headers["retry-after"] == "1"
     worker.loaded.set()
+    wait_for(lambda: httpx.get(f"{url}/health").json()["error"]["code"] == "preparing")
+    answer = httpx.get(f"{url}/v1/models")
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert "kernels are being compiled" in answer.json()["error"]["message"]
+    worker.prepared.set()
     wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
+    assert [line.partition(":")[0] for line in said[-2:]] == ["loaded", "ready"]
     servers[0].finish()
     thread.join(10)
     assert worker.finished.is_set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -30,10 +31,11 @@ from workbench.serve.messages import (
     Ended,
     Finish,
     Made,
+    Preparing,
     Ready,
     Refused,
 )
-from workbench.serve.worker import WorkerSettings, start
+from workbench.serve.worker import TELL_S, WorkerSettings, start
 
 N_SLOTS, ROOM, LONG = 3, 512, 400
 PATIENCE_S = 60.0
@@ -46,10 +48,12 @@ class Front:
     def __init__(self, pipe: Connection):
         self.pipe = pipe
         self.ready: Ready | None = None
+        self.prepares = False  # it has said so
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, Ended] = {}
         self.refused: dict[int, Refused] = {}
         self.made: list[Made] = []
+        self.heard_s = 0.0  # when a message without tokens came
 
     def ask(self, number: int, n_prompt: int = 5, most: int = 4, **more: Any) -> Ask:
         ask = Ask(number, ids(n_prompt, number), most, **more)
@@ -59,8 +63,12 @@ class Front:
     def hear(self) -> None:
         assert self.pipe.poll(PATIENCE_S), "the engine process says nothing"
         message = self.pipe.recv()
+        if isinstance(message, Preparing):
+            assert not self.prepares and self.ready is None
+            self.prepares = True
+            return
         if isinstance(message, Ready):
-            assert self.ready is None
+            assert self.prepares and self.ready is None
             self.ready = message
             return
         assert self.ready is not None, "it is ready before anything else"
@@ -73,7 +81,9 @@ class Front:
         numbers = message.numbers.tolist()
         # a step has a token for each; where all begin to wait for results, two steps come at once
         assert len(numbers) == len(message.tokens) <= 2 * len({*numbers})
-        assert numbers or message.ended, "a message that says nothing"
+        if not (numbers or message.ended):  # it says what was counted
+            assert time.monotonic() - self.heard_s > TELL_S / 2
+            self.heard_s = time.monotonic()
         for number, token in zip(numbers, message.tokens.tolist(), strict=True):
             self._over(number)
             self.tokens.setdefault(number, []).append(token)
@@ -252,7 +262,7 @@ def test_what_cannot_be_served_is_refused_and_what_cannot_be_now_says_when(model
     with running(settings(model, n_waiting=2)) as ((front,), _):
         front.until(lambda: front.ready)
         front.ask(100, ROOM + 1)
-        front.ask(101, 5, 0)
+        front.ask(101, 5, -1)
         front.until(lambda: len(front.refused) == 2)
         assert front.refused[100].retry_after_s is None is front.refused[101].retry_after_s
         assert f"{ROOM + 1} tokens" in front.refused[100].why
@@ -276,7 +286,8 @@ def test_what_cannot_be_served_is_refused_and_what_cannot_be_now_says_when(model
 
 
 def breaks(error: BaseException) -> None:
-    """The engine of this process fails in its tenth step."""
+    """The engine of this process fails in its tenth step; it takes no first ones."""
+    worker.first_steps = lambda engine, n_slots: 0  # type: ignore[assignment]
     submit, left = engine_room.Engine.submit, [9]
 
     def fails(self: Any, *more: Any) -> Any:
@@ -296,6 +307,30 @@ def main_with_a_device_that_fails(fronts: list[Connection], wanted: WorkerSettin
 def main_with_a_bug(fronts: list[Connection], wanted: WorkerSettings) -> None:
     breaks(ZeroDivisionError("a bug"))
     worker.main(fronts, wanted)
+
+
+def main_that_cannot_take_a_request(fronts: list[Connection], wanted: WorkerSettings) -> None:
+    take = Slots.ask
+
+    def takes(self: Any, ask: Ask) -> None:
+        if len(ask.tokens) == 13:
+            raise ZeroDivisionError("thirteen")
+        take(self, ask)
+
+    Slots.ask = takes  # type: ignore[method-assign]
+    worker.main(fronts, wanted)
+
+
+def test_a_request_that_cannot_be_taken_fails_alone(model, capfd):
+    with running(settings(model), 1, main_that_cannot_take_a_request) as ((front,), process):
+        for number, n_prompt in enumerate((5, 13, 6)):
+            front.ask(number, n_prompt)
+        front.pipe.send(Finish())
+        front.to_the_end()
+    assert process.exitcode == 0
+    assert [front.ended[n].reason for n in range(3)] == [LENGTH, FAILED, LENGTH]
+    assert front.ended[1].why == "thirteen" and 1 not in front.tokens
+    assert capfd.readouterr().err.count("ZeroDivisionError: thirteen") == 1
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,14 @@ FAULTS = range(REFUSE, BAD_REQUEST + 1)
 
 class Delays(NamedTuple):
     """first_s: from the request to its first token. gap_s: between tokens. per_event: tokens that
-    share an event. n_slots: requests that are served at once; the others wait."""
+    share an event. n_slots: requests that are served at once; the others wait. closes: each
+    connection behind its first answer, without a word in the answer, as some servers do."""
 
     first_s: float = 0.0
     gap_s: float = 0.0
     per_event: int = 1
     n_slots: int = 1 << 30
+    closes: bool = False
 
 
 NO_DELAYS = Delays()
@@ -56,7 +58,7 @@ class FakeServer:
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.n_connections += 1
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while await self._request(reader, writer):
+            while await self._request(reader, writer) and not self.delays.closes:
                 pass
         writer.close()
 

@@ -63,6 +63,15 @@ def test_a_closed_loop_keeps_its_number_in_flight_over_its_connections():
     assert np.array_equal([r.due_ns for r in later], ends[:16]), "each is due as another ends"
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_server_that_closes_behind_its_answers_loses_no_request(streamed):
+    load = loaded(Arrivals(CLOSED, 4), 40, n_wanted="2")
+    with serving(Delays(closes=True)) as server:
+        records, _ = offered(server, load, Asking(streamed=streamed))
+    assert {(r.status, r.why) for r in records} == {(rec.OK, "")} and len(records) == 40
+    assert server.n_connections == len(server.seen) == 40, "each was heard once"
+
+
 def test_all_at_once_waits_in_the_server():
     with serving(Delays(0.01, 0, n_slots=2)) as server:
         records, _ = offered(server, loaded(ALL_AT_ONCE, 9, n_wanted="1"))
@@ -267,6 +276,29 @@ def test_a_server_that_closes_behind_its_answer_has_answered():
     head = OK_HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(STREAM)
     connection.data_received(head + STREAM)
     assert [a.status for a in ended] == [rec.OK] and wire.closed and not free
+
+
+def test_only_a_request_that_nobody_heard_on_an_old_connection_is_sent_again():
+    answered = OK_HEAD + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM
+    for first, heard, again in (
+        (answered, b"", True),
+        (answered, b"HTTP/1.1 200", False),  # a byte of an answer: it was heard
+        (b"", b"", False),  # a new connection
+    ):
+        connection, _, ended, _ = wired()
+        if first:
+            connection.data_received(first)
+        else:
+            connection = HttpConnection(lambda _: None)
+            connection.connection_made(Wire())
+        unheard: list[int] = []
+        second = HttpAnswer(True, ended.append)
+        connection.send(b"POST", second, lambda found=unheard: found.append(1))
+        if heard:
+            connection.data_received(heard)
+        connection.connection_lost(ConnectionResetError())
+        assert bool(unheard) == again and bool(second.end) != again
+        assert again or second.status == rec.DISCONNECTED
 
 
 @pytest.mark.parametrize(

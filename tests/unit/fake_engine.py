@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from workbench.config import EngineConfig, Toggles
+from workbench.engine.kv_cache import KVCache
 from workbench.engine.nvtx_ranges import OFF
-from workbench.engine.room import Room
+from workbench.engine.padding import as_they_are
 from workbench.progress import HIDDEN
 
 N_VOCAB = 50
@@ -71,8 +72,9 @@ class FakeEngine:
         self.toggles, self.wanted = toggles or Toggles(), None  # no preset
         self.chosen = "as given"
         self.config = EngineConfig(n_ctx=n_ctx, n_ubatch=16)
-        room = Room(n_ctx)
-        self.cache = SimpleNamespace(room=room, n_ctx_seq=room.each)
+        self.cache = KVCache(n_ctx, 16)
+        self._batches = SimpleNamespace(sizes=as_they_are)
+        self._made = SimpleNamespace(nodes_of=lambda shape: [])
         self.ns_of = ns_of or (lambda toggles, n_tokens, nth: 1_000_000 * n_tokens)
         self.wrong = wrong or {}
         self.shared = shared or SimpleNamespace(steps=0, variants=[], stop_at=None, error=None)

@@ -76,7 +76,7 @@ def plain_nodes(tokens: int, n_kv: int = N_KV) -> Iterator[LaunchCase]:
         make("kv_extents", "e", Tensor("mask", F16, (tokens, n_kv))),
         make("kv_classes", "c", Tensor("mask", F16, (tokens, n_kv))),
         make("feed", "f", Tensor("i", I32, (tokens,)), last),
-        make("draw", "d", Tensor("l", F32, (tokens, 19000)), Tensor("s", F32, (tokens, 4))),
+        make("draw", "d", Tensor("l", F32, (tokens, 19000)), Tensor("s", F32, (tokens, 5))),
         make("keep_tokens", "t", last, Tensor("i", I32, (tokens, 2)), Tensor("s", I32, (tokens,))),
     ):
         yield LaunchCase(node, tokens, None)

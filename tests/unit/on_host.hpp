@@ -27,7 +27,7 @@
 using std::max;
 using std::min;
 
-struct int2 { int x, y; };
+struct alignas(8) int2 { int x, y; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
@@ -35,6 +35,7 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct Index { unsigned x, y, z; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
@@ -202,7 +203,13 @@ inline float __uint_as_float(unsigned x) { return on_host::argument<float>(x); }
 inline unsigned __float_as_uint(float x) { unsigned u; std::memcpy(&u, &x, 4); return u; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fdividef(float a, float b) { return a / b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
+// rounded by themselves: g++ would join both in one instruction
+inline float __fmul_rn(float a, float b) { volatile float x = a * b; return x; }
+inline float __fadd_rn(float a, float b) { volatile float x = a + b; return x; }
+template <class T>
+T atomicAdd(T* at, T x) {  // fibers of one thread
+    return std::exchange(*at, T(*at + x));
+}
 inline float __expf(float x) { return std::exp(x); }
 template <class T>
 T __ldg(const T* p) {

@@ -29,6 +29,7 @@ INSTRUCTIONS = {
     "cvt.f32.f16": "f = on_host::half_to_float(h);",
     "cvt.rn.f16.f32": "h = on_host::float_to_half(f);",
     "ex2.approx.ftz.f32": "r = std::exp2(x);",
+    "mov.u64": "t = 0;",
 }
 ASSEMBLER = re.compile(r"\basm\b(?:\s+volatile)?\s*\(")
 KERNEL = re.compile(r'extern "C" __global__[^;{]*?(\w+)\((?=[\w ]*\*)', re.S)

@@ -20,6 +20,7 @@ from workbench.backend.cuda import nvrtc
 from workbench.bench import workload
 from workbench.cli import main
 from workbench.engine import generation, ready
+from workbench.graph.ir import StepShape
 from workbench.progress import Bar, shown_on
 
 S = 1_000_000_000
@@ -148,8 +149,8 @@ def test_what_is_left_to_compile_is_said(tiny_model, monkeypatch, slow_compiler)
         wb.Engine.load(path, device="host", n_ctx=64, toggles="baseline") as engine,
         shown_on(io.StringIO()) as out,
     ):
-        ready.make_ready(engine, [(1, 1)])
-        ready.make_ready(engine, [(1, 1)])
+        for _ in range(2):
+            ready.make_ready(engine, [StepShape(1, 1, 256)])
     lines = [line for line in out.getvalue().splitlines() if line.startswith("compiling kernels: ")]
     assert re.match(r"compiling kernels: 1 of (\d+) launches, about \d+ s left", lines[0])
     assert len(lines) < 40, "of launches that are alike one"

@@ -127,7 +127,7 @@ def test_which_waits(tiny_model) -> None:
 def test_what_building_costs(tiny_model) -> None:
     off, on = ab("reuse-off"), ab("reuse-on")
     with wb.Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="null", n_kv_pad=16,
+        tiny_model("tiny-llama", "Q8_0"), device="null", n_kv_pad=16, n_seqs=2,
         toggles=wb.Toggles(graph_reuse="set_rows"),
     ) as counter:  # fmt: skip
         steps = kept.reuse_table(counter)

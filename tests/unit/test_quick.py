@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import settings
 
 from data.measure.proofs import EXHAUSTIVE
@@ -72,11 +73,11 @@ def test_parameters_may_be_tuples_and_have_no_share_of_the_quick_tests():
 
 
 def target_of(one: Any) -> str:
-    return one.marks[0].name if hasattr(one, "marks") else "quick"
+    return one.marks[0].name if isinstance(one, ParameterSet) else "quick"
 
 
 def value_of(one: Any) -> Any:
-    return one.values[0] if hasattr(one, "values") else one
+    return one.values[0] if isinstance(one, ParameterSet) else one
 
 
 def functions(markers: str, *files: str | Path) -> set[str]:

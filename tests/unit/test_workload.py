@@ -8,7 +8,7 @@ from fake_engine import BOS, N_VOCAB, Clock, FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.bench.together import step_sizes
+from workbench.bench.together import gen_steps, prompt_steps
 from workbench.bench.workload import (
     WARM_MAX,
     Workload,
@@ -119,8 +119,14 @@ def test_of_several_sequences():
     assert len({tuple(tokens.prompt[i : i + 5]) for i in range(0, 20, 5)}) == 4
     assert len(draw_tokens(shared, N_VOCAB, 0).prompt) == 5
     # prompts are packed into ubatches of 8; steps of 4 tokens are one, of 9 tokens two
-    assert step_sizes(own, 8) == {(8, 0), (4, 1), (4, 4)}
-    assert step_sizes(parse("tg3@b9"), 8) == {(8, 8), (1, 1)}
+    prompt = [
+        [(s, len(ids), wanted) for s, ids, wanted in w] for w in prompt_steps(own, range(20), 8)
+    ]
+    assert prompt[0] == [(0, 5, "none"), (1, 3, "none")] and prompt[2] == [(3, 4, "last")]
+    assert [[len(work) for work in row] for row in gen_steps(own, range(12), 8)] == [[4]] * 3
+    assert [[len(work) for work in row] for row in gen_steps(parse("tg1@b9"), range(9), 8)] == [
+        [8, 1]
+    ]
 
 
 @pytest.mark.parametrize("name", ["pp1@b0", "@b3", "pp1@b", "tg1@d3@b2", "tg1@x2", "tg1@b-1"])

@@ -14,6 +14,7 @@ from workbench.program.commands import Buffer, Program
 class NoPlans:
     """Every command is issued by a call of its own."""
 
+    replays = False  # whether steps are captured and replayed
     launches_ahead = False  # whether a next step's plan waits on the device before it is submitted
 
     def __init__(self) -> None:

@@ -87,6 +87,8 @@ class Plans(NoPlans):
     each kind of work.
     """
 
+    replays = True
+
     def __init__(
         self,
         policy: Policy,

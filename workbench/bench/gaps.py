@@ -31,7 +31,8 @@ from workbench.bench.rounds import interleave
 from workbench.bench.stats import Band, Ratio, aa_band, median_interval, speedup
 from workbench.bench.workload import Tokens, Workload, draw_tokens
 from workbench.config import SyncMode, Toggles
-from workbench.engine.room import room_of
+from workbench.engine.kv_cache import n_regions
+from workbench.engine.room import Room
 from workbench.errors import UsageError
 from workbench.frames import Table, markdown, terminal_columns, to_html
 from workbench.progress import bar
@@ -257,7 +258,8 @@ def host_gaps(
     if n_tokens < 2 or rounds < 1:
         raise UsageError(f"n_tokens={n_tokens} and rounds={rounds} leave no gap to measure")
     for toggles in arms.values():
-        room_of(toggles, engine.config).check(0, n_tokens + WARM_UP)
+        room = Room(engine.config.n_ctx, n_regions(toggles, engine.config))
+        room.check(0, n_tokens + WARM_UP)
     baseline = next(iter(arms))
     every = {**arms, baseline + CONTROL: arms[baseline]}
     decoded = Workload(0, n_tokens + WARM_UP)

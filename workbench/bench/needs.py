@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from workbench.config import EngineConfig, Toggles
-from workbench.engine.room import n_regions
+from workbench.engine.kv_cache import n_regions
 from workbench.errors import UsageError
 
 if TYPE_CHECKING:

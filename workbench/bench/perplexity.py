@@ -53,6 +53,8 @@ from workbench.bench.token_source import Source, TokenWindow
 from workbench.bench.workload import check_untraced
 from workbench.config import BASELINE, FAMILIES, TogglePreset, Toggles
 from workbench.engine.finite import first_bad_row, not_finite
+from workbench.engine.ready import make_ready
+from workbench.engine.rehearsal import alone
 from workbench.errors import UsageError
 from workbench.presets import fixed_presets
 from workbench.progress import Bar, bar
@@ -221,11 +223,13 @@ def _measure(
 def _rows(engine: Engine, inputs: Sequence[int], size: int, times: Times, left: Bar) -> np.ndarray:
     """The logits of `inputs`, float32 (n, n_vocab), computed `size` at a time; adds to `times`, and
     tells `left`."""
-    parts = []
-    for i in range(0, len(inputs), size):
+    begins, parts = range(0, len(inputs), size), []
+    counts = [min(size, len(inputs) - i) for i in begins]
+    make_ready(engine, alone(engine, 0, [(n, n) for n in counts]))
+    for i, n in zip(begins, counts, strict=True):
         start = now_ns()
-        parts.append(engine.step(inputs[i : i + size], "all"))
-        times.append((now_ns() - start, len(inputs[i : i + size])))
+        parts.append(engine.step(inputs[i : i + n], "all"))
+        times.append((now_ns() - start, n))
         left.update(times[-1][1])
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

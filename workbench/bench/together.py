@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from workbench.engine.batch import Entry, Work, n_tokens
+from workbench.engine.batch import Entry, Work
+from workbench.engine.kv_cache import KVCache
+from workbench.engine.rehearsal import Act
 
 if TYPE_CHECKING:
     from workbench.bench.workload import Workload
@@ -36,11 +38,25 @@ def gen_steps(workload: Workload, gen: Sequence[int], n_ubatch: int) -> list[lis
     return every
 
 
-def step_sizes(workload: Workload, n_ubatch: int) -> set[tuple[int, int]]:
-    """Tokens and outputs of the steps of a test of several sequences."""
-    prompt = prompt_steps(workload, range(workload.n_prompt_tokens), n_ubatch)
-    gen = gen_steps(workload, range(workload.width * bool(workload.n_gen)), n_ubatch)
-    return {
-        (n_tokens(work), sum(outputs != "none" for _, _, outputs in work))
-        for work in (*prompt, *itertools.chain(*gen))
-    }
+def share_prompt(workload: Workload, cache: KVCache) -> None:
+    """Gives every sequence the cells of the first, where their prompt is one."""
+    for sequence in range(1, workload.n_seqs if workload.shared and workload.n_prompt else 1):
+        cache.copy(0, sequence)
+
+
+def acts(workload: Workload, n_ubatch: int) -> list[Act]:
+    """All that a repetition of a test does to an empty cache, whatever its tokens are."""
+    if workload.n_seqs:
+        return [
+            *prompt_steps(workload, range(workload.n_prompt_tokens), n_ubatch),
+            lambda cache: share_prompt(workload, cache),
+            *itertools.chain(
+                *gen_steps(workload, range(workload.width * workload.n_gen), n_ubatch)
+            ),
+        ]
+    found = list[Act]()
+    for n in (workload.n_depth, workload.n_prompt):
+        for begin in range(0, n, n_ubatch):
+            end = min(begin + n_ubatch, n)
+            found.append([(0, range(begin, end), "last" if end == n else "none")])
+    return found + [[(0, (0,), "last")]] * workload.n_gen

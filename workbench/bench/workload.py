@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from workbench.bench.needs import check_fits
-from workbench.bench.together import gen_steps, prompt_steps, step_sizes
+from workbench.bench.together import acts, gen_steps, prompt_steps, share_prompt
 from workbench.engine.batch import Work, n_tokens
 from workbench.engine.ready import make_ready
+from workbench.engine.rehearsal import rehearsed
 from workbench.errors import UsageError
 from workbench.progress import HIDDEN, Bar, bar
 from workbench.trace.spans import now_ns
@@ -309,8 +310,7 @@ def _take_together(
             if warming:
                 left.update(n_tokens(work))
     if prompt:
-        for sequence in range(1, workload.n_seqs if workload.shared else 1):
-            engine.cache.copy(0, sequence)
+        share_prompt(workload, engine.cache)
         stamps.append(now_ns())
     untold = 0 if warming else workload.n_prompt_tokens
     for logits in _of_each(engine, gen):  # noqa: B007, the last ones are kept
@@ -350,10 +350,7 @@ def warm_up(
     `once`: one round, whatever it takes.
     """
     for engine in engines:
-        if workload.n_seqs:
-            make_ready(engine, step_sizes(workload, engine.config.n_ubatch))
-        elif workload.n_gen:
-            make_ready(engine, [(1, 1)])
+        make_ready(engine, rehearsed(engine, acts(workload, engine.config.n_ubatch)))
     start, best = now_ns(), [0] * len(engines)
     cells = workload.n_cells * len(engines)  # of a round
     with bar(f"{workload} warm-up", cells * (1 if once else WARM_MIN), "tokens") as left:

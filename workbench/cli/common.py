@@ -72,7 +72,8 @@ def load(
     one is named. check: refuses what only the opened model shows, before weights are read, and is
     told what room a sequence will have. computes: the device has to."""
     from workbench.engine.engine import Engine
-    from workbench.engine.room import room_of
+    from workbench.engine.kv_cache import n_regions
+    from workbench.engine.room import Room
     from workbench.engine.wanted import resolve
 
     if computes:
@@ -85,7 +86,8 @@ def load(
 
     def refuse(loaded: Loaded) -> None:
         if check is not None:
-            check(loaded, room_of(resolve(wanted, loaded), loaded.config))
+            regions = n_regions(resolve(wanted, loaded), loaded.config)
+            check(loaded, Room(loaded.config.n_ctx, regions))
 
     engine = Engine.load(
         model, config=config, toggles=wanted, variants=variants, check=refuse, fit=fit

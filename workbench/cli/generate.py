@@ -41,6 +41,9 @@ def run(
     ] = 0.0,
     top_k: Annotated[f.Whole, f.flag("draw among so many of the likeliest; 0: all")] = 40,
     top_p: Annotated[float, f.flag("draw among the likeliest of this total")] = 0.95,
+    min_p: Annotated[
+        float, f.flag("draw among those with this share of the largest probability; 0: all")
+    ] = 0.0,
     seed: f.Seed = 0,
     config: f.EngineFlags = f.DEFAULT_CONFIG,
     toggles: f.ToggleFlags = f.DEFAULT_TOGGLES,
@@ -53,7 +56,7 @@ def run(
 
     ids = None if tokens is None else parse_ids(tokens)
     prompt = None if prompt is None else as_typed("-p", prompt)
-    sampling = Sampling(temperature, top_k, top_p)
+    sampling = Sampling(temperature, top_k, top_p, min_p)
     if (prompt is None) == (ids is None):
         raise UsageError("give either a prompt (-p) or token ids (--tokens)")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +31,10 @@ class ServerSettings:
         f.Whole, f.flag("0: any that is free", validator=Number(gte=0, lte=MOST_PORT))
     ] = 8000
     api_key_file: Annotated[
-        Path | None, f.flag("file with API keys, one a line; a request must have one of them")
+        Path | None,
+        f.flag(
+            "file with API keys, one a line, # before a comment; a request must have one of them"
+        ),
     ] = None
     model_id: Annotated[
         str | None, f.flag("model's name for clients; default: the file's", "--model-id --alias -a")
@@ -47,6 +51,13 @@ class ServerSettings:
     timeout: Annotated[
         float | None, f.flag("seconds that a request may take; default: no limit")
     ] = None
+    cors_origin: Annotated[
+        tuple[str, ...],
+        f.flag(
+            "origin whose pages in a browser may ask, as https://chat.example; * for all; can be "
+            "given again"
+        ),
+    ] = ()
     drain: Annotated[float, f.flag("seconds that what runs has when the server is told to end")] = (
         60.0
     )
@@ -55,6 +66,7 @@ class ServerSettings:
     ] = 0.8
     top_k: Annotated[f.Whole, f.flag("of requests that name none; 0: all")] = 40
     top_p: Annotated[float, f.flag("of requests that name none")] = 0.95
+    min_p: Annotated[float, f.flag("of requests that name none; 0: all")] = 0.0
 
 
 ServerFlags = Annotated[ServerSettings, Parameter(name="*", group=SERVER)]
@@ -80,6 +92,7 @@ def serve(
     Ends gracefully on Ctrl-C and SIGTERM: what runs is finished first. A second one ends it at
     once. /openapi.json describes the interface, /metrics is for Prometheus.
     """
+    from workbench.engine.seats import check_cells
     from workbench.model.gguf import open_gguf
     from workbench.model.hparams import read_hparams
     from workbench.model.sampler import Sampling
@@ -100,8 +113,9 @@ def serve(
         raise UsageError(f"--timeout {server.timeout} must be above 0 seconds")
     if not server.drain >= 0:
         raise UsageError(f"--drain {server.drain} must be 0 or more seconds")
-    defaults = Defaults(Sampling(server.temperature, server.top_k, server.top_p), server.timeout)
-    keys = _keys(server.api_key_file)
+    sampling = Sampling(server.temperature, server.top_k, server.top_p, server.min_p)
+    defaults = Defaults(sampling, server.timeout)
+    keys, origins = _keys(server.api_key_file), tuple(map(_origin, server.cors_origin))
     template = _template(server.chat_template_file)
     with open_gguf(model) as file:
         texts = TokenTexts(load_tokenizer(file))
@@ -111,6 +125,7 @@ def serve(
     for note in config.notes:
         say(note)
     n_ctx = config.n_ctx or slots * min(trained, f.SERVED_TOKENS)
+    check_cells(n_ctx, slots)
     engine = dataclasses.replace(config.plain(), n_seqs=slots, n_ctx=n_ctx)
     settings = WorkerSettings(str(model), engine, slots, wanted, server.max_waiting)
     # a vocabulary is many objects: to look through them would hold up tokens
@@ -121,7 +136,14 @@ def serve(
         lambda n_fronts: start(settings, n_fronts),
         texts,
         template,
-        FrontSettings(server.model_id or model.stem, defaults, keys, server.max_body),
+        FrontSettings(
+            server.model_id or model.stem,
+            defaults,
+            keys,
+            server.max_body,
+            origins=origins,
+            reads_at_once=True,
+        ),
         Listening(server.host, server.port, server.drain),
         say,
     )
@@ -156,12 +178,20 @@ def _template(path: Path | None) -> str | None:
     return text
 
 
+def _origin(text: str) -> str:
+    """An origin as browsers write it. Raises UsageError for anything else."""
+    if text != "*" and not re.fullmatch(r"https?://[^/\s?#@]+", text):
+        raise UsageError(f"--cors-origin {text!r} is no origin; write it as https://chat.example")
+    return text.lower()
+
+
 def _keys(path: Path | None) -> tuple[bytes, ...]:
     """The API keys in a file. Raises UsageError where there is none."""
     text = _text(path)
     if text is None:
         return ()
-    keys = tuple(line.strip().encode() for line in text.splitlines() if line.strip())
+    lines = map(str.strip, text.splitlines())
+    keys = tuple(line.encode() for line in lines if line and not line.startswith("#"))
     if not keys:
         raise UsageError(f"{path} has no API key; write one a line")
     return keys

@@ -22,10 +22,12 @@ def foremost(reasons: Iterable[str]) -> str:
 class Ask(NamedTuple):
     """A prompt to continue.
 
-    number: the front's own, never used again. tokens: (n,) int32, at least one. ends: tokens after
-    which the request is over; they are not part of it. n_logprobs: None for none, else how many of
-    the likeliest tokens are wanted beside the one that was drawn. timeout_s: from now until its
-    last token; None: no limit. cache_prompt: cells that are there already may serve its prompt.
+    number: the front's own, never used again. tokens: (n,) int32, at least one. max_tokens: 0 for
+    the prompt alone. ends: tokens after which the request is over; they are not part of it.
+    n_logprobs: None for none, else how many of the likeliest tokens are wanted beside the one that
+    was drawn. timeout_s: from now until its last token; None: no limit. cache_prompt: cells that
+    are there already may serve its prompt. scores_prompt: the prompt's tokens have logprobs, too,
+    all but the first; it needs n_logprobs.
     """
 
     number: int
@@ -37,13 +39,14 @@ class Ask(NamedTuple):
     n_logprobs: int | None = None
     timeout_s: float | None = None
     cache_prompt: bool = True
+    scores_prompt: bool = False
 
 
 class Logprobs(NamedTuple):
     """Natural logarithms of probabilities at temperature 1, before anything is cut away.
 
-    drawn: of the token that was drawn. tokens, values: the likeliest, in falling order, (k,) int32
-    and (k,) float32.
+    drawn: of the token that was drawn, or that a prompt has. tokens, values: the likeliest, in
+    falling order, (k,) int32 and (k,) float32.
     """
 
     drawn: float
@@ -75,7 +78,9 @@ class Ended(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What the engine process has counted since it began, and what it has now."""
+    """What the engine process has counted since it began, and what it has now. n_prompt_tokens are
+    computed, n_cached_tokens found in the cache. n_cells_used: of the cache, held by requests that
+    run. n_cells_kept: others, whose tokens a later prompt may begin with."""
 
     n_steps: int
     n_prompt_tokens: int
@@ -87,3 +92,4 @@ class Totals(NamedTuple):
     n_waiting: int
     n_cells_used: int
     n_cells: int
+    n_cells_kept: int = 0

@@ -47,6 +47,11 @@ def n_tokens(work: Work) -> int:
     return sum(len(tokens) for _, tokens, _ in work)
 
 
+def n_outputs(work: Work) -> int:
+    """Outputs of all entries together."""
+    return sum({"last": 1, "all": len(tokens)}.get(outputs, 0) for _, tokens, outputs in work)
+
+
 class Batch(NamedTuple):
     """Tokens computed together: the step shape, the value of each input by name
     (`model/inputs.py`), where they go.

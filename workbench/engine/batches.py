@@ -53,7 +53,7 @@ class Batches:
         self._n_ubatch = n_ubatch
         self._clock = clock
         self._store_values = store_values
-        self._sizes = sizes
+        self.sizes = sizes
         self.draws = Draws()
         self._next: Batch | None = None
         self._next_is_for: list[tuple[int, Outputs]] | None = None
@@ -105,7 +105,7 @@ class Batches:
     def _made(self, work: Work, new_mask: NewMask, draws: bool) -> Batch:
         n_vocab, n_ubatch = self._n_vocab, self._n_ubatch
         return make_batch(
-            work, self._cache, n_vocab, n_ubatch, new_mask, self._store_values, self._sizes, draws
+            work, self._cache, n_vocab, n_ubatch, new_mask, self._store_values, self.sizes, draws
         )
 
     def _mask(self, t: int, n_kv: int) -> np.ndarray:

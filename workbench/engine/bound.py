@@ -54,8 +54,12 @@ class BoundPrograms:
         n_kv = cache.region_cells
         n_tokens = min(n_ubatch, n_kv)
         self._made().refuse_races(n_tokens, n_kv, cache.pad)
+        self.grow(StepShape(n_tokens, 1, n_kv), period)
+
+    def grow(self, shape: StepShape, period: int) -> None:
+        """Allocates memory for a step of `shape` in each of its turns, so that it grows now."""
         for turn in range(period):
-            self.workspace.bind(self._made().of(StepShape(n_tokens, 1, n_kv), turn))
+            self.workspace.bind(self._made().of(shape, turn))
 
     def free(self) -> None:
         """Gives memory back, but for the weights, which are the model's."""

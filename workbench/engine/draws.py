@@ -4,8 +4,8 @@ With sampling=device a step can end in tokens, not in logits (`StepShape.draws`)
 each sequence's last one. In place of the next token of a sequence the host then gives FED, which
 stands for it. So a step can be issued before the host knows the tokens of the step before.
 
-Each sequence has a sampler. Every draw takes one number of it, on the host or on the device: the
-tokens are the same, but for a draw that falls within a rounding of an edge.
+Each sequence has a sampler. Every draw takes one number of it, on the host or on the device: equal
+logits give equal tokens.
 """
 
 from __future__ import annotations
@@ -62,10 +62,8 @@ class Draws:
         return {DRAWS: settings, OUT_SEQS: np.array(sequences, np.int32)}
 
     def draw(self, sequence: int, logits: np.ndarray) -> int:
-        """The token that a device would draw for a sequence, on the host; -1 from a row with NaN.
-        logits: (n_vocab,) float32."""
-        if np.isnan(logits).any():
-            return -1
+        """The token that a device would draw for a sequence, on the host; -1 from logits that give
+        none. logits: (n_vocab,) float32."""
         return self.samplers.get(sequence, GREEDY)(logits)
 
 

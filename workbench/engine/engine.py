@@ -20,6 +20,7 @@ from workbench.engine.bound import BoundPrograms
 from workbench.engine.cell_steps import change_cells
 from workbench.engine.exclusive import STATE
 from workbench.engine.generation import Generation, asked_for, continued, prefilled
+from workbench.engine.kv_cache import n_regions
 from workbench.engine.kv_growth import growth_of
 from workbench.engine.loaded import Fit, Loaded, config_of
 from workbench.engine.memory import Residents
@@ -29,7 +30,6 @@ from workbench.engine.pending import Pending
 from workbench.engine.phases import PhaseCounts, PhaseTimes, counters_of, per_step
 from workbench.engine.ranged import ranged
 from workbench.engine.reuse import Key, programs_of, reuse_of
-from workbench.engine.room import n_regions
 from workbench.engine.stamps import Stamp, Stamps, stamped
 from workbench.engine.step_programs import StepPrograms
 from workbench.engine.under_way import UnderWay
@@ -82,8 +82,7 @@ class Engine:
         self.draws = self._batches.draws
         last_tokens = draws.last_tokens(have.toggles, loaded, config.n_seqs)
         self._residents = Residents(loaded, self.cache.n_cells, last_tokens)
-        alone = config.n_seqs == 1
-        self._step_programs = StepPrograms(loaded, have, self._residents, self._spent, alone)
+        self._step_programs = StepPrograms(loaded, have, self._residents, self._spent, config)
         self._counts = PhaseCounts()
         self._plans = plans_of(have.toggles, loaded.backend)
         self._bound = BoundPrograms(

@@ -17,7 +17,7 @@ class FreeCells:
 
     def __init__(self, region_cells: int, room: Room, in_a_row: bool):
         n_regions = room.n_regions
-        self.region_cells, self._room, self._in_a_row = region_cells, room, in_a_row
+        self.region_cells, self._room, self.in_a_row = region_cells, room, in_a_row
         self.n_owners = np.zeros((n_regions, region_cells), np.int32)
         self.used = np.zeros(n_regions, np.int64)
         self.ends = np.zeros(n_regions, np.int64)
@@ -32,7 +32,7 @@ class FreeCells:
         if used == end:  # no holes
             return np.arange(first + end, first + end + n, dtype=np.int64)
         free = self._free(region)
-        return (in_a_row(free, n) if self._in_a_row else free[:n]).astype(np.int64) + first
+        return (in_a_row(free, n) if self.in_a_row else free[:n]).astype(np.int64) + first
 
     def next_of_each(self, regions: np.ndarray) -> np.ndarray | None:
         """A free cell of each of these regions, (n,) int64; None where one has holes or no room."""
@@ -50,7 +50,7 @@ class FreeCells:
         """Whether `find` finds n cells."""
         if n > self.left(region):
             return False
-        if not self._in_a_row or self.used[region] == self.ends[region]:
+        if not self.in_a_row or self.used[region] == self.ends[region]:
             return True
         return first_row(self._free(region), n) is not None
 
@@ -58,7 +58,7 @@ class FreeCells:
         """Raises UsageError where n tokens do not fit, or where steps of n_ubatch tokens each do
         not find cells in a row."""
         self._room.check(int(self.used[region]), n)
-        if self._in_a_row and self.used[region] != self.ends[region]:
+        if self.in_a_row and self.used[region] != self.ends[region]:
             free = self._free(region)
             for begin in range(0, n, n_ubatch):
                 taken = in_a_row(free, min(n_ubatch, n - begin))

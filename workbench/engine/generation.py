@@ -13,6 +13,7 @@ import numpy as np
 from workbench.engine.batch import Outputs
 from workbench.engine.finite import require_finite
 from workbench.engine.ready import make_ready
+from workbench.engine.rehearsal import alone
 from workbench.errors import UsageError
 from workbench.model.sampler import Sampler
 from workbench.progress import HIDDEN, Bar, bar
@@ -21,6 +22,7 @@ from workbench.trace.spans import now_ns
 if TYPE_CHECKING:
     from workbench.engine.engine import Engine
 
+MADE_READY = 1024  # so many tokens have what they launch compiled before the first of them
 CONTEXT_FULL, END_OF_TEXT, INTERRUPTED = "n_ctx", "end of text", "interrupted"
 
 
@@ -58,11 +60,11 @@ def _ubatches(engine: Engine, ids: Sequence[int]) -> list[Sequence[int]]:
     return [ids[i : i + n] for i in range(0, len(ids), n)]
 
 
-def _steps(parts: list[Sequence[int]], outputs: Outputs) -> set[tuple[int, int]]:
+def _steps(parts: list[Sequence[int]], outputs: Outputs) -> list[tuple[int, int]]:
     """Tokens and outputs of the steps of a prompt's ubatches."""
     if outputs == "last":
-        return {(len(part), 0) for part in parts[:-1]} | {(len(parts[-1]), 1)}
-    return {(len(part), len(part) if outputs == "all" else 0) for part in parts}
+        return [*[(len(part), 0) for part in parts[:-1]], (len(parts[-1]), 1)]
+    return [(len(part), len(part) if outputs == "all" else 0) for part in parts]
 
 
 def prefilled(
@@ -72,7 +74,7 @@ def prefilled(
     so the host waits before the bar shows it as done."""
     engine.cache.check_steps(sequence, len(ids), engine.config.n_ubatch)
     parts = _ubatches(engine, ids)
-    make_ready(engine, _steps(parts, outputs))
+    make_ready(engine, alone(engine, sequence, _steps(parts, outputs)))
     rows = []
     with engine.ranges.scope("prompt", "prompt", len(ids)):
         for part in parts:
@@ -123,7 +125,9 @@ def continued(
 
     try:
         if ids:
-            make_ready(engine, {*_steps(_ubatches(engine, ids), "last"), (1, 1)})
+            prompt = _steps(_ubatches(engine, ids), "last")
+            tokens = [(1, 1)] * max(0, min(most, room, MADE_READY) - 1)
+            make_ready(engine, alone(engine, 0, [*prompt, *tokens]))
         with bar("prompt", len(ids), "tokens") as left:
             start = now_ns()
             logits = engine.prefill(ids, left=left)

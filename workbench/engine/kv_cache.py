@@ -19,15 +19,21 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from workbench.config import EngineConfig, KVCacheKind, Toggles
 from workbench.engine.free_cells import FreeCells
 from workbench.engine.kv_growth import Growth
 from workbench.engine.masks import HIDDEN, fill, narrow
-from workbench.engine.room import Room
+from workbench.engine.room import Room, check_sequence
 from workbench.errors import UsageError
 from workbench.sizes import round_up
 
 EMPTY = np.iinfo(np.int32).max  # a position no token ever sees
 MOST_POSITION = 1 << 30  # of a shift; tokens behind it have positions below EMPTY
+
+
+def n_regions(toggles: Toggles, config: EngineConfig) -> int:
+    """Into how many regions the cells are divided."""
+    return config.n_seqs if toggles.kv_cache == KVCacheKind.PER_SEQUENCE else 1
 
 
 class KVCache:
@@ -44,12 +50,8 @@ class KVCache:
         self, n_ctx: int, pad: int, n_seqs: int = 1, in_a_row: bool = False, n_regions: int = 1,
         growth: Growth | None = None, window: int = 0,
     ):  # fmt: skip
-        if n_ctx < n_regions:
-            raise UsageError(
-                f"n_ctx={n_ctx} cells cannot be shared out to {n_regions} sequences (n_seqs); use "
-                "a longer context, fewer sequences (--n-seqs), or kv_cache=unified"
-            )
         self.room = Room(n_ctx, n_regions)
+        self.room.check_shared()
         self.n_ctx_seq = self.room.each  # most cells of a sequence
         self.pad = pad
         self.n_seqs, self.n_regions, self.window = n_seqs, n_regions, window
@@ -82,6 +84,10 @@ class KVCache:
         region, at = divmod(cell, self.region_cells)
         owning = np.flatnonzero(self._positions[:, at] != EMPTY)
         return {s for s in owning.tolist() if self.region(s) == region}
+
+    def cells(self, sequence: int) -> np.ndarray:
+        """The cells of a sequence, in its region, rising, (n,) int64."""
+        return self._own(sequence)[0]
 
     @property
     def n_used(self) -> int:
@@ -355,12 +361,7 @@ class KVCache:
     # inside -----------------------------------------------------------------------------------
 
     def _check(self, sequence: int) -> None:
-        if not 0 <= sequence < self.n_seqs:
-            have = "0 alone" if self.n_seqs == 1 else f"0 to {self.n_seqs - 1}"
-            raise UsageError(
-                f"sequence {sequence} does not exist; this engine has {have} (n_seqs="
-                f"{self.n_seqs}); load it with n_seqs={max(sequence, 0) + 1} or more"
-            )
+        check_sequence(sequence, self.n_seqs)
 
     def _own(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
         """A sequence's cells, in its region, and their positions."""

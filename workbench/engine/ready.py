@@ -7,30 +7,28 @@ from typing import Any
 
 from workbench import progress
 from workbench.backend import compiled
-from workbench.graph.ir import Node
-from workbench.program.commands import Launch
+from workbench.graph.ir import Node, StepShape
 
-_ready: weakref.WeakKeyDictionary[Any, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
+_ready: weakref.WeakKeyDictionary[Any, set[StepShape]] = weakref.WeakKeyDictionary()
 _said = compiled.Compiled()
 
 
-def make_ready(engine: Any, steps: Iterable[tuple[int, int]]) -> None:
-    """Has every backend compile what steps of (n_tokens, n_outputs) launch and no cache has. Says
-    what this process has compiled since it last said so, loading included."""
+def make_ready(engine: Any, shapes: Iterable[StepShape]) -> None:
+    """Has every backend compile what steps of these shapes launch and no cache has. Says what this
+    process has compiled since it last said so, loading included."""
     known = _ready.setdefault(engine, set())
-    new = set(steps) - known
+    new = [shape for shape in dict.fromkeys(shapes) if shape not in known]
     if not new or engine.recorder is not None:  # what is traced shows what a first step does
         say()
         return
     wanted: dict[int, dict[tuple, Node]] = defaultdict(dict)  # by backend, then by kind
-    for n_tokens, n_outputs in sorted(new):
-        for c in engine.program(n_tokens, n_outputs).singly():
-            if isinstance(c, Launch):
-                wanted[c.stream.backend].setdefault(kind(c.node), c.node)
+    for shape in new:
+        for node, backend in engine._made.nodes_of(shape):
+            wanted[backend].setdefault(kind(node), node)
     with progress.bar("compiling kernels", sum(map(len, wanted.values())), "launches") as left:
         for b, nodes in wanted.items():
             engine._open.backends[b].make_ready(list(nodes.values()), left)
-    known |= new
+    known |= {*new}
     say()
 
 

@@ -10,6 +10,8 @@ from workbench.engine.asks import Ask, Ended, Logprobs, Timings
 from workbench.model.sampler import Sampler
 from workbench.trace.spans import now_ns
 
+NEVER = -9999.0  # what OpenAI says in place of the logarithm of 0, which JSON does not know
+
 
 class Token(NamedTuple):
     """A token that a step has made for a request."""
@@ -19,11 +21,16 @@ class Token(NamedTuple):
     logprobs: Logprobs | None
 
 
+Scores = dict[int, list[Logprobs]]  # by number, of the next tokens of a prompt that is scored
+
+
 class Stepped(NamedTuple):
-    """What a step has made: tokens in the order of its rows, and requests that are over."""
+    """What a step has made: tokens in the order of its rows, requests that are over, and scores of
+    prompts."""
 
     tokens: list[Token]
     ended: list[Ended]
+    scores: Scores
 
 
 class Request:
@@ -39,7 +46,7 @@ class Request:
         self.ask, self.asked_ns = ask, now_ns()
         self.prompt = np.asarray(ask.tokens, np.int32)
         self.most = min(ask.max_tokens, room - len(self.prompt) + 1)
-        self.cells = len(self.prompt) + self.most - 1
+        self.cells = len(self.prompt) + max(self.most, 1) - 1
         self.sampler = Sampler(ask.sampling, ask.seed)
         limit = ask.timeout_s
         self.due_ns = None if limit is None else self.asked_ns + int(limit * 1e9)
@@ -51,6 +58,13 @@ class Request:
     def is_late(self, now: int) -> bool:
         """Whether its time is over."""
         return self.due_ns is not None and self.due_ns < now
+
+    @property
+    def reusable(self) -> np.ndarray:
+        """The tokens of its prompt whose cells it may take from others. A prompt that is scored is
+        computed whole: cells have no logits."""
+        ask = self.ask
+        return self.prompt if ask.cache_prompt and not ask.scores_prompt else self.prompt[:0]
 
     def timings(self) -> Timings:
         now = now_ns()
@@ -69,8 +83,8 @@ def logprobs(logits: np.ndarray, token: int, n: int) -> Logprobs:
     top = wide.max()
     total = top + np.log(np.exp(wide - top).sum())
     n = min(n, len(wide))
-    least = np.partition(wide, len(wide) - n)[len(wide) - n] if n else np.inf
-    best = np.flatnonzero(wide >= least)  # with all ties at the edge: the lowest ids come first
+    least = top if n < 2 else np.partition(logits, len(wide) - n)[len(wide) - n]
+    best = np.flatnonzero(logits >= least)  # with all ties at the edge: the lowest ids come first
     best = best[np.lexsort((best, -wide[best]))][:n]
-    values = (wide[best] - total).astype(np.float32)
-    return Logprobs(float(wide[token] - total), best.astype(np.int32), values)
+    values = np.maximum(wide[best] - total, NEVER).astype(np.float32)
+    return Logprobs(max(float(wide[token] - total), NEVER), best.astype(np.int32), values)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from workbench.choices import KVCacheKind
-from workbench.config import EngineConfig, Toggles
 from workbench.errors import UsageError
 
 
@@ -24,6 +22,14 @@ class Room(NamedTuple):
     def each(self) -> int:
         """Most cells of a region, so most tokens of a sequence."""
         return self.n_ctx // self.n_regions
+
+    def check_shared(self) -> None:
+        """Raises UsageError where there are fewer cells than regions."""
+        if not self.each:
+            raise UsageError(
+                f"n_ctx={self.n_ctx} cells cannot be shared out to {self.n_regions} sequences "
+                "(n_seqs); use a longer context, fewer sequences (--n-seqs), or kv_cache=unified"
+            )
 
     def check(self, n_used: int, n_new: int) -> None:
         """Raises UsageError where n_used + n_new tokens do not fit a region."""
@@ -57,11 +63,11 @@ class Room(NamedTuple):
         return ", fewer sequences (--n-seqs)" if self.n_regions > 1 else ""
 
 
-def n_regions(toggles: Toggles, config: EngineConfig) -> int:
-    """Into how many regions the cells are divided."""
-    return config.n_seqs if toggles.kv_cache == KVCacheKind.PER_SEQUENCE else 1
-
-
-def room_of(toggles: Toggles, config: EngineConfig) -> Room:
-    """The room of each sequence of an engine with these toggles, before there is the engine."""
-    return Room(config.n_ctx, n_regions(toggles, config))
+def check_sequence(sequence: int, n_seqs: int) -> None:
+    """Raises UsageError where an engine of n_seqs sequences does not have this one."""
+    if not 0 <= sequence < n_seqs:
+        have = "0 alone" if n_seqs == 1 else f"0 to {n_seqs - 1}"
+        raise UsageError(
+            f"sequence {sequence} does not exist; this engine has {have} (n_seqs={n_seqs}); load "
+            f"it with n_seqs={max(sequence, 0) + 1} or more"
+        )

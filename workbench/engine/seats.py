@@ -14,12 +14,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from workbench.engine.prefixes import Kept, slot_for
 from workbench.engine.requests import Request
+from workbench.errors import UsageError
 from workbench.trace.spans import now_ns
 
 if TYPE_CHECKING:
     from workbench.engine.kv_cache import KVCache
+
+LEAST_CELLS = 2  # of a request: a token of its prompt, and one to make
+
+
+def check_cells(n_cells: int, n_slots: int) -> None:
+    """Raises UsageError for a cache in which not all slots can serve a request at once."""
+    if n_cells < LEAST_CELLS * n_slots:
+        raise UsageError(
+            f"{n_slots} slots cannot be used together: the cache has {n_cells} cells (n_ctx), and "
+            f"each needs {LEAST_CELLS} at least; use a longer context (--n-ctx), or fewer slots"
+        )
 
 
 class Slot:
@@ -38,11 +52,26 @@ class Seats:
     def __init__(self, cache: KVCache, n: int, choice: str):
         self.slots = [Slot(i, cache.region_cells) for i in range(n)]
         self._cache, self._choice = cache, choice
+        self._n_kept: int | None = 0  # None: it may have changed
         self._reserved = 0  # cells of all that run, where these share a region
 
     @property
     def free(self) -> list[Slot]:
         return [slot for slot in self.slots if slot.request is None]
+
+    @property
+    def n_kept(self) -> int:
+        """Cells that no request holds: the slots that have them are free."""
+        if self._n_kept is None:
+            idle = [slot for slot in self.free if len(slot.kept)]
+            self._n_kept = sum(len(slot.kept) for slot in idle)
+            if self._cache.n_regions == 1:  # cells may be shared
+                owners = self._cache.free.n_owners[0]
+                of_idle = np.zeros_like(owners)
+                for slot in idle:
+                    of_idle[self._cache.cells(slot.sequence)] += 1
+                self._n_kept = int(((of_idle > 0) & (of_idle == owners)).sum())
+        return self._n_kept
 
     def seat(self, request: Request) -> Slot | None:
         """A slot for a request, which has cells for the first `n_cached` tokens of its prompt then.
@@ -50,8 +79,8 @@ class Seats:
         free, cache = self.free, self._cache
         if not free or (cache.n_regions == 1 and self._reserved + request.cells > cache.n_ctx_seq):
             return None
-        known = request.prompt if request.ask.cache_prompt else request.prompt[:0]
-        slot, source, n = slot_for(known, free, self.slots, self._choice)
+        self._n_kept = None
+        slot, source, n = slot_for(request.reusable, free, self.slots, self._choice)
         sequence = slot.sequence
         if source is None:
             cache.remove(sequence, n)
@@ -97,3 +126,4 @@ class Seats:
     def _keep(self, slot: Slot, n: int) -> None:
         slot.kept.cut(n)
         self._cache.remove(slot.sequence, n)
+        self._n_kept = None

@@ -8,6 +8,9 @@ is free, and cells for all of its tokens are. So none has to give way later:
               prompts fill a step up to n_ubatch, in the order in which they began
     tokens    one in each step, until the last one, an end, a limit of time, or nobody wants more
 
+A prompt that is scored has logits of every token, which the host looks at. They are many bytes, so
+a step has at most SCORED of its tokens.
+
 Where the device draws tokens and results come behind (sampling=device, results=behind), a step is
 issued before the host knows the tokens of the step before. The host looks at those while the device
 computes:
@@ -43,11 +46,11 @@ from workbench.engine.asks import (
     Totals,
     foremost,
 )
-from workbench.engine.batch import Entry
+from workbench.engine.batch import Entry, Outputs
 from workbench.engine.defrag import Defragmenting
 from workbench.engine.draws import FED
-from workbench.engine.requests import Request, Stepped, Token, logprobs
-from workbench.engine.seats import Seats, Slot
+from workbench.engine.requests import Request, Scores, Stepped, Token, logprobs
+from workbench.engine.seats import Seats, Slot, check_cells
 from workbench.errors import UsageError
 from workbench.trace.spans import now_ns
 
@@ -56,6 +59,9 @@ if TYPE_CHECKING:
     from workbench.engine.pending import Pending
 
 RECENT = 1 / 16  # the share of the last step in what a step takes
+SCORED = 32  # rows of logits of a step that score prompts: 16 MB at 128,000 tokens
+
+NOT_FINITE = "its logits are not finite; the model or its cache is broken"
 
 
 class _Row(NamedTuple):
@@ -63,13 +69,23 @@ class _Row(NamedTuple):
     request: Request
 
 
+class _Output(NamedTuple):
+    """A row of a step's outputs, and whose it is. scores: which token of the prompt its logits are
+    held against; 0: a token is drawn of them."""
+
+    slot: Slot
+    request: Request
+    scores: int = 0
+
+
 class _Step(NamedTuple):
-    """A step under way: the requests of its rows of outputs."""
+    """A step under way. over: the requests that end with their prompt, whose last token it has."""
 
     pending: Pending
-    rows: list[_Row]
+    rows: list[_Output]
     draws: bool
     begun_ns: int
+    over: list[_Row]
 
 
 class Slots:
@@ -90,6 +106,8 @@ class Slots:
                 f"{n_slots} slots want a token each in a step, which has up to "
                 f"{engine.config.n_ubatch} (n_ubatch); use fewer slots, or a larger n_ubatch"
             )
+        shares = engine.cache.n_regions == 1
+        check_cells(engine.cache.n_ctx_seq * (1 if shares else n_slots), n_slots)
         self.engine, self.n_waiting = engine, n_waiting
         self.room = engine.cache.n_ctx_seq  # cells that a request may have
         engine.reset()
@@ -112,8 +130,8 @@ class Slots:
         n = len(ask.tokens)
         if n > self.room:
             return f"the prompt has {n} tokens, and the context of a request is {self.room}"
-        if not n or ask.max_tokens < 1:
-            return f"{n} tokens of a prompt, {ask.max_tokens} to make; both must be 1 or more"
+        if not n or ask.max_tokens < 0:
+            return f"{n} tokens of a prompt, {ask.max_tokens} to make; give at least 1, and 0"
         bad = next((t for t in np.asarray(ask.tokens).tolist() if not self._is_id(t)), None)
         if bad is not None:
             return f"token id {bad} is outside the vocabulary of {self.engine.model.n_vocab}"
@@ -150,11 +168,11 @@ class Slots:
         return not (self._running or self._waiting or self._under_way or self._ended)
 
     def totals(self) -> Totals:
-        cache = self.engine.cache
+        cache, n_kept = self.engine.cache, self._seats.n_kept
         return Totals(
             self.n_steps, self.n_prompt, self.n_cached, self.n_made, self.step_ns / 1e9,
-            self.sampling_ns / 1e9, len(self._running), len(self._waiting), cache.n_used,
-            cache.n_cells,
+            self.sampling_ns / 1e9, len(self._running), len(self._waiting),
+            cache.n_used - n_kept, cache.n_cells, n_kept,
         )  # fmt: skip
 
     # a step ------------------------------------------------------------------------------------
@@ -172,21 +190,21 @@ class Slots:
         draws = self._on_device and all(
             request.ask.n_logprobs is None for _, request in self._running.values()
         )
-        tokens: list[Token] = []
+        found = Stepped([], [], {})
         if self._under_way and not (draws and self._under_way[-1].draws):
-            self._complete(0, tokens)  # the host wants to know its tokens
-        work, rows = self._work(draws)
+            self._complete(0, found)  # the host wants to know its tokens
+        work, rows, over = self._work(draws)
         if work:
             begun = now_ns()
             with self._failing():
                 self.defrag(self.engine.cache, sum(len(tokens) for _, tokens, _ in work))
                 pending = self.engine.submit(work, draws)
-            self._under_way.append(_Step(pending, rows, draws, begun))
+            self._under_way.append(_Step(pending, rows, draws, begun, over))
             self.n_steps += 1
         ahead = bool(work) and draws and self.engine.under_way.is_ahead
-        self._complete(1 if ahead else 0, tokens)
+        self._complete(1 if ahead else 0, found)
         ended, self._ended = self._ended, []
-        return Stepped(tokens, ended)
+        return found._replace(ended=ended)
 
     def _expire(self) -> None:
         now = now_ns()
@@ -208,12 +226,13 @@ class Slots:
             self.n_cached += request.n_cached
             self.engine.draws.samplers[slot.sequence] = request.sampler
 
-    def _work(self, draws: bool) -> tuple[list[Entry], list[_Row]]:
+    def _work(self, draws: bool) -> tuple[list[Entry], list[_Output], list[_Row]]:
         """The next step: a token of each slot that generates, and as many tokens of prompts as fit
-        beside them."""
+        beside them. With the requests of its rows, and those that end with their prompt."""
         work: list[Entry] = []
-        rows: list[_Row] = []
-        room = self.engine.config.n_ubatch
+        rows: list[_Output] = []
+        over: list[_Row] = []
+        room, scored = self.engine.config.n_ubatch, SCORED
         begun = [row for row in self._running.values() if row.request.todo]
         for slot, request in self._running.values():
             if request.todo or request.planned >= request.most:
@@ -225,28 +244,40 @@ class Slots:
             self._plan(slot, request, rows)
             slot.kept.add(token)
             room -= 1
-        for slot, request in begun:
-            if not room:
-                break
+        for row in begun:
+            slot, request = row
+            scores = request.ask.scores_prompt
             at, n = len(request.prompt) - request.todo, min(room, request.todo)
+            if scores:
+                n = min(n, scored)
+                scored -= n
+            if not n:
+                continue
             tokens = request.prompt[at : at + n]
             request.todo -= n
-            work.append((slot.sequence, tokens.tolist(), "none" if request.todo else "last"))
+            makes = not request.todo and request.most > 0
+            outputs: Outputs = "all" if scores else "last" if makes else "none"
+            work.append((slot.sequence, tokens.tolist(), outputs))
+            if scores:
+                ends = range(at + 1, at + n + (not makes))
+                rows += [_Output(slot, request, end) for end in ends]
             slot.kept.extend(tokens)
             self.n_prompt += n
             room -= n
-            if not request.todo:
+            if makes:
                 self._plan(slot, request, rows)
-        return work, rows
+            elif not request.todo:
+                over.append(row)
+        return work, rows, over
 
-    def _plan(self, slot: Slot, request: Request, rows: list[_Row]) -> None:
-        rows.append(_Row(slot, request))
+    def _plan(self, slot: Slot, request: Request, rows: list[_Output]) -> None:
+        rows.append(_Output(slot, request))
         request.planned += 1
         request.last = None
 
     # results -----------------------------------------------------------------------------------
 
-    def _complete(self, n: int, found: list[Token]) -> None:
+    def _complete(self, n: int, found: Stepped) -> None:
         """Looks at the results of all steps under way but the last n."""
         while len(self._under_way) > n:
             step = self._under_way.popleft()
@@ -261,19 +292,44 @@ class Slots:
                 took = int(results[:, 1].max(initial=0))
                 self.sampling_ns += took
                 for row, token in zip(step.rows, results[:, 0].tolist(), strict=True):
-                    self._take(row, token, took, now, None, found)
+                    self._take(row, token, took, now, None, found.tokens)
             else:
                 for row, logits in zip(step.rows, results, strict=True):
+                    if row.scores:
+                        self._score(row, logits, found.scores)
+                        continue
                     begun = now_ns()
                     token = self.engine.draws.draw(row.slot.sequence, logits)
                     took = now_ns() - begun
                     self.sampling_ns += took
                     wanted = row.request.ask.n_logprobs
                     known = None if wanted is None else logprobs(logits, token, wanted)
-                    self._take(row, token, took, now, known, found)
+                    self._take(row, token, took, now, known, found.tokens)
+            for slot, request in step.over:
+                if slot.request is request:
+                    request.first_ns = request.last_ns = now
+                    self._end_full(request, now)
+
+    def _score(self, row: _Output, logits: np.ndarray, found: Scores) -> None:
+        """Gives a request the logprobs of a token of its prompt, if it still runs."""
+        request = row.request
+        if row.slot.request is not request or row.scores == len(request.prompt):
+            return
+        number, wanted = request.ask.number, request.ask.n_logprobs or 0
+        if not np.isfinite(logits.max()):
+            self._end(number, FAILED, NOT_FINITE)
+            return
+        known = logprobs(logits, int(request.prompt[row.scores]), wanted)
+        found.setdefault(number, []).append(known)
 
     def _take(
-        self, row: _Row, token: int, took: int, now: int, known: Logprobs | None, found: list[Token]
+        self,
+        row: _Output,
+        token: int,
+        took: int,
+        now: int,
+        known: Logprobs | None,
+        found: list[Token],
     ) -> None:
         """Gives a request its token, if it still runs."""
         request, slot = row.request, row.slot
@@ -282,7 +338,7 @@ class Slots:
         number = request.ask.number
         request.sampling_ns += took
         if not self._is_id(token):
-            self._end(number, FAILED, "its logits are not finite; the model or its cache is broken")
+            self._end(number, FAILED, NOT_FINITE)
             return
         request.first_ns, request.last_ns = request.first_ns or now, now
         if token in request.ask.ends:
@@ -295,7 +351,12 @@ class Slots:
             request.last = token
         found.append(Token(number, token, known))
         if request.made == request.most:
-            self._end(number, foremost([LENGTH, *[TIMEOUT] * request.is_late(now)]))
+            self._end_full(request, now)
+
+    def _end_full(self, request: Request, now: int) -> None:
+        """Ends a request that has all its tokens."""
+        reasons = [LENGTH, *[TIMEOUT] * request.is_late(now)]
+        self._end(request.ask.number, foremost(reasons))
 
     def _end(self, number: int, reason: str, why: str = "") -> None:
         """Ends a request, if it has not ended. Its slot keeps the cells whose tokens are known."""

@@ -9,8 +9,9 @@ from itertools import accumulate, product
 from math import lcm
 
 from workbench.choices import Lifetimes
-from workbench.config import KVCacheKind, Toggles
+from workbench.config import EngineConfig, KVCacheKind, Toggles
 from workbench.engine.batch import prompt_shapes
+from workbench.engine.kv_cache import n_regions
 from workbench.engine.kv_extent import skip_masked
 from workbench.engine.kv_growth import growth_of
 from workbench.engine.loaded import Loaded
@@ -18,7 +19,7 @@ from workbench.engine.memory import Residents
 from workbench.engine.phases import PhaseClock, Phases
 from workbench.engine.placement import Placement
 from workbench.engine.reuse import reuse_of
-from workbench.engine.room import room_of
+from workbench.engine.room import Room
 from workbench.engine.wanted import Chosen
 from workbench.errors import UsageError
 from workbench.graph.attend import attend_by
@@ -79,7 +80,8 @@ def fused_graph(
 class StepPrograms:
     """The programs of one engine's steps; each is made when it is asked for, and none is kept.
 
-    clock: told of every phase. alone: as `unfused_graph` has it.
+    clock: told of every phase. config: the engine's own; `loaded` may have been opened with
+    another.
     """
 
     def __init__(
@@ -88,9 +90,9 @@ class StepPrograms:
         have: Chosen,
         residents: Residents,
         clock: PhaseClock,
-        alone: bool = False,
+        config: EngineConfig,
     ):
-        self._loaded, self._alone = loaded, alone
+        self._loaded, self._config, self._alone = loaded, config, config.n_seqs == 1
         self._toggles, self._ordering, self._n_streams = have.toggles, have.ordering, have.n_streams
         toggles = have.toggles
         self._check = check_of(toggles.validate)
@@ -135,6 +137,15 @@ class StepPrograms:
         )  # fmt: skip
         return do("lower", self._lowered, joined, splits, layout, toggles.lifetimes)
 
+    def nodes_of(self, shape: StepShape) -> list[tuple[Node, int]]:
+        """What a step of `shape` launches, in order, and the backend of each."""
+        residents, toggles, loaded = self._residents, self._toggles, self._loaded
+        graph = unfused_graph(
+            loaded.model, shape, residents.caches, toggles, 0, residents.last_tokens, self._alone
+        )
+        joined, backend_of = fused_graph(graph, toggles, loaded.placement, self._n_streams)
+        return [(node, backend_of(node)) for node in joined.nodes]
+
     def refuse_races(self, most_tokens: int, n_cells: int, pad: int) -> None:
         """Raises UsageError where lifetimes let steps race: of one token and of many, at the begin
         of the cache and at its end."""
@@ -162,8 +173,8 @@ class StepPrograms:
     def several(self, n_prompt: int, n_decoded: int, laps: int) -> list[Program]:
         """See `Engine.programs`: steps of one shape and turn share one program, but for their first
         cells."""
-        config = self._loaded.config
-        room = room_of(self._toggles, config)
+        config = self._config
+        room = Room(config.n_ctx, n_regions(self._toggles, config))
         room.check(0, n_prompt + n_decoded)
         growth = growth_of(self._toggles, config, room.n_regions)
         shapes = prompt_shapes(n_prompt, n_decoded, config.n_ubatch, growth)

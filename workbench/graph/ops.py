@@ -26,7 +26,7 @@ Activations are float32, row-major and contiguous; Q8_ACT is the one exception (
     kv_extents mask (T, n_kv) F16 -> (T,) I32
     kv_classes mask (T, n_kv) F16 -> (T, blocks) U8
     feed       ids (T,) I32, last (n_seqs,) I32 -> (T,) I32
-    draw       logits (n, n_vocab) F32, settings (n, 4) F32 -> (n, 2) I32
+    draw       logits (n, n_vocab) F32, settings (n, 5) F32 -> (n, 2) I32
     keep_tokens  last (n_seqs,) I32, ids (n, 2) I32, rows (n,) I32 -> last
     copy_cells cache (cells, cols), pairs (n, 2) I64 -> the cache
     swiglu     gate, up (T, cols) F32 -> like gate
@@ -55,8 +55,9 @@ reads lies in the node's scratch, or nowhere.
 * quantize: per block of 32, scale = max|x| / 127, quants = round-half-even(x / scale) clamped to
   +-127 (which only a subnormal scale can exceed); scale 0 gives quants 0.
 * feed: token ids that are known, and for id -1 - s the token that sequence s has drawn last. draw:
-  a token from each row of logits, by temperature, top_k, top_p and a uniform number
-  (`model/sampler.py`); -1 from a row with NaN. Beside it the nanoseconds that it took.
+  a token from each row of logits, by temperature, top_k, top_p, min_p and a uniform number
+  (`model/sampler.py`); -1 from a row with NaN or an infinite largest logit. Beside it the
+  nanoseconds that it took.
   keep_tokens: ids[i, 0] becomes the last token of sequence rows[i]; a row outside is not stored.
 * copy_cells: cell pairs[i, 0] becomes what cell pairs[i, 1] is. No cell is both read and written.
   A pair with a cell outside is not copied.

@@ -181,7 +181,7 @@ def attention(op: str, inputs: Inputs, params: Params) -> Shape:
     return F32, (q.shape[0], q.shape[1] * q.shape[2])
 
 
-DRAW_SETTINGS = 4  # temperature, top_k, top_p, and the uniform number of a draw
+DRAW_SETTINGS = 5  # temperature, top_k, top_p, log(min_p), and the uniform number of a draw
 
 
 def feed(op: str, inputs: Inputs, params: Params) -> Shape:

@@ -231,7 +231,7 @@ def build_graph(
     cache stores, and the first cell of this step where that op has it as a parameter. regions:
     whether each sequence has cells of its own; attn_inp_regions (n_seqs, 2) I32 is an input then.
     last_tokens: (n_seqs,) I32, for steps whose tokens the device draws (`shape.draws`). These have
-    inp_draws (n_outputs, 4) F32 and inp_out_seqs (n_outputs,) I32, too, and their output is `drawn`
+    inp_draws (n_outputs, 5) F32 and inp_out_seqs (n_outputs,) I32, too, and their output is `drawn`
     (n_outputs, 2) I32. An id below 0 stands for a sequence's last token (`feed`).
 
     Inputs, by name: inp_tokens (T,) I32, inp_pos (T,) I32, attn_inp_kq_mask (T, n_kv) F16, what

@@ -86,8 +86,8 @@ class Regions(Input):
 
 
 class DrawSettings(Input):
-    """How the token of each row of logits is drawn, (n_outputs, 4) F32: temperature, top_k, top_p,
-    and a uniform number from 0 to 1."""
+    """How the token of each row of logits is drawn, (n_outputs, 5) F32: temperature, top_k, top_p,
+    log(min_p), and a uniform number from 0 to 1."""
 
     __slots__ = ()
 

@@ -15,10 +15,11 @@ import codecs
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from workbench.errors import ModelFileError, UsageError
-from workbench.model.gguf import GGUFFile
+from workbench.model.gguf import GGUFFile, open_gguf
 from workbench.model.gguf_walk import shown
 from workbench.model.metadata import TOKENIZER_KEYS, refuse
 from workbench.model.pretokenizers import PRE_TOKENIZERS, pre_tokenizer
@@ -50,7 +51,7 @@ class Tokenizer:
     """
 
     def __init__(self, gguf: GGUFFile, kind: str):
-        self._path = shown(gguf.path)
+        self._path, self._file = shown(gguf.path), gguf.path
         tokens = gguf.get(_KEY + "tokens", list)
         n = self.n_vocab = len(tokens)
         if n == 0 or not all(isinstance(t, str) for t in tokens):
@@ -97,6 +98,10 @@ class Tokenizer:
         self.space_prefix = spm and gguf.get(_KEY + "add_space_prefix", bool, True)
         self._encode_text, self._normal_piece = _ENCODERS[kind](self, gguf)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled is where the file is: who unpickles it reads that."""
+        return _load_from, (self._file,)
+
     def encode(
         self, text: str, add_bos: bool | None = None, parse_special: bool = True
     ) -> list[int]:
@@ -110,9 +115,8 @@ class Tokenizer:
         if add_bos and self.bos_id is None:
             raise UsageError(f"{self._path} names no BOS token; leave add_bos unset")
         text = text.encode("utf-8", "replace").decode("utf-8")
-        ids: list[int] = []
-        if add_bos if add_bos is not None else self._add_bos:
-            ids.append(self.bos_id)  # type: ignore[arg-type]  # checked above and at load
+        before, after = self.n_added(add_bos)
+        ids: list[int] = [self.bos_id] * before  # type: ignore[list-item]  # checked
         for part in self._parts(text, parse_special):
             if isinstance(part, int):
                 ids.append(part)
@@ -120,9 +124,13 @@ class Tokenizer:
                 ids += self._encode_text(" " + part)
             else:
                 ids += self._encode_text(part)
-        if add_bos is None and self._add_eos:
-            ids.append(self.eos_id)  # type: ignore[arg-type]
-        return ids
+        return ids + [self.eos_id] * after  # type: ignore[list-item]
+
+    def n_added(self, add_bos: bool | None = None) -> tuple[int, int]:
+        """How many ids `encode` puts before a text's own ids, and after them."""
+        if add_bos is None:
+            return int(self._add_bos), int(self._add_eos)
+        return int(add_bos), 0
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD. Control tokens print nothing
@@ -207,6 +215,11 @@ def load_tokenizer(gguf: GGUFFile) -> Tokenizer:
     check_vocabulary(gguf)
     refuse(gguf, gguf.metadata.get("general.architecture", ""), TOKENIZER_KEYS)
     return Tokenizer(gguf, kind)
+
+
+def _load_from(path: Path) -> Tokenizer:
+    with open_gguf(path) as file:
+        return load_tokenizer(file)
 
 
 def _cut(part: str | int, token: str, i: int) -> Iterator[str | int]:

@@ -17,7 +17,7 @@ COMPLETION_TOKENS = 16  # of /v1/completions, where the request names no number
 class Defaults(NamedTuple):
     """What a request has that does not say. timeout_s: also the most it can ask for."""
 
-    sampling: Sampling = Sampling(0.8, 40, 0.95)  # llama.cpp's server has the same
+    sampling: Sampling = Sampling(0.8, 40, 0.95)  # as llama.cpp's server, but for its min_p of 0.05
     timeout_s: float | None = None
 
 
@@ -27,7 +27,8 @@ class Wanted(NamedTuple):
     prompts: texts, or token ids; none of a chat, whose `messages` a template makes into one. n:
     continuations of each. max_tokens: None for as many as the context holds. seed: None for any.
     stop_ids: tokens that end an answer, beside the model's own. add_bos: of texts, as
-    `Tokenizer.encode` takes it.
+    `Tokenizer.encode` takes it. echo: an answer begins with its prompt, whose tokens have logprobs
+    where the others have.
     """
 
     prompts: list[str | list[int]]
@@ -45,6 +46,7 @@ class Wanted(NamedTuple):
     include_usage: bool
     timeout_s: float | None
     model: str | None
+    echo: bool = False
 
     def ends(self, eog_ids: frozenset[int]) -> frozenset[int]:
         """Tokens that end an answer. eog_ids: the model's own."""
@@ -59,6 +61,7 @@ def completion(body: dict[str, Any], defaults: Defaults) -> Wanted:
         prompts=_prompts(body["prompt"]),
         max_tokens=_most(body, COMPLETION_TOKENS),
         n_logprobs=wanted.n_logprobs if logprobs is None else logprobs,
+        echo=bool(body.get("echo")),
     )
 
 
@@ -113,7 +116,9 @@ def _wanted(body: dict[str, Any], defaults: Defaults) -> Wanted:
 
 
 def _sampling(body: dict[str, Any], default: Sampling) -> Sampling:
-    said: dict[str, Callable[[Any], Any]] = {"temperature": float, "top_k": int, "top_p": float}
+    said: dict[str, Callable[[Any], Any]] = {
+        "temperature": float, "top_k": int, "top_p": float, "min_p": float,
+    }  # fmt: skip
     values = {
         name: getattr(default, name) if body.get(name) is None else kind(body[name])
         for name, kind in said.items()
@@ -157,12 +162,12 @@ def check_text(n_characters: int, n_ctx: int, longest: int) -> None:
 
 
 def fitted(n_prompt: int, max_tokens: int | None, n_ctx: int, clip: bool = False) -> int:
-    """How many tokens an answer may have, of a context of n_ctx tokens. clip: less than wanted
-    will do. Raises ApiError (400), which says how many tokens there are."""
+    """How many tokens an answer may have, of a context of n_ctx tokens; 0 where none is wanted.
+    clip: less than wanted will do. Raises ApiError (400), which says how many tokens there are."""
     if n_prompt == 0:
         raise bad("the prompt has no tokens; give at least one", "prompt")
     room = n_ctx - n_prompt
-    if room < 1:
+    if room < (max_tokens != 0):
         raise _too_long(f"the prompt has {n_prompt} tokens", n_ctx)
     if max_tokens is None or (clip and max_tokens > room):
         return room

@@ -5,35 +5,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from workbench.serve import api, metrics
+from workbench.serve import metrics
 from workbench.serve.api import Wanted
-from workbench.serve.beside import HUGE, Beside
+from workbench.serve.beside import Beside
 from workbench.serve.chat import ChatTemplate
-from workbench.serve.faults import ApiError, bad
-from workbench.serve.fields import honoured
+from workbench.serve.faults import FAILED_HERE, ApiError, bad
 from workbench.serve.forms import Chat, Completions, Native
-from workbench.serve.front import Front, not_known
+from workbench.serve.front import Front
 from workbench.serve.openapi import described
+from workbench.serve.reading import BodyRead, ReaderSpec, check_model
 from workbench.serve.reply import Form
-from workbench.serve.schema import parse
 from workbench.serve.streams import EventStream, OpenStreams, watched
 
-AT_ONCE = 10_000  # entries of a list in an answer; a longer one is sent in parts of so many
-LINGER_S = 2.0  # a client that sends too much is heard so long, so that it sees the answer
+AT_ONCE = 3  # parts of an answer; more are sent one by one
+PREFLIGHT_S = 600  # a browser remembers so long that it may ask
+UNREAD = (408, 413)  # what is left of the body is not waited for
 OPEN_PATHS = ("/health",)  # need no key
 
 
@@ -42,39 +43,47 @@ class Endpoints:
 
     def __init__(self, front: Front, template: ChatTemplate):
         self.front, self.template = front, template
-        self.settings, self.streams, self.beside = front.settings, OpenStreams(), Beside()
-        self._tokenizer = front.texts.tokenizer
+        self.settings, self.streams, texts = front.settings, OpenStreams(), front.texts
+        self.beside = Beside(
+            ReaderSpec(
+                texts.tokenizer, texts.longest, self.settings.model, self.settings.defaults,
+                template.source,
+            ),
+            self.settings.max_body,
+        )  # fmt: skip
         self._began = int(time.time())
 
     # --- answers of the model ----------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
-        body = await self._body(request)
-        api.check_entries(body.get("prompt"), self.front.check_serving().n_ctx)
-        wanted = api.completion(body, self.settings.defaults)
-        self._check_model(wanted.model)
-        api.check_counts(wanted)
+        read = await self._read(request, "completions", self._n_ctx)
+        wanted = read.wanted
+        assert wanted is not None
         form = Completions(self.settings.model, self.front.texts, wanted.include_usage)
-        return await self._answer(request, wanted, await self._all_ids(wanted), form)
+        return await self._answer(request, wanted, read.prompts, form)
 
     async def chat(self, request: Request) -> Response:
-        body = await self._body(request)
-        wanted = api.chat(body, self.settings.defaults)
-        self._check_model(wanted.model)
-        wanted = wanted._replace(prompts=[await self.template.prompt(body)])
+        read = await self._read(request, "chat")
+        wanted = read.wanted
+        assert wanted is not None
+        line = await self.template.rendered(read.parts)
+        adds = wanted.add_bos is not False
+        prompted = await self.beside.run([line], "rendered", self._n_ctx, adds)
         form = Chat(self.settings.model, self.front.texts, wanted.include_usage)
-        return await self._answer(request, wanted, await self._all_ids(wanted), form)
+        return await self._answer(request, wanted, prompted.prompts, form)
 
     async def native(self, request: Request) -> Response:
-        body = await self._body(request)
-        api.check_entries(body.get("prompt"), self.front.check_serving().n_ctx)
-        wanted = api.native(body, self.settings.defaults)
-        self._check_model(wanted.model)
+        read = await self._read(request, "native", self._n_ctx)
+        assert read.wanted is not None
         form = Native(self.settings.model, self.front.texts)
-        return await self._answer(request, wanted, await self._all_ids(wanted), form)
+        return await self._answer(request, read.wanted, read.prompts, form)
+
+    @property
+    def _n_ctx(self) -> int:
+        return self.front.check_serving().n_ctx
 
     async def _answer(
-        self, request: Request, wanted: Wanted, prompts: list[list[int]], form: Form
+        self, request: Request, wanted: Wanted, prompts: Sequence[np.ndarray], form: Form
     ) -> Response:
         reply = self.front.open(wanted, prompts, form)
         reply.abort = request.scope.get("state", {}).get("abort")
@@ -98,86 +107,18 @@ class Endpoints:
                 if not reply.over:
                     reply.drop()
 
-    async def _all_ids(self, wanted: Wanted) -> list[list[int]]:
-        n_ctx = self.front.check_serving().n_ctx
-        for text in wanted.prompts:
-            if isinstance(text, str):
-                api.check_text(len(text), n_ctx, self.front.texts.longest)
-        found = []
-        for prompt in wanted.prompts:
-            found.append(
-                await self._ids(prompt, wanted.add_bos) if isinstance(prompt, str) else prompt
-            )
-            if found[-1]:  # of none, `Front.open` says so
-                api.fitted(len(found[-1]), None, n_ctx)  # before the next one takes its time
-        return found
-
-    async def _ids(
-        self, text: str, add_bos: bool | None = None, parse_special: bool = True
-    ) -> list[int]:
-        encode = self._tokenizer.encode
-        return await self.beside.run(len(text), encode, text, add_bos, parse_special)
-
-    def _check_model(self, model: str | None) -> None:
-        if model not in (None, ""):
-            self._check_name(model)
-
-    def _check_name(self, model: str) -> None:
-        if model != self.settings.model:
-            raise ApiError(
-                404,
-                f"model {model!r} is not served here; ask for {self.settings.model!r}",
-                "model",
-                "model_not_found",
-            )
-
     # --- text --------------------------------------------------------------------------------
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request, "/tokenize")
-        special = body.get("parse_special")
-        tokens = await self._ids(
-            body["content"],
-            None if body.get("add_special") else False,
-            True if special is None else special,
-        )
-        pieces = bool(body.get("with_pieces"))
-        if len(tokens) <= AT_ONCE:
-            return Response(b"".join(self._listed(tokens, pieces)), media_type="application/json")
-        return StreamingResponse(
-            _in_turns(self._listed(tokens, pieces)), media_type="application/json"
-        )
-
-    def _listed(self, tokens: list[int], pieces: bool) -> Iterator[bytes]:
-        """The answer of /tokenize, in parts."""
-        yield b'{"tokens":['
-        for at in range(0, len(tokens), AT_ONCE):
-            part: list[Any] = tokens[at : at + AT_ONCE]
-            if pieces:
-                part = [{"id": t, "piece": self._piece(t)} for t in part]
-            yield b"," * bool(at) + json.dumps(part, separators=(",", ":"))[1:-1].encode()
-        yield b"]}"
-
-    def _piece(self, token: int) -> str | list[int]:
-        raw = self.front.texts.shown(token)
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError:
-            return list(raw)
+        return _in_parts(await self._read(request, "tokenize"))
 
     async def detokenize(self, request: Request) -> Response:
-        tokens = api.ids((await self._body(request, "/detokenize"))["tokens"])
-        n_vocab = self._tokenizer.n_vocab
-        if tokens and max(tokens) >= n_vocab:
-            raise bad(not_known(max(tokens), n_vocab), "tokens")
-        text = await self.beside.run(len(tokens), self._tokenizer.decode, tokens, special=True)
-        return JSONResponse({"content": text})
+        return _in_parts(await self._read(request, "detokenize"))
 
     async def apply_template(self, request: Request) -> Response:
-        body = await self._body(request, "/apply-template")
-        prompt = await self.template.prompt(body)
-        # of a lone surrogate no UTF-8 is made; the tokenizer writes it like this, too
-        return JSONResponse({"prompt": prompt.encode("utf-8", "replace").decode("utf-8")})
+        read = await self._read(request, "template_values")
+        line = await self.template.rendered(read.parts)
+        return _in_parts(await self.beside.run([line], "prompt_answer"))
 
     # --- what it is and how it does ------------------------------------------------------------
 
@@ -185,7 +126,7 @@ class Endpoints:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        self._check_name(request.path_params["name"])
+        check_model(request.path_params["name"], self.settings.model)
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -229,56 +170,54 @@ class Endpoints:
         )
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(described(self._tokenizer.n_vocab))
+        return JSONResponse(described(self.front.texts.tokenizer.n_vocab))
 
     # --- bodies ------------------------------------------------------------------------------
 
-    async def _body(self, request: Request, path: str | None = None) -> dict[str, Any]:
-        """The body as JSON, checked against the schema of `path`, if there is one. Raises ApiError,
-        as for a server that takes no requests now."""
+    async def _read(self, request: Request, method: str, *args: int) -> BodyRead:
+        """What a method of `Reader` makes of the body. Raises ApiError, as for a server that takes
+        no requests now."""
         self.front.check_serving()
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
         if kind.lower() != "application/json":
             raise ApiError(415, f"content-type {kind!r} is not known; send application/json")
         if "content-encoding" in request.headers:
             raise ApiError(415, "a content-encoding is not known; send the JSON itself")
-        raw = await self._read(request)
-        if len(raw) < HUGE:
-            return _checked(raw, path)
-        return await asyncio.to_thread(_checked, raw, path)
+        return await self.beside.run(await self._parts(request), method, *args)
 
-    async def _read(self, request: Request) -> bytes:
-        most, parts, n = self.settings.max_body, [], 0
+    async def _parts(self, request: Request) -> list[bytes]:
+        """The bytes of the body. Of one that says it is too long, none is read."""
+        most, body_s = self.settings.max_body, self.settings.body_s
         said = request.headers.get("content-length", "0")
-        too_long = said.isdecimal() and int(said) > most
-        try:
-            async with asyncio.timeout(LINGER_S if too_long else self.settings.body_s):
-                async for part in request.stream():
-                    n += len(part)
-                    too_long = too_long or n > most
-                    if too_long and n > 2 * most:
-                        break
-                    if not too_long:
+        n = int(said) if said.isdecimal() else 0
+        parts: list[bytes] = []
+        if n <= most:
+            n = 0
+            try:
+                async with asyncio.timeout(body_s):
+                    async for part in request.stream():
+                        n += len(part)
                         parts.append(part)
-        except TimeoutError:
-            if not too_long:
+                        if n > most:
+                            break
+            except TimeoutError:
                 raise ApiError(
-                    408, f"the body did not come within {self.settings.body_s:g} s; send it faster"
+                    408, f"the body did not come within {body_s:g} s; send it faster"
                 ) from None
-        if too_long:
+        if n > most:
             raise ApiError(413, f"the body has more than {most} bytes; send less")
-        return b"".join(parts)
+        return parts
 
 
-def _checked(raw: bytes, path: str | None) -> dict[str, Any]:
-    body = parse(raw)
-    if not isinstance(body, dict):
-        raise bad("the body must be a JSON object")
-    return body if path is None else honoured(body, path)
+def _in_parts(read: BodyRead) -> Response:
+    """The parts as an answer. Others have their turn between two."""
+    parts = read.parts
+    if len(parts) <= AT_ONCE:
+        return Response(b"".join(parts), media_type="application/json")
+    return StreamingResponse(_one_by_one(parts), media_type="application/json")
 
 
-async def _in_turns(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """The parts; others have their turn between two."""
+async def _one_by_one(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
     for part in parts:
         yield part
         await asyncio.sleep(0)
@@ -318,14 +257,20 @@ def build(front: Front, template: ChatTemplate) -> ASGIApp:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await front.begin()
         await template.begin()
+        if front.settings.reads_at_once:
+            ends.beside.begin()
         sweeping = asyncio.ensure_future(ends.streams.sweep())
         yield
         sweeping.cancel()
-        ends.beside.close()
+        await ends.beside.close()
         await template.close()
 
     def refused(request: Request, error: Exception) -> Response:
-        return _error(front, error)
+        answer = _error(front, error)
+        refuse = request.scope.get("state", {}).get("refuse")
+        if refuse is not None and answer.status_code in UNREAD and isinstance(error, ApiError):
+            refuse(error)  # then nothing of the answer is sent again
+        return answer
 
     app = Starlette(
         routes=[
@@ -336,7 +281,8 @@ def build(front: Front, template: ChatTemplate) -> ASGIApp:
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    return _with_key(app, front) if front.settings.keys else app
+    guarded = _with_key(app, front) if front.settings.keys else app
+    return _with_origins(guarded, front.settings.origins) if front.settings.origins else guarded
 
 
 def _error(front: Front, error: Exception) -> Response:
@@ -352,11 +298,11 @@ def _error(front: Front, error: Exception) -> Response:
         return Response(status_code=400)
     elif not isinstance(error, ApiError):
         traceback.print_exception(error, file=sys.stderr)
-        error = ApiError(500, "the server failed; its log says how")
+        error = ApiError(500, FAILED_HERE)
     if 400 <= error.status < 500:
         front.counted.outcomes["invalid"] += 1
     headers |= error.headers
-    if error.status in (408, 413):  # what is left of the body is not waited for
+    if error.status in UNREAD:
         headers["connection"] = "close"
     return Response(error.body, error.status, headers, "application/json")
 
@@ -380,3 +326,12 @@ def _with_key(app: ASGIApp, front: Front) -> ASGIApp:
         await app(scope, receive, send)
 
     return guarded
+
+
+def _with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """`app` for pages of some origins, too. Their browsers ask first whether they may, without a
+    key."""
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",),
+        expose_headers=("retry-after", "www-authenticate"), max_age=PREFLIGHT_S,
+    )  # fmt: skip

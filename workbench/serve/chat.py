@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import secrets
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from workbench.model.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ class ChatTemplate:
     one gets a new process.
     """
 
-    def __init__(self, source: str | None, tokenizer: Tokenizer, limit_s: float):
+    def __init__(self, source: str | None, tokenizer: Tokenizer, limit_s: float = 5.0):
         self.source, self._limit_s = CHATML if source is None else source, limit_s
         self._tokens = {
             name: "" if token is None else tokenizer.piece(token, special=True).decode()
@@ -47,9 +47,9 @@ class ChatTemplate:
         self._process: asyncio.subprocess.Process | None = None
         self._alone = asyncio.Lock()
 
-    async def prompt(self, body: dict[str, Any]) -> str:
-        """The prompt of a checked body with `messages`. A BOS at its start is left out where
-        `Tokenizer.encode` puts one there. Raises ApiError (400) where the template cannot do it."""
+    def values(self, body: dict[str, Any]) -> bytes:
+        """What the renderer is asked for a checked body: a line of JSON. Raises ApiError (400)
+        where the body wants what the template does not read."""
         effort, goes_on = body.get("reasoning_effort"), bool(body.get("continue_final_message"))
         said = body.get("add_generation_prompt")
         given = dict(body.get("chat_template_kwargs") or {})
@@ -60,23 +60,16 @@ class ChatTemplate:
                     "reasoning_effort",
                 )
             given["reasoning_effort"] = effort
-        messages = [_plain(message) for message in body["messages"]]
-        last, mark = messages[-1]["content"], secrets.token_hex(16)
-        if goes_on:
-            messages[-1]["content"] += f"{mark} "
         values = given | {
-            "messages": messages,
+            "messages": [_plain(message) for message in body["messages"]],
             "add_generation_prompt": not goes_on if said is None else said,
             "tools": body.get("tools") or None,
             "documents": body.get("documents") or None,
             **self._tokens,
         }
-        text = await self._rendered(json.dumps(values))
-        if goes_on:
-            text = _open_ended(text, last, mark)
-        if not self._adds_bos or body.get("add_special_tokens") is False:
-            return text
-        return text.removeprefix(self._tokens["bos_token"])
+        keeps_bos = not self._adds_bos or body.get("add_special_tokens") is False
+        bos = "" if keeps_bos else self._tokens["bos_token"]
+        return json.dumps({"values": values, "goes_on": goes_on, "bos": bos}).encode()
 
     async def begin(self) -> None:
         """Starts the process, so that the first request need not wait for it."""
@@ -95,14 +88,16 @@ class ChatTemplate:
                 process.kill()
             await process.wait()
 
-    async def _rendered(self, values: str) -> str:
+    async def rendered(self, values: Sequence[bytes]) -> bytes:
+        """What the renderer says to `values`, given in parts: a line for `text_of`. Raises ApiError
+        (400) where it takes too long, or dies."""
         async with self._alone:
             try:
                 async with asyncio.timeout(self._limit_s):
                     line = await self._asked(values)
             except TimeoutError:
                 await self.close()
-                raise self._failed(f"it takes longer than {self._limit_s:g} s") from None
+                raise _failed(f"it takes longer than {self._limit_s:g} s") from None
             except (OSError, ValueError):  # ValueError: of a line above MOST_LINE
                 line = b""
             except asyncio.CancelledError:  # its answer would be taken for the next one's
@@ -110,27 +105,39 @@ class ChatTemplate:
                 raise
             if not line:
                 await self.close()
-                raise self._failed("its process died; it may take too much memory")
-        answer = json.loads(line)
-        if "broken" in answer:
-            raise bad(
-                f"the chat template is broken: {answer['error']}; give the server another one with "
-                "--chat-template-file, or use /v1/completions"
-            )
-        if "error" in answer:
-            raise self._failed(answer["error"])
-        return answer["text"]
+                raise _failed("its process died; it may take too much memory")
+        return line
 
-    async def _asked(self, values: str) -> bytes:
+    async def _asked(self, values: Sequence[bytes]) -> bytes:
         await self.begin()
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        process.stdin.write(values.encode() + b"\n")
-        await process.stdin.drain()
+        for part in (*values, b"\n"):
+            process.stdin.write(part)
+            await process.stdin.drain()
         return await process.stdout.readline()
 
-    def _failed(self, why: str) -> ApiError:
-        return bad(f"the chat template refuses these messages: {why}", "messages")
+
+def text_of(line: bytes) -> str:
+    """The prompt, of what the renderer has said. Raises ApiError (400) for an error of it."""
+    answer = json.loads(line)
+    if "broken" in answer:
+        raise bad(
+            f"the chat template is broken: {answer['error']}; give the server another one with "
+            "--chat-template-file, or use /v1/completions"
+        )
+    if "unshown" in answer:
+        raise bad(
+            "the chat template does not show the last message as it is; ask for a whole answer",
+            "continue_final_message",
+        )
+    if "error" in answer:
+        raise _failed(answer["error"])
+    return answer["text"]
+
+
+def _failed(why: str) -> ApiError:
+    return bad(f"the chat template refuses these messages: {why}", "messages")
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
@@ -140,17 +147,3 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content)
     return message | {"content": "" if content is None else content}
-
-
-def _open_ended(text: str, last: str, mark: str) -> str:
-    """A rendered chat that ends with its last message, as `continue_final_message` of Hugging
-    Face's `apply_chat_template` has it. mark: what stands behind the message, and a space. Raises
-    ApiError where the chat does not have the message.
-    """
-    before, found, behind = text.rpartition(mark)
-    if not found or last.strip() not in before:
-        raise bad(
-            "the chat template does not show the last message as it is; ask for a whole answer",
-            "continue_final_message",
-        )
-    return before if behind.startswith(" ") else before.rstrip()  # a template that trims

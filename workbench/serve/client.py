@@ -141,7 +141,18 @@ class HttpClient:
         if flight.connection is None:
             flight.connecting = self._loop.create_task(self._connect(request, flight))
         else:
-            flight.connection.send(self._requests.pop(request), answer)
+            self._send(request, flight)
+
+    def _send(self, request: int, flight: Flight) -> None:
+        """The request is kept until its answer ends: where an old connection was closed unheard, it
+        is sent once more over a new one."""
+        assert flight.connection is not None
+        again = partial(self._again, request, flight)
+        flight.connection.send(self._requests[request], flight.answer, again)
+
+    def _again(self, request: int, flight: Flight) -> None:
+        flight.connection = None
+        flight.connecting = self._loop.create_task(self._connect(request, flight))
 
     def _free_connection(self) -> HttpConnection | None:
         oldest = NOW_NS() - MOST_IDLE_NS
@@ -166,13 +177,14 @@ class HttpClient:
             flight.answer.over(NO_CONNECTION, NOW_NS(), str(error))
             return
         flight.connection, flight.connecting = connection, None
-        connection.send(self._requests.pop(request), flight.answer)
+        self._send(request, flight)
 
     def _expired(self, request: int) -> None:
         self._flights[request].give_up(TIMEOUT, f"no end within {self._job.timeout_s:g} s")
 
     def _ended(self, request: int, due: int, sent: int, answer: HttpAnswer) -> None:
         self._flights.pop(request).expiry.cancel()
+        del self._requests[request]
         load, now = self._job.load, answer.end - self._zero
         self.records.append(
             RequestRecord(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 # status -> `type` of the error
 TYPES = {
@@ -18,6 +19,8 @@ TYPES = {
     500: "server_error",
     503: "unavailable_error",
 }
+
+FAILED_HERE = "the server failed; its log says how"
 
 
 class ApiError(Exception):
@@ -36,6 +39,11 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after_s = retry_after_s
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Other processes raise it, too."""
+        made = (self.status, self.message, self.param, self.code, self.retry_after_s)
+        return ApiError, made
+
     @property
     def body(self) -> bytes:
         """The error as JSON."""
@@ -45,9 +53,12 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        if self.retry_after_s is None:
-            return {}
-        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+        found = {}
+        if self.status == 401:
+            found["www-authenticate"] = "Bearer"
+        if self.retry_after_s is not None:
+            found["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        return found
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -66,6 +66,7 @@ HONOURS = [
     Field("temperature", HONOURED, s.number("number", 0, 100)),
     Field("top_p", HONOURED, {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1}),
     Field("top_k", HONOURED, s.number("integer", -1, s.INT32)),
+    Field("min_p", HONOURED, s.number("number", 0, 1)),
     Field("seed", HONOURED, s.number("integer", -(2**63), 2**64 - 1)),
     Field("max_tokens max_completion_tokens n_predict", HONOURED, s.N_TOKENS),
     Field("n", HONOURED, s.number("integer", 1, s.MAX_CHOICES), OPENAI),
@@ -77,6 +78,7 @@ HONOURS = [
     Field("stream_options", HONOURED, {
         "type": ["object", "null"], "properties": {"include_usage": s.FLAG}}, OPENAI),
     Field("logprobs", HONOURED, s.number("integer", 0, s.MAX_LOGPROBS), (COMPLETIONS,)),
+    Field("echo", HONOURED, s.FLAG, (COMPLETIONS,)),
     Field("logprobs", HONOURED, s.FLAG, (CHAT,)),
     Field("top_logprobs", HONOURED, s.number("integer", 0, s.MAX_LOGPROBS), (CHAT,)),
     Field("n_probs", HONOURED, s.number("integer", 0, s.MAX_LOGPROBS)),
@@ -95,7 +97,6 @@ HONOURS = [
 
 REFUSALS = [
     # sampling
-    Field("min_p", REFUSED, s.one_of(0), asks="sampling by min_p"),
     Field("presence_penalty frequency_penalty", REFUSED, s.one_of(0), asks="a penalty"),
     Field("repetition_penalty repeat_penalty", REFUSED, s.one_of(1), asks="a penalty"),
     Field("dry_multiplier", REFUSED, s.one_of(0), asks="a penalty"),
@@ -152,13 +153,16 @@ REFUSALS = [
     Field("return_tokens_as_token_ids return_token_ids return_hidden_states "
           "decoder_input_details", REFUSED, OFF, asks="more than text and log-probabilities"),
     Field("response_fields", REFUSED, s.NOTHING, asks="a part of the answer"),
-    Field("prompt_logprobs", REFUSED, s.NULL, asks="log-probabilities of the prompt"),
+    Field("prompt_logprobs", REFUSED, s.NULL, asks="log-probabilities by another name",
+          instead="send echo and logprobs to /v1/completions"),
     Field("top_n_tokens", REFUSED, s.one_of(0), asks="other tokens", instead="send n_probs"),
     Field("logprobs", REFUSED, s.one_of(0, False), (NATIVE,), "log-probabilities by another name",
           "send n_probs"),
     Field("top_logprobs", REFUSED, s.one_of(0), PLAIN, "log-probabilities by another name",
           "send n_probs"),
-    Field("echo return_full_text", REFUSED, OFF, asks="the prompt's text"),
+    Field("echo", REFUSED, OFF, (CHAT, NATIVE), "the prompt's text", "use /v1/completions"),
+    Field("return_full_text", REFUSED, OFF, asks="the prompt's text by another name",
+          instead="send echo to /v1/completions"),
     Field("best_of", REFUSED, s.one_of(1), asks="more than it answers"),
     Field("n", REFUSED, s.one_of(1), (NATIVE,), "several answers", "use /v1/completions"),
     Field("n_cmpl", REFUSED, s.one_of(1), asks="several answers", instead="use /v1/completions"),

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from workbench.serve.messages import Timings
+from workbench.serve.echo import Echo
+from workbench.serve.messages import Logprobs, Timings
 from workbench.serve.reply import Continuation, Reply
 from workbench.serve.text import TokenTexts
 
@@ -107,27 +108,65 @@ class Completions(_OpenAI):
     kind, kind_of_event, id_prefix = "text_completion", "text_completion", "cmpl"
     _text_head, _tail = b',"text":', b',"logprobs":null,"finish_reason":null}]}\n\n'
 
+    def token(self, part: Continuation, text: str) -> bytes:
+        made = super().token(part, text)
+        return self._echoed(part) + made if len(part.tokens) == 1 else made
+
+    def end(self, part: Continuation, text: str, last: bool) -> bytes:
+        made = super().end(part, text, last)
+        return made if part.tokens else self._echoed(part) + made
+
+    def _echoed(self, part: Continuation) -> bytes:
+        """The event of the prompt, before all others; nothing where it is not wanted."""
+        if part.echo is None:
+            return b""
+        choice = self._choice(part.index, part.echo.text, None)
+        if part.reply.wanted.n_logprobs is not None:
+            choice["logprobs"] = self._of_prompt(part.echo)
+        return event(self._of_event | {"choices": [choice]} | self._usage_later)
+
     def _choice(self, index: int, text: str, reason: str | None) -> Json:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
     def _whole_choice(self, part: Continuation) -> Json:
-        choice = self._choice(part.index, part.text, part.reason)
+        echo = part.echo
+        text = part.text if echo is None else echo.text + part.text
+        choice = self._choice(part.index, text, part.reason)
         if part.reply.wanted.n_logprobs is not None:
-            choice["logprobs"] = self._logprobs(part, 0, part.n_kept)
+            made = self._logprobs(part, 0, part.n_kept)
+            if echo is not None:
+                made = {name: own + made[name] for name, own in self._of_prompt(echo).items()}
+            choice["logprobs"] = made
         return choice
+
+    def _of_prompt(self, echo: Echo) -> Json:
+        """The four lists of a prompt. Nothing is before its first token, so that has no logprob."""
+        made = self._lists(echo.tokens[1:], echo.logprobs)
+        return {
+            "tokens": [self._shown(echo.tokens[0]), *made["tokens"]],
+            "token_logprobs": [None, *made["token_logprobs"]],
+            "top_logprobs": [None, *made["top_logprobs"]],
+            "text_offset": echo.offsets,
+        }
 
     def _logprobs(self, part: Continuation, begin: int, end: int) -> Json:
         """OpenAI's four lists. text_offset: characters before the token, of the answer."""
+        n_before = 0 if part.echo is None else len(part.echo.text)
+        offsets = part.offsets[begin:end]
+        made = self._lists(part.tokens[begin:end], part.logprobs[begin:end])
+        return made | {"text_offset": [n_before + at for at in offsets]}
+
+    def _lists(self, tokens: list[int], logprobs: list[Logprobs]) -> Json:
+        """Three of the four: tokens, token_logprobs, top_logprobs."""
         texts, tops = [], []
-        for token, of in zip(part.tokens[begin:end], part.logprobs[begin:end], strict=True):
+        for token, of in zip(tokens, logprobs, strict=True):
             texts.append(self._shown(token))
             top = {self._shown(int(t)): float(v) for t, v in zip(of.tokens, of.values, strict=True)}
             tops.append(top | {texts[-1]: of.drawn})
         return {
             "tokens": texts,
-            "token_logprobs": [of.drawn for of in part.logprobs[begin:end]],
+            "token_logprobs": [of.drawn for of in logprobs],
             "top_logprobs": tops,
-            "text_offset": part.offsets[begin:end],
         }
 
     def _shown(self, token: int) -> str:

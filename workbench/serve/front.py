@@ -4,31 +4,52 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import sys
 import time
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from workbench.serve.api import Defaults, Wanted, check_counts, fitted
-from workbench.serve.faults import ApiError, bad
+from workbench.serve.echo import Echo
+from workbench.serve.faults import FAILED_HERE, ApiError, bad
 from workbench.serve.link import Link, Message
-from workbench.serve.messages import Ask, Cancel, Ended, Finish, Made, Ready, Refused, Totals
+from workbench.serve.messages import (
+    Ask,
+    Cancel,
+    Ended,
+    Finish,
+    Made,
+    Preparing,
+    Ready,
+    Refused,
+    Totals,
+)
 from workbench.serve.metrics import Counted
+from workbench.serve.reading import not_known
 from workbench.serve.reply import Continuation, Form, Reply
 from workbench.serve.text import TokenTexts
 
-LOADING, SERVING, FINISHING, DEAD = "loading", "serving", "finishing", "dead"
+LOADING, PREPARING, SERVING = "loading", "preparing", "serving"
+FINISHING, DEAD = "finishing", "dead"
+BEGINNING = (LOADING, PREPARING)  # no request is taken yet
 NOT_NOW = {
     LOADING: "the model is being loaded; come again",
+    PREPARING: "kernels are being compiled and first steps are taken; come again",
     FINISHING: "the server is shutting down",
     DEAD: "the engine process has died; start the server again",
 }
 
 
 class FrontSettings(NamedTuple):
-    """Limits and defaults. Sizes are bytes, times are seconds. keys: one of these must come with a
-    request; none: no key is asked for."""
+    """Limits and defaults. Sizes are bytes, times are seconds.
+
+    keys: one of these must come with a request; none: no key is asked for. origins: pages of these
+    may ask, * of all. reads_at_once: the process that reads long bodies is started with the server,
+    not with the first of them.
+    """
 
     model: str
     defaults: Defaults = Defaults()
@@ -37,6 +58,8 @@ class FrontSettings(NamedTuple):
     body_s: float = 30.0
     max_pending: int = 4096
     template_s: float = 5.0
+    origins: tuple[str, ...] = ()
+    reads_at_once: bool = False
 
 
 class Front:
@@ -58,7 +81,7 @@ class Front:
         self.state = LOADING
         self.ready: Ready | None = None
         self.totals: Totals | None = None
-        self.on_state: Callable[[], None] = _nothing  # called when it serves, and when it is dead
+        self.on_state: Callable[[], None] = _nothing  # called when it prepares, serves, and is dead
         self._link = link
         self._numbers = itertools.count(number, step)
         self._parts: dict[int, Continuation] = {}
@@ -78,12 +101,12 @@ class Front:
     def check_serving(self) -> Ready:
         """Raises ApiError (503) where no request is taken now."""
         if self.state != SERVING or self.ready is None:
-            retry = 1.0 if self.state == LOADING else None
+            retry = 1.0 if self.state in BEGINNING else None
             raise ApiError(503, NOT_NOW[self.state], code=self.state, retry_after_s=retry)
         return self.ready
 
-    def open(self, wanted: Wanted, prompts: list[list[int]], form: Form) -> Reply:
-        """Asks the engine for the answers that a request wants. prompts: its token ids.
+    def open(self, wanted: Wanted, prompts: Sequence[np.ndarray], form: Form) -> Reply:
+        """Asks the engine for the answers that a request wants. prompts: token ids, int32 (n,).
 
         Raises ApiError for what cannot be served, or not now.
         """
@@ -98,22 +121,26 @@ class Front:
         lengths = []
         for prompt in prompts:
             lengths.append(fitted(len(prompt), wanted.max_tokens, ready.n_ctx, form.clips))
-            if max(prompt) >= ready.n_vocab:
-                raise bad(not_known(max(prompt), ready.n_vocab), "prompt")
+            if (largest := int(prompt.max())) >= ready.n_vocab:
+                raise bad(not_known(largest, ready.n_vocab), "prompt")
         reply = Reply(wanted, form, self.texts, self.cancel, self._touched)
         ends = wanted.ends(self.texts.tokenizer.eog_ids)
         first_seed = secrets.randbits(48) if wanted.seed is None else wanted.seed
         asks = []
-        for prompt, length in zip(prompts, lengths, strict=True):
-            tokens = np.asarray(prompt, np.int32)
+        for at, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             for i in range(wanted.n):
                 part = reply.add(next(self._numbers), len(prompt))
+                if wanted.echo:
+                    part.echo = Echo(
+                        self.texts, prompt.tolist(), wanted.prompts[at], wanted.add_bos
+                    )
                 self._parts[part.number] = part
                 self._take[part.number] = _First(self, part)
                 asks.append(
                     Ask(
-                        part.number, tokens, length, wanted.sampling, (first_seed + i) % 2**63,
+                        part.number, prompt, length, wanted.sampling, (first_seed + i) % 2**63,
                         ends, wanted.n_logprobs, wanted.timeout_s, wanted.cache_prompt,
+                        wanted.echo and wanted.n_logprobs is not None,
                     )
                 )  # fmt: skip
         for ask in asks:
@@ -128,7 +155,7 @@ class Front:
 
     def refuse_new(self) -> None:
         """No request is taken any more; those under way go on."""
-        if self.state in (LOADING, SERVING):
+        if self.state in (*BEGINNING, SERVING):
             self.state = FINISHING
 
     def give_up(self) -> None:
@@ -148,9 +175,13 @@ class Front:
             self._made(message)
         elif isinstance(message, Refused):
             self._refused(message)
+        elif isinstance(message, Preparing):
+            if self.state == LOADING:
+                self.state = PREPARING
+                self.on_state()
         elif isinstance(message, Ready):
             self.ready = message
-            if self.state == LOADING:
+            if self.state in BEGINNING:
                 self.state = SERVING
                 self.on_state()
         else:
@@ -159,29 +190,48 @@ class Front:
     def _made(self, made: Made) -> None:
         self.totals = made.totals
         n, now = len(made.numbers), time.perf_counter()
+        for number, scores in (made.scores or {}).items():
+            if (echo := self._parts[number].echo) is not None:
+                echo.logprobs += scores
         for number, logprobs in made.logprobs.items():
             self._parts[number].logprobs.append(logprobs)
         self._n_first = 0
         take = self._take
         for number, token in zip(made.numbers.tolist(), made.tokens.tolist(), strict=True):
-            take[number](token)
+            try:
+                take[number](token)
+            except Exception as error:
+                self._broken(self._parts[number].reply, error)
         if n:
+            self.counted.n_made += n
             if self._last_s is not None:
                 self.counted.between_tokens.add(now - self._last_s, n - self._n_first)
             self._last_s = now
         self._ended(made.ended)
         for reply in self._touched:
-            reply.flush()
+            try:
+                reply.flush()
+            except Exception as error:
+                self._broken(reply, error)
         self._touched.clear()
 
     def _ended(self, ended: Iterable[Ended]) -> None:
         for each in ended:
             part = self._parts.pop(each.number)
             del self._take[each.number]
-            part.end(each)
+            try:
+                part.end(each)
+            except Exception as error:
+                self._broken(part.reply, error)
             self.counted.ended(part, each)
         if not self._parts:
             self._last_s = None
+
+    def _broken(self, reply: Reply, error: Exception) -> None:
+        """A reply could not be worded. It ends with an error; all others go on."""
+        if reply.error is None:
+            traceback.print_exception(error, file=sys.stderr)
+            reply.fail(ApiError(500, FAILED_HERE))
 
     def _first(self, part: Continuation, token: int) -> None:
         """The first token of a continuation."""
@@ -203,7 +253,9 @@ class Front:
         """The pipe was closed."""
         self.state = DEAD
         if self.totals is not None:  # what it counted stays; what it had is gone
-            self.totals = self.totals._replace(n_running=0, n_waiting=0, n_cells_used=0)
+            self.totals = self.totals._replace(
+                n_running=0, n_waiting=0, n_cells_used=0, n_cells_kept=0
+            )
         parts = list(self._parts.values())
         self._parts.clear()
         self._take.clear()
@@ -211,11 +263,6 @@ class Front:
             self.counted.outcomes["failed"] += 1
             part.reply.fail(ApiError(503, NOT_NOW[DEAD], code=DEAD))
         self.on_state()
-
-
-def not_known(token: int, n_vocab: int) -> str:
-    """What is said of a token id outside the vocabulary."""
-    return f"token id {token} is not in 0..{n_vocab - 1}, the vocabulary"
 
 
 class _First:

@@ -153,7 +153,11 @@ def _message(found: dict[str, Any]) -> str:
 
 class HttpConnection(asyncio.Protocol):
     """A connection that carries one request after another. on_free(connection) is called where an
-    answer has ended and the next request may follow; `free_since` is the time."""
+    answer has ended and the next request may follow; `free_since` is the time.
+
+    A server may close a connection after an answer without saying so in the answer. Then the next
+    request was never heard, and can be sent again over another connection.
+    """
 
     def __init__(self, on_free: Callable[[HttpConnection], None]):
         self._on_free = on_free
@@ -161,15 +165,20 @@ class HttpConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._now = self.free_since = 0
+        self._reused = self._heard = False  # there was an answer before; something came for this
+        self._unheard: Callable[[], None] | None = None
 
     @property
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, request: bytes, answer: HttpAnswer) -> None:
-        """request: head and body."""
+    def send(
+        self, request: bytes, answer: HttpAnswer, unheard: Callable[[], None] | None = None
+    ) -> None:
+        """request: head and body. unheard: called instead of ending the answer, where the server
+        has closed a connection that had an answer before, and nothing came for this request."""
         assert self._transport is not None and self._answer is None
-        self._answer = answer
+        self._answer, self._unheard, self._heard = answer, unheard, False
         self._transport.write(request)
 
     def close(self) -> None:
@@ -184,7 +193,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, or asyncio's
 
     def data_received(self, data: bytes) -> None:
-        self._now = NOW_NS()
+        self._now, self._heard = NOW_NS(), True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError:
@@ -194,7 +203,11 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         answer, self._answer = self._answer, None
-        if answer is not None:
+        if answer is None:
+            return
+        if self._reused and not self._heard and self._unheard is not None:
+            self._unheard()
+        else:
             answer.lost(NOW_NS(), str(error or "the server closed the connection"))
 
     def _fail(self, status: str, why: str) -> None:
@@ -217,6 +230,7 @@ class HttpConnection(asyncio.Protocol):
         answer, self._answer = self._answer, None
         if answer is None:
             return
+        self._reused = True
         if self._parser.should_keep_alive():
             self.free_since = self._now
             self._on_free(self)

@@ -2,10 +2,12 @@
 
 The front speaks HTTP and knows text. The engine process knows tokens. Between them is a pipe
 (`multiprocessing.Pipe`), on which each message is one of these tuples. The engine sends one `Made`
-for a step, however many requests the step served. Times are seconds.
+for a step, however many requests the step served. While steps are made, one comes every 0.25 s at
+least: it may have no tokens, and says what was counted. Times are seconds.
 
     front                               engine process
-                      <- Ready          the model is loaded
+                      <- Preparing      the model is loaded; kernels and first steps are to come
+                      <- Ready          requests are taken
     Ask, Ask, Cancel  ->
                       <- Made           after each step: a token for each request it served
                       <- Refused        of an Ask that cannot be served, or not now
@@ -44,6 +46,10 @@ class Finish(NamedTuple):
     """No further Ask comes."""
 
 
+class Preparing(NamedTuple):
+    """The model is loaded. What the first requests need is compiled and captured now."""
+
+
 class Ready(NamedTuple):
     """The engine process takes requests. n_ctx: most tokens of a request, prompt and answer
     together. n_waiting: most requests that wait for a slot."""
@@ -58,13 +64,15 @@ class Ready(NamedTuple):
 
 class Made(NamedTuple):
     """What a step made. numbers (n,) int64 and tokens (n,) int32: the requests that have a token of
-    it, and the token. logprobs: by number, of those that asked. ended: requests that are over."""
+    it, and the token. logprobs: by number, of those that asked. ended: requests that are over.
+    scores: by number, of the next tokens of prompts that are scored; None: of none."""
 
     numbers: np.ndarray
     tokens: np.ndarray
     logprobs: dict[int, Logprobs]
     ended: tuple[Ended, ...]
     totals: Totals
+    scores: dict[int, list[Logprobs]] | None = None
 
 
 class Refused(NamedTuple):

@@ -21,7 +21,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from workbench.serve.messages import Ended
+from workbench.serve.messages import FAILED, Ended
 
 if TYPE_CHECKING:
     from workbench.serve.front import Front
@@ -56,22 +56,21 @@ class Counted:
 
     first_token: from the request's arrival. between_tokens: from a step that made tokens to the
     next, once for each of its tokens but first ones. outcomes: by reason; `invalid` of those that
-    a client got wrong.
+    a client got wrong. n_made: tokens, as they come.
     """
 
     def __init__(self) -> None:
         self.first_token, self.whole = Histogram(LONG_S), Histogram(LONG_S)
         self.between_tokens, self.queued = Histogram(SHORT_S), Histogram(LONG_S)
         self.outcomes: Counter[str] = Counter()
-        self.n_prompt = self.n_cached = self.n_made = 0
+        self.n_made = 0
 
     def ended(self, part: Continuation, ended: Ended) -> None:
         """A continuation is over."""
         timings = ended.timings
-        self.outcomes[part.reason or ended.reason] += 1
-        self.n_prompt += timings.n_prompt
-        self.n_cached += timings.n_cached
-        self.n_made += timings.n_made
+        error = part.reply.error
+        failed = error is not None and error.status == 500
+        self.outcomes[FAILED if failed else part.reason or ended.reason] += 1
         self.queued.add(timings.queued_s)
         self.whole.add(time.perf_counter() - part.reply.begun_at)
 
@@ -85,9 +84,12 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         counted, totals = self._front.counted, self._front.totals
         value: float
+        n_prompt, n_cached = (
+            (0, 0) if totals is None else (totals.n_prompt_tokens, totals.n_cached_tokens)
+        )
         for name, about, value in (
-            ("prompt_tokens", "Tokens of prompts", counted.n_prompt),
-            ("prompt_tokens_cached", "Tokens of prompts found in the cache", counted.n_cached),
+            ("prompt_tokens", "Tokens of prompts, computed or cached", n_prompt + n_cached),
+            ("prompt_tokens_cached", "Tokens of prompts found in the cache", n_cached),
             ("tokens_predicted", "Tokens made", counted.n_made),
         ):
             yield CounterMetricFamily(f"workbench:{name}", about, value=value)
@@ -111,11 +113,12 @@ class _Collector:
             for name, about, value in (
                 ("requests_processing", "Requests in slots", totals.n_running),
                 ("requests_deferred", "Requests that wait for a slot", totals.n_waiting),
-                ("kv_cache_cells_used", "Cells of the cache in use", totals.n_cells_used),
+                ("kv_cache_cells_used", "Cells that running requests hold", totals.n_cells_used),
+                ("kv_cache_cells_kept", "Cells of prefixes kept for reuse", totals.n_cells_kept),
                 ("kv_cache_cells", "Cells of the cache", totals.n_cells),
                 (
                     "kv_cache_usage_ratio",
-                    "Share of the cache's cells in use, 0 to 1",
+                    "Share of the cells that running requests hold, 0 to 1",
                     totals.n_cells_used / max(1, totals.n_cells),
                 ),
             ):

@@ -67,13 +67,13 @@ class OwnEngine:
         return self._said.popleft()
 
     def _step(self) -> None:
-        tokens, ended = self.slots.step()
-        if tokens or ended:
+        tokens, ended, scores = self.slots.step()
+        if tokens or ended or scores:
             self._said.append(
                 Made(
                     np.array([t.number for t in tokens], np.int64),
                     np.array([t.token for t in tokens], np.int32),
                     {t.number: t.logprobs for t in tokens if t.logprobs is not None},
-                    tuple(ended), self.slots.totals(),
+                    tuple(ended), self.slots.totals(), scores,
                 )
             )  # fmt: skip

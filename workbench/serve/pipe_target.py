@@ -67,7 +67,8 @@ class PipeTarget:
         self._pipe, self._number = pipe, 0
         self.spent: list[Spent] = []
         self.totals: messages.Totals | None = None
-        said = _received(pipe)
+        while isinstance(said := _received(pipe), messages.Preparing):
+            continue
         if not isinstance(said, messages.Ready):
             raise WorkbenchError("the engine process ended before it was ready; see its error")
         self.ready: messages.Ready = said

@@ -2,7 +2,7 @@
 
 A template comes with the model file, so it is not trusted: it runs in Jinja's sandbox, and here,
 where the system bounds its memory and its caller its time. The first line of standard input is the
-template, each further one the values of a rendering. Each is answered by a line with `text` or
+template, each further one the arguments of `answer`. Each is answered by a line with `text` or
 `error`, and `broken` where the template itself is none. All lines are JSON.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import resource
+import secrets
 import signal
 import sys
 from collections.abc import Callable
@@ -63,8 +64,23 @@ def compiled(template: str) -> Callable[[dict[str, Any]], str]:
     return environment.from_string(template).render
 
 
-def answer(render: Callable[[dict[str, Any]], str], values: dict[str, Any]) -> dict[str, str]:
-    """The text, or what went wrong. Whatever a template raises is its own fault."""
+def answer(
+    render: Callable[[dict[str, Any]], str],
+    values: dict[str, Any],
+    goes_on: bool = False,
+    bos: str = "",
+) -> dict[str, Any]:
+    """The text, or what went wrong. Whatever a template raises is its own fault.
+
+    goes_on: the chat ends with its last message, as `continue_final_message` of Hugging Face's
+    `apply_chat_template` has it; `unshown` where the text does not have the message. bos: is left
+    out at the start of the text.
+    """
+    last, mark = "", secrets.token_hex(16)
+    if goes_on:
+        *before, message = values["messages"]
+        last = message["content"]
+        values = values | {"messages": [*before, message | {"content": f"{last}{mark} "}]}
     try:
         text = render(values)
     except MemoryError:
@@ -75,7 +91,12 @@ def answer(render: Callable[[dict[str, Any]], str], values: dict[str, Any]) -> d
         return {"error": f"{error or type(error).__name__}"}
     if len(text) > MOST_TEXT:
         return {"error": f"it makes {len(text)} characters; {MOST_TEXT} are the most"}
-    return {"text": text}
+    if goes_on:
+        text, found, behind = text.rpartition(mark)
+        if not found or last.strip() not in text:
+            return {"error": "the last message is not shown as it is", "unshown": True}
+        text = text if behind.startswith(" ") else text.rstrip()  # of a template that trims
+    return {"text": text.removeprefix(bos)}
 
 
 def main() -> None:
@@ -83,13 +104,13 @@ def main() -> None:
     if sys.platform == "linux":  # macOS has no such bound
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     template = json.loads(sys.stdin.readline())
-    failed = None
+    failed: dict[str, Any] = {}
     try:
         render = compiled(template)
     except (TemplateError, RecursionError, MemoryError) as error:
         failed = {"error": f"{error or type(error).__name__}", "broken": True}
     for line in sys.stdin:
-        print(json.dumps(failed or answer(render, json.loads(line))), flush=True)
+        print(json.dumps(failed or answer(render, **json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from workbench.serve.api import Wanted
+from workbench.serve.echo import Echo
 from workbench.serve.faults import ApiError
 from workbench.serve.messages import FAILED, STOP, STOP_TEXT, Ended, Logprobs, Timings, foremost
 from workbench.serve.text import MeasuringDecoder, StopSearch, TokenTexts
@@ -43,12 +44,12 @@ class Form(Protocol):
 class Continuation:
     """One answer to one prompt.
 
-    tokens: of the engine so far. reason: why it ended, as a client is told. take: what to do with
-    the next token.
+    tokens: of the engine so far. reason: why it ended, as a client is told. echo: its prompt, where
+    the answer begins with it. take: what to do with the next token.
     """
 
     __slots__ = (
-        "_decoder", "_n_logged", "_parts", "_search", "_text", "index",
+        "_decoder", "_n_logged", "_parts", "_search", "_text", "echo", "index",
         "logprobs", "n_prompt", "number", "reason", "reply", "take", "timings", "tokens",
     )  # fmt: skip
 
@@ -56,6 +57,7 @@ class Continuation:
         self.reply, self.index, self.number, self.n_prompt = reply, index, number, n_prompt
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
+        self.echo: Echo | None = None
         self.reason: str | None = None
         self.timings: Timings | None = None
         self._parts: list[str] = []

@@ -20,7 +20,7 @@ import uvicorn
 from workbench.errors import DeviceError, UsageError
 from workbench.serve.app import build
 from workbench.serve.chat import NO_TEMPLATE, ChatTemplate
-from workbench.serve.front import DEAD, FINISHING, SERVING, Front, FrontSettings
+from workbench.serve.front import DEAD, FINISHING, PREPARING, SERVING, Front, FrontSettings
 from workbench.serve.link import Link
 from workbench.serve.protocol import FrontProtocol
 from workbench.serve.text import TokenTexts
@@ -107,7 +107,8 @@ def serve(
 
     start: starts the engine process. template: the chat template; None: ChatML. say: takes lines
     for the eye. on_server: is given the server before it runs. Raises UsageError for an address
-    that is not to be had, DeviceError where the engine process ends before it has loaded the model.
+    that is not to be had. Raises DeviceError where the engine process ends and nobody has told the
+    server to: what was pending has its answer then, and a supervisor may start the server again.
     """
     with listen(listening.host, listening.port) as sock:
         (connection,), engine = start(1)
@@ -124,15 +125,15 @@ def serve(
 
         def on_state() -> None:
             nonlocal loaded
-            if front.state == DEAD and not loaded:
+            if front.state == DEAD:
                 server.should_exit = True
+            elif front.state == PREPARING:
+                say(f"loaded: {settings.model}; compiling kernels and taking first steps")
             elif front.state == SERVING:
                 loaded = True
                 assert front.ready is not None
                 each = f"{front.ready.n_slots} slots, {front.ready.n_ctx} tokens each"
                 say(f"ready: {settings.model} at {address_of(sock)} ({each})")
-            elif front.state == DEAD:
-                say("the engine process has died; requests get 503")
 
         front.on_state = on_state
         if not (settings.keys or is_loopback(sock)):
@@ -149,6 +150,8 @@ def serve(
             connection.close()
         if front.state == DEAD and not loaded:
             raise DeviceError("the engine process ended before it had loaded the model; see above")
+        if front.state == DEAD:
+            raise DeviceError("the engine process has died; start the server again")
 
 
 def is_loopback(sock: socket.socket) -> bool:

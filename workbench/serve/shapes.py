@@ -60,8 +60,8 @@ STOP_IDS: Schema = {
     "maxItems": MAX_STOP_IDS,
 }
 N_TOKENS: Schema = {
-    "title": f"at least 1, or {AS_MANY} for as many as fit",
-    "anyOf": [{"type": "integer", "minimum": 1, "maximum": INT32}, one_of(AS_MANY)],
+    "title": f"at least 0, or {AS_MANY} for as many as fit",
+    "anyOf": [{"type": "integer", "minimum": 0, "maximum": INT32}, one_of(AS_MANY)],
 }
 MESSAGES: Schema = {
     "type": "array",

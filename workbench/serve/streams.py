@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+import traceback
 from collections.abc import Callable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from workbench.serve.faults import FAILED_HERE, ApiError
 from workbench.serve.reply import Reply
 
 STUCK_S = 30.0  # a client that is waited for, and takes nothing for so long, is dropped
@@ -94,6 +97,11 @@ class EventStream(Response):
                 reply.drop()
 
     def _last(self) -> bytes:
-        if self.reply.error is None:
-            return self.reply.form.last(self.reply)
-        return b"data: " + self.reply.error.body + b"\n\n"
+        error = self.reply.error
+        if error is None:
+            try:
+                return self.reply.form.last(self.reply)
+            except Exception as its:
+                traceback.print_exception(its, file=sys.stderr)
+                error = ApiError(500, FAILED_HERE)
+        return b"data: " + error.body + b"\n\n"

@@ -40,18 +40,22 @@ class TokenTexts:
     def decoder(self) -> TokenDecoder:
         return TokenDecoder(self)
 
-    def measuring(self) -> MeasuringDecoder:
-        return MeasuringDecoder(self)
+    def measuring(self, prompt: bool = False) -> MeasuringDecoder:
+        return MeasuringDecoder(self, prompt)
 
 
 class TokenDecoder:
-    """Text from tokens that come one at a time; never half a character."""
+    """Text from tokens that come one at a time; never half a character.
 
-    __slots__ = ("_pieces", "_restarted", "_restarts", "_utf8")
+    prompt: they begin a text, and control tokens have their names; else they continue one.
+    """
 
-    def __init__(self, texts: TokenTexts):
-        self._pieces, self._restarts = texts.bytes, texts.restarts
-        self._restarted = False
+    __slots__ = ("_bytes_of", "_restarted", "_restarts", "_utf8")
+
+    def __init__(self, texts: TokenTexts, prompt: bool = False):
+        self._bytes_of = texts.shown if prompt else texts.bytes.__getitem__
+        self._restarts = texts.restarts
+        self._restarted = prompt and texts.tokenizer.space_prefix
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
@@ -63,11 +67,11 @@ class TokenDecoder:
 
     def _piece(self, token: int) -> bytes:
         """The bytes that it adds here."""
-        piece = self._pieces[token]
-        if self._restarts:
-            if self._restarted and token not in self._restarts:
-                piece = piece.removeprefix(b" ")
-            self._restarted = token in self._restarts
+        piece = self._bytes_of(token)
+        restarts = token in self._restarts
+        if self._restarted and not restarts:
+            piece = piece.removeprefix(b" ")
+        self._restarted = restarts
         return piece
 
 
@@ -80,8 +84,8 @@ class MeasuringDecoder(TokenDecoder):
 
     __slots__ = ("_half", "_n", "_said", "offsets")
 
-    def __init__(self, texts: TokenTexts):
-        super().__init__(texts)
+    def __init__(self, texts: TokenTexts, prompt: bool = False):
+        super().__init__(texts, prompt)
         self.offsets: list[int] = []
         self._said: list[bool] = []  # whether the token has bytes at all
         self._n = 0  # characters that are certain

@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -19,11 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from workbench.config import BEST, EngineConfig, TogglePreset
-from workbench.engine.asks import Ask, Ended
-from workbench.engine.requests import Stepped, Token
+from workbench.engine.asks import FAILED, Ask, Ended, Timings, Totals
+from workbench.engine.first_steps import first_steps
+from workbench.engine.requests import Scores, Stepped, Token
 from workbench.engine.slots import Slots
 from workbench.errors import WorkbenchError
-from workbench.serve.messages import Cancel, Finish, Made, Ready, Refused
+from workbench.progress import shown_on
+from workbench.serve.messages import Cancel, Finish, Made, Preparing, Ready, Refused
 from workbench.serve.serving import serving
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
     from workbench.engine.engine import Engine
 
+TELL_S = 0.25  # every front hears at least so often what steps have counted
 IDLE_S = 1.0  # how long to wait for requests before the pipes are looked at again
 
 
@@ -65,7 +69,10 @@ def main(fronts: list[Connection], settings: WorkerSettings) -> None:
     try:
         with open_engine(settings) as engine:
             slots = Slots(engine, settings.n_slots, settings.n_waiting)
-            EngineProcess(slots, fronts).run(settings.model)
+            process = EngineProcess(slots, fronts)
+            with shown_on(sys.stderr):
+                process.prepare()
+            process.run(settings.model)
     except WorkbenchError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
@@ -95,6 +102,13 @@ class EngineProcess:
         self._of: dict[int, tuple[int, int]] = {}
         self._here: dict[tuple[int, int], int] = {}
         self._next = 0
+        self._told_s = 0.0  # when all fronts were told last
+
+    def prepare(self) -> None:
+        """Makes ready what the first requests need, before they may come."""
+        for number in [*self._fronts]:
+            self._send(number, Preparing())
+        first_steps(self._slots.engine, len(self._slots.slots))
 
     def run(self, model: str) -> None:
         """Until there is nothing more to do."""
@@ -111,7 +125,7 @@ class EngineProcess:
                 if not slots.idle:
                     self._tell(slots.step())
         except BaseException:
-            self._tell(Stepped([], slots.drop()))
+            self._tell(Stepped([], slots.drop(), {}))
             raise
         finally:
             for pipe in self._fronts.values():
@@ -133,7 +147,11 @@ class EngineProcess:
 
     def _hear(self, front: int, message: Any) -> None:
         if isinstance(message, Ask):
-            self._ask(front, message)
+            try:
+                self._ask(front, message)
+            except Exception as error:  # of this request alone: no step has seen it
+                traceback.print_exc()
+                self._send(front, _failed(message, str(error), self._slots.totals()))
         elif isinstance(message, Cancel):
             here = self._here.get((front, message.number))
             if here is not None:
@@ -151,8 +169,8 @@ class EngineProcess:
             self._send(front, Refused(ask.number, why, after))
             return
         here, self._next = self._next, self._next + 1
-        self._of[here], self._here[front, ask.number] = (front, ask.number), here
         self._slots.ask(ask._replace(number=here))
+        self._of[here], self._here[front, ask.number] = (front, ask.number), here
 
     def _gone(self, front: int) -> None:
         """A front has closed its pipe: nobody waits for its requests."""
@@ -167,9 +185,13 @@ class EngineProcess:
     # to the fronts -----------------------------------------------------------------------------
 
     def _tell(self, results: Stepped) -> None:
-        """A message to each front that the results are for."""
+        """A message to each front that the results are for, and now and then to all."""
         tokens: dict[int, list[Token]] = {}
         ended: dict[int, list[Ended]] = {}
+        scores: dict[int, Scores] = {}
+        for here, found in results.scores.items():
+            front, number = self._of[here]
+            scores.setdefault(front, {})[number] = found
         for token in results.tokens:
             front, number = self._of[token.number]
             tokens.setdefault(front, []).append(token._replace(number=number))
@@ -177,15 +199,18 @@ class EngineProcess:
             front, number = self._of.pop(end.number)
             del self._here[front, number]
             ended.setdefault(front, []).append(end._replace(number=number))
-        totals = self._slots.totals() if tokens or ended else None
-        for front in {**tokens, **ended}:
+        fronts = tokens.keys() | ended.keys() | scores.keys()
+        if (now := time.monotonic()) - self._told_s > TELL_S:
+            self._told_s, fronts = now, self._fronts.keys() | fronts
+        totals = self._slots.totals() if fronts else None
+        for front in sorted(fronts):
             made = tokens.get(front, [])
             assert totals is not None
             self._send(front, Made(
                 np.array([t.number for t in made], np.int64),
                 np.array([t.token for t in made], np.int32),
                 {t.number: t.logprobs for t in made if t.logprobs is not None},
-                tuple(ended.get(front, ())), totals,
+                tuple(ended.get(front, ())), totals, scores.get(front, {}),
             ))  # fmt: skip
 
     def _send(self, front: int, message: Any) -> None:
@@ -196,3 +221,9 @@ class EngineProcess:
             pipe.send(message)
         except (BrokenPipeError, OSError):
             self._gone(front)
+
+
+def _failed(ask: Ask, why: str, totals: Totals) -> Made:
+    """What is said of a request that could not be taken."""
+    ended = Ended(ask.number, FAILED, Timings(0.0, len(ask.tokens), 0, 0.0, 0, 0.0, 0.0), why)
+    return Made(np.empty(0, np.int64), np.empty(0, np.int32), {}, (ended,), totals)

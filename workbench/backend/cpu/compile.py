@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 from workbench.backend import compiled
 from workbench.backend.cpu.isa import Isa, available
 from workbench.backend.cpu.vector import Body, Emit, Value
+from workbench.model import draw_weights
 
 
 @cache
@@ -30,14 +31,14 @@ def host_isas() -> list[Isa]:
 
 @cache
 def source_digest() -> str:
-    """A digest of this folder's source, and of the words of gates and of stamps; everything that is
-    cached has it in its name.
+    """A digest of this folder's source, of the words of gates and of stamps, and of the weights of
+    draws; everything that is cached has it in its name.
 
     numba looks only at the file of the function it caches, and the code here comes from other
     files, too.
     """
     digest, here = hashlib.sha256(), Path(__file__).parent
-    others = (here.parent / "gate.py", here.parent / "stamps.py")
+    others = (here.parent / "gate.py", here.parent / "stamps.py", Path(draw_weights.__file__))
     for path in (*sorted(here.glob("*.py")), *others):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

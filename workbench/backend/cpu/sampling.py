@@ -1,7 +1,7 @@
 """feed, draw and keep_tokens: the tokens that a device draws, and goes on with itself.
 
-`draw` sorts, as `model/sampler.py` does, and computes in float64. It is compiled by numba as it
-stands: sorting is no vector code.
+`draw` sorts, as `model/sampler.py` does, and adds up the same weights: it compiles their function.
+It is compiled by numba as it stands: sorting is no vector code.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from workbench.backend.cpu.loops import KERNEL
 from workbench.backend.cpu.signals import now_ns
 from workbench.backend.cpu.vector import Emit, Value
 from workbench.graph.shapes import DRAW_SETTINGS
+from workbench.model.draw_weights import weights
+from workbench.model.sampler import STEEPEST
 
 MOST_NS = 2**31 - 1
 
@@ -59,11 +61,26 @@ def _as_pointer(typing_context, address):
 _pointer: Any = intrinsic(_as_pointer)
 
 
+_weights: Any = njit(weights)
+
+
+@njit
+@dated
+def _reached(each, target):
+    """How many elements it takes until their sum reaches the target."""
+    total = np.int64(0)
+    for i in range(len(each)):
+        total += each[i]
+        if total >= target:
+            return i + 1
+    return len(each)
+
+
 @njit
 @dated
 def _drawn(own, how):
     """The token of a row of logits; -1 where one is no number. how: its settings."""
-    temperature, top_k, top_p, uniform = how
+    temperature, top_k, top_p, log_min_p, uniform = how
     n_vocab = len(own)
     best, bad = 0, False
     for i in range(n_vocab):
@@ -76,24 +93,16 @@ def _drawn(own, how):
         return best
     order = np.argsort(-own, kind="mergesort")
     n = n_vocab if top_k == 0 else min(int(top_k), n_vocab)
-    total = 0.0
-    for i in range(n):
-        total += math.exp(float(own[order[i]]) - own[best])
-    reached, kept = 0.0, n
-    for i in range(n):
-        reached += math.exp(float(own[order[i]]) - own[best]) / total
-        if reached >= top_p:
-            kept = i + 1
-            break
-    total = 0.0
-    for i in range(kept):
-        total += math.exp((float(own[order[i]]) - own[best]) / temperature)
-    reached = 0.0
-    for i in range(kept):
-        reached += math.exp((float(own[order[i]]) - own[best]) / temperature)
-        if reached / total > uniform:
-            return order[i]
-    return order[kept - 1]
+    below = own[order[:n]] - own[best]
+    if top_p < 1:
+        each = _weights(below)
+        n = _reached(each, max(np.int64(float(each.sum()) * top_p), 1))
+    least = own[best] + log_min_p
+    while own[order[n - 1]] < least:
+        n -= 1
+    each = _weights(below[:n] * min(np.float32(1) / temperature, STEEPEST))
+    total = each.sum()
+    return order[_reached(each, min(np.int64(float(total) * uniform) + 1, total)) - 1]
 
 
 @cfunc(KERNEL, cache=True)

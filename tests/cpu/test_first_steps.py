@@ -1,0 +1,213 @@
+"""What a server does before it takes requests, and what is left for the requests to pay."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from tests.unit.fake_cuda import fake_backend
+from workbench.backend.cpu import compile as compiler
+from workbench.backend.cpu import op_table
+from workbench.backend.cuda import nvrtc
+from workbench.choices import KVGrowth
+from workbench.config import BEST, TogglePreset
+from workbench.engine import first_steps as room
+from workbench.engine.asks import Ask
+from workbench.engine.first_steps import first_steps
+from workbench.engine.slots import Slots
+from workbench.model.sampler import Sampling
+from workbench.serve.serving import serving
+
+SLOTS, ROOM = 4, 96
+PLANNED = {"plans": "ours", "plan_scope": "step"}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """No limit of time, which a busy machine would reach."""
+    monkeypatch.setattr(room, "AT_MOST_S", 600.0)
+    monkeypatch.setattr(room, "BUILDING_S", 600.0)
+
+
+@pytest.fixture(scope="module")
+def path(tiny_model) -> Path:
+    return tiny_model("tiny-llama", "Q8_0")
+
+
+def served(path: Path, device: str, **more: str) -> wb.Engine:
+    """An engine with a server's toggles."""
+    return wb.Engine.load(
+        path, device=device, n_ctx=SLOTS * ROOM, n_seqs=SLOTS, n_ubatch=16, n_kv_pad=32, threads=1,
+        toggles=serving(device, TogglePreset(BEST, more)),
+    )  # fmt: skip
+
+
+def asks(n: int, seed: int) -> Iterator[Ask]:
+    rng = np.random.default_rng(seed)
+    for number in range(n):
+        tokens = rng.integers(3, 900, int(rng.integers(1, 60))).astype(np.int32)
+        n_made = int(rng.integers(1, 30))
+        yield Ask(
+            1000 * seed + number, tokens, n_made, Sampling(0.8), number, frozenset(), None, None
+        )
+
+
+def load(slots: Slots, n: int, seed: int) -> dict[int, list[int]]:
+    """Serves n requests, SLOTS at a time; their tokens."""
+    left, made = [*asks(n, seed)][::-1], dict[int, list[int]]()
+    n_open = 0
+    while left or n_open:
+        while left and n_open < SLOTS:
+            slots.ask(left.pop())
+            n_open += 1
+        found = slots.step()
+        n_open -= len(found.ended)
+        for token in found.tokens:
+            made.setdefault(token.number, []).append(token.token)
+    return made
+
+
+@pytest.mark.parametrize("more", [{}, PLANNED], ids=["plain", "planned"])
+def test_the_first_requests_build_little_and_compile_nothing(path, monkeypatch, more):
+    compiled: list[str] = []
+    compile_kernel = compiler.compile_kernel
+
+    def noted(name: str, body: Any) -> Any:
+        compiled.append(name)
+        return compile_kernel(name, body)
+
+    monkeypatch.setattr(compiler, "compile_kernel", noted)
+    with served(path, "embedded", **more) as engine:
+        slots = Slots(engine, SLOTS)
+        op_table.kernel.cache_clear()
+        n_ready = first_steps(engine, SLOTS)
+        before, n_compiled = engine.counters, len(compiled)
+        assert n_compiled > 5 and n_ready == before["programs_built"] // engine.period
+        load(slots, 16, 1)
+        after = engine.counters
+        n_built, n_steps = (after[k] - before[k] for k in ("programs_built", "steps"))
+        assert len(compiled) == n_compiled, compiled[n_compiled:]
+        assert n_steps > 60 and n_built < n_steps / 10
+        if more:
+            assert before["plans_captured"] >= n_ready
+            assert after["plans_captured"] - before["plans_captured"] <= n_built
+
+
+def test_nothing_is_left_behind(path):
+    """The same tokens, counts and cells as of an engine that took no first steps."""
+    with served(path, "embedded") as engine, engine.variant(engine.toggles) as other:
+        slots, plain = Slots(engine, SLOTS), Slots(other, SLOTS)
+        first_steps(engine, SLOTS)
+        assert engine.cache.n_used == 0 and slots.totals() == plain.totals()
+        assert not engine.under_way and engine.cache.moved is None and not engine.cache.copied
+        assert load(slots, 12, 2) == load(plain, 12, 2)
+
+
+def test_a_prompt_that_begins_like_another_and_logits_find_all_made(path, monkeypatch):
+    """Neither a copy of cells nor an answer with log-probabilities drops the programs kept."""
+    with served(path, "embedded") as engine:
+        slots, dropped = Slots(engine, SLOTS), list[str]()
+        first_steps(engine, SLOTS)
+        n_kept, forget = len(engine._programs._kept), engine._bound.workspace._on_grow
+        monkeypatch.setattr(
+            engine._bound.workspace, "_on_grow", lambda: (dropped.append("all"), forget())
+        )
+        tokens = np.arange(3, 60, dtype=np.int32)
+        for number in range(SLOTS):
+            slots.ask(Ask(number, tokens, 8, Sampling(), 0, frozenset(), 2, None))
+            slots.step()
+        scored = np.arange(3, 90, dtype=np.int32)
+        slots.ask(Ask(SLOTS, scored, 1, Sampling(), n_logprobs=2, scores_prompt=True))
+        while not slots.idle:
+            slots.step()
+        assert slots.totals().n_cached_tokens > 50 and not dropped
+        assert len(engine._programs._kept) >= n_kept
+
+
+@pytest.mark.parametrize("growth", KVGrowth)
+@pytest.mark.parametrize("kind", ["per_sequence", pytest.param("unified", marks=pytest.mark.slow)])
+def test_tokens_alone_are_made_at_every_extent(path, growth, kind):
+    with served(path, "embedded", kv_growth=growth, kv_cache=kind) as engine:
+        first_steps(engine, SLOTS)
+        cache, kept = engine.cache, {key.shape for key in engine._programs._kept}
+        extents = {cache.growth.extent(n) for n in range(1, cache.n_ctx_seq + 1)}
+        alone = {(s.n_tokens, s.n_kv) for s in kept if s.n_tokens == s.n_seqs}
+        assert alone == {(n, extent) for n in (1, 2, 4) for extent in extents}
+
+
+def test_a_limit_of_time_ends_it(path, monkeypatch):
+    monkeypatch.setattr(room, "BUILDING_S", 0.0)
+    with served(path, "embedded") as engine:
+        assert first_steps(engine, SLOTS) <= 1
+        assert engine.cache.n_used == 0
+
+
+def test_on_the_host_device_too(path):
+    with served(path, "host") as engine:
+        slots = Slots(engine, SLOTS)
+        assert first_steps(engine, SLOTS) > 3
+        assert len(load(slots, 5, 3)) == 5
+
+
+def test_cuda_kernels_are_compiled_together_before_the_first_step(path, monkeypatch):
+    """One call for all of them; then no launch asks NVRTC for a kernel that was not in it."""
+    fake_backend(monkeypatch)
+    ready: list[set[Any]] = []
+    late: set[Any] = set()
+    cubin = nvrtc.cubin
+
+    def noted(file: str, arch: str, defines: Any = (), sources: Any = None) -> bytes:
+        if ready and (file, defines) not in ready[0]:
+            late.add((file, defines))
+        return cubin(file, arch, defines, sources=sources)
+
+    monkeypatch.setattr(nvrtc, "compile_many", lambda wanted, arch, left: ready.append({*wanted}))
+    monkeypatch.setattr(nvrtc, "cubin", noted)
+    with served(path, "cuda") as engine:
+        slots = Slots(engine, SLOTS)
+        first_steps(engine, SLOTS)
+        before = engine.counters["plans_captured"]
+        load(slots, 12, 4)
+        assert engine.counters["plans_captured"] - before < before / 4
+    (wanted,) = [one for one in ready if one]
+    assert len(wanted) > 5 and not late
+
+
+def test_a_second_start_finds_every_cuda_kernel_of_the_first(path, monkeypatch, tmp_path):
+    """Kernels are compiled side by side, kept on disk, and found there by the next process."""
+    at_once, most, compiled = threading.Semaphore(0), list[int](), list[str]()
+
+    def compile_source(
+        name: str, source: bytes, headers: Any, arch: str, defines: Sequence[str] = ()
+    ) -> bytes:
+        at_once.release()
+        time.sleep(0.005)
+        most.append(at_once._value)
+        at_once.acquire()
+        compiled.append(f"{name} {defines}")
+        return b"\x7fELF" + repr((name, defines)).encode()
+
+    cubin = nvrtc.cubin
+    fake_backend(monkeypatch)
+    monkeypatch.setattr(nvrtc, "cubin", cubin)
+    monkeypatch.setattr(nvrtc, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: SimpleNamespace(nvrtcVersion=lambda: (0, 13, 0)))
+    monkeypatch.setattr(nvrtc, "compile_source", compile_source)
+    monkeypatch.setattr(nvrtc.os, "cpu_count", lambda: 4)
+    for n_start in range(2):
+        with served(path, "cuda") as engine:
+            slots, n_before = Slots(engine, SLOTS), len(compiled)
+            first_steps(engine, SLOTS)
+            n_ready = len(compiled)
+            load(slots, 6, 5)
+            assert len(compiled) == n_ready, "nothing is compiled for a request"
+            assert (n_ready > n_before) == (n_start == 0)
+    assert len({*compiled}) == len(compiled) and max(most) > 1

@@ -1,0 +1,217 @@
+"""Bodies that take long to read: elsewhere, to the same end, and nobody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.serve import stalls
+from tests.serve.live import TEMPLATE, live
+from tests.serve.stalls import Streams
+from tests.serve.test_hostile_clients import wait_for
+from workbench.serve import aside
+from workbench.serve.api import Defaults
+from workbench.serve.aside import Aside
+from workbench.serve.beside import HUGE, LONG, Beside
+from workbench.serve.faults import ApiError
+from workbench.serve.front import FrontSettings
+from workbench.serve.reading import BodyRead, Reader, ReaderSpec
+from workbench.serve.text import TokenTexts
+
+MOST_BODY, N_CTX = 1 << 24, 4096
+
+
+@pytest.fixture
+def spec(texts: TokenTexts) -> ReaderSpec:
+    return ReaderSpec(texts.tokenizer, texts.longest, "tiny", Defaults(), TEMPLATE)
+
+
+def reading(spec: ReaderSpec, work: Callable[[Aside], Awaitable[Any]]) -> Any:
+    """What some work with a process comes to."""
+
+    async def run() -> Any:
+        process = Aside(spec, MOST_BODY)
+        try:
+            return await work(process)
+        finally:
+            await process.close()
+
+    return asyncio.run(run())
+
+
+def pid_of(process: Aside) -> int:
+    assert process._process is not None
+    return process._process.pid
+
+
+CHAT = {"messages": [{"role": "user", "content": "the engine \ud83d\ude00 waits"}], "n": 2}
+LINE = json.dumps({"text": "<user>the engine waits\n" * 300}).encode()
+BODIES: list[tuple[str, bytes, tuple[int, ...]]] = [
+    ("completions", json.dumps({"prompt": ["a b", "c" * 4000], "seed": 3}).encode(), (N_CTX,)),
+    ("completions", json.dumps({"prompt": [[1, 2], [3] * 4000]}).encode(), (N_CTX,)),
+    ("completions", json.dumps({"prompt": ["a", "c" * 9], "echo": True}).encode(), (N_CTX,)),
+    ("completions", json.dumps({"prompt": [[1], [2]], "echo": True}).encode(), (N_CTX,)),
+    ("native", json.dumps({"prompt": [5] * 4000, "n_predict": 2}).encode(), (N_CTX,)),
+    ("chat", json.dumps(CHAT).encode(), ()),
+    ("rendered", LINE, (N_CTX, True)),
+    ("rendered", LINE, (N_CTX, False)),
+    ("template_values", json.dumps(CHAT).encode(), ()),
+    ("chat", json.dumps(CHAT | {"continue_final_message": True}).encode(), ()),
+    ("prompt_answer", LINE, ()),
+    ("tokenize", json.dumps({"content": "the engine " * 40_000, "with_pieces": True}).encode(), ()),
+    ("detokenize", json.dumps({"tokens": [i % 1000 for i in range(50_000)]}).encode(), ()),
+]
+WRONG: list[tuple[str, bytes, tuple[int, ...]]] = [
+    ("completions", b'{"prompt": "a', (N_CTX,)),
+    ("completions", b"[]", (N_CTX,)),
+    ("completions", json.dumps({"prompt": [1] * (N_CTX + 1)}).encode(), (N_CTX,)),
+    ("completions", json.dumps({"prompt": "a b " * N_CTX}).encode(), (N_CTX,)),
+    ("completions", json.dumps({"prompt": [1, -1]}).encode(), (N_CTX,)),
+    ("completions", json.dumps({"prompt": "a", "model": "other"}).encode(), (N_CTX,)),
+    ("native", b"[" * 100_000, (N_CTX,)),
+    ("chat", json.dumps(CHAT | {"temperature": -1}).encode(), ()),
+    ("rendered", json.dumps({"error": "roles must alternate"}).encode(), (N_CTX, True)),
+    ("rendered", json.dumps({"error": "", "unshown": True}).encode(), (N_CTX, True)),
+    ("detokenize", json.dumps({"tokens": [1024]}).encode(), ()),
+]
+
+
+def same(a: BodyRead, b: BodyRead) -> bool:
+    return (
+        a.wanted == b.wanted
+        and b"".join(a.parts) == b"".join(b.parts)
+        and len(a.prompts) == len(b.prompts)
+        and all(
+            x.dtype == y.dtype == np.int32 and np.array_equal(x, y)
+            for x, y in zip(a.prompts, b.prompts, strict=True)
+        )
+    )
+
+
+def test_a_body_is_read_elsewhere_as_it_is_here(spec):
+    here = Reader(spec)
+
+    async def work(process: Aside) -> int:
+        for method, body, args in BODIES:
+            parts = [body[at : at + 1000] for at in range(0, len(body), 1000)]
+            assert same(await process.run(parts, method, *args), getattr(here, method)(body, *args))
+        for method, body, args in WRONG:
+            with pytest.raises(ApiError) as there:
+                await process.run([body[:5], b"", body[5:]], method, *args)
+            with pytest.raises(ApiError) as told:
+                getattr(here, method)(body, *args)
+            assert vars(there.value) == vars(told.value)
+        return pid_of(process)
+
+    assert reading(spec, work) != os.getpid()
+
+
+def test_small_bodies_are_read_here_long_and_huge_ones_in_two_processes(spec):
+    async def run() -> list[list[int]]:
+        found, own = [], psutil.Process()
+        both = Beside(spec, MOST_BODY)
+        try:
+            for n in (100, LONG, HUGE):
+                await both.run([json.dumps({"content": "a" * n}).encode()], "tokenize")
+                found.append([child.pid for child in own.children()])
+        finally:
+            await both.close()
+        return found
+
+    before = {child.pid for child in psutil.Process().children()}
+    small, long, huge = (set(pids) - before for pids in asyncio.run(run()))
+    assert (len(small), len(long), len(huge)) == (0, 1, 2) and long < huge
+
+
+def test_a_process_that_dies_is_an_error_of_one_body(spec):
+    method, body, args = BODIES[0]
+
+    async def work(process: Aside) -> None:
+        await process.begin()
+        first = pid_of(process)
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(ApiError) as died:
+            await process.run([body], method, *args)
+        assert died.value.status == 500 and "died" in died.value.message
+        assert (await process.run([body], method, *args)).prompts and pid_of(process) != first
+
+    reading(spec, work)
+
+
+def test_who_goes_away_leaves_the_process_to_the_next(spec):
+    async def work(process: Aside) -> None:
+        gone = asyncio.ensure_future(process.run([BODIES[7][1]], "tokenize"))
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        body = json.dumps({"tokens": [1, 2]}).encode()
+        read = await process.run([body], "detokenize")
+        assert same(read, Reader(spec).detokenize(body)) and process.n_waiting == 0
+
+    reading(spec, work)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has no such bound")
+def test_a_body_that_takes_too_much_memory_is_refused(spec, monkeypatch):
+    monkeypatch.setattr(aside, "MOST_BYTES", 300 << 20)
+    monkeypatch.setattr(aside, "BYTES_OF_ONE", 0)
+    body = b'{"prompt":[' + b",".join([b"[]"] * 4_000_000) + b"]}"
+
+    async def work(process: Aside) -> None:
+        with pytest.raises(ApiError, match="too much memory") as refused:
+            await process.run([body], "completions", N_CTX)
+        assert refused.value.status == 400
+        assert (await process.run([BODIES[1][1]], "completions", N_CTX)).prompts
+
+    reading(spec, work)
+
+
+def test_what_a_method_raises_stays_with_its_body(spec, capfd):
+    class Broken:
+        def chat(self, body: bytes) -> BodyRead:
+            raise ZeroDivisionError("a bug")
+
+    found = aside.made(Broken(), "chat", b"", ())  # type: ignore[arg-type]
+    assert isinstance(found, ApiError) and found.status == 500
+    assert "a bug" in capfd.readouterr().err
+
+
+def test_the_process_of_long_bodies_begins_with_the_server_where_that_is_wanted(texts):
+    own = psutil.Process()
+    before = len(own.children())
+    with live(texts, settings=FrontSettings("tiny", reads_at_once=True)):
+        wait_for(lambda: len(own.children()) == before + 2)  # of the template there is another one
+    assert len(own.children()) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", stalls.bodies(1 << 12))
+def test_streams_go_on_beside_a_body_of_any_kind(tmp_path, tiny_model: Any, name: str):
+    """On four free cores P99 at most doubles. On fewer they wait for cores, but never for the body:
+    0.6 to 2.7 s before it was read elsewhere."""
+    model: Path = tiny_model("tiny-llama", "F16")
+    with stalls.serving("tests.serve.command", "-m", model, "-c", 1 << 18) as url:
+        found = stalls.measured(url, [name], 1 << 17)
+    alone, with_body = found["alone"], found[name]
+    assert with_body.status in ("200", "400") and with_body.n > 4
+    free = len(os.sched_getaffinity(0)) - os.getloadavg()[0]
+    if free >= 4:
+        assert with_body.p99 <= 2 * alone.p99
+    assert with_body.most < 0.25e3 + 2 * alone.most
+
+
+def test_a_gap_that_a_body_covers_is_found():
+    """Of the measurement itself."""
+    streams = Streams.__new__(Streams)
+    streams.times = [[0, 10_000_000, 500_000_000], [0, 5_000_000]]
+    found = streams.gaps_ms(200_000_000, 300_000_000)
+    assert found.tolist() == [490.0]

@@ -1,0 +1,47 @@
+"""A prompt as the beginning of its own answer (`echo` of /v1/completions)."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from workbench.serve.messages import Logprobs
+from workbench.serve.text import TokenTexts
+
+
+class Echo:
+    """tokens: the prompt's ids. asked: the text that the request has; a list where it has
+    ids. add_bos: as the tokenizer was given it with a text.
+
+    logprobs: of each token but the first, where the request wants them; they come with the steps.
+    """
+
+    def __init__(
+        self,
+        texts: TokenTexts,
+        tokens: list[int],
+        asked: str | list[int],
+        add_bos: bool | None = None,
+    ):
+        self.tokens, self.logprobs = tokens, list[Logprobs]()
+        self._texts, self._asked, self._add_bos = texts, asked, add_bos
+
+    @property
+    def text(self) -> str:
+        """What the request says. Of ids the text, with the names of control tokens."""
+        return self._asked if isinstance(self._asked, str) else self._decoded[0]
+
+    @property
+    def offsets(self) -> list[int]:
+        """For each token the characters of `text` before it."""
+        return self._decoded[1]
+
+    @cached_property
+    def _decoded(self) -> tuple[str, list[int]]:
+        """Text and offsets. What the tokenizer has added to a text is none of it."""
+        before = after = 0
+        if isinstance(self._asked, str):
+            before, after = self._texts.tokenizer.n_added(self._add_bos)
+        decoder = self._texts.measuring(prompt=True)
+        own = self.tokens[before : len(self.tokens) - after]
+        text = "".join(map(decoder.feed, own)) + decoder.flush()
+        return text, [0] * before + decoder.offsets + [len(text)] * after
