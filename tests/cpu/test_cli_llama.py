@@ -37,7 +37,7 @@ def test_a_run_says_with_what_it_was_made(call, model):
     _, err = call("run", "-m", model, "--tokens", "1,2", "-n", 1, "--preset", "baseline")
     assert "toggles: baseline on embedded: everything off\n" in err
     _, err = call("run", "-m", model, "--tokens", "1", "-n", 1, "--sync", "per_copy")
-    assert "toggles: best for one sequence with sync=per_copy on embedded: graph_reuse=set_rows\n" in err
+    assert "best for one sequence with sync=per_copy on embedded: graph_reuse=set_rows\n" in err
     _, err = call("program", "-m", model)
     assert "toggles: baseline on embedded: everything off\n" in err
     _, err = call("check", "-m", model)
