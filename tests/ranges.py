@@ -156,7 +156,7 @@ def attention_range(
 def attention_cases() -> Iterator[tuple[str, Node, dict[Tensor, np.ndarray]]]:
     """Attention by every kernel of all backends, with parts of every kind and caches of all
     types."""
-    ways = itertools.cycle(SkipMaskedKV)
+    ways = itertools.cycle(WAYS)
     yield attention_range("attention stream_k", SkipMaskedKV.TAIL, KVParts.STREAM_K)
     for kernel, kv_parts in itertools.product((AttnKernel.VEC, AttnKernel.TILE), PARTS):
         name = f"attention {kernel} {kv_parts}"

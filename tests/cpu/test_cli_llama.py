@@ -30,11 +30,14 @@ def model(tiny_model):
 
 def test_a_run_says_with_what_it_was_made(call, model):
     _, err = call("run", "-m", model, "--tokens", "1,2", "-n", 1)
-    assert "toggles: best on embedded: sync=auto (implicit), graph_reuse=set_rows\n" in err
+    assert (
+        "toggles: best for one sequence on embedded: sync=auto (implicit), graph_reuse=set_rows\n"
+        in err
+    )
     _, err = call("run", "-m", model, "--tokens", "1,2", "-n", 1, "--preset", "baseline")
     assert "toggles: baseline on embedded: everything off\n" in err
     _, err = call("run", "-m", model, "--tokens", "1", "-n", 1, "--sync", "per_copy")
-    assert "toggles: best with sync=per_copy on embedded: graph_reuse=set_rows\n" in err
+    assert "best for one sequence with sync=per_copy on embedded: graph_reuse=set_rows\n" in err
     _, err = call("program", "-m", model)
     assert "toggles: baseline on embedded: everything off\n" in err
     _, err = call("check", "-m", model)
@@ -46,7 +49,7 @@ def test_experiments_can_start_from_best(call, model):
         "ab", "-m", model, "--toggle", "graph_reuse=rebuild", "--test", "tg2", "--rounds", 5,
         "--preset", "best",
     )  # fmt: skip
-    assert "toggles: best on embedded" in err
+    assert "toggles: best for one sequence on embedded" in err
     assert "graph_reuse set_rows -> rebuild" in out
 
 
@@ -97,5 +100,5 @@ def test_bench_has_a_row_for_each_model_and_combination(call, model, tiny_model,
     rows = [line for line in out.splitlines() if "±" in line]
     assert len(rows) == 2 * 2 * 2
     assert [row.split("|")[1].split()[-1] for row in rows] == ["Q8_0"] * 4 + ["F16"] * 4
-    assert "| ngl " in out and re.search(r"toggles: best on embedded", err)
+    assert "| ngl " in out and re.search(r"toggles: best for one sequence on embedded", err)
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"run-{i}" for i in range(1, 5)]

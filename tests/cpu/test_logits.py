@@ -164,7 +164,7 @@ OF_BRANCHES = ("streams", "fork", "lifetimes", "validate")
 # which masked cells are left unread, where; one sequence of few tokens opens no gate but `always`
 SKIPS = (
     ("off", "reference"), ("tail", "always"), ("in_loop", "reference"), ("classes", "always"),
-    ("tail", "never"), ("classes", "reference"), ("in_loop", "never"),
+    ("tail", "never"), ("classes", "reference"), ("in_loop", "never"), ("auto", "always"),
 )  # fmt: skip
 OF_SKIPS = ("skip_masked_kv", "skip_gate")
 SAMPLING = ("host", "device", "device")  # where the embedding is, so that the device may draw

@@ -84,7 +84,7 @@ def test_the_keys_of_a_new_run_are_those_of_recorded_ones(engine, tmp_path, kind
             assert set(run[part]) <= set(new[part]), part
         assert set(run["model"]) == set(new["model"])
         assert set(run["result"]) - ADDED <= set(new["result"])
-    more = {"until", "sessions"}
+    more = {"until", "sessions", "sides"}
     assert set(new["result"]) <= set().union(*(run["result"] for run in old)) | more
     assert issued([new]) == issued(old)
 

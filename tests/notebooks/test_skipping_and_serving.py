@@ -187,7 +187,7 @@ def test_answers_and_sentences(engine, by_size, tmp_path):
 
 
 def test_possible_values_are_those_that_the_device_takes(engine, monkeypatch):
-    assert skipped.possible(engine, "kv_parts") == "kv_parts=off,parallel_blocks,stream_k"
+    assert skipped.possible(engine, "kv_parts") == "kv_parts=off,parallel_blocks,stream_k,auto"
     kernels = skipped.possible(engine, "attn_kernel").partition("=")[2].split(",")
     assert "mma" not in kernels and {"auto", "vec"} <= set(kernels)
 

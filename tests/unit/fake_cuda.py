@@ -50,8 +50,8 @@ class FakeApi(FakeCaptures):
     def cuMemcpyDtoHAsync(self, *args: Any) -> tuple[int]:
         return self._queue(args[-1], "cuMemcpyDtoHAsync", *map(int, args))
 
-    def cuMemcpyPeerAsync(self, *args: Any) -> tuple[int]:
-        return self._queue(args[-1], "cuMemcpyPeerAsync", *map(int, args))
+    def cuMemcpyDtoDAsync(self, *args: Any) -> tuple[int]:
+        return self._queue(args[-1], "cuMemcpyDtoDAsync", *map(int, args))
 
     def cuMemsetD8Async(self, *args: Any) -> tuple[int]:
         return (0,)

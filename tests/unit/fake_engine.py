@@ -69,7 +69,8 @@ class FakeEngine:
 
     def __init__(self, clock, toggles=None, ns_of=None, wrong=None, n_ctx=256, shared=None):
         self.clock = clock
-        self.toggles = toggles or Toggles()
+        self.toggles, self.wanted = toggles or Toggles(), None  # no preset
+        self.chosen = "as given"
         self.config = EngineConfig(n_ctx=n_ctx, n_ubatch=16)
         self.cache = KVCache(n_ctx, 16)
         self._batches = SimpleNamespace(sizes=as_they_are)
@@ -130,7 +131,10 @@ class FakeEngine:
             left.update(len(tokens[i : i + n]))
         return logits
 
-    def program(self, n_tokens=1, n_outputs=1, n_past=0):
+    def resolve(self, toggles):
+        return toggles
+
+    def program(self, n_tokens=1, n_outputs=1, n_past=0, n_seqs=1):
         return FakeProgram({"per_copy": 9}.get(self.toggles.sync, 2))
 
     def synchronize(self):

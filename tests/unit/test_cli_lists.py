@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from workbench.cli import generate, main, measure
 from workbench.cli.flags import EngineSettings
 from workbench.cli.lists import numbers
-from workbench.config import EngineConfig, parse_override
+from workbench.config import EngineConfig, Toggles, parse_override
 from workbench.errors import UsageError
 
 QUICK = settings(max_examples=60, deadline=None)
@@ -83,8 +83,8 @@ def settings_of(*flags: str) -> list[EngineConfig]:
         def __exit__(self, *_):
             pass
 
-    def load(model, config, *_, **__):
-        found.append((str(model), config))
+    def load(model, config, *_, fit, **__):
+        found.append((str(model), fit(Toggles(), config)))
         return Engine()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -223,6 +223,7 @@ ASKED = {
     "shell.displayhook.exec_result", "cupti", "params", "p", "kinds", "real",
     "value", "lab",  # of the inventory
     "c", "s", "r", "trace", "source",  # of tests: commands, slices, records and spans of two kinds
+    "one",  # of tests: a parameter, with marks or without
 }  # fmt: skip
 
 

@@ -202,7 +202,7 @@ def test_an_engine_has_best_unless_told_otherwise(tiny_model):
             assert plain.chosen == "baseline on embedded: everything off"
         with engine.variant(Toggles.preset("best", sync="per_copy")) as one:
             assert one.sync_mode == "per_copy" and one.toggles.graph_reuse == "set_rows"
-            assert one.chosen.startswith("best with sync=per_copy for one sequence on embedded: ")
+            assert one.chosen.startswith("best for one sequence with sync=per_copy on embedded: ")
         with wb.Engine.load(path, device="embedded", n_ctx=64, n_seqs=2) as two:
             assert two.preset == "best for several sequences"
             assert two.toggles == Toggles(**best_set("embedded", "several").values)

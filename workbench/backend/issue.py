@@ -22,7 +22,7 @@ import numpy as np
 
 from workbench.backend.base import Backend, Captured, Issue, Memory
 from workbench.backend.bind import Binding, Launcher, launched
-from workbench.backend.issued import Issued, Plannable
+from workbench.backend.issued import Issued, Plannable, in_order
 from workbench.program.commands import RESULT, Buffer, Program, Read, Replay, Sync, Write
 from workbench.program.first_cell import at_cell
 
@@ -184,8 +184,12 @@ class Prepared:
             at = self.head.index(self.ahead)
             waits = [isinstance(c, Sync) and i < at for i, c in enumerate(commands)]
             self._writes = tuple(compress(self.head, early))
-            self.late = tuple([call for call, *done in zip(self.head, early, waits, strict=True)
-                               if not any(done)])  # fmt: skip
+            # what comes after the gate wants its device; the gate is opened without it
+            self.late = tuple([
+                call if i <= at else in_order([self._attach, call])
+                for i, (call, *done) in enumerate(zip(self.head, early, waits, strict=True))
+                if not any(done)
+            ])  # fmt: skip
         self.binding.values.update(values)
         for write in self._writes:
             write()

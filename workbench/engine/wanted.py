@@ -112,7 +112,8 @@ def choose(wanted: Wanted, loaded: Loaded) -> Chosen:
         raise type(error)(f"{error}{_whose(str(error), toggles, preset)}") from None
     name = str(preset or "as given")
     if preset is not None and preset.of_device:
-        name = f"{preset} {FOR[_which(preset, loaded)]}"
+        sized = f"{preset.name} {FOR[_which(preset, loaded)]}"
+        name = name.replace(preset.name, sized, 1)
     shown = str(toggles).replace("sync=auto", f"sync=auto ({ordering.sync})", 1)
     words = f"{name} on {device}: {shown}"
     return Chosen(toggles, ordering, programmatic, scope, n_streams, name, words)
