@@ -86,7 +86,8 @@ class Prepared:
     call, the number of the first command that it performs; the next call's first is behind its
     last. ahead: the call that can be launched ahead, if there is one (`backend/ahead.py`). stamped:
     the same program with stamps in its plans, once somebody has asked for it (`Plans.stamped`).
-    late: of the head, what is left to call behind `write_ahead`.
+    late, late_firsts: of the head, what is left to call behind `write_ahead`, and its part of
+    `firsts`.
     """
 
     ahead: GatedCall | None = None
@@ -118,7 +119,7 @@ class Prepared:
         self.firsts = tuple(accumulate(counts, initial=0))
         n = self.firsts.index(self._program.first_of_tail)
         self.head, self.tail = tuple(calls[:n]), tuple(calls[n:])
-        self.late: tuple[Issue, ...] = ()
+        self.late, self.late_firsts = tuple[Issue, ...](), tuple[int, ...]()
         self._writes: tuple[Issue, ...] = ()
 
     def twin(self, other: Callable[[Replay, Plannable], Plannable], execute: Executor) -> Prepared:
@@ -184,12 +185,12 @@ class Prepared:
             at = self.head.index(self.ahead)
             waits = [isinstance(c, Sync) and i < at for i, c in enumerate(commands)]
             self._writes = tuple(compress(self.head, early))
+            left = [i for i, done in enumerate(zip(early, waits, strict=True)) if not any(done)]
             # what comes after the gate wants its device; the gate is opened without it
             self.late = tuple([
-                call if i <= at else in_order([self._attach, call])
-                for i, (call, *done) in enumerate(zip(self.head, early, waits, strict=True))
-                if not any(done)
+                self.head[i] if i <= at else in_order([self._attach, self.head[i]]) for i in left
             ])  # fmt: skip
+            self.late_firsts = tuple([self.firsts[i] for i in left])
         self.binding.values.update(values)
         for write in self._writes:
             write()

@@ -104,9 +104,7 @@ class RangedWatch(Watch):
     def late(self, prepared: Prepared) -> Iterable[Issue]:
         marks = self._marks_of(prepared)
         if not marks.late:
-            firsts = dict(zip(map(id, prepared.head), prepared.firsts, strict=False))
-            numbers = [firsts[id(call)] for call in prepared.late]
-            marks.late.extend(_marked(prepared, prepared.late, numbers, self._ranges))
+            marks.late.extend(_marked(prepared, prepared.late, prepared.late_firsts, self._ranges))
         return self._calls(self._inner.late(prepared), marks.late)
 
     def tail(self, prepared: Prepared) -> Iterable[Issue]:
