@@ -147,6 +147,8 @@ def _in_order(engine: Engine, n_seqs: int) -> Iterator[First]:
         yield from prompts(extent, n_ubatch)
     for extent in later:
         yield from tokens(extent)
+    for extent in later:  # a prompt that begins beside sequences with longer caches
+        yield from prompts(extent, n_ubatch)
     for n in sizes:
         for extent in soon:
             yield from prompts(extent, n)
