@@ -28,7 +28,7 @@ PLANNED = {"sync": "implicit", "plans": "ours", "plan_scope": "step"}
 def engine(request, tiny_model) -> Iterator[wb.Engine]:
     path = tiny_model(*request.param)
     with wb.Engine.load(
-        path, device="cuda", n_ctx=N_CTX, n_ubatch=N_UBATCH, toggles=Toggles()
+        path, device="cuda", n_ctx=N_CTX, n_seqs=8, n_ubatch=N_UBATCH, toggles=Toggles()
     ) as made:
         yield made
 
