@@ -25,17 +25,19 @@ from data.measure.matrix import Row
 from data.measure.racing_tables import NAMES, said
 from data.measure.session import Session
 from workbench.bench import provenance
-from workbench.config import CopyStream, StepWait, SyncMode, Toggles
+from workbench.config import CopyStream, HostSource, StepWait, SyncMode, Toggles
 from workbench.errors import UsageError
 from workbench.program.check import hazards
 
 N_UBATCH, UBATCHES, RUNS = 128, 8, 3
 KEPT = {"graph_reuse": "set_rows"}
+SOURCES = [HostSource.PINNED, HostSource.PINNED_RING_4]  # one place for inputs, or a ring of them
 
 
 def orderings() -> Iterator[Toggles]:
     """Every ordering of a train that names what it means, `auto` in none."""
-    for values in itertools.product(*(Toggles.values(name) for name in NAMES)):
+    of = {name: Toggles.values(name) for name in NAMES} | {"host_source": SOURCES}
+    for values in itertools.product(*of.values()):
         wanted = dict(zip(NAMES, values, strict=True))
         if SyncMode.AUTO in values or wanted["copy_stream"] == CopyStream.AUTO:
             continue
