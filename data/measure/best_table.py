@@ -7,8 +7,8 @@ A kind of device has two sets of values: for one sequence, of runs whose tests h
 several, of runs whose tests have several.
 
 For each toggle the comparisons on the richest background count: the one with most else switched on.
-A value wins where it is faster in more than half of them and slower in none; one that goes by size
-(BY_SIZE) does nothing in many tests, and wins where it is faster in some. Where tokens per
+A value wins where it is faster in more than half of them and slower in none. One that acts in some
+tests alone (ACTS_IN_SOME) wins where it is faster in some and slower in none. Where tokens per
 second cannot tell, the shortest gap between tokens wins (runs of kind `gaps`), then fewer waits.
 With as few waits `auto` wins: it is safe beside any other toggle. A value whose answer did not hold
 is out, and one that not every step can have (NARROW). What no run of a kind of device compares
@@ -37,7 +37,7 @@ from workbench.bench.arms import NEVER_JOINED
 from workbench.bench.comparison import AB
 from workbench.bench.stats import FASTER, SLOWER
 from workbench.bench.workload import parse
-from workbench.choices import KVParts, SkipMaskedKV
+from workbench.choices import KVParts, SkipMaskedKV, StepWait
 from workbench.config import FAMILIES, SyncMode, Toggles
 from workbench.output import write_text
 from workbench.presets import ONE, SEVERAL, set_for
@@ -51,8 +51,11 @@ TOGETHER = (
 )  # fmt: skip
 # stores that want the cells of a step in a row, and are joined with no other launch
 NARROW = {"graph_reuse": NEVER_JOINED}
-# values that choose by the size of a step
-BY_SIZE = {("skip_masked_kv", SkipMaskedKV.AUTO), ("kv_parts", KVParts.AUTO)}
+# values that do nothing in many tests: they go by the size of a step, or are of prompts alone
+ACTS_IN_SOME = {
+    ("skip_masked_kv", SkipMaskedKV.AUTO), ("kv_parts", KVParts.AUTO),
+    ("step_wait", StepWait.OUTPUTS),
+}  # fmt: skip
 COMPARING = ("ab", "fresh")  # kinds of runs
 SAFE = {"sync": "auto", "graph_reuse": "set_rows"}  # proved, or obvious; until a run says more
 
@@ -108,7 +111,9 @@ def of_kind(runs: dict[str, results.Run]) -> dict[str, dict[str, Any]]:
         trials, off = _trials_of(name, comparisons), Toggles().value_of(name)
         row = _winner(name, trials, gap_runs) if trials else None
         if row is None and name in SAFE:
-            row = {"value": SAFE[name], "by": "safe, not measured yet", "runs": []}
+            seen = sorted({t.folder for t in trials if t.after == SAFE[name]})
+            by = "safe, no difference" if seen else "safe, not measured yet"
+            row = {"value": SAFE[name], "by": by, "runs": seen}
         if row is not None and row["value"] != off:
             rows[name] = row
     for name in (m for m, family in members.items() if family in rows):
@@ -172,7 +177,7 @@ def _winner(
         value: median(t.speedup for t in them)
         for value, them in sound.items()
         if (n := sum(t.verdict == FASTER for t in them)) * 2 > len(them)
-        or (n and (name, value) in BY_SIZE)
+        or (n and (name, value) in ACTS_IN_SOME)
     }
     if faster:
         return {"value": max(faster, key=faster.__getitem__), "by": "faster", "runs": folders}

@@ -15,13 +15,14 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from cyclopts import App
 
+from data.measure.first_tables import CELLS, FOLDER, FirstRun, Start
 from data.measure.served_arms import Recording
+from data.measure.tables import filled
 from tests.peer.cuda import is_there, model_file
 from workbench.bench import results
 from workbench.bench.draft import kept
@@ -37,22 +38,9 @@ from workbench.serve.targets import Asking, HttpTarget, model_of
 from workbench.sizes import round_up
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER, ARM, PAD = "first-requests", "served", 256
+ARM, PAD = "served", 256
 
 app = App(help=__doc__, result_action="return_none")
-
-
-class Start(NamedTuple):
-    """One start of a server. begin_s: from the command to a healthy server. first_ms, next_ms: the
-    slowest request of the first and of the next, from when it was due to its end."""
-
-    begin_s: float
-    first_ms: float
-    next_ms: float
-
-    @property
-    def ratio(self) -> float:
-        return self.first_ms / self.next_ms
 
 
 def started(arguments: list[str], spec: BenchSpec, in_flight: int) -> tuple[Start, np.ndarray]:
@@ -136,26 +124,12 @@ def main(
     print(shown(folder), flush=True)
 
 
-def starts_of(run: dict[str, Any]) -> list[Start]:
-    """The starts of a run."""
-    return [Start(**one) for one in run["result"]["starts"]]
-
-
 def shown(folder: Path) -> str:
     """The starts of a run folder as a table, and the median of their ratios."""
-    found = starts_of(results.load_run(folder).run)
-    rows = [
-        {
-            "start": i + 1,
-            "healthy s": f"{one.begin_s:.1f}",
-            "slowest first ms": f"{one.first_ms:.0f}",
-            "slowest next ms": f"{one.next_ms:.0f}",
-            "ratio": f"{one.ratio:.2f}",
-        }
-        for i, one in enumerate(found)
-    ]
-    median = float(np.median([one.ratio for one in found]))
-    return f"{markdown(pd.DataFrame(rows))}\n\nmedian ratio of {len(found)} starts: {median:.2f}"
+    found = FirstRun(results.load_run(folder))
+    rows = [{k: filled(t, line.values) for k, t in CELLS.items()} for line in found.lines()]
+    median = f"median ratio of {len(found.starts)} starts: {found.ratio:.2f}"
+    return f"{markdown(pd.DataFrame(rows))}\n\n{median}"
 
 
 if __name__ == "__main__":

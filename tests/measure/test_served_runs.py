@@ -13,6 +13,7 @@ import pytest
 
 from data.measure import (
     first_requests,
+    first_tables,
     http_tables,
     over_http,
     random_lengths,
@@ -179,7 +180,7 @@ def test_the_first_requests_of_each_start_stand_beside_the_next(tmp_path, tiny_m
     found = results.load_run(tmp_path / MODEL)
     assert found.run["status"] == "complete" and found.run["kind"] == first_requests.FOLDER
     ns = found.samples.groupby("repetition", observed=True)["ns"]
-    for (_, took), start in zip(ns, first_requests.starts_of(found.run), strict=True):
+    for (_, took), start in zip(ns, first_tables.FirstRun(found).starts, strict=True):
         assert len(took) == 8 and start.begin_s > 0
         assert start.first_ms == took.to_numpy()[:4].max() / 1e6
         assert start.next_ms == took.to_numpy()[4:].max() / 1e6
