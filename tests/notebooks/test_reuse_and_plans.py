@@ -32,7 +32,7 @@ def engine(tiny_model):
 @pytest.fixture
 def null(tiny_model):
     with wb.Engine.load(
-        tiny_model("tiny-llama", "Q8_0"), device="null", n_kv_pad=16, toggles=KEPT
+        tiny_model("tiny-llama", "Q8_0"), device="null", n_seqs=2, n_kv_pad=16, toggles=KEPT
     ) as loaded:
         yield loaded
 

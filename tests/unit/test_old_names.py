@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from data.measure import http_tables, random_tables
+from data.measure import first_tables, http_tables, random_tables
 from data.measure.attention_tables import AttentionRun
 from data.measure.batched_tables import BatchedRun
 from tests.profiles import share
@@ -40,12 +40,13 @@ LATER = {
 COUNTS = {"waits", "copies", "launches", "records", "stream_waits", "copied_bytes"}
 KINDS = (
     "ab", "attention", "batched", "bench", "fresh", "gaps", "kernels", "peer", "perplexity",
-    "serve", "sweep", random_tables.FOLDER, http_tables.FOLDER,
+    "serve", "sweep", random_tables.FOLDER, http_tables.FOLDER, first_tables.FOLDER,
 )  # fmt: skip
 
 
 # launches alone; or an engine of another process, of which a client knows what it asked for
-OF_NO_ENGINE = ("kernels", "attention", "serve", random_tables.FOLDER, http_tables.FOLDER)
+OF_NO_ENGINE = ("kernels", "attention", "serve", random_tables.FOLDER, http_tables.FOLDER,
+                first_tables.FOLDER)  # fmt: skip
 
 
 def frame(run: results.Run) -> pd.DataFrame:
