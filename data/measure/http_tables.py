@@ -111,7 +111,7 @@ CELLS = {
     "HTTP whole": "{whole:.0f}", "of it": "{whole_ratio:.2f}",
     "HTTP streamed": "{streamed:.0f}", "of that": "{streamed_ratio:.2f}",
     "tokens an event": "{per_event:.2f}", "front us an event": "{front_us:.1f}",
-    "client us": "{client_us:.1f}", "client busy %": "{busy:.0f}", "fronts": "{n_fronts}",
+    "client us": "{client_us:.1f}", "client busy %": "{busy:.0f}", "processes": "{n_fronts}",
 }  # fmt: skip
 
 

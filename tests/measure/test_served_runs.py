@@ -117,7 +117,8 @@ def test_three_ways_take_the_same_load_in_turn(http):
 def test_an_event_has_its_time_at_the_front_and_at_the_client(http):
     for test in http.run["tests"]:
         found = http.event_us(test)
-        assert found["n_fronts"] == 1 and found["front_us"] >= 0 and found["client_us"] > 0
+        # the front, and two that read large bodies
+        assert found["n_fronts"] == 3 and found["front_us"] >= 0 and found["client_us"] > 0
         assert 0.5 < found["per_event"] <= 3
 
 

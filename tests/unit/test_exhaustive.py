@@ -82,9 +82,9 @@ def test_of_another_commit_a_test_is_run_again_and_its_row_stays_until_then(at, 
 
 @pytest.mark.slow
 def test_what_no_test_begins_with_is_refused():
-    with pytest.raises(SystemExit, match=f"no test begins with {SOME}::test_none; name a file"):
+    with pytest.raises(SystemExit, match=f"no test begins with {SOME}::test_none; see"):
         exhaustive.collected([f"{SOME}::test_none"])
-    with pytest.raises(SystemExit, match=r"not collect the tests: .*tests/unit/test_nothing\.py"):
+    with pytest.raises(SystemExit, match=r"(?s)not collect the tests:.*unit/test_nothing\.py"):
         exhaustive.collected(["tests/unit/test_nothing.py"])
 
 
