@@ -21,7 +21,7 @@ def backend(request):
     b.close()
 
 
-@pytest.mark.parametrize("name", share(CASES, every=2, slow=2))
+@pytest.mark.parametrize("name", share(CASES, every=3, slow=2))
 def test_declared_ranges_hold(backend, name):
     ranges.check(backend, *CASES[name])
 

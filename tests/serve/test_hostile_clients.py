@@ -256,6 +256,7 @@ def test_a_stream_that_is_stuck_is_dropped():
     assert vars(worker)["gone"]
 
 
+@pytest.mark.slow
 def test_all_others_are_served_while_a_huge_text_is_tokenised(texts):
     """Of 2 MB, which take most of a second; of the same in ids; and of twenty prompts that do not
     fit, of which one is looked at."""
