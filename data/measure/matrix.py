@@ -24,8 +24,8 @@ from workbench.errors import UsageError
 STEPS = {
     "plans": 275, "best": 74, "reuse": 160, "grown": 75, "decode": 150, "kernels": 110,
     "depth": 35, "load": 15, "perplexity": 150, "batches": 40, "kernels-batches": 110, "fusion": 85,
-    "ablation": 60, "counters": 80, "gaps": 60, "sync": 480, "pipeline": 150, "together": 150,
-    "several": 240, "skip": 150,
+    "ablation": 60, "counters": 80, "gaps": 60, "sync": 480, "pipeline": 420, "together": 150,
+    "several": 300, "skip": 180,
 }  # fmt: skip
 SEVERAL, SKIP_STEP = (
     "several",

@@ -2,7 +2,8 @@
 
 llama.cpp #20463: two devices, and ubatches without a wait of the host, gave a perplexity of 2382.
 The checker says which orderings race, and refuses them; here they run all the same (`unsafe`). A
-prompt of several ubatches is computed with every ordering of copies and waits, `step_wait=outputs`.
+prompt of several ubatches is computed with `step_wait=outputs` and every ordering of copies and
+waits, inputs in one place of pinned memory (SOURCES) or in a ring of four.
 The rows of its last ubatch are compared with those of an ordering with every wait in place:
 
     orderings   toggles; races, the pairs of commands that the checker finds; and of each run, how
