@@ -1,8 +1,10 @@
-"""How long streams wait beside large bodies: `python -m tests.serve.stalls [MODEL]`.
+"""How long streams wait beside large bodies: `python -m tests.serve.stalls [MODEL] [--record]`.
 
-The server, its engine process and the client that reads four streams are processes of their own.
-Printed are the gaps between tokens, in ms: alone, and while each body is on its way. MODEL: a file
-to serve; without one the engine process is none, and makes a token in 5 ms.
+The server, its engine process and the client that reads four streams are processes of their own,
+on four cores. Printed are the gaps between tokens, in ms: alone, and while each body is on its way,
+over ROUNDS rounds. MODEL: a file to serve; without one the engine process is none, and makes a
+token in 5 ms. --record: into data/results/stalls.json, from which the page on the server has its
+table; loads of other models stay.
 """
 
 from __future__ import annotations
@@ -17,16 +19,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
 
+from workbench.bench import provenance
+from workbench.output import write_text
+
 ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "data" / "results" / "stalls.json"
 N_STREAMS, ALONE_S, STEP_S = 4, 3.0, 0.005
+N_CORES, ROUNDS = 4, 3
 MOST = 16 << 20  # `--max-body`, where nobody says otherwise
 
 
@@ -105,24 +112,42 @@ class Streams:
 class Waits(NamedTuple):
     """Gaps between tokens, ms, while something was done for `seconds`; and its status."""
 
-    n: int
-    median: float
-    p99: float
-    most: float
+    gaps: np.ndarray
     seconds: float
     status: str = ""
 
+    @property
+    def p99(self) -> float:
+        return float(np.percentile(self.gaps, 99))
+
+    @property
+    def most(self) -> float:
+        return float(self.gaps.max())
+
+    def row(self) -> dict[str, Any]:
+        """As it is recorded."""
+        found = {"median": float(np.median(self.gaps)), "p99": self.p99, "most": self.most}
+        rounded = {name: round(value, 3) for name, value in found.items()}
+        return {"n": len(self.gaps), **rounded, "seconds": round(self.seconds, 3),
+                "status": self.status}  # fmt: skip
+
+
+def together(rounds: Sequence[Waits]) -> Waits:
+    """The gaps of several rounds, the median of their seconds, and each status once."""
+    seconds = float(np.median([one.seconds for one in rounds]))
+    status = ", ".join(dict.fromkeys(one.status for one in rounds))
+    return Waits(np.concatenate([one.gaps for one in rounds]), seconds, status)
+
 
 def waits(streams: Streams, work: Callable[[], str]) -> Waits:
+    """Raises RuntimeError where the streams have ended."""
     begin = time.perf_counter_ns()
     status = work()
     end = time.perf_counter_ns()
     time.sleep(0.3)
-    gaps = streams.gaps_ms(begin, end)
-    return Waits(
-        len(gaps), float(np.median(gaps)), float(np.percentile(gaps, 99)), float(gaps.max()),
-        (end - begin) / 1e9, status,
-    )  # fmt: skip
+    if max((times[-1] for times in streams.times if times), default=0) < end:
+        raise RuntimeError("the streams ended before the work did; let them have more tokens")
+    return Waits(streams.gaps_ms(begin, end), (end - begin) / 1e9, status)
 
 
 def post(url: str, path: str, body: bytes) -> str:
@@ -159,41 +184,63 @@ def serving(*arguments: object) -> Iterator[str]:
             process.wait()
 
 
-def measured(url: str, names: list[str], max_tokens: int) -> dict[str, Waits]:
-    """Alone, and beside each body."""
-    streams = Streams(url, N_STREAMS, max_tokens)
-    try:
-        time.sleep(1)
-        post(
-            url, "/tokenize", json.dumps({"content": "a" * (1 << 19)}).encode()
-        )  # starts processes
-        found = {"alone": waits(streams, lambda: str(time.sleep(ALONE_S) or ""))}
-        every = bodies()
+def measured(url: str, names: list[str], max_tokens: int, rounds: int = 1) -> dict[str, Waits]:
+    """Alone, and beside each body. Each has streams of its own, and alone before it."""
+    found: dict[str, list[Waits]] = {}
+    every = bodies()
+    for _ in range(rounds):
         for name in names:
             path, body = every[name]
-            found[name] = waits(streams, lambda path=path, body=body: post(url, path, body))
-        return found
-    finally:
-        streams.close()
+            streams = Streams(url, N_STREAMS, max_tokens)
+            try:
+                time.sleep(1)
+                post(
+                    url, "/tokenize", json.dumps({"content": "a" * (1 << 19)}).encode()
+                )  # starts processes
+                alone = waits(streams, lambda: str(time.sleep(ALONE_S) or ""))
+                beside = waits(streams, lambda path=path, body=body: post(url, path, body))
+            finally:
+                streams.close()
+            found.setdefault("alone", []).append(alone)
+            found.setdefault(name, []).append(beside)
+    return {name: together(some) for name, some in found.items()}
+
+
+def record(load: str, found: dict[str, Waits]) -> None:
+    """Writes the file with this load's rows."""
+    known = json.loads(OUT.read_text()) if OUT.is_file() else {}
+    known[load] = {
+        "started": provenance.utc_now(), "commit": provenance.commit(),
+        "machine": provenance.machine(), "cores": len(os.sched_getaffinity(0)),
+        "streams": N_STREAMS, "rounds": ROUNDS, "body_bytes": MOST,
+        "rows": {name: one.row() for name, one in found.items()},
+    }  # fmt: skip
+    write_text(OUT, json.dumps(known, indent=1) + "\n")
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        flags = ["workbench", "serve", "-m", sys.argv[1], "-c", 8 * 4096]
-        most = 4000
+    model = next((one for one in sys.argv[1:] if not one.startswith("-")), None)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:N_CORES])
+    if model is not None:
+        load, most = Path(model).stem, (1 << 16) - 256  # a GPU makes a thousand in a second
+        flags = ["workbench", "serve", "-m", model, "--slots", N_STREAMS, "-c", N_STREAMS << 16]
     else:
         from workbench.model.synth import write_tiny
 
-        model = write_tiny(ROOT / "data" / "models", "tiny-llama", "F16")
-        flags = ["tests.serve.command", "-m", model, "-c", 1 << 18]
-        most = 1 << 17
+        load, most = "no engine", 1 << 17
+        tiny = write_tiny(ROOT / "data" / "models", "tiny-llama", "F16")
+        flags = ["tests.serve.command", "-m", tiny, "-c", 1 << 18]
     with serving(*flags) as url:
-        print(f"{os.cpu_count()} cores\n{'':12}{'gaps':>8}{'median':>9}{'P99':>9}{'most':>9}")
-        for name, found in measured(url, list(bodies()), most).items():
-            print(
-                f"{name:12}{found.n:8}{found.median:9.2f}{found.p99:9.2f}{found.most:9.2f}"
-                f"   {found.seconds:.2f} s {found.status}"
-            )
+        found = measured(url, list(bodies()), most, ROUNDS)
+    print(f"{len(os.sched_getaffinity(0))} cores, {load}")
+    print(f"{'':12}{'gaps':>8}{'median':>9}{'P99':>9}{'most':>9}")
+    for name, one in found.items():
+        print(
+            f"{name:12}{len(one.gaps):8}{np.median(one.gaps):9.2f}{one.p99:9.2f}{one.most:9.2f}"
+            f"   {one.seconds:.2f} s {one.status}"
+        )
+    if "--record" in sys.argv:
+        record(load, found)
 
 
 if __name__ == "__main__":
