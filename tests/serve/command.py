@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tests.serve.fake_worker import FakeWorker
-from tests.serve.live import texts_of
+from tests.serve.texts import texts_of
 from workbench.cli import main
 from workbench.serve import worker
 from workbench.serve.worker import WorkerSettings

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.live import Live, live, texts_of
+from tests.serve.live import Live, live
+from tests.serve.texts import texts_of
 from workbench.serve.text import TokenTexts
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.serve.fake_worker import FakeWorker
-from tests.serve.live import texts_of
+from tests.serve.texts import texts_of
 from workbench.model.synth import write_tiny
 from workbench.serve.front import FrontSettings
 from workbench.serve.server import Listening, serve

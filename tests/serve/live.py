@@ -6,15 +6,12 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import openai
 
 from tests.serve.fake_worker import FakeWorker
-from workbench.model.gguf import open_gguf
-from workbench.model.tokenizer import load_tokenizer
 from workbench.serve.app import build
 from workbench.serve.chat import ChatTemplate
 from workbench.serve.front import SERVING, Front, FrontSettings
@@ -26,11 +23,6 @@ TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-def texts_of(path: Path) -> TokenTexts:
-    with open_gguf(path) as file:
-        return TokenTexts(load_tokenizer(file))
 
 
 class Live(NamedTuple):

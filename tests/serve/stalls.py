@@ -32,7 +32,7 @@ from workbench.output import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "data" / "results" / "stalls.json"
-N_STREAMS, ALONE_S, STEP_S = 4, 3.0, 0.005
+N_STREAMS, ALONE_S = 4, 2.0
 N_CORES, ROUNDS = 4, 3
 MOST = 16 << 20  # `--max-body`, where nobody says otherwise
 
@@ -203,6 +203,7 @@ def measured(url: str, names: list[str], max_tokens: int, rounds: int = 1) -> di
                 streams.close()
             found.setdefault("alone", []).append(alone)
             found.setdefault(name, []).append(beside)
+            print(f"  {name}: {beside.seconds:.2f} s", file=sys.stderr, flush=True)
     return {name: together(some) for name, some in found.items()}
 
 
