@@ -66,7 +66,8 @@ def head(path: str, n: int, more: str = "") -> bytes:
 
 
 class Streams:
-    """Reads streams in a thread, and writes down when something came of each."""
+    """Reads streams in a thread, and writes down when something came of each. Where one ends,
+    another begins; between them there is no gap."""
 
     def __init__(self, url: str, n: int, max_tokens: int):
         at = urlsplit(url)
@@ -74,23 +75,29 @@ class Streams:
         self.times: list[list[int]] = []
         self._selector = selectors.DefaultSelector()
         asked = {"prompt": [1], "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
-        body = json.dumps(asked).encode()
+        self._body = json.dumps(asked).encode()
         for _ in range(n):
-            sock = socket.create_connection(self._at)
-            sock.sendall(head("/v1/completions", len(body)) + body)
-            self.times.append([])
-            self._selector.register(sock, selectors.EVENT_READ, self.times[-1])
+            self._begin()
         self._stopped = False
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
+
+    def _begin(self) -> None:
+        sock = socket.create_connection(self._at)
+        sock.sendall(head("/v1/completions", len(self._body)) + self._body)
+        self.times.append([])
+        self._selector.register(sock, selectors.EVENT_READ, self.times[-1])
 
     def _read(self) -> None:
         while not self._stopped:
             for key, _ in self._selector.select(0.1):
                 assert isinstance(key.fileobj, socket.socket)
-                if not key.fileobj.recv(1 << 16):
-                    self._selector.unregister(key.fileobj)
+                data = key.fileobj.recv(1 << 16)
                 key.data.append(time.perf_counter_ns())
+                if not data or b"data: [DONE]" in data:
+                    self._selector.unregister(key.fileobj)
+                    key.fileobj.close()
+                    self._begin()
 
     def gaps_ms(self, begin_ns: int, end_ns: int) -> np.ndarray:
         """Gaps that overlap an interval, of all streams."""
@@ -140,13 +147,10 @@ def together(rounds: Sequence[Waits]) -> Waits:
 
 
 def waits(streams: Streams, work: Callable[[], str]) -> Waits:
-    """Raises RuntimeError where the streams have ended."""
     begin = time.perf_counter_ns()
     status = work()
     end = time.perf_counter_ns()
     time.sleep(0.3)
-    if max((times[-1] for times in streams.times if times), default=0) < end:
-        raise RuntimeError("the streams ended before the work did; let them have more tokens")
     return Waits(streams.gaps_ms(begin, end), (end - begin) / 1e9, status)
 
 
@@ -223,8 +227,8 @@ def main() -> None:
     model = next((one for one in sys.argv[1:] if not one.startswith("-")), None)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:N_CORES])
     if model is not None:
-        load, most = Path(model).stem, (1 << 16) - 256  # a GPU makes a thousand in a second
-        flags = ["workbench", "serve", "-m", model, "--slots", N_STREAMS, "-c", N_STREAMS << 16]
+        load, most = Path(model).stem, 4000
+        flags = ["workbench", "serve", "-m", model, "--slots", 8, "-c", 8 << 12]
     else:
         from workbench.model.synth import write_tiny
 

@@ -21,7 +21,7 @@ TOOLS = Path(__file__).with_name("tools.jinja").read_text()
 
 
 async def prompt(template: ChatTemplate, body: dict[str, Any]) -> str:
-    return text_of(await template.rendered([template.values(body)]))
+    return text_of(b"".join(await template.rendered([template.values(body)])))
 
 
 def rendered(texts, source, messages=USER, limit_s=10.0, **body) -> str:

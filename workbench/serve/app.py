@@ -68,7 +68,7 @@ class Endpoints:
         assert wanted is not None
         line = await self.template.rendered(read.parts)
         adds = wanted.add_bos is not False
-        prompted = await self.beside.run([line], "rendered", self._n_ctx, adds)
+        prompted = await self.beside.run(line, "rendered", self._n_ctx, adds)
         form = Chat(self.settings.model, self.front.texts, wanted.include_usage)
         return await self._answer(request, wanted, prompted.prompts, form)
 
@@ -118,7 +118,7 @@ class Endpoints:
     async def apply_template(self, request: Request) -> Response:
         read = await self._read(request, "template_values")
         line = await self.template.rendered(read.parts)
-        return _in_parts(await self.beside.run([line], "prompt_answer"))
+        return _in_parts(await self.beside.run(line, "prompt_answer"))
 
     # --- what it is and how it does ------------------------------------------------------------
 

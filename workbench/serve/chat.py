@@ -14,6 +14,7 @@ from workbench.serve.faults import ApiError, bad
 
 KEY = "tokenizer.chat_template"
 MOST_LINE = 128 << 20  # bytes of an answer
+PART_BYTES = 1 << 16  # of them; a stream would notice the copy of a whole one
 # llama.cpp's, of files without a template (common/chat.cpp: CHATML_TEMPLATE_SRC)
 CHATML = """\
 {%- for message in messages -%}
@@ -76,7 +77,7 @@ class ChatTemplate:
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "workbench.serve.render",
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MOST_LINE,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             )  # fmt: skip
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(self.source).encode() + b"\n")
@@ -88,8 +89,8 @@ class ChatTemplate:
                 process.kill()
             await process.wait()
 
-    async def rendered(self, values: Sequence[bytes]) -> bytes:
-        """What the renderer says to `values`, given in parts: a line for `text_of`. Raises ApiError
+    async def rendered(self, values: Sequence[bytes]) -> Sequence[bytes]:
+        """What the renderer says to `values`, both in parts: a line for `text_of`. Raises ApiError
         (400) where it takes too long, or dies."""
         async with self._alone:
             try:
@@ -98,8 +99,8 @@ class ChatTemplate:
             except TimeoutError:
                 await self.close()
                 raise _failed(f"it takes longer than {self._limit_s:g} s") from None
-            except (OSError, ValueError):  # ValueError: of a line above MOST_LINE
-                line = b""
+            except OSError:
+                line = []
             except asyncio.CancelledError:  # its answer would be taken for the next one's
                 await self.close()
                 raise
@@ -108,14 +109,22 @@ class ChatTemplate:
                 raise _failed("its process died; it may take too much memory")
         return line
 
-    async def _asked(self, values: Sequence[bytes]) -> bytes:
+    async def _asked(self, values: Sequence[bytes]) -> Sequence[bytes]:
+        """Nothing where the process ends, or its line is above MOST_LINE."""
         await self.begin()
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         for part in (*values, b"\n"):
             process.stdin.write(part)
             await process.stdin.drain()
-        return await process.stdout.readline()
+        line, n = list[bytes](), 0
+        while not (line and line[-1].endswith(b"\n")):  # JSON: there is no other such byte
+            part = await process.stdout.read(PART_BYTES)
+            n += len(part)
+            if not part or n > MOST_LINE:
+                return []
+            line.append(part)
+        return line
 
 
 def text_of(line: bytes) -> str:
