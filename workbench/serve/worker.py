@@ -8,6 +8,7 @@ cancelled. Where a step fails, all requests end with FAILED, and the process wit
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import signal
 import sys
@@ -109,6 +110,9 @@ class EngineProcess:
         for number in [*self._fronts]:
             self._send(number, Preparing())
         first_steps(self._slots.engine, len(self._slots.slots))
+        # their programs are many objects, which stay: to look through them would hold up tokens
+        gc.collect()
+        gc.freeze()
 
     def run(self, model: str) -> None:
         """Until there is nothing more to do."""
