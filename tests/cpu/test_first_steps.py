@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -179,6 +180,42 @@ def test_cuda_kernels_are_compiled_together_before_the_first_step(path, monkeypa
         assert engine.counters["plans_captured"] - before < before / 4
     (wanted,) = [one for one in ready if one]
     assert len(wanted) > 5 and not late
+
+
+@pytest.mark.parametrize("depth", [200, 500, 1200])
+def test_cuda_kernels_of_prompts_beside_caches_of_any_length_are_compiled(path, monkeypatch, depth):
+    """Attention of some tokens is cut by the extent: 2, 4 or 8 blocks share its cells."""
+    fake_backend(monkeypatch)
+    monkeypatch.setattr(room, "AT_MOST_S", 0.0)  # as if there were time for none
+    ready, cubin = list[set[Any]](), nvrtc.cubin
+    late: set[Any] = set()
+
+    def noted(file: str, arch: str, defines: Any = (), sources: Any = None) -> bytes:
+        late.update({(file, defines)} - ready[0])
+        return cubin(file, arch, defines, sources=sources)
+
+    monkeypatch.setattr(nvrtc, "compile_many", lambda wanted, arch, left: ready.append({*wanted}))
+    with wb.Engine.load(
+        path, device="cuda", n_ctx=SLOTS * 2048, n_seqs=SLOTS,
+        toggles=serving("cuda", TogglePreset(BEST)),
+    ) as engine:  # fmt: skip
+        first_steps(engine, SLOTS)
+        monkeypatch.setattr(nvrtc, "cubin", noted)
+
+        def deep(sequence: int) -> None:
+            for _ in range(depth // 100):
+                engine.submit([(sequence, [5] * 100, "none")], engine.can_draw).wait()
+
+        others = range(1, SLOTS)
+        for sequence in others:
+            deep(sequence)
+        for n, width in itertools.product((2, 10, 15, 30, 60, 120, 250, 400), range(SLOTS)):
+            engine.cache.remove(0)
+            if not width:
+                deep(0)
+            beside = [(sequence, [5], "last") for sequence in others[:width]]
+            engine.submit([(0, [5] * n, "last"), *beside], engine.can_draw).wait()
+    assert not late
 
 
 def test_a_second_start_finds_every_cuda_kernel_of_the_first(path, monkeypatch, tmp_path):

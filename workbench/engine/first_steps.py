@@ -16,8 +16,7 @@ time allows. What has no plan need not run: its program is built. Nothing is lef
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from workbench.engine.batch import Entry, Work, n_tokens, size_of_copies
@@ -55,7 +54,8 @@ def first_steps(engine: Engine, n_seqs: int) -> int:
             take([(0, range(first.n_past), "none")], cache)
         every.setdefault(shape_of(engine, first.work, cache, draws), first)
     copies = copy_shape(size_of_copies(1))
-    make_ready(engine, [*_kinds(every), *([copies] if engine.cache.n_regions > 1 else [])])
+    # of every extent, because attention may be cut by it
+    make_ready(engine, [*every, *([copies] if engine.cache.n_regions > 1 else [])])
     most = max(every, key=_memory)
     # logits, too, which a request may ask for; of a prompt that is scored for many tokens
     scored = Sizes(most.n_tokens, most.n_seqs, min(most.n_tokens, SCORED + n_seqs))
@@ -102,19 +102,6 @@ def _take(engine: Engine, shape: StepShape, first: First, draws: bool) -> None:
         under_way.append(engine.submit(first.work, draws))
     for pending in under_way:
         pending.wait()
-
-
-def _kinds(every: Iterable[StepShape]) -> list[StepShape]:
-    """Shapes that want all the kernels. Of equal ones but for their extents: the least extent and
-    the largest; of tokens alone each, because attention is cut by it."""
-    alike = defaultdict[StepShape, list[StepShape]](list)
-    for shape in sorted(every, key=lambda shape: shape.n_kv):
-        alike[shape._replace(n_kv=0)].append(shape)
-    found = list[StepShape]()
-    for shapes in alike.values():
-        is_alone = shapes[0].n_tokens == shapes[0].n_seqs
-        found += shapes if is_alone else {shapes[0], shapes[-1]}
-    return found
 
 
 def _memory(shape: StepShape) -> tuple[int, int, int]:
