@@ -17,7 +17,7 @@ from workbench.bench.stats import Ratio, median_interval, speedup
 from workbench.bench.workload import Workload, parse
 from workbench.frames import markdown
 
-FOLDER = "batched"
+FOLDER, PLAIN = "batched", "plain-batched"
 MODELS = ("llama-3.2-1b-q4_k_m", "llama-3-8b-q4_0")
 
 
@@ -128,9 +128,9 @@ def _said(ratio: Ratio) -> str:
     return f"{ratio.value:.2f}{spread}"
 
 
-def recorded_batched(recorded: Recorded) -> Iterator[BatchedRun]:
+def recorded_batched(recorded: Recorded, named: str = FOLDER) -> Iterator[BatchedRun]:
     for model in MODELS:
-        folder = recorded.folder / FOLDER / model
+        folder = recorded.folder / named / model
         if (folder / results.RUN_JSON).is_file():
             found = results.load_run(folder)
             if found.run["status"] == results.COMPLETE:
@@ -156,15 +156,38 @@ def in_short(recorded: Recorded) -> Iterator[Line]:
         return
 
 
+def as_typed(recorded: Recorded) -> Iterator[Line]:
+    """What `bench -npl` itself measured, with no flag but the tests: a line for each width."""
+    for found in recorded_batched(recorded, PLAIN):
+        for test in found.tests:
+            prompt, made = (
+                "{:.0f} ({:.0f}..{:.0f})".format(*found.interval(test.name, "engine", p))
+                for p in (True, False)
+            )
+            values = {"model": found.model, "n": test.width, "prompt": prompt, "made": made}
+            yield Line(values, [found])
+
+
+def typed(recorded: Recorded) -> str:
+    """A caption for each run, with the command that made it."""
+    return " ".join(
+        f"{_typed(found)}, {found.run['repetitions']} repetitions. {caption([found])}"
+        for found in recorded_batched(recorded, PLAIN)
+    )
+
+
+def _typed(found: BatchedRun) -> str:
+    test, widths = found.tests[0], ",".join(str(test.width) for test in found.tests)
+    return f"`workbench bench -m 1b.gguf -npl {widths} -p {test.n_prompt} -n {test.n_gen}`"
+
+
 def first(recorded: Recorded) -> str:
     """The caption; before it the commands that print our figures, and both sides'."""
     found = next((f for f in recorded_batched(recorded) if f.side(LLAMA)), None)
     if found is None:
         return ""
-    test, widths = found.tests[0], ",".join(str(test.width) for test in found.tests)
-    typed = f"`workbench bench -m 1b.gguf -npl {widths} -p {test.n_prompt} -n {test.n_gen}` prints "
-    typed += "ours; `python -m data.measure.batched --peer DIR` both. "
-    return typed + caption([found], about(found))
+    both = "`python -m data.measure.batched --peer DIR` both"
+    return f"{_typed(found)} prints ours; {both}. " + caption([found], about(found))
 
 
 def where(recorded: Recorded) -> str:
@@ -191,6 +214,8 @@ CELLS = {
     "sum % of step": "{share:.0f}", "With": "{arm}",
 }  # fmt: skip
 
+TYPED = {"Model": "{model}", "sequences": "{n}", "pp t/s": "{prompt}", "tg t/s": "{made}"}
+
 
 def shown(folder: Path) -> str:
     """The table of one run folder, as text."""
@@ -200,6 +225,7 @@ def shown(folder: Path) -> str:
 
 
 BLOCKS: dict[str, list[Part]] = {
+    PLAIN: [Table("`bench -npl` as it is typed", as_typed, TYPED, said=typed)],
     "batched-short": [Table("Many sequences beside llama.cpp", in_short, said=first)],
     "batched": [
         Table("Sequences side by side on a GPU", every, CELLS, said=where),
