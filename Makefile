@@ -10,16 +10,18 @@ TEST_WORKERS ?= 2
 PARALLEL = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 BROWSER_ARGS ?=
 EXHAUSTIVE_ARGS ?=
+FAULTS_ARGS ?=
 HAVE_GPU := $(shell { [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi; } >/dev/null 2>&1 && echo yes)
 comma := ,
 GPU_EXTRA := $(if $(HAVE_GPU),$(comma)gpu$(comma)cupti,)
 
-.PHONY: help setup report test test-slow test-exhaustive test-gpu test-browser sanitize lint bench lab peer peer-cuda models readme clean
+.PHONY: help setup report test test-slow test-exhaustive test-faults test-gpu test-browser sanitize lint bench lab peer peer-cuda models readme clean
 
 help:
 	@echo "make report   environment, tiny models, notebooks -> reports/*.html, speedup table"
 	@echo "make test     all tests, of what is long a little;  make test-slow  more of that"
 	@echo "make test-exhaustive  all of it and the full product of toggles: hours, recorded"
+	@echo "make test-faults  which of many planted faults the tests see: an hour, recorded"
 	@echo "make lab      JupyterLab on the notebooks"
 	@echo "make setup    only prepare .venv/, with the workbench command in it"
 	@echo "make lint     ruff and mypy;  make bench  benchmarks, recorded;  make peer  compare with llama.cpp"
@@ -69,6 +71,9 @@ test-slow: .venv/.dev
 
 test-exhaustive: .venv/.dev
 	$(BIN)/python -m tests.exhaustive $(EXHAUSTIVE_ARGS)
+
+test-faults: .venv/.dev
+	$(BIN)/python -m tests.faults $(FAULTS_ARGS)
 
 test-browser: .venv/.dev
 	$(BIN)/python -m tests.browser.record $(BROWSER_ARGS)

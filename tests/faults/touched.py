@@ -1,0 +1,148 @@
+"""Which tests touch which function: coverage by test, of a whole `make test`.
+
+Coverage writes down the lines that each test executes, in processes that the test starts, too. From
+that follow the tests that touch a function, and how many functions a test touches. The run takes
+two to three times as long as `make test`. Tests that fail in it touch nothing: they would fail
+without a fault.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.faults.planted import ROOT, Fault, functions
+
+FOLDER = ROOT / "data" / "runs" / "faults"
+MAP, DATA, REPORT = FOLDER / "touched.json", FOLDER / "coverage", FOLDER / "tests.xml"
+NAMED = "WORKBENCH_TEST"  # the test that a process was started by
+CONFIG = f"""\
+[run]
+source = workbench, data.measure
+data_file = {DATA}
+parallel = true
+patch = subprocess
+context = ${{{NAMED}-}}
+"""
+MODULE = ""  # a module's own lines, which run where it is imported
+
+
+class Touched(NamedTuple):
+    """functions: tests by `path::function`. seconds: of each test."""
+
+    functions: dict[str, list[str]]
+    seconds: dict[str, float]
+
+    def tests(self, fault: Fault, at_most_s: float) -> list[str]:
+        """The tests to run for a fault, those that touch little first: they say most. After them
+        come tests of the same files, which share what a file sets up once. All together take at
+        most so many seconds."""
+        if fault.function:
+            wanted = self.functions.get(f"{fault.path}::{fault.function}", [])
+        else:  # of a module's tables: whoever touches anything of it
+            wanted = sorted(
+                {test for name, tests in self.functions.items()
+                 if name.startswith(f"{fault.path}::") for test in tests}
+            )  # fmt: skip
+        n_touched = self._n_touched()
+        first = sorted(wanted, key=lambda test: (n_touched[test], self.seconds[test]))
+        named = [test for test in self.seconds if test.startswith(fault.tests or ("?",))]
+        files = {test.partition("::")[0] for test in wanted}
+        same = [test for test in self.seconds if test.partition("::")[0] in files]
+        chosen, left = [], at_most_s
+        for test in dict.fromkeys([*named, *first, *same]):
+            if self.seconds[test] <= left:
+                chosen.append(test)
+                left -= self.seconds[test]
+        return chosen
+
+    def _n_touched(self) -> dict[str, int]:
+        counts: dict[str, int] = defaultdict(int)
+        for tests in self.functions.values():
+            for test in tests:
+                counts[test] += 1
+        return counts
+
+
+class Names:
+    """As a pytest plugin, tells the processes that a test starts which test it is."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        os.environ[NAMED] = item.nodeid.replace("%", "%%")
+
+
+def measure(jobs: int, *paths: str) -> None:
+    """Runs the quick tests under coverage, or those of some paths, and writes MAP."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for old in FOLDER.glob("coverage*"):
+        old.unlink()
+    config = FOLDER / "settings.ini"
+    config.write_text(CONFIG)
+    command = [
+        sys.executable, "-m", "pytest", "-p", "tests.faults.touched", "-n", str(jobs), "--dist",
+        "loadfile", "-p", "no:cacheprovider", "--cov", "--cov-config", str(config),
+        "--cov-context=test", "--cov-report=", f"--junitxml={REPORT}", "-o",
+        "junit_family=xunit1", "--timeout=600", *paths,
+    ]  # fmt: skip
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"CI": "1"}, check=False)
+    write()
+
+
+def write() -> None:
+    """Writes MAP, of what coverage and the report say."""
+    from coverage import CoverageData
+
+    data = CoverageData(str(DATA))
+    data.read()
+    seconds = dict(_seconds())
+    found: dict[str, set[str]] = defaultdict(set)
+    for name in data.measured_files():
+        path = Path(name)
+        if not path.is_relative_to(ROOT) or not path.is_file():
+            continue
+        at = path.relative_to(ROOT).as_posix()
+        by_line = {line: {*map(_test, contexts)} & seconds.keys()
+                   for line, contexts in data.contexts_by_lineno(name).items()}  # fmt: skip
+        for function, (_, first, last) in functions(path.read_text()).items():
+            for line in range(first, last + 1):
+                found[f"{at}::{function}"] |= by_line.get(line, set())
+    by_function = {name: sorted(tests) for name, tests in sorted(found.items())}
+    MAP.write_text(json.dumps({"functions": by_function, "seconds": seconds}))
+
+
+def _test(context: str) -> str:
+    """Of `tests/a.py::test_b|run` the test. In a process that a test starts, the test alone."""
+    for phase in ("|setup", "|run", "|teardown"):
+        context = context.removesuffix(phase)
+    return context.partition("|tests/")[0]
+
+
+def _seconds() -> Iterator[tuple[str, float]]:
+    """The tests that passed, and how long each took."""
+    for case in ElementTree.parse(REPORT).iter("testcase"):
+        if not {child.tag for child in case} & {"failure", "error", "skipped"}:
+            path = case.get("file") or ""
+            inside = (case.get("classname") or "").removeprefix(
+                path.removesuffix(".py").replace("/", ".")
+            )
+            parts = [path, *filter(None, inside.split(".")), case.get("name") or ""]
+            yield "::".join(parts), float(case.get("time") or 0)
+
+
+def load() -> Touched:
+    """Raises FileNotFoundError where nothing was measured."""
+    return Touched(**json.loads(MAP.read_text()))
+
+
+# where pytest takes this module for a plugin
+pytest_runtest_setup = Names().pytest_runtest_setup

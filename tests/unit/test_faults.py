@@ -1,0 +1,136 @@
+"""Faults that are planted to know the tests' power: each can be planted, and is judged right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults import planted, touched
+from tests.faults.__main__ import MISSED, SEEN, Copy, Record
+from tests.faults.planted import Fault, FaultError
+from tests.faults.touched import Touched
+
+SOURCE = '''\
+"""Numbers."""
+
+MOST = 3
+
+
+def least(values):
+    """The least."""
+    return min(values)
+
+
+class Counter:
+    def add(self, n):
+        self.n = n + 1
+
+    def most(self, values):
+        return max(values) + 0 * len(values)
+'''
+TEST = """\
+import numbers_of
+
+def test_least():
+    assert numbers_of.least([3, 1]) == 1
+
+def test_nothing():
+    assert numbers_of.MOST
+"""
+
+
+def fault(function: str, old: str, new: str, tests: tuple[str, ...] = ()) -> Fault:
+    return Fault("name", "It is wrong.", "numbers_of.py", function, old, new, tests)
+
+
+def test_every_fault_can_be_planted():
+    assert planted.problems() == []
+
+
+def test_there_are_hundreds_over_all_rooms_and_each_means_something():
+    faults = list(planted.every())
+    assert len(faults) >= 300
+    assert len({fault.means for fault in faults}) == len(faults)
+    for one in faults:
+        assert one.means.endswith(".") and 3 < len(one.means.split()) <= 30, one.name
+        assert all((planted.ROOT / test.partition("::")[0]).exists() for test in one.tests)
+    folders = {str(Path(one.path).parent) for one in faults}
+    rooms = {
+        str(path.relative_to(planted.ROOT))
+        for path in (planted.ROOT / "workbench").rglob("*")
+        if path.is_dir() and any(path.glob("*.py"))
+    }
+    assert rooms - folders == set()
+
+
+def test_only_the_text_of_the_function_changes():
+    assert "return max(values)" in fault("least", "min", "max").planted(SOURCE)
+    changed = fault("Counter.add", "n + 1", "n").planted(SOURCE)
+    assert changed == SOURCE.replace("self.n = n + 1", "self.n = n")
+    assert "MOST = 4" in fault("", "MOST = 3", "MOST = 4").planted(SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (fault("least", "max", "min"), "has 0 times 'max'"),
+        (fault("Counter", "values", "n"), "has 3 times 'values'"),
+        (fault("Counter.gone", "n", "m"), "Counter.gone is not in its file"),
+        (fault("least", "min(values)", "min(values"), "is no Python"),
+        (fault("least", "min(values)", "min(values)  # least"), "changes nothing but text"),
+    ],
+)
+def test_a_fault_that_cannot_be_planted_says_why(wrong: Fault, said: str):
+    with pytest.raises(FaultError, match=r"^name: ") as error:
+        wrong.planted(SOURCE)
+    assert said in str(error.value)
+
+
+def test_tests_that_touch_little_come_first_and_the_time_is_bounded():
+    functions = {
+        "numbers_of.py::least": ["t/a.py::wide", "t/a.py::narrow"],
+        "numbers_of.py::Counter.add": ["t/a.py::wide", "t/b.py::other"],
+    }
+    seconds = {"t/a.py::wide": 1.0, "t/a.py::narrow": 2.0, "t/a.py::last": 3.0, "t/b.py::other": 1}
+    known = Touched(functions, seconds)
+    assert known.tests(fault("least", "", ""), 9.0) == [
+        "t/a.py::narrow", "t/a.py::wide", "t/a.py::last",
+    ]  # fmt: skip
+    assert known.tests(fault("least", "", ""), 3.5) == ["t/a.py::narrow", "t/a.py::wide"]
+    assert known.tests(fault("", "", ""), 9.0)[0] == "t/b.py::other"
+    assert known.tests(fault("least", "", "", ("t/b",)), 9.0)[0] == "t/b.py::other"
+
+
+def test_a_test_is_known_by_its_context():
+    assert touched._test("tests/a.py::test_b[c|d]|run") == "tests/a.py::test_b[c|d]"
+    assert touched._test("tests/a.py::test_b|tests/c.py::test_d|run") == "tests/a.py::test_b"
+    assert touched._test("tests/a.py::test_b[c|d]") == "tests/a.py::test_b[c|d]"
+    assert touched._test("") == ""
+
+
+def test_a_fault_is_planted_alone_seen_or_missed_and_taken_back(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "numbers_of.py").write_text(SOURCE)
+    (source / "test_numbers.py").write_text(TEST)
+    (tmp_path / "copy").mkdir()
+    copy = Copy(tmp_path / "copy", source)
+    tests = ["test_numbers.py::test_least", "test_numbers.py::test_nothing"]
+    seen = copy.judge(fault("least", "min(values)", "max(values)"), tests)
+    assert seen["outcome"] == SEEN and seen["by"] == tests[0]
+    missed = copy.judge(fault("Counter.add", "n + 1", "n"), tests)
+    assert missed["outcome"] == MISSED and not missed["by"]
+    assert (copy.root / "numbers_of.py").read_text() == SOURCE
+    assert (source / "numbers_of.py").read_text() == SOURCE
+
+
+def test_what_was_judged_at_this_commit_is_not_judged_again(tmp_path):
+    record = Record(tmp_path / "faults.json")
+    one = fault("least", "min", "max")
+    assert not record.is_done(one)
+    record.note(one, {"outcome": MISSED, "by": "", "tests": 0, "seconds": 0.1})
+    again = Record(tmp_path / "faults.json")
+    assert again.is_done(one) and not again.is_done(one._replace(name="other"))
+    again.commit = "another"
+    assert not again.is_done(one)
